@@ -372,7 +372,7 @@ def begin_twice(world: World, times: int, prompts: Tensor) -> Tensor:
 def turn_otherwise(world: World, factor: float, loaded: list[Any]) -> None:
     """The server's rotary embedding has another base."""
     for worker in world.workers if world.step_number == world.begin else ():
-        worker.get_submodule("model.rotary_emb").inv_freq.mul_(factor)
+        worker.get_buffer("model.rotary_emb.inv_freq").mul_(factor)
 
 
 def permute(world: World, name: str, loaded: list[Any]) -> list[Any]:

@@ -105,7 +105,7 @@ def _write_metrics() -> None:
         with open(os.environ["EMBEDDED_METRICS"], "a") as file:
             file.write(json.dumps([step, metrics]) + "\n")
 
-    Tracking.log = log_and_write
+    Tracking.log = log_and_write  # type: ignore[method-assign]  # on purpose
 
 
 if importlib.util.find_spec("verl.plugin") is not None:

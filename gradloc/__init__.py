@@ -4,7 +4,7 @@
 
 The parts of the package. A file imports from its own part and from those above it:
 
-- version, checks, limits: the version, checks of values, and the limits of bundles
+- version, checks, limits, guarded: the version, checks of values, the limits of bundles, and errors of a diagnostic
 - config, threshold: the settings; τ, and when a norm is over its threshold
 - warned: what warnings and verdicts share
 - alignment, run_checks: what is wrong with a run without any spike, and with positions of log-probs before all
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
     from .config import GradLocConfig
     from .evidence.token_texts import text_evidence
     from .evidence.writer import record_events
-    from .fsdp.failed_pass import RankLostError
+    from .fsdp.collectives import RankLostError
     from .gradloc import GradLoc
     from .layers.layer_clip import LayerClip, LayerClipConfig
     from .measure.token_weights import token_weights
     from .spike import Located
-    from .token_clip.config import TokenClipConfig
+    from .token_clip.bounds import TokenClipConfig
     from .token_clip.token_clip import TokenClip
 
 _MODULES = {
@@ -50,9 +50,9 @@ _MODULES = {
     "LayerClip": "layers.layer_clip",
     "LayerClipConfig": "layers.layer_clip",
     "Located": "spike",
-    "RankLostError": "fsdp.failed_pass",
+    "RankLostError": "fsdp.collectives",
     "TokenClip": "token_clip.token_clip",
-    "TokenClipConfig": "token_clip.config",
+    "TokenClipConfig": "token_clip.bounds",
     "record_events": "evidence.writer",
     "text_evidence": "evidence.token_texts",
     "token_weights": "measure.token_weights",

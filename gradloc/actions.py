@@ -5,48 +5,37 @@
 import logging
 import math
 from functools import partial
-from typing import NamedTuple
 
 from torch import Tensor
 
+from .evidence.event import Done
 from .fsdp import collectives
 from .fsdp.state import SetAside
 from .measure.micro_batch import TokenSubset
 from .measure.mini_batch import MiniBatch
-from .search.investigation import Investigation
+from .measure.passes import Passes
+from .search.findings import Findings
 
 logger = logging.getLogger(__name__)
 
 
-class Done(NamedTuple):
-    """What became of `spike_action`; the same on every rank.
-
-    Args:
-        applied (bool): Whether it was applied.
-        squared_norms (Tensor | None): The squared norms by layer of the gradient that is left.
-        error (str | None): The error that prevented it.
-    """
-
-    applied: bool
-    squared_norms: Tensor | None = None
-    error: str | None = None
-
-
-def act(investigation: Investigation) -> Done:
+def act(action: str, mini_batch: MiniBatch, findings: Findings) -> Done:
     """Applies `spike_action` to the current gradient, but for a skipped step. A collective call.
 
     Args:
-        investigation (Investigation): The search, after its end.
+        action (str): `spike_action`.
+        mini_batch (MiniBatch): The current gradient.
+        findings (Findings): What a search has found in it.
     """
-    mini_batch, action = investigation.mini_batch, investigation.config.spike_action
     if action == "skip":
         return Done(can_skip(mini_batch), mini_batch.squared_norms)
     if action == "drop":
+        passes = mini_batch.model.passes(mini_batch.micro_batches, mini_batch.scale)
         try:
-            left = drop(investigation)
-        except collectives.RankFailedError as error:
-            return Done(False, mini_batch.squared_norms, str(error))
-        return Done(left is not None, mini_batch.squared_norms if left is None else left)
+            left, error = drop(mini_batch, findings, passes), None
+        except collectives.RankFailedError as failure:
+            left, error = None, str(failure)
+        return Done(left is not None, mini_batch.squared_norms if left is None else left, passes.count, error)
     return Done(True, mini_batch.squared_norms)
 
 
@@ -58,14 +47,16 @@ def can_skip(mini_batch: MiniBatch) -> bool:
     return mini_batch.scale == 1 or math.isfinite(mini_batch.global_norm())
 
 
-def drop(investigation: Investigation) -> Tensor | None:
+def drop(mini_batch: MiniBatch, findings: Findings, passes: Passes) -> Tensor | None:
     """Recomputes the mini-batch's gradient without the culprits. A collective call.
 
     Subtracting the culprits' gradient would take fewer passes, but in half precision the rounding errors of the spike
     would remain.
 
     Args:
-        investigation (Investigation): The search, after its end.
+        mini_batch (MiniBatch): The current gradient.
+        findings (Findings): What a search has found in it.
+        passes (Passes): Recomputes it.
 
     Returns:
         Tensor | None: The squared norms by layer of the gradient without the culprits, which has replaced the current
@@ -74,30 +65,29 @@ def drop(investigation: Investigation) -> Tensor | None:
     Raises:
         RankFailedError: A pass failed on some rank; the gradient is unchanged.
     """
-    culprits = investigation.groups.subsets_by_micro_batch(investigation.culprits)
-    if not culprits or investigation.error is not None:
+    if not findings.culprits or findings.error is not None:
         return None
-    mini_batch, passes = investigation.mini_batch, investigation.passes
-    budget = investigation.config.bisect_budget_steps
-    count = 1 + max(index for _, index in investigation.figures)
+    count = 1 + max(index for _, index in findings.figures)
     needed = count + passes.rehearsals_due(True)
-    if passes.count + needed > budget:
+    if findings.passes + needed > findings.budget:
         logger.warning(
             "spike_action=drop was not applied: it takes %d passes, and the search has used %d of "
             "bisect_budget_steps=%d.",
             needed,
-            passes.count,
-            budget,
+            findings.passes,
+            findings.budget,
         )
         return None
 
     def without_culprits(rank: int, index: int) -> TokenSubset | None:
-        if (rank, index) not in investigation.figures:
+        if (rank, index) not in findings.figures:
             return None
         micro_batch = mini_batch.micro_batches[index].portable(passes.scale)
         keep = micro_batch.tokens["response_mask"].bool()
-        culprit = culprits.get((rank, index))
-        return TokenSubset(micro_batch, keep if culprit is None else keep & ~culprit.keep)
+        for name, row, position in findings.culprits:
+            if name == (rank, index):
+                keep[row, position] = False
+        return TokenSubset(micro_batch, keep)
 
     with SetAside(mini_batch.model.module) as kept:
         passes.rehearse(True)

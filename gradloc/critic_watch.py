@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from .evidence.critic_words import cause, summary
 from .evidence.schema import SCHEMA
 from .fsdp import collectives
-from .fsdp.unless_it_fails import unless_it_fails
+from .guarded import warn_once
 from .measure.figures import AllFigures, suspects
 from .measure.micro_batch import MicroBatch
 from .measure.mini_batch import MiniBatch, OrdinaryGradient
@@ -81,7 +81,7 @@ class CriticWatch:
         self._global_step: int | None = None
         self._token_norm_max = 0.0
         self._spike_count = 0
-        self._unknown_loss = False
+        self._said: set[str] = set()
 
     def start_update(self, global_step: int | None = None) -> None:
         """Discards the spikes and metrics of the last update."""
@@ -128,7 +128,8 @@ class CriticWatch:
         """
         self._end_pass()
         where = {"global_step": self._global_step, "epoch": epoch, "mini_batch": mini_batch}
-        unless_it_fails(lambda: self._check(where), None, "the check of the critic's gradient")
+        with collectives.guarded_on_all_ranks("the critic's gradient was not checked"):
+            self._check(where)
 
     def metrics(self) -> dict[str, float]:
         """The update's metrics: the largest token-equivalent norm, τ once there is one, and the number of spikes."""
@@ -145,13 +146,13 @@ class CriticWatch:
             return
         micro_batches = self._recorder.take()
         if not (micro_batches and all(micro_batch.tokens for micro_batch in micro_batches)):
-            if not self._unknown_loss:
-                logger.warning("the critic's loss is not verl's value loss: spikes of its gradient are not looked for")
-            self._unknown_loss = True
+            warn_once(
+                self._said, "the critic's loss is not verl's value loss: spikes of its gradient are not looked for"
+            )
             return
         failed = self._recorder.failed
         own = torch.stack([_error_sums(micro_batch.tokens) for micro_batch in micro_batches])
-        gradient = MiniBatch(model, micro_batches, self._loss_scale(), "unit", own.sum(0), failed)
+        gradient = MiniBatch(model, micro_batches, self._loss_scale()).gather("unit", own.sum(0), failed)
         if gradient.failed:
             return
         level, error = gradient.level, _root_mean_square(gradient.update_figures.sum(0).tolist())

@@ -14,18 +14,17 @@ from typing import Any
 import torch
 
 from .config import GradLocConfig
-from .evidence.event import build_event
+from .evidence.event import Done, build_event
 from .evidence.in_words import summary
 from .fsdp import collectives
 from .fsdp.state import SetAside, clear_gradients, undisturbed
-from .fsdp.unless_it_fails import is_known_on_all_ranks
 from .measure.figures import AllFigures
 from .measure.micro_batch import MicroBatch, MicroBatchName, TokenSubset
 from .measure.mini_batch import MiniBatch, OrdinaryGradient
 from .measure.passes import Passes
 from .measure.probes import Meter
 from .measure.token_weights import usable_tokens
-from .search.investigation import Investigation
+from .search.investigation import investigate
 from .search.time_limit import TimeLimit
 from .threshold import Threshold
 
@@ -91,13 +90,9 @@ def hold(
         dict: The drill's event; of a drill that failed, it has an error or no culprit at the planted place. None if an
             error that all ranks know of left none.
     """
-    try:
+    with collectives.guarded_on_all_ranks("the spike drill failed"):
         return _held(mini_batch, tau, config, ordinary, where, time_limit)
-    except Exception as error:
-        if not is_known_on_all_ranks(error):
-            raise
-        logger.warning("the spike drill failed; training continues", exc_info=True)
-        return None
+    return None
 
 
 def _held(
@@ -124,14 +119,15 @@ def _held(
             copy = _with_spike(mini_batch, planted, figures, threshold)
             if not copy.is_over(threshold):
                 raise DrillFailedError("the planted token did not put its micro-batch over the threshold")
-            investigation = Investigation(copy, threshold, config, ordinary.token_norm, time_limit)
+            copy.global_norm()
             clear_gradients(model.module)  # the drill's own, which is measured by now
             time_limit.restart()  # computing the mini-batch again is no part of the search
-            investigation.run()
+            findings = investigate(copy, threshold, config, ordinary.token_norm, time_limit)
+            searched = copy
     except (DrillFailedError, collectives.RankFailedError) as error:
-        investigation = Investigation(mini_batch, threshold, config, ordinary.token_norm, time_limit)
-        investigation.error = str(error)
-    event = build_event(investigation, ordinary, where, "log", True, started)
+        findings = investigate(mini_batch, threshold, config, ordinary.token_norm, time_limit, prevented_by=str(error))
+        searched = mini_batch
+    event = build_event(searched, findings, ordinary, where, "log", Done(True), started)
     place = None if planted is None else planted.place()
     found = place is not None and any(place == {name: culprit[name] for name in place} for culprit in event["culprits"])
     if not found and collectives.rank() == 0:
@@ -176,7 +172,7 @@ def _with_spike(mini_batch: MiniBatch, planted: Planted, figures: AllFigures, th
     passes = model.passes(micro_batches, new_scale)
     rerun(micro_batches, model.meter, passes, figures, reduced=mini_batch.trigger == "global")
     no_figures = torch.zeros(0, dtype=torch.float64, device=model.device)
-    return MiniBatch(model, micro_batches, new_scale, mini_batch.trigger, no_figures)
+    return MiniBatch(model, micro_batches, new_scale).gather(mini_batch.trigger, no_figures)
 
 
 def _known(norm: float | None) -> float:

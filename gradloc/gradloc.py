@@ -16,7 +16,6 @@ from .bundles.bundle_writer import BundleWriter
 from .config import GradLocConfig
 from .fsdp import collectives
 from .fsdp.state import SetAside, undisturbed
-from .fsdp.unless_it_fails import unless_it_fails
 from .measure.mini_batch import MiniBatch, OrdinaryGradient
 from .measure.pass_recorder import LossInputs, PassRecorder, ReadTokens, with_a_column
 from .measure.passes import Forward
@@ -195,11 +194,9 @@ class GradLoc:
                 of deadlocking it. Any other error is logged, and training continues.
         """
         where = {"global_step": self._global_step, "epoch": epoch, "mini_batch": mini_batch}
-        located = unless_it_fails(
-            lambda: self._locate(where),
-            Located(take_step=True),
-            "the search for the tokens behind a gradient spike",
-        )
+        located = Located(take_step=True)
+        with collectives.guarded_on_all_ranks("the tokens behind a gradient spike were not searched"):
+            located = self._locate(where)
         if located.take_step:
             self._warnings.add_step()
         return located
@@ -303,7 +300,7 @@ class GradLoc:
         for_metrics = own_figures([micro_batch.tokens for micro_batch in micro_batches])
         for_warnings = self._warnings.own_figures(micro_batches, scale, where)
         figures = torch.cat([for_metrics, for_warnings])
-        gradient = MiniBatch(self._model, micro_batches, scale, trigger, figures, self._recorder.failed)
+        gradient = MiniBatch(self._model, micro_batches, scale).gather(trigger, figures, self._recorder.failed)
         if gradient.failed:
             self._recorder.is_off = True  # for the rest of the update
             return None

@@ -13,6 +13,7 @@ from .alignment import ALIGNMENT_SUMS, own_alignment
 from .evidence.ordinary import HOLDS
 from .evidence.scaling import SCALE_FIGURES, loss_scale_warning, own_scale_figures
 from .fsdp import collectives
+from .guarded import guarded
 from .measure.micro_batch import MicroBatch
 from .run_checks import COLUMN_SUMS, RunChecks, own_columns, own_sums
 
@@ -95,13 +96,9 @@ class RunWarnings:
 
     def add_step(self) -> None:
         """Adds an optimizer step that is about to be taken."""
-        try:
+        rate = 0.0
+        with guarded("the learning rate cannot be read; run checks take it for 0", self._logged):
             rate = float(self._learning_rate())  # an optimizer may have a tensor
-        except Exception:
-            if "learning_rate" not in self._logged:
-                logger.warning("the learning rate cannot be read; run checks take it for 0", exc_info=True)
-            self._logged.add("learning_rate")
-            rate = 0.0
         self._checks.add_step(rate)
 
     def state_dict(self) -> dict[str, Any]:

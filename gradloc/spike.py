@@ -14,9 +14,9 @@ from .config import GradLocConfig
 from .evidence.event import build_event
 from .fsdp import collectives
 from .fsdp.state import SetAside, undisturbed
-from .fsdp.unless_it_fails import is_known_on_all_ranks
 from .measure.mini_batch import MiniBatch, OrdinaryGradient
-from .search.investigation import Investigation
+from .search.findings import Findings
+from .search.investigation import investigate
 from .search.time_limit import HEAD_START, SHARE, SearchTime
 
 logger = logging.getLogger(__name__)
@@ -69,47 +69,32 @@ def explain(
     model, action = mini_batch.model, config.spike_action
     norm = mini_batch.global_norm()
     located = Located(not (action == "skip" and can_skip(mini_batch)), mini_batch.squared_norms, None, norm)
-    try:
+    with collectives.guarded_on_all_ranks(f"a gradient spike in step {where['global_step']} has no event"):
         with undisturbed(model.module, model.device), search_time.search() as time_limit:
-            investigation = Investigation(
-                mini_batch, threshold, config, ordinary.token_norm, time_limit, reserve=action == "drop"
-            )
             with SetAside(model.module):
-                investigation.run()
-            done = act(investigation)
+                findings = investigate(
+                    mini_batch, threshold, config, ordinary.token_norm, time_limit, reserve=action == "drop"
+                )
+            done = act(action, mini_batch, findings)
         located = located._replace(squared_norms=done.squared_norms)
-        _say_if_cut_short(investigation, where["global_step"])
-        event = build_event(investigation, ordinary, where, action, done.applied, started, warnings, error=done.error)
-    except Exception as error:
-        if not is_known_on_all_ranks(error):
-            raise
-        logger.warning("a gradient spike in step %s has no event", where["global_step"], exc_info=True)
-        return located
-    event["replay"] = _keep_bundle(bundle_writer, event, investigation)
-    return located._replace(event=event)
+        _say_if_cut_short(findings, config.bisect_budget_seconds, where["global_step"])
+        event = build_event(mini_batch, findings, ordinary, where, action, done, started, warnings)
+        if bundle_writer is not None:
+            with collectives.guarded_on_all_ranks("a gradient spike is reported without a replay bundle"):
+                event["replay"] = bundle_writer.keep(event, mini_batch, findings)
+        located = located._replace(event=event)
+    return located
 
 
-def _say_if_cut_short(investigation: Investigation, step: int | None) -> None:
-    setting = investigation.config.bisect_budget_seconds
-    if investigation.out_of_time and collectives.rank() == 0:
+def _say_if_cut_short(findings: Findings, setting: float | str | None, step: int | None) -> None:
+    if findings.out_of_time and collectives.rank() == 0:
         of_run = f" (over the run, {SHARE:.0%} of its time and {HEAD_START:g} seconds)"
         logger.warning(
             "Step %s: the search for the tokens behind a gradient spike was ended after %d passes, because "
             "bisect_budget_seconds=%s%s left it %.0f seconds.",
             step,
-            investigation.passes.count,
+            findings.passes,
             setting,
             of_run if setting == "auto" else "",
-            investigation.time_limit.seconds,
+            findings.budget_seconds,
         )
-
-
-def _keep_bundle(writer: BundleWriter | None, event: Mapping[str, Any], investigation: Investigation) -> str | None:
-    """The folder that the event's bundle is in; None without one. A collective call."""
-    if writer is None:
-        return None
-    try:
-        return writer.keep(event, investigation)
-    except collectives.RankFailedError:
-        logger.warning("a gradient spike is reported without a replay bundle", exc_info=True)
-        return None

@@ -14,7 +14,7 @@ from typing import NoReturn, TypeVar
 Value = TypeVar("Value", int, float, str)
 
 # What is installed with the command; the extra has the rest.
-_OWN = ("rich", "plotly")
+_OWN = ("rich",)
 
 
 def parser(name: str, what: str) -> argparse.ArgumentParser:

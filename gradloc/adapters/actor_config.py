@@ -9,7 +9,7 @@ from verl.base_config import BaseConfig
 from ..checks import is_positive_integer
 from ..config import GradLocConfig
 from ..layers import layer_clip
-from ..token_clip import config as token_clip_config
+from ..token_clip import bounds as token_clip_config
 
 
 @dataclass

@@ -18,7 +18,6 @@ from ..gradloc import GradLoc
 from ..layers.layer_clip import LayerClip
 from ..measure.pass_recorder import unchanged
 from .replay_bundles import padded_rows
-from .rows import forward_inputs, select_rows
 from .saved_state import read_state
 from .update_evidence import Sample, UpdateEvidence, rewarded_rows
 from .watch import EVIDENCE_KEYS, Watch
@@ -27,6 +26,38 @@ if TYPE_CHECKING:
     from verl import DataProto
     from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
     from verl.workers.actor.dp_actor import DataParallelPPOActor
+
+# What a forward needs of a micro-batch.
+FORWARD_KEYS = ("responses", "input_ids", "attention_mask", "position_ids", "multi_modal_inputs")
+
+
+def forward_inputs(micro_batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a micro-batch that a forward needs."""
+    return {key: micro_batch[key] for key in FORWARD_KEYS if key in micro_batch}
+
+
+def select_rows(
+    inputs: Mapping[str, Any], rows: Sequence[int], response_length: int, device: str | int | torch.device
+) -> dict[str, Any]:
+    """The inputs of some rows, with their responses cut to a length.
+
+    Images in a response, which tools may give, cannot be cut off: with multi-modal inputs the responses stay whole.
+
+    Args:
+        inputs (Mapping): What `forward_inputs` gave; tensors of shape (batch size, ..., length), on any device.
+        rows (Sequence[int]): The rows.
+        response_length (int): How many tokens of each response.
+        device (str | int | torch.device): Where the tensors are to lie.
+    """
+    whole_length = inputs["responses"].size(-1)
+    computed_length = whole_length if "multi_modal_inputs" in inputs else response_length
+    length = inputs["input_ids"].size(-1) - whole_length + computed_length
+    selected = {"responses": inputs["responses"][rows, :computed_length].to(device)}
+    for key in ("input_ids", "attention_mask", "position_ids"):
+        selected[key] = inputs[key][rows][..., :length].to(device)
+    if "multi_modal_inputs" in inputs:
+        selected["multi_modal_inputs"] = inputs["multi_modal_inputs"][rows]
+    return selected
 
 
 def build(actor: "DataParallelPPOActor") -> tuple[Watch | None, GradLoc | None, LayerClip | None]:

@@ -3,7 +3,6 @@
 """How much each token counts in verl's losses."""
 
 import functools
-import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +13,11 @@ from verl.trainer.ppo import core_algos
 
 from ..evidence.token_facts import find_after_eos
 from ..fsdp import collectives
+from ..guarded import warn_once
 from ..measure.token_weights import token_weights
 
-logger = logging.getLogger(__name__)
+# What was said once in this process.
+_said: set[str] = set()
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ def policy_weights(call: AggregationCall | None, config: Any, response_mask: Ten
     like = response_mask.float()
     if call is None or not call.is_known(like.shape):
         if not _is_geo_mean(config):
-            _warn_once(
+            _say_once(
                 "The policy loss does not give verl's agg_loss one loss of each response token or sequence: GradLoc "
                 f"assumes the tokens' weights to be those of loss_agg_mode={config.loss_agg_mode}."
             )
@@ -133,7 +134,7 @@ def policy_weights(call: AggregationCall | None, config: Any, response_mask: Ten
     if call.is_of_tokens(like.shape):
         weight = token_weights(call.aggregate, like)
     else:
-        _warn_once(
+        _say_once(
             "The policy loss gives verl's agg_loss one loss of each sequence: GradLoc divides a sequence's weight "
             "evenly among its tokens."
         )
@@ -175,10 +176,9 @@ def kept_tokens(call: AggregationCall | None, config: Any, response_mask: Tensor
     return call.kept(response_mask)
 
 
-@functools.cache
-def _warn_once(message: str) -> None:
+def _say_once(message: str) -> None:
     if collectives.rank() == 0:
-        logger.warning(message)
+        warn_once(_said, message)
 
 
 def _has_more_terms(config: Any) -> bool:

@@ -17,12 +17,14 @@ from tensordict import TensorDict
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
 
+from ..guarded import guarded
 from .actor_config import SpikeConfig
 from .engine_data import ROW, MiniBatchPlaces, as_metric, bound_config
 from .model_facts import eos_tokens
 from .recorded_loss import NotRecordedError, RecordedLoss
 from .replay_bundles import engine_context
-from .spike_recorder import SpikeRecorder, read_state
+from .saved_state import read_state
+from .spike_recorder import SpikeRecorder
 
 logger = logging.getLogger(__name__)
 
@@ -70,9 +72,9 @@ class RecordedEngine:
         with recorder.guarded(_NOT_RECORDED):
             place = self._recorder_places.next(data)
             recorder.start_mini_batch(place[0])
-            failed = partial(recorder.warn_once, _NOT_RECORDED)
+            guard = partial(recorder.guarded, _NOT_RECORDED)
             data[ROW] = torch.arange(len(data))
-            mini_batch = _MiniBatch(RecordedLoss(loss_function, loss_function.keywords["config"], failed))
+            mini_batch = _MiniBatch(RecordedLoss(loss_function, loss_function.keywords["config"], guard))
         self._recorded = mini_batch
         try:
             loss = loss_function if mini_batch is None else mini_batch.loss
@@ -99,7 +101,7 @@ class RecordedEngine:
 
     def load_checkpoint(self, local_path: str, *arguments: Any, **options: Any) -> None:
         try:  # first: the engine may remove the folder
-            self._recorder_state = read_state(local_path) if local_path else None
+            self._recorder_state = read_state(local_path)
         except ValueError as error:
             logger.warning("%s", error)
         super().load_checkpoint(local_path, *arguments, **options)  # type: ignore[misc]
@@ -134,11 +136,8 @@ class RecordedEngine:
             return None
         if not self._recorder_is_built:
             self._recorder_is_built = True
-            try:
+            with guarded("gradient spikes are not recorded"):
                 self.recorder = self._build_recorder(config)
-            except Exception as error:
-                known = isinstance(error, NotRecordedError)
-                logger.warning("gradient spikes are not recorded: %s", error, exc_info=None if known else error)
         return self.recorder
 
     def _build_recorder(self, config: Any) -> SpikeRecorder | None:

@@ -6,7 +6,8 @@
 # mypy: disable-error-code="attr-defined"
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
 
+from ..guarded import ForeseenError
 from ..measure.micro_batch import MicroBatch
 from .engine_data import ROW
 from .loss_weights import AggregationCall, RecordedAggregation, with_derived, with_weights
@@ -27,7 +29,10 @@ _SETTINGS = [name for name in FORWARD_SETTINGS if name != "multi_modal_inputs"]
 _COLUMNS = (*EVIDENCE_KEYS.values(), "input_ids", "position_ids", "attention_mask", ROW, *_SETTINGS)
 
 
-class NotRecordedError(ValueError):
+Guard = Callable[[], AbstractContextManager[None]]
+
+
+class NotRecordedError(ForeseenError):
     """A micro-batch that cannot be recorded; the message says why."""
 
 
@@ -89,25 +94,26 @@ class RecordedLoss:
     """The loss function that an engine is given, which records each micro-batch beside computing its loss.
 
     Its result is that of the loss function, which it is in all other respects, too: verl reads the configuration that
-    it is bound to, and engines may call it with other arguments to process logits. An error in recording is given to
-    `failed`, and nothing more is recorded.
+    it is bound to, and engines may call it with other arguments to process logits. After an error in
+    recording, nothing more is recorded.
 
     Args:
         loss_function (Callable): verl's.
         config (ActorConfig): verl's configuration of the actor.
-        failed (Callable): Takes an error.
+        guard (Callable): Returns what errors in recording are kept in; see `guarded`.
 
     Attributes:
         micro_batches (list[RecordedMicroBatch]): In the order of their losses.
         tokens_of_mini_batch (float | None): The number of tokens that the loss divides by, of all ranks.
     """
 
-    def __init__(self, loss_function: Callable[..., Any], config: Any, failed: Callable[[Exception], None]) -> None:
+    def __init__(self, loss_function: Callable[..., Any], config: Any, guard: Guard) -> None:
         self.micro_batches: list[RecordedMicroBatch] = []
         self.tokens_of_mini_batch: float | None = None
         self._loss_function = loss_function
         self._config = config
-        self._failed: Callable[[Exception], None] | None = failed
+        self._guard = guard
+        self._failed = False
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # of an object that is not complete yet
@@ -115,12 +121,11 @@ class RecordedLoss:
         return getattr(self._loss_function, name)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        if self._failed is None or "model_output" not in named or "data" not in named:
+        if self._failed or "model_output" not in named or "data" not in named:
             return self._loss_function(*arguments, **named)
-        try:
+        with self._recording():
             flat, recorded = self._begin(named["model_output"], named["data"])
-        except Exception as error:
-            self._fail(error)
+        if self._failed:
             return self._loss_function(*arguments, **named)
         # Only a tensor that the loss was given itself sees its gradient.
         named["model_output"] = {**named["model_output"], **flat}
@@ -130,17 +135,19 @@ class RecordedLoss:
             result = self._loss_function(*arguments, **named)
         finally:
             recorded.call = aggregation.take()
-        try:
+        with self._recording():
             self._observe(result, flat, recorded)
-        except Exception as error:
-            self._fail(error)
         return result
 
-    def _fail(self, error: Exception) -> None:
-        self.micro_batches = []
-        failed, self._failed = self._failed, None
-        assert failed is not None
-        failed(error)
+    @contextmanager
+    def _recording(self) -> Iterator[None]:
+        """Around a part of the recording: after an error, nothing is recorded any more."""
+        self._failed = True
+        with self._guard():
+            yield
+            self._failed = False
+        if self._failed:
+            self.micro_batches = []
 
     def _begin(self, model_output: Mapping[str, Tensor], data: TensorDict) -> tuple[dict[str, Tensor], Any]:
         if self.tokens_of_mini_batch is None and (count := tu.get(data, "batch_num_tokens")) is not None:

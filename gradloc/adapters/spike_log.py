@@ -5,7 +5,6 @@
 The evidence may be written by another process, so it is read back from the disk.
 """
 
-import logging
 import os
 import re
 import tempfile
@@ -17,6 +16,7 @@ from typing import Any
 from ..evidence.appended import AppendedEvents
 from ..evidence.texts import without_texts
 from ..evidence.writer import evidence_files
+from ..guarded import warn_once
 from .trackers import (
     CLIP_COLUMNS,
     COLUMNS,
@@ -30,8 +30,6 @@ from .trackers import (
     spikes_of,
     table_rows,
 )
-
-logger = logging.getLogger(__name__)
 
 # verl's loggers that are no trackers: with these alone, `spike_log` is off unless it is set. The console has the
 # summaries already, from the process that writes the evidence; RL-Insight takes figures only.
@@ -75,7 +73,7 @@ class SpikeLog:
         self._culprits, self._clipped = Table((*COLUMNS, *more)), Table((*CLIP_COLUMNS, *more))
         self._appended = AppendedEvents(directory)
         self._steps = 0
-        self._warned: set[str] = set()
+        self._said: set[str] = set()
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
         """Sends the spikes of a step.
@@ -148,13 +146,11 @@ class SpikeLog:
         """Does something that must not take training down; the first time that it fails, a warning says so."""
         try:
             action()
-        except Exception as error:
+        except Exception as error:  # its text may have secrets
             self._warn(name, f"{name}: spikes could not be sent ({type(error).__name__}: {_without_secrets(error)}).")
 
     def _warn(self, about: str, message: str) -> None:
-        if about not in self._warned:
-            self._warned.add(about)
-            logger.warning("spike_log (this warning appears once): %s", message)
+        warn_once(self._said, f"spike_log (this warning appears once): {message}", about=about)
 
 
 def _without_secrets(error: Exception) -> str:

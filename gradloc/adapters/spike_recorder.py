@@ -5,12 +5,10 @@
 # The types are checked against verl 0.7, which lacks some of these names.
 # mypy: disable-error-code="attr-defined"
 
-import json
-import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from ..evidence.in_words import summary
 from ..evidence.patient_disk import PatientDisk
 from ..evidence.recorded_event import recorded_event
 from ..evidence.writer import limit_texts
+from ..guarded import guarded
 from ..measure.figures import Level
 from ..measure.micro_batch import MicroBatch, MicroBatchName
 from ..metrics import UpdateMetrics
@@ -33,13 +32,8 @@ from ..threshold import Threshold, is_over
 from .engine_data import sample_of_row
 from .recorded_loss import NotRecordedError, RecordedLoss
 from .replay_bundles import ragged_rows
-from .saved_state import misfit, write_whole
+from .saved_state import read_state, write_state
 from .update_evidence import facts_of_culprit, write_update
-
-logger = logging.getLogger(__name__)
-
-# Beside an actor's checkpoint.
-STATE_FILE = "gradloc_recorded.json"
 
 
 class SpikeRecorder:
@@ -81,7 +75,7 @@ class SpikeRecorder:
         self._metrics = UpdateMetrics()
         self._events_of_step: list[dict[str, Any]] = []
         self._disk = PatientDisk(Path(config.bisect_dump_dir))
-        self._warned: set[str] = set()
+        self._said: set[str] = set()
 
     def start_mini_batch(self, where: tuple[int, int]) -> None:
         """Begins a mini-batch, whose PPO epoch and number in the step are given; the first one begins a step."""
@@ -89,26 +83,9 @@ class SpikeRecorder:
         if where == (0, 0):
             self._metrics, self._events_of_step = UpdateMetrics(), []
 
-    def warn_once(self, what: str, error: Exception) -> None:
-        """Logs that something failed; of one kind of failure, the first time only."""
-        if what not in self._warned:
-            self._warned.add(what)
-            known = isinstance(error, (NotRecordedError, NotReplayableError, OSError))
-            logger.warning(
-                "data-parallel rank %d: %s, and no warning follows for later ones: %s",
-                self._rank,
-                what,
-                error if known else repr(error),
-                exc_info=None if known else error,
-            )
-
-    @contextmanager
-    def guarded(self, what: str) -> Iterator[None]:
+    def guarded(self, what: str) -> AbstractContextManager[None]:
         """Within it, an error is a warning: what failed, of one kind of failure the first time only."""
-        try:
-            yield
-        except Exception as error:
-            self.warn_once(what, error)
+        return guarded(f"data-parallel rank {self._rank}: {what}", self._said)
 
     def end_mini_batch(
         self,
@@ -171,13 +148,14 @@ class SpikeRecorder:
         return metrics
 
     def save(self, folder: str) -> None:
-        """Rank 0 writes what an automatic threshold has learned to a checkpoint's folder."""
+        """Rank 0 writes what an automatic threshold has learned to a checkpoint's folder, beside what clips have."""
         if self._rank == 0:
-            write_whole(Path(folder, STATE_FILE), json.dumps(self._threshold.state_dict()).encode())
+            write_state(folder, {**read_state(folder), "gradloc": self._threshold.state_dict()})
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Restores what `save` wrote and `read_state` read."""
-        self._threshold.load_state_dict(state)
+        """Restores what `save` wrote, if it is in what `read_state` has read."""
+        if "gradloc" in state:
+            self._threshold.load_state_dict(state["gradloc"])
 
     def _read(self, loss: RecordedLoss, rng_state: Tensor) -> tuple[dict[MicroBatchName, MicroBatch], float]:
         """This rank's micro-batches on the CPU, none if they cannot be read, and what their losses were multiplied by.
@@ -219,22 +197,3 @@ class SpikeRecorder:
                 sample = sample_of_row(data, token["row"])
                 token |= limit_texts(facts_of_culprit(sample, token["position"], self._tokenizer), index)
         event["summary"] = summary(event)
-
-
-def read_state(folder: str) -> dict[str, Any] | None:
-    """What `SpikeRecorder.save` wrote to a checkpoint's folder; None without it.
-
-    Raises:
-        ValueError: The file cannot be read, or has another form.
-    """
-    path = Path(folder, STATE_FILE)
-    if not path.is_file():
-        return None
-    try:
-        state = json.loads(path.read_bytes())
-        reason = misfit(state, {"token_norms": [float]})
-    except (OSError, ValueError, RecursionError) as error:
-        reason = str(error)
-    if reason is None:
-        return state
-    raise ValueError(f"{path} cannot be read ({reason}); restore it, or remove it, and the warm-up starts over")

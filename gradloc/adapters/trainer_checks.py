@@ -11,6 +11,7 @@ from verl.trainer.ppo.utils import need_critic
 from verl.utils.config import omega_conf_to_dataclass
 
 from ..config import GradLocConfig
+from ..evidence.writer import writer_of
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,11 @@ def check_trainer(config: Any, total_training_steps: int) -> None:
         logger.warning(
             f"{_ACTOR}.grad_norm_threshold={threshold} has no effect: GradLoc is off. To turn it on, set "
             f"{_ACTOR}.spike_detection=True."
+        )
+    directory = actor.get("bisect_dump_dir")
+    if actor.get("spike_detection", False) and directory and (other := writer_of(directory)):
+        raise ValueError(
+            f"{other} writes its evidence to {directory}: end it, or give this run another {_ACTOR}.bisect_dump_dir."
         )
     drill_step = actor.get("spike_drill_step")
     if isinstance(drill_step, int) and not trainer.get("critic_warmup", 0) <= drill_step <= total_training_steps:

@@ -3,8 +3,7 @@
 """The evidence of an update: each rank describes its own culprits, and rank 0 writes."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,21 +14,13 @@ from ..evidence.token_texts import context_evidence, text_evidence
 from ..evidence.verdict import settled
 from ..evidence.writer import EVENTS_PER_STEP, STEP_FIGURES, jsonable, limit_texts, record_events, record_step
 from ..fsdp import collectives
+from ..guarded import guarded
 
 logger = logging.getLogger(__name__)
 
 # How many events of an update are logged one by one.
 _LOGGED_EVENTS = 3
 _NOT_COMPARED = "a gradient spike is not compared with the rewards of its mini-batch"
-
-
-@contextmanager
-def _warned(text: str) -> Iterator[None]:
-    """Within it, an error is a warning."""
-    try:
-        yield
-    except Exception:
-        logger.warning(text, exc_info=True)
 
 
 @dataclass(frozen=True)
@@ -125,7 +116,7 @@ class UpdateEvidence:
     ) -> dict[tuple[int, int], RewardedRow] | None:
         """The rows of an event's mini-batch on all ranks; None if they are not known. A collective call."""
         own: Sequence[RewardedRow] | None = None
-        with _warned(_NOT_COMPARED):
+        with guarded(_NOT_COMPARED):
             own = None if collectives.rank() % self._sequence_parallel_size else rewards_of(event)
         by_rank = collectives.gather_objects(own)[:: self._sequence_parallel_size]
         if any(rows is None for rows in by_rank):
@@ -160,7 +151,7 @@ def add_facts(
     own = []
     for number, token in enumerate(tokens):
         if not duplicate and token["rank"] == own_rank:
-            with _warned("a token of a gradient spike is written without its text"):
+            with guarded("a token of a gradient spike is written without its text"):
                 # Sent to all ranks: plain values, whatever a ground truth is.
                 own.append((number, jsonable(facts_of(number))))
     for of_rank in collectives.gather_objects(own):
@@ -204,7 +195,7 @@ def write_update(
 
 def _misfire(event: Mapping[str, Any], rows: Mapping[tuple[int, int], RewardedRow]) -> dict[str, Any] | None:
     """The verdict that a reward misfires; None if it does not, or if that cannot be told."""
-    with _warned(_NOT_COMPARED):
+    with guarded(_NOT_COMPARED):
         return misfire(event, rows)
     return None
 

@@ -15,14 +15,13 @@ from verl.utils.device import get_device_name
 from ..bundles.layout import Row
 from ..evidence.clips import clip_line
 from ..fsdp import collectives
-from ..fsdp.memory import release_frames
-from ..fsdp.unless_it_fails import unless_it_fails
 from ..gradloc import GradLoc
+from ..guarded import guarded
 from ..layers.layer_clip import LayerClip
 from ..measure.pass_recorder import LossInputs, ReadTokens
 from ..measure.passes import Forward
 from ..spike import Located
-from ..token_clip.positions import Positions
+from ..token_clip.hidden_states import Positions
 from ..token_clip.token_clip import TokenClip, row_weights
 from .loss_weights import (
     AggregationCall,
@@ -101,7 +100,7 @@ class Watch:
         self._scale: float | None = None
         self._global_step: int | None = None
         self._pass_open = False
-        self._has_not_weighed = False
+        self._said: set[str] = set()
         self._row_weights: Tensor | None = None
         self._weigh: Callable[[AggregationCall | None], None] = _no_weights
         self._eos_tokens = eos_tokens(module)
@@ -208,13 +207,8 @@ class Watch:
             return
 
         def weigh(call: AggregationCall | None) -> None:
-            try:
+            with guarded("TokenClip leaves micro-batches alone whose weights cannot be read", self._said):
                 self._row_weights = row_weights(policy_weights(call, self._config, read_mask(), **options()))
-            except Exception as error:
-                if not self._has_not_weighed:
-                    self._has_not_weighed = True
-                    logger.warning("TokenClip leaves micro-batches alone whose weights cannot be read", exc_info=error)
-                release_frames(error)
 
         self._weigh = weigh
         self.aggregation.start(weigh)
@@ -304,7 +298,8 @@ class Watch:
             if event is not None:
                 event["layer_clip"] = self.layer_clip.last_step if take_step else self.layer_clip.preview(squared_norms)
         elif self._learning is not None and take_step:
-            unless_it_fails(partial(self._learn, self._learning, squared_norms), None, "learning LayerClip's bounds")
+            with collectives.guarded_on_all_ranks("LayerClip has learned no bounds of a step"):
+                self._learn(self._learning, squared_norms)
         if self.token_clip is not None:
             self._scale = None
             if found := self.token_clip.end_mini_batch():

@@ -2,27 +2,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps a bundle of each event while training runs. It needs safetensors, which comes with transformers."""
 
-import logging
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from .. import limits
 from ..evidence.patient_disk import PATIENCE, PatientDisk
 from ..fsdp import collectives
+from ..guarded import guarded, warn_once
 from ..layers.layer_clip import LayerClip
 from ..measure.figures import AllFigures, suspects
 from ..measure.micro_batch import MicroBatch, MicroBatchName
 from ..measure.mini_batch import MiniBatch
-from ..search.investigation import Investigation
+from ..search.findings import Findings
 from ..token_clip.token_clip import TokenClip
 from . import naming
 from .bundle_files import bundle_files, bundles_in, bytes_of_bundles, write_bundle_files
-from .layout import NotReplayableError, Row, SavedMicroBatch
-
-logger = logging.getLogger(__name__)
+from .layout import Row, SavedMicroBatch
 
 
 class BundleWriter:
@@ -59,15 +59,16 @@ class BundleWriter:
         self._context = context
         self._layer_clip = layer_clip
         self._token_clip = token_clip
-        self._said_full = self._failed = False
+        self._said: set[str] = set()
         self._disk = PatientDisk(self._directory)
 
-    def keep(self, event: Mapping[str, Any], investigation: Investigation) -> str | None:
+    def keep(self, event: Mapping[str, Any], mini_batch: MiniBatch, findings: Findings) -> str | None:
         """Keeps the micro-batches of an event that `worth_keeping` names. A collective call.
 
         Args:
             event (Mapping): The event, the same on every rank.
-            investigation (Investigation): Its search, after its end.
+            mini_batch (MiniBatch): Its gradient.
+            findings (Findings): What the search has found in it.
 
         Returns:
             str | None: The bundle's folder relative to the evidence, the same on every rank; None if there is none.
@@ -75,45 +76,36 @@ class BundleWriter:
         Raises:
             RankFailedError: A rank could not send its micro-batch.
         """
-        mini_batch = investigation.mini_batch
         if not collectives.broadcast(self._has_room, 0):
             return None
         with collectives.raised_on_all_ranks(mini_batch.model.device):
-            names = worth_keeping(event, investigation.figures, investigation.threshold)
+            names = worth_keeping(event, findings.figures, findings.threshold)
         micro_batches = {}
         for name in names[: limits.MICRO_BATCHES]:
-            if event["search"] == "local" and name in investigation.groups.micro_batches:
-                micro_batches[name] = investigation.groups.micro_batches[name]
+            if event["search"] == "local" and name in findings.micro_batches:
+                micro_batches[name] = findings.micro_batches[name]
             else:
                 owner = name[0] * mini_batch.model.sequence_parallel_size
                 micro_batches[name] = collectives.broadcast(partial(_sent, mini_batch, name), owner)
-        left_out = len(names) - len(micro_batches)
-        return collectives.broadcast(partial(self._try, event, investigation, micro_batches, left_out), 0)
+        left_out, norms = len(names) - len(micro_batches), mini_batch.squared_norms
+        return collectives.broadcast(partial(self._try, event, norms, findings, micro_batches, left_out), 0)
 
     def _try(
         self,
         event: Mapping[str, Any],
-        investigation: Investigation,
+        squared_norms: Tensor | None,
+        findings: Findings,
         micro_batches: Mapping[MicroBatchName, MicroBatch],
         left_out: int,
     ) -> str | None:
         """Writes the bundle; whatever the disk or the inputs do, training goes on, and one warning says so."""
         if not micro_batches:
             return None
-        try:
+        with guarded("no replay bundle is kept of a gradient spike", self._said):
             context = self._disk.run(self._context, PATIENCE)  # it looks for the last checkpoint
-            files = self._files(event, investigation, micro_batches, left_out, context)
+            files = self._files(event, squared_norms, findings, micro_batches, left_out, context)
             return self._disk.run(partial(write_bundle_files, self._directory, files, event), PATIENCE)
-        except Exception as error:
-            if not self._failed:
-                self._failed = True
-                reason = str(error) if isinstance(error, (NotReplayableError, OSError)) else repr(error)
-                logger.warning(
-                    "no replay bundle is kept of the spike in step %s, and no warning follows for later ones: %s",
-                    event["global_step"],
-                    reason,
-                )
-            return None
+        return None
 
     def _has_room(self) -> bool:
         try:
@@ -123,27 +115,20 @@ class BundleWriter:
             return True  # the write will say what is wrong
         if len(bundles) < self._most and used < limits.TOTAL_BYTES:
             return True
-        if not self._said_full:
-            self._said_full = True
-            logger.warning(
-                "no more replay bundles are kept: %s has %d of %d (spike_replay), %d bytes; move some away",
-                self._directory,
-                len(bundles),
-                self._most,
-                used,
-            )
+        full = f"{self._directory} has {len(bundles)} of {self._most} (spike_replay), {used} bytes; move some away"
+        warn_once(self._said, f"no more replay bundles are kept: {full}", about="full")
         return False
 
     def _files(
         self,
         event: Mapping[str, Any],
-        investigation: Investigation,
+        squared_norms: Tensor | None,
+        findings: Findings,
         micro_batches: Mapping[MicroBatchName, MicroBatch],
         left_out: int,
         context: Mapping[str, Any],
     ) -> dict[str, bytes]:
         """The bundle's files; `left_out` more micro-batches were over their threshold."""
-        squared_norms = investigation.mini_batch.squared_norms
         layers = None
         if self._layer_clip is not None and squared_norms is not None:
             layers = self._layer_clip.preview(squared_norms)
@@ -155,19 +140,19 @@ class BundleWriter:
         entries = {
             name: {
                 "rows": micro_batch.rows,
-                "norm": investigation.figures[name].norm,
-                "layer_norms": investigation.figures[name].layer_norms,
-                "threshold": investigation.threshold * investigation.figures[name].root_square_weight,
+                "norm": findings.figures[name].norm,
+                "layer_norms": findings.figures[name].layer_norms,
+                "threshold": findings.threshold * findings.figures[name].root_square_weight,
             }
             for name, micro_batch in micro_batches.items()
         }
-        findings = {
-            "layers": investigation.layers,
+        searched = {
+            "layers": findings.layers,
             "left_out": left_out,
-            "measured": measured_tokens(investigation, micro_batches),
+            "measured": measured_tokens(findings, micro_batches),
             "clips": {"layer_clip": layers, "token_clip": tokens},
         }
-        return bundle_files(event, saved, entries, findings, context)
+        return bundle_files(event, saved, entries, searched, context)
 
 
 def worth_keeping(event: Mapping[str, Any], figures: AllFigures, threshold: float) -> list[MicroBatchName]:
@@ -179,24 +164,20 @@ def worth_keeping(event: Mapping[str, Any], figures: AllFigures, threshold: floa
     return found
 
 
-def measured_tokens(investigation: Investigation, among: Mapping[MicroBatchName, Any]) -> list[dict[str, Any]]:
+def measured_tokens(findings: Findings, among: Mapping[MicroBatchName, Any]) -> list[dict[str, Any]]:
     """The largest tokens that the search measured alone: their norms, as a culprit's are, divided by their weights."""
-    found: list[dict[str, Any]] = []
-    for (name, row, position), norms in investigation.measured.items():
-        if name in among:
-            micro_batch = investigation.groups.micro_batches[name]
-            weight = abs(float(micro_batch.tokens["weight"][row, position]))
-            norms = [norm / weight for norm in norms]
-            found.append(
-                {
-                    "rank": name[0],
-                    "micro_batch": name[1],
-                    "row": micro_batch.rows[row],
-                    "position": position,
-                    "grad_norm": math.sqrt(math.fsum(norm**2 for norm in norms)),
-                    "layer_norms": dict(zip(investigation.layers, norms, strict=True)),
-                }
-            )
+    found: list[dict[str, Any]] = [
+        {
+            "rank": token[0][0],
+            "micro_batch": token[0][1],
+            "row": findings.row(token),
+            "position": token[2],
+            "grad_norm": alone.grad_norm,
+            "layer_norms": alone.layer_norms,
+        }
+        for token, alone in findings.measured.items()
+        if token[0] in among
+    ]
     # NaN is larger than any number.
     found.sort(key=lambda token: -token["grad_norm"] if token["grad_norm"] == token["grad_norm"] else -math.inf)
     return found[: limits.MEASURED_TOKENS]

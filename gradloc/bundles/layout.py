@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..guarded import ForeseenError
+
 # The names that the values of tokens have in a file begin with this.
 _TOKENS = "tokens."
 
@@ -21,7 +23,7 @@ _NEEDED_TOKENS = {"token_id", "response_mask", "log_prob", "weight", "coefficien
 _RNG = {"rng.cpu", "rng.device"}
 
 
-class NotReplayableError(ValueError):
+class NotReplayableError(ForeseenError):
     """A micro-batch that a replay cannot compute; the message says why."""
 
 

@@ -2,14 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What TokenClip found in a mini-batch, as a line of spikes.jsonl."""
 
-import logging
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from typing import Any
 
+from ..guarded import guarded
 from .schema import SCHEMA
-
-logger = logging.getLogger(__name__)
 
 # By action, what happened to the signals that were cut.
 DONE = {"drop": "dropped", "smooth": "reduced"}
@@ -28,11 +26,9 @@ def clip_line(where: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, A
 
 def summary(line: Mapping[str, Any]) -> str:
     """A clip line in one sentence; empty if it cannot be told."""
-    try:
+    with guarded("what TokenClip found is written without its summary"):
         return describe(line)
-    except Exception:
-        logger.warning("what TokenClip found is written without its summary", exc_info=True)
-        return ""
+    return ""
 
 
 def describe(line: Mapping[str, Any]) -> str:

@@ -1,24 +1,64 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""An event: the findings of an investigation as plain values."""
+"""An event: the findings of a search as plain values."""
 
 import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from ..fsdp import collectives
 from ..measure.figures import suspects
 from ..measure.micro_batch import MicroBatchName
-from ..measure.mini_batch import OrdinaryGradient
+from ..measure.mini_batch import MiniBatch, OrdinaryGradient
+from ..search.findings import Findings, Part
 from ..search.groups import Token
-from ..search.investigation import Investigation
-from .culprits import Facts, token_facts_of
 from .ordinary import ordinary_shares, token_medians
 from .sources import RULES, Medians, classify, has_large_advantage
+from .token_facts import response_evidence, token_evidence
 from .verdict import whole_event
+
+# What is known of a culprit, for which the search has no use: see `token_evidence` and `response_evidence`.
+Facts = dict[str, Any]
+
+
+def token_facts_of(mini_batch: MiniBatch, tokens: Sequence[Token]) -> dict[Token, Facts]:
+    """The facts about some tokens, the same on every rank. A collective call.
+
+    Args:
+        mini_batch (MiniBatch): What they are tokens of.
+        tokens (Sequence[Token]): The same on every rank.
+
+    Raises:
+        RankFailedError: A rank could not tell of its tokens.
+    """
+    by_rank: dict[int, list[Token]] = {}
+    for token in tokens:
+        by_rank.setdefault(token[0][0], []).append(token)
+    found: dict[Token, Facts] = {}
+    for rank, of_rank in by_rank.items():
+        # Not an all-gather, which would pad what each rank sends to the longest.
+        sender = rank * mini_batch.model.sequence_parallel_size
+        found |= collectives.broadcast(partial(_own_facts, mini_batch, of_rank), sender)
+    return found
+
+
+def _own_facts(mini_batch: MiniBatch, culprits: Sequence[Token]) -> dict[Token, Facts]:
+    indices = {index for (_, index), _, _ in culprits}
+    columns = {i: mini_batch.micro_batches[i].portable(mini_batch.scale, inputs=False).tokens for i in indices}
+    return {
+        (name, row, position): {
+            **token_evidence(columns[name[1]], row, position),
+            **response_evidence(columns[name[1]], row, position),
+        }
+        for name, row, position in culprits
+    }
+
 
 # How many of the largest tokens an event lists for a spike without a culprit.
 _LARGEST_TOKENS = 3
@@ -28,33 +68,48 @@ _MEASURED, _LEAST_MEASURED = 64, 4
 _LOUDER = 2.0
 
 
+class Done(NamedTuple):
+    """What became of `spike_action`; the same on every rank.
+
+    Args:
+        applied (bool): Whether it was applied.
+        squared_norms (Tensor | None): The squared norms by layer of the gradient that is left.
+        passes (int): How many passes that took.
+        error (str | None): The error that prevented it.
+    """
+
+    applied: bool
+    squared_norms: Tensor | None = None
+    passes: int = 0
+    error: str | None = None
+
+
 def build_event(
-    investigation: Investigation,
+    mini_batch: MiniBatch,
+    findings: Findings,
     ordinary: OrdinaryGradient,
     where: Mapping[str, Any],
     action: str,
-    applied: bool,
+    done: Done,
     started: float,
     warnings: Sequence[Mapping[str, str]] = (),
     medians: Medians | None = None,
-    error: str | None = None,
 ) -> dict[str, Any]:
     """The event of a search, the same on every rank. A collective call.
 
     Args:
-        investigation (Investigation): The search, after its end.
+        mini_batch (MiniBatch): The gradient with the spike.
+        findings (Findings): What the search has found in it.
         ordinary (OrdinaryGradient): What an earlier mini-batch says of ordinary tokens.
         where (Mapping): `global_step`, `epoch`, `mini_batch` and `steps_since_resume`.
         action (str): `spike_action`.
-        applied (bool): Whether it was applied.
+        done (Done): What became of it.
         started (float): What `time.perf_counter` gave when the search began.
         warnings (Sequence[Mapping]): What `RunChecks.warnings` returned.
         medians (Mapping, optional): What `token_medians` gave in training; by default, that of this mini-batch.
-        error (str, optional): What prevented the action.
     """
-    mini_batch = investigation.mini_batch
     model = mini_batch.model
-    facts = token_facts_of(investigation, investigation.culprits)
+    facts = token_facts_of(mini_batch, findings.culprits)
     if medians is None:
         medians = token_medians(mini_batch.micro_batches, model.sequence_parallel_size)
     ordinary_tokens = ordinary_shares(
@@ -64,65 +119,61 @@ def build_event(
         mini_batch.scale,
         model.sequence_parallel_size,
     )
-    measured = _measured_shares(investigation, medians)
+    measured = _measured_shares(mini_batch, findings, medians)
     ordinary_before = ordinary.layer_norms(model)
     clocks = collectives.gather_objects((time.perf_counter() - started, datetime.now(timezone.utc).isoformat()))
     with collectives.raised_on_all_ranks(model.device):
         fields = {
             "time": clocks[0][1],
             **where,
-            "passes": investigation.passes.count,
+            "passes": findings.passes + done.passes,
             "action": action,
-            "applied": applied,
-            "trigger": _trigger(investigation),
-            "threshold": investigation.threshold,
+            "applied": done.applied,
+            "trigger": _trigger(mini_batch, findings),
+            "threshold": findings.threshold,
             "global_norm": mini_batch.global_norm(),
-            "global_threshold": mini_batch.global_threshold(investigation.threshold),
-            **_findings(investigation, facts, medians, ordinary_before),
+            "global_threshold": mini_batch.global_threshold(findings.threshold),
+            **_findings(findings, facts, medians, ordinary_before),
             "broken_parameters": mini_batch.broken_parameters,
-            "error": investigation.error or error,
+            "error": findings.error or done.error,
             "suspected": [],
-            "budget": investigation.config.bisect_budget_steps,
-            "budget_seconds": investigation.time_limit.seconds,
-            "out_of_time": investigation.out_of_time,
+            "budget": findings.budget,
+            "budget_seconds": findings.budget_seconds,
+            "out_of_time": findings.out_of_time,
             "seconds": max(seconds for seconds, _ in clocks),
             "search": model.meter.kind,
             "world_size": model.data_parallel_size,
             "loss_scale": mini_batch.scale,
         }
-        return whole_event(fields, ordinary_tokens, warnings, measured, _why_unusual(investigation, ordinary))
+        return whole_event(fields, ordinary_tokens, warnings, measured, _why_unusual(findings, ordinary))
 
 
-def _why_unusual(investigation: Investigation, ordinary: OrdinaryGradient) -> str | None:
+def _why_unusual(findings: Findings, ordinary: OrdinaryGradient) -> str | None:
     """Why the run is not as it usually is; None if it is, or if that is not known."""
     if ordinary.spikes_are_rare is None:
         return "too little of the run is known to call this a natural spike"
     if not ordinary.spikes_are_rare:
         return "other mini-batches shortly before had spikes, too, so that the cause is not in this one alone"
-    norms = [each.token_equivalent for each in investigation.figures.values() if each.norm and each.has_advantages]
+    norms = [each.token_equivalent for each in findings.figures.values() if each.norm and each.has_advantages]
     usual = ordinary.token_norm
     if usual and norms and statistics.median(norms) > _LOUDER * usual:
         return "the other micro-batches are louder than before, too"
     return None
 
 
-def _measured_shares(investigation: Investigation, medians: Medians) -> dict[str, float] | None:
+def _measured_shares(mini_batch: MiniBatch, findings: Findings, medians: Medians) -> dict[str, float] | None:
     """By rule, the share of tokens that were measured under τ; None of too few. A collective call.
 
     They were picked by suspicion like the culprits: what is as frequent among them makes no norm large.
     """
-    culprits = set(investigation.culprits)
-    under = [token for token in sorted(investigation.measured) if token not in culprits][:_MEASURED]
+    culprits = set(findings.culprits)
+    under = [token for token in sorted(findings.measured) if token not in culprits][:_MEASURED]
     if len(under) < _LEAST_MEASURED:
         return None
-    facts = token_facts_of(investigation, under)
+    facts = token_facts_of(mini_batch, under)
     sources = [
         classify(
-            {
-                **facts[token],
-                "grad_norm": _grad_norm(investigation, token),
-                "layer_norms": _layer_norms(investigation, token),
-            },
+            {**facts[token], "grad_norm": findings.grad_norm(token), "layer_norms": findings.layer_norms(token)},
             medians,
         )
         for token in under
@@ -140,67 +191,51 @@ def _least_advantage(facts: Mapping[Token, Facts], medians: Medians) -> float | 
     return min(map(abs, large), default=None)
 
 
-def _trigger(investigation: Investigation) -> dict[str, Any]:
+def _trigger(mini_batch: MiniBatch, findings: Findings) -> dict[str, Any]:
     """What started the search."""
-    mini_batch, threshold = investigation.mini_batch, investigation.threshold
     norm: float | None
     if mini_batch.trigger == "global":
-        norm, limit = mini_batch.global_norm(), mini_batch.global_threshold(threshold)
+        norm, limit = mini_batch.global_norm(), mini_batch.global_threshold(findings.threshold)
     else:
-        worst = max(investigation.figures.values(), key=lambda each: each.token_equivalent)
-        norm, limit = worst.norm, threshold * worst.root_square_weight
+        worst = max(findings.figures.values(), key=lambda each: each.token_equivalent)
+        norm, limit = worst.norm, findings.threshold * worst.root_square_weight
     return {"kind": mini_batch.trigger, "norm": norm, "threshold": limit}
 
 
 def _findings(
-    investigation: Investigation,
+    findings: Findings,
     facts: Mapping[Token, Facts],
     medians: Medians,
     ordinary_before: Mapping[str, float] | None,
 ) -> dict[str, Any]:
     """The fields that hold the findings; `ordinary_before` are layer norms of an ordinary token before this step."""
     return {
-        "until": investigation.config.bisect_until,
-        "diagnosis": _diagnosis(investigation),
-        "explained": investigation.explained,
-        "more_tokens": investigation.search.more_over(),
+        "until": findings.until,
+        "diagnosis": findings.diagnosis,
+        "explained": findings.explained,
+        "more_tokens": findings.more_over,
         # Where all responses to a prompt got the same reward, there is none.
-        "micro_batches": sum(each.tokens > 0 and each.norm != 0 for each in investigation.figures.values()),
-        "units": [
-            _micro_batch(investigation, name) for name in suspects(investigation.figures, investigation.threshold)
-        ],
+        "micro_batches": sum(each.tokens > 0 and each.norm != 0 for each in findings.figures.values()),
+        "units": [_micro_batch(findings, name) for name in suspects(findings.figures, findings.threshold)],
         "culprits": sorted(
-            (_culprit(investigation, token, facts[token], medians) for token in investigation.culprits),
-            key=lambda culprit: -_finite(culprit["grad_norm"]),
+            (_culprit(findings, token, facts[token], medians) for token in findings.culprits),
+            key=lambda culprit: -culprit["grad_norm"] if math.isfinite(culprit["grad_norm"]) else -math.inf,
         ),
-        "diffuse": _diffuse(investigation),
-        "without_tokens": _without_tokens(investigation),
-        "complete": investigation.complete,
-        "open_segments": _open_segments(investigation),
-        "ordinary_layer_norms": _ordinary_layer_norms(investigation) or ordinary_before,
+        "diffuse": [_diffuse(findings, part) for part in findings.diffuse],
+        "without_tokens": _without_tokens(findings),
+        "complete": findings.complete,
+        "open_segments": [
+            {"rank": part.rank, "micro_batch": part.micro_batch, "tokens": part.tokens, "threshold": part.threshold}
+            for part in findings.open
+        ],
+        "ordinary_layer_norms": _ordinary_layer_norms(findings) or ordinary_before,
         **medians,
     }
 
 
-def _diagnosis(investigation: Investigation) -> str:
-    """What the search has shown; docs/reference/evidence.md gives the rules."""
-    if investigation.everything_broken:
-        return "nonfinite"
-    if investigation.culprits and investigation.config.bisect_until == "explained":
-        return "incomplete" if not investigation.ended else "diffuse" if investigation.left else "tokens"
-    if investigation.culprits:
-        return "tokens"
-    if investigation.overflow:
-        return "overflow"
-    if investigation.broken:
-        return "nonfinite"
-    return "diffuse" if investigation.ended else "incomplete"
-
-
-def _micro_batch(investigation: Investigation, name: MicroBatchName) -> dict[str, Any]:
+def _micro_batch(findings: Findings, name: MicroBatchName) -> dict[str, Any]:
     """A micro-batch over its threshold."""
-    micro_batch, search = investigation.figures[name], investigation.search
-    rest = search.rest(name) if search.knows(name) else None
+    micro_batch, rest = findings.figures[name], findings.rests.get(name)
     return {
         "rank": name[0],
         "micro_batch": name[1],
@@ -208,14 +243,14 @@ def _micro_batch(investigation: Investigation, name: MicroBatchName) -> dict[str
         "tokens": micro_batch.tokens,
         "broken_tokens": micro_batch.broken_tokens,
         "norm": micro_batch.norm,
-        "threshold": investigation.threshold * micro_batch.root_square_weight,
+        "threshold": findings.threshold * micro_batch.root_square_weight,
         "token_equivalent": micro_batch.token_equivalent,
         "layer_norms": micro_batch.layer_norms,
-        "rest": rest and {"tokens": len(rest[0].candidates), "norm": rest[1], "threshold": search.threshold(rest[0])},
+        "rest": rest and {"tokens": rest.tokens, "norm": rest.norm, "threshold": rest.threshold},
     }
 
 
-def _ordinary_layer_norms(investigation: Investigation) -> dict[str, float] | None:
+def _ordinary_layer_norms(findings: Findings) -> dict[str, float] | None:
     """Each layer's norm for one ordinary token: the median norm/sqrt(Σw²) of micro-batches under their thresholds.
 
     A suspect's norm minus its culprits' norms is not used. If a culprit outweighs its micro-batch, that difference is
@@ -226,8 +261,8 @@ def _ordinary_layer_norms(investigation: Investigation) -> dict[str, float] | No
     """
     ordinary = [
         each
-        for each in investigation.figures.values()
-        if each.norm and each.root_square_weight and each.has_advantages and not each.is_over(investigation.threshold)
+        for each in findings.figures.values()
+        if each.norm and each.root_square_weight and each.has_advantages and not each.is_over(findings.threshold)
     ]
     if not ordinary:
         return None
@@ -237,42 +272,30 @@ def _ordinary_layer_norms(investigation: Investigation) -> dict[str, float] | No
     }
 
 
-def _diffuse(investigation: Investigation) -> list[dict[str, Any]]:
-    """The smallest token sets with a spike that no small set of tokens explains, with the largest tokens measured."""
-    found = []
-    for token_set, norm in investigation.search.diffuse:
-        names = set(investigation.groups.members[token_set.group])
-        here = investigation.groups.tokens_of(token_set)
-        ranks = {name[0] for name, _, _ in here}
-        # Of the whole micro-batch, because this set may be the micro-batch without its largest tokens.
-        tokens = sorted(
-            (t for t in investigation.measured if t[0] in names), key=lambda t: -_finite(_grad_norm(investigation, t))
-        )
-        found.append(
+def _diffuse(findings: Findings, part: Part) -> dict[str, Any]:
+    """A token set with a spike that no small set of tokens explains, with the largest tokens measured."""
+    return {
+        "rank": part.rank,
+        "micro_batch": part.micro_batch,
+        "rows": list(part.rows),
+        "tokens": part.tokens,
+        "norm": part.norm,
+        "threshold": part.threshold,
+        "largest_tokens": [
             {
-                "rank": ranks.pop() if len(ranks) == 1 else None,
-                "micro_batch": token_set.group[1],
-                "rows": sorted({investigation.groups.micro_batches[name].rows[row] for name, row, _ in here}),
-                "tokens": len(token_set.candidates),
-                "norm": norm,
-                "threshold": investigation.search.threshold(token_set),
-                "largest_tokens": [
-                    {
-                        "row": investigation.groups.micro_batches[token[0]].rows[token[1]],
-                        "position": token[2],
-                        "grad_norm": _grad_norm(investigation, token),
-                        "share": _share(investigation, token),
-                    }
-                    for token in tokens[:_LARGEST_TOKENS]
-                ],
+                "row": findings.row(token),
+                "position": token[2],
+                "grad_norm": findings.grad_norm(token),
+                "share": findings.share(token),
             }
-        )
-    return found
+            for token in part.largest[:_LARGEST_TOKENS]
+        ],
+    }
 
 
-def _without_tokens(investigation: Investigation) -> dict[str, Any] | None:
+def _without_tokens(findings: Findings) -> dict[str, Any] | None:
     """What is left of a gradient with all coefficients zero; None if it was not measured."""
-    found = investigation.without_tokens
+    found = findings.without_tokens
     if found is None:
         return None
     return {
@@ -284,73 +307,17 @@ def _without_tokens(investigation: Investigation) -> dict[str, Any] | None:
     }
 
 
-def _open_segments(investigation: Investigation) -> list[dict[str, Any]]:
-    """The token sets that the search left open, best first; a group not yet searched is one of all its tokens."""
-    search, figures = investigation.search, investigation.figures
-    begun = [
-        (token_set.group, len(token_set.candidates), search.threshold(token_set))
-        for token_set in (*search.open_sets, *search.given_up)
-        if token_set.candidates
-    ]
-    waiting = [
-        (
-            group,
-            sum(figures[name].tokens for name in investigation.groups.members[group]),
-            investigation.threshold
-            * math.hypot(*(figures[name].root_square_weight for name in investigation.groups.members[group])),
-        )
-        for group in investigation.waiting
-    ]
-    return [
-        {"rank": rank, "micro_batch": index, "tokens": tokens, "threshold": threshold}
-        for (rank, index), tokens, threshold in begun + waiting
-    ]
-
-
-def _culprit(investigation: Investigation, token: Token, facts: Facts, medians: Medians) -> dict[str, Any]:
-    name, row, position = token
-    micro_batch = investigation.groups.micro_batches[name]
+def _culprit(findings: Findings, token: Token, facts: Facts, medians: Medians) -> dict[str, Any]:
     found = {
-        "rank": name[0],
-        "micro_batch": name[1],
-        "row": micro_batch.rows[row],
-        "position": position,
-        "grad_norm": _grad_norm(investigation, token),
-        "threshold": investigation.threshold,
-        "share": _share(investigation, token),
+        "rank": token[0][0],
+        "micro_batch": token[0][1],
+        "row": findings.row(token),
+        "position": token[2],
+        "grad_norm": findings.grad_norm(token),
+        "threshold": findings.threshold,
+        "share": findings.share(token),
         **facts,
-        "layer_norms": _layer_norms(investigation, token),
+        "layer_norms": findings.layer_norms(token),
     }
     sources = classify(found, medians)
     return {**found, "source": sources[0], "sources": sources}
-
-
-def _layer_norms(investigation: Investigation, token: Token) -> dict[str, float]:
-    """‖g_t‖ by layer; NaN if it was not measured."""
-    norms = [math.nan] * len(investigation.layers)
-    if token in investigation.measured:
-        norms = [norm / _weight(investigation, token) for norm in investigation.measured[token]]
-    return dict(zip(investigation.layers, norms, strict=True))
-
-
-def _weight(investigation: Investigation, token: Token) -> float:
-    name, row, position = token
-    return abs(float(investigation.groups.micro_batches[name].tokens["weight"][row, position]))
-
-
-def _grad_norm(investigation: Investigation, token: Token) -> float:
-    """‖g_t‖; NaN if it was not measured."""
-    if token not in investigation.measured:
-        return math.nan
-    return math.sqrt(sum(norm**2 for norm in investigation.measured[token])) / _weight(investigation, token)
-
-
-def _share(investigation: Investigation, token: Token) -> float | None:
-    """A token's share of its micro-batch's norm; None if that norm is zero or unknown."""
-    norm = investigation.figures[token[0]].norm
-    return _grad_norm(investigation, token) * _weight(investigation, token) / norm if norm else None
-
-
-def _finite(norm: float) -> float:
-    """The norm as a sort key: NaN and infinities count as infinite."""
-    return norm if math.isfinite(norm) else math.inf

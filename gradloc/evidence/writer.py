@@ -7,14 +7,14 @@ import json
 import logging
 import math
 import os
-import re
+import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+from ..guarded import warn_once
 from .foreign_json import DEPTH, LINE_BYTES
 from .patient_disk import PATIENCE, PatientDisk
 from .schema import SCHEMA
@@ -24,24 +24,21 @@ logger = logging.getLogger(__name__)
 # The limits of `record_events`.
 EVENTS_PER_STEP = 16
 CULPRITS_WITH_TEXT = 16
+# Of each file.
 FILE_BYTES = 64 * 2**20
-TOTAL_BYTES = 2**30
-
-# The limits of `record_step`: some 200,000 steps.
-STEP_FILE_BYTES = 16 * 2**20
-STEP_TOTAL_BYTES = 64 * 2**20
 
 # The metrics in steps.jsonl, without their prefix.
 STEP_FIGURES = tuple(
     "threshold token_norm_max spike_margin ratio_max rollout_ratio_max unlikely_share misplaced_share triggered".split()
 )
-# Another run may write to the same directory, and rename a full file at the same moment.
-_ATTEMPTS = 100
-# The files at their limit of which a warning has been logged: one is enough for many steps.
-_full: set[str] = set()
+_FULL = "size_limit"
+# What a warning has told of in this process.
+_said: set[str] = set()
 
 # By directory: a disk that hangs once is not waited for again.
 _disks: dict[str, PatientDisk] = {}
+# By path: the locks that this process holds for as long as it lives.
+_locks: dict[str, BinaryIO] = {}
 
 # The fields of a culprit that only its largest ones keep.
 LONG_TEXTS: tuple[str, ...] = ("prompt", "response", "response_tokens", "response_suspicion", "response_kl")
@@ -52,12 +49,12 @@ def record_events(directory: str, events: Sequence[Mapping[str, Any]]) -> None:
 
     The limits keep a run that has collapsed, with a spike in every mini-batch, from filling the disk. Only the first 16
     events and the first 16 clip lines of a step are written, because the cause comes before its consequences. Only the
-    16 largest culprits of an event keep their long texts, and none if its line would exceed 16 MiB. A file that would
-    exceed 64 MiB is renamed to spikes.1.jsonl, spikes.2.jsonl and so on. When all files together would exceed 1 GiB, no
-    more events are written. If something is left out, a `note` line in the file says so.
+    16 largest culprits of an event keep their long texts, and none if its line would exceed 16 MiB. At 64 MiB, no more
+    is written: spikes are then counted in steps.jsonl alone. If something is left out, a `note` line says so. Nothing
+    is written where another process writes to the directory.
 
     Args:
-        directory (str): Created if it does not exist. Files of an earlier run are continued.
+        directory (str): Created if it does not exist. The file of an earlier run is continued.
         events (Sequence[Mapping]): All events and clip lines of one step or of several steps, in order.
     """
     if not events:
@@ -75,8 +72,8 @@ def record_events(directory: str, events: Sequence[Mapping[str, Any]]) -> None:
                 lines += _event_lines(event)
         lines += _rate_notes(step, counts)
     first_step = events[0].get("global_step")
-    series = _Series(directory, "spikes", FILE_BYTES, TOTAL_BYTES)
-    series.append(b"".join(lines), f"{len(events)} gradient spike(s)", "events", first_step, len(events))
+    what = f"{len(events)} gradient spike(s)"
+    _append(directory, "spikes", b"".join(lines), what, "events", first_step, len(events))
 
 
 def _rate_notes(step: Any, counts: Mapping[str, int]) -> list[bytes]:
@@ -134,43 +131,55 @@ def record_step(
 ) -> None:
     """Appends one short line about a step to `<directory>/steps.jsonl`; its form is `STEP` in `schema`.
 
-    A disk error is logged as a warning, not raised. A file that would exceed 16 MiB is renamed to steps.1.jsonl and so
-    on. When all of them together would exceed 64 MiB, a note is written, and no more steps.
+    A disk error is logged as a warning, not raised. At 64 MiB (some 200,000 steps) a note is written, and no more
+    steps.
 
     Args:
-        directory (str): Created if it does not exist. Files of an earlier run are continued.
+        directory (str): Created if it does not exist. The file of an earlier run is continued.
         global_step (int, optional): The trainer's step.
         figures (Mapping): `STEP_FIGURES` by name; those that are missing are written as null.
         warnings (Sequence[Mapping]): What `RunChecks.warnings` returned.
     """
     line = {"schema": SCHEMA, "time": _now(), "global_step": global_step}
     line |= {name: figures.get(name) for name in STEP_FIGURES} | {"warnings": list(warnings)}
-    series = _Series(directory, "steps", STEP_FILE_BYTES, STEP_TOTAL_BYTES)
-    series.append(_line(line), f"the figures of step {global_step}", "steps", global_step, 1)
+    _append(directory, "steps", _line(line), f"the figures of step {global_step}", "steps", global_step, 1)
 
 
 def record_critic(directory: str, global_step: int | None, spikes: Sequence[Mapping[str, Any]]) -> None:
     """Appends the spikes of a critic's update to `<directory>/critic.jsonl`; their form is `CRITIC` in `schema`.
 
-    A disk error is logged as a warning, not raised. Only the first 16 of an update are written, and the file has the
-    limits of steps.jsonl.
+    A disk error is logged as a warning, not raised. Only the first 16 of an update are written, and at 64 MiB none.
 
     Args:
-        directory (str): Created if it does not exist. Files of an earlier run are continued.
+        directory (str): Created if it does not exist. The file of an earlier run is continued.
         global_step (int, optional): The trainer's step.
         spikes (Sequence[Mapping]): `CriticWatch.spikes`, with the trainer's facts.
     """
     if not spikes:
         return
     lines = [*map(_line, spikes[:EVENTS_PER_STEP]), *_rate_notes(global_step, {"spikes": len(spikes)})]
-    series = _Series(directory, "critic", STEP_FILE_BYTES, STEP_TOTAL_BYTES)
-    series.append(b"".join(lines), f"{len(spikes)} spike(s) of the critic", "spikes", global_step, len(spikes))
+    what = f"{len(spikes)} spike(s) of the critic"
+    _append(directory, "critic", b"".join(lines), what, "spikes", global_step, len(spikes))
 
 
 def evidence_files(directory: str, name: str = "spikes") -> list[str]:
-    """The files that a `record_…` function has written, oldest first; `name` is "spikes", "steps" or "critic"."""
-    names = [f"{name}.{number}.jsonl" for number in _rotated(directory, name)] + [f"{name}.jsonl"]
-    return [path for name in names if os.path.isfile(path := os.path.join(directory, name))]
+    """The file that a `record_…` function has written, if there is one; `name` is "spikes", "steps" or "critic"."""
+    path = os.path.join(directory, f"{name}.jsonl")
+    return [path] if os.path.isfile(path) else []
+
+
+def writer_of(directory: str) -> str | None:
+    """Which other process of this or another host writes events to a directory, in words; None if none is known to."""
+    import fcntl  # here: evidence is read where there is none
+
+    try:
+        with open(os.path.join(directory, _lock_name("spikes")), "rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _holder(os.path.join(directory, _lock_name("spikes")))
+    except OSError:  # nobody has written there, or the file system has no locks
+        pass
+    return None
 
 
 def limit_texts(
@@ -214,96 +223,77 @@ def jsonable(value: Any, inside: tuple[int, ...] = ()) -> Any:
     return str(value)
 
 
-def _rotated(directory: str, name: str) -> list[int]:
-    """The numbers of the renamed (full) files, in order."""
-    matches = (re.fullmatch(rf"{name}\.([1-9]\d*)\.jsonl", found) for found in os.listdir(directory))
-    return sorted(int(match[1]) for match in matches if match)
+def _append(directory: str, name: str, data: bytes, what: str, kind: str, step: Any, count: int) -> None:
+    """Appends lines to `<directory>/<name>.jsonl`.
 
-
-@dataclass(frozen=True)
-class _Series:
-    """A file of lines, `<directory>/<name>.jsonl`, and the full ones before it.
+    A disk error, or a disk that does not answer in time, is logged as a warning, not raised.
 
     Args:
-        directory (str): Where they are.
+        directory (str): Where it is.
         name (str): "spikes", "steps" or "critic".
-        file_bytes (int): At this size a file is renamed.
-        total_bytes (int): At this size of all files together, nothing more is written.
+        data (bytes): The lines.
+        what (str): What they hold, for a warning.
+        kind (str): The plural of what a line holds, for a note.
+        step (Any): The first step of the lines, for a note.
+        count (int): The number of events or steps in them, for a note.
     """
+    path = os.path.join(directory, f"{name}.jsonl")
 
-    directory: str
-    name: str
-    file_bytes: int
-    total_bytes: int
-
-    def append(self, data: bytes, what: str, kind: str, step: Any, count: int) -> None:
-        """Appends lines. A disk error, or a disk that does not answer in time, is logged as a warning, not raised.
-
-        Args:
-            data (bytes): The lines.
-            what (str): What they hold, for a warning.
-            kind (str): The plural of what a line holds, for a note.
-            step (Any): The first step of the lines, for a note.
-            count (int): The number of events or steps in them, for a note.
-        """
-
-        def try_to_append() -> None:
-            os.makedirs(self.directory, exist_ok=True)
-            for attempt in range(_ATTEMPTS):
-                try:
-                    self._append(data, what, kind, step, count)
-                    break
-                except (FileNotFoundError, FileExistsError):  # another run has renamed the file
-                    if attempt == _ATTEMPTS - 1:
-                        raise
-
-        try:
-            _disks.setdefault(self.directory, PatientDisk(Path(self.directory))).run(try_to_append, PATIENCE)
-        except OSError as error:  # a TimeoutError is one
-            logger.warning("%s could not be written to %s: %s", what, self._path, error)
-
-    @property
-    def _path(self) -> str:
-        return os.path.join(self.directory, f"{self.name}.jsonl")
-
-    def _put_aside(self, path: str) -> None:
-        """Renames a full file.
-
-        The new name is made first, so that no other run that writes here takes it, too, and replaces this file.
-        """
-        number = max(_rotated(self.directory, self.name), default=0) + 1
-        full = os.path.join(self.directory, f"{self.name}.{number}.jsonl")
-        open(full, "xb").close()
-        try:
-            os.replace(path, full)
-        except OSError:
-            os.remove(full)
-            raise
-
-    def _append(self, data: bytes, what: str, kind: str, step: Any, count: int) -> None:
-        path = self._path
-        files = evidence_files(self.directory, self.name)
-        size = os.path.getsize(path) if path in files else 0
-        last_line = _last_line(path) if size else b"\n"
-        if sum(map(os.path.getsize, files)) + len(data) <= self.total_bytes:
-            _full.discard(path)
-            if size and size + len(data) > self.file_bytes:
-                self._put_aside(path)
-                last_line = b"\n"
-        else:
-            message = (
-                f"{kind} are not written from here on: the files have reached {self.total_bytes} bytes; move some away"
-            )
-            if path not in _full:
-                logger.warning("%s left out of %s: %s", what, self.directory, message)
-                _full.add(path)
-            if b'"note": "size_limit"' in last_line:
+    def append() -> None:
+        os.makedirs(directory, exist_ok=True)
+        if (holder := _lock(os.path.join(directory, _lock_name(name)))) is not None:
+            others = f"{holder} writes to {directory}"
+            warn_once(_said, f"{what} and all later ones are not written: {others}", about=directory)
+            return
+        size = os.path.getsize(path) if os.path.exists(path) else 0
+        last_line, lines = _last_line(path) if size else b"\n", data
+        is_full = f'"note": "{_FULL}"'.encode() in last_line
+        if is_full or size + len(data) > FILE_BYTES:
+            message = f"{kind} are not written from here on: the file has reached {FILE_BYTES} bytes"
+            warn_once(_said, f"{what} left out of {directory}: {message}", about=path)
+            if is_full:
                 return
-            data = _note("size_limit", step, count, message)
+            lines = _note(_FULL, step, count, message)
         # A killed run may have left an incomplete line: end it, so that the next event starts on a new line.
-        line_break = b"" if last_line.endswith(b"\n") else b"\n"
         with open(path, "ab") as file:
-            file.write(line_break + data)
+            file.write((b"" if last_line.endswith(b"\n") else b"\n") + lines)
+
+    try:
+        _disks.setdefault(directory, PatientDisk(Path(directory))).run(append, PATIENCE)
+    except OSError as error:  # a TimeoutError is one
+        logger.warning("%s could not be written to %s: %s", what, path, error)
+
+
+def _lock_name(name: str) -> str:
+    """The file that is locked by the process that writes; a critic may have a process of its own."""
+    return ".critic.lock" if name == "critic" else ".run.lock"
+
+
+def _lock(path: str) -> str | None:
+    """Locks a file until this process ends, unless it has it; which process has it instead, None if this one has."""
+    import fcntl
+
+    if path in _locks:
+        return None
+    lock = open(path, "a+b")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        return _holder(path)
+    except OSError:  # a file system without locks
+        pass
+    _locks[path] = lock
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {socket.gethostname()}, since {_now()}".encode())
+    lock.flush()
+    return None
+
+
+def _holder(path: str) -> str:
+    """Which process has a lock, in words."""
+    with open(path, "rb") as lock:
+        return f"another run ({lock.read(200).decode(errors='replace')})"
 
 
 def _last_line(path: str, most: int = 4096) -> bytes:

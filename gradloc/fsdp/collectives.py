@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The collective operations of the search; an error on one rank is raised on every rank."""
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,9 +11,37 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+logger = logging.getLogger(__name__)
+
 
 class RankFailedError(RuntimeError):
     """An error on one rank, raised on every rank with the same message."""
+
+
+class RankLostError(RuntimeError):
+    """An error on this rank that cannot be propagated: it aborts the run, because the other ranks would deadlock."""
+
+
+@contextmanager
+def guarded_on_all_ranks(what: str) -> Iterator[None]:
+    """Around a diagnostic that makes collective calls: an error that all ranks have met is a warning.
+
+    Args:
+        what (str): What the error leaves undone, a sentence.
+
+    Raises:
+        RankLostError: Instead of an error on this rank alone, for which the other ranks may wait.
+    """
+    try:
+        yield
+    except RankLostError:
+        raise
+    except Exception as error:
+        if world_size() > 1 and not isinstance(error, RankFailedError):
+            raise RankLostError(
+                f"{what}: an error on this rank ({type(error).__name__}: {error}) cannot be propagated to the others"
+            ) from error
+        logger.warning("%s; training continues", what, exc_info=True)
 
 
 def world_size() -> int:

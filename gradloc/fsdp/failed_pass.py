@@ -2,19 +2,54 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replays the collective calls of a pass on a rank where an error interrupted it, so that no rank deadlocks."""
 
+import gc
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .collectives import gather, world_size
-from .memory import allocate, release_frames, release_unused
+from ..guarded import release_frames
+from .collectives import RankLostError, gather, world_size
 from .torch_compat import tree_leaves, tree_map_only
+
+_Made = TypeVar("_Made")
+
+# How often an allocation is tried, and for how many seconds other threads may run in between: autograd's threads let go
+# of a failed pass's tensors only when they get the interpreter lock.
+_ATTEMPTS = 5
+_PAUSE = 0.05
+
+
+def release_unused() -> None:
+    """Frees objects that only cycles of references hold, and the memory that the allocator keeps for later."""
+    gc.collect()
+    for name in ("cuda", "npu", "xpu"):
+        device = getattr(torch, name, None)
+        if device is not None and device.is_available() and device.is_initialized():
+            device.empty_cache()
+
+
+def allocate(make: Callable[[], _Made]) -> _Made:
+    """What `make` returns, which only allocates; after an error it is tried again a few times.
+
+    Raises:
+        RuntimeError: Of the last attempt.
+    """
+    for _ in range(_ATTEMPTS - 1):
+        try:
+            return make()
+        except RuntimeError as error:  # out of memory: each kind of device has its own type
+            release_frames(error)
+        release_unused()
+        time.sleep(_PAUSE)
+    return make()
+
 
 # All collective functions that a forward or backward pass may call; older torch versions lack some of them.
 _COLLECTIVES = (
@@ -31,10 +66,6 @@ _COLLECTIVES = (
 )
 # What a rank says before each call of a rehearsal.
 _CALLS, _HAS_ENDED, _HAS_FAILED = 1.0, 2.0, 3.0
-
-
-class RankLostError(RuntimeError):
-    """An error on this rank that cannot be propagated: it aborts the run, because the other ranks would deadlock."""
 
 
 @dataclass(frozen=True)

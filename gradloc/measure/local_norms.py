@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..fsdp.memory import release_frames
 from ..fsdp.param_groups import before_reduction, parameters_of
 from ..fsdp.state import flat_handles
 from ..fsdp.torch_compat import FSDPModule, keeps_gradients_apart, param_groups
+from ..guarded import release_frames
 from ..layers.float32_norms import chunk_norms, norms_of_all
 from ..layers.layer_names import layers_by_parameter
 

@@ -19,20 +19,18 @@ from .watched_model import WatchedModel
 
 
 class MiniBatch:
-    """The current gradient, as it was measured in training. Making one is a collective call.
+    """The current gradient, as it was measured in training.
 
     Args:
         model (WatchedModel): The model.
         micro_batches (list[MicroBatch]): This rank's; at least one.
         scale (float): Their loss scale.
+        global_norm (float, optional): The norm of the reduced gradient, if it is known.
+
+    Attributes, all set by `gather` but for `squared_norms`:
+        level (Level): The size of the gradient.
         trigger (str): "unit": a micro-batch over its threshold is a spike; "global": the reduced gradient is. Where
             micro-batches cannot be measured alone, it is always "global".
-        update_figures (Tensor): More figures of this rank, float64 of shape (n,), gathered in the same call.
-        failed (bool): Whether tokens of this rank could not be read.
-
-    Attributes:
-        level (Level): The size of the gradient.
-        trigger (str): "unit" or "global".
         update_figures (Tensor): The given figures of every data-parallel rank, shape (ranks, n).
         failed (bool): Whether tokens of some rank could not be read, the same on every rank; if so, the rest is
             meaningless.
@@ -41,36 +39,48 @@ class MiniBatch:
         broken_parameters (dict | None): What `WatchedModel.broken_parameters` gave, if that gradient is not finite.
     """
 
+    level: Level
+    trigger: str
+    update_figures: Tensor
+    failed: bool
+
     def __init__(
-        self,
-        model: WatchedModel,
-        micro_batches: list[MicroBatch],
-        scale: float,
-        trigger: str,
-        update_figures: Tensor,
-        failed: bool = False,
+        self, model: WatchedModel, micro_batches: list[MicroBatch], scale: float, global_norm: float | None = None
     ) -> None:
         self.model = model
         self.micro_batches = micro_batches
         self.scale = scale
         self.squared_norms: Tensor | None = None
         self.broken_parameters: dict[str, Any] | None = None
-        self._global_norm: float | None = None
+        self._global_norm = global_norm
         self._squares = torch.stack([micro_batch.squares for micro_batch in micro_batches]).to(model.device) / scale**2
         self._own_norms = self._squares.sum(1).sqrt()
         self._square_weights = torch.stack([square_weight(each.tokens) for each in micro_batches])
         self._root_square_weights = torch.stack([threshold_square_weight(each.tokens) for each in micro_batches]).sqrt()
+
+    def gather(self, trigger: str, update_figures: Tensor, failed: bool = False) -> "MiniBatch":
+        """Exchanges what each rank has measured, without which nothing else is known. A collective call.
+
+        Args:
+            trigger (str): What is to be a spike.
+            update_figures (Tensor): More figures of this rank, float64 of shape (n,), to be gathered in the same call.
+            failed (bool): Whether tokens of this rank could not be read.
+
+        Returns:
+            MiniBatch: This one.
+        """
         norms = torch.stack(self._norms_of_rank())
         flag = norms.new_full((1,), float(failed))
-        gathered = torch.stack(collectives.gather(torch.cat([flag, norms, update_figures]).to(model.device)))
+        gathered = torch.stack(collectives.gather(torch.cat([flag, norms, update_figures]).to(self.model.device)))
         self.failed = bool(gathered[:, 0].any())
-        by_rank = gathered[:: model.sequence_parallel_size, 1:]
+        by_rank = gathered[:: self.model.sequence_parallel_size, 1:]
         self._norms, self.update_figures = RankNorms(*by_rank[:, : len(norms)].unbind(1)), by_rank[:, len(norms) :]
-        self.level: Level = model.meter.level(self._norms, self.global_norm)
+        self.level = self.model.meter.level(self._norms, self.global_norm)
         self.trigger = trigger if self.level.by_micro_batch else "global"
         if self.trigger == "global" and self.level.by_micro_batch:
             of_reduced = level_of_reduced(self._norms, self.global_norm())
             self.level = replace(self.level, token_norm=of_reduced.token_norm, finite=of_reduced.finite)
+        return self
 
     def global_norm(self) -> float:
         """The reduced gradient's norm, measured on the first call, which is collective."""

@@ -2,19 +2,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records training passes: a micro-batch's tokens, their coefficients, and the norms of its local gradient."""
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..fsdp.memory import release_frames
 from ..fsdp.state import get_rng_state
+from ..guarded import guarded
 from .micro_batch import MicroBatch
 from .watched_model import WatchedModel
 
-logger = logging.getLogger(__name__)
+_UNREAD = (
+    "the gradient of a micro-batch, its tokens or their weights cannot be read: training continues, and no spike is "
+    "looked for in this update. The next one tries again"
+)
 
 # Names of coefficients, each with the tensor whose gradient it is, and a function that brings that gradient into the
 # shape (rows, response length), which is called after the backward.
@@ -42,7 +44,7 @@ class PassRecorder:
 
     def __init__(self, model: WatchedModel | None) -> None:
         self.failed, self.is_off = False, model is None
-        self._has_warned = False
+        self._said: set[str] = set()
         self.current: MicroBatch | None = None
         self.micro_batches: list[MicroBatch] = []
         self._model = model
@@ -104,11 +106,11 @@ class PassRecorder:
         current = self.current
         if current is None:
             raise RuntimeError("end_pass() comes after begin_pass().")
-        try:
+        had_failed, self.failed = self.failed, True
+        with guarded(_UNREAD, self._said):
             current.squares = self._model.meter.stop()
-            current.tokens = {} if self.failed else self._read()
-        except Exception as error:
-            self._fail(error)
+            current.tokens = {} if had_failed else self._read()
+            self.failed = had_failed
         if self.failed and self._read_tokens is not None:
             current.tokens = nothing(self._model.device)
             current.squares = torch.zeros_like(current.squares)
@@ -125,17 +127,6 @@ class PassRecorder:
         for name, (gradient, reshape) in self._gradients.items():
             found[name] = with_a_column(reshape(gradient.detach()))
         return found
-
-    def _fail(self, error: Exception) -> None:
-        self.failed = True
-        if not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "the gradient of a micro-batch, its tokens or their weights cannot be read: training continues, and "
-                "no spike is looked for in this update. The next one tries again; if that fails, no warning follows",
-                exc_info=error,
-            )
-        release_frames(error)
 
     def discard(self) -> None:
         """Drops what was recorded since the last `take`, and a pass that was interrupted."""

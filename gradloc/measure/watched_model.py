@@ -24,12 +24,9 @@ _NAMED = 16
 
 
 class WatchedModel:
-    """A model, how its trainer runs it, and the meter that measures its gradients. Making one is a collective call.
+    """A model, how its trainer runs it, and the meter that measures its gradients; `watch` makes one.
 
     Args: see `GradLoc`, and for `width` see `LocalMeter`.
-
-    Raises:
-        RankFailedError: On some rank the model cannot be watched, for example because its torch lacks something.
 
     Attributes:
         module (nn.Module): The model.
@@ -64,28 +61,37 @@ class WatchedModel:
         self._recorded = {
             reduce: RecordedCollectives(can_replay=sequence_parallel_size == 1) for reduce in (True, False)
         }
-        with collectives.raised_on_all_ranks(device):
-            if missing := missing_names(module):
-                raise RuntimeError(
-                    f"torch {torch.__version__} lacks {', '.join(missing)}, without which the gradients of this model "
-                    "cannot be measured; use a torch that docs/use/support.md names"
-                )
-            reduced_norms = ReducedNorms(module, device)
-            self._reduced_layers = reduced_norms.layers
-            self._broken_parameters = reduced_norms.broken_parameters
-            self._reduced_squares = squared_norms or reduced_norms.squared_norms
-            reduced = meter == "reduced" or sequence_parallel_size > 1
-            self.meter: Meter = (
-                ReducedMeter(reduced_norms, device, sequence_parallel_size)
-                if reduced
-                else LocalMeter(LocalNorms(module, device), device, width)
+        if missing := missing_names(module):
+            raise RuntimeError(
+                f"torch {torch.__version__} lacks {', '.join(missing)}, without which the gradients of this model "
+                "cannot be measured; use a torch that docs/use/support.md names"
             )
+        reduced_norms = ReducedNorms(module, device)
+        self._reduced_layers = reduced_norms.layers
+        self._broken_parameters = reduced_norms.broken_parameters
+        self._reduced_squares = squared_norms or reduced_norms.squared_norms
+        reduced = meter == "reduced" or sequence_parallel_size > 1
+        self.meter: Meter = (
+            ReducedMeter(reduced_norms, device, sequence_parallel_size)
+            if reduced
+            else LocalMeter(LocalNorms(module, device), device, width)
+        )
+
+    @classmethod
+    def watch(cls, module: nn.Module, forward: Forward, device: torch.device, **options: Any) -> "WatchedModel":
+        """Makes one. A collective call.
+
+        Raises:
+            RankFailedError: On some rank the model cannot be watched, for example because its torch lacks something.
+        """
+        with collectives.raised_on_all_ranks(device):
+            return cls(module, forward, device, **options)
 
     @classmethod
     def unless_it_fails(cls, what: str, *arguments: Any, **options: Any) -> "WatchedModel | None":
-        """Makes one. If that fails, logs once that `what` is off, on all ranks, and returns None."""
+        """Makes one, a collective call. If that fails, logs once that `what` is off, on all ranks, and returns None."""
         try:
-            return cls(*arguments, **options)
+            return cls.watch(*arguments, **options)
         except collectives.RankFailedError as error:
             if collectives.rank() == 0:
                 logger.warning("%s is off, and training goes on without it: %s", what, error)

@@ -7,18 +7,19 @@ from collections.abc import Sequence
 from functools import partial
 
 from ..measure.figures import AllFigures
-from ..measure.mini_batch import MiniBatch
 from ..measure.passes import Passes
-from ..measure.probes import GroupName
+from ..measure.probes import GroupName, Meter
 from .broken_rows import BrokenRow, BrokenRows
 from .groups import Groups
 
 
 class BrokenGradients:
-    """What of a mini-batch's gradient is NaN or Inf; the same on every rank. Making one is a collective call.
+    """What of a mini-batch's gradient is NaN or Inf; the same on every rank.
 
     Args:
-        mini_batch (MiniBatch): The current gradient.
+        meter (Meter): Measures its parts.
+        scale (float): Its loss scale.
+        global_norm (float): The norm of the reduced gradient.
         figures (AllFigures): Of the micro-batches of all ranks.
         groups (Groups): The groups over their threshold.
 
@@ -27,14 +28,14 @@ class BrokenGradients:
         groups (list[GroupName]): The groups whose gradient is non-finite even without any token.
     """
 
-    def __init__(self, mini_batch: MiniBatch, figures: AllFigures, groups: Groups) -> None:
+    def __init__(self, meter: Meter, scale: float, global_norm: float, figures: AllFigures, groups: Groups) -> None:
         self.rows = BrokenRows()
         self.groups: list[GroupName] = []
         self._of = groups
         self._figures = figures
-        self._meter = mini_batch.model.meter
-        self._scale = mini_batch.scale
-        self._global_norm = mini_batch.global_norm()
+        self._meter = meter
+        self._scale = scale
+        self._global_norm = global_norm
 
     @property
     def are_everything(self) -> bool:

@@ -94,10 +94,8 @@ class Groups:
         places = self.candidates[probe.group][list(probe.candidates)].tolist()
         return [((rank, probe.group[1]), row, position) for rank, row, position in places]
 
-    def subsets_by_micro_batch(
-        self, tokens: Sequence[Token], factors: Sequence[float] | None = None
-    ) -> dict[MicroBatchName, TokenSubset]:
-        """Tokens by micro-batch, each with a factor for its gradient (1 by default)."""
+    def subsets(self, tokens: Sequence[Token], factors: Sequence[float] | None = None) -> dict[int, TokenSubset]:
+        """Tokens of one group by the rank that owns them, each with a factor for its gradient (1 by default)."""
         places: dict[MicroBatchName, list[tuple[int, int, float]]] = {}
         for (name, row, position), factor in zip(tokens, factors or [1.0] * len(tokens), strict=True):
             places.setdefault(name, []).append((row, position, factor))
@@ -106,12 +104,8 @@ class Groups:
             rows, positions, values = zip(*found, strict=True)
             keep = torch.zeros_like(self.micro_batches[name].tokens["response_mask"], dtype=torch.float32)
             keep[list(rows), list(positions)] = torch.tensor(values)
-            subsets[name] = TokenSubset(self.micro_batches[name], keep.bool() if factors is None else keep)
+            subsets[name[0]] = TokenSubset(self.micro_batches[name], keep.bool() if factors is None else keep)
         return subsets
-
-    def subsets(self, tokens: Sequence[Token], factors: Sequence[float] | None = None) -> dict[int, TokenSubset]:
-        """Tokens of one group, by the rank that owns them."""
-        return {name[0]: subset for name, subset in self.subsets_by_micro_batch(tokens, factors).items()}
 
     def subsets_of(self, probe: Probe) -> dict[int, TokenSubset]:
         """What the ranks compute for a probe."""

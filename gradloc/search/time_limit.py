@@ -19,22 +19,21 @@ Clock = Callable[[], float]
 
 
 class TimeLimit:
-    """How long one search may take. Making one is a collective call, as is every call of `is_up`, unless unlimited.
+    """How long one search may take.
 
     Args:
-        seconds (Callable): Returns the limit in seconds, None for no limit; the value of rank 0 counts.
-        limited (bool): Whether there may be a limit; the same on every rank.
+        seconds (float | None): The limit, the same on every rank; None for no limit.
         clock (Callable): Returns the time in seconds; that of rank 0 counts.
 
     Attributes:
-        seconds (float | None): The limit, the same on every rank.
+        seconds (float | None): As given.
         has_ended_search (bool): Whether the search was told to end.
     """
 
-    def __init__(self, seconds: Callable[[], float | None], limited: bool, clock: Clock = time.monotonic) -> None:
+    def __init__(self, seconds: float | None, clock: Clock = time.monotonic) -> None:
         self._clock = clock
         self._begun = clock()
-        self.seconds: float | None = collectives.broadcast(seconds, 0) if limited else None
+        self.seconds = seconds
         self.has_ended_search = False
 
     def restart(self) -> None:
@@ -42,7 +41,7 @@ class TimeLimit:
         self._begun = self._clock()
 
     def is_up(self) -> bool:
-        """Whether the search must end, the same on every rank."""
+        """Whether the search must end, the same on every rank. A collective call, unless there is no limit."""
         if self.seconds is not None and not self.has_ended_search:
             limit = self.seconds
             self.has_ended_search = collectives.broadcast(lambda: self._clock() - self._begun >= limit, 0)
@@ -94,11 +93,11 @@ class SearchTime:
         return max(HEAD_START + SHARE * self._run_seconds() - self._spent, 0.0)
 
     def _limit(self, auto: Callable[[], float]) -> TimeLimit:
-        """One of `bisect_budget_seconds`; with "auto", of what `auto` returns."""
+        """One of `bisect_budget_seconds`; with "auto", of what `auto` returns on rank 0. A collective call."""
 
         def seconds() -> float | None:
             if self._seconds == "auto":
                 return auto()
             return float(self._seconds) if is_finite_number(self._seconds) else None
 
-        return TimeLimit(seconds, self._seconds is not None, self._clock)
+        return TimeLimit(None if self._seconds is None else collectives.broadcast(seconds, 0), self._clock)

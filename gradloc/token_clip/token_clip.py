@@ -11,15 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from ..fsdp import collectives
-from ..fsdp.memory import release_frames
-from .boundaries import hook_boundaries
-from .bounds import Bounds
-from .config import TokenClipConfig
-from .counts import Counts
-from .cut import cut
-from .found_tokens import VALUES, largest_tokens, marks, own_tokens
-from .positions import Positions
-from .watched_pass import LOG_PROBS, WatchedPass
+from ..guarded import guarded, warn_once
+from .bounds import Bounds, TokenClipConfig, cut
+from .hidden_states import Positions, hook_boundaries
+from .watched_pass import LOG_PROBS, VALUES, Counts, WatchedPass, largest_tokens, marks, own_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +59,7 @@ class TokenClip:
         self.boundaries = [*hook_boundaries(module, self._hook), LOG_PROBS]
         self._bounds = Bounds(self.boundaries, config, self._device, sequence_parallel_size)
         self._counts = Counts(len(self.boundaries), self._device)
-        self._warned = self._has_not_read = False
+        self._said: set[str] = set()
         self._read_tokens: Callable[[], Mapping[str, Tensor]] | None = None
         self._current: WatchedPass | None = None
         self._passes: list[WatchedPass] = []
@@ -130,9 +125,9 @@ class TokenClip:
         """Stops watching a training pass; called after its backward."""
         if self._current is None:
             raise RuntimeError("end_pass() comes after begin_pass().")
-        if list(self._current.signals) == [LOG_PROBS] and not self._warned:
-            self._warned = True
-            logger.warning("TokenClip sees the log-probs only: the layers' hidden states are not in a form it knows.")
+        if list(self._current.signals) == [LOG_PROBS]:
+            only = "TokenClip sees the log-probs only: the layers' hidden states are not in a form it knows."
+            warn_once(self._said, only)
         self._read(self._current)
         self._counts.take_in(self._current, self.boundaries, self._bounds.tensor)
         self._passes.append(self._current)
@@ -141,14 +136,9 @@ class TokenClip:
     def _read(self, current: WatchedPass) -> None:
         """Reads the tokens of a pass."""
         read_tokens, self._read_tokens = self._read_tokens, None
-        try:
+        noted: Mapping[str, Tensor] = {}
+        with guarded("TokenClip cannot read the tokens of a micro-batch", self._said):
             noted = {} if read_tokens is None else read_tokens()
-        except Exception as error:
-            if not self._has_not_read:
-                self._has_not_read = True
-                logger.warning("TokenClip cannot read the tokens of a micro-batch", exc_info=error)
-            release_frames(error)
-            return
         current.tokens = {
             name: noted[name].detach()
             for name in VALUES
@@ -180,7 +170,7 @@ class TokenClip:
             self._current = None
 
     def marks(self) -> list[dict[str, Tensor]]:
-        """What a search is to know of this rank's micro-batches; see `found_tokens.marks`. A collective call."""
+        """What a search is to know of this rank's micro-batches; see `marks`. A collective call."""
         size = self._sequence_parallel_size
         return marks(self._passes, self._config.factor, self._rank * size, size)
 

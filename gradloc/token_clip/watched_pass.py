@@ -1,16 +1,18 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""A training pass whose backward signals are watched."""
+"""A training pass whose backward signals are watched: what is kept, counted and told of it."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .cut import is_over
-from .positions import Positions
+from ..fsdp import collectives
+from .bounds import is_over
+from .hidden_states import Positions
 
 # The boundary after the last layer: a position's signal there is |∂L/∂log p| of its own token.
 LOG_PROBS = "log_probs"
@@ -84,3 +86,219 @@ class WatchedPass:
         self.signals = {}
         self._scaling_of = {}
         self.positions.forget()
+
+
+class Counts:
+    """What is counted of a mini-batch on this rank, on the device; float64 of shape (boundaries,) where not said.
+
+    Attributes:
+        largest (Tensor): The largest finite signal.
+        over (Tensor): How many signals were over the bound.
+        cut (Tensor): How many of these were cut.
+        refused (Tensor): In how many passes none was cut because there were too many.
+        tokens (Tensor): How many tokens have a weight in the loss, shape (1,).
+    """
+
+    def __init__(self, boundaries: int, device: torch.device) -> None:
+        zeros = torch.zeros(4, boundaries, dtype=torch.float64, device=device)
+        self.largest, self.over, self.cut, self.refused = zeros.unbind()
+        self.tokens = torch.zeros(1, dtype=torch.float64, device=device)
+
+    def gather(self) -> tuple[Tensor, ...]:
+        """The five of every rank, stacked, on the CPU. A collective call."""
+        own = (self.largest, self.over, self.cut, self.refused, self.tokens)
+        gathered = torch.stack(collectives.gather(torch.cat(own)))
+        return gathered.split([len(values) for values in own], dim=1)
+
+    @torch.no_grad()
+    def take_in(self, current: WatchedPass, boundaries: list[str], bounds_of: Tensor) -> None:
+        """Counts a pass's signals, of which it keeps only where they are over their bounds. No host sync.
+
+        Args:
+            current (WatchedPass): The pass, after its backward.
+            boundaries (list[str]): In the order of the forward; the log-probs are the last.
+            bounds_of (Tensor): Their bounds, shape (boundaries,).
+        """
+        signals = current.signals
+        current.forget()
+        if current.tokens:
+            self.tokens += (current.tokens["weight"] != 0).sum()
+        last = len(boundaries) - 1
+        for here in (slice(last, None), slice(0, last)):
+            names = boundaries[here]
+            seen = next((signals[name] for name in names if name in signals), None)
+            if seen is None or not seen.numel():
+                continue
+            none, no = torch.zeros_like(seen), torch.zeros((), dtype=torch.bool, device=seen.device)
+            uncut = torch.stack([current.refused.get(name, ~no) for name in names])
+            by_boundary = torch.stack([signals.get(name, none) for name in names]).flatten(1)
+            bounds = bounds_of[here].unsqueeze(1)
+            over = current.is_over(by_boundary, bounds)
+            self.over[here] += over.sum(1)
+            largest = torch.where(by_boundary.isfinite(), by_boundary, 0.0).amax(1)
+            self.largest[here] = torch.maximum(self.largest[here], largest)
+            self.refused[here] += torch.stack([current.refused.get(name, no) for name in names])
+            # The first on the way back from the loss is the last in the order of the forward.
+            first = over.flip(0).to(torch.uint8).argmax(0, keepdim=True)
+            multiple = (by_boundary / bounds).flip(0).gather(0, first)[0]
+            first = torch.where(over.any(0), first[0], -1).to(torch.int16)
+            cut = (over & ~uncut.unsqueeze(1)).any(0)
+            current.over.append(Over(names[::-1], *(values.view(seen.shape) for values in (first, multiple, cut))))
+
+
+# The maximum number of tokens that are described, those furthest over their bounds first.
+MAX_TOKENS = 64
+# What is known of a token where the pass has it; None in the prompt.
+VALUES = ("token_id", "weight", "advantage", "log_prob", "old_log_prob", "rollout_log_prob")
+
+
+def own_tokens(passes: Sequence[WatchedPass], rank: int, part: int, factor: float) -> list[dict[str, Any]]:
+    """A rank's tokens that are over a bound, each at the first such boundary on the way back from the loss.
+
+    Each has `rank`, `micro_batch`, `row` (in its rank's mini-batch), `position` (in the response; negative in the
+    prompt), `boundary`, `multiple` (its signal there over the usual one), `cut`, and the values that the pass has.
+
+    Args:
+        passes (Sequence[WatchedPass]): Those of a mini-batch.
+        rank (int): The data-parallel rank.
+        part (int): The rank's index in its group with Ulysses, whose ranks have the same log-probs.
+        factor (float): A bound as a multiple of the usual signal.
+
+    Returns:
+        list[dict]: Of each micro-batch at most 2 × `MAX_TOKENS`, those furthest over their bounds.
+    """
+    overs, columns = [], []
+    for index, each in enumerate(passes):
+        for over in each.over:
+            if over.boundaries == [LOG_PROBS] and part:
+                continue  # the first rank of the group has the same
+            overs.append((index, each, over.boundaries))
+            columns.append(_largest(each, over))
+        each.positions.forget()
+    if not columns:
+        return []
+    found: dict[tuple[int, int, int], dict[str, Any]] = {}
+    # One transfer for all: each would wait for the device.
+    of_overs = torch.cat(columns, 1).cpu().split([each.shape[1] for each in columns], 1)
+    for (index, each, boundaries), of_over in zip(overs, of_overs, strict=True):
+        for first, multiple, cut, row, position, inside, *values in of_over.T.tolist():
+            if first < 0:
+                continue
+            token = {
+                "rank": rank,
+                "micro_batch": index,
+                "row": each.rows[int(row)],
+                "position": int(position),
+                "boundary": boundaries[int(first)],
+                "multiple": multiple * factor,
+                "cut": bool(cut),
+                **dict.fromkeys(VALUES),
+            }
+            if inside:
+                known = {name: value for name, value in zip(VALUES, values, strict=True) if name in each.tokens}
+                token |= known if "token_id" not in known else {**known, "token_id": int(known["token_id"])}
+            found.setdefault((index, int(row), int(position)), token)
+    return list(found.values())
+
+
+def _largest(each: WatchedPass, over: Over) -> Tensor:
+    """The positions furthest over their bounds, as columns; no host sync.
+
+    Returns:
+        Tensor: float64, shape (6 + values, at most `MAX_TOKENS`): the index of the boundary (-1 where a position is not
+            over any), the multiple of the bound, whether it was cut, the row, the position in the response, whether the
+            response has that position, and the token's values.
+    """
+    at_log_probs = over.boundaries == [LOG_PROBS]
+    first, multiple = over.first.flatten(), over.multiple.flatten()
+    size = torch.where(first >= 0, multiple.nan_to_num(nan=math.inf, posinf=math.inf), -1.0)
+    where = size.topk(min(MAX_TOKENS, len(size))).indices
+    first = first[where].long()
+    no = torch.zeros((), dtype=torch.bool, device=first.device)
+    cut = torch.stack([~each.refused[name] if name in each.refused else no for name in over.boundaries])
+    rows, positions = (of_tokens[where] for of_tokens in each.positions.tokens_of(over.first.shape, at_log_probs))
+    length = each.tokens["weight"].shape[1] if "weight" in each.tokens else 0
+    inside = (positions >= 0) & (positions < length)
+    at = rows, positions.clamp(0, max(length - 1, 0))
+    values = [each.tokens[name][at] if length and name in each.tokens else torch.zeros_like(rows) for name in VALUES]
+    columns = [first, multiple[where], cut[first.clamp(min=0)], rows, positions, inside, *values]
+    return torch.stack([column.double() for column in columns])
+
+
+def outliers(each: WatchedPass, factor: float) -> Tensor:
+    """How far the tokens of a pass that were left uncut are over their bounds.
+
+    Only at the first boundary on the way back from the loss at which any is over: below it, an outlier's signal spreads
+    to earlier positions through attention.
+
+    Args:
+        each (WatchedPass): The pass, after it.
+        factor (float): A bound as a multiple of the usual signal.
+
+    Returns:
+        Tensor: The multiple of the usual largest signal, 0 where a token is not over its bound; on the CPU, of the
+            shape (rows, response length) of the weights.
+    """
+    multiples = torch.zeros(each.tokens["weight"].shape)
+    for over in each.over:
+        first, values = over.first.flatten().cpu(), over.multiple.flatten().cpu()
+        if not (first >= 0).any():
+            continue
+        boundary = int(first[first >= 0].min())
+        if bool(each.refused.get(over.boundaries[boundary], True)):
+            tokens = each.positions.tokens_of(over.first.shape, over.boundaries == [LOG_PROBS])
+            rows, positions = (of_tokens.cpu() for of_tokens in tokens)
+            found = (first == boundary) & (positions >= 0) & (positions < multiples.shape[1])
+            multiples[rows[found], positions[found]] = factor * values[found]
+        break
+    return multiples
+
+
+def cut_tokens(each: WatchedPass) -> Tensor:
+    """The response tokens of a pass whose hidden states were cut.
+
+    What is cut at the log-probs is not among them: a token's coefficient tells what was left there.
+
+    Args:
+        each (WatchedPass): The pass, after it.
+
+    Returns:
+        Tensor: On the CPU, bool of the shape (rows, response length) of the weights.
+    """
+    found = torch.zeros(each.tokens["weight"].shape, dtype=torch.bool)
+    for over in each.over:
+        if over.boundaries != [LOG_PROBS] and bool(over.cut.any()):
+            rows, positions = (of_tokens.cpu() for of_tokens in each.positions.tokens_of(over.cut.shape))
+            cut = over.cut.flatten().cpu() & (positions >= 0) & (positions < found.shape[1])
+            found[rows[cut], positions[cut]] = True
+    return found
+
+
+def marks(passes: Sequence[WatchedPass], factor: float, first: int, size: int) -> list[dict[str, Tensor]]:
+    """What a search is to know of the tokens of this rank's passes. A collective call.
+
+    Args:
+        passes (Sequence[WatchedPass]): Those of a mini-batch.
+        factor (float): A bound as a multiple of the usual signal.
+        first (int): The first rank of this rank's group with Ulysses, each of which has a part of the positions.
+        size (int): The size of such a group.
+
+    Returns:
+        list[dict[str, Tensor]]: For each pass `outlier`, see `outliers`, and `cut`, see `cut_tokens`.
+    """
+    own: list[dict[str, Tensor]] = []
+
+    def find() -> list[Tensor]:
+        own.extend({"outlier": outliers(each, factor), "cut": cut_tokens(each)} for each in passes)
+        return [each["cut"].nonzero() for each in own] if size > 1 else []
+
+    for of_part in collectives.exchange(find)[first : first + size]:
+        for each, places in zip(own, of_part, strict=False):
+            each["cut"][tuple(places.T)] = True
+    return own
+
+
+def largest_tokens(tokens: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The tokens furthest over their bounds, NaN first."""
+    finite = {id(token): token["multiple"] for token in tokens if math.isfinite(token["multiple"])}
+    return sorted(tokens, key=lambda token: -finite.get(id(token), math.inf))[:MAX_TOKENS]

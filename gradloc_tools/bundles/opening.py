@@ -16,7 +16,7 @@ from gradloc.bundles.layout import SavedMicroBatch
 from gradloc.evidence.foreign_json import parse
 from gradloc.evidence.schema import EVENT, INDEX, TEXT, TEXT_OR_NULL, conforms, list_of, object_with
 from gradloc.measure.micro_batch import MicroBatchName
-from gradloc.token_clip.config import ACTIONS
+from gradloc.token_clip.bounds import ACTIONS
 
 from .plain_file import NotPlainFileError, read_plain_file
 

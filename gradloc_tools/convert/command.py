@@ -28,8 +28,8 @@ from gradloc.measure.token_weights import square_weight
 from gradloc.threshold import MARGIN
 
 from ..command_line import argument
-from ..report.condensed import bundle_of
 from ..report.figures import visible
+from ..report.spikes import bundle_of
 from .batch import Batch, build_batch
 from .loss import AGG_MODES, KL_LOSSES, Loss
 from .plain_files import RECORDS, TOKENS, bounded_memory, json_lines, parquet_rows

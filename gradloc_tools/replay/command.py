@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(problem)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
-    need("gradloc replay", *([] if options.json else ["rich"]), *(["plotly"] if options.html else []))
+    need("gradloc replay", *([] if options.json else ["rich"]))
     try:
         with shown():
             return run_search(options) if options.search else _run(options)
@@ -147,7 +147,7 @@ def _run(options: argparse.Namespace) -> int:
 
         print_result(result)
     if options.html:
-        from .page import write_replay_page  # needs plotly
+        from .page import write_replay_page
 
         write_replay_page(bundle, result, options.html, given(options))
         print(f"The report: {visible(options.html)}", file=sys.stderr if options.json else sys.stdout)

@@ -64,13 +64,8 @@ def find_line(bundle: Bundle, names: Collection[str]) -> EvidenceLine:
         files = evidence_files(str(folder.parent))
         for file in files:
             found += _lines_of(Path(file), bundle.event, replays)
-        aside = evidence_files(str(folder.parent)) != files
-    except FileNotFoundError:
-        aside = True
     except (OSError, NotPlainFileError) as error:
         raise NoLineError(f"it cannot be read: {error}") from error
-    if aside:  # in the meantime, training has put a full file aside
-        return find_line(bundle, names)
     if not files:
         raise NoLineError("there is none around the bundle")
     later = {line.event["replaces"]: line.event for line in found if "replaces" in line.event}
@@ -101,10 +96,7 @@ def replace_line(bundle: Bundle, names: Collection[str], event: Mapping[str, Any
         raise NoLineError(str(error)) from error
     # Without O_CREAT: a file of another owner would keep training from writing.
     flags = os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    try:
-        descriptor = os.open(line.path, flags)
-    except FileNotFoundError:  # put aside since
-        return replace_line(bundle, names, event)
+    descriptor = os.open(line.path, flags)
     try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):

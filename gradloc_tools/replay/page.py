@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the report with a replay in it, which needs plotly."""
+"""Writes the report with a replay in it."""
 
 from collections.abc import Mapping
 from typing import Any

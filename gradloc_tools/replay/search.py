@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gradloc.alignment import alignment_warning
 from gradloc.config import GradLocConfig
-from gradloc.evidence.event import build_event
+from gradloc.evidence.event import Done, build_event
 from gradloc.evidence.verdict import CAUSES
 from gradloc.fsdp import collectives
 from gradloc.fsdp.state import get_rng_state
@@ -27,7 +27,8 @@ from gradloc.measure.mini_batch import MiniBatch, OrdinaryGradient
 from gradloc.measure.passes import Forward, Passes
 from gradloc.measure.token_weights import movable
 from gradloc.measure.watched_model import WatchedModel
-from gradloc.search.investigation import Investigation
+from gradloc.search.findings import Findings
+from gradloc.search.investigation import investigate
 from gradloc.search.time_limit import TimeLimit
 
 from ..bundles.opening import Bundle
@@ -89,17 +90,6 @@ class Searched:
     error: str | None = None
 
 
-class _Recorded(MiniBatch):
-    """A bundle's micro-batches, with the reduced norm of training: that is of all ranks, which a bundle has not."""
-
-    def __init__(self, model: WatchedModel, micro_batches: list[MicroBatch], scale: float, global_norm: float) -> None:
-        self._recorded_norm = global_norm
-        super().__init__(model, micro_batches, scale, "unit", torch.zeros(0, dtype=torch.float64, device=model.device))
-
-    def global_norm(self) -> float:
-        return self._recorded_norm
-
-
 class _Ordinary(OrdinaryGradient):
     """What the event says of ordinary tokens."""
 
@@ -141,13 +131,15 @@ def search(
     recorded = {(rank, index): name for rank in range(ranks) for index, name in enumerate(names[rank::ranks])}
 
     outputs = _LastOutputs(forward)
-    watched = WatchedModel(model.module, outputs.forward, model.device, width=_width(event))
+    watched = WatchedModel.watch(model.module, outputs.forward, model.device, width=_width(event))
     try:
         passes = watched.passes(own, scale)
         passes.rehearse(watched.meter.reduces)
         differences = _measure_wholes(watched, passes, own, len(mine), -(-len(names) // ranks), outputs)
         log_probs = log_prob_distance(torch.cat(collectives.exchange(lambda: torch.cat(differences))))
-        mini_batch = _Recorded(watched, own, scale, float(event["global_norm"]))
+        # The reduced norm of training is that of all ranks, which a bundle has not.
+        none, norm = torch.zeros(0, dtype=torch.float64, device=model.device), float(event["global_norm"])
+        mini_batch = MiniBatch(watched, own, scale, global_norm=norm).gather("unit", none)
         config = GradLocConfig(
             grad_norm_threshold=threshold,
             bisect_budget_steps=budget,
@@ -155,26 +147,26 @@ def search(
             bisect_until=event["until"],
         )
         ordinary = _Ordinary(event["ordinary_layer_norms"])
-        unlimited = TimeLimit(lambda: None, limited=False)
-        investigation = Investigation(mini_batch, threshold, config, ordinary.token_norm, unlimited)
-        if not investigation.groups.members:
-            return Searched(None, _largest(mini_batch, investigation, passes, recorded), log_probs, outputs.count)
-        investigation.run()
+        unlimited = TimeLimit(None)
+        findings = investigate(mini_batch, threshold, config, ordinary.token_norm, unlimited)
+        if not findings.groups:
+            return Searched(None, _largest(mini_batch, findings, passes, recorded), log_probs, outputs.count)
         where = {name: event.get(name) for name in ("global_step", "epoch", "mini_batch", "steps_since_resume")}
         medians = None if own_medians else {name: event[name] and float(event[name]) for name in _MEDIANS}
         found = build_event(
-            investigation,
+            mini_batch,
+            findings,
             ordinary,
             where,
             event["action"],
-            event["applied"],
+            Done(event["applied"]),
             started,
             _warnings(event, [each.tokens for each in mini_batch.micro_batches]),
             medians,
         )
     finally:
         watched.meter.close()
-    return Searched(_with_names(found, recorded), None, log_probs, outputs.count, investigation.error)
+    return Searched(_with_names(found, recorded), None, log_probs, outputs.count, findings.error)
 
 
 def _width(event: Mapping[str, Any]) -> int:
@@ -270,7 +262,7 @@ def _measure_wholes(
 
 def _largest(
     mini_batch: MiniBatch,
-    investigation: Investigation,
+    findings: Findings,
     passes: Passes,
     recorded: Mapping[MicroBatchName, MicroBatchName],
 ) -> Largest | None:
@@ -279,7 +271,7 @@ def _largest(
     Returns:
         Largest: None if no token has a gradient.
     """
-    figures, meter = investigation.figures, mini_batch.model.meter
+    figures, meter = findings.figures, mini_batch.model.meter
     name = max(figures, key=lambda name: figures[name].token_equivalent)
     norm = figures[name].token_equivalent
     if not norm:

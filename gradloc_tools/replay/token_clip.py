@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from gradloc.bundles.layout import SavedMicroBatch
-from gradloc.token_clip.boundaries import find_boundaries
-from gradloc.token_clip.cut import cut, is_over
+from gradloc.token_clip.bounds import cut, is_over
+from gradloc.token_clip.hidden_states import find_boundaries
 from gradloc.token_clip.token_clip import row_weights
 from gradloc.token_clip.watched_pass import LOG_PROBS
 

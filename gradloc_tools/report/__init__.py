@@ -2,11 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The report on the evidence of gradient spikes: a summary in the terminal, and one HTML file that opens offline.
 
-`gradloc report` is its command line; it needs rich, and the page plotly.
+`gradloc report` is its command line; it needs rich.
 """
 
+from .build import build
 from .page import write_page
 from .reading import Evidence, read
 from .summary import summarize
 
-__all__ = ["Evidence", "read", "summarize", "write_page"]
+__all__ = ["Evidence", "build", "read", "summarize", "write_page"]

@@ -12,17 +12,17 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 from gradloc.evidence.writer import jsonable
 
 from ..command_line import need
+from .build import DETAILED
 from .comparison import compare
-from .comparison_page import write_comparison
+from .comparison_table import remarks, tables
 from .figures import visible
 from .page import write_page
-from .reading import DETAILED, read
+from .reading import read
 from .summary import summarize
 
 TABLE_ROWS = 20
@@ -37,8 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = _parser()
     options = parser.parse_args(arguments)
-    if options.top and options.other is not None:
-        parser.error("--top is for the evidence of one run")
+    if options.other is not None and (options.top or options.html):
+        parser.error("--top and --html are for the evidence of one run")
     if options.html and not os.path.isdir(folder := os.path.dirname(os.path.abspath(options.html))):
         print(
             visible(f"--html {options.html}: there is no folder {folder}. Make it, or name another."), file=sys.stderr
@@ -46,8 +46,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character must not end the report
-    if options.html and options.other is None:
-        need("The page", "plotly.offline")
     if not options.json:
         need("The summary in the terminal", "rich")
     try:
@@ -83,22 +81,22 @@ def _parser() -> argparse.ArgumentParser:
 
 def _report(options: argparse.Namespace) -> bool:
     """Reports, and returns whether spikes are missing from the evidence."""
-    write: Callable[[str], None]
     if options.other is None:
-        evidence = read(options.path, options.since, options.top or (DETAILED if options.html else TABLE_ROWS))
+        evidence = read(options.path, options.since)
         figures = summarize(evidence, options.top or TABLE_ROWS)
-        write = partial(write_page, evidence)
     else:
-        figures = compare(*(read(path, options.since, 0) for path in (options.path, options.other)))
-        write = partial(write_comparison, figures)
+        figures = compare(*(read(path, options.since) for path in (options.path, options.other)))
     if options.json:
         print(json.dumps(jsonable(figures), indent=2, allow_nan=False))
     else:
-        from .terminal import print_comparison, print_summary  # needs rich
+        from .terminal import print_report, print_texts_and_tables  # needs rich
 
-        (print_summary if options.other is None else print_comparison)(figures)
+        if options.other is None:
+            print_report(evidence, options.top or TABLE_ROWS)
+        else:
+            print_texts_and_tables(remarks(figures), tables(figures))
     if options.html:
-        write(options.html)
+        write_page(evidence, options.html, options.top or DETAILED)
         print(f"The report: {visible(options.html)}", file=sys.stderr if options.json else sys.stdout)
     return any(run["lost_spikes"] for run in figures.get("runs", [figures]))
 

@@ -21,8 +21,8 @@ _AS_IN_A_SUMMARY = (
 ).split()
 
 Row = Mapping[str, Any]
-# A token's id, and its prompt's hash or its context.
-Key = tuple[int, int | str]
+# A token's id, and its prompt or its context.
+Key = tuple[int, str]
 
 
 def compare(before: Evidence, after: Evidence) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def compare(before: Evidence, after: Evidence) -> dict[str, Any]:
         dict: `runs`, the figures of both; `shared`, the culprits of both that are the same token after the same prompt
             or in the same context, those with the largest norms first; `shared_in_all`, how many there are.
     """
-    shared = _shared(*([row for *_, row in evidence.culprits()] for evidence in (before, after)))
+    shared = _shared(*([row for _, row in evidence.culprits()] for evidence in (before, after)))
     return {
         "runs": [_figures(before), _figures(after)],
         "shared": shared[:SHARED],
@@ -45,36 +45,36 @@ def _figures(evidence: Evidence) -> dict[str, Any]:
     steps = evidence.known_steps()
     found = (evidence.steps[step]["spike_margin"] for step in steps)
     margins = sorted(severity(margin) for margin in found if margin is not None)
-    totals, clips = evidence.totals, evidence.clips
+    spikes, clips = summary["events"], summary["token_clip"] or {}
     return {
         **{name: summary[name] for name in _AS_IN_A_SUMMARY},
         "steps": len(steps) if evidence.steps else None,
-        "spikes": totals.events,
-        "spikes_per_hundred_steps": 100 * totals.events / len(steps) if steps else None,
-        "steps_with_spikes": len(totals.by_step),
-        "clipped_mini_batches": len(clips.mini_batches),
-        "stopped_mini_batches": len(clips.stopped(totals.mini_batches)),
+        "spikes": spikes,
+        "spikes_per_hundred_steps": 100 * spikes / len(steps) if steps else None,
+        "steps_with_spikes": len(summary["events_by_step"]),
+        "clipped_mini_batches": clips.get("mini_batches", 0),
+        "stopped_mini_batches": clips.get("stopped", 0),
         "margin_median": statistics.median(margins) if margins else None,
         "margin_p90": margins[math.ceil(0.9 * len(margins)) - 1] if margins else None,
         "margin_max": margins[-1] if margins else None,
-        "passes_per_spike": totals.passes / totals.events if totals.events else None,
-        "boundaries": dict(clips.boundaries.most_common()),
+        "passes_per_spike": summary["passes"] / spikes if spikes else None,
+        "boundaries": clips.get("boundaries", {}),
     }
 
 
 def _shared(before: Sequence[Row], after: Sequence[Row]) -> list[dict[str, Any]]:
     """The same tokens in both runs: after the same prompt, and of the rest, in the same context."""
     found: list[dict[str, Any]] = []
-    for same in ("prompt_hash", "context"):
+    for same in ("prompt", "context"):
         groups = [_by(same, rows) for rows in (before, after)]
         keys = groups[0].keys() & groups[1].keys()
-        found += [_pair(same.removesuffix("_hash"), [group[key] for group in groups]) for key in keys]
+        found += [_pair(same, [group[key] for group in groups]) for key in keys]
         before, after = ([row for row in rows if _key(same, row) not in keys] for rows in (before, after))
     return sorted(found, key=lambda pair: (-max(pair["times_threshold"]), str(pair["context"])))
 
 
 def _key(same: str, row: Row) -> Key | None:
-    return None if row[same] is None else (row["token_id"], row[same])
+    return None if row.get(same) is None else (row["token_id"], str(row[same]))
 
 
 def _by(same: str, rows: Iterable[Row]) -> dict[Key, list[Row]]:
@@ -90,9 +90,9 @@ def _pair(same: str, groups: Sequence[Sequence[Row]]) -> dict[str, Any]:
     first = groups[0][0]
     return {
         "same": same,
-        "token": first["token"],
+        "token": first.get("token"),
         "token_id": first["token_id"],
-        "context": first["context"],
+        "context": first.get("context"),
         "count": [len(rows) for rows in groups],
         "times_threshold": [max(severity(culprit_factor(row)) for row in rows) for rows in groups],
         "sources": [[name for name, _ in Counter(row["source"] for row in rows).most_common()] for rows in groups],

@@ -1,25 +1,15 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""A comparison of two runs as tables of texts, which the terminal and the page show."""
+"""A comparison of two runs as texts and tables."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
-from .figures import count, percent, short
+from .figures import count, part_of, quoted, short, shown, visible
 from .summary import token_name
 from .verdicts import lowered
-
-
-@dataclass(frozen=True)
-class TextTable:
-    """A table: a title, the names of the columns, and rows of as many texts."""
-
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-
+from .view import Cell, Column, Table
 
 # What the figures of `compare` are called.
 _FIGURES = {
@@ -40,13 +30,14 @@ _FIGURES = {
 _OF_TOKEN_CLIP = ("clipped_mini_batches", "stopped_mini_batches")
 
 
-def tables(comparison: Mapping[str, Any]) -> list[TextTable]:
-    """The tables of what `compare` returns; texts of the evidence are as they are there."""
+def tables(comparison: Mapping[str, Any]) -> list[Table]:
+    """The tables of what `compare` returns."""
     runs = comparison["runs"]
     clipped = any(run["clipped_mini_batches"] for run in runs)
-    shown = {key: name for key, name in _FIGURES.items() if clipped or key not in _OF_TOKEN_CLIP}
-    figures = [[name, *(short(run[key]) for run in runs)] for key, name in shown.items()]
-    found = [TextTable("The runs", ("", "A", "B"), figures)]
+    names = {key: name for key, name in _FIGURES.items() if clipped or key not in _OF_TOKEN_CLIP}
+    sides = (Column("A", "num"), Column("B", "num"))
+    figures = [[name, *(short(run[key]) for run in runs)] for key, name in names.items()]
+    found = [Table("The runs", (Column("", "row"), *sides), figures)]
     for key, column, title in (
         ("diagnoses", "diagnosis", "What was found"),
         ("sources", "source", "What looks wrong with the culprits"),
@@ -56,14 +47,14 @@ def tables(comparison: Mapping[str, Any]) -> list[TextTable]:
         for run in runs:
             totals.update(run[key])
         if totals:
-            rows = [[name, *(_part(run[key], name) for run in runs)] for name, _ in totals.most_common()]
-            found.append(TextTable(title, (column, "A", "B"), rows))
+            rows = [[shown(name), *(_part(run[key], name) for run in runs)] for name, _ in totals.most_common()]
+            found.append(Table(title, (Column(column, "row"), *sides), rows))
     if comparison["shared"]:
         title = f"{count(comparison['shared_in_all'], 'culprit')} in both runs"
         if comparison["shared_in_all"] > len(comparison["shared"]):
             title += f", the {len(comparison['shared'])} largest"
-        columns = ("same", "token", "context in A", "times in A, B", "× threshold in A, B", "source in A; B")
-        found.append(TextTable(title, columns, [_shared(pair) for pair in comparison["shared"]]))
+        names_of = ("same", "token", "context in A", "times in A, B", "× threshold in A, B", "source in A; B")
+        found.append(Table(title, [*map(Column, names_of)], [_shared(pair) for pair in comparison["shared"]]))
     return found
 
 
@@ -88,7 +79,7 @@ def remarks(comparison: Mapping[str, Any]) -> list[str]:
             found.append(f"{count(run['skipped_lines'], 'line')} of {name} skipped: malformed or unfinished.")
     if not comparison["shared"]:
         found.append("No culprit of A is in B, as the same token after the same prompt or in the same context.")
-    return found
+    return [*map(visible, found)]
 
 
 def _verdict(run: Mapping[str, Any]) -> str:
@@ -100,14 +91,15 @@ def _verdict(run: Mapping[str, Any]) -> str:
 def _part(counts: Mapping[str, int], name: str) -> str:
     if not counts.get(name):
         return "–"
-    return f"{counts[name]} ({percent(counts[name] / sum(counts.values()))})"
+    share = part_of(counts[name], sum(counts.values()))
+    return f"{counts[name]:,} ({share})" if share.endswith("%") else share
 
 
-def _shared(pair: Mapping[str, Any]) -> list[str]:
+def _shared(pair: Mapping[str, Any]) -> list[Cell]:
     return [
         pair["same"],
-        token_name(pair),
-        pair["context"] or "",
+        quoted(token_name(pair)),
+        visible(pair["context"] or ""),
         ", ".join(map(str, pair["count"])),
         ", ".join(map(short, pair["times_threshold"])),
         "; ".join(", ".join(sources) for sources in pair["sources"]),

@@ -2,11 +2,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Converts values of the evidence to numbers for comparison, and to text."""
 
+import json
 import math
+import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradloc.evidence.shares import threshold_factor
+
+# Longer texts lose their middle.
+TEXT_CHARACTERS, SHORT_CHARACTERS = 4000, 200
+# Up to so many are said as counts, more as shares.
+COUNTED = 20
+_SIGNS = {"\n": "↵", "\t": "⇥", "\r": "␍"}
 
 
 def number(value: float | str) -> float:
@@ -53,13 +61,66 @@ def short_factor(part: Mapping[str, Any]) -> str:
     return f"{factor:.2f}" if factor < 10 and abs(factor - 1) >= 0.005 else short(factor)
 
 
+def times(part: Mapping[str, Any]) -> str:
+    """How often a norm has its threshold, as "14×"; more digits for what is small, and for what is hardly over 1."""
+    factor = threshold_factor(part)
+    if not math.isfinite(factor):
+        return "not finite"
+    if 1 < factor < 1.05:
+        return f"{factor:.4g}×"
+    if factor >= 1e7:
+        return f"{factor:.3g}×"
+    return f"{factor:,.0f}×" if factor >= 9.95 else f"{factor:.{2 if factor < 0.0995 else 1}f}×"
+
+
 def visible(text: str) -> str:
-    """The text with control characters and the like escaped: it comes from a model and goes to a terminal."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+    """The text with control characters and the like as signs or escaped: it comes from a model, and is to be read."""
+    return "".join(c if c.isprintable() or unicodedata.category(c) == "Zs" else _escaped(c) for c in text)
 
 
-def percent(share: float) -> str:
-    return "under 1%" if 0 < share < 0.01 else f"{share:.0%}"
+def _escaped(character: str) -> str:
+    return _SIGNS.get(character) or character.encode("unicode_escape", "surrogatepass").decode()
+
+
+def quoted(token: str) -> str:
+    """A token whose spaces at the ends can be seen."""
+    text = visible(token)
+    bare = text.strip(" ")
+    start = text.index(bare) if bare else len(text)
+    return "␣" * start + bare + "␣" * (len(text) - start - len(bare)) or "(empty)"
+
+
+def clipped(text: Any, most: int = TEXT_CHARACTERS) -> str | None:
+    """A text without its middle if it is longer than `most`; what is no text as JSON; None as it is."""
+    if text is None:
+        return None
+    text = text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
+    half = most // 2
+    return text if len(text) <= most else f"{text[:half]}\n[… {len(text) - 2 * half} characters …]\n{text[-half:]}"
+
+
+def shown(text: Any, most: int = SHORT_CHARACTERS) -> str:
+    """A text of the evidence, cut and visible; "–" where there is none."""
+    return "–" if text is None else visible(str(clipped(text, most)))
+
+
+def percent(share: float | str | None) -> str:
+    """A share as "12%"; "–" if it is not known."""
+    value = math.nan if share is None else number(share)
+    if not math.isfinite(value):
+        return "–"
+    if value >= 10:
+        return f"{value:,.0f} times"
+    return "under 1%" if 0 < value < 0.01 else f"{value:.0%}"
+
+
+def part_of(n: int, total: int) -> str:
+    """How many of some: up to twenty as "1 of 2", "both" or "all 3", from there as a share."""
+    if total > COUNTED:
+        return percent(n / total)
+    if n == total:
+        return {1: "the only one", 2: "both"}.get(total, f"all {total}")
+    return f"{n} of {total}"
 
 
 def count(n: int, noun: str, plural: str | None = None) -> str:

@@ -1,48 +1,42 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the page: one HTML file from page.html, page.css, page.js, plotly.js and the data. It needs plotly.
+"""Draws the view as a page: one HTML file from page.html, page.css, page.js and the view, compressed.
 
 The page's content security policy blocks all requests.
 """
 
-import json
+import base64
+import gzip
 import os
 import re
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from gradloc.evidence.writer import jsonable
-
-from .page_data import page_data
+from .build import DETAILED, build
 from .reading import Evidence
+from .view import View, json_of
 
 _FILES = ("page.html", "page.css", "page.js")
 
 
-def write_page(evidence: Evidence, out: str) -> None:
+def write_page(evidence: Evidence, out: str, details: int = DETAILED) -> None:
     """Writes the page atomically: a reader sees the old page or the new one, never an incomplete one.
+
+    Args:
+        evidence (Evidence): What was read.
+        out (str): The file.
+        details (int): How many culprits have their response, texts and layers.
 
     Raises:
         OSError: The page cannot be written.
     """
-    from plotly.offline import get_plotlyjs
-
-    write_whole(out, *assemble(page_files(), _json(page_data(evidence)), get_plotlyjs()))
+    write_whole(out, assemble(page_files(), packed(build(evidence, details=details))))
 
 
-def _json(data: Mapping[str, Any]) -> str:
-    """The data as JSON, one entry of a list after the other: a copy of all in plain types would take much memory."""
-
-    def dumps(value: Any) -> str:
-        return json.dumps(jsonable(value), allow_nan=False, separators=(",", ":"))
-
-    fields = (
-        f"{dumps(name)}:" + (f"[{','.join(map(dumps, value))}]" if isinstance(value, list) else dumps(value))
-        for name, value in data.items()
-    )
-    return f"{{{','.join(fields)}}}"
+def packed(view: View) -> str:
+    """The view as the page holds it: JSON, compressed, in Base64. No text of it can be taken for markup."""
+    return base64.b64encode(gzip.compress(json_of(view).encode(), mtime=0)).decode()
 
 
 def write_whole(path: str | os.PathLike[str], *texts: str) -> None:
@@ -75,29 +69,23 @@ def page_files() -> Mapping[str, str]:
     return {name: (folder / name).read_text(encoding="utf-8") for name in _FILES}
 
 
-def assemble(files: Mapping[str, str], data: str, plotly: str) -> list[str]:
-    """The whole page as HTML, in pieces: together they would take much more memory.
+def assemble(files: Mapping[str, str], data: str) -> str:
+    """The whole page as HTML.
 
     Args:
         files (Mapping[str, str]): The page's own files by name.
-        data (str): JSON.
-        plotly (str): The source of plotly.js.
+        data (str): What `packed` returned.
     """
-    # The data must not close the script element that contains it, or open a comment.
-    data = data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
     # What page.html refers to, and what stands there in the page.
     parts = {
-        '<link rel="stylesheet" href="page.css">': ("<style>\n", files["page.css"], "</style>"),
-        '<script type="application/json" id="data"></script>': (
-            '<script type="application/json" id="data">',
-            data,
-            "</script>",
+        '<link rel="stylesheet" href="page.css">': f"<style>\n{files['page.css']}</style>",
+        '<script type="application/gzip" id="data"></script>': (
+            f'<script type="application/gzip" id="data">{data}</script>'
         ),
-        '<script src="plotly.js"></script>': ("<script>", plotly, "</script>"),
-        '<script type="module" src="page.js"></script>': ('<script type="module">\n', files["page.js"], "</script>"),
+        '<script type="module" src="page.js"></script>': f'<script type="module">\n{files["page.js"]}</script>',
     }
     # The inserted text is not searched.
     pieces = re.split(f"({'|'.join(map(re.escape, parts))})", files["page.html"])
     if len(pieces) != 2 * len(parts) + 1:
         raise ValueError(f"page.html must refer once to each of its parts: {', '.join(parts)}")
-    return [text for piece in pieces for text in parts.get(piece, (piece,))]
+    return "".join(parts.get(piece, piece) for piece in pieces)

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .condensed import as_a_command, clipped
+from .figures import clipped
+from .spikes import as_a_command
 
 # At most so many names are told apart.
 _NAMES = 64

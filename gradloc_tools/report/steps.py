@@ -1,53 +1,17 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of a run's steps: in little memory, over the run for a chart, and before a spike."""
+"""The figures of a run's steps: over the run for a chart, and before a spike."""
 
-from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from gradloc.evidence.writer import STEP_FIGURES
-
-from .figures import number, rounded, severity
+from .figures import rounded, severity
 from .meanings import FIGURES
 
 # How many steps before a spike are shown.
 STEPS_BEFORE = 20
 # At most so many points are in the chart.
 POINTS = 2000
-_WIDTH = len(STEP_FIGURES)
-
-
-class StepFigures(Mapping[int, Mapping[str, float | None]]):
-    """`STEP_FIGURES` by step; None where there is no data. A run may have hundreds of thousands of steps."""
-
-    def __init__(self) -> None:
-        self._rows: dict[int, int] = {}
-        self._values = array("d")
-        self._known = bytearray()
-
-    def set(self, step: int, figures: Mapping[str, float | str | None]) -> None:
-        """Sets the figures of a step, as the evidence has them; those that it had are gone."""
-        row = self._rows.setdefault(step, len(self._rows))
-        if row * _WIDTH == len(self._values):
-            self._values.extend([0.0] * _WIDTH)
-            self._known.extend([False] * _WIDTH)
-        for place, name in enumerate(STEP_FIGURES, row * _WIDTH):
-            value = figures[name]
-            self._known[place] = value is not None
-            self._values[place] = 0.0 if value is None else number(value)
-
-    def __getitem__(self, step: int) -> Mapping[str, float | None]:
-        start = self._rows[step] * _WIDTH
-        return {
-            name: self._values[place] if self._known[place] else None for place, name in enumerate(STEP_FIGURES, start)
-        }
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._rows)
-
-    def __len__(self) -> int:
-        return len(self._rows)
 
 
 def level(steps: Mapping[int, Mapping[str, Any]], since: int | None = None) -> dict[str, Any] | None:

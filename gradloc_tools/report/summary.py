@@ -1,24 +1,31 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Computes the values of a summary, which `--json` prints and the terminal and the page show."""
+"""Computes the figures of a run, which `--json` prints and the view puts into words."""
 
 import heapq
+from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from gradloc.evidence.schema import SCHEMA
 
-from .condensed import NOT_SHOWN
 from .drills import drill_report
-from .figures import count, number, ranges, rounded, severity
+from .figures import clipped, count, excess, number, ranges, rounded, severity
 from .lost_spikes import lost_spikes
-from .reading import Evidence
+from .reading import MOST_BYTES, Evidence
+from .spikes import Spike
 from .token_clips import summarize_clips
-from .verdicts import in_words
+from .verdicts import Verdicts, in_words
 
-_EVENT_FIELDS = (
-    "global_step epoch mini_batch diagnosis until explained more_tokens verdict summary explanation next_command"
+# Of an event, what is listed as it is there.
+_EVENT_FIELDS = "global_step epoch mini_batch diagnosis until explained more_tokens".split()
+# What a culprit has for the other tokens of its response, and what is too long for a list.
+_LONG = (
+    "response_tokens response_tokens_start response_suspicion response_kl layer_norms prompt response ground_truth"
 ).split()
+_MEASURED = ("row", "position", "grad_norm", "share")
+# How many tokens of a part are listed.
+TOKENS = 20
 
 
 def summarize(evidence: Evidence, top: int) -> dict[str, Any]:
@@ -28,54 +35,59 @@ def summarize(evidence: Evidence, top: int) -> dict[str, Any]:
         evidence (Evidence): What was read.
         top (int): How many of the largest events, culprits, parts and clipped tokens are listed.
     """
-    ranked = evidence.culprits()
-    totals = evidence.totals
-    largest = heapq.nlargest(top, evidence.events, key=lambda event: event["size"])
-    verdicts = totals.verdicts.counts()
+    spikes, culprits = evidence.spikes, evidence.culprits()
+    events = evidence.events
+    largest = heapq.nlargest(top, spikes, key=lambda spike: spike.size)
+    by_step = Counter(spike.step for spike in spikes if spike.step is not None)
+    mini_batches = {spike.mini_batch for spike in spikes if spike.step is not None}
+    verdicts = Verdicts()
+    for spike in spikes:
+        verdicts.add(spike.verdict)
+    suspected = [
+        {"global_step": spike.step, **rounded(listed(token))} for spike in largest for token in suspected_of(spike)
+    ]
+    # Nothing is to be applied with "log"; a recorded spike has nothing to apply.
+    not_applied = [event for event in events if not event["applied"] and event["action"] != "log"]
     return {
         "path": evidence.path,
         "since": evidence.since,
-        "verdict": in_words(verdicts, totals.events),
-        "verdicts": verdicts,
+        "verdict": in_words(verdicts.counts(), len(spikes)),
+        "verdicts": verdicts.counts(),
         "warnings": evidence.warnings.listed(evidence.since, evidence.bundle),
         "faults": evidence.faults,
-        "drills": drill_reports(evidence),
+        "drills": [drill_report(drill, mini_batches) for drill in evidence.drills],
         "steps": _steps(evidence),
-        "lost_spikes": lost_spikes(evidence.steps, totals.by_step, evidence.left_out, evidence.since),
+        "lost_spikes": lost_spikes(evidence.steps, by_step, evidence.left_out, evidence.since),
         "runs_in_folder": evidence.runs,
         "doubled_lines": evidence.doubled,
         "merged": merged(evidence),
-        "events": totals.events,
-        "named": totals.named,
-        "culprits": evidence.sources.total(),
-        "first_step": min(totals.by_step, default=None),
-        "last_step": max(totals.by_step, default=None),
-        "events_by_step": dict(sorted(totals.by_step.items())),
-        "thresholds": sorted(totals.thresholds),
-        "largest_grad_norm": number(ranked[0][-1]["grad_norm"]) if ranked else None,
-        "diagnoses": dict(totals.diagnoses.most_common()),
-        "largest_events": [
-            {name: event[name] for name in _EVENT_FIELDS} | {"culprits": event["culprits_in_all"]} for event in largest
-        ],
-        "diffuse": totals.largest_parts(top),
-        "suspected": [
-            {"global_step": event["global_step"], **token} for event in largest for token in event["suspected"]
-        ][:top],
-        "suspected_title": next((event["suspected_title"] for event in largest if event["suspected"]), ""),
-        "sources": dict(evidence.sources.most_common()),
+        "events": len(spikes),
+        "named": named(spikes),
+        "culprits": len(culprits),
+        "first_step": min(by_step, default=None),
+        "last_step": max(by_step, default=None),
+        "events_by_step": dict(sorted(by_step.items())),
+        "thresholds": sorted({number(event["threshold"]) for event in events}),
+        "largest_grad_norm": number(culprits[0][1]["grad_norm"]) if culprits else None,
+        "diagnoses": dict(Counter(event["diagnosis"] for event in events).most_common()),
+        "largest_events": [_listed_event(spike) for spike in largest],
+        "diffuse": [{"global_step": spike.step, **_part(part)} for spike, part in _parts(spikes, top)],
+        "suspected": suspected[:top],
+        "suspected_title": next((spike.suspected_title for spike in largest if suspected_of(spike)), ""),
+        "sources": dict(Counter(culprit["source"] for _, culprit in culprits).most_common()),
         "tokens": [
-            {"token": token_name({"token": token, "token_id": token_id}), "culprits": count}
-            for (token, token_id), count in evidence.tokens.most_common(10)
+            {"token": token, "culprits": times}
+            for token, times in Counter(token_name(culprit) for _, culprit in culprits).most_common(10)
         ],
-        "incomplete_events": totals.ended_early,
-        "not_applied": dict(totals.not_applied),
-        "errors": dict(totals.errors),
-        "passes": totals.passes,
-        "seconds": totals.seconds,
+        "incomplete_events": sum(spike.ended_early for spike in spikes),
+        "not_applied": dict(Counter(event["action"] for event in not_applied)),
+        "errors": dict(Counter(clipped(event["error"]) for event in events if event["error"] is not None)),
+        "passes": sum(event["passes"] for event in events),
+        "seconds": sum(event["seconds"] for event in events),
         "largest_culprits": [
-            rounded({name: row[name] for name in row if name not in NOT_SHOWN}) for *_, row in ranked[:top]
+            {**mini_batch_fields(spike), **rounded(listed(culprit))} for spike, culprit in culprits[:top]
         ],
-        "token_clip": summarize_clips(evidence.clips, totals.mini_batches, top),
+        "token_clip": summarize_clips(evidence.clips, mini_batches, top),
         "replays": evidence.replays,
         "notes": messages(evidence.notes),
         "other_versions": other_versions(evidence),
@@ -83,9 +95,59 @@ def summarize(evidence: Evidence, top: int) -> dict[str, Any]:
     }
 
 
-def drill_reports(evidence: Evidence) -> list[dict[str, Any]]:
-    """The drills in words."""
-    return [drill_report(drill, evidence.totals.mini_batches) for drill in evidence.drills]
+def named(spikes: Collection[Spike]) -> str:
+    """How many there are of what, in words."""
+    recorded = sum(not spike.is_spike for spike in spikes)
+    parts = [count(len(spikes) - recorded, "gradient spike")] if len(spikes) > recorded else []
+    parts += [count(recorded, "recorded mini-batch", "recorded mini-batches")] if recorded else []
+    return " and ".join(parts)
+
+
+def token_name(token: Mapping[str, Any]) -> str:
+    """The token's text, or its id where that is not known; of the prompt's tokens, neither is."""
+    if token.get("token") is not None:
+        return str(clipped(token["token"]))
+    return "(prompt)" if token.get("position", 0) < 0 else f"id {token['token_id']}"
+
+
+def listed(token: Mapping[str, Any]) -> dict[str, Any]:
+    """A token without its response."""
+    return {
+        name: clipped(value) if isinstance(value, str) else value for name, value in token.items() if name not in _LONG
+    }
+
+
+def mini_batch_fields(spike: Spike) -> dict[str, Any]:
+    return {name: spike.event[name] for name in ("global_step", "epoch", "mini_batch")}
+
+
+def suspected_of(spike: Spike) -> list[dict[str, Any]]:
+    """The suspected tokens of a recorded spike; at most 16 are listed."""
+    return [*spike.event.get("suspected", ())][:16]
+
+
+def _listed_event(spike: Spike) -> dict[str, Any]:
+    return {
+        **{name: spike.event[name] for name in _EVENT_FIELDS},
+        "verdict": spike.verdict,
+        "summary": spike.summary,
+        "explanation": spike.explanation,
+        "next_command": spike.next_command,
+        "culprits": len(spike.event["culprits"]),
+    }
+
+
+def _parts(spikes: Collection[Spike], top: int) -> list[tuple[Spike, Mapping[str, Any]]]:
+    """The parts of diffuse events that are farthest over their thresholds."""
+    parts = [(spike, part) for spike in spikes for part in spike.event["diffuse"]]
+    return heapq.nlargest(top, parts, key=lambda pair: excess(pair[1]))
+
+
+def _part(part: Mapping[str, Any]) -> dict[str, Any]:
+    """A part of a diffuse event, with its rows as text."""
+    tokens = [rounded({name: token.get(name) for name in _MEASURED}) for token in part["largest_tokens"][:TOKENS]]
+    fields = {name: part[name] for name in ("rank", "micro_batch", "tokens", "norm", "threshold")}
+    return {**rounded(fields), "rows": ranges(part["rows"]), "largest_tokens": tokens}
 
 
 def _steps(evidence: Evidence) -> dict[str, Any] | None:
@@ -93,7 +155,7 @@ def _steps(evidence: Evidence) -> dict[str, Any] | None:
     known = evidence.known_steps()
     if not known:
         return None
-    margins = ((evidence.steps[step]["spike_margin"], step) for step in known)
+    margins = [(evidence.steps[step]["spike_margin"], step) for step in known]
     margin, where = max(
         ((severity(margin), step) for margin, step in margins if margin is not None), default=(None, None)
     )
@@ -107,12 +169,6 @@ def _steps(evidence: Evidence) -> dict[str, Any] | None:
     }
 
 
-def token_name(culprit: Mapping[str, Any]) -> str:
-    """The token's text, or its id where that is not known."""
-    token = culprit["token"]
-    return f"id {culprit['token_id']}" if token is None else token
-
-
 def other_versions(evidence: Evidence) -> list[str]:
     """For each other version of which there are lines, a sentence with what to do."""
     return [
@@ -123,7 +179,7 @@ def other_versions(evidence: Evidence) -> list[str]:
 
 
 def merged(evidence: Evidence) -> list[str]:
-    """What is said of a folder with several runs, or with lines that are there more than once."""
+    """What is said of a folder with several runs, with lines that are there more than once, or with too much."""
     found = []
     if evidence.runs > 1:
         found.append(
@@ -132,6 +188,8 @@ def merged(evidence: Evidence) -> list[str]:
         )
     if evidence.doubled:
         found.append(f"{count(evidence.doubled, 'line')} found more than once, and counted once.")
+    if evidence.too_large:
+        found.append(f"Only the first {MOST_BYTES >> 20} MiB of the evidence are read: a run writes no more.")
     return found
 
 

@@ -4,20 +4,15 @@
 
 import heapq
 from collections import Counter
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from gradloc.evidence.clips import DONE
 
-from .condensed import clipped
 from .drills import MiniBatch, mini_batch_of
-from .figures import count, rounded, severity
-from .totals import count_bounded
+from .figures import SHORT_CHARACTERS, clipped, count, rounded, severity
 
-# At most so many different boundaries are told apart.
-_BOUNDARIES = 1024
-_SHORT_CHARACTERS = 200
 # At most so many boundaries are named in a sentence.
 _NAMED = 8
 
@@ -45,99 +40,60 @@ class Signals:
         return 0 < self.over <= self.cut
 
 
-@dataclass
-class TokenClips:
-    """Sums over clip lines, and some of their tokens.
-
-    Attributes:
-        lines (int): How many there are.
-        mini_batches (dict): The signals of each mini-batch.
-        refused (Counter): By boundary, in how many mini-batches some were left because there were too many.
-        boundaries (Counter): The tokens, kept or not, by the boundary where they were first over their bound.
-        tokens (list): Those that are furthest over their bounds, condensed; a heap.
-        tokens_in_all (int): How many tokens the lines name.
-    """
-
-    lines: int = 0
-    mini_batches: dict[MiniBatch, Signals] = field(default_factory=dict)
-    refused: Counter[str] = field(default_factory=Counter)
-    boundaries: Counter[str] = field(default_factory=Counter)
-    tokens: list[tuple[float, int, dict[str, Any]]] = field(default_factory=list)
-    tokens_in_all: int = 0
-
-    def add(self, line: Mapping[str, Any], most: int) -> set[int | None]:
-        """Adds a clip line; returns the steps of tokens that are now left out, as only `most` are kept."""
-        found = line["token_clip"]
-        self.lines += 1
-        signals = self.mini_batches.setdefault(mini_batch_of(line), Signals())
-        signals.over += sum(found["over"].values())
-        signals.cut += sum(found["cut"].values())
-        for boundary in dict.fromkeys(found["refused"]):
-            count_bounded(self.refused, str(clipped(boundary, _SHORT_CHARACTERS)), _BOUNDARIES)
-        left_out = set()
-        for token in found["tokens"]:
-            row = _row(line, token)
-            count_bounded(self.boundaries, row["boundary"], _BOUNDARIES)
-            self.tokens_in_all += 1
-            heapq.heappush(self.tokens, (severity(token["multiple"]), -self.tokens_in_all, row))
-            if len(self.tokens) > most:
-                left_out.add(heapq.heappop(self.tokens)[-1]["global_step"])
-        return left_out
-
-    @property
-    def over(self) -> int:
-        return sum(signals.over for signals in self.mini_batches.values())
-
-    @property
-    def cut(self) -> int:
-        return sum(signals.cut for signals in self.mini_batches.values())
-
-    def beside(self, event: Mapping[str, Any]) -> str | None:
-        """What is said of TokenClip beside a spike; None if it found nothing in its mini-batch."""
-        signals = self.mini_batches.get(mini_batch_of(event))
-        return None if signals is None or event["global_step"] is None else _beside_spike(signals)
-
-    def stopped(self, spikes: Collection[MiniBatch]) -> set[MiniBatch]:
-        """The mini-batches of which every signal over its bound was cut, and that have no spike nevertheless."""
-        return {key for key, signals in self.mini_batches.items() if signals.all_cut and key not in spikes}
-
-    def largest(self, most: int, spikes: Collection[MiniBatch]) -> list[dict[str, Any]]:
-        """The tokens furthest over their bounds, NaN first; `spike` says whether their mini-batch has a spike."""
-        return [
-            rounded({**row, "spike": mini_batch_of(row) in spikes}) for *_, row in heapq.nlargest(most, self.tokens)
-        ]
+def signals_of(lines: Sequence[Mapping[str, Any]]) -> dict[MiniBatch, Signals]:
+    """The signals of each mini-batch."""
+    found: dict[MiniBatch, Signals] = {}
+    for line in lines:
+        signals = found.setdefault(mini_batch_of(line), Signals())
+        signals.over += sum(line["token_clip"]["over"].values())
+        signals.cut += sum(line["token_clip"]["cut"].values())
+    return found
 
 
-def summarize_clips(clips: TokenClips, spikes: Collection[MiniBatch], top: int) -> dict[str, Any] | None:
+def clipped_tokens(
+    lines: Sequence[Mapping[str, Any]], most: int, spikes: Collection[MiniBatch]
+) -> list[dict[str, Any]]:
+    """The tokens furthest over their bounds, NaN first; `spike` says whether their mini-batch has a spike."""
+    pairs = [(line, token) for line in lines for token in line["token_clip"]["tokens"]]
+    largest = heapq.nlargest(most, pairs, key=lambda pair: severity(pair[1]["multiple"]))
+    return [rounded({**_row(line, token), "spike": mini_batch_of(line) in spikes}) for line, token in largest]
+
+
+def summarize_clips(
+    lines: Sequence[Mapping[str, Any]], spikes: Collection[MiniBatch], top: int
+) -> dict[str, Any] | None:
     """What TokenClip found, ready for `jsonable`; None without a clip line.
 
     Args:
-        clips (TokenClips): What was read.
+        lines (Sequence[Mapping]): The clip lines.
         spikes (Collection): The mini-batches with a spike.
         top (int): How many of the largest tokens are listed.
 
     Returns:
         dict: `title` and `sentences`; `mini_batches`, how many had a signal over its bound, `stopped`, in how many of
             these all were cut and left no spike, `with_spike`, how many of them have a spike; `over` and `cut`, how
-            many signals; `refused` and `boundaries` as in `TokenClips`; `tokens`, how many are named; `by_step`, for
-            each step `over`, `cut` and `stopped`, whether all its mini-batches were; `largest_tokens`.
+            many signals; by boundary, `refused`, in how many mini-batches some were left because there were too many,
+            and `boundaries`, the tokens that were first over their bound there; `tokens`, how many are named;
+            `by_step`, for each step `over`, `cut` and `stopped`, whether all its mini-batches were; `largest_tokens`.
     """
-    if not clips.lines:
+    if not lines:
         return None
-    stopped = clips.stopped(spikes)
+    signals = signals_of(lines)
+    stopped = {key for key, of_one in signals.items() if of_one.all_cut and key not in spikes}
+    found_in = [line["token_clip"] for line in lines]
     found = {
-        "mini_batches": len(clips.mini_batches),
+        "mini_batches": len(signals),
         "stopped": len(stopped),
-        "with_spike": sum(key in spikes for key in clips.mini_batches),
-        "over": clips.over,
-        "cut": clips.cut,
-        "refused": dict(clips.refused.most_common()),
-        "boundaries": dict(clips.boundaries.most_common()),
-        "tokens": clips.tokens_in_all,
-        "by_step": _by_step(clips, stopped),
-        "largest_tokens": clips.largest(top, spikes),
+        "with_spike": sum(key in spikes for key in signals),
+        "over": sum(of_one.over for of_one in signals.values()),
+        "cut": sum(of_one.cut for of_one in signals.values()),
+        "refused": _by_boundary(boundary for found in found_in for boundary in dict.fromkeys(found["refused"])),
+        "boundaries": _by_boundary(token["boundary"] for found in found_in for token in found["tokens"]),
+        "tokens": sum(len(found["tokens"]) for found in found_in),
+        "by_step": _by_step(signals, stopped),
+        "largest_tokens": clipped_tokens(lines, top, spikes),
     }
-    title = "Tokens that TokenClip cut" if clips.cut else "Tokens that TokenClip found"
+    title = "Tokens that TokenClip cut" if found["cut"] else "Tokens that TokenClip found"
     return {"title": title, "sentences": _sentences(found), **found}
 
 
@@ -146,17 +102,10 @@ def done_to(row: Mapping[str, Any]) -> str:
     return DONE.get(row["action"], "left") if row["cut"] else "left"
 
 
-def clipped_token_name(row: Mapping[str, Any]) -> str:
-    """The token's text, or its id where that is not known; of the prompt's tokens, neither is."""
-    if row["token"] is not None:
-        return str(row["token"])
-    if row["token_id"] is not None:
-        return f"id {row['token_id']}"
-    return "(prompt)" if row["position"] < 0 else "(unknown)"
-
-
-def _beside_spike(signals: Signals) -> str:
-    """What is said of a spike in whose mini-batch TokenClip found tokens."""
+def beside_spike(signals: Signals | None) -> str | None:
+    """What is said of TokenClip beside a spike; None if it found nothing in its mini-batch."""
+    if signals is None:
+        return None
     over = f"{count(signals.over, 'backward signal')} over {'its bound' if signals.over == 1 else 'their bounds'}"
     if not signals.cut:
         return f"TokenClip found {over} in this mini-batch, and cut none."
@@ -171,18 +120,22 @@ def _row(line: Mapping[str, Any], token: Mapping[str, Any]) -> dict[str, Any]:
         **{name: line[name] for name in ("global_step", "epoch", "mini_batch")},
         "action": line["token_clip"]["action"],
         **{name: token.get(name) for name in _TOKEN_FIELDS},
-        **{name: clipped(token.get(name), _SHORT_CHARACTERS) for name in _SHORT_TEXTS},
+        **{name: clipped(token.get(name), SHORT_CHARACTERS) for name in _SHORT_TEXTS},
         "context": clipped(token.get("context")),
     }
 
 
-def _by_step(clips: TokenClips, stopped: Collection[MiniBatch]) -> dict[int, dict[str, Any]]:
+def _by_boundary(names: Iterable[Any]) -> dict[str, int]:
+    return dict(Counter(str(clipped(name, SHORT_CHARACTERS)) for name in names).most_common())
+
+
+def _by_step(signals: Mapping[MiniBatch, Signals], stopped: Collection[MiniBatch]) -> dict[int, dict[str, Any]]:
     steps: dict[int, dict[str, Any]] = {}
-    for key, signals in clips.mini_batches.items():
+    for key, of_one in signals.items():
         if key[0] is not None:
             step = steps.setdefault(key[0], {"over": 0, "cut": 0, "stopped": True})
-            step["over"] += signals.over
-            step["cut"] += signals.cut
+            step["over"] += of_one.over
+            step["cut"] += of_one.cut
             step["stopped"] &= key in stopped
     return dict(sorted(steps.items()))
 

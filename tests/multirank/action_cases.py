@@ -334,7 +334,9 @@ def update_of_the_worker(case: Case, action: str) -> tuple[str, list[float], lis
         assert set(output.meta_info) == {"metrics"}
         events.append(worker.actor.gradloc.events)
         # Rank 0 writes for all.
-        assert sorted(os.listdir(folder.name)) == (["spikes.jsonl", "steps.jsonl"] if dist.get_rank() == 0 else [])
+        assert sorted(os.listdir(folder.name)) == (
+            [".run.lock", "spikes.jsonl", "steps.jsonl"] if dist.get_rank() == 0 else []
+        )
         rates.append(worker.actor_lr_scheduler.get_last_lr()[0])
         state = worker.actor_optimizer.state.values()
         steps.append(max((int(entry["step"]) for entry in state), default=0))

@@ -106,22 +106,18 @@ def test_what_the_files_lack_is_said(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_top_is_for_one_run(runs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main([*runs, "--top", "3"])
-    assert "--top is for the evidence of one run" in capsys.readouterr().err
+    assert "--top and --html are for the evidence of one run" in capsys.readouterr().err
 
 
-def test_terminal_and_page_show_the_same(
-    runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_the_comparison_is_tables(
+    runs: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    page = tmp_path / "new" / "page.html"
-    page.parent.mkdir()
-    assert main([*runs, "--html", str(page)]) == 0
-    printed, text = capsys.readouterr().out, page.read_text()
-    assert f"The report: {page}" in printed and "\x1b" not in printed
-    for said in ("spikes per hundred steps", "2 culprits in both runs", "3 (75%)", f"A: {runs[0]}"):
-        assert said in printed and said in text
-    assert "<b>" in printed and "<b>" not in text and "&lt;b&gt;" in text
-    assert "default-src 'none'" in text and "<script" not in text
+    assert main(runs) == 0
+    printed = capsys.readouterr().out
+    for said in ("spikes per hundred steps", "2 culprits in both runs", "3 of 4", f"A: {runs[0]}", "<b>"):
+        assert said in printed
+    assert "\x1b" not in printed
 
 
 def test_runs_without_steps_without_spikes_and_with_a_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,9 @@ from gradloc.evidence import writer
 from gradloc.evidence.schema import EVENT, NOTE, STEP, conforms
 from gradloc.evidence.writer import record_step
 from gradloc_tools import report
+from gradloc_tools.report import build
+from gradloc_tools.report.build import FEW_STEPS
 from gradloc_tools.report.command import main
-from gradloc_tools.report.page_data import page_data
 from gradloc_tools.report.steps import POINTS, level, steps_before
 
 FIGURES = {"token_norm_max": 120.0, "threshold": 640.0, "spike_margin": 0.1875, "ratio_max": math.inf, "triggered": 0}
@@ -75,37 +77,23 @@ def test_a_step_has_its_warnings(tmp_path: Path) -> None:
     assert conforms(line, STEP)
 
 
-def test_full_files_rotate_and_stay_within_their_limit(
+def test_a_file_stays_within_its_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     record_step(str(tmp_path), 0, FIGURES)
     size = (tmp_path / "steps.jsonl").stat().st_size + 10
-    monkeypatch.setattr(writer, "STEP_FILE_BYTES", 10 * size)
-    monkeypatch.setattr(writer, "STEP_TOTAL_BYTES", 25 * size)
+    monkeypatch.setattr(writer, "FILE_BYTES", 10 * size)
     for step in range(1, 60):
         record_step(str(tmp_path), step, FIGURES)
-    names = sorted(os.listdir(tmp_path))
-    assert names == ["steps.1.jsonl", "steps.2.jsonl", "steps.jsonl"]
-    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 26 * size
-    assert caplog.text.count("left out of") == 1
+    assert (tmp_path / "steps.jsonl").stat().st_size < 11 * size and caplog.text.count("left out of") == 1
     found = report.read(str(tmp_path))
-    assert list(found.steps) == list(range(len(found.steps))) and len(found.steps) >= 24
+    assert list(found.steps) == list(range(len(found.steps))) and len(found.steps) >= 9
     (note,) = (line for line in lines(tmp_path) if "note" in line)
     jsonschema.validate(note, NOTE)
     assert found.notes == {note["message"]: {note["global_step"]}}
     assert (note["note"], note["global_step"], note["count"]) == ("size_limit", len(found.steps), 1)
     assert f"the figures of step {len(found.steps)} left out" in caplog.text
     assert note["message"].startswith("steps are not written from here on")
-    # Events have a limit of their own, and steps that were moved away leave space for more.
-    record_events(str(tmp_path), samples(1))
-    (tmp_path / "steps.1.jsonl").unlink()
-    record_step(str(tmp_path), 77, FIGURES)
-    found = report.read(str(tmp_path))
-    assert len(found.events) == 1 and max(found.steps) == 77
-    # Full again, it is said again.
-    for step in range(78, 100):
-        record_step(str(tmp_path), step, FIGURES)
-    assert caplog.text.count("left out of") == 2
 
 
 def test_a_failing_disk_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -187,8 +175,8 @@ def test_a_run_that_fits_is_kept_whole(count: int) -> None:
 def test_evidence_without_steps_still_opens(tmp_path: Path, show: Any) -> None:
     out = show(events=samples(3))
     assert "3 gradient spikes" in out
-    found = page_data(report.read(str(tmp_path)))
-    assert found["level"] is None and "before" not in found["events"][0]
+    view = build(report.read(str(tmp_path)))
+    assert "level" not in view.charts and view.spikes[0].content["before"] is None
     assert json.loads(show("--json"))["steps"] is None
 
 
@@ -202,16 +190,24 @@ def test_the_steps_before_a_spike_are_shown(tmp_path: Path, show: Any) -> None:
     last = events[-1]["global_step"]
     assert (summary["steps"]["count"], summary["steps"]["first"], summary["steps"]["last"]) == (last, 1, last)
     assert summary["steps"]["last_figures"]["threshold"] == 640.0
-    shown = page_data(report.read(str(tmp_path)))["events"][-1]
-    assert shown["before"]["steps"] == list(range(last - 20, last + 1))
-    for figure in shown["before"]["figures"]:
-        want = [figures[step][figure["name"]] for step in shown["before"]["steps"]]
-        assert figure["values"] == pytest.approx(want, rel=1e-4)
+    before = build(report.read(str(tmp_path))).spikes[-1].content["before"]
+    assert before.title == "The 20 steps before"
     names = ["spike_margin", "ratio_max", "rollout_ratio_max", "unlikely_share"]
-    assert [figure["name"] for figure in shown["before"]["figures"]] == names
+    assert [row[0][1] for row in before.rows] == names
+    for name, (_, (points, dot), usual, own) in zip(names, before.rows, strict=True):
+        values = [figures[step][name] for step in range(last - 20, last + 1)]
+        factor = 100 if name == "unlikely_share" else 1
+        shown = [float(text.removesuffix("%")) for text in (usual, own)]
+        assert shown == pytest.approx([factor * statistics.median(values[:-1]), factor * values[-1]], rel=5e-3)
+        heights = [float(point.split(",")[1]) for point in points.split()]
+        assert len(heights) == 21 and heights.index(min(heights)) == values.index(max(values))
+        assert dot == points.split()[-1]  # the spike is marked
     # Earlier steps are left out of the level, but not here.
-    later = page_data(report.read(str(tmp_path), since=last))
-    assert later["level"]["steps"] == [last] and later["events"][0]["before"] == shown["before"]
+    since = last - 2 * FEW_STEPS
+    evidence = report.read(str(tmp_path), since=since)
+    found = level(evidence.steps, evidence.since)
+    assert found is not None and found["steps"] == [*range(since, last + 1)]
+    assert build(evidence).spikes[-1].content["before"] == before
 
 
 def test_missing_steps_and_figures_are_left_out() -> None:
@@ -241,10 +237,9 @@ def test_steps_of_an_older_release_are_read(tmp_path: Path) -> None:
 def test_a_run_without_a_spike_says_how_near_it_came(tmp_path: Path, show: Any) -> None:
     for step in range(1, 5):
         record_step(str(tmp_path), step, {**FIGURES, "spike_margin": 0.1 * step if step != 4 else None})
-    out = show("--html", str(tmp_path / "page.html"))
-    assert '"level":{"steps":[1,2,3,4],"norms":[120.0' in (tmp_path / "page.html").read_text()
+    out = show()
     assert "No gradient spike in" in out
-    assert "4 steps, 1 to 4 largest micro-batch norm per token over its threshold 0.3, in step 3" in out
+    assert "Steps: 4 (1 to 4) Largest micro-batch norm per token over its threshold: 0.3 (in step 3)" in out
 
 
 def test_the_summary_of_an_event_comes_after_its_verdict(tmp_path: Path, show: Any) -> None:
@@ -259,8 +254,7 @@ def test_all_sources_of_a_culprit_are_kept(tmp_path: Path) -> None:
     generator = random.Random(1)
     several = {**culprit(0, ["a"], 9000.0, generator), "source": "unsampled", "sources": ["unsampled", "unlikely"]}
     record_events(str(tmp_path), [event(1, [several], generator)])
-    rows = page_data(report.read(str(tmp_path)))["culprits"]
-    assert [row["sources"] for row in rows] == [["unsampled", "unlikely"]]
+    assert build(report.read(str(tmp_path))).culprits[0].reasons == ["unsampled", "unlikely"]
 
 
 # Drills and faults
@@ -277,8 +271,8 @@ def test_a_drill_is_no_spike(tmp_path: Path, show: Any) -> None:
     assert {**together, "drills": []} == {**json.loads(alone), "drills": []}
     assert shown["text"] in show()
     assert "No gradient spike" in show("--since", "2") or spike["global_step"] >= 2
-    data = page_data(report.read(str(tmp_path)))
-    assert len(data["events"]) == 1 and len(data["drills"]) == 1 and data["totals"]["events"] == 1
+    view = build(report.read(str(tmp_path)))
+    assert len(view.spikes) == 1 and len(view.drills) == 1 and view.facts[0] == ("Spikes", "1", "")
 
 
 FAILURES = [
@@ -314,7 +308,7 @@ def test_a_planted_fault_is_announced(tmp_path: Path, show: Any) -> None:
     out = show(events=[{**sample, "fault": "bitflip"} for sample in samples(2)])
     assert out.count("A fault was planted in this run on purpose: bitflip") == 1
     assert json.loads(show("--json"))["faults"] == ["bitflip"]
-    assert page_data(report.read(str(tmp_path)))["faults"] == ["bitflip"]
+    assert build(report.read(str(tmp_path))).alarms == ["A fault was planted in this run on purpose: bitflip"]
 
 
 # Spikes that are counted, and not in spikes.jsonl
@@ -342,12 +336,11 @@ def test_spikes_that_are_counted_and_missing_are_told(
     file.write_bytes({"none": b"", "half a line": first[: len(first) // 2], "one line": first}[left])
     if left == "none":
         file.unlink()
-    page = tmp_path / "page.html"
-    assert main([str(tmp_path), "--html", str(page)]) == 1
+    assert main([str(tmp_path)]) == 1
     out = capsys.readouterr().out
     has = int(left == "one line")
     said = f"steps.jsonl counts 2 spikes in step 2, spikes.jsonl has {has}: it is missing or cut."
-    assert said in out and f'"lost_spikes":"{said}' in page.read_text()
+    assert said in out and build(report.read(str(tmp_path))).alarms[0].startswith(said)
     assert ("No gradient spike in" in out) == 0 and ("No gradient spike could be read in" in out) == (not has)
     assert ("1 line skipped: malformed or unfinished." in out) == (left == "half a line")
     assert main([str(tmp_path), str(tmp_path), "--json"]) == 1
@@ -363,7 +356,7 @@ def test_spikes_that_the_writer_leaves_out_are_not_lost(
     monkeypatch.setattr(writer, "EVENTS_PER_STEP", 1)
     _counted_spikes(tmp_path)
     assert "1 more spikes are not written" in show()
-    monkeypatch.setattr(writer, "TOTAL_BYTES", 0)
+    monkeypatch.setattr(writer, "FILE_BYTES", 0)
     record_events(str(tmp_path), [{**samples(1)[0], "global_step": 4}])
     for step in (4, 5):
         record_step(str(tmp_path), step, {**FIGURES, "triggered": 1})
@@ -380,7 +373,7 @@ def test_two_runs_in_one_folder_are_told(tmp_path: Path, show: Any) -> None:
     for step in (1, 2, 1, 2):
         record_step(str(tmp_path), step, FIGURES)
     said = "2 runs are in this folder: the steps begin again at 1, and the spikes of all are counted."
-    assert said in show("--html", str(tmp_path / "page.html")) and said in (tmp_path / "page.html").read_text()
+    assert said in show()
     assert json.loads(show("--json"))["runs_in_folder"] == 2
     assert main([str(tmp_path)] * 2) == 0
 

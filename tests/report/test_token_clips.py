@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import random
-import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,10 @@ from gradloc.evidence.appended import AppendedEvents
 from gradloc.evidence.schema import CLIP, EVENT, NOTE, conforms
 from gradloc.evidence.texts import without_texts
 from gradloc_tools import report
-from gradloc_tools.report import reading
+from gradloc_tools.report import build
 from gradloc_tools.report.command import main
-from gradloc_tools.report.page_data import page_data
 from gradloc_tools.report.token_clips import EXPLANATION
+from gradloc_tools.report.view import json_of
 
 TOKENS = ["a", " bad", " token"]
 
@@ -85,7 +84,8 @@ def test_a_clip_line_is_no_spike_and_no_malformed_line(run: Any) -> None:
 
 def test_evidence_without_clip_lines_has_no_such_section(run: Any, tmp_path: Path) -> None:
     assert summary(run, lines=[spike(3)])["token_clip"] is None and "TokenClip" not in run()
-    assert page_data(report.read(str(tmp_path)))["clips"] is None
+    view = build(report.read(str(tmp_path)))
+    assert "clips" not in view.tables and not any("clips" in name for name in (*view.texts, *view.charts))
 
 
 def test_what_is_only_logged_was_found_and_not_cut(run: Any) -> None:
@@ -113,11 +113,10 @@ def test_a_spike_in_the_same_mini_batch_is_named(run: Any, tmp_path: Path) -> No
     assert clips["by_step"] == {"3": {"over": 2, "cut": 2, "stopped": False}}
     assert [row["spike"] for row in clips["largest_tokens"]] == [False, True, False]
     assert "1 mini-batch has a gradient spike as well." in " ".join(run().split())
-    data = page_data(report.read(str(tmp_path)))
-    assert [row["event"] for row in data["clips"]["rows"]] == [None, 0, None]
+    view = build(report.read(str(tmp_path)))
+    assert view.tables["clips"].links == ["", "s0", ""] and [row[-1] for row in view.tables["clips"].rows][1] == "yes"
     said = "TokenClip found 1 backward signal over its bound in this mini-batch, and cut it: the spike is in what was"
-    assert [event["token_clip"] for event in data["events"]] == [f"{said} left.", None]
-    assert data["clips"]["marks"] == [{"global_step": 3, "over": 2, "cut": 2, "stopped": False}]
+    assert [spike.content["clipped"] for spike in view.spikes] == [f"{said} left.", ""]
 
 
 def test_a_drill_is_no_spike_that_was_left(run: Any) -> None:
@@ -132,20 +131,16 @@ def test_since_leaves_out_earlier_lines(run: Any) -> None:
     assert [row["global_step"] for row in late["largest_tokens"]] == [9]
 
 
-def test_the_tokens_are_bounded_and_a_note_names_what_is_left_out(
-    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reading, "PAGE_ROWS", 10)
+def test_the_tokens_shown_are_bounded(run: Any, tmp_path: Path) -> None:
     lines = [clip(step, [one(100.0 - step), one(50.0 - step, 2)]) for step in range(1, 13)]
-    found = summary(run, lines=lines)
-    assert found["notes"] == [
-        "in steps 1 to 12: of the tokens that TokenClip found, all but the 10 largest are left out"
-    ]
-    clips = found["token_clip"]
+    clips = summary(run, "--top", "10", lines=lines)["token_clip"]
     assert (clips["tokens"], clips["over"], clips["mini_batches"]) == (24, 24, 12)
     assert [row["multiple"] for row in clips["largest_tokens"]] == [100.0 - step for step in range(1, 11)]
-    data = page_data(report.read(str(tmp_path)))["clips"]
-    assert len(data["rows"]) == len(data["marks"]) == 10 and (data["tokens"], data["steps_in_all"]) == (24, 12)
+    view = build(report.read(str(tmp_path)), rows=10)
+    assert len(view.tables["clips"].rows) == 10 and "24 backward signals" in view.texts["clips-hint"]
+    chart = build(report.read(str(tmp_path))).charts["clips-chart"]
+    (series,) = chart.series
+    assert sorted(series.x) == sorted([*range(1, 13)] * 2) and series.y[0] == 99.0
 
 
 def test_nan_is_further_than_any_number(run: Any) -> None:
@@ -210,28 +205,9 @@ def test_what_is_kept_of_a_hostile_line_is_bounded(run: Any, tmp_path: Path) -> 
     line["token_clip"]["refused"] = [f"layer {i}" for i in range(5000)]
     record_events(str(tmp_path), [line])
     found = report.read(str(tmp_path))
-    assert len(json.dumps(page_data(found))) < 100_000
-    assert found.clips.over == 5000 and len(found.clips.refused) == 1024
-
-
-def test_the_memory_for_lines_that_are_not_shown_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "PAGE_ROWS", 20)
-    found = reading.Evidence("")
-    text = json.dumps(writer.jsonable(clip(1, [one(context="é" * 1000, uid=f"u{i}") for i in range(20)])))
-
-    def memory_after(steps: range) -> int:
-        for step in steps:
-            found.add_clip({**json.loads(text), "global_step": step})
-        return tracemalloc.get_traced_memory()[0]
-
-    tracemalloc.start()
-    try:
-        before = memory_after(range(500))
-        grown = memory_after(range(500, 1500)) - before
-    finally:
-        tracemalloc.stop()
-    assert grown / 1000 < 1000  # a line has over 20,000 bytes
-    assert found.clips.lines == 1500 and len(found.clips.tokens) == 20
+    view = build(found)
+    assert len(json_of(view)) < 100_000
+    assert "5,000 backward signals" in view.texts["clips-hint"] and "(1), …" in view.texts["clips-hint"]
 
 
 def test_the_texts_of_a_model_cannot_steer_the_terminal(run: Any) -> None:
@@ -261,9 +237,9 @@ def test_without_texts_only_the_token_is_left(tmp_path: Path) -> None:
     assert (token["token"], token["reward"], token["multiple"]) == (" bad", 1.0, 9.0)
     assert "secret" not in json.dumps(bare)
     record_events(str(tmp_path), [line])
-    data = json.dumps(page_data(report.read(str(tmp_path), texts=False))["clips"])
-    assert "secret" not in data and "math_verify" not in data and "u1" not in data and "«" not in data
-    assert " bad" in data
+    data = json_of(build(report.read(str(tmp_path), texts=False)))
+    assert "secret" not in data and "math_verify" not in data and '"u1"' not in data and "«" not in data
+    assert "bad" in data
 
 
 def test_a_token_of_the_prompt_has_no_text(run: Any) -> None:
@@ -280,10 +256,9 @@ def test_two_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture, mo
     before, after = json.loads(capsys.readouterr().out)["runs"]
     assert (before["clipped_mini_batches"], before["stopped_mini_batches"], before["spikes"]) == (2, 1, 1)
     assert (after["clipped_mini_batches"], after["stopped_mini_batches"]) == (0, 0)
-    assert main([str(first), str(second), "--html", str(tmp_path / "page.html")]) == 0
-    printed, text = capsys.readouterr().out, (tmp_path / "page.html").read_text()
-    for shown in (" ".join(printed.split()), text):
-        assert "of these, stopped by TokenClip" in shown and "Where tokens were first over" in shown
+    assert main([str(first), str(second)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "of these, stopped by TokenClip" in shown and "Where tokens were first over" in shown
     assert main([str(second), str(third)]) == 0
     assert "TokenClip" not in capsys.readouterr().out
 
@@ -307,6 +282,5 @@ def test_what_a_search_appends_is_no_new_event(tmp_path: Path) -> None:
     with open(path, "a") as file:
         file.write(numbered(1, 10) + json.dumps({"replaces": "0", "global_step": 0, "culprits": []}) + "\n")
     assert [line["global_step"] for line in appended.read()] == [1]
-    path.rename(tmp_path / "spikes.1.jsonl")
-    path.write_text("".join(numbered(step, 10) for step in range(7, 20)))
-    assert [line["global_step"] for line in appended.read()] == list(range(7, 20))
+    path.write_text(numbered(7, 1))  # moved away, and begun anew
+    assert [line["global_step"] for line in appended.read()] == [7]

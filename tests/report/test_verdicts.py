@@ -20,9 +20,9 @@ from gradloc.evidence.schema import STEP, conforms
 from gradloc.evidence.sources import SOURCES
 from gradloc.evidence.verdict import CAUSES, verdict
 from gradloc_tools import report
-from gradloc_tools.report import meanings, run_warnings, verdicts
+from gradloc_tools.report import build, meanings, run_warnings, verdicts
 from gradloc_tools.report.command import main
-from gradloc_tools.report.page_data import page_data
+from gradloc_tools.report.view import json_of
 
 NO_CAUSE = "No known cause: no rule tells the culprits from other tokens."
 NEWER = {"cause": "stale", "culprits": 1.0, "ordinary": 1.0, "check": "`look` shows it."}
@@ -122,8 +122,8 @@ def test_events_of_older_releases_open_with_their_summary(tmp_path: Path, show: 
         "2 gradient spikes in steps 3 to 4.",
         f"The largest, in step 3: {found['summary'][0].lower()}{found['summary'][1:]}",
     ]
-    data = page_data(report.read(str(tmp_path)))
-    assert data["verdict"] is None and [shown["verdict"] for shown in data["events"]] == [None, None]
+    spikes = build(report.read(str(tmp_path))).spikes
+    assert spikes[0].content["verdict"] == found["summary"] and spikes[0].content["check"] == ""
 
 
 def test_a_verdict_cannot_steer_the_terminal_or_fill_the_memory(tmp_path: Path, show: Any) -> None:
@@ -148,8 +148,8 @@ def test_fields_of_a_verdict_that_are_not_known_are_left_out(tmp_path: Path, sho
     summary = json.loads("\n".join(show("--json", events=[found])))
     known = {**NEWER, "sentence": "The rollout is behind: sync it.", "ordinary": 0.12346}
     assert summary["largest_events"][0]["verdict"] == known and len(json.dumps(summary)) < 10**5
-    data = page_data(report.read(str(tmp_path)))
-    assert data["events"][0]["verdict"] == known and len(json.dumps(data)) < 10**5
+    view = build(report.read(str(tmp_path)))
+    assert view.spikes[0].content["verdict"] == known["sentence"] and len(json_of(view)) < 10**5
 
 
 def test_the_check_names_the_bundle_of_the_event(tmp_path: Path, show: Any) -> None:
@@ -157,10 +157,9 @@ def test_the_check_names_the_bundle_of_the_event(tmp_path: Path, show: Any) -> N
     lines = show(events=[{**spike(1), **bundle}])
     path = f"{tmp_path}/replay/it'\"'\"'s step1"
     assert lines[1].startswith(f"`gradloc replay '{path}' --switches` shows whether the spike comes back")
-    (shown,) = page_data(report.read(str(tmp_path / "spikes.jsonl")))["events"]
-    assert shown["verdict"]["check"] == lines[1]
     assert lines[2] == f"Next: `gradloc replay '{path}' --remedies`"
-    assert f"Next: `{shown['next_command']}`" == lines[2]
+    (shown,) = build(report.read(str(tmp_path / "spikes.jsonl"))).spikes
+    assert [shown.content[part] for part in ("check", "then")] == lines[1:3]
 
 
 def test_a_spike_without_a_bundle_names_no_next_command_and_a_check_that_has_it_is_enough(show: Any) -> None:
@@ -184,7 +183,7 @@ def test_a_long_check_with_many_bundles_takes_little_memory(tmp_path: Path) -> N
     found["verdict"]["check"] = "BUNDLE " * 10**4
     record_events(str(tmp_path), [found])
     tracemalloc.start()
-    page_data(report.read(str(tmp_path)))
+    build(report.read(str(tmp_path)))
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert most < 2 * 10**7
@@ -253,15 +252,13 @@ def test_two_runs_open_with_their_verdicts(tmp_path: Path, capsys: pytest.Captur
     record_events(runs[1], [of_an_older_release(spike(1))])
     write_steps(tmp_path / "a", 3, {2: [STALE], 3: [STALE]})
     write_steps(tmp_path / "c", 3, {})
-    page = tmp_path / "page.html"
-    assert main([runs[0], runs[1], "--html", str(page)]) == 0
+    assert main([runs[0], runs[1]]) == 0
     lines = capsys.readouterr().out.strip().splitlines()
     assert lines[:3] == [
         f"A: {runs[0]}, 2 spikes: advantages are outliers (1), no known cause (1)",
         f"B: {runs[1]}, 1 spike",
         "A: warning in 2 steps, first in step 2: The rollout is behind. `look` shows it.",
     ]
-    assert all(line in page.read_text() for line in lines[:3])
     assert main([runs[1], runs[2]]) == 0
     assert f"B: {runs[2]}, no spike\n" in capsys.readouterr().out
 
@@ -287,7 +284,8 @@ def test_a_warning_is_shown_once_at_the_top(tmp_path: Path, show: Any) -> None:
     later = json.loads("\n".join(show("--json", "--since", "4")))
     when = {"first_step": 5, "steps": 1, "when": "Warning in step 5"}
     assert later["warnings"] == [{**STALE, "sentence": "The rollout is far behind.", **when}]
-    assert page_data(report.read(str(tmp_path), since=4))["warnings"] == later["warnings"]
+    (said,) = build(report.read(str(tmp_path), since=4)).warnings
+    assert said == ("Warning in step 5: The rollout is far behind.", STALE["check"])
     assert not any(line.startswith("Warning") for line in show("--since", "6"))
 
 
@@ -296,8 +294,8 @@ def test_the_command_of_a_warning_has_a_bundle_of_the_run(tmp_path: Path) -> Non
     write_steps(tmp_path, 3, {2: [warning]})
 
     def check() -> str:
-        (found,) = page_data(report.read(str(tmp_path)))["warnings"]
-        return found["check"]
+        ((_, found),) = build(report.read(str(tmp_path))).warnings
+        return found
 
     command = "`gradloc replay {}` compares them."
     assert check() == f"{command.format('BUNDLE')} The run has no bundle: each spike leaves one."
@@ -341,4 +339,4 @@ def test_charts_are_for_runs_of_more_than_a_few_steps(
     if steps:
         write_steps(tmp_path, steps, {})
     record_events(str(tmp_path), [spike(step) for step in spikes])
-    assert page_data(report.read(str(tmp_path)))["charts"] is shown
+    assert bool(build(report.read(str(tmp_path))).charts) is shown

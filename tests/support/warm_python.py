@@ -31,7 +31,7 @@ LIBRARIES = """
     torch torch._dynamo torch.distributed.fsdp torch.distributed.checkpoint torch.utils.tensorboard tensordict datasets
     pandas transformers transformers.modeling_utils transformers.models.auto transformers.models.llama.modeling_llama
     transformers.integrations accelerate peft hydra hydra.main fastapi uvicorn aiohttp openai
-    google.protobuf.descriptor grpc jsonschema sympy.parsing.latex zmq math_verify rich.table plotly.graph_objects
+    google.protobuf.descriptor grpc jsonschema sympy.parsing.latex zmq math_verify rich.table
 """.split()
 PR_SET_PDEATHSIG = 1
 HIGH = 500  # the server's own files have higher numbers than those of a process that it starts

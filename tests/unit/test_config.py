@@ -19,6 +19,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from verl.trainer.ppo.reward import get_custom_reward_fn
 from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.gradloc.adapters import trainer_checks
 from verl.utils.gradloc.adapters.critic_config import CriticSpikeConfig
 from verl.utils.gradloc.adapters.trainer_checks import check_trainer
 from verl.workers.config import FSDPActorConfig, FSDPCriticConfig
@@ -365,6 +366,16 @@ def test_what_the_trainer_refuses(monkeypatch: pytest.MonkeyPatch, overrides: li
         else:
             monkeypatch.setattr(RayPPOTrainer, "_create_dataloader", of_four_steps)
             RayPPOTrainer(composed(*overrides), None, {Role.ActorRollout: None}, None)
+
+
+def test_a_directory_that_another_run_writes_to_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = "another run (process 7 on a-host, since noon)"
+    monkeypatch.setattr(trainer_checks, "writer_of", lambda directory: first if directory == "/used" else None)
+    message = re.escape(f"{first} writes its evidence to /used: end it, or give this run another {ACTOR}.")
+    with pytest.raises(ValueError, match=f"^{message}"):
+        check_trainer(composed(DETECTION, f"{ACTOR}.bisect_dump_dir=/used"), 4)
+    check_trainer(composed(f"{ACTOR}.bisect_dump_dir=/used"), 4)  # without detection
+    check_trainer(composed(DETECTION, f"{ACTOR}.bisect_dump_dir=/free"), 4)
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ import gradloc
 from gradloc import GradLoc, GradLocConfig
 from gradloc.critic_watch import CriticWatch
 from gradloc.layers.layer_clip import LayerClip, LayerClipConfig
-from gradloc.token_clip.config import TokenClipConfig
-from gradloc.token_clip.positions import Positions
+from gradloc.token_clip.bounds import TokenClipConfig
+from gradloc.token_clip.hidden_states import Positions
 from gradloc.token_clip.token_clip import TokenClip
 
 PACKAGE = str(Path(gradloc.__file__).parent)

@@ -9,8 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradloc.fsdp import failed_pass, memory
-from gradloc.fsdp.failed_pass import RankLostError, RecordedCollectives
+from gradloc.fsdp import failed_pass
+from gradloc.fsdp.collectives import RankLostError
+from gradloc.fsdp.failed_pass import RecordedCollectives
+from gradloc.guarded import release_frames
 
 
 @pytest.fixture
@@ -57,7 +59,7 @@ def test_an_allocation_for_the_replay_is_tried_again(
 
     all_reduce = recorded._recorded_calls[1].function
     monkeypatch.setattr(torch, "zeros", failing_zeros)
-    monkeypatch.setattr(memory, "_PAUSE", 0.0)
+    monkeypatch.setattr(failed_pass, "_PAUSE", 0.0)
     object.__setattr__(recorded._recorded_calls[1], "function", lambda *a, **k: replayed.append(all_reduce(*a, **k)))
     if failures == 5:
         with pytest.raises(RankLostError, match="OutOfMemoryError"):
@@ -111,7 +113,7 @@ def test_the_frames_of_errors_behind_an_error_let_go_of_their_tensors(way: Calla
             error = caught
         assert held[0]() is not None
         error.__context__.__context__ = error  # errors may form a cycle
-        memory.release_frames(error)
+        release_frames(error)
         assert held[0]() is None
     finally:
         gc.enable()
@@ -133,5 +135,5 @@ def test_other_threads_run_before_an_allocation_is_tried_again() -> None:
             out_of_memory()
         return True
 
-    assert memory.allocate(make)
+    assert failed_pass.allocate(make)
     thread.join()

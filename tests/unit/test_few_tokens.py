@@ -173,6 +173,21 @@ def test_the_same_measurements_give_the_same_probes() -> None:
     assert probes() == probes()
 
 
+@pytest.mark.parametrize("excess", [1.5, 3.0])
+@pytest.mark.parametrize("width", [1, 4])
+def test_asking_again_changes_nothing(excess: float, width: int) -> None:
+    def passes(asked: int) -> list[list[tuple[int, ...]]]:
+        unit, search = Natural(128, excess, seed=5), Search(THRESHOLD, "explained", 1.0)
+        search.add_group("a", unit.norm(list(range(128))), unit.suspicion(True), unit.weights)
+        found = []
+        while probes := [search.next_probes(width) for _ in range(asked)][-1]:
+            found.append([probe.candidates for probe in probes])
+            search.add_measurements([(probe, unit.measure(probe)) for probe in probes])
+        return found
+
+    assert passes(asked=1) == passes(asked=3)
+
+
 def test_an_empty_set_is_not_measured() -> None:
     search = Search(THRESHOLD, "explained")
     search.add_group("a", 1e9, torch.zeros(0), torch.zeros(0))

@@ -224,7 +224,7 @@ def test_a_failure_of_any_rank_of_a_group_is_known_to_all(failing: int | None, m
 
     monkeypatch.setattr(mini_batch.collectives, "gather", gather)
     figures = torch.tensor([3.0, 4.0], dtype=torch.float64)
-    gradient = MiniBatch(model, [micro_batch], 1.0, "unit", figures, failing == 0)
+    gradient = MiniBatch(model, [micro_batch], 1.0).gather("unit", figures, failing == 0)
     assert gradient.failed == (failing is not None)
     assert gradient.update_figures.tolist() == [[3.0, 4.0]] and gradient.level.token_norm == 0
 

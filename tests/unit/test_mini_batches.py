@@ -15,7 +15,7 @@ from torch import Tensor
 from gradloc import GradLoc, GradLocConfig
 from gradloc.evidence import event as events
 from gradloc.fsdp import collectives
-from gradloc.search.investigation import Investigation
+from gradloc.measure.mini_batch import MiniBatch
 from gradloc.spike import Located
 
 UNITS = 4
@@ -135,7 +135,7 @@ def test_a_spike_that_an_error_leaves_without_an_event_is_counted_and_skipped(
     def fail(*_: Any, **__: Any) -> None:
         raise collectives.RankFailedError("rank 1: MemoryError: a planted one")
 
-    owner, name = (Investigation, "__init__") if where == "the search" else (events, "token_facts_of")
+    owner, name = (MiniBatch, "gather_figures") if where == "the search" else (events, "token_facts_of")
     monkeypatch.setattr(owner, name, fail)
     loop = Loop(grad_norm_threshold=1e-3, spike_action=action)
     located = loop.step([1.0, -1.0, 1.0, -1.0])

@@ -7,6 +7,7 @@ import json
 import logging
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,7 @@ if trees.TARGET == "0.9.1":
     from tensordict import TensorDict
     from valid_events import valid_events
     from verl.utils import tensordict_utils as tu
-    from verl.utils.gradloc.adapters import spike_recorder
+    from verl.utils.gradloc.adapters import saved_state, spike_recorder
     from verl.utils.gradloc.adapters.recorded_engine import RecordedEngine
     from verl.workers.config import McoreActorConfig
     from verl.workers.engine import BaseEngine
@@ -333,6 +334,11 @@ def test_an_automatic_threshold_survives_a_checkpoint(tmp_path: Path) -> None:
     engine = recorded(StandIn)
     trained(engine, tmp_path, [batch(planted=False) for _ in range(3)], grad_norm_threshold="auto")
     engine.save_checkpoint(str(tmp_path / "checkpoint"))
+    # What another part of the run has saved there stays.
+    clips = {"token_clip": {"boundaries": {}, "tokens": 1.0}}
+    saved_state.write_state(str(tmp_path / "checkpoint"), clips)
+    engine.save_checkpoint(str(tmp_path / "checkpoint"))
+    assert saved_state.read_state(str(tmp_path / "checkpoint")).items() >= clips.items()
     other = recorded(StandIn)
     other.load_checkpoint(str(tmp_path / "checkpoint"))
     trained(other, tmp_path, [batch(planted=False)], grad_norm_threshold="auto")
@@ -340,28 +346,19 @@ def test_an_automatic_threshold_survives_a_checkpoint(tmp_path: Path) -> None:
     assert len(saved) == 3 and loaded[:3] == saved and len(loaded) == 4
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "no json",
-        "[" * 10**5,
-        "[]",
-        "{}",
-        "{'token_norms': 5}",
-        "{'token_norms': ['x']}",
-        "{'token_norms': [1], 'x': 2}",
-    ],
-)
+@pytest.mark.parametrize("state", [None, {"gradloc": {"token_norms": ["x"]}}])
 def test_a_state_of_another_form_is_a_sentence_and_the_warm_up_starts_over(
-    text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    state: dict[str, Any] | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = tmp_path / "checkpoint" / spike_recorder.STATE_FILE
+    path = tmp_path / "checkpoint" / saved_state.STATE_FILE
     path.parent.mkdir()
-    path.write_text(text.replace("'", '"'))
+    path.write_bytes(b"no state")
+    if state is not None:
+        torch.save(state, path)
     engine = recorded(StandIn)
     engine.load_checkpoint(str(path.parent))
     (record,) = [record for record in caplog.records if str(path) in record.getMessage()]
-    assert record.getMessage().endswith("restore it, or remove it, and the warm-up starts over")
+    assert record.getMessage().endswith("restore it, or remove it, and all warm-ups start over")
     assert record.exc_info is None
     trained(engine, tmp_path, [batch(planted=False)], grad_norm_threshold="auto")
     assert len(engine.recorder._threshold.state_dict()["token_norms"]) == 1
@@ -393,7 +390,7 @@ def test_an_engine_can_read_the_loss_function_and_call_it_otherwise(tmp_path: Pa
     from verl.utils.gradloc.adapters.recorded_loss import RecordedLoss
 
     inner = functools.partial(lambda *arguments, config, **named: (arguments, named), config=actor_config(tmp_path))
-    loss = RecordedLoss(inner, inner.keywords["config"], pytest.fail)
+    loss = RecordedLoss(inner, inner.keywords["config"], nullcontext)
     assert loss.keywords is inner.keywords and loss.func is inner.func
     assert loss(student_logits=1, data=2) == ((), {"student_logits": 1, "data": 2})
 

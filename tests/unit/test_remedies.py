@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from pages import texts_of
 from test_replay import BAD, PROMPT, RESPONSE, ROWS, THRESHOLD, bundle, resave, resign, small_model
 from test_replay import kept as kept_without_bounds
 from torch import Tensor
@@ -604,7 +605,6 @@ def test_a_result_with_other_remedies_is_left_out(kept: Path, tmp_path: Path, ch
 def test_the_advice_for_a_source_is_the_best_remedy(
     kept: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("plotly")
     folder = tmp_path / "evidence"
     shutil.copytree(kept, folder)
     page = tmp_path / "page.html"
@@ -621,7 +621,7 @@ def test_the_advice_for_a_source_is_the_best_remedy(
     assert {name: text for name, text in advice.items() if name != source} == {
         name: text for name, text in ADVICE.items() if name != source
     }
-    assert override in page.read_text() and "remedy_notes" in page.read_text()
+    assert override in texts_of(page) and "Which remedy fits" in texts_of(page)
     assert report([str(folder)]) == 0
     assert "TokenClip fits best" in " ".join(capsys.readouterr().out.split())
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from pages import texts_of
 from test_replay import PROMPT, RESPONSE, ROWS, VOCABULARY, context, forward, rows_of, small_model
 from transformers.models.llama import modeling_llama
 
@@ -163,12 +164,11 @@ def test_without_a_bug_no_switch_changes_much(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_the_terminal_and_the_page_show_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("plotly")
     page = tmp_path / "page.html"
     assert main([*recorded(tmp_path, 0.6)[:-1], "--html", str(page)]) == 0
     out = capsys.readouterr().out
     assert "What each switch changes" in out and "rotary embedding in float32" in out
-    assert "rotary embedding in float32" in page.read_text()
+    assert "rotary embedding in float32" in texts_of(page)
 
 
 def test_a_model_is_left_as_it_was(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradloc import TokenClip, TokenClipConfig
 from gradloc.evidence.clips import describe
-from gradloc.token_clip.positions import Positions
-from gradloc.token_clip.usual_signal import UsualSignal
+from gradloc.token_clip.bounds import UsualSignal
+from gradloc.token_clip.hidden_states import Positions
 
 HIDDEN = 4
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradloc.evidence.culprits import token_facts_of
+from gradloc.evidence.event import token_facts_of
 from gradloc.evidence.token_facts import response_kl, token_evidence
 from gradloc.fsdp import collectives
 from gradloc.measure import probes
 from gradloc.measure.micro_batch import MicroBatch
-from gradloc.measure.unpadded import Unpadded
+from gradloc.measure.probes import Unpadded
 
 ROWS, LENGTH = 4, 1000
 
@@ -98,11 +98,11 @@ def test_one_of_the_ranks_that_share_data_sends_what_a_search_reads(monkeypatch:
     assert 8 * len(pickle.dumps(whole)) > 80 * sum(sent.bytes.values())
 
 
-def investigation(culprits: list[Any], sequence_parallel_size: int) -> Any:
+def two_each(sequence_parallel_size: int) -> Any:
     """Two micro-batches of each rank: here the same ones."""
     mini_batch = Mock(scale=2.0, micro_batches=[micro_batch(LENGTHS), micro_batch(LENGTHS, seed=1)])
     mini_batch.model.sequence_parallel_size = sequence_parallel_size
-    return Mock(mini_batch=mini_batch, culprits=culprits)
+    return mini_batch
 
 
 CULPRITS = [((1, 1), 0, 99), ((0, 0), 3, 7), ((1, 0), 2, 0)]
@@ -110,13 +110,13 @@ CULPRITS = [((1, 1), 0, 99), ((0, 0), 3, 7), ((1, 0), 2, 0)]
 
 def test_the_ranks_that_have_culprits_tell_of_them_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     sent = Sent(monkeypatch, world_size=12)
-    found = investigation(CULPRITS, sequence_parallel_size=4)
-    facts = token_facts_of(found, found.culprits)
+    mini_batch = two_each(sequence_parallel_size=4)
+    facts = token_facts_of(mini_batch, CULPRITS)
     assert set(facts) == set(CULPRITS) and sorted(sent.bytes) == [0, 4]
     # Most of it are the KL estimates around each: far less than the columns of its micro-batch.
     assert max(sent.bytes.values()) < 2 * 6000
     for (_, index), row, position in CULPRITS:
-        tokens = found.mini_batch.micro_batches[index].portable(2.0, inputs=False).tokens
+        tokens = mini_batch.micro_batches[index].portable(2.0, inputs=False).tokens
         found_facts = facts[(_, index), row, position]
         assert found_facts.items() >= token_evidence(tokens, row, position).items()
         assert found_facts["response_kl"] == response_kl(tokens, row, position) is not None
@@ -125,11 +125,11 @@ def test_the_ranks_that_have_culprits_tell_of_them_alone(monkeypatch: pytest.Mon
 
 def test_without_culprits_nothing_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     sent = Sent(monkeypatch, world_size=2)
-    assert token_facts_of(investigation([], sequence_parallel_size=1), []) == {} and sent.bytes == {}
+    assert token_facts_of(two_each(sequence_parallel_size=1), []) == {} and sent.bytes == {}
 
 
 def test_a_rank_that_cannot_tell_of_its_culprits_fails_on_all() -> None:
-    found = investigation(CULPRITS[1:2], sequence_parallel_size=1)
-    del found.mini_batch.micro_batches[0].tokens["token_id"]
+    mini_batch = two_each(sequence_parallel_size=1)
+    del mini_batch.micro_batches[0].tokens["token_id"]
     with pytest.raises(collectives.RankFailedError, match="rank 0: KeyError: 'token_id'"):
-        token_facts_of(found, found.culprits)
+        token_facts_of(mini_batch, CULPRITS[1:2])

@@ -191,7 +191,7 @@ class WithAuxiliary(Natural):
 
 
 def searched(unit: WithAuxiliary, width: int, until: str) -> tuple[Search, int]:
-    """A search as `Investigation` makes it, and its passes."""
+    """A search as `investigate` makes it, and its passes."""
     search, passes, measured = Search(THRESHOLD, until, 1.0), 0, False
     search.add_group("a", unit.norm([*range(128)]), unit.suspicion(True), unit.weights)
     while passes < 128:

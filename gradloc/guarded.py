@@ -1,0 +1,71 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""A diagnostic must not end the training run: what becomes of an error in one.
+
+For code with collective calls, see `collectives.guarded_on_all_ranks`.
+"""
+
+import logging
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+logger = logging.getLogger(__name__)
+
+
+class ForeseenError(ValueError):
+    """An error whose message says all, so that it is logged without a traceback."""
+
+
+def warn_once(said: set[str], what: str, error: Exception | None = None, about: str | None = None) -> None:
+    """Logs a warning, unless it was logged before.
+
+    Args:
+        said (set[str]): What was said before; it is added.
+        what (str): A sentence.
+        error (Exception, optional): Why it holds.
+        about (str, optional): What is said once, if that is not the very sentence.
+    """
+    if (about or what) not in said:
+        said.add(about or what)
+        _log(what if error is None else f"{what}, and no warning follows for later ones", error)
+
+
+@contextmanager
+def guarded(what: str, said: set[str] | None = None) -> Iterator[None]:
+    """Around code without collective calls: an error in it is a warning, and what follows goes on.
+
+    Args:
+        what (str): What the error leaves undone, a sentence.
+        said (set[str], optional): See `warn_once`; without it, every error is logged.
+    """
+    try:
+        yield
+    except Exception as error:
+        if said is None:
+            _log(what, error)
+        else:
+            warn_once(said, what, error)
+        release_frames(error)
+
+
+def release_frames(error: BaseException) -> None:
+    """Clears the local variables of all frames that an error, or an error behind it, came through.
+
+    They hold the tensors of the pass. An error that was raised while another was handled, or from another, holds that
+    one's frames, too.
+    """
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        found = waiting.pop()
+        if found is not None and id(found) not in seen:
+            seen.add(id(found))
+            traceback.clear_frames(found.__traceback__)
+            waiting += [found.__context__, found.__cause__]
+
+
+def _log(what: str, error: Exception | None) -> None:
+    known = error is None or isinstance(error, (ForeseenError, OSError))
+    message = what if error is None else f"{what}: {error if known else repr(error)}"
+    logger.warning("%s", message, exc_info=None if known else error)

@@ -1,0 +1,383 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""A spike and its culprits, ready to print."""
+
+import heapq
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+from gradloc.evidence.sources import SOURCES
+from gradloc.evidence.token_texts import WINDOW, window_start
+
+from .charts import layers_chart, without_culprit
+from .figures import (
+    SHORT_CHARACTERS,
+    clipped,
+    count,
+    culprit_factor,
+    excess,
+    number,
+    percent,
+    quoted,
+    ranges,
+    short,
+    shown,
+    threshold_factor,
+    times,
+    visible,
+)
+from .meanings import APPLIED, DIAGNOSES, FIGURES, NOT_APPLIED
+from .spikes import Spike
+from .steps import steps_before
+from .summary import TOKENS, suspected_of, token_name
+from .view import Cell, Column, Culprit, Rung, SpikeView, Strip, Table
+
+Row = Mapping[str, Any]
+# A column and what its cell has for a row.
+Spec = tuple[Column, Callable[[Row], Cell]]
+
+# How many parts of a diffuse spike are shown, and how many layers of a culprit.
+PARTS, LAYERS = 20, 1024
+_LADDER_WIDTH = 0.3
+
+
+def figure(head: str, name: str, drop: int = 0) -> Spec:
+    return Column(head, "num", drop), lambda row: short(row.get(name))
+
+
+def index(head: str, name: str, drop: int = 0) -> Spec:
+    return Column(head, "num", drop), lambda row: "–" if row.get(name) is None else str(row[name])
+
+
+def token_cell(row: Row) -> Cell:
+    """The token, and its context from shortly before it on: a column is narrow."""
+    context = clipped(row.get("context"), 2 * SHORT_CHARACTERS) or ""
+    start = max(context.find(f"«{row.get('token')}»") - 12, 0)
+    name = quoted(str(clipped(token_name(row), SHORT_CHARACTERS)))
+    return name, ("…" if start else "") + visible(context[start:])
+
+
+def table_of(title: str, specs: Sequence[Spec], rows: Sequence[Row]) -> Table:
+    return Table(title, [column for column, _ in specs], [[cell(row) for _, cell in specs] for row in rows])
+
+
+_TOKEN: Spec = (Column("Token in its context", "token"), token_cell)
+_SOURCE: Spec = (Column("Source", "badge"), lambda row: str(row["source"]))
+
+CULPRITS: Sequence[Spec] = (
+    index("Step", "global_step"),
+    _TOKEN,
+    figure("Norm", "grad_norm"),
+    (Column("× threshold", "num"), lambda row: times({"norm": row["grad_norm"], "threshold": row["threshold"]})),
+    _SOURCE,
+    figure("Ratio", "ratio", 6),
+    figure("Rollout ratio", "rollout_ratio", 1),
+    figure("Advantage", "advantage", 5),
+    figure("log p", "log_prob", 2),
+    figure("Reward", "reward", 3),
+    index("Rank", "rank", 4),
+)
+# A culprit's figures besides those.
+TERMS: Sequence[Spec] = (
+    figure("Sequence ratio", "sequence_ratio"),
+    figure("Old log p", "old_log_prob"),
+    figure("Rollout log p", "rollout_log_prob"),
+    figure("Reference log p", "ref_log_prob"),
+    figure("Entropy", "entropy"),
+    figure("∂L/∂log p", "coefficient"),
+    figure("Suspicion", "suspicion"),
+    figure("Weight in the loss", "weight"),
+    (Column("Share of the unit", "num"), lambda row: percent(row.get("share"))),
+    (Column("Misaligned tokens", "num"), lambda row: percent(row.get("misaligned_share"))),
+    figure("Turn", "turn"),
+    figure("Mismatch begins with turn", "mismatch_turn"),
+    index("Micro-batch", "micro_batch"),
+    index("Row", "row"),
+    index("Position", "position"),
+    index("Token id", "token_id"),
+    (Column("Data source"), lambda row: shown(row.get("data_source"))),
+    (Column("Uid"), lambda row: shown(row.get("uid"))),
+)
+
+SUSPECTED: Sequence[Spec] = (
+    index("Step", "global_step"),
+    _TOKEN,
+    figure("Suspicion", "suspicion"),
+    figure("Ratio", "ratio", 4),
+    figure("Advantage", "advantage", 3),
+    figure("Reward", "reward", 1),
+    index("Rank", "rank", 2),
+    index("Row", "row"),
+    index("Position", "position"),
+    _SOURCE,
+)
+
+PART_SPECS: Sequence[Spec] = (
+    index("Step", "global_step"),
+    (Column("Rank", "num"), lambda part: "several" if part["rank"] is None else str(part["rank"])),
+    index("Micro-batch", "micro_batch", 1),
+    (Column("Rows"), lambda part: part["rows"] if isinstance(part["rows"], str) else ranges(part["rows"])),
+    (Column("Tokens", "num"), lambda part: f"{part['tokens']:,}"),
+    figure("Norm", "norm"),
+    figure("Threshold", "threshold", 2),
+    (Column("× threshold", "num"), times),
+    (Column("Largest tokens measured"), lambda part: "\n".join(map(_measured, part["largest_tokens"][:TOKENS]))),
+)
+
+
+def _measured(token: Row) -> str:
+    share = percent(token["share"])
+    carried = "" if share == "–" else f", {share} of the norm"
+    return f"token {token['position']} of row {token['row']}: {short(token['grad_norm'])}{carried}"
+
+
+def in_words(spike: Spike, place: str) -> str:
+    """Where a spike is."""
+    epoch, mini_batch = spike.event["epoch"], spike.event["mini_batch"]
+    if not epoch and not mini_batch:
+        return place
+    return f"{place}, mini-batch {mini_batch}" + (f" of epoch {epoch}" if epoch else "")
+
+
+def spike_view(
+    spike: Spike, place: str, clipped_said: str | None, steps: Mapping[int, Row] | None, culprits: Sequence[Row]
+) -> SpikeView:
+    """A spike for the page.
+
+    Args:
+        spike (Spike): The spike.
+        place (str): Its step, or its number.
+        clipped_said (str, optional): What is said of TokenClip beside it.
+        steps (Mapping, optional): The figures by step, where those before it are to be shown.
+        culprits (Sequence[Mapping]): Its culprits on the page, the largest first.
+    """
+    event, title = spike.event, in_words(spike, place)
+    check = "" if spike.verdict is None else str(spike.verdict["check"])
+    largest = culprits[0] if culprits else None
+    found = f"{token_cell(largest)[0][:20]}  {_times(largest)}" if largest is not None else without_culprit(spike)
+    left = len(event["culprits"]) - len(culprits)
+    parts = heapq.nlargest(PARTS, event["diffuse"], key=excess)
+    suspected = suspected_of(spike)
+    part_table = table_of("Parts over their threshold that no small set of tokens explains", PART_SPECS[1:], parts)
+    if len(event["diffuse"]) > len(parts):
+        part_table.more = f"{count(len(event['diffuse']) - len(parts), 'smaller part')} left out here."
+    content = {
+        "spike": title,
+        "verdict": visible(spike.opening),
+        "summary": "" if spike.verdict is None else visible(spike.summary),
+        "story": visible(story(spike)),
+        "clipped": clipped_said or "",
+        "kind": f"Diagnosis: {event['diagnosis']}.",
+        "explanation": visible(spike.explanation or ""),
+        "check": visible(check),
+        "look": "" if event["diagnosis"] == "tokens" else DIAGNOSES[event["diagnosis"]],
+        "then": visible(next_step(spike)),
+        "before": _before(spike, steps) if steps else None,
+        "parts": part_table if parts else None,
+        "suspected": table_of(spike.suspected_title, SUSPECTED[1:], suspected) if suspected else None,
+        "left": f"The page leaves out {count(left, 'smaller culprit')} of this spike." if left else "",
+    }
+    return SpikeView(f"{title}: {found}", content)
+
+
+def next_step(spike: Spike) -> str:
+    """The next command, unless the check of the verdict has it."""
+    command = spike.next_command
+    if command is None or (spike.verdict is not None and command in str(spike.verdict["check"])):
+        return ""
+    return f"Next: `{command}`"
+
+
+def story(spike: Spike) -> str:
+    """How a spike was found, and what was done."""
+    event, trigger = spike.event, spike.event["trigger"]
+    cause = "The gradient of all ranks" if trigger["kind"] == "global" else "A micro-batch's gradient"
+    over = ", over its threshold of" if spike.is_spike else "; its threshold is"
+    sentences = [f"{cause} had norm {short(trigger['norm'])}{over} {short(trigger['threshold'])}."]
+    if event["diagnosis"] == "unsearched":
+        sentences.append("It was recorded, and not searched.")
+    elif event["diagnosis"] == "under":
+        sentences.append("Its bundle was searched: no micro-batch is over its threshold.")
+    else:
+        passes = f"{count(event['passes'], 'extra pass', 'extra passes')} ({short(round(event['seconds'], 2))} s)"
+        not_seen = sum(tokens["tokens"] for tokens in event["open_segments"])
+        early = "; the search ended early" if spike.ended_early else ""
+        left = f", with {count(not_seen, 'token')} not looked at" if early and not_seen else ""
+        sentences.append(f"{passes} found {count(len(event['culprits']), 'culprit')}{early}{left}.")
+    if event["error"] is not None:
+        sentences.append(f"The search failed with an error: {str(clipped(event['error'])).rstrip('.')}.")
+    sentences.append((APPLIED if event["applied"] else NOT_APPLIED)[event["action"]])
+    return " ".join(sentences)
+
+
+def _before(spike: Spike, steps: Mapping[int, Row]) -> Table | None:
+    """The figures of the steps before a spike."""
+    before = None if spike.step is None else steps_before(steps, spike.step)
+    if before is None:
+        return None
+    earlier = sum(step != spike.step for step in before["steps"])
+    own = len(before["steps"]) > earlier
+    rows = []
+    for found in before["figures"]:
+        name, values = found["name"], found["values"]
+        known = [value for value in values[:earlier] if value is not None]
+        usual = _figure(name, statistics.median(known) if known else None)
+        last = _figure(name, values[-1] if own else None)
+        rows.append([(FIGURES[name][0], name), _sparkline(name, values, own), usual, last])
+    columns = (Column("Figure", "row"), Column("Up to the spike", "spark"), Column("Usual", "num"))
+    return Table(f"The {count(earlier, 'step')} before", (*columns, Column("In its step", "num")), rows)
+
+
+def _figure(name: str, value: float | None) -> str:
+    return f"{float(f'{100 * value:.3g}'):g}%" if name == "unlikely_share" and value is not None else short(value)
+
+
+def _sparkline(name: str, values: Sequence[float | None], own: bool) -> Cell:
+    """A figure's values as points of a line, 220 by 40, and the point of the spike's own step.
+
+    On a log scale; of a ratio, its logarithm is what is shown.
+    """
+
+    def size(value: float) -> float:
+        return math.log(max(value, 1.0)) if "ratio" in name else value
+
+    sizes = [None if value is None else size(value) for value in values]
+    logs = [math.log10(value) for value in sizes if value is not None and math.isfinite(value) and value > 0]
+    low = min(logs, default=0.0)
+    # At least a factor of 2, so that small changes look small.
+    high = max([*logs, low + math.log10(2)])
+
+    def point(i: int, value: float) -> str:
+        log = high
+        if math.isfinite(value):
+            log = min(max(math.log10(value), low), high) if value > 0 else low
+        y = 5 + 30 * ((high - log) / (high - low) if logs else 0.5)
+        return f"{5 + i * 210 / max(len(values) - 1, 1):.1f},{y:.1f}"
+
+    points = [point(i, value) for i, value in enumerate(sizes) if value is not None]
+    return " ".join(points), points[-1] if own and sizes[-1] is not None else ""
+
+
+def _times(culprit: Row) -> str:
+    return times({"norm": culprit["grad_norm"], "threshold": culprit["threshold"]})
+
+
+class Details:
+    """Makes the culprits of the page; what several share is made once.
+
+    Attributes:
+        ladders (list): The rungs above the token.
+        strips (list[Strip]): The responses.
+    """
+
+    def __init__(self, texts: bool, top: int) -> None:
+        self._texts, self._top = texts, top
+        self.ladders: list[Sequence[Rung]] = []
+        self.strips: list[Strip] = []
+        self._ladders: dict[tuple[int, int, int], tuple[int, float, float]] = {}
+        self._strips: dict[tuple[int, int, int, int], int] = {}
+
+    def culprit(self, spike: Spike, number_of_spike: int, row: Row, detailed: bool) -> Culprit:
+        """A culprit; `detailed` for one with its response, texts and layers."""
+        factor = _times(row)
+        ladder, low, high = self._ladder(spike, row)
+        token = _rung(f"Token {row['position']}", f"of row {row['row']}", row["grad_norm"], row["threshold"], low, high)
+        made = Culprit(
+            spike=number_of_spike,
+            place=(row["rank"], row["row"], row["position"]),
+            head=f"gradient norm {short(row['grad_norm'])}"
+            + ("" if factor == "not finite" else f", {factor} the threshold"),
+            factor=factor,
+            ladder=ladder,
+            rung=token,
+            reasons=row["sources"][: len(SOURCES)],
+        )
+        if not detailed:
+            made.no_strip = (
+                f"The page has the responses of {count(self._top, 'culprit')}, the largest first; --top sets how many."
+            )
+        else:
+            norms = dict(islice(row["layer_norms"].items(), LAYERS))
+            made.layers, made.layer_table = layers_chart(norms, spike.event["ordinary_layer_norms"])
+            made.layer_hint = _layer_hint(made.layers is not None, spike)
+            made.strip = self._strip(spike, row)
+            made.no_strip = "The response is not in the evidence."
+            made.texts = [clipped(row.get(name)) for name in ("prompt", "response", "ground_truth")]
+            if made.strip is not None:
+                made.texts[1] = None
+        if not self._texts:
+            made.no_strip = "The response is not on this page."
+        return made
+
+    def _ladder(self, spike: Spike, row: Row) -> tuple[int, float, float]:
+        """The number of the rungs above a culprit, and the logarithms at the ends of their scale."""
+        event, key = spike.event, (spike.index, row["micro_batch"], row["rank"])
+        if key not in self._ladders:
+            units = [unit for unit in event["units"] if unit["micro_batch"] == row["micro_batch"]]
+            own = next((unit for unit in units if unit["rank"] == row["rank"]), None)
+            said = [("All ranks", "the reduced gradient", event["global_norm"], event["global_threshold"])]
+            if units:
+                worst = max(units, key=excess)
+                more = f"over on {len(units)} of {count(event['world_size'], 'rank')}"
+                said.append((f"Micro-batch {row['micro_batch']}", more, worst["norm"], worst["threshold"]))
+            if own is not None:
+                more = f"{count(own['tokens'], 'token')} in {count(own['rows'], 'response')}"
+                said.append((f"Rank {row['rank']}", more, own["norm"], own["threshold"]))
+            mine = [
+                culprit_factor(c)
+                for c in event["culprits"]
+                if (c["micro_batch"], c["rank"]) == (row["micro_batch"], row["rank"])
+            ]
+            factors = [*mine, *(threshold_factor({"norm": norm, "threshold": of}) for *_, norm, of in said)]
+            logs = [math.log10(value) for value in factors if math.isfinite(value) and value > 0]
+            low, high = min([-_LADDER_WIDTH, *logs]), max([_LADDER_WIDTH, *logs])
+            self._ladders[key] = len(self.ladders), low, high
+            self.ladders.append([_rung(*rung, low, high) for rung in said])
+        return self._ladders[key]
+
+    def _strip(self, spike: Spike, row: Row) -> int | None:
+        """The number of a culprit's strip; None where the evidence has none."""
+        start = row.get("response_tokens_start")
+        start = window_start(row["position"]) if start is None else start
+        key, heat = (spike.index, row["rank"], row["row"], start), row["response_suspicion"]
+        if key not in self._strips and heat is not None:
+            values, tokens = [number(value) for value in heat[:WINDOW]], row.get("response_tokens")
+            hottest = max([0.0, *filter(math.isfinite, values)])
+            length = max(len(values), 0 if tokens is None else len(tokens[:WINDOW]))
+            texts = ["▪"] * length if tokens is None else [_piece(text) for text in tokens[:length]]
+            self._strips[key] = len(self.strips)
+            self.strips.append(Strip(start, texts, [_shade(v, hottest) for v in values], [*map(short, values)]))
+        return self._strips.get(key)
+
+
+def _piece(text: str) -> str:
+    """A token's text, with what cannot be seen as signs; a line break is kept behind its sign."""
+    return (visible(str(clipped(text, SHORT_CHARACTERS))) or "∅") + "\n" * text.endswith("\n")
+
+
+def _shade(suspicion: float, hottest: float) -> int:
+    """From 0 to 100. The square root keeps the smaller ones apart; the culprit would outshine all else."""
+    return round(100 * math.sqrt(max(suspicion, 0.0) / hottest)) if math.isfinite(suspicion) and hottest > 0 else 100
+
+
+def _rung(name: str, more: str, norm: Any, threshold: Any, low: float, high: float) -> Rung:
+    part = {"norm": norm, "threshold": threshold}
+    factor = threshold_factor(part)
+    end = high
+    if math.isfinite(factor):
+        end = min(max(math.log10(factor), low), high) if factor > 0 else low
+    ends = sorted(round(100 * (at - low) / (high - low), 1) for at in (0.0, end))
+    mark = round(100 * -low / (high - low), 1)
+    norms = f"{short(norm)} / {short(threshold)}"
+    return Rung(name, more, times(part), norms, not factor <= 1, ends[0], ends[1], mark)
+
+
+def _layer_hint(drawn: bool, spike: Spike) -> str:
+    if not drawn:
+        return "There are no finite norms by layer to show for this culprit."
+    if not spike.event["ordinary_layer_norms"]:
+        return "No mini-batch so far had a micro-batch under its threshold: there is no ordinary token to compare with."
+    return "Each bar goes from an ordinary token (of the micro-batches under their thresholds) to the culprit."

@@ -1,0 +1,292 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""What the report shows, ready to print: texts, tables, and charts as data. Terminal and page draw it.
+
+Texts of the evidence are visible and cut in it. `json_of` gives its form for the page, whose script knows these types
+and no field of the evidence.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from .figures import short
+
+# A token, and its context from shortly before it on.
+Token = tuple[str, str]
+Cell = str | Token
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column.
+
+    Attributes:
+        name (str): Its head.
+        kind (str): "num" for numbers, "token" for a token in its context, "badge" for a source, "row" for the row's own
+            head, "code" for what is to be copied; "spark" for points of a line, "link" where the row's link is; else a
+            text.
+        drop (int): In a narrow terminal columns are left out in this order; 0 stays.
+    """
+
+    name: str
+    kind: str = ""
+    drop: int = 0
+
+
+@dataclass
+class Table:
+    """A table; `more` says what it leaves out, and `links` has for each row where it leads to, if anywhere."""
+
+    title: str
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[Cell]]
+    more: str = ""
+    links: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A scale of values, linear or logarithmic, with its ticks.
+
+    On a logarithmic one, values that are not finite have the place `beyond`, and zero has none.
+    """
+
+    title: str
+    low: float
+    high: float
+    ticks: Sequence[tuple[float, str]]
+    log: bool = False
+    beyond: float = math.nan
+
+    def place(self, value: float | None) -> int | None:
+        """Where a value is, from 0 to 1000."""
+        if value is None or (self.log and value <= 0):
+            return None
+        if not math.isfinite(value):
+            value = self.beyond
+        value = min(max(value, self.low), self.high)
+        low, high, at = map(math.log10, (self.low, self.high, value)) if self.log else (self.low, self.high, value)
+        return round(1000 * (at - low) / (high - low))
+
+
+@dataclass
+class Series:
+    """Marks, a line or bars of a chart.
+
+    Attributes:
+        name (str): What the legend says; "" for none.
+        kind (str): "marks", "line", "dashes" or "bars".
+        color (str): The name of a colour of the page's style.
+        x, y (Sequence): The values.
+        base (Sequence): Of bars, where they begin; None for a mark without a bar.
+        tips (Sequence): What is said of each point: a text, or the number of a row of the chart's table.
+        links (Sequence): Where each point leads to, if anywhere.
+        shape (str): Of marks, and of those at the ends of bars, as an SVG path around the origin with a radius of 1.
+        open (bool): Whether only the outline of a mark is drawn.
+        size (float): Of marks their radius, in pixels; of the points of a line likewise, 0 for none.
+    """
+
+    name: str
+    kind: str
+    color: str
+    x: Sequence[float]
+    y: Sequence[float | None]
+    base: Sequence[float | None] = ()
+    tips: Sequence[str | int] = ()
+    links: Sequence[str] = ()
+    shape: str = ""
+    open: bool = False
+    size: float = 5.0
+
+
+@dataclass
+class Chart:
+    """A chart: `label` says it in words; `table` names the table that numbers among the tips refer to."""
+
+    label: str
+    x: Axis
+    y: Axis
+    series: Sequence[Series]
+    table: str = ""
+
+    def placed(self) -> dict[str, Any]:
+        """The same with places in place of values; points without a place are left out."""
+        axes = [
+            {"title": axis.title, "ticks": [[axis.place(value), text] for value, text in axis.ticks]}
+            for axis in (self.x, self.y)
+        ]
+        series = [self._placed(series) for series in self.series]
+        return {"label": self.label, "table": self.table, "axes": axes, "series": series}
+
+    def _placed(self, series: Series) -> dict[str, Any]:
+        heights = [self.y.place(value) for value in series.y]
+        kept = [i for i, height in enumerate(heights) if height is not None]
+        return vars(series) | {
+            "x": [self.x.place(series.x[i]) for i in kept],
+            "y": [heights[i] for i in kept],
+            "base": [self.y.place(series.base[i]) for i in kept] if series.base else [],
+            "tips": [series.tips[i] for i in kept] if series.tips else [],
+            "links": [series.links[i] for i in kept] if series.links else [],
+        }
+
+
+@dataclass
+class Rung:
+    """A step from the whole gradient down to the token: its bar goes from the threshold to the norm."""
+
+    name: str
+    more: str
+    factor: str
+    norms: str
+    over: bool
+    start: float
+    end: float
+    mark: float
+
+
+@dataclass
+class Strip:
+    """A response token by token: texts, shades of suspicion from 0 to 100, and the suspicion as text."""
+
+    start: int
+    tokens: Sequence[str]
+    shades: Sequence[int]
+    figures: Sequence[str]
+
+
+@dataclass
+class Culprit:
+    """What the page shows of a culprit beside its rows in the tables "culprits" and "terms".
+
+    Attributes:
+        spike (int): The number of its spike.
+        place (Sequence): The rank, row and position.
+        head (str): Its norm in words.
+        factor (str): How often it has the threshold.
+        ladder (int): The number of its rungs but the last, among `View.ladders`; `rung` is the last.
+        reasons (Sequence[str]): The rules that hold for it.
+        strip (int, optional): The number of its strip, or why there is none in `no_strip`.
+        layers (Chart, optional): Its norm by layer; `layer_table` has the figures, and `layer_hint` says what it is.
+        texts (Sequence): Prompt, response, ground truth; None for what is not there.
+    """
+
+    spike: int
+    place: Sequence[int]
+    head: str
+    factor: str
+    ladder: int
+    rung: Rung
+    reasons: Sequence[str]
+    strip: int | None = None
+    no_strip: str = ""
+    layers: Chart | None = None
+    layer_table: Table | None = None
+    layer_hint: str = ""
+    texts: Sequence[str | None] = ()
+
+
+@dataclass
+class SpikeView:
+    """A spike: `name` in the list of spikes, and texts and tables by the id of their place on the page."""
+
+    name: str
+    content: dict[str, Any]
+    culprits: list[int] = field(default_factory=list)
+
+
+@dataclass
+class View:
+    """The whole report.
+
+    Attributes:
+        title (str): How many spikes there are, and where.
+        opening (Sequence[str]): What the terminal says first: what the spikes come from, and what to do.
+        lead (Sequence): What the page says below the title: texts, and [kind, text] of what is emphasized, a token
+            with the kind "tok".
+        alarms (Sequence[str]): Faults that were planted on purpose, and spikes that are missing.
+        warnings (Sequence): Each a sentence, and how to check it.
+        drills (Sequence): Each its text, whether it was found, and what to look at.
+        facts (Sequence): The totals, each a name, a value and what belongs to it.
+        notes (Sequence[str]): What was left out or ended early.
+        by_step (dict[int, int]): How many spikes each step has.
+        tables (dict[str, Table]): By name, in the order of the terminal. "terms" has more of each culprit.
+        charts (dict[str, Chart]): By name.
+        texts (dict[str, str]): Further texts by name.
+        spikes (list[SpikeView]): In the order in which they were written.
+        culprits (list[Culprit]): The largest first.
+        ladders, strips: What culprits share.
+        replays (Sequence): Each a title, where it was computed, sentences, tables and notes.
+        rules (dict): By source, its rule and what to do; in the order of the legend.
+        bars (dict): Counts as bars, by name: each a label, the count, its share, and whether it is a token.
+        help (Sequence): Further terms and what they mean.
+    """
+
+    title: str
+    opening: Sequence[str] = ()
+    lead: Sequence[Any] = ()
+    alarms: Sequence[str] = ()
+    warnings: Sequence[tuple[str, str]] = ()
+    drills: Sequence[tuple[str, bool, Sequence[str]]] = ()
+    facts: Sequence[tuple[str, str, str]] = ()
+    notes: Sequence[str] = ()
+    by_step: dict[int, int] = field(default_factory=dict)
+    tables: dict[str, Table] = field(default_factory=dict)
+    charts: dict[str, Chart] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
+    spikes: list[SpikeView] = field(default_factory=list)
+    culprits: list[Culprit] = field(default_factory=list)
+    ladders: list[Sequence[Rung]] = field(default_factory=list)
+    strips: list[Strip] = field(default_factory=list)
+    replays: Sequence[dict[str, Any]] = ()
+    rules: dict[str, tuple[str, str]] = field(default_factory=dict)
+    bars: dict[str, Sequence[tuple[str, int, str, bool]]] = field(default_factory=dict)
+    help: Sequence[tuple[str, str]] = ()
+
+
+def json_of(view: View) -> str:
+    """The view as JSON, each part a list or an object of its fields."""
+
+    def plain(part: Any) -> Any:
+        if isinstance(part, Table):  # by columns, which compress better
+            return vars(part) | {"rows": [], "cells": [[row[i] for row in part.rows] for i in range(len(part.columns))]}
+        return part.placed() if isinstance(part, Chart) else vars(part)
+
+    return json.dumps(view, default=plain, allow_nan=False, separators=(",", ":"))
+
+
+def whole_axis(title: str, places: Sequence[int], most: int = 10) -> Axis:
+    """An axis of steps, with room for the marks at its ends, and ticks at whole steps only."""
+    first, last = min(places), max(places)
+    margin = max((last - first) * 0.03, 1)
+    sizes = (digit * 10**power for power in count() for digit in (1, 2, 5))
+    size = next(size for size in sizes if (last - first) / size <= most)
+    ticks = [(float(at), str(at)) for at in range(-(-first // size) * size, last + 1, size)]
+    return Axis(title, first - margin, last + margin, ticks)
+
+
+def log_axis(title: str, values: Sequence[float | None]) -> Axis:
+    """A logarithmic axis for values. Those that are not finite get a place of their own above the others."""
+    known = [value for value in values if value is not None]
+    finite = [min(max(value, 1e-200), 1e200) for value in known if math.isfinite(value) and value > 0] or [1.0]
+    low = min(finite) / 1.6
+    # Room for the largest mark, however many decades there are.
+    room = max(1.8, 10 ** (0.08 * (math.log10(max(finite)) - math.log10(low))))
+    top = max(finite) * room
+    ticks = log_ticks(low, top)
+    if all(map(math.isfinite, known)):
+        return Axis(title, low, top, ticks, log=True)
+    return Axis(title, low, top * room**2, [*ticks, (top * room, "NaN, ∞")], log=True, beyond=top * room)
+
+
+def log_ticks(low: float, high: float) -> list[tuple[float, str]]:
+    digits = (1,) if math.log10(high / low) > 1.3 else (1, 2, 5)
+    powers = range(math.floor(math.log10(low)), math.floor(math.log10(high)) + 1)
+    values = [digit * 10.0**power for power in powers for digit in digits]
+    # At most so many that they can be read.
+    values = [value for value in values if low <= value <= high]
+    values = values[:: math.ceil(len(values) / 9) or 1]
+    return [(value, short(value)) for value in values]
