@@ -198,7 +198,7 @@ def test_every_cause_reads_well_in_brief(name: str) -> None:
     sources = [{"sources": [name], "layer_norms": {"a": 9.0, "b": 0.1}, **place}] * 2
     said = verdict({**found, "culprits": sources}, ORDINARY)
     claim = "The layer a makes most of the gradient" if name == "layer" else CAUSES[name].claim
-    sure = "possible: true of both culprits" if name == "layer" else "likely: true of all 2 culprits, "
+    sure = "possible: true of both culprits" if name == "layer" else "likely: true of both culprits, "
     assert said["cause"] == name and verdicts.claim(said) == claim
     assert verdicts.brief(said).startswith(f"{claim} ({sure}")
 
