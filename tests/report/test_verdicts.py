@@ -198,7 +198,7 @@ def test_every_cause_reads_well_in_brief(name: str) -> None:
     sources = [{"sources": [name], "layer_norms": {"a": 9.0, "b": 0.1}, **place}] * 2
     said = verdict({**found, "culprits": sources}, ORDINARY)
     claim = "The layer a makes most of the gradient" if name == "layer" else CAUSES[name].claim
-    sure = "possible: true of both culprits" if name == "layer" else "likely: true of all 2 culprits, "
+    sure = "possible: true of both culprits" if name == "layer" else "likely: true of both culprits, "
     assert said["cause"] == name and verdicts.claim(said) == claim
     assert verdicts.brief(said).startswith(f"{claim} ({sure}")
 
@@ -222,7 +222,7 @@ def test_events_with_other_figures_have_a_claim_that_is_true_of_all() -> None:
     ("sentence", "said"),
     [
         ("Tokens are trained on (2% of the tokens: they follow an EOS token). Mask them.", None),
-        ("Advantages are outliers (both culprits): look: there.", "Advantages are outliers (all 2 culprits)"),
+        ("Advantages are outliers (both culprits): look: there.", "Advantages are outliers (both culprits)"),
         ("An open bracket (is no reason: to go on", "An open bracket (is no reason"),
         ("At 12:30 it was late", "At 12:30 it was late"),
         ("", ""),
