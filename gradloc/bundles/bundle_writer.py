@@ -166,7 +166,7 @@ def worth_keeping(event: Mapping[str, Any], figures: AllFigures, threshold: floa
 
 def measured_tokens(findings: Findings, among: Mapping[MicroBatchName, Any]) -> list[dict[str, Any]]:
     """The largest tokens that the search measured alone: their norms, as a culprit's are, divided by their weights."""
-    found = [
+    found: list[dict[str, Any]] = [
         {
             "rank": token[0][0],
             "micro_batch": token[0][1],
