@@ -22,7 +22,7 @@ _CONTEXT_WIDTH, _TOKEN_WIDTH = 30, 14
 
 
 def print_report(evidence: Evidence, rows: int) -> None:
-    """Prints the report on a run, with so many of the largest spikes and culprits."""
+    """Prints the report on a run, with at most this many of the largest spikes and culprits."""
     view = build(evidence, rows, details=0)
     console = new_console()
     console.print()

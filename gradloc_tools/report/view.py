@@ -259,7 +259,7 @@ def json_of(view: View) -> str:
 
 
 def whole_axis(title: str, places: Sequence[int], most: int = 10) -> Axis:
-    """An axis of steps, with room for the marks at its ends, and ticks at whole steps only."""
+    """An axis of steps, with a margin for the marks at its ends, and ticks at whole steps only."""
     first, last = min(places), max(places)
     margin = max((last - first) * 0.03, 1)
     sizes = (digit * 10**power for power in count() for digit in (1, 2, 5))
@@ -274,12 +274,12 @@ def log_axis(title: str, values: Sequence[float | None]) -> Axis:
     finite = [min(max(value, 1e-200), 1e200) for value in known if math.isfinite(value) and value > 0] or [1.0]
     low = min(finite) / 1.6
     # Room for the largest mark, however many decades there are.
-    room = max(1.8, 10 ** (0.08 * (math.log10(max(finite)) - math.log10(low))))
-    top = max(finite) * room
+    margin = max(1.8, 10 ** (0.08 * (math.log10(max(finite)) - math.log10(low))))
+    top = max(finite) * margin
     ticks = log_ticks(low, top)
     if all(map(math.isfinite, known)):
         return Axis(title, low, top, ticks, log=True)
-    return Axis(title, low, top * room**2, [*ticks, (top * room, "NaN, ∞")], log=True, beyond=top * room)
+    return Axis(title, low, top * margin**2, [*ticks, (top * margin, "NaN, ∞")], log=True, beyond=top * margin)
 
 
 def log_ticks(low: float, high: float) -> list[tuple[float, str]]:

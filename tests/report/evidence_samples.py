@@ -162,6 +162,7 @@ def event(step: int, culprits: list[dict[str, Any]], random: random.Random, **ch
         "global_threshold": THRESHOLD * root * math.sqrt(24) / 4,
         "ordinary_layer_norms": {name: random.uniform(4, 9) for name in LAYERS},
         "without_tokens": None,
+        "broken_parameters": None,
         "steps_since_resume": None,
         "diagnosis": "tokens",
         "until": "explained",
