@@ -102,7 +102,10 @@ def replayed_remedy(event: Mapping[str, Any], evidence: Path, output: Path) -> d
         return None
     say("Replaying the spike with the weights of the step before, for what each remedy leaves of it")
     replay = [sys.executable, "-m", "gradloc_tools", "replay", str(evidence / event["replay"]), "--model", str(model)]
-    done = subprocess.run([*replay, "--only", "--remedies", "--json"], stdout=subprocess.PIPE, text=True)
+    replay += ["--only", "--remedies", "--json"]
+    # Without the modules that make this run what it is: they would plant the fault in the replay, too.
+    environment = {name: value for name, value in os.environ.items() if name != "VERL_USE_EXTERNAL_MODULES"}
+    done = subprocess.run(replay, env=environment, stdout=subprocess.PIPE, text=True)
     remedies = json.loads(done.stdout)["remedies"] if done.returncode == 0 else []
     return next((row for row in remedies if row.get("override")), None)
 
