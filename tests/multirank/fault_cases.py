@@ -359,7 +359,7 @@ def failing_beside_the_passes(case: Case, what: str) -> tuple[dict[str, bool], R
 
     fails = what == "the event" and dist.get_rank() == 1
     stock = stock_run(case, 2)
-    with mock.patch.object(event, "_diagnosis", run_out_of_memory) if fails else contextlib.nullcontext():
+    with mock.patch.object(event, "_trigger", run_out_of_memory) if fails else contextlib.nullcontext():
         run = train(case, calls=2, prepare=prepare, **DETECTION)
     return compare_runs(run, stock), run
 
