@@ -265,7 +265,7 @@ def _the_culprits(spike: Spike) -> Verdict | None:
         return None
     name, count = spike.cause.name, len(spike.culprits)
     claim, advice = spike.cause.told(spike.event)
-    share, ordinary = spike.shares[name], spike.ordinary[name]
+    share, ordinary = spike.shares[name], spike.ordinary.get(name)
     is_likely = share * count >= LIKELY_TOKENS and ordinary is not None and ordinary <= LIKELY_ORDINARY
     others = "" if ordinary is None else f", and of {percent(ordinary)} of the other tokens"
     evidence = f"{'likely' if is_likely else 'possible'}: true of {counted(round(share * count), count)}{others}"
@@ -387,14 +387,14 @@ def find_cause(culprits: Mapping[str, float], ordinary: Shares, count: int) -> R
         count (int): The number of culprits.
     """
     # Where all tokens are culprits, there are no ordinary ones to compare with.
-    broken, usual = culprits[_BROKEN.name], ordinary[_BROKEN.name]
+    broken, usual = culprits[_BROKEN.name], ordinary.get(_BROKEN.name)
     if broken and (usual is None or _stands_out(broken, usual, 0)):
         return _BROKEN
     possible = [
         rule
         for rule in RULES
         if culprits[rule.name] >= MOST_CULPRITS
-        and not (rule.compared and not _stands_out(culprits[rule.name], ordinary[rule.name], count))
+        and not (rule.compared and not _stands_out(culprits[rule.name], ordinary.get(rule.name), count))
     ]
     most = max((culprits[rule.name] for rule in possible), default=0.0)
     return next((rule for rule in possible if culprits[rule.name] >= most - CLOSE), None)
