@@ -654,7 +654,7 @@ def not_taken(tree: Path, changed: list[str]) -> Stop:
         file = changed[0] if len(changed[0]) <= 40 else f"…{changed[0][-39:]}"
         found += f" with changes in {file}" + (f" and {len(changed) - 1} more" if changed[1:] else "")
     return Stop(
-        f"found verl {found}; the patch takes {versions(read_targets())} as released, and 0.9 takes the plugin "
+        f"found verl {found}; the patch takes {versions(read_targets())} as released, and 0.9 has the plugin "
         "(docs/use/plugin.md)",
         WRONG_BASE,
     )

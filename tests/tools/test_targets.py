@@ -121,7 +121,7 @@ def test_the_real_sentence_is_short_whatever_has_changed(version: str, tmp_path:
 
 def one_sentence(done: subprocess.CompletedProcess[str], code: int, found: str) -> None:
     """Says which verl is there, which ones the patch takes, and what takes others."""
-    refused(done, code, found, f"the patch takes {BOTH} as released", "0.9 takes the plugin (docs/use/plugin.md)")
+    refused(done, code, found, f"the patch takes {BOTH} as released", "0.9 has the plugin (docs/use/plugin.md)")
     assert len(done.stderr.strip()) <= 200, done.stderr
 
 
