@@ -651,7 +651,7 @@ def not_taken(tree: Path, changed: list[str]) -> Stop:
     """One sentence of at most 200 characters, for a verl that is no target, or has changes where its patch has some."""
     found = (release_of(tree) or "(no version)")[:12]
     if changed:
-        file = changed[0] if len(changed[0]) <= 40 else f"…{changed[0][-39:]}"
+        file = changed[0] if len(changed[0]) <= 36 else f"…{changed[0][-35:]}"
         found += f" with changes in {file}" + (f" and {len(changed) - 1} more" if changed[1:] else "")
     return Stop(
         f"found verl {found}; the patch takes {versions(read_targets())} as released, and 0.9 has the plugin "
