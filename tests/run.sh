@@ -202,7 +202,7 @@ fi
 exec 9>&-
 
 # pytest, interrupted MOST_MINUTES after the start: what hangs is then seen at the end of a log.
-MOST_MINUTES=80
+MOST_MINUTES=86
 run_pytest() {
     local left=$((MOST_MINUTES * 60 - SECONDS))
     timeout --foreground --signal=INT --kill-after=60 $((left > 60 ? left : 60)) \
