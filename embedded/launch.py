@@ -26,6 +26,7 @@ FAULTS = {
     file.stem: re.search(r"^  fault: (.*)$", file.read_text(), re.M)[1]  # type: ignore[index]
     for file in sorted(CONFIG.glob("fault/*.yaml"))
 }
+DEFAULT_FAULT = "failed_request"
 SETTINGS = re.findall(r"^([A-Z][A-Z_]+):", (CONFIG / "embedded.yaml").read_text(), re.M)
 DIRECTORIES = ("OUTPUT_DIR", "BISECT_DUMP_DIR")
 PLUGIN = ("actor@actor_rollout_ref.actor=gradloc_dp_actor", "critic=gradloc_dp_critic")
@@ -36,7 +37,6 @@ SWITCHES = {
     "plugin": "verl 0.9.1 is not patched and has GradLoc as a plugin",
     "dry-run": "print the command and stop",
 }
-NO_FAULT = "none"
 HELP = """\
 Trains SmolLM2-135M on a CPU, for a few minutes, and installs what that needs under .embedded/.
 
@@ -87,15 +87,18 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         parser.add_argument(f"--{name}", action="store_true", help=what)
     parser.add_argument(
         "--fault",
-        choices=(*FAULTS, NO_FAULT),
+        choices=(*FAULTS, "none"),
         metavar="NAME",
-        help="the fault that is planted on purpose (see above), or none (default: failed_request; none with --drill)",
+        help=f"the fault that is planted on purpose (see above), or none (default: {DEFAULT_FAULT}; none with --drill)",
     )
     parser.add_argument("--target", choices=targets, metavar="VERSION", help=f"the verl: {', '.join(targets)}")
     parser.add_argument("--python", help="a Python that has verl and all that is needed, instead of one made here")
     parser.add_argument("overrides", nargs="*", help=argparse.SUPPRESS)
     asked = parser.parse_intermixed_args(arguments)
-    asked.fault = asked.fault or (NO_FAULT if asked.drill else "failed_request")
+    if asked.fault is None and not asked.drill:
+        asked.fault = DEFAULT_FAULT
+    elif asked.fault == "none":
+        asked.fault = None
     for word in asked.overrides:
         if "=" not in word and not word.startswith("~"):
             parser.error(f"'{word}' is neither an option nor a Hydra override: write overrides as key=value")
@@ -114,7 +117,7 @@ def overrides_of(asked: argparse.Namespace, target: str, environment: Mapping[st
         *(PLUGIN if asked.plugin else ()),
         *(["size=tiny"] if asked.tiny else []),
         *(["remedy=all"] if asked.remedy else []),
-        *([f"fault={quoted(asked.fault)}"] if asked.fault != NO_FAULT else []),  # nan would be a number
+        *([f"fault={quoted(asked.fault)}"] if asked.fault else []),  # nan would be a number
         *(["SPIKE_DRILL_STEP=2"] if asked.drill else []),
         f"embedded.root={quoted(str(ROOT))}",
         f"embedded.prepared={quoted(str(state_of(asked, target) / ('tiny' if asked.tiny else 'smollm2')))}",
@@ -151,14 +154,14 @@ def state_of(asked: argparse.Namespace, target: str) -> Path:
     return ROOT / ".embedded" / (f"{target}-plugin" if asked.plugin else target)
 
 
-def added_environment(environment: Mapping[str, str], workers: int = 2, fault: str = NO_FAULT) -> dict[str, str]:
+def added_environment(environment: Mapping[str, str], workers: int = 2, fault: str | None = None) -> dict[str, str]:
     """The variables that a run gets on top of the given environment."""
 
     def before(first: str, separator: str, name: str) -> str:
         return separator.join(filter(None, [first, environment.get(name)]))
 
-    modules = "embedded" if fault == NO_FAULT else "embedded,embedded.faults"
-    return ({} if fault == NO_FAULT else {"EMBEDDED_FAULT": fault}) | {
+    modules = "embedded" if fault is None else "embedded,embedded.faults"
+    return ({} if fault is None else {"EMBEDDED_FAULT": fault}) | {
         "VERL_USE_EXTERNAL_MODULES": before(modules, ",", "VERL_USE_EXTERNAL_MODULES"),
         "PYTHONPATH": before(str(ROOT), ":", "PYTHONPATH"),
         "OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS") or str(max(1, len(os.sched_getaffinity(0)) // workers)),
