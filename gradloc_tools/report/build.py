@@ -89,8 +89,8 @@ def _kept(evidence: Evidence, spikes: Sequence[Spike], rows: int) -> list[tuple[
     """The culprits shown, the largest first: before all others the largest of each spike."""
     shown_spikes = {spike.index for spike in spikes}
     pairs = [pair for pair in evidence.culprits() if pair[0].index in shown_spikes]
-    first = {spike.index: pair for pair in reversed(pairs) for spike in pair[:1]}
-    largest = {id(culprit) for _, culprit in first.values()}
+    first = {spike.index: culprit for spike, culprit in reversed(pairs)}
+    largest = {id(culprit) for culprit in first.values()}
     others = [id(culprit) for _, culprit in pairs if id(culprit) not in largest]
     kept = largest | {*others[: max(rows - len(largest), 0)]}
     return [pair for pair in pairs if id(pair[1]) in kept]

@@ -18,8 +18,8 @@ import verl
 from verl import DataProto
 
 PROMPT, RESPONSE, ROWS = 3, 5, 4
-# Three events fit, of some 5 kB each.
-DISK = 20 * 1024  # three events, and the lock
+# Three events fit, of some 5 kB each, and the lock.
+DISK = 20 * 1024
 
 Record = Callable[..., None]
 
