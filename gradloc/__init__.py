@@ -6,8 +6,7 @@ The parts of the package. A file imports from its own part and from those above 
 
 - version, checks, limits, guarded: the version, checks of values, the limits of bundles, and errors of a diagnostic
 - config, threshold: the settings; τ, and when a norm is over its threshold
-- warned: what warnings and verdicts share
-- alignment, run_checks: what is wrong with a run without any spike, and with positions of log-probs before all
+- judge: rules, verdicts, warnings and sentences, from figures alone: no torch, no collective calls
 - fsdp: FSDP's state around extra passes, and collective calls
 - layers: what a layer is, the reduced gradient's norms by layer, LayerClip
 - token_clip: TokenClip, which acts in the backward pass

@@ -15,9 +15,9 @@ import torch
 
 from .config import GradLocConfig
 from .evidence.event import Done, build_event
-from .evidence.in_words import summary
 from .fsdp import collectives
 from .fsdp.state import SetAside, clear_gradients, undisturbed
+from .judge.sentences import summary
 from .measure.figures import AllFigures
 from .measure.micro_batch import MicroBatch, MicroBatchName, TokenSubset
 from .measure.mini_batch import MiniBatch, OrdinaryGradient

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .evidence.sources import UNLIKELY
 from .evidence.token_facts import off_the_rollout
+from .judge.rules import UNLIKELY
 from .measure.figures import Level
 
 

@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .alignment import ALIGNMENT_SUMS, own_alignment
-from .evidence.ordinary import HOLDS
-from .evidence.scaling import SCALE_FIGURES, loss_scale_warning, own_scale_figures
 from .fsdp import collectives
 from .guarded import guarded
+from .judge.alignment import ALIGNMENT_SUMS
+from .judge.loss_scale import SCALE_FIGURES, loss_scale_warning
+from .judge.rules import HOLDS
+from .judge.run_checks import COLUMN_SUMS, RunChecks
+from .measure.alignment import own_alignment
 from .measure.micro_batch import MicroBatch
-from .run_checks import COLUMN_SUMS, RunChecks, own_columns, own_sums
+from .measure.run_sums import own_columns, own_scale_figures, own_sums
 
 logger = logging.getLogger(__name__)
 
@@ -83,11 +85,9 @@ class RunWarnings:
         """
         rest = by_rank.shape[1] - ALIGNMENT_SUMS - COLUMN_SUMS - SCALE_FIGURES
         sizes = [rest, ALIGNMENT_SUMS, COLUMN_SUMS, SCALE_FIGURES]
-        sums, alignment, columns, of_scale = by_rank.split(sizes, dim=1)
-        if epoch == 0:
-            self._checks.take_in(sums, loss_scale_warning(of_scale), alignment, columns)
-        else:
-            self._checks.take_in(None, loss_scale_warning(of_scale))
+        *to_add, of_scale = by_rank.split(sizes, dim=1)
+        sums, alignment, columns = (each.sum(0).tolist() if epoch == 0 else None for each in to_add)
+        self._checks.take_in(sums, loss_scale_warning(of_scale.tolist()), alignment, columns)
         self.of_update = self._checks.warnings()
         for warning in self.of_update:
             if warning["name"] not in self._logged and collectives.rank() == 0:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from verl.utils.device import get_device_id
 
-from ..evidence.misfire import RewardedRow
 from ..gradloc import GradLoc
+from ..judge.misfire import RewardedRow
 from ..layers.layer_clip import LayerClip
 from ..measure.pass_recorder import unchanged
 from .replay_bundles import padded_rows

@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.utils.metric import AggregationType, Metric
 
-from ..evidence.misfire import RewardedRow
+from ..judge.misfire import RewardedRow
 from .update_evidence import Sample, rewarded_rows
 
 # The column that a watched `train_batch` adds: each row's index in the data that it was given.

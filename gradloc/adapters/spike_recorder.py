@@ -20,11 +20,11 @@ from ..bundles import bundle_writer, naming
 from ..bundles.bundle_files import bundles_in
 from ..bundles.layout import NotReplayableError
 from ..bundles.recorded import NothingMovesError, write_recorded_bundle
-from ..evidence.in_words import summary
 from ..evidence.patient_disk import PatientDisk
 from ..evidence.recorded_event import recorded_event
 from ..evidence.writer import limit_texts
 from ..guarded import guarded
+from ..judge.sentences import summary
 from ..measure.figures import Level
 from ..measure.micro_batch import MicroBatch, MicroBatchName
 from ..metrics import UpdateMetrics

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ..evidence.clips import left_some
-from ..evidence.in_words import in_one_line
-from ..evidence.shares import threshold_factor
+from ..judge.sentences import in_one_line
+from ..judge.shares import threshold_factor
 
 # Rows of a table, which some trackers get anew with each step.
 TABLE_ROWS = 1000

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..evidence import clips
-from ..evidence.in_words import in_one_line, summary
-from ..evidence.misfire import RewardedRow, may_misfire, misfire
 from ..evidence.token_texts import context_evidence, text_evidence
-from ..evidence.verdict import settled
 from ..evidence.writer import EVENTS_PER_STEP, STEP_FIGURES, jsonable, limit_texts, record_events, record_step
 from ..fsdp import collectives
 from ..guarded import guarded
+from ..judge.misfire import RewardedRow, may_misfire, misfire
+from ..judge.sentences import in_one_line, summary
+from ..judge.verdict import settled
 
 logger = logging.getLogger(__name__)
 

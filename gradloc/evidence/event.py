@@ -13,15 +13,18 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..fsdp import collectives
+from ..judge.rules import RULES, Medians, classify, has_large_advantage
+from ..judge.sentences import summary
+from ..judge.verdict import Shares, verdict
 from ..measure.figures import suspects
 from ..measure.micro_batch import MicroBatchName
 from ..measure.mini_batch import MiniBatch, OrdinaryGradient
 from ..search.findings import Findings, Part
 from ..search.groups import Token
+from ..version import __version__
 from .ordinary import ordinary_shares, token_medians
-from .sources import RULES, Medians, classify, has_large_advantage
+from .schema import SCHEMA
 from .token_facts import response_evidence, token_evidence
-from .verdict import whole_event
 
 # What is known of a culprit, for which the search has no use: see `token_evidence` and `response_evidence`.
 Facts = dict[str, Any]
@@ -146,6 +149,21 @@ def build_event(
             "loss_scale": mini_batch.scale,
         }
         return whole_event(fields, ordinary_tokens, warnings, measured, _why_unusual(findings, ordinary))
+
+
+def whole_event(
+    fields: Mapping[str, Any],
+    ordinary: Shares,
+    warnings: Sequence[Mapping[str, Any]],
+    measured: Mapping[str, float] | None = None,
+    unusual: str | None = None,
+) -> dict[str, Any]:
+    """An event of these fields, with its verdict and summary; the other arguments are those of `Spike`."""
+    event = {"schema": SCHEMA, "gradloc_version": __version__, **fields}
+    event |= {"layer_clip": None, "drill": None, "replay": None}
+    event["verdict"] = verdict(event, ordinary, warnings, measured, unusual)
+    event["summary"] = summary(event)
+    return event
 
 
 def _why_unusual(findings: Findings, ordinary: OrdinaryGradient) -> str | None:

@@ -3,16 +3,15 @@
 """What is usual in a mini-batch, on all ranks: medians over its tokens, and how often rules hold for ordinary ones."""
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
 
 from ..fsdp import collectives
+from ..judge.rules import APART, HOLDS, RULES, Medians
 from ..measure.micro_batch import MicroBatch
 from ..measure.token_weights import movable
-from .sources import APART, RULES, Facts, Medians, is_apart
 from .token_facts import token_facts
 
 _WITH_MEDIANS = ("advantage", "weight")
@@ -52,18 +51,6 @@ def ordinary_shares(
     if not all({"rollout_log_prob", "old_log_prob"} <= each.tokens.keys() for each in micro_batches):
         found[APART] = None
     return {name: found.get(name) for name in (*(rule.name for rule in RULES), APART)}
-
-
-def _holds_apart(facts: Facts, _: Medians) -> Any:
-    found = is_apart(facts.get("rollout_log_prob"), facts.get("old_log_prob"))
-    return False if found is None else found
-
-
-# By rule, and for `APART`, where it holds. `layer` is missing: see `ordinary_shares`.
-HOLDS: Mapping[str, Callable[[Facts, Medians], Any]] = {
-    **{rule.name: rule.holds for rule in RULES if rule.name != "layer"},
-    APART: _holds_apart,
-}
 
 
 def _counts(micro_batches: Sequence[MicroBatch], culprits: Collection[Place], medians: Medians, scale: float) -> Tensor:

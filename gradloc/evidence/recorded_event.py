@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from ..alignment import alignment_warning
+from ..judge.rules import Medians, classify
+from ..measure.alignment import alignment_warning
 from ..measure.micro_batch import MicroBatch, MicroBatchName
 from ..measure.token_weights import movable
+from .event import whole_event
 from .ordinary import medians_of
-from .sources import Medians, classify
 from .token_facts import response_evidence, token_evidence
-from .verdict import whole_event
 
 # How many suspected tokens an event lists.
 SUSPECTED = 16

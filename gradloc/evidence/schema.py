@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from .sources import SOURCES
+from ..judge.rules import SOURCES
 
 # The version of all lines.
 SCHEMA = 4

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..alignment import find_turns, misplaced, turn_starts
+from ..measure.alignment import find_turns, misplaced, turn_starts
 from .token_texts import WINDOW, window_start
 
 # A log-prob that differs from the rollout's by more than this is misaligned.

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradloc.alignment import alignment_warning
 from gradloc.bundles import naming
 from gradloc.evidence.writer import jsonable
+from gradloc.measure.alignment import alignment_warning
 from gradloc.version import __version__
 
 from ..bundles.opening import Bundle

@@ -7,14 +7,14 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gradloc.evidence.scaling import (
+from gradloc.judge.loss_scale import (
     CHECK,
     coefficient_factor,
     fitting_numbers,
     is_one,
-    own_scale_figures,
     what_it_could_be,
 )
+from gradloc.measure.run_sums import own_scale_figures
 
 from ..bundles.opening import Bundle
 from .measuring import Measured, Norms
@@ -133,11 +133,11 @@ def _of_reduced(
 
 
 def _of_loss(bundle: Bundle, counts: Mapping[str, float]) -> dict[str, Any] | None:
-    figures = own_scale_figures([saved.tokens for saved in bundle.micro_batches.values()])
-    factor = coefficient_factor(figures.unsqueeze(0))
+    figures = own_scale_figures([saved.tokens for saved in bundle.micro_batches.values()]).tolist()
+    factor = coefficient_factor([figures])
     if factor is None or is_one(factor):
         return None
-    low, high = float(figures[3]) / factor, float(figures[5]) / factor
+    low, high = figures[3] / factor, figures[5] / factor
     return {"factor": factor, "spread": max(1 - low, high - 1), "could_be": fitting_numbers(factor, counts)}
 
 

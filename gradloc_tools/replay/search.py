@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradloc.alignment import alignment_warning
 from gradloc.config import GradLocConfig
 from gradloc.evidence.event import Done, build_event
-from gradloc.evidence.verdict import CAUSES
 from gradloc.fsdp import collectives
 from gradloc.fsdp.state import get_rng_state
+from gradloc.judge.verdict import CAUSES
+from gradloc.measure.alignment import alignment_warning
 from gradloc.measure.micro_batch import MicroBatch, MicroBatchName, TokenSubset
 from gradloc.measure.mini_batch import MiniBatch, OrdinaryGradient
 from gradloc.measure.passes import Forward, Passes

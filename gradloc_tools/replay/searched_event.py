@@ -9,8 +9,8 @@ from typing import Any
 from gradloc import limits
 from gradloc.bundles import naming
 from gradloc.evidence.foreign_json import parse
-from gradloc.evidence.in_words import summary
 from gradloc.evidence.schema import EVENT, conforms
+from gradloc.judge.sentences import summary
 
 from ..bundles.opening import Bundle, BundleError, check_places
 from ..bundles.plain_file import read_plain_file

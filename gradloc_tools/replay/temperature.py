@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradloc.bundles.layout import Row
-from gradloc.run_checks import LARGEST, OTHER_GAP
+from gradloc.judge.run_checks import LARGEST, OTHER_GAP
 
 from ..bundles.opening import Bundle
 from .model import Model, forward

@@ -8,7 +8,7 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gradloc.evidence.shares import threshold_factor
+from gradloc.judge.shares import threshold_factor
 
 # Longer texts lose their middle.
 TEXT_CHARACTERS, SHORT_CHARACTERS = 4000, 200

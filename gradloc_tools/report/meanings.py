@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the words in an event mean, in sentences for people."""
 
-from gradloc.evidence import sources
+from gradloc.judge import rules as sources
 
 # By source: the rule, and what to do.
 SOURCES = {name: rule.meaning for name, rule in sources.SOURCES.items()}

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from gradloc.evidence.sources import SOURCES
 from gradloc.evidence.token_texts import WINDOW, window_start
+from gradloc.judge.rules import SOURCES
 
 from .charts import layers_chart, without_culprit
 from .figures import (

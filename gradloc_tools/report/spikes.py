@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gradloc.evidence.in_words import ranks_looked_at
+from gradloc.judge.sentences import ranks_looked_at
 
 from .drills import MiniBatch, mini_batch_of
 from .explanation import ended_early, explanation

@@ -95,9 +95,9 @@ def scales(case: Case, factor: float = 1.0) -> list[tuple[list[list[float]], dic
     found: list[tuple[list[list[float]], dict[str, str] | None]] = []
     original, backward = run_warnings.loss_scale_warning, torch.Tensor.backward
 
-    def noted(by_rank: Tensor, *arguments: Any) -> dict[str, str] | None:
-        warning = original(by_rank, *arguments)
-        found.append((by_rank.tolist(), warning))
+    def noted(by_rank: list[list[float]]) -> dict[str, str] | None:
+        warning = original(by_rank)
+        found.append((by_rank, warning))
         return warning
 
     torch.Tensor.backward = lambda self, *rest, **options: backward(factor * self, *rest, **options)  # type: ignore

@@ -14,7 +14,7 @@ import source_cases
 from actors import KL_COEF, Case
 from valid_events import valid_events
 
-from gradloc.evidence.sources import UNLIKELY, UNSAMPLED, classify
+from gradloc.judge.rules import UNLIKELY, UNSAMPLED, classify
 
 Launch = Callable[..., list[Any]]
 

@@ -15,11 +15,11 @@ from typing import Any
 
 from gradloc import record_events
 from gradloc.evidence.clips import clip_line
-from gradloc.evidence.in_words import describe
 from gradloc.evidence.schema import SCHEMA
-from gradloc.evidence.sources import RULES, classify
-from gradloc.evidence.verdict import verdict
 from gradloc.evidence.writer import record_step
+from gradloc.judge.rules import RULES, classify
+from gradloc.judge.sentences import describe
+from gradloc.judge.verdict import verdict
 from gradloc.version import __version__
 
 LAYERS = ["embed_tokens", *(f"layers.{i}" for i in range(30)), "norm"]

@@ -34,8 +34,8 @@ from evidence_samples import (
     write_steps,
 )
 from gradloc import record_events
-from gradloc.evidence.verdict import verdict
 from gradloc.evidence.writer import record_step
+from gradloc.judge.verdict import verdict
 from gradloc_tools import report
 from gradloc_tools.report import meanings
 from gradloc_tools.report.build import FEW_STEPS

@@ -23,7 +23,7 @@ from evidence_samples import clip, clipped_token, culprit, drill, event, unsearc
 from gradloc import record_events
 from gradloc.adapters import spike_log, trackers
 from gradloc.adapters.spike_log import SpikeLog, add_spike_log
-from gradloc.evidence.in_words import in_one_line
+from gradloc.judge.sentences import in_one_line
 from gradloc_tools import report
 from marked_texts import WORDS, marked, marked_clip
 

@@ -15,10 +15,10 @@ import pytest
 
 from evidence_samples import ORDINARY, culprit, event, unsearched, write_steps
 from gradloc import record_events
-from gradloc.evidence.in_words import in_one_line
 from gradloc.evidence.schema import STEP, conforms
-from gradloc.evidence.sources import SOURCES
-from gradloc.evidence.verdict import CAUSES, verdict
+from gradloc.judge.rules import SOURCES
+from gradloc.judge.sentences import in_one_line
+from gradloc.judge.verdict import CAUSES, verdict
 from gradloc_tools import report
 from gradloc_tools.report import build, meanings, run_warnings, verdicts
 from gradloc_tools.report.command import main

@@ -8,15 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradloc.alignment import (
-    SHIFTS,
-    align,
-    alignment_warning,
-    find_off,
-    misaligned_warning,
-    misplaced,
-    own_alignment,
-)
+from gradloc.judge.alignment import SHIFTS, find_off, misaligned_warning
+from gradloc.measure.alignment import align, alignment_warning, misplaced, own_alignment
 
 Columns = dict[str, Tensor]
 ROWS, LENGTH, PROMPT, WORDS = 24, 40, 5, 50

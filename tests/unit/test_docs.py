@@ -12,7 +12,7 @@ import pytest
 import apply_patch
 from gradloc import __version__
 from gradloc.evidence import schema
-from gradloc.evidence.sources import SOURCES
+from gradloc.judge.rules import SOURCES
 from gradloc_tools.convert.command import main as convert
 from gradloc_tools.replay.command import main as replay
 from gradloc_tools.report.command import main as report
@@ -27,7 +27,7 @@ PAGES = [*TOP_LEVEL, *DOCS]
 # Where a user reads what the code says: the report, the sources, and the keys.
 SPEAKING = [
     *sorted((ROOT / "gradloc_tools/report").glob("*.py")),
-    *(ROOT / "gradloc/evidence" / name for name in ("in_words.py", "misfire.py", "sources.py", "verdict.py")),
+    *(ROOT / "gradloc/judge").glob("*.py"),
     ROOT / "gradloc/config.py",
     ROOT / "gradloc/layers/layer_clip.py",
     *(ROOT / "gradloc").glob("*/actor_config.py"),

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from gradloc.evidence.misfire import LEAST_PROMPTS, LESS_SPECIFIC, RewardedRow, _chance, may_misfire, misfire
 from gradloc.evidence.schema import EVENT, conforms
 from gradloc.evidence.texts import without_texts
-from gradloc.evidence.verdict import CAUSES
+from gradloc.judge.misfire import LEAST_PROMPTS, LESS_SPECIFIC, RewardedRow, _chance, may_misfire, misfire
+from gradloc.judge.verdict import CAUSES
 
 Rows = dict[tuple[int, int], RewardedRow]
 PROMPTS, ANSWERS = 16, 4

@@ -19,8 +19,8 @@ from gradloc.bundles.recorded import write_recorded_bundle
 from gradloc.evidence.recorded_event import SUSPECTED, recorded_event
 from gradloc.evidence.schema import EVENT, conforms
 from gradloc.evidence.texts import without_texts
-from gradloc.evidence.verdict import CHECK_UNSEARCHED
 from gradloc.evidence.writer import jsonable
+from gradloc.judge.verdict import CHECK_UNSEARCHED
 from gradloc.measure.micro_batch import MicroBatch, MicroBatchName, suspicion
 from gradloc_tools.bundles.opening import BundleError, open_bundle
 from gradloc_tools.report.command import main as report

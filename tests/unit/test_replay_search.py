@@ -19,8 +19,8 @@ from stripped_bundles import strip
 from test_replay import BAD, DAMAGES, THRESHOLD, bundle, kept, resave, resign, small_model, tensors_of
 
 from gradloc.evidence.schema import EVENT, conforms
-from gradloc.evidence.verdict import CHECK_UNKNOWN
 from gradloc.evidence.writer import jsonable
+from gradloc.judge.verdict import CHECK_UNKNOWN
 from gradloc.measure.passes import Passes
 from gradloc_tools.bundles.opening import open_bundle
 from gradloc_tools.replay import evidence_line, memory, progress

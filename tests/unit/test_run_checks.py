@@ -12,18 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradloc.alignment import own_alignment
-from gradloc.run_checks import (
+from gradloc.judge.run_checks import (
     APART_GAP,
     LARGEST,
     ONE_SIDE_NATS,
     STALE_GAP,
     STALE_RATIO,
     RunChecks,
-    own_columns,
-    own_sums,
     resume_note,
 )
+from gradloc.measure.alignment import own_alignment
+from gradloc.measure.run_sums import own_columns, own_sums
 
 COLUMNS = ("log_prob", "old_log_prob", "ref_log_prob", "rollout_log_prob")
 
@@ -232,7 +231,7 @@ def checked(
     for step, tokens in enumerate(steps(run, count, seed), 1):
         checks.start_update(step)
         parts = [{name: values[rank::ranks] for name, values in tokens.items()} for rank in range(ranks)]
-        checks.take_in(torch.stack([own_sums([part], True) for part in parts]))
+        checks.take_in(sum(own_sums([part], True) for part in parts).tolist())
         checks.add_step(1e-6)
         found.append(checks.warnings())
     return found
@@ -286,7 +285,7 @@ def test_a_gap_that_jumps_is_reported_as_a_jump() -> None:
             noise = torch.Generator().manual_seed(step)
             tokens["rollout_log_prob"] = tokens["rollout_log_prob"] + torch.randn(48, 40, generator=noise)
         checks.start_update(step)
-        checks.take_in(own_sums([tokens], True).unsqueeze(0))
+        checks.take_in(own_sums([tokens], True).tolist())
         checks.add_step(1e-6)
         found.append(checks.warnings())
     assert set(names(found)) == {"", "engines_apart"}
@@ -331,7 +330,7 @@ def spoiled(run: Run, count: int, begin: int, spoil: Callable[[dict[str, Tensor]
         if step >= begin:
             spoil(tokens)
         checks.start_update(step)
-        checks.take_in(own_sums([tokens], True).unsqueeze(0), alignment=own_alignment([tokens]).unsqueeze(0))
+        checks.take_in(own_sums([tokens], True).tolist(), alignment=own_alignment([tokens]).tolist())
         checks.add_step(1e-6)
         found.append(checks.warnings())
     return names(found)
@@ -385,7 +384,7 @@ def test_a_rollout_that_is_late_while_the_policy_sharpens_has_no_other_temperatu
         noise = tokens["rollout_log_prob"] - base
         tokens["rollout_log_prob"] = base * 1.1 ** max(step - 4, 0) + noise
         checks.start_update(step)
-        checks.take_in(own_sums([tokens], True).unsqueeze(0))
+        checks.take_in(own_sums([tokens], True).tolist())
         checks.add_step(1e-6)
         found.append(checks.warnings())
     assert "other_log_probs" not in names(found)
@@ -399,7 +398,7 @@ def test_rollouts_that_agree_to_the_bit_are_not_taken_for_bypass_mode() -> None:
         checks.start_update(step)
         for first, rows in ((True, slice(None, 24)), (False, slice(24, None))):
             part = {name: values[rows] for name, values in tokens.items()}
-            checks.take_in(own_sums([part], first, checks.bypass).unsqueeze(0))
+            checks.take_in(own_sums([part], first, checks.bypass).tolist())
             checks.add_step(1e-6)
         found.append(checks.warnings())
     assert set(names(found)[6:]) == {"partly_stale"}
@@ -416,7 +415,7 @@ def test_tokens_that_the_policy_did_not_produce_are_told_at_once(count: int, war
             tokens["unsampled"][:few, -1] = True
             tokens["rollout_log_prob"][:few, -1] = 0.0
         checks.start_update(step)
-        checks.take_in(own_sums([tokens], True).unsqueeze(0))
+        checks.take_in(own_sums([tokens], True).tolist())
         checks.add_step(1e-6)
         found.append(checks.warnings())
     told = ["unsampled"] * 4 + [""] + ["unsampled"] * 4
@@ -433,7 +432,7 @@ def test_a_single_broken_update_does_not_warn() -> None:
         if step == 3:
             tokens["old_log_prob"] = tokens["log_prob"] = tokens["log_prob"] - 3.0
         checks.start_update(step)
-        checks.take_in(own_sums([tokens], True).unsqueeze(0))
+        checks.take_in(own_sums([tokens], True).tolist())
         checks.add_step(1e-6)
         found.append(checks.warnings())
     assert not any(names(found))
@@ -448,7 +447,7 @@ def test_a_resume_keeps_the_readings_and_says_so() -> None:
         if step == 9:
             resumed.load_state_dict(first.state_dict())
         checks.start_update(step)
-        checks.take_in(own_sums([tokens], True).unsqueeze(0))
+        checks.take_in(own_sums([tokens], True).tolist())
         checks.add_step(1e-6)
         found.append(checks.warnings())
     assert names(found) == names(whole) and resumed.steps_since_resume == 4
@@ -468,7 +467,7 @@ def test_the_readings_begin_again_when_the_rollout_gets_weights() -> None:
 def test_readings_of_a_long_run_stay_few_and_keep_the_first() -> None:
     checks = RunChecks()
     (tokens,) = steps(Run(noise=0.02), 1)
-    sums = own_sums([tokens], True).unsqueeze(0)
+    sums = own_sums([tokens], True).tolist()
     for step in range(1, 1001):
         checks.start_update(step)
         checks.take_in(sums)
@@ -502,7 +501,7 @@ def test_a_checkpoint_within_an_update_changes_nothing() -> None:
         for checks in (saving, other):
             checks.start_update(step)
         for _ in range(2):
-            sums = own_sums([tokens], True).unsqueeze(0)
+            sums = own_sums([tokens], True).tolist()
             for checks in (saving, other):
                 checks.take_in(sums)
                 checks.add_step(1e-6)
@@ -526,7 +525,7 @@ def test_the_note_on_a_resume() -> None:
 def of_columns(checks: RunChecks, step: int, tokens: dict[str, Tensor]) -> list[dict[str, Any]]:
     """A step of which only the columns are known; its warnings."""
     checks.start_update(step)
-    checks.take_in(None, columns=own_columns([tokens]).unsqueeze(0))
+    checks.take_in(None, columns=own_columns([tokens]).tolist())
     return checks.warnings()
 
 
@@ -587,7 +586,7 @@ def test_rollout_and_reference_that_agree_are_no_old_weights_before_the_first_st
                 spoiled = tokens["log_prob"] + 0.8 * torch.randn(48, 40, generator=other)
                 tokens["log_prob"] = tokens["old_log_prob"] = spoiled
             checks.start_update(step)
-            checks.take_in(own_sums([tokens], True).unsqueeze(0))
+            checks.take_in(own_sums([tokens], True).tolist())
             checks.add_step(1e-6)
             found.append(checks.warnings())
         told = names(found)
@@ -636,7 +635,7 @@ def test_two_updates_that_cannot_tell_say_what_those_before_them_said() -> None:
             tokens["log_prob"] = tokens["old_log_prob"] = tokens["rollout_log_prob"] - half
             tokens["rollout_log_prob"] = tokens["rollout_log_prob"] + half
         checks.start_update(step)
-        checks.take_in(own_sums([tokens], True).unsqueeze(0))
+        checks.take_in(own_sums([tokens], True).tolist())
         checks.add_step(1e-6)
         found.append(checks.warnings())
     assert names(found) == ["other_log_probs"] * 6 + ["engines_apart"] * 3 + [""]

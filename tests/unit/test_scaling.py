@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradloc.evidence.scaling import (
+from gradloc.judge.loss_scale import (
     CLEAR,
     COEFFICIENT_SPREAD,
     coefficient_factor,
     fitting_numbers,
     loss_scale_warning,
-    own_scale_figures,
     what_it_could_be,
 )
+from gradloc.measure.run_sums import own_scale_figures
 from gradloc.measure.token_weights import token_weights
 
 RANKS, MICRO_BATCHES, ROWS, LENGTH = 3, 5, 4, 20
@@ -38,7 +38,7 @@ def aggregate_left(losses: Tensor, mask: Tensor, mode: str) -> Tensor:
     return aggregate(losses[left], mask[left], mode)
 
 
-def ranks(mode: str, of_loss: float = 1.0, of_weights: float = 1.0, **changes: Any) -> Tensor:
+def ranks(mode: str, of_loss: float = 1.0, of_weights: float = 1.0, **changes: Any) -> list[list[float]]:
     """The figures of ranks whose loss is PPO's, by autograd, times a factor after the weights, or in them."""
     torch.manual_seed(0)
     figures = []
@@ -70,7 +70,7 @@ def ranks(mode: str, of_loss: float = 1.0, of_weights: float = 1.0, **changes: A
             {name: value[start : start + ROWS] for name, value in tokens.items()} for start in range(0, shape[0], ROWS)
         ]
         figures.append(own_scale_figures(micro_batches, changes.get("scale", 1.0), changes.get("of_config", mode)))
-    return torch.stack(figures)
+    return torch.stack(figures).tolist()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -122,11 +122,11 @@ def test_tokens_that_the_policy_loss_rejects_do_not_count(mode: str) -> None:
         "kl_coefficient": kl_coefficient,
         "coefficient": kl_coefficient * (1 + 1e-7) - weight,  # with an error of rounding
     }
-    assert loss_scale_warning(own_scale_figures([tokens], loss_agg_mode=mode).unsqueeze(0)) is not None
+    assert loss_scale_warning(own_scale_figures([tokens], loss_agg_mode=mode).unsqueeze(0).tolist()) is not None
     kept_alone = {**tokens, "policy_loss_mask": kept.bool()}
-    by_rank = own_scale_figures([kept_alone], loss_agg_mode=mode).unsqueeze(0)
+    by_rank = own_scale_figures([kept_alone], loss_agg_mode=mode).unsqueeze(0).tolist()
     assert loss_scale_warning(by_rank) is None
-    assert by_rank[0, 2] == kept.sum() and coefficient_factor(by_rank) == pytest.approx(1, abs=1e-5)
+    assert by_rank[0][2] == kept.sum() and coefficient_factor(by_rank) == pytest.approx(1, abs=1e-5)
 
 
 @pytest.mark.parametrize("factor", [CLEAR - 0.01, 1 / CLEAR + 0.01])
@@ -140,21 +140,21 @@ def test_a_mode_without_a_promise_and_other_slopes_give_no_warning() -> None:
     assert coefficient_factor(ranks("token-mean", of_loss=9.0, noise=2 * COEFFICIENT_SPREAD)) is None
     assert coefficient_factor(ranks("token-mean", of_loss=9.0, without=["advantage"])) is None
     by_rank = ranks("token-mean")
-    by_rank[1, 3:] *= 2  # one rank alone
+    by_rank[1][3:] = [2 * figure for figure in by_rank[1][3:]]  # one rank alone
     assert coefficient_factor(by_rank) is None
-    by_rank[:, 2] = 2
+    by_rank = [[*figures[:2], 2, *figures[3:]] for figures in ranks("token-mean")]
     assert coefficient_factor(by_rank) is None
 
 
 def test_ranks_with_other_numbers_of_micro_batches_have_no_number_that_fits() -> None:
     by_rank = ranks("token-mean", of_weights=1 / MICRO_BATCHES)
     assert loss_scale_warning(by_rank) is not None
-    by_rank[1, -1] += 1
+    by_rank[1][-1] += 1
     assert loss_scale_warning(by_rank) is None
 
 
 def test_ranks_with_other_modes_have_no_sum_of_weights() -> None:
-    by_rank = torch.cat([ranks(mode, of_weights=9.0)[:1] for mode in MODES[:2]])
+    by_rank = [ranks(mode, of_weights=9.0)[0] for mode in MODES[:2]]
     assert loss_scale_warning(by_rank[:1]) is not None and loss_scale_warning(by_rank) is None
 
 

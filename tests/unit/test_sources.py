@@ -12,8 +12,8 @@ import torch
 
 from gradloc.evidence import schema
 from gradloc.evidence.ordinary import token_medians
-from gradloc.evidence.sources import CONFIDENT, RULES, SOURCES, UNLIKELY, classify
 from gradloc.evidence.token_facts import find_after_eos, find_mismatch, find_turns, token_evidence
+from gradloc.judge.rules import CONFIDENT, RULES, SOURCES, UNLIKELY, classify
 from gradloc.measure.micro_batch import MicroBatch
 from gradloc_tools.report import meanings
 

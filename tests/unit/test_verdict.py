@@ -14,11 +14,11 @@ from scripts import launch
 from torch import Tensor
 
 import gradloc
-from gradloc.evidence.auxiliary import CHECK as AUXILIARY_CHECK
-from gradloc.evidence.ordinary import APART, is_apart, ordinary_shares, token_medians
-from gradloc.evidence.sources import RARE_NORM, RULES, SOURCES, classify
+from gradloc.evidence.ordinary import ordinary_shares, token_medians
 from gradloc.evidence.token_facts import token_evidence
-from gradloc.evidence.verdict import (
+from gradloc.judge.auxiliary import CHECK as AUXILIARY_CHECK
+from gradloc.judge.rules import APART, RARE_NORM, RULES, SOURCES, classify, is_apart
+from gradloc.judge.verdict import (
     CAUSES,
     CHECK_UNKNOWN,
     COMMON,

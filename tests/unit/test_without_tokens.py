@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from valid_events import valid_events
 
 from gradloc import GradLoc, GradLocConfig
-from gradloc.evidence.auxiliary import MENTIONED, MOST, auxiliary_in_words, auxiliary_verdict, carrying_layers
 from gradloc.evidence.schema import EVENT
-from gradloc.evidence.verdict import verdict
 from gradloc.evidence.writer import jsonable
+from gradloc.judge.auxiliary import MENTIONED, MOST, auxiliary_in_words, auxiliary_verdict, carrying_layers
+from gradloc.judge.verdict import verdict
 from gradloc.search import Search
 
 ROWS, PROMPT, RESPONSE, VOCABULARY, WIDTH = 4, 2, 12, 17, 8

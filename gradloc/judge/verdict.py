@@ -9,13 +9,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ..version import __version__
-from ..warned import OF_ROLLOUT, OF_SOME, OTHER_LOG_PROBS, REFERENCE, resume_note
 from .auxiliary import auxiliary_verdict
-from .in_words import summary
-from .schema import SCHEMA
+from .rules import APART, APART_NATS, RULES, Kind, Rule, is_apart, is_unusual
 from .shares import counted, layer_shares, percent
-from .sources import APART, APART_NATS, RULES, Kind, Rule, is_apart, is_unusual
+from .warned import OF_ROLLOUT, OF_SOME, OTHER_LOG_PROBS, REFERENCE, resume_note
 
 logger = logging.getLogger(__name__)
 
@@ -60,21 +57,6 @@ CHECK_UNKNOWN = (
 )
 # Where nothing was searched.
 CHECK_UNSEARCHED = "`gradloc replay BUNDLE --search` finds the tokens, with the weights that this step had."
-
-
-def whole_event(
-    fields: Mapping[str, Any],
-    ordinary: Shares,
-    warnings: Sequence[Mapping[str, Any]],
-    measured: Mapping[str, float] | None = None,
-    unusual: str | None = None,
-) -> dict[str, Any]:
-    """An event of these fields, with its verdict and summary; the other arguments are those of `Spike`."""
-    event = {"schema": SCHEMA, "gradloc_version": __version__, **fields}
-    event |= {"layer_clip": None, "drill": None, "replay": None}
-    event["verdict"] = verdict(event, ordinary, warnings, measured, unusual)
-    event["summary"] = summary(event)
-    return event
 
 
 def verdict(

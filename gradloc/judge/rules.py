@@ -518,3 +518,15 @@ OTHER = Rule(
 )
 
 SOURCES = {rule.name: rule for rule in (*RULES, OTHER)}
+
+
+def _holds_apart(facts: Facts, _: Medians) -> Any:
+    found = is_apart(facts.get("rollout_log_prob"), facts.get("old_log_prob"))
+    return False if found is None else found
+
+
+# By rule, and for `APART`, where it holds; for many tokens, norms by layer are not known.
+HOLDS: Mapping[str, Callable[[Facts, Medians], Any]] = {
+    **{rule.name: rule.holds for rule in RULES if rule.name != "layer"},
+    APART: _holds_apart,
+}

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .auxiliary import auxiliary_in_words
+from .rules import LAYER_FRACTION, RULES, SOURCES, Kind, turn_boundary
 from .shares import all_of, counted, layer_shares, shares_of_sum
-from .sources import LAYER_FRACTION, RULES, SOURCES, Kind, turn_boundary
 
 logger = logging.getLogger(__name__)
 

@@ -32,7 +32,7 @@ _COUNTED = 20
 
 
 def counted(count: int, total: int, what: str = "culprits") -> str:
-    """So many of a total, in words; `what` is the plural of what is counted."""
+    """A part of a total, in words; `what` is the plural of what is counted."""
     if count == total:
         return f"the one {what.removesuffix('s')}" if total == 1 else f"{all_of(total)} {what}"
     return f"{count if total <= _COUNTED else percent(count / total)} of {total} {what}"

@@ -12,9 +12,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from .alignment import ALIGNMENT_SUMS, Off, correlation, find_off, misaligned_warning
 from .warned import APART, OTHER_LOG_PROBS, REFERENCE, REWARD_SCALE, WITHOUT_CAUSE, resume_note
 
@@ -87,7 +84,7 @@ LASTING = ("moved", "zero_tail", "constant_tail")
 # if its log-probs are the reference's and not the policy's, fresh if it is the other way round, and unclear if neither
 # holds although one of the two is far. "weighted" are all tokens with a weight; those of them that the policy did not
 # produce count nowhere else. "differing" have not the old log-prob for the rollout's.
-_SUMS = (
+SUMS = (
     "weighted",
     "unsampled",
     "differing",
@@ -126,126 +123,11 @@ _SAME_WEIGHTS = (
 _SEE = "In a checkout of GradLoc, `bash run_experiment.sh --embedded --fault {}` plants this fault."
 
 
-def own_sums(micro_batches: Sequence[Mapping[str, Tensor]], first: bool, bypass: bool = True) -> Tensor:
-    """What one rank knows of a mini-batch, for `RunChecks.take_in`. No host sync.
-
-    Only response tokens with a weight in the loss and finite log-probs count; an exact zero of the rollout is none, if
-    the policy has less. The policy's log-probs are those before
-    the update. Where there are none of their own (verl's bypass mode takes the rollout's for them), those of the
-    update's first mini-batch are taken, which has changed no weight yet.
-
-    Args:
-        micro_batches (Sequence[Mapping[str, Tensor]]): Each micro-batch's tensors of shape (rows, response length):
-            `response_mask`, `weight`, `log_prob`, `unsampled` (bool: the policy did not produce the token), and if
-            available `old_log_prob`, `ref_log_prob`, `rollout_log_prob`.
-        first (bool): Whether it is the update's first mini-batch.
-        bypass (bool): Whether all earlier mini-batches of the update had the rollout's log-probs for the old ones.
-
-    Returns:
-        Tensor: float64 of shape (22,), zeros without rollout log-probs.
-    """
-    total = torch.zeros(len(_SUMS), dtype=torch.float64, device=micro_batches[0]["weight"].device)
-    for tokens in micro_batches:
-        if "rollout_log_prob" in tokens and ("old_log_prob" in tokens or first):
-            total += _of_micro_batch(tokens, first, bypass)
-    return total
-
-
-def _of_micro_batch(tokens: Mapping[str, Tensor], first: bool, bypass: bool) -> Tensor:
-    log_prob, rollout = tokens["log_prob"].double(), tokens["rollout_log_prob"].double()
-    weighted = tokens["response_mask"].bool() & (tokens["weight"] != 0)
-    unsampled = weighted & tokens["unsampled"]
-    counted = weighted & ~unsampled & rollout.isfinite()
-    differing = torch.zeros_like(counted)
-    policy = log_prob
-    if "old_log_prob" in tokens:
-        old = tokens["old_log_prob"].double()
-        differing = counted & (old != rollout)
-        bypassed = ~differing.any()
-        policy = torch.where(bypassed, log_prob, old) if first else old
-        if bypass and not first:
-            counted = counted & ~bypassed
-    # An exact zero that the policy contradicts is no log-prob.
-    counted = counted & policy.isfinite() & ~((rollout == 0) & (policy < -ONE_SIDE_NATS))
-    reference = tokens["ref_log_prob"].double() if "ref_log_prob" in tokens else None
-    if reference is not None:
-        counted = counted & reference.isfinite()
-
-    difference = torch.where(counted, (rollout - policy).clamp(-LARGEST, LARGEST), 0.0)
-    gap = difference.abs()
-    limited = difference.clamp(-CORRELATED_NATS, CORRELATED_NATS)
-    level = torch.where(counted, ((rollout + policy) / 2).clamp(min=LEAST_LEVEL), 0.0)
-    count = counted.sum(1)
-    mean_gap = gap.sum(1) / count  # NaN without a token, which is over nothing
-    sums = {
-        "weighted": weighted.sum(),
-        "unsampled": unsampled.sum(),
-        "differing": differing.sum(),
-        "tokens": count.sum(),
-        "gap": gap.sum(),
-        "larger": (difference > ONE_SIDE_NATS).sum(),
-        "smaller": (difference < -ONE_SIDE_NATS).sum(),
-        "difference": limited.sum(),
-        "difference_square": limited.square().sum(),
-        "level": level.sum(),
-        "level_square": level.square().sum(),
-        "product": (limited * level).sum(),
-        "responses": (count > 0).sum(),
-        "far": (mean_gap > APART_GAP).sum(),
-    }
-    if reference is not None:
-        distance = torch.where(counted, (rollout - reference).clamp(-LARGEST, LARGEST).abs(), 0.0)
-        mean_distance = distance.sum(1) / count
-        stale = (mean_gap > STALE_GAP) & (mean_distance < STALE_RATIO * mean_gap)
-        fresh = (mean_distance > STALE_GAP) & (mean_gap < STALE_RATIO * mean_distance)
-        far = (mean_gap > STALE_GAP) | (mean_distance > STALE_GAP)
-        of_stale = stale.unsqueeze(1)
-        sums |= {
-            "distance": distance.sum(),
-            "moved": torch.where(counted, (policy - reference).clamp(-LARGEST, LARGEST).abs(), 0.0).sum(),
-            "stale": stale.sum(),
-            "fresh": fresh.sum(),
-            "unclear": (far & ~stale & ~fresh).sum(),
-            "stale_tokens": (counted & of_stale).sum(),
-            "stale_gap": torch.where(of_stale, gap, 0.0).sum(),
-            "stale_distance": torch.where(of_stale, distance, 0.0).sum(),
-        }
-    zero = torch.zeros((), dtype=torch.float64, device=log_prob.device)
-    return torch.stack([sums[name].double() if name in sums else zero for name in _SUMS])
-
-
 # What `own_columns` gives: responses; of each column, in how many of them a value is not finite; and, of responses with
 # an advantage, Σ log|A|, Σ (log|A|)² and their number.
-_COLUMNS = ("advantage", "old_log_prob", "ref_log_prob", "log_prob")
+COLUMNS = ("advantage", "old_log_prob", "ref_log_prob", "log_prob")
 _VERL_NAMES = {"advantage": "advantages", "old_log_prob": "old_log_probs", "ref_log_prob": "ref_log_prob"}
-COLUMN_SUMS = len(_COLUMNS) + 4
-
-
-def own_columns(micro_batches: Sequence[Mapping[str, Tensor]]) -> Tensor:
-    """What one rank knows of the columns of a mini-batch, for `RunChecks.take_in`. No host sync.
-
-    Args:
-        micro_batches (Sequence[Mapping[str, Tensor]]): Each micro-batch's tensors of shape (rows, response length):
-            `response_mask`, `log_prob`, and if available `advantage`, `old_log_prob`, `ref_log_prob`.
-
-    Returns:
-        Tensor: float64 of shape (COLUMN_SUMS,).
-    """
-    total = torch.zeros(COLUMN_SUMS, dtype=torch.float64, device=micro_batches[0]["log_prob"].device)
-    for tokens in micro_batches:
-        mask = tokens["response_mask"].bool()
-        found = [mask.any(1).sum()]
-        for name in _COLUMNS:
-            found.append((mask & ~tokens[name].isfinite()).any(1).sum() if name in tokens else mask.new_zeros(()))
-        size = (
-            tokens["advantage"].double().abs() if "advantage" in tokens else torch.zeros_like(mask, dtype=total.dtype)
-        )
-        mean = torch.where(mask, size, 0.0).sum(1) / mask.sum(1)
-        counted = mean.isfinite() & (mean > 0)
-        log = torch.where(counted, mean.log(), 0.0)
-        found += [log.sum(), log.square().sum(), counted.sum()]
-        total += torch.stack([each.double() for each in found])
-    return total
+COLUMN_SUMS = len(COLUMNS) + 4
 
 
 class RunChecks:
@@ -257,7 +139,7 @@ class RunChecks:
     """
 
     def __init__(self) -> None:
-        self._sums = dict.fromkeys(_SUMS, 0.0)
+        self._sums = dict.fromkeys(SUMS, 0.0)
         self._step: int | None = None
         self._rates = self._rates_before = 0.0
         self._readings: list[list[Any]] = []
@@ -310,31 +192,29 @@ class RunChecks:
 
     def take_in(
         self,
-        by_rank: Tensor | None,
+        sums: Sequence[float] | None,
         scaled: dict[str, Any] | None = None,
-        alignment: Tensor | None = None,
-        columns: Tensor | None = None,
+        alignment: Sequence[float] | None = None,
+        columns: Sequence[float] | None = None,
     ) -> None:
         """Adds a mini-batch.
 
         Args:
-            by_rank (Tensor, optional): What `own_sums` returned on each rank, shape (ranks, 22), on the CPU; None after
-                the first PPO epoch, whose responses the others have again.
-            alignment (Tensor, optional): The same of `own_alignment`.
-            columns (Tensor, optional): The same of `own_columns`.
+            sums (Sequence, optional): What `own_sums` returned, added up over the ranks; None after the first PPO
+                epoch, whose responses the others have again.
+            alignment (Sequence, optional): The same of `own_alignment`.
+            columns (Sequence, optional): The same of `own_columns`.
             scaled (dict, optional): A warning that its loss is scaled wrongly; said once there are three in a row.
         """
         self._scaled_times = 0 if scaled is None else self._scaled_times + 1
         self._scaled = scaled if self._scaled_times >= IN_A_ROW else None
         self._scaled_in_update = self._scaled or self._scaled_in_update
-        if by_rank is not None:
-            for name, value in zip(_SUMS, by_rank.sum(0).tolist(), strict=True):
-                self._sums[name] += value
+        if sums is not None:
+            self._sums = {name: self._sums[name] + value for name, value in zip(SUMS, sums, strict=True)}
         if alignment is not None:
-            self._alignment = (alignment.sum(0) + torch.tensor(self._alignment, dtype=torch.float64)).tolist()
-
+            self._alignment = [a + b for a, b in zip(self._alignment, alignment, strict=True)]
         if columns is not None:
-            self._columns = (columns.sum(0) + torch.tensor(self._columns, dtype=torch.float64)).tolist()
+            self._columns = [a + b for a, b in zip(self._columns, columns, strict=True)]
 
     def add_step(self, learning_rate: float) -> None:
         """Adds an optimizer step that is taken."""
@@ -423,7 +303,7 @@ class RunChecks:
             self._sizes, self._spreads = [*self._sizes, size[0]][-_SIZES:], [*self._spreads, size[1]][-_SIZES:]
         self._columns = [0.0] * COLUMN_SUMS
         if not self._sums["tokens"]:
-            self._sums, self._alignment = dict.fromkeys(_SUMS, 0.0), _NO_ALIGNMENT
+            self._sums, self._alignment = dict.fromkeys(SUMS, 0.0), _NO_ALIGNMENT
             return
         gap, off = self._mean("gap"), self._off()
         holding, certain = self._holding(), self._certain()
@@ -448,7 +328,7 @@ class RunChecks:
         self._least = gap if self._has_jumped(gap) else min(self._least, gap)
         self._gap, self._updates = gap, self._updates + 1
         self._read(gap)
-        self._sums, self._alignment = dict.fromkeys(_SUMS, 0.0), _NO_ALIGNMENT
+        self._sums, self._alignment = dict.fromkeys(SUMS, 0.0), _NO_ALIGNMENT
 
     def _read(self, gap: float) -> None:
         if any(gap < reading[0] / 2 for reading in self._readings):
@@ -504,8 +384,8 @@ class RunChecks:
 
     def _broken(self) -> dict[str, Any] | None:
         """A column with NaN or Inf: the first one from which the others follow."""
-        responses, *broken = self._columns[: len(_COLUMNS) + 1]
-        for name, count in zip(_COLUMNS[:-1], broken, strict=False):
+        responses, *broken = self._columns[: len(COLUMNS) + 1]
+        for name, count in zip(COLUMNS[:-1], broken, strict=False):
             if count:
                 column, of_advantage = _VERL_NAMES[name], name == "advantage"
                 where = "all" if count == responses else f"{count:.0f} of {responses:.0f}"

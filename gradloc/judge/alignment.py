@@ -1,0 +1,265 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""What the sums of `measure.alignment` say: which log-probs belong to other tokens, and in which column."""
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+# The limits of the rules in docs/reference/verdict.md.
+SHIFTS = (-1, 1, -2, 2, -3, 3)
+FITS = 0.6  # the moved comparison's distances have at most this share of the others
+LARGEST_LOG_RATIO = 2.5
+LEAST_COUNT = 5.0  # of tokens that count, for the evidence of a ratio
+LEAST_GAP = 0.005  # nats, in the mean; smaller distances are no mismatch
+MOSTLY = 1.5  # times as many tokens are nearer where the response is moved: a few large distances do not tell
+POOLED_TOKENS = 32
+POOLED_EVIDENCE = 6.0
+UNRELATED_CORRELATION = 0.1
+UNRELATED_TOKENS = 128
+UNRELATED_SPREAD = (0.5, 2.0)
+UNRELATED_NATS = 2.0
+CLEAR_RESPONSES = 3
+CLEAR_SHARE = 0.05
+
+PAIRS = ("rollout", "reference", "old")
+COMPARED = ("here", "there", "size", "square", "nearer", "farther")
+_OF_SHIFT = ("whole", "inside", *COMPARED)
+PAIR_SUMS = (
+    "responses",
+    "aligned",
+    *(f"{name} {shift}" for shift in SHIFTS for name in _OF_SHIFT),
+    "start",
+    "at_turn",
+    "lost",
+    "lost_start",
+    "lost_at_turn",
+    "other_row",
+    "zero_tail",
+    "constant_tail",
+    "tail_of_b",
+    "tokens",
+    "first",
+    "second",
+    "first_square",
+    "second_square",
+    "product",
+)
+ALIGNMENT_SUMS = len(PAIRS) * len(PAIR_SUMS)
+
+
+class Off(NamedTuple):
+    """What is wrong between two columns of log-probs.
+
+    Args:
+        kind (str): "moved", "lost" (from a token on), "other_row", "zero_tail", "constant_tail" or "unrelated".
+        share (float): In which share of the responses.
+        clear (bool): Whether this update shows it for certain.
+        shift (int): k, where a[t] fits b[t + k]; else 0.
+        start (float): Where it begins inside most of these responses, the mean index from which on; else 0.
+        at_turn (bool): Whether most of these begin with a turn.
+        correlation (float): Between the two columns.
+        of_b (bool): Whether a tail is in b, in most of these.
+    """
+
+    kind: str
+    share: float
+    clear: bool
+    shift: int = 0
+    start: float = 0.0
+    at_turn: bool = False
+    correlation: float = 0.0
+    of_b: bool = False
+
+
+def find_off(sums: Sequence[float], judge_correlation: bool) -> dict[str, Off | None]:
+    """By pair ("rollout" with the policy, "reference" and "old" with the current one) what is wrong; None if nothing.
+
+    A pair that cannot be judged is missing.
+
+    Args:
+        sums (Sequence[float]): What `own_alignment` returned, added up over ranks and mini-batches.
+        judge_correlation (bool): Whether log-probs without any relation are a fault: an engine that has drifted away
+            over the steps of a run is none.
+    """
+    found: dict[str, Off | None] = {}
+    for number, pair in enumerate(PAIRS):
+        of_pair = dict(zip(PAIR_SUMS, sums[number * len(PAIR_SUMS) : (number + 1) * len(PAIR_SUMS)], strict=True))
+        if of_pair["tokens"] >= POOLED_TOKENS:
+            found[pair] = _off(of_pair, judge_correlation)
+    return found
+
+
+def correlation(sums: Sequence[float], pair: str = "rollout") -> float | None:
+    """Between the log-probs of a pair; None where they are too few, or all alike."""
+    at = PAIRS.index(pair) * len(PAIR_SUMS)
+    return _correlation(dict(zip(PAIR_SUMS, sums[at : at + len(PAIR_SUMS)], strict=True)))
+
+
+def _correlation(sums: Mapping[str, float]) -> float | None:
+    count = sums["tokens"]
+    if count < UNRELATED_TOKENS:
+        return None
+    first, second = _variance(sums, "first"), _variance(sums, "second")
+    if min(first, second) < LEAST_GAP**2:
+        return None
+    return (sums["product"] - sums["first"] * sums["second"] / count) / count / math.sqrt(first * second)
+
+
+def _variance(sums: Mapping[str, float], name: str) -> float:
+    return sums[f"{name}_square"] / sums["tokens"] - (sums[name] / sums["tokens"]) ** 2
+
+
+def _evidence(here: float, there: float, size: float, square: float) -> float:
+    """The same of sums as `evidence` in `measure.alignment` of tensors."""
+    tiny = sys.float_info.min
+    by_sum = (here - there) / max(math.sqrt(square), tiny)
+    count = size**2 / max(square, tiny)
+    ratio = min(math.log(max(here, tiny)) - math.log(max(there, tiny)), LARGEST_LOG_RATIO)
+    return max(by_sum, math.sqrt(count / 2) * ratio if count >= LEAST_COUNT else 0.0)
+
+
+def _off(sums: Mapping[str, float], judge_correlation: bool) -> Off | None:
+    moved = {k: sums[f"whole {k}"] + sums[f"inside {k}"] for k in SHIFTS}
+    inside = sum(sums[f"inside {k}"] for k in SHIFTS)
+    counts = {
+        "moved": sum(moved.values()),
+        **{name: sums[name] for name in ("lost", "other_row", "zero_tail", "constant_tail")},
+    }
+    kind = max(counts, key=counts.__getitem__)
+    if kind in _TAILS and counts["other_row"] >= max(CLEAR_RESPONSES, CLEAR_SHARE * sums["responses"]):
+        kind = "other_row"  # of which only those of shorter responses can be told
+    count = counts[kind]
+    # Some responses are too short, or their tokens too sure, to tell.
+    known = max(count + sums["aligned"] if kind in ("moved", "lost") else sums["responses"], 1.0)
+    found = Off(kind, count / known, count >= max(CLEAR_RESPONSES, CLEAR_SHARE * known))
+    if kind == "moved" and count:
+        mostly_inside = 2 * inside > count
+        found = found._replace(
+            shift=max(moved, key=moved.__getitem__),
+            start=sums["start"] / inside if mostly_inside else 0.0,
+            at_turn=mostly_inside and 2 * sums["at_turn"] > inside,
+        )
+    if kind in _TAILS:
+        found = found._replace(of_b=2 * sums["tail_of_b"] > sums["zero_tail"] + sums["constant_tail"])
+    if kind == "lost" and count:
+        found = found._replace(start=sums["lost_start"] / count, at_turn=2 * sums["lost_at_turn"] > count)
+    if found.clear and kind != "other_row":
+        return found
+    # Responses too short, or engines too far apart, to tell one by one.
+    for k in SHIFTS:
+        *parts, nearer, farther = (sums[f"{name} {k}"] for name in COMPARED)
+        evidence = _evidence(*parts)
+        is_nearer = parts[1] <= (1 + FITS) / 2 * parts[0] and parts[0] > LEAST_GAP * sums["tokens"]
+        is_nearer &= parts[1] <= sums["tokens"] * math.sqrt(max(_variance(sums, "second"), 0.0))
+        if is_nearer and nearer >= MOSTLY * farther and evidence >= POOLED_EVIDENCE:
+            return Off("moved", 1.0, True, shift=k)
+    if found.clear:
+        return found
+    # A few tokens with large distances hide a relation that most have.
+    own = any(sums[f"farther {k}"] >= MOSTLY * sums[f"nearer {k}"] > 0 for k in SHIFTS)
+    related = None if own else _correlation(sums)
+    if judge_correlation and related is not None and related < UNRELATED_CORRELATION:
+        spread = _variance(sums, "first") / _variance(sums, "second")
+        apart = abs(sums["first"] - sums["second"]) / sums["tokens"]
+        # Noise, too, hides a relation, but then one spreads far more than the other.
+        if UNRELATED_SPREAD[0] <= spread <= UNRELATED_SPREAD[1] or apart > UNRELATED_NATS:
+            return Off("unrelated", 1.0, True, correlation=related)
+    return found if count else None
+
+
+_COLUMNS = {
+    "rollout": ("The rollout's log-probs", "r"),
+    "policy": ("Training's log-probs", "p"),
+    "reference": ("The reference's log-probs", "ref"),
+    "old": ("The old log-probs", "old"),
+    "now": ("The log-probs of the update", "p"),
+}
+_OF_PAIR = {"rollout": ("rollout", "policy"), "reference": ("reference", "now"), "old": ("old", "now")}
+_TAILS = ("zero_tail", "constant_tail")
+_WHICH = "; a reference tells which of the two (use_kl_loss=True with kl_loss_coef=0)"
+
+
+def misaligned_warning(off: Mapping[str, Off | None]) -> dict[str, Any] | None:
+    """The warning, or None: `name` ("misaligned", or "retokenized"), `sentence`, `check` and `share`.
+
+    Args:
+        off (Mapping): What `find_off` returned, of what is clear.
+    """
+    wrong = {pair: each for pair, each in off.items() if each is not None}
+    if not wrong:
+        return None
+    column, other, pair = _wrong_column(wrong, off)
+    each = wrong[pair]
+    if each.kind in _TAILS:
+        column, other = _OF_PAIR[pair][:: -1 if each.of_b else 1]
+    # r[t] fits p[t + k]: if it is p that was moved, p[t] fits r[t − k].
+    shift = each.shift if column == pair else -each.shift
+    subject, letter = _COLUMNS[column]
+    unsure = column == "rollout" and "reference" not in off and each.kind in ("moved", "lost", "other_row", "unrelated")
+    where = f"in {_share(each.share)} of the responses" if each.share < 0.995 else "in all responses"
+    if each.kind == "moved":
+        by = "one position" if abs(shift) == 1 else f"{abs(shift)} positions"
+        way, back = ("late", "early") if shift < 0 else ("early", "late")
+        fits = f"{letter}[t] fits {_COLUMNS[other][1]}[t{shift:+d}]"
+        what = f"are {by} {way}"
+        if unsure:
+            what += f", or training's are {by} {back},"
+        if each.start:
+            where += f", from inside them on (on average from token {each.start:.0f})"
+        sentence = f"{subject} {what} {where} ({fits})"
+        advice = "look for where they are sliced, padded or gathered, and whether a list begins one token later"
+        if each.start:
+            advice = (
+                "look for tokens that only one of the two lists has from there on: decoded and encoded again, or "
+                "special tokens left out"
+            )
+    elif each.kind == "lost":
+        sentence = (
+            f"{subject} {where} agree with {_of(other)} at first, and have no relation to them from inside the "
+            f"responses on (on average from token {each.start:.0f})"
+        )
+        advice = "look for tokens that were decoded and encoded again, or that only one of the two lists has"
+    elif each.kind == "other_row":
+        sentence = f"{subject} {where} are those of other responses of the batch"
+        advice = "look for what reorders, pads or repeats rows in one of the columns alone"
+    elif each.kind == "unrelated":
+        sentence = f"{subject} have no relation to {_of(other)} (correlation {each.correlation:.2f})"
+        advice = "they belong to other tokens, or to another model: print both beside the token ids"
+    else:
+        value = "exact zeros" if each.kind == "zero_tail" else "one repeated value"
+        sentence = f"{subject} end in {value} {where}, where {_of(other)} are not"
+        advice = "log-probs are missing there and were padded: take the engine's own, or set response_mask to 0"
+    if each.at_turn:
+        sentence += ", beginning with a turn"
+    return {
+        "name": "retokenized" if each.at_turn else "misaligned",
+        "sentence": f"{sentence}: {advice}{_WHICH if unsure else ''}.",
+        "check": "Print `responses`, `rollout_log_probs`, `old_log_probs` and `ref_log_prob` of one row of the batch "
+        "side by side, and the engine's own list of tokens and log-probs: the same token should have about the same "
+        "log-prob everywhere.",
+        "share": each.share,
+    }
+
+
+def _wrong_column(wrong: Mapping[str, Off], off: Mapping[str, Off | None]) -> tuple[str, str, str]:
+    """Which column is off, what it was compared with, and the pair that shows it: the one that fits no other."""
+    if "old" in wrong and "rollout" in off and "rollout" not in wrong:
+        return "now", "old", "old"
+    if "old" in wrong:
+        return "old", "now", "old"
+    if "rollout" in wrong and "reference" in wrong:
+        return "policy", "rollout", "rollout"
+    if "rollout" in wrong:
+        return "rollout", "policy", "rollout"
+    return "reference", "now", "reference"
+
+
+def _of(column: str) -> str:
+    subject = _COLUMNS[column][0]
+    return subject[0].lower() + subject[1:]
+
+
+def _share(share: float) -> str:
+    return "under 1%" if share < 0.01 else f"{share:.0%}"

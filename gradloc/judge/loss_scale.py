@@ -1,0 +1,116 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a loss or a gradient is scaled wrongly: by one factor, the same everywhere, and what that could be."""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+
+# The warning's name.
+LOSS_SCALE = "loss_scale"
+# A factor from 1/CLEAR to CLEAR is called 1.
+CLEAR = 1.25
+# How far a token's coefficient over its expected one may be from the factor, relative to it, for the middle 80% of the
+# tokens. Coefficients of half precision have an error of 2^-9.
+COEFFICIENT_SPREAD = 0.05
+_LEAST_TOKENS = 16
+# How many figures `own_scale_figures` gives.
+SCALE_FIGURES = 7
+# The aggregation modes that promise a sum of weights of 1: over all tokens, in the last over one of each response.
+MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")
+# How close to a number a factor must be for that number to be named.
+_FITS = 0.01
+
+CHECK = (
+    "Take one step with another number of ranks, and one with another number of micro-batches: `actor/grad_norm` "
+    "should stay about the same."
+)
+
+
+def coefficient_factor(by_rank: Sequence[Sequence[float]]) -> float | None:
+    """The factor by which the coefficients are larger than expected; None if they are not all so by the same factor.
+
+    Args:
+        by_rank (Sequence): The 7 figures that `own_scale_figures` returned, of each rank.
+    """
+    known = [figures for figures in by_rank if figures[2] > 0]
+    if sum(figures[2] for figures in known) < _LEAST_TOKENS:
+        return None
+    factor = statistics.median_low(figures[4] for figures in known)
+    apart = max(abs(quantile - factor) for figures in known for quantile in figures[3:6])
+    return factor if factor > 0 and apart <= COEFFICIENT_SPREAD * factor else None
+
+
+def loss_scale_warning(by_rank: Sequence[Sequence[float]]) -> dict[str, str] | None:
+    """A warning if a mini-batch's loss is scaled wrongly, from figures alone that all ranks have: they warn alike.
+
+    Two things are compared: the weights of all tokens with what the aggregation mode promises, if all ranks have the
+    same one: a sum of 1 in the mean over the ranks (over one token of each response for `seq-mean-token-sum`), and the
+    coefficients with the weights.
+    Responses that a correction rejects make the first sum smaller, so less than 1 counts only if a number fits: that of
+    the ranks, or of micro-batches if all ranks have as many.
+
+    Args:
+        by_rank (Sequence): The 7 figures that `own_scale_figures` returned, of each rank.
+
+    Returns:
+        dict: `name`, `sentence` and `check`; None if nothing is wrong, or nothing is known.
+    """
+    weights, modes, *_, micro_batches = zip(*by_rank, strict=True)
+    counts = {"ranks": len(by_rank), **({"micro-batches": micro_batches[0]} if len(set(micro_batches)) == 1 else {})}
+    of_weights = sum(weights) / len(weights)
+    if len(set(modes)) == 1 and math.isfinite(of_weights) and of_weights > 0:
+        fitting = fitting_numbers(of_weights, counts)
+        if of_weights > CLEAR or (of_weights < 1 / CLEAR and fitting):
+            what = f"the weights of all tokens add up to {of_weights:.4g} instead of 1 ({MODES[int(modes[0])]})"
+            return _warning(what, fitting)
+    of_coefficients = coefficient_factor(by_rank)
+    if of_coefficients is not None and not is_one(of_coefficients):
+        what = f"the loss's gradient is {of_coefficients:.4g} times what its weights, advantages and ratios give"
+        return _warning(what, fitting_numbers(of_coefficients, counts))
+    return None
+
+
+def is_one(factor: float) -> bool:
+    """Whether a factor is not clearly another than 1."""
+    return 1 / CLEAR <= factor <= CLEAR
+
+
+def fitting_numbers(factor: float, counts: Mapping[str, float], tolerance: float = _FITS) -> list[str]:
+    """What a factor could be: one of some numbers, a product of two, one over these, or a power of two; in words.
+
+    Args:
+        factor (float): It, positive.
+        counts (Mapping): Numbers by what they are, as "ranks"; those up to 1 are left out.
+        tolerance (float): How far the factor may be from a number, relative to it.
+    """
+    found: list[str] = []
+    given = {name: float(count) for name, count in counts.items() if 1 < count < math.inf}
+    names = list(given)
+    products = {name: given[name] for name in names} | {
+        f"{one} × {other}": given[one] * given[other] for i, one in enumerate(names) for other in names[i + 1 :]
+    }
+    for name, number in products.items():
+        for text, value in ((f"the number of {name}", number), (f"1 / the number of {name}", 1 / number)):
+            if abs(factor / value - 1) <= tolerance:
+                found.append(f"{text} ({number:g})")
+    power = round(math.log2(factor))
+    if power and abs(factor / 2.0**power - 1) <= tolerance:
+        found.append(f"2^{power}")
+    return found
+
+
+def what_it_could_be(fitting: Sequence[str]) -> str:
+    """A clause on `fitting_numbers`, or nothing."""
+    if not fitting:
+        return ""
+    return f"; it could be {' or '.join([', '.join(fitting[:-1]), fitting[-1]] if len(fitting) > 1 else fitting)}"
+
+
+def _warning(what: str, fitting: Sequence[str]) -> dict[str, str]:
+    return {
+        "name": LOSS_SCALE,
+        "sentence": f"The loss is scaled wrongly: {what}{what_it_could_be(fitting)}.",
+        "check": f"{CHECK} In a checkout of GradLoc, `bash run_experiment.sh --embedded --fault loss_scale` plants "
+        "this fault.",
+    }
