@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the words in an event mean, in sentences for people."""
 
+from gradloc.evidence.schema import STEP
 from gradloc.judge import rules as sources
 
 # By source: the rule, and what to do.
@@ -35,11 +36,11 @@ NOT_APPLIED = {
 
 # By the figure in steps.jsonl: its name on the page, and what it is; in the order in which they are shown.
 FIGURES = {
-    "spike_margin": ("token norm over threshold", "The largest token-equivalent norm/τ: 1 is the threshold."),
-    "ratio_max": ("largest ratio", "The largest importance ratio to the old policy."),
-    "rollout_ratio_max": (
-        "largest ratio to the rollout",
-        "The largest ratio between a token's probabilities in training and in the rollout.",
-    ),
-    "unlikely_share": ("unlikely tokens", f"The share of tokens with a probability under {sources.UNLIKELY:g}."),
+    name: (title, f"The {STEP['properties'][name]['description']}.")
+    for name, title in {
+        "spike_margin": "token norm over threshold",
+        "ratio_max": "largest ratio",
+        "rollout_ratio_max": "largest ratio to the rollout",
+        "unlikely_share": "unlikely tokens",
+    }.items()
 }

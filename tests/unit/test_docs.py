@@ -17,6 +17,7 @@ from gradloc_tools.convert.command import main as convert
 from gradloc_tools.replay.command import main as replay
 from gradloc_tools.report.command import main as report
 from gradloc_tools.selftest.command import main as selftest
+from tools import field_tables
 
 ROOT = Path(__file__).parents[2]
 TOP_LEVEL = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
@@ -116,35 +117,25 @@ def in_backticks(text: str) -> set[str]:
 
 
 EVIDENCE = (ROOT / "docs/reference/evidence.md").read_text()
-EVENT, NOTE, STEP = schema.EVENT["properties"], schema.NOTE["properties"], schema.STEP["properties"]
 
 
-@pytest.mark.parametrize(
-    ("section", "names"),
-    [
-        ("The event", set(EVENT)),
-        ("Units", set(EVENT["units"]["items"]["properties"])),
-        ("Culprits", set(EVENT["culprits"]["items"]["properties"])),
-        ("Steps", set(STEP)),
-        ("Limits of the file", {*NOTE, *NOTE["note"]["enum"]}),
-        ("The critic", set(schema.CRITIC["properties"])),
-    ],
-)
-def test_each_part_of_the_evidence_has_its_fields_explained(section: str, names: set[str]) -> None:
-    (text,) = re.findall(rf"^## {section}\n(.*?)(?=^## |\Z)", EVIDENCE, re.M | re.S)
-    rows = in_backticks(" ".join(re.findall(r"^\| (.*?) \|", text, re.M)))
-    assert rows <= names, "no such field"
-    assert names <= rows | in_backticks(re.sub(r"^\|.*", "", text, flags=re.M))
+@pytest.mark.parametrize("page", field_tables.PAGES, ids=lambda page: page.name)
+def test_the_tables_of_fields_are_those_of_the_schemas(page: Path) -> None:
+    assert field_tables.with_tables(page.read_text()) == page.read_text(), "run: python -m tools.field_tables"
 
 
-def test_each_field_of_a_clip_line_is_explained_and_no_other() -> None:
-    page = (ROOT / "docs/reference/clips.md").read_text()
-    (text,) = re.findall(r"^### Lines in spikes.jsonl\n(.*?)^### ", page, re.M | re.S)
-    first, second = text.split("Each of `tokens`:")
-    clip, token = schema.CLIP["properties"], schema.CLIP["properties"]["token_clip"]["properties"]
-    of_token = set(token["tokens"]["items"]["properties"])
-    for part, names in ((first, {*clip, *token}), (second, of_token)):
-        assert in_backticks(" ".join(re.findall(r"^\| (.*?) \|", part, re.M))) == names
+def test_every_table_of_fields_is_in_a_page_and_names_each_field() -> None:
+    marked = re.findall(r"<!-- fields: (\w+) -->", "".join(page.read_text() for page in field_tables.PAGES))
+    assert sorted(marked) == sorted(field_tables.FIELDS)
+    for name, forms in field_tables.FIELDS.items():
+        rows = " ".join(re.findall(r"^(.*?) \|", field_tables.table(name), re.M))
+        assert sorted(re.findall(r"`(\w+)`", rows)) == sorted(forms)
+
+
+def test_a_field_without_a_meaning_gets_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(field_tables.FIELDS, "note", {**field_tables.FIELDS["note"], "mood": schema.TEXT})
+    with pytest.raises(KeyError, match="description"):
+        field_tables.table("note")
 
 
 def test_each_field_of_a_verdict_is_explained_and_no_other() -> None:
