@@ -304,7 +304,7 @@ EVENT = _line(
         **fields("budget_seconds", NUMBER_OR_NULL, "seconds allowed; `null`: no limit"),
         **fields("out_of_time", _YES_OR_NO, "whether they were used up"),
         **fields("suspected", list_of(_SUSPECTED), "if `recorded`: up to 16 tokens by `suspicion`, unmeasured"),
-        **fields("replaces", TEXT, "if `replayed`: the SHA-256 of the line that it replaces"),
+        **fields("replaces", TEXT, "if `replayed`: SHA-256 of the line that it replaces, without its end"),
         **fields("suspected_ranks", list_of(INDEX), "the ranks whose tokens these may be"),
     },
 )
