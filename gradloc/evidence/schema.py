@@ -141,11 +141,7 @@ _TOKEN_FIELDS = {
 }
 # Older events lack these.
 _TURNS = {
-    **fields(
-        "turn",
-        INTEGER_OR_NULL,
-        "its run of tokens with response_mask 1, from 1; `null` if there is one",
-    ),
+    **fields("turn", INTEGER_OR_NULL, "its run of tokens with response_mask 1, from 1; `null` if there is one"),
     **fields(
         "mismatch_start mismatch_turn", INTEGER_OR_NULL, "where the mismatch to the rollout begins; in which turn"
     ),
@@ -278,9 +274,7 @@ EVENT = _line(
     {
         **_VERSION,
         **fields(
-            "drill",
-            _or_null(_DRILL),
-            "of a drill: what was `planted` (`rank`, `row`, `position`), `found`, `passes`",
+            "drill", _or_null(_DRILL), "of a drill: what was `planted` (`rank`, `row`, `position`), `found`, `passes`"
         ),
         **fields("fault", TEXT_OR_NULL, "what the embedded profile has planted"),
         **fields("replay", TEXT_OR_NULL, "the bundle's folder in `bisect_dump_dir`, on the node of rank 0"),
@@ -297,9 +291,7 @@ EVENT = _line(
         ),
         **fields("verdict", _or_null(_VERDICT), "the cause: `cause`, `culprits`, `ordinary`, `sentence`, `check`"),
         **fields(
-            "steps_since_resume",
-            {"type": ["integer", "null"], "minimum": 1},
-            "steps since a checkpoint was loaded",
+            "steps_since_resume", {"type": ["integer", "null"], "minimum": 1}, "steps since a checkpoint was loaded"
         ),
         **fields("budget_seconds", NUMBER_OR_NULL, "seconds allowed; `null`: no limit"),
         **fields("out_of_time", _YES_OR_NO, "whether they were used up"),
@@ -348,9 +340,7 @@ _TOKEN_CLIP = object_with(
         **fields("factor", _POSITIVE, "`token_clip.factor`"),
         **fields("over cut", _by_name(INDEX), "by boundary, number of signals over the bound; of those cut"),
         **fields(
-            "refused",
-            list_of(TEXT),
-            "boundaries where some were not cut, because they were more than `max_share`",
+            "refused", list_of(TEXT), "boundaries where some were not cut, because they were more than `max_share`"
         ),
         **fields("largest", _NUMBERS_BY_LAYER, "by boundary, the largest signal"),
         **fields("usual", _by_name(NUMBER_OR_NULL), "by boundary, the usual largest; `null` in the warm-up"),
