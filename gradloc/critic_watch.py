@@ -22,9 +22,10 @@ from .guarded import warn_once
 from .measure.figures import AllFigures, suspects
 from .measure.micro_batch import MicroBatch
 from .measure.mini_batch import MiniBatch, OrdinaryGradient
-from .measure.pass_recorder import LossInputs, PassRecorder, unchanged
+from .measure.pass_recorder import LossInputs, PassRecorder, ReadTokens
 from .measure.token_weights import movable
 from .measure.watched_model import WatchedModel
+from .spike import Located
 from .threshold import Threshold, is_over
 from .version import __version__
 
@@ -38,8 +39,9 @@ _VALUES = 4
 class CriticWatch:
     """Measures the gradient of each (rank, micro-batch, layer) in the training passes, and compares it with τ.
 
-    For each micro-batch the trainer calls `begin_pass`, runs the forward, calls `observe` and runs the backward. Before
-    the optimizer step it calls `check`. All ranks make the same calls, also this one. The gradient stays as it is.
+    For each micro-batch the trainer calls `begin_pass`, runs the forward, calls `observe_later`, runs the backward, and
+    calls `end_pass`. Before the optimizer step it calls `locate`. All ranks make the same calls, also this one. The
+    gradient stays as it is.
 
     Args:
         module (nn.Module): The value model; ranks hold different data (FSDP1, FSDP2, or a single process).
@@ -50,8 +52,9 @@ class CriticWatch:
         meter (str): As `GradLoc` takes it. With "reduced", micro-batches are not told apart.
 
     Attributes:
-        spikes (list[dict]): Those since `start_update` or `start_mini_batch`, the same on every rank: lines of the form
-            `CRITIC` in `evidence.schema`, without the facts that only the trainer knows.
+        events (list[dict]): The spikes since `start_update` or `start_mini_batch`, the same on every rank: lines of the
+            form `CRITIC` in `evidence.schema`, without the facts that only the trainer knows.
+        warnings (list[dict]): None: nothing is said of a critic without a spike.
     """
 
     def __init__(
@@ -63,7 +66,8 @@ class CriticWatch:
         sequence_parallel_size: int = 1,
         meter: str = "local",
     ) -> None:
-        self.spikes: list[dict[str, Any]] = []
+        self.events: list[dict[str, Any]] = []
+        self.warnings: list[dict[str, str]] = []
         self._model = WatchedModel.unless_it_fails(
             "the search for spikes of the critic's gradient",
             module,
@@ -85,38 +89,36 @@ class CriticWatch:
 
     def start_update(self, global_step: int | None = None) -> None:
         """Discards the spikes and metrics of the last update."""
-        self.spikes, self._global_step = [], global_step
+        self._global_step = global_step
         self._token_norm_max, self._spike_count = 0.0, 0
-        self._recorder.discard()
+        self.start_mini_batch()
 
     def start_mini_batch(self) -> None:
         """Discards the spikes of the last mini-batch; the update's metrics still count them."""
-        self.spikes = []
+        self.events = []
         self._recorder.discard()
 
-    def begin_pass(self, rows: Sequence[int]) -> None:
-        """Called before a micro-batch's forward, with its rows in this rank's mini-batch."""
-        self._end_pass()
+    def begin_pass(self, inputs: dict[str, Any], rows: Sequence[int]) -> None:
+        """Called before a micro-batch's forward, with its rows in this rank's mini-batch; nothing is computed again."""
         self._recorder.begin({}, rows)
 
-    def observe(
-        self, value: Tensor, weight: Callable[[], Tensor], loss_inputs: LossInputs | None = None, **tokens: Tensor
-    ) -> None:
-        """Called between a micro-batch's loss and its backward. All tensors have shape (rows, response length).
+    def observe_later(self, read_tokens: ReadTokens, loss_inputs: LossInputs, loss_agg_mode: str | None = None) -> None:
+        """Called between a micro-batch's loss and its backward.
 
         Args:
-            value (Tensor): The values v that the loss is computed from.
-            weight (Callable): Returns the weight w of each value in the loss, gradient accumulation included; called
-                after the backward.
-            loss_inputs (Mapping, optional): If the loss is computed from another tensor: for "coefficient", see
-                `PassRecorder.observe`.
-            tokens (Tensor): `response_mask`, `returns` and `old_value`.
+            read_tokens (Callable): Returns `value` (v, which the loss is computed from), `weight` (w of each value in
+                the loss, gradient accumulation included), `response_mask`, `returns` and `old_value`, each of shape
+                (rows, response length); called after the backward.
+            loss_inputs (Mapping): The tensor of the values, as "coefficient"; see `PassRecorder.observe`.
+            loss_agg_mode (str, optional): Not looked at.
         """
-        given = loss_inputs or {"coefficient": (value, unchanged)}
-        known = {"value": value.detach(), **tokens}
-        self._recorder.observe_later(lambda: {"weight": weight(), **known}, given)
+        self._recorder.observe_later(read_tokens, loss_inputs)
 
-    def check(self, epoch: int, mini_batch: int) -> None:
+    def end_pass(self) -> None:
+        """Called after a micro-batch's backward."""
+        self._recorder.end()
+
+    def locate(self, epoch: int, mini_batch: int) -> Located:
         """Compares the mini-batch's gradient with τ. A collective call.
 
         Args:
@@ -126,19 +128,23 @@ class CriticWatch:
         Raises:
             RankLostError: An error on this rank that cannot be propagated to the other ranks.
         """
-        self._end_pass()
         where = {"global_step": self._global_step, "epoch": epoch, "mini_batch": mini_batch}
         with collectives.guarded_on_all_ranks("the critic's gradient was not checked"):
             self._check(where)
+        return Located(take_step=True)
 
     def metrics(self) -> dict[str, float]:
         """The update's metrics: the largest token-equivalent norm, τ once there is one, and the number of spikes."""
         threshold = {} if self._threshold.last is None else {"gradloc/threshold": self._threshold.last}
         return threshold | {"gradloc/token_norm_max": self._token_norm_max, "gradloc/triggered": self._spike_count}
 
-    def _end_pass(self) -> None:
-        if self._recorder.current is not None:
-            self._recorder.end()
+    def state_dict(self) -> dict[str, Any]:
+        """See `Threshold.state_dict`."""
+        return self._threshold.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """See `Threshold.load_state_dict`."""
+        self._threshold.load_state_dict(state)
 
     def _check(self, where: dict[str, Any]) -> None:
         model = self._model
@@ -189,15 +195,20 @@ class CriticWatch:
                 "values": _all_largest(values[:: model.sequence_parallel_size]),
                 "world_size": model.data_parallel_size,
             }
-            self.spikes.append({**spike, "cause": cause(spike), "summary": summary(spike)})
+            self.events.append({**spike, "cause": cause(spike), "summary": summary(spike)})
+
+
+def _errors(tokens: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """v − R, float64, and which values have a coefficient; both of shape (rows, response length). No host sync."""
+    counted = tokens["response_mask"].bool() & movable(tokens)
+    if "value" not in tokens:  # they could not be read
+        return torch.zeros_like(counted, dtype=torch.float64), counted
+    return torch.where(counted, tokens["value"].double() - tokens["returns"].double(), 0.0), counted
 
 
 def _error_sums(tokens: Mapping[str, Tensor]) -> Tensor:
-    """The sum of squared errors over the values with a coefficient, and their number; float64, shape (2,). No sync."""
-    if "value" not in tokens:  # they could not be read
-        return tokens["weight"].new_zeros(2, dtype=torch.float64)
-    counted = tokens["response_mask"].bool() & movable(tokens)
-    errors = torch.where(counted, tokens["value"].double() - tokens["returns"].double(), 0.0)
+    """The sum of squared errors, and the number of values that have one; float64, shape (2,). No host sync."""
+    errors, counted = _errors(tokens)
     return torch.stack([errors.square().sum(), counted.sum().double()])
 
 
@@ -207,27 +218,24 @@ def _root_mean_square(sums: Sequence[float]) -> float | None:
 
 
 def _largest_errors(micro_batches: Sequence[MicroBatch], rank: int) -> list[dict[str, Any]]:
-    """This rank's values with the largest errors, those that are not finite first."""
+    """This rank's values with the largest errors in each micro-batch."""
     found = []
     for index, micro_batch in enumerate(micro_batches):
-        tokens = {name: tensor.float().cpu() for name, tensor in micro_batch.tokens.items()}
-        error = (tokens["value"] - tokens["returns"]).abs()
-        size = torch.where(tokens["response_mask"].bool() & movable(tokens), error.nan_to_num(nan=math.inf), -1.0)
-        for place in size.flatten().topk(min(_VALUES, size.numel())).indices.tolist():
-            row, position = divmod(place, size.shape[1])
-            if size[row, position] < 0:
-                continue
+        tokens = micro_batch.tokens
+        errors, counted = _errors(tokens)
+        size = torch.where(counted, errors.abs().nan_to_num(nan=math.inf), -1.0).flatten()
+        most, places = size.topk(min(_VALUES, len(size)))
+        for place in places[most >= 0].tolist():
+            row, position = divmod(place, errors.shape[1])
+            fields = {"value": "value", "old_value": "old_value", "return": "returns", "weight": "weight"}
             found.append(
                 {
                     "rank": rank,
                     "micro_batch": index,
                     "row": micro_batch.rows[row],
                     "position": position,
-                    "value": float(tokens["value"][row, position]),
-                    "old_value": float(tokens["old_value"][row, position]),
-                    "return": float(tokens["returns"][row, position]),
-                    "error": float(error[row, position]),
-                    "weight": float(tokens["weight"][row, position]),
+                    **{name: float(tokens[column][row, position]) for name, column in fields.items()},
+                    "error": float(errors[row, position].abs()),
                 }
             )
     return found

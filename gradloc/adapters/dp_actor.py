@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from verl.utils.device import get_device_id
 
+from ..critic_watch import CriticWatch
 from ..gradloc import GradLoc
 from ..judge.misfire import RewardedRow
 from ..layers.layer_clip import LayerClip
@@ -20,7 +21,7 @@ from ..measure.pass_recorder import unchanged
 from .replay_bundles import padded_rows
 from .saved_state import read_state
 from .update_evidence import Sample, UpdateEvidence, rewarded_rows
-from .watch import EVIDENCE_KEYS, Watch
+from .watch import EVIDENCE_KEYS, ActorWatch
 
 if TYPE_CHECKING:
     from verl import DataProto
@@ -60,7 +61,7 @@ def select_rows(
     return selected
 
 
-def build(actor: "DataParallelPPOActor") -> tuple[Watch | None, GradLoc | None, LayerClip | None]:
+def build(actor: "DataParallelPPOActor") -> tuple[ActorWatch | None, GradLoc | CriticWatch | None, LayerClip | None]:
     """What watches an actor that is trained, if its configuration turns any of it on; None for what is off."""
     config = actor.config
     clips = [config.get(name, {}).get("enable", False) for name in ("layer_clip", "token_clip")]
@@ -69,7 +70,7 @@ def build(actor: "DataParallelPPOActor") -> tuple[Watch | None, GradLoc | None, 
         return None, None, None
     if config.get("spike_search", "training") == "replay":
         raise ValueError("spike_search=replay needs an engine of verl 0.9: set spike_search=training.")
-    watch = Watch(
+    watch = ActorWatch(
         actor.actor_module,
         config,
         partial(forward_rows, actor),

@@ -3,7 +3,7 @@
 """The adapter for the `DataParallelPPOCritic` of verl 0.7: the worker makes a `WatchedCritic` in its place."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +11,12 @@ from torch import Tensor
 from verl.utils import hf_tokenizer
 from verl.workers.critic import dp_critic
 
-from .critic import build_watch, describe, recorded_value_loss, write
+from ..guarded import guarded
+from ..measure.pass_recorder import unchanged
+from .critic import ValueWatch
 from .dp_actor import sample_of_row
-from .update_evidence import Sample
+from .update_evidence import UpdateEvidence
+from .watch import VALUE_KEYS
 
 if TYPE_CHECKING:
     from verl import DataProto
@@ -23,51 +26,64 @@ class WatchedCritic(dp_critic.DataParallelPPOCritic):
     """verl's critic, watched where `critic.spike_detection` turns that on; arguments as in verl.
 
     Attributes:
-        watch (CriticWatch | None): None where it is off.
+        watch (ValueWatch | None): None where it is off.
     """
 
     def __init__(self, config: Any, *arguments: Any, **options: Any) -> None:
         super().__init__(config, *arguments, **options)
-        trains = self.critic_optimizer is not None
-        self.watch = (
-            build_watch(self.critic_module, config, lambda: 1.0, self.ulysses_sequence_parallel_size)
-            if trains
-            else None
-        )
+        self.watch: ValueWatch | None = None
+        if self.critic_optimizer is not None and config.get("spike_detection", False):
+            self.watch = ValueWatch(self.critic_module, config, lambda: 1.0, self.ulysses_sequence_parallel_size)
         self._training = False
 
     def update_critic(self, data: "DataProto") -> dict[str, Any]:
         if self.watch is None:
             return super().update_critic(data)
-        step = data.meta_info.get("global_steps")
+        step, size = data.meta_info.get("global_steps"), self.config.ppo_mini_batch_size
         self.watch.start_update(step)
         self._steps = self._next_row = 0
-        self._mini_batches = -(-len(data) // self.config.ppo_mini_batch_size)
+        self._mini_batches = -(-len(data) // size)
         self._rows: list[list[int]] = []
         self._training = True
         try:
-            with self._rows_noted(), recorded_value_loss(self.watch.observe, self._factor):
+            with self._rows_noted():
                 metrics = super().update_critic(data)
         finally:
             self._training = False
-        spikes = self.watch.spikes
-        sample_of = self._sample_of(data, spikes)
-        describe(spikes, lambda: self._tokenizer, sample_of, self.ulysses_sequence_parallel_size)
-        write(self.config.bisect_dump_dir, step, spikes)
-        return {**metrics, **{f"critic/{name}": value for name, value in self.watch.metrics().items()}}
+            self.watch.stop()
+        spikes, own = self.watch.lines(), self.watch.metrics()
+        evidence = UpdateEvidence(
+            self.config.bisect_dump_dir, self._tokenizer if spikes else None, self.ulysses_sequence_parallel_size
+        )
+        evidence.add(spikes, lambda spike, value: sample_of_row(data[spike["mini_batch"] * size + value["row"]]))
+        evidence.write(step, own, self.watch.warnings)
+        return {**metrics, **{f"critic/{name}": value for name, value in own.items()}}
 
     def _forward_micro_batch(self, micro_batch: Mapping[str, Any]) -> Tensor:
-        if self._training:
-            assert self.watch is not None
-            self.watch.begin_pass(self._take_rows(len(micro_batch["input_ids"])))
-        return super()._forward_micro_batch(micro_batch)
+        if not self._training:
+            return super()._forward_micro_batch(micro_batch)
+        assert self.watch is not None
+        watch, mask = self.watch, micro_batch["response_mask"]
+        watch.begin_pass({}, self._take_rows(len(mask)))
+        values = super()._forward_micro_batch(micro_batch)
+        tokens = {name: micro_batch[key] for name, key in VALUE_KEYS.items()} | {"value": values.detach()}
+        # verl computes the loss of these very values next, and nothing of ours runs between it and its backward.
+        watch.aggregation.start(
+            lambda _: watch.observe(
+                {"coefficient": (values, unchanged)}, lambda: tokens, mask.shape, self._factor(mask)
+            )
+        )
+        return values
 
     def _optimizer_step(self) -> Tensor:
-        if self._training:
-            assert self.watch is not None
-            self.watch.check(*divmod(self._steps, self._mini_batches))
-            self._steps, self._next_row = self._steps + 1, 0
-        return super()._optimizer_step()
+        if not self._training:
+            return super()._optimizer_step()
+        assert self.watch is not None
+        epoch, mini_batch = divmod(self._steps, self._mini_batches)
+        self._steps, self._next_row = self._steps + 1, 0
+        norm = self.watch.step(epoch, mini_batch, super()._optimizer_step)
+        assert isinstance(norm, Tensor)  # every step is taken, and no layer is clipped
+        return norm
 
     def _take_rows(self, count: int) -> list[int]:
         """The rows of the next micro-batch in its mini-batch."""
@@ -99,17 +115,10 @@ class WatchedCritic(dp_critic.DataParallelPPOCritic):
             return len(response_mask) / self.config.ppo_mini_batch_size
         return 1 / self.gradient_accumulation
 
-    def _sample_of(self, data: "DataProto", spikes: list[dict[str, Any]]) -> Callable[[Mapping[str, Any]], Sample]:
-        mini_batch_of = {id(value): spike["mini_batch"] for spike in spikes for value in spike["values"]}
-
-        def sample_of(value: Mapping[str, Any]) -> Sample:
-            row = mini_batch_of[id(value)] * self.config.ppo_mini_batch_size + value["row"]
-            return sample_of_row(data[row])
-
-        return sample_of
-
     @functools.cached_property
     def _tokenizer(self) -> Any:
-        """The critic's tokenizer, read when there is a spike: verl keeps it elsewhere."""
+        """The critic's tokenizer, read when there is a spike, as verl keeps it elsewhere; None if that fails."""
         model = self.config.model
-        return hf_tokenizer(model.tokenizer_path, trust_remote_code=model.get("trust_remote_code", False))
+        with guarded("values of a critic's spike are written without their texts"):
+            return hf_tokenizer(model.tokenizer_path, trust_remote_code=model.get("trust_remote_code", False))
+        return None

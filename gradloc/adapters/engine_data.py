@@ -42,10 +42,10 @@ class MiniBatchPlaces:
         return where, tu.get(data, "update_lr_scheduler", True) and update == updates - 1
 
 
-def bound_config(loss_function: Callable[..., Any], kind: type) -> Any:
-    """The configuration that a loss is bound to, if it is of this kind; None otherwise."""
+def bound_config(loss_function: Callable[..., Any], kinds: type | tuple[type, ...]) -> Any:
+    """The configuration that a loss is bound to, if it is of one of these kinds; None otherwise."""
     config = getattr(loss_function, "keywords", {}).get("config")
-    return config if isinstance(config, kind) else None
+    return config if isinstance(config, kinds) else None
 
 
 def loss_scale(engine: Any) -> float:

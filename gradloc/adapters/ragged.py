@@ -15,7 +15,7 @@ from torch import Tensor
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 
-from .watch import EVIDENCE_KEYS
+from .watch import EVIDENCE_KEYS, VALUE_KEYS
 
 
 class Output(NamedTuple):
@@ -26,7 +26,11 @@ class Output(NamedTuple):
 
 
 # By verl's names.
-OUTPUTS = {"log_probs": Output("log_prob", "coefficient"), "entropy": Output("entropy", "entropy_coefficient")}
+OUTPUTS = {
+    "log_probs": Output("log_prob", "coefficient"),
+    "entropy": Output("entropy", "entropy_coefficient"),
+    "values": Output("value", "coefficient"),
+}
 
 
 def padded(values: Tensor) -> Tensor:
@@ -44,7 +48,8 @@ def read_tokens(
         outputs (Mapping[str, Tensor]): What the model gave, by the names of `OUTPUTS`, as flat values.
         as_response (Callable): A `ResponseCutter`.
     """
-    tokens = {name: padded(data[key]) for name, key in EVIDENCE_KEYS.items() if key in data.keys()}
+    keys = VALUE_KEYS if "values" in outputs else EVIDENCE_KEYS
+    tokens = {name: padded(data[key]) for name, key in keys.items() if key in data.keys()}
     return tokens | {OUTPUTS[key].value: as_response(values) for key, values in outputs.items()}
 
 

@@ -32,10 +32,6 @@ _COLUMNS = (*EVIDENCE_KEYS.values(), "input_ids", "position_ids", "attention_mas
 Guard = Callable[[], AbstractContextManager[None]]
 
 
-class NotRecordedError(ForeseenError):
-    """A micro-batch that cannot be recorded; the message says why."""
-
-
 @dataclass
 class RecordedMicroBatch:
     """References to what a micro-batch's loss is computed from; nothing is copied before `read`.
@@ -68,7 +64,7 @@ class RecordedMicroBatch:
         Args:
             config (ActorConfig): verl's configuration of the actor.
             eos_tokens (set[int]): Where a rollout stops.
-            rng_state (Tensor): torch's random state on the CPU at the start of the mini-batch.
+            rng_state (Tensor): Of the loss function.
         """
         data = self.data
         if "position_ids" not in data.keys():
@@ -84,7 +80,7 @@ class RecordedMicroBatch:
         tokens |= {OUTPUTS[key].coefficient: as_response(gradient) for key, gradient in self.gradients.items()}
         factor = float(self.factor[0]) if self.factor else 1.0
         if not (math.isfinite(factor) and factor > 0):
-            raise NotRecordedError(f"the engine multiplies the loss by {factor}")
+            raise ForeseenError(f"the engine multiplies the loss by {factor}")
         micro_batch = MicroBatch(inputs, data[ROW].tolist(), (rng_state, None))
         micro_batch.tokens = tokens
         return micro_batch, factor
@@ -105,11 +101,13 @@ class RecordedLoss:
     Attributes:
         micro_batches (list[RecordedMicroBatch]): In the order of their losses.
         tokens_of_mini_batch (float | None): The number of tokens that the loss divides by, of all ranks.
+        rng_state (Tensor): torch's random state on the CPU at the start of the mini-batch.
     """
 
     def __init__(self, loss_function: Callable[..., Any], config: Any, guard: Guard) -> None:
         self.micro_batches: list[RecordedMicroBatch] = []
         self.tokens_of_mini_batch: float | None = None
+        self.rng_state = torch.get_rng_state()
         self._loss_function = loss_function
         self._config = config
         self._guard = guard
@@ -153,9 +151,9 @@ class RecordedLoss:
         if self.tokens_of_mini_batch is None and (count := tu.get(data, "batch_num_tokens")) is not None:
             self.tokens_of_mini_batch = float(count)
         if "log_probs" not in model_output:
-            raise NotRecordedError("the loss has no log-probs")
+            raise ForeseenError("the loss has no log-probs")
         if ROW not in data.keys():
-            raise NotRecordedError("the engine does not hand all columns of the data to the loss")
+            raise ForeseenError("the engine does not hand all columns of the data to the loss")
         flat = {name: _flat(model_output[name]) for name in OUTPUTS if name in model_output}
         images = tu.get(data, "multi_modal_inputs") if "multi_modal_inputs" in data.keys() else ()
         recorded = RecordedMicroBatch(
@@ -179,7 +177,7 @@ class RecordedLoss:
 def _flat(values: Tensor) -> Tensor:
     flat = values.values() if values.is_nested else values
     if flat.dim() != 1:
-        raise NotRecordedError(f"log-probs or entropies have the shape {tuple(flat.shape)}: they are not one per token")
+        raise ForeseenError(f"log-probs or entropies have the shape {tuple(flat.shape)}: they are not one per token")
     return flat
 
 

@@ -9,7 +9,15 @@ from typing import Any
 
 from ..evidence import clips
 from ..evidence.token_texts import context_evidence, text_evidence
-from ..evidence.writer import EVENTS_PER_STEP, STEP_FIGURES, jsonable, limit_texts, record_events, record_step
+from ..evidence.writer import (
+    EVENTS_PER_STEP,
+    STEP_FIGURES,
+    jsonable,
+    limit_texts,
+    record_critic,
+    record_events,
+    record_step,
+)
 from ..fsdp import collectives
 from ..guarded import guarded
 from ..judge.misfire import RewardedRow, may_misfire, misfire
@@ -20,6 +28,13 @@ logger = logging.getLogger(__name__)
 
 # How many events of an update are logged one by one.
 _LOGGED_EVENTS = 3
+# The kinds of lines: how each is logged, and the plural.
+_KINDS = {
+    "spike": ("Gradient spike", "gradient spikes"),
+    "clip": ("Outlying tokens", "mini-batches with outlying tokens"),
+    "critic": ("Gradient spike of the critic", "spikes of the critic"),
+}
+_NO_TEXT = "a token of a gradient spike is written without its text"
 _NOT_COMPARED = "a gradient spike is not compared with the rewards of its mini-batch"
 
 
@@ -61,9 +76,11 @@ class UpdateEvidence:
         directory (str): Where they are written.
         tokenizer (PreTrainedTokenizer, optional): The actor's; without one, culprits have no text.
         sequence_parallel_size (int): How many neighbouring ranks have the same data.
+        rank (int, optional): The number of this rank, of which 0 writes; by default, its number among all.
     """
 
-    def __init__(self, directory: str, tokenizer: Any, sequence_parallel_size: int) -> None:
+    def __init__(self, directory: str, tokenizer: Any, sequence_parallel_size: int, rank: int | None = None) -> None:
+        self._rank = collectives.rank() if rank is None else rank
         self._directory = directory
         self._tokenizer = tokenizer
         self._sequence_parallel_size = sequence_parallel_size
@@ -73,14 +90,13 @@ class UpdateEvidence:
         self,
         events: Sequence[dict[str, Any]],
         sample_of: Callable[[Mapping[str, Any], Mapping[str, Any]], Sample],
-        rewards_of: Callable[[Mapping[str, Any]], Sequence[RewardedRow] | None],
+        rewards_of: Callable[[Mapping[str, Any]], Sequence[RewardedRow] | None] = lambda event: None,
     ) -> None:
-        """Adds events and clip lines, and to their tokens and verdicts what the data say of them. A collective call.
+        """Adds an update's lines, and to their tokens and verdicts what the data say of them. A collective call.
 
         Args:
-            events (Sequence[dict]): The same on every rank; they are changed.
-            sample_of (Callable): The sample of an event's culprit, or of a clip line's token, both given, on the rank
-                that has it; may raise.
+            events (Sequence[dict]): Events, clip lines or a critic's spikes, the same on every rank; they are changed.
+            sample_of (Callable): The sample of a line's token, both given, on the rank that has it; may raise.
             rewards_of (Callable): The rows of an event's mini-batch on this rank, None if they are not known; may
                 raise.
         """
@@ -97,10 +113,27 @@ class UpdateEvidence:
             self._sequence_parallel_size,
         )
         for event in events:
-            if "token_clip" not in event and may_misfire(event):
-                rows = self._rewarded(event, rewards_of)
-                event["verdict"] = (rows and _misfire(event, rows)) or event["verdict"]
-            event["summary"] = clips.summary(event) if "token_clip" in event else summary(event)
+            if _kind(event) == "clip":
+                event["summary"] = clips.summary(event)
+            elif _kind(event) == "spike":
+                if may_misfire(event):
+                    rows = self._rewarded(event, rewards_of)
+                    event["verdict"] = (rows and _misfire(event, rows)) or event["verdict"]
+                event["summary"] = summary(event)
+
+    def add_own(self, events: Sequence[dict[str, Any]], sample_of: Callable[[Mapping[str, Any]], Sample]) -> None:
+        """Adds events that were only recorded, and on rank 0 what the data say of its own tokens. No collective call.
+
+        Args:
+            events (Sequence[dict]): Those of this rank; they are changed.
+            sample_of (Callable): The sample of a suspected token; may raise.
+        """
+        self._events += events
+        for event in events if self._rank == 0 else ():
+            for index, token in enumerate(event["suspected"]):
+                with guarded(_NO_TEXT):
+                    token |= self._facts_of_culprit(sample_of(token), token["position"], index)
+            event["summary"] = summary(event)
 
     def write(self, global_step: int | None, metrics: Mapping[str, Any], warnings: Sequence[Mapping[str, str]]) -> None:
         """Ends an update: rank 0 writes its events and, from its metrics and warnings, the step's line."""
@@ -108,7 +141,7 @@ class UpdateEvidence:
         for event in events:
             if event.get("verdict"):
                 event["verdict"] = settled(event, warnings)
-        if collectives.rank() == 0:
+        if self._rank == 0:
             write_update(self._directory, global_step, events, metrics, warnings)
 
     def _rewarded(
@@ -129,12 +162,16 @@ class UpdateEvidence:
         index: int,
         sample_of: Callable[[Mapping[str, Any], Mapping[str, Any]], Sample],
     ) -> dict[str, Any]:
-        """The text around a culprit, and what its sample was rewarded for; no long texts that are not written."""
+        """What the data say of a line's token."""
         culprit = _tokens(event)[index]
         sample = sample_of(event, culprit)
-        if "token_clip" in event:
+        if _kind(event) != "spike":
             return facts_of_token(sample, culprit["position"], self._tokenizer)
-        return limit_texts(facts_of_culprit(sample, culprit["position"], self._tokenizer), index)
+        return self._facts_of_culprit(sample, culprit["position"], index)
+
+    def _facts_of_culprit(self, sample: Sample, position: int, index: int) -> dict[str, Any]:
+        """A culprit's text, and what its sample was rewarded for; no long texts that are not written."""
+        return limit_texts(facts_of_culprit(sample, position, self._tokenizer), index)
 
 
 def add_facts(
@@ -151,7 +188,7 @@ def add_facts(
     own = []
     for number, token in enumerate(tokens):
         if not duplicate and token["rank"] == own_rank:
-            with guarded("a token of a gradient spike is written without its text"):
+            with guarded(_NO_TEXT):
                 # Sent to all ranks: plain values, whatever a ground truth is.
                 own.append((number, jsonable(facts_of(number))))
     for of_rank in collectives.gather_objects(own):
@@ -171,24 +208,23 @@ def write_update(
     Args:
         directory (str): Where to.
         global_step (int, optional): The trainer's step.
-        events (Sequence[dict]): With the facts on all culprits.
-        metrics (Mapping): Those of the actor.
+        events (Sequence[dict]): Its lines, with the facts on all tokens.
+        metrics (Mapping): Those of the actor or critic; of the latter, no line of steps.jsonl is made.
         warnings (Sequence[Mapping]): What `RunChecks.warnings` returned.
     """
     names = {name: f"actor/gradloc/{name}" for name in STEP_FIGURES}
     figures = {name: metrics[metric] for name, metric in names.items() if metric in metrics}
-    for what, lines in (
-        ("gradient spikes", [event for event in events if "token_clip" not in event]),
-        ("mini-batches with outlying tokens", [event for event in events if "token_clip" in event]),
-    ):
+    by_kind = {kind: [event for event in events if _kind(event) == kind] for kind in _KINDS}
+    for kind, lines in by_kind.items():
+        start, what = _KINDS[kind]
         for line in lines[:_LOGGED_EVENTS]:
-            start = "Gradient spike" if line.get("drill") is None else "Spike drill"
-            start = "Outlying tokens" if "token_clip" in line else start
-            logger.warning("%s in step %s: %s", start, line["global_step"], in_one_line(line))
+            said = start if line.get("drill") is None else "Spike drill"
+            logger.warning("%s in step %s: %s", said, line["global_step"], in_one_line(line))
         if (more := len(lines) - _LOGGED_EVENTS) > 0:
             logger.warning("%d more %s in step %s: see the report on %s", more, what, global_step, directory)
     # The figures count the spikes, so these come first: a reader never finds fewer than are counted.
-    record_events(directory, events)
+    record_events(directory, [event for event in events if _kind(event) != "critic"])
+    record_critic(directory, global_step, by_kind["critic"])
     if figures:
         record_step(directory, global_step, figures, warnings)
 
@@ -200,9 +236,15 @@ def _misfire(event: Mapping[str, Any], rows: Mapping[tuple[int, int], RewardedRo
     return None
 
 
+def _kind(line: Mapping[str, Any]) -> str:
+    """What a line is, a key of `_KINDS`."""
+    return "clip" if "token_clip" in line else "critic" if "values" in line else "spike"
+
+
 def _tokens(line: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
-    """The tokens that a line names."""
-    return line["token_clip"]["tokens"] if "token_clip" in line else line["culprits"]
+    """The tokens that a line names; of a critic's, the values."""
+    kind = _kind(line)
+    return line["token_clip"]["tokens"] if kind == "clip" else line["values" if kind == "critic" else "culprits"]
 
 
 def facts_of_token(sample: Sample, position: int, tokenizer: Any) -> dict[str, Any]:

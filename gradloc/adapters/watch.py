@@ -1,18 +1,18 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""GradLoc, LayerClip and TokenClip of an actor: what the adapters of all verl versions share."""
+"""GradLoc, LayerClip and TokenClip of an actor, and what watches a critic: what all adapters share."""
 
 import functools
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from verl.utils.device import get_device_name
 
 from ..bundles.layout import Row
+from ..critic_watch import CriticWatch
 from ..evidence.clips import clip_line
 from ..fsdp import collectives
 from ..gradloc import GradLoc
@@ -35,7 +35,8 @@ from .model_facts import eos_tokens, meter_kind
 from .replay_bundles import build_bundle_writer
 from .saved_state import write_state
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from .spike_recorder import SpikeRecorder
 
 # The evidence's names for what is known of a token, and where a micro-batch holds it.
 EVIDENCE_KEYS = {
@@ -48,26 +49,25 @@ EVIDENCE_KEYS = {
     "rollout_is_weight": "rollout_is_weights",
 }
 
-# What an actor's optimizer step gives for its gradient's norm: a tensor or a number.
+# The same of a critic's values.
+VALUE_KEYS = {"response_mask": "response_mask", "old_value": "values", "returns": "returns"}
+
+# What an optimizer step gives for its gradient's norm: a tensor or a number.
 Norm = TypeVar("Norm")
 
 
 class Watch:
-    """GradLoc, LayerClip and TokenClip of an actor that is trained, each of which may be off.
+    """What watches a model that is trained: each of its parts may be off. See `ActorWatch` and `ValueWatch`.
 
     Args:
-        module (nn.Module): The model, sharded or not.
-        config (ActorConfig): verl's configuration of the actor.
-        forward (Callable): See `GradLoc`.
-        rows_of (Callable): Converts the inputs of `forward` to samples; see `BundleWriter`.
+        config (ActorConfig | CriticConfig): verl's configuration of the actor or critic.
         loss_scale (Callable): Returns the loss scale of the backward passes.
         sequence_parallel_size (int): How many neighbouring ranks work on the same data.
-        dtype (torch.dtype): What the model computes in.
-        grad_clip (float, optional): The norm that the global clip leaves.
-        learning_rate (Callable): Returns that of the next optimizer step.
+        recorder (SpikeRecorder, optional): Records spikes that are searched later.
 
     Attributes:
-        gradloc (GradLoc | None): None where it is off.
+        recorder (SpikeRecorder | None): As given.
+        gradloc (GradLoc | CriticWatch | None): None where it is off.
         layer_clip (LayerClip | None): The same. Where bundles are kept, one that is off learns its bounds all the same:
             they tell what it would have left of a spike.
         token_clip (TokenClip | None): The same.
@@ -79,17 +79,13 @@ class Watch:
 
     def __init__(
         self,
-        module: nn.Module,
         config: Any,
-        forward: Forward,
-        rows_of: Callable[[Mapping[str, Any]], list[Row]],
         loss_scale: Callable[[], float],
         sequence_parallel_size: int,
-        dtype: torch.dtype,
-        grad_clip: float | None,
-        learning_rate: Callable[[], float | Tensor],
+        recorder: "SpikeRecorder | None" = None,
     ) -> None:
-        self.gradloc: GradLoc | None = None
+        self.recorder = recorder
+        self.gradloc: GradLoc | CriticWatch | None = None
         self.layer_clip: LayerClip | None = None
         self.token_clip: TokenClip | None = None
         self.clips: list[dict[str, Any]] = []
@@ -101,41 +97,7 @@ class Watch:
         self._global_step: int | None = None
         self._pass_open = False
         self._said: set[str] = set()
-        self._row_weights: Tensor | None = None
-        self._weigh: Callable[[AggregationCall | None], None] = _no_weights
-        self._eos_tokens = eos_tokens(module)
-        device = get_device_name()
-        if config.token_clip.enable:
-            self.token_clip = TokenClip(module, config.token_clip, device, sequence_parallel_size)
         self._learning: LayerClip | None = None
-        if config.layer_clip.enable:
-            try:
-                self.layer_clip = LayerClip(module, config.layer_clip, device=device)
-            except AttributeError as error:
-                raise RuntimeError(
-                    f"actor_rollout_ref.actor.layer_clip.enable: torch {torch.__version__} lacks what LayerClip needs "
-                    f"of FSDP ({error}); take a torch that docs/use/support.md lists, or set it to False"
-                ) from error
-        elif config.searches_in_training and config.spike_replay:
-            self._learning = _learning_layer_clip(module, config, torch.device(device))
-        if config.searches_in_training:
-            bundle_writer = build_bundle_writer(
-                *(module, config, rows_of, dtype, grad_clip, self.layer_clip or self._learning, self.token_clip)
-            )
-            self.gradloc = GradLoc(
-                module,
-                config,
-                forward=forward,
-                device=device,
-                loss_scale=loss_scale,
-                squared_norms=None if self.layer_clip is None else self.layer_clip.squared_norms,
-                sequence_parallel_size=sequence_parallel_size,
-                meter=meter_kind(module),
-                recover=getattr(module, "reset_activation_offloading", None),
-                token_clip=self.token_clip,
-                bundle_writer=bundle_writer,
-                learning_rate=learning_rate,
-            )
 
     @property
     def watches_passes(self) -> bool:
@@ -150,35 +112,41 @@ class Watch:
     def start_update(self, global_step: int | None) -> None:
         """Begins an update, and its first mini-batch."""
         self.clips, self._global_step, self._pass_open = [], global_step, False
-        if self.gradloc is not None:
-            self.gradloc.start_update(global_step)
+        for part in (self.gradloc, self.recorder):
+            if part is not None:
+                part.start_update(global_step)
         if self.token_clip is not None:
             self.token_clip.discard()
 
     def start_mini_batch(self) -> None:
         """Begins another mini-batch, whose events are to be told apart."""
         self.clips, self._pass_open = [], False
-        if self.gradloc is not None:
-            self.gradloc.start_mini_batch()
+        for part in (self.gradloc, self.recorder):
+            if part is not None:
+                part.start_mini_batch()
         if self.token_clip is not None:
             self.token_clip.discard()
 
     def begin_pass(
-        self, inputs: dict[str, Any], rows: Sequence[int], sequences: Callable[[], tuple[Tensor, Sequence[int]]]
+        self,
+        inputs: dict[str, Any],
+        rows: Sequence[int],
+        sequences: Callable[[], tuple[Tensor, Sequence[int]]] | None = None,
     ) -> None:
         """Called before a micro-batch's forward. Ends the pass before it.
 
         Args:
             inputs (dict): The inputs of `forward`; see `GradLoc.begin_pass`.
             rows (Sequence[int]): The micro-batch's rows in this rank's mini-batch.
-            sequences (Callable): Returns where its padded sequences have a token, bool of shape (rows, length), and the
-                column of each response's first token.
+            sequences (Callable, optional): Returns where its padded sequences have a token, bool of shape (rows,
+                length), and the column of each response's first token. TokenClip needs it.
         """
         self.end_pass()
         self._pass_open = True
         if self.gradloc is not None:
             self.gradloc.begin_pass(inputs, rows)
         if self.token_clip is not None:
+            assert sequences is not None
             size = self.sequence_parallel_size
             self.token_clip.begin_pass(Positions(*sequences(), collectives.rank() % size, size), rows)
 
@@ -195,23 +163,11 @@ class Watch:
     def start_loss(self, read_mask: Callable[[], Tensor], options: Callable[[], Mapping[str, Any]] = dict) -> None:
         """Called before a micro-batch's loss.
 
-        TokenClip's weights are computed within it: until a loss waits for the device, the host has time.
-
         Args:
             read_mask (Callable): Returns the response mask, shape (rows, response length).
             options (Callable): Returns more arguments with which verl aggregates the terms of KL and entropy.
         """
-        self._row_weights = None
-        if self.token_clip is None:
-            self.aggregation.start()
-            return
-
-        def weigh(call: AggregationCall | None) -> None:
-            with guarded("TokenClip leaves micro-batches alone whose weights cannot be read", self._said):
-                self._row_weights = row_weights(policy_weights(call, self._config, read_mask(), **options()))
-
-        self._weigh = weigh
-        self.aggregation.start(weigh)
+        self.aggregation.start()
 
     def observe(
         self,
@@ -224,35 +180,28 @@ class Watch:
         """Notes the tokens of a micro-batch; called between its loss and its backward.
 
         The device is idle there, so only what the backward needs is computed, and the rest in `end_pass`. If the tokens
-        cannot be read, see `TokenClip.observe_later` and `GradLoc.observe_later`.
+        cannot be read, see `PassRecorder`.
 
         Args:
-            loss_inputs (Mapping): See `GradLoc.observe`.
+            loss_inputs (Mapping): See `LossInputs`.
             read_tokens (Callable): Returns what is known of the tokens, by the evidence's names, each of shape (rows,
-                response length): `log_prob`, `entropy` where the loss has it; with a KL loss, `ref_log_prob`.
+                response length): `log_prob`, `entropy` where the loss has it; with a KL loss, `ref_log_prob`; of a
+                critic `value`.
             shape (Sequence[int]): (rows, response length).
             factor (float): The micro-batch's part in the mini-batch's loss.
             options (Any): More arguments with which verl aggregates the terms of KL and entropy.
         """
-        call = self.aggregation.take()  # what follows is not the loss
+        raise NotImplementedError
 
-        @functools.cache
-        def read() -> dict[str, Tensor]:
-            return with_weights(read_tokens(), call, self._config, factor, options)
+    def recorded(self, loss_function: Callable[..., Any]) -> Callable[..., Any]:
+        """The loss function of a mini-batch, which records what it is computed from where spikes are recorded."""
+        return loss_function if self.recorder is None else self.recorder.recorded(loss_function)
 
-        if self.token_clip is not None:  # first: GradLoc then sees the coefficients that are left
-            if self._scale is None:
-                self._scale = self._loss_scale()
-            if call is None:
-                self._weigh(None)
-            self._weigh = _no_weights  # it has tensors of the micro-batch
-            if self._row_weights is not None:
-                log_prob, _ = loss_inputs["coefficient"]
-                self.token_clip.observe_later(log_prob, self._row_weights * abs(factor), self._scale, read)
-        if self.gradloc is not None:
-            derive = partial(with_derived, config=self._config, eos_tokens=self._eos_tokens)
-            mode = aggregation_mode(call, self._config, shape)
-            self.gradloc.observe_later(lambda: derive(read(), factor=factor, options=options), loss_inputs, mode)
+    def stop(self) -> None:
+        """Called after a mini-batch, also where an error has broken it off."""
+        self.aggregation.stop()
+        if self.recorder is not None:
+            self.recorder.discard()
 
     def step(self, epoch: int, mini_batch: int, optimizer_step: Callable[[], Norm]) -> Norm | float:
         """Takes the optimizer step, unless `spike_action` leaves it out. A collective call.
@@ -267,10 +216,11 @@ class Watch:
         """
         take_step, norm = self.before_step(epoch, mini_batch)
         clipped_norm = optimizer_step() if take_step else None
-        if norm is None:
-            assert clipped_norm is not None  # a step that is left out has a norm
-            return clipped_norm
-        return norm
+        found = clipped_norm if norm is None else norm
+        assert found is not None  # a step that is left out has a norm
+        if self.recorder is not None:
+            self.recorder.check({"global_step": self._global_step, "epoch": epoch, "mini_batch": mini_batch}, found)
+        return found
 
     def before_step(self, epoch: int, mini_batch: int) -> tuple[bool, float | None]:
         """Looks for a spike, and clips the layers of a gradient that the optimizer gets. A collective call.
@@ -323,20 +273,28 @@ class Watch:
         return {name: value for part in self._parts().values() for name, value in part.metrics().items()}
 
     def save(self, folder: str) -> None:
-        """Writes what has been learned of the run to a checkpoint's folder, on rank 0."""
+        """Writes what has been learned of the run to a checkpoint's folder, on rank 0. No collective call."""
         parts = self._parts()
         if self._learning is not None:
             parts["layer_clip"] = self._learning
-        if collectives.rank() == 0 and parts:
+        rank = collectives.rank() if self.recorder is None else self.recorder.rank
+        if rank == 0 and parts:
             write_state(folder, {name: part.state_dict() for name, part in parts.items()})
 
     def load(self, read: Callable[[], Mapping[str, Any]]) -> None:
         """Restores a state, which `read` gives on rank 0; if it is empty, the parts start over. A collective call.
 
+        That of spikes that are only recorded is no collective call: each rank reads it.
+
         Raises:
             RankFailedError: `read` raised.
         """
-        if parts := self._parts():
+        parts = self._parts()
+        if self.recorder is not None:
+            del parts["gradloc"]
+            with guarded("the norms of earlier steps are not loaded"):
+                self.recorder.load_state_dict(read().get("gradloc"))
+        if parts:
             # Rank 0 wrote it, perhaps to a folder that the other nodes do not share.
             state = collectives.broadcast(read, 0)
             for name, part in parts.items():
@@ -344,9 +302,119 @@ class Watch:
             if self._learning is not None and set(state.get("layer_clip", ())) == set(self._learning.layers):
                 self._learning.load_state_dict(state["layer_clip"])
 
-    def _parts(self) -> dict[str, GradLoc | LayerClip | TokenClip]:
-        parts = {"gradloc": self.gradloc, "layer_clip": self.layer_clip, "token_clip": self.token_clip}
+    def _parts(self) -> dict[str, Any]:
+        gradloc = self.gradloc if self.recorder is None else self.recorder
+        parts = {"gradloc": gradloc, "layer_clip": self.layer_clip, "token_clip": self.token_clip}
         return {name: part for name, part in parts.items() if part is not None}
+
+
+class ActorWatch(Watch):
+    """GradLoc, LayerClip and TokenClip of an actor.
+
+    Args:
+        module (nn.Module): The model, sharded or not.
+        config (ActorConfig): verl's configuration of the actor.
+        forward (Callable): See `GradLoc`.
+        rows_of (Callable): Converts the inputs of `forward` to samples; see `BundleWriter`.
+        loss_scale (Callable): Returns the loss scale of the backward passes.
+        sequence_parallel_size (int): How many neighbouring ranks work on the same data.
+        dtype (torch.dtype): What the model computes in.
+        grad_clip (float, optional): The norm that the global clip leaves.
+        learning_rate (Callable): Returns that of the next optimizer step.
+        recorder (SpikeRecorder, optional): Records spikes that are searched later.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: Any,
+        forward: Forward,
+        rows_of: Callable[[Mapping[str, Any]], list[Row]],
+        loss_scale: Callable[[], float],
+        sequence_parallel_size: int,
+        dtype: torch.dtype,
+        grad_clip: float | None,
+        learning_rate: Callable[[], float | Tensor],
+        recorder: "SpikeRecorder | None" = None,
+    ) -> None:
+        super().__init__(config, loss_scale, sequence_parallel_size, recorder)
+        self._row_weights: Tensor | None = None
+        self._weigh: Callable[[AggregationCall | None], None] = _no_weights
+        self._eos_tokens = eos_tokens(module)
+        device = get_device_name()
+        if config.token_clip.enable:
+            self.token_clip = TokenClip(module, config.token_clip, device, sequence_parallel_size)
+        if config.layer_clip.enable:
+            try:
+                self.layer_clip = LayerClip(module, config.layer_clip, device=device)
+            except AttributeError as error:
+                raise RuntimeError(
+                    f"actor_rollout_ref.actor.layer_clip.enable: torch {torch.__version__} lacks what LayerClip needs "
+                    f"of FSDP ({error}); take a torch that docs/use/support.md lists, or set it to False"
+                ) from error
+        elif config.searches_in_training and config.spike_replay:
+            self._learning = _learning_layer_clip(module, config, torch.device(device))
+        if config.searches_in_training:
+            bundle_writer = build_bundle_writer(
+                *(module, config, rows_of, dtype, grad_clip, self.layer_clip or self._learning, self.token_clip)
+            )
+            self.gradloc = GradLoc(
+                module,
+                config,
+                forward=forward,
+                device=device,
+                loss_scale=loss_scale,
+                squared_norms=None if self.layer_clip is None else self.layer_clip.squared_norms,
+                sequence_parallel_size=sequence_parallel_size,
+                meter=meter_kind(module),
+                recover=getattr(module, "reset_activation_offloading", None),
+                token_clip=self.token_clip,
+                bundle_writer=bundle_writer,
+                learning_rate=learning_rate,
+            )
+
+    def start_loss(self, read_mask: Callable[[], Tensor], options: Callable[[], Mapping[str, Any]] = dict) -> None:
+        """See `Watch.start_loss`. TokenClip's weights are computed within it: the host has time until a loss waits."""
+        self._row_weights = None
+        if self.token_clip is None:
+            self.aggregation.start()
+            return
+
+        def weigh(call: AggregationCall | None) -> None:
+            with guarded("TokenClip leaves micro-batches alone whose weights cannot be read", self._said):
+                self._row_weights = row_weights(policy_weights(call, self._config, read_mask(), **options()))
+
+        self._weigh = weigh
+        self.aggregation.start(weigh)
+
+    def observe(
+        self,
+        loss_inputs: LossInputs,
+        read_tokens: ReadTokens,
+        shape: Sequence[int],
+        factor: float = 1.0,
+        **options: Any,
+    ) -> None:
+        """See `Watch.observe`."""
+        call = self.aggregation.take()  # what follows is not the loss
+
+        @functools.cache
+        def read() -> dict[str, Tensor]:
+            return with_weights(read_tokens(), call, self._config, factor, options)
+
+        if self.token_clip is not None:  # first: GradLoc then sees the coefficients that are left
+            if self._scale is None:
+                self._scale = self._loss_scale()
+            if call is None:
+                self._weigh(None)
+            self._weigh = _no_weights  # it has tensors of the micro-batch
+            if self._row_weights is not None:
+                log_prob, _ = loss_inputs["coefficient"]
+                self.token_clip.observe_later(log_prob, self._row_weights * abs(factor), self._scale, read)
+        if self.gradloc is not None:
+            derive = partial(with_derived, config=self._config, eos_tokens=self._eos_tokens)
+            mode = aggregation_mode(call, self._config, shape)
+            self.gradloc.observe_later(lambda: derive(read(), factor=factor, options=options), loss_inputs, mode)
 
 
 def _learning_layer_clip(module: nn.Module, config: Any, device: torch.device) -> LayerClip | None:

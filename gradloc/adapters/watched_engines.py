@@ -5,13 +5,14 @@
 # The types are checked against verl 0.7, which lacks some of these names.
 # mypy: disable-error-code="attr-defined"
 
-from .critic_engine import WatchedValueEngine
+import functools
+
 from .fsdp_engine import WatchedEngine
-from .recorded_engine import RecordedEngine
+from .trained_engine import TrainedEngine
 
 
 def watch_engines() -> None:
-    """Puts mixins over all engines for language models, and over the FSDP engines for critics.
+    """Puts mixins over all engines for language models, and over the FSDP engine for critics.
 
     Spikes of the FSDP engine can be searched in training; those of the others are recorded. Called when verl has
     registered those of its engines whose packages are installed.
@@ -19,29 +20,18 @@ def watch_engines() -> None:
     from verl.workers.engine.base import EngineRegistry
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
-    watched = {
-        FSDPEngineWithLMHead: _with(WatchedEngine, FSDPEngineWithLMHead),
-        FSDPEngineWithValueHead: _with(WatchedValueEngine, FSDPEngineWithValueHead),
-    }
+    of_fsdp = (FSDPEngineWithLMHead, FSDPEngineWithValueHead)
     for model_type, backends in EngineRegistry._engines.items():
         for backend, registered in backends.items():
             for key, engine in registered.items():
-                if backend in ("fsdp", "fsdp2"):
-                    registered[key] = watched.get(engine, engine)
-                if model_type == "language_model":
-                    registered[key] = _recorded(registered[key])
+                if backend in ("fsdp", "fsdp2") and engine in of_fsdp:
+                    registered[key] = _with(WatchedEngine, engine)
+                elif model_type == "language_model":
+                    registered[key] = _with(TrainedEngine, engine)
 
 
-_classes: dict[type, type] = {}
-
-
-def _recorded(engine: type) -> type:
-    if issubclass(engine, RecordedEngine):
-        return engine
-    if engine not in _classes:
-        _classes[engine] = _with(RecordedEngine, engine)
-    return _classes[engine]
-
-
+@functools.cache
 def _with(mixin: type, engine: type) -> type:
+    if issubclass(engine, TrainedEngine):
+        return engine
     return type(engine.__name__, (mixin, engine), {"__module__": __name__})

@@ -14,7 +14,7 @@ from .. import limits
 from ..measure.micro_batch import MicroBatch, MicroBatchName
 from ..measure.token_weights import movable, square_weight
 from . import layout, naming
-from .bundle_files import bundle_files, bytes_of_bundles, write_bundle_files
+from .bundle_files import bundle_files, bundles_in, bytes_of_bundles, write_bundle_files
 from .layout import NotReplayableError, Row, SavedMicroBatch
 
 
@@ -29,6 +29,7 @@ def write_recorded_bundle(
     rows_of: Callable[[Mapping[str, Any]], list[Row]],
     context: Mapping[str, Any],
     suffix: str = "",
+    most: int | None = None,
 ) -> str:
     """Writes `<directory>/replay/<stem><suffix>`, whole or not at all. No collective call.
 
@@ -43,6 +44,7 @@ def write_recorded_bundle(
         rows_of (Callable): Converts the inputs of a micro-batch to its samples; see `BundleWriter`.
         context (Mapping): What the trainer knows: see `BundleWriter`.
         suffix (str): The end of the folder's name, by which the parts of several ranks differ.
+        most (int, optional): How many bundles with this suffix there may be.
 
     Returns:
         str: The bundle's folder, relative to the evidence.
@@ -53,6 +55,11 @@ def write_recorded_bundle(
         OSError: It cannot be written.
     """
     folder = directory / naming.FOLDER
+    kept_before = [path for path in bundles_in(folder) if path.name.endswith(suffix)]
+    if most is not None and len(kept_before) >= most:
+        raise NotReplayableError(
+            f"{folder} has {len(kept_before)} of this rank, of {most} (spike_replay): move some away"
+        )
     moving = {
         name: SavedMicroBatch(rows_of(each.inputs), each.tokens, each.rng_state)
         for name, each in micro_batches.items()

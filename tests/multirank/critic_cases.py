@@ -10,7 +10,6 @@ import json
 import math
 import re
 import types
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,11 +106,9 @@ def _legacy_update(critic: Critic, optimizer: Any, stock: bool) -> Any:
 
 
 def _engine_update(critic: Critic, optimizer: Any, stock: bool) -> Any:
-    from engine_actor import _nest_responses, _prompts
+    from engine_actor import _nest_responses, _prompts, built
     from verl.utils import tensordict_utils as tu
     from verl.utils.metric import Metric
-    from verl.utils.profiler import DistProfiler
-    from verl.workers.config import FSDPOptimizerConfig
     from verl.workers.engine import EngineRegistry
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithValueHead
     from verl.workers.engine_workers import TrainingWorker
@@ -131,30 +128,8 @@ def _engine_update(critic: Critic, optimizer: Any, stock: bool) -> Any:
             self.scaler = None
 
     config, case = critic.config, critic.case
-    engine_config = config.engine
-    for name, value in {
-        "use_dynamic_bsz": config.use_dynamic_bsz,
-        "micro_batch_size_per_gpu": config.ppo_micro_batch_size_per_gpu,
-        "max_token_len_per_gpu": config.ppo_max_token_len_per_gpu,
-        "use_fused_kernels": False,
-    }.items():
-        object.__setattr__(engine_config, name, value)
-    model_config = types.SimpleNamespace(
-        use_remove_padding=case.packed,
-        use_fused_kernels=False,
-        lora_rank=0,
-        tokenizer=critic.tokenizer,
-        trust_remote_code=False,
-        get_processor=lambda: None,
-        get=lambda name, default=None: getattr(model_config, name, default),
-    )
-    engine = GivenParts(model_config, engine_config, FSDPOptimizerConfig(lr=1e-3, clip_grad=1.0), None)
-    engine._build_model_optimizer()
-    worker = object.__new__(TrainingWorker)
-    worker.engine, worker.engine_config, worker.model_config = engine, engine_config, model_config
-    worker.flops_counter, worker.device_name = None, DEVICE.type
-    worker.profiler = DistProfiler(rank=dist.get_rank(), config=None)
-    worker.loss_fn = partial(value_loss, config=config)
+    worker = built(GivenParts, config, case.packed, value_loss, critic.tokenizer)
+    engine = worker.engine
 
     def update(batch: DataProto) -> dict[str, Any]:
         batch.batch["prompts"] = _prompts(batch.batch)
@@ -284,6 +259,19 @@ def planted(case: Case, directory: str, threshold: float | str) -> tuple[list[di
     return metrics, lines
 
 
+def resumed(directory: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What an automatic threshold has learned in two updates, and what one has after a checkpoint of the first."""
+    from verl.utils.gradloc.adapters.saved_state import read_state
+
+    critics = [Critic(Case(), spike_detection=True, bisect_dump_dir=directory) for _ in range(2)]
+    critics[0].update(build_data(Case(), 1))
+    critics[0].watch.save(directory)
+    dist.barrier()
+    critics[1].update(build_data(Case(), 2))
+    critics[1].watch.load(lambda: read_state(directory))
+    return critics[0].watch.gradloc.state_dict(), critics[1].watch.gradloc.state_dict()
+
+
 def without_a_tokenizer(directory: str) -> list[dict[str, Any]]:
     """The spikes of an update with a planted return, where no tokenizer can be read."""
     case = Case(planted=((1, 5, 1),))
@@ -295,7 +283,7 @@ def without_a_tokenizer(directory: str) -> list[dict[str, Any]]:
         bisect_dump_dir=directory,
     )
     critic.update(build_data(case, 0))
-    return critic.watch.spikes
+    return critic.watch.lines()
 
 
 def parameters_after(case: Case, directory: str, stock: bool, options: dict[str, Any]) -> list[torch.Tensor]:
@@ -314,6 +302,8 @@ def loss_of_ones_own(directory: str) -> list[dict[str, Any]]:
     critic.update(batch)
     watch = critic.watch
     watch.start_update(1)
-    watch.begin_pass([0])
-    watch.check(0, 0)
-    return watch.spikes
+    watch.begin_pass({}, [0], None)
+    watch.start_loss(None)
+    watch.observe({}, None, (1, 1))
+    watch.before_step(0, 0)
+    return watch.lines()

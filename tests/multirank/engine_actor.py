@@ -18,7 +18,6 @@ from verl import DataProto
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
 from verl.utils.gradloc.adapters.fsdp_engine import WatchedEngine
-from verl.utils.gradloc.adapters.recorded_engine import RecordedEngine
 from verl.utils.metric import Metric
 from verl.utils.profiler import DistProfiler
 from verl.workers.config import FSDPActorConfig, FSDPOptimizerConfig
@@ -71,7 +70,48 @@ def with_given_parts(engine: type[FSDPEngineWithLMHead], watched: bool) -> type[
             self.scaler = self.actor.scaler  # tests give their own
             super().optimizer_zero_grad()
 
-    return type("TestedEngine", (RecordedEngine, WatchedEngine, GivenParts), {}) if watched else GivenParts
+    return type("TestedEngine", (WatchedEngine, GivenParts), {}) if watched else GivenParts
+
+
+def built(engine_class: type, config: Any, packed: bool, loss: Any, tokenizer: Any = None, **attributes: Any) -> Any:
+    """verl's worker around an engine, without its process group and its registration with Ray.
+
+    Args:
+        engine_class (type): The engine's class.
+        config (ActorConfig | CriticConfig): The configuration that the loss is bound to.
+        packed (bool): `use_remove_padding`.
+        loss (Callable): verl's loss function.
+        tokenizer (Any): The model's.
+        attributes (Any): Those that the engine has before it is initialized.
+    """
+    engine_config = config.engine
+    for name, value in {  # as verl's worker sets them
+        "use_dynamic_bsz": config.use_dynamic_bsz,
+        "micro_batch_size_per_gpu": config.ppo_micro_batch_size_per_gpu,
+        "max_token_len_per_gpu": config.ppo_max_token_len_per_gpu,
+        "use_fused_kernels": getattr(config, "use_fused_kernels", False),
+    }.items():
+        object.__setattr__(engine_config, name, value)
+    model_config = types.SimpleNamespace(
+        use_remove_padding=packed,
+        use_fused_kernels=engine_config.use_fused_kernels,
+        lora_rank=0,
+        tokenizer=tokenizer,
+        trust_remote_code=False,
+        get_processor=lambda: None,
+        get=lambda name, default=None: getattr(model_config, name, default),
+    )
+    engine = object.__new__(engine_class)
+    engine.__dict__ |= attributes
+    clip = getattr(config, "grad_clip", None) or 1.0
+    engine.__init__(model_config, engine_config, FSDPOptimizerConfig(lr=1e-3, clip_grad=clip), None)
+    engine._build_model_optimizer()
+    worker = object.__new__(TrainingWorker)
+    worker.engine, worker.engine_config, worker.model_config = engine, engine_config, model_config
+    worker.flops_counter, worker.device_name = None, get_device_name()
+    worker.profiler = DistProfiler(rank=dist.get_rank(), config=None)
+    worker.loss_fn = partial(loss, config=config)
+    return worker
 
 
 class EngineActor:
@@ -93,41 +133,9 @@ class EngineActor:
         self.config, self.actor_module, self.actor_optimizer = config, module, optimizer
         self.scaler = None
         self.events: list[dict[str, Any]] = []
-        engine_config = config.engine
-        micro_batch, budget = config.ppo_micro_batch_size_per_gpu, config.ppo_max_token_len_per_gpu
-        for name, value in {
-            "use_dynamic_bsz": config.use_dynamic_bsz,
-            "micro_batch_size_per_gpu": micro_batch,
-            "max_token_len_per_gpu": budget,
-            "use_fused_kernels": config.use_fused_kernels,
-        }.items():
-            object.__setattr__(engine_config, name, value)
-        model_config = types.SimpleNamespace(
-            use_remove_padding=config.use_remove_padding,
-            use_fused_kernels=config.use_fused_kernels,
-            lora_rank=0,
-            tokenizer=None,
-            trust_remote_code=False,
-            get_processor=lambda: None,
-            get=lambda name, default=None: getattr(model_config, name, default),
-        )
         engine = with_given_parts(self.engine_class(), self.watched)
-        self.engine = object.__new__(engine)
-        self.engine.actor = self
-        self.engine.__init__(
-            model_config, engine_config, FSDPOptimizerConfig(lr=1e-3, clip_grad=config.grad_clip), None
-        )
-        self.engine._build_model_optimizer()
-        # The worker without its process group and its registration with Ray.
-        self.worker = object.__new__(TrainingWorker)
-        self.worker.engine, self.worker.engine_config, self.worker.model_config = (
-            self.engine,
-            engine_config,
-            model_config,
-        )
-        self.worker.flops_counter, self.worker.device_name = None, get_device_name()
-        self.worker.profiler = DistProfiler(rank=dist.get_rank(), config=None)
-        self.worker.loss_fn = partial(ppo_loss, config=config)
+        self.worker = built(engine, config, config.use_remove_padding, ppo_loss, actor=self)
+        self.engine = self.worker.engine
         if optimizer is not None and self.watched:
             self.engine._build(config)
             self._keep_events()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch.distributed as dist
@@ -47,25 +46,6 @@ def collective_calls(case: Case, directory: str) -> dict[str, list[str]]:
             )
         found[name] = counted.calls
     return found
-
-
-def one_full_disk(case: Case, directory: str) -> tuple[dict[str, bool], list[str]]:
-    """As `recorded_and_searched`, where rank 1 has no place for its bundle."""
-    from verl.utils.gradloc.adapters import spike_recorder
-
-    def full(*_: Any, **__: Any) -> Any:
-        raise OSError(28, "No space left on device")
-
-    write = spike_recorder.write_recorded_bundle
-    if dist.get_rank() == 1:
-        spike_recorder.write_recorded_bundle = full
-    try:
-        options = {"spike_detection": True, "grad_norm_threshold": IDENTITY_THRESHOLD, "spike_replay": 4}
-        run = train(case, bisect_dump_dir=directory, spike_search="replay", **options)
-    finally:
-        spike_recorder.write_recorded_bundle = write
-    dist.barrier()
-    return compare_runs(run, stock_run(case)), sorted(os.listdir(f"{directory}/replay"))
 
 
 def with_layer_clip(case: Case, directory: str) -> tuple[bool, int]:

@@ -126,6 +126,11 @@ def test_training_is_that_of_the_released_verl(launch: Launch, tmp_path: Path, w
     assert (tmp_path / "critic.jsonl").exists()
 
 
+def test_the_norms_of_an_automatic_threshold_come_back_with_a_checkpoint(launch: Launch, tmp_path: Path) -> None:
+    for saved, loaded in launch(2, critic_cases.resumed, str(tmp_path)):
+        assert saved == loaded and len(saved["token_norms"]) == 1
+
+
 def test_another_loss_is_not_looked_at(launch: Launch, tmp_path: Path) -> None:
     assert launch(2, critic_cases.loss_of_ones_own, str(tmp_path)) == [[], []]
 

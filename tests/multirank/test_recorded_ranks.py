@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -86,14 +85,6 @@ def test_no_collective_call_is_made(launch: Launch, tmp_path: Path) -> None:
         assert calls["recorded"] == calls["stock"]
         assert len(calls["searched"]) > len(calls["stock"]) > 0
     assert len(written(tmp_path / "recorded")) == 2
-
-
-def test_a_rank_whose_disk_is_full_trains_on(launch: Launch, tmp_path: Path) -> None:
-    for same, bundles in launch(2, recorded_cases.one_full_disk, SMALL, str(tmp_path)):
-        assert all(same.values()), same
-        assert bundles == ["step7-epoch0-mini_batch0-rank0", "step7-epoch0-mini_batch1-rank0"]
-    steps = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
-    assert [step["triggered"] for step in steps] == [2]
 
 
 def test_layer_clip_works_beside_it(launch: Launch, tmp_path: Path) -> None:

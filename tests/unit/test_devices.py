@@ -15,6 +15,7 @@ import gradloc
 from gradloc import GradLoc, GradLocConfig
 from gradloc.critic_watch import CriticWatch
 from gradloc.layers.layer_clip import LayerClip, LayerClipConfig
+from gradloc.measure.pass_recorder import unchanged
 from gradloc.token_clip.bounds import TokenClipConfig
 from gradloc.token_clip.hidden_states import Positions
 from gradloc.token_clip.token_clip import TokenClip
@@ -175,14 +176,17 @@ def test_a_critic_s_step_waits_once_and_its_spike_mixes_no_devices() -> None:
             before = len(stand_in.waits)
             model.zero_grad()
             watch.start_update(step)
-            watch.begin_pass([0, 1])
+            watch.begin_pass({}, [0, 1])
             value, wanted = model(states)[..., 0], returns + planted
-            known = {"response_mask": mask, "returns": wanted, "old_value": value.detach()}
-            watch.observe(value, lambda: mask / mask.sum(), **known)
+            known = {"response_mask": mask, "value": value, "returns": wanted, "old_value": value}
+            watch.observe_later(
+                lambda known=known: {**known, "weight": mask / mask.sum()}, {"coefficient": (value, unchanged)}
+            )
             (((value - wanted) ** 2).mean() / 2).backward()
-            watch.check(0, 0)
+            watch.end_pass()
+            watch.locate(0, 0)
             assert planted or len(of_package(stand_in, before)) == 1
-        (spike,) = watch.spikes
+        (spike,) = watch.events
         assert spike["cause"] == "errors"
 
 

@@ -254,12 +254,14 @@ def test_values_that_cannot_be_read_are_no_error_of_training(caplog: pytest.LogC
     found = []
     for weight in (torch.ones(ROWS, RESPONSE), torch.ones(1, 1), torch.ones(ROWS, RESPONSE)):
         watch.start_update(1)
-        watch.begin_pass(range(ROWS))
+        watch.begin_pass({}, range(ROWS))
         value = model(torch.ones(ROWS, RESPONSE, 2))[..., 0]
-        watch.observe(value, lambda weight=weight: weight, **known)
+        tokens = {**known, "value": value, "weight": weight}
+        watch.observe_later(lambda tokens=tokens: tokens, {"coefficient": (value, unchanged)})
         value.square().sum().backward()
-        watch.check(0, 0)
-        found.append(len(watch.spikes))
+        watch.end_pass()
+        watch.locate(0, 0)
+        found.append(len(watch.events))
     assert found == [1, 0, 1] and caplog.text.count("cannot be read") == 1
 
 

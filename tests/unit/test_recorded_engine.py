@@ -6,6 +6,7 @@ import functools
 import json
 import logging
 import math
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -25,8 +26,8 @@ if trees.TARGET == "0.9.1":
     from tensordict import TensorDict
     from valid_events import valid_events
     from verl.utils import tensordict_utils as tu
-    from verl.utils.gradloc.adapters import saved_state, spike_recorder
-    from verl.utils.gradloc.adapters.recorded_engine import RecordedEngine
+    from verl.utils.gradloc.adapters import replay_bundles, saved_state, spike_recorder
+    from verl.utils.gradloc.adapters.trained_engine import TrainedEngine
     from verl.workers.config import McoreActorConfig
     from verl.workers.engine import BaseEngine
     from verl.workers.engine.utils import postprocess_batch_func, prepare_micro_batches
@@ -34,7 +35,7 @@ if trees.TARGET == "0.9.1":
 
     from gradloc_tools.bundles.opening import open_bundle
 else:
-    BaseEngine = RecordedEngine = object
+    BaseEngine = TrainedEngine = object
 
 VOCABULARY, ROWS, PROMPT = 23, 6, 3
 TAU = 100.0
@@ -166,7 +167,7 @@ def actor_config(directory: Path, **options: Any) -> McoreActorConfig:
 
 
 def recorded(engine: type[StandIn]) -> Any:
-    return type("Recorded", (RecordedEngine, engine), {})()
+    return type("Recorded", (TrainedEngine, engine), {})()
 
 
 def trained(engine: Any, directory: Path, batches: list[TensorDict], **options: Any) -> list[dict[str, Any]]:
@@ -250,11 +251,11 @@ def test_a_loss_without_log_probs_is_an_event_without_tokens(tmp_path: Path, cap
     assert [(event["suspected"], event["replay"]) for event in lines(tmp_path)] == [([], None)] * 2
 
 
-@pytest.mark.parametrize("what", ["_begin", "_observe", "read", "end_mini_batch", "_write", "end_step"])
+@pytest.mark.parametrize("what", ["_begin", "_observe", "read", "_check", "write_recorded_bundle", "write_update"])
 def test_an_error_of_ours_is_a_warning(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from verl.utils.gradloc.adapters import recorded_loss
+    from verl.utils.gradloc.adapters import recorded_loss, update_evidence
 
     def fail(*_: Any, **__: Any) -> Any:
         raise KeyError("broken")
@@ -263,8 +264,11 @@ def test_an_error_of_ours_is_a_warning(
         "_begin": recorded_loss.RecordedLoss,
         "_observe": recorded_loss.RecordedLoss,
         "read": recorded_loss.RecordedMicroBatch,
+        "_check": spike_recorder.SpikeRecorder,
+        "write_recorded_bundle": spike_recorder,
+        "write_update": update_evidence,
     }
-    monkeypatch.setattr(owners.get(what, spike_recorder.SpikeRecorder), what, fail)
+    monkeypatch.setattr(owners[what], what, fail)
     engine, plain = recorded(StandIn), StandIn()
     for each in (engine, plain):
         trained(each, tmp_path, [batch(), batch()])
@@ -285,33 +289,32 @@ def test_an_error_of_the_loss_is_raised_as_it_is_and_verl_has_its_function_back(
     assert core_algos.agg_loss is before
 
 
-def test_a_full_disk_is_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("fails", ["is full", "hangs", "hangs where the checkpoints lie"])
+def test_a_disk_without_a_bundle_is_a_warning(
+    fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def full(*_: Any, **__: Any) -> Any:
+    """One that does not answer is waited for once, and not long."""
+    answers = threading.Event()
+
+    def full(*_: Any) -> Any:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(spike_recorder, "write_recorded_bundle", full)
-    (output,) = trained(recorded(StandIn), tmp_path, [batch()])
-    assert output["metrics"]["actor/gradloc/triggered"].aggregate() == 1
-    assert [event["replay"] for event in lines(tmp_path)] == [None]
-    assert "no replay bundle is kept of a gradient spike" in caplog.text and "No space left" in caplog.text
+    def hang(*_: Any) -> None:
+        answers.wait(60)
 
-
-def test_a_disk_that_does_not_answer_is_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    import threading
-
-    answers = threading.Event()
-    monkeypatch.setattr(spike_recorder, "write_recorded_bundle", lambda *_: answers.wait())
+    if fails == "hangs where the checkpoints lie":
+        monkeypatch.setattr(replay_bundles, "last_checkpoint", hang)
+    else:
+        monkeypatch.setattr(spike_recorder, "write_recorded_bundle", full if fails == "is full" else hang)
     monkeypatch.setattr(spike_recorder.bundle_writer, "PATIENCE", 0.05)
     try:
-        trained(recorded(StandIn), tmp_path, [batch(), batch()])
+        outputs = trained(recorded(StandIn), tmp_path, [batch(), batch()])
     finally:
         answers.set()
+    assert [output["metrics"]["actor/gradloc/triggered"].aggregate() for output in outputs] == [1, 1]
     assert [event["replay"] for event in lines(tmp_path)] == [None] * 2
-    assert "does not respond" in caplog.text
+    assert "no replay bundle is kept of a gradient spike" in caplog.text
+    assert ("No space left" if fails == "is full" else "does not respond") in caplog.text
 
 
 def test_no_more_bundles_than_wanted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -334,15 +337,10 @@ def test_an_automatic_threshold_survives_a_checkpoint(tmp_path: Path) -> None:
     engine = recorded(StandIn)
     trained(engine, tmp_path, [batch(planted=False) for _ in range(3)], grad_norm_threshold="auto")
     engine.save_checkpoint(str(tmp_path / "checkpoint"))
-    # What another part of the run has saved there stays.
-    clips = {"token_clip": {"boundaries": {}, "tokens": 1.0}}
-    saved_state.write_state(str(tmp_path / "checkpoint"), clips)
-    engine.save_checkpoint(str(tmp_path / "checkpoint"))
-    assert saved_state.read_state(str(tmp_path / "checkpoint")).items() >= clips.items()
     other = recorded(StandIn)
     other.load_checkpoint(str(tmp_path / "checkpoint"))
     trained(other, tmp_path, [batch(planted=False)], grad_norm_threshold="auto")
-    saved, loaded = (each.recorder._threshold.state_dict()["token_norms"] for each in (engine, other))
+    saved, loaded = (each.watch.recorder._threshold.state_dict()["token_norms"] for each in (engine, other))
     assert len(saved) == 3 and loaded[:3] == saved and len(loaded) == 4
 
 
@@ -357,11 +355,11 @@ def test_a_state_of_another_form_is_a_sentence_and_the_warm_up_starts_over(
         torch.save(state, path)
     engine = recorded(StandIn)
     engine.load_checkpoint(str(path.parent))
+    trained(engine, tmp_path, [batch(planted=False)], grad_norm_threshold="auto")
     (record,) = [record for record in caplog.records if str(path) in record.getMessage()]
     assert record.getMessage().endswith("restore it, or remove it, and all warm-ups start over")
     assert record.exc_info is None
-    trained(engine, tmp_path, [batch(planted=False)], grad_norm_threshold="auto")
-    assert len(engine.recorder._threshold.state_dict()["token_norms"]) == 1
+    assert len(engine.watch.recorder._threshold.state_dict()["token_norms"]) == 1
 
 
 @pytest.mark.parametrize("change", ["off", "not_a_source", "dynamic"])
@@ -433,43 +431,22 @@ def test_the_scale_is_that_of_the_spike(overflows: bool, tmp_path: Path) -> None
 def test_a_last_mini_batch_that_is_not_recorded_ends_the_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from verl.utils.gradloc.adapters import recorded_engine
-
     batches = [batch(), batch()]
     for index, data in enumerate(batches):
         tu.assign_non_tensor(data, epoch_and_mini_batch=(0, index), update_lr_scheduler=index == 1)
-    built = []
+    check = spike_recorder.SpikeRecorder._check
 
-    def once(*arguments: Any) -> Any:
-        if built:
+    def of_the_first(recorder: Any, loss: Any, where: dict[str, Any], norm: float) -> None:
+        if where["mini_batch"] == 1:
             raise KeyError("broken")
-        built.append(RecordedLoss(*arguments))
-        return built[0]
+        check(recorder, loss, where, norm)
 
-    RecordedLoss = recorded_engine.RecordedLoss
-    monkeypatch.setattr(recorded_engine, "RecordedLoss", once)
+    monkeypatch.setattr(spike_recorder.SpikeRecorder, "_check", of_the_first)
     first, second = trained(recorded(StandIn), tmp_path, batches)
     assert "actor/gradloc/triggered" not in first["metrics"]
     assert second["metrics"]["actor/gradloc/triggered"].aggregate() == 1
     assert [event["mini_batch"] for event in lines(tmp_path)] == [0]
     assert len(lines(tmp_path, "steps")) == 1 and "a mini-batch is not recorded" in caplog.text
-
-
-def test_a_disk_that_hangs_while_the_context_is_read_is_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    import threading
-
-    from verl.utils.gradloc.adapters import replay_bundles
-
-    answers = threading.Event()
-    monkeypatch.setattr(replay_bundles, "last_checkpoint", lambda _: answers.wait(60) and None)
-    monkeypatch.setattr(spike_recorder.bundle_writer, "PATIENCE", 0.05)
-    try:
-        trained(recorded(StandIn), tmp_path, [batch()])
-        assert [event["replay"] for event in lines(tmp_path)] == [None] and "does not respond" in caplog.text
-    finally:
-        answers.set()
 
 
 class OfAnotherRank(StandIn):

@@ -1,0 +1,165 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The adapter for any engine of verl 0.9: a mixin that uses verl's base interface."""
+
+# The types are checked against verl 0.7, which lacks some of these names.
+# mypy: disable-error-code="attr-defined"
+
+import functools
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+
+from ..guarded import ForeseenError, guarded, warn_once
+from .actor_config import SpikeConfig
+from .critic_config import CriticSpikeConfig
+from .engine_data import ROW, MiniBatchPlaces, as_metric, bound_config, loss_scale, rewards_of_rows, sample_of_row
+from .model_facts import eos_tokens
+from .replay_bundles import engine_context
+from .saved_state import read_state
+from .spike_recorder import SpikeRecorder
+from .update_evidence import UpdateEvidence
+from .watch import Watch
+
+
+class TrainedEngine:
+    """Watches what an engine trains, which comes behind it in the order of bases.
+
+    It acts only within `train_batch`, and only if the configuration that the loss is bound to turns it on. Each
+    `train_batch` makes one optimizer step. verl calls it once for each mini-batch of an update, and says in the data
+    which one it is; one that says nothing is an update of its own. Several updates may make up a step, as in verl's
+    asynchronous trainer with separate rollouts: then the mini-batches count on. With the step's last mini-batch, its
+    metrics are in the output, and rank 0 writes its evidence.
+
+    Of an engine that has only the base interface, spikes are recorded (`spike_search=replay`), on ranks that have the
+    model's outputs. That makes no collective call, and an error in it is a warning. See `WatchedEngine` for FSDP's.
+
+    Attributes:
+        watch (Watch | None): None where it is off, and before the first `train_batch`.
+    """
+
+    watch: Watch | None = None
+    _settings: Any = None
+    # Reads the state of a checkpoint that was loaded before there was a watch.
+    _read_state: Callable[[], dict[str, Any]] | None = None
+    _watching = False
+
+    def train_batch(self, data: TensorDict, loss_function: Callable[..., Any]) -> dict[str, Any]:
+        config = bound_config(loss_function, (SpikeConfig, CriticSpikeConfig))
+        if config is not None and self._settings is None:
+            self._build(config)
+        watch = self.watch
+        if watch is None:
+            return super().train_batch(data, loss_function)  # type: ignore[misc]
+        self._where, last = self._places.next(data)
+        step = tu.get(data, "training_step")
+        self._start(step)
+        data[ROW] = torch.arange(len(data))
+        self._watching = True
+        try:
+            outputs = super().train_batch(data, watch.recorded(loss_function))  # type: ignore[misc]
+        finally:
+            self._watching = False
+            watch.stop()
+            data.pop(ROW, None)
+        metrics = watch.metrics() if last else {}
+        evidence = self._evidence
+        evidence.add(watch.lines(), lambda _, token: sample_of_row(data, token["row"]), lambda _: rewards_of_rows(data))
+        with guarded("the evidence of a step is not written", self._said):
+            if watch.recorder is not None:
+                evidence.add_own(watch.recorder.events, lambda token: sample_of_row(data, token["row"]))
+            if last:
+                evidence.write(step, metrics, watch.warnings)
+        if self.is_mp_src_rank_with_outputs():
+            outputs["metrics"].update({name: as_metric(value) for name, value in metrics.items()})
+        return outputs
+
+    def optimizer_step(self) -> Any:
+        if not self._watching:
+            return super().optimizer_step()  # type: ignore[misc]
+        assert self.watch is not None
+        return self.watch.step(*self._where, super().optimizer_step)  # type: ignore[misc]
+
+    def save_checkpoint(self, local_path: str, *arguments: Any, **options: Any) -> None:
+        super().save_checkpoint(local_path, *arguments, **options)  # type: ignore[misc]
+        if self.watch is not None and getattr(self._checkpoints, "should_save_extra", True):
+            self.watch.save(local_path)
+
+    def load_checkpoint(self, local_path: str, *arguments: Any, **options: Any) -> None:
+        extra = getattr(self._checkpoints, "should_load_extra", True)
+        read = functools.cache(partial(read_state, local_path if extra else None))
+        with suppress(ValueError):  # raised again where it is loaded
+            read()  # first: the engine may remove the folder
+        super().load_checkpoint(local_path, *arguments, **options)  # type: ignore[misc]
+        if self.watch is not None:
+            self.watch.load(read)
+        else:  # loaded in the first update, if that turns anything on: no collective call without it
+            self._read_state = read
+
+    @property
+    def _checkpoints(self) -> Any:
+        return getattr(self, "checkpoint_manager", None)
+
+    def _start(self, training_step: int | None) -> None:
+        """Begins a mini-batch; the first one begins a step."""
+        assert self.watch is not None
+        if self._where != (0, 0):
+            self.watch.start_mini_batch()
+            return
+        if training_step is None:
+            warn_once(self._said, "the trainer passes no step number: global_step is null in the evidence")
+        self.watch.start_update(training_step)
+
+    def _build(self, config: Any) -> None:
+        self._settings, self._places = config, MiniBatchPlaces()
+        self._said: set[str] = set()
+        self.watch = self._build_watch(config)
+        if self.watch is None:
+            return
+        recorder = self.watch.recorder
+        tokenizer = getattr(self.model_config, "tokenizer", None)
+        self._evidence = UpdateEvidence(
+            config.bisect_dump_dir,
+            tokenizer,
+            self.watch.sequence_parallel_size,
+            rank=None if recorder is None else recorder.rank,
+        )
+        if self._read_state is not None:
+            self.watch.load(self._read_state)
+
+    def _build_watch(self, config: Any) -> Watch | None:
+        """What watches the engine's model with this configuration; None if nothing does."""
+        recorder = self._build_recorder(config)
+        return None if recorder is None else Watch(config, partial(loss_scale, self), 1, recorder)
+
+    def _build_recorder(self, config: Any) -> SpikeRecorder | None:
+        """What records the spikes of this rank; None if nothing does."""
+        if not config.records_spikes:
+            return None
+        with guarded("gradient spikes are not recorded"):
+            if getattr(self.engine_config, "dynamic_context_parallel", False):
+                raise ForeseenError(
+                    "with dynamic_context_parallel, ranks split one batch anew for each step, and each sees a part of "
+                    "it"
+                )
+            if self.is_mp_src_rank_with_outputs():
+                # FSDP's module has what transformers loaded; other engines have a model of their own.
+                of_files = SimpleNamespace(
+                    config=getattr(self.model_config, "hf_config", None),
+                    generation_config=getattr(self.model_config, "generation_config", None),
+                )
+                return SpikeRecorder(
+                    config,
+                    self.get_data_parallel_rank(),
+                    self.get_data_parallel_size(),
+                    lambda: getattr(self, "scaler", None) is not None,
+                    partial(engine_context, self, config),
+                    eos_tokens(getattr(self, "module", None)) or eos_tokens(of_files),
+                )
+        return None
