@@ -104,14 +104,12 @@ class UpdateEvidence:
         # No more clip lines than these are written.
         clip_lines = [id(event) for event in self._events if "token_clip" in event][:EVENTS_PER_STEP]
         events = [event for event in events if "token_clip" not in event or id(event) in clip_lines]
-        culprits = [(event, i, culprit) for event in events for i, culprit in enumerate(_tokens(event))]
-        if not culprits:
+        tokens = [(event, i, token) for event in events for i, token in enumerate(_tokens(event))]
+        if not tokens:
             return
-        add_facts(
-            [culprit for _, _, culprit in culprits],
-            lambda number: self._facts(*culprits[number][:2], sample_of),
-            self._sequence_parallel_size,
-        )
+        for of_rank in collectives.gather_objects(self._own_facts(tokens, sample_of)):
+            for number, found in of_rank:
+                tokens[number][2].update(found)
         for event in events:
             if _kind(event) == "clip":
                 event["summary"] = clips.summary(event)
@@ -132,7 +130,7 @@ class UpdateEvidence:
         for event in events if self._rank == 0 else ():
             for index, token in enumerate(event["suspected"]):
                 with guarded(_NO_TEXT):
-                    token |= self._facts_of_culprit(sample_of(token), token["position"], index)
+                    token |= self._facts(event, index, token, sample_of(token))
             event["summary"] = summary(event)
 
     def write(self, global_step: int | None, metrics: Mapping[str, Any], warnings: Sequence[Mapping[str, str]]) -> None:
@@ -156,44 +154,26 @@ class UpdateEvidence:
             return None
         return {(rank, i): row for rank, rows in enumerate(by_rank) for i, row in enumerate(rows)}
 
-    def _facts(
+    def _own_facts(
         self,
-        event: Mapping[str, Any],
-        index: int,
+        tokens: Sequence[tuple[dict[str, Any], int, dict[str, Any]]],
         sample_of: Callable[[Mapping[str, Any], Mapping[str, Any]], Sample],
-    ) -> dict[str, Any]:
-        """What the data say of a line's token."""
-        culprit = _tokens(event)[index]
-        sample = sample_of(event, culprit)
-        if _kind(event) != "spike":
-            return facts_of_token(sample, culprit["position"], self._tokenizer)
-        return self._facts_of_culprit(sample, culprit["position"], index)
+    ) -> list[tuple[int, dict[str, Any]]]:
+        """What the data of this rank say of its own tokens, by their numbers in a list of (line, index, token)."""
+        own_rank, duplicate = divmod(collectives.rank(), self._sequence_parallel_size)
+        own = []
+        for number, (line, index, token) in enumerate(tokens):
+            if not duplicate and token["rank"] == own_rank:
+                with guarded(_NO_TEXT):
+                    # Sent to all ranks: plain values, whatever a ground truth is.
+                    own.append((number, jsonable(self._facts(line, index, token, sample_of(line, token)))))
+        return own
 
-    def _facts_of_culprit(self, sample: Sample, position: int, index: int) -> dict[str, Any]:
-        """A culprit's text, and what its sample was rewarded for; no long texts that are not written."""
-        return limit_texts(facts_of_culprit(sample, position, self._tokenizer), index)
-
-
-def add_facts(
-    tokens: Sequence[dict[str, Any]], facts_of: Callable[[int], Mapping[str, Any]], sequence_parallel_size: int
-) -> None:
-    """Adds to tokens what the rank that has their data knows of them; nothing if that fails. A collective call.
-
-    Args:
-        tokens (Sequence[dict]): The same on every rank; they are changed.
-        facts_of (Callable): The facts of the token with a given index, on the rank that has it; may raise.
-        sequence_parallel_size (int): How many neighbouring ranks have the same data.
-    """
-    own_rank, duplicate = divmod(collectives.rank(), sequence_parallel_size)
-    own = []
-    for number, token in enumerate(tokens):
-        if not duplicate and token["rank"] == own_rank:
-            with guarded(_NO_TEXT):
-                # Sent to all ranks: plain values, whatever a ground truth is.
-                own.append((number, jsonable(facts_of(number))))
-    for of_rank in collectives.gather_objects(own):
-        for number, found in of_rank:
-            tokens[number].update(found)
+    def _facts(self, line: Mapping[str, Any], index: int, token: Mapping[str, Any], sample: Sample) -> dict[str, Any]:
+        """What a sample says of its token; no long texts that are not written."""
+        if _kind(line) != "spike":
+            return facts_of_token(sample, token["position"], self._tokenizer)
+        return limit_texts(facts_of_culprit(sample, token["position"], self._tokenizer), index)
 
 
 def write_update(
