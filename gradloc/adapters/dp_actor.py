@@ -20,8 +20,8 @@ from ..layers.layer_clip import LayerClip
 from ..measure.pass_recorder import unchanged
 from .replay_bundles import padded_rows
 from .saved_state import read_state
-from .update_evidence import Sample, UpdateEvidence, rewarded_rows
-from .watch import EVIDENCE_KEYS, ActorWatch
+from .update_evidence import EVIDENCE_KEYS, Sample, UpdateEvidence, rewarded_rows
+from .watch import ActorWatch
 
 if TYPE_CHECKING:
     from verl import DataProto

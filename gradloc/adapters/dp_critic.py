@@ -15,8 +15,7 @@ from ..guarded import guarded
 from ..measure.pass_recorder import unchanged
 from .critic import ValueWatch
 from .dp_actor import sample_of_row
-from .update_evidence import UpdateEvidence
-from .watch import VALUE_KEYS
+from .update_evidence import VALUE_KEYS, UpdateEvidence
 
 if TYPE_CHECKING:
     from verl import DataProto

@@ -15,7 +15,7 @@ from torch import Tensor
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 
-from .watch import EVIDENCE_KEYS, VALUE_KEYS
+from .update_evidence import EVIDENCE_KEYS, VALUE_KEYS
 
 
 class Output(NamedTuple):

@@ -22,7 +22,7 @@ from ..measure.micro_batch import MicroBatch
 from .engine_data import ROW
 from .loss_weights import AggregationCall, RecordedAggregation, with_derived, with_weights
 from .ragged import FORWARD_SETTINGS, OUTPUTS, ResponseCutter, inputs_of, read_tokens
-from .watch import EVIDENCE_KEYS
+from .update_evidence import EVIDENCE_KEYS
 
 # What is kept of a micro-batch's data. Images are not: a bundle cannot have them.
 _SETTINGS = [name for name in FORWARD_SETTINGS if name != "multi_modal_inputs"]

@@ -26,6 +26,20 @@ from ..judge.verdict import settled
 
 logger = logging.getLogger(__name__)
 
+# The evidence's names for what is known of a token, and where a micro-batch holds it.
+EVIDENCE_KEYS = {
+    "token_id": "responses",
+    "response_mask": "response_mask",
+    "advantage": "advantages",
+    "old_log_prob": "old_log_probs",
+    "ref_log_prob": "ref_log_prob",
+    "rollout_log_prob": "rollout_log_probs",
+    "rollout_is_weight": "rollout_is_weights",
+}
+
+# The same of a critic's values.
+VALUE_KEYS = {"response_mask": "response_mask", "old_value": "values", "returns": "returns"}
+
 # How many events of an update are logged one by one.
 _LOGGED_EVENTS = 3
 # The kinds of lines: how each is logged, and the plural.

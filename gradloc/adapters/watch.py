@@ -38,20 +38,6 @@ from .saved_state import write_state
 if TYPE_CHECKING:
     from .spike_recorder import SpikeRecorder
 
-# The evidence's names for what is known of a token, and where a micro-batch holds it.
-EVIDENCE_KEYS = {
-    "token_id": "responses",
-    "response_mask": "response_mask",
-    "advantage": "advantages",
-    "old_log_prob": "old_log_probs",
-    "ref_log_prob": "ref_log_prob",
-    "rollout_log_prob": "rollout_log_probs",
-    "rollout_is_weight": "rollout_is_weights",
-}
-
-# The same of a critic's values.
-VALUE_KEYS = {"response_mask": "response_mask", "old_value": "values", "returns": "returns"}
-
 # What an optimizer step gives for its gradient's norm: a tensor or a number.
 Norm = TypeVar("Norm")
 
