@@ -6,7 +6,6 @@ A critic's gradient is Σ w_t (v_t − R_t) ∇v_t. Its coefficients are errors 
 names the token at no extra pass; no search is needed.
 """
 
-import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
@@ -15,33 +14,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .config import GradLocConfig
 from .evidence.critic_words import cause, summary
 from .evidence.schema import SCHEMA
 from .fsdp import collectives
+from .gradloc import GradLoc
 from .guarded import warn_once
 from .measure.figures import AllFigures, suspects
 from .measure.micro_batch import MicroBatch
-from .measure.mini_batch import MiniBatch, OrdinaryGradient
-from .measure.pass_recorder import LossInputs, PassRecorder, ReadTokens
+from .measure.mini_batch import MiniBatch
 from .measure.token_weights import movable
-from .measure.watched_model import WatchedModel
 from .spike import Located
-from .threshold import Threshold, is_over
+from .threshold import is_over
 from .version import __version__
-
-logger = logging.getLogger(__name__)
 
 # How many micro-batches and values a spike lists, the largest first.
 _MICRO_BATCHES = 8
 _VALUES = 4
 
 
-class CriticWatch:
-    """Measures the gradient of each (rank, micro-batch, layer) in the training passes, and compares it with τ.
+class CriticWatch(GradLoc):
+    """A `GradLoc` that compares a critic's gradient with τ, and reads off what a spike comes from.
 
-    For each micro-batch the trainer calls `begin_pass`, runs the forward, calls `observe_later`, runs the backward, and
-    calls `end_pass`. Before the optimizer step it calls `locate`. All ranks make the same calls, also this one. The
-    gradient stays as it is.
+    `observe_later` is given `value` (v), `weight` (w), `response_mask`, `returns` and `old_value`. The gradient stays
+    as it is, every step is taken, and nothing is computed again.
 
     Args:
         module (nn.Module): The value model; ranks hold different data (FSDP1, FSDP2, or a single process).
@@ -54,8 +50,10 @@ class CriticWatch:
     Attributes:
         events (list[dict]): The spikes since `start_update` or `start_mini_batch`, the same on every rank: lines of the
             form `CRITIC` in `evidence.schema`, without the facts that only the trainer knows.
-        warnings (list[dict]): None: nothing is said of a critic without a spike.
     """
+
+    SEARCH = "the search for spikes of the critic's gradient"
+    UNDONE = "the critic's gradient was not checked"
 
     def __init__(
         self,
@@ -66,85 +64,28 @@ class CriticWatch:
         sequence_parallel_size: int = 1,
         meter: str = "local",
     ) -> None:
-        self.events: list[dict[str, Any]] = []
-        self.warnings: list[dict[str, str]] = []
-        self._model = WatchedModel.unless_it_fails(
-            "the search for spikes of the critic's gradient",
-            module,
-            _no_search,
-            torch.device(device),
-            sequence_parallel_size=sequence_parallel_size,
-            meter=meter,
-        )
-        self._recorder = PassRecorder(self._model)
-        self._loss_scale = loss_scale
-        self._threshold = Threshold(threshold)
-        self._ordinary = OrdinaryGradient()
+        config = GradLocConfig(grad_norm_threshold=threshold)
+        size = sequence_parallel_size
+        super().__init__(module, config, _no_search, device, loss_scale, sequence_parallel_size=size, meter=meter)
         # The root mean square error of the last mini-batch without a spike.
         self._ordinary_error: float | None = None
-        self._global_step: int | None = None
         self._token_norm_max = 0.0
         self._spike_count = 0
         self._said: set[str] = set()
 
     def start_update(self, global_step: int | None = None) -> None:
         """Discards the spikes and metrics of the last update."""
-        self._global_step = global_step
+        super().start_update(global_step)
         self._token_norm_max, self._spike_count = 0.0, 0
-        self.start_mini_batch()
-
-    def start_mini_batch(self) -> None:
-        """Discards the spikes of the last mini-batch; the update's metrics still count them."""
-        self.events = []
-        self._recorder.discard()
-
-    def begin_pass(self, inputs: dict[str, Any], rows: Sequence[int]) -> None:
-        """Called before a micro-batch's forward, with its rows in this rank's mini-batch; nothing is computed again."""
-        self._recorder.begin({}, rows)
-
-    def observe_later(self, read_tokens: ReadTokens, loss_inputs: LossInputs, loss_agg_mode: str | None = None) -> None:
-        """Called between a micro-batch's loss and its backward.
-
-        Args:
-            read_tokens (Callable): Returns `value` (v, which the loss is computed from), `weight` (w of each value in
-                the loss, gradient accumulation included), `response_mask`, `returns` and `old_value`, each of shape
-                (rows, response length); called after the backward.
-            loss_inputs (Mapping): The tensor of the values, as "coefficient"; see `PassRecorder.observe`.
-            loss_agg_mode (str, optional): Not looked at.
-        """
-        self._recorder.observe_later(read_tokens, loss_inputs)
-
-    def end_pass(self) -> None:
-        """Called after a micro-batch's backward."""
-        self._recorder.end()
-
-    def locate(self, epoch: int, mini_batch: int) -> Located:
-        """Compares the mini-batch's gradient with τ. A collective call.
-
-        Args:
-            epoch (int): The PPO epoch.
-            mini_batch (int): The mini-batch's index in the update.
-
-        Raises:
-            RankLostError: An error on this rank that cannot be propagated to the other ranks.
-        """
-        where = {"global_step": self._global_step, "epoch": epoch, "mini_batch": mini_batch}
-        with collectives.guarded_on_all_ranks("the critic's gradient was not checked"):
-            self._check(where)
-        return Located(take_step=True)
 
     def metrics(self) -> dict[str, float]:
         """The update's metrics: the largest token-equivalent norm, τ once there is one, and the number of spikes."""
         threshold = {} if self._threshold.last is None else {"gradloc/threshold": self._threshold.last}
         return threshold | {"gradloc/token_norm_max": self._token_norm_max, "gradloc/triggered": self._spike_count}
 
-    def state_dict(self) -> dict[str, Any]:
-        """See `Threshold.state_dict`."""
-        return self._threshold.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """See `Threshold.load_state_dict`."""
-        self._threshold.load_state_dict(state)
+    def _locate(self, where: dict[str, Any]) -> Located:
+        self._check(where)
+        return Located(take_step=True)
 
     def _check(self, where: dict[str, Any]) -> None:
         model = self._model

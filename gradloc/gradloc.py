@@ -65,6 +65,10 @@ class GradLoc:
             `jsonable`.
     """
 
+    # What is off, and what is left undone, where it fails.
+    SEARCH = "the search for the tokens behind a gradient spike"
+    UNDONE = "the tokens behind a gradient spike were not searched"
+
     def __init__(
         self,
         module: nn.Module,
@@ -84,7 +88,7 @@ class GradLoc:
         self.config = config
         self.events: list[dict[str, Any]] = []
         self._model = WatchedModel.unless_it_fails(
-            "the search for the tokens behind a gradient spike",
+            self.SEARCH,
             module,
             forward,
             torch.device(device),
@@ -195,7 +199,7 @@ class GradLoc:
         """
         where = {"global_step": self._global_step, "epoch": epoch, "mini_batch": mini_batch}
         located = Located(take_step=True)
-        with collectives.guarded_on_all_ranks("the tokens behind a gradient spike were not searched"):
+        with collectives.guarded_on_all_ranks(self.UNDONE):
             located = self._locate(where)
         if located.take_step:
             self._warnings.add_step()

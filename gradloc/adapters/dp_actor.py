@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from verl.utils.device import get_device_id
 
-from ..critic_watch import CriticWatch
 from ..gradloc import GradLoc
 from ..judge.misfire import RewardedRow
 from ..layers.layer_clip import LayerClip
@@ -61,7 +60,7 @@ def select_rows(
     return selected
 
 
-def build(actor: "DataParallelPPOActor") -> tuple[ActorWatch | None, GradLoc | CriticWatch | None, LayerClip | None]:
+def build(actor: "DataParallelPPOActor") -> tuple[ActorWatch | None, GradLoc | None, LayerClip | None]:
     """What watches an actor that is trained, if its configuration turns any of it on; None for what is off."""
     config = actor.config
     clips = [config.get(name, {}).get("enable", False) for name in ("layer_clip", "token_clip")]

@@ -16,7 +16,6 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 from verl.workers.utils.padding import no_padding_2_padding
 
-from ..critic_watch import CriticWatch
 from ..gradloc import GradLoc
 from ..layers.layer_clip import LayerClip
 from .critic import ValueWatch
@@ -32,7 +31,7 @@ class WatchedEngine(TrainedEngine):
     """Watches the training passes of an FSDP engine, which comes behind it in the order of bases."""
 
     @property
-    def gradloc(self) -> GradLoc | CriticWatch | None:
+    def gradloc(self) -> GradLoc | None:
         """None where it is off. Its `events` are those of the last `train_batch`.
 
         A culprit's `row` is its row in the data given to that.

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from verl.utils.device import get_device_name
 
 from ..bundles.layout import Row
-from ..critic_watch import CriticWatch
 from ..evidence.clips import clip_line
 from ..fsdp import collectives
 from ..gradloc import GradLoc
@@ -53,7 +52,7 @@ class Watch:
 
     Attributes:
         recorder (SpikeRecorder | None): As given.
-        gradloc (GradLoc | CriticWatch | None): None where it is off.
+        gradloc (GradLoc | None): None where it is off.
         layer_clip (LayerClip | None): The same. Where bundles are kept, one that is off learns its bounds all the same:
             they tell what it would have left of a spike.
         token_clip (TokenClip | None): The same.
@@ -71,7 +70,7 @@ class Watch:
         recorder: "SpikeRecorder | None" = None,
     ) -> None:
         self.recorder = recorder
-        self.gradloc: GradLoc | CriticWatch | None = None
+        self.gradloc: GradLoc | None = None
         self.layer_clip: LayerClip | None = None
         self.token_clip: TokenClip | None = None
         self.clips: list[dict[str, Any]] = []
