@@ -29,14 +29,8 @@ class ValueWatch(Watch):
         self, module: nn.Module, config: Any, loss_scale: Callable[[], float], sequence_parallel_size: int
     ) -> None:
         super().__init__(config, loss_scale, sequence_parallel_size)
-        self.gradloc = CriticWatch(
-            module,
-            config.grad_norm_threshold,
-            get_device_name(),
-            loss_scale,
-            sequence_parallel_size,
-            meter=meter_kind(module),
-        )
+        threshold, meter = config.grad_norm_threshold, meter_kind(module)
+        self.gradloc = CriticWatch(module, threshold, get_device_name(), loss_scale, sequence_parallel_size, meter)
 
     def observe(
         self,

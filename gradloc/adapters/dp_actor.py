@@ -20,7 +20,7 @@ from ..measure.pass_recorder import unchanged
 from .replay_bundles import padded_rows
 from .saved_state import read_state
 from .update_evidence import EVIDENCE_KEYS, Sample, UpdateEvidence, rewarded_rows
-from .watch import ActorWatch
+from .watch import Watch, watch_actor
 
 if TYPE_CHECKING:
     from verl import DataProto
@@ -60,7 +60,7 @@ def select_rows(
     return selected
 
 
-def build(actor: "DataParallelPPOActor") -> tuple[ActorWatch | None, GradLoc | None, LayerClip | None]:
+def build(actor: "DataParallelPPOActor") -> tuple[Watch | None, GradLoc | None, LayerClip | None]:
     """What watches an actor that is trained, if its configuration turns any of it on; None for what is off."""
     config = actor.config
     clips = [config.get(name, {}).get("enable", False) for name in ("layer_clip", "token_clip")]
@@ -69,7 +69,7 @@ def build(actor: "DataParallelPPOActor") -> tuple[ActorWatch | None, GradLoc | N
         return None, None, None
     if config.get("spike_search", "training") == "replay":
         raise ValueError("spike_search=replay needs an engine of verl 0.9: set spike_search=training.")
-    watch = ActorWatch(
+    watch = watch_actor(
         actor.actor_module,
         config,
         partial(forward_rows, actor),

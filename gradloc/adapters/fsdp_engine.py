@@ -24,7 +24,7 @@ from .engine_data import ROW, loss_scale
 from .ragged import OUTPUTS, ResponseCutter, inputs_of, padded, read_tokens, sequences
 from .replay_bundles import ragged_rows
 from .trained_engine import TrainedEngine
-from .watch import ActorWatch, Watch
+from .watch import Watch, watch_actor
 
 
 class WatchedEngine(TrainedEngine):
@@ -63,7 +63,7 @@ class WatchedEngine(TrainedEngine):
             return ValueWatch(self.module, config, scale, group_size) if config.spike_detection else None
         if not (config.searches_in_training or config.layer_clip.enable or config.token_clip.enable):
             return super()._build_watch(config)
-        return ActorWatch(
+        return watch_actor(
             self.module,
             config,
             partial(_forward_rows, self),

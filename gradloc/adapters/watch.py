@@ -3,7 +3,7 @@
 """GradLoc, LayerClip and TokenClip of an actor, and what watches a critic: what all adapters share."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -42,13 +42,14 @@ Norm = TypeVar("Norm")
 
 
 class Watch:
-    """What watches a model that is trained: each of its parts may be off. See `ActorWatch` and `ValueWatch`.
+    """What watches a model that is trained: each of its parts may be off. `watch_actor` makes one.
 
     Args:
         config (ActorConfig | CriticConfig): verl's configuration of the actor or critic.
         loss_scale (Callable): Returns the loss scale of the backward passes.
         sequence_parallel_size (int): How many neighbouring ranks work on the same data.
         recorder (SpikeRecorder, optional): Records spikes that are searched later.
+        eos_tokens (Collection[int]): Where a rollout stops.
 
     Attributes:
         recorder (SpikeRecorder | None): As given.
@@ -68,6 +69,7 @@ class Watch:
         loss_scale: Callable[[], float],
         sequence_parallel_size: int,
         recorder: "SpikeRecorder | None" = None,
+        eos_tokens: Collection[int] = (),
     ) -> None:
         self.recorder = recorder
         self.gradloc: GradLoc | None = None
@@ -83,6 +85,9 @@ class Watch:
         self._pass_open = False
         self._said: set[str] = set()
         self._learning: LayerClip | None = None
+        self._row_weights: Tensor | None = None
+        self._weigh: Callable[[AggregationCall | None], None] = _no_weights
+        self._eos_tokens = eos_tokens
 
     @property
     def watches_passes(self) -> bool:
@@ -148,11 +153,23 @@ class Watch:
     def start_loss(self, read_mask: Callable[[], Tensor], options: Callable[[], Mapping[str, Any]] = dict) -> None:
         """Called before a micro-batch's loss.
 
+        TokenClip's weights are computed within it: until a loss waits for the device, the host has time.
+
         Args:
             read_mask (Callable): Returns the response mask, shape (rows, response length).
             options (Callable): Returns more arguments with which verl aggregates the terms of KL and entropy.
         """
-        self.aggregation.start()
+        self._row_weights = None
+        if self.token_clip is None:
+            self.aggregation.start()
+            return
+
+        def weigh(call: AggregationCall | None) -> None:
+            with guarded("TokenClip leaves micro-batches alone whose weights cannot be read", self._said):
+                self._row_weights = row_weights(policy_weights(call, self._config, read_mask(), **options()))
+
+        self._weigh = weigh
+        self.aggregation.start(weigh)
 
     def observe(
         self,
@@ -176,7 +193,25 @@ class Watch:
             factor (float): The micro-batch's part in the mini-batch's loss.
             options (Any): More arguments with which verl aggregates the terms of KL and entropy.
         """
-        raise NotImplementedError
+        call = self.aggregation.take()  # what follows is not the loss
+
+        @functools.cache
+        def read() -> dict[str, Tensor]:
+            return with_weights(read_tokens(), call, self._config, factor, options)
+
+        if self.token_clip is not None:  # first: GradLoc then sees the coefficients that are left
+            if self._scale is None:
+                self._scale = self._loss_scale()
+            if call is None:
+                self._weigh(None)
+            self._weigh = _no_weights  # it has tensors of the micro-batch
+            if self._row_weights is not None:
+                log_prob, _ = loss_inputs["coefficient"]
+                self.token_clip.observe_later(log_prob, self._row_weights * abs(factor), self._scale, read)
+        if self.gradloc is not None:
+            derive = partial(with_derived, config=self._config, eos_tokens=self._eos_tokens)
+            mode = aggregation_mode(call, self._config, shape)
+            self.gradloc.observe_later(lambda: derive(read(), factor=factor, options=options), loss_inputs, mode)
 
     def recorded(self, loss_function: Callable[..., Any]) -> Callable[..., Any]:
         """The loss function of a mini-batch, which records what it is computed from where spikes are recorded."""
@@ -293,8 +328,19 @@ class Watch:
         return {name: part for name, part in parts.items() if part is not None}
 
 
-class ActorWatch(Watch):
-    """GradLoc, LayerClip and TokenClip of an actor.
+def watch_actor(
+    module: nn.Module,
+    config: Any,
+    forward: Forward,
+    rows_of: Callable[[Mapping[str, Any]], list[Row]],
+    loss_scale: Callable[[], float],
+    sequence_parallel_size: int,
+    dtype: torch.dtype,
+    grad_clip: float | None,
+    learning_rate: Callable[[], float | Tensor],
+    recorder: "SpikeRecorder | None" = None,
+) -> Watch:
+    """GradLoc, LayerClip and TokenClip of an actor, as far as its configuration turns them on.
 
     Args:
         module (nn.Module): The model, sharded or not.
@@ -308,98 +354,39 @@ class ActorWatch(Watch):
         learning_rate (Callable): Returns that of the next optimizer step.
         recorder (SpikeRecorder, optional): Records spikes that are searched later.
     """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        config: Any,
-        forward: Forward,
-        rows_of: Callable[[Mapping[str, Any]], list[Row]],
-        loss_scale: Callable[[], float],
-        sequence_parallel_size: int,
-        dtype: torch.dtype,
-        grad_clip: float | None,
-        learning_rate: Callable[[], float | Tensor],
-        recorder: "SpikeRecorder | None" = None,
-    ) -> None:
-        super().__init__(config, loss_scale, sequence_parallel_size, recorder)
-        self._row_weights: Tensor | None = None
-        self._weigh: Callable[[AggregationCall | None], None] = _no_weights
-        self._eos_tokens = eos_tokens(module)
-        device = get_device_name()
-        if config.token_clip.enable:
-            self.token_clip = TokenClip(module, config.token_clip, device, sequence_parallel_size)
-        if config.layer_clip.enable:
-            try:
-                self.layer_clip = LayerClip(module, config.layer_clip, device=device)
-            except AttributeError as error:
-                raise RuntimeError(
-                    f"actor_rollout_ref.actor.layer_clip.enable: torch {torch.__version__} lacks what LayerClip needs "
-                    f"of FSDP ({error}); take a torch that docs/use/support.md lists, or set it to False"
-                ) from error
-        elif config.searches_in_training and config.spike_replay:
-            self._learning = _learning_layer_clip(module, config, torch.device(device))
-        if config.searches_in_training:
-            bundle_writer = build_bundle_writer(
-                *(module, config, rows_of, dtype, grad_clip, self.layer_clip or self._learning, self.token_clip)
-            )
-            self.gradloc = GradLoc(
-                module,
-                config,
-                forward=forward,
-                device=device,
-                loss_scale=loss_scale,
-                squared_norms=None if self.layer_clip is None else self.layer_clip.squared_norms,
-                sequence_parallel_size=sequence_parallel_size,
-                meter=meter_kind(module),
-                recover=getattr(module, "reset_activation_offloading", None),
-                token_clip=self.token_clip,
-                bundle_writer=bundle_writer,
-                learning_rate=learning_rate,
-            )
-
-    def start_loss(self, read_mask: Callable[[], Tensor], options: Callable[[], Mapping[str, Any]] = dict) -> None:
-        """See `Watch.start_loss`. TokenClip's weights are computed within it: the host has time until a loss waits."""
-        self._row_weights = None
-        if self.token_clip is None:
-            self.aggregation.start()
-            return
-
-        def weigh(call: AggregationCall | None) -> None:
-            with guarded("TokenClip leaves micro-batches alone whose weights cannot be read", self._said):
-                self._row_weights = row_weights(policy_weights(call, self._config, read_mask(), **options()))
-
-        self._weigh = weigh
-        self.aggregation.start(weigh)
-
-    def observe(
-        self,
-        loss_inputs: LossInputs,
-        read_tokens: ReadTokens,
-        shape: Sequence[int],
-        factor: float = 1.0,
-        **options: Any,
-    ) -> None:
-        """See `Watch.observe`."""
-        call = self.aggregation.take()  # what follows is not the loss
-
-        @functools.cache
-        def read() -> dict[str, Tensor]:
-            return with_weights(read_tokens(), call, self._config, factor, options)
-
-        if self.token_clip is not None:  # first: GradLoc then sees the coefficients that are left
-            if self._scale is None:
-                self._scale = self._loss_scale()
-            if call is None:
-                self._weigh(None)
-            self._weigh = _no_weights  # it has tensors of the micro-batch
-            if self._row_weights is not None:
-                log_prob, _ = loss_inputs["coefficient"]
-                self.token_clip.observe_later(log_prob, self._row_weights * abs(factor), self._scale, read)
-        if self.gradloc is not None:
-            derive = partial(with_derived, config=self._config, eos_tokens=self._eos_tokens)
-            mode = aggregation_mode(call, self._config, shape)
-            self.gradloc.observe_later(lambda: derive(read(), factor=factor, options=options), loss_inputs, mode)
+    watch = Watch(config, loss_scale, sequence_parallel_size, recorder, eos_tokens(module))
+    device = get_device_name()
+    if config.token_clip.enable:
+        watch.token_clip = TokenClip(module, config.token_clip, device, sequence_parallel_size)
+    if config.layer_clip.enable:
+        try:
+            watch.layer_clip = LayerClip(module, config.layer_clip, device=device)
+        except AttributeError as error:
+            raise RuntimeError(
+                f"actor_rollout_ref.actor.layer_clip.enable: torch {torch.__version__} lacks what LayerClip needs "
+                f"of FSDP ({error}); take a torch that docs/use/support.md lists, or set it to False"
+            ) from error
+    elif config.searches_in_training and config.spike_replay:
+        watch._learning = _learning_layer_clip(module, config, torch.device(device))
+    if config.searches_in_training:
+        bundle_writer = build_bundle_writer(
+            *(module, config, rows_of, dtype, grad_clip, watch.layer_clip or watch._learning, watch.token_clip)
+        )
+        watch.gradloc = GradLoc(
+            module,
+            config,
+            forward=forward,
+            device=device,
+            loss_scale=loss_scale,
+            squared_norms=None if watch.layer_clip is None else watch.layer_clip.squared_norms,
+            sequence_parallel_size=sequence_parallel_size,
+            meter=meter_kind(module),
+            recover=getattr(module, "reset_activation_offloading", None),
+            token_clip=watch.token_clip,
+            bundle_writer=bundle_writer,
+            learning_rate=learning_rate,
+        )
+    return watch
 
 
 def _learning_layer_clip(module: nn.Module, config: Any, device: torch.device) -> LayerClip | None:

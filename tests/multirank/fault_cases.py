@@ -31,11 +31,11 @@ from torch_stand_ins import as_in_torch_2_15, without_name
 from verl import DataProto
 from verl.utils.gradloc.adapters import loss_weights
 from verl.utils.gradloc.adapters.actor_config import LayerClipConfig
-from verl.utils.gradloc.adapters.watch import ActorWatch
 from verl.utils.gradloc.evidence import event
 from verl.utils.gradloc.fsdp.failed_pass import RecordedCollectives
 from verl.utils.gradloc.fsdp.state import flat_handles
 from verl.utils.gradloc.fsdp.torch_compat import param_groups
+from verl.utils.gradloc.layers.layer_clip import LayerClip
 from verl.utils.gradloc.measure import local_norms, micro_batch
 from verl.utils.gradloc.search.time_limit import SearchTime
 
@@ -103,27 +103,27 @@ def failing_search(
 
 def layer_clip_without(case: Case, name: str) -> str:
     """What a run with LayerClip says at its start, on a torch that lacks a name."""
-    make = ActorWatch.__init__
+    make = LayerClip.__init__
 
-    def make_without(self: ActorWatch, module: torch.nn.Module, *arguments: Any, **options: Any) -> None:
+    def make_without(self: LayerClip, module: torch.nn.Module, *arguments: Any, **options: Any) -> None:
         without_name(flat_handles(module)[0], name)
         make(self, module, *arguments, **options)
 
-    with mock.patch.object(ActorWatch, "__init__", make_without), pytest.raises(RuntimeError) as refused:
+    with mock.patch.object(LayerClip, "__init__", make_without), pytest.raises(RuntimeError) as refused:
         train(case, layer_clip=LayerClipConfig(enable=True))
     return str(refused.value)
 
 
 def without_a_name(case: Case, name: str, ranks: list[int]) -> tuple[dict[str, bool], Run, list[str]]:
     """A run on a torch that lacks a name on some ranks, compared with the unpatched actor; and the warnings."""
-    make = ActorWatch.__init__
+    make = LayerClip.__init__
 
-    def make_without(self: ActorWatch, module: torch.nn.Module, *arguments: Any, **options: Any) -> None:
+    def make_without(self: LayerClip, module: torch.nn.Module, *arguments: Any, **options: Any) -> None:
         if dist.get_rank() in ranks:
             without_name((param_groups(module) or flat_handles(module))[0], name)
         make(self, module, *arguments, **options)
 
-    with mock.patch.object(ActorWatch, "__init__", make_without), warnings_of("measure.watched_model") as warnings:
+    with mock.patch.object(LayerClip, "__init__", make_without), warnings_of("measure.watched_model") as warnings:
         run = train(case, calls=2, spike_replay=1, **DETECTION)
     return compare_runs(run, stock_run(case, 2)), run, warnings
 
