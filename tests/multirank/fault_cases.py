@@ -101,21 +101,8 @@ def failing_search(
     return compare_runs(run, stock), run
 
 
-def layer_clip_without(case: Case, name: str) -> str:
-    """What a run with LayerClip says at its start, on a torch that lacks a name."""
-    make = LayerClip.__init__
-
-    def make_without(self: LayerClip, module: torch.nn.Module, *arguments: Any, **options: Any) -> None:
-        without_name(flat_handles(module)[0], name)
-        make(self, module, *arguments, **options)
-
-    with mock.patch.object(LayerClip, "__init__", make_without), pytest.raises(RuntimeError) as refused:
-        train(case, layer_clip=LayerClipConfig(enable=True))
-    return str(refused.value)
-
-
-def without_a_name(case: Case, name: str, ranks: list[int]) -> tuple[dict[str, bool], Run, list[str]]:
-    """A run on a torch that lacks a name on some ranks, compared with the unpatched actor; and the warnings."""
+def torch_without(name: str, ranks: Sequence[int]) -> Any:
+    """A patch of what looks at the model's shards first, after which torch lacks a name on some ranks."""
     make = LayerClip.__init__
 
     def make_without(self: LayerClip, module: torch.nn.Module, *arguments: Any, **options: Any) -> None:
@@ -123,7 +110,19 @@ def without_a_name(case: Case, name: str, ranks: list[int]) -> tuple[dict[str, b
             without_name((param_groups(module) or flat_handles(module))[0], name)
         make(self, module, *arguments, **options)
 
-    with mock.patch.object(LayerClip, "__init__", make_without), warnings_of("measure.watched_model") as warnings:
+    return mock.patch.object(LayerClip, "__init__", make_without)
+
+
+def layer_clip_without(case: Case, name: str) -> str:
+    """What a run with LayerClip says at its start, on a torch that lacks a name."""
+    with torch_without(name, range(dist.get_world_size())), pytest.raises(RuntimeError) as refused:
+        train(case, layer_clip=LayerClipConfig(enable=True))
+    return str(refused.value)
+
+
+def without_a_name(case: Case, name: str, ranks: list[int]) -> tuple[dict[str, bool], Run, list[str]]:
+    """A run on a torch that lacks a name on some ranks, compared with the unpatched actor; and the warnings."""
+    with torch_without(name, ranks), warnings_of("measure.watched_model") as warnings:
         run = train(case, calls=2, spike_replay=1, **DETECTION)
     return compare_runs(run, stock_run(case, 2)), run, warnings
 
