@@ -16,8 +16,6 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 from verl.workers.utils.padding import no_padding_2_padding
 
-from ..gradloc import GradLoc
-from ..layers.layer_clip import LayerClip
 from .critic import ValueWatch
 from .critic_config import CriticSpikeConfig
 from .engine_data import ROW, loss_scale
@@ -29,19 +27,6 @@ from .watch import Watch, watch_actor
 
 class WatchedEngine(TrainedEngine):
     """Watches the training passes of an FSDP engine, which comes behind it in the order of bases."""
-
-    @property
-    def gradloc(self) -> GradLoc | None:
-        """None where it is off. Its `events` are those of the last `train_batch`.
-
-        A culprit's `row` is its row in the data given to that.
-        """
-        return None if self.watch is None else self.watch.gradloc
-
-    @property
-    def layer_clip(self) -> LayerClip | None:
-        """None where it is off."""
-        return None if self.watch is None else self.watch.layer_clip
 
     def forward_step(
         self, micro_batch: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool

@@ -34,24 +34,15 @@ Guard = Callable[[], AbstractContextManager[None]]
 
 @dataclass
 class RecordedMicroBatch:
-    """References to what a micro-batch's loss is computed from; nothing is copied before `read`.
+    """References to what a micro-batch's loss is computed from; nothing is copied before `read`."""
 
-    Args:
-        data (TensorDict): The columns and settings of the micro-batch, on its device.
-        has_images (list[bool]): For each row; empty without such a column.
-        flat (dict[str, Tensor]): Log-probs and entropies of whole sequences, one after the other, without a graph.
-        call (AggregationCall, optional): What the loss called.
-        options (dict): More arguments with which verl aggregates the terms of KL and entropy.
-        gradients (dict[str, Tensor]): Those of `flat`, after the backward.
-        factor (list[Tensor]): The derivative of what the engine computes the backward of with respect to the loss.
-    """
-
-    data: TensorDict
-    has_images: list[bool]
-    flat: dict[str, Tensor]
-    call: AggregationCall | None = None
-    options: dict[str, Any] = field(default_factory=dict)
-    gradients: dict[str, Tensor] = field(default_factory=dict)
+    data: TensorDict  # the columns and settings of the micro-batch, on its device
+    has_images: list[bool]  # for each row; empty without such a column
+    flat: dict[str, Tensor]  # log-probs and entropies of whole sequences, one after the other, without a graph
+    call: AggregationCall | None = None  # what the loss called
+    options: dict[str, Any] = field(default_factory=dict)  # with which verl aggregates the terms of KL and entropy
+    gradients: dict[str, Tensor] = field(default_factory=dict)  # those of `flat`, after the backward
+    # The derivative of what the engine computes the backward of with respect to the loss.
     factor: list[Tensor] = field(default_factory=list)
 
     def read(self, config: Any, eos_tokens: set[int], rng_state: Tensor) -> tuple[MicroBatch, float]:

@@ -145,11 +145,11 @@ class EngineActor:
 
     @property
     def gradloc(self) -> Any:
-        return getattr(self.engine, "gradloc", None)
+        return getattr(getattr(self.engine, "watch", None), "gradloc", None)
 
     @property
     def layer_clip(self) -> Any:
-        return getattr(self.engine, "layer_clip", None)
+        return getattr(getattr(self.engine, "watch", None), "layer_clip", None)
 
     def _keep_events(self) -> None:
         train_batch = self.engine.train_batch

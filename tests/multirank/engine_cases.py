@@ -173,7 +173,7 @@ def resumed(directory: str, shared: bool) -> tuple[dict[str, Any], dict[str, Any
     if not shared and dist.get_rank() == 1:
         folder = shutil.copytree(folder, path / "other node")
         (folder / "gradloc_state.pt").unlink()
-    norms = [trained(load, 1).gradloc.state_dict()["token_norms"] for load in (None, folder)]
+    norms = [trained(load, 1).watch.gradloc.state_dict()["token_norms"] for load in (None, folder)]
     make_unreadable(str(path / "checkpoint"))
     error = ""
     try:
@@ -182,7 +182,7 @@ def resumed(directory: str, shared: bool) -> tuple[dict[str, Any], dict[str, Any
         error = f"{type(raised).__name__}: {raised}"
     return (
         state(first),
-        {"norms": first.gradloc.state_dict()["token_norms"]},
+        {"norms": first.watch.gradloc.state_dict()["token_norms"]},
         {"fresh": norms[0], "loaded": norms[1]},
         saved,
         error,
