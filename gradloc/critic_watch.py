@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from .config import GradLocConfig
-from .evidence.critic_words import cause, summary
 from .evidence.schema import SCHEMA
 from .fsdp import collectives
 from .gradloc import GradLoc
 from .guarded import warn_once
+from .judge.critic import cause, summary
 from .measure.figures import AllFigures, suspects
 from .measure.micro_batch import MicroBatch
 from .measure.mini_batch import MiniBatch

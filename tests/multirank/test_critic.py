@@ -13,8 +13,8 @@ from actors import Case
 from jsonschema import Draft202012Validator
 from test_actor import Launch, cases, near
 
-from gradloc.evidence.critic_words import cause, summary
 from gradloc.evidence.schema import CRITIC
+from gradloc.judge.critic import cause, summary
 from gradloc_tools.report.reading import read
 from gradloc_tools.report.summary import summarize
 
