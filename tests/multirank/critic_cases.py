@@ -259,8 +259,8 @@ def planted(case: Case, directory: str, threshold: float | str) -> tuple[list[di
     return metrics, lines
 
 
-def resumed(directory: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What an automatic threshold has learned in two updates, and what one has after a checkpoint of the first."""
+def resumed(directory: str) -> list[list[float]]:
+    """The norms that an automatic threshold has learned, and those of another one that has loaded them."""
     from verl.utils.gradloc.adapters.saved_state import read_state
 
     critics = [Critic(Case(), spike_detection=True, bisect_dump_dir=directory) for _ in range(2)]
@@ -269,7 +269,7 @@ def resumed(directory: str) -> tuple[dict[str, Any], dict[str, Any]]:
     dist.barrier()
     critics[1].update(build_data(Case(), 2))
     critics[1].watch.load(lambda: read_state(directory))
-    return critics[0].watch.gradloc.state_dict(), critics[1].watch.gradloc.state_dict()
+    return [critic.watch.gradloc.state_dict()["token_norms"] for critic in critics]
 
 
 def without_a_tokenizer(directory: str) -> list[dict[str, Any]]:

@@ -128,7 +128,7 @@ def test_training_is_that_of_the_released_verl(launch: Launch, tmp_path: Path, w
 
 def test_the_norms_of_an_automatic_threshold_come_back_with_a_checkpoint(launch: Launch, tmp_path: Path) -> None:
     for saved, loaded in launch(2, critic_cases.resumed, str(tmp_path)):
-        assert saved == loaded and len(saved["token_norms"]) == 1
+        assert saved == loaded and len(saved) == 1
 
 
 def test_another_loss_is_not_looked_at(launch: Launch, tmp_path: Path) -> None:
