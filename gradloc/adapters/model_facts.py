@@ -7,11 +7,11 @@ from typing import Any
 from torch import nn
 
 
-def eos_tokens(module: Any) -> set[int]:
-    """The ids at which a rollout of this model stops, by its generation_config and its config."""
+def eos_tokens(model: Any) -> set[int]:
+    """The ids at which a rollout of a model stops, by the configurations that it, or verl's HFModelConfig, has."""
     ends: set[int] = set()
-    for config in (getattr(module, "generation_config", None), getattr(module, "config", None)):
-        found = getattr(config, "eos_token_id", None)
+    for name in ("generation_config", "config", "hf_config"):
+        found = getattr(getattr(model, name, None), "eos_token_id", None)
         ends.update([found] if isinstance(found, int) else found or ())
     return ends
 

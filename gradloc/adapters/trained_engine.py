@@ -9,7 +9,6 @@ import functools
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -149,17 +148,13 @@ class TrainedEngine:
                     "it"
                 )
             if self.is_mp_src_rank_with_outputs():
-                # FSDP's module has what transformers loaded; other engines have a model of their own.
-                of_files = SimpleNamespace(
-                    config=getattr(self.model_config, "hf_config", None),
-                    generation_config=getattr(self.model_config, "generation_config", None),
-                )
                 return SpikeRecorder(
                     config,
                     self.get_data_parallel_rank(),
                     self.get_data_parallel_size(),
                     lambda: getattr(self, "scaler", None) is not None,
                     partial(engine_context, self, config),
-                    eos_tokens(getattr(self, "module", None)) or eos_tokens(of_files),
+                    # FSDP's module has what transformers loaded; other engines have a model of their own.
+                    eos_tokens(getattr(self, "module", None)) or eos_tokens(self.model_config),
                 )
         return None
