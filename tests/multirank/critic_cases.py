@@ -106,14 +106,13 @@ def _legacy_update(critic: Critic, optimizer: Any, stock: bool) -> Any:
 
 
 def _engine_update(critic: Critic, optimizer: Any, stock: bool) -> Any:
-    from engine_actor import _nest_responses, _prompts, built
+    from engine_actor import built, data_of
     from verl.utils import tensordict_utils as tu
     from verl.utils.metric import Metric
     from verl.workers.engine import EngineRegistry
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithValueHead
     from verl.workers.engine_workers import TrainingWorker
     from verl.workers.utils.losses import value_loss
-    from verl.workers.utils.padding import left_right_2_no_padding
 
     # The registered one is the watched one.
     (registered, *_) = set(EngineRegistry._engines["value_model"]["fsdp2"].values())
@@ -132,20 +131,7 @@ def _engine_update(critic: Critic, optimizer: Any, stock: bool) -> Any:
     engine = worker.engine
 
     def update(batch: DataProto) -> dict[str, Any]:
-        batch.batch["prompts"] = _prompts(batch.batch)
-        data = left_right_2_no_padding(batch.to_tensordict())
-        if case.nested:
-            _nest_responses(data)
-        size = config.ppo_mini_batch_size * engine.get_data_parallel_size()
-        tu.assign_non_tensor(
-            data,
-            temperature=1.0,
-            global_batch_size=size,
-            mini_batch_size=size,
-            epochs=config.ppo_epochs,
-            dataloader_kwargs={"shuffle": False},
-            training_step=batch.meta_info["global_steps"],
-        )
+        data = data_of(batch, worker, case.nested, temperature=1.0, dataloader_kwargs={"shuffle": False})
         output = TrainingWorker.train_mini_batch.__wrapped__(worker, data)
         critic.watch = getattr(engine, "watch", None)
         found = {}

@@ -114,6 +114,25 @@ def built(engine_class: type, config: Any, packed: bool, loss: Any, tokenizer: A
     return worker
 
 
+def data_of(batch: DataProto, worker: Any, nested: bool, **settings: Any) -> Any:
+    """A batch as verl's worker gets it: from the trainer V0, or if it is nested from V1."""
+    config = worker.loss_fn.keywords["config"]
+    batch.batch["prompts"] = _prompts(batch.batch)
+    data = left_right_2_no_padding(batch.to_tensordict())
+    if nested:
+        _nest_responses(data)
+    size = config.ppo_mini_batch_size * worker.engine.get_data_parallel_size()
+    tu.assign_non_tensor(
+        data,
+        global_batch_size=size,
+        mini_batch_size=size,
+        epochs=config.ppo_epochs,
+        training_step=batch.meta_info["global_steps"],
+        **settings,
+    )
+    return data
+
+
 class EngineActor:
     """What the tests know of an actor: `update_policy`, its parts, and `gradloc`, `layer_clip`, `scaler`.
 
@@ -164,21 +183,13 @@ class EngineActor:
 
     def update_policy(self, batch: DataProto) -> dict[str, Any]:
         self.events = []
-        batch.batch["prompts"] = _prompts(batch.batch)
-        data = left_right_2_no_padding(batch.to_tensordict())
-        if self.nested:
-            _nest_responses(data)
-        config = self.config
-        mini_batch_size = config.ppo_mini_batch_size * self.engine.get_data_parallel_size()
-        tu.assign_non_tensor(
-            data,
-            calculate_entropy=config.entropy_coeff != 0,
+        data = data_of(
+            batch,
+            self.worker,
+            self.nested,
+            calculate_entropy=self.config.entropy_coeff != 0,
             temperature=batch.meta_info["temperature"],
-            global_batch_size=mini_batch_size,
-            mini_batch_size=mini_batch_size,
-            epochs=config.ppo_epochs,
             dataloader_kwargs=self.dataloader,
-            training_step=batch.meta_info["global_steps"],
             update_of_step=self.update_of_step,
         )
         output = TrainingWorker.train_mini_batch.__wrapped__(self.worker, data)
