@@ -15,7 +15,6 @@ import torch
 
 from ..checks import is_finite_number
 from ..evidence import patient_disk
-from ..guarded import ForeseenError
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +56,7 @@ def read_state(folder: str | None) -> dict[str, Any]:
     """What `Watch.save` wrote to a checkpoint's folder; empty without a file.
 
     Raises:
-        ForeseenError: The file cannot be read, or has another form.
+        ValueError: The file cannot be read, or has another form.
     """
     path = os.path.join(folder, STATE_FILE) if folder else ""
     if not os.path.isfile(path):
@@ -69,7 +68,7 @@ def read_state(folder: str | None) -> dict[str, Any]:
         reason = str(error)
     if reason is None:
         return state
-    raise ForeseenError(f"{path} cannot be read ({reason}); restore it, or remove it, and all warm-ups start over")
+    raise ValueError(f"{path} cannot be read ({reason}); restore it, or remove it, and all warm-ups start over")
 
 
 def write_state(folder: str, state: Mapping[str, Any]) -> None:

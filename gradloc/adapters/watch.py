@@ -3,6 +3,7 @@
 """GradLoc, LayerClip and TokenClip of an actor, and what watches a critic: what all adapters share."""
 
 import functools
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -36,6 +37,8 @@ from .saved_state import write_state
 
 if TYPE_CHECKING:
     from .spike_recorder import SpikeRecorder
+
+logger = logging.getLogger(__name__)
 
 # What an optimizer step gives for its gradient's norm: a tensor or a number.
 Norm = TypeVar("Norm")
@@ -312,8 +315,10 @@ class Watch:
         parts = self._parts()
         if self.recorder is not None:
             del parts["gradloc"]
-            with guarded("the norms of earlier steps are not loaded"):
+            try:
                 self.recorder.load_state_dict(read().get("gradloc"))
+            except ValueError as error:  # no rank waits for another here, so none has to end the run
+                logger.warning("%s", error)
         if parts:
             # Rank 0 wrote it, perhaps to a folder that the other nodes do not share.
             state = collectives.broadcast(read, 0)
