@@ -70,14 +70,14 @@ _NUMBERS = list_of(NUMBER)
 _NUMBERS_BY_LAYER = _by_name(NUMBER)
 
 _MINI_BATCH = fields("epoch mini_batch", INDEX, "PPO epoch, and mini-batch in it, from 0")
-_VERSION = fields("gradloc_version", TEXT, "the GradLoc that wrote the line")
+_VERSION = fields("gradloc_version", TEXT, "that wrote the line")
 _PLACE = {
     **fields("rank micro_batch row", INDEX, "rank; micro-batch and row of its mini-batch, from 0"),
     **fields("position", INDEX, "position in the response, from 0"),
 }
 
 _MICRO_BATCH = {
-    **fields("rank micro_batch", INDEX, "where it is, from 0"),
+    **fields("rank micro_batch", INDEX, "from 0"),
     **fields("rows tokens", INDEX, "number of responses; of response tokens"),
     **fields("norm threshold", NUMBER, "norm of that rank's own gradient; its threshold, τ·√Σw²"),
     **fields("token_equivalent", NUMBER, "norm/√Σw², to be compared with τ"),
@@ -145,9 +145,9 @@ _TURNS = {
     **fields(
         "mismatch_start mismatch_turn", INTEGER_OR_NULL, "where the mismatch to the rollout begins; in which turn"
     ),
-    **fields("shift", INTEGER_OR_NULL, "by how many positions these are moved"),
-    **fields("response_length", INTEGER_OR_NULL, "tokens of its response"),
     **fields("misplaced", _YES_NO_OR_NULL, "whether its rollout's or reference's log-probs belong to other tokens"),
+    **fields("shift", INTEGER_OR_NULL, "by how many positions they are moved"),
+    **fields("response_length", INTEGER_OR_NULL, "tokens of its response"),
     **fields("entropy_coefficient", NUMBER_OR_NULL, "∂L/∂H_t"),
 }
 # The trainer adds these: to any token, and to those that a search has named or suspects.
@@ -220,7 +220,8 @@ EVENT = _line(
         **fields(
             "ordinary_layer_norms",
             _or_null(_NUMBERS_BY_LAYER),
-            "each layer's median norm/√Σw² in micro-batches under their thresholds (or the last without a spike)",
+            "each layer's median norm/√Σw² in micro-batches under their thresholds (or in the last mini-batch without "
+            "a spike)",
         ),
         **fields(
             "diagnosis",
@@ -233,7 +234,7 @@ EVENT = _line(
             _YES_NO_OR_NULL,
             "whether each of `units` is under its threshold without its culprits; `null`: not measured",
         ),
-        **fields("more_tokens", {"type": ["integer", "null"], "minimum": 0}, "estimated number of other tokens over τ"),
+        **fields("more_tokens", {"type": ["integer", "null"], "minimum": 0}, "estimated other tokens over τ"),
         **fields("units", list_of(_UNIT), "the micro-batches over their thresholds"),
         **fields("culprits", list_of(_CULPRIT), "the tokens named, the largest `grad_norm` first"),
         **fields(
