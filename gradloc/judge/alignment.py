@@ -14,6 +14,7 @@ LARGEST_LOG_RATIO = 2.5
 LEAST_COUNT = 5.0  # of tokens that count, for the evidence of a ratio
 LEAST_GAP = 0.005  # nats, in the mean; smaller distances are no mismatch
 MOSTLY = 1.5  # times as many tokens are nearer where the response is moved: a few large distances do not tell
+LOST_TIMES = 5.0  # times as far apart as before, or as in other responses, where log-probs have no relation any more
 POOLED_TOKENS = 32
 POOLED_EVIDENCE = 6.0
 UNRELATED_CORRELATION = 0.1
@@ -35,6 +36,10 @@ PAIR_SUMS = (
     "lost",
     "lost_start",
     "lost_at_turn",
+    "lost_tokens",
+    "lost_distance",
+    "kept_tokens",
+    "kept_distance",
     "other_row",
     "zero_tail",
     "constant_tail",
@@ -127,6 +132,10 @@ def _off(sums: Mapping[str, float], judge_correlation: bool) -> Off | None:
         "moved": sum(moved.values()),
         **{name: sums[name] for name in ("lost", "other_row", "zero_tail", "constant_tail")},
     }
+    # Where most other responses are about as far apart, some look so by chance.
+    apart = sums["kept_distance"] * sums["lost_tokens"] * LOST_TIMES > sums["lost_distance"] * sums["kept_tokens"]
+    if apart and 2 * sums["lost"] < sums["responses"]:
+        counts["lost"] = 0.0
     kind = max(counts, key=counts.__getitem__)
     if kind in _TAILS and counts["other_row"] >= max(CLEAR_RESPONSES, CLEAR_SHARE * sums["responses"]):
         kind = "other_row"  # of which only those of shorter responses can be told

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .alignment import ALIGNMENT_SUMS, Off, correlation, find_off, misaligned_warning
-from .warned import APART, OTHER_LOG_PROBS, REFERENCE, REWARD_SCALE, WITHOUT_CAUSE, resume_note
+from .warned import ENGINES_APART, OTHER_LOG_PROBS, REFERENCE, REWARD_SCALE, WITHOUT_CAUSE, resume_note
 
 # The limits of the checks, in nats where they are differences of log-probs.
 LARGEST = 10.0  # larger differences count as this, so that a single broken log-prob does not make a mean
@@ -34,10 +34,13 @@ APART_GAP = 0.1
 APART_GROWTH = 4.0
 APART_HALFWAY = (0.25, 0.75)
 APART_UPDATES = 6
-# Engines of the same weights that compute in few bits have smaller gaps.
+# From some step on; where all updates of a run have over `APART_GAP`, old weights are not the reason. Engines of the
+# same weights that compute in 8 bits have smaller gaps.
 START_GAP = 0.2
-# A rollout that is at most so far from the reference as the policy is has weights of some steps before.
+# A rollout that is at most so far from the reference as the policy is has weights of some steps before. They are old
+# if the gap has risen so many times since it was over `APART_GAP`: that is no matter of being late by a step or two.
 NEARER = 0.8
+STILL_RISING = 1.5
 # An optimizer step does not make so large a gap of so small a one.
 POLICY_GAP = (0.05, 0.3)
 # Log-probs that were so much alike, and suddenly are not at all, belong to other tokens.
@@ -58,7 +61,7 @@ OTHER_GAP = 0.05
 OTHER_LEAST = 0.25
 # Of the tokens' log-probs in both engines: those of other tokens are no other log-probs of the same.
 OTHER_RELATED = 0.7
-# So many tokens of an update, at least, that the policy did not produce. Without such a fault there are none.
+# So many tokens of a run, at least, that the policy did not produce. Without such a fault there are none.
 UNSAMPLED_TOKENS = 4
 # Where one update cannot tell, a rule has to hold in so many: a rollout may be late by a step or two.
 IN_A_ROW = 3
@@ -153,8 +156,8 @@ class RunChecks:
         # The last warning about log-probs, the gap of the last update that had the evidence for it, and how many since
         # then had none.
         self._said: tuple[dict[str, Any], float, int] | None = None
-        # Whether an update had enough tokens that the policy did not produce to be sure of it.
-        self._had_unsampled = False
+        # How many tokens the updates before had that the policy did not produce.
+        self._unsampled_before = 0.0
         # The first step since which log-probs are misaligned, and how rollout and policy were related before.
         self._misaligned_since: int | None = None
         self._related: float | None = None
@@ -233,7 +236,7 @@ class RunChecks:
         scaled = self._scaled if of_mini_batch else self._scaled_in_update
         if scaled is not None:
             found.append(scaled)
-        if self._sums["unsampled"] >= (1 if self._had_unsampled else UNSAMPLED_TOKENS):
+        if self._sums["unsampled"] and self._unsampled_before + self._sums["unsampled"] >= UNSAMPLED_TOKENS:
             found.append(self._unsampled())
         found.sort(key=lambda warning: warning["name"] in WITHOUT_CAUSE)
         return [{**warning, "sentence": warning["sentence"] + note} for warning in found]
@@ -286,7 +289,7 @@ class RunChecks:
             near = self._sums["stale_distance"] <= STALE_AT_ONCE * self._sums["stale_gap"]
             if self._updates < STALE_UPDATES - 1 or not near:
                 return False
-        if rule == APART and self._is_first and self._mean("gap") > POLICY_GAP[1]:
+        if rule == ENGINES_APART and self._is_first and self._mean("gap") > POLICY_GAP[1]:
             return True
         return rule in ("misaligned", REFERENCE) or self._times.get(rule, 0) >= IN_A_ROW - 1
 
@@ -297,7 +300,7 @@ class RunChecks:
 
     def _end_update(self) -> None:
         """Takes the update's figures into what later ones are compared with."""
-        self._had_unsampled |= self._sums["unsampled"] >= UNSAMPLED_TOKENS
+        self._unsampled_before += self._sums["unsampled"]
         self._scale_step, self._scale_factor = self._other_scale()
         if (size := self._size()) is not None and self._scale_factor is None:
             self._sizes, self._spreads = [*self._sizes, size[0]][-_SIZES:], [*self._spreads, size[1]][-_SIZES:]
@@ -424,7 +427,7 @@ class RunChecks:
             "stale_reference": self._stale_by_reference,
             OTHER_LOG_PROBS: self._other_log_probs,
             REFERENCE: self._other_reference,
-            APART: self._apart,
+            ENGINES_APART: self._apart,
         }
         for rule, check in rules.items() if self._sums["tokens"] else ():
             if (warning := check()) is not None:
@@ -540,7 +543,8 @@ class RunChecks:
             return None
         since = "" if start is None else f" since step {start}"
         if gap < APART_GROWTH * first:
-            return self._apart_from_the_start(gap, since) if min(first, gap) >= START_GAP else None
+            is_apart = min(first, gap) >= START_GAP or min(self._least, gap) >= APART_GAP
+            return self._apart_from_the_start(gap, since) if is_apart else None
         small, large = POLICY_GAP
         least, most = APART_HALFWAY
         at = max(range(1, len(readings)), key=lambda i: readings[i][0] - readings[i - 1][0])
@@ -562,6 +566,15 @@ class RunChecks:
             return None
         rollout, policy = self._mean("distance"), self._mean("moved")
         if rollout < NEARER * policy:
+            rising = [reading[0] for reading in readings if reading[0] >= APART_GAP]
+            share = self._sums["far"] / self._sums["responses"]
+            if not at_once and share >= CLEAR_SHARE and len(rising) >= IN_A_ROW and gap >= STILL_RISING * rising[0]:
+                nearer = (
+                    f"nearer to the reference's (mean difference {rollout:.2g}) than the policy's are ({policy:.2g})"
+                )
+                return _stale(
+                    "old weights", 1.0, f"log-probs differ ever more, by {gap:.2g} nats now, and are {nearer}"
+                )
             why = (
                 f"The rollout is nearer to the reference ({rollout:.2g}) than the policy is ({policy:.2g}), as with "
                 "weights of some steps before."
@@ -570,7 +583,7 @@ class RunChecks:
             why = "Either the engines compute differently, or the rollout's weights are old"
             why += "." if rollout else "; a reference tells which (use_kl_loss=True with kl_loss_coef=0)."
         return {
-            "name": APART,
+            "name": ENGINES_APART,
             "sentence": f"The log-probs of rollout and training {what}. {why}",
             "check": _SAME_WEIGHTS,
         }
@@ -582,7 +595,7 @@ class RunChecks:
         if self._is_first and policy < rollout / 4:
             side, agrees = "the rollout", f" Training and reference agree (mean difference {policy:.2g})."
         return {
-            "name": APART,
+            "name": ENGINES_APART,
             "sentence": f"Rollout and training score the same tokens differently in every step{since}: by {gap:.2g} "
             f"nats in the mean, in {share:.0%} of the responses by over {APART_GAP:g}.{agrees} So {side} has other "
             "weights, another prompt (chat template, BOS token), other positions (RoPE) or a far coarser precision.",

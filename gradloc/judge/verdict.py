@@ -12,7 +12,7 @@ from typing import Any
 from .auxiliary import auxiliary_verdict
 from .rules import APART, APART_NATS, RULES, Kind, Rule, is_apart, is_unusual
 from .shares import counted, layer_shares, percent
-from .warned import OF_ROLLOUT, OF_SOME, OTHER_LOG_PROBS, REFERENCE, resume_note
+from .warned import ENGINES_APART, OF_ROLLOUT, OF_SOME, OTHER_LOG_PROBS, REFERENCE, resume_note
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +31,12 @@ EXPLAINED = 0.1
 # A cause is likely if it holds for so many culprits, and for this share of ordinary tokens at most.
 LIKELY_TOKENS = 2
 LIKELY_ORDINARY = 0.1
+# Where the engines are apart in the whole run, more ordinary tokens than these are so, too.
+RARELY = 0.01
 # The share of the norm of a layer that carries next to all of it, in micro-batches of so many thresholds.
 ALONE, LOUD = 0.9, 10.0
+# Or in fewer, of a block of which there are so many others, each with so many times less of the squared norm.
+LIKE, UNLIKE = 2, 25.0
 # A weight that is so many times the median makes most of the gradient by itself: without it, under a quarter.
 HEAVY = 5.0
 
@@ -130,6 +134,9 @@ class Spike:
     def doubt(self) -> str | None:
         """Why that rule is not named anyway."""
         if self.cause is not None and self.cause.kind in (Kind.RATIO, Kind.MISALIGNED):
+            are_apart = any(warning["name"] == ENGINES_APART for warning in self.warnings)
+            if are_apart and (self.ordinary.get(self.cause.name) or 0.0) > RARELY:
+                return "rollout and training differ in the whole run, and so do some other tokens"
             return self.apart
         if self.cause is not None and self.cause.kind is Kind.NATURAL and not self.cause.is_outlying(self.event):
             return self.why_not_natural
@@ -340,7 +347,8 @@ def _layer_of_all(event: Mapping[str, Any]) -> Verdict | None:
         return None
     # Where nothing is known of ordinary tokens, as in a run that has had no other mini-batch.
     loud = min(unit["norm"] / unit["threshold"] for unit in event["units"]) if not usual else LOUD
-    if not usual and (least < ALONE or loud < LOUD or not 1 < len(shares) == event["micro_batches"]):
+    is_clear = loud >= LOUD or all(_is_unlike_its_like(name, share) for share in shares)
+    if not usual and (least < ALONE or not is_clear or not 1 < len(shares) == event["micro_batches"]):
         return None
     before = f", and ordinarily {percent(usual.get(name, 0.0))}" if usual else ""
     sentence = (
@@ -353,6 +361,15 @@ def _layer_of_all(event: Mapping[str, Any]) -> Verdict | None:
         f"damaged, or a kernel is wrong. {_LAYER.check}"
     )
     return _verdict(_LAYER.name, sentence, check)
+
+
+def _is_unlike_its_like(name: str, shares: Mapping[str, float]) -> bool:
+    """Whether a numbered layer has far more of the squared norm than every other one of its kind: gradients of a
+    model's blocks differ, but gradually.
+    """
+    kind, _, number = name.rpartition(".")
+    others = [share for other, share in shares.items() if other != name and other.rpartition(".")[0] == kind]
+    return number.isdigit() and len(others) >= LIKE and shares[name] >= UNLIKE * max(others)
 
 
 def find_cause(culprits: Mapping[str, float], ordinary: Shares, count: int) -> Rule | None:

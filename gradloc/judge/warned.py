@@ -3,8 +3,8 @@
 """What warnings and verdicts share."""
 
 # The warnings that say what is seen, and no cause.
-APART = "engines_apart"
-WITHOUT_CAUSE = (APART,)
+ENGINES_APART = "engines_apart"
+WITHOUT_CAUSE = (ENGINES_APART,)
 # That advantages have another size: rewards of one kind may be the cause.
 REWARD_SCALE = "reward_scale"
 # That the reference is another model.

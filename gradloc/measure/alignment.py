@@ -20,6 +20,7 @@ from ..judge.alignment import (
     LARGEST_LOG_RATIO,
     LEAST_COUNT,
     LEAST_GAP,
+    LOST_TIMES,
     MOSTLY,
     PAIR_SUMS,
     SHIFTS,
@@ -39,7 +40,6 @@ ROW_LEAST = 16
 ROW_FITS = 0.3
 MOST_ROWS = 1024
 LOST_TOKENS = 6  # from where on log-probs have no relation
-LOST_TIMES = 5.0  # as far apart as before, at least
 LOST_MOST = 0.7  # of the tokens, each
 LOST_SPREAD = 0.7  # and so far apart, as a part of how far b is from its mean
 
@@ -349,8 +349,13 @@ def _sums_of_pair(a: Tensor, b: Tensor, mask: Tensor, turn: Tensor, lost: bool) 
             sums[f"{name} {k}"] = getattr(found, name)[index]
     sums["at_turn"] = (moved & inside & starts_turn(turn, found.start)).sum()
     if lost:
-        sums |= {"lost": (found.lost > 0).sum(), "lost_start": found.lost.sum()}
-        sums["lost_at_turn"] = ((found.lost > 0) & starts_turn(turn, found.lost)).sum()
+        is_lost = found.lost > 0
+        sums |= {"lost": is_lost.sum(), "lost_start": found.lost.sum()}
+        distance, after = (a - b).abs(), torch.arange(mask.shape[1], device=mask.device) >= found.lost
+        for part, where in (("lost", is_lost & after), ("kept", ~is_lost)):
+            where = where & _both_known(a, b, mask)
+            sums |= {f"{part}_tokens": where.sum(), f"{part}_distance": torch.where(where, distance, 0.0).sum()}
+        sums["lost_at_turn"] = (is_lost & starts_turn(turn, found.lost)).sum()
     # The log-probs of a shorter response end in padding.
     other_row = fits_another_row(a, b, mask) & ~moved
     sums["other_row"] = other_row.sum()

@@ -20,6 +20,9 @@ from .groups import Groups, Token
 from .search import Search
 from .time_limit import TimeLimit
 
+# Most searches have ended after so many passes.
+_LONG_SEARCH = 8
+
 
 def investigate(
     mini_batch: MiniBatch,
@@ -260,15 +263,16 @@ class _Investigation:
         self._measured[token] = Alone(weight, math.sqrt(sum(norm**2 for norm in norms)), dict(by_layer))
 
     def _measure_without_tokens(self) -> bool:
-        """Measures the loudest group, once, if a part of some group's gradient may come from no token.
+        """Measures the loudest group, once, if a part of some group's gradient may come from no token, or after
+        `_LONG_SEARCH` passes: a loss that depends on the rows is in every probe, and so every token is over τ.
 
         A collective call.
 
         Returns:
             bool: Whether it ran a pass.
         """
-        suspicious = self._without_tokens is None and self._search.suspicious
-        loudest = self._search.loudest() if suspicious else None
+        suspicious = self._search.suspicious or self._passes.count >= _LONG_SEARCH
+        loudest = self._search.loudest() if suspicious and self._without_tokens is None else None
         if loudest is None or self._time_limit.is_up():
             return False
         group, whole = loudest

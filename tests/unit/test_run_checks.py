@@ -249,7 +249,7 @@ def names(found: list[list[dict[str, Any]]]) -> list[str]:
     "run",
     [
         {"noise": 0.02, "rate": 0.02},
-        {"noise": 0.1, "rate": 0.02},
+        {"noise": 0.05, "rate": 0.02},
         {"rate": 0.02},
         {"noise": 0.02, "rate": 0.5},  # a learning rate that is far too large
         {"noise": 0.02},
@@ -405,12 +405,12 @@ def test_rollouts_that_agree_to_the_bit_are_not_taken_for_bypass_mode() -> None:
     assert "For 50% of the responses" in found[-1][0]["sentence"]
 
 
-@pytest.mark.parametrize(("count", "warned"), [(3, False), (4, True)])
-def test_tokens_that_the_policy_did_not_produce_are_told_at_once(count: int, warned: bool) -> None:
+@pytest.mark.parametrize(("count", "from_step"), [(4, 1), (3, 2), (1, 4)])
+def test_tokens_that_the_policy_did_not_produce_are_told_from_the_fourth_on(count: int, from_step: int) -> None:
     checks, found = RunChecks(), []
     for step, tokens in enumerate(steps(Run(noise=0.02), 9), 1):
         if step != 5:
-            # Added EOS tokens, which are no mismatch of the log-probs; fewer are enough where there were some before.
+            # Added EOS tokens, which are no mismatch of the log-probs.
             few = count if step < 9 else 1
             tokens["unsampled"][:few, -1] = True
             tokens["rollout_log_prob"][:few, -1] = 0.0
@@ -418,9 +418,8 @@ def test_tokens_that_the_policy_did_not_produce_are_told_at_once(count: int, war
         checks.take_in(own_sums([tokens], True).tolist())
         checks.add_step(1e-6)
         found.append(checks.warnings())
-    told = ["unsampled"] * 4 + [""] + ["unsampled"] * 4
-    assert names(found) == (told if warned else [""] * 9)
-    if warned:
+    assert names(found) == ["" if step == 5 or step < from_step else "unsampled" for step in range(1, 10)]
+    if count == 4:
         assert "(0.21% of the response tokens" in found[0][0]["sentence"]
         assert "--fault unsampled" in found[0][0]["check"]
 
@@ -661,3 +660,31 @@ def test_one_update_cannot_tell_another_scale_of_advantages_that_are_spread_far(
             tokens["advantage"] /= 50.0
         found += names([of_columns(checks, step, tokens)])
     assert found == [""] * 7 + ["reward_scale"]
+
+
+def test_a_rollout_that_stopped_getting_weights_is_told_by_the_reference() -> None:
+    """From step 5 on it keeps those of step 4; late by three steps, it does not fall behind any more."""
+    late = [min(step, 3) for step in range(14)]
+    stopped = [max(step - 4, 0) for step in range(14)]
+    rows, length = 48, 40
+    torch.manual_seed(0)
+    reference = -3 * torch.rand(rows, length)
+    moves = [0.12 * torch.randn(rows, length) for _ in range(14)]
+
+    def told(behind: list[int]) -> set[str]:
+        checks, found = RunChecks(), []
+        for step in range(14):
+            policy = reference + sum(moves[:step], torch.zeros_like(reference))
+            rollout = reference + sum(moves[: step - behind[step]], torch.zeros_like(reference))
+            tokens = {"response_mask": torch.ones(rows, length), "weight": torch.ones(rows, length)}
+            tokens |= {"unsampled": torch.zeros(rows, length, dtype=torch.bool), "log_prob": policy}
+            noise = 0.01 * torch.randn(rows, length)
+            tokens |= {"old_log_prob": policy, "ref_log_prob": reference, "rollout_log_prob": rollout + noise}
+            checks.start_update(step + 1)
+            checks.take_in(own_sums([tokens], True).tolist())
+            checks.add_step(1e-3)
+            found.append(checks.warnings())
+        return set(names(found[-3:]))
+
+    assert told(stopped) == {"stale_weights"}
+    assert "stale_weights" not in told(late)

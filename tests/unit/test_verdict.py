@@ -420,6 +420,7 @@ def test_a_column_that_is_not_finite_is_named_for_a_gradient_that_is_not() -> No
 def test_a_gap_that_has_grown_is_no_cause() -> None:
     warning = {"name": "engines_apart", "sentence": "They have drifted apart.", "check": "Look."}
     assert verdict(event(["token"]), NONE, [warning])["cause"] == "token"
+    assert verdict(event(["token"]), {**NONE, "token": 0.05}, [warning])["cause"] is None
     found = verdict(event(["other"]), NONE, [warning])
     assert found["cause"] is None and found["sentence"].endswith("But note: They have drifted apart.")
 
