@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradloc.judge.alignment import SHIFTS, find_off, misaligned_warning
+from gradloc.judge.alignment import PAIR_SUMS, PAIRS, SHIFTS, find_off, misaligned_warning
 from gradloc.measure.alignment import align, alignment_warning, misplaced, own_alignment
 
 Columns = dict[str, Tensor]
@@ -158,6 +158,16 @@ def test_tokens_that_were_encoded_again_are_told_from_the_first_one_on(model: Mo
     columns |= {"rollout_log_prob": sampled, "log_prob": now, "old_log_prob": now, "ref_log_prob": now}
     found = warn(columns)
     assert found is not None and "The rollout's log-probs" in found["sentence"] and "inside" in found["sentence"]
+
+
+@pytest.mark.parametrize(("kept_distance", "found"), [(1755.9, False), (30.0, True)])
+def test_a_few_responses_are_lost_if_others_are_not_apart(kept_distance: float, found: bool) -> None:
+    """The first are sums of a run whose server had permuted rows of q_proj, of which the first tokens show little."""
+    sums = dict.fromkeys(PAIR_SUMS, 0.0) | {"responses": 64.0, "aligned": 22.0, "lost": 7.0, "lost_start": 107.0}
+    sums |= {"lost_tokens": 106.0, "lost_distance": 256.5, "kept_tokens": 1458.0, "kept_distance": kept_distance}
+    sums |= {"tokens": 1564.0, "first_square": 1e4, "second_square": 1e4, "product": 5e3}
+    off = find_off([*sums.values(), *[0.0] * (len(PAIRS) - 1) * len(sums)], judge_correlation=True)["rollout"]
+    assert (off is not None and off.kind == "lost") == found
 
 
 @pytest.mark.parametrize(("padding", "said"), [(0.0, "exact zeros"), (-1.0, "one repeated value")])

@@ -395,6 +395,15 @@ def test_a_layer_that_carries_the_norm_of_all_tokens_is_named() -> None:
     spread = {**unit, "layer_norms": {"a": 4.0, "c": 9.0}}
     for other in ({"micro_batches": 4}, {"units": [{**unit, "norm": 9.0}] * 3}, {"units": [spread] * 3}):
         assert verdict({**loud, **other}, NONE)["cause"] is None
+    # Of few thresholds, if the layer is a block unlike every other one.
+    blocks = {f"layers.{i}": 1.0 for i in range(3)} | {"lm_head": 1.0, "layers.3": 9.0}
+    quiet = {**loud, "units": [{**unit, "norm": 2.0, "layer_norms": blocks}] * 3}
+    assert verdict(quiet, NONE)["sentence"].startswith("The layer layers.3 carries 95%")
+    for other in ({"layers.1": 2.0}, {"lm_head": 9.0}):
+        assert (
+            verdict({**quiet, "units": [{**unit, "norm": 2.0, "layer_norms": blocks | other}] * 3}, NONE)["cause"]
+            is None
+        )
 
 
 @pytest.mark.parametrize(("share", "culprits", "cause"), [(0.9, [], "misaligned"), (0.1, [], None)])

@@ -139,7 +139,7 @@ def test_the_gradient_without_any_token_is_that_of_the_auxiliary_loss(scale: flo
     assert (found["rank"], found["micro_batch"]) == (0, 0)
     # It alone is over the threshold, so no token is called a culprit, although each probe is over τ.
     assert (event["diagnosis"], event["culprits"], event["explained"]) == ("diffuse", [], False)
-    assert event["passes"] <= 16 and not event["complete"]
+    assert event["passes"] <= 9 and not event["complete"]
     assert event["verdict"]["cause"] == "auxiliary"
     assert "comes from no token's log-prob, in the layer layers.1.router" in event["summary"]
 
