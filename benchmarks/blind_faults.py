@@ -622,7 +622,7 @@ add(
     setting={"actor": lambda strength: {"entropy_coeff": strength}},
     begins="start",
 )
-add("KL coefficient", (10.0, 100.0), setting={"kl": fast, "rate": 0.001}, begins="start")
+add("KL coefficient", (10.0, 100.0), setting={"kl": fast, "rate": 0.001, "reference": True}, begins="start")
 add("reference is another model", (0.05, 0.5), setting={"kl": fast}, log_probs=other_reference)
 add("reference shifted", (1, -1), setting={"kl": 0.05, "reference": True}, log_probs=shift_reference)
 add("responses of one token", (1, 2), setting=SEQ_MEAN, rows=cut_to_one)

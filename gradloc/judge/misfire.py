@@ -5,7 +5,7 @@
 import math
 import statistics
 from collections import Counter
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,8 @@ LEAST_PROMPTS = 3
 SIGNIFICANT = 1e-3
 # Advantages of culprits that are larger than this many times those of other responses explain the spike by themselves.
 USUAL_ADVANTAGE = 1.5
+# A reward that is so many times as far from all others as these are from each other makes the advantages of its group.
+FAR = 5.0
 # The causes that say less than a reward does: what other rules hold for is a bug, or the loss itself.
 LESS_SPECIFIC = (None, REWARD_SCALE, *(rule.name for rule in RULES if rule.kind in (Kind.NATURAL, Kind.LAYER)))
 
@@ -96,6 +98,26 @@ def misfire(event: Mapping[str, Any], rows: Mapping[Place, RewardedRow]) -> dict
         told = is_outlier and share == 1 if few else chance < SIGNIFICANT and (is_usual or is_outlier)
         if stands_out and told:
             return _verdict(what, value, share, ordinary, len(event["culprits"]), len(of_prompts))
+    return _far_reward([moving[place] for place in culprits], [*moving.values()], len(event["culprits"]))
+
+
+def _far_reward(culprits: Sequence[RewardedRow], rows: Sequence[RewardedRow], count: int) -> dict[str, Any] | None:
+    """The verdict that one reward value far from all others makes the advantages, in however many responses it is.
+
+    It does if the culprits' advantages are larger than the others are apart: no baseline among these gives that.
+    """
+    rewards = [float(value) for row in rows if (value := _value(row, "reward")) is not None]
+    for value in {min(rewards), max(rewards)} if len(rewards) == len(rows) else ():
+        others = {*rewards} - {value}
+        if len(others) < 2:
+            continue
+        low, high = min(others), max(others)
+        groups = {row.uid for row in rows if _value(row, "reward") == value}
+        is_far = max(value - high, low - value) >= FAR * (high - low)
+        if is_far and all(row.uid in groups and row.advantage > high - low for row in culprits):
+            share = sum(_value(row, "reward") == value for row in culprits) / count
+            ordinary = rewards.count(value) / len(rewards)
+            return _verdict("far", value, share, ordinary, count, len({row.uid for row in culprits}), (low, high))
     return None
 
 
@@ -128,9 +150,21 @@ def _is_outlier(reward: Any, others: Collection[Any], below_too: bool) -> bool:
     return max((low - reward) * below_too, reward - high) > high - low
 
 
-def _verdict(what: str, value: Any, share: float, ordinary: float, culprits: int, prompts: int) -> dict[str, Any]:
-    reward = what == "reward"
-    where = f"The culprits are in responses with the reward {value:g}" if reward else f"{_BY_DATA_SOURCE}{value}"
+def _verdict(
+    what: str,
+    value: Any,
+    share: float,
+    ordinary: float,
+    culprits: int,
+    prompts: int,
+    others: tuple[float, float] = (0.0, 0.0),
+) -> dict[str, Any]:
+    where = f"{_BY_DATA_SOURCE}{value}"
+    if what == "reward":
+        where = f"The culprits are in responses with the reward {value:g}"
+    if what == "far":
+        where = f"The reward {value:g}, while all others are from {others[0]:g} to {others[1]:g}, makes the culprits' "
+        where += "advantages: they are in responses with it, or to the same prompts"
     shares = f"{counted(round(share * culprits), culprits)} in {prompts} prompt{'s' * (prompts > 1)}, "
     shares += f"{percent(ordinary)} of the responses"
     return {

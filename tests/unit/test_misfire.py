@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import random
@@ -51,6 +52,24 @@ def test_a_reward_value_that_holds_the_culprits_is_named() -> None:
     assert found["sentence"].startswith(
         "The culprits are in responses with the reward 0.5 (all 7 culprits in 6 prompts, 9% of the responses): "
     )
+
+
+@pytest.mark.parametrize(
+    ("reward", "advantage", "found"), [(20.0, 15.0, True), (20.0, 1.5, True), (20.0, 0.9, False), (4.0, 15.0, False)]
+)
+def test_a_reward_far_from_all_others_is_named_in_however_many_responses(
+    reward: float, advantage: float, found: bool
+) -> None:
+    """If the advantages are larger than the other rewards are apart, which no normalized ones need to be."""
+    rows, places = mini_batch(special=PROMPTS, reward=reward, advantage=advantage)
+    beside = [place for place, row in rows.items() if row.reward == 0.0][:2]
+    for place in beside:
+        rows[place] = dataclasses.replace(rows[place], advantage=advantage)
+    said = misfire(event(places[0], *beside), rows)
+    assert (said is not None) == found
+    if said is not None:
+        assert said["sentence"].startswith("The reward 20, while all others are from 0 to 1, makes the culprits' advan")
+        assert (said["culprits"], said["ordinary"]) == (1 / 3, 16 / 64)
 
 
 def test_a_data_source_that_holds_the_culprits_is_named() -> None:
