@@ -20,13 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def act(action: str, mini_batch: MiniBatch, findings: Findings) -> Done:
-    """Applies `spike_action` to the current gradient, but for a skipped step. A collective call.
-
-    Args:
-        action (str): `spike_action`.
-        mini_batch (MiniBatch): The current gradient.
-        findings (Findings): What a search has found in it.
-    """
+    """Applies `spike_action` to the current gradient, but for a skipped step. A collective call."""
     if action == "skip":
         return Done(can_skip(mini_batch), mini_batch.squared_norms)
     if action == "drop":
@@ -52,11 +46,6 @@ def drop(mini_batch: MiniBatch, findings: Findings, passes: Passes) -> Tensor | 
 
     Subtracting the culprits' gradient would take fewer passes, but in half precision the rounding errors of the spike
     would remain.
-
-    Args:
-        mini_batch (MiniBatch): The current gradient.
-        findings (Findings): What a search has found in it.
-        passes (Passes): Recomputes it.
 
     Returns:
         Tensor | None: The squared norms by layer of the gradient without the culprits, which has replaced the current

@@ -43,25 +43,15 @@ class DrillFailedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Planted:
-    """The token whose coefficient is raised, the same on every rank.
+    """The token whose coefficient is raised, the same on every rank."""
 
-    Args:
-        micro_batch (MicroBatchName): (rank, index of the micro-batch).
-        row (int): Its row in the micro-batch.
-        position (int): Its index in the response.
-        mini_batch_row (int): Its row in its rank's mini-batch.
-        weight (float): Its weight w in the loss.
-        sign (float): The sign of its coefficient ∂L/∂log p: -1 if the update raises its probability, else 1.
-        norm (float): ‖∇log p‖, the norm of its gradient for a coefficient of 1.
-    """
-
-    micro_batch: MicroBatchName
+    micro_batch: MicroBatchName  # (rank, index of the micro-batch)
     row: int
     position: int
-    mini_batch_row: int
-    weight: float
-    sign: float
-    norm: float
+    mini_batch_row: int  # its row in its rank's mini-batch
+    weight: float  # its weight w in the loss
+    sign: float  # the sign of its coefficient ∂L/∂log p: -1 if the update raises its probability, else 1
+    norm: float  # ‖∇log p‖, the norm of its gradient for a coefficient of 1
 
     def place(self) -> dict[str, int]:
         """Where it is, as the event names it."""
@@ -79,12 +69,7 @@ def hold(
     """Plants a spike in a copy of the mini-batch, searches for it, and restores everything. A collective call.
 
     Args:
-        mini_batch (MiniBatch): The current gradient.
         tau (Threshold): Gives τ for it, and is not changed.
-        config (GradLocConfig): How to search.
-        ordinary (OrdinaryGradient): What is known of ordinary tokens.
-        where (Mapping): `global_step`, `epoch` and `mini_batch`, for the event.
-        time_limit (TimeLimit): How long its search may take.
 
     Returns:
         dict: The drill's event; of a drill that failed, it has an error or no culprit at the planted place. None if an
@@ -189,13 +174,6 @@ def choose(
 ) -> Planted:
     """Chooses a token on a random rank, and measures its gradient in one pass. A collective call.
 
-    Args:
-        figures (AllFigures): Of the micro-batches of all ranks.
-        meter (Meter): Measures the gradient.
-        passes (Passes): Runs the pass.
-        own (list[MicroBatch]): This rank's micro-batches.
-        seed (int): The same on every rank.
-
     Raises:
         DrillFailedError: No token has a gradient that can be scaled.
         RankFailedError: The pass failed on some rank.
@@ -230,14 +208,6 @@ def plant(
     """Copies this rank's micro-batches, with the raised coefficient and another loss scale.
 
     Coefficients keep their precision, by which an overflow of the loss scale is told from a broken token.
-
-    Args:
-        own (list[MicroBatch]): This rank's micro-batches.
-        mine (bool): Whether the planted token is on this rank.
-        planted (Planted): The token.
-        raised (float): Its coefficient, without a loss scale.
-        scale (float): The loss scale of `own`.
-        new_scale (float): The loss scale of the copies.
     """
     copies = []
     for index, micro_batch in enumerate(own):
@@ -263,10 +233,7 @@ def rerun(
     """Adds the mini-batch's gradient to the current one, and measures every micro-batch. A collective call.
 
     Args:
-        own (list[MicroBatch]): This rank's micro-batches; their `squares` are set.
-        meter (Meter): Measures the norms.
         passes (Passes): Runs a pass for each micro-batch, with the coefficients in `own`.
-        figures (AllFigures): Of the micro-batches of all ranks.
         reduced (bool): Whether the reduced gradient counts, and not only the local ones.
 
     Raises:

@@ -42,7 +42,6 @@ class GradLoc:
         config (GradLocConfig): When a norm counts as a spike, and what to do; or an object with its fields.
         forward (Callable): `forward(inputs, rows, response_length)` computes (entropy or None, log_prob), each of shape
             (len(rows), response_length), for some rows of a micro-batch, with responses truncated to that length.
-        device (str | torch.device): The device that the model computes on.
         loss_scale (Callable): Returns the loss scale of the backward passes (for fp16); 1 by default.
         squared_norms (Callable, optional): `LayerClip.squared_norms` if LayerClip is on as well; it measures the
             reduced gradient.
@@ -134,7 +133,6 @@ class GradLoc:
 
         Args:
             inputs (dict): The inputs of `forward`; picklable. Kept until `locate`.
-            rows (Sequence[int]): The micro-batch's rows in this rank's mini-batch.
         """
         self._recorder.begin(inputs, rows)
 
@@ -152,13 +150,10 @@ class GradLoc:
         All tensors have shape (rows, response length).
 
         Args:
-            log_prob (Tensor): The log-probs that the loss is computed from.
-            entropy (Tensor, optional): The entropies that the loss is computed from.
             weight (Tensor): The weight w of each token in the loss, gradient accumulation included.
             loss_inputs (dict, optional): If the loss is computed from other tensors than those given: for "coefficient"
                 (of log-probs) and "entropy_coefficient" the tensor, and a function that brings its gradient into the
                 shape (rows, response length).
-            loss_agg_mode (str, optional): verl's name for how this loss is aggregated.
             tokens (Tensor): The tensors that `token_evidence` reports; at least `response_mask` and `token_id`.
         """
         noted = {"log_prob": log_prob, "weight": weight, **tokens}
@@ -175,7 +170,6 @@ class GradLoc:
             read_tokens (Callable): Returns what `observe` takes: `log_prob`, `weight`, `entropy` where the loss has it,
                 and the tensors that `token_evidence` reports.
             loss_inputs (dict): As `observe` takes them.
-            loss_agg_mode (str, optional): The same.
         """
         self._recorder.observe_later(read_tokens, loss_inputs, loss_agg_mode)
 
@@ -188,10 +182,6 @@ class GradLoc:
 
         With the actions "log" and "skip", the gradients, the random state and the training flags are restored bit for
         bit. With "drop", the culprits' part is removed from the gradient.
-
-        Args:
-            epoch (int): The PPO epoch, for the event.
-            mini_batch (int): The mini-batch's index in the update, for the event.
 
         Raises:
             RankLostError: An error on this rank that cannot be propagated to the other ranks: it aborts the run instead

@@ -22,8 +22,6 @@ def warn_once(said: set[str], what: str, error: Exception | None = None, about: 
 
     Args:
         said (set[str]): What was said before; it is added.
-        what (str): A sentence.
-        error (Exception, optional): Why it holds.
         about (str, optional): What is said once, if that is not the very sentence.
     """
     if (about or what) not in said:

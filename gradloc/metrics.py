@@ -53,7 +53,6 @@ class UpdateMetrics:
     """Collects the figures and events of an update's mini-batches.
 
     Attributes:
-        events (list[dict]): The update's events, drills included.
         drill_found (bool | None): Whether the update's drill found its token; None without a drill.
     """
 

@@ -23,20 +23,14 @@ logger = logging.getLogger(__name__)
 
 
 class Located(NamedTuple):
-    """What `GradLoc.locate` found; the same on every rank.
+    """What `GradLoc.locate` found; the same on every rank."""
 
-    Args:
-        take_step (bool): Whether to take the optimizer step.
-        squared_norms (Tensor | None): The squared norms by layer of the gradient that is left, without the loss scale;
-            None if they were not measured.
-        event (dict | None): The event, which may be added to; None without a spike, or where an error prevented it.
-        norm (float | None): With a spike, the norm of the reduced gradient before anything was done to it.
-    """
-
-    take_step: bool
+    take_step: bool  # whether to take the optimizer step
+    # The squared norms by layer of the gradient that is left, without the loss scale; None if they were not measured.
     squared_norms: Tensor | None = None
+    # The event, which may be added to; None without a spike, or where an error prevented it.
     event: dict[str, Any] | None = None
-    norm: float | None = None
+    norm: float | None = None  # with a spike, the norm of the reduced gradient before anything was done to it
 
 
 def explain(
@@ -56,15 +50,8 @@ def explain(
     same where that is the action.
 
     Args:
-        mini_batch (MiniBatch): The gradient, which is over its threshold.
-        threshold (float): τ.
-        config (GradLocConfig): How to search, and what to do.
-        ordinary (OrdinaryGradient): What is known of ordinary tokens.
         where (Mapping): `global_step`, `epoch`, `mini_batch` and `steps_since_resume`.
         started (float): What `time.perf_counter` gave before the gradient was measured.
-        search_time (SearchTime): Limits the search, and counts its time.
-        warnings (Sequence[Mapping]): What `RunChecks.warnings` returned.
-        bundle_writer (BundleWriter, optional): Keeps a bundle of the event.
     """
     model, action = mini_batch.model, config.spike_action
     norm = mini_batch.global_norm()

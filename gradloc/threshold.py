@@ -36,9 +36,6 @@ class AutoThreshold:
     So spikes hardly change it as long as fewer than a tenth of the mini-batches spike. It follows a lasting rise of the
     norms within a tenth of the window (26 mini-batches), and a lasting fall within nine tenths.
 
-    Args:
-        norms (Sequence[float]): Those to begin with.
-
     Attributes:
         norms (deque[float]): The norms in the window, oldest first.
     """
@@ -64,9 +61,6 @@ class AutoThreshold:
 
 class Threshold:
     """τ for each mini-batch.
-
-    Args:
-        setting (float | str): τ, or "auto".
 
     Attributes:
         last (float | None): τ of the last mini-batch; None before it, and during the warm-up of an automatic one.

@@ -32,13 +32,10 @@ def bundle_files(
     """The files of a bundle by name.
 
     Args:
-        event (Mapping): The event.
-        micro_batches (Mapping[MicroBatchName, SavedMicroBatch]): The micro-batches, in the manifest's order.
         entries (Mapping[MicroBatchName, Mapping]): What the manifest says of each beside its name and its file: `rows`,
             `norm`, `layer_norms` and `threshold`.
         findings (Mapping): `layers`, `left_out` and `measured`; of a searched spike also `clips`, what LayerClip
             and TokenClip knew of their bounds: see `clip_bounds`.
-        context (Mapping): What the trainer knows: see `BundleWriter`.
 
     Raises:
         NotReplayableError: It would be over a limit, or a replay could not compute it.
@@ -88,17 +85,8 @@ def bundle_files(
 def write_bundle_files(directory: Path, files: Mapping[str, bytes], event: Mapping[str, Any], suffix: str = "") -> str:
     """Writes a bundle with these files, whole or not at all.
 
-    Args:
-        directory (Path): The evidence's `naming.FOLDER`; created if it does not exist.
-        files (Mapping[str, bytes]): What `bundle_files` returned.
-        event (Mapping): The event, for the bundle's name.
-        suffix (str): The end of its name.
-
     Returns:
         str: Its folder, relative to the evidence.
-
-    Raises:
-        OSError: It cannot be written.
     """
     directory.mkdir(parents=True, exist_ok=True)
     name = _free_name(directory, event, suffix)

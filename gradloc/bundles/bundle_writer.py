@@ -34,7 +34,6 @@ class BundleWriter:
     seconds at most.
 
     Args:
-        directory (str): The directory of the evidence.
         most (int): The maximum number of bundles in it. The first ones are kept: later spikes may be consequences.
         rows_of (Callable): Converts the inputs of a micro-batch to its samples. Raises `NotReplayableError` if a
             replay could not compute them.
@@ -64,11 +63,6 @@ class BundleWriter:
 
     def keep(self, event: Mapping[str, Any], mini_batch: MiniBatch, findings: Findings) -> str | None:
         """Keeps the micro-batches of an event that `worth_keeping` names. A collective call.
-
-        Args:
-            event (Mapping): The event, the same on every rank.
-            mini_batch (MiniBatch): Its gradient.
-            findings (Findings): What the search has found in it.
 
         Returns:
             str | None: The bundle's folder relative to the evidence, the same on every rank; None if there is none.

@@ -29,19 +29,12 @@ class NotReplayableError(ForeseenError):
 
 @dataclass(frozen=True)
 class Row:
-    """One sample of a micro-batch without padding.
+    """One sample of a micro-batch without padding."""
 
-    Args:
-        input_ids (Tensor): The prompt and the response, int64 of shape (length,).
-        position_ids (Tensor): Same shape.
-        response_length (int): How many of them are the response, tool output included.
-        temperature (float): What its logits are divided by.
-    """
-
-    input_ids: Tensor
-    position_ids: Tensor
-    response_length: int
-    temperature: float
+    input_ids: Tensor  # the prompt and the response, int64 of shape (length,)
+    position_ids: Tensor  # same shape
+    response_length: int  # how many of them are the response, tool output included
+    temperature: float  # what its logits are divided by
 
     @property
     def prompt_length(self) -> int:
@@ -58,16 +51,11 @@ class Row:
 
 @dataclass(frozen=True)
 class SavedMicroBatch:
-    """A micro-batch as a bundle has it.
-
-    Args:
-        rows (list[Row]): Its samples.
-        tokens (dict[str, Tensor]): As in `MicroBatch`: each of shape (rows, response length).
-        rng_state (tuple): torch's random state before the training pass: the CPU's, and the device's or None.
-    """
+    """A micro-batch as a bundle has it."""
 
     rows: list[Row]
-    tokens: dict[str, Tensor]
+    tokens: dict[str, Tensor]  # as in `MicroBatch`: each of shape (rows, response length)
+    # torch's random state before the training pass: the CPU's, and the device's or None.
     rng_state: tuple[Tensor, Tensor | None]
 
 
@@ -106,10 +94,6 @@ def to_tensors(saved: SavedMicroBatch) -> dict[str, Tensor]:
 
 def from_tensors(tensors: Mapping[str, Tensor], rows: int) -> SavedMicroBatch:
     """The reverse of `to_tensors`, for tensors that may be wrong in any way.
-
-    Args:
-        tensors (Mapping[str, Tensor]): What a file holds.
-        rows (int): How many rows the manifest names.
 
     Raises:
         ValueError: Names, shapes, dtypes or values do not fit together; the message says which.

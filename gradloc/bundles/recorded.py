@@ -38,11 +38,7 @@ def write_recorded_bundle(
     without a token that can move are not among them: their gradients are zero.
 
     Args:
-        directory (Path): The directory of the evidence.
-        event (Mapping): What `recorded_event` returned.
         micro_batches (Mapping[MicroBatchName, MicroBatch]): The micro-batches; their tokens have `suspicion`.
-        rows_of (Callable): Converts the inputs of a micro-batch to its samples; see `BundleWriter`.
-        context (Mapping): What the trainer knows: see `BundleWriter`.
         suffix (str): The end of the folder's name, by which the parts of several ranks differ.
         most (int, optional): How many bundles with this suffix there may be.
 

@@ -91,9 +91,6 @@ def gather_objects(value: Any) -> list[Any]:
 def raised_on_all_ranks(device: torch.device) -> Iterator[None]:
     """Wraps code without collective calls; an error in it on one rank is raised on every rank. A collective call.
 
-    Args:
-        device (torch.device): Where the ranks exchange tensors.
-
     Raises:
         RankFailedError: Instead of any other exception, with the same message.
     """
@@ -107,10 +104,6 @@ def raised_on_all_ranks(device: torch.device) -> Iterator[None]:
 
 def raise_on_all_ranks(failure: Exception | None, device: torch.device) -> None:
     """Raises an error on every rank if some rank has one. A collective call.
-
-    Args:
-        failure (Exception, optional): This rank's.
-        device (torch.device): Where the ranks exchange tensors.
 
     Raises:
         RankFailedError: With the message of the first rank that has one.

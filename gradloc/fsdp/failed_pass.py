@@ -36,11 +36,7 @@ def release_unused() -> None:
 
 
 def allocate(make: Callable[[], _Made]) -> _Made:
-    """What `make` returns, which only allocates; after an error it is tried again a few times.
-
-    Raises:
-        RuntimeError: Of the last attempt.
-    """
+    """What `make` returns, which only allocates; after an error it is tried again a few times."""
     for _ in range(_ATTEMPTS - 1):
         try:
             return make()
@@ -180,8 +176,6 @@ class RecordedCollectives:
         Before each call all ranks say that they are about to make it. If one of them has ended or failed, none does.
 
         Args:
-            run (Callable): The pass.
-            device (torch.device): Where the ranks exchange tensors.
             gathers (bool): Whether the pass has to gather parameters.
 
         Returns:

@@ -26,8 +26,6 @@ def before_reduction(param_group: Any, action: Callable[[], None], last: bool = 
     A backward may come there several times, each time with gradients that were not there before.
 
     Args:
-        param_group (FSDPParamGroup): The group.
-        action (Callable): Called without arguments.
         last (bool): Whether it is called after all others that there are now, and not before them.
 
     Returns:

@@ -93,21 +93,15 @@ class LayerStatistics:
     They start from the median and the median absolute deviation of the first norms, which are robust to a spike among
     these norms. After that, the t-th norm has the weight (1 - beta) / (1 - beta^t), as in a bias-corrected moving
     average (Adam's), so that the starting values weigh as much as the norms they were computed from.
-
-    Attributes:
-        warmup (list[float]): The norms of the warm-up; empty after it.
-        count (int): The number of norms so far.
-        mean (float): The moving mean of the norms; 0 during the warm-up.
-        deviation (float): The mean absolute deviation from the mean, times sqrt(pi / 2): equal to the standard
-            deviation for normally distributed norms.
-        floor (float): The lower limit of the mean: a tenth of a moving average five times slower than the mean.
     """
 
-    warmup: list[float] = field(default_factory=list)
-    count: int = 0
-    mean: float = 0.0
+    warmup: list[float] = field(default_factory=list)  # the norms of the warm-up; empty after it
+    count: int = 0  # the number of norms so far
+    mean: float = 0.0  # the moving mean of the norms; 0 during the warm-up
+    # The mean absolute deviation from the mean, times sqrt(pi / 2): equal to the standard deviation for normally
+    # distributed norms.
     deviation: float = 0.0
-    floor: float = 0.0
+    floor: float = 0.0  # the lower limit of the mean: a tenth of a moving average five times slower than the mean
 
     def take_in(self, norm: float, config: LayerClipConfig) -> None:
         """Adds one step's norm, cut at the bound by the caller. Exact zeros and non-finite norms are ignored."""
@@ -135,13 +129,7 @@ class LayerStatistics:
         return max(self.mean + config.z * self.deviation, config.min_bound)
 
     def target(self, norm: float, bound: float, config: LayerClipConfig) -> float:
-        """What a norm over the bound is scaled to: the bound, or ZClip's reciprocal (arXiv 2504.02507) for one layer.
-
-        Args:
-            norm (float): The layer's norm, over its bound.
-            bound (float): What `bound` gives under the same settings.
-            config (LayerClipConfig): The settings.
-        """
+        """What a norm over its bound is scaled to: that, or ZClip's reciprocal (arXiv 2504.02507) for one layer."""
         if config.rule != "zscore" or config.target == "bound":
             return bound
         deviations = (norm - self.mean) / self.deviation
@@ -165,11 +153,6 @@ class LayerStep(TypedDict):
 
 class LayerClip:
     """Scales the gradient of every layer over its bound before the optimizer step, and updates the bounds.
-
-    Args:
-        module (nn.Module): The model; see `ReducedNorms`.
-        config (LayerClipConfig): The rule and its settings.
-        device (str | torch.device): The device that the model computes on.
 
     Attributes:
         layers (list[str]): The layers, in the model's order.

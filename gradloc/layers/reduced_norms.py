@@ -20,21 +20,13 @@ _FSDP = (FullyShardedDataParallel, FSDPModule)
 
 @dataclass(frozen=True)
 class _Piece:
-    """This rank's part of one parameter.
-
-    Args:
-        name (str): The parameter's name.
-        numel (int): The number of its elements on all ranks.
-        trainable (bool): Whether it gets a gradient.
-        shards (int): The number of ranks that it is sharded over; the other ranks hold replicas.
-        gradient (Callable): Returns this rank's part of the gradient; None if there is none.
-    """
+    """This rank's part of one parameter."""
 
     name: str
-    numel: int
-    trainable: bool
-    shards: int
-    gradient: Callable[[], Tensor | None]
+    numel: int  # the number of its elements on all ranks
+    trainable: bool  # whether it gets a gradient
+    shards: int  # the number of ranks that it is sharded over; the other ranks hold replicas
+    gradient: Callable[[], Tensor | None]  # returns this rank's part of the gradient; None if there is none
 
 
 class ReducedNorms:
@@ -49,7 +41,6 @@ class ReducedNorms:
         device (torch.device): The device for compute and communication; offloaded gradients are elsewhere.
 
     Attributes:
-        layers (list[str]): The layers that have trainable parameters, in the model's order.
         numels (list[int]): The number of trainable parameters (elements) in each layer.
     """
 

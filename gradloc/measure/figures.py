@@ -16,28 +16,18 @@ from .micro_batch import MicroBatchName
 
 @dataclass(frozen=True)
 class MicroBatchFigures:
-    """What all ranks know about one rank's micro-batch when a search starts.
-
-    Args:
-        rows (int): The number of rows.
-        tokens (int): The number of response tokens.
-        broken_tokens (int): The number of response tokens with a non-finite log-prob or coefficient.
-        root_square_weight (float): sqrt(Σ w_t²) over the tokens that can move, or over all if none can.
-        norm (float | None): The norm of its gradient; None while it has not been measured.
-        layer_norms (dict[str, float]): The norm in each layer.
-        usable_tokens (int): The number of response tokens with a weight in the loss and finite log-probs and
-            coefficients.
-        has_advantages (bool): Whether an advantage is not zero, or none is known. Otherwise only KL and
-            entropy terms have a gradient, which is not an ordinary one.
-    """
+    """What all ranks know about one rank's micro-batch when a search starts."""
 
     rows: int
-    tokens: int
-    broken_tokens: int
-    root_square_weight: float
-    norm: float | None = None
-    layer_norms: Mapping[str, float] = field(default_factory=dict)
+    tokens: int  # the number of response tokens
+    broken_tokens: int  # the number of response tokens with a non-finite log-prob or coefficient
+    root_square_weight: float  # sqrt(Σ w_t²) over the tokens that can move, or over all if none can
+    norm: float | None = None  # the norm of its gradient; None while it has not been measured
+    layer_norms: Mapping[str, float] = field(default_factory=dict)  # the norm in each layer
+    # The number of response tokens with a weight in the loss and finite log-probs and coefficients.
     usable_tokens: int = 0
+    # Whether an advantage is not zero, or none is known. Otherwise only KL and entropy terms have a gradient, which is
+    # not an ordinary one.
     has_advantages: bool = True
 
     @property
@@ -77,45 +67,26 @@ def suspects(figures: AllFigures, threshold: float) -> list[MicroBatchName]:
 
 
 class RankNorms(NamedTuple):
-    """What each rank measured of a mini-batch in training; every field has shape (ranks,).
+    """What each rank measured of a mini-batch in training; every field has shape (ranks,)."""
 
-    Args:
-        largest (Tensor): The largest norm/sqrt(Σw²) of its micro-batches; NaN counts as infinite.
-        largest_finite (Tensor): The largest finite one, or 0.
-        square (Tensor): The sum of its micro-batches' squared norms.
-        square_weight (Tensor): Σ w_t² over its tokens that can move.
-    """
-
-    largest: Tensor
-    largest_finite: Tensor
-    square: Tensor
-    square_weight: Tensor
+    largest: Tensor  # the largest norm/sqrt(Σw²) of its micro-batches; NaN counts as infinite
+    largest_finite: Tensor  # the largest finite one, or 0
+    square: Tensor  # the sum of its micro-batches' squared norms
+    square_weight: Tensor  # Σ w_t² over its tokens that can move
 
 
 @dataclass(frozen=True)
 class Level:
-    """The size of a mini-batch's gradient, the same on every rank.
+    """The size of a mini-batch's gradient, the same on every rank."""
 
-    Args:
-        token_norm (float): The largest measured token-equivalent norm; NaN counts as infinite.
-        finite (float): The largest finite token-equivalent norm, or 0.
-        root_mean_square (float | None): norm/sqrt(Σw²) of the whole mini-batch; None if no token can move.
-        by_micro_batch (bool): Whether micro-batches were measured alone.
-    """
-
-    token_norm: float
-    finite: float
-    root_mean_square: float | None
-    by_micro_batch: bool
+    token_norm: float  # the largest measured token-equivalent norm; NaN counts as infinite
+    finite: float  # the largest finite token-equivalent norm, or 0
+    root_mean_square: float | None  # norm/sqrt(Σw²) of the whole mini-batch; None if no token can move
+    by_micro_batch: bool  # whether micro-batches were measured alone
 
 
 def level_of_reduced(norms: RankNorms, reduced_norm: float) -> Level:
-    """The level where the reduced gradient is compared with τ.
-
-    Args:
-        norms (RankNorms): What every rank measured in training.
-        reduced_norm (float): The norm of the reduced gradient.
-    """
+    """The level where the reduced gradient is compared with τ."""
     # The data-parallel mean gives each token 1/W of its weight in the reduced gradient.
     square_weight, ranks = float(norms.square_weight.sum()), len(norms.square_weight)
     whole = MicroBatchFigures(0, 0, 0, math.sqrt(square_weight), reduced_norm * ranks).token_equivalent

@@ -31,10 +31,6 @@ class LocalNorms:
     that of earlier backwards (see `_Group`). A parameter is always the same leaf there, so it is hooked only once, in
     a forward pre-hook: the first with gradients, which with reentrant checkpointing is in the backward.
 
-    Args:
-        module (nn.Module): The model, wrapped by FSDP1, by FSDP2 or not at all.
-        device (torch.device): The device that the model computes on.
-
     Attributes:
         layers (list[str]): The layers, in the order of the norms.
     """
@@ -263,19 +259,13 @@ class _Flat:
 
 @dataclass
 class _Group:
-    """One of FSDP2's parameter groups.
+    """One of FSDP2's parameter groups."""
 
-    Args:
-        param_group (FSDPParamGroup): torch's object.
-        parameters (list): Those that are measured: (index of the layer, FSDPParam).
-        together (bool): Whether they are measured together in this pass.
-        decided (bool): Whether that was decided in this pass.
-    """
-
-    param_group: Any
+    param_group: Any  # torch's object
+    # Those that are measured: (index of the layer, FSDPParam).
     parameters: list[tuple[int, Any]] = field(default_factory=list)
-    together: bool = False
-    decided: bool = False
+    together: bool = False  # whether they are measured together in this pass
+    decided: bool = False  # whether that was decided in this pass
 
     def has_only_new_gradients(self) -> bool:
         """Whether the gradients at the start of the reduction will come from this backward alone.

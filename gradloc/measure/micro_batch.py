@@ -17,23 +17,16 @@ MicroBatchName = tuple[int, int]
 
 @dataclass
 class MicroBatch:
-    """A micro-batch of a training pass, kept until the optimizer step.
+    """A micro-batch of a training pass, kept until the optimizer step."""
 
-    Args:
-        inputs (dict): The inputs of `Forward`.
-        rows (list[int]): Its rows in its rank's mini-batch.
-        rng_state (tuple): torch's random state before the pass.
-        tokens (dict[str, Tensor]): Values of its tokens, each of shape (rows, response length).
-        squares (Tensor): The squared norm of its local gradient in each layer, float64; zero if not measured.
-        loss_agg_mode (str | None): verl's name for how its loss is aggregated, if that is known.
-    """
-
-    inputs: dict[str, Any]
-    rows: list[int]
-    rng_state: tuple[Tensor, Tensor | None]
+    inputs: dict[str, Any]  # the inputs of `Forward`
+    rows: list[int]  # its rows in its rank's mini-batch
+    rng_state: tuple[Tensor, Tensor | None]  # torch's random state before the pass
+    # Values of its tokens, each of shape (rows, response length).
     tokens: dict[str, Tensor] = field(default_factory=dict)
+    # The squared norm of its local gradient in each layer, float64; zero if not measured.
     squares: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))
-    loss_agg_mode: str | None = None
+    loss_agg_mode: str | None = None  # verl's name for how its loss is aggregated, if that is known
 
     def broken(self, scaled: bool) -> Tensor:
         """Where a log-prob (a critic's value) or a coefficient is non-finite, bool of shape (rows, response length).
@@ -90,12 +83,7 @@ def suspicion(tokens: Mapping[str, Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class TokenSubset:
-    """A subset of a micro-batch's tokens.
-
-    Args:
-        micro_batch (MicroBatch): The micro-batch.
-        keep (Tensor): Shape (rows, response length): which tokens (bool), or a factor for each one's gradient (float).
-    """
+    """A subset of a micro-batch's tokens."""
 
     micro_batch: MicroBatch
-    keep: Tensor
+    keep: Tensor  # shape (rows, response length): which tokens (bool), or a factor for each one's gradient (float)

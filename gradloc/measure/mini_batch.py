@@ -22,9 +22,7 @@ class MiniBatch:
     """The current gradient, as it was measured in training.
 
     Args:
-        model (WatchedModel): The model.
         micro_batches (list[MicroBatch]): This rank's; at least one.
-        scale (float): Their loss scale.
         global_norm (float, optional): The norm of the reduced gradient, if it is known.
 
     Attributes, all set by `gather` but for `squared_norms`:
@@ -62,12 +60,7 @@ class MiniBatch:
         """Exchanges what each rank has measured, without which nothing else is known. A collective call.
 
         Args:
-            trigger (str): What is to be a spike.
             update_figures (Tensor): More figures of this rank, float64 of shape (n,), to be gathered in the same call.
-            failed (bool): Whether tokens of this rank could not be read.
-
-        Returns:
-            MiniBatch: This one.
         """
         norms = torch.stack(self._norms_of_rank())
         flag = norms.new_full((1,), float(failed))

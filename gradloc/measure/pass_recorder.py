@@ -29,17 +29,12 @@ ReadTokens = Callable[[], Mapping[str, Tensor]]
 class PassRecorder:
     """Records the training passes of a mini-batch.
 
-    Args:
-        model (WatchedModel, optional): The model that is trained; without one, nothing is recorded.
-
     An error in measuring a pass or reading its tokens does not end training: it sets `failed`, which `MiniBatch`
     exchanges with the other ranks. Until `discard`, micro-batches then have `nothing` for their tokens.
 
     Attributes:
         failed (bool): Whether a pass could not be measured, or its tokens not be read, since the last `discard`.
         is_off (bool): Whether to record nothing; set by the owner.
-        current (MicroBatch | None): The one whose pass is being recorded.
-        micro_batches (list[MicroBatch]): Those recorded since the last `take`.
     """
 
     def __init__(self, model: WatchedModel | None) -> None:
@@ -57,7 +52,6 @@ class PassRecorder:
 
         Args:
             inputs (dict): The inputs of `Forward`; kept until `take`.
-            rows (Sequence[int]): The micro-batch's rows in this rank's mini-batch.
         """
         if self.is_off or self._model is None:
             return
@@ -76,7 +70,6 @@ class PassRecorder:
             tokens (Mapping[str, Tensor]): What is known of the tokens, all of shape (rows, response length).
             loss_inputs (Mapping, optional): See `LossInputs`; what needs no gradient is left out. None if the loss is
                 computed from the `log_prob` and `entropy` of the tokens.
-            loss_agg_mode (str, optional): As in `MicroBatch`.
         """
         _check_shapes(tokens)
         if loss_inputs is None:

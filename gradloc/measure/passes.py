@@ -38,20 +38,10 @@ class Passes:
     rows without a token of S, and positions after the last token of S, have no influence and are not computed.
 
     Args:
-        module (nn.Module): The model.
-        forward (Forward): Computes (entropy, log_prob).
-        device (torch.device): The device that the model computes on.
         recorded (Mapping): The collective calls of earlier passes, by whether these reduced their gradients.
-        scale (float): The loss scale of the training pass.
         own (list[MicroBatch]): This rank's micro-batches; one of their rows is the dummy input if it has no probe.
-        sequence_parallel_size (int): How many neighbouring ranks work on the same data.
         recover (Callable, optional): Called after a pass that an error interrupted on this rank.
         cut (Cut, optional): Where signals are cut in the backward of training.
-
-    Attributes:
-        count (int): The number of passes so far.
-        device (torch.device): As given.
-        rank (int): This rank's data-parallel rank.
     """
 
     def __init__(
@@ -86,7 +76,6 @@ class Passes:
         """Like `accumulate`, but of the pass's gradient alone, which is cleared after it. A collective call.
 
         Args:
-            subset_of (Callable), read (Callable): See `accumulate`.
             reduce (bool): Whether FSDP reduces the gradient; otherwise only the local one can be measured.
         """
         left = has_gradients(self._module)
@@ -106,9 +95,6 @@ class Passes:
         """Finds out which collective calls a pass makes, unless that is known. A collective call.
 
         It is a pass on a dummy input; see `RecordedCollectives.rehearse`.
-
-        Args:
-            reduce (bool): Whether FSDP reduces the gradient in it.
 
         Raises:
             RankFailedError: The pass failed on some rank; the calls are still unknown on all ranks.

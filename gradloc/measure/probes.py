@@ -31,16 +31,13 @@ class Unpadded:
 
     Args:
         rows (list[int]), rng_state (tuple): As in `MicroBatch`.
-        shape (tuple[int, int]): Rows and response length.
-        places (Tensor): The positions that are sent, flat, int32 of shape (n,).
-        columns (dict[str, Tensor]): Their values, each of shape (n,).
     """
 
     rows: list[int]
     rng_state: tuple[Tensor, Tensor | None]
-    shape: tuple[int, ...]
-    places: Tensor
-    columns: dict[str, Tensor]
+    shape: tuple[int, ...]  # rows and response length
+    places: Tensor  # the positions that are sent, flat, int32 of shape (n,)
+    columns: dict[str, Tensor]  # their values, each of shape (n,)
 
     @classmethod
     def of(cls, micro_batch: MicroBatch) -> "Unpadded":
@@ -100,12 +97,7 @@ class Meter(Protocol):
         """Removes its hooks from the model."""
 
     def level(self, norms: RankNorms, reduced_norm: Callable[[], float]) -> Level:
-        """The size of the mini-batch's gradient.
-
-        Args:
-            norms (RankNorms): What every rank measured in training.
-            reduced_norm (Callable): Measures the reduced gradient.
-        """
+        """The size of the mini-batch's gradient."""
 
     def layer_norms(self, squares: Sequence[float]) -> dict[str, float]:
         """A micro-batch's norms by layer, from what `stop` returned; none if it was not measured alone."""
@@ -128,7 +120,6 @@ class Meter(Protocol):
         """Measures probes in one pass.
 
         Args:
-            passes (Passes): Runs the pass.
             probes (Sequence[Callable]): At most `width` probes.
 
         Returns:
@@ -144,8 +135,6 @@ class LocalMeter:
     """Measures each rank's local gradient before FSDP averages it: in one pass, every rank measures another probe.
 
     Args:
-        local_norms (LocalNorms): Measures the local gradient.
-        device (torch.device): The device that the model computes on.
         width (int, optional): How many probes count as one pass; by default, as many as there are ranks. More than that
             are measured one after the other.
     """
@@ -224,10 +213,6 @@ class ReducedMeter:
 
     Needed with sequence parallelism: there a rank's local gradient is not the gradient of its data, and hooks would
     see only parts of it.
-
-    Args:
-        reduced_norms (ReducedNorms): Measures the reduced gradient.
-        sequence_parallel_size (int): How many neighbouring ranks work on the same data.
     """
 
     kind = "reduced"

@@ -48,9 +48,6 @@ def movable(tokens: Mapping[str, Tensor]) -> Tensor:
 def square_weight(tokens: Mapping[str, Tensor]) -> Tensor:
     """Σ w_t² over the tokens that can move: what τ(S) = τ·sqrt(Σ w_t²) counts for a whole micro-batch.
 
-    Args:
-        tokens (Mapping[str, Tensor]): As `movable` takes them.
-
     Returns:
         Tensor: float64 of shape (). No host sync.
     """
@@ -63,9 +60,6 @@ def threshold_square_weight(tokens: Mapping[str, Tensor]) -> Tensor:
     The latter's gradient comes from no token (an auxiliary loss has one, say): it is a spike if it would be one of
     tokens.
 
-    Args:
-        tokens (Mapping[str, Tensor]): As `movable` takes them.
-
     Returns:
         Tensor: float64 of shape (). No host sync.
     """
@@ -77,7 +71,6 @@ def usable_tokens(tokens: Mapping[str, Tensor], broken: Tensor) -> Tensor:
     """Where a response token has a weight in the loss and is not broken; bool of shape (rows, response length).
 
     Args:
-        tokens (Mapping[str, Tensor]): A micro-batch's `response_mask` and `weight`.
         broken (Tensor): Where a log-prob or a coefficient is not finite, bool of the same shape.
     """
     return tokens["response_mask"].bool() & (tokens["weight"] != 0) & ~broken

@@ -29,9 +29,6 @@ class WatchedModel:
     Args: see `GradLoc`, and for `width` see `LocalMeter`.
 
     Attributes:
-        module (nn.Module): The model.
-        device (torch.device): The device that it computes on.
-        meter (Meter): Measures its gradients.
         sequence_parallel_size (int): How many neighbouring ranks work on the same data.
         data_parallel_size (int): How many ranks, or groups of such ranks, have data of their own.
         rank (int): This rank's data-parallel rank.
@@ -98,12 +95,7 @@ class WatchedModel:
             return None
 
     def passes(self, own: Sequence[MicroBatch], scale: float) -> Passes:
-        """Extra passes over this mini-batch.
-
-        Args:
-            own (list[MicroBatch]): This rank's micro-batches.
-            scale (float): Their loss scale.
-        """
+        """Extra passes over this mini-batch."""
         return Passes(
             self.module,
             self._forward,

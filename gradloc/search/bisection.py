@@ -38,25 +38,18 @@ class _Node:
     """A subset that is over its threshold, or unusual, with the state of its open subsets.
 
     Args:
-        subset (TokenSet): Its tokens.
-        norm (float): Its norm.
-        unusual (bool): Whether it is unusual but not over its threshold.
-        code (Code | None): The code that is being read.
-        open_subsets (int): How many subsets are open; -1 before the subset is split.
-        lower_bound (float): A lower bound on the norm of all open subsets together, by the triangle inequality.
         energy (float), prior (float): The squared norm, and the prior, of the open subsets together.
-        has_subset_over (bool): Whether a subset of it was over its own threshold.
     """
 
     subset: TokenSet
     norm: float
-    unusual: bool
-    code: Code | None = None
-    open_subsets: int = -1
-    lower_bound: float = 0.0
+    unusual: bool  # whether it is unusual but not over its threshold
+    code: Code | None = None  # the code that is being read
+    open_subsets: int = -1  # how many subsets are open; -1 before the subset is split
+    lower_bound: float = 0.0  # a lower bound on the norm of all open subsets together, by the triangle inequality
     energy: float = 0.0
     prior: float = 0.0
-    has_subset_over: bool = False
+    has_subset_over: bool = False  # whether a subset of it was over its own threshold
 
 
 class Bisection:
@@ -74,9 +67,6 @@ class Bisection:
     - given up: still open when the search was given up, after several passes in which no probe pointed at a token
 
     Args:
-        tokens (Candidates): The group.
-        root (TokenSet): The token set to search.
-        norm (float): Its norm.
         ordinary (float, optional): The root mean square of ordinary tokens' gradient norms; without it, no subset is
             unusual.
 

@@ -16,13 +16,6 @@ from .groups import Groups
 class BrokenGradients:
     """What of a mini-batch's gradient is NaN or Inf; the same on every rank.
 
-    Args:
-        meter (Meter): Measures its parts.
-        scale (float): Its loss scale.
-        global_norm (float): The norm of the reduced gradient.
-        figures (AllFigures): Of the micro-batches of all ranks.
-        groups (Groups): The groups over their threshold.
-
     Attributes:
         rows (BrokenRows): The rows and tokens of the groups that were looked into.
         groups (list[GroupName]): The groups whose gradient is non-finite even without any token.
@@ -83,10 +76,6 @@ class BrokenGradients:
         """Whether the gradients are broken even without any token, if all gradients are broken but no token is.
 
         One pass with one group per probe is enough to find out, instead of a search of all groups. A collective call.
-
-        Args:
-            waiting (Sequence[GroupName]): The groups to search.
-            passes (Passes): Runs the pass.
         """
         wholes = self._meter.wholes(self._figures, self._global_norm)
         if not wholes or self._scale != 1 or any(math.isfinite(norm) or broken for norm, broken in wholes):

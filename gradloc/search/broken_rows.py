@@ -20,16 +20,13 @@ class BrokenRow:
     contains the token that causes the NaN.
 
     Args:
-        micro_batch (MicroBatchName): The micro-batch.
-        row (int): The row in the micro-batch.
-        positions (list[int]): The positions of its response tokens.
         low (int), high (int): Indices into `positions`. The shortest broken prefix ends at one of low, ..., high.
             The index len(positions) means that no prefix is broken.
     """
 
     micro_batch: MicroBatchName
     row: int
-    positions: list[int]
+    positions: list[int]  # the positions of its response tokens
     low: int
     high: int
 

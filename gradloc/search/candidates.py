@@ -35,8 +35,6 @@ class Candidates:
     on the number of threads. Else, tensors are used one element at a time only.
 
     Args:
-        name (GroupKey): The group.
-        tau (float): τ.
         suspicion (Tensor): s_t of each candidate, shape (n,).
         weights (Tensor): w_t of each candidate, shape (n,), not zero.
 

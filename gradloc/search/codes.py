@@ -18,16 +18,12 @@ class TokenSet:
     """Some tokens of a group, whose gradient is measured without factors.
 
     An empty token set measures the group's gradient without any token: a value other than zero means that it is broken.
-
-    Args:
-        group (GroupKey): The group.
-        candidates (tuple[int, ...]): Indices into the candidates given to `Search.add_group`, ascending.
     """
 
     factors: ClassVar[None] = None
 
     group: GroupKey
-    candidates: tuple[int, ...]
+    candidates: tuple[int, ...]  # indices into the candidates given to `Search.add_group`, ascending
 
 
 @dataclass(eq=False)
@@ -38,20 +34,13 @@ class Code:
     token's number. If one token outweighs all others, the probe's squared norm divided by that of all the tokens
     is d / (base - 1) for that token's d. So about log(n) / log(base) probes find a culprit even if its suspicion is
     low, and these probes are independent: they can all run in one pass.
-
-    Args:
-        token_set (TokenSet): The tokens.
-        norm (float): The norm of their gradient.
-        base (int): The base of the numbers.
-        digits (int): The number of digits of each number.
-        norms (dict[int, float]): The norms measured so far, by digit.
     """
 
     token_set: TokenSet
     norm: float
-    base: int
-    digits: int
-    norms: dict[int, float] = field(default_factory=dict)
+    base: int  # the base of the numbers
+    digits: int  # the number of digits of each number
+    norms: dict[int, float] = field(default_factory=dict)  # the norms measured so far, by digit
 
     @classmethod
     def of(cls, token_set: TokenSet, norm: float, largest_base: int) -> "Code":

@@ -20,12 +20,10 @@ class Estimate:
     what is done for each token, one by one, is done for the other tokens only.
 
     Args:
-        tokens (Candidates): The group's tokens.
         rests (Mapping[frozenset[int], float]): The norm of the group without a set of tokens, by that set.
         base (frozenset[int]): The tokens that are left out already.
 
     Attributes:
-        base (frozenset[int]): As given.
         count (int): How many tokens may be culprits: those not measured alone, or measured over τ.
         count_in_base (int): How many of these are in `base`.
         excess (float): What the group without `base` has over the square of its threshold.
@@ -89,13 +87,7 @@ class Estimate:
 
 
 def _largest(values: Tensor, among: Tensor, count: int) -> list[int]:
-    """The indices of the largest values, in descending order, then in that of the indices.
-
-    Args:
-        values (Tensor): Shape (n,).
-        among (Tensor): Which of them count, bool of shape (n,).
-        count (int): How many; fewer if fewer count.
-    """
+    """The indices of the largest values, in descending order, then in that of the indices."""
     places = among.nonzero().flatten()
     values = values[places]
     if count < len(values):

@@ -27,10 +27,6 @@ _LEAST_CARRIED, _MOST_CARRIED = 0.6, 1.5
 class _Known:
     """What was measured of a group, but for its tokens alone, which its candidates have.
 
-    Args:
-        tokens (Candidates): The group's tokens.
-        norm (float): The group's norm.
-
     Attributes:
         few (int), most (int): How many tokens are "a few", and how many are tried once a few seemed to be enough.
         rests (dict[frozenset[int], float]): The norm of the group without a set of tokens, by that set.
@@ -173,8 +169,6 @@ class FewTokens:
     time changes nothing.
 
     Args:
-        tokens (Candidates): The group's tokens.
-        whole (TokenSet): All of them.
         norm (float): The group's norm, which is over its threshold.
         ordinary (float, optional): The root mean square of ordinary tokens' gradient norms.
     """

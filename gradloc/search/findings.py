@@ -14,17 +14,11 @@ from .groups import Token
 
 
 class WithoutTokens(NamedTuple):
-    """The gradient of a group with all coefficients zero: that of an auxiliary loss, if there is one.
-
-    Args:
-        group (GroupName): The group.
-        whole (float): The norm of its gradient with all tokens.
-        layer_norms (dict[str, float]): By layer, the norm without any.
-    """
+    """The gradient of a group with all coefficients zero: that of an auxiliary loss, if there is one."""
 
     group: GroupName
-    whole: float
-    layer_norms: dict[str, float]
+    whole: float  # the norm of its gradient with all tokens
+    layer_norms: dict[str, float]  # by layer, the norm without any
 
     @property
     def norm(self) -> float:
@@ -32,17 +26,11 @@ class WithoutTokens(NamedTuple):
 
 
 class Alone(NamedTuple):
-    """A token that was measured alone.
+    """A token that was measured alone."""
 
-    Args:
-        weight (float): |w_t|.
-        norm (float): The norm of its gradient in the loss, w_t included.
-        layer_norms (dict[str, float]): ‖g_t‖ by layer.
-    """
-
-    weight: float
-    norm: float
-    layer_norms: dict[str, float]
+    weight: float  # |w_t|
+    norm: float  # the norm of its gradient in the loss, w_t included
+    layer_norms: dict[str, float]  # ‖g_t‖ by layer
 
     @property
     def grad_norm(self) -> float:
@@ -52,25 +40,15 @@ class Alone(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """A set of tokens of one group.
+    """A set of tokens of one group."""
 
-    Args:
-        rank (int | None): The rank of all its tokens; None if they are of several.
-        micro_batch (int): The index of their micro-batches.
-        tokens (int): How many they are.
-        threshold (float): τ(S).
-        norm (float | None): The norm of their gradient; None if it was not measured.
-        rows (tuple[int, ...]): Of a diffuse set, its rows in its rank's mini-batch.
-        largest (tuple[Token, ...]): Of a diffuse set, the tokens of its group that were measured alone, largest first.
-    """
-
-    rank: int | None
-    micro_batch: int
-    tokens: int
-    threshold: float
-    norm: float | None = None
-    rows: tuple[int, ...] = ()
-    largest: tuple[Token, ...] = ()
+    rank: int | None  # the rank of all its tokens; None if they are of several
+    micro_batch: int  # the index of their micro-batches
+    tokens: int  # how many they are
+    threshold: float  # τ(S)
+    norm: float | None = None  # the norm of their gradient; None if it was not measured
+    rows: tuple[int, ...] = ()  # of a diffuse set, its rows in its rank's mini-batch
+    largest: tuple[Token, ...] = ()  # of a diffuse set, the tokens of its group that were measured alone, largest first
 
 
 @dataclass(frozen=True)
@@ -78,51 +56,33 @@ class Findings:
     """What a search has found, the same on every rank.
 
     Args:
-        threshold (float): τ.
-        until (str): `bisect_until`.
-        layers (list[str]): The layers that norms are given for.
-        figures (AllFigures): The micro-batches of all ranks, with the norms measured in training and in the search.
-        micro_batches (Mapping): Those that were sent to every rank.
-        groups (list[GroupName]): The groups over their threshold.
-        culprits (list[Token]): The tokens found.
-        measured (Mapping): The tokens measured alone, in the order of measurement.
-        rests (Mapping): The groups without their culprits, where that was measured.
-        diffuse (list[Part]): The smallest sets with a spike but without a culprit.
-        open (list[Part]): The sets that the search left open, best first; a group not yet searched is one of all its
-            tokens.
-        without_tokens (WithoutTokens | None): What a group's gradient is without any token; None if not measured.
-        more_over (int | None): How many more tokens are estimated to be over τ; None if that is unknown.
-        diagnosis (str): What the search has shown; docs/reference/evidence.md gives the rules.
-        explained (bool | None): Whether each micro-batch over its threshold was measured under it without the culprits;
-            None if a rest could not be measured (a row has non-finite log-probs) or was not (in an exhaustive search).
-        complete (bool): Whether the search ended by itself, and left nothing that it was to find.
         passes (int), budget (int): How many passes it took, and might have taken.
-        budget_seconds (float | None): How long it might have taken.
-        out_of_time (bool): Whether that ended it.
-        error (str | None): The error that ended it.
     """
 
-    threshold: float
-    until: str
-    layers: list[str]
-    figures: AllFigures
-    micro_batches: Mapping[MicroBatchName, MicroBatch]
-    groups: list[GroupName]
+    threshold: float  # τ
+    until: str  # `bisect_until`
+    layers: list[str]  # the layers that norms are given for
+    figures: AllFigures  # the micro-batches of all ranks, with the norms measured in training and in the search
+    micro_batches: Mapping[MicroBatchName, MicroBatch]  # those that were sent to every rank
+    groups: list[GroupName]  # the groups over their threshold
     culprits: list[Token]
-    measured: Mapping[Token, Alone]
-    rests: Mapping[GroupName, Part]
-    diffuse: list[Part]
+    measured: Mapping[Token, Alone]  # the tokens measured alone, in the order of measurement
+    rests: Mapping[GroupName, Part]  # the groups without their culprits, where that was measured
+    diffuse: list[Part]  # the smallest sets with a spike but without a culprit
+    # The sets that the search left open, best first; a group not yet searched is one of all its tokens.
     open: list[Part]
-    without_tokens: WithoutTokens | None
-    more_over: int | None
-    diagnosis: str
+    without_tokens: WithoutTokens | None  # what a group's gradient is without any token; None if not measured
+    more_over: int | None  # how many more tokens are estimated to be over τ; None if that is unknown
+    diagnosis: str  # what the search has shown; docs/reference/evidence.md gives the rules
+    # Whether each micro-batch over its threshold was measured under it without the culprits; None if a rest could not
+    # be measured (a row has non-finite log-probs) or was not (in an exhaustive search).
     explained: bool | None
-    complete: bool
+    complete: bool  # whether the search ended by itself, and left nothing that it was to find
     passes: int
     budget: int
-    budget_seconds: float | None
-    out_of_time: bool
-    error: str | None
+    budget_seconds: float | None  # how long it might have taken
+    out_of_time: bool  # whether that ended it
+    error: str | None  # the error that ended it
 
     def row(self, token: Token) -> int:
         """A token's row in its rank's mini-batch."""

@@ -21,32 +21,18 @@ Token = tuple[MicroBatchName, int, int]
 
 
 class GroupTokens(NamedTuple):
-    """What `Search.add_group` needs of a group's candidates.
+    """What `Search.add_group` needs of a group's candidates."""
 
-    Args:
-        suspicion (Tensor): s_t, shape (n,).
-        weights (Tensor): w_t, same shape.
-        healthy (bool): Whether all its log-probs are finite.
-        all_measurable (bool): Whether all its coefficients are finite.
-    """
-
-    suspicion: Tensor
-    weights: Tensor
-    healthy: bool
-    all_measurable: bool
+    suspicion: Tensor  # s_t, shape (n,)
+    weights: Tensor  # w_t, same shape
+    healthy: bool  # whether all its log-probs are finite
+    all_measurable: bool  # whether all its coefficients are finite
 
 
 class Groups:
     """The groups over their threshold, the same on all ranks.
 
-    Args:
-        mini_batch (MiniBatch): The current gradient.
-        figures (AllFigures): Of the micro-batches of all ranks.
-        threshold (float): τ.
-
     Attributes:
-        members (dict[GroupName, list[MicroBatchName]]): The micro-batches of each group.
-        micro_batches (dict[MicroBatchName, MicroBatch]): Those that were obtained.
         candidates (dict[GroupName, Tensor]): The tokens that can be culprits, (rank, row, position) each, int64 of
             shape (n, 3).
     """

@@ -36,11 +36,7 @@ def investigate(
     """Finds the tokens behind the spikes of a mini-batch. A collective call, which leaves no gradient.
 
     Args:
-        mini_batch (MiniBatch): The gradient, whose global norm was measured.
-        threshold (float): τ.
-        config (GradLocConfig): How to search, and how many passes it may take.
         ordinary (float | None): The root mean square of ordinary tokens' gradient norms in an earlier mini-batch.
-        time_limit (TimeLimit): How long it may take.
         reserve (bool): Whether to leave budget for recomputing every micro-batch.
         prevented_by (str, optional): An error that all ranks know of, for which nothing is measured.
 
@@ -64,9 +60,6 @@ class _Investigation:
     """Measures what `Search` asks for until the search ends. All ranks make the same calls and get the same results.
 
     Args: see `investigate`.
-
-    Attributes:
-        error (str | None): The error that stopped it.
     """
 
     def __init__(
@@ -267,9 +260,6 @@ class _Investigation:
         `_LONG_SEARCH` passes: a loss that depends on the rows is in every probe, and so every token is over τ.
 
         A collective call.
-
-        Returns:
-            bool: Whether it ran a pass.
         """
         suspicious = self._search.suspicious or self._passes.count >= _LONG_SEARCH
         loudest = self._search.loudest() if suspicious and self._without_tokens is None else None

@@ -16,13 +16,7 @@ from .few_tokens import FewTokens
 
 
 class NoTokens:
-    """The end of a search in which no token can be named; it has what `FewTokens` and `Bisection` have.
-
-    Args:
-        tokens (Candidates): The group's tokens.
-        whole (TokenSet): All of them.
-        norm (float): The group's norm.
-    """
+    """The end of a search in which no token can be named; it has what `FewTokens` and `Bisection` have."""
 
     ended = True
     open_count = 0
@@ -62,14 +56,7 @@ class Culprit:
 
 
 class _Group:
-    """One group: the token sets to measure first (the whole group, or the empty token set), and then its search.
-
-    Args:
-        tokens (Candidates): Its candidates.
-        until (str): See `Search`.
-        ordinary (float | None): The root mean square of ordinary tokens' gradient norms.
-        probe_empty (bool): Whether to measure the group without any token after its first non-finite norm.
-    """
+    """One group: the token sets to measure first (the whole group, or the empty token set), and then its search."""
 
     def __init__(self, tokens: Candidates, until: str, ordinary: float | None, probe_empty: bool) -> None:
         self.tokens = tokens
@@ -150,7 +137,6 @@ class Search:
     It makes no collective call. Every rank makes the same calls to it and gets the same results.
 
     Args:
-        threshold (float): τ.
         until (str): "explained": search until a few tokens explain each group's spike (see `FewTokens`).
             "exhaustive": search until every token over τ is found (see `Bisection`).
         ordinary (float, optional): The root mean square of ordinary tokens' gradient norms.
@@ -279,7 +265,6 @@ class Search:
         """Adds a group to search.
 
         Args:
-            group (GroupKey): Its name in `TokenSet.group`.
             norm (float | None): The norm of the candidates' gradient; None if it must be measured first.
             suspicion (Tensor): s_t of each candidate, shape (n,).
             weights (Tensor): w_t of each candidate, shape (n,), not zero.
@@ -298,7 +283,6 @@ class Search:
         """The probes to measure in the next pass; none when the search is over.
 
         Args:
-            count (int): The maximum number of probes.
             passes_left (float): How many passes the budget still allows. A code that needs more is not started.
         """
         for_few_tokens = [search for _, search in self._searches() if isinstance(search, FewTokens)]

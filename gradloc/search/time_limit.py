@@ -23,10 +23,8 @@ class TimeLimit:
 
     Args:
         seconds (float | None): The limit, the same on every rank; None for no limit.
-        clock (Callable): Returns the time in seconds; that of rank 0 counts.
 
     Attributes:
-        seconds (float | None): As given.
         has_ended_search (bool): Whether the search was told to end.
     """
 
@@ -55,7 +53,6 @@ class SearchTime:
 
     Args:
         seconds (float | str | None): `bisect_budget_seconds`.
-        clock (Callable): Returns the time in seconds.
     """
 
     def __init__(self, seconds: float | str | None, clock: Clock = time.monotonic) -> None:

@@ -68,16 +68,11 @@ class UsualSignal:
 
     It starts from the median of the warm-up. After that, the t-th value has the weight (1 - beta) / (1 - beta^t), as in
     a bias-corrected moving average (Adam's), so that the start weighs as much as the values it was computed from.
-
-    Attributes:
-        recent (list[float]): The last values, not clipped; at most 64.
-        count (int): The number of values so far.
-        average (float): The moving average of the values, clipped to the bound; 0 during the warm-up.
     """
 
-    recent: list[float] = field(default_factory=list)
-    count: int = 0
-    average: float = 0.0
+    recent: list[float] = field(default_factory=list)  # the last values, not clipped; at most 64
+    count: int = 0  # the number of values so far
+    average: float = 0.0  # the moving average of the values, clipped to the bound; 0 during the warm-up
 
     @property
     def value(self) -> float:
@@ -110,15 +105,7 @@ def is_over(signal: Tensor, bound: Tensor | float, scaled: bool) -> Tensor:
 
 
 def cut(gradient: Tensor, signal: Tensor, bound: Tensor | float, over: Tensor, action: str) -> Tensor:
-    """A gradient whose signals over their bound are cut; all arguments are broadcastable to its shape.
-
-    Args:
-        gradient (Tensor): The gradient.
-        signal (Tensor): The signals, of the same positions.
-        bound (Tensor | float): Their bound.
-        over (Tensor): Which of them are to be cut, bool.
-        action (str): "drop" or "smooth"; see `TokenClipConfig`.
-    """
+    """A gradient whose signals over their bound are cut; all arguments are broadcastable to its shape."""
     if action == "drop":
         return torch.where(over, 0.0, gradient)
     left = (2 - signal / bound).nan_to_num(nan=0.0).clamp(0, 1)
@@ -130,12 +117,6 @@ logger = logging.getLogger(__name__)
 
 class Bounds:
     """What the last optimizer steps say of a mini-batch's signals; the same on every rank.
-
-    Args:
-        boundaries (Sequence[str]): In the order of the forward.
-        config (TokenClipConfig): The settings.
-        device (torch.device): The device that the model computes on.
-        sequence_parallel_size (int): How many neighbouring ranks work on the same data.
 
     Attributes:
         tensor (Tensor): The bounds, on the device, float32 of shape (boundaries,); infinite in the warm-up.
@@ -162,7 +143,6 @@ class Bounds:
         """Adds a step.
 
         Args:
-            largest (Mapping[str, float]): Its largest signal by boundary.
             tokens (float): How many tokens of all ranks have a weight in the loss.
         """
         config = self._config

@@ -25,10 +25,6 @@ def hook_boundaries(module: nn.Module, seen: Seen) -> list[str]:
     A forward that gradient checkpointing recomputes calls it as well. Gradients flow through the tensors of one of the
     two only: with reentrant checkpointing through the recomputed ones, otherwise through those of the first forward.
 
-    Args:
-        module (nn.Module): The model, wrapped by FSDP1, by FSDP2 or not at all.
-        seen (Seen): The function.
-
     Returns:
         list[str]: The boundaries' names in the order of the forward: "embed_tokens", "layers.0", ….
 
@@ -48,9 +44,6 @@ def hook_boundaries(module: nn.Module, seen: Seen) -> list[str]:
 
 def find_boundaries(module: nn.Module) -> dict[str, nn.Module]:
     """The modules whose outputs are hidden states, the embedding and the decoder layers, in the order of the forward.
-
-    Args:
-        module (nn.Module): The model, wrapped by FSDP1, by FSDP2 or not at all.
 
     Returns:
         dict: By name; empty if the model has no list of decoder layers.
@@ -95,20 +88,13 @@ def _forward_hook(boundary: str, seen: Seen) -> Callable[..., None]:
 
 @dataclass(frozen=True)
 class Positions:
-    """The sequences of a micro-batch, and how its hidden states hold them: padded, or with the padding removed.
+    """The sequences of a micro-batch, and how its hidden states hold them: padded, or with the padding removed."""
 
-    Args:
-        mask (Tensor): Where the padded sequences have a token, bool of shape (rows, length).
-        response_starts (Sequence[int]): The column in `mask` of each response's first token.
-        part (int): With Ulysses sequence parallelism, this rank's index in its group: which part of the positions it
-            has.
-        parts (int): The size of that group.
-    """
-
-    mask: Tensor
-    response_starts: Sequence[int]
+    mask: Tensor  # where the padded sequences have a token, bool of shape (rows, length)
+    response_starts: Sequence[int]  # the column in `mask` of each response's first token
+    # With Ulysses sequence parallelism, this rank's index in its group: which part of the positions it has.
     part: int = 0
-    parts: int = 1
+    parts: int = 1  # the size of that group
 
     def select(self, rows: Sequence[int], response_length: int) -> "Positions":
         """The positions of a forward of some rows, with responses truncated to that length."""

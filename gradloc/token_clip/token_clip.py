@@ -35,12 +35,6 @@ class TokenClip:
     `end_pass`. At the optimizer step it calls `end_mini_batch`. All ranks make the same calls. Outside of a pass
     nothing is watched.
 
-    Args:
-        module (nn.Module): The model; ranks hold different data.
-        config (TokenClipConfig): The settings.
-        device (str | torch.device): The device that the model computes on.
-        sequence_parallel_size (int): How many neighbouring ranks work on the same data.
-
     Attributes:
         boundaries (list[str]): In the order of the forward.
     """
@@ -71,12 +65,7 @@ class TokenClip:
         self._counts = Counts(len(self.boundaries), self._device)
 
     def begin_pass(self, positions: Positions, rows: Sequence[int]) -> None:
-        """Starts watching a training pass; called before its forward.
-
-        Args:
-            positions (Positions): Where its tokens are.
-            rows (Sequence[int]): The micro-batch's rows in this rank's mini-batch.
-        """
+        """Starts watching a training pass; called before its forward."""
         self._current = WatchedPass(positions, [int(row) for row in rows])
 
     def observe(
@@ -92,7 +81,6 @@ class TokenClip:
             log_prob (Tensor): The log-probs that the loss is computed from: shape (rows, response length), or flat for
                 whole sequences without padding.
             weight (Tensor): The weight of each token in the loss, shape (rows, response length).
-            scale (float): The loss scale.
             tokens (Mapping, optional): What to write down of tokens over the bound, each of that shape; `token_id` is
                 among them.
         """
@@ -106,9 +94,7 @@ class TokenClip:
         """Like `observe`, but the tokens are read in `end_pass`; only the backward's needs are computed here.
 
         Args:
-            log_prob (Tensor): As there.
             of_rows (Tensor): The `row_weights` of the tokens' weights.
-            scale (float): As there.
             read_tokens (Callable): Returns `weight`, and what to write down of tokens over the bound. If it raises,
                 they are written down without these values.
         """
@@ -147,13 +133,7 @@ class TokenClip:
 
     @contextmanager
     def repeated(self, index: int, rows: Sequence[int], response_length: int) -> Iterator[None]:
-        """Has an extra pass of this mini-batch cut as its training pass was, without counting its signals.
-
-        Args:
-            index (int): The micro-batch's index on this rank.
-            rows (Sequence[int]): Its rows that are computed.
-            response_length (int): How many tokens of each response are computed.
-        """
+        """Has an extra pass of this mini-batch cut as its training pass was, without counting its signals."""
         original = self._passes[index]
         assert original.scaling is not None
         self._current = WatchedPass(

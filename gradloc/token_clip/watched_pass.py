@@ -19,49 +19,34 @@ LOG_PROBS = "log_probs"
 
 
 class Over(NamedTuple):
-    """Where the signals at some boundaries, which have the same positions, are over their bounds.
+    """Where the signals at some boundaries, which have the same positions, are over their bounds."""
 
-    Args:
-        boundaries (list[str]): In the order of the backward.
-        first (Tensor): The index of the first of them at which a position is over its bound, -1 for none; int16.
-        multiple (Tensor): The signal there as a multiple of the bound; same shape.
-        cut (Tensor): Whether a position was cut at any of them, bool of the same shape.
-    """
-
-    boundaries: list[str]
-    first: Tensor
-    multiple: Tensor
-    cut: Tensor
+    boundaries: list[str]  # in the order of the backward
+    first: Tensor  # the index of the first of them at which a position is over its bound, -1 for none; int16
+    multiple: Tensor  # the signal there as a multiple of the bound; same shape
+    cut: Tensor  # whether a position was cut at any of them, bool of the same shape
 
 
 @dataclass
 class WatchedPass:
-    """A training pass, kept until the optimizer step.
+    """A training pass, kept until the optimizer step."""
 
-    Args:
-        positions (Positions): Where its tokens are.
-        rows (list[int]): Its rows in its rank's mini-batch.
-        recorded (bool): Whether its signals count.
-        scaled (bool): Whether its loss is scaled. If so, a signal that is no finite number is left for the gradient
-            scaler, which has to see an overflow to lower the scale.
-        scaling (Tensor, optional): 1 / (a token's weight in the loss × loss scale) of each row, shape (rows,); None
-            until it is known.
-        tokens (Mapping): Values of its tokens, each of shape (rows, response length).
-        signals (dict): By boundary, in the order of the backward, each position's signal divided by its token's weight
-            in the loss; float32. Emptied after the pass.
-        refused (dict): By boundary, whether too many were over the bound for any to be cut; shape ().
-        over (list[Over]): What is kept of the signals after the pass.
-    """
-
-    positions: Positions
-    rows: list[int]
-    recorded: bool = True
+    positions: Positions  # where its tokens are
+    rows: list[int]  # its rows in its rank's mini-batch
+    recorded: bool = True  # whether its signals count
+    # Whether its loss is scaled. If so, a signal that is no finite number is left for the gradient scaler, which has to
+    # see an overflow to lower the scale.
     scaled: bool = False
+    # 1 / (a token's weight in the loss × loss scale) of each row, shape (rows,); None until it is known.
     scaling: Tensor | None = None
+    # Values of its tokens, each of shape (rows, response length).
     tokens: Mapping[str, Tensor] = field(default_factory=dict)
+    # By boundary, in the order of the backward, each position's signal divided by its token's weight in the loss;
+    # float32. Emptied after the pass.
     signals: dict[str, Tensor] = field(default_factory=dict)
+    # By boundary, whether too many were over the bound for any to be cut; shape ().
     refused: dict[str, Tensor] = field(default_factory=dict)
-    over: list[Over] = field(default_factory=list)
+    over: list[Over] = field(default_factory=list)  # what is kept of the signals after the pass
     _scaling_of: dict[tuple[bool, torch.Size], Tensor | None] = field(default_factory=dict)
 
     def scaling_of(self, shape: torch.Size, at_log_probs: bool) -> Tensor | None:
@@ -92,7 +77,6 @@ class Counts:
     """What is counted of a mini-batch on this rank, on the device; float64 of shape (boundaries,) where not said.
 
     Attributes:
-        largest (Tensor): The largest finite signal.
         over (Tensor): How many signals were over the bound.
         cut (Tensor): How many of these were cut.
         refused (Tensor): In how many passes none was cut because there were too many.
@@ -115,7 +99,6 @@ class Counts:
         """Counts a pass's signals, of which it keeps only where they are over their bounds. No host sync.
 
         Args:
-            current (WatchedPass): The pass, after its backward.
             boundaries (list[str]): In the order of the forward; the log-probs are the last.
             bounds_of (Tensor): Their bounds, shape (boundaries,).
         """
@@ -159,8 +142,6 @@ def own_tokens(passes: Sequence[WatchedPass], rank: int, part: int, factor: floa
     prompt), `boundary`, `multiple` (its signal there over the usual one), `cut`, and the values that the pass has.
 
     Args:
-        passes (Sequence[WatchedPass]): Those of a mini-batch.
-        rank (int): The data-parallel rank.
         part (int): The rank's index in its group with Ulysses, whose ranks have the same log-probs.
         factor (float): A bound as a multiple of the usual signal.
 
@@ -232,7 +213,6 @@ def outliers(each: WatchedPass, factor: float) -> Tensor:
     to earlier positions through attention.
 
     Args:
-        each (WatchedPass): The pass, after it.
         factor (float): A bound as a multiple of the usual signal.
 
     Returns:
@@ -259,9 +239,6 @@ def cut_tokens(each: WatchedPass) -> Tensor:
 
     What is cut at the log-probs is not among them: a token's coefficient tells what was left there.
 
-    Args:
-        each (WatchedPass): The pass, after it.
-
     Returns:
         Tensor: On the CPU, bool of the shape (rows, response length) of the weights.
     """
@@ -278,7 +255,6 @@ def marks(passes: Sequence[WatchedPass], factor: float, first: int, size: int) -
     """What a search is to know of the tokens of this rank's passes. A collective call.
 
     Args:
-        passes (Sequence[WatchedPass]): Those of a mini-batch.
         factor (float): A bound as a multiple of the usual signal.
         first (int): The first rank of this rank's group with Ulysses, each of which has a part of the positions.
         size (int): The size of such a group.
