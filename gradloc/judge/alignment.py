@@ -20,7 +20,7 @@ POOLED_EVIDENCE = 6.0
 UNRELATED_CORRELATION = 0.1
 UNRELATED_TOKENS = 128
 UNRELATED_SPREAD = (0.5, 2.0)
-UNRELATED_NATS = 2.0
+UNRELATED_NATS = 1.0
 CLEAR_RESPONSES = 3
 CLEAR_SHARE = 0.05
 
@@ -167,7 +167,7 @@ def _off(sums: Mapping[str, float], judge_correlation: bool) -> Off | None:
     if found.clear:
         return found
     # A few tokens with large distances hide a relation that most have.
-    own = any(sums[f"farther {k}"] >= MOSTLY * sums[f"nearer {k}"] > 0 for k in SHIFTS)
+    own = all(sums[f"farther {k}"] >= MOSTLY * sums[f"nearer {k}"] for k in SHIFTS)
     related = None if own else _correlation(sums)
     if judge_correlation and related is not None and related < UNRELATED_CORRELATION:
         spread = _variance(sums, "first") / _variance(sums, "second")

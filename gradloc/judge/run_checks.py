@@ -314,7 +314,7 @@ class RunChecks:
             self._said = None if "misaligned" in holding else (certain[0], gap, 0)  # whose absence an update can tell
         elif self._said is not None:
             self._said = (*self._said[:2], self._said[2] + 1) if self._lasting() else None
-        for rule in {*self._times, *holding}:
+        for rule in {*self._times, *holding} - {_OFF}:
             if rule in holding:
                 self._times[rule] = max(self._times.get(rule, 0) + 1, IN_A_ROW * self._is_certain(rule))
             elif gap < STALE_GAP or holding:

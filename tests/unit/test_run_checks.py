@@ -324,7 +324,12 @@ def test_log_probs_of_another_temperature_or_after_top_p(run: dict[str, Any], re
 
 
 def spoiled(run: Run, count: int, begin: int, spoil: Callable[[dict[str, Tensor]], None]) -> list[str]:
-    """The warnings' names of a run whose tensors are changed from a step on."""
+    """The names of `warned`."""
+    return names(warned(run, count, begin, spoil))
+
+
+def warned(run: Run, count: int, begin: int, spoil: Callable[[dict[str, Tensor]], None]) -> list[list[dict[str, Any]]]:
+    """The warnings of each step of a run whose tensors are changed from a step on."""
     checks, found = RunChecks(), []
     for step, tokens in enumerate(steps(run, count), 1):
         if step >= begin:
@@ -333,7 +338,19 @@ def spoiled(run: Run, count: int, begin: int, spoil: Callable[[dict[str, Tensor]
         checks.take_in(own_sums([tokens], True).tolist(), alignment=own_alignment([tokens]).tolist())
         checks.add_step(1e-6)
         found.append(checks.warnings())
-    return names(found)
+    return found
+
+
+@pytest.mark.parametrize(("responses", "first"), [(48, 3), (2, 5)])
+def test_a_shift_is_told_with_the_step_since_which_it_lasts(responses: int, first: int) -> None:
+    """In a few responses, in the third update that has it."""
+
+    def shift(tokens: dict[str, Tensor]) -> None:
+        tokens["rollout_log_prob"][:responses, 1:] = tokens["rollout_log_prob"][:responses, :-1].clone()
+
+    found = warned(Run(noise=0.01), 8, 3, shift)
+    assert names(found) == ["misaligned" if step >= first else "" for step in range(1, 9)]
+    assert all(each[0]["sentence"].endswith(" Since step 3.") for each in found[first - 1 :])
 
 
 def halve(tokens: dict[str, Tensor]) -> None:
