@@ -155,14 +155,13 @@ class LayerClip:
     """Scales the gradient of every layer over its bound before the optimizer step, and updates the bounds.
 
     Attributes:
-        layers (list[str]): The layers, in the model's order.
         last_step (dict): For each layer the `norm`, `bound` (None during the warm-up) and `factor` of the last step.
     """
 
     def __init__(self, module: nn.Module, config: LayerClipConfig, device: str | torch.device = "cpu") -> None:
         self._config = config
         self._reduced_norms = ReducedNorms(module, torch.device(device))
-        self.layers = self._reduced_norms.layers
+        self.layers = self._reduced_norms.layers  # the layers, in the model's order
         self.last_step: dict[str, LayerStep] = {}
         self._steps: list[dict[str, LayerStep]] = []
         self._statistics = {layer: LayerStatistics() for layer in self.layers}

@@ -26,10 +26,8 @@ class MiniBatch:
         global_norm (float, optional): The norm of the reduced gradient, if it is known.
 
     Attributes, all set by `gather` but for `squared_norms`:
-        level (Level): The size of the gradient.
         trigger (str): "unit": a micro-batch over its threshold is a spike; "global": the reduced gradient is. Where
             micro-batches cannot be measured alone, it is always "global".
-        update_figures (Tensor): The given figures of every data-parallel rank, shape (ranks, n).
         failed (bool): Whether tokens of some rank could not be read, the same on every rank; if so, the rest is
             meaningless.
         squared_norms (Tensor | None): The squared norms by layer of the reduced gradient, without the loss scale; None
@@ -37,9 +35,9 @@ class MiniBatch:
         broken_parameters (dict | None): What `WatchedModel.broken_parameters` gave, if that gradient is not finite.
     """
 
-    level: Level
+    level: Level  # the size of the gradient
     trigger: str
-    update_figures: Tensor
+    update_figures: Tensor  # the given figures of every data-parallel rank, shape (ranks, n)
     failed: bool
 
     def __init__(
@@ -147,14 +145,10 @@ _RARE, _LAST, _LEAST = 0.25, 16, 4
 
 
 class OrdinaryGradient:
-    """What the last mini-batch without a spike says of ordinary tokens, and how many of the last ones had none.
-
-    Attributes:
-        token_norm (float | None): The root mean square of their gradient norms; None if unknown.
-    """
+    """What the last mini-batch without a spike says of ordinary tokens, and how many of the last ones had none."""
 
     def __init__(self) -> None:
-        self.token_norm: float | None = None
+        self.token_norm: float | None = None  # the root mean square of their gradient norms; None if unknown
         self._sums: tuple[Tensor, Tensor] | None = None
         self._spikes: deque[bool] = deque(maxlen=_LAST)
 

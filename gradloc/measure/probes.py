@@ -27,11 +27,7 @@ _KEPT = ("response_mask", "weight", "coefficient", "entropy_coefficient", "broke
 
 @dataclass(frozen=True)
 class Unpadded:
-    """What a search needs of the tokens of a micro-batch that `MicroBatch.portable` returned, without its inputs.
-
-    Args:
-        rows (list[int]), rng_state (tuple): As in `MicroBatch`.
-    """
+    """What a search needs of the tokens of a micro-batch that `MicroBatch.portable` returned, without its inputs."""
 
     rows: list[int]
     rng_state: tuple[Tensor, Tensor | None]
@@ -67,19 +63,12 @@ MakeProbe = Callable[[], Mapping[int, TokenSubset]]
 
 
 class Meter(Protocol):
-    """Measures norms for a search. All ranks make the same calls; `level`, `obtain` and `measure` are collective.
+    """Measures norms for a search. All ranks make the same calls; `level`, `obtain` and `measure` are collective."""
 
-    Attributes:
-        kind (str): Its name in the evidence.
-        layers (list[str]): The layers, in the order of the norms.
-        width (int): How many probes one pass measures.
-        reduces (bool): Whether FSDP reduces the gradient of a probe.
-    """
-
-    kind: str
-    layers: list[str]
-    width: int
-    reduces: bool
+    kind: str  # its name in the evidence
+    layers: list[str]  # the layers, in the order of the norms
+    width: int  # how many probes one pass measures
+    reduces: bool  # whether FSDP reduces the gradient of a probe
 
     def start(self) -> None:
         """Starts recording a training pass."""

@@ -26,7 +26,7 @@ def token_weights(aggregate: Callable[[Tensor], Tensor], like: Tensor) -> Tensor
 
 
 def movable(tokens: Mapping[str, Tensor]) -> Tensor:
-    """The tokens that can move: those with a weight, and a coefficient that is not zero.
+    """The tokens that can move: those with a weight, and a coefficient that is not zero; NaN is not zero.
 
     A token that has an advantage of zero, or that PPO clips, has no gradient. If it counted, it would raise the
     threshold of every set that it is in.
@@ -34,9 +34,6 @@ def movable(tokens: Mapping[str, Tensor]) -> Tensor:
     Args:
         tokens (Mapping[str, Tensor]): A micro-batch's `weight`, and as far as they are known its `coefficient` and
             `entropy_coefficient`, each of shape (rows, response length).
-
-    Returns:
-        Tensor: bool of the same shape. NaN counts as not zero.
     """
     moves = torch.zeros_like(tokens["weight"], dtype=torch.bool)
     for name in ("coefficient", "entropy_coefficient"):
@@ -46,31 +43,20 @@ def movable(tokens: Mapping[str, Tensor]) -> Tensor:
 
 
 def square_weight(tokens: Mapping[str, Tensor]) -> Tensor:
-    """Σ w_t² over the tokens that can move: what τ(S) = τ·sqrt(Σ w_t²) counts for a whole micro-batch.
-
-    Returns:
-        Tensor: float64 of shape (). No host sync.
-    """
+    """Σ w_t² over the tokens that can move: float64 of shape (), no host sync."""
     return torch.where(movable(tokens), tokens["weight"].double(), 0.0).square().sum()
 
 
 def threshold_square_weight(tokens: Mapping[str, Tensor]) -> Tensor:
-    """What the threshold of a whole micro-batch counts: Σ w_t² over the tokens that can move, or over all if none can.
+    """What the threshold of a micro-batch counts: `square_weight`, or Σ w_t² over all its tokens if none can move.
 
     The latter's gradient comes from no token (an auxiliary loss has one, say): it is a spike if it would be one of
-    tokens.
-
-    Returns:
-        Tensor: float64 of shape (). No host sync.
+    tokens. float64 of shape (), no host sync.
     """
     of_movable = square_weight(tokens)
     return torch.where(of_movable == 0, tokens["weight"].double().square().sum(), of_movable)
 
 
 def usable_tokens(tokens: Mapping[str, Tensor], broken: Tensor) -> Tensor:
-    """Where a response token has a weight in the loss and is not broken; bool of shape (rows, response length).
-
-    Args:
-        broken (Tensor): Where a log-prob or a coefficient is not finite, bool of the same shape.
-    """
+    """Where a response token has a weight in the loss and is not broken (see `MicroBatch.broken`), bool."""
     return tokens["response_mask"].bool() & (tokens["weight"] != 0) & ~broken

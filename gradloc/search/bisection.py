@@ -35,11 +35,7 @@ def patience(candidates: int, count: int) -> float:
 
 @dataclass(eq=False)
 class _Node:
-    """A subset that is over its threshold, or unusual, with the state of its open subsets.
-
-    Args:
-        energy (float), prior (float): The squared norm, and the prior, of the open subsets together.
-    """
+    """A subset that is over its threshold, or unusual, with the state of its open subsets."""
 
     subset: TokenSet
     norm: float
@@ -47,8 +43,8 @@ class _Node:
     code: Code | None = None  # the code that is being read
     open_subsets: int = -1  # how many subsets are open; -1 before the subset is split
     lower_bound: float = 0.0  # a lower bound on the norm of all open subsets together, by the triangle inequality
-    energy: float = 0.0
-    prior: float = 0.0
+    energy: float = 0.0  # the squared norm of the open subsets together
+    prior: float = 0.0  # and their prior
     has_subset_over: bool = False  # whether a subset of it was over its own threshold
 
 
@@ -69,15 +65,11 @@ class Bisection:
     Args:
         ordinary (float, optional): The root mean square of ordinary tokens' gradient norms; without it, no subset is
             unusual.
-
-    Attributes:
-        given_up (list[TokenSet]): The subsets still unmeasured when the search was given up.
-        named (set[TokenSet]): The single tokens found by a code.
     """
 
     def __init__(self, tokens: Candidates, root: TokenSet, norm: float, ordinary: float | None) -> None:
-        self.given_up: list[TokenSet] = []
-        self.named: set[TokenSet] = set()
+        self.given_up: list[TokenSet] = []  # the subsets still unmeasured when the search was given up
+        self.named: set[TokenSet] = set()  # the single tokens found by a code
         self.tokens = tokens
         self._ordinary = ordinary
         self._nodes: list[_Node] = []
@@ -125,11 +117,6 @@ class Bisection:
         """The unmeasured subsets of subsets over their threshold, best first, and the subsets not yet split."""
         ranked = [subset for subset in self._ranked() if not self._open[subset].unusual]
         return ranked + [node.subset for node in self._unsplit]
-
-    @property
-    def open_count(self) -> int:
-        """The number of `open_sets`."""
-        return sum(not node.unusual for node in self._open.values()) + len(self._unsplit)
 
     def next_probes(self, count: int, passes_left: float) -> list[Probe]:
         """At most `count` probes to measure next, best first; none when the search is over."""

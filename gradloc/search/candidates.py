@@ -3,8 +3,7 @@
 """The tokens of one group: weights, thresholds, and the part of the gradient's energy expected from each."""
 
 import math
-from bisect import bisect_left
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from functools import cached_property
 from itertools import accumulate
 from weakref import WeakKeyDictionary
@@ -14,7 +13,6 @@ from torch import Tensor
 
 from ..threshold import is_over
 from .codes import GroupKey, TokenSet
-from .exact_sum import ExactSum, exact_sum
 
 # The fraction of the expected energy that is proportional to suspicion. The rest is proportional to w_t², so that at
 # most about log2(10 n) splits isolate any token, however wrong suspicion is.
@@ -28,10 +26,30 @@ LEAST = 1e-6
 _BASE_UNKNOWN, _BASE_MOST = 8, 64
 
 
+class ExactSum:
+    """The exact sum of some finite numbers, as a few floats that add up to it.
+
+    `math.fsum` rounds once, at its end. So subtracting a few numbers from the exact sum gives the same bits as adding
+    all the others, in far less time.
+    """
+
+    def __init__(self, values: Tensor) -> None:
+        if not values.isfinite().all():
+            raise ValueError("a token's weight or suspicion is not finite")
+        left, self._parts = values.tolist(), list[float]()
+        while part := math.fsum(left):
+            self._parts.append(part)
+            left.append(-part)
+
+    def without(self, values: Iterable[float] = ()) -> float:
+        """The sum of the other numbers if `values` are some of them."""
+        return math.fsum([*self._parts, *(-value for value in values)])
+
+
 class Candidates:
     """The candidates of one group, with the energy (squared norm) that the search expects from each.
 
-    All sums use `math.fsum` or `ExactSum`, so that every rank makes the same decisions: a tensor sum of floats depends
+    All sums use `math.fsum`, so that every rank makes the same decisions: a tensor sum of floats depends
     on the number of threads. Else, tensors are used one element at a time only.
 
     Args:
@@ -39,8 +57,7 @@ class Candidates:
         weights (Tensor): w_t of each candidate, shape (n,), not zero.
 
     Attributes:
-        square_of (Tensor): w_t², float64 of shape (n,).
-        exact_square (ExactSum), square (float): Their sum.
+        exact_square (ExactSum), square (float): Σ w_t².
         suspected (Tensor): The fraction of the group's energy that suspicion predicts for each candidate, same shape.
         without_tokens (float): The norm of the gradient that every probe of the group contains, whichever tokens it
             keeps; 0 unless it was measured.
@@ -49,18 +66,17 @@ class Candidates:
     def __init__(self, name: GroupKey, tau: float, suspicion: Tensor, weights: Tensor) -> None:
         self.name = name
         self.tau = tau
-        self.square_of = weights.double().square()
+        self.square_of = weights.double().square()  # w_t², float64 of shape (n,)
         energies = suspicion.double().square()
         finite = energies.isfinite()
         ceiling = 10 * float(energies[finite].max()) if finite.any() else 0.0
         self._energies = torch.where(finite, energies, ceiling or 1.0)
         self.exact_square = ExactSum(self.square_of)
-        self._total, self.square = exact_sum(self._energies), self.exact_square.without()
+        self._total, self.square = math.fsum(self._energies.tolist()), self.exact_square.without()
         least = LEAST * (self._total or 1.0) / self.square
         self.suspected = (self._energies + least * self.square_of) / (self._total + least * self.square)
         self.without_tokens = 0.0
-        self._alone: dict[int, float] = {}
-        self._over: tuple[float, list[int]] | None = None
+        self.alone: dict[int, float] = {}
         self._all = tuple(range(len(self.square_of)))
         # By token set: the candidates that `without` has left out, Σ w_t², the sum of `prior`, and the candidates in
         # the order of `likeliest`.
@@ -97,17 +113,6 @@ class Candidates:
         # The bits of floats that are not negative have their order, and integers are sorted several times as fast.
         return (-(self.prior_of / self.square_of).view(torch.int64)).sort(stable=True).indices
 
-    @property
-    def alone(self) -> Mapping[int, float]:
-        """The norms of the candidates measured alone, in the order of measurement."""
-        return self._alone
-
-    def record_alone(self, norms: Mapping[int, float]) -> None:
-        """Adds norms of candidates measured alone."""
-        if norms:
-            self._alone |= norms
-            self._over = None
-
     def token_set(self, candidates: Iterable[int]) -> TokenSet:
         return TokenSet(self.name, tuple(sorted(candidates)))
 
@@ -133,7 +138,8 @@ class Candidates:
         if len(token_set.candidates) == 1:
             return (token_set,)
         ranked = self._in_order(token_set)
-        cut = _nearest_half(list(accumulate(self.prior_of[ranked].tolist()))) + 1
+        sums = list(accumulate(self.prior_of[ranked].tolist()))
+        cut = 1 + min(range(len(sums) - 1), key=lambda i: abs(sums[i] - sums[-1] / 2))
         return self._part(ranked[:cut]), self._part(ranked[cut:])
 
     def apart(self, token_set: TokenSet, candidate: int) -> tuple[TokenSet, ...]:
@@ -181,7 +187,7 @@ class Candidates:
         """Σ w_t²."""
         found = self._squares.get(token_set)
         if found is None:
-            found = self._squares[token_set] = exact_sum(self.square_of[self._indices(token_set)])
+            found = self._squares[token_set] = math.fsum(self.square_of[self._indices(token_set)].tolist())
         return found
 
     def least_square_in(self, token_set: TokenSet) -> float:
@@ -207,10 +213,7 @@ class Candidates:
     @property
     def over(self) -> list[int]:
         """The candidates measured alone over τ, also without the part of the norm that is not theirs."""
-        if self._over is None or self._over[0] != self.without_tokens:
-            over = [t for t, norm in self._alone.items() if self.is_over_alone(t, norm - self.without_tokens)]
-            self._over = self.without_tokens, over
-        return self._over[1]
+        return [t for t, norm in self.alone.items() if self.is_over_alone(t, norm - self.without_tokens)]
 
     def expected(self, token_set: TokenSet) -> float:
         """The fraction of the group's energy expected from these candidates."""
@@ -219,7 +222,7 @@ class Candidates:
             if token_set in self._left_out:
                 found = self.exact_prior.without(self.prior_of[self._left_out[token_set]].tolist())
             else:
-                found = exact_sum(self.prior_of[self._indices(token_set)])
+                found = math.fsum(self.prior_of[self._indices(token_set)].tolist())
             self._priors[token_set] = found
         return found
 
@@ -233,15 +236,3 @@ class Candidates:
         if not ordinary:
             return _BASE_UNKNOWN
         return int(min(max(norm / (ordinary * math.sqrt(self.square_in(token_set))), 2), _BASE_MOST))
-
-
-def _nearest_half(sums: list[float]) -> int:
-    """The first index, the last one excluded, whose ascending sum is nearest to half of the last."""
-    half, end = sums[-1] / 2, len(sums) - 1
-    above = bisect_left(sums, half, 0, end)
-    if above == 0:
-        return 0
-    distance = half - sums[above - 1]
-    if above < end and sums[above] - half < distance:
-        return above
-    return bisect_left(sums, -distance, 0, above, key=lambda s: s - half)

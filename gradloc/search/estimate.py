@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from .candidates import LEAST, Candidates
-from .exact_sum import ExactSum
+from .candidates import LEAST, Candidates, ExactSum
 
 
 class Estimate:
@@ -24,8 +23,6 @@ class Estimate:
         base (frozenset[int]): The tokens that are left out already.
 
     Attributes:
-        count (int): How many tokens may be culprits: those not measured alone, or measured over τ.
-        count_in_base (int): How many of these are in `base`.
         excess (float): What the group without `base` has over the square of its threshold.
     """
 
@@ -57,8 +54,8 @@ class Estimate:
         tau_square = tokens.tau * tokens.tau
         self._gains = energy - tau_square * tokens.square_of
         excluded = [t for t in alone if t not in over]
-        self.count = n - len(excluded)
-        self.count_in_base = len(base) - sum(t in base for t in excluded)
+        self.count = n - len(excluded)  # how many tokens may be culprits: those not measured alone, or measured over τ
+        self.count_in_base = len(base) - sum(t in base for t in excluded)  # how many of these are in `base`
         left_energy = known.without(alone[t] for t in base if t in alone)
         left_square = tokens.exact_square.without(tokens.square_of[[*base]].tolist())
         others = (energies[t] for t in single if t not in base)

@@ -29,8 +29,6 @@ class _Known:
 
     Attributes:
         few (int), most (int): How many tokens are "a few", and how many are tried once a few seemed to be enough.
-        rests (dict[frozenset[int], float]): The norm of the group without a set of tokens, by that set.
-        enough (list[frozenset[int]]): The sets for which it was under its threshold.
     """
 
     def __init__(self, tokens: Candidates, norm: float) -> None:
@@ -38,8 +36,8 @@ class _Known:
         self.size = size = len(tokens.square_of)
         self.few = min(max(math.ceil(_FEW * size), _FEW_LEAST), _FEW_MOST, size)
         self.most = min(math.ceil(_OVERRUN * self.few), size)
-        self.rests: dict[frozenset[int], float] = {}
-        self.enough: list[frozenset[int]] = []
+        self.rests: dict[frozenset[int], float] = {}  # the norm of the group without a set of tokens, by that set
+        self.enough: list[frozenset[int]] = []  # the sets for which it was under its threshold
         self.add_rest(frozenset(), norm)
         if self.most == size:
             self.add_rest(frozenset(range(size)), 0.0)
@@ -214,11 +212,6 @@ class FewTokens:
     @property
     def open_sets(self) -> list[TokenSet]:
         return [] if self.ended else [self._known.smallest_rest_over[0]]
-
-    @property
-    def open_count(self) -> int:
-        """The number of `open_sets`."""
-        return int(not self.ended)
 
     @property
     def given_up(self) -> list[TokenSet]:

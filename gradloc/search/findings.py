@@ -53,11 +53,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Findings:
-    """What a search has found, the same on every rank.
-
-    Args:
-        passes (int), budget (int): How many passes it took, and might have taken.
-    """
+    """What a search has found, the same on every rank."""
 
     threshold: float  # τ
     until: str  # `bisect_until`
@@ -78,8 +74,8 @@ class Findings:
     # be measured (a row has non-finite log-probs) or was not (in an exhaustive search).
     explained: bool | None
     complete: bool  # whether the search ended by itself, and left nothing that it was to find
-    passes: int
-    budget: int
+    passes: int  # how many it took
+    budget: int  # how many passes it might have taken
     budget_seconds: float | None  # how long it might have taken
     out_of_time: bool  # whether that ended it
     error: str | None  # the error that ended it

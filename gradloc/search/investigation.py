@@ -261,7 +261,7 @@ class _Investigation:
 
         A collective call.
         """
-        suspicious = self._search.suspicious or self._passes.count >= _LONG_SEARCH
+        suspicious = self._search.may_have_more_than_tokens or self._passes.count >= _LONG_SEARCH
         loudest = self._search.loudest() if suspicious and self._without_tokens is None else None
         if loudest is None or self._time_limit.is_up():
             return False

@@ -4,7 +4,7 @@
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -13,29 +13,6 @@ from .bisection import Bisection
 from .candidates import Candidates
 from .codes import GroupKey, Probe, TokenSet, is_single
 from .few_tokens import FewTokens
-
-
-class NoTokens:
-    """The end of a search in which no token can be named; it has what `FewTokens` and `Bisection` have."""
-
-    ended = True
-    open_count = 0
-
-    def __init__(self, tokens: Candidates, whole: TokenSet, norm: float) -> None:
-        self.tokens = tokens
-        self.rest: tuple[TokenSet, float] | None = (whole, norm)
-        self.culprits: list[int] = []
-        self.open_sets: list[TokenSet] = []
-        self.given_up = [whole]
-        self.diffuse = [(whole, norm)]
-
-    def next_probes(self, count: int, passes_left: float) -> list[Probe]:
-        """None."""
-        return []
-
-    def add_measurements(self, measured: Sequence[tuple[Probe, float]], count: int) -> None:
-        """Records nothing."""
-
 
 # A group whose search takes more passes than this from here waits until the others have been looked at. Once one of
 # them is diffuse, so is the event, and each of the others gets this many passes.
@@ -56,18 +33,22 @@ class Culprit:
 
 
 class _Group:
-    """One group: the token sets to measure first (the whole group, or the empty token set), and then its search."""
+    """One group: the token sets to measure first (the whole group, or the empty token set), and then its search.
+
+    Once it was given up, because its spike comes from no token, it is diffuse as a whole.
+    """
 
     def __init__(self, tokens: Candidates, until: str, ordinary: float | None, probe_empty: bool) -> None:
         self.tokens = tokens
         self.first: list[TokenSet] = []
-        self.search: FewTokens | Bisection | NoTokens | None = None
-        self.broken = False
+        self.search: FewTokens | Bisection | None = None
+        self.broken = self.gave_up = False
         self.norm: float | None = None
         self.whole = tokens.without([])
         self._empty = tokens.token_set([])
-        self._until, self._ordinary, self._probe_empty = until, ordinary, probe_empty
-        self._exhaustive = until == "exhaustive"
+        self._until, self._ordinary = until, ordinary
+        # Whether to measure the group without any token after its first non-finite norm.
+        self._probe_empty = probe_empty
 
     def measure_whole(self) -> None:
         self.first.append(self.whole)
@@ -77,31 +58,53 @@ class _Group:
         self.norm = norm
         self._look_at(norm)
         if self.tokens.is_over(self.whole, norm):
-            kinds: dict[str, type[FewTokens] | type[Bisection]] = {"explained": FewTokens, "exhaustive": Bisection}
-            self.search = kinds[self._until](self.tokens, self.whole, norm, self._ordinary)
+            kind = FewTokens if self._until == "explained" else Bisection
+            self.search = kind(self.tokens, self.whole, norm, self._ordinary)
 
     @property
     def ended(self) -> bool:
         return not self.first and (self.search is None or self.search.ended)
 
     @property
-    def is_diffuse(self) -> bool:
-        """Whether its search has ended diffuse."""
-        search = self.search
-        return self.ended and search is not None and bool(search.diffuse) and not (search.culprits and self._exhaustive)
+    def culprits(self) -> list[int]:
+        return [] if self.search is None else self.search.culprits
 
     @property
-    def has_odd_norms(self) -> bool:
-        """See `Search.suspicious`."""
+    def given_up(self) -> list[TokenSet]:
+        if self.gave_up:
+            return [self.whole]
+        return [] if self.search is None else self.search.given_up
+
+    @property
+    def diffuse(self) -> list[tuple[TokenSet, float]]:
+        if self.gave_up and self.norm is not None:
+            return [(self.whole, self.norm)]
+        return [] if self.search is None else self.search.diffuse
+
+    @property
+    def rest(self) -> tuple[TokenSet, float] | None:
+        """The group without its culprits, and the norm of that; None if it was not measured."""
+        if self.search is not None:
+            return self.search.rest
+        return None if self.norm is None else (self.whole, self.norm)
+
+    @property
+    def may_have_more_than_tokens(self) -> bool:
+        """Whether a part of its gradient may come from no token: it is diffuse, or its tokens' norms are odd.
+
+        The squared norms of tokens measured alone add up to far more than the group's, as they do if each contains the
+        same other gradient.
+        """
+        if self.ended and self.diffuse and not (self.culprits and self._until == "exhaustive"):
+            return True
         if self.norm is None or not math.isfinite(self.norm):
             return False
-        finite = [norm for norm in self.tokens.alone.values() if math.isfinite(norm)]
-        return math.hypot(*finite) > _ODD * self.norm
+        return math.hypot(*filter(math.isfinite, self.tokens.alone.values())) > _ODD * self.norm
 
     def give_up(self) -> None:
         """Ends the search, unless it has ended."""
         if not self.ended and self.norm is not None:
-            self.first, self.search = [], NoTokens(self.tokens, self.whole, self.norm)
+            self.first, self.search, self.gave_up = [], None, True
 
     def next_probes(self, count: int, passes_left: float) -> list[Probe]:
         found: list[Probe] = [*self.first[:count]]
@@ -110,7 +113,7 @@ class _Group:
         return found
 
     def add_measurements(self, measured: Sequence[tuple[Probe, float]], count: int) -> None:
-        self.tokens.record_alone({probe.candidates[0]: norm for probe, norm in measured if is_single(probe)})
+        self.tokens.alone |= {probe.candidates[0]: norm for probe, norm in measured if is_single(probe)}
         first, self.first = self.first, [token_set for token_set in self.first if token_set not in dict(measured)]
         others = [(probe, norm) for probe, norm in measured if probe not in first]
         if self.search is not None and others:
@@ -154,9 +157,9 @@ class Search:
     def culprits(self) -> list[Culprit]:
         """The culprits found so far, each measured alone over τ."""
         return [
-            Culprit(name, candidate, search.tokens.alone[candidate])
-            for name, search in self._searches()
-            for candidate in search.culprits
+            Culprit(name, candidate, group.tokens.alone[candidate])
+            for name, group in self._groups.items()
+            for candidate in group.culprits
         ]
 
     @property
@@ -168,24 +171,21 @@ class Search:
     def open_sets(self) -> list[TokenSet]:
         """The token sets over their thresholds whose search has not ended."""
         waiting = [token_set for group in self._groups.values() for token_set in group.first if token_set.candidates]
-        return waiting + [token_set for _, search in self._searches() for token_set in search.open_sets]
+        return waiting + [token_set for search in self._searches() for token_set in search.open_sets]
 
     @property
     def given_up(self) -> list[TokenSet]:
         """The unmeasured token sets of groups whose search was given up."""
-        return [token_set for _, search in self._searches() for token_set in search.given_up]
+        return [token_set for group in self._groups.values() for token_set in group.given_up]
 
     @property
     def diffuse(self) -> list[tuple[TokenSet, float]]:
         """The smallest token sets with a spike but no culprit, with their norms."""
-        return [found for _, search in self._searches() for found in search.diffuse]
+        return [found for group in self._groups.values() for found in group.diffuse]
 
     def rest(self, group: GroupKey) -> tuple[TokenSet, float] | None:
         """The group without its culprits, and the norm of that; None if it was not measured."""
-        state = self._groups[group]
-        if state.search is not None:
-            return state.search.rest
-        return None if state.norm is None else (state.whole, state.norm)
+        return self._groups[group].rest
 
     def explained(self, group: GroupKey) -> bool:
         """Whether the group without its culprits was measured under its threshold."""
@@ -206,15 +206,16 @@ class Search:
     def more_over(self) -> int | None:
         """Estimates from suspicion how many more tokens are over τ; None if no norm was measured to scale it."""
         ratios, scores, more = [], [], 0
-        for _, search in self._searches():
-            culprits, tokens = set(search.culprits), search.tokens
+        for group in self._groups.values():
+            if group.search is None and not group.gave_up:
+                continue
+            culprits, tokens = set(group.culprits), group.tokens
             for candidate, (suspicion, square) in enumerate(
                 zip(tokens.suspicion, tokens.square_of.tolist(), strict=True)
             ):
-                weight = math.sqrt(square)
                 norm = tokens.alone.get(candidate)
                 if norm is None:
-                    scores.append(suspicion / weight)
+                    scores.append(suspicion / math.sqrt(square))
                 elif math.isfinite(norm):
                     ratios += [norm / suspicion] if suspicion > 0 else []
                     more += candidate not in culprits and tokens.is_over_alone(candidate, norm)
@@ -224,13 +225,9 @@ class Search:
         return more + sum(scale * score > self._threshold for score in scores)
 
     @property
-    def suspicious(self) -> list[GroupKey]:
-        """Groups in which a part of the gradient may come from no token: diffuse ones, and those of odd norms.
-
-        The squared norms of tokens measured alone add up to far more than the group's, as they do if each contains the
-        same other gradient.
-        """
-        return [name for name, group in self._groups.items() if group.is_diffuse or group.has_odd_norms]
+    def may_have_more_than_tokens(self) -> bool:
+        """Whether a part of some group's gradient may come from no token."""
+        return any(group.may_have_more_than_tokens for group in self._groups.values())
 
     def loudest(self) -> tuple[GroupKey, float] | None:
         """The group with the largest finite norm over its threshold, and that norm; None without any over it."""
@@ -285,7 +282,7 @@ class Search:
         Args:
             passes_left (float): How many passes the budget still allows. A code that needs more is not started.
         """
-        for_few_tokens = [search for _, search in self._searches() if isinstance(search, FewTokens)]
+        for_few_tokens = [search for search in self._searches() if isinstance(search, FewTokens)]
         if any(search.diffuse for search in for_few_tokens):
             for search in for_few_tokens:
                 search.curtail(_LONG)
@@ -302,24 +299,22 @@ class Search:
 
     def has_room(self, count: int, passes_left: float = math.inf) -> bool:
         """Whether another group should be added before the next pass of `count` probes."""
-        waiting = sum(bool(token_set.candidates) for group in self._groups.values() for token_set in group.first)
-        unsettled = waiting + sum(search.open_count for _, search in self._searches())
-        return unsettled - len(self._later(count, passes_left)) < count
+        return len(self.open_sets) - len(self._later(count, passes_left)) < count
 
     def _later(self, count: int, passes_left: float) -> list[_Group]:
         """The groups with a long search ahead; those whose spike may still turn out to be diffuse come first.
 
         None if the passes that are left would not be enough for them.
         """
-        searches = [
-            (group, group.search)
+        ahead = [
+            (group, group.search.passes_ahead(count), group.search.unnamed > 0)
             for group in self._groups.values()
             if isinstance(group.search, FewTokens) and not group.ended
         ]
-        if math.fsum(search.passes_ahead(count) for _, search in searches) >= passes_left:
+        if math.fsum(passes for _, passes, _ in ahead) >= passes_left:
             return []
-        found = [(group, search) for group, search in searches if search.passes_ahead(count) > _LONG]
-        return [group for group, _ in sorted(found, key=lambda pair: pair[1].unnamed > 0)]
+        found = [(group, is_naming) for group, passes, is_naming in ahead if passes > _LONG]
+        return [group for group, _ in sorted(found, key=lambda pair: pair[1])]
 
     def add_measurements(self, measured: Sequence[tuple[Probe, float]]) -> None:
         """Records the norms of the probes that `next_probes` returned. NaN and Inf count as over the threshold."""
@@ -328,5 +323,5 @@ class Search:
             if mine:
                 group.add_measurements(mine, len(mine))
 
-    def _searches(self) -> Iterator[tuple[GroupKey, FewTokens | Bisection | NoTokens]]:
-        return ((name, group.search) for name, group in self._groups.items() if group.search is not None)
+    def _searches(self) -> list[FewTokens | Bisection]:
+        return [group.search for group in self._groups.values() if group.search is not None]

@@ -23,16 +23,13 @@ class TimeLimit:
 
     Args:
         seconds (float | None): The limit, the same on every rank; None for no limit.
-
-    Attributes:
-        has_ended_search (bool): Whether the search was told to end.
     """
 
     def __init__(self, seconds: float | None, clock: Clock = time.monotonic) -> None:
         self._clock = clock
         self._begun = clock()
         self.seconds = seconds
-        self.has_ended_search = False
+        self.has_ended_search = False  # whether the search was told to end
 
     def restart(self) -> None:
         """Counts from now on."""

@@ -2,14 +2,12 @@
 
 import math
 import random
-from itertools import accumulate
 
 import pytest
 import torch
 
-from gradloc.search.candidates import LEAST, Candidates, _nearest_half
+from gradloc.search.candidates import LEAST, Candidates, ExactSum
 from gradloc.search.estimate import Estimate
-from gradloc.search.exact_sum import ExactSum, exact_sum
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -22,25 +20,14 @@ def test_a_sum_without_some_numbers_has_the_bits_of_the_sum_of_the_others(seed: 
     rest = [value for i, value in enumerate(values) if i not in removed]
     tensor = torch.tensor(values, dtype=torch.float64)
     assert ExactSum(tensor).without(values[i] for i in removed) == math.fsum(rest)
-    assert exact_sum(tensor) == math.fsum(values)
 
 
-@pytest.mark.parametrize("size", [5, 3000])
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
-def test_a_sum_of_numbers_that_are_not_finite_is_refused(size: int, bad: float) -> None:
-    values = torch.ones(size, dtype=torch.float64)
+def test_a_sum_of_numbers_that_are_not_finite_is_refused(bad: float) -> None:
+    values = torch.ones(5, dtype=torch.float64)
     values[3] = bad
     with pytest.raises(ValueError, match="not finite"):
         ExactSum(values)
-
-
-@pytest.mark.parametrize("seed", range(50))
-def test_the_cut_is_nearest_to_half_of_the_sum(seed: int) -> None:
-    generator = random.Random(seed)
-    # Values from a few, with zeros and large steps: sums that are equal, and equally near.
-    values = [generator.choice([0.0, 1.0, 1e-20, 2.0, 64.0]) for _ in range(generator.randint(2, 30))]
-    sums = list(accumulate(values))
-    assert _nearest_half(sums) == min(range(len(sums) - 1), key=lambda i: abs(sums[i] - sums[-1] / 2))
 
 
 def candidates(seed: int) -> tuple[Candidates, dict[frozenset[int], float]]:
@@ -55,7 +42,7 @@ def candidates(seed: int) -> tuple[Candidates, dict[frozenset[int], float]]:
         removed = frozenset(generator.sample(range(n), generator.randint(1, n)))
         rests[removed] = generator.choice([generator.uniform(0, 100), generator.uniform(0, 100), math.nan])
     alone = generator.sample(range(n), generator.randint(0, n // 2))
-    tokens.record_alone({t: generator.choice([generator.uniform(0, 30), math.inf]) for t in alone})
+    tokens.alone |= {t: generator.choice([generator.uniform(0, 30), math.inf]) for t in alone}
     return tokens, rests
 
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from test_search import THRESHOLD, Coherent, Tokens, run
 
-from gradloc.search import Search, TokenSet
+from gradloc.search.codes import TokenSet
+from gradloc.search.search import Search
 
 
 class Natural(Tokens):

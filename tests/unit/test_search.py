@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from gradloc.search import Probe, Search, TokenSet
-from gradloc.search.codes import Code
+from gradloc.search.codes import Code, Probe, TokenSet
+from gradloc.search.search import Search
 
 THRESHOLD = 10.0
 

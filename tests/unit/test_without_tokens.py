@@ -18,7 +18,7 @@ from gradloc.evidence.schema import EVENT
 from gradloc.evidence.writer import jsonable
 from gradloc.judge.auxiliary import MENTIONED, MOST, auxiliary_in_words, auxiliary_verdict, carrying_layers
 from gradloc.judge.verdict import verdict
-from gradloc.search import Search
+from gradloc.search.search import Search
 
 ROWS, PROMPT, RESPONSE, VOCABULARY, WIDTH = 4, 2, 12, 17, 8
 
@@ -196,7 +196,7 @@ def searched(unit: WithAuxiliary, width: int, until: str) -> tuple[Search, int]:
     search.add_group("a", unit.norm([*range(128)]), unit.suspicion(True), unit.weights)
     while passes < 128:
         passes += 1
-        if search.suspicious and not measured:
+        if search.may_have_more_than_tokens and not measured:
             measured = True
             search.add_norm_without_tokens("a", unit.own)
         elif probes := search.next_probes(width):
