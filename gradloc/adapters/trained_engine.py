@@ -15,6 +15,7 @@ import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
+from ..fsdp import collectives
 from ..guarded import ForeseenError, guarded, warn_once
 from .actor_config import SpikeConfig
 from .critic_config import CriticSpikeConfig
@@ -111,7 +112,7 @@ class TrainedEngine:
         if self._where != (0, 0):
             self.watch.start_mini_batch()
             return
-        if training_step is None:
+        if training_step is None and collectives.rank() == 0:
             warn_once(self._said, "the trainer passes no step number: global_step is null in the evidence")
         self.watch.start_update(training_step)
 
