@@ -81,7 +81,7 @@ policy sliced wrongly | misaligned | - | opendilab/LightRFT
 policy sliced wrongly for images | misaligned | - | opendilab/LightRFT
 policy's labels not shifted | misaligned | engines_apart | opendilab/LightRFT
 old log-probs of other rows | misaligned | sequence | verl-project/verl#7196
-never synced | stale_weights | - | verl-project/verl#7495
+never synced | stale_weights | engines_apart | verl-project/verl#7495
 synced late | stale_weights | engines_apart partly_stale | verl-project/verl#5211
 one worker stale | partly_stale | stale_weights | verl-project/verl#3821
 adapter partly bound | stale_weights | partly_stale engines_apart | verl-project/verl-omni#552

@@ -15,11 +15,12 @@ CLEAR = 1.25
 COEFFICIENT_SPREAD = 0.05
 _LEAST_TOKENS = 16
 # How many figures `own_scale_figures` gives.
-SCALE_FIGURES = 7
+SCALE_FIGURES = 8
 # The aggregation modes that promise a sum of weights of 1: over all tokens, in the last over one of each response.
 MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")
 # How close to a number a factor must be for that number to be named.
 _FITS = 0.01
+_FITS_PADDING = 0.02  # a mean over micro-batches, which may count by their tokens
 
 CHECK = (
     "Take one step with another number of ranks, and one with another number of micro-batches: `actor/grad_norm` "
@@ -31,7 +32,7 @@ def coefficient_factor(by_rank: Sequence[Sequence[float]]) -> float | None:
     """The factor by which the coefficients are larger than expected; None if they are not all so by the same factor.
 
     Args:
-        by_rank (Sequence): The 7 figures that `own_scale_figures` returned, of each rank.
+        by_rank (Sequence): The figures that `own_scale_figures` returned, of each rank.
     """
     known = [figures for figures in by_rank if figures[2] > 0]
     if sum(figures[2] for figures in known) < _LEAST_TOKENS:
@@ -48,19 +49,21 @@ def loss_scale_warning(by_rank: Sequence[Sequence[float]]) -> dict[str, str] | N
     same one: a sum of 1 in the mean over the ranks (over one token of each response for `seq-mean-token-sum`), and the
     coefficients with the weights.
     Responses that a correction rejects make the first sum smaller, so less than 1 counts only if a number fits: that of
-    the ranks, or of micro-batches if all ranks have as many.
+    the ranks, of micro-batches if all ranks have as many, or the share of tokens in positions with padding.
 
     Args:
-        by_rank (Sequence): The 7 figures that `own_scale_figures` returned, of each rank.
+        by_rank (Sequence): The figures that `own_scale_figures` returned, of each rank.
 
     Returns:
         dict: `name`, `sentence` and `check`; None if nothing is wrong, or nothing is known.
     """
-    weights, modes, *_, micro_batches = zip(*by_rank, strict=True)
+    weights, modes, *_, micro_batches, filled = zip(*by_rank, strict=True)
     counts = {"ranks": len(by_rank), **({"micro-batches": micro_batches[0]} if len(set(micro_batches)) == 1 else {})}
     of_weights = sum(weights) / len(weights)
     if len(set(modes)) == 1 and math.isfinite(of_weights) and of_weights > 0:
         fitting = fitting_numbers(of_weights, counts)
+        if abs(of_weights / (sum(filled) / sum(micro_batches)) - 1) <= _FITS_PADDING:
+            fitting.append("the share of positions that are no padding")
         if of_weights > CLEAR or (of_weights < 1 / CLEAR and fitting):
             what = f"the weights of all tokens add up to {of_weights:.4g} instead of 1 ({MODES[int(modes[0])]})"
             return _warning(what, fitting)

@@ -549,7 +549,8 @@ class RunChecks:
         least, most = APART_HALFWAY
         at = max(range(1, len(readings)), key=lambda i: readings[i][0] - readings[i - 1][0])
         before, (jumped, step) = max(reading[0] for reading in readings[:at]), readings[at]
-        at_once = before < small and jumped > large
+        # The first updates of a late rollout have smaller gaps than those that follow.
+        at_once = before < small and jumped > (large if at < IN_A_ROW else START_GAP)
         is_long = len(readings) >= APART_UPDATES
         if (at * self._stride >= APART_UPDATES or at_once) and gap >= APART_GROWTH * before:
             about = "" if self._stride == 1 else "about "

@@ -162,7 +162,8 @@ def own_scale_figures(
     Returns:
         Tensor: float64 of shape (SCALE_FIGURES,): the sum of weights that should be 1 (NaN if the mode promises none,
             or is None), the mode by number, the number of tokens of which coefficient over expected coefficient is
-            known, and its 10%, 50% and 90% quantiles (NaN without any), and the number of micro-batches.
+            known, and its 10%, 50% and 90% quantiles (NaN without any), the number of micro-batches, and the sum of the
+            shares of their positions that are tokens.
     """
     mode = MODES.index(loss_agg_mode) if loss_agg_mode in MODES else -1
     total = torch.full(
@@ -179,7 +180,9 @@ def own_scale_figures(
     # One by one: a tensor of the three would be copied to the device, and the host would wait for it.
     quantiles = torch.stack([torch.nanquantile(found, share) for share in (0.1, 0.5, 0.9)])
     count = found.isfinite().sum().double().unsqueeze(0)
-    return torch.cat([total, total.new_full((1,), mode), count, quantiles, total.new_full((1,), len(micro_batches))])
+    filled = torch.stack([tokens["response_mask"].double().mean() for tokens in micro_batches]).sum().unsqueeze(0)
+    of_batch = [total.new_full((1,), len(micro_batches)), filled]
+    return torch.cat([total, total.new_full((1,), mode), count, quantiles, *of_batch])
 
 
 def _in_policy_loss(tokens: Mapping[str, Tensor]) -> Tensor:

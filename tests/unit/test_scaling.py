@@ -26,6 +26,8 @@ MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")
 
 def aggregate(losses: Tensor, mask: Tensor, mode: str) -> Tensor:
     """A rank's mean over all of its rows, by hand."""
+    if mode == "padded":  # a denominator that counts padding, too
+        return (losses * mask).sum() / mask.numel()
     if mode == "token-mean":
         return (losses * mask).sum() / mask.sum()
     sums = (losses * mask).sum(1)
@@ -107,6 +109,11 @@ def test_a_smaller_sum_of_weights_is_no_fault_where_no_number_fits() -> None:
     assert loss_scale_warning(ranks("token-mean", of_weights=1.4)) is not None
 
 
+def test_a_denominator_that_counts_padding_is_told() -> None:
+    found = loss_scale_warning(ranks("padded", of_config="token-mean"))
+    assert found is not None and "it could be the share of positions that are no padding." in found["sentence"]
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_tokens_that_the_policy_loss_rejects_do_not_count(mode: str) -> None:
     """Their weight is that of the KL loss, a mean over all tokens; those that are left have a mean of their own."""
@@ -149,7 +156,7 @@ def test_a_mode_without_a_promise_and_other_slopes_give_no_warning() -> None:
 def test_ranks_with_other_numbers_of_micro_batches_have_no_number_that_fits() -> None:
     by_rank = ranks("token-mean", of_weights=1 / MICRO_BATCHES)
     assert loss_scale_warning(by_rank) is not None
-    by_rank[1][-1] += 1
+    by_rank[1][-2] += 1
     assert loss_scale_warning(by_rank) is None
 
 
