@@ -8,11 +8,9 @@ verl's modules is imported.
 
 - loading: acts right after an import
 - hooks: what is done after which import
-- signatures: whether verl still has what a hook relies on
-- status: what went wrong, and the refusal of a run that would need it
-- patched: whether this verl is patched
+- status: whether it fits this verl, what went wrong, and the refusal of a run that would need it
 - trainer: the trainer's part, as a mixin
-- config, keys, conf/: the configuration's keys
+- config, conf/: the configuration's keys
 """
 
 from . import status

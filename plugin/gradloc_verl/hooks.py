@@ -12,10 +12,8 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from . import status
-from .loading import AfterImport, replace
-from .patched import has_module, is_patched
-from .signatures import expect
-from .status import Unfit
+from .loading import AfterImport, around, replace
+from .status import Unfit, expect
 
 logger = logging.getLogger(__name__)
 
@@ -42,17 +40,17 @@ def extend_engines(module: ModuleType) -> None:
     from gradloc.adapters.watched_engines import watch_engines
 
     watch_engines()
-    WatchedEngine._start = _started_with_step(WatchedEngine._start)  # type: ignore[assignment,method-assign]
+    _need_the_step(WatchedEngine)
     of_actors = module.EngineRegistry._engines["language_model"]
     if not any(issubclass(each, WatchedEngine) for name in ("fsdp", "fsdp2") for each in of_actors[name].values()):
         raise Unfit("verl.workers.engine registers no FSDPEngineWithLMHead as fsdp or fsdp2")
 
 
-def _started_with_step(start: Callable[[Any, int | None], None]) -> Callable[[Any, int | None], None]:
-    """An engine is watched, and the trainer is not: its checks, its stop and its spikes' steps would be missing."""
+def _need_the_step(engine: type) -> None:
+    """With a trainer that is not watched, its checks, its stop and its spikes' steps would be missing."""
 
-    @functools.wraps(start)
-    def start_with_step(self: Any, training_step: int | None) -> None:
+    @around(engine, "_start")
+    def start_with_step(start: Callable[..., None], self: Any, training_step: int | None) -> None:
         if training_step is None:
             raise RuntimeError(
                 "GradLoc's plugin watches this engine, but not the trainer, which passes no step number: let verl load "
@@ -60,16 +58,15 @@ def _started_with_step(start: Callable[[Any, int | None], None]) -> Callable[[An
             )
         start(self, training_step)
 
-    return start_with_step
-
 
 def name_mini_batches(module: ModuleType) -> None:
     """Lets each mini-batch of an update say its epoch and its number, as `epoch_and_mini_batch`."""
-    make_iterator = expect(module, "make_iterator", "tensordict", "mini_batch_size", "epochs")
     assign = expect(module, "assign_non_tensor")
 
-    @functools.wraps(make_iterator)
-    def make_named_iterator(tensordict: Any, mini_batch_size: int, *args: Any, **kwargs: Any) -> Iterator[Any]:
+    @around(module, "make_iterator", "tensordict", "mini_batch_size", "epochs")
+    def make_named_iterator(
+        make_iterator: Any, tensordict: Any, mini_batch_size: int, *args: Any, **kwargs: Any
+    ) -> Iterator[Any]:
         from gradloc.adapters.hooks import place_of_mini_batch
 
         mini_batches = make_iterator(tensordict, mini_batch_size, *args, **kwargs)
@@ -82,40 +79,33 @@ def name_mini_batches(module: ModuleType) -> None:
 
         return named()
 
-    replace(module, "make_iterator", make_named_iterator)
-
 
 def extend_v1_trainers(module: ModuleType) -> None:
     """Puts a mixin over each V1 trainer, under the name that it is registered with: verl compares that with others."""
     from .trainer import check_trainer_class, with_spikes
 
-    get_trainer_cls = expect(module, "get_trainer_cls", "name")
+    expect(module, "get_trainer_cls", "name")
     try:
         check_trainer_class(expect(module, "PPOTrainer"))
     except Unfit:
         _refuse_in(getattr(module, "PPOTrainer", None))
         raise
 
-    @functools.wraps(get_trainer_cls)
-    def get_extended(name: str) -> type:
+    @around(module, "get_trainer_cls")
+    def get_extended(get_trainer_cls: Callable[[str], type], name: str) -> type:
         return with_spikes(get_trainer_cls(name))
-
-    replace(module, "get_trainer_cls", get_extended)
 
 
 def _refuse_in(trainer: Any) -> None:
     """Makes a trainer that could not be extended refuse runs that would need that."""
     if trainer is None:
         return
-    build = trainer.__init__
 
-    @functools.wraps(build)
-    def refuse_or_build(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+    @around(trainer, "__init__")
+    def refuse_or_build(build: Any, self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         if anything_is_on(config):
             status.require()
         build(self, config, *args, **kwargs)
-
-    trainer.__init__ = refuse_or_build
 
 
 def refuse_v0(module: ModuleType) -> None:
@@ -165,32 +155,31 @@ def anything_is_on(config: Any) -> bool:
 def add_spike_log_to_trackers(module: ModuleType) -> None:
     """Gives the spikes to the loggers of a run, as one more logger."""
     tracking = expect(module, "Tracking")
-    build = expect(tracking, "__init__", "self", "project_name", "experiment_name", "default_backend", "config")
 
-    @functools.wraps(build)
+    @around(tracking, "__init__", "self", "project_name", "experiment_name", "default_backend", "config")
     def build_with_spike_log(
-        self: Any, project_name: Any, experiment_name: Any, default_backend: Any = "console", config: Any = None
+        build: Any,
+        self: Any,
+        project_name: Any,
+        experiment_name: Any,
+        default_backend: Any = "console",
+        config: Any = None,
     ) -> None:
         from gradloc.adapters.spike_log import add_spike_log
 
         build(self, project_name, experiment_name, default_backend, config)
         add_spike_log(self.logger, config)
 
-    tracking.__init__ = build_with_spike_log
-
 
 def end_with_exit_code(module: ModuleType) -> None:
     """Gives runs that `spike_action=stop` ends an exit code of their own, where main_ppo is imported."""
-    run_ppo = expect(module, "run_ppo", "config")
 
-    @functools.wraps(run_ppo)
-    def run_until_spikes(*args: Any, **kwargs: Any) -> Any:
+    @around(module, "run_ppo", "config")
+    def run_until_spikes(run_ppo: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         from gradloc.adapters.spike_stop import exit_at_repeated_spikes
 
         with exit_at_repeated_spikes():
             return run_ppo(*args, **kwargs)
-
-    replace(module, "run_ppo", run_until_spikes)
 
 
 def end_main_with_exit_code() -> None:
@@ -202,47 +191,39 @@ def end_main_with_exit_code() -> None:
 
     from gradloc.adapters.spike_stop import exit_at_repeated_spikes
 
-    get = ray.get
-
-    @functools.wraps(get)
-    def get_until_spikes(*args: Any, **kwargs: Any) -> Any:
+    @around(ray, "get")
+    def get_until_spikes(get: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with exit_at_repeated_spikes():
             return get(*args, **kwargs)
-
-    ray.get = get_until_spikes
 
 
 def mark_tiled_mlps(module: ModuleType) -> None:
     """Marks the classes whose backward pass runs in pieces."""
-    patch = expect(module, "_patch_mlp_class", "mlp_class", "forward_fn", "num_shards")
 
-    @functools.wraps(patch)
-    def patch_and_mark(mlp_class: type, *args: Any, **kwargs: Any) -> None:
+    @around(module, "_patch_mlp_class", "mlp_class", "forward_fn", "num_shards")
+    def patch_and_mark(patch: Any, mlp_class: type, *args: Any, **kwargs: Any) -> None:
         from gradloc.adapters.hooks import mark_tiled_mlp
 
         patch(mlp_class, *args, **kwargs)
         mark_tiled_mlp(mlp_class)
 
-    replace(module, "_patch_mlp_class", patch_and_mark)
-
 
 def survive_empty_micro_batches(module: ModuleType) -> None:
     """Rejection sampling may leave no token of a micro-batch; the fix of verl's assertion in fixes.patch."""
-    compute = expect(module, "compute_offpolicy_metrics", "old_log_prob", "rollout_log_prob", "response_mask")
 
-    @functools.wraps(compute)
-    def compute_or_none(old_log_prob: Any, rollout_log_prob: Any, response_mask: Any, *args: Any, **kw: Any) -> Any:
+    @around(module, "compute_offpolicy_metrics", "old_log_prob", "rollout_log_prob", "response_mask")
+    def compute_or_none(
+        compute: Any, old_log_prob: Any, rollout_log_prob: Any, response_mask: Any, *args: Any, **kw: Any
+    ) -> Any:
         from gradloc.adapters.fixes import with_a_token
 
         return compute(*with_a_token(old_log_prob, rollout_log_prob, response_mask), *args, **kw)
-
-    replace(module, "compute_offpolicy_metrics", compute_or_none)
 
 
 def reset_activation_offloading(module: ModuleType) -> None:
     """Lets the package make the handler forget a pass that was broken off; the fix in fixes.patch."""
     handler_class = expect(module, "ActivationHandler")
-    enable = expect(module, "enable_activation_offloading", "model")
+    expect(module, "enable_activation_offloading", "model")
     made: list[Any] = []
 
     class NotedHandler(handler_class):  # type: ignore[misc,valid-type]
@@ -250,8 +231,10 @@ def reset_activation_offloading(module: ModuleType) -> None:
             super().__init__(*args, **kwargs)
             made.append(self)
 
-    @functools.wraps(enable)
-    def enable_with_reset(model: Any, *args: Any, **kwargs: Any) -> None:
+    replace(module, "ActivationHandler", NotedHandler)
+
+    @around(module, "enable_activation_offloading")
+    def enable_with_reset(enable: Any, model: Any, *args: Any, **kwargs: Any) -> None:
         from gradloc.adapters.fixes import forget_broken_pass
 
         made.clear()
@@ -259,21 +242,23 @@ def reset_activation_offloading(module: ModuleType) -> None:
         if made:  # not for a model with few layers
             model.reset_activation_offloading = functools.partial(forget_broken_pass, made.pop())
 
-    replace(module, "ActivationHandler", NotedHandler)
-    replace(module, "enable_activation_offloading", enable_with_reset)
-
 
 def add_scorers(module: ModuleType) -> None:
     """Adds the data sources `math_verify` and `ps_grpo`."""
-    default = expect(module, "default_compute_score", "data_source", "solution_str", "ground_truth", "extra_info")
     # The scorers' modules get the names that they have in a patched verl. A checkout has them in another folder.
     here = os.path.dirname(os.path.abspath(__file__))
     folders = (os.path.join(here, "scorers"), os.path.join(here, "..", "..", "rewards"))
     module.__path__.extend(folder for folder in folders if os.path.isdir(folder))
 
-    @functools.wraps(default)
+    @around(module, "default_compute_score", "data_source", "solution_str", "ground_truth", "extra_info")
     def compute_score(
-        data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, *args: Any, **kwargs: Any
+        default: Any,
+        data_source: str,
+        solution_str: str,
+        ground_truth: str,
+        extra_info: Any = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         from gradloc.adapters.hooks import SCORERS, score
 
@@ -282,8 +267,6 @@ def add_scorers(module: ModuleType) -> None:
         for name in ("sandbox_fusion_url", "concurrent_semaphore", "memory_limit_mb"):
             kwargs.pop(name, None)
         return score(data_source, solution_str, ground_truth, extra_info, **kwargs)
-
-    replace(module, "default_compute_score", compute_score)
 
 
 class Hook(NamedTuple):
@@ -323,16 +306,11 @@ def _guarded(hook: Hook) -> Callable[[ModuleType], None]:
     return lambda module: status.guard(hook.what, functools.partial(hook.act, module), hook.needed)
 
 
-def _refuse_missing(name: str) -> None:
-    if not has_module(name):
-        raise Unfit(f"there is no {name}")
-
-
 def install() -> None:
     """Makes this process act after verl's imports, unless verl is patched, or is there already: then it is too late."""
     if status.installed or status.left_to_patch:
         return
-    if is_patched():
+    if status.is_patched():
         status.left_to_patch = True
         # The wheel is there for the command gradloc.
         logger.info("verl is patched with GradLoc, so GradLoc's plugin does nothing: the patch alone acts")
@@ -343,7 +321,7 @@ def install() -> None:
         return
     for name, hook in HOOKS.items():
         if hook.needed:  # one whose module is not there never acts, and so never fails
-            status.guard(hook.what, functools.partial(_refuse_missing, name))
+            status.guard(hook.what, functools.partial(status.check_module, name))
     as_main = functools.partial(status.guard, HOOKS[_MAIN].what, end_main_with_exit_code, needed=False)
     AfterImport({name: _guarded(hook) for name, hook in HOOKS.items()}, {_MAIN: as_main}).install()
     status.installed = True

@@ -10,20 +10,36 @@ from collections.abc import Callable, Mapping, Sequence
 from types import CodeType, ModuleType
 from typing import Any
 
+from .status import expect
+
 Act = Callable[[ModuleType], None]
 
 
-def replace(module: ModuleType, name: str, new: Any) -> None:
-    """Puts something in the place of what a module has, also in modules of verl that have taken it from there.
+def replace(owner: Any, name: str, new: Any) -> None:
+    """Puts something in the place of what a module or class has, also in modules of verl that have taken it from there.
 
     A user's module, which verl imports before its plugins, may have imported them.
     """
-    old = getattr(module, name)
-    setattr(module, name, new)
+    old = getattr(owner, name)
+    setattr(owner, name, new)
     for other in [each for key, each in list(sys.modules.items()) if key.startswith("verl.")]:
         for key, value in list(getattr(other, "__dict__", {}).items()):
             if value is old:
                 setattr(other, key, new)
+
+
+def around(owner: Any, name: str, *parameters: str) -> Callable[[Callable[..., Any]], None]:
+    """Puts a function around a module's or a class's, which it gets before the arguments. Raises Unfit as `expect`."""
+    old = expect(owner, name, *parameters)
+
+    def decorate(function: Callable[..., Any]) -> None:
+        @functools.wraps(old)
+        def new(*args: Any, **kwargs: Any) -> Any:
+            return function(old, *args, **kwargs)
+
+        replace(owner, name, new)
+
+    return decorate
 
 
 class AfterImport(importlib.abc.MetaPathFinder):

@@ -1,9 +1,16 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What of the plugin failed in this process. A run that needs it is refused, and does not go on half watched."""
+"""Whether the plugin fits this verl, and what failed. A run that needs it is refused, and does not go on half watched.
 
+Whether verl is patched, and has a module, is asked of its files: it may be in the middle of being imported.
+"""
+
+import importlib.util
+import inspect
 import logging
+import os
 from collections.abc import Callable
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -14,6 +21,41 @@ lost: dict[str, str] = {}
 # Whether this process acts after verl's imports, and whether it leaves that to a patched verl.
 installed = False
 left_to_patch = False
+
+
+class Unfit(Exception):
+    """verl does not have what a hook relies on; the message says what."""
+
+
+def is_patched() -> bool:
+    """Whether verl has the package of the patch."""
+    return any(os.path.isdir(os.path.join(folder, "utils", "gradloc")) for folder in _folders())
+
+
+def check_module(name: str) -> None:
+    """Raises Unfit if verl has no file for a module, `verl.…`."""
+    paths = [os.path.join(folder, *name.split(".")[1:]) for folder in _folders()]
+    if not any(os.path.isfile(f"{path}.py") or os.path.isfile(os.path.join(path, "__init__.py")) for path in paths):
+        raise Unfit(f"there is no {name}")
+
+
+def _folders() -> list[str]:
+    spec = importlib.util.find_spec("verl")
+    return list(spec.submodule_search_locations or []) if spec is not None else []
+
+
+def expect(owner: Any, name: str, *parameters: str) -> Any:
+    """The attribute of a module or class; raises Unfit if it is missing, or lacks one of these parameters."""
+    of = getattr(owner, "__name__", str(owner))
+    found = getattr(owner, name, None)
+    if found is None:
+        raise Unfit(f"{of} has no {name}")
+    if parameters:
+        has = list(inspect.signature(found).parameters)
+        # In this order, because verl may pass them by position; more may follow.
+        if has[: len(parameters)] != list(parameters):
+            raise Unfit(f"{of}.{name} takes ({', '.join(has)}), not ({', '.join(parameters)}, …)")
+    return found
 
 
 def guard(what: str, act: Callable[[], None], needed: bool = True) -> None:
@@ -30,10 +72,6 @@ def guard(what: str, act: Callable[[], None], needed: bool = True) -> None:
         reason = f"{type(error).__name__}: {error}" if not isinstance(error, Unfit) else str(error)
         logger.error("GradLoc's plugin does not fit this verl, it cannot do %s: %s", what, reason)
         (failures if needed else lost)[what] = reason
-
-
-class Unfit(Exception):
-    """verl does not have what a hook relies on; the message says what."""
 
 
 def require(actor: str = "actor_rollout_ref.actor") -> None:

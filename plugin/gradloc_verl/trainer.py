@@ -15,7 +15,7 @@ from gradloc.adapters.spike_stop import SpikeStop
 
 from . import status
 from .hooks import anything_is_on
-from .signatures import expect
+from .status import expect
 
 
 class SpikeTrainer:

@@ -14,6 +14,7 @@ import trees
 PLUGIN = trees.ROOT / "plugin/gradloc_verl"
 OURS = re.compile(r"^from verl\.utils\.gradloc\.adapters\.\w+ import ([\w, ]+)", re.M)
 SPIKE_STOP = re.compile(r"\bspike_stop\.(\w+)\(")
+KEYS = re.compile(r'^(\w+) = _with_keys\("\1"(?:, "(\w+)_config:(\w+)")?\)$', re.M)
 CLASS = re.compile(r"^class (\w+)\((\w+), \w+\):$", re.M)
 
 Place = tuple[str, str]  # a module of verl, or a file of its configuration, and what of gradloc/adapters is used there
@@ -68,8 +69,8 @@ def of_patch(files: dict[str, list[apply_patch.Hunk]]) -> set[Place]:
 
 
 def of_plugin(sources: dict[str, str]) -> set[Place]:
-    """From the table of hooks, the functions in it and what these use; the classes of keys.py; and the groups."""
-    parsed = {name: ast.parse(text) for name, text in sources.items()}
+    """From the table of hooks, the functions in it and what these use; the classes of config.py; and the groups."""
+    parsed = {name: ast.parse(sources[name]) for name in ("hooks", "trainer")}
     functions = {each.name: each for each in parsed["hooks"].body if isinstance(each, ast.FunctionDef)}
     (table,) = [
         each.value
@@ -85,16 +86,9 @@ def of_plugin(sources: dict[str, str]) -> set[Place]:
         if any(each.module == "trainer" for each in imports(act)):
             used |= {*ours(parsed["trainer"]), *SPIKE_STOP.findall(sources["trainer"])}
         places |= {(key.value, name) for name in used or {act.name}}
-    for each in parsed["keys"].body:
-        if isinstance(each, ast.ClassDef) and each.name.endswith("Config"):
-            (base,) = {ast.unparse(base) for base in each.bases} & set(ours(parsed["keys"]))
-            places.add(
-                (f"verl.workers.config.{'critic' if 'Critic' in each.name else 'actor'}", f"{each.name}({base})")
-            )
-    for each in imports(parsed["keys"]):
-        if (each.module or "").startswith("gradloc.adapters."):
-            module = f"verl.workers.config.{(each.module or '').rpartition('.')[2].removesuffix('_config')}"
-            places |= {(module, alias.name) for alias in each.names}
+    for name, of, keys in KEYS.findall(sources["config"]):
+        module = f"verl.workers.config.{of or 'actor'}"
+        places |= {(module, f"{name}({keys})"), (module, keys)} if keys else {(module, name)}
     for file in (PLUGIN / "conf").glob("*/gradloc_*.yaml"):
         places.add((f"verl/trainer/config/{file.parent.name}/{file.name.removeprefix('gradloc_')}", "keys"))
     return places
@@ -120,7 +114,7 @@ def unmatched(patch: set[Place], plugin: set[Place]) -> set[Place]:
     return (moved - plugin - set(ONLY_PATCH)) | (plugin - moved - set(ONLY_PLUGIN))
 
 
-SOURCES = {name: (PLUGIN / f"{name}.py").read_text() for name in ("hooks", "trainer", "keys")}
+SOURCES = {name: (PLUGIN / f"{name}.py").read_text() for name in ("hooks", "trainer", "config")}
 
 
 def test_both_have_the_same_hooks() -> None:

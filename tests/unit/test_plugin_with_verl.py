@@ -108,7 +108,7 @@ def run(installed: Path, code: str, tree: Path = trees.BASE_TREE, **environment:
     return done
 
 
-def test_verl_loads_it_by_its_entry_point_and_nothing_is_imported_early(installed: Path) -> None:
+def test_verl_loads_it_and_nothing_is_imported_early(installed: Path) -> None:
     code = """
         assert status.installed and not status.left_to_patch and not status.failures
         assert "gradloc" not in sys.modules and "verl.workers.engine" not in sys.modules
@@ -214,8 +214,7 @@ def test_an_engine_is_not_watched_without_the_trainer(installed: Path) -> None:
     run(installed, code)
 
 
-@EITHER
-def test_the_keys_work_without_a_plus_and_are_validated(installed: Path, tree: Path) -> None:
+def test_the_keys_work_without_a_plus_and_are_validated(installed: Path) -> None:
     code = """
         off = actor_config()
         from gradloc.adapters.actor_config import SpikeConfig
@@ -234,10 +233,9 @@ def test_the_keys_work_without_a_plus_and_are_validated(installed: Path, tree: P
         plain, ours = (OmegaConf.to_container(each, resolve=False) for each in (plain, ours))
         changed = {name for name, value in plain.items() if ours[name] != value}
         assert changed == {"_target_", "ppo_micro_batch_size_per_gpu"}, changed
+        assert as_patched(KEYS, composed())
     """
-    if tree == trees.BASE_TREE:
-        code += "    assert as_patched(KEYS, composed())\n"
-    run(installed, code, tree)
+    run(installed, code)
 
 
 @EITHER
@@ -275,8 +273,7 @@ def test_a_command_says_what_fits(installed: Path, tmp_path: Path, tree: Path) -
     assert done.stderr.count("ERROR") == 2
 
 
-@EITHER
-def test_a_half_loaded_plugin_refuses_runs_and_says_why(installed: Path, tree: Path) -> None:
+def test_a_half_loaded_plugin_refuses_runs_and_says_why(installed: Path) -> None:
     code = """
         from gradloc_verl.loading import AfterImport
         def change(module):
@@ -286,7 +283,7 @@ def test_a_half_loaded_plugin_refuses_runs_and_says_why(installed: Path, tree: P
         actor_config()
         print(refusal(actor_config, ON))
     """
-    done = run(installed, code, tree)
+    done = run(installed, code)
     (logged,) = [line for line in done.stderr.splitlines() if "GradLoc's plugin" in line]
     assert logged.startswith("ERROR")
     sentence = (
