@@ -46,17 +46,8 @@ def resolve(inputs: list[Path], present: Path, *options: str) -> list[str]:
         output = Path(directory, "requirements.txt")
         if present.exists():
             output.write_text("".join(line for line in present.open() if not line.startswith("-r")))
-        command = [
-            "uv",
-            "pip",
-            "compile",
-            "--quiet",
-            "--universal",
-            "--python-version",
-            "3.10",
-            "--no-python-downloads",
-        ]
-        command += ["--no-annotate", "--no-header", "--output-file", output.name, *options, *map(str, inputs)]
+        command = "uv pip compile --quiet --universal --python-version 3.10 --no-python-downloads --no-annotate".split()
+        command += ["--no-header", "--output-file", output.name, *options, *map(str, inputs)]
         subprocess.run(command, cwd=directory, stdout=subprocess.DEVNULL, check=True)
         lines = map(simplified, output.read_text().splitlines())
     return [line for line in lines if not line.startswith(CUDA)]

@@ -47,9 +47,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 try:
     import apply_patch
-    from tools.patching import check, checkout, parts
+    from tools.patching import checkout, parts
     from tools.patching.scratch_git import GitFailed, Scratch
-    from tools.patching.sources import Refused
 except ImportError as error:  # its exit code must not be the verdict of --check
     print(f"make_patch.sh: the project is not complete ({error}); restore it from version control", file=sys.stderr)
     sys.exit(3)
@@ -104,7 +103,7 @@ def act(args: argparse.Namespace, scratch: Scratch) -> None:
     elif args.action == "release":
         parts.write_release(targets[0], args.base_tree, scratch)
     else:
-        check.check(targets, args.base_tree, scratch)
+        parts.check(targets, args.base_tree, scratch)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -116,10 +115,10 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         with tempfile.TemporaryDirectory(dir=Path(place).resolve(strict=True), ignore_cleanup_errors=True) as folder:
             act(args, Scratch(Path(folder)))
-    except check.OutOfDate as verdict:
+    except parts.OutOfDate as verdict:
         print(f"make_patch.sh: {verdict}", file=sys.stderr)
         return 1
-    except (Refused, GitFailed, apply_patch.Stop) as refusal:
+    except (parts.Refused, GitFailed, apply_patch.Stop) as refusal:
         print(f"make_patch.sh: {refusal}", file=sys.stderr)
         return 3
     except OSError as error:

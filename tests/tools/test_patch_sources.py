@@ -7,13 +7,12 @@ from __future__ import annotations
 import apply_patch
 import trees
 from tools.patching import parts
-from tools.patching.sources import SOURCES
 
 
 def test_the_package_is_the_new_files_of_the_sources() -> None:
     found = {change.path: change for change in apply_patch.load_part(apply_patch.PACKAGE)}
     wanted = set()
-    for source in SOURCES:
+    for source in parts.SOURCES:
         folder = trees.ROOT / source.folder
         wanted |= {f"{source.place}/{path.relative_to(folder)}" for path in folder.rglob(f"*{source.suffix}")}
     assert set(found) == wanted and all(change.old is None for change in found.values())

@@ -15,9 +15,8 @@ from pathlib import Path
 import apply_patch
 from apply_patch import PACKAGE, Target
 from tools.patching import parts
-from tools.patching.parts import find_base, read, say
+from tools.patching.parts import ROOT, SOURCES, Refused, find_base, package, read, say
 from tools.patching.scratch_git import GitFailed, Scratch, git, keep_bytes
-from tools.patching.sources import ROOT, SOURCES, Refused, package
 
 NOTES = ".git/gradloc"  # of a checkout: its target, and the hooks and fixes that it last had in common with the project
 

@@ -1,18 +1,70 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of a patch: the package, made from the sources alone; the hooks, on the base; the fixes, on the hooks."""
+"""The parts of a patch: the package, made from the sources alone; the hooks, on the base; the fixes, on the hooks.
+
+How they are made, written, put into one file (--release) and checked against the sources (--check).
+"""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import re
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 import apply_patch
-from apply_patch import Target
-from tools.patching.scratch_git import Files, Scratch
-from tools.patching.sources import ROOT, Refused
+from apply_patch import PACKAGE, Target
+from tools.patching.scratch_git import Files, GitFailed, Scratch
+
+ROOT = apply_patch.HERE
+
+
+class Refused(Exception):
+    """Ends the run with a sentence for the user."""
+
+
+class Source(NamedTuple):
+    """A folder of the project whose files the patch carries into verl, beside those that verl itself has."""
+
+    folder: str
+    place: str  # in verl
+    suffix: str = ".py"  # of its files
+
+
+SOURCES = (
+    Source("gradloc", "verl/utils/gradloc"),
+    Source("rewards", "verl/utils/reward_score"),
+    # verl's packaging takes the .yaml files of the folders in trainer/config, and none from further below.
+    Source("config/gradloc", "verl/trainer/config/gradloc", ".yaml"),
+)
+
+
+def package(base: Files, scratch: Scratch) -> Files:
+    """The files that the package adds to a base. READMEs are for readers of the sources alone.
+
+    Raises:
+        Refused: if a folder of the sources holds what cannot be carried into verl.
+    """
+    found: Files = {}
+    for source in SOURCES:
+        folder = ROOT / source.folder
+        files = scratch.work_tree(folder, ".") if folder.is_dir() else {}
+        files = {name: file for name, file in files.items() if PurePosixPath(name).name != "README.md"}
+        check_source(files, base, source)
+        found |= {f"{source.place}/{name}": file for name, file in files.items()}
+    return found
+
+
+def check_source(files: Files, base: Files, source: Source) -> None:
+    for name, file in files.items():
+        if not file.mode.startswith("100") or not name.endswith(source.suffix):
+            raise Refused(
+                f"{source.folder}/{name} does not belong in a folder of the patch, which holds {source.suffix} files "
+                "only; move it away"
+            )
+        if f"{source.place}/{name}" in base:
+            raise Refused(f"{source.folder}/{name} would replace a file of verl's own; rename it")
 
 
 def say(message: str) -> None:
@@ -113,3 +165,60 @@ def write_release(target: Target, tree: Path | None, scratch: Scratch) -> None:
     output = ROOT / "build" / f"gradloc-{target.version}.patch"
     output.parent.mkdir(exist_ok=True)
     write(output, make_diff(base, files, scratch))
+
+
+class OutOfDate(Exception):
+    """The verdict, with a sentence that says what is not as the sources produce it."""
+
+
+def check(targets: list[Target], tree: Path | None, scratch: Scratch) -> None:
+    """Checks the checksums and the package, and then hooks and fixes of each target, which take its base."""
+    if tree is not None:
+        one(targets)
+    check_package(whole(PACKAGE), scratch)
+    patches = {target: [whole(part) for part in target.parts] for target in targets}
+    for target in targets:
+        check_target(target, find_base(target, tree), patches[target], scratch)
+
+
+def whole(part: Path) -> bytes:
+    """A part of the patch, if it is there and as its checksum says."""
+    patch = read(part)
+    if patch is None:
+        way = "--sources" if part == PACKAGE else "--repo on a development checkout"
+        raise OutOfDate(f"{part} is missing; run make_patch.sh {way}")
+    if read(part.with_name(f"{part.name}.sha256")) != checksum_line(patch, part.name):
+        raise OutOfDate(f"{part}.sha256 is not the checksum of the patch; regenerate both with make_patch.sh")
+    return patch
+
+
+def check_package(patch: bytes, scratch: Scratch) -> None:
+    wanted = make_diff({}, package({}, scratch), scratch)
+    if patch != wanted:
+        sections = set(patch.split(b"diff --git a/")) ^ set(wanted.split(b"diff --git a/"))
+        names = sorted({section.split()[0].decode("utf-8", "replace") for section in sections if section.split()})
+        raise OutOfDate(f"{PACKAGE} is not what the sources hold ({' '.join(names)}); run make_patch.sh --sources")
+
+
+def check_target(target: Target, tree: Path, patches: list[bytes], scratch: Scratch) -> None:
+    """Checks that the patches apply in their order, that make_patch.sh wrote them, and that they can be taken out."""
+    base = files = scratch.work_tree(tree, "verl")
+    package(base, scratch)  # refuses a file that would replace one of verl's own
+    for part, patch in zip(target.parts, patches, strict=True):
+        before = files
+        try:
+            files = scratch.apply(before, patch, "--whitespace=error-all")
+        except GitFailed as error:
+            raise OutOfDate(f"{part} does not apply to {tree}: {error.lines[0]}") from None
+        if bad := broken_module(files, before, scratch):
+            raise OutOfDate(f"{part} is broken: {bad}")
+        if scratch.diff(before, files) != patch:
+            raise OutOfDate(f"{part} is in other bytes than make_patch.sh --repo would write it")
+    try:
+        for patch in reversed(patches):
+            files = scratch.apply(files, patch, "-R")
+    except GitFailed:
+        files = {}
+    if files != base:
+        raise OutOfDate(f"the patch for verl {target.version} does not reverse to the base byte for byte")
+    say(f"the patch for verl {target.version} is what the sources produce; it applies to that and reverses to it")

@@ -134,6 +134,3 @@ class Scratch:
 
     def read(self, blob: str) -> bytes:
         return self.git("cat-file", "blob", blob)
-
-    def write(self, content: bytes) -> str:
-        return self.git("hash-object", "-w", "--stdin", data=content).decode().strip()
