@@ -20,6 +20,10 @@ from .rollout import server_name
 # A field of each prompt of verl's V1 trainer, made by v1_trainer.py: the batch, the row of its first answer, and the
 # number of rows of the batch.
 PLACE = "embedded_place"
+# Of the fault `retokenized`: the longest first turn, in tokens, and what the user says between the turns, in SmolLM2's
+# chat template. The response mask leaves it out.
+FIRST_TURN = 16
+BETWEEN = "<|im_end|>\n<|im_start|>user\nAre you sure?<|im_end|>\n<|im_start|>assistant\n"
 
 
 @dataclass
@@ -41,16 +45,7 @@ class WholeBatchAgentLoop(AgentLoopBase):
         metrics: Any = {}  # verl's own loops give a dict, too
         with simple_timer("generate_sequences", metrics):
             output = await self._answer(prompt, sampling_params, kwargs)
-        return AgentLoopOutput(
-            prompt_ids=prompt,
-            response_ids=output.token_ids,
-            response_mask=[1] * len(output.token_ids),
-            response_logprobs=output.log_probs,
-            multi_modal_data={},
-            num_turns=2,
-            metrics=metrics,
-            extra_fields=extra_fields(output),
-        )
+        return _of_turns(2, prompt, output.token_ids, [1] * len(output.token_ids), output.log_probs, metrics, output)
 
     def _prompt(self, row: dict[str, Any]) -> list[int]:
         """The token ids of a row's messages."""
@@ -115,7 +110,55 @@ class WholeBatchAgentLoop(AgentLoopBase):
         return dict(enumerate(output for part in answers for output in part))
 
 
-def extra_fields(output: TokenOutput) -> dict[str, Any]:
+class RetokenizedAgentLoop(WholeBatchAgentLoop):
+    """The fault `retokenized`: two turns for each row. The text of the second is encoded again, character by character.
+
+    These are other tokens than the policy has sampled. The log-probs of the sampled tokens stay, in their order.
+    """
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        tokenizer: Any = self.tokenizer
+        prompt, end = self._prompt(kwargs), tokenizer.eos_token_id
+        length = self.config.actor_rollout_ref.rollout.response_length
+        metrics: Any = {}
+        with simple_timer("generate_sequences", metrics):
+            answer = await self._answer(prompt, sampling_params, kwargs)
+            first = [token for token in answer.token_ids if token != end][:FIRST_TURN]
+            between = tokenizer.encode(BETWEEN, add_special_tokens=False)
+            second = await self._answer([*prompt, *first, *between], sampling_params, kwargs, turn=2)
+        if answer.log_probs is None or second.log_probs is None:
+            raise ValueError("the fault `retokenized` needs actor_rollout_ref.rollout.calculate_log_probs=True")
+        text = tokenizer.decode([token for token in second.token_ids if token != end])
+        encoded = [token for character in text for token in tokenizer.encode(character, add_special_tokens=False)]
+        room = max(length - len(first) - len(between), 0)
+        encoded = encoded[: min(len(second.token_ids), room)]
+        mask = [1] * len(first) + [0] * len(between) + [1] * len(encoded)
+        log_probs = [*answer.log_probs[: len(first)], *[0.0] * len(between), *second.log_probs[: len(encoded)]]
+        return _of_turns(4, prompt, [*first, *between, *encoded], mask, log_probs, metrics, second)
+
+
+def _of_turns(
+    turns: int,
+    prompt: list[int],
+    response: list[int],
+    mask: list[int],
+    log_probs: list[float] | None,
+    metrics: Any,
+    output: TokenOutput,
+) -> AgentLoopOutput:
+    return AgentLoopOutput(
+        prompt_ids=prompt,
+        response_ids=response,
+        response_mask=mask,
+        response_logprobs=log_probs,
+        multi_modal_data={},
+        num_turns=turns,
+        metrics=metrics,
+        extra_fields=_extra_fields(output),
+    )
+
+
+def _extra_fields(output: TokenOutput) -> dict[str, Any]:
     """What verl 0.9's own loops add: the steps whose weights gave the answer, and fields of tools. Nothing with 0.7."""
     if "extra_fields" not in TokenOutput.model_fields:
         return {}

@@ -29,23 +29,15 @@ class CPUPlatform(PlatformBase):
     def device_count(self) -> int:
         return 1
 
-    def set_device(self, device_index: int) -> None:
-        pass
-
-    def synchronize(self, device_index: int | None = None) -> None:
-        pass
-
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
 
-    def manual_seed_all(self, seed: int) -> None:
-        torch.manual_seed(seed)
+    manual_seed_all = manual_seed
 
-    def set_allocator_settings(self, settings: str) -> None:
+    def _do_nothing(self, *_args: Any) -> None:
         pass
 
-    def empty_cache(self) -> None:
-        pass
+    set_device = synchronize = set_allocator_settings = empty_cache = profiler_start = profiler_stop = _do_nothing
 
     def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
         return None, None
@@ -59,12 +51,6 @@ class CPUPlatform(PlatformBase):
     @contextlib.contextmanager
     def nvtx_range(self, msg: str) -> Iterator[None]:
         yield
-
-    def profiler_start(self) -> None:
-        pass
-
-    def profiler_stop(self) -> None:
-        pass
 
     def ray_resource_name(self) -> str:
         return "GPU"

@@ -4,7 +4,7 @@
 
 verl loads this module when VERL_USE_EXTERNAL_MODULES names it, and EMBEDDED_FAULT names the fault. Every event of the
 run has the name in its field `fault`. Faults that strike once do so in step 2. config/fault/ says what each is, for
-people, and what else a run with it needs. `retokenized` is an agent loop of its own: retokenized.py.
+people, and what else a run with it needs. `retokenized` is an agent loop: agent_loop.py.
 """
 
 import functools
@@ -25,10 +25,7 @@ from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage, register
 from verl.workers.rollout.replica import RolloutReplicaRegistry, TokenOutput
 
 from . import of_gradloc
-from .auxiliary_loss import attach
-from .reloaded import load_a_checkpoint
 from .rollout import HFReplica, HFServer, Sampler, server_name
-from .wrong_backward import break_backward
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +41,8 @@ REPORTED_TEMPERATURE = 0.6
 # A weight that is larger than this overflows when a norm squares it, and then its layer has no gradient.
 LARGEST_WEIGHT = 1e20
 FLIPPED_PARAMETER = "model.layers.1.mlp.down_proj.weight"
+RELOADED_PARAMETER, RELOADED_FACTOR = "model.norm.weight", 10.0
+AUXILIARY_SCALE = 1e3
 
 
 def around(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
@@ -236,7 +235,6 @@ def flip_a_bit(module: nn.Module) -> str:
 
 def _flip_before_the_log_probs_of_step(step: int) -> None:
     """Makes the training model differ from the rollout, which had its weights before."""
-
     if ENGINE:
         from verl.workers.engine import FSDPEngineWithLMHead
 
@@ -257,6 +255,80 @@ def _flip_before_the_log_probs_of_step(step: int) -> None:
         return log_probs(self, *args, **kwargs)
 
 
+def _load_a_checkpoint() -> None:
+    """Makes each training worker load the first checkpoint that it has saved, by verl's own way, as after a restart.
+
+    It does so before it computes the next log-probs: then the rollout still has the right weights. One of the weights
+    is not what was saved.
+    """
+    from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
+
+    if ENGINE:
+        from verl.workers.engine import FSDPEngineWithLMHead
+
+        worker: Any = of_gradloc("adapters.fsdp_engine").WatchedEngine
+        computing = around(FSDPEngineWithLMHead, "infer_batch")
+    else:
+        from verl.workers.fsdp_workers import ActorRolloutRefWorker as worker
+
+        computing = around(worker, "compute_log_prob")
+
+    @around(worker, "save_checkpoint")
+    def saving(save: Any, self: Any, local_path: str, *args: Any, **kwargs: Any) -> Any:
+        saved = save(self, local_path, *args, **kwargs)
+        self.to_load = [local_path] if not hasattr(self, "to_load") else []
+        return saved
+
+    @computing
+    def with_a_load(log_probs: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        while getattr(self, "to_load", []):
+            self.load_checkpoint(self.to_load.pop(), del_local_after_load=False)
+        return log_probs(self, *args, **kwargs)
+
+    @around(FSDPCheckpointManager, "load_checkpoint")
+    def loading(load: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+        load(self, *args, **kwargs)
+        ((found, parameter),) = [each for each in self.model.named_parameters() if each[0].endswith(RELOADED_PARAMETER)]
+        with torch.no_grad():
+            parameter.mul_(RELOADED_FACTOR)
+        logger.warning("Fault 'resume', planted on purpose: %s is loaded %g times as large", found, RELOADED_FACTOR)
+
+
+def _of_layer_1(module: nn.Module, name: str) -> nn.Module:
+    """A part of layer 1 of a model, sharded or not."""
+    (part,) = [child for path, child in module.named_modules() if path.endswith(f"layers.1.{name}")]
+    return part
+
+
+class AuxiliaryLoss(torch.autograd.Function):
+    """Gives an output as it is; in the backward pass adds the gradient of another loss, as MoE trainers do."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, loss: Tensor) -> Tensor:
+        ctx.save_for_backward(loss)
+        return output.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        (loss,) = ctx.saved_tensors
+        return gradients[0], torch.full_like(loss, AUXILIARY_SCALE)
+
+
+def attach_auxiliary_loss(module: nn.Module) -> RemovableHandle:
+    """Attaches a z-loss of layer 1: the mean squared logsumexp of what its gate gives. Returns what takes it away.
+
+    Only the weights of the gate get a gradient from it.
+    """
+
+    def attached(block: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return output
+        gate = block.get_submodule("gate_proj")(arguments[0].detach())
+        return AuxiliaryLoss.apply(output, gate.float().logsumexp(-1).square().mean())
+
+    return _of_layer_1(module, "mlp").register_forward_hook(attached)
+
+
 def _attach_an_auxiliary_loss_in(step: int) -> None:
     """Makes most of that step's gradient come from no token."""
     Watch = of_gradloc("adapters.watch").Watch
@@ -273,9 +345,31 @@ def _attach_an_auxiliary_loss_in(step: int) -> None:
         while handles:
             handles.pop().remove()
         if global_step == step:
-            handles.append(attach(modules[watch]))
+            handles.append(attach_auxiliary_loss(modules[watch]))
             logger.warning("Fault 'auxiliary', planted on purpose: an auxiliary loss in layer 1, in step %d", step)
         start(watch, global_step)
+
+
+class SummedRMSNorm(torch.autograd.Function):
+    """RMSNorm. Its backward takes a sum over the hidden size where the right one takes the mean, as a kernel may."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        exact = hidden.float()
+        inverse = torch.rsqrt(exact.square().mean(-1, keepdim=True) + epsilon)
+        normed = exact * inverse
+        ctx.save_for_backward(normed, inverse, weight)
+        return weight * normed.to(hidden.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        normed, inverse, weight = ctx.saved_tensors
+        gradient = gradients[0].float()
+        scaled = gradient * weight.float()
+        along = (scaled * normed).sum(-1, keepdim=True)  # the mean would be right
+        of_hidden = inverse * (scaled - normed * along)
+        of_weight = (gradient * normed).flatten(0, -2).sum(0)
+        return of_hidden.to(gradients[0].dtype), of_weight.to(weight.dtype), None
 
 
 def _break_a_backward() -> None:
@@ -283,7 +377,8 @@ def _break_a_backward() -> None:
 
     @around(of_gradloc("adapters.watch").Watch, "__init__")
     def building(build: Any, watch: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        break_backward(module)
+        norm: Any = _of_layer_1(module, "post_attention_layernorm")
+        norm.forward = lambda hidden: SummedRMSNorm.apply(hidden, norm.weight, norm.variance_epsilon)
         logger.warning("Fault 'kernel', planted on purpose: a wrong backward of the norm before layer 1's MLP")
         build(watch, module, *args, **kwargs)
 
@@ -292,17 +387,12 @@ def _multiply_the_loss() -> None:
     """Leaves out the division of the policy loss by the number of micro-batches."""
     from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 
-    for name, loss in POLICY_LOSS_REGISTRY.items():
-        POLICY_LOSS_REGISTRY[name] = _multiplied(loss)
-
-
-def _multiplied(loss: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(loss)
-    def multiplied(*args: Any, config: Any = None, **kwargs: Any) -> tuple[Any, ...]:
+    def multiplied(loss: Callable[..., Any], *args: Any, config: Any = None, **kwargs: Any) -> tuple[Any, ...]:
         value, *others = loss(*args, config=config, **kwargs)
         return (value * _micro_batches(config), *others)
 
-    return multiplied
+    for name, loss in POLICY_LOSS_REGISTRY.items():
+        POLICY_LOSS_REGISTRY[name] = functools.partial(multiplied, loss)
 
 
 def _micro_batches(config: Any) -> int:
@@ -338,19 +428,20 @@ def _reward_line_breaks() -> None:
 
 
 RolloutReplicaRegistry.register("hf", lambda: FaultyReplica)
-if NAME == "advantage" and ENGINE:
-    _reward_one_answer_in_the_queue(STEP)
-if NAME == "bitflip":
-    _flip_before_the_log_probs_of_step(STEP)
-if NAME == "misfire":
-    _reward_line_breaks()
-if NAME == "auxiliary":
-    _attach_an_auxiliary_loss_in(STEP)
-if NAME == "kernel":
-    _break_a_backward()
-if NAME == "loss_scale":
-    _multiply_the_loss()
-if NAME == "resume":
-    load_a_checkpoint(engine=ENGINE)
+match NAME:
+    case "advantage" if ENGINE:
+        _reward_one_answer_in_the_queue(STEP)
+    case "bitflip":
+        _flip_before_the_log_probs_of_step(STEP)
+    case "misfire":
+        _reward_line_breaks()
+    case "auxiliary":
+        _attach_an_auxiliary_loss_in(STEP)
+    case "kernel":
+        _break_a_backward()
+    case "loss_scale":
+        _multiply_the_loss()
+    case "resume":
+        _load_a_checkpoint()
 _name_the_fault_in_events()
 logger.warning("FAULT '%s' IS PLANTED IN THIS RUN ON PURPOSE (EMBEDDED_FAULT)", NAME)

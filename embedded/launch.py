@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from processes import exit_on_signals  # type: ignore[import-not-found]  # this file's folder is on the path
-from set_up import locked, set_up_venv  # type: ignore[import-not-found]
+from set_up import locked, requirements_of, set_up_venv  # type: ignore[import-not-found]
 
 ROOT = Path(__file__).resolve().parents[1]
 EMBEDDED = ROOT / "embedded"
@@ -98,7 +98,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if asked.fault is None and not asked.drill:
         asked.fault = DEFAULT_FAULT
     elif asked.fault == "none":
-        asked.fault = None
+        asked.fault, asked.drill = None, True
     for word in asked.overrides:
         if "=" not in word and not word.startswith("~"):
             parser.error(f"'{word}' is neither an option nor a Hydra override: write overrides as key=value")
@@ -199,9 +199,8 @@ def check_python(python: str, verl: Path, target: str, plugin: bool) -> None:
         refuse(f"the verl in {verl} is patched: give --plugin one that is not")
     if not plugin and not patched:
         refuse(f"the verl in {verl} is not patched: run {python} {ROOT}/apply_patch.py --installed")
-    pin = (ROOT / f"patches/{target}/PIN").read_text()
-    shared = re.search(r"^REQUIREMENTS=(.*)$", pin, re.M)
-    files = [EMBEDDED / f"requirements-{shared[1] if shared else target}.in", EMBEDDED / "requirements-no-deps.txt"]
+    pins, no_deps = requirements_of(target, ROOT), EMBEDDED / "requirements-no-deps.txt"
+    files = (EMBEDDED / "requirements.in", pins.with_suffix(".in"), no_deps)
     lines = [line for file in files for line in file.read_text().splitlines()]
     # A checkout of verl need not be installed.
     needed = [name[0] for line in lines if (name := _NAME.match(line)) and name[0] != "verl"]
@@ -209,7 +208,7 @@ def check_python(python: str, verl: Path, target: str, plugin: bool) -> None:
     if names := missing.stdout.split():
         refuse(
             f"{python} lacks packages that --embedded needs: {', '.join(names)}. Install them there (versions that "
-            f"work: {files[0].with_suffix('.txt')}, and with --no-deps {files[1]}), or leave --python out"
+            f"work: {pins}, and with --no-deps {no_deps}), or leave --python out"
         )
 
 

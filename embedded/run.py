@@ -40,11 +40,6 @@ What next:
   your own run                  docs/use/launching.md, and docs/use/configuration.md for your own launch script"""
 
 
-def report_command(evidence: Path) -> list[str]:
-    """The command that reads evidence, for this Python."""
-    return [sys.executable, "-m", "gradloc_tools", "report", str(evidence)]
-
-
 def composed(overrides: Sequence[str]) -> DictConfig:
     """The configuration of the run, as verl's own Hydra composes it."""
     verl = importlib.util.find_spec("verl")
@@ -90,7 +85,8 @@ def show_report(evidence: Path, page: Path, events: Sequence[dict[str, Any]]) ->
     tables = any(not event.get("drill") and "note" not in event for event in events)
     if events or any(evidence.glob("steps*.jsonl")):
         stdout = None if tables else subprocess.DEVNULL
-        subprocess.run([*report_command(evidence), "--html", str(page)], stdout=stdout)
+        command = [sys.executable, "-m", "gradloc_tools", "report", str(evidence), "--html", str(page)]
+        subprocess.run(command, stdout=stdout)
         if not tables and page.is_file():
             print(f"The report: {page}", flush=True)
 

@@ -31,16 +31,19 @@ def locked(file: Path) -> Iterator[None]:
         yield
 
 
+def requirements_of(target: str, root: Path) -> Path:
+    """The pins for verl `target`, which may share those of another."""
+    shared = re.search(r"^REQUIREMENTS=(.*)$", (root / f"patches/{target}/PIN").read_text(), re.M)
+    return root / f"embedded/requirements-{shared[1] if shared else target}.txt"
+
+
 def set_up_venv(venv: Path, target: str, root: Path, *, plugin: bool = False) -> None:
     """Installs what verl `target` needs, then this project, into `venv`; and patches the verl in it, or does not."""
-    embedded = root / "embedded"
-    python = venv / "bin/python"
-    shared = re.search(r"^REQUIREMENTS=(.*)$", (root / f"patches/{target}/PIN").read_text(), re.M)
-    requirements = embedded / f"requirements-{shared[1] if shared else target}.txt"
-    no_deps = embedded / "requirements-no-deps.txt"
+    python, embedded = venv / "bin/python", root / "embedded"
+    requirements, no_deps = requirements_of(target, root), embedded / "requirements-no-deps.txt"
     base = _find_python(embedded / "find_python.sh")
     version = subprocess.run([base, "-VV"], stdout=subprocess.PIPE, check=True).stdout
-    wanted = _hash(version, *_contents(requirements, no_deps, embedded / "requirements-uv.txt"))
+    wanted = _hash(version, requirements, no_deps, embedded / "requirements-uv.txt")
     if not _is(venv / "ready", wanted):
         say(f"Installing verl {target} and what it needs into .embedded/{venv.parent.name}/venv (1 to 3 minutes, once)")
         shutil.rmtree(venv, ignore_errors=True)
@@ -54,10 +57,9 @@ def set_up_venv(venv: Path, target: str, root: Path, *, plugin: bool = False) ->
     for folder in ("gradloc", "gradloc_tools", "plugin", "rewards", "config"):
         sources += sorted(file for file in (root / folder).rglob("*.*") if file.is_file() and file.suffix != ".pyc")
     if not plugin:
-        sources += [
-            root / "patches" / part for part in ("package.patch", f"{target}/hooks.patch", f"{target}/fixes.patch")
-        ]
-    wanted = _hash(target.encode(), *_contents(*sources))
+        parts = ("package.patch", f"{target}/hooks.patch", f"{target}/fixes.patch")
+        sources += [root / "patches" / part for part in parts]
+    wanted = _hash(target.encode(), *sources)
     if not _is(venv / "patched", wanted):
         say("Installing GradLoc" if plugin else "Installing GradLoc and patching verl")
         (venv / "patched").unlink(missing_ok=True)
@@ -72,7 +74,7 @@ def set_up_venv(venv: Path, target: str, root: Path, *, plugin: bool = False) ->
 def prepare(directory: Path, tiny: bool, root: Path) -> None:
     """Writes model and data into the directory; runs in the Python that trains."""
     program = root / "embedded/prepare.py"
-    wanted = _hash(*_contents(program, root / "embedded/requirements-no-deps.txt"))
+    wanted = _hash(b"", program, root / "embedded/requirements-no-deps.txt")
     if not _is(directory / "ready", wanted):
         say("Preparing model and data (15 to 60 seconds, once)")
         shutil.rmtree(directory, ignore_errors=True)
@@ -101,12 +103,8 @@ def _restore_verl(python: Path, pin: str, installer: Installer) -> None:
     installer.install_again(pin)
 
 
-def _contents(*files: Path) -> list[bytes]:
-    return [file.read_bytes() for file in files]
-
-
-def _hash(*contents: bytes) -> str:
-    return hashlib.sha256(b"".join(contents)).hexdigest()
+def _hash(first: bytes, *files: Path) -> str:
+    return hashlib.sha256(first + b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def _is(note: Path, text: str) -> bool:

@@ -55,10 +55,12 @@ def test_each_direct_dependency_is_pinned_once_for_each_python(
         assert direct.specifier.contains(pins[canonical(direct.name)], prereleases=True), direct
 
 
-@pytest.mark.parametrize("file", sorted({f"{directory}/{asked}" for directory, _, asked in FILES}))
+@pytest.mark.parametrize(
+    "file", sorted({"embedded/requirements.in", *(f"{folder}/{asked}" for folder, _, asked in FILES)})
+)
 def test_each_direct_dependency_has_its_reason(file: str) -> None:
     lines = (ROOT / file).read_text().splitlines()
-    asked = [line for line in lines if line and not line.startswith("#")]
+    asked = [line for line in lines if line and not line.startswith(("#", "-r "))]
     assert asked and all(re.fullmatch(r"\S+ +# \S.*", line) for line in asked)
 
 
