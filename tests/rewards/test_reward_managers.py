@@ -77,42 +77,31 @@ def rewards(tensor: torch.Tensor, responses: list[str]) -> list[float]:
 # step scores, outcome, gamma, rho, min_steps; score, has_drop, max_relative_drop: worked out by hand
 SHAPES = [
     ([0.9, 0.9, 0.9], True, {}, 1.0, 0.0, 0.0),
-    ([0.5, 0.7, 0.9], True, {}, 1.0, 0.0, 0.0),
     ([0.8, 0.4, 0.9], True, {}, 0.5, 1.0, 0.5),
     ([0.8, 0.4, 0.9], False, {}, 0.0, 1.0, 0.5),
-    ([0.9, 0.9, 0.9], False, {}, 0.0, 0.0, 0.0),
     # A fall by exactly rho counts, whatever binary fractions make of it.
     ([0.8, 0.56], True, {}, 0.5, 1.0, 0.3),
-    ([0.8, 0.57], True, {}, 1.0, 0.0, 0.2875),
-    ([1.0, 0.7], True, {}, 0.5, 1.0, 0.3),
     # Many small falls are no drop moment; neither is a fall between steps that are no neighbours.
     ([1.0, 0.8, 0.64, 0.512], True, {}, 1.0, 0.0, 0.2),
     ([1.0, 0.25, 1.0, 0.5], True, {}, 0.5, 1.0, 0.75),
     ([0.5, 0.0, 0.0, 0.5], True, {}, 0.5, 1.0, 1.0),
-    ([0.0, 0.0], True, {}, 1.0, 0.0, 0.0),
     ([0.8, 0.4], True, {"gamma": 0.2}, 0.8, 1.0, 0.5),
-    ([0.8, 0.4], True, {"gamma": 0}, 1.0, 1.0, 0.5),
-    ([0.8, 0.4], True, {"gamma": 1}, 0.0, 1.0, 0.5),
     ([0.8, 0.4], True, {"rho": 0.6}, 1.0, 0.0, 0.5),
     ([0.8, 0.8], True, {"rho": 0.01}, 1.0, 0.0, 0.0),
     # Too few steps
     ([0.9], True, {}, 0.5, 0.0, 0.0),
     ([], True, {}, 0.5, 0.0, 0.0),
-    ([0.9], False, {}, 0.0, 0.0, 0.0),
     ([0.9], True, {"min_steps": 1}, 1.0, 0.0, 0.0),
     ([], True, {"min_steps": 0}, 1.0, 0.0, 0.0),
-    ([0.9] * 3, True, {"min_steps": 4}, 0.5, 0.0, 0.0),
     ([0.9] * 4, True, {"min_steps": 4, "gamma": 0.3}, 1.0, 0.0, 0.0),
     # Both reasons to lower it lower it once.
     ([0.9, 0.1], True, {"min_steps": 4}, 0.5, 1.0, 8 / 9),
     # As parquet and torch deliver them
     (np.array([0.75, 0.375], dtype=np.float32), True, {}, 0.5, 1.0, 0.5),
-    (torch.tensor([0.75, 0.375]), True, {}, 0.5, 1.0, 0.5),
     # A fall by exactly rho, which these are below in float32
     (torch.tensor([0.9, 0.63]), True, {}, 0.5, 1.0, 0.3),
     (np.array([1.0, 0.99], dtype=np.float32), True, {"rho": 0.01}, 0.5, 1.0, 0.01),
     (torch.tensor([0.9, 0.64]), True, {}, 1.0, 0.0, 26 / 90),
-    ([0.9, 0.9], True, {"rho": 1e-9}, 1.0, 0.0, 0.0),
     ([0.8, 0.4], True, {"gamma": np.float32(0.25), "min_steps": np.int64(2)}, 0.75, 1.0, 0.5),
     ((1, 0), True, {}, 0.5, 1.0, 1.0),
 ]
@@ -134,20 +123,13 @@ def test_ps_grpo(steps: Any, right: bool, options: dict, score: float, has_drop:
     [
         (None, "no step scores"),
         ({}, "no step scores"),
-        ({"step_scores": None}, "no step scores"),
         ({"step_scores": 0.5}, "malformed step scores"),
-        ({"step_scores": "0.5"}, "malformed step scores"),
-        ({"step_scores": ["0.5"]}, "malformed step scores"),
         ({"step_scores": [0.5, None]}, "malformed step scores"),
         ({"step_scores": [0.5, float("nan")]}, "malformed step scores"),
-        ({"step_scores": [0.5, float("inf")]}, "malformed step scores"),
         ({"step_scores": [0.5, 1.01]}, "malformed step scores"),
         ({"step_scores": [-0.01]}, "malformed step scores"),
-        ({"step_scores": [[0.5]]}, "malformed step scores"),
-        ({"step_scores": {"0": 0.5}}, "malformed step scores"),
         ({"step_scores": np.array(0.5)}, "malformed step scores"),
         ("{'step_scores': [1, 1]}", "malformed step scores: extra_info must be a dict"),
-        ([1.0, 1.0], "malformed step scores: extra_info must be a dict"),
     ],
 )
 def test_bad_step_scores_name_the_data_source(extra: Any, message: str) -> None:
@@ -164,17 +146,11 @@ def test_bad_step_scores_name_the_data_source(extra: Any, message: str) -> None:
     ("options", "message"),
     [
         ({"gamma": 1.5}, "gamma must be .* 1.5"),
-        ({"gamma": -0.1}, "gamma must be .* -0.1"),
-        ({"gamma": "0.5"}, "gamma must be a number .* '0.5'"),
         ({"gamma": True}, "gamma must be a number .* True"),
-        ({"gamma": None}, "gamma must be a number .* None"),
         ({"rho": "0.3"}, "rho must be a number .* '0.3'"),
-        ({"min_steps": "2"}, "min_steps must be .* '2'"),
-        ({"rho": True}, "rho must be a number .* True"),
         ({"rho": 0}, "rho must be .* 0"),
         ({"rho": float("nan")}, "rho must be .* nan"),
         ({"min_steps": -1}, "min_steps must be .* -1"),
-        ({"min_steps": True}, "min_steps must be a whole number .* True"),
         ({"min_steps": 1.5}, "min_steps must be .* 1.5"),
         ({"timeout": -1}, "timeout must be .* -1"),
     ],

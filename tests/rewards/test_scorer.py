@@ -1,6 +1,5 @@
 """The math_verify reward: scores, the hard time limit, and a pool that outlives whatever happens around it."""
 
-import asyncio
 import multiprocessing
 import os
 import signal
@@ -73,8 +72,9 @@ def new_workers() -> list[psutil.Process]:
     return workers()
 
 
-def run_script(text: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-"], input=PRELUDE + text, text=True, capture_output=True, timeout=500)
+def run_script(text: str, **environment: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-c", PRELUDE + text]
+    return subprocess.run(command, text=True, capture_output=True, timeout=500, env=os.environ | environment)
 
 
 @pytest.mark.parametrize(
@@ -105,18 +105,6 @@ def test_from_many_threads() -> None:
     answers, truths, expected = zip(*map(numbered, range(1, 200)), strict=True)
     with ThreadPoolExecutor(16) as executor:
         assert list(executor.map(score, answers, truths)) == list(expected)
-
-
-def test_from_asyncio() -> None:
-    answers, truths, expected = zip(*map(numbered, range(1, 40)), strict=True)
-
-    async def run() -> list[float]:
-        loop = asyncio.get_running_loop()
-        return await asyncio.gather(
-            *(loop.run_in_executor(None, score, *pair) for pair in zip(answers, truths, strict=True))
-        )
-
-    assert asyncio.run(run()) == list(expected)
 
 
 def test_in_a_ray_actor() -> None:
@@ -163,19 +151,13 @@ def test_hanging_answers_cost_their_neighbours_nothing() -> None:
     assert score(HANGING, "7") == 0.0
 
 
-def test_killed_while_idle() -> None:
+def test_killed_while_idle_and_with_answers_on_their_way() -> None:
     new_workers()[0].kill()
-    assert score("\\boxed{7}", "7") == 1.0
-    new_workers()[1].kill()
     with ThreadPoolExecutor(4) as executor:
         assert list(executor.map(score, ["\\boxed{7}", "\\boxed{8}"] * 4, ["7"] * 8)) == [1.0, 0.0] * 4
-
-
-def test_killed_with_answers_on_their_way() -> None:
-    held = new_workers()
-    for worker in held:
-        worker.suspend()
-    with ThreadPoolExecutor(3) as executor:
+        held = new_workers()
+        for worker in held:
+            worker.suspend()
         scores = executor.map(score, ["\\boxed{7}", "\\boxed{8}", "\\boxed{7}"], ["7"] * 3)
         time.sleep(0.5)
         for worker in held:
@@ -212,7 +194,7 @@ def test_missing_package(package: str) -> None:
     assert "pip install 'math-verify>=0.8' pebble" in last
 
 
-@pytest.mark.parametrize("says", ["False", "True", "signal.alarm(timeout_seconds)", "missing"])
+@pytest.mark.parametrize("says", ["False", "True", "signal.alarm(timeout_seconds)"])
 def test_an_unusable_math_verify(says: str, tmp_path: Path) -> None:
     """Releases before 0.8 fail without timeouts of their own, and call every answer wrong. A stand-in for them."""
     (tmp_path / "math_verify.py").write_text(f"""
@@ -223,9 +205,7 @@ def parse(*_, **options):
 def verify(*_, timeout_seconds, **options):
     return {says}
 """)
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    text = PRELUDE + "scorer.compute_score('7', '7', workers=2)"
-    result = subprocess.run([sys.executable, "-c", text], text=True, capture_output=True, timeout=500, env=environment)
+    result = run_script("scorer.compute_score('7', '7', workers=2)", PYTHONPATH=str(tmp_path))
     last = result.stderr.splitlines()[-1]
     assert last.startswith("ImportError: The math_verify reward needs math-verify>=0.8: `pip install"), result.stderr
 
@@ -259,10 +239,7 @@ for answer in "computes", "sleeps":
     print(scorer.compute_score(answer, "7", workers=2, timeout=0.5, timeout_score=0.25))
 print(scorer.compute_score("7", "7", workers=2))
 """
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    result = subprocess.run(
-        [sys.executable, "-c", PRELUDE + text], text=True, capture_output=True, timeout=500, env=environment
-    )
+    result = run_script(text, PYTHONPATH=str(tmp_path))
     assert result.stdout == "1.0\n0.25\n0.25\n0.0\n", result.stderr
     *_, before, last = (tmp_path / "seconds").read_text().splitlines()
     # Without the last line, which may be cut off. The kernel counts CPU time in ticks of its clock.
@@ -274,9 +251,7 @@ print(scorer.compute_score("7", "7", workers=2))
     [
         ("VERL_MATH_VERIFY_WORKERS", "0"),
         ("VERL_MATH_VERIFY_WORKERS", "two"),
-        ("VERL_MATH_VERIFY_WORKERS", "1.5"),
         ("VERL_MATH_VERIFY_TIMEOUT", "-1"),
-        ("VERL_MATH_VERIFY_TIMEOUT", "inf"),
         ("VERL_MATH_VERIFY_TIMEOUT", "nan"),
         ("VERL_MATH_VERIFY_TIMEOUT", "86401"),
         ("VERL_MATH_VERIFY_MEMORY_MB", "255"),
@@ -294,22 +269,14 @@ def test_bad_settings(variable: str, value: str, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"timeout": 0}, ValueError, "timeout .* 0"),
         ({"timeout": True}, ValueError, "timeout .* True"),
-        ({"timeout": "soon"}, ValueError, "timeout .* 'soon'"),
         ({"timeout": 1e10}, ValueError, "timeout .* at most 86400, but is 10000000000.0"),
         ({"precision": 1.5}, ValueError, "precision .* 1.5"),
         ({"pred_extraction_target": []}, ValueError, r"pred_extraction_target .* \[\]"),
-        ({"gold_extraction_target": ["tex"]}, ValueError, r"gold_extraction_target .* \['tex'\]"),
         ({"workers": 3}, ValueError, "2 workers of 1024 MiB.* not for 3 "),
-        ({"memory_mb": 2048}, ValueError, "2 workers of 1024 MiB.* of 2048 "),
         ({"time_out": 3}, TypeError, "no option 'time_out'; it has timeout, workers"),
         ({"pred_extraction_target": 5}, ValueError, "pred_extraction_target .* 5"),
-        ({"gold_extraction_target": 0.5}, ValueError, "gold_extraction_target .* 0.5"),
         ({"workers": [2]}, ValueError, r"workers .* \[2\]"),
-        ({"memory_mb": {}}, ValueError, "memory_mb .* {}"),
-        ({"timeout_score": None}, ValueError, "timeout_score .* None"),
-        ({"timeout_score": "low"}, ValueError, "timeout_score .* 'low'"),
         ({"timeout_score": True}, ValueError, "timeout_score .* True"),
         ({"timeout_score": float("nan")}, ValueError, "timeout_score .* nan"),
     ],
@@ -320,18 +287,15 @@ def test_bad_options(options: dict, error: type, message: str) -> None:
         default_compute_score("math_verify", "1", "1", **options)
 
 
-@pytest.mark.parametrize("truth", [None, ["5"], {"target": 5}, np.array(["5"]), b"5", True, np.nan, np.float32("nan")])
-def test_a_ground_truth_that_is_neither_text_nor_number(truth: object) -> None:
-    with pytest.raises(TypeError, match="must be a string or a number, got "):
-        score("5", truth)
-    with pytest.raises(TypeError, match="must be a string or a number, got "):
-        guarded_math_verify.compute_score_batch(["x"], ["5"], [truth])
-
-
-@pytest.mark.parametrize("answer", [None, 5, b"5", ["5"]])
-def test_a_response_that_is_no_text(answer: object) -> None:
-    with pytest.raises(TypeError, match="must be a string, got "):
-        score(answer, "5")
+def test_what_is_neither_text_nor_number_is_refused() -> None:
+    for truth in (None, ["5"], np.array(["5"]), b"5", True, np.nan, np.float32("nan")):
+        with pytest.raises(TypeError, match="must be a string or a number, got "):
+            score("5", truth)
+        with pytest.raises(TypeError, match="must be a string or a number, got "):
+            guarded_math_verify.compute_score_batch(["x"], ["5"], [truth])
+    for answer in (None, 5, b"5"):
+        with pytest.raises(TypeError, match="must be a string, got "):
+            score(answer, "5")
 
 
 class Text(str):
@@ -346,17 +310,11 @@ def test_text_may_be_of_a_class_that_the_workers_do_not_have() -> None:
     assert guarded_math_verify.compute_score_batch([], [Text("4"), np.str_("5")], [Text("5"), "5"]) == [0.0, 1.0]
 
 
-def test_a_folder_for_temporary_files_that_is_too_deep_for_a_socket(tmp_path: Path) -> None:
+def test_a_temporary_folder_that_is_too_deep_for_a_socket(tmp_path: Path) -> None:
     fits = tmp_path / ("a" * (guarded_math_verify.SOCKET_PATH - 32 - len(os.fsencode(tmp_path)) - 1))
     for folder in fits, Path(f"{fits}a"):
         folder.mkdir()
-        result = subprocess.run(
-            [sys.executable, "-c", PRELUDE + "print(scorer.compute_score('7', '7', workers=2))"],
-            env={**os.environ, "TMPDIR": str(folder)},
-            text=True,
-            capture_output=True,
-            timeout=500,
-        )
+        result = run_script("print(scorer.compute_score('7', '7', workers=2))", TMPDIR=str(folder))
         if folder == fits:
             assert result.stdout == "1.0\n", result.stderr
         else:
@@ -365,15 +323,10 @@ def test_a_folder_for_temporary_files_that_is_too_deep_for_a_socket(tmp_path: Pa
             assert "set TMPDIR to a path of at most 71 bytes" in last
 
 
-@pytest.mark.parametrize("truth", [5, 5.0, np.int64(5), np.str_("5")])
-def test_a_ground_truth_may_be_a_number(truth: object) -> None:
-    assert score("5", truth) == 1.0
-
-
-@pytest.mark.parametrize("truth", [6.6e-34, np.float32(1e-7), -2.5e-5, 1e22])
-def test_a_ground_truth_may_be_a_number_with_an_exponent(truth: float) -> None:
-    mantissa, exponent = str(truth).split("e")
-    assert score(f"\\boxed{{{mantissa} \\times 10^{{{exponent}}}}}", truth) == 1.0
+@pytest.mark.parametrize("truth", [5, np.int64(50), np.float32(1e-7), -2.5e-5, 1e22])
+def test_a_ground_truth_may_be_a_number(truth: float) -> None:
+    mantissa, _, exponent = str(truth).partition("e")
+    assert score(f"\\boxed{{{mantissa} \\times 10^{{{exponent or 0}}}}}", truth) == 1.0
     assert score("\\boxed{0.0}", truth) == 0.0
 
 
@@ -420,14 +373,6 @@ def test_a_batch_is_scored_in_order() -> None:
     assert guarded_math_verify.compute_score_batch([], [], []) == []
     with pytest.raises(ValueError, match="longer|shorter"):
         guarded_math_verify.compute_score_batch(["any"] * 2, ["1", "2"], ["1"])
-
-
-def test_batches_and_single_answers_side_by_side() -> None:
-    answers, truths, expected = map(list, zip(*map(numbered, range(1, 100)), strict=True))
-    with ThreadPoolExecutor(8) as executor:
-        batches = [executor.submit(guarded_math_verify.compute_score_batch, [], answers, truths) for _ in range(3)]
-        assert list(executor.map(score, answers, truths)) == expected
-        assert all(batch.result() == expected for batch in batches)
 
 
 class Doomed:
@@ -579,13 +524,10 @@ def test_under_a_lower_memory_limit_than_the_setting() -> None:
     assert result.stdout == "1.0\n", result.stderr
 
 
-def test_other_pools_stay_as_they_are() -> None:
+def test_neither_other_pools_nor_verls_own_scorer_are_replaced() -> None:
     score("1", "1")
     for method in multiprocessing.get_all_start_methods():
         assert multiprocessing.get_context(method).Process.__module__ == "multiprocessing.context"
-
-
-def test_verls_own_scorer_of_that_name_is_not_replaced() -> None:
     own = Path(reward_score.__file__).with_name("math_verify.py")
     assert own.read_bytes() == (trees.BASE_TREE / "verl/utils/reward_score/math_verify.py").read_bytes()
 
@@ -649,7 +591,7 @@ def still_alive(pids: list[int], seconds: float) -> list[int]:
     return left
 
 
-def test_no_worker_is_left_behind_with_a_forked_child_of_a_killed_process(tmp_path: Path) -> None:
+def test_no_worker_is_left_with_a_child_of_a_killed_process(tmp_path: Path) -> None:
     # Python's resource tracker lives as long as the child, and would hold a pipe open.
     text = """
 import time
