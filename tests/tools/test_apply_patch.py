@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -51,21 +52,16 @@ def test_apply_again_and_reverse(project: Project, tree: Path, tmp_path: Path) -
     assert snapshot(tree) == before
 
 
-def test_modes_are_kept(project: Project, tree: Path) -> None:
-    (tree / ACTOR).chmod(0o750)
-    assert project.apply("--repo", tree).returncode == 0
-    assert (tree / ACTOR).stat().st_mode & 0o777 == 0o750
-
-
-@pytest.mark.parametrize("mode", [0o755, 0o750, 0o2775])
+@pytest.mark.parametrize("mode", [0o750, 0o2775])
 def test_permissions_are_those_of_the_folder_whatever_the_umask(project: Project, tree: Path, mode: int) -> None:
     (tree / "verl/utils").chmod(mode)
+    (tree / ACTOR).chmod(mode & 0o777)
     command = [sys.executable, project.place / "apply_patch.py", "--repo", tree]
     for arguments in ([], ["--reverse"], []):
         done = trees.run("bash", "-c", 'umask 077; exec "$@"', "-", *command, *arguments)
         assert done.returncode == 0, done.stderr
     package = tree / "verl/utils/gradloc"
-    assert package.stat().st_mode & 0o7777 == mode
+    assert package.stat().st_mode & 0o7777 == mode and (tree / ACTOR).stat().st_mode & 0o777 == mode & 0o777
     assert (package / "__init__.py").stat().st_mode & 0o7777 == mode & 0o666
     assert (package / "tool.py").stat().st_mode & 0o7777 == mode & 0o777
     assert project.apply("--repo", tree, "--reverse").returncode == 0
@@ -103,22 +99,15 @@ def test_byte_code_of_changed_files_is_removed(project: Project, tree: Path) -> 
     assert not list((tree / ACTOR).parent.glob("__pycache__/*"))
 
 
-def test_byte_code_does_not_keep_the_package_alive(project: Project, tree: Path) -> None:
+def test_the_package_goes_with_its_byte_code_alone(project: Project, tree: Path) -> None:
     before = snapshot(tree)
-    assert project.apply("--repo", tree).returncode == 0
-    cache = tree / "verl/utils/gradloc/__pycache__"
-    cache.mkdir()
-    (cache / "tool.cpython-311.pyc").write_bytes(b"stale")
-    assert project.apply("--repo", tree, "--reverse").returncode == 0
-    assert snapshot(tree) == before
-
-
-def test_foreign_files_are_kept(project: Project, tree: Path) -> None:
-    assert project.apply("--repo", tree).returncode == 0
-    note = tree / "verl/utils/gradloc/mine.txt"
-    note.write_text("mine")
-    assert project.apply("--repo", tree, "--reverse").returncode == 0
-    assert note.read_text() == "mine" and not (tree / NEW).exists()
+    for name, stays in (("__pycache__/tool.cpython-311.pyc", False), ("mine.txt", True)):
+        assert project.apply("--repo", tree).returncode == 0
+        file = (tree / NEW).parent / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("mine")
+        assert project.apply("--repo", tree, "--reverse").returncode == 0
+        assert file.exists() == stays and not (tree / NEW).exists() and (stays or snapshot(tree) == before)
 
 
 def test_partly_applied(project: Project, tree: Path, tmp_path: Path) -> None:
@@ -194,56 +183,31 @@ def test_tree_of_an_older_patch(project: Project, tree: Path, tmp_path: Path) ->
     assert snapshot(tree) == expected(tmp_path)
 
 
-def test_changed_file_of_a_patched_tree(project: Project, tree: Path) -> None:
-    assert project.apply("--repo", tree).returncode == 0
-    (tree / ACTOR).write_text("mine\n")
-    before = snapshot(tree)
-    refused(project.apply("--repo", tree, "--check"), 11, ACTOR)
-    refused(project.apply("--repo", tree, "--reverse"), 3, ACTOR)
-    assert snapshot(tree) == before
+def link_actor(tree: Path) -> None:
+    (tree / ACTOR).parent.rename(tree.parent / "outside")
+    (tree / ACTOR).parent.symlink_to(tree.parent / "outside")
 
 
-@pytest.mark.parametrize("content", [None, b"mine\n"])
-def test_wrong_base_is_named(project: Project, tree: Path, content: bytes | None) -> None:
-    (tree / ALGOS).unlink() if content is None else (tree / ALGOS).write_bytes(content)
-    before = snapshot(tree)
-    refused(project.apply("--repo", tree, "--check"), 12, ALGOS)
-    refused(project.apply("--repo", tree), 3, ALGOS)
-    refused(project.apply("--repo", tree, "--force"), 3, ALGOS)
-    assert snapshot(tree) == before
+SPOILT = {
+    "missing": (lambda tree: (tree / ALGOS).unlink(), 12, [ALGOS]),
+    "changed": (lambda tree: (tree / ALGOS).write_bytes(b"mine\n"), 12, [ALGOS]),
+    "CRLF": (lambda tree: (tree / ACTOR).write_text((tree / ACTOR).read_text(), newline="\r\n"), 12, ["CRLF", ACTOR]),
+    "link": (link_actor, 3, ["symbolic link"]),
+    "directory": (lambda tree: (tree / NEW).mkdir(parents=True), 3, ["exists and is not a file"]),
+    "file": (lambda tree: (tree / NEW).parent.write_text("mine"), 3, ["gradloc exists and is not a folder"]),
+    "no verl": (lambda tree: shutil.rmtree(tree / "verl"), 3, ["verl/__init__.py"]),
+    "nothing": (shutil.rmtree, 3, ["not a directory"]),
+}
 
 
-def test_crlf_target(project: Project, tree: Path) -> None:
-    (tree / ACTOR).write_bytes((tree / ACTOR).read_bytes().replace(b"\n", b"\r\n"))
-    refused(project.apply("--repo", tree, "--check"), 12, "CRLF", ACTOR)
-    refused(project.apply("--repo", tree), 3, "CRLF", ACTOR)
-
-
-def test_directory_without_verl(project: Project, tmp_path: Path) -> None:
-    refused(project.apply("--repo", tmp_path), 3, "verl/__init__.py")
-    refused(project.apply("--repo", tmp_path / "absent"), 3, "not a directory")
-
-
-def test_symbolic_links_are_not_followed(project: Project, tree: Path, tmp_path: Path) -> None:
-    outside = tmp_path / "outside"
-    (tree / "verl/workers/actor").rename(outside)
-    (tree / "verl/workers/actor").symlink_to(outside)
-    before = snapshot(outside)
-    refused(project.apply("--repo", tree), 3, "symbolic link")
-    assert snapshot(outside) == before
-
-
-def test_directory_in_the_way(project: Project, tree: Path) -> None:
-    (tree / NEW).mkdir(parents=True)
-    refused(project.apply("--repo", tree), 3, "exists and is not a file")
-
-
-def test_file_in_the_way(project: Project, tree: Path) -> None:
-    package = (tree / NEW).parent
-    package.write_text("mine")
-    for arguments in ([], ["--check"]):
-        refused(project.apply("--repo", tree, *arguments), 3, f"{package} exists and is not a folder")
-    assert package.read_text() == "mine"
+@pytest.mark.parametrize(("spoil", "code", "words"), SPOILT.values(), ids=SPOILT)
+def test_a_tree_that_does_not_fit_is_named_and_stays(project: Project, tree: Path, spoil, code: int, words) -> None:
+    spoil(tree)
+    before = snapshot(tree.parent)
+    refused(project.apply("--repo", tree, "--check"), code, *words)
+    for arguments in ([], ["--force"], ["--reverse"]):
+        refused(project.apply("--repo", tree, *arguments), 3, *words)
+    assert snapshot(tree.parent) == before
 
 
 def test_home_in_an_option(project: Project, tree: Path, small_patch: Patch) -> None:
@@ -266,25 +230,6 @@ def checkout(project: Project, tree: Path) -> Path:
     return tree
 
 
-def test_checkout_at_the_base(project: Project, checkout: Path, tmp_path: Path) -> None:
-    assert project.apply("--repo", checkout, "--check").returncode == 0
-    assert project.apply("--repo", checkout).returncode == 0
-    assert snapshot(checkout) == expected(tmp_path)
-    assert "already applied" in project.apply("--repo", checkout).stdout
-    assert project.apply("--repo", checkout, "--reverse").returncode == 0
-    assert trees.git(checkout, "status", "--porcelain") == ""
-
-
-def test_wrong_head_and_force(project: Project, checkout: Path) -> None:
-    (checkout / "README").write_text("new\n")
-    trees.commit_all(checkout)
-    before = snapshot(checkout)
-    refused(project.apply("--repo", checkout, "--check"), 12, "HEAD")
-    refused(project.apply("--repo", checkout), 3, "HEAD")
-    assert snapshot(checkout) == before
-    assert project.apply("--repo", checkout, "--force").returncode == 0
-
-
 OTHER = "verl/__init__.py"  # a file of verl that the small patch does not change
 
 
@@ -292,31 +237,32 @@ def change_other(checkout: Path) -> None:
     (checkout / OTHER).write_text("# mine\n")
 
 
-def test_dirty_tree(project: Project, checkout: Path) -> None:
+@pytest.mark.parametrize(("commits", "code", "words"), [(True, 12, ["HEAD"]), (False, 3, ["local changes", OTHER])])
+def test_a_checkout_with_changes_takes_force(
+    project: Project, checkout: Path, tmp_path: Path, commits: bool, code: int, words: list[str]
+) -> None:
     change_other(checkout)
+    if commits:
+        trees.commit_all(checkout)
     before = snapshot(checkout)
-    refused(project.apply("--repo", checkout, "--check"), 3, "local changes", OTHER)
-    refused(project.apply("--repo", checkout), 3, "local changes", OTHER)
+    refused(project.apply("--repo", checkout, "--check"), code, *words)
+    refused(project.apply("--repo", checkout), 3, *words)
     assert snapshot(checkout) == before
     assert project.apply("--repo", checkout, "--force").returncode == 0
 
 
-def test_untracked_files_that_the_patch_does_not_touch_are_no_matter(project: Project, checkout: Path) -> None:
+def test_untracked_files_elsewhere_are_no_matter(project: Project, checkout: Path) -> None:
     (checkout / "notes.txt").write_text("mine")
     (checkout / "verl/notes.py").write_text("mine")
     assert project.apply("--repo", checkout, "--check").returncode == 0
     assert project.apply("--repo", checkout).returncode == 0
+    assert "already applied" in project.apply("--repo", checkout).stdout
     assert project.apply("--repo", checkout, "--reverse").returncode == 0
+    assert trees.git(checkout, "status", "--porcelain", "--untracked-files=no") == ""
     (checkout / NEW).parent.mkdir()
     (checkout / NEW).write_text("mine")
     refused(project.apply("--repo", checkout), 3, NEW)
     assert (checkout / NEW).read_text() == "mine"
-
-
-def test_changed_target_is_named_in_a_checkout(project: Project, checkout: Path) -> None:
-    (checkout / ACTOR).write_text("# mine\n")
-    refused(project.apply("--repo", checkout), 3, ACTOR)
-    refused(project.apply("--repo", checkout, "--force"), 3, ACTOR)
 
 
 def test_files_left_behind_in_a_checkout(project: Project, checkout: Path, tmp_path: Path) -> None:
@@ -328,48 +274,35 @@ def test_files_left_behind_in_a_checkout(project: Project, checkout: Path, tmp_p
     assert project.apply("--repo", checkout).returncode == 0
     assert snapshot(checkout) == expected(tmp_path)
     trees.git(checkout, "checkout", "-q", ".")
-    (checkout / "README").write_text("new\n")
-    trees.git(checkout, "add", "README")
-    trees.git(checkout, "commit", "-q", "-m", "newer")
+    trees.git(checkout, "commit", "-q", "--allow-empty", "-m", "newer")
     refused(project.apply("--repo", checkout), 3, "HEAD")
 
 
-def test_symlink_to_a_checkout_is_checked(project: Project, checkout: Path, tmp_path: Path) -> None:
-    link = tmp_path / "link"
-    link.symlink_to(checkout)
-    change_other(checkout)
-    refused(project.apply("--repo", link), 3, "local changes")
-    trees.git(checkout, "checkout", "-q", ".")
-    assert project.apply("--repo", link).returncode == 0
+@pytest.mark.parametrize("kind", ["link", "worktree"])
+def test_a_link_to_a_checkout_and_a_worktree_are_checked(
+    project: Project, checkout: Path, tmp_path: Path, kind: str
+) -> None:
+    second = tmp_path / "second"
+    if kind == "link":
+        second.symlink_to(checkout)
+    else:
+        trees.git(checkout, "worktree", "add", "-q", "--detach", str(second))
+    change_other(second)
+    refused(project.apply("--repo", second), 3, "local changes")
+    trees.git(second, "checkout", "-q", ".")
+    assert project.apply("--repo", second).returncode == 0
 
 
-def test_worktree_is_checked(project: Project, checkout: Path, tmp_path: Path) -> None:
-    trees.git(checkout, "worktree", "add", "-q", "--detach", str(tmp_path / "second"))
-    change_other(tmp_path / "second")
-    refused(project.apply("--repo", tmp_path / "second"), 3, "local changes")
-    trees.git(tmp_path / "second", "checkout", "-q", ".")
-    assert project.apply("--repo", tmp_path / "second").returncode == 0
-
-
-def test_subfolder_of_another_repository(project: Project, tree: Path, tmp_path: Path) -> None:
-    """git apply would skip every file here and exit 0."""
-    trees.commit_all(tmp_path)
-    done = project.apply("--repo", tree)
-    assert done.returncode == 0 and done.stdout.count("content alone") == 1
-    assert snapshot(tree) == expected(tmp_path)
-
-
-def test_an_installed_verl_may_lie_in_a_repository(project: Project, tree: Path, tmp_path: Path) -> None:
-    trees.commit_all(tmp_path)
-    done = project.apply("--installed", PYTHONPATH=str(tree))
-    assert done.returncode == 0 and "repository" not in done.stdout + done.stderr
-    assert snapshot(tree) == expected(tmp_path)
-
-
-def test_broken_repository_inside_another(project: Project, tree: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("installed", [False, True])
+def test_a_tree_may_lie_in_a_repository(project: Project, tree: Path, tmp_path: Path, installed: bool) -> None:
+    """git apply would skip every file here and exit 0. Of an installed verl, nothing is said."""
     trees.commit_all(tmp_path)
     (tree / ".git").mkdir()
     refused(project.apply("--repo", tree), 3, "not a repository of its own")
+    (tree / ".git").rmdir()
+    done = project.apply(*(["--installed"] if installed else ["--repo", tree]), PYTHONPATH=str(tree))
+    assert done.returncode == 0 and done.stdout.count("content alone") == (not installed)
+    assert snapshot(tree) == expected(tmp_path)
 
 
 def test_git_variables_do_not_mislead(project: Project, checkout: Path, tmp_path: Path) -> None:
@@ -403,44 +336,32 @@ def test_git_that_fails_is_reported(project: Project, checkout: Path, tmp_path: 
     fake.write_text(f"#!/bin/sh\necho '{message}' >&2\nexit 128\n")
     fake.chmod(0o755)
     refused(project.apply("--repo", checkout, PATH=f"{fake.parent}:{os.environ['PATH']}"), 3, "HEAD", message)
+    shutil.rmtree(checkout / ".git")
+    trees.git(checkout, "init", "-q")  # without a commit
+    refused(project.apply("--repo", checkout), 3, "HEAD")
 
 
-def test_no_git(project: Project, checkout: Path, tmp_path: Path) -> None:
+def test_only_a_checkout_needs_git(project: Project, checkout: Path, tmp_path: Path) -> None:
     refused(project.apply("--repo", checkout, PATH=str(tmp_path)), 3, "git is not on PATH")
-    assert project.apply("--repo", checkout, "--force", PATH=str(tmp_path)).returncode == 0
-
-
-def test_release_tree_needs_no_git(project: Project, tree: Path, tmp_path: Path) -> None:
-    assert project.apply("--repo", tree, PATH=str(tmp_path)).returncode == 0
-
-
-def test_repository_without_commits(project: Project, tree: Path) -> None:
-    trees.git(tree, "init", "-q")
-    refused(project.apply("--repo", tree), 3, "HEAD")
+    assert project.apply("--repo", checkout, "--force", "--check", PATH=str(tmp_path)).returncode == 0
+    shutil.rmtree(checkout / ".git")
+    assert project.apply("--repo", checkout, PATH=str(tmp_path)).returncode == 0
 
 
 # The installed verl
 
 
-def test_installed_is_found_without_importing(project: Project, tree: Path, tmp_path: Path) -> None:
-    (tree / "verl/__init__.py").write_text("raise SystemExit('imported')\n")
-    done = project.apply("--installed", PYTHONPATH=str(tree))
-    assert done.returncode == 0, done.stderr
-    assert (tree / NEW).exists()
-
-
 def test_installed_version(project: Project, tree: Path) -> None:
+    (tree / "verl/__init__.py").write_text("raise SystemExit('imported')\n")
     (tree / "verl/version/version").write_text("0.8.0\n")
     refused(project.apply("--installed", PYTHONPATH=str(tree)), 3, "0.8.0")
     refused(project.apply("--installed", "--check", PYTHONPATH=str(tree)), 12, "0.8.0")
     # As in an editable installation of the commit, where only the wheel has the release's number.
     (tree / "verl/version/version").write_text("0.7.0.dev\n")
-    assert project.apply("--installed", "--check", PYTHONPATH=str(tree)).returncode == 0
+    assert project.apply("--installed", PYTHONPATH=str(tree)).returncode == 0 and (tree / NEW).exists()
 
 
-def test_what_an_upgrade_of_a_patched_verl_leaves_is_named_with_the_command(
-    project: Project, tree: Path, tmp_path: Path
-) -> None:
+def test_what_an_upgrade_leaves_is_named_with_the_command(project: Project, tree: Path, tmp_path: Path) -> None:
     tree = tree.rename(tmp_path / "a tree")
     assert project.apply("--repo", tree).returncode == 0
     for name in trees.SOME_FILES:
@@ -587,11 +508,9 @@ OUTSIDE = [
     for path in (
         "setup.py",
         "verl/../../evil.py",
-        "verl/./evil.py",
         "verl/.git/hooks/evil",
         "verl/.gradloc_patch/journal.json",
         "/verl/evil.py",
-        "verl//evil.py",
         "verl/a\\b.py",
     )
 ]
@@ -602,7 +521,6 @@ OUTSIDE = [
     [pytest.param(change, words, id=name) for name, change, words in OUTSIDE]
     + [
         pytest.param(lambda data: b"", "empty", id="empty"),
-        pytest.param(lambda data: b" \n\n", "empty", id="blank"),
         pytest.param(lambda data: b"<html>not found</html>\n", "diff --git", id="html"),
         pytest.param(lambda data: b"\xef\xbb\xbf" + data, "BOM", id="bom"),
         pytest.param(lambda data: b"From: me\n\n" + data, "text", id="text before"),
@@ -643,7 +561,6 @@ GOOD_PIN = f"VERSION=0.7.0\nWHEEL_SHA256={'0' * 64}\n"
         "",
         "VERSION=0.7.0\n",
         GOOD_PIN.replace("0.7.0", "0.7.1"),
-        GOOD_PIN.replace("=00", "="),
         f"{GOOD_PIN}COMMIT=abc\n",
         f"VERSION=0.7.0\nCOMMIT={'0' * 40}\n",
         f"VERSION=0.7.0\nWHEEL_SHA256=\nCOMMIT={'0' * 40}\n",
@@ -700,10 +617,8 @@ def drip(handler) -> None:
 
 ODD_ANSWERS = {
     "/absent": (b"HTTP/1.0 404 Not Found\r\n\r\n", "404"),
-    "/error": (b"HTTP/1.0 500 Oh no\r\n\r\n", "500"),
     "/nothing": (b"", "could not be downloaded"),
     "/garbage": (b"\x00\x01\x02 what?\r\n\r\n", "could not be downloaded"),
-    "/status": (b"HTTP/1.0 abc\r\n\r\n", "could not be downloaded"),
     "/headers": (b"HTTP/1.0 200 OK\r\n" + b"X: " + b"y" * 70000 + b"\r\n\r\n", "could not be downloaded"),
     "/cut": (b"HTTP/1.0 200 OK\r\nContent-Length: 100\r\n\r\nabc", "could not be downloaded"),
     "/chunked": (chunked, "could not be downloaded"),
@@ -727,18 +642,13 @@ def test_odd_answers(project: Project, tree: Path) -> None:
     ("url", "words"),
     [
         ("http://example.org/x.patch", "use an https URL"),
-        ("ftp://example.org/x.patch", "use an https URL"),
         ("file:///etc/passwd", "use an https URL"),
-        ("gradloc.patch", "use an https URL"),
         ("https:///x.patch", "use an https URL"),
         ("http://localhost.example.org/x", "use an https URL"),
         ("http://127.0.0.1@example.org/x", "use an https URL"),
         ("https://user:secret@example.org/x", "the URL names a user, which is not supported"),
-        ("https://user@example.org/x", "the URL names a user, which is not supported"),
         ("http://127.0.0.1:port/x", "could not be downloaded"),
-        ("http://127.0.0.1:99999/x", "could not be downloaded"),
         ("http://127.0.0.1:1/x", "could not be downloaded"),
-        ("http://127.0.0.1:1/a b", "could not be downloaded"),
         ("http://127.0.0.1:1/\u00e9", "could not be downloaded"),
         ("https://[::1/x", "could not be downloaded"),
         (f"https://{'a' * 70}.invalid/x", "could not be downloaded"),
@@ -772,37 +682,28 @@ def test_redirect_from_https_is_not_downgraded() -> None:
 # then changes of two, then a removal
 
 
-@pytest.mark.parametrize("call", [("replace", number) for number in range(1, 8)] + [("fsync", 3), ("unlink", 1)])
-@pytest.mark.parametrize("recovery", ["apply", "reverse"])
-def test_killed(project: Project, tree: Path, tmp_path: Path, call: tuple[str, int], recovery: str) -> None:
-    before = snapshot(tree)
-    done = project.apply_with(at_call(*call, "os.kill(os.getpid(), signal.SIGKILL)"), "--repo", tree)
-    assert done.returncode == -9, done.stderr
-    assert project.apply("--repo", tree, "--check").returncode in (0, 11)
-    done = project.apply("--repo", tree, *(["--reverse"] if recovery == "reverse" else []))
-    assert done.returncode == 0, done.stderr
-    assert snapshot(tree) == (before if recovery == "reverse" else expected(tmp_path))
+KILL = "os.kill(os.getpid(), signal.SIGKILL)"
+CALLS = [*(("replace", number) for number in range(1, 8)), ("fsync", 1), ("fsync", 9)]
 
 
-@pytest.mark.parametrize("number", range(1, 8))
-def test_killed_while_reversing(project: Project, tree: Path, number: int) -> None:
-    before = snapshot(tree)
-    assert project.apply("--repo", tree).returncode == 0
-    fault = at_call("replace", number, "os.kill(os.getpid(), signal.SIGKILL)")
-    if project.apply_with(fault, "--repo", tree, "--reverse").returncode == -9:
+@pytest.mark.parametrize("call", [*CALLS, ("unlink", 1)])
+def test_killed(project: Project, tree: Path, tmp_path: Path, call: tuple[str, int]) -> None:
+    """While it is applied, and once more while it is put back; then while it is taken out."""
+    before, patched = snapshot(tree), expected(tmp_path)
+    for recovery, state in ((["--reverse"], before), ([], patched)):
+        done = project.apply_with(at_call(*call, KILL), "--repo", tree)
+        assert done.returncode == -9, done.stderr
+        assert project.apply("--repo", tree, "--check").returncode in (0, 11)
+        if call == ("replace", 7):
+            assert project.apply_with(at_call("replace", 1, KILL), "--repo", tree).returncode == -9
+        assert project.apply("--repo", tree, *recovery).returncode == 0
+        assert snapshot(tree) == state
+    if project.apply_with(at_call(*call, KILL), "--repo", tree, "--reverse").returncode == -9:
         assert project.apply("--repo", tree, "--reverse").returncode == 0
     assert snapshot(tree) == before
 
 
-def test_killed_again_while_recovering(project: Project, tree: Path, tmp_path: Path) -> None:
-    kill = "os.kill(os.getpid(), signal.SIGKILL)"
-    assert project.apply_with(at_call("replace", 7, kill), "--repo", tree).returncode == -9
-    assert project.apply_with(at_call("replace", 1, kill), "--repo", tree).returncode == -9
-    assert project.apply("--repo", tree).returncode == 0
-    assert snapshot(tree) == expected(tmp_path)
-
-
-@pytest.mark.parametrize("call", [("replace", number) for number in range(1, 8)] + [("fsync", 1), ("fsync", 9)])
+@pytest.mark.parametrize("call", CALLS)
 def test_disk_error_is_rolled_back(project: Project, tree: Path, call: tuple[str, int]) -> None:
     before = snapshot(tree)
     done = project.apply_with(at_call(*call, "raise OSError(28, 'No space left on device')"), "--repo", tree)
@@ -836,8 +737,7 @@ def test_signals(project: Project, tree: Path, tmp_path: Path, name: str) -> Non
 
 
 def test_advice_after_a_damaged_journal_helps(project: Project, tree: Path, tmp_path: Path) -> None:
-    kill = at_call("replace", 7, "os.kill(os.getpid(), signal.SIGKILL)")
-    assert project.apply_with(kill, "--repo", tree).returncode == -9
+    assert project.apply_with(at_call("replace", 7, KILL), "--repo", tree).returncode == -9
     assert (tree / NEW).exists()
     state = tree / apply_patch.STATE
     (state / "journal.json").write_text("{")
@@ -878,13 +778,11 @@ VICTIM = apply_patch.blob_hash(b"precious\n")
         "{",
         "7",
         "[7]",
-        "{}[]",
         '[{"path": 1, "old": null, "new": null}]',
         '[{"path": "verl/__init__.py"}]',
         "[" * 100000,
         "\udcff",
         journal_entry("../victim", None, VICTIM),
-        journal_entry("verl/../../victim", None, VICTIM),
         journal_entry("/verl/victim", None, VICTIM),
         journal_entry("verl/__init__.py", None, None),
         journal_entry("verl/__init__.py", "x", "y"),
@@ -927,53 +825,55 @@ def test_journal_does_not_lead_outside_or_over_edits(project: Project, tree: Pat
 # Permissions. Root may write anywhere, so the run gives up its rights after Python has loaded everything.
 
 
-@pytest.mark.parametrize("locked", ["verl", "verl/workers/actor", ACTOR])
-def test_unwritable(small_patch: Patch, locked: str) -> None:
+@pytest.fixture
+def public(small_patch: Patch) -> Iterator[Project]:
+    """A project that another account can read, beside a tree."""
     with tempfile.TemporaryDirectory() as place:
         Path(place).chmod(0o755)
-        public = Project(Path(place) / "project", small_patch)
-        tree = trees.copy_base(Path(place) / "tree")
-        drop = ""
-        if os.geteuid() == 0:
-            drop = "os.setgroups([]); os.setgid(65534); os.setuid(65534)"
-            for path in [tree, *tree.rglob("*")]:
-                os.chown(path, 65534, 65534)
-        mode = (tree / locked).stat().st_mode
-        (tree / locked).chmod(mode & ~0o222)
-        before = snapshot(tree)
-        refused(public.apply_with(drop, "--repo", tree), 3, locked.partition("/")[2] or locked, "cannot be written")
-        assert snapshot(tree) == before
-        assert public.apply_with(drop, "--repo", tree, "--check").returncode == 0
-        (tree / locked).chmod(mode)
-        assert public.apply_with(drop, "--repo", tree).returncode == 0
-        if locked == "verl":
-            (tree / locked).chmod(mode & ~0o222)
-            assert "already applied" in public.apply_with(drop, "--repo", tree).stdout
-            (tree / locked).chmod(mode)
+        trees.copy_base(Path(place) / "tree")
+        yield Project(Path(place) / "project", small_patch)
+
+
+def without_rights(public: Project, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs it as the owner of the tree, who is not root."""
+    tree, drop = public.place.parent / "tree", ""
+    if os.geteuid() == 0:
+        drop = "os.setgroups([]); os.setgid(65534); os.setuid(65534)"
+        for path in [tree, *tree.rglob("*")]:
+            os.chown(path, 65534, 65534)
+    return public.apply_with(drop, "--repo", tree, *arguments)
+
+
+@pytest.mark.parametrize("locked", ["verl", "verl/workers/actor", ACTOR])
+def test_unwritable(public: Project, locked: str) -> None:
+    tree = public.place.parent / "tree"
+    mode = (tree / locked).stat().st_mode
+    (tree / locked).chmod(mode & ~0o222)
+    before = snapshot(tree)
+    refused(without_rights(public), 3, locked.partition("/")[2] or locked, "cannot be written")
+    assert snapshot(tree) == before
+    assert without_rights(public, "--check").returncode == 0
+    (tree / locked).chmod(mode)
+    assert without_rights(public).returncode == 0
+    (tree / locked).chmod(mode & ~0o222)
+    assert "already applied" in without_rights(public).stdout
+    (tree / locked).chmod(mode)
 
 
 @pytest.mark.parametrize("unchecked", [True, False])
-def test_byte_code_that_cannot_be_removed(small_patch: Patch, unchecked: bool) -> None:
+def test_byte_code_that_cannot_be_removed(public: Project, unchecked: bool) -> None:
     """It is in the way only if Python would run it without a look at the source."""
     mode = py_compile.PycInvalidationMode.UNCHECKED_HASH if unchecked else None
-    with tempfile.TemporaryDirectory() as place:
-        Path(place).chmod(0o755)
-        public = Project(Path(place) / "project", small_patch)
-        tree = trees.copy_base(Path(place) / "tree")
-        cache = Path(py_compile.compile(str(tree / ACTOR), invalidation_mode=mode)).parent
-        drop = ""
-        if os.geteuid() == 0:
-            drop = "os.setgroups([]); os.setgid(65534); os.setuid(65534)"
-            for path in [tree, *tree.rglob("*")]:
-                os.chown(path, 65534, 65534)
-        cache.chmod(0o555)
-        done = public.apply_with(drop, "--repo", tree)
-        cache.chmod(0o755)
-        if unchecked:
-            refused(done, 3, f"{cache} cannot be written")
-        else:
-            assert done.returncode == 0, done.stderr
-            assert public.apply("--repo", tree, "--check").returncode == 10
+    actor = public.place.parent / "tree" / ACTOR
+    cache = Path(py_compile.compile(str(actor), invalidation_mode=mode)).parent
+    cache.chmod(0o555)
+    done = without_rights(public)
+    cache.chmod(0o755)
+    if unchecked:
+        refused(done, 3, f"{cache} cannot be written")
+    else:
+        assert done.returncode == 0, done.stderr
+        assert without_rights(public, "--check").returncode == 10
 
 
 # The project's own patch

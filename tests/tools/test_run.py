@@ -1,6 +1,5 @@
 """tests/run.sh: which tests it runs, and what it does without a browser. What it sets up is there already."""
 
-import fcntl
 import hashlib
 import os
 import re
@@ -94,13 +93,9 @@ def passed(done: subprocess.CompletedProcess[str]) -> str:
     return done.stdout
 
 
-def test_tests_without_the_browser_do_not_ask_for_it(project: Path) -> None:
+def test_without_a_browser_all_other_tests_run(project: Path) -> None:
     done = run(project, "-k", "test_other", user=0)
     assert "1 passed" in passed(done) and "Chromium" not in done.stdout + done.stderr
-    assert not (project / "apt").exists()
-
-
-def test_without_a_browser_all_other_tests_run(project: Path) -> None:
     done = run(project)
     assert done.returncode == 1 and "1 passed" in done.stdout, done.stdout + done.stderr
     assert "the tests of the report in a browser will fail" in done.stderr
@@ -172,21 +167,6 @@ def test_which_tests_run_against_which_target(project: Path) -> None:
     assert (project / "build/verl").resolve() == project / "build/0.7.0/verl"
 
 
-def test_each_run_has_logs_of_its_own(project: Path) -> None:
-    """Those of a run that is at work stay, and those of one that has ended go."""
-    for name in ("used", "ended"):
-        write(project / f"build/logs.{name}/0/log", name)
-    other = os.open(project / "build/logs.used", os.O_RDONLY)
-    try:
-        fcntl.flock(other, fcntl.LOCK_EX)
-        ran(project)
-    finally:
-        os.close(other)
-    logs = project / "build/logs"
-    assert {path.name for path in logs.parent.glob("logs.*")} == {"logs.used", logs.readlink().name}
-    assert (project / "build/logs.used/0/log").read_text() == "used" and (logs / "0/code").read_text() == "0\n"
-
-
 def use_conftest(project: Path) -> None:
     for name in ("conftest.py", "support/trees.py", "support/timings.py"):
         write(project / "tests" / name, (ROOT / "tests" / name).read_text())
@@ -217,17 +197,16 @@ def test_on_two_ranks(launch):
 """
 
 
-@pytest.mark.parametrize("arguments", [["--quick"], ["--target", "0.7.1", "--quick"]])
-def test_quick_leaves_out_slow_tests_and_most_ranks(project: Path, arguments: list[str]) -> None:
+def test_quick_leaves_out_slow_tests_and_most_ranks(project: Path) -> None:
     add_target(project, "0.7.1", shares="0.7.0")
     shutil.rmtree(project / "build/venv-trackers")
     use_tests(project, {"one/test_first.py": QUICK, "two/test_second.py": QUICK, "unit/test_third.py": QUICK})
     use_conftest(project)
-    printed = passed(run(project, *arguments, options="-s -q"))
+    printed = passed(run(project, "--target", "0.7.1", "--quick", options="-s -q"))
     lines = [line.partition("RAN ")[2] for line in printed.splitlines() if "RAN " in line]
     assert lines == ["without_ranks", "with 2 fsdp2"] * 3
     assert printed.count("run.sh: pytest, ") == 2  # parts
-    assert ("pytest, verl 0.7.1" in printed) == ("--target" in arguments)
+    assert "pytest, verl 0.7.1" in printed
 
 
 def test_the_plugins_tests_with_another_verl(project: Path, tmp_path: Path) -> None:
@@ -239,13 +218,8 @@ def test_the_plugins_tests_with_another_verl(project: Path, tmp_path: Path) -> N
     (tmp_path / "main").mkdir()
     printed = passed(run(project, "--plugin", tmp_path / "main", options="-s"))
     assert "3 passed" in printed and printed.count(f"BASE {tmp_path}/main {project}/build/0.9.1/verl:") == 3
-    chosen = passed(run(project, "--plugin", tmp_path / "main", "-k", "test_plugin_run"))
-    assert "1 passed, 2 deselected" in chosen
     done = run(project, "--plugin", tmp_path / "none")
     assert done.returncode and "none: No such file" in done.stderr
-
-
-def test_an_unknown_target(project: Path) -> None:
     done = run(project, "--target", "0.6.0")
     assert done.returncode == 2 and "--target takes one of: 0.7.0" in done.stderr
 
@@ -310,9 +284,7 @@ LEAVES = """import os, signal, pytest
 
 @pytest.mark.parametrize("code", [
     "signal.signal(signal.SIGTERM, signal.SIG_IGN)",
-    "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])",
-    "os.chdir('/')",
-    "os.umask(0o077)",
+    "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT]); os.chdir('/'); os.umask(0o077)",
     "os.environ['VERL_LEFT'] = '1'",
     "os.environ.pop('TO_GO')",
 ])
@@ -331,13 +303,10 @@ def test_a_test_that_changes_the_process_fails_alone(project: Path, monkeypatch:
     use_tests(project, {"test_other.py": LEAVES})
     use_conftest(project)
     done = run(project, "tests")
-    assert "7 passed, 6 errors" in done.stdout, done.stdout
+    assert "5 passed, 4 errors" in done.stdout, done.stdout
     said = re.findall(r"^E +Failed: left behind for the tests after it: (.*)", done.stdout, re.M)
-    assert [line.partition(":")[0] for line in said] == [
-        "handlers of signals",
-        "blocked signals",
-        "working directory",
-        "umask",
-        "os.environ",
-        "os.environ",
+    assert [re.findall(r"(?:^|; )([\w. ]+): ", line) for line in said] == [
+        ["handlers of signals"],
+        ["blocked signals", "working directory", "umask"],
+        *[["os.environ"]] * 2,
     ]

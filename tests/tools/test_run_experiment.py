@@ -82,7 +82,7 @@ def test_verl_accepts_the_configuration(recorder: str, remedy: list[str]) -> Non
         assert actor.token_clip.enable and actor.token_clip.action == "drop"
 
 
-def test_arguments_win_over_the_environment_and_overrides_over_both(recorder: str, tmp_path: Path) -> None:
+def test_arguments_win_over_variables_and_overrides_over_both(recorder: str, tmp_path: Path) -> None:
     given = ["LR=3e-6", "TRAIN_FILES=a b.parquet,c", f"OUTPUT_DIR={tmp_path}/a run", "trainer.nnodes=7", "--", "--info"]
     overrides = overrides_of(recorder, *given, LR="9", NNODES="4", SPIKE_ACTION="drop", TIS="")
     assert overrides[-2:] == ["trainer.nnodes=7", "--info"]
@@ -93,7 +93,7 @@ def test_arguments_win_over_the_environment_and_overrides_over_both(recorder: st
     assert actor.bisect_dump_dir == f"{trainer.default_local_dir}/bisect_dump" == f"{tmp_path}/a run/bisect_dump"
 
 
-def test_runs_that_must_not_resume_from_each_other_have_names_of_their_own(recorder: str) -> None:
+def test_runs_that_must_not_resume_from_each_other(recorder: str) -> None:
     runs = [["--remedy"], [], ["TIS=3"], ["--remedy", "TIS=3"], ["MODEL_PATH=/m/Other/"]]
     names = [composed(overrides_of(recorder, *run)).trainer.experiment_name for run in runs]
     assert names[:2] == ["qwen3-4b-grpo-remedy", "qwen3-4b-grpo"] and names[-1] == "other-grpo"
@@ -114,7 +114,12 @@ def test_bad_arguments_get_one_sentence(arguments: list[str], sentence: str) -> 
     assert refused.returncode == 2 and sentence in refused.stderr.splitlines()[-1]
 
 
-def test_an_unpatched_verl_is_refused_unless_it_has_the_plugin(recorder: str) -> None:
+def test_an_unpatched_verl_is_refused_unless_it_has_the_plugin(recorder: str, tmp_path: Path) -> None:
+    python = tmp_path / "bare"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
+    python.chmod(0o755)
+    refused = launch("--python", str(python))
+    assert refused.returncode == 2 and "has no verl" in refused.stderr
     base = os.environ["GRADLOC_BASE_TREE"]
     refused = launch("--python", recorder, PYTHONPATH=base)
     assert refused.returncode == 2 and f"the verl in {base}/verl is not patched" in refused.stderr
@@ -123,15 +128,9 @@ def test_an_unpatched_verl_is_refused_unless_it_has_the_plugin(recorder: str) ->
     assert overrides[:2] == ["actor@actor_rollout_ref.actor=gradloc_dp_actor", "critic=gradloc_dp_critic"]
 
 
-def test_a_python_without_verl_is_refused(tmp_path: Path) -> None:
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
-    python.chmod(0o755)
-    refused = launch("--python", str(python))
-    assert refused.returncode == 2 and "has no verl" in refused.stderr
-
-
 def test_help_is_the_top_of_the_script_and_a_link_to_it_works(tmp_path: Path, recorder: str) -> None:
+    (tmp_path / "a folder").mkdir()
+    assert launch("--dry-run", "--python", recorder, script=shutil.copy(SCRIPT, tmp_path / "a folder")).returncode == 0
     (tmp_path / "link").symlink_to(SCRIPT)
     done = launch("--help", script=tmp_path / "link")
     assert done.returncode == 0 and "--remedy" in done.stdout and "MODEL_PATH=" in done.stdout
@@ -172,10 +171,3 @@ def test_a_bad_key_is_refused_before_ray_starts(override: str, words: str, tmp_p
     assert "ray init kwargs" not in done.stdout  # which main_ppo prints before it starts Ray
     if trees.TARGET.startswith("0.7"):  # verl 0.9's own check has a traceback
         assert "Traceback" not in done.stderr
-
-
-def test_a_copy_of_the_project_in_a_folder_with_spaces_works(tmp_path: Path, recorder: str) -> None:
-    place = tmp_path / "a project"
-    (place / "embedded").mkdir(parents=True)
-    shutil.copy(SCRIPT, place)
-    assert launch("--dry-run", "--python", recorder, script=place / SCRIPT.name).returncode == 0

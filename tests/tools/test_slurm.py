@@ -198,35 +198,29 @@ def test_each_job_has_a_token_of_its_own(cluster: Cluster) -> None:
 
 
 def test_what_starts_a_container_comes_before_each_command(cluster: Cluster) -> None:
-    assert cluster.run(CONTAINER="env IN_CONTAINER=1")[0] == 7
+    cluster.write("project/run_experiment.sh", f'exec bash {ROOT}/run_experiment.sh "$@"\n')
+    code, said = cluster.run("--dry-run", CONTAINER="env IN_CONTAINER=1")
+    assert code == 0 and "trainer.nnodes=3 " in said and "trainer.n_gpus_per_node=4 " in said, said
     commands = [line.split(maxsplit=2)[2] for line in cluster.notes("srun")]
     assert [command for command in commands if not command.startswith("env IN_CONTAINER=1 ")] == [
         "hostname --ip-address"
     ]
 
 
-def test_the_launcher_takes_nodes_and_gpus_from_slurm(cluster: Cluster) -> None:
-    cluster.write("project/run_experiment.sh", f'exec bash {ROOT}/run_experiment.sh "$@"\n')
-    code, said = cluster.run("--dry-run")
-    assert code == 0 and "trainer.nnodes=3 " in said and "trainer.n_gpus_per_node=4 " in said, said
-
-
-def test_a_node_whose_verl_is_not_patched_is_named(cluster: Cluster) -> None:
-    code, said = cluster.run(UNPATCHED="n2")
-    assert code == 1 and "the verl of n2 is not patched: said about n2" in said
-    assert "n1" not in said and not cluster.notes("ray")
-
-
-def test_a_ray_that_does_not_start_ends_the_job(cluster: Cluster) -> None:
-    code, said = cluster.run(FAILING="n3")
-    assert code == 1 and "Ray on n3 has ended" in said
-    assert sorted(cluster.notes("ended")) == ["n1", "n2"] and not cluster.notes("training")
-
-
-def test_a_node_that_does_not_join_ends_the_job(cluster: Cluster) -> None:
-    code, said = cluster.run(LOST="n2", RAY_WAIT="1")
-    assert code == 1 and f"after 1 s, 2 of 3 nodes have joined {ADDRESS}" in said
-    assert sorted(cluster.notes("ended")) == NODES and not cluster.notes("training")
+@pytest.mark.parametrize(
+    ("environment", "sentence", "ended"),
+    [
+        ({"UNPATCHED": "n2"}, "the verl of n2 is not patched: said about n2", []),
+        ({"FAILING": "n3"}, "Ray on n3 has ended", ["n1", "n2"]),
+        ({"LOST": "n2", "RAY_WAIT": "1"}, f"after 1 s, 2 of 3 nodes have joined {ADDRESS}", NODES),
+    ],
+)
+def test_a_node_that_is_not_ready_ends_the_job(
+    cluster: Cluster, environment: dict[str, str], sentence: str, ended: list[str]
+) -> None:
+    code, said = cluster.run(**environment)
+    assert code == 1 and sentence in said
+    assert sorted(cluster.notes("ended")) == ended and not cluster.notes("training")
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
