@@ -18,6 +18,16 @@ ROOT = Path(__file__).parents[2]
 # The key has another name in verl 0.9.
 _REWARD = "reward.custom_reward_function" if verl.__version__ == "0.9.1" else "custom_reward_function"
 REWARDS = [f"{_REWARD}.path={ROOT}/tests/trainer/varied_rewards.py"]
+# A critic, whose τ is so small that each of its mini-batches is a spike.
+CRITIC = [
+    "critic.enable=True",
+    "critic.strategy=fsdp2",
+    "critic.model.use_remove_padding=False",
+    "critic.model.enable_gradient_checkpointing=False",
+    "critic.ppo_micro_batch_size_per_gpu=2",
+    "critic.grad_norm_threshold=1e-4",
+    "critic.fsdp.dtype=float32" if verl.__version__ == "0.9.1" else "critic.model.fsdp_config.model_dtype=float32",
+]
 warm_interpreter: Path | None = None  # what conftest.py has made
 
 

@@ -63,49 +63,42 @@ def with_fault(name: str, directory: Path, *arguments: str) -> tuple[str, list[d
     return finished(directory, "--fault", name, *arguments)
 
 
-def with_an_outlier_weight(directory: Path) -> Path:
-    """The tiny model with one large weight, as trained models have them: small ones can flip to 2 at most."""
-    subprocess.run([runs.warm_interpreter, ROOT / "embedded/prepare.py", directory, "--tiny"], check=True)
-    model = AutoModelForCausalLM.from_pretrained(directory / "model", dtype=torch.float32)
-    with torch.no_grad():
-        model.model.layers[1].mlp.down_proj.weight[0, 0] = 4.0
-    model.save_pretrained(directory / "model")
-    return directory / "model"
+def outlier_weight(model: Any) -> None:
+    """Trained models have large weights: small ones can flip to 2 at most."""
+    model.model.layers[1].mlp.down_proj.weight[0, 0] = 4.0
 
 
-def with_preferences(directory: Path) -> Path:
-    """The tiny model with a large LM head: tokens that it has not sampled are far less likely than those it has."""
-    subprocess.run([runs.warm_interpreter, ROOT / "embedded/prepare.py", directory, "--tiny"], check=True)
-    model = AutoModelForCausalLM.from_pretrained(directory / "model", dtype=torch.float32)
+def preferences(model: Any) -> None:
+    """With a large LM head, tokens that it has not sampled are far less likely than those it has."""
     torch.manual_seed(1)
     model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight) * 0.6)
     model.config.tie_word_embeddings = False
-    model.save_pretrained(directory / "model")
-    return directory / "model"
 
 
-def with_sharp_logits(directory: Path) -> Path:
-    """The tiny model with twenty times its logits."""
+def strong_layer(model: Any) -> None:
+    """The gradient of a large MLP counts, as in trained models."""
+    for parameter in model.model.layers[1].mlp.parameters():
+        parameter.mul_(3.0)
+
+
+def sharp_logits(model: Any) -> None:
+    """Twenty times its logits."""
+    model.model.norm.weight.mul_(20.0)
+
+
+MODELS = {"bitflip": outlier_weight, "retokenized": preferences, "kernel": strong_layer, "temperature": sharp_logits}
+
+
+@torch.no_grad()
+def changed_model(name: str, directory: Path) -> list[str]:
+    """The setting for the tiny model that a fault shows in; none where it is the tiny model as it is."""
+    if name not in MODELS:
+        return []
     subprocess.run([runs.warm_interpreter, ROOT / "embedded/prepare.py", directory, "--tiny"], check=True)
     model = AutoModelForCausalLM.from_pretrained(directory / "model", dtype=torch.float32)
-    with torch.no_grad():
-        model.model.norm.weight.mul_(20.0)
+    MODELS[name](model)
     model.save_pretrained(directory / "model")
-    return directory / "model"
-
-
-def with_a_strong_layer(directory: Path) -> Path:
-    """The tiny model with a large MLP in layer 1, as trained models have them: its gradient counts."""
-    subprocess.run([runs.warm_interpreter, ROOT / "embedded/prepare.py", directory, "--tiny"], check=True)
-    model = AutoModelForCausalLM.from_pretrained(directory / "model", dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.model.layers[1].mlp.parameters():
-            parameter.mul_(3.0)
-    model.save_pretrained(directory / "model")
-    return directory / "model"
-
-
-MODELS = {"bitflip": with_an_outlier_weight, "retokenized": with_preferences, "kernel": with_a_strong_layer}
+    return [f"MODEL_PATH={directory}/model"]
 
 
 def replayed(bundle: Path, model: Path) -> dict[str, Any]:
@@ -139,8 +132,7 @@ def test_a_fault_is_told_by_its_evidence(name: str, tmp_path: Path, request: pyt
     if name == "advantage":
         printed, events = request.getfixturevalue(name)
     else:
-        model = [f"MODEL_PATH={MODELS[name](tmp_path)}"] if name in MODELS else []
-        printed, events = with_fault(name, tmp_path / "out", *model)
+        printed, events = with_fault(name, tmp_path / "out", *changed_model(name, tmp_path))
     assert f"FAULT '{name}' IS PLANTED IN THIS RUN ON PURPOSE" in printed
     assert events and {event["fault"] for event in events} == {name}
     assert all(event["global_norm"] != 0 for event in events)
@@ -213,7 +205,7 @@ def test_a_fault_is_told_by_its_evidence(name: str, tmp_path: Path, request: pyt
 def test_what_is_wrong_with_the_whole_run_is_warned_of(name: str, tmp_path: Path) -> None:
     # A temperature changes hardly anything where all tokens are equally likely; old weights do where training is fast.
     fast = ["LR=0.1"] if name != "loss_scale" else []
-    settings = [f"MODEL_PATH={with_sharp_logits(tmp_path)}"] if name == "temperature" else fast
+    settings = changed_model(name, tmp_path) or fast
     printed, _ = finished(tmp_path / "out", "--fault", name, *settings, *REWARDS)
     assert f"FAULT '{name}' IS PLANTED IN THIS RUN ON PURPOSE" in printed
     lines = (tmp_path / "out/bisect_dump/steps.jsonl").read_text().splitlines()

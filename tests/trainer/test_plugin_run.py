@@ -8,7 +8,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from runs import REWARDS, ROOT, events_in, finished, started
+from runs import CRITIC, REWARDS, ROOT, events_in, finished, started
 
 import trees
 
@@ -40,21 +40,11 @@ def environment(installed: Path) -> dict[str, str]:
 
 
 def test_a_planted_token_is_found_and_the_critic_is_watched(installed: Path, tmp_path: Path) -> None:
-    """The critic's τ is so small that each of its mini-batches is a spike."""
     planted = tmp_path / "planted.json"
     modules = {"VERL_USE_EXTERNAL_MODULES": "planted_spike,critic_on_cpu", "PLANTED_SPIKE_FILE": str(planted)}
     arguments = ["--plugin", "GRAD_NORM_THRESHOLD=80", "TOTAL_STEPS=2", "SPIKE_DRILL_STEP=1"]
-    arguments += [
-        "algorithm.adv_estimator=planted_spike",
-        "critic.enable=True",
-        "critic.strategy=fsdp2",
-        f"critic.model.path={ROOT}/.embedded/{trees.TARGET}-plugin/tiny/model",
-        "critic.model.use_remove_padding=False",
-        "critic.model.enable_gradient_checkpointing=False",
-        "critic.ppo_micro_batch_size_per_gpu=2",
-        "critic.grad_norm_threshold=1e-4",
-        "critic.fsdp.dtype=float32",
-    ]
+    model = f"critic.model.path={ROOT}/.embedded/{trees.TARGET}-plugin/tiny/model"
+    arguments += ["algorithm.adv_estimator=planted_spike", model, *CRITIC]
     printed, events = finished(tmp_path / "out", *arguments, **modules, **environment(installed))
     drills = [event for event in events if event["drill"]]
     assert [event["drill"]["found"] for event in drills] == [True]

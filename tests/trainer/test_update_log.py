@@ -25,23 +25,16 @@ def test_few_lines_are_logged_of_an_update(
         assert said[3] == f"{count - 3} more gradient spikes in step 3: see the report on {tmp_path}"
 
 
-def test_what_token_clip_found_is_logged_beside_the_spikes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_clips_and_verdicts_are_logged_with_the_spikes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     from verl.utils.gradloc.adapters.update_evidence import write_update
 
     clips = [{"global_step": 3, "summary": "cut.", "token_clip": {"tokens": []}}] * 5
-    write_update(str(tmp_path), 3, [*clips, {"global_step": 3, "summary": "sum.", "drill": None}], {})
-    said = [record.getMessage() for record in caplog.records]
-    assert said == [
+    verdict = {"cause": None, "sentence": "No known cause: that is so.", "check": "`look` shows it."}
+    spikes = [{"global_step": 3, "summary": "sum.", "drill": None, "verdict": each} for each in (None, verdict)]
+    write_update(str(tmp_path), 3, [*clips, *spikes], {})
+    assert [record.getMessage() for record in caplog.records] == [
         "Gradient spike in step 3: sum.",
+        "Gradient spike in step 3: No known cause: that is so. `look` shows it. sum.",
         *["Outlying tokens in step 3: cut."] * 3,
         f"2 more mini-batches with outlying tokens in step 3: see the report on {tmp_path}",
     ]
-
-
-def test_the_verdict_of_a_spike_is_logged_before_its_summary(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    from verl.utils.gradloc.adapters.update_evidence import write_update
-
-    verdict = {"cause": None, "sentence": "No known cause: that is so.", "check": "`look` shows it."}
-    write_update(str(tmp_path), 3, [{"global_step": 3, "summary": "sum.", "drill": None, "verdict": verdict}], {})
-    (said,) = [record.getMessage() for record in caplog.records]
-    assert said == "Gradient spike in step 3: No known cause: that is so. `look` shows it. sum."

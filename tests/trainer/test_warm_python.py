@@ -54,7 +54,7 @@ def test_a_program_ends_as_it_would_end(code: str) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_what_ends_the_interpreter_ends_the_program_and_what_it_started(tmp_path: Path, number: signal.Signals) -> None:
+def test_what_ends_the_interpreter_ends_its_program(tmp_path: Path, number: signal.Signals) -> None:
     code = "import os, subprocess, time; child = subprocess.Popen(['sleep', '600'])\n"
     code += "print(os.getpid(), child.pid, flush=True); time.sleep(600)"
     command = [runs.warm_interpreter, *FORK, "-c", code]
