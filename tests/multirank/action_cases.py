@@ -32,6 +32,22 @@ from verl import DataProto
 DETECTION = {"spike_detection": True, "grad_norm_threshold": IDENTITY_THRESHOLD, "bisect_budget_steps": 100}
 
 
+def compared(
+    case: Case, calls: int = 2, both: dict[str, Any] | None = None, **options: Any
+) -> tuple[dict[str, bool], Run]:
+    """A run with a search, and what of it is bit-identical to a run of the unpatched actor.
+
+    Args:
+        case (Case): The actor.
+        calls (int): How many updates.
+        both (dict, optional): What both runs have of `train`'s arguments.
+        options (Any): What only the first has.
+    """
+    stock = train(case, stock_dp_actor(), calls=calls, **both) if both else stock_run(case, calls)
+    run = train(case, calls=calls, **(both or {}), **{**DETECTION, **options})
+    return compare_runs(run, stock), run
+
+
 def skip(case: Case) -> tuple[dict[str, bool], Run]:
     """Two calls with a spike in the first, against an unpatched actor that sees only the second."""
     run = train(case, calls=2, spike_action="skip", **DETECTION)
@@ -103,8 +119,7 @@ def drop_without_budget(case: Case, budget: int) -> tuple[dict[str, bool], Run, 
     handler = logging.Handler()
     handler.emit = lambda record: warnings.append(record.getMessage())
     logging.getLogger("verl.utils.gradloc.actions").addHandler(handler)
-    run = train(case, spike_action="drop", **{**DETECTION, "bisect_budget_steps": budget})
-    return compare_runs(run, stock_run(case)), run, warnings
+    return *compared(case, 1, spike_action="drop", bisect_budget_steps=budget), warnings
 
 
 def broken_weights(case: Case) -> tuple[dict[str, bool], Run]:
@@ -154,9 +169,7 @@ def broken_activation(case: Case, rank: int, row: int, position: int) -> tuple[d
         embeddings = [m for m in actor.actor_module.modules() if isinstance(m, torch.nn.Embedding)]
         embeddings[0].register_forward_hook(spoil)
 
-    stock = train(case, stock_dp_actor(), prepare=prepare)
-    run = train(case, prepare=prepare, **DETECTION)
-    return compare_runs(run, stock), run
+    return compared(case, 1, {"prepare": prepare})
 
 
 def diffuse(case: Case, scope: str = "all", budget: int = 128) -> tuple[float, float, str]:
@@ -204,9 +217,7 @@ def poisoned(case: Case, poison: str, places: list[tuple[int, int, int]]) -> tup
             if rank == dist.get_rank():
                 batch.batch[name][row, position] = value
 
-    run = train(case, change_batch=change_batch, **DETECTION)
-    stock = train(case, stock_dp_actor(), change_batch=change_batch)
-    return compare_runs(run, stock), run
+    return compared(case, 1, {"change_batch": change_batch})
 
 
 def empty_mask(case: Case) -> tuple[dict[str, bool], Run]:
@@ -217,20 +228,18 @@ def empty_mask(case: Case) -> tuple[dict[str, bool], Run]:
             batch.batch["response_mask"].zero_()
             batch.batch["advantages"].zero_()
 
-    run = train(case, change_batch=change_batch, **DETECTION)
-    stock = train(case, stock_dp_actor(), change_batch=change_batch)
-    return compare_runs(run, stock), run
+    return compared(case, 1, {"change_batch": change_batch})
 
 
-def layer_of_a_model(actor: Any, index: int) -> torch.nn.Module:
-    return [m for m in actor.actor_module.modules() if type(m).__name__.endswith("LlamaDecoderLayer")][index]
+def layers_of(actor: Any) -> list[torch.nn.Module]:
+    return [m for m in actor.actor_module.modules() if type(m).__name__.endswith("DecoderLayer")]
 
 
 def broken_backward(case: Case, place: tuple[int, int, int] | None) -> tuple[dict[str, bool], Run]:
     """A layer whose backward gives NaN: for one token and those that it attends to, or, without a place, for all."""
 
     def prepare(actor: Any) -> None:
-        layer = layer_of_a_model(actor, 1)
+        layer = layers_of(actor)[1]
         ids = None if place is None else build_batch(case, place[0]).batch["input_ids"][place[1]]
         inputs: list[torch.Tensor] = []
 
@@ -250,9 +259,7 @@ def broken_backward(case: Case, place: tuple[int, int, int] | None) -> tuple[dic
         )
         layer.register_forward_hook(spoil)
 
-    run = train(case, prepare=prepare, **DETECTION)
-    stock = train(case, stock_dp_actor(), prepare=prepare)
-    return compare_runs(run, stock), run
+    return compared(case, 1, {"prepare": prepare})
 
 
 def broken_weight(case: Case, value: float, name: str, index: int) -> Run:
@@ -277,9 +284,8 @@ def overflow(case: Case, poisoned: list[tuple[int, int, int]]) -> tuple[dict[str
             if rank == dist.get_rank():
                 batch.batch["advantages"][row, position] = math.nan
 
-    run = train(case, prepare=prepare, change_batch=change_batch, **DETECTION)
-    stock = train(case, stock_dp_actor(), prepare=prepare, change_batch=change_batch)
-    return compare_runs(run, stock), [scaler.get_scale() for scaler in scalers], run
+    same, run = compared(case, 1, {"prepare": prepare, "change_batch": change_batch})
+    return same, [scaler.get_scale() for scaler in scalers], run
 
 
 def update_of_the_worker(case: Case, action: str) -> tuple[str, list[float], list[int], list[bool]]:

@@ -51,8 +51,10 @@ def train(
     prepare: Callable[[Any], None] | None = None,
     change_model: Callable[[torch.nn.Module], None] = lambda _: None,
     change_batch: Callable[[DataProto], None] = lambda _: None,
+    size: int = 1,
     **gradloc: Any,
 ) -> Run:
+    """Updates of an actor. Each `size` neighbouring ranks share their data."""
     actor = build_actor(case, module, change_model, **gradloc)
     run = Run([], [], [], [], [], torch.empty(0), [])
     count = 0
@@ -73,7 +75,7 @@ def train(
     for seed in range(calls):
         count = 0
         with torch.random.fork_rng():
-            batch = build_batch(case, dist.get_rank(), seed)
+            batch = build_batch(case, dist.get_rank() // size, seed)
         change_batch(batch)
         run.metrics.append(actor.update_policy(batch))
         run.forwards.append(count)

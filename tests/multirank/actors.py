@@ -23,6 +23,7 @@ import torch.distributed as dist
 import verl
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
+    CPUOffload,
     CPUOffloadPolicy,
     FullyShardedDataParallel,
     MixedPrecision,
@@ -106,7 +107,7 @@ class Case:
     stays_unsharded: bool = False
     # Two replicas of a model that is sharded over half of the ranks.
     hsdp: bool = False
-    # FSDP2's own offloading of parameters, gradients and optimizer.
+    # FSDP's own offloading of parameters, gradients and optimizer; the actor has it with FSDP2.
     offload_policy: bool = False
     # Without the padding tokens; the log-probs fused with the LM head.
     packed: bool = False
@@ -303,6 +304,7 @@ def wrap(case: Case, model: torch.nn.Module) -> torch.nn.Module:
         device_mesh=mesh,
         sharding_strategy=SHARDING[case.stays_unsharded][case.hsdp],
         mixed_precision=MixedPrecision(param_dtype=case.dtype, reduce_dtype=torch.float32, buffer_dtype=torch.float32),
+        cpu_offload=CPUOffload(offload_params=case.offload_policy),
         use_orig_params={"fsdp1": False, "fsdp1-orig": True}[case.wrap],
     )
 

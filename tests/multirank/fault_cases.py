@@ -19,7 +19,7 @@ import pytest
 import reduced_meter_cases
 import torch
 import torch.distributed as dist
-from action_cases import DETECTION
+from action_cases import DETECTION, compared, layers_of
 from actor_cases import Run, compare_runs, stock_run, train
 from actors import ENGINE, PROMPT, Case, stock_dp_actor, with_hook_on_log_probs
 from batches import build_batch, response_length
@@ -70,7 +70,7 @@ def disturb(actor: Any, where: str, when: int | Sequence[int], disturbance: Call
         if torch._C._current_graph_task_id() == -1 and output.requires_grad:
             output.register_hook(strike)
 
-    layers = [m for m in actor.actor_module.modules() if type(m).__name__.endswith("LlamaDecoderLayer")]
+    layers = layers_of(actor)
     if where == "in a layer":
         layers[1].register_forward_hook(strike)
     elif where == "in a layer's backward":
@@ -96,9 +96,7 @@ def failing_search(
         if dist.get_rank() in ranks:
             disturb(actor, where, when, run_out_of_memory)
 
-    stock = stock_run(case, 2)
-    run = train(case, calls=2, prepare=prepare, **DETECTION)
-    return compare_runs(run, stock), run
+    return compared(case, prepare=prepare)
 
 
 def torch_without(name: str, ranks: Sequence[int]) -> Any:
@@ -123,8 +121,7 @@ def layer_clip_without(case: Case, name: str) -> str:
 def without_a_name(case: Case, name: str, ranks: list[int]) -> tuple[dict[str, bool], Run, list[str]]:
     """A run on a torch that lacks a name on some ranks, compared with the unpatched actor; and the warnings."""
     with torch_without(name, ranks), warnings_of("measure.watched_model") as warnings:
-        run = train(case, calls=2, spike_replay=1, **DETECTION)
-    return compare_runs(run, stock_run(case, 2)), run, warnings
+        return *compared(case, spike_replay=1), warnings
 
 
 @contextlib.contextmanager
@@ -142,14 +139,13 @@ def warnings_of(module: str) -> Iterator[list[str]]:
 
 def with_unseen_calls(case: Case) -> tuple[dict[str, bool], Run, list[str]]:
     """A run on a torch whose FSDP makes its collective calls by functions that nobody knows; and the warnings."""
-    stock = stock_run(case, 2)
+    stock_run(case, 2)
     copied = types.SimpleNamespace(**vars(dist))
     parts = [mock.patch.object(part, "dist", copied) for part in (_fsdp_collectives, _flat_param, _runtime_utils)]
     with contextlib.ExitStack() as ended, warnings_of("gradloc") as warnings:
         for part in parts:
             ended.enter_context(part)
-        run = train(case, calls=2, **DETECTION)
-    return compare_runs(run, stock), run, warnings
+        return *compared(case), warnings
 
 
 def failing_hook(case: Case) -> tuple[dict[str, bool], Run]:
@@ -164,8 +160,7 @@ def failing_hook(case: Case) -> tuple[dict[str, bool], Run]:
         return norms_of_all(*arguments)
 
     with mock.patch.object(local_norms, "norms_of_all", failing_norms):
-        run = train(case, calls=2, **DETECTION)
-    return compare_runs(run, stock_run(case, 2)), run
+        return compared(case)
 
 
 def with_assertions(case: Case) -> tuple[dict[str, bool], Run]:
@@ -179,9 +174,7 @@ def with_assertions(case: Case) -> tuple[dict[str, bool], Run]:
         for layer in model.model.layers:
             layer.register_forward_hook(check)
 
-    stock = train(case, stock_dp_actor(), calls=2, change_model=change)
-    run = train(case, calls=2, change_model=change, **DETECTION)
-    return compare_runs(run, stock), run
+    return compared(case, both={"change_model": change})
 
 
 def rehearsed(calls: list[int], failing: int | None) -> tuple[str, int | None]:
@@ -215,9 +208,7 @@ def out_of_time(case: Case, others: float) -> tuple[dict[str, bool], Run]:
 
         actor.gradloc._search_time = SearchTime(4.5, clock)
 
-    stock = stock_run(case, 2)
-    run = train(case, calls=2, prepare=prepare, bisect_budget_seconds=4.5, bisect_until="exhaustive", **DETECTION)
-    return compare_runs(run, stock), run
+    return compared(case, prepare=prepare, bisect_budget_seconds=4.5, bisect_until="exhaustive")
 
 
 def evaluate_before_updates(actor: Any) -> None:
@@ -262,12 +253,9 @@ def failing_without_an_expert(case: Case) -> tuple[dict[str, bool], Run]:
                 run_out_of_memory()
 
         if dist.get_rank() == 1:
-            layers = [m for m in actor.actor_module.modules() if type(m).__name__.endswith("DecoderLayer")]
-            layers[1].register_forward_hook(strike)
+            layers_of(actor)[1].register_forward_hook(strike)
 
-    stock = train(case, stock_dp_actor(), calls=2, change_model=without_an_expert)
-    run = train(case, calls=2, prepare=prepare, change_model=without_an_expert, **DETECTION)
-    return compare_runs(run, stock), run
+    return compared(case, both={"change_model": without_an_expert}, prepare=prepare)
 
 
 def without_an_expert(model: torch.nn.Module) -> None:
@@ -290,11 +278,12 @@ def dropping_without_an_expert(case: Case) -> tuple[list[int], list[int], str]:
 def with_other_arithmetic(case: Case) -> Run:
     """A search on ranks of which each one makes something else of suspicion, as other processors might."""
     suspicion = micro_batch.suspicion
-    micro_batch.suspicion = lambda tokens: suspicion(tokens) * (1 + dist.get_rank() * torch.rand_like(tokens["weight"]))
-    try:
+
+    def other(tokens: dict[str, torch.Tensor]) -> torch.Tensor:
+        return suspicion(tokens) * (1 + dist.get_rank() * torch.rand_like(tokens["weight"]))
+
+    with mock.patch.object(micro_batch, "suspicion", other):
         return train(case, **DETECTION)
-    finally:
-        micro_batch.suspicion = suspicion
 
 
 def with_other_sums(case: Case) -> tuple[float, float, Run]:
@@ -317,11 +306,8 @@ def with_other_sums(case: Case) -> tuple[float, float, Run]:
             tensor.mul_(1 + 1e-8)
         return work
 
-    dist.all_reduce = inexact
-    try:
+    with mock.patch.object(dist, "all_reduce", inexact):
         run = train(case, **options, grad_norm_threshold=threshold)
-    finally:
-        dist.all_reduce = all_reduce
     return trigger["norm"], threshold * trigger["threshold"], run
 
 
@@ -357,10 +343,8 @@ def failing_beside_the_passes(case: Case, what: str) -> tuple[dict[str, bool], R
             actor.gradloc._measure = measured
 
     fails = what == "the event" and dist.get_rank() == 1
-    stock = stock_run(case, 2)
     with mock.patch.object(event, "_trigger", run_out_of_memory) if fails else contextlib.nullcontext():
-        run = train(case, calls=2, prepare=prepare, **DETECTION)
-    return compare_runs(run, stock), run
+        return compared(case, prepare=prepare)
 
 
 def with_unreadable_weights(case: Case, ranks: list[int], token_clip: bool) -> tuple[dict[str, bool], Run]:
@@ -377,16 +361,13 @@ def with_unreadable_weights(case: Case, ranks: list[int], token_clip: bool) -> t
             run_out_of_memory()
         return weights(*arguments, **options)
 
-    if dist.get_rank() in ranks:
-        loss_weights.policy_weights = failing_weights
     clip = {"token_clip": token_clip_config(enable=True, action="log")} if token_clip else {}
-    try:
+    failing = mock.patch.object(loss_weights, "policy_weights", failing_weights)
+    with failing if dist.get_rank() in ranks else contextlib.nullcontext():
         run = train(case, calls=2, **DETECTION, **clip)
-    finally:
-        loss_weights.policy_weights = weights
     # The unpatched actor has no figures of TokenClip.
     run.metrics = [{name: metrics[name] for name in metrics if "token_clip" not in name} for metrics in run.metrics]
-    return compare_runs(run, train(case, stock_dp_actor(), calls=2)), run
+    return compare_runs(run, stock_run(case, 2)), run
 
 
 def failing_alone(case: Case) -> None:
@@ -431,9 +412,7 @@ def unequal_lengths(case: Case) -> tuple[dict[str, bool], Run]:
             batch.batch["attention_mask"][:, PROMPT + 1 :] = 0
             batch.batch["response_mask"][:, 1:] = 0
 
-    stock = train(case, stock_dp_actor(), change_batch=change_batch)
-    run = train(case, change_batch=change_batch, **DETECTION)
-    return compare_runs(run, stock), run
+    return compared(case, 1, {"change_batch": change_batch})
 
 
 @dataclasses.dataclass(frozen=True)

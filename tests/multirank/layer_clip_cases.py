@@ -11,115 +11,46 @@ import functools
 import logging
 import math
 import os
-import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import cluster
+import actor_cases
+import actors
 import pytest
 import torch
 import torch.distributed as dist
+from actors import VOCABULARY, Case
+from batches import build_batch
+from oracle import layer_of
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffload,
-    CPUOffloadPolicy,
-    FullyShardedDataParallel,
-    OffloadPolicy,
-    ShardingStrategy,
-    fully_shard,
-)
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
-from verl.utils.fsdp_utils import get_fsdp_wrap_policy
+from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+from verl.workers.config import LayerClipConfig as VerlLayerClipConfig
 
 from gradloc import LayerClip, LayerClipConfig
 
-VOCABULARY = 67  # odd, so that not every shard has the same size
-LAYERS = {
-    r"layers\.\d+\.mlp\.gate\.": lambda name: re.search(r"layers\.\d+", name)[0] + ".router",
-    r"layers\.\d+\.": lambda name: re.search(r"layers\.\d+", name)[0],
-    r"embed_tokens\.": lambda name: "embed_tokens",
-    r"lm_head\.": lambda name: "lm_head",
-    r"model\.norm\.": lambda name: "norm",
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A model and how it is wrapped."""
-
-    wrap: str = "fsdp2"
-    model: str = "llama"
-    hsdp: bool = False
-    offload: bool = False
-
-    @property
-    def id(self) -> str:
-        return "-".join([self.wrap, self.model] + ["hsdp"] * self.hsdp + ["offload"] * self.offload)
-
-
-def layer_of(parameter: str) -> str:
-    return next(name(parameter) for pattern, name in LAYERS.items() if re.search(pattern, parameter))
-
 
 def build_model(case: Case) -> nn.Module:
+    if case.model != "moe":
+        return actors.build_model(case)
     torch.manual_seed(1)
-    sizes = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 24,
-        "intermediate_size": 36,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "initializer_range": 0.2,
-    }
-    if case.model == "moe":
-        # The shared expert's gate has one row: with Shard(0) all ranks but one hold nothing of it.
-        config = Qwen2MoeConfig(
-            **sizes,
-            moe_intermediate_size=20,
-            shared_expert_intermediate_size=28,
-            num_experts=3,
-            num_experts_per_tok=2,
-            decoder_sparse_step=1,
-        )
-        return Qwen2MoeForCausalLM(config)
-    model = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=case.model == "tied", attention_bias=True))
-    import actors
-
-    return actors.train_only_parts(model, case.model, case.wrap)
-
-
-def wrap(case: Case, model: nn.Module) -> nn.Module:
-    if case.hsdp:
-        cluster.forget_meshes_after_this_call()
-    shape = (2, dist.get_world_size() // 2) if case.hsdp else (dist.get_world_size(),)
-    names = ("ddp", "fsdp") if case.hsdp else ("fsdp",)
-    if case.wrap == "none":
-        return model
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    if case.wrap == "fsdp2":
-        shard = functools.partial(
-            fully_shard,
-            mesh=mesh,
-            offload_policy=CPUOffloadPolicy(pin_memory=False) if case.offload else OffloadPolicy(),
-        )
-        for module in model.modules():
-            if module.__class__.__name__.endswith("DecoderLayer"):
-                shard(module)
-        shard(model)
-        return model
-    return FullyShardedDataParallel(
-        model,
-        auto_wrap_policy=get_fsdp_wrap_policy(model, is_lora=case.model == "lora"),
-        device_id=torch.device("cpu"),
-        device_mesh=mesh,
-        sharding_strategy=ShardingStrategy.HYBRID_SHARD if case.hsdp else ShardingStrategy.FULL_SHARD,
-        cpu_offload=CPUOffload(offload_params=case.offload),
-        use_orig_params=case.wrap == "fsdp1-orig",
+    # The shared expert's gate has one row: with Shard(0) all ranks but one hold nothing of it.
+    config = Qwen2MoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=24,
+        intermediate_size=36,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.2,
+        moe_intermediate_size=20,
+        shared_expert_intermediate_size=28,
+        num_experts=3,
+        num_experts_per_tok=2,
+        decoder_sparse_step=1,
     )
+    return Qwen2MoeForCausalLM(config).to(actors.DEVICE)
 
 
 def allow_offload() -> None:
@@ -128,9 +59,9 @@ def allow_offload() -> None:
     torch.cpu.Stream.synchronize = lambda stream: None
 
 
-def backward(model: nn.Module, rank: int) -> None:
-    ids = torch.randint(0, VOCABULARY, (3, 9), generator=torch.Generator().manual_seed(rank))
-    model(input_ids=ids, labels=ids).loss.backward()
+def backward(model: nn.Module, seed: int, factor: float = 1.0) -> None:
+    ids = torch.randint(0, VOCABULARY, (3, 9), generator=torch.Generator().manual_seed(seed)).to(actors.DEVICE)
+    (factor * model(input_ids=ids, labels=ids).loss).backward()
 
 
 def plain_gradients(case: Case) -> dict[str, Tensor]:
@@ -192,13 +123,13 @@ def compare(case: Case, all_gathers: int) -> Comparison:
         for layer, norm in norms.items()
     }
 
-    if case.offload:
+    if case.offload_policy and actors.DEVICE.type == "cpu":
         allow_offload()
-    model = wrap(case, build_model(case))
+    model = actors.wrap(case, build_model(case))
     if case.wrap == "fsdp2":  # as old log-probs are computed, before an engine of verl 0.9 builds the clip
         with torch.no_grad():
-            model(input_ids=torch.zeros(1, 2, dtype=torch.long))
-    clip = LayerClip(model, LayerClipConfig(rule="fixed", max_norm=max_norm))
+            model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=actors.DEVICE))
+    clip = LayerClip(model, LayerClipConfig(rule="fixed", max_norm=max_norm), actors.DEVICE)
     backward(model, dist.get_rank())
     calls = count_collectives(lambda: clip.clip())
     assert calls[1:] == ["all_gather"] * all_gathers, calls
@@ -248,14 +179,9 @@ def gradient_steps(
         saved_to (str, optional): Where verl's checkpoint manager puts a checkpoint in the end.
         loaded_from (str, optional): Where it finds the extra state, to begin with.
     """
-    import actors
-    from verl.workers.config import LayerClipConfig as VerlLayerClipConfig
-
     case = Case(wrap_as)
-    model = wrap(case, build_model(case))
-    config = actors.build_config(
-        actors.Case(wrap_as), layer_clip=VerlLayerClipConfig(enable=True, rule="zscore", warmup_steps=3)
-    )
+    model = actors.wrap(case, build_model(case))
+    config = actors.build_config(case, layer_clip=VerlLayerClipConfig(enable=True, rule="zscore", warmup_steps=3))
     actor = actors.dp_actor.DataParallelPPOActor(config, model, torch.optim.SGD(model.parameters(), lr=0.0))
     clip = actor.layer_clip
     if loaded_from is not None or saved_to is not None:
@@ -265,8 +191,7 @@ def gradient_steps(
     found = []
     for step in steps:
         model.zero_grad()
-        ids = torch.randint(0, VOCABULARY, (3, 9), generator=torch.Generator().manual_seed(step))
-        (model(input_ids=ids, labels=ids).loss * (50 if step == 5 else 1)).backward()
+        backward(model, step, 50.0 if step == 5 else 1.0)
         clip.clip()
         found.append(clip.last_step)
     if saved_to is not None:
@@ -284,11 +209,6 @@ def run_actor(
         options (dict): `layer_clip` as a dict, and whatever else the actor's configuration takes.
         scale (float, optional): The loss scale, for fp16.
     """
-    import actor_cases
-    import actors
-    import oracle
-    from verl.workers.config import LayerClipConfig as VerlLayerClipConfig
-
     options = {**options, "layer_clip": VerlLayerClipConfig(enable=True, **options.get("layer_clip", {}))}
     found: dict[str, Any] = {"measured": 0}
 
@@ -304,9 +224,9 @@ def run_actor(
 
         actor.layer_clip._reduced_norms.squared_norms = counted
 
-    run = actor_cases.train(actors.Case(**case), calls=calls, prepare=prepare, **options)
+    of_case = Case(**case)
+    run = actor_cases.train(of_case, calls=calls, prepare=prepare, **options)
     actor = found.pop("actor")
-    of_case = actors.Case(**case)
     replicas = 2 if of_case.hsdp else 1
     shards = torch.zeros((), dtype=torch.float64, device=actors.DEVICE)
     for gradient in run.gradients[-1] if run.gradients else []:
@@ -315,7 +235,7 @@ def run_actor(
     seen = []
     # FSDP1's optimizer sees flat parameters, which are no layers.
     for gradients in run.gradients if of_case.wrap in ("fsdp2", "none") else []:
-        names = [oracle.layer_of(name) for name, p in actor.actor_module.named_parameters() if p.requires_grad]
+        names = [layer_of(name) for name, p in actor.actor_module.named_parameters() if p.requires_grad]
         squares = dict.fromkeys(names, 0.0)
         for name, gradient in zip(names, gradients, strict=True):
             squares[name] += gradient.double().square().sum().item() / replicas
@@ -341,14 +261,9 @@ def off_and_stock(wrap_as: str, rollout: bool) -> dict[str, bool]:
     Args:
         rollout (bool): Whether the batch holds the rollout's log-probs.
     """
-    import actor_cases
-    import actors
-    import batches
-    from verl.workers.config import LayerClipConfig as VerlLayerClipConfig
-
-    case = actors.Case(wrap=wrap_as, mini_batch=4, rollout=rollout)
+    case = Case(wrap=wrap_as, mini_batch=4, rollout=rollout)
     for seed in range(2):
-        batches.build_batch(case, dist.get_rank(), seed)  # made once, before what is counted
+        build_batch(case, dist.get_rank(), seed)  # made once, before what is counted
     helper = "verl.trainer.ppo.rollout_corr_helper"
     runs, collectives, reads = [], [], []
     for module, modules, options in (
@@ -393,11 +308,7 @@ def watch_reads(patch: pytest.MonkeyPatch, reads: list[str], on_host: Sequence[T
 
 def host_reads(wrap_as: str) -> tuple[list[str], list[str]]:
     """Where the host waits for the device to step and to log the norm: in the stock actor, and with LayerClip."""
-    import actors
-    import batches
-    from verl.workers.config import LayerClipConfig as VerlLayerClipConfig
-
-    case = actors.Case(wrap=wrap_as)
+    case = Case(wrap=wrap_as)
     # All layers are clipped, so that scaling them is counted, too.
     options = VerlLayerClipConfig(enable=True, rule="fixed", max_norm=1e-3)
     both = [
@@ -405,7 +316,7 @@ def host_reads(wrap_as: str) -> tuple[list[str], list[str]]:
         actors.build_actor(case, layer_clip=options),
     ]
     for actor in both:
-        actor.update_policy(batches.build_batch(case, dist.get_rank()))  # what is done only once
+        actor.update_policy(build_batch(case, dist.get_rank()))  # what is done only once
         backward(actor.actor_module, dist.get_rank())
     stock, ours = map(reads_of_a_step, both)
     assert {layer["factor"] < 1 for layer in both[1].layer_clip.last_step.values()} == {True}
@@ -414,8 +325,6 @@ def host_reads(wrap_as: str) -> tuple[list[str], list[str]]:
 
 def reads_of_a_step(actor: Any) -> list[str]:
     """How the host reads tensors, but for the norm that LayerClip returns, which is on the host already."""
-    import actors
-
     reads: list[str] = []
     on_host: list[Tensor] = []
     with pytest.MonkeyPatch.context() as patch:
@@ -439,10 +348,7 @@ def reads_of_a_step(actor: Any) -> list[str]:
 
 def stock_norms(case: dict[str, Any]) -> list[float]:
     """`actor/grad_norm` of the stock actor, for each mini-batch."""
-    import actor_cases
-    import actors
-
-    return actor_cases.train(actors.Case(**case), actors.stock_dp_actor()).metrics[0]["actor/grad_norm"]
+    return actor_cases.train(Case(**case), actors.stock_dp_actor()).metrics[0]["actor/grad_norm"]
 
 
 def clip_to_parts(case: dict[str, Any], options: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
@@ -465,16 +371,13 @@ def resume(
     Returns:
         tuple: Both lists of `LayerClip.last_step`, and what the loading has warned of.
     """
-    import actors
-    import batches
-
-    case = actors.Case(wrap=wrap_as, rows=4, mini_batch=2)
+    case = Case(wrap=wrap_as, rows=4, mini_batch=2)
     start = functools.partial(with_checkpoints, case, **options)
 
     def update(actor: Any, seeds: range) -> list[Any]:
         steps = []
         for seed in seeds:
-            actor.update_policy(batches.build_batch(case, dist.get_rank(), seed))
+            actor.update_policy(build_batch(case, dist.get_rank(), seed))
             steps.append(actor.layer_clip.last_step)
         return steps
 
@@ -498,9 +401,6 @@ def with_checkpoints(
     case: Any, checkpoint_config: dict[str, Any] | None = None, enable: bool = True, **options: Any
 ) -> tuple[Any, Any]:
     """An actor with LayerClip, and what saves and loads its checkpoints."""
-    import actors
-    from verl.workers.config import LayerClipConfig as VerlLayerClipConfig
-
     layer_clip = VerlLayerClipConfig(enable=enable, warmup_steps=3, rule="ratio", ratio=1.05)
     actor = actors.build_actor(case, layer_clip=layer_clip, **options)
     scheduler = torch.optim.lr_scheduler.ConstantLR(actor.actor_optimizer, factor=1.0)
@@ -509,9 +409,7 @@ def with_checkpoints(
 
 def load_unreadable(folder: str) -> str:
     """The error of a load whose state file, which only rank 0 reads, holds something else."""
-    import actors
-
-    _, manager = with_checkpoints(actors.Case(rows=4, mini_batch=2))
+    _, manager = with_checkpoints(Case(rows=4, mini_batch=2))
     manager.save_checkpoint(folder)
     actors.make_unreadable(folder)
     try:
@@ -523,10 +421,7 @@ def load_unreadable(folder: str) -> str:
 
 def learned_while_off(folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """What LayerClip has learned for the bundles of a run that has it off: when it is saved, and after it is loaded."""
-    import actors
-    from batches import build_batch
-
-    case = actors.Case(rows=4, mini_batch=2)
+    case = Case(rows=4, mini_batch=2)
     detection = {"spike_detection": True, "grad_norm_threshold": 1e30, "spike_replay": 1, "bisect_dump_dir": folder}
     actor, manager = with_checkpoints(case, enable=False, **detection)
     actor.update_policy(build_batch(case, dist.get_rank(), 1))

@@ -8,30 +8,20 @@ has nested tensors, that a CPU has too.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable
 from typing import Any
 
+import actor_cases
 import cluster
 import torch
 import torch.distributed as dist
-from actors import ENGINE, IDENTITY_THRESHOLD, PROMPT, Case, build_actor, build_model, events_of, local
+from actor_cases import Run, compare_runs
+from actors import ENGINE, IDENTITY_THRESHOLD, PROMPT, Case, build_model
 from batches import build_batch
 from oracle import Unit, brute_force
 from verl.models.transformers import monkey_patch
 from verl.utils import ulysses
-
-
-@dataclasses.dataclass
-class Run:
-    """What one update_policy call left behind, on one rank."""
-
-    metrics: dict[str, Any]
-    events: str
-    gradients: list[list[torch.Tensor]]
-    parameters: list[torch.Tensor]
-    rng: torch.Tensor
 
 
 def train(
@@ -53,24 +43,13 @@ def train(
         # As if it computed its gradients in parts, for which the actor takes the reduced meter.
         model.is_tiled_mlp = meter == "reduced" and not split
 
-    actor = build_actor(case, change_model=choose_meter, **options)
-    prepare(actor)
-    if split:
-        share_sequences(actor, size)
-    run = Run({}, "", [], [], torch.empty(0))
+    def prepare_and_share(actor: Any) -> None:
+        prepare(actor)
+        if split:
+            share_sequences(actor, size)
 
-    def keep_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        run.gradients.append([local(p.grad) for p in parameters if p.grad is not None])
-
-    actor.actor_optimizer.register_step_pre_hook(keep_gradients)
-    batch = build_batch(case, dist.get_rank() // size)
-    torch.manual_seed(5 + dist.get_rank())
-    run.metrics = actor.update_policy(batch)
+    run = actor_cases.train(case, prepare=prepare_and_share, change_model=choose_meter, size=size, **options)
     ulysses.set_ulysses_sequence_parallel_group(None)
-    run.events = json.dumps(events_of(actor)) if detect else "[]"
-    run.parameters = [local(p) for p in actor.actor_module.parameters()]
-    run.rng = torch.get_rng_state()
     return run
 
 
@@ -134,14 +113,7 @@ def search(case: Case, size: int) -> tuple[list[Unit], list[float], float, Run, 
     assert len(above) == len(case.planted) and min(above) > 100 * max(below)
     threshold = math.sqrt(min(above) * max(below))
     run = train(case, size, grad_norm_threshold=threshold)
-    off = train(case, size, detect=False)
-    pairs = zip(run.gradients, off.gradients, strict=True)
-    same = {
-        "gradients": all(all(map(torch.equal, ours, theirs)) for ours, theirs in pairs),
-        "parameters": all(map(torch.equal, run.parameters, off.parameters)),
-        "rng": torch.equal(run.rng, off.rng),
-    }
-    return units, norms, threshold, run, same
+    return units, norms, threshold, run, compare_runs(run, train(case, size, detect=False))
 
 
 def broken_row(case: Case, rank: int, row: int, meter: str) -> Run:

@@ -156,7 +156,7 @@ def medians(case: Case, sequence_parallel_size: int) -> tuple[str, list[float], 
     rank = dist.get_rank() // sequence_parallel_size
     batch = build_batch(case, rank).batch
     if sequence_parallel_size > 1:
-        events = reduced_meter_cases.train(case, sequence_parallel_size, **detection).events
+        events = reduced_meter_cases.train(case, sequence_parallel_size, **detection).events[0]
     else:
         events = train(case, spike_detection=True, **detection).events[0]
     mask = batch["response_mask"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import action_cases
 import pytest
 from actors import LEARNING_RATE, Case
-from test_actor import ONE, THREE, WRAPS, Launch, as_list, cases, same_events
+from test_actor import ONE, THREE, WRAPS, Launch, as_list, cases, harmless, same_events
 from test_configurations import HALF_PRECISION
 from valid_events import valid_events
 
@@ -53,39 +53,33 @@ def test_drop_takes_the_culprits_out(launch: Launch, world: int, case: Case) -> 
         assert len(distances) == 1 and distances[0] < case.tolerance
 
 
-def test_drop_without_the_passes_for_it_leaves_the_gradient_as_it_was(launch: Launch) -> None:
+def test_drop_without_its_passes_leaves_the_gradient(launch: Launch) -> None:
     results = launch(2, action_cases.drop_without_budget, Case(planted=ONE), 4)
     assert all("spike_action=drop was not applied: it takes 4 passes" in warnings[0] for _, _, warnings in results)
     results = [(same, run) for same, run, _ in results]
-    ((event,),) = [same_events([run for _, run in results])[0]]
+    ((event,),) = [harmless(results)[0]]
     assert len(event["culprits"]) == 1 and not event["applied"]
-    for same, _ in results:
-        assert all(same.values()), same
 
 
 @cases(*[(2, Case(wrap)) for wrap in WRAPS])
 def test_nan_weights_have_no_culprit(launch: Launch, world: int, case: Case) -> None:
     results = launch(world, action_cases.broken_weights, case)
-    ((event,),) = same_events([run for _, run in results])
+    ((event,),) = harmless(results)
     assert event["diagnosis"] == "nonfinite" and event["culprits"] == [] and event["passes"] == 0 and event["complete"]
     assert len(event["units"]) == world * case.rows // case.micro_batch
     assert event["broken_parameters"]["count"] == event["broken_parameters"]["of"] > 0
-    for same, _ in results:
-        assert all(same.values()), same
 
 
 @cases(*[(2, Case(wrap)) for wrap in WRAPS])
 def test_a_nan_in_the_forward_is_traced_to_where_it_begins(launch: Launch, world: int, case: Case) -> None:
     rank, row, position = 1, 3, 4
     results = launch(world, action_cases.broken_activation, case, rank, row, position)
-    ((event,),) = same_events([run for _, run in results])
+    ((event,),) = harmless(results)
     (culprit,) = event["culprits"]
     # This attention lets a NaN through to tokens before it: the prefix that ends with it is the first broken one.
     assert (culprit["rank"], culprit["row"], culprit["position"]) == (rank, row, position)
     assert culprit["source"] == "nonfinite" and event["diagnosis"] == "tokens"
     assert 0 < event["passes"] < 10 and event["complete"]
-    for same, _ in results:
-        assert all(same.values()), same
 
 
 @pytest.mark.parametrize("shift", [2.0, 0.0])
@@ -132,7 +126,7 @@ def test_a_diffuse_spike_that_spends_the_budget_is_incomplete(launch: Launch) ->
 
 
 @pytest.mark.parametrize("action", ["log", "skip"])
-def test_the_worker_advances_schedule_and_optimizer_after_a_spike(launch: Launch, action: str) -> None:
+def test_the_worker_advances_its_schedule_after_a_spike(launch: Launch, action: str) -> None:
     """Also with parameters and optimizer offloaded between updates (verl cannot do that with FSDP1 on a CPU)."""
     case = Case("fsdp2", optimizer="adamw", planted=ONE)
     results = launch(2, action_cases.update_of_the_worker, case, action)
@@ -155,7 +149,7 @@ def test_what_cannot_be_sent_to_other_ranks_is_written_as_text(launch: Launch, t
 
 
 @pytest.mark.target(version="0.9.1")
-def test_one_of_the_ranks_that_share_their_data_describes_its_culprits(launch: Launch, tmp_path: Path) -> None:
+def test_one_rank_of_a_group_describes_its_culprits(launch: Launch, tmp_path: Path) -> None:
     results = launch(4, action_cases.evidence_of_shared_data, str(tmp_path))
     assert [described for described, _ in results] == [[10], [], [11], []]
     assert all(rewards == [0.0, 2.0] for _, rewards in results)

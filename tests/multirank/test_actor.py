@@ -86,6 +86,17 @@ def same_events(runs: list[Run]) -> list[list[dict[str, Any]]]:
     return [valid_events(events) for events in runs[0].events]
 
 
+def harmless(results: Sequence[tuple[Any, ...]]) -> list[list[dict[str, Any]]]:
+    """The events of every call, after checking that training was bit for bit as without a search.
+
+    Args:
+        results (Sequence): Of each rank: what is bit-identical, the run, and more.
+    """
+    for same, *_ in results:
+        assert all(same.values()), same
+    return same_events([run for _, run, *_ in results])
+
+
 def check_unit(found: dict[str, Any], unit: Unit, threshold: float, tolerance: float) -> None:
     assert found["norm"] == near(unit.norm, tolerance)
     assert found["layer_norms"] == {name: near(norm, tolerance) for name, norm in unit.layer_norms.items()}

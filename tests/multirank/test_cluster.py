@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import cluster
@@ -79,27 +78,6 @@ def test_after_a_failure_the_others_may_fail_slowly(two: Cluster) -> None:
         two.run(fail_later, 5.0)
 
 
-def test_a_test_that_is_ended_leaves_the_stacks(
-    two: Cluster, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """As pytest's limit does, for ranks that use a processor for ever."""
-
-    def end(*_: object) -> None:
-        while min(map(used, two.processes)) < 0.5:
-            time.sleep(0.1)
-        raise KeyboardInterrupt
-
-    def used(process: BaseProcess) -> float:
-        return cluster.busy_seconds(process.pid) - before[process.pid]
-
-    two.run(work, 0.0)
-    before = {process.pid: cluster.busy_seconds(process.pid) for process in two.processes}
-    monkeypatch.setattr(cluster, "wait", end)
-    with pytest.raises(KeyboardInterrupt):
-        two.run(work, 1e9)
-    assert capfd.readouterr().err.count("in work\n") == 2 and two.processes == []
-
-
 @pytest.mark.parametrize(
     ("device", "told"),
     [
@@ -110,15 +88,7 @@ def test_a_test_that_is_ended_leaves_the_stacks(
 def test_the_device_of_the_ranks(device: str, told: str) -> None:
     """Where there is no GPU: tests with ranks are skipped, and an unknown device is refused."""
     environment = {**os.environ, "GRADLOC_TEST_DEVICE": device, "CUDA_VISIBLE_DEVICES": ""}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "tests/multirank/test_update_figures_ranks.py",
-    ]
+    command = [sys.executable, *"-m pytest -q -p no:cacheprovider tests/multirank/test_update_figures_ranks.py".split()]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert told in done.stdout + done.stderr
     assert (device == "cuda") == (done.returncode == 0) and " passed" not in done.stdout

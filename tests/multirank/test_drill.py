@@ -56,7 +56,7 @@ DRILLS: list[tuple[int, Case, dict[str, Any]]] = [
         for row in DRILLS
     ],
 )
-def test_a_drill_finds_its_token_and_leaves_training_bit_identical(
+def test_a_drill_finds_its_token_and_changes_no_bit(
     launch: Launch, world: int, case: Case, options: dict[str, Any]
 ) -> None:
     skip_what_verl_cannot_train(case)

@@ -15,9 +15,9 @@ import actors
 import layer_clip_cases
 import pytest
 import torch
-from actors import ENGINE
+from actors import ENGINE, Case
 from cluster import RankFailed
-from layer_clip_cases import Case, Comparison
+from layer_clip_cases import Comparison
 from test_actor import WRAPS, WRAPS_AND_ENGINE, Launch
 from valid_events import valid_events
 
@@ -53,7 +53,7 @@ def log_normal(count: int, spread: float = 0.3, seed: int = 0) -> list[float]:
 # The rules
 
 
-def test_ratio_is_a_multiple_of_the_bias_corrected_moving_average() -> None:
+def test_ratio_is_a_multiple_of_the_bias_corrected_average() -> None:
     config = LayerClipConfig(rule="ratio", ratio=1000.0, beta=0.9, warmup_steps=3)
     norms = [1.0, 3.0, 2.0, 5.0, 4.0, 6.0]
     # The average that starts at zero, with the warm-up's median in place of each of its norms.
@@ -74,21 +74,12 @@ def test_zscore_is_mean_plus_deviations() -> None:
     assert statistics.bound(config) == pytest.approx(3 + weight + 1000 * deviation)
 
 
-def test_the_deviation_of_normal_norms_is_their_standard_deviation() -> None:
+def test_the_deviation_of_normal_norms_is_the_standard_one() -> None:
     numbers = random.Random(0)
     config = LayerClipConfig(beta=0.999, z=5)
     statistics = statistics_of([numbers.gauss(10, 1) for _ in range(20000)], config)
     # 2% off, since a distance of more than 2.5 deviations counts as 2.5, and a few percent by chance.
     assert statistics.bound(config) == pytest.approx(15, rel=0.05)
-
-
-@both_rules
-def test_no_bound_during_the_warm_up(config: LayerClipConfig) -> None:
-    statistics = LayerStatistics()
-    for norm in log_normal(20):
-        assert statistics.bound(config) is None
-        step(statistics, norm, config)
-    assert statistics.bound(config) is not None
 
 
 @both_rules
@@ -116,45 +107,40 @@ def test_zeros_and_non_finite_norms_change_nothing(config: LayerClipConfig, odd:
 
 @both_rules
 @pytest.mark.parametrize("spread", [0.3, 0.5, 0.8])
-def test_ten_spikes_in_a_row_raise_the_bound_by_at_most_five_percent_each(
-    config: LayerClipConfig, spread: float
-) -> None:
-    for seed in range(3):
-        statistics = statistics_of(log_normal(500, spread, seed), config)
-        for _ in range(10):
-            before = statistics.bound(config)
-            step(statistics, 100.0, config)
-            assert statistics.bound(config) < 1.055 * before
+def test_ten_spikes_in_a_row_raise_the_bound_little(config: LayerClipConfig, spread: float) -> None:
+    statistics = statistics_of(log_normal(500, spread), config)
+    for _ in range(10):
+        before = statistics.bound(config)
+        step(statistics, 100.0, config)
+        assert statistics.bound(config) < 1.055 * before
 
 
 @both_rules
 @pytest.mark.parametrize("shift", [3, 100, 0.33])
 @pytest.mark.parametrize("spread", [0.3, 0.8])
 def test_a_lasting_shift_is_followed_within_300_steps(config: LayerClipConfig, shift: float, spread: float) -> None:
-    for seed in range(3):
-        norms = log_normal(1300, spread, seed)
-        statistics = statistics_of(norms[:500], config)
-        old = statistics.mean
-        for norm in norms[500:800]:
-            step(statistics, shift * norm, config)
-        clipped = sum(shift * norm > statistics.bound(config) for norm in norms[800:])
-        assert clipped <= 0.12 * 500
-        assert statistics.mean == pytest.approx(shift * old, rel=0.5)
+    norms = log_normal(1300, spread)
+    statistics = statistics_of(norms[:500], config)
+    old = statistics.mean
+    for norm in norms[500:800]:
+        step(statistics, shift * norm, config)
+    clipped = sum(shift * norm > statistics.bound(config) for norm in norms[800:])
+    assert clipped <= 0.12 * 500
+    assert statistics.mean == pytest.approx(shift * old, rel=0.5)
 
 
 @both_rules
 @pytest.mark.parametrize(("shift", "steps"), [(0.1, 300), (0.01, 600)])
 @pytest.mark.parametrize("spread", [0.3, 0.8])
 def test_a_lasting_fall_is_followed(config: LayerClipConfig, shift: float, steps: int, spread: float) -> None:
-    for seed in range(3):
-        norms = log_normal(500 + steps, spread, seed)
-        statistics, usual = LayerStatistics(), []
-        for norm in norms[:500]:
-            step(statistics, norm, config)
-            usual.append(statistics.bound(config))
-        for norm in norms[500:]:
-            step(statistics, shift * norm, config)
-        assert statistics.bound(config) < 1.5 * shift * sum(usual[100:]) / 400
+    norms = log_normal(500 + steps, spread)
+    statistics, usual = LayerStatistics(), []
+    for norm in norms[:500]:
+        step(statistics, norm, config)
+        usual.append(statistics.bound(config))
+    for norm in norms[500:]:
+        step(statistics, shift * norm, config)
+    assert statistics.bound(config) < 1.5 * shift * sum(usual[100:]) / 400
 
 
 @both_rules
@@ -173,7 +159,7 @@ def test_a_quiet_phase_does_not_close_the_bound(config: LayerClipConfig, quiet: 
 
 
 @both_rules
-def test_ordinary_norms_are_hardly_ever_clipped_and_keep_their_average(config: LayerClipConfig) -> None:
+def test_ordinary_norms_are_rarely_clipped(config: LayerClipConfig) -> None:
     statistics = LayerStatistics()
     clipped = 0
     for norm in log_normal(3000):
@@ -192,7 +178,7 @@ def test_bounds_have_a_minimum(config: LayerClipConfig) -> None:
     assert statistics_of(start, with_minimum).bound(with_minimum) == 7.0
 
 
-def test_the_reciprocal_target_is_nearer_to_the_mean_the_larger_the_norm() -> None:
+def test_the_larger_the_norm_the_nearer_its_target_to_the_mean() -> None:
     # Median 3, median absolute deviation 1; z = 2, so that the bound is 3 + 2 * 1.4826 = 5.9652.
     config = LayerClipConfig(z=2.0, warmup_steps=5)
     statistics = statistics_of([1.0, 2.0, 3.0, 4.0, 5.0], config)
@@ -231,32 +217,22 @@ def test_a_layer_is_scaled_to_its_target(target: str) -> None:
     assert found["actor/layer_clip/min_factor"] == pytest.approx(expected / 103)
 
 
-@pytest.mark.parametrize("rule", ["ratio", "fixed"])
-def test_the_target_is_one_of_zscore_only(rule: str) -> None:
-    steps = []
-    for target in TARGETS:
-        model = small_model()
-        clip = LayerClip(model, LayerClipConfig(rule=rule, target=target, warmup_steps=1))
-        for norm in (1.0, 103.0):
-            set_gradients(model, (norm, 1.0))
-            clip.clip()
-        steps.append(clip.last_step)
-    assert steps[0] == steps[1]
-    assert steps[0]["0"]["factor"] * 103 == pytest.approx(steps[0]["0"]["bound"])
-
-
-def test_statistics_do_not_depend_on_the_target() -> None:
+@pytest.mark.parametrize("rule", ["zscore", "ratio", "fixed"])
+def test_statistics_do_not_depend_on_the_target(rule: str) -> None:
     # So a checkpoint goes on under the other one, and a lasting hundredfold rise is followed under both.
-    states = []
+    clips = []
     for target in TARGETS:
         model = small_model()
-        clip = LayerClip(model, LayerClipConfig(target=target))
-        for norm in [*log_normal(100), *(100 * norm for norm in log_normal(300, seed=1))]:
+        clips.append(LayerClip(model, LayerClipConfig(rule=rule, target=target)))
+        for norm in [*log_normal(100), *(100 * norm for norm in log_normal(300, seed=1)), 1e6]:
             set_gradients(model, (norm, 1.0))
-            clip.clip()
-        states.append(clip.state_dict())
-        assert clip.last_step["0"]["bound"] > 150
-    assert states[0] == states[1]
+            clips[-1].clip()
+        assert rule == "fixed" or clips[-1].last_step["0"]["bound"] > 150
+    reciprocal, bound = (clip.last_step["0"] for clip in clips)
+    assert clips[0].state_dict() == clips[1].state_dict()
+    # Only zscore's target is another.
+    assert (reciprocal == bound) == (rule != "zscore")
+    assert bound["factor"] * bound["norm"] == pytest.approx(bound["bound"])
 
 
 @pytest.mark.parametrize(
@@ -266,17 +242,12 @@ def test_statistics_do_not_depend_on_the_target() -> None:
         ({"rule": "median"}, "layer_clip.rule must be one of ['zscore', 'ratio', 'fixed'], got 'median'."),
         ({"target": "mean"}, "layer_clip.target must be one of ['reciprocal', 'bound'], got 'mean'."),
         ({"z": 0}, "layer_clip.z must be a positive number, got 0."),
-        ({"z": math.nan}, "layer_clip.z"),
         ({"ratio": 1.0}, "layer_clip.ratio must be a number over 1, got 1.0."),
-        ({"ratio": "3"}, "layer_clip.ratio"),
         ({"beta": 1.0}, "layer_clip.beta must be a number between 0 and 1, got 1.0."),
-        ({"beta": 0}, "layer_clip.beta"),
         ({"warmup_steps": 0}, "layer_clip.warmup_steps must be an integer over 0, got 0."),
         ({"warmup_steps": True}, "layer_clip.warmup_steps"),
-        ({"warmup_steps": 2.5}, "layer_clip.warmup_steps"),
         ({"min_bound": -1}, "layer_clip.min_bound must be a number of at least 0, got -1."),
         ({"max_norm": 0.0}, "layer_clip.max_norm must be a positive number, got 0.0."),
-        ({"max_norm": math.inf}, "layer_clip.max_norm"),
         ({"log_layers": "yes"}, "layer_clip.log_layers must be True or False, got 'yes'."),
     ],
 )
@@ -303,7 +274,7 @@ def set_gradients(model: torch.nn.Module, norms: tuple[float, float]) -> None:
             parameter.grad *= norm / total
 
 
-def test_only_layers_over_their_bound_are_scaled_and_none_is_raised() -> None:
+def test_only_layers_over_their_bound_are_scaled() -> None:
     model = small_model()
     clip = LayerClip(model, LayerClipConfig(rule="ratio", warmup_steps=2))
     for _ in range(2):
@@ -448,9 +419,9 @@ def family(name: str) -> tuple[torch.nn.Module, set[str]]:
     }
     groups = {"embed_tokens", "layers.0", "layers.1", "norm", "lm_head"}
     routers = {"layers.0.router", "layers.1.router"}
-    if name in ("Qwen2", "Qwen3", "Llama", "Mistral"):
+    if name in ("Qwen3", "Llama"):
         config = getattr(transformers, f"{name}Config")(**sizes)
-    elif name in ("Gemma", "Gemma2"):  # tied
+    elif name == "Gemma2":  # tied
         config, groups = getattr(transformers, f"{name}Config")(**sizes), groups - {"lm_head"}
     elif name in ("Qwen2Moe", "Qwen3Moe"):
         config = getattr(transformers, f"{name}Config")(
@@ -475,8 +446,7 @@ def family(name: str) -> tuple[torch.nn.Module, set[str]]:
 
 
 # transformers 5, which verl 0.9 takes, has other modules for some of them.
-FAMILIES = ["Qwen2", "Qwen3", "Llama", "Mistral", "Gemma", "Gemma2"]
-FAMILIES += ["Qwen2Moe", "Qwen3Moe", "Mixtral", "GptOss", "Qwen2VL"]
+FAMILIES = ["Qwen3", "Llama", "Gemma2", "Qwen2Moe", "Qwen3Moe", "Mixtral", "GptOss", "Qwen2VL"]
 
 
 @pytest.mark.target(version="0.9.1")
@@ -495,15 +465,11 @@ def test_layer_groups_of_model_families(name: str, caplog: pytest.LogCaptureFixt
     ("parameter", "layer"),
     [
         ("model.layers.3.mlp.gate.weight", "layers.3.router"),
-        ("model.layers.3.mlp.gate.e_score_correction_bias", "layers.3.router"),
         ("base_model.model.model.layers.3.mlp.gate.lora_A.default.weight", "layers.3.router"),
         ("model.layers.3._fsdp_wrapped_module.mlp._fsdp_wrapped_module.gate.weight", "layers.3.router"),
         ("model.layers.3.block_sparse_moe.gate.weight", "layers.3.router"),
-        ("model.layers.3.mlp.router.bias", "layers.3.router"),
-        ("model.layers.3.feed_forward.router.weight", "layers.3.router"),
         ("model.layers.3.mlp.gate_proj.weight", "layers.3"),
         ("model.layers.3.mlp.shared_expert_gate.weight", "layers.3"),
-        ("model.layers.3.mlp.experts.gate_up_proj", "layers.3"),
         ("model.layers.3.mlp.experts.7.gate_proj.weight", "layers.3"),
         ("model.layers.3.self_attn.gate.weight", "layers.3"),
     ],
@@ -530,13 +496,8 @@ def test_top_level_modules_are_the_layers_where_no_name_fits(caplog: pytest.LogC
 COMPARED = [*[(2, Case(wrap)) for wrap in WRAPS], *[(size, Case(wrap)) for size in (1, 3) for wrap in WRAPS[::2]]]
 COMPARED += [(1, Case("none")), (2, Case("none")), (4, Case("fsdp2"))]
 COMPARED += [(4, Case(wrap, hsdp=True)) for wrap in WRAPS]
-COMPARED += [(2, Case(wrap, model)) for wrap in WRAPS for model in ("tied", "frozen", "lora", "moe")]
-COMPARED += [(2, Case(wrap, offload=True)) for wrap in WRAPS]
-
-
-def on_the_engine(case: Case) -> bool:
-    """Whether a case is one of those that verl 0.9.1 wraps by its own rules, with FSDP2."""
-    return case.wrap == "fsdp2" and (case.hsdp or case.model in ("lora", "moe"))
+COMPARED += [(2, Case(wrap, model)) for wrap in WRAPS for model in ("frozen", "lora", "moe")]
+COMPARED += [(2, Case(wrap, **{option: True})) for wrap in WRAPS for option in ("tied", "offload_policy")]
 
 
 @pytest.mark.parametrize(
@@ -635,7 +596,7 @@ def check_seen(result: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("wrap", WRAPS_AND_ENGINE)
-def test_the_global_clip_sees_the_clipped_gradient_and_grad_norm_the_unclipped(launch: Launch, wrap: str) -> None:
+def test_the_global_clip_sees_the_clipped_gradient(launch: Launch, wrap: str) -> None:
     stock = launch(2, layer_clip_cases.stock_norms, {"wrap": wrap})[0]
     for max_norm in (0.01, 3.0):
         result = run_actor(launch, {"wrap": wrap}, {"layer_clip": {"rule": "fixed", "max_norm": max_norm}})
@@ -727,7 +688,7 @@ DETECT = {"spike_detection": True, "grad_norm_threshold": 100.0}
 
 @pytest.mark.target(version="0.9.1")
 @pytest.mark.parametrize("trigger", ["unit", "global"])
-def test_events_hold_the_bounds_and_the_gradient_is_measured_once(launch: Launch, trigger: str) -> None:
+def test_events_hold_bounds_and_a_gradient_is_measured_once(launch: Launch, trigger: str) -> None:
     options = {**DETECT, "spike_trigger": trigger, "layer_clip": {"rule": "ratio", "warmup_steps": 2}}
     result = run_actor(launch, {**SPIKE, "mini_batch": 4}, options)
     (event,) = json.loads(result["events"][0])
@@ -834,22 +795,15 @@ NOT_LOADED = (
 
 
 @pytest.mark.target(version="0.9.1")
-def test_a_checkpoint_without_statistics_loads_with_a_warning(launch: Launch, tmp_path: Path) -> None:
+def test_a_checkpoint_without_its_statistics_is_warned_of(launch: Launch, tmp_path: Path) -> None:
+    """One that has none, or from which the extra state is not loaded. Of another model, they are refused."""
     change = layer_clip_cases.without_statistics
     for _, resumed, warnings in launch(2, layer_clip_cases.resume, str(tmp_path), "fsdp2", change):
         assert warnings == [NOT_LOADED]
         assert {layer["bound"] for layer in resumed[0].values()} == {None}
-
-
-@pytest.mark.target(version="0.9.1")
-def test_a_checkpoint_whose_extra_state_is_not_loaded_gives_a_warning(launch: Launch, tmp_path: Path) -> None:
     for warnings in launch(2, layer_clip_cases.resume_without_extra, str(tmp_path)):
         first, second = sorted(warnings)
         assert first == NOT_LOADED and second.startswith("No norms are loaded for grad_norm_threshold=auto")
-
-
-@pytest.mark.target(version="0.9.1")
-def test_a_checkpoint_of_another_model_is_refused(launch: Launch, tmp_path: Path) -> None:
     other = r"layers only in the checkpoint: \['layers.7'\]; layers only in this model: \['layers.2'\]"
     with pytest.raises(RankFailed, match=f"ValueError: The checkpoint's LayerClip statistics .*{other}"):
         launch(2, layer_clip_cases.resume, str(tmp_path), "fsdp2", layer_clip_cases.of_another_model)
@@ -861,46 +815,3 @@ def test_a_state_that_cannot_be_read_is_an_error_on_every_rank(launch: Launch, t
     for error in launch(2, layer_clip_cases.load_unreadable, str(tmp_path)):
         assert error.startswith(f"RankFailedError: rank 0: ValueError: {path} cannot be read (")
         assert error.endswith("; restore it, or remove it, and all warm-ups start over")
-
-
-# The configuration
-
-
-def actor_config(*overrides: str) -> Any:
-    import verl
-    from hydra import compose, initialize_config_dir
-    from verl.utils.config import omega_conf_to_dataclass
-
-    with initialize_config_dir(str(Path(verl.__file__).parent / "trainer" / "config"), version_base=None):
-        config = compose(
-            "ppo_trainer", overrides=["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1", *overrides]
-        )
-    return omega_conf_to_dataclass(config.actor_rollout_ref.actor)
-
-
-def test_yaml_and_dataclass_have_the_same_keys_and_defaults() -> None:
-    from omegaconf import OmegaConf
-    from verl.workers.config import FSDPActorConfig
-    from verl.workers.config import LayerClipConfig as VerlLayerClipConfig
-
-    composed = actor_config().layer_clip
-    assert isinstance(composed, VerlLayerClipConfig)
-    default = dict(VerlLayerClipConfig())
-    assert dict(composed) == default
-    own = dataclasses.asdict(LayerClipConfig())
-    assert {key: default[key] for key in own} == own
-    assert FSDPActorConfig(rollout_n=1, ppo_micro_batch_size_per_gpu=1).layer_clip.enable is False
-    import verl
-
-    generated = Path(verl.__file__).parent / "trainer" / "config" / "_generated_ppo_trainer.yaml"
-    generated = OmegaConf.load(generated).actor_rollout_ref.actor.layer_clip
-    assert dict(generated) == {**default, "_target_": "verl.workers.config.LayerClipConfig"}
-
-
-def test_keys_are_set_without_a_plus_and_validated() -> None:
-    keys = {"enable": True, "rule": "ratio", "z": 4, "ratio": 2.5, "beta": 0.9, "warmup_steps": 5, "min_bound": 0.1}
-    keys |= {"max_norm": 2, "log_layers": True}
-    config = actor_config(*(f"actor_rollout_ref.actor.layer_clip.{key}={value}" for key, value in keys.items()))
-    assert {key: config.layer_clip[key] for key in keys} == keys
-    with pytest.raises(Exception, match="layer_clip.ratio must be a number over 1, got 0.5."):
-        actor_config("actor_rollout_ref.actor.layer_clip.ratio=0.5")

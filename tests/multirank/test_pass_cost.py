@@ -45,9 +45,7 @@ def test_without_fsdp2s_method_each_parameter_is_measured_alone(launch: Launch) 
     engine=True,
 )
 @pytest.mark.parametrize("clip", [False, True], ids=["", "token_clip"])
-def test_the_device_waits_for_few_operations_between_loss_and_backward(
-    launch: Launch, world: int, case: Case, clip: bool
-) -> None:
+def test_few_operations_come_between_loss_and_backward(launch: Launch, world: int, case: Case, clip: bool) -> None:
     """And those after the backward do not wait for the device."""
     if case.nested and not actors.ENGINE:
         pytest.skip("this verl has no nested columns")
@@ -93,7 +91,7 @@ def test_the_gradient_that_a_probe_does_not_read_takes_no_memory(launch: Launch,
         assert of_probes and max(of_probes) < of_step / 100
 
 
-def test_a_frozen_first_parameter_does_not_hide_gradients_that_add_up(launch: Launch) -> None:
+def test_a_frozen_first_parameter_does_not_hide_gradients(launch: Launch) -> None:
     for first, *others in launch(2, pass_cost_cases.norms_of_repeated_passes):
         assert first > 0 and others == [near(first, 1e-5)] * 2
 

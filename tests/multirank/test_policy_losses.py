@@ -152,7 +152,7 @@ def test_the_weight_of_a_sequence_is_divided_among_its_tokens(
 
 
 @pytest.mark.every_target
-def test_the_weight_of_a_column_that_is_repeated_for_the_tokens_is_theirs() -> None:
+def test_the_weight_of_a_repeated_column_is_the_tokens() -> None:
     """As a sequence's loss that is expanded to them, like gspo's."""
     config = build_config("vanilla", "token-mean")
     for mode in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean"):
@@ -165,7 +165,7 @@ def test_the_weight_of_a_column_that_is_repeated_for_the_tokens_is_theirs() -> N
 @pytest.mark.usefixtures("warnings_again")
 @pytest.mark.parametrize("shape", [(1, 16), (16,), (5, 6), (7, 5), None])
 @pytest.mark.parametrize("agg_mode", MODES[:3])
-def test_of_losses_that_are_not_the_tokens_the_configured_weights_are_assumed(
+def test_of_other_losses_the_configured_weights_are_assumed(
     shape: tuple[int, ...] | None, agg_mode: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = build_config("vanilla", agg_mode, use_kl_loss=True)
@@ -179,7 +179,7 @@ def test_of_losses_that_are_not_the_tokens_the_configured_weights_are_assumed(
     assert aggregation_mode(call, config, MASK.shape) == agg_mode and kept_tokens(call, config, MASK) is None
 
 
-def test_a_weight_keeps_its_precision_with_half_precision_log_probs() -> None:
+def test_a_weight_keeps_its_precision_in_half_precision() -> None:
     config = build_config("vanilla", "token-mean")
     log_prob = torch.zeros(MASK.shape, dtype=torch.bfloat16, requires_grad=True)
     weights, _ = weights_and_gradient("vanilla", "token-mean", config, log_prob, log_prob.detach())

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import reduced_meter_cases
 from actors import Case
-from test_actor import ONE, THREE, WRAPS, Launch, check_unit, near
-from valid_events import valid_events
+from test_actor import ONE, THREE, WRAPS, Launch, check_unit, near, same_events
 
 from gradloc_tools.replay.command import main as replay
 
@@ -46,9 +45,8 @@ CASES = [
 @shared(*CASES)
 def test_planted_tokens_are_found(launch: Launch, world: int, size: int, case: Case) -> None:
     results = launch(world, reduced_meter_cases.search, case, size)
-    units, (norm,), threshold, run, _ = results[0]
-    assert len({run.events for *_, run, _ in results}) == 1
-    (event,) = valid_events(run.events)
+    units, (norm,), threshold, *_ = results[0]
+    ((event,),) = same_events([run for *_, run, _ in results])
     assert event["complete"] and event["search"] == "reduced" and event["world_size"] == world // size
     assert event["trigger"]["kind"] == "global" and event["global_norm"] == near(norm)
     expected = {
@@ -80,8 +78,7 @@ def test_a_spike_of_shared_sequences_replays_in_one_process(
     """Rank 0 writes what the first of the two ranks that share the culprit's row has sent."""
     case = Case("fsdp2", packed=True, planted=((1, 3, 6),))
     results = launch(4, reduced_meter_cases.spiked, case, 2, str(tmp_path))
-    assert len({run.events for run in results}) == 1
-    (event,) = valid_events(results[0].events)
+    ((event,),) = same_events(results)
     (culprit,) = event["culprits"]
     assert replay([str(tmp_path / "dump" / event["replay"]), "--model", str(tmp_path / "model"), "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
@@ -94,21 +91,19 @@ def test_a_spike_of_shared_sequences_replays_in_one_process(
 def test_tokens_with_a_nan_gradient_are_culprits(launch: Launch, wrap: str) -> None:
     case = Case(wrap, planted=ONE, nan=((0, 2, 7),))
     results = launch(2, reduced_meter_cases.over_a_threshold, case, 1)
-    assert len({run.events for run in results}) == 1
-    (event,) = valid_events(results[0].events)
+    ((event,),) = same_events(results)
     found = {(c["rank"], c["row"], c["position"]): c["source"] for c in event["culprits"]}
     assert found.pop((0, 2, 7)) == "nonfinite" and set(found) == set(case.planted)
 
 
 @pytest.mark.parametrize("wrap", WRAPS)
-def test_a_nan_row_of_a_rank_with_nothing_to_measure_changes_no_norm(launch: Launch, wrap: str) -> None:
+def test_a_nan_row_of_an_idle_rank_changes_no_norm(launch: Launch, wrap: str) -> None:
     """What is measured together is averaged: zero times NaN would reach the other rank's tokens."""
     case = Case(wrap, planted=((0, 4, 2),))
     found = {}
     for meter in ("local", "reduced"):
         results = launch(2, reduced_meter_cases.broken_row, case, 1, 0, meter)
-        assert len({run.events for run in results}) == 1
-        (event,) = valid_events(results[0].events)
+        ((event,),) = same_events(results)
         assert event["complete"]
         found[meter] = {(c["rank"], c["row"], c["position"]): c for c in event["culprits"]}
     assert set(found["reduced"]) == set(found["local"]) == {(0, 4, 2), (1, 0, 0)}
@@ -125,8 +120,7 @@ def test_a_rank_whose_rows_are_all_broken_ends_the_search_on_all(
     launch: Launch, world: int, size: int, case: Case
 ) -> None:
     results = launch(world, reduced_meter_cases.over_a_threshold, case, size)
-    assert len({run.events for run in results}) == 1
-    (event,) = valid_events(results[0].events)
+    ((event,),) = same_events(results)
     assert event["error"].startswith("rank 1: each of its rows") and not event["complete"]
     assert {(c["rank"], c["row"], c["position"]) for c in event["culprits"]} == {*BROKEN}
 
@@ -139,6 +133,6 @@ def test_a_rank_whose_rows_are_all_broken_ends_the_search_on_all(
 )
 def test_drop_leaves_what_the_local_meter_leaves(launch: Launch, world: int, size: int, case: Case) -> None:
     for distance, run in launch(world, reduced_meter_cases.drop, case, size):
-        (event,) = valid_events(run.events)
+        ((event,),) = same_events([run])
         assert event["applied"] and len(event["culprits"]) == len(case.planted) + len(case.nan)
         assert distance < 1e-5

@@ -111,7 +111,7 @@ def test_an_outlier_at_the_log_probs_leaves_the_backward_pass(launch: Launch, wo
     (2, Case(activation_offload=True, checkpointing=True)),
     engine=True,
 )
-def test_an_outlier_that_a_layer_makes_is_cut_where_it_leaves_the_layer(launch: Launch, world: int, case: Case) -> None:
+def test_an_outlier_of_a_layer_is_cut_where_it_leaves_it(launch: Launch, world: int, case: Case) -> None:
     tokens = check(launch(world, partial(token_clip_cases.run, case, blown_layer=1)), case)
     (token,) = tokens
     rank, row, position = BLOWN
