@@ -107,15 +107,7 @@ def leaves_the_process_as_it_was() -> Iterator[None]:
             os.environ[name] = before["os.environ"][name]
         else:
             del os.environ[name]
-    differences = [f"{name}: {_difference(before[name], after[name])}" for name in changed]
-    pytest.fail("left behind for the tests after it: " + "; ".join(differences))
-
-
-def _difference(before: Any, after: Any) -> str:
-    if not isinstance(before, dict):
-        return f"{after!r} instead of {before!r}"
-    names = [name for name in before.keys() | after.keys() if before.get(name) != after.get(name)]
-    return ", ".join(f"{name}={after.get(name)!r} instead of {before.get(name)!r}" for name in sorted(names))
+    pytest.fail("left behind for the tests after it: " + "; ".join(f"{name}: {after[name]!r}" for name in changed))
 
 
 @pytest.fixture(scope="session")

@@ -37,7 +37,7 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("process")
-def test_a_run_is_drawn_again_the_same_and_its_fault_is_in_its_data(tmp_path: Path) -> None:
+def test_a_run_repeats_itself_and_has_its_fault_in_its_data(tmp_path: Path) -> None:
     ordinary = blind.run_case("bf16", None, 1, tmp_path)
     found = [blind.run_case("rollout shifted", (1, 1.0), 1, tmp_path) for _ in range(2)]
     assert found[0] == found[1] and found[0].begin in range(1, 6)
@@ -45,12 +45,12 @@ def test_a_run_is_drawn_again_the_same_and_its_fault_is_in_its_data(tmp_path: Pa
     assert gaps[0] < 0.1 < 0.5 < gaps[1]
 
 
-def test_there_are_forty_kinds_and_forty_healthy_settings_and_each_kind_has_its_row() -> None:
+def test_there_are_forty_kinds_and_forty_healthy_settings() -> None:
     assert len(FAULTS) >= 40 and len(HEALTHY) >= 40 and FAULTS.keys().isdisjoint(HEALTHY)
     assert [row[0] for row in ROWS] == list(FAULTS) and all(len(row) == 4 and row[3] for row in ROWS)
 
 
-def test_the_name_is_that_of_most_steps_and_a_warning_comes_before_a_verdict() -> None:
+def test_a_warning_comes_before_the_verdict_of_most_steps() -> None:
     said = [(3, "verdict", "token"), (4, "verdict", ""), (4, "warning", "late"), (4, "verdict", "token")]
     assert blind.name_of(said[:1]) == "token" and blind.name_of(said[1:2]) == "" and blind.name_of([]) is None
     assert blind.name_of([*said, (5, "warning", "late")]) == "late"

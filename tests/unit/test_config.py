@@ -20,6 +20,7 @@ from omegaconf import OmegaConf
 from verl.trainer.ppo.reward import get_custom_reward_fn
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.gradloc.adapters import trainer_checks
+from verl.utils.gradloc.adapters.actor_config import LayerClipConfig, TokenClipConfig
 from verl.utils.gradloc.adapters.critic_config import CriticSpikeConfig
 from verl.utils.gradloc.adapters.trainer_checks import check_trainer
 from verl.workers.config import FSDPActorConfig, FSDPCriticConfig
@@ -103,6 +104,9 @@ def test_keys_are_overridden_without_a_plus() -> None:
     assert config.spike_detection is True and config.bisect_dump_dir == "/elsewhere"
     assert (config.grad_norm_threshold, config.bisect_budget_steps) == (80, 9)
     assert (config.spike_trigger, config.spike_action) == ("global", "log")
+    layer_clip = {"enable": True, "rule": "ratio", "z": 4, "ratio": 2.5, "min_bound": 0.1, "log_layers": True}
+    clip = actor_config(*(f"layer_clip.{key}={value}" for key, value in layer_clip.items())).layer_clip
+    assert {key: clip[key] for key in layer_clip} == layer_clip
     assert actor_config("grad_norm_threshold=auto").grad_norm_threshold == "auto"
     assert [actor_config(f"bisect_budget_seconds={s}").bisect_budget_seconds for s in ("60", "null")] == [60, None]
     assert [actor_config(f"spike_log={value}").spike_log for value in ("True", "texts")] == [True, "texts"]
@@ -187,25 +191,15 @@ def test_overrides_in_the_documentation_are_those_of_this_verl(page: Path, monke
     ("override", "message"),
     [
         ("grad_norm_threshold=-1", "grad_norm_threshold must be a positive finite number"),
-        ("grad_norm_threshold=null", "grad_norm_threshold must be a positive finite number"),
-        ("bisect_budget_steps=0", "bisect_budget_steps must be an integer of at least 1"),
         ("bisect_budget_seconds=0", "bisect_budget_seconds must be a positive finite number, auto or null, got 0"),
-        ("bisect_budget_seconds=True", "bisect_budget_seconds must be a positive finite number"),
-        ("bisect_budget_seconds=soon", "bisect_budget_seconds must be a positive finite number"),
-        ("spike_trigger=sometimes", "spike_trigger must be one of"),
-        ("bisect_until=tired", "bisect_until must be one of"),
         ("spike_search=later", "spike_search must be one of"),
-        ("spike_action=panic", "spike_action must be one of"),
         ("bisect_dump_dir=''", "bisect_dump_dir must name a folder"),
         ("spike_detection=maybe", "spike_detection must be True or False"),
         ("spike_drill_step=2", "spike_drill_step needs spike_detection=True"),
         ("spike_drill_step=0", "spike_drill_step must be null or a step"),
-        ("spike_drill_step=now", "spike_drill_step must be null or a step"),
-        ("spike_stop_after=0", "spike_stop_after must be an integer of at least 1"),
         ("spike_log=sometimes", "spike_log must be True, False, texts or null"),
         ("spike_replay=-1", "spike_replay must be a number of bundles, 0 for none, got -1"),
         ("spike_replay=True", "spike_replay must be a number of bundles"),
-        ("spike_replay=null", "spike_replay must be a number of bundles"),
         ("spike_action=drop", "spike_action=drop needs spike_detection=True"),
         *(
             (
@@ -215,6 +209,7 @@ def test_overrides_in_the_documentation_are_those_of_this_verl(page: Path, monke
             for clip in ("layer_clip", "token_clip")
             for value, wanted in (("True", "True"), ("False", "False"), ("null", "False"), ("drop", "True"))
         ),
+        ("layer_clip.ratio=0.5", "layer_clip.ratio must be a number over 1, got 0.5."),
         ("token_clip.action=zero", "token_clip.action must be one of"),
         ("token_clip.max_share=0", "token_clip.max_share must be over 0 and at most 1, got 0"),
     ],
@@ -257,7 +252,7 @@ def test_what_needs_a_search_in_training_is_refused(overrides: list[str], messag
         assert config.records_spikes and not config.searches_in_training
 
 
-def test_the_configuration_of_an_engine_of_ones_own_has_no_key_of_ours() -> None:
+def test_an_engine_of_ones_own_has_no_key_of_ours() -> None:
     """Its class, which derives from verl's ActorConfig, would not know them."""
     keys = (CONFIG_DIR / "actor/actor.yaml").read_text()
     assert "spike_" not in keys and "optim" in keys
@@ -317,6 +312,9 @@ def test_the_generated_reference_mirrors_the_composed_config() -> None:
     got = OmegaConf.to_container(generated.actor_rollout_ref.actor, resolve=False)
     assert {key: got[key] for key in ours} == {key: want[key] for key in ours}
     assert list(got) == list(want)
+    for clip, own in (("layer_clip", LayerClipConfig), ("token_clip", TokenClipConfig)):
+        assert got[clip] == want[clip] == {**own(), "_target_": want[clip]["_target_"]}
+        assert dict(getattr(actor_config(), clip)) == dict(own())
 
 
 def test_yaml_follows_verls_format_rules() -> None:

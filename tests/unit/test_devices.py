@@ -165,7 +165,7 @@ def test_the_tokens_over_token_clip_s_bounds_take_one_more_wait(action: str) -> 
         assert all(token["weight"] and token["token_id"] for token in found["tokens"] if token["position"] >= 0)
 
 
-def test_a_critic_s_step_waits_once_and_its_spike_mixes_no_devices() -> None:
+def test_a_critics_step_waits_once() -> None:
     with CudaStandIn() as stand_in:
         model = nn.Linear(4, 1)
         states, returns = torch.randn(ROWS, RESPONSE, 4), torch.randn(ROWS, RESPONSE)

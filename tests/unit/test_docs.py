@@ -63,7 +63,8 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_lead_somewhere_and_no_placeholder_is_left(page: Path) -> None:
+    assert re.findall(r"^[A-Z_]{4,}$", page.read_text(), re.M) == []
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if "://" in link:
             continue
@@ -91,11 +92,6 @@ def test_a_command_has_the_options_that_pages_give_it(name: str, capsys: pytest.
     commands = re.findall(rf"{name}\b([^`#|\n]*)", text)
     written = {option for command in commands for option in re.findall(r"(?<!\S)--[a-z][a-z-]*", command)}
     assert written and written <= known
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_no_placeholder_is_left(page: Path) -> None:
-    assert re.findall(r"^[A-Z_]{4,}$", page.read_text(), re.M) == []
 
 
 def test_the_changelog_has_the_version() -> None:
@@ -184,29 +180,18 @@ def test_banned_words_are_found_in_a_text_that_has_them() -> None:
         "line 1: 'to blame': write 'the cause'",
         "line 1: 'All samples': write 'response'",
     ]
-    assert banned("The brooms bend tokens; a cloud samples.", BANNED | RESPONSE) == []
-    assert banned("The EOS token of a response; maximum number of passes.", BANNED | RESPONSE) == []
+    assert banned("The brooms bend tokens; a cloud samples. The EOS token of a response.", BANNED | RESPONSE) == []
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=lambda page: page.name)
-def test_pages_are_in_plain_words(page: Path) -> None:
-    assert banned(page.read_text(), BANNED | ({} if page.name == "rewards.md" else RESPONSE)) == []
+PLAIN = [page for page in PAGES if page.name != "CHANGELOG.md"] + [ROOT / "gradloc_tools/report/page.html"]
 
 
-@pytest.mark.parametrize("module", SPEAKING, ids=lambda module: module.name)
-def test_what_the_code_says_is_in_plain_words(module: Path) -> None:
-    assert banned(strings(module), BANNED | RESPONSE) == []
-
-
-@pytest.mark.parametrize("patch", sorted(ROOT.glob("patches/*/hooks.patch")), ids=lambda patch: patch.parent.name)
-def test_the_hooks_are_in_plain_words(patch: Path) -> None:
-    added = [line[1:] for line in patch.read_text().splitlines() if line.startswith("+")]
-    assert added and banned("\n".join(added), BANNED | RESPONSE) == []
-
-
-def test_the_page_of_the_report_is_in_plain_words() -> None:
-    page = (ROOT / "gradloc_tools/report/page.html").read_text()
-    assert banned(page, BANNED | RESPONSE) == []
+@pytest.mark.parametrize("file", [*PLAIN, *SPEAKING, *sorted(ROOT.glob("patches/*/hooks.patch"))], ids=str)
+def test_what_a_reader_sees_is_in_plain_words(file: Path) -> None:
+    text = strings(file) if file.suffix == ".py" else file.read_text()
+    if file.suffix == ".patch":
+        text = "\n".join(line[1:] for line in text.splitlines() if line.startswith("+"))
+    assert text and banned(text, BANNED | ({} if file.name == "rewards.md" else RESPONSE)) == []
 
 
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
@@ -216,9 +201,6 @@ def test_no_page_is_longer_than_2050_words(page: Path) -> None:
 
 def test_the_readme_fits_on_a_few_screens() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 110
-
-
-def test_the_picture_in_the_readme_is_small() -> None:
     header = (ROOT / "docs/use/report.png").read_bytes()[:24]
     assert header[12:16] == b"IHDR"
     width, height = struct.unpack(">II", header[16:24])

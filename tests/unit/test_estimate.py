@@ -10,8 +10,8 @@ from gradloc.search.candidates import LEAST, Candidates, ExactSum
 from gradloc.search.estimate import Estimate
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_a_sum_without_some_numbers_has_the_bits_of_the_sum_of_the_others(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(6))
+def test_a_sum_without_some_numbers_has_the_right_bits(seed: int) -> None:
     generator = random.Random(seed)
     size = generator.choice([1, 200, 3000])
     values = [generator.gauss(0, 1) * 10 ** generator.uniform(-10 * seed, 6 * seed) for _ in range(size)]
@@ -62,7 +62,7 @@ def gains(tokens: Candidates, rests: dict[frozenset[int], float], base: frozense
     return [e - tokens.tau**2 * square for e, square in zip(energy, tokens.square_of.tolist(), strict=True)]
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", range(30))
 def test_the_estimate_is_that_of_scaling_every_token(seed: int) -> None:
     tokens, rests = candidates(seed)
     base = min((removed for removed, norm in rests.items() if math.isfinite(norm)), key=len)
@@ -82,8 +82,8 @@ def test_the_estimate_is_that_of_scaling_every_token(seed: int) -> None:
         assert found == order[: len(found)] and len(found) == min(estimate.count_in_base + count, len(order))
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_the_sums_of_token_sets_have_the_bits_of_adding_up_their_tokens(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(8))
+def test_the_sums_of_token_sets_have_the_right_bits(seed: int) -> None:
     tokens, rests = candidates(seed)
     squares, priors = tokens.square_of.tolist(), tokens.prior_of.tolist()
     n = len(squares)

@@ -99,7 +99,7 @@ def in_the_cause(use: Callable[[torch.Tensor], None], tensor: torch.Tensor) -> N
 
 
 @pytest.mark.parametrize("way", [in_the_context, in_the_cause])
-def test_the_frames_of_errors_behind_an_error_let_go_of_their_tensors(way: Callable[..., None]) -> None:
+def test_errors_behind_an_error_let_go_of_their_tensors(way: Callable[..., None]) -> None:
     def use(tensor: torch.Tensor) -> None:
         held.append(weakref.ref(activation := tensor * 2))
         raise ValueError(activation.shape)

@@ -65,7 +65,7 @@ def check(search: Search, tokens: dict[str, Tokens]) -> None:
 @pytest.mark.parametrize(
     ("excess", "width", "most"), [(1.1, 1, 4), (1.1, 2, 3), (1.1, 4, 2), (1.5, 1, 11), (1.5, 4, 4)]
 )
-def test_a_natural_spike_is_explained_by_few_tokens_in_few_passes(excess: float, width: int, most: int) -> None:
+def test_a_natural_spike_is_soon_explained_by_few_tokens(excess: float, width: int, most: int) -> None:
     passes, named, needed = [], [], []
     for seed in range(20):
         tokens = {"a": Natural(128, excess, seed)}
@@ -80,10 +80,10 @@ def test_a_natural_spike_is_explained_by_few_tokens_in_few_passes(excess: float,
 
 
 @pytest.mark.parametrize("ragged", [False, True])
-@pytest.mark.parametrize("width", [1, 2, 3, 8, 64])
-@pytest.mark.parametrize("n", [1, 2, 3, 5, 17, 500])
+@pytest.mark.parametrize("width", [1, 3, 64])
+@pytest.mark.parametrize("n", [1, 2, 5, 17, 500])
 def test_whatever_the_spike_a_search_ends_explained_or_diffuse(n: int, width: int, ragged: bool) -> None:
-    for seed in range(5):
+    for seed in range(3):
         tokens = {x: Natural(n, x, seed, ragged) for x in (1.01, 1.5, 3.0)}
         search, _ = explain(tokens, width, [None, 0.3, 3.0][seed % 3])
         check(search, tokens)
@@ -129,7 +129,7 @@ def test_a_token_is_named_only_if_it_is_needed() -> None:
         assert search.more_over() == 1
 
 
-def test_a_spike_without_any_token_over_its_threshold_has_no_culprit() -> None:
+def test_a_spike_without_a_token_over_tau_has_no_culprit() -> None:
     tokens = {"a": Coherent(64, 0.2, {}, seed=4)}
     search, passes = explain(tokens, 2)
     assert search.culprits == [] and search.diffuse and search.more_over() == 0 and passes <= 40
@@ -196,7 +196,7 @@ def test_an_empty_set_is_not_measured() -> None:
     assert isinstance(TokenSet("a", ()), TokenSet)
 
 
-def test_tokens_that_cancel_each_other_explain_the_spike_together() -> None:
+def test_tokens_that_cancel_out_explain_the_spike_together() -> None:
     """Two gradients of opposite signs, as a token has in a good and in a bad answer, and a third beside them."""
     for seed in range(10):
         for width in (1, 2, 4):
@@ -212,7 +212,7 @@ def test_tokens_that_cancel_each_other_explain_the_spike_together() -> None:
 
 
 @pytest.mark.parametrize("n", [2, 3])
-def test_a_few_tokens_that_do_not_explain_the_spike_leave_it_diffuse(n: int) -> None:
+def test_few_tokens_that_do_not_explain_it_leave_it_diffuse(n: int) -> None:
     tokens = {"a": Tokens(n, {})}
     tokens["a"].gradients = torch.zeros(n, 256, dtype=torch.float64)
     tokens["a"].gradients[:, 0] = 0.95 * THRESHOLD
@@ -231,7 +231,7 @@ def test_no_probe_of_a_pass_is_measured_twice() -> None:
                 search.add_measurements([(probe, tokens["a"].measure(probe)) for probe in probes])
 
 
-def test_explained_micro_batches_leave_their_probes_to_the_others() -> None:
+def test_explained_micro_batches_leave_probes_to_others() -> None:
     tokens = {"hard": Natural(128, 1.5, seed=2), "easy": Tokens(64, {3: 100 * THRESHOLD})}
     search = Search(THRESHOLD, "explained", 1.0)
     for name, unit in tokens.items():
@@ -251,7 +251,7 @@ def many(n: int, count: int, seed: int = 0) -> Tokens:
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_one_rank_soon_calls_an_event_of_several_micro_batches_diffuse(count: int) -> None:
+def test_one_rank_soon_calls_several_micro_batches_diffuse(count: int) -> None:
     passes, clear = [], []
     for seed in range(20):
         tokens: dict[str, Tokens] = {f"{i}": Natural(128, 3.0, 100 * seed + i) for i in range(count)}
@@ -266,7 +266,7 @@ def test_one_rank_soon_calls_an_event_of_several_micro_batches_diffuse(count: in
     assert clear == [[5]] * 20
 
 
-def test_many_tokens_are_measured_only_if_no_other_unit_is_diffuse() -> None:
+def test_many_tokens_are_measured_if_no_unit_is_diffuse() -> None:
     """What takes many passes waits: the order of the units does not matter."""
     for spread in (Coherent(128, 0.5, {}, seed=3), Natural(128, 3.0, seed=3)):
         for names in (["many", "spread"], ["spread", "many"]):

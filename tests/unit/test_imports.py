@@ -108,7 +108,7 @@ def test_a_file_needs_only_torch_and_the_standard_library() -> None:
             assert not module.startswith("verl.utils.gradloc"), f"{name}, line {node.lineno}: its own are relative"
 
 
-def test_only_the_page_of_trackers_comes_from_the_readers_of_evidence() -> None:
+def test_of_the_readers_only_the_trackers_page_is_imported() -> None:
     naming = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if "gradloc_tools" in path.read_text()}
     assert naming == {"__init__.py", "adapters/spike_log.py"}
 

@@ -78,7 +78,7 @@ def norms_of_auxiliary(scale: float, ids: Tensor) -> list[float]:
 
 
 @pytest.mark.parametrize("auxiliary", [0.0, 0.1])
-def test_a_micro_batch_that_cannot_move_is_measured_by_its_tokens(auxiliary: float) -> None:
+def test_a_micro_batch_that_cannot_move_is_no_spike(auxiliary: float) -> None:
     """All responses to its prompt got the same reward; an auxiliary loss has a small gradient all the same."""
     loop = Loop(auxiliary, grad_norm_threshold="auto", spike_action="skip")
     for _ in range(25):
@@ -89,7 +89,7 @@ def test_a_micro_batch_that_cannot_move_is_measured_by_its_tokens(auxiliary: flo
     assert loop.gradloc.metrics()["actor/gradloc/token_norm_max"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_micro_batch_over_its_threshold_without_a_token_is_not_explained_by_another() -> None:
+def test_a_unit_over_its_threshold_is_not_explained_by_another() -> None:
     """Only the first is over by its auxiliary loss, and none of its tokens can move; the last has a culprit."""
     first, *others = norms_of_auxiliary(1.0, Loop(grad_norm_threshold=1e9).ids)
     assert first > 1.02 * max(others)
@@ -129,7 +129,7 @@ def test_a_verdict_learns_whether_the_run_is_otherwise_as_usual(monkeypatch: pyt
 
 @pytest.mark.parametrize("action", ["log", "skip"])
 @pytest.mark.parametrize("where", ["the search", "the event"])
-def test_a_spike_that_an_error_leaves_without_an_event_is_counted_and_skipped(
+def test_a_spike_without_an_event_is_counted_and_skipped(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, action: str, where: str
 ) -> None:
     def fail(*_: Any, **__: Any) -> None:
@@ -162,7 +162,7 @@ def test_a_drop_that_fails_leaves_the_finding_as_it_is(monkeypatch: pytest.Monke
     assert found[True]["diagnosis"] == "tokens" and found[True]["explained"] and found[True]["complete"]
 
 
-def test_an_automatic_threshold_of_the_reduced_gradient_comes_from_that() -> None:
+def test_an_automatic_global_threshold_is_of_that_gradient() -> None:
     """Micro-batches whose gradients point elsewhere add up to less than the largest of them times their number."""
     loop = Loop(grad_norm_threshold="auto", spike_trigger="global")
     for number in range(24):
@@ -178,7 +178,7 @@ def test_an_automatic_threshold_of_the_reduced_gradient_comes_from_that() -> Non
     assert metrics["actor/gradloc/token_norm_max"] / metrics["actor/gradloc/threshold"] > 1
 
 
-def test_a_learning_rate_that_cannot_be_read_is_only_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unreadable_learning_rate_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
     def broken() -> float:
         raise KeyError("lr")
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -55,6 +57,32 @@ def train_pass(
     return gradloc
 
 
+def micro_batch(
+    gradloc: GradLoc,
+    forward: Forward,
+    weight: Tensor,
+    factor: float = 1.0,
+    facts_of: Callable[[Tensor], dict[str, Any]] = lambda log_prob: {},
+) -> None:
+    """A training pass whose loss is `factor` times what its facts say; `facts_of` makes more of them from log-probs."""
+    gradloc.begin_pass({"ids": forward.ids}, range(ROWS))
+    _, log_prob = forward({"ids": forward.ids}, [*range(ROWS)], RESPONSE)
+    facts = facts_of(log_prob.detach())
+    mask = torch.ones(ROWS, RESPONSE)
+    gradloc.observe(log_prob, None, weight, response_mask=mask, token_id=forward.ids[:, PROMPT:], **facts)
+    (factor * (-log_prob * facts.get("advantage", mask) * weight).sum()).backward()
+    gradloc.end_pass()
+
+
+def norm_of_the_culprit(model: nn.Module, forward: Forward) -> float:
+    """Of its own gradient, by autograd."""
+    _, log_prob = forward({"ids": forward.ids}, list(range(ROWS)), RESPONSE)
+    (log_prob[CULPRIT] * SPIKE).backward()
+    norm = torch.cat([p.grad.flatten().double() for p in model.parameters() if p.grad is not None]).norm()
+    model.zero_grad()
+    return float(norm)
+
+
 def found(gradloc: GradLoc) -> tuple[dict[str, Any], dict[str, Any]]:
     """The event and its only culprit."""
     ((event,),) = [gradloc.events]
@@ -96,24 +124,21 @@ def test_buffers_are_what_they_were() -> None:
         assert torch.equal(expected, buffer)
 
 
-def test_a_model_that_drops_by_a_function_is_probed_with_the_same_masks() -> None:
+def test_dropout_by_a_function_has_the_same_masks_in_probes() -> None:
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "ffn_dim": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = OPTConfig(vocab_size=VOCABULARY, word_embed_proj_dim=16, max_position_embeddings=64, dropout=0.1, **sizes)
     model = OPTForCausalLM(config).train()
     forward = Forward(lambda ids: model(input_ids=ids).logits)
     torch.manual_seed(5)
-    _, log_prob = forward({"ids": forward.ids}, list(range(ROWS)), RESPONSE)
-    (log_prob[CULPRIT] * SPIKE).backward()
-    expected = torch.cat([p.grad.flatten().double() for p in model.parameters() if p.grad is not None]).norm()
-    model.zero_grad()
+    expected = norm_of_the_culprit(model, forward)
     torch.manual_seed(5)
-    _, culprit = found(train_pass(model, forward, GradLocConfig(grad_norm_threshold=float(expected) / 8)))
-    assert culprit["grad_norm"] == pytest.approx(float(expected), rel=1e-5)
+    _, culprit = found(train_pass(model, forward, GradLocConfig(grad_norm_threshold=expected / 8)))
+    assert culprit["grad_norm"] == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("rope", ["dynamic", "longrope"])
-def test_a_model_whose_positions_depend_on_the_length_is_probed_whole(rope: str) -> None:
+def test_positions_that_depend_on_the_length_are_probed_whole(rope: str) -> None:
     torch.manual_seed(0)
     factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": 8}
     scaling = {"rope_type": rope, "factor": 4.0, **(factors if rope == "longrope" else {})}
@@ -121,12 +146,9 @@ def test_a_model_whose_positions_depend_on_the_length_is_probed_whole(rope: str)
     config = LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=8, rope_scaling=scaling, **sizes)
     model = LlamaForCausalLM(config).train()
     forward = Forward(lambda ids: model(input_ids=ids).logits)
-    _, log_prob = forward({"ids": forward.ids}, list(range(ROWS)), RESPONSE)
-    (log_prob[CULPRIT] * SPIKE).backward()
-    expected = torch.cat([p.grad.flatten().double() for p in model.parameters() if p.grad is not None]).norm()
-    model.zero_grad()
-    _, culprit = found(train_pass(model, forward, GradLocConfig(grad_norm_threshold=float(expected) / 8)))
-    assert culprit["grad_norm"] == pytest.approx(float(expected), rel=1e-5)
+    expected = norm_of_the_culprit(model, forward)
+    _, culprit = found(train_pass(model, forward, GradLocConfig(grad_norm_threshold=expected / 8)))
+    assert culprit["grad_norm"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_norm_of_a_large_gradient_is_exact() -> None:
@@ -175,12 +197,7 @@ def test_learning_rates_are_those_of_the_steps_that_are_taken(action: str, rates
     forward = Forward(Plain())
     config = GradLocConfig(grad_norm_threshold=1e-6, bisect_budget_steps=2, spike_action=action)
     gradloc = GradLoc(forward.logits, config, forward, learning_rate=lambda: torch.tensor(0.25))
-    gradloc.begin_pass({"ids": forward.ids}, range(ROWS))
-    _, log_prob = forward({"ids": forward.ids}, [*range(ROWS)], RESPONSE)
-    ones = torch.ones(ROWS, RESPONSE)
-    gradloc.observe(log_prob, None, ones, response_mask=ones, token_id=forward.ids[:, PROMPT:])
-    log_prob.sum().backward()
-    gradloc.end_pass()
+    micro_batch(gradloc, forward, torch.ones(ROWS, RESPONSE))
     assert gradloc.locate(epoch=0, mini_batch=0).take_step == (action == "log")
     state = gradloc.state_dict()["run_checks"]["rates"]
     assert (type(state), state) == (float, rates)
@@ -191,7 +208,6 @@ def test_a_loss_that_is_scaled_wrongly_is_warned_of() -> None:
     forward = Forward(Plain())
     weight = torch.full((ROWS, RESPONSE), 1 / (ROWS * RESPONSE))
     advantage = torch.tensor([1.0, -1.0, 0.5, -0.5]).unsqueeze(1).expand(ROWS, RESPONSE)
-    others = {"response_mask": torch.ones(ROWS, RESPONSE), "token_id": forward.ids[:, PROMPT:], "advantage": advantage}
     warned = {}
     for micro_batches, factor, of_loss in ((2, 0.5, 1.0), (2, 1.0, 1.0), (1, 1.0, 3.0)):
         config = GradLocConfig(grad_norm_threshold=1e9)
@@ -199,11 +215,7 @@ def test_a_loss_that_is_scaled_wrongly_is_warned_of() -> None:
         for step in range(3):
             gradloc.start_update(step)
             for _ in range(micro_batches):
-                gradloc.begin_pass({"ids": forward.ids}, range(ROWS))
-                _, log_prob = forward({"ids": forward.ids}, [*range(ROWS)], RESPONSE)
-                gradloc.observe(log_prob, None, factor * weight, **others)
-                (of_loss * factor * (-log_prob * advantage * weight).sum()).backward()
-                gradloc.end_pass()
+                micro_batch(gradloc, forward, factor * weight, of_loss, lambda _: {"advantage": advantage})
             gradloc.locate(epoch=0, mini_batch=0)
             assert step == 2 or not gradloc.warnings
         warned[micro_batches, factor, of_loss] = [warning["sentence"] for warning in gradloc.warnings]
@@ -273,39 +285,28 @@ def test_values_that_cannot_be_read_are_no_error_of_training(caplog: pytest.LogC
         (["seq-mean-token-sum-norm", "seq-mean-token-mean"], False),
     ],
 )
-def test_the_sum_of_weights_is_checked_if_all_micro_batches_promise_the_same(modes: list[str], warned: bool) -> None:
+def test_the_sum_of_weights_is_checked_if_all_promise_the_same(modes: list[str], warned: bool) -> None:
     """Each micro-batch's loss says how it is aggregated; the last one does not speak for the others."""
     forward = Forward(Plain())
     gradloc = GradLoc(forward.logits, GradLocConfig(grad_norm_threshold=1e9), forward, loss_agg_mode="token-mean")
     weight = torch.full((ROWS, RESPONSE), 3 / (ROWS * RESPONSE))
-    others = {"response_mask": torch.ones(ROWS, RESPONSE), "token_id": forward.ids[:, PROMPT:]}
     for step in range(3):
         gradloc.start_update(step)
         for mode in modes:
-            gradloc.begin_pass({"ids": forward.ids}, range(ROWS))
-            _, log_prob = forward({"ids": forward.ids}, [*range(ROWS)], RESPONSE)
-            gradloc.observe(log_prob, None, weight, loss_agg_mode=mode, **others)
-            (-log_prob * weight).sum().backward()
-            gradloc.end_pass()
+            micro_batch(gradloc, forward, weight, facts_of=lambda _, mode=mode: {"loss_agg_mode": mode})
         gradloc.locate(epoch=0, mini_batch=0)
     sentences = [warning["sentence"] for warning in gradloc.warnings]
     assert ["add up to 6 instead of 1 (seq-mean-token-mean)" in sentence for sentence in sentences] == [True] * warned
 
 
-def test_an_update_warns_of_its_wrong_mini_batches_though_the_last_is_right() -> None:
+def test_an_update_warns_though_its_last_mini_batch_is_right() -> None:
     """The verdict on a spike in that one does not say so."""
     forward = Forward(Plain())
     config = GradLocConfig(grad_norm_threshold=1e-6, bisect_budget_steps=2)
     gradloc = GradLoc(forward.logits, config, forward, loss_agg_mode="token-mean")
-    others = {"response_mask": torch.ones(ROWS, RESPONSE), "token_id": forward.ids[:, PROMPT:]}
     gradloc.start_update(1)
     for mini_batch, factor in enumerate([3.0, 3.0, 3.0, 3.0, 1.0]):
-        weight = torch.full((ROWS, RESPONSE), factor / (ROWS * RESPONSE))
-        gradloc.begin_pass({"ids": forward.ids}, range(ROWS))
-        _, log_prob = forward({"ids": forward.ids}, [*range(ROWS)], RESPONSE)
-        gradloc.observe(log_prob, None, weight, **others)
-        (-log_prob * weight).sum().backward()
-        gradloc.end_pass()
+        micro_batch(gradloc, forward, torch.full((ROWS, RESPONSE), factor / (ROWS * RESPONSE)))
         gradloc.locate(0, mini_batch)
     assert [warning["name"] for warning in gradloc.warnings] == ["loss_scale"]
     blamed = [event["verdict"]["cause"] == "loss_scale" for event in gradloc.events]
@@ -319,18 +320,15 @@ def test_a_response_counts_once_however_many_epochs_train_on_it(
     """Of eight responses, some agree with the reference; four make the least number that is warned of."""
     forward = Forward(Plain())
     gradloc = GradLoc(forward.logits, GradLocConfig(grad_norm_threshold=1e9), forward)
-    mask = torch.ones(ROWS, RESPONSE)
+
+    def with_stale_rows(stale: int, old: Tensor) -> dict[str, Tensor]:
+        rollout = torch.where(torch.arange(ROWS).unsqueeze(1) < stale, old - 0.5, old + 1e-4)
+        return {"old_log_prob": old, "rollout_log_prob": rollout, "ref_log_prob": rollout.clone()}
+
     for step in range(6):
         gradloc.start_update(step)
         for epoch in range(epochs):
             for stale in (stale_rows, 0):
-                gradloc.begin_pass({"ids": forward.ids}, range(ROWS))
-                _, log_prob = forward({"ids": forward.ids}, [*range(ROWS)], RESPONSE)
-                old = log_prob.detach()
-                rollout = torch.where(torch.arange(ROWS).unsqueeze(1) < stale, old - 0.5, old + 1e-4)
-                others = {"old_log_prob": old, "rollout_log_prob": rollout, "ref_log_prob": rollout.clone()}
-                gradloc.observe(log_prob, None, mask, response_mask=mask, token_id=forward.ids[:, PROMPT:], **others)
-                log_prob.sum().backward()
-                gradloc.end_pass()
+                micro_batch(gradloc, forward, torch.ones(ROWS, RESPONSE), 1.0, partial(with_stale_rows, stale))
             gradloc.locate(epoch, mini_batch=0)
     assert [warning["name"] for warning in gradloc.warnings] == warned

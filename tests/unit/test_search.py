@@ -66,13 +66,13 @@ def start(
 
 @pytest.mark.parametrize("ordinary", [1.0, None])
 @pytest.mark.parametrize("helpful", [True, False])
-@pytest.mark.parametrize("probes_a_pass", [1, 2, 4, 7])
-@pytest.mark.parametrize("n", [1, 2, 3, 64, 500])
+@pytest.mark.parametrize("probes_a_pass", [1, 2, 7])
+@pytest.mark.parametrize("n", [1, 3, 64, 500])
 @pytest.mark.parametrize("count", [1, 3])
 def test_finds_exactly_the_planted_tokens(
     n: int, count: int, probes_a_pass: int, helpful: bool, ordinary: float | None
 ) -> None:
-    for seed in range(5):
+    for seed in range(2):
         places = torch.randperm(n, generator=torch.Generator().manual_seed(seed))[:count].tolist()
         # Two units; each planted token alone lifts any token set that holds it over that set's threshold.
         planted = {place: 3 * THRESHOLD * math.sqrt(n) * (i + 1) for i, place in enumerate(places)}
@@ -101,7 +101,7 @@ def test_tokens_whose_set_is_under_its_threshold_are_found() -> None:
     assert plain < 40  # it is the ordinary level that finds them all
 
 
-def test_sets_over_the_threshold_without_a_culprit_are_given_up_soon() -> None:
+def test_sets_over_it_without_a_culprit_are_given_up_soon() -> None:
     tokens = {"a": Tokens(500, {250: 1000 * THRESHOLD})}
     passes, _ = run(start(tokens), tokens, 4)
     search = start(tokens, ordinary=0.01)  # every set is far over that
@@ -111,7 +111,7 @@ def test_sets_over_the_threshold_without_a_culprit_are_given_up_soon() -> None:
 
 
 @pytest.mark.parametrize("n", [64, 1024])
-def test_right_suspicion_needs_two_probes_and_wrong_suspicion_logarithmically_many(n: int) -> None:
+def test_right_suspicion_needs_two_probes_and_wrong_a_logarithm(n: int) -> None:
     for seed in range(5):
         tokens = {"a": Tokens(n, {n // 3: 1000 * THRESHOLD}, seed)}
         passes, probes = run(start(tokens), tokens, 2)
@@ -167,7 +167,7 @@ def test_codes_that_name_no_token_are_given_up_soon() -> None:
     assert 0 < digits <= 3 * 5  # three for each set, which has shrunk by a third since the last reading
 
 
-def test_a_set_whose_norm_its_sibling_cannot_explain_is_split_without_a_probe() -> None:
+def test_a_set_that_its_sibling_cannot_explain_is_split() -> None:
     tokens = {"a": Tokens(8, {5: 1000 * THRESHOLD})}
     search = Search(THRESHOLD, "exhaustive")
     search.add_group("a", tokens["a"].norm(list(range(8))), torch.ones(8), tokens["a"].weights)
@@ -215,9 +215,7 @@ def test_a_diffuse_micro_batch_is_given_up_after_a_few_passes(n: int, cosine: fl
 
 @pytest.mark.parametrize("helpful", [True, None])
 @pytest.mark.parametrize("n", [64, 500])
-def test_a_token_over_the_threshold_of_its_unit_is_found_among_those_that_pull_the_same_way(
-    n: int, helpful: bool | None
-) -> None:
+def test_a_loud_token_is_found_among_aligned_ones(n: int, helpful: bool | None) -> None:
     """What it adds is half of what all others do together; the prior knows it, or nothing."""
     for seed in range(5):
         place = seed * n // 5
@@ -227,7 +225,7 @@ def test_a_token_over_the_threshold_of_its_unit_is_found_among_those_that_pull_t
         assert [c.candidate for c in search.culprits] == [place]
 
 
-def test_many_tokens_over_the_threshold_that_pull_the_same_way_are_all_found() -> None:
+def test_many_aligned_tokens_over_tau_are_all_found() -> None:
     """A response that repeats itself: every token is a culprit."""
     tokens = {"a": Coherent(64, 0.9, {}, seed=1)}
     tokens["a"].gradients *= 1.2
@@ -274,7 +272,7 @@ class Aligned(Tokens):
 
 
 @pytest.mark.parametrize("probes_a_pass", [8, 64, 128])
-def test_wide_passes_give_up_diffuse_micro_batches_as_soon_as_narrow_ones(probes_a_pass: int) -> None:
+def test_wide_passes_give_up_as_soon_as_narrow_ones(probes_a_pass: int) -> None:
     """In a wide pass something always stands out by chance, and readings of numbers join what is followed."""
     tokens = {seed: Aligned(32768, seed) for seed in range(4)}
     search = start(tokens)
@@ -293,7 +291,7 @@ def test_of_very_many_culprits_one_is_found_soon(units: int) -> None:
     assert search.culprits and all(culprit.candidate % 64 == 13 for culprit in search.culprits)
 
 
-def test_sets_that_a_diffuse_micro_batch_leaves_unmeasured_are_listed() -> None:
+def test_sets_that_a_diffuse_unit_leaves_unmeasured_are_listed() -> None:
     tokens = {"a": Coherent(1000, 0.5, {}, seed=0)}
     search = start(tokens, helpful=None)
     measured = set()
@@ -317,7 +315,7 @@ def test_a_nonfinite_token_is_a_culprit(bad: float) -> None:
     assert [c.candidate for c in search.culprits] == [17] and search.broken == []
 
 
-def test_a_unit_that_is_not_finite_without_any_token_is_broken_and_costs_one_pass() -> None:
+def test_a_unit_that_is_broken_without_tokens_costs_one_pass() -> None:
     search = Search(THRESHOLD, "exhaustive")
     search.add_group("a", math.nan, torch.ones(100), torch.full((100,), 0.01))
     probes = search.next_probes(2)
@@ -352,7 +350,7 @@ def test_a_unit_without_candidates_has_nothing_to_measure() -> None:
     assert search.next_probes(4) == []
 
 
-def test_a_wide_pass_does_not_give_up_a_micro_batch_with_a_promising_probe() -> None:
+def test_a_wide_pass_does_not_give_up_a_promising_probe() -> None:
     """Most of its probes point at no token, as most tokens pull the same way; one of them holds what is broken."""
     tokens = Coherent(500, 0.9, {}, seed=3)
     search = Search(THRESHOLD, "exhaustive")
@@ -407,7 +405,7 @@ class Drawn(Tokens):
         return torch.full_like(self.weights, flat[self.kind]) if self.kind in flat else super().suspicion(helpful)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(4))
 def test_random_searches_end_and_find_what_stands_out(seed: int) -> None:
     choice = random.Random(seed)
     for _ in range(100):

@@ -27,11 +27,6 @@ def spend(time: SearchTime, clock: Clock, seconds: float) -> TimeLimit:
     return limit
 
 
-def test_the_first_search_is_not_refused_because_the_run_is_young() -> None:
-    clock = Clock()
-    assert spend(SearchTime("auto", clock), clock, 0).seconds == HEAD_START
-
-
 def test_searches_take_a_share_of_the_run_and_the_head_start() -> None:
     clock = Clock()
     time, begun, searching = SearchTime("auto", clock), clock.now, 0.0
@@ -53,6 +48,9 @@ def test_a_search_ends_when_its_limit_is_reached_and_not_before() -> None:
         clock.now += 0.1
         assert limit.is_up() and limit.has_ended_search
     assert spend(SearchTime(None, clock), clock, 1e9).is_up() is False
+    assert spend(SearchTime("auto", clock), clock, 0).seconds == HEAD_START  # in a run that is young
+    time = SearchTime(60.0, clock)
+    assert [spend(time, clock, 100).seconds for _ in range(3)] == [60.0] * 3
 
 
 def test_what_comes_before_a_restart_does_not_count() -> None:
@@ -64,12 +62,6 @@ def test_what_comes_before_a_restart_does_not_count() -> None:
     assert not limit.is_up()
     clock.now += 1
     assert limit.is_up()
-
-
-def test_each_spike_has_the_seconds_that_are_set() -> None:
-    clock = Clock()
-    time = SearchTime(60.0, clock)
-    assert [spend(time, clock, 100).seconds for _ in range(3)] == [60.0] * 3
 
 
 def test_a_failed_search_counts() -> None:

