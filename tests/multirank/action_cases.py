@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 import tempfile
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from actor_cases import Run, compare_runs, stock_run, train
+from actor_cases import Run, compare_runs, stock_run, train, warnings_of
 from actors import (
     ENGINE,
     FIRST_RELEASE,
@@ -115,22 +114,19 @@ def drop(case: Case) -> tuple[list[float], Run]:
 
 def drop_without_budget(case: Case, budget: int) -> tuple[dict[str, bool], Run, list[str]]:
     """A budget that is enough to find the culprit, but not to recompute the mini-batch without it, and warnings."""
-    warnings: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: warnings.append(record.getMessage())
-    logging.getLogger("verl.utils.gradloc.actions").addHandler(handler)
-    return *compared(case, 1, spike_action="drop", bisect_budget_steps=budget), warnings
+    with warnings_of("verl.utils.gradloc.actions") as warnings:
+        return *compared(case, 1, spike_action="drop", bisect_budget_steps=budget), warnings
+
+
+@torch.no_grad()
+def fill_with_nan(actor: Any) -> None:
+    for parameter in actor.actor_module.parameters():
+        (parameter.to_local() if hasattr(parameter, "to_local") else parameter).fill_(math.nan)
 
 
 def broken_weights(case: Case) -> tuple[dict[str, bool], Run]:
     """Every weight is NaN; an unpatched actor leaves its steps out, too."""
-
-    def prepare(actor: Any) -> None:
-        with torch.no_grad():
-            for parameter in actor.actor_module.parameters():
-                local_part(parameter).fill_(math.nan)
-
-    run = train(case, prepare=prepare, **DETECTION)
+    run = train(case, prepare=fill_with_nan, **DETECTION)
     return {"no step": run.gradients == []}, run
 
 
@@ -146,10 +142,6 @@ def misaligned(case: Case, shift: float) -> tuple[float, str]:
     metrics = actor.update_policy(batch)
     sources = [culprit["source"] for event in actor.gradloc.events for culprit in event["culprits"]]
     return metrics["actor/gradloc/misaligned_share"], json.dumps(sources)
-
-
-def local_part(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
 
 def broken_activation(case: Case, rank: int, row: int, position: int) -> tuple[dict[str, bool], Run]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
+import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,7 +24,6 @@ from actors import (
     events_of,
     local,
     stock_dp_actor,
-    with_hook_on_log_probs,
 )
 from batches import build_batch, response_length
 from mini_batches import token_weights
@@ -95,6 +96,19 @@ def stock_run(case: Case, calls: int = 1) -> Run:
     return train(case, stock_dp_actor(), calls=calls)
 
 
+@contextlib.contextmanager
+def warnings_of(logger: str) -> Iterator[list[str]]:
+    """What a logger, or "" for all of them, warns of."""
+    warnings: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())
+    logging.getLogger(logger).addHandler(handler)
+    try:
+        yield warnings
+    finally:
+        logging.getLogger(logger).removeHandler(handler)
+
+
 def units_and_run(case: Case) -> tuple[list[Unit], list[float], Run]:
     """The brute force, and a run in which every unit counts as a spike."""
     units, norms = brute_force(case, build_batch(case, dist.get_rank()), tokens=False)
@@ -164,49 +178,6 @@ def identity(case: Case, budget: int) -> tuple[dict[str, bool], dict[str, bool],
     off = train(case, calls=2, spike_detection=False)
     stock = stock_run(case, 2)
     return compare_runs(searched, stock), compare_runs(off, stock), searched
-
-
-def failing_search(case: Case, where: str) -> tuple[dict[str, bool], Run]:
-    """A run in which the first pass after the rehearsal fails on rank 1 alone, compared with the unpatched actor."""
-    ordinary = case.rows // case.micro_batch
-    count = 0
-
-    def fail(*_: Any) -> None:
-        nonlocal count
-        count += 1
-        if count == ordinary + 2 and dist.get_rank() == 1:
-            raise RuntimeError("planted failure")
-
-    def prepare(actor: Any) -> None:
-        forward = actor._forward_micro_batch
-
-        def failing_forward(*arguments: Any, **options: Any) -> Any:
-            if where == "before the forward":
-                fail()
-            outputs = forward(*arguments, **options)
-            if where == "after the forward":
-                fail()
-            return outputs
-
-        if where == "in a layer":
-            layers = [m for m in actor.actor_module.modules() if type(m).__name__.endswith("LlamaDecoderLayer")]
-            layers[1].register_forward_hook(fail)
-        elif where == "in the backward":
-            actor._forward_micro_batch = with_hook_on_log_probs(forward, fail)
-        else:
-            actor._forward_micro_batch = failing_forward
-
-    stock = stock_run(case, 2)
-    run = train(
-        case,
-        calls=2,
-        prepare=prepare,
-        spike_detection=True,
-        grad_norm_threshold=IDENTITY_THRESHOLD,
-        bisect_budget_steps=100,
-    )
-    assert count > ordinary + 1, "the failure was never reached"
-    return compare_runs(run, stock), run
 
 
 def watch(case: Case, threshold: float, calls: int) -> Run:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import math
 from typing import Any
 
 import reduced_meter_cases
-import torch
 import torch.distributed as dist
+from action_cases import DETECTION, fill_with_nan
 from actor_cases import Run, compare_runs, train
 from actors import IDENTITY_THRESHOLD, Case
 from batches import build_batch
+from fault_cases import disturb, run_out_of_memory
 from oracle import Unit, brute_force
 from verl.workers.config import LayerClipConfig
 
@@ -53,8 +53,7 @@ def both(case: Case, options: dict[str, Any]) -> tuple[dict[str, bool], list[lis
 
 
 def with_detection(options: dict[str, Any]) -> dict[str, Any]:
-    detection = {"spike_detection": True, "grad_norm_threshold": IDENTITY_THRESHOLD, "bisect_budget_steps": 100}
-    options = detection | options
+    options = DETECTION | options
     if options.pop("clip_layers", False):
         options["layer_clip"] = LayerClipConfig(enable=True, warmup_steps=1, rule="ratio", ratio=1.5)
     return options
@@ -94,7 +93,7 @@ def without_weights(case: Case) -> tuple[dict[str, bool], Run]:
         if batch.meta_info["global_steps"] == STEP:
             batch.batch["response_mask"].zero_()
 
-    options = {"spike_detection": True, "grad_norm_threshold": IDENTITY_THRESHOLD}
+    options = with_detection({})
     drilled = train(case, calls=2, change_batch=reject, spike_drill_step=STEP, **options)
     return compare_runs(drilled, train(case, calls=2, change_batch=reject, **options)), drilled
 
@@ -102,32 +101,17 @@ def without_weights(case: Case) -> tuple[dict[str, bool], Run]:
 def with_broken_weights(case: Case, options: dict[str, Any]) -> tuple[dict[str, bool], Run]:
     """A drill while every parameter is NaN."""
 
-    def spoil(actor: Any) -> None:
-        with torch.no_grad():
-            for parameter in actor.actor_module.parameters():
-                parameter.fill_(math.nan)
-
-    drilled = train(case, prepare=spoil, spike_drill_step=STEP, **with_detection(options))
+    drilled = train(case, prepare=fill_with_nan, spike_drill_step=STEP, **with_detection(options))
     return {"no step": drilled.gradients == []}, drilled
 
 
 def with_a_failing_pass(case: Case, rank: int, number: int) -> tuple[dict[str, bool], Run]:
     """One rank's pass of the drill with that number, counted from 0, fails; before it, there is the rehearsal."""
 
-    def disturb(actor: Any) -> None:
-        forward = actor._forward_micro_batch
-        count = 0
+    def prepare(actor: Any) -> None:
+        if dist.get_rank() == rank:
+            disturb(actor, "before the forward", number + 2, run_out_of_memory)
 
-        def failing(*arguments: Any, **keywords: Any) -> Any:
-            nonlocal count
-            if actor.gradloc._recorder.current is None:
-                count += 1
-                if dist.get_rank() == rank and count == number + 2:
-                    raise RuntimeError("disturbed")
-            return forward(*arguments, **keywords)
-
-        actor._forward_micro_batch = failing
-
-    options = {"spike_detection": True, "grad_norm_threshold": IDENTITY_THRESHOLD}
-    drilled = train(case, calls=2, prepare=disturb, spike_drill_step=STEP, **options)
+    options = with_detection({})
+    drilled = train(case, calls=2, prepare=prepare, spike_drill_step=STEP, **options)
     return compare_runs(drilled, train(case, calls=2, **options)), drilled

@@ -6,12 +6,11 @@ import contextlib
 import dataclasses
 import functools
 import json
-import logging
 import os
 import random
 import signal
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -20,7 +19,7 @@ import reduced_meter_cases
 import torch
 import torch.distributed as dist
 from action_cases import DETECTION, compared, layers_of
-from actor_cases import Run, compare_runs, stock_run, train
+from actor_cases import Run, compare_runs, stock_run, train, warnings_of
 from actors import ENGINE, PROMPT, Case, stock_dp_actor, with_hook_on_log_probs
 from batches import build_batch, response_length
 from oracle import brute_force
@@ -120,21 +119,8 @@ def layer_clip_without(case: Case, name: str) -> str:
 
 def without_a_name(case: Case, name: str, ranks: list[int]) -> tuple[dict[str, bool], Run, list[str]]:
     """A run on a torch that lacks a name on some ranks, compared with the unpatched actor; and the warnings."""
-    with torch_without(name, ranks), warnings_of("measure.watched_model") as warnings:
+    with torch_without(name, ranks), warnings_of("verl.utils.gradloc.measure.watched_model") as warnings:
         return *compared(case, spike_replay=1), warnings
-
-
-@contextlib.contextmanager
-def warnings_of(module: str) -> Iterator[list[str]]:
-    warnings: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: warnings.append(record.getMessage())
-    logger = logging.getLogger(f"verl.utils.gradloc.{module}")
-    logger.addHandler(handler)
-    try:
-        yield warnings
-    finally:
-        logger.removeHandler(handler)
 
 
 def with_unseen_calls(case: Case) -> tuple[dict[str, bool], Run, list[str]]:
@@ -142,7 +128,7 @@ def with_unseen_calls(case: Case) -> tuple[dict[str, bool], Run, list[str]]:
     stock_run(case, 2)
     copied = types.SimpleNamespace(**vars(dist))
     parts = [mock.patch.object(part, "dist", copied) for part in (_fsdp_collectives, _flat_param, _runtime_utils)]
-    with contextlib.ExitStack() as ended, warnings_of("gradloc") as warnings:
+    with contextlib.ExitStack() as ended, warnings_of("verl.utils.gradloc.gradloc") as warnings:
         for part in parts:
             ended.enter_context(part)
         return *compared(case), warnings

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 import math
 import os
 import sys
@@ -387,13 +386,9 @@ def resume(
     straight = update(actor, range(3, 5))
     if change is not None:
         change_saved(folder, change)
-    warnings: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: warnings.append(record.getMessage())
-    logging.getLogger().addHandler(handler)
-    actor, manager = start()
-    manager.load_checkpoint(folder)
-    logging.getLogger().removeHandler(handler)
+    with actor_cases.warnings_of("") as warnings:
+        actor, manager = start()
+        manager.load_checkpoint(folder)
     return straight, update(actor, range(3, 5)), [text for text in warnings if "warm-up" in text]
 
 

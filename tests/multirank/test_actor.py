@@ -340,19 +340,6 @@ def test_a_search_that_spends_its_budget_is_incomplete(launch: Launch, world: in
     assert all(all(searched.values()) for searched, _, _ in results)
 
 
-PLACES = ["before the forward", "in a layer", "after the forward", "in the backward"]
-
-
-@pytest.mark.parametrize("where", PLACES)
-@pytest.mark.parametrize("wrap", [WRAPS_AND_ENGINE[0], WRAPS_AND_ENGINE[2]])
-def test_a_failure_on_one_rank_ends_the_search_on_all(launch: Launch, wrap: str, where: str) -> None:
-    results = launch(2, actor_cases.failing_search, Case(wrap, planted=THREE), where)
-    (event,), second = same_events([run for _, run in results])
-    assert second == [] and not event["complete"]
-    for same, _ in results:
-        assert all(same.values()), same
-
-
 # Micro-batches have two rows, ranks eight: one micro-batch, one rank, everything.
 @pytest.mark.every_target
 @pytest.mark.parametrize("detection", [False, True])

@@ -34,6 +34,13 @@ def test_out_of_memory_in_a_pass_ends_the_search_on_all_ranks(
     assert "OutOfMemoryError" in event["error"] and not event["complete"] and second == []
 
 
+@cases((2, Case("fsdp1", planted=THREE)), (2, Case("fsdp2", planted=THREE)), engine=True)
+@pytest.mark.parametrize("where", ["before the forward", "after the forward", "in the backward"])
+def test_a_failure_around_the_layers_ends_the_search(launch: Launch, world: int, case: Case, where: str) -> None:
+    (event,), second = harmless(launch(world, fault_cases.failing_search, case, where, [1], 2))
+    assert second == [] and not event["complete"] and "OutOfMemoryError" in event["error"]
+
+
 @pytest.mark.parametrize("failing", [[], [1]], ids=["found", "out of memory"])
 def test_a_search_where_a_torch_has_what_2_15_has(launch: Launch, failing: list[int]) -> None:
     case = Case("fsdp2", planted=THREE)
