@@ -1,16 +1,5 @@
-# Copyright 2026 The GradLoc Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
 """PS-GRPO: the outcome as the reward, lowered where a process reward model sees the reasoning break down on its way.
 
 A response with the right answer earns 1, or 1 - gamma if it has a drop moment: a relative fall
@@ -105,22 +94,16 @@ def _shape(outcome: float, steps: list[float], gamma: float, rho: float, min_ste
 
 
 def _step_scores(data_source: str, extra_info: dict[str, Any] | None) -> list[float]:
+    sample, place = f"A sample of data source {data_source!r} has", "extra_info['step_scores']"
     if extra_info is not None and not isinstance(extra_info, Mapping):
-        raise ValueError(
-            f"A sample of data source {data_source!r} has malformed step scores: extra_info must be a dict with "
-            f"'step_scores', but is {extra_info!r:.200}."
-        )
+        raise ValueError(f"{sample} malformed step scores: extra_info must be a dict, but is {extra_info!r:.200}.")
     scores = (extra_info or {}).get("step_scores")
     if scores is None:
-        raise ValueError(
-            f"A sample of data source {data_source!r} has no step scores; "
-            "ps_grpo needs them in extra_info['step_scores'], one probability for each step."
-        )
+        raise ValueError(f"{sample} no step scores; ps_grpo needs them in {place}, one probability for each step.")
     values = scores.tolist() if hasattr(scores, "tolist") else scores
     numbers = isinstance(values, list | tuple) and all(isinstance(value, Real) for value in values)
     if not numbers or not all(0 <= value <= 1 for value in values):
         raise ValueError(
-            f"A sample of data source {data_source!r} has malformed step scores: extra_info['step_scores'] must be "
-            f"a list of numbers from 0 to 1, but is {scores!r:.200}."
+            f"{sample} malformed step scores: {place} must be a list of numbers from 0 to 1, but is {scores!r:.200}."
         )
     return [float(value) for value in values]
