@@ -1,5 +1,3 @@
-# SPDX-FileCopyrightText: 2026 The GradLoc Authors
-# SPDX-License-Identifier: Apache-2.0
 """What the real package.patch holds, and lines without an end."""
 
 from __future__ import annotations

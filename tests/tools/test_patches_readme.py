@@ -1,5 +1,3 @@
-# SPDX-FileCopyrightText: 2026 The GradLoc Authors
-# SPDX-License-Identifier: Apache-2.0
 """patches/README.md: every place in verl's files that hooks and fixes change has its reason, and no other has one."""
 
 from __future__ import annotations

@@ -1,5 +1,3 @@
-# SPDX-FileCopyrightText: 2026 The GradLoc Authors
-# SPDX-License-Identifier: Apache-2.0
 """The patch for verl 0.9.1 and the plugin have the same hooks, which call the same functions of gradloc/adapters."""
 
 from __future__ import annotations

@@ -1,5 +1,3 @@
-# SPDX-FileCopyrightText: 2026 The GradLoc Authors
-# SPDX-License-Identifier: Apache-2.0
 """The pinned requirements: that they hold what is asked for, and nothing of the machine that wrote them."""
 
 import re
