@@ -331,23 +331,23 @@ def attach_auxiliary_loss(module: nn.Module) -> RemovableHandle:
 
 def _attach_an_auxiliary_loss_in(step: int) -> None:
     """Makes most of that step's gradient come from no token."""
-    Watch = of_gradloc("adapters.watch").Watch
+    GradLoc = of_gradloc("gradloc").GradLoc
     handles: list[RemovableHandle] = []
     modules: dict[Any, nn.Module] = {}
 
-    @around(Watch, "__init__")
-    def building(build: Any, watch: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        modules[watch] = module
-        build(watch, module, *args, **kwargs)
+    @around(GradLoc, "__init__")
+    def building(build: Any, gradloc: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        modules[gradloc] = module
+        build(gradloc, module, *args, **kwargs)
 
-    @around(Watch, "start_update")
-    def starting(start: Any, watch: Any, global_step: int | None) -> None:
+    @around(GradLoc, "start_update")
+    def starting(start: Any, gradloc: Any, global_step: int | None) -> None:
         while handles:
             handles.pop().remove()
         if global_step == step:
-            handles.append(attach_auxiliary_loss(modules[watch]))
+            handles.append(attach_auxiliary_loss(modules[gradloc]))
             logger.warning("Fault 'auxiliary', planted on purpose: an auxiliary loss in layer 1, in step %d", step)
-        start(watch, global_step)
+        start(gradloc, global_step)
 
 
 class SummedRMSNorm(torch.autograd.Function):
@@ -375,12 +375,12 @@ class SummedRMSNorm(torch.autograd.Function):
 def _break_a_backward() -> None:
     """Makes the gradients of training wrong, and none of its log-probs."""
 
-    @around(of_gradloc("adapters.watch").Watch, "__init__")
-    def building(build: Any, watch: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    @around(of_gradloc("gradloc").GradLoc, "__init__")
+    def building(build: Any, gradloc: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         norm: Any = _of_layer_1(module, "post_attention_layernorm")
         norm.forward = lambda hidden: SummedRMSNorm.apply(hidden, norm.weight, norm.variance_epsilon)
         logger.warning("Fault 'kernel', planted on purpose: a wrong backward of the norm before layer 1's MLP")
-        build(watch, module, *args, **kwargs)
+        build(gradloc, module, *args, **kwargs)
 
 
 def _multiply_the_loss() -> None:
