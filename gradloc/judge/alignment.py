@@ -78,21 +78,21 @@ class Off(NamedTuple):
     of_b: bool = False
 
 
-def find_off(sums: Sequence[float], judge_correlation: bool) -> dict[str, Off | None]:
+def find_off(sums: Sequence[float], unrelated: float | None = UNRELATED_CORRELATION) -> dict[str, Off | None]:
     """By pair ("rollout" with the policy, "reference" and "old" with the current one) what is wrong; None if nothing.
 
     A pair that cannot be judged is missing.
 
     Args:
         sums (Sequence[float]): What `own_alignment` returned, added up over ranks and mini-batches.
-        judge_correlation (bool): Whether log-probs without any relation are a fault: an engine that has drifted away
-            over the steps of a run is none.
+        unrelated (float, optional): The correlation under which log-probs have no relation, which is a fault; None if
+            it may be none, as of an engine that has drifted away over the steps of a run.
     """
     found: dict[str, Off | None] = {}
     for number, pair in enumerate(PAIRS):
         of_pair = dict(zip(PAIR_SUMS, sums[number * len(PAIR_SUMS) : (number + 1) * len(PAIR_SUMS)], strict=True))
         if of_pair["tokens"] >= POOLED_TOKENS:
-            found[pair] = _off(of_pair, judge_correlation)
+            found[pair] = _off(of_pair, unrelated)
     return found
 
 
@@ -125,7 +125,7 @@ def _evidence(here: float, there: float, size: float, square: float) -> float:
     return max(by_sum, math.sqrt(count / 2) * ratio if count >= LEAST_COUNT else 0.0)
 
 
-def _off(sums: Mapping[str, float], judge_correlation: bool) -> Off | None:
+def _off(sums: Mapping[str, float], unrelated: float | None) -> Off | None:
     moved = {k: sums[f"whole {k}"] + sums[f"inside {k}"] for k in SHIFTS}
     inside = sum(sums[f"inside {k}"] for k in SHIFTS)
     counts = {
@@ -169,7 +169,7 @@ def _off(sums: Mapping[str, float], judge_correlation: bool) -> Off | None:
     # A few tokens with large distances hide a relation that most have.
     own = all(sums[f"farther {k}"] >= MOSTLY * sums[f"nearer {k}"] for k in SHIFTS)
     related = None if own else _correlation(sums)
-    if judge_correlation and related is not None and related < UNRELATED_CORRELATION:
+    if unrelated is not None and related is not None and related < unrelated:
         spread = _variance(sums, "first") / _variance(sums, "second")
         apart = abs(sums["first"] - sums["second"]) / sums["tokens"]
         # Noise, too, hides a relation, but then one spreads far more than the other.
@@ -234,7 +234,8 @@ def misaligned_warning(off: Mapping[str, Off | None]) -> dict[str, Any] | None:
         sentence = f"{subject} {where} are those of other responses of the batch"
         advice = "look for what reorders, pads or repeats rows in one of the columns alone"
     elif each.kind == "unrelated":
-        sentence = f"{subject} have no relation to {_of(other)} (correlation {each.correlation:.2f})"
+        any_ = "no" if each.correlation < UNRELATED_CORRELATION else "hardly any"
+        sentence = f"{subject} have {any_} relation to {_of(other)} (correlation {each.correlation:.2f})"
         advice = "they belong to other tokens, or to another model: print both beside the token ids"
     else:
         value = "exact zeros" if each.kind == "zero_tail" else "one repeated value"

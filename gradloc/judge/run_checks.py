@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .alignment import ALIGNMENT_SUMS, Off, correlation, find_off, misaligned_warning
+from .alignment import ALIGNMENT_SUMS, UNRELATED_CORRELATION, Off, correlation, find_off, misaligned_warning
 from .warned import ENGINES_APART, OTHER_LOG_PROBS, REFERENCE, REWARD_SCALE, WITHOUT_CAUSE, resume_note
 
 # The limits of the checks, in nats where they are differences of log-probs.
@@ -45,6 +45,8 @@ STILL_RISING = 1.5
 POLICY_GAP = (0.05, 0.3)
 # Log-probs that were so much alike, and suddenly are not at all, belong to other tokens.
 RELATED = 0.5
+# Next to equal ones may keep some relation: where they were encoded again, some tokens are the same.
+ALIKE, SUDDENLY_UNRELATED = 0.9, 0.25
 # Log-probs of training that have so little relation to the rollout's, and are so many nats away, belong to others.
 HARDLY_RELATED = 0.35
 MISALIGNED_NATS = 1.0
@@ -406,7 +408,9 @@ class RunChecks:
 
     def _off(self) -> dict[str, Off | None]:
         """What is misaligned in this update."""
-        return find_off(self._alignment, self._related is None or self._related > RELATED)
+        before = 1.0 if self._related is None else self._related
+        limit = SUDDENLY_UNRELATED if before > ALIKE and self._related is not None else UNRELATED_CORRELATION
+        return find_off(self._alignment, limit if before > RELATED else None)
 
     @staticmethod
     def _is_unrelated(off: Mapping[str, Off | None]) -> bool:

@@ -402,5 +402,5 @@ def alignment_warning(micro_batches: Sequence[Mapping[str, Tensor]]) -> dict[str
     """What `misaligned_warning` gives for some micro-batches alone, if it is clear; they are as for `own_alignment`."""
     if not micro_batches:
         return None
-    off = find_off(own_alignment(micro_batches).tolist(), judge_correlation=True)
+    off = find_off(own_alignment(micro_batches).tolist())
     return misaligned_warning({pair: each if each and each.clear else None for pair, each in off.items()})

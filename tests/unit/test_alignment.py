@@ -166,7 +166,7 @@ def test_a_few_responses_are_lost_if_others_are_not_apart(kept_distance: float, 
     sums = dict.fromkeys(PAIR_SUMS, 0.0) | {"responses": 64.0, "aligned": 22.0, "lost": 7.0, "lost_start": 107.0}
     sums |= {"lost_tokens": 106.0, "lost_distance": 256.5, "kept_tokens": 1458.0, "kept_distance": kept_distance}
     sums |= {"tokens": 1564.0, "first_square": 1e4, "second_square": 1e4, "product": 5e3}
-    off = find_off([*sums.values(), *[0.0] * (len(PAIRS) - 1) * len(sums)], judge_correlation=True)["rollout"]
+    off = find_off([*sums.values(), *[0.0] * (len(PAIRS) - 1) * len(sums)])["rollout"]
     assert (off is not None and off.kind == "lost") == found
 
 
@@ -235,7 +235,7 @@ def test_log_probs_of_another_text_have_no_relation(model: Model) -> None:
     columns["rollout_log_prob"] = batch(model, seed=2)["rollout_log_prob"]
     found = warn(columns)
     assert found is not None and "have no relation to" in found["sentence"]
-    assert misaligned_warning(find_off(own_alignment([columns]).tolist(), judge_correlation=False)) is None
+    assert misaligned_warning(find_off(own_alignment([columns]).tolist(), unrelated=None)) is None
 
 
 def test_ranks_and_micro_batches_add_up(model: Model) -> None:

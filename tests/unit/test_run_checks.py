@@ -705,3 +705,17 @@ def test_a_rollout_that_stopped_getting_weights_is_told_by_the_reference() -> No
 
     assert told(stopped) == {"stale_weights"}
     assert "stale_weights" not in told(late)
+
+
+def test_log_probs_that_suddenly_keep_little_relation_belong_to_other_tokens() -> None:
+    """As where all turns are encoded again: a part of the tokens stays the same."""
+
+    def encode_again(tokens: dict[str, Tensor]) -> None:
+        generator = torch.Generator().manual_seed(5)
+        kept = torch.rand(48, 40, generator=generator) < 0.15
+        others = tokens["rollout_log_prob"].flatten()[torch.randperm(48 * 40, generator=generator)].view(48, 40)
+        tokens["rollout_log_prob"] = torch.where(kept, tokens["log_prob"], others)
+
+    found = warned(Run(noise=0.01), 8, 4, encode_again)
+    assert names(found) == [""] * 3 + ["misaligned"] * 5
+    assert "have hardly any relation to" in found[-1][0]["sentence"]
