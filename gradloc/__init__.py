@@ -16,9 +16,8 @@ The parts of the package. A file imports from its own part and from those above 
 - bundles: an event's largest micro-batches in a folder that can be taken elsewhere
 - metrics, run_warnings: an update's metrics; warnings that need no spike
 - actions: what happens to the gradient after a spike
-- spike: the search for a spike's tokens, the action, the event and its bundle
 - drill: a spike planted on purpose, to see that it is found
-- gradloc: watches the training passes, measures the mini-batch, and decides whether it is a spike
+- gradloc: watches the training passes, measures the mini-batch, decides whether it is a spike, and explains it
 - critic_watch: watches a critic's passes, and says what a spike of its gradient comes from
 - adapters: the only part that knows verl
 
@@ -36,10 +35,9 @@ if TYPE_CHECKING:
     from .evidence.token_texts import text_evidence
     from .evidence.writer import record_events
     from .fsdp.collectives import RankLostError
-    from .gradloc import GradLoc
+    from .gradloc import GradLoc, Located
     from .layers.layer_clip import LayerClip, LayerClipConfig
     from .measure.token_weights import token_weights
-    from .spike import Located
     from .token_clip.bounds import TokenClipConfig
     from .token_clip.token_clip import TokenClip
 
@@ -48,7 +46,7 @@ _MODULES = {
     "GradLocConfig": "config",
     "LayerClip": "layers.layer_clip",
     "LayerClipConfig": "layers.layer_clip",
-    "Located": "spike",
+    "Located": "gradloc",
     "RankLostError": "fsdp.collectives",
     "TokenClip": "token_clip.token_clip",
     "TokenClipConfig": "token_clip.bounds",

@@ -65,32 +65,20 @@ def hold(
     ordinary: OrdinaryGradient,
     where: Mapping[str, Any],
     time_limit: TimeLimit,
-) -> dict[str, Any] | None:
+) -> dict[str, Any]:
     """Plants a spike in a copy of the mini-batch, searches for it, and restores everything. A collective call.
 
     Args:
-        tau (Threshold): Gives τ for it, and is not changed.
+        tau (Threshold): Gives τ for the mini-batch, and is not changed.
+        where (Mapping): `global_step`, `epoch` and `mini_batch`, for the event.
 
     Returns:
-        dict: The drill's event; of a drill that failed, it has an error or no culprit at the planted place. None if an
-            error that all ranks know of left none.
+        dict: The drill's event; of a drill that failed, it has an error or no culprit at the planted place.
     """
-    with collectives.guarded_on_all_ranks("the spike drill failed"):
-        return _held(mini_batch, tau, config, ordinary, where, time_limit)
-    return None
-
-
-def _held(
-    mini_batch: MiniBatch,
-    tau: Threshold,
-    config: GradLocConfig,
-    ordinary: OrdinaryGradient,
-    where: Mapping[str, Any],
-    time_limit: TimeLimit,
-) -> dict[str, Any]:
     started = time.perf_counter()
     model, threshold = mini_batch.model, tau.of(mini_batch.level.finite)
     planted: Planted | None = None
+    searched = mini_batch
     if mini_batch.trigger == "global":
         mini_batch.global_norm()  # now: it is set aside below
     try:
@@ -99,7 +87,7 @@ def _held(
             passes = model.passes(mini_batch.micro_batches, mini_batch.scale)
             for reduce in {model.meter.reduces, True}:  # `choose` measures, `rerun` accumulates
                 passes.rehearse(reduce)
-            planted = choose(figures, model.meter, passes, mini_batch.micro_batches, where["global_step"])
+            planted = choose(figures, mini_batch, passes, where["global_step"])
             threshold = tau.of(mini_batch.level.finite, planted.norm)
             copy = _with_spike(mini_batch, planted, figures, threshold)
             if not copy.is_over(threshold):
@@ -111,7 +99,6 @@ def _held(
             searched = copy
     except (DrillFailedError, collectives.RankFailedError) as error:
         findings = investigate(mini_batch, threshold, config, ordinary.token_norm, time_limit, prevented_by=str(error))
-        searched = mini_batch
     event = build_event(searched, findings, ordinary, where, "log", Done(True), started)
     place = None if planted is None else planted.place()
     found = place is not None and any(place == {name: culprit[name] for name in place} for culprit in event["culprits"])
@@ -165,13 +152,7 @@ def _known(norm: float | None) -> float:
     return norm if norm is not None and math.isfinite(norm) else 0.0
 
 
-def choose(
-    figures: AllFigures,
-    meter: Meter,
-    passes: Passes,
-    own: Sequence[MicroBatch],
-    seed: int,
-) -> Planted:
+def choose(figures: AllFigures, mini_batch: MiniBatch, passes: Passes, seed: int) -> Planted:
     """Chooses a token on a random rank, and measures its gradient in one pass. A collective call.
 
     Raises:
@@ -184,9 +165,10 @@ def choose(
         raise DrillFailedError("no response token of the mini-batch has a weight in the loss and finite log-probs")
     rank = generator.choice(sorted({rank for rank, _ in usable}))
     name = generator.choice([name for name in usable if name[0] == rank])
-    micro_batch = meter.obtain([name], own, passes.scale)[name]
+    meter = mini_batch.model.meter
+    micro_batch = meter.obtain([name], mini_batch.micro_batches, passes.scale)[name]
     tokens = micro_batch.tokens
-    with collectives.raised_on_all_ranks(passes.device):
+    with collectives.raised_on_all_ranks(mini_batch.model.device):
         possible = usable_tokens(tokens, tokens["broken"].bool())
         unsure = possible & (tokens["log_prob"] < math.log(_SURE))
         row, position = generator.choice((unsure if unsure.any() else possible).nonzero().tolist())
@@ -248,7 +230,8 @@ def rerun(
 
     for index in range(1 + max(index for _, index in figures)):
         if reduced:
-            passes.check_dummy_inputs(partial(_ranks_with, figures, index))
+            ranks = {rank for rank, of_rank in figures if of_rank == index}
+            passes.check_dummy_inputs(partial(set, ranks))
         meter.start()
         try:
             squares = passes.accumulate(partial(whole, index=index), meter.stop)
@@ -256,8 +239,3 @@ def rerun(
             meter.cancel()
         if index < len(own):
             own[index].squares = squares
-
-
-def _ranks_with(figures: AllFigures, index: int) -> set[int]:
-    """The ranks that have a micro-batch of this index."""
-    return {rank for rank, of_rank in figures if of_rank == index}

@@ -6,28 +6,42 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from . import drill
+from .actions import act, can_skip
 from .bundles.bundle_writer import BundleWriter
 from .config import GradLocConfig
+from .evidence.event import build_event
 from .fsdp import collectives
 from .fsdp.state import SetAside, undisturbed
 from .measure.mini_batch import MiniBatch, OrdinaryGradient
-from .measure.pass_recorder import LossInputs, PassRecorder, ReadTokens, with_a_column
+from .measure.pass_recorder import LossInputs, PassRecorder, ReadTokens, check_shapes, unchanged, with_a_column
 from .measure.passes import Forward
 from .measure.watched_model import WatchedModel
 from .metrics import UpdateMetrics, own_figures
 from .run_warnings import RunWarnings
-from .search.time_limit import SearchTime
-from .spike import Located, explain
+from .search.findings import Findings
+from .search.investigation import investigate
+from .search.time_limit import HEAD_START, SHARE, SearchTime
 from .threshold import Threshold
 from .token_clip.token_clip import TokenClip
 
 logger = logging.getLogger(__name__)
+
+
+class Located(NamedTuple):
+    """What `GradLoc.locate` found; the same on every rank."""
+
+    take_step: bool  # whether to take the optimizer step
+    # The squared norms by layer of the gradient that is left, without the loss scale; None if they were not measured.
+    squared_norms: Tensor | None = None
+    # The event, which may be added to; None without a spike, or where an error prevented it.
+    event: dict[str, Any] | None = None
+    norm: float | None = None  # with a spike, the norm of the reduced gradient before anything was done to it
 
 
 class GradLoc:
@@ -141,25 +155,25 @@ class GradLoc:
         log_prob: Tensor,
         entropy: Tensor | None,
         weight: Tensor,
-        loss_inputs: LossInputs | None = None,
         loss_agg_mode: str | None = None,
         **tokens: Tensor,
     ) -> None:
         """Records the tokens of the current pass, and their coefficients ∂L/∂log p during its backward.
 
-        All tensors have shape (rows, response length).
+        All tensors have shape (rows, response length). The loss is computed from these log-probs and entropies.
 
         Args:
             weight (Tensor): The weight w of each token in the loss, gradient accumulation included.
-            loss_inputs (dict, optional): If the loss is computed from other tensors than those given: for "coefficient"
-                (of log-probs) and "entropy_coefficient" the tensor, and a function that brings its gradient into the
-                shape (rows, response length).
+            loss_agg_mode (str, optional): verl's name for how this loss is aggregated.
             tokens (Tensor): The tensors that `token_evidence` reports; at least `response_mask` and `token_id`.
         """
         noted = {"log_prob": log_prob, "weight": weight, **tokens}
+        loss_inputs = {"coefficient": (log_prob, unchanged)}
         if entropy is not None:
             noted["entropy"] = entropy
-        self._recorder.observe(noted, loss_inputs, loss_agg_mode)
+            loss_inputs["entropy_coefficient"] = (entropy, unchanged)
+        check_shapes(noted)
+        self.observe_later(lambda: noted, loss_inputs, loss_agg_mode)
 
     def observe_later(self, read_tokens: ReadTokens, loss_inputs: LossInputs, loss_agg_mode: str | None = None) -> None:
         """Like `observe`, but the tokens are read in `end_pass`, while the device computes the backward.
@@ -169,9 +183,8 @@ class GradLoc:
         Args:
             read_tokens (Callable): Returns what `observe` takes: `log_prob`, `weight`, `entropy` where the loss has it,
                 and the tensors that `token_evidence` reports.
-            loss_inputs (dict): As `observe` takes them.
         """
-        self._recorder.observe_later(read_tokens, loss_inputs, loss_agg_mode)
+        self._recorder.observe(read_tokens, loss_inputs, loss_agg_mode)
 
     def end_pass(self) -> None:
         """Stops recording a training pass; called after its backward."""
@@ -232,9 +245,12 @@ class GradLoc:
             started = time.perf_counter()
         if self._global_step is not None and tuple(where.values()) == (self.config.spike_drill_step, 0, 0):
             # Whatever becomes of it, the real mini-batch is checked as usual.
-            event = drill.hold(gradient, self._threshold, self.config, self._ordinary, where, self._search_time.drill())
-            self._metrics.drill_found = event is not None and event["drill"]["found"]
-            self._add(event)
+            self._metrics.drill_found = False
+            limit = self._search_time.drill()
+            with collectives.guarded_on_all_ranks("the spike drill failed"):
+                event = drill.hold(gradient, self._threshold, self.config, self._ordinary, where, limit)
+                self._metrics.drill_found = event["drill"]["found"]
+                self._add(event)
             started = time.perf_counter()
         threshold = self._threshold.next(gradient.level.token_norm, gradient.level.finite)
         self._metrics.take_in_level(gradient.level, self._threshold.last)
@@ -246,22 +262,54 @@ class GradLoc:
         if self._token_clip is not None:
             for micro_batch, marks in zip(gradient.micro_batches, self._token_clip.marks(), strict=True):
                 micro_batch.tokens |= {name: with_a_column(marked) for name, marked in marks.items()}
-        located = explain(
-            gradient,
-            threshold,
-            self.config,
-            self._ordinary,
-            {**where, "steps_since_resume": self._warnings.steps_since_resume},
-            started,
-            self._search_time,
-            self._warnings.of_mini_batch,
-            self._bundle_writer,
+        located = self._explain(
+            gradient, threshold, {**where, "steps_since_resume": self._warnings.steps_since_resume}, started
         )
         self._ordinary.count(True)
         self._add(located.event)
         if located.event is None:
             self._metrics.add_spike_without_event(skipped=not located.take_step)
         return located
+
+    def _explain(self, gradient: MiniBatch, threshold: float, where: Mapping[str, Any], started: float) -> Located:
+        """Searches for the tokens behind a spike, applies the action and builds the event. A collective call.
+
+        After an error in the search or the event that all ranks know of, there is no event. The step is skipped all the
+        same where that is the action.
+        """
+        model, action, ordinary = gradient.model, self.config.spike_action, self._ordinary
+        norm = gradient.global_norm()
+        located = Located(not (action == "skip" and can_skip(gradient)), gradient.squared_norms, None, norm)
+        with collectives.guarded_on_all_ranks(f"a gradient spike in step {where['global_step']} has no event"):
+            with undisturbed(model.module, model.device), self._search_time.search() as time_limit:
+                with SetAside(model.module):
+                    findings = investigate(
+                        gradient, threshold, self.config, ordinary.token_norm, time_limit, reserve=action == "drop"
+                    )
+                done = act(action, gradient, findings)
+            located = located._replace(squared_norms=done.squared_norms)
+            if findings.out_of_time and collectives.rank() == 0:
+                self._say_cut_short(findings)
+            warnings = self._warnings.of_mini_batch
+            event = build_event(gradient, findings, ordinary, where, action, done, started, warnings)
+            if self._bundle_writer is not None:
+                with collectives.guarded_on_all_ranks("a gradient spike is reported without a replay bundle"):
+                    event["replay"] = self._bundle_writer.keep(event, gradient, findings)
+            located = located._replace(event=event)
+        return located
+
+    def _say_cut_short(self, findings: Findings) -> None:
+        setting = self.config.bisect_budget_seconds
+        of_run = f" (over the run, {SHARE:.0%} of its time and {HEAD_START:g} seconds)"
+        logger.warning(
+            "Step %s: the search for the tokens behind a gradient spike was ended after %d passes, because "
+            "bisect_budget_seconds=%s%s left it %.0f seconds.",
+            self._global_step,
+            findings.passes,
+            setting,
+            of_run if setting == "auto" else "",
+            findings.budget_seconds,
+        )
 
     def _rehearse(self, gradient: MiniBatch) -> None:
         """Runs the kinds of pass that a search needs, in the run's first update. A collective call.

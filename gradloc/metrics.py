@@ -50,19 +50,15 @@ def own_figures(micro_batches: Sequence[Mapping[str, Tensor]]) -> Tensor:
 
 
 class UpdateMetrics:
-    """Collects the figures and events of an update's mini-batches.
-
-    Attributes:
-        drill_found (bool | None): Whether the update's drill found its token; None without a drill.
-    """
+    """Collects the figures and events of an update's mini-batches."""
 
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
-        self.drill_found: bool | None = None
+        self.drill_found: bool | None = None  # whether the update's drill found its token; None without a drill
         # Spikes that an error left without an event, and how many of them were skipped.
         self._without_event = self._skipped_without_event = 0
-        self._log_ratio = self._rollout_log_ratio = -math.inf
-        self._misaligned = self._compared = self._unlikely = self._tokens = 0.0
+        self._maxima = torch.full((2,), -math.inf, dtype=torch.float64)
+        self._counts = torch.zeros(4, dtype=torch.float64)
         self._token_norm_max = 0.0
         # τ of the mini-batch with the largest norm, and of the last one.
         self._threshold_of_max: float | None = None
@@ -71,14 +67,8 @@ class UpdateMetrics:
 
     def take_in(self, by_rank: Tensor) -> None:
         """Adds what `own_figures` returned on each rank, shape (ranks, 6), on the CPU."""
-        log_ratio, rollout_log_ratio = by_rank[:, :2].amax(0).tolist()
-        misaligned, compared, unlikely, tokens = by_rank[:, 2:].sum(0).tolist()
-        self._log_ratio = max(self._log_ratio, log_ratio)
-        self._rollout_log_ratio = max(self._rollout_log_ratio, rollout_log_ratio)
-        self._misaligned += misaligned
-        self._compared += compared
-        self._unlikely += unlikely
-        self._tokens += tokens
+        self._maxima = torch.maximum(self._maxima, by_rank[:, :2].amax(0))
+        self._counts += by_rank[:, 2:].sum(0)
 
     def take_in_level(self, level: Level, threshold: float | None) -> None:
         """Adds the size of a mini-batch's gradient and its τ; None in the warm-up of an automatic one."""
@@ -109,13 +99,15 @@ class UpdateMetrics:
 
         A log-prob that is NaN makes the ratios infinite and counts as unlikely.
         """
+        log_ratio, rollout_log_ratio = self._maxima.tolist()
+        misaligned, compared, unlikely, tokens = self._counts.tolist()
         figures = {
-            "misaligned_share": self._misaligned / self._compared if self._compared else None,
+            "misaligned_share": misaligned / compared if compared else None,
             "threshold": self._last_threshold if self._threshold_of_max is None else self._threshold_of_max,
             "drill_found": None if self.drill_found is None else float(self.drill_found),
-            "ratio_max": _exp(self._log_ratio),
-            "rollout_ratio_max": _exp(self._rollout_log_ratio),
-            "unlikely_share": self._unlikely / self._tokens if self._tokens else None,
+            "ratio_max": _exp(log_ratio),
+            "rollout_ratio_max": _exp(rollout_log_ratio),
+            "unlikely_share": unlikely / tokens if tokens else None,
             "spike_margin": self._margin,
         }
         spikes = [event for event in self.events if event["drill"] is None]

@@ -35,13 +35,10 @@ class AutoThreshold:
 
     So spikes hardly change it as long as fewer than a tenth of the mini-batches spike. It follows a lasting rise of the
     norms within a tenth of the window (26 mini-batches), and a lasting fall within nine tenths.
-
-    Attributes:
-        norms (deque[float]): The norms in the window, oldest first.
     """
 
     def __init__(self, norms: Sequence[float] = ()) -> None:
-        self.norms: deque[float] = deque(maxlen=WINDOW)
+        self.norms: deque[float] = deque(maxlen=WINDOW)  # the norms in the window, oldest first
         for norm in norms:
             self.take_in(norm)
 

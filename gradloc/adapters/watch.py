@@ -15,12 +15,11 @@ from verl.utils.device import get_device_name
 from ..bundles.layout import Row
 from ..evidence.clips import clip_line
 from ..fsdp import collectives
-from ..gradloc import GradLoc
+from ..gradloc import GradLoc, Located
 from ..guarded import guarded
 from ..layers.layer_clip import LayerClip
 from ..measure.pass_recorder import LossInputs, ReadTokens
 from ..measure.passes import Forward
-from ..spike import Located
 from ..token_clip.hidden_states import Positions
 from ..token_clip.token_clip import TokenClip, row_weights
 from .loss_weights import (
@@ -210,7 +209,7 @@ class Watch:
             self._weigh = _no_weights  # it has tensors of the micro-batch
             if self._row_weights is not None:
                 log_prob, _ = loss_inputs["coefficient"]
-                self.token_clip.observe_later(log_prob, self._row_weights * abs(factor), self._scale, read)
+                self.token_clip.observe(log_prob, self._row_weights * abs(factor), self._scale, read)
         if self.gradloc is not None:
             derive = partial(with_derived, config=self._config, eos_tokens=self._eos_tokens)
             mode = aggregation_mode(call, self._config, shape)

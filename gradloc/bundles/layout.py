@@ -6,7 +6,6 @@ A bundle is a folder: `manifest.json`, its checksum, and a safetensors file for 
 pickled, so opening one runs no code.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,12 +14,7 @@ from torch import Tensor
 from ..guarded import ForeseenError
 
 # The names that the values of tokens have in a file begin with this.
-_TOKENS = "tokens."
-
-# Values of tokens that are not float32.
-_TOKEN_DTYPES = {"token_id": torch.int64, "broken": torch.bool}
-_NEEDED_TOKENS = {"token_id", "response_mask", "log_prob", "weight", "coefficient", "entropy_coefficient"}
-_RNG = {"rng.cpu", "rng.device"}
+TOKENS = "tokens."
 
 
 class NotReplayableError(ForeseenError):
@@ -83,61 +77,10 @@ def to_tensors(saved: SavedMicroBatch) -> dict[str, Tensor]:
         "response_lengths": lengths,
         "temperature": torch.tensor([row.temperature for row in saved.rows], dtype=torch.float64),
         "rng.cpu": saved.rng_state[0],
-        **{_TOKENS + name: values for name, values in saved.tokens.items()},
+        **{TOKENS + name: values for name, values in saved.tokens.items()},
     }
     if saved.rng_state[1] is not None:
         tensors["rng.device"] = saved.rng_state[1]
-    tensors[_TOKENS + "token_id"] = saved.tokens["token_id"].long()
+    tensors[TOKENS + "token_id"] = saved.tokens["token_id"].long()
     # safetensors refuses tensors that share their memory, as on-policy old log-probs and log-probs do.
     return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
-
-
-def from_tensors(tensors: Mapping[str, Tensor], rows: int) -> SavedMicroBatch:
-    """The reverse of `to_tensors`, for tensors that may be wrong in any way.
-
-    Raises:
-        ValueError: Names, shapes, dtypes or values do not fit together; the message says which.
-    """
-    flat = _checked(tensors, "input_ids", torch.int64, None)
-    length = len(flat)
-    positions = _checked(tensors, "position_ids", torch.int64, (length,))
-    row_lengths = _checked(tensors, "row_lengths", torch.int64, (rows,)).tolist()
-    response_lengths = _checked(tensors, "response_lengths", torch.int64, (rows,)).tolist()
-    temperature = _checked(tensors, "temperature", torch.float64, (rows,)).tolist()
-    if length and (int(flat.min()) < 0 or int(positions.min()) < 0):
-        raise ValueError("input_ids and position_ids must not be negative")
-    if not all(0 < value < float("inf") for value in temperature):
-        raise ValueError("temperature must be positive and finite")
-    if any(n < 0 for n in row_lengths) or sum(row_lengths) != length:
-        raise ValueError("row_lengths do not add up to the length of input_ids")
-    names = {name.removeprefix(_TOKENS) for name in tensors if name.startswith(_TOKENS)}
-    if missing := _NEEDED_TOKENS - names:
-        raise ValueError(f"{_TOKENS}{min(missing)} is missing")
-    known = {"input_ids", "position_ids", "row_lengths", "response_lengths", "temperature"} | _RNG
-    if unknown := set(tensors) - known - {_TOKENS + name for name in names}:
-        raise ValueError(f"{min(unknown)!r} is not a tensor of a bundle")
-    width = tensors[_TOKENS + "weight"].shape[-1] if tensors[_TOKENS + "weight"].dim() else 0
-    if not all(0 <= n <= min(width, whole) for n, whole in zip(response_lengths, row_lengths, strict=True)):
-        raise ValueError("response_lengths do not fit into the rows")
-    tokens = {
-        name: _checked(tensors, _TOKENS + name, _TOKEN_DTYPES.get(name, torch.float32), (rows, width)) for name in names
-    }
-    rng = [
-        _checked(tensors, name, torch.uint8, None) if name in tensors else None for name in ("rng.cpu", "rng.device")
-    ]
-    if rng[0] is None:
-        raise ValueError("rng.cpu is missing")
-    parts = zip(flat.split(row_lengths), positions.split(row_lengths), response_lengths, temperature, strict=True)
-    return SavedMicroBatch([Row(*part) for part in parts], tokens, (rng[0], rng[1]))
-
-
-def _checked(tensors: Mapping[str, Tensor], name: str, dtype: torch.dtype, shape: tuple[int, ...] | None) -> Tensor:
-    """A tensor of this dtype and shape; without a shape, of one dimension."""
-    if name not in tensors:
-        raise ValueError(f"{name} is missing")
-    tensor = tensors[name]
-    fits = tensor.dim() == 1 if shape is None else tuple(tensor.shape) == shape
-    if tensor.dtype != dtype or not fits:
-        wanted = "one dimension" if shape is None else f"shape {shape}"
-        raise ValueError(f"{name} must be {dtype} of {wanted}, and is {tensor.dtype} of shape {tuple(tensor.shape)}")
-    return tensor

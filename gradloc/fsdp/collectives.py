@@ -120,12 +120,7 @@ def exchange(make: Callable[[], Any]) -> list[Any]:
     Raises:
         RankFailedError: `make()` raised on some rank.
     """
-    mine: tuple[Any, str | None]
-    try:
-        mine = (make(), None)
-    except Exception as error:  # sent to the other ranks, which wait for this one
-        mine = (None, f"{type(error).__name__}: {error}")
-    results = gather_objects(mine)
+    results = gather_objects(_attempt(make))
     for rank, (_, failure) in enumerate(results):
         if failure is not None:
             raise RankFailedError(f"rank {rank}: {failure}")
@@ -138,15 +133,18 @@ def broadcast(make: Callable[[], Any], sender: int) -> Any:
     Raises:
         RankFailedError: `make()` raised on the sender.
     """
-    box: list[Any] = [None]
-    if rank() == sender:
-        try:
-            box = [(make(), None)]
-        except Exception as error:  # sent to the other ranks, which wait for this broadcast
-            box = [(None, f"{type(error).__name__}: {error}")]
+    box: list[Any] = [_attempt(make) if rank() == sender else None]
     if world_size() > 1:
         dist.broadcast_object_list(box, src=sender)
     value, failure = box[0]
     if failure is not None:
         raise RankFailedError(f"rank {sender}: {failure}")
     return value
+
+
+def _attempt(make: Callable[[], Any]) -> tuple[Any, str | None]:
+    """What `make` returns, and its error, which is sent to the other ranks: they wait for this one."""
+    try:
+        return make(), None
+    except Exception as error:
+        return None, f"{type(error).__name__}: {error}"

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .param_groups import before_reduction
-from .torch_compat import FSDPModule, FullyShardedDataParallel, keeps_gradients_apart, param_groups
+from .torch_compat import FSDPModule, FullyShardedDataParallel, before_reduction, keeps_gradients_apart, param_groups
 
 
 def flat_handles(module: nn.Module) -> list[Any]:

@@ -5,7 +5,7 @@
 verl's configuration imports this package for every user, even if their torch cannot run GradLoc or LayerClip.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,35 +14,21 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
 
 try:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-except ImportError:  # a torch without FSDP1
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    from torch.distributed.tensor import DTensor
+except ImportError:  # torch before 2.6, which is refused below
 
     class FullyShardedDataParallel(nn.Module):  # type: ignore[no-redef]  # stands in for what this torch lacks
-        """A placeholder where torch has no FSDP1: no module is an instance of it."""
+        """A placeholder: no module is an instance of it."""
 
         @staticmethod
         def fsdp_modules(_module: nn.Module) -> list:
             """None."""
             return []
 
+    FSDPModule = DTensor = FullyShardedDataParallel  # type: ignore[misc,assignment]
 
-try:
-    from torch.distributed.tensor import DTensor
-except ImportError:  # torch before 2.5
-    from torch.distributed._tensor import DTensor
-
-try:
-    from torch.distributed.fsdp import FSDPModule
-except ImportError:  # torch before 2.6
-    try:
-        from torch.distributed._composable.fsdp import FSDPModule
-    except ImportError:  # torch before 2.4
-
-        class FSDPModule:  # type: ignore[no-redef]  # stands in for what this torch lacks
-            """A placeholder where torch has no FSDP2: no module is an instance of it."""
-
-
-# What must be there, by what has it. A test compares these names and those below with the sources.
+# What must be there, by what has it. A test compares these names with the sources.
 REQUIRED: dict[str, tuple[str, ...]] = {
     "torch": ("_foreach_mul_", "_foreach_norm"),
     "torch._C": ("_current_graph_task_id",),
@@ -74,26 +60,11 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     "FSDPParam": ("_module_info", "_unsharded_param", "is_dtensor", "reduce_dtype", "unsharded_param"),
 }
 
-# What is not there in every torch, or not at all times. All of FSDPState is of torch before 2.12.
-OPTIONAL: dict[str, tuple[str, ...]] = {
-    "FullyShardedDataParallel": ("_post_backward_callback_queued",),
-    "FlatParamHandle": ("_post_forward_index", "_ran_pre_backward_hook"),
-    "FlatParameter": ("_cpu_grad", "_post_backward_called", "_post_backward_hook_state", "_saved_grad_shard"),
-    "FSDPState": (
-        "_comm_ctx",
-        "_device_handle",
-        "_fsdp_param_group",
-        "_fsdp_param_groups",
-        "_post_forward_indices",
-        "_state_ctx",
-        "_training_state",
-    ),
-    "FSDPParam": ("unsharded_accumulated_grad",),
-}
-
 
 def missing_names(module: nn.Module) -> list[str]:
     """The names in `REQUIRED` that this torch lacks for this model, such as "FSDPParam.reduce_dtype"."""
+    if DTensor is FullyShardedDataParallel:
+        return ["FSDPModule"]
     kinds = set()
     missing: dict[str, None] = {}
     for kind, found in _objects(module):
@@ -133,6 +104,48 @@ def keeps_gradients_apart(parameter: Any) -> bool:
     So it is before torch 2.15, where later gradients are added to `.grad` instead.
     """
     return "unsharded_accumulated_grad" in vars(parameter)
+
+
+# Where a group keeps what is called before its reduction.
+_ACTIONS = "_gradloc_before_reduction"
+
+
+def parameters_of(param_group: Any) -> Iterator[tuple[nn.Module, str, Any]]:
+    """Each parameter of a group as (owner, attribute, FSDPParam); a tied one as often as it is in the model."""
+    for parameter in param_group.fsdp_params:
+        place = parameter._module_info
+        yield place.module, place.param_name, parameter
+        for owner, attribute in zip(place.shared_modules, place.shared_param_names, strict=True):
+            yield owner, attribute, parameter
+
+
+def before_reduction(param_group: Any, action: Callable[[], None], last: bool = False) -> Callable[[], None]:
+    """Has `action` called before FSDP2 reduces a group's gradients, or keeps them until a later backward reduces them.
+
+    A backward may come there several times, each time with gradients that were not there before.
+
+    Args:
+        last (bool): Whether it is called after all others that there are now, and not before them.
+
+    Returns:
+        Callable: Ends that.
+    """
+    actions: list[Callable[[], None]] = vars(param_group).setdefault(_ACTIONS, [])
+
+    def post_backward(*arguments: Any) -> None:
+        for each in actions.copy():
+            each()
+        type(param_group).post_backward(param_group, *arguments)
+
+    def remove() -> None:
+        if action in actions:
+            actions.remove(action)
+        if not actions:
+            vars(param_group).pop("post_backward", None)
+
+    actions.insert(len(actions) if last else 0, action)
+    param_group.post_backward = post_backward
+    return remove
 
 
 def _objects(module: nn.Module) -> Iterator[tuple[str, Any]]:

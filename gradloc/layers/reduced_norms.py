@@ -3,19 +3,42 @@
 """Norms and scaling of the reduced gradient by layer, for any sharding of the model."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ..fsdp.collectives import total, world_size
-from ..fsdp.torch_compat import DTensor, FSDPModule
-from .float32_norms import norms_of_all
+from ..fsdp.torch_compat import DTensor, FSDPModule, FullyShardedDataParallel
 from .layer_names import layers_by_parameter, plain_name
 
 _FSDP = (FullyShardedDataParallel, FSDPModule)
+
+# On the CPU, torch sums a norm in one float32 accumulator. The relative error is 1e-3 for 28 million elements, but 2e-7
+# in chunks of this size. GPUs sum in blocks anyway.
+_CPU_CHUNK = 2**16
+
+
+def _chunks(gradient: Tensor) -> Sequence[Tensor]:
+    """Splits a gradient into chunks whose float32 norms are precise; on a GPU there is only one chunk."""
+    is_one = gradient.device.type != "cpu" or gradient.numel() <= _CPU_CHUNK
+    return [gradient] if is_one else gradient.flatten().split(_CPU_CHUNK)
+
+
+@torch.no_grad()
+def norms_of_all(gradients: Iterable[Tensor]) -> tuple[Tensor, list[int]]:
+    """The norms of the chunks of several gradients, in one call.
+
+    Args:
+        gradients (Iterable[Tensor]): At least one, all on one device.
+
+    Returns:
+        tuple[Tensor, list[int]]: The norms, float32 of shape (chunks,), and the number of chunks of each gradient.
+    """
+    chunks = [_chunks(gradient) for gradient in gradients]
+    norms = torch._foreach_norm([chunk for each in chunks for chunk in each], 2, dtype=torch.float32)
+    return torch.stack(norms), [len(each) for each in chunks]
 
 
 @dataclass(frozen=True)
@@ -39,9 +62,6 @@ class ReducedNorms:
         module (nn.Module): The model, wrapped by FSDP1 or FSDP2 over all ranks of the default process group, or not
             wrapped at all.
         device (torch.device): The device for compute and communication; offloaded gradients are elsewhere.
-
-    Attributes:
-        numels (list[int]): The number of trainable parameters (elements) in each layer.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
@@ -50,7 +70,7 @@ class ReducedNorms:
         layers = layers_by_parameter(piece.name for piece in pieces)
         trainable = [piece for piece in pieces if piece.trainable]
         self.layers: list[str] = list(dict.fromkeys(layers[piece.name] for piece in trainable))
-        self.numels = [0] * len(self.layers)
+        self.numels = [0] * len(self.layers)  # the number of trainable parameters (elements) in each layer
         self._pieces: list[tuple[int, _Piece]] = []
         for piece in trainable:
             layer = self.layers.index(layers[piece.name])

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..fsdp.param_groups import before_reduction, parameters_of
 from ..fsdp.state import flat_handles
-from ..fsdp.torch_compat import FSDPModule, keeps_gradients_apart, param_groups
+from ..fsdp.torch_compat import FSDPModule, before_reduction, keeps_gradients_apart, param_groups, parameters_of
 from ..guarded import release_frames
-from ..layers.float32_norms import chunk_norms, norms_of_all
 from ..layers.layer_names import layers_by_parameter
+from ..layers.reduced_norms import norms_of_all
 
 
 class LocalNorms:
@@ -30,13 +29,10 @@ class LocalNorms:
     Elsewhere each parameter has a tensor hook of its own: without FSDP, and under FSDP2 where a gradient is added to
     that of earlier backwards (see `_Group`). A parameter is always the same leaf there, so it is hooked only once, in
     a forward pre-hook: the first with gradients, which with reentrant checkpointing is in the backward.
-
-    Attributes:
-        layers (list[str]): The layers, in the order of the norms.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
-        self.layers: list[str] = []
+        self.layers: list[str] = []  # the layers, in the order of the norms
         self._device = device
         self._recording = False
         self._error: Exception | None = None
@@ -215,9 +211,7 @@ class LocalNorms:
 
         def hook(gradient: Tensor) -> None:
             if not (slot.group is not None and slot.group.together):
-                norms = chunk_norms(gradient)
-                self._order.append((slot.layer, len(norms)))
-                self._norms.append(norms)
+                self._note([(slot.layer, gradient)])
 
         self._hooked_leaves[parameter] = parameter.register_hook(self._guarded(hook))
 

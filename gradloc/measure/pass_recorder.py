@@ -18,8 +18,8 @@ _UNREAD = (
     "looked for in this update. The next one tries again"
 )
 
-# Names of coefficients, each with the tensor whose gradient it is, and a function that brings that gradient into the
-# shape (rows, response length), which is called after the backward.
+# Names of coefficients ("coefficient" of log-probs, "entropy_coefficient"), each with the tensor whose gradient it is,
+# and a function that brings that gradient into the shape (rows, response length), which is called after the backward.
 LossInputs = Mapping[str, tuple[Tensor, Callable[[Tensor], Tensor]]]
 
 # Returns what is known of the tokens, all of shape (rows, response length).
@@ -61,24 +61,8 @@ class PassRecorder:
         self._read_tokens, self._gradients = None, {}
         meter.start()
 
-    def observe(
-        self, tokens: Mapping[str, Tensor], loss_inputs: LossInputs | None, loss_agg_mode: str | None = None
-    ) -> None:
-        """Called between a pass's loss and its backward.
-
-        Args:
-            tokens (Mapping[str, Tensor]): What is known of the tokens, all of shape (rows, response length).
-            loss_inputs (Mapping, optional): See `LossInputs`; what needs no gradient is left out. None if the loss is
-                computed from the `log_prob` and `entropy` of the tokens.
-        """
-        _check_shapes(tokens)
-        if loss_inputs is None:
-            names = {"coefficient": "log_prob", "entropy_coefficient": "entropy"}
-            loss_inputs = {name: (tokens[of], unchanged) for name, of in names.items() if of in tokens}
-        self.observe_later(lambda: tokens, loss_inputs, loss_agg_mode)
-
-    def observe_later(self, read_tokens: ReadTokens, loss_inputs: LossInputs, loss_agg_mode: str | None = None) -> None:
-        """Like `observe`, but the tokens are read in `end`.
+    def observe(self, read_tokens: ReadTokens, loss_inputs: LossInputs, loss_agg_mode: str | None = None) -> None:
+        """Called between a pass's loss and its backward; the tokens are read in `end`.
 
         The device has nothing to do between a loss that the host has waited for and its backward.
         """
@@ -115,7 +99,7 @@ class PassRecorder:
         found: dict[str, Tensor] = {}
         if self._read_tokens is not None:
             tokens = self._read_tokens()
-            _check_shapes(tokens)
+            check_shapes(tokens)
             found = {name: with_a_column(tensor.detach()) for name, tensor in tokens.items()}
         for name, (gradient, reshape) in self._gradients.items():
             found[name] = with_a_column(reshape(gradient.detach()))
@@ -149,7 +133,7 @@ def with_a_column(values: Tensor) -> Tensor:
     return values if values.shape[1] else nn.functional.pad(values, (0, 1))
 
 
-def _check_shapes(tokens: Mapping[str, Tensor]) -> None:
+def check_shapes(tokens: Mapping[str, Tensor]) -> None:
     shapes = {name: tuple(tensor.shape) for name, tensor in tokens.items()}
     if len(set(shapes.values())) > 1:
         raise ValueError(f"all token tensors must be of one shape (rows, response length), got {shapes}.")

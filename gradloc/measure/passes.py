@@ -3,18 +3,20 @@
 """Extra forward/backward passes over micro-batches of any rank, run by all ranks together."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from ..fsdp import collectives
-from ..fsdp.failed_pass import RecordedCollectives
 from ..fsdp.state import all_reduced, clear_gradients, has_gradients, reset_fsdp, set_rng_state, unreduced
 from ..fsdp.torch_compat import is_sharded
 from .micro_batch import MicroBatch, TokenSubset
+
+if TYPE_CHECKING:
+    from .watched_model import WatchedModel
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +31,7 @@ Cut = Callable[[int, list[int], int], AbstractContextManager[None]]
 
 
 class Passes:
-    """Recomputes the gradients of parts of micro-batches.
+    """Recomputes the gradients of parts of micro-batches; `WatchedModel.passes` makes one.
 
     The gradient of a set S of tokens is Σ_{t∈S} (∂L/∂log p_t)·∇log p_t, plus the same term for the entropies. The loss
     is not needed to recompute it: the coefficients ∂L/∂log p_t were recorded in the training pass, with the loss's
@@ -37,40 +39,19 @@ class Passes:
     zeros elsewhere. The result is the gradient of the loss with every token outside of S detached. In a causal model,
     rows without a token of S, and positions after the last token of S, have no influence and are not computed.
 
-    Args:
-        recorded (Mapping): The collective calls of earlier passes, by whether these reduced their gradients.
-        own (list[MicroBatch]): This rank's micro-batches; one of their rows is the dummy input if it has no probe.
-        recover (Callable, optional): Called after a pass that an error interrupted on this rank.
-        cut (Cut, optional): Where signals are cut in the backward of training.
+    The first healthy row of this rank's micro-batches `own` is the dummy input if it has no probe.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        forward: Forward,
-        device: torch.device,
-        recorded: Mapping[bool, RecordedCollectives],
-        scale: float,
-        own: Sequence[MicroBatch],
-        sequence_parallel_size: int = 1,
-        recover: Callable[[], None] | None = None,
-        cut: Cut | None = None,
-    ) -> None:
+    def __init__(self, model: "WatchedModel", own: Sequence[MicroBatch], scale: float) -> None:
         self.count = 0
-        self.rank = collectives.rank() // sequence_parallel_size
         self.scale = scale
-        self._module = module
-        self._forward = forward
-        self.device = device
-        self._recorded = recorded
+        self._model = model
+        self._module = model.module
         self._own = own
-        self._recover = recover
-        self._cut_as_in_training = cut
         self._dummy_input = _healthy_row(own, scaled=scale != 1)
-        self._sequence_parallel_size = sequence_parallel_size
         # The ranks without a finite dummy input; None until `check_dummy_inputs` has gathered them.
         self._broken_ranks: list[int] | None = None
-        self._may_truncate = not _depends_on_the_whole(module)
+        self._may_truncate = not _depends_on_the_whole(model.module)
 
     def measure(self, subset_of: Callable[[int], TokenSubset | None], read: Callable[[], _Read], reduce: bool) -> _Read:
         """Like `accumulate`, but of the pass's gradient alone, which is cleared after it. A collective call.
@@ -89,7 +70,7 @@ class Passes:
 
     def rehearsals_due(self, reduce: bool) -> int:
         """How many passes `rehearse` would take: 0 or 1, the same on every rank."""
-        return int(collectives.world_size() > 1 and self._recorded[reduce].needs_rehearsal)
+        return int(collectives.world_size() > 1 and self._model.recorded[reduce].needs_rehearsal)
 
     def rehearse(self, reduce: bool) -> None:
         """Finds out which collective calls a pass makes, unless that is known. A collective call.
@@ -101,20 +82,20 @@ class Passes:
         """
         if not self.rehearsals_due(reduce):
             return
-        recorded = self._recorded[reduce]
+        recorded = self._model.recorded[reduce]
         self.count += 1
 
         def run() -> None:
             with self._reduction(reduce):
                 self._forward_backward(None)
 
-        error = recorded.rehearse(run, self.device, is_sharded(self._module))
+        error = recorded.rehearse(run, self._model.device, is_sharded(self._module))
         try:
             # Also without an error: so it is known that this works.
             reset_fsdp(self._module)
             clear_gradients(self._module)
-            if recorded.needs_rehearsal and self._recover is not None:
-                self._recover()
+            if recorded.needs_rehearsal and self._model.recover is not None:
+                self._model.recover()
         except Exception as caught:
             recorded.forget()
             error = error or caught
@@ -152,18 +133,18 @@ class Passes:
         self.count += 1
         error: Exception | None = None
         result: _Read | None = None
-        recorded = self._recorded[reduce]
+        recorded = self._model.recorded[reduce]
         try:
             with recorded.recording(), self._reduction(reduce):
-                self._forward_backward(subset_of(self.rank), own_index)
+                self._forward_backward(subset_of(self._model.rank), own_index)
             result = read()
         except Exception as caught:
             try:
                 recorded.complete(caught)
             finally:  # without this, restoring the gradients would fail, and that error would hide this one
                 reset_fsdp(self._module)
-                if self._recover is not None:
-                    self._recover()
+                if self._model.recover is not None:
+                    self._model.recover()
             error = caught
         self._raise_on_all_ranks(error)
         return cast(_Read, result)  # no rank has an error, so `read` has returned on this rank
@@ -174,7 +155,7 @@ class Passes:
     def _raise_on_all_ranks(self, error: Exception | None) -> None:
         """Raises `RankFailedError` on all ranks if some rank has an error in its pass. A collective call."""
         try:
-            collectives.raise_on_all_ranks(error, self.device)
+            collectives.raise_on_all_ranks(error, self._model.device)
         except collectives.RankFailedError:
             if error is not None:
                 logger.warning("a pass of the gradient search failed; training continues", exc_info=error)
@@ -189,14 +170,14 @@ class Passes:
             micro_batch, keep, scale = subset.micro_batch, subset.keep, self.scale
             rows, length = self._extent(keep)
         context: AbstractContextManager[None] = nullcontext()
-        if subset is not None and own_index is not None and self._cut_as_in_training is not None:
-            context = self._cut_as_in_training(own_index, rows, length)
+        if subset is not None and own_index is not None and self._model.cut is not None:
+            context = self._model.cut(own_index, rows, length)
         with context:
             self._run(micro_batch, keep, rows, length, scale)
 
     def _run(self, micro_batch: MicroBatch, keep: Tensor, rows: list[int], length: int, scale: float) -> None:
-        set_rng_state(micro_batch.rng_state, self.device)
-        entropy, log_prob = self._forward(micro_batch.inputs, rows, length)
+        set_rng_state(micro_batch.rng_state, self._model.device)
+        entropy, log_prob = self._model.forward(micro_batch.inputs, rows, length)
         keep = keep[rows, :length]
         outputs, coefficients = [log_prob], [_coefficient(micro_batch, "coefficient", keep, rows, scale)]
         if entropy is not None and entropy.requires_grad and "entropy_coefficient" in micro_batch.tokens:
@@ -217,8 +198,10 @@ class Passes:
             RankFailedError: On all ranks, if there is such a rank without a subset.
         """
         if self._broken_ranks is None:
-            flags = collectives.gather(torch.tensor([float(self._dummy_input is None)], device=self.device))
-            self._broken_ranks = [rank for rank, flag in enumerate(flags[:: self._sequence_parallel_size]) if flag]
+            flags = collectives.gather(torch.tensor([float(self._dummy_input is None)], device=self._model.device))
+            self._broken_ranks = [
+                rank for rank, flag in enumerate(flags[:: self._model.sequence_parallel_size]) if flag
+            ]
         idle = set(self._broken_ranks) - ranks() if self._broken_ranks else None
         if idle:
             raise collectives.RankFailedError(

@@ -29,9 +29,7 @@ class WatchedModel:
     Args: see `GradLoc`, and for `width` see `LocalMeter`.
 
     Attributes:
-        sequence_parallel_size (int): How many neighbouring ranks work on the same data.
         data_parallel_size (int): How many ranks, or groups of such ranks, have data of their own.
-        rank (int): This rank's data-parallel rank.
     """
 
     def __init__(
@@ -49,13 +47,13 @@ class WatchedModel:
     ) -> None:
         self.module = module
         self.device = device
-        self.sequence_parallel_size = sequence_parallel_size
+        self.sequence_parallel_size = sequence_parallel_size  # how many neighbouring ranks work on the same data
         self.data_parallel_size = collectives.world_size() // sequence_parallel_size
-        self.rank = collectives.rank() // sequence_parallel_size
-        self._forward = forward
-        self._recover = recover
-        self._cut = cut
-        self._recorded = {
+        self.rank = collectives.rank() // sequence_parallel_size  # this rank's data-parallel rank
+        self.forward = forward
+        self.recover = recover
+        self.cut = cut
+        self.recorded = {
             reduce: RecordedCollectives(can_replay=sequence_parallel_size == 1) for reduce in (True, False)
         }
         if missing := missing_names(module):
@@ -96,17 +94,7 @@ class WatchedModel:
 
     def passes(self, own: Sequence[MicroBatch], scale: float) -> Passes:
         """Extra passes over this mini-batch."""
-        return Passes(
-            self.module,
-            self._forward,
-            self.device,
-            self._recorded,
-            scale,
-            own,
-            sequence_parallel_size=self.sequence_parallel_size,
-            recover=self._recover,
-            cut=self._cut,
-        )
+        return Passes(self, own, scale)
 
     def reduced_squares(self, scale: float) -> Tensor:
         """The squared norms by layer of the reduced gradient, without the loss scale. A collective call."""

@@ -4,26 +4,73 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
+from torch import Tensor
+
 from ..measure.figures import AllFigures
+from ..measure.micro_batch import MicroBatchName
 from ..measure.passes import Passes
 from ..measure.probes import GroupName, Meter
-from .broken_rows import BrokenRow, BrokenRows
-from .groups import Groups
+from .groups import Groups, Token, nonfinite_coefficients, nonfinite_log_probs, uncut
+
+
+@dataclass
+class BrokenRow:
+    """A row that may give non-finite log-probs or gradients, and the range that contains its first bad token.
+
+    A NaN can also appear at positions before the token that causes it, because attention multiplies it by the zeros of
+    the causal mask. So prefixes of the row are computed. A prefix is broken (gives NaN or Inf) if and only if it
+    contains the token that causes the NaN.
+
+    Args:
+        low (int), high (int): Indices into `positions`. The shortest broken prefix ends at one of low, ..., high.
+            The index len(positions) means that no prefix is broken.
+    """
+
+    micro_batch: MicroBatchName
+    row: int
+    positions: list[int]  # the positions of its response tokens
+    low: int
+    high: int
+
+    @classmethod
+    def of(cls, micro_batch: MicroBatchName, row: int, mask: Tensor, bad: Tensor) -> "BrokenRow":
+        """Makes one from masks of a row's response tokens and non-finite log-probs, shape (response length,) each."""
+        positions = mask.nonzero().flatten().tolist()
+        first = int(bad[mask].nonzero()[0])
+        # If the log-probs before it are finite, no NaN has reached earlier positions.
+        return cls(micro_batch, row, positions, first, first if first else len(positions) - 1)
+
+    @property
+    def settled(self) -> bool:
+        return self.low == self.high
+
+    @property
+    def found(self) -> bool:
+        return self.settled and self.low < len(self.positions)
+
+    def cuts(self, count: int) -> list[int]:
+        """Up to `count` indices that split the range into parts of about equal length."""
+        width = self.high - self.low
+        return sorted({self.low + (i + 1) * width // (count + 1) for i in range(count)})
+
+    def record(self, index: int, is_broken: bool) -> None:
+        """Records whether the prefix that ends at `positions[index]` is broken."""
+        if is_broken:
+            self.high = min(self.high, index)
+        else:
+            self.low = max(self.low, index + 1)
 
 
 class BrokenGradients:
-    """What of a mini-batch's gradient is NaN or Inf; the same on every rank.
-
-    Attributes:
-        rows (BrokenRows): The rows and tokens of the groups that were looked into.
-        groups (list[GroupName]): The groups whose gradient is non-finite even without any token.
-    """
+    """What of a mini-batch's gradient is NaN or Inf; the same on every rank."""
 
     def __init__(self, meter: Meter, scale: float, global_norm: float, figures: AllFigures, groups: Groups) -> None:
-        self.rows = BrokenRows()
-        self.groups: list[GroupName] = []
+        self.tokens: list[Token] = []  # tokens with a non-finite coefficient, known without a measurement
+        self.rows: list[BrokenRow] = []  # the rows to narrow down, of the groups that were looked into
+        self.groups: list[GroupName] = []  # the groups whose gradient is non-finite even without any token
         self._of = groups
         self._figures = figures
         self._meter = meter
@@ -50,6 +97,15 @@ class BrokenGradients:
     def _is_empty_and_broken(self) -> bool:
         return not (math.isfinite(self._global_norm) or any(each.tokens for each in self._figures.values()))
 
+    @property
+    def unsettled(self) -> list[BrokenRow]:
+        return [row for row in self.rows if not row.settled]
+
+    @property
+    def culprits(self) -> list[Token]:
+        """The tokens found."""
+        return self.tokens + [(row.micro_batch, row.row, row.positions[row.low]) for row in self.rows if row.found]
+
     def tokens_of(self, group: GroupName) -> int:
         """How many broken tokens a group has."""
         return sum(self._figures[name].broken_tokens for name in self._of.members[group])
@@ -57,12 +113,22 @@ class BrokenGradients:
     def look_into(self, group: GroupName) -> None:
         """Adds the rows with non-finite log-probs, and the tokens with non-finite coefficients, of a group."""
         for name, tokens in zip(self._of.members[group], self._of.tokens(group), strict=True):
-            self.rows.look_into(name, tokens)
+            mask, bad = tokens["response_mask"].bool(), nonfinite_log_probs(tokens)
+            for row in bad.any(1).nonzero().flatten().tolist():
+                self.rows.append(BrokenRow.of(name, row, mask[row], bad[row]))
+            nonfinite = nonfinite_coefficients(tokens) & tokens["broken"]
+            # Padding is named only if nothing else is wrong with the row: aggregations that multiply padding by zero
+            # keep its NaN.
+            named = nonfinite & (mask | ~(nonfinite & mask).any(1, keepdim=True)) & ~bad.any(1, keepdim=True)
+            self.tokens += [(name, row, position) for row, position in named.nonzero().tolist()]
 
     def suspect_rows(self, group: GroupName) -> None:
         """Queues all rows of a group for `narrow`: its gradient is broken although none of its tokens is."""
         for name, tokens in zip(self._of.members[group], self._of.tokens(group), strict=True):
-            self.rows.suspect(name, tokens)
+            mask = uncut(tokens)
+            for row in mask.any(1).nonzero().flatten().tolist():
+                positions = mask[row].nonzero().flatten().tolist()
+                self.rows.append(BrokenRow(name, row, positions, 0, len(positions)))
 
     def narrow(self, rows: Sequence[BrokenRow], passes: Passes) -> None:
         """Runs one pass that narrows down the first bad token in some rows. A collective call."""

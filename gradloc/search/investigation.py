@@ -103,7 +103,7 @@ class _Investigation:
     @property
     def _ended(self) -> bool:
         """Whether the search ended by itself, not by an error or the budget."""
-        settled = not self._broken.rows.unsettled
+        settled = not self._broken.unsettled
         return self.error is None and settled and not self._waiting and not self._search.open_sets
 
     @property
@@ -112,7 +112,7 @@ class _Investigation:
         for culprit in self._search.culprits:
             rank, row, position = self._groups.candidates[culprit.group][culprit.candidate].tolist()
             found.append(((rank, culprit.group[1]), row, position))
-        return self._broken.rows.culprits + found
+        return self._broken.culprits + found
 
     def findings(self) -> Findings:
         """What was found so far."""
@@ -159,7 +159,7 @@ class _Investigation:
 
     def _explained(self) -> bool | None:
         """Of a search that ended with culprits; see `Findings`."""
-        broken, members = {row.micro_batch for row in self._broken.rows.rows}, self._groups.members
+        broken, members = {row.micro_batch for row in self._broken.rows}, self._groups.members
         if any(self._is_over_without_tokens(group) for group in self._groups.candidates):
             return False
         rests = [
@@ -219,7 +219,7 @@ class _Investigation:
         while self._passes.count < self._budget:
             while self._waiting and self._search.has_room(width, self._budget - self._passes.count):
                 self._open()
-            rows = self._broken.rows.unsettled[:width]
+            rows = self._broken.unsettled[:width]
             if rows:
                 if self._time_limit.is_up():
                     return

@@ -34,9 +34,6 @@ class TokenClip:
     For each micro-batch the trainer calls `begin_pass`, runs the forward, calls `observe`, runs the backward, and calls
     `end_pass`. At the optimizer step it calls `end_mini_batch`. All ranks make the same calls. Outside of a pass
     nothing is watched.
-
-    Attributes:
-        boundaries (list[str]): In the order of the forward.
     """
 
     def __init__(
@@ -50,7 +47,7 @@ class TokenClip:
         self._device = torch.device(device)
         self._sequence_parallel_size = sequence_parallel_size
         self._rank, self._part = divmod(collectives.rank(), sequence_parallel_size)
-        self.boundaries = [*hook_boundaries(module, self._hook), LOG_PROBS]
+        self.boundaries = [*hook_boundaries(module, self._hook), LOG_PROBS]  # in the order of the forward
         self._bounds = Bounds(self.boundaries, config, self._device, sequence_parallel_size)
         self._counts = Counts(len(self.boundaries), self._device)
         self._said: set[str] = set()
@@ -69,34 +66,20 @@ class TokenClip:
         self._current = WatchedPass(positions, [int(row) for row in rows])
 
     def observe(
-        self,
-        log_prob: Tensor,
-        weight: Tensor,
-        scale: float = 1.0,
-        tokens: Mapping[str, Tensor] | None = None,
+        self, log_prob: Tensor, of_rows: Tensor, scale: float, read_tokens: Callable[[], Mapping[str, Tensor]]
     ) -> None:
         """Notes the weights of the current pass's tokens; called between its loss and its backward.
+
+        Only what the backward needs is computed here.
 
         Args:
             log_prob (Tensor): The log-probs that the loss is computed from: shape (rows, response length), or flat for
                 whole sequences without padding.
-            weight (Tensor): The weight of each token in the loss, shape (rows, response length).
-            tokens (Mapping, optional): What to write down of tokens over the bound, each of that shape; `token_id` is
-                among them.
-        """
-        self.observe_later(
-            log_prob, row_weights(weight), scale, lambda: {"weight": weight, "log_prob": log_prob, **(tokens or {})}
-        )
-
-    def observe_later(
-        self, log_prob: Tensor, of_rows: Tensor, scale: float, read_tokens: Callable[[], Mapping[str, Tensor]]
-    ) -> None:
-        """Like `observe`, but the tokens are read in `end_pass`; only the backward's needs are computed here.
-
-        Args:
             of_rows (Tensor): The `row_weights` of the tokens' weights.
-            read_tokens (Callable): Returns `weight`, and what to write down of tokens over the bound. If it raises,
-                they are written down without these values.
+            scale (float): The loss scale.
+            read_tokens (Callable): Called in `end_pass`. Returns `weight`, and what to write down of tokens over the
+                bound (`token_id` is among that), each of shape (rows, response length). If it raises, they are written
+                down without these values.
         """
         current = self._current
         if current is None:

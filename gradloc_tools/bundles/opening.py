@@ -10,9 +10,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from gradloc import limits
 from gradloc.bundles import layout, naming
-from gradloc.bundles.layout import SavedMicroBatch
+from gradloc.bundles.layout import TOKENS, Row, SavedMicroBatch
 from gradloc.evidence.foreign_json import parse
 from gradloc.evidence.schema import EVENT, INDEX, TEXT, TEXT_OR_NULL, conforms, list_of, object_with
 from gradloc.measure.micro_batch import MicroBatchName
@@ -28,6 +31,11 @@ _OBJECT: dict[str, Any] = {"type": "object"}
 
 # The range of a gradient scaler's factor: with others, no fp16 gradient is left.
 _LOSS_SCALES = (2.0**-32, 2.0**64)
+
+# Values of tokens that are not float32.
+_TOKEN_DTYPES = {"token_id": torch.int64, "broken": torch.bool}
+_NEEDED_TOKENS = {"token_id", "response_mask", "log_prob", "weight", "coefficient", "entropy_coefficient"}
+_RNG = {"rng.cpu", "rng.device"}
 
 # The form of each field of a manifest.
 _FORM: dict[str, dict[str, Any]] = {
@@ -239,9 +247,60 @@ def _micro_batch(folder: Path, entry: Mapping[str, Any]) -> SavedMicroBatch:
     if hashlib.sha256(data).hexdigest() != entry["sha256"]:
         raise BundleError(f"{name} does not match its checksum: it was changed.")
     try:
-        return layout.from_tensors(load(data), len(entry["rows"]))
+        return _from_tensors(load(data), len(entry["rows"]))
     except (SafetensorError, ValueError, KeyError) as error:
         raise BundleError(f"{name} is damaged: {error}.") from error
+
+
+def _from_tensors(tensors: Mapping[str, Tensor], rows: int) -> SavedMicroBatch:
+    """The reverse of `to_tensors`, for tensors that may be wrong in any way.
+
+    Raises:
+        ValueError: Names, shapes, dtypes or values do not fit together; the message says which.
+    """
+    flat = _checked(tensors, "input_ids", torch.int64, None)
+    length = len(flat)
+    positions = _checked(tensors, "position_ids", torch.int64, (length,))
+    row_lengths = _checked(tensors, "row_lengths", torch.int64, (rows,)).tolist()
+    response_lengths = _checked(tensors, "response_lengths", torch.int64, (rows,)).tolist()
+    temperature = _checked(tensors, "temperature", torch.float64, (rows,)).tolist()
+    if length and (int(flat.min()) < 0 or int(positions.min()) < 0):
+        raise ValueError("input_ids and position_ids must not be negative")
+    if not all(0 < value < float("inf") for value in temperature):
+        raise ValueError("temperature must be positive and finite")
+    if any(n < 0 for n in row_lengths) or sum(row_lengths) != length:
+        raise ValueError("row_lengths do not add up to the length of input_ids")
+    names = {name.removeprefix(TOKENS) for name in tensors if name.startswith(TOKENS)}
+    if missing := _NEEDED_TOKENS - names:
+        raise ValueError(f"{TOKENS}{min(missing)} is missing")
+    known = {"input_ids", "position_ids", "row_lengths", "response_lengths", "temperature"} | _RNG
+    if unknown := set(tensors) - known - {TOKENS + name for name in names}:
+        raise ValueError(f"{min(unknown)!r} is not a tensor of a bundle")
+    width = tensors[TOKENS + "weight"].shape[-1] if tensors[TOKENS + "weight"].dim() else 0
+    if not all(0 <= n <= min(width, whole) for n, whole in zip(response_lengths, row_lengths, strict=True)):
+        raise ValueError("response_lengths do not fit into the rows")
+    tokens = {
+        name: _checked(tensors, TOKENS + name, _TOKEN_DTYPES.get(name, torch.float32), (rows, width)) for name in names
+    }
+    rng = [
+        _checked(tensors, name, torch.uint8, None) if name in tensors else None for name in ("rng.cpu", "rng.device")
+    ]
+    if rng[0] is None:
+        raise ValueError("rng.cpu is missing")
+    parts = zip(flat.split(row_lengths), positions.split(row_lengths), response_lengths, temperature, strict=True)
+    return SavedMicroBatch([Row(*part) for part in parts], tokens, (rng[0], rng[1]))
+
+
+def _checked(tensors: Mapping[str, Tensor], name: str, dtype: torch.dtype, shape: tuple[int, ...] | None) -> Tensor:
+    """A tensor of this dtype and shape; without a shape, of one dimension."""
+    if name not in tensors:
+        raise ValueError(f"{name} is missing")
+    tensor = tensors[name]
+    fits = tensor.dim() == 1 if shape is None else tuple(tensor.shape) == shape
+    if tensor.dtype != dtype or not fits:
+        wanted = "one dimension" if shape is None else f"shape {shape}"
+        raise ValueError(f"{name} must be {dtype} of {wanted}, and is {tensor.dtype} of shape {tuple(tensor.shape)}")
+    return tensor
 
 
 def check_places(bundle: Bundle) -> None:

@@ -377,7 +377,7 @@ def build_actor(
     if ENGINE:
         actor.nested = case.nested
     if getattr(actor, "gradloc", None) is not None and actor.gradloc._model is not None:
-        for reduces, replay in actor.gradloc._model._recorded.items():
+        for reduces, replay in actor.gradloc._model.recorded.items():
             check_collective_calls(replay, reduces)
     if case.precision == "float16":
         # The actor's own is for GPUs, and disabled on a CPU.

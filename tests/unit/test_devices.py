@@ -18,7 +18,7 @@ from gradloc.layers.layer_clip import LayerClip, LayerClipConfig
 from gradloc.measure.pass_recorder import unchanged
 from gradloc.token_clip.bounds import TokenClipConfig
 from gradloc.token_clip.hidden_states import Positions
-from gradloc.token_clip.token_clip import TokenClip
+from gradloc.token_clip.token_clip import TokenClip, row_weights
 
 PACKAGE = str(Path(gradloc.__file__).parent)
 MICRO_BATCHES, ROWS, PROMPT, RESPONSE, VOCABULARY = 2, 2, 4, 8, 37
@@ -75,7 +75,8 @@ class Training:
             known = {"response_mask": mask, "token_id": ids, "advantage": advantage, "old_log_prob": log_prob.detach()}
             self.gradloc.observe(log_prob, entropy, weight, **known)
             if self.token_clip:
-                self.token_clip.observe(log_prob, weight, 1.0, known)
+                noted = {"weight": weight, "log_prob": log_prob, **known}
+                self.token_clip.observe(log_prob, row_weights(weight), 1.0, lambda noted=noted: noted)
             (weight * (-log_prob * advantage - 0.01 * entropy)).sum().backward()
             self.gradloc.end_pass()
             if self.token_clip:

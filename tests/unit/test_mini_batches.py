@@ -15,8 +15,8 @@ from torch import Tensor
 from gradloc import GradLoc, GradLocConfig
 from gradloc.evidence import event as events
 from gradloc.fsdp import collectives
+from gradloc.gradloc import Located
 from gradloc.measure.mini_batch import MiniBatch
-from gradloc.spike import Located
 
 UNITS = 4
 WEIGHT = 1 / (UNITS * RESPONSE)

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gradloc import TokenClip, TokenClipConfig
 from gradloc.evidence.clips import describe
 from gradloc.token_clip.bounds import UsualSignal
 from gradloc.token_clip.hidden_states import Positions
+from gradloc.token_clip.token_clip import row_weights
 
 HIDDEN = 4
 
@@ -164,13 +165,17 @@ class Model(nn.Module):
         return hidden.sum(-1)
 
 
+def observe(clip: TokenClip, log_prob: Tensor, weight: Tensor, scale: float = 1.0, **known: Tensor) -> None:
+    clip.observe(log_prob, row_weights(weight), scale, lambda: {"weight": weight, "log_prob": log_prob, **known})
+
+
 def train(clip: TokenClip, model: Model, coefficients: torch.Tensor) -> dict[str, Any] | None:
     """One pass of a row of tokens, whose gradient is in the model, and the end of the mini-batch."""
     shape = coefficients.shape
     model.zero_grad()
     clip.begin_pass(Positions(torch.ones(shape).bool(), [1] * shape[0]), range(shape[0]))
     log_prob = model(torch.arange(shape[1]).expand(shape))
-    clip.observe(log_prob, torch.full(shape, 0.5), 1.0, {"token_id": torch.arange(shape[1]).expand(shape)})
+    observe(clip, log_prob, torch.full(shape, 0.5), 1.0, token_id=torch.arange(shape[1]).expand(shape))
     log_prob.backward(coefficients)
     clip.end_pass()
     return clip.end_mini_batch()
@@ -225,7 +230,7 @@ def test_an_overflow_is_left_for_the_gradient_scaler() -> None:
         model.zero_grad()
         clip.begin_pass(Positions(torch.ones(1, 3).bool(), [1]), [0])
         log_prob = model(torch.arange(3).unsqueeze(0))
-        clip.observe(log_prob, torch.full((1, 3), 0.5), scale)
+        observe(clip, log_prob, torch.full((1, 3), 0.5), scale)
         log_prob.backward(torch.tensor([[scale, math.inf, scale]]))
         clip.end_pass()
         assert bool(model.embed_tokens.weight.grad.isfinite().all()) == finite

@@ -16,6 +16,7 @@ from gradloc.fsdp import collectives
 from gradloc.measure.micro_batch import MicroBatch
 from gradloc.measure.passes import Passes
 from gradloc.token_clip.hidden_states import Positions
+from gradloc.token_clip.token_clip import row_weights
 from gradloc.token_clip.watched_pass import LOG_PROBS, Counts, Over, WatchedPass, cut_tokens
 
 VOCABULARY, HIDDEN, ROWS, PROMPT, RESPONSE = 40, 8, 2, 3, 12
@@ -110,7 +111,8 @@ class Training:
         self.clip.begin_pass(Positions(mask, [PROMPT] * ROWS), range(ROWS))
         _, log_prob = self.forward({"ids": self.ids}, [*range(ROWS)], RESPONSE)
         tokens = {"token_id": self.ids[:, PROMPT:], "advantage": self.advantage}
-        self.clip.observe(log_prob, weight, 1.0, tokens)
+        noted = {"weight": weight, "log_prob": log_prob, **tokens}
+        self.clip.observe(log_prob, row_weights(weight), 1.0, lambda: noted)
         self.gradloc.observe(log_prob, None, weight, response_mask=torch.ones(ROWS, RESPONSE), **tokens)
         (-log_prob * self.advantage * weight).sum().backward()
         self.gradloc.end_pass()
