@@ -5,7 +5,7 @@
 import logging
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -30,44 +30,28 @@ _WARMUP_MARGIN = 10.0
 _UNREACHED = 1e30
 
 
-class AutoThreshold:
-    """Computes τ from the largest token-equivalent norms of the last 256 mini-batches: 5 × their 90th percentile.
-
-    So spikes hardly change it as long as fewer than a tenth of the mini-batches spike. It follows a lasting rise of the
-    norms within a tenth of the window (26 mini-batches), and a lasting fall within nine tenths.
-    """
-
-    def __init__(self, norms: Sequence[float] = ()) -> None:
-        self.norms: deque[float] = deque(maxlen=WINDOW)  # the norms in the window, oldest first
-        for norm in norms:
-            self.take_in(norm)
-
-    @property
-    def value(self) -> float | None:
-        """τ for the next mini-batch; None during the warm-up."""
-        count = len(self.norms)
-        if count < WARMUP:
-            return None
-        return MARGIN * sorted(self.norms, reverse=True)[int(_EXCEEDING_SHARE * count)]
-
-    def take_in(self, norm: float) -> None:
-        """Adds a mini-batch's largest token-equivalent norm; zero and non-finite norms are ignored."""
-        if norm > 0 and math.isfinite(norm):
-            self.norms.append(norm)
-
-
 class Threshold:
     """τ for each mini-batch.
 
-    Attributes:
-        last (float | None): τ of the last mini-batch; None before it, and during the warm-up of an automatic one.
+    With the setting "auto" it is 5 × the 90th percentile of the largest token-equivalent norms of the last 256
+    mini-batches. So spikes hardly change it as long as fewer than a tenth of the mini-batches spike. It follows a
+    lasting rise of the norms within a tenth of the window (26 mini-batches), and a lasting fall within nine tenths.
     """
 
     def __init__(self, setting: float | str) -> None:
+        # τ of the last mini-batch; None before it, and during the warm-up of an automatic one.
         self.last: float | None = None
         self._fixed = None if setting == "auto" else float(setting)
-        # With a fixed threshold, too, so that a resumed run can switch to an automatic one.
-        self._automatic = AutoThreshold()
+        # Those in the window, oldest first. With a fixed threshold, too, so that a resumed run can switch.
+        self._norms: deque[float] = deque(maxlen=WINDOW)
+
+    @property
+    def automatic(self) -> float | None:
+        """τ for the next mini-batch by the norms so far; None during the warm-up."""
+        count = len(self._norms)
+        if count < WARMUP:
+            return None
+        return MARGIN * sorted(self._norms, reverse=True)[int(_EXCEEDING_SHARE * count)]
 
     def of(self, finite_norm: float, other_norm: float = 0.0) -> float:
         """τ for a mini-batch.
@@ -78,26 +62,30 @@ class Threshold:
         """
         if self._fixed is not None:
             return self._fixed
-        if (automatic := self._automatic.value) is not None:
+        if (automatic := self.automatic) is not None:
             return automatic
-        largest = max([finite_norm, *self._automatic.norms]) or other_norm
+        largest = max([finite_norm, *self._norms]) or other_norm
         return _WARMUP_MARGIN * largest or _UNREACHED
 
     def next(self, token_norm: float, finite_norm: float) -> float:
-        """τ for a mini-batch, whose norm an automatic threshold then takes in.
+        """τ for a mini-batch, whose norm an automatic threshold then takes in, unless it is zero or not finite.
 
         Args:
             token_norm (float): Its largest token-equivalent norm; NaN counts as infinite.
             finite_norm (float): The largest finite one, or 0.
         """
         threshold = self.of(finite_norm)
-        self.last = self._automatic.value if self._fixed is None else threshold
-        self._automatic.take_in(token_norm)
+        self.last = threshold if self._fixed is not None or len(self._norms) >= WARMUP else None
+        self._take_in(token_norm)
         return threshold
 
+    def _take_in(self, norm: float) -> None:
+        if norm > 0 and math.isfinite(norm):
+            self._norms.append(norm)
+
     def state_dict(self) -> dict[str, Any]:
-        """The automatic threshold's norms: the same on every rank and for any number of ranks."""
-        return {"token_norms": [*self._automatic.norms]}
+        """The norms in the window: the same on every rank and for any number of ranks."""
+        return {"token_norms": [*self._norms]}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Restores `state_dict`; with None (no saved state) the warm-up of an automatic threshold starts over."""
@@ -107,4 +95,6 @@ class Threshold:
                 "No norms are loaded for grad_norm_threshold=auto (there is no gradloc_state.pt beside the checkpoint, "
                 "or checkpoint.load_contents is without 'extra'); its warm-up starts over."
             )
-        self._automatic = AutoThreshold(norms)
+        self._norms.clear()
+        for norm in norms:
+            self._take_in(norm)

@@ -3,8 +3,10 @@
 """TokenClip: cuts a token's backward signal where it is far over the usual largest one."""
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 
 from ..fsdp import collectives
 from ..guarded import guarded, warn_once
-from .bounds import Bounds, TokenClipConfig, cut
+from .bounds import TokenClipConfig, UsualSignal, cut
 from .hidden_states import Positions, hook_boundaries
 from .watched_pass import LOG_PROBS, VALUES, Counts, WatchedPass, largest_tokens, marks, own_tokens
 
@@ -48,7 +50,9 @@ class TokenClip:
         self._sequence_parallel_size = sequence_parallel_size
         self._rank, self._part = divmod(collectives.rank(), sequence_parallel_size)
         self.boundaries = [*hook_boundaries(module, self._hook), LOG_PROBS]  # in the order of the forward
-        self._bounds = Bounds(self.boundaries, config, self._device, sequence_parallel_size)
+        self._usual = {boundary: UsualSignal() for boundary in self.boundaries}
+        self._tokens = 0.0  # of all ranks in a mini-batch, those with a weight in the loss
+        self._set_bounds()
         self._counts = Counts(len(self.boundaries), self._device)
         self._said: set[str] = set()
         self._read_tokens: Callable[[], Mapping[str, Tensor]] | None = None
@@ -98,7 +102,7 @@ class TokenClip:
             only = "TokenClip sees the log-probs only: the layers' hidden states are not in a form it knows."
             warn_once(self._said, only)
         self._read(self._current)
-        self._counts.take_in(self._current, self.boundaries, self._bounds.tensor)
+        self._counts.take_in(self._current, self.boundaries, self._bounds)
         self._passes.append(self._current)
         self._current = None
 
@@ -157,14 +161,17 @@ class TokenClip:
             "cut": self._by_boundary(cut.sum(0).long()),
             "refused": [name for name, count in self._by_boundary(refused.sum(0)).items() if count],
             "largest": self._by_boundary(largest.amax(0)),
-            "usual": {name: self._bounds.usual(name) or None for name in self.boundaries},
+            "usual": {name: usual.value or None for name, usual in self._usual.items()},
         }
         self._steps.append(step)
         evidence = None
         if any(step["over"].values()):
             names = {"action": self._config.action, "factor": self._config.factor}
             evidence = {**names, **step, "tokens": self._gather_tokens(passes)}
-        self._bounds.take_in(step["largest"], tokens[:: self._sequence_parallel_size].sum().item())
+        for boundary, value in step["largest"].items():
+            self._usual[boundary].take_in(value, self._config)
+        self._tokens = tokens[:: self._sequence_parallel_size].sum().item() or self._tokens
+        self._set_bounds()
         self._counts = Counts(len(self.boundaries), self._device)
         return evidence
 
@@ -198,18 +205,45 @@ class TokenClip:
             dict: `action`, `factor`; `usual`, by boundary the usual signal, None in the warm-up; `limit`, how many
                 signals of a rank may be cut at a boundary in a mini-batch.
         """
-        usual = {name: self._bounds.usual(name) or None for name in self.boundaries}
+        usual = {name: usual.value or None for name, usual in self._usual.items()}
         names = {"action": self._config.action, "factor": self._config.factor}
-        return {**names, "usual": usual, "limit": self._bounds.limit}
+        return {**names, "usual": usual, "limit": self._limit}
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Bounds.state_dict`."""
-        return self._bounds.state_dict()
+        """Plain numbers, the same on every rank and for any number of ranks."""
+        return {"boundaries": {name: asdict(usual) for name, usual in self._usual.items()}, "tokens": self._tokens}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """See `Bounds.load_state_dict`."""
-        self._bounds.load_state_dict(state)
+        """Restores `state_dict`; with None (no saved state) the warm-up starts over.
+
+        Raises:
+            ValueError: The state belongs to other boundaries.
+        """
+        if state is None:
+            logger.warning(
+                "No TokenClip statistics are loaded (there is no gradloc_state.pt beside the checkpoint, or "
+                "checkpoint.load_contents is without 'extra'); the warm-up starts over."
+            )
+            state = {"boundaries": {name: {} for name in self._usual}, "tokens": 0.0}
+        saved, here = set(state["boundaries"]), set(self._usual)
+        if saved != here:
+            raise ValueError(
+                "The checkpoint's TokenClip statistics belong to another model (boundaries only in the checkpoint: "
+                f"{sorted(saved - here)}; only in this model: {sorted(here - saved)}): resume from a checkpoint of "
+                "this model, or set actor_rollout_ref.actor.token_clip.enable=False."
+            )
+        self._usual = {name: UsualSignal(**state["boundaries"][name]) for name in self._usual}
+        self._tokens = state["tokens"]
+        self._set_bounds()
         self._counts = Counts(len(self.boundaries), self._device)
+
+    def _set_bounds(self) -> None:
+        groups = collectives.world_size() // self._sequence_parallel_size
+        # How many signals of a rank may be cut at a boundary in a mini-batch.
+        self._limit = max(1, int(self._config.max_share * self._tokens / groups))
+        bounds = [self._config.factor * usual.value or math.inf for usual in self._usual.values()]
+        # Infinite in the warm-up. Pageable memory is copied at once, so the host need not wait until the device has it.
+        self._bounds = torch.tensor(bounds, dtype=torch.float32).to(self._device, non_blocking=True)
 
     def _by_boundary(self, values: Tensor) -> dict[str, Any]:
         return dict(zip(self.boundaries, values.tolist(), strict=True))
@@ -232,14 +266,15 @@ class TokenClip:
         if scaling is None:
             return None  # these are not the text's hidden states, or not in this form
         signal = current.signals[boundary] = signal * scaling
-        if self._bounds.usual(boundary) == 0 or self._config.action == "log":
+        if self._usual[boundary].value == 0 or self._config.action == "log":
             return None
         i = self.boundaries.index(boundary)
-        bound = self._bounds.tensor[i]
+        bound = self._bounds[i]
         over = current.is_over(signal, bound)
         if current.recorded:
             count, so_far = over.sum(), self._counts.cut[i]
-            limit = self._bounds.limit if at_log_probs else self._bounds.limit_of_part
+            # Below the log-probs, each rank of a group has a part of the positions.
+            limit = self._limit if at_log_probs else max(1, self._limit // self._sequence_parallel_size)
             current.refused[boundary] = so_far + count > limit
             self._counts.cut[i] += torch.where(current.refused[boundary], 0, count)
         elif boundary not in current.refused:

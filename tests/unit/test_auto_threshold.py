@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from gradloc.threshold import WARMUP, WINDOW, AutoThreshold
+from gradloc.threshold import WARMUP, WINDOW, Threshold
 
 Noise = Callable[[random.Random], float]
 
@@ -36,68 +36,68 @@ def test_false_alarms_stay_under_one_in_a_thousand(noise: Noise) -> None:
     source = random.Random(1)
     alarms = checked = 0
     for _ in range(10):
-        auto = AutoThreshold()
+        auto = Threshold("auto")
         for _ in range(WARMUP + 1500):
             norm = 35 * math.exp(noise(source))
-            if auto.value is not None:
+            if auto.automatic is not None:
                 checked += 1
-                alarms += norm > auto.value
-            auto.take_in(norm)
+                alarms += norm > auto.automatic
+            auto.next(norm, 0.0)
     assert checked == 15_000 and alarms <= checked / 1000
 
 
 @pytest.mark.parametrize("noise", [normal, laplace, gumbel, nearly_solved])
 def test_a_spike_need_not_be_far_over_the_largest_ordinary_norms(noise: Noise) -> None:
     source = random.Random(3)
-    auto = AutoThreshold()
+    auto = Threshold("auto")
     norms = [35 * math.exp(noise(source)) for _ in range(WINDOW)]
     for norm in norms:
-        auto.take_in(norm)
-    assert auto.value is not None and auto.value < 5 * max(norms)
+        auto.next(norm, 0.0)
+    assert auto.automatic is not None and auto.automatic < 5 * max(norms)
 
 
 def test_a_warm_up_comes_first_and_takes_no_zeros_or_infinities() -> None:
-    auto = AutoThreshold()
+    auto = Threshold("auto")
     for _ in range(WARMUP - 1):
-        auto.take_in(2.0)
-        auto.take_in(0.0)
-        auto.take_in(math.inf)
-        auto.take_in(math.nan)
-    assert auto.value is None
-    auto.take_in(2.0)
-    assert auto.value == 10.0
+        auto.next(2.0, 0.0)
+        auto.next(0.0, 0.0)
+        auto.next(math.inf, 0.0)
+        auto.next(math.nan, 0.0)
+    assert auto.automatic is None
+    auto.next(2.0, 0.0)
+    assert auto.automatic == 10.0
 
 
 def test_the_threshold_is_five_times_the_90th_percentile() -> None:
-    auto = AutoThreshold()
+    auto = Threshold("auto")
     norms = [float(norm) for norm in range(1, 101)]
     random.Random(4).shuffle(norms)
     for norm in norms:
-        auto.take_in(norm)
-    assert auto.value == 5 * 90
+        auto.next(norm, 0.0)
+    assert auto.automatic == 5 * 90
 
 
 @pytest.mark.parametrize("count", [WARMUP, 100, WINDOW, 2 * WINDOW])
 def test_the_threshold_hardly_moves_while_fewer_than_a_tenth_spike(count: int) -> None:
     source = random.Random(2)
-    auto, spiked = AutoThreshold(), AutoThreshold()
+    auto, spiked = Threshold("auto"), Threshold("auto")
     for step in range(count):
         norm = math.exp(normal(source))
-        auto.take_in(norm)
-        spiked.take_in(1e4 * norm if step % 11 == 0 else norm)
-    assert auto.value is not None and spiked.value is not None
-    assert 1 <= spiked.value / auto.value < 5
+        auto.next(norm, 0.0)
+        spiked.next(1e4 * norm if step % 11 == 0 else norm, 0.0)
+    assert auto.automatic is not None and spiked.automatic is not None
+    assert 1 <= spiked.automatic / auto.automatic < 5
 
 
 def test_a_lasting_shift_is_followed() -> None:
     source = random.Random(2)
-    auto = AutoThreshold()
+    auto = Threshold("auto")
 
     def take_in(count: int, level: float) -> float:
         for _ in range(count):
-            auto.take_in(level * math.exp(normal(source)))
-        assert auto.value is not None
-        return auto.value
+            auto.next(level * math.exp(normal(source)), 0.0)
+        assert auto.automatic is not None
+        return auto.automatic
 
     low = take_in(WINDOW, 1.0)
     assert take_in(WINDOW // 10 - 1, 100.0) < 10 * low
@@ -107,10 +107,11 @@ def test_a_lasting_shift_is_followed() -> None:
 
 
 def test_the_window_is_saved_and_loaded() -> None:
-    auto = AutoThreshold()
+    auto = Threshold("auto")
     for step in range(2 * WINDOW):
-        auto.take_in(1.0 + step % 7)
-    norms = json.loads(json.dumps([*auto.norms]))
-    assert len(norms) == WINDOW
-    other = AutoThreshold(norms)
-    assert other.value == auto.value
+        auto.next(1.0 + step % 7, 0.0)
+    state = json.loads(json.dumps(auto.state_dict()))
+    assert len(state["token_norms"]) == WINDOW
+    other = Threshold("auto")
+    other.load_state_dict(state)
+    assert other.automatic == auto.automatic

@@ -39,7 +39,7 @@ def test_a_bad_setting_is_refused_by_its_name(name: str, value: Any) -> None:
 def after(values: list[float], warmup_steps: int = 20, beta: float = 0.98) -> UsualSignal:
     usual = UsualSignal()
     for value in values:
-        usual.take_in(value, 4.0, beta, warmup_steps)
+        usual.take_in(value, TokenClipConfig(beta=beta, warmup_steps=warmup_steps))
     return usual
 
 
@@ -63,7 +63,7 @@ def test_after_a_quiet_phase_ordinary_steps_are_soon_usual(before: list[float]) 
     usual, over = after(before), 0
     for _ in range(30):
         over += usual.value * 4 < 1.0
-        usual.take_in(1.0, 4.0, 0.98, 20)
+        usual.take_in(1.0, TokenClipConfig())
     assert over <= 8
 
 
@@ -73,7 +73,7 @@ def test_with_sparse_rewards_the_steps_that_have_one_are_usual() -> None:
     over = []
     for i, value in enumerate(values):
         over += [i] * (usual.value > 0 and value > 4 * usual.value)
-        usual.take_in(value, 4.0, 0.98, 20)
+        usual.take_in(value, TokenClipConfig())
     assert over == []
 
 
