@@ -97,7 +97,30 @@ class BundleWriter:
             return None
         with guarded("no replay bundle is kept of a gradient spike", self._said):
             context = self._disk.run(self._context, PATIENCE)  # it looks for the last checkpoint
-            files = self._files(event, squared_norms, findings, micro_batches, left_out, context)
+            layers = None
+            if self._layer_clip is not None and squared_norms is not None:
+                layers = self._layer_clip.preview(squared_norms)
+            tokens = None if self._token_clip is None else self._token_clip.bounds_in_force()
+            saved = {
+                name: SavedMicroBatch(self._rows_of(micro_batch.inputs), micro_batch.tokens, micro_batch.rng_state)
+                for name, micro_batch in micro_batches.items()
+            }
+            entries = {
+                name: {
+                    "rows": micro_batch.rows,
+                    "norm": findings.figures[name].norm,
+                    "layer_norms": findings.figures[name].layer_norms,
+                    "threshold": findings.threshold * findings.figures[name].root_square_weight,
+                }
+                for name, micro_batch in micro_batches.items()
+            }
+            searched = {
+                "layers": findings.layers,
+                "left_out": left_out,
+                "measured": measured_tokens(findings, micro_batches),
+                "clips": {"layer_clip": layers, "token_clip": tokens},
+            }
+            files = bundle_files(event, saved, entries, searched, context)
             return self._disk.run(partial(write_bundle_files, self._directory, files, event), PATIENCE)
         return None
 
@@ -112,41 +135,6 @@ class BundleWriter:
         full = f"{self._directory} has {len(bundles)} of {self._most} (spike_replay), {used} bytes; move some away"
         warn_once(self._said, f"no more replay bundles are kept: {full}", about="full")
         return False
-
-    def _files(
-        self,
-        event: Mapping[str, Any],
-        squared_norms: Tensor | None,
-        findings: Findings,
-        micro_batches: Mapping[MicroBatchName, MicroBatch],
-        left_out: int,
-        context: Mapping[str, Any],
-    ) -> dict[str, bytes]:
-        """The bundle's files; `left_out` more micro-batches were over their threshold."""
-        layers = None
-        if self._layer_clip is not None and squared_norms is not None:
-            layers = self._layer_clip.preview(squared_norms)
-        tokens = None if self._token_clip is None else self._token_clip.bounds_in_force()
-        saved = {
-            name: SavedMicroBatch(self._rows_of(micro_batch.inputs), micro_batch.tokens, micro_batch.rng_state)
-            for name, micro_batch in micro_batches.items()
-        }
-        entries = {
-            name: {
-                "rows": micro_batch.rows,
-                "norm": findings.figures[name].norm,
-                "layer_norms": findings.figures[name].layer_norms,
-                "threshold": findings.threshold * findings.figures[name].root_square_weight,
-            }
-            for name, micro_batch in micro_batches.items()
-        }
-        searched = {
-            "layers": findings.layers,
-            "left_out": left_out,
-            "measured": measured_tokens(findings, micro_batches),
-            "clips": {"layer_clip": layers, "token_clip": tokens},
-        }
-        return bundle_files(event, saved, entries, searched, context)
 
 
 def worth_keeping(event: Mapping[str, Any], figures: AllFigures, threshold: float) -> list[MicroBatchName]:

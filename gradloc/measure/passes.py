@@ -54,17 +54,13 @@ class Passes:
         self._may_truncate = not _depends_on_the_whole(model.module)
 
     def measure(self, subset_of: Callable[[int], TokenSubset | None], read: Callable[[], _Read], reduce: bool) -> _Read:
-        """Like `accumulate`, but of the pass's gradient alone, which is cleared after it. A collective call.
-
-        Args:
-            reduce (bool): Whether FSDP reduces the gradient; otherwise only the local one can be measured.
-        """
+        """Like `accumulate`, but of the pass's gradient alone, which is cleared after it. A collective call."""
         left = has_gradients(self._module)
         self._raise_on_all_ranks(
             RuntimeError("a gradient was left before a pass of the search, which would add to it") if left else None
         )
         try:
-            return self._pass(subset_of, read, reduce)
+            return self.accumulate(subset_of, read, reduce=reduce)
         finally:
             clear_gradients(self._module)
 
@@ -106,7 +102,11 @@ class Passes:
             raise
 
     def accumulate(
-        self, subset_of: Callable[[int], TokenSubset | None], read: Callable[[], _Read], own_index: int | None = None
+        self,
+        subset_of: Callable[[int], TokenSubset | None],
+        read: Callable[[], _Read],
+        own_index: int | None = None,
+        reduce: bool = True,
     ) -> _Read:
         """Runs a pass that adds the gradient of every rank's subset, averaged over the ranks, to the current gradient.
 
@@ -117,19 +117,11 @@ class Passes:
             read (Callable): Called after the pass; its result is returned.
             own_index (int, optional): The index of the rank's own micro-batch that its subset is of, if its signals are
                 to be cut as in training.
+            reduce (bool): Whether FSDP reduces the gradient; otherwise only the local one can be measured.
 
         Raises:
             RankFailedError: The pass failed on some rank.
         """
-        return self._pass(subset_of, read, True, own_index)
-
-    def _pass(
-        self,
-        subset_of: Callable[[int], TokenSubset | None],
-        read: Callable[[], _Read],
-        reduce: bool,
-        own_index: int | None = None,
-    ) -> _Read:
         self.count += 1
         error: Exception | None = None
         result: _Read | None = None

@@ -17,6 +17,7 @@ from gradloc.evidence import event as events
 from gradloc.fsdp import collectives
 from gradloc.gradloc import Located
 from gradloc.measure.mini_batch import MiniBatch
+from gradloc.measure.passes import Passes
 
 UNITS = 4
 WEIGHT = 1 / (UNITS * RESPONSE)
@@ -147,14 +148,18 @@ def test_a_spike_without_an_event_is_counted_and_skipped(
 
 
 def test_a_drop_that_fails_leaves_the_finding_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(*_: Any, **__: Any) -> None:
-        raise collectives.RankFailedError("rank 1: OutOfMemoryError: a planted one")
+    accumulate = Passes.accumulate
+
+    def failing(passes: Passes, *arguments: Any, own_index: int | None = None, **options: Any) -> Any:
+        if own_index is not None:
+            raise collectives.RankFailedError("rank 1: OutOfMemoryError: a planted one")
+        return accumulate(passes, *arguments, **options)
 
     found = {}
     for fails in (False, True):
         loop = Loop(grad_norm_threshold=3 * usual_norm(), spike_action="drop")
         if fails:
-            monkeypatch.setattr("gradloc.measure.passes.Passes.accumulate", failing)
+            monkeypatch.setattr(Passes, "accumulate", failing)
         loop.step([1.0, -1.0, 1.0, -1.0], outlier=1e3)
         (found[fails],) = loop.gradloc.events
     assert found[False]["applied"] and not found[True]["applied"]
