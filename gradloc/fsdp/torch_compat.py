@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only as tree_map_only
 try:
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
     from torch.distributed.tensor import DTensor
-except ImportError:  # torch before 2.6, which is refused below
+except ImportError:  # torch before 2.6
 
     class FullyShardedDataParallel(nn.Module):  # type: ignore[no-redef]  # stands in for what this torch lacks
         """A placeholder: no module is an instance of it."""
@@ -27,6 +27,9 @@ except ImportError:  # torch before 2.6, which is refused below
             return []
 
     FSDPModule = DTensor = FullyShardedDataParallel  # type: ignore[misc,assignment]
+
+# Then nothing that measures gradients works.
+IS_TOO_OLD = DTensor is FullyShardedDataParallel
 
 # What must be there, by what has it. A test compares these names with the sources.
 REQUIRED: dict[str, tuple[str, ...]] = {
@@ -63,7 +66,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
 
 def missing_names(module: nn.Module) -> list[str]:
     """The names in `REQUIRED` that this torch lacks for this model, such as "FSDPParam.reduce_dtype"."""
-    if DTensor is FullyShardedDataParallel:
+    if IS_TOO_OLD:
         return ["FSDPModule"]
     kinds = set()
     missing: dict[str, None] = {}

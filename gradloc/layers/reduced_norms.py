@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..fsdp.collectives import total, world_size
-from ..fsdp.torch_compat import DTensor, FSDPModule, FullyShardedDataParallel
+from ..fsdp.torch_compat import IS_TOO_OLD, DTensor, FSDPModule, FullyShardedDataParallel
 from .layer_names import layers_by_parameter, plain_name
 
 _FSDP = (FullyShardedDataParallel, FSDPModule)
@@ -65,6 +65,10 @@ class ReducedNorms:
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
+        if IS_TOO_OLD:
+            raise RuntimeError(
+                f"the gradient's norms by layer need torch 2.6 or later, and this is {torch.__version__}"
+            )
         _reshard(module)
         pieces = list(_pieces(module))
         layers = layers_by_parameter(piece.name for piece in pieces)

@@ -211,7 +211,9 @@ class LocalNorms:
 
         def hook(gradient: Tensor) -> None:
             if not (slot.group is not None and slot.group.together):
-                self._note([(slot.layer, gradient)])
+                norms, counts = norms_of_all([gradient])
+                self._order.append((slot.layer, counts[0]))
+                self._norms.append(norms)
 
         self._hooked_leaves[parameter] = parameter.register_hook(self._guarded(hook))
 
