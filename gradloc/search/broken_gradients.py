@@ -23,15 +23,13 @@ class BrokenRow:
     A NaN can also appear at positions before the token that causes it, because attention multiplies it by the zeros of
     the causal mask. So prefixes of the row are computed. A prefix is broken (gives NaN or Inf) if and only if it
     contains the token that causes the NaN.
-
-    Args:
-        low (int), high (int): Indices into `positions`. The shortest broken prefix ends at one of low, ..., high.
-            The index len(positions) means that no prefix is broken.
     """
 
     micro_batch: MicroBatchName
     row: int
     positions: list[int]  # the positions of its response tokens
+    # Indices into `positions`: the shortest broken prefix ends at one of low, ..., high. The index len(positions) means
+    # that no prefix is broken.
     low: int
     high: int
 
