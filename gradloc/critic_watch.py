@@ -17,14 +17,13 @@ from torch import Tensor, nn
 from .config import GradLocConfig
 from .evidence.schema import SCHEMA
 from .fsdp import collectives
-from .gradloc import GradLoc
+from .gradloc import GradLoc, Located
 from .guarded import warn_once
 from .judge.critic import cause, summary
 from .measure.figures import AllFigures, suspects
 from .measure.micro_batch import MicroBatch
 from .measure.mini_batch import MiniBatch
 from .measure.token_weights import movable
-from .spike import Located
 from .threshold import is_over
 from .version import __version__
 
