@@ -5,18 +5,16 @@
 import logging
 from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from ..fsdp import collectives
+from ..fsdp.failed_pass import RecordedCollectives
 from ..fsdp.state import all_reduced, clear_gradients, has_gradients, reset_fsdp, set_rng_state, unreduced
 from ..fsdp.torch_compat import is_sharded
 from .micro_batch import MicroBatch, TokenSubset
-
-if TYPE_CHECKING:
-    from .watched_model import WatchedModel
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +26,19 @@ Forward = Callable[[dict[str, Any], list[int], int], tuple[Tensor | None, Tensor
 # `cut(index, rows, response_length)`: a context in which a pass of this rank's micro-batch with that index has its
 # backward signals cut as in training.
 Cut = Callable[[int, list[int], int], AbstractContextManager[None]]
+
+
+class PassedModel(Protocol):
+    """What passes need of a `WatchedModel`."""
+
+    module: nn.Module
+    device: torch.device
+    rank: int  # the data-parallel rank
+    sequence_parallel_size: int
+    forward: Forward
+    recorded: dict[bool, RecordedCollectives]  # of earlier passes, by whether these reduced their gradients
+    recover: Callable[[], None] | None  # called after a pass that an error interrupted on this rank
+    cut: Cut | None  # where signals are cut in the backward of training
 
 
 class Passes:
@@ -42,7 +53,7 @@ class Passes:
     The first healthy row of this rank's micro-batches `own` is the dummy input if it has no probe.
     """
 
-    def __init__(self, model: "WatchedModel", own: Sequence[MicroBatch], scale: float) -> None:
+    def __init__(self, model: PassedModel, own: Sequence[MicroBatch], scale: float) -> None:
         self.count = 0
         self.scale = scale
         self._model = model
