@@ -133,8 +133,8 @@ def _off(sums: Mapping[str, float], unrelated: float | None) -> Off | None:
         **{name: sums[name] for name in ("lost", "other_row", "zero_tail", "constant_tail")},
     }
     # Where most other responses are about as far apart, some look so by chance.
-    apart = sums["kept_distance"] * sums["lost_tokens"] * LOST_TIMES > sums["lost_distance"] * sums["kept_tokens"]
-    if apart and 2 * sums["lost"] < sums["responses"]:
+    is_chance = sums["kept_distance"] * sums["lost_tokens"] * LOST_TIMES > sums["lost_distance"] * sums["kept_tokens"]
+    if is_chance and 2 * sums["lost"] < sums["responses"]:
         counts["lost"] = 0.0
     kind = max(counts, key=counts.__getitem__)
     if kind in _TAILS and counts["other_row"] >= max(CLEAR_RESPONSES, CLEAR_SHARE * sums["responses"]):
@@ -161,7 +161,7 @@ def _off(sums: Mapping[str, float], unrelated: float | None) -> Off | None:
         *parts, nearer, farther = (sums[f"{name} {k}"] for name in COMPARED)
         evidence = _evidence(*parts)
         is_nearer = parts[1] <= (1 + FITS) / 2 * parts[0] and parts[0] > LEAST_GAP * sums["tokens"]
-        is_nearer &= parts[1] <= sums["tokens"] * math.sqrt(max(_variance(sums, "second"), 0.0))
+        is_nearer = is_nearer and parts[1] <= sums["tokens"] * math.sqrt(max(_variance(sums, "second"), 0.0))
         if is_nearer and nearer >= MOSTLY * farther and evidence >= POOLED_EVIDENCE:
             return Off("moved", 1.0, True, shift=k)
     if found.clear:

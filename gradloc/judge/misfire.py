@@ -106,7 +106,8 @@ def _far_reward(culprits: Sequence[RewardedRow], rows: Sequence[RewardedRow], co
 
     It does if the culprits' advantages are larger than the others are apart: no baseline among these gives that.
     """
-    rewards = [float(value) for row in rows if (value := _value(row, "reward")) is not None]
+    known = [_value(row, "reward") for row in rows]
+    rewards = [float(each) for each in known if isinstance(each, float)]
     for value in {min(rewards), max(rewards)} if len(rewards) == len(rows) else ():
         others = {*rewards} - {value}
         if len(others) < 2:
