@@ -94,6 +94,11 @@ class Rule:
     is_outlying: Callable[[Event], bool] = lambda event: False
     in_event: Callable[[Event], tuple[str, str] | None] = lambda event: None
 
+    @property
+    def is_bug(self) -> bool:
+        """Whether it is to be repaired where it comes from: a remedy only covers it up."""
+        return self.kind in (Kind.BROKEN, Kind.UNSAMPLED, Kind.MISALIGNED, Kind.WEIGHT)
+
     def suffices(self, culprit: Facts, event: Event) -> bool:
         """Whether what it holds for can be why a culprit of this event is over its threshold."""
         left = self.left(culprit, event)

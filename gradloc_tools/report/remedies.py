@@ -6,16 +6,14 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gradloc.judge.rules import SOURCES
 from gradloc.threshold import is_over
 
 from .figures import number, percent, severity
 from .meanings import ADVICE
 
-# Sources and causes that are to be repaired where they come from: a remedy only covers them up.
-_BUGS = (
-    *("nonfinite", "retokenized", "misaligned", "unsampled", "weight"),
-    *("loss_scale", "auxiliary", "stale_weights", "partly_stale", "other_log_probs", "reward_scale"),
-)
+# Causes besides the rules that are to be repaired where they come from: a remedy only covers them up.
+_BUGS = ("loss_scale", "auxiliary", "stale_weights", "partly_stale", "other_log_probs", "reward_scale")
 # A remedy that leaves more of what the culprits add to the norm is not recommended.
 _MOST_LEFT = 0.5
 # One that moves the ordinary tokens' gradient by more is as good as a skipped step for them.
@@ -64,12 +62,12 @@ def recommended(result: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, st
 
 def _bug(result: Mapping[str, Any]) -> str | None:
     """The cause that is to be repaired: of the verdict, of the scale, or the source of the largest culprit."""
-    if (cause := result.get("cause")) in _BUGS:
+    cause, source = result.get("cause"), _source(result)
+    if cause in _BUGS or (cause in SOURCES and SOURCES[cause].is_bug):
         return cause
     if result.get("scale") is not None:
         return "loss_scale"
-    source = _source(result)
-    return source if source in _BUGS else None
+    return source if source in SOURCES and SOURCES[source].is_bug else None
 
 
 def _source(result: Mapping[str, Any]) -> str | None:
