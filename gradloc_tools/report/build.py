@@ -2,13 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds the view of a run."""
 
-import heapq
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .charts import clips_chart, run_level, timeline
+from .charts import clips_chart, levels, run_level, timeline
+from .drills import mini_batch_of
 from .figures import count, part_of, short, shown, times, visible
-from .meanings import DIAGNOSES, FIGURES, NOT_APPLIED, SOURCES
+from .meanings import DIAGNOSES, FIGURES, SOURCES
 from .reading import Evidence
 from .remedies import advice_by_source
 from .replay_tables import replay_tables
@@ -25,19 +25,19 @@ from .spike_view import (
     token_cell,
 )
 from .spikes import Spike
-from .steps import level
 from .summary import mini_batch_fields, summarize
-from .token_clips import EXPLANATION, beside_spike, clipped_tokens, done_to, signals_of
+from .token_clips import EXPLANATION, beside_spike, done_to, signals_of
 from .verdicts import brief, lowered
 from .view import Column, Table, View
 
 Row = Mapping[str, Any]
 Summary = Mapping[str, Any]
 
-# How many spikes, culprits and clipped tokens the page has, which would be slow with more; the largest.
+# How many culprits and clipped tokens the page has, which would be slow with more; the largest.
 PAGE_ROWS = 5_000
 # How many culprits have their details by default.
 DETAILED = 500
+_NO_TEXTS = "This page has no prompts, responses or ground truths: the evidence has them. spike_log=texts adds them."
 # The charts over the run are for runs of more steps than these.
 FEW_STEPS = 5
 
@@ -47,24 +47,25 @@ def build(evidence: Evidence, rows: int = PAGE_ROWS, details: int = DETAILED) ->
 
     Args:
         evidence (Evidence): What was read.
-        rows (int): How many of the largest spikes, culprits and clipped tokens are shown; totals count all.
+        rows (int): How many culprits and clipped tokens are shown, and how many spikes are listed; totals count all.
         details (int): How many culprits have their response, texts and layers: the largest of each spike, then others.
             With 0, as for the terminal, the view has neither single spikes nor charts.
     """
     summary = summarize(evidence, rows)
-    spikes = sorted(heapq.nlargest(rows, evidence.spikes, key=lambda spike: spike.size), key=lambda spike: spike.index)
-    culprits = _kept(evidence, spikes, rows) if details else evidence.culprits()[:rows]
+    culprits = evidence.culprits()
+    kept = {*_largest_of_each_first(culprits)[:rows]} if details else range(rows)
+    culprits = [pair for i, pair in enumerate(culprits) if i in kept]
     advice = advice_by_source(evidence.replays)
     view = View(
         title=_title(summary),
-        opening=_opening(summary),
+        opening=_opening(summary, evidence),
         alarms=_alarms(summary),
         warnings=[
             (f"{said['when']}: {visible(said['sentence'])}", visible(said["check"])) for said in summary["warnings"]
         ],
         drills=[(drill["text"], drill["found"], [*map(visible, drill["advice"])]) for drill in summary["drills"]],
         facts=_facts(summary),
-        notes=_notes(evidence, summary),
+        notes=[*map(visible, summary["notes"])],
         by_step=summary["events_by_step"],
         tables=_tables(summary, evidence, culprits),
         replays=[replay_tables(result) for result in evidence.replays],
@@ -77,23 +78,22 @@ def build(evidence: Evidence, rows: int = PAGE_ROWS, details: int = DETAILED) ->
         hint = visible(" ".join(clips["sentences"]))
         view.texts |= {"h-clips": clips["title"], "clips-hint": hint, "clips-how": how}
     if details:
-        _add_spikes(view, evidence, spikes, culprits, details)
+        _add_spikes(view, evidence, culprits, details)
         view.lead = _lead(view, summary, evidence, culprits)
-        if len(spikes) < summary["events"] or len(culprits) < summary["culprits"]:
-            view.notes = [*view.notes, _cut(summary, len(spikes), len(culprits))]
-        _add_charts(view, evidence, summary, spikes, culprits)
+        if not evidence.texts:
+            view.notes = [*view.notes, _NO_TEXTS]
+        if len(culprits) < summary["culprits"]:
+            shown_are = f"{count(len(culprits), 'culprit')} of {summary['culprits']:,}"
+            cut = f"Shown are {shown_are}, the largest of each spike first. The totals count all of them."
+            view.notes = [*view.notes, cut]
+        _add_charts(view, evidence, summary, culprits)
     return view
 
 
-def _kept(evidence: Evidence, spikes: Sequence[Spike], rows: int) -> list[tuple[Spike, Row]]:
-    """The culprits shown, the largest first: before all others the largest of each spike."""
-    shown_spikes = {spike.index for spike in spikes}
-    pairs = [pair for pair in evidence.culprits() if pair[0].index in shown_spikes]
-    first = {spike.index: culprit for spike, culprit in reversed(pairs)}
-    largest = {id(culprit) for culprit in first.values()}
-    others = [id(culprit) for _, culprit in pairs if id(culprit) not in largest]
-    kept = largest | {*others[: max(rows - len(largest), 0)]}
-    return [pair for pair in pairs if id(pair[1]) in kept]
+def _largest_of_each_first(culprits: Sequence[tuple[Spike, Row]]) -> list[int]:
+    """The numbers of culprits, which come the largest first: those of the largest of each spike before the others."""
+    largest = {culprits[i][0].index: i for i in reversed(range(len(culprits)))}
+    return sorted(range(len(culprits)), key=lambda i: largest[culprits[i][0].index] != i)
 
 
 def _title(summary: Summary) -> str:
@@ -104,27 +104,21 @@ def _title(summary: Summary) -> str:
     return str(summary["named"]) + where
 
 
-def _opening(summary: Summary) -> list[str]:
+def _opening(summary: Summary, evidence: Evidence) -> list[str]:
     """What the spikes come from, what to do about the largest, and how to check it."""
     title = _title(summary)
     if not summary["events"]:
         since = "" if summary["since"] is None else f" from step {summary['since']} on"
         return [f"{title} in {visible(summary['path'])}{since}."]
-    largest = summary["largest_events"][0]
-    verdict = largest["verdict"]
-    said = lowered(visible(largest["summary"] if verdict is None else verdict["sentence"]))
+    largest = max(evidence.spikes, key=lambda spike: spike.size)
+    said = lowered(visible(largest.opening))
     if summary["events"] == 1:
         found = [f"{title}: {said}"]
     else:
         of_all = "" if summary["verdict"] is None else f": {lowered(visible(summary['verdict']))}"
-        step = "" if largest["global_step"] is None else f", in step {largest['global_step']}"
+        step = "" if largest.step is None else f", in step {largest.step}"
         found = [f"{title}{of_all}.", f"The largest{step}: {said}"]
-    if verdict is not None:
-        found.append(visible(verdict["check"]))
-    command = largest["next_command"]
-    if command is not None and (verdict is None or command not in verdict["check"]):
-        found.append(f"Next: `{visible(command)}`")
-    return found
+    return [*found, *(visible(text) for text in (largest.check, largest.next_said) if text)]
 
 
 def _alarms(summary: Summary) -> list[str]:
@@ -138,8 +132,8 @@ def _lead(view: View, summary: Summary, evidence: Evidence, culprits: Sequence[t
     if not summary["events"]:
         if summary["lost_spikes"]:
             return [summary["lost_spikes"]]
-        known = level(evidence.steps, evidence.since)
-        where = f"in {count(known['steps_in_all'], 'step')}" if known else "in this evidence"
+        steps = len(levels(evidence))
+        where = f"in {count(steps, 'step')}" if steps else "in this evidence"
         clips = summary["token_clip"]
         said = [f"No spike is {where}: no micro-batch was over its threshold."]
         return [" ".join([*said, *(clips["sentences"][:1] if clips else ())])]
@@ -184,33 +178,6 @@ def _facts(summary: Summary) -> list[tuple[str, str, str]]:
         of_all = count(clips["mini_batches"], "mini-batch", "mini-batches")
         found.append(("Stopped by TokenClip", f"{clips['stopped']:,}", f"of {of_all} with outlying tokens"))
     return [*found, ("Extra passes", f"{summary['passes']:,}", f"{summary['seconds']:.1f} s in all")]
-
-
-def _notes(evidence: Evidence, summary: Summary) -> list[str]:
-    found = [f"Note in the file: {visible(note)}." for note in summary["notes"]]
-    if not evidence.texts:
-        found.append(
-            "This page has no prompts, responses or ground truths: the evidence has them. spike_log=texts adds them."
-        )
-    if incomplete := summary["incomplete_events"]:
-        found.append(f"{count(incomplete, 'search', 'searches')} ended early: there may be more culprits.")
-    for error, searches in summary["errors"].items():
-        found.append(f"{count(searches, 'search', 'searches')} failed with an error: {visible(error).rstrip('.')}.")
-    for action, spikes in summary["not_applied"].items():
-        found.append(f"{count(spikes, 'spike')}, with spike_action={action}: {NOT_APPLIED[action]}")
-    found += [*summary["other_versions"], *summary["merged"]]
-    if summary["skipped_lines"]:
-        found.append(f"{count(summary['skipped_lines'], 'line')} skipped: malformed or unfinished.")
-    return found
-
-
-def _cut(summary: Summary, spikes: int, culprits: int) -> str:
-    cut = []
-    if spikes < summary["events"]:
-        cut.append(f"the {count(spikes, 'spike')} with the largest norms of {summary['events']:,}")
-    if culprits < summary["culprits"]:
-        cut.append(f"{count(culprits, 'culprit')} of {summary['culprits']:,}, the largest of each spike first")
-    return f"Shown are {', and '.join(cut)}. The totals count all of them."
 
 
 def _tables(summary: Summary, evidence: Evidence, culprits: Sequence[tuple[Spike, Row]]) -> dict[str, Table]:
@@ -288,7 +255,10 @@ def _clip_tables(summary: Summary, evidence: Evidence) -> dict[str, Table]:
         (Column("Data source", "", 3), lambda row: shown(row["data_source"])),
         (Column("Spike", "link", 7), lambda row: "yes" if row["spike"] else "–"),
     )
-    return {"clips": table_of(clips["title"], specs, clips["largest_tokens"])}
+    table = table_of(clips["title"], specs, clips["largest_tokens"])
+    by_mini_batch = {spike.mini_batch: f"s{spike.index}" for spike in evidence.spikes}
+    table.links = [by_mini_batch[mini_batch_of(row)] if row["spike"] else "" for row in clips["largest_tokens"]]
+    return {"clips": table}
 
 
 def _bars(summary: Summary) -> dict[str, Sequence[tuple[str, int, str, bool]]]:
@@ -301,39 +271,24 @@ def _bars(summary: Summary) -> dict[str, Sequence[tuple[str, int, str, bool]]]:
     }
 
 
-def _add_spikes(
-    view: View, evidence: Evidence, spikes: Sequence[Spike], culprits: Sequence[tuple[Spike, Row]], details: int
-) -> None:
+def _add_spikes(view: View, evidence: Evidence, culprits: Sequence[tuple[Spike, Row]], details: int) -> None:
     """Adds the spikes and their culprits."""
-    numbers = {spike.index: number for number, spike in enumerate(spikes)}
-    mine: dict[int, list[int]] = {number: [] for number in range(len(spikes))}
+    mine: list[list[int]] = [[] for _ in evidence.spikes]
     for i, (spike, _) in enumerate(culprits):
-        mine[numbers[spike.index]].append(i)
-    have_steps = all(spike.step is not None for spike in spikes)
+        mine[spike.index].append(i)
+    have_steps = all(spike.step is not None for spike in evidence.spikes)
     signals = signals_of(evidence.clips)
-    figures = evidence.steps if _span(evidence) > FEW_STEPS else None
-    for number, spike in enumerate(spikes):
-        place = f"Step {spike.step}" if have_steps else f"Event {number + 1}"
+    steps = evidence.steps if _span(evidence) > FEW_STEPS else {}
+    for spike in evidence.spikes:
+        place = f"Step {spike.step}" if have_steps else f"Event {spike.index + 1}"
         said = beside_spike(signals.get(spike.mini_batch)) if spike.step is not None else None
-        steps = figures if number < details else None
-        made = spike_view(spike, place, said, steps, [culprits[i][1] for i in mine[number]])
-        made.culprits = mine[number]
-        view.spikes.append(made)
+        before = steps if spike.index < details else {}
+        view.spikes.append(spike_view(spike, place, said, before, mine[spike.index]))
     maker = Details(evidence.texts, details)
-    first = {indices[0] for indices in mine.values() if indices}
-    detailed = {*sorted(first)[:details]}
-    detailed |= {*[i for i in range(len(culprits)) if i not in first][: max(details - len(detailed), 0)]}
-    for i, (spike, culprit) in enumerate(culprits):
-        view.culprits.append(maker.culprit(spike, numbers[spike.index], culprit, i in detailed))
+    detailed = {*_largest_of_each_first(culprits)[:details]}
+    view.culprits = [maker.culprit(spike, culprit, i in detailed) for i, (spike, culprit) in enumerate(culprits)]
     view.ladders, view.strips = maker.ladders, maker.strips
     view.tables["terms"] = table_of("", TERMS, [culprit for _, culprit in culprits])
-    if clips := view.tables.get("clips"):
-        by_mini_batch = {spike.mini_batch: f"s{numbers[spike.index]}" for spike in spikes if spike.step is not None}
-        rows = clipped_tokens(evidence.clips, len(clips.rows), by_mini_batch)
-        clips.links = [
-            by_mini_batch.get((row["global_step"], row["epoch"], row["mini_batch"]), "") if row["spike"] else ""
-            for row in rows
-        ]
 
 
 def _span(evidence: Evidence) -> int:
@@ -344,20 +299,20 @@ def _span(evidence: Evidence) -> int:
     return max(span, len(evidence.known_steps()))
 
 
-def _add_charts(
-    view: View, evidence: Evidence, summary: Summary, spikes: Sequence[Spike], culprits: Sequence[tuple[Spike, Row]]
-) -> None:
+def _add_charts(view: View, evidence: Evidence, summary: Summary, culprits: Sequence[tuple[Spike, Row]]) -> None:
     """Adds the charts and what is said above them."""
-    clips = summary["token_clip"]
     if _span(evidence) <= FEW_STEPS:
         return
-    by_step = clips["by_step"] if clips else {}
-    marked = heapq.nlargest(PAGE_ROWS, by_step, key=lambda step: by_step[step]["over"])
-    marks = [{"global_step": step, **by_step[step]} for step in sorted(marked)]
-    known = level(evidence.steps, evidence.since)
-    if known is not None:
-        view.charts["level"] = run_level(known, spikes, summary["drills"], marks, len(by_step))
-        view.texts["level-hint"] = _level_hint(known, bool(spikes), len(marks), len(by_step))
+    clips, spikes = summary["token_clip"], evidence.spikes
+    if (chart := run_level(evidence, summary["drills"], clips["by_step"] if clips else {})) is not None:
+        view.charts["level"] = chart
+        said = ["The largest token-equivalent norm of each step: the norm that a single token would need for it."]
+        if spikes:
+            said.append("Select a spike to see it above.")
+        if clips and clips["by_step"]:
+            said.append("Triangles are steps in which TokenClip found tokens;")
+            said.append("filled where it cut all and no spike was recorded.")
+        view.texts["level-hint"] = " ".join(said)
     if clips is not None:
         rows = [{**row, "done": done_to(row)} for row in clips["largest_tokens"]]
         if (chart := clips_chart(rows)) is not None:
@@ -367,20 +322,5 @@ def _add_charts(
         shown_are = ["Every culprit by the norm of its own gradient"] if culprits else []
         if any(not spike.event["culprits"] for spike in spikes):
             shown_are.append("bars are spikes without a culprit, at the norm that a single token would need")
-        said = "; ".join(shown_are)
-        view.texts["when"] = f"{said[:1].upper()}{said[1:]}. Select one to see it above."
-
-
-def _level_hint(known: Row, spikes: bool, marks: int, clip_steps: int) -> str:
-    said = "The largest token-equivalent norm of each step: the norm that a single token would need for it."
-    if len(known["steps"]) < known["steps_in_all"]:
-        said += f" Of {known['steps_in_all']:,} steps, the lowest and the highest of every few are drawn."
-    if spikes:
-        said += " Select a spike to see it above."
-    if clip_steps:
-        which = f", the {marks:,} with most of them" if marks < clip_steps else ""
-        said += (
-            f" Triangles are steps in which TokenClip found tokens{which}; filled where it cut all and no spike was "
-        )
-        said += "recorded."
-    return said
+        what = "; ".join(shown_are)
+        view.texts["when"] = f"{what[:1].upper()}{what[1:]}. Select one to see it above."

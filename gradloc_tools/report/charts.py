@@ -7,7 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from .figures import count, number, short, shown, times, visible
+from .figures import count, number, severity, short, shown, times, visible
+from .reading import Evidence
 from .spikes import Spike
 from .view import Axis, Chart, Column, Series, Table, log_axis, log_ticks, whole_axis
 
@@ -27,6 +28,8 @@ CIRCLE = "M1,0A1,1 0 1 1 -1,0A1,1 0 1 1 1,0Z"
 TICK = "M-1,0H1"
 UP, DIAMOND = _polygon(0, 120, 240), _polygon(0, 90, 180, 270)
 CROSS = _polygon(*range(45, 405, 45), inner=0.45)
+# What TokenClip did to the steps that are marked: whether it cut all and no spike was recorded.
+_CLIPPED = {True: "stopped by TokenClip", False: "found by TokenClip"}
 # By source; in the order in which they are drawn.
 SHAPES = {
     "token": CIRCLE,
@@ -45,8 +48,15 @@ SHAPES = {
 }
 
 
-def source_marks(source: str) -> dict[str, Any]:
-    return {"kind": "marks", "color": source, "shape": SHAPES.get(source, CIRCLE), "open": source not in SHAPES}
+# A point: its place and height, what is said of it (a text, or the number of a row), and where it leads to or "".
+Point = tuple[float, float, str | int, str]
+
+
+def _marks(
+    name: str, color: str, points: Sequence[Point], shape: str = CIRCLE, open: bool = False, size: float = 5.0
+) -> Series:
+    x, y, tips, links = zip(*points, strict=True) if points else ((), (), (), ())
+    return Series(name, "marks", color, x, y, tips=tips, links=links, shape=shape, open=open, size=size)
 
 
 def steps_or_numbers(spikes: Sequence[Spike]) -> tuple[str, dict[int, int]]:
@@ -60,53 +70,36 @@ def timeline(spikes: Sequence[Spike], culprits: Sequence[tuple[Spike, Row]], sou
     """Every culprit by the norm of its own gradient, and the spikes without one.
 
     Args:
-        spikes (Sequence[Spike]): Those on the page.
+        spikes (Sequence[Spike]): All of the run.
         culprits (Sequence): The culprits of the table "culprits", each with its spike.
         sources (Iterable[str]): In the order of the legend.
     """
     what, places = steps_or_numbers(spikes)
-    numbers = {spike.index: number for number, spike in enumerate(spikes)}
     size = 4.0 if len(spikes) > 150 else 5.5
-    by_source: dict[str, list[tuple[int, Spike, Row]]] = defaultdict(list)
+    by_source: dict[str, list[Point]] = defaultdict(list)
     for i, (spike, culprit) in enumerate(culprits):
-        by_source[culprit["source"]].append((i, spike, culprit))
-    bare = [spike for spike in spikes if not spike.event["culprits"]]
+        by_source[culprit["source"]].append((places[spike.index], number(culprit["grad_norm"]), i, f"c{i}"))
+    bare: list[Point] = [
+        (
+            places[spike.index],
+            spike.size,
+            f"{without_culprit(spike)}\na single token would need norm {short(spike.size)}",
+            f"s{spike.index}",
+        )
+        for spike in spikes
+        if not spike.event["culprits"]
+    ]
     line = sorted(spikes, key=lambda spike: places[spike.index])
     x = whole_axis(what, [*places.values()])
     thresholds = [number(spike.event["threshold"]) for spike in line]
-    values = [*thresholds, *(number(culprit["grad_norm"]) for _, culprit in culprits), *(spike.size for spike in bare)]
+    values = [*thresholds, *(y for points in (*by_source.values(), bare) for _, y, *_ in points)]
     ends = [x.low, *(float(places[spike.index]) for spike in line), x.high]
     series = [_steps("threshold", ends, [thresholds[0], *thresholds, thresholds[-1]])]
-    for source in sources:
-        if mine := by_source.get(source):
-            series.append(
-                Series(
-                    source,
-                    **source_marks(source),
-                    size=size,
-                    x=[places[spike.index] for _, spike, _ in mine],
-                    y=[number(culprit["grad_norm"]) for *_, culprit in mine],
-                    tips=[i for i, *_ in mine],
-                    links=[f"c{i}" for i, *_ in mine],
-                )
-            )
+    for source in filter(by_source.get, sources):
+        shape = SHAPES.get(source, CIRCLE)
+        series.append(_marks(source, source, by_source[source], shape, open=source not in SHAPES, size=size))
     if bare:
-        series.append(
-            Series(
-                "no culprit found",
-                "marks",
-                "quiet",
-                x=[places[spike.index] for spike in bare],
-                y=[spike.size for spike in bare],
-                tips=[
-                    f"{without_culprit(spike)}\na single token would need norm {short(spike.size)}" for spike in bare
-                ],
-                links=[f"s{numbers[spike.index]}" for spike in bare],
-                shape="M0,-1V1",
-                open=True,
-                size=size + 1,
-            )
-        )
+        series.append(_marks("no culprit found", "quiet", bare, "M0,-1V1", open=True, size=size + 1))
     norms = [norm for _, culprit in culprits if math.isfinite(norm := number(culprit["grad_norm"]))]
     span = f", from {short(min(norms))} to {short(max(norms))}" if norms else ""
     label = (
@@ -121,85 +114,64 @@ def without_culprit(spike: Spike) -> str:
     return said.get(spike.event["diagnosis"], "no culprit found")
 
 
-def run_level(
-    level: Mapping[str, Any], spikes: Sequence[Spike], drills: Sequence[Row], clips: Sequence[Row], clip_steps: int
-) -> Chart:
-    """The token norm of every step against its threshold, with marks of spikes, drills and TokenClip.
+def levels(evidence: Evidence) -> list[tuple[int, float, float]]:
+    """The steps with a token norm: each with the norm and its threshold."""
+    known = ((step, evidence.steps[step]) for step in evidence.known_steps())
+    return [
+        (step, norm, threshold)
+        for step, of in known
+        if (norm := of["token_norm_max"]) is not None and (threshold := of["threshold"]) is not None
+    ]
+
+
+def run_level(evidence: Evidence, drills: Sequence[Row], clips: Mapping[int, Row]) -> Chart | None:
+    """The token norm of every step against its threshold, with marks of spikes, drills and TokenClip; None without one.
 
     Args:
-        level (Mapping): What `steps.level` returned.
-        spikes (Sequence[Spike]): Those on the page.
+        evidence (Evidence): The run.
         drills (Sequence[Mapping]): What `drill_report` returned.
-        clips (Sequence[Mapping]): The steps in which TokenClip found tokens, as far as they are marked.
-        clip_steps (int): How many there are in all; 0 without TokenClip.
+        clips (Mapping[int, Mapping]): By step, what TokenClip found.
     """
-    steps, norms, thresholds = level["steps"], level["norms"], level["thresholds"]
-    with_step = [(i, spike) for i, spike in enumerate(spikes) if spike.step is not None]
+    if not (known := levels(evidence)):
+        return None
+    steps, norms, thresholds = zip(*known, strict=True)
     drills = [drill for drill in drills if drill["global_step"] is not None]
-    # Of several spikes in a step, the line says the largest; it lies under the marks.
-    marks = {drill["global_step"]: (drill["text"], "") for drill in drills}
-    by_level = sorted(with_step, key=lambda pair: math.inf if math.isnan(pair[1].level) else pair[1].level)
-    marks |= {spike.step: (_spike_tip(spike), f"s{i}") for i, spike in by_level}
-    own = [
-        marks.get(step) or (f"step {step}\ntoken norm {short(norm)}", "")
-        for step, norm in zip(steps, norms, strict=True)
+    at_spikes: list[Point] = [
+        (spike.step, spike.level, _spike_tip(spike), f"s{spike.index}")
+        for spike in evidence.spikes
+        if spike.step is not None
     ]
-    y = log_axis(
-        "token-equivalent norm",
-        [*norms, *map(number, thresholds), *(spike.level for _, spike in with_step), *(d["level"] for d in drills)],
-    )
+    at_drills: dict[bool, list[Point]] = {True: [], False: []}
+    for drill in drills:
+        at_drills[drill["found"]].append((drill["global_step"], drill["level"], drill["text"], ""))
+    # Of several spikes in a step, the line says the largest; it lies under the marks.
+    said = {step: (tip, "") for points in at_drills.values() for step, _, tip, _ in points}
+    said |= {step: (tip, link) for step, _, tip, link in sorted(at_spikes, key=lambda point: severity(point[1]))}
+    own = [said.get(step) or (f"step {step}\ntoken norm {short(norm)}", "") for step, norm, _ in known]
+    heights = (level for points in (at_spikes, *at_drills.values()) for _, level, *_ in points)
+    y = log_axis("token-equivalent norm", [*norms, *thresholds, *heights])
     low = y.low * min(y.high / y.low, 1e300) ** 0.03
-    places = [*steps, *(spike.step for _, spike in with_step), *(d["global_step"] for d in drills)]
-    places += [clip["global_step"] for clip in clips]
+    at_clips: dict[bool, list[Point]] = {True: [], False: []}
+    for step, clip in clips.items():
+        name = _CLIPPED[clip["stopped"]]
+        over = f"{count(clip['over'], 'backward signal')} over the bounds, {clip['cut']:,} cut"
+        at_clips[clip["stopped"]].append((step, low, f"{name} in step {step}\n{over}", "#h-clips"))
     tips, links = zip(*own, strict=True)
     series = [
         Series("token norm", "line", "soft", steps, norms, tips=tips, links=links, size=2 if len(steps) < 60 else 0),
-        _steps("threshold", steps, [*map(number, thresholds)]),
-        Series(
-            "spike",
-            "marks",
-            "accent",
-            x=[spike.step for _, spike in with_step if spike.step is not None],
-            y=[spike.level for _, spike in with_step],
-            tips=[_spike_tip(spike) for _, spike in with_step],
-            links=[f"s{i}" for i, _ in with_step],
-            shape=CIRCLE,
-        ),
+        _steps("threshold", steps, thresholds),
+        _marks("spike", "accent", at_spikes),
+        _marks("drill, found", "focus", at_drills[True], DIAMOND, open=True),
+        _marks("drill, FAILED", "token", at_drills[False], CROSS),
+        _marks(_CLIPPED[True], "advantage", at_clips[True], UP),
+        _marks(_CLIPPED[False], "sequence", at_clips[False], UP, open=True),
     ]
-    for name, found, shape, color in (
-        ("drill, found", True, DIAMOND, "focus"),
-        ("drill, FAILED", False, CROSS, "token"),
-    ):
-        mine = [drill for drill in drills if drill["found"] == found]
-        x, levels, said = ([d[key] for d in mine] for key in ("global_step", "level", "text"))
-        series.append(Series(name, "marks", color, x, levels, tips=said, shape=shape, open=found))
-    for name, stopped, color in (
-        ("stopped by TokenClip", True, "advantage"),
-        ("found by TokenClip", False, "sequence"),
-    ):
-        at = [clip for clip in clips if clip["stopped"] == stopped]
-        series.append(
-            Series(
-                name,
-                "marks",
-                color,
-                x=[clip["global_step"] for clip in at],
-                y=[low] * len(at),
-                tips=[
-                    f"{name} in step {clip['global_step']}\n{count(clip['over'], 'backward signal')} over the bounds, "
-                    f"{clip['cut']:,} cut"
-                    for clip in at
-                ],
-                links=["#h-clips"] * len(at),
-                shape=UP,
-                open=not stopped,
-            )
-        )
     label = (
-        f"Chart: the token norm of {count(level['steps_in_all'], 'step')}, {steps[0]} to {steps[-1]}, "
-        f"with {count(len(spikes), 'spike')} and {count(len(drills), 'drill')}"
+        f"Chart: the token norm of {count(len(steps), 'step')}, {steps[0]} to {steps[-1]}, "
+        f"with {count(len(evidence.spikes), 'spike')} and {count(len(drills), 'drill')}"
     )
-    label += f", and marks at {count(len(clips), 'step')} in which TokenClip found tokens." if clip_steps else "."
+    label += f", and marks at {count(len(clips), 'step')} in which TokenClip found tokens." if clips else "."
+    places = [*steps, *said, *clips]
     return Chart(label, whole_axis("step", places), y, [part for part in series if part.x])
 
 
@@ -219,10 +191,9 @@ def clips_chart(rows: Sequence[Row]) -> Chart | None:
         ("reduced", SHAPES["unlikely"], "misaligned"),
         ("left", UP, "sequence"),
     ):
-        mine = [(i, row) for i, row in kept if row["done"] == done]
-        if mine:
-            x, heights, own = zip(*((row["global_step"], number(row["multiple"]), i) for i, row in mine), strict=True)
-            series.append(Series(done, "marks", color, x, heights, tips=own, shape=shape, open=done == "left"))
+        points = [(row["global_step"], number(row["multiple"]), i, "") for i, row in kept if row["done"] == done]
+        if points:
+            series.append(_marks(done, color, points, shape, open=done == "left"))
     label = (
         f"Chart: {count(len(kept), 'token')} over TokenClip's bounds, by step and by how many times the usual signal. "
         "The table has the same tokens."
@@ -245,43 +216,34 @@ def layers_chart(norms: Mapping[str, Any], ordinary: Mapping[str, Any] | None) -
     )
     cells = [[shown(name), short(norm), short(usual), _ratio(norm, usual)] for name, norm, usual in rows]
     table = Table("The figures by layer", columns, cells)
-    finite = [(i, norm) for i, (_, norm, _) in enumerate(rows) if _drawn(norm)]
-    if not finite:
+    norms_of = {i: norm for i, (_, norm, _) in enumerate(rows) if _drawn(norm)}
+    if not norms_of:
         return None, table
     compared = {i: value for i, (*_, value) in enumerate(rows) if value is not None and _drawn(value)}
-    values = [*compared.values(), *(value for _, value in finite)]
+    values = [*compared.values(), *norms_of.values()]
     low, high = min(values) / 2, 2 * max(values)
     size = max(1.5, min(4.5, 90 / len(rows)))
-    norms_of = dict(finite)
-    alone = [i for i in compared if i not in norms_of]
+    bases = [compared.get(i) for i in norms_of]
+    alone = [(i, value, i, "") for i, value in compared.items() if i not in norms_of]
     series = [
-        Series(
-            "an ordinary token",
-            "marks",
-            "soft",
-            alone,
-            [compared[i] for i in alone],
-            tips=alone,
-            shape=TICK,
-            open=True,
-            size=size,
-        ),
+        _marks("an ordinary token", "soft", alone, TICK, open=True, size=size),
         Series(
             "the culprit",
             "bars",
             "accent",
             [*norms_of],
             [*norms_of.values()],
-            [compared.get(i) for i in norms_of],
+            bases,
             [*norms_of],
-            shape=CIRCLE,
+            (),
+            CIRCLE,
             size=size,
         ),
     ][not compared :]
     routers = any(name.endswith(".router") for name, *_ in rows)
     ticks = [(float(i), _layer_label(name)) for i, (name, *_) in enumerate(rows)]
     x = Axis("layer (r: its router)" if routers else "layer", -0.7, len(rows) - 0.3, ticks)
-    top, norm = max(finite, key=lambda pair: pair[1])
+    top, norm = max(norms_of.items(), key=lambda pair: pair[1])
     ratio = cells[top][3]
     label = (
         f"Chart: the culprit's gradient norm in each of {count(len(rows), 'layer')}. The largest is {short(norm)} in "

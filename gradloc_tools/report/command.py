@@ -4,26 +4,25 @@
 
     gradloc report /runs/1/spikes --html report.html
 
-The evidence may be read while training writes it. Rotated files are read as well; a line that is still being
-written is skipped.
+The evidence may be read while training writes it; a line that is still being written is skipped.
 """
 
-import argparse
 import json
 import os
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 
 from gradloc.evidence.writer import jsonable
 
-from ..command_line import need
+from ..command_line import argument, need
+from ..command_line import parser as new_parser
 from .build import DETAILED
-from .comparison import compare
-from .comparison_table import remarks, tables
+from .comparison import compare, remarks, tables
 from .figures import visible
 from .page import write_page
-from .reading import read
-from .summary import summarize
+from .reading import Evidence, read
+from .summary import lost_spikes, summarize
 
 TABLE_ROWS = 20
 
@@ -35,7 +34,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         int: The exit code: 0; 1 where spikes are missing from the evidence; 2 where it cannot be read or the page not
             be written.
     """
-    parser = _parser()
+    parser = new_parser("report", str(__doc__))
+    parser.add_argument("path", metavar="PATH", help="the directory with spikes.jsonl, or a file; or a run's directory")
+    parser.add_argument(
+        "other", metavar="PATH_B", nargs="?", help="the same of another run: shows the two runs side by side"
+    )
+    parser.add_argument("--html", metavar="OUT", help="write a page for the browser to OUT")
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+    parser.add_argument("--since", metavar="STEP", type=int, help="leave out earlier steps")
+    parser.add_argument(
+        "--top",
+        metavar="K",
+        type=argument(int, lambda value: value > 0, "must be at least 1"),
+        help=f"the K largest culprits in the summary ({TABLE_ROWS}), and with all details on the page ({DETAILED})",
+    )
     options = parser.parse_args(arguments)
     if options.other is not None and (options.top or options.html):
         parser.error("--top and --html are for the evidence of one run")
@@ -49,7 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.json:
         need("The summary in the terminal", "rich")
     try:
-        return 1 if _report(options) else 0
+        runs = [read(path, options.since) for path in (options.path, options.other) if path is not None]
+        _report(runs, options)
+        return int(any(map(lost_spikes, runs)))
     except BrokenPipeError:  # the reader of the output, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
@@ -59,50 +73,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="gradloc report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("path", metavar="PATH", help="the directory with spikes.jsonl, or a file; or a run's directory")
-    parser.add_argument(
-        "other", metavar="PATH_B", nargs="?", help="the same of another run: shows the two runs side by side"
-    )
-    parser.add_argument("--html", metavar="OUT", help="write a page for the browser to OUT")
-    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
-    parser.add_argument("--since", metavar="STEP", type=int, help="leave out earlier steps")
-    parser.add_argument(
-        "--top",
-        metavar="K",
-        type=_positive,
-        help=f"the K largest culprits in the summary ({TABLE_ROWS}), and with all details on the page ({DETAILED})",
-    )
-    return parser
-
-
-def _report(options: argparse.Namespace) -> bool:
-    """Reports, and returns whether spikes are missing from the evidence."""
-    if options.other is None:
-        evidence = read(options.path, options.since)
-        figures = summarize(evidence, options.top or TABLE_ROWS)
-    else:
-        figures = compare(*(read(path, options.since) for path in (options.path, options.other)))
+def _report(runs: Sequence[Evidence], options: Namespace) -> None:
+    top = options.top or TABLE_ROWS
     if options.json:
+        figures = summarize(runs[0], top) if len(runs) == 1 else compare(*runs)
         print(json.dumps(jsonable(figures), indent=2, allow_nan=False))
     else:
         from .terminal import print_report, print_texts_and_tables  # needs rich
 
-        if options.other is None:
-            print_report(evidence, options.top or TABLE_ROWS)
+        if len(runs) == 1:
+            print_report(runs[0], top)
         else:
+            figures = compare(*runs)
             print_texts_and_tables(remarks(figures), tables(figures))
     if options.html:
-        write_page(evidence, options.html, options.top or DETAILED)
+        write_page(runs[0], options.html, options.top or DETAILED)
         print(f"The report: {visible(options.html)}", file=sys.stderr if options.json else sys.stdout)
-    return any(run["lost_spikes"] for run in figures.get("runs", [figures]))
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value

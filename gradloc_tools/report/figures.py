@@ -8,6 +8,7 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gradloc.judge import shares
 from gradloc.judge.shares import threshold_factor
 
 # Longer texts lose their middle.
@@ -111,7 +112,7 @@ def percent(share: float | str | None) -> str:
         return "–"
     if value >= 10:
         return f"{value:,.0f} times"
-    return "under 1%" if 0 < value < 0.01 else f"{value:.0%}"
+    return shares.percent(value)
 
 
 def part_of(n: int, total: int) -> str:
@@ -119,7 +120,7 @@ def part_of(n: int, total: int) -> str:
     if total > COUNTED:
         return percent(n / total)
     if n == total:
-        return {1: "the only one", 2: "both"}.get(total, f"all {total}")
+        return "the only one" if total == 1 else shares.all_of(total)
     return f"{n} of {total}"
 
 

@@ -70,7 +70,7 @@ function startSpikes() {
 }
 
 function addPageListeners() {
-  get("clips-more").addEventListener("click", showMoreClips);
+  addMore("clips", showClips, () => get("clips-more").hidden ? get("clips-scroll") : null);
   addEventListener("beforeprint", () => setPrinted(true));
   addEventListener("afterprint", () => setPrinted(false));
   // Charts are as wide as there is room.
@@ -144,8 +144,19 @@ function whole(n) {
   return n.toLocaleString("en");
 }
 
-function sayHowManyMore(id, more) {
-  fill(id, more > 0 ? [`Show ${Math.min(200, more)} more of ${whole(more)}`] : []);
+// A button that shows more rows of a table, and what gets the focus then: a button that is hidden loses it.
+function addMore(table, show, focused) {
+  get(`${table}-more`).addEventListener("click", () => {
+    const first = shown[table];
+    shown[table] += 200;
+    show();
+    focused(first)?.focus();
+  });
+}
+
+function sayHowManyMore(table, rows) {
+  const more = rows - shown[table];
+  fill(`${table}-more`, more > 0 ? [`Show ${Math.min(200, more)} more of ${whole(more)}`] : []);
 }
 
 // Texts and tables, each in the element of its name.
@@ -276,14 +287,7 @@ function showClips() {
   if (!tables.clips) return;
   get("clips-scroll").hidden = !tables.clips.rows.length;
   get("clips-table").replaceChildren(...makeTable(tables.clips, shown.clips));
-  sayHowManyMore("clips-more", tables.clips.rows.length - shown.clips);
-}
-
-function showMoreClips() {
-  shown.clips += 200;
-  showClips();
-  // A button that is hidden loses the focus.
-  if (get("clips-more").hidden) get("clips-scroll").focus();
+  sayHowManyMore("clips", tables.clips.rows.length);
 }
 
 // Charts: marks, lines and bars at places from 0 to 1000. Their colours come from the style.
@@ -791,7 +795,7 @@ function showRows() {
     more && `, ${more}`
   }`;
   fill("none", found.length ? [] : [more ? `No culprit on this page matches; ${more}.` : "No culprit matches."]);
-  sayHowManyMore("more", found.length - shown.rows);
+  sayHowManyMore("rows", found.length);
 }
 
 function addTableListeners() {
@@ -802,20 +806,13 @@ function addTableListeners() {
     filter({ words: "", source: "", token: "" });
     get("words").focus();
   });
-  get("more").addEventListener("click", showMoreRows);
+  addMore("rows", showRows, (first) => get("rows").children[first]);
   get("rows").addEventListener("click", ({ target }) => {
     const row = target.closest("tr");
     // Who marks text in a row does not select it.
     if (row && getSelection().isCollapsed) goAndScroll(`c${row.dataset.culprit}`);
   });
   get("rows").addEventListener("keydown", onRowKey);
-}
-
-function showMoreRows() {
-  const first = shown.rows;
-  shown.rows += 200;
-  showRows();
-  get("rows").children[first]?.focus();
 }
 
 function onRowKey(press) {

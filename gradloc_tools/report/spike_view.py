@@ -23,6 +23,7 @@ from .figures import (
     percent,
     quoted,
     ranges,
+    severity,
     short,
     shown,
     threshold_factor,
@@ -31,7 +32,6 @@ from .figures import (
 )
 from .meanings import APPLIED, DIAGNOSES, FIGURES, NOT_APPLIED
 from .spikes import Spike
-from .steps import steps_before
 from .summary import TOKENS, suspected_of, token_name
 from .view import Cell, Column, Culprit, Rung, SpikeView, Strip, Table
 
@@ -41,6 +41,8 @@ Spec = tuple[Column, Callable[[Row], Cell]]
 
 # How many parts of a diffuse spike are shown, and how many layers of a culprit.
 PARTS, LAYERS = 20, 1024
+# How many steps before a spike are shown.
+STEPS_BEFORE = 20
 _LADDER_WIDTH = 0.3
 
 
@@ -143,7 +145,7 @@ def in_words(spike: Spike, place: str) -> str:
 
 
 def spike_view(
-    spike: Spike, place: str, clipped_said: str | None, steps: Mapping[int, Row] | None, culprits: Sequence[Row]
+    spike: Spike, place: str, clipped_said: str | None, steps: Mapping[int, Row], culprits: Sequence[int]
 ) -> SpikeView:
     """A spike for the page.
 
@@ -151,13 +153,12 @@ def spike_view(
         spike (Spike): The spike.
         place (str): Its step, or its number.
         clipped_said (str, optional): What is said of TokenClip beside it.
-        steps (Mapping, optional): The figures by step, where those before it are to be shown.
-        culprits (Sequence[Mapping]): Its culprits on the page, the largest first.
+        steps (Mapping): The figures by step, where those before it are to be shown.
+        culprits (Sequence[int]): The numbers of its culprits on the page, the largest first.
     """
     event, title = spike.event, in_words(spike, place)
-    check = "" if spike.verdict is None else str(spike.verdict["check"])
-    largest = culprits[0] if culprits else None
-    found = f"{token_cell(largest)[0][:20]}  {_times(largest)}" if largest is not None else without_culprit(spike)
+    largest = max(event["culprits"], key=lambda culprit: severity(culprit["grad_norm"]), default=None)
+    found = without_culprit(spike) if largest is None else f"{token_cell(largest)[0][:20]}  {_times(largest)}"
     left = len(event["culprits"]) - len(culprits)
     parts = heapq.nlargest(PARTS, event["diffuse"], key=excess)
     suspected = suspected_of(spike)
@@ -172,23 +173,15 @@ def spike_view(
         "clipped": clipped_said or "",
         "kind": f"Diagnosis: {event['diagnosis']}.",
         "explanation": visible(spike.explanation or ""),
-        "check": visible(check),
+        "check": visible(spike.check),
         "look": "" if event["diagnosis"] == "tokens" else DIAGNOSES[event["diagnosis"]],
-        "then": visible(next_step(spike)),
-        "before": _before(spike, steps) if steps else None,
+        "then": visible(spike.next_said),
+        "before": _before(spike, steps),
         "parts": part_table if parts else None,
         "suspected": table_of(spike.suspected_title, SUSPECTED[1:], suspected) if suspected else None,
         "left": f"The page leaves out {count(left, 'smaller culprit')} of this spike." if left else "",
     }
-    return SpikeView(f"{title}: {found}", content)
-
-
-def next_step(spike: Spike) -> str:
-    """The next command, unless the check of the verdict has it."""
-    command = spike.next_command
-    if command is None or (spike.verdict is not None and command in str(spike.verdict["check"])):
-        return ""
-    return f"Next: `{command}`"
+    return SpikeView(f"{title}: {found}", content, culprits)
 
 
 def story(spike: Spike) -> str:
@@ -214,19 +207,20 @@ def story(spike: Spike) -> str:
 
 
 def _before(spike: Spike, steps: Mapping[int, Row]) -> Table | None:
-    """The figures of the steps before a spike."""
-    before = None if spike.step is None else steps_before(steps, spike.step)
-    if before is None:
+    """The figures of the steps before a spike; None where no step before it is known."""
+    numbers = [] if spike.step is None else [n for n in range(spike.step - STEPS_BEFORE, spike.step + 1) if n in steps]
+    own = bool(numbers) and numbers[-1] == spike.step
+    earlier = len(numbers) - own
+    if not earlier:
         return None
-    earlier = sum(step != spike.step for step in before["steps"])
-    own = len(before["steps"]) > earlier
     rows = []
-    for found in before["figures"]:
-        name, values = found["name"], found["values"]
-        known = [value for value in values[:earlier] if value is not None]
-        usual = _figure(name, statistics.median(known) if known else None)
-        last = _figure(name, values[-1] if own else None)
-        rows.append([(FIGURES[name][0], name), _sparkline(name, values, own), usual, last])
+    for name, (title, _) in FIGURES.items():
+        values = [steps[n][name] for n in numbers]
+        if any(value is not None for value in values):
+            known = [value for value in values[:earlier] if value is not None]
+            usual = _figure(name, statistics.median(known) if known else None)
+            last = _figure(name, values[-1] if own else None)
+            rows.append([(title, name), _sparkline(name, values, own), usual, last])
     columns = (Column("Figure", "row"), Column("Up to the spike", "spark"), Column("Usual", "num"))
     return Table(f"The {count(earlier, 'step')} before", (*columns, Column("In its step", "num")), rows)
 
@@ -280,13 +274,13 @@ class Details:
         self._ladders: dict[tuple[int, int, int], tuple[int, float, float]] = {}
         self._strips: dict[tuple[int, int, int, int], int] = {}
 
-    def culprit(self, spike: Spike, number_of_spike: int, row: Row, detailed: bool) -> Culprit:
+    def culprit(self, spike: Spike, row: Row, detailed: bool) -> Culprit:
         """A culprit; `detailed` for one with its response, texts and layers."""
         factor = _times(row)
         ladder, low, high = self._ladder(spike, row)
         token = _rung(f"Token {row['position']}", f"of row {row['row']}", row["grad_norm"], row["threshold"], low, high)
         made = Culprit(
-            spike=number_of_spike,
+            spike=spike.index,
             place=(row["rank"], row["row"], row["position"]),
             head=f"gradient norm {short(row['grad_norm'])}"
             + ("" if factor == "not finite" else f", {factor} the threshold"),

@@ -92,6 +92,17 @@ class Spike:
         return self.summary if self.verdict is None else str(self.verdict["sentence"])
 
     @property
+    def check(self) -> str:
+        """How to check its verdict."""
+        return "" if self.verdict is None else str(self.verdict["check"])
+
+    @property
+    def next_said(self) -> str:
+        """The next command, unless the check has it."""
+        has_it = self.next_command is None or self.next_command in self.check
+        return "" if has_it else f"Next: `{self.next_command}`"
+
+    @property
     def suspected_title(self) -> str:
         """The heading of its suspected tokens, which says whose were not looked at."""
         ranks = ranks_looked_at(self.event)

@@ -3,19 +3,18 @@
 """Computes the figures of a run, which `--json` prints and the view puts into words."""
 
 import heapq
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from gradloc.evidence.schema import SCHEMA
-
 from .drills import drill_report
-from .figures import clipped, count, excess, number, ranges, rounded, severity
-from .lost_spikes import lost_spikes
+from .figures import SHORT_CHARACTERS, clipped, count, excess, number, ranges, rounded, severity
+from .meanings import NOT_APPLIED
 from .reading import MOST_BYTES, Evidence
-from .spikes import Spike
+from .spikes import Spike, as_a_command
 from .token_clips import summarize_clips
-from .verdicts import Verdicts, in_words
+from .verdicts import count_causes, in_words
 
 # Of an event, what is listed as it is there.
 _EVENT_FIELDS = "global_step epoch mini_batch diagnosis until explained more_tokens".split()
@@ -26,6 +25,15 @@ _LONG = (
 _MEASURED = ("row", "position", "grad_norm", "share")
 # How many tokens of a part are listed.
 TOKENS = 20
+# At most so many warnings are told apart.
+_WARNINGS = 64
+# The note of a file that is full: from its step on, no spike is written.
+_FULL = "size_limit"
+# The critic's spikes as a warning.
+_CRITIC, _CHECK_CRITIC = (
+    "critic",
+    "Each spike of the critic is a line of `critic.jsonl`, with its layers and the largest errors.",
+)
 
 
 def summarize(evidence: Evidence, top: int) -> dict[str, Any]:
@@ -35,32 +43,26 @@ def summarize(evidence: Evidence, top: int) -> dict[str, Any]:
         evidence (Evidence): What was read.
         top (int): How many of the largest events, culprits, parts and clipped tokens are listed.
     """
-    spikes, culprits = evidence.spikes, evidence.culprits()
-    events = evidence.events
+    spikes, culprits, events = evidence.spikes, evidence.culprits(), evidence.events
     largest = heapq.nlargest(top, spikes, key=lambda spike: spike.size)
     by_step = Counter(spike.step for spike in spikes if spike.step is not None)
     mini_batches = {spike.mini_batch for spike in spikes if spike.step is not None}
-    verdicts = Verdicts()
-    for spike in spikes:
-        verdicts.add(spike.verdict)
+    causes = count_causes(spike.verdict for spike in spikes)
     suspected = [
         {"global_step": spike.step, **rounded(listed(token))} for spike in largest for token in suspected_of(spike)
     ]
-    # Nothing is to be applied with "log"; a recorded spike has nothing to apply.
-    not_applied = [event for event in events if not event["applied"] and event["action"] != "log"]
+    parts = [(spike, part) for spike in spikes for part in spike.event["diffuse"]]
     return {
         "path": evidence.path,
         "since": evidence.since,
-        "verdict": in_words(verdicts.counts(), len(spikes)),
-        "verdicts": verdicts.counts(),
-        "warnings": evidence.warnings.listed(evidence.since, evidence.bundle),
+        "verdict": in_words(causes, len(spikes)),
+        "verdicts": causes,
+        "warnings": warnings_of(evidence),
         "faults": evidence.faults,
         "drills": [drill_report(drill, mini_batches) for drill in evidence.drills],
         "steps": _steps(evidence),
-        "lost_spikes": lost_spikes(evidence.steps, by_step, evidence.left_out, evidence.since),
+        "lost_spikes": lost_spikes(evidence),
         "runs_in_folder": evidence.runs,
-        "doubled_lines": evidence.doubled,
-        "merged": merged(evidence),
         "events": len(spikes),
         "named": named(spikes),
         "culprits": len(culprits),
@@ -71,7 +73,10 @@ def summarize(evidence: Evidence, top: int) -> dict[str, Any]:
         "largest_grad_norm": number(culprits[0][1]["grad_norm"]) if culprits else None,
         "diagnoses": dict(Counter(event["diagnosis"] for event in events).most_common()),
         "largest_events": [_listed_event(spike) for spike in largest],
-        "diffuse": [{"global_step": spike.step, **_part(part)} for spike, part in _parts(spikes, top)],
+        "diffuse": [
+            {"global_step": spike.step, **_part(part)}
+            for spike, part in heapq.nlargest(top, parts, key=lambda pair: excess(pair[1]))
+        ],
         "suspected": suspected[:top],
         "suspected_title": next((spike.suspected_title for spike in largest if suspected_of(spike)), ""),
         "sources": dict(Counter(culprit["source"] for _, culprit in culprits).most_common()),
@@ -80,8 +85,6 @@ def summarize(evidence: Evidence, top: int) -> dict[str, Any]:
             for token, times in Counter(token_name(culprit) for _, culprit in culprits).most_common(10)
         ],
         "incomplete_events": sum(spike.ended_early for spike in spikes),
-        "not_applied": dict(Counter(event["action"] for event in not_applied)),
-        "errors": dict(Counter(clipped(event["error"]) for event in events if event["error"] is not None)),
         "passes": sum(event["passes"] for event in events),
         "seconds": sum(event["seconds"] for event in events),
         "largest_culprits": [
@@ -89,10 +92,67 @@ def summarize(evidence: Evidence, top: int) -> dict[str, Any]:
         ],
         "token_clip": summarize_clips(evidence.clips, mini_batches, top),
         "replays": evidence.replays,
-        "notes": messages(evidence.notes),
-        "other_versions": other_versions(evidence),
-        "skipped_lines": evidence.skipped,
+        "notes": _notes(evidence),
+        "skipped_lines": evidence.skipped.total(),
     }
+
+
+def warnings_of(evidence: Evidence) -> list[dict[str, Any]]:
+    """The warnings of the steps and the critic's spikes, each name once, the first one first.
+
+    Returns:
+        list[dict]: `name`, and as it was said last `sentence` and `check`; `first_step` (None if unknown), `steps` (how
+            many), and these two in words as `when`.
+    """
+    pairs = [(step, warning) for step, warnings in evidence.warnings.items() for warning in warnings]
+    pairs += [
+        (spike["global_step"], {"name": _CRITIC, "sentence": spike["summary"], "check": _CHECK_CRITIC})
+        for spike in evidence.critic
+    ]
+    said: dict[str, dict[int | None, Mapping[str, Any]]] = {}
+    for step, warning in sorted(pairs, key=lambda pair: -1 if pair[0] is None else pair[0]):
+        if evidence.has(step):
+            said.setdefault(str(clipped(warning["name"], SHORT_CHARACTERS)), {})[step] = warning
+    found = []
+    for name, by_step in [*said.items()][:_WARNINGS]:
+        last, first = by_step[[*by_step][-1]], next((step for step in by_step if step is not None), None)
+        check = as_a_command(last["check"], evidence.bundle, " The run has no bundle: each spike leaves one.")
+        when = "Warning"
+        if first is not None:
+            several = f"{len(by_step):,} steps, first in step {first}"
+            when += f" in {several if len(by_step) > 1 else f'step {first}'}"
+        shown = {"name": name, "sentence": clipped(last["sentence"]), "check": check}
+        found.append({**shown, "first_step": first, "steps": len(by_step), "when": when})
+    return found
+
+
+def lost_spikes(evidence: Evidence) -> str | None:
+    """A sentence on spikes that steps.jsonl counts and spikes.jsonl lacks, with what to do; None if there are none.
+
+    What the writer itself has left out, as its notes say, is not lost.
+    """
+    read = Counter(spike.step for spike in evidence.spikes)
+    full_from = min((step for kind, step in evidence.left_out if kind == _FULL), default=math.inf)
+    known = {step for _, step in evidence.left_out}
+    counted = {
+        step: int(triggered)
+        for step in evidence.known_steps()
+        if step not in known
+        and step < full_from
+        and math.isfinite(triggered := evidence.steps[step]["triggered"] or 0.0)
+        and triggered > read[step]
+    }
+    if not counted:
+        return None
+    return (
+        f"steps.jsonl counts {count(sum(counted.values()), 'spike')} in {_in_steps(counted)}, spikes.jsonl has "
+        f"{sum(read[step] for step in counted)}: it is missing or cut. Copy it from the run again; if it is "
+        "whole, a search failed, and the log says why."
+    )
+
+
+def _in_steps(steps: Collection[int]) -> str:
+    return f"step{'s' * (len(steps) > 1)} {ranges(sorted(steps))}"
 
 
 def named(spikes: Collection[Spike]) -> str:
@@ -137,12 +197,6 @@ def _listed_event(spike: Spike) -> dict[str, Any]:
     }
 
 
-def _parts(spikes: Collection[Spike], top: int) -> list[tuple[Spike, Mapping[str, Any]]]:
-    """The parts of diffuse events that are farthest over their thresholds."""
-    parts = [(spike, part) for spike in spikes for part in spike.event["diffuse"]]
-    return heapq.nlargest(top, parts, key=lambda pair: excess(pair[1]))
-
-
 def _part(part: Mapping[str, Any]) -> dict[str, Any]:
     """A part of a diffuse event, with its rows as text."""
     tokens = [rounded({name: token.get(name) for name in _MEASURED}) for token in part["largest_tokens"][:TOKENS]]
@@ -169,35 +223,26 @@ def _steps(evidence: Evidence) -> dict[str, Any] | None:
     }
 
 
-def other_versions(evidence: Evidence) -> list[str]:
-    """For each other version of which there are lines, a sentence with what to do."""
-    return [
-        f"{count(lines, 'line')} of evidence version {version} left out, as this release of GradLoc reads versions "
-        f"{SCHEMA - 1} and {SCHEMA}: use the release that wrote the file."
-        for version, lines in sorted(evidence.other_versions.items())
-    ]
-
-
-def merged(evidence: Evidence) -> list[str]:
-    """What is said of a folder with several runs, with lines that are there more than once, or with too much."""
+def _notes(evidence: Evidence) -> list[str]:
+    """What was left out, failed or ended early."""
     found = []
+    for message, steps in evidence.notes.items():
+        found.append(f"Note in the file: {f'in {_in_steps(steps)}: ' if steps else ''}{message}.")
+    if incomplete := sum(spike.ended_early for spike in evidence.spikes):
+        found.append(f"{count(incomplete, 'search', 'searches')} ended early: there may be more culprits.")
+    errors = Counter(clipped(event["error"]) for event in evidence.events if event["error"] is not None)
+    for error, searches in errors.items():
+        found.append(f"{count(searches, 'search', 'searches')} failed with an error: {str(error).rstrip('.')}.")
+    # Nothing is to be applied with "log"; a recorded spike has nothing to apply.
+    not_applied = [event for event in evidence.events if not event["applied"] and event["action"] != "log"]
+    for action, spikes in Counter(event["action"] for event in not_applied).items():
+        found.append(f"{count(spikes, 'spike')}, with spike_action={action}: {NOT_APPLIED[action]}")
     if evidence.runs > 1:
         found.append(
             f"{evidence.runs} runs are in this folder: the steps begin again at 1, and the spikes of all are counted. "
             "Give each run a bisect_dump_dir of its own, or move the files of the others away."
         )
-    if evidence.doubled:
-        found.append(f"{count(evidence.doubled, 'line')} found more than once, and counted once.")
     if evidence.too_large:
-        found.append(f"Only the first {MOST_BYTES >> 20} MiB of the evidence are read: a run writes no more.")
+        found.append(f"Only the first {MOST_BYTES >> 20} MiB of a file are read: a run writes no more.")
+    found += [f"{count(lines, 'line')} skipped: {why}." for why, lines in evidence.skipped.items()]
     return found
-
-
-def messages(notes: Mapping[str, Collection[int]]) -> list[str]:
-    """The notes' messages, each with its steps."""
-    texts = []
-    for message, steps in notes.items():
-        known = sorted(steps)
-        where = f"in step{'s' * (len(known) > 1)} {ranges(known)}: " if known else ""
-        texts.append(where + message)
-    return texts

@@ -3,9 +3,7 @@
 """What the verdicts of events say: each in brief, and all of a run in one sentence."""
 
 import re
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 # At most so many different causes are told apart.
@@ -19,32 +17,29 @@ _OF_SEVERAL = {
 }
 
 
-@dataclass
-class Verdicts:
-    """Counts verdicts by their causes, which may be of a newer release than this one.
+def count_causes(verdicts: Iterable[Mapping[str, Any] | None]) -> list[dict[str, Any]]:
+    """The causes, the most frequent first, each with what is wrong and the number of events.
 
-    Attributes:
-        events (Counter): How many verdicts name a cause; None stands for no known cause.
-        claims (dict): By cause, what its first verdict says is wrong, or what is true of several with different ones.
+    Args:
+        verdicts (Iterable[Mapping]): The verdicts of events, which may be of a newer release; None where an event of an
+            older one has none.
+
+    Returns:
+        list[dict]: `cause`, None for no known one; `claim`, what is true of all its events; `events`.
     """
-
-    events: Counter[str | None] = field(default_factory=Counter)
-    claims: dict[str | None, str] = field(default_factory=dict)
-
-    def add(self, verdict: Mapping[str, Any] | None) -> None:
-        """Adds the verdict of an event; None for one of an older release."""
-        if verdict is not None and (verdict["cause"] in self.claims or len(self.claims) < _CAUSES):
-            self.events[verdict["cause"]] += 1
-            first = self.claims.setdefault(verdict["cause"], claim(verdict))
-            if first != claim(verdict):
-                self.claims[verdict["cause"]] = _OF_SEVERAL.get(verdict["cause"] or "", first)
-
-    def counts(self) -> list[dict[str, Any]]:
-        """The most frequent cause first: `cause`, its `claim`, and the number of `events`."""
-        return [
-            {"cause": cause, "claim": self.claims[cause], "events": events}
-            for cause, events in self.events.most_common()
-        ]
+    claims: dict[str | None, list[str]] = {}
+    for verdict in verdicts:
+        if verdict is not None:
+            claims.setdefault(verdict["cause"], []).append(claim(verdict))
+    most_frequent = sorted(claims.items(), key=lambda entry: -len(entry[1]))[:_CAUSES]
+    return [
+        {
+            "cause": cause,
+            "claim": said[0] if len(set(said)) == 1 else _OF_SEVERAL.get(cause or "", said[0]),
+            "events": len(said),
+        }
+        for cause, said in most_frequent
+    ]
 
 
 def brief(verdict: Mapping[str, Any]) -> str:
@@ -64,7 +59,7 @@ def in_words(counts: Sequence[Mapping[str, Any]], events: int) -> str | None:
     """The verdicts of a run in one sentence without a full stop; None if no event has one.
 
     Args:
-        counts (Sequence[Mapping]): What `Verdicts.counts` returned.
+        counts (Sequence[Mapping]): What `count_causes` returned.
         events (int): How many events there are, with those of older releases.
     """
     if not counts:

@@ -191,11 +191,11 @@ class Culprit:
 
 @dataclass
 class SpikeView:
-    """A spike: `name` in the list of spikes, and texts and tables by the id of their place on the page."""
+    """A spike: `name` in the list of spikes, texts and tables by the id of their place, and its culprits' numbers."""
 
     name: str
     content: dict[str, Any]
-    culprits: list[int] = field(default_factory=list)
+    culprits: Sequence[int]
 
 
 @dataclass

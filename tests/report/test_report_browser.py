@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import random
 import re
 import shlex
 from collections.abc import Callable, Iterator
@@ -12,6 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from evidence import (
+    HOSTILE,
+    Event,
+    clip,
+    clipped_token,
+    culprit,
+    drill,
+    event,
+    replay_result,
+    samples,
+    without_culprits,
+    write,
+    write_replay,
+    write_steps,
+)
 from selenium import webdriver
 from selenium.webdriver import ActionChains, Keys
 from selenium.webdriver.common.by import By
@@ -20,30 +34,17 @@ from selenium.webdriver.support.ui import Select, WebDriverWait
 
 import browser
 import gradloc
-from evidence_samples import (
-    clip,
-    clipped_token,
-    culprit,
-    drill,
-    event,
-    replay_result,
-    samples,
-    step_figures,
-    without_culprits,
-    write_replay,
-    write_steps,
-)
 from gradloc import record_events
 from gradloc.evidence.writer import record_step
-from gradloc.judge.verdict import verdict
 from gradloc_tools import report
 from gradloc_tools.report import meanings
-from gradloc_tools.report.build import FEW_STEPS
 from gradloc_tools.report.token_clips import EXPLANATION
 
 pytestmark = pytest.mark.slow
 
-HOSTILE = "<b>x</b></script><script>document.title='owned'</script><img src=x onerror=alert(1)>\u202e"
+# As the page shows it.
+VISIBLY_HOSTILE = HOSTILE.replace("\u202e", "\\u202e")
+TOO_WIDE = "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
 
 
 class Page:
@@ -66,6 +67,18 @@ class Page:
     def column(self, number: int) -> list[str]:
         script = "return [...document.querySelectorAll('#rows tr')].map((row) => row.cells[arguments[0]].innerText)"
         return self.driver.execute_script(script, number)
+
+    def rows(self, css: str) -> list[list[str]]:
+        """The texts of a table's cells."""
+        script = """return [...document.querySelectorAll(`${arguments[0]} tbody tr`)]
+            .map((row) => [...row.cells].map((cell) => cell.innerText))"""
+        return self.driver.execute_script(script, css)
+
+    def tip(self) -> str:
+        return self.wait(lambda: self.all("#tip"))[0].text
+
+    def select(self, spike: int) -> None:
+        Select(self.one("#event")).select_by_index(spike)
 
     def press(self, *keys: str) -> None:
         ActionChains(self.driver).send_keys(*keys).perform()
@@ -119,9 +132,8 @@ def page(chromium: Page) -> Iterator[Page]:
     assert all(url.startswith("file://") and url.endswith(".html") for url in urls), urls
 
 
-def build(directory: Path, events: list[dict[str, Any]], top: int = 500) -> Path:
-    for entry in events:
-        record_events(str(directory), [entry])
+def build(directory: Path, events: list[Event], top: int = 500) -> Path:
+    write(directory, events)
     report.write_page(report.read(str(directory)), str(directory / "page.html"), top)
     return directory / "page.html"
 
@@ -147,12 +159,12 @@ def test_it_renders(page: Page, forty: Path) -> None:
 
 def test_pointing_at_a_token_shows_its_numbers(page: Page, forty: Path) -> None:
     page.open(forty)
-    Select(page.one("#event")).select_by_index(0)
+    page.select(0)
     found = samples(40)[0]["culprits"][0]
     current = page.one("#strip .current")
     assert int(current.get_attribute("data-position")) == found["position"]
     page.hover(current)
-    tip = page.wait(lambda: page.all("#tip"))[0].text
+    tip = page.tip()
     assert str(found["position"]) in tip and "Norm" in tip and found["source"] in tip
     page.hover(page.one("#strip .piece:not(.culprit)"))
     page.wait(lambda: page.all("#tip") and "Norm" not in page.one("#tip").text)
@@ -166,10 +178,10 @@ def test_the_timeline_answers_the_mouse(page: Page, forty: Path) -> None:
     # Selecting a point that no other covers: the highest of the first trace with points.
     point = min(page.all("#timeline .marks path"), key=lambda mark: mark.location["y"])
     page.hover(point)
-    text = page.wait(lambda: page.all("#tip"))[0].text
+    text = page.tip()
     assert "Norm" in text and "Step" in text
     title = page.one("#spike").text
-    Select(page.one("#event")).select_by_index(0)
+    page.select(0)
     page.wait(lambda: page.one("#spike").text != title)
     page.hover(point)
     ActionChains(page.driver).click().perform()
@@ -178,11 +190,11 @@ def test_the_timeline_answers_the_mouse(page: Page, forty: Path) -> None:
 
 def test_the_layers_answer_the_mouse(page: Page, forty: Path) -> None:
     page.open(forty)
-    Select(page.one("#event")).select_by_index(1)
+    page.select(1)
     points = page.wait(lambda: page.all("#layers .bars .mark"))
     assert len(points) == 32
     page.hover(points[3])
-    text = page.wait(lambda: page.all("#tip"))[0].text
+    text = page.tip()
     assert "layers.2" in text and "Ordinary token" in text
 
 
@@ -273,10 +285,9 @@ def test_the_keyboard_is_enough(page: Page, forty: Path) -> None:
 
 @pytest.mark.parametrize("key", [Keys.ENTER, Keys.SPACE])
 def test_a_key_selects_another_culprit_of_the_response(page: Page, tmp_path: Path, key: str) -> None:
-    generator = random.Random(1)
     tokens = ["a", " b", " c"]
-    found = [culprit(i, tokens, 9000.0 - i, generator) for i in (0, 2)]
-    page.open(build(tmp_path, [event(1, found, generator)]))
+    found = [culprit(i, tokens, 9000.0 - i) for i in (0, 2)]
+    page.open(build(tmp_path, [event(1, found)]))
     page.driver.execute_script("document.querySelector('#strip .current').focus({preventScroll: true})")
     page.press(Keys.ARROW_DOWN)
     assert page.focused().get_attribute("data-position") == "2" and page.focused().aria_role == "button"
@@ -288,14 +299,13 @@ def test_a_key_selects_another_culprit_of_the_response(page: Page, tmp_path: Pat
 
 
 def test_the_page_shows_each_spike_as_the_view_has_it(page: Page, tmp_path: Path) -> None:
-    generator = random.Random(1)
-    kept = event(1, [culprit(0, ["a"], 9000.0, generator)], generator, action="drop", applied=False)
-    bare = [without_culprits(10 + i, kind, generator) for i, kind in enumerate(meanings.DIAGNOSES) if kind != "tokens"]
+    kept = event(1, [culprit(0, ["a"], 9000.0)], action="drop", applied=False)
+    bare = [without_culprits(10 + i, kind) for i, kind in enumerate(meanings.DIAGNOSES) if kind != "tokens"]
     bare[2] |= {"action": "skip", "applied": False}
-    page.open(build(tmp_path, [kept, *bare, event(20, [], generator, action="skip")]))
+    page.open(build(tmp_path, [kept, *bare, event(20, [], action="skip")]))
     view = report.build(report.read(str(tmp_path)))
     for i, spike in enumerate(view.spikes):
-        Select(page.one("#event")).select_by_index(i)
+        page.select(i)
         for name, part in spike.content.items():
             if isinstance(part, str):
                 shown = page.one(f"#{name}").text
@@ -303,34 +313,30 @@ def test_the_page_shows_each_spike_as_the_view_has_it(page: Page, tmp_path: Path
                 continue
             assert page.one(f"#{name}").is_displayed() == (part is not None)
             if part is not None:
-                rows = page.all(f"#{name} tbody tr")
-                shown = [[cell.text for cell in row.find_elements(By.CSS_SELECTOR, "th, td")] for row in rows]
-                assert shown == part.rows
+                assert page.rows(f"#{name}") == part.rows
     diffuse = next(spike.content for spike in view.spikes if spike.content["parts"])
     tokens = "\n".join(f"token {3 * i} of row 9: {600 - i}, {2 + i}% of the norm" for i in range(3))
     assert diffuse["parts"].rows[0] == ["1", "2", "8 to 9, 11", "48", "4.216", "1.155", "3.7×", tokens]
     assert "The 3 largest measured carry 5% of the norm." in diffuse["explanation"]
 
 
-def small(position: int, norm: float, generator: random.Random) -> dict[str, Any]:
+def small(position: int, norm: float) -> Event:
     """A culprit with little text: thousands of them are still written in seconds."""
-    found = culprit(position, ["a", " b", " c"] * 8, norm, generator, response_suspicion=None, response_tokens=None)
+    found = culprit(position, ["a", " b", " c"] * 8, norm, response_suspicion=None, response_tokens=None)
     return {**found, "source": "token"}
 
 
 def test_more_culprits_than_a_page_takes(page: Page, tmp_path: Path) -> None:
-    generator = random.Random(1)
     events = []
     for step in range(500):
-        found = [small(i, 700.0 + 10 * (500 - step) + i, generator) for i in range(12)]
+        found = [small(i, 700.0 + 10 * (500 - step) + i) for i in range(12)]
         found[0]["source"] = "sequence"
-        events.append(event(step, found, generator))
+        events.append(event(step, found))
     record_events(str(tmp_path), events)
     page.open(build(tmp_path, []))
     assert page.one("h1").text == "500 gradient spikes in steps 0 to 499"
     figures = [element.text for element in page.all("#figures dd")]
     assert figures[:2] == ["500", "6,000"] and figures[3] == "500\nof 500"
-    assert figures[4].startswith(f"{sum(e['passes'] for e in events):,}\n")
     note = "Shown are 5,000 culprits of 6,000, the largest of each spike first. The totals count all of them."
     assert note in page.one("#notes").text
     assert [row.text.split() for row in page.all("#sources li")] == [
@@ -338,14 +344,12 @@ def test_more_culprits_than_a_page_takes(page: Page, tmp_path: Path) -> None:
         ["sequence", "500", "8%"],
     ]
     assert [row.text.split() for row in page.all("#tokens li")] == [[t, "2,000"] for t in ("␣c", "␣b", "a")]
-    names = page.driver.execute_script("return [...document.querySelectorAll('#event option')].map((o) => o.text)")
-    assert len(names) == 500 and not any("no culprit" in name for name in names)
+    assert len(page.all("#event option")) == 500 and len(page.all("#timeline .marks path")) == 5000
     assert page.one("#count").text == "5,000 culprits, 1,000 smaller ones left out"
     assert not page.one("#left").is_displayed() and len(page.all("#chips button")) == 12
-    Select(page.one("#event")).select_by_index(499)
+    page.select(499)
     assert "found 12 culprits." in page.one("#story").text
     assert page.one("#left").text == "The page leaves out 11 smaller culprits of this spike."
-    assert len(page.all("#timeline .marks path")) == 5000
     assert (tmp_path / "page.html").stat().st_size < 1_000_000
     # Those of that source are among the ones left out, in the later spikes.
     Select(page.one("#source")).select_by_value("sequence")
@@ -353,47 +357,23 @@ def test_more_culprits_than_a_page_takes(page: Page, tmp_path: Path) -> None:
     assert "1,000 smaller ones left out" in page.one("#none").text
 
 
-def test_more_spikes_than_a_page_takes(page: Page, tmp_path: Path) -> None:
-    generator = random.Random(1)
-    one = event(0, [small(0, 9000.0, generator)], generator)
-    events = [
-        {**one, "global_step": step, "culprits": [{**one["culprits"][0], "grad_norm": 9000.0 - step}]}
-        for step in range(5200)
-    ]
-    events[1000] = without_culprits(1000, "diffuse", generator)
-    events[1001] = without_culprits(1001, "nonfinite", generator)
-    record_events(str(tmp_path), events)
-    page.open(build(tmp_path, []))
-    assert page.one("h1").text == "5,200 gradient spikes in steps 0 to 5199"
-    assert [element.text.split()[0] for element in page.all("#figures dd")][:4] == ["5,200", "5,198", "9000", "5,200"]
-    cut = "Shown are the 5,000 spikes with the largest norms of 5,200, and 4,999 culprits of 5,198"
-    assert cut in page.one("#notes").text
-    names = page.driver.execute_script("return [...document.querySelectorAll('#event option')].map((o) => o.text)")
-    # The diffuse one is milder than all of those shown; NaN is worse than any.
-    bare = [name for name in names if "no culprit found" in name]
-    assert len(names) == 5000 and len(bare) == 1 and bare[0].startswith("Step 1001")
-    assert page.one("#sources li").text.split() == ["token", "5,198", "100%"]
-
-
 def test_the_text_of_a_model_stays_text(page: Page, tmp_path: Path) -> None:
-    generator = random.Random(1)
-    found = culprit(1, ["a", HOSTILE, "\n", "b"], 9000.0, generator, prompt=HOSTILE, ground_truth=HOSTILE, uid=HOSTILE)
-    unknown = culprit(0, ["", "x"], math.nan, generator, data_source=HOSTILE)
-    events = [event(1, [found], generator), event(2, [unknown], generator)]
+    found = culprit(1, ["a", HOSTILE, "\n", "b"], 9000.0, prompt=HOSTILE, ground_truth=HOSTILE, uid=HOSTILE)
+    unknown = culprit(0, ["", "x"], math.nan, data_source=HOSTILE)
+    events = [event(1, [found]), event(2, [unknown])]
     unknown["layer_norms"] = {HOSTILE: 3.0, "b": math.inf}
     page.open(build(tmp_path, events))
-    Select(page.one("#event")).select_by_index(0)
+    page.select(0)
     assert page.driver.title == "2 gradient spikes in steps 1 to 2 · GradLoc"
     assert page.all("img") == [] and len(page.all("script")) == 2
-    shown = HOSTILE.replace("\u202e", "\\u202e")
-    assert shown in page.one("#strip").text and shown in page.column(1)[1]
+    assert VISIBLY_HOSTILE in page.one("#strip").text and VISIBLY_HOSTILE in page.column(1)[1]
     page.hover(page.one("#strip .current"))
-    assert shown in page.one("#tip").text
+    assert VISIBLY_HOSTILE in page.one("#tip").text
     page.driver.execute_script("document.querySelectorAll('details').forEach((details) => (details.open = true))")
     assert page.one("#details pre").text == HOSTILE
-    Select(page.one("#event")).select_by_index(1)
+    page.select(1)
     page.hover(page.wait(lambda: page.all("#layers .bars .mark"))[0])
-    assert "<b>x</b>" in page.wait(lambda: page.all("#tip"))[0].text
+    assert "<b>x</b>" in page.tip()
     assert page.all("img") == []
 
 
@@ -405,12 +385,11 @@ def test_readable_at_every_size(page: Page, tmp_path: Path, count: int) -> None:
     assert page.one("h1").text.startswith(f"{count} gradient spike")
     assert len(page.column(0)) == min(culprits, 100)
     if culprits > 100:
-        page.one("#more").click()
+        page.one("#rows-more").click()
         assert len(page.column(0)) == 300 and page.focused().tag_name == "tr"
-    wide = "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
     for width in (1280, 390):
         page.width(width)
-        page.wait(lambda: page.driver.execute_script(wide) == 0)
+        page.wait(lambda: page.driver.execute_script(TOO_WIDE) == 0)
     assert (tmp_path / "page.html").stat().st_size < 1_000_000
 
 
@@ -425,14 +404,13 @@ def test_dark_and_light(page: Page, forty: Path) -> None:
 
 
 def test_what_is_missing_does_not_break_the_page(page: Page, tmp_path: Path) -> None:
-    generator = random.Random(1)
-    bare = culprit(1, ["a", "b"], 9000.0, generator)
+    bare = culprit(1, ["a", "b"], 9000.0)
     for name in ("token", "context", "prompt", "response", "response_tokens", "response_tokens_start", "uid"):
         del bare[name]
-    slim = culprit(1, ["c", "d"], 8000.0, generator, response_suspicion=None)
-    no_step = event(3, [bare, slim], generator, global_step=None, ordinary_layer_norms=None, error="rank 0: Oops")
-    page.open(build(tmp_path, [no_step, event(4, [], generator, complete=False)], top=1))
-    assert f"id {bare['token_id']}" in page.column(1)[0] and page.one("#spike").text == "Event 1, mini-batch 2"
+    slim = culprit(1, ["c", "d"], 8000.0, response_suspicion=None)
+    no_step = event(None, [bare, slim], ordinary_layer_norms=None, error="rank 0: Oops")
+    page.open(build(tmp_path, [no_step, event(4, [], complete=False, mini_batch=1)], top=1))
+    assert f"id {bare['token_id']}" in page.column(1)[0] and page.one("#spike").text == "Event 1"
     assert "rank 0: Oops" in page.one("#story").text and len(page.all("#strip .piece")) == 2
     page.all("#chips button")[1].click()
     assert "--top" in page.one("#strip").text
@@ -456,11 +434,8 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     said = {"cause": "unsampled", "sentence": f"<b>Tokens</b> that were added: s{meanings.ADVICE['unsampled'][1:]}"}
     events[0]["verdict"] = {**events[0]["verdict"], **said}
     events[0]["culprits"][0] |= {"source": "unsampled", "sources": ["unsampled", "unlikely"]}
-    for step, figures in step_figures(events, events[-1]["global_step"] + 5).items():
-        record_step(str(directory), step, figures)
-    generator = random.Random(1)
-    drills = [drill(2, True, generator), drill(3, False, generator, error="rank 0: Oops")]
-    return build(directory, [*drills, *events])
+    write_steps(directory, events[-1]["global_step"] + 5, events=events)
+    return build(directory, [drill(2, True), drill(3, False, error="rank 0: Oops"), *events])
 
 
 def test_what_was_done_on_purpose_comes_first(page: Page, whole_run: Path) -> None:
@@ -487,15 +462,15 @@ def test_the_level_over_the_run(page: Page, whole_run: Path) -> None:
     steps = [found["global_step"] for found in events]
     alone = max(range(1, 39), key=lambda i: min(steps[i] - steps[i - 1], steps[i + 1] - steps[i]))
     page.hover(page.all("#level .series:nth-of-type(4) path")[alone])
-    text = page.wait(lambda: page.all("#tip"))[0].text
+    text = page.tip()
     assert f"step {steps[alone]}" in text and "the threshold" in text
     ActionChains(page.driver).click().perform()
     page.wait(lambda: page.one("#spike").text.startswith(f"Step {steps[alone]}"))
 
 
-def test_a_spike_begins_with_its_verdict_and_what_to_do_comes_after_the_token(page: Page, whole_run: Path) -> None:
+def test_a_spike_is_told_in_order(page: Page, whole_run: Path) -> None:
     page.open(whole_run)
-    Select(page.one("#event")).select_by_index(0)
+    page.select(0)
     assert page.one("#verdict").text.startswith("<b>Tokens</b> that") and page.all("#verdict *") == []
     assert page.one("#summary").text == "The culprit is <b>rare</b>."
     order = "verdict summary strip ladder check why story before numbers level rows"
@@ -505,21 +480,20 @@ def test_a_spike_begins_with_its_verdict_and_what_to_do_comes_after_the_token(pa
     assert [reason.split()[0] for reason in reasons] == ["unsampled", "unlikely"]
     for name, reason in zip(("unsampled", "unlikely"), reasons, strict=True):
         assert meanings.SOURCES[name] in reason and meanings.ADVICE[name] in reason
-    Select(page.one("#event")).select_by_index(2)
+    page.select(2)
     found = samples(40)[2]
     assert page.one("#verdict").text == found["verdict"]["sentence"]
     assert page.one("#summary").text == found["summary"]
 
 
 def test_the_command_of_a_check_can_be_copied(page: Page, tmp_path: Path) -> None:
-    generator = random.Random(1)
-    found = event(1, [culprit(0, ["a"], 9000.0, generator)], generator, replay=f"replay/it's {HOSTILE}")
+    found = event(1, [culprit(0, ["a"], 9000.0)], replay=f"replay/it's {HOSTILE}")
     fault = "bash run_experiment.sh --embedded --fault stale"
     check = f"`gradloc replay BUNDLE --remedies` shows it, and `{fault}` as well."
     found["verdict"] = {**found["verdict"], "check": check}
     page.open(build(tmp_path, [found]))
     codes = [code.text for code in page.all("#check code")]
-    path = shlex.quote(f"{tmp_path}/replay/it's {HOSTILE}").replace("\u202e", "\\u202e")
+    path = shlex.quote(f"{tmp_path}/replay/it's {VISIBLY_HOSTILE}")
     assert codes == [f"gradloc replay {path} --remedies", fault] and page.all("img") == []
     assert page.one("#check").text.endswith("as well.") and "`" not in page.one("#check").text
     keep = "window.kept = []; navigator.clipboard.writeText = async (text) => void window.kept.push(text)"
@@ -556,7 +530,7 @@ def test_only_commands_of_a_known_form_can_be_copied(page: Page, tmp_path: Path)
     foreign += [f"{replay} x {option}" for option in ("--trust-remote-code", "--model=evil", "--html ~/.bashrc", "y")]
     foreign += [f"{replay} --trust-remote-code", f"{replay} '--model=evil'", f"{replay} ~/x", f"{fault} --evil"]
     # All commands that GradLoc writes.
-    sources = [*Path(gradloc.__file__).parent.glob("evidence/*.py"), *Path(gradloc.__file__).parent.glob("*.py")]
+    sources = Path(gradloc.__file__).parent.rglob("*.py")
     own = {text for path in sources for text in re.findall(r"`((?:bash|gradloc) [^`\n]+)`", path.read_text())}
     own = sorted(text.replace("{}", "never_synced") for text in own) + [
         f"{replay} 'x; id' --switches",
@@ -573,56 +547,32 @@ def test_only_commands_of_a_known_form_can_be_copied(page: Page, tmp_path: Path)
         .map((check) => [check.querySelector("code").innerText, check.querySelectorAll(".copy").length])"""
     shown = page.driver.execute_script(script)
     expected = [*([text.replace("\n", "↵"), 0] for text in foreign), *([text, 1] for text in own)]
-    # The module's name is that of the Python that reads the evidence.
     assert shown == [[text, buttons] for text, buttons in expected]
-
-
-def test_verdicts_of_any_release_are_shown(page: Page, tmp_path: Path) -> None:
-    generator = random.Random(1)
-    events = [event(step, [small(1, 9000.0 - step, generator)], generator) for step in (1, 2, 3)]
-    newer = {"cause": "stale", "culprits": None, "ordinary": None, "check": "Look at it."}
-    events[0]["verdict"] = {**newer, "sentence": "The rollout is behind (all steps): sync it."}
-    del events[1]["verdict"]
-    events[2]["verdict"] = verdict({**events[2], "culprits": [], "diagnosis": "diffuse"}, {})
-    page.open(build(tmp_path, events))
-    lead = page.one("#lead").text
-    assert lead.startswith("The rollout is behind (1), no known cause (1), no verdict (1). 3 tokens stand out in them.")
-    shown = []
-    for i in range(3):
-        Select(page.one("#event")).select_by_index(i)
-        shown.append([page.one(f"#{part}").text for part in ("verdict", "summary", "check")])
-    assert shown[0] == ["The rollout is behind (all steps): sync it.", events[0]["summary"], "Look at it."]
-    assert shown[1] == [events[1]["summary"], "", ""]
-    assert shown[2][0] == "No known cause: no token stands out." and shown[2][2].startswith("gradloc replay")
 
 
 def test_warnings_come_first(page: Page, tmp_path: Path) -> None:
     said = {"name": "stale", "sentence": HOSTILE, "check": f"`run {HOSTILE}` shows it."}
-    write_steps(tmp_path, 4, {3: [said], 4: [said, {"name": "scale", "sentence": "Twice.", "check": "Look."}]})
+    write_steps(tmp_path, 4, {3: [said], 4: [{"name": "scale", "sentence": "Twice.", "check": "Look."}]})
     page.open(build(tmp_path, samples(1)))
-    shown = HOSTILE.replace("\u202e", "\\u202e")
     first, second = page.all("#warnings > li")
-    assert first.text.startswith(f"Warning in 2 steps, first in step 3: {shown}\nrun {shown}") and page.all("img") == []
-    assert second.text == "Warning in step 4: Twice.\nLook."
+    assert first.text.startswith(f"Warning in step 3: {VISIBLY_HOSTILE}\nrun {VISIBLY_HOSTILE}")
+    assert second.text == "Warning in step 4: Twice.\nLook." and page.all("img") == []
     assert page.one("#warnings").location["y"] < page.one("h1").location["y"]
     # They need no spike.
     write_steps(tmp_path / "calm", 1, {1: [said]})
     page.open(build(tmp_path / "calm", []))
     assert page.one("h1").text == "No gradient spike" and page.one("#warnings").is_displayed()
-    page.open(build(tmp_path / "none", samples(1)))
-    assert not page.one("#warnings").is_displayed()
 
 
 @pytest.mark.parametrize("width", [1280, 390])
 def test_the_names_of_all_sources_fit(page: Page, tmp_path: Path, width: int) -> None:
-    generator = random.Random(1)
-    found = [small(i, 9000.0 - i, generator) for i in range(len(meanings.SOURCES))]
+    found = [small(i, 9000.0 - i) for i in range(len(meanings.SOURCES))]
     found = [
         {**c, "source": name, "sources": list(meanings.SOURCES)}
         for c, name in zip(found, meanings.SOURCES, strict=True)
     ]
     page.width(width)
-    page.open(build(tmp_path, [event(1, found, generator)]))
+    page.open(build(tmp_path, [event(1, found)]))
     script = """return [...document.querySelectorAll(arguments[0])]
         .map((e) => [e.innerText, e.scrollWidth <= e.clientWidth, e.getBoundingClientRect().right])"""
     labels = page.driver.execute_script(script, "#sources .label")
@@ -641,18 +591,6 @@ def test_steps_without_a_spike_have_a_page(page: Page, tmp_path: Path) -> None:
     assert [section.get_attribute("id") for section in page.all("section") if section.is_displayed()] == ["run"]
     assert page.one("#level").size["height"] > 50
     page.scheme("dark")
-
-
-@pytest.mark.parametrize("count", [FEW_STEPS, FEW_STEPS + 1])
-def test_a_few_steps_make_no_chart(page: Page, tmp_path: Path, count: int) -> None:
-    for step, figures in step_figures([], count).items():
-        record_step(str(tmp_path), step, figures)
-    generator = random.Random(1)
-    page.open(build(tmp_path, [event(step, [small(1, 900.0, generator)], generator) for step in {1, count}]))
-    for chart in ("#level", "#timeline"):
-        assert page.one(chart).is_displayed() == (count > FEW_STEPS)
-        if count > FEW_STEPS:
-            assert [label.text for label in page.all(f"{chart} .xtick")] == [str(step) for step in range(1, count + 1)]
 
 
 def luminance(color: str) -> float:
@@ -676,63 +614,26 @@ def test_the_colours_of_all_sources_can_be_told_from_the_paper(page: Page, forty
             assert (lighter + 0.05) / (darker + 0.05) >= 3, (name, ground)
 
 
-def test_replays_are_shown(page: Page, tmp_path: Path) -> None:
-    events = samples(3)
-    write_replay(tmp_path, replay_result(events[0]["global_step"], sentences=["The spike comes back.", HOSTILE]))
-    write_replay(tmp_path, replay_result(10**6, tokens=[], remedies=[], global_step=None))
-    page.open(build(tmp_path, events))
-    page.one("#h-replays")
-    first, second = page.all("#replay-list .card")[::-1]
-    assert f"Step {events[0]['global_step']}: step" in first.text and "The spike comes back." in first.text
-    assert "<script>" in first.text and page.driver.title != "owned"
-    assert "bfloat16, sdpa on cpu; in training bfloat16, flash_attention_2" in first.text
-    (row,) = first.find_elements(By.CSS_SELECTOR, "details[open] tbody tr")
-    assert [cell.text for cell in row.find_elements(By.CSS_SELECTOR, "td")][:7] == [
-        "1",
-        "3",
-        "6",
-        "15",
-        "190,000",
-        "190,000",
-        "180,000",
-    ]
-    assert len(first.find_elements(By.CSS_SELECTOR, "details")) == 4
-    assert len(second.find_elements(By.CSS_SELECTOR, "details")) == 2 and "Step" not in second.text.split(":")[0]
-    page.open(build(tmp_path / "none", samples(2)))
-    assert not page.one("#replays").is_displayed()
-
-
-def test_the_remedies_of_a_replay_are_shown_with_their_overrides(page: Page, tmp_path: Path) -> None:
+def test_replays_and_their_remedies_are_shown(page: Page, tmp_path: Path) -> None:
     override = "actor_rollout_ref.actor.token_clip.enable=True"
-    first = {
-        "name": "TokenClip",
-        "norm": 3.0,
-        "left": 0.0009,
-        "under": True,
-        "ordinary_moved": 0.02,
-        "masked": {"tokens": 2, "culprits": 1},
-        "override": override,
-        "meaning": "signals are cut",
-        "note": HOSTILE,
-    }
-    second = {**first, "left": None, "under": False, "ordinary_moved": None, "override": None, "note": None}
+    remedy = {"name": "TokenClip", "norm": 3.0, "left": 0.0009, "under": True, "ordinary_moved": 0.02}
+    remedy |= {"masked": {"tokens": 2, "culprits": 1}, "override": override, "meaning": "signals are cut"}
     notes = ["What cannot be computed is said.", HOSTILE]
-    write_replay(tmp_path, replay_result(3, remedies=[first, second], remedy_notes=notes))
+    told = replay_result(3, sentences=["The spike comes back.", HOSTILE], remedies=[{**remedy, "note": HOSTILE}])
+    write_replay(tmp_path, {**told, "remedy_notes": notes})
+    write_replay(tmp_path, replay_result(10**6, tokens=[], remedies=[], global_step=None))
     page.open(build(tmp_path, samples(3)))
-    (table,) = [
-        details
-        for details in page.all("#replay-list details")
-        if "Which remedy fits" in details.find_element(By.TAG_NAME, "summary").text
-    ]
-    table.find_element(By.TAG_NAME, "summary").click()
-    rows = [
-        [cell.text for cell in row.find_elements(By.CSS_SELECTOR, "th, td")]
-        for row in table.find_elements(By.CSS_SELECTOR, "tbody tr")
-    ]
-    assert rows[0] == ["TokenClip", "3", "under 1%", "yes", "2%", "2", "1", "signals are cut", override]
-    assert rows[1][2:5] == ["–", "no", "–"] and rows[1][7:] == ["signals are cut", ""]
-    said = page.one("#replay-list").text
-    assert notes[0] in said and "TokenClip: <b>x</b></script><script>" in said and page.driver.title != "owned"
+    first, second = sorted(page.all("#replay-list .card"), key=lambda card: not card.text.startswith("Step 3: step3"))
+    for said in ("The spike comes back.", "bfloat16, sdpa on cpu; in training bfloat16, flash_attention_2", "<script>"):
+        assert said in first.text
+    assert notes[0] in first.text and f"TokenClip: {VISIBLY_HOSTILE}" in first.text
+    assert page.driver.title != "owned" and "Step" not in second.text.split(":")[0]
+    titles = [table.text for table in first.find_elements(By.CSS_SELECTOR, "summary")]
+    assert len(titles) == 4 and len(second.find_elements(By.CSS_SELECTOR, "details")) == 2
+    first.find_elements(By.CSS_SELECTOR, "summary")[-1].click()
+    (row,) = first.find_elements(By.CSS_SELECTOR, "details:last-of-type tbody tr")
+    shown = [cell.text for cell in row.find_elements(By.CSS_SELECTOR, "th, td")]
+    assert shown == ["TokenClip", "3", "under 1%", "yes", "2%", "2", "1", "signals are cut", override]
     advice = page.driver.execute_script("return document.getElementById('help').textContent")
     assert "In the replay of step 3, TokenClip fits best" in advice and override in advice
 
@@ -741,11 +642,9 @@ def test_the_remedies_of_a_replay_are_shown_with_their_overrides(page: Page, tmp
 def clipped_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with one spike in step 8. TokenClip found tokens in steps 3, 5 and 8, and stopped a spike in step 3."""
     directory = tmp_path_factory.mktemp("clipped")
-    generator = random.Random(1)
     tokens = ["a", HOSTILE, " c"]
-    spike = event(8, [small(1, 9000.0, generator)], generator, mini_batch=2)
-    for step, figures in step_figures([spike], 12).items():
-        record_step(str(directory), step, figures)
+    spike = event(8, [small(1, 9000.0)], mini_batch=2)
+    write_steps(directory, 12, events=[spike])
     lines = [
         clip(3, [clipped_token(1, tokens, 33.0, data_source=HOSTILE), clipped_token(-4, tokens, math.nan)]),
         clip(5, [clipped_token(0, tokens, 6.0, boundary=HOSTILE)], "log"),
@@ -757,26 +656,21 @@ def clipped_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_what_token_clip_found_is_shown(page: Page, clipped_run: Path) -> None:
     page.open(clipped_run)
-    assert (
-        page.one("h1").text == "1 gradient spike in step 8" and page.one("#h-clips").text == "Tokens that TokenClip cut"
-    )
+    assert page.one("h1").text == "1 gradient spike in step 8"
+    assert page.one("#h-clips").text == "Tokens that TokenClip cut" and page.one("#clips-how").text == EXPLANATION
     hint = page.one("#clips-hint").text
     assert hint.startswith("In 4 mini-batches of steps 3 to 8, 5 backward signals were over their bounds: 4 were cut.")
-    assert page.one("#clips-how").text == EXPLANATION
-    assert "Stopped by TokenClip" in page.one("#figures").text
-    rows = [[cell.text for cell in row.find_elements(By.TAG_NAME, "td")] for row in page.all("#clips-table tbody tr")]
-    shown = HOSTILE.replace("\u202e", "\\u202e")
-    assert [row[0] for row in rows] == ["3", "3", "5", "8", "–"]
-    assert [row[3:5] for row in rows] == [
-        ["NaN", "dropped"],
-        ["33", "dropped"],
-        ["6", "left"],
-        ["5", "reduced"],
-        ["4.5", "dropped"],
+    rows = page.rows("#clips-scroll")
+    assert [[row[0], *row[3:5], row[-1]] for row in rows] == [
+        ["3", "NaN", "dropped", "–"],
+        ["3", "33", "dropped", "–"],
+        ["5", "6", "left", "–"],
+        ["8", "5", "reduced", "see above"],
+        ["–", "4.5", "dropped", "–"],
     ]
-    assert (rows[0][1], rows[0][7]) == ("(prompt)", "prompt") and shown in rows[1][1]
-    assert (rows[1][10], rows[2][2]) == (shown, shown) and page.driver.title != "owned" and page.all("img") == []
-    assert [row[-1] for row in rows] == ["–", "–", "–", "see above", "–"]
+    assert (rows[0][1], rows[0][7]) == ("(prompt)", "prompt") and VISIBLY_HOSTILE in rows[1][1]
+    assert (rows[1][10], rows[2][2]) == (VISIBLY_HOSTILE,) * 2 and page.driver.title != "owned"
+    assert page.all("img") == []
     # The link leads to the spike, which says so as well.
     assert page.one("#clipped").text.startswith("TokenClip found 1 backward signal over its bound in this mini-batch")
     page.one("#clips-table tbody button").click()
@@ -794,10 +688,10 @@ def test_steps_that_token_clip_stopped_are_marked(page: Page, clipped_run: Path)
     assert [key.text for key in page.all("#clips-chart .key span")] == ["dropped", "reduced", "left"]
     assert len(page.all("#clips-chart .marks path")) == 4
     page.hover(page.all("#clips-chart .marks path")[1])
-    text = page.wait(lambda: page.all("#tip"))[0].text
+    text = page.tip()
     assert "<b>x</b>" in text or "(prompt)" in text
     page.hover(page.one("#level .series:nth-of-type(5) path"))
-    text = page.wait(lambda: page.all("#tip"))[0].text
+    text = page.tip()
     assert "stopped by TokenClip" in text and "2 cut" in text
     ActionChains(page.driver).click().perform()
     page.wait(lambda: page.focused().get_attribute("id") == "h-clips")
@@ -811,14 +705,8 @@ def test_many_clipped_tokens_without_a_spike(page: Page, tmp_path: Path, width: 
     assert page.one("h1").text == "No gradient spike" and "128 backward signals" in page.one("#lead").text
     shown = [section.get_attribute("id") for section in page.all("section") if section.is_displayed()]
     assert shown == ["clips"] and page.one("#clips-chart").size["height"] > 50
-    wide = "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
-    page.wait(lambda: page.driver.execute_script(wide) == 0)
+    page.wait(lambda: page.driver.execute_script(TOO_WIDE) == 0)
     assert len(page.all("#clips-table tbody tr")) == 100 and page.one("#clips-more").text == "Show 28 more of 28"
     page.one("#clips-more").send_keys(Keys.ENTER)
     assert len(page.all("#clips-table tbody tr")) == 128 and not page.one("#clips-more").is_displayed()
     assert page.focused().get_attribute("id") == "clips-scroll"
-
-
-def test_a_page_without_clip_lines_has_no_such_section(page: Page, forty: Path) -> None:
-    page.open(forty)
-    assert not page.one("#clips").is_displayed() and "TokenClip" not in page.one("main").text

@@ -6,26 +6,25 @@ import json
 import logging
 import math
 import os
-import random
 import shutil
 import subprocess
 import sys
 import sysconfig
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from evidence import WORDS, clip, clipped_token, culprit, drill, event, unsearched
 from pages import texts_of, unpacked
 
-from evidence_samples import clip, clipped_token, culprit, drill, event, unsearched
 from gradloc import record_events
 from gradloc.adapters import spike_log, trackers
 from gradloc.adapters.spike_log import SpikeLog, add_spike_log
 from gradloc.judge.sentences import in_one_line
 from gradloc_tools import report
-from marked_texts import WORDS, marked, marked_clip
 
 pytestmark = pytest.mark.slow
 
@@ -41,7 +40,7 @@ def run(folder: Path, loggers: str, python: Path, *arguments: str, **environment
     assert python.exists(), "run the tests with: bash tests/run.sh"
     # Outside the project, because ClearML reads every Python file of the repository that a script is in.
     script = shutil.copy(ROOT / "tests/report/tracked_run.py", folder)
-    path = os.pathsep.join([os.environ["PYTHONPATH"], str(ROOT / "tests/report")])
+    path = os.pathsep.join([os.environ["PYTHONPATH"], str(ROOT / "tests/support")])
     done = subprocess.run(
         [python, script, folder, loggers, *arguments],
         cwd=folder,
@@ -71,46 +70,37 @@ def is_page(text: str) -> bool:
     return "<!doctype html>" in text.lower() and "Content-Security-Policy" in text and bool(unpacked(text)["title"])
 
 
-def run_local(folder: Path, spike_log: str) -> Path:
-    """A run with the loggers whose libraries verl needs itself."""
-    environment = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "TENSORBOARD_DIR": str(folder / "tensorboard")}
-    environment["VERL_FILE_LOGGER_PATH"] = str(folder / "file.jsonl")
-    run(folder, "wandb,tensorboard,file,console", Path(sys.executable), spike_log, **environment)
-    return folder
+@pytest.fixture(scope="module")
+def tracked(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """The folder of a run, which is run once: with loggers whose libraries verl needs itself, or with the others."""
 
+    @cache
+    def call(local: bool, spike_log: str = "null") -> Path:
+        folder = tmp_path_factory.mktemp("run")
+        if local:
+            environment = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+            environment |= {"TENSORBOARD_DIR": str(folder / "tensorboard")}
+            environment |= {"VERL_FILE_LOGGER_PATH": str(folder / "file.jsonl")}
+            run(folder, "wandb,tensorboard,file,console", Path(sys.executable), spike_log, **environment)
+        else:
+            environment = {"MLFLOW_TRACKING_URI": f"file:{folder}/mlruns", "MLFLOW_ALLOW_FILE_STORE": "true"}
+            environment |= {"SWANLAB_MODE": "offline", "CLEARML_OFFLINE_MODE": "1"}
+            environment |= {"CLEARML_CACHE_DIR": str(folder / "clearml")}
+            site_packages = sysconfig.get_paths()["purelib"]
+            run(folder, "mlflow,swanlab,clearml", TRACKERS_PYTHON, spike_log, site_packages, **environment)
+        return folder
 
-def run_elsewhere(folder: Path, spike_log: str) -> Path:
-    """A run with the others."""
-    environment = {
-        "MLFLOW_TRACKING_URI": f"file:{folder}/mlruns",
-        "MLFLOW_ALLOW_FILE_STORE": "true",
-        "SWANLAB_MODE": "offline",
-        "CLEARML_OFFLINE_MODE": "1",
-        "CLEARML_CACHE_DIR": str(folder / "clearml"),
-    }
-    site_packages = sysconfig.get_paths()["purelib"]
-    run(folder, "mlflow,swanlab,clearml", TRACKERS_PYTHON, spike_log, site_packages, **environment)
-    return folder
+    return call
 
 
 @pytest.fixture(scope="module")
-def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run_local(tmp_path_factory.mktemp("run"), "null")
+def local(tracked: Callable[..., Path]) -> Path:
+    return tracked(True)
 
 
 @pytest.fixture(scope="module")
-def local_with_texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run_local(tmp_path_factory.mktemp("run"), '"texts"')
-
-
-@pytest.fixture(scope="module")
-def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run_elsewhere(tmp_path_factory.mktemp("run"), "null")
-
-
-@pytest.fixture(scope="module")
-def elsewhere_with_texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run_elsewhere(tmp_path_factory.mktemp("run"), '"texts"')
+def elsewhere(tracked: Callable[..., Path]) -> Path:
+    return tracked(False)
 
 
 def texts_in(place: Path) -> set[str]:
@@ -186,7 +176,7 @@ def test_wandb_gets_a_growing_table_the_page_and_alerts(local: Path) -> None:
 @pytest.mark.parametrize(("norms", "factor"), [([3.0, math.nan, 4.0], 2.0), ([math.inf], None), ([], None)])
 def test_the_figure_of_a_step_is_its_largest_finite_one(norms: list[float], factor: float | None) -> None:
     triggers = [{"kind": "unit", "norm": norm, "threshold": 2.0} for norm in norms]
-    events = [event(1, [], random.Random(1)) | {"trigger": trigger} for trigger in triggers]
+    events = [event(1, []) | {"trigger": trigger} for trigger in triggers]
     tables = trackers.Table(trackers.COLUMNS), trackers.Table(trackers.CLIP_COLUMNS)
     assert trackers.StepSpikes(1, events, *tables, None).threshold_factor == factor
 
@@ -269,38 +259,17 @@ PAGE_TEXTS = {"prompt", "response_tokens", "context", "ground_truth", "data_sour
     ("tracker", "asked_for"), [("wandb", PAGE_TEXTS), ("tensorboard", {"context", "uid"}), ("file.jsonl", set())]
 )
 def test_texts_of_samples_are_sent_only_if_asked_for(
-    local: Path, local_with_texts: Path, tracker: str, asked_for: set[str]
+    tracked: Callable[..., Path], tracker: str, asked_for: set[str]
 ) -> None:
-    assert texts_in(local / tracker) == set()
-    assert texts_in(local_with_texts / tracker) == asked_for
-    assert texts_in(local / "bisect_dump") == WORDS.keys()  # the evidence has them all
+    assert texts_in(tracked(True) / tracker) == set()
+    assert texts_in(tracked(True, '"texts"') / tracker) == asked_for
+    assert texts_in(tracked(True) / "bisect_dump") == WORDS.keys()  # the evidence has them all
 
 
 @pytest.mark.parametrize("tracker", ["mlruns", "swanlog", "clearml"])
-def test_other_trackers_get_texts_of_samples_only_if_asked_for(
-    elsewhere: Path, elsewhere_with_texts: Path, tracker: str
-) -> None:
-    assert texts_in(elsewhere / tracker) == set()
-    assert texts_in(elsewhere_with_texts / tracker) == PAGE_TEXTS
-
-
-@pytest.mark.parametrize("texts", [False, True])
-def test_what_trackers_are_given_has_texts_only_if_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, texts: bool
-) -> None:
-    given: list[str] = []
-
-    def keep(_: object, spikes: trackers.StepSpikes) -> None:
-        given.append(repr(spikes))
-        assert spikes.page is not None
-        given.append(texts_of(spikes.page))
-
-    monkeypatch.setitem(trackers.TRACKERS, "wandb", keep)
-    log = SpikeLog({"wandb": None}, str(tmp_path), texts)
-    record_events(str(tmp_path), [marked(spike(1, 30)), marked_clip(clip(1, [clipped_token(1, ["a", " b"], 9.0)]))])
-    log.log({"actor/gradloc/triggered": 1.0}, 1)
-    assert len(given) == 2 and all("log_probs" in content for content in given)
-    assert any(word in content for content in given for word in WORDS.values()) is texts
+def test_other_trackers_get_texts_only_if_asked_for(tracked: Callable[..., Path], tracker: str) -> None:
+    assert texts_in(tracked(False) / tracker) == set()
+    assert texts_in(tracked(False, '"texts"') / tracker) == PAGE_TEXTS
 
 
 class Broken:
@@ -323,8 +292,7 @@ class Kept:
 
 
 def spike(step: int, count: int = 1) -> dict[str, Any]:
-    made = random.Random(step)
-    return event(step, [culprit(1, [" a", " b"], 900.0 + index, made) for index in range(count)], made)
+    return event(step, [culprit(1, [" a", " b"], 900.0 + index) for index in range(count)])
 
 
 def test_a_failing_tracker_warns_once_and_the_others_go_on(
@@ -360,7 +328,7 @@ def test_events_are_read_once_also_behind_half_a_line(tmp_path: Path) -> None:
     with (tmp_path / "spikes.jsonl").open("a") as file:
         file.write('{"schema": 4, "culprits": [')  # what a killed process leaves
     log.log({"actor/gradloc/triggered": 1.0}, 2)
-    record_events(str(tmp_path), [drill(3, False, random.Random(1))])
+    record_events(str(tmp_path), [drill(3, False)])
     log.log({"actor/gradloc/triggered": 0.0, "actor/gradloc/drill_found": 0.0}, 3)
     record_events(str(tmp_path), [spike(4)])
     log.log({"actor/gradloc/triggered": 1.0}, 4)
@@ -383,7 +351,7 @@ def test_tables_and_pages_are_bounded(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(sent[-1].culprits.rows) == 70
 
 
-def test_without_the_readers_of_evidence_trackers_get_all_but_the_page(
+def test_without_the_report_trackers_get_all_but_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     sent: list[trackers.StepSpikes] = []
@@ -426,7 +394,7 @@ def test_only_what_was_left_is_alerted() -> None:
     of_spike = spike(1)
     # A spike comes before what was found in clip lines.
     assert alert(stopped, logged, of_spike) == ("Gradient spike", [in_one_line(of_spike), logged["summary"]])
-    of_drill = drill(1, True, random.Random(1))
+    of_drill = drill(1, True)
     assert alert(stopped, of_drill) == ("Spike drill", [of_drill["summary"]])
 
 
@@ -460,8 +428,7 @@ def test_other_runs_have_no_spikes(config: Any) -> None:
 
 
 def test_suspected_tokens_are_rows_of_the_table() -> None:
-    generator = random.Random(4)
-    found = unsearched(40, [culprit(1, ["one", " plus"], 9e4, generator)], generator)
+    found = unsearched(40, [culprit(1, ["one", " plus"], 9e4)])
     names = trackers.COLUMNS
     (row,) = (dict(zip(names, row, strict=True)) for row in trackers.table_rows(found, names))
     token = found["suspected"][0]

@@ -9,25 +9,21 @@ search.
 """
 
 import json
-import random
 import sys
 
 sys.path += sys.argv[4:]
 
+from evidence import clip, clipped_token, culprit, drill, event, marked
 from verl.utils.gradloc import record_events
 from verl.utils.tracking import Tracking
-
-from evidence_samples import clip, clipped_token, culprit, drill, event
-from marked_texts import marked, marked_clip
 
 
 def main(folder: str, loggers: list[str], spike_log: bool | str | None) -> None:
     dump = f"{folder}/bisect_dump"
     tokens = [" the", " <think>", " a|b\n", " ends"]
-    made = random.Random(1)
-    old = event(9, [culprit(2, [" of", " an", " earlier", " run"], 900.0, made)], made)
-    first = event(2, [culprit(1, tokens, 9000.0, made), culprit(2, tokens, 7000.0, made, reward=None)], made)
-    second = event(3, [culprit(3, tokens, float("nan"), made, rank=1)], made)
+    old = event(9, [culprit(2, [" of", " an", " earlier", " run"], 900.0)])
+    first = event(2, [culprit(1, tokens, 9000.0), culprit(2, tokens, 7000.0, reward=None)])
+    second = event(3, [culprit(3, tokens, float("nan"), rank=1)])
     record_events(dump, [marked(old)])
     actor = {"spike_detection": True, "spike_log": spike_log, "bisect_dump_dir": dump}
     config = {"trainer": {}, "actor_rollout_ref": {"actor": actor}}
@@ -36,10 +32,10 @@ def main(folder: str, loggers: list[str], spike_log: bool | str | None) -> None:
     tracking.log({"actor/gradloc/triggered": 0.0}, 1)
     record_events(dump, [marked(first)])
     tracking.log({"actor/gradloc/triggered": 1.0}, 2)
-    record_events(dump, [marked(drill(3, True, made)), marked(second)])
+    record_events(dump, [marked(drill(3, True)), marked(second)])
     tracking.log({"actor/gradloc/triggered": 1.0, "actor/gradloc/drill_found": 1.0}, 3)
     for step, action in ((4, "drop"), (5, "log")):
-        record_events(dump, [marked_clip(clip(step, [clipped_token(1, tokens, 33.0)], action))])
+        record_events(dump, [marked(clip(step, [clipped_token(1, tokens, 33.0)], action))])
         tracking.log({"actor/token_clip/over": 1.0}, step)
     # Here, because a thread of a library may hold the last reference to it, and SwanLab ends in the main thread only.
     tracking.__del__()

@@ -72,8 +72,8 @@ def project(tmp_path: Path) -> Path:
     write(tmp_path / "build/0.9.0/base/ready", "0.9.0\n")
     write(tmp_path / "tests/test_other.py", "def test_other():\n    pass\n")
     (tmp_path / "tests/report").mkdir()
-    for name in ("browser.py", "evidence_samples.py", "test_report_browser.py"):
-        shutil.copy(ROOT / "tests/report" / name, tmp_path / "tests/report")
+    for name in ("report/browser.py", "support/evidence.py", "report/test_report_browser.py"):
+        shutil.copy(ROOT / "tests" / name, tmp_path / "tests/report")
     for name in ("gradloc", "gradloc_tools"):
         (tmp_path / name).symlink_to(ROOT / name)
     return tmp_path

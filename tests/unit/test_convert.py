@@ -212,7 +212,7 @@ def test_a_bundle_has_the_records(tmp_path: Path, capsys: pytest.CaptureFixture[
     shown = capsys.readouterr().out
     assert "--search --model weights" in shown
     out = str(tmp_path / "out")
-    assert report([out]) == 0 and read(out).skipped == 0
+    assert report([out]) == 0 and not read(out).skipped
     assert "unsearched" in capsys.readouterr().out
 
 

@@ -291,7 +291,7 @@ def test_the_report_shows_it_and_blames_no_token(tmp_path: Path, capsys: pytest.
     event = event_of(micro_batches())
     record_events(str(tmp_path), [event])
     evidence = read(str(tmp_path))
-    assert len(evidence.spikes) == 1 and evidence.skipped == 0
+    assert len(evidence.spikes) == 1 and not evidence.skipped
     assert report([str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert "unsearched" in shown and "ended early" not in shown and "What looks wrong" not in shown

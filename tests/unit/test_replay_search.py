@@ -175,8 +175,8 @@ def test_the_last_of_several_searches_counts(evidence: Path, capsys: pytest.Capt
     assert len(lines_of(evidence)) == 4
     found = read(str(evidence))
     (event,) = found.events
-    # Lines of OTHER alone are left out, or there twice.
-    assert event["diagnosis"] == "tokens" and (found.doubled, found.skipped) == (1, 4)
+    # Lines of OTHER alone are left out.
+    assert event["diagnosis"] == "tokens" and found.skipped.total() == 4
     # The line of training may be in a file that was moved away.
     data = (evidence / "spikes.jsonl").read_bytes()
     (evidence / "spikes.jsonl").write_bytes(data[data.index(b'{"replaces"') :])

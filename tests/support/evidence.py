@@ -1,0 +1,399 @@
+"""Builds evidence as a run of a small model on sums leaves it: for the tests of the report and of the trackers.
+
+python tests/support/evidence.py DIRECTORY [EVENTS]   writes such evidence
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from gradloc import record_events
+from gradloc.evidence.clips import clip_line
+from gradloc.evidence.schema import SCHEMA
+from gradloc.evidence.writer import record_step
+from gradloc.judge.rules import RULES, classify
+from gradloc.judge.sentences import describe
+from gradloc.judge.verdict import verdict
+from gradloc.version import __version__
+
+Event = dict[str, Any]
+
+LAYERS = ["embed_tokens", *(f"layers.{i}" for i in range(30)), "norm"]
+THRESHOLD = 640.0
+# In a unit; a mini-batch has 24 of them.
+TOKENS = 160
+WEIGHT = 1 / (TOKENS * 24)
+# The threshold of a unit is this times τ.
+ROOT = math.sqrt(TOKENS) * WEIGHT
+# How often the rules hold for ordinary tokens; of layers, that is not known.
+ORDINARY = {rule.name: None if rule.name == "layer" else 0.02 for rule in RULES}
+MEDIANS = {"median_advantage": 1.3, "median_weight": WEIGHT}
+# What may steer a page, and what may steer a terminal.
+HOSTILE = "<b>x</b></script><script>document.title='owned'</script><img src=x onerror=alert(1)>\u202e"
+HOSTILE_TO_TERMINALS = "\x1b[2J[bold]\u202e"
+# A word for each text of a sample, put together here: a tracker that keeps a program's source has none from there.
+WORDS = {
+    name: "Sample" + name.title().replace("_", "") + "Text"
+    for name in ("prompt", "response", "response_tokens", "context", "ground_truth", "data_source", "uid", "extra_info")
+}
+
+
+def culprit(position: int, tokens: Sequence[str], norm: float = 9000.0, **changes: Any) -> Event:
+    """A culprit for which no rule holds unless it is changed; its other figures follow.
+
+    `share_of_layer` of its squared norm is in one layer.
+    """
+    figures = {"log_prob": -1.0, "advantage": 1.0, "sequence_ratio": 1.0, "misaligned_share": 0.0} | changes
+    log_prob, advantage = figures["log_prob"], figures["advantage"]
+    old_log_prob = figures.get("old_log_prob", log_prob)
+    rollout_log_prob = figures.get("rollout_log_prob", old_log_prob)
+    ratio = math.exp(log_prob - old_log_prob)
+    share_of_layer = figures.pop("share_of_layer", 0.05)
+    relative = dict.fromkeys(LAYERS, math.sqrt((1 - share_of_layer) / (len(LAYERS) - 1)))
+    relative["layers.14"] = math.sqrt(share_of_layer)
+    heat = [float(f"{WEIGHT * abs(advantage) * (7 * i % 10 / 10) ** 4:.4g}") for i in range(len(tokens))]
+    heat[position] = float(f"{WEIGHT * abs(advantage) * ratio * (1 - math.exp(log_prob)):.4g}")
+    found = {
+        **dict.fromkeys(("rank", "micro_batch", "row"), 0),
+        **dict.fromkeys(("kl_coefficient", "ref_log_prob", "turn", "mismatch_start", "mismatch_turn", "shift")),
+        **dict.fromkeys(("after_eos", "misplaced"), False),
+        "position": position,
+        "grad_norm": norm,
+        "threshold": THRESHOLD,
+        "suspicion": heat[position],
+        "share": 0.9,
+        "token_id": sum(map(ord, tokens[position])) * 7 % 49152,
+        "weight": WEIGHT,
+        "coefficient": -WEIGHT * advantage * ratio,
+        "old_log_prob": old_log_prob,
+        "entropy": 1.5,
+        "rollout_log_prob": rollout_log_prob,
+        "ratio": ratio,
+        "rollout_ratio": math.exp(log_prob - rollout_log_prob),
+        "response_length": 40,
+        "entropy_coefficient": 0.0,
+        "layer_norms": {name: norm * value for name, value in relative.items()},
+        "response_suspicion": heat,
+        "response_kl": None,
+        "token": tokens[position],
+        "context": f"{''.join(tokens[max(position - 16, 0) : position])}«{tokens[position]}»"
+        + "".join(tokens[position + 1 : position + 17]),
+        "prompt": "<|im_start|>user\nState the final answer to the following arithmetic problem.<|im_end|>\n",
+        "response": "".join(tokens),
+        "response_tokens": [*tokens],
+        "response_tokens_start": 0,
+        "ground_truth": "188",
+        "reward": 1.0 if advantage > 0 else 0.0,
+        "data_source": "math_verify",
+        "uid": "5f3c",
+        **figures,
+    }
+    sources = classify(found, MEDIANS)
+    return {"source": sources[0], "sources": sources, **found}
+
+
+def event(step: int | None, culprits: Sequence[Event], **changes: Any) -> Event:
+    """An event with the units that the culprits are in; without these, what is left of the units is ordinary."""
+    changes = {"explained": bool(culprits), "more_tokens": 20} | changes
+    culprits = sorted(culprits, key=lambda c: -c["grad_norm"] if math.isfinite(c["grad_norm"]) else -math.inf)
+    places = sorted({(c["rank"], c["micro_batch"]) for c in culprits})
+    units = []
+    for place in places:
+        mine = [c for c in culprits if (c["rank"], c["micro_batch"]) == place]
+        units.append(_unit(*place, mine, changes["explained"]))
+        for c in mine:
+            c["share"] = c["weight"] * c["grad_norm"] / units[-1]["norm"]
+    norm = units[0]["norm"] if units else 30.0
+    if not all(math.isfinite(c["grad_norm"]) for c in culprits):
+        norm = math.nan
+    found = {
+        "schema": SCHEMA,
+        "gradloc_version": __version__,
+        **dict.fromkeys(("drill", "replay", "without_tokens", "broken_parameters", "steps_since_resume")),
+        "time": "2026-03-01T00:00:00+00:00",
+        "global_step": step,
+        **dict.fromkeys(("epoch", "mini_batch"), 0),
+        "trigger": {"kind": "unit", "norm": norm, "threshold": THRESHOLD * ROOT},
+        "threshold": THRESHOLD,
+        "global_norm": norm / 4 if math.isfinite(norm) else norm,
+        "global_threshold": THRESHOLD * ROOT * math.sqrt(24) / 4,
+        "ordinary_layer_norms": dict.fromkeys(LAYERS, 6.0),
+        "diagnosis": "tokens",
+        "until": "explained",
+        "micro_batches": max(len(units), 24),
+        "units": units,
+        "culprits": culprits,
+        **{name: [] for name in ("suspected", "diffuse", "open_segments")},
+        "passes": 3,
+        "budget": 128,
+        "budget_seconds": 300.0,
+        "out_of_time": False,
+        "complete": True,
+        "action": "log",
+        "applied": True,
+        "layer_clip": None,
+        "seconds": 2.5,
+        "search": "local",
+        "world_size": 4,
+        "loss_scale": 1.0,
+        "error": None,
+        **MEDIANS,
+        **changes,
+    }
+    return {"verdict": verdict(found, ORDINARY), **found, "summary": describe(found)}
+
+
+def _unit(rank: int, micro_batch: int, culprits: Sequence[Event], explained: bool) -> Event:
+    """A unit of ordinary tokens and some culprits."""
+    squares = {name: sum((c["weight"] * c["layer_norms"].get(name, 0.0)) ** 2 for c in culprits) for name in LAYERS}
+    layer_norms = {name: math.sqrt((6 * ROOT) ** 2 + square) for name, square in squares.items()}
+    norm, left = math.hypot(*layer_norms.values()), TOKENS - len(culprits)
+    rest = {"tokens": left, "norm": 6 * ROOT * math.sqrt(len(LAYERS))}
+    rest |= {"threshold": THRESHOLD * ROOT * math.sqrt(left / TOKENS)}
+    return _bare_unit(rank, micro_batch, norm) | {"layer_norms": layer_norms, "rest": rest if explained else None}
+
+
+def _bare_unit(rank: int, micro_batch: int, norm: float) -> Event:
+    unit = {"rank": rank, "micro_batch": micro_batch, "rows": 4, "tokens": TOKENS, "broken_tokens": 0, "norm": norm}
+    unit |= {"threshold": THRESHOLD * ROOT, "token_equivalent": norm / ROOT, "rest": None}
+    return unit | {"layer_norms": dict.fromkeys(LAYERS, norm)}
+
+
+def spike(
+    step: int | None = 3, norm: float = 9000.0, tokens: Sequence[str] = ("a", " b", " c"), **changes: Any
+) -> Event:
+    """An event whose one culprit is the second of the tokens, with these changes."""
+    return event(step, [culprit(1, tokens, norm, **changes)])
+
+
+def without_culprits(step: int, diagnosis: str, **changes: Any) -> Event:
+    """An event of which no token is the culprit."""
+    norm = {"nonfinite": math.nan, "overflow": math.inf}.get(diagnosis, 4 * THRESHOLD * ROOT)
+    found: Event = {"complete": diagnosis == "tokens", "more_tokens": None, "diagnosis": diagnosis}
+    found |= {"units": [_bare_unit(1, 2, norm)], "global_norm": norm}
+    if diagnosis == "diffuse":
+        tokens = [{"row": 9, "position": 3 * i, "grad_norm": 600.0 - i, "share": 0.01 * (i + 2)} for i in range(3)]
+        part = {"rank": 1, "micro_batch": 2, "rows": [8, 9, 11], "tokens": 48, "norm": norm / 2}
+        part |= {"threshold": THRESHOLD * ROOT * math.sqrt(48 / TOKENS), "largest_tokens": tokens}
+        found["diffuse"] = [part, {**part, "rank": None, "norm": norm / 3, "largest_tokens": []}]
+    if diagnosis == "incomplete":
+        token_set = {"rank": 1, "micro_batch": 2, "tokens": 224, "threshold": 10.6}
+        found |= {"passes": 128, "open_segments": [token_set]}
+    found["trigger"] = {"kind": "unit", "norm": norm, "threshold": THRESHOLD * ROOT}
+    return event(step, [], **found | changes)
+
+
+def unsearched(step: int, tokens: Sequence[Event], **changes: Any) -> Event:
+    """An event that was only recorded; the culprits given become its suspected tokens."""
+    norm, measured = 4 * THRESHOLD * ROOT, ("grad_norm", "threshold", "share", "layer_norms")
+    found: Event = {"suspected": [{name: of[name] for name in of if name not in measured} for of in tokens]}
+    found |= {"suspected_ranks": [0], "replay": f"replay/step{step}-epoch0-mini_batch0-rank0"}
+    found |= {"diagnosis": "unsearched", "search": "recorded", "units": [], "passes": 0, "complete": False}
+    found |= {"explained": False, "more_tokens": None, "ordinary_layer_norms": None, "global_norm": norm}
+    found["trigger"] = {"kind": "global", "norm": norm, "threshold": THRESHOLD * ROOT}
+    return event(step, [], **found | changes)
+
+
+def drill(step: int, found: bool, **changes: Any) -> Event:
+    """The event of a drill."""
+    made = event(step, [culprit(1, ["a", " b", " c"], 5 * THRESHOLD)] if found else [], passes=1, seconds=4.0)
+    planted = {"planted": {"rank": 0, "row": 0, "position": 1}, "found": found, "passes": 1}
+    made |= {"drill": planted, "verdict": None, **changes}
+    return {**made, "summary": describe(made)}
+
+
+def clipped_token(position: int, tokens: Sequence[str], multiple: float, **changes: Any) -> Event:
+    """A token over one of TokenClip's bounds."""
+    found: Event = dict.fromkeys(("token_id", "weight", "advantage", "log_prob", "old_log_prob", "rollout_log_prob"))
+    found |= {
+        "rank": 0,
+        "micro_batch": 0,
+        "row": 0,
+        "position": position,
+        "boundary": "log_probs",
+        "multiple": multiple,
+    }
+    found |= {"cut": True, "reward": 1.0, "data_source": "math_verify", "uid": "u1"}
+    if position >= 0:
+        context = f"{''.join(tokens[:position])}«{tokens[position]}»{''.join(tokens[position + 1 :])}"
+        found |= {"token_id": 7, "weight": 1 / TOKENS, "advantage": -1.0, "log_prob": -3.0, "old_log_prob": -3.0}
+        found |= {"token": tokens[position], "context": context}
+    return {**found, **changes}
+
+
+def clip(step: int | None, tokens: Sequence[Event], action: str = "drop", **changes: Any) -> Event:
+    """A clip line of tokens that are each over one bound; each is cut unless the action is log.
+
+    `refused` and `mini_batch` are among the changes; others are of the whole line.
+    """
+    boundaries = dict.fromkeys(["embed_tokens", "layers.0", *(token["boundary"] for token in tokens), "log_probs"])
+    tokens = sorted(tokens, key=lambda token: -token["multiple"] if math.isfinite(token["multiple"]) else -math.inf)
+    tokens = [{**token, "cut": token["cut"] and action != "log"} for token in tokens]
+    over = {name: sum(token["boundary"] == name for token in tokens) for name in boundaries}
+    cut = {name: sum(token["boundary"] == name and token["cut"] for token in tokens) for name in boundaries}
+    figures = {"action": action, "factor": 4.0, "over": over, "cut": cut, "refused": changes.pop("refused", [])}
+    figures |= {"largest": dict.fromkeys(boundaries, 9.0), "usual": dict.fromkeys(boundaries, 1.5)}
+    where = {"global_step": step, "epoch": 0, "mini_batch": changes.pop("mini_batch", 0)}
+    return {**clip_line(where, {**figures, "tokens": tokens}), **changes}
+
+
+def marked(line: Event) -> Event:
+    """An event or clip line of which every text has a word of its own; of the old ones, its tokens alone are left.
+
+    `extra_info` is a field that evidence does not have.
+    """
+    texts: Event = {name: f"The {word} of a sample" for name, word in WORDS.items()}
+    if "token_clip" in line:
+        texts = {name: texts[name] for name in ("context", "data_source", "uid", "extra_info")}
+        tokens = [token | texts for token in line["token_clip"]["tokens"]]
+        return {**line, "token_clip": {**line["token_clip"], "tokens": tokens}}
+    culprits = []
+    for found in line["culprits"]:
+        words = [f" {WORDS['response_tokens']}"] * len(found["response_tokens"])
+        words[found["position"]] = found["token"]
+        truth = {"answer": [WORDS["ground_truth"]]}
+        culprits.append({**found, **texts, "ground_truth": truth, "response_tokens": words})
+    return {**line, "extra_info": WORDS["extra_info"], "culprits": culprits}
+
+
+def samples(count: int) -> list[Event]:
+    """Events of a run that goes wrong more and more often."""
+    generator = random.Random(1)
+    events, step = [], 12
+    for i in range(count):
+        step += max(1, round(generator.expovariate(1 / 9) * (1.6 - i / count)))
+        found: list[Event] = []
+        for _ in range(generator.choice([1, 1, 1, 1, 2, 2, 3, 5])):
+            tokens = _answer(generator)
+            likely = [j for j, token in enumerate(tokens) if token.strip() in ("=", "boxed", "{", "So", "+", "**")]
+            position = generator.choice(likely if generator.random() < 0.7 else range(len(tokens)))
+            alone = not found or generator.random() < 0.3
+            if alone:
+                unit = {"rank": generator.randrange(4), "micro_batch": generator.randrange(6)}
+            # Alone in its unit, a token must be sqrt(n) times over its threshold to lift the unit over its own.
+            norm = THRESHOLD * (math.sqrt(TOKENS) if alone else 1)
+            norm *= 1.05 + generator.expovariate(1.2) ** 2 * (1 + 3 * i / count)
+            kind = generator.choices(["token", "layer", "sequence", "unlikely", "nan"], [45, 30, 12, 10, 1])[0]
+            log_prob = -generator.uniform(4, 9)
+            changes: Event = {
+                "token": {"log_prob": log_prob, "rollout_log_prob": log_prob - generator.uniform(0.8, 3.5)},
+                "layer": {"share_of_layer": generator.uniform(0.55, 0.95)},
+                "sequence": {"sequence_ratio": generator.uniform(1.25, 1.7)},
+                "unlikely": {"log_prob": log_prob},
+            }.get(kind, {})
+            changes |= {**unit, "row": 4 * unit["micro_batch"] + generator.randrange(4)}
+            changes["advantage"] = generator.choice([-1.0, 1.0]) * generator.uniform(0.4, 2.2)
+            found.append(culprit(position, tokens, math.nan if kind == "nan" else norm, **changes))
+        of_event: Event = {"mini_batch": generator.randrange(4), "passes": generator.randrange(2, 14)}
+        if generator.random() < 0.04:
+            token_set = {"rank": 1, "micro_batch": 2, "tokens": 224, "threshold": 10.6}
+            of_event |= {"complete": False, "passes": 128, "open_segments": [token_set]}
+            of_event |= {"until": "exhaustive", "explained": None}
+        events.append(event(step, found, **of_event))
+    return events
+
+
+def _answer(generator: random.Random) -> list[str]:
+    """A response, cut as a tokenizer would."""
+    numbers = [generator.randrange(10, 99) for _ in range(generator.randrange(3, 7))]
+    steps, total = [], numbers[0]
+    for n in numbers[1:]:
+        steps.append(f"{total} + {n} = {total + n}")
+        total += n
+    ending = generator.choice([f"The answer is \\boxed{{{total}}}.", f"So the sum is {total - 10}.", f"**{total}**"])
+    text = "Let's add them one by one.\n\n" + "\n".join(steps) + "\n\n" + ending
+    return re.findall(r" ?[A-Za-z]+|\d| ?[^A-Za-z\d\s]|\s+", text)
+
+
+def step_figures(events: Sequence[Event], last: int) -> dict[int, dict[str, float | None]]:
+    """The figures of every step of a run with these spikes."""
+    generator = random.Random(1)
+    spikes: dict[int, float] = {}
+    for found in events:
+        factor = found["trigger"]["norm"] / found["trigger"]["threshold"]
+        spikes[found["global_step"]] = max(factor, spikes.get(found["global_step"], 0.0))
+    steps: dict[int, dict[str, float | None]] = {}
+    for step in range(1, last + 1):
+        noise = [math.exp(generator.gauss(0, 0.25)) for _ in range(4)]
+        norm = THRESHOLD * spikes.get(step, 0.25 * noise[0])
+        steps[step] = {
+            "threshold": THRESHOLD,
+            "token_norm_max": norm,
+            "spike_margin": norm / THRESHOLD,
+            "ratio_max": math.exp(0.2 * noise[1] * (2 if step in spikes else 1)),
+            "rollout_ratio_max": math.exp(0.3 * noise[2]),
+            "unlikely_share": 0.004 * noise[3],
+            "triggered": sum(found["global_step"] == step for found in events),
+        }
+    return steps
+
+
+def write_steps(
+    directory: Path, last: int, warnings: dict[int, list[dict[str, str]]] | None = None, events: Sequence[Event] = ()
+) -> dict[int, dict[str, float | None]]:
+    """Writes the figures of the steps up to `last` of a run with these spikes, with warnings by step; returns them."""
+    steps = step_figures(events, last)
+    for step, figures in steps.items():
+        record_step(str(directory), step, figures, (warnings or {}).get(step, ()))
+    return steps
+
+
+def write(directory: Path, events: Sequence[Event]) -> Path:
+    """Writes events, each as if it were the first of its step."""
+    for each in events:
+        record_events(str(directory), [each])
+    return directory
+
+
+def replay_result(step: int | None, **changes: Any) -> Event:
+    """A result as a replay writes it beside its bundle."""
+    unit = {"rank": 1, "micro_batch": 0, "rows": 2, "norm": 3321.0, "threshold": 358.5, "replayed": 3320.9}
+    token = {"rank": 1, "micro_batch": 0, "row": 3, "position": 6, "token_id": 15, "culprit": True}
+    token |= {"source": "advantage", "layer": "layers.0", "layer_norm": 1.5e5, "replayed_layer_norm": 1.5e5}
+    token |= {"grad_norm": 1.9e5, "replayed": 1.9e5, "others": [1.8e5], "log_prob": -4.7, "replayed_log_prob": -4.7}
+    return {
+        "format": 1,
+        "kind": "gradloc replay result",
+        "time": "2026-11-22T12:00:00+00:00",
+        "bundle": f"step{step}-epoch0-mini_batch0",
+        "global_step": step,
+        "epoch": 0,
+        "mini_batch": 0,
+        "model": "/models/small",
+        "device": "cpu",
+        "variant": "bfloat16, sdpa",
+        "variants": ["float32, sdpa"],
+        "recorded": "bfloat16, flash_attention_2",
+        "notes": [],
+        "sentences": ["The spike comes back: rank 1, micro-batch 0.", "layers.0 carries 61% of the squared norm."],
+        "log_probs": {"tokens": 14, "nonfinite": 0, "mean": 1e-7, "max": 1e-6},
+        "units": [{**unit, "others": ["NaN"], "rest": 3.0}],
+        "tokens": [token],
+        "layers": [{"layer": "layers.0", "norm": 2586.0, "replayed": 2586.1, "others": [2500.0]}],
+        "remedies": [{"name": "spike_action=drop", "norm": 3.0, "meaning": "the step without the culprits"}],
+        **changes,
+    }
+
+
+def write_replay(directory: Path, result: Event) -> None:
+    """Writes it where the report looks for it."""
+    (directory / "replay").mkdir(parents=True, exist_ok=True)
+    (directory / "replay" / f"{result['bundle']}.result.json").write_text(json.dumps(result))
+
+
+def write_run(directory: Path, count: int) -> None:
+    """Evidence of a whole run: spikes, a drill in step 2, and a line for each step."""
+    events = samples(count)
+    write(directory, [drill(2, True), *events])
+    write_steps(directory, events[-1]["global_step"] + 8, events=events)
+
+
+if __name__ == "__main__":
+    write_run(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 40)
