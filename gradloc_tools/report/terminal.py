@@ -80,7 +80,7 @@ def new_console() -> Console:
 def print_table(console: Console, table: Table) -> None:
     """Prints a table, with as many columns as the terminal is wide enough for."""
     kept, most = _fitting(table, console.width)
-    drawn = RichTable(title=table.title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
+    drawn = RichTable(box=None, padding=(0, 2, 0, 0))
     for column in (table.columns[place] for place in kept):
         drawn.add_column(
             column.name[:1].lower() + column.name[1:] if len(column.name) > 1 else column.name,
@@ -91,6 +91,8 @@ def print_table(console: Console, table: Table) -> None:
     for row in table.rows:
         drawn.add_row(*(_cell(row[place], most) for place in kept))
     console.print()
+    if table.title:
+        console.print(Text(table.title, style="bold"))  # as wide as the terminal, not as the table
     console.print(drawn)
     if table.more:
         console.print(Text(table.more, style="dim"))

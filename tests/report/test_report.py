@@ -859,7 +859,7 @@ def test_the_timeline_has_every_culprit_at_its_norm(view: Any) -> None:
             if isinstance(tip, int):
                 assert link == f"c{tip}" and made.tables["culprits"].rows[tip][2] == short(y)
     (bare,) = (series for series in chart.series if series.name == "no culprit found")
-    assert [*bare.x] == [900] and bare.links == [f"s{len(made.spikes) - 1}"]
+    assert [*bare.x] == [900] and [*bare.links] == [f"s{len(made.spikes) - 1}"]
     # What is not finite is above all others, and every place is within the chart.
     placed = [height for series in chart.placed()["series"] for height in series["y"]]
     assert all(0 <= height <= 1000 for height in placed) and chart.y.place(math.nan) > chart.y.place(1e5)
