@@ -2,37 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 
 from gradloc import GradLoc, GradLocConfig
-
-
-class Thresholds:
-    """In place of the automatic threshold: one after another of the given values."""
-
-    norms: tuple[float, ...] = ()
-
-    def __init__(self, *values: float) -> None:
-        self.values = list(values)
-
-    @property
-    def value(self) -> float:
-        return self.values[0]
-
-    def take_in(self, norm: float) -> None:
-        self.values.pop(0)
+from gradloc.threshold import MARGIN
 
 
 @pytest.mark.parametrize(("sizes", "largest"), [((3.0, 1.0), 0), ((1.0, 3.0), 1)])
 def test_norm_and_threshold_are_of_one_mini_batch(sizes: tuple[float, float], largest: int) -> None:
     model, given = nn.Embedding(5, 5), (2e6, 1e6)
     gradloc = GradLoc(model, GradLocConfig(grad_norm_threshold="auto"), forward=lambda *_: (None, torch.zeros(1, 2)))
-    automatic: Any = Thresholds(*given)
-    gradloc._threshold._automatic = automatic
+    # A tenth of 29 norms exceeds the third largest, of 30 the fourth: a mini-batch takes the threshold to the next.
+    norms = [9e6, 8e6, *(threshold / MARGIN for threshold in given), *[1.0] * 25]
+    gradloc.load_state_dict(gradloc.state_dict() | {"token_norms": norms})
     gradloc.start_update(1)
     for index, size in enumerate(sizes):
         model.zero_grad()
