@@ -92,7 +92,9 @@ def find_off(sums: Sequence[float], unrelated: float | None = UNRELATED_CORRELAT
     for number, pair in enumerate(PAIRS):
         of_pair = dict(zip(PAIR_SUMS, sums[number * len(PAIR_SUMS) : (number + 1) * len(PAIR_SUMS)], strict=True))
         if of_pair["tokens"] >= POOLED_TOKENS:
-            found[pair] = _off(of_pair, unrelated)
+            # The policy moves away from its reference, so that these are not compared with how they were.
+            is_of_reference = pair == "reference" and unrelated is not None
+            found[pair] = _off(of_pair, UNRELATED_CORRELATION if is_of_reference else unrelated)
     return found
 
 
@@ -117,7 +119,7 @@ def _variance(sums: Mapping[str, float], name: str) -> float:
 
 
 def _evidence(here: float, there: float, size: float, square: float) -> float:
-    """The same of sums as `evidence` in `measure.alignment` of tensors."""
+    """The same of sums as `_evidence` in `measure.alignment` of tensors."""
     tiny = sys.float_info.min
     by_sum = (here - there) / max(math.sqrt(square), tiny)
     count = size**2 / max(square, tiny)
@@ -167,7 +169,8 @@ def _off(sums: Mapping[str, float], unrelated: float | None) -> Off | None:
     if found.clear:
         return found
     # A few tokens with large distances hide a relation that most have.
-    own = all(sums[f"farther {k}"] >= MOSTLY * sums[f"nearer {k}"] for k in SHIFTS)
+    compared = [k for k in SHIFTS if sums[f"farther {k}"] or sums[f"nearer {k}"]]
+    own = bool(compared) and all(sums[f"farther {k}"] >= MOSTLY * sums[f"nearer {k}"] for k in compared)
     related = None if own else _correlation(sums)
     if unrelated is not None and related is not None and related < unrelated:
         spread = _variance(sums, "first") / _variance(sums, "second")

@@ -408,8 +408,10 @@ class RunChecks:
 
     def _off(self) -> dict[str, Off | None]:
         """What is misaligned in this update."""
-        before = 1.0 if self._related is None else self._related
-        limit = SUDDENLY_UNRELATED if before > ALIKE and self._related is not None else UNRELATED_CORRELATION
+        before = self._related
+        if before is None:
+            return find_off(self._alignment)
+        limit = SUDDENLY_UNRELATED if before > ALIKE else UNRELATED_CORRELATION
         return find_off(self._alignment, limit if before > RELATED else None)
 
     @staticmethod
