@@ -118,7 +118,7 @@ def _with_coefficients(records: Sequence[Record], loss: Loss, world_size: int, n
         weights = [record.tokens["weight"] for record in records]
     else:
         weights = loss.weights([record.tokens["response_mask"] for record in records])
-        notes.append(f"The weights are those of {loss.agg_mode} over all records.")
+        notes.append(f"The weights are those of {loss.loss_agg_mode} over all records.")
     if "coefficient" not in names:
         if "old_log_prob" not in names:
             notes.append("There are no old log-probs: all ratios are 1.")

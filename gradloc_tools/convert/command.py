@@ -15,6 +15,7 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from itertools import islice
 from operator import itemgetter
 from pathlib import Path
@@ -28,6 +29,7 @@ from gradloc.measure.token_weights import square_weight
 from gradloc.threshold import MARGIN
 
 from ..command_line import argument
+from ..command_line import parser as new_parser
 from ..report.figures import visible
 from ..report.spikes import bundle_of
 from .batch import Batch, build_batch
@@ -54,15 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with bounded_memory():
             records = _read(options)
-        loss = Loss(
-            options.loss_agg_mode,
-            options.clip_low,
-            options.clip_high,
-            options.clip_c,
-            options.kl_coef,
-            options.kl_type,
-            options.loss_scale_factor,
-        )
+        loss = Loss(**{field.name: getattr(options, field.name) for field in fields(Loss)})
         batch = build_batch(records, loss, options.micro_batch_size, options.old_from_rollout)
         event = _event(batch, options)
         context = _context(options, loss, batch)
@@ -81,9 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="gradloc convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser("convert", str(__doc__))
     parser.add_argument("files", metavar="FILE", nargs="+", help="of one optimizer step")
     parser.add_argument("--out", metavar="DIR", type=_FOLDER, required=True, help="where evidence and bundle go")
     parser.add_argument("--format", choices=("jsonl", "parquet"), help="default: by the files' names")
@@ -126,8 +118,8 @@ def _read(options: argparse.Namespace) -> list[Record]:
     for file in options.files:
         path = Path(file)
         pairs = json_lines(path) if _format_of(path, options.format) == "jsonl" else parquet_rows(path)
-        for place, fields in islice(pairs, RECORDS + 1):
-            records.append(read_record(fields, place, options.temperature, options.keep_nonfinite))
+        for place, values in islice(pairs, RECORDS + 1):
+            records.append(read_record(values, place, options.temperature, options.keep_nonfinite))
             if len(records) > RECORDS:
                 raise RecordError(f"{place} is one too many: {RECORDS:,} records are the limit.")
             tokens += len(records[-1].row.input_ids)
@@ -185,7 +177,7 @@ def _context(options: argparse.Namespace, loss: Loss, batch: Batch) -> dict[str,
         "grad_clip": None,
         "checkpoint": None,
         "actor": {
-            "loss_agg_mode": loss.agg_mode,
+            "loss_agg_mode": loss.loss_agg_mode,
             "clip_ratio_low": loss.clip_low,
             "clip_ratio_high": loss.clip_high,
             "use_kl_loss": loss.kl_coef > 0,

@@ -25,22 +25,22 @@ class Loss:
     """PPO's clipped loss, which is also GRPO's, with a KL loss beside it.
 
     Args:
-        agg_mode (str): One of `AGG_MODES`.
+        loss_agg_mode (str): One of `AGG_MODES`.
         clip_low (float): The ratio is clipped under 1 minus this.
         clip_high (float): And over 1 plus this.
         clip_c (float, optional): With a negative advantage, the loss is at most this times −A (dual clip).
         kl_coef (float): What the KL loss is multiplied by.
         kl_type (str): One of `KL_LOSSES`.
-        scale_factor (float, optional): What seq-mean-token-sum-norm divides by; default: the longest response.
+        loss_scale_factor (float, optional): What seq-mean-token-sum-norm divides by; default: the longest response.
     """
 
-    agg_mode: str = "token-mean"
+    loss_agg_mode: str = "token-mean"
     clip_low: float = 0.2
     clip_high: float = 0.2
     clip_c: float | None = None
     kl_coef: float = 0.0
     kl_type: str = "low_var_kl"
-    scale_factor: float | None = None
+    loss_scale_factor: float | None = None
 
     def weights(self, masks: Sequence[Tensor]) -> list[Tensor]:
         """The weight of each token: L = Σ w_t ℓ_t over the batch.
@@ -53,15 +53,15 @@ class Loss:
         """
         lengths = [float(mask.sum()) for mask in masks]
         responses = max(sum(length > 0 for length in lengths), 1)
-        if self.agg_mode == "token-sum":
+        if self.loss_agg_mode == "token-sum":
             return [mask.clone() for mask in masks]
-        if self.agg_mode == "token-mean":
+        if self.loss_agg_mode == "token-mean":
             return [mask / max(sum(lengths), 1.0) for mask in masks]
-        if self.agg_mode == "seq-mean-token-mean":
+        if self.loss_agg_mode == "seq-mean-token-mean":
             return [mask / (max(length, 1.0) * responses) for mask, length in zip(masks, lengths, strict=True)]
         factor = 1.0
-        if self.agg_mode == "seq-mean-token-sum-norm":
-            factor = self.scale_factor or float(max(len(mask) for mask in masks))
+        if self.loss_agg_mode == "seq-mean-token-sum-norm":
+            factor = self.loss_scale_factor or float(max(len(mask) for mask in masks))
         return [mask / (responses * factor) for mask in masks]
 
     def coefficients(self, tokens: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:

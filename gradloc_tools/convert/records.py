@@ -143,12 +143,9 @@ def _ids(known: Mapping[str, Any], place: str) -> tuple[Tensor, int]:
 
 
 def _token_ids(value: Any, name: str, place: str) -> Tensor:
-    if not (isinstance(value, Sequence) and all(type(each) is int and abs(each) < _TOKEN_IDS for each in value)):
-        raise RecordError(f"{place}, field {name!r}: it must be a list of token ids, whole numbers under 2^31.")
-    found = torch.tensor(value, dtype=torch.int64)
-    if len(found) and not 0 <= int(found.min()) <= int(found.max()) < _TOKEN_IDS:
-        raise RecordError(f"{place}, field {name!r}: token ids must be from 0 to 2^31 - 1.")
-    return found
+    if not (isinstance(value, Sequence) and all(type(each) is int and 0 <= each < _TOKEN_IDS for each in value)):
+        raise RecordError(f"{place}, field {name!r}: it must be a list of token ids, whole numbers from 0 to 2^31 - 1.")
+    return torch.tensor(value, dtype=torch.int64)
 
 
 def _values(value: Any, name: str, mask: Tensor, place: str, keep_nonfinite: bool) -> Tensor:

@@ -30,7 +30,7 @@ from gradloc.evidence.writer import jsonable
 from gradloc_tools.bundles.opening import Bundle, open_bundle
 from gradloc_tools.convert import plain_files
 from gradloc_tools.convert.command import main
-from gradloc_tools.convert.loss import AGG_MODES, KL_LOSSES
+from gradloc_tools.convert.loss import AGG_MODES
 from gradloc_tools.convert.records import RecordError
 from gradloc_tools.replay.command import main as replay
 from gradloc_tools.report.command import main as report
@@ -111,7 +111,7 @@ def padded(lines: list[dict[str, Any]], name: str) -> Tensor:
     )
 
 
-def written_loss(log_prob: Tensor, lines: list[dict[str, Any]], mode: str, clip_c: float | None) -> Tensor:
+def written_loss(log_prob: Tensor, lines: list[dict[str, Any]], mode: str, kind: str, clip_c: float | None) -> Tensor:
     """PPO's clipped loss with a KL loss, as a trainer computes it over padded tensors."""
     mask, advantage = padded(lines, "response_mask"), padded(lines, "advantages")
     ratio = (log_prob - padded(lines, "old_log_probs")).exp()
@@ -119,7 +119,8 @@ def written_loss(log_prob: Tensor, lines: list[dict[str, Any]], mode: str, clip_
     if clip_c is not None:
         loss = torch.where(advantage < 0, torch.minimum(loss, -advantage * clip_c), loss)
     r = padded(lines, "ref_log_probs") - log_prob
-    loss = loss + 0.1 * (r.exp() - r - 1)
+    k3 = r.exp() - r - 1
+    loss = loss + 0.1 * {"k1": -r, "k2": r**2 / 2, "k3": k3, "low_var_kl": k3.clamp(-10, 10)}[kind]
     by_response = (loss * mask).sum(1)
     return {
         "token-mean": (loss * mask).sum() / mask.sum(),
@@ -130,33 +131,24 @@ def written_loss(log_prob: Tensor, lines: list[dict[str, Any]], mode: str, clip_
     }[mode]
 
 
-@pytest.mark.parametrize("clip_c", [None, 3.0])
+@pytest.mark.parametrize(("kind", "clip_c"), [("k1", 3.0), ("k2", None), ("k3", 3.0), ("low_var_kl", None)])
 @pytest.mark.parametrize("mode", AGG_MODES)
-def test_coefficients_are_those_of_the_loss(tmp_path: Path, mode: str, clip_c: float | None) -> None:
+def test_coefficients_are_those_of_the_loss(tmp_path: Path, mode: str, kind: str, clip_c: float | None) -> None:
     lines = records()
-    options = ["--loss-agg-mode", mode, "--clip-high", "0.28", "--kl-coef", "0.1", "--kl-type", "k3"]
+    lines[3]["log_probs"][0], lines[3]["ref_log_probs"][0] = -8.0, -4.0  # where low_var_kl is cut
+    options = ["--loss-agg-mode", mode, "--clip-high", "0.28", "--kl-coef", "0.1", "--kl-type", kind]
     options += ["--loss-scale-factor", "16"] + ([] if clip_c is None else ["--clip-c", str(clip_c)])
     bundle = convert(write_lines(tmp_path / "a.jsonl", lines), *options)
     log_prob = padded(lines, "log_probs").requires_grad_()
-    (expected,) = torch.autograd.grad(written_loss(log_prob, lines, mode, clip_c), log_prob)
+    (expected,) = torch.autograd.grad(written_loss(log_prob, lines, mode, kind, clip_c), log_prob)
     assert int((expected == 0).sum()) > 0  # clipped, masked, padded
     coefficients = flat(bundle, "coefficient")
     for index, coefficient in enumerate(coefficients):
         torch.testing.assert_close(coefficient.double(), expected[index, : len(coefficient)], rtol=1e-6, atol=1e-12)
-    kl = written_loss(log_prob, [{**line, "advantages": [0.0] * len(line["advantages"])} for line in lines], mode, None)
-    (expected,) = torch.autograd.grad(kl, log_prob)
+    no_policy = [{**line, "advantages": [0.0] * len(line["advantages"])} for line in lines]
+    (expected,) = torch.autograd.grad(written_loss(log_prob, no_policy, mode, kind, None), log_prob)
     for index, coefficient in enumerate(flat(bundle, "kl_coefficient")):
         torch.testing.assert_close(coefficient.double(), expected[index, : len(coefficient)], rtol=1e-5, atol=1e-9)
-
-
-@pytest.mark.parametrize("kind", KL_LOSSES)
-def test_a_kl_loss_has_the_slope_of_its_estimate(kind: str) -> None:
-    r = torch.linspace(-15, 5, 41, dtype=torch.float64)
-    step = 1e-6
-    slope = (KL_LOSSES[kind](r + step) - KL_LOSSES[kind](r - step)) / (2 * step)
-    x = r.clone().requires_grad_()
-    (found,) = torch.autograd.grad(KL_LOSSES[kind](x).sum(), x)
-    torch.testing.assert_close(found, slope, rtol=1e-5, atol=1e-5)
 
 
 def test_ranks_have_their_share_of_the_mean(tmp_path: Path) -> None:
@@ -177,18 +169,7 @@ def test_ranks_have_their_share_of_the_mean(tmp_path: Path) -> None:
 def test_a_bundle_has_the_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = records()
     lines[0]["temperature"] = 0.7
-    options = [
-        "--step",
-        "12",
-        "--grad-norm",
-        "500",
-        "--usual-norm",
-        "0.5",
-        "--model",
-        "weights",
-        "--temperature",
-        "0.9",
-    ]
+    options = "--step 12 --grad-norm 500 --usual-norm 0.5 --model weights --temperature 0.9".split()
     bundle = convert(write_lines(tmp_path / "a.jsonl", lines), *options)
     (saved, *_) = bundle.micro_batches.values()
     assert saved.rows[0].input_ids.tolist() == lines[0]["prompt_ids"] + lines[0]["response_ids"]
@@ -301,51 +282,29 @@ def without(index: int, *names: str) -> Callable[[list[dict[str, Any]]], None]:
 
 
 NAN = [math.nan, *[1.0] * 6]
+IDS = "it must be a list of token ids, whole numbers from 0 to 2^31 - 1."
 BROKEN: dict[str, tuple[Callable[[list[dict[str, Any]]], Any], str]] = {
     "too short": (
         changed(1, log_probs=[-1.0]),
-        "line 2, field 'log_probs': its shape is (1,), and that of the response is (7,).",
+        "2, field 'log_probs': its shape is (1,), and that of the response is (7,)",
     ),
-    "too long": (
-        changed(1, advantages=[1.0] * 8),
-        "line 2, field 'advantages': its shape is (8,), and that of the response is (7,)",
-    ),
-    "a mask that is too short": (
-        changed(1, response_mask=[1] * 6),
-        "line 2, field 'response_mask': its shape is",
-    ),
+    "too long": (changed(1, advantages=[1.0] * 8), "line 2, field 'advantages': its shape is (8,), and that of the"),
+    "a short mask": (changed(1, response_mask=[1] * 6), "line 2, field 'response_mask': its shape is"),
     "a list of lists": (changed(1, log_probs=[[-1.0] * 7]), "line 2, field 'log_probs': its shape is (1, 7), and that"),
     "NaN": (changed(1, advantages=NAN), "line 2, field 'advantages': it is nan at index 0; if training had that"),
-    "null": (changed(1, log_probs=[-1.0, None, *[-1.0] * 5]), "line 2, field 'log_probs': it is nan at index 1; if"),
-    "null coefficients": (
-        changed(1, coefficients=[1.0, None, *[1.0] * 5]),
-        "line 2, field 'coefficients': it is nan at index 1",
-    ),
-    "null weights": (changed(1, weights=[None, *[1.0] * 6]), "line 2, field 'weights': it is nan at index 0"),
+    "null": (changed(1, coefficients=[1.0, None, *[1.0] * 5]), "line 2, field 'coefficients': it is nan at index 1"),
     "null in a mask": (changed(1, response_mask=[None, *[1] * 6]), "'response_mask': it must be of zeros and ones."),
     "infinite": (changed(1, advantages=math.inf), "line 2, field 'advantages': it is inf at index 0"),
-    "a text": (changed(1, advantages=["1"] * 7), "line 2, field 'advantages': it must be a list of numbers."),
+    "texts": (changed(1, advantages=["1"] * 7), "line 2, field 'advantages': it must be a list of numbers."),
     "a string": (changed(1, log_probs="-1234567"), "line 2, field 'log_probs': it must be a list of numbers."),
     "an object": (changed(1, advantages={"a": 1}), "line 2, field 'advantages': it must be a list of numbers."),
-    "a huge number": (
-        changed(1, advantages=[10**400] * 7),
-        "line 2, field 'advantages': it must be a list of numbers.",
-    ),
+    "a huge number": (changed(1, advantages=[10**400] * 7), "field 'advantages': it must be a list of numbers."),
     "a positive log-prob": (changed(1, log_probs=[0.5] * 7), "line 2, field 'log_probs': a log-prob is not positive"),
-    "a negative id": (changed(2, response_ids=[1, 2, -3, 4]), "line 3, field 'response_ids': token ids must be from 0"),
-    "a broken id": (
-        changed(2, response_ids=[1, 2, 3.5, 4]),
-        "line 3, field 'response_ids': it must be a list of token",
-    ),
-    "a huge id": (
-        changed(2, response_ids=[1, 2, 2**40, 4]),
-        "line 3, field 'response_ids': it must be a list of token",
-    ),
-    "a true id": (changed(2, response_ids=[1, 2, True, 4]), "line 3, field 'response_ids': it must be a list of"),
-    "no response": (
-        changed(2, response_ids=[]),
-        "line 3, field 'response_length': the response must have at",
-    ),
+    **{
+        f"the id {value}": (changed(2, response_ids=[1, 2, value, 4]), f"line 3, field 'response_ids': {IDS}")
+        for value in (-3, 3.5, 2**40, 10**400, True)
+    },
+    "no response": (changed(2, response_ids=[]), "line 3, field 'response_length': the response must have at"),
     "no prompt": (changed(2, prompt_ids=[]), "line 3, field 'response_length': the response must have at"),
     "no ids": (without(0, "response_ids"), "line 1, field 'response_ids': a record needs prompt_ids and response_ids"),
     "texts of TRL": (
@@ -361,10 +320,7 @@ BROKEN: dict[str, tuple[Callable[[list[dict[str, Any]]], Any], str]] = {
     "a mask of halves": (changed(0, response_mask=[0.5] * 5), "field 'response_mask': it must be of zeros and ones."),
     "a rank": (changed(0, rank=-1), "line 1, field 'rank': it must be a whole number from 0 to 65,536, and is -1."),
     "a micro-batch": (changed(0, micro_batch=1), "line 1 names a micro-batch, and"),
-    "a temperature": (
-        changed(0, temperature=0),
-        "line 1, field 'temperature': it must be a positive number, and",
-    ),
+    "a temperature": (changed(0, temperature=0), "line 1, field 'temperature': it must be a positive number, and"),
     "a uid": (changed(0, uid=["x"]), "line 1, field 'uid': it must be a text or a whole number, and is ['x']."),
     "no records": (lambda lines: lines.clear(), "There is no record."),
     "no gradient": (
@@ -582,14 +538,6 @@ def slime_records(file: Path, **options: Any) -> Path:
     return records
 
 
-def slime_refused(file: Path, **options: Any) -> str:
-    """The sentence with which the example refuses a file; nothing is written."""
-    with pytest.raises(RecordError) as refusal:
-        slime_records(file, **options)
-    assert not file.with_suffix(".jsonl").exists() and "\n" not in str(refusal.value)
-    return str(refusal.value)
-
-
 def test_slime_train_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     records_of_it = slime_records(slime_file(tmp_path / "31.pt"))
     printed = capsys.readouterr()
@@ -636,8 +584,8 @@ def test_slime_train_data_of_its_earlier_form(tmp_path: Path, capsys: pytest.Cap
         torch.save(data, tmp_path / "4_0.pt")
         return tmp_path / "4_0.pt"
 
-    error = slime_refused(save(log_probs=columns["log_probs"][:3]))
-    assert "field 'log_probs': it has 3 samples, and 'response_lengths' has 4." in error
+    with pytest.raises(RecordError, match="field 'log_probs': it has 3 samples, and 'response_lengths' has 4."):
+        slime_records(save(log_probs=columns["log_probs"][:3]))
     records_of_it = slime_records(save())
     options = capsys.readouterr().out.split("--out spike")[1].split()
     assert options == ["--step", "4", "--loss-agg-mode", "seq-mean-token-mean"]
@@ -650,20 +598,74 @@ def test_slime_train_data_of_its_earlier_form(tmp_path: Path, capsys: pytest.Cap
 class Pickled:
     """Makes a folder when it is unpickled."""
 
-    def __init__(self, marker: Path):
-        self.marker = marker
-
     def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.marker),)
+        return os.mkdir, ("marker",)
 
 
-def test_a_pickle_with_code_is_refused(tmp_path: Path) -> None:
-    marker = tmp_path / "marker"
-    file = slime_file(tmp_path / "a.pt", more=Pickled(marker))
-    torch.load(file, weights_only=False)
-    marker.rmdir()  # so it works
-    assert "it has more than tensors and plain values, or is damaged" in slime_refused(file)
-    assert not marker.exists()
+def saved(file: Path, change: Callable[[dict[str, Any]], Any], **options: Any) -> None:
+    """A file of slime's with changes."""
+    data = torch.load(slime_file(file))
+    change(data)
+    torch.save(data, file, **options)
+
+
+def compressed(file: Path) -> None:
+    saved(file, lambda data: data.update(more=torch.zeros(10**6)))
+    entries = zipfile.ZipFile(file)
+    with entries, zipfile.ZipFile(file.with_suffix(".new"), "w", zipfile.ZIP_DEFLATED) as deflated:
+        for entry in entries.infolist():
+            deflated.writestr(entry.filename, entries.read(entry))
+    file.with_suffix(".new").rename(file)
+    assert len(torch.load(file)["more"]) == 10**6 and file.stat().st_size < 10**5
+
+
+def cut_off(file: Path) -> None:
+    saved(file, lambda data: None)
+    file.write_bytes(file.read_bytes()[:1000])
+
+
+def advantages(value: Any) -> Callable[[Path], None]:
+    return lambda file: saved(file, lambda data: data["samples"][0].update(advantages=value))
+
+
+def changes_of(**changes: Any) -> Callable[[Path], None]:
+    return lambda file: saved(file, lambda data: data.update(changes))
+
+
+SLIME: dict[str, tuple[Callable[[Path], None], str]] = {
+    "code": (changes_of(more=Pickled()), "it has more than tensors and plain values, or is damaged"),
+    "compressed": (compressed, "a.pt is compressed, and files that torch.save writes are not."),
+    "cut off": (cut_off, "is damaged, or older than torch 1.6: load it, and save it again."),
+    "older": (
+        lambda file: saved(file, lambda data: None, _use_new_zipfile_serialization=False),
+        "is damaged, or older than torch 1.6",
+    ),
+    "a list": (lambda file: torch.save([1, 2], file), "it has neither format 2 nor 'rollout_data'."),
+    "another format": (changes_of(format_version=3), "it has neither format 2 nor 'rollout_data'."),
+    "no samples": (changes_of(samples=[]), "is not train data of slime that fits together"),
+    "no shards": (changes_of(dp_shards=[]), "a.pt: there is no sample."),
+    "no lists": (changes_of(samples=5), "is not train data of slime that fits together"),
+    "numpy": (advantages(np.ones(5)), "sample 0, field 'advantages': save it as a tensor or as plain numbers"),
+    "repeated": (
+        advantages(torch.zeros(1).expand(2**33)),
+        "field 'advantages': it must be a list of at most 4,194,304",
+    ),
+    "a matrix": (advantages(torch.zeros(2, 2)), "sample 0, field 'advantages': it must be a list of at most 4,194,304"),
+}
+
+
+@pytest.mark.parametrize("broken", SLIME)
+def test_a_file_of_slime_that_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    write, message = SLIME[broken]
+    write(tmp_path / "a.pt")
+    with pytest.raises(RecordError, match=re.escape(message)) as refusal:
+        slime_records(tmp_path / "a.pt")
+    assert not (tmp_path / "a.jsonl").exists() and "\n" not in str(refusal.value)
+    assert not (tmp_path / "marker").exists()
+    if broken == "code":
+        torch.load(tmp_path / "a.pt", weights_only=False)
+        assert (tmp_path / "marker").exists()  # so it works
 
 
 def test_what_slime_has_beside_plain_values_is_left_out_and_named(
@@ -672,26 +674,11 @@ def test_what_slime_has_beside_plain_values_is_left_out_and_named(
     slime_records(slime_file(tmp_path / "a.pt", raw_reward=[np.float64(1.0)], counts=np.zeros(3)))
     (note,) = [line for line in capsys.readouterr().err.splitlines() if "left out" in line]
     assert note.startswith("a.pt: what has the types numpy.") and note.endswith("was left out of counts, raw_reward.")
+    with pytest.raises(RecordError, match="has 2 optimizer steps, and none with the number 7."):
+        slime_records(tmp_path / "a.pt", step=7)
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        (np.ones(5), "sample 0, field 'advantages': save it as a tensor or as plain numbers"),
-        (torch.zeros(1).expand(2**33), "sample 0, field 'advantages': it must be a list of at most 4,194,304 numbers."),
-        (torch.zeros(2, 2), "sample 0, field 'advantages': it must be a list of at most 4,194,304 numbers."),
-    ],
-    ids=["numpy", "repeated", "a matrix"],
-)
-def test_a_needed_field_of_slime_in_another_form_is_named(tmp_path: Path, value: Any, message: str) -> None:
-    file = slime_file(tmp_path / "a.pt")
-    data = torch.load(file)
-    data["samples"][0]["advantages"] = value
-    torch.save(data, file)
-    assert file.stat().st_size < 10**5 and message in slime_refused(file)
-
-
-def test_a_file_of_slime_that_names_a_sample_again_and_again_is_refused(tmp_path: Path) -> None:
+def test_a_file_of_slime_that_repeats_a_sample_is_refused(tmp_path: Path) -> None:
     """A pickle has one object once, however often it is named."""
     ids = torch.zeros(1, dtype=torch.int64).expand(1000)
     one = {"data_parallel_rank": 0, "rollout_position": 0, "tokens": ids, "response_lengths": 1, "advantages": 1.0}
@@ -703,25 +690,9 @@ def test_a_file_of_slime_that_names_a_sample_again_and_again_is_refused(tmp_path
         main_of_example([file], tmp_path / "a.jsonl")
 
 
-def test_a_compressed_pt_file_is_refused(tmp_path: Path) -> None:
-    file = slime_file(tmp_path / "a.pt", more=torch.zeros(10**6))
-    with zipfile.ZipFile(file) as stored, zipfile.ZipFile(tmp_path / "b.pt", "w", zipfile.ZIP_DEFLATED) as deflated:
-        for entry in stored.infolist():
-            deflated.writestr(entry.filename, stored.read(entry))
-    assert len(torch.load(tmp_path / "b.pt")["more"]) == 10**6 and (tmp_path / "b.pt").stat().st_size < 10**5
-    assert "b.pt is compressed, and files that torch.save writes are not." in slime_refused(tmp_path / "b.pt")
-
-
-def test_older_and_damaged_pt_files_are_refused_in_one_sentence(tmp_path: Path) -> None:
-    file = tmp_path / "a.pt"
-    older = tmp_path / "b.pt"
-    data = torch.load(slime_file(file))
-    torch.save(data, older, _use_new_zipfile_serialization=False)
-    assert "is damaged, or older than torch 1.6: load it, and save it again." in slime_refused(older)
-    content, whole = file.read_bytes(), older.read_bytes()
-    for cut in range(0, len(whole), 997):
-        older.write_bytes(whole[:cut] + b"\xff" + whole[cut + 1 :])
-        assert "older than torch 1.6" in slime_refused(older)
+def test_damage_anywhere_in_a_file_of_slime_is_refused(tmp_path: Path) -> None:
+    file = slime_file(tmp_path / "a.pt")
+    content = file.read_bytes()
     start = content.index(b"data.pkl") + 64
     for place in range(start, start + 400, 7):
         file.write_bytes(content[:place] + b"\x81" + content[place + 1 :])
@@ -735,29 +706,6 @@ def test_no_warning_of_torch_stands_before_the_sentence(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "examples/slime_records.py"), str(file), str(tmp_path / "a.jsonl")]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
-
-
-SLIME: dict[str, tuple[dict[str, Any], dict[str, int], str]] = {
-    "no samples": ({"samples": []}, {}, "is not train data of slime that fits together"),
-    "no shards": ({"dp_shards": []}, {}, "a.pt: there is no sample."),
-    "another format": ({"format_version": 3}, {}, "it has neither format 2 nor 'rollout_data'."),
-    "no lists": ({"samples": 5}, {}, "is not train data of slime that fits together"),
-    "another step": ({}, {"step": 7}, "has 2 optimizer steps, and none with the number 7."),
-}
-
-
-@pytest.mark.parametrize("broken", SLIME)
-def test_broken_train_data_of_slime(tmp_path: Path, broken: str) -> None:
-    changes, options, message = SLIME[broken]
-    assert message in slime_refused(slime_file(tmp_path / "a.pt", **changes), **options)
-
-
-def test_files_cut_off(tmp_path: Path) -> None:
-    file = slime_file(tmp_path / "a.pt")
-    file.write_bytes(file.read_bytes()[:1000])
-    assert "is damaged, or older than torch 1.6" in slime_refused(file)
-    torch.save([1, 2], tmp_path / "b.pt")
-    assert "it has neither format 2 nor 'rollout_data'." in slime_refused(tmp_path / "b.pt")
 
 
 def test_convert_says_what_makes_records_of_a_file_of_slime(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
