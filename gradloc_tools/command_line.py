@@ -6,6 +6,7 @@ import argparse
 import importlib
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,6 +16,7 @@ Value = TypeVar("Value", int, float, str)
 
 # What is installed with the command; the extra has the rest.
 _OWN = ("rich",)
+_STARTED = time.monotonic()
 
 
 def parser(name: str, what: str) -> argparse.ArgumentParser:
@@ -42,6 +44,13 @@ def need(what: str, *modules: str) -> None:
         names = ", ".join(missing[:-1]) + " and " * (len(missing) > 1) + missing[-1]
         install = f"run pip install '.{extra}' in GradLoc's checkout"
         sys.exit(f"{what} needs {names}, not installed for {sys.executable}: {install}")
+
+
+def say(text: str) -> None:
+    """Says on rank 0's stderr what is computed now, after the minutes so far: on a CPU a replay may take an hour."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        seconds = int(time.monotonic() - _STARTED)
+        print(f"{seconds // 60}:{seconds % 60:02} min  {text}", file=sys.stderr)
 
 
 def argument(kind: Callable[[str], Value], holds: Callable[[Value], bool], text: str) -> Callable[[str], Value]:

@@ -4,7 +4,7 @@
 
 import hashlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +17,7 @@ from gradloc import limits
 from gradloc.bundles import layout, naming
 from gradloc.bundles.layout import TOKENS, Row, SavedMicroBatch
 from gradloc.evidence.foreign_json import parse
-from gradloc.evidence.schema import EVENT, INDEX, TEXT, TEXT_OR_NULL, conforms, list_of, object_with
+from gradloc.evidence.schema import EVENT, INDEX, TEXT, TEXT_OR_NULL, conforms, fields, list_of, object_with
 from gradloc.measure.micro_batch import MicroBatchName
 from gradloc.token_clip.bounds import ACTIONS
 
@@ -44,8 +44,8 @@ _FORM: dict[str, dict[str, Any]] = {
     "micro_batches": list_of(
         object_with(
             {
-                **dict.fromkeys(("rank", "micro_batch", "bytes"), INDEX),
-                **dict.fromkeys(("file", "sha256"), TEXT),
+                **fields("rank micro_batch bytes", INDEX),
+                **fields("file sha256", TEXT),
                 "rows": list_of(INDEX),
                 "norm": _NORM_OR_NULL,
                 "threshold": _NORM,
@@ -57,13 +57,13 @@ _FORM: dict[str, dict[str, Any]] = {
     "measured": list_of(
         object_with(
             {
-                **dict.fromkeys(("rank", "micro_batch", "row", "position"), INDEX),
+                **fields("rank micro_batch row position", INDEX),
                 "grad_norm": _NORM,
                 "layer_norms": _NORMS_BY_LAYER,
             }
         )
     ),
-    **dict.fromkeys(("model", "versions", "actor"), _OBJECT),
+    **fields("model versions actor", _OBJECT),
     "checkpoint": TEXT_OR_NULL,
     "dtype": TEXT,
     "grad_clip": _NORM_OR_NULL,
@@ -103,7 +103,6 @@ class Bundle:
     """An opened bundle.
 
     Args:
-        path (Path): Its folder.
         manifest (dict): What `BundleWriter` wrote, checked.
         micro_batches (dict[MicroBatchName, SavedMicroBatch]): Its micro-batches, in the manifest's order.
     """
@@ -180,60 +179,48 @@ def _manifest(folder: Path) -> dict[str, Any]:
         raise BundleError(
             f"The bundle has format {manifest.get('format')!r}, and this version of GradLoc reads {naming.FORMAT}."
         )
-    problem = _problem(manifest)
-    if problem is not None:
+    for problem in _problems(manifest):
         raise BundleError(f"{naming.MANIFEST} is damaged: {problem}.")
     return manifest
 
 
-def _problem(manifest: Mapping[str, Any]) -> str | None:
-    """What is wrong with the form of a manifest; None if nothing is."""
+def _problems(manifest: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with the form of a manifest; what follows the first may be wrong because of it."""
     for name, form in _FORM.items():
         if name not in manifest or not conforms(manifest[name], form):
-            return f"its field {name!r} is missing or malformed"
+            yield f"its field {name!r} is missing or malformed"
     if not conforms(manifest.get("clips", _NO_CLIPS), _CLIPS):
-        return "its field 'clips' is malformed"
-    if not _LOSS_SCALES[0] <= manifest["event"]["loss_scale"] <= _LOSS_SCALES[1]:
-        return f"its loss_scale is {manifest['event']['loss_scale']:g}, which no gradient scaler has"
-    layers, files = manifest["layers"], manifest["micro_batches"]
-    recorded = manifest["event"]["search"] == "recorded"
+        yield "its field 'clips' is malformed"
+    event, layers, files, measured = (manifest[name] for name in ("event", "layers", "micro_batches", "measured"))
+    if not _LOSS_SCALES[0] <= event["loss_scale"] <= _LOSS_SCALES[1]:
+        yield f"its loss_scale is {event['loss_scale']:g}, which no gradient scaler has"
+    recorded = event["search"] == "recorded"
     for what, listed, most in (
         ("layers", layers, limits.LAYERS),
         ("micro-batches", files, limits.RECORDED_MICRO_BATCHES if recorded else limits.MICRO_BATCHES),
-        ("measured tokens", manifest["measured"], limits.MEASURED_TOKENS),
+        ("measured tokens", measured, limits.MEASURED_TOKENS),
         ("rows in a micro-batch", max((entry["rows"] for entry in files), key=len, default=()), limits.ROWS),
     ):
         if len(listed) > most:
-            return f"it has {len(listed):,} {what}, and {most:,} are the limit"
+            yield f"it has {len(listed):,} {what}, and {most:,} are the limit"
     known = set(layers)
     if recorded:
-        return _recorded_problem(manifest) or _files_problem(files)
-    if not layers or len(known) != len(layers):
-        return "its layers are not a list of names"
-    if not all(known.issuperset(entry["layer_norms"]) for entry in [*files, *manifest["measured"]]):
-        return "the layers of its norms are not those of the model"
-    return _files_problem(files)
-
-
-def _recorded_problem(manifest: Mapping[str, Any]) -> str | None:
-    """Why a manifest of a recorded spike claims more than was recorded; None if it does not."""
-    event, files = manifest["event"], manifest["micro_batches"]
-    measured = [manifest["layers"], manifest["measured"], *(event[name] for name in ("units", "culprits", "diffuse"))]
-    if any(measured) or any(entry["norm"] is not None or entry["layer_norms"] for entry in files):
-        return "it has norms, although nothing was searched"
-    return None if event["diagnosis"] == "unsearched" else "it has a diagnosis, although nothing was searched"
-
-
-def _files_problem(files: Sequence[Mapping[str, Any]]) -> str | None:
-    """What is wrong with the files that a manifest names; None if nothing is."""
+        norms = [layers, measured, *(event[name] for name in ("units", "culprits", "diffuse"))]
+        if any(norms) or any(entry["norm"] is not None or entry["layer_norms"] for entry in files):
+            yield "it has norms, although nothing was searched"
+        if event["diagnosis"] != "unsearched":
+            yield "it has a diagnosis, although nothing was searched"
+    elif not layers or len(known) != len(layers):
+        yield "its layers are not a list of names"
+    elif not all(known.issuperset(entry["layer_norms"]) for entry in [*files, *measured]):
+        yield "the layers of its norms are not those of the model"
     if not files:
-        return "it has no micro-batch"
+        yield "it has no micro-batch"
     for entry in files:
         if entry["file"] != layout.tensor_file(entry["rank"], entry["micro_batch"]):
-            return f"{entry['file']!r} is not the name of the file of its micro-batch"
+            yield f"{entry['file']!r} is not the name of the file of its micro-batch"
     if len({entry["file"] for entry in files}) != len(files):
-        return "it names a micro-batch twice"
-    return None
+        yield "it names a micro-batch twice"
 
 
 def _micro_batch(folder: Path, entry: Mapping[str, Any]) -> SavedMicroBatch:

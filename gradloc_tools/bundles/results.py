@@ -17,6 +17,7 @@ from gradloc.evidence.schema import (
     TEXT,
     TEXT_OR_NULL,
     conforms,
+    fields,
     list_of,
     object_with,
 )
@@ -36,7 +37,7 @@ _REPLAYED = {"replayed": NUMBER, "others": list_of(NUMBER)}
 
 _UNIT = object_with(
     {
-        **dict.fromkeys(("rank", "micro_batch", "rows"), INDEX),
+        **fields("rank micro_batch rows", INDEX),
         **_REPLAYED,
         "norm": NUMBER_OR_NULL,
         "threshold": NUMBER,
@@ -45,36 +46,39 @@ _UNIT = object_with(
 )
 _TOKEN = object_with(
     {
-        **dict.fromkeys(("rank", "micro_batch", "row", "position", "token_id"), INDEX),
+        **fields("rank micro_batch row position token_id", INDEX),
         **_REPLAYED,
         "culprit": {"type": "boolean"},
-        **dict.fromkeys(("source", "layer"), TEXT_OR_NULL),
-        **dict.fromkeys(("log_prob", "replayed_log_prob"), NUMBER),
-        **dict.fromkeys(("grad_norm", "layer_norm", "replayed_layer_norm"), NUMBER_OR_NULL),
+        **fields("source layer", TEXT_OR_NULL),
+        **fields("log_prob replayed_log_prob", NUMBER),
+        **fields("grad_norm layer_norm replayed_layer_norm", NUMBER_OR_NULL),
     }
 )
-# Of a remedy that was measured, besides what all have.
-_MEASURED = {
-    **dict.fromkeys(("left", "ordinary_moved"), NUMBER_OR_NULL),
-    **dict.fromkeys(("override", "note"), TEXT_OR_NULL),
-    "under": {"type": "boolean"},
-    "masked": object_with({"tokens": INDEX, "culprits": INDEX}),
-}
+_REMEDY = object_with(
+    {
+        **fields("name meaning", TEXT),
+        "norm": NUMBER,
+        **fields("left ordinary_moved", NUMBER_OR_NULL),
+        **fields("override note", TEXT_OR_NULL),
+        "under": {"type": "boolean"},
+        "masked": object_with({"tokens": INDEX, "culprits": INDEX}),
+    }
+)
 _SCALE = object_with({"gradient": _FACTOR, "reduced": _FACTOR, "loss": _FACTOR})
 
 RESULT = object_with(
     {
         "format": {"const": naming.FORMAT},
         "kind": {"const": naming.RESULT_KIND},
-        **dict.fromkeys(("time", "bundle", "model", "device", "variant", "recorded"), TEXT),
+        **fields("time bundle model device variant recorded", TEXT),
         "global_step": INTEGER_OR_NULL,
-        **dict.fromkeys(("epoch", "mini_batch"), INDEX),
-        **dict.fromkeys(("variants", "notes", "sentences"), list_of(TEXT)),
+        **fields("epoch mini_batch", INDEX),
+        **fields("variants notes sentences", list_of(TEXT)),
         "log_probs": object_with({"tokens": INDEX, "nonfinite": INDEX, "mean": NUMBER_OR_NULL, "max": NUMBER_OR_NULL}),
         "units": list_of(_UNIT),
         "tokens": list_of(_TOKEN),
         "layers": list_of(object_with({"layer": TEXT, "norm": NUMBER_OR_NULL, **_REPLAYED})),
-        "remedies": list_of(object_with({"name": TEXT, "norm": NUMBER, "meaning": TEXT}, **_MEASURED)),
+        "remedies": list_of(_REMEDY),
     },
     remedy_notes=list_of(TEXT),
     cause=TEXT_OR_NULL,
@@ -91,9 +95,6 @@ def read_results(directory: str) -> list[dict[str, Any]]:
     """The results beside the bundles of some evidence, in the order of their events; what is no result is left out.
 
     They may come from a stranger, so at most 64 files are read, 16 MiB together.
-
-    Args:
-        directory (str): The directory of the evidence.
     """
     paths = sorted((Path(directory) / naming.FOLDER).glob(f"[!.]*{naming.RESULT_SUFFIX}"))[:_FILES]
     found, left = [], _BYTES
@@ -104,16 +105,11 @@ def read_results(directory: str) -> list[dict[str, Any]]:
             result = parse(data)
         except (OSError, ValueError):
             continue  # being written, or no result
-        if isinstance(result, dict) and conforms(result, RESULT) and _has_good_remedies(result):
+        if isinstance(result, dict) and conforms(result, RESULT) and _has_safe_overrides(result):
             found.append(result)
     return sorted(found, key=lambda result: (result["global_step"] or 0, result["epoch"], result["mini_batch"]))
 
 
-def _has_good_remedies(result: Mapping[str, Any]) -> bool:
-    """Whether remedies have all that measured ones have, or nothing of it, and overrides that are safe to copy."""
-    measured = "remedy_notes" in result
-    return all(
-        all((name in row) == measured for name in _MEASURED)
-        and (row.get("override") is None or _OVERRIDES.fullmatch(row["override"]) is not None)
-        for row in result["remedies"]
-    )
+def _has_safe_overrides(result: Mapping[str, Any]) -> bool:
+    overrides = (row["override"] for row in result["remedies"])
+    return all(override is None or _OVERRIDES.fullmatch(override) is not None for override in overrides)

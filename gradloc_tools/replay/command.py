@@ -11,26 +11,30 @@ training but for rounding; with other weights, the log-probs show how far they a
 import argparse
 import json
 import math
+import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
+from typing import Any, NamedTuple
 
-from torch import nn
-
-from gradloc.evidence.writer import jsonable
+from gradloc.evidence.writer import evidence_files, jsonable
 
 from ..bundles.opening import Bundle, BundleError, open_bundle
-from ..command_line import argument, need
+from ..command_line import argument, need, say
+from ..command_line import parser as new_parser
 from ..report.figures import severity, visible
-from .measuring import Measured, measure, places
+from ..report.page import write_page
+from ..report.reading import read
+from ..report.replay_tables import replay_tables
+from .measuring import measure, places
 from .memory import check_memory, is_out_of_memory, needed_memory
 from .model import (
     ATTENTIONS,
     DTYPES,
+    CannotReplayError,
     Model,
     Variant,
-    WrongModelError,
     default_variant,
     device_kind,
     load,
@@ -40,13 +44,11 @@ from .model import (
     why_not,
 )
 from .parts import missing_notes
-from .progress import measuring, shown
 from .remedies import remedies_so_far
 from .result import Found, build_result, write_result
-from .search_command import given, processes, run_search
-from .searched_event import with_findings
-from .switch_table import AS_REPLAYED
-from .switches import Switch, loaded_switches, measure_switch, row, switches_in_place
+from .search_command import given, in_a_sentence, processes, run_search
+from .searched_event import evidence_of, with_findings
+from .switches import AS_REPLAYED, Switch, find_switches, row
 from .temperature import fit_temperature
 
 TOKENS = 16
@@ -54,7 +56,7 @@ _REMEDIES_OPEN = "Not all remedies were measured"
 _TAKE_LESS = "Take another --device, --dtype or --attention, or a machine with more memory."
 # A model's own code may have other signatures and attributes than a switch takes for granted.
 _NOT_DONE = (
-    WrongModelError,
+    CannotReplayError,
     MemoryError,
     OSError,
     RuntimeError,
@@ -75,20 +77,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")
     need("gradloc replay", *([] if options.json else ["rich"]))
     try:
-        with shown():
-            return run_search(options) if options.search else _run(options)
-    except (BundleError, WrongModelError) as error:
-        text = str(error)
-    except OSError as error:
-        text = f"{error.strerror or error}: {error.filename2 or error.filename or options.bundle}"
-    print(visible(text), file=sys.stderr)
-    return 2
+        run_search(options) if options.search else _run(options)
+    except (BundleError, CannotReplayError, OSError) as error:
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(visible(in_a_sentence(error, options.bundle)), file=sys.stderr)
+        return 2
+    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="gradloc replay", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser("replay", str(__doc__))
     parser.add_argument("bundle", metavar="BUNDLE", help="the bundle's folder, <bisect_dump_dir>/replay/<name>")
     parser.add_argument("--model", metavar="PATH", help="a folder or a name on the hub (default: the bundle's path)")
     parser.add_argument("--adapter", metavar="PATH", help="the folder of the LoRA adapter that was trained")
@@ -128,7 +126,7 @@ def _problem(options: argparse.Namespace) -> str | None:
     return "torchrun is for --search" if processes() > 1 else None
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace) -> None:
     """Replays the bundle, and writes and prints the result."""
     bundle = with_findings(open_bundle(options.bundle))
     said = ""
@@ -143,32 +141,38 @@ def _run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(jsonable(result), indent=2, allow_nan=False))
     else:
-        from .terminal import print_result  # needs rich
+        from ..report.terminal import print_texts_and_tables  # needs rich
 
-        print_result(result)
+        shown = replay_tables(result)
+        texts = [f"Replay of {shown['title']}", shown["where"], "", *shown["sentences"]]
+        print_texts_and_tables(texts, shown["tables"], shown["notes"])
     if options.html:
-        from .page import write_replay_page
-
-        write_replay_page(bundle, result, options.html, given(options))
+        _write_page(bundle, result, options)
         print(f"The report: {visible(options.html)}", file=sys.stderr if options.json else sys.stdout)
-    return 0
 
 
-@dataclass(frozen=True)
-class _Step:
+def _write_page(bundle: Bundle, result: Mapping[str, Any], options: argparse.Namespace) -> None:
+    """Writes the report on the evidence that the bundle lies in, or on its event alone where there is none."""
+    directory = str(bundle.path.resolve().parent.parent)
+    evidence = read(directory) if evidence_files(directory) else evidence_of(bundle.event, bundle, given(options))
+    # Its own result may not have been written beside the bundle.
+    plain = jsonable(result)
+    evidence.replays = [plain, *(other for other in evidence.replays if other["bundle"] != plain["bundle"])]
+    write_page(evidence, options.html)
+
+
+class _Step(NamedTuple):
     """A comparison or a switch.
 
     Args:
         note (str): What a note on it begins with: that it was not done.
         what (str): What it is.
         do (Callable): Measures it.
-        variant (Variant, optional): What is compared; None for a switch.
     """
 
     note: str
     what: str
     do: Callable[[], None]
-    variant: Variant | None = None
 
 
 class _Replay:
@@ -181,8 +185,8 @@ class _Replay:
         self._culprits = places(bundle, bundle.event["culprits"])
         largest = sorted(bundle.manifest["measured"], key=lambda token: -severity(token["grad_norm"]))
         tokens = list(dict.fromkeys([*self._culprits, *places(bundle, largest)]))[: max(options.tokens, 0)]
-        of_first = [place for place in tokens if place in self._culprits and place[0] == bundle.first]
-        self._culprit = of_first[0] if of_first else None
+        # The token that each switch measures alone.
+        self._culprit = [place for place in tokens if place in self._culprits and place[0] == bundle.first][:1]
         main = default_variant(bundle, options.dtype, options.attention, device)
         self._found = Found(bundle, path, device, main, tokens, notes=missing_notes(bundle))
         self._options = options
@@ -198,12 +202,42 @@ class _Replay:
             yield from self._remedies(notes)
         yield build_result(self._found, notes)
         for number, step in enumerate(steps, 1):
-            measuring(step.what, number, len(steps))
+            say(f"{step.what}, {number} of {len(steps)}")
             try:
                 step.do()
             except _NOT_DONE as error:
-                self._found.notes.append(f"{step.note}: {_reason(error, step.variant)}")
-            yield build_result(self._found, [later.note for later in steps[number:]])
+                self._found.notes.append(f"{step.note}: {why_not(error)}")
+            yield build_result(self._found, notes[number:])
+
+    def _replay(self) -> list[_Step]:
+        """Measures what stands for the replay, and returns what is left to do."""
+        options, found = self._options, self._found
+        bundle, main = found.bundle, found.main
+        others = [] if options.only else other_variants(main)
+        switches = find_switches(main, found.device) if options.switches else []
+        try:
+            model = self._load(main)
+            check_memory(_size(bundle, model, main), found.device)
+            for later in {*others, *(switch.variant for switch in switches if switch.variant is not None)}:
+                self._sizes[later] = _size(bundle, model, later, loaded=False)
+            found.measured[main] = measured = measure(bundle, model, found.tokens, self._culprits)
+            found.temperature = fit_temperature(bundle, model)
+        except (MemoryError, OSError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise CannotReplayError(f"{why_not(error, str(main))} {_TAKE_LESS}") from error
+        if switches:
+            found.switches = [row(AS_REPLAYED, bundle, measured, measured, self._culprit)]
+        of_switches = [
+            _Step(f"Not switched to '{each.name}'", f"switch '{each.name}'", partial(self._switch, each))
+            for each in switches
+        ]
+        in_place = sum(switch.variant is None for switch in switches)  # these come first
+        comparisons = [
+            _Step(f"Not compared with {other}", f"comparison with {other}", partial(self._compare, other))
+            for other in others
+        ]
+        return [*of_switches[:in_place], *comparisons, *of_switches[in_place:]]
 
     def _remedies(self, notes: list[str]) -> Iterator[dict[str, object]]:
         """The result after each row of remedies; the model is still that of the replay."""
@@ -216,37 +250,7 @@ class _Replay:
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            found.notes.append(f"{_REMEDIES_OPEN}: {why_not(error, found.main)}")
-
-    def _replay(self) -> list[_Step]:
-        """Measures what stands for the replay, and returns what is left to do."""
-        options, found = self._options, self._found
-        bundle, main = found.bundle, found.main
-        others = [] if options.only else other_variants(main)
-        reloaded = loaded_switches(main, found.device) if options.switches else []
-        in_place: list[Switch] = []
-        try:
-            model = self._load(main)
-            check_memory(_size(bundle, model, main), found.device)
-            for later in (*others, *(variant for _, variant, _ in reloaded)):
-                self._sizes[later] = _size(bundle, model, later, loaded=False)
-            found.measured[main] = measured = measure(bundle, model, found.tokens, self._culprits)
-            found.temperature = fit_temperature(bundle, model)
-            if options.switches:
-                found.switches = [row(AS_REPLAYED, bundle, measured, measured, self._culprit)]
-                in_place = switches_in_place(model, main)
-        except (MemoryError, OSError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-            raise WrongModelError(f"{why_not(error, main)} {_TAKE_LESS}") from error
-        return [
-            *(_switching(switch.name, partial(self._switch, switch)) for switch in in_place),
-            *(
-                _Step(f"Not compared with {other}", f"comparison with {other}", partial(self._compare, other), other)
-                for other in others
-            ),
-            *(_switching(each[0], partial(self._switch_reloaded, *each)) for each in reloaded),
-        ]
+            found.notes.append(f"{_REMEDIES_OPEN}: {why_not(error)}")
 
     def _load(self, variant: Variant) -> Model:
         self._model = None  # makes room
@@ -261,38 +265,15 @@ class _Replay:
         self._found.measured[variant] = measure(self._found.bundle, self._load(variant), self._found.tokens)
 
     def _switch(self, switch: Switch) -> None:
-        assert self._model is not None  # that of the replay
-        with switch.on(self._model):
-            self._add_switch(switch.name, self._model)
-
-    def _switch_reloaded(self, name: str, variant: Variant, change: Callable[[nn.Module], None] | None) -> None:
-        if change is None and variant in self._found.measured:
-            self._add_switch(name, self._found.measured[variant])
-            return
-        model = self._load(variant)
-        if change is not None:
-            change(model.module)
-        self._add_switch(name, model)
-
-    def _add_switch(self, name: str, of: Model | Measured) -> None:
-        """Adds the row of a switch that is on in a model, or of what was measured with it on."""
-        found, culprit = self._found, self._culprit
-        bundle, main = found.bundle, found.measured[found.main]
-        if isinstance(of, Model):
-            found.switches.append(measure_switch(name, bundle, of, main, culprit))
+        found, bundle = self._found, self._found.bundle
+        if switch.on is None and switch.variant in found.measured:
+            measured = found.measured[switch.variant]
         else:
-            found.switches.append(row(name, bundle, of, main, culprit))
-
-
-def _switching(name: str, do: Callable[[], None]) -> _Step:
-    return _Step(f"Not switched to '{name}'", f"switch '{name}'", do)
-
-
-def _reason(error: BaseException, variant: Variant | None) -> str:
-    """Why a comparison with a variant could not be made, or a switch, as a sentence."""
-    if variant is None and is_out_of_memory(error):
-        return "it takes more memory than there is."
-    return why_not(error, variant)
+            model = self._model if switch.variant is None else self._load(switch.variant)
+            assert model is not None  # that of the replay
+            with nullcontext() if switch.on is None else switch.on(model):
+                measured = measure(bundle, model, self._culprit, names=[bundle.first])
+        found.switches.append(row(switch.name, bundle, measured, found.measured[found.main], self._culprit))
 
 
 def _size(bundle: Bundle, model: Model, variant: Variant, loaded: bool = True) -> int:

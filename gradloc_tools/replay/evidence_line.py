@@ -32,7 +32,6 @@ class EvidenceLine:
     """The line of a spike.
 
     Args:
-        path (Path): Its file.
         event (dict): What it holds, or what the last line that replaces it holds.
         digest (str): Of the line itself.
     """
@@ -49,7 +48,6 @@ def find_line(bundle: Bundle, names: Collection[str]) -> EvidenceLine:
     it is the line of a recorded spike that names none and has the same norm.
 
     Args:
-        bundle (Bundle): The bundle.
         names (Collection[str]): The names of the folders of its parts.
 
     Raises:
@@ -61,9 +59,12 @@ def find_line(bundle: Bundle, names: Collection[str]) -> EvidenceLine:
     replays = {f"{naming.FOLDER}/{name}" for name in names}
     found = []
     try:
-        files = evidence_files(str(folder.parent))
+        files = [Path(file) for file in evidence_files(str(folder.parent))]
         for file in files:
-            found += _lines_of(Path(file), bundle.event, replays)
+            for text in BytesIO(read_plain_file(file, FILE_BYTES + 2 * LINE_BYTES)):
+                event = _event(text) if b'"replay"' in text else None
+                if event is not None and _is_of(event, bundle.event, replays):
+                    found.append(EvidenceLine(file, event, line_digest(text)))
     except (OSError, NotPlainFileError) as error:
         raise NoLineError(f"it cannot be read: {error}") from error
     if not files:
@@ -75,21 +76,19 @@ def find_line(bundle: Bundle, names: Collection[str]) -> EvidenceLine:
         count = f"more than one line ({len(written)})" if written else "no line"
         raise NoLineError(f"{count} of it is of this spike")
     (line,) = written
-    event = {**later.get(line.digest, line.event)}
-    event.pop("replaces", None)
-    return replace(line, event=event)
+    last = later.get(line.digest, line.event)
+    return replace(line, event={name: value for name, value in last.items() if name != "replaces"})
 
 
-def replace_line(bundle: Bundle, names: Collection[str], event: Mapping[str, Any]) -> Path:
-    """Appends an event that readers take instead of the line that `find_line` finds, and returns the file.
+def replace_line(line: EvidenceLine, event: Mapping[str, Any]) -> None:
+    """Appends an event that readers take instead of a line.
 
     Nothing is rewritten: training may append to the file in the same moment.
 
     Raises:
-        NoLineError: There is no such line, or the event does not fit into one.
+        NoLineError: The event does not fit into a line.
         OSError: The file cannot be written.
     """
-    line = find_line(bundle, names)
     try:
         text = event_line({"replaces": line.digest, **event})
     except ValueError as error:
@@ -110,26 +109,15 @@ def replace_line(bundle: Bundle, names: Collection[str], event: Mapping[str, Any
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    return line.path
 
 
-def _lines_of(path: Path, event: Mapping[str, Any], replays: Collection[str]) -> list[EvidenceLine]:
-    found = []
-    for line in BytesIO(read_plain_file(path, FILE_BYTES + 2 * LINE_BYTES)):
-        of_line = _event(line) if b'"replay"' in line else None
-        if (
-            of_line is not None
-            and all(of_line[name] == event[name] for name in _WHERE)
-            and (of_line.get("replay") in replays or _names_no_bundle(of_line, event))
-        ):
-            found.append(EvidenceLine(path, of_line, line_digest(line)))
-    return found
-
-
-def _names_no_bundle(line: Mapping[str, Any], event: Mapping[str, Any]) -> bool:
-    """Whether a line may be that of a recorded spike of which the rank that wrote it has no bundle."""
-    recorded = line.get("search") == event["search"] == "recorded" and line.get("replay") is None
-    return recorded and same_number(line["global_norm"], event["global_norm"])
+def _is_of(line: Mapping[str, Any], event: Mapping[str, Any], replays: Collection[str]) -> bool:
+    """Whether a line may be that of a bundle's event, or replace it."""
+    if any(line[name] != event[name] for name in _WHERE):
+        return False
+    if line.get("replay") is not None:
+        return line["replay"] in replays
+    return line["search"] == event["search"] == "recorded" and same_number(line["global_norm"], event["global_norm"])
 
 
 def _event(line: bytes) -> dict[str, Any] | None:

@@ -18,8 +18,8 @@ from gradloc.bundles.layout import SavedMicroBatch
 from gradloc.measure.micro_batch import MicroBatchName
 
 from ..bundles.opening import Bundle
+from ..command_line import say
 from .model import Model, forward
-from .progress import measuring
 
 # (unit, row in the micro-batch, position in the response).
 Place = tuple[MicroBatchName, int, int]
@@ -93,7 +93,6 @@ def measure(
     """Measures a bundle's micro-batches and some of its tokens.
 
     Args:
-        bundle (Bundle): The bundle.
         model (Model): The model; its gradients are cleared.
         tokens (Sequence[Place]): The tokens to measure alone.
         culprits (Sequence[Place], optional): The tokens without which the rests are measured; without it, neither these
@@ -103,7 +102,7 @@ def measure(
     found = Measured()
     wanted = list(bundle.micro_batches) if names is None else names
     for number, name in enumerate(wanted, 1):
-        measuring("micro-batch", number, len(wanted))
+        say(f"micro-batch, {number} of {len(wanted)}")
         saved = bundle.micro_batches[name]
         found.log_probs[name] = torch.zeros_like(saved.tokens["weight"], dtype=torch.float64)
         found.units[name] = gradient_norms(model, saved, coefficients_of(saved), into=found.log_probs[name])
@@ -111,7 +110,7 @@ def measure(
         if not keep.all():
             found.rests[name] = gradient_norms(model, saved, coefficients_of(saved, keep))
     for number, place in enumerate(tokens, 1):
-        measuring("token alone", number, len(tokens))
+        say(f"token alone, {number} of {len(tokens)}")
         found.tokens[place] = _token(model, bundle, place)
     if culprits is not None and bundle.event["micro_batches"] == len(bundle.micro_batches):
         found.whole = _whole(model, bundle, found).divided_by(bundle.event["world_size"])
@@ -144,8 +143,6 @@ def gradient_norms(
 
     Args:
         model (Model): The model; its gradients are cleared.
-        saved (SavedMicroBatch): The micro-batch.
-        coefficients (Coefficients): The coefficients.
         into (Tensor, optional): Where the log-probs of every row are put, shape (rows, response length). Without it,
             rows without a coefficient, and what follows the last one, are not computed.
     """

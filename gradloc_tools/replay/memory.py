@@ -31,10 +31,8 @@ def needed_memory(bundle: Bundle, module: nn.Module, dtype: torch.dtype, attenti
     of the logits.
 
     Args:
-        bundle (Bundle): The bundle.
         module (nn.Module): The model; its weights may have another dtype.
         dtype (torch.dtype): What is computed in.
-        attention (str): The implementation of attention.
     """
     gradients = sum(p.numel() for p in module.parameters() if p.requires_grad) * dtype.itemsize
     config: Any = getattr(module, "config", None)

@@ -19,9 +19,10 @@ from gradloc.bundles.layout import Row
 from gradloc.layers.layer_names import layers_by_parameter
 
 from ..bundles.opening import Bundle
+from ..command_line import say
+from ..report.figures import visible
 from .folders import safe_adapter, safe_model, unread
 from .memory import is_out_of_memory
-from .progress import loading
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 FLASH = "flash_attention_2"
@@ -34,8 +35,8 @@ _HUB_NAME = r"\w[\w.-]*(/[\w.-]+)?"
 _SHAPE = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")
 
 
-class WrongModelError(ValueError):
-    """Why a model cannot replay a bundle, in one sentence."""
+class CannotReplayError(ValueError):
+    """Why a bundle cannot be replayed or searched here, in one sentence."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,6 @@ class Model:
     Args:
         module (nn.Module): It, in evaluation mode: a replay cannot repeat dropout.
         layer_of (dict[nn.Parameter, str]): The layer of each parameter that is trained.
-        device (torch.device): Where it is.
         dtype (torch.dtype): What it computes in.
         loss_scale (float): What a backward's gradients are multiplied by: half precision would lose small ones without
             training's scale.
@@ -88,11 +88,11 @@ def device_kind(asked: str | None) -> str:
     """The kind of device to compute on: the one asked for, or cuda where there is one.
 
     Raises:
-        WrongModelError: It is not here.
+        CannotReplayError: It is not here.
     """
     kind = asked or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cuda" and not torch.cuda.is_available():
-        raise WrongModelError("There is no CUDA device here: take --device cpu.")
+        raise CannotReplayError("There is no CUDA device here: take --device cpu.")
     return kind
 
 
@@ -103,28 +103,27 @@ def model_path(bundle: Bundle, given: str | None, trust_remote_code: bool) -> st
     is not taken, and no code of a folder that it alone names is run.
 
     Args:
-        bundle (Bundle): The bundle.
         given (str, optional): A folder, or a name on the hub.
         trust_remote_code (bool): Whether the model's own code may run.
 
     Raises:
-        WrongModelError: There is no such folder; or none was given, and the bundle's cannot be taken.
+        CannotReplayError: There is no such folder; or none was given, and the bundle's cannot be taken.
     """
     if given is not None:
         if not os.path.isdir(given) and re.fullmatch(_HUB_NAME, given) is None:
-            raise WrongModelError(f"There is no such folder: --model {given}")
+            raise CannotReplayError(f"There is no such folder: --model {given}")
         return given
     path = bundle.manifest["model"].get("path")
     named = f"The bundle's model is {path!r}, which is"
     if not isinstance(path, str) or not _is_model(path):
-        raise WrongModelError(f"{named} no folder of this machine: give it with --model.")
+        raise CannotReplayError(f"{named} no folder of this machine: give it with --model.")
     if not Path(path).is_absolute():
-        raise WrongModelError(f"{named} a relative path: give it with --model.")
+        raise CannotReplayError(f"{named} a relative path: give it with --model.")
     folder = bundle.path.resolve().parent
     if Path(path).resolve().is_relative_to(folder.parent if folder.name == naming.FOLDER else folder):
-        raise WrongModelError(f"{named} in or beside the bundle and may have come with it: give it with --model.")
+        raise CannotReplayError(f"{named} in or beside the bundle and may have come with it: give it with --model.")
     if trust_remote_code:
-        raise WrongModelError(f"{named} named by the bundle alone: to run its code, give it with --model.")
+        raise CannotReplayError(f"{named} named by the bundle alone: to run its code, give it with --model.")
     return path
 
 
@@ -141,15 +140,11 @@ def load(
     """Loads a model, and checks that it is the bundle's.
 
     Args:
-        bundle (Bundle): The bundle.
         path (str): A folder, or a name on the hub.
-        variant (Variant): How to compute.
-        device (str): Where.
-        adapter (str, optional): The folder of the LoRA adapter.
         trust_remote_code (bool): Whether the model's own code may run.
 
     Raises:
-        WrongModelError: It cannot be loaded, or it is another.
+        CannotReplayError: It cannot be loaded, or it is another.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -157,7 +152,7 @@ def load(
         with nullcontext(path) if trust_remote_code else safe_model(path) as source:
             config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
             _check_config(bundle, config, path)
-            loading(path, variant)
+            say(f"loading the model {visible(path)} with {variant}")
             loaded, info = cast(Any, AutoModelForCausalLM).from_pretrained(
                 source,
                 config=config,
@@ -169,12 +164,12 @@ def load(
             )
         if missing := sorted(set(info["missing_keys"]) & dict(loaded.named_parameters()).keys()):
             raise ValueError(f"it lacks {_listed(missing, 1, 'other weights')}")
-    except WrongModelError:
+    except CannotReplayError:
         raise
     except Exception as error:  # a configuration may have any value anywhere
         if is_out_of_memory(error):
             raise
-        raise WrongModelError(f"The model {path} cannot be loaded with {variant}: {first_line(error)}") from error
+        raise CannotReplayError(f"The model {path} cannot be loaded with {variant}: {first_line(error)}") from error
     module = _with_adapter(bundle, loaded, adapter).to(device=device).eval()
     for parameter in module.parameters():
         # Not the buffers: FSDP leaves the frequencies of rotary embeddings in float32.
@@ -191,7 +186,7 @@ def load(
     layer_of = {p: layers[name] for name, p in module.named_parameters() if p.requires_grad}
     known = set(bundle.manifest["layers"])
     if known and (unknown := sorted(set(layers.values()) ^ known)):
-        raise WrongModelError(f"The model {path} is not the bundle's: its layers differ in {_listed(unknown)}.")
+        raise CannotReplayError(f"The model {path} is not the bundle's: its layers differ in {_listed(unknown)}.")
     if frozen:
         notes.append(f"Layers without a gradient in training are frozen here too: {', '.join(sorted(frozen))}.")
     if has_dropout(module):
@@ -208,7 +203,7 @@ def default_variant(bundle: Bundle, dtype: str | None, attention: str | None, de
     """What training computed with, as far as it can be had here; what is given comes first.
 
     Raises:
-        WrongModelError: What is given cannot be had together.
+        CannotReplayError: What is given cannot be had together.
     """
     recorded, recorded_dtype = bundle.manifest["model"].get("attention"), bundle.manifest["dtype"]
     if dtype is None:
@@ -218,7 +213,7 @@ def default_variant(bundle: Bundle, dtype: str | None, attention: str | None, de
         if attention == FLASH and (device == "cpu" or dtype not in HALF or find_spec("flash_attn") is None):
             attention = "sdpa"
     elif attention == FLASH and (device == "cpu" or dtype not in HALF):
-        raise WrongModelError("Flash attention needs --device cuda and --dtype bfloat16 or float16.")
+        raise CannotReplayError("Flash attention needs --device cuda and --dtype bfloat16 or float16.")
     return Variant(dtype, attention)
 
 
@@ -243,7 +238,6 @@ def compute_logits(model: Model, input_ids: Tensor, attention_mask: Tensor, posi
     """The logits of rows, shape (rows, length, vocabulary).
 
     Args:
-        model (Model): The model.
         input_ids (Tensor): Shape (rows, length), on the model's device, as are the others.
         attention_mask (Tensor): Same shape; 0 in the padding.
         position_ids (Tensor): Same shape.
@@ -283,7 +277,7 @@ def _check_config(bundle: Bundle, config: Any, path: str) -> None:
     for name in _SHAPE:
         want, have = recorded.get(name), getattr(config, name, None)
         if want is not None and have is not None and want != have:
-            raise WrongModelError(
+            raise CannotReplayError(
                 f"The model {path} is not the bundle's: its {name} is {have}, and {want} was trained."
             )
 
@@ -293,7 +287,7 @@ def _check_tokens(bundle: Bundle, module: nn.Module) -> None:
     rows = [row.input_ids for saved in bundle.micro_batches.values() for row in saved.rows]
     largest, last = max((int(ids.max()) for ids in rows if len(ids)), default=0), embeddings.weight.shape[0] - 1
     if largest > last:
-        raise WrongModelError(f"The bundle has the token {largest}, and the model's vocabulary ends at {last}.")
+        raise CannotReplayError(f"The bundle has the token {largest}, and the model's vocabulary ends at {last}.")
 
 
 def _with_adapter(bundle: Bundle, module: nn.Module, adapter: str | None) -> nn.Module:
@@ -301,10 +295,10 @@ def _with_adapter(bundle: Bundle, module: nn.Module, adapter: str | None) -> nn.
     trained = bundle.manifest["model"].get("adapter")
     if trained is None:
         if adapter is not None:
-            raise WrongModelError("The bundle was recorded without a LoRA adapter: leave --adapter out.")
+            raise CannotReplayError("The bundle was recorded without a LoRA adapter: leave --adapter out.")
         return module
     if adapter is None:
-        raise WrongModelError("The bundle was recorded with a LoRA adapter: give its folder with --adapter.")
+        raise CannotReplayError("The bundle was recorded with a LoRA adapter: give its folder with --adapter.")
     try:
         from peft import PeftModel
 
@@ -313,7 +307,7 @@ def _with_adapter(bundle: Bundle, module: nn.Module, adapter: str | None) -> nn.
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        raise WrongModelError(f"The adapter {adapter} cannot be loaded: {first_line(error)}") from error
+        raise CannotReplayError(f"The adapter {adapter} cannot be loaded: {first_line(error)}") from error
     return found
 
 
@@ -333,12 +327,12 @@ def has_dropout(module: nn.Module) -> bool:
     )
 
 
-def why_not(error: BaseException, variant: Variant | None) -> str:
-    """Why something could not be computed with a variant, as a sentence."""
+def why_not(error: BaseException, what: str = "it") -> str:
+    """Why something could not be computed, as a sentence; `what` is what may take too much memory."""
     if not is_out_of_memory(error):
         return first_line(error)
     figures = f": {error}" if isinstance(error, MemoryError) and error.args else ""
-    return f"{variant} takes more memory than there is{figures}."
+    return f"{what} takes more memory than there is{figures}."
 
 
 def first_line(error: BaseException) -> str:

@@ -8,9 +8,10 @@ tokens are all but the culprits. How far their gradient moves is a pass with the
 
 import importlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,11 +22,11 @@ from gradloc.measure.token_weights import movable
 from gradloc.threshold import is_over
 
 from ..bundles.opening import Bundle
+from ..command_line import say
 from ..report.figures import severity
 from ..report.remedies import MOST_MOVED
 from .measuring import Coefficients, Measured, Norms, all_but, coefficients_of, gradient_norms, places
 from .model import HALF, Model
-from .progress import measuring
 from .token_clip import clip_tokens
 
 _SKIPS = "It moves the ordinary tokens' gradient by over half, so for them it is a skipped step."
@@ -43,8 +44,6 @@ class _Spike:
     """The micro-batch whose gradient is compared, a bundle's first one.
 
     Args:
-        bundle (Bundle): The bundle.
-        model (Model): What its gradients are computed with.
         saved (SavedMicroBatch): It.
         whole (Norms): Its gradient.
         rest (Norms): That of its ordinary tokens.
@@ -52,7 +51,6 @@ class _Spike:
     """
 
     bundle: Bundle
-    model: Model
     saved: SavedMicroBatch
     whole: Norms
     rest: Norms
@@ -75,10 +73,8 @@ class _Spike:
         """A row of the table.
 
         Args:
-            name (str): The remedy's name.
             override (str, optional): The Hydra overrides that turn it on; None for what the run had.
             meaning (str): What it does.
-            norm (float): The norm that is left.
             moved (float): The norm by which the ordinary tokens' gradient moves.
             masked (Tensor, optional): The tokens that have no coefficient any more, bool; None for none.
             note (str, optional): In what the figures may differ from a run with it.
@@ -100,36 +96,30 @@ class _Spike:
         }
 
 
-def measure_remedies(bundle: Bundle, model: Model, measured: Measured) -> tuple[list[Row], list[str]]:
-    """The last of `remedies_so_far`: the whole table."""
-    *_, found = remedies_so_far(bundle, model, measured)
-    return found
+def _spike(bundle: Bundle, measured: Measured) -> _Spike:
+    """A bundle's first micro-batch, of which `measure` gave this, with the rests."""
+    name, whole = bundle.first, measured.units[bundle.first]
+    saved = bundle.micro_batches[name]
+    ordinary = all_but(saved, name, places(bundle, bundle.event["culprits"]))
+    return _Spike(bundle, saved, whole, measured.rests.get(name, whole), ordinary)
 
 
 def remedies_so_far(bundle: Bundle, model: Model, measured: Measured) -> Iterator[tuple[list[Row], list[str]]]:
     """The table of remedies for a bundle's first micro-batch, best first; again after each row, and at the end.
 
     Args:
-        bundle (Bundle): The bundle.
         model (Model): The model; its gradients are cleared.
         measured (Measured): What `measure` gave with it, with the rests.
 
     Yields:
         tuple: The rows, and sentences on what cannot be computed.
     """
-    name, whole = bundle.first, measured.units[bundle.first]
-    saved = bundle.micro_batches[name]
-    ordinary = all_but(saved, name, places(bundle, bundle.event["culprits"]))
-    spike = _Spike(bundle, model, saved, whole, measured.rests.get(name, whole), ordinary)
+    spike = _spike(bundle, measured)
     notes: list[str] = []
     rows: list[Row] = []
-    makers: tuple[Callable[[_Spike, list[str]], Iterable[Row]], ...] = (
-        *(_of_verl, _of_token_clip, _of_layer_clip, _of_grad_clip, _of_drop),
-    )
-    for make in makers:
-        for row in make(spike, notes):
-            rows.append(row)
-            yield sorted(rows, key=rank), [*notes]
+    for row in chain(_of_verl(spike, model, notes), _of_token_clip(spike, model, notes), _without_pass(spike, notes)):
+        rows.append(row)
+        yield sorted(rows, key=rank), [*notes]
     notes.append(
         "Advantages without the division by the standard deviation (algorithm.norm_adv_by_std_in_grpo=False) cannot be "
         "computed: the bundle does not have the rewards of the group."
@@ -137,19 +127,9 @@ def remedies_so_far(bundle: Bundle, model: Model, measured: Measured) -> Iterato
     yield sorted(rows, key=rank), notes
 
 
-def estimate_remedies(bundle: Bundle, measured: Measured) -> list[Row]:
-    """`name`, `norm` and `meaning` of what can be told of a bundle's first micro-batch without a further pass."""
-    whole, rest = measured.units[bundle.first], measured.rests.get(bundle.first)
-    found: list[tuple[str, float, str]] = []
-    if (clip := bundle.manifest["grad_clip"]) is not None:
-        factor, meaning = _global_clip(bundle, float(clip))
-        found.append((f"global clip ({float(clip):g})", whole.norm * factor if factor else 0.0, meaning))
-    if rest is not None:
-        found.append((DROP, rest.norm, "the step without the culprits' gradient, the other tokens' unchanged"))
-    if (factors := _layer_clip_factors(bundle, whole)) is not None:
-        meaning = f"each layer by its own factor of that step, {_tightest(factors)}"
-        found.append((_layer_clip_name(bundle), _scaled(whole, factors.__getitem__), meaning))
-    return [{"name": name, "norm": norm, "meaning": meaning} for name, norm, meaning in found]
+def remedies_without_pass(bundle: Bundle, measured: Measured) -> list[Row]:
+    """The rows of the table that can be told of what `measure` gave, best first."""
+    return sorted(_without_pass(_spike(bundle, measured), []), key=rank)
 
 
 def rank(row: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -169,7 +149,7 @@ def rank(row: Mapping[str, Any]) -> tuple[Any, ...]:
     return skips, False, moved, row["name"] == DROP, norm, row["name"]
 
 
-def _of_verl(spike: _Spike, notes: list[str]) -> Iterator[Row]:
+def _of_verl(spike: _Spike, model: Model, notes: list[str]) -> Iterator[Row]:
     """Other losses and rollout corrections: verl's own functions, where it is installed."""
     try:
         losses = _remedy_losses()
@@ -189,7 +169,7 @@ def _of_verl(spike: _Spike, notes: list[str]) -> Iterator[Row]:
     notes += more
     measured: dict[bytes, tuple[float, float]] = {}
     for number, remedy in enumerate(found, 1):
-        measuring(f"remedy {remedy.name}", number, len(found) + 1)
+        say(f"remedy {remedy.name}, {number} of {len(found) + 1}")
         values: Coefficients = remedy.coefficient, remedy.entropy_coefficient
         key = b"".join(tensor.contiguous().numpy().tobytes() for tensor in values)
         if key not in measured:
@@ -197,12 +177,12 @@ def _of_verl(spike: _Spike, notes: list[str]) -> Iterator[Row]:
                 torch.where(spike.ordinary, new - old, 0.0)
                 for new, old in zip(values, coefficients_of(spike.saved), strict=True)
             ]
-            left, moved = (gradient_norms(spike.model, spike.saved, (a, b)).norm for a, b in (values, moves))
+            left, moved = (gradient_norms(model, spike.saved, (a, b)).norm for a, b in (values, moves))
             measured[key] = left, moved
         now = {"weight": tokens["weight"], "coefficient": values[0], "entropy_coefficient": values[1]}
         masked = movable(tokens) & ~movable(now)
         yield spike.row(remedy.name, remedy.override, remedy.meaning, *measured[key], masked, remedy.note)
-    measuring("remedy TokenClip", len(found) + 1, len(found) + 1)
+    say(f"remedy TokenClip, {len(found) + 1} of {len(found) + 1}")
 
 
 def _remedy_losses() -> Any:
@@ -210,16 +190,16 @@ def _remedy_losses() -> Any:
     return importlib.import_module(".remedy_losses", __package__)
 
 
-def _of_token_clip(spike: _Spike, notes: list[str]) -> list[Row]:
+def _of_token_clip(spike: _Spike, model: Model, notes: list[str]) -> Iterator[Row]:
     bundle, bounds = spike.bundle, spike.bundle.clips["token_clip"]
     enable = f"{_ACTOR}.token_clip.enable=True"
     if bounds is None or not any(bounds["usual"].values()):
         notes.append(_unknown("TokenClip", bundle, "token_clip", f"{enable} {_ACTOR}.token_clip.action=log"))
-        return []
-    found = clip_tokens(spike.model, spike.saved, spike.ordinary, bounds, float(bundle.event["loss_scale"]) != 1)
+        return
+    found = clip_tokens(model, spike.saved, spike.ordinary, bounds, float(bundle.event["loss_scale"]) != 1)
     if found is None:
         notes.append("TokenClip cannot be computed: its bounds are of other layers than this model has.")
-        return []
+        return
     as_set = bounds["action"] != "log"
     name = "TokenClip, as it was set" if as_set else "TokenClip"
     override = None if as_set else f"{enable} {_ACTOR}.token_clip.action=drop"
@@ -232,20 +212,41 @@ def _of_token_clip(spike: _Spike, notes: list[str]) -> list[Row]:
     if found.prompt_positions:
         said.append(f"{found.prompt_positions:,} positions of prompts are cut as well.")
     figures = found.gradient.norm, found.moved.norm, found.positions
-    return [spike.row(name, override, meaning, *figures, " ".join(said) or None)]
+    yield spike.row(name, override, meaning, *figures, " ".join(said) or None)
 
 
-def _of_layer_clip(spike: _Spike, notes: list[str]) -> list[Row]:
-    factors = _layer_clip_factors(spike.bundle, spike.whole)
+def _without_pass(spike: _Spike, notes: list[str]) -> Iterator[Row]:
+    """LayerClip, the global clip, and the step without culprits: they only scale what was measured."""
+    bundle, whole, rest = spike.bundle, spike.whole, spike.rest
     override = f"{_ACTOR}.layer_clip.enable=True"
+    factors = _layer_clip_factors(bundle, whole)
     if factors is None:
-        notes.append(_unknown("LayerClip", spike.bundle, "layer_clip", override))
-        return []
-    norm = _scaled(spike.whole, factors.__getitem__)
-    moved = _scaled(spike.rest, lambda layer: 1 - factors[layer])
-    meaning = f"each layer is scaled by its own factor, {_tightest(factors)}"
-    as_set = _setting(spike.bundle, "layer_clip", "enable") is True
-    return [spike.row(_layer_clip_name(spike.bundle), None if as_set else override, meaning, norm, moved)]
+        notes.append(_unknown("LayerClip", bundle, "layer_clip", override))
+    else:
+        left, moved = _scaled(whole, factors.__getitem__), _scaled(rest, lambda layer: 1 - factors[layer])
+        tightest = min(factors, key=lambda layer: factors[layer])
+        meaning = f"each layer is scaled by its own factor, {tightest} by {factors[tightest]:.3g}"
+        if _setting(bundle, "layer_clip", "enable") is True:
+            yield spike.row("LayerClip, as it was set", None, meaning, left, moved)
+        else:
+            yield spike.row("LayerClip", override, meaning, left, moved)
+    clip, norm = float(bundle.manifest["grad_clip"] or math.inf), float(bundle.event["global_norm"])
+    for bound in (clip, clip * _TIGHTER) if math.isfinite(clip) else ():
+        name, setting = f"grad_clip {bound:g}", f"{_ACTOR}.grad_clip={bound:g}"
+        factor = 0.0 if not math.isfinite(norm) else min(1.0, bound / norm) if norm else 1.0
+        meaning = f"everything in the step is scaled by {factor:.3g}, ordinary tokens too"
+        meaning, left = (meaning, whole.norm * factor) if factor else ("the whole step is left out", 0.0)
+        moved = rest.norm * (1 - factor)
+        if bound == clip:
+            yield spike.row(f"{name}, as it was set", None, meaning, left, moved)
+        else:
+            yield spike.row(name, setting, meaning, left, moved)
+    if spike.has_culprits:
+        masked = ~spike.ordinary & movable(spike.saved.tokens)
+        meaning = "the step without the culprits' gradient, at the price of a search for each spike"
+        yield spike.row(DROP, f"{_ACTOR}.spike_action=drop", meaning, rest.norm, 0.0, masked)
+    else:
+        notes.append("spike_action=drop cannot be computed: the micro-batch has no culprits.")
 
 
 def _unknown(name: str, bundle: Bundle, key: str, override: str) -> str:
@@ -264,45 +265,10 @@ def _setting(bundle: Bundle, key: str, name: str) -> Any:
     return settings.get(name) if isinstance(settings, dict) else None
 
 
-def _of_grad_clip(spike: _Spike, notes: list[str]) -> list[Row]:
-    recorded = spike.bundle.manifest["grad_clip"]
-    if recorded is None or not math.isfinite(float(recorded)):
-        return []
-    tighter = float(recorded) * _TIGHTER
-    rows = []
-    for clip, name, override in (
-        (float(recorded), f"grad_clip {float(recorded):g}, as it was set", None),
-        (tighter, f"grad_clip {tighter:g}", f"{_ACTOR}.grad_clip={tighter:g}"),
-    ):
-        factor, meaning = _global_clip(spike.bundle, clip)
-        norm = spike.whole.norm * factor if factor else 0.0
-        rows.append(spike.row(name, override, meaning, norm, spike.rest.norm * (1 - factor)))
-    return rows
-
-
-def _of_drop(spike: _Spike, notes: list[str]) -> list[Row]:
-    if not spike.has_culprits:
-        notes.append("spike_action=drop cannot be computed: the micro-batch has no culprits.")
-        return []
-    masked = ~spike.ordinary & movable(spike.saved.tokens)
-    meaning = "the step without the culprits' gradient, at the price of a search for each spike"
-    return [spike.row(DROP, f"{_ACTOR}.spike_action=drop", meaning, spike.rest.norm, 0.0, masked)]
-
-
-def _global_clip(bundle: Bundle, clip: float) -> tuple[float, str]:
-    """What a global clip multiplies the step's gradient by, in words too; 0 if that is not finite."""
-    norm = float(bundle.event["global_norm"])
-    factor = 0.0 if not math.isfinite(norm) else min(1.0, clip / norm) if norm else 1.0
-    if factor:
-        return factor, f"everything in the step is scaled by {factor:.3g}, ordinary tokens too"
-    return factor, "the whole step is left out"
-
-
 def _layer_clip_factors(bundle: Bundle, unit: Norms) -> dict[str, float] | None:
     """LayerClip's factor for each layer in that step, by its own bounds; None if these are not known.
 
     Args:
-        bundle (Bundle): The bundle.
         unit (Norms): The gradient of its first micro-batch.
     """
     # Earlier versions wrote it into the event, where it was on.
@@ -311,15 +277,6 @@ def _layer_clip_factors(bundle: Bundle, unit: Norms) -> dict[str, float] | None:
         return None
     factors = {layer: float(figures["factor"]) for layer, figures in step.items()}
     return {**factors, **dict.fromkeys(unit.layers - factors.keys(), 1.0)}
-
-
-def _layer_clip_name(bundle: Bundle) -> str:
-    return "LayerClip, as it was set" if _setting(bundle, "layer_clip", "enable") is True else "LayerClip"
-
-
-def _tightest(factors: Mapping[str, float]) -> str:
-    layer = min(factors, key=lambda layer: factors[layer])
-    return f"{layer} by {factors[layer]:.3g}"
 
 
 def _scaled(norms: Norms, factor: Callable[[str], float]) -> float:

@@ -21,20 +21,39 @@ from verl.trainer.ppo import core_algos, rollout_corr_helper
 from verl.workers.config import ActorConfig, PolicyLossConfig
 
 from gradloc.adapters.loss_weights import RecordedAggregation, aggregation_mode, kl_coefficients, policy_weights
+from gradloc.evidence.schema import conforms, fields
 from gradloc.measure.token_weights import token_weights
 
 _ACTOR, _CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
 _BYPASS = "bypass_mode"
 
-# The actor's settings that a loss depends on.
-_NUMBERS = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "tau_pos", "tau_neg")
-_COEFFICIENTS = ("entropy_coeff", "kl_loss_coef")
-_LOSS_NUMBERS = ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef", "dro_beta")
-_COUNTS = ("dp_size", "batch_num_tokens", "global_batch_size", "loss_scale_factor")
-_KL_TYPES = ("kl", "abs", "mse", "low_var_kl", "k1", "k2", "k3", "k1+", "k2+", "k3+", "low_var_kl+")
 _CORRECTIONS = tuple(
     field.name for field in dataclasses.fields(RolloutCorrectionConfig) if field.name.startswith("rollout_")
 )
+
+_FINITE = {"type": "number", "minimum": -1e30, "maximum": 1e30}
+_FINITE_OR_NULL = {**_FINITE, "type": ["number", "null"]}
+_OBJECT: dict[str, Any] = {"type": ["object", "null"]}
+_COUNTS = fields("dp_size batch_num_tokens global_batch_size loss_scale_factor", _FINITE_OR_NULL)
+_LOSS_NUMBERS = fields("clip_cov_ratio clip_cov_lb clip_cov_ub kl_cov_ratio ppo_kl_coef dro_beta", _FINITE_OR_NULL)
+# The form of the actor's settings that a loss depends on.
+_NUMBERS = {
+    **fields("clip_ratio clip_ratio_c entropy_coeff kl_loss_coef", _FINITE),
+    **fields("clip_ratio_low clip_ratio_high tau_pos tau_neg", _FINITE_OR_NULL),
+}
+_FORM: dict[str, dict[str, Any]] = {
+    **_NUMBERS,
+    "use_kl_loss": {"type": "boolean"},
+    "kl_loss_type": {"enum": "kl abs mse low_var_kl k1 k2 k3 k1+ k2+ k3+ low_var_kl+".split()},
+    "loss_agg_mode": {
+        "enum": "token-mean token-sum seq-mean-token-sum seq-mean-token-mean seq-mean-token-sum-norm".split()
+    },
+    "global_batch_info": {**_OBJECT, "properties": _COUNTS},
+    "policy_loss": {
+        **_OBJECT,
+        "properties": {**_LOSS_NUMBERS, "loss_mode": {"enum": [*core_algos.POLICY_LOSS_REGISTRY]}},
+    },
+}
 
 # What verl raises for settings that it does not take.
 _REFUSALS = (ValueError, TypeError, AssertionError, NotImplementedError, KeyError, ArithmeticError)
@@ -73,7 +92,6 @@ class LossRemedy:
     """A remedy that changes the loss.
 
     Args:
-        name (str): Its name in the table.
         override (str, optional): The Hydra overrides that turn it on; None for the loss as it was.
         meaning (str): What it does.
         coefficient (Tensor): ∂L/∂log p with it, float32 of shape (rows, response length).
@@ -271,53 +289,24 @@ def _settings(actor: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]
     Raises:
         NotTheRecordedLossError: One is not of its kind.
     """
+    for name, form in _FORM.items():
+        if name in actor and not conforms(actor[name], form):
+            raise NotTheRecordedLossError(f"verl {verl.__version__} does not take the run's {name}.")
     defaults = {field.name: field.default for field in dataclasses.fields(ActorConfig)}
-    found: dict[str, Any] = {name: _number(actor, name, defaults.get(name)) for name in (*_NUMBERS, *_COEFFICIENTS)}
-    for name in ("clip_ratio", "clip_ratio_c", *_COEFFICIENTS):
-        if found[name] is None:
-            raise NotTheRecordedLossError(f"The bundle's setting {name} is null.")
-    found["use_kl_loss"] = actor.get("use_kl_loss") is True
-    found["kl_loss_type"] = _one_of(actor, "kl_loss_type", _KL_TYPES, "low_var_kl")
-    modes = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-    found["loss_agg_mode"] = _one_of(actor, "loss_agg_mode", modes, "token-mean")
-    sizes = _mapping(actor, "global_batch_info")
-    found["global_batch_info"] = {
-        name: value for name in _COUNTS if (value := _number(sizes, name, None)) is not None and value > 0
-    }
-    given = _mapping(actor, "policy_loss")
-    known = {field.name for field in dataclasses.fields(_PolicyLoss)}
-    of_loss: dict[str, Any] = {
-        name: value for name in _LOSS_NUMBERS if name in known and (value := _number(given, name, None)) is not None
-    }
-    of_loss["loss_mode"] = _one_of(given, "loss_mode", tuple(core_algos.POLICY_LOSS_REGISTRY), "vanilla")
-    correction = _mapping(given, "rollout_correction")
+    named = [*_NUMBERS, "use_kl_loss", "kl_loss_type", "loss_agg_mode"]
+    found = {name: actor.get(name, defaults.get(name)) for name in named}
+    sizes, given = (actor.get(name) or {} for name in ("global_batch_info", "policy_loss"))
+    found["global_batch_info"] = {name: sizes[name] for name in _COUNTS if (sizes.get(name) or 0) > 0}
+    known = {field.name for field in dataclasses.fields(_PolicyLoss)} & _LOSS_NUMBERS.keys()
+    of_loss = {name: given[name] for name in known if given.get(name) is not None}
+    correction = given.get("rollout_correction")
+    correction = correction if isinstance(correction, dict) else {}
     of_loss["rollout_correction"] = {
         name: correction[name]
         for name in ("loss_type", *_CORRECTIONS)
         if isinstance(correction.get(name), (str, int, float)) or correction.get(name, 0) is None
     }
-    return found, of_loss
-
-
-def _mapping(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    value = settings.get(name)
-    return value if isinstance(value, Mapping) else {}
-
-
-def _number(settings: Mapping[str, Any], name: str, default: Any) -> float | None:
-    value = settings.get(name, default)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e30:
-        raise NotTheRecordedLossError(f"The bundle's setting {name} is not a number.")
-    return value
-
-
-def _one_of(settings: Mapping[str, Any], name: str, known: tuple[str, ...], default: str) -> str:
-    value = settings.get(name, default)
-    if not isinstance(value, str) or value not in known:
-        raise NotTheRecordedLossError(f"verl {verl.__version__} does not have the run's {name}.")
-    return value
+    return found, {**of_loss, "loss_mode": given.get("loss_mode", "vanilla")}
 
 
 def _clips(loss: _Loss) -> Iterator[LossRemedy]:

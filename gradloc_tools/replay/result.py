@@ -22,9 +22,8 @@ from ..report.figures import severity
 from ..report.page import write_whole
 from .measuring import Measured, Place
 from .model import Variant
-from .remedies import Row, estimate_remedies
+from .remedies import Row, remedies_without_pass
 from .scale import find_scale
-from .temperature import temperature_sentences
 from .verdict import same_weights, sentences
 
 
@@ -33,16 +32,14 @@ class Found:
     """What a replay has found so far.
 
     Args:
-        bundle (Bundle): The bundle.
         model (str): The model's path.
-        device (str): Where it is computed.
         main (Variant): What stands for the replay; the other ways of computing are compared with it.
         tokens (list[Place]): The tokens that are measured alone.
         notes (list[str]): What could not be repeated.
         measured (dict): What each way of computing gave.
         temperature (dict, optional): What `fit_temperature` gave.
-        remedies (tuple, optional): What `measure_remedies` gave; None if it was not asked for.
-        switches (list): The rows of `measure_switch`; empty if they were not asked for.
+        remedies (tuple, optional): The last that `remedies_so_far` gave; None if it was not asked for.
+        switches (list): The rows of the table of switches; empty if they were not asked for.
     """
 
     bundle: Bundle
@@ -102,7 +99,7 @@ def build_result(found: Found, open_ones: Sequence[str]) -> dict[str, Any]:
         ],
     }
     if found.remedies is None:
-        result["remedies"] = estimate_remedies(bundle, measured)
+        result["remedies"] = remedies_without_pass(bundle, measured)
     else:
         result["remedies"], result["remedy_notes"] = found.remedies
     result["same_weights"] = same_weights(result)
@@ -111,7 +108,7 @@ def build_result(found: Found, open_ones: Sequence[str]) -> dict[str, Any]:
         result["switches"] = [*found.switches]
     misaligned = alignment_warning([saved.tokens for saved in bundle.micro_batches.values()])
     of_positions = [] if misaligned is None else [misaligned["sentence"]]
-    result["sentences"] = [*of_positions, *sentences(result), *temperature_sentences(found.temperature)]
+    result["sentences"] = [*of_positions, *sentences(result)]
     return result
 
 

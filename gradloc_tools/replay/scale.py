@@ -7,13 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gradloc.judge.loss_scale import (
-    CHECK,
-    coefficient_factor,
-    fitting_numbers,
-    is_one,
-    what_it_could_be,
-)
+from gradloc.judge.loss_scale import coefficient_factor, fitting_numbers, is_one
 from gradloc.measure.run_sums import own_scale_figures
 
 from ..bundles.opening import Bundle
@@ -34,7 +28,6 @@ def find_scale(bundle: Bundle, measured: Measured, same_weights: bool, *dtypes: 
     """Which factors the gradient and the loss have that they should not have.
 
     Args:
-        bundle (Bundle): The bundle.
         measured (Measured): What the replay gave.
         same_weights (bool): Whether its log-probs are those of training; with others, norms do not compare.
         dtypes (str): What training and the replay computed in.
@@ -59,21 +52,6 @@ def find_scale(bundle: Bundle, measured: Measured, same_weights: bool, *dtypes: 
 def coarsest(tolerances: Mapping[str, float], dtypes: Sequence[str]) -> float:
     """The tolerance of the dtype that has the largest one; that of an unknown dtype is 0.1."""
     return max(tolerances.get(dtype, 0.1) for dtype in dtypes)
-
-
-def scale_in_words(scale: Mapping[str, Any] | None) -> list[str]:
-    """The sentences on what `find_scale` returned."""
-    whats = {
-        "loss": "The loss's coefficients are {} times what its weights, advantages and ratios give",
-        "gradient": "The gradient is {} times what its coefficients give, in every layer alike",
-        "reduced": "The gradient averaged over the ranks is {} times what the ranks' gradients give",
-    }
-    given = {name: scale[name] for name in whats if scale is not None and scale[name] is not None}
-    found = [
-        whats[name].format(f"{factor['factor']:.4g}") + what_it_could_be(factor["could_be"]) + "."
-        for name, factor in given.items()
-    ]
-    return [*found, CHECK] if found else []
 
 
 def numbers_of_the_run(bundle: Bundle) -> dict[str, float]:

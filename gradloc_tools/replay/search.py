@@ -25,49 +25,22 @@ from gradloc.measure.alignment import alignment_warning
 from gradloc.measure.micro_batch import MicroBatch, MicroBatchName, TokenSubset
 from gradloc.measure.mini_batch import MiniBatch, OrdinaryGradient
 from gradloc.measure.passes import Forward, Passes
-from gradloc.measure.token_weights import movable
 from gradloc.measure.watched_model import WatchedModel
-from gradloc.search.findings import Findings
 from gradloc.search.investigation import investigate
 from gradloc.search.time_limit import TimeLimit
 
 from ..bundles.opening import Bundle
-from .measuring import Place
+from ..command_line import say
 from .model import Model
-from .progress import SearchProgress
 from .result import log_prob_distance
 
-# How many tokens are measured alone where nothing is over its threshold.
-_TOKENS = 16
 # How many probes count as one pass, at most: those of a recorded spike, for which fewer take less time, and of others.
 _WIDTH_OF_RECORDED, _WIDTH = 8, 64
 # What is suggested for τ is under the largest norm by this factor.
 _UNDER = 0.8
+# A search makes hundreds of short passes: one line in this many seconds.
+SECONDS = 5.0
 _MEDIANS = ("median_advantage", "median_weight")
-
-
-@dataclass(frozen=True)
-class Largest:
-    """The largest norms where no micro-batch is over its threshold.
-
-    Args:
-        name (MicroBatchName): The micro-batch.
-        norm (float): Its norm/sqrt(Σw²), which is compared with τ.
-        token (Place): Of its likeliest tokens, the one with the largest norm.
-        token_norm (float): The norm ‖g_t‖ of that.
-        tokens (int): How many were measured.
-    """
-
-    name: MicroBatchName
-    norm: float
-    token: Place | None
-    token_norm: float
-    tokens: int
-
-    @property
-    def lower_threshold(self) -> str:
-        """A τ with which the micro-batch is searched."""
-        return f"{_UNDER * self.norm:.2g}"
 
 
 @dataclass(frozen=True)
@@ -77,17 +50,25 @@ class Searched:
     Args:
         found (dict): What `build_event` returned, with the ranks and micro-batches of the bundle; None if nothing is
             over its threshold.
-        largest (Largest | None): The largest norms in that case.
+        largest (MicroBatchName | None): In that case the micro-batch with the largest norm; None if no token has a
+            gradient.
+        norm (float): Its norm/sqrt(Σw²), which is compared with τ.
         log_probs (dict): What `log_prob_distance` returned.
         passes (int): How many forward and backward passes this process has made.
         error (str | None): The error that ended the search.
     """
 
     found: dict[str, Any] | None
-    largest: Largest | None
+    largest: MicroBatchName | None
+    norm: float
     log_probs: dict[str, Any]
     passes: int
-    error: str | None = None
+    error: str | None
+
+    @property
+    def lower_threshold(self) -> str:
+        """A τ with which the largest micro-batch is searched."""
+        return f"{_UNDER * self.norm:.2g}"
 
 
 class _Ordinary(OrdinaryGradient):
@@ -110,7 +91,6 @@ def search(
 
     Args:
         bundle (Bundle): The bundle, or several that were joined; the same on every rank.
-        model (Model): The model.
         forward (Forward): Of `searched_model`.
         threshold (float): τ.
         budget (int): At most so many passes.
@@ -150,7 +130,10 @@ def search(
         unlimited = TimeLimit(None)
         findings = investigate(mini_batch, threshold, config, ordinary.token_norm, unlimited)
         if not findings.groups:
-            return Searched(None, _largest(mini_batch, findings, passes, recorded), log_probs, outputs.count)
+            figures = findings.figures
+            name = max(figures, key=lambda name: figures[name].token_equivalent)
+            norm = figures[name].token_equivalent
+            return Searched(None, recorded[name] if norm else None, norm, log_probs, outputs.count, findings.error)
         where = {name: event.get(name) for name in ("global_step", "epoch", "mini_batch", "steps_since_resume")}
         medians = None if own_medians else {name: event[name] and float(event[name]) for name in _MEDIANS}
         found = build_event(
@@ -166,7 +149,7 @@ def search(
         )
     finally:
         watched.meter.close()
-    return Searched(_with_names(found, recorded), None, log_probs, outputs.count, findings.error)
+    return Searched(_with_names(found, recorded), None, 0.0, log_probs, outputs.count, findings.error)
 
 
 def _width(event: Mapping[str, Any]) -> int:
@@ -181,7 +164,7 @@ class _LastOutputs:
 
     def __init__(self, forward: Forward) -> None:
         self._forward = forward
-        self._progress = SearchProgress()
+        self._said = time.monotonic()
         self.count = 0
         self.rows: list[int] = []
         self.log_prob = torch.zeros(0, 0)
@@ -189,8 +172,9 @@ class _LastOutputs:
     def forward(self, inputs: dict[str, Any], rows: list[int], length: int) -> tuple[Tensor | None, Tensor]:
         entropy, log_prob = self._forward(inputs, rows, length)
         self.count += 1
-        if collectives.rank() == 0:
-            self._progress.passed(self.count)
+        if time.monotonic() - self._said >= SECONDS:
+            self._said = time.monotonic()
+            say(f"searching: {self.count} forwards and backwards so far")
         self.rows, self.log_prob = rows, log_prob.detach()
         return entropy, log_prob
 
@@ -228,7 +212,6 @@ def _measure_wholes(
     """Sets the squared norms of this rank's micro-batches. A collective call.
 
     Args:
-        model (WatchedModel): The model.
         passes (Passes): Runs the passes.
         own (list[MicroBatch]): This rank's micro-batches.
         count (int): How many of them are of the bundle.
@@ -258,45 +241,6 @@ def _measure_wholes(
             own[index].squares = squares
             differences.append(outputs.differences(own[index].tokens))
     return differences
-
-
-def _largest(
-    mini_batch: MiniBatch,
-    findings: Findings,
-    passes: Passes,
-    recorded: Mapping[MicroBatchName, MicroBatchName],
-) -> Largest | None:
-    """Measures the likeliest tokens of the largest micro-batch. A collective call.
-
-    Returns:
-        Largest: None if no token has a gradient.
-    """
-    figures, meter = findings.figures, mini_batch.model.meter
-    name = max(figures, key=lambda name: figures[name].token_equivalent)
-    norm = figures[name].token_equivalent
-    if not norm:
-        return None
-    micro_batch = meter.obtain([name], mini_batch.micro_batches, mini_batch.scale)[name]
-    tokens = micro_batch.tokens
-    with collectives.raised_on_all_ranks(mini_batch.model.device):
-        likely = torch.where(movable(tokens), tokens["suspicion"] / tokens["weight"].abs(), -1.0)
-        best = likely.flatten().argsort(descending=True)[:_TOKENS].tolist()
-        places = [divmod(index, likely.shape[1]) for index in best if likely.flatten()[index] >= 0]
-    norms: list[float] = []
-    for start in range(0, len(places), meter.width):
-        part = places[start : start + meter.width]
-        squares = meter.measure(passes, [partial(_alone, name, micro_batch, place) for place in part])
-        weights = [abs(float(tokens["weight"][place])) for place in part]
-        norms += [math.sqrt(float(of)) / weight for of, weight in zip(squares.sum(1), weights, strict=True)]
-    largest = max(range(len(norms)), key=lambda i: norms[i], default=None)
-    place = None if largest is None else (recorded[name], micro_batch.rows[places[largest][0]], places[largest][1])
-    return Largest(recorded[name], norm, place, 0.0 if largest is None else norms[largest], len(norms))
-
-
-def _alone(name: MicroBatchName, micro_batch: MicroBatch, place: tuple[int, int]) -> dict[int, TokenSubset]:
-    keep = torch.zeros_like(micro_batch.tokens["response_mask"], dtype=torch.bool)
-    keep[place] = True
-    return {name[0]: TokenSubset(micro_batch, keep)}
 
 
 def _warnings(event: Mapping[str, Any], tokens: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Any]]:

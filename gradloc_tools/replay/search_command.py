@@ -24,16 +24,17 @@ from gradloc.measure import passes
 from gradloc.measure.passes import Forward
 
 from ..bundles.opening import Bundle, BundleError
+from ..report.command import TABLE_ROWS
 from ..report.figures import count, ranges, short, visible
 from ..report.page import write_page, write_whole
 from ..report.reading import read
-from .evidence_line import NoLineError, find_line, replace_line
+from .evidence_line import EvidenceLine, NoLineError, find_line, replace_line
 from .memory import check_memory, is_out_of_memory, needed_memory
 from .model import (
     DTYPES,
+    CannotReplayError,
     Model,
     Variant,
-    WrongModelError,
     default_variant,
     device_kind,
     first_line,
@@ -42,10 +43,9 @@ from .model import (
     quiet_transformers,
     why_not,
 )
-from .page import evidence_of
 from .parts import Parts, is_recorded, open_parts
-from .search import Largest, Searched, search
-from .searched_event import places, quiet_event, searched_event
+from .search import Searched, search
+from .searched_event import evidence_of, places, quiet_event, searched_event
 from .searched_model import build_forward, shard_model
 from .verdict import same_weights, weights_in_words
 
@@ -56,25 +56,13 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True)
 class _Loaded:
-    """What is searched, and with which model.
-
-    Args:
-        parts (Parts): The bundle and its other parts.
-        model (Model): The model.
-        forward (Forward): Its forward.
-        path (str): Where it is from.
-        variant (Variant): How it computes.
-    """
+    """What is searched, and with which model."""
 
     parts: Parts
     model: Model
     forward: Forward
     path: str
     variant: Variant
-
-
-class _FailedError(ValueError):
-    """Why there is no result, in one sentence."""
 
 
 def given(options: argparse.Namespace) -> str:
@@ -89,35 +77,35 @@ def processes() -> int:
     return int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
 
 
-def run_search(options: argparse.Namespace) -> int:
-    """Searches a bundle as the command line asks for, and returns the exit code: 0, or 2 if that is impossible.
+def in_a_sentence(error: Exception, path: str) -> str:
+    """Why there is no result; `path` stands where an error of the system names no file."""
+    if isinstance(error, OSError):
+        return f"{error.strerror or error}: {error.filename2 or error.filename or path}"
+    return str(error)
+
+
+def run_search(options: argparse.Namespace) -> None:
+    """Searches a bundle as the command line asks for.
 
     Raises:
+        CannotReplayError: On all ranks: it cannot be searched.
         OSError: On rank 0, which writes the page: that cannot be written.
     """
-    try:
-        with _process_group(options.device) as device:
-            return _run(options, device)
-    except (_FailedError, WrongModelError) as error:
-        if int(os.environ.get("RANK", 0)) == 0:
-            print(visible(str(error)), file=sys.stderr)
-        return 2
-
-
-def _run(options: argparse.Namespace, device: torch.device) -> int:
-    loaded = _on_all_ranks(lambda: _load(options, device))
-    bundle = loaded.parts.bundle
-    threshold = options.threshold or bundle.event["threshold"]
-    budget = options.budget or bundle.event["budget"] or GradLocConfig.bisect_budget_steps
-    own_medians = is_recorded(bundle) and len(loaded.parts.names) > 1
-    try:
-        with _quiet_passes():
-            found = search(bundle, loaded.model, loaded.forward, threshold, budget, own_medians)
-    except collectives.RankFailedError as error:
-        raise _failure(error, loaded.variant) from error
-    if found.error is not None:
-        raise _failure(RuntimeError(found.error), loaded.variant)
-    return _report(options, loaded, found, threshold) if collectives.rank() == 0 else 0
+    with _process_group(options.device) as device:
+        loaded = _on_all_ranks(lambda: _load(options, device), options.bundle)
+        bundle = loaded.parts.bundle
+        threshold = options.threshold or bundle.event["threshold"]
+        budget = options.budget or bundle.event["budget"] or GradLocConfig.bisect_budget_steps
+        own_medians = is_recorded(bundle) and len(loaded.parts.names) > 1
+        try:
+            with _quiet_passes():
+                found = search(bundle, loaded.model, loaded.forward, threshold, budget, own_medians)
+        except collectives.RankFailedError as error:
+            raise _failure(error, loaded.variant) from error
+        if found.error is not None:
+            raise _failure(RuntimeError(found.error), loaded.variant)
+        if collectives.rank() == 0:
+            _report(options, loaded, found, threshold)
 
 
 @contextmanager
@@ -128,7 +116,8 @@ def _process_group(asked: str | None) -> Iterator[torch.device]:
     if several and device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         if device.index >= torch.cuda.device_count():
-            raise WrongModelError(f"There are {torch.cuda.device_count()} CUDA devices here: start no more processes.")
+            found = torch.cuda.device_count()
+            raise CannotReplayError(f"There are {found} CUDA devices here: start no more processes.")
         torch.cuda.set_device(device)
     joins = several and not dist.is_initialized()
     if joins:
@@ -151,23 +140,21 @@ def _quiet_passes() -> Iterator[None]:
         passes.logger.setLevel(before)
 
 
-def _on_all_ranks(make: Callable[[], _Value]) -> _Value:
+def _on_all_ranks(make: Callable[[], _Value], path: str) -> _Value:
     """What `make` returns on this rank; if it raises on some rank, all raise.
 
     Raises:
-        _FailedError: With the message of the first rank that failed.
+        CannotReplayError: With the message of the first rank that failed.
     """
     value: list[_Value] = []
     message = None
     try:
         value.append(make())
-    except (_FailedError, BundleError, WrongModelError) as error:
-        message = str(error)
-    except OSError as error:
-        message = f"{error.strerror or error}: {error.filename}" if error.filename else str(error)
+    except (CannotReplayError, BundleError, OSError) as error:
+        message = in_a_sentence(error, path)
     messages = [each for each in collectives.gather_objects(message) if each is not None]
     if messages:
-        raise _FailedError(messages[0])
+        raise CannotReplayError(messages[0])
     return value[0]
 
 
@@ -191,13 +178,13 @@ def _load(options: argparse.Namespace, device: torch.device) -> _Loaded:
     return _Loaded(parts, model, forward, path, variant)
 
 
-def _failure(error: BaseException, variant: Variant) -> _FailedError:
+def _failure(error: BaseException, variant: Variant) -> CannotReplayError:
     if is_out_of_memory(error):
-        return _FailedError(f"{why_not(error, variant)} {_TAKE_LESS}")
-    return _FailedError(f"The search failed: {first_line(error)}")
+        return CannotReplayError(f"{why_not(error, str(variant))} {_TAKE_LESS}")
+    return CannotReplayError(f"The search failed: {first_line(error)}")
 
 
-def _report(options: argparse.Namespace, loaded: _Loaded, searched: Searched, threshold: float) -> int:
+def _report(options: argparse.Namespace, loaded: _Loaded, searched: Searched, threshold: float) -> None:
     """Writes and prints what was found. On rank 0 alone."""
     parts, bundle = loaded.parts, loaded.parts.bundle
     facts = {
@@ -210,52 +197,52 @@ def _report(options: argparse.Namespace, loaded: _Loaded, searched: Searched, th
     of_training = same_weights(facts)
     sentences, notes = [weights_in_words(facts)], [*parts.notes, *loaded.model.notes]
     event: dict[str, Any] | None = None
-    written: str | None = None
-    base, why = _known_event(bundle, parts)
-    if searched.found is None:
-        sentences.insert(0, _nothing_over(searched.largest, threshold))
-        # What another search has found stays.
-        if base["diagnosis"] in ("unsearched", "under"):
-            event = quiet_event(base, bundle, threshold, searched, of_training)
-            written, of_writing = _write(bundle, parts, event, why)
-            notes += of_writing
-    else:
+    line, why = None, ""
+    try:
+        line = find_line(bundle, parts.names)
+    except NoLineError as error:
+        why = str(error)
+    base = bundle.event if line is None else line.event  # the line has texts
+    if searched.found is not None:
         if not of_training:
             sentences.append("So the tokens are those of these weights, which need not be those of training.")
         event = searched_event(base, searched.found, bundle, threshold, parts.is_whole)
         sentences.insert(0, _in_words(parts, searched, searched.found))
         sentences += _compared(bundle, event)
-        if why is None and not is_recorded(bundle) and not of_training:
-            why = "with other weights than those of training, it would lose what training has found"
-        written, of_writing = _write(bundle, parts, event, why)
+        if line is not None and not is_recorded(bundle) and not of_training:
+            line, why = None, "with other weights than those of training, it would lose what training has found"
+    else:
+        sentences.insert(0, _nothing_over(searched, threshold))
+        # What another search has found stays.
+        if base["diagnosis"] in ("unsearched", "under"):
+            event = quiet_event(base, bundle, threshold, searched, of_training)
+    directory = None
+    if event is not None:
+        directory, of_writing = _write(bundle, event, line, why)
         notes += of_writing
     shown = evidence_of(event or bundle.event, bundle, given(options))
     if options.json:
         print(json.dumps(jsonable(event or bundle.event), indent=2, allow_nan=False))
-        for line in [*sentences, *notes]:
-            print(visible(line), file=sys.stderr)
+        for text in [*sentences, *notes]:
+            print(visible(text), file=sys.stderr)
     else:
-        from .terminal import print_search  # needs rich
+        from ..report.terminal import print_report, print_texts_and_tables  # needs rich
 
         ranks, kind = collectives.world_size(), loaded.model.device.type
         where = f"{loaded.path}   {loaded.variant} on {kind if ranks == 1 else f'{ranks} processes, {kind}'}"
-        print_search(bundle.path.resolve().name, where, sentences, notes, shown if searched.found else None)
+        texts = [f"Search of {bundle.path.resolve().name}", where, "", *sentences]
+        print_texts_and_tables([visible(text) for text in texts], (), [visible(note) for note in notes])
+        if searched.found is not None:
+            print_report(shown, TABLE_ROWS)
     if options.html:
-        write_page(shown if written is None else read(written), options.html)
+        write_page(shown if directory is None else read(directory), options.html)
         print(f"The report: {visible(options.html)}", file=sys.stderr if options.json else sys.stdout)
-    return 0
 
 
-def _known_event(bundle: Bundle, parts: Parts) -> tuple[dict[str, Any], str | None]:
-    """The event so far: that of the evidence, which has texts, or that of the bundle, and why it is not the former."""
-    try:
-        return find_line(bundle, parts.names).event, None
-    except NoLineError as error:
-        return bundle.event, str(error)
-
-
-def _write(bundle: Bundle, parts: Parts, event: Mapping[str, Any], why_not: str | None) -> tuple[str | None, list[str]]:
-    """Writes the event beside the bundle and, unless there is a reason not to, into the evidence.
+def _write(
+    bundle: Bundle, event: Mapping[str, Any], line: EvidenceLine | None, why_not: str
+) -> tuple[str | None, list[str]]:
+    """Writes the event beside the bundle and, in place of its line if there is one, into the evidence.
 
     Returns:
         tuple: The directory of the evidence that has it, or None; and what is to be said.
@@ -268,17 +255,14 @@ def _write(bundle: Bundle, parts: Parts, event: Mapping[str, Any], why_not: str 
         notes.append(f"The event: {beside}")
     except OSError as error:
         notes.append(f"The event cannot be written beside the bundle: {error.strerror}")
-    directory = None
-    if why_not is None:
+    if line is not None:
         try:
-            path = replace_line(bundle, parts.names, event)
-            directory = str(path.parent)
-            notes.append(f"Appended to {path}: the report shows it in place of training's line")
+            replace_line(line, event)
+            notes.append(f"Appended to {line.path}: the report shows it in place of training's line")
+            return str(line.path.parent), notes
         except (NoLineError, OSError) as error:
             why_not = str(error)
-    if why_not is not None:
-        notes.append(f"spikes.jsonl is as it was: {why_not}.")
-    return directory, notes
+    return None, [*notes, f"spikes.jsonl is as it was: {why_not}."]
 
 
 def _in_words(parts: Parts, searched: Searched, found: Mapping[str, Any]) -> str:
@@ -304,17 +288,12 @@ def _compared(bundle: Bundle, event: Mapping[str, Any]) -> list[str]:
     return [f"The search in training named {count(len(before), 'token')}, of which this one names {both}."]
 
 
-def _nothing_over(largest: Largest | None, threshold: float) -> str:
+def _nothing_over(searched: Searched, threshold: float) -> str:
     """What is to be said if no micro-batch is over its threshold."""
-    if largest is None:
+    if searched.largest is None:
         return "No token of the bundle has a gradient."
-    rank, micro_batch = largest.name
-    text = (
+    rank, micro_batch = searched.largest
+    return (
         f"No micro-batch is over τ = {threshold:.4g}: the largest, micro-batch {micro_batch} of rank {rank}, has "
-        f"{short(largest.norm / threshold)} τ"
+        f"{short(searched.norm / threshold)} τ. To search it all the same: --threshold {searched.lower_threshold}."
     )
-    if largest.token is not None:
-        _, row, position = largest.token
-        of = f"of {largest.tokens} tokens measured alone" if largest.tokens > 1 else "the token measured alone,"
-        text += f"; the largest {of} has {short(largest.token_norm / threshold)} τ (row {row}, position {position})"
-    return f"{text}. To search it all the same: --threshold {largest.lower_threshold}."

@@ -10,10 +10,12 @@ from gradloc import limits
 from gradloc.bundles import naming
 from gradloc.evidence.foreign_json import parse
 from gradloc.evidence.schema import EVENT, conforms
+from gradloc.evidence.writer import jsonable
 from gradloc.judge.sentences import summary
 
 from ..bundles.opening import Bundle, BundleError, check_places
 from ..bundles.plain_file import read_plain_file
+from ..report.reading import Evidence
 from .search import Searched
 
 # What a search finds out.
@@ -52,7 +54,6 @@ def searched_event(
     Args:
         base (Mapping): The event so far: that of the bundle, or of the evidence, where it may have texts.
         found (Mapping): What `search` found.
-        bundle (Bundle): The bundle that was searched.
         threshold (float): τ.
         is_whole (bool): Whether the bundle has every micro-batch that was over its threshold, as far as is known.
     """
@@ -85,8 +86,6 @@ def quiet_event(
     """The event of a recorded spike after a search with no micro-batch over its threshold.
 
     Args:
-        base (Mapping): The event so far.
-        bundle (Bundle): The bundle that was searched.
         threshold (float): τ.
         searched (Searched): What `search` gave.
         of_training (bool): Whether the weights are those of training.
@@ -94,7 +93,7 @@ def quiet_event(
     check = "No token of the bundle has a gradient: see whether it is of the step with the spike."
     if searched.largest is not None:
         check = (
-            f"`gradloc replay BUNDLE --search --threshold {searched.largest.lower_threshold}` "
+            f"`gradloc replay BUNDLE --search --threshold {searched.lower_threshold}` "
             "searches the largest one all the same."
         )
     event = {
@@ -115,6 +114,14 @@ def quiet_event(
         event["replay"] = f"{naming.FOLDER}/{bundle.path.resolve().name}"
     event["summary"] = summary(event)
     return event
+
+
+def evidence_of(event: Mapping[str, Any], bundle: Bundle, options: str = "") -> Evidence:
+    """The evidence of one event, whose commands take a bundle, and these words of a shell."""
+    folder = bundle.path.resolve()
+    evidence = Evidence(str(folder.parent), directory=str(folder.parent), options=options)
+    evidence.add(jsonable({**event, "replay": folder.name}))
+    return evidence
 
 
 def with_findings(bundle: Bundle) -> Bundle:

@@ -15,8 +15,6 @@ def shard(model: nn.Module, dtype: torch.dtype, device: torch.device, ranks: int
     Args:
         model (nn.Module): One of transformers, on the CPU or on the device.
         dtype (torch.dtype): What it computes in. Its parameters are float32, as in verl, or float64 with that.
-        device (torch.device): Where it computes.
-        ranks (int): How many processes there are.
     """
     mesh = init_device_mesh(device.type, (ranks,))
     kept = torch.float64 if dtype == torch.float64 else torch.float32

@@ -7,7 +7,7 @@ takes away comes from that kernel or that rounding.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,17 +16,16 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..bundles.opening import Bundle
-from .measuring import Measured, Place, measure
+from .measuring import Measured, Place
 from .model import FLASH, HALF, Model, Variant
 
 Row = dict[str, Any]
-# A switch for which the model is loaded again: its name, what to load, and what to do to the loaded model, if anything.
-Reloaded = tuple[str, Variant, Callable[[nn.Module], None] | None]
 
+AS_REPLAYED = "as replayed"
 # What a norm in this class name is, and what rotates queries and keys.
 _NORMS, _ROTARY, _ROTATE = "RMSNorm", "RotaryEmbedding", "apply_rotary_pos_emb"
 # A formula is taken for a module's own if half of the outputs differ by less than this factor.
@@ -43,64 +42,51 @@ _ON_CPU = ("math", "flash")
 
 @dataclass(frozen=True)
 class Switch:
-    """A switch that needs no other model.
+    """What is computed in another way.
 
     Args:
-        name (str): Its name in the table.
-        on (Callable): The context in which it is on, for a loaded model.
+        on (Callable, optional): The context in which it is on, for a loaded model.
+        variant (Variant, optional): With which the model is loaded again; None for the model that is loaded.
     """
 
     name: str
-    on: Callable[[Model], AbstractContextManager[None]]
+    on: Callable[[Model], AbstractContextManager[None]] | None = None
+    variant: Variant | None = None
 
 
-def switches_in_place(model: Model, variant: Variant) -> list[Switch]:
-    """The switches that a loaded model can be given, the most specific first."""
-    found = [Switch("RMSNorm in float32", _precise_norms), Switch("rotary embedding in float32", _precise_rotation)]
-    if variant.attention == "sdpa":
-        names = _ON_CPU if model.device.type == "cpu" else _BACKENDS
-        found += [Switch(f"attention: sdpa, {name}", partial(_backend, _BACKENDS[name])) for name in names]
-    return found
-
-
-def loaded_switches(main: Variant, device: str) -> list[Reloaded]:
-    """The switches for which the model is loaded again, the most specific first.
+def find_switches(main: Variant, device: str) -> list[Switch]:
+    """The switches that there are, the most specific first: before those that load the model again, the others.
 
     Args:
         main (Variant): What the replay computes with.
-        device (str): Where.
     """
+    found = [Switch("RMSNorm in float32", _precise_norms), Switch("rotary embedding in float32", _precise_rotation)]
+    if main.attention == "sdpa":
+        names = _ON_CPU if device == "cpu" else _BACKENDS
+        found += [Switch(f"attention: sdpa, {name}", partial(_backend, _BACKENDS[name])) for name in names]
     attentions = ["eager", "sdpa"]
     if device == "cuda" and main.dtype in HALF and find_spec("flash_attn") is not None:
         attentions.append(FLASH)
-    found: list[Reloaded] = [
-        (f"attention: {name}", Variant(main.dtype, name), None) for name in attentions if name != main.attention
-    ]
+    for name in attentions:
+        if name != main.attention:
+            found.append(Switch(f"attention: {name}", variant=Variant(main.dtype, name)))
     if device == "cuda" and find_spec("liger_kernel") is not None:
-        found.append(("fused kernels: Liger", main, _apply_liger))
+        found.append(Switch("fused kernels: Liger", _liger, main))
     for dtype in ("float32", "bfloat16", "float64"):
         attention = "sdpa" if main.attention == FLASH and dtype not in HALF else main.attention
         if dtype != main.dtype:
-            found.append((f"precision: {dtype}", Variant(dtype, attention), None))
+            found.append(Switch(f"precision: {dtype}", variant=Variant(dtype, attention)))
     return found
 
 
-def measure_switch(name: str, bundle: Bundle, model: Model, main: Measured, culprit: Place | None) -> Row:
+def row(name: str, bundle: Bundle, found: Measured, main: Measured, culprit: Sequence[Place]) -> Row:
     """A row of the table: the first micro-batch's norm, the largest change of a log-prob, and the culprit's norm.
 
     Args:
-        name (str): The switch's name.
-        bundle (Bundle): The bundle.
-        model (Model): The model, with the switch on.
+        found (Measured): What was measured with the switch on.
         main (Measured): What the replay itself gave.
-        culprit (Place, optional): The token to measure alone.
+        culprit (Sequence[Place]): The token that was measured alone, if there is one.
     """
-    found = measure(bundle, model, [] if culprit is None else [culprit], names=[bundle.first])
-    return row(name, bundle, found, main, culprit)
-
-
-def row(name: str, bundle: Bundle, found: Measured, main: Measured, culprit: Place | None) -> Row:
-    """A row of the table from what was measured; see `measure_switch`."""
     first = bundle.first
     differences = (found.log_probs[first] - main.log_probs[first]).abs()
     differences = differences[differences.isfinite()]
@@ -108,7 +94,7 @@ def row(name: str, bundle: Bundle, found: Measured, main: Measured, culprit: Pla
         "name": name,
         "norm": found.units[first].norm,
         "log_probs": float(differences.max()) if len(differences) else None,
-        "culprit": None if culprit is None else found.tokens[culprit].norm,
+        "culprit": next((found.tokens[place].norm for place in culprit), None),
     }
 
 
@@ -219,6 +205,8 @@ def _replaced(changes: Mapping[tuple[Any, str], Any]) -> Iterator[None]:
                 setattr(owner, name, value)
 
 
-def _apply_liger(module: nn.Module) -> None:
+@contextmanager
+def _liger(model: Model) -> Iterator[None]:
     # What verl does with use_liger.
-    import_module("liger_kernel.transformers.monkey_patch")._apply_liger_kernel_to_instance(model=module)
+    import_module("liger_kernel.transformers.monkey_patch")._apply_liger_kernel_to_instance(model=model.module)
+    yield

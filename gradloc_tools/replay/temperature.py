@@ -3,10 +3,9 @@
 """Looks for the temperature of the rollout's log-probs, where they are not those that training computes."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +30,6 @@ def fit_temperature(bundle: Bundle, model: Model) -> dict[str, float] | None:
     """The temperature at which the model's log-probs are nearest to the rollout's.
 
     Args:
-        bundle (Bundle): The bundle.
         model (Model): Of training's weights.
 
     Returns:
@@ -57,17 +55,6 @@ def fit_temperature(bundle: Bundle, model: Model) -> dict[str, float] | None:
     if not left <= LEFT * gap:
         return None
     return {"fits": training * math.exp(best), "training": training, "gap": gap, "left": left}
-
-
-def temperature_sentences(found: Mapping[str, Any] | None) -> list[str]:
-    """What `fit_temperature` found, in at most one sentence."""
-    if found is None:
-        return []
-    return [
-        f"The rollout's log-probs are those of another temperature: {found['fits']:.2f} fits, and training computes "
-        f"them at {found['training']:g} (mean difference {found['gap']:.2g}, and {found['left']:.2g} at "
-        f"{found['fits']:.2f})."
-    ]
 
 
 def _rows(bundle: Bundle) -> list[tuple[Row, Tensor, Tensor]]:

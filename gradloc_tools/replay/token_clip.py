@@ -61,7 +61,6 @@ def clip_tokens(
 
     Args:
         model (Model): The model; its gradients are cleared.
-        saved (SavedMicroBatch): The micro-batch.
         ordinary (Tensor): Which tokens are ordinary, bool of shape (rows, response length).
         bounds (Mapping): What `TokenClip.bounds_in_force` returned, checked by `open_bundle`. Its `limit` is taken to
             be open: earlier micro-batches may have used some of it.

@@ -6,12 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gradloc.judge.loss_scale import CHECK, what_it_could_be
 from gradloc.threshold import is_over
 
 from ..report.remedies import recommended
-from .layers_apart import layers_apart_in_words
-from .scale import coarsest, scale_in_words
-from .switch_table import switches_in_words
+from .scale import coarsest
+from .switches import AS_REPLAYED
 
 # How far a norm may be from the recorded one to count as the same. In half precision some thirty roundings in a row of
 # 2^-9 (bfloat16) or 2^-12 (float16) stand between them, and a spike may magnify them.
@@ -20,6 +20,31 @@ _SAME = {"float32": 1e-3, "float64": 1e-3, "float16": 0.02, "bfloat16": 0.1}
 # How far the log-probs may be from the recorded ones on average, in nats, with the same weights.
 _SAME_WEIGHTS = {"float32": 1e-3, "float64": 1e-3, "float16": 0.01, "bfloat16": 0.05}
 
+# A layer's norm is another one than in training, and a switch changes a norm, if one is over this many times the other:
+# more than any rounding does to a gradient that is not itself the result of one.
+CHANGE = 1.5
+# A layer whose norm is a smaller part of the largest says nothing: its rounding error may be larger than itself.
+_LEAST_PART = 1e-3
+# So many layers are named at most.
+_NAMED = 3
+_SWITCHES = (
+    "`--switches` measures attention, precision, RMSNorm and the rotary embedding one by one; this replay has neither "
+    "training's own kernels nor its parallelism."
+)
+# What to look at, by the beginning of a switch's name.
+_LOOK = {
+    "RMSNorm": "how RMSNorm is computed",
+    "rotary": "how the rotary embedding is computed",
+    "attention": "the implementation of attention",
+    "fused": "the fused kernels",
+    "precision": "the precision of the whole model",
+}
+_SCALED = {
+    "loss": "The loss's coefficients are {} times what its weights, advantages and ratios give",
+    "gradient": "The gradient is {} times what its coefficients give, in every layer alike",
+    "reduced": "The gradient averaged over the ranks is {} times what the ranks' gradients give",
+}
+
 
 def sentences(result: Mapping[str, Any]) -> list[str]:
     """The sentences on a result of `build_result`, the most important first."""
@@ -27,7 +52,7 @@ def sentences(result: Mapping[str, Any]) -> list[str]:
     found = [_comes_back(unit, result["dtype"], result["recorded_dtype"])]
     found += _culprits(result)
     found.append(weights_in_words(result))
-    found += scale_in_words(result.get("scale"))
+    found += scale_in_words(result["scale"])
     if same_weights(result):
         found += layers_apart_in_words(result["layers"])
     found += _others(unit, result)
@@ -39,7 +64,7 @@ def sentences(result: Mapping[str, Any]) -> list[str]:
     found += _layers(result["layers"])
     if "remedy_notes" in result:
         found.append(recommended(result)[1])
-    return found
+    return [*found, *_temperature(result["temperature"])]
 
 
 def same_norm(replayed: float, recorded: float, *dtypes: str) -> bool:
@@ -132,3 +157,102 @@ def _layers(layers: Sequence[Mapping[str, Any]]) -> list[str]:
     if before:
         text += f", and {before[largest]:.0%} in training"
     return [text + "."]
+
+
+def scale_in_words(scale: Mapping[str, Any] | None) -> list[str]:
+    """The sentences on what `find_scale` returned."""
+    found = [
+        what.format(f"{factor['factor']:.4g}") + what_it_could_be(factor["could_be"]) + "."
+        for name, what in _SCALED.items()
+        if (factor := (scale or {}).get(name)) is not None
+    ]
+    return [*found, CHECK] if found else []
+
+
+def _temperature(found: Mapping[str, Any] | None) -> list[str]:
+    if found is None:
+        return []
+    return [
+        f"The rollout's log-probs are those of another temperature: {found['fits']:.2f} fits, and training computes "
+        f"them at {found['training']:g} (mean difference {found['gap']:.2g}, and {found['left']:.2g} at "
+        f"{found['fits']:.2f})."
+    ]
+
+
+def layers_apart_in_words(layers: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Says in which layers the norms are others, if they are the same in the rest; nothing if all or none are others.
+
+    A backward pass goes from the last layer to the first, so a wrong gradient is in all layers before its cause.
+
+    Args:
+        layers (Sequence[Mapping]): The result's `layers`, in the model's order. The weights must be those of training.
+    """
+    pairs = {
+        layer["layer"]: (float(layer["norm"]), float(layer["replayed"]))
+        for layer in layers
+        if layer["norm"] is not None and layer["replayed"] is not None
+    }
+    if not all(math.isfinite(norm) for pair in pairs.values() for norm in pair):
+        return []
+    largest = max((max(pair) for pair in pairs.values()), default=0.0)
+    told = {layer: pair for layer, pair in pairs.items() if max(pair) > _LEAST_PART * largest}
+    factors = {layer: before / now if now else math.inf for layer, (before, now) in told.items()}
+    apart = [layer for layer, factor in factors.items() if not 1 / CHANGE <= factor <= CHANGE]
+    if not 0 < len(apart) < len(told):
+        return []
+    most = max(apart, key=lambda layer: abs(math.log(factors[layer])) if 0 < factors[layer] < math.inf else math.inf)
+    names = ("the last ones are " if len(apart) > _NAMED else "") + ", ".join(apart[-_NAMED:])
+    return [
+        f"With the weights of training, the norm is another than in training in {len(apart)} of {len(told)} layers: "
+        f"{names} ({most}: {factors[most]:.3g} times as large in training). So the backward pass was another one: look "
+        f"at kernels, parallelism, model code and precision, at {apart[-1]} first; a replay does not have auxiliary "
+        f"losses and TokenClip, either. {_SWITCHES}"
+    ]
+
+
+def switches_in_words(
+    unit: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], variant: str, comes_back: bool
+) -> list[str]:
+    """Which switch takes the spike away, or makes it; rows are in the order from specific to general.
+
+    Args:
+        unit (Mapping): The first micro-batch of a result.
+        variant (str): What the replay computed with.
+        comes_back (bool): Whether the replay has the recorded norm.
+    """
+    rows = [row for row in rows if row["name"] != AS_REPLAYED]
+    if not rows:
+        return []
+    replayed, threshold = float(unit["replayed"]), float(unit["threshold"])
+    if is_over(replayed, threshold):
+        cures = [row for row in rows if not is_over(float(row["norm"]), threshold)]
+        if cures:
+            return [_points(cures, replayed, f"takes the spike away, with a norm of {{}} instead of {replayed:.4g}")]
+    elif not comes_back:
+        makers = [row for row in rows if is_over(float(row["norm"]), threshold)]
+        if makers:
+            return [_points(makers, replayed, f"makes a spike, with a norm of {{}} instead of {replayed:.4g}")]
+    changed = [row for row in rows if _change(float(row["norm"]), replayed) > CHANGE]
+    if changed:
+        return [_points(changed, replayed, f"changes the norm to {{}} from {replayed:.4g}")]
+    return [
+        f"No switch changes the norm by more than a factor of {CHANGE:g}: neither attention nor a precision of "
+        f"{variant} makes it."
+    ]
+
+
+def _points(rows: Sequence[Mapping[str, Any]], replayed: float, what: str) -> str:
+    first, others = rows[0], [f"'{row['name']}'" for row in rows[1:]]
+    look = next((text for start, text in _LOOK.items() if first["name"].startswith(start)), first["name"])
+    sentence = f"Switched alone, '{first['name']}' {what.format('{:.4g}'.format(float(first['norm'])))}"
+    if others:
+        sentence += f" (so do {', '.join(others)})"
+    return f"{sentence}: look at {look}."
+
+
+def _change(norm: float, replayed: float) -> float:
+    if not (math.isfinite(norm) and math.isfinite(replayed)):
+        return 1.0 if math.isfinite(norm) == math.isfinite(replayed) else math.inf
+    if min(norm, replayed) <= 0:
+        return 1.0 if norm == replayed else math.inf
+    return max(norm / replayed, replayed / norm)

@@ -24,10 +24,10 @@ def best(rows: Sequence[Mapping[str, Any]], most: float = math.inf) -> Mapping[s
     """The first row of a table that is under its threshold and can be turned on; None if there is none.
 
     Args:
-        rows (Sequence[Mapping]): `remedies` of a replay's result, best first; those without `left` were only estimated.
+        rows (Sequence[Mapping]): `remedies` of a replay's result, best first.
         most (float): The largest norm that it may leave.
     """
-    usable = (row for row in rows if row.get("under") and row.get("override"))
+    usable = (row for row in rows if row["under"] and row["override"])
     return next((row for row in usable if number(row["norm"]) <= most), None)
 
 
@@ -97,7 +97,7 @@ def advice_by_source(replays: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     found = dict(ADVICE)
     for result in replays:
         source = _source(result)
-        if source is None or not result["units"]:
+        if source is None or not result["units"] or "remedy_notes" not in result:
             continue
         first, sentence = recommended(result)
         if first is not None:

@@ -15,10 +15,8 @@ def replay_tables(result: Result) -> dict[str, Any]:
     """A result as `title`, `where` it was computed, `sentences`, `notes`, `tables`, and `step`."""
     step = "–" if result["global_step"] is None else str(result["global_step"])
     where = f"{result['model']}, {result['variant']} on {result['device']}; in training {result['recorded']}"
-    measured = "remedy_notes" in result
     notes = [f"{row['name']}: {row['note']}" for row in result["remedies"] if row.get("note") is not None]
-    remedies = _measured_remedies(result) if measured else _remedies(result)
-    tables = (_tokens(result), _units(result), _layers(result), _switches(result), remedies)
+    tables = (_tokens(result), _units(result), _layers(result), _switches(result), _remedies(result))
     return {
         "step": step,
         "title": ("" if step == "–" else f"Step {step}: ") + visible(result["bundle"]),
@@ -84,13 +82,7 @@ def _switches(result: Result) -> Table:
 
 
 def _remedies(result: Result) -> Table:
-    """What needs no further pass."""
-    rows = [[visible(row["name"]), short(row["norm"]), visible(row["meaning"])] for row in result["remedies"]]
-    return _table("What would be left of the first micro-batch's gradient", ("By",), ("Norm", "Meaning"), rows)
-
-
-def _measured_remedies(result: Result) -> Table:
-    """The remedies that a replay measured, best first, with the overrides to copy."""
+    """Best first, with the overrides to copy."""
     names = ("Norm", "Left", "Under its threshold", "Ordinary moved", "Masked", "Of them culprits", "Meaning")
     rows = [
         [

@@ -61,14 +61,16 @@ def print_report(evidence: Evidence, rows: int) -> None:
     console.print()
 
 
-def print_texts_and_tables(texts: Sequence[str], shown: Sequence[Table]) -> None:
-    """Prints texts, then tables."""
+def print_texts_and_tables(texts: Sequence[str], shown: Sequence[Table], notes: Sequence[str] = ()) -> None:
+    """Prints texts, then tables, then notes."""
     console = new_console()
     console.print()
     for text in texts:
         console.print(Text(text))
     for table in shown:
         print_table(console, table)
+    for note in notes:
+        console.print(Text(note, style="yellow"))
     console.print()
 
 

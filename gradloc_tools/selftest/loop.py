@@ -42,7 +42,6 @@ class Loop:
         model (nn.Module): It returns an object with `logits` for `input_ids`.
         sizes (Sizes): Of a step.
         vocabulary (int): How many tokens there are.
-        device (torch.device): Where the model computes.
     """
 
     def __init__(self, model: nn.Module, sizes: Sizes, vocabulary: int, device: torch.device) -> None:
@@ -103,7 +102,6 @@ def build_model(name: str, random_weights: bool, attention: str, device: torch.d
         name (str): A folder, or a name on the hub.
         random_weights (bool): Whether to read the configuration alone.
         attention (str): transformers' name for an implementation of attention.
-        device (torch.device): Where it computes.
         trust (bool): Whether the model's own code may run.
     """
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -37,7 +37,6 @@ class SelfTest:
     """Measures the steps of a loop, on all ranks.
 
     Args:
-        loop (Loop): The loop.
         seconds (float): How long to measure what detection costs; at least three pairs of steps.
     """
 

@@ -68,9 +68,12 @@ def corrected(batch: DataProto, options: dict[str, Any]) -> None:
 
 
 def with_remedy(
-    case: Case, correction: dict[str, Any] | None = None, loss_mode: str | None = None, **settings: Any
+    case: Case,
+    correction: dict[str, Any] | None = None,
+    loss_mode: str | None = None,
+    settings: dict[str, Any] | None = None,
 ) -> WithRemedy:
-    """The real update with a remedy."""
+    """The real update with a remedy, and with these settings of the actor."""
     case = dataclasses.replace(case, loss_mode=loss_mode or case.loss_mode)
     tokens = torch.zeros(())
 
@@ -81,9 +84,8 @@ def with_remedy(
             corrected(batch, correction)
         tokens.copy_(batch.batch["response_mask"][: case.mini_batch].sum())
 
-    run = train(
-        case, change_batch=change, spike_detection=True, grad_norm_threshold=EVERY, bisect_budget_steps=2, **settings
-    )
+    detection = {"spike_detection": True, "grad_norm_threshold": EVERY, "bisect_budget_steps": 2}
+    run = train(case, change_batch=change, **detection, **(settings or {}))
     dist.all_reduce(tokens)
     # Without any gradient there is no event.
     events = [event for event in json.loads(run.events[0]) if (event["epoch"], event["mini_batch"]) == (0, 0)]
@@ -91,21 +93,17 @@ def with_remedy(
     return WithRemedy(norms, float(tokens))
 
 
-def recorded(case: Case, directory: str, **settings: Any) -> tuple[list[Unit], float, Run]:
-    """A run with a spike, and its bundle."""
-    return spiked(case, directory, change_batch=mismatch, **settings)
+def recorded(case: Case, directory: str, layer_clip: Any = None) -> tuple[list[Unit], float, Run]:
+    """A run with a spike, and its bundle; perhaps with LayerClip on."""
+    options = {} if layer_clip is None else {"layer_clip": layer_clip}
+    return spiked(case, directory, change_batch=mismatch, **options)
 
 
-def step_norm(case: Case, **settings: Any) -> float:
+def step_norm(case: Case, settings: dict[str, Any]) -> float:
     """The norm of the first gradient that the optimizer gets; of one rank."""
     assert dist.get_world_size() == 1
     run = train(case, change_batch=mismatch, **settings)
     return torch.stack([gradient.norm() for gradient in run.gradients[0]]).norm().item()
-
-
-def recorded_clipped(case: Case, directory: str, clip: Any) -> tuple[list[Unit], float, Run]:
-    """The same with LayerClip on."""
-    return recorded(case, directory, layer_clip=clip)
 
 
 @dataclasses.dataclass

@@ -54,8 +54,9 @@ def identical(directory: str) -> tuple[dict[str, bool], dict[str, bool], dict[st
     case = Case(mini_batch=4, optimizer="adamw", planted=((0, 0, 4), (1, 3, 0), (1, 6, 9)))
     options = {"spike_detection": True, "grad_norm_threshold": IDENTITY_THRESHOLD}
     stock = stock_run(case)
-    kept = train(case, bisect_dump_dir=f"{directory}/dump", spike_replay=1, **options)
-    broken = train(case, bisect_dump_dir=f"{directory}/file", spike_replay=1, **options)
+    kept, broken = (
+        train(case, bisect_dump_dir=f"{directory}/{name}", spike_replay=1, **options) for name in ("dump", "file")
+    )
     events = {name: [event["replay"] for event in events_of(run)] for name, run in (("kept", kept), ("broken", broken))}
     return compare_runs(kept, stock), compare_runs(broken, stock), events
 

@@ -75,7 +75,7 @@ def test_a_remedy_leaves_what_a_run_with_it_has(
         mode = actor.pop("policy_loss.loss_mode", None)
         if row["override"] is None or OF_THE_STEP & set(actor):
             continue
-        real = launch(2, _run, case, correction or None, mode, actor)[0]
+        real = launch(2, remedy_cases.with_remedy, case, correction or None, mode, actor)[0]
         norm = real.norms.get((unit["rank"], unit["micro_batch"]), 0.0)
         # verl 0.9 takes the mean over the whole mini-batch, of which the bundle has a part.
         if by_tokens and mode != "sapo":
@@ -101,12 +101,6 @@ def test_a_remedy_leaves_what_a_run_with_it_has(
     assert rows["token TIS"]["left"] < 0.2 and not rows["GSPO"]["under"]
 
 
-def _run(
-    case: Case, correction: dict[str, Any] | None, mode: str | None, actor: dict[str, Any]
-) -> remedy_cases.WithRemedy:
-    return remedy_cases.with_remedy(case, correction, mode, **actor)
-
-
 @pytest.mark.every_target
 def test_what_acts_on_the_step_leaves_what_the_optimizer_gets(
     launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -120,7 +114,7 @@ def test_what_acts_on_the_step_leaves_what_the_optimizer_gets(
     rows = {row["name"]: row for row in result["remedies"]}
 
     def optimizer_gets(**settings: Any) -> float:
-        return launch(1, _step_norm, ALONE, settings)[0]
+        return launch(1, remedy_cases.step_norm, ALONE, settings)[0]
 
     assert optimizer_gets(grad_clip=0.1) == pytest.approx(rows["grad_clip 0.1"]["norm"], rel=TOLERANCE)
     assert rows["grad_clip 0.1"]["ordinary_moved"] == pytest.approx(1 - rows["grad_clip 0.1"]["left"])
@@ -130,17 +124,13 @@ def test_what_acts_on_the_step_leaves_what_the_optimizer_gets(
     assert rows["spike_action=drop"]["masked"] == {"tokens": 1, "culprits": 1}
 
     (tmp_path / "clipped").mkdir()
-    ((_, _, run),) = launch(1, remedy_cases.recorded_clipped, ALONE, str(tmp_path / "clipped"), clip)
+    ((_, _, run),) = launch(1, remedy_cases.recorded, ALONE, str(tmp_path / "clipped"), clip)
     event = json.loads(run.events[0])[0]
     bundle = tmp_path / "clipped" / "dump" / event["replay"]
     result = replayed(bundle, tmp_path / "clipped" / "model", capsys, "--remedies", "--only")
     (row,) = [row for row in result["remedies"] if row["name"] == "LayerClip, as it was set"]
     assert optimizer_gets(grad_clip=1e9, layer_clip=clip) == pytest.approx(row["norm"], rel=TOLERANCE)
     assert row["override"] is None and 0 < row["ordinary_moved"] < 1
-
-
-def _step_norm(case: Case, settings: dict[str, Any]) -> float:
-    return remedy_cases.step_norm(case, **settings)
 
 
 @pytest.mark.every_target

@@ -83,13 +83,8 @@ def test_a_sharded_spike_replays_in_one_process(
 def test_a_half_precision_spike_replays_within_its_rounding(
     launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    check_half_precision(launch, tmp_path, capsys, 2, Case("fsdp2", precision="bfloat16", planted=ONE))
-
-
-def check_half_precision(
-    launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str], world: int, case: Case
-) -> None:
-    results = launch(world, replay_cases.spiked, case, str(tmp_path))
+    case = Case("fsdp2", precision="bfloat16", planted=ONE)
+    results = launch(2, replay_cases.spiked, case, str(tmp_path))
     ((event,),) = same_events([run for *_, run in results])
     result = replayed(tmp_path / "dump" / event["replay"], tmp_path / "model", capsys)
     assert (result["variant"], result["variants"]) == ("bfloat16, sdpa", ["float32, sdpa", "bfloat16, eager"])

@@ -377,7 +377,19 @@ def replay_result(step: int | None, **changes: Any) -> Event:
         "units": [{**unit, "others": ["NaN"], "rest": 3.0}],
         "tokens": [token],
         "layers": [{"layer": "layers.0", "norm": 2586.0, "replayed": 2586.1, "others": [2500.0]}],
-        "remedies": [{"name": "spike_action=drop", "norm": 3.0, "meaning": "the step without the culprits"}],
+        "remedies": [
+            {
+                "name": "spike_action=drop",
+                "norm": 3.0,
+                "left": 0.0009,
+                "under": True,
+                "ordinary_moved": 0.0,
+                "masked": {"tokens": 1, "culprits": 1},
+                "override": "actor_rollout_ref.actor.spike_action=drop",
+                "meaning": "the step without the culprits",
+                "note": None,
+            }
+        ],
         **changes,
     }
 

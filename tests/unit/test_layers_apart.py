@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gradloc_tools.replay.layers_apart import layers_apart_in_words
+from gradloc_tools.replay.verdict import layers_apart_in_words
 
 NAMES = ("embed_tokens", "layers.0", "layers.1", "layers.2", "layers.3", "norm")
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 from pages import texts_of
-from test_replay import BAD, PROMPT, RESPONSE, ROWS, THRESHOLD, bundle, resave, resign, small_model
-from test_replay import kept as kept_without_bounds
+from small_bundles import BAD, PROMPT, RESPONSE, ROWS, THRESHOLD, bundle, replayed, resave, resign, small_model
+from small_bundles import kept as kept_without_bounds
 from torch import Tensor
 
-from gradloc_tools.bundles.opening import BundleError, open_bundle
+from gradloc_tools.bundles.opening import open_bundle
 from gradloc_tools.bundles.results import read_results
 from gradloc_tools.replay import remedies
 from gradloc_tools.replay.command import main
@@ -68,9 +68,7 @@ def kept(kept_without_bounds: Path) -> Path:
 
 
 def replay(bundle: Path, kept: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    capsys.readouterr()
-    assert main([str(bundle), "--model", str(kept / "model"), "--only", "--remedies", "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
+    return replayed(bundle, kept / "model", capsys, "--only", "--remedies")
 
 
 def of_verl(bundle: Path, **settings: Any) -> None:
@@ -231,22 +229,6 @@ def test_bounds_of_another_model_are_said_to_be_so(
     assert any("its bounds are of other layers" in note for note in result["remedy_notes"])
 
 
-@pytest.mark.parametrize(
-    "clips",
-    [
-        [],
-        {"token_clip": None},
-        {"layer_clip": {"a": {"norm": 1.0, "bound": "b", "factor": 1.0}}, "token_clip": None},
-        {"layer_clip": None, "token_clip": {"action": "os.system", "factor": 4.0, "usual": {}, "limit": 1}},
-        {"layer_clip": None, "token_clip": {"action": "drop", "factor": 4.0, "usual": {"a": -1.0}, "limit": 1}},
-    ],
-)
-def test_malformed_bounds_are_refused(bundle: Path, clips: Any) -> None:
-    resign(bundle, lambda manifest: manifest.update(clips=clips))
-    with pytest.raises(BundleError, match="its field 'clips' is malformed"):
-        open_bundle(bundle)
-
-
 def chain(ids: Tensor, coefficient: Tensor) -> Iterator[tuple[dict[str, Tensor], Tensor | None, Tensor]]:
     """The model's parts from the last to the first: each one's parameters and input, and what it gives.
 
@@ -354,9 +336,10 @@ def test_layer_clip_scales_each_layer_by_its_own_factor(
         assert main([str(bundle), "--model", str(kept / "model"), "--json", "--only"]) == 0
         estimated = {row["name"]: row for row in json.loads(capsys.readouterr().out)["remedies"]}
         assert estimated[name]["norm"] == pytest.approx(expected, rel=1e-6)
-        assert set(estimated) == {name, "global clip (1)", "spike_action=drop"}
+        assert set(estimated) == {name, "grad_clip 1, as it was set", "grad_clip 0.1", "spike_action=drop"}
 
 
+@pytest.mark.target(version="0.9.1")
 def test_without_verl_its_rows_are_left_out_with_one_sentence(bundle: Path, kept: Path) -> None:
     script = f"""
 import sys
@@ -366,7 +349,7 @@ from gradloc_tools.replay.command import main
 sys.exit(main([{str(bundle)!r}, "--model", {str(kept / "model")!r}, "--only", "--remedies"]))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0 and "The spike comes back" in done.stdout, done.stderr
     sentence = "verl is not installed here, so its policy losses and rollout corrections are left out."
     assert " ".join(done.stdout.split()).count(sentence) == 1
     assert "TokenClip: actor_rollout_ref.actor.token_clip.enable=True" in done.stdout
@@ -417,60 +400,37 @@ def test_a_token_that_the_rollout_gave_no_log_prob_is_no_reason_to_fail(
     assert {"token TIS", "sequence TIS", "geometric mask"} <= set(rows)
 
 
-def without_rollout(bundle: Path) -> None:
-    resave(bundle, lambda tensors: tensors.pop("tokens.rollout_log_prob"))
-
-
-def without_old(bundle: Path) -> None:
-    resave(bundle, lambda tensors: tensors.pop("tokens.old_log_prob"))
-
-
-def other_settings(bundle: Path) -> None:
-    resign(bundle, lambda manifest: manifest.update(actor={"entropy_coeff": 0.1}))
-
-
-def other_weights(bundle: Path) -> None:
-    resign(bundle, lambda manifest: manifest.update(actor={"policy_loss": {"loss_mode": "geo_mean"}}))
-
-
-def of_bypass(bundle: Path) -> None:
-    correction = {"rollout_rs": None, "rollout_is": None, "loss_type": "ppo_clip"}
-    settings = {"policy_loss": {"loss_mode": "bypass_mode", "rollout_correction": correction}}
-    resign(bundle, lambda manifest: manifest.update(actor=settings))
-
-
-def a_number_for_is(bundle: Path) -> None:
-    resave(bundle, lambda tensors: tensors.update({"tokens.rollout_is_weight": torch.full((ROWS, RESPONSE), 0.5)}))
+OTHER_COEFFICIENTS = "does not have the recorded coefficients"
+CORRECTION = {"rollout_rs": None, "rollout_is": None, "loss_type": "ppo_clip"}
+BYPASS = {"policy_loss": {"loss_mode": "bypass_mode", "rollout_correction": CORRECTION}}
 
 
 @pytest.mark.parametrize(
-    ("change", "sentence", "present", "absent"),
+    ("tensors", "actor", "sentence", "present", "absent"),
     [
-        (without_rollout, "The bundle has no log-probs of the rollout", "GSPO", "token TIS"),
-        (
-            without_old,
-            "The bundle has no old_log_prob, which verl's losses need.",
-            "TokenClip",
-            "GSPO",
-        ),
-        (other_settings, "10 of 10 tokens differ", "TokenClip", "as recorded"),
-        (other_weights, "does not have the recorded coefficients", "TokenClip", "as recorded"),
-        (a_number_for_is, "does not have the recorded coefficients", "TokenClip", "as recorded"),
-        (of_bypass, "In bypass_mode, verl takes a loss of its own", "token mask", "GSPO"),
+        ({"rollout_log_prob": None}, {}, "The bundle has no log-probs of the rollout", "GSPO", "token TIS"),
+        ({"old_log_prob": None}, {}, "The bundle has no old_log_prob, which verl's losses need.", "TokenClip", "GSPO"),
+        ({}, {"entropy_coeff": 0.1}, "10 of 10 tokens differ", "TokenClip", "as recorded"),
+        ({}, {"policy_loss": {"loss_mode": "geo_mean"}}, OTHER_COEFFICIENTS, "TokenClip", "as recorded"),
+        ({"rollout_is_weight": torch.full((ROWS, RESPONSE), 0.5)}, {}, OTHER_COEFFICIENTS, "TokenClip", "as recorded"),
+        ({}, BYPASS, "In bypass_mode, verl takes a loss of its own", "token mask", "GSPO"),
     ],
 )
 def test_what_cannot_be_computed_is_said(
     bundle: Path,
     kept: Path,
     capsys: pytest.CaptureFixture[str],
-    change: Callable[[Path], None],
+    tensors: dict[str, Tensor | None],
+    actor: dict[str, Any],
     sentence: str,
     present: str,
     absent: str,
 ) -> None:
     pytest.importorskip("verl")
-    of_verl(bundle)
-    change(bundle)
+    of_verl(bundle, **actor)
+    for name, values in tensors.items():
+        at = f"tokens.{name}"
+        resave(bundle, lambda kept, at=at, new=values: kept.pop(at) if new is None else kept.update({at: new}))
     result = replay(bundle, kept, capsys)
     assert sum(sentence in note for note in result["remedy_notes"]) == 1, result["remedy_notes"]
     rows = rows_by_name(result)
@@ -519,7 +479,6 @@ def test_the_best_row_is_under_the_threshold_and_costs_least() -> None:
     ordered = sorted(rows, key=remedies.rank)
     assert best(ordered)["name"] == "free"
     assert best([{**ordered[0], "override": None}, *ordered[1:]])["name"] == remedies.DROP
-    assert best([{"name": "estimated", "norm": 1.0, "meaning": ""}]) is None
 
 
 HOSTILE: dict[str, Any] = {
@@ -549,15 +508,6 @@ def test_hostile_settings_are_no_reason_to_fail(
     if name != "deep corrections":  # of which nothing is left
         assert "as recorded" not in rows_by_name(result)
         assert any("rollout corrections are left out." in note for note in result["remedy_notes"])
-
-
-@pytest.mark.parametrize(
-    "weight", [torch.ones(ROWS, RESPONSE + 1), torch.ones(ROWS, RESPONSE, dtype=torch.int64), torch.ones(1)]
-)
-def test_weights_of_importance_sampling_that_do_not_fit_are_refused(bundle: Path, weight: Tensor) -> None:
-    resave(bundle, lambda tensors: tensors.update({"tokens.rollout_is_weight": weight}))
-    with pytest.raises(BundleError, match="rollout_is_weight must be"):
-        open_bundle(bundle)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1e38])
@@ -594,10 +544,6 @@ def test_a_result_with_other_remedies_is_left_out(kept: Path, tmp_path: Path, ch
     assert len(read_results(str(tmp_path))) == 1
     result = json.loads(path.read_text())
     result["remedies"][0] |= change
-    path.write_text(json.dumps(result))
-    assert read_results(str(tmp_path)) == []
-    # Rows of both kinds do not go together.
-    del result["remedies"][0]["left"]
     path.write_text(json.dumps(result))
     assert read_results(str(tmp_path)) == []
 
@@ -648,7 +594,7 @@ def a_result(rest: float | None, *left: float, **changes: Any) -> dict[str, Any]
     unit = {"replayed": 100.0, "rest": rest, "threshold": 99.0}
     culprit = {"culprit": True, "source": "token", "replayed": 100.0}
     rows = [a_row(f"leaves {norm:g}", True, 0.0, norm) for norm in left]
-    return {"units": [unit], "tokens": [culprit], "remedies": rows, "global_step": 1, **changes}
+    return {"units": [unit], "tokens": [culprit], "remedies": rows, "remedy_notes": [], "global_step": 1, **changes}
 
 
 @pytest.mark.parametrize(
@@ -698,7 +644,8 @@ def test_measuring_remedies_leaves_the_rest_of_a_result_as_it_was(
     for name in set(plain) - {"time", "remedies", "sentences"}:
         assert plain[name] == with_remedies[name], name
     assert plain["sentences"] == with_remedies["sentences"][:-1]
-    assert all(set(row) == {"name", "norm", "meaning"} for row in plain["remedies"])
+    of_passes = {"TokenClip", "as recorded"}
+    assert plain["remedies"] == [row for row in with_remedies["remedies"] if row["name"] not in of_passes]
 
 
 def test_each_row_of_remedies_is_written_and_announced(

@@ -1,13 +1,8 @@
 """Bundles from the keeping to the replay: what is refused, and what a replay says. In one process, without verl."""
 
-import hashlib
 import json
 import math
 import shutil
-import signal
-import subprocess
-import sys
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,12 +11,23 @@ from typing import Any
 import pytest
 import torch
 from pages import texts_of
-from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from small_bundles import (
+    RESPONSE,
+    ROWS,
+    VOCABULARY,
+    bundle,
+    kept,
+    replayed,
+    resave,
+    resign,
+    resign_tensors,
+    save_other_weights,
+    spikes,
+    tensors_of,
+)
 
-from gradloc import GradLoc, GradLocConfig, limits, record_events
+from gradloc import limits, record_events
 from gradloc.bundles import bundle_writer, naming
-from gradloc.bundles.bundle_writer import BundleWriter
 from gradloc.bundles.layout import NotReplayableError, Row
 from gradloc.search.findings import Alone
 from gradloc_tools.bundles import opening
@@ -36,112 +42,7 @@ from gradloc_tools.replay.verdict import same_norm, sentences
 from gradloc_tools.report.command import main as report
 from gradloc_tools.report.reading import read
 
-ROWS, PROMPT, RESPONSE, VOCABULARY = 2, 3, 5, 23
-THRESHOLD = 1e3
-BAD = (1, 2)
-
-
-def small_model(**changes: Any) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = LlamaConfig(vocab_size=VOCABULARY, initializer_range=0.3, attn_implementation="sdpa", **sizes)
-    config.update(changes)
-    return LlamaForCausalLM(config)
-
-
-def forward(model: LlamaForCausalLM, inputs: dict[str, Any], rows: list[int], length: int) -> Any:
-    ids = inputs["input_ids"][rows][:, : PROMPT + length]
-    logits = model(input_ids=ids, use_cache=False).logits[:, PROMPT - 1 : -1]
-    return None, logits.log_softmax(-1).gather(-1, ids[:, PROMPT:].unsqueeze(-1)).squeeze(-1)
-
-
-def rows_of(inputs: dict[str, Any]) -> list[Row]:
-    return [Row(ids, torch.arange(len(ids)), RESPONSE, 1.0) for ids in inputs["input_ids"]]
-
-
-def context(model: LlamaForCausalLM) -> dict[str, Any]:
-    facts = {name: getattr(model.config, name) for name in ("model_type", "vocab_size", "hidden_size")}
-    return {
-        "model": {**facts, "path": None, "attention": "sdpa"},
-        "dtype": "float32",
-        "grad_clip": 1.0,
-        "checkpoint": None,
-        "actor": {},
-    }
-
-
-def spikes(directory: Path, count: int = 1, rows: Callable[[Any], list[Row]] = rows_of, most: int = 4) -> list[Any]:
-    """The events of steps whose spike is kept."""
-    model = small_model()
-    keeping = BundleWriter(str(directory), most, rows, lambda: context(model))
-    config = GradLocConfig(grad_norm_threshold=THRESHOLD)
-
-    def run(inputs: dict[str, Any], rows: list[int], length: int) -> Any:
-        return forward(model, inputs, rows, length)
-
-    gradloc = GradLoc(model, config, run, bundle_writer=keeping)
-    inputs = {"input_ids": torch.randint(VOCABULARY, (ROWS, PROMPT + RESPONSE))}
-    advantages = torch.ones(ROWS, RESPONSE)
-    advantages[BAD] = 1e5
-    events = []
-    for step in range(1, count + 1):
-        gradloc.start_update(step)
-        gradloc.begin_pass(inputs, range(ROWS))
-        _, log_prob = run(inputs, list(range(ROWS)), RESPONSE)
-        tokens = {"response_mask": torch.ones(ROWS, RESPONSE), "token_id": inputs["input_ids"][:, PROMPT:]}
-        weight = torch.full_like(log_prob, 1 / log_prob.numel())
-        gradloc.observe(log_prob, None, weight, advantage=advantages, **tokens)
-        log_prob.backward(-advantages * weight)
-        gradloc.end_pass()
-        gradloc.locate(0, 0)
-        model.zero_grad()
-        events += gradloc.events
-    return events
-
-
-@pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model, and with the evidence and the bundle of one spike."""
-    folder = tmp_path_factory.mktemp("kept")
-    small_model().save_pretrained(folder / "model")
-    small_model(hidden_size=20).save_pretrained(folder / "wider")
-    small_model(num_hidden_layers=3).save_pretrained(folder / "deeper")
-    (event,) = spikes(folder)
-    assert [(culprit["row"], culprit["position"]) for culprit in event["culprits"]] == [BAD]
-    record_events(str(folder), [event])
-    return folder
-
-
-@pytest.fixture
-def bundle(kept: Path, tmp_path: Path) -> Path:
-    """A copy of the bundle that may be damaged."""
-    copy = tmp_path / "replay" / "step1"
-    shutil.copytree(kept / "replay" / "step1-epoch0-mini_batch0", copy)
-    return copy
-
-
-def tensors_of(bundle: Path) -> Path:
-    (path,) = bundle.glob("*.safetensors")
-    return path
-
-
-def resign(bundle: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Changes the manifest, with a checksum that fits again, as somebody with bad intentions would."""
-    manifest = json.loads((bundle / naming.MANIFEST).read_text())
-    change(manifest)
-    text = json.dumps(manifest).encode()
-    (bundle / naming.MANIFEST).write_bytes(text)
-    (bundle / naming.CHECKSUM).write_text(f"{hashlib.sha256(text).hexdigest()}  {naming.MANIFEST}\n")
-
-
-def resave(bundle: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
-    """Changes the tensors, with checksums that fit again."""
-    path = tensors_of(bundle)
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path)
-    facts = {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
-    resign(bundle, lambda manifest: manifest["micro_batches"][0].update(facts))
+__all__ = ["bundle", "kept"]
 
 
 def nested(depth: int) -> list[Any]:
@@ -179,9 +80,7 @@ def append(bundle: Path) -> None:
 
 def pickled(bundle: Path) -> None:
     torch.save({"a": 1}, tensors_of(bundle))
-    data = tensors_of(bundle).read_bytes()
-    facts = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    resign(bundle, lambda manifest: manifest["micro_batches"][0].update(facts))
+    resign_tensors(bundle)
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
@@ -265,6 +164,27 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no temperature": (lambda b: resave(b, lambda t: t["temperature"].zero_()), "temperature must be positive"),
     "stowaway": (lambda b: resave(b, lambda t: t.update(more=torch.ones(1))), "'more' is not a tensor of a bundle"),
     "no coefficient": (lambda b: resave(b, lambda t: t.pop("tokens.coefficient")), "tokens.coefficient is missing"),
+    "wide sampling": (
+        lambda b: resave(b, lambda t: t.update({"tokens.rollout_is_weight": torch.ones(ROWS, RESPONSE + 1)})),
+        "rollout_is_weight must be",
+    ),
+    "one sampling": (
+        lambda b: resave(b, lambda t: t.update({"tokens.rollout_is_weight": torch.ones(1)})),
+        "rollout_is_weight must be",
+    ),
+    **{
+        f"clips {clips}": (
+            lambda b, clips=clips: resign(b, lambda m: m.update(clips=clips)),
+            "its field 'clips' is malformed",
+        )
+        for clips in (
+            [],
+            {"token_clip": None},
+            {"layer_clip": {"a": {"norm": 1.0, "bound": "b", "factor": 1.0}}, "token_clip": None},
+            {"layer_clip": None, "token_clip": {"action": "os.system", "factor": 4.0, "usual": {}, "limit": 1}},
+            {"layer_clip": None, "token_clip": {"action": "drop", "factor": 4.0, "usual": {"a": -1.0}, "limit": 1}},
+        )
+    },
 }
 
 
@@ -275,9 +195,10 @@ def test_a_damaged_bundle_is_refused_in_one_sentence(
     change, message = DAMAGES[damage]
     open_bundle(bundle)  # it is whole
     change(bundle)
-    assert main([str(bundle), "--model", str(kept / "model")]) == 2
-    out, error = capsys.readouterr()
-    assert out == "" and error.count("\n") == 1 and message in error, error
+    for options in ([], ["--search"]):
+        assert main([str(bundle), "--model", str(kept / "model"), *options]) == 2
+        out, error = capsys.readouterr()
+        assert out == "" and error.count("\n") == 1 and message in error, error
     with pytest.raises(BundleError):
         open_bundle(bundle)
 
@@ -312,7 +233,7 @@ def test_the_work_of_opening_does_not_grow_with_entries_times_layers_or_rows(bun
         manifest["micro_batches"] = [{**entry, "rows": rows}]
         manifest["measured"] = manifest["measured"][:1] * entries
         manifest["event"] = {**manifest["event"], "culprits": manifest["event"]["culprits"] * entries}
-        assert opening._problem(manifest) is None
+        assert [*opening._problems(manifest)] == []
         whole = Bundle(bundle, manifest, opened.micro_batches)
         opening.check_places(whole)
         assert len(places(whole, manifest["event"]["culprits"])) == entries
@@ -337,15 +258,6 @@ def test_what_a_manifest_names_is_not_a_reason_to_fail(
     assert "\x1b" not in out + error and "The report: " in out and "pa\\x1b[2Jge.html" in out
 
 
-@pytest.mark.parametrize("name", ["LAYERS", "ROWS"])
-def test_a_bundle_over_the_limits_of_opening_is_not_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
-) -> None:
-    monkeypatch.setattr(limits, name, 1)
-    assert [event["replay"] for event in spikes(tmp_path)] == [None]
-    assert "are the limits" in caplog.text and list(tmp_path.rglob("*.safetensors")) == []
-
-
 @pytest.mark.target(version="0.9.1")
 @pytest.mark.parametrize(
     ("options", "message"),
@@ -355,6 +267,7 @@ def test_a_bundle_over_the_limits_of_opening_is_not_written(
         (["--model", "wider"], "its hidden_size is 20, and 16 was trained."),
         (["--model", "deeper"], "is not the bundle's: its layers differ in layers.2."),
         (["--model", "model", "--adapter", "x"], "was recorded without a LoRA adapter"),
+        (["--model", "model", "--attention", "flash_attention_2", "--device", "cpu"], "Flash attention needs --device"),
     ],
 )
 def test_a_wrong_model_is_refused_in_one_sentence(
@@ -387,51 +300,28 @@ def test_buffers_keep_their_precision(kept: Path, dtype: str) -> None:
 
 @pytest.mark.target(version="0.9.1")
 @pytest.mark.parametrize(
-    ("recorded", "asked", "device", "main_variant", "others"),
+    ("recorded", "asked", "device", "variants"),
     [
-        (("float32", "sdpa"), (None, None), "cpu", "float32, sdpa", ["float32, eager"]),
-        (("float32", "eager"), (None, None), "cpu", "float32, eager", ["float32, sdpa"]),
+        ("float32, sdpa", ", ", "cpu", ["float32, sdpa", "float32, eager"]),
+        ("float32, eager", ", ", "cpu", ["float32, eager", "float32, sdpa"]),
+        ("bfloat16, flash_attention_2", ", ", "cpu", ["bfloat16, sdpa", "float32, sdpa", "bfloat16, eager"]),
         (
-            ("bfloat16", "flash_attention_2"),
-            (None, None),
-            "cpu",
-            "bfloat16, sdpa",
-            ["float32, sdpa", "bfloat16, eager"],
+            *("bfloat16, sdpa", ", flash_attention_2", "cuda"),
+            ["bfloat16, flash_attention_2", "float32, sdpa", "bfloat16, eager"],
         ),
-        (
-            ("bfloat16", "sdpa"),
-            (None, "flash_attention_2"),
-            "cuda",
-            "bfloat16, flash_attention_2",
-            ["float32, sdpa", "bfloat16, eager"],
-        ),
-        (("bfloat16", "own"), ("float16", "eager"), "cpu", "float16, eager", ["float32, eager", "float16, sdpa"]),
-        (("int4", "sdpa"), (None, None), "cpu", "float32, sdpa", ["float32, eager"]),
+        ("bfloat16, own", "float16, eager", "cpu", ["float16, eager", "float32, eager", "float16, sdpa"]),
+        ("int4, sdpa", ", ", "cpu", ["float32, sdpa", "float32, eager"]),
     ],
 )
 def test_a_replay_computes_in_the_asked_way(
-    bundle: Path,
-    recorded: tuple[str, str],
-    asked: tuple[str | None, str | None],
-    device: str,
-    main_variant: str,
-    others: list[str],
+    bundle: Path, recorded: str, asked: str, device: str, variants: list[str]
 ) -> None:
     def change(manifest: dict[str, Any]) -> None:
-        manifest["dtype"], manifest["model"]["attention"] = recorded
+        manifest["dtype"], manifest["model"]["attention"] = recorded.split(", ")
 
     resign(bundle, change)
-    chosen = default_variant(open_bundle(bundle), *asked, device)
-    assert str(chosen) == main_variant and [str(other) for other in other_variants(chosen)] == others
-
-
-@pytest.mark.target(version="0.9.1")
-def test_flash_attention_is_refused_where_it_cannot_be(
-    bundle: Path, kept: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = ["--model", str(kept / "model"), "--attention", "flash_attention_2", "--device", "cpu"]
-    assert main([str(bundle), *options]) == 2
-    assert capsys.readouterr().err == "Flash attention needs --device cuda and --dtype bfloat16 or float16.\n"
+    chosen = default_variant(open_bundle(bundle), *(each or None for each in asked.split(", ")), device)
+    assert [str(variant) for variant in (chosen, *other_variants(chosen))] == variants
 
 
 def out_of_cuda() -> None:
@@ -461,40 +351,13 @@ def test_a_comparison_that_runs_out_of_memory_is_left_out(
     full = "eager"
     assert main([str(bundle), "--model", str(kept / "model"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["notes"] == ["Not compared with float32, eager: float32, eager takes more memory than there is."]
+    assert found["notes"] == ["Not compared with float32, eager: it takes more memory than there is."]
     assert found["variants"] == []
     full = "sdpa"
     assert main([str(bundle), "--model", str(kept / "model")]) == 2
     assert capsys.readouterr().err.splitlines()[1:] == [
         "float32, sdpa takes more memory than there is. "
         "Take another --device, --dtype or --attention, or a machine with more memory."
-    ]
-
-
-@pytest.mark.parametrize("step", ["load", "measure"])
-def test_the_result_is_on_disk_before_a_comparison_begins(bundle: Path, kept: Path, step: str) -> None:
-    """The system ends a process that takes too much memory by SIGKILL, without an error."""
-    script = f"""
-import os, signal, sys
-from gradloc_tools.replay import command
-from gradloc_tools.replay import memory
-step, variants = command.{step}, []
-def killed(*arguments, **options):
-    variants.append(arguments)
-    if len(variants) == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return step(*arguments, **options)
-command.{step} = killed
-command.main([{str(bundle)!r}, "--model", {str(kept / "model")!r}, "--dtype", "bfloat16"])
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
-    (path,) = (line[12:] for line in done.stderr.splitlines() if line.startswith("The result: "))
-    assert done.returncode == -signal.SIGKILL
-    found = json.loads(Path(path).read_text())
-    assert found["sentences"][0].startswith("The spike comes back") and found["variants"] == []
-    assert found["notes"] == [
-        "Not compared with float32, sdpa: the replay ended before.",
-        "Not compared with bfloat16, eager: the replay ended before.",
     ]
 
 
@@ -518,7 +381,7 @@ def test_a_replay_that_needs_more_memory_than_is_free_is_refused(
     assert variants == ["float32, sdpa"]
     figures = "at least 0.0 GiB are needed, and 0.0 are free"
     assert json.loads(capsys.readouterr().out)["notes"] == [
-        f"Not compared with float32, eager: float32, eager takes more memory than there is: {figures}."
+        f"Not compared with float32, eager: it takes more memory than there is: {figures}."
     ]
     assert main([str(bundle), "--model", str(kept / "model")]) == 2
     said = capsys.readouterr().err.splitlines()[1]
@@ -574,41 +437,12 @@ def test_a_machine_says_how_much_memory_is_free() -> None:
     assert 0 < memory.free_memory("cpu") < 2**50
 
 
-def test_one_model_at_a_time_is_in_memory(
-    bundle: Path, kept: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    modules: list[weakref.ref[torch.nn.Module]] = []
-
-    def loaded(*arguments: Any) -> Any:
-        assert all(module() is None for module in modules), "the model before it is still in memory"
-        model = load(*arguments)
-        modules.append(weakref.ref(model.module))
-        return model
-
-    def measured(opened: Any, model: Any, *arguments: Any, **options: Any) -> Any:
-        if len(modules) == 2:
-            raise torch.cuda.OutOfMemoryError("no memory")
-        return measure(opened, model, *arguments, **options)
-
-    monkeypatch.setattr(command, "load", loaded)
-    monkeypatch.setattr(command, "measure", measured)
-    assert main([str(bundle), "--model", str(kept / "model"), "--dtype", "bfloat16", "--json"]) == 0
-    assert len(modules) == 3 and len(json.loads(capsys.readouterr().out)["variants"]) == 1
-
-
 @pytest.mark.target(version="0.9.1")
 def test_other_weights_are_told_from_those_of_training(
     bundle: Path, kept: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    other = small_model()
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
-    other.save_pretrained(tmp_path / "other")
-    texts = []
-    for model in (kept / "model", tmp_path / "other"):
-        assert main([str(bundle), "--model", str(model), "--json", "--only"]) == 0
-        texts.append(" ".join(json.loads(capsys.readouterr().out)["sentences"]))
+    models = kept / "model", Path(save_other_weights(tmp_path / "other"))
+    texts = [" ".join(replayed(bundle, model, capsys, "--only")["sentences"]) for model in models]
     assert "these are the weights of training." in texts[0]
     assert "these are probably other weights than those of training. The bundle is of step 1;" in texts[1]
     assert "no checkpoint before it was known." in texts[1]
@@ -621,9 +455,10 @@ def test_the_terminal_and_the_report_show_a_replay(
     shutil.copytree(kept, folder)
     page = tmp_path / "page.html"
     command = [str(folder / "replay/step1-epoch0-mini_batch0"), "--model", str(folder / "model"), "--html", str(page)]
-    assert main(command) == 0
+    assert main([*command, "--switches"]) == 0
     out = capsys.readouterr().out
     assert "The spike comes back: rank 0, micro-batch 0" in out and "spike_action=drop" in out
+    assert "What each switch changes" in out and "rotary embedding in float32" in texts_of(page)
     assert "The spike comes back: rank 0" in texts_of(page)
     (result,) = read(str(folder)).replays
     assert result["bundle"] == "step1-epoch0-mini_batch0"
@@ -638,43 +473,12 @@ def test_the_terminal_and_the_report_show_a_replay(
     assert read(str(folder)).replays == []
 
 
-@pytest.mark.target(version="0.9.1")
-def test_a_replay_needs_neither_verl_nor_ray(bundle: Path, kept: Path) -> None:
-    script = f"""
-import sys
-for name in ("verl", "ray", "tensordict"):
-    sys.modules[name] = None
-from gradloc_tools.replay.command import main
-sys.exit(main([{str(bundle)!r}, "--model", {str(kept / "model")!r}, "--only"]))
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "The spike comes back" in done.stdout
-
-
 def test_a_resumed_run_keeps_both_bundles_of_a_step_and_no_more_than_allowed(tmp_path: Path) -> None:
     first = [event["replay"] for event in spikes(tmp_path, count=1)]
     second = [event["replay"] for event in spikes(tmp_path, count=2, most=2)]
     assert first == ["replay/step1-epoch0-mini_batch0"]
     assert second == ["replay/step1-epoch0-mini_batch0-2", None]
     open_bundle(tmp_path / second[0])
-
-
-def test_a_bundle_that_is_too_large_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(limits, "BUNDLE_BYTES", 1000)
-    assert [event["replay"] for event in spikes(tmp_path, count=2)] == [None, None]
-    assert len([record for record in caplog.records if "no replay bundle is kept" in record.message]) == 1
-    assert "1,000 are the limit" in caplog.text and list(tmp_path.rglob("*.safetensors")) == []
-
-
-def test_no_bundle_is_added_to_a_full_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(limits, "TOTAL_BYTES", 1000)
-    assert [event["replay"] is None for event in spikes(tmp_path, count=3)] == [False, True, True]
-    assert caplog.text.count("no more replay bundles are kept") == 1
 
 
 def test_what_cannot_be_replayed_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -706,12 +510,28 @@ def test_a_manifest_has_the_largest_of_the_tokens_measured(monkeypatch: pytest.M
     assert [token["grad_norm"] for token in listed[1:]] == [8.0, 8.0] and listed[1]["row"] == 7
 
 
-def test_a_manifest_that_could_not_be_opened_is_not_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("limit", "value", "are_kept", "said"),
+    [
+        ("LAYERS", 1, [False, False], "are the limits"),
+        ("ROWS", 1, [False, False], "are the limits"),
+        ("BUNDLE_BYTES", 1000, [False, False], "1,000 are the limit"),
+        ("TOTAL_BYTES", 1000, [True, False], "no more replay bundles are kept"),
+        ("MANIFEST_BYTES", 100, [False, False], "its manifest would take"),
+    ],
+)
+def test_a_bundle_over_a_limit_is_not_written_and_that_said_once(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    limit: str,
+    value: int,
+    are_kept: list[bool],
+    said: str,
 ) -> None:
-    monkeypatch.setattr(limits, "MANIFEST_BYTES", 100)
-    assert [event["replay"] for event in spikes(tmp_path)] == [None]
-    assert "its manifest would take" in caplog.text and not (tmp_path / "replay").exists()
+    monkeypatch.setattr(limits, limit, value)
+    assert [event["replay"] is not None for event in spikes(tmp_path, count=2)] == are_kept
+    assert caplog.text.count(said) == 1 and len([*tmp_path.rglob("*.safetensors")]) == sum(are_kept)
 
 
 CULPRITS = [{"culprit": True, "replayed": norm} for norm in (50.0, 20.0, 9.0)]
@@ -733,6 +553,8 @@ def result(**changes: Any) -> dict[str, Any]:
         "global_step": 3,
         "checkpoint": "/runs/global_step_2/actor",
         "log_probs": {"tokens": 4, "nonfinite": 0, "mean": 1e-6, "max": 1e-5},
+        "scale": None,
+        "temperature": None,
         **changes,
     }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from pathlib import Path
@@ -10,16 +9,26 @@ from typing import Any
 
 import pytest
 import torch
-from test_replay import PROMPT, RESPONSE, ROWS, VOCABULARY, context, forward, rows_of, small_model
+from small_bundles import (
+    RESPONSE,
+    ROWS,
+    forward,
+    passes,
+    random_ids,
+    resign,
+    save_other_weights,
+    small_model,
+    writer_of,
+)
 
 from gradloc import GradLoc, GradLocConfig
-from gradloc.bundles.bundle_writer import BundleWriter
 from gradloc.evidence.schema import conforms
 from gradloc_tools.bundles.opening import open_bundle
 from gradloc_tools.bundles.results import RESULT
 from gradloc_tools.replay.command import main
 from gradloc_tools.replay.measuring import Measured, Norms
-from gradloc_tools.replay.scale import find_scale, scale_in_words
+from gradloc_tools.replay.scale import find_scale
+from gradloc_tools.replay.verdict import scale_in_words
 
 MICRO_BATCHES = 3
 
@@ -37,21 +46,12 @@ def bundle(
     def run(inputs: dict[str, Any], rows: list[int], length: int) -> Any:
         return forward(model, inputs, rows, length)
 
-    facts = context(model) | {"actor": {"ppo_mini_batch_size": 7}}
-    writer = BundleWriter(str(directory), 4, rows_of, lambda: facts)
+    writer = writer_of(model, directory, actor={"ppo_mini_batch_size": 7})
     gradloc = GradLoc(model, GradLocConfig(grad_norm_threshold=1e-6), run, bundle_writer=writer)
-    gradloc.start_update(1)
     torch.manual_seed(1)
-    for index in range(MICRO_BATCHES):
-        inputs = {"input_ids": torch.randint(VOCABULARY, (ROWS, PROMPT + RESPONSE))}
-        gradloc.begin_pass(inputs, range(ROWS * index, ROWS * (index + 1)))
-        _, log_prob = run(inputs, [*range(ROWS)], RESPONSE)
-        weight = torch.full_like(log_prob, 1 / log_prob.numel() / MICRO_BATCHES)
-        advantage = torch.randn(ROWS, RESPONSE)
-        tokens = {"response_mask": torch.ones(ROWS, RESPONSE), "token_id": inputs["input_ids"][:, PROMPT:]}
-        gradloc.observe(log_prob, None, weight, advantage=advantage, old_log_prob=log_prob.detach(), **tokens)
-        log_prob.backward(-of_loss * advantage * weight)
-        gradloc.end_pass()
+    ids = [random_ids() for _ in range(MICRO_BATCHES)]
+    advantages = [torch.randn(ROWS, RESPONSE) for _ in range(MICRO_BATCHES)]
+    passes(gradloc, run, 1, ids, advantages, of_loss, old=True)
     for parameter in model.parameters():
         parameter.grad *= of_reduced
     gradloc.locate(0, 0)
@@ -95,11 +95,7 @@ def test_two_wrong_factors_are_told_apart(tmp_path: Path, capsys: Any) -> None:
 
 def test_other_weights_have_no_factor(tmp_path: Path, capsys: Any) -> None:
     arguments = bundle(tmp_path, of_gradient=8.0)
-    other = small_model()
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
-    other.save_pretrained(tmp_path / "model")
+    save_other_weights(tmp_path / "model")
     assert replayed([*arguments, "--only"], capsys)["scale"] is None
 
 
@@ -107,14 +103,13 @@ def test_layers_with_other_factors_are_no_scale(tmp_path: Path, capsys: Any) -> 
     """A layer that was really different, as with a kernel's bug, is not called a scale."""
     arguments = bundle(tmp_path)
     assert replayed([*arguments, "--only"], capsys)["scale"] is None
-    manifest = Path(arguments[0]) / "manifest.json"
-    text = json.loads(manifest.read_text())
-    for entry in text["micro_batches"]:
-        entry["layer_norms"] = {layer: 8 * norm for layer, norm in entry["layer_norms"].items()}
-        entry["layer_norms"]["layers.1"] *= 1.1
-    data = json.dumps(text).encode()
-    manifest.write_bytes(data)
-    (manifest.parent / "manifest.json.sha256").write_text(f"{hashlib.sha256(data).hexdigest()}  manifest.json\n")
+
+    def change(manifest: dict[str, Any]) -> None:
+        for entry in manifest["micro_batches"]:
+            entry["layer_norms"] = {layer: 8 * norm for layer, norm in entry["layer_norms"].items()}
+            entry["layer_norms"]["layers.1"] *= 1.1
+
+    resign(Path(arguments[0]), change)
     assert replayed([*arguments, "--only"], capsys)["scale"] is None
 
 

@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from test_replay import PROMPT, resave, small_model, spikes
+from small_bundles import NAME, PROMPT, bundle, kept, replayed, resave, small_model
 
-from gradloc.evidence.writer import record_events
 from gradloc_tools.bundles.opening import open_bundle
 from gradloc_tools.bundles.results import read_results
-from gradloc_tools.replay.command import main
-from gradloc_tools.replay.temperature import LEFT, _least, temperature_sentences
+from gradloc_tools.replay.temperature import LEFT, _least
 
-
-@pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("kept")
-    small_model().save_pretrained(folder / "model")
-    record_events(str(folder), spikes(folder))
-    return folder
+__all__ = ["bundle", "kept"]
 
 
 def with_rollout(kept: Path, folder: Path, temperature: float, noise: float = 0.0, training: float = 1.0) -> Path:
     """The bundle with log-probs of a rollout at a temperature."""
     shutil.copytree(kept, folder)
-    (bundle,) = (path for path in (folder / "replay").iterdir() if path.is_dir())
-    saved = next(iter(open_bundle(str(bundle)).micro_batches.values()))
+    bundle = folder / "replay" / NAME
+    (saved,) = open_bundle(bundle).micro_batches.values()
     ids = torch.stack([row.input_ids for row in saved.rows])
     with torch.no_grad():
         every = small_model()(input_ids=ids).logits[:, PROMPT - 1 : -1] / temperature
@@ -45,21 +35,19 @@ def with_rollout(kept: Path, folder: Path, temperature: float, noise: float = 0.
     return bundle
 
 
-def replayed(bundle: Path, kept: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    assert main([str(bundle), "--model", str(kept / "model"), "--json", "--only"]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
 @pytest.mark.parametrize(("temperature", "training"), [(0.62, 1.0), (1.7, 1.0), (1.0, 0.6), (0.5, 0.9)])
 def test_the_temperature_of_the_rollouts_log_probs_is_found(
     temperature: float, training: float, kept: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bundle = with_rollout(kept, tmp_path / "folder", temperature, 0.002, training)
-    result = replayed(bundle, kept, capsys)
+    result = replayed(bundle, kept / "model", capsys, "--only")
     found = result["temperature"]
     assert found["fits"] == pytest.approx(temperature, rel=0.02) and found["training"] == pytest.approx(training)
     assert found["left"] < LEFT * found["gap"]
-    assert f"another temperature: {found['fits']:.2f} fits" in result["sentences"][-1]
+    assert (
+        f"another temperature: {found['fits']:.2f} fits, and training computes them at {training:g} (mean difference "
+        f"{found['gap']:.2g}, and {found['left']:.2g} at {found['fits']:.2f})." in result["sentences"][-1]
+    )
     (read,) = read_results(str(tmp_path / "folder"))
     assert read["temperature"] == found
 
@@ -68,25 +56,17 @@ def test_the_temperature_of_the_rollouts_log_probs_is_found(
 def test_noise_and_small_differences_are_no_other_temperature(
     temperature: float, noise: float, kept: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = replayed(with_rollout(kept, tmp_path / "folder", temperature, noise), kept, capsys)
+    result = replayed(with_rollout(kept, tmp_path / "folder", temperature, noise), kept / "model", capsys, "--only")
     assert result["temperature"] is None
     assert not any("temperature" in sentence for sentence in result["sentences"])
 
 
 def test_without_log_probs_of_the_rollout_nothing_is_said(
-    kept: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    bundle: Path, kept: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shutil.copytree(kept, tmp_path / "folder")
-    (bundle,) = (path for path in (tmp_path / "folder/replay").iterdir() if path.is_dir())
-    assert replayed(bundle, kept, capsys)["temperature"] is None
+    assert replayed(bundle, kept / "model", capsys, "--only")["temperature"] is None
 
 
 def test_the_search_ends_at_the_bottom_of_a_valley() -> None:
     for bottom in (-1.3, -0.2, 0.0, 0.5, 1.37):
         assert _least(lambda x, bottom=bottom: abs(x - bottom) ** 1.5, -1.4, 1.4) == pytest.approx(bottom, abs=0.005)
-
-
-def test_the_sentence_has_the_figures() -> None:
-    assert temperature_sentences(None) == []
-    (sentence,) = temperature_sentences({"fits": 0.6213, "training": 1.0, "gap": 0.3, "left": 0.01})
-    assert "0.62 fits, and training computes them at 1 (mean difference 0.3, and 0.01 at 0.62)" in sentence

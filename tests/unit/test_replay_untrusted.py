@@ -15,7 +15,7 @@ import torch
 import transformers
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from test_replay import bundle, kept, resign, small_model
+from small_bundles import bundle, kept, resign, small_model
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -176,10 +176,6 @@ def kernels(model: Path, marker: Path) -> None:
         change_json(model / "config.json", **{name: "attacker/kernel", f"{name}_internal": "attacker/kernel"})
 
 
-def quantized(model: Path, marker: Path) -> None:
-    change_json(model / "config.json", quantization_config={"quant_method": "fp8", "modules_to_not_convert": []})
-
-
 def adapter(model: Path, marker: Path) -> None:
     change_json(model / "adapter_config.json", peft_type="LORA", base_model_name_or_path="attacker/model")
 
@@ -190,26 +186,13 @@ def adapter_of_another_folder(model: Path, marker: Path) -> None:
     change_json(model / "adapter_config.json", peft_type="LORA", base_model_name_or_path=str(elsewhere))
 
 
-def pipe_as_configuration(model: Path, marker: Path) -> None:
-    (model / "config.json").unlink()
-    os.mkfifo(model / "config.json")
-
-
-def pipe_as_weights(model: Path, marker: Path) -> None:
-    (model / "model.safetensors").unlink()
-    os.mkfifo(model / "model.safetensors")
-
-
-def deep_configuration(model: Path, marker: Path) -> None:
-    (model / "config.json").write_text('{"a": ' + "[" * 990 + "]" * 990 + "}")
-
-
-def odd_values(model: Path, marker: Path) -> None:
-    change_json(model / "config.json", hidden_act={"a": 1}, rope_scaling=[1], to_dict=3, get_text_config="x")
+def pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
 
 
 # The attack, and what is said: None where the folder is used without what is bad in it.
-ATTACKS: dict[str, tuple[Callable[[Path, Path], None], str | None]] = {
+ATTACKS: dict[str, tuple[Callable[[Path, Path], Any], str | None]] = {
     "custom generation": (custom_generate, None),
     "code for a known type": (auto_map, None),
     "code for an unknown type": (unknown_type, "cannot be loaded"),
@@ -223,13 +206,22 @@ ATTACKS: dict[str, tuple[Callable[[Path, Path], None], str | None]] = {
     "an index that leads out": (index_that_leads_out, "'../weights.safetensors' is not the name of"),
     "weights named by the configuration": (named_weights, None),
     "kernels": (kernels, None),
-    "quantized": (quantized, "its weights are quantized"),
+    "quantized": (
+        lambda model, _: change_json(model / "config.json", quantization_config={"quant_method": "fp8"}),
+        "its weights are quantized",
+    ),
     "an adapter of a model on the hub": (adapter, None),
     "an adapter of another folder": (adapter_of_another_folder, None),
-    "a pipe as configuration": (pipe_as_configuration, "config.json"),
-    "a pipe as weights": (pipe_as_weights, "it has no model.safetensors"),
-    "deep": (deep_configuration, "cannot be loaded"),
-    "odd values": (odd_values, "cannot be loaded"),
+    "a pipe as configuration": (lambda model, _: pipe(model / "config.json"), "config.json"),
+    "a pipe as weights": (lambda model, _: pipe(model / "model.safetensors"), "it has no model.safetensors"),
+    "deep": (
+        lambda model, _: (model / "config.json").write_text('{"a": ' + "[" * 990 + "]" * 990 + "}"),
+        "cannot be loaded",
+    ),
+    "odd values": (
+        lambda model, _: change_json(model / "config.json", hidden_act={"a": 1}, rope_scaling=[1], to_dict=3),
+        "cannot be loaded",
+    ),
 }
 
 
@@ -285,39 +277,26 @@ def test_the_attacks_succeed_where_a_folder_is_trusted(
         assert asked
 
 
-def beside_the_bundle(bundle: Path, model: Path) -> str:
-    return str(shutil.copytree(model, bundle.parent / "model"))
-
-
-def beside_the_evidence(bundle: Path, model: Path) -> str:
-    return str(shutil.copytree(model, bundle.parent.parent / "checkpoint"))
-
-
-def in_the_bundle(bundle: Path, model: Path) -> str:
-    return str(shutil.copytree(model, bundle / "model"))
-
-
-def by_dots(bundle: Path, model: Path) -> str:
-    return f"{model}/../{os.path.relpath(beside_the_bundle(bundle, model), model.parent)}"
+def copied(model: Path, to: Path) -> str:
+    return str(shutil.copytree(model, to))
 
 
 def by_a_link(bundle: Path, model: Path) -> str:
-    (model.parent / "link").symlink_to(in_the_bundle(bundle, model))
+    (model.parent / "link").symlink_to(copied(model, bundle / "model"))
     return str(model.parent / "link")
-
-
-def relative(bundle: Path, model: Path) -> str:
-    return os.path.relpath(model)
 
 
 # Where the manifest's path leads, and what is said.
 PATHS: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
-    "beside the bundle": (beside_the_bundle, "in or beside the bundle"),
-    "beside the evidence": (beside_the_evidence, "in or beside the bundle"),
-    "in the bundle": (in_the_bundle, "in or beside the bundle"),
-    "by dots": (by_dots, "in or beside the bundle"),
+    "beside the bundle": (lambda b, m: copied(m, b.parent / "model"), "in or beside the bundle"),
+    "beside the evidence": (lambda b, m: copied(m, b.parent.parent / "checkpoint"), "in or beside the bundle"),
+    "in the bundle": (lambda b, m: copied(m, b / "model"), "in or beside the bundle"),
+    "by dots": (
+        lambda b, m: f"{m}/../{os.path.relpath(copied(m, b.parent / 'model'), m.parent)}",
+        "in or beside the bundle",
+    ),
     "by a link": (by_a_link, "in or beside the bundle"),
-    "relative": (relative, "a relative path"),
+    "relative": (lambda b, m: os.path.relpath(m), "a relative path"),
     "here": (lambda b, m: os.chdir(m) or ".", "a relative path"),
     "home": (lambda b, m: "~/model", "no folder of this machine"),
     "on the hub": (lambda b, m: "attacker/model", "no folder of this machine"),
@@ -429,25 +408,20 @@ def test_an_adapter_asks_no_hub(
     assert json.loads(capsys.readouterr().out)["units"] == expected and asked == []
 
 
-def remove_weights(lora: Path, marker: Path) -> None:
+def pickled_adapter(lora: Path, marker: Path) -> None:
     (lora / "adapter_model.safetensors").unlink()
-
-
-def pickle_weights(lora: Path, marker: Path) -> None:
-    remove_weights(lora, marker)
     write_pickle(lora / "adapter_model.bin", marker)
-
-
-def adapters_of_an_adapter(lora: Path, marker: Path) -> None:
-    change_json(lora / "adapter_config.json", peft_type="XLORA", adapters={"0": "attacker/adapter"})
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (remove_weights, "it has no adapter_model.safetensors."),
-        (pickle_weights, "it has no adapter_model.safetensors."),
-        (adapters_of_an_adapter, "its peft_type is 'XLORA', and a replay loads LORA."),
+        (lambda lora, _: (lora / "adapter_model.safetensors").unlink(), "it has no adapter_model.safetensors."),
+        (pickled_adapter, "it has no adapter_model.safetensors."),
+        (
+            lambda lora, _: change_json(lora / "adapter_config.json", peft_type="XLORA", adapters={"0": "attacker/a"}),
+            "its peft_type is 'XLORA', and a replay loads LORA.",
+        ),
         (lambda lora, marker: shutil.rmtree(lora), "there is no such folder."),
     ],
 )
@@ -458,7 +432,7 @@ def test_another_adapter_is_refused(
     marker: Path,
     asked: list[Any],
     capsys: pytest.CaptureFixture[str],
-    change: Callable[[Path, Path], None],
+    change: Callable[[Path, Path], Any],
     message: str,
 ) -> None:
     change(lora, marker)

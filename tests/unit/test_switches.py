@@ -16,12 +16,10 @@ from typing import Any
 
 import pytest
 import torch
-from pages import texts_of
-from test_replay import PROMPT, RESPONSE, ROWS, VOCABULARY, context, forward, rows_of, small_model
+from small_bundles import PROMPT, RESPONSE, ROWS, forward, passes, random_ids, small_model, writer_of
 from transformers.models.llama import modeling_llama
 
 from gradloc import GradLoc, GradLocConfig
-from gradloc.bundles.bundle_writer import BundleWriter
 from gradloc.evidence.schema import conforms
 from gradloc_tools.bundles.opening import open_bundle
 from gradloc_tools.bundles.results import RESULT
@@ -29,7 +27,8 @@ from gradloc_tools.replay import command, memory, switches
 from gradloc_tools.replay.command import main
 from gradloc_tools.replay.measuring import measure
 from gradloc_tools.replay.model import Variant, load
-from gradloc_tools.replay.switch_table import AS_REPLAYED, CHANGE, switches_in_words
+from gradloc_tools.replay.switches import AS_REPLAYED, Switch, find_switches
+from gradloc_tools.replay.verdict import CHANGE, switches_in_words
 
 FAINT = 3  # the token whose embedding is small
 
@@ -50,20 +49,13 @@ def recorded(directory: Path, over: float, dtype: str = "float32") -> list[str]:
         with torch.autocast("cpu", dtype=getattr(torch, dtype), enabled=dtype != "float32"):
             return forward(model, inputs, rows, length)
 
-    facts = context(model) | {"dtype": dtype}
     torch.manual_seed(3)
-    ids = torch.randint(FAINT + 1, VOCABULARY, (ROWS, PROMPT + RESPONSE))
+    ids = random_ids(FAINT + 1)
     ids[1, PROMPT + 1] = FAINT
     threshold = 1e-9
-    for writer in (None, BundleWriter(str(directory), 4, rows_of, lambda: facts)):
+    for writer in (None, writer_of(model, directory, dtype=dtype)):
         gradloc = GradLoc(model, GradLocConfig(grad_norm_threshold=threshold), run, bundle_writer=writer)
-        gradloc.start_update(1)
-        gradloc.begin_pass({"input_ids": ids}, range(ROWS))
-        _, log_prob = run({"input_ids": ids}, [*range(ROWS)], RESPONSE)
-        weight = torch.full_like(log_prob, 1 / log_prob.numel())
-        gradloc.observe(log_prob, None, weight, response_mask=torch.ones(ROWS, RESPONSE), token_id=ids[:, PROMPT:])
-        log_prob.backward(-weight)
-        gradloc.end_pass()
+        passes(gradloc, run, 1, [ids], [torch.ones(ROWS, RESPONSE)])
         gradloc.locate(0, 0)
         model.zero_grad()
         (event,) = gradloc.events
@@ -163,19 +155,13 @@ def test_without_a_bug_no_switch_changes_much(tmp_path: Path, capsys: pytest.Cap
     assert [note for note in result["notes"] if "Not switched" in note] == []
 
 
-def test_the_terminal_and_the_page_show_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page = tmp_path / "page.html"
-    assert main([*recorded(tmp_path, 0.6)[:-1], "--html", str(page)]) == 0
-    out = capsys.readouterr().out
-    assert "What each switch changes" in out and "rotary embedding in float32" in out
-    assert "rotary embedding in float32" in texts_of(page)
-
-
 def test_a_model_is_left_as_it_was(tmp_path: Path) -> None:
     arguments = recorded(tmp_path, 0.6)
     model = load(open_bundle(arguments[0]), arguments[2], Variant("float32", "sdpa"), "cpu", None, False)
     before = {id(child): dict(vars(child)) for child in model.module.modules()}
-    for switch in switches.switches_in_place(model, Variant("float32", "sdpa")):
+    in_place = [switch for switch in find_switches(Variant("float32", "sdpa"), "cpu") if switch.variant is None]
+    assert len(in_place) == 4
+    for switch in in_place:
         with pytest.raises(ValueError), switch.on(model):
             raise ValueError
     assert all(vars(child) == before[id(child)] for child in model.module.modules())
@@ -219,7 +205,7 @@ def test_a_switch_that_fails_is_noted(
         raise error("it cannot be")
         yield
 
-    monkeypatch.setattr(command, "switches_in_place", lambda model, variant: [switches.Switch("broken", broken)])
+    monkeypatch.setattr(command, "find_switches", lambda variant, device: [Switch("broken", broken)])
     result = replayed(recorded(tmp_path, 0.6), capsys)
     assert [note for note in result["notes"] if "broken" in note] == ["Not switched to 'broken': it cannot be."]
 
@@ -227,17 +213,17 @@ def test_a_switch_that_fails_is_noted(
 @pytest.mark.parametrize("count", [1, 2])
 def test_the_result_is_on_disk_before_each_switch(tmp_path: Path, count: int) -> None:
     """The system ends a process that takes too much memory by SIGKILL, without an error."""
-    arguments = recorded(tmp_path, 0.6)
+    arguments = [argument for argument in recorded(tmp_path, 0.6) if argument != "--only"]
     script = f"""
 import os, signal
 from gradloc_tools.replay import command
-step, switched = command.measure_switch, []
+step, measured = command.measure, []
 def killed(*arguments, **options):
-    switched.append(arguments)
-    if len(switched) == {count}:
+    measured.append(arguments)
+    if len(measured) == {count + 1}:  # after the replay itself
         os.kill(os.getpid(), signal.SIGKILL)
     return step(*arguments, **options)
-command.measure_switch = killed
+command.measure = killed
 command.main({arguments!r})
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
@@ -246,7 +232,8 @@ command.main({arguments!r})
     found = json.loads(Path(path).read_text())
     assert conforms(found, RESULT) and found["sentences"][0].startswith("The spike comes back")
     names = [AS_REPLAYED, "RMSNorm in float32", "rotary embedding in float32"]
-    assert [row["name"] for row in found["switches"]] == names[:count]
+    assert [row["name"] for row in found["switches"]] == names[:count] and found["variants"] == []
+    assert "Not compared with float32, eager: the replay ended before." in found["notes"]
     for name in [*names[count + 1 :], "attention: eager", "precision: float64"]:
         assert f"Not switched to '{name}': the replay ended before." in found["notes"]
 
@@ -277,7 +264,7 @@ def test_a_model_that_cannot_fit_is_not_loaded_for_a_switch(
     assert variants == ["float32, sdpa", "float32, eager", "bfloat16, sdpa"]
     assert [row["name"] for row in result["switches"]][-2:] == ["attention: eager", "precision: bfloat16"]
     (note,) = [note for note in result["notes"] if "Not switched" in note]
-    assert note == "Not switched to 'precision: float64': it takes more memory than there is."
+    assert note.startswith("Not switched to 'precision: float64': it takes more memory than there is: at least ")
 
 
 @pytest.mark.target(version="0.9.1")
@@ -287,18 +274,17 @@ def test_kernels_are_switched_where_they_are_installed(monkeypatch: pytest.Monke
     installed = {"liger_kernel", "flash_attn"}
     monkeypatch.setattr(switches, "find_spec", lambda name: object() if name in installed else None)
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers.monkey_patch", patch)
-    main_variant = Variant("bfloat16", "sdpa")
-    found = switches.loaded_switches(main_variant, "cuda")
+    found = find_switches(Variant("bfloat16", "sdpa"), "cuda")
+    reloaded = {switch.name: switch for switch in found if switch.variant is not None}
     names = ["attention: eager", "attention: flash_attention_2", "fused kernels: Liger"]
-    assert [name for name, _, _ in found] == [*names, "precision: float32", "precision: float64"]
+    assert [*reloaded] == [*names, "precision: float32", "precision: float64"]
+    liger = reloaded["fused kernels: Liger"]
     module = torch.nn.Linear(1, 1)
-    _, variant, give = found[2]
-    assert variant == main_variant and give is not None
-    give(module)
-    assert given == [module]
-    assert "fused" not in str(switches.loaded_switches(main_variant, "cpu"))
-    of_flash = switches.loaded_switches(Variant("bfloat16", "flash_attention_2"), "cuda")
-    assert ("precision: float32", Variant("float32", "sdpa"), None) in of_flash
+    with liger.on(SimpleNamespace(module=module)):
+        assert given == [module] and liger.variant == Variant("bfloat16", "sdpa")
+    assert not any("fused" in switch.name for switch in find_switches(liger.variant, "cpu"))
+    of_flash = find_switches(Variant("bfloat16", "flash_attention_2"), "cuda")
+    assert Switch("precision: float32", variant=Variant("float32", "sdpa")) in of_flash
 
 
 @pytest.mark.target(version="0.9.1")

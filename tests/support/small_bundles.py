@@ -1,0 +1,179 @@
+"""Bundles of a small model's spikes, in one process without verl, and what may be wrong with them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from gradloc import GradLoc, GradLocConfig, record_events
+from gradloc.bundles import naming
+from gradloc.bundles.bundle_writer import BundleWriter
+from gradloc.bundles.layout import Row
+from gradloc_tools.replay.command import main
+
+ROWS, PROMPT, RESPONSE, VOCABULARY = 2, 3, 5, 23
+THRESHOLD = 1e3
+# The row and position of the token with a huge advantage.
+BAD = (1, 2)
+NAME = "step1-epoch0-mini_batch0"
+
+
+def small_model(**changes: Any) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=VOCABULARY, initializer_range=0.3, attn_implementation="sdpa", **sizes)
+    config.update(changes)
+    return LlamaForCausalLM(config)
+
+
+def save_other_weights(folder: Path) -> str:
+    """Saves a small model whose weights are not those of training."""
+    model = small_model()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def forward(model: LlamaForCausalLM, inputs: dict[str, Any], rows: list[int], length: int) -> Any:
+    ids = inputs["input_ids"][rows][:, : PROMPT + length]
+    logits = model(input_ids=ids, use_cache=False).logits[:, PROMPT - 1 : -1]
+    return None, logits.log_softmax(-1).gather(-1, ids[:, PROMPT:].unsqueeze(-1)).squeeze(-1)
+
+
+def rows_of(inputs: dict[str, Any]) -> list[Row]:
+    return [Row(ids, torch.arange(len(ids)), RESPONSE, 1.0) for ids in inputs["input_ids"]]
+
+
+def writer_of(
+    model: LlamaForCausalLM,
+    directory: Path,
+    most: int = 4,
+    rows: Callable[[Any], list[Row]] = rows_of,
+    **changes: Any,
+) -> BundleWriter:
+    """What keeps the bundles of a model's spikes; the changes are those of what it knows of the run."""
+    facts = {name: getattr(model.config, name) for name in ("model_type", "vocab_size", "hidden_size")}
+    context = {
+        "model": {**facts, "path": None, "attention": "sdpa"},
+        "dtype": "float32",
+        "grad_clip": 1.0,
+        "checkpoint": None,
+        "actor": {},
+        **changes,
+    }
+    return BundleWriter(str(directory), most, rows, lambda: context)
+
+
+def random_ids(first: int = 0) -> Tensor:
+    return torch.randint(first, VOCABULARY, (ROWS, PROMPT + RESPONSE))
+
+
+def passes(
+    gradloc: GradLoc,
+    run: Callable[..., Any],
+    step: int,
+    ids: Sequence[Tensor],
+    advantages: Sequence[Tensor],
+    of_loss: float = 1.0,
+    old: bool = False,
+) -> None:
+    """The passes of a step; the loss is `of_loss` times what it should be, and `old` log-probs may be known."""
+    gradloc.start_update(step)
+    for index, (of_pass, advantage) in enumerate(zip(ids, advantages, strict=True)):
+        gradloc.begin_pass({"input_ids": of_pass}, range(ROWS * index, ROWS * (index + 1)))
+        _, log_prob = run({"input_ids": of_pass}, [*range(ROWS)], RESPONSE)
+        weight = torch.full_like(log_prob, 1 / log_prob.numel() / len(ids))
+        tokens = {"response_mask": torch.ones(ROWS, RESPONSE), "token_id": of_pass[:, PROMPT:], "advantage": advantage}
+        gradloc.observe(log_prob, None, weight, **tokens, **({"old_log_prob": log_prob.detach()} if old else {}))
+        log_prob.backward(-of_loss * advantage * weight)
+        gradloc.end_pass()
+
+
+def spikes(directory: Path, count: int = 1, rows: Callable[[Any], list[Row]] = rows_of, most: int = 4) -> list[Any]:
+    """The events of steps whose spike is kept."""
+    model = small_model()
+
+    def run(inputs: dict[str, Any], rows: list[int], length: int) -> Any:
+        return forward(model, inputs, rows, length)
+
+    config = GradLocConfig(grad_norm_threshold=THRESHOLD)
+    gradloc = GradLoc(model, config, run, bundle_writer=writer_of(model, directory, most, rows))
+    ids, advantages = random_ids(), torch.ones(ROWS, RESPONSE)
+    advantages[BAD] = 1e5
+    events = []
+    for step in range(1, count + 1):
+        passes(gradloc, run, step, [ids], [advantages])
+        gradloc.locate(0, 0)
+        model.zero_grad()
+        events += gradloc.events
+    return events
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model, and with the evidence and the bundle of one spike."""
+    folder = tmp_path_factory.mktemp("kept")
+    small_model().save_pretrained(folder / "model")
+    small_model(hidden_size=20).save_pretrained(folder / "wider")
+    small_model(num_hidden_layers=3).save_pretrained(folder / "deeper")
+    (event,) = spikes(folder)
+    assert [(culprit["row"], culprit["position"]) for culprit in event["culprits"]] == [BAD]
+    record_events(str(folder), [event])
+    return folder
+
+
+@pytest.fixture
+def bundle(kept: Path, tmp_path: Path) -> Path:
+    """A copy of the bundle that may be damaged."""
+    copy = tmp_path / "replay" / "step1"
+    shutil.copytree(kept / "replay" / NAME, copy)
+    return copy
+
+
+def replayed(bundle: Path, model: Path, capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
+    """The result of a replay of a bundle, or the event of its search."""
+    capsys.readouterr()
+    assert main([str(bundle), "--model", str(model), "--json", *options]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def tensors_of(bundle: Path) -> Path:
+    (path,) = bundle.glob("*.safetensors")
+    return path
+
+
+def resign(bundle: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Changes the manifest, with a checksum that fits again, as somebody with bad intentions would."""
+    manifest = json.loads((bundle / naming.MANIFEST).read_text())
+    change(manifest)
+    text = json.dumps(manifest).encode()
+    (bundle / naming.MANIFEST).write_bytes(text)
+    (bundle / naming.CHECKSUM).write_text(f"{hashlib.sha256(text).hexdigest()}  {naming.MANIFEST}\n")
+
+
+def resign_tensors(bundle: Path) -> None:
+    """Gives the manifest a checksum that fits the tensors again."""
+    data = tensors_of(bundle).read_bytes()
+    facts = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    resign(bundle, lambda manifest: manifest["micro_batches"][0].update(facts))
+
+
+def resave(bundle: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
+    """Changes the tensors, with checksums that fit again."""
+    path = tensors_of(bundle)
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+    resign_tensors(bundle)
