@@ -124,7 +124,7 @@ backward of one layer | layer | - | Tencent-Hunyuan/UniRL#110
 bit flip | layer | nonfinite | paper 2102.11245
 one layer scaled | layer | - | THUDM/slime#1695
 optimizer state lost | - | - | THUDM/slime#1695
-learning rate spike | - | token sequence kl | marin-community/marin#1368
+learning rate spike | learning_rate | token sequence kl | marin-community/marin#1368
 """
 ROWS = [[cell.strip() for cell in line.split("|")] for line in TABLE.strip().splitlines()]
 FAULTS: dict[str, Fault] = {}

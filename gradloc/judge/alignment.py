@@ -5,6 +5,7 @@
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 # The limits of the rules in docs/reference/verdict.md.
@@ -78,23 +79,24 @@ class Off(NamedTuple):
     of_b: bool = False
 
 
-def find_off(sums: Sequence[float], unrelated: float | None = UNRELATED_CORRELATION) -> dict[str, Off | None]:
+def find_off(
+    sums: Sequence[float], unrelated: Mapping[str, float | None] = MappingProxyType({})
+) -> dict[str, Off | None]:
     """By pair ("rollout" with the policy, "reference" and "old" with the current one) what is wrong; None if nothing.
 
     A pair that cannot be judged is missing.
 
     Args:
         sums (Sequence[float]): What `own_alignment` returned, added up over ranks and mini-batches.
-        unrelated (float, optional): The correlation under which log-probs have no relation, which is a fault; None if
-            it may be none, as of an engine that has drifted away over the steps of a run.
+        unrelated (Mapping): By pair, the correlation under which log-probs have no relation, which is a fault
+            (`UNRELATED_CORRELATION` if it is missing); None if it may be none, as of an engine, or of a policy, that
+            has drifted away over the steps of a run.
     """
     found: dict[str, Off | None] = {}
     for number, pair in enumerate(PAIRS):
         of_pair = dict(zip(PAIR_SUMS, sums[number * len(PAIR_SUMS) : (number + 1) * len(PAIR_SUMS)], strict=True))
         if of_pair["tokens"] >= POOLED_TOKENS:
-            # The policy moves away from its reference, so that these are not compared with how they were.
-            is_of_reference = pair == "reference" and unrelated is not None
-            found[pair] = _off(of_pair, UNRELATED_CORRELATION if is_of_reference else unrelated)
+            found[pair] = _off(of_pair, unrelated.get(pair, UNRELATED_CORRELATION))
     return found
 
 

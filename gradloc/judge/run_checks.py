@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .alignment import ALIGNMENT_SUMS, UNRELATED_CORRELATION, Off, correlation, find_off, misaligned_warning
-from .warned import ENGINES_APART, OTHER_LOG_PROBS, REFERENCE, REWARD_SCALE, WITHOUT_CAUSE, resume_note
+from .warned import ENGINES_APART, LEARNING_RATE, OTHER_LOG_PROBS, REFERENCE, REWARD_SCALE, WITHOUT_CAUSE, resume_note
 
 # The limits of the checks, in nats where they are differences of log-probs.
 LARGEST = 10.0  # larger differences count as this, so that a single broken log-prob does not make a mean
@@ -43,6 +43,8 @@ NEARER = 0.8
 STILL_RISING = 1.5
 # An optimizer step does not make so large a gap of so small a one.
 POLICY_GAP = (0.05, 0.3)
+# A learning rate so many times the mean of those before moves the policy farther than a rollout is late.
+RATE_FACTOR = 5.0
 # Log-probs that were so much alike, and suddenly are not at all, belong to other tokens.
 RELATED = 0.5
 # Next to equal ones may keep some relation: where they were encoded again, some tokens are the same.
@@ -117,7 +119,7 @@ SUMS = (
 # What `state_dict` has, but for the underscore.
 _STATE = (
     *("rates", "readings", "stride", "since_reading", "times", "updates", "gap", "least"),
-    *("misaligned_since", "related", "sizes", "spreads", "scale_step", "scale_factor"),
+    *("misaligned_since", "related", "tilt", "sizes", "spreads", "scale_step", "scale_factor", "last_rates"),
 )
 _OFF = "off"  # the updates with a response whose log-probs belong to other tokens, clear or not
 UNSAMPLED = "unsampled"  # the rule's name, and the warning's
@@ -146,7 +148,8 @@ class RunChecks:
     def __init__(self) -> None:
         self._sums = dict.fromkeys(SUMS, 0.0)
         self._step: int | None = None
-        self._rates = self._rates_before = 0.0
+        # The sums of the learning rates of all steps, of those before this update, of this update and of the last one.
+        self._rates = self._rates_before = self._update_rates = self._last_rates = 0.0
         self._readings: list[list[Any]] = []
         self._stride, self._since_reading = 1, 0
         # By rule, in how many updates it held since one contradicted it; the gap of the last update, and the smallest.
@@ -160,9 +163,11 @@ class RunChecks:
         self._said: tuple[dict[str, Any], float, int] | None = None
         # How many tokens the updates before had that the policy did not produce.
         self._unsampled_before = 0.0
-        # The first step since which log-probs are misaligned, and how rollout and policy were related before.
+        # The first step since which log-probs are misaligned, and by pair how its columns were related before.
         self._misaligned_since: int | None = None
-        self._related: float | None = None
+        self._related: dict[str, float] = {}
+        # `_correlation` of the last update, where its gap was large enough for one.
+        self._tilt: float | None = None
         self._columns = [0.0] * COLUMN_SUMS
         # Of the last updates, the typical |A|, a geometric mean, and how far log|A| is spread; and since which step
         # another one holds.
@@ -224,6 +229,7 @@ class RunChecks:
     def add_step(self, learning_rate: float) -> None:
         """Adds an optimizer step that is taken."""
         self._rates += learning_rate
+        self._update_rates += learning_rate
 
     def warnings(self, of_mini_batch: bool = False) -> list[dict[str, Any]]:
         """The warnings of the update so far, the weightiest first: dicts of `name`, `sentence`, `check` and, where it
@@ -270,6 +276,10 @@ class RunChecks:
             return False
         return last < before and gap > after or self._updates >= STALE_UPDATES - 1 and gap >= APART_GROWTH * last
 
+    def _has_tilted(self) -> bool:
+        """Whether differences suddenly depend on how likely a token is, which late weights do not make them."""
+        return self._tilt is not None and abs(self._tilt) < CORRELATION / 2 and abs(self._correlation()) >= CORRELATION
+
     def _certain(self) -> list[dict[str, Any]]:
         """The warning about log-probs for which this update, with those before it, has enough evidence."""
         return [warning for rule, warning in self._holding().items() if self._is_certain(rule)]
@@ -293,7 +303,7 @@ class RunChecks:
                 return False
         if rule == ENGINES_APART and self._is_first and self._mean("gap") > POLICY_GAP[1]:
             return True
-        return rule in ("misaligned", REFERENCE) or self._times.get(rule, 0) >= IN_A_ROW - 1
+        return rule in (LEARNING_RATE, "misaligned", REFERENCE) or self._times.get(rule, 0) >= IN_A_ROW - 1
 
     @property
     def _is_first(self) -> bool:
@@ -303,6 +313,7 @@ class RunChecks:
     def _end_update(self) -> None:
         """Takes the update's figures into what later ones are compared with."""
         self._unsampled_before += self._sums["unsampled"]
+        self._last_rates, self._update_rates = self._update_rates, 0.0
         self._scale_step, self._scale_factor = self._other_scale()
         if (size := self._size()) is not None and self._scale_factor is None:
             self._sizes, self._spreads = [*self._sizes, size[0]][-_SIZES:], [*self._spreads, size[1]][-_SIZES:]
@@ -327,10 +338,12 @@ class RunChecks:
             self._times[_OFF] = self._times.get(_OFF, 0) + 1
         elif off:
             self._times[_OFF] = 0
-        related = correlation(self._alignment)
-        if related is not None and not self._is_unrelated(off):
-            self._related = related
-        self._least = gap if self._has_jumped(gap) else min(self._least, gap)
+        for pair, each in off.items():
+            related = correlation(self._alignment, pair)
+            if related is not None and (each is None or each.kind != "unrelated"):
+                self._related[pair] = related
+        self._least = gap if self._has_jumped(gap) or self._has_tilted() else min(self._least, gap)
+        self._tilt = self._correlation() if gap >= STALE_GAP else None
         self._gap, self._updates = gap, self._updates + 1
         self._read(gap)
         self._sums, self._alignment = dict.fromkeys(SUMS, 0.0), _NO_ALIGNMENT
@@ -408,15 +421,12 @@ class RunChecks:
 
     def _off(self) -> dict[str, Off | None]:
         """What is misaligned in this update."""
-        before = self._related
-        if before is None:
-            return find_off(self._alignment)
-        limit = SUDDENLY_UNRELATED if before > ALIKE else UNRELATED_CORRELATION
-        return find_off(self._alignment, limit if before > RELATED else None)
-
-    @staticmethod
-    def _is_unrelated(off: Mapping[str, Off | None]) -> bool:
-        return any(each is not None and each.kind == "unrelated" for each in off.values())
+        limits: dict[str, float | None] = {}
+        for pair, before in self._related.items():
+            is_sudden = before > ALIKE and pair != "reference"  # from which the policy moves away
+            limit = SUDDENLY_UNRELATED if is_sudden else UNRELATED_CORRELATION
+            limits[pair] = limit if before > RELATED else None
+        return find_off(self._alignment, limits)
 
     def _holding(self) -> dict[str, dict[str, Any]]:
         """The rule that holds in this update, and its warning; empty if none does.
@@ -426,6 +436,8 @@ class RunChecks:
         """
         if not self._sums["tokens"] and self._alignment is _NO_ALIGNMENT:
             return {}
+        if (warning := self._far_step()) is not None:
+            return {LEARNING_RATE: warning}
         if (warning := self._misaligned()) is not None:
             return {"misaligned": warning}
         rules = {
@@ -439,6 +451,22 @@ class RunChecks:
             if (warning := check()) is not None:
                 return {rule: warning}
         return {}
+
+    def _far_step(self) -> dict[str, Any] | None:
+        """A learning rate far over all before, after which the policy is far from where it was."""
+        if self._updates < IN_A_ROW or self._gap is None or not self._sums["tokens"]:
+            return None
+        usual, gap = (self._rates_before - self._last_rates) / (self._updates - 1), self._mean("gap")
+        if not 0 < RATE_FACTOR * usual <= self._last_rates or gap < max(APART_GAP, APART_GROWTH * self._gap):
+            return None
+        return {
+            "name": LEARNING_RATE,
+            "sentence": f"The learning rate of the last update was {self._last_rates / usual:.3g} times the usual one, "
+            f"and now rollout and training differ by {gap:.2g} nats in the mean ({self._gap:.2g} before): the policy "
+            "has moved that far in one update. Look at the schedule of the learning rate, and at what a resume "
+            "restores of it.",
+            "check": "Compare `actor/lr` in the log before and at that step.",
+        }
 
     def _misaligned(self) -> dict[str, Any] | None:
         """Log-probs that belong to other tokens; in few responses, only if some were seen in updates before."""
@@ -615,10 +643,11 @@ class RunChecks:
     def _other_log_probs(self) -> dict[str, Any] | None:
         """Differences of one sign, or larger for likelier tokens, which were there in every step seen."""
         sums, gap = self._sums, self._mean("gap")
-        if gap < OTHER_GAP or (self._least < OTHER_LEAST * gap and not self._has_jumped(gap)):
+        begins = self._has_jumped(gap) or self._has_tilted()
+        if gap < OTHER_GAP or (self._least < OTHER_LEAST * gap and not begins):
             return None
         # In the first update both engines have the same weights. What comes with training may be a late rollout.
-        if self._updates and not (self._times.get(OTHER_LOG_PROBS) or self._has_jumped(gap)):
+        if self._updates and not (self._times.get(OTHER_LOG_PROBS) or begins):
             return None
         related = correlation(self._alignment)
         if related is not None and related < OTHER_RELATED:

@@ -126,7 +126,7 @@ class Spike:
         compared = dict(self.ordinary)
         if self.event["diagnosis"] not in ("tokens", "nonfinite"):
             # The search picks large and rare tokens first, and these did not explain the spike.
-            for rule in (*_OF_KIND[Kind.NATURAL], _WEIGHT):
+            for rule in (*_OF_KIND[Kind.NATURAL], *_OF_KIND[Kind.RATIO], _WEIGHT):
                 compared[rule.name] = None if self.measured is None else self.measured[rule.name]
         return find_cause(self.shares, compared, len(self.culprits))
 
@@ -263,10 +263,11 @@ def _the_culprits(spike: Spike) -> Verdict | None:
 
 
 def _all_tokens(spike: Spike) -> Verdict | None:
-    """A part of the loss that makes most of the gradient of most tokens."""
+    """A part of the loss that makes most of the gradient of most tokens, culprits among them."""
     for rule in _OF_KIND[Kind.PART]:
         share = spike.ordinary.get(rule.name) or 0.0
-        if share >= MOST_CULPRITS:
+        of_culprits = [rule.name in each["sources"] for each in spike.culprits]
+        if share >= MOST_CULPRITS and sum(of_culprits) >= MOST_CULPRITS * len(of_culprits):
             sentence = f"{rule.claim}: {percent(share)} of all tokens. {rule.advice}{spike.note}"
             return _verdict(rule.name, sentence, rule.check, None, share)
     return None

@@ -7,6 +7,8 @@ ENGINES_APART = "engines_apart"
 WITHOUT_CAUSE = (ENGINES_APART,)
 # That advantages have another size: rewards of one kind may be the cause.
 REWARD_SCALE = "reward_scale"
+# That the optimizer moved the policy too far.
+LEARNING_RATE = "learning_rate"
 # That the reference is another model.
 REFERENCE = "reference"
 # Those that are about some tokens alone, or say nothing of what makes a norm.

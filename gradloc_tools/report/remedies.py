@@ -13,7 +13,10 @@ from .figures import number, percent, severity
 from .meanings import ADVICE
 
 # Causes besides the rules that are to be repaired where they come from: a remedy only covers them up.
-_BUGS = ("loss_scale", "auxiliary", "stale_weights", "partly_stale", "other_log_probs", "reward_scale")
+_BUGS = (
+    *("loss_scale", "auxiliary", "stale_weights", "partly_stale", "other_log_probs", "reward_scale"),
+    "learning_rate",
+)
 # A remedy that leaves more of what the culprits add to the norm is not recommended.
 _MOST_LEFT = 0.5
 # One that moves the ordinary tokens' gradient by more is as good as a skipped step for them.

@@ -721,6 +721,40 @@ def test_log_probs_that_suddenly_keep_little_relation_belong_to_other_tokens() -
     assert "have hardly any relation to" in found[-1][0]["sentence"]
 
 
+def test_a_policy_that_drifts_until_it_has_no_relation_to_its_reference_is_no_fault() -> None:
+    found = warned(Run(noise=0.01, rate=1.5), 10, 11, halve)
+    assert set(names(found)) == {""}
+
+
+@pytest.mark.parametrize(("rate", "name"), [(5e-5, "learning_rate"), (1e-6, "misaligned")])
+def test_a_policy_that_moved_far_at_a_large_learning_rate_is_told_by_that_rate(rate: float, name: str) -> None:
+    """The rollout is late by a step, and the weights of step 5 are far away; with an ordinary rate, that cannot be."""
+    checks, found = RunChecks(), []
+    for step, tokens in enumerate(steps(Run(behind=1, rate=0.02), 8), 1):
+        if step == 5:
+            jump = steps(Run(rate=8.0), 2, seed=3)
+            next(jump)
+            tokens["log_prob"] = tokens["old_log_prob"] = next(jump)["log_prob"]
+        checks.start_update(step)
+        checks.take_in(own_sums([tokens], True).tolist(), alignment=own_alignment([tokens]).tolist())
+        checks.add_step(rate if step == 4 else 1e-6)
+        found.append(checks.warnings())
+    assert names(found) == ["", "", "", "", name, "", "", ""]
+
+
+@pytest.mark.parametrize(("rate", "temperature"), [(0.1, 0.7), (0.05, 1.4)])
+def test_another_temperature_that_begins_while_the_rollout_is_late_is_told(rate: float, temperature: float) -> None:
+    """The gap of late weights hides its jump."""
+    late, other = (steps(Run(behind=1, rate=rate, reported=each), 10) for each in (1.0, temperature))
+    checks, found = RunChecks(), []
+    for step, (before, after) in enumerate(zip(late, other, strict=True), 1):
+        checks.start_update(step)
+        checks.take_in(own_sums([before if step < 4 else after], True).tolist())
+        checks.add_step(1e-6)
+        found.append(checks.warnings())
+    assert names(found) == [""] * 5 + ["other_log_probs"] * 5
+
+
 def test_a_policy_that_has_moved_far_from_its_reference_is_no_fault() -> None:
     """Rollout and training agree, and keep little relation to the reference in the end."""
 

@@ -368,8 +368,9 @@ def test_a_part_of_the_loss_is_the_cause_if_the_tokens_are_under_the_threshold_w
     for each in spike["culprits"]:
         each["kl_coefficient"] = kl
     assert verdict(spike, {**NONE, "kl": 0.4})["cause"] == cause
-    # Where no other cause is known, and most tokens have it.
-    assert verdict(event(["other"]), {**NONE, "kl": 0.6})["cause"] == "kl"
+    # Where most tokens have it, culprits among them.
+    assert verdict(event(["kl"]), {**NONE, "kl": 0.6})["cause"] == "kl"
+    assert verdict(event(["other"]), {**NONE, "kl": 0.6})["cause"] is None
 
 
 def test_a_weight_makes_the_whole_gradient_large_and_no_tokens_norm() -> None:
