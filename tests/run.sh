@@ -218,7 +218,7 @@ test_part() {
     case $what in
         rest) for folder in $FOLDERS; do arguments+=("--ignore=$folder"); done ;;
         marked) # no other file is imported
-            mapfile -t arguments < <(grep -rlE --include='test_*.py' 'mark\.(smoke|every_target|target)\b' tests | sort)
+            mapfile -t arguments < <(grep -rlE --include='test_*.py' 'mark\.(smoke|every_target|target)\b|on_engine\(' tests | sort)
             arguments+=(-m "$marked")
             ;;
         *) arguments=("$what") ;;

@@ -194,7 +194,6 @@ def diffuse(case: Case, scope: str = "all", budget: int = 128) -> tuple[float, f
 # no gradient: verl's losses clamp the difference, and clamping has none there.)
 POISONS = {
     "advantage is NaN": ("advantages", math.nan),
-    "advantage is Inf": ("advantages", math.inf),
     "advantage is -Inf": ("advantages", -math.inf),
     "rollout weight is Inf": ("rollout_is_weights", math.inf),
 }

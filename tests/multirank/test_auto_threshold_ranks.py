@@ -30,7 +30,6 @@ def test_a_resumed_run_has_the_same_thresholds_and_finds_the_spike(launch: Launc
         assert event["trigger"]["threshold"] < event["trigger"]["norm"]
 
 
-@pytest.mark.target(version="0.9.1")
 def test_in_the_warm_up_only_nan_is_a_spike(launch: Launch) -> None:
     case = Case("fsdp2", planted=((1, 3, 6),), nan=((0, 2, 7),))
     for run in launch(2, auto_threshold_cases.warm_up, case):

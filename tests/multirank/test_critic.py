@@ -11,25 +11,22 @@ import pytest
 import torch
 from actors import Case
 from jsonschema import Draft202012Validator
-from test_actor import Launch, cases, near
+from test_actor import Launch, cases, near, on_engine
 
 from gradloc.evidence.schema import CRITIC
 from gradloc.judge.critic import cause, summary
 from gradloc_tools.report.reading import read
 from gradloc_tools.report.summary import summarize
 
-pytestmark = pytest.mark.target(version="0.9.1")
-
 VALIDATOR = Draft202012Validator(CRITIC)
 PLANTED = ((1, 5, 1),)
-ENGINE_ONLY = pytest.mark.skipif(not actors.ENGINE, reason="verl 0.7 has no nested columns")
 
 
 @cases(
-    *[(2, Case(wrap, mini_batch=4)) for wrap in ("fsdp1", "fsdp1-orig", "fsdp2")],
-    (2, Case(dynamic=True)),
-    (2, Case(loss_agg_mode="seq-mean-token-mean")),
-    (2, Case(nested=True), ENGINE_ONLY),
+    on_engine(2, Case("fsdp1", mini_batch=4)),
+    (2, Case("fsdp1-orig", mini_batch=4)),
+    on_engine(2, Case(dynamic=True)),
+    on_engine(2, Case(loss_agg_mode="seq-mean-token-mean", nested=actors.ENGINE)),
     (1, Case("none")),
     (4, Case("fsdp2", micro_batch=4)),
 )
@@ -69,9 +66,8 @@ def test_norms_and_errors_are_those_of_plain_autograd(launch: Launch, tmp_path: 
 
 
 @cases(
-    (2, Case(mini_batch=4, planted=PLANTED)),
-    (2, Case("fsdp1", dynamic=True, planted=PLANTED)),
-    (2, Case(nested=True, epochs=2, mini_batch=4, planted=PLANTED), ENGINE_ONLY),
+    on_engine(2, Case("fsdp1", dynamic=True, planted=PLANTED)),
+    on_engine(2, Case(nested=actors.ENGINE, epochs=2, mini_batch=4, planted=PLANTED)),
 )
 def test_a_planted_return_is_found(launch: Launch, tmp_path: Path, world: int, case: Case) -> None:
     results = launch(world, critic_cases.planted, case, str(tmp_path), 100.0)
@@ -99,7 +95,7 @@ def test_a_planted_return_is_found(launch: Launch, tmp_path: Path, world: int, c
     assert (warning["name"], warning["first_step"], warning["sentence"]) == ("critic", 7, lines[-1]["summary"])
 
 
-@cases((2, Case("fsdp2", model="tiled", planted=PLANTED)))
+@cases(on_engine(2, Case("fsdp2", model="tiled", planted=PLANTED)))
 def test_a_tiled_mlp_is_measured_by_its_reduced_gradient(
     launch: Launch, tmp_path: Path, world: int, case: Case
 ) -> None:
@@ -114,7 +110,7 @@ def test_a_tiled_mlp_is_measured_by_its_reduced_gradient(
 
 @cases(
     (2, Case("fsdp1", mini_batch=4, optimizer="sgd", planted=PLANTED)),
-    (2, Case("fsdp2", dynamic=True, planted=PLANTED)),
+    on_engine(2, Case("fsdp2", dynamic=True, planted=PLANTED)),
 )
 def test_training_is_that_of_the_released_verl(launch: Launch, tmp_path: Path, world: int, case: Case) -> None:
     stock = launch(world, critic_cases.parameters_after, case, str(tmp_path), True, {})
@@ -126,15 +122,18 @@ def test_training_is_that_of_the_released_verl(launch: Launch, tmp_path: Path, w
     assert (tmp_path / "critic.jsonl").exists()
 
 
+@pytest.mark.every_target
 def test_the_norms_of_an_automatic_threshold_come_back_with_a_checkpoint(launch: Launch, tmp_path: Path) -> None:
     for saved, loaded in launch(2, critic_cases.resumed, str(tmp_path)):
         assert saved == loaded and len(saved) == 1
 
 
+@pytest.mark.every_target
 def test_another_loss_is_not_looked_at(launch: Launch, tmp_path: Path) -> None:
     assert launch(2, critic_cases.loss_of_ones_own, str(tmp_path)) == [[], []]
 
 
+@pytest.mark.every_target
 def test_without_a_tokenizer_a_value_has_no_text(launch: Launch, tmp_path: Path) -> None:
     (spike,), _ = launch(2, critic_cases.without_a_tokenizer, str(tmp_path))
     assert spike["values"][0]["return"] == critic_cases.RETURN

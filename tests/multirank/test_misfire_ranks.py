@@ -6,30 +6,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import actors
 import misfire_cases
 import pytest
-from actors import Case
+from actors import ENGINE, Case
 from valid_events import valid_events
 
 Launch = Callable[..., list[Any]]
 
-pytestmark = pytest.mark.target(version="0.9.1")
 
-NESTED = pytest.param(
-    True, marks=pytest.mark.skipif(not actors.ENGINE, reason="this verl has padded columns only"), id="nested"
-)
-
-
-def events(launch: Launch, folder: Path, nested: bool, with_uids: bool = True) -> list[dict[str, Any]]:
-    case = Case(rows=24, mini_batch=12, nested=nested, planted=misfire_cases.PLANTED)
+def events(launch: Launch, folder: Path, with_uids: bool = True) -> list[dict[str, Any]]:
+    case = Case(rows=24, mini_batch=12, nested=ENGINE, planted=misfire_cases.PLANTED)
     launch(2, misfire_cases.written, case, str(folder), with_uids)
     return valid_events(f"[{','.join((folder / 'spikes.jsonl').read_text().splitlines())}]")
 
 
-@pytest.mark.parametrize("nested", [pytest.param(False, id="padded"), NESTED])
-def test_the_reward_of_the_culprits_responses_is_named(launch: Launch, tmp_path: Path, nested: bool) -> None:
-    found = events(launch, tmp_path, nested)
+@pytest.mark.every_target
+def test_the_reward_of_the_culprits_responses_is_named(launch: Launch, tmp_path: Path) -> None:
+    found = events(launch, tmp_path)
     assert [event["mini_batch"] for event in found] == [0, 1]
     for event in found:
         assert len(event["culprits"]) == 4 and {culprit["reward"] for culprit in event["culprits"]} == {-3.0}
@@ -41,5 +34,5 @@ def test_the_reward_of_the_culprits_responses_is_named(launch: Launch, tmp_path:
 
 
 def test_without_uids_the_verdict_stays(launch: Launch, tmp_path: Path) -> None:
-    for event in events(launch, tmp_path, nested=False, with_uids=False):
+    for event in events(launch, tmp_path, with_uids=False):
         assert event["verdict"]["cause"] == "advantage"

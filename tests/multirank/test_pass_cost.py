@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import actors
 import pass_cost_cases
 import pytest
 from actors import Case
-from test_actor import THREE, Launch, cases, near
+from test_actor import THREE, Launch, cases, near, on_engine
 
 NORMS = ("_foreach_norm", "linalg_vector_norm", "norm")
 
@@ -18,13 +17,9 @@ NORMS = ("_foreach_norm", "linalg_vector_norm", "norm")
     (2, Case("fsdp2", grouped=True)),
     # Its micro-batches leave some experts idle; only whole ones can be trained on.
     (2, Case("fsdp2", model="moe", micro_batch=8)),
-    (2, Case("fsdp2", precision="bfloat16", mini_batch=4, deferred=True)),
-    (2, Case("fsdp1", precision="bfloat16", mini_batch=4, deferred=True)),
-    engine=True,
+    *[on_engine(2, Case(w, precision="bfloat16", mini_batch=4, deferred=True)) for w in ("fsdp1", "fsdp2")],
 )
 def test_a_micro_batch_takes_one_norm_for_each_group_of_fsdp(launch: Launch, world: int, case: Case) -> None:
-    if case.deferred and not actors.ENGINE:
-        pytest.skip("this verl does not defer the reduction")
     for groups, of_passes in launch(world, pass_cost_cases.recorded_operations, case):
         assert len(of_passes) == case.rows // case.micro_batch
         for counts in of_passes:
@@ -39,16 +34,12 @@ def test_without_fsdp2s_method_each_parameter_is_measured_alone(launch: Launch) 
 
 
 @cases(
-    (2, Case("fsdp2", mini_batch=4, kl=True, entropy=True, rollout=True)),
     (2, Case("fsdp1", dynamic=True)),
-    (2, Case("fsdp2", nested=True, mini_batch=4, kl=True, entropy=True, rollout=True)),
-    engine=True,
+    on_engine(2, Case("fsdp2", nested=True, mini_batch=4, kl=True, entropy=True, rollout=True)),
 )
 @pytest.mark.parametrize("clip", [False, True], ids=["", "token_clip"])
 def test_few_operations_come_between_loss_and_backward(launch: Launch, world: int, case: Case, clip: bool) -> None:
     """And those after the backward do not wait for the device."""
-    if case.nested and not actors.ENGINE:
-        pytest.skip("this verl has no nested columns")
     for of_rank in launch(world, pass_cost_cases.operations_around_the_backward, case, clip):
         assert len(of_rank) >= case.rows // case.mini_batch
         for in_gap, after in of_rank:
@@ -79,12 +70,10 @@ def test_norms_where_deferred_gradients_stay_in_grad(launch: Launch) -> None:
 
 
 @cases(
-    (2, Case("fsdp1", planted=THREE)),
     (2, Case("fsdp1-orig", planted=THREE)),
     (2, Case("fsdp1", precision="bfloat16", planted=THREE)),
     (4, Case("fsdp1", hsdp=True, planted=THREE)),
-    (2, Case("fsdp2", planted=THREE)),
-    engine=True,
+    on_engine(2, Case("fsdp2", planted=THREE)),
 )
 def test_the_gradient_that_a_probe_does_not_read_takes_no_memory(launch: Launch, world: int, case: Case) -> None:
     for of_step, of_probes in launch(world, pass_cost_cases.gradients_of_probes, case):

@@ -35,8 +35,7 @@ def parts_of(event: dict[str, Any], folder: Path, world: int) -> list[Bundle]:
 
 
 @cases(
-    (2, Case(mini_batch=4, optimizer="adamw", planted=THREE)),
-    (2, Case(nested=True, mini_batch=4, kl=True, entropy=True, rollout=True, planted=THREE)),
+    (2, Case(nested=True, optimizer="adamw", mini_batch=4, kl=True, entropy=True, rollout=True, planted=THREE)),
     (2, Case(dynamic=True, deferred=True, loss_agg_mode="seq-mean-token-mean", planted=THREE)),
     (2, Case("fsdp1", precision="float16", loss_scale=64.0, planted=THREE)),
 )

@@ -7,30 +7,35 @@ import re
 import pytest
 import run_check_cases
 from actors import Case
-from test_actor import Launch, cases
+from test_actor import Launch, cases, on_engine
+
+ORDINARY = Case("fsdp2", mini_batch=4, kl=True, rollout=True)
+DYNAMIC = Case("fsdp1", mini_batch=4, epochs=2, kl=True, rollout=True, dynamic=True)
 
 
-@cases(
-    (2, Case("fsdp2", mini_batch=4, kl=True, rollout=True), pytest.mark.target(version="0.9.1")),
-    (2, Case("fsdp1", mini_batch=4, epochs=2, kl=True, rollout=True, dynamic=True)),
-)
 @pytest.mark.parametrize(
-    ("stale_ranks", "name", "said"),
+    ("case", "stale_ranks", "name", "said"),
     [
-        ((0, 1), "stale_weights", "The rollout still samples from the weights of step 1: its log-probs agree with"),
         (
+            DYNAMIC,
+            (0, 1),
+            "stale_weights",
+            "The rollout still samples from the weights of step 1: its log-probs agree with",
+        ),
+        (
+            ORDINARY,
             (1,),
             "partly_stale",
             r"For [456]\d% of the responses, as from one of several workers, the rollout still samples",
         ),
-        ((), None, None),
+        (ORDINARY, (), None, None),
     ],
 )
 def test_all_ranks_warn_alike(
-    launch: Launch, world: int, case: Case, stale_ranks: tuple[int, ...], name: str | None, said: str | None
+    launch: Launch, case: Case, stale_ranks: tuple[int, ...], name: str | None, said: str | None
 ) -> None:
-    results = launch(world, run_check_cases.warned, case, stale_ranks, 6)
-    assert results == results[:1] * world
+    results = launch(2, run_check_cases.warned, case, stale_ranks, 6)
+    assert results == results[:1] * 2
     warnings, state, verdicts, _ = results[0]
     assert len(state["readings"]) == state["updates"] == 6 and state["rates"] > 0
     assert verdicts
@@ -44,16 +49,12 @@ def test_all_ranks_warn_alike(
             assert re.match(said, verdict["sentence"])
 
 
-@cases((2, Case("fsdp2", mini_batch=4, kl=True, rollout=True)))
-def test_one_update_does_not_warn(launch: Launch, world: int, case: Case) -> None:
-    for warnings, state, *_ in launch(world, run_check_cases.warned, case, (0, 1), 2):
+def test_one_update_does_not_warn(launch: Launch) -> None:
+    for warnings, state, *_ in launch(2, run_check_cases.warned, ORDINARY, (0, 1), 2):
         assert warnings == [] and state["times"] == {"off": 0, "stale_reference": 1}
 
 
-@cases(
-    (2, Case("fsdp2", mini_batch=4, kl=True, rollout=True), pytest.mark.target(version="0.9.1")),
-    (2, Case("fsdp1", mini_batch=4, epochs=2, kl=True, rollout=True, dynamic=True)),
-)
+@cases(on_engine(2, ORDINARY), (2, DYNAMIC))
 def test_log_probs_of_other_positions_are_told_in_the_first_update(launch: Launch, world: int, case: Case) -> None:
     results = launch(world, run_check_cases.warned, case, (), 1, 1)
     assert results == results[:1] * world

@@ -82,7 +82,6 @@ def image(tmp_path: Path) -> Image:
     return Image(tmp_path)
 
 
-@pytest.mark.every_target
 def test_its_lines_make_a_verl_that_run_experiment_takes(image: Image) -> None:
     install, patch, check, load = arguments_of("RUN")
     refused = image.run(install)

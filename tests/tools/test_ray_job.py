@@ -67,7 +67,6 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.every_target
 def test_the_job_carries_the_patched_verl_and_the_script(kept: Path) -> None:
     settings = ["OUTPUT_DIR=/shared/a run's $HOME", "NNODES=2", "MODEL_PATH=Qwen/Qwen3-4B", "+x=[1,'2']"]
     before = trees.snapshot(trees.BASE_TREE / "verl/utils")
@@ -155,7 +154,6 @@ def real_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         shutil.rmtree(place, ignore_errors=True)
 
 
-@pytest.mark.target(version="0.9.1")
 @pytest.mark.usefixtures("real_ray")
 def test_a_job_of_a_real_ray_has_the_patched_verl(tmp_path: Path) -> None:
     (tmp_path / "probe.py").write_text(PROBE)

@@ -8,7 +8,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from runs import CRITIC, REWARDS, ROOT, events_in, finished, started
+from runs import CRITIC, ROOT, finished
 
 import trees
 
@@ -18,7 +18,6 @@ pytestmark = [
     pytest.mark.target(version="0.9.1"),
     pytest.mark.skipif(not trees.HAS_PLUGINS, reason="the plugin is for verl 0.9"),
 ]
-ACTOR = "actor_rollout_ref.actor"
 
 
 @pytest.fixture(scope="module")
@@ -60,16 +59,3 @@ def test_a_planted_token_is_found_and_the_critic_is_watched(installed: Path, tmp
     for step in (1, 2):
         places = [(spike["epoch"], spike["mini_batch"]) for spike in found if spike["global_step"] == step]
         assert places and places == [(0, number) for number in range(len(places))]
-
-
-def test_repeated_spikes_end_a_run_with_a_checkpoint(installed: Path, tmp_path: Path) -> None:
-    output = tmp_path / "out"
-    arguments = ["--plugin", "GRAD_NORM_THRESHOLD=0.1", "TOTAL_STEPS=3", "SPIKE_DRILL_STEP=null", "SPIKE_ACTION=stop"]
-    arguments += [f"{ACTOR}.bisect_budget_steps=1", f"{ACTOR}.spike_stop_after=1"]
-    arguments += REWARDS
-    with started(output, *arguments, **environment(installed)) as script:
-        printed, _ = script.communicate()
-    assert script.returncode == 76, printed
-    assert {event["global_step"] for event in events_in(output)} == {1}
-    assert printed.splitlines()[-1].startswith("Training ends after step 1, because of ")
-    assert (output / "latest_checkpointed_iteration.txt").read_text() == "1"
