@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from timings import Timings
 
 import trees
 
@@ -19,7 +18,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="no slow tests; one case with ranks of each file")
-    parser.addoption("--timings", type=Path, help="a file to which the time of tests and fixtures is written")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -51,8 +49,6 @@ def is_small(item: pytest.Item) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if file := config.getoption("--timings"):
-        config.pluginmanager.register(Timings(file))
     # A shell starts its background jobs with SIGINT and SIGQUIT ignored, nohup with SIGHUP, and whatever they start
     # inherits that.
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -5,7 +5,7 @@
 # The tests run against the verl of patches/DEFAULT. Without arguments, those that are marked smoke also run against each
 # other verl that there is a patch for, those marked every_target against each that has requirements of its own, and
 # those marked target against the one that they name: in parts, two at a time; their logs are in build/logs. At the end
-# there is a line for each part. --timings adds tables of the slowest files and fixtures.
+# there is a line for each part. --timings adds the slowest tests and fixtures to each log.
 # --target takes one verl, for everything. --quick is for each commit: against one verl, in parts, too. It leaves out
 # what is marked slow: runs of the trainer, benchmarks, the page in a browser, other trackers, make_patch.sh, real virtual
 # environments and Ray; and of each file in tests/multirank all cases with ranks but one.
@@ -138,13 +138,13 @@ if [[ ${1-} == --plugin ]]; then
     set -- tests/unit/test_plugin_with_verl.py tests/multirank/test_plugin_ranks.py tests/trainer/test_plugin_run.py "${@:3}"
 fi
 quick=
-timings=
+timings=()
 chosen=
 in_parts=
 while [[ ${1-} == --quick || ${1-} == --timings || ${1-} == --target ]]; do
     case $1 in
         --quick) quick=--quick ;;
-        --timings) timings=1 ;;
+        --timings) timings=(--durations=40 --durations-min=1) ;;
         --target)
             target=${2-} chosen=1
             if [[ " ${targets[*]} " != *" $target "* ]]; then
@@ -206,7 +206,7 @@ MOST_MINUTES=86
 run_pytest() {
     local left=$((MOST_MINUTES * 60 - SECONDS))
     timeout --foreground --signal=INT --kill-after=60 $((left > 60 ? left : 60)) \
-        "$venv/bin/python" -m pytest ${quick:+"$quick"} "$@"
+        "$venv/bin/python" -m pytest ${quick:+"$quick"} "${timings[@]}" "$@"
 }
 
 # A part of a run: a verl, and what of the tests: one of these folders, all others, or what is marked for another verl.
@@ -224,7 +224,7 @@ test_part() {
         *) arguments=("$what") ;;
     esac
     say "pytest, verl $version, $what"
-    run_pytest ${timings:+--timings "$3/timings"} "${arguments[@]}"
+    run_pytest "${arguments[@]}"
 }
 
 # Runs parts until all are taken: who makes the folder has the part.
@@ -235,7 +235,7 @@ work() {
         mkdir "$part" 2>/dev/null || continue
         code=0 start=$SECONDS
         # shellcheck disable=SC2086 # a verl, and what
-        test_part ${parts[number]} "$part" >"$part/log" 2>&1 </dev/null || code=$?
+        test_part ${parts[number]} >"$part/log" 2>&1 </dev/null || code=$?
         printf '%d:%02d\n' $(((SECONDS - start) / 60)) $(((SECONDS - start) % 60)) >"$part/minutes"
         echo "$code" >"$part/code.new"
         mv "$part/code.new" "$part/code"
@@ -286,11 +286,8 @@ code=0
 if [[ ! $in_parts ]]; then
     say "pytest, verl ${plugin:-$target}"
     [[ ! $plugin ]] || export GRADLOC_BASE_TREE=$plugin
-    [[ ! $timings ]] || set -- --timings "$build/timings" "$@"
-    rm -f "$build/timings"
-    run_pytest "$@" || code=$?
-    [[ ! -f $build/timings ]] || "$venv/bin/python" tests/support/timings.py "$build/timings"
-    exit "$code"
+    run_pytest "$@"
+    exit
 fi
 
 # The longest parts come first, so that none runs alone at the end. Two at a time keep two cores busy: one part alone does
@@ -311,5 +308,4 @@ set +m
 trap 'for worker in "${workers[@]}"; do kill -- "-$worker" 2>/dev/null || true; done' EXIT
 for number in "${!parts[@]}"; do follow "$number" || code=$?; done
 summarize
-[[ ! $timings ]] || "$venv/bin/python" tests/support/timings.py "$logs"/*/timings
 exit "$code"
