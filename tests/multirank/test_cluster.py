@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,29 +66,9 @@ def test_a_hang_ends_with_the_stacks(two: Cluster) -> None:
     assert two.run(work_while_the_other_waits, 0.0) == [0, 1]  # in new processes
 
 
-def test_a_slow_rank_is_not_taken_for_a_hang(two: Cluster) -> None:
-    assert two.run(work_while_the_other_waits, 5.0) == [0, 1]
-
-
 def test_after_a_failure_the_others_may_fail_slowly(two: Cluster) -> None:
     with pytest.raises(RankFailed, match="rank 0: Traceback(.|\n)*of rank 0(.|\n)*rank 1: Traceback(.|\n)*of rank 1"):
         two.run(fail_later, 5.0)
-
-
-@pytest.mark.parametrize(
-    ("device", "told"),
-    [
-        ("cuda", "each rank takes a GPU: 2 needed, 0 there"),
-        ("gpu", "GRADLOC_TEST_DEVICE is 'gpu': it must be cpu or cuda"),
-    ],
-)
-def test_the_device_of_the_ranks(device: str, told: str) -> None:
-    """Where there is no GPU: tests with ranks are skipped, and an unknown device is refused."""
-    environment = {**os.environ, "GRADLOC_TEST_DEVICE": device, "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, *"-m pytest -q -p no:cacheprovider tests/multirank/test_update_figures_ranks.py".split()]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert told in done.stdout + done.stderr
-    assert (device == "cuda") == (done.returncode == 0) and " passed" not in done.stdout
 
 
 @pytest.mark.skipif(fast_masks.by_mapping is None, reason="transformers 5 broadcasts by itself")

@@ -188,16 +188,6 @@ def test_the_timeline_answers_the_mouse(page: Page, forty: Path) -> None:
     page.wait(lambda: page.one("#spike").text == title)
 
 
-def test_the_layers_answer_the_mouse(page: Page, forty: Path) -> None:
-    page.open(forty)
-    page.select(1)
-    points = page.wait(lambda: page.all("#layers .bars .mark"))
-    assert len(points) == 32
-    page.hover(points[3])
-    text = page.tip()
-    assert "layers.2" in text and "Ordinary token" in text
-
-
 def test_filtering(page: Page, forty: Path) -> None:
     page.open(forty)
     everything = page.one("#count").text
@@ -335,15 +325,8 @@ def test_more_culprits_than_a_page_takes(page: Page, tmp_path: Path) -> None:
     record_events(str(tmp_path), events)
     page.open(build(tmp_path, []))
     assert page.one("h1").text == "500 gradient spikes in steps 0 to 499"
-    figures = [element.text for element in page.all("#figures dd")]
-    assert figures[:2] == ["500", "6,000"] and figures[3] == "500\nof 500"
     note = "Shown are 5,000 culprits of 6,000, the largest of each spike first. The totals count all of them."
     assert note in page.one("#notes").text
-    assert [row.text.split() for row in page.all("#sources li")] == [
-        ["token", "5,500", "92%"],
-        ["sequence", "500", "8%"],
-    ]
-    assert [row.text.split() for row in page.all("#tokens li")] == [[t, "2,000"] for t in ("␣c", "␣b", "a")]
     assert len(page.all("#event option")) == 500 and len(page.all("#timeline .marks path")) == 5000
     assert page.one("#count").text == "5,000 culprits, 1,000 smaller ones left out"
     assert not page.one("#left").is_displayed() and len(page.all("#chips button")) == 12
@@ -377,16 +360,12 @@ def test_the_text_of_a_model_stays_text(page: Page, tmp_path: Path) -> None:
     assert page.all("img") == []
 
 
-@pytest.mark.parametrize("count", [1, 500])
-def test_readable_at_every_size(page: Page, tmp_path: Path, count: int) -> None:
-    events = samples(count)
-    page.open(build(tmp_path, events))
-    culprits = sum(len(e["culprits"]) for e in events)
-    assert page.one("h1").text.startswith(f"{count} gradient spike")
-    assert len(page.column(0)) == min(culprits, 100)
-    if culprits > 100:
-        page.one("#rows-more").click()
-        assert len(page.column(0)) == 300 and page.focused().tag_name == "tr"
+def test_readable_at_every_size(page: Page, tmp_path: Path) -> None:
+    page.open(build(tmp_path, samples(500)))
+    assert page.one("h1").text.startswith("500 gradient spike")
+    assert len(page.column(0)) == 100
+    page.one("#rows-more").click()
+    assert len(page.column(0)) == 300 and page.focused().tag_name == "tr"
     for width in (1280, 390):
         page.width(width)
         page.wait(lambda: page.driver.execute_script(TOO_WIDE) == 0)
@@ -416,13 +395,6 @@ def test_what_is_missing_does_not_break_the_page(page: Page, tmp_path: Path) -> 
     assert "--top" in page.one("#strip").text
     page.one("#next").click()
     assert page.one("#spike").text == "Event 2, mini-batch 1" and not page.one("#culprit").is_displayed()
-
-
-def test_no_event_at_all(page: Page, tmp_path: Path) -> None:
-    (tmp_path / "spikes.jsonl").touch()
-    page.open(build(tmp_path, []))
-    assert page.one("h1").text == "No gradient spike"
-    assert not any(section.is_displayed() for section in page.all("section"))
 
 
 @pytest.fixture(scope="module")
@@ -697,10 +669,9 @@ def test_steps_that_token_clip_stopped_are_marked(page: Page, clipped_run: Path)
     page.wait(lambda: page.focused().get_attribute("id") == "h-clips")
 
 
-@pytest.mark.parametrize("width", [1280, 390])
-def test_many_clipped_tokens_without_a_spike(page: Page, tmp_path: Path, width: int) -> None:
+def test_many_clipped_tokens_without_a_spike(page: Page, tmp_path: Path) -> None:
     tokens = [clipped_token(1, ["a", " b", " c"], 5.0 + i, boundary=f"layers.{i % 30}") for i in range(64)]
-    page.width(width)
+    page.width(390)
     page.open(build(tmp_path, [clip(step, tokens) for step in (1, 9)]))
     assert page.one("h1").text == "No gradient spike" and "128 backward signals" in page.one("#lead").text
     shown = [section.get_attribute("id") for section in page.all("section") if section.is_displayed()]

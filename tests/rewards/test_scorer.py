@@ -249,9 +249,7 @@ print(scorer.compute_score("7", "7", workers=2))
 @pytest.mark.parametrize(
     ("variable", "value"),
     [
-        ("VERL_MATH_VERIFY_WORKERS", "0"),
         ("VERL_MATH_VERIFY_WORKERS", "two"),
-        ("VERL_MATH_VERIFY_TIMEOUT", "-1"),
         ("VERL_MATH_VERIFY_TIMEOUT", "nan"),
         ("VERL_MATH_VERIFY_TIMEOUT", "86401"),
         ("VERL_MATH_VERIFY_MEMORY_MB", "255"),
@@ -275,9 +273,6 @@ def test_bad_settings(variable: str, value: str, monkeypatch: pytest.MonkeyPatch
         ({"pred_extraction_target": []}, ValueError, r"pred_extraction_target .* \[\]"),
         ({"workers": 3}, ValueError, "2 workers of 1024 MiB.* not for 3 "),
         ({"time_out": 3}, TypeError, "no option 'time_out'; it has timeout, workers"),
-        ({"pred_extraction_target": 5}, ValueError, "pred_extraction_target .* 5"),
-        ({"workers": [2]}, ValueError, r"workers .* \[2\]"),
-        ({"timeout_score": True}, ValueError, "timeout_score .* True"),
         ({"timeout_score": float("nan")}, ValueError, "timeout_score .* nan"),
     ],
 )
@@ -336,7 +331,6 @@ def test_a_ground_truth_may_be_a_number(truth: float) -> None:
         # 0.333 is one third to three places.
         ("0.333", "\\frac{1}{3}", {}, 0),
         ("0.333", "\\frac{1}{3}", {"precision": 3}, 1),
-        ("0.333", "\\frac{1}{3}", {"precision": 4}, 0),
         ("I get 7", "7", {"pred_extraction_target": "latex"}, 0),
         ("I get $7$", "7", {"pred_extraction_target": ["latex"]}, 1),
         ("7", "\\frac{14}{2}", {"gold_extraction_target": "expr"}, 0),
@@ -345,7 +339,6 @@ def test_a_ground_truth_may_be_a_number(truth: float) -> None:
         ("The answer is C.", "B", {"gold_extraction_target": "string", "pred_extraction_target": "string"}, 0),
         # Those of other scorers and of verl's managers
         ("7", "7", {"gamma": 0.1, "reward_router_address": None}, 1),
-        ("7", "7", {"timeout": 86400}, 1),
         (HANGING, "7", {"timeout": 0.3, "timeout_score": 0.25}, 0.25),
     ],
 )

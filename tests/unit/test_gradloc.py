@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -149,23 +147,8 @@ def test_events_are_appended_as_strict_json(tmp_path: Path) -> None:
     assert all(json.loads(line, parse_constant=pytest.fail) == expected for line in lines)
 
 
-def test_a_failing_disk_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "file").write_text("")
-    record_events(str(tmp_path / "file" / "dump"), [{}])
-    assert "1 gradient spike(s) could not be written" in caplog.text
-
-
 def test_jsonable_takes_anything() -> None:
     assert jsonable({1: (torch.tensor(2.0), object)}) == {"1": [2.0, str(object)]}
-
-
-def test_the_package_needs_only_torch_and_the_standard_library() -> None:
-    code = (
-        "import sys, gradloc; print([m for m in ('verl', 'ray', 'hydra', 'transformers', 'rich') if m in sys.modules])"
-    )
-    root = Path(__file__).resolve().parents[2]
-    out = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
-    assert out.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize("meter", ["local", "reduced"])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from jsonschema import Draft202012Validator
 
-from gradloc import limits, record_events
+from gradloc import limits
 from gradloc.bundles import layout, naming
 from gradloc.bundles.bundle_files import bytes_of_bundles
 from gradloc.bundles.layout import NotReplayableError, Row, SavedMicroBatch
@@ -23,8 +23,6 @@ from gradloc.evidence.writer import jsonable
 from gradloc.judge.verdict import CHECK_UNSEARCHED
 from gradloc.measure.micro_batch import MicroBatch, MicroBatchName, suspicion
 from gradloc_tools.bundles.opening import BundleError, open_bundle
-from gradloc_tools.report.command import main as report
-from gradloc_tools.report.reading import read
 
 ROWS, PROMPT, RESPONSE = 2, 3, 12
 BAD = (1, 2)
@@ -285,14 +283,3 @@ def test_a_bundle_that_claims_more_is_refused(tmp_path: Path, claim: str) -> Non
     resign(bundle, CLAIMS[claim])
     with pytest.raises(BundleError, match="is damaged"):
         open_bundle(bundle)
-
-
-def test_the_report_shows_it_and_blames_no_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    event = event_of(micro_batches())
-    record_events(str(tmp_path), [event])
-    evidence = read(str(tmp_path))
-    assert len(evidence.spikes) == 1 and not evidence.skipped
-    assert report([str(tmp_path)]) == 0
-    shown = capsys.readouterr().out
-    assert "unsearched" in shown and "ended early" not in shown and "What looks wrong" not in shown
-    assert report([str(tmp_path), "--html", str(tmp_path / "page.html")]) == 0

