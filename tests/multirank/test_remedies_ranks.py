@@ -13,22 +13,14 @@ import pytest
 import remedy_cases
 from actors import ENGINE, Case
 from actors import SPIKE as SPIKE_ADVANTAGE
-from test_actor import Launch, same_events
+from test_actor import MODES, Launch, cases, on_engine, same_events
 from test_replay_ranks import TOLERANCE, replayed
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 from verl.utils.gradloc.adapters.actor_config import LayerClipConfig
 
 from gradloc_tools.bundles.opening import open_bundle
 
-pytestmark = pytest.mark.target(version="0.9.1")
-
 SPIKE = ((0, 2, 4),)
-CASES = [
-    Case("fsdp2", mini_batch=4, planted=SPIKE),
-    Case("fsdp1", mini_batch=4, planted=SPIKE, kl=True, entropy=True, loss_agg_mode="seq-mean-token-mean"),
-    Case("fsdp2", mini_batch=4, planted=SPIKE, kl=True, loss_mode="gspo", loss_agg_mode="seq-mean-token-mean"),
-    Case("fsdp2", mini_batch=4, planted=SPIKE, entropy=True, loss_mode="sapo", loss_agg_mode="seq-mean-token-mean"),
-]
 # They act on the step, not on a loss.
 OF_THE_STEP = {"spike_action", "grad_clip", "layer_clip.enable", "token_clip.enable"}
 # Of one rank and one micro-batch, whose gradient is the step's.
@@ -52,13 +44,17 @@ def settings_of(override: str) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.every_target
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.id) for case in CASES])
+@cases(
+    on_engine(2, Case("fsdp2", mini_batch=4, planted=SPIKE)),
+    (2, Case("fsdp1", mini_batch=4, planted=SPIKE, kl=True, entropy=True, loss_agg_mode=MODES[2])),
+    (2, Case("fsdp2", mini_batch=4, planted=SPIKE, kl=True, loss_mode="gspo", loss_agg_mode=MODES[2])),
+    on_engine(2, Case("fsdp2", mini_batch=4, planted=SPIKE, entropy=True, loss_mode="sapo", loss_agg_mode=MODES[2])),
+)
 def test_a_remedy_leaves_what_a_run_with_it_has(
-    launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str], case: Case
+    launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str], world: int, case: Case
 ) -> None:
     """Each remedy that is a loss or a rollout correction, by the overrides that the table gives."""
-    results = launch(2, remedy_cases.recorded, case, str(tmp_path))
+    results = launch(world, remedy_cases.recorded, case, str(tmp_path))
     event = same_events([run for *_, run in results])[0][0]
     bundle = tmp_path / "dump" / event["replay"]
     result = replayed(bundle, tmp_path / "model", capsys, "--remedies", "--only")
@@ -133,29 +129,21 @@ def test_what_acts_on_the_step_leaves_what_the_optimizer_gets(
     assert row["override"] is None and 0 < row["ordinary_moved"] < 1
 
 
-@pytest.mark.every_target
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, id=case.id)
-        for case in (
-            Case("fsdp2", planted=SPIKE, kl=True, rollout_weights=True),
-            Case("fsdp2", mini_batch=4, planted=SPIKE, loss_mode="bypass_mode", kl=True),
-            Case("fsdp1", dynamic=True, tied=True, planted=SPIKE, entropy=True, loss_agg_mode="seq-mean-token-sum"),
-            Case("fsdp2", mini_batch=4, planted=SPIKE, precision="bfloat16", loss_mode="gspo"),
-            Case("fsdp2", mini_batch=4, planted=SPIKE, loss_mode="cispo", rollout_weights=True),
-            Case("fsdp2", mini_batch=4, planted=SPIKE, model="lora"),
-            Case("fsdp2", micro_batch=8, planted=SPIKE, model="moe"),
-            Case("fsdp2", planted=SPIKE, loss_mode="sapo", loss_agg_mode="seq-mean-token-sum-norm"),
-            *([Case("fsdp2", nested=True, planted=SPIKE, rollout_weights=True)] if ENGINE else []),
-        )
-    ],
+@cases(
+    on_engine(2, Case("fsdp2", planted=SPIKE, kl=True, nested=ENGINE, rollout_weights=True)),
+    on_engine(2, Case("fsdp2", mini_batch=4, planted=SPIKE, loss_mode="bypass_mode", kl=True)),
+    (2, Case("fsdp1", dynamic=True, tied=True, planted=SPIKE, entropy=True, loss_agg_mode="seq-mean-token-sum")),
+    (2, Case("fsdp2", mini_batch=4, planted=SPIKE, precision="bfloat16", loss_mode="gspo")),
+    (2, Case("fsdp2", mini_batch=4, planted=SPIKE, loss_mode="cispo", rollout_weights=True)),
+    (2, Case("fsdp2", mini_batch=4, planted=SPIKE, model="lora")),
+    (2, Case("fsdp2", micro_batch=8, planted=SPIKE, model="moe")),
+    on_engine(2, Case("fsdp2", planted=SPIKE, loss_mode="sapo", loss_agg_mode="seq-mean-token-sum-norm")),
 )
 def test_the_recorded_coefficients_come_from_verls_loss(
-    launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str], case: Case
+    launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str], world: int, case: Case
 ) -> None:
     """Otherwise other losses would not be comparable with them."""
-    results = launch(2, remedy_cases.recorded, case, str(tmp_path))
+    results = launch(world, remedy_cases.recorded, case, str(tmp_path))
     event = same_events([run for *_, run in results])[0][0]
     bundle = tmp_path / "dump" / event["replay"]
     assert "rollout_is_weight" not in event["culprits"][0]
@@ -167,13 +155,12 @@ def test_the_recorded_coefficients_come_from_verls_loss(
     assert ("token TIS" in rows) and ("GSPO" in rows) == (case.loss_mode not in ("gspo", "bypass_mode"))
 
 
-@pytest.mark.every_target
 @pytest.mark.parametrize(
     ("world", "advantage", "cut", "case"),
     [
-        pytest.param(world, advantage, cut, case, id=f"{world}-{case.id}")
-        for world, advantage, cut, case in (
-            (2, SPIKE_ADVANTAGE, True, Case("fsdp2", loss_mode="sapo", kl=True)),
+        pytest.param(world, advantage, cut, case, id=f"{world}-{case.id}", marks=marks)
+        for world, advantage, cut, case, *marks in (
+            (2, SPIKE_ADVANTAGE, True, Case("fsdp2", loss_mode="sapo", kl=True), pytest.mark.every_target),
             (2, SPIKE_ADVANTAGE, True, Case("fsdp1", loss_mode="gspo", entropy=True)),
             # It weighs as much as a whole response, so its gradient is large, but it is no outlier for TokenClip.
             (2, 3.0, False, Case("fsdp2", kl=True, entropy=True, loss_agg_mode="seq-mean-token-mean")),

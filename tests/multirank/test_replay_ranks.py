@@ -9,28 +9,14 @@ from typing import Any
 import pytest
 import replay_cases
 from actors import ENGINE, Case
-from test_actor import ONE, THREE, Launch, same_events
+from test_actor import ONE, THREE, Launch, cases, on_engine, same_events
 
 from gradloc_tools.bundles.opening import open_bundle
 from gradloc_tools.replay.command import main
 
-pytestmark = pytest.mark.target(version="0.9.1")
-
 # Between an unsharded forward of single rows and a sharded one of padded micro-batches lies rounding alone; the brute
 # force's own tolerance is a tenth of this.
 TOLERANCE = 1e-4
-# Wrappings, models and forms of data whose gradients are recorded in different ways.
-CASES = [
-    (4, Case("fsdp2", kl=True, entropy=True, rollout=True, planted=((0, 0, 4), (2, 4, 2), (3, 7, 0)))),
-    (2, Case("fsdp1", tied=True, dynamic=True, planted=THREE)),
-    (2, Case("fsdp2", packed=True, checkpointing=True, planted=ONE)),
-    (2, Case("fsdp2", model="lora", planted=ONE)),
-    (2, Case("fsdp2", model="frozen", planted=ONE)),
-    # The gradient is measured after its reduction alone, so the ranks send what the bundle needs.
-    (2, Case("fsdp2", model="tiled", planted=ONE)),
-]
-if ENGINE:
-    CASES = [*CASES[:1], (2, Case("fsdp2", nested=True, deferred=True, planted=ONE)), *CASES[2:]]
 
 
 def replayed(bundle: Path, model: Path, capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
@@ -38,7 +24,15 @@ def replayed(bundle: Path, model: Path, capsys: pytest.CaptureFixture[str], *opt
     return json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize(("world", "case"), [pytest.param(*pair, id=f"{pair[0]}-{pair[1].id}") for pair in CASES])
+@cases(
+    on_engine(4, Case("fsdp2", kl=True, entropy=True, rollout=True, planted=((0, 0, 4), (2, 4, 2), (3, 7, 0)))),
+    (2, Case("fsdp1", tied=True, dynamic=True, planted=THREE)),
+    on_engine(2, Case("fsdp2", packed=True, checkpointing=True, nested=ENGINE, deferred=True, planted=ONE)),
+    (2, Case("fsdp2", model="lora", planted=ONE)),
+    (2, Case("fsdp2", model="frozen", planted=ONE)),
+    # The gradient is measured after its reduction alone, so the ranks send what the bundle needs.
+    (2, Case("fsdp2", model="tiled", planted=ONE)),
+)
 def test_a_sharded_spike_replays_in_one_process(
     launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str], world: int, case: Case
 ) -> None:
@@ -93,6 +87,7 @@ def test_a_half_precision_spike_replays_within_its_rounding(
     assert all("does not vanish" in s for s in result["sentences"] if s.startswith("It "))
 
 
+@pytest.mark.every_target
 def test_a_bundle_has_what_was_recorded(launch: Launch, tmp_path: Path) -> None:
     case = Case("fsdp2", kl=True, entropy=True, rollout=True, planted=ONE)
     checkpoints = [tmp_path / f"global_step_{step}" / "actor" for step in (4, 6)]

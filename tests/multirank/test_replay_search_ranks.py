@@ -13,21 +13,12 @@ import replay_cases
 from actors import ENGINE, IDENTITY_THRESHOLD, Case
 from oracle import Unit
 from stripped_bundles import strip
-from test_actor import ONE, THREE, Launch, same_events
+from test_actor import ONE, THREE, Launch, cases, on_engine, same_events
 
 from gradloc_tools.replay.command import main
 
-pytestmark = pytest.mark.target(version="0.9.1")
-
 # As in test_replay_ranks.py: rounding alone lies between the two.
 TOLERANCE = 1e-4
-PLANTED = [
-    Case("fsdp2", kl=True, entropy=True, rollout=True, planted=THREE),
-    Case("fsdp1", tied=True, dynamic=True, planted=THREE),
-    Case("fsdp2", model="lora", planted=ONE),
-    # Training measures the gradient after its reduction alone.
-    Case("fsdp2", model="tiled", planted=ONE),
-]
 # With a KL and an entropy term, and without; shares of the largest norm that leave few units over τ, and most of them.
 NATURAL = [(Case("fsdp2"), 0.95), (Case("fsdp1", kl=True, entropy=True), 0.6)]
 
@@ -57,11 +48,17 @@ def check_same(found: dict[str, Any], trained: dict[str, Any]) -> None:
         assert found[name] == trained[name], name
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.id) for case in PLANTED])
+@cases(
+    on_engine(2, Case("fsdp2", kl=True, entropy=True, rollout=True, planted=THREE)),
+    (2, Case("fsdp1", tied=True, dynamic=True, planted=THREE)),
+    (2, Case("fsdp2", model="lora", planted=ONE)),
+    # Training measures the gradient after its reduction alone.
+    (2, Case("fsdp2", model="tiled", planted=ONE)),
+)
 def test_planted_tokens_are_found_again(
-    launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str], case: Case
+    launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str], world: int, case: Case
 ) -> None:
-    results = launch(2, replay_cases.spiked, case, str(tmp_path))
+    results = launch(world, replay_cases.spiked, case, str(tmp_path))
     units, threshold, _ = results[0]
     ((trained,),) = same_events([run for *_, run in results])
     dump = tmp_path / "dump"
@@ -83,6 +80,7 @@ def test_planted_tokens_are_found_again(
     assert of_recorded["suspected"] == []
 
 
+@pytest.mark.every_target
 @pytest.mark.skipif(not ENGINE, reason="verl 0.7 searches in training alone")
 @pytest.mark.parametrize(
     "case",
@@ -173,7 +171,11 @@ def test_a_nan_is_found_again(launch: Launch, tmp_path: Path, capsys: pytest.Cap
     ("case", "diagnosis"),
     [
         (Case("fsdp2", precision="bfloat16", planted=ONE), "tokens"),
-        (Case("fsdp2", precision="float16", loss_scale=2.0**4, planted=ONE), "tokens"),
+        pytest.param(
+            Case("fsdp2", precision="float16", loss_scale=2.0**4, planted=ONE),
+            "tokens",
+            marks=pytest.mark.every_target,
+        ),
         # The loss scale makes the planted token's coefficient overflow: it is not what is wrong.
         (Case("fsdp2", precision="float16", loss_scale=2.0**12, planted=ONE), "overflow"),
     ],

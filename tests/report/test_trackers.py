@@ -254,7 +254,6 @@ def test_clearml_gets_text_table_and_page(elsewhere: Path) -> None:
 PAGE_TEXTS = {"prompt", "response_tokens", "context", "ground_truth", "data_source", "uid"}
 
 
-@pytest.mark.every_target
 @pytest.mark.parametrize(
     ("tracker", "asked_for"), [("wandb", PAGE_TEXTS), ("tensorboard", {"context", "uid"}), ("file.jsonl", set())]
 )

@@ -36,7 +36,7 @@ from gradloc_tools.replay.folders import safe_model
 __all__ = ["bundle", "kept"]
 
 # transformers 4 and 5 load models in different ways.
-pytestmark = pytest.mark.target(version="0.9.1")
+ON_BOTH = pytest.mark.target(version="0.9.1")
 
 
 @pytest.fixture
@@ -225,7 +225,7 @@ ATTACKS: dict[str, tuple[Callable[[Path, Path], Any], str | None]] = {
 }
 
 
-@pytest.mark.parametrize("by_manifest", [False, True], ids=["--model", "manifest"])
+@pytest.mark.parametrize("by_manifest", [pytest.param(False, marks=ON_BOTH), True], ids=["--model", "manifest"])
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_a_folder_runs_nothing_and_asks_no_hub(
     bundle: Path,
@@ -262,6 +262,7 @@ def test_files_that_are_not_read_are_named(
     assert note == "Not read in the model's folder: adapter_config.json, modeling_evil.py."
 
 
+@ON_BOTH
 def test_the_attacks_succeed_where_a_folder_is_trusted(
     bundle: Path, model: Path, marker: Path, asked: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -362,6 +363,7 @@ MODELS: dict[str, Callable[[], tuple[type[PreTrainedModel], PretrainedConfig]]] 
 }
 
 
+@ON_BOTH
 @pytest.mark.parametrize("in_parts", [False, True], ids=["one file", "parts"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_safe_folder_gives_the_same_model(tmp_path: Path, name: str, in_parts: bool) -> None:
@@ -393,6 +395,7 @@ def replay_with(bundle: Path, model: Path, lora: str) -> int:
     return main([str(bundle), "--only", "--json", "--model", str(model), "--adapter", lora])
 
 
+@ON_BOTH
 def test_an_adapter_asks_no_hub(
     bundle: Path, model: Path, lora: Path, asked: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -442,6 +445,7 @@ def test_another_adapter_is_refused(
     assert not marker.exists() and asked == []
 
 
+@ON_BOTH
 def test_weights_that_are_missing_are_not_made_up(
     bundle: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
