@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .candidates import Candidates
-from .codes import Code, Digit, Probe, TokenSet, is_single
+from .candidates import Candidates, TokenSet
+from .codes import Code, Digit, Probe, is_single
 
 # A bound replaces a measurement only if it is over the threshold by this fraction of the norm that it was computed
 # from: in half precision, two measurements of the same gradient can differ by this much.
@@ -19,6 +19,10 @@ _UNUSUAL = 1.75
 
 # After this many codes in a row without a culprit, a bisection reads no more codes.
 _READINGS = 3
+
+# The largest base of a code if the norms of ordinary tokens, which add noise to the readings, are unknown; and its
+# limit otherwise.
+_BASE_UNKNOWN, _BASE_MOST = 8, 64
 
 # If the tokens that one pass can measure alone have more than this fraction of the prior, they are measured instead of
 # a code.
@@ -135,7 +139,7 @@ class Bisection:
     def add_measurements(self, measured: Sequence[tuple[Probe, float]], count: int) -> None:
         """Records the norms of a pass of up to `count` probes; NaN and Inf count as over the threshold."""
         measured_subsets = [(probe, norm) for probe, norm in measured if probe in self._open]
-        found = any(is_single(subset) and self.tokens.is_over(subset, norm) for subset, norm in measured_subsets)
+        found = any(is_single(subset) and subset.is_over(norm) for subset, norm in measured_subsets)
         pointed = [self._record(subset, norm) for subset, norm in measured_subsets]
         for probe, norm in measured:
             if isinstance(probe, Digit):
@@ -156,12 +160,11 @@ class Bisection:
 
     def _record(self, subset: TokenSet, norm: float) -> bool:
         """Records a subset's norm; returns whether it points at a token."""
-        parent, tokens = self._open.pop(subset), self.tokens
-        over = tokens.is_over(subset, norm)
+        parent, over = self._open.pop(subset), subset.is_over(norm)
         self._settled.append((subset, norm))
         parent.open_subsets -= 1
         parent.has_subset_over |= over
-        parent.prior -= tokens.expected(subset)
+        parent.prior -= subset.expected
         if math.isfinite(norm):
             parent.lower_bound -= norm
             parent.energy = max(parent.energy - norm * norm, 0.0)
@@ -169,15 +172,15 @@ class Bisection:
             parent.lower_bound = 0.0
         if len(subset.candidates) > 1 and (over or self._is_unusual(subset, norm)):
             self._nodes.append(_Node(subset, norm, unusual=not over))
-        gains = norm * tokens.threshold(parent.subset) > parent.norm * tokens.threshold(subset)
+        gains = norm * parent.subset.threshold > parent.norm * subset.threshold
         return over and (gains or not math.isfinite(norm))
 
     def _is_unusual(self, subset: TokenSet, norm: float) -> bool:
         if self._ordinary is None:
             return False
         tokens = self.tokens
-        square = max(tokens.square_in(subset), tokens.expected(subset) * tokens.square)
-        least = tokens.tau * math.sqrt(tokens.least_square_in(subset))
+        square = max(subset.square, subset.expected * tokens.square)
+        least = tokens.tau * math.sqrt(tokens.square_of[[*subset.candidates]].min())
         return norm > max(least, _UNUSUAL * self._ordinary * math.sqrt(square))
 
     def _code(self, node: _Node, count: int, passes_left: float) -> Code | None:
@@ -185,7 +188,12 @@ class Bisection:
         size = len(node.subset.candidates)
         if self._vain_readings >= _READINGS or node.unusual or not math.isfinite(node.norm) or size < 2:
             return None
-        code = Code.of(node.subset, node.norm, self.tokens.contrast(node.subset, node.norm, self._ordinary))
+        # The largest base in which ordinary tokens do not hide a culprit's digits.
+        largest = _BASE_UNKNOWN
+        if self._ordinary:
+            contrast = node.norm / (self._ordinary * math.sqrt(node.subset.square))
+            largest = int(min(max(contrast, 2), _BASE_MOST))
+        code = Code.of(node.subset, node.norm, largest)
         fits = math.ceil(code.digits / count) + 1 <= passes_left
         reads = code.digits < count or not self.tokens.is_concentrated(node.subset, count, _CONCENTRATED)
         return code if fits and reads else None
@@ -193,7 +201,7 @@ class Bisection:
     def _split(self, node: _Node, *subsets: TokenSet) -> None:
         """Opens subsets of a node; by default, its two halves."""
         node.lower_bound, node.energy = node.norm, node.norm**2 if math.isfinite(node.norm) else 1e300
-        node.prior = self.tokens.expected(node.subset)
+        node.prior = node.subset.expected
         subsets = subsets or self.tokens.halves(node.subset)
         node.open_subsets = len(subsets)
         self._open |= dict.fromkeys(subsets, node)
@@ -231,11 +239,7 @@ class Bisection:
         """Splits, without a measurement, each subset that must be over its threshold given its siblings' norms."""
         for subset, node in list(self._open.items()):
             slack = _SLACK * node.norm if math.isfinite(node.norm) else 0.0
-            if (
-                node.open_subsets == 1
-                and node.lower_bound > self.tokens.threshold(subset) + slack
-                and len(subset.candidates) > 1
-            ):
+            if node.open_subsets == 1 and node.lower_bound > subset.threshold + slack and len(subset.candidates) > 1:
                 self._replace(subset, *self.tokens.halves(subset))
 
     def _leave(self) -> None:
@@ -260,9 +264,9 @@ class Bisection:
     def _rank(self, subset: TokenSet) -> tuple[bool, float, int]:
         # By density, for a depth-first search: among many culprits of similar size, the subset with the most energy
         # would always be a wide one.
-        density = self._expected_energy(subset) / self.tokens.square_in(subset)
+        density = self._expected_energy(subset) / subset.square
         return self._open[subset].unusual, -density, subset.candidates[0]
 
     def _expected_energy(self, subset: TokenSet) -> float:
         node = self._open[subset]
-        return node.energy * self.tokens.expected(subset) / max(node.prior, 1e-300)
+        return node.energy * subset.expected / max(node.prior, 1e-300)

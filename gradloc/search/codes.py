@@ -1,29 +1,14 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a pass can measure: a `TokenSet`, the gradient of some tokens, or a `Digit` of a `Code` of them."""
+"""What a pass can measure: the gradient of a `TokenSet`, or a `Digit` of a `Code` of its tokens."""
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+
+from .candidates import GroupKey, TokenSet
 
 # A reading may differ from a whole digit by this much.
 _READING_ERROR = 0.45
-
-# A group's name: any hashable value. The search returns it unchanged, so only the caller knows its type.
-GroupKey = Any
-
-
-@dataclass(frozen=True, eq=False)
-class TokenSet:
-    """Some tokens of a group, whose gradient is measured without factors.
-
-    An empty token set measures the group's gradient without any token: a value other than zero means that it is broken.
-    """
-
-    factors: ClassVar[None] = None
-
-    group: GroupKey
-    candidates: tuple[int, ...]  # indices into the candidates given to `Search.add_group`, ascending
 
 
 @dataclass(eq=False)

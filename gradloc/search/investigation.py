@@ -14,7 +14,8 @@ from ..measure.micro_batch import MicroBatchName
 from ..measure.mini_batch import MiniBatch
 from ..measure.probes import GroupName
 from .broken_gradients import BrokenGradients
-from .codes import TokenSet, is_single
+from .candidates import TokenSet
+from .codes import is_single
 from .findings import Alone, Findings, Part, WithoutTokens
 from .groups import Groups, Token
 from .search import Search
@@ -119,7 +120,7 @@ class _Investigation:
         search, ended, culprits = self._search, self._ended, self._culprits
         # Whether a group is diffuse; in an exhaustive search, whether a token set was given up.
         left = bool(search.diffuse if self._config.bisect_until == "explained" else search.given_up)
-        rests = {group: search.rest(group) for group in self._groups.members if search.knows(group)}
+        rests = {name: search.groups[name].rest for name in self._groups.members if name in search.groups}
         return Findings(
             threshold=self._threshold,
             until=self._config.bisect_until,
@@ -160,20 +161,21 @@ class _Investigation:
     def _explained(self) -> bool | None:
         """Of a search that ended with culprits; see `Findings`."""
         broken, members = {row.micro_batch for row in self._broken.rows}, self._groups.members
+        groups = self._search.groups
         if any(self._is_over_without_tokens(group) for group in self._groups.candidates):
             return False
         rests = [
-            self._search.rest(group) if self._search.knows(group) and not broken & set(members[group]) else None
-            for group in self._groups.candidates
-            if self._search.knows(group) or self._broken.tokens_of(group)
+            groups[name].rest if name in groups and not broken & set(members[name]) else None
+            for name in self._groups.candidates
+            if name in groups or self._broken.tokens_of(name)
         ]
-        if any(rest is not None and self._search.is_over(*rest) for rest in rests):
+        if any(rest is not None and rest[0].is_over(rest[1]) for rest in rests):
             return False
         return None if None in rests or self._broken_groups or self._broken.may_be_overflow else True
 
     def _part(self, token_set: TokenSet, norm: float | None = None) -> Part:
         rank, micro_batch = token_set.group
-        return Part(rank, micro_batch, len(token_set.candidates), self._search.threshold(token_set), norm)
+        return Part(rank, micro_batch, len(token_set.candidates), token_set.threshold, norm)
 
     def _diffuse(self, token_set: TokenSet, norm: float) -> Part:
         places, micro_batches = self._groups.tokens_of(token_set), self._groups.micro_batches
@@ -279,7 +281,7 @@ class _Investigation:
     def _is_over_without_tokens(self, group: GroupName) -> bool:
         """Whether a group over its threshold has no token that can move, so that there was nothing to search."""
         norm = self._figures[self._groups.members[group][0]].norm
-        searched = self._search.knows(group) or self._broken.tokens_of(group)
+        searched = group in self._search.groups or self._broken.tokens_of(group)
         return not searched and norm is not None and math.isfinite(norm)
 
     def _open(self) -> None:

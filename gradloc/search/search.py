@@ -5,13 +5,13 @@
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
 from .bisection import Bisection
-from .candidates import Candidates
-from .codes import GroupKey, Probe, TokenSet, is_single
+from .candidates import Candidates, GroupKey, TokenSet
+from .codes import Probe, is_single
 from .few_tokens import FewTokens
 
 # A group whose search takes more passes than this from here waits until the others have been looked at. Once one of
@@ -23,16 +23,14 @@ _LONG = 8
 _ODD = 1.5
 
 
-@dataclass(frozen=True)
-class Culprit:
+class Culprit(NamedTuple):
     """A single token over the threshold; `candidate` is its index among the candidates given to `add_group`."""
 
     group: GroupKey
     candidate: int
-    norm: float
 
 
-class _Group:
+class Group:
     """One group: the token sets to measure first (the whole group, or the empty token set), and then its search.
 
     Once it was given up, because its spike comes from no token, it is diffuse as a whole.
@@ -50,14 +48,11 @@ class _Group:
         # Whether to measure the group without any token after its first non-finite norm.
         self._probe_empty = probe_empty
 
-    def measure_whole(self) -> None:
-        self.first.append(self.whole)
-
     def begin(self, norm: float) -> None:
         """Starts the search if the group's norm is over its threshold."""
         self.norm = norm
         self._look_at(norm)
-        if self.tokens.is_over(self.whole, norm):
+        if self.whole.is_over(norm):
             kind = FewTokens if self._until == "explained" else Bisection
             self.search = kind(self.tokens, self.whole, norm, self._ordinary)
 
@@ -143,70 +138,49 @@ class Search:
         until (str): "explained": search until a few tokens explain each group's spike (see `FewTokens`).
             "exhaustive": search until every token over τ is found (see `Bisection`).
         ordinary (float, optional): The root mean square of ordinary tokens' gradient norms.
+
+    Attributes:
+        groups (dict[GroupKey, Group]): Those with at least one candidate.
     """
 
     def __init__(self, threshold: float, until: str = "explained", ordinary: float | None = None) -> None:
         self._threshold = threshold
         self._until = until
         self._ordinary = ordinary
-        self._groups: dict[GroupKey, _Group] = {}
+        self.groups: dict[GroupKey, Group] = {}
         # Whether all searches were ended, because a spike comes from no token.
         self.gave_up = False
 
     @property
     def culprits(self) -> list[Culprit]:
         """The culprits found so far, each measured alone over τ."""
-        return [
-            Culprit(name, candidate, group.tokens.alone[candidate])
-            for name, group in self._groups.items()
-            for candidate in group.culprits
-        ]
+        return [Culprit(name, candidate) for name, group in self.groups.items() for candidate in group.culprits]
 
     @property
     def broken(self) -> list[GroupKey]:
         """Groups whose gradient is non-finite even without any token."""
-        return [name for name, group in self._groups.items() if group.broken]
+        return [name for name, group in self.groups.items() if group.broken]
 
     @property
     def open_sets(self) -> list[TokenSet]:
         """The token sets over their thresholds whose search has not ended."""
-        waiting = [token_set for group in self._groups.values() for token_set in group.first if token_set.candidates]
+        waiting = [token_set for group in self.groups.values() for token_set in group.first if token_set.candidates]
         return waiting + [token_set for search in self._searches() for token_set in search.open_sets]
 
     @property
     def given_up(self) -> list[TokenSet]:
         """The unmeasured token sets of groups whose search was given up."""
-        return [token_set for group in self._groups.values() for token_set in group.given_up]
+        return [token_set for group in self.groups.values() for token_set in group.given_up]
 
     @property
     def diffuse(self) -> list[tuple[TokenSet, float]]:
         """The smallest token sets with a spike but no culprit, with their norms."""
-        return [found for group in self._groups.values() for found in group.diffuse]
-
-    def rest(self, group: GroupKey) -> tuple[TokenSet, float] | None:
-        """The group without its culprits, and the norm of that; None if it was not measured."""
-        return self._groups[group].rest
-
-    def explained(self, group: GroupKey) -> bool:
-        """Whether the group without its culprits was measured under its threshold."""
-        rest = self.rest(group)
-        return rest is not None and not self.is_over(*rest)
-
-    def knows(self, group: GroupKey) -> bool:
-        """Whether this group was added, with at least one candidate."""
-        return group in self._groups
-
-    def threshold(self, token_set: TokenSet) -> float:
-        """τ(S) = τ·sqrt(Σ w_t²)."""
-        return self._groups[token_set.group].tokens.threshold(token_set)
-
-    def is_over(self, token_set: TokenSet, norm: float) -> bool:
-        return self._groups[token_set.group].tokens.is_over(token_set, norm)
+        return [found for group in self.groups.values() for found in group.diffuse]
 
     def more_over(self) -> int | None:
         """Estimates from suspicion how many more tokens are over τ; None if no norm was measured to scale it."""
         ratios, scores, more = [], [], 0
-        for group in self._groups.values():
+        for group in self.groups.values():
             if group.search is None and not group.gave_up:
                 continue
             culprits, tokens = set(group.culprits), group.tokens
@@ -227,13 +201,13 @@ class Search:
     @property
     def may_have_more_than_tokens(self) -> bool:
         """Whether a part of some group's gradient may come from no token."""
-        return any(group.may_have_more_than_tokens for group in self._groups.values())
+        return any(group.may_have_more_than_tokens for group in self.groups.values())
 
     def loudest(self) -> tuple[GroupKey, float] | None:
         """The group with the largest finite norm over its threshold, and that norm; None without any over it."""
         over = [
-            (group.norm / group.tokens.threshold(group.whole), name, group.norm)
-            for name, group in self._groups.items()
+            (group.norm / group.whole.threshold, name, group.norm)
+            for name, group in self.groups.items()
             if group.search is not None and group.norm is not None and math.isfinite(group.norm)
         ]
         return max(over, key=lambda found: found[0])[1:] if over else None
@@ -244,11 +218,11 @@ class Search:
         If it is over the group's threshold, no token can explain the spike, and all searches end: the gradient that
         comes from no token is in the probes of other groups, too.
         """
-        state = self._groups[group]
+        state = self.groups[group]
         state.tokens.without_tokens = norm
-        if state.tokens.is_over(state.whole, norm):
+        if state.whole.is_over(norm):
             self.gave_up = True
-            for each in self._groups.values():
+            for each in self.groups.values():
                 each.give_up()
 
     def add_group(
@@ -270,11 +244,11 @@ class Search:
         if len(weights) == 0:
             return
         tokens = Candidates(group, self._threshold, suspicion, weights)
-        self._groups[group] = _Group(tokens, self._until, self._ordinary, probe_empty)
+        self.groups[group] = added = Group(tokens, self._until, self._ordinary, probe_empty)
         if norm is None:
-            self._groups[group].measure_whole()
+            added.first.append(added.whole)
         else:
-            self._groups[group].begin(norm)
+            added.begin(norm)
 
     def next_probes(self, count: int, passes_left: float = math.inf) -> list[Probe]:
         """The probes to measure in the next pass; none when the search is over.
@@ -287,7 +261,7 @@ class Search:
             for search in for_few_tokens:
                 search.curtail(_LONG)
         later = self._later(count, passes_left)
-        first = [group for group in self._groups.values() if not group.ended and group not in later]
+        first = [group for group in self.groups.values() if not group.ended and group not in later]
         probes: list[Probe] = []
         for groups in first, later:
             while groups and len(probes) < count:
@@ -301,14 +275,14 @@ class Search:
         """Whether another group should be added before the next pass of `count` probes."""
         return len(self.open_sets) - len(self._later(count, passes_left)) < count
 
-    def _later(self, count: int, passes_left: float) -> list[_Group]:
+    def _later(self, count: int, passes_left: float) -> list[Group]:
         """The groups with a long search ahead; those whose spike may still turn out to be diffuse come first.
 
         None if the passes that are left would not be enough for them.
         """
         ahead = [
             (group, group.search.passes_ahead(count), group.search.unnamed > 0)
-            for group in self._groups.values()
+            for group in self.groups.values()
             if isinstance(group.search, FewTokens) and not group.ended
         ]
         if math.fsum(passes for _, passes, _ in ahead) >= passes_left:
@@ -318,10 +292,10 @@ class Search:
 
     def add_measurements(self, measured: Sequence[tuple[Probe, float]]) -> None:
         """Records the norms of the probes that `next_probes` returned. NaN and Inf count as over the threshold."""
-        for name, group in self._groups.items():
+        for name, group in self.groups.items():
             mine = [(probe, norm) for probe, norm in measured if probe.group == name]
             if mine:
                 group.add_measurements(mine, len(mine))
 
     def _searches(self) -> list[FewTokens | Bisection]:
-        return [group.search for group in self._groups.values() if group.search is not None]
+        return [group.search for group in self.groups.values() if group.search is not None]

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from ..checks import is_finite_number
 from ..fsdp import collectives
 
 # With "auto", searches may take this fraction of the run's time so far, and this many seconds more, so that the first
@@ -88,10 +87,8 @@ class SearchTime:
 
     def _limit(self, auto: Callable[[], float]) -> TimeLimit:
         """One of `bisect_budget_seconds`; with "auto", of what `auto` returns on rank 0. A collective call."""
-
-        def seconds() -> float | None:
-            if self._seconds == "auto":
-                return auto()
-            return float(self._seconds) if is_finite_number(self._seconds) else None
-
-        return TimeLimit(None if self._seconds is None else collectives.broadcast(seconds, 0), self._clock)
+        setting = self._seconds
+        if setting is None:
+            return TimeLimit(None, self._clock)
+        seconds = collectives.broadcast(lambda: auto() if setting == "auto" else float(setting), 0)
+        return TimeLimit(seconds, self._clock)

@@ -7,7 +7,6 @@ import pytest
 import torch
 from test_search import THRESHOLD, Coherent, Tokens, run
 
-from gradloc.search.codes import TokenSet
 from gradloc.search.search import Search
 
 
@@ -46,6 +45,12 @@ def explain(tokens: dict[str, Tokens], width: int, ordinary: float | None = 1.0)
     return search, passes
 
 
+def explained(search: Search, name: str) -> bool:
+    """Whether the group without its culprits was measured under its threshold."""
+    rest = search.groups[name].rest
+    return rest is not None and not rest[0].is_over(rest[1])
+
+
 def check(search: Search, tokens: dict[str, Tokens]) -> None:
     """What is called explained is, by the vectors themselves, and every culprit is over τ alone."""
     for name, unit in tokens.items():
@@ -53,9 +58,9 @@ def check(search: Search, tokens: dict[str, Tokens]) -> None:
         for candidate in culprits:
             assert unit.norm([candidate]) > THRESHOLD * float(unit.weights[candidate])
         rest = [i for i in range(len(unit.weights)) if i not in culprits]
-        if search.explained(name):
+        if explained(search, name):
             assert not is_over(unit, rest)
-            token_set, norm = search.rest(name)
+            token_set, norm = search.groups[name].rest
             assert list(token_set.candidates) == rest and norm == pytest.approx(unit.norm(rest))
         else:
             assert any(found.group == name for found, _ in search.diffuse)
@@ -71,7 +76,7 @@ def test_a_natural_spike_is_soon_explained_by_few_tokens(excess: float, width: i
         tokens = {"a": Natural(128, excess, seed)}
         search, count = explain(tokens, width)
         check(search, tokens)
-        assert search.explained("a") or tokens["a"].needed > 128 / 8
+        assert explained(search, "a") or tokens["a"].needed > 128 / 8
         passes.append(count)
         named.append(len(search.culprits))
         needed.append(tokens["a"].needed)
@@ -100,7 +105,7 @@ def test_a_spike_of_many_tokens_is_soon_called_diffuse(width: int, most: int) ->
         tokens = {"a": Coherent(128, 0.5, {}, seed)}
         search, count = explain(tokens, width, THRESHOLD / 5)
         check(search, tokens)
-        assert not search.explained("a") and search.culprits == [] and search.given_up
+        assert not explained(search, "a") and search.culprits == [] and search.given_up
         coherent.append(count)
     assert median(natural) <= most and median(coherent) <= most
 
@@ -125,7 +130,7 @@ def test_a_token_is_named_only_if_it_is_needed() -> None:
     tokens = {"a": Tokens(100, {5: 300 * THRESHOLD, 50: 2 * THRESHOLD})}
     for width in (1, 4):
         search, _ = explain(tokens, width)
-        assert [culprit.candidate for culprit in search.culprits] == [5] and search.explained("a")
+        assert [culprit.candidate for culprit in search.culprits] == [5] and explained(search, "a")
         assert search.more_over() == 1
 
 
@@ -144,7 +149,7 @@ def test_the_rest_of_a_unit_that_is_not_a_number_is_measured(bad: float, width: 
     while probes := search.next_probes(width):
         search.add_measurements([(p, bad if places & set(p.candidates) else tokens.measure(p)) for p in probes])
     assert {culprit.candidate for culprit in search.culprits} == places
-    assert search.explained("a") and search.broken == []
+    assert explained(search, "a") and search.broken == []
 
 
 def test_a_unit_whose_norm_is_not_known_is_measured_first() -> None:
@@ -155,7 +160,7 @@ def test_a_unit_whose_norm_is_not_known_is_measured_first() -> None:
     first = search.next_probes(2)
     assert [(probe.group, len(probe.candidates)) for probe in first] == [("over", 64), ("under", 64)]
     run(search, {"over": over, "under": under}, 2, most=20)
-    assert search.explained("over") and search.explained("under")
+    assert explained(search, "over") and explained(search, "under")
     assert {culprit.group for culprit in search.culprits} == {"over"}
 
 
@@ -192,8 +197,7 @@ def test_asking_again_changes_nothing(excess: float, width: int) -> None:
 def test_an_empty_set_is_not_measured() -> None:
     search = Search(THRESHOLD, "explained")
     search.add_group("a", 1e9, torch.zeros(0), torch.zeros(0))
-    assert search.next_probes(4) == [] and not search.knows("a") and search.more_over() is None
-    assert isinstance(TokenSet("a", ()), TokenSet)
+    assert search.next_probes(4) == [] and "a" not in search.groups and search.more_over() is None
 
 
 def test_tokens_that_cancel_out_explain_the_spike_together() -> None:
@@ -208,7 +212,7 @@ def test_tokens_that_cancel_out_explain_the_spike_together() -> None:
             tokens["a"].gradients[98] = -45 * THRESHOLD * direction
             search, passes = explain(tokens, width, ordinary=0.5 * THRESHOLD)
             check(search, tokens)
-            assert search.explained("a") and passes <= 30
+            assert explained(search, "a") and passes <= 30
 
 
 @pytest.mark.parametrize("n", [2, 3])
@@ -217,7 +221,7 @@ def test_few_tokens_that_do_not_explain_it_leave_it_diffuse(n: int) -> None:
     tokens["a"].gradients = torch.zeros(n, 256, dtype=torch.float64)
     tokens["a"].gradients[:, 0] = 0.95 * THRESHOLD
     search, _ = explain(tokens, 2)
-    assert search.culprits == [] and search.diffuse and not search.explained("a")
+    assert search.culprits == [] and search.diffuse and not explained(search, "a")
 
 
 def test_no_probe_of_a_pass_is_measured_twice() -> None:
@@ -237,9 +241,9 @@ def test_explained_micro_batches_leave_probes_to_others() -> None:
     for name, unit in tokens.items():
         norm = unit.norm(list(range(len(unit.weights))))
         search.add_group(name, norm, unit.suspicion(True), unit.weights)
-    while not search.explained("easy"):
+    while not explained(search, "easy"):
         search.add_measurements([(probe, tokens[probe.group].measure(probe)) for probe in search.next_probes(4)])
-    assert not search.explained("hard")
+    assert not explained(search, "hard")
     probes = search.next_probes(4)
     assert {probe.group for probe in probes} == {"hard"}
     assert len(probes) > 2  # its half of the four
@@ -273,11 +277,11 @@ def test_many_tokens_are_measured_if_no_unit_is_diffuse() -> None:
             tokens = {name: {"many": many(128, 12), "spread": spread}[name] for name in names}
             search, passes = explain(tokens, 1, ordinary=THRESHOLD / 5)
             check(search, tokens)
-            assert passes <= 13 and not search.explained("many")
+            assert passes <= 13 and not explained(search, "many")
             # The likeliest are named all the same.
             assert sum(culprit.group == "many" for culprit in search.culprits) == 3
     search, _ = explain({"many": many(128, 12), "too": many(128, 13)}, 1)
-    assert search.explained("many") and search.explained("too")
+    assert explained(search, "many") and explained(search, "too")
 
 
 @pytest.mark.parametrize("width", [1, 4])
@@ -290,7 +294,7 @@ def test_a_clear_token_beside_a_diffuse_unit_is_found(helpful: bool, width: int)
             suspicion = tokens[name].suspicion(helpful if name == "clear" else True)
             search.add_group(name, tokens[name].norm(list(range(128))), suspicion, tokens[name].weights)
         run(search, tokens, width, most=40)
-        assert search.explained("clear") and not search.explained("diffuse")
+        assert explained(search, "clear") and not explained(search, "diffuse")
         assert [culprit.candidate for culprit in search.culprits if culprit.group == "clear"] == [77]
 
 
@@ -305,5 +309,5 @@ def test_micro_batches_are_measured_ahead_only_within_the_budget() -> None:
             search.add_group(name, unit.norm(list(range(128))), unit.suspicion(True), unit.weights)
         passes += 1
         search.add_measurements([(p, tokens[p.group].measure(p)) for p in search.next_probes(1, 41 - passes)])
-    assert sum(search.explained(name) for name in tokens if search.knows(name)) == 3
+    assert sum(explained(search, name) for name in tokens if name in search.groups) == 3
     assert len(waiting) == 6

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from gradloc.search.codes import Code, Probe, TokenSet
+from gradloc.search.candidates import Candidates, TokenSet
+from gradloc.search.codes import Code, Probe
 from gradloc.search.search import Search
 
 THRESHOLD = 10.0
@@ -80,8 +81,8 @@ def test_finds_exactly_the_planted_tokens(
         search = start(tokens, helpful, ordinary)
         run(search, tokens, probes_a_pass)
         assert sorted((c.group, c.candidate) for c in search.culprits) == sorted((u, p) for u in "ab" for p in planted)
-        for culprit in search.culprits:
-            assert culprit.norm == pytest.approx(tokens[culprit.group].norm([culprit.candidate]))
+        for group, candidate in search.culprits:
+            assert search.groups[group].tokens.alone[candidate] == pytest.approx(tokens[group].norm([candidate]))
         assert search.open_sets == []
 
 
@@ -143,11 +144,12 @@ def test_code_is_not_started_beyond_the_budget() -> None:
 
 def test_a_code_that_fits_no_single_token_names_none() -> None:
     def read(norm: float, candidates: int = 5) -> int | None:
-        code = Code(TokenSet("a", tuple(range(7, 7 + candidates))), 1.0, base=5, digits=1)
+        code = Code(whole.token_set(range(7, 7 + candidates)), 1.0, base=5, digits=1)
         code.norms[0] = norm
         return code.read()
 
-    (digit,) = Code(TokenSet("a", (7, 8, 9, 10, 11)), 1.0, base=5, digits=1).unread
+    whole = Candidates("a", THRESHOLD, torch.ones(20), torch.ones(20))
+    (digit,) = Code(whole.token_set(range(7, 12)), 1.0, base=5, digits=1).unread
     assert [read(factor) for factor in digit.factors] == [7, 8, 9, 10, 11]
     assert read(math.sqrt(0.5 / 4)) is None  # between two digits
     assert read(math.sqrt(5 / 4)) is None and read(math.nan) is None
@@ -210,7 +212,7 @@ def test_a_diffuse_micro_batch_is_given_up_after_a_few_passes(n: int, cosine: fl
     passes, _ = run(search, tokens, 2)
     assert search.culprits == [] and search.open_sets == []
     assert passes <= 30
-    assert search.diffuse and all(norm > search.threshold(token_set) for token_set, norm in search.diffuse)
+    assert search.diffuse and all(norm > token_set.threshold for token_set, norm in search.diffuse)
 
 
 @pytest.mark.parametrize("helpful", [True, None])
@@ -328,7 +330,7 @@ def test_thresholds_are_the_published_ones_for_equal_weights() -> None:
     search = Search(THRESHOLD, "exhaustive")
     search.add_group("a", 1e9, torch.ones(64), torch.full((64,), 1 / 64))
     for token_set in search.open_sets:
-        assert search.threshold(token_set) == pytest.approx(THRESHOLD * math.sqrt(len(token_set.candidates)) / 64)
+        assert token_set.threshold == pytest.approx(THRESHOLD * math.sqrt(len(token_set.candidates)) / 64)
 
 
 def test_a_wide_pass_does_not_give_up_a_promising_probe() -> None:
@@ -394,7 +396,7 @@ def test_random_searches_end_and_find_what_stands_out(seed: int) -> None:
         search = Search(THRESHOLD, "exhaustive", choice.choice([None, 0.1, 1.0, 3.0]))
         known = choice.random() < 0.8
         for name, unit in tokens.items():
-            norm = unit.measure(TokenSet(name, tuple(range(len(unit.weights)))))
+            norm = unit.measure(Candidates(name, THRESHOLD, unit.weights, unit.weights).without([]))
             over = not norm <= THRESHOLD * float(unit.weights.norm())
             if over or not known:
                 search.add_group(name, norm if known else None, unit.suspicion(unit.kind == "good"), unit.weights)

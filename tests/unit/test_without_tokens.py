@@ -222,9 +222,9 @@ def test_a_smaller_one_makes_no_token_a_culprit(width: int) -> None:
         search, _ = searched(unit, width, "explained")
         assert search.diffuse and not search.gave_up
         for culprit in search.culprits:
-            own = math.sqrt(culprit.norm**2 - unit.own**2)
+            own = math.sqrt(search.groups["a"].tokens.alone[culprit.candidate] ** 2 - unit.own**2)
             assert own > THRESHOLD * float(unit.weights[culprit.candidate])
-        over = sum(norm > THRESHOLD / 128 for norm in search._groups["a"].tokens.alone.values())
+        over = sum(norm > THRESHOLD / 128 for norm in search.groups["a"].tokens.alone.values())
         found += over - len(search.culprits)
     assert found > 0  # tokens that are over τ only because of the other gradient
 
