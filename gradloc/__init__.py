@@ -28,18 +28,20 @@ so the names below are imported when they are asked for.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .version import __version__
+from .version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from .config import GradLocConfig
-    from .evidence.token_texts import text_evidence
-    from .evidence.writer import record_events
-    from .fsdp.collectives import RankLostError
-    from .gradloc import GradLoc, Located
-    from .layers.layer_clip import LayerClip, LayerClipConfig
-    from .measure.token_weights import token_weights
-    from .token_clip.bounds import TokenClipConfig
-    from .token_clip.token_clip import TokenClip
+    from .config import GradLocConfig as GradLocConfig
+    from .evidence.token_texts import text_evidence as text_evidence
+    from .evidence.writer import record_events as record_events
+    from .fsdp.collectives import RankLostError as RankLostError
+    from .gradloc import GradLoc as GradLoc
+    from .gradloc import Located as Located
+    from .layers.layer_clip import LayerClip as LayerClip
+    from .layers.layer_clip import LayerClipConfig as LayerClipConfig
+    from .measure.token_weights import token_weights as token_weights
+    from .token_clip.bounds import TokenClipConfig as TokenClipConfig
+    from .token_clip.token_clip import TokenClip as TokenClip
 
 _MODULES = {
     "GradLoc": "gradloc",
@@ -54,21 +56,6 @@ _MODULES = {
     "text_evidence": "evidence.token_texts",
     "token_weights": "measure.token_weights",
 }
-
-__all__ = [
-    "GradLoc",
-    "GradLocConfig",
-    "LayerClip",
-    "LayerClipConfig",
-    "Located",
-    "RankLostError",
-    "TokenClip",
-    "TokenClipConfig",
-    "__version__",
-    "record_events",
-    "text_evidence",
-    "token_weights",
-]
 
 
 def __getattr__(name: str) -> Any:

@@ -70,7 +70,6 @@ class CriticWatch(GradLoc):
         self._ordinary_error: float | None = None
         self._token_norm_max = 0.0
         self._spike_count = 0
-        self._said: set[str] = set()
 
     def start_update(self, global_step: int | None = None) -> None:
         """Discards the spikes and metrics of the last update."""
@@ -90,21 +89,21 @@ class CriticWatch(GradLoc):
         model = self._model
         if model is None:
             return
-        micro_batches = self._recorder.take()
+        micro_batches = self.take()
         if not (micro_batches and all(micro_batch.tokens for micro_batch in micro_batches)):
             warn_once(
                 self._said, "the critic's loss is not verl's value loss: spikes of its gradient are not looked for"
             )
             return
-        failed = self._recorder.failed
+        failed = self.failed
         own = torch.stack([_error_sums(micro_batch.tokens) for micro_batch in micro_batches])
         gradient = MiniBatch(model, micro_batches, self._loss_scale()).gather("unit", own.sum(0), failed)
         if gradient.failed:
             return
-        level, error = gradient.level, _root_mean_square(gradient.update_figures.sum(0).tolist())
-        threshold = self._threshold.next(level.token_norm, level.finite)
-        self._token_norm_max = max(self._token_norm_max, level.token_norm)
-        if not is_over(level.token_norm, threshold):
+        norm, error = gradient.token_norm, _root_mean_square(gradient.update_figures.sum(0).tolist())
+        threshold = self._threshold.next(norm, gradient.finite_norm)
+        self._token_norm_max = max(self._token_norm_max, norm)
+        if not is_over(norm, threshold):
             self._ordinary.take_in(gradient)
             self._ordinary_error = error
             return
@@ -114,7 +113,7 @@ class CriticWatch(GradLoc):
         ordinary_norms = self._ordinary.layer_norms(model)
         global_norm = gradient.global_norm()
         assert gradient.squared_norms is not None  # they were measured for the norm
-        layer_norms = model.by_reduced_layer(gradient.squared_norms)
+        layer_norms = dict(zip(model.reduced_norms.layers, gradient.squared_norms.sqrt().tolist(), strict=True))
         clock = collectives.broadcast(lambda: datetime.now(timezone.utc).isoformat(), 0)
         with collectives.raised_on_all_ranks(model.device):
             self._spike_count += 1
@@ -124,7 +123,7 @@ class CriticWatch(GradLoc):
                 "time": clock,
                 **where,
                 "threshold": threshold,
-                "token_norm": level.token_norm,
+                "token_norm": norm,
                 "global_norm": global_norm,
                 "layer_norms": layer_norms,
                 "ordinary_token_norm": self._ordinary.token_norm,

@@ -76,7 +76,7 @@ def hold(
         dict: The drill's event; of a drill that failed, it has an error or no culprit at the planted place.
     """
     started = time.perf_counter()
-    model, threshold = mini_batch.model, tau.of(mini_batch.level.finite)
+    model, threshold = mini_batch.model, tau.of(mini_batch.finite_norm)
     planted: Planted | None = None
     searched = mini_batch
     if mini_batch.trigger == "global":
@@ -88,7 +88,7 @@ def hold(
             for reduce in {model.meter.reduces, True}:  # `choose` measures, `rerun` accumulates
                 passes.rehearse(reduce)
             planted = choose(figures, mini_batch, passes, where["global_step"])
-            threshold = tau.of(mini_batch.level.finite, planted.norm)
+            threshold = tau.of(mini_batch.finite_norm, planted.norm)
             copy = _with_spike(mini_batch, planted, figures, threshold)
             if not copy.is_over(threshold):
                 raise DrillFailedError("the planted token did not put its micro-batch over the threshold")
@@ -134,13 +134,8 @@ def _with_spike(mini_batch: MiniBatch, planted: Planted, figures: AllFigures, th
     raised = planted.sign * _MARGIN * needed / planted.norm
     # With fp16, the raised coefficient must not overflow; without it, the loss is not scaled.
     new_scale = scale if scale == 1 else scale * min(1.0, planted.weight / abs(raised))
-    micro_batches: list[MicroBatch] = []
-    # An exchange, so that an error on one rank (out of memory, say) fails the drill on all.
-    collectives.exchange(
-        lambda: micro_batches.extend(
-            plant(own, model.rank == planted.micro_batch[0], planted, raised, scale, new_scale)
-        )
-    )
+    with collectives.raised_on_all_ranks(model.device):
+        micro_batches = plant(own, model.rank == planted.micro_batch[0], planted, raised, scale, new_scale)
     passes = model.passes(micro_batches, new_scale)
     rerun(micro_batches, model.meter, passes, figures, reduced=mini_batch.trigger == "global")
     no_figures = torch.zeros(0, dtype=torch.float64, device=model.device)

@@ -4,7 +4,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from .evidence.event import build_event
 from .fsdp import collectives
 from .fsdp.state import SetAside, undisturbed
 from .measure.mini_batch import MiniBatch, OrdinaryGradient
-from .measure.pass_recorder import LossInputs, PassRecorder, ReadTokens, check_shapes, unchanged, with_a_column
+from .measure.pass_recorder import PassRecorder, with_a_column
 from .measure.passes import Forward
 from .measure.watched_model import WatchedModel
 from .metrics import UpdateMetrics, own_figures
@@ -44,7 +44,7 @@ class Located(NamedTuple):
     norm: float | None = None  # with a spike, the norm of the reduced gradient before anything was done to it
 
 
-class GradLoc:
+class GradLoc(PassRecorder):
     """Watches the training passes of a (sharded) model and finds the tokens behind a spike of its gradient.
 
     For each micro-batch the trainer calls `begin_pass`, runs the forward, calls `observe`, runs the backward, and calls
@@ -57,8 +57,6 @@ class GradLoc:
         forward (Callable): `forward(inputs, rows, response_length)` computes (entropy or None, log_prob), each of shape
             (len(rows), response_length), for some rows of a micro-batch, with responses truncated to that length.
         loss_scale (Callable): Returns the loss scale of the backward passes (for fp16); 1 by default.
-        squared_norms (Callable, optional): `LayerClip.squared_norms` if LayerClip is on as well; it measures the
-            reduced gradient.
         sequence_parallel_size (int): How many neighbouring ranks work on the same data. If it is over 1, a rank's
             local gradient is not the gradient of its data, and the reduced meter is used.
         meter (str): "local": measure every rank's local gradient, in training passes as well. "reduced": measure only
@@ -89,7 +87,6 @@ class GradLoc:
         forward: Forward,
         device: str | torch.device = "cpu",
         loss_scale: Callable[[], float] = lambda: 1.0,
-        squared_norms: Callable[[], Tensor] | None = None,
         sequence_parallel_size: int = 1,
         meter: str = "local",
         recover: Callable[[], None] | None = None,
@@ -98,19 +95,23 @@ class GradLoc:
         learning_rate: Callable[[], float | Tensor] = lambda: 1.0,
         loss_agg_mode: str | None = None,
     ) -> None:
+        model = None
+        try:
+            model = WatchedModel.watch(
+                module,
+                forward,
+                torch.device(device),
+                sequence_parallel_size=sequence_parallel_size,
+                meter=meter,
+                recover=recover,
+                cut=None if token_clip is None else token_clip.repeated,
+            )
+        except collectives.RankFailedError as error:
+            if collectives.rank() == 0:
+                logger.warning("%s is off, and training goes on without it: %s", self.SEARCH, error)
+        super().__init__(model)
         self.config = config
         self.events: list[dict[str, Any]] = []
-        self._model = WatchedModel.unless_it_fails(
-            self.SEARCH,
-            module,
-            forward,
-            torch.device(device),
-            squared_norms=squared_norms,
-            sequence_parallel_size=sequence_parallel_size,
-            meter=meter,
-            recover=recover,
-            cut=None if token_clip is None else token_clip.repeated,
-        )
         self._loss_scale = loss_scale
         self._token_clip = token_clip
         self._bundle_writer = bundle_writer
@@ -119,7 +120,6 @@ class GradLoc:
         self._metrics = UpdateMetrics()
         self._warnings = RunWarnings(learning_rate, loss_agg_mode)
         self._global_step: int | None = None
-        self._recorder = PassRecorder(self._model)
         self._search_time = SearchTime(config.bisect_budget_seconds)
         self._has_rehearsed = False
 
@@ -131,64 +131,16 @@ class GradLoc:
     def start_mini_batch(self) -> None:
         """Discards the events and passes of the last mini-batch; the update's metrics still count the events."""
         self.events = []
-        self._recorder.discard()
+        self.discard()
 
     def start_update(self, global_step: int | None = None) -> None:
         """Discards the events and metrics of the last update."""
         self.events = []
         self._metrics = UpdateMetrics()
-        self._recorder.discard()
-        self._recorder.is_off = self._model is None
+        self.discard()
+        self.is_off = self._model is None
         self._global_step = global_step
         self._warnings.start_update(global_step)
-
-    def begin_pass(self, inputs: dict[str, Any], rows: Sequence[int]) -> None:
-        """Starts recording a training pass; called before it.
-
-        Args:
-            inputs (dict): The inputs of `forward`; picklable. Kept until `locate`.
-        """
-        self._recorder.begin(inputs, rows)
-
-    def observe(
-        self,
-        log_prob: Tensor,
-        entropy: Tensor | None,
-        weight: Tensor,
-        loss_agg_mode: str | None = None,
-        **tokens: Tensor,
-    ) -> None:
-        """Records the tokens of the current pass, and their coefficients ∂L/∂log p during its backward.
-
-        All tensors have shape (rows, response length). The loss is computed from these log-probs and entropies.
-
-        Args:
-            weight (Tensor): The weight w of each token in the loss, gradient accumulation included.
-            loss_agg_mode (str, optional): verl's name for how this loss is aggregated.
-            tokens (Tensor): The tensors that `token_evidence` reports; at least `response_mask` and `token_id`.
-        """
-        noted = {"log_prob": log_prob, "weight": weight, **tokens}
-        loss_inputs = {"coefficient": (log_prob, unchanged)}
-        if entropy is not None:
-            noted["entropy"] = entropy
-            loss_inputs["entropy_coefficient"] = (entropy, unchanged)
-        check_shapes(noted)
-        self.observe_later(lambda: noted, loss_inputs, loss_agg_mode)
-
-    def observe_later(self, read_tokens: ReadTokens, loss_inputs: LossInputs, loss_agg_mode: str | None = None) -> None:
-        """Like `observe`, but the tokens are read in `end_pass`, while the device computes the backward.
-
-        An error in that is logged, and no spike is looked for in the rest of the update, on all ranks.
-
-        Args:
-            read_tokens (Callable): Returns what `observe` takes: `log_prob`, `weight`, `entropy` where the loss has it,
-                and the tensors that `token_evidence` reports.
-        """
-        self._recorder.observe(read_tokens, loss_inputs, loss_agg_mode)
-
-    def end_pass(self) -> None:
-        """Stops recording a training pass; called after its backward."""
-        self._recorder.end()
 
     def locate(self, epoch: int, mini_batch: int) -> Located:
         """Checks the mini-batch's gradient, and on a spike finds the culprits. A collective call.
@@ -218,26 +170,26 @@ class GradLoc:
 
         `misplaced_share` is the share of responses whose log-probs belong to other tokens.
         """
-        share = self._warnings.misplaced_share
+        share = self._warnings.checks.misplaced_share()
         return self._metrics.metrics() | ({} if share is None else {"actor/gradloc/misplaced_share": share})
 
     def state_dict(self) -> dict[str, Any]:
         """What has been learned of the run, for any number of ranks; to be saved by rank 0, whose seconds count."""
         return {
             **self._threshold.state_dict(),
-            "run_checks": self._warnings.state_dict(),
+            "run_checks": self._warnings.checks.state_dict(),
             "search_time": self._search_time.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Restores `state_dict`; with None (no saved state) the warm-up of an automatic threshold starts over."""
         self._threshold.load_state_dict(state)
-        self._warnings.load_state_dict(None if state is None else state.get("run_checks"))
+        self._warnings.checks.load_state_dict(None if state is None else state.get("run_checks"))
         self._search_time.load_state_dict(None if state is None else state.get("search_time"))
 
     def _locate(self, where: dict[str, Any]) -> Located:
         started = time.perf_counter()
-        gradient = None if self._recorder.is_off else self._measure(where)
+        gradient = None if self.is_off else self._measure(where)
         if gradient is None:
             return Located(take_step=True)
         if not self._has_rehearsed:
@@ -252,8 +204,8 @@ class GradLoc:
                 self._metrics.drill_found = event["drill"]["found"]
                 self._add(event)
             started = time.perf_counter()
-        threshold = self._threshold.next(gradient.level.token_norm, gradient.level.finite)
-        self._metrics.take_in_level(gradient.level, self._threshold.last)
+        threshold = self._threshold.next(gradient.token_norm, gradient.finite_norm)
+        self._metrics.take_in_level(gradient.token_norm, self._threshold.last)
         if not gradient.is_over(threshold):
             self._ordinary.count(False)
             if gradient.is_ordinary(threshold):
@@ -263,7 +215,7 @@ class GradLoc:
             for micro_batch, marks in zip(gradient.micro_batches, self._token_clip.marks(), strict=True):
                 micro_batch.tokens |= {name: with_a_column(marked) for name, marked in marks.items()}
         located = self._explain(
-            gradient, threshold, {**where, "steps_since_resume": self._warnings.steps_since_resume}, started
+            gradient, threshold, {**where, "steps_since_resume": self._warnings.checks.steps_since_resume}, started
         )
         self._ordinary.count(True)
         self._add(located.event)
@@ -290,7 +242,7 @@ class GradLoc:
             located = located._replace(squared_norms=done.squared_norms)
             if findings.out_of_time and collectives.rank() == 0:
                 self._say_cut_short(findings)
-            warnings = self._warnings.of_mini_batch
+            warnings = self._warnings.checks.warnings(of_mini_batch=True)
             event = build_event(gradient, findings, ordinary, where, action, done, started, warnings)
             if self._bundle_writer is not None:
                 with collectives.guarded_on_all_ranks("a gradient spike is reported without a replay bundle"):
@@ -337,14 +289,14 @@ class GradLoc:
     def _measure(self, where: Mapping[str, Any]) -> MiniBatch | None:
         """The gradient of the passes since the last call; None if a rank cannot read its tokens. A collective call."""
         assert self._model is not None  # else the recorder is off
-        micro_batches = self._recorder.take()
+        micro_batches = self.take()
         scale, trigger = self._loss_scale(), self.config.spike_trigger
         for_metrics = own_figures([micro_batch.tokens for micro_batch in micro_batches])
         for_warnings = self._warnings.own_figures(micro_batches, scale, where)
         figures = torch.cat([for_metrics, for_warnings])
-        gradient = MiniBatch(self._model, micro_batches, scale).gather(trigger, figures, self._recorder.failed)
+        gradient = MiniBatch(self._model, micro_batches, scale).gather(trigger, figures, self.failed)
         if gradient.failed:
-            self._recorder.is_off = True  # for the rest of the update
+            self.is_off = True  # for the rest of the update
             return None
         for_metrics, for_warnings = gradient.update_figures.split([len(for_metrics), len(for_warnings)], dim=1)
         self._metrics.take_in(for_metrics)

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from .evidence.token_facts import off_the_rollout
 from .judge.rules import UNLIKELY
-from .measure.figures import Level
 
 
 def own_figures(micro_batches: Sequence[Mapping[str, Tensor]]) -> Tensor:
@@ -70,13 +69,13 @@ class UpdateMetrics:
         self._maxima = torch.maximum(self._maxima, by_rank[:, :2].amax(0))
         self._counts += by_rank[:, 2:].sum(0)
 
-    def take_in_level(self, level: Level, threshold: float | None) -> None:
-        """Adds the size of a mini-batch's gradient and its τ; None in the warm-up of an automatic one."""
+    def take_in_level(self, token_norm: float, threshold: float | None) -> None:
+        """Adds the token-equivalent norm of a mini-batch and its τ; None in the warm-up of an automatic one."""
         self._last_threshold = threshold
-        if level.token_norm >= self._token_norm_max:
-            self._token_norm_max, self._threshold_of_max = level.token_norm, threshold
+        if token_norm >= self._token_norm_max:
+            self._token_norm_max, self._threshold_of_max = token_norm, threshold
         if threshold is not None:
-            self._margin = max(self._margin or 0.0, level.token_norm / threshold)
+            self._margin = max(self._margin or 0.0, token_norm / threshold)
 
     def add_spike_without_event(self, skipped: bool) -> None:
         """Counts a spike that an error left without an event, and whether its step was skipped."""

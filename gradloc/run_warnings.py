@@ -30,6 +30,7 @@ class RunWarnings:
         loss_agg_mode (str, optional): See `GradLoc`.
 
     Attributes:
+        checks (RunChecks): The checks, with what they have learned.
         of_update (list[dict]): The warnings of the update so far; see `RunChecks.warnings`.
     """
 
@@ -37,29 +38,14 @@ class RunWarnings:
         self.of_update: list[dict[str, Any]] = []
         self._learning_rate = learning_rate
         self._loss_agg_mode = loss_agg_mode
-        self._checks = RunChecks()
+        self.checks = RunChecks()
         self._global_step: int | None = None
         self._logged: set[str] = set()
-
-    @property
-    def of_mini_batch(self) -> list[dict[str, Any]]:
-        """The warnings that hold for the last mini-batch."""
-        return self._checks.warnings(of_mini_batch=True)
-
-    @property
-    def steps_since_resume(self) -> int | None:
-        """1 in the first step after a loaded checkpoint; None if none was loaded."""
-        return self._checks.steps_since_resume
-
-    @property
-    def misplaced_share(self) -> float | None:
-        """See `RunChecks.misplaced_share`."""
-        return self._checks.misplaced_share()
 
     def start_update(self, global_step: int | None) -> None:
         """Begins an update."""
         self.of_update, self._global_step = [], global_step
-        self._checks.start_update(global_step)
+        self.checks.start_update(global_step)
 
     def own_figures(self, micro_batches: Sequence[MicroBatch], scale: float, where: Mapping[str, Any]) -> Tensor:
         """What one rank knows of a mini-batch, for `take_in`: float64 of one dimension. No host sync.
@@ -72,7 +58,7 @@ class RunWarnings:
         tokens = [micro_batch.tokens for micro_batch in micro_batches]
         checked = [{**each, "unsampled": HOLDS["unsampled"](each, {})} for each in tokens]
         first = (where["epoch"], where["mini_batch"]) == (0, 0)
-        sums = own_sums(checked, first, self._checks.bypass)
+        sums = own_sums(checked, first, self.checks.bypass)
         scales = own_scale_figures(tokens, scale, self._mode_of(micro_batches))
         return torch.cat([sums, own_alignment(tokens), own_columns(tokens), scales])
 
@@ -87,8 +73,8 @@ class RunWarnings:
         sizes = [rest, ALIGNMENT_SUMS, COLUMN_SUMS, SCALE_FIGURES]
         *to_add, of_scale = by_rank.split(sizes, dim=1)
         sums, alignment, columns = (each.sum(0).tolist() if epoch == 0 else None for each in to_add)
-        self._checks.take_in(sums, loss_scale_warning(of_scale.tolist()), alignment, columns)
-        self.of_update = self._checks.warnings()
+        self.checks.take_in(sums, loss_scale_warning(of_scale.tolist()), alignment, columns)
+        self.of_update = self.checks.warnings()
         for warning in self.of_update:
             if warning["name"] not in self._logged and collectives.rank() == 0:
                 logger.warning("Step %s: %s %s", self._global_step, warning["sentence"], warning["check"])
@@ -99,15 +85,7 @@ class RunWarnings:
         rate = 0.0
         with guarded("the learning rate cannot be read; run checks take it for 0", self._logged):
             rate = float(self._learning_rate())  # an optimizer may have a tensor
-        self._checks.add_step(rate)
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `RunChecks.state_dict`."""
-        return self._checks.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """See `RunChecks.load_state_dict`."""
-        self._checks.load_state_dict(state)
+        self.checks.add_step(rate)
 
     def _mode_of(self, micro_batches: Sequence[MicroBatch]) -> str | None:
         """How the losses of these micro-batches are aggregated; None if that is unknown, or not the same for all."""

@@ -15,7 +15,6 @@ from ..bundles.recorded import NothingMovesError, write_recorded_bundle
 from ..evidence.patient_disk import PatientDisk
 from ..evidence.recorded_event import recorded_event
 from ..guarded import ForeseenError, guarded
-from ..measure.figures import Level
 from ..measure.micro_batch import MicroBatch, MicroBatchName
 from ..metrics import UpdateMetrics
 from ..threshold import Threshold, is_over
@@ -125,7 +124,7 @@ class SpikeRecorder:
         level = norm * root if math.isfinite(norm) else math.inf
         finite = level if math.isfinite(level) else 0.0
         threshold = self._threshold.next(level, finite)
-        self._metrics.take_in_level(Level(level, finite, level, False), self._threshold.last)
+        self._metrics.take_in_level(level, self._threshold.last)
         if not is_over(level, threshold):
             return
         micro_batches, factor = self._read(loss)

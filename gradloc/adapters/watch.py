@@ -382,7 +382,6 @@ def watch_actor(
             forward=forward,
             device=device,
             loss_scale=loss_scale,
-            squared_norms=None if watch.layer_clip is None else watch.layer_clip.squared_norms,
             sequence_parallel_size=sequence_parallel_size,
             meter=meter_kind(module),
             recover=getattr(module, "reset_activation_offloading", None),

@@ -19,6 +19,17 @@ def flat_handles(module: nn.Module) -> list[Any]:
     return [fsdp_module._handle for fsdp_module in fsdp_modules if fsdp_module._handle is not None]
 
 
+def flat_parameters(module: nn.Module) -> Iterator[tuple[str, Any, int]]:
+    """Each parameter in FSDP1's flat parameters: its name, their handle, and its index there; in the model's order."""
+    found: dict[nn.Module, list[tuple[str, Any, int]]] = {}
+    for handle in flat_handles(module):
+        for i, (attribute, owner, _) in enumerate(handle.flat_param._param_infos):
+            found.setdefault(owner, []).append((attribute, handle, i))
+    for owner_name, owner in module.named_modules():
+        for attribute, handle, i in found.get(owner, ()):
+            yield f"{owner_name}.{attribute}".lstrip("."), handle, i
+
+
 def _holders(module: nn.Module) -> list[Tensor]:
     """All tensors with a `.grad`; with FSDP1's use_orig_params, these are views of the flat parameters' `.grad`."""
     holders = [*module.parameters(), *(handle.flat_param for handle in flat_handles(module))]

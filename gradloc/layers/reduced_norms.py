@@ -5,13 +5,18 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..fsdp.collectives import total, world_size
+from ..fsdp.state import flat_handles, flat_parameters
 from ..fsdp.torch_compat import IS_TOO_OLD, DTensor, FSDPModule, FullyShardedDataParallel
 from .layer_names import layers_by_parameter, plain_name
+
+# How many parameters with a broken gradient are named.
+_NAMED = 16
 
 _FSDP = (FullyShardedDataParallel, FSDPModule)
 
@@ -121,13 +126,13 @@ class ReducedNorms:
         return squares
 
     @torch.no_grad()
-    def broken_parameters(self) -> tuple[list[str], int]:
-        """The parameters of whose gradient an element is NaN or infinite on some rank, as the backward reaches them.
+    def broken_parameters(self) -> dict[str, Any]:
+        """The parameters of whose gradient an element is NaN or infinite on some rank.
 
         A collective call if FSDP wraps the module; the same on every rank.
 
         Returns:
-            tuple[list[str], int]: Their names, without wrappers; and how many parameters are trained.
+            dict: Their `count`, `of` how many, and the first 16 `names` as the backward reaches them.
         """
         own = torch.zeros(len(self._pieces), dtype=torch.float64, device=self._device)
         for i, (_, piece) in enumerate(self._pieces):
@@ -136,7 +141,7 @@ class ReducedNorms:
                 own[i] = not torch.linalg.vector_norm(gradient, math.inf).isfinite()
         by_piece = self.add_up(own).tolist()
         names = [plain_name(piece.name) for (_, piece), broken in zip(self._pieces, by_piece, strict=True) if broken]
-        return names[::-1], len(self._pieces)
+        return {"count": len(names), "of": len(self._pieces), "names": names[::-1][:_NAMED]}
 
     @torch.no_grad()
     def scale_(self, factors: Mapping[int, float]) -> None:
@@ -171,16 +176,9 @@ def _reshard(module: nn.Module) -> None:
 
 def _pieces(module: nn.Module) -> Iterator[_Piece]:
     """This rank's part of each parameter, in the model's order; frozen ones included, tied ones once."""
-    flat: dict[nn.Module, list[tuple]] = {}
-    for fsdp_module in FullyShardedDataParallel.fsdp_modules(module):
-        handle = fsdp_module._handle
-        if handle is not None:
-            for i, (attribute, owner, _) in enumerate(handle.flat_param._param_infos):
-                flat.setdefault(owner, []).append((attribute, handle, i))
-    if flat:
-        for owner_name, owner in module.named_modules():
-            for attribute, handle, i in flat.get(owner, ()):
-                yield _flat_piece(f"{owner_name}.{attribute}".lstrip("."), handle, i)
+    if flat_handles(module):
+        for name, handle, i in flat_parameters(module):
+            yield _flat_piece(name, handle, i)
     else:
         for name, parameter in module.named_parameters():
             yield _plain_piece(name, parameter)

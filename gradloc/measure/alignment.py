@@ -45,38 +45,22 @@ LOST_SPREAD = 0.7  # and so far apart, as a part of how far b is from its mean
 
 
 class Alignment(NamedTuple):
-    """How log-probs a and b of the same responses fit; tensors of shape (rows, 1), sums of shape (shifts,).
+    """How log-probs a and b of the same responses fit; tensors of shape (rows, 1), sums of shape (shifts,)."""
 
-    Args:
-        aligned (Tensor): bool: a[t] is clearly nearer to b[t] than to any neighbour.
-        shift (Tensor): int64, k where a[t] fits b[t + k], from `start` on; 0 where it fits b[t], or nothing.
-        start (Tensor): int64, the index in the response; 0 where the whole response is moved.
-        lost (Tensor): int64, the index from which on a has no relation to b, although it has before; 0 where none.
-        tail (Tensor): int64, how many tokens at the end have one and the same a (or b), which the other contradicts; 0
-            where none.
-        tail_value (Tensor): That value.
-        tail_of_b (Tensor): bool: it is b that has one value there.
-        here (Tensor): Σ |a[t] − b[t]| over the tokens that each shift compares.
-        there (Tensor): Σ |a[t] − b[t + k]| over the same tokens.
-        size (Tensor): Σ of the sizes of the differences of the two.
-        square (Tensor): Σ of their squares.
-        nearer (Tensor): How many of these tokens are nearer to the moved b.
-        farther (Tensor): How many are nearer to their own.
-    """
-
-    aligned: Tensor
-    shift: Tensor
-    start: Tensor
-    lost: Tensor
+    aligned: Tensor  # bool: a[t] is clearly nearer to b[t] than to any neighbour
+    shift: Tensor  # int64, k where a[t] fits b[t + k], from `start` on; 0 where it fits b[t], or nothing
+    start: Tensor  # int64, the index in the response; 0 where the whole response is moved
+    lost: Tensor  # int64, the index from which on a has no relation to b, although it has before; 0 where none
+    # int64, how many tokens at the end have one and the same a (or b), which the other contradicts; 0 where none.
     tail: Tensor
-    tail_value: Tensor
-    tail_of_b: Tensor
-    here: Tensor
-    there: Tensor
-    size: Tensor
-    square: Tensor
-    nearer: Tensor
-    farther: Tensor
+    tail_value: Tensor  # that value
+    tail_of_b: Tensor  # bool: it is b that has one value there
+    here: Tensor  # Σ |a[t] − b[t]| over the tokens that each shift compares
+    there: Tensor  # Σ |a[t] − b[t + k]| over the same tokens
+    size: Tensor  # Σ of the sizes of the differences of the two
+    square: Tensor  # Σ of their squares
+    nearer: Tensor  # how many of these tokens are nearer to the moved b
+    farther: Tensor  # how many are nearer to their own
 
 
 def align(first: Tensor, second: Tensor, mask: Tensor) -> Alignment:

@@ -35,7 +35,7 @@ class MicroBatchFigures:
         """Its norm/sqrt(Σ w_t²), infinite while its norm is unknown; see `token_equivalents`."""
         if self.norm is None:
             return math.inf
-        return float(token_equivalents(*torch.tensor([self.norm, self.root_square_weight], dtype=torch.float64)))
+        return token_equivalent(self.norm, self.root_square_weight)
 
     def is_over(self, threshold: float) -> bool:
         """Whether its norm is known and over its threshold for this τ."""
@@ -56,6 +56,11 @@ def token_equivalents(norms: Tensor, root_square_weights: Tensor) -> Tensor:
     return torch.where(norms.isfinite(), ratio.nan_to_num(nan=math.inf, posinf=math.inf), math.inf)
 
 
+def token_equivalent(norm: float, root_square_weight: float) -> float:
+    """`token_equivalents` of one."""
+    return float(token_equivalents(*torch.tensor([norm, root_square_weight], dtype=torch.float64)))
+
+
 # Of the micro-batches of all ranks.
 AllFigures = Mapping[MicroBatchName, MicroBatchFigures]
 
@@ -73,22 +78,3 @@ class RankNorms(NamedTuple):
     largest_finite: Tensor  # the largest finite one, or 0
     square: Tensor  # the sum of its micro-batches' squared norms
     square_weight: Tensor  # Σ w_t² over its tokens that can move
-
-
-@dataclass(frozen=True)
-class Level:
-    """The size of a mini-batch's gradient, the same on every rank."""
-
-    token_norm: float  # the largest measured token-equivalent norm; NaN counts as infinite
-    finite: float  # the largest finite token-equivalent norm, or 0
-    root_mean_square: float | None  # norm/sqrt(Σw²) of the whole mini-batch; None if no token can move
-    by_micro_batch: bool  # whether micro-batches were measured alone
-
-
-def level_of_reduced(norms: RankNorms, reduced_norm: float) -> Level:
-    """The level where the reduced gradient is compared with τ."""
-    # The data-parallel mean gives each token 1/W of its weight in the reduced gradient.
-    square_weight, ranks = float(norms.square_weight.sum()), len(norms.square_weight)
-    whole = MicroBatchFigures(0, 0, 0, math.sqrt(square_weight), reduced_norm * ranks).token_equivalent
-    finite = whole if math.isfinite(whole) else 0.0
-    return Level(whole, finite, whole if square_weight else None, by_micro_batch=False)

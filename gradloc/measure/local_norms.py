@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..fsdp.state import flat_handles
+from ..fsdp.state import flat_handles, flat_parameters
 from ..fsdp.torch_compat import FSDPModule, before_reduction, keeps_gradients_apart, param_groups, parameters_of
 from ..guarded import release_frames
 from ..layers.layer_names import layers_by_parameter
@@ -88,7 +88,7 @@ class LocalNorms:
         self._recording = False
         self._discard()
 
-    def remove(self) -> None:
+    def close(self) -> None:
         """Removes all hooks from the model."""
         for remove in self._removers:
             remove()
@@ -122,15 +122,8 @@ class LocalNorms:
 
     def _watch_flat_parameters(self, module: nn.Module, handles: Sequence[Any]) -> None:
         """Under FSDP1."""
-        names = {owner: name for name, owner in module.named_modules()}
-        # A flat parameter's names lie anywhere in the model, whose order the layers have.
-        position = {owner: number for number, owner in enumerate(names)}
-        places = [
-            (position[owner], f"{names[owner]}.{attribute}".lstrip("."))
-            for handle in handles
-            for attribute, owner, _ in handle.flat_param._param_infos
-        ]
-        layers = self._name_layers(name for _, name in sorted(places, key=lambda place: place[0]))
+        names = {(id(handle), i): name for name, handle, i in flat_parameters(module)}
+        layers = self._name_layers(names.values())
         for handle in handles:
             flat = handle.flat_param
             stops = [*accumulate(flat._numels_with_padding)]
@@ -138,8 +131,8 @@ class LocalNorms:
             bounds = [(start, stop) for start, stop, is_padding in with_padding if not is_padding]
             originals: Sequence[Tensor] = (flat._params or []) if handle._use_orig_params else [flat] * len(bounds)
             parts = [
-                _FlatPart(layers[f"{names[owner]}.{attribute}".lstrip(".")], *of_part, original)
-                for (attribute, owner, _), of_part, original in zip(flat._param_infos, bounds, originals, strict=True)
+                _FlatPart(layers[names[id(handle), i]], *of_part, original)
+                for i, (of_part, original) in enumerate(zip(bounds, originals, strict=True))
             ]
             self._flats.append(_Flat(flat, parts))
 
@@ -211,9 +204,7 @@ class LocalNorms:
 
         def hook(gradient: Tensor) -> None:
             if not (slot.group is not None and slot.group.together):
-                norms, counts = norms_of_all([gradient])
-                self._order.append((slot.layer, counts[0]))
-                self._norms.append(norms)
+                self._note([(slot.layer, gradient)])
 
         self._hooked_leaves[parameter] = parameter.register_hook(self._guarded(hook))
 

@@ -4,7 +4,6 @@
 
 import math
 from collections import deque
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from ..fsdp import collectives
 from ..threshold import is_over
-from .figures import Level, MicroBatchFigures, RankNorms, level_of_reduced, token_equivalents
+from .figures import MicroBatchFigures, RankNorms, token_equivalent, token_equivalents
 from .micro_batch import MicroBatch, MicroBatchName
 from .token_weights import square_weight, threshold_square_weight, usable_tokens
 from .watched_model import WatchedModel
@@ -32,10 +31,12 @@ class MiniBatch:
             meaningless.
         squared_norms (Tensor | None): The squared norms by layer of the reduced gradient, without the loss scale; None
             while they have not been measured.
-        broken_parameters (dict | None): What `WatchedModel.broken_parameters` gave, if that gradient is not finite.
+        broken_parameters (dict | None): What `ReducedNorms.broken_parameters` gave, if that gradient is not finite.
     """
 
-    level: Level  # the size of the gradient
+    token_norm: float  # the largest measured token-equivalent norm; NaN counts as infinite
+    finite_norm: float  # the largest finite one, or 0
+    root_mean_square: float | None  # norm/sqrt(Σw²) of the whole mini-batch; None if no token can move
     trigger: str
     update_figures: Tensor  # the given figures of every data-parallel rank, shape (ranks, n)
     failed: bool
@@ -66,12 +67,25 @@ class MiniBatch:
         self.failed = bool(gathered[:, 0].any())
         by_rank = gathered[:: self.model.sequence_parallel_size, 1:]
         self._norms, self.update_figures = RankNorms(*by_rank[:, : len(norms)].unbind(1)), by_rank[:, len(norms) :]
-        self.level = self.model.meter.level(self._norms, self.global_norm)
-        self.trigger = trigger if self.level.by_micro_batch else "global"
-        if self.trigger == "global" and self.level.by_micro_batch:
-            of_reduced = level_of_reduced(self._norms, self.global_norm())
-            self.level = replace(self.level, token_norm=of_reduced.token_norm, finite=of_reduced.finite)
+        self.trigger = trigger if self._by_micro_batch else "global"
+        square, square_weight = float(self._norms.square.sum()), float(self._norms.square_weight.sum())
+        if self.trigger == "unit":
+            self.token_norm = float(self._norms.largest.max())
+            self.finite_norm = float(self._norms.largest_finite.max())
+        else:
+            # The data-parallel mean gives each token 1/W of its weight in the reduced gradient.
+            norm = self.global_norm() * len(by_rank)
+            self.token_norm = token_equivalent(norm, math.sqrt(square_weight))
+            self.finite_norm = self.token_norm if math.isfinite(self.token_norm) else 0.0
+        self.root_mean_square = None
+        if square_weight:
+            self.root_mean_square = math.sqrt(square / square_weight) if self._by_micro_batch else self.token_norm
         return self
+
+    @property
+    def _by_micro_batch(self) -> bool:
+        """Whether micro-batches were measured alone."""
+        return self.model.meter.kind == "local"
 
     def global_norm(self) -> float:
         """The reduced gradient's norm, measured on the first call, which is collective."""
@@ -80,7 +94,7 @@ class MiniBatch:
             self.squared_norms = self.model.reduced_squares(self.scale).cpu()
             self._global_norm = math.sqrt(math.fsum(self.squared_norms.tolist()))
             if not math.isfinite(self._global_norm):
-                self.broken_parameters = self.model.broken_parameters()
+                self.broken_parameters = self.model.reduced_norms.broken_parameters()
         return self._global_norm
 
     def global_threshold(self, threshold: float) -> float:
@@ -89,11 +103,11 @@ class MiniBatch:
 
     def is_over(self, threshold: float) -> bool:
         """Whether it is a spike for this τ."""
-        return is_over(self.level.token_norm, threshold)
+        return is_over(self.token_norm, threshold)
 
     def is_ordinary(self, threshold: float) -> bool:
         """Whether neither it nor a micro-batch that was measured alone is over its threshold for this τ."""
-        largest = float(self._norms.largest.max()) if self.level.by_micro_batch else 0.0
+        largest = float(self._norms.largest.max()) if self._by_micro_batch else 0.0
         return not (self.is_over(threshold) or is_over(largest, threshold))
 
     def gather_figures(self) -> dict[MicroBatchName, MicroBatchFigures]:
@@ -126,7 +140,7 @@ class MiniBatch:
                     broken_tokens=int((broken & mask).sum()),
                     usable_tokens=int(usable_tokens(micro_batch.tokens, broken).sum()),
                     root_square_weight=root_square_weight,
-                    norm=norm if self.level.by_micro_batch else None,
+                    norm=norm if self._by_micro_batch else None,
                     layer_norms=self.model.meter.layer_norms(by_layer),
                     has_advantages=bool(micro_batch.has_advantages()),
                 )
@@ -163,8 +177,8 @@ class OrdinaryGradient:
 
     def take_in(self, mini_batch: MiniBatch) -> None:
         """Takes a mini-batch without a spike as ordinary, unless none of its tokens can move."""
-        if mini_batch.level.root_mean_square:
-            self.token_norm = mini_batch.level.root_mean_square
+        if mini_batch.root_mean_square:
+            self.token_norm = mini_batch.root_mean_square
             self._sums = mini_batch.layer_sums()
 
     def layer_norms(self, model: WatchedModel) -> dict[str, float] | None:

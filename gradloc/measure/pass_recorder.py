@@ -3,6 +3,7 @@
 """Records training passes: a micro-batch's tokens, their coefficients, and the norms of its local gradient."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,24 +35,25 @@ class PassRecorder:
 
     Attributes:
         failed (bool): Whether a pass could not be measured, or its tokens not be read, since the last `discard`.
-        is_off (bool): Whether to record nothing; set by the owner.
+        is_off (bool): Whether to record nothing.
     """
 
     def __init__(self, model: WatchedModel | None) -> None:
         self.failed, self.is_off = False, model is None
-        self._said: set[str] = set()
         self.current: MicroBatch | None = None
         self.micro_batches: list[MicroBatch] = []
+        self._said: set[str] = set()
         self._model = model
         self._read_tokens: ReadTokens | None = None
-        # By name, with the functions that bring them into their shape.
-        self._gradients: dict[str, tuple[Tensor, Callable[[Tensor], Tensor]]] = {}
+        self._gradients: dict[str, Tensor] = {}  # by name, and the functions that bring them into their shape
+        self._reshape: dict[str, Callable[[Tensor], Tensor]] = {}
 
-    def begin(self, inputs: dict[str, Any], rows: Sequence[int]) -> None:
-        """Called before a pass.
+    def begin_pass(self, inputs: dict[str, Any], rows: Sequence[int]) -> None:
+        """Starts recording a training pass; called before it.
 
         Args:
-            inputs (dict): The inputs of `Forward`; kept until `take`.
+            inputs (dict): The inputs of `forward`; picklable. Kept until `take`.
+            rows (Sequence[int]): Its rows in its rank's mini-batch.
         """
         if self.is_off or self._model is None:
             return
@@ -61,10 +63,39 @@ class PassRecorder:
         self._read_tokens, self._gradients = None, {}
         meter.start()
 
-    def observe(self, read_tokens: ReadTokens, loss_inputs: LossInputs, loss_agg_mode: str | None = None) -> None:
-        """Called between a pass's loss and its backward; the tokens are read in `end`.
+    def observe(
+        self,
+        log_prob: Tensor,
+        entropy: Tensor | None,
+        weight: Tensor,
+        loss_agg_mode: str | None = None,
+        **tokens: Tensor,
+    ) -> None:
+        """Records the tokens of the current pass, and their coefficients ∂L/∂log p during its backward.
 
-        The device has nothing to do between a loss that the host has waited for and its backward.
+        All tensors have shape (rows, response length). The loss is computed from these log-probs and entropies.
+
+        Args:
+            weight (Tensor): The weight w of each token in the loss, gradient accumulation included.
+            loss_agg_mode (str, optional): verl's name for how this loss is aggregated.
+            tokens (Tensor): The tensors that `token_evidence` reports; at least `response_mask` and `token_id`.
+        """
+        noted = {"log_prob": log_prob, "weight": weight, **tokens}
+        loss_inputs = {"coefficient": (log_prob, unchanged)}
+        if entropy is not None:
+            noted["entropy"] = entropy
+            loss_inputs["entropy_coefficient"] = (entropy, unchanged)
+        check_shapes(noted)
+        self.observe_later(lambda: noted, loss_inputs, loss_agg_mode)
+
+    def observe_later(self, read_tokens: ReadTokens, loss_inputs: LossInputs, loss_agg_mode: str | None = None) -> None:
+        """Like `observe`, but the tokens are read in `end_pass`, while the device computes the backward.
+
+        An error in that is logged, and no spike is looked for in the rest of the update, on all ranks.
+
+        Args:
+            read_tokens (Callable): Returns what `observe` takes: `log_prob`, `weight`, `entropy` where the loss has it,
+                and the tensors that `token_evidence` reports.
         """
         if self.is_off:
             return
@@ -74,10 +105,11 @@ class PassRecorder:
         self._read_tokens = read_tokens
         for name, (tensor, reshape) in loss_inputs.items():
             if tensor.requires_grad:
-                tensor.register_hook(_catch(self._gradients, name, reshape))
+                self._reshape[name] = reshape
+                tensor.register_hook(partial(self._gradients.__setitem__, name))
 
-    def end(self) -> None:
-        """Called after a pass's backward."""
+    def end_pass(self) -> None:
+        """Stops recording a training pass; called after its backward."""
         if self.is_off or self._model is None:
             return
         current = self.current
@@ -101,8 +133,8 @@ class PassRecorder:
             tokens = self._read_tokens()
             check_shapes(tokens)
             found = {name: with_a_column(tensor.detach()) for name, tensor in tokens.items()}
-        for name, (gradient, reshape) in self._gradients.items():
-            found[name] = with_a_column(reshape(gradient.detach()))
+        for name, gradient in self._gradients.items():
+            found[name] = with_a_column(self._reshape[name](gradient.detach()))
         return found
 
     def discard(self) -> None:
@@ -137,12 +169,3 @@ def check_shapes(tokens: Mapping[str, Tensor]) -> None:
     shapes = {name: tuple(tensor.shape) for name, tensor in tokens.items()}
     if len(set(shapes.values())) > 1:
         raise ValueError(f"all token tensors must be of one shape (rows, response length), got {shapes}.")
-
-
-def _catch(
-    gradients: dict[str, tuple[Tensor, Callable[[Tensor], Tensor]]], name: str, reshape: Callable[[Tensor], Tensor]
-) -> Callable[[Tensor], None]:
-    def hook(gradient: Tensor) -> None:
-        gradients[name] = gradient, reshape
-
-    return hook

@@ -4,16 +4,15 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..fsdp import collectives
 from ..layers.reduced_norms import ReducedNorms
-from .figures import AllFigures, Level, RankNorms, level_of_reduced, suspects
+from .figures import AllFigures, suspects
 from .local_norms import LocalNorms
 from .micro_batch import MicroBatch, MicroBatchName, TokenSubset
 from .passes import Passes
@@ -21,36 +20,8 @@ from .passes import Passes
 # What a search and a drill read of another rank's tokens. The evidence of culprits comes from the rank that has them.
 _NEEDED = ("response_mask", "weight", "log_prob", "coefficient", "entropy_coefficient", "broken", "suspicion", "cut")
 
-# Where one of these is not zero, a position is kept; padding in which a loss leaves a coefficient or NaN, too.
-_KEPT = ("response_mask", "weight", "coefficient", "entropy_coefficient", "broken")
-
-
-@dataclass(frozen=True)
-class Unpadded:
-    """What a search needs of the tokens of a micro-batch that `MicroBatch.portable` returned, without its inputs."""
-
-    rows: list[int]
-    rng_state: tuple[Tensor, Tensor | None]
-    shape: tuple[int, ...]  # rows and response length
-    places: Tensor  # the positions that are sent, flat, int32 of shape (n,)
-    columns: dict[str, Tensor]  # their values, each of shape (n,)
-
-    @classmethod
-    def of(cls, micro_batch: MicroBatch) -> "Unpadded":
-        tokens = micro_batch.tokens
-        kept = torch.stack([tokens[name] != 0 for name in _KEPT]).any(0).flatten()
-        columns = {name: tokens[name].flatten()[kept] for name in _NEEDED if name in tokens}
-        shape = tuple(tokens["response_mask"].shape)
-        return cls(micro_batch.rows, micro_batch.rng_state, shape, kept.nonzero().flatten().int(), columns)
-
-    def padded(self) -> MicroBatch:
-        """The micro-batch, with zeros for what was not sent."""
-        tokens = {}
-        for name, column in self.columns.items():
-            whole = torch.zeros(self.shape, dtype=column.dtype)
-            whole.view(-1)[self.places.long()] = column
-            tokens[name] = whole
-        return MicroBatch({}, self.rows, self.rng_state, tokens)
+# Where one of these is not zero, a position is sent; padding in which a loss leaves a coefficient or NaN, too.
+_SENT = ("response_mask", "weight", "coefficient", "entropy_coefficient", "broken")
 
 
 # The name of a group: micro-batches that are searched as one. With the local meter, a group is a single micro-batch:
@@ -62,40 +33,40 @@ GroupName = tuple[int | None, int]
 MakeProbe = Callable[[], Mapping[int, TokenSubset]]
 
 
-class Meter(Protocol):
-    """Measures norms for a search. All ranks make the same calls; `level`, `obtain` and `measure` are collective."""
+class LocalMeter(LocalNorms):
+    """Measures each rank's local gradient before FSDP averages it: in one pass, every rank measures another probe.
 
-    kind: str  # its name in the evidence
-    layers: list[str]  # the layers, in the order of the norms
-    width: int  # how many probes one pass measures
-    reduces: bool  # whether FSDP reduces the gradient of a probe
+    All ranks make the same calls; `obtain` and `measure` are collective.
 
-    def start(self) -> None:
-        """Starts recording a training pass."""
+    Args:
+        width (int, optional): How many probes count as one pass; by default, as many as there are ranks. More than that
+            are measured one after the other.
 
-    def stop(self) -> Tensor:
-        """Stops recording. Returns the rank's squared gradient norms, float64 of shape (layers,); 0 if not measured.
+    Attributes:
+        kind (str): Its name in the evidence.
+        layers (list[str]): The layers, in the order of the norms.
+        width (int): How many probes one pass measures.
+        reduces (bool): Whether FSDP reduces the gradient of a probe.
+    """
 
-        Raises what a hook of the recorded pass has raised: there, it would have ended training.
-        """
+    kind = "local"
+    reduces = False
 
-    def cancel(self) -> None:
-        """Stops recording, if it has started, and discards the norms."""
-
-    def close(self) -> None:
-        """Removes its hooks from the model."""
-
-    def level(self, norms: RankNorms, reduced_norm: Callable[[], float]) -> Level:
-        """The size of the mini-batch's gradient."""
+    def __init__(self, module: nn.Module, device: torch.device, width: int | None = None) -> None:
+        super().__init__(module, device)
+        self.width = width or collectives.world_size()
 
     def layer_norms(self, squares: Sequence[float]) -> dict[str, float]:
         """A micro-batch's norms by layer, from what `stop` returned; none if it was not measured alone."""
+        return {layer: math.sqrt(square) for layer, square in zip(self.layers, squares, strict=True)}
 
     def wholes(self, figures: AllFigures, global_norm: float) -> list[tuple[float, int]]:
         """The norms measured in training, each with its number of broken tokens."""
+        return [(each.norm, each.broken_tokens) for each in figures.values() if each.tokens and each.norm is not None]
 
     def groups(self, figures: AllFigures, threshold: float) -> dict[GroupName, list[MicroBatchName]]:
         """The groups to search, largest norm first if the norms are known; else each is first measured as a whole."""
+        return {name: [name] for name in suspects(figures, threshold)}
 
     def obtain(
         self, names: Sequence[MicroBatchName], own: Sequence[MicroBatch], scale: float
@@ -104,6 +75,11 @@ class Meter(Protocol):
 
         And with the data that this rank needs for probes.
         """
+
+        def portable(index: int) -> MicroBatch:
+            return own[index].portable(scale)
+
+        return {(rank, index): collectives.broadcast(partial(portable, index), rank) for rank, index in names}
 
     def measure(self, passes: Passes, probes: Sequence[MakeProbe]) -> Tensor:
         """Measures probes in one pass.
@@ -118,62 +94,6 @@ class Meter(Protocol):
         Raises:
             RankFailedError: The pass failed on some rank.
         """
-
-
-class LocalMeter:
-    """Measures each rank's local gradient before FSDP averages it: in one pass, every rank measures another probe.
-
-    Args:
-        width (int, optional): How many probes count as one pass; by default, as many as there are ranks. More than that
-            are measured one after the other.
-    """
-
-    kind = "local"
-    reduces = False
-
-    def __init__(self, local_norms: LocalNorms, device: torch.device, width: int | None = None) -> None:
-        self.layers = local_norms.layers
-        self.width = width or collectives.world_size()
-        self._local_norms = local_norms
-        self._device = device
-
-    def start(self) -> None:
-        self._local_norms.start()
-
-    def stop(self) -> Tensor:
-        return self._local_norms.stop()
-
-    def cancel(self) -> None:
-        self._local_norms.cancel()
-
-    def close(self) -> None:
-        self._local_norms.remove()
-
-    def level(self, norms: RankNorms, reduced_norm: Callable[[], float]) -> Level:
-        square, square_weight = float(norms.square.sum()), float(norms.square_weight.sum())
-        root_mean_square = math.sqrt(square / square_weight) if square_weight else None
-        return Level(
-            float(norms.largest.max()), float(norms.largest_finite.max()), root_mean_square, by_micro_batch=True
-        )
-
-    def layer_norms(self, squares: Sequence[float]) -> dict[str, float]:
-        return {layer: math.sqrt(square) for layer, square in zip(self.layers, squares, strict=True)}
-
-    def wholes(self, figures: AllFigures, global_norm: float) -> list[tuple[float, int]]:
-        return [(each.norm, each.broken_tokens) for each in figures.values() if each.tokens and each.norm is not None]
-
-    def groups(self, figures: AllFigures, threshold: float) -> dict[GroupName, list[MicroBatchName]]:
-        return {name: [name] for name in suspects(figures, threshold)}
-
-    def obtain(
-        self, names: Sequence[MicroBatchName], own: Sequence[MicroBatch], scale: float
-    ) -> dict[MicroBatchName, MicroBatch]:
-        def portable(index: int) -> MicroBatch:
-            return own[index].portable(scale)
-
-        return {(rank, index): collectives.broadcast(partial(portable, index), rank) for rank, index in names}
-
-    def measure(self, passes: Passes, probes: Sequence[MakeProbe]) -> Tensor:
         count, ranks = passes.count, collectives.world_size()
         parts = [probes[start : start + ranks] for start in range(0, len(probes), ranks)]
         squares = torch.cat([self._measure_one_each(passes, part) for part in parts])
@@ -187,13 +107,11 @@ class LocalMeter:
             (subset,) = probes[rank]().values()
             return subset
 
-        self._local_norms.start()
+        self.start()
         try:
-            own = passes.measure(
-                subset_of, lambda: self._local_norms.stop().to(self._device) / passes.scale**2, self.reduces
-            )
+            own = passes.measure(subset_of, lambda: self.stop() / passes.scale**2, self.reduces)
         finally:
-            self._local_norms.cancel()
+            self.cancel()
         return torch.stack(collectives.gather(own))[: len(probes)]
 
 
@@ -201,7 +119,7 @@ class ReducedMeter:
     """Measures the reduced gradient: one probe per pass, for which every rank computes the tokens of its own data.
 
     Needed with sequence parallelism: there a rank's local gradient is not the gradient of its data, and hooks would
-    see only parts of it.
+    see only parts of it. Nothing is measured in training passes. For what has no docstring see `LocalMeter`.
     """
 
     kind = "reduced"
@@ -226,9 +144,6 @@ class ReducedMeter:
     def close(self) -> None:
         pass
 
-    def level(self, norms: RankNorms, reduced_norm: Callable[[], float]) -> Level:
-        return level_of_reduced(norms, reduced_norm())
-
     def layer_norms(self, squares: Sequence[float]) -> dict[str, float]:
         return {}
 
@@ -247,10 +162,11 @@ class ReducedMeter:
         # Every rank computes its own data, so all micro-batches are sent at once, without their inputs; one rank sends
         # for all that work on the same data. (An all-gather would pad what each rank sends to the longest.)
         senders = range(0, collectives.world_size(), self._sequence_parallel_size)
-        everywhere = [
-            [sent.padded() for sent in collectives.broadcast(partial(_unpadded, own, scale), sender)]
-            for sender in senders
-        ]
+
+        def packed() -> list[MicroBatch]:
+            return [pack(micro_batch.portable(scale, inputs=False)) for micro_batch in own]
+
+        everywhere = [[unpack(each) for each in collectives.broadcast(packed, sender)] for sender in senders]
         rank = collectives.rank() // self._sequence_parallel_size
         for micro_batch, mine in zip(everywhere[rank], own, strict=True):
             micro_batch.inputs = mine.inputs
@@ -264,5 +180,26 @@ class ReducedMeter:
         return (self._reduced_norms.add_up(own).cpu() * (world_size / passes.scale) ** 2).unsqueeze(0)
 
 
-def _unpadded(own: Sequence[MicroBatch], scale: float) -> list[Unpadded]:
-    return [Unpadded.of(micro_batch.portable(scale, inputs=False)) for micro_batch in own]
+Meter = LocalMeter | ReducedMeter
+
+
+def pack(micro_batch: MicroBatch) -> MicroBatch:
+    """What a search needs of the tokens of a micro-batch that `MicroBatch.portable` returned.
+
+    Its tokens are one-dimensional, those of the places in `sent`, of shape (rows, response length).
+    """
+    tokens = micro_batch.tokens
+    sent = torch.stack([tokens[name] != 0 for name in _SENT]).any(0)
+    columns = {name: tokens[name][sent] for name in _NEEDED if name in tokens}
+    return replace(micro_batch, tokens={**columns, "sent": sent})
+
+
+def unpack(micro_batch: MicroBatch) -> MicroBatch:
+    """The micro-batch that was packed, with zeros for what was not sent."""
+    columns = dict(micro_batch.tokens)
+    sent = columns.pop("sent")
+    tokens = {
+        name: torch.zeros(sent.shape, dtype=column.dtype).masked_scatter(sent, column)
+        for name, column in columns.items()
+    }
+    return replace(micro_batch, tokens=tokens)

@@ -5,7 +5,7 @@
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,7 @@ def hook_boundaries(module: nn.Module, seen: Seen) -> list[str]:
             "actor_rollout_ref.actor.token_clip.enable=False."
         )
     for boundary, owner in boundaries.items():
-        owner.register_forward_hook(_forward_hook(boundary, seen))
+        owner.register_forward_hook(partial(_see_output, seen, boundary))
     return list(boundaries)
 
 
@@ -77,13 +77,10 @@ def _decoder_layers(module: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(f"{name}.{i}", layer) for i, layer in enumerate(layers)]
 
 
-def _forward_hook(boundary: str, seen: Seen) -> Callable[..., None]:
-    def hook(_module: nn.Module, _inputs: object, output: object) -> None:
-        hidden = output[0] if isinstance(output, (tuple, list)) else output
-        if isinstance(hidden, Tensor) and hidden.requires_grad and torch.is_grad_enabled():
-            seen(boundary, hidden)
-
-    return hook
+def _see_output(seen: Seen, boundary: str, _module: nn.Module, _inputs: object, output: object) -> None:
+    hidden = output[0] if isinstance(output, (tuple, list)) else output
+    if isinstance(hidden, Tensor) and hidden.requires_grad and torch.is_grad_enabled():
+        seen(boundary, hidden)
 
 
 @dataclass(frozen=True)
@@ -155,15 +152,7 @@ class Positions:
         part = 0 if whole else self.part
         if tuple(shape[:-1]) not in ((1,), ()) or (len(shape) == 1 and not whole):
             return None
-        # Each rank's part is as long as the others'.
-        cells = self._packed[part * count : (part + 1) * count]
+        # Those with a token, in order. Each rank's part is as long as the others'.
+        packed = torch.argsort((~self.mask).flatten().to(torch.int8), stable=True)
+        cells = packed[part * count : (part + 1) * count]
         return torch.nn.functional.pad(cells, (0, count - len(cells)))
-
-    def forget(self) -> None:
-        """Frees what can be computed again."""
-        self.__dict__.pop("_packed", None)
-
-    @cached_property
-    def _packed(self) -> Tensor:
-        """The flat indices in `mask`, those with a token first, in order."""
-        return torch.argsort((~self.mask).flatten().to(torch.int8), stable=True)

@@ -16,7 +16,7 @@ from ..fsdp import collectives
 from ..guarded import guarded, warn_once
 from .bounds import TokenClipConfig, UsualSignal, cut
 from .hidden_states import Positions, hook_boundaries
-from .watched_pass import LOG_PROBS, VALUES, Counts, WatchedPass, largest_tokens, marks, own_tokens
+from .watched_pass import LOG_PROBS, VALUES, Counts, WatchedPass, cut_tokens, largest_tokens, outliers, own_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -137,9 +137,20 @@ class TokenClip:
             self._current = None
 
     def marks(self) -> list[dict[str, Tensor]]:
-        """What a search is to know of this rank's micro-batches; see `marks`. A collective call."""
+        """What a search is to know of this rank's micro-batches: `outliers` and `cut_tokens`. A collective call."""
+        own: list[dict[str, Tensor]] = []
         size = self._sequence_parallel_size
-        return marks(self._passes, self._config.factor, self._rank * size, size)
+
+        def find() -> list[Tensor]:
+            factor = self._config.factor
+            own.extend({"outlier": outliers(each, factor), "cut": cut_tokens(each)} for each in self._passes)
+            return [each["cut"].nonzero() for each in own] if size > 1 else []
+
+        # Each rank of a group has a part of the positions.
+        for of_part in collectives.exchange(find)[self._rank * size : (self._rank + 1) * size]:
+            for each, places in zip(own, of_part, strict=False):
+                each["cut"][tuple(places.T)] = True
+        return own
 
     def end_mini_batch(self) -> dict[str, Any] | None:
         """Updates the bounds, and tells what was over them. A collective call.
@@ -261,7 +272,10 @@ class TokenClip:
             return None
         at_log_probs = boundary == LOG_PROBS
         # verl's gathering of a group's log-probs multiplies their gradient with the group's size.
-        signal = gradient.abs().float() if at_log_probs else _norms(gradient) / self._sequence_parallel_size
+        if at_log_probs:
+            signal = gradient.abs().float()
+        else:
+            signal = torch.linalg.vector_norm(gradient, dim=-1, dtype=torch.float32) / self._sequence_parallel_size
         scaling = current.scaling_of(signal.shape, at_log_probs)
         if scaling is None:
             return None  # these are not the text's hidden states, or not in this form
@@ -308,8 +322,3 @@ def row_weights(weight: Tensor) -> Tensor:
         return torch.ones(len(weight), device=weight.device)
     of_row = weight.detach().abs().float().amax(1)
     return torch.where(of_row > 0, of_row, 1.0)
-
-
-def _norms(gradient: Tensor) -> Tensor:
-    """The norm of each position's gradient, in float32 whatever its type."""
-    return torch.linalg.vector_norm(gradient, dim=-1, dtype=torch.float32)

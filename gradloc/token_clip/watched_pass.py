@@ -70,7 +70,6 @@ class WatchedPass:
         """Frees what only the pass itself needs."""
         self.signals = {}
         self._scaling_of = {}
-        self.positions.forget()
 
 
 class Counts:
@@ -155,7 +154,6 @@ def own_tokens(passes: Sequence[WatchedPass], rank: int, part: int, factor: floa
                 continue  # the first rank of the group has the same
             overs.append((index, each, over.boundaries))
             columns.append(_largest(each, over))
-        each.positions.forget()
     if not columns:
         return []
     found: dict[tuple[int, int, int], dict[str, Any]] = {}
@@ -249,29 +247,6 @@ def cut_tokens(each: WatchedPass) -> Tensor:
             cut = over.cut.flatten().cpu() & (positions >= 0) & (positions < found.shape[1])
             found[rows[cut], positions[cut]] = True
     return found
-
-
-def marks(passes: Sequence[WatchedPass], factor: float, first: int, size: int) -> list[dict[str, Tensor]]:
-    """What a search is to know of the tokens of this rank's passes. A collective call.
-
-    Args:
-        factor (float): A bound as a multiple of the usual signal.
-        first (int): The first rank of this rank's group with Ulysses, each of which has a part of the positions.
-        size (int): The size of such a group.
-
-    Returns:
-        list[dict[str, Tensor]]: For each pass `outlier`, see `outliers`, and `cut`, see `cut_tokens`.
-    """
-    own: list[dict[str, Tensor]] = []
-
-    def find() -> list[Tensor]:
-        own.extend({"outlier": outliers(each, factor), "cut": cut_tokens(each)} for each in passes)
-        return [each["cut"].nonzero() for each in own] if size > 1 else []
-
-    for of_part in collectives.exchange(find)[first : first + size]:
-        for each, places in zip(own, of_part, strict=False):
-            each["cut"][tuple(places.T)] = True
-    return own
 
 
 def largest_tokens(tokens: list[dict[str, Any]]) -> list[dict[str, Any]]:

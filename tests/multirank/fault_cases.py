@@ -49,7 +49,7 @@ def disturb(actor: Any, where: str, when: int | Sequence[int], disturbance: Call
     def strike(*_: Any) -> None:
         nonlocal count
         gradloc = getattr(actor, "gradloc", None)
-        if not getattr(actor, "evaluates", False) and (gradloc is None or gradloc._recorder.current is None):
+        if not getattr(actor, "evaluates", False) and (gradloc is None or gradloc.current is None):
             count += 1
             if count in numbers:
                 disturbance()
@@ -119,7 +119,7 @@ def layer_clip_without(case: Case, name: str) -> str:
 
 def without_a_name(case: Case, name: str, ranks: list[int]) -> tuple[dict[str, bool], Run, list[str]]:
     """A run on a torch that lacks a name on some ranks, compared with the unpatched actor; and the warnings."""
-    with torch_without(name, ranks), warnings_of("verl.utils.gradloc.measure.watched_model") as warnings:
+    with torch_without(name, ranks), warnings_of("verl.utils.gradloc.gradloc") as warnings:
         return *compared(case, spike_replay=1), warnings
 
 
@@ -235,7 +235,7 @@ def failing_without_an_expert(case: Case) -> tuple[dict[str, bool], Run]:
 
     def prepare(actor: Any) -> None:
         def strike(_module: torch.nn.Module, arguments: tuple[torch.Tensor], _output: torch.Tensor) -> None:
-            if actor.gradloc._recorder.current is None and arguments[0].shape[:2] != (1, PROMPT + 1):
+            if actor.gradloc.current is None and arguments[0].shape[:2] != (1, PROMPT + 1):
                 run_out_of_memory()
 
         if dist.get_rank() == 1:
@@ -310,9 +310,9 @@ def failing_beside_the_passes(case: Case, what: str) -> tuple[dict[str, bool], R
         if dist.get_rank() != 1:
             return
         if what == "a norm":
-            norms = actor.gradloc._model.meter._local_norms
+            norms = actor.gradloc._model.meter
             stop = norms.stop
-            norms.stop = lambda: stop() if actor.gradloc._recorder.current else run_out_of_memory()
+            norms.stop = lambda: stop() if actor.gradloc.current else run_out_of_memory()
         elif what != "the event":
             measure = actor.gradloc._measure
 

@@ -211,17 +211,18 @@ def run_actor(
     options = {**options, "layer_clip": VerlLayerClipConfig(enable=True, **options.get("layer_clip", {}))}
     found: dict[str, Any] = {"measured": 0}
 
+    def counted(measure: Callable[[], Tensor]) -> Tensor:
+        found["measured"] += 1
+        return measure()
+
     def prepare(actor: Any) -> None:
         found["actor"] = actor
         if scale is not None:
             actor.scaler = actors.grad_scaler(scale)
-        original = actor.layer_clip._reduced_norms.squared_norms
-
-        def counted() -> Tensor:
-            found["measured"] += 1
-            return original()
-
-        actor.layer_clip._reduced_norms.squared_norms = counted
+        for norms in [actor.layer_clip._reduced_norms] + (
+            [actor.gradloc._model.reduced_norms] if actor.gradloc else []
+        ):
+            norms.squared_norms = functools.partial(counted, norms.squared_norms)
 
     of_case = Case(**case)
     run = actor_cases.train(of_case, calls=calls, prepare=prepare, **options)

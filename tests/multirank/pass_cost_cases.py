@@ -53,7 +53,7 @@ def recorded_operations(case: Case, together: bool = True) -> tuple[int, list[Co
     def prepare(actor: Any) -> None:
         module = actor.actor_module
         groups.extend(param_groups(module) or flat_handles(module))
-        norms = actor.gradloc._model.meter._local_norms
+        norms = actor.gradloc._model.meter
         start, stop = norms.start, norms.stop
 
         def counted_start() -> None:
@@ -224,7 +224,7 @@ def norms_of_an_unusual_model(
             if parameter.grad is not None:
                 expected[layer] += float(parameter.grad.double().square().sum())
         found.append((dict(zip(norms.layers, squares, strict=True)), expected))
-    norms.remove()
+    norms.close()
     assert not any("post_backward" in vars(group) for group in param_groups(sharded))
     return found
 
@@ -273,7 +273,7 @@ def norms_of_repeated_passes() -> list[float]:
         norms.start()
         model(torch.ones(2, 8)).square().sum().backward()
         found.append(float(norms.stop().sum()))
-    norms.remove()
+    norms.close()
     return found
 
 
@@ -316,7 +316,7 @@ def norms_with_checkpointing(wrapped: bool, reentrant: bool) -> tuple[list[float
     norms.start()
     model(ids).square().sum().backward()
     squares = dict(zip(norms.layers, norms.stop().tolist(), strict=True))
-    norms.remove()
+    norms.close()
     whole(ids).square().sum().backward()
     expected = [sum(float(p.grad.double().square().sum()) for p in layer.parameters()) for layer in whole.layers]
     return [squares[f"layers.{i}"] for i in range(2)], expected
@@ -335,7 +335,7 @@ def norms_beside_a_closed_one() -> list[list[float]]:
         model(torch.ones(2, 8)).square().sum().backward()
         found.append(second.stop().tolist())
         model.zero_grad()
-        first.remove()
-    second.remove()
+        first.close()
+    second.close()
     assert not any("post_backward" in vars(group) for group in param_groups(model))
     return found

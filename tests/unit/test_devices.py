@@ -45,7 +45,6 @@ class Training:
             GradLocConfig(**{"grad_norm_threshold": 20.0, **options}),
             self.forward,
             CUDA,
-            squared_norms=self.layer_clip.squared_norms if self.layer_clip else None,
             meter=meter,
             token_clip=self.token_clip,
         )

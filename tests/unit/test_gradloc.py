@@ -82,7 +82,7 @@ def test_local_norms_read_nothing_outside_of_a_recording() -> None:
         expected = [sum(float(p.grad.square().sum()) for p in model[i].parameters()) for i in (0, 2)]
         assert norms.layers == ["0", "2"]
         assert squares.tolist() == pytest.approx(expected, rel=1e-5)
-    norms.remove()
+    norms.close()
     norms.start()
     model(torch.randn(3, 4)).sum().backward()
     assert norms.stop().tolist() == [0.0, 0.0]
@@ -206,7 +206,7 @@ def test_a_failure_of_any_rank_of_a_group_is_known_to_all(failing: int | None, m
     figures = torch.tensor([3.0, 4.0], dtype=torch.float64)
     gradient = MiniBatch(model, [micro_batch], 1.0).gather("unit", figures, failing == 0)
     assert gradient.failed == (failing is not None)
-    assert gradient.update_figures.tolist() == [[3.0, 4.0]] and gradient.level.token_norm == 0
+    assert gradient.update_figures.tolist() == [[3.0, 4.0]] and gradient.token_norm == 0
 
 
 def test_micro_batches_without_advantages_are_no_ordinary_ones() -> None:

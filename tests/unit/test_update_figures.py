@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradloc.measure.figures import Level
 from gradloc.metrics import UpdateMetrics, own_figures
 
 NAMES = ("ratio_max", "rollout_ratio_max", "unlikely_share", "spike_margin")
@@ -98,10 +97,10 @@ def test_without_data_a_figure_is_missing() -> None:
 
 def test_the_margin_is_the_largest_of_the_update_and_missing_in_a_warm_up() -> None:
     found = UpdateMetrics()
-    found.take_in_level(Level(50.0, 50.0, 50.0, False), None)
+    found.take_in_level(50.0, None)
     assert named(found) == {}
     for norm, threshold in ((50.0, 100.0), (150.0, 100.0), (90.0, 300.0)):
-        found.take_in_level(Level(norm, norm, norm, False), threshold)
+        found.take_in_level(norm, threshold)
     assert named(found) == {"spike_margin": 1.5}
-    found.take_in_level(Level(math.inf, 0.0, math.inf, False), 300.0)
+    found.take_in_level(math.inf, 300.0)
     assert named(found) == {"spike_margin": math.inf}
