@@ -146,6 +146,12 @@ def _of_turns(
     metrics: Any,
     output: TokenOutput,
 ) -> AgentLoopOutput:
+    extra_fields: dict[str, Any] = {}
+    if "extra_fields" in TokenOutput.model_fields:
+        # verl 0.9's own loops add the steps whose weights gave the answer, and fields of tools.
+        step = output.extra_fields.get("global_steps")  # type: ignore[attr-defined]  # 0.7's class
+        steps = dict.fromkeys(("global_steps", "min_global_steps", "max_global_steps"), step)
+        extra_fields = {**steps, "turn_scores": [], "tool_rewards": []}
     return AgentLoopOutput(
         prompt_ids=prompt,
         response_ids=response,
@@ -154,14 +160,5 @@ def _of_turns(
         multi_modal_data={},
         num_turns=turns,
         metrics=metrics,
-        extra_fields=_extra_fields(output),
+        extra_fields=extra_fields,
     )
-
-
-def _extra_fields(output: TokenOutput) -> dict[str, Any]:
-    """What verl 0.9's own loops add: the steps whose weights gave the answer, and fields of tools. Nothing with 0.7."""
-    if "extra_fields" not in TokenOutput.model_fields:
-        return {}
-    step = output.extra_fields.get("global_steps")  # type: ignore[attr-defined]  # 0.7's class
-    steps = dict.fromkeys(("global_steps", "min_global_steps", "max_global_steps"), step)
-    return {**steps, "turn_scores": [], "tool_rewards": []}

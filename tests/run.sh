@@ -53,9 +53,9 @@ set_up_venv() {
     say "installing the requirements of $version into build/$(basename "$venv") (a few minutes, once)"
     rm -rf "$venv"
     "$python" -m venv "$venv"
-    "$python" embedded/installer.py "$venv/bin/python" -r "tests/requirements-$version.txt"
+    "$python" embedded/set_up.py "$venv/bin/python" -r "tests/requirements-$version.txt"
     [[ $version == trackers || ! -f embedded/requirements-no-deps.txt ]] ||
-        "$python" embedded/installer.py "$venv/bin/python" --no-deps -r embedded/requirements-no-deps.txt
+        "$python" embedded/set_up.py "$venv/bin/python" --no-deps -r embedded/requirements-no-deps.txt
     echo "$wanted" >"$venv/ready"
 }
 

@@ -85,27 +85,16 @@ def extend_v1_trainers(module: ModuleType) -> None:
     from .trainer import check_trainer_class, with_spikes
 
     expect(module, "get_trainer_cls", "name")
+    trainer = expect(module, "PPOTrainer")
     try:
-        check_trainer_class(expect(module, "PPOTrainer"))
+        check_trainer_class(trainer)
     except Unfit:
-        _refuse_in(getattr(module, "PPOTrainer", None))
+        _refuse_in(trainer, lambda _: status.require())
         raise
 
     @around(module, "get_trainer_cls")
     def get_extended(get_trainer_cls: Callable[[str], type], name: str) -> type:
         return with_spikes(get_trainer_cls(name))
-
-
-def _refuse_in(trainer: Any) -> None:
-    """Makes a trainer that could not be extended refuse runs that would need that."""
-    if trainer is None:
-        return
-
-    @around(trainer, "__init__")
-    def refuse_or_build(build: Any, self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        if anything_is_on(config):
-            status.require()
-        build(self, config, *args, **kwargs)
 
 
 def refuse_v0(module: ModuleType) -> None:
@@ -115,31 +104,33 @@ def refuse_v0(module: ModuleType) -> None:
 
     def init_subclass(cls: Any, **kwargs: Any) -> None:
         super(trainer, cls).__init_subclass__(**kwargs)
-        _refuse_without_patch(cls)
+        _refuse_in(cls, _refuse_older)
 
     trainer.__init_subclass__ = classmethod(init_subclass)
     there = [trainer]
     for each in there:
         there += each.__subclasses__()
-        _refuse_without_patch(each)
+        _refuse_in(each, _refuse_older)
 
 
-def _refuse_without_patch(trainer: Any) -> None:
-    """In each class, because not all of them call the constructor that they inherit."""
-    build = vars(trainer).get("__init__")
-    if build is None:
-        return
+def _refuse_older(trainer: Any) -> None:
+    raise ValueError(
+        f"GradLoc's plugin does not know {type(trainer).__name__}, one of verl's older trainers: set "
+        "trainer.use_v1=True where verl has it, or patch verl (apply_patch.py), or set "
+        "actor_rollout_ref.actor.spike_detection=False and turn layer_clip and token_clip off."
+    )
+
+
+def _refuse_in(trainer: Any, refuse: Callable[[Any], None]) -> None:
+    """Calls `refuse` before a trainer of this class is built for a run that uses GradLoc."""
+    build = trainer.__init__
     signature = inspect.signature(build)
 
     @functools.wraps(build)
     def refuse_or_build(self: Any, *args: Any, **kwargs: Any) -> None:
         config = signature.bind_partial(self, *args, **kwargs).arguments.get("config")
         if config is not None and anything_is_on(config):
-            raise ValueError(
-                f"GradLoc's plugin does not know {type(self).__name__}, one of verl's older trainers: set "
-                "trainer.use_v1=True where verl has it, or patch verl (apply_patch.py), or set "
-                "actor_rollout_ref.actor.spike_detection=False and turn layer_clip and token_clip off."
-            )
+            refuse(self)
         build(self, *args, **kwargs)
 
     trainer.__init__ = refuse_or_build
@@ -172,20 +163,10 @@ def add_spike_log_to_trackers(module: ModuleType) -> None:
 
 
 def end_with_exit_code(module: ModuleType) -> None:
-    """Gives runs that `spike_action=stop` ends an exit code of their own, where main_ppo is imported."""
+    """Gives runs that `spike_action=stop` ends an exit code of their own.
 
-    @around(module, "run_ppo", "config")
-    def run_until_spikes(run_ppo: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        from gradloc.adapters.spike_stop import exit_at_repeated_spikes
-
-        with exit_at_repeated_spikes():
-            return run_ppo(*args, **kwargs)
-
-
-def end_main_with_exit_code() -> None:
-    """The same for `python -m verl.trainer.main_ppo`, whose own functions cannot be reached before they run.
-
-    main_ppo waits for the trainer with ray.get, and Hydra turns every error that leaves main_ppo into exit code 1.
+    main_ppo, which alone imports this module, waits for the trainer with ray.get. Its own functions cannot be reached
+    before they run, if it is run by `python -m`; and Hydra turns every error that leaves it into exit code 1.
     """
     import ray
 
@@ -282,6 +263,9 @@ class Hook(NamedTuple):
     what: str
     needed: bool = True
 
+    def run(self, module: ModuleType) -> None:
+        status.guard(self.what, functools.partial(self.act, module), self.needed)
+
 
 HOOKS = {
     "verl.workers.engine": Hook(extend_engines, "the search in the FSDP engines"),
@@ -290,7 +274,7 @@ HOOKS = {
     "verl.trainer.ppo.ray_trainer": Hook(refuse_v0, "the refusal of older trainers"),
     "verl.utils.tracking": Hook(add_spike_log_to_trackers, "spike_log"),
     "verl.models.transformers.tiled_mlp": Hook(mark_tiled_mlps, "the measurement of a tiled MLP"),
-    "verl.trainer.main_ppo": Hook(end_with_exit_code, "the exit code of spike_action=stop", needed=False),
+    "verl.trainer.constants_ppo": Hook(end_with_exit_code, "the exit code of spike_action=stop", needed=False),
     "verl.trainer.ppo.rollout_corr_helper": Hook(
         survive_empty_micro_batches, "the repair of micro-batches without tokens", needed=False
     ),
@@ -299,11 +283,6 @@ HOOKS = {
     ),
     "verl.utils.reward_score": Hook(add_scorers, "the scorers math_verify and ps_grpo", needed=False),
 }
-_MAIN = "verl.trainer.main_ppo"
-
-
-def _guarded(hook: Hook) -> Callable[[ModuleType], None]:
-    return lambda module: status.guard(hook.what, functools.partial(hook.act, module), hook.needed)
 
 
 def install() -> None:
@@ -322,6 +301,5 @@ def install() -> None:
     for name, hook in HOOKS.items():
         if hook.needed:  # one whose module is not there never acts, and so never fails
             status.guard(hook.what, functools.partial(status.check_module, name))
-    as_main = functools.partial(status.guard, HOOKS[_MAIN].what, end_main_with_exit_code, needed=False)
-    AfterImport({name: _guarded(hook) for name, hook in HOOKS.items()}, {_MAIN: as_main}).install()
+    AfterImport({name: hook.run for name, hook in HOOKS.items()}).install()
     status.installed = True

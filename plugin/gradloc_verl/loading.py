@@ -7,7 +7,7 @@ import importlib.abc
 import importlib.machinery
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from .status import expect
@@ -47,12 +47,10 @@ class AfterImport(importlib.abc.MetaPathFinder):
 
     Args:
         acts (Mapping): What to do after the import of a module, by its name. It must not raise.
-        as_main (Mapping): What to do before a module is run by `python -m`, which imports it under another name.
     """
 
-    def __init__(self, acts: Mapping[str, Act], as_main: Mapping[str, Callable[[], None]] | None = None) -> None:
+    def __init__(self, acts: Mapping[str, Act]) -> None:
         self._acts = acts
-        self._as_main = as_main or {}
 
     def install(self) -> None:
         """Acts on modules that are imported already, and from now on after an import."""
@@ -79,20 +77,9 @@ class AfterImport(importlib.abc.MetaPathFinder):
     def _extend(self, loader: Any, name: str) -> None:
         """Makes the loader of one module act; its class, which others may ask for, stays."""
         execute = loader.exec_module
-        if name in self._as_main:
-            get_code = loader.get_code
-
-            @functools.wraps(get_code)
-            def code_for_main(fullname: str) -> CodeType:
-                # An import asks for the code within exec_module, where this is taken away.
-                self._as_main[name]()
-                return get_code(fullname)
-
-            loader.get_code = code_for_main
 
         @functools.wraps(execute)
         def execute_and_act(module: ModuleType) -> None:
-            vars(loader).pop("get_code", None)
             execute(module)
             self._acts[name](module)
 

@@ -6,10 +6,9 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parents[2] / "embedded"))
 
 import follow  # noqa: E402
-import installer  # noqa: E402
 import launch  # noqa: E402
 import processes  # noqa: E402
 import run  # noqa: E402
 import set_up  # noqa: E402
 
-__all__ = ["follow", "installer", "launch", "processes", "run", "set_up"]
+__all__ = ["follow", "launch", "processes", "run", "set_up"]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
-from scripts import follow, installer, launch, processes, run, set_up
+from scripts import follow, launch, processes, run, set_up
 
 import trees
 
@@ -238,7 +238,7 @@ def test_a_step_of_the_set_up_that_failed_is_done_again(project: Project) -> Non
     ],
 )
 def test_what_of_pips_configuration_uv_would_ignore(listed: str, names: list[str]) -> None:
-    assert installer.configured(listed) == names
+    assert set_up.configured(listed) == names
 
 
 def running(pid: int) -> bool:

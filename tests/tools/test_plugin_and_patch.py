@@ -17,8 +17,12 @@ CLASS = re.compile(r"^class (\w+)\((\w+), \w+\):$", re.M)
 
 Place = tuple[str, str]  # a module of verl, or a file of its configuration, and what of gradloc/adapters is used there
 
-# The plugin cannot reach the loop in engine_workers, so it acts where verl makes the mini-batches of that loop.
-ELSEWHERE = {"verl.workers.engine_workers": "verl.utils.tensordict_utils"}
+# The plugin cannot reach the loop in engine_workers, so it acts where verl makes the mini-batches of that loop; nor
+# main_ppo that is run by `python -m`, so it acts after an import that only this makes.
+ELSEWHERE = {
+    "verl.workers.engine_workers": "verl.utils.tensordict_utils",
+    "verl.trainer.main_ppo": "verl.trainer.constants_ppo",
+}
 GENERATED = "verl keeps the composed configuration as a file"
 OLDER_TRAINER = "the plugin refuses runs of the older trainer"
 ONLY_PATCH: dict[Place, str] = {

@@ -66,27 +66,6 @@ def test_a_module_is_changed_before_its_importer_takes_names(
     assert seen == ["late_one"] * 2
 
 
-def test_a_module_that_is_run_is_not_taken_for_an_import(tmp_path: Path) -> None:
-    write(
-        tmp_path,
-        run_one="print('runs as', __name__)",
-        installs="""
-from gradloc_verl.loading import AfterImport
-AfterImport({"run_one": lambda module: print("after", module.__name__)}, {"run_one": lambda: print("main")}).install()
-""",
-    )
-    path = f"{tmp_path}:{trees.ROOT / 'plugin'}"
-
-    def printed(code: str) -> list[str]:
-        done = trees.run(sys.executable, "-c", code, PYTHONPATH=path)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.splitlines()
-
-    assert printed("import installs, run_one") == ["runs as run_one", "after run_one"]
-    as_main = "import installs, runpy; runpy.run_module('run_one', run_name='__main__', alter_sys=True)"
-    assert printed(as_main) == ["main", "runs as __main__"]
-
-
 def test_what_does_not_fit_is_named() -> None:
     class Engine:
         def train_batch(self, data: Any, loss_function: Any, more: int = 0) -> None: ...
