@@ -48,7 +48,7 @@ class CriticWatch(GradLoc):
 
     Attributes:
         events (list[dict]): The spikes since `start_update` or `start_mini_batch`, the same on every rank: lines of the
-            form `CRITIC` in `evidence.schema`, without the facts that only the trainer knows.
+            form `CRITIC` in gradloc_tools/schema.py, without the facts that only the trainer knows.
     """
 
     SEARCH = "the search for spikes of the critic's gradient"

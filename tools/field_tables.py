@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the tables of the evidence's fields into the documentation, from the schemas in gradloc/evidence/schema.py.
+"""Writes the tables of the evidence's fields into the documentation, from the schemas in gradloc_tools/schema.py.
 
 python -m tools.field_tables    # in the root of the checkout
 
@@ -13,7 +13,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from gradloc.evidence import schema
+from gradloc_tools import schema
 
 PAGES = [Path(__file__).resolve().parents[1] / f"docs/reference/{name}.md" for name in ("evidence", "clips")]
 _EVENT = schema.EVENT["properties"]

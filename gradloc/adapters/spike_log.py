@@ -5,6 +5,7 @@
 The evidence may be written by another process, so it is read back from the disk.
 """
 
+import json
 import os
 import re
 import tempfile
@@ -13,10 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..evidence.appended import AppendedEvents
-from ..evidence.texts import without_texts
 from ..evidence.writer import evidence_files
 from ..guarded import warn_once
+from ..judge.misfire import without_data_source
 from .trackers import (
     CLIP_COLUMNS,
     COLUMNS,
@@ -36,6 +36,8 @@ from .trackers import (
 _NO_TRACKERS = frozenset({"console", "file", "rl_insight"})
 # With more evidence than this, no page is made: the driver would wait for it too long.
 _PAGE_BYTES = 64 * 2**20
+# A field of each kind of line that is read.
+_READ = ("culprits", "token_clip")
 
 
 def add_spike_log(loggers: dict[str, Any], config: Mapping[str, Any] | None) -> None:
@@ -99,8 +101,8 @@ class SpikeLog:
                 "get the metrics only.",
             )
             return
-        if not self._texts:
-            lines = [without_texts(line) for line in lines]
+        if not self._texts:  # of what is sent, sentences alone may name what a sample is
+            lines = [_without_data_source(line) for line in lines]
         self._steps += 1
         self._culprits = self._grown(self._culprits, "culprits", spikes_of(lines))
         self._clipped = self._grown(self._clipped, "clipped tokens", clips_of(lines))
@@ -151,6 +153,47 @@ class SpikeLog:
 
     def _warn(self, about: str, message: str) -> None:
         warn_once(self._said, f"spike_log (this warning appears once): {message}", about=about)
+
+
+def _without_data_source(line: dict[str, Any]) -> dict[str, Any]:
+    verdict = line.get("verdict")
+    return line if verdict is None else {**line, "verdict": without_data_source(verdict)}
+
+
+class AppendedEvents:
+    """The events and clip lines of `<directory>/spikes.jsonl` that were appended since the last call of `read`.
+
+    What is in the file at the start, as an earlier run has left it, is not read, nor is what the search of a bundle
+    appends: its spike was read before.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self.path = os.path.join(directory, "spikes.jsonl")
+        self._end = os.path.getsize(self.path) if os.path.isfile(self.path) else 0
+
+    def read(self) -> list[dict[str, Any]]:
+        """The new events and clip lines, oldest first. A line that is still being written is left for the next call.
+
+        Raises:
+            OSError: There is no such file, or it cannot be read.
+        """
+        with open(self.path, "rb") as file:
+            if os.fstat(file.fileno()).st_size < self._end:  # it was moved away, and begun anew
+                self._end = 0
+            file.seek(self._end)
+            data = file.read()
+        finished = data[: data.rfind(b"\n") + 1]
+        self._end += len(finished)
+        entries = [entry for line in finished.splitlines() if isinstance(entry := _parsed(line), dict)]
+        return [entry for entry in entries if "replaces" not in entry and not entry.keys().isdisjoint(_READ)]
+
+
+def _parsed(line: bytes) -> Any:
+    """What a line holds; None for the rest of a line that a killed run has left."""
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
 
 
 def _without_secrets(error: Exception) -> str:

@@ -14,7 +14,7 @@ DONE = {"drop": "dropped", "smooth": "reduced"}
 
 
 def clip_line(where: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
-    """A line of the form `CLIP` in `schema`.
+    """A line of the form `CLIP` in gradloc_tools/schema.py.
 
     Args:
         where (Mapping): `global_step`, `epoch` and `mini_batch`.

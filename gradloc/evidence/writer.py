@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..guarded import warn_once
-from .foreign_json import DEPTH, LINE_BYTES
 from .patient_disk import PATIENCE, PatientDisk
-from .schema import SCHEMA
+from .schema import DEPTH, LINE_BYTES, SCHEMA
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +86,7 @@ def _event_lines(event: Mapping[str, Any]) -> list[bytes]:
     """The line of an event and a note on what it lacks; of one that cannot be written, the note alone."""
     step = event.get("global_step")
     try:
-        line, bare = _line_and_bare(event)
+        line, bare = event_line(event)
     except Exception as error:  # whatever a ground truth is, training goes on
         message = f"a spike is not written: {type(error).__name__}: {str(error)[:200]}"
         logger.warning("step %s: %s", step, message)
@@ -101,17 +100,12 @@ def line_digest(line: bytes) -> str:
     return hashlib.sha256(line.rstrip(b"\r\n")).hexdigest()
 
 
-def event_line(event: Mapping[str, Any]) -> bytes:
-    """An event as `record_events` writes it, without the note on what it lacks.
+def event_line(event: Mapping[str, Any]) -> tuple[bytes, int]:
+    """The line of an event as `record_events` writes it, and how many tokens have no texts in it.
 
     Raises:
         ValueError: It is too long.
     """
-    return _line_and_bare(event)[0]
-
-
-def _line_and_bare(event: Mapping[str, Any]) -> tuple[bytes, int]:
-    """The line of an event, and how many tokens have no texts in it."""
     tokens = event.get("culprits") or event.get("suspected", ())
     bare = max(len(tokens) - CULPRITS_WITH_TEXT, 0)
     line = _line(_without_texts(event, CULPRITS_WITH_TEXT))
@@ -129,7 +123,7 @@ def record_step(
     figures: Mapping[str, float | None],
     warnings: Sequence[Mapping[str, str]] = (),
 ) -> None:
-    """Appends one short line about a step to `<directory>/steps.jsonl`; its form is `STEP` in `schema`.
+    """Appends one short line about a step to `<directory>/steps.jsonl`; see `STEP` in gradloc_tools/schema.py.
 
     A disk error is logged as a warning, not raised. At 64 MiB (some 200,000 steps) a note is written, and no more
     steps.
@@ -146,7 +140,7 @@ def record_step(
 
 
 def record_critic(directory: str, global_step: int | None, spikes: Sequence[Mapping[str, Any]]) -> None:
-    """Appends the spikes of a critic's update to `<directory>/critic.jsonl`; their form is `CRITIC` in `schema`.
+    """Appends the spikes of a critic's update to `<directory>/critic.jsonl`; see `CRITIC` in gradloc_tools/schema.py.
 
     A disk error is logged as a warning, not raised. Only the first 16 of an update are written, and at 64 MiB none.
 

@@ -20,7 +20,7 @@ def cause(spike: Spike) -> str | None:
     """What has grown: "errors", "network" if the errors have not grown with the norm, or None if nothing is known.
 
     Args:
-        spike (Mapping): A line of the form `CRITIC` in `schema`; only its other fields are read.
+        spike (Mapping): A line of the form `CRITIC` in gradloc_tools/schema.py; only its other fields are read.
     """
     largest = _largest(spike)
     error, usual = largest["error"], spike["ordinary_error"]

@@ -16,11 +16,11 @@ from torch import Tensor
 from gradloc import limits
 from gradloc.bundles import layout, naming
 from gradloc.bundles.layout import TOKENS, Row, SavedMicroBatch
-from gradloc.evidence.foreign_json import parse
-from gradloc.evidence.schema import EVENT, INDEX, TEXT, TEXT_OR_NULL, conforms, fields, list_of, object_with
 from gradloc.measure.micro_batch import MicroBatchName
 from gradloc.token_clip.bounds import ACTIONS
 
+from ..foreign_json import parse
+from ..schema import EVENT, INDEX, TEXT, TEXT_OR_NULL, conforms, fields, list_of, object_with
 from .plain_file import NotPlainFileError, read_plain_file
 
 _FINITE = {"type": "number", "minimum": 0, "maximum": sys.float_info.max}

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from gradloc.bundles import naming
-from gradloc.evidence.foreign_json import parse
-from gradloc.evidence.schema import (
+
+from ..foreign_json import parse
+from ..schema import (
     INDEX,
     INTEGER_OR_NULL,
     NUMBER,
@@ -21,7 +22,6 @@ from gradloc.evidence.schema import (
     list_of,
     object_with,
 )
-
 from .plain_file import read_plain_file
 
 _FILES = 64

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gradloc.evidence.foreign_json import LINE_BYTES, parse
+from gradloc.evidence.schema import LINE_BYTES
 
 from ..command_line import need
+from ..foreign_json import parse
 from .records import FIELDS, TOKENS_IN_A_ROW, RecordError
 
 # Of a file; of a Parquet file, also without its compression.

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from gradloc.bundles import naming
-from gradloc.evidence.foreign_json import LINE_BYTES, parse
-from gradloc.evidence.schema import EVENT, conforms
+from gradloc.evidence.schema import LINE_BYTES
 from gradloc.evidence.writer import FILE_BYTES, event_line, evidence_files, line_digest
 
 from ..bundles.opening import Bundle
 from ..bundles.plain_file import NotPlainFileError, read_plain_file
+from ..foreign_json import parse
+from ..schema import EVENT, conforms
 from .parts import same_number
 
 _WHERE = ("global_step", "epoch", "mini_batch")
@@ -90,7 +91,7 @@ def replace_line(line: EvidenceLine, event: Mapping[str, Any]) -> None:
         OSError: The file cannot be written.
     """
     try:
-        text = event_line({"replaces": line.digest, **event})
+        text, _ = event_line({"replaces": line.digest, **event})
     except ValueError as error:
         raise NoLineError(str(error)) from error
     # Without O_CREAT: a file of another owner would keep training from writing.

@@ -21,8 +21,9 @@ from verl.trainer.ppo import core_algos, rollout_corr_helper
 from verl.workers.config import ActorConfig, PolicyLossConfig
 
 from gradloc.adapters.loss_weights import RecordedAggregation, aggregation_mode, kl_coefficients, policy_weights
-from gradloc.evidence.schema import conforms, fields
 from gradloc.measure.token_weights import token_weights
+
+from ..schema import conforms, fields
 
 _ACTOR, _CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
 _BYPASS = "bypass_mode"

@@ -8,14 +8,14 @@ from typing import Any
 
 from gradloc import limits
 from gradloc.bundles import naming
-from gradloc.evidence.foreign_json import parse
-from gradloc.evidence.schema import EVENT, conforms
 from gradloc.evidence.writer import jsonable
 from gradloc.judge.sentences import summary
 
 from ..bundles.opening import Bundle, BundleError, check_places
 from ..bundles.plain_file import read_plain_file
+from ..foreign_json import parse
 from ..report.reading import Evidence
+from ..schema import EVENT, conforms
 from .search import Searched
 
 # What a search finds out.

@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the words in an event mean, in sentences for people."""
 
-from gradloc.evidence.schema import STEP
 from gradloc.judge import rules as sources
+
+from ..schema import STEP
 
 # By source: the rule, and what to do.
 SOURCES = {name: rule.meaning for name, rule in sources.SOURCES.items()}

@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from gradloc.evidence.foreign_json import LINE_BYTES, parse
-from gradloc.evidence.schema import CLIP, CRITIC, EVENT, NOTE, SCHEMA, STEP, conforms
-from gradloc.evidence.texts import without_texts
+from gradloc.evidence.schema import LINE_BYTES, SCHEMA
 from gradloc.evidence.writer import STEP_FIGURES, evidence_files, line_digest
 
 from ..bundles.results import read_results
+from ..foreign_json import parse
+from ..schema import CLIP, CRITIC, EVENT, NOTE, STEP, conforms
+from ..texts import without_texts
 from .figures import SHORT_CHARACTERS, clipped, number, severity
 from .spikes import Spike
 

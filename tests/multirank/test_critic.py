@@ -13,10 +13,10 @@ from actors import Case
 from jsonschema import Draft202012Validator
 from test_actor import Launch, cases, near, on_engine
 
-from gradloc.evidence.schema import CRITIC
 from gradloc.judge.critic import cause, summary
 from gradloc_tools.report.reading import read
 from gradloc_tools.report.summary import summarize
+from gradloc_tools.schema import CRITIC
 
 VALIDATOR = Draft202012Validator(CRITIC)
 PLANTED = ((1, 5, 1),)

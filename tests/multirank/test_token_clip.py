@@ -16,7 +16,7 @@ from actors import IDENTITY_THRESHOLD, SPIKE, Case
 from test_actor import MODES, ONE, Launch, cases, on_engine
 from token_clip_cases import BLOWN, CALLS, FACTOR, LOG_PROBS, SPIKED, Outcome
 
-from gradloc.evidence.schema import CLIP, conforms
+from gradloc_tools.schema import CLIP, conforms
 
 # In one row, so in one micro-batch.
 TWO = ((1, 3, 0), (1, 3, 6))

@@ -15,11 +15,11 @@ from evidence import Event, culprit, drill, event, samples, spike, without_culpr
 
 from gradloc import record_events
 from gradloc.evidence import writer
-from gradloc.evidence.schema import EVENT, NOTE, STEP, conforms
 from gradloc.evidence.writer import record_step
 from gradloc_tools import report
 from gradloc_tools.report.build import FEW_STEPS
 from gradloc_tools.report.charts import levels
+from gradloc_tools.schema import EVENT, NOTE, STEP, conforms
 
 FIGURES = {"token_norm_max": 120.0, "threshold": 640.0, "spike_margin": 0.1875, "ratio_max": math.inf, "triggered": 0}
 WARNING = {"name": "stale_weights", "sentence": "The rollout is late.", "check": "`look` shows it."}

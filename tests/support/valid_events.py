@@ -7,8 +7,8 @@ from typing import Any
 
 from jsonschema import Draft202012Validator
 
-from gradloc.evidence.schema import EVENT, conforms
 from gradloc.evidence.writer import jsonable
+from gradloc_tools.schema import EVENT, conforms
 
 VALIDATOR = Draft202012Validator(EVENT)
 

@@ -12,7 +12,7 @@ from typing import Any
 import verl
 from valid_events import valid_events
 
-from gradloc.evidence.schema import CLIP, conforms
+from gradloc_tools.schema import CLIP, conforms
 
 ROOT = Path(__file__).parents[2]
 # The key has another name in verl 0.9.

@@ -18,9 +18,9 @@ import verl
 from runs import CRITIC, clips_in, events_in, started
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from gradloc.evidence import schema
-from gradloc.evidence.schema import conforms
+from gradloc_tools import schema
 from gradloc_tools.replay.command import main as replay
+from gradloc_tools.schema import conforms
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm")]
 

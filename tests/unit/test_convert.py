@@ -24,8 +24,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from gradloc import limits
-from gradloc.evidence.foreign_json import LINE_BYTES
-from gradloc.evidence.schema import EVENT, conforms
+from gradloc.evidence.schema import LINE_BYTES
 from gradloc.evidence.writer import jsonable
 from gradloc_tools.bundles.opening import Bundle, open_bundle
 from gradloc_tools.convert import plain_files
@@ -35,6 +34,7 @@ from gradloc_tools.convert.records import RecordError
 from gradloc_tools.replay.command import main as replay
 from gradloc_tools.report.command import main as report
 from gradloc_tools.report.reading import read
+from gradloc_tools.schema import EVENT, conforms
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCABULARY = 23

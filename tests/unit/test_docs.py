@@ -11,8 +11,8 @@ import pytest
 
 import apply_patch
 from gradloc import __version__
-from gradloc.evidence import schema
 from gradloc.judge.rules import SOURCES
+from gradloc_tools import schema
 from gradloc_tools.convert.command import main as convert
 from gradloc_tools.replay.command import main as replay
 from gradloc_tools.report.command import main as report

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from gradloc.evidence.schema import EVENT, conforms
-from gradloc.evidence.texts import without_texts
 from gradloc.judge.misfire import LEAST_PROMPTS, LESS_SPECIFIC, RewardedRow, _chance, may_misfire, misfire
 from gradloc.judge.verdict import CAUSES
+from gradloc_tools.schema import EVENT, conforms
+from gradloc_tools.texts import without_texts
 
 Rows = dict[tuple[int, int], RewardedRow]
 PROMPTS, ANSWERS = 16, 4

@@ -17,12 +17,12 @@ from gradloc.bundles.bundle_files import bytes_of_bundles
 from gradloc.bundles.layout import NotReplayableError, Row, SavedMicroBatch
 from gradloc.bundles.recorded import write_recorded_bundle
 from gradloc.evidence.recorded_event import SUSPECTED, recorded_event
-from gradloc.evidence.schema import EVENT, conforms
-from gradloc.evidence.texts import without_texts
 from gradloc.evidence.writer import jsonable
 from gradloc.judge.verdict import CHECK_UNSEARCHED
 from gradloc.measure.micro_batch import MicroBatch, MicroBatchName, suspicion
 from gradloc_tools.bundles.opening import BundleError, open_bundle
+from gradloc_tools.schema import EVENT, conforms
+from gradloc_tools.texts import without_texts
 
 ROWS, PROMPT, RESPONSE = 2, 3, 12
 BAD = (1, 2)

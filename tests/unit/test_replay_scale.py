@@ -22,13 +22,13 @@ from small_bundles import (
 )
 
 from gradloc import GradLoc, GradLocConfig
-from gradloc.evidence.schema import conforms
 from gradloc_tools.bundles.opening import open_bundle
 from gradloc_tools.bundles.results import RESULT
 from gradloc_tools.replay.command import main
 from gradloc_tools.replay.measuring import Measured, Norms
 from gradloc_tools.replay.scale import find_scale
 from gradloc_tools.replay.verdict import scale_in_words
+from gradloc_tools.schema import conforms
 
 MICRO_BATCHES = 3
 

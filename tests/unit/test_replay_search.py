@@ -28,7 +28,6 @@ from small_bundles import (
 )
 from stripped_bundles import strip
 
-from gradloc.evidence.schema import EVENT, conforms
 from gradloc.evidence.writer import jsonable
 from gradloc.judge.verdict import CHECK_UNKNOWN
 from gradloc.measure.passes import Passes
@@ -38,6 +37,7 @@ from gradloc_tools.replay.command import main
 from gradloc_tools.replay.parts import open_parts
 from gradloc_tools.report.command import main as report
 from gradloc_tools.report.reading import read
+from gradloc_tools.schema import EVENT, conforms
 
 __all__ = ["bundle", "kept"]
 

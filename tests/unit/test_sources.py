@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from gradloc.evidence import schema
 from gradloc.evidence.ordinary import token_medians
 from gradloc.evidence.token_facts import find_after_eos, find_mismatch, find_turns, token_evidence
 from gradloc.judge.rules import CONFIDENT, RULES, SOURCES, UNLIKELY, classify
 from gradloc.measure.micro_batch import MicroBatch
+from gradloc_tools import schema
 from gradloc_tools.report import meanings
 
 MEDIANS = {"median_advantage": 1.0, "median_weight": 0.1}

@@ -20,7 +20,6 @@ from small_bundles import PROMPT, RESPONSE, ROWS, forward, passes, random_ids, s
 from transformers.models.llama import modeling_llama
 
 from gradloc import GradLoc, GradLocConfig
-from gradloc.evidence.schema import conforms
 from gradloc_tools.bundles.opening import open_bundle
 from gradloc_tools.bundles.results import RESULT
 from gradloc_tools.replay import command, memory, switches
@@ -29,6 +28,7 @@ from gradloc_tools.replay.measuring import measure
 from gradloc_tools.replay.model import Variant, load
 from gradloc_tools.replay.switches import AS_REPLAYED, Switch, find_switches
 from gradloc_tools.replay.verdict import CHANGE, switches_in_words
+from gradloc_tools.schema import conforms
 
 FAINT = 3  # the token whose embedding is small
 

@@ -5,7 +5,8 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ..judge.misfire import without_data_source
+from gradloc.judge.misfire import without_data_source
+
 from .schema import CLIP, CLIPPED_TOKEN_FIELDS, CULPRIT_FIELDS, EVENT
 
 # Of what the trainer adds to a token, what is no text; and the token alone.

@@ -5,10 +5,8 @@
 import json
 from typing import Any
 
-# A longer line of a file is not read, and none is written.
-LINE_BYTES = 16 * 2**20
-# What nests deeper would overflow the stack of recursive functions.
-DEPTH = 64
+from gradloc.evidence.schema import DEPTH
+
 # An empty list takes 3 bytes in a file and 64 in memory.
 _CONTAINERS = 10**6
 
