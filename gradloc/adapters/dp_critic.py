@@ -13,9 +13,9 @@ from verl.workers.critic import dp_critic
 
 from ..guarded import guarded
 from ..measure.pass_recorder import unchanged
-from .critic import ValueWatch
 from .dp_actor import sample_of_row
 from .update_evidence import VALUE_KEYS, UpdateEvidence
+from .watch import ValueWatch
 
 if TYPE_CHECKING:
     from verl import DataProto

@@ -16,13 +16,11 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 from verl.workers.utils.padding import no_padding_2_padding
 
-from .critic import ValueWatch
 from .critic_config import CriticSpikeConfig
-from .engine_data import ROW, loss_scale
-from .ragged import OUTPUTS, ResponseCutter, inputs_of, padded, read_tokens, sequences
+from .engine_data import OUTPUTS, ROW, ResponseCutter, inputs_of, loss_scale, padded, read_tokens, sequences
 from .replay_bundles import ragged_rows
 from .trained_engine import TrainedEngine
-from .watch import Watch, watch_actor
+from .watch import ValueWatch, Watch, watch_actor
 
 
 class WatchedEngine(TrainedEngine):

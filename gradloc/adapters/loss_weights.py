@@ -227,48 +227,45 @@ def kl_coefficients(
         return torch.autograd.grad(loss * config.kl_loss_coef, x)[0]
 
 
-def with_weights(
-    tokens: Mapping[str, Tensor],
-    call: AggregationCall | None,
-    config: Any,
-    factor: float,
-    options: Mapping[str, Any],
-) -> dict[str, Tensor]:
-    """The tokens with `weight`, and where the policy loss has rejected some, `policy_loss_mask`.
-
-    Args:
-        tokens (Mapping): By the evidence's names, each of shape (rows, response length); at least `response_mask`.
-        call (AggregationCall, optional): What their loss called.
-        config (ActorConfig): verl's configuration of the actor.
-        factor (float): The micro-batch's part in the mini-batch's loss.
-        options (Mapping): More arguments with which verl aggregates the terms of KL and entropy.
-    """
-    mask = tokens["response_mask"]
-    kept = kept_tokens(call, config, mask)
-    found = dict(tokens) if kept is None else {**tokens, "policy_loss_mask": kept}
-    return {**found, "weight": policy_weights(call, config, mask, **options) * factor}
-
-
 def with_derived(
     tokens: Mapping[str, Tensor],
+    call: AggregationCall | None,
     config: Any,
     eos_tokens: Collection[int],
     factor: float,
     options: Mapping[str, Any],
 ) -> dict[str, Tensor]:
-    """The tokens with what follows from their values: the KL loss's part of the coefficient, and what is after an end.
+    """The tokens with what follows from their values and their loss.
 
     Args:
-        tokens (Mapping): As `with_weights` takes them, with `log_prob` and `token_id`; with a KL loss, `ref_log_prob`.
+        tokens (Mapping): By the evidence's names, each of shape (rows, response length): `response_mask`, `log_prob`,
+            `token_id`; with a KL loss, `ref_log_prob`.
+        call (AggregationCall, optional): What their loss called.
         config (ActorConfig): verl's configuration of the actor.
         eos_tokens (Collection[int]): Where a rollout stops.
-        factor (float): As `with_weights` takes it.
-        options (Mapping): The same.
+        factor (float): The micro-batch's part in the mini-batch's loss.
+        options (Mapping): More arguments with which verl aggregates the terms of KL and entropy.
+
+    Returns:
+        dict: Also `weight`; where the policy loss has rejected some, `policy_loss_mask`; with a KL loss, its part
+            `kl_coefficient` of the coefficient; and what is `after_eos`.
     """
-    derived, mask = {}, tokens["response_mask"]
+    mask = tokens["response_mask"]
+    derived = {"weight": policy_weights(call, config, mask, **options) * factor}
+    if (kept := kept_tokens(call, config, mask)) is not None:
+        derived["policy_loss_mask"] = kept
     if config.use_kl_loss:
         kl = kl_coefficients(config, mask, tokens["log_prob"], tokens["ref_log_prob"], **options)
         derived["kl_coefficient"] = kl * factor
     if eos_tokens:
         derived["after_eos"] = find_after_eos(tokens["token_id"], mask, eos_tokens)
     return {**tokens, **derived}
+
+
+def eos_tokens(model: Any) -> set[int]:
+    """The ids at which a rollout of a model stops, by the configurations that it, or verl's HFModelConfig, has."""
+    ends: set[int] = set()
+    for name in ("generation_config", "config", "hf_config"):
+        found = getattr(getattr(model, name, None), "eos_token_id", None)
+        ends.update([found] if isinstance(found, int) else found or ())
+    return ends

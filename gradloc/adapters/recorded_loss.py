@@ -19,9 +19,8 @@ from verl.utils import tensordict_utils as tu
 
 from ..guarded import ForeseenError
 from ..measure.micro_batch import MicroBatch
-from .engine_data import ROW
-from .loss_weights import AggregationCall, RecordedAggregation, with_derived, with_weights
-from .ragged import FORWARD_SETTINGS, OUTPUTS, ResponseCutter, inputs_of, read_tokens
+from .engine_data import FORWARD_SETTINGS, OUTPUTS, ROW, ResponseCutter, inputs_of, read_tokens
+from .loss_weights import AggregationCall, RecordedAggregation, with_derived
 from .update_evidence import EVIDENCE_KEYS
 
 # What is kept of a micro-batch's data. Images are not: a bundle cannot have them.
@@ -66,8 +65,7 @@ class RecordedMicroBatch:
             inputs["settings"]["multi_modal_inputs"] = self.has_images
         as_response = ResponseCutter(inputs, data["response_mask"])
         tokens = read_tokens(data, self.flat, as_response)
-        tokens = with_weights(tokens, self.call, config, 1.0, self.options)
-        tokens = with_derived(tokens, config, eos_tokens, 1.0, self.options)
+        tokens = with_derived(tokens, self.call, config, eos_tokens, 1.0, self.options)
         tokens |= {OUTPUTS[key].coefficient: as_response(gradient) for key, gradient in self.gradients.items()}
         factor = float(self.factor[0]) if self.factor else 1.0
         if not (math.isfinite(factor) and factor > 0):

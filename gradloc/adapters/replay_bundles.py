@@ -6,8 +6,7 @@ import dataclasses
 import importlib.metadata
 import os
 import re
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,37 +15,8 @@ import torch
 import verl
 from torch import Tensor, nn
 
-from ..bundles.bundle_writer import BundleWriter
 from ..bundles.layout import NotReplayableError, Row
 from ..evidence.writer import jsonable
-from ..layers.layer_clip import LayerClip
-from ..token_clip.token_clip import TokenClip
-
-
-def build_bundle_writer(
-    module: nn.Module,
-    config: Any,
-    rows_of: Callable[[Mapping[str, Any]], list[Row]],
-    dtype: torch.dtype,
-    grad_clip: float | None,
-    layer_clip: LayerClip | None,
-    token_clip: TokenClip | None,
-) -> BundleWriter | None:
-    """What writes an actor's bundles; None with `spike_replay=0`.
-
-    Args:
-        module (nn.Module): The model, sharded or not.
-        config (ActorConfig): verl's configuration of the actor.
-        rows_of (Callable): See `BundleWriter`.
-        dtype (torch.dtype): What the model computes in.
-        grad_clip (float, optional): The norm that the global clip leaves.
-        layer_clip (LayerClip, optional): LayerClip; see `BundleWriter`.
-        token_clip (TokenClip, optional): TokenClip, if it is on.
-    """
-    if not config.spike_replay:
-        return None
-    context = partial(_context, module, config, dtype, grad_clip)
-    return BundleWriter(config.bisect_dump_dir, config.spike_replay, rows_of, context, layer_clip, token_clip)
 
 
 def padded_rows(inputs: Mapping[str, Any]) -> list[Row]:
@@ -113,10 +83,16 @@ def engine_context(engine: Any, config: Any) -> dict[str, Any]:
     if not (isinstance(module, nn.Module) and hasattr(module, "config")):
         module = SimpleNamespace(config=getattr(engine.model_config, "hf_config", None))
     dtype = getattr(engine, "_autocast_dtype", None) or getattr(engine.engine_config, "dtype", torch.bfloat16)
-    return _context(module, config, dtype, getattr(engine.optimizer_config, "clip_grad", None))
+    return context_of(module, config, dtype, getattr(engine.optimizer_config, "clip_grad", None))
 
 
-def _context(module: Any, config: Any, dtype: Any, grad_clip: float | None) -> dict[str, Any]:
+def context_of(module: Any, config: Any, dtype: Any, grad_clip: float | None) -> dict[str, Any]:
+    """What a bundle has of a run: the model, what it computes in, the norm that the global clip leaves, the settings.
+
+    Args:
+        module (nn.Module): The model, sharded or not, or what has its `config`.
+        config (ActorConfig): verl's configuration of the actor.
+    """
     return {
         "model": _model_facts(module),
         "dtype": str(dtype).removeprefix("torch."),

@@ -20,8 +20,9 @@ from ..metrics import UpdateMetrics
 from ..threshold import Threshold, is_over
 from .actor_config import SpikeConfig
 from .engine_data import bound_config
+from .loss_weights import eos_tokens
 from .recorded_loss import RecordedLoss
-from .replay_bundles import ragged_rows
+from .replay_bundles import engine_context, ragged_rows
 
 _NOT_RECORDED = "a mini-batch is not recorded"
 
@@ -34,35 +35,21 @@ class SpikeRecorder:
     and training goes on.
 
     Args:
+        engine (BaseEngine): verl's, on a rank that has the model's outputs.
         config (ActorConfig): verl's configuration of the actor.
-        rank (int): The data-parallel rank.
-        world_size (int): The number of data-parallel ranks.
-        has_scaler (Callable): Returns whether the engine has fp16's scaler, so that what it multiplies the loss by is
-            the scale of this mini-batch; the scaler's own may have changed with the optimizer step.
-        context (Callable): Returns what a bundle has of the trainer; see `BundleWriter`.
-        eos_tokens (set[int]): Where a rollout stops.
 
     Attributes:
-        rank (int): As given.
+        rank (int): The data-parallel rank.
         events (list[dict]): Those of the last mini-batch: none or one.
     """
 
-    def __init__(
-        self,
-        config: Any,
-        rank: int,
-        world_size: int,
-        has_scaler: Callable[[], bool],
-        context: Callable[[], Mapping[str, Any]],
-        eos_tokens: set[int],
-    ) -> None:
-        self.rank = rank
+    def __init__(self, engine: Any, config: Any) -> None:
+        self.rank: int = engine.get_data_parallel_rank()
         self.events: list[dict[str, Any]] = []
+        self._engine = engine
         self._config = config
-        self._world_size = world_size
-        self._has_scaler = has_scaler
-        self._context = context
-        self._eos_tokens = eos_tokens
+        # FSDP's module has what transformers loaded; other engines have a model of their own.
+        self._eos_tokens = eos_tokens(getattr(engine, "module", None)) or eos_tokens(engine.model_config)
         self._loss: RecordedLoss | None = None
         self._threshold = Threshold(config.grad_norm_threshold)
         self._metrics = UpdateMetrics()
@@ -128,14 +115,16 @@ class SpikeRecorder:
         if not is_over(level, threshold):
             return
         micro_batches, factor = self._read(loss)
+        # With fp16's scaler the factor is the scale of this mini-batch: its own may have changed with the step.
+        has_scaler = getattr(self._engine, "scaler", None) is not None
         event = recorded_event(
             micro_batches,
             where=where,
             threshold=threshold,
             global_norm=norm,
             global_threshold=threshold / root if root else threshold,
-            world_size=self._world_size,
-            loss_scale=factor if self._has_scaler() else 1.0,
+            world_size=self._engine.get_data_parallel_size(),
+            loss_scale=factor if has_scaler else 1.0,
         )
         # The optimizer step was taken as usual, which is all that the possible actions ask for.
         event |= {"action": self._config.spike_action, "applied": True}
@@ -167,7 +156,8 @@ class SpikeRecorder:
         def write() -> str:
             """What it says of the trainer is read from the disk, too."""
             directory, suffix, most = Path(self._config.bisect_dump_dir), f"-rank{self.rank}", self._config.spike_replay
-            return write_recorded_bundle(directory, event, micro_batches, ragged_rows, self._context(), suffix, most)
+            context = engine_context(self._engine, self._config)
+            return write_recorded_bundle(directory, event, micro_batches, ragged_rows, context, suffix, most)
 
         with self._guarded("no replay bundle is kept of a gradient spike"), suppress(NothingMovesError):
             return self._disk.run(write, bundle_writer.PATIENCE)

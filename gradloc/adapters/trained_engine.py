@@ -20,8 +20,6 @@ from ..guarded import ForeseenError, guarded, warn_once
 from .actor_config import SpikeConfig
 from .critic_config import CriticSpikeConfig
 from .engine_data import ROW, MiniBatchPlaces, as_metric, bound_config, loss_scale, rewards_of_rows, sample_of_row
-from .model_facts import eos_tokens
-from .replay_bundles import engine_context
 from .saved_state import read_state
 from .spike_recorder import SpikeRecorder
 from .update_evidence import UpdateEvidence
@@ -32,10 +30,8 @@ class TrainedEngine:
     """Watches what an engine trains, which comes behind it in the order of bases.
 
     It acts only within `train_batch`, and only if the configuration that the loss is bound to turns it on. Each
-    `train_batch` makes one optimizer step. verl calls it once for each mini-batch of an update, and says in the data
-    which one it is; one that says nothing is an update of its own. Several updates may make up a step, as in verl's
-    asynchronous trainer with separate rollouts: then the mini-batches count on. With the step's last mini-batch, its
-    metrics are in the output, and rank 0 writes its evidence.
+    `train_batch` makes one optimizer step; see `MiniBatchPlaces`. With the step's last mini-batch, its metrics are in
+    the output, and rank 0 writes its evidence.
 
     Of an engine that has only the base interface, spikes are recorded (`spike_search=replay`), on ranks that have the
     model's outputs. That makes no collective call, and an error in it is a warning. See `WatchedEngine` for FSDP's.
@@ -149,13 +145,5 @@ class TrainedEngine:
                     "it"
                 )
             if self.is_mp_src_rank_with_outputs():
-                return SpikeRecorder(
-                    config,
-                    self.get_data_parallel_rank(),
-                    self.get_data_parallel_size(),
-                    lambda: getattr(self, "scaler", None) is not None,
-                    partial(engine_context, self, config),
-                    # FSDP's module has what transformers loaded; other engines have a model of their own.
-                    eos_tokens(getattr(self, "module", None)) or eos_tokens(self.model_config),
-                )
+                return SpikeRecorder(self, config)
         return None

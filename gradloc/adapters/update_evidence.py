@@ -129,8 +129,7 @@ class UpdateEvidence:
                 event["summary"] = clips.summary(event)
             elif _kind(event) == "spike":
                 if may_misfire(event):
-                    rows = self._rewarded(event, rewards_of)
-                    event["verdict"] = (rows and _misfire(event, rows)) or event["verdict"]
+                    event["verdict"] = self._misfire(event, rewards_of) or event["verdict"]
                 event["summary"] = summary(event)
 
     def add_own(self, events: Sequence[dict[str, Any]], sample_of: Callable[[Mapping[str, Any]], Sample]) -> None:
@@ -156,17 +155,19 @@ class UpdateEvidence:
         if self._rank == 0:
             write_update(self._directory, global_step, events, metrics, warnings)
 
-    def _rewarded(
+    def _misfire(
         self, event: Mapping[str, Any], rewards_of: Callable[[Mapping[str, Any]], Sequence[RewardedRow] | None]
-    ) -> dict[tuple[int, int], RewardedRow] | None:
-        """The rows of an event's mini-batch on all ranks; None if they are not known. A collective call."""
+    ) -> dict[str, Any] | None:
+        """The verdict that a reward misfires; None if it does not, or if that cannot be told. A collective call."""
         own: Sequence[RewardedRow] | None = None
         with guarded(_NOT_COMPARED):
             own = None if collectives.rank() % self._sequence_parallel_size else rewards_of(event)
         by_rank = collectives.gather_objects(own)[:: self._sequence_parallel_size]
-        if any(rows is None for rows in by_rank):
-            return None
-        return {(rank, i): row for rank, rows in enumerate(by_rank) for i, row in enumerate(rows)}
+        known = {(rank, i): row for rank, rows in enumerate(by_rank) if rows is not None for i, row in enumerate(rows)}
+        if None not in by_rank:
+            with guarded(_NOT_COMPARED):
+                return misfire(event, known)
+        return None
 
     def _own_facts(
         self,
@@ -184,10 +185,21 @@ class UpdateEvidence:
         return own
 
     def _facts(self, line: Mapping[str, Any], index: int, token: Mapping[str, Any], sample: Sample) -> dict[str, Any]:
-        """What a sample says of its token; no long texts that are not written."""
-        if _kind(line) != "spike":
-            return facts_of_token(sample, token["position"], self._tokenizer)
-        return limit_texts(facts_of_culprit(sample, token["position"], self._tokenizer), index)
+        """What a sample says of its token; no long texts that are not written, and none of a token in the prompt."""
+        columns, position, of_spike = sample.columns, token["position"], _kind(line) == "spike"
+        facts = {
+            "reward": sample.reward,
+            "data_source": str(columns["data_source"]) if "data_source" in columns else None,
+            "uid": str(columns["uid"]) if "uid" in columns else None,
+        }
+        if of_spike:
+            reward_model = columns.get("reward_model")
+            facts["ground_truth"] = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
+        if self._tokenizer is None or position < 0:
+            return facts
+        if not of_spike:
+            return facts | context_evidence(self._tokenizer, sample.response, position)
+        return facts | limit_texts(text_evidence(self._tokenizer, sample.prompt, sample.response, position), index)
 
 
 def write_update(
@@ -223,13 +235,6 @@ def write_update(
         record_step(directory, global_step, figures, warnings)
 
 
-def _misfire(event: Mapping[str, Any], rows: Mapping[tuple[int, int], RewardedRow]) -> dict[str, Any] | None:
-    """The verdict that a reward misfires; None if it does not, or if that cannot be told."""
-    with guarded(_NOT_COMPARED):
-        return misfire(event, rows)
-    return None
-
-
 def _kind(line: Mapping[str, Any]) -> str:
     """What a line is, a key of `_KINDS`."""
     return "clip" if "token_clip" in line else "critic" if "values" in line else "spike"
@@ -239,30 +244,3 @@ def _tokens(line: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
     """The tokens that a line names; of a critic's, the values."""
     kind = _kind(line)
     return line["token_clip"]["tokens"] if kind == "clip" else line["values" if kind == "critic" else "culprits"]
-
-
-def facts_of_token(sample: Sample, position: int, tokenizer: Any) -> dict[str, Any]:
-    """What is written of a token of a clip line or of a critic's value; of one in the prompt, no text."""
-    texts = {}
-    if tokenizer is not None and position >= 0:
-        texts = context_evidence(tokenizer, sample.response, position)
-    return {**texts, **_facts_of_row(sample)}
-
-
-def facts_of_culprit(sample: Sample, position: int, tokenizer: Any) -> dict[str, Any]:
-    """What is written of a culprit, or of a suspected token: its text, and what its sample was rewarded for."""
-    reward_model = sample.columns.get("reward_model")
-    return {
-        **(text_evidence(tokenizer, sample.prompt, sample.response, position) if tokenizer is not None else {}),
-        "ground_truth": reward_model.get("ground_truth") if isinstance(reward_model, dict) else None,
-        **_facts_of_row(sample),
-    }
-
-
-def _facts_of_row(sample: Sample) -> dict[str, Any]:
-    columns = sample.columns
-    return {
-        "reward": sample.reward,
-        "data_source": str(columns["data_source"]) if "data_source" in columns else None,
-        "uid": str(columns["uid"]) if "uid" in columns else None,
-    }

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""GradLoc, LayerClip and TokenClip of an actor, and what watches a critic: what all adapters share."""
+"""GradLoc, LayerClip and TokenClip of an actor, and the watch over a critic: what all adapters share."""
 
 import functools
 import logging
@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 from verl.utils.device import get_device_name
 
+from ..bundles.bundle_writer import BundleWriter
 from ..bundles.layout import Row
+from ..critic_watch import CriticWatch
 from ..evidence.clips import clip_line
 from ..fsdp import collectives
 from ..gradloc import GradLoc, Located
@@ -20,18 +22,18 @@ from ..guarded import guarded
 from ..layers.layer_clip import LayerClip
 from ..measure.pass_recorder import LossInputs, ReadTokens
 from ..measure.passes import Forward
+from ..measure.token_weights import token_weights
 from ..token_clip.hidden_states import Positions
 from ..token_clip.token_clip import TokenClip, row_weights
 from .loss_weights import (
     AggregationCall,
     RecordedAggregation,
     aggregation_mode,
+    eos_tokens,
     policy_weights,
     with_derived,
-    with_weights,
 )
-from .model_facts import eos_tokens, meter_kind
-from .replay_bundles import build_bundle_writer
+from .replay_bundles import context_of
 from .saved_state import write_state
 
 if TYPE_CHECKING:
@@ -103,12 +105,11 @@ class Watch:
 
     def start_update(self, global_step: int | None) -> None:
         """Begins an update, and its first mini-batch."""
-        self.clips, self._global_step, self._pass_open = [], global_step, False
+        self.start_mini_batch()
+        self._global_step = global_step
         for part in (self.gradloc, self.recorder):
             if part is not None:
                 part.start_update(global_step)
-        if self.token_clip is not None:
-            self.token_clip.discard()
 
     def start_mini_batch(self) -> None:
         """Begins another mini-batch, whose events are to be told apart."""
@@ -199,7 +200,7 @@ class Watch:
 
         @functools.cache
         def read() -> dict[str, Tensor]:
-            return with_weights(read_tokens(), call, self._config, factor, options)
+            return with_derived(read_tokens(), call, self._config, self._eos_tokens, factor, options)
 
         if self.token_clip is not None:  # first: GradLoc then sees the coefficients that are left
             if self._scale is None:
@@ -211,9 +212,7 @@ class Watch:
                 log_prob, _ = loss_inputs["coefficient"]
                 self.token_clip.observe(log_prob, self._row_weights * abs(factor), self._scale, read)
         if self.gradloc is not None:
-            derive = partial(with_derived, config=self._config, eos_tokens=self._eos_tokens)
-            mode = aggregation_mode(call, self._config, shape)
-            self.gradloc.observe_later(lambda: derive(read(), factor=factor, options=options), loss_inputs, mode)
+            self.gradloc.observe_later(read, loss_inputs, aggregation_mode(call, self._config, shape))
 
     def recorded(self, loss_function: Callable[..., Any]) -> Callable[..., Any]:
         """The loss function of a mini-batch, which records what it is computed from where spikes are recorded."""
@@ -316,7 +315,7 @@ class Watch:
             del parts["gradloc"]
             try:
                 self.recorder.load_state_dict(read().get("gradloc"))
-            except ValueError as error:  # no rank waits for another here, so none has to end the run
+            except Exception as error:  # no rank waits for another here, so none has to end the run
                 logger.warning("%s", error)
         if parts:
             # Rank 0 wrote it, perhaps to a folder that the other nodes do not share.
@@ -330,6 +329,44 @@ class Watch:
         gradloc = self.gradloc if self.recorder is None else self.recorder
         parts = {"gradloc": gradloc, "layer_clip": self.layer_clip, "token_clip": self.token_clip}
         return {name: part for name, part in parts.items() if part is not None}
+
+
+class ValueWatch(Watch):
+    """Measures a critic's training passes; the weights are those of verl's value loss.
+
+    Args:
+        module (nn.Module): The value model, sharded or not.
+        config (CriticConfig): verl's configuration of the critic.
+        loss_scale (Callable): Returns the loss scale of the backward passes.
+        sequence_parallel_size (int): How many neighbouring ranks work on the same data.
+    """
+
+    def __init__(
+        self, module: nn.Module, config: Any, loss_scale: Callable[[], float], sequence_parallel_size: int
+    ) -> None:
+        super().__init__(config, loss_scale, sequence_parallel_size)
+        threshold, meter = config.grad_norm_threshold, meter_kind(module)
+        self.gradloc = CriticWatch(module, threshold, get_device_name(), loss_scale, sequence_parallel_size, meter)
+
+    def observe(
+        self,
+        loss_inputs: LossInputs,
+        read_tokens: ReadTokens,
+        shape: Sequence[int],
+        factor: float = 1.0,
+        **options: Any,
+    ) -> None:
+        """Notes the values of a micro-batch; see `Watch.observe`. Those of another loss are not looked at."""
+        call = self.aggregation.take()
+        if call is None or not call.is_of_tokens(shape) or self.gradloc is None:
+            return
+
+        def read() -> dict[str, Tensor]:
+            tokens = read_tokens()
+            weight = token_weights(call.aggregate, tokens["response_mask"].float())
+            return {**tokens, "weight": weight * factor}
+
+        self.gradloc.observe_later(read, loss_inputs)
 
 
 def watch_actor(
@@ -373,9 +410,13 @@ def watch_actor(
     elif config.searches_in_training and config.spike_replay:
         watch._learning = _learning_layer_clip(module, config, torch.device(device))
     if config.searches_in_training:
-        bundle_writer = build_bundle_writer(
-            *(module, config, rows_of, dtype, grad_clip, watch.layer_clip or watch._learning, watch.token_clip)
-        )
+        bundle_writer = None
+        if config.spike_replay:
+            context = partial(context_of, module, config, dtype, grad_clip)
+            layer_clip = watch.layer_clip or watch._learning
+            bundle_writer = BundleWriter(
+                *(config.bisect_dump_dir, config.spike_replay, rows_of, context, layer_clip, watch.token_clip)
+            )
         watch.gradloc = GradLoc(
             module,
             config,
@@ -407,3 +448,11 @@ def _learning_layer_clip(module: nn.Module, config: Any, device: torch.device) -
 
 def _no_weights(call: AggregationCall | None) -> None:
     pass
+
+
+def meter_kind(module: nn.Module) -> str:
+    """The `meter` of `GradLoc`: "reduced" for a model with verl's TiledMLP, otherwise "local".
+
+    TiledMLP computes a weight's gradient in parts, which the local meter would take for several gradients.
+    """
+    return "reduced" if any(getattr(child, "is_tiled_mlp", False) for child in module.modules()) else "local"

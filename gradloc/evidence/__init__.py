@@ -1,3 +1,3 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The findings of a search as events: token facts, classification rules, the file's schema and its writer."""
+"""The findings of a search as events: token facts, what is usual, and the files' writer."""

@@ -344,7 +344,7 @@ def test_an_automatic_threshold_survives_a_checkpoint(tmp_path: Path) -> None:
     assert len(saved) == 3 and loaded[:3] == saved and len(loaded) == 4
 
 
-@pytest.mark.parametrize("state", [None, {"gradloc": {"token_norms": ["x"]}}])
+@pytest.mark.parametrize("state", [None, {"form": 99, "gradloc": {"token_norms": []}}])
 def test_a_state_of_another_form_is_a_sentence_and_the_warm_up_starts_over(
     state: dict[str, Any] | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
