@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 # Beside an actor's checkpoint.
 STATE_FILE = "gradloc_state.pt"
 
-# To be raised where a part saves other fields than it can read. Older files do not say theirs.
-FORM = 1
+# To be raised where a part saves other fields than it can read. Files of the first form do not say theirs.
+FORM = 2
 
 
 def read_state(folder: str | None) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def read_state(folder: str | None) -> dict[str, Any]:
         return {}
     try:
         state = torch.load(path, weights_only=True)
-        if (form := state.pop("form", FORM)) == FORM:
+        if (form := state.pop("form", 1)) == FORM:
             return state
         reason = f"its form is {form!r}, and this release knows {FORM}"
     except Exception as error:

@@ -59,7 +59,9 @@ STATE = {
 }
 
 
-@pytest.mark.parametrize("saved", [{"form": FORM + 1, **STATE}, [1.0], None], ids=["newer", "list", "torn"])
+@pytest.mark.parametrize(
+    "saved", [{"form": FORM + 1, **STATE}, STATE, [1.0], None], ids=["newer", "first", "list", "torn"]
+)
 def test_a_state_of_another_form_is_refused_in_one_sentence(saved: Any, tmp_path: Path) -> None:
     path = tmp_path / STATE_FILE
     if saved is None:
