@@ -11,7 +11,7 @@ import functools
 import importlib.util
 import logging
 import os
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -147,11 +147,8 @@ class FaultyReplica(HFReplica):
     server_class = SERVERS.get(NAME, HFServer)
 
 
-class _Calls:
-    """Counts the steps where verl does not tell them."""
-
-    advantages = 0
-    log_probs = 0
+# The steps, where verl does not tell them.
+_calls: Counter[str] = Counter()
 
 
 @register_adv_est("planted_reward")
@@ -159,8 +156,8 @@ def planted_reward(
     token_level_rewards: Tensor, response_mask: Tensor, index: np.ndarray, config: Any = None, **_kwargs: Any
 ) -> tuple[Tensor, Tensor]:
     """GRPO after the reward of one answer was set to 100, a right one if there is one; arguments as in verl."""
-    _Calls.advantages += 1
-    if _Calls.advantages == STEP:
+    _calls["advantages"] += 1
+    if _calls["advantages"] == STEP:
         row = int(token_level_rewards.sum(-1).argmax())
         last = int(response_mask[row].nonzero()[-1])
         token_level_rewards[row, last] = REWARD
@@ -180,7 +177,7 @@ def _reward_one_answer_in_the_queue(step: int) -> None:
 
     @around(PPOTrainer, "_compute_advantage")
     def with_a_reward(compute_advantage: Any, trainer: Any, batch: Any, metrics: dict[str, Any]) -> Any:
-        if _Calls.advantages + 1 == step:
+        if _calls["advantages"] + 1 == step:
             place = {"keys": batch.keys, "partition_id": batch.partition_id}
             rewards = transfer_queue.kv_batch_get(**place, select_fields=["rm_scores"])["rm_scores"]
             answers = [answer.clone() for answer in rewards.unbind()]
@@ -196,9 +193,9 @@ def planted_nan(
     token_level_rewards: Tensor, response_mask: Tensor, index: np.ndarray, config: Any = None, **_kwargs: Any
 ) -> tuple[Tensor, Tensor]:
     """GRPO with an advantage of NaN for one token; arguments as in verl."""
-    _Calls.advantages += 1
+    _calls["advantages"] += 1
     advantages, returns = _grpo(token_level_rewards, response_mask, index, config)
-    if _Calls.advantages == STEP:
+    if _calls["advantages"] == STEP:
         row = int(advantages.abs().sum(-1).argmax())
         position = int(response_mask[row].sum()) // 2
         advantages = advantages.clone()
@@ -233,25 +230,27 @@ def flip_a_bit(module: nn.Module) -> str:
     return f"bit {bit} of weight {place} of {FLIPPED_PARAMETER}: {before:.3g} became {float(values[place]):.3g}"
 
 
-def _flip_before_the_log_probs_of_step(step: int) -> None:
-    """Makes the training model differ from the rollout, which had its weights before."""
+def _owner_of_the_model() -> tuple[Any, str]:
+    """The class that has the model of a training worker, and the name of its method for log-probs."""
     if ENGINE:
         from verl.workers.engine import FSDPEngineWithLMHead
 
-        place: Any = around(FSDPEngineWithLMHead, "infer_batch")
-        module, optimizer = "module", "optimizer"
-    else:
-        from verl.workers.actor.dp_actor import DataParallelPPOActor
+        return FSDPEngineWithLMHead, "infer_batch"
+    from verl.workers.fsdp_workers import ActorRolloutRefWorker
 
-        place = around(DataParallelPPOActor, "compute_log_prob")
-        module, optimizer = "actor_module", "actor_optimizer"
+    return ActorRolloutRefWorker, "compute_log_prob"
 
-    @place
+
+def _flip_before_the_log_probs_of_step(step: int) -> None:
+    """Makes the training model differ from the rollout, which had its weights before."""
+
+    @around(*_owner_of_the_model())
     def with_a_flip(log_probs: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(self, optimizer, None) is not None:  # not the reference model
-            _Calls.log_probs += 1
-            if _Calls.log_probs == step and torch.distributed.get_rank() == 0:
-                logger.warning("Fault 'bitflip', planted on purpose: %s", flip_a_bit(getattr(self, module)))
+        if not ENGINE or self.optimizer is not None:  # not the reference model
+            _calls["log_probs"] += 1
+            if _calls["log_probs"] == step and torch.distributed.get_rank() == 0:
+                module = self.module if ENGINE else self.actor_module_fsdp
+                logger.warning("Fault 'bitflip', planted on purpose: %s", flip_a_bit(module))
         return log_probs(self, *args, **kwargs)
 
 
@@ -263,23 +262,15 @@ def _load_a_checkpoint() -> None:
     """
     from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 
-    if ENGINE:
-        from verl.workers.engine import FSDPEngineWithLMHead
+    owner, computing = _owner_of_the_model()
 
-        worker: Any = of_gradloc("adapters.fsdp_engine").WatchedEngine
-        computing = around(FSDPEngineWithLMHead, "infer_batch")
-    else:
-        from verl.workers.fsdp_workers import ActorRolloutRefWorker as worker
-
-        computing = around(worker, "compute_log_prob")
-
-    @around(worker, "save_checkpoint")
+    @around(owner, "save_checkpoint")
     def saving(save: Any, self: Any, local_path: str, *args: Any, **kwargs: Any) -> Any:
         saved = save(self, local_path, *args, **kwargs)
         self.to_load = [local_path] if not hasattr(self, "to_load") else []
         return saved
 
-    @computing
+    @around(owner, computing)
     def with_a_load(log_probs: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         while getattr(self, "to_load", []):
             self.load_checkpoint(self.to_load.pop(), del_local_after_load=False)
