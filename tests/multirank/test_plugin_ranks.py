@@ -17,10 +17,9 @@ pytestmark = [
 # evidence in and out of order, counts, checkpoints, and all of the critic. The patched verl has the other cases.
 CASES = " or ".join(
     [
-        "planted_tokens and fsdp2 and not dynamic",
-        "bit_identical and fsdp1 and not orig",
-        "describes and in_order and padded",
-        "describes and shuffled and nested",
+        "planted_tokens and fsdp2",
+        "bit_identical and fsdp1",
+        "describes",
         "counted_together",
         "resumes",
         "plain_autograd and mini_batch_4 and not orig",
@@ -52,4 +51,4 @@ def test_engines_are_watched_without_a_patch() -> None:
         VERL_USE_EXTERNAL_MODULES="embedded,gradloc_verl,as_if_patched",
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "18 passed" in done.stdout and " skipped" not in done.stdout
+    assert "14 passed" in done.stdout and " skipped" not in done.stdout
