@@ -1,6 +1,5 @@
 """Recorded spikes: the event, the bundle, and what of them is read. In one process, without verl."""
 
-import hashlib
 import json
 import math
 from collections.abc import Callable
@@ -10,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from jsonschema import Draft202012Validator
+from small_bundles import resign
 
 from gradloc import limits
-from gradloc.bundles import layout, naming
+from gradloc.bundles import layout
 from gradloc.bundles.bundle_files import bytes_of_bundles
 from gradloc.bundles.layout import NotReplayableError, Row, SavedMicroBatch
 from gradloc.bundles.recorded import write_recorded_bundle
@@ -85,15 +85,6 @@ def samples(_: Any) -> list[Row]:
 
 def write(directory: Path, parts: Parts, suffix: str = "", **changes: Any) -> str:
     return write_recorded_bundle(directory, event_of(parts, **changes), parts, samples, CONTEXT, suffix)
-
-
-def resign(bundle: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Changes the manifest, with a checksum that fits again."""
-    manifest = json.loads((bundle / naming.MANIFEST).read_text())
-    change(manifest)
-    text = json.dumps(manifest).encode()
-    (bundle / naming.MANIFEST).write_bytes(text)
-    (bundle / naming.CHECKSUM).write_text(f"{hashlib.sha256(text).hexdigest()}  {naming.MANIFEST}\n")
 
 
 def test_the_event_claims_nothing_that_was_not_measured() -> None:
