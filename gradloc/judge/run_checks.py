@@ -148,8 +148,8 @@ class RunChecks:
     def __init__(self) -> None:
         self._sums = dict.fromkeys(SUMS, 0.0)
         self._step: int | None = None
-        # The sums of the learning rates of all steps, of those before this update, of this update and of the last one.
-        self._rates = self._rates_before = self._update_rates = self._last_rates = 0.0
+        # The sums of the learning rates of all steps, of those before this update, and of the last update with a step.
+        self._rates = self._rates_before = self._last_rates = 0.0
         self._readings: list[list[Any]] = []
         self._stride, self._since_reading = 1, 0
         # By rule, in how many updates it held since one contradicted it; the gap of the last update, and the smallest.
@@ -229,7 +229,6 @@ class RunChecks:
     def add_step(self, learning_rate: float) -> None:
         """Adds an optimizer step that is taken."""
         self._rates += learning_rate
-        self._update_rates += learning_rate
 
     def warnings(self, of_mini_batch: bool = False) -> list[dict[str, Any]]:
         """The warnings of the update so far, the weightiest first: dicts of `name`, `sentence`, `check` and, where it
@@ -267,6 +266,7 @@ class RunChecks:
         for name in _STATE:
             setattr(self, f"_{name}", copy.deepcopy((state or {}).get(name, getattr(fresh, f"_{name}"))))
         self._sums, self._alignment, self._columns = fresh._sums, fresh._alignment, fresh._columns
+        self._rates_before = self._rates
         self._updates_since_resume = 0
 
     def _has_jumped(self, gap: float) -> bool:
@@ -313,7 +313,7 @@ class RunChecks:
     def _end_update(self) -> None:
         """Takes the update's figures into what later ones are compared with."""
         self._unsampled_before += self._sums["unsampled"]
-        self._last_rates, self._update_rates = self._update_rates, 0.0
+        self._last_rates = self._rates - self._rates_before or self._last_rates
         self._scale_step, self._scale_factor = self._other_scale()
         if (size := self._size()) is not None and self._scale_factor is None:
             self._sizes, self._spreads = [*self._sizes, size[0]][-_SIZES:], [*self._spreads, size[1]][-_SIZES:]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -330,13 +331,24 @@ def spoiled(run: Run, count: int, begin: int, spoil: Callable[[dict[str, Tensor]
 
 def warned(run: Run, count: int, begin: int, spoil: Callable[[dict[str, Tensor]], None]) -> list[list[dict[str, Any]]]:
     """The warnings of each step of a run whose tensors are changed from a step on."""
-    checks, found = RunChecks(), []
-    for step, tokens in enumerate(steps(run, count), 1):
-        if step >= begin:
-            spoil(tokens)
+    batches = list(steps(run, count))
+    for tokens in batches[begin - 1 :]:
+        spoil(tokens)
+    return warnings_of(batches, RunChecks())
+
+
+def warnings_of(
+    batches: list[dict[str, Tensor]],
+    checks: RunChecks,
+    first: int = 1,
+    rates: Mapping[int, float] = MappingProxyType({}),
+) -> list[list[dict[str, Any]]]:
+    """The warnings of each of some steps, which begin with `first`; with other learning rates than 1e-6 in some."""
+    found = []
+    for step, tokens in enumerate(batches, first):
         checks.start_update(step)
         checks.take_in(own_sums([tokens], True).tolist(), alignment=own_alignment([tokens]).tolist())
-        checks.add_step(1e-6)
+        checks.add_step(rates.get(step, 1e-6))
         found.append(checks.warnings())
     return found
 
@@ -726,33 +738,31 @@ def test_a_policy_that_drifts_until_it_has_no_relation_to_its_reference_is_no_fa
     assert set(names(found)) == {""}
 
 
-@pytest.mark.parametrize(("rate", "name"), [(5e-5, "learning_rate"), (1e-6, "misaligned")])
-def test_a_policy_that_moved_far_at_a_large_learning_rate_is_told_by_that_rate(rate: float, name: str) -> None:
+@pytest.mark.parametrize(
+    ("rate", "resumes", "name"),
+    [(5e-5, False, "learning_rate"), (5e-5, True, "learning_rate"), (1e-6, False, "misaligned")],
+)
+def test_a_policy_that_moved_far_at_a_large_learning_rate_is_told_by_that_rate(
+    rate: float, resumes: bool, name: str
+) -> None:
     """The rollout is late by a step, and the weights of step 5 are far away; with an ordinary rate, that cannot be."""
-    checks, found = RunChecks(), []
-    for step, tokens in enumerate(steps(Run(behind=1, rate=0.02), 8), 1):
-        if step == 5:
-            jump = steps(Run(rate=8.0), 2, seed=3)
-            next(jump)
-            tokens["log_prob"] = tokens["old_log_prob"] = next(jump)["log_prob"]
-        checks.start_update(step)
-        checks.take_in(own_sums([tokens], True).tolist(), alignment=own_alignment([tokens]).tolist())
-        checks.add_step(rate if step == 4 else 1e-6)
-        found.append(checks.warnings())
+    batches = list(steps(Run(behind=1, rate=0.02), 8))
+    _, jump = steps(Run(rate=8.0), 2, seed=3)
+    batches[4]["log_prob"] = batches[4]["old_log_prob"] = jump["log_prob"]
+    before = RunChecks()
+    found = warnings_of(batches[:4], before, rates={4: rate})
+    after = RunChecks() if resumes else before
+    if resumes:
+        after.load_state_dict(before.state_dict())
+    found += warnings_of(batches[4:], after, first=5)
     assert names(found) == ["", "", "", "", name, "", "", ""]
 
 
 @pytest.mark.parametrize(("rate", "temperature"), [(0.1, 0.7), (0.05, 1.4)])
 def test_another_temperature_that_begins_while_the_rollout_is_late_is_told(rate: float, temperature: float) -> None:
     """The gap of late weights hides its jump."""
-    late, other = (steps(Run(behind=1, rate=rate, reported=each), 10) for each in (1.0, temperature))
-    checks, found = RunChecks(), []
-    for step, (before, after) in enumerate(zip(late, other, strict=True), 1):
-        checks.start_update(step)
-        checks.take_in(own_sums([before if step < 4 else after], True).tolist())
-        checks.add_step(1e-6)
-        found.append(checks.warnings())
-    assert names(found) == [""] * 5 + ["other_log_probs"] * 5
+    late, other = (list(steps(Run(behind=1, rate=rate, reported=each), 10)) for each in (1.0, temperature))
+    assert names(warnings_of([*late[:3], *other[3:]], RunChecks())) == [""] * 5 + ["other_log_probs"] * 5
 
 
 def test_a_policy_that_has_moved_far_from_its_reference_is_no_fault() -> None:

@@ -36,7 +36,7 @@ RUN_CHECKS = {
     "spreads": [0.5, 0.75],
     "scale_step": 3,
     "scale_factor": 7.5,
-    "last_rates": 0.0,
+    "last_rates": 0.25,
 }
 
 
