@@ -28,7 +28,7 @@ from .spikes import Spike
 from .summary import mini_batch_fields, summarize
 from .token_clips import EXPLANATION, beside_spike, done_to, signals_of
 from .verdicts import brief, lowered
-from .view import Column, Table, View
+from .view import Bar, Column, Table, View
 
 Row = Mapping[str, Any]
 Summary = Mapping[str, Any]
@@ -61,9 +61,13 @@ def build(evidence: Evidence, rows: int = PAGE_ROWS, details: int = DETAILED) ->
         opening=_opening(summary, evidence),
         alarms=_alarms(summary),
         warnings=[
-            (f"{said['when']}: {visible(said['sentence'])}", visible(said["check"])) for said in summary["warnings"]
+            (f"{said['when']}: {visible(said['sentence'])}", [visible(said["check"])], "")
+            for said in summary["warnings"]
         ],
-        drills=[(drill["text"], drill["found"], [*map(visible, drill["advice"])]) for drill in summary["drills"]],
+        drills=[
+            (drill["text"], [*map(visible, drill["advice"])], "found" if drill["found"] else "failed")
+            for drill in summary["drills"]
+        ],
         facts=_facts(summary),
         notes=[*map(visible, summary["notes"])],
         by_step=summary["events_by_step"],
@@ -241,6 +245,7 @@ def _clip_tables(summary: Summary, evidence: Evidence) -> dict[str, Table]:
     clips = summary["token_clip"]
     if clips is None:
         return {}
+    spikes = {spike.mini_batch: f"s{spike.index}" for spike in evidence.spikes}
     specs = (
         index("Step", "global_step"),
         (Column("Token in its context", "token"), token_cell),
@@ -253,21 +258,21 @@ def _clip_tables(summary: Summary, evidence: Evidence) -> dict[str, Table]:
         figure("log p", "log_prob", 1),
         figure("Reward", "reward", 2),
         (Column("Data source", "", 3), lambda row: shown(row["data_source"])),
-        (Column("Spike", "link", 7), lambda row: "yes" if row["spike"] else "–"),
+        (Column("Spike", "link", 7), lambda row: ("yes", spikes[mini_batch_of(row)]) if row["spike"] else "–"),
     )
-    table = table_of(clips["title"], specs, clips["largest_tokens"])
-    by_mini_batch = {spike.mini_batch: f"s{spike.index}" for spike in evidence.spikes}
-    table.links = [by_mini_batch[mini_batch_of(row)] if row["spike"] else "" for row in clips["largest_tokens"]]
-    return {"clips": table}
+    return {"clips": table_of(clips["title"], specs, clips["largest_tokens"])}
 
 
-def _bars(summary: Summary) -> dict[str, Sequence[tuple[str, int, str, bool]]]:
-    culprits = summary["culprits"]
+def _bars(summary: Summary) -> dict[str, Sequence[Bar]]:
+    sources, culprits = summary["sources"], summary["culprits"]
+    tokens = {token_cell(entry)[0]: entry["culprits"] for entry in summary["tokens"][:8]}
+    widths = [{name: round(100 * n / max(of.values()), 1) for name, n in of.items()} for of in (sources, tokens)]
     return {
-        "sources": [(name, n, part_of(n, culprits), False) for name, n in summary["sources"].items()],
-        "tokens": [
-            (token_cell({"token": entry["token"]})[0], entry["culprits"], "", True) for entry in summary["tokens"][:8]
+        "sources": [
+            Bar(name, n, widths[0][name], f"source {name}", part_of(n, culprits), color=name, hint=SOURCES[name])
+            for name, n in sources.items()
         ],
+        "tokens": [Bar(name, n, widths[1][name], f"token {name}", kind="tok") for name, n in tokens.items()],
     }
 
 
@@ -286,7 +291,7 @@ def _add_spikes(view: View, evidence: Evidence, culprits: Sequence[tuple[Spike, 
         view.spikes.append(spike_view(spike, place, said, before, mine[spike.index]))
     maker = Details(evidence.texts, details)
     detailed = {*_largest_of_each_first(culprits)[:details]}
-    view.culprits = [maker.culprit(spike, culprit, i in detailed) for i, (spike, culprit) in enumerate(culprits)]
+    view.culprits = [maker.culprit(i, spike, culprit, i in detailed) for i, (spike, culprit) in enumerate(culprits)]
     view.ladders, view.strips = maker.ladders, maker.strips
     view.tables["terms"] = table_of("", TERMS, [culprit for _, culprit in culprits])
 

@@ -10,7 +10,7 @@ from typing import Any
 from .figures import count, number, severity, short, shown, times, visible
 from .reading import Evidence
 from .spikes import Spike
-from .view import Axis, Chart, Column, Series, Table, log_axis, log_ticks, whole_axis
+from .view import Axis, Chart, Column, Series, Table, Tip, log_axis, log_ticks, whole_axis
 
 Row = Mapping[str, Any]
 
@@ -28,6 +28,8 @@ CIRCLE = "M1,0A1,1 0 1 1 -1,0A1,1 0 1 1 1,0Z"
 TICK = "M-1,0H1"
 UP, DIAMOND = _polygon(0, 120, 240), _polygon(0, 90, 180, 270)
 CROSS = _polygon(*range(45, 405, 45), inner=0.45)
+# How wide the chart of layers is, in pixels; on a small screen, every second label is left out.
+_LAYERS_WIDTH = 420
 # What TokenClip did to the steps that are marked: whether it cut all and no spike was recorded.
 _CLIPPED = {True: "stopped by TokenClip", False: "found by TokenClip"}
 # By source; in the order in which they are drawn.
@@ -48,8 +50,12 @@ SHAPES = {
 }
 
 
-# A point: its place and height, what is said of it (a text, or the number of a row), and where it leads to or "".
-Point = tuple[float, float, str | int, str]
+# A point: its place and height, what is said of it (a tip, or the number of a row), and where it leads to or "".
+Point = tuple[float, float, Tip | int, str]
+
+
+def _tip(title: str, more: str) -> Tip:
+    return title, [(more, "")]
 
 
 def _marks(
@@ -83,7 +89,7 @@ def timeline(spikes: Sequence[Spike], culprits: Sequence[tuple[Spike, Row]], sou
         (
             places[spike.index],
             spike.size,
-            f"{without_culprit(spike)}\na single token would need norm {short(spike.size)}",
+            _tip(without_culprit(spike), f"a single token would need norm {short(spike.size)}"),
             f"s{spike.index}",
         )
         for spike in spikes
@@ -143,11 +149,11 @@ def run_level(evidence: Evidence, drills: Sequence[Row], clips: Mapping[int, Row
     ]
     at_drills: dict[bool, list[Point]] = {True: [], False: []}
     for drill in drills:
-        at_drills[drill["found"]].append((drill["global_step"], drill["level"], drill["text"], ""))
+        at_drills[drill["found"]].append((drill["global_step"], drill["level"], (drill["text"], ()), ""))
     # Of several spikes in a step, the line says the largest; it lies under the marks.
     said = {step: (tip, "") for points in at_drills.values() for step, _, tip, _ in points}
     said |= {step: (tip, link) for step, _, tip, link in sorted(at_spikes, key=lambda point: severity(point[1]))}
-    own = [said.get(step) or (f"step {step}\ntoken norm {short(norm)}", "") for step, norm, _ in known]
+    own = [said.get(step) or (_tip(f"step {step}", f"token norm {short(norm)}"), "") for step, norm, _ in known]
     heights = (level for points in (at_spikes, *at_drills.values()) for _, level, *_ in points)
     y = log_axis("token-equivalent norm", [*norms, *thresholds, *heights])
     low = y.low * min(y.high / y.low, 1e300) ** 0.03
@@ -155,7 +161,7 @@ def run_level(evidence: Evidence, drills: Sequence[Row], clips: Mapping[int, Row
     for step, clip in clips.items():
         name = _CLIPPED[clip["stopped"]]
         over = f"{count(clip['over'], 'backward signal')} over the bounds, {clip['cut']:,} cut"
-        at_clips[clip["stopped"]].append((step, low, f"{name} in step {step}\n{over}", "#h-clips"))
+        at_clips[clip["stopped"]].append((step, low, _tip(f"{name} in step {step}", over), "#h-clips"))
     tips, links = zip(*own, strict=True)
     series = [
         Series("token norm", "line", "soft", steps, norms, tips=tips, links=links, size=2 if len(steps) < 60 else 0),
@@ -175,9 +181,9 @@ def run_level(evidence: Evidence, drills: Sequence[Row], clips: Mapping[int, Row
     return Chart(label, whole_axis("step", places), y, [part for part in series if part.x])
 
 
-def _spike_tip(spike: Spike) -> str:
+def _spike_tip(spike: Spike) -> Tip:
     over = times({"norm": spike.level, "threshold": spike.event["threshold"]})
-    return f"spike in step {spike.step}\ntoken norm {short(spike.level)}, {over} the threshold"
+    return _tip(f"spike in step {spike.step}", f"token norm {short(spike.level)}, {over} the threshold")
 
 
 def clips_chart(rows: Sequence[Row]) -> Chart | None:
@@ -241,7 +247,9 @@ def layers_chart(norms: Mapping[str, Any], ordinary: Mapping[str, Any] | None) -
         ),
     ][not compared :]
     routers = any(name.endswith(".router") for name, *_ in rows)
-    ticks = [(float(i), _layer_label(name)) for i, (name, *_) in enumerate(rows)]
+    labels = [_layer_label(name) for name, *_ in rows]
+    every = -(-len(rows) * (8 * max(map(len, labels)) + 8) // _LAYERS_WIDTH)
+    ticks = [(float(i), label) for i, label in enumerate(labels) if i % every == 0]
     x = Axis("layer (r: its router)" if routers else "layer", -0.7, len(rows) - 0.3, ticks)
     top, norm = max(norms_of.items(), key=lambda pair: pair[1])
     ratio = cells[top][3]
@@ -277,4 +285,4 @@ def _steps(name: str, x: Sequence[float], y: Sequence[float]) -> Series:
             ys.append(ys[-1])
         xs.append(at)
         ys.append(value)
-    return Series(name, "dashes", "ink", xs, ys)
+    return Series(name, "dashes", "ink", xs, ys, size=0)

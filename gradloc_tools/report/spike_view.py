@@ -5,6 +5,7 @@
 import heapq
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -44,6 +45,8 @@ PARTS, LAYERS = 20, 1024
 # How many steps before a spike are shown.
 STEPS_BEFORE = 20
 _LADDER_WIDTH = 0.3
+# What the page calls a culprit's texts.
+_TEXTS = {"prompt": "Prompt", "response": "Response", "ground_truth": "Ground truth"}
 
 
 def figure(head: str, name: str, drop: int = 0) -> Spec:
@@ -273,38 +276,43 @@ class Details:
         self.strips: list[Strip] = []
         self._ladders: dict[tuple[int, int, int], tuple[int, float, float]] = {}
         self._strips: dict[tuple[int, int, int, int], int] = {}
+        # By spike, rank and row: the number of each culprit by its position.
+        self._in_row: dict[tuple[int, int, int], dict[int, int]] = defaultdict(dict)
 
-    def culprit(self, spike: Spike, row: Row, detailed: bool) -> Culprit:
-        """A culprit; `detailed` for one with its response, texts and layers."""
+    def culprit(self, i: int, spike: Spike, row: Row, detailed: bool) -> Culprit:
+        """A culprit, with the number `i`; `detailed` for one with its response, texts and layers."""
         factor = _times(row)
         ladder, low, high = self._ladder(spike, row)
         token = _rung(f"Token {row['position']}", f"of row {row['row']}", row["grad_norm"], row["threshold"], low, high)
-        made = Culprit(
+        self._in_row[spike.index, row["rank"], row["row"]][row["position"]] = i
+        strip, layers, table, hint, texts = None, None, None, "", {}
+        edge = f"The page has the responses of {count(self._top, 'culprit')}, the largest first; --top sets how many."
+        if detailed:
+            norms = dict(islice(row["layer_norms"].items(), LAYERS))
+            layers, table = layers_chart(norms, spike.event["ordinary_layer_norms"])
+            hint = _layer_hint(layers is not None, spike)
+            strip = self._strip(spike, row)
+            edge = "The response is not in the evidence."
+            texts = {name: clipped(row.get(name)) for name in _TEXTS}
+        if not self._texts:
+            edge = "The response is not on this page."
+        if strip is not None:
+            start = self.strips[strip].start
+            edge = f"{start} tokens before " if start else ""
+            texts["response"] = None
+        shown = {name: None if texts.get(name) is None else (title, texts[name]) for name, title in _TEXTS.items()}
+        times_it = "" if factor == "not finite" else f", {factor} the threshold"
+        norm = f"gradient norm {short(row['grad_norm'])}{times_it}"
+        return Culprit(
             spike=spike.index,
-            place=(row["rank"], row["row"], row["position"]),
-            head=f"gradient norm {short(row['grad_norm'])}"
-            + ("" if factor == "not finite" else f", {factor} the threshold"),
             factor=factor,
             ladder=ladder,
             rung=token,
             reasons=row["sources"][: len(SOURCES)],
+            content={"norm": norm, "edge": edge, "layers-hint": hint, "layers-figures": layers and table, **shown},
+            strip=strip,
+            layers=layers,
         )
-        if not detailed:
-            made.no_strip = (
-                f"The page has the responses of {count(self._top, 'culprit')}, the largest first; --top sets how many."
-            )
-        else:
-            norms = dict(islice(row["layer_norms"].items(), LAYERS))
-            made.layers, made.layer_table = layers_chart(norms, spike.event["ordinary_layer_norms"])
-            made.layer_hint = _layer_hint(made.layers is not None, spike)
-            made.strip = self._strip(spike, row)
-            made.no_strip = "The response is not in the evidence."
-            made.texts = [clipped(row.get(name)) for name in ("prompt", "response", "ground_truth")]
-            if made.strip is not None:
-                made.texts[1] = None
-        if not self._texts:
-            made.no_strip = "The response is not on this page."
-        return made
 
     def _ladder(self, spike: Spike, row: Row) -> tuple[int, float, float]:
         """The number of the rungs above a culprit, and the logarithms at the ends of their scale."""
@@ -343,7 +351,8 @@ class Details:
             length = max(len(values), 0 if tokens is None else len(tokens[:WINDOW]))
             texts = ["▪"] * length if tokens is None else [_piece(text) for text in tokens[:length]]
             self._strips[key] = len(self.strips)
-            self.strips.append(Strip(start, texts, [_shade(v, hottest) for v in values], [*map(short, values)]))
+            shades, figures = [_shade(v, hottest) for v in values], [*map(short, values)]
+            self.strips.append(Strip(start, texts, shades, figures, self._in_row[key[:3]]))
         return self._strips.get(key)
 
 

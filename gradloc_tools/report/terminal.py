@@ -17,6 +17,8 @@ from .view import Cell, Column, Table
 
 # The maximum width of the sparkline of a run's steps, in columns.
 _SPARKLINE_WIDTH = 60
+# Of a warning, and of drills.
+_STYLES = {"": ("bold yellow", "yellow"), "found": ("green", ""), "failed": ("bold red", "red")}
 # Of a token with its context: under the first number, other columns are left out; the second is the least.
 _CONTEXT_WIDTH, _TOKEN_WIDTH = 30, 14
 
@@ -28,13 +30,11 @@ def print_report(evidence: Evidence, rows: int) -> None:
     console.print()
     for text in view.alarms:
         console.print(Text(text, style="bold red"))
-    for warning, check in view.warnings:
-        console.print(Text(warning, style="bold yellow"))
-        console.print(Text(f"  {check}", style="yellow"))
-    for text, found, advice in view.drills:
-        console.print(Text(text, style="green" if found else "bold red"))
-        for sentence in advice:
-            console.print(Text(f"  {sentence}", style="red"))
+    for text, more, kind in (*view.warnings, *view.drills):
+        style, style_of_more = _STYLES[kind]
+        console.print(Text(text, style=style))
+        for sentence in more:
+            console.print(Text(f"  {sentence}", style=style_of_more))
     for place, text in enumerate(view.opening):
         console.print(Text(text, style="" if place else "bold"), soft_wrap="`" in text)  # a command is to be copied
     facts = (f"{name}: {value}" + (f" ({more})" if more else "") for name, value, more in view.facts)
@@ -48,8 +48,8 @@ def print_report(evidence: Evidence, rows: int) -> None:
             print_table(console, table)
             if name == "clips":
                 console.print(Text(view.texts["clips-how"], style="dim"))
-    frequent = [f"{token} ({n:,})" for token, n, _, _ in view.bars["tokens"]]
-    if view.bars["tokens"] and view.bars["tokens"][0][1] > 1:
+    frequent = [f"{bar.label} ({bar.count:,})" for bar in view.bars["tokens"]]
+    if view.bars["tokens"] and view.bars["tokens"][0].count > 1:
         console.print(Text.assemble("\n", ("Most frequent culprits  ", "bold"), "   ".join(frequent)))
     if "clips-hint" in view.texts:
         console.print(Text.assemble("\n", (view.texts["h-clips"], "bold"), "\n", view.texts["clips-hint"]))
@@ -91,7 +91,7 @@ def print_table(console: Console, table: Table) -> None:
             style="bold" if column.kind in ("row", "badge") else "",
         )
     for row in table.rows:
-        drawn.add_row(*(_cell(row[place], most) for place in kept))
+        drawn.add_row(*(_cell(row[place], table.columns[place].kind, most) for place in kept))
     console.print()
     if table.title:
         console.print(Text(table.title, style="bold"))  # as wide as the terminal, not as the table
@@ -120,9 +120,9 @@ def _width(name: str, cells: Sequence[Cell]) -> int:
     return 0 if len(texts) <= len(cells) else max(len(line) for text in texts for line in text.split("\n")) + 2
 
 
-def _cell(cell: Cell, most: int) -> Text:
-    if isinstance(cell, str):
-        return Text(cell)
+def _cell(cell: Cell, kind: str, most: int) -> Text:
+    if isinstance(cell, str) or kind == "link":
+        return Text(cell if isinstance(cell, str) else cell[0])
     words = Text.assemble((cell[0], "bold red"), "  ", cell[1])
     words.truncate(most, overflow="ellipsis")
     return words

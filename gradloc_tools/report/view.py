@@ -8,16 +8,19 @@ and no field of the evidence.
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
 from .figures import short
 
-# A token, and its context from shortly before it on.
-Token = tuple[str, str]
-Cell = str | Token
+# A text, or a pair as the kind of its column says.
+Cell = str | tuple[str, str]
+# What is said at a point of a chart: a title, and names with values.
+Tip = tuple[str, Sequence[tuple[str, str]]]
+# What is to be seen first: a sentence, what to do, and "found" or "failed" for a drill.
+Remark = tuple[str, Sequence[str], str]
 
 
 @dataclass(frozen=True)
@@ -26,9 +29,9 @@ class Column:
 
     Attributes:
         name (str): Its head.
-        kind (str): "num" for numbers, "token" for a token in its context, "badge" for a source, "row" for the row's own
-            head, "code" for what is to be copied; "spark" for points of a line, "link" where the row's link is; else a
-            text.
+        kind (str): "num" for numbers, "token" for a token and its context from shortly before it on, "badge" for a
+            source, "row" for the row's own head, with what belongs to it, "code" for what is to be copied, "spark" for
+            points of a line and the last of them, "link" for a text and where it leads to; else a text.
         drop (int): In a narrow terminal columns are left out in this order; 0 stays.
     """
 
@@ -39,13 +42,12 @@ class Column:
 
 @dataclass
 class Table:
-    """A table; `more` says what it leaves out, and `links` has for each row where it leads to, if anywhere."""
+    """A table; `more` says what it leaves out."""
 
     title: str
     columns: Sequence[Column]
     rows: Sequence[Sequence[Cell]]
     more: str = ""
-    links: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ class Series:
         color (str): The name of a colour of the page's style.
         x, y (Sequence): The values.
         base (Sequence): Of bars, where they begin; None for a mark without a bar.
-        tips (Sequence): What is said of each point: a text, or the number of a row of the chart's table.
+        tips (Sequence): What is said of each point: a tip, or the number of a row of the chart's table.
         links (Sequence): Where each point leads to, if anywhere.
         shape (str): Of marks, and of those at the ends of bars, as an SVG path around the origin with a radius of 1.
         open (bool): Whether only the outline of a mark is drawn.
@@ -96,7 +98,7 @@ class Series:
     x: Sequence[float]
     y: Sequence[float | None]
     base: Sequence[float | None] = ()
-    tips: Sequence[str | int] = ()
+    tips: Sequence[Tip | int] = ()
     links: Sequence[str] = ()
     shape: str = ""
     open: bool = False
@@ -114,21 +116,25 @@ class Chart:
     table: str = ""
 
     def placed(self) -> dict[str, Any]:
-        """The same with places in place of values; points without a place are left out."""
+        """The same with places from the left and from the top in place of values, without points that have none."""
         axes = [
-            {"title": axis.title, "ticks": [[axis.place(value), text] for value, text in axis.ticks]}
-            for axis in (self.x, self.y)
+            {"title": axis.title, "ticks": [[place(value), text] for value, text in axis.ticks]}
+            for axis, place in ((self.x, self.x.place), (self.y, self._from_top))
         ]
         series = [self._placed(series) for series in self.series]
-        return {"label": self.label, "table": self.table, "axes": axes, "series": series}
+        return {"label": self.label, "axes": axes, "series": series, "table": self.table}
+
+    def _from_top(self, value: float | None) -> int | None:
+        place = self.y.place(value)
+        return None if place is None else 1000 - place
 
     def _placed(self, series: Series) -> dict[str, Any]:
-        heights = [self.y.place(value) for value in series.y]
+        heights = [self._from_top(value) for value in series.y]
         kept = [i for i, height in enumerate(heights) if height is not None]
         return vars(series) | {
             "x": [self.x.place(series.x[i]) for i in kept],
             "y": [heights[i] for i in kept],
-            "base": [self.y.place(series.base[i]) for i in kept] if series.base else [],
+            "base": [self._from_top(series.base[i]) for i in kept] if series.base else [],
             "tips": [series.tips[i] for i in kept] if series.tips else [],
             "links": [series.links[i] for i in kept] if series.links else [],
         }
@@ -150,12 +156,39 @@ class Rung:
 
 @dataclass
 class Strip:
-    """A response token by token: texts, shades of suspicion from 0 to 100, and the suspicion as text."""
+    """A response token by token: texts, shades of suspicion from 0 to 100, the suspicion as text, and its culprits.
+
+    `culprits` has the number of each culprit by its position; `start` is the position of the first token.
+    """
 
     start: int
     tokens: Sequence[str]
     shades: Sequence[int]
     figures: Sequence[str]
+    culprits: Mapping[int, int]
+
+
+@dataclass
+class Bar:
+    """A count as a bar.
+
+    Attributes:
+        label (str): What is counted; a token if `kind` is "tok".
+        count (int), share (str): How many; of all.
+        width (float): The bar's length, in percent.
+        words (str): What finds it in the table "culprits": a column and its value.
+        color (str): The name of a colour of the page's style.
+        hint (str): What it means.
+    """
+
+    label: str
+    count: int
+    width: float
+    words: str
+    share: str = ""
+    kind: str = ""
+    color: str = "quiet"
+    hint: str = ""
 
 
 @dataclass
@@ -164,29 +197,22 @@ class Culprit:
 
     Attributes:
         spike (int): The number of its spike.
-        place (Sequence): The rank, row and position.
-        head (str): Its norm in words.
         factor (str): How often it has the threshold.
         ladder (int): The number of its rungs but the last, among `View.ladders`; `rung` is the last.
         reasons (Sequence[str]): The rules that hold for it.
-        strip (int, optional): The number of its strip, or why there is none in `no_strip`.
-        layers (Chart, optional): Its norm by layer; `layer_table` has the figures, and `layer_hint` says what it is.
-        texts (Sequence): Prompt, response, ground truth; None for what is not there.
+        content (dict): Texts, tables, and titled texts that are shown as they are, by the id of their place.
+        strip (int, optional): The number of its strip.
+        layers (Chart, optional): Its norm by layer.
     """
 
     spike: int
-    place: Sequence[int]
-    head: str
     factor: str
     ladder: int
     rung: Rung
     reasons: Sequence[str]
+    content: dict[str, Any]
     strip: int | None = None
-    no_strip: str = ""
     layers: Chart | None = None
-    layer_table: Table | None = None
-    layer_hint: str = ""
-    texts: Sequence[str | None] = ()
 
 
 @dataclass
@@ -208,8 +234,7 @@ class View:
         lead (Sequence): What the page says below the title: texts, and [kind, text] of what is emphasized, a token
             with the kind "tok".
         alarms (Sequence[str]): Faults that were planted on purpose, and spikes that are missing.
-        warnings (Sequence): Each a sentence, and how to check it.
-        drills (Sequence): Each its text, whether it was found, and what to look at.
+        warnings, drills (Sequence[Remark]): Each with how to check it, or what to look at.
         facts (Sequence): The totals, each a name, a value and what belongs to it.
         notes (Sequence[str]): What was left out or ended early.
         by_step (dict[int, int]): How many spikes each step has.
@@ -221,7 +246,7 @@ class View:
         ladders, strips: What culprits share.
         replays (Sequence): Each a title, where it was computed, sentences, tables and notes.
         rules (dict): By source, its rule and what to do; in the order of the legend.
-        bars (dict): Counts as bars, by name: each a label, the count, its share, and whether it is a token.
+        bars (dict): Counts of culprits, by name.
         help (Sequence): Further terms and what they mean.
     """
 
@@ -229,8 +254,8 @@ class View:
     opening: Sequence[str] = ()
     lead: Sequence[Any] = ()
     alarms: Sequence[str] = ()
-    warnings: Sequence[tuple[str, str]] = ()
-    drills: Sequence[tuple[str, bool, Sequence[str]]] = ()
+    warnings: Sequence[Remark] = ()
+    drills: Sequence[Remark] = ()
     facts: Sequence[tuple[str, str, str]] = ()
     notes: Sequence[str] = ()
     by_step: dict[int, int] = field(default_factory=dict)
@@ -243,19 +268,17 @@ class View:
     strips: list[Strip] = field(default_factory=list)
     replays: Sequence[dict[str, Any]] = ()
     rules: dict[str, tuple[str, str]] = field(default_factory=dict)
-    bars: dict[str, Sequence[tuple[str, int, str, bool]]] = field(default_factory=dict)
+    bars: dict[str, Sequence[Bar]] = field(default_factory=dict)
     help: Sequence[tuple[str, str]] = ()
 
 
 def json_of(view: View) -> str:
     """The view as JSON, each part a list or an object of its fields."""
+    return json.dumps(view, default=_plain, allow_nan=False, separators=(",", ":"))
 
-    def plain(part: Any) -> Any:
-        if isinstance(part, Table):  # by columns, which compress better
-            return vars(part) | {"rows": [], "cells": [[row[i] for row in part.rows] for i in range(len(part.columns))]}
-        return part.placed() if isinstance(part, Chart) else vars(part)
 
-    return json.dumps(view, default=plain, allow_nan=False, separators=(",", ":"))
+def _plain(part: Any) -> Any:
+    return part.placed() if isinstance(part, Chart) else vars(part)
 
 
 def whole_axis(title: str, places: Sequence[int], most: int = 10) -> Axis:

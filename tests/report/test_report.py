@@ -404,7 +404,10 @@ def test_what_is_shown_of_a_culprit_is_bounded(view: Any) -> None:
     made = view([big])
     assert len(json_of(made)) < 400_000
     # On how many ranks the micro-batch was over its threshold is known.
-    assert made.ladders[0][1].more == "over on 5000 of 4 ranks" and len(made.culprits[0].layer_table.rows) == 1024
+    assert (
+        made.ladders[0][1].more == "over on 5000 of 4 ranks"
+        and len(made.culprits[0].content["layers-figures"].rows) == 1024
+    )
 
 
 def test_malformed_lines_are_counted_in_one_warning(tmp_path: Path, show: Any) -> None:
@@ -777,7 +780,7 @@ def test_the_largest_culprit_of_every_event_is_detailed_first(view: Any) -> None
     made = view([event(1, big), spike(2)], details=3)
     assert cells(made, "Norm") == ["90,000", "80,000", "70,000", "9000"]
     assert [shown.layers is not None for shown in made.culprits] == [True, True, False, True]
-    assert "--top" in made.culprits[2].no_strip
+    assert "--top" in made.culprits[2].content["edge"]
 
 
 def test_culprits_of_one_response_share_a_strip(view: Any) -> None:
@@ -806,8 +809,8 @@ def test_the_view_stays_bounded_and_its_totals_count_all(view: Any) -> None:
     facts = {name: (value, more) for name, value, more in made.facts}
     assert facts["Culprit tokens"] == ("24", "") and facts["Searches complete"] == ("5", "of 9")
     assert facts["Extra passes"][0] == "27"
-    assert {label: n for label, n, *_ in made.bars["sources"]} == {"other": 16, "sequence": 8}
-    assert {label: n for label, n, *_ in made.bars["tokens"]} == {"a": 8, "b": 8, "c": 8}
+    assert {bar.label: bar.count for bar in made.bars["sources"]} == {"other": 16, "sequence": 8}
+    assert {bar.label: bar.count for bar in made.bars["tokens"]} == {"a": 8, "b": 8, "c": 8}
     assert made.tables["culprits"].more == "14 smaller ones left out"
     assert "Shown are 10 culprits of 24, the largest of each spike first. The totals count all of them." in made.notes
     # Where there are more spikes than that, the largest culprits are shown, and all spikes.
@@ -823,7 +826,7 @@ def test_counts_up_to_twenty_are_counts_and_more_are_shares(view: Any) -> None:
     assert [part_of(7, 21), part_of(21, 21), part_of(1, 1000), part_of(0, 30)] == ["33%", "100%", "under 1%", "0%"]
     found = [culprit(i, ["a", "b"]) | {"source": source} for i, source in enumerate(("token", "layer"))]
     made = view([event(1, found)])
-    assert cells(made, "Share", "sources") == [share for *_, share, _ in made.bars["sources"]] == ["1 of 2"] * 2
+    assert cells(made, "Share", "sources") == [bar.share for bar in made.bars["sources"]] == ["1 of 2"] * 2
 
 
 def test_the_parts_of_a_diffuse_event_are_bounded(view: Any) -> None:

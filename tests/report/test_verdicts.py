@@ -248,15 +248,15 @@ def test_a_warning_is_shown_once_as_it_was_said_last(tmp_path: Path, show: Any, 
     assert show(events=[spike(3)]).splitlines()[4].startswith("1 gradient spike in step 3")
     when = {"first_step": 5, "steps": 1, "when": "Warning in step 5"}
     assert summary("--since", "4")["warnings"] == [{**last, **when}]
-    assert view(since=4).warnings == [("Warning in step 5: The rollout is far behind.", STALE["check"])]
+    assert view(since=4).warnings == [("Warning in step 5: The rollout is far behind.", [STALE["check"]], "")]
     assert not summary("--since", "6")["warnings"]
 
 
 def test_the_command_of_a_warning_has_a_bundle_of_the_run(tmp_path: Path, view: Any) -> None:
     write_steps(tmp_path, 3, {2: [{**STALE, "check": "`gradloc replay BUNDLE` compares them."}]})
-    ((_, check),) = view().warnings
+    ((_, (check,), _),) = view().warnings
     assert check == "`gradloc replay BUNDLE` compares them. The run has no bundle: each spike leaves one."
-    ((_, check),) = view(
+    ((_, (check,), _),) = view(
         [{**spike(1), "replay": "replay/step1"}, {**spike(2), "replay": "replay/it's step2"}, spike(3)]
     ).warnings
     assert check == f"`gradloc replay {shlex.quote(f'{tmp_path}/replay/it' + chr(39) + 's step2')}` compares them."
