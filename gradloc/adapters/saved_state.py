@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 STATE_FILE = "gradloc_state.pt"
 
 # To be raised where a part saves other fields than it can read. Files of the first form do not say theirs.
-FORM = 2
+FORM = 3
 
 
 def read_state(folder: str | None) -> dict[str, Any]:

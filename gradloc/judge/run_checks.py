@@ -54,10 +54,13 @@ HARDLY_RELATED = 0.35
 MISALIGNED_NATS = 1.0
 ONE_SIDE_NATS = 0.01
 ONE_SIDE_TOKENS = 0.25
-ONE_SIDE = 0.85
+# Of log-probs of the likeliest token, or cut at a floor, more have the same sign than other weights or prompts give.
+ONE_SIDE, SURELY_ONE_SIDE = 0.85, 0.9
 CORRELATION = 0.6
 # The same where it has been so since the first update, in which both engines have the same weights.
 FIRST_CORRELATION = 0.35
+# The same where log-probs agreed before. Weights that are suddenly late make hardly as strong a correlation.
+SUDDEN_CORRELATION = 0.65
 # A correlation takes larger differences, and smaller log-probs, as these: otherwise one token may make it.
 CORRELATED_NATS = 1.0
 LEAST_LEVEL = -5.0
@@ -160,7 +163,7 @@ class RunChecks:
         self._alignment = _NO_ALIGNMENT
         # The last warning about log-probs, the gap of the last update that had the evidence for it, and how many since
         # then had none.
-        self._said: tuple[dict[str, Any], float, int] | None = None
+        self._said: tuple[str, dict[str, Any], float, int] | None = None
         # How many tokens the updates before had that the policy did not produce.
         self._unsampled_before = 0.0
         # The first step since which log-probs are misaligned, and by pair how its columns were related before.
@@ -278,7 +281,11 @@ class RunChecks:
 
     def _has_tilted(self) -> bool:
         """Whether differences suddenly depend on how likely a token is, which late weights do not make them."""
-        return self._tilt is not None and abs(self._tilt) < CORRELATION / 2 and abs(self._correlation()) >= CORRELATION
+        tilt = abs(self._correlation())
+        if self._tilt is None:
+            was_without_a_gap = self._updates > 1 and self._gap is not None and self._gap < STALE_GAP
+            return was_without_a_gap and tilt >= SUDDEN_CORRELATION
+        return abs(self._tilt) < CORRELATION / 2 and tilt >= CORRELATION
 
     def _certain(self) -> list[dict[str, Any]]:
         """The warning about log-probs for which this update, with those before it, has enough evidence."""
@@ -288,7 +295,7 @@ class RunChecks:
         """The last one, while the gap stays: one or two updates that cannot tell say what the others said."""
         if self._said is None or not self._sums["tokens"]:
             return []
-        warning, gap, updates = self._said
+        _, warning, gap, updates = self._said
         return [warning] if updates < IN_A_ROW - 1 and self._mean("gap") >= gap / 2 else []
 
     def _is_certain(self, rule: str) -> bool:
@@ -324,9 +331,11 @@ class RunChecks:
         gap, off = self._mean("gap"), self._off()
         holding, certain = self._holding(), self._certain()
         if certain:
-            self._said = None if "misaligned" in holding else (certain[0], gap, 0)  # whose absence an update can tell
+            (rule,) = holding
+            # An update can tell that log-probs are no longer misaligned.
+            self._said = None if rule == "misaligned" else (rule, certain[0], gap, 0)
         elif self._said is not None:
-            self._said = (*self._said[:2], self._said[2] + 1) if self._lasting() else None
+            self._said = (*self._said[:3], self._said[3] + 1) if self._lasting() else None
         for rule in {*self._times, *holding} - {_OFF}:
             if rule in holding:
                 self._times[rule] = max(self._times.get(rule, 0) + 1, IN_A_ROW * self._is_certain(rule))
@@ -440,6 +449,9 @@ class RunChecks:
             return {LEARNING_RATE: warning}
         if (warning := self._misaligned()) is not None:
             return {"misaligned": warning}
+        # What the reference has shown stays true while the gap stays, although the policy moves away from it.
+        if self._said is not None and self._said[0] == "policy_log_probs" and (lasting := self._lasting()):
+            return {"policy_log_probs": lasting[0]}
         rules = {
             "policy_log_probs": self._policy_by_reference,
             "stale_reference": self._stale_by_reference,
@@ -649,20 +661,23 @@ class RunChecks:
         # In the first update both engines have the same weights. What comes with training may be a late rollout.
         if self._updates and not (self._times.get(OTHER_LOG_PROBS) or begins):
             return None
-        related = correlation(self._alignment)
-        if related is not None and related < OTHER_RELATED:
-            return None
         signed = sums["larger"] + sums["smaller"]
         if signed < ONE_SIDE_TOKENS * sums["tokens"]:
             return None
         tilt = self._correlation()
         share = max(sums["larger"], sums["smaller"]) / signed
+        related = correlation(self._alignment)
+        if related is not None and related < OTHER_RELATED and share < SURELY_ONE_SIDE:
+            return None
         since_first = self._updates == 0 or self._times.get(OTHER_LOG_PROBS, 0) >= self._updates
         if share < ONE_SIDE and abs(tilt) < (FIRST_CORRELATION if since_first else CORRELATION):
             return None
         if share >= ONE_SIDE:
             word = "larger" if sums["larger"] > sums["smaller"] else "smaller"
-            what = f"{word} for {share:.0%} of the tokens where they differ, as from before or after top-p or top-k"
+            what = (
+                f"{word} for {share:.0%} of the tokens where they differ, as from before or after top-p or top-k, of "
+                "the likeliest token, or cut at a floor"
+            )
         elif tilt > 0:
             what = "larger for likely tokens and smaller for others, as at a lower temperature"
         else:

@@ -638,12 +638,27 @@ def forget_to_shift_labels(tokens: dict[str, Tensor]) -> None:
     tokens["log_prob"] = tokens["old_log_prob"] = 0.2 * tokens["log_prob"] - 3 + noise
 
 
+def train_at_another_temperature(tokens: dict[str, Tensor]) -> None:
+    tokens["log_prob"] = tokens["old_log_prob"] = 0.7 * tokens["log_prob"]
+
+
+def cut_at_a_floor(tokens: dict[str, Tensor]) -> None:
+    tokens["rollout_log_prob"] = tokens["rollout_log_prob"].clamp(min=-0.5)
+
+
 @pytest.mark.parametrize(
-    ("spoil", "name"),
-    [(score_otherwise, "engines_apart"), (replace_reference, "reference"), (forget_to_shift_labels, "misaligned")],
+    ("spoil", "rate", "name"),
+    [
+        (score_otherwise, 0.01, "engines_apart"),
+        (replace_reference, 0.01, "reference"),
+        (forget_to_shift_labels, 0.01, "misaligned"),
+        (train_at_another_temperature, 0.3, "other_log_probs"),
+        (cut_at_a_floor, 0.01, "other_log_probs"),
+    ],
 )
-def test_what_is_there_before_any_optimizer_step_is_told_at_once(spoil: Callable, name: str) -> None:
-    assert spoiled(Run(noise=0.01, rate=0.01), 5, 1, spoil) == [name] * 5
+def test_what_is_there_before_any_optimizer_step_is_told_at_once(spoil: Callable, rate: float, name: str) -> None:
+    """And as long as it stays, although the policy moves away from the reference that has shown it."""
+    assert spoiled(Run(noise=0.01, rate=rate), 5, 1, spoil) == [name] * 5
 
 
 def test_a_run_in_which_engines_differ_later_is_told_by_the_jump_and_no_side_is_blamed() -> None:
@@ -758,10 +773,10 @@ def test_a_policy_that_moved_far_at_a_large_learning_rate_is_told_by_that_rate(
     assert names(found) == ["", "", "", "", name, "", "", ""]
 
 
-@pytest.mark.parametrize(("rate", "temperature"), [(0.1, 0.7), (0.05, 1.4)])
-def test_another_temperature_that_begins_while_the_rollout_is_late_is_told(rate: float, temperature: float) -> None:
-    """The gap of late weights hides its jump."""
-    late, other = (list(steps(Run(behind=1, rate=rate, reported=each), 10)) for each in (1.0, temperature))
+@pytest.mark.parametrize(("behind", "rate", "temperature"), [(1, 0.1, 0.7), (1, 0.05, 1.4), (0, 0.0, 0.85)])
+def test_another_temperature_that_begins_later_is_told(behind: int, rate: float, temperature: float) -> None:
+    """The gap of late weights hides its jump, or it is a small one."""
+    late, other = (list(steps(Run(behind=behind, rate=rate, reported=each), 10)) for each in (1.0, temperature))
     assert names(warnings_of([*late[:3], *other[3:]], RunChecks())) == [""] * 5 + ["other_log_probs"] * 5
 
 
