@@ -7,7 +7,7 @@ from typing import Any
 
 from .charts import clips_chart, levels, run_level, timeline
 from .drills import mini_batch_of
-from .figures import count, part_of, short, shown, times, visible
+from .figures import count, part_of, short, shown, visible
 from .meanings import DIAGNOSES, FIGURES, SOURCES
 from .reading import Evidence
 from .remedies import advice_by_source
@@ -22,6 +22,7 @@ from .spike_view import (
     index,
     spike_view,
     table_of,
+    times_of,
     token_cell,
 )
 from .spikes import Spike
@@ -152,7 +153,7 @@ def _lead(view: View, summary: Summary, evidence: Evidence, culprits: Sequence[t
     else:
         where = "it" if summary["events"] == 1 else "them"
         many = f"{count(summary['culprits'], 'token')} stand out in {where}. The largest is "
-    size = times({"norm": worst["grad_norm"], "threshold": worst["threshold"]})
+    size = times_of(worst)
     size = "whose gradient is not finite" if size == "not finite" else f"with a gradient {size} the threshold"
     place = view.spikes[view.culprits[0].spike].content["spike"].split(",")[0]
     return [["", verdict], many, ["tok", token_cell(worst)[0]], f" in {lowered(place)}, {size}."]

@@ -7,10 +7,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from .figures import count, number, severity, short, shown, times, visible
+from .figures import count, severity, short, shown, times, visible
 from .reading import Evidence
 from .spikes import Spike
-from .view import Axis, Chart, Column, Series, Table, Tip, log_axis, log_ticks, whole_axis
+from .view import Axis, Chart, Column, Series, Table, Tip, log_axis, whole_axis
 
 Row = Mapping[str, Any]
 
@@ -84,7 +84,7 @@ def timeline(spikes: Sequence[Spike], culprits: Sequence[tuple[Spike, Row]], sou
     size = 4.0 if len(spikes) > 150 else 5.5
     by_source: dict[str, list[Point]] = defaultdict(list)
     for i, (spike, culprit) in enumerate(culprits):
-        by_source[culprit["source"]].append((places[spike.index], number(culprit["grad_norm"]), i, f"c{i}"))
+        by_source[culprit["source"]].append((places[spike.index], float(culprit["grad_norm"]), i, f"c{i}"))
     bare: list[Point] = [
         (
             places[spike.index],
@@ -97,7 +97,7 @@ def timeline(spikes: Sequence[Spike], culprits: Sequence[tuple[Spike, Row]], sou
     ]
     line = sorted(spikes, key=lambda spike: places[spike.index])
     x = whole_axis(what, [*places.values()])
-    thresholds = [number(spike.event["threshold"]) for spike in line]
+    thresholds = [float(spike.event["threshold"]) for spike in line]
     values = [*thresholds, *(y for points in (*by_source.values(), bare) for _, y, *_ in points)]
     ends = [x.low, *(float(places[spike.index]) for spike in line), x.high]
     series = [_steps("threshold", ends, [thresholds[0], *thresholds, thresholds[-1]])]
@@ -106,7 +106,7 @@ def timeline(spikes: Sequence[Spike], culprits: Sequence[tuple[Spike, Row]], sou
         series.append(_marks(source, source, by_source[source], shape, open=source not in SHAPES, size=size))
     if bare:
         series.append(_marks("no culprit found", "quiet", bare, "M0,-1V1", open=True, size=size + 1))
-    norms = [norm for _, culprit in culprits if math.isfinite(norm := number(culprit["grad_norm"]))]
+    norms = [norm for _, culprit in culprits if math.isfinite(norm := float(culprit["grad_norm"]))]
     span = f", from {short(min(norms))} to {short(max(norms))}" if norms else ""
     label = (
         f"Chart: gradient norms of {count(len(culprits), 'culprit')} in {count(len(spikes), 'spike')}{span}. "
@@ -182,7 +182,7 @@ def run_level(evidence: Evidence, drills: Sequence[Row], clips: Mapping[int, Row
 
 
 def _spike_tip(spike: Spike) -> Tip:
-    over = times({"norm": spike.level, "threshold": spike.event["threshold"]})
+    over = times(spike.level, spike.event["threshold"])
     return _tip(f"spike in step {spike.step}", f"token norm {short(spike.level)}, {over} the threshold")
 
 
@@ -197,14 +197,14 @@ def clips_chart(rows: Sequence[Row]) -> Chart | None:
         ("reduced", SHAPES["unlikely"], "misaligned"),
         ("left", UP, "sequence"),
     ):
-        points = [(row["global_step"], number(row["multiple"]), i, "") for i, row in kept if row["done"] == done]
+        points = [(row["global_step"], float(row["multiple"]), i, "") for i, row in kept if row["done"] == done]
         if points:
             series.append(_marks(done, color, points, shape, open=done == "left"))
     label = (
         f"Chart: {count(len(kept), 'token')} over TokenClip's bounds, by step and by how many times the usual signal. "
         "The table has the same tokens."
     )
-    axis = log_axis("times the usual signal", [number(row["multiple"]) for _, row in kept])
+    axis = log_axis("times the usual signal", [float(row["multiple"]) for _, row in kept])
     return Chart(label, whole_axis("step", [row["global_step"] for _, row in kept]), axis, series, "clips")
 
 
@@ -212,8 +212,8 @@ def layers_chart(norms: Mapping[str, Any], ordinary: Mapping[str, Any] | None) -
     """A culprit's norm by layer, beside an ordinary token's, and the figures; no chart without a finite norm."""
     rows = []
     for name, norm in norms.items():
-        usual = None if ordinary is None or name not in ordinary else number(ordinary[name])
-        rows.append((name, number(norm), usual))
+        usual = None if ordinary is None or name not in ordinary else float(ordinary[name])
+        rows.append((name, float(norm), usual))
     columns = (
         Column("Layer", "row"),
         Column("Culprit", "num"),
@@ -226,8 +226,6 @@ def layers_chart(norms: Mapping[str, Any], ordinary: Mapping[str, Any] | None) -
     if not norms_of:
         return None, table
     compared = {i: value for i, (*_, value) in enumerate(rows) if value is not None and _drawn(value)}
-    values = [*compared.values(), *norms_of.values()]
-    low, high = min(values) / 2, 2 * max(values)
     size = max(1.5, min(4.5, 90 / len(rows)))
     bases = [compared.get(i) for i in norms_of]
     alone = [(i, value, i, "") for i, value in compared.items() if i not in norms_of]
@@ -257,7 +255,7 @@ def layers_chart(norms: Mapping[str, Any], ordinary: Mapping[str, Any] | None) -
         f"Chart: the culprit's gradient norm in each of {count(len(rows), 'layer')}. The largest is {short(norm)} in "
         f"{cells[top][0]}" + (f", {ratio} an ordinary token's." if ratio != "–" else ".")
     )
-    y = Axis("gradient norm", low, high, log_ticks(low, high), log=True)
+    y = log_axis("gradient norm", [*compared.values(), *norms_of.values()])
     return Chart(f"{label} All figures are in the table below it.", x, y, series, "layers"), table
 
 
@@ -266,7 +264,7 @@ def _drawn(norm: float) -> bool:
 
 
 def _ratio(norm: float, usual: float | None) -> str:
-    return "–" if usual is None or not (_drawn(norm) and _drawn(usual)) else times({"norm": norm, "threshold": usual})
+    return "–" if usual is None or not (_drawn(norm) and _drawn(usual)) else times(norm, usual)
 
 
 def _layer_label(name: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from .explanation import ended_early
-from .figures import clipped, count, number, threshold_factor
+from .figures import clipped, count, short, threshold_factor
 
 # In the warm-up of an automatic threshold, τ may be a number that no norm reaches.
 _UNREACHABLE = 1e29
@@ -34,7 +34,7 @@ def drill_report(event: Mapping[str, Any], spikes: Collection[MiniBatch]) -> dic
     drill = event["drill"]
     planted = drill["planted"]
     where = "" if event["global_step"] is None else f" in step {event['global_step']}"
-    cost = f"{count(drill['passes'], 'extra pass', 'extra passes')}, {_seconds(event['seconds'])}"
+    cost = f"{count(drill['passes'], 'extra pass', 'extra passes')}, {short(round(event['seconds'], 2))} s"
     if drill["found"]:
         text = f"Drill{where}: the planted token was found, {cost}."
     else:
@@ -45,7 +45,7 @@ def drill_report(event: Mapping[str, Any], spikes: Collection[MiniBatch]) -> dic
         "passes": drill["passes"],
         "seconds": event["seconds"],
         "planted": None if planted is None else {name: planted[name] for name in ("rank", "row", "position")},
-        "level": number(event["threshold"]) * threshold_factor(event["trigger"]),
+        "level": float(event["threshold"]) * threshold_factor(event["trigger"]),
         "text": text,
         "advice": [] if drill["found"] else _advice(event, mini_batch_of(event) in spikes),
     }
@@ -59,7 +59,7 @@ def _planted(place: Mapping[str, Any] | None) -> str:
 
 def _advice(event: Mapping[str, Any], spike_there: bool) -> list[str]:
     advice = ["Do not rely on spike_detection in this configuration before a drill succeeds."]
-    threshold = number(event["threshold"])
+    threshold = float(event["threshold"])
     if not math.isfinite(threshold) or threshold >= _UNREACHABLE:
         advice.append(
             "The threshold was not finite, or that of the warm-up of grad_norm_threshold=auto: set a number, or make "
@@ -74,7 +74,3 @@ def _advice(event: Mapping[str, Any], spike_there: bool) -> list[str]:
     if len(advice) == 1:
         advice.append("The event names no reason: compare the gradient norms of its units with their thresholds.")
     return advice
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"

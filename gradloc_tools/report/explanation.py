@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .figures import count, excess, number, percent, short_factor, threshold_factor
+from .figures import count, excess, percent, short_factor, threshold_factor
 
 Event = Mapping[str, Any]
 Unit = Mapping[str, Any]
@@ -80,7 +80,7 @@ def _diffuse(event: Event) -> list[str]:
     kind = "likeliest" if culprits else "largest measured"
     which, them = (f"the {len(tokens)} {kind}", "them") if many else (f"the {kind}", "it")
     shares = [token["share"] for token in tokens]
-    known = [number(share) for share in shares if share is not None]
+    known = [float(share) for share in shares if share is not None]
     # As in the thresholds, tokens count as independent.
     share = math.hypot(*known) if len(known) == len(shares) else math.nan
     if share_known := math.isfinite(share):
@@ -127,7 +127,7 @@ def _unit_name(unit: Unit) -> str:
 
 def _rest(unit: Unit, them: str) -> str:
     """How far a unit is over its threshold without its culprits, and with them."""
-    if not (number(unit["rest"]["norm"]) or number(unit["rest"]["threshold"])):
+    if not (float(unit["rest"]["norm"]) or float(unit["rest"]["threshold"])):
         return f"has no token left that can move (it is at {short_factor(unit)} of its threshold with {them})"
     still = "" if threshold_factor(unit["rest"]) <= 1 else "still "
     return f"is {still}at {short_factor(unit['rest'])} of its threshold ({short_factor(unit)} with {them})"

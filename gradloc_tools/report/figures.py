@@ -18,14 +18,9 @@ COUNTED = 20
 _SIGNS = {"\n": "↵", "\t": "⇥", "\r": "␍"}
 
 
-def number(value: float | str) -> float:
-    """A number of the evidence, where NaN and infinities are strings."""
-    return float(value)
-
-
 def severity(norm: float | str) -> float:
-    """A norm to sort by: NaN is worse than any number."""
-    value = number(norm)
+    """A norm of the evidence, where NaN and infinities are strings, to sort by: NaN is worse than any number."""
+    value = float(norm)
     return math.inf if math.isnan(value) else value
 
 
@@ -52,7 +47,7 @@ def short(value: float | str | None) -> str:
     """Four digits, or the whole number where that is longer but can be read."""
     if value is None:
         return "–"
-    text = f"{number(value):,.0f}" if 1e4 <= abs(number(value)) < 1e7 else f"{number(value):.4g}"
+    text = f"{float(value):,.0f}" if 1e4 <= abs(float(value)) < 1e7 else f"{float(value):.4g}"
     return text.replace("nan", "NaN").replace("inf", "∞")
 
 
@@ -62,9 +57,9 @@ def short_factor(part: Mapping[str, Any]) -> str:
     return f"{factor:.2f}" if factor < 10 and abs(factor - 1) >= 0.005 else short(factor)
 
 
-def times(part: Mapping[str, Any]) -> str:
+def times(norm: Any, threshold: Any) -> str:
     """How often a norm has its threshold, as "14×"; more digits for what is small, and for what is hardly over 1."""
-    factor = threshold_factor(part)
+    factor = threshold_factor({"norm": norm, "threshold": threshold})
     if not math.isfinite(factor):
         return "not finite"
     if 1 < factor < 1.05:
@@ -107,7 +102,7 @@ def shown(text: Any, most: int = SHORT_CHARACTERS) -> str:
 
 def percent(share: float | str | None) -> str:
     """A share as "12%"; "–" if it is not known."""
-    value = math.nan if share is None else number(share)
+    value = math.nan if share is None else float(share)
     if not math.isfinite(value):
         return "–"
     if value >= 10:

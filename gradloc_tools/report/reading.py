@@ -18,7 +18,7 @@ from ..bundles.results import read_results
 from ..foreign_json import parse
 from ..schema import CLIP, CRITIC, EVENT, NOTE, STEP, conforms
 from ..texts import without_texts
-from .figures import SHORT_CHARACTERS, clipped, number, severity
+from .figures import SHORT_CHARACTERS, clipped, severity
 from .spikes import Spike
 
 # Of a file at most so many bytes are read: as many as the writer writes.
@@ -146,7 +146,7 @@ class Evidence:
             self.runs += step <= 1 < self._last_step
             self._last_step = step
             figures = {name: line.get(name) for name in STEP_FIGURES}
-            self.steps[step] = {name: None if figure is None else number(figure) for name, figure in figures.items()}
+            self.steps[step] = {name: None if figure is None else float(figure) for name, figure in figures.items()}
 
     def skip(self, line: Any) -> None:
         """Counts a line that is not read."""

@@ -9,7 +9,7 @@ from typing import Any
 from gradloc.judge.rules import SOURCES
 from gradloc.threshold import is_over
 
-from .figures import number, percent, severity
+from .figures import percent, severity
 from .meanings import ADVICE
 
 # Causes besides the rules that are to be repaired where they come from: a remedy only covers them up.
@@ -31,7 +31,7 @@ def best(rows: Sequence[Mapping[str, Any]], most: float = math.inf) -> Mapping[s
         most (float): The largest norm that it may leave.
     """
     usable = (row for row in rows if row["under"] and row["override"])
-    return next((row for row in usable if number(row["norm"]) <= most), None)
+    return next((row for row in usable if float(row["norm"]) <= most), None)
 
 
 def recommended(result: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, str]:
@@ -41,8 +41,8 @@ def recommended(result: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, st
         result (Mapping): A replay's result, with measured remedies and a micro-batch.
     """
     unit = result["units"][0]
-    replayed, rest = number(unit["replayed"]), unit["rest"]
-    if not is_over(replayed, number(unit["threshold"])):
+    replayed, rest = float(unit["replayed"]), unit["rest"]
+    if not is_over(replayed, float(unit["threshold"])):
         return None, "Without a spike there is nothing to remedy."
     if cause := _bug(result):
         advice = ADVICE.get(cause, "Repair what the verdict names.")
@@ -54,7 +54,7 @@ def recommended(result: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, st
         )
     if best(result["remedies"]) is None:
         return None, "No remedy that could be computed brings it under its threshold."
-    ordinary = 0.0 if rest is None or not number(rest) < replayed else number(rest)
+    ordinary = 0.0 if rest is None or not float(rest) < replayed else float(rest)
     most = ordinary + _MOST_LEFT * (replayed - ordinary) if math.isfinite(replayed) else math.inf
     first = best(result["remedies"], most)
     if first is None:
@@ -81,8 +81,8 @@ def _source(result: Mapping[str, Any]) -> str | None:
 
 def remedy_in_words(row: Mapping[str, Any]) -> str:
     """What a remedy leaves of a spike, and its price; without a full stop."""
-    left, moved = (None if row[name] is None else number(row[name]) for name in ("left", "ordinary_moved"))
-    leaves = f"a norm of {number(row['norm']):.3g}" if left is None else f"{percent(left)} of the norm"
+    left, moved = (None if row[name] is None else float(row[name]) for name in ("left", "ordinary_moved"))
+    leaves = f"a norm of {float(row['norm']):.3g}" if left is None else f"{percent(left)} of the norm"
     price = "" if moved is None else f" and moves the gradient of the ordinary tokens by {percent(moved)}"
     if moved is not None and moved > MOST_MOVED:
         price += ", for which it is a skipped step"

@@ -20,7 +20,6 @@ from .figures import (
     count,
     culprit_factor,
     excess,
-    number,
     percent,
     quoted,
     ranges,
@@ -34,7 +33,7 @@ from .figures import (
 from .meanings import APPLIED, DIAGNOSES, FIGURES, NOT_APPLIED
 from .spikes import Spike
 from .summary import TOKENS, suspected_of, token_name
-from .view import Cell, Column, Culprit, Rung, SpikeView, Strip, Table
+from .view import Axis, Cell, Column, Culprit, Rung, SpikeView, Strip, Table, log_scale
 
 Row = Mapping[str, Any]
 # A column and what its cell has for a row.
@@ -44,7 +43,7 @@ Spec = tuple[Column, Callable[[Row], Cell]]
 PARTS, LAYERS = 20, 1024
 # How many steps before a spike are shown.
 STEPS_BEFORE = 20
-_LADDER_WIDTH = 0.3
+_LADDER_WIDTH = 2.0
 # What the page calls a culprit's texts.
 _TEXTS = {"prompt": "Prompt", "response": "Response", "ground_truth": "Ground truth"}
 
@@ -65,6 +64,11 @@ def token_cell(row: Row) -> Cell:
     return name, ("…" if start else "") + visible(context[start:])
 
 
+def times_of(culprit: Row) -> str:
+    """How often a culprit has the threshold."""
+    return times(culprit["grad_norm"], culprit["threshold"])
+
+
 def table_of(title: str, specs: Sequence[Spec], rows: Sequence[Row]) -> Table:
     return Table(title, [column for column, _ in specs], [[cell(row) for _, cell in specs] for row in rows])
 
@@ -76,7 +80,7 @@ CULPRITS: Sequence[Spec] = (
     index("Step", "global_step"),
     _TOKEN,
     figure("Norm", "grad_norm"),
-    (Column("× threshold", "num"), lambda row: times({"norm": row["grad_norm"], "threshold": row["threshold"]})),
+    (Column("× threshold", "num"), times_of),
     _SOURCE,
     figure("Ratio", "ratio", 6),
     figure("Rollout ratio", "rollout_ratio", 1),
@@ -128,7 +132,7 @@ PART_SPECS: Sequence[Spec] = (
     (Column("Tokens", "num"), lambda part: f"{part['tokens']:,}"),
     figure("Norm", "norm"),
     figure("Threshold", "threshold", 2),
-    (Column("× threshold", "num"), times),
+    (Column("× threshold", "num"), lambda part: times(part["norm"], part["threshold"])),
     (Column("Largest tokens measured"), lambda part: "\n".join(map(_measured, part["largest_tokens"][:TOKENS]))),
 )
 
@@ -161,7 +165,7 @@ def spike_view(
     """
     event, title = spike.event, in_words(spike, place)
     largest = max(event["culprits"], key=lambda culprit: severity(culprit["grad_norm"]), default=None)
-    found = without_culprit(spike) if largest is None else f"{token_cell(largest)[0][:20]}  {_times(largest)}"
+    found = without_culprit(spike) if largest is None else f"{token_cell(largest)[0][:20]}  {times_of(largest)}"
     left = len(event["culprits"]) - len(culprits)
     parts = heapq.nlargest(PARTS, event["diffuse"], key=excess)
     suspected = suspected_of(spike)
@@ -242,24 +246,17 @@ def _sparkline(name: str, values: Sequence[float | None], own: bool) -> Cell:
         return math.log(max(value, 1.0)) if "ratio" in name else value
 
     sizes = [None if value is None else size(value) for value in values]
-    logs = [math.log10(value) for value in sizes if value is not None and math.isfinite(value) and value > 0]
-    low = min(logs, default=0.0)
+    known = [value for value in sizes if value is not None and math.isfinite(value) and value > 0]
+    low = min(known, default=1.0)
     # At least a factor of 2, so that small changes look small.
-    high = max([*logs, low + math.log10(2)])
-
-    def point(i: int, value: float) -> str:
-        log = high
-        if math.isfinite(value):
-            log = min(max(math.log10(value), low), high) if value > 0 else low
-        y = 5 + 30 * ((high - log) / (high - low) if logs else 0.5)
-        return f"{5 + i * 210 / max(len(values) - 1, 1):.1f},{y:.1f}"
-
-    points = [point(i, value) for i, value in enumerate(sizes) if value is not None]
+    axis = log_scale(low, max([*known, 2 * low]))
+    width = 210 / max(len(values) - 1, 1)
+    points = [
+        f"{5 + i * width:.1f},{35 - 0.03 * (axis.place(value) or 0):.1f}"
+        for i, value in enumerate(sizes)
+        if value is not None
+    ]
     return " ".join(points), points[-1] if own and sizes[-1] is not None else ""
-
-
-def _times(culprit: Row) -> str:
-    return times({"norm": culprit["grad_norm"], "threshold": culprit["threshold"]})
 
 
 class Details:
@@ -274,16 +271,16 @@ class Details:
         self._texts, self._top = texts, top
         self.ladders: list[Sequence[Rung]] = []
         self.strips: list[Strip] = []
-        self._ladders: dict[tuple[int, int, int], tuple[int, float, float]] = {}
+        self._ladders: dict[tuple[int, int, int], tuple[int, Axis]] = {}
         self._strips: dict[tuple[int, int, int, int], int] = {}
         # By spike, rank and row: the number of each culprit by its position.
         self._in_row: dict[tuple[int, int, int], dict[int, int]] = defaultdict(dict)
 
     def culprit(self, i: int, spike: Spike, row: Row, detailed: bool) -> Culprit:
         """A culprit, with the number `i`; `detailed` for one with its response, texts and layers."""
-        factor = _times(row)
-        ladder, low, high = self._ladder(spike, row)
-        token = _rung(f"Token {row['position']}", f"of row {row['row']}", row["grad_norm"], row["threshold"], low, high)
+        factor = times_of(row)
+        ladder, scale = self._ladder(spike, row)
+        token = _rung(scale, f"Token {row['position']}", f"of row {row['row']}", row["grad_norm"], row["threshold"])
         self._in_row[spike.index, row["rank"], row["row"]][row["position"]] = i
         strip, layers, table, hint, texts = None, None, None, "", {}
         edge = f"The page has the responses of {count(self._top, 'culprit')}, the largest first; --top sets how many."
@@ -314,8 +311,8 @@ class Details:
             layers=layers,
         )
 
-    def _ladder(self, spike: Spike, row: Row) -> tuple[int, float, float]:
-        """The number of the rungs above a culprit, and the logarithms at the ends of their scale."""
+    def _ladder(self, spike: Spike, row: Row) -> tuple[int, Axis]:
+        """The number of the rungs above a culprit, and their scale."""
         event, key = spike.event, (spike.index, row["micro_batch"], row["rank"])
         if key not in self._ladders:
             units = [unit for unit in event["units"] if unit["micro_batch"] == row["micro_batch"]]
@@ -334,10 +331,10 @@ class Details:
                 if (c["micro_batch"], c["rank"]) == (row["micro_batch"], row["rank"])
             ]
             factors = [*mine, *(threshold_factor({"norm": norm, "threshold": of}) for *_, norm, of in said)]
-            logs = [math.log10(value) for value in factors if math.isfinite(value) and value > 0]
-            low, high = min([-_LADDER_WIDTH, *logs]), max([_LADDER_WIDTH, *logs])
-            self._ladders[key] = len(self.ladders), low, high
-            self.ladders.append([_rung(*rung, low, high) for rung in said])
+            known = [value for value in factors if math.isfinite(value) and value > 0]
+            scale = log_scale(min([1 / _LADDER_WIDTH, *known]), max([_LADDER_WIDTH, *known]))
+            self._ladders[key] = len(self.ladders), scale
+            self.ladders.append([_rung(scale, *rung) for rung in said])
         return self._ladders[key]
 
     def _strip(self, spike: Spike, row: Row) -> int | None:
@@ -346,7 +343,7 @@ class Details:
         start = window_start(row["position"]) if start is None else start
         key, heat = (spike.index, row["rank"], row["row"], start), row["response_suspicion"]
         if key not in self._strips and heat is not None:
-            values, tokens = [number(value) for value in heat[:WINDOW]], row.get("response_tokens")
+            values, tokens = [float(value) for value in heat[:WINDOW]], row.get("response_tokens")
             hottest = max([0.0, *filter(math.isfinite, values)])
             length = max(len(values), 0 if tokens is None else len(tokens[:WINDOW]))
             texts = ["▪"] * length if tokens is None else [_piece(text) for text in tokens[:length]]
@@ -366,16 +363,11 @@ def _shade(suspicion: float, hottest: float) -> int:
     return round(100 * math.sqrt(max(suspicion, 0.0) / hottest)) if math.isfinite(suspicion) and hottest > 0 else 100
 
 
-def _rung(name: str, more: str, norm: Any, threshold: Any, low: float, high: float) -> Rung:
-    part = {"norm": norm, "threshold": threshold}
-    factor = threshold_factor(part)
-    end = high
-    if math.isfinite(factor):
-        end = min(max(math.log10(factor), low), high) if factor > 0 else low
-    ends = sorted(round(100 * (at - low) / (high - low), 1) for at in (0.0, end))
-    mark = round(100 * -low / (high - low), 1)
+def _rung(scale: Axis, name: str, more: str, norm: Any, threshold: Any) -> Rung:
+    factor = threshold_factor({"norm": norm, "threshold": threshold})
+    mark, end = ((scale.place(value) or 0) / 10 for value in (1.0, factor))
     norms = f"{short(norm)} / {short(threshold)}"
-    return Rung(name, more, times(part), norms, not factor <= 1, ends[0], ends[1], mark)
+    return Rung(name, more, times(norm, threshold), norms, not factor <= 1, min(mark, end), max(mark, end), mark)
 
 
 def _layer_hint(drawn: bool, spike: Spike) -> str:

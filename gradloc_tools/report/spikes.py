@@ -12,7 +12,7 @@ from gradloc.judge.sentences import ranks_looked_at
 
 from .drills import MiniBatch, mini_batch_of
 from .explanation import ended_early, explanation
-from .figures import SHORT_CHARACTERS, clipped, number, rounded, severity, threshold_factor
+from .figures import SHORT_CHARACTERS, clipped, rounded, severity, threshold_factor
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Spike:
         """
         bundle = bundle_of(event, directory, options)
         factor = threshold_factor(event["trigger"])
-        level = number(event["threshold"]) * factor
+        level = float(event["threshold"]) * factor
         norms = [culprit["grad_norm"] for culprit in event["culprits"]]
         return cls(
             event,

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from .drills import drill_report
-from .figures import SHORT_CHARACTERS, clipped, count, excess, number, ranges, rounded, severity
+from .figures import SHORT_CHARACTERS, clipped, count, excess, ranges, rounded, severity
 from .meanings import NOT_APPLIED
 from .reading import MOST_BYTES, Evidence
 from .spikes import Spike, as_a_command
@@ -69,8 +69,8 @@ def summarize(evidence: Evidence, top: int) -> dict[str, Any]:
         "first_step": min(by_step, default=None),
         "last_step": max(by_step, default=None),
         "events_by_step": dict(sorted(by_step.items())),
-        "thresholds": sorted({number(event["threshold"]) for event in events}),
-        "largest_grad_norm": number(culprits[0][1]["grad_norm"]) if culprits else None,
+        "thresholds": sorted({float(event["threshold"]) for event in events}),
+        "largest_grad_norm": float(culprits[0][1]["grad_norm"]) if culprits else None,
         "diagnoses": dict(Counter(event["diagnosis"] for event in events).most_common()),
         "largest_events": [_listed_event(spike) for spike in largest],
         "diffuse": [

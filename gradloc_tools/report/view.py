@@ -291,6 +291,11 @@ def whole_axis(title: str, places: Sequence[int], most: int = 10) -> Axis:
     return Axis(title, first - margin, last + margin, ticks)
 
 
+def log_scale(low: float, high: float) -> Axis:
+    """A logarithmic scale without ticks, at whose upper end is what is not finite."""
+    return Axis("", low, high, (), log=True, beyond=high)
+
+
 def log_axis(title: str, values: Sequence[float | None]) -> Axis:
     """A logarithmic axis for values. Those that are not finite get a place of their own above the others."""
     known = [value for value in values if value is not None]
