@@ -14,6 +14,7 @@ from verl.utils.device import get_device_name
 
 from ..bundles.bundle_writer import BundleWriter
 from ..bundles.layout import Row
+from ..config import GradLocConfig
 from ..critic_watch import CriticWatch
 from ..evidence.clips import clip_line
 from ..fsdp import collectives
@@ -263,26 +264,22 @@ class Watch:
         if self.layer_clip is not None:
             if squared_norms is None:
                 squared_norms = self.layer_clip.squared_norms() / self._loss_scale() ** 2
+            if event is not None:
+                event["layer_clip"] = self.layer_clip.preview(squared_norms)
             if take_step:
                 # It scales the gradient as it is: with fp16, that is still multiplied by the loss scale.
                 norm = float(self.layer_clip.clip(squared_norms))
-            if event is not None:
-                event["layer_clip"] = self.layer_clip.last_step if take_step else self.layer_clip.preview(squared_norms)
         elif self._learning is not None and take_step:
             with collectives.guarded_on_all_ranks("LayerClip has learned no bounds of a step"):
-                self._learn(self._learning, squared_norms)
+                if squared_norms is None:
+                    squared_norms = self._learning.squared_norms() / self._loss_scale() ** 2
+                self._learning.take_in(self._learning.preview(squared_norms))
         if self.token_clip is not None:
             self._scale = None
             if found := self.token_clip.end_mini_batch():
                 where = {"global_step": self._global_step, "epoch": epoch, "mini_batch": mini_batch}
                 self.clips.append(clip_line(where, found))
         return take_step, norm
-
-    def _learn(self, layer_clip: LayerClip, squared_norms: Tensor | None) -> None:
-        """Has LayerClip learn from a gradient that it leaves alone. A collective call."""
-        if squared_norms is None:
-            squared_norms = layer_clip.squared_norms() / self._loss_scale() ** 2
-        layer_clip.take_in(layer_clip.preview(squared_norms))
 
     def lines(self) -> list[dict[str, Any]]:
         """The events of GradLoc and the clip lines since `start_update` or `start_mini_batch`, in their order."""
@@ -345,8 +342,10 @@ class ValueWatch(Watch):
         self, module: nn.Module, config: Any, loss_scale: Callable[[], float], sequence_parallel_size: int
     ) -> None:
         super().__init__(config, loss_scale, sequence_parallel_size)
-        threshold, meter = config.grad_norm_threshold, meter_kind(module)
-        self.gradloc = CriticWatch(module, threshold, get_device_name(), loss_scale, sequence_parallel_size, meter)
+        settings = GradLocConfig(grad_norm_threshold=config.grad_norm_threshold)
+        size, meter = sequence_parallel_size, meter_kind(module)
+        forward: Any = None  # nothing is computed again
+        self.gradloc = CriticWatch(module, settings, forward, get_device_name(), loss_scale, size, meter)
 
     def observe(
         self,

@@ -1,28 +1,41 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps a bundle of each event while training runs. It needs safetensors, which comes with transformers."""
+"""Keeps bundles of events and of recorded spikes. It needs safetensors, which comes with transformers."""
 
+import hashlib
+import json
 import math
+import os
+import platform
+import shutil
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .. import limits
 from ..evidence.patient_disk import PATIENCE, PatientDisk
+from ..evidence.writer import jsonable
 from ..fsdp import collectives
 from ..guarded import guarded, warn_once
 from ..layers.layer_clip import LayerClip
 from ..measure.figures import AllFigures, suspects
 from ..measure.micro_batch import MicroBatch, MicroBatchName
 from ..measure.mini_batch import MiniBatch
+from ..measure.token_weights import movable, square_weight
 from ..search.findings import Findings
 from ..token_clip.token_clip import TokenClip
-from . import naming
-from .bundle_files import bundle_files, bundles_in, bytes_of_bundles, write_bundle_files
-from .layout import Row, SavedMicroBatch
+from ..version import __version__
+from . import layout, naming
+from .layout import NotReplayableError, Row, SavedMicroBatch
+
+
+class NothingMovesError(NotReplayableError):
+    """No token has a gradient, as where all responses of each prompt have the same reward: nothing is missing."""
 
 
 class BundleWriter:
@@ -96,7 +109,6 @@ class BundleWriter:
         if not micro_batches:
             return None
         with guarded("no replay bundle is kept of a gradient spike", self._said):
-            context = self._disk.run(self._context, PATIENCE)  # it looks for the last checkpoint
             layers = None
             if self._layer_clip is not None and squared_norms is not None:
                 layers = self._layer_clip.preview(squared_norms)
@@ -120,21 +132,22 @@ class BundleWriter:
                 "measured": measured_tokens(findings, micro_batches),
                 "clips": {"layer_clip": layers, "token_clip": tokens},
             }
-            files = bundle_files(event, saved, entries, searched, context)
-            return self._disk.run(partial(write_bundle_files, self._directory, files, event), PATIENCE)
+
+            def write() -> str:
+                """What the trainer knows is read from the disk, too: it looks for the last checkpoint."""
+                return write_bundle(self._directory, event, saved, entries, {**searched, **self._context()})
+
+            return self._disk.run(write, PATIENCE)
         return None
 
     def _has_room(self) -> bool:
         try:
-            folder = self._directory
-            bundles, used = self._disk.run(lambda: (bundles_in(folder), bytes_of_bundles(folder)), PATIENCE)
+            full = self._disk.run(partial(_no_room, self._directory, self._most, limits.TOTAL_BYTES), PATIENCE)
         except OSError:
             return True  # the write will say what is wrong
-        if len(bundles) < self._most and used < limits.TOTAL_BYTES:
-            return True
-        full = f"{self._directory} has {len(bundles)} of {self._most} (spike_replay), {used} bytes; move some away"
-        warn_once(self._said, f"no more replay bundles are kept: {full}", about="full")
-        return False
+        if full is not None:
+            warn_once(self._said, f"no more replay bundles are kept: {full}", about="full")
+        return full is None
 
 
 def worth_keeping(event: Mapping[str, Any], figures: AllFigures, threshold: float) -> list[MicroBatchName]:
@@ -169,3 +182,213 @@ def _sent(mini_batch: MiniBatch, name: MicroBatchName) -> MicroBatch:
     micro_batch = mini_batch.micro_batches[name[1]].portable(mini_batch.scale)
     micro_batch.tokens.pop("cut", None)  # nothing is cut in a replay
     return micro_batch
+
+
+def write_recorded_bundle(
+    directory: Path,
+    event: Mapping[str, Any],
+    micro_batches: Mapping[MicroBatchName, MicroBatch],
+    rows_of: Callable[[Mapping[str, Any]], list[Row]],
+    context: Mapping[str, Any],
+    suffix: str = "",
+    most: int | None = None,
+) -> str:
+    """Writes `<directory>/replay/<stem><suffix>`, whole or not at all. No collective call.
+
+    Where there are more micro-batches than a bundle may have, it gets those with the largest suspicion for their
+    weights, which is an estimate of their norms over their thresholds; `left_out` counts the others. Micro-batches
+    without a token that can move are not among them: their gradients are zero.
+
+    Args:
+        micro_batches (Mapping[MicroBatchName, MicroBatch]): The micro-batches; their tokens have `suspicion`.
+        suffix (str): The end of the folder's name, by which the parts of several ranks differ.
+        most (int, optional): How many bundles with this suffix there may be.
+
+    Returns:
+        str: The bundle's folder, relative to the evidence.
+
+    Raises:
+        NothingMovesError: No token has a gradient.
+        NotReplayableError: It would be over a limit, or a replay could not compute it.
+        OSError: It cannot be written.
+    """
+    folder = directory / naming.FOLDER
+    moving = {
+        name: SavedMicroBatch(rows_of(each.inputs), each.tokens, each.rng_state)
+        for name, each in micro_batches.items()
+        if bool(movable(each.tokens).any())
+    }
+    if not moving:
+        raise NothingMovesError("it has no token with a gradient")
+    # Ranks write at the same time, so each has a share of its own.
+    share = limits.TOTAL_BYTES // event["world_size"] if suffix else limits.TOTAL_BYTES
+    if (full := _no_room(folder, most, share, suffix)) is not None:
+        raise NotReplayableError(full)
+    kept = _largest(moving)
+    entries = {
+        name: {
+            "rows": micro_batches[name].rows,
+            "norm": None,
+            "layer_norms": {},
+            "threshold": event["threshold"] * math.sqrt(float(square_weight(saved.tokens))),
+        }
+        for name, saved in kept.items()
+    }
+    unsearched = {"layers": [], "left_out": len(moving) - len(kept), "measured": []}
+    return write_bundle(folder, event, kept, entries, {**unsearched, **context}, suffix)
+
+
+def _largest(micro_batches: Mapping[MicroBatchName, SavedMicroBatch]) -> dict[MicroBatchName, SavedMicroBatch]:
+    """As many as a bundle may have, in their order."""
+    ranked = sorted(micro_batches, key=lambda name: -_estimate(micro_batches[name].tokens))
+    kept: set[MicroBatchName] = set()
+    size = 0
+    for name in ranked[: limits.RECORDED_MICRO_BATCHES]:
+        size += sum(tensor.nbytes for tensor in layout.to_tensors(micro_batches[name]).values())
+        if kept and size > limits.BUNDLE_BYTES:
+            break
+        kept.add(name)
+    return {name: saved for name, saved in micro_batches.items() if name in kept}
+
+
+def _estimate(tokens: Mapping[str, Tensor]) -> float:
+    """An estimate of ‖g‖/sqrt(Σ w²) in units of the model's own; infinite where a token is not finite."""
+    suspicion = torch.where(movable(tokens), tokens["suspicion"].double(), 0.0)
+    found = math.sqrt(float(suspicion.square().sum())) / math.sqrt(float(square_weight(tokens)))
+    return found if math.isfinite(found) else math.inf
+
+
+def write_bundle(
+    folder: Path,
+    event: Mapping[str, Any],
+    micro_batches: Mapping[MicroBatchName, SavedMicroBatch],
+    entries: Mapping[MicroBatchName, Mapping[str, Any]],
+    more: Mapping[str, Any],
+    suffix: str = "",
+) -> str:
+    """Writes a bundle, whole or not at all.
+
+    Args:
+        folder (Path): That of all bundles.
+        entries (Mapping[MicroBatchName, Mapping]): What the manifest says of each beside its name and its file: `rows`,
+            `norm`, `layer_norms` and `threshold`.
+        more (Mapping): What the manifest says besides: what the trainer knows, `layers`, `left_out` and `measured`; of
+            a searched spike also `clips`, what LayerClip and TokenClip knew of their bounds.
+        suffix (str): The end of its name.
+
+    Returns:
+        str: The bundle's folder, relative to the evidence.
+
+    Raises:
+        NotReplayableError: It would be over a limit, or a replay could not compute it.
+        OSError: It cannot be written.
+    """
+    files = _files(event, micro_batches, entries, more)
+    folder.mkdir(parents=True, exist_ok=True)
+    name = _free_name(folder, event, suffix)
+    unfinished = folder / f".{name}.{os.getpid()}"
+    try:
+        unfinished.mkdir()
+        for file, data in files.items():
+            (unfinished / file).write_bytes(data)
+        unfinished.rename(folder / name)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    return f"{naming.FOLDER}/{name}"
+
+
+def _no_room(folder: Path, most: int | None, share: int, suffix: str = "") -> str | None:
+    """Why a folder of bundles takes no more of those whose names end with a suffix; None if it does.
+
+    Args:
+        folder (Path): That of all bundles.
+        most (int, optional): At most so many of them.
+        share (int): At most so many bytes of them.
+        suffix (str): The end of their names.
+    """
+    kept = len([*folder.glob(f"[!.]*{suffix}/{naming.MANIFEST}")])
+    used = bytes_of_bundles(folder, suffix)
+    if (most is None or kept < most) and used < share:
+        return None
+    of_most = "" if most is None else f" of {most} (spike_replay)"
+    return f"{folder}/*{suffix} has {kept}{of_most}, {used:,} of {share:,} bytes; move some away"
+
+
+def _files(
+    event: Mapping[str, Any],
+    micro_batches: Mapping[MicroBatchName, SavedMicroBatch],
+    entries: Mapping[MicroBatchName, Mapping[str, Any]],
+    more: Mapping[str, Any],
+) -> dict[str, bytes]:
+    """The files of a bundle by name."""
+    rows = max((len(saved.rows) for saved in micro_batches.values()), default=0)
+    layers = more["layers"]
+    if len(layers) > limits.LAYERS or rows > limits.ROWS:
+        raise NotReplayableError(
+            f"it has {len(layers):,} layers and up to {rows:,} rows in a micro-batch, and "
+            f"{limits.LAYERS:,} and {limits.ROWS:,} are the limits"
+        )
+    tensors = {layout.tensor_file(*name): layout.to_tensors(saved) for name, saved in micro_batches.items()}
+    size = sum(tensor.nbytes for of_file in tensors.values() for tensor in of_file.values())
+    if size > limits.BUNDLE_BYTES:
+        raise NotReplayableError(f"it would take {size:,} bytes, and {limits.BUNDLE_BYTES:,} are the limit")
+    from safetensors.torch import save
+
+    files = {file: save(of_file) for file, of_file in tensors.items()}
+    versions = {"gradloc": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    manifest = {
+        "format": naming.FORMAT,
+        "kind": naming.KIND,
+        "time": event["time"],
+        "event": event,
+        "micro_batches": [
+            {
+                "rank": name[0],
+                "micro_batch": name[1],
+                **entries[name],
+                "file": (file := layout.tensor_file(*name)),
+                "bytes": len(files[file]),
+                "sha256": hashlib.sha256(files[file]).hexdigest(),
+            }
+            for name in micro_batches
+        ],
+        **more,
+        "versions": {**versions, **more.get("versions", {})},
+    }
+    text = json.dumps(jsonable(manifest), allow_nan=False, indent=1).encode()
+    if len(text) > limits.MANIFEST_BYTES:
+        raise NotReplayableError(f"its manifest would take {len(text):,} bytes")
+    digest = hashlib.sha256(text).hexdigest()
+    return {**files, naming.MANIFEST: text, naming.CHECKSUM: f"{digest}  {naming.MANIFEST}\n".encode()}
+
+
+def bytes_of_bundles(directory: Path, suffix: str = "") -> int:
+    """The bytes of all bundles in a folder, those that a killed run left unfinished included.
+
+    With a suffix, those alone whose names end with it, or did so before they were finished.
+
+    Other ranks may write into the same folder: what they rename or remove in the meantime is left out.
+    """
+    if not directory.is_dir():
+        return 0
+    size = 0
+    for bundle in list(directory.iterdir()):
+        # An unfinished one has the id of its process at the end: see `write_bundle`.
+        if not (bundle.name.rpartition(".")[0] if bundle.name[0] == "." else bundle.name).endswith(suffix):
+            continue
+        try:
+            for path in list(bundle.iterdir()):
+                size += path.stat().st_size
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+    return size
+
+
+def _free_name(directory: Path, event: Mapping[str, Any], suffix: str) -> str:
+    """A folder's name that is not taken, as it is where a resumed run comes to a step again."""
+    step = "unknown" if event["global_step"] is None else event["global_step"]
+    stem = f"step{step}-epoch{event['epoch']}-mini_batch{event['mini_batch']}"
+    taken = {path.name for path in directory.iterdir()}
+    stems = chain([stem], (f"{stem}-{number}" for number in count(2)))
+    return next(name for each in stems if (name := each + suffix) not in taken)

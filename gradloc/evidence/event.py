@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""An event: the findings of a search as plain values."""
+"""An event as plain values: the findings of a search, or a spike that was only recorded."""
 
 import math
 import statistics
@@ -10,19 +10,22 @@ from datetime import datetime, timezone
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..fsdp import collectives
 from ..judge.rules import RULES, Medians, classify, has_large_advantage
 from ..judge.sentences import summary
 from ..judge.verdict import Shares, verdict
-from ..measure.figures import suspects
-from ..measure.micro_batch import MicroBatchName
+from ..measure.alignment import alignment_warning
+from ..measure.figures import AllFigures, suspects
+from ..measure.micro_batch import MicroBatch, MicroBatchName
 from ..measure.mini_batch import MiniBatch, OrdinaryGradient
+from ..measure.token_weights import movable
 from ..search.findings import Findings, Part
 from ..search.groups import Token
 from ..version import __version__
-from .ordinary import ordinary_shares, token_medians
+from .ordinary import largest_tokens, medians_of, ordinary_shares, token_medians
 from .schema import SCHEMA
 from .token_facts import response_evidence, token_evidence
 
@@ -54,19 +57,15 @@ def token_facts_of(mini_batch: MiniBatch, tokens: Sequence[Token]) -> dict[Token
 def _own_facts(mini_batch: MiniBatch, culprits: Sequence[Token]) -> dict[Token, Facts]:
     indices = {index for (_, index), _, _ in culprits}
     columns = {i: mini_batch.micro_batches[i].portable(mini_batch.scale, inputs=False).tokens for i in indices}
-    return {
-        (name, row, position): {
-            **token_evidence(columns[name[1]], row, position),
-            **response_evidence(columns[name[1]], row, position),
-        }
-        for name, row, position in culprits
-    }
+    return {(name, row, position): _facts(columns[name[1]], row, position) for name, row, position in culprits}
 
 
 # How many of the largest tokens an event lists for a spike without a culprit.
 _LARGEST_TOKENS = 3
 # Of how many tokens measured under τ the sources are counted, at most and at least.
 _MEASURED, _LEAST_MEASURED = 64, 4
+# How many suspected tokens an event lists.
+SUSPECTED = 16
 # So many times the usual norm, of the typical micro-batch, is no matter of single tokens.
 _LOUDER = 2.0
 
@@ -149,6 +148,68 @@ def build_event(
             "loss_scale": mini_batch.scale,
         }
         return whole_event(fields, ordinary_tokens, warnings, measured, _why_unusual(findings, ordinary))
+
+
+def recorded_event(
+    micro_batches: Mapping[MicroBatchName, MicroBatch],
+    *,
+    where: Mapping[str, Any],
+    threshold: float,
+    global_norm: float,
+    global_threshold: float,
+    world_size: int,
+    loss_scale: float = 1.0,
+) -> dict[str, Any]:
+    """The event of a spike of which the tokens' figures were recorded. No collective call.
+
+    Args:
+        micro_batches (Mapping[MicroBatchName, MicroBatch]): What `MicroBatch.portable` returned for each; the medians
+            are those of their tokens alone.
+        where (Mapping): `global_step`, `epoch`, `mini_batch` and, if known, `steps_since_resume`.
+        threshold (float): τ.
+        global_norm (float): The norm of the reduced gradient; NaN if it is not known.
+        global_threshold (float): The threshold of that norm.
+        world_size (int): The number of data-parallel ranks.
+        loss_scale (float): The loss scale of fp16 in training.
+    """
+    medians = medians_of(list(micro_batches.values()))
+    found = alignment_warning([each.tokens for each in micro_batches.values()])
+    fields = {
+        "time": datetime.now(timezone.utc).isoformat(),
+        "steps_since_resume": None,
+        **where,
+        "passes": 0,
+        "action": "log",
+        "applied": False,
+        "trigger": {"kind": "global", "norm": global_norm, "threshold": global_threshold},
+        "threshold": threshold,
+        "global_norm": global_norm,
+        "global_threshold": global_threshold,
+        "until": "explained",
+        "diagnosis": "unsearched",
+        "explained": False,
+        "more_tokens": None,
+        "micro_batches": sum(bool(movable(each.tokens).any()) for each in micro_batches.values()),
+        "units": [],
+        "culprits": [],
+        "diffuse": [],
+        "without_tokens": None,
+        "complete": False,
+        "open_segments": [],
+        "ordinary_layer_norms": None,
+        "error": None,
+        **medians,
+        "suspected": _suspected_tokens(micro_batches, medians),
+        "suspected_ranks": sorted({rank for rank, _ in micro_batches}),
+        "budget": 0,
+        "budget_seconds": None,
+        "out_of_time": False,
+        "seconds": 0.0,
+        "search": "recorded",
+        "world_size": world_size,
+        "loss_scale": loss_scale,
+    }
+    return whole_event(fields, {}, [] if found is None else [found])
 
 
 def whole_event(
@@ -234,7 +295,7 @@ def _findings(
         "more_tokens": findings.more_over,
         # Where all responses to a prompt got the same reward, there is none.
         "micro_batches": sum(each.tokens > 0 and each.norm != 0 for each in findings.figures.values()),
-        "units": [_micro_batch(findings, name) for name in suspects(findings.figures, findings.threshold)],
+        "units": [_unit(findings, name) for name in suspects(findings.figures, findings.threshold)],
         "culprits": sorted(
             (_culprit(findings, token, facts[token], medians) for token in findings.culprits),
             key=lambda culprit: -culprit["grad_norm"] if math.isfinite(culprit["grad_norm"]) else -math.inf,
@@ -251,19 +312,27 @@ def _findings(
     }
 
 
-def _micro_batch(findings: Findings, name: MicroBatchName) -> dict[str, Any]:
+def micro_batch_over(figures: AllFigures, name: MicroBatchName, threshold: float) -> dict[str, Any]:
     """A micro-batch over its threshold."""
-    micro_batch, rest = findings.figures[name], findings.rests.get(name)
+    micro_batch = figures[name]
     return {
         "rank": name[0],
         "micro_batch": name[1],
         "rows": micro_batch.rows,
         "tokens": micro_batch.tokens,
-        "broken_tokens": micro_batch.broken_tokens,
         "norm": micro_batch.norm,
-        "threshold": findings.threshold * micro_batch.root_square_weight,
+        "threshold": threshold * micro_batch.root_square_weight,
         "token_equivalent": micro_batch.token_equivalent,
         "layer_norms": micro_batch.layer_norms,
+    }
+
+
+def _unit(findings: Findings, name: MicroBatchName) -> dict[str, Any]:
+    """The same with what the search has found."""
+    rest = findings.rests.get(name)
+    return {
+        **micro_batch_over(findings.figures, name, findings.threshold),
+        "broken_tokens": findings.figures[name].broken_tokens,
         "rest": rest and {"tokens": rest.tokens, "norm": rest.norm, "threshold": rest.threshold},
     }
 
@@ -339,3 +408,30 @@ def _culprit(findings: Findings, token: Token, facts: Facts, medians: Medians) -
     }
     sources = classify(found, medians)
     return {**found, "source": sources[0], "sources": sources}
+
+
+def _suspected_tokens(micro_batches: Mapping[MicroBatchName, MicroBatch], medians: Medians) -> list[dict[str, Any]]:
+    """The tokens with the largest suspicion, largest first; one that is not finite counts as infinite."""
+    suspicions = {
+        name: torch.where(movable(each.tokens), each.tokens["suspicion"], -math.inf)
+        for name, each in micro_batches.items()
+    }
+    found = []
+    for name, row, position in largest_tokens(suspicions, SUSPECTED):
+        facts = {
+            "rank": name[0],
+            "micro_batch": name[1],
+            "row": micro_batches[name].rows[row],
+            "position": position,
+            **_facts(micro_batches[name].tokens, row, position),
+        }
+        # Suspicion is not finite where the log-prob or the coefficient is not, and then no gradient is. Of the layers
+        # nothing is known.
+        sources = classify({**facts, "grad_norm": facts["suspicion"], "layer_norms": {}}, medians)
+        found.append({**facts, "source": sources[0], "sources": sources})
+    return found
+
+
+def _facts(tokens: Mapping[str, Tensor], row: int, position: int) -> Facts:
+    """What is known of a token and of its response."""
+    return {**token_evidence(tokens, row, position), **response_evidence(tokens, row, position)}

@@ -3,14 +3,14 @@
 """What is usual in a mini-batch, on all ranks: medians over its tokens, and how often rules hold for ordinary ones."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from ..fsdp import collectives
 from ..judge.rules import APART, HOLDS, RULES, Medians
-from ..measure.micro_batch import MicroBatch
+from ..measure.micro_batch import MicroBatch, MicroBatchName
 from ..measure.token_weights import movable
 from .token_facts import token_facts
 
@@ -67,6 +67,24 @@ def _counts(micro_batches: Sequence[MicroBatch], culprits: Collection[Place], me
         holding = [(ordinary & holds(facts, medians)).sum() for holds in HOLDS.values()]
         counts += torch.stack([ordinary.sum(), *holding])
     return counts
+
+
+def largest_tokens(values: Mapping[MicroBatchName, Tensor], most: int) -> list[tuple[MicroBatchName, int, int]]:
+    """The micro-batch, row and position of the tokens with the largest values, largest first.
+
+    Args:
+        values (Mapping[MicroBatchName, Tensor]): Of shape (rows, response length). NaN counts as infinite, and −Inf is
+            that of no token.
+        most (int): How many tokens at most.
+    """
+    found: list[tuple[float, MicroBatchName, int, int]] = []
+    for name, of_tokens in values.items():
+        sizes = of_tokens.double().nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf).flatten()
+        largest, places = sizes.topk(min(most, len(sizes)))
+        for size, place in zip(largest.tolist(), places.tolist(), strict=True):
+            found.append((size, name, *divmod(place, of_tokens.shape[1])))
+    found.sort(key=lambda each: -each[0])
+    return [(name, row, position) for size, name, row, position in found[:most] if size > -math.inf]
 
 
 def token_medians(micro_batches: Sequence[MicroBatch], sequence_parallel_size: int = 1) -> dict[str, float | None]:

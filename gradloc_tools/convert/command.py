@@ -21,9 +21,9 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from gradloc.bundles.bundle_writer import write_recorded_bundle
 from gradloc.bundles.layout import NotReplayableError
-from gradloc.bundles.recorded import write_recorded_bundle
-from gradloc.evidence.recorded_event import recorded_event
+from gradloc.evidence.event import recorded_event
 from gradloc.evidence.writer import evidence_files, record_events
 from gradloc.measure.token_weights import square_weight
 from gradloc.threshold import MARGIN

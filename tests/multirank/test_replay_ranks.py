@@ -128,7 +128,7 @@ def test_training_is_bit_identical_also_with_a_full_or_broken_disk(launch: Launc
     assert found == ["step7-epoch0-mini_batch0"]
 
 
-@pytest.mark.parametrize("function", ["write_bundle_files", "last_checkpoint"])
+@pytest.mark.parametrize("function", ["write_bundle", "last_checkpoint"])
 def test_training_goes_on_if_the_disk_does_not_answer(launch: Launch, tmp_path: Path, function: str) -> None:
     """The other ranks would wait for rank 0 in a collective call, whose timeout ends the run."""
     for same, replays in launch(2, replay_cases.stalled, str(tmp_path), function):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from operator import itemgetter
 from pathlib import Path
 
-from gradloc.bundles.recorded import write_recorded_bundle
-from gradloc.evidence.recorded_event import recorded_event
+from gradloc.bundles.bundle_writer import write_recorded_bundle
+from gradloc.evidence.event import recorded_event
 from gradloc.measure.micro_batch import MicroBatch
 from gradloc_tools.bundles.opening import open_bundle
 

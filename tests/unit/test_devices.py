@@ -171,7 +171,7 @@ def test_a_critics_step_waits_once() -> None:
         states, returns = torch.randn(ROWS, RESPONSE, 4), torch.randn(ROWS, RESPONSE)
         stand_in.put(model, states, returns)
         mask = torch.ones(ROWS, RESPONSE, device=CUDA)
-        watch = CriticWatch(model, 100.0, CUDA)
+        watch = CriticWatch(model, GradLocConfig(grad_norm_threshold=100.0), None, CUDA)
         for step, planted in enumerate((0.0, 0.0, 1e4)):
             before = len(stand_in.waits)
             model.zero_grad()

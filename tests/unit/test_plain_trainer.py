@@ -208,14 +208,15 @@ def test_a_loss_that_is_scaled_wrongly_is_warned_of() -> None:
     forward = Forward(Plain())
     weight = torch.full((ROWS, RESPONSE), 1 / (ROWS * RESPONSE))
     advantage = torch.tensor([1.0, -1.0, 0.5, -0.5]).unsqueeze(1).expand(ROWS, RESPONSE)
+    facts = {"advantage": advantage, "loss_agg_mode": "token-mean"}
     warned = {}
     for micro_batches, factor, of_loss in ((2, 0.5, 1.0), (2, 1.0, 1.0), (1, 1.0, 3.0)):
         config = GradLocConfig(grad_norm_threshold=1e9)
-        gradloc = GradLoc(forward.logits, config, forward, loss_agg_mode="token-mean")
+        gradloc = GradLoc(forward.logits, config, forward)
         for step in range(3):
             gradloc.start_update(step)
             for _ in range(micro_batches):
-                micro_batch(gradloc, forward, factor * weight, of_loss, lambda _: {"advantage": advantage})
+                micro_batch(gradloc, forward, factor * weight, of_loss, lambda _: facts)
             gradloc.locate(epoch=0, mini_batch=0)
             assert step == 2 or not gradloc.warnings
         warned[micro_batches, factor, of_loss] = [warning["sentence"] for warning in gradloc.warnings]
@@ -261,7 +262,7 @@ def test_tokens_that_cannot_be_read_are_no_error_of_training(caplog: pytest.LogC
 
 def test_values_that_cannot_be_read_are_no_error_of_training(caplog: pytest.LogCaptureFixture) -> None:
     model = torch.nn.Linear(2, 1)
-    watch = CriticWatch(model, 1e-6)
+    watch = CriticWatch(model, GradLocConfig(grad_norm_threshold=1e-6), None)
     known = {name: torch.ones(ROWS, RESPONSE) for name in ("response_mask", "returns", "old_value")}
     found = []
     for weight in (torch.ones(ROWS, RESPONSE), torch.ones(1, 1), torch.ones(ROWS, RESPONSE)):
@@ -288,7 +289,7 @@ def test_values_that_cannot_be_read_are_no_error_of_training(caplog: pytest.LogC
 def test_the_sum_of_weights_is_checked_if_all_promise_the_same(modes: list[str], warned: bool) -> None:
     """Each micro-batch's loss says how it is aggregated; the last one does not speak for the others."""
     forward = Forward(Plain())
-    gradloc = GradLoc(forward.logits, GradLocConfig(grad_norm_threshold=1e9), forward, loss_agg_mode="token-mean")
+    gradloc = GradLoc(forward.logits, GradLocConfig(grad_norm_threshold=1e9), forward)
     weight = torch.full((ROWS, RESPONSE), 3 / (ROWS * RESPONSE))
     for step in range(3):
         gradloc.start_update(step)
@@ -303,10 +304,11 @@ def test_an_update_warns_though_its_last_mini_batch_is_right() -> None:
     """The verdict on a spike in that one does not say so."""
     forward = Forward(Plain())
     config = GradLocConfig(grad_norm_threshold=1e-6, bisect_budget_steps=2)
-    gradloc = GradLoc(forward.logits, config, forward, loss_agg_mode="token-mean")
+    gradloc = GradLoc(forward.logits, config, forward)
     gradloc.start_update(1)
     for mini_batch, factor in enumerate([3.0, 3.0, 3.0, 3.0, 1.0]):
-        micro_batch(gradloc, forward, torch.full((ROWS, RESPONSE), factor / (ROWS * RESPONSE)))
+        weight = torch.full((ROWS, RESPONSE), factor / (ROWS * RESPONSE))
+        micro_batch(gradloc, forward, weight, facts_of=lambda _: {"loss_agg_mode": "token-mean"})
         gradloc.locate(0, mini_batch)
     assert [warning["name"] for warning in gradloc.warnings] == ["loss_scale"]
     blamed = [event["verdict"]["cause"] == "loss_scale" for event in gradloc.events]

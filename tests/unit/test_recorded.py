@@ -13,10 +13,9 @@ from small_bundles import resign
 
 from gradloc import limits
 from gradloc.bundles import layout
-from gradloc.bundles.bundle_files import bytes_of_bundles
+from gradloc.bundles.bundle_writer import bytes_of_bundles, write_recorded_bundle
 from gradloc.bundles.layout import NotReplayableError, Row, SavedMicroBatch
-from gradloc.bundles.recorded import write_recorded_bundle
-from gradloc.evidence.recorded_event import SUSPECTED, recorded_event
+from gradloc.evidence.event import SUSPECTED, recorded_event
 from gradloc.evidence.writer import jsonable
 from gradloc.judge.verdict import CHECK_UNSEARCHED
 from gradloc.measure.micro_batch import MicroBatch, MicroBatchName, suspicion
@@ -139,12 +138,6 @@ def test_a_token_that_cannot_move_is_not_suspected() -> None:
     assert [token["position"] for token in event_of(parts)["suspected"]] == [3]
 
 
-def test_a_warning_about_the_run_is_the_verdict() -> None:
-    warning = {"name": "stale_weights", "sentence": "The rollout is stale.", "check": "Look."}
-    verdict = event_of(micro_batches(), warnings=[warning])["verdict"]
-    assert (verdict["cause"], verdict["sentence"], verdict["check"]) == ("stale_weights", warning["sentence"], "Look.")
-
-
 def test_texts_of_suspected_tokens_can_be_left_out() -> None:
     event = event_of(micro_batches())
     event["suspected"][0] |= {"token": "x", "prompt": "secret", "response": "secret", "context": "secret"}
@@ -243,7 +236,7 @@ def test_each_rank_has_a_share_of_the_limit(tmp_path: Path, monkeypatch: pytest.
     assert bytes_of_bundles(tmp_path / "replay") == size + 4
     monkeypatch.setattr(limits, "TOTAL_BYTES", 2 * size)
     write(tmp_path, parts, "-rank1", world_size=2)
-    with pytest.raises(NotReplayableError, match=r"-rank0 take .* move some away"):
+    with pytest.raises(NotReplayableError, match=r"-rank0 has .* move some away"):
         write(tmp_path, parts, "-rank0", world_size=2)
     monkeypatch.setattr(limits, "TOTAL_BYTES", 2 * size + 2)
     write(tmp_path, parts, "-rank0", world_size=2)

@@ -8,7 +8,6 @@ import logging
 import math
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -251,22 +250,22 @@ def test_a_loss_without_log_probs_is_an_event_without_tokens(tmp_path: Path, cap
     assert [(event["suspected"], event["replay"]) for event in lines(tmp_path)] == [([], None)] * 2
 
 
-@pytest.mark.parametrize("what", ["_begin", "_observe", "read", "_check", "write_recorded_bundle", "write_update"])
+@pytest.mark.parametrize("what", ["_begin", "_observe", "read", "_check", "write_recorded_bundle", "write"])
 def test_an_error_of_ours_is_a_warning(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from verl.utils.gradloc.adapters import recorded_loss, update_evidence
+    from verl.utils.gradloc.adapters import update_evidence
 
     def fail(*_: Any, **__: Any) -> Any:
         raise KeyError("broken")
 
     owners = {
-        "_begin": recorded_loss.RecordedLoss,
-        "_observe": recorded_loss.RecordedLoss,
-        "read": recorded_loss.RecordedMicroBatch,
+        "_begin": spike_recorder.SpikeRecorder,
+        "_observe": spike_recorder.SpikeRecorder,
+        "read": spike_recorder.Recorded,
         "_check": spike_recorder.SpikeRecorder,
         "write_recorded_bundle": spike_recorder,
-        "write_update": update_evidence,
+        "write": update_evidence.UpdateEvidence,
     }
     monkeypatch.setattr(owners[what], what, fail)
     engine, plain = recorded(StandIn), StandIn()
@@ -320,7 +319,7 @@ def test_a_disk_without_a_bundle_is_a_warning(
 def test_no_more_bundles_than_wanted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trained(recorded(StandIn), tmp_path, [batch(), batch(), batch()], spike_replay=2)
     assert [event["replay"] is None for event in lines(tmp_path)] == [False, False, True]
-    assert "has 2 of this rank, of 2 (spike_replay)" in caplog.text
+    assert "-rank0 has 2 of 2 (spike_replay)" in caplog.text
 
 
 def test_a_norm_that_is_not_finite_is_a_spike(tmp_path: Path) -> None:
@@ -384,13 +383,10 @@ def test_where_nothing_is_recorded_the_loss_is_verls(
     assert caplog.text.count("dynamic_context_parallel") == (change == "dynamic")
 
 
-def test_an_engine_can_read_the_loss_function_and_call_it_otherwise(tmp_path: Path) -> None:
-    from verl.utils.gradloc.adapters.recorded_loss import RecordedLoss
-
+def test_an_engine_can_call_the_loss_function_otherwise(tmp_path: Path) -> None:
     inner = functools.partial(lambda *arguments, config, **named: (arguments, named), config=actor_config(tmp_path))
-    loss = RecordedLoss(inner, inner.keywords["config"], nullcontext)
-    assert loss.keywords is inner.keywords and loss.func is inner.func
-    assert loss(student_logits=1, data=2) == ((), {"student_logits": 1, "data": 2})
+    recorder = spike_recorder.SpikeRecorder(StandIn(), inner.keywords["config"])
+    assert recorder.recorded(inner)(student_logits=1, data=2) == ((), {"student_logits": 1, "data": 2})
 
 
 class WithScaler(StandIn):
@@ -436,10 +432,10 @@ def test_a_last_mini_batch_that_is_not_recorded_ends_the_step(
         tu.assign_non_tensor(data, epoch_and_mini_batch=(0, index), update_lr_scheduler=index == 1)
     check = spike_recorder.SpikeRecorder._check
 
-    def of_the_first(recorder: Any, loss: Any, where: dict[str, Any], norm: float) -> None:
+    def of_the_first(recorder: Any, where: dict[str, Any], norm: float) -> None:
         if where["mini_batch"] == 1:
             raise KeyError("broken")
-        check(recorder, loss, where, norm)
+        check(recorder, where, norm)
 
     monkeypatch.setattr(spike_recorder.SpikeRecorder, "_check", of_the_first)
     first, second = trained(recorded(StandIn), tmp_path, batches)
