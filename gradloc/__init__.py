@@ -4,8 +4,8 @@
 
 The parts of the package. A file imports from its own part and from those above it:
 
-- version, checks, limits, guarded: the version, checks of values, the limits of bundles, and errors of a diagnostic
-- config, threshold: the settings; τ, and when a norm is over its threshold
+- version, limits, guarded: the version, the limits of bundles, and errors of a diagnostic
+- config, threshold: the settings, and what they may be; τ, and when a norm is over its threshold
 - judge: rules, verdicts, warnings and sentences, from figures alone: no torch, no collective calls
 - fsdp: FSDP's state around extra passes, and collective calls
 - layers: what a layer is, the reduced gradient's norms by layer, LayerClip
@@ -14,7 +14,7 @@ The parts of the package. A file imports from its own part and from those above 
 - search: what to measure next
 - evidence: what was found, as events in a file
 - bundles: an event's largest micro-batches in a folder that can be taken elsewhere
-- metrics, run_warnings: an update's metrics; warnings that need no spike
+- metrics: an update's metrics, and warnings that need no spike
 - actions: what happens to the gradient after a spike
 - drill: a spike planted on purpose, to see that it is found
 - gradloc: watches the training passes, measures the mini-batch, decides whether it is a spike, and explains it
@@ -32,14 +32,10 @@ from .version import __version__ as __version__
 
 if TYPE_CHECKING:
     from .config import GradLocConfig as GradLocConfig
-    from .evidence.token_texts import text_evidence as text_evidence
     from .evidence.writer import record_events as record_events
-    from .fsdp.collectives import RankLostError as RankLostError
     from .gradloc import GradLoc as GradLoc
-    from .gradloc import Located as Located
     from .layers.layer_clip import LayerClip as LayerClip
     from .layers.layer_clip import LayerClipConfig as LayerClipConfig
-    from .measure.token_weights import token_weights as token_weights
     from .token_clip.bounds import TokenClipConfig as TokenClipConfig
     from .token_clip.token_clip import TokenClip as TokenClip
 
@@ -48,13 +44,9 @@ _MODULES = {
     "GradLocConfig": "config",
     "LayerClip": "layers.layer_clip",
     "LayerClipConfig": "layers.layer_clip",
-    "Located": "gradloc",
-    "RankLostError": "fsdp.collectives",
     "TokenClip": "token_clip.token_clip",
     "TokenClipConfig": "token_clip.bounds",
     "record_events": "evidence.writer",
-    "text_evidence": "evidence.token_texts",
-    "token_weights": "measure.token_weights",
 }
 
 

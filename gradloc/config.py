@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings of the search, independent of the trainer that they come from."""
 
+import sys
 from dataclasses import dataclass
-
-from .checks import is_finite_number, is_positive_integer
+from typing import TypeGuard
 
 CHOICES = {
     "spike_trigger": ("unit", "global"),
@@ -12,6 +12,16 @@ CHOICES = {
     "spike_search": ("training", "replay"),
     "spike_action": ("log", "skip", "drop", "stop"),
 }
+
+
+def is_finite_number(value: object) -> TypeGuard[float]:
+    """Whether it is a number that a float can hold, NaN and infinities left out; a bool is not a number."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def is_positive_integer(value: object) -> TypeGuard[int]:
+    """Whether it is an int of at least 1; a bool is not an int."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 @dataclass(kw_only=True)

@@ -22,8 +22,7 @@ from .measure.mini_batch import MiniBatch, OrdinaryGradient
 from .measure.pass_recorder import PassRecorder, with_a_column
 from .measure.passes import Forward
 from .measure.watched_model import WatchedModel
-from .metrics import UpdateMetrics, own_figures
-from .run_warnings import RunWarnings
+from .metrics import RunWarnings, UpdateMetrics, own_figures
 from .search.findings import Findings
 from .search.investigation import investigate
 from .search.time_limit import HEAD_START, SHARE, SearchTime
@@ -68,8 +67,6 @@ class GradLoc(PassRecorder):
         bundle_writer (BundleWriter, optional): Keeps a bundle of each event, so that it can be replayed elsewhere.
         learning_rate (Callable, optional): Returns that of the next optimizer step, a number or a tensor; without
             it, all steps count alike.
-        loss_agg_mode (str, optional): verl's name for how the losses are aggregated of which `observe` does not say it;
-            None: the sum of their weights is not checked.
 
     Attributes:
         events (list[dict]): The events since `start_update` or `start_mini_batch`, the same on every rank, ready for
@@ -93,7 +90,6 @@ class GradLoc(PassRecorder):
         token_clip: TokenClip | None = None,
         bundle_writer: BundleWriter | None = None,
         learning_rate: Callable[[], float | Tensor] = lambda: 1.0,
-        loss_agg_mode: str | None = None,
     ) -> None:
         model = None
         try:
@@ -118,7 +114,7 @@ class GradLoc(PassRecorder):
         self._threshold = Threshold(config.grad_norm_threshold)
         self._ordinary = OrdinaryGradient()
         self._metrics = UpdateMetrics()
-        self._warnings = RunWarnings(learning_rate, loss_agg_mode)
+        self._warnings = RunWarnings(learning_rate)
         self._global_step: int | None = None
         self._search_time = SearchTime(config.bisect_budget_seconds)
         self._has_rehearsed = False

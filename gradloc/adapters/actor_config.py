@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 
 from verl.base_config import BaseConfig
 
-from ..checks import is_positive_integer
-from ..config import GradLocConfig
+from ..config import GradLocConfig, is_positive_integer
 from ..layers import layer_clip
 from ..token_clip import bounds as token_clip_config
 

@@ -14,7 +14,6 @@ from ..evidence.writer import (
     STEP_FIGURES,
     jsonable,
     limit_texts,
-    record_critic,
     record_events,
     record_step,
 )
@@ -147,13 +146,34 @@ class UpdateEvidence:
             event["summary"] = summary(event)
 
     def write(self, global_step: int | None, metrics: Mapping[str, Any], warnings: Sequence[Mapping[str, str]]) -> None:
-        """Ends an update: rank 0 writes its events and, from its metrics and warnings, the step's line."""
+        """Ends an update: rank 0 logs and writes its lines, and the step's figures.
+
+        Args:
+            global_step (int, optional): The trainer's step.
+            metrics (Mapping): Those of the actor or critic; of the latter, no line of steps.jsonl is made.
+            warnings (Sequence[Mapping]): What `RunChecks.warnings` returned.
+        """
         events, self._events = self._events, []
+        if self._rank:
+            return
+        by_kind: dict[str, list[dict[str, Any]]] = {kind: [] for kind in _KINDS}
         for event in events:
+            by_kind[_kind(event)].append(event)
             if event.get("verdict"):
                 event["verdict"] = settled(event, warnings)
-        if self._rank == 0:
-            write_update(self._directory, global_step, events, metrics, warnings)
+        for kind, lines in by_kind.items():
+            start, what = _KINDS[kind]
+            for line in lines[:_LOGGED_EVENTS]:
+                said = start if line.get("drill") is None else "Spike drill"
+                logger.warning("%s in step %s: %s", said, line["global_step"], in_one_line(line))
+            if (more := len(lines) - _LOGGED_EVENTS) > 0:
+                logger.warning("%d more %s in step %s: see the report on %s", more, what, global_step, self._directory)
+        # The figures count the spikes, so these come first: a reader never finds fewer than are counted.
+        record_events(self._directory, events, "critic" if by_kind["critic"] else "spikes")
+        names = {name: f"actor/gradloc/{name}" for name in STEP_FIGURES}
+        figures = {name: metrics[metric] for name, metric in names.items() if metric in metrics}
+        if figures:
+            record_step(self._directory, global_step, figures, warnings)
 
     def _misfire(
         self, event: Mapping[str, Any], rewards_of: Callable[[Mapping[str, Any]], Sequence[RewardedRow] | None]
@@ -200,39 +220,6 @@ class UpdateEvidence:
         if not of_spike:
             return facts | context_evidence(self._tokenizer, sample.response, position)
         return facts | limit_texts(text_evidence(self._tokenizer, sample.prompt, sample.response, position), index)
-
-
-def write_update(
-    directory: str,
-    global_step: int | None,
-    events: Sequence[dict[str, Any]],
-    metrics: Mapping[str, Any],
-    warnings: Sequence[Mapping[str, str]] = (),
-) -> None:
-    """Logs the events of an update, and writes them and the step's figures.
-
-    Args:
-        directory (str): Where to.
-        global_step (int, optional): The trainer's step.
-        events (Sequence[dict]): Its lines, with the facts on all tokens.
-        metrics (Mapping): Those of the actor or critic; of the latter, no line of steps.jsonl is made.
-        warnings (Sequence[Mapping]): What `RunChecks.warnings` returned.
-    """
-    names = {name: f"actor/gradloc/{name}" for name in STEP_FIGURES}
-    figures = {name: metrics[metric] for name, metric in names.items() if metric in metrics}
-    by_kind = {kind: [event for event in events if _kind(event) == kind] for kind in _KINDS}
-    for kind, lines in by_kind.items():
-        start, what = _KINDS[kind]
-        for line in lines[:_LOGGED_EVENTS]:
-            said = start if line.get("drill") is None else "Spike drill"
-            logger.warning("%s in step %s: %s", said, line["global_step"], in_one_line(line))
-        if (more := len(lines) - _LOGGED_EVENTS) > 0:
-            logger.warning("%d more %s in step %s: see the report on %s", more, what, global_step, directory)
-    # The figures count the spikes, so these come first: a reader never finds fewer than are counted.
-    record_events(directory, [event for event in events if _kind(event) != "critic"])
-    record_critic(directory, global_step, by_kind["critic"])
-    if figures:
-        record_step(directory, global_step, figures, warnings)
 
 
 def _kind(line: Mapping[str, Any]) -> str:

@@ -43,8 +43,8 @@ _locks: dict[str, BinaryIO] = {}
 LONG_TEXTS: tuple[str, ...] = ("prompt", "response", "response_tokens", "response_suspicion", "response_kl")
 
 
-def record_events(directory: str, events: Sequence[Mapping[str, Any]]) -> None:
-    """Appends each event as one line to `<directory>/spikes.jsonl`. A disk error is logged as a warning, not raised.
+def record_events(directory: str, events: Sequence[Mapping[str, Any]], name: str = "spikes") -> None:
+    """Appends each event as one line to `<directory>/<name>.jsonl`. A disk error is logged as a warning, not raised.
 
     The limits keep a run that has collapsed, with a spike in every mini-batch, from filling the disk. Only the first 16
     events and the first 16 clip lines of a step are written, because the cause comes before its consequences. Only the
@@ -54,32 +54,25 @@ def record_events(directory: str, events: Sequence[Mapping[str, Any]]) -> None:
 
     Args:
         directory (str): Created if it does not exist. The file of an earlier run is continued.
-        events (Sequence[Mapping]): All events and clip lines of one step or of several steps, in order.
+        events (Sequence[Mapping]): All events and clip lines, or spikes of a critic, of one step or of several steps,
+            in order.
+        name (str): "spikes", or "critic" for the spikes of one.
     """
     if not events:
         return
-    by_step: dict[Any, list[Mapping[str, Any]]] = {}
+    lines, counts = [], Counter[tuple[Any, str]]()
     for event in events:
-        by_step.setdefault(event.get("global_step"), []).append(event)
-    lines = []
-    for step, of_step in by_step.items():
-        counts: Counter[str] = Counter()
-        for event in of_step:
-            kind = "lines of TokenClip" if "token_clip" in event else "spikes"
-            counts[kind] += 1
-            if counts[kind] <= EVENTS_PER_STEP:
-                lines += _event_lines(event)
-        lines += _rate_notes(step, counts)
+        kind = event.get("global_step"), "lines of TokenClip" if "token_clip" in event else "spikes"
+        counts[kind] += 1
+        if counts[kind] <= EVENTS_PER_STEP:
+            lines += _event_lines(event)
+    for (step, what), count in counts.items():
+        if (more := count - EVENTS_PER_STEP) > 0:
+            limit = f"{more} more {what} are not written: {EVENTS_PER_STEP} in a step are the limit"
+            lines.append(_note("rate_limit", step, more, limit))
     first_step = events[0].get("global_step")
-    what = f"{len(events)} gradient spike(s)"
-    _append(directory, "spikes", b"".join(lines), what, "events", first_step, len(events))
-
-
-def _rate_notes(step: Any, counts: Mapping[str, int]) -> list[bytes]:
-    """A note for each kind of lines of which a step has more than are written."""
-    limit = f"are not written: {EVENTS_PER_STEP} in a step are the limit"
-    dropped = {kind: count - EVENTS_PER_STEP for kind, count in counts.items() if count > EVENTS_PER_STEP}
-    return [_note("rate_limit", step, count, f"{count} more {kind} {limit}") for kind, count in dropped.items()]
+    what = f"{len(events)} gradient spike(s)" + " of the critic" * (name == "critic")
+    _append(directory, name, b"".join(lines), what, "events", first_step, len(events))
 
 
 def _event_lines(event: Mapping[str, Any]) -> list[bytes]:
@@ -137,23 +130,6 @@ def record_step(
     line = {"schema": SCHEMA, "time": _now(), "global_step": global_step}
     line |= {name: figures.get(name) for name in STEP_FIGURES} | {"warnings": list(warnings)}
     _append(directory, "steps", _line(line), f"the figures of step {global_step}", "steps", global_step, 1)
-
-
-def record_critic(directory: str, global_step: int | None, spikes: Sequence[Mapping[str, Any]]) -> None:
-    """Appends the spikes of a critic's update to `<directory>/critic.jsonl`; see `CRITIC` in gradloc_tools/schema.py.
-
-    A disk error is logged as a warning, not raised. Only the first 16 of an update are written, and at 64 MiB none.
-
-    Args:
-        directory (str): Created if it does not exist. The file of an earlier run is continued.
-        global_step (int, optional): The trainer's step.
-        spikes (Sequence[Mapping]): `CriticWatch.spikes`, with the trainer's facts.
-    """
-    if not spikes:
-        return
-    lines = [*map(_line, spikes[:EVENTS_PER_STEP]), *_rate_notes(global_step, {"spikes": len(spikes)})]
-    what = f"{len(spikes)} spike(s) of the critic"
-    _append(directory, "critic", b"".join(lines), what, "spikes", global_step, len(spikes))
 
 
 def evidence_files(directory: str, name: str = "spikes") -> list[str]:

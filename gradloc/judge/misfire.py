@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from .rules import NATURAL_FACTOR, RULES, Kind
+from .run_checks import REWARD_SCALE
 from .shares import counted, percent
 from .verdict import COMMON, LIFT, MOST_CULPRITS, explaining_culprits
-from .warned import REWARD_SCALE
 
 # In how many prompts there are culprits, at least: those of one prompt share its data source, and often their reward.
 LEAST_PROMPTS = 3

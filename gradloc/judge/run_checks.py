@@ -13,7 +13,25 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .alignment import ALIGNMENT_SUMS, UNRELATED_CORRELATION, Off, correlation, find_off, misaligned_warning
-from .warned import ENGINES_APART, LEARNING_RATE, OTHER_LOG_PROBS, REFERENCE, REWARD_SCALE, WITHOUT_CAUSE, resume_note
+
+# The warnings that say what is seen, and no cause.
+ENGINES_APART = "engines_apart"
+WITHOUT_CAUSE = (ENGINES_APART,)
+# That advantages have another size: rewards of one kind may be the cause.
+REWARD_SCALE = "reward_scale"
+# That the optimizer moved the policy too far.
+LEARNING_RATE = "learning_rate"
+# That the reference is another model.
+REFERENCE = "reference"
+# Those that are about some tokens alone, or say nothing of what makes a norm.
+OF_SOME = ("unsampled", REFERENCE, *WITHOUT_CAUSE)
+# Those that another temperature explains as well as tokens that were not sampled.
+OTHER_LOG_PROBS = "other_log_probs"
+# Those about the rollout's log-probs.
+OF_ROLLOUT = ("misaligned", "retokenized", "stale_weights", "partly_stale", OTHER_LOG_PROBS)
+
+# So many steps after a loaded checkpoint, warnings and verdicts say that there was one.
+RESUME_STEPS = 3
 
 # The limits of the checks, in nats where they are differences of log-probs.
 LARGEST = 10.0  # larger differences count as this, so that a single broken log-prob does not make a mean
@@ -140,6 +158,11 @@ _VERL_NAMES = {"advantage": "advantages", "old_log_prob": "old_log_probs", "ref_
 COLUMN_SUMS = len(COLUMNS) + 4
 
 
+def resume_note(steps: int | None) -> str:
+    """A sentence, in the first `RESUME_STEPS` steps after a loaded checkpoint; otherwise nothing."""
+    return f" This is step {steps} after a checkpoint was loaded." if steps and steps <= RESUME_STEPS else ""
+
+
 class RunChecks:
     """Collects what `own_sums` gives over the steps of a run, and warns; the same on every rank.
 
@@ -178,17 +201,13 @@ class RunChecks:
         self._spreads: list[float] = []
         self._scale_step: int | None = None
         self._scale_factor: float | None = None
-        self._updates_since_resume: int | None = None
+        # 1 in the first step after a loaded checkpoint; None if none was loaded.
+        self.steps_since_resume: int | None = None
         # The warning of a wrongly scaled loss, of the last mini-batch and of the update; and how many mini-batches in a
         # row had one.
         self._scaled: dict[str, Any] | None = None
         self._scaled_in_update: dict[str, Any] | None = None
         self._scaled_times = 0
-
-    @property
-    def steps_since_resume(self) -> int | None:
-        """1 in the first step after a loaded checkpoint; None if none was loaded."""
-        return self._updates_since_resume
 
     @property
     def bypass(self) -> bool:
@@ -200,8 +219,8 @@ class RunChecks:
         self._end_update()
         self._step, self._rates_before = global_step, self._rates
         self._scaled_in_update = None
-        if self._updates_since_resume is not None:
-            self._updates_since_resume += 1
+        if self.steps_since_resume is not None:
+            self.steps_since_resume += 1
 
     def take_in(
         self,
@@ -270,7 +289,7 @@ class RunChecks:
             setattr(self, f"_{name}", copy.deepcopy((state or {}).get(name, getattr(fresh, f"_{name}"))))
         self._sums, self._alignment, self._columns = fresh._sums, fresh._alignment, fresh._columns
         self._rates_before = self._rates
-        self._updates_since_resume = 0
+        self.steps_since_resume = 0
 
     def _has_jumped(self, gap: float) -> bool:
         """Whether the gap is so much larger than in the last update as neither a step nor late weights make it."""
@@ -315,7 +334,7 @@ class RunChecks:
     @property
     def _is_first(self) -> bool:
         """Whether no optimizer step was taken yet: then both engines have the same weights."""
-        return not self._rates_before and self._updates_since_resume is None
+        return not self._rates_before and self.steps_since_resume is None
 
     def _end_update(self) -> None:
         """Takes the update's figures into what later ones are compared with."""
@@ -520,7 +539,7 @@ class RunChecks:
     def _policy_by_reference(self) -> dict[str, Any] | None:
         """Rollout and reference agree, and the policy is where no optimizer step can have brought it."""
         share, gap = self._share_of_reference(), self._mean("gap")
-        if share is None or self._updates_since_resume is not None:
+        if share is None or self.steps_since_resume is not None:
             return None
         if self._sums["stale"] < WHOLE_SHARE * self._sums["responses"]:
             return None

@@ -2,17 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """An event in one sentence, and with its verdict in one line."""
 
-import logging
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..guarded import guarded
 from .auxiliary import auxiliary_in_words
 from .rules import LAYER_FRACTION, RULES, SOURCES, Kind, turn_boundary
 from .shares import all_of, counted, layer_shares, shares_of_sum
-
-logger = logging.getLogger(__name__)
 
 Event = Mapping[str, Any]
 Culprit = Mapping[str, Any]
@@ -28,11 +26,9 @@ _SMALL_NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "
 
 def summary(event: Event) -> str:
     """What `describe` gives; if that fails, the summary that the event has: wording must not cost the event."""
-    try:
+    with guarded("the summary of an event could not be made"):
         return describe(event)
-    except Exception:
-        logger.warning("the summary of an event could not be made", exc_info=True)
-        return event.get("summary", "")
+    return str(event.get("summary", ""))
 
 
 def in_one_line(line: Mapping[str, Any]) -> str:

@@ -2,19 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The verdict on a spike: its cause in one line, with the evidence for it, or that no cause is known."""
 
-import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from ..guarded import guarded
 from .auxiliary import auxiliary_verdict
 from .rules import APART, APART_NATS, RULES, Kind, Rule, is_apart, is_unusual
+from .run_checks import ENGINES_APART, OF_ROLLOUT, OF_SOME, OTHER_LOG_PROBS, REFERENCE, resume_note
 from .shares import counted, layer_shares, percent
-from .warned import ENGINES_APART, OF_ROLLOUT, OF_SOME, OTHER_LOG_PROBS, REFERENCE, resume_note
-
-logger = logging.getLogger(__name__)
 
 Shares = Mapping[str, float | None]
 Verdict = dict[str, Any]
@@ -71,11 +69,9 @@ def verdict(
     unusual: str | None = None,
 ) -> Verdict | None:
     """What `decide` gives; None if that fails: a verdict must not cost the event."""
-    try:
+    with guarded("no verdict on an event could be made"):
         return decide(Spike(event, ordinary, warnings, measured, unusual))
-    except Exception:
-        logger.warning("no verdict on an event could be made", exc_info=True)
-        return None
+    return None
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor, nn
 
-from ..checks import is_finite_number, is_positive_integer
+from ..config import is_finite_number, is_positive_integer
 from .reduced_norms import ReducedNorms
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from ..checks import is_finite_number, is_positive_integer
+from ..config import is_finite_number, is_positive_integer
 
 ACTIONS = ("log", "drop", "smooth")
 

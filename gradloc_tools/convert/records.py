@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradloc.bundles.layout import Row
-from gradloc.checks import is_finite_number
+from gradloc.config import is_finite_number
 
 # By field, the name that a bundle has for these values, one for each token of the response.
 VALUES: Mapping[str, str] = {

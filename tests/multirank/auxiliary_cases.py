@@ -13,7 +13,7 @@ from batches import build_batch
 from mini_batches import split_rows
 from oracle import brute_force, layer_of, log_probs_and_entropy
 from torch import Tensor
-from verl.utils.gradloc import GradLoc, GradLocConfig, run_warnings
+from verl.utils.gradloc import GradLoc, GradLocConfig, metrics
 
 BLOCK = "layers.1.mlp"
 
@@ -93,7 +93,7 @@ def scales(case: Case, factor: float = 1.0) -> list[tuple[list[list[float]], dic
     The loss is that many times as large.
     """
     found: list[tuple[list[list[float]], dict[str, str] | None]] = []
-    original, backward = run_warnings.loss_scale_warning, torch.Tensor.backward
+    original, backward = metrics.loss_scale_warning, torch.Tensor.backward
 
     def noted(by_rank: list[list[float]]) -> dict[str, str] | None:
         warning = original(by_rank)
@@ -101,12 +101,12 @@ def scales(case: Case, factor: float = 1.0) -> list[tuple[list[list[float]], dic
         return warning
 
     torch.Tensor.backward = lambda self, *rest, **options: backward(factor * self, *rest, **options)  # type: ignore
-    run_warnings.loss_scale_warning = noted  # type: ignore[assignment]
+    metrics.loss_scale_warning = noted  # type: ignore[assignment]
     try:
         actor = build_actor(case, spike_detection=True, grad_norm_threshold=1e6)
         actor.update_policy(build_batch(case, dist.get_rank()))
     finally:
-        run_warnings.loss_scale_warning, torch.Tensor.backward = original, backward  # type: ignore
+        metrics.loss_scale_warning, torch.Tensor.backward = original, backward  # type: ignore
     return found
 
 
@@ -114,7 +114,7 @@ def warned_with_other_counts() -> list[dict[str, str]]:
     """The warnings where rank 0 has three micro-batches and the others one, and the weights add up to a third."""
     micro_batches, shape = 1 if dist.get_rank() else 3, (4, 8)
     model = torch.nn.Linear(5, 1)
-    gradloc = GradLoc(model, GradLocConfig(grad_norm_threshold=1e6), no_forward, loss_agg_mode="token-mean")
+    gradloc = GradLoc(model, GradLocConfig(grad_norm_threshold=1e6), no_forward)
     weight, advantage = torch.full(shape, 1 / (3 * micro_batches * 32)), torch.ones(shape)
     tokens = {"response_mask": torch.ones(shape), "token_id": torch.zeros(shape).long(), "advantage": advantage}
     for step in range(3):
@@ -122,7 +122,7 @@ def warned_with_other_counts() -> list[dict[str, str]]:
         for _ in range(micro_batches):
             gradloc.begin_pass({}, range(4))
             log_prob = torch.nn.functional.logsigmoid(model(torch.randn(*shape, 5))).squeeze(-1)
-            gradloc.observe(log_prob, None, weight, **tokens)
+            gradloc.observe(log_prob, None, weight, "token-mean", **tokens)
             (-log_prob * advantage * weight).sum().backward()
             gradloc.end_pass()
         gradloc.locate(epoch=0, mini_batch=0)

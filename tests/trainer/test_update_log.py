@@ -8,16 +8,22 @@ from typing import Any
 import pytest
 
 
+def write(directory: Path, lines: list[dict[str, Any]]) -> None:
+    from verl.utils.gradloc.adapters.update_evidence import UpdateEvidence
+
+    evidence = UpdateEvidence(str(directory), None, 1)
+    evidence._events = lines
+    evidence.write(3, {}, [])
+
+
 @pytest.mark.parametrize(("count", "lines"), [(0, 0), (1, 1), (3, 3), (4, 4), (40, 4)])
 def test_few_lines_are_logged_of_an_update(
     count: int, lines: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from verl.utils.gradloc.adapters.update_evidence import write_update
-
     events: list[dict[str, Any]] = [
         {"global_step": 3, "summary": f"sum {index}.", "drill": {} if index == 0 else None} for index in range(count)
     ]
-    write_update(str(tmp_path), 3, events, {})
+    write(tmp_path, events)
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == lines
     assert said[:2] == ["Spike drill in step 3: sum 0.", "Gradient spike in step 3: sum 1."][:count]
@@ -26,12 +32,10 @@ def test_few_lines_are_logged_of_an_update(
 
 
 def test_clips_and_verdicts_are_logged_with_the_spikes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    from verl.utils.gradloc.adapters.update_evidence import write_update
-
     clips = [{"global_step": 3, "summary": "cut.", "token_clip": {"tokens": []}}] * 5
     verdict = {"cause": None, "sentence": "No known cause: that is so.", "check": "`look` shows it."}
     spikes = [{"global_step": 3, "summary": "sum.", "drill": None, "verdict": each} for each in (None, verdict)]
-    write_update(str(tmp_path), 3, [*clips, *spikes], {})
+    write(tmp_path, [*clips, *spikes])
     assert [record.getMessage() for record in caplog.records] == [
         "Gradient spike in step 3: sum.",
         "Gradient spike in step 3: No known cause: that is so. `look` shows it. sum.",

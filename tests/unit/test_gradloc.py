@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradloc import GradLoc, GradLocConfig, record_events, text_evidence, token_weights
+from gradloc import GradLoc, GradLocConfig, record_events
 from gradloc.evidence.token_facts import response_kl, token_evidence
+from gradloc.evidence.token_texts import text_evidence
 from gradloc.evidence.writer import jsonable
 from gradloc.layers.layer_names import layer_name
 from gradloc.measure import mini_batch
@@ -16,6 +17,7 @@ from gradloc.measure.local_norms import LocalNorms
 from gradloc.measure.micro_batch import MicroBatch
 from gradloc.measure.mini_batch import MiniBatch
 from gradloc.measure.pass_recorder import nothing
+from gradloc.measure.token_weights import token_weights
 from gradloc.measure.watched_model import WatchedModel
 
 
