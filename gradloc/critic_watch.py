@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .evidence.event import micro_batch_over
 from .evidence.ordinary import largest_tokens
-from .evidence.schema import SCHEMA
+from .evidence.writer import SCHEMA
 from .fsdp import collectives
 from .gradloc import GradLoc, Located
 from .guarded import warn_once

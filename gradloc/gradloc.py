@@ -131,9 +131,8 @@ class GradLoc(PassRecorder):
 
     def start_update(self, global_step: int | None = None) -> None:
         """Discards the events and metrics of the last update."""
-        self.events = []
+        self.start_mini_batch()
         self._metrics = UpdateMetrics()
-        self.discard()
         self.is_off = self._model is None
         self._global_step = global_step
         self._warnings.start_update(global_step)

@@ -5,7 +5,7 @@
 import json
 from typing import Any
 
-from gradloc.evidence.schema import DEPTH
+from gradloc.evidence.writer import DEPTH
 
 # An empty list takes 3 bytes in a file and 64 in memory.
 _CONTAINERS = 10**6

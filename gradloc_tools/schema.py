@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from gradloc.evidence.schema import SCHEMA
+from gradloc.evidence.writer import SCHEMA
 from gradloc.judge.rules import SOURCES, UNLIKELY
 
 # JSON has no NaN and no infinities, so they are strings.

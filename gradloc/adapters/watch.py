@@ -293,8 +293,6 @@ class Watch:
     def save(self, folder: str) -> None:
         """Writes what has been learned of the run to a checkpoint's folder, on rank 0. No collective call."""
         parts = self._parts()
-        if self._learning is not None:
-            parts["layer_clip"] = self._learning
         rank = collectives.rank() if self.recorder is None else self.recorder.rank
         if rank == 0 and parts:
             write_state(folder, {name: part.state_dict() for name, part in parts.items()})
@@ -318,13 +316,14 @@ class Watch:
             # Rank 0 wrote it, perhaps to a folder that the other nodes do not share.
             state = collectives.broadcast(read, 0)
             for name, part in parts.items():
-                part.load_state_dict(state.get(name))
-            if self._learning is not None and set(state.get("layer_clip", ())) == set(self._learning.layers):
-                self._learning.load_state_dict(state["layer_clip"])
+                only_learns = name == "layer_clip" and self.layer_clip is None
+                if not only_learns or set(state.get(name, ())) == set(part.layers):
+                    part.load_state_dict(state.get(name))
 
     def _parts(self) -> dict[str, Any]:
-        gradloc = self.gradloc if self.recorder is None else self.recorder
-        parts = {"gradloc": gradloc, "layer_clip": self.layer_clip, "token_clip": self.token_clip}
+        """By the name of its state. LayerClip that only learns has no metrics."""
+        layer_clip = self.layer_clip or self._learning
+        parts = {"gradloc": self.recorder or self.gradloc, "layer_clip": layer_clip, "token_clip": self.token_clip}
         return {name: part for name, part in parts.items() if part is not None}
 
 

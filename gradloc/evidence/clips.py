@@ -7,7 +7,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from ..guarded import guarded
-from .schema import SCHEMA
+from .writer import SCHEMA
 
 # By action, what happened to the signals that were cut.
 DONE = {"drop": "dropped", "smooth": "reduced"}

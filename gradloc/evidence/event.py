@@ -26,8 +26,8 @@ from ..search.findings import Findings, Part
 from ..search.groups import Token
 from ..version import __version__
 from .ordinary import largest_tokens, medians_of, ordinary_shares, token_medians
-from .schema import SCHEMA
 from .token_facts import response_evidence, token_evidence
+from .writer import SCHEMA
 
 # What is known of a culprit, for which the search has no use: see `token_evidence` and `response_evidence`.
 Facts = dict[str, Any]

@@ -16,10 +16,15 @@ from typing import Any, BinaryIO
 
 from ..guarded import warn_once
 from .patient_disk import PATIENCE, PatientDisk
-from .schema import DEPTH, LINE_BYTES, SCHEMA
 
 logger = logging.getLogger(__name__)
 
+# The version of all lines, whose forms are in gradloc_tools/schema.py.
+SCHEMA = 4
+# A longer line of a file is not read, and none is written.
+LINE_BYTES = 16 * 2**20
+# What nests deeper would overflow the stack of recursive functions.
+DEPTH = 64
 # The limits of `record_events`.
 EVENTS_PER_STEP = 16
 CULPRITS_WITH_TEXT = 16

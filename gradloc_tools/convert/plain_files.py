@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gradloc.evidence.schema import LINE_BYTES
+from gradloc.evidence.writer import LINE_BYTES
 
 from ..command_line import need
 from ..foreign_json import parse

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gradloc.bundles import naming
-from gradloc.evidence.schema import LINE_BYTES
-from gradloc.evidence.writer import FILE_BYTES, event_line, evidence_files, line_digest
+from gradloc.evidence.writer import FILE_BYTES, LINE_BYTES, event_line, evidence_files, line_digest
 
 from ..bundles.opening import Bundle
 from ..bundles.plain_file import NotPlainFileError, read_plain_file

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from gradloc.evidence.schema import LINE_BYTES, SCHEMA
-from gradloc.evidence.writer import STEP_FIGURES, evidence_files, line_digest
+from gradloc.evidence.writer import LINE_BYTES, SCHEMA, STEP_FIGURES, evidence_files, line_digest
 
 from ..bundles.results import read_results
 from ..foreign_json import parse

@@ -32,7 +32,7 @@ from valid_events import valid_events
 
 from gradloc import record_events
 from gradloc.evidence import token_facts, token_texts, writer
-from gradloc.evidence.schema import LINE_BYTES
+from gradloc.evidence.writer import LINE_BYTES
 from gradloc_tools import foreign_json, report
 from gradloc_tools.bundles import results
 from gradloc_tools.report import meanings, page, reading

@@ -16,8 +16,7 @@ from typing import Any
 
 from gradloc import record_events
 from gradloc.evidence.clips import clip_line
-from gradloc.evidence.schema import SCHEMA
-from gradloc.evidence.writer import record_step
+from gradloc.evidence.writer import SCHEMA, record_step
 from gradloc.judge.rules import RULES, classify
 from gradloc.judge.sentences import describe
 from gradloc.judge.verdict import verdict

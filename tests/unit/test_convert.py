@@ -24,8 +24,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from gradloc import limits
-from gradloc.evidence.schema import LINE_BYTES
-from gradloc.evidence.writer import jsonable
+from gradloc.evidence.writer import LINE_BYTES, jsonable
 from gradloc_tools.bundles.opening import Bundle, open_bundle
 from gradloc_tools.convert import plain_files
 from gradloc_tools.convert.command import main
