@@ -113,16 +113,11 @@ def _model_facts(module: Any) -> dict[str, Any]:
         "path": os.path.abspath(path) if path and os.path.isdir(path) else path,
         "attention": getattr(config, "_attn_implementation", None),
         **{name: getattr(config, name, None) for name in names},
-        "adapter": next(
-            (
-                {"r": adapter.r, "alpha": adapter.lora_alpha, "target_modules": jsonable(_listed(adapter))}
-                for adapter in adapters.values()
-            ),
-            None,
-        ),
+        "adapter": next(map(_adapter_facts, adapters.values()), None),
     }
 
 
-def _listed(adapter: Any) -> Any:
+def _adapter_facts(adapter: Any) -> dict[str, Any]:
     modules = adapter.target_modules
-    return sorted(modules) if isinstance(modules, (set, frozenset)) else modules
+    listed = sorted(modules) if isinstance(modules, (set, frozenset)) else modules
+    return {"r": adapter.r, "alpha": adapter.lora_alpha, "target_modules": jsonable(listed)}

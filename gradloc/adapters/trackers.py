@@ -114,18 +114,10 @@ class StepSpikes:
         return "\n".join([f"Step {self.step}: {self.sentences[0]}", *self.sentences[1:]])
 
     @property
-    def threshold_factor(self) -> float | None:
-        """The largest finite norm of a trigger divided by its threshold; None if there is none."""
-        factors = (threshold_factor(event["trigger"]) for event in self.spikes)
-        return max(filter(math.isfinite, factors), default=None)
-
-    @property
     def figures(self) -> dict[str, float]:
-        """By name: `threshold_factor` where there is one; with clip lines, how many tokens they name and were cut."""
-        found: dict[str, float] = {}
-        if self.threshold_factor is not None:
-            found["gradloc/threshold_factor"] = self.threshold_factor
-        return found | self.clip_counts
+        """By name: the largest finite norm of a trigger over its threshold, if there is one, and `clip_counts`."""
+        factors = [*filter(math.isfinite, (threshold_factor(event["trigger"]) for event in self.spikes))]
+        return ({"gradloc/threshold_factor": max(factors)} if factors else {}) | self.clip_counts
 
     @property
     def clip_counts(self) -> dict[str, float]:

@@ -52,13 +52,17 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def gather(values: Tensor) -> list[Tensor]:
-    """Every rank's tensor of the same shape, in rank order, on the CPU."""
+def gather(values: Tensor) -> Tensor:
+    """Every rank's tensor of the same shape, stacked in rank order, on the CPU."""
+    return _gathered(values).cpu()
+
+
+def _gathered(values: Tensor) -> Tensor:
     if world_size() == 1:
-        return [values.cpu()]
+        return values.unsqueeze(0)
     out = [torch.empty_like(values) for _ in range(world_size())]
     dist.all_gather(out, values)
-    return list(torch.stack(out).cpu())
+    return torch.stack(out)
 
 
 def total(values: Tensor) -> Tensor:
@@ -67,11 +71,7 @@ def total(values: Tensor) -> Tensor:
     An all-reduce does not promise the latter. Here each rank adds the same gathered numbers, one by one: rounding is
     then the same on any processor.
     """
-    if world_size() == 1:
-        return values
-    of_ranks = [torch.empty_like(values) for _ in range(world_size())]
-    dist.all_gather(of_ranks, values)
-    sums = torch.stack(of_ranks)
+    sums = _gathered(values)
     while len(sums) > 1:
         half = len(sums) // 2
         sums = torch.cat([sums[:half] + sums[half : 2 * half], sums[2 * half :]])
@@ -108,7 +108,7 @@ def raise_on_all_ranks(failure: Exception | None, device: torch.device) -> None:
     Raises:
         RankFailedError: With the message of the first rank that has one.
     """
-    if not torch.stack(gather(torch.tensor([float(failure is not None)], device=device))).any():
+    if not gather(torch.tensor([float(failure is not None)], device=device)).any():
         return
     messages = gather_objects(None if failure is None else f"{type(failure).__name__}: {failure}")
     raise RankFailedError(next(f"rank {rank}: {m}" for rank, m in enumerate(messages) if m is not None)) from failure

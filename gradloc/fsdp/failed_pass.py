@@ -185,7 +185,7 @@ class RecordedCollectives:
 
         def say(what: float) -> None:
             if not stopped:
-                said = set(torch.stack(gather(torch.tensor([what], device=device))).flatten().tolist())
+                said = set(gather(torch.tensor([what], device=device)).flatten().tolist())
                 stopped.update(said if said != {_CALLS} else ())
             if stopped and what == _CALLS:
                 raise RuntimeError("the rehearsal has ended on another rank")

@@ -205,15 +205,14 @@ class LayerClip:
         """What `clip` would do to a gradient with these norms, in the form of `last_step`. Changes nothing."""
         # The only host sync: the norm that `clip` returns is computed on the CPU.
         norms = [math.sqrt(square) for square in squared_norms.tolist()]
-        finite = all(math.isfinite(norm) for norm in norms)
-        return {
-            layer: {
-                "norm": norm,
-                "bound": bound,
-                "factor": self._factor(layer, norm, bound) if finite else 1.0,
-            }
-            for layer, norm, bound in zip(self.layers, norms, self._bounds(), strict=True)
-        }
+        finite = all(map(math.isfinite, norms))
+        step: dict[str, LayerStep] = {}
+        for layer, norm, bound in zip(self.layers, norms, self._bounds(), strict=True):
+            factor = 1.0
+            if finite and bound is not None and norm > bound:
+                factor = self._statistics[layer].target(norm, bound, self._config) / norm
+            step[layer] = {"norm": norm, "bound": bound, "factor": factor}
+        return step
 
     def metrics(self) -> dict[str, float | list[float]]:
         """The metrics since the last call for the training log, the same on every rank; lists have one value per step.
@@ -276,11 +275,6 @@ class LayerClip:
                 f"actor_rollout_ref.actor.layer_clip.enable=False."
             )
         self._statistics = {layer: LayerStatistics(**state[layer]) for layer in self.layers}
-
-    def _factor(self, layer: str, norm: float, bound: float | None) -> float:
-        if bound is None or norm <= bound:
-            return 1.0
-        return self._statistics[layer].target(norm, bound, self._config) / norm
 
     def _bounds(self) -> list[float | None]:
         if self._config.rule != "fixed":

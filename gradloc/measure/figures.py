@@ -5,7 +5,6 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,12 +68,3 @@ def suspects(figures: AllFigures, threshold: float) -> list[MicroBatchName]:
     """The micro-batches measured over their threshold, largest first."""
     over = [name for name, each in figures.items() if each.is_over(threshold)]
     return sorted(over, key=lambda name: (-figures[name].token_equivalent, name))
-
-
-class RankNorms(NamedTuple):
-    """What each rank measured of a mini-batch in training; every field has shape (ranks,)."""
-
-    largest: Tensor  # the largest norm/sqrt(Σw²) of its micro-batches; NaN counts as infinite
-    largest_finite: Tensor  # the largest finite one, or 0
-    square: Tensor  # the sum of its micro-batches' squared norms
-    square_weight: Tensor  # Σ w_t² over its tokens that can move

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..fsdp import collectives
 from ..threshold import is_over
-from .figures import MicroBatchFigures, RankNorms, token_equivalent, token_equivalents
+from .figures import MicroBatchFigures, token_equivalent, token_equivalents
 from .micro_batch import MicroBatch, MicroBatchName
 from .token_weights import square_weight, threshold_square_weight, usable_tokens
 from .watched_model import WatchedModel
@@ -61,17 +61,21 @@ class MiniBatch:
         Args:
             update_figures (Tensor): More figures of this rank, float64 of shape (n,), to be gathered in the same call.
         """
-        norms = torch.stack(self._norms_of_rank())
+        ratios = token_equivalents(self._own_norms, self._root_square_weights)
+        largest_finite = torch.where(ratios.isfinite(), ratios, 0.0).max()
+        norms = torch.stack([ratios.max(), largest_finite, self._squares.sum(), self._square_weights.sum()])
         flag = norms.new_full((1,), float(failed))
-        gathered = torch.stack(collectives.gather(torch.cat([flag, norms, update_figures]).to(self.model.device)))
+        gathered = collectives.gather(torch.cat([flag, norms, update_figures]).to(self.model.device))
         self.failed = bool(gathered[:, 0].any())
         by_rank = gathered[:: self.model.sequence_parallel_size, 1:]
-        self._norms, self.update_figures = RankNorms(*by_rank[:, : len(norms)].unbind(1)), by_rank[:, len(norms) :]
+        largest, finite, squares, square_weights = by_rank[:, : len(norms)].unbind(1)
+        self.update_figures = by_rank[:, len(norms) :]
         self.trigger = trigger if self._by_micro_batch else "global"
-        square, square_weight = float(self._norms.square.sum()), float(self._norms.square_weight.sum())
+        self._largest, square, square_weight = float(largest.max()), float(squares.sum()), float(square_weights.sum())
+        self._square_weight = square_weight
         if self.trigger == "unit":
-            self.token_norm = float(self._norms.largest.max())
-            self.finite_norm = float(self._norms.largest_finite.max())
+            self.token_norm = self._largest
+            self.finite_norm = float(finite.max())
         else:
             # The data-parallel mean gives each token 1/W of its weight in the reduced gradient.
             norm = self.global_norm() * len(by_rank)
@@ -99,7 +103,7 @@ class MiniBatch:
 
     def global_threshold(self, threshold: float) -> float:
         """The reduced gradient's threshold for this τ: the mean over the ranks gives each token 1/W of its weight."""
-        return threshold * math.sqrt(float(self._norms.square_weight.sum())) / self.model.data_parallel_size
+        return threshold * math.sqrt(self._square_weight) / self.model.data_parallel_size
 
     def is_over(self, threshold: float) -> bool:
         """Whether it is a spike for this τ."""
@@ -107,8 +111,7 @@ class MiniBatch:
 
     def is_ordinary(self, threshold: float) -> bool:
         """Whether neither it nor a micro-batch that was measured alone is over its threshold for this τ."""
-        largest = float(self._norms.largest.max()) if self._by_micro_batch else 0.0
-        return not (self.is_over(threshold) or is_over(largest, threshold))
+        return not (self.is_over(threshold) or (self._by_micro_batch and is_over(self._largest, threshold)))
 
     def gather_figures(self) -> dict[MicroBatchName, MicroBatchFigures]:
         """The micro-batches of all ranks. A collective call."""
@@ -124,13 +127,10 @@ class MiniBatch:
 
     def _own_figures(self) -> list[MicroBatchFigures]:
         own = []
-        for micro_batch, by_layer, norm, root_square_weight in zip(
-            self.micro_batches,
-            self._squares.tolist(),
-            self._own_norms.tolist(),
-            self._root_square_weights.tolist(),
-            strict=True,
-        ):
+        norms = zip(self._squares.tolist(), self._own_norms.tolist(), self._root_square_weights.tolist(), strict=True)
+        layers = self.model.meter.layers
+        for micro_batch, (squares, norm, root_square_weight) in zip(self.micro_batches, norms, strict=True):
+            by_layer = {layer: math.sqrt(square) for layer, square in zip(layers, squares, strict=True)}
             mask = micro_batch.tokens["response_mask"].bool()
             broken = micro_batch.broken(self.scale != 1)
             own.append(
@@ -141,17 +141,11 @@ class MiniBatch:
                     usable_tokens=int(usable_tokens(micro_batch.tokens, broken).sum()),
                     root_square_weight=root_square_weight,
                     norm=norm if self._by_micro_batch else None,
-                    layer_norms=self.model.meter.layer_norms(by_layer),
+                    layer_norms=by_layer if self._by_micro_batch else {},
                     has_advantages=bool(micro_batch.has_advantages()),
                 )
             )
         return own
-
-    def _norms_of_rank(self) -> RankNorms:
-        """This rank's, each of shape (). No host sync."""
-        ratios = token_equivalents(self._own_norms, self._root_square_weights)
-        largest_finite = torch.where(ratios.isfinite(), ratios, 0.0).max()
-        return RankNorms(ratios.max(), largest_finite, self._squares.sum(), self._square_weights.sum())
 
 
 # A spike is rare if at most this share of the last mini-batches had one, of at least so many.
@@ -186,7 +180,7 @@ class OrdinaryGradient:
         if self._sums is None:
             return None
         squares, square_weight = self._sums
-        by_rank = torch.stack(collectives.gather(torch.cat([squares, square_weight.unsqueeze(0)])))
+        by_rank = collectives.gather(torch.cat([squares, square_weight.unsqueeze(0)]))
         *of_layers, total = by_rank[:: model.sequence_parallel_size].sum(0).tolist()
         if not (any(of_layers) and total):
             return None

@@ -172,22 +172,17 @@ class Passes:
         else:
             micro_batch, keep, scale = subset.micro_batch, subset.keep, self.scale
             rows, length = self._extent(keep)
-        context: AbstractContextManager[None] = nullcontext()
-        if subset is not None and own_index is not None and self._model.cut is not None:
-            context = self._model.cut(own_index, rows, length)
-        with context:
-            self._run(micro_batch, keep, rows, length, scale)
-
-    def _run(self, micro_batch: MicroBatch, keep: Tensor, rows: list[int], length: int, scale: float) -> None:
-        set_rng_state(micro_batch.rng_state, self._model.device)
-        entropy, log_prob = self._model.forward(micro_batch.inputs, rows, length)
-        keep = keep[rows, :length]
-        outputs, coefficients = [log_prob], [_coefficient(micro_batch, "coefficient", keep, rows, scale)]
-        if entropy is not None and entropy.requires_grad and "entropy_coefficient" in micro_batch.tokens:
-            outputs.append(entropy)
-            coefficients.append(_coefficient(micro_batch, "entropy_coefficient", keep, rows, scale))
-        coefficients = [c.to(output) for c, output in zip(coefficients, outputs, strict=True)]
-        torch.autograd.backward(outputs, coefficients)
+        cut = None if subset is None else self._model.cut
+        with nullcontext() if own_index is None or cut is None else cut(own_index, rows, length):
+            set_rng_state(micro_batch.rng_state, self._model.device)
+            entropy, log_prob = self._model.forward(micro_batch.inputs, rows, length)
+            keep = keep[rows, :length]
+            outputs, coefficients = [log_prob], [_coefficient(micro_batch, "coefficient", keep, rows, scale)]
+            if entropy is not None and entropy.requires_grad and "entropy_coefficient" in micro_batch.tokens:
+                outputs.append(entropy)
+                coefficients.append(_coefficient(micro_batch, "entropy_coefficient", keep, rows, scale))
+            coefficients = [c.to(output) for c, output in zip(coefficients, outputs, strict=True)]
+            torch.autograd.backward(outputs, coefficients)
 
     def check_dummy_inputs(self, ranks: Callable[[], Set[int]]) -> None:
         """Checks that no rank without a subset has a dummy input that gives NaN. A collective call.
@@ -202,9 +197,7 @@ class Passes:
         """
         if self._broken_ranks is None:
             flags = collectives.gather(torch.tensor([float(self._dummy_input is None)], device=self._model.device))
-            self._broken_ranks = [
-                rank for rank, flag in enumerate(flags[:: self._model.sequence_parallel_size]) if flag
-            ]
+            self._broken_ranks = flags[:: self._model.sequence_parallel_size, 0].nonzero().flatten().tolist()
         idle = set(self._broken_ranks) - ranks() if self._broken_ranks else None
         if idle:
             raise collectives.RankFailedError(

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures the probes of a search: one for each rank in a pass, by local norms, or one by the reduced norm."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -56,14 +55,6 @@ class LocalMeter(LocalNorms):
         super().__init__(module, device)
         self.width = width or collectives.world_size()
 
-    def layer_norms(self, squares: Sequence[float]) -> dict[str, float]:
-        """A micro-batch's norms by layer, from what `stop` returned; none if it was not measured alone."""
-        return {layer: math.sqrt(square) for layer, square in zip(self.layers, squares, strict=True)}
-
-    def wholes(self, figures: AllFigures, global_norm: float) -> list[tuple[float, int]]:
-        """The norms measured in training, each with its number of broken tokens."""
-        return [(each.norm, each.broken_tokens) for each in figures.values() if each.tokens and each.norm is not None]
-
     def groups(self, figures: AllFigures, threshold: float) -> dict[GroupName, list[MicroBatchName]]:
         """The groups to search, largest norm first if the norms are known; else each is first measured as a whole."""
         return {name: [name] for name in suspects(figures, threshold)}
@@ -112,7 +103,7 @@ class LocalMeter(LocalNorms):
             own = passes.measure(subset_of, lambda: self.stop() / passes.scale**2, self.reduces)
         finally:
             self.cancel()
-        return torch.stack(collectives.gather(own))[: len(probes)]
+        return collectives.gather(own)[: len(probes)]
 
 
 class ReducedMeter:
@@ -143,12 +134,6 @@ class ReducedMeter:
 
     def close(self) -> None:
         pass
-
-    def layer_norms(self, squares: Sequence[float]) -> dict[str, float]:
-        return {}
-
-    def wholes(self, figures: AllFigures, global_norm: float) -> list[tuple[float, int]]:
-        return [(global_norm, sum(each.broken_tokens for each in figures.values()))]
 
     def groups(self, figures: AllFigures, threshold: float) -> dict[GroupName, list[MicroBatchName]]:
         groups: dict[GroupName, list[MicroBatchName]] = {}

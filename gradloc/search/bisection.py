@@ -4,10 +4,13 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from .candidates import Candidates, TokenSet
-from .codes import Code, Digit, Probe, is_single
+
+# A reading of a code's digit may differ from a whole digit by this much.
+_READING_ERROR = 0.45
 
 # A bound replaces a measurement only if it is over the threshold by this fraction of the norm that it was computed
 # from: in half precision, two measurements of the same gradient can differ by this much.
@@ -35,6 +38,55 @@ SAMPLE = 3
 def patience(candidates: int, count: int) -> float:
     """How many passes of `count` probes may point at no token before a search of this many candidates is given up."""
     return 2 * math.log(10 * candidates, count + 1) + 2
+
+
+@dataclass(eq=False)
+class Code:
+    """Numbers tokens, to find one that outweighs all others; each probe reads one digit of its number.
+
+    In a digit's probe, each token's gradient is multiplied by sqrt(d / (base - 1)), where d is that digit of the
+    token's number. If one token outweighs all others, the probe's squared norm divided by that of all the tokens
+    is d / (base - 1) for that token's d. So about log(n) / log(base) probes find a culprit even if its suspicion is
+    low, and these probes are independent: they can all run in one pass.
+    """
+
+    token_set: TokenSet
+    norm: float
+    base: int  # the base of the numbers
+    digits: int  # the number of digits of each number
+    norms: dict[TokenSet, float] = field(default_factory=dict)  # the norms measured so far, by probe
+
+    @classmethod
+    def of(cls, token_set: TokenSet, norm: float, largest_base: int) -> "Code":
+        n = len(token_set.candidates)
+        digits = max(math.ceil(math.log(n, largest_base) - 1e-9), 1)
+        # The smallest sufficient base separates the digits best.
+        return cls(token_set, norm, max(math.ceil(n ** (1 / digits) - 1e-9), 2), digits)
+
+    @cached_property
+    def probes(self) -> list[TokenSet]:
+        """One for each digit, the last digit first."""
+        base, of, candidates = self.base, self.token_set.of, self.token_set.candidates
+        factors = [math.sqrt(digit / (base - 1)) for digit in range(base)]
+        return [
+            TokenSet(of, candidates, [factors[number // base**digit % base] for number in range(len(candidates))])
+            for digit in range(self.digits)
+        ]
+
+    @property
+    def unread(self) -> list[TokenSet]:
+        return [probe for probe in self.probes if probe not in self.norms]
+
+    def read(self) -> int | None:
+        """The candidate whose number the norms of all digits give; None if they do not fit a single token."""
+        number = 0
+        for digit, probe in enumerate(self.probes):
+            reading = (self.norms[probe] / self.norm) ** 2 * (self.base - 1)
+            value = round(reading) if math.isfinite(reading) else -1
+            if not 0 <= value < self.base or abs(reading - value) > _READING_ERROR:
+                return None
+            number += value * self.base**digit
+        return self.token_set.candidates[number] if number < len(self.token_set.candidates) else None
 
 
 @dataclass(eq=False)
@@ -122,29 +174,28 @@ class Bisection:
         ranked = [subset for subset in self._ranked() if not self._open[subset].unusual]
         return ranked + [node.subset for node in self._unsplit]
 
-    def next_probes(self, count: int, passes_left: float) -> list[Probe]:
+    def next_probes(self, count: int, passes_left: float) -> list[TokenSet]:
         """At most `count` probes to measure next, best first; none when the search is over."""
         for node in [node for node in self._unsplit if node.code is None]:
             node.code = self._code(node, count, passes_left)
             if node.code is None:
                 self._split(node)
-        digits = [digit for node in self._nodes if node.code for digit in node.code.unread][:count]
+        digits = [probe for node in self._nodes if node.code for probe in node.code.unread][:count]
         while len(self._open) + len(digits) < count and self._widen():
             pass
         ranked = self._ranked()
         named = [subset for subset in ranked if subset in self.named]
-        found: list[Probe] = [*named, *digits, *(subset for subset in ranked if subset not in self.named)]
-        return found[:count]
+        return [*named, *digits, *(subset for subset in ranked if subset not in self.named)][:count]
 
-    def add_measurements(self, measured: Sequence[tuple[Probe, float]], count: int) -> None:
+    def add_measurements(self, measured: Sequence[tuple[TokenSet, float]], count: int) -> None:
         """Records the norms of a pass of up to `count` probes; NaN and Inf count as over the threshold."""
         measured_subsets = [(probe, norm) for probe, norm in measured if probe in self._open]
-        found = any(is_single(subset) and subset.is_over(norm) for subset, norm in measured_subsets)
+        found = any(subset.is_single and subset.is_over(norm) for subset, norm in measured_subsets)
         pointed = [self._record(subset, norm) for subset, norm in measured_subsets]
-        for probe, norm in measured:
-            if isinstance(probe, Digit):
-                probe.code.norms[probe.digit] = norm
-        for node, code in [(node, node.code) for node in self._nodes if node.code and not node.code.unread]:
+        for node, code in [(node, node.code) for node in self._nodes if node.code]:
+            code.norms |= {probe: norm for probe, norm in measured if probe in code.probes}
+            if code.unread:
+                continue
             candidate, node.code = code.read(), None
             self._vain_readings += 1
             if candidate is not None and candidate not in self.tokens.alone:
@@ -170,7 +221,7 @@ class Bisection:
             parent.energy = max(parent.energy - norm * norm, 0.0)
         else:
             parent.lower_bound = 0.0
-        if len(subset.candidates) > 1 and (over or self._is_unusual(subset, norm)):
+        if not subset.is_single and (over or self._is_unusual(subset, norm)):
             self._nodes.append(_Node(subset, norm, unusual=not over))
         gains = norm * parent.subset.threshold > parent.norm * subset.threshold
         return over and (gains or not math.isfinite(norm))
@@ -194,9 +245,12 @@ class Bisection:
             contrast = node.norm / (self._ordinary * math.sqrt(node.subset.square))
             largest = int(min(max(contrast, 2), _BASE_MOST))
         code = Code.of(node.subset, node.norm, largest)
-        fits = math.ceil(code.digits / count) + 1 <= passes_left
-        reads = code.digits < count or not self.tokens.is_concentrated(node.subset, count, _CONCENTRATED)
-        return code if fits and reads else None
+        if math.ceil(code.digits / count) + 1 > passes_left:
+            return None
+        if code.digits < count:
+            return code
+        most = self.tokens.prior_of[[*node.subset.candidates]].topk(min(count, size)).values.tolist()
+        return None if math.fsum(most) > _CONCENTRATED * node.subset.expected else code
 
     def _split(self, node: _Node, *subsets: TokenSet) -> None:
         """Opens subsets of a node; by default, its two halves."""
@@ -221,14 +275,14 @@ class Bisection:
         holder = next((subset for subset in self._open if candidate in subset.candidates), None)
         if holder is None:
             return
-        alone, *others = self.tokens.apart(holder, candidate)
+        alone, others = self.tokens.token_set([candidate]), [t for t in holder.candidates if t != candidate]
         self.named.add(alone)
-        self._replace(holder, alone, *others)
+        self._replace(holder, alone, *([self.tokens.token_set(others)] if others else []))
 
     def _widen(self) -> bool:
         """Splits the subset with the most expected energy, to have more probes; returns whether there was one."""
         reading = self._unsplit
-        widest = max((s for s in self._open if len(s.candidates) > 1), key=self._expected_energy, default=None)
+        widest = max((s for s in self._open if not s.is_single), key=self._expected_energy, default=None)
         if reading:
             self._split(reading[0])
         elif widest is not None:
@@ -239,7 +293,7 @@ class Bisection:
         """Splits, without a measurement, each subset that must be over its threshold given its siblings' norms."""
         for subset, node in list(self._open.items()):
             slack = _SLACK * node.norm if math.isfinite(node.norm) else 0.0
-            if node.open_subsets == 1 and node.lower_bound > subset.threshold + slack and len(subset.candidates) > 1:
+            if node.open_subsets == 1 and node.lower_bound > subset.threshold + slack and not subset.is_single:
                 self._replace(subset, *self.tokens.halves(subset))
 
     def _leave(self) -> None:

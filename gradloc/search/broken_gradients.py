@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from torch import Tensor
+import torch
 
 from ..measure.figures import AllFigures
-from ..measure.micro_batch import MicroBatchName
+from ..measure.micro_batch import MicroBatchName, TokenSubset
 from ..measure.passes import Passes
 from ..measure.probes import GroupName, Meter
 from .groups import Groups, Token, nonfinite_coefficients, nonfinite_log_probs, uncut
@@ -32,14 +32,6 @@ class BrokenRow:
     # that no prefix is broken.
     low: int
     high: int
-
-    @classmethod
-    def of(cls, micro_batch: MicroBatchName, row: int, mask: Tensor, bad: Tensor) -> "BrokenRow":
-        """Makes one from masks of a row's response tokens and non-finite log-probs, shape (response length,) each."""
-        positions = mask.nonzero().flatten().tolist()
-        first = int(bad[mask].nonzero()[0])
-        # If the log-probs before it are finite, no NaN has reached earlier positions.
-        return cls(micro_batch, row, positions, first, first if first else len(positions) - 1)
 
     @property
     def settled(self) -> bool:
@@ -74,6 +66,10 @@ class BrokenGradients:
         self._meter = meter
         self._scale = scale
         self._global_norm = global_norm
+        # The norms measured in training, each with its number of broken tokens: of micro-batches, or of all together.
+        measured = [(each.norm, each.broken_tokens) for each in figures.values() if each.tokens]
+        known = [(norm, tokens) for norm, tokens in measured if norm is not None]
+        self._wholes = known or [(global_norm, sum(tokens for _, tokens in measured))]
 
     @property
     def are_everything(self) -> bool:
@@ -87,8 +83,7 @@ class BrokenGradients:
     @property
     def may_be_overflow(self) -> bool:
         """Whether the loss scale may be the only problem: fp16 gradients overflowed without a broken token."""
-        wholes = self._meter.wholes(self._figures, self._global_norm)
-        broken = any(not (math.isfinite(norm) or tokens) for norm, tokens in wholes)
+        broken = any(not (math.isfinite(norm) or tokens) for norm, tokens in self._wholes)
         return self._scale != 1 and (broken or self._is_empty_and_broken)
 
     @property
@@ -113,7 +108,10 @@ class BrokenGradients:
         for name, tokens in zip(self._of.members[group], self._of.tokens(group), strict=True):
             mask, bad = tokens["response_mask"].bool(), nonfinite_log_probs(tokens)
             for row in bad.any(1).nonzero().flatten().tolist():
-                self.rows.append(BrokenRow.of(name, row, mask[row], bad[row]))
+                positions = mask[row].nonzero().flatten().tolist()
+                first = int(bad[row, positions].nonzero()[0])
+                # If the log-probs before it are finite, no NaN has reached earlier positions.
+                self.rows.append(BrokenRow(name, row, positions, first, first if first else len(positions) - 1))
             nonfinite = nonfinite_coefficients(tokens) & tokens["broken"]
             # Padding is named only if nothing else is wrong with the row: aggregations that multiply padding by zero
             # keep its NaN.
@@ -131,26 +129,27 @@ class BrokenGradients:
     def narrow(self, rows: Sequence[BrokenRow], passes: Passes) -> None:
         """Runs one pass that narrows down the first bad token in some rows. A collective call."""
         cuts = [(row, index) for row in rows for index in row.cuts(self._meter.width // len(rows))]
-        probes = [partial(self._of.subsets, [(row.micro_batch, row.row, row.positions[i])]) for row, i in cuts]
-        squares = self._meter.measure(passes, probes)
+        squares = self._meter.measure(passes, [partial(self._prefix, row, index) for row, index in cuts])
         for (row, index), broken in zip(cuts, ~squares.sum(1).isfinite(), strict=True):
             row.record(index, bool(broken))
+
+    def _prefix(self, row: BrokenRow, index: int) -> dict[int, TokenSubset]:
+        keep = torch.zeros_like(self._of.micro_batches[row.micro_batch].tokens["response_mask"], dtype=torch.bool)
+        keep[row.row, row.positions[index]] = True  # a pass ends at the last token that it keeps
+        return self._of.part(row.micro_batch, keep)
 
     def are_without_tokens(self, waiting: Sequence[GroupName], passes: Passes) -> bool:
         """Whether the gradients are broken even without any token, if all gradients are broken but no token is.
 
         One pass with one group per probe is enough to find out, instead of a search of all groups. A collective call.
         """
-        wholes = self._meter.wholes(self._figures, self._global_norm)
-        if not wholes or self._scale != 1 or any(math.isfinite(norm) or broken for norm, broken in wholes):
-            return False
         begun = [group for group in waiting if any(self._figures[name].tokens for name in self._of.members[group])]
         sample = begun[: self._meter.width]
-        if not sample:
+        if not sample or self._scale != 1 or any(math.isfinite(norm) or broken for norm, broken in self._wholes):
             return False
         for group in sample:
             self._of.obtain(group)
-        probes = [partial(self._of.empty_subsets, group) for group in sample]
-        broken = not self._meter.measure(passes, probes).sum(1).isfinite().any()
+        squares = self._meter.measure(passes, [partial(self._of.subsets, group) for group in sample])
+        broken = not squares.sum(1).isfinite().any()
         self.groups += sample if broken else []
-        return bool(broken)
+        return broken

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,19 +27,23 @@ _LEAST = 1e-6
 
 @dataclass(frozen=True, eq=False)
 class TokenSet:
-    """Some tokens of a group, whose gradient is measured without factors.
+    """Some tokens of a group, whose gradient a probe can measure.
 
     An empty token set measures the group's gradient without any token: a value other than zero means that it is broken.
     """
 
-    factors: ClassVar[None] = None
-
     of: "Candidates"
     candidates: tuple[int, ...]  # ascending
+    factors: list[float] | None = None  # those of the candidates' gradients, in a probe that reads a digit of a code
 
     @property
     def group(self) -> GroupKey:
         return self.of.name
+
+    @property
+    def is_single(self) -> bool:
+        """Whether it is one token alone; a code has several."""
+        return len(self.candidates) == 1
 
     @property
     def left_out(self) -> frozenset[int]:
@@ -133,20 +137,13 @@ class Candidates:
 
     def halves(self, token_set: TokenSet) -> tuple[TokenSet, ...]:
         """Two halves, with about half of the prior each, likelier tokens first; a single token is returned as it is."""
-        if len(token_set.candidates) == 1:
+        if token_set.is_single:
             return (token_set,)
         candidates = torch.tensor(token_set.candidates)
         ranked = candidates[self.rank[candidates].argsort()]
         sums = list(accumulate(self.prior_of[ranked].tolist()))
         cut = 1 + min(range(len(sums) - 1), key=lambda i: abs(sums[i] - sums[-1] / 2))
         return self.token_set(ranked[:cut].tolist()), self.token_set(ranked[cut:].tolist())
-
-    def apart(self, token_set: TokenSet, candidate: int) -> tuple[TokenSet, ...]:
-        """A candidate of a set alone, and the set of the others if there are any."""
-        alone = self.token_set([candidate])
-        if len(token_set.candidates) == 1:
-            return (alone,)
-        return alone, self.token_set(t for t in token_set.candidates if t != candidate)
 
     def is_over_alone(self, candidate: int, norm: float) -> bool:
         """Whether a norm is over the threshold of a single candidate."""
@@ -156,8 +153,3 @@ class Candidates:
     def over(self) -> list[int]:
         """The candidates measured alone over τ, also without the part of the norm that is not theirs."""
         return [t for t, norm in self.alone.items() if self.is_over_alone(t, norm - self.without_tokens)]
-
-    def is_concentrated(self, token_set: TokenSet, count: int, fraction: float) -> bool:
-        """Whether `count` of these candidates have more than a fraction of what is expected from all of them."""
-        prior = self.prior_of[[*token_set.candidates]]
-        return math.fsum(prior.topk(min(count, len(prior))).values.tolist()) > fraction * token_set.expected

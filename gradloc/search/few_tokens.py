@@ -11,7 +11,6 @@ from torch import Tensor
 
 from .bisection import SAMPLE, Bisection, patience
 from .candidates import Candidates, TokenSet
-from .codes import Probe, is_single
 
 # "A few" tokens are at most this fraction of a group's tokens; this limit is at least 4 and at most 64 tokens.
 _FEW, _FEW_LEAST, _FEW_MOST = 1 / 8, 4, 64
@@ -165,18 +164,22 @@ class FewTokens:
         return self.tokens.alone.keys() >= set(self._sample) and frozenset(self.tokens.over) in self._rests
 
     @property
+    def is_diffuse(self) -> bool:
+        return self.ended and not self.explained
+
+    @property
     def open_sets(self) -> list[TokenSet]:
         return [] if self.ended else [self._smallest_rest_over[0]]
 
     @property
     def given_up(self) -> list[TokenSet]:
-        if not self.ended or self.explained or len(self.tokens.alone) == self._size:
+        if not self.is_diffuse or len(self.tokens.alone) == self._size:
             return []
         return [self.tokens.without(self.tokens.alone)]
 
     @property
     def diffuse(self) -> list[tuple[TokenSet, float]]:
-        return [self._smallest_rest_over] if self.ended and not self.explained else []
+        return [self._smallest_rest_over] if self.is_diffuse else []
 
     @property
     def unnamed(self) -> int:
@@ -194,7 +197,7 @@ class FewTokens:
         if math.isinf(self._passes_left):
             self._passes_left = passes
 
-    def next_probes(self, count: int, passes_left: float) -> list[Probe]:
+    def next_probes(self, count: int, passes_left: float) -> list[TokenSet]:
         """At most `count` probes to measure next, best first; none when the search is over."""
         if not self.ended and self._sample is None:
             probes = self._search(count, passes_left)
@@ -204,10 +207,10 @@ class FewTokens:
             self._sample = self._likeliest[:SAMPLE] if sampled else []
         if self.ended or self._sample is None:
             return []
-        sample: list[Probe] = [self.tokens.token_set([t]) for t in self._sample if t not in self.tokens.alone]
+        sample = [self.tokens.token_set([t]) for t in self._sample if t not in self.tokens.alone]
         return sample[:count] or [self.tokens.without(self.tokens.over)]
 
-    def add_measurements(self, measured: Sequence[tuple[Probe, float]], count: int) -> None:
+    def add_measurements(self, measured: Sequence[tuple[TokenSet, float]], count: int) -> None:
         """Records the norms of a pass of up to `count` probes; NaN and Inf count as over the threshold."""
         self._passes_left -= 1
         promising, enough = frozenset().union(*self._enough), len(self._enough)
@@ -215,14 +218,14 @@ class FewTokens:
             self._bisection.add_measurements(measured, count)
         for probe, norm in measured:
             removed = self._size - len(probe.candidates)
-            if isinstance(probe, TokenSet) and removed <= max(self._most, len(self.tokens.over)):
+            if probe.factors is None and removed <= max(self._most, len(self.tokens.over)):
                 self._add_rest(probe.left_out, norm)
-        singles = {probe.candidates[0] for probe, _ in measured if is_single(probe)}
+        singles = {probe.candidates[0] for probe, _ in measured if probe.is_single}
         found = not singles.isdisjoint(self.tokens.over)
         self._misled = 0 if found else self._misled + len(singles & promising)
         self._vain = 0 if found or len(self._enough) > enough else self._vain + 1
 
-    def _search(self, count: int, passes_left: float) -> list[Probe] | None:
+    def _search(self, count: int, passes_left: float) -> list[TokenSet] | None:
         """The next probes while the spike may be explained; None if it is diffuse."""
         if self.unnamed > self._passes_left * count:
             return None
@@ -253,7 +256,7 @@ class FewTokens:
 
     def _probe_few(
         self, count: int, guess: frozenset[int], order: list[int], enough: frozenset[int] | None
-    ) -> list[Probe]:
+    ) -> list[TokenSet]:
         """The rest without these few, and tokens alone: of those that are `enough`, perhaps not all are needed."""
         tokens, over = self.tokens, set(self.tokens.over)
         if enough:
@@ -261,10 +264,10 @@ class FewTokens:
         else:
             alone = [t for t in order if t not in over]
         wanted = guess not in self._rests and (not enough or guess <= over)
-        rest: list[Probe] = [tokens.without(guess)] if wanted else []
+        rest = [tokens.without(guess)] if wanted else []
         return [*rest, *(tokens.token_set([t]) for t in alone[:count])][:count]
 
-    def _probe_beyond(self, count: int, passes_left: float) -> list[Probe]:
+    def _probe_beyond(self, count: int, passes_left: float) -> list[TokenSet]:
         """None of them if the spike is where suspicion expects it, and too many tokens are behind it."""
         tokens = self.tokens
         likeliest = list(dict.fromkeys([*tokens.over, *self._likeliest]))[: self._few]
@@ -283,7 +286,7 @@ class FewTokens:
                     return []
         first, later = checks[: max(count // 2, 1)], checks[max(count // 2, 1) :]
         if len(first) >= count:
-            return [*first]
+            return first
         if self._bisection is None:
             self._bisection = Bisection(tokens, tokens.without(base), self._rests[base], self._ordinary)
         found = self._bisection.next_probes(count - len(first), passes_left)
@@ -293,8 +296,7 @@ class FewTokens:
         rests = [tokens.without(guess)] if named and guess not in self._rests else []
         twice = [probe.candidates for probe in (*named, *rests, *first, *later)]
         others = [probe for probe in found if probe.candidates not in twice]
-        best_first: list[Probe] = [*named, *rests, *first, *others, *later]
-        return best_first[:count]
+        return [*named, *rests, *first, *others, *later][:count]
 
     def _is_as_expected(self, base: frozenset[int], few: frozenset[int]) -> bool:
         """Whether the likeliest few tokens carry about as much of the energy as suspicion predicts."""

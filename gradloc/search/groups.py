@@ -2,9 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The groups that a search looks into: their micro-batches, their candidates, and what probes measure of them."""
 
-import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,19 +12,10 @@ from ..measure.micro_batch import MicroBatch, MicroBatchName, TokenSubset
 from ..measure.mini_batch import MiniBatch
 from ..measure.probes import GroupName
 from ..measure.token_weights import movable
-from .codes import Probe
+from .candidates import TokenSet
 
 # (micro-batch, row in it, position in the response).
 Token = tuple[MicroBatchName, int, int]
-
-
-class GroupTokens(NamedTuple):
-    """What `Search.add_group` needs of a group's candidates."""
-
-    suspicion: Tensor  # s_t, shape (n,)
-    weights: Tensor  # w_t, same shape
-    healthy: bool  # whether all its log-probs are finite
-    all_measurable: bool  # whether all its coefficients are finite
 
 
 class Groups:
@@ -53,13 +42,8 @@ class Groups:
         """The tokens of each of its micro-batches, which were obtained."""
         return [self.micro_batches[name].tokens for name in self.members[group]]
 
-    def suspicion(self, group: GroupName) -> float:
-        """The energy (squared norm) that suspicion predicts for a group."""
-        energies = [t["suspicion"][_involved(t)].double().square().tolist() for t in self.tokens(group)]
-        return math.fsum(energy for of_one in energies for energy in of_one)
-
-    def list_candidates(self, group: GroupName) -> GroupTokens:
-        """Finds the candidates of a group that was obtained."""
+    def list_candidates(self, group: GroupName) -> tuple[Tensor, Tensor]:
+        """Finds the candidates of a group that was obtained: their s_t and w_t, shape (n,) each."""
         candidates, suspicion, weights = [], [], []
         for name, tokens in zip(self.members[group], self.tokens(group), strict=True):
             involved = _involved(tokens)
@@ -68,49 +52,34 @@ class Groups:
             suspicion.append(tokens["suspicion"][involved])
             weights.append(tokens["weight"][involved])
         self.candidates[group] = torch.cat(candidates)
-        return GroupTokens(
-            torch.cat(suspicion),
-            torch.cat(weights),
-            healthy=not any(nonfinite_log_probs(tokens).any() for tokens in self.tokens(group)),
-            all_measurable=not any(nonfinite_coefficients(tokens).any() for tokens in self.tokens(group)),
-        )
+        return torch.cat(suspicion), torch.cat(weights)
 
-    def tokens_of(self, probe: Probe) -> list[Token]:
+    def tokens_of(self, probe: TokenSet) -> list[Token]:
         """The tokens that a probe measures."""
         places = self.candidates[probe.group][list(probe.candidates)].tolist()
         return [((rank, probe.group[1]), row, position) for rank, row, position in places]
 
-    def subsets(self, tokens: Sequence[Token], factors: Sequence[float] | None = None) -> dict[int, TokenSubset]:
-        """Tokens of one group by the rank that owns them, each with a factor for its gradient (1 by default)."""
-        places: dict[MicroBatchName, list[tuple[int, int, float]]] = {}
-        for (name, row, position), factor in zip(tokens, factors or [1.0] * len(tokens), strict=True):
-            places.setdefault(name, []).append((row, position, factor))
-        subsets = {}
-        for name, found in places.items():
-            rows, positions, values = zip(*found, strict=True)
-            keep = torch.zeros_like(self.micro_batches[name].tokens["response_mask"], dtype=torch.float32)
-            keep[list(rows), list(positions)] = torch.tensor(values)
-            subsets[name[0]] = TokenSubset(self.micro_batches[name], keep.bool() if factors is None else keep)
-        return subsets
+    def subsets(
+        self, group: GroupName, candidates: Sequence[int] = (), factors: Sequence[float] | None = None
+    ) -> dict[int, TokenSubset]:
+        """What the ranks compute for some candidates, each with a factor for its gradient (1 by default).
 
-    def subsets_of(self, probe: Probe) -> dict[int, TokenSubset]:
-        """What the ranks compute for a probe."""
-        if not probe.candidates:
-            return self.empty_subsets(probe.group)
-        return self.subsets(self.tokens_of(probe), probe.factors)
+        Without any, it is the whole micro-batches of the group, without any token.
+        """
+        places = self.candidates[group][list(candidates)] if candidates else torch.zeros((0, 3), dtype=torch.int64)
+        values = torch.ones(len(candidates), dtype=torch.bool) if factors is None else torch.tensor(factors)
+        found: dict[int, TokenSubset] = {}
+        for name in self.members[group]:
+            mine = places[:, 0] == name[0]
+            if mine.any() or not candidates:
+                keep = torch.zeros(self.micro_batches[name].tokens["response_mask"].shape, dtype=values.dtype)
+                keep[places[mine, 1], places[mine, 2]] = values[mine]
+                found |= self.part(name, keep)
+        return found
 
-    def empty_subsets(self, group: GroupName) -> dict[int, TokenSubset]:
-        """The whole micro-batches of a group, without any token."""
-        found = {name: self.micro_batches[name] for name in self.members[group]}
-        return {
-            name[0]: TokenSubset(micro_batch, torch.zeros_like(micro_batch.tokens["response_mask"], dtype=torch.bool))
-            for name, micro_batch in found.items()
-        }
-
-    def whole(self, name: MicroBatchName) -> dict[int, TokenSubset]:
-        """All response tokens of a micro-batch that training has not cut."""
-        micro_batch = self.micro_batches[name]
-        return {name[0]: TokenSubset(micro_batch, uncut(micro_batch.tokens))}
+    def part(self, name: MicroBatchName, keep: Tensor) -> dict[int, TokenSubset]:
+        """Tokens of one micro-batch, bool of shape (rows, response length)."""
+        return {name[0]: TokenSubset(self.micro_batches[name], keep)}
 
 
 def uncut(tokens: Mapping[str, Tensor]) -> Tensor:

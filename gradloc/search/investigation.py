@@ -4,8 +4,10 @@
 
 import math
 import statistics
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+
+from torch import Tensor
 
 from ..config import GradLocConfig
 from ..fsdp import collectives
@@ -15,9 +17,8 @@ from ..measure.mini_batch import MiniBatch
 from ..measure.probes import GroupName
 from .broken_gradients import BrokenGradients
 from .candidates import TokenSet
-from .codes import is_single
 from .findings import Alone, Findings, Part, WithoutTokens
-from .groups import Groups, Token
+from .groups import Groups, Token, nonfinite_coefficients, nonfinite_log_probs, uncut
 from .search import Search
 from .time_limit import TimeLimit
 
@@ -57,44 +58,46 @@ def investigate(
         return search.findings()
 
 
+def _energy(suspicion: Tensor) -> float:
+    """The squared norm that suspicion predicts for a group."""
+    return math.fsum(suspicion.double().square().tolist())
+
+
+@dataclass
 class _Investigation:
     """Measures what `Search` asks for until the search ends. All ranks make the same calls and get the same results.
 
     Args: see `investigate`.
     """
 
-    def __init__(
-        self,
-        mini_batch: MiniBatch,
-        figures: dict[MicroBatchName, MicroBatchFigures],
-        global_norm: float,
-        threshold: float,
-        config: GradLocConfig,
-        ordinary: float | None,
-        time_limit: TimeLimit,
-        reserve: bool,
-    ) -> None:
-        self.error: str | None = None
-        self._figures = figures
-        self._measured: dict[Token, Alone] = {}
-        self._config = config
-        self._time_limit = time_limit
-        self._threshold = threshold
-        self._meter = mini_batch.model.meter
-        self._passes = mini_batch.model.passes(mini_batch.micro_batches, mini_batch.scale)
-        recomputed = 1 + max(index for _, index in figures) + self._passes.rehearsals_due(True) if reserve else 0
-        budget = config.bisect_budget_steps
+    mini_batch: MiniBatch
+    figures: dict[MicroBatchName, MicroBatchFigures]
+    global_norm: float
+    threshold: float
+    config: GradLocConfig
+    ordinary: float | None
+    time_limit: TimeLimit
+    reserve: bool
+    error: str | None = None
+    _measured: dict[Token, Alone] = field(default_factory=dict)
+    _without_tokens: WithoutTokens | None = None
+
+    def __post_init__(self) -> None:
+        model, scale, figures, threshold = self.mini_batch.model, self.mini_batch.scale, self.figures, self.threshold
+        self._meter = model.meter
+        self._device = model.device
+        self._passes = model.passes(self.mini_batch.micro_batches, scale)
+        recomputed = 1 + max(index for _, index in figures) + self._passes.rehearsals_due(True) if self.reserve else 0
+        budget = self.config.bisect_budget_steps
         self._budget = budget - recomputed if recomputed < budget else budget
-        self._scale = mini_batch.scale
-        self._device = mini_batch.model.device
         # The other micro-batches give a better estimate for ordinary tokens than an earlier mini-batch.
         below = [each.token_equivalent for each in figures.values() if each.norm and not each.is_over(threshold)]
         levels = [level for level in below if level]
-        self._search = Search(threshold, config.bisect_until, statistics.median(levels) if levels else ordinary)
-        self._groups = Groups(mini_batch, figures, threshold)
+        ordinary = statistics.median(levels) if levels else self.ordinary
+        self._search = Search(threshold, self.config.bisect_until, ordinary)
+        self._groups = Groups(self.mini_batch, figures, threshold)
         self._waiting = list(self._groups.members)
-        self._broken = BrokenGradients(self._meter, self._scale, global_norm, figures, self._groups)
-        self._without_tokens: WithoutTokens | None = None
+        self._broken = BrokenGradients(self._meter, scale, self.global_norm, figures, self._groups)
 
     @property
     def _broken_groups(self) -> list[GroupName]:
@@ -119,13 +122,13 @@ class _Investigation:
         """What was found so far."""
         search, ended, culprits = self._search, self._ended, self._culprits
         # Whether a group is diffuse; in an exhaustive search, whether a token set was given up.
-        left = bool(search.diffuse if self._config.bisect_until == "explained" else search.given_up)
+        left = bool(search.diffuse if self.config.bisect_until == "explained" else search.given_up)
         rests = {name: search.groups[name].rest for name in self._groups.members if name in search.groups}
         return Findings(
-            threshold=self._threshold,
-            until=self._config.bisect_until,
+            threshold=self.threshold,
+            until=self.config.bisect_until,
             layers=self._meter.layers,
-            figures=self._figures,
+            figures=self.figures,
             micro_batches=self._groups.micro_batches,
             groups=list(self._groups.members),
             culprits=culprits,
@@ -139,16 +142,16 @@ class _Investigation:
             explained=self._explained() if culprits and ended else False,
             complete=ended and not left,
             passes=self._passes.count,
-            budget=self._config.bisect_budget_steps,
-            budget_seconds=self._time_limit.seconds,
-            out_of_time=self._time_limit.has_ended_search and not ended,
+            budget=self.config.bisect_budget_steps,
+            budget_seconds=self.time_limit.seconds,
+            out_of_time=self.time_limit.has_ended_search and not ended,
             error=self.error,
         )
 
     def _diagnosis(self, culprits: list[Token], ended: bool, left: bool) -> str:
         if self._broken.are_everything:
             return "nonfinite"
-        if culprits and self._config.bisect_until == "explained":
+        if culprits and self.config.bisect_until == "explained":
             return "incomplete" if not ended else "diffuse" if left else "tokens"
         if culprits:
             return "tokens"
@@ -192,8 +195,8 @@ class _Investigation:
         begun = [*self._search.open_sets, *self._search.given_up]
         found = [self._part(token_set) for token_set in begun if token_set.candidates]
         for rank, micro_batch in self._waiting:
-            of_group = [self._figures[name] for name in self._groups.members[rank, micro_batch]]
-            threshold = self._threshold * math.hypot(*(each.root_square_weight for each in of_group))
+            of_group = [self.figures[name] for name in self._groups.members[rank, micro_batch]]
+            threshold = self.threshold * math.hypot(*(each.root_square_weight for each in of_group))
             found.append(Part(rank, micro_batch, sum(each.tokens for each in of_group), threshold))
         return found
 
@@ -207,7 +210,7 @@ class _Investigation:
         if self._broken.may_be_overflow:
             self._waiting = [group for group in self._waiting if self._broken.tokens_of(group)]
         try:
-            if self._waiting and not self._time_limit.is_up():
+            if self._waiting and not self.time_limit.is_up():
                 self._passes.rehearse(self._meter.reduces)
                 if self._broken.are_without_tokens(self._waiting, self._passes):
                     self._waiting = []
@@ -223,13 +226,13 @@ class _Investigation:
                 self._open()
             rows = self._broken.unsettled[:width]
             if rows:
-                if self._time_limit.is_up():
+                if self.time_limit.is_up():
                     return
                 self._broken.narrow(rows, self._passes)
                 continue
             if self._measure_without_tokens():
                 continue
-            if self._time_limit.has_ended_search:
+            if self.time_limit.has_ended_search:
                 return
             with collectives.raised_on_all_ranks(self._device):
                 probes = self._search.next_probes(width, self._budget - self._passes.count)
@@ -238,11 +241,12 @@ class _Investigation:
                     return
                 self._open()
                 continue
-            if self._time_limit.is_up():
+            if self.time_limit.is_up():
                 return
-            squares = self._meter.measure(self._passes, [partial(self._groups.subsets_of, probe) for probe in probes])
+            made = [partial(self._groups.subsets, p.group, p.candidates, p.factors) for p in probes]
+            squares = self._meter.measure(self._passes, made)
             for probe, norms in zip(probes, squares.sqrt().tolist(), strict=True):
-                if is_single(probe):
+                if probe.is_single:
                     self._record_alone(self._groups.tokens_of(probe)[0], norms)
             known = set(self._search.broken)
             with collectives.raised_on_all_ranks(self._device):
@@ -265,10 +269,10 @@ class _Investigation:
         """
         suspicious = self._search.may_have_more_than_tokens or self._passes.count >= _LONG_SEARCH
         loudest = self._search.loudest() if suspicious and self._without_tokens is None else None
-        if loudest is None or self._time_limit.is_up():
+        if loudest is None or self.time_limit.is_up():
             return False
         group, whole = loudest
-        (squares,) = self._meter.measure(self._passes, [partial(self._groups.empty_subsets, group)])
+        (squares,) = self._meter.measure(self._passes, [partial(self._groups.subsets, group)])
         with collectives.raised_on_all_ranks(self._device):
             layer_norms = dict(zip(self._meter.layers, squares.sqrt().tolist(), strict=True))
             self._without_tokens = found = WithoutTokens(group, whole, layer_norms)
@@ -280,45 +284,47 @@ class _Investigation:
 
     def _is_over_without_tokens(self, group: GroupName) -> bool:
         """Whether a group over its threshold has no token that can move, so that there was nothing to search."""
-        norm = self._figures[self._groups.members[group][0]].norm
+        norm = self.figures[self._groups.members[group][0]].norm
         searched = group in self._search.groups or self._broken.tokens_of(group)
         return not searched and norm is not None and math.isfinite(norm)
 
     def _open(self) -> None:
         """Adds the next group to the search, or all groups if their norms are unknown. A collective call."""
         groups = self._waiting[:1]
-        known = all(self._figures[name].norm is not None for name in self._groups.members[groups[0]])
+        known = all(self.figures[name].norm is not None for name in self._groups.members[groups[0]])
         if not known:
             groups = self._waiting
         for group in groups:
             self._groups.obtain(group)
         with collectives.raised_on_all_ranks(self._device):
-            for group in groups if known else sorted(groups, key=self._groups.suspicion, reverse=True):
+            found = [(group, *self._groups.list_candidates(group)) for group in groups]
+            # The group of which suspicion predicts the most energy (squared norm) first.
+            for group, suspicion, weights in sorted(found, key=lambda each: -_energy(each[1])):
                 self._broken.look_into(group)
-                self._add_to_search(group, known)
+                self._add_to_search(group, suspicion, weights, known)
         self._waiting = self._waiting[len(groups) :]
 
-    def _add_to_search(self, group: GroupName, known: bool) -> None:
-        found = self._groups.list_candidates(group)
+    def _add_to_search(self, group: GroupName, suspicion: Tensor, weights: Tensor, known: bool) -> None:
+        tokens = self._groups.tokens(group)
         # With broken tokens, the group's norm says nothing about its other tokens.
-        known &= not self._broken.tokens_of(group) and found.all_measurable
-        norm = self._figures[self._groups.members[group][0]].norm if known else None
+        known &= not (self._broken.tokens_of(group) or any(nonfinite_coefficients(t).any() for t in tokens))
+        norm = self.figures[self._groups.members[group][0]].norm if known else None
         # An overflow caused by the loss scale would look like broken tokens.
-        if self._scale != 1 and norm is not None and not math.isfinite(norm):
+        if self.mini_batch.scale != 1 and norm is not None and not math.isfinite(norm):
             return
-        if len(found.weights):
-            self._search.add_group(group, norm, found.suspicion, found.weights, probe_empty=found.healthy)
+        if len(weights):
+            healthy = not any(nonfinite_log_probs(t).any() for t in tokens)
+            self._search.add_group(group, norm, suspicion, weights, probe_empty=healthy)
         elif norm is not None and not math.isfinite(norm):
             self._broken.groups.append(group)
             self._broken.suspect_rows(group)
 
     def _measure_micro_batches_of_culprits(self) -> None:
         """Measures the unknown norms of micro-batches with culprits, within the budget. A collective call."""
-        for name in sorted({name for name, _, _ in self._culprits if self._figures[name].norm is None}):
-            if self._passes.count >= self._budget or self._time_limit.is_up():
+        for name in sorted({name for name, _, _ in self._culprits if self.figures[name].norm is None}):
+            if self._passes.count >= self._budget or self.time_limit.is_up():
                 return
-            (squares,) = self._meter.measure(self._passes, [partial(self._groups.whole, name)])
+            whole = partial(self._groups.part, name, uncut(self._groups.micro_batches[name].tokens))
+            (squares,) = self._meter.measure(self._passes, [whole])
             layer_norms = dict(zip(self._meter.layers, squares.sqrt().tolist(), strict=True))
-            self._figures[name] = replace(
-                self._figures[name], norm=float(squares.sum().sqrt()), layer_norms=layer_norms
-            )
+            self.figures[name] = replace(self.figures[name], norm=float(squares.sum().sqrt()), layer_norms=layer_norms)

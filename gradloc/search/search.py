@@ -11,7 +11,6 @@ from torch import Tensor
 
 from .bisection import Bisection
 from .candidates import Candidates, GroupKey, TokenSet
-from .codes import Probe, is_single
 from .few_tokens import FewTokens
 
 # A group whose search takes more passes than this from here waits until the others have been looked at. Once one of
@@ -101,14 +100,14 @@ class Group:
         if not self.ended and self.norm is not None:
             self.first, self.search, self.gave_up = [], None, True
 
-    def next_probes(self, count: int, passes_left: float) -> list[Probe]:
-        found: list[Probe] = [*self.first[:count]]
+    def next_probes(self, count: int, passes_left: float) -> list[TokenSet]:
+        found = self.first[:count]
         if self.search is not None and len(found) < count:
             found = found + self.search.next_probes(count - len(found), passes_left)
         return found
 
-    def add_measurements(self, measured: Sequence[tuple[Probe, float]], count: int) -> None:
-        self.tokens.alone |= {probe.candidates[0]: norm for probe, norm in measured if is_single(probe)}
+    def add_measurements(self, measured: Sequence[tuple[TokenSet, float]], count: int) -> None:
+        self.tokens.alone |= {probe.candidates[0]: norm for probe, norm in measured if probe.is_single}
         first, self.first = self.first, [token_set for token_set in self.first if token_set not in dict(measured)]
         others = [(probe, norm) for probe, norm in measured if probe not in first]
         if self.search is not None and others:
@@ -250,19 +249,19 @@ class Search:
         else:
             added.begin(norm)
 
-    def next_probes(self, count: int, passes_left: float = math.inf) -> list[Probe]:
+    def next_probes(self, count: int, passes_left: float = math.inf) -> list[TokenSet]:
         """The probes to measure in the next pass; none when the search is over.
 
         Args:
             passes_left (float): How many passes the budget still allows. A code that needs more is not started.
         """
         for_few_tokens = [search for search in self._searches() if isinstance(search, FewTokens)]
-        if any(search.diffuse for search in for_few_tokens):
+        if any(search.is_diffuse for search in for_few_tokens):
             for search in for_few_tokens:
                 search.curtail(_LONG)
         later = self._later(count, passes_left)
         first = [group for group in self.groups.values() if not group.ended and group not in later]
-        probes: list[Probe] = []
+        probes: list[TokenSet] = []
         for groups in first, later:
             while groups and len(probes) < count:
                 group = groups.pop(0)
@@ -290,7 +289,7 @@ class Search:
         found = [(group, is_naming) for group, passes, is_naming in ahead if passes > _LONG]
         return [group for group, _ in sorted(found, key=lambda pair: pair[1])]
 
-    def add_measurements(self, measured: Sequence[tuple[Probe, float]]) -> None:
+    def add_measurements(self, measured: Sequence[tuple[TokenSet, float]]) -> None:
         """Records the norms of the probes that `next_probes` returned. NaN and Inf count as over the threshold."""
         for name, group in self.groups.items():
             mine = [(probe, norm) for probe, norm in measured if probe.group == name]

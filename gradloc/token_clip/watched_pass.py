@@ -90,8 +90,7 @@ class Counts:
     def gather(self) -> tuple[Tensor, ...]:
         """The five of every rank, stacked, on the CPU. A collective call."""
         own = (self.largest, self.over, self.cut, self.refused, self.tokens)
-        gathered = torch.stack(collectives.gather(torch.cat(own)))
-        return gathered.split([len(values) for values in own], dim=1)
+        return collectives.gather(torch.cat(own)).split([len(values) for values in own], dim=1)
 
     @torch.no_grad()
     def take_in(self, current: WatchedPass, boundaries: list[str], bounds_of: Tensor) -> None:

@@ -199,10 +199,10 @@ def test_a_failure_of_any_rank_of_a_group_is_known_to_all(failing: int | None, m
     model = WatchedModel(torch.nn.Linear(2, 2), forward, cpu, sequence_parallel_size=2)
     micro_batch = MicroBatch({}, [], (torch.get_rng_state(), None), nothing(cpu), torch.zeros(1, dtype=torch.float64))
 
-    def gather(values: torch.Tensor) -> list[torch.Tensor]:
+    def gather(values: torch.Tensor) -> torch.Tensor:
         others = values.clone()
         others[0] = float(failing == 1)
-        return [values, others]
+        return torch.stack([values, others])
 
     monkeypatch.setattr(mini_batch.collectives, "gather", gather)
     figures = torch.tensor([3.0, 4.0], dtype=torch.float64)
