@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from ..layers.layer_names import layer_name
 
@@ -48,33 +49,24 @@ def find_boundaries(module: nn.Module) -> dict[str, nn.Module]:
     Returns:
         dict: By name; empty if the model has no list of decoder layers.
     """
-    layers = _decoder_layers(module)
-    if not layers:
-        return {}
-    boundaries: dict[str, nn.Module] = {}
-    find_embedding: Callable[[], nn.Module | None] | None = getattr(module, "get_input_embeddings", None)
-    embedding = None if find_embedding is None else find_embedding()
-    for name, owner in module.named_modules():
-        if embedding is not None and owner is embedding:
-            boundaries[layer_name(f"{name}.weight")] = owner
-    for name, layer in layers:
-        boundaries[layer_name(f"{name}.weight")] = layer
-    return boundaries
-
-
-def _decoder_layers(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The decoder layers by name: the longest list of modules that is in no other list, nor in another encoder."""
+    # The decoder layers are the longest list of modules that is in no other list, nor in another encoder.
     lists = [
         (name, child)
         for name, child in module.named_modules()
         if isinstance(child, nn.ModuleList)
+        and len(child)
         and not any(part.isdigit() for part in name.split("."))
         and not _OTHER_MODALITY.search(name)
     ]
     if not lists:
-        return []
-    name, layers = max(lists, key=lambda found: len(found[1]))
-    return [(f"{name}.{i}", layer) for i, layer in enumerate(layers)]
+        return {}
+    found = []
+    find_embedding: Callable[[], nn.Module | None] | None = getattr(module, "get_input_embeddings", None)
+    if find_embedding is not None and (embedding := find_embedding()) is not None:
+        found = [(name, owner) for name, owner in module.named_modules() if owner is embedding]
+    list_name, layers = max(lists, key=lambda each: len(each[1]))
+    found += [(f"{list_name}.{i}", layer) for i, layer in enumerate(layers)]
+    return {layer_name(f"{name}.weight"): owner for name, owner in found}
 
 
 def _see_output(seen: Seen, boundary: str, _module: nn.Module, _inputs: object, output: object) -> None:
@@ -114,45 +106,38 @@ class Positions:
         """
         if self._padded(shape, whole):
             return torch.arange(shape[0], device=self.mask.device).unsqueeze(1)
-        cells = self._cells(shape, whole)
-        return None if cells is None else (cells // self.mask.shape[1]).view(*shape)
+        if tuple(shape[:-1]) not in ((1,), ()) or (len(shape) == 1 and not whole):
+            return None
+        # Those of the tokens, in order. Each rank's part is as long as the others'.
+        start, count = 0 if whole else self.part * shape[-1], shape[-1]
+        cells = torch.argsort((~self.mask).flatten().to(torch.int8), stable=True)[start : start + count]
+        return pad(cells // self.mask.shape[1], (0, count - len(cells))).view(*shape)
 
-    def tokens_of(self, shape: Sequence[int], whole: bool = False) -> tuple[Tensor, Tensor]:
-        """The token that each position predicts: its row, and its index in the response (negative in the prompt).
+    def places(self, shape: Sequence[int], whole: bool = False) -> tuple[Tensor, Tensor]:
+        """Where the position is that predicts each token of the sequences; no host sync.
 
         Args:
             shape (Sequence[int]): One that `rows_of` knows; log-probs of padded responses are (rows, response length).
             whole (bool): As there; true for log-probs.
 
         Returns:
-            tuple[Tensor, Tensor]: Flat, on the device; no host sync.
+            tuple[Tensor, Tensor]: Its flat index in that shape, int64 of shape (rows, length + 1), by the token's
+                column; and whether there is one, bool.
         """
-        device = self.mask.device
-        starts = torch.tensor(self.response_starts).to(device, non_blocking=True)
+        rows, device = torch.arange(len(self.mask), device=self.mask.device).unsqueeze(1), self.mask.device
         if self._padded(shape, whole):
-            sides = (torch.arange(size, device=device) for size in shape)
-            rows, columns = torch.meshgrid(*sides, indexing="ij")
-            rows, columns = rows.flatten(), columns.flatten()
-            if whole:
-                return rows, columns
+            starts = torch.tensor(self.response_starts).to(device, non_blocking=True).unsqueeze(1)
+            at = torch.arange(self.mask.shape[1] + 1, device=device) - (starts if whole else torch.ones_like(starts))
+            known, count = (at >= 0) & (at < shape[1]), shape[1]
         else:
-            cells = self._cells(shape, whole)
-            assert cells is not None
-            rows, columns = cells // self.mask.shape[1], cells % self.mask.shape[1]
-        return rows, columns + 1 - starts[rows]
+            # Those with a token, in order.
+            count = shape[-1]
+            packed = self.mask.flatten().cumsum(0).view(self.mask.shape) - 1 - (0 if whole else self.part * count)
+            at, known = pad(packed, (1, 0)), pad(self.mask & (packed >= 0) & (packed < count), (1, 0))
+            rows = torch.zeros_like(rows)
+        return at.clamp(0, count - 1) + rows * count, known
 
     def _padded(self, shape: Sequence[int], whole: bool) -> bool:
         rows, length = self.mask.shape
         # A single row without its padding is shorter than with it.
         return len(shape) == 2 and shape[0] == rows and (rows > 1 or whole or shape[1] >= length)
-
-    def _cells(self, shape: Sequence[int], whole: bool) -> Tensor | None:
-        """The flat index in `mask` of each position without padding; positions of no token get any."""
-        count = shape[-1]
-        part = 0 if whole else self.part
-        if tuple(shape[:-1]) not in ((1,), ()) or (len(shape) == 1 and not whole):
-            return None
-        # Those with a token, in order. Each rank's part is as long as the others'.
-        packed = torch.argsort((~self.mask).flatten().to(torch.int8), stable=True)
-        cells = packed[part * count : (part + 1) * count]
-        return torch.nn.functional.pad(cells, (0, count - len(cells)))

@@ -5,7 +5,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,15 +16,6 @@ from .hidden_states import Positions
 
 # The boundary after the last layer: a position's signal there is |∂L/∂log p| of its own token.
 LOG_PROBS = "log_probs"
-
-
-class Over(NamedTuple):
-    """Where the signals at some boundaries, which have the same positions, are over their bounds."""
-
-    boundaries: list[str]  # in the order of the backward
-    first: Tensor  # the index of the first of them at which a position is over its bound, -1 for none; int16
-    multiple: Tensor  # the signal there as a multiple of the bound; same shape
-    cut: Tensor  # whether a position was cut at any of them, bool of the same shape
 
 
 @dataclass
@@ -46,7 +37,11 @@ class WatchedPass:
     signals: dict[str, Tensor] = field(default_factory=dict)
     # By boundary, whether too many were over the bound for any to be cut; shape ().
     refused: dict[str, Tensor] = field(default_factory=dict)
-    over: list[Over] = field(default_factory=list)  # what is kept of the signals after the pass
+    boundaries: list[str] = field(default_factory=list)  # all, in the order of the backward
+    # What is kept of the signals after the pass, by the token that each position predicts; shape (rows, length + 1).
+    first: Tensor = field(init=False)  # the index of the first of them at which one is over its bound, -1 for none
+    multiple: Tensor = field(init=False)  # the signal there as a multiple of the bound; 0 for none
+    cut: Tensor = field(init=False)  # whether a hidden state was cut at any of them, bool
     _scaling_of: dict[tuple[bool, torch.Size], Tensor | None] = field(default_factory=dict)
 
     def scaling_of(self, shape: torch.Size, at_log_probs: bool) -> Tensor | None:
@@ -65,6 +60,13 @@ class WatchedPass:
     def is_over(self, signal: Tensor, bound: Tensor) -> Tensor:
         """Where a signal is over its bound, bool."""
         return is_over(signal, bound, self.scaled)
+
+    def of_response(self, values: Tensor) -> Tensor:
+        """Those of the response's tokens, on the CPU, of the shape (rows, response length) of the weights."""
+        columns = torch.arange(self.tokens["weight"].shape[1])
+        at = torch.tensor(self.positions.response_starts).unsqueeze(1) + columns
+        known = at < values.shape[1]
+        return values.cpu().gather(1, at.clamp(max=values.shape[1] - 1)).masked_fill(~known, 0)
 
     def forget(self) -> None:
         """Frees what only the pass itself needs."""
@@ -104,9 +106,12 @@ class Counts:
         current.forget()
         if current.tokens:
             self.tokens += (current.tokens["weight"] != 0).sum()
-        last = len(boundaries) - 1
-        for here in (slice(last, None), slice(0, last)):
-            names = boundaries[here]
+        last, (rows, length) = len(boundaries) - 1, current.positions.mask.shape
+        nowhere = torch.zeros(rows, length + 1, device=bounds_of.device)
+        current.boundaries, current.multiple, current.cut = boundaries[::-1], nowhere, nowhere.bool()
+        current.first = nowhere.to(torch.int16) - 1
+        for here in (slice(0, last), slice(last, None)):  # what is over at the log-probs is first there
+            names, at_log_probs = boundaries[here], here.stop is None
             seen = next((signals[name] for name in names if name in signals), None)
             if seen is None or not seen.numel():
                 continue
@@ -122,9 +127,13 @@ class Counts:
             # The first on the way back from the loss is the last in the order of the forward.
             first = over.flip(0).to(torch.uint8).argmax(0, keepdim=True)
             multiple = (by_boundary / bounds).flip(0).gather(0, first)[0]
-            first = torch.where(over.any(0), first[0], -1).to(torch.int16)
-            cut = (over & ~uncut.unsqueeze(1)).any(0)
-            current.over.append(Over(names[::-1], *(values.view(seen.shape) for values in (first, multiple, cut))))
+            index, known = current.positions.places(seen.shape, at_log_probs)
+            found = known & over.any(0)[index]
+            before = 0 if at_log_probs else 1
+            current.first = torch.where(found, (first[0] + before).to(torch.int16)[index], current.first)
+            current.multiple = torch.where(found, multiple[index], current.multiple)
+            if not at_log_probs:
+                current.cut = known & (over & ~uncut.unsqueeze(1)).any(0)[index]
 
 
 # The maximum number of tokens that are described, those furthest over their bounds first.
@@ -144,30 +153,25 @@ def own_tokens(passes: Sequence[WatchedPass], rank: int, part: int, factor: floa
         factor (float): A bound as a multiple of the usual signal.
 
     Returns:
-        list[dict]: Of each micro-batch at most 2 × `MAX_TOKENS`, those furthest over their bounds.
+        list[dict]: Of each micro-batch at most `MAX_TOKENS`, those furthest over their bounds.
     """
-    overs, columns = [], []
-    for index, each in enumerate(passes):
-        for over in each.over:
-            if over.boundaries == [LOG_PROBS] and part:
-                continue  # the first rank of the group has the same
-            overs.append((index, each, over.boundaries))
-            columns.append(_largest(each, over))
-    if not columns:
+    if not passes:
         return []
-    found: dict[tuple[int, int, int], dict[str, Any]] = {}
+    # Of the log-probs, the first rank of the group has the same.
+    columns = [_largest(each, least=min(part, 1)) for each in passes]
+    found = []
     # One transfer for all: each would wait for the device.
-    of_overs = torch.cat(columns, 1).cpu().split([each.shape[1] for each in columns], 1)
-    for (index, each, boundaries), of_over in zip(overs, of_overs, strict=True):
-        for first, multiple, cut, row, position, inside, *values in of_over.T.tolist():
-            if first < 0:
+    of_passes = torch.cat(columns, 1).cpu().split([each.shape[1] for each in columns], 1)
+    for index, (each, of_pass) in enumerate(zip(passes, of_passes, strict=True)):
+        for counts, first, multiple, cut, row, position, inside, *values in of_pass.T.tolist():
+            if not counts:
                 continue
             token = {
                 "rank": rank,
                 "micro_batch": index,
                 "row": each.rows[int(row)],
                 "position": int(position),
-                "boundary": boundaries[int(first)],
+                "boundary": each.boundaries[int(first)],
                 "multiple": multiple * factor,
                 "cut": bool(cut),
                 **dict.fromkeys(VALUES),
@@ -175,31 +179,35 @@ def own_tokens(passes: Sequence[WatchedPass], rank: int, part: int, factor: floa
             if inside:
                 known = {name: value for name, value in zip(VALUES, values, strict=True) if name in each.tokens}
                 token |= known if "token_id" not in known else {**known, "token_id": int(known["token_id"])}
-            found.setdefault((index, int(row), int(position)), token)
-    return list(found.values())
+            found.append(token)
+    return found
 
 
-def _largest(each: WatchedPass, over: Over) -> Tensor:
-    """The positions furthest over their bounds, as columns; no host sync.
+def _largest(each: WatchedPass, least: int) -> Tensor:
+    """The tokens furthest over their bounds, as columns; no host sync.
+
+    Args:
+        least (int): The index of the first boundary that counts.
 
     Returns:
-        Tensor: float64, shape (6 + values, at most `MAX_TOKENS`): the index of the boundary (-1 where a position is not
-            over any), the multiple of the bound, whether it was cut, the row, the position in the response, whether the
+        Tensor: float64, shape (7 + values, at most `MAX_TOKENS`): whether a token is over a bound, the index of the
+            boundary, the multiple of the bound, whether it was cut, the row, the position in the response, whether the
             response has that position, and the token's values.
     """
-    at_log_probs = over.boundaries == [LOG_PROBS]
-    first, multiple = over.first.flatten(), over.multiple.flatten()
-    size = torch.where(first >= 0, multiple.nan_to_num(nan=math.inf, posinf=math.inf), -1.0)
+    first, multiple = each.first.flatten(), each.multiple.flatten()
+    size = torch.where(first >= least, multiple.nan_to_num(nan=math.inf, posinf=math.inf), -1.0)
     where = size.topk(min(MAX_TOKENS, len(size))).indices
     first = first[where].long()
     no = torch.zeros((), dtype=torch.bool, device=first.device)
-    cut = torch.stack([~each.refused[name] if name in each.refused else no for name in over.boundaries])
-    rows, positions = (of_tokens[where] for of_tokens in each.positions.tokens_of(over.first.shape, at_log_probs))
+    cut = torch.stack([~each.refused[name] if name in each.refused else no for name in each.boundaries])
+    starts = torch.tensor(each.positions.response_starts).to(first.device, non_blocking=True)
+    rows, positions = where // each.first.shape[1], where % each.first.shape[1]
+    positions = positions - starts[rows]
     length = each.tokens["weight"].shape[1] if "weight" in each.tokens else 0
     inside = (positions >= 0) & (positions < length)
     at = rows, positions.clamp(0, max(length - 1, 0))
     values = [each.tokens[name][at] if length and name in each.tokens else torch.zeros_like(rows) for name in VALUES]
-    columns = [first, multiple[where], cut[first.clamp(min=0)], rows, positions, inside, *values]
+    columns = [first >= least, first, multiple[where], cut[first.clamp(min=0)], rows, positions, inside, *values]
     return torch.stack([column.double() for column in columns])
 
 
@@ -216,19 +224,11 @@ def outliers(each: WatchedPass, factor: float) -> Tensor:
         Tensor: The multiple of the usual largest signal, 0 where a token is not over its bound; on the CPU, of the
             shape (rows, response length) of the weights.
     """
-    multiples = torch.zeros(each.tokens["weight"].shape)
-    for over in each.over:
-        first, values = over.first.flatten().cpu(), over.multiple.flatten().cpu()
-        if not (first >= 0).any():
-            continue
-        boundary = int(first[first >= 0].min())
-        if bool(each.refused.get(over.boundaries[boundary], True)):
-            tokens = each.positions.tokens_of(over.first.shape, over.boundaries == [LOG_PROBS])
-            rows, positions = (of_tokens.cpu() for of_tokens in tokens)
-            found = (first == boundary) & (positions >= 0) & (positions < multiples.shape[1])
-            multiples[rows[found], positions[found]] = factor * values[found]
-        break
-    return multiples
+    over = each.first[each.first >= 0]
+    boundary = int(over.min()) if len(over) else -1
+    if boundary < 0 or not bool(each.refused.get(each.boundaries[boundary], True)):
+        return torch.zeros(each.tokens["weight"].shape)
+    return each.of_response(torch.where(each.first == boundary, factor * each.multiple, 0.0))
 
 
 def cut_tokens(each: WatchedPass) -> Tensor:
@@ -239,13 +239,7 @@ def cut_tokens(each: WatchedPass) -> Tensor:
     Returns:
         Tensor: On the CPU, bool of the shape (rows, response length) of the weights.
     """
-    found = torch.zeros(each.tokens["weight"].shape, dtype=torch.bool)
-    for over in each.over:
-        if over.boundaries != [LOG_PROBS] and bool(over.cut.any()):
-            rows, positions = (of_tokens.cpu() for of_tokens in each.positions.tokens_of(over.cut.shape))
-            cut = over.cut.flatten().cpu() & (positions >= 0) & (positions < found.shape[1])
-            found[rows[cut], positions[cut]] = True
-    return found
+    return each.of_response(each.cut)
 
 
 def largest_tokens(tokens: list[dict[str, Any]]) -> list[dict[str, Any]]:

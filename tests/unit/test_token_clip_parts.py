@@ -91,20 +91,23 @@ MASK = torch.tensor([[0, 1, 1, 1, 0], [1, 1, 1, 1, 0], [0, 0, 1, 1, 0]]).bool()
 PLACES = Positions(MASK, [3, 3, 3])
 
 
+def tokens_of(places: Positions, shape: tuple[int, ...], whole: bool = False) -> tuple[list[int], list[int]]:
+    """The row and the position in the response that each position predicts, in their order."""
+    index, known = places.places(shape, whole)
+    found = known.nonzero()[index[known].argsort()]
+    return found[:, 0].tolist(), (found[:, 1] - 3).tolist()
+
+
 def test_positions_of_padded_hidden_states() -> None:
     assert PLACES.rows_of((3, 5)).expand(3, 5).tolist() == [[0] * 5, [1] * 5, [2] * 5]
-    rows, tokens = PLACES.tokens_of((3, 5))
     # The hidden state in column 2 predicts the response's first token, in column 3.
-    assert rows.tolist() == [0] * 5 + [1] * 5 + [2] * 5
-    assert tokens.tolist() == [-2, -1, 0, 1, 2] * 3
+    assert tokens_of(PLACES, (3, 5)) == ([0] * 5 + [1] * 5 + [2] * 5, [-2, -1, 0, 1, 2] * 3)
 
 
 @pytest.mark.parametrize(("shape", "whole"), [((1, 9), False), ((9,), True)])
 def test_positions_without_padding(shape: tuple[int, ...], whole: bool) -> None:
     assert PLACES.rows_of(shape, whole).flatten().tolist() == [0] * 3 + [1] * 4 + [2] * 2
-    rows, tokens = PLACES.tokens_of(shape, whole)
-    assert rows.tolist() == [0] * 3 + [1] * 4 + [2] * 2
-    assert tokens.tolist() == [-1, 0, 1, -2, -1, 0, 1, 0, 1]
+    assert tokens_of(PLACES, shape, whole) == ([0] * 3 + [1] * 4 + [2] * 2, [-1, 0, 1, -2, -1, 0, 1, 0, 1])
 
 
 def test_positions_of_a_part_of_the_sequences() -> None:
@@ -112,14 +115,16 @@ def test_positions_of_a_part_of_the_sequences() -> None:
     assert parts[0].rows_of((1, 5)).tolist() == [[0, 0, 0, 1, 1]]
     # Ten positions, of which the last belongs to no token.
     assert parts[1].rows_of((1, 5)).flatten()[:4].tolist() == [1, 1, 2, 2]
+    assert tokens_of(parts[0], (1, 5)) == ([0, 0, 0, 1, 1], [-1, 0, 1, -2, -1])
+    assert tokens_of(parts[1], (1, 5)) == ([1, 1, 2, 2], [0, 1, 0, 1])
     assert parts[1].rows_of((9,), whole=True).tolist() == [0] * 3 + [1] * 4 + [2] * 2
 
 
 def test_positions_of_one_row_with_and_without_its_padding() -> None:
     one = Positions(MASK[:1], [3])
-    assert one.tokens_of((1, 5))[1].tolist() == [-2, -1, 0, 1, 2]
-    assert one.tokens_of((1, 3))[1].tolist() == [-1, 0, 1]
-    assert one.tokens_of((1, 2), whole=True)[1].tolist() == [0, 1]
+    assert tokens_of(one, (1, 5))[1] == [-2, -1, 0, 1, 2]
+    assert tokens_of(one, (1, 3))[1] == [-1, 0, 1]
+    assert tokens_of(one, (1, 2), whole=True)[1] == [0, 1]
 
 
 def test_hidden_states_of_something_else_have_no_positions() -> None:
@@ -130,9 +135,7 @@ def test_hidden_states_of_something_else_have_no_positions() -> None:
 
 def test_positions_may_be_more_than_the_tokens() -> None:
     """verl 0.9's `pad_to_length` adds some at the end."""
-    rows, tokens = PLACES.tokens_of((1, 32))
-    assert rows[:9].tolist() == [0] * 3 + [1] * 4 + [2] * 2
-    assert tokens[:9].tolist() == [-1, 0, 1, -2, -1, 0, 1, 0, 1]
+    assert tokens_of(PLACES, (1, 32)) == tokens_of(PLACES, (1, 9))
     assert PLACES.rows_of((1, 32)).shape == (1, 32)
 
 

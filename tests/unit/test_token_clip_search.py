@@ -17,7 +17,7 @@ from gradloc.measure.micro_batch import MicroBatch
 from gradloc.measure.passes import Passes
 from gradloc.token_clip.hidden_states import Positions
 from gradloc.token_clip.token_clip import row_weights
-from gradloc.token_clip.watched_pass import LOG_PROBS, Counts, Over, WatchedPass, cut_tokens
+from gradloc.token_clip.watched_pass import LOG_PROBS, Counts, WatchedPass, cut_tokens
 
 VOCABULARY, HIDDEN, ROWS, PROMPT, RESPONSE = 40, 8, 2, 3, 12
 # This token's signal is amplified on its way back, before the second layer or within it.
@@ -198,21 +198,15 @@ def watched(cut: list[tuple[int, int]], part: int = 0, parts: int = 1) -> Watche
     """A pass of two rows of a token of prompt and three of response, with hidden states cut at (row, position)."""
     each = WatchedPass(Positions(torch.ones(2, 4, dtype=torch.bool), [1, 1], part, parts), [0, 1])
     each.tokens = {"weight": torch.ones(2, 3)}
-    width = 8 // parts
-    whole = torch.zeros(8, dtype=torch.bool)
+    each.cut, each.first = torch.zeros(2, 5, dtype=torch.bool), torch.full((2, 5), -1)
     for row, position in cut:
-        whole[4 * row + position] = True  # the state of the token before it
-    cut_here = whole[part * width : (part + 1) * width].view(1, -1)
-    nowhere = torch.zeros(cut_here.shape)
-    each.over = [
-        Over([LOG_PROBS], torch.zeros(2, 3), torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bool)),
-        Over(["layers.1", "layers.0"], nowhere, nowhere, cut_here),
-    ]
+        if (4 * row + position) // (8 // parts) == part:  # the state of the token before it
+            each.cut[row, 1 + position] = True
     return each
 
 
 def test_what_is_cut_at_hidden_states_is_told_by_its_tokens() -> None:
-    """The last token's state predicts none; what is cut at the log-probs is not told."""
+    """The last token's state predicts none."""
     assert cut_tokens(watched([(0, 1), (1, 0), (1, 3)])).nonzero().tolist() == [[0, 1], [1, 0]]
     assert not cut_tokens(watched([])).any()
 
@@ -248,7 +242,7 @@ def test_a_token_is_cut_below_where_too_many_were_over() -> None:
         ({"layers.1": yes, "layers.0": yes}, [False] * 3),
         ({}, [False] * 3),  # the action log
     ):
-        each = replace(current, refused=refused, signals=dict(current.signals), over=[])
+        each = replace(current, refused=refused, signals=dict(current.signals))
+        each.signals[LOG_PROBS] = torch.full((1, 3), 9.0)  # what is cut there is not told
         Counts(3, torch.device("cpu")).take_in(each, ["layers.0", "layers.1", LOG_PROBS], torch.full((3,), 2.0))
-        (over,) = each.over
-        assert over.cut.tolist() == [expected]
+        assert each.cut.tolist() == [[False, *expected]]
