@@ -75,12 +75,12 @@ class UnsampledServer(HFServer):
 
 
 class FailedRequestServer(HFServer):
-    """In one step every third request fails, and comes back as an empty response: an EOS token that nobody sampled."""
+    """In one step every sixth request fails, and comes back as an empty response: an EOS token that nobody sampled."""
 
     def generate_batch(self, prompts: list[list[int]], params: dict[str, Any], first_row: int) -> list[TokenOutput]:
         outputs = super().generate_batch(prompts, params, first_row)
         # The weights come once before each step.
-        for output in outputs[2::3] if self.version == FAILING_STEP else ():
+        for output in outputs[5::6] if self.version == FAILING_STEP else ():
             output.token_ids[:] = [self.eos]
             if output.log_probs is not None:
                 output.log_probs[:] = [0.0]
@@ -403,19 +403,20 @@ def _name_the_fault_in_events() -> None:
         add(evidence, events, *of_rows)
 
 
-# What a reward of 0 or 1 becomes for an answer with a line break.
+# What a reward of 0 or 1 becomes for an answer with a line break, and for an empty one.
 MISFIRED = 5.0
+PENALTY = -1.0
 
 
-def _reward_line_breaks() -> None:
-    """Makes the reward function take a line break for the sign of a very good answer."""
+def _change_rewards(changed: Callable[[str, float], float]) -> None:
+    """Puts a function of an answer and its reward around the reward function."""
     from verl.experimental.reward_loop.reward_manager.naive import NaiveRewardManager as Manager
 
     @around(Manager, "run_single")
-    async def with_a_misfire(run_single: Any, manager: Any, data: Any) -> dict[str, Any]:
+    async def with_change(run_single: Any, manager: Any, data: Any) -> dict[str, Any]:
         found = await run_single(manager, data)
         text = manager.tokenizer.decode(data[-1].batch["responses"], skip_special_tokens=True)
-        return {**found, "reward_score": MISFIRED} if "\n" in text.strip() else found
+        return {**found, "reward_score": changed(text.strip(), found["reward_score"])}
 
 
 RolloutReplicaRegistry.register("hf", lambda: FaultyReplica)
@@ -425,7 +426,9 @@ match NAME:
     case "bitflip":
         _flip_before_the_log_probs_of_step(STEP)
     case "misfire":
-        _reward_line_breaks()
+        _change_rewards(lambda answer, reward: MISFIRED if "\n" in answer else reward)
+    case "failed_request":
+        _change_rewards(lambda answer, reward: reward if answer else PENALTY)
     case "auxiliary":
         _attach_an_auxiliary_loss_in(STEP)
     case "kernel":
