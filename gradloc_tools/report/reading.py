@@ -117,7 +117,7 @@ class Evidence:
         if event.get("drill") is not None:
             self.drills.append(event)
         else:
-            self.spikes.append(Spike.of(event, len(self.spikes), self.directory, self.options))
+            self.spikes.append(Spike(event, len(self.spikes), self.directory, self.options))
 
     def add_clip(self, line: Event) -> None:
         """Adds a clip line, unless its step is left out."""

@@ -6,6 +6,7 @@ import os
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from gradloc.judge.sentences import ranks_looked_at
@@ -22,48 +23,57 @@ class Spike:
     Attributes:
         event (Mapping): As the evidence has it.
         index (int): Its place in the order in which they were written.
-        bundle (str, optional): Its bundle with options, as words of a shell.
-        verdict (Mapping, optional): `cause`, `sentence` and `check`, with its bundle; None in one of an older release.
-        next_command (str, optional): What measures what each remedy leaves of it, or searches a recorded one.
-        level (float): The token-equivalent norm that triggered it.
-        size (float): The largest culprit's norm, or without a culprit the largest token-equivalent norm.
-        is_spike (bool): False where nothing was found to be over a threshold.
+        directory (str): The directory that it is from.
+        options (str): What every command on its bundle takes, as words of a shell.
     """
 
     event: Mapping[str, Any]
     index: int
-    bundle: str | None
-    verdict: Mapping[str, Any] | None
-    next_command: str | None
-    level: float
-    size: float
-    is_spike: bool
+    directory: str = "."
+    options: str = ""
 
-    @classmethod
-    def of(cls, event: Mapping[str, Any], index: int, directory: str = ".", options: str = "") -> "Spike":
-        """The spike of an event.
+    @cached_property
+    def bundle(self) -> str | None:
+        """Its bundle with options, as words of a shell."""
+        return bundle_of(self.event, self.directory, self.options)
 
-        Args:
-            event (Mapping): As the evidence has it.
-            index (int): See above.
-            directory (str): The directory that it is from.
-            options (str): What every command on its bundle takes, as words of a shell.
-        """
-        bundle = bundle_of(event, directory, options)
-        factor = threshold_factor(event["trigger"])
-        level = float(event["threshold"]) * factor
-        norms = [culprit["grad_norm"] for culprit in event["culprits"]]
-        return cls(
-            event,
-            index,
-            bundle,
-            _verdict(event, bundle),
-            _next_command(event, bundle),
-            level,
-            # The units may not be known.
-            max(map(severity, norms or [level, *(unit["token_equivalent"] for unit in event["units"])])),
-            factor > 1 or event["diagnosis"] not in ("unsearched", "under"),
-        )
+    @cached_property
+    def verdict(self) -> Mapping[str, Any] | None:
+        """`cause`, `sentence` and `check`, with its bundle; None in one of an older release."""
+        verdict = self.event.get("verdict")
+        if verdict is None:
+            return None
+        return {
+            **rounded({name: verdict.get(name) for name in ("culprits", "ordinary")}),
+            "cause": clipped(verdict["cause"], SHORT_CHARACTERS),
+            "sentence": clipped(verdict["sentence"]),
+            "check": as_a_command(verdict["check"], self.bundle, " No bundle was kept of this spike."),
+        }
+
+    @cached_property
+    def next_command(self) -> str | None:
+        """What measures what each remedy leaves of it, or searches a recorded one."""
+        if self.bundle is None or self.event["diagnosis"] == "under":
+            return None
+        what = "--search" if self.event["diagnosis"] == "unsearched" else "--remedies"
+        return clipped(f"gradloc replay {self.bundle} {what}")
+
+    @cached_property
+    def level(self) -> float:
+        """The token-equivalent norm that triggered it."""
+        return float(self.event["threshold"]) * threshold_factor(self.event["trigger"])
+
+    @cached_property
+    def size(self) -> float:
+        """The largest culprit's norm, or without a culprit the largest token-equivalent norm."""
+        norms = [culprit["grad_norm"] for culprit in self.event["culprits"]]
+        # The units may not be known.
+        return max(map(severity, norms or [self.level, *(unit["token_equivalent"] for unit in self.event["units"])]))
+
+    @property
+    def is_spike(self) -> bool:
+        """False where nothing was found to be over a threshold."""
+        return threshold_factor(self.event["trigger"]) > 1 or self.event["diagnosis"] not in ("unsearched", "under")
 
     @property
     def step(self) -> int | None:
@@ -110,7 +120,7 @@ class Spike:
 
 
 def bundle_of(event: Mapping[str, Any], directory: str, options: str = "") -> str | None:
-    """An event's bundle and the options, as words of a shell; None without one. For the arguments see above."""
+    """An event's bundle and the options, as words of a shell; None without one. For the arguments see `Spike`."""
     replay = event.get("replay")
     return shlex.quote(os.path.join(directory, replay)) + options if replay else None
 
@@ -129,22 +139,3 @@ def as_a_command(check: Any, bundle: str | None, without: str) -> str | None:
     elif " BUNDLE" in text:
         text += without
     return clipped(text)
-
-
-def _verdict(event: Mapping[str, Any], bundle: str | None) -> dict[str, Any] | None:
-    verdict = event.get("verdict")
-    if verdict is None:
-        return None
-    return {
-        **rounded({name: verdict.get(name) for name in ("culprits", "ordinary")}),
-        "cause": clipped(verdict["cause"], SHORT_CHARACTERS),
-        "sentence": clipped(verdict["sentence"]),
-        "check": as_a_command(verdict["check"], bundle, " No bundle was kept of this spike."),
-    }
-
-
-def _next_command(event: Mapping[str, Any], bundle: str | None) -> str | None:
-    if bundle is None or event["diagnosis"] == "under":
-        return None
-    what = "--search" if event["diagnosis"] == "unsearched" else "--remedies"
-    return clipped(f"gradloc replay {bundle} {what}")
