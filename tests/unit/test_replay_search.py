@@ -327,7 +327,7 @@ def test_a_pass_that_fails_ends_it_in_one_sentence(
     def fail(*_: Any) -> None:
         raise RuntimeError("planted failure\nwith more lines")
 
-    files, run = left(evidence), Passes._run
+    files, run = left(evidence), Passes._forward_backward
     for fails_at in (1, 2):
         passes: list[None] = []
 
@@ -335,11 +335,11 @@ def test_a_pass_that_fails_ends_it_in_one_sentence(
             made.append(None)
             fail() if len(made) == at else run(*arguments)
 
-        monkeypatch.setattr(Passes, "_run", failing)
+        monkeypatch.setattr(Passes, "_forward_backward", failing)
         assert search(evidence) == 2
         out, error = capsys.readouterr()
         assert out == "" and error.splitlines()[1:] == ["The search failed: rank 0: RuntimeError: planted failure."]
-    monkeypatch.setattr(Passes, "_run", run)
+    monkeypatch.setattr(Passes, "_forward_backward", run)
     monkeypatch.setattr(memory, "free_memory", lambda _: 0)
     assert search(evidence) == 2
     said = capsys.readouterr().err.splitlines()[1]
