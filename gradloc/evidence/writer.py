@@ -11,6 +11,7 @@ import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
+from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -65,16 +66,18 @@ def record_events(directory: str, events: Sequence[Mapping[str, Any]], name: str
     """
     if not events:
         return
-    lines, counts = [], Counter[tuple[Any, str]]()
-    for event in events:
-        kind = event.get("global_step"), "lines of TokenClip" if "token_clip" in event else "spikes"
-        counts[kind] += 1
-        if counts[kind] <= EVENTS_PER_STEP:
-            lines += _event_lines(event)
-    for (step, what), count in counts.items():
-        if (more := count - EVENTS_PER_STEP) > 0:
-            limit = f"{more} more {what} are not written: {EVENTS_PER_STEP} in a step are the limit"
-            lines.append(_note("rate_limit", step, more, limit))
+    lines = []
+    for step, of_step in groupby(events, lambda event: event.get("global_step")):
+        counts: Counter[str] = Counter()
+        for event in of_step:
+            what = "lines of TokenClip" if "token_clip" in event else "spikes"
+            counts[what] += 1
+            if counts[what] <= EVENTS_PER_STEP:
+                lines += _event_lines(event)
+        for what, count in counts.items():
+            if (more := count - EVENTS_PER_STEP) > 0:
+                limit = f"{more} more {what} are not written: {EVENTS_PER_STEP} in a step are the limit"
+                lines.append(_note("rate_limit", step, more, limit))
     first_step = events[0].get("global_step")
     what = f"{len(events)} gradient spike(s)" + " of the critic" * (name == "critic")
     _append(directory, name, b"".join(lines), what, "events", first_step, len(events))

@@ -178,7 +178,7 @@ def test_the_figure_of_a_step_is_its_largest_finite_one(norms: list[float], fact
     triggers = [{"kind": "unit", "norm": norm, "threshold": 2.0} for norm in norms]
     events = [event(1, []) | {"trigger": trigger} for trigger in triggers]
     tables = trackers.Table(trackers.COLUMNS), trackers.Table(trackers.CLIP_COLUMNS)
-    assert trackers.StepSpikes(1, events, *tables, None).threshold_factor == factor
+    assert trackers.StepSpikes(1, events, *tables, None).figures.get("gradloc/threshold_factor") == factor
 
 
 @pytest.mark.every_target
@@ -375,7 +375,7 @@ def test_clipped_tokens_have_a_bounded_table_of_their_own(tmp_path: Path, monkey
     assert [len(spikes.clipped.new_rows) for spikes in sent] == [20, 2, 2, 1]
     assert sent[0].clip_counts == {"gradloc/tokens_over": 30, "gradloc/tokens_cut": 30}
     assert math.isnan(sent[-1].clipped.rows[-1][list(trackers.CLIP_COLUMNS).index("multiple")])
-    assert not sent[-1].culprits.rows and sent[-1].spikes == [] and sent[-1].threshold_factor is None
+    assert not sent[-1].culprits.rows and sent[-1].spikes == [] and "gradloc/threshold_factor" not in sent[-1].figures
 
 
 def test_only_what_was_left_is_alerted() -> None:
