@@ -184,8 +184,8 @@ class RunChecks:
         self._gap: float | None = None
         self._least = math.inf
         self._alignment = _NO_ALIGNMENT
-        # The last warning about log-probs, the gap of the last update that had the evidence for it, and how many since
-        # then had none.
+        # The last rule about log-probs, its warning, the gap of the last update that had the evidence for it, and how
+        # many since then had none.
         self._said: tuple[str, dict[str, Any], float, int] | None = None
         # How many tokens the updates before had that the policy did not produce.
         self._unsampled_before = 0.0
