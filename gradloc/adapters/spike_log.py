@@ -9,7 +9,8 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,19 +18,7 @@ from typing import Any
 from ..evidence.writer import evidence_files
 from ..guarded import warn_once
 from ..judge.misfire import without_data_source
-from .trackers import (
-    CLIP_COLUMNS,
-    COLUMNS,
-    TABLE_ROWS,
-    TAKE_PAGE,
-    TEXT_COLUMNS,
-    TRACKERS,
-    StepSpikes,
-    Table,
-    clips_of,
-    spikes_of,
-    table_rows,
-)
+from .trackers import CLIP_COLUMNS, COLUMNS, TAKE_PAGE, TEXT_COLUMNS, TRACKERS, StepSpikes, Table
 
 # verl's loggers that are no trackers: with these alone, `spike_log` is off unless it is set. The console has the
 # summaries already, from the process that writes the evidence; RL-Insight takes figures only.
@@ -41,12 +30,7 @@ _READ = ("culprits", "token_clip")
 
 
 def add_spike_log(loggers: dict[str, Any], config: Mapping[str, Any] | None) -> None:
-    """Adds a logger "gradloc" to those of a `Tracking`, if its run is to send its spikes or clipped tokens on.
-
-    Args:
-        loggers (dict): verl's loggers by name.
-        config (Mapping, optional): verl's whole configuration.
-    """
+    """Adds a logger "gradloc" to those of a `Tracking`, if its run is to send its spikes or clipped tokens on."""
     actor = ((config or {}).get("actor_rollout_ref") or {}).get("actor") or {}
     if not (actor.get("spike_detection", False) or (actor.get("token_clip") or {}).get("enable", False)):
         return
@@ -78,12 +62,7 @@ class SpikeLog:
         self._said: set[str] = set()
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
-        """Sends the spikes of a step.
-
-        Args:
-            data (Mapping): The step's metrics.
-            step (int): The trainer's step.
-        """
+        """Sends the spikes of a step with these metrics."""
         counts = ("actor/gradloc/triggered", "actor/token_clip/over")
         if any(data.get(name, 0) > 0 for name in counts) or "actor/gradloc/drill_found" in data:
             self._guarded("the evidence", partial(self._send, step))
@@ -104,25 +83,22 @@ class SpikeLog:
         if not self._texts:  # of what is sent, sentences alone may name what a sample is
             lines = [_without_data_source(line) for line in lines]
         self._steps += 1
-        self._culprits = self._grown(self._culprits, "culprits", spikes_of(lines))
-        self._clipped = self._grown(self._clipped, "clipped tokens", clips_of(lines))
+        of_step = StepSpikes(step, lines, self._culprits, self._clipped)
+        self._culprits = self._culprits.grown(of_step.spikes)
+        self._clipped = self._clipped.grown(of_step.clips)
+        for name, table in (("culprits", self._culprits), ("clipped tokens", self._clipped)):
+            if table.is_full:
+                self._warn(
+                    f"full {name}", f"the trackers' table of {name} has {len(table.rows)} rows, and gets no more."
+                )
         with tempfile.TemporaryDirectory(prefix="gradloc-") as folder:
             page = self._page(Path(folder, "report.html"))
-            spikes = StepSpikes(step, lines, self._culprits, self._clipped, page)
+            spikes = replace(of_step, culprits=self._culprits, clipped=self._clipped, page=page)
             for name, tracker in self._loggers.items():
                 if send := TRACKERS.get(name):
                     self._guarded(name, partial(send, tracker, spikes))
                 elif name not in _NO_TRACKERS:
                     self._warn(name, f"the logger {name} gets no spikes: it is not one of {', '.join(TRACKERS)}.")
-
-    def _grown(self, table: Table, name: str, lines: Sequence[Mapping[str, Any]]) -> Table:
-        """A table with the rows of a step's lines, as far as there is room."""
-        room = TABLE_ROWS - len(table.rows)
-        new_rows = [row for line in lines for row in table_rows(line, table.columns)][:room]
-        rows = [*table.rows, *new_rows]
-        if room and len(rows) == TABLE_ROWS:
-            self._warn(f"full {name}", f"the trackers' table of {name} has {TABLE_ROWS} rows, and gets no more.")
-        return Table(table.columns, new_rows, rows)
 
     def _page(self, path: Path) -> Path | None:
         """The report: after each of the first ten steps with spikes, then after the 20th, 30th, … 100th, 200th, …"""

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..evidence.clips import left_some
 from ..judge.sentences import in_one_line
 from ..judge.shares import threshold_factor
 
@@ -36,63 +35,53 @@ CLIP_COLUMNS = ("step", "action", "boundary", "cut", "token", *_CLIP_NUMBERS, *_
 TEXT_COLUMNS = ("context", "uid")
 
 
-def spikes_of(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The events among some lines that are no drills."""
-    return [line for line in lines if "token_clip" not in line and line.get("drill") is None]
-
-
-def clips_of(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The clip lines among them."""
-    return [line for line in lines if "token_clip" in line]
-
-
 @dataclass(frozen=True)
 class Table:
-    """A table that grows with the run.
-
-    Args:
-        columns (Sequence[str]): The names of its columns.
-        new_rows (Sequence[Sequence]): The rows of one step.
-        rows (Sequence[Sequence]): All rows of the run up to this step.
-    """
+    """A table that grows with the run, up to `TABLE_ROWS`."""
 
     columns: Sequence[str]
-    new_rows: Sequence[Sequence[Any]] = ()
-    rows: Sequence[Sequence[Any]] = ()
+    new_rows: Sequence[list[Any]] = ()  # those of one step
+    rows: Sequence[list[Any]] = ()  # those of the run up to this step
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.rows) == TABLE_ROWS
+
+    def grown(self, lines: Sequence[Mapping[str, Any]]) -> "Table":
+        """The table with the rows of another step's lines."""
+        room = TABLE_ROWS - len(self.rows)
+        new_rows = [row for line in lines for row in table_rows(line, self.columns)][:room]
+        return Table(self.columns, new_rows, [*self.rows, *new_rows])
 
 
 @dataclass(frozen=True)
 class StepSpikes:
-    """The spikes and drills of one step, and what TokenClip found in it, in the forms that trackers take.
-
-    Args:
-        step (int): The trainer's step.
-        lines (Sequence[Mapping]): The events and clip lines, as they are in the evidence.
-        culprits (Table): The culprits.
-        clipped (Table): The tokens over TokenClip's bounds.
-        page (Path, optional): The report as one HTML file. Only after some of the steps with such lines.
-    """
+    """The spikes and drills of one step, and what TokenClip found in it, in the forms that trackers take."""
 
     step: int
-    lines: Sequence[Mapping[str, Any]]
+    lines: Sequence[Mapping[str, Any]]  # the events and clip lines, as they are in the evidence
     culprits: Table
-    clipped: Table
-    page: Path | None
+    clipped: Table  # the tokens over TokenClip's bounds
+    page: Path | None = None  # the report as one HTML file, after some of the steps with such lines
 
     @property
     def spikes(self) -> list[Mapping[str, Any]]:
         """The events that are no drills."""
-        return spikes_of(self.lines)
+        return [line for line in self.lines if "token_clip" not in line and line.get("drill") is None]
 
     @property
     def clips(self) -> list[Mapping[str, Any]]:
         """The clip lines."""
-        return clips_of(self.lines)
+        return [line for line in self.lines if "token_clip" in line]
 
     @property
     def alerting(self) -> "StepSpikes | None":
         """What to alert of: all but the clip lines of which everything was cut; None if nothing is left."""
-        lines = [line for line in self.lines if "token_clip" not in line or left_some(line)]
+        lines = []
+        for line in self.lines:
+            clip = line.get("token_clip")
+            if clip is None or sum(clip["cut"].values()) < sum(clip["over"].values()):
+                lines.append(line)
         return replace(self, lines=lines) if lines else None
 
     @property
@@ -128,8 +117,7 @@ class StepSpikes:
 
 
 def table_rows(line: Mapping[str, Any], columns: Sequence[str]) -> list[list[Any]]:
-    """The rows of a line with these columns: of an event its largest culprits, or its suspected tokens; of a clip line
-    the tokens furthest over their bounds."""
+    """The rows of a line: an event's largest culprits or suspected tokens, a clip line's tokens furthest over."""
     clip = line.get("token_clip")
     tokens = line["culprits"] or line.get("suspected", ()) if clip is None else clip["tokens"]
     of_line = {"step": line["global_step"], "diagnosis": line.get("diagnosis"), "action": (clip or line)["action"]}
@@ -148,7 +136,7 @@ def to_wandb(wandb: Any, spikes: StepSpikes) -> None:
     logged: dict[str, Any] = dict(spikes.clip_counts)
     for name, table in _tables(spikes):
         # A table that was logged cannot grow: https://github.com/wandb/wandb/issues/2981
-        logged[name] = wandb.Table(columns=list(table.columns), data=[list(row) for row in table.rows])
+        logged[name] = wandb.Table(columns=list(table.columns), data=[*table.rows])
     if spikes.page is not None:
         logged["gradloc/report"] = wandb.Html(io.StringIO(spikes.page.read_text(encoding="utf-8")), inject=False)
     if logged:
@@ -183,7 +171,7 @@ def to_swanlab(swanlab: Any, spikes: StepSpikes) -> None:
     logged: dict[str, Any] = {"gradloc/spikes": swanlab.Text(spikes.text), **spikes.figures}
     for name, table in _tables(spikes):
         shown = swanlab.echarts.Table()
-        shown.add(headers=list(table.columns), rows=[list(row) for row in table.rows])
+        shown.add(headers=list(table.columns), rows=[*table.rows])
         logged["gradloc/table" if table is spikes.culprits else name] = shown
     if spikes.page is not None and hasattr(swanlab, "Html"):  # since 0.8
         logged["gradloc/report"] = swanlab.Html(spikes.page)

@@ -9,6 +9,7 @@ import os
 import platform
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
@@ -47,13 +48,12 @@ class BundleWriter:
     seconds at most.
 
     Args:
-        most (int): The maximum number of bundles in it. The first ones are kept: later spikes may be consequences.
+        most (int): The maximum number of bundles. The first ones are kept: later spikes may be consequences.
         rows_of (Callable): Converts the inputs of a micro-batch to its samples. Raises `NotReplayableError` if a
             replay could not compute them.
         context (Callable): Returns what the trainer knows, ready for `jsonable`: `model`, `dtype`, `actor`,
             `checkpoint`, `grad_clip`, `versions`. Called on rank 0.
-        layer_clip (LayerClip, optional): LayerClip with the bounds that it has learned, also if it is off.
-        token_clip (TokenClip, optional): TokenClip, if it is on.
+        layer_clip (LayerClip, optional): With the bounds that it has learned, also if it is off.
     """
 
     def __init__(
@@ -113,19 +113,12 @@ class BundleWriter:
             if self._layer_clip is not None and squared_norms is not None:
                 layers = self._layer_clip.preview(squared_norms)
             tokens = None if self._token_clip is None else self._token_clip.bounds_in_force()
-            saved = {
-                name: SavedMicroBatch(self._rows_of(micro_batch.inputs), micro_batch.tokens, micro_batch.rng_state)
-                for name, micro_batch in micro_batches.items()
-            }
-            entries = {
-                name: {
-                    "rows": micro_batch.rows,
-                    "norm": findings.figures[name].norm,
-                    "layer_norms": findings.figures[name].layer_norms,
-                    "threshold": findings.threshold * findings.figures[name].root_square_weight,
-                }
-                for name, micro_batch in micro_batches.items()
-            }
+            saved, entries = {}, {}
+            for name, micro_batch in micro_batches.items():
+                figures = findings.figures[name]
+                threshold = findings.threshold * figures.root_square_weight
+                saved[name] = _saved(micro_batch, self._rows_of)
+                entries[name] = _entry(micro_batch, threshold, figures.norm, figures.layer_norms)
             searched = {
                 "layers": findings.layers,
                 "left_out": left_out,
@@ -153,10 +146,8 @@ class BundleWriter:
 def worth_keeping(event: Mapping[str, Any], figures: AllFigures, threshold: float) -> list[MicroBatchName]:
     """The micro-batches worth keeping: those with culprits, then those over their threshold, or else the largest."""
     with_culprits = [(culprit["rank"], culprit["micro_batch"]) for culprit in event["culprits"]]
-    found = list(dict.fromkeys([*with_culprits, *suspects(figures, threshold)]))
-    if not found:
-        found = sorted((name for name in figures if figures[name].norm), key=lambda n: -figures[n].token_equivalent)[:1]
-    return found
+    largest = sorted((name for name in figures if figures[name].norm), key=lambda n: -figures[n].token_equivalent)
+    return list(dict.fromkeys([*with_culprits, *suspects(figures, threshold)])) or largest[:1]
 
 
 def measured_tokens(findings: Findings, among: Mapping[MicroBatchName, Any]) -> list[dict[str, Any]]:
@@ -176,6 +167,17 @@ def measured_tokens(findings: Findings, among: Mapping[MicroBatchName, Any]) -> 
     # NaN is larger than any number.
     found.sort(key=lambda token: -token["grad_norm"] if token["grad_norm"] == token["grad_norm"] else -math.inf)
     return found[: limits.MEASURED_TOKENS]
+
+
+def _saved(micro_batch: MicroBatch, rows_of: Callable[[Mapping[str, Any]], list[Row]]) -> SavedMicroBatch:
+    return SavedMicroBatch(rows_of(micro_batch.inputs), micro_batch.tokens, micro_batch.rng_state)
+
+
+def _entry(
+    micro_batch: MicroBatch, threshold: float, norm: float | None = None, layer_norms: Mapping[str, float] | None = None
+) -> dict[str, Any]:
+    """What the manifest says of a micro-batch beside its name and its file; without norms where none was measured."""
+    return {"rows": micro_batch.rows, "norm": norm, "layer_norms": layer_norms or {}, "threshold": threshold}
 
 
 def _sent(mini_batch: MiniBatch, name: MicroBatchName) -> MicroBatch:
@@ -200,7 +202,7 @@ def write_recorded_bundle(
     without a token that can move are not among them: their gradients are zero.
 
     Args:
-        micro_batches (Mapping[MicroBatchName, MicroBatch]): The micro-batches; their tokens have `suspicion`.
+        micro_batches (Mapping): Their tokens have `suspicion`.
         suffix (str): The end of the folder's name, by which the parts of several ranks differ.
         most (int, optional): How many bundles with this suffix there may be.
 
@@ -213,11 +215,7 @@ def write_recorded_bundle(
         OSError: It cannot be written.
     """
     folder = directory / naming.FOLDER
-    moving = {
-        name: SavedMicroBatch(rows_of(each.inputs), each.tokens, each.rng_state)
-        for name, each in micro_batches.items()
-        if bool(movable(each.tokens).any())
-    }
+    moving = {name: _saved(each, rows_of) for name, each in micro_batches.items() if bool(movable(each.tokens).any())}
     if not moving:
         raise NothingMovesError("it has no token with a gradient")
     # Ranks write at the same time, so each has a share of its own.
@@ -226,12 +224,7 @@ def write_recorded_bundle(
         raise NotReplayableError(full)
     kept = _largest(moving)
     entries = {
-        name: {
-            "rows": micro_batches[name].rows,
-            "norm": None,
-            "layer_norms": {},
-            "threshold": event["threshold"] * math.sqrt(float(square_weight(saved.tokens))),
-        }
+        name: _entry(micro_batches[name], event["threshold"] * math.sqrt(float(square_weight(saved.tokens))))
         for name, saved in kept.items()
     }
     unsearched = {"layers": [], "left_out": len(moving) - len(kept), "measured": []}
@@ -270,8 +263,7 @@ def write_bundle(
 
     Args:
         folder (Path): That of all bundles.
-        entries (Mapping[MicroBatchName, Mapping]): What the manifest says of each beside its name and its file: `rows`,
-            `norm`, `layer_norms` and `threshold`.
+        entries (Mapping): What `_entry` gave for each micro-batch.
         more (Mapping): What the manifest says besides: what the trainer knows, `layers`, `left_out` and `measured`; of
             a searched spike also `clips`, what LayerClip and TokenClip knew of their bounds.
         suffix (str): The end of its name.
@@ -286,7 +278,7 @@ def write_bundle(
     files = _files(event, micro_batches, entries, more)
     folder.mkdir(parents=True, exist_ok=True)
     name = _free_name(folder, event, suffix)
-    unfinished = folder / f".{name}.{os.getpid()}"
+    unfinished = folder / f".{os.getpid()}.{name}"
     try:
         unfinished.mkdir()
         for file, data in files.items():
@@ -299,14 +291,7 @@ def write_bundle(
 
 
 def _no_room(folder: Path, most: int | None, share: int, suffix: str = "") -> str | None:
-    """Why a folder of bundles takes no more of those whose names end with a suffix; None if it does.
-
-    Args:
-        folder (Path): That of all bundles.
-        most (int, optional): At most so many of them.
-        share (int): At most so many bytes of them.
-        suffix (str): The end of their names.
-    """
+    """Why a folder takes no more bundles whose names end with a suffix: at most `most`, of `share` bytes; or None."""
     kept = len([*folder.glob(f"[!.]*{suffix}/{naming.MANIFEST}")])
     used = bytes_of_bundles(folder, suffix)
     if (most is None or kept < most) and used < share:
@@ -364,24 +349,14 @@ def _files(
 
 
 def bytes_of_bundles(directory: Path, suffix: str = "") -> int:
-    """The bytes of all bundles in a folder, those that a killed run left unfinished included.
-
-    With a suffix, those alone whose names end with it, or did so before they were finished.
+    """The bytes of all bundles whose names end with a suffix, those that a killed run left unfinished included.
 
     Other ranks may write into the same folder: what they rename or remove in the meantime is left out.
     """
-    if not directory.is_dir():
-        return 0
     size = 0
-    for bundle in list(directory.iterdir()):
-        # An unfinished one has the id of its process at the end: see `write_bundle`.
-        if not (bundle.name.rpartition(".")[0] if bundle.name[0] == "." else bundle.name).endswith(suffix):
-            continue
-        try:
-            for path in list(bundle.iterdir()):
-                size += path.stat().st_size
-        except (FileNotFoundError, NotADirectoryError):
-            continue
+    for bundle in list(directory.glob(f"*{suffix}")):
+        with suppress(FileNotFoundError, NotADirectoryError):
+            size += sum(path.stat().st_size for path in bundle.iterdir())
     return size
 
 

@@ -14,12 +14,7 @@ DONE = {"drop": "dropped", "smooth": "reduced"}
 
 
 def clip_line(where: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
-    """A line of the form `CLIP` in gradloc_tools/schema.py.
-
-    Args:
-        where (Mapping): `global_step`, `epoch` and `mini_batch`.
-        found (Mapping): What `TokenClip.end_mini_batch` returned.
-    """
+    """A line of the form `CLIP` in gradloc_tools/schema.py, of what `TokenClip.end_mini_batch` returned."""
     line = {"schema": SCHEMA, "time": datetime.now(timezone.utc).isoformat(), **where, "token_clip": dict(found)}
     return {**line, "summary": summary(line)}
 
@@ -52,8 +47,3 @@ def describe(line: Mapping[str, Any]) -> str:
     place = "in the prompt" if token["position"] < 0 else f"position {token['position']}"
     where = f"{token['multiple']:.3g} times the usual at {token['boundary']}"
     return f"{start}; the largest: token{text} of rank {token['rank']}, row {token['row']}, {place}, {where}."
-
-
-def left_some(line: Mapping[str, Any]) -> bool:
-    """Whether a clip line has signals over their bounds that were not cut."""
-    return bool(sum(line["token_clip"]["cut"].values()) < sum(line["token_clip"]["over"].values()))

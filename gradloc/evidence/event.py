@@ -26,19 +26,15 @@ from ..search.findings import Findings, Part
 from ..search.groups import Token
 from ..version import __version__
 from .ordinary import largest_tokens, medians_of, ordinary_shares, token_medians
-from .token_facts import response_evidence, token_evidence
+from .token_facts import response_kl, response_window, token_evidence
 from .writer import SCHEMA
 
-# What is known of a culprit, for which the search has no use: see `token_evidence` and `response_evidence`.
+# What is known of a culprit, for which the search has no use: see `_facts`.
 Facts = dict[str, Any]
 
 
 def token_facts_of(mini_batch: MiniBatch, tokens: Sequence[Token]) -> dict[Token, Facts]:
-    """The facts about some tokens, the same on every rank. A collective call.
-
-    Args:
-        mini_batch (MiniBatch): What they are tokens of.
-        tokens (Sequence[Token]): The same on every rank.
+    """The facts about some tokens of a mini-batch; both the same on every rank. A collective call.
 
     Raises:
         RankFailedError: A rank could not tell of its tokens.
@@ -71,19 +67,12 @@ _LOUDER = 2.0
 
 
 class Done(NamedTuple):
-    """What became of `spike_action`; the same on every rank.
-
-    Args:
-        applied (bool): Whether it was applied.
-        squared_norms (Tensor | None): The squared norms by layer of the gradient that is left.
-        passes (int): How many passes that took.
-        error (str | None): The error that prevented it.
-    """
+    """What became of `spike_action`; the same on every rank."""
 
     applied: bool
-    squared_norms: Tensor | None = None
-    passes: int = 0
-    error: str | None = None
+    squared_norms: Tensor | None = None  # by layer, of the gradient that is left
+    passes: int = 0  # how many it took
+    error: str | None = None  # what prevented it
 
 
 def build_event(
@@ -101,11 +90,8 @@ def build_event(
 
     Args:
         mini_batch (MiniBatch): The gradient with the spike.
-        findings (Findings): What the search has found in it.
         ordinary (OrdinaryGradient): What an earlier mini-batch says of ordinary tokens.
         where (Mapping): `global_step`, `epoch`, `mini_batch` and `steps_since_resume`.
-        action (str): `spike_action`.
-        done (Done): What became of it.
         started (float): What `time.perf_counter` gave when the search began.
         warnings (Sequence[Mapping]): What `RunChecks.warnings` returned.
         medians (Mapping, optional): What `token_medians` gave in training; by default, that of this mini-batch.
@@ -163,14 +149,12 @@ def recorded_event(
     """The event of a spike of which the tokens' figures were recorded. No collective call.
 
     Args:
-        micro_batches (Mapping[MicroBatchName, MicroBatch]): What `MicroBatch.portable` returned for each; the medians
-            are those of their tokens alone.
+        micro_batches (Mapping): What `MicroBatch.portable` returned for each; the medians are those of their tokens
+            alone.
         where (Mapping): `global_step`, `epoch`, `mini_batch` and, if known, `steps_since_resume`.
         threshold (float): τ.
         global_norm (float): The norm of the reduced gradient; NaN if it is not known.
-        global_threshold (float): The threshold of that norm.
         world_size (int): The number of data-parallel ranks.
-        loss_scale (float): The loss scale of fp16 in training.
     """
     medians = medians_of(list(micro_batches.values()))
     found = alignment_warning([each.tokens for each in micro_batches.values()])
@@ -433,5 +417,11 @@ def _suspected_tokens(micro_batches: Mapping[MicroBatchName, MicroBatch], median
 
 
 def _facts(tokens: Mapping[str, Tensor], row: int, position: int) -> Facts:
-    """What is known of a token and of its response."""
-    return {**token_evidence(tokens, row, position), **response_evidence(tokens, row, position)}
+    """What is known of a token, and of the tokens around it in its response."""
+    suspicion = tokens["suspicion"][row]
+    return {
+        **token_evidence(tokens, row, position),
+        "suspicion": float(suspicion[position]),
+        "response_suspicion": response_window(suspicion, tokens["response_mask"][row], position),
+        "response_kl": response_kl(tokens, row, position),
+    }

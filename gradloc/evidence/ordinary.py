@@ -36,8 +36,7 @@ def ordinary_shares(
     - `layer` is not known.
 
     Args:
-        micro_batches (Sequence[MicroBatch]): This rank's.
-        culprits (Collection): This rank's culprits.
+        micro_batches (Sequence[MicroBatch]): This rank's, as the culprits.
         medians (Mapping): What `token_medians` returned, with or without `least_advantage`.
         scale (float): The loss scale.
         sequence_parallel_size (int): How many neighbouring ranks have the same tokens.
@@ -73,9 +72,7 @@ def largest_tokens(values: Mapping[MicroBatchName, Tensor], most: int) -> list[t
     """The micro-batch, row and position of the tokens with the largest values, largest first.
 
     Args:
-        values (Mapping[MicroBatchName, Tensor]): Of shape (rows, response length). NaN counts as infinite, and −Inf is
-            that of no token.
-        most (int): How many tokens at most.
+        values (Mapping): Of shape (rows, response length). NaN counts as infinite, and −Inf is that of no token.
     """
     found: list[tuple[float, MicroBatchName, int, int]] = []
     for name, of_tokens in values.items():

@@ -65,8 +65,6 @@ def token_evidence(tokens: Mapping[str, Tensor], row: int, position: int) -> dic
         tokens (Mapping[str, Tensor]): Tensors of shape (rows, response length): `response_mask`, `token_id`, `weight`,
             `coefficient`, `log_prob`, and if available `advantage`, `old_log_prob`, `ref_log_prob`, `entropy`,
             `rollout_log_prob`, `kl_coefficient` (the KL loss's part of `coefficient`) and `after_eos`.
-        row (int): The row in them.
-        position (int): The index in the response.
 
     Returns:
         dict: Numbers; None if there is no data. `misaligned_share` is the fraction of the response's tokens whose
@@ -89,34 +87,11 @@ def token_evidence(tokens: Mapping[str, Tensor], row: int, position: int) -> dic
     }
 
 
-def response_evidence(tokens: Mapping[str, Tensor], row: int, position: int) -> dict[str, Any]:
-    """A token's suspicion, and what is known of the tokens around it: `response_suspicion` and `response_kl`.
-
-    Args:
-        tokens (Mapping[str, Tensor]): As `token_evidence` takes them, with `suspicion`.
-        row (int): The row in them.
-        position (int): The index in the response.
-    """
-    suspicion = tokens["suspicion"][row]
-    return {
-        "suspicion": float(suspicion[position]),
-        "response_suspicion": response_window(suspicion, tokens["response_mask"][row], position),
-        "response_kl": response_kl(tokens, row, position),
-    }
-
-
 def find_after_eos(token_id: Tensor, response_mask: Tensor, eos_tokens: Collection[int]) -> Tensor:
     """Which tokens the response mask includes although the turn has ended before them.
 
-    The rollout stops at an EOS token, so it has not sampled what follows one in the same turn. No host sync.
-
-    Args:
-        token_id (Tensor): Shape (rows, response length).
-        response_mask (Tensor): Same shape.
-        eos_tokens (Collection[int]): The ids at which the rollout stops.
-
-    Returns:
-        Tensor: bool, same shape.
+    The rollout stops at an EOS token, so it has not sampled what follows one in the same turn. The tensors are of shape
+    (rows, response length), the result bool. No host sync.
     """
     mask = response_mask.bool()
     is_end = torch.zeros_like(mask)
@@ -172,10 +147,7 @@ def off_the_rollout(difference: Tensor) -> Tensor:
 def response_window(values: Tensor, response_mask: Tensor, position: int) -> list[float]:
     """One value per response token in a window around a culprit, rounded to 4 significant digits.
 
-    Args:
-        values (Tensor): The values, shape (response length,).
-        response_mask (Tensor): Same shape; the padding after its last token is left out.
-        position (int): The culprit's index in the response.
+    Values and mask are of shape (response length,); the padding after the mask's last token is left out.
     """
     start = window_start(position)
     tokens = response_mask.nonzero()

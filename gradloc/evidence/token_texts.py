@@ -27,14 +27,11 @@ def text_evidence(tokenizer: Any, prompt: Sequence[int], response: Sequence[int]
 
     Args:
         tokenizer (Any): Anything with `decode(list[int], skip_special_tokens=bool) -> str`.
-        prompt (Sequence[int]): The prompt's token ids without padding.
-        response (Sequence[int]): The response's token ids without padding.
-        position (int): The culprit's index in the response.
+        prompt (Sequence[int]): Token ids without padding, as of the response.
 
     Returns:
-        dict: `token`; `context`, up to 16 tokens on either side with the culprit in «»; `prompt`; `response`;
-            `response_tokens`, up to 512 tokens around the culprit, each decoded alone; `response_tokens_start`, the
-            index of the first of them.
+        dict: What `context_evidence` gives; `prompt`; `response`; `response_tokens`, up to 512 tokens around the
+            culprit, each decoded alone; `response_tokens_start`, the index of the first of them.
     """
     start = window_start(position)
     window = response[start : start + WINDOW]

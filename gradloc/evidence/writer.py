@@ -131,7 +131,6 @@ def record_step(
 
     Args:
         directory (str): Created if it does not exist. The file of an earlier run is continued.
-        global_step (int, optional): The trainer's step.
         figures (Mapping): `STEP_FIGURES` by name; those that are missing are written as null.
         warnings (Sequence[Mapping]): What `RunChecks.warnings` returned.
     """
@@ -166,7 +165,6 @@ def limit_texts(
     """A culprit, whose texts are None unless it is among the largest.
 
     Args:
-        culprit (Mapping): Its fields, or some of them.
         index (int): Its index in the event's culprits, which begin with the largest.
         most (int): How many of them keep their texts.
         texts (Sequence[str]): The fields that the others lose.
@@ -177,11 +175,8 @@ def limit_texts(
 def jsonable(value: Any, inside: tuple[int, ...] = ()) -> Any:
     """Converts a value to plain JSON types; NaN and infinities become "NaN", "Infinity" and "-Infinity".
 
-    What nests too deep or contains itself is replaced by a text that says so.
-
-    Args:
-        value (Any): The value.
-        inside (tuple[int, ...]): The `id` of each value that contains it.
+    What nests too deep or contains itself is replaced by a text that says so: `inside` has the `id` of each value that
+    contains it.
     """
     if id(value) in inside:
         return "(contains itself)"
@@ -207,13 +202,11 @@ def _append(directory: str, name: str, data: bytes, what: str, kind: str, step: 
     A disk error, or a disk that does not answer in time, is logged as a warning, not raised.
 
     Args:
-        directory (str): Where it is.
-        name (str): "spikes", "steps" or "critic".
         data (bytes): The lines.
         what (str): What they hold, for a warning.
-        kind (str): The plural of what a line holds, for a note.
-        step (Any): The first step of the lines, for a note.
-        count (int): The number of events or steps in them, for a note.
+        kind (str): The plural of what a line holds, for a note, as the two that follow.
+        step (Any): The first step of the lines.
+        count (int): The number of events or steps in them.
     """
     path = os.path.join(directory, f"{name}.jsonl")
 

@@ -267,15 +267,15 @@ def test_a_long_response_is_kept_around_the_culprit() -> None:
     response, position = list(range(3000)), 1000
     found = token_texts.text_evidence(Ids(), [], response, position)
     tokens = {"suspicion": torch.arange(3000.0)[None], "response_mask": torch.ones(1, 3000)}
-    heat = token_facts.response_evidence(tokens, 0, position)
+    heat = token_facts.response_window(tokens["suspicion"][0], tokens["response_mask"][0], position)
     start = found["response_tokens_start"]
-    assert len(found["response_tokens"]) == len(heat["response_suspicion"]) == 512 and start == 744
+    assert len(found["response_tokens"]) == len(heat) == 512 and start == 744
     assert found["response_tokens"][position - start] == "1000"
-    assert heat["response_suspicion"][position - start] == heat["suspicion"] == 1000.0
+    assert heat[position - start] == 1000.0
     # Padding behind the response is left out.
     tokens["response_mask"][0, 5:] = 0
     tokens["suspicion"][:] = math.pi
-    assert token_facts.response_evidence(tokens, 0, 2)["response_suspicion"] == [3.142] * 5
+    assert token_facts.response_window(tokens["suspicion"][0], tokens["response_mask"][0], 2) == [3.142] * 5
 
 
 # Reading and printing

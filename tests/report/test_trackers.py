@@ -21,7 +21,7 @@ from evidence import WORDS, clip, clipped_token, culprit, drill, event, unsearch
 from pages import texts_of, unpacked
 
 from gradloc import record_events
-from gradloc.adapters import spike_log, trackers
+from gradloc.adapters import trackers
 from gradloc.adapters.spike_log import SpikeLog, add_spike_log
 from gradloc.judge.sentences import in_one_line
 from gradloc_tools import report
@@ -339,7 +339,7 @@ def test_events_are_read_once_also_behind_half_a_line(tmp_path: Path) -> None:
 def test_tables_and_pages_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[trackers.StepSpikes] = []
     monkeypatch.setitem(trackers.TRACKERS, "wandb", lambda _, spikes: sent.append(spikes))  # type: ignore[arg-type]
-    monkeypatch.setattr(spike_log, "TABLE_ROWS", 70)
+    monkeypatch.setattr(trackers, "TABLE_ROWS", 70)
     monkeypatch.setattr(report, "write_page", lambda _, path: Path(path).write_text("page"))
     log = SpikeLog({"wandb": None}, str(tmp_path))
     for step in range(1, 32):
@@ -367,7 +367,7 @@ def test_without_the_report_trackers_get_all_but_the_page(
 def test_clipped_tokens_have_a_bounded_table_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[trackers.StepSpikes] = []
     monkeypatch.setitem(trackers.TRACKERS, "file", lambda _, spikes: sent.append(spikes))  # type: ignore[arg-type]
-    monkeypatch.setattr(spike_log, "TABLE_ROWS", 25)
+    monkeypatch.setattr(trackers, "TABLE_ROWS", 25)
     log = SpikeLog({"file": None}, str(tmp_path))
     for step in range(1, 5):
         record_events(str(tmp_path), [clip(step, [clipped_token(1, ["a", " b"], math.nan)] * (30 if step == 1 else 2))])

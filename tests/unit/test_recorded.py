@@ -208,7 +208,7 @@ def test_a_folder_that_another_rank_renames_meanwhile_is_not_counted(
 ) -> None:
     (tmp_path / "a-rank0").mkdir()
     (tmp_path / "a-rank0" / "file").write_bytes(b"123")
-    unfinished = tmp_path / ".a-rank1.99"
+    unfinished = tmp_path / ".99.a-rank1"
     unfinished.mkdir()
     for name in ("one", "two"):
         (unfinished / name).write_bytes(b"12")
@@ -229,8 +229,8 @@ def test_a_folder_that_another_rank_renames_meanwhile_is_not_counted(
 def test_each_rank_has_a_share_of_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = micro_batches()
     write(tmp_path, parts, "-rank0", world_size=2)
-    (tmp_path / "replay" / ".step-rank1.99").mkdir()
-    (tmp_path / "replay" / ".step-rank1.99" / "file").write_bytes(b"1234")
+    (tmp_path / "replay" / ".99.step-rank1").mkdir()
+    (tmp_path / "replay" / ".99.step-rank1" / "file").write_bytes(b"1234")
     size = bytes_of_bundles(tmp_path / "replay", "-rank0")
     assert bytes_of_bundles(tmp_path / "replay", "-rank1") == 4
     assert bytes_of_bundles(tmp_path / "replay") == size + 4
