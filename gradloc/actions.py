@@ -4,14 +4,12 @@
 
 import logging
 import math
-from functools import partial
 
 from torch import Tensor
 
 from .evidence.event import Done
 from .fsdp import collectives
-from .fsdp.state import SetAside
-from .measure.micro_batch import TokenSubset
+from .fsdp.state import set_aside
 from .measure.mini_batch import MiniBatch
 from .measure.passes import Passes
 from .search.findings import Findings
@@ -56,8 +54,8 @@ def drop(mini_batch: MiniBatch, findings: Findings, passes: Passes) -> Tensor | 
     """
     if not findings.culprits or findings.error is not None:
         return None
-    count = 1 + max(index for _, index in findings.figures)
-    needed = count + passes.rehearsals_due(True)
+    without_culprits = passes.whole_micro_batches(findings.figures, findings.culprits)
+    needed = len(without_culprits) + passes.rehearsals_due(True)
     if findings.passes + needed > findings.budget:
         logger.warning(
             "spike_action=drop was not applied: it takes %d passes, and the search has used %d of "
@@ -68,22 +66,12 @@ def drop(mini_batch: MiniBatch, findings: Findings, passes: Passes) -> Tensor | 
         )
         return None
 
-    def without_culprits(rank: int, index: int) -> TokenSubset | None:
-        if (rank, index) not in findings.figures:
-            return None
-        micro_batch = mini_batch.micro_batches[index].portable(passes.scale)
-        keep = micro_batch.tokens["response_mask"].bool()
-        for name, row, position in findings.culprits:
-            if name == (rank, index):
-                keep[row, position] = False
-        return TokenSubset(micro_batch, keep)
-
-    with SetAside(mini_batch.model.module) as kept:
+    with set_aside(mini_batch.model.module) as replace:
         passes.rehearse(True)
-        for index in range(count):
-            passes.accumulate(partial(without_culprits, index=index), lambda: None, own_index=index)
+        for index, subset_of in enumerate(without_culprits):
+            passes.accumulate(subset_of, lambda: None, own_index=index)
         squared_norms = mini_batch.model.reduced_squares(mini_batch.scale)
         if not math.isfinite(math.fsum(squared_norms.tolist())):
             return None
-        kept.replace()
+        replace()
     return squared_norms

@@ -24,6 +24,12 @@ def is_positive_integer(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
+def require(good: bool, key: str, value: object, wanted: str) -> None:
+    """Raises a ValueError that names the key and what its value must be, unless that is good."""
+    if not good:
+        raise ValueError(f"{key} must be {wanted}, got {value!r}.")
+
+
 @dataclass(kw_only=True)
 class GradLocConfig:
     """When a gradient norm counts as a spike, and what to do about it.
@@ -70,16 +76,15 @@ class GradLocConfig:
             ("bisect_budget_seconds", ("auto", None), "number, auto or null"),
         ):
             value = getattr(self, key)
-            if value not in others and not (is_finite_number(value) and value > 0):
-                raise ValueError(f"{key} must be a positive finite {named}, got {value!r}.")
+            good = value in others or (is_finite_number(value) and value > 0)
+            require(good, key, value, f"a positive finite {named}")
         for key in ("bisect_budget_steps", "spike_stop_after"):
-            if not is_positive_integer(getattr(self, key)):
-                raise ValueError(f"{key} must be an integer of at least 1, got {getattr(self, key)!r}.")
+            value = getattr(self, key)
+            require(is_positive_integer(value), key, value, "an integer of at least 1")
         for key, choices in CHOICES.items():
-            if getattr(self, key) not in choices:
-                raise ValueError(f"{key} must be one of {list(choices)}, got {getattr(self, key)!r}.")
-        if self.spike_drill_step is not None and not is_positive_integer(self.spike_drill_step):
-            raise ValueError(f"spike_drill_step must be null or a step, from 1 on, got {self.spike_drill_step!r}.")
+            require(getattr(self, key) in choices, key, getattr(self, key), f"one of {list(choices)}")
+        step = self.spike_drill_step
+        require(step is None or is_positive_integer(step), "spike_drill_step", step, "null or a step, from 1 on")
         if self.spike_search == "replay":
             if self.spike_action in ("skip", "drop"):
                 raise ValueError(

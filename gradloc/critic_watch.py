@@ -21,10 +21,8 @@ from .fsdp import collectives
 from .gradloc import GradLoc, Located
 from .guarded import warn_once
 from .judge.critic import cause, summary
-from .measure.figures import AllFigures, suspects
-from .measure.micro_batch import MicroBatch
+from .measure.micro_batch import AllFigures, MicroBatch, movable, suspects
 from .measure.mini_batch import MiniBatch
-from .measure.token_weights import movable
 from .threshold import is_over
 from .version import __version__
 
@@ -36,7 +34,7 @@ _VALUES = 4
 class CriticWatch(GradLoc):
     """A `GradLoc` that compares a critic's gradient with τ, and reads off what a spike comes from.
 
-    `observe_later` is given `value` (v), `weight` (w), `response_mask`, `returns` and `old_value`. The gradient stays
+    `observe` is given `value` (v), `weight` (w), `response_mask`, `returns` and `old_value`. The gradient stays
     as it is, every step is taken, and nothing is computed again. With the meter "reduced", micro-batches are not told
     apart. Of `config`, only τ counts.
 

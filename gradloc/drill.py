@@ -16,16 +16,14 @@ import torch
 from .config import GradLocConfig
 from .evidence.event import Done, build_event
 from .fsdp import collectives
-from .fsdp.state import SetAside, clear_gradients, undisturbed
+from .fsdp.state import clear_gradients, set_aside, undisturbed
 from .judge.sentences import summary
-from .measure.figures import AllFigures
-from .measure.micro_batch import MicroBatch, MicroBatchName, TokenSubset
+from .measure.micro_batch import AllFigures, MicroBatch, MicroBatchName, TokenSubset, usable_tokens
 from .measure.mini_batch import MiniBatch, OrdinaryGradient
 from .measure.passes import Passes
 from .measure.probes import Meter
-from .measure.token_weights import usable_tokens
 from .search.investigation import investigate
-from .search.time_limit import TimeLimit
+from .search.time_limit import SearchTime
 from .threshold import Threshold
 
 logger = logging.getLogger(__name__)
@@ -64,13 +62,9 @@ def hold(
     config: GradLocConfig,
     ordinary: OrdinaryGradient,
     where: Mapping[str, Any],
-    time_limit: TimeLimit,
+    search_time: SearchTime,
 ) -> dict[str, Any]:
     """Plants a spike in a copy of the mini-batch, searches for it, and restores everything. A collective call.
-
-    Args:
-        tau (Threshold): Gives τ for the mini-batch, and is not changed.
-        where (Mapping): `global_step`, `epoch` and `mini_batch`, for the event.
 
     Returns:
         dict: The drill's event; of a drill that failed, it has an error or no culprit at the planted place.
@@ -82,7 +76,7 @@ def hold(
     if mini_batch.trigger == "global":
         mini_batch.global_norm()  # now: it is set aside below
     try:
-        with undisturbed(model.module, model.device), SetAside(model.module):
+        with undisturbed(model.module, model.device), set_aside(model.module):
             figures = mini_batch.gather_figures()
             passes = model.passes(mini_batch.micro_batches, mini_batch.scale)
             for reduce in {model.meter.reduces, True}:  # `choose` measures, `rerun` accumulates
@@ -94,11 +88,11 @@ def hold(
                 raise DrillFailedError("the planted token did not put its micro-batch over the threshold")
             copy.global_norm()
             clear_gradients(model.module)  # the drill's own, which is measured by now
-            time_limit.restart()  # computing the mini-batch again is no part of the search
-            findings = investigate(copy, threshold, config, ordinary.token_norm, time_limit)
+            findings = investigate(copy, threshold, config, ordinary.token_norm, search_time.drill())
             searched = copy
     except (DrillFailedError, collectives.RankFailedError) as error:
-        findings = investigate(mini_batch, threshold, config, ordinary.token_norm, time_limit, prevented_by=str(error))
+        limit = search_time.drill()
+        findings = investigate(mini_batch, threshold, config, ordinary.token_norm, limit, prevented_by=str(error))
     event = build_event(searched, findings, ordinary, where, "log", Done(True), started)
     place = None if planted is None else planted.place()
     found = place is not None and any(place == {name: culprit[name] for name in place} for culprit in event["culprits"])
@@ -111,7 +105,7 @@ def hold(
             event["error"],
             event["passes"],
             config.bisect_budget_steps,
-            f"; its {time_limit.seconds:.0f} seconds were over" if event["out_of_time"] else "",
+            f"; its {findings.budget_seconds:.0f} seconds were over" if findings.out_of_time else "",
         )
     event["drill"] = {"planted": place, "found": found, "passes": event["passes"]}
     # Its cause is the drill.
@@ -182,7 +176,7 @@ def choose(figures: AllFigures, mini_batch: MiniBatch, passes: Passes, seed: int
 def plant(
     own: Sequence[MicroBatch], mine: bool, planted: Planted, raised: float, scale: float, new_scale: float
 ) -> list[MicroBatch]:
-    """Copies this rank's micro-batches, with the raised coefficient and another loss scale.
+    """Copies this rank's micro-batches, with the raised coefficient if the token is `mine`, and another loss scale.
 
     Coefficients keep their precision, by which an overflow of the loss scale is told from a broken token.
     """
@@ -200,36 +194,21 @@ def plant(
     return copies
 
 
-def rerun(
-    own: Sequence[MicroBatch],
-    meter: Meter,
-    passes: Passes,
-    figures: AllFigures,
-    reduced: bool,
-) -> None:
+def rerun(own: Sequence[MicroBatch], meter: Meter, passes: Passes, figures: AllFigures, reduced: bool) -> None:
     """Adds the mini-batch's gradient to the current one, and measures every micro-batch. A collective call.
 
-    Args:
-        passes (Passes): Runs a pass for each micro-batch, with the coefficients in `own`.
-        reduced (bool): Whether the reduced gradient counts, and not only the local ones.
+    `passes` are over `own`; `reduced` says whether the reduced gradient counts, and not only the local ones.
 
     Raises:
         RankFailedError: A pass failed on some rank, or would make the reduced gradient useless.
     """
-
-    def whole(rank: int, index: int) -> TokenSubset | None:
-        if (rank, index) not in figures:
-            return None
-        micro_batch = own[index].portable(passes.scale)
-        return TokenSubset(micro_batch, micro_batch.tokens["response_mask"].bool())
-
-    for index in range(1 + max(index for _, index in figures)):
+    for index, subset_of in enumerate(passes.whole_micro_batches(figures)):
         if reduced:
             ranks = {rank for rank, of_rank in figures if of_rank == index}
             passes.check_dummy_inputs(partial(set, ranks))
         meter.start()
         try:
-            squares = passes.accumulate(partial(whole, index=index), meter.stop)
+            squares = passes.accumulate(subset_of, meter.stop)
         finally:
             meter.cancel()
         if index < len(own):

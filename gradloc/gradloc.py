@@ -17,7 +17,7 @@ from .bundles.bundle_writer import BundleWriter
 from .config import GradLocConfig
 from .evidence.event import build_event
 from .fsdp import collectives
-from .fsdp.state import SetAside, undisturbed
+from .fsdp.state import set_aside, undisturbed
 from .measure.mini_batch import MiniBatch, OrdinaryGradient
 from .measure.pass_recorder import PassRecorder, with_a_column
 from .measure.passes import Forward
@@ -52,7 +52,6 @@ class GradLoc(PassRecorder):
 
     Args:
         module (nn.Module): The model; ranks hold different data (FSDP1, FSDP2, or a single process).
-        config (GradLocConfig): When a norm counts as a spike, and what to do; or an object with its fields.
         forward (Callable): `forward(inputs, rows, response_length)` computes (entropy or None, log_prob), each of shape
             (len(rows), response_length), for some rows of a micro-batch, with responses truncated to that length.
         loss_scale (Callable): Returns the loss scale of the backward passes (for fp16); 1 by default.
@@ -64,13 +63,8 @@ class GradLoc(PassRecorder):
             model and FSDP.
         token_clip (TokenClip, optional): If it is on as well: it cuts the passes of the action "drop" as training's; a
             search begins with the tokens that it left over their bounds, and looks for none that it cut.
-        bundle_writer (BundleWriter, optional): Keeps a bundle of each event, so that it can be replayed elsewhere.
         learning_rate (Callable, optional): Returns that of the next optimizer step, a number or a tensor; without
             it, all steps count alike.
-
-    Attributes:
-        events (list[dict]): The events since `start_update` or `start_mini_batch`, the same on every rank, ready for
-            `jsonable`.
     """
 
     # What is off, and what is left undone, where it fails.
@@ -107,6 +101,7 @@ class GradLoc(PassRecorder):
                 logger.warning("%s is off, and training goes on without it: %s", self.SEARCH, error)
         super().__init__(model)
         self.config = config
+        # The events since `start_update` or `start_mini_batch`, the same on every rank, ready for `jsonable`.
         self.events: list[dict[str, Any]] = []
         self._loss_scale = loss_scale
         self._token_clip = token_clip
@@ -193,9 +188,8 @@ class GradLoc(PassRecorder):
         if self._global_step is not None and tuple(where.values()) == (self.config.spike_drill_step, 0, 0):
             # Whatever becomes of it, the real mini-batch is checked as usual.
             self._metrics.drill_found = False
-            limit = self._search_time.drill()
             with collectives.guarded_on_all_ranks("the spike drill failed"):
-                event = drill.hold(gradient, self._threshold, self.config, self._ordinary, where, limit)
+                event = drill.hold(gradient, self._threshold, self.config, self._ordinary, where, self._search_time)
                 self._metrics.drill_found = event["drill"]["found"]
                 self._add(event)
             started = time.perf_counter()
@@ -229,7 +223,7 @@ class GradLoc(PassRecorder):
         located = Located(not (action == "skip" and can_skip(gradient)), gradient.squared_norms, None, norm)
         with collectives.guarded_on_all_ranks(f"a gradient spike in step {where['global_step']} has no event"):
             with undisturbed(model.module, model.device), self._search_time.search() as time_limit:
-                with SetAside(model.module):
+                with set_aside(model.module):
                     findings = investigate(
                         gradient, threshold, self.config, ordinary.token_norm, time_limit, reserve=action == "drop"
                     )
@@ -247,14 +241,14 @@ class GradLoc(PassRecorder):
 
     def _say_cut_short(self, findings: Findings) -> None:
         setting = self.config.bisect_budget_seconds
-        of_run = f" (over the run, {SHARE:.0%} of its time and {HEAD_START:g} seconds)"
+        if setting == "auto":
+            setting = f"auto (over the run, {SHARE:.0%} of its time and {HEAD_START:g} seconds)"
         logger.warning(
             "Step %s: the search for the tokens behind a gradient spike was ended after %d passes, because "
-            "bisect_budget_seconds=%s%s left it %.0f seconds.",
+            "bisect_budget_seconds=%s left it %.0f seconds.",
             self._global_step,
             findings.passes,
             setting,
-            of_run if setting == "auto" else "",
             findings.budget_seconds,
         )
 
@@ -269,7 +263,7 @@ class GradLoc(PassRecorder):
             with ExitStack() as restored:
                 with collectives.raised_on_all_ranks(model.device):
                     restored.enter_context(undisturbed(model.module, model.device))
-                    restored.enter_context(SetAside(model.module))
+                    restored.enter_context(set_aside(model.module))
                 passes = model.passes(gradient.micro_batches, gradient.scale)
                 for reduce in {model.meter.reduces, model.meter.reduces or self.config.spike_action == "drop"}:
                     passes.rehearse(reduce)

@@ -18,12 +18,7 @@ class ForeseenError(ValueError):
 
 
 def warn_once(said: set[str], what: str, error: Exception | None = None, about: str | None = None) -> None:
-    """Logs a warning, unless it was logged before.
-
-    Args:
-        said (set[str]): What was said before; it is added.
-        about (str, optional): What is said once, if that is not the very sentence.
-    """
+    """Logs a warning, unless it, or what it is `about`, was `said` before."""
     if (about or what) not in said:
         said.add(about or what)
         _log(what if error is None else f"{what}, and no warning follows for later ones", error)
@@ -33,9 +28,7 @@ def warn_once(said: set[str], what: str, error: Exception | None = None, about: 
 def guarded(what: str, said: set[str] | None = None) -> Iterator[None]:
     """Around code without collective calls: an error in it is a warning, and what follows goes on.
 
-    Args:
-        what (str): What the error leaves undone, a sentence.
-        said (set[str], optional): See `warn_once`; without it, every error is logged.
+    `what` is what the error leaves undone, a sentence. Without `said` (see `warn_once`), every error is logged.
     """
     try:
         yield

@@ -16,7 +16,7 @@ from .guarded import guarded
 from .judge.alignment import ALIGNMENT_SUMS
 from .judge.loss_scale import SCALE_FIGURES, loss_scale_warning
 from .judge.rules import HOLDS, UNLIKELY
-from .judge.run_checks import COLUMN_SUMS, RunChecks
+from .judge.run_checks import COLUMN_SUMS, SUMS, RunChecks
 from .measure.alignment import own_alignment
 from .measure.micro_batch import MicroBatch
 from .measure.run_sums import own_columns, own_scale_figures, own_sums
@@ -25,13 +25,9 @@ logger = logging.getLogger(__name__)
 
 
 def own_figures(micro_batches: Sequence[Mapping[str, Tensor]]) -> Tensor:
-    """What one rank knows of a mini-batch, for `UpdateMetrics.take_in`. No host sync.
+    """What one rank knows of a mini-batch, the tokens of its micro-batches, for `UpdateMetrics.take_in`. No host sync.
 
     Only response tokens with a weight in the loss count, except for those that are compared with the rollout.
-
-    Args:
-        micro_batches (Sequence[Mapping[str, Tensor]]): Each micro-batch's tensors of shape (rows, response length):
-            `response_mask`, `weight`, `log_prob`, and if available `old_log_prob` and `rollout_log_prob`.
 
     Returns:
         Tensor: float64 of shape (6,): the largest log-ratio and the largest size of a log-ratio to the rollout (−Inf
@@ -94,23 +90,15 @@ class UpdateMetrics:
         self._skipped_without_event += skipped
 
     def metrics(self) -> dict[str, float]:
-        """The metrics; those without data are missing. Drills count in `drill_found` alone.
+        """The metrics of docs/use/configuration.md that have data. Drills count in `drill_found` alone.
 
-        - `misaligned_share` (only with rollout log-probs): the share of response tokens whose log-prob differs from the
-          rollout's by more than a nat.
-        - `threshold`: τ in the mini-batch with the largest norm, or in the last one if that was in the warm-up of an
-          automatic threshold; missing before the warm-up has ended.
-        - `drill_found` (only after a drill): 1 if the planted token was found.
-        - `ratio_max`: the largest importance ratio p/p_old. Small ratios do not count: a token's coefficient shrinks
-          with its ratio.
-        - `rollout_ratio_max`: the largest of p/p_rollout and p_rollout/p: either way training and rollout disagree.
-        - `unlikely_share`: the share of tokens with p < 0.05, as the rule `unlikely` has it.
-        - `spike_margin`: the largest token-equivalent norm over τ; at 1 it is at the threshold.
-
-        A log-prob that is NaN makes the ratios infinite and counts as unlikely.
+        `threshold` is τ in the mini-batch with the largest norm, or in the last one if that was in the warm-up of an
+        automatic threshold. For `ratio_max` small ratios do not count: a token's coefficient shrinks with its ratio. A
+        log-prob that is NaN makes the ratios infinite and counts as unlikely.
         """
         log_ratio, rollout_log_ratio = self._maxima.tolist()
         misaligned, compared, unlikely, tokens = self._counts.tolist()
+        spikes = [event for event in self.events if event["drill"] is None]
         figures = {
             "misaligned_share": misaligned / compared if compared else None,
             "threshold": self._last_threshold if self._threshold_of_max is None else self._threshold_of_max,
@@ -119,9 +107,6 @@ class UpdateMetrics:
             "rollout_ratio_max": _exp(rollout_log_ratio),
             "unlikely_share": unlikely / tokens if tokens else None,
             "spike_margin": self._margin,
-        }
-        spikes = [event for event in self.events if event["drill"] is None]
-        figures |= {
             "token_norm_max": self._token_norm_max,
             "triggered": len(spikes) + self._without_event,
             "culprits": sum(len(event["culprits"]) for event in spikes),
@@ -135,36 +120,21 @@ class UpdateMetrics:
 
 
 class RunWarnings:
-    """Checks each mini-batch of a run; the same on every rank. Each warning is logged once.
-
-    Args:
-        learning_rate (Callable): See `GradLoc`.
-
-    Attributes:
-        checks (RunChecks): The checks, with what they have learned.
-        of_update (list[dict]): The warnings of the update so far; see `RunChecks.warnings`.
-    """
+    """Checks each mini-batch of a run; the same on every rank. Each warning is logged once."""
 
     def __init__(self, learning_rate: Callable[[], float | Tensor]) -> None:
-        self.of_update: list[dict[str, Any]] = []
-        self._learning_rate = learning_rate
+        self.of_update: list[dict[str, Any]] = []  # the warnings of the update so far; see `RunChecks.warnings`
         self.checks = RunChecks()
+        self._learning_rate = learning_rate  # see `GradLoc`
         self._global_step: int | None = None
         self._logged: set[str] = set()
 
     def start_update(self, global_step: int | None) -> None:
-        """Begins an update."""
         self.of_update, self._global_step = [], global_step
         self.checks.start_update(global_step)
 
     def own_figures(self, micro_batches: Sequence[MicroBatch], scale: float, where: Mapping[str, Any]) -> Tensor:
-        """What one rank knows of a mini-batch, for `take_in`: float64 of one dimension. No host sync.
-
-        Args:
-            micro_batches (Sequence[MicroBatch]): Its micro-batches.
-            scale (float): Their loss scale.
-            where (Mapping): Its `epoch` and `mini_batch`.
-        """
+        """What one rank knows of a mini-batch, for `take_in`: float64 of one dimension. No host sync."""
         tokens = [micro_batch.tokens for micro_batch in micro_batches]
         checked = [{**each, "unsampled": HOLDS["unsampled"](each, {})} for each in tokens]
         first = (where["epoch"], where["mini_batch"]) == (0, 0)
@@ -175,15 +145,9 @@ class RunWarnings:
         return torch.cat([sums, own_alignment(tokens), own_columns(tokens), scales])
 
     def take_in(self, by_rank: Tensor, epoch: int) -> None:
-        """Adds a mini-batch.
-
-        Args:
-            by_rank (Tensor): What `own_figures` returned on each rank, on the CPU.
-            epoch (int): Its PPO epoch: all after the first have the same responses again.
-        """
-        rest = by_rank.shape[1] - ALIGNMENT_SUMS - COLUMN_SUMS - SCALE_FIGURES
-        sizes = [rest, ALIGNMENT_SUMS, COLUMN_SUMS, SCALE_FIGURES]
-        *to_add, of_scale = by_rank.split(sizes, dim=1)
+        """Adds what `own_figures` returned on each rank, on the CPU."""
+        *to_add, of_scale = by_rank.split([len(SUMS), ALIGNMENT_SUMS, COLUMN_SUMS, SCALE_FIGURES], dim=1)
+        # All PPO epochs after the first have the same responses again.
         sums, alignment, columns = (each.sum(0).tolist() if epoch == 0 else None for each in to_add)
         self.checks.take_in(sums, loss_scale_warning(of_scale.tolist()), alignment, columns)
         self.of_update = self.checks.warnings()

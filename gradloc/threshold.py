@@ -54,11 +54,9 @@ class Threshold:
         return MARGIN * sorted(self._norms, reverse=True)[int(_EXCEEDING_SHARE * count)]
 
     def of(self, finite_norm: float, other_norm: float = 0.0) -> float:
-        """τ for a mini-batch.
+        """τ for a mini-batch, whose largest finite token-equivalent norm is given, or 0.
 
-        Args:
-            finite_norm (float): Its largest finite token-equivalent norm, or 0.
-            other_norm (float): What τ is taken from during the warm-up if all norms so far are 0.
+        In the warm-up, τ is taken from `other_norm` if all norms so far are 0.
         """
         if self._fixed is not None:
             return self._fixed
@@ -68,11 +66,9 @@ class Threshold:
         return _WARMUP_MARGIN * largest or _UNREACHED
 
     def next(self, token_norm: float, finite_norm: float) -> float:
-        """τ for a mini-batch, whose norm an automatic threshold then takes in, unless it is zero or not finite.
+        """τ for a mini-batch, whose largest token-equivalent norm an automatic threshold then takes in.
 
-        Args:
-            token_norm (float): Its largest token-equivalent norm; NaN counts as infinite.
-            finite_norm (float): The largest finite one, or 0.
+        `finite_norm` is the largest finite one, or 0.
         """
         threshold = self.of(finite_norm)
         self.last = threshold if self._fixed is not None or len(self._norms) >= WARMUP else None

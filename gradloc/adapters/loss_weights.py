@@ -14,7 +14,7 @@ from verl.trainer.ppo import core_algos
 from ..evidence.token_facts import find_after_eos
 from ..fsdp import collectives
 from ..guarded import warn_once
-from ..measure.token_weights import token_weights
+from ..measure.micro_batch import token_weights
 
 # What was said once in this process.
 _said: set[str] = set()

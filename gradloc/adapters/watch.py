@@ -21,9 +21,9 @@ from ..fsdp import collectives
 from ..gradloc import GradLoc, Located
 from ..guarded import guarded
 from ..layers.layer_clip import LayerClip
+from ..measure.micro_batch import token_weights
 from ..measure.pass_recorder import LossInputs, ReadTokens
 from ..measure.passes import Forward
-from ..measure.token_weights import token_weights
 from ..token_clip.hidden_states import Positions
 from ..token_clip.token_clip import TokenClip, row_weights
 from .loss_weights import (
@@ -213,7 +213,7 @@ class Watch:
                 log_prob, _ = loss_inputs["coefficient"]
                 self.token_clip.observe(log_prob, self._row_weights * abs(factor), self._scale, read)
         if self.gradloc is not None:
-            self.gradloc.observe_later(read, loss_inputs, aggregation_mode(call, self._config, shape))
+            self.gradloc.observe(read, loss_inputs, aggregation_mode(call, self._config, shape))
 
     def recorded(self, loss_function: Callable[..., Any]) -> Callable[..., Any]:
         """The loss function of a mini-batch, which records what it is computed from where spikes are recorded."""
@@ -364,7 +364,7 @@ class ValueWatch(Watch):
             weight = token_weights(call.aggregate, tokens["response_mask"].float())
             return {**tokens, "weight": weight * factor}
 
-        self.gradloc.observe_later(read, loss_inputs)
+        self.gradloc.observe(read, loss_inputs)
 
 
 def watch_actor(

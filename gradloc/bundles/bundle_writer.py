@@ -24,10 +24,8 @@ from ..evidence.writer import jsonable
 from ..fsdp import collectives
 from ..guarded import guarded, warn_once
 from ..layers.layer_clip import LayerClip
-from ..measure.figures import AllFigures, suspects
-from ..measure.micro_batch import MicroBatch, MicroBatchName
+from ..measure.micro_batch import AllFigures, MicroBatch, MicroBatchName, movable, square_weight, suspects
 from ..measure.mini_batch import MiniBatch
-from ..measure.token_weights import movable, square_weight
 from ..search.findings import Findings
 from ..token_clip.token_clip import TokenClip
 from ..version import __version__

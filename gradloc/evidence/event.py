@@ -18,12 +18,9 @@ from ..judge.rules import RULES, Medians, classify, has_large_advantage
 from ..judge.sentences import summary
 from ..judge.verdict import Shares, verdict
 from ..measure.alignment import alignment_warning
-from ..measure.figures import AllFigures, suspects
-from ..measure.micro_batch import MicroBatch, MicroBatchName
+from ..measure.micro_batch import AllFigures, MicroBatch, MicroBatchName, Token, movable, suspects
 from ..measure.mini_batch import MiniBatch, OrdinaryGradient
-from ..measure.token_weights import movable
 from ..search.findings import Findings, Part
-from ..search.groups import Token
 from ..version import __version__
 from .ordinary import largest_tokens, medians_of, ordinary_shares, token_medians
 from .token_facts import response_kl, response_window, token_evidence

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from ..fsdp import collectives
 from ..judge.rules import APART, HOLDS, RULES, Medians
-from ..measure.micro_batch import MicroBatch, MicroBatchName
-from ..measure.token_weights import movable
+from ..measure.micro_batch import MicroBatch, MicroBatchName, movable
 from .token_facts import token_facts
 
 _WITH_MEDIANS = ("advantage", "weight")

@@ -26,8 +26,7 @@ class RankLostError(RuntimeError):
 def guarded_on_all_ranks(what: str) -> Iterator[None]:
     """Around a diagnostic that makes collective calls: an error that all ranks have met is a warning.
 
-    Args:
-        what (str): What the error leaves undone, a sentence.
+    `what` is what the error leaves undone, a sentence.
 
     Raises:
         RankLostError: Instead of an error on this rank alone, for which the other ranks may wait.

@@ -104,13 +104,11 @@ class RecordedCollectives:
 
     Training passes are not recorded. One may begin with parameters that an earlier forward without gradients has left
     unsharded, and then it makes fewer calls than the passes of a search, each of which follows a backward.
-
-    Args:
-        can_replay (bool): Whether all passes make the same calls. With sequence parallelism they do not, because shapes
-            depend on the data; an error in a pass then aborts the run.
     """
 
     def __init__(self, can_replay: bool = True) -> None:
+        # Whether all passes make the same calls. With sequence parallelism they do not, because shapes depend on the
+        # data; an error in a pass then aborts the run.
         self._can_replay = can_replay
         self._recorded_calls: list[_Call] | None = None
         self._calls: list[_Call] = []
@@ -127,10 +125,9 @@ class RecordedCollectives:
 
     @contextmanager
     def recording(self, before_call: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """Wraps one pass and records its calls; they are kept if the pass raises no error.
+        """Wraps one pass and records its calls, before each of which `before_call` may make others.
 
-        Args:
-            before_call (Callable): Called before each of them; it may make others, which are not recorded.
+        They are kept if the pass raises no error.
         """
         self._calls = []
         originals = {name: getattr(dist, name) for name in _COLLECTIVES if hasattr(dist, name)}
@@ -174,9 +171,7 @@ class RecordedCollectives:
         """Runs and records a pass whose calls are unknown, so that an error in it leaves no rank waiting. Collective.
 
         Before each call all ranks say that they are about to make it. If one of them has ended or failed, none does.
-
-        Args:
-            gathers (bool): Whether the pass has to gather parameters.
+        `gathers` says whether the pass has to gather parameters.
 
         Returns:
             Exception | None: This rank's error. If some rank has one, the calls are still unknown on all ranks.

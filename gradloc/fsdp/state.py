@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saves and restores what an extra pass must not change: gradients, FSDP's state, buffers, flags and random state."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -36,47 +36,36 @@ def _holders(module: nn.Module) -> list[Tensor]:
     return list({id(holder): holder for holder in holders}.values())
 
 
-class SetAside:
-    """Context manager that removes all gradients of a module on entry and restores them bit for bit on exit.
+@contextmanager
+def set_aside(module: nn.Module) -> Iterator[Callable[[], None]]:
+    """Removes all gradients of a module on entry, and restores them bit for bit on exit.
 
-    After `replace()`, the gradients computed inside are kept instead.
+    After a call of what it yields, the gradients computed inside are kept instead, unless an error ends it.
     """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._replaced = False
-
-    def replace(self) -> None:
-        self._replaced = True
-
-    def __enter__(self) -> "SetAside":
-        self._kept = [(holder, holder.grad, _copy_if_reused(holder)) for holder in _holders(self._module)]
-        clear_gradients(self._module)
-        return self
-
-    @torch.no_grad()
-    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        if error is None and self._replaced:
-            for holder, gradient, _copy in self._kept:
-                if gradient is None:  # with zeros instead of None, the optimizer would update the parameter
-                    holder.grad = None
-            return
-        clear_gradients(self._module)
-        for holder, gradient, copy in self._kept:
-            if gradient is not None and copy is not None:
-                gradient.copy_(copy)
-            holder.grad = gradient
+    kept = [(holder, holder.grad, _copy_if_reused(holder)) for holder in _holders(module)]
+    clear_gradients(module)
+    replaced: list[bool] = []
+    try:
+        yield partial(replaced.append, True)
+    except BaseException:
+        replaced.clear()
+        raise
+    finally:
+        if not replaced:
+            clear_gradients(module)
+        for holder, gradient, copy in kept:
+            if gradient is not None and copy is not None and not replaced:
+                with torch.no_grad():
+                    gradient.copy_(copy)
+            # Where there was none, there must be none: with zeros, the optimizer would update the parameter.
+            if gradient is None or not replaced:
+                holder.grad = gradient
 
 
 def clear_gradients(module: nn.Module) -> None:
     """Sets all gradients to None, also of FSDP1's flat parameters."""
     for holder in _holders(module):
         holder.grad = None
-
-
-def has_gradients(module: nn.Module) -> bool:
-    """Whether some parameter has a gradient."""
-    return any(holder.grad is not None for holder in _holders(module))
 
 
 def _copy_if_reused(holder: Tensor) -> Tensor | None:

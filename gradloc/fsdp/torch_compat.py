@@ -125,10 +125,8 @@ def parameters_of(param_group: Any) -> Iterator[tuple[nn.Module, str, Any]]:
 def before_reduction(param_group: Any, action: Callable[[], None], last: bool = False) -> Callable[[], None]:
     """Has `action` called before FSDP2 reduces a group's gradients, or keeps them until a later backward reduces them.
 
-    A backward may come there several times, each time with gradients that were not there before.
-
-    Args:
-        last (bool): Whether it is called after all others that there are now, and not before them.
+    A backward may come there several times, each time with gradients that were not there before. It is called before
+    all others that there are now, or as the `last`.
 
     Returns:
         Callable: Ends that.

@@ -4,7 +4,7 @@
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any, TypedDict
@@ -12,7 +12,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor, nn
 
-from ..config import is_finite_number, is_positive_integer
+from ..config import is_finite_number, is_positive_integer, require
 from .reduced_norms import ReducedNorms
 
 logger = logging.getLogger(__name__)
@@ -82,8 +82,7 @@ class LayerClipConfig:
         self._check("warmup_steps", is_positive_integer(self.warmup_steps), "an integer over 0")
 
     def _check(self, name: str, good: bool, wanted: str) -> None:
-        if not good:
-            raise ValueError(f"layer_clip.{name} must be {wanted}, got {getattr(self, name)!r}.")
+        require(good, f"layer_clip.{name}", getattr(self, name), wanted)
 
 
 @dataclass
@@ -143,6 +142,35 @@ class LayerStatistics:
         self.warmup = []
 
 
+def saved_statistics(
+    state: Mapping[str, dict[str, Any]] | None, names: Collection[str], clip: str, kind: str
+) -> Mapping[str, dict[str, Any]]:
+    """The saved statistics by name; without a saved state those of a new warm-up, with a warning.
+
+    Args:
+        names (Collection[str]): The names that this model has, of its `kind`, "layers" or "boundaries".
+        clip (str): "LayerClip" or "TokenClip".
+
+    Raises:
+        ValueError: The statistics belong to another model.
+    """
+    if state is None:
+        logger.warning(
+            "No %s statistics are loaded (there is no gradloc_state.pt beside the checkpoint, or "
+            "checkpoint.load_contents is without 'extra'); the warm-up starts over.",
+            clip,
+        )
+        return {name: {} for name in names}
+    extra, missing = sorted(set(state) - set(names)), sorted(set(names) - set(state))
+    if extra or missing:
+        raise ValueError(
+            f"The checkpoint's {clip} statistics belong to another model ({kind} only in the checkpoint: {extra}; "
+            f"{kind} only in this model: {missing}): resume from a checkpoint of this model, or set "
+            f"actor_rollout_ref.actor.{clip.replace('Clip', '_clip').lower()}.enable=False."
+        )
+    return state
+
+
 class LayerStep(TypedDict):
     """One layer in one step: its norm before clipping, its bound (None during the warm-up), and its scale factor."""
 
@@ -152,17 +180,13 @@ class LayerStep(TypedDict):
 
 
 class LayerClip:
-    """Scales the gradient of every layer over its bound before the optimizer step, and updates the bounds.
-
-    Attributes:
-        last_step (dict): For each layer the `norm`, `bound` (None during the warm-up) and `factor` of the last step.
-    """
+    """Scales the gradient of every layer over its bound before the optimizer step, and updates the bounds."""
 
     def __init__(self, module: nn.Module, config: LayerClipConfig, device: str | torch.device = "cpu") -> None:
         self._config = config
         self._reduced_norms = ReducedNorms(module, torch.device(device))
         self.layers = self._reduced_norms.layers  # the layers, in the model's order
-        self.last_step: dict[str, LayerStep] = {}
+        self.last_step: dict[str, LayerStep] = {}  # by layer
         self._steps: list[dict[str, LayerStep]] = []
         self._statistics = {layer: LayerStatistics() for layer in self.layers}
 
@@ -171,14 +195,10 @@ class LayerClip:
         return self._reduced_norms.squared_norms()
 
     def clip(self, squared_norms: Tensor | None = None) -> Tensor:
-        """Clips the gradient and updates the statistics with its norms. A collective call if these are not given.
+        """Clips the gradient and updates the statistics with its squared norms. Collective if these are not given.
 
-        For a step that is skipped, use `preview` instead.
-
-        If any norm is NaN or infinite, nothing is changed: the optimizer step will be skipped.
-
-        Args:
-            squared_norms (Tensor, optional): The squared norms of this gradient by layer, if already measured.
+        For a step that is skipped, use `preview` instead. If any norm is NaN or infinite, nothing is changed: the
+        optimizer step will be skipped.
 
         Returns:
             Tensor: The norm of the whole gradient before clipping, shape (), on the CPU.
@@ -190,7 +210,7 @@ class LayerClip:
         self._reduced_norms.scale_({i: layer["factor"] for i, layer in enumerate(figures) if layer["factor"] < 1})
         self.take_in(step)
         self.last_step = step
-        self._steps.append(self.last_step)
+        self._steps.append(step)
         return torch.tensor(math.sqrt(sum(layer["norm"] ** 2 for layer in figures)))
 
     def take_in(self, step: Mapping[str, LayerStep]) -> None:
@@ -215,11 +235,9 @@ class LayerClip:
         return step
 
     def metrics(self) -> dict[str, float | list[float]]:
-        """The metrics since the last call for the training log, the same on every rank; lists have one value per step.
+        """The metrics of docs/reference/clips.md since the last call, the same on every rank.
 
-        `fraction`: the fraction of layers that were clipped. `min_factor`: the smallest factor. `norm_max_ratio`: the
-        largest ratio of a layer's norm to its bound. `tightest_layer`: the index of the layer with this ratio. The last
-        two are missing until a layer has a bound. With `log_layers`, also each layer's norm and bound.
+        Lists have one value per step. `norm_max_ratio` and `tightest_layer` are missing until a layer has a bound.
         """
         steps, self._steps = self._steps, []
         if not steps:
@@ -252,29 +270,9 @@ class LayerClip:
         return {layer: asdict(statistics) for layer, statistics in self._statistics.items()}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Restores saved statistics.
-
-        Args:
-            state (Mapping, optional): From `state_dict`; with None (no saved state) the warm-up starts over.
-
-        Raises:
-            ValueError: The statistics belong to other layers.
-        """
-        if state is None:
-            logger.warning(
-                "No LayerClip statistics are loaded (there is no gradloc_state.pt beside the checkpoint, or "
-                "checkpoint.load_contents is without 'extra'); the warm-up starts over."
-            )
-            self._statistics = {layer: LayerStatistics() for layer in self.layers}
-            return
-        if set(state) != set(self.layers):
-            extra, missing = sorted(set(state) - set(self.layers)), sorted(set(self.layers) - set(state))
-            raise ValueError(
-                f"The checkpoint's LayerClip statistics belong to another model (layers only in the checkpoint: "
-                f"{extra}; layers only in this model: {missing}): resume from a checkpoint of this model, or set "
-                f"actor_rollout_ref.actor.layer_clip.enable=False."
-            )
-        self._statistics = {layer: LayerStatistics(**state[layer]) for layer in self.layers}
+        """Restores `state_dict`; see `saved_statistics`."""
+        saved = saved_statistics(state, self.layers, "LayerClip", "layers")
+        self._statistics = {layer: LayerStatistics(**saved[layer]) for layer in self.layers}
 
     def _bounds(self) -> list[float | None]:
         if self._config.rule != "fixed":

@@ -22,9 +22,6 @@ def layer_name(parameter_name: str) -> str:
     A numbered block is one layer, including all experts of a mixture of experts; only their router is a separate
     layer, "layers.3.router". Outside of numbered blocks, a parameter's layer is the module that owns it, so that a
     model with unusual names is covered as well.
-
-    Args:
-        parameter_name (str): The name as `named_parameters()` gives it; wrappers in it are ignored.
     """
     parts = plain_name(parameter_name).split(".")
     for i, part in enumerate(parts):
@@ -38,8 +35,7 @@ def layer_name(parameter_name: str) -> str:
 def layers_by_parameter(parameter_names: Iterable[str]) -> dict[str, str]:
     """The layer of each parameter of a model: its `layer_name`, or without numbered blocks its top-level module.
 
-    Args:
-        parameter_names (Iterable[str]): The names of all the model's parameters, frozen ones included.
+    It takes the names of all the model's parameters, frozen ones included.
     """
     names = list(parameter_names)
     if any(part.isdigit() for name in names for part in plain_name(name).split(".")):

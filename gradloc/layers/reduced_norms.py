@@ -33,10 +33,7 @@ def _chunks(gradient: Tensor) -> Sequence[Tensor]:
 
 @torch.no_grad()
 def norms_of_all(gradients: Iterable[Tensor]) -> tuple[Tensor, list[int]]:
-    """The norms of the chunks of several gradients, in one call.
-
-    Args:
-        gradients (Iterable[Tensor]): At least one, all on one device.
+    """The norms of the chunks of several gradients on one device, in one call.
 
     Returns:
         tuple[Tensor, list[int]]: The norms, float32 of shape (chunks,), and the number of chunks of each gradient.
@@ -61,12 +58,8 @@ class ReducedNorms:
     """Measures the norms of the optimizer's gradient by layer, and scales it.
 
     Every element counts once: a tied parameter counts once, each of n replicas counts 1/n, and a rank without a shard
-    of a layer adds nothing.
-
-    Args:
-        module (nn.Module): The model, wrapped by FSDP1 or FSDP2 over all ranks of the default process group, or not
-            wrapped at all.
-        device (torch.device): The device for compute and communication; offloaded gradients are elsewhere.
+    of a layer adds nothing. The model is wrapped by FSDP1 or FSDP2 over all ranks of the default process group, or not
+    at all. Offloaded gradients are not on the device for compute and communication.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
@@ -88,14 +81,13 @@ class ReducedNorms:
         self._device = device
         # Also if nothing is sharded: all ranks must make the same decisions.
         self._summed = world_size() > 1 and any(isinstance(child, _FSDP) for child in module.modules())
-        # By piece, on the device, because copying there is a host sync.
-        self._layer_of = torch.tensor([layer for layer, _ in self._pieces], device=device).split(1)
-        # The sum is over all replicas.
+        # By piece its layer and replica weight (the sum is over all replicas), on the device: copying is a host sync.
+        layers_of = torch.tensor([layer for layer, _ in self._pieces], device=device)
         weights = [piece.shards / world_size() if self._summed else 1.0 for _, piece in self._pieces]
-        self._replica_weight_of = torch.tensor(weights, dtype=torch.float64, device=device).split(1)
+        weights_of = torch.tensor(weights, dtype=torch.float64, device=device)
+        self._by_piece = layers_of.split(1), weights_of.split(1)
         # The pieces with a gradient and how many norms each has, and the layers and replica weights of these norms.
-        self._plan: list[tuple[int, int]] = []
-        self._plan_on_device: tuple[Tensor, Tensor] | None = None
+        self._plan: tuple[list[tuple[int, int]], list[Tensor]] | None = None
 
     def squared_norms(self) -> Tensor:
         """The layers' squared norms, without a host sync. A collective call (one all-gather) if FSDP wraps the module.
@@ -113,15 +105,12 @@ class ReducedNorms:
     def own_squares(self) -> Tensor:
         """This rank's contribution to the layers' squared norms: float64 of shape (len(layers),)."""
         squares = torch.zeros(len(self.layers), dtype=torch.float64, device=self._device)
-        found = [
-            (i, gradient)
-            for i, (_, piece) in enumerate(self._pieces)
-            if (gradient := piece.gradient()) is not None and gradient.numel() > 0
-        ]
-        if found:
-            norms, counts = norms_of_all(gradient for _, gradient in found)
-            plan = [(i, count) for (i, _), count in zip(found, counts, strict=True)]
-            index, replica_weights = self._on_device(plan)
+        if found := self._gradients():
+            norms, counts = norms_of_all(found.values())
+            plan = [*zip(found, counts, strict=True)]
+            if self._plan is None or self._plan[0] != plan:
+                self._plan = plan, [torch.cat([of[i].expand(count) for i, count in plan]) for of in self._by_piece]
+            index, replica_weights = self._plan[1]
             squares.index_add_(0, index, norms.to(self._device).double().square() * replica_weights)
         return squares
 
@@ -135,10 +124,9 @@ class ReducedNorms:
             dict: Their `count`, `of` how many, and the first 16 `names` as the backward reaches them.
         """
         own = torch.zeros(len(self._pieces), dtype=torch.float64, device=self._device)
-        for i, (_, piece) in enumerate(self._pieces):
-            if (gradient := piece.gradient()) is not None and gradient.numel() > 0:
-                # Not isfinite(): of the whole gradient, that takes memory.
-                own[i] = not torch.linalg.vector_norm(gradient, math.inf).isfinite()
+        for i, gradient in self._gradients().items():
+            # Not isfinite(): of the whole gradient, that takes memory.
+            own[i] = not torch.linalg.vector_norm(gradient, math.inf).isfinite()
         by_piece = self.add_up(own).tolist()
         names = [plain_name(piece.name) for (_, piece), broken in zip(self._pieces, by_piece, strict=True) if broken]
         return {"count": len(names), "of": len(self._pieces), "names": names[::-1][:_NAMED]}
@@ -146,22 +134,15 @@ class ReducedNorms:
     @torch.no_grad()
     def scale_(self, factors: Mapping[int, float]) -> None:
         """Multiplies the gradients of some layers, given by their index, in place."""
-        found = [
-            (gradient, factors[layer])
-            for layer, piece in self._pieces
-            if layer in factors and (gradient := piece.gradient()) is not None
-        ]
+        layers = ((self._pieces[i][0], gradient) for i, gradient in self._gradients().items())
+        found = [(gradient, factors[layer]) for layer, gradient in layers if layer in factors]
         if found:
             torch._foreach_mul_([gradient for gradient, _ in found], [factor for _, factor in found])
 
-    def _on_device(self, plan: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-        if self._plan_on_device is None or plan != self._plan:
-            self._plan = plan
-            self._plan_on_device = (
-                torch.cat([self._layer_of[i].expand(count) for i, count in plan]),
-                torch.cat([self._replica_weight_of[i].expand(count) for i, count in plan]),
-            )
-        return self._plan_on_device
+    def _gradients(self) -> dict[int, Tensor]:
+        """This rank's parts of the gradients that there are, by the index of their pieces."""
+        gradients = {i: piece.gradient() for i, (_, piece) in enumerate(self._pieces)}
+        return {i: gradient for i, gradient in gradients.items() if gradient is not None and gradient.numel() > 0}
 
 
 def _reshard(module: nn.Module) -> None:

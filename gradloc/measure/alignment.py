@@ -4,6 +4,10 @@
 
 Two engines that score the same tokens agree on which of them are likely, however noisy or old their weights are. So if
 a[t] is nearer to b[t + k] than to b[t], token for token, one of the two was taken at wrong positions.
+
+Log-probs a and b and their mask (bool, the response's tokens) have the shape (rows, response length), as have the
+`tokens` of a micro-batch: `response_mask`, `log_prob`, and if available `old_log_prob`, `ref_log_prob`,
+`rollout_log_prob` and `after_eos`. Only `alignment_warning` waits for the device.
 """
 
 import math
@@ -45,7 +49,7 @@ LOST_SPREAD = 0.7  # and so far apart, as a part of how far b is from its mean
 
 
 class Alignment(NamedTuple):
-    """How log-probs a and b of the same responses fit; tensors of shape (rows, 1), sums of shape (shifts,)."""
+    """How log-probs a and b of the same responses fit; tensors of shape (rows, 1) where not said."""
 
     aligned: Tensor  # bool: a[t] is clearly nearer to b[t] than to any neighbour
     shift: Tensor  # int64, k where a[t] fits b[t + k], from `start` on; 0 where it fits b[t], or nothing
@@ -55,26 +59,19 @@ class Alignment(NamedTuple):
     tail: Tensor
     tail_value: Tensor  # that value
     tail_of_b: Tensor  # bool: it is b that has one value there
-    here: Tensor  # Σ |a[t] − b[t]| over the tokens that each shift compares
-    there: Tensor  # Σ |a[t] − b[t + k]| over the same tokens
-    size: Tensor  # Σ of the sizes of the differences of the two
-    square: Tensor  # Σ of their squares
-    nearer: Tensor  # how many of these tokens are nearer to the moved b
-    farther: Tensor  # how many are nearer to their own
+    # Float64 of shape (6, shifts), over the tokens that each shift compares: Σ |a[t] − b[t]|; Σ |a[t] − b[t + k]|; Σ of
+    # the sizes of the differences of the two; Σ of their squares; how many tokens are nearer to the moved b, and how
+    # many to their own.
+    compared: Tensor
 
 
 def align(first: Tensor, second: Tensor, mask: Tensor) -> Alignment:
-    """Compares log-probs a and b at the same and at neighbouring positions. No host sync.
+    """Compares log-probs a and b at the same and at neighbouring positions.
 
     A response is moved by k from a token on if, over the tokens from there to its end, |a[t] − b[t + k]| adds up to at
     most `FITS` of |a[t] − b[t]|, with enough `EVIDENCE`. The token is the one from which on it is nearer by most.
     Noise, old weights or another temperature in either engine make both distances larger, and do not prefer a
     neighbour.
-
-    Args:
-        first (Tensor): a, shape (rows, response length).
-        second (Tensor): b, same shape.
-        mask (Tensor): bool, same shape: the response's tokens.
     """
     counted = _both_known(first, second, mask)
     a, b = (torch.where(counted, each, 0.0).clamp(min=LEAST_LOG_PROB).float() for each in (first, second))
@@ -114,7 +111,7 @@ def align(first: Tensor, second: Tensor, mask: Tensor) -> Alignment:
     shift = torch.where(tail > 0, 0, shift)
     lost = torch.where((tail > 0) | (shift != 0), 0, _lost_from(distance, b, counted))
     aligned &= (shift == 0) & (lost == 0)
-    return Alignment(aligned, shift, start, lost, tail, value, of_b, *torch.stack(sums, 1).double())
+    return Alignment(aligned, shift, start, lost, tail, value, of_b, torch.stack(sums, 1).double())
 
 
 def _both_known(a: Tensor, b: Tensor, mask: Tensor) -> Tensor:
@@ -175,6 +172,11 @@ def _moved(values: Tensor, k: int) -> Tensor:
     return pad(values[:, k:] if k > 0 else values[:, :k], (0, k) if k > 0 else (-k, 0))
 
 
+def _last(mask: Tensor) -> Tensor:
+    """The index of each response's last token, int64 of shape (rows, 1); 0 without one."""
+    return torch.where(mask, torch.arange(mask.shape[1], device=mask.device), 0).amax(1, keepdim=True)
+
+
 def _from_there_on(values: Tensor) -> Tensor:
     """The sum from each position to the end."""
     return values.flip(1).cumsum(1).flip(1)
@@ -187,8 +189,7 @@ def _constant_tail(first: Tensor, second: Tensor, mask: Tensor) -> tuple[Tensor,
     batch has no tails.
     """
     position = torch.arange(mask.shape[1], device=mask.device)
-    last = torch.where(mask, position, 0).amax(1, keepdim=True)
-    value = first.gather(1, last)
+    value = first.gather(1, _last(mask))
     other = mask & (first != value)
     # From the token after the last other one on.
     begin = torch.where(other, position + 1, 0).amax(1, keepdim=True)
@@ -203,21 +204,14 @@ def _constant_tail(first: Tensor, second: Tensor, mask: Tensor) -> tuple[Tensor,
 
 def _agrees_before(tail: Tensor, distance: Tensor, b: Tensor, counted: Tensor, mask: Tensor) -> Tensor:
     """Whether a fits b before the tail; bool of shape (rows, 1). Those of another, shorter response end in padding."""
-    position = torch.arange(mask.shape[1], device=mask.device)
-    last = torch.where(mask, position, 0).amax(1, keepdim=True)
-    before = counted & (position <= last - tail)
+    before = counted & (torch.arange(mask.shape[1], device=mask.device) <= _last(mask) - tail)
     count = before.sum(1, keepdim=True)
     mean = torch.where(before, distance, 0.0).sum(1, keepdim=True) / count.clamp(min=1)
     return (count < LEAST_TOKENS) | (mean <= (LOST_SPREAD * _spread(b, before)).clamp(min=LOST_TIMES * LEAST_GAP))
 
 
 def policy_before(tokens: Mapping[str, Tensor]) -> Tensor:
-    """The policy's log-probs before the update: the old ones, unless they are the rollout's, as in verl's bypass mode.
-
-    Args:
-        tokens (Mapping[str, Tensor]): `response_mask`, `log_prob`, and if available `old_log_prob` and
-            `rollout_log_prob`, of shape (rows, response length).
-    """
+    """The policy's log-probs before the update: the old ones, but where verl's bypass mode made them the rollout's."""
     if "old_log_prob" not in tokens or "rollout_log_prob" not in tokens:
         return tokens.get("old_log_prob", tokens["log_prob"])
     old, rollout = tokens["old_log_prob"], tokens["rollout_log_prob"]
@@ -236,40 +230,27 @@ def _sampled(tokens: Mapping[str, Tensor]) -> Tensor:
 def misplaced(tokens: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Tokens whose log-probs belong to others: of the rollout or the reference, compared with the policy's.
 
-    Args:
-        tokens (Mapping[str, Tensor]): `response_mask`, `log_prob`, and if available `old_log_prob`, `ref_log_prob` and
-            `rollout_log_prob`, of shape (rows, response length).
-
     Returns:
-        tuple[Tensor, Tensor]: bool of that shape; int64 of shape (rows, 1): by how many positions, 0 where by none, or
+        tuple[Tensor, Tensor]: bool; int64 of shape (rows, 1): by how many positions, 0 where by none, or
             where log-probs are missing at the end.
     """
     mask = _sampled(tokens)
     position = torch.arange(mask.shape[1], device=mask.device)
-    last = (
-        torch.where(mask, position, -1).amax(1, keepdim=True) if mask.shape[1] else mask.new_zeros(len(mask), 1).long()
-    )
     found, shift = torch.zeros_like(mask), torch.zeros((len(mask), 1), dtype=torch.int64, device=mask.device)
     pairs = {"rollout_log_prob": policy_before(tokens), "ref_log_prob": tokens["log_prob"]}
     for name, other in pairs.items() if mask.shape[1] else ():
         if name in tokens:
             aligned = align(tokens[name], other, mask)
-            found = found | (mask & (aligned.shift != 0) & (position >= aligned.start))
+            found |= mask & (aligned.shift != 0) & (position >= aligned.start)
             if name == "rollout_log_prob":
-                found = found | (mask & (aligned.lost > 0) & (position >= aligned.lost))
-            found = found | (mask & (aligned.tail > 0) & (position > last - aligned.tail))
+                found |= mask & (aligned.lost > 0) & (position >= aligned.lost)
+            found |= mask & (aligned.tail > 0) & (position > _last(mask) - aligned.tail)
             shift = torch.where(shift == 0, aligned.shift, shift)
     return found, shift
 
 
 def fits_another_row(first: Tensor, second: Tensor, mask: Tensor) -> Tensor:
-    """Where a response's a fits the b of another response far better than its own, bool (rows, 1). No host sync.
-
-    Args:
-        first (Tensor): a, shape (rows, response length).
-        second (Tensor): b, same shape.
-        mask (Tensor): bool, same shape.
-    """
+    """Where a response's a fits the b of another response far better than its own, bool of shape (rows, 1)."""
     if not len(mask):
         return mask.new_zeros((0, 1))
     mask = mask & first.isfinite() & second.isfinite()
@@ -286,14 +267,10 @@ def fits_another_row(first: Tensor, second: Tensor, mask: Tensor) -> Tensor:
 
 
 def own_alignment(micro_batches: Sequence[Mapping[str, Tensor]]) -> Tensor:
-    """What one rank knows of a mini-batch's alignment, for `find_off`. No host sync.
-
-    Args:
-        micro_batches (Sequence[Mapping[str, Tensor]]): Each micro-batch's tensors of shape (rows, response length):
-            `response_mask`, `log_prob`, and if available `old_log_prob`, `ref_log_prob`, `rollout_log_prob`.
+    """What one rank knows of a mini-batch's alignment, for `find_off`; zeros where log-probs are missing.
 
     Returns:
-        Tensor: float64 of shape (ALIGNMENT_SUMS,); zeros where log-probs are missing.
+        Tensor: float64 of shape (ALIGNMENT_SUMS,).
     """
     width = max(tokens["response_mask"].shape[1] for tokens in micro_batches)
     names = set.intersection(*(set(tokens) for tokens in micro_batches))
@@ -302,21 +279,15 @@ def own_alignment(micro_batches: Sequence[Mapping[str, Tensor]]) -> Tensor:
         name: torch.cat([pad(tokens[name], (0, width - tokens[name].shape[1])) for tokens in micro_batches])
         for name in wanted
     }
-    mask, now = _sampled(joined), joined["log_prob"]
+    mask, now, policy = _sampled(joined), joined["log_prob"], policy_before(joined)
     zero = torch.zeros((), dtype=torch.float64, device=mask.device)
-    policy = policy_before(joined)
-    if "old_log_prob" in joined:
-        joined["old_log_prob"] = policy
-    columns = {
-        "rollout": ("rollout_log_prob", policy),
-        "reference": ("ref_log_prob", now),
-        "old": ("old_log_prob", now),
-    }
     found = []
-    for pair, (name, other) in columns.items():
+    # The pairs in the order of their sums.
+    for name, other in (("rollout_log_prob", policy), ("ref_log_prob", now), ("old_log_prob", now)):
         sums: dict[str, Tensor] = {}
         if name in joined and width:
-            sums = _sums_of_pair(joined[name], other, mask, find_turns(mask), lost=pair == "rollout")
+            a = policy if name == "old_log_prob" else joined[name]
+            sums = _sums_of_pair(a, other, mask, find_turns(mask), lost=name == "rollout_log_prob")
         found += [sums.get(each, zero).double() for each in PAIR_SUMS]
     return torch.stack(found)
 
@@ -329,8 +300,7 @@ def _sums_of_pair(a: Tensor, b: Tensor, mask: Tensor, turn: Tensor, lost: bool) 
     for index, k in enumerate(SHIFTS):
         sums[f"whole {k}"] = ((found.shift == k) & ~inside).sum()
         sums[f"inside {k}"] = ((found.shift == k) & inside).sum()
-        for name in COMPARED:
-            sums[f"{name} {k}"] = getattr(found, name)[index]
+        sums |= {f"{name} {k}": of_shifts[index] for name, of_shifts in zip(COMPARED, found.compared, strict=True)}
     sums["at_turn"] = (moved & inside & starts_turn(turn, found.start)).sum()
     if lost:
         is_lost = found.lost > 0
@@ -354,15 +324,9 @@ def _sums_of_pair(a: Tensor, b: Tensor, mask: Tensor, turn: Tensor, lost: bool) 
 
 
 def find_turns(response_mask: Tensor) -> Tensor:
-    """The turn of each token, from 1; 0 where response_mask is 0. No host sync.
+    """The turn of each token, from 1, int64; 0 where response_mask is 0.
 
     A turn is a run of tokens with response_mask 1. Between turns, tool output or a user's message has response_mask 0.
-
-    Args:
-        response_mask (Tensor): Shape (rows, response length).
-
-    Returns:
-        Tensor: int64, same shape.
     """
     mask = response_mask.bool()
     return torch.where(mask, turn_starts(mask).cumsum(1), 0)
@@ -383,7 +347,7 @@ def starts_turn(turn: Tensor, start: Tensor, within: int = 3) -> Tensor:
 
 
 def alignment_warning(micro_batches: Sequence[Mapping[str, Tensor]]) -> dict[str, Any] | None:
-    """What `misaligned_warning` gives for some micro-batches alone, if it is clear; they are as for `own_alignment`."""
+    """What `misaligned_warning` gives for the tokens of some micro-batches alone, if it is clear."""
     if not micro_batches:
         return None
     off = find_off(own_alignment(micro_batches).tolist())

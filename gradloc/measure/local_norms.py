@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,9 +36,9 @@ class LocalNorms:
         self._device = device
         self._recording = False
         self._error: Exception | None = None
-        # The layers of the recorded norms, each with the number of norms in succession.
-        self._order: list[tuple[int, int]] = []
         self._norms: list[Tensor] = []
+        # The layers of these norms, each with the number of norms in succession; and the last index made of that.
+        self._order: list[tuple[int, int]] = []
         self._index: tuple[list[tuple[int, int]], Tensor] | None = None
         self._flats: list[_Flat] = []
         self._groups: list[_Group] = []
@@ -53,7 +53,7 @@ class LocalNorms:
 
     def start(self) -> None:
         """Starts recording; an earlier recording is discarded."""
-        self._discard()
+        self.cancel()
         for flat in self._flats:
             self._hook_flat_parameter(flat)
         for group in self._groups:
@@ -69,24 +69,21 @@ class LocalNorms:
         Raises:
             Exception: What a hook raised; see `_guarded`.
         """
-        self._recording = False
-        if self._error is not None:
-            error = self._error
-            self._discard()
+        error, order, norms = self._error, self._order, self._norms
+        self.cancel()
+        if error is not None:
             raise error
         total = torch.zeros(len(self.layers), dtype=torch.float64, device=self._device)
-        if self._norms:
-            if self._index is None or self._index[0] != self._order:
-                index = torch.cat([self._layer_indices[layer].expand(count) for layer, count in self._order])
-                self._index = self._order, index
-            total.index_add_(0, self._index[1], torch.cat(self._norms).double().square())
-        self._discard()
+        if norms:
+            if self._index is None or self._index[0] != order:
+                self._index = order, torch.cat([self._layer_indices[layer].expand(count) for layer, count in order])
+            total.index_add_(0, self._index[1], torch.cat(norms).double().square())
         return total
 
     def cancel(self) -> None:
         """Stops recording, if it has started, and discards the norms."""
-        self._recording = False
-        self._discard()
+        self._recording, self._error = False, None
+        self._order, self._norms = [], []
 
     def close(self) -> None:
         """Removes all hooks from the model."""
@@ -94,9 +91,6 @@ class LocalNorms:
             remove()
         for handle in self._hooked_leaves.values():
             handle.remove()
-
-    def _discard(self) -> None:
-        self._order, self._norms, self._error = [], [], None
 
     def _guarded(self, hook: Callable[..., None]) -> Callable[..., None]:
         """A hook whose errors are kept for `stop`: in a training pass, they would end training."""
@@ -131,7 +125,7 @@ class LocalNorms:
             bounds = [(start, stop) for start, stop, is_padding in with_padding if not is_padding]
             originals: Sequence[Tensor] = (flat._params or []) if handle._use_orig_params else [flat] * len(bounds)
             parts = [
-                _FlatPart(layers[names[id(handle), i]], *of_part, original)
+                (layers[names[id(handle), i]], *of_part, original)
                 for i, (of_part, original) in enumerate(zip(bounds, originals, strict=True))
             ]
             self._flats.append(_Flat(flat, parts))
@@ -209,39 +203,24 @@ class LocalNorms:
         self._hooked_leaves[parameter] = parameter.register_hook(self._guarded(hook))
 
 
-class _FlatPart(NamedTuple):
-    """A parameter in a flat parameter, in the layer with index `layer`.
-
-    With `use_orig_params` the `original` parameter may be frozen, and its part has a gradient all the same.
-    """
-
-    layer: int
-    start: int
-    stop: int
-    original: Tensor
-
-
+@dataclass
 class _Flat:
     """One of FSDP1's flat parameters, a leaf whose gradient has all its views' of one backward in one tensor."""
 
-    def __init__(self, parameter: Tensor, parts: list[_FlatPart]) -> None:
-        self.parameter = parameter
-        self.hooked = False
-        self._parts = parts
-        self._trainable: list[bool] = []
-        self._pieces: list[tuple[int, int, int]] = []
+    parameter: Tensor
+    # Of each parameter in it: (index of the layer, start, stop, the original parameter). With `use_orig_params` the
+    # original may be frozen, and its part has a gradient all the same.
+    parts: list[tuple[int, int, int, Tensor]]
+    hooked: bool = False
 
     def pieces(self) -> list[tuple[int, int, int]]:
         """(layer, start, stop) of its trainable parts; neighbours in a layer are one piece, with zeros between them."""
-        trainable = [part.original.requires_grad for part in self._parts]
-        if trainable != self._trainable:
-            self._trainable, self._pieces = trainable, []
-            parts = zip(self._parts, trainable, strict=True)
-            for (layer, trains), group in groupby(parts, key=lambda each: (each[0].layer, each[1])):
-                if trains:
-                    neighbours = [part for part, _ in group]
-                    self._pieces.append((layer, neighbours[0].start, neighbours[-1].stop))
-        return self._pieces
+        found = []
+        for (layer, trains), neighbours in groupby(self.parts, key=lambda part: (part[0], part[3].requires_grad)):
+            if trains:
+                (_, start, stop, _), *others = neighbours
+                found.append((layer, start, others[-1][2] if others else stop))
+        return found
 
 
 @dataclass

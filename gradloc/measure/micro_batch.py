@@ -1,8 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""A micro-batch of a training pass, as it is kept until the optimizer step."""
+"""A micro-batch of a training pass: what is kept of it until the optimizer step, its weights, and what was measured."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,14 +11,17 @@ import torch
 from torch import Tensor
 
 from ..fsdp.torch_compat import tree_map_only
+from ..threshold import is_over
 
 # (rank, index of the micro-batch in its rank's mini-batch).
 MicroBatchName = tuple[int, int]
+# (micro-batch, row in it, position in the response).
+Token = tuple[MicroBatchName, int, int]
 
 
 @dataclass
 class MicroBatch:
-    """A micro-batch of a training pass, kept until the optimizer step."""
+    """What is kept of a training pass until the optimizer step."""
 
     inputs: dict[str, Any]  # the inputs of `Forward`
     rows: list[int]  # its rows in its rank's mini-batch
@@ -31,9 +35,8 @@ class MicroBatch:
     def broken(self, scaled: bool) -> Tensor:
         """Where a log-prob (a critic's value) or a coefficient is non-finite, bool of shape (rows, response length).
 
-        Args:
-            scaled (bool): Whether the loss is scaled. If so, an infinite coefficient in half precision does not count,
-                because the scale may have made it overflow.
+        If the loss is `scaled`, an infinite coefficient in half precision does not count, because the scale may have
+        made it overflow.
         """
         broken = ~self.tokens["log_prob" if "log_prob" in self.tokens else "value"].isfinite()
         for name in ("coefficient", "entropy_coefficient"):
@@ -87,3 +90,99 @@ class TokenSubset:
 
     micro_batch: MicroBatch
     keep: Tensor  # shape (rows, response length): which tokens (bool), or a factor for each one's gradient (float)
+
+
+def token_weights(aggregate: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
+    """Computes the weight that a loss aggregation gives to each token with autograd: w = ∂ aggregate(x) / ∂x.
+
+    `aggregate` maps per-token losses, which have the shape and device of `like`, to the scalar loss, and is linear in
+    them. The weights have that shape, and are at least float32.
+    """
+    with torch.enable_grad():
+        # Log-probs may be in half precision, but the loss multiplies them by advantages in float32.
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        x = torch.zeros_like(like, dtype=dtype, requires_grad=True)
+        return torch.autograd.grad(aggregate(x), x)[0]
+
+
+def movable(tokens: Mapping[str, Tensor]) -> Tensor:
+    """The tokens that can move: those with a weight, and a coefficient that is known and not zero; NaN is not zero.
+
+    A token that has an advantage of zero, or that PPO clips, has no gradient. If it counted, it would raise the
+    threshold of every set that it is in.
+    """
+    moves = torch.zeros_like(tokens["weight"], dtype=torch.bool)
+    for name in ("coefficient", "entropy_coefficient"):
+        if name in tokens:
+            moves |= tokens[name] != 0
+    return moves & (tokens["weight"] != 0)
+
+
+def square_weight(tokens: Mapping[str, Tensor]) -> Tensor:
+    """Σ w_t² over the tokens that can move: float64 of shape (), no host sync."""
+    return torch.where(movable(tokens), tokens["weight"].double(), 0.0).square().sum()
+
+
+def threshold_square_weight(tokens: Mapping[str, Tensor]) -> Tensor:
+    """What the threshold of a micro-batch counts: `square_weight`, or Σ w_t² over all its tokens if none can move.
+
+    The latter's gradient comes from no token (an auxiliary loss has one, say): it is a spike if it would be one of
+    tokens. float64 of shape (), no host sync.
+    """
+    of_movable = square_weight(tokens)
+    return torch.where(of_movable == 0, tokens["weight"].double().square().sum(), of_movable)
+
+
+def usable_tokens(tokens: Mapping[str, Tensor], broken: Tensor) -> Tensor:
+    """Where a response token has a weight in the loss and is not broken (see `MicroBatch.broken`), bool."""
+    return tokens["response_mask"].bool() & (tokens["weight"] != 0) & ~broken
+
+
+@dataclass(frozen=True)
+class MicroBatchFigures:
+    """What all ranks know about one rank's micro-batch when a search starts."""
+
+    rows: int
+    tokens: int  # the number of response tokens
+    broken_tokens: int  # the number of response tokens with a non-finite log-prob or coefficient
+    root_square_weight: float  # sqrt(Σ w_t²) over the tokens that can move, or over all if none can
+    norm: float | None = None  # the norm of its gradient; None while it has not been measured
+    layer_norms: Mapping[str, float] = field(default_factory=dict)  # the norm in each layer
+    # The number of response tokens with a weight in the loss and finite log-probs and coefficients.
+    usable_tokens: int = 0
+    # Whether an advantage is not zero, or none is known. Otherwise only KL and entropy terms have a gradient, which is
+    # not an ordinary one.
+    has_advantages: bool = True
+
+    @property
+    def token_equivalent(self) -> float:
+        """Its norm/sqrt(Σ w_t²), infinite while its norm is unknown; see `token_equivalents`."""
+        return math.inf if self.norm is None else token_equivalent(self.norm, self.root_square_weight)
+
+    def is_over(self, threshold: float) -> bool:
+        """Whether its norm is known and over its threshold for this τ."""
+        return self.norm is not None and is_over(self.token_equivalent, threshold)
+
+
+def token_equivalents(norms: Tensor, root_square_weights: Tensor) -> Tensor:
+    """norm/sqrt(Σ w_t²) of micro-batches, which is compared with τ; float64, of the shape of both. No host sync.
+
+    A norm that is not finite counts as infinite, and one of a micro-batch without tokens as 0.
+    """
+    ratio = torch.where(root_square_weights == 0, 0.0, norms / root_square_weights)
+    return torch.where(norms.isfinite(), ratio.nan_to_num(nan=math.inf, posinf=math.inf), math.inf)
+
+
+def token_equivalent(norm: float, root_square_weight: float) -> float:
+    """`token_equivalents` of one."""
+    return float(token_equivalents(*torch.tensor([norm, root_square_weight], dtype=torch.float64)))
+
+
+# Of the micro-batches of all ranks.
+AllFigures = Mapping[MicroBatchName, MicroBatchFigures]
+
+
+def suspects(figures: AllFigures, threshold: float) -> list[MicroBatchName]:
+    """The micro-batches measured over their threshold, largest first."""
+    over = [name for name, each in figures.items() if each.is_over(threshold)]
+    return sorted(over, key=lambda name: (-figures[name].token_equivalent, name))

@@ -11,35 +11,34 @@ from torch import Tensor
 
 from ..fsdp import collectives
 from ..threshold import is_over
-from .figures import MicroBatchFigures, token_equivalent, token_equivalents
-from .micro_batch import MicroBatch, MicroBatchName
-from .token_weights import square_weight, threshold_square_weight, usable_tokens
+from .micro_batch import (
+    MicroBatch,
+    MicroBatchFigures,
+    MicroBatchName,
+    square_weight,
+    threshold_square_weight,
+    token_equivalent,
+    token_equivalents,
+    usable_tokens,
+)
 from .watched_model import WatchedModel
 
 
 class MiniBatch:
-    """The current gradient, as it was measured in training.
+    """The current gradient, as it was measured in training; `gather` sets the attributes that are declared here.
 
-    Args:
-        micro_batches (list[MicroBatch]): This rank's; at least one.
-        global_norm (float, optional): The norm of the reduced gradient, if it is known.
-
-    Attributes, all set by `gather` but for `squared_norms`:
-        trigger (str): "unit": a micro-batch over its threshold is a spike; "global": the reduced gradient is. Where
-            micro-batches cannot be measured alone, it is always "global".
-        failed (bool): Whether tokens of some rank could not be read, the same on every rank; if so, the rest is
-            meaningless.
-        squared_norms (Tensor | None): The squared norms by layer of the reduced gradient, without the loss scale; None
-            while they have not been measured.
-        broken_parameters (dict | None): What `ReducedNorms.broken_parameters` gave, if that gradient is not finite.
+    `micro_batches` are this rank's, at least one, and `global_norm` the norm of the reduced gradient, if it is known.
     """
 
+    # Whether tokens of some rank could not be read, the same on every rank; if so, the rest is meaningless.
+    failed: bool
+    update_figures: Tensor  # the given figures of every data-parallel rank, shape (ranks, n)
+    # "unit": a micro-batch over its threshold is a spike; "global": the reduced gradient is, and always where
+    # micro-batches cannot be measured alone.
+    trigger: str
     token_norm: float  # the largest measured token-equivalent norm; NaN counts as infinite
     finite_norm: float  # the largest finite one, or 0
     root_mean_square: float | None  # norm/sqrt(Σw²) of the whole mini-batch; None if no token can move
-    trigger: str
-    update_figures: Tensor  # the given figures of every data-parallel rank, shape (ranks, n)
-    failed: bool
 
     def __init__(
         self, model: WatchedModel, micro_batches: list[MicroBatch], scale: float, global_norm: float | None = None
@@ -47,8 +46,9 @@ class MiniBatch:
         self.model = model
         self.micro_batches = micro_batches
         self.scale = scale
+        # The squared norms by layer of the reduced gradient, without the loss scale; None until they are measured.
         self.squared_norms: Tensor | None = None
-        self.broken_parameters: dict[str, Any] | None = None
+        self.broken_parameters: dict[str, Any] | None = None  # `ReducedNorms.broken_parameters`, if it is not finite
         self._global_norm = global_norm
         self._squares = torch.stack([micro_batch.squares for micro_batch in micro_batches]).to(model.device) / scale**2
         self._own_norms = self._squares.sum(1).sqrt()
@@ -56,11 +56,7 @@ class MiniBatch:
         self._root_square_weights = torch.stack([threshold_square_weight(each.tokens) for each in micro_batches]).sqrt()
 
     def gather(self, trigger: str, update_figures: Tensor, failed: bool = False) -> "MiniBatch":
-        """Exchanges what each rank has measured, without which nothing else is known. A collective call.
-
-        Args:
-            update_figures (Tensor): More figures of this rank, float64 of shape (n,), to be gathered in the same call.
-        """
+        """Exchanges what each rank has measured, and its other figures, float64 of shape (n,). A collective call."""
         ratios = token_equivalents(self._own_norms, self._root_square_weights)
         largest_finite = torch.where(ratios.isfinite(), ratios, 0.0).max()
         norms = torch.stack([ratios.max(), largest_finite, self._squares.sum(), self._square_weights.sum()])
@@ -74,8 +70,7 @@ class MiniBatch:
         self._largest, square, square_weight = float(largest.max()), float(squares.sum()), float(square_weights.sum())
         self._square_weight = square_weight
         if self.trigger == "unit":
-            self.token_norm = self._largest
-            self.finite_norm = float(finite.max())
+            self.token_norm, self.finite_norm = self._largest, float(finite.max())
         else:
             # The data-parallel mean gives each token 1/W of its weight in the reduced gradient.
             norm = self.global_norm() * len(by_rank)
@@ -120,17 +115,16 @@ class MiniBatch:
 
     def layer_sums(self) -> tuple[Tensor, Tensor]:
         """This rank's squared norms by layer, shape (layers,), and its Σ w_t², shape (); where there are advantages."""
-        counted = torch.stack([each.has_advantages() for each in self.micro_batches])
-        squares, weights = self._squares, self._square_weights
-        counted = counted.to(squares.device)
-        return torch.where(counted.unsqueeze(1), squares, 0.0).sum(0), torch.where(counted, weights, 0.0).sum()
+        counted = torch.stack([each.has_advantages() for each in self.micro_batches]).to(self._squares.device)
+        squares = torch.where(counted.unsqueeze(1), self._squares, 0.0).sum(0)
+        return squares, torch.where(counted, self._square_weights, 0.0).sum()
 
     def _own_figures(self) -> list[MicroBatchFigures]:
         own = []
-        norms = zip(self._squares.tolist(), self._own_norms.tolist(), self._root_square_weights.tolist(), strict=True)
-        layers = self.model.meter.layers
-        for micro_batch, (squares, norm, root_square_weight) in zip(self.micro_batches, norms, strict=True):
-            by_layer = {layer: math.sqrt(square) for layer, square in zip(layers, squares, strict=True)}
+        weights = self._root_square_weights.tolist()
+        measured = zip(self.micro_batches, self._squares.tolist(), self._own_norms.tolist(), weights, strict=True)
+        for micro_batch, squares, norm, root_square_weight in measured:
+            by_layer = dict(zip(self.model.meter.layers, map(math.sqrt, squares), strict=True))
             mask = micro_batch.tokens["response_mask"].bool()
             broken = micro_batch.broken(self.scale != 1)
             own.append(
@@ -184,5 +178,4 @@ class OrdinaryGradient:
         *of_layers, total = by_rank[:: model.sequence_parallel_size].sum(0).tolist()
         if not (any(of_layers) and total):
             return None
-        layers = zip(model.meter.layers, of_layers, strict=True)
-        return {layer: math.sqrt(square / total) for layer, square in layers}
+        return {layer: math.sqrt(square / total) for layer, square in zip(model.meter.layers, of_layers, strict=True)}

@@ -30,16 +30,13 @@ ReadTokens = Callable[[], Mapping[str, Tensor]]
 class PassRecorder:
     """Records the training passes of a mini-batch.
 
-    An error in measuring a pass or reading its tokens does not end training: it sets `failed`, which `MiniBatch`
-    exchanges with the other ranks. Until `discard`, micro-batches then have `nothing` for their tokens.
-
-    Attributes:
-        failed (bool): Whether a pass could not be measured, or its tokens not be read, since the last `discard`.
-        is_off (bool): Whether to record nothing.
+    An error in measuring a pass or reading its tokens does not end training: it is logged and sets `failed`, which
+    `MiniBatch` exchanges with the other ranks. Until `discard`, micro-batches then have `nothing` for their tokens.
     """
 
     def __init__(self, model: WatchedModel | None) -> None:
-        self.failed, self.is_off = False, model is None
+        self.failed = False  # whether a pass could not be measured, or its tokens not be read, since `discard`
+        self.is_off = model is None  # whether to record nothing
         self.current: MicroBatch | None = None
         self.micro_batches: list[MicroBatch] = []
         self._said: set[str] = set()
@@ -49,12 +46,7 @@ class PassRecorder:
         self._reshape: dict[str, Callable[[Tensor], Tensor]] = {}
 
     def begin_pass(self, inputs: dict[str, Any], rows: Sequence[int]) -> None:
-        """Starts recording a training pass; called before it.
-
-        Args:
-            inputs (dict): The inputs of `forward`; picklable. Kept until `take`.
-            rows (Sequence[int]): Its rows in its rank's mini-batch.
-        """
+        """Starts recording a training pass; called before it. Its inputs, picklable, are kept until `take`."""
         if self.is_off or self._model is None:
             return
         device, meter = self._model.device, self._model.meter
@@ -63,39 +55,15 @@ class PassRecorder:
         self._read_tokens, self._gradients = None, {}
         meter.start()
 
-    def observe(
-        self,
-        log_prob: Tensor,
-        entropy: Tensor | None,
-        weight: Tensor,
-        loss_agg_mode: str | None = None,
-        **tokens: Tensor,
-    ) -> None:
-        """Records the tokens of the current pass, and their coefficients ∂L/∂log p during its backward.
-
-        All tensors have shape (rows, response length). The loss is computed from these log-probs and entropies.
+    def observe(self, read_tokens: ReadTokens, loss_inputs: LossInputs, loss_agg_mode: str | None = None) -> None:
+        """Records the coefficients ∂L/∂log p of the current pass; called between its loss and its backward.
 
         Args:
-            weight (Tensor): The weight w of each token in the loss, gradient accumulation included.
+            read_tokens (Callable): Called in `end_pass`, while the device computes the backward. Returns `log_prob`,
+                `weight` (of each token in the loss, gradient accumulation included), `entropy` where the loss has it,
+                `response_mask`, `token_id`, and what else `token_evidence` reports.
+            loss_inputs (Mapping): What the loss is computed from.
             loss_agg_mode (str, optional): verl's name for how this loss is aggregated.
-            tokens (Tensor): The tensors that `token_evidence` reports; at least `response_mask` and `token_id`.
-        """
-        noted = {"log_prob": log_prob, "weight": weight, **tokens}
-        loss_inputs = {"coefficient": (log_prob, unchanged)}
-        if entropy is not None:
-            noted["entropy"] = entropy
-            loss_inputs["entropy_coefficient"] = (entropy, unchanged)
-        check_shapes(noted)
-        self.observe_later(lambda: noted, loss_inputs, loss_agg_mode)
-
-    def observe_later(self, read_tokens: ReadTokens, loss_inputs: LossInputs, loss_agg_mode: str | None = None) -> None:
-        """Like `observe`, but the tokens are read in `end_pass`, while the device computes the backward.
-
-        An error in that is logged, and no spike is looked for in the rest of the update, on all ranks.
-
-        Args:
-            read_tokens (Callable): Returns what `observe` takes: `log_prob`, `weight`, `entropy` where the loss has it,
-                and the tensors that `token_evidence` reports.
         """
         if self.is_off:
             return
@@ -131,7 +99,9 @@ class PassRecorder:
         found: dict[str, Tensor] = {}
         if self._read_tokens is not None:
             tokens = self._read_tokens()
-            check_shapes(tokens)
+            shapes = {name: tuple(tensor.shape) for name, tensor in tokens.items()}
+            if len(set(shapes.values())) > 1:
+                raise ValueError(f"all token tensors must be of one shape (rows, response length), got {shapes}.")
             found = {name: with_a_column(tensor.detach()) for name, tensor in tokens.items()}
         for name, gradient in self._gradients.items():
             found[name] = with_a_column(self._reshape[name](gradient.detach()))
@@ -163,9 +133,3 @@ def unchanged(gradient: Tensor) -> Tensor:
 def with_a_column(values: Tensor) -> Tensor:
     """Values of shape (rows, response length), masked ones if all responses are empty: maxima need a value."""
     return values if values.shape[1] else nn.functional.pad(values, (0, 1))
-
-
-def check_shapes(tokens: Mapping[str, Tensor]) -> None:
-    shapes = {name: tuple(tensor.shape) for name, tensor in tokens.items()}
-    if len(set(shapes.values())) > 1:
-        raise ValueError(f"all token tensors must be of one shape (rows, response length), got {shapes}.")

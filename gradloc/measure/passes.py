@@ -3,18 +3,20 @@
 """Extra forward/backward passes over micro-batches of any rank, run by all ranks together."""
 
 import logging
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Collection, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol, TypeVar, cast
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from ..fsdp import collectives
 from ..fsdp.failed_pass import RecordedCollectives
-from ..fsdp.state import all_reduced, clear_gradients, has_gradients, reset_fsdp, set_rng_state, unreduced
+from ..fsdp.state import all_reduced, clear_gradients, reset_fsdp, set_rng_state, unreduced
 from ..fsdp.torch_compat import is_sharded
-from .micro_batch import MicroBatch, TokenSubset
+from .micro_batch import MicroBatch, MicroBatchName, Token, TokenSubset
 
 logger = logging.getLogger(__name__)
 
@@ -28,17 +30,22 @@ Forward = Callable[[dict[str, Any], list[int], int], tuple[Tensor | None, Tensor
 Cut = Callable[[int, list[int], int], AbstractContextManager[None]]
 
 
-class PassedModel(Protocol):
-    """What passes need of a `WatchedModel`."""
+@dataclass
+class PassedModel:
+    """A model, and how its trainer runs it."""
 
     module: nn.Module
-    device: torch.device
-    rank: int  # the data-parallel rank
-    sequence_parallel_size: int
     forward: Forward
-    recorded: dict[bool, RecordedCollectives]  # of earlier passes, by whether these reduced their gradients
-    recover: Callable[[], None] | None  # called after a pass that an error interrupted on this rank
-    cut: Cut | None  # where signals are cut in the backward of training
+    device: torch.device
+    sequence_parallel_size: int = 1  # how many neighbouring ranks work on the same data
+    recover: Callable[[], None] | None = None  # called after a pass that an error interrupted on this rank
+    cut: Cut | None = None  # where signals are cut in the backward of training
+
+    def __post_init__(self) -> None:
+        self.rank = collectives.rank() // self.sequence_parallel_size  # the data-parallel rank
+        can_replay = self.sequence_parallel_size == 1
+        # Of earlier passes, by whether these reduced their gradients.
+        self.recorded = {reduce: RecordedCollectives(can_replay) for reduce in (True, False)}
 
 
 class Passes:
@@ -65,11 +72,7 @@ class Passes:
         self._may_truncate = not _depends_on_the_whole(model.module)
 
     def measure(self, subset_of: Callable[[int], TokenSubset | None], read: Callable[[], _Read], reduce: bool) -> _Read:
-        """Like `accumulate`, but of the pass's gradient alone, which is cleared after it. A collective call."""
-        left = has_gradients(self._module)
-        self._raise_on_all_ranks(
-            RuntimeError("a gradient was left before a pass of the search, which would add to it") if left else None
-        )
+        """Like `accumulate`, but there is no gradient before it, nor after it. A collective call."""
         try:
             return self.accumulate(subset_of, read, reduce=reduce)
         finally:
@@ -121,7 +124,7 @@ class Passes:
     ) -> _Read:
         """Runs a pass that adds the gradient of every rank's subset, averaged over the ranks, to the current gradient.
 
-        A collective call. If `subset_of` or `read` raises on some rank, the pass fails on all ranks.
+        A collective call.
 
         Args:
             subset_of (Callable): Returns the subset of a rank; called for this rank only.
@@ -131,7 +134,7 @@ class Passes:
             reduce (bool): Whether FSDP reduces the gradient; otherwise only the local one can be measured.
 
         Raises:
-            RankFailedError: The pass failed on some rank.
+            RankFailedError: The pass, `subset_of` or `read` failed on some rank.
         """
         self.count += 1
         error: Exception | None = None
@@ -151,6 +154,23 @@ class Passes:
             error = caught
         self._raise_on_all_ranks(error)
         return cast(_Read, result)  # no rank has an error, so `read` has returned on this rank
+
+    def whole_micro_batches(
+        self, names: Collection[MicroBatchName], removed: Collection[Token] = ()
+    ) -> list[Callable[[int], TokenSubset | None]]:
+        """What to `accumulate` for the gradient of all micro-batches but for some tokens, one pass for each index."""
+
+        def subset_of(index: int, rank: int) -> TokenSubset | None:
+            if (rank, index) not in names:
+                return None
+            micro_batch = self._own[index].portable(self.scale)
+            keep = micro_batch.tokens["response_mask"].bool()
+            for name, row, position in removed:
+                if name == (rank, index):
+                    keep[row, position] = False
+            return TokenSubset(micro_batch, keep)
+
+        return [partial(subset_of, index) for index in range(1 + max(index for _, index in names))]
 
     def _reduction(self, reduce: bool) -> AbstractContextManager[None]:
         return all_reduced(self._module) if reduce else unreduced(self._module)
@@ -185,15 +205,12 @@ class Passes:
             torch.autograd.backward(outputs, coefficients)
 
     def check_dummy_inputs(self, ranks: Callable[[], Set[int]]) -> None:
-        """Checks that no rank without a subset has a dummy input that gives NaN. A collective call.
+        """Checks that no rank outside of `ranks`, those with a subset, has a dummy input that gives NaN. Collective.
 
         For passes whose reduced gradient counts: such a NaN would make it useless.
 
-        Args:
-            ranks (Callable): Returns the ranks with a subset; called only if some rank has such an input.
-
         Raises:
-            RankFailedError: On all ranks, if there is such a rank without a subset.
+            RankFailedError: There is such a rank.
         """
         if self._broken_ranks is None:
             flags = collectives.gather(torch.tensor([float(self._dummy_input is None)], device=self._model.device))

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from ..fsdp import collectives
 from ..layers.reduced_norms import ReducedNorms
-from .figures import AllFigures, suspects
 from .local_norms import LocalNorms
-from .micro_batch import MicroBatch, MicroBatchName, TokenSubset
+from .micro_batch import AllFigures, MicroBatch, MicroBatchName, TokenSubset, suspects
 from .passes import Passes
 
 # What a search and a drill read of another rank's tokens. The evidence of culprits comes from the rank that has them.
@@ -36,23 +35,14 @@ class LocalMeter(LocalNorms):
     """Measures each rank's local gradient before FSDP averages it: in one pass, every rank measures another probe.
 
     All ranks make the same calls; `obtain` and `measure` are collective.
-
-    Args:
-        width (int, optional): How many probes count as one pass; by default, as many as there are ranks. More than that
-            are measured one after the other.
-
-    Attributes:
-        kind (str): Its name in the evidence.
-        layers (list[str]): The layers, in the order of the norms.
-        width (int): How many probes one pass measures.
-        reduces (bool): Whether FSDP reduces the gradient of a probe.
     """
 
-    kind = "local"
-    reduces = False
+    kind = "local"  # its name in the evidence
+    reduces = False  # whether FSDP reduces the gradient of a probe
 
     def __init__(self, module: nn.Module, device: torch.device, width: int | None = None) -> None:
         super().__init__(module, device)
+        # How many probes count as one pass. More than there are ranks are measured one after the other.
         self.width = width or collectives.world_size()
 
     def groups(self, figures: AllFigures, threshold: float) -> dict[GroupName, list[MicroBatchName]]:
@@ -62,10 +52,7 @@ class LocalMeter(LocalNorms):
     def obtain(
         self, names: Sequence[MicroBatchName], own: Sequence[MicroBatch], scale: float
     ) -> dict[MicroBatchName, MicroBatch]:
-        """The micro-batches of a group (and perhaps others), with what a search needs of their tokens.
-
-        And with the data that this rank needs for probes.
-        """
+        """The micro-batches of a group, and perhaps others, with what this rank needs to search them and for probes."""
 
         def portable(index: int) -> MicroBatch:
             return own[index].portable(scale)
@@ -73,10 +60,7 @@ class LocalMeter(LocalNorms):
         return {(rank, index): collectives.broadcast(partial(portable, index), rank) for rank, index in names}
 
     def measure(self, passes: Passes, probes: Sequence[MakeProbe]) -> Tensor:
-        """Measures probes in one pass.
-
-        Args:
-            probes (Sequence[Callable]): At most `width` probes.
+        """Measures at most `width` probes in one pass.
 
         Returns:
             Tensor: float64 of shape (probes, layers): the squared norms of each probe's gradient, without the loss
@@ -126,14 +110,10 @@ class ReducedMeter:
     def start(self) -> None:
         pass
 
+    cancel = close = start
+
     def stop(self) -> Tensor:
         return torch.zeros(len(self.layers), dtype=torch.float64, device=self._device)
-
-    def cancel(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
     def groups(self, figures: AllFigures, threshold: float) -> dict[GroupName, list[MicroBatchName]]:
         groups: dict[GroupName, list[MicroBatchName]] = {}

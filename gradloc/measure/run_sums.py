@@ -1,6 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What each rank sums up of a mini-batch for the checks of the run, which judge the sums of all ranks."""
+"""What each rank sums up of a mini-batch for the checks of the run, which judge the sums of all ranks.
+
+`micro_batches` are the tokens of each: tensors of shape (rows, response length). Nothing here waits for the device.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -29,17 +32,16 @@ _SAMPLE = 2**16
 
 
 def own_sums(micro_batches: Sequence[Mapping[str, Tensor]], first: bool, bypass: bool = True) -> Tensor:
-    """What one rank knows of a mini-batch, for `RunChecks.take_in`. No host sync.
+    """What one rank knows of a mini-batch's log-probs, for `RunChecks.take_in`.
 
     Only response tokens with a weight in the loss and finite log-probs count; an exact zero of the rollout is none, if
-    the policy has less. The policy's log-probs are those before
-    the update. Where there are none of their own (verl's bypass mode takes the rollout's for them), those of the
-    update's first mini-batch are taken, which has changed no weight yet.
+    the policy has less. The policy's log-probs are those before the update. Where there are none of their own (verl's
+    bypass mode takes the rollout's for them), those of the update's first mini-batch are taken, which has changed no
+    weight yet.
 
     Args:
-        micro_batches (Sequence[Mapping[str, Tensor]]): Each micro-batch's tensors of shape (rows, response length):
-            `response_mask`, `weight`, `log_prob`, `unsampled` (bool: the policy did not produce the token), and if
-            available `old_log_prob`, `ref_log_prob`, `rollout_log_prob`.
+        micro_batches (Sequence[Mapping[str, Tensor]]): With `response_mask`, `weight`, `log_prob`, `unsampled` (bool:
+            the policy did not produce the token), and if available `old_log_prob`, `ref_log_prob`, `rollout_log_prob`.
         first (bool): Whether it is the update's first mini-batch.
         bypass (bool): Whether all earlier mini-batches of the update had the rollout's log-probs for the old ones.
 
@@ -69,9 +71,8 @@ def _of_micro_batch(tokens: Mapping[str, Tensor], first: bool, bypass: bool) -> 
             counted = counted & ~bypassed
     # An exact zero that the policy contradicts is no log-prob.
     counted = counted & policy.isfinite() & ~((rollout == 0) & (policy < -ONE_SIDE_NATS))
-    reference = tokens["ref_log_prob"].double() if "ref_log_prob" in tokens else None
-    if reference is not None:
-        counted = counted & reference.isfinite()
+    if "ref_log_prob" in tokens:
+        counted = counted & tokens["ref_log_prob"].isfinite()
 
     difference = torch.where(counted, (rollout - policy).clamp(-LARGEST, LARGEST), 0.0)
     gap = difference.abs()
@@ -95,7 +96,8 @@ def _of_micro_batch(tokens: Mapping[str, Tensor], first: bool, bypass: bool) -> 
         "responses": (count > 0).sum(),
         "far": (mean_gap > APART_GAP).sum(),
     }
-    if reference is not None:
+    if "ref_log_prob" in tokens:
+        reference = tokens["ref_log_prob"].double()
         distance = torch.where(counted, (rollout - reference).clamp(-LARGEST, LARGEST).abs(), 0.0)
         mean_distance = distance.sum(1) / count
         stale = (mean_gap > STALE_GAP) & (mean_distance < STALE_RATIO * mean_gap)
@@ -117,11 +119,7 @@ def _of_micro_batch(tokens: Mapping[str, Tensor], first: bool, bypass: bool) -> 
 
 
 def own_columns(micro_batches: Sequence[Mapping[str, Tensor]]) -> Tensor:
-    """What one rank knows of the columns of a mini-batch, for `RunChecks.take_in`. No host sync.
-
-    Args:
-        micro_batches (Sequence[Mapping[str, Tensor]]): Each micro-batch's tensors of shape (rows, response length):
-            `response_mask`, `log_prob`, and if available `advantage`, `old_log_prob`, `ref_log_prob`.
+    """What one rank knows of the columns of a mini-batch, for `RunChecks.take_in`.
 
     Returns:
         Tensor: float64 of shape (COLUMN_SUMS,).
@@ -132,9 +130,7 @@ def own_columns(micro_batches: Sequence[Mapping[str, Tensor]]) -> Tensor:
         found = [mask.any(1).sum()]
         for name in COLUMNS:
             found.append((mask & ~tokens[name].isfinite()).any(1).sum() if name in tokens else mask.new_zeros(()))
-        size = (
-            tokens["advantage"].double().abs() if "advantage" in tokens else torch.zeros_like(mask, dtype=total.dtype)
-        )
+        size = tokens.get("advantage", torch.zeros_like(mask)).double().abs()
         mean = torch.where(mask, size, 0.0).sum(1) / mask.sum(1)
         counted = mean.isfinite() & (mean > 0)
         log = torch.where(counted, mean.log(), 0.0)
@@ -146,18 +142,17 @@ def own_columns(micro_batches: Sequence[Mapping[str, Tensor]]) -> Tensor:
 def own_scale_figures(
     micro_batches: Sequence[Mapping[str, Tensor]], scale: float | Tensor = 1.0, loss_agg_mode: str | None = None
 ) -> Tensor:
-    """What one rank knows of the scale of a mini-batch's loss, for `loss_scale_warning`. No host sync.
+    """What one rank knows of the scale of a mini-batch's loss, for `loss_scale_warning`.
 
     The expected coefficient of a token whose ratio is near 1 is −w·A·ratio, the KL loss's part apart. Clipped tokens
     have none and do not count.
 
     Args:
-        micro_batches (Sequence[Mapping[str, Tensor]]): Each micro-batch's tensors of shape (rows, response length):
-            `response_mask`, `weight`, `log_prob`; `coefficient` and `advantage`, and if available `old_log_prob`,
-            `kl_coefficient`, `rollout_is_weight`, and `policy_loss_mask`: a token that the policy loss rejects may have
-            a weight in other terms, which adds to the 1 of the tokens that it keeps.
+        micro_batches (Sequence[Mapping[str, Tensor]]): With `response_mask`, `weight`, `log_prob`, `coefficient` and
+            `advantage`, and if available `old_log_prob`, `kl_coefficient`, `rollout_is_weight`, and `policy_loss_mask`:
+            a token that the policy loss rejects may have a weight in other terms, which adds to the 1 of the tokens
+            that it keeps.
         scale (float | Tensor): The loss scale of fp16 that the coefficients contain.
-        loss_agg_mode (str, optional): How the loss is aggregated.
 
     Returns:
         Tensor: float64 of shape (SCALE_FIGURES,): the sum of weights that should be 1 (NaN if the mode promises none,
@@ -166,9 +161,7 @@ def own_scale_figures(
             shares of their positions that are tokens.
     """
     mode = MODES.index(loss_agg_mode) if loss_agg_mode in MODES else -1
-    total = torch.full(
-        (1,), math.nan if mode < 0 else 0.0, dtype=torch.float64, device=micro_batches[0]["weight"].device
-    )
+    total = micro_batches[0]["weight"].new_full((1,), math.nan if mode < 0 else 0.0, dtype=torch.float64)
     ratios = []
     for tokens in micro_batches:
         weight = torch.where(_in_policy_loss(tokens), tokens["weight"].double(), 0.0)
@@ -181,8 +174,8 @@ def own_scale_figures(
     quantiles = torch.stack([torch.nanquantile(found, share) for share in (0.1, 0.5, 0.9)])
     count = found.isfinite().sum().double().unsqueeze(0)
     filled = torch.stack([tokens["response_mask"].double().mean() for tokens in micro_batches]).sum().unsqueeze(0)
-    of_batch = [total.new_full((1,), len(micro_batches)), filled]
-    return torch.cat([total, total.new_full((1,), mode), count, quantiles, *of_batch])
+    mode_number, batches = (total.new_full((1,), number) for number in (mode, len(micro_batches)))
+    return torch.cat([total, mode_number, count, quantiles, batches, filled])
 
 
 def _in_policy_loss(tokens: Mapping[str, Tensor]) -> Tensor:

@@ -118,9 +118,7 @@ class Bisection:
     - settled: a measured single token, or measured under its threshold and not unusual
     - given up: still open when the search was given up, after several passes in which no probe pointed at a token
 
-    Args:
-        ordinary (float, optional): The root mean square of ordinary tokens' gradient norms; without it, no subset is
-            unusual.
+    Without the root mean square of `ordinary` tokens' gradient norms, no subset is unusual.
     """
 
     def __init__(self, tokens: Candidates, root: TokenSet, norm: float, ordinary: float | None) -> None:
@@ -128,13 +126,12 @@ class Bisection:
         self.named: set[TokenSet] = set()  # the single tokens found by a code
         self.tokens = tokens
         self._ordinary = ordinary
-        self._nodes: list[_Node] = []
-        self._open: dict[TokenSet, _Node] = {}
         self._root = root
+        self._nodes = [_Node(root, norm, unusual=False)]
+        self._open: dict[TokenSet, _Node] = {}
         self._settled: list[tuple[TokenSet, float]] = []
-        self._pointless: float = 0
-        self._vain_readings = 0
-        self._nodes.append(_Node(root, norm, unusual=False))
+        self._pointless: float = 0  # passes in a row in which no probe pointed at a token
+        self._vain_readings = 0  # codes in a row without a culprit
 
     @property
     def culprits(self) -> list[int]:
@@ -164,9 +161,8 @@ class Bisection:
     @property
     def diffuse(self) -> list[tuple[TokenSet, float]]:
         """The subsets over their threshold that have no subset over its own threshold, with their norms."""
-        return [
-            (n.subset, n.norm) for n in self._nodes if n.open_subsets == 0 and not n.unusual and not n.has_subset_over
-        ]
+        settled = [node for node in self._nodes if node.open_subsets == 0 and not node.unusual]
+        return [(node.subset, node.norm) for node in settled if not node.has_subset_over]
 
     @property
     def open_sets(self) -> list[TokenSet]:
@@ -281,13 +277,13 @@ class Bisection:
 
     def _widen(self) -> bool:
         """Splits the subset with the most expected energy, to have more probes; returns whether there was one."""
-        reading = self._unsplit
-        widest = max((s for s in self._open if not s.is_single), key=self._expected_energy, default=None)
-        if reading:
+        if reading := self._unsplit:
             self._split(reading[0])
-        elif widest is not None:
+            return True
+        widest = max((s for s in self._open if not s.is_single), key=self._expected_energy, default=None)
+        if widest is not None:
             self._replace(widest, *self.tokens.halves(widest))
-        return bool(reading or widest)
+        return widest is not None
 
     def _infer(self) -> None:
         """Splits, without a measurement, each subset that must be over its threshold given its siblings' norms."""

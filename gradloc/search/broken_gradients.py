@@ -9,11 +9,10 @@ from functools import partial
 
 import torch
 
-from ..measure.figures import AllFigures
-from ..measure.micro_batch import MicroBatchName, TokenSubset
+from ..measure.micro_batch import AllFigures, MicroBatchName, Token, TokenSubset
 from ..measure.passes import Passes
 from ..measure.probes import GroupName, Meter
-from .groups import Groups, Token, nonfinite_coefficients, nonfinite_log_probs, uncut
+from .groups import Groups, nonfinite_coefficients, nonfinite_log_probs, uncut
 
 
 @dataclass

@@ -79,12 +79,6 @@ class Candidates:
     Args:
         suspicion (Tensor): s_t of each candidate, shape (n,).
         weights (Tensor): w_t of each candidate, shape (n,), not zero.
-
-    Attributes:
-        square (float): Σ w_t².
-        suspected (Tensor): The fraction of the group's energy that suspicion predicts for each candidate, same shape.
-        without_tokens (float): The norm of the gradient that every probe of the group contains, whichever tokens it
-            keeps; 0 unless it was measured.
     """
 
     def __init__(self, name: GroupKey, tau: float, suspicion: Tensor, weights: Tensor) -> None:
@@ -99,9 +93,11 @@ class Candidates:
             raise ValueError("a token's weight is not finite")
         self._total, self.square = math.fsum(self._energies.tolist()), math.fsum(self.square_of.tolist())
         least = _LEAST * (self._total or 1.0) / self.square
+        # The fraction of the group's energy that suspicion predicts for each candidate, shape (n,).
         self.suspected = (self._energies + least * self.square_of) / (self._total + least * self.square)
+        # The norm of the gradient that every probe contains, whichever tokens it keeps; 0 unless it was measured.
         self.without_tokens = 0.0
-        self.alone: dict[int, float] = {}
+        self.alone: dict[int, float] = {}  # the norms of the candidates measured alone, in the order of measurement
 
     @cached_property
     def suspicion(self) -> list[float]:

@@ -45,12 +45,9 @@ class Estimate(NamedTuple):
 def estimate(tokens: Candidates, rests: Mapping[frozenset[int], float]) -> Estimate:
     """Estimates every token's energy (squared norm) from its suspicion and from what was measured.
 
-    It is in proportion to suspicion, and scaled to match each measurement of a rest, from oldest to newest; that of a
-    token measured alone is known.
-
-    Args:
-        rests (Mapping[frozenset[int], float]): The norm of the group without a set of tokens, by that set. The smallest
-            of these sets with a finite norm is the `base`.
+    It is in proportion to suspicion, and scaled to match each measurement of a rest (the norm of the group without a
+    set of tokens, by that set), from oldest to newest; that of a token measured alone is known. The smallest set with a
+    finite norm is the `base`.
     """
     size, over = len(tokens.square_of), set(tokens.over)
     alone = {t: norm * norm if math.isfinite(norm) else 0.0 for t, norm in tokens.alone.items()}
@@ -88,9 +85,7 @@ class FewTokens:
     - sample: the spike is diffuse; the likeliest tokens are measured alone, and the rest without those over τ
     - ended: the spike is explained, or the sample is measured
 
-    Args:
-        norm (float): The group's norm, which is over its threshold.
-        ordinary (float, optional): The root mean square of ordinary tokens' gradient norms.
+    `norm` is the group's, over its threshold; `ordinary` the root mean square of ordinary tokens' gradient norms.
     """
 
     def __init__(self, tokens: Candidates, whole: TokenSet, norm: float, ordinary: float | None) -> None:
@@ -154,18 +149,14 @@ class FewTokens:
         return (self.tokens.without(removed), self._rests[removed]) if removed in self._rests else None
 
     @property
-    def explained(self) -> bool:
-        return self._explaining is not None
-
-    @property
     def ended(self) -> bool:
-        if self._sample is None or self.explained:
-            return self.explained
-        return self.tokens.alone.keys() >= set(self._sample) and frozenset(self.tokens.over) in self._rests
+        return self._explaining is not None or self.is_diffuse
 
     @property
     def is_diffuse(self) -> bool:
-        return self.ended and not self.explained
+        if self._sample is None or self._explaining is not None:
+            return False
+        return self.tokens.alone.keys() >= set(self._sample) and frozenset(self.tokens.over) in self._rests
 
     @property
     def open_sets(self) -> list[TokenSet]:

@@ -7,10 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..measure.figures import AllFigures
-from ..measure.micro_batch import MicroBatch, MicroBatchName
+from ..measure.micro_batch import AllFigures, MicroBatch, MicroBatchName, Token
 from ..measure.probes import GroupName
-from .groups import Token
 
 
 class WithoutTokens(NamedTuple):

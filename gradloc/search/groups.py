@@ -7,28 +7,18 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..measure.figures import AllFigures
-from ..measure.micro_batch import MicroBatch, MicroBatchName, TokenSubset
+from ..measure.micro_batch import AllFigures, MicroBatch, MicroBatchName, Token, TokenSubset, movable
 from ..measure.mini_batch import MiniBatch
 from ..measure.probes import GroupName
-from ..measure.token_weights import movable
-from .candidates import TokenSet
-
-# (micro-batch, row in it, position in the response).
-Token = tuple[MicroBatchName, int, int]
 
 
 class Groups:
-    """The groups over their threshold, the same on all ranks.
-
-    Attributes:
-        candidates (dict[GroupName, Tensor]): The tokens that can be culprits, (rank, row, position) each, int64 of
-            shape (n, 3).
-    """
+    """The groups over their threshold, the same on all ranks."""
 
     def __init__(self, mini_batch: MiniBatch, figures: AllFigures, threshold: float) -> None:
         self.members = mini_batch.model.meter.groups(figures, threshold)
         self.micro_batches: dict[MicroBatchName, MicroBatch] = {}
+        # The tokens that can be culprits, (rank, row, position) each, int64 of shape (n, 3).
         self.candidates: dict[GroupName, Tensor] = {}
         self._mini_batch = mini_batch
 
@@ -54,10 +44,10 @@ class Groups:
         self.candidates[group] = torch.cat(candidates)
         return torch.cat(suspicion), torch.cat(weights)
 
-    def tokens_of(self, probe: TokenSet) -> list[Token]:
-        """The tokens that a probe measures."""
-        places = self.candidates[probe.group][list(probe.candidates)].tolist()
-        return [((rank, probe.group[1]), row, position) for rank, row, position in places]
+    def tokens_of(self, group: GroupName, *candidates: int) -> list[Token]:
+        """Some candidates of a group, by their index."""
+        places = self.candidates[group][list(candidates)].tolist()
+        return [((rank, group[1]), row, position) for rank, row, position in places]
 
     def subsets(
         self, group: GroupName, candidates: Sequence[int] = (), factors: Sequence[float] | None = None

@@ -11,14 +11,13 @@ from torch import Tensor
 
 from ..config import GradLocConfig
 from ..fsdp import collectives
-from ..measure.figures import MicroBatchFigures
-from ..measure.micro_batch import MicroBatchName
+from ..measure.micro_batch import MicroBatchFigures, MicroBatchName, Token
 from ..measure.mini_batch import MiniBatch
 from ..measure.probes import GroupName
 from .broken_gradients import BrokenGradients
 from .candidates import TokenSet
 from .findings import Alone, Findings, Part, WithoutTokens
-from .groups import Groups, Token, nonfinite_coefficients, nonfinite_log_probs, uncut
+from .groups import Groups, nonfinite_coefficients, nonfinite_log_probs, uncut
 from .search import Search
 from .time_limit import TimeLimit
 
@@ -58,17 +57,9 @@ def investigate(
         return search.findings()
 
 
-def _energy(suspicion: Tensor) -> float:
-    """The squared norm that suspicion predicts for a group."""
-    return math.fsum(suspicion.double().square().tolist())
-
-
 @dataclass
 class _Investigation:
-    """Measures what `Search` asks for until the search ends. All ranks make the same calls and get the same results.
-
-    Args: see `investigate`.
-    """
+    """Measures what `Search` asks for until the search ends. All ranks make the same calls and get the same results."""
 
     mini_batch: MiniBatch
     figures: dict[MicroBatchName, MicroBatchFigures]
@@ -112,11 +103,7 @@ class _Investigation:
 
     @property
     def _culprits(self) -> list[Token]:
-        found = []
-        for culprit in self._search.culprits:
-            rank, row, position = self._groups.candidates[culprit.group][culprit.candidate].tolist()
-            found.append(((rank, culprit.group[1]), row, position))
-        return self._broken.culprits + found
+        return self._broken.culprits + [self._groups.tokens_of(*culprit)[0] for culprit in self._search.culprits]
 
     def findings(self) -> Findings:
         """What was found so far."""
@@ -181,7 +168,8 @@ class _Investigation:
         return Part(rank, micro_batch, len(token_set.candidates), token_set.threshold, norm)
 
     def _diffuse(self, token_set: TokenSet, norm: float) -> Part:
-        places, micro_batches = self._groups.tokens_of(token_set), self._groups.micro_batches
+        places = self._groups.tokens_of(token_set.group, *token_set.candidates)
+        micro_batches = self._groups.micro_batches
         ranks = {name[0] for name, _, _ in places}
         rows = sorted({micro_batches[name].rows[row] for name, row, _ in places})
         # Of the whole micro-batch, because this set may be the micro-batch without its largest tokens.
@@ -201,10 +189,7 @@ class _Investigation:
         return found
 
     def run(self) -> None:
-        """Measures until every suspect group is settled, the budget is spent, or a pass fails. A collective call.
-
-        The budget is one of passes and of seconds.
-        """
+        """Measures until every suspect group is settled, passes or seconds are spent, or a pass fails. Collective."""
         if self._broken.are_everything:
             self._waiting = []
         if self._broken.may_be_overflow:
@@ -247,7 +232,7 @@ class _Investigation:
             squares = self._meter.measure(self._passes, made)
             for probe, norms in zip(probes, squares.sqrt().tolist(), strict=True):
                 if probe.is_single:
-                    self._record_alone(self._groups.tokens_of(probe)[0], norms)
+                    self._record_alone(self._groups.tokens_of(probe.group, *probe.candidates)[0], norms)
             known = set(self._search.broken)
             with collectives.raised_on_all_ranks(self._device):
                 self._search.add_measurements(list(zip(probes, squares.sum(1).sqrt().tolist(), strict=True)))
@@ -258,8 +243,8 @@ class _Investigation:
     def _record_alone(self, token: Token, norms: list[float]) -> None:
         name, row, position = token
         weight = abs(float(self._groups.micro_batches[name].tokens["weight"][row, position]))
-        by_layer = zip(self._meter.layers, (norm / weight for norm in norms), strict=True)
-        self._measured[token] = Alone(weight, math.sqrt(sum(norm**2 for norm in norms)), dict(by_layer))
+        by_layer = {layer: norm / weight for layer, norm in zip(self._meter.layers, norms, strict=True)}
+        self._measured[token] = Alone(weight, math.sqrt(sum(norm**2 for norm in norms)), by_layer)
 
     def _measure_without_tokens(self) -> bool:
         """Measures the loudest group, once, if a part of some group's gradient may come from no token, or after
@@ -299,7 +284,7 @@ class _Investigation:
         with collectives.raised_on_all_ranks(self._device):
             found = [(group, *self._groups.list_candidates(group)) for group in groups]
             # The group of which suspicion predicts the most energy (squared norm) first.
-            for group, suspicion, weights in sorted(found, key=lambda each: -_energy(each[1])):
+            for group, suspicion, weights in sorted(found, key=lambda f: -math.fsum(f[1].double().square().tolist())):
                 self._broken.look_into(group)
                 self._add_to_search(group, suspicion, weights, known)
         self._waiting = self._waiting[len(groups) :]

@@ -137,16 +137,13 @@ class Search:
         until (str): "explained": search until a few tokens explain each group's spike (see `FewTokens`).
             "exhaustive": search until every token over τ is found (see `Bisection`).
         ordinary (float, optional): The root mean square of ordinary tokens' gradient norms.
-
-    Attributes:
-        groups (dict[GroupKey, Group]): Those with at least one candidate.
     """
 
     def __init__(self, threshold: float, until: str = "explained", ordinary: float | None = None) -> None:
         self._threshold = threshold
         self._until = until
         self._ordinary = ordinary
-        self.groups: dict[GroupKey, Group] = {}
+        self.groups: dict[GroupKey, Group] = {}  # those with at least one candidate
         # Whether all searches were ended, because a spike comes from no token.
         self.gave_up = False
 
@@ -225,19 +222,12 @@ class Search:
                 each.give_up()
 
     def add_group(
-        self,
-        group: GroupKey,
-        norm: float | None,
-        suspicion: Tensor,
-        weights: Tensor,
-        probe_empty: bool = True,
+        self, group: GroupKey, norm: float | None, suspicion: Tensor, weights: Tensor, probe_empty: bool = True
     ) -> None:
-        """Adds a group to search.
+        """Adds a group to search, its s_t and w_t as for `Candidates`.
 
         Args:
             norm (float | None): The norm of the candidates' gradient; None if it must be measured first.
-            suspicion (Tensor): s_t of each candidate, shape (n,).
-            weights (Tensor): w_t of each candidate, shape (n,), not zero.
             probe_empty (bool): Whether to measure the group without any token after a non-finite norm.
         """
         if len(weights) == 0:
@@ -252,8 +242,7 @@ class Search:
     def next_probes(self, count: int, passes_left: float = math.inf) -> list[TokenSet]:
         """The probes to measure in the next pass; none when the search is over.
 
-        Args:
-            passes_left (float): How many passes the budget still allows. A code that needs more is not started.
+        What needs more than the passes left in the budget, such as a code, is not started.
         """
         for_few_tokens = [search for search in self._searches() if isinstance(search, FewTokens)]
         if any(search.is_diffuse for search in for_few_tokens):

@@ -18,21 +18,12 @@ Clock = Callable[[], float]
 
 
 class TimeLimit:
-    """How long one search may take.
-
-    Args:
-        seconds (float | None): The limit, the same on every rank; None for no limit.
-    """
+    """How long one search may take."""
 
     def __init__(self, seconds: float | None, clock: Clock = time.monotonic) -> None:
-        self._clock = clock
-        self._begun = clock()
-        self.seconds = seconds
+        self.seconds = seconds  # the same on every rank; None for no limit
+        self._clock, self._begun = clock, clock()
         self.has_ended_search = False  # whether the search was told to end
-
-    def restart(self) -> None:
-        """Counts from now on."""
-        self._begun = self._clock()
 
     def is_up(self) -> bool:
         """Whether the search must end, the same on every rank. A collective call, unless there is no limit."""
@@ -46,23 +37,20 @@ class SearchTime:
     """How long the searches of a run took, and how long the next one may take.
 
     Every rank counts by its own clock, and only what rank 0 has counted is used.
-
-    Args:
-        seconds (float | str | None): `bisect_budget_seconds`.
     """
 
-    def __init__(self, seconds: float | str | None, clock: Clock = time.monotonic) -> None:
-        self._seconds = seconds
+    def __init__(self, setting: float | str | None, clock: Clock = time.monotonic) -> None:
+        self._setting = setting  # `bisect_budget_seconds`
         self._clock = clock
-        self._begun = clock()
-        self._run = self._spent = 0.0
+        self._begun = clock()  # when the run would have begun without interruptions
+        self._spent = 0.0
 
     @contextmanager
     def search(self) -> Iterator[TimeLimit]:
         """Wraps a search, whose time is counted, also after an error. A collective call."""
         begun = self._clock()
         try:
-            yield self._limit(self._left)
+            yield self._limit(lambda: max(HEAD_START + SHARE * self._run() - self._spent, 0.0))
         finally:
             self._spent += self._clock() - begun
 
@@ -72,22 +60,19 @@ class SearchTime:
 
     def state_dict(self) -> dict[str, float]:
         """What is known of the run: that of rank 0 is to be saved."""
-        return {"run": self._run_seconds(), "searches": self._spent}
+        return {"run": self._run(), "searches": self._spent}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Restores `state_dict`; with None the run starts over."""
-        self._begun = self._clock()
-        self._run, self._spent = (0.0, 0.0) if state is None else (float(state["run"]), float(state["searches"]))
+        state = state or {"run": 0.0, "searches": 0.0}
+        self._begun, self._spent = self._clock() - float(state["run"]), float(state["searches"])
 
-    def _run_seconds(self) -> float:
-        return self._run + self._clock() - self._begun
-
-    def _left(self) -> float:
-        return max(HEAD_START + SHARE * self._run_seconds() - self._spent, 0.0)
+    def _run(self) -> float:
+        return self._clock() - self._begun
 
     def _limit(self, auto: Callable[[], float]) -> TimeLimit:
         """One of `bisect_budget_seconds`; with "auto", of what `auto` returns on rank 0. A collective call."""
-        setting = self._seconds
+        setting = self._setting
         if setting is None:
             return TimeLimit(None, self._clock)
         seconds = collectives.broadcast(lambda: auto() if setting == "auto" else float(setting), 0)

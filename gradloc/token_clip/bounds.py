@@ -9,7 +9,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from ..config import is_finite_number, is_positive_integer
+from ..config import is_finite_number, is_positive_integer, require
 
 ACTIONS = ("log", "drop", "smooth")
 
@@ -49,8 +49,7 @@ class TokenClipConfig:
         self._check("max_share", is_finite_number(self.max_share) and 0 < self.max_share <= 1, "over 0 and at most 1")
 
     def _check(self, name: str, good: bool, wanted: str) -> None:
-        if not good:
-            raise ValueError(f"token_clip.{name} must be {wanted}, got {getattr(self, name)!r}.")
+        require(good, f"token_clip.{name}", getattr(self, name), wanted)
 
 
 # The usual signal is at least half of the 90th percentile of the last mini-batches' largest signals. So where many of
@@ -78,15 +77,12 @@ class UsualSignal:
         return max(self.average, _FLOOR * sorted(self.recent)[int(_PERCENTILE * (len(self.recent) - 1))])
 
     def take_in(self, largest: float, config: TokenClipConfig) -> None:
-        """Adds a step's largest signal. Of it, no more than the bound, factor × usual, counts in the average.
-
-        Zeros and non-finite values are ignored.
-        """
+        """Adds a step's largest signal, at most the bound to the average; zeros and non-finite values are ignored."""
         if largest == 0 or not math.isfinite(largest):
             return
-        clipped = min(largest, config.factor * self.value) if self.value else largest
+        clipped = min(largest, config.factor * self.value)
         self.count += 1
-        self.recent = [*self.recent[1 - _WINDOW :], largest] if len(self.recent) >= _WINDOW else [*self.recent, largest]
+        self.recent = [*self.recent, largest][-_WINDOW:]
         if self.average == 0:
             if self.count >= config.warmup_steps:
                 self.average = median(self.recent)

@@ -25,9 +25,7 @@ def hook_boundaries(module: nn.Module, seen: Seen) -> list[str]:
 
     A forward that gradient checkpointing recomputes calls it as well. Gradients flow through the tensors of one of the
     two only: with reentrant checkpointing through the recomputed ones, otherwise through those of the first forward.
-
-    Returns:
-        list[str]: The boundaries' names in the order of the forward: "embed_tokens", "layers.0", ….
+    The boundaries' names, in the order of the forward, are "embed_tokens", "layers.0", ….
 
     Raises:
         ValueError: The model has no list of decoder layers.
@@ -46,8 +44,7 @@ def hook_boundaries(module: nn.Module, seen: Seen) -> list[str]:
 def find_boundaries(module: nn.Module) -> dict[str, nn.Module]:
     """The modules whose outputs are hidden states, the embedding and the decoder layers, in the order of the forward.
 
-    Returns:
-        dict: By name; empty if the model has no list of decoder layers.
+    They are given by name; there are none if the model has no list of decoder layers.
     """
     # The decoder layers are the longest list of modules that is in no other list, nor in another encoder.
     lists = [
@@ -116,9 +113,7 @@ class Positions:
     def places(self, shape: Sequence[int], whole: bool = False) -> tuple[Tensor, Tensor]:
         """Where the position is that predicts each token of the sequences; no host sync.
 
-        Args:
-            shape (Sequence[int]): One that `rows_of` knows; log-probs of padded responses are (rows, response length).
-            whole (bool): As there; true for log-probs.
+        The arguments are those of `rows_of`; log-probs of padded responses are `whole`, (rows, response length).
 
         Returns:
             tuple[Tensor, Tensor]: Its flat index in that shape, int64 of shape (rows, length + 1), by the token's

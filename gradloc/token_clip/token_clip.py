@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from ..fsdp import collectives
 from ..guarded import guarded, warn_once
-from .bounds import TokenClipConfig, UsualSignal, cut
+from ..layers.layer_clip import saved_statistics
+from .bounds import TokenClipConfig, UsualSignal, cut, is_over
 from .hidden_states import Positions, hook_boundaries
 from .watched_pass import LOG_PROBS, VALUES, Counts, WatchedPass, cut_tokens, largest_tokens, outliers, own_tokens
 
@@ -52,17 +53,15 @@ class TokenClip:
         self.boundaries = [*hook_boundaries(module, self._hook), LOG_PROBS]  # in the order of the forward
         self._usual = {boundary: UsualSignal() for boundary in self.boundaries}
         self._tokens = 0.0  # of all ranks in a mini-batch, those with a weight in the loss
-        self._set_bounds()
-        self._counts = Counts(len(self.boundaries), self._device)
+        self._start_mini_batch()
         self._said: set[str] = set()
-        self._read_tokens: Callable[[], Mapping[str, Tensor]] | None = None
         self._current: WatchedPass | None = None
         self._passes: list[WatchedPass] = []
         self._steps: list[dict[str, Any]] = []
 
     def discard(self) -> None:
         """Drops the passes since the last `end_mini_batch`: their mini-batch was thrown away, perhaps in a pass."""
-        self._current, self._passes, self._read_tokens = None, [], None
+        self._current, self._passes = None, []
         self._counts = Counts(len(self.boundaries), self._device)
 
     def begin_pass(self, positions: Positions, rows: Sequence[int]) -> None:
@@ -80,7 +79,6 @@ class TokenClip:
             log_prob (Tensor): The log-probs that the loss is computed from: shape (rows, response length), or flat for
                 whole sequences without padding.
             of_rows (Tensor): The `row_weights` of the tokens' weights.
-            scale (float): The loss scale.
             read_tokens (Callable): Called in `end_pass`. Returns `weight`, and what to write down of tokens over the
                 bound (`token_id` is among that), each of shape (rows, response length). If it raises, they are written
                 down without these values.
@@ -90,33 +88,29 @@ class TokenClip:
             raise RuntimeError("observe() belongs between begin_pass() and end_pass().")
         current.scaling = 1 / (scale * of_rows)
         current.scaled = scale != 1
-        self._read_tokens = read_tokens
+        current.read_tokens = read_tokens
         if log_prob.requires_grad:
             self._hook(LOG_PROBS, log_prob)
 
     def end_pass(self) -> None:
         """Stops watching a training pass; called after its backward."""
-        if self._current is None:
+        current, self._current = self._current, None
+        if current is None:
             raise RuntimeError("end_pass() comes after begin_pass().")
-        if list(self._current.signals) == [LOG_PROBS]:
+        if list(current.signals) == [LOG_PROBS]:
             only = "TokenClip sees the log-probs only: the layers' hidden states are not in a form it knows."
             warn_once(self._said, only)
-        self._read(self._current)
-        self._counts.take_in(self._current, self.boundaries, self._bounds)
-        self._passes.append(self._current)
-        self._current = None
-
-    def _read(self, current: WatchedPass) -> None:
-        """Reads the tokens of a pass."""
-        read_tokens, self._read_tokens = self._read_tokens, None
         noted: Mapping[str, Tensor] = {}
         with guarded("TokenClip cannot read the tokens of a micro-batch", self._said):
-            noted = {} if read_tokens is None else read_tokens()
+            noted = current.read_tokens()
+        current.read_tokens = dict  # the other may hold the pass's tensors
         current.tokens = {
             name: noted[name].detach()
             for name in VALUES
             if name in noted and noted[name].shape == noted["weight"].shape
         }
+        self._counts.take_in(current, self.boundaries, self._bounds)
+        self._passes.append(current)
 
     @contextmanager
     def repeated(self, index: int, rows: Sequence[int], response_length: int) -> Iterator[None]:
@@ -156,10 +150,8 @@ class TokenClip:
         """Updates the bounds, and tells what was over them. A collective call.
 
         Returns:
-            dict | None: None if nothing was over its bound; otherwise the same on every rank: `action`, `factor`; by
-                boundary `over` and `cut` (how many signals), `largest` and `usual` (the largest signal, and the usual
-                one, None during the warm-up); `refused` (the boundaries with too many signals over the bound for any
-                to be cut); `tokens`, those over a bound, largest multiple first, at most `MAX_TOKENS`.
+            dict | None: `token_clip` of docs/reference/clips.md, the same on every rank; None if nothing was over its
+                bound.
         """
         passes, self._passes, self._current = self._passes, [], None
         largest, over, cut, refused, tokens = self._counts.gather()
@@ -168,30 +160,26 @@ class TokenClip:
             for part in range(1, self._sequence_parallel_size):
                 counts[part :: self._sequence_parallel_size, -1] = 0
         step: dict[str, Any] = {
+            **self._compared_with(),
             "over": self._by_boundary(over.sum(0).long()),
             "cut": self._by_boundary(cut.sum(0).long()),
             "refused": [name for name, count in self._by_boundary(refused.sum(0)).items() if count],
             "largest": self._by_boundary(largest.amax(0)),
-            "usual": {name: usual.value or None for name, usual in self._usual.items()},
         }
         self._steps.append(step)
         evidence = None
         if any(step["over"].values()):
-            names = {"action": self._config.action, "factor": self._config.factor}
-            evidence = {**names, **step, "tokens": self._gather_tokens(passes)}
+            evidence = {**step, "tokens": self._gather_tokens(passes)}
         for boundary, value in step["largest"].items():
             self._usual[boundary].take_in(value, self._config)
-        self._tokens = tokens[:: self._sequence_parallel_size].sum().item() or self._tokens
-        self._set_bounds()
-        self._counts = Counts(len(self.boundaries), self._device)
+        self._tokens = tokens[:: self._sequence_parallel_size, 0].sum().item() or self._tokens
+        self._start_mini_batch()
         return evidence
 
     def metrics(self) -> dict[str, float]:
-        """The metrics since the last call for the training log, the same on every rank.
+        """The metrics of docs/reference/clips.md since the last call, the same on every rank.
 
-        `over` and `cut`: how many signals (tokens × boundaries) were over their bounds, and were cut. `largest`: the
-        largest signal as a multiple of its boundary's usual one, and `boundary` the index of that boundary in the order
-        of the forward; both are missing during the warm-up.
+        `largest` and its `boundary`, an index in the order of the forward, are missing during the warm-up.
         """
         steps, self._steps = self._steps, []
         if not steps:
@@ -212,43 +200,27 @@ class TokenClip:
     def bounds_in_force(self) -> dict[str, Any]:
         """What this mini-batch's signals are compared with, the same on every rank; for a bundle.
 
-        Returns:
-            dict: `action`, `factor`; `usual`, by boundary the usual signal, None in the warm-up; `limit`, how many
-                signals of a rank may be cut at a boundary in a mini-batch.
+        By boundary the `usual` signal, None in the warm-up; `limit` is how many signals of a rank may be cut at each.
         """
+        return {**self._compared_with(), "limit": self._limit}
+
+    def _compared_with(self) -> dict[str, Any]:
         usual = {name: usual.value or None for name, usual in self._usual.items()}
-        names = {"action": self._config.action, "factor": self._config.factor}
-        return {**names, "usual": usual, "limit": self._limit}
+        return {"action": self._config.action, "factor": self._config.factor, "usual": usual}
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers, the same on every rank and for any number of ranks."""
         return {"boundaries": {name: asdict(usual) for name, usual in self._usual.items()}, "tokens": self._tokens}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Restores `state_dict`; with None (no saved state) the warm-up starts over.
+        """Restores `state_dict`; see `saved_statistics`."""
+        saved = saved_statistics(state and state["boundaries"], self.boundaries, "TokenClip", "boundaries")
+        self._usual = {name: UsualSignal(**saved[name]) for name in self.boundaries}
+        self._tokens = 0.0 if state is None else state["tokens"]
+        self._start_mini_batch()
 
-        Raises:
-            ValueError: The state belongs to other boundaries.
-        """
-        if state is None:
-            logger.warning(
-                "No TokenClip statistics are loaded (there is no gradloc_state.pt beside the checkpoint, or "
-                "checkpoint.load_contents is without 'extra'); the warm-up starts over."
-            )
-            state = {"boundaries": {name: {} for name in self._usual}, "tokens": 0.0}
-        saved, here = set(state["boundaries"]), set(self._usual)
-        if saved != here:
-            raise ValueError(
-                "The checkpoint's TokenClip statistics belong to another model (boundaries only in the checkpoint: "
-                f"{sorted(saved - here)}; only in this model: {sorted(here - saved)}): resume from a checkpoint of "
-                "this model, or set actor_rollout_ref.actor.token_clip.enable=False."
-            )
-        self._usual = {name: UsualSignal(**state["boundaries"][name]) for name in self._usual}
-        self._tokens = state["tokens"]
-        self._set_bounds()
+    def _start_mini_batch(self) -> None:
         self._counts = Counts(len(self.boundaries), self._device)
-
-    def _set_bounds(self) -> None:
         groups = collectives.world_size() // self._sequence_parallel_size
         # How many signals of a rank may be cut at a boundary in a mini-batch.
         self._limit = max(1, int(self._config.max_share * self._tokens / groups))
@@ -284,7 +256,7 @@ class TokenClip:
             return None
         i = self.boundaries.index(boundary)
         bound = self._bounds[i]
-        over = current.is_over(signal, bound)
+        over = is_over(signal, bound, current.scaled)
         if current.recorded:
             count, so_far = over.sum(), self._counts.cut[i]
             # Below the log-probs, each rank of a group has a part of the positions.
@@ -313,10 +285,7 @@ class TokenClip:
 def row_weights(weight: Tensor) -> Tensor:
     """The weight of each row's tokens in the loss, 1 for a row without one; float32, shape (rows,).
 
-    The tokens of a row have the same weight; those that are not in the loss have none.
-
-    Args:
-        weight (Tensor): Of each token, shape (rows, response length).
+    The tokens of a row have the same `weight`, shape (rows, response length); those that are not in the loss have none.
     """
     if not weight.shape[1]:
         return torch.ones(len(weight), device=weight.device)

@@ -3,7 +3,7 @@
 """A training pass whose backward signals are watched: what is kept, counted and told of it."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,7 @@ class WatchedPass:
     # Whether its loss is scaled. If so, a signal that is no finite number is left for the gradient scaler, which has to
     # see an overflow to lower the scale.
     scaled: bool = False
+    read_tokens: Callable[[], Mapping[str, Tensor]] = dict  # what `TokenClip.observe` was given
     # 1 / (a token's weight in the loss × loss scale) of each row, shape (rows,); None until it is known.
     scaling: Tensor | None = None
     # Values of its tokens, each of shape (rows, response length).
@@ -42,7 +43,8 @@ class WatchedPass:
     first: Tensor = field(init=False)  # the index of the first of them at which one is over its bound, -1 for none
     multiple: Tensor = field(init=False)  # the signal there as a multiple of the bound; 0 for none
     cut: Tensor = field(init=False)  # whether a hidden state was cut at any of them, bool
-    _scaling_of: dict[tuple[bool, torch.Size], Tensor | None] = field(default_factory=dict)
+    # What `scaling_of` has found; emptied after the pass, too.
+    scaling_by_shape: dict[tuple[bool, torch.Size], Tensor | None] = field(default_factory=dict)
 
     def scaling_of(self, shape: torch.Size, at_log_probs: bool) -> Tensor | None:
         """`scaling` of each position; None for hidden states that are not the text's.
@@ -51,15 +53,12 @@ class WatchedPass:
         """
         assert self.scaling is not None
         key = at_log_probs, shape
-        if key not in self._scaling_of:
-            known = any(found is not None for (of_log_probs, _), found in self._scaling_of.items() if not of_log_probs)
+        found = self.scaling_by_shape
+        if key not in found:
+            known = any(each is not None for (of_log_probs, _), each in found.items() if not of_log_probs)
             rows = None if known and not at_log_probs else self.positions.rows_of(shape, whole=at_log_probs)
-            self._scaling_of[key] = None if rows is None else self.scaling[rows]
-        return self._scaling_of[key]
-
-    def is_over(self, signal: Tensor, bound: Tensor) -> Tensor:
-        """Where a signal is over its bound, bool."""
-        return is_over(signal, bound, self.scaled)
+            found[key] = None if rows is None else self.scaling[rows]
+        return found[key]
 
     def of_response(self, values: Tensor) -> Tensor:
         """Those of the response's tokens, on the CPU, of the shape (rows, response length) of the weights."""
@@ -68,31 +67,25 @@ class WatchedPass:
         known = at < values.shape[1]
         return values.cpu().gather(1, at.clamp(max=values.shape[1] - 1)).masked_fill(~known, 0)
 
-    def forget(self) -> None:
-        """Frees what only the pass itself needs."""
-        self.signals = {}
-        self._scaling_of = {}
-
 
 class Counts:
-    """What is counted of a mini-batch on this rank, on the device; float64 of shape (boundaries,) where not said.
+    """What is counted of a mini-batch on this rank, on the device: float64, each of shape (boundaries,).
 
     Attributes:
+        largest (Tensor): The largest finite signal.
         over (Tensor): How many signals were over the bound.
         cut (Tensor): How many of these were cut.
         refused (Tensor): In how many passes none was cut because there were too many.
-        tokens (Tensor): How many tokens have a weight in the loss, shape (1,).
+        tokens (Tensor): How many tokens have a weight in the loss, the same for all boundaries.
     """
 
     def __init__(self, boundaries: int, device: torch.device) -> None:
-        zeros = torch.zeros(4, boundaries, dtype=torch.float64, device=device)
-        self.largest, self.over, self.cut, self.refused = zeros.unbind()
-        self.tokens = torch.zeros(1, dtype=torch.float64, device=device)
+        self._counts = torch.zeros(5, boundaries, dtype=torch.float64, device=device)
+        self.largest, self.over, self.cut, self.refused, self.tokens = self._counts.unbind()
 
     def gather(self) -> tuple[Tensor, ...]:
         """The five of every rank, stacked, on the CPU. A collective call."""
-        own = (self.largest, self.over, self.cut, self.refused, self.tokens)
-        return collectives.gather(torch.cat(own)).split([len(values) for values in own], dim=1)
+        return collectives.gather(self._counts).unbind(1)
 
     @torch.no_grad()
     def take_in(self, current: WatchedPass, boundaries: list[str], bounds_of: Tensor) -> None:
@@ -102,8 +95,7 @@ class Counts:
             boundaries (list[str]): In the order of the forward; the log-probs are the last.
             bounds_of (Tensor): Their bounds, shape (boundaries,).
         """
-        signals = current.signals
-        current.forget()
+        signals, current.signals, current.scaling_by_shape = current.signals, {}, {}
         if current.tokens:
             self.tokens += (current.tokens["weight"] != 0).sum()
         last, (rows, length) = len(boundaries) - 1, current.positions.mask.shape
@@ -119,7 +111,7 @@ class Counts:
             uncut = torch.stack([current.refused.get(name, ~no) for name in names])
             by_boundary = torch.stack([signals.get(name, none) for name in names]).flatten(1)
             bounds = bounds_of[here].unsqueeze(1)
-            over = current.is_over(by_boundary, bounds)
+            over = is_over(by_boundary, bounds, current.scaled)
             self.over[here] += over.sum(1)
             largest = torch.where(by_boundary.isfinite(), by_boundary, 0.0).amax(1)
             self.largest[here] = torch.maximum(self.largest[here], largest)
@@ -146,14 +138,12 @@ def own_tokens(passes: Sequence[WatchedPass], rank: int, part: int, factor: floa
     """A rank's tokens that are over a bound, each at the first such boundary on the way back from the loss.
 
     Each has `rank`, `micro_batch`, `row` (in its rank's mini-batch), `position` (in the response; negative in the
-    prompt), `boundary`, `multiple` (its signal there over the usual one), `cut`, and the values that the pass has.
+    prompt), `boundary`, `multiple` (its signal there over the usual one), `cut`, and the values that the pass has. Of
+    each micro-batch, those furthest over their bounds, at most `MAX_TOKENS`.
 
     Args:
         part (int): The rank's index in its group with Ulysses, whose ranks have the same log-probs.
         factor (float): A bound as a multiple of the usual signal.
-
-    Returns:
-        list[dict]: Of each micro-batch at most `MAX_TOKENS`, those furthest over their bounds.
     """
     if not passes:
         return []
@@ -215,10 +205,7 @@ def outliers(each: WatchedPass, factor: float) -> Tensor:
     """How far the tokens of a pass that were left uncut are over their bounds.
 
     Only at the first boundary on the way back from the loss at which any is over: below it, an outlier's signal spreads
-    to earlier positions through attention.
-
-    Args:
-        factor (float): A bound as a multiple of the usual signal.
+    to earlier positions through attention. `factor` is a bound as a multiple of the usual signal.
 
     Returns:
         Tensor: The multiple of the usual largest signal, 0 where a token is not over its bound; on the CPU, of the
@@ -232,12 +219,9 @@ def outliers(each: WatchedPass, factor: float) -> Tensor:
 
 
 def cut_tokens(each: WatchedPass) -> Tensor:
-    """The response tokens of a pass whose hidden states were cut.
+    """The response tokens of a pass whose hidden states were cut; on the CPU, bool of the shape of the weights.
 
     What is cut at the log-probs is not among them: a token's coefficient tells what was left there.
-
-    Returns:
-        Tensor: On the CPU, bool of the shape (rows, response length) of the weights.
     """
     return each.of_response(each.cut)
 

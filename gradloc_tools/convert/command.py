@@ -25,7 +25,7 @@ from gradloc.bundles.bundle_writer import write_recorded_bundle
 from gradloc.bundles.layout import NotReplayableError
 from gradloc.evidence.event import recorded_event
 from gradloc.evidence.writer import evidence_files, record_events
-from gradloc.measure.token_weights import square_weight
+from gradloc.measure.micro_batch import square_weight
 from gradloc.threshold import MARGIN
 
 from ..command_line import argument

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradloc.measure.token_weights import movable
+from gradloc.measure.micro_batch import movable
 
 from ..bundles.opening import Bundle
 

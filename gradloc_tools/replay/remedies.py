@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gradloc.bundles.layout import SavedMicroBatch
-from gradloc.measure.token_weights import movable
+from gradloc.measure.micro_batch import movable
 from gradloc.threshold import is_over
 
 from ..bundles.opening import Bundle

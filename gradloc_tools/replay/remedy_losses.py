@@ -21,7 +21,7 @@ from verl.trainer.ppo import core_algos, rollout_corr_helper
 from verl.workers.config import ActorConfig, PolicyLossConfig
 
 from gradloc.adapters.loss_weights import RecordedAggregation, aggregation_mode, kl_coefficients, policy_weights
-from gradloc.measure.token_weights import token_weights
+from gradloc.measure.micro_batch import token_weights
 
 from ..schema import conforms, fields
 

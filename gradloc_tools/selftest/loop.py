@@ -4,6 +4,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gradloc.fsdp import collectives
 from gradloc.gradloc import GradLoc
+from gradloc.measure.pass_recorder import unchanged
 
 from ..replay.model import loaded_in
 from ..replay.sharding import shard
@@ -79,9 +81,9 @@ class Loop:
             loss = -(weight * advantage * torch.exp(log_prob - log_prob.detach())).sum()
             if gradloc is not None:
                 ids = self.ids[index][:, sizes.prompt :].to(self.device)
-                gradloc.observe(
-                    log_prob, None, weight, response_mask=mask, token_id=ids, advantage=advantage, old_log_prob=log_prob
-                )
+                noted = {"log_prob": log_prob, "weight": weight, "response_mask": mask, "token_id": ids}
+                noted |= {"advantage": advantage, "old_log_prob": log_prob}
+                gradloc.observe(partial(dict, noted), {"coefficient": (log_prob, unchanged)})
             loss.backward()
             if gradloc is not None:
                 gradloc.end_pass()

@@ -12,6 +12,7 @@ from actors import Case, build_actor, build_config, build_model, on_device
 from batches import build_batch
 from mini_batches import split_rows
 from oracle import brute_force, layer_of, log_probs_and_entropy
+from plain_passes import observe
 from torch import Tensor
 from verl.utils.gradloc import GradLoc, GradLocConfig, metrics
 
@@ -122,7 +123,7 @@ def warned_with_other_counts() -> list[dict[str, str]]:
         for _ in range(micro_batches):
             gradloc.begin_pass({}, range(4))
             log_prob = torch.nn.functional.logsigmoid(model(torch.randn(*shape, 5))).squeeze(-1)
-            gradloc.observe(log_prob, None, weight, "token-mean", **tokens)
+            observe(gradloc, log_prob, None, weight, "token-mean", **tokens)
             (-log_prob * advantage * weight).sum().backward()
             gradloc.end_pass()
         gradloc.locate(epoch=0, mini_batch=0)

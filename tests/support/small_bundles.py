@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from plain_passes import observe
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -96,7 +97,7 @@ def passes(
         _, log_prob = run({"input_ids": of_pass}, [*range(ROWS)], RESPONSE)
         weight = torch.full_like(log_prob, 1 / log_prob.numel() / len(ids))
         tokens = {"response_mask": torch.ones(ROWS, RESPONSE), "token_id": of_pass[:, PROMPT:], "advantage": advantage}
-        gradloc.observe(log_prob, None, weight, **tokens, **({"old_log_prob": log_prob.detach()} if old else {}))
+        observe(gradloc, log_prob, None, weight, **tokens, **({"old_log_prob": log_prob.detach()} if old else {}))
         log_prob.backward(-of_loss * advantage * weight)
         gradloc.end_pass()
 

@@ -261,8 +261,8 @@ def test_the_distances_are_those_of_a_loop_over_the_tokens() -> None:
                 if all(mask[row, i] and a[row, i].isfinite() and b[row, i].isfinite() for i in (t, t + k)):
                     here += float((a[row, t] - b[row, t]).abs())
                     there += float((a[row, t] - b[row, t + k]).abs())
-        assert float(found.here[number]) == pytest.approx(here, rel=1e-5)
-        assert float(found.there[number]) == pytest.approx(there, rel=1e-5)
+        assert float(found.compared[0, number]) == pytest.approx(here, rel=1e-5)
+        assert float(found.compared[1, number]) == pytest.approx(there, rel=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (3, 0), (2, 1), (2, 2), (1, 3)])

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cuda_stand_in import CUDA, CudaStandIn, MixedDevices
+from plain_passes import observe
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -72,7 +73,7 @@ class Training:
             entropy, log_prob = self.forward(inputs, [0, 1], RESPONSE)
             mask, ids = torch.ones(ROWS, RESPONSE, device=CUDA), self.ids[index][:, PROMPT:]
             known = {"response_mask": mask, "token_id": ids, "advantage": advantage, "old_log_prob": log_prob.detach()}
-            self.gradloc.observe(log_prob, entropy, weight, **known)
+            observe(self.gradloc, log_prob, entropy, weight, **known)
             if self.token_clip:
                 noted = {"weight": weight, "log_prob": log_prob, **known}
                 self.token_clip.observe(log_prob, row_weights(weight), 1.0, lambda noted=noted: noted)
@@ -179,7 +180,7 @@ def test_a_critics_step_waits_once() -> None:
             watch.begin_pass({}, [0, 1])
             value, wanted = model(states)[..., 0], returns + planted
             known = {"response_mask": mask, "value": value, "returns": wanted, "old_value": value}
-            watch.observe_later(
+            watch.observe(
                 lambda known=known: {**known, "weight": mask / mask.sum()}, {"coefficient": (value, unchanged)}
             )
             (((value - wanted) ** 2).mean() / 2).backward()

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from plain_passes import observe
 from torch import Tensor, nn
 
 from gradloc import GradLoc, GradLocConfig, drill
 from gradloc.drill import Planted
-from gradloc.measure.figures import MicroBatchFigures
-from gradloc.measure.micro_batch import MicroBatch
+from gradloc.measure.micro_batch import MicroBatch, MicroBatchFigures
+from gradloc.measure.passes import Passes
 
 VOCABULARY, LENGTH, HEALTHY_ROW = 11, 4, 2
 
@@ -42,7 +43,7 @@ def drilled_event(step: int, rows: int = 4) -> dict[str, Any]:
         if row != HEALTHY_ROW:
             weight[0, 1:] = 0
             noted = log_prob + torch.tensor([math.nan, 0, 0, 0])
-        gradloc.observe(noted, None, weight, response_mask=torch.ones(1, LENGTH), token_id=inputs["ids"])
+        observe(gradloc, noted, None, weight, response_mask=torch.ones(1, LENGTH), token_id=inputs["ids"])
         (-noted * weight).sum().backward()
         gradloc.end_pass()
     assert gradloc.locate(epoch=0, mini_batch=0).take_step
@@ -89,6 +90,8 @@ class Stub:
 
     def cancel(self) -> None:
         pass
+
+    whole_micro_batches: Any = Passes.whole_micro_batches
 
     def check_dummy_inputs(self, ranks: Callable[[], Any]) -> None:
         self.checked.append(ranks())

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from plain_passes import observe
 from test_without_tokens import PROMPT, RESPONSE, VOCABULARY, Model
 from torch import Tensor
 
@@ -46,7 +47,7 @@ class Loop:
             if row == UNITS - 1:
                 advantages_of_row[0, 3] *= outlier
             tokens = {"response_mask": torch.ones_like(log_prob), "token_id": inputs["ids"][:, PROMPT:]}
-            self.gradloc.observe(log_prob, None, torch.full_like(log_prob, WEIGHT), **tokens)
+            observe(self.gradloc, log_prob, None, torch.full_like(log_prob, WEIGHT), **tokens)
             log_prob.backward(-WEIGHT * advantages_of_row)
             self.gradloc.end_pass()
 

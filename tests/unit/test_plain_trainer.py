@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from plain_passes import observe
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
@@ -49,7 +50,7 @@ def train_pass(
     _, log_prob = forward(inputs, list(range(ROWS)), RESPONSE)
     if gradloc is not None:
         mask = torch.ones(ROWS, RESPONSE)
-        gradloc.observe(log_prob, None, weight, response_mask=mask, token_id=forward.ids[:, PROMPT:])
+        observe(gradloc, log_prob, None, weight, response_mask=mask, token_id=forward.ids[:, PROMPT:])
     (-log_prob * advantage * weight).sum().backward()
     if gradloc is not None:
         gradloc.end_pass()
@@ -69,7 +70,7 @@ def micro_batch(
     _, log_prob = forward({"ids": forward.ids}, [*range(ROWS)], RESPONSE)
     facts = facts_of(log_prob.detach())
     mask = torch.ones(ROWS, RESPONSE)
-    gradloc.observe(log_prob, None, weight, response_mask=mask, token_id=forward.ids[:, PROMPT:], **facts)
+    observe(gradloc, log_prob, None, weight, response_mask=mask, token_id=forward.ids[:, PROMPT:], **facts)
     (factor * (-log_prob * facts.get("advantage", mask) * weight).sum()).backward()
     gradloc.end_pass()
 
@@ -249,7 +250,7 @@ def test_tokens_that_cannot_be_read_are_no_error_of_training(caplog: pytest.LogC
                         return {"log_prob": log_prob, "weight": weight[:1]}
                     return {"log_prob": log_prob, "weight": weight, **others}
 
-                gradloc.observe_later(tokens, {"coefficient": (log_prob, unchanged)})
+                gradloc.observe(tokens, {"coefficient": (log_prob, unchanged)})
                 (-log_prob * weight).sum().backward()
                 gradloc.end_pass()
             assert gradloc.locate(0, mini_batch).take_step
@@ -270,7 +271,7 @@ def test_values_that_cannot_be_read_are_no_error_of_training(caplog: pytest.LogC
         watch.begin_pass({}, range(ROWS))
         value = model(torch.ones(ROWS, RESPONSE, 2))[..., 0]
         tokens = {**known, "value": value, "weight": weight}
-        watch.observe_later(lambda tokens=tokens: tokens, {"coefficient": (value, unchanged)})
+        watch.observe(lambda tokens=tokens: tokens, {"coefficient": (value, unchanged)})
         value.square().sum().backward()
         watch.end_pass()
         watch.locate(0, 0)

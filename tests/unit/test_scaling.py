@@ -17,8 +17,8 @@ from gradloc.judge.loss_scale import (
     loss_scale_warning,
     what_it_could_be,
 )
+from gradloc.measure.micro_batch import token_weights
 from gradloc.measure.run_sums import own_scale_figures
-from gradloc.measure.token_weights import token_weights
 
 RANKS, MICRO_BATCHES, ROWS, LENGTH = 3, 5, 4, 20
 MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from plain_passes import observe
 from torch import nn
 
 from gradloc import GradLoc, GradLocConfig
@@ -23,7 +24,7 @@ def test_norm_and_threshold_are_of_one_mini_batch(sizes: tuple[float, float], la
         gradloc.begin_pass({}, [0])
         ids = torch.tensor([[1, 2]])
         log_prob = torch.log_softmax(model(ids), -1)[..., 0]
-        gradloc.observe(log_prob, None, torch.full((1, 2), 0.5), response_mask=torch.ones(1, 2), token_id=ids)
+        observe(gradloc, log_prob, None, torch.full((1, 2), 0.5), response_mask=torch.ones(1, 2), token_id=ids)
         (-size * 0.5 * log_prob).sum().backward()
         gradloc.end_pass()
         assert gradloc.locate(epoch=0, mini_batch=index).take_step

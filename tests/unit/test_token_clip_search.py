@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from plain_passes import observe
 from torch import Tensor, nn
 
 from gradloc import GradLoc, GradLocConfig, TokenClip, TokenClipConfig
@@ -113,7 +114,7 @@ class Training:
         tokens = {"token_id": self.ids[:, PROMPT:], "advantage": self.advantage}
         noted = {"weight": weight, "log_prob": log_prob, **tokens}
         self.clip.observe(log_prob, row_weights(weight), 1.0, lambda: noted)
-        self.gradloc.observe(log_prob, None, weight, response_mask=torch.ones(ROWS, RESPONSE), **tokens)
+        observe(self.gradloc, log_prob, None, weight, response_mask=torch.ones(ROWS, RESPONSE), **tokens)
         (-log_prob * self.advantage * weight).sum().backward()
         self.gradloc.end_pass()
         self.clip.end_pass()

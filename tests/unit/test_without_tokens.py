@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from plain_passes import observe
 from test_few_tokens import Natural
 from test_search import THRESHOLD
 from torch import Tensor, nn
@@ -110,7 +111,7 @@ def spike(
         log_prob = model(ids)
         weight = torch.full_like(log_prob, 1 / log_prob.numel())
         tokens = {"response_mask": torch.ones(ROWS, RESPONSE), "token_id": ids[:, PROMPT:], "advantage": advantages}
-        gradloc.observe(log_prob, None, weight, **tokens)
+        observe(gradloc, log_prob, None, weight, **tokens)
         log_prob.backward(-advantages * weight)
         gradloc.end_pass()
         before = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
