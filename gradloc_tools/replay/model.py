@@ -229,9 +229,14 @@ def forward(model: Model, row: Row, entropy: bool) -> tuple[Tensor, Tensor | Non
 
     A response that has no token before it has no log-prob for its first token: it is 0.
     """
+    return response_log_probs(*row_logits(model, row), row, entropy)
+
+
+def row_logits(model: Model, row: Row) -> tuple[Tensor, Tensor]:
+    """The logits of a row, shape (length, vocabulary), and its ids on their device."""
     ids = row.input_ids.to(model.device).unsqueeze(0)
     (logits,) = compute_logits(model, ids, torch.ones_like(ids), row.position_ids.to(model.device).unsqueeze(0))
-    return response_log_probs(logits, ids[0], row, entropy)
+    return logits, ids[0]
 
 
 def compute_logits(model: Model, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:

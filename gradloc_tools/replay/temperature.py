@@ -4,26 +4,41 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from gradloc.bundles.layout import Row
 from gradloc.judge.run_checks import LARGEST, OTHER_GAP
 
 from ..bundles.opening import Bundle
-from .model import Model, forward
+from .model import Model, row_logits
 
 # A temperature fits if it leaves at most this share of the mean difference.
 LEFT = 1 / 3
 # Temperatures from a quarter of training's to four times it are tried, to within half a per cent.
 _WIDEST = 4.0
 _PRECISION = 0.005
-# So many response tokens are enough, from the first rows of the first micro-batch on: each try is a forward pass.
-_TOKENS = 4096
+# So many response tokens are enough, from the first rows of the first micro-batch on: their logits are kept.
+_TOKENS = 1024
 _GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+class _Row(NamedTuple):
+    """Those tokens of a row that are compared.
+
+    Args:
+        logits (Tensor): Before the temperature, of shape (tokens, vocabulary).
+        ids (Tensor): The tokens, of shape (tokens,), as the rollout's log-probs are.
+        rollout (Tensor): Float64.
+        temperature (float): Training's.
+    """
+
+    logits: Tensor
+    ids: Tensor
+    rollout: Tensor
+    temperature: float
 
 
 def fit_temperature(bundle: Bundle, model: Model) -> dict[str, float] | None:
@@ -38,14 +53,14 @@ def fit_temperature(bundle: Bundle, model: Model) -> dict[str, float] | None:
             rollout, if rows have several temperatures, if the differences are small, or if no temperature removes most
             of them.
     """
-    rows = _rows(bundle)
-    temperatures = {row.temperature for row, _, _ in rows}
+    rows = _rows(bundle, model)
+    temperatures = {row.temperature for row in rows}
     if len(temperatures) != 1:
         return None
     (training,) = temperatures
 
     def difference(log_factor: float) -> float:
-        return _mean_difference(model, rows, training * math.exp(log_factor))
+        return _mean_difference(rows, training * math.exp(log_factor))
 
     gap = difference(0.0)
     if not gap >= OTHER_GAP:
@@ -57,30 +72,36 @@ def fit_temperature(bundle: Bundle, model: Model) -> dict[str, float] | None:
     return {"fits": training * math.exp(best), "training": training, "gap": gap, "left": left}
 
 
-def _rows(bundle: Bundle) -> list[tuple[Row, Tensor, Tensor]]:
-    """The rows to compare, with the rollout's log-probs and which of them count, each of shape (response length,)."""
-    found: list[tuple[Row, Tensor, Tensor]] = []
-    tokens = 0
+@torch.no_grad()
+def _rows(bundle: Bundle, model: Model) -> list[_Row]:
+    found: list[_Row] = []
+    left = _TOKENS
     for saved in bundle.micro_batches.values():
         if "rollout_log_prob" not in saved.tokens:
             continue
         for index, row in enumerate(saved.rows):
             rollout = saved.tokens["rollout_log_prob"][index, : row.response_length].double()
             counted = saved.tokens["response_mask"][index, : row.response_length].bool() & rollout.isfinite()
-            if tokens < _TOKENS and counted.any():
-                found.append((row, rollout, counted))
-                tokens += int(counted.sum())
+            if row.prompt_length == 0:
+                counted[:1] = False  # nothing precedes it
+            chosen = counted.nonzero().squeeze(1)[:left]
+            if len(chosen):
+                logits, ids = row_logits(model, row)
+                positions = (row.prompt_length + chosen).to(model.device)
+                found.append(_Row(logits[positions - 1], ids[positions], rollout[chosen], row.temperature))
+                left -= len(chosen)
     return found
 
 
 @torch.no_grad()
-def _mean_difference(model: Model, rows: list[tuple[Row, Tensor, Tensor]], temperature: float) -> float:
+def _mean_difference(rows: list[_Row], temperature: float) -> float:
     """Of the log-probs at a temperature from the rollout's, each counted as at most `LARGEST`; NaN if none is known."""
     differences = []
-    for row, rollout, counted in rows:
-        log_prob, _ = forward(model, replace(row, temperature=temperature), entropy=False)
-        difference = (log_prob.double().cpu() - rollout).abs().clamp(max=LARGEST)
-        differences.append(difference[counted & difference.isfinite()])
+    for row in rows:
+        log_probs = (row.logits / temperature).float().log_softmax(-1)
+        log_prob = log_probs.gather(-1, row.ids.unsqueeze(-1)).squeeze(-1)
+        difference = (log_prob.double().cpu() - row.rollout).abs().clamp(max=LARGEST)
+        differences.append(difference[difference.isfinite()])
     return float(torch.cat(differences).mean())
 
 
