@@ -27,6 +27,8 @@ REFERENCE = "reference"
 OF_SOME = ("unsampled", REFERENCE, *WITHOUT_CAUSE)
 # Those that another temperature explains as well as tokens that were not sampled.
 OTHER_LOG_PROBS = "other_log_probs"
+# Rules that one update shows.
+_SELF_EVIDENT = ("positive", "own_log_probs")
 # Those about the rollout's log-probs.
 OF_ROLLOUT = ("misaligned", "retokenized", "stale_weights", "partly_stale", OTHER_LOG_PROBS)
 
@@ -55,6 +57,9 @@ APART_UPDATES = 6
 # From some step on; where all updates of a run have over `APART_GAP`, old weights are not the reason. Engines of the
 # same weights that compute in 8 bits have smaller gaps.
 START_GAP = 0.2
+# The same before any optimizer step, when late weights make no gap: 8 bits make about half of it.
+FIRST_GAP = 0.04
+BOUNDED = 0.25
 # A rollout that is at most so far from the reference as the policy is has weights of some steps before. They are old
 # if the gap has risen so many times since it was over `APART_GAP`: that is no matter of being late by a step or two.
 NEARER = 0.8
@@ -84,8 +89,14 @@ CORRELATED_NATS = 1.0
 LEAST_LEVEL = -5.0
 OTHER_GAP = 0.05
 OTHER_LEAST = 0.25
+# Where most have one sign, smaller differences tell; as something new, if at most so many had one before.
+ONE_SIDE_GAP, MIXED = 0.02, 0.7
 # Of the tokens' log-probs in both engines: those of other tokens are no other log-probs of the same.
 OTHER_RELATED = 0.7
+# No engine's own noise makes training's two log-probs of the same weights so different, in the mean.
+OWN_GAP = 0.05
+# The share of positive log-probs which no rounding gives.
+POSITIVE = 0.05
 # So many tokens of a run, at least, that the policy did not produce. Without such a fault there are none.
 UNSAMPLED_TOKENS = 4
 # Where one update cannot tell, a rule has to hold in so many: a rollout may be late by a step or two.
@@ -107,17 +118,19 @@ _NO_ALIGNMENT = [0.0] * ALIGNMENT_SUMS
 # What is misaligned in few responses is said if it lasts; other kinds may be chance.
 LASTING = ("moved", "zero_tail", "constant_tail")
 
-# What `own_sums` gives, by place. "gap" is |rollout − policy|, "distance" is |rollout − reference|, "moved" is
-# |policy − reference|; responses are "far" whose mean gap is over `APART_GAP`. A response is stale
-# if its log-probs are the reference's and not the policy's, fresh if it is the other way round, and unclear if neither
-# holds although one of the two is far. "weighted" are all tokens with a weight; those of them that the policy did not
-# produce count nowhere else. "differing" have not the old log-prob for the rollout's.
+# What `own_sums` gives, by place. "gap" is |rollout − policy|, "bounded" the same with at most `BOUNDED` nats a token,
+# "distance" is |rollout − reference|, "moved" is |policy − reference|; responses are "far" whose mean gap is over
+# `APART_GAP`. A response is stale if its log-probs are the reference's and not the policy's, fresh if it is the other
+# way round, and unclear if neither holds although one of the two is far. "own_gap" is |old − now| in the update's first
+# mini-batch, whose forward pass has the weights of the old log-probs. "weighted" are all tokens with a weight; those of
+# them that the policy did not produce count nowhere else. "differing" have not the old log-prob for the rollout's.
 SUMS = (
     "weighted",
     "unsampled",
     "differing",
     "tokens",
     "gap",
+    "bounded",
     "larger",
     "smaller",
     "difference",
@@ -135,18 +148,38 @@ SUMS = (
     "stale_tokens",
     "stale_gap",
     "stale_distance",
+    "positive",
+    "own_tokens",
+    "own_gap",
+    "own_to_rollout",
+    "own_old_to_rollout",
 )
 
 # What `state_dict` has, but for the underscore.
 _STATE = (
-    *("rates", "readings", "stride", "since_reading", "times", "updates", "gap", "least"),
-    *("misaligned_since", "related", "tilt", "sizes", "spreads", "scale_step", "scale_factor", "last_rates"),
+    *("rates", "readings", "stride", "since_reading", "times", "updates", "gap", "least", "first_gap"),
+    *(
+        "misaligned_since",
+        "related",
+        "tilt",
+        "one_side",
+        "sizes",
+        "spreads",
+        "scale_step",
+        "scale_factor",
+        "last_rates",
+    ),
 )
 _OFF = "off"  # the updates with a response whose log-probs belong to other tokens, clear or not
 UNSAMPLED = "unsampled"  # the rule's name, and the warning's
 _WEIGHTS = "check that the weights, or the LoRA adapter, of every step reach every rollout worker"
 _SAME_WEIGHTS = (
     "Print a checksum of one weight in training and in every rollout worker after each step: they should be equal."
+)
+_SAME_SCORES = (
+    "Let the engine score `input_ids` of one row (vLLM: prompt_logprobs). If that agrees with `old_log_probs`, the "
+    "responses were sampled after another prompt: compare the token ids that the engine was given with `prompts`. If "
+    "not, compare a checksum of each weight in both, then their RoPE settings."
 )
 _SEE = "In a checkout of GradLoc, `bash run_experiment.sh --embedded --fault {}` plants this fault."
 
@@ -183,6 +216,8 @@ class RunChecks:
         self._updates = 0
         self._gap: float | None = None
         self._least = math.inf
+        # The gap of the last update before any optimizer step.
+        self._first_gap = 0.0
         self._alignment = _NO_ALIGNMENT
         # The last rule about log-probs, its warning, the gap of the last update that had the evidence for it, and how
         # many since then had none.
@@ -194,6 +229,8 @@ class RunChecks:
         self._related: dict[str, float] = {}
         # `_correlation` of the last update, where its gap was large enough for one.
         self._tilt: float | None = None
+        # `_share_of_one_sign` of the last update, 0 where few differ.
+        self._one_side = 0.0
         self._columns = [0.0] * COLUMN_SUMS
         # Of the last updates, the typical |A|, a geometric mean, and how far log|A| is spread; and since which step
         # another one holds.
@@ -306,6 +343,19 @@ class RunChecks:
             return was_without_a_gap and tilt >= SUDDEN_CORRELATION
         return abs(self._tilt) < CORRELATION / 2 and tilt >= CORRELATION
 
+    def _begins(self, gap: float) -> bool:
+        """Whether differences are suddenly others: larger, tilted, or of one sign. Late weights begin in update 2."""
+        share = self._share_of_one_sign() or 0.0
+        is_of_one_sign = self._updates > 1 and self._one_side < MIXED and share >= ONE_SIDE
+        return self._has_jumped(gap) or self._has_tilted() or is_of_one_sign
+
+    def _share_of_one_sign(self) -> float | None:
+        """The share of the differences that have the sign of most; None where few tokens differ."""
+        larger, smaller = self._sums["larger"], self._sums["smaller"]
+        if larger + smaller < ONE_SIDE_TOKENS * self._sums["tokens"]:
+            return None
+        return max(larger, smaller) / (larger + smaller)
+
     def _certain(self) -> list[dict[str, Any]]:
         """The warning about log-probs for which this update, with those before it, has enough evidence."""
         return [warning for rule, warning in self._holding().items() if self._is_certain(rule)]
@@ -329,7 +379,9 @@ class RunChecks:
                 return False
         if rule == ENGINES_APART and self._is_first and self._mean("gap") > POLICY_GAP[1]:
             return True
-        return rule in (LEARNING_RATE, "misaligned", REFERENCE) or self._times.get(rule, 0) >= IN_A_ROW - 1
+        return (
+            rule in (LEARNING_RATE, "misaligned", REFERENCE, *_SELF_EVIDENT) or self._times.get(rule, 0) >= IN_A_ROW - 1
+        )
 
     @property
     def _is_first(self) -> bool:
@@ -370,7 +422,9 @@ class RunChecks:
             related = correlation(self._alignment, pair)
             if related is not None and (each is None or each.kind != "unrelated"):
                 self._related[pair] = related
-        self._least = gap if self._has_jumped(gap) or self._has_tilted() else min(self._least, gap)
+        self._least = gap if self._begins(gap) else min(self._least, gap)
+        self._one_side = self._share_of_one_sign() or 0.0
+        self._first_gap = gap if self._is_first else self._first_gap
         self._tilt = self._correlation() if gap >= STALE_GAP else None
         self._gap, self._updates = gap, self._updates + 1
         self._read(gap)
@@ -466,8 +520,12 @@ class RunChecks:
             return {}
         if (warning := self._far_step()) is not None:
             return {LEARNING_RATE: warning}
+        if self._sums["tokens"] and (warning := self._positive()) is not None:
+            return {"positive": warning}
         if (warning := self._misaligned()) is not None:
             return {"misaligned": warning}
+        if (warning := self._own_log_probs()) is not None:
+            return {"own_log_probs": warning}
         # What the reference has shown stays true while the gap stays, although the policy moves away from it.
         if self._said is not None and self._said[0] == "policy_log_probs" and (lasting := self._lasting()):
             return {"policy_log_probs": lasting[0]}
@@ -476,7 +534,7 @@ class RunChecks:
             "stale_reference": self._stale_by_reference,
             OTHER_LOG_PROBS: self._other_log_probs,
             REFERENCE: self._other_reference,
-            ENGINES_APART: self._apart,
+            ENGINES_APART: lambda: self._apart() or self._apart_at_first(),
         }
         for rule, check in rules.items() if self._sums["tokens"] else ():
             if (warning := check()) is not None:
@@ -514,6 +572,44 @@ class RunChecks:
         since = self._misaligned_since if times else self._step
         return {**warning, "sentence": warning["sentence"] + ("" if since is None else f" Since step {since}.")}
 
+    def _positive(self) -> dict[str, Any] | None:
+        """Positive numbers, which no log-probs are."""
+        share = self._sums["positive"] / self._sums["tokens"]
+        if share < POSITIVE:
+            return None
+        return {
+            "name": OTHER_LOG_PROBS,
+            "sentence": f"{share:.0%} of what the rollout gives as log-probs is positive, which no log-prob is: look "
+            "for probabilities, or for a sign that was changed.",
+            "check": "Print `rollout_log_probs` and `old_log_probs` of one row side by side.",
+        }
+
+    def _own_log_probs(self) -> dict[str, Any] | None:
+        """Two log-probs that training computes of the same tokens with the same weights, and that differ."""
+        sums = self._sums
+        if not sums["own_tokens"] or sums["own_gap"] < OWN_GAP * sums["own_tokens"]:
+            return None
+        first, second = "the old log-probs", "those of the update's first forward pass"
+        if sums["own_to_rollout"] < NEARER * sums["own_old_to_rollout"]:
+            side = f" The rollout fits the second: {first} are wrong."
+        elif sums["own_old_to_rollout"] < NEARER * sums["own_to_rollout"]:
+            side = " The rollout fits the first: the update's are wrong."
+        else:
+            side = ""
+        related = correlation(self._alignment, "old")
+        is_other = related is not None and related < HARDLY_RELATED
+        look = "dropout, temperature, attention mask, position ids, precision, an adapter"
+        return {
+            "name": "misaligned" if is_other else OTHER_LOG_PROBS,
+            "sentence": f"Training computes two log-probs of the same tokens with the same weights: {first} and "
+            f"{second} differ by {sums['own_gap'] / sums['own_tokens']:.2g} nats in the mean"
+            + (f", with hardly a relation (correlation {related:.2f})" if is_other else "")
+            + f".{side} Look for what only one of the two passes has: "
+            + ("another order of rows, padding, slices, or labels." if is_other else f"{look}."),
+            "check": "`actor/ppo_kl` of an update with one mini-batch should be about 0: compute both log-probs of one "
+            "row again, without an optimizer step between them.",
+        }
+
     def _unsampled(self) -> dict[str, Any]:
         share = self._sums["unsampled"] / self._sums["weighted"]
         return {
@@ -524,6 +620,11 @@ class RunChecks:
             "check": "`response_mask` in the batch should be 1 for the tokens that the rollout returned alone. "
             + _SEE.format("unsampled"),
         }
+
+    @property
+    def _is_spread(self) -> bool:
+        """Whether many tokens differ, and not a few by much."""
+        return 2 * self._sums["bounded"] >= self._sums["gap"]
 
     def _mean(self, name: str) -> float:
         return self._sums[name] / self._sums["tokens"]
@@ -604,7 +705,7 @@ class RunChecks:
         """A gap that is large from the start, or much larger than it was. This alone is no evidence of old weights."""
         readings = [*self._readings, [self._mean("gap"), self._step]]
         (first, start), (gap, _) = readings[0], readings[-1]
-        if gap < APART_GAP:
+        if gap < FIRST_GAP:
             return None
         since = "" if start is None else f" since step {start}"
         if gap < APART_GROWTH * first:
@@ -616,15 +717,17 @@ class RunChecks:
         before, (jumped, step) = max(reading[0] for reading in readings[:at]), readings[at]
         # The first updates of a late rollout have smaller gaps than those that follow.
         at_once = before < small and jumped > (large if at < IN_A_ROW else START_GAP)
-        is_long = len(readings) >= APART_UPDATES
-        if (at * self._stride >= APART_UPDATES or at_once) and gap >= APART_GROWTH * before:
+        is_sudden = self._is_spread and at >= IN_A_ROW and jumped >= max(FIRST_GAP, APART_GROWTH * before)
+        is_long, is_large = len(readings) >= APART_UPDATES, gap >= APART_GAP
+        is_late = is_large and at * self._stride >= APART_UPDATES
+        if (is_sudden or is_late or at_once) and gap >= APART_GROWTH * before:
             about = "" if self._stride == 1 else "about "
             since = "" if step is None else f" since {about}step {step}"
             what = f"differ by {gap:.2g} nats in the mean{since}, and by {before:.2g} before: look at what changed then"
             related = correlation(self._alignment)
             if related is not None and related < HARDLY_RELATED:
                 what += f", and at whether they are still of the same tokens (correlation {related:.2f})"
-        elif is_long and least <= (readings[len(readings) // 2][0] - first) / (gap - first) <= most:
+        elif is_large and is_long and least <= (readings[len(readings) // 2][0] - first) / (gap - first) <= most:
             what = f"have drifted apart{since}, from {first:.2g} to {gap:.2g} nats in the mean"
         elif is_long and gap > large:
             what = f"differ by {gap:.2g} nats in the mean, and by {first:.2g} in the first of these steps{since}"
@@ -654,6 +757,20 @@ class RunChecks:
             "check": _SAME_WEIGHTS,
         }
 
+    def _apart_at_first(self) -> dict[str, Any] | None:
+        """A gap that was there before any optimizer step, and stays."""
+        first = self._mean("gap") if self._is_first else self._first_gap
+        if min(first, self._mean("gap")) < FIRST_GAP or not self._is_spread:
+            return None
+        return {
+            "name": ENGINES_APART,
+            "sentence": f"Rollout and training differed by {first:.2g} nats in the mean before any optimizer step, and "
+            "still do: engines of the same weights differ by about 0.01 in bf16, and by about 0.03 in 8 bits. Look for "
+            "another prompt (chat template, BOS token), other positions (RoPE), a kernel, experts that are routed "
+            "otherwise, or a coarser precision.",
+            "check": _SAME_SCORES,
+        }
+
     def _apart_from_the_start(self, gap: float, since: str) -> dict[str, Any]:
         share = self._sums["far"] / self._sums["responses"]
         rollout, policy = self._mean("distance"), self._mean("moved")
@@ -665,26 +782,23 @@ class RunChecks:
             "sentence": f"Rollout and training score the same tokens differently in every step{since}: by {gap:.2g} "
             f"nats in the mean, in {share:.0%} of the responses by over {APART_GAP:g}.{agrees} So {side} has other "
             "weights, another prompt (chat template, BOS token), other positions (RoPE) or a far coarser precision.",
-            "check": "Let the engine score `input_ids` of one row (vLLM: prompt_logprobs). If that agrees with "
-            "`old_log_probs`, the responses were sampled after another prompt: compare the token ids that the engine "
-            "was given with `prompts`. If not, compare a checksum of each weight in both, then their RoPE settings.",
+            "check": _SAME_SCORES,
             "share": share,
         }
 
     def _other_log_probs(self) -> dict[str, Any] | None:
         """Differences of one sign, or larger for likelier tokens, which were there in every step seen."""
         sums, gap = self._sums, self._mean("gap")
-        begins = self._has_jumped(gap) or self._has_tilted()
-        if gap < OTHER_GAP or (self._least < OTHER_LEAST * gap and not begins):
+        share = self._share_of_one_sign()
+        if share is None or gap < (OTHER_GAP if share < ONE_SIDE else ONE_SIDE_GAP):
+            return None
+        begins = self._begins(gap)
+        if self._least < OTHER_LEAST * gap and not begins:
             return None
         # In the first update both engines have the same weights. What comes with training may be a late rollout.
         if self._updates and not (self._times.get(OTHER_LOG_PROBS) or begins):
             return None
-        signed = sums["larger"] + sums["smaller"]
-        if signed < ONE_SIDE_TOKENS * sums["tokens"]:
-            return None
         tilt = self._correlation()
-        share = max(sums["larger"], sums["smaller"]) / signed
         related = correlation(self._alignment)
         if related is not None and related < OTHER_RELATED and share < SURELY_ONE_SIDE:
             return None

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..judge.loss_scale import MODES
 from ..judge.run_checks import (
     APART_GAP,
+    BOUNDED,
     COLUMN_SUMS,
     COLUMNS,
     CORRELATED_NATS,
@@ -46,7 +47,7 @@ def own_sums(micro_batches: Sequence[Mapping[str, Tensor]], first: bool, bypass:
         bypass (bool): Whether all earlier mini-batches of the update had the rollout's log-probs for the old ones.
 
     Returns:
-        Tensor: float64 of shape (22,), zeros without rollout log-probs.
+        Tensor: float64 of shape (len(SUMS),), zeros without rollout log-probs.
     """
     total = torch.zeros(len(SUMS), dtype=torch.float64, device=micro_batches[0]["weight"].device)
     for tokens in micro_batches:
@@ -86,6 +87,7 @@ def _of_micro_batch(tokens: Mapping[str, Tensor], first: bool, bypass: bool) -> 
         "differing": differing.sum(),
         "tokens": count.sum(),
         "gap": gap.sum(),
+        "bounded": gap.clamp(max=BOUNDED).sum(),
         "larger": (difference > ONE_SIDE_NATS).sum(),
         "smaller": (difference < -ONE_SIDE_NATS).sum(),
         "difference": limited.sum(),
@@ -95,7 +97,14 @@ def _of_micro_batch(tokens: Mapping[str, Tensor], first: bool, bypass: bool) -> 
         "product": (limited * level).sum(),
         "responses": (count > 0).sum(),
         "far": (mean_gap > APART_GAP).sum(),
+        "positive": (counted & (rollout > ONE_SIDE_NATS)).sum(),
     }
+    if first and "old_log_prob" in tokens:
+        own = counted & ~bypassed & log_prob.isfinite()
+        columns = {"own_gap": old - log_prob, "own_to_rollout": rollout - log_prob, "own_old_to_rollout": rollout - old}
+        sums["own_tokens"] = own.sum()
+        for name, each in columns.items():
+            sums[name] = torch.where(own, each.clamp(-LARGEST, LARGEST).abs(), 0.0).sum()
     if "ref_log_prob" in tokens:
         reference = tokens["ref_log_prob"].double()
         distance = torch.where(counted, (rollout - reference).clamp(-LARGEST, LARGEST).abs(), 0.0)
