@@ -83,13 +83,7 @@ def _register_rollout() -> None:
     from verl.workers.rollout.replica import RolloutReplicaRegistry
 
     _ROLLOUT_REGISTRY[("hf", "async")] = "embedded.rollout.HFRollout"
-    RolloutReplicaRegistry.register("hf", _load_replica)
-
-
-def _load_replica() -> type:
-    from embedded.rollout import HFReplica
-
-    return HFReplica
+    RolloutReplicaRegistry.register("hf", lambda: importlib.import_module("embedded.rollout").HFReplica)
 
 
 def _write_metrics() -> None:

@@ -4,7 +4,6 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -48,9 +47,8 @@ class CPUPlatform(PlatformBase):
     def visible_devices_envvar(self) -> str:
         return "CUDA_VISIBLE_DEVICES"
 
-    @contextlib.contextmanager
-    def nvtx_range(self, msg: str) -> Iterator[None]:
-        yield
+    def nvtx_range(self, msg: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def ray_resource_name(self) -> str:
         return "GPU"

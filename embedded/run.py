@@ -72,8 +72,7 @@ def drill_verdict(events: Sequence[dict[str, Any]], step: int) -> str:
 
 def why_it_ended(status: int, log: Path, lines: int = 30) -> str:
     """Why a run has failed: the sentence of spike_action=stop, otherwise the end of its log."""
-    with open(log, errors="replace") as file:
-        said = file.read().splitlines()
+    said = log.read_text(errors="replace").splitlines()
     sentences = [line for line in said if line.startswith(STOPPING)]
     if status == STOPPED and sentences:
         return f"Training was stopped after repeated spikes (exit code {status}).\n{sentences[-1]}"
@@ -115,10 +114,8 @@ def figures_of(event: Mapping[str, Any], remedy: Mapping[str, Any] | None, optio
     if remedy is not None:
         rows.append((f"with {remedy['name']}", remedy["norm"], "measured by gradloc replay --remedies"))
     width = max(len(name) for name, *_ in rows)
-    title = (
-        f"The gradient norm in step {event['global_step']}, of rank {unit['rank']}'s micro-batch {unit['micro_batch']}"
-    )
-    lines = [f"{title} (threshold {unit['threshold']:.3g}):"]
+    place = f"step {event['global_step']}, of rank {unit['rank']}'s micro-batch {unit['micro_batch']}"
+    lines = [f"The gradient norm in {place} (threshold {unit['threshold']:.3g}):"]
     lines += [f"  {name:{width}}  {float(norm):8.2f}  {how}".rstrip() for name, norm, how in rows]
     if remedy is not None:
         lines.append(f"The same run with it on: bash run_experiment.sh --embedded{options} {remedy['override']}")
