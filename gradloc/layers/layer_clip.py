@@ -191,11 +191,11 @@ class LayerClip:
         self._statistics = {layer: LayerStatistics() for layer in self.layers}
 
     def squared_norms(self) -> Tensor:
-        """`ReducedNorms.squared_norms`, for callers that need them before they call `clip`. A collective call."""
+        """`ReducedNorms.squared_norms`, which are given to `clip`. A collective call."""
         return self._reduced_norms.squared_norms()
 
-    def clip(self, squared_norms: Tensor | None = None) -> Tensor:
-        """Clips the gradient and updates the statistics with its squared norms. Collective if these are not given.
+    def clip(self, squared_norms: Tensor) -> Tensor:
+        """Clips the gradient and updates the statistics with its `squared_norms`.
 
         For a step that is skipped, use `preview` instead. If any norm is NaN or infinite, nothing is changed: the
         optimizer step will be skipped.
@@ -203,8 +203,6 @@ class LayerClip:
         Returns:
             Tensor: The norm of the whole gradient before clipping, shape (), on the CPU.
         """
-        if squared_norms is None:
-            squared_norms = self._reduced_norms.squared_norms()
         step = self.preview(squared_norms)
         figures = list(step.values())
         self._reduced_norms.scale_({i: layer["factor"] for i, layer in enumerate(figures) if layer["factor"] < 1})

@@ -13,10 +13,8 @@ from torch import Tensor
 from ..fsdp.torch_compat import tree_map_only
 from ..threshold import is_over
 
-# (rank, index of the micro-batch in its rank's mini-batch).
-MicroBatchName = tuple[int, int]
-# (micro-batch, row in it, position in the response).
-Token = tuple[MicroBatchName, int, int]
+MicroBatchName = tuple[int, int]  # (rank, index of the micro-batch in its rank's mini-batch)
+Token = tuple[MicroBatchName, int, int]  # (micro-batch, row in it, position in the response)
 
 
 @dataclass
@@ -178,8 +176,7 @@ def token_equivalent(norm: float, root_square_weight: float) -> float:
     return float(token_equivalents(*torch.tensor([norm, root_square_weight], dtype=torch.float64)))
 
 
-# Of the micro-batches of all ranks.
-AllFigures = Mapping[MicroBatchName, MicroBatchFigures]
+AllFigures = Mapping[MicroBatchName, MicroBatchFigures]  # of the micro-batches of all ranks
 
 
 def suspects(figures: AllFigures, threshold: float) -> list[MicroBatchName]:

@@ -45,11 +45,6 @@ class TokenSet:
         """Whether it is one token alone; a code has several."""
         return len(self.candidates) == 1
 
-    @property
-    def left_out(self) -> frozenset[int]:
-        """All other candidates of the group."""
-        return frozenset(range(len(self.of.square_of))).difference(self.candidates)
-
     @cached_property
     def square(self) -> float:
         """Σ w_t²."""

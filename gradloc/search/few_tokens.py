@@ -100,19 +100,14 @@ class FewTokens:
         self._add_rest(frozenset(), norm)
         if self._most == size:
             self._add_rest(frozenset(range(size)), 0.0)
-        # The tokens to measure alone once the spike is found to be diffuse.
-        self._sample: list[int] | None = None
-        # Whether a few tokens were ever expected to be enough.
-        self._few_expected = False
+        self._sample: list[int] | None = None  # the tokens to measure alone once the spike is found to be diffuse
+        self._few_expected = False  # whether a few tokens were ever expected to be enough
         # How many tokens that were expected to explain the spike were not over τ, since the last one that was.
         self._misled = 0
-        # How many passes in a row have found no token over τ and no rest under its threshold.
-        self._vain = 0
-        # The order of the first estimate.
-        self._likeliest: list[int] = []
+        self._vain = 0  # how many passes in a row have found no token over τ and no rest under its threshold
+        self._likeliest: list[int] = []  # the order of the first estimate
         self._bisection: Bisection | None = None
-        # How many more passes it may take; infinite unless curtailed.
-        self._passes_left = math.inf
+        self._passes_left = math.inf  # how many more passes it may take; infinite unless curtailed
 
     def _add_rest(self, removed: frozenset[int], norm: float) -> None:
         self._rests[removed] = norm
@@ -210,7 +205,7 @@ class FewTokens:
         for probe, norm in measured:
             removed = self._size - len(probe.candidates)
             if probe.factors is None and removed <= max(self._most, len(self.tokens.over)):
-                self._add_rest(probe.left_out, norm)
+                self._add_rest(frozenset(range(self._size)).difference(probe.candidates), norm)
         singles = {probe.candidates[0] for probe, _ in measured if probe.is_single}
         found = not singles.isdisjoint(self.tokens.over)
         self._misled = 0 if found else self._misled + len(singles & promising)

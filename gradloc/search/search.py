@@ -144,8 +144,7 @@ class Search:
         self._until = until
         self._ordinary = ordinary
         self.groups: dict[GroupKey, Group] = {}  # those with at least one candidate
-        # Whether all searches were ended, because a spike comes from no token.
-        self.gave_up = False
+        self.gave_up = False  # whether all searches were ended, because a spike comes from no token
 
     @property
     def culprits(self) -> list[Culprit]:
