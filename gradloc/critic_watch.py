@@ -9,6 +9,7 @@ names the token at no extra pass; no search is needed.
 import math
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
+from itertools import chain
 from typing import Any
 
 import torch
@@ -77,7 +78,9 @@ class CriticWatch(GradLoc):
             return located
         figures = gradient.gather_figures()
         by_rank = collectives.exchange(lambda: (own.tolist(), _largest_errors(micro_batches, model.rank)))
-        errors, values = zip(*by_rank[:: model.sequence_parallel_size], strict=True)
+        errors, of_ranks = zip(*by_rank[:: model.sequence_parallel_size], strict=True)
+        # NaN is larger than any number.
+        values = sorted(chain(*of_ranks), key=lambda each: -math.inf if math.isnan(each["error"]) else -each["error"])
         ordinary_norms = self._ordinary.layer_norms(model)
         global_norm = gradient.global_norm()
         assert gradient.squared_norms is not None  # they were measured for the norm
@@ -99,7 +102,7 @@ class CriticWatch(GradLoc):
                 "error": error,
                 "ordinary_error": self._ordinary_error,
                 "micro_batches": _over(figures, threshold, errors),
-                "values": _all_largest(values),
+                "values": values[:_VALUES],
                 "world_size": model.data_parallel_size,
             }
             self.events.append({**spike, "cause": cause(spike), "summary": summary(spike)})
@@ -143,12 +146,6 @@ def _largest_errors(micro_batches: Sequence[MicroBatch], rank: int) -> list[dict
         }
         for name, row, position in largest_tokens(errors, _VALUES)
     ]
-
-
-def _all_largest(by_rank: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
-    values = [value for of_rank in by_rank for value in of_rank]
-    # NaN is larger than any number.
-    return sorted(values, key=lambda value: -math.inf if math.isnan(value["error"]) else -value["error"])[:_VALUES]
 
 
 def _over(figures: AllFigures, threshold: float, errors: Sequence[Sequence[Sequence[float]]]) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from ..gradloc import GradLoc
 from ..judge.misfire import RewardedRow
 from ..layers.layer_clip import LayerClip
 from ..measure.pass_recorder import unchanged
-from .replay_bundles import padded_rows
+from .replay_bundles import context_of, padded_rows
 from .saved_state import read_state
 from .update_evidence import EVIDENCE_KEYS, Sample, UpdateEvidence, rewarded_rows
 from .watch import Watch, watch_actor
@@ -31,11 +31,6 @@ if TYPE_CHECKING:
 FORWARD_KEYS = ("responses", "input_ids", "attention_mask", "position_ids", "multi_modal_inputs")
 
 
-def forward_inputs(micro_batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a micro-batch that a forward needs."""
-    return {key: micro_batch[key] for key in FORWARD_KEYS if key in micro_batch}
-
-
 def select_rows(
     inputs: Mapping[str, Any], rows: Sequence[int], response_length: int, device: str | int | torch.device
 ) -> dict[str, Any]:
@@ -44,10 +39,7 @@ def select_rows(
     Images in a response, which tools may give, cannot be cut off: with multi-modal inputs the responses stay whole.
 
     Args:
-        inputs (Mapping): What `forward_inputs` gave; tensors of shape (batch size, ..., length), on any device.
-        rows (Sequence[int]): The rows.
-        response_length (int): How many tokens of each response.
-        device (str | int | torch.device): Where the tensors are to lie.
+        inputs (Mapping): By `FORWARD_KEYS`; tensors of shape (batch size, ..., length), on any device.
     """
     whole_length = inputs["responses"].size(-1)
     computed_length = whole_length if "multi_modal_inputs" in inputs else response_length
@@ -74,10 +66,9 @@ def build(actor: "DataParallelPPOActor") -> tuple[Watch | None, GradLoc | None, 
         config,
         partial(forward_rows, actor),
         padded_rows,
+        partial(context_of, actor.actor_module, config, actor.param_dtype, config.grad_clip),
         loss_scale=lambda: 1.0 if actor.scaler is None else actor.scaler.get_scale(),
         sequence_parallel_size=actor.ulysses_sequence_parallel_size,
-        dtype=actor.param_dtype,
-        grad_clip=config.grad_clip,
         learning_rate=lambda: actor.actor_optimizer.param_groups[0]["lr"],
     )
     return watch, watch.gradloc, watch.layer_clip
@@ -117,16 +108,15 @@ def begin_pass(
     """Called before a micro-batch's forward.
 
     Args:
-        actor (DataParallelPPOActor): The actor.
         mini_batch (DataProto): The mini-batch, which stays on the host: what a search needs is kept from there.
         model_inputs (dict): The micro-batch, on the device.
         temperature (float): The rollout's, which the forward divides the logits by.
         rows (Sequence[int]): The micro-batch's rows in this rank's mini-batch.
     """
     if actor.watch is not None and actor.watch.watches_passes:
-        columns = forward_inputs({**mini_batch.batch, **mini_batch.non_tensor_batch})
+        columns = {**mini_batch.batch, **mini_batch.non_tensor_batch}
         indices = [int(row) for row in rows]
-        inputs = {**{key: column[indices] for key, column in columns.items()}, "temperature": temperature}
+        inputs = {key: columns[key][indices] for key in FORWARD_KEYS if key in columns} | {"temperature": temperature}
         actor.watch.begin_pass(inputs, indices, partial(_sequences, model_inputs))
         actor.watch.start_loss(lambda: model_inputs["response_mask"])
 
@@ -142,7 +132,6 @@ def observe(
     """Called between a micro-batch's loss and its backward.
 
     Args:
-        actor (DataParallelPPOActor): The actor.
         model_inputs (dict): The micro-batch.
         entropy (Tensor, optional): Of shape (batch size, response length), as all that follow.
         log_prob (Tensor): What the loss is computed from.
@@ -167,16 +156,7 @@ def end_pass(actor: "DataParallelPPOActor") -> None:
 
 
 def optimizer_step(actor: "DataParallelPPOActor", epoch: int, mini_batch: int) -> Tensor:
-    """The actor's optimizer step, unless `spike_action` leaves it out. A collective call.
-
-    Args:
-        actor (DataParallelPPOActor): The actor.
-        epoch (int): The PPO epoch.
-        mini_batch (int): The mini-batch's index in the update.
-
-    Returns:
-        Tensor: The norm of the gradient before any clipping, shape ().
-    """
+    """Takes the actor's optimizer step by `Watch.step`; returns the gradient's norm, shape (). A collective call."""
     if actor.watch is None:
         return actor._optimizer_step()
     norm = actor.watch.step(epoch, mini_batch, actor._optimizer_step)
@@ -191,17 +171,9 @@ def metrics(actor: "DataParallelPPOActor") -> dict[str, Any]:
 def write_evidence(
     actor: "DataParallelPPOActor", data: "DataProto", tokenizer: Any, metrics: Mapping[str, Any]
 ) -> None:
-    """Writes the evidence of an update. A collective call.
-
-    Args:
-        actor (DataParallelPPOActor): The actor.
-        data (DataProto): What `update_policy` was given.
-        tokenizer (PreTrainedTokenizer): The actor's.
-        metrics (Mapping): What `update_policy` returned.
-    """
+    """Writes the evidence of an update, which `data` went into and `metrics` came out of. A collective call."""
     if actor.watch is None or not actor.watch.watches_passes:
         return
-
     size = actor.config.ppo_mini_batch_size
 
     def sample_of(event: Mapping[str, Any], culprit: Mapping[str, Any]) -> Sample:

@@ -119,7 +119,6 @@ def read_tokens(
     """What is known of a micro-batch's tokens, by the evidence's names.
 
     Args:
-        data (TensorDict): The columns of the micro-batch.
         outputs (Mapping[str, Tensor]): What the model gave, by the names of `OUTPUTS`, as flat values.
         as_response (Callable): A `ResponseCutter`.
     """

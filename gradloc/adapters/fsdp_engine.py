@@ -1,10 +1,11 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The adapter for the FSDP engines of verl 0.9: a mixin over those that train the actor and the critic."""
+"""The adapter for the FSDP engines of verl 0.9, a mixin, and what puts it and that of other engines over them."""
 
 # The types are checked against verl 0.7, which lacks some of these names.
 # mypy: disable-error-code="attr-defined"
 
+import functools
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -16,9 +17,9 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 from verl.workers.utils.padding import no_padding_2_padding
 
-from .critic_config import CriticSpikeConfig
+from .actor_config import CriticSpikeConfig
 from .engine_data import OUTPUTS, ROW, ResponseCutter, inputs_of, loss_scale, padded, read_tokens, sequences
-from .replay_bundles import ragged_rows
+from .replay_bundles import engine_context, ragged_rows
 from .trained_engine import TrainedEngine
 from .watch import ValueWatch, Watch, watch_actor
 
@@ -51,10 +52,9 @@ class WatchedEngine(TrainedEngine):
             config,
             partial(_forward_rows, self),
             ragged_rows,
+            partial(engine_context, self, config),
             loss_scale=scale,
             sequence_parallel_size=group_size,
-            dtype=getattr(self, "_autocast_dtype", torch.bfloat16),
-            grad_clip=self.optimizer_config.clip_grad,
             learning_rate=lambda: self.optimizer.param_groups[0]["lr"],
             recorder=self._build_recorder(config),
         )
@@ -131,3 +131,29 @@ def _forward_rows(
     unwatched = super(WatchedEngine, engine).forward_step  # type: ignore[misc]
     unwatched(batch, capture, False)
     return captured.get("entropy"), captured["log_probs"]
+
+
+def watch_engines() -> None:
+    """Puts mixins over all engines for language models, and over the FSDP engine for critics.
+
+    Spikes of the FSDP engine can be searched in training; those of the others are recorded. Called when verl has
+    registered those of its engines whose packages are installed.
+    """
+    from verl.workers.engine.base import EngineRegistry
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
+
+    of_fsdp = (FSDPEngineWithLMHead, FSDPEngineWithValueHead)
+    for model_type, backends in EngineRegistry._engines.items():
+        for backend, registered in backends.items():
+            for key, engine in registered.items():
+                if backend in ("fsdp", "fsdp2") and engine in of_fsdp:
+                    registered[key] = _with(WatchedEngine, engine)
+                elif model_type == "language_model":
+                    registered[key] = _with(TrainedEngine, engine)
+
+
+@functools.cache
+def _with(mixin: type, engine: type) -> type:
+    if issubclass(engine, TrainedEngine):
+        return engine
+    return type(engine.__name__, (mixin, engine), {"__module__": __name__})

@@ -25,18 +25,12 @@ class AggregationCall:
     """What a policy loss called verl's `agg_loss` with. It holds tensors of the size of a micro-batch.
 
     A loss may give it one loss of each token, one of each sequence, or anything else.
-
-    Args:
-        aggregate (Callable): Gives the loss for other losses of the same shape.
-        shape (tuple[int, ...]): The shape of the losses.
-        mask (Tensor): Which of them count.
-        mode (str): How it aggregates.
     """
 
-    aggregate: Callable[[Tensor], Tensor]
-    shape: tuple[int, ...]
-    mask: Tensor
-    mode: str
+    aggregate: Callable[[Tensor], Tensor]  # gives the loss for other losses of the same shape
+    shape: tuple[int, ...]  # that of the losses
+    mask: Tensor  # which of them count
+    mode: str  # how it aggregates
 
     def is_of_tokens(self, shape: Sequence[int]) -> bool:
         """Whether it has one loss of each token, whose shape (rows, response length) is given."""
@@ -73,8 +67,7 @@ class RecordedAggregation:
     def start(self, act: Callable[[AggregationCall], object] | None = None) -> None:
         """Forgets the call of an earlier loss, and waits for that of the next one.
 
-        Args:
-            act (Callable, optional): Called with it at once, within the loss; must not raise.
+        `act` is called with it at once, within the loss; it must not raise.
         """
         self.take()
         original = self._original = core_algos.agg_loss
@@ -152,7 +145,6 @@ def aggregation_mode(call: AggregationCall | None, config: Any, shape: Sequence[
 
     Args:
         call (AggregationCall, optional): As `policy_weights` takes it.
-        config (ActorConfig): The same.
         shape (Sequence[int]): Batch size and response length.
 
     Returns:
@@ -161,19 +153,6 @@ def aggregation_mode(call: AggregationCall | None, config: Any, shape: Sequence[
     if call is None or not call.is_known(shape):
         return _mode_without_a_call(config)
     return call.mode if call.is_of_tokens(shape) else None
-
-
-def kept_tokens(call: AggregationCall | None, config: Any, response_mask: Tensor) -> Tensor | None:
-    """Which tokens a policy loss has not rejected, bool of the mask's shape; None if the weights alone tell.
-
-    Args:
-        call (AggregationCall, optional): As `policy_weights` takes it.
-        config (ActorConfig): The same.
-        response_mask (Tensor): The same.
-    """
-    if call is None or not call.is_known(response_mask.shape) or not _has_more_terms(config):
-        return None
-    return call.kept(response_mask)
 
 
 def _say_once(message: str) -> None:
@@ -209,15 +188,7 @@ def kl_coefficients(
     It comes from verl's own KL loss by autograd, so it is exact for every kl_loss_type, including the straight-through
     ones (k1+, k3+), whose derivative is not that of their value.
 
-    Args:
-        config (ActorConfig): verl's configuration of the actor.
-        response_mask (Tensor): Which tokens are responses, shape (batch size, response length).
-        log_prob (Tensor): The log-probs that the loss is computed from, same shape.
-        ref_log_prob (Tensor): Those of the reference policy, same shape.
-        options (Any): More arguments with which verl aggregates this term.
-
-    Returns:
-        Tensor: Same shape.
+    All tensors are of shape (batch size, response length). verl aggregates this term with `options`.
     """
     penalty: Any = core_algos.kl_penalty  # annotated for FloatTensor, which type checkers do not take a Tensor for
     with torch.enable_grad():
@@ -240,11 +211,9 @@ def with_derived(
     Args:
         tokens (Mapping): By the evidence's names, each of shape (rows, response length): `response_mask`, `log_prob`,
             `token_id`; with a KL loss, `ref_log_prob`.
-        call (AggregationCall, optional): What their loss called.
-        config (ActorConfig): verl's configuration of the actor.
+        call (AggregationCall, optional): As `policy_weights` takes it, as `options`.
         eos_tokens (Collection[int]): Where a rollout stops.
         factor (float): The micro-batch's part in the mini-batch's loss.
-        options (Mapping): More arguments with which verl aggregates the terms of KL and entropy.
 
     Returns:
         dict: Also `weight`; where the policy loss has rejected some, `policy_loss_mask`; with a KL loss, its part
@@ -252,8 +221,8 @@ def with_derived(
     """
     mask = tokens["response_mask"]
     derived = {"weight": policy_weights(call, config, mask, **options) * factor}
-    if (kept := kept_tokens(call, config, mask)) is not None:
-        derived["policy_loss_mask"] = kept
+    if call is not None and call.is_known(mask.shape) and _has_more_terms(config):  # else the weights alone tell
+        derived["policy_loss_mask"] = call.kept(mask)
     if config.use_kl_loss:
         kl = kl_coefficients(config, mask, tokens["log_prob"], tokens["ref_log_prob"], **options)
         derived["kl_coefficient"] = kl * factor

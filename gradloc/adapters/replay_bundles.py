@@ -73,12 +73,7 @@ def _refuse_images(images: Any, wide_positions: bool) -> None:
 
 
 def engine_context(engine: Any, config: Any) -> dict[str, Any]:
-    """What a bundle of a recorded spike has of an engine of verl 0.9.
-
-    Args:
-        engine (BaseEngine): Any engine; only FSDP's tells its adapters.
-        config (ActorConfig): verl's configuration of the actor.
-    """
+    """What a bundle has of an engine of verl 0.9; only FSDP's tells its adapters."""
     module = getattr(engine, "module", None)
     if not (isinstance(module, nn.Module) and hasattr(module, "config")):
         module = SimpleNamespace(config=getattr(engine.model_config, "hf_config", None))
@@ -87,12 +82,7 @@ def engine_context(engine: Any, config: Any) -> dict[str, Any]:
 
 
 def context_of(module: Any, config: Any, dtype: Any, grad_clip: float | None) -> dict[str, Any]:
-    """What a bundle has of a run: the model, what it computes in, the norm that the global clip leaves, the settings.
-
-    Args:
-        module (nn.Module): The model, sharded or not, or what has its `config`.
-        config (ActorConfig): verl's configuration of the actor.
-    """
+    """What a bundle has of a run: the model (`module` need only have its `config`), the actor's settings and so on."""
     return {
         "model": _model_facts(module),
         "dtype": str(dtype).removeprefix("torch."),

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..evidence import patient_disk
+from ..evidence.patient_disk import PatientDisk
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ def write_state(folder: str, state: Mapping[str, Any]) -> None:
     torch.save({"form": FORM, **state}, data)
     path = Path(folder, STATE_FILE)
     try:
-        patient_disk.PatientDisk(path.parent).run(partial(_replace, path, data.getvalue()), patient_disk.PATIENCE)
+        PatientDisk(path.parent).run(partial(_replace, path, data.getvalue()))
     except OSError as error:  # a TimeoutError is one
         logger.warning("%s is not saved, and a run that resumes from here warms up again: %s", STATE_FILE, error)
 

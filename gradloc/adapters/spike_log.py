@@ -10,6 +10,7 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -160,16 +161,12 @@ class AppendedEvents:
             data = file.read()
         finished = data[: data.rfind(b"\n") + 1]
         self._end += len(finished)
-        entries = [entry for line in finished.splitlines() if isinstance(entry := _parsed(line), dict)]
-        return [entry for entry in entries if "replaces" not in entry and not entry.keys().isdisjoint(_READ)]
-
-
-def _parsed(line: bytes) -> Any:
-    """What a line holds; None for the rest of a line that a killed run has left."""
-    try:
-        return json.loads(line)
-    except ValueError:
-        return None
+        entries = []
+        for line in finished.splitlines():
+            with suppress(ValueError):  # the rest of a line that a killed run has left
+                entries.append(json.loads(line))
+        lines = [entry for entry in entries if isinstance(entry, dict) and "replaces" not in entry]
+        return [line for line in lines if not line.keys().isdisjoint(_READ)]
 
 
 def _without_secrets(error: Exception) -> str:

@@ -19,7 +19,6 @@ from tensordict import TensorDict
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
 
-from ..bundles import bundle_writer
 from ..bundles.bundle_writer import NothingMovesError, write_recorded_bundle
 from ..evidence.event import recorded_event
 from ..evidence.patient_disk import PatientDisk
@@ -46,7 +45,6 @@ class Recorded:
     has_images: list[bool]  # for each row; empty without such a column
     flat: dict[str, Tensor]  # log-probs and entropies of whole sequences, one after the other, without a graph
     call: AggregationCall | None = None  # what the loss called
-    options: dict[str, Any] = field(default_factory=dict)  # with which verl aggregates the terms of KL and entropy
     gradients: dict[str, Tensor] = field(default_factory=dict)  # those of `flat`, after the backward
     # The derivative of what the engine computes the backward of with respect to the loss.
     factor: list[Tensor] = field(default_factory=list)
@@ -67,7 +65,8 @@ class Recorded:
             inputs["settings"]["multi_modal_inputs"] = self.has_images
         as_response = ResponseCutter(inputs, data["response_mask"])
         tokens = read_tokens(data, self.flat, as_response)
-        tokens = with_derived(tokens, self.call, config, eos_tokens, 1.0, self.options)
+        # verl's loss has set what it aggregates the terms of KL and entropy with, the same for the whole mini-batch.
+        tokens = with_derived(tokens, self.call, config, eos_tokens, 1.0, config.global_batch_info)
         tokens |= {OUTPUTS[key].coefficient: as_response(gradient) for key, gradient in self.gradients.items()}
         factor = float(self.factor[0]) if self.factor else 1.0
         if not (math.isfinite(factor) and factor > 0):
@@ -85,15 +84,11 @@ class SpikeRecorder:
     Args:
         engine (BaseEngine): verl's, on a rank that has the model's outputs.
         config (ActorConfig): verl's configuration of the actor.
-
-    Attributes:
-        rank (int): The data-parallel rank.
-        events (list[dict]): Those of the last mini-batch: none or one.
     """
 
     def __init__(self, engine: Any, config: Any) -> None:
-        self.rank: int = engine.get_data_parallel_rank()
-        self.events: list[dict[str, Any]] = []
+        self.rank: int = engine.get_data_parallel_rank()  # among the data-parallel ones
+        self.events: list[dict[str, Any]] = []  # those of the last mini-batch: none or one
         self._engine = engine
         self._config = config
         # FSDP's module has what transformers loaded; other engines have a model of their own.
@@ -120,12 +115,12 @@ class SpikeRecorder:
         """
         self._config = bound_config(loss_function, SpikeConfig) or self._config
         self.discard()
-        self._is_on, self._rng_state = True, torch.get_rng_state()
+        self._rng_state = torch.get_rng_state()
         return partial(self._computed, loss_function)
 
     def discard(self) -> None:
         """Drops what was recorded."""
-        self._is_on = self._failed = False
+        self._failed = False
         self._micro_batches: list[Recorded] = []
         self._tokens: float | None = None  # how many the loss divides by, of all ranks
 
@@ -137,8 +132,7 @@ class SpikeRecorder:
             norm (float | Tensor): The norm of its gradient, of all ranks.
         """
         with self._guarded("a mini-batch is not recorded"):
-            if self._is_on:
-                self._check(where, float(norm))
+            self._check(where, float(norm))
 
     def metrics(self) -> dict[str, float]:
         """The update's metrics, on rank 0; other ranks have none."""
@@ -209,7 +203,6 @@ class SpikeRecorder:
         loss = result[0] if isinstance(result, tuple) else result
         if loss.requires_grad:
             loss.register_hook(recorded.factor.append)
-        recorded.options = dict(self._config.global_batch_info)
         self._micro_batches.append(recorded)
 
     def _check(self, where: Mapping[str, Any], norm: float) -> None:
@@ -265,12 +258,13 @@ class SpikeRecorder:
 
         def write() -> str:
             """What it says of the trainer is read from the disk, too."""
-            directory, suffix, most = Path(self._config.bisect_dump_dir), f"-rank{self.rank}", self._config.spike_replay
-            context = engine_context(self._engine, self._config)
-            return write_recorded_bundle(directory, event, micro_batches, ragged_rows, context, suffix, most)
+            config, suffix = self._config, f"-rank{self.rank}"
+            context = engine_context(self._engine, config)
+            to = Path(config.bisect_dump_dir)
+            return write_recorded_bundle(to, event, micro_batches, ragged_rows, context, suffix, config.spike_replay)
 
         with self._guarded("no replay bundle is kept of a gradient spike"), suppress(NothingMovesError):
-            return self._disk.run(write, bundle_writer.PATIENCE)
+            return self._disk.run(write)
         return None
 
 

@@ -22,12 +22,7 @@ class RepeatedSpikes(RuntimeError):
 
 
 class SpikeStop:
-    """Counts the events of the last steps.
-
-    Args:
-        config (DictConfig): verl's whole configuration.
-        total_training_steps (int): The run's last step. A run that has reached it is not stopped.
-    """
+    """Counts the events of the last steps, by verl's whole configuration. A run in its last step is not stopped."""
 
     def __init__(self, config: Any, total_training_steps: int) -> None:
         actor = config.actor_rollout_ref.actor
@@ -41,9 +36,7 @@ class SpikeStop:
     def is_due(self, metrics: Mapping[str, Any], step: int) -> bool:
         """Takes in a step; returns whether there were N events within the last N steps, N being `spike_stop_after`.
 
-        Args:
-            metrics (Mapping): Those of the actor, before or after they are reduced over its workers.
-            step (int): The trainer's step.
+        The metrics are those of the actor, before or after they are reduced over its workers.
         """
         if self._after is None:
             return False

@@ -17,8 +17,7 @@ from verl.utils import tensordict_utils as tu
 
 from ..fsdp import collectives
 from ..guarded import ForeseenError, guarded, warn_once
-from .actor_config import SpikeConfig
-from .critic_config import CriticSpikeConfig
+from .actor_config import CriticSpikeConfig, SpikeConfig
 from .engine_data import ROW, MiniBatchPlaces, as_metric, bound_config, loss_scale, rewards_of_rows, sample_of_row
 from .saved_state import read_state
 from .spike_recorder import SpikeRecorder
@@ -118,14 +117,9 @@ class TrainedEngine:
         self.watch = self._build_watch(config)
         if self.watch is None:
             return
-        recorder = self.watch.recorder
-        tokenizer = getattr(self.model_config, "tokenizer", None)
-        self._evidence = UpdateEvidence(
-            config.bisect_dump_dir,
-            tokenizer,
-            self.watch.sequence_parallel_size,
-            rank=None if recorder is None else recorder.rank,
-        )
+        rank = None if self.watch.recorder is None else self.watch.recorder.rank
+        tokenizer, size = getattr(self.model_config, "tokenizer", None), self.watch.sequence_parallel_size
+        self._evidence = UpdateEvidence(config.bisect_dump_dir, tokenizer, size, rank)
         if self._read_state is not None:
             self.watch.load(self._read_state)
 

@@ -22,9 +22,6 @@ def refuse_bad_keys(config: Any) -> None:
     """Ends the process with one sentence if the actor's or the critic's configuration has a bad value.
 
     To be called before Ray starts, which takes longer than the run's whole configuration.
-
-    Args:
-        config (DictConfig): verl's whole configuration.
     """
     sections = [config.actor_rollout_ref.actor, *([config.critic] if need_critic(config) else [])]
     for section in sections:
@@ -37,12 +34,7 @@ def refuse_bad_keys(config: Any) -> None:
 
 
 def check_trainer(config: Any, total_training_steps: int) -> None:
-    """Raises ValueError if the actor's settings cannot have an effect in this run, and warns of a τ without detection.
-
-    Args:
-        config (DictConfig): verl's whole configuration.
-        total_training_steps (int): The run's last step.
-    """
+    """Raises ValueError if the actor's settings cannot have an effect in this run; warns of a τ without detection."""
     actor, trainer = config.actor_rollout_ref.actor, config.trainer
     unsupported = _unsupported(config)
     if unsupported is not None:

@@ -9,14 +9,7 @@ from typing import Any
 
 from ..evidence import clips
 from ..evidence.token_texts import context_evidence, text_evidence
-from ..evidence.writer import (
-    EVENTS_PER_STEP,
-    STEP_FIGURES,
-    jsonable,
-    limit_texts,
-    record_events,
-    record_step,
-)
+from ..evidence.writer import EVENTS_PER_STEP, STEP_FIGURES, jsonable, limit_texts, record_events, record_step
 from ..fsdp import collectives
 from ..guarded import guarded
 from ..judge.misfire import RewardedRow, may_misfire, misfire
@@ -53,19 +46,12 @@ _NOT_COMPARED = "a gradient spike is not compared with the rewards of its mini-b
 
 @dataclass(frozen=True)
 class Sample:
-    """A row of the data that a rank trains on.
+    """A row of the data that a rank trains on."""
 
-    Args:
-        prompt (list[int]): The prompt's token ids without padding.
-        response (list[int]): The response's token ids without padding.
-        reward (float, optional): The sum of its scores.
-        columns (Mapping): Its values in verl's columns `reward_model`, `data_source` and `uid`, as far as there are.
-    """
-
-    prompt: list[int]
-    response: list[int]
-    reward: float | None
-    columns: Mapping[str, Any]
+    prompt: list[int]  # token ids without padding
+    response: list[int]  # the same
+    reward: float | None  # the sum of its scores
+    columns: Mapping[str, Any]  # its values in verl's columns `reward_model`, `data_source` and `uid`, if there are any
 
 
 def rewarded_rows(
@@ -86,8 +72,7 @@ class UpdateEvidence:
     """Collects the events of an update's mini-batches.
 
     Args:
-        directory (str): Where they are written.
-        tokenizer (PreTrainedTokenizer, optional): The actor's; without one, culprits have no text.
+        tokenizer (PreTrainedTokenizer, optional): Without one, culprits have no text.
         sequence_parallel_size (int): How many neighbouring ranks have the same data.
         rank (int, optional): The number of this rank, of which 0 writes; by default, its number among all.
     """
@@ -132,11 +117,9 @@ class UpdateEvidence:
                 event["summary"] = summary(event)
 
     def add_own(self, events: Sequence[dict[str, Any]], sample_of: Callable[[Mapping[str, Any]], Sample]) -> None:
-        """Adds events that were only recorded, and on rank 0 what the data say of its own tokens. No collective call.
+        """Adds events that this rank recorded, and on rank 0 what the data say of their tokens. No collective call.
 
-        Args:
-            events (Sequence[dict]): Those of this rank; they are changed.
-            sample_of (Callable): The sample of a suspected token; may raise.
+        The events are changed; `sample_of` a token may raise.
         """
         self._events += events
         for event in events if self._rank == 0 else ():
@@ -149,7 +132,6 @@ class UpdateEvidence:
         """Ends an update: rank 0 logs and writes its lines, and the step's figures.
 
         Args:
-            global_step (int, optional): The trainer's step.
             metrics (Mapping): Those of the actor or critic; of the latter, no line of steps.jsonl is made.
             warnings (Sequence[Mapping]): What `RunChecks.warnings` returned.
         """

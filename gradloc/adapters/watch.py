@@ -5,7 +5,6 @@
 import functools
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -34,7 +33,6 @@ from .loss_weights import (
     policy_weights,
     with_derived,
 )
-from .replay_bundles import context_of
 from .saved_state import write_state
 
 if TYPE_CHECKING:
@@ -57,15 +55,9 @@ class Watch:
         eos_tokens (Collection[int]): Where a rollout stops.
 
     Attributes:
-        recorder (SpikeRecorder | None): As given.
-        gradloc (GradLoc | None): None where it is off.
-        layer_clip (LayerClip | None): The same. Where bundles are kept, one that is off learns its bounds all the same:
-            they tell what it would have left of a spike.
-        token_clip (TokenClip | None): The same.
         clips (list[dict]): What TokenClip found since `start_update` or `start_mini_batch`, as lines of the evidence;
             the same on every rank.
         aggregation (RecordedAggregation): How the loss that is being computed weighs its tokens.
-        sequence_parallel_size (int): As given.
     """
 
     def __init__(
@@ -89,9 +81,10 @@ class Watch:
         self._global_step: int | None = None
         self._pass_open = False
         self._said: set[str] = set()
+        # LayerClip where it is off and bundles are kept: its bounds tell what it would have left of a spike.
         self._learning: LayerClip | None = None
         self._row_weights: Tensor | None = None
-        self._weigh: Callable[[AggregationCall | None], None] = _no_weights
+        self._weigh: Callable[[AggregationCall | None], None] | None = None
         self._eos_tokens = eos_tokens
 
     @property
@@ -155,13 +148,9 @@ class Watch:
             self.token_clip.end_pass()
 
     def start_loss(self, read_mask: Callable[[], Tensor], options: Callable[[], Mapping[str, Any]] = dict) -> None:
-        """Called before a micro-batch's loss.
+        """Called before a micro-batch's loss, with what returns its response mask, and the options of `observe`.
 
         TokenClip's weights are computed within it: until a loss waits for the device, the host has time.
-
-        Args:
-            read_mask (Callable): Returns the response mask, shape (rows, response length).
-            options (Callable): Returns more arguments with which verl aggregates the terms of KL and entropy.
         """
         self._row_weights = None
         if self.token_clip is None:
@@ -206,9 +195,9 @@ class Watch:
         if self.token_clip is not None:  # first: GradLoc then sees the coefficients that are left
             if self._scale is None:
                 self._scale = self._loss_scale()
-            if call is None:
+            if call is None and self._weigh is not None:
                 self._weigh(None)
-            self._weigh = _no_weights  # it has tensors of the micro-batch
+            self._weigh = None  # it has tensors of the micro-batch
             if self._row_weights is not None:
                 log_prob, _ = loss_inputs["coefficient"]
                 self.token_clip.observe(log_prob, self._row_weights * abs(factor), self._scale, read)
@@ -229,7 +218,6 @@ class Watch:
         """Takes the optimizer step, unless `spike_action` leaves it out. A collective call.
 
         Args:
-            epoch (int): The PPO epoch.
             mini_batch (int): The mini-batch's index in the update.
             optimizer_step (Callable): Takes the step, and returns the norm of its gradient.
 
@@ -247,13 +235,7 @@ class Watch:
     def before_step(self, epoch: int, mini_batch: int) -> tuple[bool, float | None]:
         """Looks for a spike, and clips the layers of a gradient that the optimizer gets. A collective call.
 
-        Args:
-            epoch (int): The PPO epoch.
-            mini_batch (int): The mini-batch's index in the update.
-
-        Returns:
-            tuple[bool, float | None]: Whether to take the optimizer step, and the gradient's norm to log; None if that
-                is the norm that the step itself returns.
+        Returns whether to take the optimizer step, and the gradient's norm, None if it is what the step returns.
         """
         self.end_pass()
         located = Located(take_step=True)
@@ -328,14 +310,7 @@ class Watch:
 
 
 class ValueWatch(Watch):
-    """Measures a critic's training passes; the weights are those of verl's value loss.
-
-    Args:
-        module (nn.Module): The value model, sharded or not.
-        config (CriticConfig): verl's configuration of the critic.
-        loss_scale (Callable): Returns the loss scale of the backward passes.
-        sequence_parallel_size (int): How many neighbouring ranks work on the same data.
-    """
+    """Measures the training passes of a critic's module; the weights are those of verl's value loss."""
 
     def __init__(
         self, module: nn.Module, config: Any, loss_scale: Callable[[], float], sequence_parallel_size: int
@@ -372,26 +347,15 @@ def watch_actor(
     config: Any,
     forward: Forward,
     rows_of: Callable[[Mapping[str, Any]], list[Row]],
+    context: Callable[[], Mapping[str, Any]],
     loss_scale: Callable[[], float],
     sequence_parallel_size: int,
-    dtype: torch.dtype,
-    grad_clip: float | None,
     learning_rate: Callable[[], float | Tensor],
     recorder: "SpikeRecorder | None" = None,
 ) -> Watch:
     """GradLoc, LayerClip and TokenClip of an actor, as far as its configuration turns them on.
 
-    Args:
-        module (nn.Module): The model, sharded or not.
-        config (ActorConfig): verl's configuration of the actor.
-        forward (Callable): See `GradLoc`.
-        rows_of (Callable): Converts the inputs of `forward` to samples; see `BundleWriter`.
-        loss_scale (Callable): Returns the loss scale of the backward passes.
-        sequence_parallel_size (int): How many neighbouring ranks work on the same data.
-        dtype (torch.dtype): What the model computes in.
-        grad_clip (float, optional): The norm that the global clip leaves.
-        learning_rate (Callable): Returns that of the next optimizer step.
-        recorder (SpikeRecorder, optional): Records spikes that are searched later.
+    See `Watch`, `GradLoc`, and for `rows_of` and `context` `BundleWriter`.
     """
     watch = Watch(config, loss_scale, sequence_parallel_size, recorder, eos_tokens(module))
     device = get_device_name()
@@ -410,11 +374,9 @@ def watch_actor(
     if config.searches_in_training:
         bundle_writer = None
         if config.spike_replay:
-            context = partial(context_of, module, config, dtype, grad_clip)
             layer_clip = watch.layer_clip or watch._learning
-            bundle_writer = BundleWriter(
-                *(config.bisect_dump_dir, config.spike_replay, rows_of, context, layer_clip, watch.token_clip)
-            )
+            directory, most = config.bisect_dump_dir, config.spike_replay
+            bundle_writer = BundleWriter(directory, most, rows_of, context, layer_clip, watch.token_clip)
         watch.gradloc = GradLoc(
             module,
             config,
@@ -442,10 +404,6 @@ def _learning_layer_clip(module: nn.Module, config: Any, device: torch.device) -
     except collectives.RankFailedError:
         return None
     return found
-
-
-def _no_weights(call: AggregationCall | None) -> None:
-    pass
 
 
 def meter_kind(module: nn.Module) -> str:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .. import limits
-from ..evidence.patient_disk import PATIENCE, PatientDisk
+from ..evidence.patient_disk import PatientDisk
 from ..evidence.writer import jsonable
 from ..fsdp import collectives
 from ..guarded import guarded, warn_once
@@ -42,8 +42,8 @@ class BundleWriter:
 
     With the local meter, the search has already sent these micro-batches to every rank, so a bundle takes no more
     communication. With the reduced meter, their owners send them. So a bundle is complete on the node of rank 0,
-    whether or not the nodes share a folder. A disk that does not answer keeps the other ranks waiting for `PATIENCE`
-    seconds at most.
+    whether or not the nodes share a folder. A disk that does not answer keeps the other ranks waiting for no longer
+    than `PatientDisk` does.
 
     Args:
         most (int): The maximum number of bundles. The first ones are kept: later spikes may be consequences.
@@ -128,12 +128,12 @@ class BundleWriter:
                 """What the trainer knows is read from the disk, too: it looks for the last checkpoint."""
                 return write_bundle(self._directory, event, saved, entries, {**searched, **self._context()})
 
-            return self._disk.run(write, PATIENCE)
+            return self._disk.run(write)
         return None
 
     def _has_room(self) -> bool:
         try:
-            full = self._disk.run(partial(_no_room, self._directory, self._most, limits.TOTAL_BYTES), PATIENCE)
+            full = self._disk.run(partial(_no_room, self._directory, self._most, limits.TOTAL_BYTES))
         except OSError:
             return True  # the write will say what is wrong
         if full is not None:

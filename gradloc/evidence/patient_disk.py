@@ -25,8 +25,8 @@ class PatientDisk:
         self._directory = directory
         self._work: futures.Future[Any] | None = None
 
-    def run(self, work: Callable[[], _Value], patience: float) -> _Value:
-        """What `work` returns. If it takes longer than `patience` seconds, it goes on beside training.
+    def run(self, work: Callable[[], _Value]) -> _Value:
+        """What `work` returns. If it takes longer than `PATIENCE` seconds, it goes on beside training.
 
         Raises:
             TimeoutError: It, or earlier work, has not ended in that time.
@@ -42,6 +42,6 @@ class PatientDisk:
         if self._work is None or self._work.done():
             self._work = result
             threading.Thread(target=run, daemon=True).start()
-            if futures.wait([result], patience).done:
+            if futures.wait([result], PATIENCE).done:
                 return result.result()
-        raise TimeoutError(f"{self._directory} does not respond within {patience:g} seconds")
+        raise TimeoutError(f"{self._directory} does not respond within {PATIENCE:g} seconds")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..guarded import warn_once
-from .patient_disk import PATIENCE, PatientDisk
+from .patient_disk import PatientDisk
 
 logger = logging.getLogger(__name__)
 
@@ -230,7 +230,7 @@ def _append(directory: str, name: str, data: bytes, what: str, kind: str, step: 
             file.write((b"" if last_line.endswith(b"\n") else b"\n") + lines)
 
     try:
-        _disks.setdefault(directory, PatientDisk(Path(directory))).run(append, PATIENCE)
+        _disks.setdefault(directory, PatientDisk(Path(directory))).run(append)
     except OSError as error:  # a TimeoutError is one
         logger.warning("%s could not be written to %s: %s", what, path, error)
 

@@ -27,7 +27,7 @@ def _with_keys(name: str, keys: str | None = None) -> Any:
     """A patched verl's own class of this name; else the package's, or verl's with the keys of one of the package's."""
     if PATCHED:
         return getattr(config, name)
-    of_package = resolve_name(f"gradloc.adapters.{keys or f'actor_config:{name}'}")
+    of_package = resolve_name(f"gradloc.adapters.actor_config:{keys or name}")
     if keys is None:
         return of_package
     return dataclass(type(name, (_NeedsPlugin, of_package, getattr(config, name)), {"__module__": __name__}))
@@ -35,8 +35,8 @@ def _with_keys(name: str, keys: str | None = None) -> Any:
 
 LayerClipConfig = _with_keys("LayerClipConfig")
 TokenClipConfig = _with_keys("TokenClipConfig")
-FSDPActorConfig = _with_keys("FSDPActorConfig", "actor_config:SpikeConfig")
-McoreActorConfig = _with_keys("McoreActorConfig", "actor_config:RecordedSpikeConfig")
-VeOmniActorConfig = _with_keys("VeOmniActorConfig", "actor_config:RecordedSpikeConfig")
-TorchTitanActorConfig = _with_keys("TorchTitanActorConfig", "actor_config:RecordedSpikeConfig")
-FSDPCriticConfig = _with_keys("FSDPCriticConfig", "critic_config:CriticSpikeConfig")
+FSDPActorConfig = _with_keys("FSDPActorConfig", "SpikeConfig")
+McoreActorConfig = _with_keys("McoreActorConfig", "RecordedSpikeConfig")
+VeOmniActorConfig = _with_keys("VeOmniActorConfig", "RecordedSpikeConfig")
+TorchTitanActorConfig = _with_keys("TorchTitanActorConfig", "RecordedSpikeConfig")
+FSDPCriticConfig = _with_keys("FSDPCriticConfig", "CriticSpikeConfig")

@@ -36,8 +36,7 @@ def extend_engines(module: ModuleType) -> None:
         expect(engine, "load_checkpoint", "self", "local_path")
         expect(engine, "is_mp_src_rank_with_outputs", "self")
 
-    from gradloc.adapters.fsdp_engine import WatchedEngine
-    from gradloc.adapters.watched_engines import watch_engines
+    from gradloc.adapters.fsdp_engine import WatchedEngine, watch_engines
 
     watch_engines()
     _need_the_step(WatchedEngine)
@@ -196,7 +195,7 @@ def survive_empty_micro_batches(module: ModuleType) -> None:
     def compute_or_none(
         compute: Any, old_log_prob: Any, rollout_log_prob: Any, response_mask: Any, *args: Any, **kw: Any
     ) -> Any:
-        from gradloc.adapters.fixes import with_a_token
+        from gradloc.adapters.hooks import with_a_token
 
         return compute(*with_a_token(old_log_prob, rollout_log_prob, response_mask), *args, **kw)
 
@@ -216,7 +215,7 @@ def reset_activation_offloading(module: ModuleType) -> None:
 
     @around(module, "enable_activation_offloading")
     def enable_with_reset(enable: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-        from gradloc.adapters.fixes import forget_broken_pass
+        from gradloc.adapters.hooks import forget_broken_pass
 
         made.clear()
         enable(model, *args, **kwargs)

@@ -14,7 +14,7 @@ import pytest
 from evidence import Event, culprit, drill, event, samples, spike, without_culprits, write_steps
 
 from gradloc import record_events
-from gradloc.evidence import writer
+from gradloc.evidence import patient_disk, writer
 from gradloc.evidence.writer import record_step
 from gradloc_tools import report
 from gradloc_tools.report.build import FEW_STEPS
@@ -87,9 +87,9 @@ def test_a_disk_that_hangs_is_not_waited_for_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     os.mkfifo(tmp_path / "steps.jsonl")  # nobody reads it, so that opening it never ends
-    monkeypatch.setattr(writer, "PATIENCE", 0.05)
+    monkeypatch.setattr(patient_disk, "PATIENCE", 0.05)
     record_step(str(tmp_path), 3, FIGURES)
-    monkeypatch.setattr(writer, "PATIENCE", 1e9)
+    monkeypatch.setattr(patient_disk, "PATIENCE", 1e9)
     record_events(str(tmp_path), [spike(1)])
     assert "the figures of step 3 could not be written" in caplog.text and "does not respond" in caplog.text
     assert "1 gradient spike(s) could not be written" in caplog.text

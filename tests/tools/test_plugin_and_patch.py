@@ -12,7 +12,7 @@ import trees
 PLUGIN = trees.ROOT / "plugin/gradloc_verl"
 OURS = re.compile(r"^from verl\.utils\.gradloc\.adapters\.\w+ import ([\w, ]+)", re.M)
 SPIKE_STOP = re.compile(r"\bspike_stop\.(\w+)\(")
-KEYS = re.compile(r'^(\w+) = _with_keys\("\1"(?:, "(\w+)_config:(\w+)")?\)$', re.M)
+KEYS = re.compile(r'^(\w+) = _with_keys\("\1"(?:, "(\w+)")?\)$', re.M)
 CLASS = re.compile(r"^class (\w+)\((\w+), \w+\):$", re.M)
 
 Place = tuple[str, str]  # a module of verl, or a file of its configuration, and what of gradloc/adapters is used there
@@ -88,8 +88,8 @@ def of_plugin(sources: dict[str, str]) -> set[Place]:
         if any(each.module == "trainer" for each in imports(act)):
             used |= {*ours(parsed["trainer"]), *SPIKE_STOP.findall(sources["trainer"])}
         places |= {(key.value, name) for name in used or {act.name}}
-    for name, of, keys in KEYS.findall(sources["config"]):
-        module = f"verl.workers.config.{of or 'actor'}"
+    for name, keys in KEYS.findall(sources["config"]):
+        module = f"verl.workers.config.{'critic' if 'Critic' in name else 'actor'}"
         places |= {(module, f"{name}({keys})"), (module, keys)} if keys else {(module, name)}
     for file in (PLUGIN / "conf").glob("*/gradloc_*.yaml"):
         places.add((f"verl/trainer/config/{file.parent.name}/{file.name.removeprefix('gradloc_')}", "keys"))

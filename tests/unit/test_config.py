@@ -20,8 +20,7 @@ from omegaconf import OmegaConf
 from verl.trainer.ppo.reward import get_custom_reward_fn
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.gradloc.adapters import trainer_checks
-from verl.utils.gradloc.adapters.actor_config import LayerClipConfig, TokenClipConfig
-from verl.utils.gradloc.adapters.critic_config import CriticSpikeConfig
+from verl.utils.gradloc.adapters.actor_config import CriticSpikeConfig, LayerClipConfig, TokenClipConfig
 from verl.utils.gradloc.adapters.trainer_checks import check_trainer
 from verl.workers.config import FSDPActorConfig, FSDPCriticConfig
 
