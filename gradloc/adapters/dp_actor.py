@@ -175,15 +175,8 @@ def write_evidence(
     if actor.watch is None or not actor.watch.watches_passes:
         return
     size = actor.config.ppo_mini_batch_size
-
-    def sample_of(event: Mapping[str, Any], culprit: Mapping[str, Any]) -> Sample:
-        return sample_of_row(data[event["mini_batch"] * size + culprit["row"]])
-
-    def rewards_of(event: Mapping[str, Any]) -> list[RewardedRow] | None:
-        return _rewards(data[event["mini_batch"] * size : (event["mini_batch"] + 1) * size])
-
     evidence = UpdateEvidence(actor.config.bisect_dump_dir, tokenizer, actor.watch.sequence_parallel_size)
-    evidence.add(actor.watch.lines(), sample_of, rewards_of)
+    evidence.add(actor.watch.lines(), partial(sample_of, data, size), partial(_rewards, data, size))
     evidence.write(data.meta_info.get("global_steps"), metrics, actor.watch.warnings)
 
 
@@ -205,8 +198,9 @@ def _sequences(model_inputs: Mapping[str, Any]) -> tuple[Tensor, list[int]]:
     return mask, [mask.shape[1] - model_inputs["responses"].shape[1]] * len(mask)
 
 
-def sample_of_row(row: Any) -> Sample:
-    """A row of a DataProto."""
+def sample_of(data: "DataProto", size: int, line: Mapping[str, Any], token: Mapping[str, Any]) -> Sample:
+    """The sample of a line's token in the data of an update, whose mini-batches are of this size."""
+    row: Any = data[line["mini_batch"] * size + token["row"]]
     response_length = row.batch["responses"].shape[-1]
     valid, ids = row.batch["attention_mask"].bool(), row.batch["input_ids"]
     scores = row.batch.get("token_level_scores")
@@ -218,8 +212,10 @@ def sample_of_row(row: Any) -> Sample:
     )
 
 
-def _rewards(rows: "DataProto") -> list[RewardedRow] | None:
-    """What the rows of a DataProto were rewarded for."""
+def _rewards(data: "DataProto", size: int, line: Mapping[str, Any]) -> list[RewardedRow] | None:
+    """What the rows of a line's mini-batch were rewarded for."""
+    start = line["mini_batch"] * size
+    rows = data[start : start + size]
     scores, columns = rows.batch.get("token_level_scores"), rows.non_tensor_batch
     rewards = [None] * len(rows) if scores is None else scores.sum(-1).tolist()
     advantages = (rows.batch["advantages"] * rows.batch["response_mask"]).abs().amax(-1).tolist()

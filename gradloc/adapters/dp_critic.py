@@ -13,7 +13,7 @@ from verl.workers.critic import dp_critic
 
 from ..guarded import guarded
 from ..measure.pass_recorder import unchanged
-from .dp_actor import sample_of_row
+from .dp_actor import sample_of
 from .update_evidence import VALUE_KEYS, UpdateEvidence
 from .watch import ValueWatch
 
@@ -54,7 +54,7 @@ class WatchedCritic(dp_critic.DataParallelPPOCritic):
         evidence = UpdateEvidence(
             self.config.bisect_dump_dir, self._tokenizer if spikes else None, self.ulysses_sequence_parallel_size
         )
-        evidence.add(spikes, lambda spike, value: sample_of_row(data[spike["mini_batch"] * size + value["row"]]))
+        evidence.add(spikes, functools.partial(sample_of, data, size))
         evidence.write(step, own, self.watch.warnings)
         return {**metrics, **{f"critic/{name}": value for name, value in own.items()}}
 

@@ -69,8 +69,9 @@ def as_metric(value: float | list[float]) -> Metric:
     return metric
 
 
-def sample_of_row(data: TensorDict, row: int) -> Sample:
-    """A row of the data that `train_batch` was given."""
+def sample_of(data: TensorDict, _line: object, token: Mapping[str, Any]) -> Sample:
+    """The sample of a token in the data that `train_batch` was given."""
+    row = token["row"]
     ids, responses = data["input_ids"][row], data["responses"]
     if responses.is_nested:
         length = len(responses[row])
@@ -82,7 +83,7 @@ def sample_of_row(data: TensorDict, row: int) -> Sample:
     return Sample(ids[:prompt].tolist(), ids[prompt:].tolist(), scores[0] if scores else None, columns)
 
 
-def rewards_of_rows(data: TensorDict) -> list[RewardedRow] | None:
+def rewards_of_rows(data: TensorDict, _line: object) -> list[RewardedRow] | None:
     """What the rows of the data that `train_batch` was given were rewarded for."""
     scores = next((data[key] for key in SCORES if key in data.keys()), None)
     rewards = [None] * len(data) if scores is None else [row.sum().item() for row in scores.unbind()]

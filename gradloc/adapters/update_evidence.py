@@ -54,6 +54,12 @@ class Sample:
     columns: Mapping[str, Any]  # its values in verl's columns `reward_model`, `data_source` and `uid`, if there are any
 
 
+# The sample of a line's token, both given, on the rank that has it; and the rows of a line's mini-batch on this rank,
+# None if they are not known. Both may raise.
+SampleOf = Callable[[Mapping[str, Any], Mapping[str, Any]], Sample]
+RewardsOf = Callable[[Mapping[str, Any]], Sequence[RewardedRow] | None]
+
+
 def rewarded_rows(
     uids: Sequence[Any] | None,
     rewards: Sequence[float | None],
@@ -87,16 +93,13 @@ class UpdateEvidence:
     def add(
         self,
         events: Sequence[dict[str, Any]],
-        sample_of: Callable[[Mapping[str, Any], Mapping[str, Any]], Sample],
-        rewards_of: Callable[[Mapping[str, Any]], Sequence[RewardedRow] | None] = lambda event: None,
+        sample_of: SampleOf,
+        rewards_of: RewardsOf = lambda event: None,
     ) -> None:
         """Adds an update's lines, and to their tokens and verdicts what the data say of them. A collective call.
 
         Args:
             events (Sequence[dict]): Events, clip lines or a critic's spikes, the same on every rank; they are changed.
-            sample_of (Callable): The sample of a line's token, both given, on the rank that has it; may raise.
-            rewards_of (Callable): The rows of an event's mini-batch on this rank, None if they are not known; may
-                raise.
         """
         self._events += events
         # No more clip lines than these are written.
@@ -116,16 +119,13 @@ class UpdateEvidence:
                     event["verdict"] = self._misfire(event, rewards_of) or event["verdict"]
                 event["summary"] = summary(event)
 
-    def add_own(self, events: Sequence[dict[str, Any]], sample_of: Callable[[Mapping[str, Any]], Sample]) -> None:
-        """Adds events that this rank recorded, and on rank 0 what the data say of their tokens. No collective call.
-
-        The events are changed; `sample_of` a token may raise.
-        """
+    def add_own(self, events: Sequence[dict[str, Any]], sample_of: SampleOf) -> None:
+        """Adds events that this rank recorded, and on rank 0 what the data say of their tokens. No collective call."""
         self._events += events
         for event in events if self._rank == 0 else ():
             for index, token in enumerate(event["suspected"]):
                 with guarded(_NO_TEXT):
-                    token |= self._facts(event, index, token, sample_of(token))
+                    token |= self._facts(event, index, token, sample_of(event, token))
             event["summary"] = summary(event)
 
     def write(self, global_step: int | None, metrics: Mapping[str, Any], warnings: Sequence[Mapping[str, str]]) -> None:
@@ -157,9 +157,7 @@ class UpdateEvidence:
         if figures:
             record_step(self._directory, global_step, figures, warnings)
 
-    def _misfire(
-        self, event: Mapping[str, Any], rewards_of: Callable[[Mapping[str, Any]], Sequence[RewardedRow] | None]
-    ) -> dict[str, Any] | None:
+    def _misfire(self, event: Mapping[str, Any], rewards_of: RewardsOf) -> dict[str, Any] | None:
         """The verdict that a reward misfires; None if it does not, or if that cannot be told. A collective call."""
         own: Sequence[RewardedRow] | None = None
         with guarded(_NOT_COMPARED):
@@ -174,7 +172,7 @@ class UpdateEvidence:
     def _own_facts(
         self,
         tokens: Sequence[tuple[dict[str, Any], int, dict[str, Any]]],
-        sample_of: Callable[[Mapping[str, Any], Mapping[str, Any]], Sample],
+        sample_of: SampleOf,
     ) -> list[tuple[int, dict[str, Any]]]:
         """What the data of this rank say of its own tokens, by their numbers in a list of (line, index, token)."""
         own_rank, duplicate = divmod(collectives.rank(), self._sequence_parallel_size)
