@@ -59,7 +59,7 @@ APART_UPDATES = 6
 START_GAP = 0.2
 # The same before any optimizer step, when late weights make no gap: 8 bits make about half of it.
 FIRST_GAP = 0.04
-BOUNDED = 0.25
+BOUNDED = 0.2
 # A rollout that is at most so far from the reference as the policy is has weights of some steps before. They are old
 # if the gap has risen so many times since it was over `APART_GAP`: that is no matter of being late by a step or two.
 NEARER = 0.8

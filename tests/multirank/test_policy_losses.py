@@ -16,7 +16,6 @@ from verl.utils.gradloc.adapters.loss_weights import (
     AggregationCall,
     RecordedAggregation,
     aggregation_mode,
-    kept_tokens,
     policy_weights,
 )
 from verl.workers.config import FSDPActorConfig
@@ -105,7 +104,7 @@ def test_what_a_loss_called_can_be_read_again() -> None:
         assert weights[kept].tolist() == pytest.approx([1 / 4] * int(kept.sum()))  # rows with a token
         assert weights[MASK.bool() & ~kept].tolist() == pytest.approx([1 / 16] * int((MASK.bool() & ~kept).sum()))
         assert aggregation_mode(call, config, MASK.shape) == "seq-mean-token-sum"
-        assert kept_tokens(call, config, MASK).equal(kept)
+        assert call.kept(MASK).equal(kept)
     aggregation.start()
     assert aggregation.take() is None
 
@@ -146,7 +145,7 @@ def test_the_weight_of_a_sequence_is_divided_among_its_tokens(
     config = build_config("vanilla", "token-mean", use_kl_loss=True)
     call = taken(torch.ones(of_rows), (torch.arange(5) != 1).float().view(of_rows), mode)
     kept = MASK.bool() & (torch.arange(5) != 1).unsqueeze(1)
-    assert kept_tokens(call, config, MASK).equal(kept)
+    assert call.kept(MASK).equal(kept)
     rejected = torch.where(MASK.bool(), 1 / 16, 0.0)
     torch.testing.assert_close(policy_weights(call, config, MASK), torch.where(kept, 1 / 4 / LENGTHS, rejected))
 
@@ -176,7 +175,7 @@ def test_of_other_losses_the_configured_weights_are_assumed(
         assert policy_weights(call, config, MASK).equal(whole)
     (record,) = caplog.records
     assert f"those of loss_agg_mode={agg_mode}." in record.message
-    assert aggregation_mode(call, config, MASK.shape) == agg_mode and kept_tokens(call, config, MASK) is None
+    assert aggregation_mode(call, config, MASK.shape) == agg_mode
 
 
 def test_a_weight_keeps_its_precision_in_half_precision() -> None:

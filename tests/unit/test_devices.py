@@ -83,7 +83,7 @@ class Training:
                 self.token_clip.end_pass()
         take_step, squared_norms, *_ = self.gradloc.locate(0, 0)
         if self.layer_clip and take_step:
-            self.layer_clip.clip(squared_norms)
+            self.layer_clip.clip(self.layer_clip.squared_norms() if squared_norms is None else squared_norms)
         if self.token_clip and (found := self.token_clip.end_mini_batch()):
             self.found = [found]
         self.gradloc.metrics()

@@ -113,7 +113,7 @@ def sums_of_a_loop(micro_batches: list[dict[str, Tensor]], first: bool, in_bypas
             for difference, level, _, _ in found:
                 total["tokens"] += 1
                 total["gap"] += abs(difference)
-                total["bounded"] += min(abs(difference), 0.25)
+                total["bounded"] += min(abs(difference), 0.2)
                 total["larger"] += difference > ONE_SIDE_NATS
                 total["smaller"] += difference < -ONE_SIDE_NATS
                 limited, level = max(min(difference, 1.0), -1.0), max(level, -5.0)
