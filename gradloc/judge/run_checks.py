@@ -59,6 +59,7 @@ APART_UPDATES = 6
 START_GAP = 0.2
 # The same before any optimizer step, when late weights make no gap: 8 bits make about half of it.
 FIRST_GAP = 0.04
+# Such a gap is spread over many tokens if at least half of it is left when each counts for at most so many nats.
 BOUNDED = 0.2
 # A rollout that is at most so far from the reference as the policy is has weights of some steps before. They are old
 # if the gap has risen so many times since it was over `APART_GAP`: that is no matter of being late by a step or two.
@@ -158,17 +159,8 @@ SUMS = (
 # What `state_dict` has, but for the underscore.
 _STATE = (
     *("rates", "readings", "stride", "since_reading", "times", "updates", "gap", "least", "first_gap"),
-    *(
-        "misaligned_since",
-        "related",
-        "tilt",
-        "one_side",
-        "sizes",
-        "spreads",
-        "scale_step",
-        "scale_factor",
-        "last_rates",
-    ),
+    *("misaligned_since", "related", "tilt", "one_side"),
+    *("sizes", "spreads", "scale_step", "scale_factor", "last_rates"),
 )
 _OFF = "off"  # the updates with a response whose log-probs belong to other tokens, clear or not
 UNSAMPLED = "unsampled"  # the rule's name, and the warning's
