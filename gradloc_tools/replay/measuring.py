@@ -123,8 +123,7 @@ def _whole(model: Model, bundle: Bundle, found: Measured) -> Norms:
         (summed,) = found.units.values()
         return summed
     for saved in bundle.micro_batches.values():
-        for index in range(len(saved.rows)):
-            add_row(model, saved, index, coefficients_of(saved))
+        add_rows(model, saved, coefficients_of(saved))
     return take_norms(model)
 
 
@@ -147,9 +146,14 @@ def gradient_norms(
             rows without a coefficient, and what follows the last one, are not computed.
     """
     model.module.zero_grad(set_to_none=True)
+    add_rows(model, saved, coefficients, into)
+    return take_norms(model)
+
+
+def add_rows(model: Model, saved: SavedMicroBatch, coefficients: Coefficients, into: Tensor | None = None) -> None:
+    """Adds a micro-batch's gradient to the parameters' gradients; see `gradient_norms`."""
     for index in range(len(saved.rows)):
         add_row(model, saved, index, coefficients, into)
-    return take_norms(model)
 
 
 def add_row(
@@ -176,11 +180,25 @@ def add_row(
 
 def take_norms(model: Model) -> Norms:
     """The norms of the parameters' gradients, which are cleared."""
+    norms = norms_now(model)
+    model.module.zero_grad(set_to_none=True)
+    return norms
+
+
+def take_gradients(model: Model) -> dict[Tensor, Tensor]:
+    """The parameters' gradients, by parameter and on the CPU; those of the model are cleared."""
+    taken = {parameter: parameter.grad.cpu() for parameter in model.layer_of if parameter.grad is not None}
+    model.module.zero_grad(set_to_none=True)
+    return taken
+
+
+def norms_now(model: Model, others: Mapping[Tensor, Tensor] | None = None) -> Norms:
+    """The norms of the parameters' gradients, with these of `take_gradients` added."""
     norms: dict[str, list[float]] = {layer: [] for layer in model.layer_of.values()}
     for parameter, layer in model.layer_of.items():
-        if parameter.grad is not None:
-            gradient = parameter.grad if parameter.dtype == torch.float64 else parameter.grad.float()
-            norms[layer].append(float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) / model.loss_scale)
-    model.module.zero_grad(set_to_none=True)
+        gradients = [parameter.grad, (others or {}).get(parameter)]
+        found = [g.to(model.device, torch.promote_types(g.dtype, torch.float32)) for g in gradients if g is not None]
+        if found:
+            norms[layer].append(float(torch.linalg.vector_norm(sum(found), dtype=torch.float64)) / model.loss_scale)
     layers = {layer: math.hypot(*norms_of_parameters) for layer, norms_of_parameters in norms.items()}
     return Norms(math.hypot(*layers.values()), layers)

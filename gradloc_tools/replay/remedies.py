@@ -25,7 +25,18 @@ from ..bundles.opening import Bundle
 from ..command_line import say
 from ..report.figures import severity
 from ..report.remedies import MOST_MOVED
-from .measuring import Coefficients, Measured, Norms, all_but, coefficients_of, gradient_norms, places
+from .measuring import (
+    Coefficients,
+    Measured,
+    Norms,
+    add_rows,
+    all_but,
+    coefficients_of,
+    gradient_norms,
+    norms_now,
+    places,
+    take_gradients,
+)
 from .model import HALF, Model
 from .token_clip import clip_tokens
 
@@ -167,22 +178,41 @@ def _of_verl(spike: _Spike, model: Model, notes: list[str]) -> Iterator[Row]:
         notes.append(f"{error} So policy losses and rollout corrections are left out.")
         return
     notes += more
+    add_rows(model, spike.saved, coefficients_of(spike.saved, spike.ordinary))
+    rest = take_gradients(model)
     measured: dict[bytes, tuple[float, float]] = {}
     for number, remedy in enumerate(found, 1):
         say(f"remedy {remedy.name}, {number} of {len(found) + 1}")
         values: Coefficients = remedy.coefficient, remedy.entropy_coefficient
         key = b"".join(tensor.contiguous().numpy().tobytes() for tensor in values)
         if key not in measured:
-            moves = [
-                torch.where(spike.ordinary, new - old, 0.0)
-                for new, old in zip(values, coefficients_of(spike.saved), strict=True)
-            ]
-            left, moved = (gradient_norms(model, spike.saved, (a, b)).norm for a, b in (values, moves))
-            measured[key] = left, moved
+            measured[key] = _left_and_moved(spike, model, rest, values)
         now = {"weight": tokens["weight"], "coefficient": values[0], "entropy_coefficient": values[1]}
         masked = movable(tokens) & ~movable(now)
         yield spike.row(remedy.name, remedy.override, remedy.meaning, *measured[key], masked, remedy.note)
     say(f"remedy TokenClip, {len(found) + 1} of {len(found) + 1}")
+
+
+def _left_and_moved(
+    spike: _Spike, model: Model, rest: Mapping[Tensor, Tensor], values: Coefficients
+) -> tuple[float, float]:
+    """The norm with other coefficients, and the norm by which the ordinary tokens' gradient moves.
+
+    A gradient is a sum over tokens: with these coefficients it is the rest, its move, and the culprits' new gradient.
+
+    Args:
+        rest (Mapping): The ordinary tokens' gradient, by parameter.
+    """
+    saved, ordinary = spike.saved, spike.ordinary
+    moves = (torch.where(ordinary, new - old, 0.0) for new, old in zip(values, coefficients_of(saved), strict=True))
+    add_rows(model, saved, tuple(moves))
+    moved = norms_now(model).norm
+    if not math.isfinite(spike.rest.norm):  # NaN minus itself
+        return gradient_norms(model, saved, values).norm, moved
+    add_rows(model, saved, tuple(torch.where(ordinary, 0.0, value) for value in values))
+    left = norms_now(model, rest).norm
+    model.module.zero_grad(set_to_none=True)
+    return left, moved
 
 
 def _remedy_losses() -> Any:

@@ -20,7 +20,7 @@ from gradloc_tools.bundles.opening import open_bundle
 from gradloc_tools.bundles.results import read_results
 from gradloc_tools.replay import remedies
 from gradloc_tools.replay.command import main
-from gradloc_tools.replay.measuring import gradient_norms
+from gradloc_tools.replay.measuring import gradient_norms, norms_now
 from gradloc_tools.replay.model import Model, default_variant, load
 from gradloc_tools.replay.token_clip import clip_tokens
 from gradloc_tools.report.command import main as report
@@ -660,9 +660,9 @@ def test_each_row_of_remedies_is_written_and_announced(
         measured.append("")
         if len(measured) == 5:
             raise KeyboardInterrupt
-        return gradient_norms(*arguments)
+        return norms_now(*arguments)
 
-    monkeypatch.setattr(remedies, "gradient_norms", interrupted)
+    monkeypatch.setattr(remedies, "norms_now", interrupted)
     with pytest.raises(KeyboardInterrupt):
         main([str(bundle), "--model", str(kept / "model"), "--only", "--remedies"])
     result = json.loads(bundle.with_name("step1.result.json").read_text())
