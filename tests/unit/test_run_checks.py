@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -19,11 +19,13 @@ from gradloc.judge.run_checks import (
     ONE_SIDE_NATS,
     STALE_GAP,
     STALE_RATIO,
+    SUMS,
     RunChecks,
-    resume_note,
 )
 from gradloc.measure.alignment import own_alignment
 from gradloc.measure.run_sums import own_columns, own_sums
+
+Spoil = Callable[[dict[str, Tensor]], Any]
 
 COLUMNS = ("log_prob", "old_log_prob", "ref_log_prob", "rollout_log_prob")
 
@@ -50,96 +52,74 @@ def broken_tokens(seed: int, bypass: bool = False) -> dict[str, Tensor]:
     return {"response_mask": mask, "weight": weight, "unsampled": torch.rand(shape) < 0.1, **columns}
 
 
+def cut(value: float, most: float = LARGEST) -> float:
+    return max(min(value, most), -most)
+
+
 def sums_of_a_loop(micro_batches: list[dict[str, Tensor]], first: bool, in_bypass: bool) -> list[float]:
     """What `own_sums` gives, one token at a time."""
-    names = (
-        "tokens gap bounded larger smaller difference difference_square level level_square product responses far "
-        "distance moved"
-    )
-    before, after = ["weighted", "unsampled", "differing"], "stale fresh unclear stale_tokens stale_gap stale_distance"
-    own = "positive own_tokens own_gap own_to_rollout own_old_to_rollout"
-    total = dict.fromkeys([*before, *names.split(), *after.split(), *own.split()], 0.0)
+    total = dict.fromkeys(SUMS, 0.0)
     for tokens in micro_batches:
         if "rollout_log_prob" not in tokens or ("old_log_prob" not in tokens and not first):
             continue
-        rows = {name: tensor.double().tolist() for name, tensor in tokens.items()}
-        places = [
-            (row, i)
-            for row in range(12)
-            for i in range(7)
-            if rows["response_mask"][row][i]
-            and rows["weight"][row][i]
-            and math.isfinite(rows["rollout_log_prob"][row][i])
-            and not rows["unsampled"][row][i]
+        places = [[{name: float(of[row, i]) for name, of in tokens.items()} for i in range(7)] for row in range(12)]
+        rows = [[each for each in row if each["response_mask"] and each["weight"]] for row in places]
+        total["weighted"] += sum(len(row) for row in rows)
+        total["unsampled"] += sum(each["unsampled"] for row in rows for each in row)
+        rows = [
+            [each for each in row if not each["unsampled"] and math.isfinite(each["rollout_log_prob"])] for row in rows
         ]
-        weighted = [
-            rows["unsampled"][row][i]
-            for row in range(12)
-            for i in range(7)
-            if rows["response_mask"][row][i] and rows["weight"][row][i]
-        ]
-        total["weighted"] += len(weighted)
-        total["unsampled"] += sum(weighted)
-        if "old_log_prob" in rows:
-            total["differing"] += sum(
-                rows["old_log_prob"][row][i] != rows["rollout_log_prob"][row][i] for row, i in places
-            )
-        policy = rows.get("old_log_prob", rows["log_prob"])
-        has_own = first and "old_log_prob" in rows
-        if all(policy[row][i] == rows["rollout_log_prob"][row][i] for row, i in places):
-            has_own = False
-            if first:
-                policy = rows["log_prob"]
-            elif in_bypass:
+        policy = "old_log_prob" if "old_log_prob" in tokens else "log_prob"
+        has_own = first and "old_log_prob" in tokens
+        differing = sum(each[policy] != each["rollout_log_prob"] for row in rows for each in row)
+        total["differing"] += differing if "old_log_prob" in tokens else 0
+        if not differing:
+            policy, has_own = "log_prob" if first else policy, False
+            if in_bypass and not first:
                 continue
-        for row in range(12):
+        for row in rows:
             found = []
-            for i in [position for other, position in places if other == row]:
-                reference = rows["ref_log_prob"][row][i] if "ref_log_prob" in rows else None
-                if math.isfinite(policy[row][i]) and (reference is None or math.isfinite(reference)):
-                    rollout = rows["rollout_log_prob"][row][i]
-                    difference = max(min(rollout - policy[row][i], LARGEST), -LARGEST)
-                    distance = moved = None
-                    if reference is not None:
-                        distance = min(abs(rollout - reference), LARGEST)
-                        moved = min(abs(policy[row][i] - reference), LARGEST)
-                    found.append((difference, (rollout + policy[row][i]) / 2, distance, moved))
-                    total["positive"] += rollout > ONE_SIDE_NATS
-                    if has_own and math.isfinite(now := rows["log_prob"][row][i]):
-                        total["own_tokens"] += 1
-                        total["own_gap"] += min(abs(policy[row][i] - now), LARGEST)
-                        total["own_to_rollout"] += min(abs(rollout - now), LARGEST)
-                        total["own_old_to_rollout"] += min(abs(rollout - policy[row][i]), LARGEST)
-            for difference, level, _, _ in found:
-                total["tokens"] += 1
-                total["gap"] += abs(difference)
+            for each in row:
+                old, rollout, now = each[policy], each["rollout_log_prob"], each["log_prob"]
+                reference = each.get("ref_log_prob", rollout)
+                if not (math.isfinite(old) and math.isfinite(reference)):
+                    continue
+                difference, level = cut(rollout - old), max((rollout + old) / 2, -5.0)
+                limited = cut(difference, 1.0)
+                found.append((abs(difference), abs(cut(rollout - reference))))
                 total["bounded"] += min(abs(difference), 0.2)
                 total["larger"] += difference > ONE_SIDE_NATS
                 total["smaller"] += difference < -ONE_SIDE_NATS
-                limited, level = max(min(difference, 1.0), -1.0), max(level, -5.0)
                 total["difference"] += limited
                 total["difference_square"] += limited**2
                 total["level"] += level
                 total["level_square"] += level**2
                 total["product"] += limited * level
+                total["positive"] += rollout > ONE_SIDE_NATS
+                total["moved"] += abs(cut(old - reference)) if "ref_log_prob" in tokens else 0.0
+                if has_own and math.isfinite(now):
+                    total["own_tokens"] += 1
+                    total["own_gap"] += abs(cut(old - now))
+                    total["own_to_rollout"] += abs(cut(rollout - now))
+                    total["own_old_to_rollout"] += abs(difference)
             if not found:
                 continue
-            gap = sum(abs(difference) for difference, _, _, _ in found) / len(found)
+            count, gaps, distances = len(found), *map(sum, zip(*found, strict=True))
+            gap, distance = gaps / count, distances / count
+            total["tokens"] += count
+            total["gap"] += gaps
             total["responses"] += 1
             total["far"] += gap > APART_GAP
-            if "ref_log_prob" in rows:
-                total["distance"] += sum(distance for _, _, distance, _ in found)
-                total["moved"] += sum(moved for _, _, _, moved in found)
-                distance = sum(distance for _, _, distance, _ in found) / len(found)
+            if "ref_log_prob" in tokens:
+                total["distance"] += distances
                 stale = gap > STALE_GAP and distance < STALE_RATIO * gap
                 fresh = distance > STALE_GAP and gap < STALE_RATIO * distance
+                total["stale"] += stale
                 total["fresh"] += fresh
                 total["unclear"] += max(gap, distance) > STALE_GAP and not (stale or fresh)
-                if gap > STALE_GAP and distance < STALE_RATIO * gap:
-                    total["stale"] += 1
-                    total["stale_tokens"] += len(found)
-                    total["stale_gap"] += gap * len(found)
-                    total["stale_distance"] += distance * len(found)
+                total["stale_tokens"] += stale * count
+                total["stale_gap"] += stale * gaps
+                total["stale_distance"] += stale * distances
     return list(total.values())
 
 
@@ -236,16 +216,21 @@ def steps(run: Run, count: int, seed: int = 1) -> Iterator[dict[str, Tensor]]:
         past.append(past[-1] + run.rate * (direction + torch.randn(shape, generator=generator, dtype=torch.float64)))
 
 
-def checked(
-    run: Run, count: int, checks: RunChecks | None = None, ranks: int = 1, seed: int = 1
+def warned(
+    batches: Iterable[dict[str, Tensor]],
+    checks: RunChecks | None = None,
+    first: int = 1,
+    rates: Mapping[int, float] = MappingProxyType({}),
+    ranks: int = 1,
 ) -> list[list[dict[str, Any]]]:
-    """The warnings of each step."""
+    """The warnings of each of some steps, which begin with `first`; with other learning rates than 1e-6 in some."""
     checks, found = checks or RunChecks(), []
-    for step, tokens in enumerate(steps(run, count, seed), 1):
+    for step, tokens in enumerate(batches, first):
         checks.start_update(step)
         parts = [{name: values[rank::ranks] for name, values in tokens.items()} for rank in range(ranks)]
-        checks.take_in(sum(own_sums([part], True) for part in parts).tolist())
-        checks.add_step(1e-6)
+        aligned = sum(own_alignment([part]) for part in parts).tolist()
+        checks.take_in(sum(own_sums([part], True) for part in parts).tolist(), alignment=aligned)
+        checks.add_step(rates.get(step, 1e-6))
         found.append(checks.warnings())
     return found
 
@@ -256,28 +241,25 @@ def names(found: list[list[dict[str, Any]]]) -> list[str]:
     return [warnings[0]["name"] if warnings else "" for warnings in found]
 
 
-@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("reference", [True, False])
 @pytest.mark.parametrize(
     "run",
     [
-        {"noise": 0.02, "rate": 0.02},
         {"noise": 0.025, "rate": 0.02},
         {"rate": 0.02},
         {"noise": 0.02, "rate": 0.5},  # a learning rate that is far too large
         {"noise": 0.02},
         {"behind": 1, "rate": 0.02, "noise": 0.02},  # the trainer trains on the last step's responses
     ],
-    ids=lambda run: ",".join(f"{name}={value}" for name, value in run.items()),
+    ids=str,
 )
-def test_ordinary_runs_do_not_warn(run: dict[str, Any], reference: bool, seed: int) -> None:
-    assert not any(names(checked(Run(**run, reference=reference), 12, seed=seed)))
+def test_ordinary_runs_do_not_warn(run: dict[str, Any], reference: bool) -> None:
+    assert not any(names(warned(steps(Run(**run, reference=reference), 12))))
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.02])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("ranks", "noise"), [(1, 0.0), (2, 0.02)])
 def test_a_rollout_that_keeps_the_weights_of_step_1_is_told_by_the_reference(ranks: int, noise: float) -> None:
-    found = checked(Run(behind=None, rate=0.05, noise=noise), 10, ranks=ranks)
+    found = warned(steps(Run(behind=None, rate=0.05, noise=noise), 10), ranks=ranks)
     assert names(found)[:2] == ["", ""] and set(names(found)[5:]) == {"stale_weights"}
     sentence = found[-1][0]["sentence"]
     assert "the weights of step 1: its log-probs agree with the reference's" in sentence
@@ -285,136 +267,202 @@ def test_a_rollout_that_keeps_the_weights_of_step_1_is_told_by_the_reference(ran
 
 
 def test_without_a_reference_old_weights_are_a_gap_that_grows_and_no_name() -> None:
-    found = checked(Run(behind=None, rate=0.05, noise=0.02, reference=False), 14)
+    found = warned(steps(Run(behind=None, rate=0.05, noise=0.02, reference=False), 14))
     assert not any(names(found)[:6]) and set(names(found)[9:]) == {"engines_apart"}
     assert "have drifted apart since step 1, from" in found[-1][0]["sentence"]
 
 
 def test_a_gap_that_jumps_is_reported_as_a_jump() -> None:
     """As when turns are encoded again from step 20 on: no old weights, whatever is interpolated between the steps."""
-    checks, found = RunChecks(), []
-    for step, tokens in enumerate(steps(Run(noise=0.02, reference=False), 200), 1):
-        if step >= 20:
-            noise = torch.Generator().manual_seed(step)
-            noisy = tokens["rollout_log_prob"] + torch.randn(48, 40, generator=noise)
-            tokens["rollout_log_prob"] = noisy.clamp(max=0.0)
-        checks.start_update(step)
-        checks.take_in(own_sums([tokens], True).tolist())
-        checks.add_step(1e-6)
-        found.append(checks.warnings())
+    batches = list(steps(Run(noise=0.02, reference=False), 200))
+    for step, tokens in enumerate(batches[19:]):
+        tokens["rollout_log_prob"] = (tokens["rollout_log_prob"] + noise_of(step)).clamp(max=0.0)
+    found = warned(batches)
     assert set(names(found)) == {"", "engines_apart"}
     assert "nats in the mean since step 20, and by" in found[24][0]["sentence"]
     assert "since about step 2" in found[-1][0]["sentence"]  # only every fourth gap is kept
 
 
 def test_one_of_two_workers_that_is_not_updated() -> None:
-    found = checked(Run(behind=None, stale_share=0.5, rate=0.1, noise=0.02), 12)
+    found = warned(steps(Run(behind=None, stale_share=0.5, rate=0.1, noise=0.02), 12))
     assert names(found)[-1] == "partly_stale"
     assert "For 50% of the responses, as from one of several workers" in found[-1][0]["sentence"]
 
 
 def test_weights_that_are_late_but_arrive_are_not_called_those_of_step_1() -> None:
-    run = Run(behind=3, rate=0.1)
-    found = checked(run, 12)
+    found = warned(steps(Run(behind=3, rate=0.1), 12))
     # Until then the rollout does have the weights of step 1.
     assert "stale_weights" not in names(found)
     assert all("of step 1" not in warning["sentence"] for warnings in found[4:] for warning in warnings)
     assert not any(names(found)[6:])
-    late = checked(Run(behind=3, rate=0.1, reference=False), 14)
+    late = warned(steps(Run(behind=3, rate=0.1, reference=False), 14))
     assert not any(names(late)[8:])
 
 
 @pytest.mark.parametrize("reference", [True, False])
-@pytest.mark.parametrize("run", [{"reported": 0.62}, {"reported": 1.5}, {"top_p": 0.8}], ids=str)
-def test_log_probs_of_another_temperature_or_after_top_p(run: dict[str, Any], reference: bool) -> None:
-    found = checked(Run(**run, noise=0.02, rate=0.01, reference=reference), 6)
+@pytest.mark.parametrize(
+    ("run", "told"),
+    [({"reported": 0.62}, "lower"), ({"reported": 1.5}, "higher"), ({"top_p": 0.8}, "larger for 100%")],
+    ids=str,
+)
+def test_log_probs_of_another_temperature_or_after_top_p(run: dict[str, Any], told: str, reference: bool) -> None:
+    found = warned(steps(Run(**run, noise=0.02, rate=0.01, reference=reference), 6))
     # Both engines have the same weights in step 1, so that another temperature is certain there.
     first = ["other_log_probs"] * 2 if "reported" in run else ["", ""]
     assert names(found) == [*first, *["other_log_probs"] * 4]
-    told = {"reported": "lower" if run.get("reported", 0) < 1 else "higher", "top_p": "larger for 100%"}[
-        next(iter(run))
-    ]
     assert told in found[-1][0]["sentence"]
 
 
-def spoiled(run: Run, count: int, begin: int, spoil: Callable[[dict[str, Tensor]], None]) -> list[str]:
-    """The names of `warned`."""
-    return names(warned(run, count, begin, spoil))
+def noise_of(seed: int) -> Tensor:
+    """A number for each token of a run."""
+    return torch.randn(48, 40, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def warned(run: Run, count: int, begin: int, spoil: Callable[[dict[str, Tensor]], None]) -> list[list[dict[str, Any]]]:
-    """The warnings of each step of a run whose tensors are changed from a step on."""
-    batches = list(steps(run, count))
+def of_rollout(change: Callable[[Tensor], Tensor]) -> Spoil:
+    """Changes the rollout's log-probs."""
+    return lambda tokens: tokens.update(rollout_log_prob=change(tokens["rollout_log_prob"]))
+
+
+def of_training(change: Callable[[Tensor], Tensor]) -> Spoil:
+    """Changes both log-probs of training."""
+    return lambda tokens: tokens.update(dict.fromkeys(("log_prob", "old_log_prob"), change(tokens["log_prob"])))
+
+
+def of_others(column: str, kept: float) -> Spoil:
+    """A column that is of other tokens, but for a share that is training's: as where all turns are encoded again."""
+
+    def change(tokens: dict[str, Tensor]) -> None:
+        generator = torch.Generator().manual_seed(5)
+        is_kept = torch.rand(48, 40, generator=generator) < kept
+        others = tokens[column].flatten()[torch.randperm(48 * 40, generator=generator)].view(48, 40)
+        tokens[column] = torch.where(is_kept, tokens["log_prob"], others)
+
+    return change
+
+
+def lower_one_of_each_response(tokens: dict[str, Tensor]) -> None:
+    tokens["rollout_log_prob"][:, 3] -= 3.0
+
+
+def replace_reference(tokens: dict[str, Tensor]) -> None:
+    tokens["ref_log_prob"] = tokens["ref_log_prob"] + noise_of(6)
+
+
+# As after another prompt, or with other positions: log-probs that are related, and not the same.
+SCORED_OTHERWISE = of_rollout(lambda values: (values + 0.6 * noise_of(5)).clamp(max=0.0))
+SCORED_A_LITTLE_OTHERWISE = of_rollout(lambda values: values + 0.065 * noise_of(8))
+LABELS_NOT_SHIFTED = of_training(lambda values: 0.2 * values - 3 + noise_of(7))
+HALVED = of_rollout(lambda values: 0.5 * values)
+
+
+@pytest.mark.parametrize(
+    ("run", "count", "begin", "spoil", "quiet", "name", "said"),
+    [
+        # What is there before any optimizer step is told at once, and as long as it stays.
+        ({}, 5, 1, SCORED_OTHERWISE, 0, "engines_apart", ""),
+        ({}, 5, 1, replace_reference, 0, "reference", ""),
+        ({}, 5, 1, LABELS_NOT_SHIFTED, 0, "misaligned", ""),
+        # Although the policy moves away from the reference that has shown it.
+        ({"rate": 0.3}, 5, 1, of_training(lambda values: 0.7 * values), 0, "other_log_probs", ""),
+        ({}, 5, 1, of_rollout(lambda values: values.clamp(min=-0.5)), 0, "other_log_probs", ""),
+        # Where engines differ later, the jump tells it, and no side is blamed, but where the reference shows it.
+        ({}, 8, 4, SCORED_OTHERWISE, 5, "engines_apart", ""),
+        ({}, 8, 4, LABELS_NOT_SHIFTED, 5, "misaligned", ""),
+        ({}, 8, 4, replace_reference, 8, "", ""),
+        # A small gap is told where late weights do not make it, and not that of a few tokens.
+        ({"rate": 0.0, "noise": 0.005}, 10, 1, SCORED_A_LITTLE_OTHERWISE, 2, "engines_apart", ""),
+        ({"rate": 0.0, "noise": 0.005}, 10, 4, SCORED_A_LITTLE_OTHERWISE, 5, "engines_apart", ""),
+        ({"rate": 0.0}, 10, 1, lower_one_of_each_response, 10, "", ""),
+        ({"rate": 0.0}, 10, 4, lower_one_of_each_response, 10, "", ""),
+        # Two log-probs of the same weights: the rollout tells which of them is wrong.
+        (
+            *(
+                {"rate": 0.02},
+                6,
+                3,
+                lambda tokens: tokens.update(old_log_prob=tokens["old_log_prob"] + 0.1 * noise_of(9)),
+            ),
+            *(2, "other_log_probs", "the old log-probs are wrong"),
+        ),
+        (
+            *({"rate": 0.02}, 6, 3, lambda tokens: tokens.update(log_prob=0.8 * tokens["log_prob"])),
+            *(2, "other_log_probs", "the update's are wrong"),
+        ),
+        (
+            *({"rate": 0.02}, 6, 3),
+            lambda tokens: tokens.update(old_log_prob=0.2 * tokens["old_log_prob"] - 2 + noise_of(9)),
+            *(2, "misaligned", "with hardly a relation"),
+        ),
+        # Positive log-probs at once, and another temperature from a later step on by the jump.
+        ({}, 4, 2, of_rollout(lambda values: -values), 1, "other_log_probs", "is positive"),
+        ({"rate": 0.0}, 12, 7, HALVED, 8, "other_log_probs", ""),
+        # Log-probs that suddenly keep little relation belong to other tokens; a policy may move far from its reference.
+        ({"rate": 0.0}, 8, 4, of_others("rollout_log_prob", 0.15), 3, "misaligned", "have hardly any relation to"),
+        ({"rate": 0.0}, 8, 4, of_others("ref_log_prob", 0.18), 8, "", ""),
+        ({"rate": 1.5}, 10, 11, HALVED, 10, "", ""),
+        # Log-probs after a mild cut are told by their sign, also where the rollout is late.
+        *(
+            (
+                *({"noise": 0.001, "rate": 0.01, "behind": behind}, 8, 4),
+                *(of_rollout(lambda values: (values + 0.05).clamp(max=0.0)), 5, "other_log_probs", ""),
+            )
+            for behind in (0, 1)
+        ),
+    ],
+)
+def test_what_is_wrong_from_a_step_on_is_named(
+    run: dict[str, Any], count: int, begin: int, spoil: Spoil, quiet: int, name: str, said: str
+) -> None:
+    batches = list(steps(Run(**{"noise": 0.01, "rate": 0.01, **run}), count))
     for tokens in batches[begin - 1 :]:
         spoil(tokens)
-    return warnings_of(batches, RunChecks())
+    found = warned(batches)
+    assert names(found) == [""] * quiet + [name] * (count - quiet)
+    assert not said or said in found[-1][0]["sentence"]
 
 
-def warnings_of(
-    batches: list[dict[str, Tensor]],
-    checks: RunChecks,
-    first: int = 1,
-    rates: Mapping[int, float] = MappingProxyType({}),
-) -> list[list[dict[str, Any]]]:
-    """The warnings of each of some steps, which begin with `first`; with other learning rates than 1e-6 in some."""
-    found = []
-    for step, tokens in enumerate(batches, first):
-        checks.start_update(step)
-        checks.take_in(own_sums([tokens], True).tolist(), alignment=own_alignment([tokens]).tolist())
-        checks.add_step(rates.get(step, 1e-6))
-        found.append(checks.warnings())
-    return found
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        # Other tokens, with likely ones lowered; and missing log-probs.
+        of_rollout(lambda values: values.roll(7, 0) - 3 * noise_of(3).abs()),
+        of_rollout(lambda values: torch.where(torch.arange(40) < 12, 0.0, values)),
+    ],
+)
+def test_log_probs_of_other_tokens_and_missing_ones_are_no_other_temperature(spoil: Spoil) -> None:
+    batches = list(steps(Run(noise=0.01), 8))
+    for tokens in batches:
+        spoil(tokens)
+    assert "other_log_probs" not in names(warned(batches))
+
+
+@pytest.mark.parametrize("behind", [1, 4])
+def test_late_weights_make_no_small_gap_that_is_told(behind: int) -> None:
+    assert not any(names(warned(steps(Run(behind=behind, rate=0.04, noise=0.01, reference=False), 10))))
 
 
 @pytest.mark.parametrize(("responses", "first"), [(48, 3), (2, 5)])
 def test_a_shift_is_told_with_the_step_since_which_it_lasts(responses: int, first: int) -> None:
     """In a few responses, in the third update that has it."""
-
-    def shift(tokens: dict[str, Tensor]) -> None:
+    batches = list(steps(Run(noise=0.01), 8))
+    for tokens in batches[2:]:
         tokens["rollout_log_prob"][:responses, 1:] = tokens["rollout_log_prob"][:responses, :-1].clone()
-
-    found = warned(Run(noise=0.01), 8, 3, shift)
+    found = warned(batches)
     assert names(found) == ["misaligned" if step >= first else "" for step in range(1, 9)]
     assert all(each[0]["sentence"].endswith(" Since step 3.") for each in found[first - 1 :])
 
 
-def halve(tokens: dict[str, Tensor]) -> None:
-    tokens["rollout_log_prob"] = 0.5 * tokens["rollout_log_prob"]
-
-
-def mix_up(tokens: dict[str, Tensor]) -> None:
-    """All log-probs get a deviation that lowers the likely ones: other tokens, and no other temperature."""
-    noise = torch.randn(48, 40, generator=torch.Generator().manual_seed(3))
-    tokens["rollout_log_prob"] = tokens["rollout_log_prob"].roll(7, 0) - 3 * noise.abs()
-
-
-def lose_first(tokens: dict[str, Tensor]) -> None:
-    tokens["rollout_log_prob"] = torch.where(torch.arange(40) < 12, 0.0, tokens["rollout_log_prob"])
-
-
-def test_other_log_probs_from_a_later_step_on_are_told_by_the_jump() -> None:
-    assert spoiled(Run(noise=0.01), 12, 7, halve)[6:] == ["", "", *["other_log_probs"] * 4]
-
-
 def test_another_temperature_of_a_sure_policy_is_told_if_it_is_there_from_the_start() -> None:
     """Most tokens are all but certain, so that the differences say little of the likelihood."""
-
-    def sharpen(tokens: dict[str, Tensor]) -> None:
-        generator = torch.Generator().manual_seed(7)
-        shape = (48, 40, 30)
-        logits = 12 * torch.rand(shape[:2], generator=generator, dtype=torch.float64).unsqueeze(-1)
-        logits = logits * torch.randn(shape, generator=generator, dtype=torch.float64)
+    batches = list(steps(Run(reference=False), 5))
+    generator = torch.Generator().manual_seed(7)
+    for tokens in batches:
+        logits = 12 * torch.rand((48, 40, 1), generator=generator, dtype=torch.float64)
+        logits = logits * torch.randn((48, 40, 30), generator=generator, dtype=torch.float64)
         token = torch.multinomial((logits / 0.7).softmax(-1).flatten(0, 1), 1, generator=generator).view(48, 40, 1)
-        policy = logits.log_softmax(-1).gather(-1, token)[..., 0]
-        tokens["log_prob"] = tokens["old_log_prob"] = policy
+        tokens["log_prob"] = tokens["old_log_prob"] = logits.log_softmax(-1).gather(-1, token)[..., 0]
         tokens["rollout_log_prob"] = (logits / 0.7).log_softmax(-1).gather(-1, token)[..., 0]
-
-    assert spoiled(Run(reference=False), 5, 1, sharpen)[2:] == ["other_log_probs"] * 3
-
-
-def test_log_probs_of_other_tokens_and_missing_ones_are_no_other_temperature() -> None:
-    for spoil in (mix_up, lose_first):
-        assert "other_log_probs" not in spoiled(Run(noise=0.01), 8, 1, spoil)
+    assert names(warned(batches))[2:] == ["other_log_probs"] * 3
 
 
 @pytest.mark.parametrize(("factor", "behind"), [(1.03, 3), (1.05, 1), (1 / 1.03, 3)])
@@ -431,7 +479,7 @@ def test_a_rollout_that_is_late_while_the_policy_sharpens_has_no_other_temperatu
         ones = torch.ones_like(policy)
         batches.append({"response_mask": ones, "weight": ones, "log_prob": policy, "old_log_prob": policy})
         batches[-1] |= {"rollout_log_prob": (rollout + noise).clamp(max=0.0), "unsampled": ones == 0}
-    assert "other_log_probs" not in names(warnings_of(batches, RunChecks()))
+    assert "other_log_probs" not in names(warned(batches))
 
 
 def test_rollouts_that_agree_to_the_bit_are_not_taken_for_bypass_mode() -> None:
@@ -451,17 +499,14 @@ def test_rollouts_that_agree_to_the_bit_are_not_taken_for_bypass_mode() -> None:
 
 @pytest.mark.parametrize(("count", "from_step"), [(4, 1), (3, 2), (1, 4)])
 def test_tokens_that_the_policy_did_not_produce_are_told_from_the_fourth_on(count: int, from_step: int) -> None:
-    checks, found = RunChecks(), []
-    for step, tokens in enumerate(steps(Run(noise=0.02), 9), 1):
+    batches = list(steps(Run(noise=0.02), 9))
+    for step, tokens in enumerate(batches, 1):
         if step != 5:
             # Added EOS tokens, which are no mismatch of the log-probs.
             few = count if step < 9 else 1
             tokens["unsampled"][:few, -1] = True
             tokens["rollout_log_prob"][:few, -1] = 0.0
-        checks.start_update(step)
-        checks.take_in(own_sums([tokens], True).tolist())
-        checks.add_step(1e-6)
-        found.append(checks.warnings())
+    found = warned(batches)
     assert names(found) == ["" if step == 5 or step < from_step else "unsampled" for step in range(1, 10)]
     if count == 4:
         assert "(0.21% of the response tokens" in found[0][0]["sentence"]
@@ -470,29 +515,17 @@ def test_tokens_that_the_policy_did_not_produce_are_told_from_the_fourth_on(coun
 
 def test_a_single_broken_update_does_not_warn() -> None:
     """As after a flipped bit in the policy: the rollout gets the broken weights with the next update."""
-    checks, found = RunChecks(), []
-    for step, tokens in enumerate(steps(Run(noise=0.02), 6), 1):
-        if step == 3:
-            tokens["old_log_prob"] = tokens["log_prob"] = tokens["log_prob"] - 3.0
-        checks.start_update(step)
-        checks.take_in(own_sums([tokens], True).tolist())
-        checks.add_step(1e-6)
-        found.append(checks.warnings())
-    assert not any(names(found))
+    batches = list(steps(Run(noise=0.02), 6))
+    of_training(lambda values: values - 3.0)(batches[2])
+    assert not any(names(warned(batches)))
 
 
 def test_a_resume_keeps_the_readings_and_says_so() -> None:
-    run = Run(behind=None, rate=0.05, noise=0.02)
-    whole = checked(run, 12)
-    first, resumed, found = RunChecks(), RunChecks(), []
-    for step, tokens in enumerate(steps(run, 12), 1):
-        checks = first if step <= 8 else resumed
-        if step == 9:
-            resumed.load_state_dict(first.state_dict())
-        checks.start_update(step)
-        checks.take_in(own_sums([tokens], True).tolist())
-        checks.add_step(1e-6)
-        found.append(checks.warnings())
+    batches = list(steps(Run(behind=None, rate=0.05, noise=0.02), 12))
+    whole, first, resumed = warned(batches), RunChecks(), RunChecks()
+    found = warned(batches[:8], first)
+    resumed.load_state_dict(first.state_dict())
+    found += warned(batches[8:], resumed, first=9)
     assert names(found) == names(whole) and resumed.steps_since_resume == 4
     for step in (9, 10, 11):
         note = f" This is step {step - 8} after a checkpoint was loaded."
@@ -501,8 +534,7 @@ def test_a_resume_keeps_the_readings_and_says_so() -> None:
 
 
 def test_the_readings_begin_again_when_the_rollout_gets_weights() -> None:
-    run = Run(behind=None, rate=0.05, reference=False, resumed_after=12)
-    found = checked(run, 26)
+    found = warned(steps(Run(behind=None, rate=0.05, reference=False, resumed_after=12), 26))
     assert set(names(found)[9:12]) == {"engines_apart"} and not any(names(found)[12:17])
     assert "since step 13" in found[-1][0]["sentence"]
 
@@ -561,10 +593,6 @@ def test_without_saved_state_the_first_step_seen_counts() -> None:
     assert checks.steps_since_resume == 1 and checks.warnings() == []
 
 
-def test_the_note_on_a_resume() -> None:
-    assert [bool(resume_note(steps)) for steps in (None, 1, 3, 4)] == [False, True, True, False]
-
-
 def of_columns(checks: RunChecks, step: int, tokens: dict[str, Tensor]) -> list[dict[str, Any]]:
     """A step of which only the columns are known; its warnings."""
     checks.start_update(step)
@@ -619,148 +647,27 @@ def test_a_column_that_is_not_finite_is_named_at_once(column: str) -> None:
     assert warning["sentence"].startswith(f"`{verl_name}` is NaN or infinite in 8 of 64 responses")
 
 
-def test_rollout_and_reference_that_agree_are_no_old_weights_before_the_first_step() -> None:
-    """Nor where the policy's log-probs jump in one step: an optimizer does not make that, another kernel does."""
-    for begin in (1, 4):
-        checks, found = RunChecks(), []
-        for step, tokens in enumerate(steps(Run(noise=0.01), 8), 1):
-            if step >= begin:
-                other = torch.Generator().manual_seed(step)
-                spoiled = tokens["log_prob"] + 0.8 * torch.randn(48, 40, generator=other)
-                tokens["log_prob"] = tokens["old_log_prob"] = spoiled
-            checks.start_update(step)
-            checks.take_in(own_sums([tokens], True).tolist())
-            checks.add_step(1e-6)
-            found.append(checks.warnings())
-        told = names(found)
-        assert set(told[: begin - 1]) <= {""} and "stale_weights" not in told
-        assert told[-1] == "other_log_probs" and "the reference's do not" in found[-1][0]["sentence"]
-
-
-def score_otherwise(tokens: dict[str, Tensor]) -> None:
-    """As after another prompt, or with other positions: log-probs that are related, and not the same."""
-    noise = torch.randn(48, 40, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-    tokens["rollout_log_prob"] = (tokens["rollout_log_prob"] + 0.6 * noise).clamp(max=0.0)
-
-
-def replace_reference(tokens: dict[str, Tensor]) -> None:
-    noise = torch.randn(48, 40, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
-    tokens["ref_log_prob"] = tokens["ref_log_prob"] + noise
-
-
-def forget_to_shift_labels(tokens: dict[str, Tensor]) -> None:
-    noise = torch.randn(48, 40, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
-    tokens["log_prob"] = tokens["old_log_prob"] = 0.2 * tokens["log_prob"] - 3 + noise
-
-
-def train_at_another_temperature(tokens: dict[str, Tensor]) -> None:
-    tokens["log_prob"] = tokens["old_log_prob"] = 0.7 * tokens["log_prob"]
-
-
-def cut_at_a_floor(tokens: dict[str, Tensor]) -> None:
-    tokens["rollout_log_prob"] = tokens["rollout_log_prob"].clamp(min=-0.5)
-
-
-@pytest.mark.parametrize(
-    ("spoil", "rate", "name"),
-    [
-        (score_otherwise, 0.01, "engines_apart"),
-        (replace_reference, 0.01, "reference"),
-        (forget_to_shift_labels, 0.01, "misaligned"),
-        (train_at_another_temperature, 0.3, "other_log_probs"),
-        (cut_at_a_floor, 0.01, "other_log_probs"),
-    ],
-)
-def test_what_is_there_before_any_optimizer_step_is_told_at_once(spoil: Callable, rate: float, name: str) -> None:
-    """And as long as it stays, although the policy moves away from the reference that has shown it."""
-    assert spoiled(Run(noise=0.01, rate=rate), 5, 1, spoil) == [name] * 5
-
-
-def test_a_run_in_which_engines_differ_later_is_told_by_the_jump_and_no_side_is_blamed() -> None:
-    assert spoiled(Run(noise=0.01), 8, 4, score_otherwise) == [""] * 5 + ["engines_apart"] * 3
-    # The policy's log-probs alone are others, where the reference shows it.
-    assert spoiled(Run(noise=0.01), 8, 4, forget_to_shift_labels) == [""] * 5 + ["misaligned"] * 3
-    assert not any(spoiled(Run(noise=0.01), 8, 4, replace_reference))
-
-
-def score_a_little_otherwise(tokens: dict[str, Tensor]) -> None:
-    noise = torch.randn(48, 40, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
-    tokens["rollout_log_prob"] = tokens["rollout_log_prob"] + 0.065 * noise
-
-
-def lower_one_of_each_response(tokens: dict[str, Tensor]) -> None:
-    tokens["rollout_log_prob"][:, 3] -= 3.0
-
-
 @pytest.mark.parametrize("begin", [1, 4])
-def test_a_small_gap_is_told_where_late_weights_do_not_make_it(begin: int) -> None:
-    """Before any optimizer step; later, by the jump; and not that of a few tokens, or of a rollout that is late."""
-    expected = [""] * (begin + 1) + ["engines_apart"] * (9 - begin)
-    assert spoiled(Run(noise=0.005), 10, begin, score_a_little_otherwise) == expected
-    assert not any(spoiled(Run(noise=0.01), 10, begin, lower_one_of_each_response))
-    assert not any(names(checked(Run(behind=begin, rate=0.04, noise=0.01, reference=False), 10)))
-
-
-def other_dropout(tokens: dict[str, Tensor]) -> None:
-    noise = torch.randn(48, 40, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
-    tokens["old_log_prob"] = tokens["old_log_prob"] + 0.1 * noise
-
-
-def update_otherwise(tokens: dict[str, Tensor]) -> None:
-    tokens["log_prob"] = 0.8 * tokens["log_prob"]
-
-
-def score_old_of_others(tokens: dict[str, Tensor]) -> None:
-    noise = torch.randn(48, 40, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
-    tokens["old_log_prob"] = 0.2 * tokens["old_log_prob"] - 2 + noise
-
-
-@pytest.mark.parametrize(
-    ("spoil", "name", "side"),
-    [
-        (other_dropout, "other_log_probs", "the old log-probs are wrong"),
-        (update_otherwise, "other_log_probs", "the update's are wrong"),
-        (score_old_of_others, "misaligned", "with hardly a relation"),
-    ],
-)
-def test_two_log_probs_of_the_same_weights_are_told_at_once(spoil: Callable, name: str, side: str) -> None:
-    """Which of the two is wrong is told by the rollout."""
-    found = warned(Run(noise=0.01, rate=0.02), 6, 3, spoil)
-    assert names(found) == ["", "", *[name] * 4]
-    assert side in found[-1][0]["sentence"]
-
-
-def test_positive_log_probs_are_told_at_once() -> None:
-    def negate(tokens: dict[str, Tensor]) -> None:
-        tokens["rollout_log_prob"] = -tokens["rollout_log_prob"]
-
-    found = warned(Run(noise=0.01), 4, 2, negate)
-    assert names(found) == ["", *["other_log_probs"] * 3] and "is positive" in found[-1][0]["sentence"]
-
-
-@pytest.mark.parametrize("behind", [0, 1])
-def test_log_probs_after_a_mild_cut_are_told_by_their_sign(behind: int) -> None:
-    """Also where they begin later, or the rollout is late."""
-    batches = list(steps(Run(noise=0.001, rate=0.01, behind=behind), 8))
-    for tokens in batches[3:]:
-        tokens["rollout_log_prob"] = (tokens["rollout_log_prob"] + 0.05).clamp(max=0.0)
-    assert names(warnings_of(batches, RunChecks()))[-3:] == ["other_log_probs"] * 3
+def test_rollout_and_reference_that_agree_are_no_old_weights_before_the_first_step(begin: int) -> None:
+    """Nor where the policy's log-probs jump in one step: an optimizer does not make that, another kernel does."""
+    batches = list(steps(Run(noise=0.01), 8))
+    for step, tokens in enumerate(batches[begin - 1 :], begin):
+        of_training(lambda values, step=step: values + 0.8 * noise_of(step))(tokens)
+    found = warned(batches)
+    told = names(found)
+    assert set(told[: begin - 1]) <= {""} and "stale_weights" not in told
+    assert told[-1] == "other_log_probs" and "the reference's do not" in found[-1][0]["sentence"]
 
 
 def test_two_updates_that_cannot_tell_say_what_those_before_them_said() -> None:
-    checks, found = RunChecks(), []
-    for step, tokens in enumerate(steps(Run(noise=0.01, reference=False), 10), 1):
-        if step < 10:
-            tokens["rollout_log_prob"] = 0.5 * tokens["rollout_log_prob"]
-        if 5 <= step < 10:  # differences that have nothing to do with the likelihood
+    batches = list(steps(Run(noise=0.01, reference=False), 10))
+    for step, tokens in enumerate(batches[:9], 1):
+        HALVED(tokens)
+        if step >= 5:  # differences that have nothing to do with the likelihood
             half = torch.where(torch.arange(40) % 2 == 0, 0.3, -0.3)
             tokens["log_prob"] = tokens["old_log_prob"] = tokens["rollout_log_prob"] - half
             tokens["rollout_log_prob"] = (tokens["rollout_log_prob"] + half).clamp(max=0.0)
-        checks.start_update(step)
-        checks.take_in(own_sums([tokens], True).tolist())
-        checks.add_step(1e-6)
-        found.append(checks.warnings())
-    assert names(found) == ["other_log_probs"] * 6 + ["engines_apart"] * 3 + [""]
+    assert names(warned(batches)) == ["other_log_probs"] * 6 + ["engines_apart"] * 3 + [""]
 
 
 def test_some_rewards_that_are_others_are_no_other_scale() -> None:
@@ -787,49 +694,21 @@ def test_one_update_cannot_tell_another_scale_of_advantages_that_are_spread_far(
 
 def test_a_rollout_that_stopped_getting_weights_is_told_by_the_reference() -> None:
     """From step 5 on it keeps those of step 4; late by three steps, it does not fall behind any more."""
-    late = [min(step, 3) for step in range(14)]
-    stopped = [max(step - 4, 0) for step in range(14)]
-    rows, length = 48, 40
     torch.manual_seed(0)
-    reference = -3 * torch.rand(rows, length)
-    moves = [0.12 * torch.randn(rows, length) for _ in range(14)]
+    reference = -3 * torch.rand(48, 40)
+    policies = [reference + move for move in (0.12 * torch.randn(14, 48, 40)).cumsum(0)]
 
     def told(behind: list[int]) -> set[str]:
-        checks, found = RunChecks(), []
-        for step in range(14):
-            policy = reference + sum(moves[:step], torch.zeros_like(reference))
-            rollout = reference + sum(moves[: step - behind[step]], torch.zeros_like(reference))
-            tokens = {"response_mask": torch.ones(rows, length), "weight": torch.ones(rows, length)}
-            tokens |= {"unsampled": torch.zeros(rows, length, dtype=torch.bool), "log_prob": policy}
-            noise = 0.01 * torch.randn(rows, length)
-            tokens |= {"old_log_prob": policy, "ref_log_prob": reference, "rollout_log_prob": rollout + noise}
-            checks.start_update(step + 1)
-            checks.take_in(own_sums([tokens], True).tolist())
-            checks.add_step(1e-3)
-            found.append(checks.warnings())
-        return set(names(found[-3:]))
+        batches, ones = [], torch.ones(48, 40)
+        for step, late in enumerate(behind):
+            policy, rollout = policies[step], policies[step - late] + 0.01 * torch.randn(48, 40)
+            tokens = {"response_mask": ones, "weight": ones, "unsampled": ones == 0, "log_prob": policy}
+            tokens |= {"old_log_prob": policy, "ref_log_prob": reference, "rollout_log_prob": rollout}
+            batches.append(tokens)
+        return set(names(warned(batches, rates=dict.fromkeys(range(1, 15), 1e-3))[-3:]))
 
-    assert told(stopped) == {"stale_weights"}
-    assert "stale_weights" not in told(late)
-
-
-def test_log_probs_that_suddenly_keep_little_relation_belong_to_other_tokens() -> None:
-    """As where all turns are encoded again: a part of the tokens stays the same."""
-
-    def encode_again(tokens: dict[str, Tensor]) -> None:
-        generator = torch.Generator().manual_seed(5)
-        kept = torch.rand(48, 40, generator=generator) < 0.15
-        others = tokens["rollout_log_prob"].flatten()[torch.randperm(48 * 40, generator=generator)].view(48, 40)
-        tokens["rollout_log_prob"] = torch.where(kept, tokens["log_prob"], others)
-
-    found = warned(Run(noise=0.01), 8, 4, encode_again)
-    assert names(found) == [""] * 3 + ["misaligned"] * 5
-    assert "have hardly any relation to" in found[-1][0]["sentence"]
-
-
-def test_a_policy_that_drifts_until_it_has_no_relation_to_its_reference_is_no_fault() -> None:
-    found = warned(Run(noise=0.01, rate=1.5), 10, 11, halve)
-    assert set(names(found)) == {""}
+    assert told([max(step - 4, 0) for step in range(14)]) == {"stale_weights"}
+    assert "stale_weights" not in told([min(step, 3) for step in range(14)])
 
 
 @pytest.mark.parametrize(
@@ -844,11 +723,11 @@ def test_a_policy_that_moved_far_at_a_large_learning_rate_is_told_by_that_rate(
     _, jump = steps(Run(rate=8.0), 2, seed=3)
     batches[4]["log_prob"] = batches[4]["old_log_prob"] = jump["log_prob"]
     before = RunChecks()
-    found = warnings_of(batches[:4], before, rates={4: rate})
+    found = warned(batches[:4], before, rates={4: rate})
     after = RunChecks() if resumes else before
     if resumes:
         after.load_state_dict(before.state_dict())
-    found += warnings_of(batches[4:], after, first=5)
+    found += warned(batches[4:], after, first=5)
     assert names(found) == ["", "", "", "", name, "", "", ""]
 
 
@@ -856,16 +735,4 @@ def test_a_policy_that_moved_far_at_a_large_learning_rate_is_told_by_that_rate(
 def test_another_temperature_that_begins_later_is_told(behind: int, rate: float, temperature: float) -> None:
     """The gap of late weights hides its jump, or it is a small one."""
     late, other = (list(steps(Run(behind=behind, rate=rate, reported=each), 10)) for each in (1.0, temperature))
-    assert names(warnings_of([*late[:3], *other[3:]], RunChecks())) == [""] * 5 + ["other_log_probs"] * 5
-
-
-def test_a_policy_that_has_moved_far_from_its_reference_is_no_fault() -> None:
-    """Rollout and training agree, and keep little relation to the reference in the end."""
-
-    def move(tokens: dict[str, Tensor]) -> None:
-        generator = torch.Generator().manual_seed(5)
-        kept = torch.rand(48, 40, generator=generator) < 0.18
-        others = tokens["ref_log_prob"].flatten()[torch.randperm(48 * 40, generator=generator)].view(48, 40)
-        tokens["ref_log_prob"] = torch.where(kept, tokens["log_prob"], others)
-
-    assert "misaligned" not in spoiled(Run(noise=0.01), 8, 4, move)
+    assert names(warned([*late[:3], *other[3:]])) == [""] * 5 + ["other_log_probs"] * 5
