@@ -36,9 +36,8 @@ def add_target(project: Path, version: str, shares: str | None = None) -> None:
     ):
         write(project / name, "")
     write(project / f"build/{version}/base/ready", f"{version}\n")
-    write(project / f"patches/{version}/PIN", f"WHEEL_SHA256={'0' * 64}\n")
-    if shares:
-        write(project / f"patches/{version}/PIN", f"WHEEL_SHA256={'0' * 64}\nREQUIREMENTS={shares}\n")
+    shared = f"REQUIREMENTS={shares}\n" if shares else ""
+    write(project / f"patches/{version}/PIN", f"WHEEL_SHA256={'0' * 64}\n{shared}")
 
 
 def make_venv(project: Path, version: str) -> None:
@@ -54,7 +53,7 @@ def make_venv(project: Path, version: str) -> None:
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """The tests of the page and one other, and a PATH of its own (bin/): no Chromium, an apt-get that takes notes."""
+    """A project without tests, and a PATH of its own (bin/): no Chromium, an apt-get that takes notes."""
     for name in ("tests/run.sh", "embedded/find_python.sh"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
@@ -70,12 +69,6 @@ def project(tmp_path: Path) -> Path:
     write(tmp_path / "patches/DEFAULT", "0.7.0\n")
     add_target(tmp_path, "0.7.0")
     write(tmp_path / "build/0.9.0/base/ready", "0.9.0\n")
-    write(tmp_path / "tests/test_other.py", "def test_other():\n    pass\n")
-    (tmp_path / "tests/report").mkdir()
-    for name in ("report/browser.py", "support/evidence.py", "report/test_report_browser.py"):
-        shutil.copy(ROOT / "tests" / name, tmp_path / "tests/report")
-    for name in ("gradloc", "gradloc_tools"):
-        (tmp_path / name).symlink_to(ROOT / name)
     return tmp_path
 
 
@@ -91,16 +84,6 @@ def run(project: Path, *arguments: str | Path, user: int = 1000, options: str = 
 def passed(done: subprocess.CompletedProcess[str]) -> str:
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
-
-
-def test_without_a_browser_all_other_tests_run(project: Path) -> None:
-    done = run(project, "-k", "test_other", user=0)
-    assert "1 passed" in passed(done) and "Chromium" not in done.stdout + done.stderr
-    done = run(project)
-    assert done.returncode == 1 and "1 passed" in done.stdout, done.stdout + done.stderr
-    assert "the tests of the report in a browser will fail" in done.stderr
-    assert "apt-get install chromium chromium-driver" in done.stdout and "Traceback" not in done.stdout
-    assert not (project / "apt").exists()
 
 
 WHICH = """import os, pytest
@@ -129,12 +112,22 @@ pythonpath = ["tests/support"]
 
 
 def use_tests(project: Path, tests: dict[str, str]) -> None:
-    """Puts these in the place of all tests."""
     write(project / "pyproject.toml", SETTINGS)
-    shutil.rmtree(project / "tests/report", ignore_errors=True)
-    (project / "tests/test_other.py").unlink(missing_ok=True)
     for name, text in tests.items():
         write(project / "tests" / name, text)
+
+
+PASSES = "def test_it():\n    pass\n"
+
+
+def test_a_browser_is_installed_only_for_its_tests(project: Path) -> None:
+    use_tests(project, {"report/test_report_browser.py": PASSES, "test_other.py": PASSES})
+    done = run(project, "tests/test_other.py", user=0)
+    assert "1 passed" in passed(done) and "Chromium" not in done.stdout + done.stderr
+    done = run(project)
+    assert "the tests of the report in a browser will fail" in done.stderr and not (project / "apt").exists()
+    run(project, user=0)
+    assert (project / "apt").read_text() == "update\n"
 
 
 def ran(project: Path, *arguments: str) -> list[str]:
@@ -225,7 +218,7 @@ def test_the_plugins_tests_with_another_verl(project: Path, tmp_path: Path) -> N
 
 
 PARTS = {
-    "multirank/test_ranks.py": "def test_ranks():\n    pass\n",
+    "multirank/test_ranks.py": PASSES,
     "test_other.py": """import os, pytest
 @pytest.fixture(scope="module")
 def made():
