@@ -6,6 +6,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,12 @@ def replayed(bundle: Path, model: Path, capsys: pytest.CaptureFixture[str], *opt
     capsys.readouterr()
     assert main([str(bundle), "--model", str(model), "--json", *options]) == 0
     return json.loads(capsys.readouterr().out)
+
+
+@pytest.fixture
+def replay(bundle: Path, kept: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
+    """Gives the result of a replay of the bundle without comparisons, with more options."""
+    return partial(replayed, bundle, kept / "model", capsys, "--only")
 
 
 def tensors_of(bundle: Path) -> Path:

@@ -1,20 +1,28 @@
-"""Gradients that were scaled after their loss, or with it, in replays of bundles."""
+"""What a replay says of gradients that were scaled, of the temperature of the rollout, and of single layers."""
 
 from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from small_bundles import (
+    NAME,
+    PROMPT,
     RESPONSE,
     ROWS,
+    bundle,
     forward,
+    kept,
     passes,
     random_ids,
+    replay,
+    replayed,
+    resave,
     resign,
     save_other_weights,
     small_model,
@@ -23,17 +31,20 @@ from small_bundles import (
 
 from gradloc import GradLoc, GradLocConfig
 from gradloc_tools.bundles.opening import open_bundle
-from gradloc_tools.bundles.results import RESULT
+from gradloc_tools.bundles.results import RESULT, read_results
 from gradloc_tools.replay.command import main
 from gradloc_tools.replay.measuring import Measured, Norms
 from gradloc_tools.replay.scale import find_scale
-from gradloc_tools.replay.verdict import scale_in_words
+from gradloc_tools.replay.temperature import LEFT, _least
+from gradloc_tools.replay.verdict import layers_apart_in_words, scale_in_words
 from gradloc_tools.schema import conforms
+
+__all__ = ["bundle", "kept", "replay"]
 
 MICRO_BATCHES = 3
 
 
-def bundle(
+def scaled(
     directory: Path, of_loss: float = 1.0, of_gradient: float = 1.0, of_reduced: float = 1.0, of_layer: float = 1.0
 ) -> list[str]:
     """The arguments to replay a mini-batch that was kept as a spike, with what is scaled wrongly."""
@@ -59,7 +70,7 @@ def bundle(
     return [str(directory / event["replay"]), "--model", str(directory / "model"), "--json"]
 
 
-def replayed(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+def result_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     assert main(arguments) == 0
     result: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert conforms(result, RESULT)
@@ -68,7 +79,7 @@ def replayed(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[s
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_run_as_it_should_be_has_no_factor(tmp_path: Path, capsys: Any, dtype: str) -> None:
-    result = replayed([*bundle(tmp_path), "--dtype", dtype, "--only"], capsys)
+    result = result_of([*scaled(tmp_path), "--dtype", dtype, "--only"], capsys)
     assert result["scale"] is None and not any("times what" in sentence for sentence in result["sentences"])
 
 
@@ -78,7 +89,7 @@ def test_a_run_as_it_should_be_has_no_factor(tmp_path: Path, capsys: Any, dtype:
     ("factor", "fits"), [(8.0, "2^3"), (3.0, "the number of micro-batches (3)"), (1 / 7, "1 / the number of responses")]
 )
 def test_a_wrong_factor_is_named(tmp_path: Path, capsys: Any, name: str, factor: float, fits: str) -> None:
-    result = replayed([*bundle(tmp_path, **{f"of_{name}": factor}), "--only"], capsys)
+    result = result_of([*scaled(tmp_path, **{f"of_{name}": factor}), "--only"], capsys)
     others = {"loss", "gradient", "reduced"} - {name}
     found = result["scale"][name]
     assert found["factor"] == pytest.approx(factor, rel=1e-4) and found["spread"] < 1e-3
@@ -88,21 +99,21 @@ def test_a_wrong_factor_is_named(tmp_path: Path, capsys: Any, name: str, factor:
 
 
 def test_two_wrong_factors_are_told_apart(tmp_path: Path, capsys: Any) -> None:
-    result = replayed([*bundle(tmp_path, of_loss=4.0, of_gradient=5.0, of_reduced=16.0), "--only"], capsys)
+    result = result_of([*scaled(tmp_path, of_loss=4.0, of_gradient=5.0, of_reduced=16.0), "--only"], capsys)
     found = {name: factor["factor"] for name, factor in result["scale"].items()}
     assert found == pytest.approx({"loss": 4.0, "gradient": 5.0, "reduced": 16.0}, rel=1e-4)
 
 
 def test_other_weights_have_no_factor(tmp_path: Path, capsys: Any) -> None:
-    arguments = bundle(tmp_path, of_gradient=8.0)
+    arguments = scaled(tmp_path, of_gradient=8.0)
     save_other_weights(tmp_path / "model")
-    assert replayed([*arguments, "--only"], capsys)["scale"] is None
+    assert result_of([*arguments, "--only"], capsys)["scale"] is None
 
 
 def test_layers_with_other_factors_are_no_scale(tmp_path: Path, capsys: Any) -> None:
     """A layer that was really different, as with a kernel's bug, is not called a scale."""
-    arguments = bundle(tmp_path)
-    assert replayed([*arguments, "--only"], capsys)["scale"] is None
+    arguments = scaled(tmp_path)
+    assert result_of([*arguments, "--only"], capsys)["scale"] is None
 
     def change(manifest: dict[str, Any]) -> None:
         for entry in manifest["micro_batches"]:
@@ -110,19 +121,19 @@ def test_layers_with_other_factors_are_no_scale(tmp_path: Path, capsys: Any) -> 
             entry["layer_norms"]["layers.1"] *= 1.1
 
     resign(Path(arguments[0]), change)
-    assert replayed([*arguments, "--only"], capsys)["scale"] is None
+    assert result_of([*arguments, "--only"], capsys)["scale"] is None
 
 
 @pytest.mark.parametrize("of_gradient", [1.0, 8.0])
 def test_a_spike_in_one_layer_is_no_factor_of_the_reduction(tmp_path: Path, capsys: Any, of_gradient: float) -> None:
-    result = replayed([*bundle(tmp_path, of_gradient=of_gradient, of_layer=100.0), "--only"], capsys)
+    result = result_of([*scaled(tmp_path, of_gradient=of_gradient, of_layer=100.0), "--only"], capsys)
     (layer,) = [layer for layer in result["layers"] if layer["layer"] == "layers.1"]
     assert layer["norm"] == pytest.approx(100 * of_gradient * layer["replayed"], rel=1e-3)
     assert result["scale"] is None and not any("times what" in sentence for sentence in result["sentences"])
 
 
 def test_a_layer_that_is_small_in_the_replay_counts_if_it_was_large_in_training(tmp_path: Path) -> None:
-    found = open_bundle(bundle(tmp_path)[0])
+    found = open_bundle(scaled(tmp_path)[0])
     units = {}
     for entry in found.manifest["micro_batches"]:
         norms = dict(entry["layer_norms"])
@@ -143,3 +154,100 @@ def test_nothing_is_said_without_a_factor() -> None:
     first, check = scale_in_words(only)
     assert first == ("The gradient is 2 times what its coefficients give, in every layer alike; it could be a or b.")
     assert check.count("`") == 2
+
+
+def with_rollout(kept: Path, folder: Path, temperature: float, noise: float = 0.0, training: float = 1.0) -> Path:
+    """The bundle with log-probs of a rollout at a temperature."""
+    shutil.copytree(kept, folder)
+    bundle = folder / "replay" / NAME
+    (saved,) = open_bundle(bundle).micro_batches.values()
+    ids = torch.stack([row.input_ids for row in saved.rows])
+    with torch.no_grad():
+        every = small_model()(input_ids=ids).logits[:, PROMPT - 1 : -1] / temperature
+    rollout = every.log_softmax(-1).gather(-1, ids[:, PROMPT:].unsqueeze(-1)).squeeze(-1)
+    rollout = rollout + noise * torch.randn(rollout.shape, generator=torch.Generator().manual_seed(1))
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["tokens.rollout_log_prob"] = rollout.float()
+        tensors["temperature"][:] = training
+
+    resave(bundle, change)
+    return bundle
+
+
+@pytest.mark.parametrize(("temperature", "training"), [(0.62, 1.0), (1.7, 1.0), (0.5, 0.9)])
+def test_the_temperature_of_the_rollouts_log_probs_is_found(
+    temperature: float, training: float, kept: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundle = with_rollout(kept, tmp_path / "folder", temperature, 0.002, training)
+    result = replayed(bundle, kept / "model", capsys, "--only")
+    found = result["temperature"]
+    assert found["fits"] == pytest.approx(temperature, rel=0.02) and found["training"] == pytest.approx(training)
+    assert found["left"] < LEFT * found["gap"]
+    assert (
+        f"another temperature: {found['fits']:.2f} fits, and training computes them at {training:g} (mean difference "
+        f"{found['gap']:.2g}, and {found['left']:.2g} at {found['fits']:.2f})." in result["sentences"][-1]
+    )
+    (read,) = read_results(str(tmp_path / "folder"))
+    assert read["temperature"] == found
+
+
+@pytest.mark.parametrize(("temperature", "noise"), [(1.0, 0.0), (1.0, 0.5), (1.03, 0.0)])
+def test_noise_and_small_differences_are_no_other_temperature(
+    temperature: float, noise: float, kept: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = replayed(with_rollout(kept, tmp_path / "folder", temperature, noise), kept / "model", capsys, "--only")
+    assert result["temperature"] is None
+    assert not any("temperature" in sentence for sentence in result["sentences"])
+
+
+def test_without_log_probs_of_the_rollout_nothing_is_said(replay: Any) -> None:
+    assert replay()["temperature"] is None
+
+
+def test_the_search_ends_at_the_bottom_of_a_valley() -> None:
+    for bottom in (-1.3, -0.2, 0.0, 0.5, 1.37):
+        assert _least(lambda x, bottom=bottom: abs(x - bottom) ** 1.5, -1.4, 1.4) == pytest.approx(bottom, abs=0.005)
+
+
+NAMES = ("embed_tokens", "layers.0", "layers.1", "layers.2", "layers.3", "norm")
+
+
+def layers(
+    *factors: float | None, replayed: tuple[float, ...] = (4.0, 3.0, 2.0, 1.0, 1.0, 0.5)
+) -> list[dict[str, Any]]:
+    """Those of a result, with how much larger the recorded norms are than the replayed ones; None: not recorded."""
+    return [
+        {"layer": name, "norm": None if factor is None else factor * norm, "replayed": norm}
+        for name, norm, factor in zip(NAMES, replayed, factors, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("found", "names", "factor"),
+    [
+        (layers(20.0, 100.0, 30.0, 1.0, 1.0, 1.0), "3 of 6 layers: embed_tokens, layers.0, layers.1", "100"),
+        (layers(1.0, 1.0, 0.01, 1.1, 1.0, 1.0), "1 of 6 layers: layers.1", "0.01"),
+        (layers(9.0, 9.5, 9.0, 9.0, 1.0, 1.0), "4 of 6 layers: the last ones are layers.0, layers.1, layers.2", "9.5"),
+        (layers(2.0, 2.0, 1.0, None, None, 1.0), "2 of 4 layers: embed_tokens, layers.0", "2"),
+    ],
+)
+def test_layers_with_other_norms_are_named(found: list[dict[str, Any]], names: str, factor: str) -> None:
+    (sentence,) = layers_apart_in_words(found)
+    assert f"in {names} (" in sentence and f": {factor} times as large in training)" in sentence
+    assert f"at {names.split()[-1]} first" in sentence and "`--switches`" in sentence
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        [],
+        layers(1.0, 1.4, 0.7, 1.0, 1.0, 1.0),
+        layers(3.0, 3.0, 3.0, 3.0, 3.0, 3.0),
+        layers(5.0, 1.0, 1.0, 1.0, 1.0, math.nan),
+        layers(1.0, 1.0, 1.0, 1.0, 1.0, 2.0, replayed=(4.0, 3.0, 2.0, 1.0, 1.0, 1e-3)),
+    ],
+    ids=["nothing", "rounding", "all", "nan", "small"],
+)
+def test_the_same_norms_in_all_layers_or_others_in_all_say_nothing(found: list[dict[str, Any]]) -> None:
+    assert layers_apart_in_words(found) == []

@@ -89,12 +89,18 @@ def left(folder: Path) -> set[str]:
 
 
 @pytest.mark.target(version="0.9.1")
-def test_the_event_is_beside_the_bundle_and_in_the_evidence(evidence: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_event_is_beside_the_bundle_and_in_the_evidence(
+    evidence: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gradloc_tools.replay.search.SECONDS", 0.0)
     texts = {"token": "bad", "context": "a «bad» one", "reward": 1.0, "prompt": "what?"}
     change_line(evidence, lambda event: event["culprits"][0].update(texts))
     before, mode = line_of(evidence), (evidence / "spikes.jsonl").stat().st_mode
-    assert search(evidence) == 0
-    out = capsys.readouterr().out
+    page = evidence.with_name("page.html")
+    assert search(evidence, "--html", str(page)) == 0
+    out, error = capsys.readouterr()
+    assert error.index("min  loading the model ") < error.index("min  searching: 2 forwards and backwards so far\n")
+    assert "Diagnosis: tokens." in texts_of(page)
     event = line_of(evidence)
     assert conforms(event, EVENT) and event["search"] == "replayed"
     (culprit,) = event["culprits"]
@@ -180,7 +186,9 @@ def test_lines_that_training_adds_in_the_meantime_stay(evidence: Path, monkeypat
 def test_the_last_of_several_searches_counts(evidence: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for budget in (1, 2, 128):
         assert search(evidence, "--budget", str(budget)) == 0
-        assert line_of(evidence)["budget"] == budget
+        event = line_of(evidence)
+        assert event["budget"] == budget >= event["passes"]
+        assert budget > 1 or event["diagnosis"] == "incomplete"
     assert len(lines_of(evidence)) == 4
     found = read(str(evidence))
     (event,) = found.events
@@ -284,12 +292,6 @@ def test_a_search_with_nothing_over_its_threshold_is_a_result(
         assert "1 gradient spike in step 1: advantages are outliers" in lines()
         # What was found is not lost with another τ.
         assert "1 gradient spike in step 1: advantages are outliers" in lines("--threshold", "1e9")
-
-
-def test_a_budget_bounds_the_search(evidence: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert search(evidence, "--budget", "1", "--json") == 0
-    event = json.loads(capsys.readouterr().out)
-    assert event["passes"] == event["budget"] == 1 and event["diagnosis"] == "incomplete"
 
 
 @pytest.mark.parametrize(
@@ -451,11 +453,8 @@ def test_a_part_may_have_the_number_of_another_repeat(parts: list[Path]) -> None
     ]
     of_another(global_norm=12.5)(other)
     assert open_parts(parts[0]).names == [parts[0].name]
-
-
-def test_a_norm_that_is_not_a_number_is_that_of_the_other_part(parts: list[Path]) -> None:
-    for part in parts:
-        resign(part, lambda manifest: manifest["event"].update(global_norm="NaN"))
+    for part in (parts[0], other):  # a norm that is not a number is that of the other part
+        of_another(global_norm="NaN")(part)
     assert len(open_parts(parts[0]).names) == 2
 
 
@@ -472,12 +471,6 @@ def test_the_line_of_a_spike_of_which_its_rank_has_no_bundle(
         lines = [json.loads(line) for line in (dump / "spikes.jsonl").read_text().splitlines()]
         assert lines[:2] == [other, event] and len(lines) == 2 + count and found["search"] == "replayed"
         assert {name: lines[-1][name] for name in lines[-1] if name != "replaces"} == found
-
-
-def test_the_page_shows_the_rewritten_event(parts: list[Path], kept: Path, tmp_path: Path) -> None:
-    page = tmp_path / "page.html"
-    assert main([str(parts[0]), "--model", str(kept / "model"), "--search", "--html", str(page)]) == 0
-    assert "Diagnosis: tokens." in texts_of(page)
 
 
 def test_a_replay_after_the_search_of_a_recorded_spike_has_its_culprits(
@@ -522,12 +515,3 @@ def test_two_processes_of_torchrun_find_the_same(evidence: Path, tmp_path: Path)
     (culprit,) = event["culprits"]
     assert (culprit["row"], culprit["position"]) == BAD and culprit["grad_norm"] > THRESHOLD
     assert line_of(evidence) == event
-
-
-def test_a_search_says_how_far_it_is(
-    evidence: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("gradloc_tools.replay.search.SECONDS", 0.0)
-    assert search(evidence) == 0
-    said = capsys.readouterr().err
-    assert said.index("min  loading the model ") < said.index("min  searching: 2 forwards and backwards so far\n")
