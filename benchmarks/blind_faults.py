@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from blind_world import (
 )
 from localization_actor import ENGINE
 from torch import Tensor, nn
+from torch.nn.functional import dropout
 from verl.trainer.ppo import core_algos
 
 # Where the actor looks up its loss.
@@ -91,6 +92,8 @@ log-probs after the top-p cut | other_log_probs | - | huggingface/trl#6789
 training without the temperature | other_log_probs | - | servicenow-ai/correctness-before-corrections
 other experts | token engines_apart | other_log_probs sequence | NVIDIA-NeMo/RL#4243
 rollout in few bits | other_log_probs engines_apart | token sequence | verl-project/verl#5459
+log-probs negated | other_log_probs | - | openai/baselines#652
+dropout in old log-probs | other_log_probs | engines_apart | huggingface/trl#4
 one log-prob too low | token | - | servicenow-ai/correctness-before-corrections
 attention of one layer | other_log_probs engines_apart layer | token sequence | NVIDIA-NeMo/RL#1801
 another prompt | engines_apart other_log_probs | - | huggingface/trl#6515
@@ -344,6 +347,20 @@ def quantize(world: World, bits: int, loaded: list[Any]) -> list[Any]:
     return [{name: rounded(value) for name, value in weights.items()} for weights in loaded]
 
 
+def negate(world: World, strength: int, rows: list[Row]) -> None:
+    """The server gives negative log-likelihoods."""
+    for row in rows:
+        row.log_probs = [-value for value in row.log_probs]
+
+
+def drop_out(world: World, rate: float, tensors: dict[str, Tensor]) -> None:
+    """The old log-probs are computed in training mode."""
+    with ExitStack() as hooks:
+        for block in (module for name, module in world.model.named_modules() if name.endswith("mlp")):
+            hooks.enter_context(block.register_forward_hook(lambda *passed: dropout(passed[2], rate)))
+        tensors["old_log_probs"] = world._log_probs(tensors)["old_log_probs"]
+
+
 def one_too_low(world: World, nats: float, rows: list[Row]) -> None:
     """One token of each group."""
     for row in rows[:: world.setting.answers]:
@@ -387,6 +404,8 @@ add("log-probs after the top-p cut", (0.95, 0.8, 0.6), setting={"top_p": fast}, 
 add("training without the temperature", (0.8, 0.6, 1.4), setting={"temperature": fast}, sync=forget_temperature)
 add("other experts", (0.05, 0.2), setting={"engine": "fp32"}, sync=route)
 add("rollout in few bits", (5, 4, 3), sync=quantize)
+add("log-probs negated", (1,), rows=negate)
+add("dropout in old log-probs", (0.1, 0.3), log_probs=drop_out)
 add("one log-prob too low", (4.0, 8.0), setting=BYPASS, rows=one_too_low)
 add("attention of one layer", (0.8, 0.4, 2.0), model=scale_attention)
 add("another prompt", ("digits", "no end"), prompts=give_another)
@@ -567,24 +586,14 @@ def wrong_denominator(world: World, strength: str) -> Any:
     return replaced(core_algos, "agg_loss", aggregated)
 
 
-def doubled(world: World, factor: float) -> Any:
-    """Hooks that multiply the gradient where it is accumulated."""
-    return multiplied(world.model, "", factor)
-
-
-def wrong_backward(world: World, factor: float) -> Any:
-    """The backward kernel of one layer is wrong."""
-    return multiplied(world.model, "layers.1.mlp", factor)
-
-
 @contextmanager
-def multiplied(model: nn.Module, name: str, factor: float) -> Iterator[None]:
-    hooks = [p.register_hook(lambda g: g * factor) for n, p in model.named_parameters() if name in n]
-    try:
+def multiplied(world: World, strength: tuple[str, float]) -> Iterator[None]:
+    """The backward kernel of some layers is wrong, or hooks multiply the gradient where it is accumulated."""
+    name, factor = strength
+    with ExitStack() as hooks:
+        for parameter in (p for n, p in world.model.named_parameters() if name in n):
+            hooks.enter_context(parameter.register_hook(lambda g: g * factor))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 class _AuxiliaryLoss(torch.autograd.Function):
@@ -608,11 +617,8 @@ def auxiliary(world: World, scale: float) -> Iterator[None]:
         gate = block.get_submodule("gate_proj")(arguments[0].detach())
         return _AuxiliaryLoss.apply(output, gate.logsumexp(-1).square().sum(), scale)
 
-    handle = world.model.get_submodule("model.layers.1.mlp").register_forward_hook(attached)
-    try:
+    with world.model.get_submodule("model.layers.1.mlp").register_forward_hook(attached):
         yield
-    finally:
-        handle.remove()
 
 
 SEQ_MEAN: dict[str, Any] = {"actor": {"loss_agg_mode": "seq-mean-token-mean"}}
@@ -632,8 +638,8 @@ add("training's log-prob is NaN", (3, 7), forward=training_nan)
 add("loss scaled", (0.25, 2.0, 8.0), during=scaled_loss)
 add("mask's denominator", ("padded", "rows"), during=wrong_denominator)
 add("auxiliary loss", (0.01, 0.1, 1.0), during=auxiliary)
-add("gradients doubled", (2.0, 16.0), during=doubled)
-add("backward of one layer", (30.0, 1000.0), during=wrong_backward)
+add("gradients doubled", (("", 2.0), ("", 16.0)), during=multiplied)
+add("backward of one layer", (("layers.1.mlp", 30.0), ("layers.1.mlp", 1000.0)), during=multiplied)
 
 # ---- weights and optimizer
 
@@ -651,11 +657,11 @@ def flip_a_bit(world: World, bit: int, model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def scale_layer(world: World, factor: float, model: nn.Module) -> None:
+def scale_layer(world: World, strength: tuple[str, float], model: nn.Module) -> None:
     """A resumed shard is scaled twice, as where an adapter is merged again."""
     for name, parameter in model.named_parameters():
-        if "layers.1.mlp" in name:
-            parameter.mul_(factor)
+        if strength[0] in name:
+            parameter.mul_(strength[1])
 
 
 def lose_state(world: World, strength: int, model: nn.Module) -> None:
@@ -670,7 +676,13 @@ def spike_rate(world: World, factor: float, model: nn.Module) -> None:
 
 
 add("bit flip", (26, 28, 29), model=flip_a_bit, begins="later")
-add("one layer scaled", (1.5, 3.0), once=True, model=scale_layer, begins="later")
+add(
+    "one layer scaled",
+    (("layers.1.mlp", 1.5), ("layers.1.mlp", 3.0), ("model.norm", 4.0)),
+    once=True,
+    model=scale_layer,
+    begins="later",
+)
 add("optimizer state lost", (1,), once=True, model=lose_state, begins="later")
 add("learning rate spike", (10.0, 50.0), model=spike_rate, begins="later")
 

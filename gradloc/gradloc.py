@@ -281,15 +281,16 @@ class GradLoc(PassRecorder):
         micro_batches = self.take()
         scale, trigger = self._loss_scale(), self.config.spike_trigger
         for_metrics = own_figures([micro_batch.tokens for micro_batch in micro_batches])
-        for_warnings = self._warnings.own_figures(micro_batches, scale, where)
+        norms, copies = self._model.reduced_norms, self._model.sequence_parallel_size
+        for_warnings = self._warnings.own_figures(micro_batches, scale, where, norms)
         figures = torch.cat([for_metrics, for_warnings])
         gradient = MiniBatch(self._model, micro_batches, scale).gather(trigger, figures, self.failed)
         if gradient.failed:
             self.is_off = True  # for the rest of the update
             return None
         for_metrics, for_warnings = gradient.update_figures.split([len(for_metrics), len(for_warnings)], dim=1)
-        self._metrics.take_in(for_metrics)
-        self._warnings.take_in(for_warnings, where["epoch"])
+        self._metrics.take_in(for_metrics[::copies])
+        self._warnings.take_in(for_warnings, where, norms, copies)
         return gradient
 
     def _add(self, event: dict[str, Any] | None) -> None:

@@ -17,6 +17,7 @@ from .judge.alignment import ALIGNMENT_SUMS
 from .judge.loss_scale import SCALE_FIGURES, loss_scale_warning
 from .judge.rules import HOLDS, UNLIKELY
 from .judge.run_checks import COLUMN_SUMS, SUMS, RunChecks
+from .layers.reduced_norms import ReducedNorms
 from .measure.alignment import own_alignment
 from .measure.micro_batch import MicroBatch
 from .measure.run_sums import own_columns, own_scale_figures, own_sums
@@ -133,7 +134,9 @@ class RunWarnings:
         self.of_update, self._global_step = [], global_step
         self.checks.start_update(global_step)
 
-    def own_figures(self, micro_batches: Sequence[MicroBatch], scale: float, where: Mapping[str, Any]) -> Tensor:
+    def own_figures(
+        self, micro_batches: Sequence[MicroBatch], scale: float, where: Mapping[str, Any], norms: ReducedNorms
+    ) -> Tensor:
         """What one rank knows of a mini-batch, for `take_in`: float64 of one dimension. No host sync."""
         tokens = [micro_batch.tokens for micro_batch in micro_batches]
         checked = [{**each, "unsampled": HOLDS["unsampled"](each, {})} for each in tokens]
@@ -142,14 +145,23 @@ class RunWarnings:
         # None if it is unknown, or not the same for all.
         mode, *others = {micro_batch.loss_agg_mode for micro_batch in micro_batches}
         scales = own_scale_figures(tokens, scale, None if others else mode)
-        return torch.cat([sums, own_alignment(tokens), own_columns(tokens), scales])
+        weights = norms.own_weight_squares() if first else scales.new_zeros(len(norms.layers))
+        return torch.cat([sums, own_alignment(tokens), own_columns(tokens), scales, weights])
 
-    def take_in(self, by_rank: Tensor, epoch: int) -> None:
-        """Adds what `own_figures` returned on each rank, on the CPU."""
-        *to_add, of_scale = by_rank.split([len(SUMS), ALIGNMENT_SUMS, COLUMN_SUMS, SCALE_FIGURES], dim=1)
+    def take_in(self, figures: Tensor, where: Mapping[str, Any], norms: ReducedNorms, copies: int) -> None:
+        """Adds what `own_figures` returned on each rank, on the CPU.
+
+        Args:
+            copies (int): How many neighbouring ranks have the same tokens.
+        """
+        sizes = [len(SUMS), ALIGNMENT_SUMS, COLUMN_SUMS, SCALE_FIGURES, len(norms.layers)]
+        *to_add, of_scale, squares = figures.split(sizes, dim=1)
         # All PPO epochs after the first have the same responses again.
-        sums, alignment, columns = (each.sum(0).tolist() if epoch == 0 else None for each in to_add)
-        self.checks.take_in(sums, loss_scale_warning(of_scale.tolist()), alignment, columns)
+        sums, alignment, columns = (each[::copies].sum(0).tolist() if where["epoch"] == 0 else None for each in to_add)
+        self.checks.take_in(sums, loss_scale_warning(of_scale[::copies].tolist()), alignment, columns)
+        if (where["epoch"], where["mini_batch"]) == (0, 0):
+            of_layers = zip(norms.layers, squares.sum(0).sqrt().tolist(), norms.numels, strict=True)
+            self.checks.take_weights({name: (norm, numel) for name, norm, numel in of_layers})
         self.of_update = self.checks.warnings()
         for warning in self.of_update:
             if warning["name"] not in self._logged and collectives.rank() == 0:

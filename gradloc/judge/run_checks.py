@@ -100,6 +100,9 @@ OWN_GAP = 0.05
 POSITIVE = 0.05
 # So many tokens of a run, at least, that the policy did not produce. Without such a fault there are none.
 UNSAMPLED_TOKENS = 4
+# An optimizer step hardly moves a weight by so many times its learning rate; and by which part of a layer's norm more
+# than that is said, for so many steps.
+WEIGHT_MOVE, WEIGHT_PART, WEIGHT_STEPS = 10.0, 0.05, 5
 # Where one update cannot tell, a rule has to hold in so many: a rollout may be late by a step or two.
 IN_A_ROW = 3
 # Advantages so many times as large, or as small, as in all of the last updates, of which there are some, and so many
@@ -161,6 +164,7 @@ _STATE = (
     *("rates", "readings", "stride", "since_reading", "times", "updates", "gap", "least", "first_gap"),
     *("misaligned_since", "related", "tilt", "one_side"),
     *("sizes", "spreads", "scale_step", "scale_factor", "last_rates"),
+    *("weights", "written"),
 )
 _OFF = "off"  # the updates with a response whose log-probs belong to other tokens, clear or not
 UNSAMPLED = "unsampled"  # the rule's name, and the warning's
@@ -230,6 +234,11 @@ class RunChecks:
         self._spreads: list[float] = []
         self._scale_step: int | None = None
         self._scale_factor: float | None = None
+        # By layer the norm of its weights before the last optimizer step, and what they are now with their number. And
+        # the last warning of weights that were written, and in how many updates it was said.
+        self._weights: dict[str, float] = {}
+        self._weights_now: dict[str, tuple[float, int]] = {}
+        self._written: tuple[dict[str, Any], int] | None = None
         # 1 in the first step after a loaded checkpoint; None if none was loaded.
         self.steps_since_resume: int | None = None
         # The warning of a wrongly scaled loss, of the last mini-batch and of the update; and how many mini-batches in a
@@ -277,6 +286,12 @@ class RunChecks:
         if columns is not None:
             self._columns = [a + b for a, b in zip(self._columns, columns, strict=True)]
 
+    def take_weights(self, layers: Mapping[str, tuple[float, int]]) -> None:
+        """Takes the norm of each layer's weights before the update's first optimizer step, and their number."""
+        self._weights_now = dict(layers)
+        if (warning := self._written_weights()) is not None:
+            self._written = warning, 0
+
     def add_step(self, learning_rate: float) -> None:
         """Adds an optimizer step that is taken."""
         self._rates += learning_rate
@@ -290,6 +305,7 @@ class RunChecks:
         """
         note = resume_note(self.steps_since_resume)
         found = [warning for check in (self._broken, self._reward_scale) if (warning := check()) is not None]
+        found += [self._written[0]] if self._written is not None else []
         found += self._certain() or self._lasting()
         scaled = self._scaled if of_mini_batch else self._scaled_in_update
         if scaled is not None:
@@ -369,8 +385,10 @@ class RunChecks:
             near = self._sums["stale_distance"] <= STALE_AT_ONCE * self._sums["stale_gap"]
             if self._updates < STALE_UPDATES - 1 or not near:
                 return False
-        if rule == ENGINES_APART and self._is_first and self._mean("gap") > POLICY_GAP[1]:
-            return True
+        before, after = POLICY_GAP
+        if rule in (ENGINES_APART, "policy_log_probs") and self._mean("gap") > after:
+            if self._is_first or (self._gap is not None and self._gap < before):
+                return True
         return (
             rule in (LEARNING_RATE, "misaligned", REFERENCE, *_SELF_EVIDENT) or self._times.get(rule, 0) >= IN_A_ROW - 1
         )
@@ -388,6 +406,11 @@ class RunChecks:
         if (size := self._size()) is not None and self._scale_factor is None:
             self._sizes, self._spreads = [*self._sizes, size[0]][-_SIZES:], [*self._spreads, size[1]][-_SIZES:]
         self._columns = [0.0] * COLUMN_SUMS
+        self._weights = {name: norm for name, (norm, _) in self._weights_now.items()} or self._weights
+        self._weights_now = {}
+        if self._written is not None:
+            warning, times = self._written
+            self._written = (warning, times + 1) if times + 1 < WEIGHT_STEPS else None
         if not self._sums["tokens"]:
             self._sums, self._alignment = dict.fromkeys(SUMS, 0.0), _NO_ALIGNMENT
             return
@@ -474,6 +497,33 @@ class RunChecks:
             "and after that step.",
         }
 
+    def _written_weights(self) -> dict[str, Any] | None:
+        """Layers whose weights are others than the last update and its optimizer steps can have left."""
+        written = {}
+        for layer, (norm, count) in self._weights_now.items():
+            before = self._weights.get(layer, 0.0)
+            if 0 < before < math.inf:
+                most = max(WEIGHT_PART * before, WEIGHT_MOVE * self._last_rates * math.sqrt(count))
+                if not abs(norm - before) <= most:
+                    written[layer] = norm / before
+        if not written:
+            return None
+        most_changed = {name: abs(math.log(x or 1e-9)) if x < math.inf else math.inf for name, x in written.items()}
+        layer = max(most_changed, key=lambda name: most_changed[name])
+        times = written[layer]
+        count = len(written) - 1
+        others = f", and those of {count} other layer{'s' * (count > 1)}," if count else ""
+        when = "" if self._step is None else f" before step {self._step}"
+        how = f"their norm is {times:.3g} times what it was" if math.isfinite(times) else "they are NaN or infinite"
+        return {
+            "name": "layer",
+            "sentence": f"The weights of {layer}{others} changed{when} by more than an optimizer step can change them: "
+            f"{how}. Look at what else writes weights between two updates: a loaded checkpoint, offloading, merging an "
+            "adapter, an average of weights, a faulty device.",
+            "check": "Compare this layer's weights with those of the checkpoint before that step, parameter by "
+            f"parameter. {_SEE.format('bitflip')}",
+        }
+
     def _broken(self) -> dict[str, Any] | None:
         """A column with NaN or Inf: the first one from which the others follow."""
         responses, *broken = self._columns[: len(COLUMNS) + 1]
@@ -510,7 +560,7 @@ class RunChecks:
         """
         if not self._sums["tokens"] and self._alignment is _NO_ALIGNMENT:
             return {}
-        if (warning := self._far_step()) is not None:
+        if (warning := self._far_step(has_moved=True)) is not None:
             return {LEARNING_RATE: warning}
         if self._sums["tokens"] and (warning := self._positive()) is not None:
             return {"positive": warning}
@@ -527,25 +577,32 @@ class RunChecks:
             OTHER_LOG_PROBS: self._other_log_probs,
             REFERENCE: self._other_reference,
             ENGINES_APART: lambda: self._apart() or self._apart_at_first(),
+            LEARNING_RATE: lambda: self._far_step(has_moved=False),
         }
         for rule, check in rules.items() if self._sums["tokens"] else ():
             if (warning := check()) is not None:
                 return {rule: warning}
         return {}
 
-    def _far_step(self) -> dict[str, Any] | None:
-        """A learning rate far over all before, after which the policy is far from where it was."""
+    def _far_step(self, has_moved: bool) -> dict[str, Any] | None:
+        """A learning rate far over all before; `has_moved`: if the policy is far from where it was."""
         if self._updates < IN_A_ROW or self._gap is None or not self._sums["tokens"]:
             return None
         usual, gap = (self._rates_before - self._last_rates) / (self._updates - 1), self._mean("gap")
-        if not 0 < RATE_FACTOR * usual <= self._last_rates or gap < max(APART_GAP, APART_GROWTH * self._gap):
+        if not 0 < RATE_FACTOR * usual <= self._last_rates:
             return None
+        is_far = gap >= max(APART_GAP, APART_GROWTH * self._gap)
+        if has_moved and not is_far:
+            return None
+        moved = (
+            f", and now rollout and training differ by {gap:.2g} nats in the mean ({self._gap:.2g} before): the policy "
+            "has moved that far in one update"
+        )
         return {
             "name": LEARNING_RATE,
-            "sentence": f"The learning rate of the last update was {self._last_rates / usual:.3g} times the usual one, "
-            f"and now rollout and training differ by {gap:.2g} nats in the mean ({self._gap:.2g} before): the policy "
-            "has moved that far in one update. Look at the schedule of the learning rate, and at what a resume "
-            "restores of it.",
+            "sentence": f"The learning rate of the last update was {self._last_rates / usual:.3g} times the usual one"
+            f"{moved if is_far else ''}. Look at the schedule of the learning rate, and at what a resume restores of "
+            "it.",
             "check": "Compare `actor/lr` in the log before and at that step.",
         }
 
@@ -657,8 +714,8 @@ class RunChecks:
             }
         return {
             "name": OTHER_LOG_PROBS,
-            "sentence": f"{apart}, {when}: what computes them changed, and not the weights. Look at the forward pass "
-            "of the update: which logits are gathered, the attention mask, position ids, kernels.",
+            "sentence": f"{apart}, {when}: no optimizer step made that. Look at what else writes weights, and at the "
+            "forward pass of the update: which logits are gathered, the attention mask, position ids, kernels.",
             "check": "`gradloc replay BUNDLE` compares the recorded log-probs with those of saved weights.",
             "share": share,
         }

@@ -52,6 +52,7 @@ class _Piece:
     trainable: bool  # whether it gets a gradient
     shards: int  # the number of ranks that it is sharded over; the other ranks hold replicas
     gradient: Callable[[], Tensor | None]  # returns this rank's part of the gradient; None if there is none
+    weights: Callable[[], Tensor | None]  # the same of the weights
 
 
 class ReducedNorms:
@@ -86,8 +87,9 @@ class ReducedNorms:
         weights = [piece.shards / world_size() if self._summed else 1.0 for _, piece in self._pieces]
         weights_of = torch.tensor(weights, dtype=torch.float64, device=device)
         self._by_piece = layers_of.split(1), weights_of.split(1)
-        # The pieces with a gradient and how many norms each has, and the layers and replica weights of these norms.
-        self._plan: tuple[list[tuple[int, int]], list[Tensor]] | None = None
+        # The last pieces and how many norms each had, and the layers and replica weights of these norms: of gradients
+        # and, where True, of weights.
+        self._plans: dict[bool, tuple[list[tuple[int, int]], list[Tensor]]] = {}
 
     def squared_norms(self) -> Tensor:
         """The layers' squared norms, without a host sync. A collective call (one all-gather) if FSDP wraps the module.
@@ -104,13 +106,22 @@ class ReducedNorms:
     @torch.no_grad()
     def own_squares(self) -> Tensor:
         """This rank's contribution to the layers' squared norms: float64 of shape (len(layers),)."""
+        return self._own_squares(of_weights=False)
+
+    @torch.no_grad()
+    def own_weight_squares(self) -> Tensor:
+        """The same for the norms of the layers' weights. No host sync."""
+        return self._own_squares(of_weights=True)
+
+    def _own_squares(self, of_weights: bool) -> Tensor:
         squares = torch.zeros(len(self.layers), dtype=torch.float64, device=self._device)
-        if found := self._gradients():
+        if found := self._parts(of_weights):
             norms, counts = norms_of_all(found.values())
             plan = [*zip(found, counts, strict=True)]
-            if self._plan is None or self._plan[0] != plan:
-                self._plan = plan, [torch.cat([of[i].expand(count) for i, count in plan]) for of in self._by_piece]
-            index, replica_weights = self._plan[1]
+            if of_weights not in self._plans or self._plans[of_weights][0] != plan:
+                by_norm = [torch.cat([of[i].expand(count) for i, count in plan]) for of in self._by_piece]
+                self._plans[of_weights] = plan, by_norm
+            index, replica_weights = self._plans[of_weights][1]
             squares.index_add_(0, index, norms.to(self._device).double().square() * replica_weights)
         return squares
 
@@ -124,7 +135,7 @@ class ReducedNorms:
             dict: Their `count`, `of` how many, and the first 16 `names` as the backward reaches them.
         """
         own = torch.zeros(len(self._pieces), dtype=torch.float64, device=self._device)
-        for i, gradient in self._gradients().items():
+        for i, gradient in self._parts().items():
             # Not isfinite(): of the whole gradient, that takes memory.
             own[i] = not torch.linalg.vector_norm(gradient, math.inf).isfinite()
         by_piece = self.add_up(own).tolist()
@@ -134,15 +145,15 @@ class ReducedNorms:
     @torch.no_grad()
     def scale_(self, factors: Mapping[int, float]) -> None:
         """Multiplies the gradients of some layers, given by their index, in place."""
-        layers = ((self._pieces[i][0], gradient) for i, gradient in self._gradients().items())
+        layers = ((self._pieces[i][0], gradient) for i, gradient in self._parts().items())
         found = [(gradient, factors[layer]) for layer, gradient in layers if layer in factors]
         if found:
             torch._foreach_mul_([gradient for gradient, _ in found], [factor for _, factor in found])
 
-    def _gradients(self) -> dict[int, Tensor]:
-        """This rank's parts of the gradients that there are, by the index of their pieces."""
-        gradients = {i: piece.gradient() for i, (_, piece) in enumerate(self._pieces)}
-        return {i: gradient for i, gradient in gradients.items() if gradient is not None and gradient.numel() > 0}
+    def _parts(self, of_weights: bool = False) -> dict[int, Tensor]:
+        """This rank's parts of the gradients that there are, or of the weights, by the index of their pieces."""
+        parts = {i: piece.weights() if of_weights else piece.gradient() for i, (_, piece) in enumerate(self._pieces)}
+        return {i: part for i, part in parts.items() if part is not None and part.numel() > 0}
 
 
 def _reshard(module: nn.Module) -> None:
@@ -173,17 +184,18 @@ def _flat_piece(name: str, handle, i: int) -> _Piece:
     def original() -> Tensor | None:
         return flat._params[i].grad
 
-    def cut_out() -> Tensor | None:
-        if flat.grad is None or not part.in_shard:
+    def cut_out(of: Tensor | None) -> Tensor | None:
+        if of is None or not part.in_shard:
             return None
-        return flat.grad[part.offset_in_shard : part.offset_in_shard + part.numel_in_shard]
+        return of[part.offset_in_shard : part.offset_in_shard + part.numel_in_shard]
 
     return _Piece(
         name=name,
         numel=flat._shapes[i].numel(),
         trainable=flat._params[i].requires_grad if handle._use_orig_params else flat.requires_grad,
         shards=handle.process_group.size() if handle.uses_sharded_strategy else 1,
-        gradient=original if handle._use_orig_params else cut_out,
+        gradient=original if handle._use_orig_params else lambda: cut_out(flat.grad),
+        weights=lambda: cut_out(flat._local_shard if handle.uses_sharded_strategy else flat.detach()),
     )
 
 
@@ -194,7 +206,14 @@ def _plain_piece(name: str, parameter: nn.Parameter) -> _Piece:
         sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
         shards = math.prod(size for placement, size in sizes if not placement.is_replicate())
 
-    def gradient() -> Tensor | None:
-        return parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+    def local(of: Tensor | None) -> Tensor | None:
+        return of.to_local() if isinstance(of, DTensor) else of
 
-    return _Piece(name, parameter.numel(), parameter.requires_grad, shards, gradient)
+    return _Piece(
+        name,
+        parameter.numel(),
+        parameter.requires_grad,
+        shards,
+        gradient=lambda: local(parameter.grad),
+        weights=lambda: local(parameter.detach()),
+    )

@@ -32,7 +32,7 @@ class MiniBatch:
 
     # Whether tokens of some rank could not be read, the same on every rank; if so, the rest is meaningless.
     failed: bool
-    update_figures: Tensor  # the given figures of every data-parallel rank, shape (ranks, n)
+    update_figures: Tensor  # the given figures of every rank, shape (ranks, n)
     # "unit": a micro-batch over its threshold is a spike; "global": the reduced gradient is, and always where
     # micro-batches cannot be measured alone.
     trigger: str
@@ -63,9 +63,9 @@ class MiniBatch:
         flag = norms.new_full((1,), float(failed))
         gathered = collectives.gather(torch.cat([flag, norms, update_figures]).to(self.model.device))
         self.failed = bool(gathered[:, 0].any())
-        by_rank = gathered[:: self.model.sequence_parallel_size, 1:]
-        largest, finite, squares, square_weights = by_rank[:, : len(norms)].unbind(1)
-        self.update_figures = by_rank[:, len(norms) :]
+        by_rank = gathered[:: self.model.sequence_parallel_size, 1 : 1 + len(norms)]
+        largest, finite, squares, square_weights = by_rank.unbind(1)
+        self.update_figures = gathered[:, 1 + len(norms) :]
         self.trigger = trigger if self._by_micro_batch else "global"
         self._largest, square, square_weight = float(largest.max()), float(squares.sum()), float(square_weights.sum())
         self._square_weight = square_weight

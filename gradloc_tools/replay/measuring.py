@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradloc.bundles.layout import SavedMicroBatch
 from gradloc.measure.micro_batch import MicroBatchName
@@ -25,6 +25,8 @@ from .model import Model, forward
 Place = tuple[MicroBatchName, int, int]
 # ∂L/∂log p and the derivative by the entropies, each of shape (rows, response length).
 Coefficients = tuple[Tensor, Tensor]
+# By parameter, on the CPU.
+Gradients = dict[nn.Parameter, Tensor]
 
 
 @dataclass(frozen=True)
@@ -185,15 +187,15 @@ def take_norms(model: Model) -> Norms:
     return norms
 
 
-def take_gradients(model: Model) -> dict[Tensor, Tensor]:
-    """The parameters' gradients, by parameter and on the CPU; those of the model are cleared."""
+def take_gradients(model: Model) -> Gradients:
+    """The parameters' gradients; those of the model are cleared."""
     taken = {parameter: parameter.grad.cpu() for parameter in model.layer_of if parameter.grad is not None}
     model.module.zero_grad(set_to_none=True)
     return taken
 
 
-def norms_now(model: Model, others: Mapping[Tensor, Tensor] | None = None) -> Norms:
-    """The norms of the parameters' gradients, with these of `take_gradients` added."""
+def norms_now(model: Model, others: Gradients | None = None) -> Norms:
+    """The norms of the parameters' gradients, with these added."""
     norms: dict[str, list[float]] = {layer: [] for layer in model.layer_of.values()}
     for parameter, layer in model.layer_of.items():
         gradients = [parameter.grad, (others or {}).get(parameter)]

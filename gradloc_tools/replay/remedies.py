@@ -27,6 +27,7 @@ from ..report.figures import severity
 from ..report.remedies import MOST_MOVED
 from .measuring import (
     Coefficients,
+    Gradients,
     Measured,
     Norms,
     add_rows,
@@ -193,9 +194,7 @@ def _of_verl(spike: _Spike, model: Model, notes: list[str]) -> Iterator[Row]:
     say(f"remedy TokenClip, {len(found) + 1} of {len(found) + 1}")
 
 
-def _left_and_moved(
-    spike: _Spike, model: Model, rest: Mapping[Tensor, Tensor], values: Coefficients
-) -> tuple[float, float]:
+def _left_and_moved(spike: _Spike, model: Model, rest: Gradients, values: Coefficients) -> tuple[float, float]:
     """The norm with other coefficients, and the norm by which the ordinary tokens' gradient moves.
 
     A gradient is a sum over tokens: with these coefficients it is the rest, its move, and the culprits' new gradient.
@@ -204,12 +203,13 @@ def _left_and_moved(
         rest (Mapping): The ordinary tokens' gradient, by parameter.
     """
     saved, ordinary = spike.saved, spike.ordinary
-    moves = (torch.where(ordinary, new - old, 0.0) for new, old in zip(values, coefficients_of(saved), strict=True))
-    add_rows(model, saved, tuple(moves))
+    (new, new_of_entropy), (old, old_of_entropy) = values, coefficients_of(saved)
+    moves = torch.where(ordinary, new - old, 0.0), torch.where(ordinary, new_of_entropy - old_of_entropy, 0.0)
+    add_rows(model, saved, moves)
     moved = norms_now(model).norm
     if not math.isfinite(spike.rest.norm):  # NaN minus itself
         return gradient_norms(model, saved, values).norm, moved
-    add_rows(model, saved, tuple(torch.where(ordinary, 0.0, value) for value in values))
+    add_rows(model, saved, (torch.where(ordinary, 0.0, new), torch.where(ordinary, 0.0, new_of_entropy)))
     left = norms_now(model, rest).norm
     model.module.zero_grad(set_to_none=True)
     return left, moved

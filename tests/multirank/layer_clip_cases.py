@@ -105,6 +105,8 @@ class Comparison:
     unclipped_norm: float
     gradient_errors: dict[str, float]
     frozen_changes: float
+    weight_norms: dict[str, float]
+    expected_weight_norms: dict[str, float]
 
 
 def compare(case: Case, all_gathers: int) -> Comparison:
@@ -132,9 +134,15 @@ def compare(case: Case, all_gathers: int) -> Comparison:
     backward(model, dist.get_rank())
     calls = count_collectives(lambda: clip.clip(clip.squared_norms()))
     assert calls[1:] == ["all_gather"] * all_gathers, calls
+    reduced = clip._reduced_norms
+    weight_norms = dict(zip(reduced.layers, reduced.add_up(reduced.own_weight_squares()).sqrt().tolist(), strict=True))
     clipped = take_step(model)
     errors = {name: relative_error(clipped[name], factors[layer_of(name)] * g) for name, g in gradients.items()}
-    names = {name for name, _ in build_model(case).named_parameters()}
+    weights = dict(build_model(case).named_parameters())
+    names = set(weights)
+    weight_squares = dict.fromkeys(norms, 0.0)
+    for name in gradients:
+        weight_squares[layer_of(name)] += weights[name].double().square().sum().item()
     frozen = [clipped[name].abs().max().item() for name in names - set(gradients)]
     return Comparison(
         {layer: figures["norm"] for layer, figures in clip.last_step.items()},
@@ -144,6 +152,8 @@ def compare(case: Case, all_gathers: int) -> Comparison:
         calls[0].item(),
         errors,
         max(frozen, default=0.0),
+        weight_norms,
+        {layer: math.sqrt(square) for layer, square in weight_squares.items()},
     )
 
 

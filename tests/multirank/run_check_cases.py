@@ -13,7 +13,7 @@ from verl import DataProto
 
 
 def warned(
-    case: Case, stale_ranks: tuple[int, ...], calls: int, late: int = 0
+    case: Case, stale_ranks: tuple[int, ...], calls: int, late: int = 0, written: str = ""
 ) -> tuple[list[Any], dict[str, Any], list[Any], dict[str, float]]:
     """What is said after the last update of several.
 
@@ -24,6 +24,7 @@ def warned(
         stale_ranks (tuple): Whose rollout has the reference's weights.
         calls (int): The number of updates.
         late (int): By how many positions the rollout's lists are late: a token in front has a log-prob, too.
+        written (str): A layer whose weights on the last rank are tripled before the last update.
 
     Returns:
         tuple: The warnings, the state for a checkpoint, the verdicts of the last update's events, and its metrics.
@@ -33,6 +34,10 @@ def warned(
 
     def change(batch: DataProto) -> None:
         columns, update = batch.batch, next(updates)
+        if written and (update, dist.get_rank()) == (calls - 1, dist.get_world_size() - 1):
+            for name, parameter in actors[0].actor_module.named_parameters():
+                if f"{written}." in name:
+                    parameter.detach().mul_(3)
         generator = torch.Generator().manual_seed(dist.get_rank())
         old = columns["old_log_probs"]
         columns["ref_log_prob"] = old - 0.5 * update * torch.rand(old.shape, generator=generator)

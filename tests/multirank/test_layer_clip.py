@@ -516,6 +516,7 @@ def test_norms_and_clipped_gradients_are_those_of_one_process(launch: Launch, wo
         assert list(result.norms) == list(result.expected_norms)
         assert result.norms == pytest.approx(result.expected_norms, rel=EXACT)
         assert result.factors == pytest.approx(result.expected_factors, rel=EXACT)
+        assert result.weight_norms == pytest.approx(result.expected_weight_norms, rel=EXACT)
         assert 0 < sum(factor < 1 for factor in result.factors.values()) < len(result.factors)
         total = math.sqrt(sum(norm**2 for norm in result.expected_norms.values()))
         assert result.unclipped_norm == pytest.approx(total, rel=EXACT)

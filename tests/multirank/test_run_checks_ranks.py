@@ -63,3 +63,12 @@ def test_log_probs_of_other_positions_are_told_in_the_first_update(launch: Launc
     assert warning["name"] == "misaligned" and warning["sentence"].startswith(said)
     assert verdicts and {verdict["cause"] for verdict in verdicts} == {"misaligned"}
     assert metrics["actor/gradloc/misplaced_share"] == warning["share"] == 1
+
+
+@cases(on_engine(2, ORDINARY), (2, DYNAMIC))
+def test_weights_that_are_written_on_one_rank_are_told_by_layer(launch: Launch, world: int, case: Case) -> None:
+    results = launch(world, run_check_cases.warned, case, (), 3, 0, "layers.1")
+    assert results == results[:1] * world
+    warnings, _, verdicts, _ = results[0]
+    assert re.match(r"The weights of layers\.1 changed .*: their norm is [12]\.\d+ times what", warnings[0]["sentence"])
+    assert verdicts and {verdict["cause"] for verdict in verdicts} == {"layer"}

@@ -193,7 +193,7 @@ def test_token_tensors_of_different_shapes_are_named(caplog: pytest.LogCaptureFi
 
 @pytest.mark.parametrize("failing", [None, 0, 1])
 def test_a_failure_of_any_rank_of_a_group_is_known_to_all(failing: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ranks of a group share their data, so that of its figures the first rank's are taken."""
+    """The figures are those of both."""
     cpu = torch.device("cpu")
     forward = lambda *_: (None, torch.zeros(1))  # noqa: E731
     model = WatchedModel(torch.nn.Linear(2, 2), forward, cpu, sequence_parallel_size=2)
@@ -208,7 +208,7 @@ def test_a_failure_of_any_rank_of_a_group_is_known_to_all(failing: int | None, m
     figures = torch.tensor([3.0, 4.0], dtype=torch.float64)
     gradient = MiniBatch(model, [micro_batch], 1.0).gather("unit", figures, failing == 0)
     assert gradient.failed == (failing is not None)
-    assert gradient.update_figures.tolist() == [[3.0, 4.0]] and gradient.token_norm == 0
+    assert gradient.update_figures.tolist() == [[3.0, 4.0]] * 2 and gradient.token_norm == 0
 
 
 def test_micro_batches_without_advantages_are_no_ordinary_ones() -> None:

@@ -366,8 +366,8 @@ HALVED = of_rollout(lambda values: 0.5 * values)
         ({"rate": 0.3}, 5, 1, of_training(lambda values: 0.7 * values), 0, "other_log_probs", ""),
         ({}, 5, 1, of_rollout(lambda values: values.clamp(min=-0.5)), 0, "other_log_probs", ""),
         # Where engines differ later, the jump tells it, and no side is blamed, but where the reference shows it.
-        ({}, 8, 4, SCORED_OTHERWISE, 5, "engines_apart", ""),
-        ({}, 8, 4, LABELS_NOT_SHIFTED, 5, "misaligned", ""),
+        ({}, 8, 4, SCORED_OTHERWISE, 3, "engines_apart", ""),
+        ({}, 8, 4, LABELS_NOT_SHIFTED, 3, "misaligned", ""),
         ({}, 8, 4, replace_reference, 8, "", ""),
         # A small gap is told where late weights do not make it, and not that of a few tokens.
         ({"rate": 0.0, "noise": 0.005}, 10, 1, SCORED_A_LITTLE_OTHERWISE, 2, "engines_apart", ""),
@@ -513,11 +513,57 @@ def test_tokens_that_the_policy_did_not_produce_are_told_from_the_fourth_on(coun
         assert "--fault unsampled" in found[0][0]["check"]
 
 
-def test_a_single_broken_update_does_not_warn() -> None:
-    """As after a flipped bit in the policy: the rollout gets the broken weights with the next update."""
+def test_what_no_optimizer_step_can_have_made_is_said_in_its_update_alone() -> None:
+    """As after weights were written over: the rollout gets the broken weights with the next update."""
     batches = list(steps(Run(noise=0.02), 6))
     of_training(lambda values: values - 3.0)(batches[2])
-    assert not any(names(warned(batches)))
+    found = warned(batches)
+    assert names(found) == ["", "", "other_log_probs", "", "", ""]
+    assert "within one step: no optimizer step made that" in found[2][0]["sentence"]
+
+
+LAYER = 10_000  # weights
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        (20.0, 20.9, ""),  # 5%
+        (20.0, 21.1, "The weights of b changed before step 2 by more than an optimizer step can change them: their"),
+        (20.0, 5.0, "their norm is 0.25 times what it was"),
+        (20.0, 0.0, "their norm is 0 times what it was"),
+        (20.0, math.nan, "they are NaN or infinite"),
+        (20.0, math.inf, "they are NaN or infinite"),
+        (0.0, 1.0, ""),  # an adapter begins with zeros
+        (5.0, 5.9, ""),  # an optimizer step of rate 1e-3 moves 10,000 weights by 1 at most, give or take
+        (5.0, 6.1, "their norm is 1.22 times what it was"),
+    ],
+)
+@pytest.mark.parametrize("resumes", [False, True])
+def test_weights_that_no_optimizer_step_has_written_are_said(
+    before: float, after: float, said: str, resumes: bool
+) -> None:
+    checks = RunChecks()
+    for step, norm in enumerate([before, after] + [after] * 6, 1):
+        if resumes and step == 2:
+            saved = checks.state_dict()
+            checks = RunChecks()
+            checks.load_state_dict(saved)
+        checks.start_update(step)
+        checks.take_weights({"a": (1.0, LAYER), "b": (norm, LAYER)})
+        checks.add_step(1e-3)
+        sentences = [warning["sentence"] for warning in checks.warnings() if warning["name"] == "layer"]
+        assert len(sentences) == (bool(said) and 2 <= step < 7), step
+        assert all(said in sentence for sentence in sentences)
+
+
+def test_of_several_layers_that_were_written_the_most_changed_is_named() -> None:
+    checks = RunChecks()
+    for step, factor in ((1, 1.0), (2, 3.0)):
+        checks.start_update(step)
+        checks.take_weights({"a": (factor, 4), "b": (factor**2, 4), "c": (1.0, 4)})
+    (warning,) = checks.warnings()
+    assert warning["sentence"].startswith("The weights of b, and those of 1 other layer, changed before step 2 by")
 
 
 def test_a_resume_keeps_the_readings_and_says_so() -> None:

@@ -39,6 +39,8 @@ RUN_CHECKS = {
     "scale_step": 3,
     "scale_factor": 7.5,
     "last_rates": 0.25,
+    "weights": {"layers.0": 2.5},
+    "written": None,
 }
 
 
