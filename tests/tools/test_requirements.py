@@ -53,19 +53,12 @@ def test_each_direct_dependency_is_pinned_once_for_each_python(
         assert direct.specifier.contains(pins[canonical(direct.name)], prereleases=True), direct
 
 
-@pytest.mark.parametrize(
-    "file", sorted({"embedded/requirements.in", *(f"{folder}/{asked}" for folder, _, asked in FILES)})
-)
-def test_each_direct_dependency_has_its_reason(file: str) -> None:
-    lines = (ROOT / file).read_text().splitlines()
-    asked = [line for line in lines if line and not line.startswith(("#", "-r "))]
-    assert asked and all(re.fullmatch(r"\S+ +# \S.*", line) for line in asked)
-
-
 @pytest.mark.parametrize("release", RELEASES)
 def test_the_pinned_verl_is_the_one_of_the_files_name(release: str) -> None:
-    (verl,) = [pin for pin in requirements(ROOT / f"embedded/requirements-{release}.txt") if pin.name == "verl"]
-    assert str(verl.specifier) == f"=={release}"
+    """The build of torch is left to pip: PyPI's needs CUDA's packages, which an index of CPU builds does not have."""
+    pins = {pin.name: str(pin.specifier) for pin in requirements(ROOT / f"embedded/requirements-{release}.txt")}
+    assert pins["verl"] == f"=={release}" and "torch" in pins
+    assert not [name for name in pins if name.startswith(lock.CUDA)]
 
 
 @pytest.mark.parametrize(("directory", "release", "asked"), FILES)
@@ -76,14 +69,6 @@ def test_the_pins_name_their_command_and_no_machine(directory: str, release: str
     included = f"-r ../embedded/requirements-{release}.txt"
     pins = [line for line in text.removeprefix(lock.HEADER).splitlines() if line != included]
     assert all(re.fullmatch(r"[a-z0-9][a-z0-9_.-]*==[a-z0-9.+]+( ; [^/@]+)?", line) for line in pins)
-
-
-@pytest.mark.parametrize("release", RELEASES)
-def test_the_build_of_torch_is_left_to_pip(release: str) -> None:
-    """PyPI's needs CUDA's packages, which a pin would ask for where an index of CPU builds is given."""
-    pins = requirements(ROOT / f"embedded/requirements-{release}.txt")
-    assert "torch" in {pin.name for pin in pins}
-    assert not [pin.name for pin in pins if pin.name.startswith(lock.CUDA)]
 
 
 @pytest.mark.parametrize(
