@@ -48,7 +48,6 @@ _BUGS = [*_OF_KIND[Kind.BROKEN], *_OF_KIND[Kind.UNSAMPLED], *_OF_KIND[Kind.MISAL
 # By diagnosis, why no cause is known where the search has named no token.
 _WITHOUT_CULPRITS = {
     "overflow": "the scaled fp16 gradients overflowed, and the gradient scaler takes a smaller scale",
-    "nonfinite": "NaN or Inf is in the log-probs or gradients of all tokens",
     "diffuse": "no token stands out",
 }
 
@@ -237,6 +236,22 @@ def _the_run(spike: Spike) -> Verdict | None:
     return None
 
 
+def _all_broken(spike: Spike) -> Verdict | None:
+    """A gradient that is NaN or infinite for all tokens."""
+    event = spike.event
+    if event["diagnosis"] != "nonfinite" or spike.culprits:
+        return None
+    sentence = "NaN or Inf is in the log-probs or gradients of all tokens."
+    if not any(unit["broken_tokens"] for unit in event["units"]):
+        names = (event.get("broken_parameters") or {}).get("names")
+        where = f", first at {names[0]}" if names else ""
+        sentence = (
+            f"The gradient is NaN or infinite, and no log-prob and no advantage is: the backward makes it{where}. Look "
+            "for a division or square root at 0, for torch.where over such a branch, and for a kernel."
+        )
+    return _verdict(_BROKEN.name, sentence + spike.note, CHECK_UNKNOWN, None, 1.0)
+
+
 def _the_whole(spike: Spike) -> Verdict | None:
     """Weights, or a layer, where no rule or only a natural spike would be named."""
     if spike.cause is None or spike.doubt or spike.cause.kind is Kind.NATURAL:
@@ -278,7 +293,7 @@ def _unknown(spike: Spike) -> Verdict:
 
 
 _DECISIONS: tuple[Callable[[Spike], Verdict | None], ...] = (
-    *(_unsearched, _no_token, _the_run, _the_whole, _the_culprits, _all_tokens),
+    *(_unsearched, _no_token, _the_run, _all_broken, _the_whole, _the_culprits, _all_tokens),
     _unknown,
 )
 

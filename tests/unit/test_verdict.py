@@ -457,12 +457,32 @@ def test_without_a_cause_none_is_guessed(sources: list[list[str]]) -> None:
     [
         ("diffuse", "no token stands out"),
         ("incomplete", "the search ended without a result"),
-        ("nonfinite", "NaN or Inf is in the log-probs or gradients of all tokens"),
         ("overflow", "the scaled fp16 gradients overflowed, and the gradient scaler takes a smaller scale"),
     ],
 )
 def test_why_no_cause_is_known_follows_from_the_diagnosis(diagnosis: str, why: str) -> None:
     assert verdict({**event(), "diagnosis": diagnosis}, NONE)["sentence"] == f"No known cause: {why}."
+
+
+@pytest.mark.parametrize(
+    ("broken_tokens", "names", "said"),
+    [
+        (3, ["lm_head.weight"], "NaN or Inf is in the log-probs or gradients of all tokens."),
+        (
+            0,
+            ["lm_head.weight", "norm.weight"],
+            "no log-prob and no advantage is: the backward makes it, first at lm_head",
+        ),
+        (0, None, "the backward makes it. Look for a division"),
+    ],
+)
+def test_a_gradient_that_is_broken_for_all_tokens_says_what_breaks_it(
+    broken_tokens: int, names: list[str] | None, said: str
+) -> None:
+    spike = {**event(), "diagnosis": "nonfinite", "units": [{"broken_tokens": broken_tokens}]}
+    spike["broken_parameters"] = names and {"count": len(names), "of": 30, "names": names}
+    found = verdict(spike, NONE)
+    assert found["cause"] == "nonfinite" and said in found["sentence"]
 
 
 def test_where_all_tokens_are_culprits_nan_is_still_the_cause() -> None:
