@@ -1,24 +1,92 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the patch for verl 0.9.1 does in verl's files and the plugin does from outside: a change of it is made here.
+"""What the patches do in verl's files and the plugin does from outside: a change of it is made here.
 
-Each of them calls these functions at places of its own; tests/tools/test_plugin_and_patch.py compares the two.
+Each of them calls these functions at places of its own; tests/tools/test_plugin_and_patch.py compares the plugin and
+the patch for verl 0.9.1.
 """
 
+import logging
+import sys
 from importlib import import_module
 from typing import Any
 
 import torch
+from hydra.errors import InstantiationException
 from torch import Tensor
+from verl.trainer.ppo.utils import need_critic
+from verl.utils.config import omega_conf_to_dataclass
 
+from ..config import GradLocConfig
+from ..evidence.writer import writer_of
 from .spike_stop import SpikeStop
-from .trainer_checks import check_trainer
+
+logger = logging.getLogger(__name__)
+
+_ACTOR = "actor_rollout_ref.actor"
+
+
+def refuse_bad_keys(config: Any) -> None:
+    """Ends the process with one sentence if the actor's or the critic's configuration has a bad value.
+
+    To be called before Ray starts, which takes longer than the run's whole configuration.
+    """
+    sections = [config.actor_rollout_ref.actor, *([config.critic] if need_critic(config) else [])]
+    for section in sections:
+        try:
+            omega_conf_to_dataclass(section)
+        except InstantiationException as error:  # from the error of the class that Hydra builds
+            if not isinstance(error.__cause__, ValueError):
+                raise
+            sys.exit(str(error.__cause__))
 
 
 def start_spike_stop(config: Any, total_training_steps: int) -> SpikeStop:
     """Refuses settings that cannot work, once the number of steps is known; returns what counts the run's spikes."""
     check_trainer(config, total_training_steps)
     return SpikeStop(config, total_training_steps)
+
+
+def check_trainer(config: Any, total_training_steps: int) -> None:
+    """Raises ValueError if the actor's settings cannot have an effect in this run; warns of a τ without detection."""
+    actor, trainer = config.actor_rollout_ref.actor, config.trainer
+    unsupported = _unsupported(config)
+    if unsupported is not None:
+        if actor.get("spike_detection", False):
+            raise ValueError(f"spike_detection {unsupported}, or {_ACTOR}.spike_detection=False.")
+        for clip in ("layer_clip", "token_clip"):
+            if actor.get(clip, {}).get("enable", False):
+                raise ValueError(f"{clip} {unsupported}, or {_ACTOR}.{clip}.enable=False.")
+    threshold = actor.get("grad_norm_threshold", GradLocConfig.grad_norm_threshold)
+    if not actor.get("spike_detection", False) and threshold != GradLocConfig.grad_norm_threshold:
+        logger.warning(
+            f"{_ACTOR}.grad_norm_threshold={threshold} has no effect: GradLoc is off. To turn it on, set "
+            f"{_ACTOR}.spike_detection=True."
+        )
+    directory = actor.get("bisect_dump_dir")
+    if actor.get("spike_detection", False) and directory and (other := writer_of(directory)):
+        raise ValueError(
+            f"{other} writes its evidence to {directory}: end it, or give this run another {_ACTOR}.bisect_dump_dir."
+        )
+    drill_step = actor.get("spike_drill_step")
+    if isinstance(drill_step, int) and not trainer.get("critic_warmup", 0) <= drill_step <= total_training_steps:
+        first = max(trainer.get("critic_warmup", 0), 1)
+        raise ValueError(
+            f"spike_drill_step={drill_step} is not a step in which the actor is trained: choose one of {first} to "
+            f"{total_training_steps}, or null."
+        )
+
+
+def _unsupported(config: Any) -> str | None:
+    """What the run trains with that the package cannot watch, and what to set instead; None if they can."""
+    if config.trainer.get("use_legacy_worker_impl", "auto") == "disable":  # verl 0.7
+        return "needs the FSDP workers: set trainer.use_legacy_worker_impl=auto"
+    strategy = config.actor_rollout_ref.actor.get("strategy", "fsdp")
+    if strategy not in ("fsdp", "fsdp2") and config.actor_rollout_ref.actor.get("spike_search") != "replay":
+        return f"needs the FSDP engine and does not know strategy={strategy}: set {_ACTOR}.strategy=fsdp2"
+    if (config.get("distillation") or {}).get("enabled", False):
+        return "does not know distillation losses: set distillation.enabled=False"
+    return None
 
 
 def step_of(trainer: Any) -> dict[str, Any]:

@@ -19,9 +19,9 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from verl.trainer.ppo.reward import get_custom_reward_fn
 from verl.utils.config import omega_conf_to_dataclass
-from verl.utils.gradloc.adapters import trainer_checks
+from verl.utils.gradloc.adapters import hooks
 from verl.utils.gradloc.adapters.actor_config import CriticSpikeConfig, LayerClipConfig, TokenClipConfig
-from verl.utils.gradloc.adapters.trainer_checks import check_trainer
+from verl.utils.gradloc.adapters.hooks import check_trainer
 from verl.workers.config import FSDPActorConfig, FSDPCriticConfig
 
 import trees
@@ -373,7 +373,7 @@ def test_what_the_trainer_refuses(monkeypatch: pytest.MonkeyPatch, overrides: li
 
 def test_a_directory_that_another_run_writes_to_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     first = "another run (process 7 on a-host, since noon)"
-    monkeypatch.setattr(trainer_checks, "writer_of", lambda directory: first if directory == "/used" else None)
+    monkeypatch.setattr(hooks, "writer_of", lambda directory: first if directory == "/used" else None)
     message = re.escape(f"{first} writes its evidence to /used: end it, or give this run another {ACTOR}.")
     with pytest.raises(ValueError, match=f"^{message}"):
         check_trainer(composed(DETECTION, f"{ACTOR}.bisect_dump_dir=/used"), 4)
