@@ -17,6 +17,8 @@ import pytest
 from evidence import (
     HOSTILE_TO_TERMINALS,
     Event,
+    clip,
+    clipped_token,
     culprit,
     event,
     replay_result,
@@ -28,7 +30,7 @@ from evidence import (
     write_replay,
 )
 from pages import texts_of
-from valid_events import valid_events
+from valid_events import VALIDATOR, valid_events
 
 from gradloc import record_events
 from gradloc.evidence import token_facts, token_texts, writer
@@ -68,26 +70,16 @@ def test_samples_and_real_events_have_the_form_of_the_schema() -> None:
     ("path", "value"),
     [
         (["schema"], 5),
-        (["drill"], {"found": True, "passes": 1}),
         (["drill"], {"planted": {"rank": 0, "row": 1, "position": -1}, "found": True, "passes": 1}),
-        (["fault"], 7),
         (["culprits", 0, "sources"], ["gremlins"]),
-        (["until"], "bored"),
         (["more_tokens"], -1),
         (["more_tokens"], 1.5),
         (["units", 0, "rest"], {"tokens": 3, "norm": 1.0}),
-        (["threshold"], "many"),
         (["threshold"], True),
         (["threshold"], 0),
-        (["culprits", 0, "response_suspicion"], [0.5, "x"]),
-        (["global_step"], 1.5),
-        (["complete"], 1),
-        (["action"], "explode"),
         (["culprits"], {}),
         (["culprits", 0], 7),
         (["culprits", 0, "layer_norms"], {"a": "x"}),
-        (["culprits", 0, "response_tokens"], [1]),
-        (["trigger"], {"kind": "unit"}),
     ],
 )
 def test_what_is_no_event_is_told_without_jsonschema(path: list, value: Any) -> None:
@@ -97,9 +89,7 @@ def test_what_is_no_event_is_told_without_jsonschema(path: list, value: Any) -> 
     for key in way:
         place = place[key]
     place[last] = value
-    with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(sample, EVENT)
-    assert not conforms(sample, EVENT)
+    assert not VALIDATOR.is_valid(sample) and not conforms(sample, EVENT)
 
 
 @pytest.mark.parametrize("path", [["until"], ["explained"], ["units", "rest"], ["diffuse", "share"], ["summary"]])
@@ -108,7 +98,7 @@ def test_fields_that_the_report_needs_are_required(path: list[str]) -> None:
     place = {"units": sample["units"][0], "diffuse": sample["diffuse"][0]["largest_tokens"][0]}.get(path[0], sample)
     del place[path[-1]]
     with pytest.raises(jsonschema.ValidationError, match=f"'{path[-1]}' is a required property"):
-        jsonschema.validate(sample, EVENT)
+        VALIDATOR.validate(sample)
     assert not conforms(sample, EVENT)
 
 
@@ -125,30 +115,23 @@ def test_a_field_of_a_later_patch_is_refused_but_read() -> None:
 
 
 def test_of_a_step_only_the_first_events_are_written(tmp_path: Path) -> None:
-    record_events(str(tmp_path), [spike(1)] * 20 + [spike(2)])
+    """Lines of TokenClip, which are counted for themselves, do not take the place of spikes."""
+    clips = [{"global_step": 1, "token_clip": {"tokens": []}}] * 20
+    record_events(str(tmp_path), [*clips, *[spike(1)] * 20, spike(2)])
     found = lines(tmp_path)
-    assert [line["global_step"] for line in found if "note" not in line] == [1] * 16 + [2]
-    (note,) = (line for line in found if "note" in line)
+    assert [line["global_step"] for line in found if "culprits" in line] == [1] * 16 + [2]
+    assert sum("token_clip" in line for line in found) == 16
+    of_clips, note = (line for line in found if "note" in line)
+    assert of_clips["message"] == "4 more lines of TokenClip are not written: 16 in a step are the limit"
     jsonschema.validate(note, NOTE)
     assert (note["note"], note["global_step"], note["count"]) == ("rate_limit", 1, 4)
-    assert found.index(note) == 16
-
-
-def test_clip_lines_do_not_take_the_place_of_spikes(tmp_path: Path) -> None:
-    clips = [{"global_step": 1, "token_clip": {"tokens": []}}] * 20
-    record_events(str(tmp_path), [*clips, *[spike(1)] * 3])
-    found = lines(tmp_path)
-    assert sum("token_clip" in line for line in found) == 16 and sum("culprits" in line for line in found) == 3
-    assert [line["message"] for line in found if "note" in line] == [
-        "4 more lines of TokenClip are not written: 16 in a step are the limit"
-    ]
 
 
 def test_of_an_event_only_the_largest_culprits_keep_their_texts(tmp_path: Path) -> None:
     culprits = [culprit(1, ["a", "b"], 1000.0 + i) for i in range(20)]
     record_events(str(tmp_path), [event(1, culprits)])
     found, note = lines(tmp_path)
-    jsonschema.validate(found, EVENT)
+    VALIDATOR.validate(found)
     jsonschema.validate(note, NOTE)
     assert [c["response"] for c in found["culprits"]] == ["ab"] * 16 + [None] * 4
     assert all(c["response_tokens"] is c["response_suspicion"] is None for c in found["culprits"][16:])
@@ -178,15 +161,6 @@ def test_the_disk_cannot_be_filled(
     (tmp_path / "spikes.jsonl").unlink()
     record_events(str(tmp_path), [spike(78)])
     assert [e["global_step"] for e in report.read(str(tmp_path)).events] == [78]
-
-
-def test_a_resumed_run_appends_behind_half_a_line(tmp_path: Path) -> None:
-    record_events(str(tmp_path), [spike(1), spike(2)])
-    file = tmp_path / "spikes.jsonl"
-    file.write_bytes(file.read_bytes()[:-100])
-    record_events(str(tmp_path), [spike(3)])
-    found = report.read(str(tmp_path))
-    assert [e["global_step"] for e in found.events] == [1, 3] and found.skipped.total() == 1
 
 
 def test_of_two_runs_the_second_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -237,7 +211,7 @@ def test_whatever_a_ground_truth_is_training_goes_on(
     assert "step 3: a spike is not written" in caplog.text
     found = [line for line in lines(tmp_path) if "note" not in line]
     for line in found:
-        jsonschema.validate(line, EVENT)
+        VALIDATOR.validate(line)
     truths = [line["culprits"][0]["ground_truth"] for line in found]
     assert truths[0] == ["a", "(contains itself)", {"again": "(contains itself)"}] and truths[2] == "42"
     assert "(nests too deep)" in json.dumps(truths[1])
@@ -280,16 +254,6 @@ def test_a_long_response_is_kept_around_the_culprit() -> None:
 
 # Reading and printing
 
-SKIPPED = "\n1 line skipped: malformed or unfinished."
-
-
-@pytest.mark.parametrize("torn", [b'{"schema": 1, "ti', b"[" * 100_000, b'{"a":' * 100_000, b"\xff", b"1" * 5000])
-def test_whatever_a_line_being_written_holds_it_is_skipped(tmp_path: Path, show: Any, torn: bytes) -> None:
-    out = show(events=[spike(5), spike(6)])
-    with open(tmp_path / "spikes.jsonl", "ab") as file:
-        file.write(torn)
-    assert show() == f"{out}{SKIPPED}" and "2 gradient spikes in steps 5 to 6" in out and "skipped" not in out
-
 
 def test_a_page_is_only_written_to_a_folder_that_exists(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     write(tmp_path, [spike(5)])
@@ -316,7 +280,7 @@ def test_evidence_one_or_two_levels_away_is_named(tmp_path: Path, capsys: pytest
     assert "outputs/run2, " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["README.md", "train.log", "spikes.jsonl.gz", "spikes.jsonl", "empty"])
+@pytest.mark.parametrize("name", ["train.log", "spikes.jsonl.gz", "spikes.jsonl", "empty"])
 def test_a_file_without_a_valid_line_is_no_evidence(tmp_path: Path, name: str, capsys: pytest.CaptureFixture) -> None:
     held = {"spikes.jsonl.gz": b"\x1f\x8b\x08\n\xff", "empty": b""}.get(name, b'# GradLoc\n\n{"schema": 4}\n')
     (tmp_path / name).write_bytes(held)
@@ -345,7 +309,7 @@ def test_a_last_line_without_its_line_break_is_read(tmp_path: Path) -> None:
     assert len(report.read(str(file)).events) == 1
 
 
-@pytest.mark.parametrize("depth", [70, 400, 700, 990])
+@pytest.mark.parametrize("depth", [70, 990])
 @pytest.mark.parametrize("place", ["ground_truth", "stowaway"])
 def test_a_line_that_nests_deep_is_skipped(tmp_path: Path, show: Any, place: str, depth: int) -> None:
     deep = writer.jsonable(spike(1))
@@ -417,6 +381,9 @@ def test_malformed_lines_are_counted_in_one_warning(tmp_path: Path, show: Any) -
     out = show("--html", str(tmp_path / "page.html"), events=[spike(8)])
     assert "1 gradient spike in step 8" in out
     assert out.count("skipped") == 1 and "10 lines skipped: malformed or unfinished." in out
+    with open(tmp_path / "spikes.jsonl", "ab") as file:
+        file.write(b'{"schema": 1, "ti')  # a line being written
+    assert "11 lines skipped: malformed or unfinished." in show()
 
 
 def test_lines_of_other_versions_are_left_out_and_told(tmp_path: Path, show: Any) -> None:
@@ -594,24 +561,9 @@ AT = "micro-batch 2 of rank 1 is"
         (without_culprits(5, "overflow"), None),
     ],
 )
-def test_a_sentence_says_whether_the_culprits_explain_the_spike(
-    show: Any, summary: Any, view: Any, sample: Event, sentence: str | None
-) -> None:
+def test_a_sentence_says_whether_the_culprits_explain_the_spike(view: Any, sample: Event, sentence: str | None) -> None:
     valid_events(json.dumps([sample]))
-    out = show(events=[sample])
-    assert f"What the culprits explain\nstep\n5 {sentence}" in out if sentence else "culprits explain" not in out
-    (listed,) = summary()["largest_events"]
-    check = sample["verdict"]["check"]
-    assert listed == {
-        "global_step": 5,
-        "next_command": None,
-        **{name: sample[name] for name in ("epoch", "mini_batch", "diagnosis", "until", "explained", "more_tokens")},
-        "culprits": len(sample["culprits"]),
-        "verdict": {**sample["verdict"], "check": check + " No bundle was kept of this spike." * ("BUNDLE" in check)},
-        "summary": sample["summary"],
-        "explanation": sentence,
-    }
-    assert view().spikes[0].content["explanation"] == (sentence or "")
+    assert view([sample]).spikes[0].content["explanation"] == (sentence or "")
 
 
 def test_shares_that_are_not_known_are_left_out(show: Any) -> None:
@@ -623,9 +575,10 @@ def test_shares_that_are_not_known_are_left_out(show: Any) -> None:
 
 def test_of_many_spikes_the_largest_are_explained(show: Any, summary: Any) -> None:
     out = show("--top", "3", events=[spike(step, 1000.0 * step) for step in range(1, 31)])
-    rows = out.partition("What the culprits of the largest spikes explain")[2].splitlines()
-    assert [row.split()[0] for row in rows if "Explained:" in row] == ["30", "29", "28"]
-    assert [e["global_step"] for e in summary("--top", "2")["largest_events"]] == [30, 29]
+    rows = [row.split(maxsplit=1) for row in out.splitlines() if " Explained: " in row]
+    assert [step for step, _ in rows] == ["30", "29", "28"]
+    first, second = summary("--top", "2")["largest_events"]
+    assert (first["global_step"], second["global_step"]) == (30, 29) and first["explanation"] == rows[0][1]
 
 
 def test_that_a_spike_is_diffuse_is_no_early_end(summary: Any) -> None:
@@ -637,14 +590,21 @@ def test_that_a_spike_is_diffuse_is_no_early_end(summary: Any) -> None:
     assert summary(events=[given_up, cut, without_culprits(1, "incomplete")])["incomplete_events"] == 3
 
 
-def test_replays_are_told_and_what_is_no_result_is_left_out(show: Any, summary: Any, tmp_path: Path) -> None:
-    write_replay(tmp_path, replay_result(3))
+def test_replays_are_told_and_what_is_no_result_is_left_out(show: Any, summary: Any, view: Any, tmp_path: Path) -> None:
+    write_replay(tmp_path, replay_result(3, remedy_notes=["What cannot be computed is said."]))
     write_replay(tmp_path, replay_result(2, bundle="older"))
     write_replay(tmp_path, replay_result(1, bundle="other", units=[{"norm": 3}]))
     write_replay(tmp_path, replay_result(1, bundle="text", sentences="no list"))
     (tmp_path / "replay" / "half.result.json").write_text('{"kind":')
     out = show(events=[spike(3)])
     assert "Replays" in out and "The spike comes back: rank 1, micro-batch 0." in out
+    last = view().replays[-1]
+    assert last["where"] == "/models/small, bfloat16, sdpa on cpu; in training bfloat16, flash_attention_2"
+    override = "actor_rollout_ref.actor.spike_action=drop"
+    shown = ["3", "under 1%", "yes", "0%", "1", "1", "the step without the culprits", override]
+    assert [*last["tables"][-1].rows[0]] == ["spike_action=drop", *shown]
+    assert view().rules["advantage"][1].startswith("In the replay of step 3, spike_action=drop fits best")
+    assert "What cannot be computed is said." in last["notes"]
     assert [replay["bundle"] for replay in summary()["replays"]] == ["older", "step3-epoch0-mini_batch0"]
     assert [replay["global_step"] for replay in summary("--since", "3")["replays"]] == [3]
 
@@ -676,11 +636,6 @@ def test_results_together_have_a_limit(tmp_path: Path, monkeypatch: pytest.Monke
     assert [result["global_step"] for result in results.read_results(str(tmp_path))] == [0, 1]
 
 
-def test_notes_of_the_file_are_told(show: Any) -> None:
-    out = show(events=[spike(1)] * 17)
-    assert "Note in the file: in step 1: 1 more spikes are not written: 16 in a step are the limit." in out
-
-
 def test_since_and_top(tmp_path: Path, show: Any, summary: Any) -> None:
     everything = summary(events=[spike(step, 1000.0 * step) for step in range(1, 31)])
     assert everything["events"] == 30 and len(everything["largest_culprits"]) == 20
@@ -702,7 +657,9 @@ def test_the_summary_is_strict_json(summary: Any) -> None:
 def test_texts_and_folders_cannot_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     folder = str(tmp_path / "a\x1b[2Jb")
     context = f"a\r{HOSTILE_TO_TERMINALS}\n"
-    record_events(folder, [spike(1, token=HOSTILE_TO_TERMINALS, context=context)])
+    hostile = dict.fromkeys(("token", "boundary", "data_source"), HOSTILE_TO_TERMINALS)
+    cut = clip(1, [clipped_token(0, ["a"], 9.0, context=context, **hostile)], refused=[HOSTILE_TO_TERMINALS])
+    record_events(folder, [spike(1, token=HOSTILE_TO_TERMINALS, context=context), cut])
     assert main([folder, "--html", f"{folder}/page.html"]) == 0
     assert main([f"{folder}/nowhere"]) == 2
     assert main([folder, folder]) == 0
@@ -720,7 +677,7 @@ def test_events_without_texts_steps_or_culprits_are_shown(tmp_path: Path, show: 
     assert 10_000 < (tmp_path / "page.html").stat().st_size < 200_000
 
 
-@pytest.mark.parametrize("columns", [60, 90, 120, 200])
+@pytest.mark.parametrize("columns", [60, 120])
 def test_long_texts_leave_room_for_the_figures(show: Any, columns: int) -> None:
     long = spike(4, token=" wordy" * 40, context="before «" + " wordy" * 40 + "»" + " after" * 40)
     culprits = show(events=[long], columns=columns).partition("The culprits")[2]
@@ -731,7 +688,7 @@ def test_long_texts_leave_room_for_the_figures(show: Any, columns: int) -> None:
 
 
 @pytest.mark.parametrize("recorded", [False, True])
-@pytest.mark.parametrize("columns", [70, 80, 100, 140])
+@pytest.mark.parametrize("columns", [70, 100, 140])
 def test_a_narrow_terminal_keeps_the_context_and_the_source(columns: int, recorded: bool, show: Any) -> None:
     token = culprit(2, ["of", "twenty", "<|im_end|>"], advantage=1.5)
     token |= {"source": "unsampled", "sources": ["unsampled"]}
@@ -834,7 +791,10 @@ def test_the_parts_of_a_diffuse_event_are_bounded(view: Any) -> None:
     table = view([sample]).spikes[0].content["parts"]
     assert [row[4] for row in table.rows] == [str(i) for i in range(30, 10, -1)]
     assert table.more == "10 smaller parts left out here." and table.rows[0][2] == "0, 2, 4, 6, 8, 10, 12, 14, …"
-    assert table.rows[0][7].split("\n")[0] == "token 0 of row 9: 600, 2% of the norm"
+    tokens = "\n".join(f"token {3 * i} of row 9: {600 - i}, {2 + i}% of the norm" for i in range(3))
+    assert view([without_culprits(2, "diffuse")]).spikes[1].content["parts"].rows[0] == [
+        *("1", "2", "8 to 9, 11", "48", "4.216", "1.155", "3.7×", tokens)
+    ]
 
 
 def test_the_timeline_has_every_culprit_at_its_norm(view: Any) -> None:
@@ -855,7 +815,7 @@ def test_the_timeline_has_every_culprit_at_its_norm(view: Any) -> None:
     assert all(0 <= height <= 1000 for height in placed) and chart.y.place(math.nan) > chart.y.place(1e5)
 
 
-@pytest.mark.parametrize("span", [1, 5, 6, 12, 100, 5200])
+@pytest.mark.parametrize("span", [1, 6, 5200])
 def test_ticks_are_at_whole_steps(span: int) -> None:
     axis = whole_axis("step", [3, 3 + span])
     values = [value for value, _ in axis.ticks]
@@ -864,7 +824,7 @@ def test_ticks_are_at_whole_steps(span: int) -> None:
     assert all(0 < axis.place(value) < 1000 for value in values)
 
 
-@pytest.mark.parametrize("values", [[1.0], [5e-324, 1e308], [math.nan], [0.0], [3.0, math.inf], [1e-9, 1e9]])
+@pytest.mark.parametrize("values", [[5e-324, 1e308], [math.nan], [0.0], [3.0, math.inf]])
 def test_a_logarithmic_axis_has_room_for_all_values(values: list[float]) -> None:
     axis = log_axis("norm", values)
     assert [axis.place(value) is None for value in values] == [value == 0 for value in values]

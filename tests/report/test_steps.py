@@ -12,6 +12,7 @@ from typing import Any
 import jsonschema
 import pytest
 from evidence import Event, culprit, drill, event, samples, spike, without_culprits, write_steps
+from valid_events import valid_events
 
 from gradloc import record_events
 from gradloc.evidence import patient_disk, writer
@@ -191,16 +192,21 @@ def test_all_sources_of_a_culprit_are_kept(view: Any) -> None:
 # Drills and faults
 
 
-def test_a_drill_is_no_spike(show: Any, summary: Any, view: Any) -> None:
-    jsonschema.validate(writer.jsonable(drill(2, True)), EVENT)
+def test_a_drill_is_no_spike(tmp_path: Path, show: Any, summary: Any, view: Any) -> None:
+    valid_events(json.dumps([drill(2, True)]))
     alone = summary(events=[spike(3)])
     together = summary(events=[drill(2, True)])
     (shown,) = together["drills"]
     assert shown["text"] == "Drill in step 2: the planted token was found, 1 extra pass, 4 s." and not shown["advice"]
     assert {**together, "drills": []} == alone
     assert shown["text"] in show() and not summary("--since", "3")["drills"]
-    made = view()
-    assert len(made.spikes) == 1 and len(made.drills) == 1 and made.facts[0] == ("Spikes", "1", "")
+    write_steps(tmp_path, 9)
+    made = view([drill(3, False)])
+    assert len(made.spikes) == 1 and len(made.drills) == 2 and made.facts[0] == ("Spikes", "1", "")
+    level = made.charts["level"]
+    assert level.label == "Chart: the token norm of 9 steps, 1 to 9, with 1 spike and 2 drills."
+    names = [(series.name, len(series.x)) for series in level.series if series.kind == "marks"]
+    assert names == [("spike", 1), ("drill, found", 1), ("drill, FAILED", 1)]
 
 
 FAILURES = [

@@ -9,7 +9,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from evidence import HOSTILE_TO_TERMINALS, Event, clip, clipped_token, drill, spike
+from evidence import Event, clip, clipped_token, drill, spike, write_steps
 
 from gradloc import record_events
 from gradloc.adapters.spike_log import AppendedEvents
@@ -94,6 +94,31 @@ def test_a_spike_in_the_same_mini_batch_is_named(show: Any, summary: Any, view: 
     assert [spike.content["clipped"] for spike in made.spikes] == [f"{said} left.", ""]
 
 
+def test_each_token_is_a_row_and_its_step_is_marked(tmp_path: Path, view: Any) -> None:
+    found = spike(8) | {"mini_batch": 2}
+    write_steps(tmp_path, 12, events=[found])
+    lines = [clip(3, [one(33.0), one(math.nan, -4)]), clip(5, [one(6.0)], "log"), clip(None, [one(4.5)])]
+    made = view([*lines, clip(8, [one(5.0)], "smooth", mini_batch=2), found])
+    rows = made.tables["clips"].rows
+    assert [[row[0], *row[3:5], row[-1]] for row in rows] == [
+        ["3", "NaN", "dropped", "–"],
+        ["3", "33", "dropped", "–"],
+        ["5", "6", "left", "–"],
+        ["8", "5", "reduced", ("yes", "s0")],
+        ["–", "4.5", "dropped", "–"],
+    ]
+    assert (rows[0][1][0], rows[0][7]) == ("(prompt)", "prompt")
+    assert made.texts["clips-hint"].startswith(
+        "In 4 mini-batches of steps 3 to 8, 5 backward signals were over their bounds: 4 were cut."
+    )
+    level, cut = made.charts["level"], made.charts["clips-chart"]
+    assert level.label.endswith("with 1 spike and 0 drills, and marks at 3 steps in which TokenClip found tokens.")
+    # A spike was left in step 8.
+    marks = {series.name: [*series.x] for series in level.series if series.kind == "marks"}
+    assert marks == {"spike": [8], "stopped by TokenClip": [3], "found by TokenClip": [5, 8]}
+    assert [series.name for series in cut.series] == ["dropped", "reduced", "left"]
+
+
 def test_a_drill_is_no_spike_that_was_left(summary: Any) -> None:
     assert summary(events=[clip(3, [one()]), drill(3, True)])["token_clip"]["stopped"] == 1
 
@@ -131,11 +156,7 @@ def test_fields_of_a_later_patch_are_read_over(summary: Any) -> None:
     ("path", "value"),
     [
         (["schema"], 5),
-        (["token_clip"], []),
-        (["token_clip", "action"], "explode"),
         (["token_clip", "over"], {"log_probs": -1}),
-        (["token_clip", "refused"], [7]),
-        (["token_clip", "tokens"], {}),
         (["token_clip", "tokens", 0, "multiple"], 10**400),
         (["token_clip", "tokens", 0, "context"], 3),
     ],
@@ -165,14 +186,7 @@ def test_what_is_kept_of_a_hostile_line_is_bounded(view: Any) -> None:
     assert "5,000 backward signals" in made.texts["clips-hint"] and "(1), …" in made.texts["clips-hint"]
 
 
-def test_the_texts_of_a_model_cannot_steer_the_terminal(show: Any) -> None:
-    changes = dict.fromkeys(("token", "boundary", "data_source"), HOSTILE_TO_TERMINALS)
-    token = one(context=f"a\r{HOSTILE_TO_TERMINALS}\n", **changes)
-    out = show(events=[clip(1, [token], refused=[HOSTILE_TO_TERMINALS])], columns=300)
-    assert not {"\x1b", "\u202e", "\r"} & {*out} and "\\x1b[2J[bold]" in out
-
-
-@pytest.mark.parametrize("columns", [60, 90, 140])
+@pytest.mark.parametrize("columns", [60, 140])
 def test_every_width_has_the_figures(show: Any, columns: int) -> None:
     long = {"token": "t" * 300, "context": "c" * 300, "data_source": "d" * 300, "boundary": "layers.1"}
     lines = show(events=[clip(123456, [one(12.5, **long)])], columns=columns).splitlines()

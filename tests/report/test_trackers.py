@@ -11,8 +11,7 @@ import subprocess
 import sys
 import sysconfig
 import zipfile
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,37 +69,36 @@ def is_page(text: str) -> bool:
     return "<!doctype html>" in text.lower() and "Content-Security-Policy" in text and bool(unpacked(text)["title"])
 
 
-@pytest.fixture(scope="module")
-def tracked(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """The folder of a run, which is run once: with loggers whose libraries verl needs itself, or with the others."""
-
-    @cache
-    def call(local: bool, spike_log: str = "null") -> Path:
-        folder = tmp_path_factory.mktemp("run")
-        if local:
-            environment = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
-            environment |= {"TENSORBOARD_DIR": str(folder / "tensorboard")}
-            environment |= {"VERL_FILE_LOGGER_PATH": str(folder / "file.jsonl")}
-            run(folder, "wandb,tensorboard,file,console", Path(sys.executable), spike_log, **environment)
-        else:
-            environment = {"MLFLOW_TRACKING_URI": f"file:{folder}/mlruns", "MLFLOW_ALLOW_FILE_STORE": "true"}
-            environment |= {"SWANLAB_MODE": "offline", "CLEARML_OFFLINE_MODE": "1"}
-            environment |= {"CLEARML_CACHE_DIR": str(folder / "clearml")}
-            site_packages = sysconfig.get_paths()["purelib"]
-            run(folder, "mlflow,swanlab,clearml", TRACKERS_PYTHON, spike_log, site_packages, **environment)
-        return folder
-
-    return call
+def run_locally(folder: Path, spike_log: str) -> Path:
+    """With loggers whose libraries verl needs itself."""
+    environment = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "TENSORBOARD_DIR": str(folder / "tensorboard")}
+    environment |= {"VERL_FILE_LOGGER_PATH": str(folder / "file.jsonl")}
+    run(folder, "wandb,tensorboard,file,console", Path(sys.executable), spike_log, **environment)
+    return folder
 
 
 @pytest.fixture(scope="module")
-def local(tracked: Callable[..., Path]) -> Path:
-    return tracked(True)
+def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_locally(tmp_path_factory.mktemp("run"), "null")
 
 
 @pytest.fixture(scope="module")
-def elsewhere(tracked: Callable[..., Path]) -> Path:
-    return tracked(False)
+def with_texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_locally(tmp_path_factory.mktemp("run"), '"texts"')
+
+
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    environment = {"MLFLOW_TRACKING_URI": f"file:{folder}/mlruns", "MLFLOW_ALLOW_FILE_STORE": "true"}
+    environment |= {
+        "SWANLAB_MODE": "offline",
+        "CLEARML_OFFLINE_MODE": "1",
+        "CLEARML_CACHE_DIR": str(folder / "clearml"),
+    }
+    site_packages = sysconfig.get_paths()["purelib"]
+    run(folder, "mlflow,swanlab,clearml", TRACKERS_PYTHON, "null", site_packages, **environment)
+    return folder
 
 
 def texts_in(place: Path) -> set[str]:
@@ -258,17 +256,16 @@ PAGE_TEXTS = {"prompt", "response_tokens", "context", "ground_truth", "data_sour
     ("tracker", "asked_for"), [("wandb", PAGE_TEXTS), ("tensorboard", {"context", "uid"}), ("file.jsonl", set())]
 )
 def test_texts_of_samples_are_sent_only_if_asked_for(
-    tracked: Callable[..., Path], tracker: str, asked_for: set[str]
+    local: Path, with_texts: Path, tracker: str, asked_for: set[str]
 ) -> None:
-    assert texts_in(tracked(True) / tracker) == set()
-    assert texts_in(tracked(True, '"texts"') / tracker) == asked_for
-    assert texts_in(tracked(True) / "bisect_dump") == WORDS.keys()  # the evidence has them all
+    assert texts_in(local / tracker) == set()
+    assert texts_in(with_texts / tracker) == asked_for
+    assert texts_in(local / "bisect_dump") == WORDS.keys()  # the evidence has them all
 
 
 @pytest.mark.parametrize("tracker", ["mlruns", "swanlog", "clearml"])
-def test_other_trackers_get_texts_only_if_asked_for(tracked: Callable[..., Path], tracker: str) -> None:
-    assert texts_in(tracked(False) / tracker) == set()
-    assert texts_in(tracked(False, '"texts"') / tracker) == PAGE_TEXTS
+def test_other_trackers_get_no_texts_either(elsewhere: Path, tracker: str) -> None:
+    assert texts_in(elsewhere / tracker) == set()
 
 
 class Broken:
@@ -336,9 +333,15 @@ def test_events_are_read_once_also_behind_half_a_line(tmp_path: Path) -> None:
     assert texts[3] == "Step 3: A drill: the planted token was not found, 1 extra pass."
 
 
-def test_tables_and_pages_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[trackers.StepSpikes] = []
-    monkeypatch.setitem(trackers.TRACKERS, "wandb", lambda _, spikes: sent.append(spikes))  # type: ignore[arg-type]
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[trackers.StepSpikes]:
+    """What W&B gets."""
+    found: list[trackers.StepSpikes] = []
+    monkeypatch.setitem(trackers.TRACKERS, "wandb", lambda _, spikes: found.append(spikes))  # type: ignore[arg-type]
+    return found
+
+
+def test_tables_and_pages_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: list[Any]) -> None:
     monkeypatch.setattr(trackers, "TABLE_ROWS", 70)
     monkeypatch.setattr(report, "write_page", lambda _, path: Path(path).write_text("page"))
     log = SpikeLog({"wandb": None}, str(tmp_path))
@@ -351,10 +354,8 @@ def test_tables_and_pages_are_bounded(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_without_the_report_trackers_get_all_but_the_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, sent: list[Any]
 ) -> None:
-    sent: list[trackers.StepSpikes] = []
-    monkeypatch.setitem(trackers.TRACKERS, "wandb", lambda _, spikes: sent.append(spikes))  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "gradloc_tools.report", None)
     log = SpikeLog({"wandb": None}, str(tmp_path))
     for step in (1, 2):
@@ -364,11 +365,9 @@ def test_without_the_report_trackers_get_all_but_the_page(
     assert [message.count("pip install .") for message in caplog.messages] == [1]
 
 
-def test_clipped_tokens_have_a_bounded_table_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[trackers.StepSpikes] = []
-    monkeypatch.setitem(trackers.TRACKERS, "file", lambda _, spikes: sent.append(spikes))  # type: ignore[arg-type]
+def test_clipped_tokens_have_a_bounded_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: list[Any]) -> None:
     monkeypatch.setattr(trackers, "TABLE_ROWS", 25)
-    log = SpikeLog({"file": None}, str(tmp_path))
+    log = SpikeLog({"wandb": None}, str(tmp_path))
     for step in range(1, 5):
         record_events(str(tmp_path), [clip(step, [clipped_token(1, ["a", " b"], math.nan)] * (30 if step == 1 else 2))])
         log.log({"actor/token_clip/over": 2.0}, step)
@@ -404,12 +403,10 @@ def test_only_what_was_left_is_alerted() -> None:
         (["console", "wandb"], {}, True),
         (["console"], {"spike_log": True}, True),
         (["console", "file"], {"spike_log": "texts"}, True),
-        (["wandb"], {"spike_detection": False, "spike_log": "texts"}, False),
         (["wandb"], {"spike_log": False}, False),
         (["wandb"], {"spike_detection": False, "spike_log": True}, False),
         (["wandb"], {"spike_detection": False, "token_clip": {"enable": True}}, True),
         (["wandb"], {"spike_detection": False, "token_clip": {"enable": True}, "spike_log": False}, False),
-        (["wandb"], {"spike_detection": False, "token_clip": {"enable": False}}, False),
         (["wandb"], {"spike_detection": False, "token_clip": None}, False),
     ],
 )
