@@ -51,7 +51,7 @@ def drilled_event(step: int, rows: int = 4) -> dict[str, Any]:
     return event
 
 
-@pytest.mark.parametrize("step", range(1, 9))
+@pytest.mark.parametrize("step", range(1, 5))
 def test_only_a_micro_batch_with_a_usable_token_is_drawn(step: int) -> None:
     event = drilled_event(step)
     assert event["error"] is None and event["drill"]["found"]

@@ -72,7 +72,7 @@ def check(search: Search, tokens: dict[str, Tokens]) -> None:
 )
 def test_a_natural_spike_is_soon_explained_by_few_tokens(excess: float, width: int, most: int) -> None:
     passes, named, needed = [], [], []
-    for seed in range(20):
+    for seed in range(8):
         tokens = {"a": Natural(128, excess, seed)}
         search, count = explain(tokens, width)
         check(search, tokens)
@@ -84,12 +84,11 @@ def test_a_natural_spike_is_soon_explained_by_few_tokens(excess: float, width: i
     assert median(named) <= 2 * median(needed)
 
 
-@pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("width", [1, 3, 64])
-@pytest.mark.parametrize("n", [1, 2, 5, 17, 500])
-def test_whatever_the_spike_a_search_ends_explained_or_diffuse(n: int, width: int, ragged: bool) -> None:
+@pytest.mark.parametrize("n", [1, 2, 5, 17, 200])
+def test_whatever_the_spike_a_search_ends_explained_or_diffuse(n: int, width: int) -> None:
     for seed in range(3):
-        tokens = {x: Natural(n, x, seed, ragged) for x in (1.01, 1.5, 3.0)}
+        tokens = {x: Natural(n, x, seed, ragged=seed > 0) for x in (1.01, 1.5, 3.0)}
         search, _ = explain(tokens, width, [None, 0.3, 3.0][seed % 3])
         check(search, tokens)
 
@@ -97,7 +96,7 @@ def test_whatever_the_spike_a_search_ends_explained_or_diffuse(n: int, width: in
 @pytest.mark.parametrize(("width", "most"), [(1, 10), (2, 6), (4, 4)])
 def test_a_spike_of_many_tokens_is_soon_called_diffuse(width: int, most: int) -> None:
     natural, coherent = [], []
-    for seed in range(20):
+    for seed in range(8):
         tokens = {"a": Natural(128, 3.0, seed)}
         search, count = explain(tokens, width, THRESHOLD / 2)
         check(search, tokens)
@@ -114,7 +113,7 @@ def test_a_spike_of_many_tokens_is_soon_called_diffuse(width: int, most: int) ->
 @pytest.mark.parametrize("width", [2, 4, 16])
 def test_tokens_that_suspicion_does_not_expect_are_found(width: int, count: int) -> None:
     found = 0
-    for seed in range(10):
+    for seed in range(5):
         places = torch.randperm(256, generator=torch.Generator().manual_seed(seed))[:count].tolist()
         tokens = {"a": Tokens(256, {place: 30 * THRESHOLD * (1 + i) for i, place in enumerate(places)}, seed)}
         search = Search(THRESHOLD, "explained", 1.0)
@@ -122,7 +121,7 @@ def test_tokens_that_suspicion_does_not_expect_are_found(width: int, count: int)
         run(search, tokens, width, most=60)
         check(search, tokens)
         found += {culprit.candidate for culprit in search.culprits} == set(places)
-    assert found >= 9
+    assert found >= 4
 
 
 def test_a_token_is_named_only_if_it_is_needed() -> None:
@@ -202,7 +201,7 @@ def test_an_empty_set_is_not_measured() -> None:
 
 def test_tokens_that_cancel_out_explain_the_spike_together() -> None:
     """Two gradients of opposite signs, as a token has in a good and in a bad answer, and a third beside them."""
-    for seed in range(10):
+    for seed in range(4):
         for width in (1, 2, 4):
             tokens = {"a": Tokens(128, {6: 20 * THRESHOLD}, seed)}
             generator = torch.Generator().manual_seed(seed)
@@ -257,7 +256,7 @@ def many(n: int, count: int, seed: int = 0) -> Tokens:
 @pytest.mark.parametrize("count", [2, 3])
 def test_one_rank_soon_calls_several_micro_batches_diffuse(count: int) -> None:
     passes, clear = [], []
-    for seed in range(20):
+    for seed in range(8):
         tokens: dict[str, Tokens] = {f"{i}": Natural(128, 3.0, 100 * seed + i) for i in range(count)}
         search, needed = explain(tokens, 1, ordinary=THRESHOLD / 2)
         check(search, tokens)
@@ -267,7 +266,7 @@ def test_one_rank_soon_calls_several_micro_batches_diffuse(count: int) -> None:
         search, _ = explain(tokens, 1, ordinary=THRESHOLD / 2)
         clear.append([culprit.candidate for culprit in search.culprits if culprit.group == "clear"])
     assert max(passes) <= 20
-    assert clear == [[5]] * 20
+    assert clear == [[5]] * 8
 
 
 def test_many_tokens_are_measured_if_no_unit_is_diffuse() -> None:

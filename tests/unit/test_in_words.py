@@ -38,12 +38,17 @@ def event(*culprits: dict[str, Any], **changes: Any) -> dict[str, Any]:
 
 PART = {"tokens": 48, "rows": [8, 9, 11]}
 RARE = "rare tokens (p < 0.05)"
+ONE = "The culprit is a rare token (p < 0.05), in one response with a positive advantage"
+ALL = "Every micro-batch is over its threshold"
+DIFFUSE = "o small set of tokens explains the spike: it is the sum of 48 tokens of three responses"
+NAN = "No single token is the cause: NaN or Inf is in the log-probs or gradients of all of them"
+LAYER = "layers.1 carries 98% of the squared norm"
 
 
 @pytest.mark.parametrize(
     ("found", "sentence"),
     [
-        (event(culprit()), "The culprit is a rare token (p < 0.05), in one response with a positive advantage."),
+        (event(culprit()), f"{ONE}."),
         (
             event(*[culprit("retokenized", row, mismatch_turn=turn) for row, turn in enumerate([2, 2, 4])]),
             "All 3 culprits are tokens in or after turns with which the mismatch to the rollout begins, in three "
@@ -88,24 +93,15 @@ RARE = "rare tokens (p < 0.05)"
             event(culprit("nonfinite", advantage=None), units=[unit(**dict.fromkeys(EVEN, math.nan))]),
             "The culprit is a token with a NaN or infinite gradient, in one response.",
         ),
-        (
-            event(diagnosis="diffuse", diffuse=[PART]),
-            "No small set of tokens explains the spike: it is the sum of 48 tokens of three responses.",
-        ),
+        (event(diagnosis="diffuse", diffuse=[PART]), f"N{DIFFUSE}."),
         (
             event(culprit(), diagnosis="diffuse", diffuse=[PART]),
-            "No small set of tokens explains the spike: it is the sum of 48 tokens of three responses; "
-            "of the tokens that are over the threshold alone, the culprit is a rare token (p < 0.05), in one "
-            "response with a positive advantage.",
+            f"N{DIFFUSE}; of the tokens that are over the threshold alone, t{ONE[1:]}.",
         ),
-        (
-            event(diagnosis="nonfinite", units=[unit(**dict.fromkeys(EVEN, math.nan))]),
-            "No single token is the cause: NaN or Inf is in the log-probs or gradients of all of them.",
-        ),
+        (event(diagnosis="nonfinite", units=[unit(**dict.fromkeys(EVEN, math.nan))]), f"{NAN}."),
         (
             event(diagnosis="nonfinite", broken_parameters={"count": 3, "of": 30, "names": ["c", "b", "a"]}),
-            "No single token is the cause: NaN or Inf is in the log-probs or gradients of all of them; 10% of 30 "
-            "parameters have NaN or infinite gradients, of which the backward reaches c first.",
+            f"{NAN}; 10% of 30 parameters have NaN or infinite gradients, of which the backward reaches c first.",
         ),
         (
             event(culprit("nonfinite"), broken_parameters={"count": 2, "of": 2, "names": ["b", "a"]}),
@@ -123,22 +119,19 @@ RARE = "rare tokens (p < 0.05)"
         ),
         (
             event(culprit(), diagnosis="incomplete"),
-            "The culprit is a rare token (p < 0.05), in one response with a positive advantage, and the search ended "
-            "before it could "
-            "explain the spike.",
+            f"{ONE}, and the search ended before it could explain the spike.",
         ),
         # A fault that hits every token: no micro-batch is under its threshold.
         (
             event(diagnosis="diffuse", diffuse=[PART], units=[unit(**ONE_LAYER)] * 4, ordinary_layer_norms=None),
-            "Every micro-batch is over its threshold; no small set of tokens explains the spike: it is the sum of "
-            "48 tokens of three responses; layers.1 carries 98% of the squared norm.",
+            f"{ALL}; n{DIFFUSE}; {LAYER}.",
         ),
         (
             event(
                 *[culprit("layer", row) for row in range(2)], units=[unit(**ONE_LAYER)] * 4, ordinary_layer_norms=None
             ),
-            "Every micro-batch is over its threshold; both culprits are tokens whose norms are mostly in one layer, "
-            "in two responses with positive advantages; layers.1 carries 98% of the squared norm.",
+            f"{ALL}; both culprits are tokens whose norms are mostly in one layer, in two responses with positive "
+            f"advantages; {LAYER}.",
         ),
         (
             event(culprit("layer"), units=[unit(**ONE_LAYER)]),
@@ -148,19 +141,12 @@ RARE = "rare tokens (p < 0.05)"
         # The layer that has gained most, not the one that carries most.
         (
             event(culprit(), units=[unit(a=7.0, b=6.0)], ordinary_layer_norms={"a": 9.0, "b": 1.0}),
-            "The culprit is a rare token (p < 0.05), in one response with a positive advantage; "
-            "b carries 42% of the squared norm, ordinarily 1%.",
+            f"{ONE}; b carries 42% of the squared norm, ordinarily 1%.",
         ),
         # The same layer carries the norm of ordinary micro-batches.
-        (
-            event(culprit(), units=[unit(**ONE_LAYER)], ordinary_layer_norms=ONE_LAYER),
-            "The culprit is a rare token (p < 0.05), in one response with a positive advantage.",
-        ),
+        (event(culprit(), units=[unit(**ONE_LAYER)], ordinary_layer_norms=ONE_LAYER), f"{ONE}."),
         # A single micro-batch that is over its threshold says nothing about every token.
-        (
-            event(culprit(), ordinary_layer_norms=None, micro_batches=1),
-            "The culprit is a rare token (p < 0.05), in one response with a positive advantage.",
-        ),
+        (event(culprit(), ordinary_layer_norms=None, micro_batches=1), f"{ONE}."),
         (
             event(culprit(), drill={"planted": {"rank": 0, "row": 1, "position": 2}, "found": True, "passes": 1}),
             "A drill: the planted token was found, 1 extra pass.",

@@ -19,6 +19,7 @@ from gradloc.fsdp import collectives
 from gradloc.gradloc import Located
 from gradloc.measure.mini_batch import MiniBatch
 from gradloc.measure.passes import Passes
+from gradloc.threshold import MARGIN
 
 UNITS = 4
 WEIGHT = 1 / (UNITS * RESPONSE)
@@ -201,3 +202,19 @@ def test_a_mini_batch_that_was_thrown_away_is_forgotten() -> None:
     loop.gradloc.start_mini_batch()
     loop.backward([1.0, -1.0, 1.0, -1.0])
     assert loop.gradloc.locate(0, 1).event is None
+
+
+@pytest.mark.parametrize(("sizes", "largest"), [((3.0, 1.0), 0), ((1.0, 3.0), 1)])
+def test_norm_and_threshold_of_a_step_are_of_one_mini_batch(sizes: tuple[float, float], largest: int) -> None:
+    """The one with the largest norm."""
+    loop, given = Loop(grad_norm_threshold="auto"), (2e6, 1e6)
+    # A tenth of 29 norms exceeds the third largest, of 30 the fourth: a mini-batch takes the threshold to the next.
+    norms = [9e6, 8e6, *(threshold / MARGIN for threshold in given), *[1.0] * 25]
+    loop.gradloc.load_state_dict(loop.gradloc.state_dict() | {"token_norms": norms})
+    loop.gradloc.start_update(1)
+    for index, size in enumerate(sizes):
+        loop.backward([size, -size, size, -size])
+        assert loop.gradloc.locate(0, index).take_step
+    metrics = {name.removeprefix("actor/gradloc/"): value for name, value in loop.gradloc.metrics().items()}
+    assert metrics["threshold"] == given[largest]
+    assert metrics["spike_margin"] == pytest.approx(metrics["token_norm_max"] / metrics["threshold"])

@@ -35,33 +35,13 @@ class Forward:
         return None, log_prob.gather(-1, ids[:, PROMPT:, None])[..., 0]
 
 
-def train_pass(
-    model: nn.Module, forward: Forward, config: GradLocConfig | None, gradloc: GradLoc | None = None
-) -> GradLoc | None:
-    """One training pass with a spike in it, and the search for it if there is a config, or a watch already."""
-    if config is not None and gradloc is None:
-        gradloc = GradLoc(model, config, forward)
-    advantage, weight = torch.ones(ROWS, RESPONSE), torch.full((ROWS, RESPONSE), 1 / (ROWS * RESPONSE))
-    advantage[CULPRIT] = SPIKE
-    inputs = {"ids": forward.ids}
-    if gradloc is not None:
-        gradloc.start_update()
-        gradloc.begin_pass(inputs, range(ROWS))
-    _, log_prob = forward(inputs, list(range(ROWS)), RESPONSE)
-    if gradloc is not None:
-        mask = torch.ones(ROWS, RESPONSE)
-        observe(gradloc, log_prob, None, weight, response_mask=mask, token_id=forward.ids[:, PROMPT:])
-    (-log_prob * advantage * weight).sum().backward()
-    if gradloc is not None:
-        gradloc.end_pass()
-        assert gradloc.locate(epoch=0, mini_batch=0).take_step
-    return gradloc
+EVEN = torch.full((ROWS, RESPONSE), 1 / (ROWS * RESPONSE))
 
 
 def micro_batch(
     gradloc: GradLoc,
     forward: Forward,
-    weight: Tensor,
+    weight: Tensor = EVEN,
     factor: float = 1.0,
     facts_of: Callable[[Tensor], dict[str, Any]] = lambda log_prob: {},
 ) -> None:
@@ -73,6 +53,17 @@ def micro_batch(
     observe(gradloc, log_prob, None, weight, response_mask=mask, token_id=forward.ids[:, PROMPT:], **facts)
     (factor * (-log_prob * facts.get("advantage", mask) * weight).sum()).backward()
     gradloc.end_pass()
+
+
+def train_pass(model: nn.Module, forward: Forward, config: GradLocConfig, gradloc: GradLoc | None = None) -> GradLoc:
+    """One training pass with a spike in it, and the search for it, by a watch that may be there already."""
+    gradloc = gradloc or GradLoc(model, config, forward)
+    advantage = torch.ones(ROWS, RESPONSE)
+    advantage[CULPRIT] = SPIKE
+    gradloc.start_update()
+    micro_batch(gradloc, forward, facts_of=lambda _: {"advantage": advantage})
+    assert gradloc.locate(epoch=0, mini_batch=0).take_step
+    return gradloc
 
 
 def norm_of_the_culprit(model: nn.Module, forward: Forward) -> float:
@@ -114,14 +105,15 @@ class Plain(nn.Module):
 
 
 def test_buffers_are_what_they_were() -> None:
-    models = []
-    for config in (None, GradLocConfig(grad_norm_threshold=20.0)):
-        torch.manual_seed(0)
-        models.append(Plain())
-        gradloc = train_pass(models[-1], Forward(models[-1]), config)
-    event, _ = found(gradloc)
+    torch.manual_seed(0)
+    plain = Plain()
+    torch.manual_seed(0)
+    model = Plain()
+    forward = Forward(model)
+    plain(forward.ids)
+    event, _ = found(train_pass(model, forward, GradLocConfig(grad_norm_threshold=20.0)))
     assert event["passes"] > 0
-    for expected, buffer in zip(models[0].buffers(), models[1].buffers(), strict=True):
+    for expected, buffer in zip(plain.buffers(), model.buffers(), strict=True):
         assert torch.equal(expected, buffer)
 
 
@@ -207,7 +199,6 @@ def test_learning_rates_are_those_of_the_steps_that_are_taken(action: str, rates
 def test_a_loss_that_is_scaled_wrongly_is_warned_of() -> None:
     """The loss of a training loop that forgets to divide by its two micro-batches, and one that does not."""
     forward = Forward(Plain())
-    weight = torch.full((ROWS, RESPONSE), 1 / (ROWS * RESPONSE))
     advantage = torch.tensor([1.0, -1.0, 0.5, -0.5]).unsqueeze(1).expand(ROWS, RESPONSE)
     facts = {"advantage": advantage, "loss_agg_mode": "token-mean"}
     warned = {}
@@ -217,7 +208,7 @@ def test_a_loss_that_is_scaled_wrongly_is_warned_of() -> None:
         for step in range(3):
             gradloc.start_update(step)
             for _ in range(micro_batches):
-                micro_batch(gradloc, forward, factor * weight, of_loss, lambda _: facts)
+                micro_batch(gradloc, forward, factor * EVEN, of_loss, lambda _: facts)
             gradloc.locate(epoch=0, mini_batch=0)
             assert step == 2 or not gradloc.warnings
         warned[micro_batches, factor, of_loss] = [warning["sentence"] for warning in gradloc.warnings]
@@ -231,7 +222,6 @@ def test_tokens_that_cannot_be_read_are_no_error_of_training(caplog: pytest.LogC
     """The rest of the update is not searched; the next one is. What fails again is not logged again."""
     forward = Forward(Plain())
     gradloc = GradLoc(forward.logits, GradLocConfig(grad_norm_threshold=1e-6, bisect_budget_steps=2), forward)
-    weight = torch.full((ROWS, RESPONSE), 1 / (ROWS * RESPONSE))
     others = {"response_mask": torch.ones(ROWS, RESPONSE), "token_id": forward.ids[:, PROMPT:]}
     read: list[int] = []
     searched = []
@@ -247,11 +237,11 @@ def test_tokens_that_cannot_be_read_are_no_error_of_training(caplog: pytest.LogC
                 ) -> dict[str, Tensor]:
                     read.append(number)
                     if fails:
-                        return {"log_prob": log_prob, "weight": weight[:1]}
-                    return {"log_prob": log_prob, "weight": weight, **others}
+                        return {"log_prob": log_prob, "weight": EVEN[:1]}
+                    return {"log_prob": log_prob, "weight": EVEN, **others}
 
                 gradloc.observe(tokens, {"coefficient": (log_prob, unchanged)})
-                (-log_prob * weight).sum().backward()
+                (-log_prob * EVEN).sum().backward()
                 gradloc.end_pass()
             assert gradloc.locate(0, mini_batch).take_step
         searched.append((len(gradloc.events), len(read), gradloc.metrics()["actor/gradloc/triggered"]))
@@ -291,11 +281,10 @@ def test_the_sum_of_weights_is_checked_if_all_promise_the_same(modes: list[str],
     """Each micro-batch's loss says how it is aggregated; the last one does not speak for the others."""
     forward = Forward(Plain())
     gradloc = GradLoc(forward.logits, GradLocConfig(grad_norm_threshold=1e9), forward)
-    weight = torch.full((ROWS, RESPONSE), 3 / (ROWS * RESPONSE))
     for step in range(3):
         gradloc.start_update(step)
         for mode in modes:
-            micro_batch(gradloc, forward, weight, facts_of=lambda _, mode=mode: {"loss_agg_mode": mode})
+            micro_batch(gradloc, forward, 3 * EVEN, facts_of=lambda _, mode=mode: {"loss_agg_mode": mode})
         gradloc.locate(epoch=0, mini_batch=0)
     sentences = [warning["sentence"] for warning in gradloc.warnings]
     assert ["add up to 6 instead of 1 (seq-mean-token-mean)" in sentence for sentence in sentences] == [True] * warned
@@ -308,8 +297,7 @@ def test_an_update_warns_though_its_last_mini_batch_is_right() -> None:
     gradloc = GradLoc(forward.logits, config, forward)
     gradloc.start_update(1)
     for mini_batch, factor in enumerate([3.0, 3.0, 3.0, 3.0, 1.0]):
-        weight = torch.full((ROWS, RESPONSE), factor / (ROWS * RESPONSE))
-        micro_batch(gradloc, forward, weight, facts_of=lambda _: {"loss_agg_mode": "token-mean"})
+        micro_batch(gradloc, forward, factor * EVEN, facts_of=lambda _: {"loss_agg_mode": "token-mean"})
         gradloc.locate(0, mini_batch)
     assert [warning["name"] for warning in gradloc.warnings] == ["loss_scale"]
     blamed = [event["verdict"]["cause"] == "loss_scale" for event in gradloc.events]

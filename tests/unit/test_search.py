@@ -67,14 +67,11 @@ def start(
 
 @pytest.mark.parametrize("ordinary", [1.0, None])
 @pytest.mark.parametrize("helpful", [True, False])
-@pytest.mark.parametrize("probes_a_pass", [1, 2, 7])
+@pytest.mark.parametrize("probes_a_pass", [1, 7])
 @pytest.mark.parametrize("n", [1, 3, 64, 500])
-@pytest.mark.parametrize("count", [1, 3])
-def test_finds_exactly_the_planted_tokens(
-    n: int, count: int, probes_a_pass: int, helpful: bool, ordinary: float | None
-) -> None:
+def test_finds_exactly_the_planted_tokens(n: int, probes_a_pass: int, helpful: bool, ordinary: float | None) -> None:
     for seed in range(2):
-        places = torch.randperm(n, generator=torch.Generator().manual_seed(seed))[:count].tolist()
+        places = torch.randperm(n, generator=torch.Generator().manual_seed(seed))[: 1 + 2 * seed].tolist()
         # Two units; each planted token alone lifts any token set that holds it over that set's threshold.
         planted = {place: 3 * THRESHOLD * math.sqrt(n) * (i + 1) for i, place in enumerate(places)}
         tokens = {"a": Tokens(n, planted, seed, ragged=True), "b": Tokens(n, planted, seed + 100)}
@@ -126,7 +123,7 @@ def test_right_suspicion_needs_two_probes_and_wrong_a_logarithm(n: int) -> None:
 @pytest.mark.parametrize(("probes_a_pass", "most"), [(1, 4), (2, 2), (4, 2), (64, 2)])
 def test_codes_find_a_culprit_that_suspicion_misses(probes_a_pass: int, most: int, n: int) -> None:
     """Passes for two digits, one for the token alone and (in the same where two probes fit) for all beside it."""
-    for seed in range(10):
+    for seed in range(3):
         place = (311 * seed) % n
         tokens = {"a": Tokens(n, {place: 20 * THRESHOLD * math.sqrt(n)}, seed)}
         search = start(tokens, helpful=False, ordinary=1.0)
@@ -276,7 +273,7 @@ class Aligned(Tokens):
 @pytest.mark.parametrize("probes_a_pass", [8, 128])
 def test_wide_passes_give_up_as_soon_as_narrow_ones(probes_a_pass: int) -> None:
     """In a wide pass something always stands out by chance, and readings of numbers join what is followed."""
-    tokens = {seed: Aligned(32768, seed) for seed in range(4)}
+    tokens = {seed: Aligned(8192, seed) for seed in range(4)}
     search = start(tokens)
     passes, _ = run(search, tokens, probes_a_pass)
     assert passes < 40 and search.diffuse and search.given_up
@@ -388,7 +385,7 @@ class Drawn(Tokens):
         return torch.full_like(self.weights, flat[self.kind]) if self.kind in flat else super().suspicion(helpful)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_random_searches_end_and_find_what_stands_out(seed: int) -> None:
     choice = random.Random(seed)
     for _ in range(100):

@@ -162,13 +162,13 @@ END = 9
         ([END, 2, 3, 4, 5], [1, 1, 0, 1, 1], [0, 1, 0, 0, 0]),
     ],
 )
-@pytest.mark.parametrize("ends", [{END}, [8, END]])
 def test_tokens_after_eos_are_those_behind_the_end_of_a_turn(
-    token_id: list[int], mask: list[int], behind: list[int], ends: Any
+    token_id: list[int], mask: list[int], behind: list[int]
 ) -> None:
     # Below a row without an end: each row is for itself.
-    found = find_after_eos(torch.tensor([[1] * 5, token_id]), torch.tensor([[1.0] * 5, mask]), ends)
-    assert found.tolist() == [[False] * 5, [bool(value) for value in behind]]
+    for ends in ({END}, [8, END]):
+        found = find_after_eos(torch.tensor([[1] * 5, token_id]), torch.tensor([[1.0] * 5, mask]), ends)
+        assert found.tolist() == [[False] * 5, [bool(value) for value in behind]]
 
 
 def micro_batch(**tokens: list[list[float]]) -> MicroBatch:
