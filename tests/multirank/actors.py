@@ -60,6 +60,7 @@ else:
     from verl.workers.fsdp_workers import ActorRolloutRefWorker
 
 DEVICE = torch.device(cluster.DEVICE)
+LAYERS = 2
 VOCABULARY = 67  # odd, so that not every shard has the same size
 PROMPT, RESPONSE = 6, 10
 TEMPERATURE = 0.9
@@ -94,14 +95,12 @@ class Case:
     # "llama", "lora", "frozen", "moe", "tiled" or "vision"
     model: str = "llama"
     precision: str = "float32"
-    attention: str = "sdpa"
-    layers: int = 3
     # verl 0.9's engine only: reduce the gradient in the last micro-batch alone; nested columns, as its trainer V1 has.
     deferred: bool = False
     nested: bool = False
     # For float16; also what the brute force multiplies its losses with.
     loss_scale: float = 1.0
-    # The first two layers in one `fully_shard([...])`, and the norm with the LM head.
+    # The layers in one `fully_shard([...])`, and the norm with the LM head.
     grouped: bool = False
     # verl's reshard_after_forward=False.
     stays_unsharded: bool = False
@@ -174,7 +173,7 @@ class Case:
         """The relative error of a norm.
 
         In float32, norms are sums over a few 10,000 gradient entries, whose rounding differs with the order of
-        summation. In half precision every value on the way through the three layers, some thirty in a row, is rounded
+        summation. In half precision every value on the way through the layers, some thirty in a row, is rounded
         to 8 or 11 bits: √30 roundings of 2^-9 or 2^-12, taken twice for a norm to spare.
         """
         return {"float32": 1e-5, "bfloat16": 2e-2, "float16": 3e-3}[self.precision]
@@ -199,7 +198,7 @@ def build_model(case: Case) -> torch.nn.Module:
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
         "intermediate_size": 48,
-        "num_hidden_layers": case.layers,
+        "num_hidden_layers": LAYERS,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "initializer_range": 0.2,
@@ -235,7 +234,7 @@ def build_model(case: Case) -> torch.nn.Module:
             **sizes,
             tie_word_embeddings=case.tied,
             attention_dropout=case.dropout,
-            attn_implementation=case.attention,
+            attn_implementation="sdpa",
             torch_dtype="float32",
         )
         model = LlamaForCausalLM(config)
@@ -243,7 +242,7 @@ def build_model(case: Case) -> torch.nn.Module:
         for layer in model.model.layers:  # verl does this to the whole class
             layer.mlp.__class__ = type("TiledLlamaMLP", (type(layer.mlp),), {})
             tiled_mlp._patch_mlp_class(type(layer.mlp), tiled_mlp._mlp_forward_fn, num_shards=3)
-    if case.packed and case.attention == "sdpa":
+    if case.packed:
         attention_utils._get_attention_functions = padding_functions
     if case.fused:
         model.__class__ = type("FusedModel", (type(model),), {})  # it is the class whose forward verl replaces
@@ -291,7 +290,7 @@ def wrap(case: Case, model: torch.nn.Module) -> torch.nn.Module:
         if case.offload_policy:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=DEVICE.type != "cpu")
         if case.grouped:
-            fully_shard([*model.model.layers[:2]], **options)
+            fully_shard([*model.model.layers], **options)
             fully_shard([model.model.norm, model.lm_head], **options)
             fully_shard(model, **options)
             return model

@@ -15,7 +15,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from actors import DEVICE, ENGINE, LEARNING_RATE, PROMPT, RESPONSE, VOCABULARY, Case, stock_module, strategy, wrap
+from actors import (
+    DEVICE,
+    ENGINE,
+    LAYERS,
+    LEARNING_RATE,
+    PROMPT,
+    RESPONSE,
+    VOCABULARY,
+    Case,
+    stock_module,
+    strategy,
+    wrap,
+)
 from batches import Words, build_batch, with_columns
 from mini_batches import loss_factor, split_rows, token_weights, whole_mini_batch
 from transformers import LlamaConfig, LlamaForTokenClassification
@@ -34,11 +46,11 @@ def build_model(case: Case) -> torch.nn.Module:
         vocab_size=VOCABULARY,
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=case.layers,
+        num_hidden_layers=LAYERS,
         num_attention_heads=4,
         num_key_value_heads=2,
         initializer_range=0.2,
-        attn_implementation=case.attention,
+        attn_implementation="sdpa",
         torch_dtype="float32",
         num_labels=1,
         classifier_dropout=0.0,

@@ -447,7 +447,6 @@ def draw(seed: int, world: int) -> Draw:
         trigger=choice.choice(["unit", "unit", "global"]),
         planted=planted,
         nan=nan,
-        layers=2,
     )
     options = {
         "spike_detection": True,

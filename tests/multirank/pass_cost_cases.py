@@ -303,8 +303,8 @@ class OfCheckpoints(nn.Module):
         return self.lm_head(hidden)
 
 
-def norms_with_checkpointing(wrapped: bool, reentrant: bool) -> tuple[list[float], list[float]]:
-    """The layers' squared norms as measured, and those of the model without sharding."""
+def norms_with_checkpointing(wrapped: bool, reentrant: bool) -> tuple[list[list[float]], list[float]]:
+    """The layers' squared norms as measured beside another meter, and once it is closed; those without sharding."""
     torch.manual_seed(3)
     model = OfCheckpoints(reentrant)
     whole, ids = copy.deepcopy(model), torch.arange(8).view(2, 4)
@@ -312,30 +312,16 @@ def norms_with_checkpointing(wrapped: bool, reentrant: bool) -> tuple[list[float
         mesh = init_device_mesh(DEVICE.type, (dist.get_world_size(),))
         for module in (*model.layers, model):
             fully_shard(module, mesh=mesh)
-    norms = LocalNorms(model, DEVICE)
-    norms.start()
-    model(ids).square().sum().backward()
-    squares = dict(zip(norms.layers, norms.stop().tolist(), strict=True))
-    norms.close()
-    whole(ids).square().sum().backward()
-    expected = [sum(float(p.grad.double().square().sum()) for p in layer.parameters()) for layer in whole.layers]
-    return [squares[f"layers.{i}"] for i in range(2)], expected
-
-
-def norms_beside_a_closed_one() -> list[list[float]]:
-    """Those of the second of two, before and after the first one was removed; and whether hooks are left."""
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    for layer in model:
-        fully_shard(layer, mesh=init_device_mesh(DEVICE.type, (dist.get_world_size(),)))
-    first, second = LocalNorms(model, DEVICE), LocalNorms(model, DEVICE)
+    other, norms = LocalNorms(model, DEVICE), LocalNorms(model, DEVICE)
     found = []
     for _ in range(2):
-        second.start()
-        model(torch.ones(2, 8)).square().sum().backward()
-        found.append(second.stop().tolist())
+        norms.start()
+        model(ids).square().sum().backward()
+        squares = dict(zip(norms.layers, norms.stop().tolist(), strict=True))
+        found.append([squares[f"layers.{i}"] for i in range(2)])
         model.zero_grad()
-        first.close()
-    second.close()
+        other.close()
+    norms.close()
     assert not any("post_backward" in vars(group) for group in param_groups(model))
-    return found
+    whole(ids).square().sum().backward()
+    return found, [sum(float(p.grad.double().square().sum()) for p in layer.parameters()) for layer in whole.layers]

@@ -119,20 +119,16 @@ class AfterWarmUp:
     norm: float
 
 
-def after_warm_up(case: Case, directory: str, advantage: float) -> list[AfterWarmUp]:
+def after_warm_up(case: Case, directory: str) -> list[AfterWarmUp]:
     """A run that keeps a bundle, one with TokenClip and one with LayerClip, which have learned their bounds.
 
-    The planted token is its response's only one, and has this advantage. The weights stay as they are.
+    It has one rank, and the planted token is its response's only one. The weights stay as they are.
     """
-    if dist.get_rank() == 0:
-        save_model(case, Path(directory))
-    dist.barrier()
-    batches = [build_batch(case, dist.get_rank(), seed) for seed in (*range(1, 21), 0)]
-    for rank, row, position in case.planted:
-        if rank == dist.get_rank():
-            batches[-1].batch["advantages"][row, position] = advantage
-            batches[-1].batch["response_mask"][row] = 0.0
-            batches[-1].batch["response_mask"][row, position] = 1.0
+    save_model(case, Path(directory))
+    batches = [build_batch(case, 0, seed) for seed in (*range(1, 21), 0)]
+    ((_, row, position),) = case.planted
+    batches[-1].batch["response_mask"][row] = 0.0
+    batches[-1].batch["response_mask"][row, position] = 1.0
     found = []
     for options in (
         {"bisect_dump_dir": f"{directory}/dump", "spike_replay": 1, "token_clip": TokenClipConfig(True, "log")},
@@ -154,6 +150,5 @@ def after_warm_up(case: Case, directory: str, advantage: float) -> list[AfterWar
             actor.update_policy(copy.deepcopy(batch))
         actor.gradloc._threshold = Threshold(EVERY)
         actor.update_policy(copy.deepcopy(batches[-1]))
-        dist.all_reduce(squares)
         found.append(AfterWarmUp(events_of(actor)[0], float(squares.sqrt())))
     return found

@@ -1,25 +1,59 @@
-"""grad_norm_threshold=auto: in actors with checkpoints, and on real gradients."""
+"""grad_norm_threshold=auto in actors with checkpoints."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import json
 from pathlib import Path
+from typing import Any
 
-import auto_threshold_cases
 import pytest
-from actors import Case
-from cluster import Cluster
+import torch
+import torch.distributed as dist
+from actor_cases import Run, train
+from actors import Case, build_actor, checkpoints, events_of
+from batches import build_batch
 from test_actor import Launch
 from valid_events import valid_events
 
-ROOT = Path(__file__).parents[2]
+AUTO = {"spike_replay": 0, "spike_detection": True, "grad_norm_threshold": "auto", "bisect_budget_steps": 50}
 
 
-@pytest.mark.parametrize("wrap", ["fsdp1", pytest.param("fsdp2", marks=pytest.mark.target(version="0.9.1"))])
-def test_a_resumed_run_has_the_same_thresholds_and_finds_the_spike(launch: Launch, tmp_path: Path, wrap: str) -> None:
-    case = Case(wrap, rows=8, mini_batch=2, planted=((1, 3, 6),))
-    results = launch(2, auto_threshold_cases.resume, case, str(tmp_path))
+def resume(case: Case, folder: str) -> tuple[list[float | None], list[float | None], list[float | None], str]:
+    """Thresholds after a checkpoint, of the run that went on, of one resumed from it, and of one that begins anew.
+
+    Returns:
+        tuple: The three lists, and the events of the run that went on, whose last update has a spike.
+    """
+
+    def start() -> tuple[Any, Any]:
+        actor = build_actor(case, **AUTO)
+        return actor, checkpoints(actor, torch.optim.lr_scheduler.ConstantLR(actor.actor_optimizer, factor=1.0))
+
+    def update(actor: Any, seeds: list[int]) -> list[float | None]:
+        batches = [build_batch(case, dist.get_rank(), seed) for seed in seeds]
+        return [actor.update_policy(batch).get("actor/gradloc/threshold") for batch in batches]
+
+    actor, manager = start()
+    update(actor, list(range(1, 7)))
+    manager.save_checkpoint(folder)
+    # The batch of seed 0 has the planted tokens.
+    straight = update(actor, [7, 8, 0])
+    events = json.dumps(events_of(actor))
+    actor, manager = start()
+    manager.load_checkpoint(folder)
+    resumed = update(actor, [7, 8, 0])
+    actor, _ = start()
+    return straight, resumed, update(actor, [7, 8, 0]), events
+
+
+def warm_up(case: Case) -> Run:
+    return train(case, calls=2, **AUTO)
+
+
+@pytest.mark.target(version="0.9.1")
+def test_a_resumed_run_has_the_same_thresholds_and_finds_the_spike(launch: Launch, tmp_path: Path) -> None:
+    case = Case("fsdp2", rows=8, mini_batch=2, planted=((1, 3, 6),))
+    results = launch(2, resume, case, str(tmp_path))
     for straight, resumed, anew, events in results:
         assert None not in straight
         assert resumed == pytest.approx(straight, rel=1e-12)
@@ -32,7 +66,7 @@ def test_a_resumed_run_has_the_same_thresholds_and_finds_the_spike(launch: Launc
 
 def test_in_the_warm_up_only_nan_is_a_spike(launch: Launch) -> None:
     case = Case("fsdp2", planted=((1, 3, 6),), nan=((0, 2, 7),))
-    for run in launch(2, auto_threshold_cases.warm_up, case):
+    for run in launch(2, warm_up, case):
         first, second = (valid_events(events) for events in run.events)
         (event,) = first
         assert {(c["rank"], c["row"], c["position"]) for c in event["culprits"]} >= {(0, 2, 7)}
@@ -48,25 +82,8 @@ def test_in_the_warm_up_only_nan_is_a_spike(launch: Launch) -> None:
 )
 def test_without_any_finite_norm_only_nan_is_a_culprit(launch: Launch, world: int, case: Case) -> None:
     """One micro-batch in all, and the reduced meter: a NaN leaves nothing to tell ordinary norms from."""
-    for run in launch(world, auto_threshold_cases.warm_up, case):
+    for run in launch(world, warm_up, case):
         first, second = (valid_events(events) for events in run.events)
         (event,) = first
         assert event["complete"] and second == []
         assert {(c["rank"], c["row"], c["position"]) for c in event["culprits"]} == {(0, 2, 7)}
-
-
-@pytest.mark.slow
-def test_on_the_embedded_model_clean_updates_are_silent_and_a_planted_token_is_found(tmp_path: Path) -> None:
-    prepare = [sys.executable, str(ROOT / "embedded/prepare.py"), str(tmp_path)]
-    subprocess.run(prepare, check=True, capture_output=True)
-    cluster = Cluster(1)
-    try:
-        (found,) = cluster.run(
-            auto_threshold_cases.real_gradients, str(tmp_path / "model"), str(tmp_path / "train.parquet")
-        )
-    finally:
-        cluster.stop()
-    assert found["clean"] == []
-    assert found["token_norm_max"] < found["threshold"] < 20 * found["token_norm_max"]
-    (event,) = found["planted"]
-    assert event["complete"] and event["culprits"][0]["position"] == 2

@@ -68,7 +68,7 @@ def test_a_hang_ends_with_the_stacks(two: Cluster) -> None:
 
 def test_after_a_failure_the_others_may_fail_slowly(two: Cluster) -> None:
     with pytest.raises(RankFailed, match="rank 0: Traceback(.|\n)*of rank 0(.|\n)*rank 1: Traceback(.|\n)*of rank 1"):
-        two.run(fail_later, 5.0)
+        two.run(fail_later, 3.0)
 
 
 @pytest.mark.skipif(fast_masks.by_mapping is None, reason="transformers 5 broadcasts by itself")

@@ -24,11 +24,9 @@ PLANTED = ((1, 5, 1),)
 
 @cases(
     on_engine(2, Case("fsdp1", mini_batch=4)),
-    (2, Case("fsdp1-orig", mini_batch=4)),
-    on_engine(2, Case(dynamic=True)),
+    (2, Case("fsdp1-orig", dynamic=True)),
     on_engine(2, Case(loss_agg_mode="seq-mean-token-mean", nested=actors.ENGINE)),
     (1, Case("none")),
-    (4, Case("fsdp2", micro_batch=4)),
 )
 def test_norms_and_errors_are_those_of_plain_autograd(launch: Launch, tmp_path: Path, world: int, case: Case) -> None:
     """A τ of nearly zero makes every micro-batch a spike."""
@@ -66,8 +64,7 @@ def test_norms_and_errors_are_those_of_plain_autograd(launch: Launch, tmp_path: 
 
 
 @cases(
-    on_engine(2, Case("fsdp1", dynamic=True, planted=PLANTED)),
-    on_engine(2, Case(nested=actors.ENGINE, epochs=2, mini_batch=4, planted=PLANTED)),
+    on_engine(2, Case("fsdp1", nested=actors.ENGINE, epochs=2, mini_batch=4, planted=PLANTED)),
 )
 def test_a_planted_return_is_found(launch: Launch, tmp_path: Path, world: int, case: Case) -> None:
     results = launch(world, critic_cases.planted, case, str(tmp_path), 100.0)
@@ -95,7 +92,7 @@ def test_a_planted_return_is_found(launch: Launch, tmp_path: Path, world: int, c
     assert (warning["name"], warning["first_step"], warning["sentence"]) == ("critic", 7, lines[-1]["summary"])
 
 
-@cases(on_engine(2, Case("fsdp2", model="tiled", planted=PLANTED)))
+@cases((2, Case("fsdp2", model="tiled", planted=PLANTED)))
 def test_a_tiled_mlp_is_measured_by_its_reduced_gradient(
     launch: Launch, tmp_path: Path, world: int, case: Case
 ) -> None:
@@ -109,7 +106,6 @@ def test_a_tiled_mlp_is_measured_by_its_reduced_gradient(
 
 
 @cases(
-    (2, Case("fsdp1", mini_batch=4, optimizer="sgd", planted=PLANTED)),
     on_engine(2, Case("fsdp2", dynamic=True, planted=PLANTED)),
 )
 def test_training_is_that_of_the_released_verl(launch: Launch, tmp_path: Path, world: int, case: Case) -> None:

@@ -8,7 +8,7 @@ import drill_cases
 import pytest
 from actor_cases import Run
 from actors import ENGINE, Case
-from test_actor import ONE, THREE, WRAPS, Launch, same_events
+from test_actor import ONE, THREE, Launch, same_events
 from test_configurations import skip_what_verl_cannot_train
 from valid_events import valid_events
 
@@ -28,13 +28,11 @@ def check_drill(event: dict[str, Any], metrics: dict[str, Any]) -> None:
 
 ON_ENGINE = [pytest.mark.target(version="0.9.1")]
 DRILLS: list[tuple[int, Case, dict[str, Any], list[pytest.MarkDecorator]]] = [
-    *[(2, Case(w, checkpointing=True, dropout=0.2, optimizer="adamw", mini_batch=4), {}, []) for w in WRAPS[:2]],
-    (2, Case(checkpointing=True, dropout=0.2, optimizer="adamw", mini_batch=4), {}, ON_ENGINE),
-    *[(2, Case(wrap, model="lora"), {}, []) for wrap in ("fsdp1", "fsdp2")],
+    (2, Case(checkpointing=True, dropout=0.2, optimizer="adamw", mini_batch=4), {}, []),
+    (2, Case("fsdp1", model="lora"), {}, []),
     (2, Case(model="moe", micro_batch=8), {}, []),
-    (2, Case("fsdp1", precision="float16", loss_scale=2.0**14), {}, ON_ENGINE),
-    (2, Case(precision="bfloat16", model="frozen"), {}, []),
-    (2, Case("fsdp1-orig", dynamic=True, mini_batch=4, epochs=2, kl=True, entropy=True), {}, ON_ENGINE),
+    (2, Case("fsdp1", precision="float16", loss_scale=2.0**14), {}, []),
+    (2, Case("fsdp1-orig", dynamic=True, mini_batch=4, epochs=2, kl=True, entropy=True), {}, []),
     (2, Case("fsdp1", packed=True, fused=True, trigger="global"), {"spike_trigger": "global"}, ON_ENGINE),
     (2, Case(model="vision"), {"bisect_until": "exhaustive"}, []),
     (2, Case(model="tiled"), {}, []),
@@ -42,10 +40,9 @@ DRILLS: list[tuple[int, Case, dict[str, Any], list[pytest.MarkDecorator]]] = [
     (4, Case("fsdp1", hsdp=True), {}, []),
     (1, Case("none", loss_agg_mode="seq-mean-token-mean"), {"grad_norm_threshold": "auto"}, []),
     # No token can move but the planted one.
-    (2, Case("fsdp1", mini_batch=4, still=EVERY_ROW), {}, []),
     (2, Case(still=EVERY_ROW, trigger="global"), {"spike_trigger": "global"}, []),
     # A real spike in the mini-batch of the drill is found besides, and acted on.
-    (2, Case(planted=THREE), {"spike_action": "drop"}, ON_ENGINE),
+    (2, Case(planted=THREE), {"spike_action": "drop"}, []),
     (2, Case(planted=ONE), {"spike_action": "skip", "spike_trigger": "global", "clip_layers": True}, ON_ENGINE),
 ]
 
@@ -73,9 +70,9 @@ def test_a_drill_finds_its_token_and_changes_no_bit(
         assert culprit["grad_norm"] > first[0]["threshold"]
 
 
-@pytest.mark.parametrize("case", [Case("fsdp2", mini_batch=4), Case("fsdp1", dynamic=True, kl=True)])
-def test_the_norm_of_the_planted_token_is_that_of_the_oracle(launch: Launch, case: Case) -> None:
+def test_the_norm_of_the_planted_token_is_that_of_the_oracle(launch: Launch) -> None:
     """Against brute force: the culprit's norm over its raised coefficient is the norm of ∇log p."""
+    case = Case("fsdp1", dynamic=True, kl=True)
     units = launch(2, drill_cases.sensitivities, case)[0]
     _, _, drilled, _ = launch(2, drill_cases.both, case, {})[0]
     event = valid_events(drilled.events[0])[0]
@@ -92,7 +89,7 @@ def test_the_norm_of_the_planted_token_is_that_of_the_oracle(launch: Launch, cas
 
 @pytest.mark.parametrize(
     ("world", "size"),
-    [(2, 1), (2, 2), pytest.param(4, 2, marks=ON_ENGINE)],
+    [(2, 1), pytest.param(4, 2, marks=ON_ENGINE)],
 )
 def test_a_drill_finds_its_token_in_shared_sequences(launch: Launch, world: int, size: int) -> None:
     """With sequence parallelism, and with the reduced meter on unshared data."""
@@ -121,19 +118,18 @@ def test_a_drill_without_a_response_token_fails_with_a_reason(launch: Launch) ->
     assert event["drill"]["planted"] is None and "no response token" in event["error"]
 
 
-@pytest.mark.parametrize(("wrap", "options"), [("fsdp1", {}), ("fsdp2", {"spike_action": "skip", "clip_layers": True})])
-def test_a_drill_with_nan_weights_fails_with_a_reason(launch: Launch, wrap: str, options: dict[str, Any]) -> None:
-    event = failed_drill(launch(2, drill_cases.with_broken_weights, Case(wrap), options))
+def test_a_drill_with_nan_weights_fails_with_a_reason(launch: Launch) -> None:
+    options = {"spike_action": "skip", "clip_layers": True}
+    event = failed_drill(launch(2, drill_cases.with_broken_weights, Case(), options))
     assert event["diagnosis"] == "nonfinite" and event["drill"]["planted"] is None
 
 
 @pytest.mark.parametrize(
     ("case", "number"),
     [
-        (Case("fsdp1"), 2),
-        *[(Case("fsdp2"), number) for number in (0, 2, 5)],
+        *[(Case("fsdp1"), number) for number in (0, 2, 5)],
         # Parts of a micro-batch do not reach all experts: a dummy pass comes first.
-        *[(Case("fsdp2", model="moe", micro_batch=8), number) for number in (0, 1)],
+        (Case("fsdp2", model="moe", micro_batch=8), 1),
     ],
 )
 def test_a_failing_pass_fails_the_drill_on_all_ranks(launch: Launch, case: Case, number: int) -> None:

@@ -8,22 +8,79 @@ from typing import Any
 
 import actors
 import pytest
-from actors import Case
+import torch
+import torch.distributed as dist
+from actors import Case, build_actor
+from batches import Words, build_batch, response_length, with_columns
+from reduced_meter_cases import share_sequences, stand_in_for_a_gpu
 from test_actor import ONE, THREE, Launch, cases, check_bit_identity, check_planted_tokens, near
 from valid_events import valid_events
+
+
+def evidence(case: Case, directory: str, shuffle: bool, size: int = 1) -> tuple[list[Any], list[dict[str, Any]]]:
+    """Two updates whose evidence is written, of groups of `size` ranks that share their data and split its computation.
+
+    Returns:
+        tuple: For each planted token, its row's name, and its position and id; the metrics of each update.
+    """
+    options = {"spike_detection": True, "grad_norm_threshold": 1e3, "bisect_dump_dir": directory}
+    if size > 1:
+        options["ulysses_sequence_parallel_size"] = size
+        stand_in_for_a_gpu(case, size)
+    actor = build_actor(case, **options)
+    if size > 1:
+        share_sequences(actor, size)
+    own_rank = dist.get_rank() // size
+    actor.engine._evidence._tokenizer = Words()
+    actor.dataloader = {"shuffle": shuffle}
+    metrics, planted = [], []
+    for seed in range(2):
+        with torch.random.fork_rng():
+            batch = build_batch(case, own_rank, seed)
+        with_columns(case, batch, own_rank)
+        if seed == 0:
+            for rank, row, position in case.planted:
+                if rank == own_rank:
+                    prompt = batch.batch["input_ids"][row, : -batch.batch["responses"].shape[1]]
+                    prompt = prompt[batch.batch["attention_mask"][row, : len(prompt)].bool()]
+                    planted.append(
+                        {
+                            "uid": f"{rank}/{row}",
+                            "position": position,
+                            "token": str(batch.batch["responses"][row, position].item()),
+                            "prompt": " ".join(map(str, prompt.tolist())),
+                            "response": " ".join(
+                                map(str, batch.batch["responses"][row, : response_length(rank, row)].tolist())
+                            ),
+                            "reward": 100.0 * rank + row,
+                            "ground_truth": str(row),
+                            "data_source": "sums",
+                        }
+                    )
+        metrics.append(actor.update_policy(batch))
+    return planted, metrics
+
+
+def step_of_two_updates(case: Case, directory: str) -> list[dict[str, Any]]:
+    """The metrics of two updates that make up a step; both have the planted tokens."""
+    actor = build_actor(case, spike_detection=True, grad_norm_threshold=1e3, bisect_dump_dir=directory)
+    metrics = []
+    for update in range(2):
+        with torch.random.fork_rng():
+            batch = build_batch(case, dist.get_rank())
+        actor.update_of_step = update, 2
+        metrics.append(actor.update_policy(batch))
+    return metrics
+
 
 pytestmark = [
     pytest.mark.target(version="0.9.1"),
     pytest.mark.skipif(not actors.ENGINE, reason="this verl trains with its legacy actor"),
 ]
 
-if actors.ENGINE:
-    import engine_cases
-
 
 @cases(
-    (2, Case("fsdp1", deferred=True, mini_batch=4, planted=THREE)),
-    (2, Case(deferred=True, dynamic=True, planted=THREE)),
+    (2, Case("fsdp1", deferred=True, dynamic=True, planted=THREE)),
     (2, Case(nested=True, mini_batch=4, rollout=True, kl=True, planted=THREE)),
     # One of the micro-batches has no response, and so no column.
     (2, Case("fsdp1-orig", deferred=True, nested=True, micro_batch=1, kl=True, entropy=True, planted=THREE)),
@@ -59,7 +116,7 @@ def check_written(
 @pytest.mark.parametrize("shuffle", [False, True], ids=["in_order", "shuffled"])
 def test_each_rank_describes_its_culprits(launch: Launch, tmp_path: Path, shuffle: bool) -> None:
     case = Case(mini_batch=4, nested=not shuffle, planted=THREE)
-    results = launch(2, engine_cases.evidence, case, str(tmp_path), shuffle, 2)
+    results = launch(2, evidence, case, str(tmp_path), shuffle)
     events, _ = check_written(tmp_path, results)
     for _, (first, second) in results:
         assert first["actor/gradloc/triggered"] == len(events) and second["actor/gradloc/triggered"] == 0
@@ -68,7 +125,7 @@ def test_each_rank_describes_its_culprits(launch: Launch, tmp_path: Path, shuffl
 
 def test_the_updates_of_a_step_are_counted_together(launch: Launch, tmp_path: Path) -> None:
     """As verl's asynchronous trainer with separate rollouts makes them, which takes a GPU to run."""
-    results = launch(2, engine_cases.step_of_two_updates, Case(mini_batch=4, planted=ONE), str(tmp_path))
+    results = launch(2, step_of_two_updates, Case(mini_batch=4, planted=ONE), str(tmp_path))
     (step,) = (json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines())
     events = valid_events(f"[{','.join((tmp_path / 'spikes.jsonl').read_text().splitlines())}]")
     assert [event["mini_batch"] for event in events] == [0, 2]
@@ -84,7 +141,7 @@ def test_ranks_that_share_their_data_are_counted_once(launch: Launch, tmp_path: 
     written = {}
     for world, size in ((2, 1), (4, 2)):
         folder = tmp_path / str(size)
-        results = launch(world, engine_cases.evidence, case, str(folder), True, 2, size)
+        results = launch(world, evidence, case, str(folder), True, size)
         assert [metrics == [{}, {}] for _, metrics in results] == [rank % size > 0 for rank in range(world)]
         written[size] = check_written(folder, results)
     (alone, steps), (shared, steps_of_shared) = written[1], written[2]
@@ -104,13 +161,3 @@ def test_ranks_that_share_their_data_are_counted_once(launch: Launch, tmp_path: 
     for step, other in zip(steps, steps_of_shared, strict=True):
         for name in ("ratio_max", "rollout_ratio_max", "unlikely_share"):
             assert other[name] == near(step[name]), name
-
-
-@pytest.mark.parametrize("shared", [True, False])
-def test_a_run_resumes_with_what_was_learned(launch: Launch, tmp_path: Path, shared: bool) -> None:
-    for state, norms, later, files, error in launch(2, engine_cases.resumed, str(tmp_path), shared):
-        assert set(state) == {"gradloc", "layer_clip"} and "gradloc_state.pt" in files
-        assert len(norms["norms"]) == 1
-        assert later["loaded"] == [*norms["norms"], *later["loaded"][1:]] and len(later["loaded"]) == 2
-        assert len(later["fresh"]) == 1
-        assert error.startswith(f"RankFailedError: rank 0: ValueError: {tmp_path}/checkpoint/gradloc_state.pt cannot")

@@ -8,7 +8,7 @@ import action_cases
 import pytest
 from action_cases import POISONS
 from actors import VOCABULARY, Case
-from test_actor import Launch, cases, same_events
+from test_actor import Launch, cases, harmless, same_events
 
 PLACE = (1, 3, 4)
 
@@ -21,24 +21,20 @@ def places(event: dict[str, Any]) -> list[tuple[int, int, int]]:
 def test_a_token_with_a_non_finite_input_is_the_culprit(launch: Launch, poison: str) -> None:
     case = Case(mini_batch=4, kl=True, rollout_weights=True)
     results = launch(2, action_cases.poisoned, case, poison, [PLACE])
-    ((event,),) = same_events([run for _, run in results])
+    ((event,),) = harmless(results)
     assert places(event) == [PLACE] and event["culprits"][0]["source"] == "nonfinite"
     assert event["diagnosis"] == "tokens" and event["complete"]
     (unit,) = event["units"]
     assert unit["broken_tokens"] == 1
-    for same, _ in results:
-        assert all(same.values()), same
 
 
-@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
-def test_a_nan_in_the_padding_is_found(launch: Launch, mode: str) -> None:
+def test_a_nan_in_the_padding_is_found(launch: Launch) -> None:
     """The masks multiply it by zero, which NaN survives. Row 1 of rank 0 has no token at all."""
     poisoned = [(0, 1, 3), (1, 3, 9)]
-    results = launch(2, action_cases.poisoned, Case(loss_agg_mode=mode), "advantage is NaN", poisoned)
-    ((event,),) = same_events([run for _, run in results])
+    case = Case(loss_agg_mode="seq-mean-token-mean")
+    results = launch(2, action_cases.poisoned, case, "advantage is NaN", poisoned)
+    ((event,),) = harmless(results)
     assert places(event) == poisoned and event["diagnosis"] == "tokens" and event["complete"]
-    for same, _ in results:
-        assert all(same.values()), same
 
 
 def test_no_token_is_blamed_where_every_one_is_nan(launch: Launch) -> None:
@@ -50,9 +46,8 @@ def test_no_token_is_blamed_where_every_one_is_nan(launch: Launch) -> None:
     assert event["complete"] and len(event["units"]) == 8
 
 
-@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
-def test_a_rank_without_response_tokens_does_not_stop_the_search(launch: Launch, mode: str) -> None:
-    case = Case(loss_agg_mode=mode, planted=((0, 0, 4),))
+def test_a_rank_without_response_tokens_does_not_stop_the_search(launch: Launch) -> None:
+    case = Case(planted=((0, 0, 4),))
     results = launch(2, action_cases.empty_mask, case)
     ((event,),) = same_events([run for _, run in results])
     assert places(event) == [(0, 0, 4)] and event["complete"]
@@ -64,7 +59,7 @@ def test_a_rank_without_response_tokens_does_not_stop_the_search(launch: Launch,
 # The index is that of a row's first element: its token's.
 TOKEN = 11
 WEIGHTS = [
-    ("inf", "model.layers.2.self_attn.q_proj.weight", 7),
+    ("inf", "model.layers.1.self_attn.q_proj.weight", 7),
     ("nan", "lm_head.weight", 3),
 ]
 
@@ -77,7 +72,6 @@ def test_no_token_is_blamed_for_a_non_finite_weight(launch: Launch, value: str, 
     assert event["complete"] and len(event["units"]) == 8
 
 
-@pytest.mark.target(version="0.9.1")
 def test_a_nan_in_an_embedding_is_traced_to_its_token(launch: Launch) -> None:
     runs = launch(2, action_cases.broken_weight, Case(), float("nan"), "model.embed_tokens.weight", TOKEN * 32)
     ((event,),) = same_events(runs)
@@ -88,24 +82,20 @@ def test_a_nan_in_an_embedding_is_traced_to_its_token(launch: Launch) -> None:
 
 
 # The last: where no token of its micro-batch can move.
-@cases((2, Case("fsdp1")), (2, Case()), (2, Case(still=((1, 2), (1, 3)))))
+@cases((2, Case("fsdp1")), (2, Case(still=((1, 2), (1, 3)))))
 def test_a_nan_in_the_backward_of_one_token_is_traced_to_it(launch: Launch, world: int, case: Case) -> None:
     results = launch(world, action_cases.broken_backward, case, PLACE)
-    ((event,),) = same_events([run for _, run in results])
+    ((event,),) = harmless(results)
     assert places(event) == [PLACE] and event["culprits"][0]["source"] == "nonfinite" and event["complete"]
     assert event["passes"] <= 8
-    for same, _ in results:
-        assert all(same.values()), same
 
 
 def test_no_token_is_blamed_for_a_nan_in_the_backward_of_all(launch: Launch) -> None:
     """One pass tells, however many units there are."""
     results = launch(2, action_cases.broken_backward, Case("fsdp1", micro_batch=1), None)
-    ((event,),) = same_events([run for _, run in results])
+    ((event,),) = harmless(results)
     assert (event["diagnosis"], event["passes"], event["culprits"]) == ("nonfinite", 1, [])
     assert event["complete"] and len(event["units"]) == 16
-    for same, _ in results:
-        assert all(same.values()), same
 
 
 # Over what float16 holds, whatever the gradient; and well within.
@@ -116,11 +106,10 @@ def test_no_token_is_blamed_for_an_overflow_of_the_loss_scale(launch: Launch) ->
     """The scaler leaves the step out and lowers its scale, as it does without GradLoc."""
     case = Case("fsdp1", precision="float16", loss_scale=TOO_LARGE)
     results = launch(2, action_cases.overflow, case, [])
-    ((event,),) = same_events([run for _, _, run in results])
+    ((event,),) = harmless(results)
     assert (event["diagnosis"], event["passes"], event["culprits"]) == ("overflow", 0, [])
     assert event["loss_scale"] == TOO_LARGE and event["complete"]
-    for same, scales, _ in results:
-        assert all(same.values()), same
+    for *_, scales in results:
         assert scales[0] == scales[1] < TOO_LARGE
 
 
@@ -128,8 +117,7 @@ def test_no_token_is_blamed_for_an_overflow_of_the_loss_scale(launch: Launch) ->
 def test_a_nan_token_is_not_called_an_overflow(launch: Launch, world: int, case: Case) -> None:
     """Not even where there is an overflow, too."""
     results = launch(world, action_cases.overflow, case, [PLACE])
-    ((event,),) = same_events([run for _, _, run in results])
+    ((event,),) = harmless(results)
     assert event["diagnosis"] == "tokens" and places(event) == [PLACE] and event["complete"]
-    for same, scales, _ in results:
-        assert all(same.values()), same
+    for *_, scales in results:
         assert scales[0] == scales[1]

@@ -13,21 +13,9 @@ pytestmark = [
     pytest.mark.target(version="0.9.1"),
     pytest.mark.skipif(not trees.HAS_PLUGINS, reason="the plugin is for verl 0.9"),
 ]
-# What each hook serves, on two ranks: a search in either kind of columns and reduction, what it leaves of training,
-# evidence in and out of order, counts, checkpoints, and all of the critic. The patched verl has the other cases.
-CASES = " or ".join(
-    [
-        "planted_tokens and fsdp2",
-        "bit_identical and fsdp1",
-        "describes",
-        "counted_together",
-        "resumes",
-        "plain_autograd and mini_batch_4 and not orig",
-        "planted_return",
-        "tiled",
-        "released",
-    ]
-)
+# What each hook serves, on two ranks: a search, what it leaves of training, evidence in and out of order, counts,
+# checkpoints, and the critic. The patched verl has the other cases.
+CASES = "bit_identical and fsdp1 or describes or counted_together or resuming and fsdp2 or planted_return or released"
 
 
 def test_engines_are_watched_without_a_patch() -> None:
@@ -43,6 +31,7 @@ def test_engines_are_watched_without_a_patch() -> None:
             "no:cacheprovider",
             "tests/multirank/test_engine.py",
             "tests/multirank/test_critic.py",
+            "tests/multirank/test_layer_clip.py",
             "-k",
             CASES,
         ),
@@ -51,4 +40,4 @@ def test_engines_are_watched_without_a_patch() -> None:
         VERL_USE_EXTERNAL_MODULES="embedded,gradloc_verl,as_if_patched",
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "14 passed" in done.stdout and " skipped" not in done.stdout
+    assert "7 passed" in done.stdout and " skipped" not in done.stdout

@@ -8,19 +8,68 @@ from typing import Any
 import actors
 import pytest
 import torch
-from actors import Case
+import torch.distributed as dist
+from actor_cases import compare_runs, stock_run, train
+from actors import IDENTITY_THRESHOLD, Case, dp_actor, stock_dp_actor
 from test_actor import THREE, Launch, cases
+from torch.utils._python_dispatch import TorchDispatchMode
 from valid_events import valid_events
 
 from gradloc_tools.bundles.opening import Bundle, open_bundle
+
+
+def recorded_and_searched(case: Case, directory: str, **options: Any) -> tuple[dict[str, bool], list[dict[str, Any]]]:
+    """A run whose spikes are only recorded, against the unpatched actor, after the same run with the search."""
+    detection = {"spike_detection": True, "grad_norm_threshold": IDENTITY_THRESHOLD, "spike_replay": 4, **options}
+    searched = train(case, bisect_dump_dir=f"{directory}/searched", **detection)
+    dist.barrier()
+    recorded = train(case, bisect_dump_dir=f"{directory}/recorded", spike_search="replay", **detection)
+    dist.barrier()
+    return compare_runs(recorded, stock_run(case)), searched.metrics, recorded.metrics
+
+
+def collective_calls(case: Case, directory: str) -> dict[str, list[str]]:
+    """The collective calls of runs whose spikes are recorded and searched, and of one without any of our own."""
+
+    class Counted(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls: list[str] = []
+
+        def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+            if function.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
+                self.calls.append(str(function))
+            return function(*arguments, **(options or {}))
+
+    found = {}
+    for name, module, options in (
+        ("recorded", dp_actor, {"spike_detection": True, "spike_search": "replay", "spike_replay": 4}),
+        ("searched", dp_actor, {"spike_detection": True}),
+        ("stock", stock_dp_actor(), {}),
+    ):
+        counted = Counted()
+        with counted:
+            train(
+                case, module, bisect_dump_dir=f"{directory}/{name}", grad_norm_threshold=IDENTITY_THRESHOLD, **options
+            )
+        found[name] = counted.calls
+    return found
+
+
+def with_layer_clip(case: Case, directory: str) -> tuple[bool, int]:
+    """Whether LayerClip measured layers in a run whose spikes are recorded, and how many there were."""
+    from verl.workers.config import LayerClipConfig
+
+    options = {"spike_detection": True, "grad_norm_threshold": IDENTITY_THRESHOLD, "spike_search": "replay"}
+    run = train(case, bisect_dump_dir=directory, layer_clip=LayerClipConfig(enable=True), **options)
+    (metrics,) = run.metrics
+    return any("layer_clip" in name for name in metrics), int(metrics["actor/gradloc/triggered"])
+
 
 pytestmark = [
     pytest.mark.target(version="0.9.1"),
     pytest.mark.skipif(not actors.ENGINE, reason="this verl trains with its legacy actor"),
 ]
-
-if actors.ENGINE:
-    import recorded_cases
 
 SMALL = Case(mini_batch=4, planted=THREE)
 
@@ -40,7 +89,7 @@ def parts_of(event: dict[str, Any], folder: Path, world: int) -> list[Bundle]:
     (2, Case("fsdp1", precision="float16", loss_scale=64.0, planted=THREE)),
 )
 def test_what_is_recorded_is_what_the_search_saw(launch: Launch, tmp_path: Path, world: int, case: Case) -> None:
-    results = launch(world, recorded_cases.recorded_and_searched, case, str(tmp_path))
+    results = launch(world, recorded_and_searched, case, str(tmp_path))
     for same, searched, recorded in results:
         assert all(same.values()), same
         for ours, theirs in zip(recorded, searched, strict=True):
@@ -80,12 +129,12 @@ def test_what_is_recorded_is_what_the_search_saw(launch: Launch, tmp_path: Path,
 
 
 def test_no_collective_call_is_made(launch: Launch, tmp_path: Path) -> None:
-    for calls in launch(2, recorded_cases.collective_calls, SMALL, str(tmp_path)):
+    for calls in launch(2, collective_calls, SMALL, str(tmp_path)):
         assert calls["recorded"] == calls["stock"]
         assert len(calls["searched"]) > len(calls["stock"]) > 0
     assert len(written(tmp_path / "recorded")) == 2
 
 
 def test_layer_clip_works_beside_it(launch: Launch, tmp_path: Path) -> None:
-    for layers, events in launch(2, recorded_cases.with_layer_clip, SMALL, str(tmp_path)):
+    for layers, events in launch(2, with_layer_clip, SMALL, str(tmp_path)):
         assert layers and events == 2
