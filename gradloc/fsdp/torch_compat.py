@@ -51,7 +51,6 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     ),
     "FlatParameter": (
         "_is_padding_mask",
-        "_local_shard",
         "_numels_with_padding",
         "_param_infos",
         "_params",

@@ -133,6 +133,7 @@ OPTIONAL = {
     "_device_handle",
     "_fsdp_param_group",
     "_fsdp_param_groups",
+    "_local_shard",
     "_post_backward_callback_queued",
     "_post_backward_called",
     "_post_backward_hook_state",
