@@ -8,7 +8,6 @@ names the token at no extra pass; no search is needed.
 
 import math
 from collections.abc import Mapping, Sequence
-from datetime import datetime, timezone
 from itertools import chain
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from .evidence.event import micro_batch_over
 from .evidence.ordinary import largest_tokens
-from .evidence.writer import SCHEMA
+from .evidence.writer import SCHEMA, now
 from .fsdp import collectives
 from .gradloc import GradLoc, Located
 from .guarded import warn_once
@@ -85,7 +84,7 @@ class CriticWatch(GradLoc):
         global_norm = gradient.global_norm()
         assert gradient.squared_norms is not None  # they were measured for the norm
         layer_norms = dict(zip(model.reduced_norms.layers, gradient.squared_norms.sqrt().tolist(), strict=True))
-        clock = collectives.broadcast(lambda: datetime.now(timezone.utc).isoformat(), 0)
+        clock = collectives.broadcast(now, 0)
         with collectives.raised_on_all_ranks(model.device):
             self._metrics.add_spike_without_event(skipped=False)  # its line is of another form
             spike = {

@@ -20,8 +20,7 @@ from .fsdp.state import clear_gradients, set_aside, undisturbed
 from .judge.sentences import summary
 from .measure.micro_batch import AllFigures, MicroBatch, MicroBatchName, TokenSubset, usable_tokens
 from .measure.mini_batch import MiniBatch, OrdinaryGradient
-from .measure.passes import Passes
-from .measure.probes import Meter
+from .measure.passes import Meter, Passes
 from .search.investigation import investigate
 from .search.time_limit import SearchTime
 from .threshold import Threshold

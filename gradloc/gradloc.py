@@ -20,8 +20,7 @@ from .fsdp import collectives
 from .fsdp.state import set_aside, undisturbed
 from .measure.mini_batch import MiniBatch, OrdinaryGradient
 from .measure.pass_recorder import PassRecorder, with_a_column
-from .measure.passes import Forward
-from .measure.watched_model import WatchedModel
+from .measure.passes import Forward, WatchedModel
 from .metrics import RunWarnings, UpdateMetrics, own_figures
 from .search.findings import Findings
 from .search.investigation import investigate

@@ -1,16 +1,25 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""A diagnostic must not end the training run: what becomes of an error in one.
+"""A diagnostic must not end the training run, nor hold it up: what becomes of an error in one, and of a slow disk.
 
 For code with collective calls, see `collectives.guarded_on_all_ranks`.
 """
 
 import logging
+import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent import futures
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
+
+_Value = TypeVar("_Value")
+
+# How many seconds the other ranks wait for rank 0's disk: far less than the timeout of a collective call.
+PATIENCE = 60.0
 
 
 class ForeseenError(ValueError):
@@ -60,3 +69,36 @@ def _log(what: str, error: Exception | None) -> None:
     known = error is None or isinstance(error, (ForeseenError, OSError))
     message = what if error is None else f"{what}: {error if known else repr(error)}"
     logger.warning("%s", message, exc_info=None if known else error)
+
+
+class PatientDisk:
+    """Does work that uses a disk in a thread of its own, one piece of work at a time.
+
+    Args:
+        directory (Path): What is waited for, for the error.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._work: futures.Future[Any] | None = None
+
+    def run(self, work: Callable[[], _Value]) -> _Value:
+        """What `work` returns. If it takes longer than `PATIENCE` seconds, it goes on beside training.
+
+        Raises:
+            TimeoutError: It, or earlier work, has not ended in that time.
+        """
+        result: futures.Future[_Value] = futures.Future()
+
+        def run() -> None:
+            try:
+                result.set_result(work())
+            except BaseException as error:  # raised again below
+                result.set_exception(error)
+
+        if self._work is None or self._work.done():
+            self._work = result
+            threading.Thread(target=run, daemon=True).start()
+            if futures.wait([result], PATIENCE).done:
+                return result.result()
+        raise TimeoutError(f"{self._directory} does not respond within {PATIENCE:g} seconds")

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..evidence.patient_disk import PatientDisk
+from ..guarded import PatientDisk
 
 logger = logging.getLogger(__name__)
 

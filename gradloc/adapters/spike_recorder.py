@@ -21,8 +21,7 @@ from verl.utils import tensordict_utils as tu
 
 from ..bundles.bundle_writer import NothingMovesError, write_recorded_bundle
 from ..evidence.event import recorded_event
-from ..evidence.patient_disk import PatientDisk
-from ..guarded import ForeseenError, guarded
+from ..guarded import ForeseenError, PatientDisk, guarded
 from ..measure.micro_batch import MicroBatch, MicroBatchName
 from ..metrics import UpdateMetrics
 from ..threshold import Threshold, is_over

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..evidence import clips
-from ..evidence.token_texts import context_evidence, text_evidence
+from ..evidence.token_facts import context_evidence, text_evidence
 from ..evidence.writer import EVENTS_PER_STEP, STEP_FIGURES, jsonable, limit_texts, record_events, record_step
 from ..fsdp import collectives
 from ..guarded import guarded

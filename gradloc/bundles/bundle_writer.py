@@ -18,11 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import limits
-from ..evidence.patient_disk import PatientDisk
 from ..evidence.writer import jsonable
 from ..fsdp import collectives
-from ..guarded import guarded, warn_once
+from ..guarded import PatientDisk, guarded, warn_once
 from ..layers.layer_clip import LayerClip
 from ..measure.micro_batch import AllFigures, MicroBatch, MicroBatchName, movable, square_weight, suspects
 from ..measure.mini_batch import MiniBatch
@@ -86,7 +84,7 @@ class BundleWriter:
         with collectives.raised_on_all_ranks(mini_batch.model.device):
             names = worth_keeping(event, findings.figures, findings.threshold)
         micro_batches = {}
-        for name in names[: limits.MICRO_BATCHES]:
+        for name in names[: naming.MICRO_BATCHES]:
             if event["search"] == "local" and name in findings.micro_batches:
                 micro_batches[name] = findings.micro_batches[name]
             else:
@@ -133,7 +131,7 @@ class BundleWriter:
 
     def _has_room(self) -> bool:
         try:
-            full = self._disk.run(partial(_no_room, self._directory, self._most, limits.TOTAL_BYTES))
+            full = self._disk.run(partial(_no_room, self._directory, self._most, naming.TOTAL_BYTES))
         except OSError:
             return True  # the write will say what is wrong
         if full is not None:
@@ -164,7 +162,7 @@ def measured_tokens(findings: Findings, among: Mapping[MicroBatchName, Any]) -> 
     ]
     # NaN is larger than any number.
     found.sort(key=lambda token: -token["grad_norm"] if token["grad_norm"] == token["grad_norm"] else -math.inf)
-    return found[: limits.MEASURED_TOKENS]
+    return found[: naming.MEASURED_TOKENS]
 
 
 def _saved(micro_batch: MicroBatch, rows_of: Callable[[Mapping[str, Any]], list[Row]]) -> SavedMicroBatch:
@@ -217,7 +215,7 @@ def write_recorded_bundle(
     if not moving:
         raise NothingMovesError("it has no token with a gradient")
     # Ranks write at the same time, so each has a share of its own.
-    share = limits.TOTAL_BYTES // event["world_size"] if suffix else limits.TOTAL_BYTES
+    share = naming.TOTAL_BYTES // event["world_size"] if suffix else naming.TOTAL_BYTES
     if (full := _no_room(folder, most, share, suffix)) is not None:
         raise NotReplayableError(full)
     kept = _largest(moving)
@@ -234,9 +232,9 @@ def _largest(micro_batches: Mapping[MicroBatchName, SavedMicroBatch]) -> dict[Mi
     ranked = sorted(micro_batches, key=lambda name: -_estimate(micro_batches[name].tokens))
     kept: set[MicroBatchName] = set()
     size = 0
-    for name in ranked[: limits.RECORDED_MICRO_BATCHES]:
+    for name in ranked[: naming.RECORDED_MICRO_BATCHES]:
         size += sum(tensor.nbytes for tensor in layout.to_tensors(micro_batches[name]).values())
-        if kept and size > limits.BUNDLE_BYTES:
+        if kept and size > naming.BUNDLE_BYTES:
             break
         kept.add(name)
     return {name: saved for name, saved in micro_batches.items() if name in kept}
@@ -307,15 +305,15 @@ def _files(
     """The files of a bundle by name."""
     rows = max((len(saved.rows) for saved in micro_batches.values()), default=0)
     layers = more["layers"]
-    if len(layers) > limits.LAYERS or rows > limits.ROWS:
+    if len(layers) > naming.LAYERS or rows > naming.ROWS:
         raise NotReplayableError(
             f"it has {len(layers):,} layers and up to {rows:,} rows in a micro-batch, and "
-            f"{limits.LAYERS:,} and {limits.ROWS:,} are the limits"
+            f"{naming.LAYERS:,} and {naming.ROWS:,} are the limits"
         )
     tensors = {layout.tensor_file(*name): layout.to_tensors(saved) for name, saved in micro_batches.items()}
     size = sum(tensor.nbytes for of_file in tensors.values() for tensor in of_file.values())
-    if size > limits.BUNDLE_BYTES:
-        raise NotReplayableError(f"it would take {size:,} bytes, and {limits.BUNDLE_BYTES:,} are the limit")
+    if size > naming.BUNDLE_BYTES:
+        raise NotReplayableError(f"it would take {size:,} bytes, and {naming.BUNDLE_BYTES:,} are the limit")
     from safetensors.torch import save
 
     files = {file: save(of_file) for file, of_file in tensors.items()}
@@ -340,7 +338,7 @@ def _files(
         "versions": {**versions, **more.get("versions", {})},
     }
     text = json.dumps(jsonable(manifest), allow_nan=False, indent=1).encode()
-    if len(text) > limits.MANIFEST_BYTES:
+    if len(text) > naming.MANIFEST_BYTES:
         raise NotReplayableError(f"its manifest would take {len(text):,} bytes")
     digest = hashlib.sha256(text).hexdigest()
     return {**files, naming.MANIFEST: text, naming.CHECKSUM: f"{digest}  {naming.MANIFEST}\n".encode()}

@@ -34,14 +34,6 @@ class Row:
     def prompt_length(self) -> int:
         return len(self.input_ids) - self.response_length
 
-    def cut(self, response_length: int) -> "Row":
-        """The same with a response of at most this length; with at least one token, which a model needs."""
-        response_length = min(self.response_length, response_length)
-        length = self.prompt_length + response_length
-        if not length:
-            return Row(torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), 0, self.temperature)
-        return Row(self.input_ids[:length], self.position_ids[:length], response_length, self.temperature)
-
 
 @dataclass(frozen=True)
 class SavedMicroBatch:

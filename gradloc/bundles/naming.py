@@ -1,16 +1,22 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The names of a bundle's files, and what they say they are."""
+"""The names of a bundle's files, what they say they are, and how much they may hold."""
 
 FORMAT = 1
 KIND = "gradloc replay bundle"
-RESULT_KIND = "gradloc replay result"
 
 MANIFEST = "manifest.json"
 # In the form of sha256sum.
 CHECKSUM = "manifest.json.sha256"
 FOLDER = "replay"
-# What a replay writes beside the bundle of this name.
-RESULT_SUFFIX = ".result.json"
-# What a search writes beside it.
-EVENT_SUFFIX = ".event.json"
+
+# The limits of a bundle; `TOTAL_BYTES` is that of all of a run's.
+MICRO_BATCHES = 8
+# Of a recorded spike: any of them may hold it.
+RECORDED_MICRO_BATCHES = 64
+MEASURED_TOKENS = 2048
+LAYERS = 4096
+ROWS = 65_536
+MANIFEST_BYTES = 64 * 2**20
+BUNDLE_BYTES = 2**28
+TOTAL_BYTES = 2 * 2**30

@@ -3,11 +3,10 @@
 """What TokenClip found in a mini-batch, as a line of spikes.jsonl."""
 
 from collections.abc import Mapping
-from datetime import datetime, timezone
 from typing import Any
 
 from ..guarded import guarded
-from .writer import SCHEMA
+from .writer import SCHEMA, now
 
 # By action, what happened to the signals that were cut.
 DONE = {"drop": "dropped", "smooth": "reduced"}
@@ -15,7 +14,7 @@ DONE = {"drop": "dropped", "smooth": "reduced"}
 
 def clip_line(where: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
     """A line of the form `CLIP` in gradloc_tools/schema.py, of what `TokenClip.end_mini_batch` returned."""
-    line = {"schema": SCHEMA, "time": datetime.now(timezone.utc).isoformat(), **where, "token_clip": dict(found)}
+    line = {"schema": SCHEMA, "time": now(), **where, "token_clip": dict(found)}
     return {**line, "summary": summary(line)}
 
 

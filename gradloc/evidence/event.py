@@ -6,7 +6,6 @@ import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from datetime import datetime, timezone
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,7 +23,7 @@ from ..search.findings import Findings, Part
 from ..version import __version__
 from .ordinary import largest_tokens, medians_of, ordinary_shares, token_medians
 from .token_facts import response_kl, response_window, token_evidence
-from .writer import SCHEMA
+from .writer import SCHEMA, now
 
 # What is known of a culprit, for which the search has no use: see `_facts`.
 Facts = dict[str, Any]
@@ -105,26 +104,22 @@ def build_event(
         model.sequence_parallel_size,
     )
     measured = _measured_shares(mini_batch, findings, medians)
-    ordinary_before = ordinary.layer_norms(model)
-    clocks = collectives.gather_objects((time.perf_counter() - started, datetime.now(timezone.utc).isoformat()))
+    before = ordinary.layer_norms(model)
+    clocks = collectives.gather_objects((time.perf_counter() - started, now()))
     with collectives.raised_on_all_ranks(model.device):
         fields = {
             "time": clocks[0][1],
             **where,
-            "passes": findings.passes + done.passes,
             "action": action,
             "applied": done.applied,
             "trigger": _trigger(mini_batch, findings),
-            "threshold": findings.threshold,
             "global_norm": mini_batch.global_norm(),
             "global_threshold": mini_batch.global_threshold(findings.threshold),
-            **_findings(findings, facts, medians, ordinary_before),
+            **_findings(findings, facts, medians),
+            "passes": findings.passes + done.passes,
+            "ordinary_layer_norms": _ordinary_layer_norms(findings) or before,
             "broken_parameters": mini_batch.broken_parameters,
             "error": findings.error or done.error,
-            "suspected": [],
-            "budget": findings.budget,
-            "budget_seconds": findings.budget_seconds,
-            "out_of_time": findings.out_of_time,
             "seconds": max(seconds for seconds, _ in clocks),
             "search": model.meter.kind,
             "world_size": model.data_parallel_size,
@@ -156,35 +151,18 @@ def recorded_event(
     medians = medians_of(list(micro_batches.values()))
     found = alignment_warning([each.tokens for each in micro_batches.values()])
     fields = {
-        "time": datetime.now(timezone.utc).isoformat(),
+        "time": now(),
         "steps_since_resume": None,
         **where,
-        "passes": 0,
         "action": "log",
         "applied": False,
         "trigger": {"kind": "global", "norm": global_norm, "threshold": global_threshold},
-        "threshold": threshold,
         "global_norm": global_norm,
         "global_threshold": global_threshold,
-        "until": "explained",
-        "diagnosis": "unsearched",
-        "explained": False,
-        "more_tokens": None,
+        **_findings(Findings(threshold), {}, medians),
         "micro_batches": sum(bool(movable(each.tokens).any()) for each in micro_batches.values()),
-        "units": [],
-        "culprits": [],
-        "diffuse": [],
-        "without_tokens": None,
-        "complete": False,
-        "open_segments": [],
-        "ordinary_layer_norms": None,
-        "error": None,
-        **medians,
         "suspected": _suspected_tokens(micro_batches, medians),
         "suspected_ranks": sorted({rank for rank, _ in micro_batches}),
-        "budget": 0,
-        "budget_seconds": None,
-        "out_of_time": False,
         "seconds": 0.0,
         "search": "recorded",
         "world_size": world_size,
@@ -262,17 +240,15 @@ def _trigger(mini_batch: MiniBatch, findings: Findings) -> dict[str, Any]:
     return {"kind": mini_batch.trigger, "norm": norm, "threshold": limit}
 
 
-def _findings(
-    findings: Findings,
-    facts: Mapping[Token, Facts],
-    medians: Medians,
-    ordinary_before: Mapping[str, float] | None,
-) -> dict[str, Any]:
-    """The fields that hold the findings; `ordinary_before` are layer norms of an ordinary token before this step."""
+# What an event has of the findings under the same name.
+_SAME: tuple[str, ...] = ("threshold", "until", "diagnosis", "explained", "complete", "passes", "budget")
+_SAME += ("budget_seconds", "out_of_time", "error")
+
+
+def _findings(findings: Findings, facts: Mapping[Token, Facts], medians: Medians) -> dict[str, Any]:
+    """The fields that hold the findings."""
     return {
-        "until": findings.until,
-        "diagnosis": findings.diagnosis,
-        "explained": findings.explained,
+        **{name: getattr(findings, name) for name in _SAME},
         "more_tokens": findings.more_over,
         # Where all responses to a prompt got the same reward, there is none.
         "micro_batches": sum(each.tokens > 0 and each.norm != 0 for each in findings.figures.values()),
@@ -283,13 +259,13 @@ def _findings(
         ),
         "diffuse": [_diffuse(findings, part) for part in findings.diffuse],
         "without_tokens": _without_tokens(findings),
-        "complete": findings.complete,
         "open_segments": [
             {"rank": part.rank, "micro_batch": part.micro_batch, "tokens": part.tokens, "threshold": part.threshold}
             for part in findings.open
         ],
-        "ordinary_layer_norms": _ordinary_layer_norms(findings) or ordinary_before,
+        "ordinary_layer_norms": None,
         **medians,
+        "suspected": [],
     }
 
 

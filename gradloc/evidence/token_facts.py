@@ -1,15 +1,15 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Facts about a culprit token: probabilities, ratios and KL estimates."""
+"""Facts about a culprit token: probabilities, ratios, KL estimates, and its text with the tokens around it."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..measure.alignment import find_turns, misplaced, turn_starts
-from .token_texts import WINDOW, window_start
+from .writer import WINDOW, window_start
 
 # A log-prob that differs from the rollout's by more than this is misaligned.
 MISALIGNED_NATS = 1.0
@@ -169,6 +169,41 @@ def response_kl(tokens: Mapping[str, Tensor], row: int, position: int) -> dict[s
     r = (tokens["ref_log_prob"][row].double() - tokens["log_prob"][row].double()) * mask
     estimates = {"k1": -r, "k2": r.square() / 2, "k3": r.expm1() - r}
     return {name: response_window(values, mask, position) for name, values in estimates.items()}
+
+
+def context_evidence(tokenizer: Any, response: Sequence[int], position: int) -> dict[str, str]:
+    """A token of a response as text, and its `context`: up to 16 tokens on either side with the token in «»."""
+    token = _decode(tokenizer, response[position : position + 1])
+    before = _decode(tokenizer, response[max(position - 16, 0) : position])
+    after = _decode(tokenizer, response[position + 1 : position + 17])
+    return {"token": token, "context": f"{before}«{token}»{after}"}
+
+
+def text_evidence(tokenizer: Any, prompt: Sequence[int], response: Sequence[int], position: int) -> dict[str, Any]:
+    """The culprit as text, with its context.
+
+    Args:
+        tokenizer (Any): Anything with `decode(list[int], skip_special_tokens=bool) -> str`.
+        prompt (Sequence[int]): Token ids without padding, as of the response.
+
+    Returns:
+        dict: What `context_evidence` gives; `prompt`; `response`; `response_tokens`, up to 512 tokens around the
+            culprit, each decoded alone; `response_tokens_start`, the index of the first of them.
+    """
+    start = window_start(position)
+    window = response[start : start + WINDOW]
+    pieces = {token_id: _decode(tokenizer, [token_id]) for token_id in set(window)}
+    return {
+        **context_evidence(tokenizer, response, position),
+        "prompt": _decode(tokenizer, prompt),
+        "response": _decode(tokenizer, response),
+        "response_tokens": [pieces[token_id] for token_id in window],
+        "response_tokens_start": start,
+    }
+
+
+def _decode(tokenizer: Any, ids: Sequence[int]) -> str:
+    return str(tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
 def _mean(values: Tensor, mask: Tensor) -> Tensor:

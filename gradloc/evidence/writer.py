@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Appends events to spikes.jsonl and steps to steps.jsonl within size limits, and lists the files written."""
 
-import hashlib
 import json
 import logging
 import math
@@ -15,8 +14,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..guarded import warn_once
-from .patient_disk import PatientDisk
+from ..guarded import PatientDisk, warn_once
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +43,8 @@ _disks: dict[str, PatientDisk] = {}
 # By path: the locks that this process holds for as long as it lives.
 _locks: dict[str, BinaryIO] = {}
 
+# The maximum number of tokens around a culprit whose values are kept.
+WINDOW = 512
 # The fields of a culprit that only its largest ones keep.
 LONG_TEXTS: tuple[str, ...] = ("prompt", "response", "response_tokens", "response_suspicion", "response_kl")
 
@@ -96,11 +96,6 @@ def _event_lines(event: Mapping[str, Any]) -> list[bytes]:
     return [line, _note("text_limit", step, bare, message)] if bare else [line]
 
 
-def line_digest(line: bytes) -> str:
-    """What a line that replaces this one has in `replaces`."""
-    return hashlib.sha256(line.rstrip(b"\r\n")).hexdigest()
-
-
 def event_line(event: Mapping[str, Any]) -> tuple[bytes, int]:
     """The line of an event as `record_events` writes it, and how many tokens have no texts in it.
 
@@ -134,7 +129,7 @@ def record_step(
         figures (Mapping): `STEP_FIGURES` by name; those that are missing are written as null.
         warnings (Sequence[Mapping]): What `RunChecks.warnings` returned.
     """
-    line = {"schema": SCHEMA, "time": _now(), "global_step": global_step}
+    line = {"schema": SCHEMA, "time": now(), "global_step": global_step}
     line |= {name: figures.get(name) for name in STEP_FIGURES} | {"warnings": list(warnings)}
     _append(directory, "steps", _line(line), f"the figures of step {global_step}", "steps", global_step, 1)
 
@@ -157,6 +152,11 @@ def writer_of(directory: str) -> str | None:
     except OSError:  # nobody has written there, or the file system has no locks
         pass
     return None
+
+
+def window_start(position: int) -> int:
+    """The index in the response at which a culprit's `response_…` lists begin."""
+    return max(position - WINDOW // 2, 0)
 
 
 def limit_texts(
@@ -256,7 +256,7 @@ def _lock(path: str) -> str | None:
         pass
     _locks[path] = lock
     lock.truncate(0)
-    lock.write(f"process {os.getpid()} on {socket.gethostname()}, since {_now()}".encode())
+    lock.write(f"process {os.getpid()} on {socket.gethostname()}, since {now()}".encode())
     lock.flush()
     return None
 
@@ -278,12 +278,13 @@ def _line(value: Mapping[str, Any]) -> bytes:
     return (json.dumps(jsonable(value), allow_nan=False) + "\n").encode()
 
 
-def _now() -> str:
+def now() -> str:
+    """The time as lines have it."""
     return datetime.now(timezone.utc).isoformat()
 
 
 def _note(kind: str, step: Any, count: int, message: str) -> bytes:
-    note = {"schema": SCHEMA, "time": _now(), "global_step": step, "note": kind, "count": count, "message": message}
+    note = {"schema": SCHEMA, "time": now(), "global_step": step, "note": kind, "count": count, "message": message}
     return _line(note)
 
 

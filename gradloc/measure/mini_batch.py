@@ -21,7 +21,7 @@ from .micro_batch import (
     token_equivalents,
     usable_tokens,
 )
-from .watched_model import WatchedModel
+from .passes import WatchedModel
 
 
 class MiniBatch:

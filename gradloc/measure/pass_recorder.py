@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..fsdp.state import get_rng_state
 from ..guarded import guarded
 from .micro_batch import MicroBatch
-from .watched_model import WatchedModel
+from .passes import WatchedModel
 
 _UNREAD = (
     "the gradient of a micro-batch, its tokens or their weights cannot be read: training continues, and no spike is "

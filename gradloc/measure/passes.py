@@ -1,11 +1,14 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Extra forward/backward passes over micro-batches of any rank, run by all ranks together."""
+"""Extra forward/backward passes over micro-batches of any rank, run by all ranks together, and what measures them.
+
+A `WatchedModel` has a meter, which measures the local gradients, or the reduced one.
+"""
 
 import logging
-from collections.abc import Callable, Collection, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -15,8 +18,10 @@ from torch import Tensor, nn
 from ..fsdp import collectives
 from ..fsdp.failed_pass import RecordedCollectives
 from ..fsdp.state import all_reduced, clear_gradients, reset_fsdp, set_rng_state, unreduced
-from ..fsdp.torch_compat import is_sharded
-from .micro_batch import MicroBatch, MicroBatchName, Token, TokenSubset
+from ..fsdp.torch_compat import is_sharded, missing_names
+from ..layers.reduced_norms import ReducedNorms
+from .local_norms import LocalNorms
+from .micro_batch import AllFigures, MicroBatch, MicroBatchName, Token, TokenSubset, suspects
 
 logger = logging.getLogger(__name__)
 
@@ -29,23 +34,20 @@ Forward = Callable[[dict[str, Any], list[int], int], tuple[Tensor | None, Tensor
 # backward signals cut as in training.
 Cut = Callable[[int, list[int], int], AbstractContextManager[None]]
 
+# What a search and a drill read of another rank's tokens. The evidence of culprits comes from the rank that has them.
+_NEEDED = ("response_mask", "weight", "log_prob", "coefficient", "entropy_coefficient", "broken", "suspicion", "cut")
 
-@dataclass
-class PassedModel:
-    """A model, and how its trainer runs it."""
+# Where one of these is not zero, a position is sent; padding in which a loss leaves a coefficient or NaN, too.
+_SENT = ("response_mask", "weight", "coefficient", "entropy_coefficient", "broken")
 
-    module: nn.Module
-    forward: Forward
-    device: torch.device
-    sequence_parallel_size: int = 1  # how many neighbouring ranks work on the same data
-    recover: Callable[[], None] | None = None  # called after a pass that an error interrupted on this rank
-    cut: Cut | None = None  # where signals are cut in the backward of training
 
-    def __post_init__(self) -> None:
-        self.rank = collectives.rank() // self.sequence_parallel_size  # the data-parallel rank
-        can_replay = self.sequence_parallel_size == 1
-        # Of earlier passes, by whether these reduced their gradients.
-        self.recorded = {reduce: RecordedCollectives(can_replay) for reduce in (True, False)}
+# The name of a group: micro-batches that are searched as one. With the local meter, a group is a single micro-batch:
+# (rank, index). The reduced meter cannot separate ranks: a group is the micro-batches of all ranks with the same index:
+# (None, index).
+GroupName = tuple[int | None, int]
+
+# Makes a probe: its token subsets, by the rank that owns the data. Called on the rank that measures it; may raise.
+MakeProbe = Callable[[], Mapping[int, TokenSubset]]
 
 
 class Passes:
@@ -60,7 +62,7 @@ class Passes:
     The first healthy row of this rank's micro-batches `own` is the dummy input if it has no probe.
     """
 
-    def __init__(self, model: PassedModel, own: Sequence[MicroBatch], scale: float) -> None:
+    def __init__(self, model: "WatchedModel", own: Sequence[MicroBatch], scale: float) -> None:
         self.count = 0
         self.scale = scale
         self._model = model
@@ -257,3 +259,189 @@ def _depends_on_the_whole(module: nn.Module) -> bool:
         or any("drop" in name and isinstance(rate, float) and rate > 0 for name, rate in vars(child).items())
         for child in module.modules()
     )
+
+
+class LocalMeter(LocalNorms):
+    """Measures each rank's local gradient before FSDP averages it: in one pass, every rank measures another probe.
+
+    All ranks make the same calls; `obtain` and `measure` are collective.
+    """
+
+    kind = "local"  # its name in the evidence
+    reduces = False  # whether FSDP reduces the gradient of a probe
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        super().__init__(module, device)
+        self.width = collectives.world_size()  # how many probes count as one pass
+
+    def groups(self, figures: AllFigures, threshold: float) -> dict[GroupName, list[MicroBatchName]]:
+        """The groups to search, largest norm first if the norms are known; else each is first measured as a whole."""
+        return {name: [name] for name in suspects(figures, threshold)}
+
+    def obtain(
+        self, names: Sequence[MicroBatchName], own: Sequence[MicroBatch], scale: float
+    ) -> dict[MicroBatchName, MicroBatch]:
+        """The micro-batches of a group, and perhaps others, with what this rank needs to search them and for probes."""
+
+        def portable(index: int) -> MicroBatch:
+            return own[index].portable(scale)
+
+        return {(rank, index): collectives.broadcast(partial(portable, index), rank) for rank, index in names}
+
+    def measure(self, passes: Passes, probes: Sequence[MakeProbe]) -> Tensor:
+        """Measures at most `width` probes in one pass.
+
+        Returns:
+            Tensor: float64 of shape (probes, layers): the squared norms of each probe's gradient, without the loss
+                scale and without the mean over the ranks.
+
+        Raises:
+            RankFailedError: The pass failed on some rank.
+        """
+
+        def subset_of(rank: int) -> TokenSubset | None:
+            if rank >= len(probes):
+                return None
+            (subset,) = probes[rank]().values()
+            return subset
+
+        self.start()
+        try:
+            own = passes.measure(subset_of, lambda: self.stop() / passes.scale**2, self.reduces)
+        finally:
+            self.cancel()
+        return collectives.gather(own)[: len(probes)]
+
+
+class ReducedMeter:
+    """Measures the reduced gradient: one probe per pass, for which every rank computes the tokens of its own data.
+
+    Needed with sequence parallelism: there a rank's local gradient is not the gradient of its data, and hooks would
+    see only parts of it. Nothing is measured in training passes. For what has no docstring see `LocalMeter`.
+    """
+
+    kind = "reduced"
+    width = 1
+    reduces = True
+
+    def __init__(self, reduced_norms: ReducedNorms, device: torch.device, sequence_parallel_size: int) -> None:
+        self.layers = reduced_norms.layers
+        self._reduced_norms = reduced_norms
+        self._device = device
+        self._sequence_parallel_size = sequence_parallel_size
+
+    def start(self) -> None:
+        pass
+
+    cancel = close = start
+
+    def stop(self) -> Tensor:
+        return torch.zeros(len(self.layers), dtype=torch.float64, device=self._device)
+
+    def groups(self, figures: AllFigures, threshold: float) -> dict[GroupName, list[MicroBatchName]]:
+        groups: dict[GroupName, list[MicroBatchName]] = {}
+        for rank, index in figures:
+            groups.setdefault((None, index), []).append((rank, index))
+        return groups
+
+    def obtain(
+        self, names: Sequence[MicroBatchName], own: Sequence[MicroBatch], scale: float
+    ) -> dict[MicroBatchName, MicroBatch]:
+        # Every rank computes its own data, so all micro-batches are sent at once, without their inputs; one rank sends
+        # for all that work on the same data. (An all-gather would pad what each rank sends to the longest.)
+        senders = range(0, collectives.world_size(), self._sequence_parallel_size)
+
+        def packed() -> list[MicroBatch]:
+            return [pack(micro_batch.portable(scale, inputs=False)) for micro_batch in own]
+
+        everywhere = [[unpack(each) for each in collectives.broadcast(packed, sender)] for sender in senders]
+        rank = collectives.rank() // self._sequence_parallel_size
+        for micro_batch, mine in zip(everywhere[rank], own, strict=True):
+            micro_batch.inputs = mine.inputs
+        return {(r, i): micro_batch for r, of_rank in enumerate(everywhere) for i, micro_batch in enumerate(of_rank)}
+
+    def measure(self, passes: Passes, probes: Sequence[MakeProbe]) -> Tensor:
+        (probe,) = probes
+        passes.check_dummy_inputs(lambda: probe().keys())
+        own = passes.measure(lambda rank: probe().get(rank), self._reduced_norms.own_squares, self.reduces)
+        world_size = collectives.world_size() // self._sequence_parallel_size
+        return (self._reduced_norms.add_up(own).cpu() * (world_size / passes.scale) ** 2).unsqueeze(0)
+
+
+Meter = LocalMeter | ReducedMeter
+
+
+class WatchedModel:
+    """A model, how its trainer runs it, and the meter that measures its gradients; `watch` makes one.
+
+    For `cut` see `Cut`, for all else `GradLoc`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        forward: Forward,
+        device: torch.device,
+        meter: str = "local",
+        sequence_parallel_size: int = 1,
+        recover: Callable[[], None] | None = None,
+        cut: Cut | None = None,
+    ) -> None:
+        self.module, self.forward, self.device = module, forward, device
+        self.sequence_parallel_size, self.recover, self.cut = sequence_parallel_size, recover, cut
+        self.rank = collectives.rank() // sequence_parallel_size  # the data-parallel rank
+        # How many ranks, or groups of such ranks, have data of their own.
+        self.data_parallel_size = collectives.world_size() // sequence_parallel_size
+        # Of earlier passes, by whether these reduced their gradients.
+        self.recorded = {reduce: RecordedCollectives(sequence_parallel_size == 1) for reduce in (True, False)}
+        if missing := missing_names(module):
+            raise RuntimeError(
+                f"torch {torch.__version__} lacks {', '.join(missing)}, without which the gradients of this model "
+                "cannot be measured; use a torch that docs/use/support.md names"
+            )
+        self.reduced_norms = ReducedNorms(module, device)
+        self.meter: Meter
+        if meter == "reduced" or sequence_parallel_size > 1:
+            self.meter = ReducedMeter(self.reduced_norms, device, sequence_parallel_size)
+        else:
+            self.meter = LocalMeter(module, device)
+
+    @classmethod
+    def watch(cls, module: nn.Module, forward: Forward, device: torch.device, **options: Any) -> "WatchedModel":
+        """Makes one. A collective call.
+
+        Raises:
+            RankFailedError: On some rank the model cannot be watched, for example because its torch lacks something.
+        """
+        with collectives.raised_on_all_ranks(device):
+            return cls(module, forward, device, **options)
+
+    def passes(self, own: Sequence[MicroBatch], scale: float) -> Passes:
+        """Extra passes over this mini-batch."""
+        return Passes(self, own, scale)
+
+    def reduced_squares(self, scale: float) -> Tensor:
+        """The squared norms by layer of the reduced gradient, without the loss scale. A collective call."""
+        return self.reduced_norms.squared_norms() / scale**2
+
+
+def pack(micro_batch: MicroBatch) -> MicroBatch:
+    """What a search needs of the tokens of a micro-batch that `MicroBatch.portable` returned.
+
+    Its tokens are one-dimensional, those of the places in `sent`, of shape (rows, response length).
+    """
+    tokens = micro_batch.tokens
+    sent = torch.stack([tokens[name] != 0 for name in _SENT]).any(0)
+    columns = {name: tokens[name][sent] for name in _NEEDED if name in tokens}
+    return replace(micro_batch, tokens={**columns, "sent": sent})
+
+
+def unpack(micro_batch: MicroBatch) -> MicroBatch:
+    """The micro-batch that was packed, with zeros for what was not sent."""
+    columns = dict(micro_batch.tokens)
+    sent = columns.pop("sent")
+    tokens = {
+        name: torch.zeros(sent.shape, dtype=column.dtype).masked_scatter(sent, column)
+        for name, column in columns.items()
+    }
+    return replace(micro_batch, tokens=tokens)

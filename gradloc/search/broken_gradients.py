@@ -10,8 +10,7 @@ from functools import partial
 import torch
 
 from ..measure.micro_batch import AllFigures, MicroBatchName, Token, TokenSubset
-from ..measure.passes import Passes
-from ..measure.probes import GroupName, Meter
+from ..measure.passes import GroupName, Meter, Passes
 from .groups import Groups, nonfinite_coefficients, nonfinite_log_probs, uncut
 
 

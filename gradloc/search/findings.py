@@ -3,12 +3,12 @@
 """What a search has found: all that actions, evidence and bundles read of it."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..measure.micro_batch import AllFigures, MicroBatch, MicroBatchName, Token
-from ..measure.probes import GroupName
+from ..measure.passes import GroupName
 
 
 class WithoutTokens(NamedTuple):
@@ -51,32 +51,33 @@ class Part:
 
 @dataclass(frozen=True)
 class Findings:
-    """What a search has found, the same on every rank."""
+    """What a search has found, the same on every rank; by default, that nothing was searched."""
 
     threshold: float  # τ
-    until: str  # `bisect_until`
-    layers: list[str]  # the layers that norms are given for
-    figures: AllFigures  # the micro-batches of all ranks, with the norms measured in training and in the search
-    micro_batches: Mapping[MicroBatchName, MicroBatch]  # those that were sent to every rank
-    groups: list[GroupName]  # the groups over their threshold
-    culprits: list[Token]
-    measured: Mapping[Token, Alone]  # the tokens measured alone, in the order of measurement
-    rests: Mapping[GroupName, Part]  # the groups without their culprits, where that was measured
-    diffuse: list[Part]  # the smallest sets with a spike but without a culprit
+    until: str = "explained"  # `bisect_until`
+    layers: Sequence[str] = ()  # the layers that norms are given for
+    # The micro-batches of all ranks, with the norms measured in training and in the search.
+    figures: AllFigures = field(default_factory=dict)
+    micro_batches: Mapping[MicroBatchName, MicroBatch] = field(default_factory=dict)  # those sent to every rank
+    groups: Sequence[GroupName] = ()  # the groups over their threshold
+    culprits: Sequence[Token] = ()
+    measured: Mapping[Token, Alone] = field(default_factory=dict)  # those measured alone, in the order of measurement
+    rests: Mapping[GroupName, Part] = field(default_factory=dict)  # groups without their culprits, where measured
+    diffuse: Sequence[Part] = ()  # the smallest sets with a spike but without a culprit
     # The sets that the search left open, best first; a group not yet searched is one of all its tokens.
-    open: list[Part]
-    without_tokens: WithoutTokens | None  # what a group's gradient is without any token; None if not measured
-    more_over: int | None  # how many more tokens are estimated to be over τ; None if that is unknown
-    diagnosis: str  # what the search has shown; docs/reference/evidence.md gives the rules
+    open: Sequence[Part] = ()
+    without_tokens: WithoutTokens | None = None  # what a group's gradient is without any token; None if not measured
+    more_over: int | None = None  # how many more tokens are estimated to be over τ; None if that is unknown
+    diagnosis: str = "unsearched"  # what the search has shown; docs/reference/evidence.md gives the rules
     # Whether each micro-batch over its threshold was measured under it without the culprits; None if a rest could not
     # be measured (a row has non-finite log-probs) or was not (in an exhaustive search).
-    explained: bool | None
-    complete: bool  # whether the search ended by itself, and left nothing that it was to find
-    passes: int  # how many it took
-    budget: int  # how many passes it might have taken
-    budget_seconds: float | None  # how long it might have taken
-    out_of_time: bool  # whether that ended it
-    error: str | None  # the error that ended it
+    explained: bool | None = False
+    complete: bool = False  # whether the search ended by itself, and left nothing that it was to find
+    passes: int = 0  # how many it took
+    budget: int = 0  # how many passes it might have taken
+    budget_seconds: float | None = None  # how long it might have taken
+    out_of_time: bool = False  # whether that ended it
+    error: str | None = None  # the error that ended it
 
     def row(self, token: Token) -> int:
         """A token's row in its rank's mini-batch."""

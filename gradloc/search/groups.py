@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..measure.micro_batch import AllFigures, MicroBatch, MicroBatchName, Token, TokenSubset, movable
 from ..measure.mini_batch import MiniBatch
-from ..measure.probes import GroupName
+from ..measure.passes import GroupName
 
 
 class Groups:

@@ -13,7 +13,7 @@ from ..config import GradLocConfig
 from ..fsdp import collectives
 from ..measure.micro_batch import MicroBatchFigures, MicroBatchName, Token
 from ..measure.mini_batch import MiniBatch
-from ..measure.probes import GroupName
+from ..measure.passes import GroupName
 from .broken_gradients import BrokenGradients
 from .candidates import TokenSet
 from .findings import Alone, Findings, Part, WithoutTokens

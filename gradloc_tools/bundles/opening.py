@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradloc import limits
 from gradloc.bundles import layout, naming
 from gradloc.bundles.layout import TOKENS, Row, SavedMicroBatch
 from gradloc.measure.micro_batch import MicroBatchName
@@ -154,9 +153,9 @@ def open_bundle(path: str | Path) -> Bundle:
         raise BundleError(f"{folder} is not a replay bundle: it has no {naming.MANIFEST}.")
     manifest = _manifest(folder)
     files = manifest["micro_batches"]
-    if sum(entry["bytes"] for entry in files) > limits.BUNDLE_BYTES * 2:
+    if sum(entry["bytes"] for entry in files) > naming.BUNDLE_BYTES * 2:
         raise BundleError(
-            f"The bundle's manifest names more than {limits.BUNDLE_BYTES * 2:,} bytes, which is too much."
+            f"The bundle's manifest names more than {naming.BUNDLE_BYTES * 2:,} bytes, which is too much."
         )
     found = {(entry["rank"], entry["micro_batch"]): _micro_batch(folder, entry) for entry in files}
     bundle = Bundle(folder, manifest, found)
@@ -165,7 +164,7 @@ def open_bundle(path: str | Path) -> Bundle:
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
-    text = _read(folder / naming.MANIFEST, limits.MANIFEST_BYTES)
+    text = _read(folder / naming.MANIFEST, naming.MANIFEST_BYTES)
     digest = _read(folder / naming.CHECKSUM, 1024).split()
     if digest[:1] != [hashlib.sha256(text).hexdigest().encode()]:
         raise BundleError(f"{naming.MANIFEST} does not match its checksum: it was changed or cut off.")
@@ -196,10 +195,10 @@ def _problems(manifest: Mapping[str, Any]) -> Iterator[str]:
         yield f"its loss_scale is {event['loss_scale']:g}, which no gradient scaler has"
     recorded = event["search"] == "recorded"
     for what, listed, most in (
-        ("layers", layers, limits.LAYERS),
-        ("micro-batches", files, limits.RECORDED_MICRO_BATCHES if recorded else limits.MICRO_BATCHES),
-        ("measured tokens", measured, limits.MEASURED_TOKENS),
-        ("rows in a micro-batch", max((entry["rows"] for entry in files), key=len, default=()), limits.ROWS),
+        ("layers", layers, naming.LAYERS),
+        ("micro-batches", files, naming.RECORDED_MICRO_BATCHES if recorded else naming.MICRO_BATCHES),
+        ("measured tokens", measured, naming.MEASURED_TOKENS),
+        ("rows in a micro-batch", max((entry["rows"] for entry in files), key=len, default=()), naming.ROWS),
     ):
         if len(listed) > most:
             yield f"it has {len(listed):,} {what}, and {most:,} are the limit"

@@ -24,6 +24,10 @@ from ..schema import (
 )
 from .plain_file import read_plain_file
 
+RESULT_KIND = "gradloc replay result"
+# What a replay writes beside the bundle of this name.
+RESULT_SUFFIX = ".result.json"
+
 _FILES = 64
 # Of all of them together.
 _BYTES = 16 * 2**20
@@ -69,7 +73,7 @@ _SCALE = object_with({"gradient": _FACTOR, "reduced": _FACTOR, "loss": _FACTOR})
 RESULT = object_with(
     {
         "format": {"const": naming.FORMAT},
-        "kind": {"const": naming.RESULT_KIND},
+        "kind": {"const": RESULT_KIND},
         **fields("time bundle model device variant recorded", TEXT),
         "global_step": INTEGER_OR_NULL,
         **fields("epoch mini_batch", INDEX),
@@ -96,7 +100,7 @@ def read_results(directory: str) -> list[dict[str, Any]]:
 
     They may come from a stranger, so at most 64 files are read, 16 MiB together.
     """
-    paths = sorted((Path(directory) / naming.FOLDER).glob(f"[!.]*{naming.RESULT_SUFFIX}"))[:_FILES]
+    paths = sorted((Path(directory) / naming.FOLDER).glob(f"[!.]*{RESULT_SUFFIX}"))[:_FILES]
     found, left = [], _BYTES
     for path in paths:
         try:

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from gradloc.bundles import naming
-from gradloc.evidence.writer import FILE_BYTES, LINE_BYTES, event_line, evidence_files, line_digest
+from gradloc.evidence.writer import FILE_BYTES, LINE_BYTES, event_line, evidence_files
 
 from ..bundles.opening import Bundle
 from ..bundles.plain_file import NotPlainFileError, read_plain_file
 from ..foreign_json import parse
+from ..report.reading import line_digest
 from ..schema import EVENT, conforms
 from .parts import same_number
 

@@ -19,7 +19,7 @@ from gradloc.measure.micro_batch import MicroBatchName
 
 from ..bundles.opening import Bundle
 from ..command_line import say
-from .model import Model, forward
+from .model import Model, cut_row, forward
 
 # (unit, row in the micro-batch, position in the response).
 Place = tuple[MicroBatchName, int, int]
@@ -171,7 +171,7 @@ def add_row(
     if not stop:
         return
     with torch.set_grad_enabled(len(moved) > 0):
-        log_prob, entropy = forward(model, row.cut(stop), bool((of_entropy != 0).any()))
+        log_prob, entropy = forward(model, cut_row(row, stop), bool((of_entropy != 0).any()))
     if into is not None:
         into[index, :stop] = log_prob.detach().double().cpu()
     if len(moved):

@@ -224,6 +224,15 @@ def other_variants(main: Variant) -> list[Variant]:
     return [*others, Variant(main.dtype, "sdpa" if main.attention == "eager" else "eager")]
 
 
+def cut_row(row: Row, response_length: int) -> Row:
+    """A row with a response of at most this length; with at least one token, which a model needs."""
+    response_length = min(row.response_length, response_length)
+    length = row.prompt_length + response_length
+    if not length:
+        return Row(torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), 0, row.temperature)
+    return Row(row.input_ids[:length], row.position_ids[:length], response_length, row.temperature)
+
+
 def forward(model: Model, row: Row, entropy: bool) -> tuple[Tensor, Tensor | None]:
     """The log-probs of a row's response, shape (response length,), and its entropies if they are asked for.
 

@@ -18,6 +18,7 @@ from gradloc.measure.alignment import alignment_warning
 from gradloc.version import __version__
 
 from ..bundles.opening import Bundle
+from ..bundles.results import RESULT_KIND, RESULT_SUFFIX
 from ..report.figures import severity
 from ..report.page import write_whole
 from .measuring import Measured, Place
@@ -67,7 +68,7 @@ def build_result(found: Found, open_ones: Sequence[str]) -> dict[str, Any]:
     first = bundle.first
     result: dict[str, Any] = {
         "format": naming.FORMAT,
-        "kind": naming.RESULT_KIND,
+        "kind": RESULT_KIND,
         "time": datetime.now(timezone.utc).isoformat(),
         "bundle": bundle.path.resolve().name,
         **{name: event[name] for name in ("global_step", "epoch", "mini_batch", "threshold", "summary")},
@@ -166,7 +167,7 @@ def write_result(bundle: Bundle, result: Mapping[str, Any]) -> Path:
         OSError: It cannot be written.
     """
     folder = bundle.path.resolve()
-    path = folder.with_name(folder.name + naming.RESULT_SUFFIX)
+    path = folder.with_name(folder.name + RESULT_SUFFIX)
     write_whole(path, json.dumps(jsonable(result), allow_nan=False, indent=1))
     return path
 

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradloc.config import GradLocConfig
 from gradloc.evidence.event import Done, build_event
@@ -24,8 +24,7 @@ from gradloc.judge.verdict import CAUSES
 from gradloc.measure.alignment import alignment_warning
 from gradloc.measure.micro_batch import MicroBatch, MicroBatchName, TokenSubset
 from gradloc.measure.mini_batch import MiniBatch, OrdinaryGradient
-from gradloc.measure.passes import Forward, Passes
-from gradloc.measure.watched_model import WatchedModel
+from gradloc.measure.passes import Forward, LocalMeter, MakeProbe, Passes, WatchedModel
 from gradloc.search.investigation import investigate
 from gradloc.search.time_limit import TimeLimit
 
@@ -111,7 +110,9 @@ def search(
     recorded = {(rank, index): name for rank in range(ranks) for index, name in enumerate(names[rank::ranks])}
 
     outputs = _LastOutputs(forward)
-    watched = WatchedModel.watch(model.module, outputs.forward, model.device, width=_width(event))
+    watched = WatchedModel.watch(model.module, outputs.forward, model.device)
+    watched.meter.close()
+    watched.meter = _WideMeter(model.module, model.device, _width(event))
     try:
         passes = watched.passes(own, scale)
         passes.rehearse(watched.meter.reduces)
@@ -150,6 +151,21 @@ def search(
     finally:
         watched.meter.close()
     return Searched(_with_names(found, recorded), None, 0.0, log_probs, outputs.count, findings.error)
+
+
+class _WideMeter(LocalMeter):
+    """Measures up to `width` probes in what counts as a pass: more than there are processes one after the other."""
+
+    def __init__(self, module: nn.Module, device: torch.device, width: int) -> None:
+        super().__init__(module, device)
+        self.width = width
+
+    def measure(self, passes: Passes, probes: Sequence[MakeProbe]) -> Tensor:
+        count, ranks = passes.count, collectives.world_size()
+        parts = [probes[start : start + ranks] for start in range(0, len(probes), ranks)]
+        squares = torch.cat([super(_WideMeter, self).measure(passes, part) for part in parts])
+        passes.count = count + 1
+        return squares
 
 
 def _width(event: Mapping[str, Any]) -> int:

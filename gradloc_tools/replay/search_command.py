@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from gradloc.bundles import naming
 from gradloc.config import GradLocConfig
 from gradloc.evidence.writer import jsonable
 from gradloc.fsdp import collectives
@@ -45,7 +44,7 @@ from .model import (
 )
 from .parts import Parts, is_recorded, open_parts
 from .search import Searched, search
-from .searched_event import evidence_of, places, quiet_event, searched_event
+from .searched_event import EVENT_SUFFIX, evidence_of, places, quiet_event, searched_event
 from .searched_model import build_forward, shard_model
 from .verdict import same_weights, weights_in_words
 
@@ -248,7 +247,7 @@ def _write(
         tuple: The directory of the evidence that has it, or None; and what is to be said.
     """
     folder = bundle.path.resolve()
-    beside = folder.with_name(folder.name + naming.EVENT_SUFFIX)
+    beside = folder.with_name(folder.name + EVENT_SUFFIX)
     notes = []
     try:
         write_whole(beside, json.dumps(jsonable(event), allow_nan=False, indent=1))

@@ -6,7 +6,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from gradloc import limits
 from gradloc.bundles import naming
 from gradloc.evidence.writer import jsonable
 from gradloc.judge.sentences import summary
@@ -17,6 +16,9 @@ from ..foreign_json import parse
 from ..report.reading import Evidence
 from ..schema import EVENT, conforms
 from .search import Searched
+
+# What a search writes beside the bundle of this name.
+EVENT_SUFFIX = ".event.json"
 
 # What a search finds out.
 _FOUND = (
@@ -133,8 +135,8 @@ def with_findings(bundle: Bundle) -> Bundle:
         return bundle
     folder = bundle.path.resolve()
     try:
-        path = folder.with_name(folder.name + naming.EVENT_SUFFIX)
-        event = parse(read_plain_file(path, limits.MANIFEST_BYTES))
+        path = folder.with_name(folder.name + EVENT_SUFFIX)
+        event = parse(read_plain_file(path, naming.MANIFEST_BYTES))
     except (OSError, ValueError):
         return bundle
     if not (conforms(event, EVENT) and all(event[name] == bundle.event[name] for name in _SAME)):

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from gradloc.fsdp import collectives
 from gradloc.measure.passes import Forward
 
-from .model import Model, compute_logits, has_dropout, response_log_probs
+from .model import Model, compute_logits, cut_row, has_dropout, response_log_probs
 from .model import forward as forward_row
 
 # Log-probs and entropies of a row's response.
@@ -31,7 +31,7 @@ def build_forward(model: Model) -> Forward:
 
     def forward(inputs: Mapping[str, Any], rows: Sequence[int], response_length: int) -> tuple[Tensor | None, Tensor]:
         of_row = partial(_again_in_backward, forward_row) if len(rows) > 1 else forward_row
-        cut = [inputs["rows"][index].cut(response_length) for index in rows]
+        cut = [cut_row(inputs["rows"][index], response_length) for index in rows]
         return _stacked([of_row(model, row, inputs["entropy"]) for row in cut], response_length)
 
     return forward
@@ -61,7 +61,7 @@ def shard_model(model: Model, device: torch.device) -> tuple[Model, Forward]:
     sharded = replace(model, device=device, layer_of={})
 
     def forward(inputs: Mapping[str, Any], rows: Sequence[int], response_length: int) -> tuple[Tensor | None, Tensor]:
-        cut = [inputs["rows"][index].cut(response_length) for index in rows]
+        cut = [cut_row(inputs["rows"][index], response_length) for index in rows]
         lengths = [len(row.input_ids) for row in cut]
         ids = nn.utils.rnn.pad_sequence([row.input_ids for row in cut], batch_first=True).to(device)
         positions = nn.utils.rnn.pad_sequence([row.position_ids for row in cut], batch_first=True).to(device)

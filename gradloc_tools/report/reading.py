@@ -4,6 +4,7 @@
 
 import errno
 import glob
+import hashlib
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from gradloc.evidence.writer import LINE_BYTES, SCHEMA, STEP_FIGURES, evidence_files, line_digest
+from gradloc.evidence.writer import LINE_BYTES, SCHEMA, STEP_FIGURES, evidence_files
 
 from ..bundles.results import read_results
 from ..foreign_json import parse
@@ -206,6 +207,11 @@ def _lines(found: Evidence, file: str) -> Iterator[bytes]:
                 return
             if line != b"\n":
                 yield line
+
+
+def line_digest(line: bytes) -> str:
+    """What a line that replaces this one has in `replaces`."""
+    return hashlib.sha256(line.rstrip(b"\r\n")).hexdigest()
 
 
 def _in_place(lines: Iterable[bytes]) -> Iterable[Any]:

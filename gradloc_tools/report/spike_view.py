@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from gradloc.evidence.token_texts import WINDOW, window_start
+from gradloc.evidence.writer import WINDOW, window_start
 from gradloc.judge.rules import SOURCES
 
 from .charts import layers_chart, without_culprit

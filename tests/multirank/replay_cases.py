@@ -18,9 +18,9 @@ from actor_cases import Run, compare_runs, search, stock_run, train
 from actors import IDENTITY_THRESHOLD, Case, build_model
 from batches import build_batch
 from oracle import Unit, brute_force
+from verl.utils.gradloc import guarded
 from verl.utils.gradloc.adapters import replay_bundles
 from verl.utils.gradloc.bundles import bundle_writer
-from verl.utils.gradloc.evidence import patient_disk
 
 from gradloc.measure.passes import Passes
 from gradloc_tools.replay import search_command
@@ -70,7 +70,7 @@ def stalled(directory: str, function: str) -> tuple[dict[str, bool], list[str | 
     module = bundle_writer if hasattr(bundle_writer, function) else replay_bundles
     try:
         with (
-            mock.patch.object(patient_disk, "PATIENCE", 0.1),
+            mock.patch.object(guarded, "PATIENCE", 0.1),
             mock.patch.object(module, function, lambda *_: answers.wait()),
         ):
             run = train(case, bisect_dump_dir=directory, **options)

@@ -33,7 +33,7 @@ from pages import texts_of
 from valid_events import VALIDATOR, valid_events
 
 from gradloc import record_events
-from gradloc.evidence import token_facts, token_texts, writer
+from gradloc.evidence import token_facts, writer
 from gradloc.evidence.writer import LINE_BYTES
 from gradloc_tools import foreign_json, report
 from gradloc_tools.bundles import results
@@ -239,7 +239,7 @@ def test_a_long_response_is_kept_around_the_culprit() -> None:
 
     torch = pytest.importorskip("torch")
     response, position = list(range(3000)), 1000
-    found = token_texts.text_evidence(Ids(), [], response, position)
+    found = token_facts.text_evidence(Ids(), [], response, position)
     tokens = {"suspicion": torch.arange(3000.0)[None], "response_mask": torch.ones(1, 3000)}
     heat = token_facts.response_window(tokens["suspicion"][0], tokens["response_mask"][0], position)
     start = found["response_tokens_start"]

@@ -14,8 +14,8 @@ import pytest
 from evidence import Event, culprit, drill, event, samples, spike, without_culprits, write_steps
 from valid_events import valid_events
 
-from gradloc import record_events
-from gradloc.evidence import patient_disk, writer
+from gradloc import guarded, record_events
+from gradloc.evidence import writer
 from gradloc.evidence.writer import record_step
 from gradloc_tools import report
 from gradloc_tools.report.build import FEW_STEPS
@@ -88,9 +88,9 @@ def test_a_disk_that_hangs_is_not_waited_for_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     os.mkfifo(tmp_path / "steps.jsonl")  # nobody reads it, so that opening it never ends
-    monkeypatch.setattr(patient_disk, "PATIENCE", 0.05)
+    monkeypatch.setattr(guarded, "PATIENCE", 0.05)
     record_step(str(tmp_path), 3, FIGURES)
-    monkeypatch.setattr(patient_disk, "PATIENCE", 1e9)
+    monkeypatch.setattr(guarded, "PATIENCE", 1e9)
     record_events(str(tmp_path), [spike(1)])
     assert "the figures of step 3 could not be written" in caplog.text and "does not respond" in caplog.text
     assert "1 gradient spike(s) could not be written" in caplog.text

@@ -9,8 +9,7 @@ import torch
 from plain_passes import observe
 
 from gradloc import GradLoc, GradLocConfig, record_events
-from gradloc.evidence.token_facts import response_kl, token_evidence
-from gradloc.evidence.token_texts import text_evidence
+from gradloc.evidence.token_facts import response_kl, text_evidence, token_evidence
 from gradloc.evidence.writer import jsonable
 from gradloc.layers.layer_names import layer_name
 from gradloc.measure import mini_batch
@@ -18,7 +17,7 @@ from gradloc.measure.local_norms import LocalNorms
 from gradloc.measure.micro_batch import MicroBatch, token_weights
 from gradloc.measure.mini_batch import MiniBatch
 from gradloc.measure.pass_recorder import nothing
-from gradloc.measure.watched_model import WatchedModel
+from gradloc.measure.passes import WatchedModel
 
 
 @pytest.mark.parametrize(

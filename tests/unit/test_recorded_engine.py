@@ -25,9 +25,9 @@ if trees.TARGET == "0.9.1":
     from tensordict import TensorDict
     from valid_events import valid_events
     from verl.utils import tensordict_utils as tu
+    from verl.utils.gradloc import guarded
     from verl.utils.gradloc.adapters import replay_bundles, saved_state, spike_recorder
     from verl.utils.gradloc.adapters.trained_engine import TrainedEngine
-    from verl.utils.gradloc.evidence import patient_disk
     from verl.workers.config import McoreActorConfig
     from verl.workers.engine import BaseEngine
     from verl.workers.engine.utils import postprocess_batch_func, prepare_micro_batches
@@ -306,7 +306,7 @@ def test_a_disk_without_a_bundle_is_a_warning(
         monkeypatch.setattr(replay_bundles, "last_checkpoint", hang)
     else:
         monkeypatch.setattr(spike_recorder, "write_recorded_bundle", full if fails == "is full" else hang)
-    monkeypatch.setattr(patient_disk, "PATIENCE", 0.05)
+    monkeypatch.setattr(guarded, "PATIENCE", 0.05)
     try:
         outputs = trained(recorded(StandIn), tmp_path, [batch(), batch()])
     finally:

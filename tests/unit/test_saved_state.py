@@ -14,9 +14,16 @@ from typing import Any
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
-from verl.utils.gradloc import GradLoc, GradLocConfig, LayerClip, LayerClipConfig, TokenClip, TokenClipConfig
+from verl.utils.gradloc import (
+    GradLoc,
+    GradLocConfig,
+    LayerClip,
+    LayerClipConfig,
+    TokenClip,
+    TokenClipConfig,
+    guarded,
+)
 from verl.utils.gradloc.adapters.saved_state import FORM, STATE_FILE, read_state, write_state
-from verl.utils.gradloc.evidence import patient_disk
 
 LAYER = {"warmup": [], "count": 30, "mean": 1.5, "deviation": 0.25, "floor": 0.125}
 SIGNAL = {"recent": [1.0, 2.0], "count": 21, "average": 1.5}
@@ -106,7 +113,7 @@ def test_a_write_that_fails_is_a_warning_and_leaves_the_old_file(
 
     write_state(str(tmp_path), {"gradloc": {"token_norms": [1.0]}})
     monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(patient_disk, "PATIENCE", 1e9 if disk == "full" else 0.05)
+    monkeypatch.setattr(guarded, "PATIENCE", 1e9 if disk == "full" else 0.05)
     write_state(str(tmp_path), {"gradloc": {"token_norms": [2.0]}})
     reason = "No space left on device" if disk == "full" else f"{tmp_path} does not respond within 0.05 seconds"
     assert f"{STATE_FILE} is not saved" in caplog.text and reason in caplog.text

@@ -12,9 +12,8 @@ from torch import Tensor
 from gradloc.evidence.event import token_facts_of
 from gradloc.evidence.token_facts import response_kl, token_evidence
 from gradloc.fsdp import collectives
-from gradloc.measure import probes
 from gradloc.measure.micro_batch import MicroBatch
-from gradloc.measure.probes import pack, unpack
+from gradloc.measure.passes import ReducedMeter, pack, unpack
 
 ROWS, LENGTH = 4, 1000
 
@@ -86,9 +85,7 @@ LENGTHS = [100, 100, 50, 50]
 def test_one_of_the_ranks_that_share_data_sends_what_a_search_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     sent = Sent(monkeypatch, world_size=8)
     own = [micro_batch(LENGTHS)]
-    obtained = probes.ReducedMeter(Mock(layers=["a"]), torch.device("cpu"), sequence_parallel_size=4).obtain(
-        [], own, 1.0
-    )
+    obtained = ReducedMeter(Mock(layers=["a"]), torch.device("cpu"), sequence_parallel_size=4).obtain([], own, 1.0)
     assert {name for name, each in obtained.items() if each.inputs} == {(1, 0)}
     assert sorted(obtained) == [(0, 0), (1, 0)] and list(sent.bytes) == [0, 4]
     # A byte for each position, and for each token six columns of 4 bytes, and `broken`; with all columns, it would be
