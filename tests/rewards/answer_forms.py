@@ -7,281 +7,133 @@ FORMS so. Of those that it scores otherwise, REPAIRED has what this project's sc
 that earn nothing, and QUIRKS the rest. We chose these answers: what the scorer earns is said by public_pairs.py.
 """
 
-FORMS: dict[str, list[tuple[str, str, float]]] = {
-    "integers": [
-        (r"\boxed{-7}", "-7", 1),
-        (r"\boxed{7}", "-7", 0),
-    ],
-    "fractions": [
-        (r"\boxed{\frac{2}{4}}", r"\frac{1}{2}", 1),
-        (r"\boxed{\frac{1}{3}}", r"\frac{1}{2}", 0),
-    ],
-    "decimals": [
-        (r"\boxed{0.5}", r"\frac{1}{2}", 1),
-        (r"\boxed{0.33}", r"\frac{1}{3}", 0),
-    ],
-    "percentages": [
-        (r"\boxed{50\%}", r"50\%", 1),
-        (r"\boxed{60\%}", r"50\%", 0),
-        ("The answer is 25%", "25", 1),
-        ("The answer is 25%", "0.25", 1),
-    ],
-    "units": [
-        (r"\boxed{5\text{ cm}}", "5", 1),
-        (r"\boxed{12\text{ cm}^2}", "12", 1),
-        (r"\boxed{6\text{ cm}}", "5", 0),
-    ],
-    "intervals": [
-        (r"\boxed{[0, 1]}", "[0, 1]", 1),
-        (r"\boxed{[0, 1)}", "[0, 1]", 0),
-        (r"\boxed{[0.5, 1]}", r"[\frac{1}{2}, 1]", 1),
-    ],
-    "sets": [
-        (r"\boxed{\{3, 1, 2\}}", r"\{1, 2, 3\}", 1),
-        (r"\boxed{\{1, 2\}}", r"\{1, 2, 3\}", 0),
-        (r"\boxed{\{1, 1, 2\}}", r"\{1, 2\}", 1),
-    ],
-    "tuples": [
-        (r"\boxed{(2, 1)}", "(1, 2)", 0),
-        (r"\boxed{(1, 2, 3)}", "(1, 2, 3)", 1),
-        (r"\boxed{(1,2), (3,4)}", "(1,2), (3,4)", 1),
-    ],
-    "matrices": [
-        (
-            r"\boxed{\begin{bmatrix} 1 & 2 \\ 3 & 4 \end{bmatrix}}",
-            r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}",
-            1,
-        ),
-        (
-            r"\boxed{\begin{pmatrix} 1 & 2 \\ 3 & 5 \end{pmatrix}}",
-            r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}",
-            0,
-        ),
-    ],
-    "roots": [
-        (r"\boxed{\sqrt{8}}", r"2\sqrt{2}", 1),
-        (r"\boxed{\sqrt{3}}", r"\sqrt{2}", 0),
-    ],
-    "pi, logarithms, trigonometry": [
-        (r"\boxed{\frac{\pi}{2}}", r"\frac{1}{2}\pi", 1),
-        (r"\boxed{\ln 3}", r"\ln 2", 0),
-    ],
-    "scientific notation": [
-        (r"\boxed{1.5 \times 10^{-3}}", "0.0015", 1),
-        (r"\boxed{3 \times 10^7}", "300000000", 0),
-    ],
-    "expressions": [
-        (r"\boxed{x^2 + 2x + 1}", "(x+1)^2", 1),
-        (r"\boxed{x^2 + x + 1}", "(x+1)^2", 0),
-        (r"\boxed{\frac{x^2-1}{x-1}}", "x+1", 1),
-    ],
-    "equations": [
-        (r"\boxed{x = 5}", "5", 1),
-        (r"\boxed{5}", "x = 5", 1),
-        (r"\boxed{x = 6}", "x = 5", 0),
-    ],
-    "boxes": [
-        (r"First \boxed{1}. Wait: it is \boxed{2}", "2", 1),
-        (r"First \boxed{2}. Wait: it is \boxed{1}", "2", 0),
-        (r"\boxed{1} and \boxed{2}", r"\{1, 2\}", 1),
-    ],
-    "text around": [
-        ("The final answer is 7. I hope it is correct.", "7", 1),
-        ("Answer: 7", "7", 1),
-        ("The answer is 8", "7", 0),
-    ],
-    "Unicode": [
-        ("\\boxed{−7}", "-7", 1),
-        ("The answer is\u00a07", "7", 1),
-    ],
-    "mixed languages": [
-        ("答案是 \\boxed{42}", "42", 1),
-        ("答案是 \\boxed{41}", "42", 0),
-        ("所以,答案为 $\\frac{1}{2}$。", r"\frac{1}{2}", 1),
-    ],
-    "unparsable": [
-        ("", "42", 0),
-        ("I don't know", "42", 0),
-    ],
-}
+FORMS: list[tuple[str, str, float]] = [
+    (r"\boxed{-7}", "-7", 1),
+    ("The answer is 25%", "25", 1),
+    ("The answer is 25%", "0.25", 1),
+    (r"\boxed{5\text{ cm}}", "5", 1),
+    (r"\boxed{6\text{ cm}}", "5", 0),
+    (r"\boxed{[0, 1)}", "[0, 1]", 0),
+    (r"\boxed{\{3, 1, 2\}}", r"\{1, 2, 3\}", 1),
+    (r"\boxed{(2, 1)}", "(1, 2)", 0),
+    (r"\boxed{\frac{x^2-1}{x-1}}", "x+1", 1),
+    (r"First \boxed{1}. Wait: it is \boxed{2}", "2", 1),
+    (r"First \boxed{2}. Wait: it is \boxed{1}", "2", 0),
+    (r"\boxed{1} and \boxed{2}", r"\{1, 2\}", 1),
+    ("Answer: 7", "7", 1),
+    ("The answer is 8", "7", 0),
+    (r"答案是 \boxed{42}", "42", 1),
+    (r"答案是 \boxed{41}", "42", 0),
+    ("I don't know", "42", 0),
+    # Neighbours of those below, which the scorer must leave alone.
+    (r"\boxed{6.6\times 10^{-34}}", r"6.6\times 10^{-34}", 1),
+    (r"\boxed{6.6\times 10^{-34}\text{ J s}}", r"6.6\times 10^{-34}", 1),
+    (r"\boxed{0.0000001}", "10^{-7}", 1),
+    (r"\boxed{0.000123}", "0.00012345", 1),
+    (r"\boxed{0.00013}", "0.00012345", 0),
+    (r"\boxed{0.0}", "0", 1),
+    (r"\boxed{1.0}", "1 + 10^{-9}", 1),
+    (r"\boxed{\{2, 0.0000001\}}", r"\{10^{-7}, 2\}", 1),
+    (r"\boxed{42_{10}}", "42", 1),
+    (r"\boxed{101010_2 = 42}", "42", 1),
+    (r"\boxed{52_8 = 42_{10}}", "42", 1),
+    (r"\boxed{42_{8}}", "42_8", 1),
+    (r"\boxed{42}", "42_8", 1),
+    (r"\boxed{[42]}", "42", 1),
+    (r"\boxed{[42, 42]}", r"\{42\}", 1),
+    (r"\boxed{[1, 3]}", r"1 \le x \le 3", 1),
+    (r"\boxed{(42, 42)}", "42", 0),
+    (r"\boxed{\text{42 or anything}}", "42", 0),
+    (r"\boxed{42 \text{ or } 43}", "42", 0),
+    (r"\boxed{42 \text{ or 43}}", r"42 \text{ or 43}", 1),
+    (r"\boxed{1 \text{ or } 2}", r"\{1, 2\}", 1),
+    (r"\boxed{41 + 1 = 42}", "42", 1),
+    (r"\boxed{42.3 = 42}", "42", 1),
+    (r"\boxed{\frac13 = 0.33}", "0.33", 1),
+    (r"\boxed{\sin 30^\circ = 0.5}", "0.5", 1),
+    (r"\boxed{= 42}", "42", 1),
+    (r"\boxed{1+2+\ldots+10=55}", "55", 1),
+    (r"\boxed{x=1,y=2}", "(1,2)", 1),
+    (r"\boxed{x=2,y=1}", "(1,2)", 0),
+    (r"\boxed{(x,y)=(1,2)}", "(1,2)", 1),
+    (r"\boxed{y=2,x=1}", "x=1,y=2", 1),
+    (r"\boxed{w=3,l=2}", "(3,2)", 1),
+    (r"\boxed{\frac{2x}{10^{30}}}", r"\frac{x}{10^{30}}", 0),
+    (r"\boxed{5\,\mathrm{m}}", "5", 1),
+    (r"\boxed{3cm}", "3", 1),
+    (r"\boxed{\frac{2}{10^{30}}}", r"\frac{1}{5\cdot 10^{29}}", 1),
+    (r"\boxed{\frac{22}{7} \approx 3.14}", r"\frac{22}{7}", 1),
+    (r"\boxed{2x = 84 \Rightarrow x = 42}", "42", 1),
+    (r"\boxed{3.14 \text{ (to 2 decimal places)}}", "3.14", 1),
+    ("7 − 2 = 5", "5", 1),
+    ("The answer is −5", "5", 0),
+    ("1.$x=5$", "5", 1),
+    (r"\boxed{1\,234\,568}", "1234567", 0),
+]
 
 # Math-Verify scores each of these the other way.
-REPAIRED: dict[str, list[tuple[str, str, float]]] = {
-    "tiny truths": [
-        (r"\boxed{0.0}", r"6.6\times 10^{-34}", 0),
-        (r"\boxed{0.0}", r"10^{-7}", 0),
-        (r"\boxed{0.0}", "0.0000000001", 0),
-        (r"\boxed{1.38\times 10^{-23}}", r"6.6\times 10^{-34}", 0),
-        (r"\boxed{6.7\times 10^{-34}}", r"6.6\times 10^{-34}", 0),
-        (r"\boxed{h = 0.0}", r"6.6\times 10^{-34}", 0),
-        (r"\boxed{\{0.0, 2\}}", r"\{10^{-7}, 2\}", 0),
-        (r"\boxed{3.33 \times 10^{-5}}", r"\frac{1}{30000}", 1),
-    ],
-    "bases": [
-        (r"\boxed{42_8}", "42", 0),
-        (r"\boxed{42_{8}}", "42", 0),
-        (r"\boxed{42_{(8)}}", "42", 0),
-        (r"\boxed{42_9}", "42_8", 0),
-    ],
-    "hedges": [
-        (r"\boxed{42 \text{ or anything}}", "42", 0),
-        (r"\boxed{42\mbox{ or anything}}", "42", 0),
-        (r"\boxed{42\mathrm{ or anything}}", "42", 0),
-        (r"\boxed{42\text{, or anything}}", "42", 0),
-        (r"\boxed{42 \text{ and 43}}", "42", 0),
-    ],
-    "signs before the answer": [
-        (r"\boxed{\neg 42}", "42", 0),
-        (r"\boxed{\not= 42}", "42", 0),
-        (r"\boxed{\neq 42}", "42", 0),
-        (r"\boxed{> 42}", "42", 0),
-        (r"\boxed{\leq 42}", "42", 0),
-    ],
-    "false equations": [
-        (r"\boxed{43 = 42}", "42", 0),
-        (r"\boxed{x = 43 = 42}", "42", 0),
-        (r"\boxed{43.0 = 42}", "42", 0),
-    ],
-    "dots": [
-        (r"\boxed{\{1,2,3,\ldots\}}", r"\{1,2,3\}", 0),
-        (r"\boxed{\left\{1,2,3,\ldots\right\}}", r"\{1,2,3\}", 0),
-        (r"\boxed{(1,2,3,\ldots)}", "(1,2,3)", 0),
-        (r"\boxed{\{1,2,\ldots,3\}}", r"\{1,2,3\}", 0),
-        (r"\boxed{\{1,2,3\}}", r"\{1,2,3,\ldots\}", 0),
-        (r"\boxed{\{1, 2, 3, \dots\}}", r"\{1,2,3,\ldots\}", 1),
-        (r"\boxed{\{1,2,3,...\}}", r"\{1,2,3,\ldots\}", 1),
-    ],
-    "values by name": [
-        (r"\boxed{y=1,x=2}", "(1,2)", 0),
-        (r"\boxed{y=1 \text{ and } x=2}", "(1,2)", 0),
-        (r"\boxed{(y,x)=(1,2)}", "(1,2)", 0),
-        (r"\boxed{x_2=1,x_1=2}", "(1,2)", 0),
-        (r"\boxed{z=1,y=2,x=3}", "(1,2,3)", 0),
-    ],
-    "variables, not units": [
-        (r"\boxed{2x+3m}", "2x+3", 0),
-        (r"\boxed{2x+3}", "2x+3m", 0),
-        (r"\boxed{3g}", "3", 0),
-        (r"\boxed{3ab}", "3", 0),
-        (r"\boxed{5-5m}", "5(1-m)", 1),
-    ],
-    "tiny rationals": [
-        (r"\boxed{\frac{1}{101!}}", r"\frac{1}{100!}", 0),
-        (r"\boxed{\frac{1}{2^{98}}}", r"\frac{1}{2^{99}}", 0),
-        (r"\boxed{\{1, \frac{1}{2^{98}}\}}", r"\{1, \frac{1}{2^{99}}\}", 0),
-        (r"\boxed{e^{-101}}", "e^{-100}", 0),
-    ],
-    "numbers in what cannot be read": [
-        (r"\boxed{x = 3k, k \in \mathbb{Z}}", "3", 0),
-        (r"\boxed{x = 30^\circ + 360^\circ k, k \in \mathbb{Z}}", "360", 0),
-        (r"\boxed{\partial 42}", "42", 0),
-    ],
-    "one side of a relation": [
-        (r"\boxed{42 \approx 43}", "42", 0),
-        (r"\boxed{x = 42 \approx 43}", "42", 0),
-        (r"\boxed{41 \mid 42}", "42", 0),
-        (r"\boxed{41 & 42}", "42", 0),
-    ],
-}
+REPAIRED: list[tuple[str, str, float]] = [
+    # tiny truths
+    (r"\boxed{0.0}", r"6.6\times 10^{-34}", 0),
+    (r"\boxed{0.0}", "10^{-7}", 0),
+    (r"\boxed{0.0}", "0.0000000001", 0),
+    (r"\boxed{6.7\times 10^{-34}}", r"6.6\times 10^{-34}", 0),
+    (r"\boxed{\{0.0, 2\}}", r"\{10^{-7}, 2\}", 0),
+    (r"\boxed{3.33 \times 10^{-5}}", r"\frac{1}{30000}", 1),
+    # bases
+    (r"\boxed{42_8}", "42", 0),
+    (r"\boxed{42_{8}}", "42", 0),
+    (r"\boxed{42_{(8)}}", "42", 0),
+    (r"\boxed{42_9}", "42_8", 0),
+    # hedges
+    (r"\boxed{42 \text{ or anything}}", "42", 0),
+    (r"\boxed{42\mbox{ or anything}}", "42", 0),
+    (r"\boxed{42\mathrm{ or anything}}", "42", 0),
+    (r"\boxed{42 \text{ and 43}}", "42", 0),
+    # signs before the answer
+    (r"\boxed{\neg 42}", "42", 0),
+    (r"\boxed{\not= 42}", "42", 0),
+    (r"\boxed{> 42}", "42", 0),
+    # false equations
+    (r"\boxed{43 = 42}", "42", 0),
+    (r"\boxed{43.0 = 42}", "42", 0),
+    # dots
+    (r"\boxed{\{1,2,3,\ldots\}}", r"\{1,2,3\}", 0),
+    (r"\boxed{\left\{1,2,3,\ldots\right\}}", r"\{1,2,3\}", 0),
+    (r"\boxed{\{1,2,\ldots,3\}}", r"\{1,2,3\}", 0),
+    (r"\boxed{\{1,2,3\}}", r"\{1,2,3,\ldots\}", 0),
+    (r"\boxed{\{1, 2, 3, \dots\}}", r"\{1,2,3,\ldots\}", 1),
+    (r"\boxed{\{1,2,3,...\}}", r"\{1,2,3,\ldots\}", 1),
+    # values by name
+    (r"\boxed{y=1,x=2}", "(1,2)", 0),
+    (r"\boxed{y=1 \text{ and } x=2}", "(1,2)", 0),
+    (r"\boxed{(y,x)=(1,2)}", "(1,2)", 0),
+    (r"\boxed{x_2=1,x_1=2}", "(1,2)", 0),
+    # variables, not units
+    (r"\boxed{2x+3m}", "2x+3", 0),
+    (r"\boxed{3g}", "3", 0),
+    (r"\boxed{3ab}", "3", 0),
+    (r"\boxed{5-5m}", "5(1-m)", 1),
+    # tiny rationals
+    (r"\boxed{\frac{1}{101!}}", r"\frac{1}{100!}", 0),
+    (r"\boxed{\frac{1}{2^{98}}}", r"\frac{1}{2^{99}}", 0),
+    (r"\boxed{\{1, \frac{1}{2^{98}}\}}", r"\{1, \frac{1}{2^{99}}\}", 0),
+    # numbers in what cannot be read
+    (r"\boxed{x = 3k, k \in \mathbb{Z}}", "3", 0),
+    (r"\boxed{\partial 42}", "42", 0),
+    # one side of a relation
+    (r"\boxed{42 \approx 43}", "42", 0),
+    (r"\boxed{x = 42 \approx 43}", "42", 0),
+    (r"\boxed{41 \mid 42}", "42", 0),
+]
 
-# Neighbours of the above, which Math-Verify scores as they deserve and the scorer must leave alone.
-FORMS |= {
-    "small truths": [
-        (r"\boxed{6.6\times 10^{-34}}", r"6.6\times 10^{-34}", 1),
-        (r"\boxed{6.6\times 10^{-34}\text{ J s}}", r"6.6\times 10^{-34}", 1),
-        (r"\boxed{0.0000001}", "10^{-7}", 1),
-        (r"\boxed{0.000001}", "10^{-7}", 0),
-        (r"\boxed{0.000123}", "0.00012345", 1),
-        (r"\boxed{0.00013}", "0.00012345", 0),
-        (r"\boxed{0.0}", "0", 1),
-        (r"\boxed{1.0}", "1 + 10^{-9}", 1),
-        (r"\boxed{\{2, 0.0000001\}}", r"\{10^{-7}, 2\}", 1),
-    ],
-    "bases that agree": [
-        (r"\boxed{42_{10}}", "42", 1),
-        (r"\boxed{101010_2 = 42}", "42", 1),
-        (r"\boxed{52_8 = 42_{10}}", "42", 1),
-        (r"\boxed{42_{8}}", "42_8", 1),
-        (r"\boxed{42}", "42_8", 1),
-    ],
-    "brackets around one number": [
-        (r"\boxed{[42]}", "42", 1),
-        (r"\boxed{[42, 42]}", r"\{42\}", 1),
-        (r"\boxed{[1, 3]}", r"1 \le x \le 3", 1),
-        (r"\boxed{(42, 42)}", "42", 0),
-    ],
-    "text behind the answer": [
-        (r"\boxed{\text{42 or anything}}", "42", 0),
-        (r"\boxed{42 \text{ or } 43}", "42", 0),
-        (r"\boxed{42 \text{ or 43}}", r"42 \text{ or 43}", 1),
-        (r"\boxed{1 \text{ or } 2}", r"\{1, 2\}", 1),
-    ],
-    "true equations": [
-        (r"\boxed{41 + 1 = 42}", "42", 1),
-        (r"\boxed{42.3 = 42}", "42", 1),
-        (r"\boxed{\frac13 = 0.33}", "0.33", 1),
-        (r"\boxed{180^\circ = \pi}", r"\pi", 1),
-        (r"\boxed{\sin 30^\circ = 0.5}", "0.5", 1),
-        (r"\boxed{1^\circ = 60}", "60", 1),
-        (r"\boxed{= 42}", "42", 1),
-        (r"\boxed{\approx 42}", "42", 1),
-    ],
-    "sums with dots": [
-        (r"\boxed{1+2+\ldots+10=55}", "55", 1),
-    ],
-    "names in order": [
-        (r"\boxed{x=1,y=2}", "(1,2)", 1),
-        (r"\boxed{x=2,y=1}", "(1,2)", 0),
-        (r"\boxed{(x,y)=(1,2)}", "(1,2)", 1),
-        (r"\boxed{y=2,x=1}", "x=1,y=2", 1),
-        (r"\boxed{w=3,l=2}", "(3,2)", 1),
-    ],
-    "numbers that are kept": [
-        (r"\boxed{\frac{2x}{10^{30}}}", r"\frac{x}{10^{30}}", 0),
-        (r"\boxed{5\,\mathrm{m}}", "5", 1),
-        (r"\boxed{3cm}", "3", 1),
-        (r"\boxed{\frac{1}{100!}}", r"\frac{1}{100!}", 1),
-        (r"\boxed{\frac{2}{10^{30}}}", r"\frac{1}{5\cdot 10^{29}}", 1),
-        (r"\boxed{\frac{22}{7} \approx 3.14}", r"\frac{22}{7}", 1),
-        (r"\boxed{2x = 84 \Rightarrow x = 42}", "42", 1),
-        (r"\boxed{3.14 \text{ (to 2 decimal places)}}", "3.14", 1),
-        (r"\boxed{\frac{1}{2}x^2 + C}", r"\frac{x^2}{2} + C", 1),
-    ],
-    "dashes, points and spaces": [
-        ("7 − 2 = 5", "5", 1),
-        ("The answer is −5", "5", 0),
-        (r"1.$x=5$", "5", 1),
-        (r"\boxed{1,\!234,\!567}", "1234567", 1),
-        (r"\boxed{2^3\,100}", "800", 1),
-        (r"\boxed{1\,234\,568}", "1234567", 0),
-    ],
-}
-
-_PERCENT = "latex2sympy2-extended 1.11 fails on a percent sign inside of LaTeX, so only the same text is equal"
-_UNICODE = "it parses LaTeX; of Unicode's mathematics it knows a few signs only"
-_UNITS = "text behind a number is dropped as a unit"
-_PLAIN = "outside of LaTeX, only a number or a sum is read, and not what stands around it"
-_SPACES = "in LaTeX, a space multiplies"
-_SYMPY = "it parses LaTeX, in which letters are variables"
-_BOXES = "boxes within 70 characters are one list if a comma, a semicolon, 'and' or 'or' stands between them"
-
-# (response, truth, what it deserves, what Math-Verify says, why)
-QUIRKS: list[tuple[str, str, float, float, str]] = [
-    (r"\boxed{50\%}", "50", 1, 0, _PERCENT),
-    (r"First \boxed{1}, but then \boxed{2}", "2", 1, 0, _BOXES),
-    (r"\fbox{7}", "7", 1, 0, "it looks for \\boxed, and replaces \\fbox only within what it has found"),
-    ("The answer is ½", r"\frac{1}{2}", 1, 0, _UNICODE),
-    (r"\boxed{5\text{ kg}}", r"5\text{ m/s}", 0, 1, _UNITS),
-    (r"\boxed{5\text{ km}}", r"5\text{ m}", 0, 1, _UNITS),
-    ("The answer is 42_8", "42", 0, 1, _PLAIN),
-    (r"\boxed{41 + 2 = 42}", "42", 0, 1, "of an equation, the last side counts; only plain numbers are compared"),
-    (r"\boxed{1 234 567}", "1234567", 1, 0, _SPACES),
-    (r"\boxed {42}", "42", 1, 0, "it looks for \\boxed and a brace behind it"),
-    (r"\boxed{42.}", "42", 1, 0, "a full stop behind a number is not read"),
-    (r"\boxed{pi/2}", r"\frac{\pi}{2}", 1, 0, _SYMPY),
-    (r"\boxed{5}", "A) 5", 1, 0, "what stands before the number is a product"),
-    (r"\boxed{y=2,x=1}", "(1,2)", 1, 0, "values are not put in the order of their names"),
-    (r"\boxed{[42, 42]}", "42", 0, 1, "an interval from 42 to 42 is the set {42}"),
-    (r"\boxed{6.6e-34}", r"6.6\times 10^{-34}", 1, 0, "in LaTeX, e is Euler's number"),
-    (r"\boxed{0.0000001}", "0", 1, 0, "a whole number and a decimal are compared as they are"),
+# What docs/reference/rewards.md calls scored wrongly: (response, truth, what Math-Verify says, not what it deserves).
+QUIRKS: list[tuple[str, str, float]] = [
+    (r"\boxed{50\%}", "50", 0),
+    (r"\boxed{5\text{ kg}}", r"5\text{ m/s}", 1),
+    (r"\boxed{41 + 2 = 42}", "42", 1),
+    (r"\boxed{1 234 567}", "1234567", 0),
+    (r"\boxed{42.}", "42", 0),
+    (r"\boxed{pi/2}", r"\frac{\pi}{2}", 0),
+    (r"\boxed{1 1/4}", "5/4", 0),
 ]

@@ -85,22 +85,17 @@ SHAPES = [
     ([1.0, 0.8, 0.64, 0.512], True, {}, 1.0, 0.0, 0.2),
     ([1.0, 0.25, 1.0, 0.5], True, {}, 0.5, 1.0, 0.75),
     ([0.5, 0.0, 0.0, 0.5], True, {}, 0.5, 1.0, 1.0),
-    ([0.8, 0.4], True, {"gamma": 0.2}, 0.8, 1.0, 0.5),
     ([0.8, 0.4], True, {"rho": 0.6}, 1.0, 0.0, 0.5),
-    ([0.8, 0.8], True, {"rho": 0.01}, 1.0, 0.0, 0.0),
     # Too few steps
     ([0.9], True, {}, 0.5, 0.0, 0.0),
-    ([], True, {}, 0.5, 0.0, 0.0),
     ([0.9], True, {"min_steps": 1}, 1.0, 0.0, 0.0),
     ([], True, {"min_steps": 0}, 1.0, 0.0, 0.0),
-    ([0.9] * 4, True, {"min_steps": 4, "gamma": 0.3}, 1.0, 0.0, 0.0),
     # Both reasons to lower it lower it once.
     ([0.9, 0.1], True, {"min_steps": 4}, 0.5, 1.0, 8 / 9),
     # As parquet and torch deliver them
     (np.array([0.75, 0.375], dtype=np.float32), True, {}, 0.5, 1.0, 0.5),
     # A fall by exactly rho, which these are below in float32
     (torch.tensor([0.9, 0.63]), True, {}, 0.5, 1.0, 0.3),
-    (np.array([1.0, 0.99], dtype=np.float32), True, {"rho": 0.01}, 0.5, 1.0, 0.01),
     (torch.tensor([0.9, 0.64]), True, {}, 1.0, 0.0, 26 / 90),
     ([0.8, 0.4], True, {"gamma": np.float32(0.25), "min_steps": np.int64(2)}, 0.75, 1.0, 0.5),
     ((1, 0), True, {}, 0.5, 1.0, 1.0),
@@ -122,8 +117,6 @@ def test_ps_grpo(steps: Any, right: bool, options: dict, score: float, has_drop:
     ("extra", "message"),
     [
         (None, "no step scores"),
-        ({}, "no step scores"),
-        ({"step_scores": 0.5}, "malformed step scores"),
         ({"step_scores": [0.5, None]}, "malformed step scores"),
         ({"step_scores": [0.5, float("nan")]}, "malformed step scores"),
         ({"step_scores": [0.5, 1.01]}, "malformed step scores"),
@@ -146,10 +139,8 @@ def test_bad_step_scores_name_the_data_source(extra: Any, message: str) -> None:
     ("options", "message"),
     [
         ({"gamma": 1.5}, "gamma must be .* 1.5"),
-        ({"gamma": True}, "gamma must be a number .* True"),
         ({"rho": "0.3"}, "rho must be a number .* '0.3'"),
         ({"rho": 0}, "rho must be .* 0"),
-        ({"rho": float("nan")}, "rho must be .* nan"),
         ({"min_steps": -1}, "min_steps must be .* -1"),
         ({"min_steps": 1.5}, "min_steps must be .* 1.5"),
         ({"timeout": -1}, "timeout must be .* -1"),

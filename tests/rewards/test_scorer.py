@@ -78,21 +78,6 @@ def run_script(text: str, **environment: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, text=True, capture_output=True, timeout=500, env=os.environ | environment)
 
 
-@pytest.mark.parametrize(
-    ("answer", "truth", "expected"),
-    [
-        ("\\boxed{(x+1)^2}", "x^2+2x+1", 1),
-        ("\\boxed{(x+1)^2}", "x^2+x+1", 0),
-        ("", "42", 0),
-        ("\\boxed{42}", "", 0),
-    ],
-)
-def test_scores(answer: str, truth: str, expected: float) -> None:
-    # A worker's first symbolic answer takes a moment.
-    result = default_compute_score("math_verify", answer, truth, timeout=30)
-    assert isinstance(result, float) and result == expected
-
-
 def test_workers_hold_neither_torch_nor_ray() -> None:
     score("1", "1")
     assert len(workers()) == 2
@@ -100,12 +85,6 @@ def test_workers_hold_neither_torch_nor_ray() -> None:
         libraries = {Path(m.path).name for m in worker.memory_maps()}
         assert any("python" in name for name in libraries)
         assert not [name for name in libraries if "torch" in name or "raylet" in name]
-
-
-def test_from_many_threads() -> None:
-    answers, truths, expected = zip(*map(numbered, range(1, 200)), strict=True)
-    with ThreadPoolExecutor(16) as executor:
-        assert list(executor.map(score, answers, truths)) == list(expected)
 
 
 def test_in_a_ray_actor() -> None:
@@ -133,12 +112,6 @@ def test_in_a_ray_actor() -> None:
         ray.shutdown()
         signal.signal(signal.SIGTERM, handler)
     assert not psutil.wait_procs(left, timeout=200)[1]
-
-
-def test_the_hanging_answer_hangs_without_a_limit() -> None:
-    text = "import math_verify as m; m.verify(m.parse('$7$'), m.parse({!r}, parsing_timeout=0), timeout_seconds=0)"
-    with pytest.raises(subprocess.TimeoutExpired):
-        subprocess.run([sys.executable, "-c", text.format(HANGING)], timeout=3 * LIMIT)
 
 
 def test_hanging_answers_cost_their_neighbours_nothing() -> None:
@@ -179,7 +152,7 @@ def test_killed_again_and_again_over_one_answer(monkeypatch: pytest.MonkeyPatch)
         while not batch.done():
             with contextlib.suppress(psutil.NoSuchProcess):
                 for worker in workers():
-                    if worker.pid not in killed and worker.cpu_times().user > 6.0:
+                    if worker.pid not in killed and worker.cpu_times().user > 4.0:
                         worker.kill()
                         killed.add(worker.pid)
                         assert score("\\boxed{7}", "7") == 1.0
@@ -200,7 +173,7 @@ def test_missing_package(package: str) -> None:
     assert "pip install 'math-verify>=0.8' pebble" in last
 
 
-@pytest.mark.parametrize("says", ["False", "True", "signal.alarm(timeout_seconds)"])
+@pytest.mark.parametrize("says", ["False", "signal.alarm(timeout_seconds)"])
 def test_an_unusable_math_verify(says: str, tmp_path: Path) -> None:
     """Releases before 0.8 fail without timeouts of their own, and call every answer wrong. A stand-in for them."""
     (tmp_path / "math_verify.py").write_text(f"""
@@ -257,7 +230,6 @@ print(scorer.compute_score("7", "7", workers=2))
     [
         ("VERL_MATH_VERIFY_WORKERS", "two"),
         ("VERL_MATH_VERIFY_TIMEOUT", "nan"),
-        ("VERL_MATH_VERIFY_TIMEOUT", "86401"),
         ("VERL_MATH_VERIFY_MEMORY_MB", "255"),
         ("VERL_MATH_VERIFY_PRECISION", "-1"),
         ("VERL_MATH_VERIFY_GOLD_TARGET", ""),
@@ -274,7 +246,7 @@ def test_bad_settings(variable: str, value: str, monkeypatch: pytest.MonkeyPatch
     ("options", "error", "message"),
     [
         ({"timeout": True}, ValueError, "timeout .* True"),
-        ({"timeout": 1e10}, ValueError, "timeout .* at most 86400, but is 10000000000.0"),
+        ({"timeout": 86401}, ValueError, "timeout .* at most 86400, but is 86401"),
         ({"precision": 1.5}, ValueError, "precision .* 1.5"),
         ({"pred_extraction_target": []}, ValueError, r"pred_extraction_target .* \[\]"),
         ({"workers": 3}, ValueError, "2 workers of 1024 MiB.* not for 3 "),
@@ -334,6 +306,10 @@ def test_a_ground_truth_may_be_a_number(truth: float) -> None:
 @pytest.mark.parametrize(
     ("answer", "truth", "options", "expected"),
     [
+        ("\\boxed{(x+1)^2}", "x^2+2x+1", {"timeout": 30}, 1),  # a worker's first symbolic answer takes a moment
+        ("\\boxed{(x+1)^2}", "x^2+x+1", {"timeout": 30}, 0),
+        ("", "42", {}, 0),
+        ("\\boxed{42}", "", {}, 0),
         # 0.333 is one third to three places.
         ("0.333", "\\frac{1}{3}", {}, 0),
         ("0.333", "\\frac{1}{3}", {"precision": 3}, 1),
@@ -342,14 +318,14 @@ def test_a_ground_truth_may_be_a_number(truth: float) -> None:
         ("7", "\\frac{14}{2}", {"gold_extraction_target": "expr"}, 0),
         ("7", "7", {"gold_extraction_target": ("expr", "latex")}, 1),
         ("The answer is B.", "B", {"gold_extraction_target": "string", "pred_extraction_target": "string"}, 1),
-        ("The answer is C.", "B", {"gold_extraction_target": "string", "pred_extraction_target": "string"}, 0),
         # Those of other scorers and of verl's managers
         ("7", "7", {"gamma": 0.1, "reward_router_address": None}, 1),
         (HANGING, "7", {"timeout": 0.3, "timeout_score": 0.25}, 0.25),
     ],
 )
 def test_options(answer: str, truth: str, options: dict, expected: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert default_compute_score("math_verify", answer, truth, **options) == expected
+    result = default_compute_score("math_verify", answer, truth, **options)
+    assert isinstance(result, float) and result == expected
     variables = {
         "precision": "PRECISION",
         "gold_extraction_target": "GOLD_TARGET",
@@ -365,7 +341,7 @@ def test_options(answer: str, truth: str, options: dict, expected: float, monkey
 
 def test_a_batch_is_scored_in_order() -> None:
     answers, truths, expected = map(list, zip(*map(numbered, range(1, 300)), strict=True))
-    for hanging in 5, 6, 7, 150, 298:
+    for hanging in 5, 6, 298:
         answers[hanging], expected[hanging] = HANGING, 0.25
     options = {"timeout": LIMIT, "timeout_score": 0.25}
     assert guarded_math_verify.compute_score_batch(["any"] * 299, answers, truths, [{}] * 299, **options) == expected
@@ -434,7 +410,7 @@ for _ in range(2):
     assert result.stdout == "1.0\n1.0\n", result.stderr
 
 
-@pytest.mark.parametrize("free", [0, 8, 13])
+@pytest.mark.parametrize("free", [0, 13])
 def test_no_file_descriptors_for_a_while(free: int) -> None:
     """Neither for the pool nor for its workers, at the start and when a worker is replaced."""
     result = run_script(f"""
@@ -476,7 +452,7 @@ def test_a_worker_dies_before_the_pool_has_heard_of_it(monkeypatch: pytest.Monke
 
     with ThreadPoolExecutor(1) as executor:
         # pebble forgets only where another worker is busy.
-        other = executor.submit(guarded_math_verify.compute_score, HANGING, "7", timeout=15, timeout_score=0.25)
+        other = executor.submit(guarded_math_verify.compute_score, HANGING, "7", timeout=10, timeout_score=0.25)
         while not any(guarded_math_verify._pool.owners):
             time.sleep(0.1)
         time.sleep(0.5)
@@ -572,14 +548,14 @@ print(*(child.pid for child in active_children()), flush=True)
 """
 
 
-@pytest.mark.parametrize("end", ["", "sys.exit(3)", "raise ValueError", "os.kill(os.getpid(), 9)"])
+@pytest.mark.parametrize("end", ["", "raise ValueError", "os.kill(os.getpid(), 9)"])
 def test_no_worker_is_left_behind(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether the process ends well or not, with one worker idle and one in an endless computation."""
     monkeypatch.setenv("VERL_MATH_VERIFY_TIMEOUT", "1" if "kill" in end else "600")
     result = run_script(REPORT_WORKERS.format(HANGING) + end)
     pids = [int(pid) for pid in result.stdout.split()]
     assert len(pids) == 2, result.stderr
-    assert result.returncode == {"": 0, "sys.exit(3)": 3, "raise ValueError": 1}.get(end, -signal.SIGKILL)
+    assert result.returncode == {"": 0, "raise ValueError": 1}.get(end, -signal.SIGKILL)
     assert not still_alive(pids, 200 if "kill" in end else 0)
 
 

@@ -1,7 +1,6 @@
 """The math_verify reward on answers of every form, right, wrong and hostile."""
 
 import contextlib
-import random
 import resource
 import threading
 import time
@@ -19,6 +18,7 @@ from answer_forms import FORMS, QUIRKS, REPAIRED
 from hostile_answers import hostile_answers
 from public_pairs import PAIRS
 
+pytestmark = pytest.mark.slow
 MEBIBYTE = 2**20
 TIMED_OUT = 0.25
 # No answer here is this number.
@@ -67,22 +67,15 @@ def in_process(answer: str, truth: str) -> float:
     return float(verify(gold, found, timeout_seconds=None))
 
 
-@pytest.mark.parametrize("forms", [FORMS, REPAIRED])
-def test_answer_forms(forms: dict, ordinary_pool: None) -> None:
-    entries = [(kind, *entry) for kind, form in forms.items() for entry in form]
-    scores = in_pool([(answer, truth) for _, answer, truth, _ in entries])
-    wrong = [(*entry, score) for entry, score in zip(entries, scores, strict=True) if score != entry[-1]]
-    assert not wrong
-    assert len(entries) >= 50
-    assert {expected for *_, expected in entries} == {0, 1}
+def test_answer_forms(ordinary_pool: None) -> None:
+    entries = FORMS + REPAIRED
+    scores = in_pool([(answer, truth) for answer, truth, _ in entries])
+    assert not [(*entry, score) for entry, score in zip(entries, scores, strict=True) if score != entry[-1]]
 
 
 def test_quirks_of_math_verify(ordinary_pool: None) -> None:
     """If one of these fails, Math-Verify has changed: move the entry to the table."""
-    scores = in_pool([(answer, truth) for answer, truth, *_ in QUIRKS])
-    assert scores == [says for _, _, _, says, _ in QUIRKS]
-    assert all(deserved != says and reason for _, _, deserved, says, reason in QUIRKS)
-    assert [in_process(answer, truth) for answer, truth, *_ in QUIRKS] == scores
+    assert in_pool([(answer, truth) for answer, truth, _ in QUIRKS]) == [says for *_, says in QUIRKS]
 
 
 def test_public_pairs_are_scored_as_the_documentation_says(ordinary_pool: None) -> None:
@@ -101,8 +94,7 @@ def test_public_pairs_are_scored_as_the_documentation_says(ordinary_pool: None) 
 
 def test_what_is_repaired_is_wrong_in_math_verify() -> None:
     """If one of these fails, Math-Verify has changed, and the scorer may need to do less."""
-    entries = [entry for form in REPAIRED.values() for entry in form]
-    assert not [entry for entry in entries if in_process(*entry[:2]) == entry[-1]]
+    assert not [entry for entry in REPAIRED if in_process(*entry[:2]) == entry[-1]]
 
 
 def test_infinities_do_not_pass_for_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,17 +107,6 @@ def test_infinities_do_not_pass_for_a_number(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.undo()
     for answer, truth in (("-\\infty", "-\\infty"), ("(-\\infty, 3)", "x < 3"), ("(2, \\infty)", "(2, \\infty)")):
         assert guarded_math_verify._score(f"$\\boxed{{{answer}}}$", truth, 6, *targets) == 1.0, answer
-
-
-def among_hostile(hostile: list[str], seed: int) -> tuple[list[float], dict[int, float]]:
-    """The scores of hostile answers, and the scores of ordinary answers among them that are off."""
-    n = len(hostile)
-    pairs = [(answer, TRUTH) for answer in hostile]
-    pairs += [(f"Therefore \\boxed{{\\frac{{{i}}}{{7}}}}", f"\\frac{{{i + i % 2}}}{{7}}") for i in range(n)]
-    order = list(range(2 * n))
-    random.Random(seed).shuffle(order)
-    scores = dict(zip(order, in_pool([pairs[i] for i in order]), strict=True))
-    return [scores[i] for i in range(n)], {i: scores[n + i] for i in range(n) if scores[n + i] != (i % 2 == 0)}
 
 
 @contextlib.contextmanager
@@ -150,46 +131,35 @@ def watched_memory() -> Iterator[dict[int, int]]:
         watcher.join()
 
 
-def hostile_in_a_batch() -> dict[str, str]:
-    """Every third of the hostile answers, of each kind some."""
-    return dict(list(hostile_answers().items())[::3])
+HOSTILE = [answer for of_kind in hostile_answers().values() for answer in of_kind]
 
 
-@pytest.mark.timeout(3600)
-@pytest.mark.slow
 def test_hostile_answers_keep_to_their_limit_and_memory(hostile_pool: None) -> None:
-    """Each is a call of its own, as in verl's reward loop, but for those that come in a batch below.
+    """Each is a call of its own, as in verl's reward loop, but for every third, which comes in a batch below.
 
     Without limits, hardly any of the powers alone would end.
     """
-    every, in_a_batch = hostile_answers(), hostile_in_a_batch()
-    assert len(every) >= 300
-    hostile = {name: answer for name, answer in every.items() if name not in in_a_batch}
 
-    def timed(answer: str) -> tuple[float, float]:
-        begun = time.monotonic()
-        return guarded_math_verify.compute_score(answer, TRUTH, timeout_score=TIMED_OUT), time.monotonic() - begun
+    def score(answer: str) -> float:
+        return guarded_math_verify.compute_score(answer, TRUTH, timeout_score=TIMED_OUT)
 
     # One thread for each worker: no call waits for another.
     with watched_memory() as peaks, ThreadPoolExecutor(8) as executor:
-        results = dict(zip(hostile, executor.map(timed, hostile.values()), strict=True))
-    assert {score for score, _ in results.values()} == {0.0, TIMED_OUT}
-    # By the clock, which a busy machine may spend on others
-    longest = guarded_math_verify.WALL_FACTOR * 1 + guarded_math_verify.START_GRACE
-    assert not {name: seconds for name, (_, seconds) in results.items() if seconds > longest}
-    assert len(peaks) > 50
-    assert max(peaks.values()) <= 512 * MEBIBYTE
+        scores = list(executor.map(score, [answer for i, answer in enumerate(HOSTILE) if i % 3]))
+    assert set(scores) == {0.0, TIMED_OUT}
+    assert len(peaks) > 8 and max(peaks.values()) <= 512 * MEBIBYTE
 
 
-@pytest.mark.timeout(3600)
-@pytest.mark.slow
 def test_hostile_answers_in_a_batch(hostile_pool: None) -> None:
-    """Among ordinary ones."""
-    hostile = hostile_in_a_batch()
-    scores, wrong = among_hostile(list(hostile.values()), seed=0)
-    assert not [name for name, score in zip(hostile, scores, strict=True) if score not in (0.0, TIMED_OUT)]
-    assert scores.count(TIMED_OUT) > 15
-    assert not wrong
+    """Among ordinary ones, which get their scores."""
+    hostile = HOSTILE[::3]
+    ordinary = [
+        (f"Therefore \\boxed{{\\frac{{{i}}}{{7}}}}", f"\\frac{{{i + i % 2}}}{{7}}") for i in range(len(hostile))
+    ]
+    pairs = [pair for answer, other in zip(hostile, ordinary, strict=True) for pair in ((answer, TRUTH), other)]
+    scores = in_pool(pairs)
+    assert set(scores[::2]) == {0.0, TIMED_OUT} and scores.count(TIMED_OUT) > 2
+    assert scores[1::2] == [float(i % 2 == 0) for i in range(len(hostile))]
 
 
 def test_workers_have_a_memory_limit(hostile_pool: None) -> None:
