@@ -67,9 +67,7 @@ def test_arguments_come_before_the_environment() -> None:
     ("arguments", "sentence"),
     [
         (["--tyni"], "unrecognized arguments: --tyni"),
-        (["--fault"], "expected one argument"),
         (["--fault", "fire"], "invalid choice: 'fire' (choose from"),
-        (["--target", "0.6.0"], "invalid choice: '0.6.0' (choose from"),
         (["tiny"], "'tiny' is neither an option nor a Hydra override"),
         (["--plugin"], "--plugin needs verl 0.9.1 and this is for 0.7.0"),
         (["--python", "/nope"], "there is no Python at /nope: give another with --python"),
@@ -229,16 +227,10 @@ def test_a_step_of_the_set_up_that_failed_is_done_again(project: Project) -> Non
     assert project.set_up()[-1] == "apply_patch.py --installed"
 
 
-@pytest.mark.parametrize(
-    ("listed", "names"),
-    [
-        ("", []),
-        ("global.index-url='a'\ninstall.index-url='b'\n:env:.extra-index-url='c'\n", ["extra-index-url", "index-url"]),
-        (":env:.default-timeout='180'\nglobal.no-cache-dir='false'\nlist.format='columns'\n", []),
-    ],
-)
-def test_what_of_pips_configuration_uv_would_ignore(listed: str, names: list[str]) -> None:
-    assert set_up.configured(listed) == names
+def test_what_of_pips_configuration_uv_would_ignore() -> None:
+    urls = "global.index-url='a'\ninstall.index-url='b'\n:env:.extra-index-url='c'\n"
+    others = ":env:.default-timeout='180'\nglobal.no-cache-dir='false'\nlist.format='columns'\n"
+    assert set_up.configured(f"{urls}{others}") == ["extra-index-url", "index-url"] and set_up.configured(others) == []
 
 
 def running(pid: int) -> bool:

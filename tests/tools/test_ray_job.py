@@ -91,7 +91,6 @@ def test_the_job_carries_the_patched_verl_and_the_script(kept: Path) -> None:
     ("arguments", "environment", "sentence"),
     [
         (["OUTPUT_DIR=outputs"], {}, "give OUTPUT_DIR=/..."),
-        (["--no-wait", "OUTPUT_DIR=/a", "--"], {}, "give OUTPUT_DIR=/..."),
         (["OUTPUT_DIR=/a"], {"PYTHON": "false"}, "false does not run: set PYTHON"),
         (["OUTPUT_DIR=/a"], {"PYTHON": "true"}, "true has no verl"),
     ],
