@@ -9,6 +9,7 @@ padding; packed and padded training differ from that by rounding alone.
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 import torch
@@ -201,6 +202,8 @@ def norms_now(model: Model, others: Gradients | None = None) -> Norms:
         gradients = [parameter.grad, (others or {}).get(parameter)]
         found = [g.to(model.device, torch.promote_types(g.dtype, torch.float32)) for g in gradients if g is not None]
         if found:
-            norms[layer].append(float(torch.linalg.vector_norm(sum(found), dtype=torch.float64)) / model.loss_scale)
+            norms[layer].append(
+                float(torch.linalg.vector_norm(reduce(torch.add, found), dtype=torch.float64)) / model.loss_scale
+            )
     layers = {layer: math.hypot(*norms_of_parameters) for layer, norms_of_parameters in norms.items()}
     return Norms(math.hypot(*layers.values()), layers)

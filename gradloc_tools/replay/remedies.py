@@ -200,7 +200,7 @@ def _left_and_moved(spike: _Spike, model: Model, rest: Gradients, values: Coeffi
     A gradient is a sum over tokens: with these coefficients it is the rest, its move, and the culprits' new gradient.
 
     Args:
-        rest (Mapping): The ordinary tokens' gradient, by parameter.
+        rest (Gradients): The ordinary tokens' gradient.
     """
     saved, ordinary = spike.saved, spike.ordinary
     (new, new_of_entropy), (old, old_of_entropy) = values, coefficients_of(saved)
