@@ -110,6 +110,9 @@ def padded(lines: list[dict[str, Any]], name: str) -> Tensor:
     )
 
 
+KINDS = [("k1", 3.0), ("k2", None), ("k3", 3.0), ("low_var_kl", None)]
+
+
 def written_loss(log_prob: Tensor, lines: list[dict[str, Any]], mode: str, kind: str, clip_c: float | None) -> Tensor:
     """PPO's clipped loss with a KL loss, as a trainer computes it over padded tensors."""
     mask, advantage = padded(lines, "response_mask"), padded(lines, "advantages")
@@ -130,8 +133,10 @@ def written_loss(log_prob: Tensor, lines: list[dict[str, Any]], mode: str, kind:
     }[mode]
 
 
-@pytest.mark.parametrize(("kind", "clip_c"), [("k1", 3.0), ("k2", None), ("k3", 3.0), ("low_var_kl", None)])
-@pytest.mark.parametrize("mode", AGG_MODES)
+@pytest.mark.parametrize(
+    ("mode", "kind", "clip_c"),
+    [(mode, *kind) for mode, kind in zip(AGG_MODES, [*KINDS, KINDS[0]], strict=True)],
+)
 def test_coefficients_are_those_of_the_loss(tmp_path: Path, mode: str, kind: str, clip_c: float | None) -> None:
     lines = records()
     lines[3]["log_probs"][0], lines[3]["ref_log_probs"][0] = -8.0, -4.0  # where low_var_kl is cut
@@ -223,39 +228,29 @@ def test_given_coefficients_and_weights_are_taken_as_they_are(tmp_path: Path) ->
     assert bundle.event["suspected"][0]["advantage"] is None
 
 
-def test_without_old_log_probs_ratios_are_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("missing", "options", "note", "ratio"),
+    [
+        ("old_log_probs", [], "all ratios are 1", None),
+        ("log_probs", [], "old_log_probs are taken instead", 1.0),
+        ("ref_log_probs", ["--old-from-rollout"], "", math.exp(0.1)),
+        ("ref_log_probs", ["--grad-norm", "1"], "The gradient norm 1 is under its threshold", 1.0),
+    ],
+)
+def test_what_is_missing_or_odd_is_noted(
+    tmp_path: Path, missing: str, options: list[str], note: str, ratio: float | None
+) -> None:
     lines = records()
     for line in lines:
-        del line["old_log_probs"]
-    bundle = convert(write_lines(tmp_path / "a.jsonl", lines))
+        line["old_log_probs"], line["rollout_log_probs"] = line["log_probs"], [x - 0.1 for x in line["log_probs"]]
+        del line[missing]
+    bundle = convert(write_lines(tmp_path / "a.jsonl", lines), *options)
+    assert note in " ".join(bundle.manifest["converted"]["notes"])
+    assert bundle.event["suspected"][0]["ratio"] == (ratio and pytest.approx(ratio))
     tokens = sum(sum(line["response_mask"]) for line in lines)
     for line, coefficient in zip(lines, flat(bundle, "coefficient"), strict=True):
-        expected = -torch.tensor(line["advantages"]) / tokens * torch.tensor(line["response_mask"])
+        expected = -(ratio or 1.0) * torch.tensor(line["advantages"]) / tokens * torch.tensor(line["response_mask"])
         torch.testing.assert_close(coefficient, expected)
-    assert "all ratios are 1" in " ".join(bundle.manifest["converted"]["notes"])
-    assert bundle.event["suspected"][0]["ratio"] is None
-
-
-def test_without_log_probs_of_training_the_old_ones_are_taken(tmp_path: Path) -> None:
-    lines = records()
-    for line in lines:
-        del line["log_probs"]
-    bundle = convert(write_lines(tmp_path / "a.jsonl", lines))
-    assert "old_log_probs are taken instead" in " ".join(bundle.manifest["converted"]["notes"])
-    assert bundle.event["suspected"][0]["ratio"] == 1.0
-
-
-def test_the_ratio_may_be_to_the_rollout(tmp_path: Path) -> None:
-    lines = records()
-    for line in lines:
-        line["rollout_log_probs"] = [value - 0.1 for value in line["log_probs"]]
-    bundle = convert(write_lines(tmp_path / "a.jsonl", lines), "--old-from-rollout")
-    assert bundle.event["suspected"][0]["ratio"] == pytest.approx(math.exp(0.1))
-
-
-def test_a_norm_under_its_threshold_is_noted(tmp_path: Path) -> None:
-    bundle = convert(write_lines(tmp_path / "a.jsonl", records()), "--grad-norm", "1")
-    assert "The gradient norm 1 is under its threshold" in " ".join(bundle.manifest["converted"]["notes"])
 
 
 def test_micro_batches_have_the_size_that_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,47 +260,50 @@ def test_micro_batches_have_the_size_that_is_asked_for(tmp_path: Path, monkeypat
     assert list(convert(file).rows.values()) == [[0, 1], [2, 3]]
 
 
-def changed(index: int, **changes: Any) -> Callable[[list[dict[str, Any]]], None]:
-    def change(lines: list[dict[str, Any]]) -> None:
-        lines[index].update(changes)
-
-    return change
-
-
-def without(index: int, *names: str) -> Callable[[list[dict[str, Any]]], None]:
-    def change(lines: list[dict[str, Any]]) -> None:
-        for name in names:
-            del lines[index][name]
-
-    return change
-
-
 NAN = [math.nan, *[1.0] * 6]
 IDS = "it must be a list of token ids, whole numbers from 0 to 2^31 - 1."
-BROKEN: dict[str, tuple[Callable[[list[dict[str, Any]]], Any], str]] = {
-    "too short": (
-        changed(1, log_probs=[-1.0]),
-        "2, field 'log_probs': its shape is (1,), and that of the response is (7,)",
+NUMBERS = "it must be a list of numbers."
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("log_probs", [-1.0], "its shape is (1,), and that of the response is (7,)"),
+        ("advantages", [1.0] * 8, "its shape is (8,), and that of the"),
+        ("response_mask", [1] * 6, "its shape is"),
+        ("log_probs", [[-1.0] * 7], "its shape is (1, 7), and that"),
+        ("advantages", NAN, "it is nan at index 0; if training had that"),
+        ("coefficients", [1.0, None, *[1.0] * 5], "it is nan at index 1"),
+        ("advantages", math.inf, "it is inf at index 0"),
+        ("response_mask", [None, *[1] * 6], "it must be of zeros and ones."),
+        ("response_mask", [0.5] * 7, "it must be of zeros and ones."),
+        ("advantages", ["1"] * 7, NUMBERS),
+        ("log_probs", "-1234567", NUMBERS),
+        ("advantages", {"a": 1}, NUMBERS),
+        ("advantages", [10**400] * 7, NUMBERS),
+        ("log_probs", [0.5] * 7, "a log-prob is not positive"),
+        *(("response_ids", [1, 2, value, *[4] * 4], IDS) for value in (-3, 3.5, 2**40, 10**400, True)),
+        ("rank", -1, "it must be a whole number from 0 to 65,536, and is -1."),
+        ("temperature", 0, "it must be a positive number, and"),
+        ("uid", ["x"], "it must be a text or a whole number, and is ['x']."),
+    ],
+)
+def test_a_broken_field_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], field: str, value: Any, message: str
+) -> None:
+    lines = records()
+    lines[1][field] = value
+    assert f"line 2, field '{field}': {message}" in refused(write_lines(tmp_path / "a.jsonl", lines), capsys)
+
+
+# Changes of all lines, what is said, and options.
+BROKEN: dict[str, tuple[Any, ...]] = {
+    "no response": (lambda lines: lines[2].update(response_ids=[]), "line 3, field 'response_length': the response mu"),
+    "no prompt": (lambda lines: lines[2].update(prompt_ids=[]), "line 3, field 'response_length': the response must"),
+    "no ids": (
+        lambda lines: lines[0].pop("response_ids"),
+        "line 1, field 'response_ids': a record needs prompt_ids and response_ids",
     ),
-    "too long": (changed(1, advantages=[1.0] * 8), "line 2, field 'advantages': its shape is (8,), and that of the"),
-    "a short mask": (changed(1, response_mask=[1] * 6), "line 2, field 'response_mask': its shape is"),
-    "a list of lists": (changed(1, log_probs=[[-1.0] * 7]), "line 2, field 'log_probs': its shape is (1, 7), and that"),
-    "NaN": (changed(1, advantages=NAN), "line 2, field 'advantages': it is nan at index 0; if training had that"),
-    "null": (changed(1, coefficients=[1.0, None, *[1.0] * 5]), "line 2, field 'coefficients': it is nan at index 1"),
-    "null in a mask": (changed(1, response_mask=[None, *[1] * 6]), "'response_mask': it must be of zeros and ones."),
-    "infinite": (changed(1, advantages=math.inf), "line 2, field 'advantages': it is inf at index 0"),
-    "texts": (changed(1, advantages=["1"] * 7), "line 2, field 'advantages': it must be a list of numbers."),
-    "a string": (changed(1, log_probs="-1234567"), "line 2, field 'log_probs': it must be a list of numbers."),
-    "an object": (changed(1, advantages={"a": 1}), "line 2, field 'advantages': it must be a list of numbers."),
-    "a huge number": (changed(1, advantages=[10**400] * 7), "field 'advantages': it must be a list of numbers."),
-    "a positive log-prob": (changed(1, log_probs=[0.5] * 7), "line 2, field 'log_probs': a log-prob is not positive"),
-    **{
-        f"the id {value}": (changed(2, response_ids=[1, 2, value, 4]), f"line 3, field 'response_ids': {IDS}")
-        for value in (-3, 3.5, 2**40, 10**400, True)
-    },
-    "no response": (changed(2, response_ids=[]), "line 3, field 'response_length': the response must have at"),
-    "no prompt": (changed(2, prompt_ids=[]), "line 3, field 'response_length': the response must have at"),
-    "no ids": (without(0, "response_ids"), "line 1, field 'response_ids': a record needs prompt_ids and response_ids"),
     "texts of TRL": (
         lambda lines: lines.insert(0, {"step": 1, "prompt": "a", "completion": "b", "advantage": 1.0}),
         "line 1: texts only, no token ids; in TRL, train with RecordingTrainer of examples/trl_records.py.",
@@ -314,13 +312,15 @@ BROKEN: dict[str, tuple[Callable[[list[dict[str, Any]]], Any], str]] = {
         lambda lines: lines.insert(0, {"input": "a", "output": "b", "score": 1.0, "step": 1}),
         "line 1: texts only, no token ids; in verl, set actor_rollout_ref.actor.spike_detection=True and spike_search",
     ),
-    "no advantage": (without(0, "advantages"), "line 1, field 'advantages': it is missing, and so is 'coefficients'."),
-    "half of the log-probs": (without(3, "ref_log_probs"), "line 1 has values for 'ref_log_prob', and"),
-    "a mask of halves": (changed(0, response_mask=[0.5] * 5), "field 'response_mask': it must be of zeros and ones."),
-    "a rank": (changed(0, rank=-1), "line 1, field 'rank': it must be a whole number from 0 to 65,536, and is -1."),
-    "a micro-batch": (changed(0, micro_batch=1), "line 1 names a micro-batch, and"),
-    "a temperature": (changed(0, temperature=0), "line 1, field 'temperature': it must be a positive number, and"),
-    "a uid": (changed(0, uid=["x"]), "line 1, field 'uid': it must be a text or a whole number, and is ['x']."),
+    "no advantage": (
+        lambda lines: lines[0].pop("advantages"),
+        "line 1, field 'advantages': it is missing, and so is 'coefficients'.",
+    ),
+    "half of the log-probs": (
+        lambda lines: lines[3].pop("ref_log_probs"),
+        "line 1 has values for 'ref_log_prob', and",
+    ),
+    "a micro-batch": (lambda lines: lines[0].update(micro_batch=1), "line 1 names a micro-batch, and"),
     "no records": (lambda lines: lines.clear(), "There is no record."),
     "no gradient": (
         lambda lines: [line.update(advantages=0.0) for line in lines],
@@ -330,15 +330,28 @@ BROKEN: dict[str, tuple[Callable[[list[dict[str, Any]]], Any], str]] = {
         lambda lines: [line.pop(name) for line in lines for name in [*line] if name.endswith("log_probs")],
         "line 1, field 'log_probs': it is missing, and so are",
     ),
+    "a threshold that is not finite": (
+        lambda lines: [line.update(weights=[1e200] * len(line["advantages"])) for line in lines],
+        "both must be positive and finite",
+        "--usual-norm=1",
+    ),
+    **{
+        f"a weight of {value}": (
+            lambda lines, value=value: [line.update(weights=[value] * len(line["advantages"])) for line in lines],
+            f"line 1, field 'weights': it is {name} at index 0.",
+            "--keep-nonfinite",
+        )
+        for value, name in ((math.inf, "inf"), (None, "nan"))
+    },
 }
 
 
 @pytest.mark.parametrize("broken", BROKEN)
-def test_a_broken_record_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], broken: str) -> None:
+def test_broken_records_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], broken: str) -> None:
     lines = records()
-    change, message = BROKEN[broken]
+    change, message, *options = BROKEN[broken]
     change(lines)
-    assert message in refused(write_lines(tmp_path / "a.jsonl", lines), capsys)
+    assert message in refused(write_lines(tmp_path / "a.jsonl", lines), capsys, *options)
 
 
 def test_nan_is_kept_on_request(tmp_path: Path) -> None:
@@ -347,26 +360,6 @@ def test_nan_is_kept_on_request(tmp_path: Path) -> None:
     bundle = convert(write_lines(tmp_path / "a.jsonl", lines), "--keep-nonfinite")
     first = bundle.event["suspected"][0]
     assert (first["row"], first["position"], first["source"]) == (1, 0, "nonfinite")
-
-
-@pytest.mark.parametrize(("weight", "name"), [(math.nan, "nan"), (math.inf, "inf"), (None, "nan")])
-def test_weights_are_finite_on_any_request(
-    weight: float | None, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lines = records()
-    for line in lines:
-        line["weights"] = [0.1] * len(line["advantages"])
-    lines[1]["weights"][2] = weight
-    error = refused(write_lines(tmp_path / "a.jsonl", lines), capsys, "--keep-nonfinite")
-    assert f"line 2, field 'weights': it is {name} at index 2." in error
-
-
-def test_a_threshold_that_is_not_finite_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = records()
-    for line in lines:
-        line["weights"] = [1e200] * len(line["advantages"])
-    error = refused(write_lines(tmp_path / "a.jsonl", lines), capsys, "--usual-norm", "1")
-    assert "both must be positive and finite" in error
 
 
 def test_what_the_mask_leaves_out_may_be_anything(tmp_path: Path) -> None:
