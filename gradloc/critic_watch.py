@@ -56,7 +56,7 @@ class CriticWatch(GradLoc):
 
     def _locate(self, where: dict[str, Any]) -> Located:
         located, model = Located(take_step=True), self._model
-        if model is None:
+        if self.is_off or model is None:
             return located
         micro_batches = self.take()
         if not (micro_batches and all(micro_batch.tokens for micro_batch in micro_batches)):
@@ -64,9 +64,14 @@ class CriticWatch(GradLoc):
                 self._said, "the critic's loss is not verl's value loss: spikes of its gradient are not looked for"
             )
             return located
-        own = torch.stack([_error_sums(micro_batch.tokens) for micro_batch in micro_batches])
-        gradient = MiniBatch(model, micro_batches, self._loss_scale()).gather("unit", own.sum(0), self.failed)
+
+        def read() -> Tensor:
+            return torch.cat([_error_sums(micro_batch.tokens) for micro_batch in micro_batches])
+
+        sums = self.figures(read, 2 * len(micro_batches)).view(-1, 2)
+        gradient = MiniBatch(model, micro_batches, self._loss_scale()).gather("unit", sums.sum(0), self.failed)
         if gradient.failed:
+            self.is_off = True  # for the rest of the update
             return located
         norm, error = gradient.token_norm, _root_mean_square(gradient.update_figures.sum(0).tolist())
         threshold = self._threshold.next(norm, gradient.finite_norm)
@@ -76,7 +81,7 @@ class CriticWatch(GradLoc):
             self._ordinary_error = error
             return located
         figures = gradient.gather_figures()
-        by_rank = collectives.exchange(lambda: (own.tolist(), _largest_errors(micro_batches, model.rank)))
+        by_rank = collectives.exchange(lambda: (sums.tolist(), _largest_errors(micro_batches, model.rank)))
         errors, of_ranks = zip(*by_rank[:: model.sequence_parallel_size], strict=True)
         # NaN is larger than any number.
         values = sorted(chain(*of_ranks), key=lambda each: -math.inf if math.isnan(each["error"]) else -each["error"])

@@ -21,7 +21,7 @@ from .fsdp.state import set_aside, undisturbed
 from .measure.mini_batch import MiniBatch, OrdinaryGradient
 from .measure.pass_recorder import PassRecorder, with_a_column
 from .measure.passes import Forward, WatchedModel
-from .metrics import RunWarnings, UpdateMetrics, own_figures
+from .metrics import OWN_FIGURES, RunWarnings, UpdateMetrics, figure_sizes, own_figures
 from .search.findings import Findings
 from .search.investigation import investigate
 from .search.time_limit import HEAD_START, SHARE, SearchTime
@@ -279,15 +279,19 @@ class GradLoc(PassRecorder):
         assert self._model is not None  # else the recorder is off
         micro_batches = self.take()
         scale, trigger = self._loss_scale(), self.config.spike_trigger
-        for_metrics = own_figures([micro_batch.tokens for micro_batch in micro_batches])
         norms, copies = self._model.reduced_norms, self._model.sequence_parallel_size
-        for_warnings = self._warnings.own_figures(micro_batches, scale, where, norms)
-        figures = torch.cat([for_metrics, for_warnings])
-        gradient = MiniBatch(self._model, micro_batches, scale).gather(trigger, figures, self.failed)
+
+        def read() -> Tensor:
+            for_metrics = own_figures([micro_batch.tokens for micro_batch in micro_batches])
+            return torch.cat([for_metrics, self._warnings.own_figures(micro_batches, scale, where, norms)])
+
+        sizes = [OWN_FIGURES, sum(figure_sizes(norms))]
+        gradient = MiniBatch(self._model, micro_batches, scale)
+        gradient.gather(trigger, self.figures(read, sum(sizes)), self.failed)
         if gradient.failed:
             self.is_off = True  # for the rest of the update
             return None
-        for_metrics, for_warnings = gradient.update_figures.split([len(for_metrics), len(for_warnings)], dim=1)
+        for_metrics, for_warnings = gradient.update_figures.split(sizes, dim=1)
         self._metrics.take_in(for_metrics[::copies])
         self._warnings.take_in(for_warnings, where, norms, copies)
         return gradient

@@ -25,15 +25,18 @@ from .measure.run_sums import own_columns, own_scale_figures, own_sums
 logger = logging.getLogger(__name__)
 
 
+OWN_FIGURES = 6
+
+
 def own_figures(micro_batches: Sequence[Mapping[str, Tensor]]) -> Tensor:
     """What one rank knows of a mini-batch, the tokens of its micro-batches, for `UpdateMetrics.take_in`. No host sync.
 
     Only response tokens with a weight in the loss count, except for those that are compared with the rollout.
 
     Returns:
-        Tensor: float64 of shape (6,): the largest log-ratio and the largest size of a log-ratio to the rollout (−Inf
-            without data); how many response tokens are misaligned with the rollout, of how many; how many tokens are
-            unlikely, of how many.
+        Tensor: float64 of shape (OWN_FIGURES,): the largest log-ratio and the largest size of a log-ratio to the
+            rollout (−Inf without data); how many response tokens are misaligned with the rollout, of how many; how many
+            tokens are unlikely, of how many.
     """
     device = micro_batches[0]["weight"].device
     maxima = torch.full((2,), -math.inf, dtype=torch.float64, device=device)
@@ -73,7 +76,7 @@ class UpdateMetrics:
         self._margin: float | None = None
 
     def take_in(self, by_rank: Tensor) -> None:
-        """Adds what `own_figures` returned on each rank, shape (ranks, 6), on the CPU."""
+        """Adds what `own_figures` returned on each rank, on the CPU."""
         self._maxima = torch.maximum(self._maxima, by_rank[:, :2].amax(0))
         self._counts += by_rank[:, 2:].sum(0)
 
@@ -120,6 +123,11 @@ class UpdateMetrics:
         return {f"actor/gradloc/{name}": value for name, value in figures.items() if value is not None}
 
 
+def figure_sizes(norms: ReducedNorms) -> list[int]:
+    """How many numbers each part of `RunWarnings.own_figures` has."""
+    return [len(SUMS), ALIGNMENT_SUMS, COLUMN_SUMS, SCALE_FIGURES, len(norms.layers)]
+
+
 class RunWarnings:
     """Checks each mini-batch of a run; the same on every rank. Each warning is logged once."""
 
@@ -154,8 +162,7 @@ class RunWarnings:
         Args:
             copies (int): How many neighbouring ranks have the same tokens.
         """
-        sizes = [len(SUMS), ALIGNMENT_SUMS, COLUMN_SUMS, SCALE_FIGURES, len(norms.layers)]
-        *to_add, of_scale, squares = figures.split(sizes, dim=1)
+        *to_add, of_scale, squares = figures.split(figure_sizes(norms), dim=1)
         # All PPO epochs after the first have the same responses again.
         sums, alignment, columns = (each[::copies].sum(0).tolist() if where["epoch"] == 0 else None for each in to_add)
         self.checks.take_in(sums, loss_scale_warning(of_scale[::copies].tolist()), alignment, columns)

@@ -30,12 +30,13 @@ ReadTokens = Callable[[], Mapping[str, Tensor]]
 class PassRecorder:
     """Records the training passes of a mini-batch.
 
-    An error in measuring a pass or reading its tokens does not end training: it is logged and sets `failed`, which
-    `MiniBatch` exchanges with the other ranks. Until `discard`, micro-batches then have `nothing` for their tokens.
+    An error in measuring a pass, reading its tokens or summing them up does not end training: it is logged and sets
+    `failed`, which `MiniBatch` exchanges with the other ranks. Until `discard`, later micro-batches then have `nothing`
+    for their tokens.
     """
 
     def __init__(self, model: WatchedModel | None) -> None:
-        self.failed = False  # whether a pass could not be measured, or its tokens not be read, since `discard`
+        self.failed = False  # whether there was such an error since `discard`
         self.is_off = model is None  # whether to record nothing
         self.current: MicroBatch | None = None
         self.micro_batches: list[MicroBatch] = []
@@ -106,6 +107,16 @@ class PassRecorder:
         for name, gradient in self._gradients.items():
             found[name] = with_a_column(self._reshape[name](gradient.detach()))
         return found
+
+    def figures(self, read: Callable[[], Tensor], count: int) -> Tensor:
+        """What `read` returns of the mini-batch, of shape (count,); zeros after an error, which sets `failed`, too."""
+        had_failed, self.failed = self.failed, True
+        with guarded(_UNREAD, self._said):
+            found = read()
+            self.failed = had_failed
+            return found
+        assert self._model is not None
+        return torch.zeros(count, dtype=torch.float64, device=self._model.device)
 
     def discard(self) -> None:
         """Drops what was recorded since the last `take`, and a pass that was interrupted."""

@@ -28,6 +28,7 @@ from torch.distributed.fsdp import _flat_param, _runtime_utils
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch_stand_ins import as_in_torch_2_15, without_name
 from verl import DataProto
+from verl.utils.gradloc import metrics
 from verl.utils.gradloc.adapters import loss_weights
 from verl.utils.gradloc.adapters.actor_config import LayerClipConfig
 from verl.utils.gradloc.evidence import event
@@ -333,26 +334,29 @@ def failing_beside_the_passes(case: Case, what: str) -> tuple[dict[str, bool], R
         return compared(case, prepare=prepare)
 
 
-def with_unreadable_weights(case: Case, ranks: list[int], token_clip: bool) -> tuple[dict[str, bool], Run]:
-    """A run in whose second micro-batch weights cannot be computed on some ranks, compared with the unpatched actor.
+def with_unread_tokens(case: Case, what: str, ranks: list[int]) -> tuple[dict[str, bool], Run]:
+    """A run in which some ranks run out of memory over the first update's tokens, compared with the unpatched actor.
 
-    With TokenClip, they are read before the backward.
+    Args:
+        what (str): "weights" of the second micro-batch, which with "weights and TokenClip" are read before the
+            backward; "sums" of the first mini-batch.
     """
-    count, weights = 0, loss_weights.policy_weights
+    module, name, when = (loss_weights, "policy_weights", 2) if "weights" in what else (metrics, "own_sums", 1)
+    count, read = 0, getattr(module, name)
 
-    def failing_weights(*arguments: Any, **options: Any) -> torch.Tensor:
+    def failing_read(*arguments: Any, **options: Any) -> torch.Tensor:
         nonlocal count
         count += 1
-        if count == 2:
+        if count == when:
             run_out_of_memory()
-        return weights(*arguments, **options)
+        return read(*arguments, **options)
 
-    clip = {"token_clip": token_clip_config(enable=True, action="log")} if token_clip else {}
-    failing = mock.patch.object(loss_weights, "policy_weights", failing_weights)
+    clip = {"token_clip": token_clip_config(enable=True, action="log")} if "TokenClip" in what else {}
+    failing = mock.patch.object(module, name, failing_read)
     with failing if dist.get_rank() in ranks else contextlib.nullcontext():
         run = train(case, calls=2, **DETECTION, **clip)
     # The unpatched actor has no figures of TokenClip.
-    run.metrics = [{name: metrics[name] for name in metrics if "token_clip" not in name} for metrics in run.metrics]
+    run.metrics = [{name: each[name] for name in each if "token_clip" not in name} for each in run.metrics]
     return compare_runs(run, stock_run(case, 2)), run
 
 

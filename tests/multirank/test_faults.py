@@ -201,12 +201,12 @@ def test_out_of_memory_between_passes_ends_the_search(launch: Launch, world: int
 
 
 @cases(on_engine(2, Case(mini_batch=4, planted=THREE)))
-@pytest.mark.parametrize(("ranks", "token_clip"), [([0, 1], False), ([1], True)])
-def test_unreadable_weights_end_the_searches_of_an_update(
-    launch: Launch, world: int, case: Case, ranks: list[int], token_clip: bool
+@pytest.mark.parametrize(("what", "ranks"), [("weights", [0, 1]), ("weights and TokenClip", [1]), ("sums", [1])])
+def test_unread_tokens_end_the_searches_of_an_update(
+    launch: Launch, world: int, case: Case, what: str, ranks: list[int]
 ) -> None:
     """And not training. The next update is watched again."""
-    results = launch(world, fault_cases.with_unreadable_weights, case, ranks, token_clip)
+    results = launch(world, fault_cases.with_unread_tokens, case, what, ranks)
     assert harmless(results) == [[], []]
     for _, run in results:
         first, second = (max(as_list(metrics["actor/gradloc/token_norm_max"])) for metrics in run.metrics)
