@@ -27,7 +27,7 @@ from ..measure.mini_batch import MiniBatch
 from ..search.findings import Findings
 from ..token_clip.token_clip import TokenClip
 from ..version import __version__
-from . import layout, naming
+from . import layout, limits
 from .layout import NotReplayableError, Row, SavedMicroBatch
 
 
@@ -61,7 +61,7 @@ class BundleWriter:
         layer_clip: LayerClip | None = None,
         token_clip: TokenClip | None = None,
     ) -> None:
-        self._directory = Path(directory) / naming.FOLDER
+        self._directory = Path(directory) / limits.FOLDER
         self._most = most
         self._rows_of = rows_of
         self._context = context
@@ -84,7 +84,7 @@ class BundleWriter:
         with collectives.raised_on_all_ranks(mini_batch.model.device):
             names = worth_keeping(event, findings.figures, findings.threshold)
         micro_batches = {}
-        for name in names[: naming.MICRO_BATCHES]:
+        for name in names[: limits.MICRO_BATCHES]:
             if event["search"] == "local" and name in findings.micro_batches:
                 micro_batches[name] = findings.micro_batches[name]
             else:
@@ -131,7 +131,7 @@ class BundleWriter:
 
     def _has_room(self) -> bool:
         try:
-            full = self._disk.run(partial(_no_room, self._directory, self._most, naming.TOTAL_BYTES))
+            full = self._disk.run(partial(_no_room, self._directory, self._most, limits.TOTAL_BYTES))
         except OSError:
             return True  # the write will say what is wrong
         if full is not None:
@@ -162,7 +162,7 @@ def measured_tokens(findings: Findings, among: Mapping[MicroBatchName, Any]) -> 
     ]
     # NaN is larger than any number.
     found.sort(key=lambda token: -token["grad_norm"] if token["grad_norm"] == token["grad_norm"] else -math.inf)
-    return found[: naming.MEASURED_TOKENS]
+    return found[: limits.MEASURED_TOKENS]
 
 
 def _saved(micro_batch: MicroBatch, rows_of: Callable[[Mapping[str, Any]], list[Row]]) -> SavedMicroBatch:
@@ -210,12 +210,12 @@ def write_recorded_bundle(
         NotReplayableError: It would be over a limit, or a replay could not compute it.
         OSError: It cannot be written.
     """
-    folder = directory / naming.FOLDER
+    folder = directory / limits.FOLDER
     moving = {name: _saved(each, rows_of) for name, each in micro_batches.items() if bool(movable(each.tokens).any())}
     if not moving:
         raise NothingMovesError("it has no token with a gradient")
     # Ranks write at the same time, so each has a share of its own.
-    share = naming.TOTAL_BYTES // event["world_size"] if suffix else naming.TOTAL_BYTES
+    share = limits.TOTAL_BYTES // event["world_size"] if suffix else limits.TOTAL_BYTES
     if (full := _no_room(folder, most, share, suffix)) is not None:
         raise NotReplayableError(full)
     kept = _largest(moving)
@@ -232,9 +232,9 @@ def _largest(micro_batches: Mapping[MicroBatchName, SavedMicroBatch]) -> dict[Mi
     ranked = sorted(micro_batches, key=lambda name: -_estimate(micro_batches[name].tokens))
     kept: set[MicroBatchName] = set()
     size = 0
-    for name in ranked[: naming.RECORDED_MICRO_BATCHES]:
+    for name in ranked[: limits.RECORDED_MICRO_BATCHES]:
         size += sum(tensor.nbytes for tensor in layout.to_tensors(micro_batches[name]).values())
-        if kept and size > naming.BUNDLE_BYTES:
+        if kept and size > limits.BUNDLE_BYTES:
             break
         kept.add(name)
     return {name: saved for name, saved in micro_batches.items() if name in kept}
@@ -283,12 +283,12 @@ def write_bundle(
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
-    return f"{naming.FOLDER}/{name}"
+    return f"{limits.FOLDER}/{name}"
 
 
 def _no_room(folder: Path, most: int | None, share: int, suffix: str = "") -> str | None:
     """Why a folder takes no more bundles whose names end with a suffix: at most `most`, of `share` bytes; or None."""
-    kept = len([*folder.glob(f"[!.]*{suffix}/{naming.MANIFEST}")])
+    kept = len([*folder.glob(f"[!.]*{suffix}/{limits.MANIFEST}")])
     used = bytes_of_bundles(folder, suffix)
     if (most is None or kept < most) and used < share:
         return None
@@ -305,22 +305,22 @@ def _files(
     """The files of a bundle by name."""
     rows = max((len(saved.rows) for saved in micro_batches.values()), default=0)
     layers = more["layers"]
-    if len(layers) > naming.LAYERS or rows > naming.ROWS:
+    if len(layers) > limits.LAYERS or rows > limits.ROWS:
         raise NotReplayableError(
             f"it has {len(layers):,} layers and up to {rows:,} rows in a micro-batch, and "
-            f"{naming.LAYERS:,} and {naming.ROWS:,} are the limits"
+            f"{limits.LAYERS:,} and {limits.ROWS:,} are the limits"
         )
     tensors = {layout.tensor_file(*name): layout.to_tensors(saved) for name, saved in micro_batches.items()}
     size = sum(tensor.nbytes for of_file in tensors.values() for tensor in of_file.values())
-    if size > naming.BUNDLE_BYTES:
-        raise NotReplayableError(f"it would take {size:,} bytes, and {naming.BUNDLE_BYTES:,} are the limit")
+    if size > limits.BUNDLE_BYTES:
+        raise NotReplayableError(f"it would take {size:,} bytes, and {limits.BUNDLE_BYTES:,} are the limit")
     from safetensors.torch import save
 
     files = {file: save(of_file) for file, of_file in tensors.items()}
     versions = {"gradloc": __version__, "torch": torch.__version__, "python": platform.python_version()}
     manifest = {
-        "format": naming.FORMAT,
-        "kind": naming.KIND,
+        "format": limits.FORMAT,
+        "kind": limits.KIND,
         "time": event["time"],
         "event": event,
         "micro_batches": [
@@ -338,10 +338,10 @@ def _files(
         "versions": {**versions, **more.get("versions", {})},
     }
     text = json.dumps(jsonable(manifest), allow_nan=False, indent=1).encode()
-    if len(text) > naming.MANIFEST_BYTES:
+    if len(text) > limits.MANIFEST_BYTES:
         raise NotReplayableError(f"its manifest would take {len(text):,} bytes")
     digest = hashlib.sha256(text).hexdigest()
-    return {**files, naming.MANIFEST: text, naming.CHECKSUM: f"{digest}  {naming.MANIFEST}\n".encode()}
+    return {**files, limits.MANIFEST: text, limits.CHECKSUM: f"{digest}  {limits.MANIFEST}\n".encode()}
 
 
 def bytes_of_bundles(directory: Path, suffix: str = "") -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradloc.bundles import layout, naming
+from gradloc.bundles import layout, limits
 from gradloc.bundles.layout import TOKENS, Row, SavedMicroBatch
 from gradloc.measure.micro_batch import MicroBatchName
 from gradloc.token_clip.bounds import ACTIONS
@@ -149,13 +149,13 @@ def open_bundle(path: str | Path) -> Bundle:
     folder = Path(path)
     if not folder.is_dir():
         raise BundleError(f"There is no such folder: {folder}")
-    if not (folder / naming.MANIFEST).exists():
-        raise BundleError(f"{folder} is not a replay bundle: it has no {naming.MANIFEST}.")
+    if not (folder / limits.MANIFEST).exists():
+        raise BundleError(f"{folder} is not a replay bundle: it has no {limits.MANIFEST}.")
     manifest = _manifest(folder)
     files = manifest["micro_batches"]
-    if sum(entry["bytes"] for entry in files) > naming.BUNDLE_BYTES * 2:
+    if sum(entry["bytes"] for entry in files) > limits.BUNDLE_BYTES * 2:
         raise BundleError(
-            f"The bundle's manifest names more than {naming.BUNDLE_BYTES * 2:,} bytes, which is too much."
+            f"The bundle's manifest names more than {limits.BUNDLE_BYTES * 2:,} bytes, which is too much."
         )
     found = {(entry["rank"], entry["micro_batch"]): _micro_batch(folder, entry) for entry in files}
     bundle = Bundle(folder, manifest, found)
@@ -164,22 +164,22 @@ def open_bundle(path: str | Path) -> Bundle:
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
-    text = _read(folder / naming.MANIFEST, naming.MANIFEST_BYTES)
-    digest = _read(folder / naming.CHECKSUM, 1024).split()
+    text = _read(folder / limits.MANIFEST, limits.MANIFEST_BYTES)
+    digest = _read(folder / limits.CHECKSUM, 1024).split()
     if digest[:1] != [hashlib.sha256(text).hexdigest().encode()]:
-        raise BundleError(f"{naming.MANIFEST} does not match its checksum: it was changed or cut off.")
+        raise BundleError(f"{limits.MANIFEST} does not match its checksum: it was changed or cut off.")
     try:
         manifest = parse(text)
     except ValueError as error:
-        raise BundleError(f"{naming.MANIFEST} cannot be parsed: {error}.") from error
-    if not isinstance(manifest, dict) or manifest.get("kind") != naming.KIND:
-        raise BundleError(f"{naming.MANIFEST} is not that of a replay bundle.")
-    if manifest.get("format") != naming.FORMAT:
+        raise BundleError(f"{limits.MANIFEST} cannot be parsed: {error}.") from error
+    if not isinstance(manifest, dict) or manifest.get("kind") != limits.KIND:
+        raise BundleError(f"{limits.MANIFEST} is not that of a replay bundle.")
+    if manifest.get("format") != limits.FORMAT:
         raise BundleError(
-            f"The bundle has format {manifest.get('format')!r}, and this version of GradLoc reads {naming.FORMAT}."
+            f"The bundle has format {manifest.get('format')!r}, and this version of GradLoc reads {limits.FORMAT}."
         )
     for problem in _problems(manifest):
-        raise BundleError(f"{naming.MANIFEST} is damaged: {problem}.")
+        raise BundleError(f"{limits.MANIFEST} is damaged: {problem}.")
     return manifest
 
 
@@ -195,10 +195,10 @@ def _problems(manifest: Mapping[str, Any]) -> Iterator[str]:
         yield f"its loss_scale is {event['loss_scale']:g}, which no gradient scaler has"
     recorded = event["search"] == "recorded"
     for what, listed, most in (
-        ("layers", layers, naming.LAYERS),
-        ("micro-batches", files, naming.RECORDED_MICRO_BATCHES if recorded else naming.MICRO_BATCHES),
-        ("measured tokens", measured, naming.MEASURED_TOKENS),
-        ("rows in a micro-batch", max((entry["rows"] for entry in files), key=len, default=()), naming.ROWS),
+        ("layers", layers, limits.LAYERS),
+        ("micro-batches", files, limits.RECORDED_MICRO_BATCHES if recorded else limits.MICRO_BATCHES),
+        ("measured tokens", measured, limits.MEASURED_TOKENS),
+        ("rows in a micro-batch", max((entry["rows"] for entry in files), key=len, default=()), limits.ROWS),
     ):
         if len(listed) > most:
             yield f"it has {len(listed):,} {what}, and {most:,} are the limit"
@@ -300,7 +300,7 @@ def check_places(bundle: Bundle) -> None:
         name = token["rank"], token["micro_batch"]
         if name in widths:
             if token["row"] not in bundle.row_indices[name] or token["position"] >= widths[name]:
-                raise BundleError(f"{naming.MANIFEST} is damaged: it names a token that its micro-batch does not have.")
+                raise BundleError(f"{limits.MANIFEST} is damaged: it names a token that its micro-batch does not have.")
 
 
 def _read(path: Path, most: int) -> bytes:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gradloc.bundles import naming
+from gradloc.bundles import limits
 
 from ..foreign_json import parse
 from ..schema import (
@@ -72,7 +72,7 @@ _SCALE = object_with({"gradient": _FACTOR, "reduced": _FACTOR, "loss": _FACTOR})
 
 RESULT = object_with(
     {
-        "format": {"const": naming.FORMAT},
+        "format": {"const": limits.FORMAT},
         "kind": {"const": RESULT_KIND},
         **fields("time bundle model device variant recorded", TEXT),
         "global_step": INTEGER_OR_NULL,
@@ -100,7 +100,7 @@ def read_results(directory: str) -> list[dict[str, Any]]:
 
     They may come from a stranger, so at most 64 files are read, 16 MiB together.
     """
-    paths = sorted((Path(directory) / naming.FOLDER).glob(f"[!.]*{RESULT_SUFFIX}"))[:_FILES]
+    paths = sorted((Path(directory) / limits.FOLDER).glob(f"[!.]*{RESULT_SUFFIX}"))[:_FILES]
     found, left = [], _BYTES
     for path in paths:
         try:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from gradloc.bundles import naming
+from gradloc.bundles import limits
 from gradloc.measure.micro_batch import MicroBatch, MicroBatchName
 
 from .loss import Loss
@@ -67,8 +67,8 @@ def build_batch(
     micro_batches = {}
     for name, indices in parts.items():
         here = [records[index] for index in indices]
-        if len(here) > naming.ROWS:
-            raise RecordError(f"Micro-batch {name[1]} of rank {name[0]} has over {naming.ROWS:,} responses.")
+        if len(here) > limits.ROWS:
+            raise RecordError(f"Micro-batch {name[1]} of rank {name[0]} has over {limits.ROWS:,} responses.")
         samples, own_rows = [record.row for record in here], [rows[index] for index in indices]
         micro_batch = MicroBatch({"samples": samples}, own_rows, (torch.get_rng_state(), None), _padded(here))
         micro_batches[name] = micro_batch.portable(1.0)
@@ -151,9 +151,9 @@ def _divided(
         rows.append(len(of_rank))
         of_rank.append(index)
     # As few responses as fit: a spike stands out most in a small micro-batch.
-    size = micro_batch_size or max(-(-len(records) // naming.RECORDED_MICRO_BATCHES), 1)
+    size = micro_batch_size or max(-(-len(records) // limits.RECORDED_MICRO_BATCHES), 1)
     if micro_batch_size is None and len(by_rank) > 1:
-        a_rank = max(naming.RECORDED_MICRO_BATCHES // len(by_rank), 1)
+        a_rank = max(limits.RECORDED_MICRO_BATCHES // len(by_rank), 1)
         size = max(-(-len(indices) // a_rank) for indices in by_rank.values())
     parts: dict[MicroBatchName, list[int]] = {}
     for rank, indices in sorted(by_rank.items()):

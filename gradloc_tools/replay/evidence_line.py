@@ -11,7 +11,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from gradloc.bundles import naming
+from gradloc.bundles import limits
 from gradloc.evidence.writer import FILE_BYTES, LINE_BYTES, event_line, evidence_files
 
 from ..bundles.opening import Bundle
@@ -55,9 +55,9 @@ def find_line(bundle: Bundle, names: Collection[str]) -> EvidenceLine:
         NoLineError: There is none, or more than one.
     """
     folder = bundle.path.resolve().parent
-    if folder.name != naming.FOLDER:
-        raise NoLineError(f"the bundle does not lie in a folder {naming.FOLDER}/ of any")
-    replays = {f"{naming.FOLDER}/{name}" for name in names}
+    if folder.name != limits.FOLDER:
+        raise NoLineError(f"the bundle does not lie in a folder {limits.FOLDER}/ of any")
+    replays = {f"{limits.FOLDER}/{name}" for name in names}
     found = []
     try:
         files = [Path(file) for file in evidence_files(str(folder.parent))]

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from gradloc.bundles import naming
+from gradloc.bundles import limits
 from gradloc.bundles.layout import Row
 from gradloc.layers.layer_names import layers_by_parameter
 
@@ -120,7 +120,7 @@ def model_path(bundle: Bundle, given: str | None, trust_remote_code: bool) -> st
     if not Path(path).is_absolute():
         raise CannotReplayError(f"{named} a relative path: give it with --model.")
     folder = bundle.path.resolve().parent
-    if Path(path).resolve().is_relative_to(folder.parent if folder.name == naming.FOLDER else folder):
+    if Path(path).resolve().is_relative_to(folder.parent if folder.name == limits.FOLDER else folder):
         raise CannotReplayError(f"{named} in or beside the bundle and may have come with it: give it with --model.")
     if trust_remote_code:
         raise CannotReplayError(f"{named} named by the bundle alone: to run its code, give it with --model.")

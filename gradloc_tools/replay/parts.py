@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gradloc.bundles import naming
+from gradloc.bundles import limits
 
 from ..bundles.opening import Bundle, BundleError, open_bundle
 from ..report.figures import ranges
@@ -123,8 +123,8 @@ def _others(bundle: Bundle) -> tuple[list[Bundle], list[str]]:
             if surely:
                 notes.append(f"The part {name} is of another spike.")
             continue
-        if (size := size + _size(other)) > naming.TOTAL_BYTES:
-            notes.append(f"The parts from {name} on are left out: they have over {naming.TOTAL_BYTES:,} bytes.")
+        if (size := size + _size(other)) > limits.TOTAL_BYTES:
+            notes.append(f"The parts from {name} on are left out: they have over {limits.TOTAL_BYTES:,} bytes.")
             break
         found.append(other)
         known |= set(other.micro_batches)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradloc.bundles import naming
+from gradloc.bundles import limits
 from gradloc.evidence.writer import jsonable
 from gradloc.measure.alignment import alignment_warning
 from gradloc.version import __version__
@@ -67,7 +67,7 @@ def build_result(found: Found, open_ones: Sequence[str]) -> dict[str, Any]:
     others = {variant: of for variant, of in found.measured.items() if variant != main}
     first = bundle.first
     result: dict[str, Any] = {
-        "format": naming.FORMAT,
+        "format": limits.FORMAT,
         "kind": RESULT_KIND,
         "time": datetime.now(timezone.utc).isoformat(),
         "bundle": bundle.path.resolve().name,

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from gradloc.bundles import naming
+from gradloc.bundles import limits
 from gradloc.evidence.writer import jsonable
 from gradloc.judge.sentences import summary
 
@@ -77,7 +77,7 @@ def searched_event(
     if first or places(base["culprits"]) != places(event["culprits"]):
         event["verdict"] = found["verdict"]
     if event.get("replay") is None:
-        event["replay"] = f"{naming.FOLDER}/{bundle.path.resolve().name}"
+        event["replay"] = f"{limits.FOLDER}/{bundle.path.resolve().name}"
     event["summary"] = summary(event)
     return event
 
@@ -113,7 +113,7 @@ def quiet_event(
         shares = {"cause": None, "culprits": None, "ordinary": None}
         event["verdict"] = {**shares, "sentence": sentence, "check": check}
     if event.get("replay") is None:
-        event["replay"] = f"{naming.FOLDER}/{bundle.path.resolve().name}"
+        event["replay"] = f"{limits.FOLDER}/{bundle.path.resolve().name}"
     event["summary"] = summary(event)
     return event
 
@@ -136,7 +136,7 @@ def with_findings(bundle: Bundle) -> Bundle:
     folder = bundle.path.resolve()
     try:
         path = folder.with_name(folder.name + EVENT_SUFFIX)
-        event = parse(read_plain_file(path, naming.MANIFEST_BYTES))
+        event = parse(read_plain_file(path, limits.MANIFEST_BYTES))
     except (OSError, ValueError):
         return bundle
     if not (conforms(event, EVENT) and all(event[name] == bundle.event[name] for name in _SAME)):

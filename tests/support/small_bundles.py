@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from gradloc import GradLoc, GradLocConfig, record_events
-from gradloc.bundles import naming
+from gradloc.bundles import limits
 from gradloc.bundles.bundle_writer import BundleWriter
 from gradloc.bundles.layout import Row
 from gradloc_tools.replay.command import main
@@ -164,11 +164,11 @@ def tensors_of(bundle: Path) -> Path:
 
 def resign(bundle: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     """Changes the manifest, with a checksum that fits again, as somebody with bad intentions would."""
-    manifest = json.loads((bundle / naming.MANIFEST).read_text())
+    manifest = json.loads((bundle / limits.MANIFEST).read_text())
     change(manifest)
     text = json.dumps(manifest).encode()
-    (bundle / naming.MANIFEST).write_bytes(text)
-    (bundle / naming.CHECKSUM).write_text(f"{hashlib.sha256(text).hexdigest()}  {naming.MANIFEST}\n")
+    (bundle / limits.MANIFEST).write_bytes(text)
+    (bundle / limits.CHECKSUM).write_text(f"{hashlib.sha256(text).hexdigest()}  {limits.MANIFEST}\n")
 
 
 def resign_tensors(bundle: Path) -> None:

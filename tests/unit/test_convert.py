@@ -23,7 +23,7 @@ from pyarrow import parquet
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from gradloc.bundles import naming
+from gradloc.bundles import limits
 from gradloc.evidence.writer import LINE_BYTES, jsonable
 from gradloc_tools.bundles.opening import Bundle, open_bundle
 from gradloc_tools.convert import plain_files
@@ -256,7 +256,7 @@ def test_what_is_missing_or_odd_is_noted(
 def test_micro_batches_have_the_size_that_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write_lines(tmp_path / "a.jsonl", records())
     assert list(convert(file, "--micro-batch-size", "3").rows.values()) == [[0, 1, 2], [3]]
-    monkeypatch.setattr(naming, "RECORDED_MICRO_BATCHES", 2)
+    monkeypatch.setattr(limits, "RECORDED_MICRO_BATCHES", 2)
     assert list(convert(file).rows.values()) == [[0, 1], [2, 3]]
 
 

@@ -11,7 +11,7 @@ import torch
 from jsonschema import Draft202012Validator
 from small_bundles import resign
 
-from gradloc.bundles import layout, naming
+from gradloc.bundles import layout, limits
 from gradloc.bundles.bundle_writer import bytes_of_bundles, write_recorded_bundle
 from gradloc.bundles.layout import NotReplayableError, Row, SavedMicroBatch
 from gradloc.evidence.event import SUSPECTED, recorded_event
@@ -172,12 +172,12 @@ def test_the_parts_of_ranks_lie_side_by_side(tmp_path: Path) -> None:
 
 
 def test_of_many_micro_batches_the_likeliest_are_kept(tmp_path: Path) -> None:
-    count = naming.RECORDED_MICRO_BATCHES + 3
+    count = limits.RECORDED_MICRO_BATCHES + 3
     parts = micro_batches(count)
     quiet = parts[0, count - 1].tokens
     quiet["coefficient"] = torch.zeros_like(quiet["coefficient"])  # a prompt whose responses have the same reward
     bundle = open_bundle(tmp_path / write(tmp_path, parts))
-    assert len(bundle.micro_batches) == naming.RECORDED_MICRO_BATCHES and bundle.manifest["left_out"] == 2
+    assert len(bundle.micro_batches) == limits.RECORDED_MICRO_BATCHES and bundle.manifest["left_out"] == 2
     assert (0, 1) in bundle.micro_batches and (0, count - 1) not in bundle.micro_batches
     assert list(bundle.micro_batches) == sorted(bundle.micro_batches)
 
@@ -186,13 +186,13 @@ def test_what_a_bundle_may_not_have_is_refused(tmp_path: Path, monkeypatch: pyte
     parts = micro_batches()
     saved = SavedMicroBatch(samples({}), parts[0, 1].tokens, parts[0, 1].rng_state)
     size = sum(tensor.nbytes for tensor in layout.to_tensors(saved).values())
-    monkeypatch.setattr(naming, "BUNDLE_BYTES", size)
+    monkeypatch.setattr(limits, "BUNDLE_BYTES", size)
     name = write(tmp_path, parts)
     assert list(open_bundle(tmp_path / name).micro_batches) == [(0, 1)]  # the likeliest alone
-    monkeypatch.setattr(naming, "BUNDLE_BYTES", size - 1)
+    monkeypatch.setattr(limits, "BUNDLE_BYTES", size - 1)
     with pytest.raises(NotReplayableError, match="it would take"):
         write(tmp_path, parts)
-    monkeypatch.setattr(naming, "TOTAL_BYTES", 1)
+    monkeypatch.setattr(limits, "TOTAL_BYTES", 1)
     with pytest.raises(NotReplayableError, match="move some away"):
         write(tmp_path, parts)
     still = {(0, 0): micro_batch(0)}
@@ -233,11 +233,11 @@ def test_each_rank_has_a_share_of_the_limit(tmp_path: Path, monkeypatch: pytest.
     size = bytes_of_bundles(tmp_path / "replay", "-rank0")
     assert bytes_of_bundles(tmp_path / "replay", "-rank1") == 4
     assert bytes_of_bundles(tmp_path / "replay") == size + 4
-    monkeypatch.setattr(naming, "TOTAL_BYTES", 2 * size)
+    monkeypatch.setattr(limits, "TOTAL_BYTES", 2 * size)
     write(tmp_path, parts, "-rank1", world_size=2)
     with pytest.raises(NotReplayableError, match=r"-rank0 has .* move some away"):
         write(tmp_path, parts, "-rank0", world_size=2)
-    monkeypatch.setattr(naming, "TOTAL_BYTES", 2 * size + 2)
+    monkeypatch.setattr(limits, "TOTAL_BYTES", 2 * size + 2)
     write(tmp_path, parts, "-rank0", world_size=2)
 
 

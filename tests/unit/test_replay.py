@@ -27,7 +27,7 @@ from small_bundles import (
 )
 
 from gradloc import record_events
-from gradloc.bundles import bundle_writer, naming
+from gradloc.bundles import bundle_writer, limits
 from gradloc.bundles.layout import NotReplayableError, Row
 from gradloc.search.findings import Alone
 from gradloc_tools.bundles import opening
@@ -81,10 +81,10 @@ OF_FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "tensors gone": (lambda b: tensors_of(b).unlink(), "The bundle has no rank0-micro_batch0.safetensors."),
     "a link": (link, "is not an ordinary file."),
     "pickled": (pickled, "rank0-micro_batch0.safetensors is damaged"),
-    "manifest gone": (lambda b: (b / naming.MANIFEST).unlink(), "is not a replay bundle"),
-    "checksum gone": (lambda b: (b / naming.CHECKSUM).unlink(), "The bundle has no manifest.json.sha256."),
+    "manifest gone": (lambda b: (b / limits.MANIFEST).unlink(), "is not a replay bundle"),
+    "checksum gone": (lambda b: (b / limits.CHECKSUM).unlink(), "The bundle has no manifest.json.sha256."),
     "manifest changed": (
-        lambda b: (b / naming.MANIFEST).write_text((b / naming.MANIFEST).read_text() + " "),
+        lambda b: (b / limits.MANIFEST).write_text((b / limits.MANIFEST).read_text() + " "),
         "manifest.json does not match its checksum",
     ),
 }
@@ -101,7 +101,7 @@ OF_MANIFEST: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         "cannot be parsed: it has over 1,000,000 lists and objects.",
     ),
     "many layers": (
-        lambda m: m.update(layers=[str(i) for i in range(naming.LAYERS + 1)]),
+        lambda m: m.update(layers=[str(i) for i in range(limits.LAYERS + 1)]),
         "it has 4,097 layers, and 4,096 are the limit.",
     ),
     "many micro-batches": (
@@ -113,7 +113,7 @@ OF_MANIFEST: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         "it has 2,049 measured tokens, and 2,048 are the limit.",
     ),
     "many rows": (
-        lambda m: m["micro_batches"][0].update(rows=[0] * (naming.ROWS + 1)),
+        lambda m: m["micro_batches"][0].update(rows=[0] * (limits.ROWS + 1)),
         "it has 65,537 rows in a micro-batch, and 65,536 are the limit.",
     ),
     **{
@@ -469,7 +469,7 @@ def test_a_manifest_has_the_largest_of_the_tokens_measured(monkeypatch: pytest.M
     name = (0, 0)
     alone = [Alone(0.5, 3.0, {}), Alone(0.5, math.nan, {}), Alone(0.5, 4.0, {}), Alone(0.25, 2.0, {})]
     found: Any = SimpleNamespace(measured={(name, 0, i): each for i, each in enumerate(alone)}, row=lambda token: 7)
-    monkeypatch.setattr(naming, "MEASURED_TOKENS", 3)
+    monkeypatch.setattr(limits, "MEASURED_TOKENS", 3)
     listed = bundle_writer.measured_tokens(found, {name: None})
     assert [token["position"] for token in listed] == [1, 2, 3]
     assert [token["grad_norm"] for token in listed[1:]] == [8.0, 8.0] and listed[1]["row"] == 7
@@ -494,7 +494,7 @@ def test_a_bundle_over_a_limit_is_not_written_and_that_said_once(
     are_kept: list[bool],
     said: str,
 ) -> None:
-    monkeypatch.setattr(naming, limit, value)
+    monkeypatch.setattr(limits, limit, value)
     assert [event["replay"] is not None for event in spikes(tmp_path, count=2)] == are_kept
     assert caplog.text.count(said) == 1 and len([*tmp_path.rglob("*.safetensors")]) == sum(are_kept)
 
