@@ -19,14 +19,13 @@ from gradloc.measure.micro_batch import MicroBatchName
 from gradloc.token_clip.bounds import ACTIONS
 
 from ..foreign_json import parse
-from ..schema import EVENT, INDEX, TEXT, TEXT_OR_NULL, conforms, fields, list_of, object_with
+from ..schema import EVENT, INDEX, TEXT, TEXT_OR_NULL, Form, by_name, conforms, fields, list_of, object_with, or_null
 from .plain_file import NotPlainFileError, read_plain_file
 
-_FINITE = {"type": "number", "minimum": 0, "maximum": sys.float_info.max}
+_FINITE: Form = {"type": "number", "minimum": 0, "maximum": sys.float_info.max}
+_FINITE_OR_NULL = or_null(_FINITE)
 _NORM = {"anyOf": [_FINITE, {"enum": ["NaN", "Infinity"]}]}
-_NORM_OR_NULL = {"anyOf": [*_NORM["anyOf"], {"type": "null"}]}
-_NORMS_BY_LAYER = {"type": "object", "additionalProperties": _NORM}
-_OBJECT: dict[str, Any] = {"type": "object"}
+_NORM_OR_NULL = or_null(_NORM)
 
 # The range of a gradient scaler's factor: with others, no fp16 gradient is left.
 _LOSS_SCALES = (2.0**-32, 2.0**64)
@@ -36,60 +35,28 @@ _TOKEN_DTYPES = {"token_id": torch.int64, "broken": torch.bool}
 _NEEDED_TOKENS = {"token_id", "response_mask", "log_prob", "weight", "coefficient", "entropy_coefficient"}
 _RNG = {"rng.cpu", "rng.device"}
 
+_PLACE = {"rank micro_batch": INDEX, "layer_norms": by_name(_NORM)}
+_MICRO_BATCH = {**_PLACE, "bytes": INDEX, "file sha256": TEXT, "rows": list_of(INDEX), "norm": _NORM_OR_NULL}
 # The form of each field of a manifest.
-_FORM: dict[str, dict[str, Any]] = {
-    "event": EVENT,
-    "layers": list_of(TEXT),
-    "micro_batches": list_of(
-        object_with(
-            {
-                **fields("rank micro_batch bytes", INDEX),
-                **fields("file sha256", TEXT),
-                "rows": list_of(INDEX),
-                "norm": _NORM_OR_NULL,
-                "threshold": _NORM,
-                "layer_norms": _NORMS_BY_LAYER,
-            }
-        )
-    ),
-    "left_out": INDEX,
-    "measured": list_of(
-        object_with(
-            {
-                **fields("rank micro_batch row position", INDEX),
-                "grad_norm": _NORM,
-                "layer_norms": _NORMS_BY_LAYER,
-            }
-        )
-    ),
-    **fields("model versions actor", _OBJECT),
-    "checkpoint": TEXT_OR_NULL,
-    "dtype": TEXT,
-    "grad_clip": _NORM_OR_NULL,
-}
-_FINITE_OR_NULL = {"anyOf": [_FINITE, {"type": "null"}]}
-# What the clips knew; a bundle of an earlier version, or of a recorded spike, has nothing of them.
-_CLIPS = object_with(
+_FORM = fields(
     {
-        "layer_clip": {
-            "type": ["object", "null"],
-            "additionalProperties": object_with({"norm": _NORM, "bound": _FINITE_OR_NULL, "factor": _FINITE}),
-        },
-        "token_clip": {
-            "anyOf": [
-                object_with(
-                    {
-                        "action": {"enum": [*ACTIONS]},
-                        "factor": _FINITE,
-                        "usual": {"type": "object", "additionalProperties": _FINITE_OR_NULL},
-                        "limit": INDEX,
-                    }
-                ),
-                {"type": "null"},
-            ]
-        },
+        "event": EVENT,
+        "layers": list_of(TEXT),
+        "micro_batches": list_of(object_with({**_MICRO_BATCH, "threshold": _NORM})),
+        "left_out": INDEX,
+        "measured": list_of(object_with({**_PLACE, "row position": INDEX, "grad_norm": _NORM})),
+        "model versions actor": {"type": "object"},
+        "checkpoint": TEXT_OR_NULL,
+        "dtype": TEXT,
+        "grad_clip": _NORM_OR_NULL,
     }
 )
+_LAYER_CLIP = object_with({"norm": _NORM, "bound": _FINITE_OR_NULL, "factor": _FINITE})
+_TOKEN_CLIP = object_with(
+    {"action": {"enum": [*ACTIONS]}, "factor": _FINITE, "usual": by_name(_FINITE_OR_NULL), "limit": INDEX}
+)
+# What the clips knew; a bundle of an earlier version, or of a recorded spike, has nothing of them.
+_CLIPS = object_with({"layer_clip": or_null(by_name(_LAYER_CLIP)), "token_clip": or_null(_TOKEN_CLIP)})
 _NO_CLIPS = {"layer_clip": None, "token_clip": None}
 
 

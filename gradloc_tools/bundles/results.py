@@ -17,10 +17,11 @@ from ..schema import (
     NUMBER_OR_NULL,
     TEXT,
     TEXT_OR_NULL,
+    YES_OR_NO,
     conforms,
-    fields,
     list_of,
     object_with,
+    or_null,
 )
 from .plain_file import read_plain_file
 
@@ -32,64 +33,48 @@ _FILES = 64
 # Of all of them together.
 _BYTES = 16 * 2**20
 
-_TEMPERATURE = object_with({"fits": NUMBER, "training": NUMBER, "gap": NUMBER, "left": NUMBER})
-_FACTOR = {"anyOf": [object_with({"factor": NUMBER, "spread": NUMBER, "could_be": list_of(TEXT)}), {"type": "null"}]}
-
-_SWITCH = object_with({"name": TEXT, "norm": NUMBER, "log_probs": NUMBER_OR_NULL, "culprit": NUMBER_OR_NULL})
-
+_FACTOR = or_null(object_with({"factor spread": NUMBER, "could_be": list_of(TEXT)}))
 _REPLAYED = {"replayed": NUMBER, "others": list_of(NUMBER)}
-
-_UNIT = object_with(
-    {
-        **fields("rank micro_batch rows", INDEX),
-        **_REPLAYED,
-        "norm": NUMBER_OR_NULL,
-        "threshold": NUMBER,
-        "rest": NUMBER_OR_NULL,
-    }
-)
-_TOKEN = object_with(
-    {
-        **fields("rank micro_batch row position token_id", INDEX),
-        **_REPLAYED,
-        "culprit": {"type": "boolean"},
-        **fields("source layer", TEXT_OR_NULL),
-        **fields("log_prob replayed_log_prob", NUMBER),
-        **fields("grad_norm layer_norm replayed_layer_norm", NUMBER_OR_NULL),
-    }
-)
-_REMEDY = object_with(
-    {
-        **fields("name meaning", TEXT),
-        "norm": NUMBER,
-        **fields("left ordinary_moved", NUMBER_OR_NULL),
-        **fields("override note", TEXT_OR_NULL),
-        "under": {"type": "boolean"},
-        "masked": object_with({"tokens": INDEX, "culprits": INDEX}),
-    }
-)
-_SCALE = object_with({"gradient": _FACTOR, "reduced": _FACTOR, "loss": _FACTOR})
+_UNIT = {"rank micro_batch rows": INDEX, "threshold": NUMBER, "norm rest": NUMBER_OR_NULL, **_REPLAYED}
+_TOKEN = {
+    "rank micro_batch row position token_id": INDEX,
+    "culprit": YES_OR_NO,
+    "source layer": TEXT_OR_NULL,
+    "log_prob replayed_log_prob": NUMBER,
+    "grad_norm layer_norm replayed_layer_norm": NUMBER_OR_NULL,
+    **_REPLAYED,
+}
+_REMEDY = {
+    "name meaning": TEXT,
+    "norm": NUMBER,
+    "left ordinary_moved": NUMBER_OR_NULL,
+    "override note": TEXT_OR_NULL,
+    "under": YES_OR_NO,
+    "masked": object_with({"tokens culprits": INDEX}),
+}
 
 RESULT = object_with(
     {
         "format": {"const": limits.FORMAT},
         "kind": {"const": RESULT_KIND},
-        **fields("time bundle model device variant recorded", TEXT),
+        "time bundle model device variant recorded": TEXT,
         "global_step": INTEGER_OR_NULL,
-        **fields("epoch mini_batch", INDEX),
-        **fields("variants notes sentences", list_of(TEXT)),
-        "log_probs": object_with({"tokens": INDEX, "nonfinite": INDEX, "mean": NUMBER_OR_NULL, "max": NUMBER_OR_NULL}),
-        "units": list_of(_UNIT),
-        "tokens": list_of(_TOKEN),
+        "epoch mini_batch": INDEX,
+        "variants notes sentences": list_of(TEXT),
+        "log_probs": object_with({"tokens nonfinite": INDEX, "mean max": NUMBER_OR_NULL}),
+        "units": list_of(object_with(_UNIT)),
+        "tokens": list_of(object_with(_TOKEN)),
         "layers": list_of(object_with({"layer": TEXT, "norm": NUMBER_OR_NULL, **_REPLAYED})),
-        "remedies": list_of(_REMEDY),
+        "remedies": list_of(object_with(_REMEDY)),
     },
-    remedy_notes=list_of(TEXT),
-    cause=TEXT_OR_NULL,
-    same_weights={"type": "boolean"},
-    temperature={"anyOf": [_TEMPERATURE, {"type": "null"}]},
-    switches=list_of(_SWITCH),
-    scale={"anyOf": [_SCALE, {"type": "null"}]},
+    {
+        "remedy_notes": list_of(TEXT),
+        "cause": TEXT_OR_NULL,
+        "same_weights": YES_OR_NO,
+        "temperature": or_null(object_with({"fits training gap left": NUMBER})),
+        "switches": list_of(object_with({"name": TEXT, "norm": NUMBER, "log_probs culprit": NUMBER_OR_NULL})),
+        "scale": or_null(object_with({"gradient reduced loss": _FACTOR})),
+    },
 )
 # Overrides are to be copied into a shell: nothing but keys and plain values.
 _OVERRIDES = re.compile(r"[a-z_.]+=[\w.-]+( [a-z_.]+=[\w.-]+)*", re.ASCII)

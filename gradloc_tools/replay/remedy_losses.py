@@ -23,7 +23,8 @@ from verl.workers.config import ActorConfig, PolicyLossConfig
 from gradloc.adapters.loss_weights import RecordedAggregation, aggregation_mode, kl_coefficients, policy_weights
 from gradloc.measure.micro_batch import token_weights
 
-from ..schema import conforms, fields
+from ..convert.loss import AGG_MODES
+from ..schema import YES_OR_NO, Form, conforms, fields
 
 _ACTOR, _CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
 _BYPASS = "bypass_mode"
@@ -32,23 +33,23 @@ _CORRECTIONS = tuple(
     field.name for field in dataclasses.fields(RolloutCorrectionConfig) if field.name.startswith("rollout_")
 )
 
-_FINITE = {"type": "number", "minimum": -1e30, "maximum": 1e30}
-_FINITE_OR_NULL = {**_FINITE, "type": ["number", "null"]}
-_OBJECT: dict[str, Any] = {"type": ["object", "null"]}
-_COUNTS = fields("dp_size batch_num_tokens global_batch_size loss_scale_factor", _FINITE_OR_NULL)
-_LOSS_NUMBERS = fields("clip_cov_ratio clip_cov_lb clip_cov_ub kl_cov_ratio ppo_kl_coef dro_beta", _FINITE_OR_NULL)
+_FINITE: Form = {"type": "number", "minimum": -1e30, "maximum": 1e30}
+_FINITE_OR_NULL: Form = {**_FINITE, "type": ["number", "null"]}
+_OBJECT: Form = {"type": ["object", "null"]}
+_COUNTS = fields({"dp_size batch_num_tokens global_batch_size loss_scale_factor": _FINITE_OR_NULL})
+_LOSS_NUMBERS = fields({"clip_cov_ratio clip_cov_lb clip_cov_ub kl_cov_ratio ppo_kl_coef dro_beta": _FINITE_OR_NULL})
 # The form of the actor's settings that a loss depends on.
-_NUMBERS = {
-    **fields("clip_ratio clip_ratio_c entropy_coeff kl_loss_coef", _FINITE),
-    **fields("clip_ratio_low clip_ratio_high tau_pos tau_neg", _FINITE_OR_NULL),
-}
-_FORM: dict[str, dict[str, Any]] = {
+_NUMBERS = fields(
+    {
+        "clip_ratio clip_ratio_c entropy_coeff kl_loss_coef": _FINITE,
+        "clip_ratio_low clip_ratio_high tau_pos tau_neg": _FINITE_OR_NULL,
+    }
+)
+_FORM: dict[str, Form] = {
     **_NUMBERS,
-    "use_kl_loss": {"type": "boolean"},
+    "use_kl_loss": YES_OR_NO,
     "kl_loss_type": {"enum": "kl abs mse low_var_kl k1 k2 k3 k1+ k2+ k3+ low_var_kl+".split()},
-    "loss_agg_mode": {
-        "enum": "token-mean token-sum seq-mean-token-sum seq-mean-token-mean seq-mean-token-sum-norm".split()
-    },
+    "loss_agg_mode": {"enum": [*AGG_MODES]},
     "global_batch_info": {**_OBJECT, "properties": _COUNTS},
     "policy_loss": {
         **_OBJECT,

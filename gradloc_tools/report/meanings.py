@@ -3,8 +3,7 @@
 """What the words in an event mean, in sentences for people."""
 
 from gradloc.judge import rules as sources
-
-from ..schema import STEP
+from gradloc.judge.rules import UNLIKELY
 
 # By source: the rule, and what to do.
 SOURCES = {name: rule.meaning for name, rule in sources.SOURCES.items()}
@@ -37,11 +36,11 @@ NOT_APPLIED = {
 
 # By the figure in steps.jsonl: its name on the page, and what it is; in the order in which they are shown.
 FIGURES = {
-    name: (title, f"The {STEP['properties'][name]['description']}.")
-    for name, title in {
-        "spike_margin": "token norm over threshold",
-        "ratio_max": "largest ratio",
-        "rollout_ratio_max": "largest ratio to the rollout",
-        "unlikely_share": "unlikely tokens",
-    }.items()
+    "spike_margin": ("token norm over threshold", "The largest token-equivalent norm/τ: 1 is the threshold."),
+    "ratio_max": ("largest ratio", "The largest importance ratio to the old policy."),
+    "rollout_ratio_max": (
+        "largest ratio to the rollout",
+        "The largest ratio between a token's probabilities in training and in the rollout, either way round.",
+    ),
+    "unlikely_share": ("unlikely tokens", f"The share of tokens with a probability under {UNLIKELY:g}."),
 }

@@ -17,7 +17,6 @@ from gradloc_tools.convert.command import main as convert
 from gradloc_tools.replay.command import main as replay
 from gradloc_tools.report.command import main as report
 from gradloc_tools.selftest.command import main as selftest
-from tools import field_tables
 
 ROOT = Path(__file__).parents[2]
 TOP_LEVEL = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
@@ -115,23 +114,27 @@ def in_backticks(text: str) -> set[str]:
 EVIDENCE = (ROOT / "docs/reference/evidence.md").read_text()
 
 
-@pytest.mark.parametrize("page", field_tables.PAGES, ids=lambda page: page.name)
-def test_the_tables_of_fields_are_those_of_the_schemas(page: Path) -> None:
-    assert field_tables.with_tables(page.read_text()) == page.read_text(), "run: python -m tools.field_tables"
+_EVENT = schema.EVENT["properties"]
+_TOKEN_CLIP = schema.CLIP["properties"]["token_clip"]["properties"]
+# The objects whose fields have a table, by the name that stands over it.
+TABLES = {
+    "event": _EVENT,
+    "unit": _EVENT["units"]["items"]["properties"],
+    "culprit": _EVENT["culprits"]["items"]["properties"],
+    "note": schema.NOTE["properties"],
+    "step": schema.STEP["properties"],
+    "critic": schema.CRITIC["properties"],
+    "clip": schema.CLIP["properties"],
+    "token_clip": _TOKEN_CLIP,
+    "clipped_token": _TOKEN_CLIP["tokens"]["items"]["properties"],
+}
 
 
-def test_every_table_of_fields_is_in_a_page_and_names_each_field() -> None:
-    marked = re.findall(r"<!-- fields: (\w+) -->", "".join(page.read_text() for page in field_tables.PAGES))
-    assert sorted(marked) == sorted(field_tables.FIELDS)
-    for name, forms in field_tables.FIELDS.items():
-        rows = " ".join(re.findall(r"^(.*?) \|", field_tables.table(name), re.M))
-        assert sorted(re.findall(r"`(\w+)`", rows)) == sorted(forms)
-
-
-def test_a_field_without_a_meaning_gets_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(field_tables.FIELDS, "note", {**field_tables.FIELDS["note"], "mood": schema.TEXT})
-    with pytest.raises(KeyError, match="description"):
-        field_tables.table("note")
+def test_the_tables_name_each_field_of_the_schemas_once() -> None:
+    text = EVIDENCE + (ROOT / "docs/reference/clips.md").read_text()
+    tables = dict(re.findall(r"<!-- fields: (\w+) -->\n(.*?)\n\n<!-- end -->", text, re.S))
+    named = {name: re.findall(r"`(\w+)`", " ".join(re.findall(r"^(`.*?) \|", of, re.M))) for name, of in tables.items()}
+    assert {name: sorted(of) for name, of in named.items()} == {name: sorted(of) for name, of in TABLES.items()}
 
 
 def test_each_field_of_a_verdict_is_explained_and_no_other() -> None:
