@@ -55,7 +55,7 @@ def drop(mini_batch: MiniBatch, findings: Findings, passes: Passes) -> Tensor | 
     if not findings.culprits or findings.error is not None:
         return None
     without_culprits = passes.whole_micro_batches(findings.figures, findings.culprits)
-    needed = len(without_culprits) + passes.rehearsals_due(True)
+    needed = len(without_culprits)
     if findings.passes + needed > findings.budget:
         logger.warning(
             "spike_action=drop was not applied: it takes %d passes, and the search has used %d of "
@@ -67,7 +67,6 @@ def drop(mini_batch: MiniBatch, findings: Findings, passes: Passes) -> Tensor | 
         return None
 
     with set_aside(mini_batch.model.module) as replace:
-        passes.rehearse(True)
         for index, subset_of in enumerate(without_culprits):
             passes.accumulate(subset_of, lambda: None, own_index=index)
         squared_norms = mini_batch.model.reduced_squares(mini_batch.scale)

@@ -78,8 +78,6 @@ def hold(
         with undisturbed(model.module, model.device), set_aside(model.module):
             figures = mini_batch.gather_figures()
             passes = model.passes(mini_batch.micro_batches, mini_batch.scale)
-            for reduce in {model.meter.reduces, True}:  # `choose` measures, `rerun` accumulates
-                passes.rehearse(reduce)
             planted = choose(figures, mini_batch, passes, where["global_step"])
             threshold = tau.of(mini_batch.finite_norm, planted.norm)
             copy = _with_spike(mini_batch, planted, figures, threshold)

@@ -252,10 +252,7 @@ class GradLoc(PassRecorder):
         )
 
     def _rehearse(self, gradient: MiniBatch) -> None:
-        """Runs the kinds of pass that a search needs, in the run's first update. A collective call.
-
-        If one fails, each search tries again.
-        """
+        """Runs the kinds of pass that a search needs on a dummy input, in the first update. A collective call."""
         self._has_rehearsed = True
         model = gradient.model
         try:
@@ -265,7 +262,8 @@ class GradLoc(PassRecorder):
                     restored.enter_context(set_aside(model.module))
                 passes = model.passes(gradient.micro_batches, gradient.scale)
                 for reduce in {model.meter.reduces, model.meter.reduces or self.config.spike_action == "drop"}:
-                    passes.rehearse(reduce)
+                    if model.recorded[reduce].needs_rehearsal:
+                        passes.measure(lambda _: None, lambda: None, reduce)
         except collectives.RankFailedError as error:
             if collectives.rank() == 0:
                 logger.warning(

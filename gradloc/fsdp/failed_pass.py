@@ -116,12 +116,32 @@ class RecordedCollectives:
 
     @property
     def needs_rehearsal(self) -> bool:
-        """Whether the calls of a pass are unknown and can be found out."""
-        return self._can_replay and self._recorded_calls is None
+        """Whether the next pass is a rehearsal: its calls are unknown and can be found out."""
+        return world_size() > 1 and self._can_replay and self._recorded_calls is None
 
     def forget(self) -> None:
         """Discards the recorded calls."""
         self._recorded_calls = None
+
+    def run(self, make_pass: Callable[[], None], device: torch.device, gathers: bool) -> None:
+        """Runs a pass, so that an error in it leaves no rank waiting. A collective call.
+
+        `gathers` says whether the pass has to gather parameters.
+
+        Raises:
+            RankLostError: See `complete`.
+            Exception: That of `make_pass` on this rank. In a rehearsal it may end without one on other ranks.
+        """
+        if self.needs_rehearsal:
+            if (error := self.rehearse(make_pass, device, gathers)) is not None:
+                raise error
+            return
+        try:
+            with self.recording():
+                make_pass()
+        except Exception as error:
+            self.complete(error)
+            raise
 
     @contextmanager
     def recording(self, before_call: Callable[[], None] = lambda: None) -> Iterator[None]:
@@ -171,8 +191,6 @@ class RecordedCollectives:
         """Runs and records a pass whose calls are unknown, so that an error in it leaves no rank waiting. Collective.
 
         Before each call all ranks say that they are about to make it. If one of them has ended or failed, none does.
-        `gathers` says whether the pass has to gather parameters.
-
         Returns:
             Exception | None: This rank's error. If some rank has one, the calls are still unknown on all ranks.
         """

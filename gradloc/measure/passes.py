@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -80,43 +80,6 @@ class Passes:
         finally:
             clear_gradients(self._module)
 
-    def rehearsals_due(self, reduce: bool) -> int:
-        """How many passes `rehearse` would take: 0 or 1, the same on every rank."""
-        return int(collectives.world_size() > 1 and self._model.recorded[reduce].needs_rehearsal)
-
-    def rehearse(self, reduce: bool) -> None:
-        """Finds out which collective calls a pass makes, unless that is known. A collective call.
-
-        It is a pass on a dummy input; see `RecordedCollectives.rehearse`.
-
-        Raises:
-            RankFailedError: The pass failed on some rank; the calls are still unknown on all ranks.
-        """
-        if not self.rehearsals_due(reduce):
-            return
-        recorded = self._model.recorded[reduce]
-        self.count += 1
-
-        def run() -> None:
-            with self._reduction(reduce):
-                self._forward_backward(None)
-
-        error = recorded.rehearse(run, self._model.device, is_sharded(self._module))
-        try:
-            # Also without an error: so it is known that this works.
-            reset_fsdp(self._module)
-            clear_gradients(self._module)
-            if recorded.needs_rehearsal and self._model.recover is not None:
-                self._model.recover()
-        except Exception as caught:
-            recorded.forget()
-            error = error or caught
-        try:
-            self._raise_on_all_ranks(error)
-        except collectives.RankFailedError:
-            recorded.forget()
-            raise
-
     def accumulate(
         self,
         subset_of: Callable[[int], TokenSubset | None],
@@ -139,23 +102,39 @@ class Passes:
             RankFailedError: The pass, `subset_of` or `read` failed on some rank.
         """
         self.count += 1
+        found: list[_Read] = []
         error: Exception | None = None
-        result: _Read | None = None
         recorded = self._model.recorded[reduce]
-        try:
-            with recorded.recording(), self._reduction(reduce):
+        is_rehearsal = recorded.needs_rehearsal
+
+        def run() -> None:
+            with all_reduced(self._module) if reduce else unreduced(self._module):
                 self._forward_backward(subset_of(self._model.rank), own_index)
-            result = read()
+            found.append(read())
+
+        try:
+            recorded.run(run, self._model.device, is_sharded(self._module))
         except Exception as caught:
-            try:
-                recorded.complete(caught)
-            finally:  # without this, restoring the gradients would fail, and that error would hide this one
-                reset_fsdp(self._module)
-                if self._model.recover is not None:
-                    self._model.recover()
             error = caught
-        self._raise_on_all_ranks(error)
-        return cast(_Read, result)  # no rank has an error, so `read` has returned on this rank
+        try:
+            # After a rehearsal also without an error: so it is known that this works.
+            if is_rehearsal or not found:
+                reset_fsdp(self._module)
+            if not found and self._model.recover is not None:
+                self._model.recover()
+        except Exception as caught:
+            error = error or caught
+        if isinstance(error, collectives.RankLostError):
+            raise error
+        try:
+            collectives.raise_on_all_ranks(error, self._model.device)
+        except collectives.RankFailedError:
+            if is_rehearsal:
+                recorded.forget()
+            if error is not None:
+                logger.warning("a pass of the gradient search failed; training continues", exc_info=error)
+            raise
+        return found[0]
 
     def whole_micro_batches(
         self, names: Collection[MicroBatchName], removed: Collection[Token] = ()
@@ -173,18 +152,6 @@ class Passes:
             return TokenSubset(micro_batch, keep)
 
         return [partial(subset_of, index) for index in range(1 + max(index for _, index in names))]
-
-    def _reduction(self, reduce: bool) -> AbstractContextManager[None]:
-        return all_reduced(self._module) if reduce else unreduced(self._module)
-
-    def _raise_on_all_ranks(self, error: Exception | None) -> None:
-        """Raises `RankFailedError` on all ranks if some rank has an error in its pass. A collective call."""
-        try:
-            collectives.raise_on_all_ranks(error, self._model.device)
-        except collectives.RankFailedError:
-            if error is not None:
-                logger.warning("a pass of the gradient search failed; training continues", exc_info=error)
-            raise
 
     def _forward_backward(self, subset: TokenSubset | None, own_index: int | None = None) -> None:
         if subset is None:

@@ -78,7 +78,7 @@ class _Investigation:
         self._meter = model.meter
         self._device = model.device
         self._passes = model.passes(self.mini_batch.micro_batches, scale)
-        recomputed = 1 + max(index for _, index in figures) + self._passes.rehearsals_due(True) if self.reserve else 0
+        recomputed = 1 + max(index for _, index in figures) if self.reserve else 0
         budget = self.config.bisect_budget_steps
         self._budget = budget - recomputed if recomputed < budget else budget
         # The other micro-batches give a better estimate for ordinary tokens than an earlier mini-batch.
@@ -196,7 +196,6 @@ class _Investigation:
             self._waiting = [group for group in self._waiting if self._broken.tokens_of(group)]
         try:
             if self._waiting and not self.time_limit.is_up():
-                self._passes.rehearse(self._meter.reduces)
                 if self._broken.are_without_tokens(self._waiting, self._passes):
                     self._waiting = []
                 self._search_tokens()
