@@ -10,7 +10,7 @@ from typing import Any
 from .figures import count, severity, short, shown, times, visible
 from .reading import Evidence
 from .spikes import Spike
-from .view import Axis, Chart, Column, Series, Table, Tip, log_axis, whole_axis
+from .view import CIRCLE, Axis, Chart, Column, Point, Series, Table, Tip, log_axis, whole_axis
 
 Row = Mapping[str, Any]
 
@@ -24,7 +24,6 @@ def _polygon(*degrees: float, inner: float = 1.0) -> str:
     return f"M{'L'.join(points)}Z"
 
 
-CIRCLE = "M1,0A1,1 0 1 1 -1,0A1,1 0 1 1 1,0Z"
 TICK = "M-1,0H1"
 UP, DIAMOND = _polygon(0, 120, 240), _polygon(0, 90, 180, 270)
 CROSS = _polygon(*range(45, 405, 45), inner=0.45)
@@ -50,19 +49,8 @@ SHAPES = {
 }
 
 
-# A point: its place and height, what is said of it (a tip, or the number of a row), and where it leads to or "".
-Point = tuple[float, float, Tip | int, str]
-
-
 def _tip(title: str, more: str) -> Tip:
     return title, [(more, "")]
-
-
-def _marks(
-    name: str, color: str, points: Sequence[Point], shape: str = CIRCLE, open: bool = False, size: float = 5.0
-) -> Series:
-    x, y, tips, links = zip(*points, strict=True) if points else ((), (), (), ())
-    return Series(name, "marks", color, x, y, tips=tips, links=links, shape=shape, open=open, size=size)
 
 
 def steps_or_numbers(spikes: Sequence[Spike]) -> tuple[str, dict[int, int]]:
@@ -84,9 +72,9 @@ def timeline(spikes: Sequence[Spike], culprits: Sequence[tuple[Spike, Row]], sou
     size = 4.0 if len(spikes) > 150 else 5.5
     by_source: dict[str, list[Point]] = defaultdict(list)
     for i, (spike, culprit) in enumerate(culprits):
-        by_source[culprit["source"]].append((places[spike.index], float(culprit["grad_norm"]), i, f"c{i}"))
-    bare: list[Point] = [
-        (
+        by_source[culprit["source"]].append(Point(places[spike.index], float(culprit["grad_norm"]), i, f"c{i}"))
+    bare = [
+        Point(
             places[spike.index],
             spike.size,
             _tip(without_culprit(spike), f"a single token would need norm {short(spike.size)}"),
@@ -97,15 +85,14 @@ def timeline(spikes: Sequence[Spike], culprits: Sequence[tuple[Spike, Row]], sou
     ]
     line = sorted(spikes, key=lambda spike: places[spike.index])
     x = whole_axis(what, [*places.values()])
-    thresholds = [float(spike.event["threshold"]) for spike in line]
-    values = [*thresholds, *(y for points in (*by_source.values(), bare) for _, y, *_ in points)]
-    ends = [x.low, *(float(places[spike.index]) for spike in line), x.high]
-    series = [_steps("threshold", ends, [thresholds[0], *thresholds, thresholds[-1]])]
+    steps = [(float(places[spike.index]), float(spike.event["threshold"])) for spike in line]
+    series = [_threshold([(x.low, steps[0][1]), *steps, (x.high, steps[-1][1])])]
     for source in filter(by_source.get, sources):
         shape = SHAPES.get(source, CIRCLE)
-        series.append(_marks(source, source, by_source[source], shape, open=source not in SHAPES, size=size))
+        series.append(Series(source, source, by_source[source], shape, source not in SHAPES, size))
     if bare:
-        series.append(_marks("no culprit found", "quiet", bare, "M0,-1V1", open=True, size=size + 1))
+        series.append(Series("no culprit found", "quiet", bare, "M0,-1V1", True, size + 1))
+    values = [point.y for each in series for point in each.points]
     norms = [norm for _, culprit in culprits if math.isfinite(norm := float(culprit["grad_norm"]))]
     span = f", from {short(min(norms))} to {short(max(norms))}" if norms else ""
     label = (
@@ -140,45 +127,48 @@ def run_level(evidence: Evidence, drills: Sequence[Row], clips: Mapping[int, Row
     """
     if not (known := levels(evidence)):
         return None
-    steps, norms, thresholds = zip(*known, strict=True)
     drills = [drill for drill in drills if drill["global_step"] is not None]
-    at_spikes: list[Point] = [
-        (spike.step, spike.level, _spike_tip(spike), f"s{spike.index}")
+    at_spikes = [
+        Point(spike.step, spike.level, _spike_tip(spike), f"s{spike.index}")
         for spike in evidence.spikes
         if spike.step is not None
     ]
     at_drills: dict[bool, list[Point]] = {True: [], False: []}
     for drill in drills:
-        at_drills[drill["found"]].append((drill["global_step"], drill["level"], (drill["text"], ()), ""))
+        at_drills[drill["found"]].append(Point(drill["global_step"], drill["level"], (drill["text"], ())))
     # Of several spikes in a step, the line says the largest; it lies under the marks.
-    said = {step: (tip, "") for points in at_drills.values() for step, _, tip, _ in points}
-    said |= {step: (tip, link) for step, _, tip, link in sorted(at_spikes, key=lambda point: severity(point[1]))}
-    own = [said.get(step) or (_tip(f"step {step}", f"token norm {short(norm)}"), "") for step, norm, _ in known]
-    heights = (level for points in (at_spikes, *at_drills.values()) for _, level, *_ in points)
-    y = log_axis("token-equivalent norm", [*norms, *thresholds, *heights])
+    ascending = sorted(at_spikes, key=lambda point: severity(point.y))
+    said = {point.x: point for point in (*at_drills[True], *at_drills[False], *ascending)}
+    line = []
+    for step, norm, _ in known:
+        own = said.get(step, Point(step, norm, _tip(f"step {step}", f"token norm {short(norm)}")))
+        line.append(own._replace(y=norm))
+    threshold = _threshold([(step, limit) for step, _, limit in known])
+    marks = [*at_spikes, *at_drills[True], *at_drills[False]]
+    y = log_axis("token-equivalent norm", [point.y for point in (*line, *threshold.points, *marks)])
     low = y.low * min(y.high / y.low, 1e300) ** 0.03
     at_clips: dict[bool, list[Point]] = {True: [], False: []}
     for step, clip in clips.items():
         name = _CLIPPED[clip["stopped"]]
         over = f"{count(clip['over'], 'backward signal')} over the bounds, {clip['cut']:,} cut"
-        at_clips[clip["stopped"]].append((step, low, _tip(f"{name} in step {step}", over), "#h-clips"))
-    tips, links = zip(*own, strict=True)
+        at_clips[clip["stopped"]].append(Point(step, low, _tip(f"{name} in step {step}", over), "#h-clips"))
     series = [
-        Series("token norm", "line", "soft", steps, norms, tips=tips, links=links, size=2 if len(steps) < 60 else 0),
-        _steps("threshold", steps, thresholds),
-        _marks("spike", "accent", at_spikes),
-        _marks("drill, found", "focus", at_drills[True], DIAMOND, open=True),
-        _marks("drill, FAILED", "token", at_drills[False], CROSS),
-        _marks(_CLIPPED[True], "advantage", at_clips[True], UP),
-        _marks(_CLIPPED[False], "sequence", at_clips[False], UP, open=True),
+        Series("token norm", "soft", line, size=2 if len(line) < 60 else 0, kind="line"),
+        threshold,
+        Series("spike", "accent", at_spikes),
+        Series("drill, found", "focus", at_drills[True], DIAMOND, open=True),
+        Series("drill, FAILED", "token", at_drills[False], CROSS),
+        Series(_CLIPPED[True], "advantage", at_clips[True], UP),
+        Series(_CLIPPED[False], "sequence", at_clips[False], UP, open=True),
     ]
     label = (
-        f"Chart: the token norm of {count(len(steps), 'step')}, {steps[0]} to {steps[-1]}, "
+        f"Chart: the token norm of {count(len(known), 'step')}, {known[0][0]} to {known[-1][0]}, "
         f"with {count(len(evidence.spikes), 'spike')} and {count(len(drills), 'drill')}"
     )
     label += f", and marks at {count(len(clips), 'step')} in which TokenClip found tokens." if clips else "."
-    places = [*steps, *said, *clips]
-    return Chart(label, whole_axis("step", places), y, [part for part in series if part.x])
+    series = [each for each in series if each.points]
+    places = [int(point.x) for each in series for point in each.points]
+    return Chart(label, whole_axis("step", places), y, series)
 
 
 def _spike_tip(spike: Spike) -> Tip:
@@ -197,9 +187,9 @@ def clips_chart(rows: Sequence[Row]) -> Chart | None:
         ("reduced", SHAPES["unlikely"], "misaligned"),
         ("left", UP, "sequence"),
     ):
-        points = [(row["global_step"], float(row["multiple"]), i, "") for i, row in kept if row["done"] == done]
+        points = [Point(row["global_step"], float(row["multiple"]), i) for i, row in kept if row["done"] == done]
         if points:
-            series.append(_marks(done, color, points, shape, open=done == "left"))
+            series.append(Series(done, color, points, shape, open=done == "left"))
     label = (
         f"Chart: {count(len(kept), 'token')} over TokenClip's bounds, by step and by how many times the usual signal. "
         "The table has the same tokens."
@@ -227,23 +217,11 @@ def layers_chart(norms: Mapping[str, Any], ordinary: Mapping[str, Any] | None) -
         return None, table
     compared = {i: value for i, (*_, value) in enumerate(rows) if value is not None and _drawn(value)}
     size = max(1.5, min(4.5, 90 / len(rows)))
-    bases = [compared.get(i) for i in norms_of]
-    alone = [(i, value, i, "") for i, value in compared.items() if i not in norms_of]
-    series = [
-        _marks("an ordinary token", "soft", alone, TICK, open=True, size=size),
-        Series(
-            "the culprit",
-            "bars",
-            "accent",
-            [*norms_of],
-            [*norms_of.values()],
-            bases,
-            [*norms_of],
-            (),
-            CIRCLE,
-            size=size,
-        ),
-    ][not compared :]
+    bars = [Point(i, norm, i, base=compared.get(i)) for i, norm in norms_of.items()]
+    series = [Series("the culprit", "accent", bars, size=size, kind="bars")]
+    if compared:
+        alone = [Point(i, value, i) for i, value in compared.items() if i not in norms_of]
+        series.insert(0, Series("an ordinary token", "soft", alone, TICK, open=True, size=size))
     routers = any(name.endswith(".router") for name, *_ in rows)
     labels = [_layer_label(name) for name, *_ in rows]
     every = -(-len(rows) * (8 * max(map(len, labels)) + 8) // _LAYERS_WIDTH)
@@ -274,13 +252,11 @@ def _layer_label(name: str) -> str:
     return visible(known.get(name) or (digits + "r" * (base != name) if digits else name))[-8:]
 
 
-def _steps(name: str, x: Sequence[float], y: Sequence[float]) -> Series:
-    """A dashed line that keeps each value until the next."""
-    xs, ys = [x[0]], [y[0]]
-    for at, value in zip(x[1:], y[1:], strict=True):
-        if value != ys[-1]:
-            xs.append(at)
-            ys.append(ys[-1])
-        xs.append(at)
-        ys.append(value)
-    return Series(name, "dashes", "ink", xs, ys, size=0)
+def _threshold(values: Sequence[tuple[float, float]]) -> Series:
+    """A dashed line through places and values that keeps each value until the next."""
+    points: list[Point] = []
+    for x, y in values:
+        if points and y != points[-1].y:
+            points.append(Point(x, points[-1].y))
+        points.append(Point(x, y))
+    return Series("threshold", "ink", points, size=0, kind="dashes")

@@ -275,9 +275,8 @@ function rowFacts({ columns, rows }, i) {
 const drawn = new Map();
 
 function drawChart(id, { label, axes, series }, table) {
-  const points = series.flatMap(({ x, y, tips, links }) =>
-    tips.map((tip, i) => ({ x: x[i], y: y[i], tip, link: links[i] ?? "" }))
-  );
+  const all = series.flatMap(({ points }) => points).map(([x, y, tip, link]) => ({ x, y, tip, link }));
+  const points = all.filter(({ tip }) => tip !== null);
   const [xAxis, yAxis] = axes;
   const left = 30 + 7 * Math.max(...yAxis.ticks.map(([, text]) => text.length), 2);
   const svg = make(
@@ -332,16 +331,16 @@ function makeAxes(xAxis, yAxis) {
   );
 }
 
-function makeSeries({ kind, color, shape, open, size, x, y, base }) {
+function makeSeries({ kind, color, shape, open, size, points }) {
   const group = make("g", { class: `series ${kind}`, style: `--c: var(--${color})` });
   const isLine = kind === "line" || kind === "dashes";
   if (isLine) {
-    const path = make("path", { class: kind, d: `M${x.map((at, i) => `${at},${y[i]}`).join("L")}` });
+    const path = make("path", { class: kind, d: `M${points.map(([x, y]) => `${x},${y}`).join("L")}` });
     group.append(make("svg", { viewBox: "0 0 1000 1000", preserveAspectRatio: "none" }, path));
   }
-  for (const [i, place] of x.entries()) {
-    const [at, top, bottom] = [place, y[i], base[i]].map(percent);
-    if (typeof base[i] === "number") {
+  for (const [x, y, , , base] of points) {
+    const [at, top, bottom] = [x, y, base].map(percent);
+    if (base !== null) {
       const bar = make("line", { class: "bar", x1: at, x2: at, y1: bottom, y2: top, "stroke-width": size });
       group.append(bar, makeMark("M-1,0H1", true, size, at, bottom));
     }

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 from .figures import short
 
@@ -21,6 +21,8 @@ Cell = str | tuple[str, str]
 Tip = tuple[str, Sequence[tuple[str, str]]]
 # What is to be seen first: a sentence, what to do, and "found" or "failed" for a drill.
 Remark = tuple[str, Sequence[str], str]
+# The shape of a mark.
+CIRCLE = "M1,0A1,1 0 1 1 -1,0A1,1 0 1 1 1,0Z"
 
 
 @dataclass(frozen=True)
@@ -75,34 +77,43 @@ class Axis:
         return round(1000 * (at - low) / (high - low))
 
 
+class Point(NamedTuple):
+    """A point of a chart.
+
+    Attributes:
+        x, y (float): Its values.
+        tip (Tip | int, optional): What is said of it: a tip, or the number of a row of the chart's table.
+        link (str): Where it leads to, if anywhere.
+        base (float, optional): Where its bar begins; None without one.
+    """
+
+    x: float
+    y: float
+    tip: Tip | int | None = None
+    link: str = ""
+    base: float | None = None
+
+
 @dataclass
 class Series:
-    """Marks, a line or bars of a chart.
+    """Points of a chart as marks, a line or bars.
 
     Attributes:
         name (str): What the legend says; "" for none.
-        kind (str): "marks", "line", "dashes" or "bars".
         color (str): The name of a colour of the page's style.
-        x, y (Sequence): The values.
-        base (Sequence): Of bars, where they begin; None for a mark without a bar.
-        tips (Sequence): What is said of each point: a tip, or the number of a row of the chart's table.
-        links (Sequence): Where each point leads to, if anywhere.
         shape (str): Of marks, and of those at the ends of bars, as an SVG path around the origin with a radius of 1.
         open (bool): Whether only the outline of a mark is drawn.
         size (float): Of marks their radius, in pixels; of the points of a line likewise, 0 for none.
+        kind (str): "marks", "line", "dashes" or "bars".
     """
 
     name: str
-    kind: str
     color: str
-    x: Sequence[float]
-    y: Sequence[float | None]
-    base: Sequence[float | None] = ()
-    tips: Sequence[Tip | int] = ()
-    links: Sequence[str] = ()
-    shape: str = ""
+    points: Sequence[Point]
+    shape: str = CIRCLE
     open: bool = False
     size: float = 5.0
+    kind: str = "marks"
 
 
 @dataclass
@@ -121,23 +132,16 @@ class Chart:
             {"title": axis.title, "ticks": [[place(value), text] for value, text in axis.ticks]}
             for axis, place in ((self.x, self.x.place), (self.y, self._from_top))
         ]
-        series = [self._placed(series) for series in self.series]
+        series = [vars(each) | {"points": [*filter(None, map(self._placed, each.points))]} for each in self.series]
         return {"label": self.label, "axes": axes, "series": series, "table": self.table}
 
     def _from_top(self, value: float | None) -> int | None:
         place = self.y.place(value)
         return None if place is None else 1000 - place
 
-    def _placed(self, series: Series) -> dict[str, Any]:
-        heights = [self._from_top(value) for value in series.y]
-        kept = [i for i, height in enumerate(heights) if height is not None]
-        return vars(series) | {
-            "x": [self.x.place(series.x[i]) for i in kept],
-            "y": [heights[i] for i in kept],
-            "base": [self._from_top(series.base[i]) for i in kept] if series.base else [],
-            "tips": [series.tips[i] for i in kept] if series.tips else [],
-            "links": [series.links[i] for i in kept] if series.links else [],
-        }
+    def _placed(self, point: Point) -> list[Any] | None:
+        top = self._from_top(point.y)
+        return None if top is None else [self.x.place(point.x), top, *point[2:4], self._from_top(point.base)]
 
 
 @dataclass

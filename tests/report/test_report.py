@@ -801,17 +801,15 @@ def test_the_timeline_has_every_culprit_at_its_norm(view: Any) -> None:
     events = samples(40) + [without_culprits(900, "diffuse")]
     made = view(events)
     chart = made.charts["timeline"]
-    marked = [series for series in chart.series if series.kind == "marks"]
-    marks = {(x, short(y)) for series in marked for x, y in zip(series.x, series.y, strict=True)}
+    marks = {(point.x, short(point.y)) for series in chart.series for point in series.points}
     assert marks >= {(e["global_step"], short(c["grad_norm"])) for e in events for c in e["culprits"]}
-    for series in chart.series:
-        for tip, link, y in zip(series.tips, series.links, series.y, strict=False):
-            if isinstance(tip, int):
-                assert link == f"c{tip}" and made.tables["culprits"].rows[tip][2] == short(y)
+    for _, y, tip, link, _ in (point for series in chart.series for point in series.points):
+        if isinstance(tip, int):
+            assert link == f"c{tip}" and made.tables["culprits"].rows[tip][2] == short(y)
     (bare,) = (series for series in chart.series if series.name == "no culprit found")
-    assert [*bare.x] == [900] and [*bare.links] == [f"s{len(made.spikes) - 1}"]
+    assert [(point.x, point.link) for point in bare.points] == [(900, f"s{len(made.spikes) - 1}")]
     # What is not finite is above all others, and every place is within the chart.
-    placed = [height for series in chart.placed()["series"] for height in series["y"]]
+    placed = [height for series in chart.placed()["series"] for _, height, *_ in series["points"]]
     assert all(0 <= height <= 1000 for height in placed) and chart.y.place(math.nan) > chart.y.place(1e5)
 
 

@@ -224,7 +224,7 @@ def test_the_page_shows_what_the_view_has(page: Page, whole_run: Path) -> None:
         drawn = page.one(f"#{name}")
         assert drawn.get_attribute("aria-label") == chart.label and drawn.size["height"] > 50
         assert page.texts(f"#{name} .key span") == [flat(series.name) for series in chart.series if series.name]
-        marks = [len(placed["x"]) for placed in chart.placed()["series"] if placed["kind"] == "marks"]
+        marks = [len(placed["points"]) for placed in chart.placed()["series"] if placed["kind"] == "marks"]
         script = "return [...document.querySelectorAll(arguments[0])].map((marks) => marks.children.length)"
         assert page.driver.execute_script(script, f"#{name} .series.marks") == marks
     assert len(view.spikes) > 40 and page.all("img") == [] and len(page.all("script")) == 2

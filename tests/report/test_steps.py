@@ -205,7 +205,7 @@ def test_a_drill_is_no_spike(tmp_path: Path, show: Any, summary: Any, view: Any)
     assert len(made.spikes) == 1 and len(made.drills) == 2 and made.facts[0] == ("Spikes", "1", "")
     level = made.charts["level"]
     assert level.label == "Chart: the token norm of 9 steps, 1 to 9, with 1 spike and 2 drills."
-    names = [(series.name, len(series.x)) for series in level.series if series.kind == "marks"]
+    names = [(series.name, len(series.points)) for series in level.series if series.kind == "marks"]
     assert names == [("spike", 1), ("drill, found", 1), ("drill, FAILED", 1)]
 
 

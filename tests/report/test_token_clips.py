@@ -114,7 +114,7 @@ def test_each_token_is_a_row_and_its_step_is_marked(tmp_path: Path, view: Any) -
     level, cut = made.charts["level"], made.charts["clips-chart"]
     assert level.label.endswith("with 1 spike and 0 drills, and marks at 3 steps in which TokenClip found tokens.")
     # A spike was left in step 8.
-    marks = {series.name: [*series.x] for series in level.series if series.kind == "marks"}
+    marks = {series.name: [point.x for point in series.points] for series in level.series if series.kind == "marks"}
     assert marks == {"spike": [8], "stopped by TokenClip": [3], "found by TokenClip": [5, 8]}
     assert [series.name for series in cut.series] == ["dropped", "reduced", "left"]
 
@@ -138,7 +138,7 @@ def test_the_tokens_shown_are_bounded(summary: Any, view: Any) -> None:
     made = view(rows=10)
     assert len(made.tables["clips"].rows) == 10 and "24 backward signals" in made.texts["clips-hint"]
     (series,) = view().charts["clips-chart"].series
-    assert sorted(series.x) == sorted([*range(1, 13)] * 2) and series.y[0] == 99.0
+    assert sorted(point.x for point in series.points) == sorted([*range(1, 13)] * 2) and series.points[0].y == 99.0
 
 
 def test_fields_of_a_later_patch_are_read_over(summary: Any) -> None:
