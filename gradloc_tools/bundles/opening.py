@@ -18,9 +18,8 @@ from gradloc.bundles.layout import TOKENS, Row, SavedMicroBatch
 from gradloc.measure.micro_batch import MicroBatchName
 from gradloc.token_clip.bounds import ACTIONS
 
-from ..foreign_json import parse
+from ..foreign import NotPlainFileError, parse, read_plain_file
 from ..schema import EVENT, INDEX, TEXT, TEXT_OR_NULL, Form, by_name, conforms, fields, list_of, object_with, or_null
-from .plain_file import NotPlainFileError, read_plain_file
 
 _FINITE: Form = {"type": "number", "minimum": 0, "maximum": sys.float_info.max}
 _FINITE_OR_NULL = or_null(_FINITE)

@@ -9,7 +9,7 @@ from typing import Any
 
 from gradloc.bundles import limits
 
-from ..foreign_json import parse
+from ..foreign import parse, read_plain_file
 from ..schema import (
     INDEX,
     INTEGER_OR_NULL,
@@ -23,7 +23,6 @@ from ..schema import (
     object_with,
     or_null,
 )
-from .plain_file import read_plain_file
 
 RESULT_KIND = "gradloc replay result"
 # What a replay writes beside the bundle of this name.

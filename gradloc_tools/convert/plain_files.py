@@ -12,7 +12,7 @@ from typing import Any
 from gradloc.evidence.writer import LINE_BYTES
 
 from ..command_line import need
-from ..foreign_json import parse
+from ..foreign import parse
 from .records import FIELDS, TOKENS_IN_A_ROW, RecordError
 
 # Of a file; of a Parquet file, also without its compression.

@@ -15,8 +15,7 @@ from gradloc.bundles import limits
 from gradloc.evidence.writer import FILE_BYTES, LINE_BYTES, event_line, evidence_files
 
 from ..bundles.opening import Bundle
-from ..bundles.plain_file import NotPlainFileError, read_plain_file
-from ..foreign_json import parse
+from ..foreign import NotPlainFileError, parse, read_plain_file
 from ..report.reading import line_digest
 from ..schema import EVENT, conforms
 from .parts import same_number

@@ -11,8 +11,7 @@ from gradloc.evidence.writer import jsonable
 from gradloc.judge.sentences import summary
 
 from ..bundles.opening import Bundle, BundleError, check_places
-from ..bundles.plain_file import read_plain_file
-from ..foreign_json import parse
+from ..foreign import parse, read_plain_file
 from ..report.reading import Evidence
 from ..schema import EVENT, conforms
 from .search import Searched

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from gradloc.fsdp import collectives
@@ -49,8 +50,6 @@ def shard_model(model: Model, device: torch.device) -> tuple[Model, Forward]:
     Returns:
         tuple[Model, Forward]: The sharded model, and its forward with the inputs of `build_forward`.
     """
-    from .sharding import shard  # needs FSDP2
-
     module: Any = model.module
     if hasattr(module, "gradient_checkpointing_enable") and not has_dropout(module):
         module.gradient_checkpointing_enable({"use_reentrant": False})
@@ -90,3 +89,25 @@ def _stacked(found: Sequence[_Outputs], length: int) -> tuple[Tensor | None, Ten
 
     entropies = [entropy for _, entropy in found if entropy is not None]
     return stack(entropies) if entropies else None, stack([log_prob[:length] for log_prob, _ in found])
+
+
+def shard(model: nn.Module, dtype: torch.dtype, device: torch.device, ranks: int) -> None:
+    """Shards a model by FSDP2, layer by layer, so that no more than a layer is whole in float32.
+
+    Args:
+        model (nn.Module): One of transformers, on the CPU or on the device.
+        dtype (torch.dtype): What it computes in. Its parameters are float32, as in verl, or float64 with that.
+    """
+    # torch before 2.6 does not have FSDP2
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.tensor import DTensor
+
+    mesh = init_device_mesh(device.type, (ranks,))
+    kept = torch.float64 if dtype == torch.float64 else torch.float32
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=kept, cast_forward_inputs=False)
+    whole = set(getattr(model, "_no_split_modules", None) or ())
+    for module in [child for child in model.modules() if type(child).__name__ in whole] + [model]:
+        for parameter in module.parameters():
+            if not isinstance(parameter, DTensor):
+                parameter.data = parameter.data.to(kept)
+        fully_shard(module, mesh=mesh, mp_policy=policy)

@@ -5,10 +5,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gradloc.judge.rules import SOURCES
+
 from .charts import clips_chart, levels, run_level, timeline
-from .drills import mini_batch_of
 from .figures import count, part_of, short, shown, visible
-from .meanings import DIAGNOSES, FIGURES, SOURCES
 from .reading import Evidence
 from .remedies import advice_by_source
 from .replay_tables import replay_tables
@@ -28,8 +28,8 @@ from .spike_view import (
 from .spikes import Spike
 from .summary import mini_batch_fields, summarize
 from .token_clips import EXPLANATION, beside_spike, done_to, signals_of
-from .verdicts import brief, lowered
 from .view import Bar, Column, Table, View
+from .words import DIAGNOSES, FIGURES, brief, lowered, mini_batch_of
 
 Row = Mapping[str, Any]
 Summary = Mapping[str, Any]
@@ -75,7 +75,7 @@ def build(evidence: Evidence, rows: int = PAGE_ROWS, details: int = DETAILED) ->
         tables=_tables(summary, evidence, culprits),
         replays=[replay_tables(result) for result in evidence.replays],
         help=[*FIGURES.values()] if evidence.steps else [],
-        rules={source: (rule, visible(advice[source])) for source, rule in SOURCES.items()},
+        rules={source: (rule.meaning, visible(advice[source])) for source, rule in SOURCES.items()},
     )
     view.bars = _bars(summary)
     if clips := summary["token_clip"]:
@@ -234,7 +234,7 @@ def _sentences(title: str, said: Sequence[tuple[Row, str]]) -> Table:
 def _sources(summary: Summary) -> Table:
     advice = advice_by_source(summary["replays"])
     rows = [
-        [source, f"{n:,}", part_of(n, summary["culprits"]), f"{SOURCES[source]}\n{visible(advice[source])}"]
+        [source, f"{n:,}", part_of(n, summary["culprits"]), f"{SOURCES[source].meaning}\n{visible(advice[source])}"]
         for source, n in summary["sources"].items()
     ]
     columns = (Column("Source", "badge"), Column("Culprits", "num"), Column("Share", "num"), Column("Rule, what to do"))
@@ -270,7 +270,7 @@ def _bars(summary: Summary) -> dict[str, Sequence[Bar]]:
     widths = [{name: round(100 * n / max(of.values()), 1) for name, n in of.items()} for of in (sources, tokens)]
     return {
         "sources": [
-            Bar(name, n, widths[0][name], f"source {name}", part_of(n, culprits), color=name, hint=SOURCES[name])
+            Bar(name, n, widths[0][name], f"source {name}", part_of(n, culprits), "", name, SOURCES[name].meaning)
             for name, n in sources.items()
         ],
         "tokens": [Bar(name, n, widths[1][name], f"token {name}", kind="tok") for name, n in tokens.items()],

@@ -11,8 +11,8 @@ from typing import Any
 from .figures import count, culprit_factor, part_of, quoted, severity, short, shown, visible
 from .reading import Evidence
 from .summary import summarize, token_name
-from .verdicts import lowered
 from .view import Cell, Column, Table
+from .words import lowered
 
 # At most so many shared culprits are listed.
 SHARED = 50

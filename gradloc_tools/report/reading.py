@@ -13,11 +13,11 @@ from itertools import islice
 from typing import Any
 
 from gradloc.evidence.writer import LINE_BYTES, SCHEMA, STEP_FIGURES, evidence_files
+from gradloc.judge.misfire import without_data_source
 
 from ..bundles.results import read_results
-from ..foreign_json import parse
-from ..schema import CLIP, CRITIC, EVENT, NOTE, STEP, conforms
-from ..texts import without_texts
+from ..foreign import parse
+from ..schema import CLIP, CLIPPED_TOKEN_FIELDS, CRITIC, CULPRIT_FIELDS, EVENT, NOTE, STEP, conforms
 from .figures import SHORT_CHARACTERS, clipped, severity
 from .spikes import Spike
 
@@ -34,6 +34,8 @@ _REPLACING = b'{"replaces": "'
 # Why lines are not read.
 MALFORMED = "malformed or unfinished"
 OTHER_VERSION = "of another version of GradLoc, whose own report reads them"
+# Of what the trainer adds to a token, what is no text; and the token alone.
+_ADDED = ("token", "response_tokens_start", "reward")
 
 Event = dict[str, Any]
 
@@ -264,3 +266,27 @@ def _no_evidence(path: str) -> OSError:
     more = f", and {len(near) - _NEAR} more" if len(near) > _NEAR else ""
     found = f"found in {', '.join(near[:_NEAR])}{more}: give {'that' if len(near) == 1 else 'one of them'}"
     return FileNotFoundError(errno.ENOENT, f"No steps.jsonl or spikes.jsonl, {found}", path)
+
+
+def without_texts(line: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of an event or a clip line with the actor's figures, and of texts the named tokens' own alone.
+
+    Rewards are kept. Prompts, responses, contexts, ground truths, data sources, uids, and fields that the schema does
+    not know, are left out.
+    """
+    if "culprits" in line:
+        bare = _named(line, EVENT["properties"])
+        for name in ("culprits", "suspected"):
+            if name in line:
+                bare[name] = [_named(token, (*CULPRIT_FIELDS, *_ADDED)) for token in line[name]]
+        if bare.get("verdict") is not None:
+            bare["verdict"] = without_data_source(bare["verdict"])
+        return bare
+    found = line["token_clip"]
+    tokens = [_named(token, (*CLIPPED_TOKEN_FIELDS, *_ADDED)) for token in found["tokens"]]
+    known = _named(found, CLIP["properties"]["token_clip"]["properties"]) | {"tokens": tokens}
+    return _named(line, CLIP["properties"]) | {"token_clip": known}
+
+
+def _named(of: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    return {name: of[name] for name in names if name in of}

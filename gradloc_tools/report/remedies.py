@@ -10,7 +10,6 @@ from gradloc.judge.rules import SOURCES
 from gradloc.threshold import is_over
 
 from .figures import percent, severity
-from .meanings import ADVICE
 
 # Causes besides the rules that are to be repaired where they come from: a remedy only covers them up.
 _BUGS = (
@@ -45,7 +44,7 @@ def recommended(result: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, st
     if not is_over(replayed, float(unit["threshold"])):
         return None, "Without a spike there is nothing to remedy."
     if cause := _bug(result):
-        advice = ADVICE.get(cause, "Repair what the verdict names.")
+        advice = SOURCES[cause].advice if cause in SOURCES else "Repair what the verdict names."
         return None, f"No remedy is recommended: the cause is {cause}, which a remedy only covers up. {advice}"
     if not result.get("same_weights", True):
         return None, (
@@ -75,7 +74,7 @@ def _bug(result: Mapping[str, Any]) -> str | None:
 
 def _source(result: Mapping[str, Any]) -> str | None:
     """The source of the largest culprit; None if that is not known."""
-    culprits = [token for token in result["tokens"] if token["culprit"] and token["source"] in ADVICE]
+    culprits = [token for token in result["tokens"] if token["culprit"] and token["source"] in SOURCES]
     return max(culprits, key=lambda token: severity(token["replayed"]))["source"] if culprits else None
 
 
@@ -97,7 +96,7 @@ def advice_by_source(replays: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     Args:
         replays (Sequence[Mapping]): The results of replays, in the order of their events.
     """
-    found = dict(ADVICE)
+    found = {name: rule.advice for name, rule in SOURCES.items()}
     for result in replays:
         source = _source(result)
         if source is None or not result["units"] or "remedy_notes" not in result:

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .figures import percent, short, visible
-from .view import Cell, Column, Table
+from .spike_view import Spec, figure, index, table_of
+from .view import Column, Table
 
 Result = Mapping[str, Any]
 
@@ -27,74 +28,61 @@ def replay_tables(result: Result) -> dict[str, Any]:
     }
 
 
-def _table(title: str, texts: Sequence[str], figures: Sequence[str], rows: Sequence[Sequence[Cell]]) -> Table:
-    """A table whose first columns are texts; the others but "meaning" and "override" are numbers."""
-    kinds = {"Meaning": "", "Override": "code", "Largest layer": ""}
-    columns = [Column(name, "row") for name in texts]
-    columns += [Column(visible(name), kinds.get(name, "num")) for name in figures]
-    return Table(title, columns, rows)
+def _others(result: Result) -> list[Spec]:
+    """A column for each other way of computing."""
+
+    def column(name: str, i: int) -> Spec:
+        return Column(visible(name), "num"), lambda row: short(next(iter(row["others"][i:]), None))
+
+    return [column(name, i) for i, name in enumerate(result["variants"])]
+
+
+def _text(head: str, name: str, kind: str = "") -> Spec:
+    return Column(head, kind), lambda row: visible(row[name] or "–")
 
 
 def _tokens(result: Result) -> Table:
-    where, before = ("rank", "row", "position", "token_id"), ("In training", "Replayed")
-    names = ("Rank", "Row", "Position", "Token id", *before, *result["variants"])
-    rows = [
-        [
-            *(str(token[name]) for name in where),
-            *map(short, (token["grad_norm"], token["replayed"], *token["others"])),
-            *map(short, (token["log_prob"], token["replayed_log_prob"])),
-            visible(token["layer"] or "–"),
-            *map(short, (token["layer_norm"], token["replayed_layer_norm"])),
-        ]
-        for token in result["tokens"]
-    ]
-    return _table("Gradient norms of tokens", (), (*names, "Log p", "Replayed", "Largest layer", *before), rows)
+    specs = (
+        *(index("Rank", "rank"), index("Row", "row"), index("Position", "position"), index("Token id", "token_id")),
+        *(figure("In training", "grad_norm"), figure("Replayed", "replayed"), *_others(result)),
+        *(figure("Log p", "log_prob"), figure("Replayed", "replayed_log_prob"), _text("Largest layer", "layer")),
+        *(figure("In training", "layer_norm"), figure("Replayed", "replayed_layer_norm")),
+    )
+    return table_of("Gradient norms of tokens", specs, result["tokens"])
 
 
 def _units(result: Result) -> Table:
-    names = ("Rank", "Micro-batch", "Rows", "Threshold", "In training", "Replayed", *result["variants"])
-    rows = [
-        [
-            *(str(unit[name]) for name in ("rank", "micro_batch", "rows")),
-            *map(short, (unit["threshold"], unit["norm"], unit["replayed"], *unit["others"], unit["rest"])),
-        ]
-        for unit in result["units"]
-    ]
-    return _table("Gradient norms of micro-batches", (), (*names, "Without culprits"), rows)
+    specs = (
+        *(index("Rank", "rank"), index("Micro-batch", "micro_batch"), index("Rows", "rows")),
+        *(figure("Threshold", "threshold"), figure("In training", "norm"), figure("Replayed", "replayed")),
+        *(*_others(result), figure("Without culprits", "rest")),
+    )
+    return table_of("Gradient norms of micro-batches", specs, result["units"])
 
 
 def _layers(result: Result) -> Table:
-    rows = [
-        [visible(layer["layer"]), *map(short, (layer["norm"], layer["replayed"], *layer["others"]))]
-        for layer in result["layers"]
-    ]
-    names = ("In training", "Replayed", *result["variants"])
-    return _table("The first micro-batch by layer", ("Layer",), names, rows)
+    norms = figure("In training", "norm"), figure("Replayed", "replayed")
+    specs = (_text("Layer", "layer", "row"), *norms, *_others(result))
+    return table_of("The first micro-batch by layer", specs, result["layers"])
 
 
 def _switches(result: Result) -> Table:
-    rows = [
-        [visible(row["name"]), *map(short, (row["norm"], row["log_probs"], row["culprit"]))]
-        for row in result.get("switches", ())
-    ]
-    names = ("Norm", "Log-probs differ by up to", "Culprit")
-    return _table("What each switch changes in the first micro-batch", ("Switch",), names, rows)
+    norms = figure("Norm", "norm"), figure("Log-probs differ by up to", "log_probs"), figure("Culprit", "culprit")
+    specs = (_text("Switch", "name", "row"), *norms)
+    return table_of("What each switch changes in the first micro-batch", specs, result.get("switches", ()))
 
 
 def _remedies(result: Result) -> Table:
     """Best first, with the overrides to copy."""
-    names = ("Norm", "Left", "Under its threshold", "Ordinary moved", "Masked", "Of them culprits", "Meaning")
-    rows = [
-        [
-            visible(row["name"]),
-            short(row["norm"]),
-            percent(row["left"]),
-            "yes" if row["under"] else "no",
-            percent(row["ordinary_moved"]),
-            *(str(row["masked"][name]) for name in ("tokens", "culprits")),
-            visible(row["meaning"]),
-            row["override"] or "",
-        ]
-        for row in result["remedies"]
-    ]
-    return _table("Which remedy fits: the first micro-batch's gradient", ("By",), (*names, "Override"), rows)
+    specs: Sequence[Spec] = (
+        _text("By", "name", "row"),
+        figure("Norm", "norm"),
+        (Column("Left", "num"), lambda row: percent(row["left"])),
+        (Column("Under its threshold", "num"), lambda row: "yes" if row["under"] else "no"),
+        (Column("Ordinary moved", "num"), lambda row: percent(row["ordinary_moved"])),
+        (Column("Masked", "num"), lambda row: str(row["masked"]["tokens"])),
+        (Column("Of them culprits", "num"), lambda row: str(row["masked"]["culprits"])),
+        _text("Meaning", "meaning"),
+        (Column("Override", "code"), lambda row: row["override"] or ""),
+    )
+    return table_of("Which remedy fits: the first micro-batch's gradient", specs, result["remedies"])

@@ -30,10 +30,10 @@ from .figures import (
     times,
     visible,
 )
-from .meanings import APPLIED, DIAGNOSES, FIGURES, NOT_APPLIED
 from .spikes import Spike
 from .summary import TOKENS, suspected_of, token_name
 from .view import Axis, Cell, Column, Culprit, Rung, SpikeView, Strip, Table, log_scale
+from .words import APPLIED, DIAGNOSES, FIGURES, NOT_APPLIED
 
 Row = Mapping[str, Any]
 # A column and what its cell has for a row.

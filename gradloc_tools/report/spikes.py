@@ -11,9 +11,8 @@ from typing import Any
 
 from gradloc.judge.sentences import ranks_looked_at
 
-from .drills import MiniBatch, mini_batch_of
-from .explanation import ended_early, explanation
 from .figures import SHORT_CHARACTERS, clipped, rounded, severity, threshold_factor
+from .words import MiniBatch, ended_early, explanation, mini_batch_of
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,11 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from .drills import drill_report
 from .figures import SHORT_CHARACTERS, clipped, count, excess, ranges, rounded, severity
-from .meanings import NOT_APPLIED
 from .reading import MOST_BYTES, Evidence
 from .spikes import Spike, as_a_command
 from .token_clips import summarize_clips
-from .verdicts import count_causes, in_words
+from .words import NOT_APPLIED, count_causes, drill_report, in_words
 
 # Of an event, what is listed as it is there.
 _EVENT_FIELDS = "global_step epoch mini_batch diagnosis until explained more_tokens".split()

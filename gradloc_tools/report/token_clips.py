@@ -10,8 +10,8 @@ from typing import Any
 
 from gradloc.evidence.clips import DONE
 
-from .drills import MiniBatch, mini_batch_of
 from .figures import SHORT_CHARACTERS, clipped, count, rounded, severity
+from .words import MiniBatch, mini_batch_of
 
 # At most so many boundaries are named in a sentence.
 _NAMED = 8

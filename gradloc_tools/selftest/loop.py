@@ -17,7 +17,7 @@ from gradloc.gradloc import GradLoc
 from gradloc.measure.pass_recorder import unchanged
 
 from ..replay.model import loaded_in
-from ..replay.sharding import shard
+from ..replay.searched_model import shard
 
 
 @dataclass(frozen=True)

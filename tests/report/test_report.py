@@ -35,9 +35,9 @@ from valid_events import VALIDATOR, valid_events
 from gradloc import record_events
 from gradloc.evidence import token_facts, writer
 from gradloc.evidence.writer import LINE_BYTES
-from gradloc_tools import foreign_json, report
+from gradloc_tools import foreign, report
 from gradloc_tools.bundles import results
-from gradloc_tools.report import meanings, page, reading
+from gradloc_tools.report import page, reading, words
 from gradloc_tools.report.command import main
 from gradloc_tools.report.figures import part_of, short
 from gradloc_tools.report.view import View, json_of, log_axis, whole_axis
@@ -56,7 +56,7 @@ def lines(directory: Path, name: str = "spikes.jsonl") -> list[dict[str, Any]]:
 def test_samples_and_real_events_have_the_form_of_the_schema() -> None:
     for schema in (EVENT, NOTE):
         jsonschema.Draft202012Validator.check_schema(schema)
-    bare = [without_culprits(1, diagnosis) for diagnosis in meanings.DIAGNOSES]
+    bare = [without_culprits(1, diagnosis) for diagnosis in words.DIAGNOSES]
     valid_events(json.dumps([*samples(30), *bare]))
     (real,) = lines(ROOT / "examples/spike")
     valid_events(json.dumps([real]))
@@ -344,7 +344,7 @@ def test_a_line_with_very_many_lists_is_not_parsed() -> None:
     tracemalloc.start()
     try:
         with pytest.raises(ValueError, match="it has over 1,000,000 lists and objects"):
-            foreign_json.parse(line)
+            foreign.parse(line)
         assert tracemalloc.get_traced_memory()[1] < len(line)
     finally:
         tracemalloc.stop()
@@ -419,20 +419,20 @@ def test_the_summary_says_what_there_is(show: Any) -> None:
 
 
 def test_without_a_culprit_it_is_said_what_was_found_and_done(show: Any, summary: Any) -> None:
-    events = [without_culprits(step, diagnosis) for step, diagnosis in enumerate(meanings.DIAGNOSES, 1)]
+    events = [without_culprits(step, diagnosis) for step, diagnosis in enumerate(words.DIAGNOSES, 1)]
     events[0] = spike(1)
     events[1] |= {"action": "drop", "applied": False}
     events[3] |= {"action": "skip", "applied": False}
     events[4] |= {"error": "rank 1: out of\x1b memory"}
     out = show(events=events)
-    for diagnosis, meaning in meanings.DIAGNOSES.items():
+    for diagnosis, meaning in words.DIAGNOSES.items():
         assert f"{diagnosis} 1 " in out and meaning in out
     assert "token 3 of row 9: 599, 3% of the norm" in out and "8 to 9, 11" in out
-    assert f"1 spike, with spike_action=drop: {meanings.NOT_APPLIED['drop']}" in out
-    assert f"1 spike, with spike_action=skip: {meanings.NOT_APPLIED['skip']}" in out
+    assert f"1 spike, with spike_action=drop: {words.NOT_APPLIED['drop']}" in out
+    assert f"1 spike, with spike_action=skip: {words.NOT_APPLIED['skip']}" in out
     assert "1 search failed with an error: rank 1: out of\\x1b memory." in out
     found = summary()
-    assert found["diagnoses"] == dict.fromkeys(meanings.DIAGNOSES, 1)
+    assert found["diagnoses"] == dict.fromkeys(words.DIAGNOSES, 1)
     assert [part["rank"] for part in found["diffuse"]] == [1, None]
 
 
@@ -453,9 +453,8 @@ def test_a_recorded_spike_names_what_it_suspects(show: Any, view: Any) -> None:
 
 def test_every_diagnosis_source_and_action_is_explained() -> None:
     fields = EVENT["properties"]
-    assert set(meanings.DIAGNOSES) == set(fields["diagnosis"]["enum"])
-    assert set(meanings.APPLIED) == set(meanings.NOT_APPLIED) == set(fields["action"]["enum"])
-    assert set(meanings.SOURCES) == set(fields["culprits"]["items"]["properties"]["source"]["enum"])
+    assert set(words.DIAGNOSES) == set(fields["diagnosis"]["enum"])
+    assert set(words.APPLIED) == set(words.NOT_APPLIED) == set(fields["action"]["enum"])
 
 
 def spread(tokens: int, norm: float, rest: float | None, units: int = 1, **changes: Any) -> Event:

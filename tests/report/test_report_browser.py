@@ -36,11 +36,12 @@ from selenium.webdriver.support.ui import Select, WebDriverWait
 
 import gradloc
 from gradloc.evidence.writer import record_step
+from gradloc.judge.rules import SOURCES
 from gradloc_tools import report
-from gradloc_tools.report import meanings
 from gradloc_tools.report import page as page_file
 from gradloc_tools.report.build import build as view_of
 from gradloc_tools.report.view import Table
+from gradloc_tools.report.words import DIAGNOSES
 
 pytestmark = pytest.mark.slow
 
@@ -164,7 +165,7 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found |= dict.fromkeys(("token", "prompt", "response", "ground_truth", "uid", "data_source"), HOSTILE)
     found |= {"sources": ["unsampled", "unlikely"], "layer_norms": {HOSTILE: 3.0, "b": math.inf}}
     found["response_tokens"][found["position"]] = HOSTILE
-    bare = [without_culprits(step + i, kind) for i, kind in enumerate(meanings.DIAGNOSES) if kind != "tokens"]
+    bare = [without_culprits(step + i, kind) for i, kind in enumerate(DIAGNOSES) if kind != "tokens"]
     bare[2] |= {"action": "skip", "applied": False}
     tokens = ["a", HOSTILE, " c"]
     clips = [
@@ -501,7 +502,7 @@ def test_only_commands_of_a_known_form_can_be_copied(page: Page, tmp_path: Path)
 
 
 def test_the_names_of_all_sources_fit(page: Page, tmp_path: Path) -> None:
-    names = list(meanings.SOURCES)
+    names = list(SOURCES)
     found = [culprit(i, ["a"] * 40, 9000.0 - i) | {"source": name, "sources": names} for i, name in enumerate(names)]
     page.open(build(tmp_path, [event(1, found)]))
     script = """return [...document.querySelectorAll(arguments[0])]
@@ -510,9 +511,9 @@ def test_the_names_of_all_sources_fit(page: Page, tmp_path: Path) -> None:
     for width in (1280, 390):
         page.width(width)
         labels = page.driver.execute_script(script, "#sources .label")
-        assert {text for text, _, _ in labels} == set(meanings.SOURCES) and all(fits for _, fits, _ in labels), labels
+        assert {text for text, _, _ in labels} == set(SOURCES) and all(fits for _, fits, _ in labels), labels
         badges, rule = page.driver.execute_script(script, "#why .badge"), page.driver.execute_script(edge)
-        assert len(badges) == len(meanings.SOURCES) and all(right <= rule for _, _, right in badges), badges
+        assert len(badges) == len(SOURCES) and all(right <= rule for _, _, right in badges), badges
 
 
 def test_steps_without_a_spike_have_a_page(page: Page, tmp_path: Path) -> None:
@@ -540,8 +541,8 @@ def test_the_colours_of_all_sources_can_be_told_from_the_paper(page: Page, whole
     style = """const element = document.body.appendChild(document.createElement('i'));
         element.style.color = `var(--${arguments[0]})`;
         return getComputedStyle(element).color"""
-    colors = {name: page.driver.execute_script(style, name) for name in meanings.SOURCES}
-    assert len(set(colors.values())) == len(meanings.SOURCES)
+    colors = {name: page.driver.execute_script(style, name) for name in SOURCES}
+    assert len(set(colors.values())) == len(SOURCES)
     for ground in ("paper", "card"):
         paper = luminance(page.driver.execute_script(style, ground))
         assert (paper > 0.5) == (scheme == "light")

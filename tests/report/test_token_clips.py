@@ -14,10 +14,10 @@ from evidence import Event, clip, clipped_token, drill, spike, write_steps
 from gradloc import record_events
 from gradloc.adapters.spike_log import AppendedEvents
 from gradloc.evidence import writer
+from gradloc_tools.report.reading import without_texts
 from gradloc_tools.report.token_clips import EXPLANATION
 from gradloc_tools.report.view import json_of
 from gradloc_tools.schema import CLIP, EVENT, NOTE, conforms
-from gradloc_tools.texts import without_texts
 
 TOKENS = ["a", " bad", " token"]
 

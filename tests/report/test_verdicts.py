@@ -15,7 +15,7 @@ from gradloc.judge.rules import SOURCES
 from gradloc.judge.sentences import in_one_line
 from gradloc.judge.verdict import CAUSES, verdict
 from gradloc_tools import report
-from gradloc_tools.report import meanings, verdicts
+from gradloc_tools.report import words
 from gradloc_tools.report.command import main
 from gradloc_tools.report.summary import warnings_of
 from gradloc_tools.report.view import json_of
@@ -44,7 +44,7 @@ def test_one_spike_opens_with_its_verdict(show: Any) -> None:
     ]
     # The summary stays for what it adds; the cause's action is beside its rule as well.
     assert f"3 {found['summary']}" in lines and advice in lines
-    assert any(meanings.SOURCES["advantage"] in line for line in lines)
+    assert any(SOURCES["advantage"].meaning in line for line in lines)
 
 
 def test_many_spikes_open_with_their_causes_and_the_largest(show: Any, summary: Any, view: Any) -> None:
@@ -164,8 +164,8 @@ def test_every_cause_reads_well_in_brief(name: str) -> None:
     said = verdict({**found, "culprits": sources}, ORDINARY)
     claim = "The layer a makes most of the gradient" if name == "layer" else CAUSES[name].claim
     sure = "possible: true of both culprits" if name == "layer" else "likely: true of both culprits, "
-    assert said["cause"] == name and verdicts.claim(said) == claim
-    assert verdicts.brief(said).startswith(f"{claim} ({sure}")
+    assert said["cause"] == name and words.claim(said) == claim
+    assert words.brief(said).startswith(f"{claim} ({sure}")
 
 
 def test_a_claim_on_several_events_is_true_of_all() -> None:
@@ -175,7 +175,7 @@ def test_a_claim_on_several_events_is_true_of_all() -> None:
         found.append({**NEWER, "cause": "auxiliary", "sentence": sentence})
     sentence = "The culprits are in responses with the reward 5 (all 3 culprits, 2% of the responses): read."
     found.append({**NEWER, "cause": "misfire", "sentence": sentence})
-    assert verdicts.in_words(verdicts.count_causes(found), 3) == (
+    assert words.in_words(words.count_causes(found), 3) == (
         "Most of the gradient comes from no token's log-prob (2), the culprits are in responses with the reward 5 (1)"
     )
 
@@ -191,12 +191,12 @@ def test_a_claim_on_several_events_is_true_of_all() -> None:
     ],
 )
 def test_a_verdict_in_brief_ends_before_what_to_do(sentence: str, said: str | None) -> None:
-    assert verdicts.brief({**NEWER, "sentence": sentence}) == (sentence.removesuffix(".") if said is None else said)
+    assert words.brief({**NEWER, "sentence": sentence}) == (sentence.removesuffix(".") if said is None else said)
 
 
 def test_after_a_colon_a_sentence_begins_with_a_small_letter() -> None:
     cases = {"The KL loss": "the KL loss", "A drill": "a drill", "MTP heads": "MTP heads", "": "", "τ": "τ"}
-    assert {text: verdicts.lowered(text) for text in cases} == cases
+    assert {text: words.lowered(text) for text in cases} == cases
 
 
 def test_log_and_trackers_get_the_verdict_before_the_summary() -> None:

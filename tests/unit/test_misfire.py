@@ -13,8 +13,8 @@ import pytest
 
 from gradloc.judge.misfire import LEAST_PROMPTS, LESS_SPECIFIC, RewardedRow, _chance, may_misfire, misfire
 from gradloc.judge.verdict import CAUSES
+from gradloc_tools.report.reading import without_texts
 from gradloc_tools.schema import EVENT, conforms
-from gradloc_tools.texts import without_texts
 
 Rows = dict[tuple[int, int], RewardedRow]
 PROMPTS, ANSWERS = 16, 4

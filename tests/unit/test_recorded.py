@@ -19,8 +19,8 @@ from gradloc.evidence.writer import jsonable
 from gradloc.judge.verdict import CHECK_UNSEARCHED
 from gradloc.measure.micro_batch import MicroBatch, MicroBatchName, suspicion
 from gradloc_tools.bundles.opening import BundleError, open_bundle
+from gradloc_tools.report.reading import without_texts
 from gradloc_tools.schema import EVENT, conforms
-from gradloc_tools.texts import without_texts
 
 ROWS, PROMPT, RESPONSE = 2, 3, 12
 BAD = (1, 2)

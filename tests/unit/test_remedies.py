@@ -24,7 +24,6 @@ from gradloc_tools.replay.measuring import gradient_norms, norms_now
 from gradloc_tools.replay.model import Model, default_variant, load
 from gradloc_tools.replay.token_clip import clip_tokens
 from gradloc_tools.report.command import main as report
-from gradloc_tools.report.meanings import ADVICE
 from gradloc_tools.report.reading import read
 from gradloc_tools.report.remedies import advice_by_source, best, recommended
 
@@ -32,6 +31,7 @@ __all__ = ["bundle", "kept_without_bounds", "replay"]
 
 # On the way back from the log-probs.
 HIDDEN = ("layers.1", "layers.0", "embed_tokens")
+ADVICE = advice_by_source([])
 FIELDS = {"name", "norm", "left", "under", "ordinary_moved", "masked", "override", "meaning", "note"}
 
 

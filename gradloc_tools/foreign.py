@@ -1,10 +1,19 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Reads files that may come from a stranger: ordinary ones, up to a size."""
+"""Reads what may come from a stranger: ordinary files up to a size, and JSON within limits of its size in memory and of
+its depth.
+"""
 
+import json
 import os
 import stat
 from pathlib import Path
+from typing import Any
+
+from gradloc.evidence.writer import DEPTH
+
+# An empty list takes 3 bytes in a file and 64 in memory.
+_CONTAINERS = 10**6
 
 
 class NotPlainFileError(ValueError):
@@ -30,3 +39,29 @@ def read_plain_file(path: Path, most: int) -> bytes:
         size = max(found.st_size, len(data))
         raise NotPlainFileError(f"{path.name} is larger than it may be: {size:,} bytes, and {most:,} are expected.")
     return data
+
+
+def parse(data: bytes) -> Any:
+    """Parses JSON.
+
+    Raises:
+        ValueError: It is not JSON, nests too deep, or has too many lists and objects. The message says which.
+    """
+    containers = data.count(b"[") + data.count(b"{")
+    if containers > _CONTAINERS:
+        raise ValueError(f"it has over {_CONTAINERS:,} lists and objects")
+    try:
+        value = json.loads(data)
+    except RecursionError:
+        raise ValueError("it nests too deep") from None
+    if containers > DEPTH and _is_deep(value):
+        raise ValueError("it nests too deep")
+    return value
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(DEPTH + 1):
+        inner = (part.values() if type(part) is dict else part for part in level if type(part) in (dict, list))
+        level = [entry for entries in inner for entry in entries if type(entry) in (dict, list)]
+    return bool(level)
