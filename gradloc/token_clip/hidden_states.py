@@ -89,50 +89,30 @@ class Positions:
         columns = torch.arange(self.mask.shape[1], device=self.mask.device)
         return replace(self, mask=self.mask[list(rows)] & (columns < ends), response_starts=starts)
 
-    def rows_of(self, shape: Sequence[int], whole: bool = False) -> Tensor | None:
-        """The row that each position belongs to, broadcastable to that shape; no host sync.
+    def places(self, shape: Sequence[int], whole: bool = False) -> tuple[Tensor, Tensor] | None:
+        """Where the position is that predicts each token of the sequences; no host sync.
 
         Args:
             shape (Sequence[int]): Of hidden states without the hidden size, or of log-probs: (rows, any length) if they
                 are padded; (1, positions), or (positions,) for log-probs, if the padding is removed. More positions may
                 follow, of no token.
-            whole (bool): Whether these are the positions of the whole group, not this rank's part.
+            whole (bool): Whether these are the positions of the whole group, not this rank's part; so are log-probs, of
+                shape (rows, response length) if they are padded.
 
         Returns:
-            Tensor | None: int64; None if the shape is not that of these sequences.
+            tuple[Tensor, Tensor] | None: Its flat index in that shape, int64 of shape (rows, length + 1), by the
+                token's column; and whether there is one, bool. None if the shape is not that of these sequences.
         """
-        if self._padded(shape, whole):
-            return torch.arange(shape[0], device=self.mask.device).unsqueeze(1)
+        (rows, length), device = self.mask.shape, self.mask.device
+        # A single row without its padding is shorter than with it.
+        if len(shape) == 2 and shape[0] == rows and (rows > 1 or whole or shape[1] >= length):
+            starts = torch.tensor(self.response_starts).to(device, non_blocking=True).unsqueeze(1)
+            at = torch.arange(length + 1, device=device) - (starts if whole else torch.ones_like(starts))
+            known, row = (at >= 0) & (at < shape[1]), torch.arange(rows, device=device).unsqueeze(1)
+            return at.clamp(0, shape[1] - 1) + row * shape[1], known
         if tuple(shape[:-1]) not in ((1,), ()) or (len(shape) == 1 and not whole):
             return None
-        # Those of the tokens, in order. Each rank's part is as long as the others'.
-        start, count = 0 if whole else self.part * shape[-1], shape[-1]
-        cells = torch.argsort((~self.mask).flatten().to(torch.int8), stable=True)[start : start + count]
-        return pad(cells // self.mask.shape[1], (0, count - len(cells))).view(*shape)
-
-    def places(self, shape: Sequence[int], whole: bool = False) -> tuple[Tensor, Tensor]:
-        """Where the position is that predicts each token of the sequences; no host sync.
-
-        The arguments are those of `rows_of`; log-probs of padded responses are `whole`, (rows, response length).
-
-        Returns:
-            tuple[Tensor, Tensor]: Its flat index in that shape, int64 of shape (rows, length + 1), by the token's
-                column; and whether there is one, bool.
-        """
-        rows, device = torch.arange(len(self.mask), device=self.mask.device).unsqueeze(1), self.mask.device
-        if self._padded(shape, whole):
-            starts = torch.tensor(self.response_starts).to(device, non_blocking=True).unsqueeze(1)
-            at = torch.arange(self.mask.shape[1] + 1, device=device) - (starts if whole else torch.ones_like(starts))
-            known, count = (at >= 0) & (at < shape[1]), shape[1]
-        else:
-            # Those with a token, in order.
-            count = shape[-1]
-            packed = self.mask.flatten().cumsum(0).view(self.mask.shape) - 1 - (0 if whole else self.part * count)
-            at, known = pad(packed, (1, 0)), pad(self.mask & (packed >= 0) & (packed < count), (1, 0))
-            rows = torch.zeros_like(rows)
-        return at.clamp(0, count - 1) + rows * count, known
-
-    def _padded(self, shape: Sequence[int], whole: bool) -> bool:
-        rows, length = self.mask.shape
-        # A single row without its padding is shorter than with it.
-        return len(shape) == 2 and shape[0] == rows and (rows > 1 or whole or shape[1] >= length)
+        # Those with a token, in order. Each rank's part is as long as the others'.
+        packed = self.mask.flatten().cumsum(0).view(rows, length) - 1 - (0 if whole else self.part * shape[-1])
+        known = self.mask & (packed >= 0) & (packed < shape[-1])
+        return pad(packed.clamp(0, shape[-1] - 1), (1, 0)), pad(known, (1, 0))

@@ -47,7 +47,7 @@ class WatchedPass:
     scaling_by_shape: dict[tuple[bool, torch.Size], Tensor | None] = field(default_factory=dict)
 
     def scaling_of(self, shape: torch.Size, at_log_probs: bool) -> Tensor | None:
-        """`scaling` of each position; None for hidden states that are not the text's.
+        """`scaling` of each position, 0 without a token; None for hidden states that are not the text's. No host sync.
 
         The backward comes to the decoder layers before it comes to anything of another shape.
         """
@@ -56,8 +56,13 @@ class WatchedPass:
         found = self.scaling_by_shape
         if key not in found:
             known = any(each is not None for (of_log_probs, _), each in found.items() if not of_log_probs)
-            rows = None if known and not at_log_probs else self.positions.rows_of(shape, whole=at_log_probs)
-            found[key] = None if rows is None else self.scaling[rows]
+            places = None if known and not at_log_probs else self.positions.places(shape, whole=at_log_probs)
+            found[key] = None
+            if places is not None:
+                index, has_one = places
+                by_position = self.scaling.new_zeros(shape.numel() + 1)  # the last is for tokens without a position
+                by_position[index.masked_fill(~has_one, shape.numel())] = self.scaling.unsqueeze(1)
+                found[key] = by_position[:-1].view(shape)
         return found[key]
 
     def of_response(self, values: Tensor) -> Tensor:
@@ -119,7 +124,9 @@ class Counts:
             # The first on the way back from the loss is the last in the order of the forward.
             first = over.flip(0).to(torch.uint8).argmax(0, keepdim=True)
             multiple = (by_boundary / bounds).flip(0).gather(0, first)[0]
-            index, known = current.positions.places(seen.shape, at_log_probs)
+            places = current.positions.places(seen.shape, at_log_probs)
+            assert places is not None  # else the signals were not seen
+            index, known = places
             found = known & over.any(0)[index]
             before = 0 if at_log_probs else 1
             current.first = torch.where(found, (first[0] + before).to(torch.int16)[index], current.first)

@@ -99,25 +99,21 @@ def tokens_of(places: Positions, shape: tuple[int, ...], whole: bool = False) ->
 
 
 def test_positions_of_padded_hidden_states() -> None:
-    assert PLACES.rows_of((3, 5)).expand(3, 5).tolist() == [[0] * 5, [1] * 5, [2] * 5]
     # The hidden state in column 2 predicts the response's first token, in column 3.
     assert tokens_of(PLACES, (3, 5)) == ([0] * 5 + [1] * 5 + [2] * 5, [-2, -1, 0, 1, 2] * 3)
 
 
 @pytest.mark.parametrize(("shape", "whole"), [((1, 9), False), ((9,), True)])
 def test_positions_without_padding(shape: tuple[int, ...], whole: bool) -> None:
-    assert PLACES.rows_of(shape, whole).flatten().tolist() == [0] * 3 + [1] * 4 + [2] * 2
     assert tokens_of(PLACES, shape, whole) == ([0] * 3 + [1] * 4 + [2] * 2, [-1, 0, 1, -2, -1, 0, 1, 0, 1])
 
 
 def test_positions_of_a_part_of_the_sequences() -> None:
     parts = [Positions(MASK, [3, 3, 3], part, 2) for part in (0, 1)]
-    assert parts[0].rows_of((1, 5)).tolist() == [[0, 0, 0, 1, 1]]
     # Ten positions, of which the last belongs to no token.
-    assert parts[1].rows_of((1, 5)).flatten()[:4].tolist() == [1, 1, 2, 2]
     assert tokens_of(parts[0], (1, 5)) == ([0, 0, 0, 1, 1], [-1, 0, 1, -2, -1])
     assert tokens_of(parts[1], (1, 5)) == ([1, 1, 2, 2], [0, 1, 0, 1])
-    assert parts[1].rows_of((9,), whole=True).tolist() == [0] * 3 + [1] * 4 + [2] * 2
+    assert tokens_of(parts[1], (9,), whole=True) == tokens_of(PLACES, (9,), whole=True)
 
 
 def test_positions_of_one_row_with_and_without_its_padding() -> None:
@@ -128,15 +124,14 @@ def test_positions_of_one_row_with_and_without_its_padding() -> None:
 
 
 def test_hidden_states_of_something_else_have_no_positions() -> None:
-    assert PLACES.rows_of((2, 5)) is None
-    assert PLACES.rows_of((3, 4, 4)) is None
-    assert PLACES.rows_of((9,)) is None
+    assert PLACES.places((2, 5)) is None
+    assert PLACES.places((3, 4, 4)) is None
+    assert PLACES.places((9,)) is None
 
 
 def test_positions_may_be_more_than_the_tokens() -> None:
     """verl 0.9's `pad_to_length` adds some at the end."""
     assert tokens_of(PLACES, (1, 32)) == tokens_of(PLACES, (1, 9))
-    assert PLACES.rows_of((1, 32)).shape == (1, 32)
 
 
 class Layer(nn.Module):
