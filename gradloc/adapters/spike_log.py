@@ -57,7 +57,7 @@ class SpikeLog:
         self._directory = directory
         self._texts = texts
         more = TEXT_COLUMNS if texts else ()
-        self._culprits, self._clipped = Table((*COLUMNS, *more)), Table((*CLIP_COLUMNS, *more))
+        self._tables = [Table("culprits", (*COLUMNS, *more)), Table("clipped_tokens", (*CLIP_COLUMNS, *more))]
         self._appended = AppendedEvents(directory)
         self._steps = 0
         self._said: set[str] = set()
@@ -82,19 +82,21 @@ class SpikeLog:
             )
             return
         if not self._texts:  # of what is sent, sentences alone may name what a sample is
-            lines = [_without_data_source(line) for line in lines]
+            for line in lines:
+                if line.get("verdict") is not None:
+                    line["verdict"] = without_data_source(line["verdict"])
         self._steps += 1
-        of_step = StepSpikes(step, lines, self._culprits, self._clipped)
-        self._culprits = self._culprits.grown(of_step.spikes)
-        self._clipped = self._clipped.grown(of_step.clips)
-        for name, table in (("culprits", self._culprits), ("clipped tokens", self._clipped)):
+        of_step = StepSpikes(step, lines)
+        for table, of_table in zip(self._tables, (of_step.spikes, of_step.clips), strict=True):
+            table.grow(of_table)
             if table.is_full:
+                name = table.name.replace("_", " ")
                 self._warn(
                     f"full {name}", f"the trackers' table of {name} has {len(table.rows)} rows, and gets no more."
                 )
         with tempfile.TemporaryDirectory(prefix="gradloc-") as folder:
             page = self._page(Path(folder, "report.html"))
-            spikes = replace(of_step, culprits=self._culprits, clipped=self._clipped, page=page)
+            spikes = replace(of_step, tables=[table for table in self._tables if table.new_rows], page=page)
             for name, tracker in self._loggers.items():
                 if send := TRACKERS.get(name):
                     self._guarded(name, partial(send, tracker, spikes))
@@ -130,11 +132,6 @@ class SpikeLog:
 
     def _warn(self, about: str, message: str) -> None:
         warn_once(self._said, f"spike_log (this warning appears once): {message}", about=about)
-
-
-def _without_data_source(line: dict[str, Any]) -> dict[str, Any]:
-    verdict = line.get("verdict")
-    return line if verdict is None else {**line, "verdict": without_data_source(verdict)}
 
 
 class AppendedEvents:

@@ -9,7 +9,7 @@ import html
 import io
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,23 +35,24 @@ CLIP_COLUMNS = ("step", "action", "boundary", "cut", "token", *_CLIP_NUMBERS, *_
 TEXT_COLUMNS = ("context", "uid")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Table:
     """A table that grows with the run, up to `TABLE_ROWS`."""
 
+    name: str
     columns: Sequence[str]
-    new_rows: Sequence[list[Any]] = ()  # those of one step
-    rows: Sequence[list[Any]] = ()  # those of the run up to this step
+    rows: list[list[Any]] = field(default_factory=list)  # those of the run so far
+    new_rows: Sequence[list[Any]] = ()  # those of the last step
 
     @property
     def is_full(self) -> bool:
         return len(self.rows) == TABLE_ROWS
 
-    def grown(self, lines: Sequence[Mapping[str, Any]]) -> "Table":
-        """The table with the rows of another step's lines."""
+    def grow(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Adds the rows of another step's lines."""
         room = TABLE_ROWS - len(self.rows)
-        new_rows = [row for line in lines for row in table_rows(line, self.columns)][:room]
-        return Table(self.columns, new_rows, [*self.rows, *new_rows])
+        self.new_rows = [row for line in lines for row in table_rows(line, self.columns)][:room]
+        self.rows += self.new_rows
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,7 @@ class StepSpikes:
 
     step: int
     lines: Sequence[Mapping[str, Any]]  # the events and clip lines, as they are in the evidence
-    culprits: Table
-    clipped: Table  # the tokens over TokenClip's bounds
+    tables: Sequence[Table] = ()  # those that have new rows
     page: Path | None = None  # the report as one HTML file, after some of the steps with such lines
 
     @property
@@ -134,9 +134,9 @@ def _cell(name: str, value: Any) -> Any:
 
 def to_wandb(wandb: Any, spikes: StepSpikes) -> None:
     logged: dict[str, Any] = dict(spikes.clip_counts)
-    for name, table in _tables(spikes):
+    for table in spikes.tables:
         # A table that was logged cannot grow: https://github.com/wandb/wandb/issues/2981
-        logged[name] = wandb.Table(columns=list(table.columns), data=[*table.rows])
+        logged[f"gradloc/{table.name}"] = wandb.Table(columns=list(table.columns), data=[*table.rows])
     if spikes.page is not None:
         logged["gradloc/report"] = wandb.Html(io.StringIO(spikes.page.read_text(encoding="utf-8")), inject=False)
     if logged:
@@ -147,19 +147,13 @@ def to_wandb(wandb: Any, spikes: StepSpikes) -> None:
         wandb.alert(title=alert.title, text=alert.text, level=level, wait_duration=_ALERT_SECONDS)
 
 
-def _tables(spikes: StepSpikes) -> list[tuple[str, Table]]:
-    """The tables that have new rows, with their names."""
-    tables = [("gradloc/culprits", spikes.culprits), ("gradloc/clipped_tokens", spikes.clipped)]
-    return [(name, table) for name, table in tables if table.new_rows]
-
-
 def to_mlflow(_adapter: Any, spikes: StepSpikes) -> None:
     import mlflow
 
-    for name, table in _tables(spikes):
+    for table in spikes.tables:
         columns = zip(table.columns, zip(*table.new_rows, strict=True), strict=True)
         # This appends to the artifact.
-        mlflow.log_table({column: list(values) for column, values in columns}, f"{name}.json")
+        mlflow.log_table({column: list(values) for column, values in columns}, f"gradloc/{table.name}.json")
     if spikes.clip_counts:
         mlflow.log_metrics(spikes.clip_counts, step=spikes.step)
     mlflow.log_text(spikes.text, f"gradloc/step_{spikes.step}.txt")
@@ -169,10 +163,10 @@ def to_mlflow(_adapter: Any, spikes: StepSpikes) -> None:
 
 def to_swanlab(swanlab: Any, spikes: StepSpikes) -> None:
     logged: dict[str, Any] = {"gradloc/spikes": swanlab.Text(spikes.text), **spikes.figures}
-    for name, table in _tables(spikes):
+    for table in spikes.tables:
         shown = swanlab.echarts.Table()
         shown.add(headers=list(table.columns), rows=[*table.rows])
-        logged["gradloc/table" if table is spikes.culprits else name] = shown
+        logged[f"gradloc/{'table' if table.name == 'culprits' else table.name}"] = shown
     if spikes.page is not None and hasattr(swanlab, "Html"):  # since 0.8
         logged["gradloc/report"] = swanlab.Html(spikes.page)
     swanlab.log(logged, step=spikes.step)
@@ -181,7 +175,7 @@ def to_swanlab(swanlab: Any, spikes: StepSpikes) -> None:
 def to_tensorboard(adapter: Any, spikes: StepSpikes) -> None:
     writer = adapter.writer
     parts = [html.escape(sentence, quote=False) for sentence in spikes.sentences]
-    for _, table in _tables(spikes):
+    for table in spikes.tables:
         cells = [[_markdown(value) for value in row] for row in (table.columns, *table.new_rows)]
         rows = [f"| {' | '.join(row)} |" for row in cells]
         parts.append("\n".join([rows[0], "|---" * len(table.columns) + "|", *rows[1:]]))
@@ -200,10 +194,10 @@ def _markdown(value: Any) -> str:
 def to_clearml(adapter: Any, spikes: StepSpikes) -> None:
     if spikes.clip_counts:
         adapter.log(spikes.clip_counts, spikes.step)
-    for name, table in _tables(spikes):
+    for table in spikes.tables:
         import pandas
 
-        adapter.log({name: pandas.DataFrame(table.rows, columns=list(table.columns))}, spikes.step)
+        adapter.log({f"gradloc/{table.name}": pandas.DataFrame(table.rows, columns=list(table.columns))}, spikes.step)
     adapter._get_logger().report_text(spikes.text)
     if spikes.page is not None:
         adapter._task.upload_artifact("gradloc_report", spikes.page, wait_on_upload=True)

@@ -175,8 +175,7 @@ def test_wandb_gets_a_growing_table_the_page_and_alerts(local: Path) -> None:
 def test_the_figure_of_a_step_is_its_largest_finite_one(norms: list[float], factor: float | None) -> None:
     triggers = [{"kind": "unit", "norm": norm, "threshold": 2.0} for norm in norms]
     events = [event(1, []) | {"trigger": trigger} for trigger in triggers]
-    tables = trackers.Table(trackers.COLUMNS), trackers.Table(trackers.CLIP_COLUMNS)
-    assert trackers.StepSpikes(1, events, *tables, None).figures.get("gradloc/threshold_factor") == factor
+    assert trackers.StepSpikes(1, events).figures.get("gradloc/threshold_factor") == factor
 
 
 @pytest.mark.every_target
@@ -380,10 +379,9 @@ def test_clipped_tokens_have_a_bounded_table(tmp_path: Path, monkeypatch: pytest
 def test_only_what_was_left_is_alerted() -> None:
     found = [clipped_token(1, ["a", " b"], 9.0), clipped_token(0, ["a", " b"], 8.0, cut=False)]
     stopped, partly, logged = clip(1, found[:1]), clip(1, found), clip(1, found[:1], "log")
-    tables = trackers.Table(trackers.COLUMNS), trackers.Table(trackers.CLIP_COLUMNS)
 
     def alert(*lines: dict[str, Any]) -> tuple[str, list[str]] | None:
-        alerting = trackers.StepSpikes(1, lines, *tables, None).alerting
+        alerting = trackers.StepSpikes(1, lines).alerting
         return None if alerting is None else (alerting.title, alerting.sentences)
 
     assert alert(stopped, stopped) is None
