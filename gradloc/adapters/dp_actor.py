@@ -14,12 +14,11 @@ from torch import Tensor
 from verl.utils.device import get_device_id
 
 from ..gradloc import GradLoc
-from ..judge.misfire import RewardedRow
 from ..layers.layer_clip import LayerClip
 from ..measure.pass_recorder import unchanged
 from .replay_bundles import context_of, padded_rows
 from .saved_state import read_state
-from .update_evidence import EVIDENCE_KEYS, Sample, UpdateEvidence, rewarded_rows
+from .update_evidence import EVIDENCE_KEYS, TrainedData, UpdateEvidence
 from .watch import Watch, watch_actor
 
 if TYPE_CHECKING:
@@ -174,9 +173,8 @@ def write_evidence(
     """Writes the evidence of an update, which `data` went into and `metrics` came out of. A collective call."""
     if actor.watch is None or not actor.watch.watches_passes:
         return
-    size = actor.config.ppo_mini_batch_size
     evidence = UpdateEvidence(actor.config.bisect_dump_dir, tokenizer, actor.watch.sequence_parallel_size)
-    evidence.add(actor.watch.lines(), partial(sample_of, data, size), partial(_rewards, data, size))
+    evidence.add(actor.watch.lines(), TrainedData.of(data, actor.config.ppo_mini_batch_size))
     evidence.write(data.meta_info.get("global_steps"), metrics, actor.watch.warnings)
 
 
@@ -196,27 +194,3 @@ def _sequences(model_inputs: Mapping[str, Any]) -> tuple[Tensor, list[int]]:
     """Where a micro-batch has tokens, and the column of each response's first one."""
     mask = model_inputs["attention_mask"].bool()
     return mask, [mask.shape[1] - model_inputs["responses"].shape[1]] * len(mask)
-
-
-def sample_of(data: "DataProto", size: int, line: Mapping[str, Any], token: Mapping[str, Any]) -> Sample:
-    """The sample of a line's token in the data of an update, whose mini-batches are of this size."""
-    row: Any = data[line["mini_batch"] * size + token["row"]]
-    response_length = row.batch["responses"].shape[-1]
-    valid, ids = row.batch["attention_mask"].bool(), row.batch["input_ids"]
-    scores = row.batch.get("token_level_scores")
-    return Sample(
-        ids[:-response_length][valid[:-response_length]].tolist(),
-        ids[-response_length:][valid[-response_length:]].tolist(),
-        None if scores is None else scores.sum().item(),
-        row.non_tensor_batch,
-    )
-
-
-def _rewards(data: "DataProto", size: int, line: Mapping[str, Any]) -> list[RewardedRow] | None:
-    """What the rows of a line's mini-batch were rewarded for."""
-    start = line["mini_batch"] * size
-    rows = data[start : start + size]
-    scores, columns = rows.batch.get("token_level_scores"), rows.non_tensor_batch
-    rewards = [None] * len(rows) if scores is None else scores.sum(-1).tolist()
-    advantages = (rows.batch["advantages"] * rows.batch["response_mask"]).abs().amax(-1).tolist()
-    return rewarded_rows(columns.get("uid"), rewards, columns.get("data_source"), advantages)

@@ -13,8 +13,7 @@ from verl.workers.critic import dp_critic
 
 from ..guarded import guarded
 from ..measure.pass_recorder import unchanged
-from .dp_actor import sample_of
-from .update_evidence import VALUE_KEYS, UpdateEvidence
+from .update_evidence import VALUE_KEYS, TrainedData, UpdateEvidence
 from .watch import ValueWatch
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ class WatchedCritic(dp_critic.DataParallelPPOCritic):
         evidence = UpdateEvidence(
             self.config.bisect_dump_dir, self._tokenizer if spikes else None, self.ulysses_sequence_parallel_size
         )
-        evidence.add(spikes, functools.partial(sample_of, data, size))
+        evidence.add(spikes, TrainedData.of(data, size))
         evidence.write(step, own, self.watch.warnings)
         return {**metrics, **{f"critic/{name}": value for name, value in own.items()}}
 
@@ -66,11 +65,11 @@ class WatchedCritic(dp_critic.DataParallelPPOCritic):
         watch.begin_pass({}, self._take_rows(len(mask)))
         values = super()._forward_micro_batch(micro_batch)
         tokens = {name: micro_batch[key] for name, key in VALUE_KEYS.items()} | {"value": values.detach()}
+        dynamic = self.config.use_dynamic_bsz
+        factor = len(mask) / self.config.ppo_mini_batch_size if dynamic else 1 / self.gradient_accumulation
         # verl computes the loss of these very values next, and nothing of ours runs between it and its backward.
         watch.aggregation.start(
-            lambda _: watch.observe(
-                {"coefficient": (values, unchanged)}, lambda: tokens, mask.shape, self._factor(mask)
-            )
+            lambda _: watch.observe({"coefficient": (values, unchanged)}, lambda: tokens, mask.shape, factor)
         )
         return values
 
@@ -107,12 +106,6 @@ class WatchedCritic(dp_critic.DataParallelPPOCritic):
             yield
         finally:
             dp_critic.prepare_dynamic_batch = prepare
-
-    def _factor(self, response_mask: Tensor) -> float:
-        """What verl multiplies a micro-batch's loss by."""
-        if self.config.use_dynamic_bsz:
-            return len(response_mask) / self.config.ppo_mini_batch_size
-        return 1 / self.gradient_accumulation
 
     @functools.cached_property
     def _tokenizer(self) -> Any:

@@ -16,13 +16,10 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 from verl.utils.metric import AggregationType, Metric
 
-from ..judge.misfire import RewardedRow
-from .update_evidence import EVIDENCE_KEYS, VALUE_KEYS, Sample, rewarded_rows
+from .update_evidence import DATA_KEYS, EVIDENCE_KEYS, VALUE_KEYS, TrainedData
 
 # The column that a watched `train_batch` adds: each row's index in the data that it was given.
 ROW = "gradloc_row"
-# The columns that have a response's scores: the first one that there is, is its reward.
-SCORES = ("token_level_scores", "rm_scores")
 
 
 class MiniBatchPlaces:
@@ -69,29 +66,9 @@ def as_metric(value: float | list[float]) -> Metric:
     return metric
 
 
-def sample_of(data: TensorDict, _line: object, token: Mapping[str, Any]) -> Sample:
-    """The sample of a token in the data that `train_batch` was given."""
-    row = token["row"]
-    ids, responses = data["input_ids"][row], data["responses"]
-    if responses.is_nested:
-        length = len(responses[row])
-    else:
-        length = int(data["attention_mask"][row, -responses.shape[1] :].sum())
-    scores = [data[key][row].sum().item() for key in SCORES if key in data.keys()]
-    columns = {key: tu.get(data, key)[row] for key in ("reward_model", "data_source", "uid") if key in data.keys()}
-    prompt = len(ids) - length
-    return Sample(ids[:prompt].tolist(), ids[prompt:].tolist(), scores[0] if scores else None, columns)
-
-
-def rewards_of_rows(data: TensorDict, _line: object) -> list[RewardedRow] | None:
-    """What the rows of the data that `train_batch` was given were rewarded for."""
-    scores = next((data[key] for key in SCORES if key in data.keys()), None)
-    rewards = [None] * len(data) if scores is None else [row.sum().item() for row in scores.unbind()]
-    masks = data["response_mask"].unbind()
-    pairs = zip(data["advantages"].unbind(), masks, strict=True)
-    advantages = [float((of_row * mask).abs().max()) if len(of_row) else 0.0 for of_row, mask in pairs]
-    uids, sources = (tu.get(data, key) if key in data.keys() else None for key in ("uid", "data_source"))
-    return rewarded_rows(uids, rewards, sources, advantages)
+def trained_data(data: TensorDict) -> TrainedData:
+    """The data that `train_batch` was given."""
+    return TrainedData({key: tu.get(data, key) for key in DATA_KEYS if key in data.keys()})
 
 
 class Output(NamedTuple):

@@ -18,7 +18,7 @@ from verl.utils import tensordict_utils as tu
 from ..fsdp import collectives
 from ..guarded import ForeseenError, guarded, warn_once
 from .actor_config import CriticSpikeConfig, SpikeConfig
-from .engine_data import ROW, MiniBatchPlaces, as_metric, bound_config, loss_scale, rewards_of_rows, sample_of
+from .engine_data import ROW, MiniBatchPlaces, as_metric, bound_config, loss_scale, trained_data
 from .saved_state import read_state
 from .spike_recorder import SpikeRecorder
 from .update_evidence import UpdateEvidence
@@ -65,10 +65,10 @@ class TrainedEngine:
             data.pop(ROW, None)
         metrics = watch.metrics() if last else {}
         evidence = self._evidence
-        evidence.add(watch.lines(), partial(sample_of, data), partial(rewards_of_rows, data))
+        evidence.add(watch.lines(), trained_data(data))
         with guarded("the evidence of a step is not written", self._said):
             if watch.recorder is not None:
-                evidence.add_own(watch.recorder.events, partial(sample_of, data))
+                evidence.add_own(watch.recorder.events, trained_data(data))
             if last:
                 evidence.write(step, metrics, watch.warnings)
         if self.is_mp_src_rank_with_outputs():

@@ -3,9 +3,9 @@
 """The evidence of an update: each rank describes its own culprits, and rank 0 writes."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..evidence import clips
 from ..evidence.token_facts import context_evidence, text_evidence
@@ -15,6 +15,9 @@ from ..guarded import guarded
 from ..judge.misfire import RewardedRow, may_misfire, misfire
 from ..judge.sentences import in_one_line, summary
 from ..judge.verdict import settled
+
+if TYPE_CHECKING:
+    from verl import DataProto
 
 logger = logging.getLogger(__name__)
 
@@ -51,27 +54,64 @@ class Sample:
     prompt: list[int]  # token ids without padding
     response: list[int]  # the same
     reward: float | None  # the sum of its scores
-    columns: Mapping[str, Any]  # its values in verl's columns `reward_model`, `data_source` and `uid`, if there are any
+    columns: Mapping[str, Any]  # its values in verl's columns, `reward_model`, `data_source` and `uid` if there are any
 
 
-# The sample of a line's token, both given, on the rank that has it; and the rows of a line's mini-batch on this rank,
-# None if they are not known. Both may raise.
-SampleOf = Callable[[Mapping[str, Any], Mapping[str, Any]], Sample]
-RewardsOf = Callable[[Mapping[str, Any]], Sequence[RewardedRow] | None]
+# The column that has the scores of a response's tokens: the first one that there is.
+SCORES = ("token_level_scores", "rm_scores")
+# What `TrainedData` reads.
+DATA_KEYS: tuple[str, ...] = ("input_ids", "attention_mask", "responses", "response_mask", "advantages", *SCORES)
+DATA_KEYS += ("reward_model", "data_source", "uid")
 
 
-def rewarded_rows(
-    uids: Sequence[Any] | None,
-    rewards: Sequence[float | None],
-    data_sources: Sequence[Any] | None,
-    advantages: Sequence[float],
-) -> list[RewardedRow] | None:
-    """Columns of a mini-batch as rows; None where the trainer has no uids, which tell the prompts apart."""
-    if uids is None:
-        return None
-    sources = [None] * len(uids) if data_sources is None else [str(source) for source in data_sources]
-    columns = zip(uids, rewards, sources, advantages, strict=True)
-    return [RewardedRow(str(uid), reward, source, advantage) for uid, reward, source, advantage in columns]
+@dataclass(frozen=True)
+class TrainedData:
+    """The data that a rank trains on in an update.
+
+    Args:
+        columns (Mapping): Those of `DATA_KEYS` that there are; sequences are padded, or nested without padding.
+        mini_batch_size (int, optional): The number of rows of a mini-batch; None if the data are one.
+    """
+
+    columns: Mapping[str, Any]
+    mini_batch_size: int | None = None
+
+    @classmethod
+    def of(cls, data: "DataProto", mini_batch_size: int) -> "TrainedData":
+        """That of an update of verl's 0.7."""
+        return cls({**data.batch, **data.non_tensor_batch}, mini_batch_size)
+
+    def sample(self, line: Mapping[str, Any], token: Mapping[str, Any]) -> Sample:
+        """The sample of a line's token, which this rank has."""
+        row = self._start(line) + token["row"]
+        of = {name: values[row] for name, values in self.columns.items()}
+        ids, length = of["input_ids"], len(of["responses"])
+        if not self.columns["responses"].is_nested:
+            length = int(of["attention_mask"][-length:].sum())
+        if not self.columns["input_ids"].is_nested:
+            ids = ids[of["attention_mask"].bool()]
+        scores = [of[name].sum().item() for name in SCORES if name in of]
+        prompt = len(ids) - length
+        return Sample(ids[:prompt].tolist(), ids[prompt:].tolist(), scores[0] if scores else None, of)
+
+    def rewarded_rows(self, line: Mapping[str, Any]) -> list[RewardedRow] | None:
+        """What the rows of a line's mini-batch were rewarded for; None without uids, which tell the prompts apart."""
+        if "uid" not in self.columns:
+            return None
+        size, start = self.mini_batch_size, self._start(line)
+        rows = slice(start, None if size is None else start + size)
+        of = {name: [*values][rows] for name, values in self.columns.items()}
+        count = len(of["uid"])
+        scores = next((of[name] for name in SCORES if name in of), None)
+        rewards = [None] * count if scores is None else [float(each.sum()) for each in scores]
+        sources = [str(source) for source in of["data_source"]] if "data_source" in of else [None] * count
+        pairs = zip(of["advantages"], of["response_mask"], strict=True)
+        advantages = [float((each * mask).abs().max()) if len(each) else 0.0 for each, mask in pairs]
+        columns = zip(map(str, of["uid"]), rewards, sources, advantages, strict=True)
+        return [RewardedRow(*row) for row in columns]
+
+    def _start(self, line: Mapping[str, Any]) -> int:
+        return 0 if self.mini_batch_size is None else line["mini_batch"] * self.mini_batch_size
 
 
 class UpdateEvidence:
@@ -90,12 +130,7 @@ class UpdateEvidence:
         self._sequence_parallel_size = sequence_parallel_size
         self._events: list[dict[str, Any]] = []
 
-    def add(
-        self,
-        events: Sequence[dict[str, Any]],
-        sample_of: SampleOf,
-        rewards_of: RewardsOf = lambda event: None,
-    ) -> None:
+    def add(self, events: Sequence[dict[str, Any]], data: TrainedData) -> None:
         """Adds an update's lines, and to their tokens and verdicts what the data say of them. A collective call.
 
         Args:
@@ -108,7 +143,7 @@ class UpdateEvidence:
         tokens = [(event, i, token) for event in events for i, token in enumerate(_tokens(event))]
         if not tokens:
             return
-        for of_rank in collectives.gather_objects(self._own_facts(tokens, sample_of)):
+        for of_rank in collectives.gather_objects(self._own_facts(tokens, data)):
             for number, found in of_rank:
                 tokens[number][2].update(found)
         for event in events:
@@ -116,16 +151,16 @@ class UpdateEvidence:
                 event["summary"] = clips.summary(event)
             elif _kind(event) == "spike":
                 if may_misfire(event):
-                    event["verdict"] = self._misfire(event, rewards_of) or event["verdict"]
+                    event["verdict"] = self._misfire(event, data) or event["verdict"]
                 event["summary"] = summary(event)
 
-    def add_own(self, events: Sequence[dict[str, Any]], sample_of: SampleOf) -> None:
+    def add_own(self, events: Sequence[dict[str, Any]], data: TrainedData) -> None:
         """Adds events that this rank recorded, and on rank 0 what the data say of their tokens. No collective call."""
         self._events += events
         for event in events if self._rank == 0 else ():
             for index, token in enumerate(event["suspected"]):
                 with guarded(_NO_TEXT):
-                    token |= self._facts(event, index, token, sample_of(event, token))
+                    token |= self._facts(event, index, token, data.sample(event, token))
             event["summary"] = summary(event)
 
     def write(self, global_step: int | None, metrics: Mapping[str, Any], warnings: Sequence[Mapping[str, str]]) -> None:
@@ -157,11 +192,11 @@ class UpdateEvidence:
         if figures:
             record_step(self._directory, global_step, figures, warnings)
 
-    def _misfire(self, event: Mapping[str, Any], rewards_of: RewardsOf) -> dict[str, Any] | None:
+    def _misfire(self, event: Mapping[str, Any], data: TrainedData) -> dict[str, Any] | None:
         """The verdict that a reward misfires; None if it does not, or if that cannot be told. A collective call."""
         own: Sequence[RewardedRow] | None = None
         with guarded(_NOT_COMPARED):
-            own = None if collectives.rank() % self._sequence_parallel_size else rewards_of(event)
+            own = None if collectives.rank() % self._sequence_parallel_size else data.rewarded_rows(event)
         by_rank = collectives.gather_objects(own)[:: self._sequence_parallel_size]
         known = {(rank, i): row for rank, rows in enumerate(by_rank) if rows is not None for i, row in enumerate(rows)}
         if None not in by_rank:
@@ -170,9 +205,7 @@ class UpdateEvidence:
         return None
 
     def _own_facts(
-        self,
-        tokens: Sequence[tuple[dict[str, Any], int, dict[str, Any]]],
-        sample_of: SampleOf,
+        self, tokens: Sequence[tuple[dict[str, Any], int, dict[str, Any]]], data: TrainedData
     ) -> list[tuple[int, dict[str, Any]]]:
         """What the data of this rank say of its own tokens, by their numbers in a list of (line, index, token)."""
         own_rank, duplicate = divmod(collectives.rank(), self._sequence_parallel_size)
@@ -181,7 +214,7 @@ class UpdateEvidence:
             if not duplicate and token["rank"] == own_rank:
                 with guarded(_NO_TEXT):
                     # Sent to all ranks: plain values, whatever a ground truth is.
-                    own.append((number, jsonable(self._facts(line, index, token, sample_of(line, token)))))
+                    own.append((number, jsonable(self._facts(line, index, token, data.sample(line, token)))))
         return own
 
     def _facts(self, line: Mapping[str, Any], index: int, token: Mapping[str, Any], sample: Sample) -> dict[str, Any]:

@@ -353,7 +353,8 @@ def evidence_with_odd_truths(folder: str, count: int) -> None:
     tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: " ".join(map(str, ids)))
     evidence = UpdateEvidence(folder, tokenizer, 1)
     truth = {"ground_truth": lambda: None}
-    evidence.add(events, lambda event, culprit: Sample([1, 2], [3, 4], 1.0, {"reward_model": truth}), lambda _: None)
+    sample = Sample([1, 2], [3, 4], 1.0, {"reward_model": truth})
+    evidence.add(events, SimpleNamespace(sample=lambda event, culprit: sample, rewarded_rows=lambda event: None))
     evidence.write(1, {}, [])
 
 
@@ -364,6 +365,8 @@ def evidence_of_shared_data(folder: str) -> tuple[list[int], list[Any]]:
         tuple: The rows that this rank has described, and the culprits' rewards, which are the numbers of those ranks
             that have described them.
     """
+    from types import SimpleNamespace
+
     from verl.utils.gradloc.adapters.update_evidence import Sample, UpdateEvidence
 
     size, described = 2, []
@@ -376,5 +379,6 @@ def evidence_of_shared_data(folder: str) -> tuple[list[int], list[Any]]:
         return Sample([1], [2], float(dist.get_rank()), {})
 
     evidence = UpdateEvidence(folder, None, size)
-    evidence.add([{"global_step": 1, "mini_batch": 0, "culprits": culprits}], sample_of, lambda _: None)
+    data = SimpleNamespace(sample=sample_of, rewarded_rows=lambda event: None)
+    evidence.add([{"global_step": 1, "mini_batch": 0, "culprits": culprits}], data)
     return described, [culprit["reward"] for culprit in culprits]
