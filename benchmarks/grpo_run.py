@@ -10,6 +10,7 @@ import io
 import math
 from statistics import mean, median
 from typing import Any
+from unittest import mock
 
 import numpy
 import torch
@@ -183,15 +184,16 @@ class Run:
         optimizer.register_step_post_hook(measure)
         watch = self.actor.watch
         if watch is not None:
-            before_step = watch.before_step
+            step = watch.step
 
-            def before_step_or_none(epoch: int, mini_batch: int) -> Any:
-                decision = before_step(epoch, mini_batch)
-                if not decision[0]:
+            def step_or_none(epoch: int, mini_batch: int, optimizer_step: Any) -> Any:
+                taken = mock.Mock(side_effect=optimizer_step)
+                norm = step(epoch, mini_batch, taken)
+                if not taken.called:
                     end_of_mini_batch(0.0)
-                return decision
+                return norm
 
-            watch.before_step = before_step_or_none  # type: ignore[method-assign]  # steps left out have no other hook
+            watch.step = step_or_none  # type: ignore[method-assign]  # steps left out have no other hook
 
     def draw(self) -> Samples:
         """Sums and sampled answers to them."""

@@ -5,6 +5,7 @@
 import functools
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -215,7 +216,7 @@ class Watch:
             self.recorder.discard()
 
     def step(self, epoch: int, mini_batch: int, optimizer_step: Callable[[], Norm]) -> Norm | float:
-        """Takes the optimizer step, unless `spike_action` leaves it out. A collective call.
+        """Looks for a spike, clips, and takes the step unless `spike_action` leaves it out. A collective call.
 
         Args:
             mini_batch (int): The mini-batch's index in the update.
@@ -224,20 +225,8 @@ class Watch:
         Returns:
             Norm | float: The norm of the gradient before any clipping.
         """
-        take_step, norm = self.before_step(epoch, mini_batch)
-        clipped_norm = optimizer_step() if take_step else None
-        found = clipped_norm if norm is None else norm
-        assert found is not None  # a step that is left out has a norm
-        if self.recorder is not None:
-            self.recorder.check({"global_step": self._global_step, "epoch": epoch, "mini_batch": mini_batch}, found)
-        return found
-
-    def before_step(self, epoch: int, mini_batch: int) -> tuple[bool, float | None]:
-        """Looks for a spike, and clips the layers of a gradient that the optimizer gets. A collective call.
-
-        Returns whether to take the optimizer step, and the gradient's norm, None if it is what the step returns.
-        """
         self.end_pass()
+        where = {"global_step": self._global_step, "epoch": epoch, "mini_batch": mini_batch}
         located = Located(take_step=True)
         if self.gradloc is not None:
             located = self.gradloc.locate(epoch, mini_batch)
@@ -259,9 +248,13 @@ class Watch:
         if self.token_clip is not None:
             self._scale = None
             if found := self.token_clip.end_mini_batch():
-                where = {"global_step": self._global_step, "epoch": epoch, "mini_batch": mini_batch}
                 self.clips.append(clip_line(where, found))
-        return take_step, norm
+        stepped = optimizer_step() if take_step else None
+        before_clipping = stepped if norm is None else norm
+        assert before_clipping is not None  # a step that is left out has a norm
+        if self.recorder is not None:
+            self.recorder.check(where, before_clipping)
+        return before_clipping
 
     def lines(self) -> list[dict[str, Any]]:
         """The events of GradLoc and the clip lines since `start_update` or `start_mini_batch`, in their order."""
@@ -370,7 +363,11 @@ def watch_actor(
                 f"of FSDP ({error}); take a torch that docs/use/support.md lists, or set it to False"
             ) from error
     elif config.searches_in_training and config.spike_replay:
-        watch._learning = _learning_layer_clip(module, config, torch.device(device))
+        # For its bounds alone. Where it cannot measure the model, GradLoc cannot either, and says so.
+        with suppress(collectives.RankFailedError):
+            with collectives.raised_on_all_ranks(torch.device(device)):
+                learning = LayerClip(module, config.layer_clip, device=device)
+            watch._learning = learning
     if config.searches_in_training:
         bundle_writer = None
         if config.spike_replay:
@@ -391,19 +388,6 @@ def watch_actor(
             learning_rate=learning_rate,
         )
     return watch
-
-
-def _learning_layer_clip(module: nn.Module, config: Any, device: torch.device) -> LayerClip | None:
-    """LayerClip, for its bounds alone; None on all ranks where one cannot measure the model. A collective call.
-
-    GradLoc cannot measure it either then, and says so.
-    """
-    try:
-        with collectives.raised_on_all_ranks(device):
-            found = LayerClip(module, config.layer_clip, device=device)
-    except collectives.RankFailedError:
-        return None
-    return found
 
 
 def meter_kind(module: nn.Module) -> str:

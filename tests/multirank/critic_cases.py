@@ -303,5 +303,5 @@ def loss_of_ones_own(directory: str) -> list[dict[str, Any]]:
     watch.begin_pass({}, [0], None)
     watch.start_loss(None)
     watch.observe({}, None, (1, 1))
-    watch.before_step(0, 0)
+    watch.step(0, 0, lambda: 1.0)
     return watch.lines()
