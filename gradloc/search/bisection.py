@@ -4,8 +4,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 
 from .candidates import Candidates, TokenSet
 
@@ -40,7 +39,6 @@ def patience(candidates: int, count: int) -> float:
     return 2 * math.log(10 * candidates, count + 1) + 2
 
 
-@dataclass(eq=False)
 class Code:
     """Numbers tokens, to find one that outweighs all others; each probe reads one digit of its number.
 
@@ -48,29 +46,21 @@ class Code:
     token's number. If one token outweighs all others, the probe's squared norm divided by that of all the tokens
     is d / (base - 1) for that token's d. So about log(n) / log(base) probes find a culprit even if its suspicion is
     low, and these probes are independent: they can all run in one pass.
+
+    `norm` is that of the tokens. The smallest base with which the numbers have as few digits as with the largest one
+    separates the digits best.
     """
 
-    token_set: TokenSet
-    norm: float
-    base: int  # the base of the numbers
-    digits: int  # the number of digits of each number
-    norms: dict[TokenSet, float] = field(default_factory=dict)  # the norms measured so far, by probe
-
-    @classmethod
-    def of(cls, token_set: TokenSet, norm: float, largest_base: int) -> "Code":
-        n = len(token_set.candidates)
+    def __init__(self, token_set: TokenSet, norm: float, largest_base: int) -> None:
+        self.norms: dict[TokenSet, float] = {}  # those measured so far, by probe
+        self._token_set, self._norm, n = token_set, norm, len(token_set.candidates)
         digits = max(math.ceil(math.log(n, largest_base) - 1e-9), 1)
-        # The smallest sufficient base separates the digits best.
-        return cls(token_set, norm, max(math.ceil(n ** (1 / digits) - 1e-9), 2), digits)
-
-    @cached_property
-    def probes(self) -> list[TokenSet]:
-        """One for each digit, the last digit first."""
-        base, of, candidates = self.base, self.token_set.of, self.token_set.candidates
+        self._base = base = max(math.ceil(n ** (1 / digits) - 1e-9), 2)
         factors = [math.sqrt(digit / (base - 1)) for digit in range(base)]
-        return [
-            TokenSet(of, candidates, [factors[number // base**digit % base] for number in range(len(candidates))])
-            for digit in range(self.digits)
+        # One for each digit, the last digit first.
+        self.probes = [
+            TokenSet(token_set.of, token_set.candidates, [factors[number // base**digit % base] for number in range(n)])
+            for digit in range(digits)
         ]
 
     @property
@@ -81,12 +71,13 @@ class Code:
         """The candidate whose number the norms of all digits give; None if they do not fit a single token."""
         number = 0
         for digit, probe in enumerate(self.probes):
-            reading = (self.norms[probe] / self.norm) ** 2 * (self.base - 1)
+            reading = (self.norms[probe] / self._norm) ** 2 * (self._base - 1)
             value = round(reading) if math.isfinite(reading) else -1
-            if not 0 <= value < self.base or abs(reading - value) > _READING_ERROR:
+            if not 0 <= value < self._base or abs(reading - value) > _READING_ERROR:
                 return None
-            number += value * self.base**digit
-        return self.token_set.candidates[number] if number < len(self.token_set.candidates) else None
+            number += value * self._base**digit
+        candidates = self._token_set.candidates
+        return candidates[number] if number < len(candidates) else None
 
 
 @dataclass(eq=False)
@@ -240,10 +231,10 @@ class Bisection:
         if self._ordinary:
             contrast = node.norm / (self._ordinary * math.sqrt(node.subset.square))
             largest = int(min(max(contrast, 2), _BASE_MOST))
-        code = Code.of(node.subset, node.norm, largest)
-        if math.ceil(code.digits / count) + 1 > passes_left:
+        code = Code(node.subset, node.norm, largest)
+        if math.ceil(len(code.probes) / count) + 1 > passes_left:
             return None
-        if code.digits < count:
+        if len(code.probes) < count:
             return code
         most = self.tokens.prior_of[[*node.subset.candidates]].topk(min(count, size)).values.tolist()
         return None if math.fsum(most) > _CONCENTRATED * node.subset.expected else code

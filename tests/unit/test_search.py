@@ -140,17 +140,17 @@ def test_code_is_not_started_beyond_the_budget() -> None:
 
 
 def test_a_code_that_fits_no_single_token_names_none() -> None:
-    def read(norm: float, candidates: int = 5) -> int | None:
-        code = Code(whole.token_set(range(7, 7 + candidates)), 1.0, base=5, digits=1)
-        code.norms[code.unread[0]] = norm
+    def read(norm: float, candidates: int = 5, base: int = 5) -> int | None:
+        code = Code(whole.token_set(range(7, 7 + candidates)), 1.0, base)
+        code.norms |= dict.fromkeys(code.unread, norm)
         return code.read()
 
     whole = Candidates("a", THRESHOLD, torch.ones(20), torch.ones(20))
-    (digit,) = Code(whole.token_set(range(7, 12)), 1.0, base=5, digits=1).unread
+    (digit,) = Code(whole.token_set(range(7, 12)), 1.0, 5).unread
     assert [read(factor) for factor in digit.factors] == [7, 8, 9, 10, 11]
     assert read(math.sqrt(0.5 / 4)) is None  # between two digits
     assert read(math.sqrt(5 / 4)) is None and read(math.nan) is None
-    assert read(1.0, candidates=3) is None  # no token has this number
+    assert read(1.0, candidates=3, base=2) is None  # no token has this number
 
 
 def test_codes_that_name_no_token_are_given_up_soon() -> None:
