@@ -21,7 +21,7 @@ from .fsdp import collectives
 from .gradloc import GradLoc, Located
 from .guarded import warn_once
 from .judge.critic import cause, summary
-from .measure.micro_batch import AllFigures, MicroBatch, movable, suspects
+from .measure.micro_batch import MicroBatch, movable, suspects
 from .measure.mini_batch import MiniBatch
 from .threshold import is_over
 from .version import __version__
@@ -105,7 +105,11 @@ class CriticWatch(GradLoc):
                 "ordinary_layer_norms": ordinary_norms,
                 "error": error,
                 "ordinary_error": self._ordinary_error,
-                "micro_batches": _over(figures, threshold, errors),
+                # None where micro-batches are not measured alone.
+                "micro_batches": [
+                    {**micro_batch_over(figures, (rank, i), threshold), "error": _root_mean_square(errors[rank][i])}
+                    for rank, i in suspects(figures, threshold)[:_MICRO_BATCHES]
+                ],
                 "values": values[:_VALUES],
                 "world_size": model.data_parallel_size,
             }
@@ -149,12 +153,4 @@ def _largest_errors(micro_batches: Sequence[MicroBatch], rank: int) -> list[dict
             "error": float(errors[name][row, position]),
         }
         for name, row, position in largest_tokens(errors, _VALUES)
-    ]
-
-
-def _over(figures: AllFigures, threshold: float, errors: Sequence[Sequence[Sequence[float]]]) -> list[dict[str, Any]]:
-    """The micro-batches over their thresholds; none where micro-batches are not measured alone."""
-    return [
-        {**micro_batch_over(figures, (rank, index), threshold), "error": _root_mean_square(errors[rank][index])}
-        for rank, index in suspects(figures, threshold)[:_MICRO_BATCHES]
     ]

@@ -100,15 +100,19 @@ class UpdateMetrics:
         automatic threshold. For `ratio_max` small ratios do not count: a token's coefficient shrinks with its ratio. A
         log-prob that is NaN makes the ratios infinite and counts as unlikely.
         """
-        log_ratio, rollout_log_ratio = self._maxima.tolist()
+        # -inf is that of no token.
+        ratio_max, rollout_ratio_max = (
+            None if log_ratio == -math.inf else math.exp(log_ratio) if log_ratio < 700 else math.inf
+            for log_ratio in self._maxima.tolist()
+        )
         misaligned, compared, unlikely, tokens = self._counts.tolist()
         spikes = [event for event in self.events if event["drill"] is None]
         figures = {
             "misaligned_share": misaligned / compared if compared else None,
             "threshold": self._last_threshold if self._threshold_of_max is None else self._threshold_of_max,
             "drill_found": None if self.drill_found is None else float(self.drill_found),
-            "ratio_max": _exp(log_ratio),
-            "rollout_ratio_max": _exp(rollout_log_ratio),
+            "ratio_max": ratio_max,
+            "rollout_ratio_max": rollout_ratio_max,
             "unlikely_share": unlikely / tokens if tokens else None,
             "spike_margin": self._margin,
             "token_norm_max": self._token_norm_max,
@@ -153,7 +157,7 @@ class RunWarnings:
         # None if it is unknown, or not the same for all.
         mode, *others = {micro_batch.loss_agg_mode for micro_batch in micro_batches}
         scales = own_scale_figures(tokens, scale, None if others else mode)
-        weights = norms.own_weight_squares() if first else scales.new_zeros(len(norms.layers))
+        weights = norms.own_squares(of_weights=True) if first else scales.new_zeros(len(norms.layers))
         return torch.cat([sums, own_alignment(tokens), own_columns(tokens), scales, weights])
 
     def take_in(self, figures: Tensor, where: Mapping[str, Any], norms: ReducedNorms, copies: int) -> None:
@@ -186,10 +190,3 @@ class RunWarnings:
 def _largest(log_ratios: Tensor, counted: Tensor) -> Tensor:
     """The largest of those counted, NaN as infinity; −Inf without any."""
     return torch.where(counted, log_ratios.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf), -math.inf).max()
-
-
-def _exp(log_ratio: float) -> float | None:
-    """A ratio from its logarithm; None for that of no token."""
-    if log_ratio == -math.inf:
-        return None
-    return math.exp(log_ratio) if log_ratio < 700 else math.inf

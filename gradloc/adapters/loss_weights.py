@@ -123,7 +123,10 @@ def policy_weights(call: AggregationCall | None, config: Any, response_mask: Ten
                 "The policy loss does not give verl's agg_loss one loss of each response token or sequence: GradLoc "
                 f"assumes the tokens' weights to be those of loss_agg_mode={config.loss_agg_mode}."
             )
-        return token_weights(functools.partial(_without_a_call, config, response_mask), like)
+        # The geometric mean counts all sequences, also those without a token.
+        assumed = {"global_batch_size": len(like)} if _is_geo_mean(config) else config.global_batch_info
+        mode = _mode_without_a_call(config)
+        return token_weights(lambda x: core_algos.agg_loss(x, response_mask, mode, **assumed), like)
     if call.is_of_tokens(like.shape):
         weight = token_weights(call.aggregate, like)
     else:
@@ -163,13 +166,6 @@ def _say_once(message: str) -> None:
 def _has_more_terms(config: Any) -> bool:
     """Whether the whole loss has more terms than the policy loss: those of KL and entropy."""
     return config.use_kl_loss or config.entropy_coeff != 0
-
-
-def _without_a_call(config: Any, response_mask: Tensor, losses: Tensor) -> Tensor:
-    """The aggregation of a loss that does not call `agg_loss`."""
-    # The geometric mean counts all sequences, also those without a token.
-    options = {"global_batch_size": len(response_mask)} if _is_geo_mean(config) else config.global_batch_info
-    return core_algos.agg_loss(losses, response_mask, _mode_without_a_call(config), **options)
 
 
 def _mode_without_a_call(config: Any) -> str:

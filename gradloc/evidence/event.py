@@ -21,7 +21,7 @@ from ..measure.micro_batch import AllFigures, MicroBatch, MicroBatchName, Token,
 from ..measure.mini_batch import MiniBatch, OrdinaryGradient
 from ..search.findings import Findings, Part
 from ..version import __version__
-from .ordinary import largest_tokens, medians_of, ordinary_shares, token_medians
+from .ordinary import largest_tokens, ordinary_shares, token_medians
 from .token_facts import response_kl, response_window, token_evidence
 from .writer import SCHEMA, now
 
@@ -148,7 +148,7 @@ def recorded_event(
         global_norm (float): The norm of the reduced gradient; NaN if it is not known.
         world_size (int): The number of data-parallel ranks.
     """
-    medians = medians_of(list(micro_batches.values()))
+    medians = token_medians(list(micro_batches.values()), alone=True)
     found = alignment_warning([each.tokens for each in micro_batches.values()])
     fields = {
         "time": now(),

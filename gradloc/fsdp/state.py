@@ -42,7 +42,11 @@ def set_aside(module: nn.Module) -> Iterator[Callable[[], None]]:
 
     After a call of what it yields, the gradients computed inside are kept instead, unless an error ends it.
     """
-    kept = [(holder, holder.grad, _copy_if_reused(holder)) for holder in _holders(module)]
+    # With CPU offload, FSDP1 reduces every backward's gradient into one buffer, which the next backward overwrites.
+    kept = [
+        (holder, holder.grad, holder.grad.clone() if holder.grad is not None and hasattr(holder, "_cpu_grad") else None)
+        for holder in _holders(module)
+    ]
     clear_gradients(module)
     replaced: list[bool] = []
     try:
@@ -66,11 +70,6 @@ def clear_gradients(module: nn.Module) -> None:
     """Sets all gradients to None, also of FSDP1's flat parameters."""
     for holder in _holders(module):
         holder.grad = None
-
-
-def _copy_if_reused(holder: Tensor) -> Tensor | None:
-    # With CPU offload, FSDP1 reduces every backward's gradient into one buffer, which the next backward overwrites.
-    return holder.grad.clone() if holder.grad is not None and hasattr(holder, "_cpu_grad") else None
 
 
 def reset_fsdp(module: nn.Module) -> None:

@@ -3,7 +3,7 @@
 """Norms and scaling of the reduced gradient by layer, for any sharding of the model."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,20 +25,16 @@ _FSDP = (FullyShardedDataParallel, FSDPModule)
 _CPU_CHUNK = 2**16
 
 
-def _chunks(gradient: Tensor) -> Sequence[Tensor]:
-    """Splits a gradient into chunks whose float32 norms are precise; on a GPU there is only one chunk."""
-    is_one = gradient.device.type != "cpu" or gradient.numel() <= _CPU_CHUNK
-    return [gradient] if is_one else gradient.flatten().split(_CPU_CHUNK)
-
-
 @torch.no_grad()
 def norms_of_all(gradients: Iterable[Tensor]) -> tuple[Tensor, list[int]]:
-    """The norms of the chunks of several gradients on one device, in one call.
+    """The norms of the chunks of several gradients on one device, in one call; on a GPU, a gradient is one chunk.
 
     Returns:
         tuple[Tensor, list[int]]: The norms, float32 of shape (chunks,), and the number of chunks of each gradient.
     """
-    chunks = [_chunks(gradient) for gradient in gradients]
+    chunks = [
+        gradient.flatten().split(_CPU_CHUNK) if gradient.device.type == "cpu" else [gradient] for gradient in gradients
+    ]
     norms = torch._foreach_norm([chunk for each in chunks for chunk in each], 2, dtype=torch.float32)
     return torch.stack(norms), [len(each) for each in chunks]
 
@@ -68,7 +64,11 @@ class ReducedNorms:
             raise RuntimeError(
                 f"the gradient's norms by layer need torch 2.6 or later, and this is {torch.__version__}"
             )
-        _reshard(module)
+        # A forward without a backward, as for old log-probs, leaves the gathered parameters of FSDP2's root where the
+        # optimizer's sharded ones were: only these get a gradient.
+        for child in module.modules():
+            if isinstance(child, FSDPModule):
+                child.reshard()
         pieces = list(_pieces(module))
         layers = layers_by_parameter(piece.name for piece in pieces)
         trainable = [piece for piece in pieces if piece.trainable]
@@ -104,16 +104,12 @@ class ReducedNorms:
         return total(squares) if self._summed else squares
 
     @torch.no_grad()
-    def own_squares(self) -> Tensor:
-        """This rank's contribution to the layers' squared norms: float64 of shape (len(layers),)."""
-        return self._own_squares(of_weights=False)
+    def own_squares(self, of_weights: bool = False) -> Tensor:
+        """This rank's contribution to the layers' squared norms, of gradients or of weights; no host sync.
 
-    @torch.no_grad()
-    def own_weight_squares(self) -> Tensor:
-        """The same for the norms of the layers' weights. No host sync."""
-        return self._own_squares(of_weights=True)
-
-    def _own_squares(self, of_weights: bool) -> Tensor:
+        Returns:
+            Tensor: float64 of shape (len(layers),).
+        """
         squares = torch.zeros(len(self.layers), dtype=torch.float64, device=self._device)
         if found := self._parts(of_weights):
             norms, counts = norms_of_all(found.values())
@@ -154,16 +150,6 @@ class ReducedNorms:
         """This rank's parts of the gradients that there are, or of the weights, by the index of their pieces."""
         parts = {i: piece.weights() if of_weights else piece.gradient() for i, (_, piece) in enumerate(self._pieces)}
         return {i: part for i, part in parts.items() if part is not None and part.numel() > 0}
-
-
-def _reshard(module: nn.Module) -> None:
-    """Gives a module of FSDP2 its sharded parameters back, which the optimizer has: only these get a gradient.
-
-    A forward without a backward, as for old log-probs, leaves the gathered parameters of the root in their place.
-    """
-    for child in module.modules():
-        if isinstance(child, FSDPModule):
-            child.reshard()
 
 
 def _pieces(module: nn.Module) -> Iterator[_Piece]:

@@ -113,11 +113,11 @@ class MiniBatch:
         by_rank = collectives.exchange(self._own_figures)[:: self.model.sequence_parallel_size]
         return {(rank, i): each for rank, of_rank in enumerate(by_rank) for i, each in enumerate(of_rank)}
 
-    def layer_sums(self) -> tuple[Tensor, Tensor]:
-        """This rank's squared norms by layer, shape (layers,), and its Σ w_t², shape (); where there are advantages."""
+    def layer_sums(self) -> Tensor:
+        """This rank's squared norms by layer, and its Σ w_t², where there are advantages; shape (layers + 1,)."""
         counted = torch.stack([each.has_advantages() for each in self.micro_batches]).to(self._squares.device)
-        squares = torch.where(counted.unsqueeze(1), self._squares, 0.0).sum(0)
-        return squares, torch.where(counted, self._square_weights, 0.0).sum()
+        sums = torch.cat([self._squares, self._square_weights.unsqueeze(1)], 1)
+        return torch.where(counted.unsqueeze(1), sums, 0.0).sum(0)
 
     def _own_figures(self) -> list[MicroBatchFigures]:
         own = []
@@ -151,7 +151,7 @@ class OrdinaryGradient:
 
     def __init__(self) -> None:
         self.token_norm: float | None = None  # the root mean square of their gradient norms; None if unknown
-        self._sums: tuple[Tensor, Tensor] | None = None
+        self._sums: Tensor | None = None
         self._spikes: deque[bool] = deque(maxlen=_LAST)
 
     @property
@@ -173,8 +173,7 @@ class OrdinaryGradient:
         """Each layer's norm/sqrt(Σw²); None if unknown. A collective call."""
         if self._sums is None:
             return None
-        squares, square_weight = self._sums
-        by_rank = collectives.gather(torch.cat([squares, square_weight.unsqueeze(0)]))
+        by_rank = collectives.gather(self._sums)
         *of_layers, total = by_rank[:: model.sequence_parallel_size].sum(0).tolist()
         if not (any(of_layers) and total):
             return None

@@ -136,7 +136,8 @@ def compare(case: Case, all_gathers: int) -> Comparison:
     calls = count_collectives(lambda: clip.clip(clip.squared_norms()))
     assert calls[1:] == ["all_gather"] * all_gathers, calls
     reduced = clip._reduced_norms
-    weight_norms = dict(zip(reduced.layers, reduced.add_up(reduced.own_weight_squares()).sqrt().tolist(), strict=True))
+    weight_squares = reduced.add_up(reduced.own_squares(of_weights=True))
+    weight_norms = dict(zip(reduced.layers, weight_squares.sqrt().tolist(), strict=True))
     clipped = take_step(model)
     errors = {name: relative_error(clipped[name], factors[layer_of(name)] * g) for name, g in gradients.items()}
     weights = dict(build_model(case).named_parameters())
