@@ -181,7 +181,7 @@ EVENT = _line(
     },
     # Older events lack these.
     {
-        "gradloc_version replaces": TEXT,
+        "gradloc_version": TEXT,
         "drill": or_null(_DRILL),
         "fault replay": TEXT_OR_NULL,
         "without_tokens": or_null(_WITHOUT_TOKENS),

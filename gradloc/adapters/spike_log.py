@@ -162,8 +162,7 @@ class AppendedEvents:
         for line in finished.splitlines():
             with suppress(ValueError):  # the rest of a line that a killed run has left
                 entries.append(json.loads(line))
-        lines = [entry for entry in entries if isinstance(entry, dict) and "replaces" not in entry]
-        return [line for line in lines if not line.keys().isdisjoint(_READ)]
+        return [entry for entry in entries if isinstance(entry, dict) and not entry.keys().isdisjoint(_READ)]
 
 
 def _without_secrets(error: Exception) -> str:

@@ -1,9 +1,10 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the results of replays, which lie beside their bundles."""
+"""Reads the results of replays and searches, which lie beside their bundles."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from gradloc.bundles import limits
 
 from ..foreign import parse, read_plain_file
 from ..schema import (
+    EVENT,
     INDEX,
     INTEGER_OR_NULL,
     NUMBER,
@@ -18,6 +20,7 @@ from ..schema import (
     TEXT,
     TEXT_OR_NULL,
     YES_OR_NO,
+    Form,
     conforms,
     list_of,
     object_with,
@@ -27,10 +30,12 @@ from ..schema import (
 RESULT_KIND = "gradloc replay result"
 # What a replay writes beside the bundle of this name.
 RESULT_SUFFIX = ".result.json"
+# And a search.
+EVENT_SUFFIX = ".event.json"
 
-_FILES = 64
+_FILES = 1024
 # Of all of them together.
-_BYTES = 16 * 2**20
+_BYTES = 64 * 2**20
 
 _FACTOR = or_null(object_with({"factor spread": NUMBER, "could_be": list_of(TEXT)}))
 _REPLAYED = {"replayed": NUMBER, "others": list_of(NUMBER)}
@@ -82,20 +87,32 @@ _OVERRIDES = re.compile(r"[a-z_.]+=[\w.-]+( [a-z_.]+=[\w.-]+)*", re.ASCII)
 def read_results(directory: str) -> list[dict[str, Any]]:
     """The results beside the bundles of some evidence, in the order of their events; what is no result is left out.
 
-    They may come from a stranger, so at most 64 files are read, 16 MiB together.
+    They may come from a stranger, so at most 1024 files are read, 64 MiB together.
     """
-    paths = sorted((Path(directory) / limits.FOLDER).glob(f"[!.]*{RESULT_SUFFIX}"))[:_FILES]
-    found, left = [], _BYTES
-    for path in paths:
+    found = filter(_has_safe_overrides, _read(directory, RESULT_SUFFIX, RESULT))
+    return sorted(found, key=lambda result: (result["global_step"] or 0, result["epoch"], result["mini_batch"]))
+
+
+def read_events(directory: str) -> list[dict[str, Any]]:
+    """The events of searches beside these bundles, the last one written at the end, within the same limits."""
+    return [*_read(directory, EVENT_SUFFIX, EVENT)]
+
+
+def _read(directory: str, suffix: str, form: Form) -> Iterator[dict[str, Any]]:
+    files = []
+    for path in sorted((Path(directory) / limits.FOLDER).glob(f"[!.]*{suffix}"))[:_FILES]:
+        with suppress(OSError):
+            files.append((path.lstat().st_mtime_ns, path))
+    left = _BYTES
+    for _, path in sorted(files):
         try:
             data = read_plain_file(path, left)
             left -= len(data)
-            result = parse(data)
+            value = parse(data)
         except (OSError, ValueError):
-            continue  # being written, or no result
-        if isinstance(result, dict) and conforms(result, RESULT) and _has_safe_overrides(result):
-            found.append(result)
-    return sorted(found, key=lambda result: (result["global_step"] or 0, result["epoch"], result["mini_batch"]))
+            continue  # being written, or something else
+        if isinstance(value, dict) and conforms(value, form):
+            yield value
 
 
 def _has_safe_overrides(result: Mapping[str, Any]) -> bool:

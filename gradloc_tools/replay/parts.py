@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Opens the parts of a recorded spike: ranks that do not communicate write a bundle each."""
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ from gradloc.bundles import limits
 
 from ..bundles.opening import Bundle, BundleError, open_bundle
 from ..report.figures import ranges
+from ..report.reading import same_number
 
 # The name of a part: that of the spike, a number if a resumed run came to the step again, and the rank.
 _PART = re.compile(r"(?P<spike>.+?)(?P<again>-\d{1,9})?-rank(?P<rank>\d{1,9})")
@@ -81,15 +81,6 @@ def left_out_notes(bundle: Bundle) -> list[str]:
 def is_recorded(bundle: Bundle) -> bool:
     """Whether its spike was recorded in training, and not searched."""
     return bool(bundle.event["search"] == "recorded")
-
-
-def same_number(one: Any, other: Any) -> bool:
-    """Whether two numbers of events are equal; NaN is equal to NaN."""
-    try:
-        one, other = float(one), float(other)
-    except OverflowError:  # an int of any size
-        return False
-    return one == other or (math.isnan(one) and math.isnan(other))
 
 
 def _same_spike(event: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

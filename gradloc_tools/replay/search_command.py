@@ -17,17 +17,17 @@ import torch
 import torch.distributed as dist
 
 from gradloc.config import GradLocConfig
-from gradloc.evidence.writer import jsonable
+from gradloc.evidence.writer import event_line, jsonable
 from gradloc.fsdp import collectives
 from gradloc.measure import passes
 from gradloc.measure.passes import Forward
 
 from ..bundles.opening import Bundle, BundleError
+from ..bundles.results import EVENT_SUFFIX
 from ..report.command import TABLE_ROWS
 from ..report.figures import count, ranges, short, visible
 from ..report.page import write_page, write_whole
 from ..report.reading import read
-from .evidence_line import EvidenceLine, NoLineError, find_line, replace_line
 from .memory import check_memory, is_out_of_memory, needed_memory
 from .model import (
     DTYPES,
@@ -44,7 +44,7 @@ from .model import (
 )
 from .parts import Parts, is_recorded, open_parts
 from .search import Searched, search
-from .searched_event import EVENT_SUFFIX, evidence_of, places, quiet_event, searched_event
+from .searched_event import event_around, evidence_of, places, quiet_event, searched_event
 from .searched_model import build_forward, shard_model
 from .verdict import same_weights, weights_in_words
 
@@ -196,28 +196,24 @@ def _report(options: argparse.Namespace, loaded: _Loaded, searched: Searched, th
     of_training = same_weights(facts)
     sentences, notes = [weights_in_words(facts)], [*parts.notes, *loaded.model.notes]
     event: dict[str, Any] | None = None
-    line, why = None, ""
-    try:
-        line = find_line(bundle, parts.names)
-    except NoLineError as error:
-        why = str(error)
-    base = bundle.event if line is None else line.event  # the line has texts
+    known = event_around(bundle, parts.names)
+    base = known or bundle.event
+    directory = None
     if searched.found is not None:
         if not of_training:
             sentences.append("So the tokens are those of these weights, which need not be those of training.")
         event = searched_event(base, searched.found, bundle, threshold, parts.is_whole)
         sentences.insert(0, _in_words(parts, searched, searched.found))
         sentences += _compared(bundle, event)
-        if line is not None and not is_recorded(bundle) and not of_training:
-            line, why = None, "with other weights than those of training, it would lose what training has found"
     else:
         sentences.insert(0, _nothing_over(searched, threshold))
         # What another search has found stays.
         if base["diagnosis"] in ("unsearched", "under"):
             event = quiet_event(base, bundle, threshold, searched, of_training)
-    directory = None
-    if event is not None:
-        directory, of_writing = _write(bundle, event, line, why)
+    if searched.found is not None and not of_training and not is_recorded(bundle):
+        notes.append("The event is not written: with other weights, it would hide what training has found.")
+    elif event is not None:
+        directory, of_writing = _write(bundle, event, known is not None)
         notes += of_writing
     shown = evidence_of(event or bundle.event, bundle, given(options))
     if options.json:
@@ -238,30 +234,26 @@ def _report(options: argparse.Namespace, loaded: _Loaded, searched: Searched, th
         print(f"The report: {visible(options.html)}", file=sys.stderr if options.json else sys.stdout)
 
 
-def _write(
-    bundle: Bundle, event: Mapping[str, Any], line: EvidenceLine | None, why_not: str
-) -> tuple[str | None, list[str]]:
-    """Writes the event beside the bundle and, in place of its line if there is one, into the evidence.
+def _write(bundle: Bundle, event: Mapping[str, Any], is_known: bool) -> tuple[str | None, list[str]]:
+    """Writes the event beside the bundle.
+
+    Args:
+        is_known (bool): Whether the evidence around the bundle has a line of the spike.
 
     Returns:
-        tuple: The directory of the evidence that has it, or None; and what is to be said.
+        tuple: The directory of the evidence whose report shows it, or None; and what is to be said.
     """
     folder = bundle.path.resolve()
     beside = folder.with_name(folder.name + EVENT_SUFFIX)
-    notes = []
     try:
-        write_whole(beside, json.dumps(jsonable(event), allow_nan=False, indent=1))
-        notes.append(f"The event: {beside}")
-    except OSError as error:
-        notes.append(f"The event cannot be written beside the bundle: {error.strerror}")
-    if line is not None:
-        try:
-            replace_line(line, event)
-            notes.append(f"Appended to {line.path}: the report shows it in place of training's line")
-            return str(line.path.parent), notes
-        except (NoLineError, OSError) as error:
-            why_not = str(error)
-    return None, [*notes, f"spikes.jsonl is as it was: {why_not}."]
+        line, _ = event_line(event)
+        write_whole(beside, line.decode())
+    except (OSError, ValueError) as error:
+        return None, [f"The event cannot be written beside the bundle: {getattr(error, 'strerror', None) or error}"]
+    if is_known:
+        return str(folder.parent.parent), [f"The event: {beside}. The report shows it in place of training's line."]
+    why = "spikes.jsonl around the bundle has no line of this spike, or several"
+    return None, [f"The event: {beside}. The report does not show it: {why}."]
 
 
 def _in_words(parts: Parts, searched: Searched, found: Mapping[str, Any]) -> str:

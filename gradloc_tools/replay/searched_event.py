@@ -11,13 +11,11 @@ from gradloc.evidence.writer import jsonable
 from gradloc.judge.sentences import summary
 
 from ..bundles.opening import Bundle, BundleError, check_places
+from ..bundles.results import EVENT_SUFFIX
 from ..foreign import parse, read_plain_file
-from ..report.reading import Evidence
+from ..report.reading import Evidence, read, spike_of
 from ..schema import EVENT, conforms
 from .search import Searched
-
-# What a search writes beside the bundle of this name.
-EVENT_SUFFIX = ".event.json"
 
 # What a search finds out.
 _FOUND = (
@@ -115,6 +113,22 @@ def quiet_event(
         event["replay"] = f"{limits.FOLDER}/{bundle.path.resolve().name}"
     event["summary"] = summary(event)
     return event
+
+
+def event_around(bundle: Bundle, names: Collection[str]) -> dict[str, Any] | None:
+    """The event of a bundle's spike in the evidence around the bundle, which has texts; None without one.
+
+    Args:
+        names (Collection[str]): The names of the folders of its parts.
+    """
+    folder = bundle.path.resolve().parent
+    if folder.name != limits.FOLDER:
+        return None
+    try:
+        events = [dict(event) for event in read(str(folder.parent)).events]
+    except OSError:
+        return None
+    return spike_of(events, bundle.event, {f"{limits.FOLDER}/{name}" for name in names})
 
 
 def evidence_of(event: Mapping[str, Any], bundle: Bundle, options: str = "") -> Evidence:

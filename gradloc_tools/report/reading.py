@@ -4,10 +4,10 @@
 
 import errno
 import glob
-import hashlib
+import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 from gradloc.evidence.writer import LINE_BYTES, SCHEMA, STEP_FIGURES, evidence_files
 from gradloc.judge.misfire import without_data_source
 
-from ..bundles.results import read_results
+from ..bundles.results import read_events, read_results
 from ..foreign import parse
 from ..schema import CLIP, CLIPPED_TOKEN_FIELDS, CRITIC, CULPRIT_FIELDS, EVENT, NOTE, STEP, conforms
 from .figures import SHORT_CHARACTERS, clipped, severity
@@ -29,8 +29,6 @@ _NAMES = ("spikes", "steps", "critic")
 _NEAR, _MOST_DIRECTORIES = 3, 1000
 # What is too long is skipped in pieces of so many bytes.
 _CHUNK = 2**20
-# How a line begins that replaces another one.
-_REPLACING = b'{"replaces": "'
 # Why lines are not read.
 MALFORMED = "malformed or unfinished"
 OTHER_VERSION = "of another version of GradLoc, whose own report reads them"
@@ -178,8 +176,8 @@ def read(path: str, since: int | None = None, texts: bool = True) -> Evidence:
     }
     valid = 0
     for name in (name for name in forms if name in files):
-        lines = _lines(found, files[name])
-        for entry in _in_place(lines) if name == "spikes" else map(_parsed, lines):
+        entries = map(_parsed, _lines(found, files[name]))
+        for entry in _with_searches(entries, found.directory) if name == "spikes" else entries:
             add = next((add for form, add in forms[name] if conforms(entry, form)), found.skip)
             add(entry)
             valid += add != found.skip
@@ -211,21 +209,40 @@ def _lines(found: Evidence, file: str) -> Iterator[bytes]:
                 yield line
 
 
-def line_digest(line: bytes) -> str:
-    """What a line that replaces this one has in `replaces`."""
-    return hashlib.sha256(line.rstrip(b"\r\n")).hexdigest()
+def spike_of(events: Iterable[Event], event: Mapping[str, Any], replays: Collection[str | None]) -> Event | None:
+    """The event of a spike among those of the evidence; None if there is none, or more than one that may be it.
+
+    It is that of the same step, epoch and mini-batch whose `replay` is one of some bundles. The rank that writes the
+    evidence may have no bundle of a recorded spike: where none names one of the bundles, it is that of a recorded spike
+    that names none and has the same norm.
+
+    Args:
+        event (Mapping): What a bundle has of the spike, or a search.
+        replays (Collection[str]): The bundles, as `replay` has them.
+    """
+    where = ("global_step", "epoch", "mini_batch")
+    same = [each for each in events if all(each[name] == event[name] for name in where)]
+    unnamed = [each for each in same if each.get("replay") is None and each["search"] == "recorded"]
+    found = [each for each in same if each.get("replay") is not None and each["replay"] in replays]
+    found = found or [each for each in unnamed if same_number(each["global_norm"], event["global_norm"])]
+    return found[0] if len(found) == 1 else None
 
 
-def _in_place(lines: Iterable[bytes]) -> Iterable[Any]:
-    """What the lines hold; in place of a line, what the search of its bundle has appended."""
-    entries: dict[object, Any] = {}
-    for place, line in enumerate(lines):
-        entry = _parsed(line)
-        if line.startswith(_REPLACING) and conforms(entry, EVENT):
-            entries[str(entry["replaces"])] = entry
-        else:
-            entries[place if entry is None else line_digest(line)] = entry
-    return entries.values()
+def same_number(one: Any, other: Any) -> bool:
+    """Whether two numbers of events are equal; NaN is equal to NaN."""
+    one, other = float(one), float(other)
+    return one == other or (math.isnan(one) and math.isnan(other))
+
+
+def _with_searches(lines: Iterable[Any], directory: str) -> list[Any]:
+    """What the lines hold; in place of an event, the last that a search has written beside its bundle."""
+    found = [*lines]
+    if searched := read_events(directory):
+        events = [entry for entry in found if conforms(entry, EVENT)]
+        pairs = [(spike_of(events, event, {event.get("replay")}), event) for event in searched]
+        later = {id(line): event for line, event in pairs if line is not None}
+        found = [later.get(id(entry), entry) for entry in found]
+    return found
 
 
 def _parsed(line: bytes) -> Any:

@@ -224,15 +224,15 @@ def test_a_run_that_goes_on_is_read_as_well(tmp_path: Path) -> None:
     assert ["token_clip" in line for line in found] == [False] + [True] * 17
 
 
-def test_what_a_search_appends_is_no_new_event(tmp_path: Path) -> None:
-    def line(step: int, **fields: Any) -> str:
-        return json.dumps({**fields, "global_step": step, "culprits": [], "text": "x" * 10}) + "\n"
+def test_appended_events_of_a_file_that_is_begun_anew_are_read(tmp_path: Path) -> None:
+    def line(step: int) -> str:
+        return json.dumps({"global_step": step, "culprits": [], "text": "x" * 10}) + "\n"
 
     path = tmp_path / "spikes.jsonl"
     path.write_text(line(0))
     appended = AppendedEvents(str(tmp_path))
     with open(path, "a") as file:
-        file.write(line(1) + line(0, replaces="0"))
+        file.write(line(1))
     assert [found["global_step"] for found in appended.read()] == [1]
-    path.write_text(line(7))  # moved away, and begun anew
+    path.write_text(line(7))  # the other was moved away
     assert [found["global_step"] for found in appended.read()] == [7]

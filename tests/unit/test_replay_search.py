@@ -32,7 +32,7 @@ from gradloc.evidence.writer import jsonable
 from gradloc.judge.verdict import CHECK_UNKNOWN
 from gradloc.measure.passes import Passes
 from gradloc_tools.bundles.opening import open_bundle
-from gradloc_tools.replay import evidence_line, memory
+from gradloc_tools.replay import memory
 from gradloc_tools.replay.command import main
 from gradloc_tools.replay.parts import open_parts
 from gradloc_tools.report.command import main as report
@@ -61,19 +61,20 @@ def search(folder: Path, *options: str, name: str = NAME) -> int:
 
 
 def line_of(folder: Path) -> dict[str, Any]:
-    """The event in the evidence, as readers take it; nothing that was there has changed."""
-    (written, *appended) = lines_of(folder)
-    event = appended[-1] if appended else written
-    assert all(line["replaces"] == appended[0]["replaces"] for line in appended) and "replaces" not in written
-    return {name: event[name] for name in event if name != "replaces"}
+    """The spike's line in the evidence."""
+    (line,) = [line for line in (folder / "spikes.jsonl").read_bytes().splitlines() if b'"trigger"' in line]
+    return json.loads(line)
 
 
-def lines_of(folder: Path) -> list[dict[str, Any]]:
-    """The line of training and those that searches have appended."""
-    data = (folder / "spikes.jsonl").read_bytes()
-    line, rest, appended = data.removeprefix(OTHER).partition(b"\n" + OTHER + UNFINISHED)
-    assert data.startswith(OTHER) and rest and b"\n" not in line
-    return [json.loads(each) for each in (line, *filter(None, appended.split(b"\n")))]
+def beside(bundle: Path) -> Path:
+    """Where a search of a bundle writes its event."""
+    return bundle.with_name(f"{bundle.name}.event.json")
+
+
+def shown(folder: Path) -> dict[str, Any]:
+    """The spike as the report has it."""
+    (event,) = read(str(folder)).events
+    return dict(event)
 
 
 def change_line(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
@@ -95,27 +96,29 @@ def test_the_event_is_beside_the_bundle_and_in_the_evidence(
     monkeypatch.setattr("gradloc_tools.replay.search.SECONDS", 0.0)
     texts = {"token": "bad", "context": "a «bad» one", "reward": 1.0, "prompt": "what?"}
     change_line(evidence, lambda event: event["culprits"][0].update(texts))
-    before, mode = line_of(evidence), (evidence / "spikes.jsonl").stat().st_mode
+    before, written = line_of(evidence), (evidence / "spikes.jsonl").read_bytes()
     page = evidence.with_name("page.html")
     assert search(evidence, "--html", str(page)) == 0
     out, error = capsys.readouterr()
     assert error.index("min  loading the model ") < error.index("min  searching: 2 forwards and backwards so far\n")
     assert "Diagnosis: tokens." in texts_of(page)
-    event = line_of(evidence)
+    event = shown(evidence)
     assert conforms(event, EVENT) and event["search"] == "replayed"
     (culprit,) = event["culprits"]
     assert (culprit["row"], culprit["position"]) == BAD and texts.items() <= culprit.items()
     assert culprit["grad_norm"] == pytest.approx(before["culprits"][0]["grad_norm"], rel=1e-4)
     same = set(before) - {"search", "culprits", "units", "seconds", "budget_seconds", "passes", "suspected", "summary"}
     assert {name: event[name] for name in same} == {name: before[name] for name in same}
-    assert json.loads((evidence / "replay" / f"{NAME}.event.json").read_text()) == event
-    assert (evidence / "spikes.jsonl").stat().st_mode == mode and lines_of(evidence)[0] == before
+    assert json.loads(beside(evidence / "replay" / NAME).read_text()) == event
+    assert (evidence / "spikes.jsonl").read_bytes() == written
+    (bare,) = read(str(evidence), texts=False).events  # as a tracker's page has it
+    assert bare["search"] == "replayed" and "prompt" not in bare["culprits"][0]
     assert left(evidence) == {"spikes.jsonl", f"replay/{NAME}.event.json"} | {
         path for path in left(evidence) if path.split("/")[0] in ("model", "wider", "deeper")
     }
     assert "The culprits" in out and "«bad»" in out and "these are the weights of training" in out
     said = " ".join(out.split())  # a line is broken where the path of the evidence is long
-    assert "The search in training named the same tokens." in said and "in place of training's line" in said
+    assert "The search in training named the same tokens." in said and "shows it in place of training's line." in said
 
 
 def several(folder: Path) -> None:
@@ -124,19 +127,13 @@ def several(folder: Path) -> None:
     (folder / "spikes.jsonl").write_bytes(line + data)
 
 
-def linked(folder: Path) -> None:
-    (folder / "spikes.jsonl").rename(folder.parent / "elsewhere.jsonl")
-    (folder / "spikes.jsonl").symlink_to(folder.parent / "elsewhere.jsonl")
-
-
-LINES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "gone": (lambda f: (f / "spikes.jsonl").unlink(), "there is none around the bundle"),
-    "another step": (lambda f: change_line(f, lambda e: e.update(global_step=2)), "no line of it is of this spike"),
-    "another epoch": (lambda f: change_line(f, lambda e: e.update(epoch=1)), "no line of it is of this spike"),
-    "another bundle": (lambda f: change_line(f, lambda e: e.update(replay="replay/x")), "no line of it is"),
-    "no event": (lambda f: change_line(f, lambda e: e.pop("trigger")), "no line of it is of this spike"),
-    "twice": (several, "more than one line (2) of it is of this spike"),
-    "a link": (linked, "is not an ordinary file"),
+LINES: dict[str, Callable[[Path], Any]] = {
+    "gone": lambda f: (f / "spikes.jsonl").write_bytes(OTHER),
+    "another step": lambda f: change_line(f, lambda e: e.update(global_step=2)),
+    "another epoch": lambda f: change_line(f, lambda e: e.update(epoch=1)),
+    "another bundle": lambda f: change_line(f, lambda e: e.update(replay="replay/x")),
+    "no event": lambda f: change_line(f, lambda e: e.pop("trigger")),
+    "twice": several,
 }
 
 
@@ -144,73 +141,44 @@ LINES: dict[str, tuple[Callable[[Path], Any], str]] = {
 def test_a_line_that_is_not_surely_that_of_the_spike_stays(
     evidence: Path, capsys: pytest.CaptureFixture[str], change: str
 ) -> None:
-    LINES[change][0](evidence)
-    files = {path: path.read_bytes() for path in [*evidence.glob("*.jsonl"), *evidence.parent.glob("*.jsonl")]}
+    LINES[change](evidence)
     assert search(evidence, "--json") == 0
     out, error = capsys.readouterr()
-    assert "spikes.jsonl is as it was: " in error and LINES[change][1] in error, error
-    assert {path: path.read_bytes() for path in files} == files
+    assert "The report does not show it: spikes.jsonl around the bundle has no line of this spike, or several." in error
     event = json.loads(out)
     assert event["search"] == "replayed" and event["replay"] == f"replay/{NAME}"
-    assert json.loads((evidence / "replay" / f"{NAME}.event.json").read_text()) == event
+    assert json.loads(beside(evidence / "replay" / NAME).read_text()) == event
+    if change not in ("gone", "no event"):
+        assert {found["search"] for found in read(str(evidence)).events} == {"local"}
 
 
-def test_lines_that_training_adds_in_the_meantime_stay(evidence: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before each call of the system, training appends."""
-    spikes, added = evidence / "spikes.jsonl", []
-
-    def training_goes_on(name: str) -> None:
-        call = getattr(os, name)
-
-        def calling(*arguments: Any, **options: Any) -> Any:
-            event = {**line, "global_step": 100 + len(added)}
-            added.append(event["global_step"])
-            with builtin_open(spikes, "ab") as file:
-                file.write(b"\n" * (len(added) == 1) + json.dumps(event).encode() + b"\n")
-            return call(*arguments, **options)
-
-        monkeypatch.setattr(evidence_line.os, name, calling)
-
-    line, builtin_open = line_of(evidence), open
-    for name in ("open", "fstat", "pread", "write", "fsync", "close"):
-        training_goes_on(name)
-    assert search(evidence) == 0
-    monkeypatch.undo()
-    found = read(str(evidence))
-    assert len(added) > 5 and sorted(event["global_step"] for event in found.events) == [1, *added]
-    (event,) = [event for event in found.events if event["global_step"] == 1]
-    assert event["diagnosis"] == "tokens" and found.events[0] is event
-    assert b'"replayed"' in b"".join(path.read_bytes() for path in evidence.glob("spikes*.jsonl"))
-
-
-def test_the_last_of_several_searches_counts(evidence: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_last_of_several_searches_counts(evidence: Path) -> None:
     for budget in (1, 2, 128):
         assert search(evidence, "--budget", str(budget)) == 0
-        event = line_of(evidence)
+        event = shown(evidence)
         assert event["budget"] == budget >= event["passes"]
         assert budget > 1 or event["diagnosis"] == "incomplete"
-    assert len(lines_of(evidence)) == 4
-    found = read(str(evidence))
-    (event,) = found.events
-    # Lines of OTHER alone are left out.
-    assert event["diagnosis"] == "tokens" and found.skipped.total() == 4
-    # The line of training may be in a file that was moved away.
-    data = (evidence / "spikes.jsonl").read_bytes()
-    (evidence / "spikes.jsonl").write_bytes(data[data.index(b'{"replaces"') :])
-    (event,) = read(str(evidence)).events
     assert event["diagnosis"] == "tokens"
+    # Of two bundles of a spike, the one that was searched last.
+    file = beside(evidence / "replay" / NAME)
+    for name, passes, age in (("a", 77, 10**9), ("z", 88, -(10**9))):
+        other = beside(evidence / "replay" / name)
+        other.write_text(json.dumps({**event, "passes": passes}))
+        os.utime(other, ns=(file.stat().st_mtime_ns + age,) * 2)
+    assert shown(evidence)["passes"] == 77
 
 
 def test_what_only_seems_to_replace_a_line_hides_nothing(evidence: Path) -> None:
-    (line,) = lines_of(evidence)
+    line = line_of(evidence)
     assert search(evidence) == 0
-    (_, appended) = lines_of(evidence)
-    path = evidence / "spikes.jsonl"
-    whole = path.read_bytes()
-    for bad in ({**appended, "culprits": None}, {**appended, "replaces": 1}, {"replaces": appended["replaces"]}):
-        path.write_bytes(whole[: whole.index(b'{"replaces"')] + json.dumps(bad).encode() + b"\n")
-        (event,) = read(str(evidence)).events
-        assert event["passes"] == line["passes"]
+    file = beside(evidence / "replay" / NAME)
+    event = json.loads(file.read_text())
+    for bad in ({**event, "culprits": None}, {**event, "replay": None}, [event], {"replay": event["replay"]}):
+        file.write_text(json.dumps(bad))
+        assert shown(evidence)["search"] == line["search"] == "local"
+    file.unlink()
+    os.mkfifo(file)
+    assert shown(evidence)["search"] == "local"
 
 
 def test_other_weights_do_not_replace_what_training_has_found(
@@ -222,7 +190,7 @@ def test_other_weights_do_not_replace_what_training_has_found(
     assert main(command) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "the tokens are those of these weights, which need not be those of training." in out
-    assert "it would lose what training has found" in out and line_of(evidence) == before
+    assert "it would hide what training has found" in out and shown(evidence) == before
     # A recorded spike has nothing to lose.
     (part,) = strip(evidence / "replay" / NAME, tmp_path / "recorded")
     assert main([str(part), "--model", other, "--search"]) == 0
@@ -253,7 +221,7 @@ def test_the_commands_that_a_search_prints_work_as_printed(
     assert [command.rpartition(" ")[2] for command in commands] == ["--remedies"]
     # What has no cause names another one.
     change_line(folder, lambda event: event.update(verdict={**event["verdict"], "check": CHECK_UNKNOWN}))
-    (folder / "replay" / f"{NAME}.event.json").unlink()
+    beside(folder / "replay" / NAME).unlink()
     assert search(folder) == 0
     commands += commands_in(capsys.readouterr().out)
     assert [command.rpartition(" ")[2] for command in commands] == ["--remedies", "--switches", "--remedies"]
@@ -280,13 +248,14 @@ def test_a_search_with_nothing_over_its_threshold_is_a_result(
         trigger = {**recorded["trigger"], "norm": "NaN"} if not known else recorded["trigger"]
         line = json.dumps({**recorded, "trigger": trigger})
         (dump / "spikes.jsonl").write_text(line + "\n")
+        beside(parts[0]).unlink(missing_ok=True)
         what = "1 gradient spike" if known else "1 recorded mini-batch"
         said = lines()
         assert f"{what} in step 1: not searched yet: no token was measured." in said and "--search`" in said
         said = lines("--threshold", "1e9")
         assert f"{what} in step 1: no micro-batch is over its threshold: the spike is not in these tokens" in said
         assert "not searched yet" not in said and "ended early" not in said and "Next: " not in said
-        event = json.loads((dump / "spikes.jsonl").read_text().splitlines()[1])
+        event = shown(dump)
         assert conforms(event, EVENT) and event["diagnosis"] == "under" and event["threshold"] == 1e9
         (command,) = commands_in(said)
         if known:
@@ -403,7 +372,7 @@ def test_the_parts_of_a_spike_are_searched_as_one(
     assert event["micro_batches"] == len(event["units"]) == 2 and event["explained"] is None
     assert "Searched 2 micro-batches (rank 0, 2) in 2 bundles: " in error
     assert "Of 3 ranks, the bundles of rank 1 are not here, and their tokens are not searched." in error
-    assert (parts[1].parent / f"{parts[1].name}.event.json").exists()
+    assert beside(parts[1]).exists()
 
 
 OF_ANOTHER_SPIKE = f"The part {NAME}-rank2 is of another spike."
@@ -471,11 +440,10 @@ def test_the_line_of_a_spike_of_which_its_rank_has_no_bundle(
     shutil.rmtree(parts[0])
     other = {**event, "global_norm": 2 * event["global_norm"]}
     (dump / "spikes.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (other, event)))
-    for count in (1, 2):
+    for _ in range(2):
         found, _ = searched_parts(parts[1], kept, capsys)
-        lines = [json.loads(line) for line in (dump / "spikes.jsonl").read_text().splitlines()]
-        assert lines[:2] == [other, event] and len(lines) == 2 + count and found["search"] == "replayed"
-        assert {name: lines[-1][name] for name in lines[-1] if name != "replaces"} == found
+        assert found["search"] == "replayed"
+        assert [dict(each) for each in read(str(dump)).events] == [other, found]
 
 
 def test_a_replay_after_the_search_of_a_recorded_spike_has_its_culprits(
@@ -494,7 +462,7 @@ def test_a_replay_after_the_search_of_a_recorded_spike_has_its_culprits(
     assert culprit["culprit"] and (culprit["row"], culprit["position"]) == BAD and found["notes"] == []
     assert culprit["replayed"] == pytest.approx(culprit["grad_norm"], rel=1e-4)
     # It may be of another bundle, or come from a stranger.
-    path = parts[0].with_name(f"{parts[0].name}.event.json")
+    path = beside(parts[0])
     event = json.loads(path.read_text())
     for change in ({"global_step": 5}, {"culprits": [{**event["culprits"][0], "position": 99}]}, {"units": "x"}):
         path.write_text(json.dumps({**event, **change}))
@@ -519,4 +487,4 @@ def test_two_processes_of_torchrun_find_the_same(evidence: Path, tmp_path: Path)
     event = json.loads(done.stdout)
     (culprit,) = event["culprits"]
     assert (culprit["row"], culprit["position"]) == BAD and culprit["grad_norm"] > THRESHOLD
-    assert line_of(evidence) == event
+    assert shown(evidence) == event
