@@ -59,7 +59,7 @@ class CriticWatch(GradLoc):
         if self.is_off or model is None:
             return located
         micro_batches = self.take()
-        if not (micro_batches and all(micro_batch.tokens for micro_batch in micro_batches)):
+        if not (micro_batches and all("weight" in micro_batch.tokens for micro_batch in micro_batches)):
             warn_once(
                 self._said, "the critic's loss is not verl's value loss: spikes of its gradient are not looked for"
             )

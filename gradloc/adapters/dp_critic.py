@@ -14,7 +14,7 @@ from verl.workers.critic import dp_critic
 from ..guarded import guarded
 from ..measure.pass_recorder import unchanged
 from .update_evidence import VALUE_KEYS, TrainedData, UpdateEvidence
-from .watch import ValueWatch
+from .watch import Watch, watch_critic
 
 if TYPE_CHECKING:
     from verl import DataProto
@@ -24,14 +24,14 @@ class WatchedCritic(dp_critic.DataParallelPPOCritic):
     """verl's critic, watched where `critic.spike_detection` turns that on; arguments as in verl.
 
     Attributes:
-        watch (ValueWatch | None): None where it is off.
+        watch (Watch | None): None where it is off.
     """
 
     def __init__(self, config: Any, *arguments: Any, **options: Any) -> None:
         super().__init__(config, *arguments, **options)
-        self.watch: ValueWatch | None = None
+        self.watch: Watch | None = None
         if self.critic_optimizer is not None and config.get("spike_detection", False):
-            self.watch = ValueWatch(self.critic_module, config, lambda: 1.0, self.ulysses_sequence_parallel_size)
+            self.watch = watch_critic(self.critic_module, config, lambda: 1.0, self.ulysses_sequence_parallel_size)
         self._training = False
 
     def update_critic(self, data: "DataProto") -> dict[str, Any]:

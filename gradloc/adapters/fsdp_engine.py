@@ -21,7 +21,7 @@ from .actor_config import CriticSpikeConfig
 from .engine_data import OUTPUTS, ROW, ResponseCutter, inputs_of, loss_scale, padded, read_tokens, sequences
 from .replay_bundles import engine_context, ragged_rows
 from .trained_engine import TrainedEngine
-from .watch import ValueWatch, Watch, watch_actor
+from .watch import Watch, watch_actor, watch_critic
 
 
 class WatchedEngine(TrainedEngine):
@@ -44,7 +44,7 @@ class WatchedEngine(TrainedEngine):
         group_size: int = self.ulysses_sequence_parallel_size
         scale = partial(loss_scale, self)
         if isinstance(config, CriticSpikeConfig):
-            return ValueWatch(self.module, config, scale, group_size) if config.spike_detection else None
+            return watch_critic(self.module, config, scale, group_size) if config.spike_detection else None
         if not (config.searches_in_training or config.layer_clip.enable or config.token_clip.enable):
             return super()._build_watch(config)
         return watch_actor(

@@ -173,7 +173,8 @@ def _mode_without_a_call(config: Any) -> str:
 
 
 def _is_geo_mean(config: Any) -> bool:
-    return config.policy_loss.get("loss_mode", "vanilla") == "geo_mean"
+    # A critic has no policy loss.
+    return getattr(config, "policy_loss", {}).get("loss_mode", "vanilla") == "geo_mean"
 
 
 def kl_coefficients(
@@ -206,16 +207,21 @@ def with_derived(
 
     Args:
         tokens (Mapping): By the evidence's names, each of shape (rows, response length): `response_mask`, `log_prob`,
-            `token_id`; with a KL loss, `ref_log_prob`.
+            `token_id`; with a KL loss, `ref_log_prob`. Of a critic, `response_mask` and `value`.
         call (AggregationCall, optional): As `policy_weights` takes it, as `options`.
         eos_tokens (Collection[int]): Where a rollout stops.
         factor (float): The micro-batch's part in the mini-batch's loss.
 
     Returns:
         dict: Also `weight`; where the policy loss has rejected some, `policy_loss_mask`; with a KL loss, its part
-            `kl_coefficient` of the coefficient; and what is `after_eos`.
+            `kl_coefficient` of the coefficient; and what is `after_eos`. Of a critic, `weight` alone, and none if its
+            loss is not verl's value loss.
     """
     mask = tokens["response_mask"]
+    if "value" in tokens:
+        if call is None or not call.is_of_tokens(mask.shape):
+            return dict(tokens)
+        return {**tokens, "weight": token_weights(call.aggregate, mask.float()) * factor}
     derived = {"weight": policy_weights(call, config, mask, **options) * factor}
     if call is not None and call.is_known(mask.shape) and _has_more_terms(config):  # else the weights alone tell
         derived["policy_loss_mask"] = call.kept(mask)

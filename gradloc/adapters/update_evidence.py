@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..evidence import clips
 from ..evidence.token_facts import context_evidence, text_evidence
 from ..evidence.writer import EVENTS_PER_STEP, STEP_FIGURES, jsonable, limit_texts, record_events, record_step
 from ..fsdp import collectives
@@ -147,11 +146,9 @@ class UpdateEvidence:
             for number, found in of_rank:
                 tokens[number][2].update(found)
         for event in events:
-            if _kind(event) == "clip":
-                event["summary"] = clips.summary(event)
-            elif _kind(event) == "spike":
-                if may_misfire(event):
-                    event["verdict"] = self._misfire(event, data) or event["verdict"]
+            if _kind(event) == "spike" and may_misfire(event):
+                event["verdict"] = self._misfire(event, data) or event["verdict"]
+            if _kind(event) != "critic":
                 event["summary"] = summary(event)
 
     def add_own(self, events: Sequence[dict[str, Any]], data: TrainedData) -> None:

@@ -16,12 +16,12 @@ from ..bundles.bundle_writer import BundleWriter
 from ..bundles.layout import Row
 from ..config import GradLocConfig
 from ..critic_watch import CriticWatch
-from ..evidence.clips import clip_line
+from ..evidence.writer import SCHEMA, now
 from ..fsdp import collectives
 from ..gradloc import GradLoc, Located
 from ..guarded import guarded
+from ..judge.sentences import summary
 from ..layers.layer_clip import LayerClip
-from ..measure.micro_batch import token_weights
 from ..measure.pass_recorder import LossInputs, ReadTokens
 from ..measure.passes import Forward
 from ..token_clip.hidden_states import Positions
@@ -46,7 +46,7 @@ Norm = TypeVar("Norm")
 
 
 class Watch:
-    """What watches a model that is trained: each of its parts may be off. `watch_actor` makes one.
+    """What watches a model that is trained: each of its parts may be off. `watch_actor` and `watch_critic` make one.
 
     Args:
         config (ActorConfig | CriticConfig): verl's configuration of the actor or critic.
@@ -248,7 +248,9 @@ class Watch:
         if self.token_clip is not None:
             self._scale = None
             if found := self.token_clip.end_mini_batch():
-                self.clips.append(clip_line(where, found))
+                # Of the form `CLIP` in gradloc_tools/schema.py.
+                line = {"schema": SCHEMA, "time": now(), **where, "token_clip": found}
+                self.clips.append({**line, "summary": summary(line)})
         stepped = optimizer_step() if take_step else None
         before_clipping = stepped if norm is None else norm
         assert before_clipping is not None  # a step that is left out has a norm
@@ -302,37 +304,14 @@ class Watch:
         return {name: part for name, part in parts.items() if part is not None}
 
 
-class ValueWatch(Watch):
-    """Measures the training passes of a critic's module; the weights are those of verl's value loss."""
-
-    def __init__(
-        self, module: nn.Module, config: Any, loss_scale: Callable[[], float], sequence_parallel_size: int
-    ) -> None:
-        super().__init__(config, loss_scale, sequence_parallel_size)
-        settings = GradLocConfig(grad_norm_threshold=config.grad_norm_threshold)
-        size, meter = sequence_parallel_size, meter_kind(module)
-        forward: Any = None  # nothing is computed again
-        self.gradloc = CriticWatch(module, settings, forward, get_device_name(), loss_scale, size, meter)
-
-    def observe(
-        self,
-        loss_inputs: LossInputs,
-        read_tokens: ReadTokens,
-        shape: Sequence[int],
-        factor: float = 1.0,
-        **options: Any,
-    ) -> None:
-        """Notes the values of a micro-batch; see `Watch.observe`. Those of another loss are not looked at."""
-        call = self.aggregation.take()
-        if call is None or not call.is_of_tokens(shape) or self.gradloc is None:
-            return
-
-        def read() -> dict[str, Tensor]:
-            tokens = read_tokens()
-            weight = token_weights(call.aggregate, tokens["response_mask"].float())
-            return {**tokens, "weight": weight * factor}
-
-        self.gradloc.observe(read, loss_inputs)
+def watch_critic(module: nn.Module, config: Any, loss_scale: Callable[[], float], sequence_parallel_size: int) -> Watch:
+    """The watch over a critic whose configuration turns it on."""
+    watch = Watch(config, loss_scale, sequence_parallel_size)
+    settings = GradLocConfig(grad_norm_threshold=config.grad_norm_threshold)
+    size, meter = sequence_parallel_size, meter_kind(module)
+    forward: Any = None  # nothing is computed again
+    watch.gradloc = CriticWatch(module, settings, forward, get_device_name(), loss_scale, size, meter)
+    return watch
 
 
 def watch_actor(

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""An event in one sentence, and with its verdict in one line."""
+"""An event or a clip line in one sentence, and with its verdict in one line."""
 
 import math
 from collections import Counter
@@ -14,6 +14,9 @@ from .shares import all_of, counted, layer_shares, shares_of_sum
 
 Event = Mapping[str, Any]
 Culprit = Mapping[str, Any]
+
+# By TokenClip's action, what happened to the signals that were cut.
+DONE = {"drop": "dropped", "smooth": "reduced"}
 
 # Where they hold for any culprit, something is broken, and the other culprits may be its consequences.
 _BUGS = [rule.name for rule in RULES if rule.kind in (Kind.BROKEN, Kind.UNSAMPLED, Kind.MISALIGNED)]
@@ -46,8 +49,10 @@ def describe(event: Event) -> str:
     """An event in one sentence, from its other fields alone.
 
     Args:
-        event (Mapping): An event; texts and rewards of its culprits are used if they are there.
+        event (Mapping): An event or a clip line; texts and rewards of its tokens are used if they are there.
     """
+    if "token_clip" in event:
+        return _clips(event["token_clip"])
     if event.get("drill"):
         return _drill(event["drill"])
     parts = [_culprits(event) if event["culprits"] else _without_culprits(event)]
@@ -59,6 +64,27 @@ def describe(event: Event) -> str:
         parts.append(layer)
     sentence = "; ".join(parts) + "."
     return sentence[0].upper() + sentence[1:]
+
+
+def _clips(found: Mapping[str, Any]) -> str:
+    """What TokenClip found, and the largest of it."""
+    over, cut = sum(found["over"].values()), sum(found["cut"].values())
+    start = f"TokenClip found {_count(over, 'backward signal', 'backward signals')} over "
+    start += f"{found['factor']:g} times the usual largest one"
+    if found["action"] == "log":
+        start += f", and left {'them as they are' if over > 1 else 'it as it is'} (action log)"
+    elif cut:
+        which = f"{cut} of them" if cut < over else "all of them" if over > 1 else "it"
+        start += f", and {DONE[found['action']]} {which}"
+    if found["refused"]:
+        start += f"; at {', '.join(found['refused'])} there were more than max_share, so that none was cut there"
+    if not found["tokens"]:
+        return f"{start}."
+    token = found["tokens"][0]
+    text = f" {token['token']!r}" if token.get("token") is not None else ""
+    place = "in the prompt" if token["position"] < 0 else f"position {token['position']}"
+    where = f"{token['multiple']:.3g} times the usual at {token['boundary']}"
+    return f"{start}; the largest: token{text} of rank {token['rank']}, row {token['row']}, {place}, {where}."
 
 
 def _drill(drill: Mapping[str, Any]) -> str:

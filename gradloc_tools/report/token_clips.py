@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gradloc.evidence.clips import DONE
+from gradloc.judge.sentences import DONE
 
 from .figures import SHORT_CHARACTERS, clipped, count, rounded, severity
 from .words import MiniBatch, mini_batch_of

@@ -302,6 +302,7 @@ def loss_of_ones_own(directory: str) -> list[dict[str, Any]]:
     watch.start_update(1)
     watch.begin_pass({}, [0], None)
     watch.start_loss(None)
-    watch.observe({}, None, (1, 1))
+    tokens = {name: torch.ones(1, 1) for name in ("response_mask", "value")}
+    watch.observe({}, lambda: tokens, (1, 1))
     watch.step(0, 0, lambda: 1.0)
     return watch.lines()

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gradloc import record_events
-from gradloc.evidence.clips import clip_line
-from gradloc.evidence.writer import SCHEMA, record_step
+from gradloc.evidence.writer import SCHEMA, now, record_step
 from gradloc.judge.rules import RULES, classify
 from gradloc.judge.sentences import describe
 from gradloc.judge.verdict import verdict
@@ -236,7 +235,8 @@ def clip(step: int | None, tokens: Sequence[Event], action: str = "drop", **chan
     figures = {"action": action, "factor": 4.0, "over": over, "cut": cut, "refused": changes.pop("refused", [])}
     figures |= {"largest": dict.fromkeys(boundaries, 9.0), "usual": dict.fromkeys(boundaries, 1.5)}
     where = {"global_step": step, "epoch": 0, "mini_batch": changes.pop("mini_batch", 0)}
-    return {**clip_line(where, {**figures, "tokens": tokens}), **changes}
+    line = {"schema": SCHEMA, "time": now(), **where, "token_clip": {**figures, "tokens": tokens}}
+    return {**line, "summary": describe(line), **changes}
 
 
 def marked(line: Event) -> Event:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gradloc import TokenClip, TokenClipConfig
-from gradloc.evidence.clips import describe
+from gradloc.judge.sentences import describe
 from gradloc.token_clip.bounds import UsualSignal
 from gradloc.token_clip.hidden_states import Positions
 from gradloc.token_clip.token_clip import row_weights
