@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from gradloc.evidence.writer import evidence_files, jsonable
 
@@ -161,18 +161,8 @@ def _write_page(bundle: Bundle, result: Mapping[str, Any], options: argparse.Nam
     write_page(evidence, options.html)
 
 
-class _Step(NamedTuple):
-    """A comparison or a switch.
-
-    Args:
-        note (str): What a note on it begins with: that it was not done.
-        what (str): What it is.
-        do (Callable): Measures it.
-    """
-
-    note: str
-    what: str
-    do: Callable[[], None]
+# A comparison or a switch: how a note begins that it was not done, what it is, and what measures it.
+_Step = tuple[str, str, Callable[[], None]]
 
 
 class _Replay:
@@ -196,17 +186,17 @@ class _Replay:
     def results(self) -> Iterator[dict[str, object]]:
         """The result, then that with each remedy, comparison or switch added: the next may take too much memory."""
         steps = self._replay()
-        notes = [step.note for step in steps]
+        notes = [note for note, *_ in steps]
         if self._options.remedies:
             yield build_result(self._found, [_REMEDIES_OPEN, *notes])
             yield from self._remedies(notes)
         yield build_result(self._found, notes)
-        for number, step in enumerate(steps, 1):
-            say(f"{step.what}, {number} of {len(steps)}")
+        for number, (note, what, measure_it) in enumerate(steps, 1):
+            say(f"{what}, {number} of {len(steps)}")
             try:
-                step.do()
+                measure_it()
             except _NOT_DONE as error:
-                self._found.notes.append(f"{step.note}: {why_not(error)}")
+                self._found.notes.append(f"{note}: {why_not(error)}")
             yield build_result(self._found, notes[number:])
 
     def _replay(self) -> list[_Step]:
@@ -229,12 +219,12 @@ class _Replay:
         if switches:
             found.switches = [row(AS_REPLAYED, bundle, measured, measured, self._culprit)]
         of_switches = [
-            _Step(f"Not switched to '{each.name}'", f"switch '{each.name}'", partial(self._switch, each))
+            (f"Not switched to '{each.name}'", f"switch '{each.name}'", partial(self._switch, each))
             for each in switches
         ]
         in_place = sum(switch.variant is None for switch in switches)  # these come first
         comparisons = [
-            _Step(f"Not compared with {other}", f"comparison with {other}", partial(self._compare, other))
+            (f"Not compared with {other}", f"comparison with {other}", partial(self._compare, other))
             for other in others
         ]
         return [*of_switches[:in_place], *comparisons, *of_switches[in_place:]]

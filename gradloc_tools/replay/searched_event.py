@@ -60,8 +60,6 @@ def searched_event(
     event = {**base, **{name: found[name] for name in _FOUND}, "search": "replayed", "suspected": []}
     if first:
         event |= {name: found[name] for name in _FOUND_FIRST} | {"micro_batches": bundle.event["micro_batches"]}
-    scaled = float(base["global_threshold"]) * threshold / base["threshold"]
-    event |= {"threshold": threshold, "global_threshold": scaled}
     known = [*base["culprits"], *base.get("suspected", ())]
     for name in ("units", "culprits", "diffuse"):
         elsewhere = [] if first else [each for each in base[name] if _is_elsewhere(each, bundle)]
@@ -73,10 +71,7 @@ def searched_event(
         event["complete"] = found["complete"] and not first and base["complete"]
     if first or places(base["culprits"]) != places(event["culprits"]):
         event["verdict"] = found["verdict"]
-    if event.get("replay") is None:
-        event["replay"] = f"{limits.FOLDER}/{bundle.path.resolve().name}"
-    event["summary"] = summary(event)
-    return event
+    return _finished(event, bundle, threshold)
 
 
 def quiet_event(
@@ -95,24 +90,22 @@ def quiet_event(
             f"`gradloc replay BUNDLE --search --threshold {searched.lower_threshold}` "
             "searches the largest one all the same."
         )
-    event = {
-        **base,
-        "diagnosis": "under",
-        "search": "replayed",
-        "threshold": threshold,
-        "global_threshold": float(base["global_threshold"]) * threshold / base["threshold"],
-        "passes": searched.passes,
-    }
+    event = {**base, "diagnosis": "under", "search": "replayed", "passes": searched.passes}
     # What is wrong with the run is wrong without a search.
     if not (base.get("verdict") or {}).get("cause"):
         or_ = "or" if of_training else "the weights are not those of training, or"
         sentence = f"No micro-batch is over its threshold: the spike is not in these tokens, {or_} τ is too high."
         shares = {"cause": None, "culprits": None, "ordinary": None}
         event["verdict"] = {**shares, "sentence": sentence, "check": check}
-    if event.get("replay") is None:
-        event["replay"] = f"{limits.FOLDER}/{bundle.path.resolve().name}"
-    event["summary"] = summary(event)
-    return event
+    return _finished(event, bundle, threshold)
+
+
+def _finished(event: Mapping[str, Any], bundle: Bundle, threshold: float) -> dict[str, Any]:
+    """An event with the τ of its search, its bundle and its summary."""
+    scaled = float(event["global_threshold"]) * threshold / event["threshold"]
+    replay = event.get("replay") or f"{limits.FOLDER}/{bundle.path.resolve().name}"
+    found = {**event, "threshold": threshold, "global_threshold": scaled, "replay": replay}
+    return {**found, "summary": summary(found)}
 
 
 def event_around(bundle: Bundle, names: Collection[str]) -> dict[str, Any] | None:

@@ -5,7 +5,6 @@
 import math
 from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,20 +24,9 @@ _TOKENS = 1024
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
-class _Row(NamedTuple):
-    """Those tokens of a row that are compared.
-
-    Args:
-        logits (Tensor): Before the temperature, of shape (tokens, vocabulary).
-        ids (Tensor): The tokens, of shape (tokens,), as the rollout's log-probs are.
-        rollout (Tensor): Float64.
-        temperature (float): Training's.
-    """
-
-    logits: Tensor
-    ids: Tensor
-    rollout: Tensor
-    temperature: float
+# Those tokens of a row that are compared: logits before the temperature, of shape (tokens, vocabulary), ids and the
+# rollout's log-probs, float64, of shape (tokens,), and training's temperature.
+_Row = tuple[Tensor, Tensor, Tensor, float]
 
 
 def fit_temperature(bundle: Bundle, model: Model) -> dict[str, float] | None:
@@ -54,7 +42,7 @@ def fit_temperature(bundle: Bundle, model: Model) -> dict[str, float] | None:
             of them.
     """
     rows = _rows(bundle, model)
-    temperatures = {row.temperature for row in rows}
+    temperatures = {temperature for *_, temperature in rows}
     if len(temperatures) != 1:
         return None
     (training,) = temperatures
@@ -88,7 +76,7 @@ def _rows(bundle: Bundle, model: Model) -> list[_Row]:
             if len(chosen):
                 logits, ids = row_logits(model, row)
                 positions = (row.prompt_length + chosen).to(model.device)
-                found.append(_Row(logits[positions - 1], ids[positions], rollout[chosen], row.temperature))
+                found.append((logits[positions - 1], ids[positions], rollout[chosen], row.temperature))
                 left -= len(chosen)
     return found
 
@@ -97,10 +85,10 @@ def _rows(bundle: Bundle, model: Model) -> list[_Row]:
 def _mean_difference(rows: list[_Row], temperature: float) -> float:
     """Of the log-probs at a temperature from the rollout's, each counted as at most `LARGEST`; NaN if none is known."""
     differences = []
-    for row in rows:
-        log_probs = (row.logits / temperature).float().log_softmax(-1)
-        log_prob = log_probs.gather(-1, row.ids.unsqueeze(-1)).squeeze(-1)
-        difference = (log_prob.double().cpu() - row.rollout).abs().clamp(max=LARGEST)
+    for logits, ids, rollout, _ in rows:
+        log_probs = (logits / temperature).float().log_softmax(-1)
+        log_prob = log_probs.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+        difference = (log_prob.double().cpu() - rollout).abs().clamp(max=LARGEST)
         differences.append(difference[difference.isfinite()])
     return float(torch.cat(differences).mean())
 

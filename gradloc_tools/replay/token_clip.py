@@ -21,7 +21,7 @@ from gradloc.token_clip.hidden_states import find_boundaries
 from gradloc.token_clip.token_clip import row_weights
 from gradloc.token_clip.watched_pass import LOG_PROBS
 
-from .measuring import Coefficients, Norms, add_row, coefficients_of, take_norms
+from .measuring import Norms, add_row, coefficients_of, take_norms
 from .model import Model
 
 
@@ -46,12 +46,8 @@ class Cut:
     refused: list[str]
 
 
-@dataclass(frozen=True)
-class _Where:
-    """Which signals at a boundary are cut, and all their values, of the same shape."""
-
-    over: Tensor
-    signal: Tensor
+# Which signals at a boundary are cut, and all their values, of the same shape.
+_Where = tuple[Tensor, Tensor]
 
 
 def clip_tokens(
@@ -72,16 +68,18 @@ def clip_tokens(
     modules = find_boundaries(model.module)
     if {*modules, LOG_PROBS} != set(bounds["usual"]):
         return None
-    clip = _Clip(bounds, 1 / row_weights(saved.tokens["weight"]), model.loss_scale, scaled)
-    order = [LOG_PROBS, *reversed(modules)]
+    order, scaling = [LOG_PROBS, *reversed(modules)], 1 / row_weights(saved.tokens["weight"])
+    coefficient, of_entropy = coefficients_of(saved)
     refused: list[str] = []
     while True:
         # Whether a boundary is refused depends on what was cut before it, so they are refused one after the other.
-        clip.start(refused)
-        kept, over = clip.at_log_probs(coefficients_of(saved))
+        clip = _Clip(bounds, scaling, model.loss_scale, scaled, refused)
+        # There, a position's signal is its own coefficient.
+        at_log_probs = clip.over(LOG_PROBS, coefficient.abs() * scaling.unsqueeze(1))
+        kept = clip.cut(LOG_PROBS, coefficient, at_log_probs)
         for index in range(len(saved.rows)):
             with _hooked(modules, partial(clip.see, index)):
-                add_row(model, saved, index, kept)
+                add_row(model, saved, index, (kept, of_entropy))
         gradient = take_norms(model)
         too_many = next((name for name in order if clip.counts[name] > bounds["limit"] and name not in refused), None)
         if too_many is None:
@@ -89,7 +87,7 @@ def clip_tokens(
         refused.append(too_many)
 
     alone = coefficients_of(saved, ordinary)
-    left, opposite = (clip.cut_log_probs(alone[0], over), alone[1]), (-alone[0], -alone[1])
+    left, opposite = (clip.cut(LOG_PROBS, alone[0], at_log_probs), alone[1]), (-alone[0], -alone[1])
     changed = (left[0] != alone[0]).any(-1).tolist()
     for index in range(len(saved.rows)):
         if changed[index] or any(row == index for row, _ in clip.cuts):
@@ -98,51 +96,51 @@ def clip_tokens(
             add_row(model, saved, index, opposite)
     moved = take_norms(model)
 
-    positions, prompt = over.over & (coefficients_of(saved)[0] != 0), 0
+    positions, prompt = at_log_probs[0] & (coefficient != 0), 0
     where = {name for _, name in clip.cuts} | ({LOG_PROBS} if bool(positions.any()) else set())
-    for (index, _), found in clip.cuts.items():
-        places = torch.nonzero(found.over).flatten().cpu() - (saved.rows[index].prompt_length - 1)
+    for (index, _), (over, _) in clip.cuts.items():
+        places = torch.nonzero(over).flatten().cpu() - (saved.rows[index].prompt_length - 1)
         prompt += int((places < 0).sum())
         positions[index, places[(0 <= places) & (places < positions.shape[1])]] = True
     return Cut(gradient, moved, positions, prompt, next((name for name in order if name in where), None), refused)
 
 
 class _Clip:
-    """TokenClip's rule for the rows of a micro-batch.
+    """TokenClip's rule for the rows of a micro-batch, with some boundaries `refused`, at which nothing is cut.
 
     Attributes:
         counts (Counter[str]): How many signals were over the bound, by boundary.
         cuts (dict): By row and boundary below the log-probs, what was cut.
     """
 
-    def __init__(self, bounds: Mapping[str, Any], scaling: Tensor, loss_scale: float, scaled: bool) -> None:
+    def __init__(
+        self, bounds: Mapping[str, Any], scaling: Tensor, loss_scale: float, scaled: bool, refused: list[str]
+    ) -> None:
         self._action = "drop" if bounds["action"] == "log" else bounds["action"]
         self._bounds = {name: bounds["factor"] * usual for name, usual in bounds["usual"].items() if usual}
         self._scaling, self._loss_scale, self._scaled = scaling, loss_scale, scaled
-
-    def start(self, refused: list[str]) -> None:
-        """Begins anew, with some boundaries at which nothing is cut."""
         self._refused = {*refused}
         self.counts: Counter[str] = Counter()
         self.cuts: dict[tuple[int, str], _Where] = {}
 
-    def at_log_probs(self, coefficients: Coefficients) -> tuple[Coefficients, _Where]:
-        """What is left of coefficients: at the log-probs, a position's signal is its own coefficient."""
-        signal = coefficients[0].abs() * self._scaling.unsqueeze(1)
-        found = self._over(LOG_PROBS, signal)
-        return (self.cut_log_probs(coefficients[0], found), coefficients[1]), found
+    def over(self, name: str, signal: Tensor) -> _Where:
+        """Counts the signals over a boundary's bound, and says which are cut."""
+        bound = self._bounds.get(name)
+        over = torch.zeros_like(signal, dtype=torch.bool) if bound is None else is_over(signal, bound, self._scaled)
+        self.counts[name] += int(over.sum())
+        return over & (name not in self._refused), signal
 
-    def cut_log_probs(self, coefficient: Tensor, found: _Where) -> Tensor:
-        """What is left of coefficients whose signals are cut as `found` says."""
-        return self._cut(LOG_PROBS, coefficient, found)
+    def cut(self, name: str, gradient: Tensor, where: _Where) -> Tensor:
+        """What is left of a gradient."""
+        return cut(gradient, where[1], self._bounds.get(name, 1.0), where[0], self._action)
 
     def see(self, row: int, name: str, gradient: Tensor) -> Tensor | None:
         """What replaces the gradient of a row's hidden states, shape (1, positions, hidden); None to leave it."""
         if name not in self._bounds:
             return None
         norms = torch.linalg.vector_norm(gradient[0].float(), dim=-1)
-        found = self._over(name, norms / self._loss_scale * float(self._scaling[row]))
-        if not bool(found.over.any()):
+        found = self.over(name, norms / self._loss_scale * float(self._scaling[row]))
+        if not bool(found[0].any()):
             return None
         self.cuts[row, name] = found
         return self.again(row, name, gradient)
@@ -151,17 +149,8 @@ class _Clip:
         """The same cut of another pass of that row, which may be shorter."""
         if (found := self.cuts.get((row, name))) is None:
             return None
-        count = gradient.shape[1]
-        return self._cut(name, gradient, _Where(found.over[:count, None], found.signal[:count, None]))
-
-    def _over(self, name: str, signal: Tensor) -> _Where:
-        bound = self._bounds.get(name)
-        over = torch.zeros_like(signal, dtype=torch.bool) if bound is None else is_over(signal, bound, self._scaled)
-        self.counts[name] += int(over.sum())
-        return _Where(over & (name not in self._refused), signal)
-
-    def _cut(self, name: str, gradient: Tensor, found: _Where) -> Tensor:
-        return cut(gradient, found.signal, self._bounds.get(name, 1.0), found.over, self._action)
+        over, signal = (values[: gradient.shape[1], None] for values in found)
+        return self.cut(name, gradient, (over, signal))
 
 
 @contextmanager

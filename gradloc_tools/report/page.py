@@ -10,7 +10,6 @@ import gzip
 import os
 import re
 import secrets
-from collections.abc import Mapping
 from pathlib import Path
 
 from .build import DETAILED, build
@@ -31,7 +30,7 @@ def write_page(evidence: Evidence, out: str, details: int = DETAILED) -> None:
     Raises:
         OSError: The page cannot be written.
     """
-    write_whole(out, assemble(page_files(), packed(build(evidence, details=details))))
+    write_whole(out, assemble(packed(build(evidence, details=details))))
 
 
 def packed(view: View) -> str:
@@ -63,29 +62,17 @@ def write_whole(path: str | os.PathLike[str], *texts: str) -> None:
         raise
 
 
-def page_files() -> Mapping[str, str]:
-    """The page's own files by name."""
-    folder = Path(__file__).parent
-    return {name: (folder / name).read_text(encoding="utf-8") for name in _FILES}
-
-
-def assemble(files: Mapping[str, str], data: str) -> str:
-    """The whole page as HTML.
-
-    Args:
-        files (Mapping[str, str]): The page's own files by name.
-        data (str): What `packed` returned.
-    """
+def assemble(data: str) -> str:
+    """The whole page as HTML, with what `packed` returned."""
+    html, css, js = ((Path(__file__).parent / name).read_text(encoding="utf-8") for name in _FILES)
     # What page.html refers to, and what stands there in the page.
     parts = {
-        '<link rel="stylesheet" href="page.css">': f"<style>\n{files['page.css']}</style>",
+        '<link rel="stylesheet" href="page.css">': f"<style>\n{css}</style>",
         '<script type="application/gzip" id="data"></script>': (
             f'<script type="application/gzip" id="data">{data}</script>'
         ),
-        '<script type="module" src="page.js"></script>': f'<script type="module">\n{files["page.js"]}</script>',
+        '<script type="module" src="page.js"></script>': f'<script type="module">\n{js}</script>',
     }
     # The inserted text is not searched.
-    pieces = re.split(f"({'|'.join(map(re.escape, parts))})", files["page.html"])
-    if len(pieces) != 2 * len(parts) + 1:
-        raise ValueError(f"page.html must refer once to each of its parts: {', '.join(parts)}")
+    pieces = re.split(f"({'|'.join(map(re.escape, parts))})", html)
     return "".join(parts.get(piece, piece) for piece in pieces)

@@ -858,13 +858,7 @@ def test_a_page_is_not_written_through_a_link(tmp_path: Path) -> None:
     assert set(folder.iterdir()) == before and (folder / "page.html").read_text() == "ab"
 
 
-def test_a_page_without_one_of_its_files_is_refused() -> None:
-    files = dict(page.page_files())
-    assert files.keys() == {"page.html", "page.css", "page.js"}
-    # What is put in is not searched for places to put in more.
+def test_a_page_has_all_its_parts_and_is_not_searched_for_more() -> None:
     link = '<link rel="stylesheet" href="page.css">'
-    whole = page.assemble(files, link)
-    assert whole.count(link) == 1 and f">{link}<" in whole
-    files["page.html"] = files["page.html"].replace("page.css", "style.css")
-    with pytest.raises(ValueError, match="page.html must refer once to each of its parts"):
-        page.assemble(files, "")
+    whole = page.assemble(link)
+    assert whole.count(link) == 1 and f">{link}<" in whole and "page.js" not in whole
