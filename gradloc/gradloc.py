@@ -274,24 +274,24 @@ class GradLoc(PassRecorder):
 
     def _measure(self, where: Mapping[str, Any]) -> MiniBatch | None:
         """The gradient of the passes since the last call; None if a rank cannot read its tokens. A collective call."""
-        assert self._model is not None  # else the recorder is off
+        model = self._model
+        assert model is not None  # else the recorder is off
         micro_batches = self.take()
         scale, trigger = self._loss_scale(), self.config.spike_trigger
-        norms, copies = self._model.reduced_norms, self._model.sequence_parallel_size
 
         def read() -> Tensor:
             for_metrics = own_figures([micro_batch.tokens for micro_batch in micro_batches])
-            return torch.cat([for_metrics, self._warnings.own_figures(micro_batches, scale, where, norms)])
+            return torch.cat([for_metrics, self._warnings.own_figures(micro_batches, scale, where, model)])
 
-        sizes = [OWN_FIGURES, sum(figure_sizes(norms))]
-        gradient = MiniBatch(self._model, micro_batches, scale)
+        sizes = [OWN_FIGURES, sum(figure_sizes(model))]
+        gradient = MiniBatch(model, micro_batches, scale)
         gradient.gather(trigger, self.figures(read, sum(sizes)), self.failed)
         if gradient.failed:
             self.is_off = True  # for the rest of the update
             return None
         for_metrics, for_warnings = gradient.update_figures.split(sizes, dim=1)
-        self._metrics.take_in(for_metrics[::copies])
-        self._warnings.take_in(for_warnings, where, norms, copies)
+        self._metrics.take_in(for_metrics[:: model.sequence_parallel_size])
+        self._warnings.take_in(for_warnings, where, model)
         return gradient
 
     def _add(self, event: dict[str, Any] | None) -> None:

@@ -13,13 +13,15 @@ from torch import Tensor
 from .evidence.token_facts import off_the_rollout
 from .fsdp import collectives
 from .guarded import guarded
+from .judge.advantages import COLUMN_SUMS
 from .judge.alignment import ALIGNMENT_SUMS
+from .judge.log_probs import SUMS
 from .judge.loss_scale import SCALE_FIGURES, loss_scale_warning
 from .judge.rules import HOLDS, UNLIKELY
-from .judge.run_checks import COLUMN_SUMS, SUMS, RunChecks
-from .layers.reduced_norms import ReducedNorms
+from .judge.run_checks import RunChecks
 from .measure.alignment import own_alignment
 from .measure.micro_batch import MicroBatch
+from .measure.passes import WatchedModel
 from .measure.run_sums import own_columns, own_scale_figures, own_sums
 
 logger = logging.getLogger(__name__)
@@ -127,9 +129,10 @@ class UpdateMetrics:
         return {f"actor/gradloc/{name}": value for name, value in figures.items() if value is not None}
 
 
-def figure_sizes(norms: ReducedNorms) -> list[int]:
+def figure_sizes(model: WatchedModel) -> list[int]:
     """How many numbers each part of `RunWarnings.own_figures` has."""
-    return [len(SUMS), ALIGNMENT_SUMS, COLUMN_SUMS, SCALE_FIGURES, len(norms.layers)]
+    layers = len(model.reduced_norms.layers)
+    return [len(SUMS), ALIGNMENT_SUMS, COLUMN_SUMS, SCALE_FIGURES, layers, layers, len(model.meter.layers)]
 
 
 class RunWarnings:
@@ -147,7 +150,7 @@ class RunWarnings:
         self.checks.start_update(global_step)
 
     def own_figures(
-        self, micro_batches: Sequence[MicroBatch], scale: float, where: Mapping[str, Any], norms: ReducedNorms
+        self, micro_batches: Sequence[MicroBatch], scale: float, where: Mapping[str, Any], model: WatchedModel
     ) -> Tensor:
         """What one rank knows of a mini-batch, for `take_in`: float64 of one dimension. No host sync."""
         tokens = [micro_batch.tokens for micro_batch in micro_batches]
@@ -157,22 +160,28 @@ class RunWarnings:
         # None if it is unknown, or not the same for all.
         mode, *others = {micro_batch.loss_agg_mode for micro_batch in micro_batches}
         scales = own_scale_figures(tokens, scale, None if others else mode)
-        weights = norms.own_squares(of_weights=True) if first else scales.new_zeros(len(norms.layers))
-        return torch.cat([sums, own_alignment(tokens), own_columns(tokens), scales, weights])
+        norms = model.reduced_norms
+        unread = scales.new_zeros(len(norms.layers))
+        layers = (norms.own_squares(of_weights=True), norms.own_squares()) if first else (unread, unread)
+        passes = torch.stack([micro_batch.squares for micro_batch in micro_batches]).sqrt().sum(0)
+        return torch.cat([sums, own_alignment(tokens), own_columns(tokens), scales, *layers, passes])
 
-    def take_in(self, figures: Tensor, where: Mapping[str, Any], norms: ReducedNorms, copies: int) -> None:
-        """Adds what `own_figures` returned on each rank, on the CPU.
-
-        Args:
-            copies (int): How many neighbouring ranks have the same tokens.
-        """
-        *to_add, of_scale, squares = figures.split(figure_sizes(norms), dim=1)
+    def take_in(self, figures: Tensor, where: Mapping[str, Any], model: WatchedModel) -> None:
+        """Adds what `own_figures` returned on each rank, on the CPU."""
+        *to_add, of_scale, weights, gradient, passes = figures.split(figure_sizes(model), dim=1)
+        copies = model.sequence_parallel_size
         # All PPO epochs after the first have the same responses again.
         sums, alignment, columns = (each[::copies].sum(0).tolist() if where["epoch"] == 0 else None for each in to_add)
         self.checks.take_in(sums, loss_scale_warning(of_scale[::copies].tolist()), alignment, columns)
         if (where["epoch"], where["mini_batch"]) == (0, 0):
-            of_layers = zip(norms.layers, squares.sum(0).sqrt().tolist(), norms.numels, strict=True)
-            self.checks.take_weights({name: (norm, numel) for name, norm, numel in of_layers})
+            layers, numels = model.reduced_norms.layers, model.reduced_norms.numels
+            of_weights = zip(weights.sum(0).sqrt().tolist(), numels, strict=True)
+            most = (passes[::copies].sum(0) / model.data_parallel_size).tolist()
+            self.checks.take_layers(
+                dict(zip(layers, of_weights, strict=True)),
+                dict(zip(layers, gradient.sum(0).sqrt().tolist(), strict=True)),
+                dict(zip(model.meter.layers, most, strict=True)),
+            )
         self.of_update = self.checks.warnings()
         for warning in self.of_update:
             if warning["name"] not in self._logged and collectives.rank() == 0:

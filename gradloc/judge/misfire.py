@@ -9,8 +9,8 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .advantages import REWARD_SCALE
 from .rules import NATURAL_FACTOR, RULES, Kind
-from .run_checks import REWARD_SCALE
 from .shares import counted, percent
 from .verdict import COMMON, LIFT, MOST_CULPRITS, explaining_culprits
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from .shares import counted, layer_shares
+from .shares import LAYER_FRACTION, counted, is_unusual, layer_shares
 
 # What is known of a culprit, or as tensors of many tokens: see `token_facts`.
 Facts = Mapping[str, Any]
@@ -27,7 +27,6 @@ LEAST_RESPONSE = 6
 MISALIGNED_FRACTION = 0.5
 TOKEN_RATIO = 2.0
 SEQUENCE_RATIO = 1.2
-LAYER_FRACTION = 0.5
 # Between the advantages of a group of four in which one response is rewarded unlike the others, there is a factor of 3.
 LARGE_ADVANTAGE = 2.5
 LARGE_WEIGHT = 5.0
@@ -42,8 +41,6 @@ NATURAL_ADVANTAGE = 6.0
 NATURAL_FACTOR = 8.0
 # A culprit whose norm is over so many thresholds is not one because it is rare.
 RARE_NORM = 30.0
-# How many times its odds in an ordinary token a layer's share of the squared norm has in a culprit, at least.
-LAYER_ODDS = 20.0
 
 
 class Kind(Enum):
@@ -263,11 +260,6 @@ def _left_without_a_layer(culprit: Facts, event: Event) -> float:
     shares = layer_shares(culprit["layer_norms"]) or {"": 0.0}
     layer = max(shares, key=shares.__getitem__)
     return 0.0 if usual and is_unusual(shares[layer], usual.get(layer, 0.0)) else math.inf
-
-
-def is_unusual(share: float, usual: float) -> bool:
-    """Whether a layer's share of the squared norm has `LAYER_ODDS` times its usual odds."""
-    return share * (1 - usual) > LAYER_ODDS * usual * (1 - share)
 
 
 def _has_outlying_advantage(event: Event) -> bool:

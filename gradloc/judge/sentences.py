@@ -9,8 +9,8 @@ from typing import Any
 
 from ..guarded import guarded
 from .auxiliary import auxiliary_in_words
-from .rules import LAYER_FRACTION, RULES, SOURCES, Kind, turn_boundary
-from .shares import all_of, counted, layer_shares, shares_of_sum
+from .rules import RULES, SOURCES, Kind, turn_boundary
+from .shares import LAYER_FRACTION, all_of, counted, layer_shares, shares_of_sum
 
 Event = Mapping[str, Any]
 Culprit = Mapping[str, Any]

@@ -6,6 +6,12 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+# A layer that has more of the squared norm carries it; and by so many times its usual odds, that is unusual.
+LAYER_FRACTION = 0.5
+LAYER_ODDS = 20.0
+# A block is unlike the others, of which there are so many, if each has so many times less of the squared norm.
+LIKE, UNLIKE = 2, 25.0
+
 
 def layer_shares(norms: Mapping[str, float]) -> dict[str, float]:
     """Each layer's share of the squared norm, from the layers' norms; none if their sum is 0 or not finite."""
@@ -16,6 +22,20 @@ def shares_of_sum(squares: Mapping[str, float]) -> dict[str, float]:
     """Each layer's share of the sum of these squares; none if that is 0 or not finite."""
     total = math.fsum(squares.values())
     return {layer: square / total for layer, square in squares.items()} if 0 < total < math.inf else {}
+
+
+def is_unusual(share: float, usual: float) -> bool:
+    """Whether a layer's share of the squared norm has `LAYER_ODDS` times its usual odds."""
+    return share * (1 - usual) > LAYER_ODDS * usual * (1 - share)
+
+
+def is_unlike_its_like(name: str, shares: Mapping[str, float]) -> bool:
+    """Whether a numbered layer has far more of the squared norm than every other one of its kind: gradients of a
+    model's blocks differ, but gradually.
+    """
+    kind, _, number = name.rpartition(".")
+    others = [share for other, share in shares.items() if other != name and other.rpartition(".")[0] == kind]
+    return number.isdigit() and len(others) >= LIKE and shares[name] >= UNLIKE * max(others)
 
 
 def threshold_factor(part: Mapping[str, Any]) -> float:

@@ -10,9 +10,10 @@ from typing import Any
 
 from ..guarded import guarded
 from .auxiliary import auxiliary_verdict
-from .rules import APART, APART_NATS, RULES, Kind, Rule, is_apart, is_unusual
-from .run_checks import ENGINES_APART, OF_ROLLOUT, OF_SOME, OTHER_LOG_PROBS, REFERENCE, resume_note
-from .shares import counted, layer_shares, percent
+from .log_probs import ENGINES_APART, OF_ROLLOUT, OF_SOME, OTHER_LOG_PROBS, REFERENCE
+from .progress import resume_note
+from .rules import APART, APART_NATS, RULES, Kind, Rule, is_apart
+from .shares import counted, is_unlike_its_like, is_unusual, layer_shares, percent
 
 Shares = Mapping[str, float | None]
 Verdict = dict[str, Any]
@@ -33,8 +34,6 @@ LIKELY_ORDINARY = 0.1
 RARELY = 0.01
 # The share of the norm of a layer that carries next to all of it, in micro-batches of so many thresholds.
 ALONE, LOUD = 0.9, 10.0
-# Or in fewer, of a block of which there are so many others, each with so many times less of the squared norm.
-LIKE, UNLIKE = 2, 25.0
 # A weight that is so many times the median makes most of the gradient by itself: without it, under a quarter.
 HEAVY = 5.0
 
@@ -359,7 +358,7 @@ def _layer_of_all(event: Mapping[str, Any]) -> Verdict | None:
         return None
     # Where nothing is known of ordinary tokens, as in a run that has had no other mini-batch.
     loud = min(unit["norm"] / unit["threshold"] for unit in event["units"]) if not usual else LOUD
-    is_clear = loud >= LOUD or all(_is_unlike_its_like(name, share) for share in shares)
+    is_clear = loud >= LOUD or all(is_unlike_its_like(name, share) for share in shares)
     if not usual and (least < ALONE or not is_clear or not 1 < len(shares) == event["micro_batches"]):
         return None
     before = f", and ordinarily {percent(usual.get(name, 0.0))}" if usual else ""
@@ -373,15 +372,6 @@ def _layer_of_all(event: Mapping[str, Any]) -> Verdict | None:
         f"damaged, or a kernel is wrong. {_LAYER.check}"
     )
     return _verdict(_LAYER.name, sentence, check)
-
-
-def _is_unlike_its_like(name: str, shares: Mapping[str, float]) -> bool:
-    """Whether a numbered layer has far more of the squared norm than every other one of its kind: gradients of a
-    model's blocks differ, but gradually.
-    """
-    kind, _, number = name.rpartition(".")
-    others = [share for other, share in shares.items() if other != name and other.rpartition(".")[0] == kind]
-    return number.isdigit() and len(others) >= LIKE and shares[name] >= UNLIKE * max(others)
 
 
 def find_cause(culprits: Mapping[str, float], ordinary: Shares, count: int) -> Rule | None:

@@ -11,12 +11,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..judge.loss_scale import MODES
-from ..judge.run_checks import (
+from ..judge.advantages import COLUMN_SUMS, COLUMNS
+from ..judge.log_probs import (
     APART_GAP,
     BOUNDED,
-    COLUMN_SUMS,
-    COLUMNS,
     CORRELATED_NATS,
     LARGEST,
     LEAST_LEVEL,
@@ -25,6 +23,7 @@ from ..judge.run_checks import (
     STALE_RATIO,
     SUMS,
 )
+from ..judge.loss_scale import MODES
 
 # Tokens whose ratio is closer to 1 than this, in nats: for them all losses of policy gradients have the same slope.
 _NEAR = 0.02
@@ -80,7 +79,9 @@ def _of_micro_batch(tokens: Mapping[str, Tensor], first: bool, bypass: bool) -> 
     limited = difference.clamp(-CORRELATED_NATS, CORRELATED_NATS)
     level = torch.where(counted, ((rollout + policy) / 2).clamp(min=LEAST_LEVEL), 0.0)
     count = counted.sum(1)
-    mean_gap = gap.sum(1) / count  # NaN without a token, which is over nothing
+    of_rows = gap.sum(1)
+    mean_gap = of_rows / count  # NaN without a token, which is over nothing
+    far = mean_gap > APART_GAP
     sums = {
         "weighted": weighted.sum(),
         "unsampled": unsampled.sum(),
@@ -96,7 +97,9 @@ def _of_micro_batch(tokens: Mapping[str, Tensor], first: bool, bypass: bool) -> 
         "level_square": level.square().sum(),
         "product": (limited * level).sum(),
         "responses": (count > 0).sum(),
-        "far": (mean_gap > APART_GAP).sum(),
+        "far": far.sum(),
+        "far_tokens": torch.where(far, count, 0).sum(),
+        "far_gap": torch.where(far, of_rows, 0.0).sum(),
         "positive": (counted & (rollout > ONE_SIDE_NATS)).sum(),
     }
     if first and "old_log_prob" in tokens:
@@ -111,14 +114,14 @@ def _of_micro_batch(tokens: Mapping[str, Tensor], first: bool, bypass: bool) -> 
         mean_distance = distance.sum(1) / count
         stale = (mean_gap > STALE_GAP) & (mean_distance < STALE_RATIO * mean_gap)
         fresh = (mean_distance > STALE_GAP) & (mean_gap < STALE_RATIO * mean_distance)
-        far = (mean_gap > STALE_GAP) | (mean_distance > STALE_GAP)
+        either = (mean_gap > STALE_GAP) | (mean_distance > STALE_GAP)
         of_stale = stale.unsqueeze(1)
         sums |= {
             "distance": distance.sum(),
             "moved": torch.where(counted, (policy - reference).clamp(-LARGEST, LARGEST).abs(), 0.0).sum(),
             "stale": stale.sum(),
             "fresh": fresh.sum(),
-            "unclear": (far & ~stale & ~fresh).sum(),
+            "unclear": (either & ~stale & ~fresh).sum(),
             "stale_tokens": (counted & of_stale).sum(),
             "stale_gap": torch.where(of_stale, gap, 0.0).sum(),
             "stale_distance": torch.where(of_stale, distance, 0.0).sum(),

@@ -9,7 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from gradloc.judge.run_checks import LARGEST, OTHER_GAP
+from gradloc.judge.log_probs import LARGEST, OTHER_GAP
 
 from ..bundles.opening import Bundle
 from .model import Model, row_logits

@@ -13,15 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradloc.judge.run_checks import (
+from gradloc.judge.log_probs import (
     APART_GAP,
     LARGEST,
     ONE_SIDE_NATS,
     STALE_GAP,
     STALE_RATIO,
     SUMS,
-    RunChecks,
 )
+from gradloc.judge.run_checks import RunChecks
 from gradloc.measure.alignment import own_alignment
 from gradloc.measure.run_sums import own_columns, own_sums
 
@@ -110,6 +110,8 @@ def sums_of_a_loop(micro_batches: list[dict[str, Tensor]], first: bool, in_bypas
             total["gap"] += gaps
             total["responses"] += 1
             total["far"] += gap > APART_GAP
+            total["far_tokens"] += (gap > APART_GAP) * count
+            total["far_gap"] += (gap > APART_GAP) * gaps
             if "ref_log_prob" in tokens:
                 total["distance"] += distances
                 stale = gap > STALE_GAP and distance < STALE_RATIO * gap
@@ -287,6 +289,22 @@ def test_one_of_two_workers_that_is_not_updated() -> None:
     found = warned(steps(Run(behind=None, stale_share=0.5, rate=0.1, noise=0.02), 12))
     assert names(found)[-1] == "partly_stale"
     assert "For 50% of the responses, as from one of several workers" in found[-1][0]["sentence"]
+
+
+def test_one_of_two_workers_that_is_not_updated_is_told_without_a_reference() -> None:
+    found = warned(steps(Run(behind=None, stale_share=0.5, rate=0.1, noise=0.02, reference=False), 14))
+    assert set(names(found)) == {"", "partly_stale"} and names(found)[-1] == "partly_stale"
+    assert "For 50% of the responses, as from one of several workers" in found[-1][0]["sentence"]
+
+
+def test_a_gap_of_some_responses_that_does_not_grow_is_no_stale_worker() -> None:
+    """As of prompts that the engine was given otherwise, from the first step on."""
+    batches = list(steps(Run(noise=0.02, reference=False), 14))
+    for step, tokens in enumerate(batches):
+        tokens["rollout_log_prob"][:16] = (tokens["rollout_log_prob"] + noise_of(step)).clamp(max=0.0)[:16]
+    found = warned(batches)
+    assert set(names(found)[4:]) == {"engines_apart"} and "partly_stale" not in names(found)
+    assert "in 33% of the responses by over" in found[-1][0]["sentence"]
 
 
 def test_weights_that_are_late_but_arrive_are_not_called_those_of_step_1() -> None:
@@ -550,7 +568,7 @@ def test_weights_that_no_optimizer_step_has_written_are_said(
             checks = RunChecks()
             checks.load_state_dict(saved)
         checks.start_update(step)
-        checks.take_weights({"a": (1.0, LAYER), "b": (norm, LAYER)})
+        checks.take_layers({"a": (1.0, LAYER), "b": (norm, LAYER)}, {})
         checks.add_step(1e-3)
         sentences = [warning["sentence"] for warning in checks.warnings() if warning["name"] == "layer"]
         assert len(sentences) == (bool(said) and 2 <= step < 7), step
@@ -561,9 +579,73 @@ def test_of_several_layers_that_were_written_the_most_changed_is_named() -> None
     checks = RunChecks()
     for step, factor in ((1, 1.0), (2, 3.0)):
         checks.start_update(step)
-        checks.take_weights({"a": (factor, 4), "b": (factor**2, 4), "c": (1.0, 4)})
+        checks.take_layers({"a": (factor, 4), "b": (factor**2, 4), "c": (1.0, 4)}, {})
     (warning,) = checks.warnings()
     assert warning["sentence"].startswith("The weights of b, and those of 1 other layer, changed before step 2 by")
+
+
+BLOCKS = {"embed": 2.0, "layers.0": 1.0, "layers.1": 3.0, "layers.2": 1.0, "layers.3": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("begins", "factor", "said"),
+    [
+        (1, 30.0, "far more than every other block"),
+        (6, 30.0, "and 40% before"),
+        (6, 2.5, ""),  # far less than 20 times the odds
+        (1, 2.5, ""),  # the blocks of a model have different gradients
+    ],
+)
+@pytest.mark.parametrize("resumes", [False, True])
+def test_a_layer_that_carries_the_gradient_from_some_step_on_is_said(
+    begins: int, factor: float, said: str, resumes: bool
+) -> None:
+    checks = RunChecks()
+    for step in range(1, 13):
+        if resumes and step == 7:
+            saved = checks.state_dict()
+            checks = RunChecks()
+            checks.load_state_dict(saved)
+        checks.start_update(step)
+        gradient = {name: math.sqrt(square * (1 + 0.1 * (step % 3))) for name, square in BLOCKS.items()}
+        gradient["layers.1"] *= factor if step >= begins else 1
+        checks.take_layers({}, gradient)
+        sentences = [warning["sentence"] for warning in checks.warnings() if warning["name"] == "layer"]
+        assert len(sentences) == (bool(said) and step >= begins + 2), step
+        for sentence in sentences:
+            assert sentence.startswith("The layer layers.1 carries over 99% of the gradient's squared norm")
+            assert f"since step {begins}" in sentence and said in sentence
+
+
+def test_a_layer_with_most_of_one_gradient_is_not_said() -> None:
+    checks = RunChecks()
+    for step in range(1, 13):
+        checks.start_update(step)
+        checks.take_layers({}, {**BLOCKS, "layers.1": 1000.0} if step % 4 < 2 else BLOCKS)
+        assert not checks.warnings()
+
+
+@pytest.mark.parametrize(
+    ("times", "name", "said"),
+    [
+        ({"a": 1.0, "b": 0.2}, None, ""),
+        ({"a": 1.2, "b": 1.0}, None, ""),  # rounded
+        ({"a": 4.0, "b": 0.2}, "layer", "The optimizer's gradient in the layer a is at least 4 times what"),
+        ({"a": 4.0, "b": 2.0}, "loss_scale", "The optimizer's gradient is at least 2 times what"),
+        ({"a": math.inf, "b": 0.2}, None, ""),  # as fp16 overflows
+        ({"a": math.nan, "b": 0.2}, None, ""),
+    ],
+)
+def test_a_gradient_of_more_than_its_passes_is_said(times: dict[str, float], name: str | None, said: str) -> None:
+    checks = RunChecks()
+    checks.start_update(1)
+    passes = {"a": 2.0, "b": 0.5, "frozen": 0.0}
+    checks.take_layers({}, {layer: factor * passes[layer] for layer, factor in times.items()}, passes)
+    found = checks.warnings()
+    assert [warning["name"] for warning in found] == ([name] if name else [])
+    assert not found or said in found[0]["sentence"]
+    checks.start_update(2)
+    assert not checks.warnings()
 
 
 def test_a_resume_keeps_the_readings_and_says_so() -> None:

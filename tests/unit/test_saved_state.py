@@ -29,6 +29,7 @@ LAYER = {"warmup": [], "count": 30, "mean": 1.5, "deviation": 0.25, "floor": 0.1
 SIGNAL = {"recent": [1.0, 2.0], "count": 21, "average": 1.5}
 RUN_CHECKS = {
     "rates": 0.5,
+    "last_rates": 0.25,
     "readings": [[math.nan, 3], [0.25, None]],
     "stride": 2,
     "since_reading": 1,
@@ -41,13 +42,16 @@ RUN_CHECKS = {
     "related": {"ref_log_prob": 0.5},
     "tilt": 0.25,
     "one_side": 0.75,
+    "split": (0.5, 3),
     "sizes": [0.5, 0.25, 0.5],
     "spreads": [0.5, 0.75],
     "scale_step": 3,
     "scale_factor": 7.5,
-    "last_rates": 0.25,
     "weights": {"layers.0": 2.5},
     "written": None,
+    "gradients": {"layers.0": 0.75},
+    "gradient_updates": 4,
+    "carrying": ("layers.0", 3, 2),
 }
 
 

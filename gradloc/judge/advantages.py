@@ -1,0 +1,122 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of every update's columns: are advantages and log-probs finite, and advantages as large as before?"""
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from .progress import Progress, RunCheck
+
+# That advantages have another size: rewards of one kind may be the cause.
+REWARD_SCALE = "reward_scale"
+# Advantages so many times as large, or as small, as in all of the last updates, of which there are some, and so many
+# responses with one.
+SCALE_FACTOR = 5.0
+SCALE_UPDATES = 2
+SCALE_RESPONSES = 8
+# And no farther spread than before, in nats of deviation: where some rewards are others, some advantages are.
+SCALE_SPREAD = 0.4
+# Where they are spread so far, the typical one varies: the update before has to show the same.
+SCALE_WIDE = 0.8
+_SIZES = 8
+
+# What `own_columns` gives: responses; of each column, in how many of them a value is not finite; and, of responses with
+# an advantage, Σ log|A|, Σ (log|A|)² and their number.
+COLUMNS = ("advantage", "old_log_prob", "ref_log_prob", "log_prob")
+_VERL_NAMES = {"advantage": "advantages", "old_log_prob": "old_log_probs", "ref_log_prob": "ref_log_prob"}
+COLUMN_SUMS = len(COLUMNS) + 4
+
+
+class AdvantageChecks(RunCheck):
+    """The checks of columns, by what `own_columns` gives."""
+
+    STATE = ("sizes", "spreads", "scale_step", "scale_factor")
+
+    def __init__(self, progress: Progress) -> None:
+        super().__init__(progress)
+        self._columns = [0.0] * COLUMN_SUMS
+        # Of the last updates, the typical |A|, a geometric mean, and how far log|A| is spread; and since which step
+        # another one holds.
+        self._sizes: list[float] = []
+        self._spreads: list[float] = []
+        self._scale_step: int | None = None
+        self._scale_factor: float | None = None
+
+    def take_in(self, columns: Sequence[float] | None) -> None:
+        """Adds a mini-batch; see `RunChecks.take_in`."""
+        if columns is not None:
+            self._columns = [a + b for a, b in zip(self._columns, columns, strict=True)]
+
+    def warnings(self) -> list[dict[str, Any]]:
+        """Of the update so far."""
+        return [warning for check in (self._broken, self._reward_scale) if (warning := check()) is not None]
+
+    def end_update(self) -> None:
+        """Takes the update's figures into what later ones are compared with."""
+        self._scale_step, self._scale_factor = self._other_scale()
+        if (size := self._size()) is not None and self._scale_factor is None:
+            self._sizes, self._spreads = [*self._sizes, size[0]][-_SIZES:], [*self._spreads, size[1]][-_SIZES:]
+        self._columns = [0.0] * COLUMN_SUMS
+
+    def _size(self) -> tuple[float, float] | None:
+        """The typical |A| of the update's responses, and the deviation of log|A|; None of too few."""
+        *_, total, square, count = self._columns
+        if count < SCALE_RESPONSES:
+            return None
+        return math.exp(total / count), math.sqrt(max(square / count - (total / count) ** 2, 0.0))
+
+    def _other_scale(self) -> tuple[int | None, float | None]:
+        """Since which step advantages have another size, and by which factor; (None, None) while they have not.
+
+        Another scale moves all of them. If they are spread farther than before, some rewards are others.
+        """
+        since = (self._scale_step, self._scale_factor)
+        if (found := self._size()) is None or len(self._sizes) < SCALE_UPDATES:
+            return since
+        size, spread = found
+        low, high = min(self._sizes), max(self._sizes)
+        if (
+            low <= 0
+            or low / SCALE_FACTOR < size < high * SCALE_FACTOR
+            or spread > max(self._spreads, default=math.inf) + SCALE_SPREAD
+        ):
+            return None, None
+        return self._progress.step if since[1] is None else since[0], size / statistics.median(self._sizes)
+
+    def _reward_scale(self) -> dict[str, Any] | None:
+        step, factor = self._other_scale()
+        found = self._size()
+        is_wide = found is not None and max([found[1], *self._spreads]) > SCALE_WIDE
+        if factor is None or (is_wide and self._scale_factor is None):
+            return None
+        when = "" if step is None else f" since step {step}"
+        times = f"{factor:.3g} times" if factor > 1 else f"1/{1 / factor:.3g} of"
+        return {
+            "name": REWARD_SCALE,
+            "sentence": f"Advantages are {times} what they were{when}, in the typical response: rewards are scaled "
+            "differently, or no longer normalized. Look at what changed in the reward function or in the advantage's "
+            "normalization at that step.",
+            "check": "Compare `critic/score/mean`, `critic/score/max` and `critic/advantages/max` in the log before "
+            "and after that step.",
+        }
+
+    def _broken(self) -> dict[str, Any] | None:
+        """A column with NaN or Inf: the first one from which the others follow."""
+        responses, *broken = self._columns[: len(COLUMNS) + 1]
+        for name, count in zip(COLUMNS[:-1], broken, strict=False):
+            if count:
+                column, of_advantage = _VERL_NAMES[name], name == "advantage"
+                where = "all" if count == responses else f"{count:.0f} of {responses:.0f}"
+                rows = " (one bad reward makes the advantages of its whole group NaN)" if of_advantage else ""
+                look = "rewards and their normalization" if of_advantage else "its forward pass and its precision"
+                return {
+                    "name": "nonfinite",
+                    "sentence": f"`{column}` is NaN or infinite in {where} responses{rows}: look at what computes it, "
+                    f"before the update: {look}.",
+                    "check": f"Print `{column}` of these rows before the update, and for advantages "
+                    "`token_level_scores` of all rows of the same `uid`.",
+                    "share": count / responses,
+                }
+        return None

@@ -1,0 +1,714 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of every update's log-probs: does the rollout have the policy's weights, and report its log-probs?
+
+A name needs evidence for it. Old weights are named where the rollout agrees with an earlier policy, the reference. A
+gap that has grown or jumped is reported as that. Positions come first: wrong ones make all else look wrong.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from .alignment import ALIGNMENT_SUMS, UNRELATED_CORRELATION, Off, correlation, find_off, misaligned_warning
+from .progress import IN_A_ROW, SEE, Progress, RunCheck
+from .shares import percent
+
+# The warnings that say what is seen, and no cause.
+ENGINES_APART = "engines_apart"
+WITHOUT_CAUSE = (ENGINES_APART,)
+# That the optimizer moved the policy too far.
+LEARNING_RATE = "learning_rate"
+# That the reference is another model.
+REFERENCE = "reference"
+# Those that are about some tokens alone, or say nothing of what makes a norm.
+OF_SOME = ("unsampled", REFERENCE, *WITHOUT_CAUSE)
+# Those that another temperature explains as well as tokens that were not sampled.
+OTHER_LOG_PROBS = "other_log_probs"
+# Rules that one update shows.
+_SELF_EVIDENT = ("positive", "own_log_probs")
+# Those about the rollout's log-probs.
+OF_ROLLOUT = ("misaligned", "retokenized", "stale_weights", "partly_stale", OTHER_LOG_PROBS)
+
+# The limits of the checks, in nats where they are differences of log-probs.
+LARGEST = 10.0  # larger differences count as this, so that a single broken log-prob does not make a mean
+STALE_RATIO = 0.5
+INITIAL_RATIO = 0.2
+STALE_GAP = 0.02
+STALE_SHARE = 0.25
+WHOLE_SHARE = 0.8
+CLEAR_SHARE = 0.6
+STALE_RESPONSES = 4
+# A rollout that is late by up to three steps has the first weights until the fourth update.
+STALE_UPDATES = 5
+STALE_AT_ONCE = 0.1
+# A gap that is so large, and so many times what it was, is reported: as a drift if it has grown all the time, so that
+# halfway it was between these shares of the rise, and as a jump if one update made most of it. The first updates of a
+# run whose rollout is late by a step or two have smaller gaps than all others.
+APART_GAP = 0.1
+APART_GROWTH = 4.0
+APART_HALFWAY = (0.25, 0.75)
+APART_UPDATES = 6
+# From some step on; where all updates of a run have over `APART_GAP`, old weights are not the reason. Engines of the
+# same weights that compute in 8 bits have smaller gaps.
+START_GAP = 0.2
+# The same before any optimizer step, when late weights make no gap: 8 bits make about half of it.
+FIRST_GAP = 0.04
+# Such a gap is spread over many tokens if at least half of it is left when each counts for at most so many nats.
+BOUNDED = 0.2
+# A rollout that is at most so far from the reference as the policy is has weights of some steps before. They are old
+# if the gap has risen so many times since it was over `APART_GAP`: that is no matter of being late by a step or two.
+NEARER = 0.8
+STILL_RISING = 1.5
+# An optimizer step does not make so large a gap of so small a one.
+POLICY_GAP = (0.05, 0.3)
+# A learning rate so many times the mean of those before moves the policy farther than a rollout is late.
+RATE_FACTOR = 5.0
+# Log-probs that were so much alike, and suddenly are not at all, belong to other tokens.
+RELATED = 0.5
+# Next to equal ones may keep some relation: where they were encoded again, some tokens are the same.
+ALIKE, SUDDENLY_UNRELATED = 0.9, 0.25
+# Log-probs of training that have so little relation to the rollout's, and are so many nats away, belong to others.
+HARDLY_RELATED = 0.35
+MISALIGNED_NATS = 1.0
+ONE_SIDE_NATS = 0.01
+ONE_SIDE_TOKENS = 0.25
+# Of log-probs of the likeliest token, or cut at a floor, more have the same sign than other weights or prompts give.
+ONE_SIDE, SURELY_ONE_SIDE = 0.85, 0.9
+CORRELATION = 0.6
+# The same where it has been so since the first update, in which both engines have the same weights.
+FIRST_CORRELATION = 0.35
+# The same where log-probs agreed before. Weights that are suddenly late make hardly as strong a correlation.
+SUDDEN_CORRELATION = 0.65
+# A correlation takes larger differences, and smaller log-probs, as these: otherwise one token may make it.
+CORRELATED_NATS = 1.0
+LEAST_LEVEL = -5.0
+OTHER_GAP = 0.05
+OTHER_LEAST = 0.25
+# Where most have one sign, smaller differences tell; as something new, if at most so many had one before.
+ONE_SIDE_GAP, MIXED = 0.02, 0.7
+# Of the tokens' log-probs in both engines: those of other tokens are no other log-probs of the same.
+OTHER_RELATED = 0.7
+# No engine's own noise makes training's two log-probs of the same weights so different, in the mean.
+OWN_GAP = 0.05
+# The share of positive log-probs which no rounding gives.
+POSITIVE = 0.05
+# So many tokens of a run, at least, that the policy did not produce. Without such a fault there are none.
+UNSAMPLED_TOKENS = 4
+# Responses are of two kinds if so many are far, and the others have at most this part of their gap. One of several
+# workers has old weights if that lasts, and the gap of its responses grows by this factor: a late one's does not.
+SPLIT_SHARES, SPLIT, SPLIT_GROWTH = (0.1, 0.9), 0.2, 2.0
+
+_READINGS = 64
+_NO_ALIGNMENT = [0.0] * ALIGNMENT_SUMS
+
+# What is misaligned in few responses is said if it lasts; other kinds may be chance.
+LASTING = ("moved", "zero_tail", "constant_tail")
+
+# What `own_sums` gives, by place. "gap" is |rollout − policy|, "bounded" the same with at most `BOUNDED` nats a
+# token, "distance" is |rollout − reference|, "moved" is |policy − reference|; responses are "far" whose mean gap is
+# over `APART_GAP`, and "far_tokens" and "far_gap" are theirs. A response is stale if its log-probs are the
+# reference's and not the policy's, fresh if it is the other way round, and unclear if neither holds although one of
+# the two is far. "own_gap" is |old − now| in the update's first mini-batch, whose forward pass has the weights of the
+# old log-probs. "weighted" are all tokens with a weight; those of them that the policy did not produce count nowhere
+# else. "differing" have not the old log-prob for the rollout's.
+SUMS = (
+    "weighted",
+    "unsampled",
+    "differing",
+    "tokens",
+    "gap",
+    "bounded",
+    "larger",
+    "smaller",
+    "difference",
+    "difference_square",
+    "level",
+    "level_square",
+    "product",
+    "responses",
+    "far",
+    "far_tokens",
+    "far_gap",
+    "distance",
+    "moved",
+    "stale",
+    "fresh",
+    "unclear",
+    "stale_tokens",
+    "stale_gap",
+    "stale_distance",
+    "positive",
+    "own_tokens",
+    "own_gap",
+    "own_to_rollout",
+    "own_old_to_rollout",
+)
+
+_OFF = "off"  # the updates with a response whose log-probs belong to other tokens, clear or not
+UNSAMPLED = "unsampled"  # the rule's name, and the warning's
+_WEIGHTS = "check that the weights, or the LoRA adapter, of every step reach every rollout worker"
+_SAME_WEIGHTS = (
+    "Print a checksum of one weight in training and in every rollout worker after each step: they should be equal."
+)
+_SAME_SCORES = (
+    "Let the engine score `input_ids` of one row (vLLM: prompt_logprobs). If that agrees with `old_log_probs`, the "
+    "responses were sampled after another prompt: compare the token ids that the engine was given with `prompts`. If "
+    "not, compare a checksum of each weight in both, then their RoPE settings."
+)
+
+
+class LogProbChecks(RunCheck):
+    """The checks of log-probs, by what `own_sums` and `own_alignment` give.
+
+    The gap is the mean difference |rollout − policy| of an update. `_readings` holds [gap, step] of every `_stride`-th
+    update. If it falls to under half of its largest value, the rollout got new weights, and the readings begin again
+    with that update.
+    """
+
+    STATE = (
+        *("readings", "stride", "since_reading", "times", "updates", "gap", "least", "first_gap"),
+        *("misaligned_since", "related", "tilt", "one_side", "split"),
+    )
+
+    def __init__(self, progress: Progress) -> None:
+        super().__init__(progress)
+        self._sums = dict.fromkeys(SUMS, 0.0)
+        self._alignment = _NO_ALIGNMENT
+        self._readings: list[list[Any]] = []
+        self._stride, self._since_reading = 1, 0
+        # By rule, in how many updates it held since one contradicted it; the gap of the last update, and the smallest.
+        self._times: dict[str, int] = {}
+        self._updates = 0
+        self._gap: float | None = None
+        self._least = math.inf
+        # The gap of the last update before any optimizer step.
+        self._first_gap = 0.0
+        # Of the updates in a row whose responses are of two kinds, the smallest gap of the far ones, and how many.
+        self._split: tuple[float, int] = (math.inf, 0)
+        # The last rule about log-probs, its warning, the gap of the last update that had the evidence for it, and how
+        # many since then had none.
+        self._said: tuple[str, dict[str, Any], float, int] | None = None
+        # How many tokens the updates before had that the policy did not produce.
+        self._unsampled_before = 0.0
+        # The first step since which log-probs are misaligned, and by pair how its columns were related before.
+        self._misaligned_since: int | None = None
+        self._related: dict[str, float] = {}
+        # `_correlation` of the last update, where its gap was large enough for one.
+        self._tilt: float | None = None
+        # `_share_of_one_sign` of the last update, 0 where few differ.
+        self._one_side = 0.0
+
+    @property
+    def bypass(self) -> bool:
+        """Whether the update so far had the rollout's log-probs for the old ones, as in verl's bypass mode."""
+        return not self._sums["differing"]
+
+    def take_in(self, sums: Sequence[float] | None, alignment: Sequence[float] | None) -> None:
+        """Adds a mini-batch; see `RunChecks.take_in`."""
+        if sums is not None:
+            self._sums = {name: self._sums[name] + value for name, value in zip(SUMS, sums, strict=True)}
+        if alignment is not None:
+            self._alignment = [a + b for a, b in zip(self._alignment, alignment, strict=True)]
+
+    def warnings(self) -> list[dict[str, Any]]:
+        """Of the update so far, but for `unsampled`; one at most."""
+        return self._certain() or self._lasting()
+
+    def unsampled(self) -> list[dict[str, Any]]:
+        """The warning of tokens that the policy did not produce, once the run has had some."""
+        sums = self._sums
+        if not sums["unsampled"] or self._unsampled_before + sums["unsampled"] < UNSAMPLED_TOKENS:
+            return []
+        return [self._unsampled()]
+
+    def misplaced_share(self) -> float | None:
+        """The share of the update's responses whose log-probs belong to other tokens; None if it cannot be told."""
+        off = self._off()
+        return max((each.share for each in off.values() if each is not None), default=0.0) if off else None
+
+    def end_update(self) -> None:
+        """Takes the update's figures into what later ones are compared with."""
+        self._unsampled_before += self._sums["unsampled"]
+        if self._sums["tokens"]:
+            self._end_gap()
+        self._sums, self._alignment = dict.fromkeys(SUMS, 0.0), _NO_ALIGNMENT
+
+    def _has_jumped(self, gap: float) -> bool:
+        """Whether the gap is so much larger than in the last update as neither a step nor late weights make it."""
+        last, (before, after) = self._gap, POLICY_GAP
+        if last is None:
+            return False
+        return last < before and gap > after or self._updates >= STALE_UPDATES - 1 and gap >= APART_GROWTH * last
+
+    def _has_tilted(self) -> bool:
+        """Whether differences suddenly depend on how likely a token is, which late weights do not make them."""
+        tilt = abs(self._correlation())
+        if self._tilt is None:
+            was_without_a_gap = self._updates > 1 and self._gap is not None and self._gap < STALE_GAP
+            return was_without_a_gap and tilt >= SUDDEN_CORRELATION
+        return abs(self._tilt) < CORRELATION / 2 and tilt >= CORRELATION
+
+    def _begins(self, gap: float) -> bool:
+        """Whether differences are suddenly others: larger, tilted, or of one sign. Late weights begin in update 2."""
+        share = self._share_of_one_sign() or 0.0
+        is_of_one_sign = self._updates > 1 and self._one_side < MIXED and share >= ONE_SIDE
+        return self._has_jumped(gap) or self._has_tilted() or is_of_one_sign
+
+    def _share_of_one_sign(self) -> float | None:
+        """The share of the differences that have the sign of most; None where few tokens differ."""
+        larger, smaller = self._sums["larger"], self._sums["smaller"]
+        if larger + smaller < ONE_SIDE_TOKENS * self._sums["tokens"]:
+            return None
+        return max(larger, smaller) / (larger + smaller)
+
+    def _certain(self) -> list[dict[str, Any]]:
+        """The warning about log-probs for which this update, with those before it, has enough evidence."""
+        return [warning for rule, warning in self._holding().items() if self._is_certain(rule)]
+
+    def _lasting(self) -> list[dict[str, Any]]:
+        """The last one, while the gap stays: one or two updates that cannot tell say what the others said."""
+        if self._said is None or not self._sums["tokens"]:
+            return []
+        _, warning, gap, updates = self._said
+        return [warning] if updates < IN_A_ROW - 1 and self._mean("gap") >= gap / 2 else []
+
+    def _is_certain(self, rule: str) -> bool:
+        """Whether the update shows for certain what holds in it, or others before it have shown the same."""
+        # Differences of one sign may be those of tokens that were not sampled: of some responses, or turns.
+        if rule == "policy_log_probs" or (rule == OTHER_LOG_PROBS and abs(self._correlation()) >= CORRELATION):
+            if self._progress.is_first:
+                return True
+        if rule == "stale_reference" and self._updates < STALE_UPDATES:
+            near = self._sums["stale_distance"] <= STALE_AT_ONCE * self._sums["stale_gap"]
+            if self._updates < STALE_UPDATES - 1 or not near:
+                return False
+        before, after = POLICY_GAP
+        if rule in (ENGINES_APART, "policy_log_probs") and self._mean("gap") > after:
+            if self._progress.is_first or (self._gap is not None and self._gap < before):
+                return True
+        return (
+            rule in (LEARNING_RATE, "misaligned", REFERENCE, "stale_worker", *_SELF_EVIDENT)
+            or self._times.get(rule, 0) >= IN_A_ROW - 1
+        )
+
+    def _end_gap(self) -> None:
+        gap, off = self._mean("gap"), self._off()
+        holding, certain = self._holding(), self._certain()
+        if certain:
+            (rule,) = holding
+            # An update can tell that log-probs are no longer misaligned.
+            self._said = None if rule == "misaligned" else (rule, certain[0], gap, 0)
+        elif self._said is not None:
+            self._said = (*self._said[:3], self._said[3] + 1) if self._lasting() else None
+        for rule in {*self._times, *holding} - {_OFF}:
+            if rule in holding:
+                self._times[rule] = max(self._times.get(rule, 0) + 1, IN_A_ROW * self._is_certain(rule))
+            elif gap < STALE_GAP or holding:
+                self._times[rule] = 0  # an update that says nothing contradicts nothing
+        if any(each is not None for each in off.values()):
+            if self._times.get(_OFF, 0) == 0:
+                self._misaligned_since = self._progress.step
+            self._times[_OFF] = self._times.get(_OFF, 0) + 1
+        elif off:
+            self._times[_OFF] = 0
+        for pair, each in off.items():
+            related = correlation(self._alignment, pair)
+            if related is not None and (each is None or each.kind != "unrelated"):
+                self._related[pair] = related
+        self._least = gap if self._begins(gap) else min(self._least, gap)
+        self._one_side = self._share_of_one_sign() or 0.0
+        self._first_gap = gap if self._progress.is_first else self._first_gap
+        self._tilt = self._correlation() if gap >= STALE_GAP else None
+        self._gap, self._updates = gap, self._updates + 1
+        kinds = self._two_kinds()
+        self._split = (math.inf, 0) if kinds is None else (min(self._split[0], kinds[0]), self._split[1] + 1)
+        self._read(gap)
+
+    def _read(self, gap: float) -> None:
+        if any(gap < reading[0] / 2 for reading in self._readings):
+            self._readings, self._stride, self._since_reading = [], 1, 0
+        if self._since_reading == 0:
+            self._readings.append([gap, self._progress.step])
+        self._since_reading = (self._since_reading + 1) % max(self._stride, 1)
+        if len(self._readings) > _READINGS:
+            self._readings, self._stride = self._readings[::2], 2 * self._stride
+            self._since_reading = 1
+
+    def _off(self) -> dict[str, Off | None]:
+        """What is misaligned in this update."""
+        limits: dict[str, float | None] = {}
+        for pair, before in self._related.items():
+            is_sudden = before > ALIKE and pair != "reference"  # from which the policy moves away
+            limit = SUDDENLY_UNRELATED if is_sudden else UNRELATED_CORRELATION
+            limits[pair] = limit if before > RELATED else None
+        return find_off(self._alignment, limits)
+
+    def _holding(self) -> dict[str, dict[str, Any]]:
+        """The rule that holds in this update, and its warning; empty if none does.
+
+        Positions come first, then the reference, which says most: what agrees with it has its weights, whatever the
+        differences look like.
+        """
+        if not self._sums["tokens"] and self._alignment is _NO_ALIGNMENT:
+            return {}
+        if (warning := self._far_step(has_moved=True)) is not None:
+            return {LEARNING_RATE: warning}
+        if self._sums["tokens"] and (warning := self._positive()) is not None:
+            return {"positive": warning}
+        if (warning := self._misaligned()) is not None:
+            return {"misaligned": warning}
+        if (warning := self._own_log_probs()) is not None:
+            return {"own_log_probs": warning}
+        # What the reference has shown stays true while the gap stays, although the policy moves away from it.
+        if self._said is not None and self._said[0] == "policy_log_probs" and (lasting := self._lasting()):
+            return {"policy_log_probs": lasting[0]}
+        rules = {
+            "policy_log_probs": self._policy_by_reference,
+            "stale_reference": self._stale_by_reference,
+            OTHER_LOG_PROBS: self._other_log_probs,
+            REFERENCE: self._other_reference,
+            "stale_worker": self._stale_worker,
+            ENGINES_APART: lambda: self._apart() or self._apart_at_first(),
+            LEARNING_RATE: lambda: self._far_step(has_moved=False),
+        }
+        for rule, check in rules.items() if self._sums["tokens"] else ():
+            if (warning := check()) is not None:
+                return {rule: warning}
+        return {}
+
+    def _far_step(self, has_moved: bool) -> dict[str, Any] | None:
+        """A learning rate far over all before; `has_moved`: if the policy is far from where it was."""
+        if self._updates < IN_A_ROW or self._gap is None or not self._sums["tokens"]:
+            return None
+        usual, gap = (self._progress.rates_before - self._progress.last_rates) / (self._updates - 1), self._mean("gap")
+        if not 0 < RATE_FACTOR * usual <= self._progress.last_rates:
+            return None
+        is_far = gap >= max(APART_GAP, APART_GROWTH * self._gap)
+        if has_moved and not is_far:
+            return None
+        moved = (
+            f", and now rollout and training differ by {gap:.2g} nats in the mean ({self._gap:.2g} before): the policy "
+            "has moved that far in one update"
+        )
+        return {
+            "name": LEARNING_RATE,
+            "sentence": f"The learning rate of the last update was {self._progress.last_rates / usual:.3g} times the "
+            f"usual one{moved if is_far else ''}. Look at the schedule of the learning rate, and at what a resume "
+            "restores of it.",
+            "check": "Compare `actor/lr` in the log before and at that step.",
+        }
+
+    def _misaligned(self) -> dict[str, Any] | None:
+        """Log-probs that belong to other tokens; in few responses, only if some were seen in updates before."""
+        off, times = self._off(), self._times.get(_OFF, 0)
+        enough = {
+            pair: each
+            if each is not None and (each.clear or (each.kind in LASTING and times >= IN_A_ROW - 1))
+            else None
+            for pair, each in off.items()
+        }
+        warning = misaligned_warning(enough)
+        if warning is None:
+            return None
+        since = self._misaligned_since if times else self._progress.step
+        return {**warning, "sentence": warning["sentence"] + ("" if since is None else f" Since step {since}.")}
+
+    def _positive(self) -> dict[str, Any] | None:
+        """Positive numbers, which no log-probs are."""
+        share = self._sums["positive"] / self._sums["tokens"]
+        if share < POSITIVE:
+            return None
+        return {
+            "name": OTHER_LOG_PROBS,
+            "sentence": f"{share:.0%} of what the rollout gives as log-probs is positive, which no log-prob is: look "
+            "for probabilities, or for a sign that was changed.",
+            "check": "Print `rollout_log_probs` and `old_log_probs` of one row side by side.",
+        }
+
+    def _own_log_probs(self) -> dict[str, Any] | None:
+        """Two log-probs that training computes of the same tokens with the same weights, and that differ."""
+        sums = self._sums
+        if not sums["own_tokens"] or sums["own_gap"] < OWN_GAP * sums["own_tokens"]:
+            return None
+        first, second = "the old log-probs", "those of the update's first forward pass"
+        if sums["own_to_rollout"] < NEARER * sums["own_old_to_rollout"]:
+            side = f" The rollout fits the second: {first} are wrong."
+        elif sums["own_old_to_rollout"] < NEARER * sums["own_to_rollout"]:
+            side = " The rollout fits the first: the update's are wrong."
+        else:
+            side = ""
+        related = correlation(self._alignment, "old")
+        is_other = related is not None and related < HARDLY_RELATED
+        look = "dropout, temperature, attention mask, position ids, precision, an adapter"
+        return {
+            "name": "misaligned" if is_other else OTHER_LOG_PROBS,
+            "sentence": f"Training computes two log-probs of the same tokens with the same weights: {first} and "
+            f"{second} differ by {sums['own_gap'] / sums['own_tokens']:.2g} nats in the mean"
+            + (f", with hardly a relation (correlation {related:.2f})" if is_other else "")
+            + f".{side} Look for what only one of the two passes has: "
+            + ("another order of rows, padding, slices, or labels." if is_other else f"{look}."),
+            "check": "`actor/ppo_kl` of an update with one mini-batch should be about 0: compute both log-probs of one "
+            "row again, without an optimizer step between them.",
+        }
+
+    def _unsampled(self) -> dict[str, Any]:
+        share = self._sums["unsampled"] / self._sums["weighted"]
+        return {
+            "name": UNSAMPLED,
+            "sentence": f"Tokens that the policy did not produce are trained on ({share:.2%} of the response tokens: "
+            "they follow an EOS token, or the rollout gives NaN, or exactly 0 for one that training finds very "
+            "unlikely); set response_mask to 0 for tokens that were added later: EOS tokens, templates, tool output.",
+            "check": "`response_mask` in the batch should be 1 for the tokens that the rollout returned alone. "
+            + SEE.format("unsampled"),
+        }
+
+    @property
+    def _is_spread(self) -> bool:
+        """Whether many tokens differ, and not a few by much."""
+        return 2 * self._sums["bounded"] >= self._sums["gap"]
+
+    def _mean(self, name: str) -> float:
+        return self._sums[name] / self._sums["tokens"]
+
+    def _share_of_reference(self) -> float | None:
+        """The share of the responses whose log-probs are the reference's and not the policy's; None if it is small."""
+        sums = self._sums
+        stale, told = sums["stale"], sums["stale"] + sums["fresh"]
+        if stale < STALE_RESPONSES or stale < STALE_SHARE * told or told < CLEAR_SHARE * (told + sums["unclear"]):
+            return None
+        return stale / told
+
+    def _policy_by_reference(self) -> dict[str, Any] | None:
+        """Rollout and reference agree, and the policy is where no optimizer step can have brought it."""
+        share, gap = self._share_of_reference(), self._mean("gap")
+        if share is None or self._progress.since_resume is not None:
+            return None
+        if self._sums["stale"] < WHOLE_SHARE * self._sums["responses"]:
+            return None
+        before, after = POLICY_GAP
+        jumped = self._gap is not None and self._gap < before and gap > after
+        if not (self._progress.is_first or jumped or self._times.get("policy_log_probs")):
+            return None
+        when = "before any optimizer step" if self._progress.is_first else "within one step"
+        related = correlation(self._alignment)
+        apart = (
+            f"Training's log-probs differ from the rollout's by {gap:.2g} nats in the mean, and the reference's do not"
+        )
+        if related is not None and related < HARDLY_RELATED and gap > MISALIGNED_NATS:
+            return {
+                "name": "misaligned",
+                "sentence": f"{apart}, with hardly a relation (correlation {related:.2f}): training's belong to other "
+                "tokens, or its weights were not loaded. Look at whether labels are shifted by one against the logits, "
+                "and at what is gathered and sliced.",
+                "check": "Print `responses`, `rollout_log_probs` and `old_log_probs` of one row side by side, and the "
+                "log-softmax of training's logits at the position before each token.",
+                "share": share,
+            }
+        return {
+            "name": OTHER_LOG_PROBS,
+            "sentence": f"{apart}, {when}: no optimizer step made that. Look at what else writes weights, and at the "
+            "forward pass of the update: which logits are gathered, the attention mask, position ids, kernels.",
+            "check": "`gradloc replay BUNDLE` compares the recorded log-probs with those of saved weights.",
+            "share": share,
+        }
+
+    def _stale_by_reference(self) -> dict[str, Any] | None:
+        """Responses whose log-probs are the reference's and not the policy's."""
+        sums, share = self._sums, self._share_of_reference()
+        if share is None:
+            return None
+        distance, gap = sums["stale_distance"] / sums["stale_tokens"], sums["stale_gap"] / sums["stale_tokens"]
+        if distance < INITIAL_RATIO * gap:
+            weights = "the weights of step 1"
+            agree = f"agree with the reference's (mean difference {distance:.2g}) and not with the policy's ({gap:.2g})"
+        else:
+            weights = "old weights"
+            agree = f"are nearer to the reference's (mean difference {distance:.2g}) than to the policy's ({gap:.2g})"
+        return _stale(weights, share, f"log-probs {agree}")
+
+    def _other_reference(self) -> dict[str, Any] | None:
+        """The reference is another model before any optimizer step, and rollout and policy agree."""
+        share, distance = self._sums["fresh"] / self._sums["responses"], self._mean("distance")
+        if share < WHOLE_SHARE or distance < OTHER_GAP or not (self._progress.is_first or self._times.get(REFERENCE)):
+            return None
+        when = "before any optimizer step" if self._progress.is_first else "as they did before any optimizer step"
+        return {
+            "name": REFERENCE,
+            "sentence": f"The reference's log-probs differ from the policy's by {distance:.2g} nats in the mean, "
+            f"{when}, while rollout and policy agree: unless another model was chosen for the reference, it has other "
+            "weights or other inputs. Look at its path, adapter, precision, attention mask and temperature.",
+            "check": "Print a checksum of one weight in the actor and in the reference before the first step: they "
+            "should be equal; if they are, compare what both are given.",
+            "share": share,
+        }
+
+    def _two_kinds(self) -> tuple[float, float] | None:
+        """The gap of the far responses and that of the others, where that is much smaller; None if it is not."""
+        sums, (least, most) = self._sums, SPLIT_SHARES
+        if sums["far"] < STALE_RESPONSES or not least <= sums["far"] / sums["responses"] <= most:
+            return None
+        far = sums["far_gap"] / sums["far_tokens"]
+        near = (sums["gap"] - sums["far_gap"]) / max(sums["tokens"] - sums["far_tokens"], 1)
+        return (far, near) if near <= SPLIT * far else None
+
+    def _stale_worker(self) -> dict[str, Any] | None:
+        """Some responses differ ever more, and the others hardly do."""
+        kinds, (first, updates) = self._two_kinds(), self._split
+        if kinds is None or updates < IN_A_ROW - 1:
+            return None
+        far, near = kinds
+        if far < SPLIT_GROWTH * first and not self._times.get("stale_worker"):
+            return None
+        why = f"log-probs there differ by {far:.2g} nats in the mean, {first:.2g} at first, and by {near:.2g} elsewhere"
+        return _stale("old weights", self._sums["far"] / self._sums["responses"], why)
+
+    def _apart(self) -> dict[str, Any] | None:
+        """A gap that is large from the start, or much larger than it was. This alone is no evidence of old weights."""
+        readings = [*self._readings, [self._mean("gap"), self._progress.step]]
+        (first, start), (gap, _) = readings[0], readings[-1]
+        if gap < FIRST_GAP:
+            return None
+        since = "" if start is None else f" since step {start}"
+        if gap < APART_GROWTH * first:
+            is_apart = min(first, gap) >= START_GAP or min(self._least, gap) >= APART_GAP
+            return self._apart_from_the_start(gap, since) if is_apart else None
+        small, large = POLICY_GAP
+        least, most = APART_HALFWAY
+        at = max(range(1, len(readings)), key=lambda i: readings[i][0] - readings[i - 1][0])
+        before, (jumped, step) = max(reading[0] for reading in readings[:at]), readings[at]
+        # The first updates of a late rollout have smaller gaps than those that follow.
+        at_once = before < small and jumped > (large if at < IN_A_ROW else START_GAP)
+        is_sudden = self._is_spread and at >= IN_A_ROW and jumped >= max(FIRST_GAP, APART_GROWTH * before)
+        is_long = len(readings) >= APART_UPDATES
+        has_grown = is_long and gap >= max(APART_GAP, APART_GROWTH * max(each[0] for each in readings[: IN_A_ROW + 1]))
+        is_steady = is_long and least <= (readings[len(readings) // 2][0] - first) / (gap - first) <= most
+        is_jump = is_sudden or at_once or (has_grown and jumped >= gap / 2)
+        if is_jump and gap >= APART_GROWTH * before:
+            about = "" if self._stride == 1 else "about "
+            since = "" if step is None else f" since {about}step {step}"
+            what = f"differ by {gap:.2g} nats in the mean{since}, and by {before:.2g} before: look at what changed then"
+            related = correlation(self._alignment)
+            if related is not None and related < HARDLY_RELATED:
+                what += f", and at whether they are still of the same tokens (correlation {related:.2f})"
+        elif has_grown or (is_steady and gap >= APART_GAP):
+            what = f"have drifted apart{since}, from {first:.2g} to {gap:.2g} nats in the mean"
+        elif is_long and gap > large:
+            what = f"differ by {gap:.2g} nats in the mean, and by {first:.2g} in the first of these steps{since}"
+        else:
+            return None
+        rollout, policy = self._mean("distance"), self._mean("moved")
+        if rollout < NEARER * policy:
+            rising = [reading[0] for reading in readings if reading[0] >= APART_GAP]
+            share = self._sums["far"] / self._sums["responses"]
+            if not at_once and share >= CLEAR_SHARE and len(rising) >= IN_A_ROW and gap >= STILL_RISING * rising[0]:
+                nearer = (
+                    f"nearer to the reference's (mean difference {rollout:.2g}) than the policy's are ({policy:.2g})"
+                )
+                return _stale(
+                    "old weights", 1.0, f"log-probs differ ever more, by {gap:.2g} nats now, and are {nearer}"
+                )
+            why = (
+                f"The rollout is nearer to the reference ({rollout:.2g}) than the policy is ({policy:.2g}), as with "
+                "weights of some steps before."
+            )
+        else:
+            why = "Either the engines compute differently, or the rollout's weights are old"
+            why += "." if rollout else "; a reference tells which (use_kl_loss=True with kl_loss_coef=0)."
+        if (kinds := self._two_kinds()) is not None:
+            why += (
+                f" In {percent(self._sums['far'] / self._sums['responses'])} of the responses they differ by "
+                f"{kinds[0]:.2g}, in the others by {kinds[1]:.2g}: look at what these have in common, as a worker, or "
+                "a kind of prompt."
+            )
+        return {
+            "name": ENGINES_APART,
+            "sentence": f"The log-probs of rollout and training {what}. {why}",
+            "check": _SAME_WEIGHTS,
+        }
+
+    def _apart_at_first(self) -> dict[str, Any] | None:
+        """A gap that was there before any optimizer step, and stays."""
+        first = self._mean("gap") if self._progress.is_first else self._first_gap
+        if min(first, self._mean("gap")) < FIRST_GAP or not self._is_spread:
+            return None
+        return {
+            "name": ENGINES_APART,
+            "sentence": f"Rollout and training differed by {first:.2g} nats in the mean before any optimizer step, and "
+            "still do: engines of the same weights differ by about 0.01 in bf16, and by about 0.03 in 8 bits. Look for "
+            "another prompt (chat template, BOS token), other positions (RoPE), a kernel, experts that are routed "
+            "otherwise, or a coarser precision.",
+            "check": _SAME_SCORES,
+        }
+
+    def _apart_from_the_start(self, gap: float, since: str) -> dict[str, Any]:
+        share = self._sums["far"] / self._sums["responses"]
+        rollout, policy = self._mean("distance"), self._mean("moved")
+        side, agrees = "one of the two", ""
+        if self._progress.is_first and policy < rollout / 4:
+            side, agrees = "the rollout", f" Training and reference agree (mean difference {policy:.2g})."
+        return {
+            "name": ENGINES_APART,
+            "sentence": f"Rollout and training score the same tokens differently in every step{since}: by {gap:.2g} "
+            f"nats in the mean, in {share:.0%} of the responses by over {APART_GAP:g}.{agrees} So {side} has other "
+            "weights, another prompt (chat template, BOS token), other positions (RoPE) or a far coarser precision.",
+            "check": _SAME_SCORES,
+            "share": share,
+        }
+
+    def _other_log_probs(self) -> dict[str, Any] | None:
+        """Differences of one sign, or larger for likelier tokens, which were there in every step seen."""
+        sums, gap = self._sums, self._mean("gap")
+        share = self._share_of_one_sign()
+        if share is None or gap < (OTHER_GAP if share < ONE_SIDE else ONE_SIDE_GAP):
+            return None
+        begins = self._begins(gap)
+        if self._least < OTHER_LEAST * gap and not begins:
+            return None
+        # In the first update both engines have the same weights. What comes with training may be a late rollout.
+        if self._updates and not (self._times.get(OTHER_LOG_PROBS) or begins):
+            return None
+        tilt = self._correlation()
+        related = correlation(self._alignment)
+        if related is not None and related < OTHER_RELATED and share < SURELY_ONE_SIDE:
+            return None
+        since_first = self._updates == 0 or self._times.get(OTHER_LOG_PROBS, 0) >= self._updates
+        if share < ONE_SIDE and abs(tilt) < (FIRST_CORRELATION if since_first else CORRELATION):
+            return None
+        if share >= ONE_SIDE:
+            word = "larger" if sums["larger"] > sums["smaller"] else "smaller"
+            what = (
+                f"{word} for {share:.0%} of the tokens where they differ, as from before or after top-p or top-k, of "
+                "the likeliest token, or cut at a floor"
+            )
+        elif tilt > 0:
+            what = "larger for likely tokens and smaller for others, as at a lower temperature"
+        else:
+            what = "smaller for likely tokens and larger for others, as at a higher temperature"
+        return {
+            "name": OTHER_LOG_PROBS,
+            "sentence": f"The rollout's log-probs are not the ones that training computes: they are {what} (mean "
+            f"difference {gap:.2g}); let both be of the same temperature, and from before or after the same top-p and "
+            "top-k.",
+            "check": "`gradloc replay BUNDLE` looks for the temperature that fits; " + SEE.format("temperature"),
+        }
+
+    def _correlation(self) -> float:
+        """Between rollout − policy and the mean of the two: noise in either of them hardly makes one."""
+        mean, level = self._mean("difference"), self._mean("level")
+        variance = (self._mean("difference_square") - mean**2) * (self._mean("level_square") - level**2)
+        return (self._mean("product") - mean * level) / math.sqrt(variance) if variance > 1e-12 else 0.0
+
+
+def _stale(weights: str, share: float, why: str) -> dict[str, Any]:
+    if share >= WHOLE_SHARE:
+        name, fault = "stale_weights", "never_synced"
+        claim = f"The rollout still samples from {weights}: its {why}"
+    else:
+        name, fault = "partly_stale", "one_worker"
+        claim = (
+            f"For {share:.0%} of the responses, as from one of several workers, the rollout still samples from "
+            f"{weights}: its {why}"
+        )
+    check = f"{_SAME_WEIGHTS} {SEE.format(fault)}"
+    return {"name": name, "sentence": f"{claim}; {_WEIGHTS}.", "check": check, "share": share}

@@ -1,0 +1,66 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""What the checks of a run have in common: how far the run is, and what they keep for its later updates."""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+# Where one update cannot tell, a rule has to hold in so many.
+IN_A_ROW = 3
+# So many steps after a loaded checkpoint, warnings and verdicts say that there was one.
+RESUME_STEPS = 3
+# After a check's first sentences.
+SEE = "In a checkout of GradLoc, `bash run_experiment.sh --embedded --fault {}` plants this fault."
+
+
+@dataclass
+class Progress:
+    """How far a run is.
+
+    Args:
+        step (int, optional): The update's global step.
+        rates (float): The sum of the learning rates of all optimizer steps.
+        rates_before (float): The same before this update.
+        last_rates (float): That of the last update with a step.
+        since_resume (int, optional): 1 in the first step after a loaded checkpoint; None if none was loaded.
+    """
+
+    step: int | None = None
+    rates: float = 0.0
+    rates_before: float = 0.0
+    last_rates: float = 0.0
+    since_resume: int | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether no optimizer step was taken yet: then both engines have the same weights."""
+        return not self.rates_before and self.since_resume is None
+
+
+def resume_note(steps: int | None) -> str:
+    """A sentence, in the first `RESUME_STEPS` steps after a loaded checkpoint; otherwise nothing."""
+    return f" This is step {steps} after a checkpoint was loaded." if steps and steps <= RESUME_STEPS else ""
+
+
+class RunCheck:
+    """A check of every update of a run. `STATE` names what it keeps over a resume, without the underscore."""
+
+    STATE: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+
+    def end_update(self) -> None:
+        """Takes the update's figures into what later ones are compared with."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """What later updates are compared with."""
+        return {name: copy.deepcopy(getattr(self, f"_{name}")) for name in self.STATE}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores it; what is missing stays as it is."""
+        for name in state.keys() & set(self.STATE):
+            setattr(self, f"_{name}", copy.deepcopy(state[name]))
