@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from verl import DataProto
 
 
 def warned(
-    case: Case, stale_ranks: tuple[int, ...], calls: int, late: int = 0, written: str = ""
+    case: Case, stale_ranks: tuple[int, ...], calls: int, late: int = 0, written: str = "", multiplied: str = ""
 ) -> tuple[list[Any], dict[str, Any], list[Any], dict[str, float]]:
     """What is said after the last update of several.
 
@@ -28,6 +30,7 @@ def warned(
         calls (int): The number of updates.
         late (int): By how many positions the rollout's lists are late: a token in front has a log-prob, too.
         written (str): A layer whose weights on the last rank are tripled before the last update.
+        multiplied (str): A layer whose gradient is multiplied by 100 after the backward passes of the last update.
 
     Returns:
         tuple: The warnings, the state for a checkpoint, the verdicts of the last update's events, and its metrics.
@@ -41,11 +44,19 @@ def warned(
             for name, parameter in actors[0].actor_module.named_parameters():
                 if f"{written}." in name:
                     parameter.detach().mul_(3)
+        if multiplied and update == calls - 1:
+            actors[0].gradloc.locate = partial(multiply_and, actors[0].gradloc.locate, actors[0].actor_module)
         generator = torch.Generator().manual_seed(dist.get_rank())
         old = columns["old_log_probs"]
         columns["ref_log_prob"] = old - 0.5 * update * torch.rand(old.shape, generator=generator)
         source = columns["ref_log_prob"] if dist.get_rank() in stale_ranks else old
         columns["rollout_log_probs"] = source.roll(late, 1) + 0.01 * torch.randn(old.shape, generator=generator)
+
+    def multiply_and(locate: Callable[..., Any], module: torch.nn.Module, *arguments: Any) -> Any:
+        for name, parameter in module.named_parameters():
+            if f"{multiplied}." in name and parameter.grad is not None:
+                parameter.grad.mul_(100)
+        return locate(*arguments)
 
     detection = {"spike_detection": True, "grad_norm_threshold": 1e-6, "bisect_budget_steps": 2}
     train(case, calls=calls, prepare=actors.append, change_batch=change, **detection)
@@ -110,4 +121,14 @@ def test_weights_that_are_written_on_one_rank_are_told_by_layer(launch: Launch, 
     assert results == results[:1] * world
     warnings, _, verdicts, _ = results[0]
     assert re.match(r"The weights of layers\.1 changed .*: their norm is [12]\.\d+ times what", warnings[0]["sentence"])
+    assert verdicts and {verdict["cause"] for verdict in verdicts} == {"layer"}
+
+
+@cases(on_engine(2, ORDINARY), (2, DYNAMIC))
+def test_a_gradient_that_is_multiplied_after_its_passes_is_told(launch: Launch, world: int, case: Case) -> None:
+    results = launch(world, warned, case, (), 2, 0, "", "layers.1")
+    assert results == results[:1] * world
+    warnings, _, verdicts, _ = results[0]
+    said = r"The optimizer's gradient in the layer layers\.1 is at least \d\d(\.\d)? times what the backward passes"
+    assert warnings[0]["name"] == "layer" and re.match(said, warnings[0]["sentence"])
     assert verdicts and {verdict["cause"] for verdict in verdicts} == {"layer"}
