@@ -7,6 +7,7 @@ gap that has grown or jumped is reported as that. Positions come first: wrong on
 """
 
 import math
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -60,6 +61,8 @@ BOUNDED = 0.2
 # if the gap has risen so many times since it was over `APART_GAP`: that is no matter of being late by a step or two.
 NEARER = 0.8
 STILL_RISING = 1.5
+# Weights of a step of this run are at most so many times as far from the policy as the reference is.
+OFF_PATH = 1.5
 # An optimizer step does not make so large a gap of so small a one.
 POLICY_GAP = (0.05, 0.3)
 # A learning rate so many times the mean of those before moves the policy farther than a rollout is late.
@@ -169,6 +172,7 @@ class LogProbChecks(RunCheck):
     STATE = (
         *("readings", "stride", "since_reading", "times", "updates", "gap", "least", "first_gap"),
         *("misaligned_since", "related", "tilt", "one_side", "split"),
+        *("distance", "off_path"),
     )
 
     def __init__(self, progress: Progress) -> None:
@@ -184,6 +188,9 @@ class LogProbChecks(RunCheck):
         self._least = math.inf
         # The gap of the last update before any optimizer step.
         self._first_gap = 0.0
+        # The mean |rollout − reference| of the last update; and whether a rollout since then has weights of no step.
+        self._distance = 0.0
+        self._off_path = False
         # Of the updates in a row whose responses are of two kinds, the smallest gap of the far ones, and how many.
         self._split: tuple[float, int] = (math.inf, 0)
         # The last rule about log-probs, its warning, the gap of the last update that had the evidence for it, and how
@@ -284,6 +291,8 @@ class LogProbChecks(RunCheck):
             if self._updates < STALE_UPDATES - 1 or not near:
                 return False
         before, after = POLICY_GAP
+        if rule == ENGINES_APART and self._leaves_path():
+            return True
         if rule in (ENGINES_APART, "policy_log_probs") and self._mean("gap") > after:
             if self._progress.is_first or (self._gap is not None and self._gap < before):
                 return True
@@ -319,6 +328,8 @@ class LogProbChecks(RunCheck):
         self._least = gap if self._begins(gap) else min(self._least, gap)
         self._one_side = self._share_of_one_sign() or 0.0
         self._first_gap = gap if self._progress.is_first else self._first_gap
+        self._off_path = gap >= STALE_GAP and (self._off_path or self._leaves_path())
+        self._distance = self._mean("distance")
         self._tilt = self._correlation() if gap >= STALE_GAP else None
         self._gap, self._updates = gap, self._updates + 1
         kinds = self._two_kinds()
@@ -326,7 +337,7 @@ class LogProbChecks(RunCheck):
         self._read(gap)
 
     def _read(self, gap: float) -> None:
-        if any(gap < reading[0] / 2 for reading in self._readings):
+        if self._readings and gap < statistics.median(reading[0] for reading in self._readings[-IN_A_ROW:]) / 2:
             self._readings, self._stride, self._since_reading = [], 1, 0
         if self._since_reading == 0:
             self._readings.append([gap, self._progress.step])
@@ -487,7 +498,9 @@ class LogProbChecks(RunCheck):
         if self._sums["stale"] < WHOLE_SHARE * self._sums["responses"]:
             return None
         before, after = POLICY_GAP
-        jumped = self._gap is not None and self._gap < before and gap > after
+        # A rollout that goes back to the reference has its weights; the policy was away from them before.
+        went_back = self._mean("distance") < STALE_RATIO * self._distance and self._distance > STALE_GAP
+        jumped = self._gap is not None and self._gap < before and gap > after and not went_back
         if not (self._progress.is_first or jumped or self._times.get("policy_log_probs")):
             return None
         when = "before any optimizer step" if self._progress.is_first else "within one step"
@@ -543,6 +556,16 @@ class LogProbChecks(RunCheck):
             "share": share,
         }
 
+    def _leaves_path(self) -> bool:
+        """Whether the rollout suddenly differs by more than the policy has moved since the reference.
+
+        No weights of an earlier step do: these lie between the two.
+        """
+        if self._gap is None or not self._sums["distance"]:
+            return False
+        gap, moved = self._mean("gap"), self._mean("moved")
+        return self._gap < POLICY_GAP[0] and gap >= APART_GAP and gap > OFF_PATH * moved
+
     def _two_kinds(self) -> tuple[float, float] | None:
         """The gap of the far responses and that of the others, where that is much smaller; None if it is not."""
         sums, (least, most) = self._sums, SPLIT_SHARES
@@ -578,7 +601,8 @@ class LogProbChecks(RunCheck):
         at = max(range(1, len(readings)), key=lambda i: readings[i][0] - readings[i - 1][0])
         before, (jumped, step) = max(reading[0] for reading in readings[:at]), readings[at]
         # The first updates of a late rollout have smaller gaps than those that follow.
-        at_once = before < small and jumped > (large if at < IN_A_ROW else START_GAP)
+        off_path = self._off_path or self._leaves_path()
+        at_once = before < small and (off_path or jumped > (large if at < IN_A_ROW else START_GAP))
         is_sudden = self._is_spread and at >= IN_A_ROW and jumped >= max(FIRST_GAP, APART_GROWTH * before)
         is_long = len(readings) >= APART_UPDATES
         has_grown = is_long and gap >= max(APART_GAP, APART_GROWTH * max(each[0] for each in readings[: IN_A_ROW + 1]))

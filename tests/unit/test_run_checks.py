@@ -307,6 +307,25 @@ def test_a_gap_of_some_responses_that_does_not_grow_is_no_stale_worker() -> None
     assert "in 33% of the responses by over" in found[-1][0]["sentence"]
 
 
+def test_a_gap_that_weights_of_no_step_make_is_said_at_once_and_while_it_lasts() -> None:
+    batches = list(steps(Run(noise=0.02, rate=0.02), 12))
+    for step, tokens in enumerate(batches[3:]):
+        noise = (0.15 if step % 2 else 0.3) * noise_of(step)
+        tokens["rollout_log_prob"] = (tokens["rollout_log_prob"] + noise).clamp(max=0.0)
+    found = warned(batches)
+    assert names(found) == [""] * 3 + ["engines_apart"] * 9
+    assert all("since step 4, and by" in warnings[0]["sentence"] for warnings in found[3:])
+
+
+def test_a_rollout_that_goes_back_to_the_first_weights_is_no_fault_of_the_policy() -> None:
+    batches = list(steps(Run(rate=0.3), 10))
+    for tokens in batches[5:]:
+        tokens["rollout_log_prob"] = tokens["ref_log_prob"]
+    found = warned(batches)
+    assert not any(names(found)[:5]) and set(names(found)[5:]) <= {"", "stale_weights"}
+    assert names(found)[-1] == "stale_weights"
+
+
 def test_weights_that_are_late_but_arrive_are_not_called_those_of_step_1() -> None:
     found = warned(steps(Run(behind=3, rate=0.1), 12))
     # Until then the rollout does have the weights of step 1.

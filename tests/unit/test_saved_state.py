@@ -43,6 +43,8 @@ RUN_CHECKS = {
     "tilt": 0.25,
     "one_side": 0.75,
     "split": (0.5, 3),
+    "distance": 0.125,
+    "off_path": True,
     "sizes": [0.5, 0.25, 0.5],
     "spreads": [0.5, 0.75],
     "scale_step": 3,
