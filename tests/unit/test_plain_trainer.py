@@ -210,12 +210,28 @@ def test_a_loss_that_is_scaled_wrongly_is_warned_of() -> None:
             for _ in range(micro_batches):
                 micro_batch(gradloc, forward, factor * EVEN, of_loss, lambda _: facts)
             gradloc.locate(epoch=0, mini_batch=0)
+            forward.logits.zero_grad()
             assert step == 2 or not gradloc.warnings
         warned[micro_batches, factor, of_loss] = [warning["sentence"] for warning in gradloc.warnings]
     assert warned[2, 0.5, 1.0] == []
     (twice,), (thrice,) = warned[2, 1.0, 1.0], warned[1, 1.0, 3.0]
     assert "add up to 2 instead of 1" in twice and "the number of micro-batches (2)" in twice
     assert "3 times what its weights, advantages and ratios give" in thrice
+
+
+def test_gradients_that_are_left_from_before_are_told() -> None:
+    """The loop forgets `zero_grad`: the second step's gradient has the first one's in it."""
+    forward = Forward(Plain())
+    gradloc = GradLoc(forward.logits, GradLocConfig(grad_norm_threshold=1e9), forward)
+    said = []
+    for step in range(2):
+        gradloc.start_update(step)
+        micro_batch(gradloc, forward)
+        gradloc.locate(epoch=0, mini_batch=0)
+        said.append([(each["name"], each["sentence"]) for each in gradloc.warnings])
+    ((name, sentence),) = said[1]
+    assert said[0] == [] and name == "loss_scale" and "zero_grad" in sentence
+    assert sentence.startswith("The optimizer's gradient is at least 2 times what the backward passes")
 
 
 def test_tokens_that_cannot_be_read_are_no_error_of_training(caplog: pytest.LogCaptureFixture) -> None:
@@ -286,6 +302,7 @@ def test_the_sum_of_weights_is_checked_if_all_promise_the_same(modes: list[str],
         for mode in modes:
             micro_batch(gradloc, forward, 3 * EVEN, facts_of=lambda _, mode=mode: {"loss_agg_mode": mode})
         gradloc.locate(epoch=0, mini_batch=0)
+        forward.logits.zero_grad()
     sentences = [warning["sentence"] for warning in gradloc.warnings]
     assert ["add up to 6 instead of 1 (seq-mean-token-mean)" in sentence for sentence in sentences] == [True] * warned
 
@@ -299,6 +316,7 @@ def test_an_update_warns_though_its_last_mini_batch_is_right() -> None:
     for mini_batch, factor in enumerate([3.0, 3.0, 3.0, 3.0, 1.0]):
         micro_batch(gradloc, forward, factor * EVEN, facts_of=lambda _: {"loss_agg_mode": "token-mean"})
         gradloc.locate(0, mini_batch)
+        forward.logits.zero_grad()
     assert [warning["name"] for warning in gradloc.warnings] == ["loss_scale"]
     blamed = [event["verdict"]["cause"] == "loss_scale" for event in gradloc.events]
     assert blamed == [False, False, True, True, False]
@@ -322,4 +340,5 @@ def test_a_response_counts_once_however_many_epochs_train_on_it(
             for stale in (stale_rows, 0):
                 micro_batch(gradloc, forward, torch.ones(ROWS, RESPONSE), 1.0, partial(with_stale_rows, stale))
             gradloc.locate(epoch, mini_batch=0)
+            forward.logits.zero_grad()
     assert [warning["name"] for warning in gradloc.warnings] == warned
