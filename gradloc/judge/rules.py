@@ -335,7 +335,7 @@ RULES = (
         Kind.UNSAMPLED,
         "a token that the policy did not produce",
         "tokens that the policy did not produce",
-        "The policy did not produce the token: it is after the end of the turn (unless training confirms the "
+        "The policy did not produce the token: it is after the turn's end (unless training confirms the "
         "rollout's log-prob), or the rollout gave it no log-prob, or exactly 0 while training gives it under 0.1.",
         "Set response_mask to 0 for tokens that were added later: EOS tokens, templates, tool output.",
         _is_unsampled,
