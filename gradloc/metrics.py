@@ -142,11 +142,10 @@ class RunWarnings:
         self.of_update: list[dict[str, Any]] = []  # the warnings of the update so far; see `RunChecks.warnings`
         self.checks = RunChecks()
         self._learning_rate = learning_rate  # see `GradLoc`
-        self._global_step: int | None = None
         self._logged: set[str] = set()
 
     def start_update(self, global_step: int | None) -> None:
-        self.of_update, self._global_step = [], global_step
+        self.of_update = []
         self.checks.start_update(global_step)
 
     def own_figures(
@@ -185,7 +184,7 @@ class RunWarnings:
         self.of_update = self.checks.warnings()
         for warning in self.of_update:
             if warning["name"] not in self._logged and collectives.rank() == 0:
-                logger.warning("Step %s: %s %s", self._global_step, warning["sentence"], warning["check"])
+                logger.warning("Step %s: %s %s", where["global_step"], warning["sentence"], warning["check"])
             self._logged.add(warning["name"])
 
     def add_step(self) -> None:

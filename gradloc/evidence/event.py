@@ -209,13 +209,11 @@ def _measured_shares(mini_batch: MiniBatch, findings: Findings, medians: Medians
     if len(under) < _LEAST_MEASURED:
         return None
     facts = token_facts_of(mini_batch, under)
-    sources = [
-        classify(
-            {**facts[token], "grad_norm": findings.grad_norm(token), "layer_norms": findings.layer_norms(token)},
-            medians,
-        )
-        for token in under
-    ]
+    sources = []
+    for token in under:
+        alone = findings.measured[token]
+        figures = {"grad_norm": alone.grad_norm, "layer_norms": alone.layer_norms}
+        sources.append(classify({**facts[token], **figures}, medians))
     return {rule.name: sum(rule.name in each for each in sources) / len(under) for rule in RULES}
 
 
@@ -329,7 +327,7 @@ def _diffuse(findings: Findings, part: Part) -> dict[str, Any]:
             {
                 "row": findings.row(token),
                 "position": token[2],
-                "grad_norm": findings.grad_norm(token),
+                "grad_norm": findings.measured[token].grad_norm,
                 "share": findings.share(token),
             }
             for token in part.largest[:_LARGEST_TOKENS]
@@ -352,16 +350,17 @@ def _without_tokens(findings: Findings) -> dict[str, Any] | None:
 
 
 def _culprit(findings: Findings, token: Token, facts: Facts, medians: Medians) -> dict[str, Any]:
+    alone = findings.alone(token)
     found = {
         "rank": token[0][0],
         "micro_batch": token[0][1],
         "row": findings.row(token),
         "position": token[2],
-        "grad_norm": findings.grad_norm(token),
+        "grad_norm": alone.grad_norm,
         "threshold": findings.threshold,
         "share": findings.share(token),
         **facts,
-        "layer_norms": findings.layer_norms(token),
+        "layer_norms": alone.layer_norms,
     }
     sources = classify(found, medians)
     return {**found, "source": sources[0], "sources": sources}

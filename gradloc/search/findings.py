@@ -83,15 +83,12 @@ class Findings:
         """A token's row in its rank's mini-batch."""
         return self.micro_batches[token[0]].rows[token[1]]
 
-    def grad_norm(self, token: Token) -> float:
-        """‖g_t‖; NaN if it was not measured."""
-        return self.measured[token].grad_norm if token in self.measured else math.nan
-
-    def layer_norms(self, token: Token) -> dict[str, float]:
-        """‖g_t‖ by layer; NaN if it was not measured."""
-        return self.measured[token].layer_norms if token in self.measured else dict.fromkeys(self.layers, math.nan)
+    def alone(self, token: Token) -> Alone:
+        """A token measured alone; one that was not measured has NaN norms."""
+        unmeasured = Alone(math.nan, math.nan, dict.fromkeys(self.layers, math.nan))
+        return self.measured.get(token, unmeasured)
 
     def share(self, token: Token) -> float | None:
         """A token's share of its micro-batch's norm; None if that norm is zero or unknown."""
         norm = self.figures[token[0]].norm
-        return (self.measured[token].norm if token in self.measured else math.nan) / norm if norm else None
+        return self.alone(token).norm / norm if norm else None

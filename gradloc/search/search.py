@@ -5,6 +5,7 @@
 import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
@@ -29,16 +30,34 @@ class Culprit(NamedTuple):
     candidate: int
 
 
+@dataclass
+class NoSearch:
+    """That of a group that is not measured yet, under its threshold, broken, or given up: then it is diffuse."""
+
+    rest: tuple[TokenSet, float] | None = None
+    given_up: Sequence[TokenSet] = ()
+    diffuse: Sequence[tuple[TokenSet, float]] = ()
+    culprits: Sequence[int] = ()
+    open_sets: Sequence[TokenSet] = ()
+    ended = True
+
+    def next_probes(self, _count: int, _passes_left: float) -> list[TokenSet]:
+        return []
+
+    def add_measurements(self, _measured: Sequence[tuple[TokenSet, float]], _count: int) -> None:
+        """Nothing was asked for."""
+
+
 class Group:
     """One group: the token sets to measure first (the whole group, or the empty token set), and then its search.
 
-    Once it was given up, because its spike comes from no token, it is diffuse as a whole.
+    A search's `rest` is the group without its culprits, and the norm of that; None if it was not measured.
     """
 
     def __init__(self, tokens: Candidates, until: str, ordinary: float | None, probe_empty: bool) -> None:
         self.tokens = tokens
         self.first: list[TokenSet] = []
-        self.search: FewTokens | Bisection | None = None
+        self.search: FewTokens | Bisection | NoSearch = NoSearch()
         self.broken = self.gave_up = False
         self.norm: float | None = None
         self.whole = tokens.without([])
@@ -51,36 +70,14 @@ class Group:
         """Starts the search if the group's norm is over its threshold."""
         self.norm = norm
         self._look_at(norm)
+        self.search = NoSearch((self.whole, norm))
         if self.whole.is_over(norm):
             kind = FewTokens if self._until == "explained" else Bisection
             self.search = kind(self.tokens, self.whole, norm, self._ordinary)
 
     @property
     def ended(self) -> bool:
-        return not self.first and (self.search is None or self.search.ended)
-
-    @property
-    def culprits(self) -> list[int]:
-        return [] if self.search is None else self.search.culprits
-
-    @property
-    def given_up(self) -> list[TokenSet]:
-        if self.gave_up:
-            return [self.whole]
-        return [] if self.search is None else self.search.given_up
-
-    @property
-    def diffuse(self) -> list[tuple[TokenSet, float]]:
-        if self.gave_up and self.norm is not None:
-            return [(self.whole, self.norm)]
-        return [] if self.search is None else self.search.diffuse
-
-    @property
-    def rest(self) -> tuple[TokenSet, float] | None:
-        """The group without its culprits, and the norm of that; None if it was not measured."""
-        if self.search is not None:
-            return self.search.rest
-        return None if self.norm is None else (self.whole, self.norm)
+        return not self.first and self.search.ended
 
     @property
     def may_have_more_than_tokens(self) -> bool:
@@ -89,7 +86,7 @@ class Group:
         The squared norms of tokens measured alone add up to far more than the group's, as they do if each contains the
         same other gradient.
         """
-        if self.ended and self.diffuse and not (self.culprits and self._until == "exhaustive"):
+        if self.ended and self.search.diffuse and not (self.search.culprits and self._until == "exhaustive"):
             return True
         if self.norm is None or not math.isfinite(self.norm):
             return False
@@ -98,11 +95,12 @@ class Group:
     def give_up(self) -> None:
         """Ends the search, unless it has ended."""
         if not self.ended and self.norm is not None:
-            self.first, self.search, self.gave_up = [], None, True
+            whole = self.whole, self.norm
+            self.first, self.search, self.gave_up = [], NoSearch(whole, [self.whole], [whole]), True
 
     def next_probes(self, count: int, passes_left: float) -> list[TokenSet]:
         found = self.first[:count]
-        if self.search is not None and len(found) < count:
+        if len(found) < count:
             found = found + self.search.next_probes(count - len(found), passes_left)
         return found
 
@@ -110,7 +108,7 @@ class Group:
         self.tokens.alone |= {probe.candidates[0]: norm for probe, norm in measured if probe.is_single}
         first, self.first = self.first, [token_set for token_set in self.first if token_set not in dict(measured)]
         others = [(probe, norm) for probe, norm in measured if probe not in first]
-        if self.search is not None and others:
+        if others:
             self.search.add_measurements(others, count)
         for probe, norm in measured:
             if probe is self._empty:
@@ -120,7 +118,7 @@ class Group:
             else:
                 self._look_at(norm)
         if self.broken:
-            self.first, self.search = [], None
+            self.first, self.search = [], NoSearch(None if self.norm is None else (self.whole, self.norm))
 
     def _look_at(self, norm: float) -> None:
         if self._probe_empty and not math.isfinite(norm):
@@ -149,7 +147,7 @@ class Search:
     @property
     def culprits(self) -> list[Culprit]:
         """The culprits found so far, each measured alone over τ."""
-        return [Culprit(name, candidate) for name, group in self.groups.items() for candidate in group.culprits]
+        return [Culprit(name, candidate) for name, group in self.groups.items() for candidate in group.search.culprits]
 
     @property
     def broken(self) -> list[GroupKey]:
@@ -160,25 +158,25 @@ class Search:
     def open_sets(self) -> list[TokenSet]:
         """The token sets over their thresholds whose search has not ended."""
         waiting = [token_set for group in self.groups.values() for token_set in group.first if token_set.candidates]
-        return waiting + [token_set for search in self._searches() for token_set in search.open_sets]
+        return waiting + [token_set for group in self.groups.values() for token_set in group.search.open_sets]
 
     @property
     def given_up(self) -> list[TokenSet]:
         """The unmeasured token sets of groups whose search was given up."""
-        return [token_set for group in self.groups.values() for token_set in group.given_up]
+        return [token_set for group in self.groups.values() for token_set in group.search.given_up]
 
     @property
     def diffuse(self) -> list[tuple[TokenSet, float]]:
         """The smallest token sets with a spike but no culprit, with their norms."""
-        return [found for group in self.groups.values() for found in group.diffuse]
+        return [found for group in self.groups.values() for found in group.search.diffuse]
 
     def more_over(self) -> int | None:
         """Estimates from suspicion how many more tokens are over τ; None if no norm was measured to scale it."""
         ratios, scores, more = [], [], 0
         for group in self.groups.values():
-            if group.search is None and not group.gave_up:
+            if isinstance(group.search, NoSearch) and not group.gave_up:
                 continue
-            culprits, tokens = set(group.culprits), group.tokens
+            culprits, tokens = set(group.search.culprits), group.tokens
             for candidate, (suspicion, square) in enumerate(
                 zip(tokens.suspicion, tokens.square_of.tolist(), strict=True)
             ):
@@ -203,7 +201,7 @@ class Search:
         over = [
             (group.norm / group.whole.threshold, name, group.norm)
             for name, group in self.groups.items()
-            if group.search is not None and group.norm is not None and math.isfinite(group.norm)
+            if not isinstance(group.search, NoSearch) and group.norm is not None and math.isfinite(group.norm)
         ]
         return max(over, key=lambda found: found[0])[1:] if over else None
 
@@ -243,7 +241,7 @@ class Search:
 
         What needs more than the passes left in the budget, such as a code, is not started.
         """
-        for_few_tokens = [search for search in self._searches() if isinstance(search, FewTokens)]
+        for_few_tokens = [group.search for group in self.groups.values() if isinstance(group.search, FewTokens)]
         if any(search.is_diffuse for search in for_few_tokens):
             for search in for_few_tokens:
                 search.curtail(_LONG)
@@ -283,6 +281,3 @@ class Search:
             mine = [(probe, norm) for probe, norm in measured if probe.group == name]
             if mine:
                 group.add_measurements(mine, len(mine))
-
-    def _searches(self) -> list[FewTokens | Bisection]:
-        return [group.search for group in self.groups.values() if group.search is not None]

@@ -47,7 +47,7 @@ def explain(tokens: dict[str, Tokens], width: int, ordinary: float | None = 1.0)
 
 def explained(search: Search, name: str) -> bool:
     """Whether the group without its culprits was measured under its threshold."""
-    rest = search.groups[name].rest
+    rest = search.groups[name].search.rest
     return rest is not None and not rest[0].is_over(rest[1])
 
 
@@ -60,7 +60,7 @@ def check(search: Search, tokens: dict[str, Tokens]) -> None:
         rest = [i for i in range(len(unit.weights)) if i not in culprits]
         if explained(search, name):
             assert not is_over(unit, rest)
-            token_set, norm = search.groups[name].rest
+            token_set, norm = search.groups[name].search.rest
             assert list(token_set.candidates) == rest and norm == pytest.approx(unit.norm(rest))
         else:
             assert any(found.group == name for found, _ in search.diffuse)
