@@ -919,8 +919,7 @@ def test_a_search_of_the_bundle_finds_the_planted_token(tmp_path: Path, capsys: 
     options = ["--model", str(tmp_path / "model"), "--temperature", "0.8", "--grad-norm", str(norm), "--step", "3"]
     bundle = convert(write_lines(tmp_path / "a.jsonl", lines), *options, "--usual-norm", str(usual_norm))
     assert replay([str(bundle.path), "--search", "--model", str(tmp_path / "model")]) == 0, capsys.readouterr().err
-    *_, line = (tmp_path / "out" / "spikes.jsonl").read_text().splitlines()
-    event = json.loads(line)
+    (event,) = read(str(tmp_path / "out")).events
     assert (event["search"], event["diagnosis"], event["suspected"]) == ("replayed", "tokens", [])
     (culprit,) = event["culprits"]
     assert (culprit["row"], culprit["position"]) == BAD
