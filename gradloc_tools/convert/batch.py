@@ -3,7 +3,7 @@
 """Records as the micro-batches of one optimizer step, with weights and coefficients."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ def build_batch(
     data-parallel training takes the mean over W ranks.
 
     Args:
-        records (Sequence[Record]): All records of the step, in order.
+        records (Sequence[Record]): All records of the step, in order; their tokens get what they lack.
         loss (Loss): Where the records have no coefficients or weights.
         micro_batch_size (int, optional): How many responses a micro-batch has, where records name none; default: as
             few as a bundle's limit allows.
@@ -60,9 +60,9 @@ def build_batch(
     _check_alike(records)
     unknown = sorted({name for record in records for name in record.unknown})
     notes = [f"Fields that were not read: {', '.join(unknown[:16])}."] if unknown else []
-    records = _with_log_probs(records, old_from_rollout, notes)
+    _add_log_probs(records, old_from_rollout, notes)
     world_size = 1 + max(record.rank for record in records)
-    records = _with_coefficients(records, loss, world_size, notes)
+    _add_coefficients(records, loss, world_size, notes)
     parts, rows = _divided(records, micro_batch_size)
     micro_batches = {}
     for name, indices in parts.items():
@@ -88,9 +88,9 @@ def _check_alike(records: Sequence[Record]) -> None:
             raise RecordError(f"{has.place} names a micro-batch, and {lacks.place} does not.")
 
 
-def _with_log_probs(records: Sequence[Record], old_from_rollout: bool, notes: list[str]) -> list[Record]:
-    """Records that all have log-probs, and old ones where any are known."""
-    names, place, changed = records[0].tokens.keys(), records[0].place, []
+def _add_log_probs(records: Sequence[Record], old_from_rollout: bool, notes: list[str]) -> None:
+    """Gives all records log-probs, and old ones where any are known."""
+    names, place = records[0].tokens.keys(), records[0].place
     if old_from_rollout and "rollout_log_prob" not in names:
         raise RecordError(f"{place}, field 'rollout_log_probs': it is missing.")
     source = next((name for name in ("log_prob", "old_log_prob", "rollout_log_prob") if name in names), None)
@@ -103,21 +103,19 @@ def _with_log_probs(records: Sequence[Record], old_from_rollout: bool, notes: li
             f"There are no log_probs of training: {source}s are taken instead, as they are in the first step after a "
             "rollout."
         )
-    for record in records:
-        tokens = {**record.tokens, "log_prob": record.tokens[source]}
+    for tokens in (record.tokens for record in records):
+        tokens["log_prob"] = tokens[source]
         if old_from_rollout:
             tokens["old_log_prob"] = tokens["rollout_log_prob"]
-        changed.append(replace(record, tokens=tokens))
-    return changed
 
 
-def _with_coefficients(records: Sequence[Record], loss: Loss, world_size: int, notes: list[str]) -> list[Record]:
-    """Records with the weights and coefficients that they have on their ranks."""
-    names = records[0].tokens.keys()
-    if "weight" in names:
-        weights = [record.tokens["weight"] for record in records]
-    else:
+def _add_coefficients(records: Sequence[Record], loss: Loss, world_size: int, notes: list[str]) -> None:
+    """Gives records the weights and coefficients that they have on their ranks."""
+    names = {*records[0].tokens}
+    if "weight" not in names:
         weights = loss.weights([record.tokens["response_mask"] for record in records])
+        for record, weight in zip(records, weights, strict=True):
+            record.tokens["weight"] = weight
         notes.append(f"The weights are those of {loss.loss_agg_mode} over all records.")
     if "coefficient" not in names:
         if "old_log_prob" not in names:
@@ -125,19 +123,15 @@ def _with_coefficients(records: Sequence[Record], loss: Loss, world_size: int, n
         if loss.kl_coef and "ref_log_prob" not in names:
             raise RecordError(f"{records[0].place}, field 'ref_log_probs': it is missing, and --kl-coef needs it.")
         notes.append("The coefficients are computed from the loss that the options name.")
-    changed = []
-    for record, weight in zip(records, weights, strict=True):
-        tokens = {**record.tokens, "weight": weight}
+    for tokens in (record.tokens for record in records):
         if "coefficient" not in names:
-            tokens["coefficient"], kl = loss.coefficients(tokens)
+            coefficient, kl = loss.coefficients(tokens)
             # Not a product: what the mask leaves out has no gradient, whatever it is.
-            tokens["coefficient"] = torch.where(tokens["response_mask"] == 1, tokens["coefficient"], 0.0)
+            tokens["coefficient"] = torch.where(tokens["response_mask"] == 1, coefficient, 0.0)
             if kl is not None:
-                tokens["kl_coefficient"] = kl * world_size
-        tokens["weight"] = tokens["weight"] * world_size
-        tokens["coefficient"] = tokens["coefficient"] * world_size
-        changed.append(replace(record, tokens=tokens))
-    return changed
+                tokens["kl_coefficient"] = kl
+        for name in {"weight", "coefficient", "kl_coefficient"} & tokens.keys():
+            tokens[name] = tokens[name] * world_size
 
 
 def _divided(
