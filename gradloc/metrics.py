@@ -15,7 +15,7 @@ from .fsdp import collectives
 from .guarded import guarded
 from .judge.advantages import COLUMN_SUMS
 from .judge.alignment import ALIGNMENT_SUMS
-from .judge.log_probs import SUMS
+from .judge.log_prob_sums import SUMS
 from .judge.loss_scale import SCALE_FIGURES, loss_scale_warning
 from .judge.rules import HOLDS, UNLIKELY
 from .judge.run_checks import RunChecks

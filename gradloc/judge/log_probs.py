@@ -11,7 +11,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from .alignment import ALIGNMENT_SUMS, UNRELATED_CORRELATION, Off, correlation, find_off, misaligned_warning
+from .alignment import UNRELATED_CORRELATION, Off, find_off, misaligned_warning
+from .log_prob_sums import APART_GAP, CLEAR_SHARE, STALE_GAP, STALE_RATIO, LogProbSums
 from .progress import IN_A_ROW, SEE, Progress, RunCheck
 from .shares import percent
 
@@ -32,21 +33,14 @@ _SELF_EVIDENT = ("positive", "own_log_probs")
 OF_ROLLOUT = ("misaligned", "retokenized", "stale_weights", "partly_stale", OTHER_LOG_PROBS)
 
 # The limits of the checks, in nats where they are differences of log-probs.
-LARGEST = 10.0  # larger differences count as this, so that a single broken log-prob does not make a mean
-STALE_RATIO = 0.5
 INITIAL_RATIO = 0.2
-STALE_GAP = 0.02
-STALE_SHARE = 0.25
 WHOLE_SHARE = 0.8
-CLEAR_SHARE = 0.6
-STALE_RESPONSES = 4
 # A rollout that is late by up to three steps has the first weights until the fourth update.
 STALE_UPDATES = 5
 STALE_AT_ONCE = 0.1
-# A gap that is so large, and so many times what it was, is reported: as a drift if it has grown all the time, so that
+# A gap over `APART_GAP` that is so many times what it was is reported: as a drift if it has grown all the time, so that
 # halfway it was between these shares of the rise, and as a jump if one update made most of it. The first updates of a
 # run whose rollout is late by a step or two have smaller gaps than all others.
-APART_GAP = 0.1
 APART_GROWTH = 4.0
 APART_HALFWAY = (0.25, 0.75)
 APART_UPDATES = 6
@@ -55,12 +49,13 @@ APART_UPDATES = 6
 START_GAP = 0.2
 # The same before any optimizer step, when late weights make no gap: 8 bits make about half of it.
 FIRST_GAP = 0.04
-# Such a gap is spread over many tokens if at least half of it is left when each counts for at most so many nats.
-BOUNDED = 0.2
 # A rollout that is at most so far from the reference as the policy is has weights of some steps before. They are old
 # if the gap has risen so many times since it was over `APART_GAP`: that is no matter of being late by a step or two.
 NEARER = 0.8
 STILL_RISING = 1.5
+# One of several workers has old weights if responses stay of two kinds, and the gap of the far ones grows so many
+# times: that of a late one does not.
+SPLIT_GROWTH = 2.0
 # Weights of a step of this run are at most so many times as far from the policy as the reference is.
 OFF_PATH = 1.5
 # An optimizer step does not make so large a gap of so small a one.
@@ -74,8 +69,6 @@ ALIKE, SUDDENLY_UNRELATED = 0.9, 0.25
 # Log-probs of training that have so little relation to the rollout's, and are so many nats away, belong to others.
 HARDLY_RELATED = 0.35
 MISALIGNED_NATS = 1.0
-ONE_SIDE_NATS = 0.01
-ONE_SIDE_TOKENS = 0.25
 # Of log-probs of the likeliest token, or cut at a floor, more have the same sign than other weights or prompts give.
 ONE_SIDE, SURELY_ONE_SIDE = 0.85, 0.9
 CORRELATION = 0.6
@@ -83,9 +76,6 @@ CORRELATION = 0.6
 FIRST_CORRELATION = 0.35
 # The same where log-probs agreed before. Weights that are suddenly late make hardly as strong a correlation.
 SUDDEN_CORRELATION = 0.65
-# A correlation takes larger differences, and smaller log-probs, as these: otherwise one token may make it.
-CORRELATED_NATS = 1.0
-LEAST_LEVEL = -5.0
 OTHER_GAP = 0.05
 OTHER_LEAST = 0.25
 # Where most have one sign, smaller differences tell; as something new, if at most so many had one before.
@@ -98,55 +88,10 @@ OWN_GAP = 0.05
 POSITIVE = 0.05
 # So many tokens of a run, at least, that the policy did not produce. Without such a fault there are none.
 UNSAMPLED_TOKENS = 4
-# Responses are of two kinds if so many are far, and the others have at most this part of their gap. One of several
-# workers has old weights if that lasts, and the gap of its responses grows by this factor: a late one's does not.
-SPLIT_SHARES, SPLIT, SPLIT_GROWTH = (0.1, 0.9), 0.2, 2.0
-
 _READINGS = 64
-_NO_ALIGNMENT = [0.0] * ALIGNMENT_SUMS
 
 # What is misaligned in few responses is said if it lasts; other kinds may be chance.
 LASTING = ("moved", "zero_tail", "constant_tail")
-
-# What `own_sums` gives, by place. "gap" is |rollout − policy|, "bounded" the same with at most `BOUNDED` nats a
-# token, "distance" is |rollout − reference|, "moved" is |policy − reference|; responses are "far" whose mean gap is
-# over `APART_GAP`, and "far_tokens" and "far_gap" are theirs. A response is stale if its log-probs are the
-# reference's and not the policy's, fresh if it is the other way round, and unclear if neither holds although one of
-# the two is far. "own_gap" is |old − now| in the update's first mini-batch, whose forward pass has the weights of the
-# old log-probs. "weighted" are all tokens with a weight; those of them that the policy did not produce count nowhere
-# else. "differing" have not the old log-prob for the rollout's.
-SUMS = (
-    "weighted",
-    "unsampled",
-    "differing",
-    "tokens",
-    "gap",
-    "bounded",
-    "larger",
-    "smaller",
-    "difference",
-    "difference_square",
-    "level",
-    "level_square",
-    "product",
-    "responses",
-    "far",
-    "far_tokens",
-    "far_gap",
-    "distance",
-    "moved",
-    "stale",
-    "fresh",
-    "unclear",
-    "stale_tokens",
-    "stale_gap",
-    "stale_distance",
-    "positive",
-    "own_tokens",
-    "own_gap",
-    "own_to_rollout",
-    "own_old_to_rollout",
-)
 
 _OFF = "off"  # the updates with a response whose log-probs belong to other tokens, clear or not
 UNSAMPLED = "unsampled"  # the rule's name, and the warning's
@@ -177,8 +122,7 @@ class LogProbChecks(RunCheck):
 
     def __init__(self, progress: Progress) -> None:
         super().__init__(progress)
-        self._sums = dict.fromkeys(SUMS, 0.0)
-        self._alignment = _NO_ALIGNMENT
+        self._sums = LogProbSums()
         self._readings: list[list[Any]] = []
         self._stride, self._since_reading = 1, 0
         # By rule, in how many updates it held since one contradicted it; the gap of the last update, and the smallest.
@@ -213,10 +157,7 @@ class LogProbChecks(RunCheck):
 
     def take_in(self, sums: Sequence[float] | None, alignment: Sequence[float] | None) -> None:
         """Adds a mini-batch; see `RunChecks.take_in`."""
-        if sums is not None:
-            self._sums = {name: self._sums[name] + value for name, value in zip(SUMS, sums, strict=True)}
-        if alignment is not None:
-            self._alignment = [a + b for a, b in zip(self._alignment, alignment, strict=True)]
+        self._sums.add(sums, alignment)
 
     def warnings(self) -> list[dict[str, Any]]:
         """Of the update so far, but for `unsampled`; one at most."""
@@ -239,7 +180,7 @@ class LogProbChecks(RunCheck):
         self._unsampled_before += self._sums["unsampled"]
         if self._sums["tokens"]:
             self._end_gap()
-        self._sums, self._alignment = dict.fromkeys(SUMS, 0.0), _NO_ALIGNMENT
+        self._sums = LogProbSums()
 
     def _has_jumped(self, gap: float) -> bool:
         """Whether the gap is so much larger than in the last update as neither a step nor late weights make it."""
@@ -250,7 +191,7 @@ class LogProbChecks(RunCheck):
 
     def _has_tilted(self) -> bool:
         """Whether differences suddenly depend on how likely a token is, which late weights do not make them."""
-        tilt = abs(self._correlation())
+        tilt = abs(self._sums.tilt())
         if self._tilt is None:
             was_without_a_gap = self._updates > 1 and self._gap is not None and self._gap < STALE_GAP
             return was_without_a_gap and tilt >= SUDDEN_CORRELATION
@@ -258,16 +199,9 @@ class LogProbChecks(RunCheck):
 
     def _begins(self, gap: float) -> bool:
         """Whether differences are suddenly others: larger, tilted, or of one sign. Late weights begin in update 2."""
-        share = self._share_of_one_sign() or 0.0
+        share = self._sums.share_of_one_sign() or 0.0
         is_of_one_sign = self._updates > 1 and self._one_side < MIXED and share >= ONE_SIDE
         return self._has_jumped(gap) or self._has_tilted() or is_of_one_sign
-
-    def _share_of_one_sign(self) -> float | None:
-        """The share of the differences that have the sign of most; None where few tokens differ."""
-        larger, smaller = self._sums["larger"], self._sums["smaller"]
-        if larger + smaller < ONE_SIDE_TOKENS * self._sums["tokens"]:
-            return None
-        return max(larger, smaller) / (larger + smaller)
 
     def _certain(self) -> list[dict[str, Any]]:
         """The warning about log-probs for which this update, with those before it, has enough evidence."""
@@ -278,12 +212,12 @@ class LogProbChecks(RunCheck):
         if self._said is None or not self._sums["tokens"]:
             return []
         _, warning, gap, updates = self._said
-        return [warning] if updates < IN_A_ROW - 1 and self._mean("gap") >= gap / 2 else []
+        return [warning] if updates < IN_A_ROW - 1 and self._sums.mean("gap") >= gap / 2 else []
 
     def _is_certain(self, rule: str) -> bool:
         """Whether the update shows for certain what holds in it, or others before it have shown the same."""
         # Differences of one sign may be those of tokens that were not sampled: of some responses, or turns.
-        if rule == "policy_log_probs" or (rule == OTHER_LOG_PROBS and abs(self._correlation()) >= CORRELATION):
+        if rule == "policy_log_probs" or (rule == OTHER_LOG_PROBS and abs(self._sums.tilt()) >= CORRELATION):
             if self._progress.is_first:
                 return True
         if rule == "stale_reference" and self._updates < STALE_UPDATES:
@@ -293,7 +227,7 @@ class LogProbChecks(RunCheck):
         before, after = POLICY_GAP
         if rule == ENGINES_APART and self._leaves_path():
             return True
-        if rule in (ENGINES_APART, "policy_log_probs") and self._mean("gap") > after:
+        if rule in (ENGINES_APART, "policy_log_probs") and self._sums.mean("gap") > after:
             if self._progress.is_first or (self._gap is not None and self._gap < before):
                 return True
         return (
@@ -302,7 +236,7 @@ class LogProbChecks(RunCheck):
         )
 
     def _end_gap(self) -> None:
-        gap, off = self._mean("gap"), self._off()
+        gap, off = self._sums.mean("gap"), self._off()
         holding, certain = self._holding(), self._certain()
         if certain:
             (rule,) = holding
@@ -322,17 +256,17 @@ class LogProbChecks(RunCheck):
         elif off:
             self._times[_OFF] = 0
         for pair, each in off.items():
-            related = correlation(self._alignment, pair)
+            related = self._sums.related(pair)
             if related is not None and (each is None or each.kind != "unrelated"):
                 self._related[pair] = related
         self._least = gap if self._begins(gap) else min(self._least, gap)
-        self._one_side = self._share_of_one_sign() or 0.0
+        self._one_side = self._sums.share_of_one_sign() or 0.0
         self._first_gap = gap if self._progress.is_first else self._first_gap
         self._off_path = gap >= STALE_GAP and (self._off_path or self._leaves_path())
-        self._distance = self._mean("distance")
-        self._tilt = self._correlation() if gap >= STALE_GAP else None
+        self._distance = self._sums.mean("distance")
+        self._tilt = self._sums.tilt() if gap >= STALE_GAP else None
         self._gap, self._updates = gap, self._updates + 1
-        kinds = self._two_kinds()
+        kinds = self._sums.two_kinds()
         self._split = (math.inf, 0) if kinds is None else (min(self._split[0], kinds[0]), self._split[1] + 1)
         self._read(gap)
 
@@ -353,7 +287,7 @@ class LogProbChecks(RunCheck):
             is_sudden = before > ALIKE and pair != "reference"  # from which the policy moves away
             limit = SUDDENLY_UNRELATED if is_sudden else UNRELATED_CORRELATION
             limits[pair] = limit if before > RELATED else None
-        return find_off(self._alignment, limits)
+        return {} if self._sums.alignment is None else find_off(self._sums.alignment, limits)
 
     def _holding(self) -> dict[str, dict[str, Any]]:
         """The rule that holds in this update, and its warning; empty if none does.
@@ -361,7 +295,7 @@ class LogProbChecks(RunCheck):
         Positions come first, then the reference, which says most: what agrees with it has its weights, whatever the
         differences look like.
         """
-        if not self._sums["tokens"] and self._alignment is _NO_ALIGNMENT:
+        if not self._sums["tokens"] and self._sums.alignment is None:
             return {}
         if (warning := self._far_step(has_moved=True)) is not None:
             return {LEARNING_RATE: warning}
@@ -392,8 +326,9 @@ class LogProbChecks(RunCheck):
         """A learning rate far over all before; `has_moved`: if the policy is far from where it was."""
         if self._updates < IN_A_ROW or self._gap is None or not self._sums["tokens"]:
             return None
-        usual, gap = (self._progress.rates_before - self._progress.last_rates) / (self._updates - 1), self._mean("gap")
-        if not 0 < RATE_FACTOR * usual <= self._progress.last_rates:
+        gap, last = self._sums.mean("gap"), self._progress.last_rates
+        usual = (self._progress.rates_before - last) / (self._updates - 1)
+        if not 0 < RATE_FACTOR * usual <= last:
             return None
         is_far = gap >= max(APART_GAP, APART_GROWTH * self._gap)
         if has_moved and not is_far:
@@ -404,7 +339,7 @@ class LogProbChecks(RunCheck):
         )
         return {
             "name": LEARNING_RATE,
-            "sentence": f"The learning rate of the last update was {self._progress.last_rates / usual:.3g} times the "
+            "sentence": f"The learning rate of the last update was {last / usual:.3g} times the "
             f"usual one{moved if is_far else ''}. Look at the schedule of the learning rate, and at what a resume "
             "restores of it.",
             "check": "Compare `actor/lr` in the log before and at that step.",
@@ -449,7 +384,7 @@ class LogProbChecks(RunCheck):
             side = " The rollout fits the first: the update's are wrong."
         else:
             side = ""
-        related = correlation(self._alignment, "old")
+        related = self._sums.related("old")
         is_other = related is not None and related < HARDLY_RELATED
         look = "dropout, temperature, attention mask, position ids, precision, an adapter"
         return {
@@ -474,37 +409,21 @@ class LogProbChecks(RunCheck):
             + SEE.format("unsampled"),
         }
 
-    @property
-    def _is_spread(self) -> bool:
-        """Whether many tokens differ, and not a few by much."""
-        return 2 * self._sums["bounded"] >= self._sums["gap"]
-
-    def _mean(self, name: str) -> float:
-        return self._sums[name] / self._sums["tokens"]
-
-    def _share_of_reference(self) -> float | None:
-        """The share of the responses whose log-probs are the reference's and not the policy's; None if it is small."""
-        sums = self._sums
-        stale, told = sums["stale"], sums["stale"] + sums["fresh"]
-        if stale < STALE_RESPONSES or stale < STALE_SHARE * told or told < CLEAR_SHARE * (told + sums["unclear"]):
-            return None
-        return stale / told
-
     def _policy_by_reference(self) -> dict[str, Any] | None:
         """Rollout and reference agree, and the policy is where no optimizer step can have brought it."""
-        share, gap = self._share_of_reference(), self._mean("gap")
+        share, gap = self._sums.share_of_reference(), self._sums.mean("gap")
         if share is None or self._progress.since_resume is not None:
             return None
         if self._sums["stale"] < WHOLE_SHARE * self._sums["responses"]:
             return None
         before, after = POLICY_GAP
         # A rollout that goes back to the reference has its weights; the policy was away from them before.
-        went_back = self._mean("distance") < STALE_RATIO * self._distance and self._distance > STALE_GAP
+        went_back = self._sums.mean("distance") < STALE_RATIO * self._distance and self._distance > STALE_GAP
         jumped = self._gap is not None and self._gap < before and gap > after and not went_back
         if not (self._progress.is_first or jumped or self._times.get("policy_log_probs")):
             return None
         when = "before any optimizer step" if self._progress.is_first else "within one step"
-        related = correlation(self._alignment)
+        related = self._sums.related()
         apart = (
             f"Training's log-probs differ from the rollout's by {gap:.2g} nats in the mean, and the reference's do not"
         )
@@ -528,7 +447,7 @@ class LogProbChecks(RunCheck):
 
     def _stale_by_reference(self) -> dict[str, Any] | None:
         """Responses whose log-probs are the reference's and not the policy's."""
-        sums, share = self._sums, self._share_of_reference()
+        sums, share = self._sums, self._sums.share_of_reference()
         if share is None:
             return None
         distance, gap = sums["stale_distance"] / sums["stale_tokens"], sums["stale_gap"] / sums["stale_tokens"]
@@ -542,7 +461,7 @@ class LogProbChecks(RunCheck):
 
     def _other_reference(self) -> dict[str, Any] | None:
         """The reference is another model before any optimizer step, and rollout and policy agree."""
-        share, distance = self._sums["fresh"] / self._sums["responses"], self._mean("distance")
+        share, distance = self._sums["fresh"] / self._sums["responses"], self._sums.mean("distance")
         if share < WHOLE_SHARE or distance < OTHER_GAP or not (self._progress.is_first or self._times.get(REFERENCE)):
             return None
         when = "before any optimizer step" if self._progress.is_first else "as they did before any optimizer step"
@@ -563,21 +482,12 @@ class LogProbChecks(RunCheck):
         """
         if self._gap is None or not self._sums["distance"]:
             return False
-        gap, moved = self._mean("gap"), self._mean("moved")
+        gap, moved = self._sums.mean("gap"), self._sums.mean("moved")
         return self._gap < POLICY_GAP[0] and gap >= APART_GAP and gap > OFF_PATH * moved
-
-    def _two_kinds(self) -> tuple[float, float] | None:
-        """The gap of the far responses and that of the others, where that is much smaller; None if it is not."""
-        sums, (least, most) = self._sums, SPLIT_SHARES
-        if sums["far"] < STALE_RESPONSES or not least <= sums["far"] / sums["responses"] <= most:
-            return None
-        far = sums["far_gap"] / sums["far_tokens"]
-        near = (sums["gap"] - sums["far_gap"]) / max(sums["tokens"] - sums["far_tokens"], 1)
-        return (far, near) if near <= SPLIT * far else None
 
     def _stale_worker(self) -> dict[str, Any] | None:
         """Some responses differ ever more, and the others hardly do."""
-        kinds, (first, updates) = self._two_kinds(), self._split
+        kinds, (first, updates) = self._sums.two_kinds(), self._split
         if kinds is None or updates < IN_A_ROW - 1:
             return None
         far, near = kinds
@@ -588,7 +498,7 @@ class LogProbChecks(RunCheck):
 
     def _apart(self) -> dict[str, Any] | None:
         """A gap that is large from the start, or much larger than it was. This alone is no evidence of old weights."""
-        readings = [*self._readings, [self._mean("gap"), self._progress.step]]
+        readings = [*self._readings, [self._sums.mean("gap"), self._progress.step]]
         (first, start), (gap, _) = readings[0], readings[-1]
         if gap < FIRST_GAP:
             return None
@@ -603,7 +513,7 @@ class LogProbChecks(RunCheck):
         # The first updates of a late rollout have smaller gaps than those that follow.
         off_path = self._off_path or self._leaves_path()
         at_once = before < small and (off_path or jumped > (large if at < IN_A_ROW else START_GAP))
-        is_sudden = self._is_spread and at >= IN_A_ROW and jumped >= max(FIRST_GAP, APART_GROWTH * before)
+        is_sudden = self._sums.is_spread and at >= IN_A_ROW and jumped >= max(FIRST_GAP, APART_GROWTH * before)
         is_long = len(readings) >= APART_UPDATES
         has_grown = is_long and gap >= max(APART_GAP, APART_GROWTH * max(each[0] for each in readings[: IN_A_ROW + 1]))
         is_steady = is_long and least <= (readings[len(readings) // 2][0] - first) / (gap - first) <= most
@@ -612,7 +522,7 @@ class LogProbChecks(RunCheck):
             about = "" if self._stride == 1 else "about "
             since = "" if step is None else f" since {about}step {step}"
             what = f"differ by {gap:.2g} nats in the mean{since}, and by {before:.2g} before: look at what changed then"
-            related = correlation(self._alignment)
+            related = self._sums.related()
             if related is not None and related < HARDLY_RELATED:
                 what += f", and at whether they are still of the same tokens (correlation {related:.2f})"
         elif has_grown or (is_steady and gap >= APART_GAP):
@@ -621,7 +531,7 @@ class LogProbChecks(RunCheck):
             what = f"differ by {gap:.2g} nats in the mean, and by {first:.2g} in the first of these steps{since}"
         else:
             return None
-        rollout, policy = self._mean("distance"), self._mean("moved")
+        rollout, policy = self._sums.mean("distance"), self._sums.mean("moved")
         if rollout < NEARER * policy:
             rising = [reading[0] for reading in readings if reading[0] >= APART_GAP]
             share = self._sums["far"] / self._sums["responses"]
@@ -639,7 +549,7 @@ class LogProbChecks(RunCheck):
         else:
             why = "Either the engines compute differently, or the rollout's weights are old"
             why += "." if rollout else "; a reference tells which (use_kl_loss=True with kl_loss_coef=0)."
-        if (kinds := self._two_kinds()) is not None:
+        if (kinds := self._sums.two_kinds()) is not None:
             why += (
                 f" In {percent(self._sums['far'] / self._sums['responses'])} of the responses they differ by "
                 f"{kinds[0]:.2g}, in the others by {kinds[1]:.2g}: look at what these have in common, as a worker, or "
@@ -653,8 +563,8 @@ class LogProbChecks(RunCheck):
 
     def _apart_at_first(self) -> dict[str, Any] | None:
         """A gap that was there before any optimizer step, and stays."""
-        first = self._mean("gap") if self._progress.is_first else self._first_gap
-        if min(first, self._mean("gap")) < FIRST_GAP or not self._is_spread:
+        first = self._sums.mean("gap") if self._progress.is_first else self._first_gap
+        if min(first, self._sums.mean("gap")) < FIRST_GAP or not self._sums.is_spread:
             return None
         return {
             "name": ENGINES_APART,
@@ -667,7 +577,7 @@ class LogProbChecks(RunCheck):
 
     def _apart_from_the_start(self, gap: float, since: str) -> dict[str, Any]:
         share = self._sums["far"] / self._sums["responses"]
-        rollout, policy = self._mean("distance"), self._mean("moved")
+        rollout, policy = self._sums.mean("distance"), self._sums.mean("moved")
         side, agrees = "one of the two", ""
         if self._progress.is_first and policy < rollout / 4:
             side, agrees = "the rollout", f" Training and reference agree (mean difference {policy:.2g})."
@@ -682,8 +592,8 @@ class LogProbChecks(RunCheck):
 
     def _other_log_probs(self) -> dict[str, Any] | None:
         """Differences of one sign, or larger for likelier tokens, which were there in every step seen."""
-        sums, gap = self._sums, self._mean("gap")
-        share = self._share_of_one_sign()
+        sums, gap = self._sums, self._sums.mean("gap")
+        share = self._sums.share_of_one_sign()
         if share is None or gap < (OTHER_GAP if share < ONE_SIDE else ONE_SIDE_GAP):
             return None
         begins = self._begins(gap)
@@ -692,8 +602,8 @@ class LogProbChecks(RunCheck):
         # In the first update both engines have the same weights. What comes with training may be a late rollout.
         if self._updates and not (self._times.get(OTHER_LOG_PROBS) or begins):
             return None
-        tilt = self._correlation()
-        related = correlation(self._alignment)
+        tilt = self._sums.tilt()
+        related = self._sums.related()
         if related is not None and related < OTHER_RELATED and share < SURELY_ONE_SIDE:
             return None
         since_first = self._updates == 0 or self._times.get(OTHER_LOG_PROBS, 0) >= self._updates
@@ -716,12 +626,6 @@ class LogProbChecks(RunCheck):
             "top-k.",
             "check": "`gradloc replay BUNDLE` looks for the temperature that fits; " + SEE.format("temperature"),
         }
-
-    def _correlation(self) -> float:
-        """Between rollout − policy and the mean of the two: noise in either of them hardly makes one."""
-        mean, level = self._mean("difference"), self._mean("level")
-        variance = (self._mean("difference_square") - mean**2) * (self._mean("level_square") - level**2)
-        return (self._mean("product") - mean * level) / math.sqrt(variance) if variance > 1e-12 else 0.0
 
 
 def _stale(weights: str, share: float, why: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..judge.advantages import COLUMN_SUMS, COLUMNS
-from ..judge.log_probs import (
+from ..judge.log_prob_sums import (
     APART_GAP,
     BOUNDED,
     CORRELATED_NATS,

@@ -9,7 +9,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from gradloc.judge.log_probs import LARGEST, OTHER_GAP
+from gradloc.judge.log_prob_sums import LARGEST
+from gradloc.judge.log_probs import OTHER_GAP
 
 from ..bundles.opening import Bundle
 from .model import Model, row_logits

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradloc.judge.log_probs import (
+from gradloc.judge.log_prob_sums import (
     APART_GAP,
     LARGEST,
     ONE_SIDE_NATS,

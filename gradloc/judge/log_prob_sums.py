@@ -1,0 +1,130 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""What the sums of an update's log-probs say, those of all ranks and mini-batches: `own_sums` and `own_alignment`."""
+
+import math
+from collections.abc import Sequence
+
+from .alignment import ALIGNMENT_SUMS, correlation
+
+# Limits of what is summed up, in nats where they are differences of log-probs.
+LARGEST = 10.0  # larger differences count as this, so that a single broken log-prob does not make a mean
+STALE_RATIO = 0.5
+STALE_GAP = 0.02
+# Responses are far from the policy from here on.
+APART_GAP = 0.1
+ONE_SIDE_NATS = 0.01
+# A gap is spread over many tokens if at least half of it is left when each counts for at most so many nats.
+BOUNDED = 0.2
+# A correlation takes larger differences, and smaller log-probs, as these: otherwise one token may make it.
+CORRELATED_NATS = 1.0
+LEAST_LEVEL = -5.0
+# The share of the tokens that differ, at least, to speak of their signs.
+ONE_SIDE_TOKENS = 0.25
+# Of the responses that can be told, the share that agree with the reference; and of those that are far, the share that
+# can be told; and how many they are.
+STALE_SHARE, CLEAR_SHARE, STALE_RESPONSES = 0.25, 0.6, 4
+# Responses are of two kinds if so many are far, and the others have at most this part of their gap.
+SPLIT_SHARES, SPLIT = (0.1, 0.9), 0.2
+
+# What `own_sums` gives, by place. "gap" is |rollout − policy|, "bounded" the same with at most `BOUNDED` nats a
+# token, "distance" is |rollout − reference|, "moved" is |policy − reference|; responses are "far" whose mean gap is
+# over `APART_GAP`, and "far_tokens" and "far_gap" are theirs. A response is stale if its log-probs are the
+# reference's and not the policy's, fresh if it is the other way round, and unclear if neither holds although one of
+# the two is far. "own_gap" is |old − now| in the update's first mini-batch, whose forward pass has the weights of the
+# old log-probs. "weighted" are all tokens with a weight; those of them that the policy did not produce count nowhere
+# else. "differing" have not the old log-prob for the rollout's.
+SUMS = (
+    "weighted",
+    "unsampled",
+    "differing",
+    "tokens",
+    "gap",
+    "bounded",
+    "larger",
+    "smaller",
+    "difference",
+    "difference_square",
+    "level",
+    "level_square",
+    "product",
+    "responses",
+    "far",
+    "far_tokens",
+    "far_gap",
+    "distance",
+    "moved",
+    "stale",
+    "fresh",
+    "unclear",
+    "stale_tokens",
+    "stale_gap",
+    "stale_distance",
+    "positive",
+    "own_tokens",
+    "own_gap",
+    "own_to_rollout",
+    "own_old_to_rollout",
+)
+
+
+class LogProbSums:
+    """The sums of an update so far; `sums["gap"]` is one of `SUMS`."""
+
+    def __init__(self) -> None:
+        self._values = dict.fromkeys(SUMS, 0.0)
+        # Those of `own_alignment`; None before any.
+        self.alignment: list[float] | None = None
+
+    def __getitem__(self, name: str) -> float:
+        return self._values[name]
+
+    def add(self, sums: Sequence[float] | None, alignment: Sequence[float] | None) -> None:
+        """Adds those of a mini-batch, of which either may be missing."""
+        if sums is not None:
+            self._values = {name: self[name] + value for name, value in zip(SUMS, sums, strict=True)}
+        if alignment is not None:
+            before = self.alignment or [0.0] * ALIGNMENT_SUMS
+            self.alignment = [a + b for a, b in zip(before, alignment, strict=True)]
+
+    def mean(self, name: str) -> float:
+        """Over the tokens."""
+        return self[name] / self["tokens"]
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether many tokens differ, and not a few by much."""
+        return 2 * self["bounded"] >= self["gap"]
+
+    def share_of_one_sign(self) -> float | None:
+        """The share of the differences that have the sign of most; None where few tokens differ."""
+        larger, smaller = self["larger"], self["smaller"]
+        if larger + smaller < ONE_SIDE_TOKENS * self["tokens"]:
+            return None
+        return max(larger, smaller) / (larger + smaller)
+
+    def tilt(self) -> float:
+        """The correlation of rollout − policy with the mean of the two: noise in either of them hardly makes one."""
+        mean, level = self.mean("difference"), self.mean("level")
+        variance = (self.mean("difference_square") - mean**2) * (self.mean("level_square") - level**2)
+        return (self.mean("product") - mean * level) / math.sqrt(variance) if variance > 1e-12 else 0.0
+
+    def related(self, pair: str = "rollout") -> float | None:
+        """The correlation between the log-probs of a pair; None where it is not known."""
+        return None if self.alignment is None else correlation(self.alignment, pair)
+
+    def share_of_reference(self) -> float | None:
+        """The share of the responses whose log-probs are the reference's and not the policy's; None if it is small."""
+        stale, told = self["stale"], self["stale"] + self["fresh"]
+        if stale < STALE_RESPONSES or stale < STALE_SHARE * told or told < CLEAR_SHARE * (told + self["unclear"]):
+            return None
+        return stale / told
+
+    def two_kinds(self) -> tuple[float, float] | None:
+        """The gap of the far responses and that of the others, where that is much smaller; None if it is not."""
+        least, most = SPLIT_SHARES
+        if self["far"] < STALE_RESPONSES or not least <= self["far"] / self["responses"] <= most:
+            return None
+        far = self["far_gap"] / self["far_tokens"]
+        near = (self["gap"] - self["far_gap"]) / max(self["tokens"] - self["far_tokens"], 1)
+        return (far, near) if near <= SPLIT * far else None
