@@ -332,24 +332,31 @@ def test_events_are_read_once_also_behind_half_a_line(tmp_path: Path) -> None:
     assert texts[3] == "Step 3: A drill: the planted token was not found, 1 extra pass."
 
 
+Sent = tuple[trackers.StepSpikes, dict[str, tuple[int, list[Any]]]]
+
+
 @pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> list[trackers.StepSpikes]:
-    """What W&B gets."""
-    found: list[trackers.StepSpikes] = []
-    monkeypatch.setitem(trackers.TRACKERS, "wandb", lambda _, spikes: found.append(spikes))  # type: ignore[arg-type]
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[Sent]:
+    """What W&B gets, with each table's number of new rows and all its rows: it grows in place."""
+    found: list[Sent] = []
+
+    def keep(_: Any, spikes: trackers.StepSpikes) -> None:
+        found.append((spikes, {table.name: (len(table.new_rows), [*table.rows]) for table in spikes.tables}))
+
+    monkeypatch.setitem(trackers.TRACKERS, "wandb", keep)
     return found
 
 
-def test_tables_and_pages_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: list[Any]) -> None:
+def test_tables_and_pages_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: list[Sent]) -> None:
     monkeypatch.setattr(trackers, "TABLE_ROWS", 70)
     monkeypatch.setattr(report, "write_page", lambda _, path: Path(path).write_text("page"))
     log = SpikeLog({"wandb": None}, str(tmp_path))
     for step in range(1, 32):
         record_events(str(tmp_path), [spike(step, 30 if step == 1 else 2)])
         log.log({"actor/gradloc/triggered": 1.0}, step)
-    assert [spikes.step for spikes in sent if spikes.page] == [*range(1, 11), 20, 30]
-    assert [len(spikes.culprits.new_rows) for spikes in sent] == [20, *[2] * 25, *[0] * 5]
-    assert len(sent[-1].culprits.rows) == 70
+    assert [spikes.step for spikes, _ in sent if spikes.page] == [*range(1, 11), 20, 30]
+    assert [tables["culprits"][0] for _, tables in sent if tables] == [20, *[2] * 25]
+    assert len(sent) == 31 and len(sent[25][1]["culprits"][1]) == 70
 
 
 def test_without_the_report_trackers_get_all_but_the_page(
@@ -360,20 +367,21 @@ def test_without_the_report_trackers_get_all_but_the_page(
     for step in (1, 2):
         record_events(str(tmp_path), [spike(step)])
         log.log({"actor/gradloc/triggered": 1.0}, step)
-    assert [spikes.page for spikes in sent] == [None, None] and sent[1].culprits.rows and sent[1].sentences
+    assert [spikes.page for spikes, _ in sent] == [None, None] and sent[1][1]["culprits"] and sent[1][0].sentences
     assert [message.count("pip install .") for message in caplog.messages] == [1]
 
 
-def test_clipped_tokens_have_a_bounded_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: list[Any]) -> None:
+def test_clipped_tokens_have_a_bounded_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: list[Sent]) -> None:
     monkeypatch.setattr(trackers, "TABLE_ROWS", 25)
     log = SpikeLog({"wandb": None}, str(tmp_path))
     for step in range(1, 5):
         record_events(str(tmp_path), [clip(step, [clipped_token(1, ["a", " b"], math.nan)] * (30 if step == 1 else 2))])
         log.log({"actor/token_clip/over": 2.0}, step)
-    assert [len(spikes.clipped.new_rows) for spikes in sent] == [20, 2, 2, 1]
-    assert sent[0].clip_counts == {"gradloc/tokens_over": 30, "gradloc/tokens_cut": 30}
-    assert math.isnan(sent[-1].clipped.rows[-1][list(trackers.CLIP_COLUMNS).index("multiple")])
-    assert not sent[-1].culprits.rows and sent[-1].spikes == [] and "gradloc/threshold_factor" not in sent[-1].figures
+    assert [tables["clipped_tokens"][0] for _, tables in sent] == [20, 2, 2, 1]
+    assert sent[0][0].clip_counts == {"gradloc/tokens_over": 30, "gradloc/tokens_cut": 30}
+    last, tables = sent[-1]
+    assert math.isnan(tables["clipped_tokens"][1][-1][list(trackers.CLIP_COLUMNS).index("multiple")])
+    assert [*tables] == ["clipped_tokens"] and last.spikes == [] and "gradloc/threshold_factor" not in last.figures
 
 
 def test_only_what_was_left_is_alerted() -> None:
