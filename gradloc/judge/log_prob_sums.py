@@ -24,16 +24,17 @@ ONE_SIDE_TOKENS = 0.25
 # Of the responses that can be told, the share that agree with the reference; and of those that are far, the share that
 # can be told; and how many they are.
 STALE_SHARE, CLEAR_SHARE, STALE_RESPONSES = 0.25, 0.6, 4
-# Responses are of two kinds if so many are far, and the others have at most this part of their gap.
-SPLIT_SHARES, SPLIT = (0.1, 0.9), 0.2
+# Responses are of two kinds if so many are far, and the others have at most this part of their gap, of which at least
+# that is left when each token counts for at most `BOUNDED`: a single log-prob of each is no kind.
+SPLIT_SHARES, SPLIT, SPLIT_BOUNDED = (0.1, 0.9), 0.2, 0.1
 
 # What `own_sums` gives, by place. "gap" is |rollout − policy|, "bounded" the same with at most `BOUNDED` nats a
 # token, "distance" is |rollout − reference|, "moved" is |policy − reference|; responses are "far" whose mean gap is
-# over `APART_GAP`, and "far_tokens" and "far_gap" are theirs. A response is stale if its log-probs are the
-# reference's and not the policy's, fresh if it is the other way round, and unclear if neither holds although one of
-# the two is far. "own_gap" is |old − now| in the update's first mini-batch, whose forward pass has the weights of the
-# old log-probs. "weighted" are all tokens with a weight; those of them that the policy did not produce count nowhere
-# else. "differing" have not the old log-prob for the rollout's.
+# over `APART_GAP`, and "far_tokens", "far_gap" and "far_bounded" are theirs. A response is stale if its log-probs are
+# the reference's and not the policy's, fresh if it is the other way round, and unclear if neither holds although one
+# of the two is far. "own_gap" is |old − now| in the update's first mini-batch, whose forward pass has the weights of
+# the old log-probs. "weighted" are all tokens with a weight; those of them that the policy did not produce count
+# nowhere else. "differing" have not the old log-prob for the rollout's.
 SUMS = (
     "weighted",
     "unsampled",
@@ -52,6 +53,7 @@ SUMS = (
     "far",
     "far_tokens",
     "far_gap",
+    "far_bounded",
     "distance",
     "moved",
     "stale",
@@ -124,6 +126,8 @@ class LogProbSums:
         """The gap of the far responses and that of the others, where that is much smaller; None if it is not."""
         least, most = SPLIT_SHARES
         if self["far"] < STALE_RESPONSES or not least <= self["far"] / self["responses"] <= most:
+            return None
+        if self["far_bounded"] < SPLIT_BOUNDED * self["far_gap"]:
             return None
         far = self["far_gap"] / self["far_tokens"]
         near = (self["gap"] - self["far_gap"]) / max(self["tokens"] - self["far_tokens"], 1)

@@ -220,6 +220,8 @@ class LogProbChecks(RunCheck):
         if rule == "policy_log_probs" or (rule == OTHER_LOG_PROBS and abs(self._sums.tilt()) >= CORRELATION):
             if self._progress.is_first:
                 return True
+        if rule == "policy_log_probs" and self._has_been_since_first():
+            return True
         if rule == "stale_reference" and self._updates < STALE_UPDATES:
             near = self._sums["stale_distance"] <= STALE_AT_ONCE * self._sums["stale_gap"]
             if self._updates < STALE_UPDATES - 1 or not near:
@@ -420,9 +422,10 @@ class LogProbChecks(RunCheck):
         # A rollout that goes back to the reference has its weights; the policy was away from them before.
         went_back = self._sums.mean("distance") < STALE_RATIO * self._distance and self._distance > STALE_GAP
         jumped = self._gap is not None and self._gap < before and gap > after and not went_back
-        if not (self._progress.is_first or jumped or self._times.get("policy_log_probs")):
+        since_first = self._progress.is_first or self._has_been_since_first()
+        if not (since_first or jumped or self._times.get("policy_log_probs")):
             return None
-        when = "before any optimizer step" if self._progress.is_first else "within one step"
+        when = "before any optimizer step" if since_first else "within one step"
         related = self._sums.related()
         apart = (
             f"Training's log-probs differ from the rollout's by {gap:.2g} nats in the mean, and the reference's do not"
@@ -474,6 +477,10 @@ class LogProbChecks(RunCheck):
             "should be equal; if they are, compare what both are given.",
             "share": share,
         }
+
+    def _has_been_since_first(self) -> bool:
+        """Whether the gap was there before any optimizer step, when both engines have the same weights."""
+        return self._first_gap >= max(OTHER_GAP, self._sums.mean("gap") / 2)
 
     def _leaves_path(self) -> bool:
         """Whether the rollout suddenly differs by more than the policy has moved since the reference.

@@ -79,7 +79,7 @@ def _of_micro_batch(tokens: Mapping[str, Tensor], first: bool, bypass: bool) -> 
     limited = difference.clamp(-CORRELATED_NATS, CORRELATED_NATS)
     level = torch.where(counted, ((rollout + policy) / 2).clamp(min=LEAST_LEVEL), 0.0)
     count = counted.sum(1)
-    of_rows = gap.sum(1)
+    of_rows, bounded = gap.sum(1), gap.clamp(max=BOUNDED)
     mean_gap = of_rows / count  # NaN without a token, which is over nothing
     far = mean_gap > APART_GAP
     sums = {
@@ -88,7 +88,7 @@ def _of_micro_batch(tokens: Mapping[str, Tensor], first: bool, bypass: bool) -> 
         "differing": differing.sum(),
         "tokens": count.sum(),
         "gap": gap.sum(),
-        "bounded": gap.clamp(max=BOUNDED).sum(),
+        "bounded": bounded.sum(),
         "larger": (difference > ONE_SIDE_NATS).sum(),
         "smaller": (difference < -ONE_SIDE_NATS).sum(),
         "difference": limited.sum(),
@@ -100,6 +100,7 @@ def _of_micro_batch(tokens: Mapping[str, Tensor], first: bool, bypass: bool) -> 
         "far": far.sum(),
         "far_tokens": torch.where(far, count, 0).sum(),
         "far_gap": torch.where(far, of_rows, 0.0).sum(),
+        "far_bounded": torch.where(far, bounded.sum(1), 0.0).sum(),
         "positive": (counted & (rollout > ONE_SIDE_NATS)).sum(),
     }
     if first and "old_log_prob" in tokens:

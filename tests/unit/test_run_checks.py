@@ -86,8 +86,7 @@ def sums_of_a_loop(micro_batches: list[dict[str, Tensor]], first: bool, in_bypas
                     continue
                 difference, level = cut(rollout - old), max((rollout + old) / 2, -5.0)
                 limited = cut(difference, 1.0)
-                found.append((abs(difference), abs(cut(rollout - reference))))
-                total["bounded"] += min(abs(difference), 0.2)
+                found.append((abs(difference), abs(cut(rollout - reference)), min(abs(difference), 0.2)))
                 total["larger"] += difference > ONE_SIDE_NATS
                 total["smaller"] += difference < -ONE_SIDE_NATS
                 total["difference"] += limited
@@ -104,14 +103,16 @@ def sums_of_a_loop(micro_batches: list[dict[str, Tensor]], first: bool, in_bypas
                     total["own_old_to_rollout"] += abs(difference)
             if not found:
                 continue
-            count, gaps, distances = len(found), *map(sum, zip(*found, strict=True))
+            count, gaps, distances, bounded = len(found), *map(sum, zip(*found, strict=True))
             gap, distance = gaps / count, distances / count
             total["tokens"] += count
             total["gap"] += gaps
+            total["bounded"] += bounded
             total["responses"] += 1
             total["far"] += gap > APART_GAP
             total["far_tokens"] += (gap > APART_GAP) * count
             total["far_gap"] += (gap > APART_GAP) * gaps
+            total["far_bounded"] += (gap > APART_GAP) * bounded
             if "ref_log_prob" in tokens:
                 total["distance"] += distances
                 stale = gap > STALE_GAP and distance < STALE_RATIO * gap
@@ -295,6 +296,23 @@ def test_one_of_two_workers_that_is_not_updated_is_told_without_a_reference() ->
     found = warned(steps(Run(behind=None, stale_share=0.5, rate=0.1, noise=0.02, reference=False), 14))
     assert set(names(found)) == {"", "partly_stale"} and names(found)[-1] == "partly_stale"
     assert "For 50% of the responses, as from one of several workers" in found[-1][0]["sentence"]
+
+
+def test_a_single_log_prob_of_some_responses_is_no_stale_worker() -> None:
+    batches = list(steps(Run(noise=0.02, reference=False), 14))
+    for step, tokens in enumerate(batches[2:]):
+        tokens["rollout_log_prob"][:16, 5] -= 8.0 + 2 * step
+    assert "partly_stale" not in names(warned(batches))
+
+
+def test_log_probs_of_training_that_were_others_from_the_start_are_no_old_weights() -> None:
+    """The labels are not shifted against the logits; later the two have some relation, by chance."""
+    batches = list(steps(Run(rate=0.02), 8))
+    for step, tokens in enumerate(batches):
+        other = tokens["log_prob"].roll(1, 0)
+        tokens["log_prob"] = tokens["old_log_prob"] = other if step < 3 else 0.85 * other + 0.15 * tokens["log_prob"]
+    found = warned(batches)
+    assert set(names(found)) <= {"misaligned", "other_log_probs"} and names(found)[0] == "misaligned"
 
 
 def test_a_gap_of_some_responses_that_does_not_grow_is_no_stale_worker() -> None:
