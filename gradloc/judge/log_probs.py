@@ -110,14 +110,13 @@ class LogProbChecks(RunCheck):
     """The checks of log-probs, by what `own_sums` and `own_alignment` give.
 
     The gap is the mean difference |rollout − policy| of an update. `_readings` holds [gap, step] of every `_stride`-th
-    update. If it falls to under half of its largest value, the rollout got new weights, and the readings begin again
-    with that update.
+    update. If it falls to under half of the last ones' median, the rollout got new weights, and the readings begin
+    again with that update.
     """
 
     STATE = (
         *("readings", "stride", "since_reading", "times", "updates", "gap", "least", "first_gap"),
-        *("misaligned_since", "related", "tilt", "one_side", "split"),
-        *("distance", "off_path"),
+        *("misaligned_since", "related", "tilt", "one_side", "split", "distance", "off_path"),
     )
 
     def __init__(self, progress: Progress) -> None:
@@ -145,9 +144,9 @@ class LogProbChecks(RunCheck):
         # The first step since which log-probs are misaligned, and by pair how its columns were related before.
         self._misaligned_since: int | None = None
         self._related: dict[str, float] = {}
-        # `_correlation` of the last update, where its gap was large enough for one.
+        # `LogProbSums.tilt` of the last update, where its gap was large enough for one.
         self._tilt: float | None = None
-        # `_share_of_one_sign` of the last update, 0 where few differ.
+        # `LogProbSums.share_of_one_sign` of the last update, 0 where few differ.
         self._one_side = 0.0
 
     @property
@@ -165,10 +164,20 @@ class LogProbChecks(RunCheck):
 
     def unsampled(self) -> list[dict[str, Any]]:
         """The warning of tokens that the policy did not produce, once the run has had some."""
-        sums = self._sums
-        if not sums["unsampled"] or self._unsampled_before + sums["unsampled"] < UNSAMPLED_TOKENS:
+        count = self._sums["unsampled"]
+        if not count or self._unsampled_before + count < UNSAMPLED_TOKENS:
             return []
-        return [self._unsampled()]
+        return [
+            {
+                "name": UNSAMPLED,
+                "sentence": "Tokens that the policy did not produce are trained on "
+                f"({count / self._sums['weighted']:.2%} of the response tokens: they follow an EOS token, or the "
+                "rollout gives NaN, or exactly 0 for one that training finds very unlikely); set response_mask to 0 "
+                "for tokens that were added later: EOS tokens, templates, tool output.",
+                "check": "`response_mask` in the batch should be 1 for the tokens that the rollout returned alone. "
+                + SEE.format("unsampled"),
+            }
+        ]
 
     def misplaced_share(self) -> float | None:
         """The share of the update's responses whose log-probs belong to other tokens; None if it cannot be told."""
@@ -220,15 +229,15 @@ class LogProbChecks(RunCheck):
         if rule == "policy_log_probs" or (rule == OTHER_LOG_PROBS and abs(self._sums.tilt()) >= CORRELATION):
             if self._progress.is_first:
                 return True
-        if rule == "policy_log_probs" and self._has_been_since_first():
+        if (rule == "policy_log_probs" and self._has_been_since_first()) or (
+            rule == ENGINES_APART and self._leaves_path()
+        ):
             return True
         if rule == "stale_reference" and self._updates < STALE_UPDATES:
             near = self._sums["stale_distance"] <= STALE_AT_ONCE * self._sums["stale_gap"]
             if self._updates < STALE_UPDATES - 1 or not near:
                 return False
         before, after = POLICY_GAP
-        if rule == ENGINES_APART and self._leaves_path():
-            return True
         if rule in (ENGINES_APART, "policy_log_probs") and self._sums.mean("gap") > after:
             if self._progress.is_first or (self._gap is not None and self._gap < before):
                 return True
@@ -398,17 +407,6 @@ class LogProbChecks(RunCheck):
             + ("another order of rows, padding, slices, or labels." if is_other else f"{look}."),
             "check": "`actor/ppo_kl` of an update with one mini-batch should be about 0: compute both log-probs of one "
             "row again, without an optimizer step between them.",
-        }
-
-    def _unsampled(self) -> dict[str, Any]:
-        share = self._sums["unsampled"] / self._sums["weighted"]
-        return {
-            "name": UNSAMPLED,
-            "sentence": f"Tokens that the policy did not produce are trained on ({share:.2%} of the response tokens: "
-            "they follow an EOS token, or the rollout gives NaN, or exactly 0 for one that training finds very "
-            "unlikely); set response_mask to 0 for tokens that were added later: EOS tokens, templates, tool output.",
-            "check": "`response_mask` in the batch should be 1 for the tokens that the rollout returned alone. "
-            + SEE.format("unsampled"),
         }
 
     def _policy_by_reference(self) -> dict[str, Any] | None:
