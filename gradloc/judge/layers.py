@@ -70,7 +70,7 @@ class LayerChecks(RunCheck):
             return [self._written[0]]
         if self._beyond is not None:
             return [self._beyond]
-        if self._carrying is not None and self._carrying[2] >= IN_A_ROW:
+        if self._gradients_now and self._carrying is not None and self._carrying[2] >= IN_A_ROW:
             return [self._carries(*self._carrying[:2])]
         return []
 
@@ -104,11 +104,11 @@ class LayerChecks(RunCheck):
         return name if found else None
 
     def _carries(self, layer: str, step: int | None) -> dict[str, Any]:
-        share = percent(self._gradients_now.get(layer, self._gradients.get(layer, 0.0)))
+        share = percent(self._gradients_now[layer])
         since = "" if step is None else f" since step {step}"
         usual = "far more than every other block"
         if self._gradient_updates >= IN_A_ROW:
-            usual = f"and {percent(self._gradients.get(layer, 0.0))} before"
+            usual = f"{percent(self._gradients.get(layer, 0.0))} before"
         return {
             "name": LAYER,
             "sentence": f"The layer {layer} carries {share} of the gradient's squared norm{since}, {usual}: look at "

@@ -48,6 +48,8 @@ class Loop:
 
     def __init__(self, model: nn.Module, sizes: Sizes, vocabulary: int, device: torch.device) -> None:
         self.model, self.sizes, self.device = model, sizes, device
+        # Those that an optimizer has: a forward without a backward leaves gathered ones in the place of FSDP2's.
+        self._parameters = [*model.parameters()]
         generator = torch.Generator().manual_seed(collectives.rank())
         shape = (sizes.micro_batches, sizes.rows, sizes.prompt + sizes.response)
         self.ids = torch.randint(vocabulary, shape, generator=generator)
@@ -68,7 +70,8 @@ class Loop:
     def step(self, gradloc: GradLoc | None, advantages: Tensor, global_step: int = 0) -> None:
         """The passes of a mini-batch, and what GradLoc does before its optimizer step."""
         sizes = self.sizes
-        self.model.zero_grad()
+        for parameter in self._parameters:
+            parameter.grad = None
         weight = torch.full((sizes.rows, sizes.response), 1 / (sizes.micro_batches * sizes.rows * sizes.response))
         weight, mask = weight.to(self.device), torch.ones_like(weight, device=self.device)
         if gradloc is not None:

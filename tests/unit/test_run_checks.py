@@ -628,7 +628,7 @@ BLOCKS = {"embed": 2.0, "layers.0": 1.0, "layers.1": 3.0, "layers.2": 1.0, "laye
     ("begins", "factor", "said"),
     [
         (1, 30.0, "far more than every other block"),
-        (6, 30.0, "and 40% before"),
+        (6, 30.0, "40% before"),
         (6, 2.5, ""),  # far less than 20 times the odds
         (1, 2.5, ""),  # the blocks of a model have different gradients
     ],
@@ -652,6 +652,9 @@ def test_a_layer_that_carries_the_gradient_from_some_step_on_is_said(
         for sentence in sentences:
             assert sentence.startswith("The layer layers.1 carries over 99% of the gradient's squared norm")
             assert f"since step {begins}" in sentence and said in sentence
+        checks.start_update(step)
+        checks.take_layers({}, dict.fromkeys(BLOCKS, 0.0))
+        assert not checks.warnings(), "an update without a gradient says nothing"
 
 
 def test_a_layer_with_most_of_one_gradient_is_not_said() -> None:
