@@ -23,6 +23,7 @@ from .guarded import warn_once
 from .judge.critic import cause, summary
 from .measure.micro_batch import MicroBatch, movable, suspects
 from .measure.mini_batch import MiniBatch
+from .measure.pass_recorder import nothing
 from .threshold import is_over
 from .version import __version__
 
@@ -59,21 +60,30 @@ class CriticWatch(GradLoc):
         if self.is_off or model is None:
             return located
         micro_batches = self.take()
-        if not (micro_batches and all("weight" in micro_batch.tokens for micro_batch in micro_batches)):
-            warn_once(
-                self._said, "the critic's loss is not verl's value loss: spikes of its gradient are not looked for"
-            )
+        if not micro_batches:
             return located
+        # Only ranks that could read their tokens know it, so that all are asked.
+        is_other = any("weight" not in micro_batch.tokens for micro_batch in micro_batches)
+        for micro_batch in micro_batches if is_other else ():
+            micro_batch.tokens = nothing(model.device)
 
         def read() -> Tensor:
             return torch.cat([_error_sums(micro_batch.tokens) for micro_batch in micro_batches])
 
-        sums = self.figures(read, 2 * len(micro_batches)).view(-1, 2)
-        gradient = MiniBatch(model, micro_batches, self._loss_scale()).gather("unit", sums.sum(0), self.failed)
+        count = 2 * len(micro_batches)
+        none = torch.zeros(count, dtype=torch.float64, device=model.device)
+        sums = (none if is_other else self.figures(read, count)).view(-1, 2)
+        own = torch.cat([sums.sum(0), sums.new_full((1,), float(is_other))])
+        gradient = MiniBatch(model, micro_batches, self._loss_scale()).gather("unit", own, self.failed)
+        if gradient.update_figures[:, 2].any():
+            warn_once(
+                self._said, "the critic's loss is not verl's value loss: spikes of its gradient are not looked for"
+            )
+            return located
         if gradient.failed:
             self.is_off = True  # for the rest of the update
             return located
-        norm, error = gradient.token_norm, _root_mean_square(gradient.update_figures.sum(0).tolist())
+        norm, error = gradient.token_norm, _root_mean_square(gradient.update_figures[:, :2].sum(0).tolist())
         threshold = self._threshold.next(norm, gradient.finite_norm)
         self._metrics.take_in_level(norm, self._threshold.last)
         if not is_over(norm, threshold):
@@ -105,7 +115,7 @@ class CriticWatch(GradLoc):
                 "ordinary_layer_norms": ordinary_norms,
                 "error": error,
                 "ordinary_error": self._ordinary_error,
-                # None where micro-batches are not measured alone.
+                # Empty where micro-batches are not measured alone.
                 "micro_batches": [
                     {**micro_batch_over(figures, (rank, i), threshold), "error": _root_mean_square(errors[rank][i])}
                     for rank, i in suspects(figures, threshold)[:_MICRO_BATCHES]

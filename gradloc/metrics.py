@@ -173,12 +173,13 @@ class RunWarnings:
         sums, alignment, columns = (each[::copies].sum(0).tolist() if where["epoch"] == 0 else None for each in to_add)
         self.checks.take_in(sums, loss_scale_warning(of_scale[::copies].tolist()), alignment, columns)
         if (where["epoch"], where["mini_batch"]) == (0, 0):
-            layers, numels = model.reduced_norms.layers, model.reduced_norms.numels
-            of_weights = zip(weights.sum(0).sqrt().tolist(), numels, strict=True)
+            norms = model.reduced_norms
+            layers, of_ranks = norms.layers, norms.of_ranks
+            of_weights = zip(of_ranks(weights).sqrt().tolist(), norms.numels, strict=True)
             most = (passes[::copies].sum(0) / model.data_parallel_size).tolist()
             self.checks.take_layers(
                 dict(zip(layers, of_weights, strict=True)),
-                dict(zip(layers, gradient.sum(0).sqrt().tolist(), strict=True)),
+                dict(zip(layers, of_ranks(gradient).sqrt().tolist(), strict=True)),
                 dict(zip(model.meter.layers, most, strict=True)),
             )
         self.of_update = self.checks.warnings()

@@ -137,8 +137,7 @@ class SpikeLog:
 class AppendedEvents:
     """The events and clip lines of `<directory>/spikes.jsonl` that were appended since the last call of `read`.
 
-    What is in the file at the start, as an earlier run has left it, is not read, nor is what the search of a bundle
-    appends: its spike was read before.
+    What is in the file at the start, as an earlier run has left it, is not read.
     """
 
     def __init__(self, directory: str) -> None:

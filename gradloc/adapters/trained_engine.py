@@ -21,7 +21,7 @@ from .actor_config import CriticSpikeConfig, SpikeConfig
 from .engine_data import ROW, MiniBatchPlaces, as_metric, bound_config, loss_scale, trained_data
 from .saved_state import read_state
 from .spike_recorder import SpikeRecorder
-from .update_evidence import UpdateEvidence
+from .update_evidence import TrainedData, UpdateEvidence
 from .watch import Watch
 
 
@@ -65,10 +65,13 @@ class TrainedEngine:
             data.pop(ROW, None)
         metrics = watch.metrics() if last else {}
         evidence = self._evidence
-        evidence.add(watch.lines(), trained_data(data))
+        own = [] if watch.recorder is None else watch.recorder.events
+        lines = watch.lines()
+        trained = trained_data(data) if lines or own else TrainedData({})
+        evidence.add(lines, trained)
         with guarded("the evidence of a step is not written", self._said):
             if watch.recorder is not None:
-                evidence.add_own(watch.recorder.events, trained_data(data))
+                evidence.add_own(own, trained)
             if last:
                 evidence.write(step, metrics, watch.warnings)
         if self.is_mp_src_rank_with_outputs():

@@ -191,6 +191,7 @@ class RecordedCollectives:
         """Runs and records a pass whose calls are unknown, so that an error in it leaves no rank waiting. Collective.
 
         Before each call all ranks say that they are about to make it. If one of them has ended or failed, none does.
+
         Returns:
             Exception | None: This rank's error. If some rank has one, the calls are still unknown on all ranks.
         """

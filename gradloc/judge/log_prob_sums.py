@@ -26,7 +26,7 @@ ONE_SIDE_TOKENS = 0.25
 STALE_SHARE, CLEAR_SHARE, STALE_RESPONSES = 0.25, 0.6, 4
 # Responses are of two kinds if so many are far, and the others have at most this part of their gap, of which at least
 # that is left when each token counts for at most `BOUNDED`: a single log-prob of each is no kind.
-SPLIT_SHARES, SPLIT, SPLIT_BOUNDED = (0.1, 0.9), 0.2, 0.1
+SPLIT_SHARES, SPLIT, SPLIT_BOUNDED = (0.1, 0.8), 0.2, 0.1
 
 # What `own_sums` gives, by place. "gap" is |rollout − policy|, "bounded" the same with at most `BOUNDED` nats a
 # token, "distance" is |rollout − reference|, "moved" is |policy − reference|; responses are "far" whose mean gap is

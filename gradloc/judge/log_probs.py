@@ -412,7 +412,7 @@ class LogProbChecks(RunCheck):
     def _policy_by_reference(self) -> dict[str, Any] | None:
         """Rollout and reference agree, and the policy is where no optimizer step can have brought it."""
         share, gap = self._sums.share_of_reference(), self._sums.mean("gap")
-        if share is None or self._progress.since_resume is not None:
+        if share is None:
             return None
         if self._sums["stale"] < WHOLE_SHARE * self._sums["responses"]:
             return None
@@ -420,10 +420,12 @@ class LogProbChecks(RunCheck):
         # A rollout that goes back to the reference has its weights; the policy was away from them before.
         went_back = self._sums.mean("distance") < STALE_RATIO * self._distance and self._distance > STALE_GAP
         jumped = self._gap is not None and self._gap < before and gap > after and not went_back
+        # After a loaded checkpoint, other weights may be in the rollout at first.
+        jumped = jumped and self._progress.since_resume is None
         since_first = self._progress.is_first or self._has_been_since_first()
         if not (since_first or jumped or self._times.get("policy_log_probs")):
             return None
-        when = "before any optimizer step" if since_first else "within one step"
+        when = "as before any optimizer step" if since_first else "within one step"
         related = self._sums.related()
         apart = (
             f"Training's log-probs differ from the rollout's by {gap:.2g} nats in the mean, and the reference's do not"

@@ -30,9 +30,9 @@ SEQUENCE_RATIO = 1.2
 # Between the advantages of a group of four in which one response is rewarded unlike the others, there is a factor of 3.
 LARGE_ADVANTAGE = 2.5
 LARGE_WEIGHT = 5.0
-# A token to which the rollout gave probability 1, or any after an end, and training under this part of it: the rollout
-# did not sample it.
-UNSAMPLED = 0.1
+# A token to which the rollout gave probability 1 and training one under this: the rollout did not sample it. After an
+# end, the same of any probability and training's part of it: weights that are late make hardly any so small.
+UNSAMPLED, UNSAMPLED_AFTER_END = 0.1, 1e-3
 # A ratio that is larger makes infinite gradients of finite log-probs.
 OVERFLOW_RATIO = 1e6
 UNLIKELY = 0.05
@@ -160,9 +160,9 @@ def _is_unsampled(of: Facts, _: Medians) -> Any:
     after_eos = False if after_eos is None else after_eos
     if rollout is None:
         return after_eos
-    # A log-prob that training confirms shows that the rollout sampled it, even after an end token.
-    contradicted = of["log_prob"] < rollout + math.log(UNSAMPLED)
-    return _is_broken(rollout) | (contradicted & (after_eos | (rollout == 0))) | (after_eos & (rollout == 0))
+    # A log-prob other than 0 that training does not contradict shows that it was sampled, even after an end token.
+    added = after_eos & ((rollout == 0) | (of["log_prob"] < rollout + math.log(UNSAMPLED_AFTER_END)))
+    return _is_broken(rollout) | added | ((rollout == 0) & (of["log_prob"] < math.log(UNSAMPLED)))
 
 
 def has_large_advantage(of: Facts, medians: Medians) -> Any:
@@ -335,8 +335,8 @@ RULES = (
         Kind.UNSAMPLED,
         "a token that the policy did not produce",
         "tokens that the policy did not produce",
-        "The policy did not produce the token: it is after the turn's end (unless training confirms the "
-        "rollout's log-prob), or the rollout gave it no log-prob, or exactly 0 while training gives it under 0.1.",
+        "The policy did not produce the token: it is after the turn's end (unless training confirms "
+        "the rollout's log-prob), or the rollout gave it no log-prob, or exactly 0 while training gives it under 0.1.",
         "Set response_mask to 0 for tokens that were added later: EOS tokens, templates, tool output.",
         _is_unsampled,
         claim="Tokens that the policy did not produce are trained on",

@@ -103,6 +103,10 @@ class ReducedNorms:
         """Sums every rank's `own_squares`. A collective call if FSDP wraps the module."""
         return total(squares) if self._summed else squares
 
+    def of_ranks(self, squares: Tensor) -> Tensor:
+        """The sum of every rank's `own_squares`, gathered in rows. No collective call."""
+        return squares.sum(0) if self._summed else squares[0]
+
     @torch.no_grad()
     def own_squares(self, of_weights: bool = False) -> Tensor:
         """This rank's contribution to the layers' squared norms, of gradients or of weights; no host sync.

@@ -210,7 +210,8 @@ def _report(options: argparse.Namespace, loaded: _Loaded, searched: Searched, th
         # What another search has found stays.
         if base["diagnosis"] in ("unsearched", "under"):
             event = quiet_event(base, bundle, threshold, searched, of_training)
-    if searched.found is not None and not of_training and not is_recorded(bundle):
+    has_culprits = base["diagnosis"] not in ("unsearched", "under")
+    if searched.found is not None and not of_training and not is_recorded(bundle) and has_culprits:
         notes.append("The event is not written: with other weights, it would hide what training has found.")
     elif event is not None:
         directory, of_writing = _write(bundle, event, known is not None)

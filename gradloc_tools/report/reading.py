@@ -234,15 +234,15 @@ def same_number(one: Any, other: Any) -> bool:
     return one == other or (math.isnan(one) and math.isnan(other))
 
 
-def _with_searches(lines: Iterable[Any], directory: str) -> list[Any]:
+def _with_searches(lines: Iterable[Any], directory: str) -> Iterable[Any]:
     """What the lines hold; in place of an event, the last that a search has written beside its bundle."""
+    if not (searched := read_events(directory)):
+        return lines
     found = [*lines]
-    if searched := read_events(directory):
-        events = [entry for entry in found if conforms(entry, EVENT)]
-        pairs = [(spike_of(events, event, {event.get("replay")}), event) for event in searched]
-        later = {id(line): event for line, event in pairs if line is not None}
-        found = [later.get(id(entry), entry) for entry in found]
-    return found
+    events = [entry for entry in found if conforms(entry, EVENT)]
+    pairs = [(spike_of(events, event, {event.get("replay")}), event) for event in searched]
+    later = {id(line): event for line, event in pairs if line is not None}
+    return [later.get(id(entry), entry) for entry in found]
 
 
 def _parsed(line: bytes) -> Any:

@@ -306,12 +306,15 @@ def test_a_single_log_prob_of_some_responses_is_no_stale_worker() -> None:
 
 
 def test_log_probs_of_training_that_were_others_from_the_start_are_no_old_weights() -> None:
-    """The labels are not shifted against the logits; later the two have some relation, by chance."""
+    """The labels are not shifted against the logits; later the two have some relation, by chance. The run resumes."""
     batches = list(steps(Run(rate=0.02), 8))
     for step, tokens in enumerate(batches):
         other = tokens["log_prob"].roll(1, 0)
         tokens["log_prob"] = tokens["old_log_prob"] = other if step < 3 else 0.85 * other + 0.15 * tokens["log_prob"]
-    found = warned(batches)
+    first, resumed = RunChecks(), RunChecks()
+    found = warned(batches[:5], first)
+    resumed.load_state_dict(first.state_dict())
+    found += warned(batches[5:], resumed, first=6)
     assert set(names(found)) <= {"misaligned", "other_log_probs"} and names(found)[0] == "misaligned"
 
 

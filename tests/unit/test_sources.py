@@ -106,10 +106,10 @@ def test_the_rules_on_facts_from_tensors(changes: dict[str, list[float]], source
         ({"grad_norm": math.inf, "ratio": 6e24}, ["token"]),
         ({"grad_norm": math.inf, "rollout_ratio": 6e24}, ["token"]),
         ({"grad_norm": math.inf, "ratio": 6e24, "log_prob": math.nan}, ["nonfinite", "token"]),
-        # Behind the end of the turn: training gives it more, or less, than a tenth of the rollout's probability.
-        ({"after_eos": True, "rollout_log_prob": -0.5, "log_prob": -2.7}, ["other"]),
-        ({"after_eos": True, "rollout_log_prob": -0.5, "log_prob": -2.9}, ["unsampled"]),
-        ({"after_eos": False, "rollout_log_prob": -0.5, "log_prob": -2.9}, ["other"]),
+        # Behind the end of the turn: training gives it more, or less, than a thousandth of the rollout's probability.
+        ({"after_eos": True, "rollout_log_prob": -0.5, "log_prob": -7.3}, ["unlikely"]),
+        ({"after_eos": True, "rollout_log_prob": -0.5, "log_prob": -7.5}, ["unsampled", "unlikely"]),
+        ({"after_eos": False, "rollout_log_prob": -0.5, "log_prob": -7.5}, ["unlikely"]),
         # A failed request that came back as one token; what is said of whole responses needs more.
         ({"response_length": 1, "rollout_log_prob": 0.0, "log_prob": -2.5}, ["unsampled"]),
         ({"response_length": 1, "misaligned_share": 1.0, "sequence_ratio": 9.0}, ["other"]),
