@@ -127,6 +127,7 @@ def warned_with_other_counts() -> list[dict[str, str]]:
             (-log_prob * advantage * weight).sum().backward()
             gradloc.end_pass()
         gradloc.locate(epoch=0, mini_batch=0)
+        model.zero_grad()
     return gradloc.warnings
 
 
