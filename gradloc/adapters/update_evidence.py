@@ -78,7 +78,8 @@ class TrainedData:
     @classmethod
     def of(cls, data: "DataProto", mini_batch_size: int) -> "TrainedData":
         """That of an update of verl's 0.7."""
-        return cls({**data.batch, **data.non_tensor_batch}, mini_batch_size)
+        columns = {**data.batch, **data.non_tensor_batch}
+        return cls({name: columns[name] for name in DATA_KEYS if name in columns}, mini_batch_size)
 
     def sample(self, line: Mapping[str, Any], token: Mapping[str, Any]) -> Sample:
         """The sample of a line's token, which this rank has."""
@@ -99,7 +100,8 @@ class TrainedData:
             return None
         size, start = self.mini_batch_size, self._start(line)
         rows = slice(start, None if size is None else start + size)
-        of = {name: [*values][rows] for name, values in self.columns.items()}
+        read = ("uid", "data_source", "advantages", "response_mask", *SCORES)
+        of = {name: [*self.columns[name]][rows] for name in read if name in self.columns}
         count = len(of["uid"])
         scores = next((of[name] for name in SCORES if name in of), None)
         rewards = [None] * count if scores is None else [float(each.sum()) for each in scores]

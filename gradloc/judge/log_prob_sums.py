@@ -122,10 +122,15 @@ class LogProbSums:
             return None
         return stale / told
 
+    @property
+    def far_share(self) -> float:
+        """The share of the responses that are far."""
+        return self["far"] / self["responses"]
+
     def two_kinds(self) -> tuple[float, float] | None:
         """The gap of the far responses and that of the others, where that is much smaller; None if it is not."""
         least, most = SPLIT_SHARES
-        if self["far"] < STALE_RESPONSES or not least <= self["far"] / self["responses"] <= most:
+        if self["far"] < STALE_RESPONSES or not least <= self.far_share <= most:
             return None
         if self["far_bounded"] < SPLIT_BOUNDED * self["far_gap"]:
             return None

@@ -425,7 +425,7 @@ class LogProbChecks(RunCheck):
         since_first = self._progress.is_first or self._has_been_since_first()
         if not (since_first or jumped or self._times.get("policy_log_probs")):
             return None
-        when = "as before any optimizer step" if since_first else "within one step"
+        when = self._before_any_step() if since_first else "within one step"
         related = self._sums.related()
         apart = (
             f"Training's log-probs differ from the rollout's by {gap:.2g} nats in the mean, and the reference's do not"
@@ -467,7 +467,7 @@ class LogProbChecks(RunCheck):
         share, distance = self._sums["fresh"] / self._sums["responses"], self._sums.mean("distance")
         if share < WHOLE_SHARE or distance < OTHER_GAP or not (self._progress.is_first or self._times.get(REFERENCE)):
             return None
-        when = "before any optimizer step" if self._progress.is_first else "as they did before any optimizer step"
+        when = self._before_any_step()
         return {
             "name": REFERENCE,
             "sentence": f"The reference's log-probs differ from the policy's by {distance:.2g} nats in the mean, "
@@ -477,6 +477,10 @@ class LogProbChecks(RunCheck):
             "should be equal; if they are, compare what both are given.",
             "share": share,
         }
+
+    def _before_any_step(self) -> str:
+        """That two columns differed before any optimizer step, as the end of a clause."""
+        return "before any optimizer step" if self._progress.is_first else "as they did before any optimizer step"
 
     def _has_been_since_first(self) -> bool:
         """Whether the gap was there before any optimizer step, when both engines have the same weights."""
@@ -501,7 +505,7 @@ class LogProbChecks(RunCheck):
         if far < SPLIT_GROWTH * first and not self._times.get("stale_worker"):
             return None
         why = f"log-probs there differ by {far:.2g} nats in the mean, {first:.2g} at first, and by {near:.2g} elsewhere"
-        return _stale("old weights", self._sums["far"] / self._sums["responses"], why)
+        return _stale("old weights", self._sums.far_share, why)
 
     def _apart(self) -> dict[str, Any] | None:
         """A gap that is large from the start, or much larger than it was. This alone is no evidence of old weights."""
@@ -541,8 +545,8 @@ class LogProbChecks(RunCheck):
         rollout, policy = self._sums.mean("distance"), self._sums.mean("moved")
         if rollout < NEARER * policy:
             rising = [reading[0] for reading in readings if reading[0] >= APART_GAP]
-            share = self._sums["far"] / self._sums["responses"]
-            if not at_once and share >= CLEAR_SHARE and len(rising) >= IN_A_ROW and gap >= STILL_RISING * rising[0]:
+            is_clear = self._sums.far_share >= CLEAR_SHARE
+            if not at_once and is_clear and len(rising) >= IN_A_ROW and gap >= STILL_RISING * rising[0]:
                 nearer = (
                     f"nearer to the reference's (mean difference {rollout:.2g}) than the policy's are ({policy:.2g})"
                 )
@@ -558,7 +562,7 @@ class LogProbChecks(RunCheck):
             why += "." if rollout else "; a reference tells which (use_kl_loss=True with kl_loss_coef=0)."
         if (kinds := self._sums.two_kinds()) is not None:
             why += (
-                f" In {percent(self._sums['far'] / self._sums['responses'])} of the responses they differ by "
+                f" In {percent(self._sums.far_share)} of the responses they differ by "
                 f"{kinds[0]:.2g}, in the others by {kinds[1]:.2g}: look at what these have in common, as a worker, or "
                 "a kind of prompt."
             )
@@ -583,7 +587,7 @@ class LogProbChecks(RunCheck):
         }
 
     def _apart_from_the_start(self, gap: float, since: str) -> dict[str, Any]:
-        share = self._sums["far"] / self._sums["responses"]
+        share = self._sums.far_share
         rollout, policy = self._sums.mean("distance"), self._sums.mean("moved")
         side, agrees = "one of the two", ""
         if self._progress.is_first and policy < rollout / 4:
