@@ -20,8 +20,10 @@ import pytest
 import torch
 from printed_commands import commands_in, run_as_printed
 from pyarrow import parquet
+from small_bundles import VOCABULARY, small_model
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch.nn.utils.rnn import pad_sequence
+from transformers import LlamaForCausalLM
 
 from gradloc.bundles import limits
 from gradloc.evidence.writer import LINE_BYTES, jsonable
@@ -36,14 +38,14 @@ from gradloc_tools.report.reading import read
 from gradloc_tools.schema import EVENT, conforms
 
 ROOT = Path(__file__).resolve().parents[2]
-VOCABULARY = 23
 # Prompt and response of each response.
 LENGTHS = ((3, 5), (2, 7), (4, 4), (3, 6))
 # A response and a position in it.
 BAD = (1, 3)
+Records = list[dict[str, Any]]
 
 
-def records(**changes: Any) -> list[dict[str, Any]]:
+def records() -> Records:
     """Responses of one prompt with a planted advantage; a tool's output in the third."""
     torch.manual_seed(0)
     found = []
@@ -55,7 +57,7 @@ def records(**changes: Any) -> list[dict[str, Any]]:
         record = {
             "prompt_ids": torch.randint(VOCABULARY, (prompt,)).tolist(),
             "response_ids": torch.randint(VOCABULARY, (response,)).tolist(),
-            "response_mask": [1] * response,
+            "response_mask": [1] * response if index != 2 else [1, 0, 0, 1],
             "advantages": advantages,
             "log_probs": (old + 0.3 * torch.randn(response)).clamp(max=0).tolist(),
             "old_log_probs": old.tolist(),
@@ -63,36 +65,43 @@ def records(**changes: Any) -> list[dict[str, Any]]:
             "rollout_log_probs": old.tolist(),
             "uid": f"prompt {index // 2}",
         }
-        if index == 2:
-            record["response_mask"] = [1, 0, 0, 1]
-        found.append({**record, **changes})
+        found.append(record)
     return found
 
 
-def write_lines(path: Path, lines: list[dict[str, Any]]) -> Path:
+def write_lines(path: Path, lines: Records) -> Path:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 
 
-def convert(file: Path, *options: str) -> Bundle:
-    """The bundle of a file; its event is the one in the evidence."""
-    out = file.parent / "out"
-    assert main([str(file), "--out", str(out), *options]) == 0
-    event = json.loads((out / "spikes.jsonl").read_text().splitlines()[-1])
-    assert conforms(event, EVENT)
-    bundle = open_bundle(out / event["replay"])
-    assert jsonable({**bundle.event, "replay": event["replay"]}) == event
-    return bundle
+@pytest.fixture
+def convert(tmp_path: Path) -> Callable[..., Bundle]:
+    """Gives the bundle of a file or of records; its event is the one in the evidence."""
+
+    def call(source: Path | Records, *options: str) -> Bundle:
+        file = source if isinstance(source, Path) else write_lines(tmp_path / "a.jsonl", source)
+        assert main([str(file), "--out", str(tmp_path / "out"), *options]) == 0
+        event = json.loads((tmp_path / "out/spikes.jsonl").read_text().splitlines()[-1])
+        assert conforms(event, EVENT)
+        bundle = open_bundle(tmp_path / "out" / event["replay"])
+        assert jsonable({**bundle.event, "replay": event["replay"]}) == event
+        return bundle
+
+    return call
 
 
-def refused(file: Path, capsys: pytest.CaptureFixture[str], *options: str) -> str:
-    """The sentence with which a file is refused; nothing is written."""
-    out = file.parent / "refused"
-    assert main([str(file), "--out", str(out), *options]) == 2
-    written, error = capsys.readouterr()
-    assert written == "" and error.count("\n") == 1, error
-    assert not out.exists()
-    return error
+@pytest.fixture
+def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Gives the sentence with which a file or records are refused; nothing is written."""
+
+    def call(source: Path | Records, *options: str) -> str:
+        file = source if isinstance(source, Path) else write_lines(tmp_path / "a.jsonl", source)
+        assert main([str(file), "--out", str(tmp_path / "refused"), *options]) == 2
+        written, error = capsys.readouterr()
+        assert written == "" and error.count("\n") == 1 and not (tmp_path / "refused").exists(), error
+        return error
+
+    return call
 
 
 def flat(bundle: Bundle, name: str) -> list[Tensor]:
@@ -104,16 +113,19 @@ def flat(bundle: Bundle, name: str) -> list[Tensor]:
     return [found[place] for place in sorted(found)]
 
 
-def padded(lines: list[dict[str, Any]], name: str) -> Tensor:
-    return torch.nn.utils.rnn.pad_sequence(
-        [torch.tensor(line[name], dtype=torch.float64) for line in lines], batch_first=True
-    )
+def padded(lines: Records, name: str) -> Tensor:
+    return pad_sequence([torch.tensor(line[name], dtype=torch.float64) for line in lines], batch_first=True)
+
+
+def count_of(lines: Records) -> int:
+    """How many tokens of the policy there are."""
+    return sum(sum(line["response_mask"]) for line in lines)
 
 
 KINDS = [("k1", 3.0), ("k2", None), ("k3", 3.0), ("low_var_kl", None)]
 
 
-def written_loss(log_prob: Tensor, lines: list[dict[str, Any]], mode: str, kind: str, clip_c: float | None) -> Tensor:
+def written_loss(log_prob: Tensor, lines: Records, mode: str, kind: str, clip_c: float | None) -> Tensor:
     """PPO's clipped loss with a KL loss, as a trainer computes it over padded tensors."""
     mask, advantage = padded(lines, "response_mask"), padded(lines, "advantages")
     ratio = (log_prob - padded(lines, "old_log_probs")).exp()
@@ -137,12 +149,12 @@ def written_loss(log_prob: Tensor, lines: list[dict[str, Any]], mode: str, kind:
     ("mode", "kind", "clip_c"),
     [(mode, *kind) for mode, kind in zip(AGG_MODES, [*KINDS, KINDS[0]], strict=True)],
 )
-def test_coefficients_are_those_of_the_loss(tmp_path: Path, mode: str, kind: str, clip_c: float | None) -> None:
+def test_coefficients_are_those_of_the_loss(convert: Any, mode: str, kind: str, clip_c: float | None) -> None:
     lines = records()
     lines[3]["log_probs"][0], lines[3]["ref_log_probs"][0] = -8.0, -4.0  # where low_var_kl is cut
     options = ["--loss-agg-mode", mode, "--clip-high", "0.28", "--kl-coef", "0.1", "--kl-type", kind]
     options += ["--loss-scale-factor", "16"] + ([] if clip_c is None else ["--clip-c", str(clip_c)])
-    bundle = convert(write_lines(tmp_path / "a.jsonl", lines), *options)
+    bundle = convert(lines, *options)
     log_prob = padded(lines, "log_probs").requires_grad_()
     (expected,) = torch.autograd.grad(written_loss(log_prob, lines, mode, kind, clip_c), log_prob)
     assert int((expected == 0).sum()) > 0  # clipped, masked, padded
@@ -155,26 +167,23 @@ def test_coefficients_are_those_of_the_loss(tmp_path: Path, mode: str, kind: str
         torch.testing.assert_close(coefficient.double(), expected[index, : len(coefficient)], rtol=1e-5, atol=1e-9)
 
 
-def test_ranks_have_their_share_of_the_mean(tmp_path: Path) -> None:
+def test_ranks_have_their_share_of_the_mean(convert: Any) -> None:
     lines = records()
-    alone = convert(write_lines(tmp_path / "a.jsonl", lines))
+    alone = convert(lines)
     for index, line in enumerate(lines):
         line["rank"], line["micro_batch"] = index % 2, 0
-    (tmp_path / "two").mkdir()
-    ranks = convert(write_lines(tmp_path / "two" / "a.jsonl", lines))
+    ranks = convert(lines)
     assert ranks.event["world_size"] == 2 and ranks.rows == {(0, 0): [0, 1], (1, 0): [0, 1]}
-    order = [0, 2, 1, 3]
     for name in ("weight", "coefficient"):
-        for index, values in zip(order, flat(ranks, name), strict=True):
+        for index, values in zip((0, 2, 1, 3), flat(ranks, name), strict=True):
             torch.testing.assert_close(values, 2 * flat(alone, name)[index])
     assert ranks.event["global_threshold"] == pytest.approx(alone.event["global_threshold"])
 
 
-def test_a_bundle_has_the_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bundle_has_the_records(convert: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = records()
     lines[0]["temperature"] = 0.7
-    options = "--step 12 --grad-norm 500 --usual-norm 0.5 --model weights --temperature 0.9".split()
-    bundle = convert(write_lines(tmp_path / "a.jsonl", lines), *options)
+    bundle = convert(lines, *"--step 12 --grad-norm 500 --usual-norm 0.5 --model weights --temperature 0.9".split())
     (saved, *_) = bundle.micro_batches.values()
     assert saved.rows[0].input_ids.tolist() == lines[0]["prompt_ids"] + lines[0]["response_ids"]
     assert saved.rows[0].response_length == LENGTHS[0][1]
@@ -184,8 +193,7 @@ def test_a_bundle_has_the_records(tmp_path: Path, capsys: pytest.CaptureFixture[
     for name in ("old_log_prob", "ref_log_prob", "rollout_log_prob", "advantage", "response_mask"):
         key = f"{name}s" if name != "response_mask" else name
         for line, values in zip(lines, flat(bundle, name), strict=True):
-            mask = torch.tensor(line["response_mask"], dtype=torch.float32)
-            torch.testing.assert_close(values, torch.tensor(line[key], dtype=torch.float32) * mask)
+            torch.testing.assert_close(values, torch.tensor(line[key]).float() * torch.tensor(line["response_mask"]))
     event = bundle.event
     assert event["global_step"] == 12 and event["global_norm"] == 500.0
     # Five times what the usual norm is for a token that all are like.
@@ -194,33 +202,35 @@ def test_a_bundle_has_the_records(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert (first["row"], first["position"], first["uid"]) == (*BAD, "prompt 0")
     assert bundle.manifest["model"]["path"] == os.path.abspath("weights")
     assert "The coefficients are computed from the loss" in " ".join(bundle.manifest["converted"]["notes"])
-    shown = capsys.readouterr().out
-    assert "--search --model weights" in shown
+    assert "--search --model weights" in capsys.readouterr().out
     out = str(tmp_path / "out")
     assert report([out]) == 0 and not read(out).skipped
     assert "unsearched" in capsys.readouterr().out
 
 
-def test_parquet_and_json_give_the_same_bundle(tmp_path: Path) -> None:
-    lines = records()
-    one = convert(write_lines(tmp_path / "a.jsonl", lines))
-    (tmp_path / "b").mkdir()
-    file = tmp_path / "b" / "a.parquet"
-    parquet.write_table(pyarrow.Table.from_pylist(lines), file)
-    other = convert(file)
+def test_parquet_gives_the_same_and_reads_known_columns_alone(convert: Any, tmp_path: Path) -> None:
+    file = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist([{**line, "text": "x" * 100} for line in records()]), file)
+    data = file.read_bytes()
+    at = data.index(b"x" * 100)
+    file.write_bytes(data[: at - 20] + bytes(100) + data[at + 80 :])  # its page cannot be read
+    with pytest.raises(OSError):
+        parquet.read_table(file)
+    one, other = convert(records()), convert(file)
+    assert "Fields that were not read: text." in other.manifest["converted"]["notes"]
     for name, saved in one.micro_batches.items():
         assert saved.tokens.keys() == other.micro_batches[name].tokens.keys()
         for key, values in saved.tokens.items():
             torch.testing.assert_close(values, other.micro_batches[name].tokens[key], rtol=0, atol=0)
 
 
-def test_given_coefficients_and_weights_are_taken_as_they_are(tmp_path: Path) -> None:
+def test_given_coefficients_and_weights_are_taken_as_they_are(convert: Any) -> None:
     lines = records()
     for line in lines:
         count = len(line["response_ids"])
         line["coefficients"], line["weights"] = [-0.5] * count, [0.25] * count
         del line["advantages"]
-    bundle = convert(write_lines(tmp_path / "a.jsonl", lines))
+    bundle = convert(lines)
     for line, coefficient, weight in zip(lines, flat(bundle, "coefficient"), flat(bundle, "weight"), strict=True):
         mask = torch.tensor(line["response_mask"])
         torch.testing.assert_close(coefficient, -0.5 * mask)
@@ -238,188 +248,156 @@ def test_given_coefficients_and_weights_are_taken_as_they_are(tmp_path: Path) ->
     ],
 )
 def test_what_is_missing_or_odd_is_noted(
-    tmp_path: Path, missing: str, options: list[str], note: str, ratio: float | None
+    convert: Any, missing: str, options: list[str], note: str, ratio: float | None
 ) -> None:
     lines = records()
     for line in lines:
         line["old_log_probs"], line["rollout_log_probs"] = line["log_probs"], [x - 0.1 for x in line["log_probs"]]
         del line[missing]
-    bundle = convert(write_lines(tmp_path / "a.jsonl", lines), *options)
+    bundle = convert(lines, *options)
     assert note in " ".join(bundle.manifest["converted"]["notes"])
     assert bundle.event["suspected"][0]["ratio"] == (ratio and pytest.approx(ratio))
-    tokens = sum(sum(line["response_mask"]) for line in lines)
     for line, coefficient in zip(lines, flat(bundle, "coefficient"), strict=True):
-        expected = -(ratio or 1.0) * torch.tensor(line["advantages"]) / tokens * torch.tensor(line["response_mask"])
-        torch.testing.assert_close(coefficient, expected)
+        moved = torch.tensor(line["advantages"]) * torch.tensor(line["response_mask"])
+        torch.testing.assert_close(coefficient, -(ratio or 1.0) * moved / count_of(lines))
 
 
-def test_micro_batches_have_the_size_that_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = write_lines(tmp_path / "a.jsonl", records())
-    assert list(convert(file, "--micro-batch-size", "3").rows.values()) == [[0, 1, 2], [3]]
+def test_micro_batches_have_the_asked_size(convert: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(convert(records(), "--micro-batch-size", "3").rows.values()) == [[0, 1, 2], [3]]
     monkeypatch.setattr(limits, "RECORDED_MICRO_BATCHES", 2)
-    assert list(convert(file).rows.values()) == [[0, 1], [2, 3]]
+    assert list(convert(records()).rows.values()) == [[0, 1], [2, 3]]
 
 
 NAN = [math.nan, *[1.0] * 6]
 IDS = "it must be a list of token ids, whole numbers from 0 to 2^31 - 1."
 NUMBERS = "it must be a list of numbers."
+LENGTH = "field 'response_length': the response must have at least one token"
+LOG_PROBS = ("log_probs", "old_log_probs", "rollout_log_probs", "ref_log_probs")
+ALL = range(4)
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "message"),
+    ("changed", "fields", "message"),
     [
-        ("log_probs", [-1.0], "its shape is (1,), and that of the response is (7,)"),
-        ("advantages", [1.0] * 8, "its shape is (8,), and that of the"),
-        ("response_mask", [1] * 6, "its shape is"),
-        ("log_probs", [[-1.0] * 7], "its shape is (1, 7), and that"),
-        ("advantages", NAN, "it is nan at index 0; if training had that"),
-        ("coefficients", [1.0, None, *[1.0] * 5], "it is nan at index 1"),
-        ("advantages", math.inf, "it is inf at index 0"),
-        ("response_mask", [None, *[1] * 6], "it must be of zeros and ones."),
-        ("response_mask", [0.5] * 7, "it must be of zeros and ones."),
-        ("advantages", ["1"] * 7, NUMBERS),
-        ("log_probs", "-1234567", NUMBERS),
-        ("advantages", {"a": 1}, NUMBERS),
-        ("advantages", [10**400] * 7, NUMBERS),
-        ("log_probs", [0.5] * 7, "a log-prob is not positive"),
-        *(("response_ids", [1, 2, value, *[4] * 4], IDS) for value in (-3, 3.5, 2**40, 10**400, True)),
-        ("rank", -1, "it must be a whole number from 0 to 65,536, and is -1."),
-        ("temperature", 0, "it must be a positive number, and"),
-        ("uid", ["x"], "it must be a text or a whole number, and is ['x']."),
+        ([1], {"log_probs": [-1.0]}, "field 'log_probs': its shape is (1,), and that of the response is (7,)"),
+        ([1], {"advantages": [1.0] * 8}, "field 'advantages': its shape is (8,), and that of the"),
+        ([1], {"response_mask": [1] * 6}, "field 'response_mask': its shape is"),
+        ([1], {"log_probs": [[-1.0] * 7]}, "field 'log_probs': its shape is (1, 7), and that"),
+        ([1], {"advantages": NAN}, "field 'advantages': it is nan at index 0; if training had that"),
+        ([1], {"coefficients": [1.0, None, *[1.0] * 5]}, "field 'coefficients': it is nan at index 1"),
+        ([1], {"advantages": math.inf}, "field 'advantages': it is inf at index 0"),
+        ([1], {"response_mask": [None, *[1] * 6]}, "field 'response_mask': it must be of zeros and ones."),
+        ([1], {"response_mask": [0.5] * 7}, "field 'response_mask': it must be of zeros and ones."),
+        *(([1], {"advantages": value}, NUMBERS) for value in (["1"] * 7, {"a": 1}, [10**400] * 7)),
+        ([1], {"log_probs": "-1234567"}, NUMBERS),
+        ([1], {"log_probs": [0.5] * 7}, "field 'log_probs': a log-prob is not positive"),
+        *(([1], {"response_ids": [1, 2, value, *[4] * 4]}, IDS) for value in (-3, 3.5, 2**40, 10**400, True)),
+        ([1], {"rank": -1}, "field 'rank': it must be a whole number from 0 to 65,536, and is -1."),
+        ([1], {"temperature": 0}, "field 'temperature': it must be a positive number, and"),
+        ([1], {"uid": ["x"]}, "field 'uid': it must be a text or a whole number, and is ['x']."),
+        ([2], {"response_ids": []}, LENGTH),
+        ([2], {"prompt_ids": []}, LENGTH),
+        ([0], {"response_ids": None}, "field 'response_ids': a record needs prompt_ids and response_ids"),
+        ([0], {"advantages": None}, "field 'advantages': it is missing, and so is 'coefficients'."),
+        ([0], {"ref_log_probs": None}, "line 2 has values for 'ref_log_prob', and"),
+        ([0], {"micro_batch": 1}, " names a micro-batch, and"),
+        (ALL, {"advantages": 0.0}, "No token can move: all advantages or coefficients are zero, or clipped."),
+        (ALL, dict.fromkeys(LOG_PROBS), "field 'log_probs': it is missing, and so are"),
+        # The threshold is computed from all weights.
+        ([0], {"weights": [math.inf] * 5}, "field 'weights': it is inf at index 0."),
+        ([0], {"weights": [None] * 5}, "field 'weights': it is nan at index 0."),
     ],
 )
-def test_a_broken_field_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], field: str, value: Any, message: str
+def test_what_is_wrong_with_records_is_named(
+    refused: Any, changed: list[int], fields: dict[str, Any], message: str
 ) -> None:
     lines = records()
-    lines[1][field] = value
-    assert f"line 2, field '{field}': {message}" in refused(write_lines(tmp_path / "a.jsonl", lines), capsys)
+    for index in changed:
+        lines[index] |= fields
+    error = refused(lines, *(["--keep-nonfinite"] if "weights" in fields else []))
+    assert message in error and (f"line {changed[0] + 1}" in error or "No token" in error)
 
 
-# Changes of all lines, what is said, and options.
-BROKEN: dict[str, tuple[Any, ...]] = {
-    "no response": (lambda lines: lines[2].update(response_ids=[]), "line 3, field 'response_length': the response mu"),
-    "no prompt": (lambda lines: lines[2].update(prompt_ids=[]), "line 3, field 'response_length': the response must"),
-    "no ids": (
-        lambda lines: lines[0].pop("response_ids"),
-        "line 1, field 'response_ids': a record needs prompt_ids and response_ids",
-    ),
-    "texts of TRL": (
-        lambda lines: lines.insert(0, {"step": 1, "prompt": "a", "completion": "b", "advantage": 1.0}),
-        "line 1: texts only, no token ids; in TRL, train with RecordingTrainer of examples/trl_records.py.",
-    ),
-    "texts of verl": (
-        lambda lines: lines.insert(0, {"input": "a", "output": "b", "score": 1.0, "step": 1}),
-        "line 1: texts only, no token ids; in verl, set actor_rollout_ref.actor.spike_detection=True and spike_search",
-    ),
-    "no advantage": (
-        lambda lines: lines[0].pop("advantages"),
-        "line 1, field 'advantages': it is missing, and so is 'coefficients'.",
-    ),
-    "half of the log-probs": (
-        lambda lines: lines[3].pop("ref_log_probs"),
-        "line 1 has values for 'ref_log_prob', and",
-    ),
-    "a micro-batch": (lambda lines: lines[0].update(micro_batch=1), "line 1 names a micro-batch, and"),
-    "no records": (lambda lines: lines.clear(), "There is no record."),
-    "no gradient": (
-        lambda lines: [line.update(advantages=0.0) for line in lines],
-        "No token can move: all advantages or coefficients are zero, or clipped.",
-    ),
-    "no log-prob at all": (
-        lambda lines: [line.pop(name) for line in lines for name in [*line] if name.endswith("log_probs")],
-        "line 1, field 'log_probs': it is missing, and so are",
-    ),
-    "a threshold that is not finite": (
-        lambda lines: [line.update(weights=[1e200] * len(line["advantages"])) for line in lines],
-        "both must be positive and finite",
-        "--usual-norm=1",
-    ),
-    **{
-        f"a weight of {value}": (
-            lambda lines, value=value: [line.update(weights=[value] * len(line["advantages"])) for line in lines],
-            f"line 1, field 'weights': it is {name} at index 0.",
-            "--keep-nonfinite",
-        )
-        for value, name in ((math.inf, "inf"), (None, "nan"))
-    },
-}
+def test_weights_without_a_finite_threshold_are_refused(refused: Any) -> None:
+    lines = [{**line, "weights": [1e200] * len(line["response_ids"])} for line in records()]
+    assert "both must be positive and finite" in refused(lines, "--usual-norm=1")
+    assert "There is no record." in refused([])
 
 
-@pytest.mark.parametrize("broken", BROKEN)
-def test_broken_records_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], broken: str) -> None:
-    lines = records()
-    change, message, *options = BROKEN[broken]
-    change(lines)
-    assert message in refused(write_lines(tmp_path / "a.jsonl", lines), capsys, *options)
+@pytest.mark.parametrize(
+    ("texts", "said"),
+    [
+        ("step prompt completion advantage", "in TRL, train with RecordingTrainer of examples/trl_records.py."),
+        ("input output score step", "in verl, set actor_rollout_ref.actor.spike_detection=True and spike_search"),
+    ],
+)
+def test_texts_without_ids_lead_to_what_writes_ids(refused: Any, tmp_path: Path, texts: str, said: str) -> None:
+    line: dict[str, Any] = dict.fromkeys(texts.split(), "a")
+    assert f"line 1: texts only, no token ids; {said}" in refused([line])
+    parquet.write_table(pyarrow.Table.from_pylist([line]), tmp_path / "completions.parquet")
+    assert f"row 1: texts only, no token ids; {said}" in refused(tmp_path / "completions.parquet")
 
 
-def test_nan_is_kept_on_request(tmp_path: Path) -> None:
-    lines = records()
-    lines[1]["advantages"] = NAN
-    bundle = convert(write_lines(tmp_path / "a.jsonl", lines), "--keep-nonfinite")
-    first = bundle.event["suspected"][0]
-    assert (first["row"], first["position"], first["source"]) == (1, 0, "nonfinite")
-
-
-def test_what_the_mask_leaves_out_may_be_anything(tmp_path: Path) -> None:
+def test_nan_is_kept_on_request_and_may_be_behind_the_mask(convert: Any) -> None:
     lines = records()
     lines[2]["log_probs"][1] = math.nan
     lines[2]["advantages"] = [-0.0, None, math.inf, -0.0]
-    bundle = convert(write_lines(tmp_path / "a.jsonl", lines), "--kl-coef", "0.1")
+    bundle = convert(lines, "--kl-coef", "0.1")
     assert all(bool(values.isfinite().all()) for values in flat(bundle, "coefficient"))
+    lines[1]["advantages"] = NAN
+    first = convert(lines, "--keep-nonfinite").event["suspected"][0]
+    assert (first["row"], first["position"], first["source"]) == (1, 0, "nonfinite")
 
 
-def test_files_that_are_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def text(name: str, content: bytes) -> Path:
+def test_files_that_are_not_read(refused: Any, tmp_path: Path) -> None:
+    for name, content, message in (
+        ("b.jsonl", b"\n{", "line 2 cannot be parsed"),
+        ("c.jsonl", b"[1]\n", "line 1 is not an object with fields."),
+        ("d.jsonl", b"[" * 10**5, "line 1 cannot be parsed: it nests too deep."),
+        ("e.jsonl", b" " * (LINE_BYTES + 1), f"line 1 has over {LINE_BYTES:,} bytes."),
+        ("f.txt", b"{}", "its name does not say what it is: give --format."),
+        ("g.parquet", b"PAR1 and no more", "cannot be read as a Parquet file"),
+        ("31.pt", b"", "has no records: if it is slime's, examples/slime_records.py makes them of it.\n"),
+    ):
         (tmp_path / name).write_bytes(content)
-        return tmp_path / name
-
-    assert "line 2 cannot be parsed" in refused(text("b.jsonl", b"\n{"), capsys)
-    assert "line 1 is not an object with fields." in refused(text("c.jsonl", b"[1]\n"), capsys)
-    assert "line 1 cannot be parsed: it nests too deep." in refused(text("d.jsonl", b"[" * 10**5), capsys)
-    assert f"line 1 has over {LINE_BYTES:,} bytes." in refused(text("e.jsonl", b" " * (LINE_BYTES + 1)), capsys)
-    assert "its name does not say what it is: give --format." in refused(text("f.txt", b"{}"), capsys)
-    assert "cannot be read as a Parquet file" in refused(text("g.parquet", b"PAR1 and no more"), capsys)
-    assert "No such file" in refused(tmp_path / "gone.jsonl", capsys)
+        assert message in refused(tmp_path / name)
+    assert "No such file" in refused(tmp_path / "gone.jsonl")
     os.mkfifo(tmp_path / "pipe.jsonl")
-    assert "is not an ordinary file." in refused(tmp_path / "pipe.jsonl", capsys)
+    assert "is not an ordinary file." in refused(tmp_path / "pipe.jsonl")
     with (tmp_path / "huge.jsonl").open("wb") as file:
         file.truncate(plain_files.FILE_BYTES + 1)
-    assert "bytes, and 2,147,483,648 are the limit." in refused(tmp_path / "huge.jsonl", capsys)
+    assert "bytes, and 2,147,483,648 are the limit." in refused(tmp_path / "huge.jsonl")
 
 
-def test_a_parquet_file_that_grows_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_parquet_file_that_grows_is_refused(refused: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "a.parquet"
     values = pyarrow.array([[0] * 10**6], type=pyarrow.list_(pyarrow.int64()))
     parquet.write_table(pyarrow.table({"prompt_ids": values}), file, compression="zstd", use_dictionary=False)
     assert file.stat().st_size < 10**5
     monkeypatch.setattr(plain_files, "FILE_BYTES", 10**6)
-    assert "bytes without compression, and 1,000,000 are the limit." in refused(file, capsys)
+    assert "bytes without compression, and 1,000,000 are the limit." in refused(file)
 
 
-def one_row(file: Path, values: int, name: str = "prompt_ids") -> Path:
+def one_row(file: Path, values: int) -> Path:
     """A Parquet file of a few hundred bytes: the same number so many times."""
     array = pyarrow.ListArray.from_arrays([0, values], pyarrow.array([1]).take([0] * values))
     # In one page.
     size = {"data_page_size": 2**30, "write_batch_size": 2**24}
-    parquet.write_table(pyarrow.table({name: array}), file, compression="none", **size)
+    parquet.write_table(pyarrow.table({"prompt_ids": array}), file, compression="none", **size)
     assert file.stat().st_size < 4000
     return file
 
 
-def test_a_run_length_coded_parquet_file_is_refused_before_its_values_are_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_run_length_coded_file_is_refused_unread(
+    refused: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = one_row(tmp_path / "a.parquet", 2 * 10**6)
     monkeypatch.setattr(plain_files, "TOKENS_IN_A_ROW", 10**6)
-    error = refused(file, capsys)
-    assert "row 1, field 'prompt_ids': it has 2,000,000 values, and 1,000,000 are the limit." in error
+    message = "field 'prompt_ids': it has 2,000,000 values, and 1,000,000 are the limit."
+    assert f"row 1, {message}" in refused(file)
     monkeypatch.setattr(plain_files, "TOKENS", 10**6)
     monkeypatch.setattr(parquet.ParquetFile, "iter_batches", None)
-    assert "field 'prompt_ids': it has 2,000,000 values, and 1,000,000 are the limit." in refused(file, capsys)
+    assert message in refused(file)
 
 
 def as_varint(number: int) -> bytes:
@@ -427,8 +405,8 @@ def as_varint(number: int) -> bytes:
     return bytes([number << 1 & 127 | 128, number >> 6 & 127 | 128, number >> 13 & 127 | 128, number >> 20])
 
 
-def test_a_parquet_file_whose_header_lies_does_not_fill_the_memory(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_parquet_header_that_lies_does_not_fill_the_memory(
+    refused: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = one_row(tmp_path / "a.parquet", 3 * 10**6)
     content = file.read_bytes()
@@ -441,25 +419,7 @@ def test_a_parquet_file_whose_header_lies_does_not_fill_the_memory(
     assert as_varint(3 * 10**6) in footer
     file.write_bytes(pages + footer.replace(as_varint(3 * 10**6), as_varint(2 * 10**6)))
     monkeypatch.setattr(plain_files, "MEMORY_BYTES", 2**29)
-    assert "Reading the files takes over 536,870,912 bytes of memory." in refused(file, capsys)
-
-
-def test_columns_of_a_parquet_file_that_are_not_known_are_not_read(tmp_path: Path) -> None:
-    file = tmp_path / "a.parquet"
-    lines = [{**line, "text": "x" * 100} for line in records()]
-    parquet.write_table(pyarrow.Table.from_pylist(lines), file)
-    data = file.read_bytes()
-    at = data.index(b"x" * 100)
-    file.write_bytes(data[: at - 20] + bytes(100) + data[at + 80 :])  # its page cannot be read
-    with pytest.raises(OSError):
-        parquet.read_table(file)
-    assert "Fields that were not read: text." in convert(file).manifest["converted"]["notes"]
-
-
-def test_a_parquet_file_of_texts_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    table = pyarrow.table({"step": [1], "prompt": ["a"], "completion": ["b"], "advantage": [1.0]})
-    parquet.write_table(table, tmp_path / "completions_00001.parquet")
-    assert "row 1: texts only, no token ids; in TRL, train" in refused(tmp_path / "completions_00001.parquet", capsys)
+    assert "Reading the files takes over 536,870,912 bytes of memory." in refused(file)
 
 
 @pytest.mark.parametrize("option", ["--out", "--model"])
@@ -475,50 +435,29 @@ def test_a_folder_without_a_name_is_refused(
     assert not [*(tmp_path / "empty").iterdir()] and not (tmp_path / "out").exists()
 
 
+def example(name: str) -> Callable[..., Any]:
+    return runpy.run_path(str(ROOT / "examples" / name))["main"]
+
+
+def slime_columns() -> dict[str, list[Any]]:
+    """What slime has of the responses, by its names."""
+    lines, tensors = records(), {"log_probs", "rollout_log_probs", "advantages"}
+    columns = {name: [torch.tensor(line[name]) for line in lines] for name in tensors}
+    columns["tokens"] = [torch.tensor(line["prompt_ids"] + line["response_ids"]) for line in lines]
+    columns["loss_masks"] = [torch.tensor(line["response_mask"], dtype=torch.int32) for line in lines]
+    return {**columns, "response_lengths": [response for _, response in LENGTHS]}
+
+
 # slime's form since 681b3adca: `_build_dump_payload` in slime/observability/train_data_utils.py.
 def slime_file(path: Path, **changes: Any) -> Path:
     """Two data-parallel ranks with two steps; the samples of a rollout share the sum of their masks."""
-    samples = []
-    for index, line in enumerate(records()):
-        length = len(line["response_ids"])
-        samples.append(
-            {
-                "data_parallel_rank": index % 2,
-                "rollout_position": index,
-                "sample_index": index,
-                "tokens": torch.tensor(line["prompt_ids"] + line["response_ids"]),
-                "total_lengths": length + len(line["prompt_ids"]),
-                "response_lengths": length,
-                "loss_masks": torch.tensor(line["response_mask"], dtype=torch.int32),
-                "rollout_ids": index // 2,
-                "rollout_mask_sums": torch.tensor(12.0 if index < 2 else 8.0),
-                "log_probs": torch.tensor(line["log_probs"]),
-                "rollout_log_probs": torch.tensor(line["rollout_log_probs"]),
-                "advantages": torch.tensor(line["advantages"]),
-                "rewards": 1.0,
-                "truncated": 0,
-            }
-        )
-    shards = [
-        {
-            "rank": 2 * rank,
-            "data_parallel_rank": rank,
-            "sample_indices": [rank, rank + 2],
-            "partition": [rank, rank + 2],
-            "micro_batch_indices": [[0], [1]],
-            "num_microbatches": [1, 1],
-            "global_batch_sizes": [1, 1],
-        }
-        for rank in range(2)
-    ]
-    data = {
-        "format_version": 2,
-        "rollout_id": 31,
-        "rank": 0,
-        "samples": samples,
-        "dp_shards": shards,
-        "raw_reward": [1],
-    }
+    samples: Records = [{"data_parallel_rank": i % 2, "rollout_position": i, "rollout_ids": i // 2} for i in range(4)]
+    for index, sample in enumerate(samples):
+        sample["rollout_mask_sums"] = torch.tensor(12.0 if index < 2 else 8.0)
+        sample |= {name: column[index] for name, column in slime_columns().items()}
+    layout = {"micro_batch_indices": [[0], [1]], "num_microbatches": [1, 1], "global_batch_sizes": [1, 1]}
+    shards = [{"data_parallel_rank": rank, "partition": [rank, rank + 2], **layout} for rank in range(2)]
+    data = {"format_version": 2, "rollout_id": 31, "samples": samples, "dp_shards": shards, "raw_reward": [1]}
     torch.save({**data, **changes}, path)
     return path
 
@@ -526,11 +465,11 @@ def slime_file(path: Path, **changes: Any) -> Path:
 def slime_records(file: Path, **options: Any) -> Path:
     """The records that the example makes of a file of slime's."""
     records = file.with_suffix(".jsonl")
-    example("slime_records.py")["main"]([file], records, **options)
+    example("slime_records.py")([file], records, **options)
     return records
 
 
-def test_slime_train_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_slime_train_data(convert: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     records_of_it = slime_records(slime_file(tmp_path / "31.pt"))
     printed = capsys.readouterr()
     assert printed.out == f"2 records. Next: gradloc convert {records_of_it} --out spike --step 31\n"
@@ -539,41 +478,25 @@ def test_slime_train_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     event = bundle.event
     assert (event["global_step"], event["world_size"]) == (31, 2)
     assert bundle.rows == {(0, 0): [0], (1, 0): [0]}  # the first of each rank's two samples: the first step
-    lines = records()
-    for index, (weight, coefficient) in enumerate(
-        zip(flat(bundle, "weight"), flat(bundle, "coefficient"), strict=True)
-    ):
+    lines = zip(records(), flat(bundle, "weight"), flat(bundle, "coefficient"), strict=False)
+    for line, weight, coefficient in lines:
         # The rollout's mean over its 12 tokens, one rollout in the step; a rank's loss is two times its share.
         torch.testing.assert_close(weight, torch.full_like(weight, 2 / 12))
-        torch.testing.assert_close(coefficient, -weight * torch.tensor(lines[index]["advantages"]))
+        torch.testing.assert_close(coefficient, -weight * torch.tensor(line["advantages"]))
     assert event["suspected"][0]["position"] == BAD[1] and event["suspected"][0]["rank"] == 1
     assert "not looked at" not in event["summary"]
-    (tmp_path / "second").mkdir()
-    second = convert(
-        slime_records(slime_file(tmp_path / "second" / "31.pt"), step=1, per_token_loss=True),
-        *("--loss-agg-mode", "token-mean"),
-    )
+    of_second = slime_records(slime_file(tmp_path / "31.pt"), step=1, per_token_loss=True)
     assert "--step 31 --loss-agg-mode token-mean\n" in capsys.readouterr().out
-    assert [len(values) for values in flat(second, "weight")] == [4, 6]
-    torch.testing.assert_close(flat(second, "weight")[1], torch.full((6,), 2 / 8))
+    weights = flat(convert(of_second, "--loss-agg-mode", "token-mean"), "weight")
+    assert [len(values) for values in weights] == [4, 6]
+    torch.testing.assert_close(weights[1], torch.full((6,), 2 / 8))
 
 
-def test_slime_train_data_of_its_earlier_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = records()
-    columns = {
-        "tokens": [torch.tensor(line["prompt_ids"] + line["response_ids"]) for line in lines],
-        "total_lengths": [sum(length) for length in LENGTHS],
-        "response_lengths": [response for _, response in LENGTHS],
-        "loss_masks": [torch.tensor(line["response_mask"]) for line in lines],
-        **{
-            name: [torch.tensor(line[name]) for line in lines]
-            for name in ("log_probs", "rollout_log_probs", "advantages")
-        },
-    }
+def test_slime_train_data_of_its_earlier_form(convert: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    columns = slime_columns()
 
     def save(**changes: Any) -> Path:
-        data = {"rollout_id": 4, "rank": 0, "rollout_data": {**columns, **changes}}
-        torch.save(data, tmp_path / "4_0.pt")
+        torch.save({"rollout_id": 4, "rank": 0, "rollout_data": {**columns, **changes}}, tmp_path / "4_0.pt")
         return tmp_path / "4_0.pt"
 
     with pytest.raises(RecordError, match="field 'log_probs': it has 3 samples, and 'response_lengths' has 4."):
@@ -594,15 +517,13 @@ class Pickled:
         return os.mkdir, ("marker",)
 
 
-def saved(file: Path, change: Callable[[dict[str, Any]], Any], **options: Any) -> None:
-    """A file of slime's with changes."""
+def change_file(file: Path, **changes: Any) -> None:
     data = torch.load(slime_file(file))
-    change(data)
-    torch.save(data, file, **options)
+    torch.save({**data, **changes}, file)
 
 
-def compressed(file: Path) -> None:
-    saved(file, lambda data: data.update(more=torch.zeros(10**6)))
+def deflate(file: Path) -> None:
+    change_file(file, more=torch.zeros(10**6))
     entries = zipfile.ZipFile(file)
     with entries, zipfile.ZipFile(file.with_suffix(".new"), "w", zipfile.ZIP_DEFLATED) as deflated:
         for entry in entries.infolist():
@@ -611,38 +532,31 @@ def compressed(file: Path) -> None:
     assert len(torch.load(file)["more"]) == 10**6 and file.stat().st_size < 10**5
 
 
-def cut_off(file: Path) -> None:
-    saved(file, lambda data: None)
-    file.write_bytes(file.read_bytes()[:1000])
+def with_advantages(value: Any) -> Callable[[Path], None]:
+    def change(file: Path) -> None:
+        samples = torch.load(slime_file(file))["samples"]
+        change_file(file, samples=[{**samples[0], "advantages": value}, *samples[1:]])
+
+    return change
 
 
-def advantages(value: Any) -> Callable[[Path], None]:
-    return lambda file: saved(file, lambda data: data["samples"][0].update(advantages=value))
-
-
-def changes_of(**changes: Any) -> Callable[[Path], None]:
-    return lambda file: saved(file, lambda data: data.update(changes))
-
-
-SLIME: dict[str, tuple[Callable[[Path], None], str]] = {
-    "code": (changes_of(more=Pickled()), "it has more than tensors and plain values, or is damaged"),
-    "compressed": (compressed, "a.pt is compressed, and files that torch.save writes are not."),
-    "cut off": (cut_off, "is damaged, or older than torch 1.6: load it, and save it again."),
-    "older": (
-        lambda file: saved(file, lambda data: None, _use_new_zipfile_serialization=False),
-        "is damaged, or older than torch 1.6",
-    ),
-    "a list": (lambda file: torch.save([1, 2], file), "it has neither format 2 nor 'rollout_data'."),
-    "another format": (changes_of(format_version=3), "it has neither format 2 nor 'rollout_data'."),
-    "no samples": (changes_of(samples=[]), "is not train data of slime that fits together"),
-    "no shards": (changes_of(dp_shards=[]), "a.pt: there is no sample."),
-    "no lists": (changes_of(samples=5), "is not train data of slime that fits together"),
-    "numpy": (advantages(np.ones(5)), "sample 0, field 'advantages': save it as a tensor or as plain numbers"),
-    "repeated": (
-        advantages(torch.zeros(1).expand(2**33)),
-        "field 'advantages': it must be a list of at most 4,194,304",
-    ),
-    "a matrix": (advantages(torch.zeros(2, 2)), "sample 0, field 'advantages': it must be a list of at most 4,194,304"),
+NO_FORM = "it has neither format 2 nor 'rollout_data'."
+NO_FIT = "is not train data of slime that fits together"
+DAMAGED = "is damaged, or older than torch 1.6: load it, and save it again."
+NO_LIST = "sample 0, field 'advantages': it must be a list of at most 4,194,304"
+SLIME: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "code": (lambda f: change_file(f, more=Pickled()), "it has more than tensors and plain values, or is damaged"),
+    "compressed": (deflate, "a.pt is compressed, and files that torch.save writes are not."),
+    "cut off": (lambda f: f.write_bytes(slime_file(f).read_bytes()[:1000]), DAMAGED),
+    "older": (lambda f: torch.save({}, f, _use_new_zipfile_serialization=False), DAMAGED),
+    "a list": (lambda f: torch.save([1, 2], f), NO_FORM),
+    "another format": (lambda f: change_file(f, format_version=3), NO_FORM),
+    "no samples": (lambda f: change_file(f, samples=[]), NO_FIT),
+    "no shards": (lambda f: change_file(f, dp_shards=[]), "a.pt: there is no sample."),
+    "no lists": (lambda f: change_file(f, samples=5), NO_FIT),
+    "numpy": (with_advantages(np.ones(5)), "field 'advantages': save it as a tensor or as plain numbers"),
+    "repeated": (with_advantages(torch.zeros(1).expand(2**33)), NO_LIST),
+    "a matrix": (with_advantages(torch.zeros(2, 2)), NO_LIST),
 }
 
 
@@ -660,9 +574,7 @@ def test_a_file_of_slime_that_is_not_read(tmp_path: Path, monkeypatch: pytest.Mo
         assert (tmp_path / "marker").exists()  # so it works
 
 
-def test_what_slime_has_beside_plain_values_is_left_out_and_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_slime_has_beside_plain_values_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     slime_records(slime_file(tmp_path / "a.pt", raw_reward=[np.float64(1.0)], counts=np.zeros(3)))
     (note,) = [line for line in capsys.readouterr().err.splitlines() if "left out" in line]
     assert note.startswith("a.pt: what has the types numpy.") and note.endswith("was left out of counts, raw_reward.")
@@ -676,10 +588,10 @@ def test_a_file_of_slime_that_repeats_a_sample_is_refused(tmp_path: Path) -> Non
     one = {"data_parallel_rank": 0, "rollout_position": 0, "tokens": ids, "response_lengths": 1, "advantages": 1.0}
     shard = {"data_parallel_rank": 0, "partition": [0], "micro_batch_indices": [[0] * 11]}
     file = slime_file(tmp_path / "a.pt", samples=[one], dp_shards=[shard])
-    main_of_example = example("slime_records.py")["main"]
-    main_of_example.__globals__["TOKENS"] = 10**4
+    make = example("slime_records.py")
+    make.__globals__["TOKENS"] = 10**4
     with pytest.raises(RecordError, match="a.pt has one too many: 1,048,576 records, 10,000 tokens at most."):
-        main_of_example([file], tmp_path / "a.jsonl")
+        make([file], tmp_path / "a.jsonl")
 
 
 def test_damage_anywhere_in_a_file_of_slime_is_refused(tmp_path: Path) -> None:
@@ -700,82 +612,57 @@ def test_no_warning_of_torch_stands_before_the_sentence(tmp_path: Path) -> None:
     assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
 
 
-def test_convert_says_what_makes_records_of_a_file_of_slime(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = slime_file(tmp_path / "31.pt")
-    sentence = f"{file} has no records: if it is slime's, examples/slime_records.py makes them of it.\n"
-    assert refused(file, capsys) == sentence
-
-
-def example(name: str) -> dict[str, Any]:
-    return runpy.run_path(str(ROOT / "examples" / name))
-
-
-def test_the_example_for_nemo_rl_makes_records(tmp_path: Path) -> None:
+def test_the_example_for_nemo_rl_makes_records(convert: Any, tmp_path: Path) -> None:
     """A line as `log_batched_dict_as_jsonl` writes it: lists of one entry over the padded sequence, and `idx`."""
-    lines, width = [], max(prompt + response for prompt, response in LENGTHS) + 2
-    for index, record in enumerate(records()):
-        prompt = len(record["prompt_ids"])
-
-        def padded_to(values: list[float], prompt: int = prompt) -> list[float]:
-            return [*([0] * prompt), *values, *([0] * (width - prompt - len(values)))]
-
+    logged, lines, width = [], records(), 9 + 2
+    for index, record in enumerate(lines):
         ids = record["prompt_ids"] + record["response_ids"]
-        lines.append(
-            {
-                "content": ["text"],
-                "rewards": [1.0],
-                "input_lengths": [len(ids)],
-                "token_ids": [ids + [0] * (width - len(ids))],
-                "token_loss_mask": [padded_to(record["response_mask"])],
-                "sample_loss_mask": [1.0],
-                "advantages": [padded_to(record["advantages"])],
-                "generation_logprobs": [padded_to(record["rollout_log_probs"])],
-                "prev_logprobs": [padded_to(record["old_log_probs"])],
-                "idx": index,
-            }
-        )
-    lines.append({**lines[0], "sample_loss_mask": [0.0]})
-    write_lines(tmp_path / "short.jsonl", [{**lines[0], "advantages": [[1.0] * (width - 1)]}])
+        line = {"content": ["text"], "rewards": [1.0], "input_lengths": [len(ids)], "sample_loss_mask": [1.0]}
+        line |= {"token_ids": [ids + [0] * (width - len(ids))], "idx": index}
+        for name, own in (
+            ("token_loss_mask", "response_mask"),
+            ("advantages", "advantages"),
+            ("generation_logprobs", "rollout_log_probs"),
+            ("prev_logprobs", "old_log_probs"),
+        ):
+            line[name] = [[*([0] * len(record["prompt_ids"])), *record[own], *([0] * (width - len(ids)))]]
+        logged.append(line)
+    logged.append({**logged[0], "sample_loss_mask": [0.0]})
+    make, short = example("nemo_rl_records.py"), [{**logged[0], "advantages": [[1.0] * (width - 1)]}]
     with pytest.raises(SystemExit, match=rf"the shape of advantages is \({width - 1},\), and that of token_ids"):
-        example("nemo_rl_records.py")["main"](tmp_path / "short.jsonl", tmp_path / "short-records.jsonl")
-    write_lines(tmp_path / "train_data_step12.jsonl", lines)
-    example("nemo_rl_records.py")["main"](tmp_path / "train_data_step12.jsonl", tmp_path / "step12.jsonl")
+        make(write_lines(tmp_path / "short.jsonl", short), tmp_path / "short-records.jsonl")
+    make(write_lines(tmp_path / "train_data_step12.jsonl", logged), tmp_path / "step12.jsonl")
     bundle = convert(tmp_path / "step12.jsonl")
-    for record, coefficient, old in zip(
-        records(), flat(bundle, "coefficient"), flat(bundle, "old_log_prob"), strict=True
-    ):
+    for record, coefficient, old in zip(lines, flat(bundle, "coefficient"), flat(bundle, "old_log_prob"), strict=True):
         mask = torch.tensor(record["response_mask"], dtype=torch.float32)
         torch.testing.assert_close(old, torch.tensor(record["old_log_probs"]) * mask)
-        expected = -torch.tensor(record["advantages"]) * mask / sum(sum(r["response_mask"]) for r in records())
-        torch.testing.assert_close(coefficient, expected)
+        torch.testing.assert_close(coefficient, -torch.tensor(record["advantages"]) * mask / count_of(lines))
     assert (bundle.event["suspected"][0]["row"], bundle.event["suspected"][0]["position"]) == BAD
 
 
-def prime_rl_export(folder: Path, **changes: Any) -> tuple[Path, list[dict[str, Any]]]:
+def prime_rl_export(folder: Path, **changes: Any) -> tuple[Path, Records]:
     """A step of prime-rl's token exports, in two files, as `TokenExporter` writes them: null for what is not finite."""
     (folder / "step_12").mkdir()
     lines = []
     for index, record in enumerate(records()):
-        prompt, ids = record["prompt_ids"], record["prompt_ids"] + record["response_ids"]
-        no_prompt = [0.0] * len(prompt)
-        trainer = torch.tensor([*no_prompt, *record["log_probs"]])
-        inference = torch.tensor([*no_prompt, *record["old_log_probs"]])
-        advantage = torch.tensor([*no_prompt, *record["advantages"]])
+        prompt, ids = len(record["prompt_ids"]), record["prompt_ids"] + record["response_ids"]
+        trainer, inference, advantage = (
+            torch.tensor([0.0] * prompt + record[name]) for name in ("log_probs", "old_log_probs", "advantages")
+        )
         risen = trainer.exp() - inference.exp()
-        masked = torch.where(advantage > 0, risen > 0.2, risen < -0.2)
         line = {
             "schema_version": 1,
             "step": 12,
             "rank": index % 2,
             "micro_step": index // 2,
             "token_ids": ids,
-            "loss_mask": [False] * len(prompt) + [bool(each) for each in record["response_mask"]],
+            "loss_mask": [False] * prompt + [bool(each) for each in record["response_mask"]],
             "advantages": advantage.tolist(),
             "inference_logprobs": inference.tolist(),
             "trainer_logprobs": trainer.tolist(),
             "log_importance_ratio": (trainer - inference).tolist(),
             "importance_ratio": (trainer - inference).exp().tolist(),
-            "is_masked": masked.tolist(),
+            "is_masked": torch.where(advantage > 0, risen > 0.2, risen < -0.2).tolist(),
             "rl_weights": [None] * len(ids) if index else [2.0] * (len(ids) - 1) + [0.0],
             "ce_weights": [None] * len(ids),
         }
@@ -785,12 +672,11 @@ def prime_rl_export(folder: Path, **changes: Any) -> tuple[Path, list[dict[str, 
     return folder / "step_12", lines
 
 
-def test_the_example_for_prime_rl_makes_records(tmp_path: Path) -> None:
+def test_the_example_for_prime_rl_makes_records(convert: Any, tmp_path: Path) -> None:
     """Coefficients are the gradient of its default loss, by autograd."""
     step, lines = prime_rl_export(tmp_path)
-    example("prime_rl_records.py")["main"](step, tmp_path / "step12.jsonl", 0.9, 0.05)
+    example("prime_rl_records.py")(step, tmp_path / "step12.jsonl", 0.9, 0.05)
     bundle = convert(tmp_path / "step12.jsonl")
-    order = [0, 2, 1, 3]
     log_probs = [torch.tensor(line["trainer_logprobs"], requires_grad=True) for line in lines]
     total, tokens, dropped = torch.zeros(()), 0, 0
     for line, log_prob in zip(lines, log_probs, strict=True):
@@ -804,26 +690,27 @@ def test_the_example_for_prime_rl_makes_records(tmp_path: Path) -> None:
         dropped += int((mask & ~keep).sum())
     gradients = torch.autograd.grad(total / tokens, log_probs)
     assert dropped > 0 and bundle.event["world_size"] == 2
-    for index, coefficient in zip(order, flat(bundle, "coefficient"), strict=True):
+    for index, coefficient in zip((0, 2, 1, 3), flat(bundle, "coefficient"), strict=True):
         expected = gradients[index][-LENGTHS[index][1] :]
         torch.testing.assert_close(coefficient, 2 * expected)  # a rank's part of the mean over two
     place = (bundle.event["suspected"][0][name] for name in ("rank", "micro_batch", "position"))
     assert tuple(place) == (1, 0, BAD[1])
 
 
-PRIME_RL = {
-    "is_masked": ([None] * 9, "its loss is not prime-rl's default one"),
-    "ce_weights": ([0.5] * 9, "it is also trained by another loss"),
-    "advantages": ([1.0] * 8, "rank_1.jsonl, line 1: the shape of advantages is (8,), and that of token_ids (9,)"),
-}
-
-
-@pytest.mark.parametrize("field", PRIME_RL)
-def test_what_the_example_for_prime_rl_does_not_know_is_refused(field: str, tmp_path: Path) -> None:
-    values, message = PRIME_RL[field]
+@pytest.mark.parametrize(
+    ("field", "values", "message"),
+    [
+        ("is_masked", [None] * 9, "its loss is not prime-rl's default one"),
+        ("ce_weights", [0.5] * 9, "it is also trained by another loss"),
+        ("advantages", [1.0] * 8, "rank_1.jsonl, line 1: the shape of advantages is (8,), and that of token_ids (9,)"),
+    ],
+)
+def test_what_the_example_for_prime_rl_does_not_know_is_refused(
+    field: str, values: list[Any], message: str, tmp_path: Path
+) -> None:
     step, _ = prime_rl_export(tmp_path, **{field: values})
     with pytest.raises(SystemExit, match=re.escape(message)):
-        example("prime_rl_records.py")["main"](step, tmp_path / "step12.jsonl")
+        example("prime_rl_records.py")(step, tmp_path / "step12.jsonl")
 
 
 class FakeTrainer:
@@ -842,9 +729,9 @@ class FakeTrainer:
         return self._get_per_token_logps_and_entropies()[0].sum()
 
 
-def test_the_example_for_trl_makes_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_for_trl_makes_records(convert: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "trl", SimpleNamespace(GRPOTrainer=FakeTrainer))
-    trainer = example("trl_records.py")["RecordingTrainer"]
+    trainer = runpy.run_path(str(ROOT / "examples/trl_records.py"))["RecordingTrainer"]
     lines = records()
     most = max(prompt for prompt, _ in LENGTHS)
     ids = [torch.tensor(line["response_ids"]) for line in lines]
@@ -855,7 +742,7 @@ def test_the_example_for_trl_makes_records(tmp_path: Path, monkeypatch: pytest.M
     inputs = {
         "prompt_ids": prompts,
         "prompt_mask": torch.stack([torch.arange(most) >= most - prompt for prompt, _ in LENGTHS]).long(),
-        "completion_ids": torch.nn.utils.rnn.pad_sequence(ids, batch_first=True),
+        "completion_ids": pad_sequence(ids, batch_first=True),
         "completion_mask": (torch.arange(int(lengths.max())) < lengths.unsqueeze(1)).long(),
         "tool_mask": padded(lines, "response_mask").long(),
         "advantages": torch.tensor([line["advantages"][0] for line in lines]),
@@ -867,20 +754,11 @@ def test_the_example_for_trl_makes_records(tmp_path: Path, monkeypatch: pytest.M
         trainer(padded(lines, "log_probs")[:, :-1])._compute_loss(None, inputs)
     trainer(padded(lines, "log_probs"))._compute_loss(None, inputs)
     bundle = convert(tmp_path / "step12-rank0.jsonl", "--clip-low", "9", "--clip-high", "9")
-    tokens = sum(sum(line["response_mask"]) for line in lines)
     for line, coefficient, weight in zip(lines, flat(bundle, "coefficient"), flat(bundle, "weight"), strict=True):
         mask = torch.tensor(line["response_mask"])
         ratio = (torch.tensor(line["log_probs"]) - torch.tensor(line["old_log_probs"])).exp()
-        torch.testing.assert_close(coefficient, -0.5 * line["advantages"][0] * ratio * mask / tokens)
-        torch.testing.assert_close(weight, mask / tokens)
-
-
-def small_model(folder: Path) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, initializer_range=0.3, **sizes))
-    model.save_pretrained(folder)
-    return model
+        torch.testing.assert_close(coefficient, -0.5 * line["advantages"][0] * ratio * mask / count_of(lines))
+        torch.testing.assert_close(weight, mask / count_of(lines))
 
 
 def log_probs_of(model: LlamaForCausalLM, record: dict[str, Any], temperature: float) -> Tensor:
@@ -889,13 +767,13 @@ def log_probs_of(model: LlamaForCausalLM, record: dict[str, Any], temperature: f
     return (logits / temperature).log_softmax(-1).gather(-1, response.unsqueeze(-1)).squeeze(-1)
 
 
-def grpo_loss(log_probs: list[Tensor], lines: list[dict[str, Any]]) -> Tensor:
+def grpo_loss(log_probs: list[Tensor], lines: Records) -> Tensor:
     """token-mean, with ratios of 1."""
     parts = [
         (log_prob * torch.tensor(line["advantages"]) * torch.tensor(line["response_mask"])).sum()
         for log_prob, line in zip(log_probs, lines, strict=True)
     ]
-    return -torch.stack(parts).sum() / sum(sum(line["response_mask"]) for line in lines)
+    return -torch.stack(parts).sum() / count_of(lines)
 
 
 def norm_of(model: LlamaForCausalLM, loss: Tensor) -> float:
@@ -903,22 +781,25 @@ def norm_of(model: LlamaForCausalLM, loss: Tensor) -> float:
     return math.hypot(*(float(gradient.norm()) for gradient in gradients))
 
 
-def test_a_search_of_the_bundle_finds_the_planted_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model, lines = small_model(tmp_path / "model"), records()
+def test_a_search_of_the_bundle_finds_the_planted_token(
+    convert: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, lines, folder = small_model(), records(), str(tmp_path / "model")
+    model.save_pretrained(folder)
     log_probs = [log_probs_of(model, line, 0.8) for line in lines]
     for line, log_prob in zip(lines, log_probs, strict=True):
         line["log_probs"] = line["old_log_probs"] = log_prob.tolist()
         del line["ref_log_probs"], line["rollout_log_probs"]
     norm = norm_of(model, grpo_loss(log_probs, lines))
-    planted = lines[BAD[0]]["advantages"][BAD[1]]
-    lines[BAD[0]]["advantages"][BAD[1]] = lines[BAD[0]]["advantages"][0]
+    advantages = lines[BAD[0]]["advantages"]
+    planted, advantages[BAD[1]] = advantages[BAD[1]], advantages[0]
     usual_norm = norm_of(model, grpo_loss(log_probs, lines))
-    lines[BAD[0]]["advantages"][BAD[1]] = planted
+    advantages[BAD[1]] = planted
     token_norm = norm_of(model, planted * log_probs[BAD[0]][BAD[1]])
 
-    options = ["--model", str(tmp_path / "model"), "--temperature", "0.8", "--grad-norm", str(norm), "--step", "3"]
-    bundle = convert(write_lines(tmp_path / "a.jsonl", lines), *options, "--usual-norm", str(usual_norm))
-    assert replay([str(bundle.path), "--search", "--model", str(tmp_path / "model")]) == 0, capsys.readouterr().err
+    options = ["--model", folder, "--temperature", "0.8", "--grad-norm", str(norm), "--step", "3"]
+    bundle = convert(lines, *options, "--usual-norm", str(usual_norm))
+    assert replay([str(bundle.path), "--search", "--model", folder]) == 0, capsys.readouterr().err
     (event,) = read(str(tmp_path / "out")).events
     assert (event["search"], event["diagnosis"], event["suspected"]) == ("replayed", "tokens", [])
     (culprit,) = event["culprits"]
@@ -929,7 +810,7 @@ def test_a_search_of_the_bundle_finds_the_planted_token(tmp_path: Path, capsys: 
 
 def test_the_commands_that_it_prints_work_as_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, out = tmp_path / "its model", tmp_path / "it's a folder"
-    small_model(model)
+    small_model().save_pretrained(model)
     file = write_lines(tmp_path / "a.jsonl", records())
     assert main([str(file), "--out", str(out), "--model", str(model)]) == 0
     commands = commands_in(capsys.readouterr().out)
