@@ -52,8 +52,11 @@ class MiniBatch:
         self._global_norm = global_norm
         self._squares = torch.stack([micro_batch.squares for micro_batch in micro_batches]).to(model.device) / scale**2
         self._own_norms = self._squares.sum(1).sqrt()
-        self._square_weights = torch.stack([square_weight(each.tokens) for each in micro_batches])
-        self._root_square_weights = torch.stack([threshold_square_weight(each.tokens) for each in micro_batches]).sqrt()
+        self._square_weights, squares = (
+            torch.stack([of_tokens(each.tokens) for each in micro_batches]).to(model.device)
+            for of_tokens in (square_weight, threshold_square_weight)
+        )
+        self._root_square_weights = squares.sqrt()
 
     def gather(self, trigger: str, update_figures: Tensor, failed: bool = False) -> "MiniBatch":
         """Exchanges what each rank has measured, and its other figures, float64 of shape (n,). A collective call."""

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from gradloc.config import GradLocConfig
 from gradloc.evidence.writer import event_line, jsonable
@@ -91,7 +92,9 @@ def run_search(options: argparse.Namespace) -> None:
         OSError: On rank 0, which writes the page: that cannot be written.
     """
     with _process_group(options.device) as device:
-        loaded = _on_all_ranks(lambda: _load(options, device), options.bundle)
+        # Ranks that make a mesh may wait for each other: none has failed yet.
+        mesh = init_device_mesh(device.type, (processes(),)) if processes() > 1 else None
+        loaded = _on_all_ranks(lambda: _load(options, device, mesh), options.bundle)
         bundle = loaded.parts.bundle
         threshold = options.threshold or bundle.event["threshold"]
         budget = options.budget or bundle.event["budget"] or GradLocConfig.bisect_budget_steps
@@ -157,18 +160,17 @@ def _on_all_ranks(make: Callable[[], _Value], path: str) -> _Value:
     return value[0]
 
 
-def _load(options: argparse.Namespace, device: torch.device) -> _Loaded:
+def _load(options: argparse.Namespace, device: torch.device, mesh: DeviceMesh | None) -> _Loaded:
     quiet_transformers()
     parts = open_parts(options.bundle)
     bundle, trust = parts.bundle, options.trust_remote_code
     path = model_path(bundle, options.model, trust)
     variant = default_variant(bundle, options.dtype, options.attention, device.type)
-    sharded = processes() > 1
     try:
         # Shards are made of a copy on the CPU, so that no device ever has all of it.
-        model = load(bundle, path, variant, "cpu" if sharded else device.type, options.adapter, trust)
-        if sharded:
-            model, forward = shard_model(model, device)
+        model = load(bundle, path, variant, "cpu" if mesh is not None else device.type, options.adapter, trust)
+        if mesh is not None:
+            model, forward = shard_model(model, device, mesh)
         else:
             forward = build_forward(model)
             check_memory(needed_memory(bundle, model.module, DTYPES[variant.dtype], variant.attention), device.type)

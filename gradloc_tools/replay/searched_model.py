@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-from gradloc.fsdp import collectives
 from gradloc.measure.passes import Forward
 
 from .model import Model, compute_logits, cut_row, has_dropout, response_log_probs
@@ -38,8 +37,8 @@ def build_forward(model: Model) -> Forward:
     return forward
 
 
-def shard_model(model: Model, device: torch.device) -> tuple[Model, Forward]:
-    """Shards a model on the CPU by FSDP2 over all processes; decoder layers compute again in the backward.
+def shard_model(model: Model, device: torch.device, mesh: DeviceMesh) -> tuple[Model, Forward]:
+    """Shards a model on the CPU by FSDP2 over a mesh; decoder layers compute again in the backward.
 
     Its forward computes all rows at once, padded on the right: FSDP would reduce the gradient of each row alone.
 
@@ -56,7 +55,7 @@ def shard_model(model: Model, device: torch.device) -> tuple[Model, Forward]:
         for child in module.modules():
             if getattr(child, "gradient_checkpointing", False):
                 child.training = True  # alone: without it, transformers does not compute the layer again
-    shard(module, model.dtype, device, collectives.world_size())
+    shard(module, model.dtype, mesh)
     sharded = replace(model, device=device, layer_of={})
 
     def forward(inputs: Mapping[str, Any], rows: Sequence[int], response_length: int) -> tuple[Tensor | None, Tensor]:
@@ -91,7 +90,7 @@ def _stacked(found: Sequence[_Outputs], length: int) -> tuple[Tensor | None, Ten
     return stack(entropies) if entropies else None, stack([log_prob[:length] for log_prob, _ in found])
 
 
-def shard(model: nn.Module, dtype: torch.dtype, device: torch.device, ranks: int) -> None:
+def shard(model: nn.Module, dtype: torch.dtype, mesh: DeviceMesh) -> None:
     """Shards a model by FSDP2, layer by layer, so that no more than a layer is whole in float32.
 
     Args:
@@ -102,7 +101,6 @@ def shard(model: nn.Module, dtype: torch.dtype, device: torch.device, ranks: int
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.distributed.tensor import DTensor
 
-    mesh = init_device_mesh(device.type, (ranks,))
     kept = torch.float64 if dtype == torch.float64 else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=kept, cast_forward_inputs=False)
     whole = set(getattr(model, "_no_split_modules", None) or ())

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from gradloc.fsdp import collectives
@@ -120,5 +121,5 @@ def build_model(name: str, random_weights: bool, attention: str, device: torch.d
     else:
         model = AutoModelForCausalLM.from_pretrained(name, **options)
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    shard(model.train(), half, device, dist.get_world_size())
+    shard(model.train(), half, init_device_mesh(device.type, (dist.get_world_size(),)))
     return model

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from actor_cases import Run, compare_runs, stock_run, train, warnings_of
 from actors import (
+    DEVICE,
     ENGINE,
     FIRST_RELEASE,
     IDENTITY_THRESHOLD,
@@ -148,7 +149,7 @@ def broken_activation(case: Case, rank: int, row: int, position: int) -> tuple[d
     """The embedding of one response token comes out as NaN."""
 
     def prepare(actor: Any) -> None:
-        ids = build_batch(case, rank).batch["input_ids"][row]
+        ids = build_batch(case, rank).batch["input_ids"][row].to(DEVICE)
 
         def spoil(_: torch.nn.Module, arguments: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
             tokens = arguments[0]
@@ -231,11 +232,11 @@ def broken_backward(case: Case, place: tuple[int, int, int] | None) -> tuple[dic
 
     def prepare(actor: Any) -> None:
         layer = layers_of(actor)[1]
-        ids = None if place is None else build_batch(case, place[0]).batch["input_ids"][place[1]]
+        ids = None if place is None else build_batch(case, place[0]).batch["input_ids"][place[1]].to(DEVICE)
         inputs: list[torch.Tensor] = []
 
         def spoil(_: torch.nn.Module, arguments: tuple, output: torch.Tensor) -> torch.Tensor:
-            here = torch.ones(output.shape[:2], dtype=torch.bool)
+            here = torch.ones(output.shape[:2], dtype=torch.bool, device=DEVICE)
             if ids is not None:
                 last = PROMPT + place[2]
                 here[:] = False
@@ -337,7 +338,7 @@ def update_of_the_worker(case: Case) -> tuple[str, list[float], list[int], list[
         rates.append(worker.actor_lr_scheduler.get_last_lr()[0])
         state = worker.actor_optimizer.state.values()
         steps.append(max((int(entry["step"]) for entry in state), default=0))
-        ours, theirs = ([local(p) for p in one.actor_module_fsdp.parameters()] for one in (worker, stock))
+        ours, theirs = ([local(p).cpu() for p in one.actor_module_fsdp.parameters()] for one in (worker, stock))
         same.append(all(map(torch.equal, ours, theirs)))
     return json.dumps(events), rates, steps, same
 

@@ -515,6 +515,9 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 def stock_forward(case: Case, model: torch.nn.Module, rows: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs and entropy of an unsharded model, by the unpatched actor."""
+    if case.model == "vision":  # what shards a model moves its images
+        images = [None if image is None else on_device(image) for image in rows["multi_modal_inputs"]]
+        rows = {**rows, "multi_modal_inputs": images}
     actor = stock_dp_actor().DataParallelPPOActor(build_config(case), model)
     if ENGINE:
         return actor.forward(rows, TEMPERATURE)

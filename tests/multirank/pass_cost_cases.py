@@ -306,8 +306,8 @@ class OfCheckpoints(nn.Module):
 def norms_with_checkpointing(wrapped: bool, reentrant: bool) -> tuple[list[list[float]], list[float]]:
     """The layers' squared norms as measured beside another meter, and once it is closed; those without sharding."""
     torch.manual_seed(3)
-    model = OfCheckpoints(reentrant)
-    whole, ids = copy.deepcopy(model), torch.arange(8).view(2, 4)
+    model = OfCheckpoints(reentrant).to(DEVICE)
+    whole, ids = copy.deepcopy(model), torch.arange(8, device=DEVICE).view(2, 4)
     if wrapped:
         mesh = init_device_mesh(DEVICE.type, (dist.get_world_size(),))
         for module in (*model.layers, model):

@@ -17,7 +17,7 @@ import cluster
 import torch
 import torch.distributed as dist
 from actor_cases import Run, compare_runs
-from actors import ENGINE, IDENTITY_THRESHOLD, PROMPT, Case, build_model
+from actors import DEVICE, ENGINE, IDENTITY_THRESHOLD, PROMPT, Case, build_model
 from batches import build_batch
 from oracle import Unit, brute_force
 from verl.models.transformers import monkey_patch
@@ -79,7 +79,7 @@ def packed_attention(
 ) -> torch.Tensor:
     """Causal attention within each of the sequences in a row; tensors of shape (1, length, heads, head size)."""
     sequence = (position_ids[0] == 0).cumsum(0)
-    seen = (sequence[:, None] == sequence) & torch.ones(len(sequence), len(sequence), dtype=torch.bool).tril()
+    seen = ((sequence[:, None] == sequence) & (sequence.new_ones(len(sequence), len(sequence)) > 0)).tril()
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
     attended = torch.nn.functional.scaled_dot_product_attention(query, key, value, seen, enable_gqa=True)
     return attended.transpose(1, 2)
@@ -118,7 +118,7 @@ def search(case: Case, size: int) -> tuple[list[Unit], list[float], float, Run, 
 
 def broken_row(case: Case, rank: int, row: int, meter: str) -> Run:
     """A token of one rank's prompt has NaN for its embedding."""
-    original = build_batch(case, rank).batch["input_ids"][row]
+    original = build_batch(case, rank).batch["input_ids"][row].to(DEVICE)
 
     def spoil(_: torch.nn.Module, arguments: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
         tokens = arguments[0]

@@ -9,7 +9,7 @@ import reduced_meter_cases
 import torch
 import torch.distributed as dist
 from actor_cases import train
-from actors import PROMPT, RESPONSE, Case, build_model
+from actors import PROMPT, RESPONSE, Case, build_model, on_device
 from batches import build_batch, response_length
 from mini_batches import token_weights
 from oracle import log_probs_and_entropy
@@ -74,11 +74,12 @@ def plant(case: Case, batch: DataProto) -> torch.Tensor:
         put(*row, END_POSITION, END)
     for place in filter(None, map(own, (RARE, RARE_WITHOUT_LOG_PROB))):
         with torch.no_grad():
-            inputs = {name: tensors[name][place[:1]] for name in ("input_ids", "attention_mask", "position_ids")}
+            names = ("input_ids", "attention_mask", "position_ids")
+            inputs = on_device({name: tensors[name][place[:1]] for name in names})
             logits = model(**{name: tensor.reshape(1, -1) for name, tensor in inputs.items()}).logits[0]
         put(*place, int(logits[PROMPT + place[1] - 1].argmin()))
     with torch.no_grad():
-        log_prob = log_probs_and_entropy(case, model, dict(tensors))[0].float() * mask
+        log_prob = log_probs_and_entropy(case, model, on_device(tensors))[0].float().cpu() * mask
 
     tensors["rollout_log_probs"] = log_prob.clone()
     if "ref_log_prob" in tensors.keys():

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from cuda_stand_in import CUDA, CudaStandIn, MixedDevices
 from plain_passes import observe
+from small_bundles import BAD, NAME, THRESHOLD, kept
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -20,6 +23,12 @@ from gradloc.measure.pass_recorder import unchanged
 from gradloc.token_clip.bounds import TokenClipConfig
 from gradloc.token_clip.hidden_states import Positions
 from gradloc.token_clip.token_clip import TokenClip, row_weights
+from gradloc_tools.bundles.opening import open_bundle
+from gradloc_tools.replay import searched_model
+from gradloc_tools.replay.model import default_variant, load
+from gradloc_tools.replay.search import search
+
+__all__ = ["kept"]
 
 PACKAGE = str(Path(gradloc.__file__).parent)
 MICRO_BATCHES, ROWS, PROMPT, RESPONSE, VOCABULARY = 2, 2, 4, 8, 37
@@ -219,3 +228,16 @@ def test_no_operation_of_a_search_mixes_devices(options: dict[str, Any]) -> None
         (culprit,) = event["culprits"]
         assert event["error"] is None and event["complete"]
         assert (culprit["row"], culprit["position"]) == (CULPRIT[0] * ROWS + CULPRIT[1], CULPRIT[2])
+
+
+def test_a_search_of_a_bundle_mixes_no_devices(kept: Path) -> None:
+    """Its micro-batches stay on the CPU. The stand-in does not see what is computed again in the backward."""
+    opened = open_bundle(str(kept / "replay" / NAME))
+    variant = default_variant(opened, None, None, "cpu")
+    model = load(opened, str(kept / "model"), variant, "cpu", None, False)
+    once = mock.patch.object(searched_model, "_again_in_backward", lambda function, *arguments: function(*arguments))
+    with once, CudaStandIn() as stand_in:
+        stand_in.put(model.module)
+        model = replace(model, device=CUDA)
+        found = search(opened, model, searched_model.build_forward(model), THRESHOLD, 20, False).found
+    assert [(culprit["row"], culprit["position"]) for culprit in found["culprits"]] == [BAD]
