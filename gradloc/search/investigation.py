@@ -294,11 +294,12 @@ class _Investigation:
         known &= not (self._broken.tokens_of(group) or any(nonfinite_coefficients(t).any() for t in tokens))
         norm = self.figures[self._groups.members[group][0]].norm if known else None
         # An overflow caused by the loss scale would look like broken tokens.
-        if self.mini_batch.scale != 1 and norm is not None and not math.isfinite(norm):
+        may_overflow = self.mini_batch.scale != 1
+        if may_overflow and norm is not None and not math.isfinite(norm):
             return
         if len(weights):
             healthy = not any(nonfinite_log_probs(t).any() for t in tokens)
-            self._search.add_group(group, norm, suspicion, weights, probe_empty=healthy)
+            self._search.add_group(group, norm, suspicion, weights, healthy, may_overflow)
         elif norm is not None and not math.isfinite(norm):
             self._broken.groups.append(group)
             self._broken.suspect_rows(group)

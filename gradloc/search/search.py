@@ -54,7 +54,9 @@ class Group:
     A search's `rest` is the group without its culprits, and the norm of that; None if it was not measured.
     """
 
-    def __init__(self, tokens: Candidates, until: str, ordinary: float | None, probe_empty: bool) -> None:
+    def __init__(
+        self, tokens: Candidates, until: str, ordinary: float | None, probe_empty: bool, may_overflow: bool
+    ) -> None:
         self.tokens = tokens
         self.first: list[TokenSet] = []
         self.search: FewTokens | Bisection | NoSearch = NoSearch()
@@ -65,10 +67,13 @@ class Group:
         self._until, self._ordinary = until, ordinary
         # Whether to measure the group without any token after its first non-finite norm.
         self._probe_empty = probe_empty
+        self._may_overflow = may_overflow
 
     def begin(self, norm: float) -> None:
         """Starts the search if the group's norm is over its threshold."""
         self.norm = norm
+        if self._may_overflow and not math.isfinite(norm):
+            return  # each of its tokens would look broken
         self._look_at(norm)
         self.search = NoSearch((self.whole, norm))
         if self.whole.is_over(norm):
@@ -219,18 +224,25 @@ class Search:
                 each.give_up()
 
     def add_group(
-        self, group: GroupKey, norm: float | None, suspicion: Tensor, weights: Tensor, probe_empty: bool = True
+        self,
+        group: GroupKey,
+        norm: float | None,
+        suspicion: Tensor,
+        weights: Tensor,
+        probe_empty: bool = True,
+        may_overflow: bool = False,
     ) -> None:
         """Adds a group to search, its s_t and w_t as for `Candidates`.
 
         Args:
             norm (float | None): The norm of the candidates' gradient; None if it must be measured first.
             probe_empty (bool): Whether to measure the group without any token after a non-finite norm.
+            may_overflow (bool): Whether a non-finite norm may come from the loss scale, so that no token is at fault.
         """
         if len(weights) == 0:
             return
         tokens = Candidates(group, self._threshold, suspicion, weights)
-        self.groups[group] = added = Group(tokens, self._until, self._ordinary, probe_empty)
+        self.groups[group] = added = Group(tokens, self._until, self._ordinary, probe_empty, may_overflow)
         if norm is None:
             added.first.append(added.whole)
         else:

@@ -98,8 +98,8 @@ def test_no_token_is_blamed_for_a_nan_in_the_backward_of_all(launch: Launch) -> 
     assert event["complete"] and len(event["units"]) == 16
 
 
-# Over what float16 holds, whatever the gradient; and well within.
-TOO_LARGE, SMALL = 2.0**40, 8.0
+# Over what float16 holds, whatever the gradient; for most tokens; and well within.
+TOO_LARGE, LARGE, SMALL = 2.0**40, 2.0**20, 8.0
 
 
 def test_no_token_is_blamed_for_an_overflow_of_the_loss_scale(launch: Launch) -> None:
@@ -113,7 +113,7 @@ def test_no_token_is_blamed_for_an_overflow_of_the_loss_scale(launch: Launch) ->
         assert scales[0] == scales[1] < TOO_LARGE
 
 
-@cases(*[(2, Case("fsdp2", precision="float16", loss_scale=scale)) for scale in (SMALL, TOO_LARGE)])
+@cases(*[(2, Case("fsdp2", precision="float16", loss_scale=scale)) for scale in (SMALL, LARGE, TOO_LARGE)])
 def test_a_nan_token_is_not_called_an_overflow(launch: Launch, world: int, case: Case) -> None:
     """Not even where there is an overflow, too."""
     results = launch(world, action_cases.overflow, case, [PLACE])
