@@ -133,6 +133,13 @@ def add_package(tree: Path) -> None:
     (tree / KEYS).write_text("")
 
 
+def write(file: Path, text: str, mode: int = 0o644) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    file.chmod(mode)
+    return file
+
+
 def write_patch(path: Path, data: bytes) -> Path:
     """Writes a patch with a right checksum beside it."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -222,6 +229,12 @@ class Project:
         if "PYTHONPATH" in environment:  # an interpreter looks there when it starts
             return run(sys.executable, *command, **environment)
         return forked(lambda: runpy.run_path(str(command[0]), run_name="__main__"), command, environment)
+
+    def said(self, *arguments: str | Path, code: int = 0, **environment: str) -> str:
+        """What a run that ends with this code prints."""
+        done = self.apply(*arguments, **environment)
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout
 
     def apply_with(self, fault: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
         """Runs apply_patch after executing some code that makes it fail."""

@@ -39,8 +39,7 @@ class Image:
                     shutil.copytree(ROOT / file, self.inside(target), ignore=shutil.ignore_patterns("__pycache__"))
                 else:
                     assert target.endswith("/")
-                    self.inside(target).mkdir(parents=True, exist_ok=True)
-                    shutil.copy(ROOT / file, self.inside(target))
+                    trees.write(self.inside(target) / file, (ROOT / file).read_text())
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", place / "venv"], check=True)
         # verl's image has pip and all that verl needs, and no verl.
         packages = sysconfig.get_path("purelib", vars={"base": str(place / "venv")})

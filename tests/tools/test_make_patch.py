@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import trees
+from tools.patching import parts
 from trees import ACTOR, ALGOS, DELETED, KEYS, NEW, Project, refused, snapshot
 
 pytestmark = pytest.mark.slow
@@ -68,8 +69,7 @@ def start(base: Path, tmp_path: Path) -> Made:
         ("rewards/ours.py", "ours = 1\n"),
         ("config/gradloc/actor.yaml", "key: 1\n"),
     ):
-        (project.place / name).parent.mkdir(parents=True, exist_ok=True)
-        (project.place / name).write_text(text)
+        trees.write(project.place / name, text)
     made = Made(project, base, tmp_path / "checkout")
     made.init(made.checkout)
     return made
@@ -276,7 +276,7 @@ def test_an_edit_of_a_fix_has_to_be_said_to_be_one(fixed: Made) -> None:
     ran(fixed.check())
 
 
-def test_a_checkout_does_not_undo_the_work_of_another_nor_its_own(fixed: Made, tmp_path: Path) -> None:
+def test_a_checkout_undoes_no_work_of_another_nor_its_own(fixed: Made, tmp_path: Path) -> None:
     second = dataclasses.replace(fixed, checkout=fixed.init(tmp_path / "second"))
     trees.git(fixed.checkout, "stash", "-q")
     before = fixed.state()
@@ -291,7 +291,7 @@ def test_a_checkout_does_not_undo_the_work_of_another_nor_its_own(fixed: Made, t
     assert fixed.state() == before
 
 
-def test_an_interrupted_run_is_repeated(made: Made) -> None:
+def test_an_interrupted_run_is_repeated_by_one_at_a_time(made: Made) -> None:
     """The state after a kill between the two files: a new patch beside an old checksum, and an old note."""
     (made.checkout / ACTOR).write_text((made.checkout / ACTOR).read_text() + "# more\n")
     old = {
@@ -302,11 +302,6 @@ def test_an_interrupted_run_is_repeated(made: Made) -> None:
     wanted = made.state()
     for file, content in old.items():
         file.write_bytes(content)
-    ran(made.repo())
-    assert made.state() == wanted
-
-
-def test_one_run_at_a_time(made: Made) -> None:
     patches = os.open(made.project.place / "patches", os.O_RDONLY)
     try:
         fcntl.flock(patches, fcntl.LOCK_EX)
@@ -315,6 +310,7 @@ def test_one_run_at_a_time(made: Made) -> None:
     finally:
         os.close(patches)
     ran(made.repo())
+    assert made.state() == wanted
 
 
 def test_a_release_is_the_patch_in_one_file(fixed: Made) -> None:
@@ -352,18 +348,9 @@ def test_the_same_bytes_whatever_the_settings(made: Made, tmp_path: Path) -> Non
     hostile |= {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "diff.noprefix", "GIT_CONFIG_VALUE_0": "true"}
     hostile |= {"SHELLOPTS": "noclobber:noglob", "CDPATH": "/:/tmp", "BASH_FUNC_git%%": "() { false; }"}
     attributes = "*.py text eol=crlf ident diff=python filter=x whitespace=-trailing-space\n"
-    for folder in (
-        made.checkout,
-        made.checkout / "verl",
-        made.base,
-        made.project.place,
-        made.project.place / "gradloc",
-    ):
+    for folder in (made.checkout, made.base, made.project.place):
         (folder / ".gitattributes").write_text(attributes)
         (folder / ".gitignore").write_text("*.py\n")
-    for place in (made.project.place / "gradloc", made.checkout / "verl"):
-        (place / ".gitattributes").unlink()
-        (place / ".gitignore").unlink()
     for place in (home, made.checkout):
         ran(made.repo(**hostile, cwd=place))
         assert made.project.text() == wanted
@@ -388,7 +375,14 @@ def test_line_ends_of_verl_are_kept(base_tree: Path, tmp_path: Path) -> None:
     ran(made.repo())
     assert (made.checkout / crlf.relative_to(base)).read_bytes() == crlf.read_bytes()
     assert b"utils/__init__.py" not in made.project.hooks.read_bytes()
-    ran(made.check())
+    # By another shell, and from a link.
+    (tmp_path / "link").symlink_to(made.project.place / "make_patch.sh")
+    for shell, script in (("sh", made.project.place / "make_patch.sh"), ("bash", tmp_path / "link")):
+        ran(trees.run(shell, script, "--check", "--base-tree", made.base, PYTHON=sys.executable))
+    added = b"+++ b/verl/a.py\n@@ -1 +1 @@\n-a\n+b\n\\ No newline at end of file\n"
+    assert parts.unfinished_line(b"+++ b/verl/b.py\n@@ -1 +1 @@\n-a\n+b\n" + added) == "verl/a.py"
+    assert parts.unfinished_line(added.replace(b"+b\n\\ No newline at end of file\n", b"+b\n")) is None
+    assert parts.unfinished_line(b"-a\n\\ No newline at end of file\n+a\n") is None
 
 
 def copied(project: Path) -> Path:
@@ -409,12 +403,6 @@ def test_a_clone_made_with_autocrlf(base_tree: Path, tmp_path: Path) -> None:
     assert snapshot(clone) == snapshot(source)
     done = trees.run(sys.executable, clone / "apply_patch.py", "--repo", base_tree, "--check", "--force")
     assert done.returncode == 0, done.stderr
-
-
-def test_shells_and_links(made: Made, tmp_path: Path) -> None:
-    (tmp_path / "link").symlink_to(made.project.place / "make_patch.sh")
-    for shell, script in (("sh", made.project.place / "make_patch.sh"), ("bash", tmp_path / "link")):
-        ran(trees.run(shell, script, "--check", "--base-tree", made.base, PYTHON=sys.executable))
 
 
 # Several targets
@@ -470,41 +458,38 @@ def test_check_names_the_target(two: Made) -> None:
 # What is refused
 
 
-def test_what_init_refuses(made: Made, tmp_path: Path) -> None:
+def test_what_init_and_the_command_line_refuse(made: Made, tmp_path: Path) -> None:
     new = tmp_path / "new"
-
-    def init(place: Path | str, base: Path, **options) -> subprocess.CompletedProcess[str]:
-        return made.make("--init", place, "--base-tree", base, **options)
-
-    refused(init(made.checkout, made.base), 3, "exists already")
-    refused(init(new, tmp_path / "absent"), 3, "has no verl/__init__.py", "--base-tree", "tests/run.sh")
-    refused(made.make("--init", new), 3, "build/0.7.0/base has no verl/__init__.py", "--base-tree")
     (tmp_path / "file").write_text("")
-    refused(init(tmp_path / "file/new", made.base), 3, "file")
+    for place, base, words in (
+        (made.checkout, made.base, ["exists already"]),
+        (new, tmp_path / "absent", ["has no verl/__init__.py", "--base-tree", "tests/run.sh"]),
+        (tmp_path / "file/new", made.base, ["file"]),
+    ):
+        refused(made.make("--init", place, "--base-tree", base), 3, *words)
+    refused(made.make("--init", new), 3, "build/0.7.0/base has no verl/__init__.py", "--base-tree")
     (made.base / ACTOR).write_text("# other\n")
-    refused(init(new, made.base), 3, "hooks.patch does not apply")
+    refused(made.make("--init", new, "--base-tree", made.base), 3, "hooks.patch does not apply")
     assert not new.exists() and not list(tmp_path.glob(".gradloc*"))
     for place in (tmp_path / "absent", tmp_path, made.checkout / "verl", made.base):
         refused(made.make("--repo", place, "--base-tree", made.base), 3, str(place), "--init made")
-
-
-def test_usage(base_tree: Path, tmp_path: Path) -> None:
-    project = Project(tmp_path / "project", None)
     for arguments in ([], ["--repo", ""], ["--check", "--repo", "x"], ["--release", "0.7.0", "--fixes"], ["extra"]):
-        refused(project.make(*arguments), 2)
-    assert "Exit codes" in ran(project.make("--help"))
+        refused(made.make(*arguments), 2)
+    assert "Exit codes" in ran(made.make("--help"))
 
 
 # --check
 
 
 def test_check_notices(made: Made) -> None:
+    """Without a base it is no verdict, unless checksums and package are wrong already."""
     package, data = made.project.package.read_bytes(), made.project.hooks.read_bytes()
+    refused(made.make("--check"), 3, "has no verl/__init__.py", "--base-tree")
     for part in made.project.parts("0.7.0"):
         sums = Path(f"{part}.sha256")
         right = sums.read_text()
         sums.write_text(f"{'0' * 64}  {part.name}\n")
-        refused(made.check(), 1, str(sums), "checksum")
+        refused(made.make("--check"), 1, str(sums), "checksum")
         sums.write_text(right)
     for content, words in (
         (package.replace(b"100644", b"100755", 1), KEYS),
@@ -512,7 +497,7 @@ def test_check_notices(made: Made) -> None:
         (b"nonsense\n", "is not what the sources hold"),
     ):
         trees.write_patch(made.project.package, content)
-        refused(made.check(), 1, "package.patch", words)
+        refused(made.make("--check"), 1, "package.patch", words)
     trees.write_patch(made.project.package, package)
     for content, words in (
         (data.replace(b"+# last", b"+# last "), "whitespace"),
@@ -529,16 +514,6 @@ def test_check_notices(made: Made) -> None:
     refused(made.check(), 1, "does not apply")
     made.project.hooks.unlink()
     refused(made.check(), 1, "hooks.patch is missing")
-
-
-def test_check_without_a_base(made: Made) -> None:
-    """It is no verdict, unless checksums and package are wrong already."""
-    refused(made.make("--check"), 3, "has no verl/__init__.py", "--base-tree")
-    (made.project.place / "gradloc/__init__.py").write_text("x = 2\n")
-    refused(made.make("--check"), 1, "__init__.py")
-    (made.project.place / "gradloc/__init__.py").write_text("x = 1\n")
-    made.project.fixes.write_bytes(b"damaged\n")
-    refused(made.make("--check"), 1, "fixes.patch.sha256 is not the checksum")
 
 
 def test_a_failure_of_the_tool_is_no_verdict(made: Made, tmp_path: Path) -> None:

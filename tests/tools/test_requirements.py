@@ -17,7 +17,6 @@ FILES = [
     for directory in ("embedded", "tests")
 ]
 FILES.append(("tests", "trackers", "requirements-trackers.in"))
-VERSIONS = ("3.10", "3.11", "3.12")
 
 
 def requirements(file: Path) -> list[Requirement]:
@@ -36,39 +35,31 @@ def canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-@pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize(("directory", "release", "asked"), FILES)
-def test_each_direct_dependency_is_pinned_once_for_each_python(
-    directory: str, release: str, asked: str, version: str
-) -> None:
-    environment = {"python_version": version, "python_full_version": f"{version}.9"}
-    pins: dict[str, str] = {}
-    for pin in requirements(ROOT / directory / f"requirements-{release}.txt"):
-        (specifier,) = pin.specifier
-        assert specifier.operator == "=="
-        if pin.marker is None or pin.marker.evaluate(environment):
-            assert canonical(pin.name) not in pins
-            pins[canonical(pin.name)] = specifier.version
-    for direct in requirements(ROOT / directory / asked):
-        assert direct.specifier.contains(pins[canonical(direct.name)], prereleases=True), direct
-
-
-@pytest.mark.parametrize("release", RELEASES)
-def test_the_pinned_verl_is_the_one_of_the_files_name(release: str) -> None:
-    """The build of torch is left to pip: PyPI's needs CUDA's packages, which an index of CPU builds does not have."""
-    pins = {pin.name: str(pin.specifier) for pin in requirements(ROOT / f"embedded/requirements-{release}.txt")}
-    assert pins["verl"] == f"=={release}" and "torch" in pins
-    assert not [name for name in pins if name.startswith(lock.CUDA)]
-
-
-@pytest.mark.parametrize(("directory", "release", "asked"), FILES)
-def test_the_pins_name_their_command_and_no_machine(directory: str, release: str, asked: str) -> None:
-    text = (ROOT / directory / f"requirements-{release}.txt").read_text()
+def test_each_direct_dependency_is_pinned_once_for_each_python(directory: str, release: str, asked: str) -> None:
+    file = ROOT / directory / f"requirements-{release}.txt"
+    for version in ("3.10", "3.11", "3.12"):
+        environment = {"python_version": version, "python_full_version": f"{version}.9"}
+        pins: dict[str, str] = {}
+        for pin in requirements(file):
+            (specifier,) = pin.specifier
+            assert specifier.operator == "=="
+            if pin.marker is None or pin.marker.evaluate(environment):
+                assert canonical(pin.name) not in pins
+                pins[canonical(pin.name)] = specifier.version
+        for direct in requirements(ROOT / directory / asked):
+            assert direct.specifier.contains(pins[canonical(direct.name)], prereleases=True), direct
+        # The build of torch is left to pip: PyPI's needs CUDA's packages, which an index of CPU builds does not have.
+        if directory == "embedded":
+            assert pins["verl"] == release and "torch" in pins
+            assert not [name for name in pins if name.startswith(lock.CUDA)]
+    # Nothing of the machine that wrote them.
+    text = file.read_text()
     assert text.startswith(lock.HEADER) and "python tools/lock.py" in lock.HEADER
     assert "python tools/lock.py" in (ROOT / "CONTRIBUTING.md").read_text()
     included = f"-r ../embedded/requirements-{release}.txt"
-    pins = [line for line in text.removeprefix(lock.HEADER).splitlines() if line != included]
-    assert all(re.fullmatch(r"[a-z0-9][a-z0-9_.-]*==[a-z0-9.+]+( ; [^/@]+)?", line) for line in pins)
+    lines = [line for line in text.removeprefix(lock.HEADER).splitlines() if line != included]
+    assert all(re.fullmatch(r"[a-z0-9][a-z0-9_.-]*==[a-z0-9.+]+( ; [^/@]+)?", line) for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -76,10 +67,7 @@ def test_the_pins_name_their_command_and_no_machine(directory: str, release: str
     [
         ("a==1", "a==1"),
         ("a==1 ; python_full_version < '3.13' and sys_platform == 'linux'", "a==1"),
-        (
-            "a==1 ; python_full_version < '3.11' and sys_platform == 'linux'",
-            "a==1 ; python_full_version < '3.11'",
-        ),
+        ("a==1 ; python_full_version < '3.11' and sys_platform == 'linux'", "a==1 ; python_full_version < '3.11'"),
         ("a==1 ; extra == 'b' or sys_platform == 'linux'", "a==1 ; extra == 'b' or sys_platform == 'linux'"),
     ],
 )

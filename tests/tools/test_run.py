@@ -10,41 +10,39 @@ from pathlib import Path
 
 import pytest
 
+from trees import write
+
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 TOOLS = """
 basename bash cat cp cut dirname flock grep ln mkdir mktemp mv nproc rm sed sha256sum sleep sort tail timeout
 """.split()
 
+PYTHON = f'#!/bin/sh\nexec {sys.executable} "$@"\n'
+SETTINGS = """[tool.pytest.ini_options]
+markers = ["every_target", "slow", "smoke", "target(version)"]
+pythonpath = ["tests/support"]
+"""
 # pytest's plugins take two seconds to import.
 QUICK_START = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 
 
-def write(file: Path, text: str, mode: int = 0o644) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(text)
-    file.chmod(mode)
-
-
 def add_target(project: Path, version: str, shares: str | None = None) -> None:
-    for name in (
-        f"patches/{version}/PIN",
-        "patches/package.patch",
-        f"patches/{version}/hooks.patch",
-        f"patches/{version}/fixes.patch",
-        f"build/{version}/base/verl/__init__.py",
-    ):
+    """A target with its patch and, unless it shares another's, a virtual environment from empty requirements."""
+    patches = ("package.patch", f"{version}/hooks.patch", f"{version}/fixes.patch")
+    for name in (*(f"patches/{patch}" for patch in patches), f"build/{version}/base/verl/__init__.py"):
         write(project / name, "")
     write(project / f"build/{version}/base/ready", f"{version}\n")
     shared = f"REQUIREMENTS={shares}\n" if shares else ""
     write(project / f"patches/{version}/PIN", f"WHEEL_SHA256={'0' * 64}\n{shared}")
+    if not shares:
+        make_venv(project, version)
 
 
 def make_venv(project: Path, version: str) -> None:
-    """What run.sh takes for the virtual environment of a verl, made from requirements that are empty."""
     venv = project / "build" / ("venv" if version == "0.7.0" else f"venv-{version}")
     write(project / f"tests/requirements-{version}.txt", "")
-    write(venv / "bin/python", f'#!/bin/sh\nexec {sys.executable} "$@"\n', 0o755)
+    write(venv / "bin/python", PYTHON, 0o755)
     for name in ("ruff", "deno", "mypy"):
         write(venv / "bin" / name, "#!/bin/sh\n", 0o755)
     python = subprocess.run([sys.executable, "-VV"], capture_output=True, check=True).stdout
@@ -54,19 +52,18 @@ def make_venv(project: Path, version: str) -> None:
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """A project without tests, and a PATH of its own (bin/): no Chromium, an apt-get that takes notes."""
-    for name in ("tests/run.sh", "embedded/find_python.sh"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        shutil.copy(ROOT / name, tmp_path / name)
+    for name in ("tests/run.sh", "embedded/find_python.sh", "tests/conftest.py", "tests/support/trees.py"):
+        write(tmp_path / name, (ROOT / name).read_text())
     (tmp_path / "bin").mkdir()
     for name in TOOLS:
         (tmp_path / "bin" / name).symlink_to(shutil.which(name))
     write(tmp_path / "bin/apt-get", f"#!/bin/sh\necho $1 >>{tmp_path}/apt\nexit 1\n", 0o755)
-    write(tmp_path / "bin/python3.11", f'#!/bin/sh\nexec {sys.executable} "$@"\n', 0o755)
+    write(tmp_path / "bin/python3.11", PYTHON, 0o755)
     for name in ("apply_patch.py", "make_patch.sh"):
         write(tmp_path / name, "")
-    make_venv(tmp_path, "0.7.0")
     make_venv(tmp_path, "trackers")
     write(tmp_path / "patches/DEFAULT", "0.7.0\n")
+    write(tmp_path / "pyproject.toml", SETTINGS)
     add_target(tmp_path, "0.7.0")
     write(tmp_path / "build/0.9.0/base/ready", "0.9.0\n")
     return tmp_path
@@ -105,14 +102,9 @@ def test_named():
 def test_other():
     say("OTHER")
 """
-SETTINGS = """[tool.pytest.ini_options]
-markers = ["every_target", "slow", "smoke", "target(version)"]
-pythonpath = ["tests/support"]
-"""
 
 
 def use_tests(project: Path, tests: dict[str, str]) -> None:
-    write(project / "pyproject.toml", SETTINGS)
     for name, text in tests.items():
         write(project / "tests" / name, text)
 
@@ -146,7 +138,6 @@ def test_which_tests_run_against_which_target(project: Path) -> None:
     """One that shares its requirements with another gets few tests."""
     add_target(project, "0.7.1", shares="0.7.0")
     add_target(project, "0.9.1")
-    make_venv(project, "0.9.1")
 
     def all_of(version: str) -> list[str]:
         return [f"{name} {version}" for name in ("MARKED", "SMOKE", "NAMED", "OTHER")]
@@ -158,11 +149,6 @@ def test_which_tests_run_against_which_target(project: Path) -> None:
     assert ran(project, "--target", "0.9.1") == all_of("0.9.1")
     assert (project / "build/base").resolve() == project / "build/0.7.0/base"
     assert (project / "build/verl").resolve() == project / "build/0.7.0/verl"
-
-
-def use_conftest(project: Path) -> None:
-    for name in ("conftest.py", "support/trees.py"):
-        write(project / "tests" / name, (ROOT / "tests" / name).read_text())
 
 
 QUICK = """import pytest
@@ -194,7 +180,6 @@ def test_quick_leaves_out_slow_tests_and_most_ranks(project: Path) -> None:
     add_target(project, "0.7.1", shares="0.7.0")
     shutil.rmtree(project / "build/venv-trackers")
     use_tests(project, {"one/test_first.py": QUICK, "two/test_second.py": QUICK, "unit/test_third.py": QUICK})
-    use_conftest(project)
     printed = passed(run(project, "--target", "0.7.1", "--quick", options="-s -q"))
     lines = [line.partition("RAN ")[2] for line in printed.splitlines() if "RAN " in line]
     assert lines == ["without_ranks", "with 2 fsdp2"] * 3
@@ -204,10 +189,9 @@ def test_quick_leaves_out_slow_tests_and_most_ranks(project: Path) -> None:
 
 def test_the_plugins_tests_with_another_verl(project: Path, tmp_path: Path) -> None:
     add_target(project, "0.9.1")
-    make_venv(project, "0.9.1")
     code = "import os\ndef test_it():\n    print('BASE', os.environ['GRADLOC_BASE_TREE'], os.environ['PYTHONPATH'])\n"
-    for name in ("unit/test_plugin_with_verl", "multirank/test_plugin_ranks", "trainer/test_plugin_run"):
-        write(project / f"tests/{name}.py", code)
+    names = ("unit/test_plugin_with_verl", "multirank/test_plugin_ranks", "trainer/test_plugin_run")
+    use_tests(project, {f"{name}.py": code for name in names})
     (tmp_path / "main").mkdir()
     printed = passed(run(project, "--plugin", tmp_path / "main", options="-s"))
     assert "3 passed" in printed and printed.count(f"BASE {tmp_path}/main {project}/build/0.9.1/verl:") == 3
@@ -238,7 +222,6 @@ def test_a_run_ends_with_a_line_for_each_part(project: Path) -> None:
     """With another verl a test fails, and the run with it."""
     add_target(project, "0.7.1", shares="0.7.0")
     use_tests(project, PARTS)
-    use_conftest(project)
     done = run(project, "--timings", options="-ra")
     assert done.returncode == 1 and not done.stderr, done.stderr
     printed, summary, rest = done.stdout.partition("run.sh: 0.7.0 tests/multirank: ")
@@ -292,7 +275,6 @@ def test_after_it():
 def test_a_test_that_changes_the_process_fails_alone(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TO_GO", "1")
     use_tests(project, {"test_other.py": LEAVES})
-    use_conftest(project)
     done = run(project, "tests")
     assert "5 passed, 4 errors" in done.stdout, done.stdout
     said = re.findall(r"^E +Failed: left behind for the tests after it: (.*)", done.stdout, re.M)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra.errors import ConfigCompositionException
 from omegaconf import DictConfig
 
 import trees
@@ -27,10 +28,8 @@ def launch(*arguments: str, script: Path = SCRIPT, **environment: str) -> subpro
 
 def stand_in(place: Path, training: str) -> str:
     """A Python that does something else in the place of training; arguments are "$@"."""
-    file = place / "python"
-    file.write_text(f'#!/bin/sh\nif [ "$1" = -m ]; then {training}; exit; fi\nexec {sys.executable} "$@"\n')
-    file.chmod(0o755)
-    return str(file)
+    text = f'#!/bin/sh\nif [ "$1" = -m ]; then {training}; exit; fi\nexec {sys.executable} "$@"\n'
+    return str(trees.write(place / "python", text, 0o755))
 
 
 @pytest.fixture
@@ -100,26 +99,18 @@ def test_runs_that_must_not_resume_from_each_other(recorder: str) -> None:
     assert len(set(names)) == len(runs)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
+def test_what_is_refused(recorder: str, tmp_path: Path) -> None:
+    bare = trees.write(tmp_path / "bare", f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n', 0o755)
+    for arguments, sentence in (
         (["--tyni"], "unknown option --tyni: see --help"),
         (["LERNING_RATE=1"], "LERNING_RATE is no variable of this script"),
         (["--python", "/nope"], "there is no Python at '/nope': give one with --python"),
         (["--python"], "--python needs the path of a Python after it"),
-    ],
-)
-def test_bad_arguments_get_one_sentence(arguments: list[str], sentence: str) -> None:
-    refused = launch(*arguments)
-    assert refused.returncode == 2 and sentence in refused.stderr.splitlines()[-1]
-
-
-def test_an_unpatched_verl_is_refused_unless_it_has_the_plugin(recorder: str, tmp_path: Path) -> None:
-    python = tmp_path / "bare"
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
-    python.chmod(0o755)
-    refused = launch("--python", str(python))
-    assert refused.returncode == 2 and "has no verl" in refused.stderr
+        (["--python", str(bare)], "has no verl"),
+    ):
+        refused = launch(*arguments)
+        assert refused.returncode == 2 and sentence in refused.stderr.splitlines()[-1]
+    # Also an unpatched verl, unless it has the plugin.
     base = os.environ["GRADLOC_BASE_TREE"]
     refused = launch("--python", recorder, PYTHONPATH=base)
     assert refused.returncode == 2 and f"the verl in {base}/verl is not patched" in refused.stderr
@@ -138,10 +129,6 @@ def test_help_is_the_top_of_the_script_and_a_link_to_it_works(tmp_path: Path, re
     assert done.returncode == 0 and "GRAD_NORM_THRESHOLD" in done.stdout and "  unsampled: " in done.stdout
 
 
-def test_the_exit_code_is_that_of_the_training(tmp_path: Path) -> None:
-    assert launch("--python", stand_in(tmp_path, "exit 76")).returncode == 76
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_reaches_the_training_itself(tmp_path: Path, number: signal.Signals) -> None:
     """The script has become the training, which ends its own Ray and no other."""
@@ -152,24 +139,19 @@ def test_a_signal_reaches_the_training_itself(tmp_path: Path, number: signal.Sig
         assert int(training.stdout.readline()) == training.pid
         training.send_signal(number)
     assert training.returncode == -number
+    assert launch("--python", stand_in(tmp_path, "exit 76")).returncode == 76
 
 
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        pytest.param(
-            f"{ACTOR}.grad_norm_threshold=-5",
-            "grad_norm_threshold must be a positive finite number or auto, got -5",
-            marks=pytest.mark.every_target,
-        ),
-        (f"{ACTOR}.spike_acton=drop", "Key 'spike_acton' is not in struct"),
-    ],
-)
-def test_a_bad_key_is_refused_before_ray_starts(override: str, words: str, tmp_path: Path) -> None:
+@pytest.mark.every_target
+def test_a_bad_key_is_refused_before_ray_starts(tmp_path: Path) -> None:
     """A bad value by the configuration's own class, a name that does not exist by Hydra."""
+    with pytest.raises(ConfigCompositionException) as refused:
+        composed([f"{ACTOR}.spike_acton=drop"])
+    assert "Key 'spike_acton' is not in struct" in str(refused.value.__cause__)
     environment = {"VERL_USE_EXTERNAL_MODULES": "embedded", "PYTHONPATH": f"{os.environ['PYTHONPATH']}:{trees.ROOT}"}
-    given = [f"OUTPUT_DIR={tmp_path}/out", override, f"{ACTOR}.strategy=fsdp2", "trainer.device=cpu"]
-    done = launch("--python", sys.executable, *given, **environment)
+    given = [f"OUTPUT_DIR={tmp_path}/out", f"{ACTOR}.grad_norm_threshold=-5", f"{ACTOR}.strategy=fsdp2"]
+    done = launch("--python", sys.executable, *given, "trainer.device=cpu", **environment)
+    words = "grad_norm_threshold must be a positive finite number or auto, got -5"
     assert done.returncode == 1 and words in done.stderr, done.stderr
     assert "ray init kwargs" not in done.stdout  # which main_ppo prints before it starts Ray
     if trees.TARGET.startswith("0.7"):  # verl 0.9's own check has a traceback

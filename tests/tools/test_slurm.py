@@ -1,6 +1,7 @@
 """examples/slurm.sh, with stand-ins for srun, scontrol, hostname and Ray, and for training where it would start."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -10,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+import trees
 
 pytestmark = pytest.mark.slow
 
@@ -93,7 +96,7 @@ class Cluster:
         self.place = place
         programs = {"srun": SRUN, "hostname": HOSTNAME, "ray": RAY, "scontrol": "#!/bin/bash\nprintf '%s\\n' $NODES\n"}
         for name, text in programs.items():
-            self.write(f"bin/{name}", text).chmod(0o755)
+            self.write(f"bin/{name}", text, 0o755)
         self.write("modules/ray.py", RAY_MODULE)
         self.write("project/run_experiment.sh", TRAINING)
         self.write("project/apply_patch.py", CHECK)
@@ -114,11 +117,8 @@ class Cluster:
             **dict.fromkeys(("FAILING", "LOST", "UNPATCHED"), ""),
         }
 
-    def write(self, name: str, text: str) -> Path:
-        file = self.place / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-        return file
+    def write(self, name: str, text: str, mode: int = 0o644) -> None:
+        trees.write(self.place / name, text, mode)
 
     def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
         # As slurmd does: a copy of the script, from elsewhere.
@@ -178,23 +178,17 @@ def test_training_runs_on_the_head_once_all_nodes_have_joined(
 
 
 def test_each_job_has_a_token_of_its_own(cluster: Cluster) -> None:
-    tokens = []
-    for _ in range(2):
-        cluster.run(FAILING="n1")
-        (auth,) = set(cluster.notes("auth"))
-        mode, token = auth.split()
-        assert mode == "token" and len(token) == 64
-        tokens.append(token)
-        (cluster.place / "notes").unlink()
-    assert tokens[0] != tokens[1]
-    for given, expected in (
-        ({"RAY_AUTH_TOKEN": "mine"}, "token mine"),
-        ({"RAY_AUTH_MODE": "disabled"}, "disabled none"),
-        ({"RAY_AUTH_TOKEN_PATH": "/f"}, "token none"),
-    ):
+    def auth(**given: str) -> str:
+        (cluster.place / "notes").unlink(missing_ok=True)
         cluster.run(FAILING="n1", **given)
-        assert set(cluster.notes("auth")) == {expected}
-        (cluster.place / "notes").unlink()
+        (found,) = set(cluster.notes("auth"))
+        return found
+
+    first, second = auth(), auth()
+    assert re.fullmatch("token [0-9a-f]{64}", first) and re.fullmatch("token [0-9a-f]{64}", second) and first != second
+    assert auth(RAY_AUTH_TOKEN="mine") == "token mine"
+    assert auth(RAY_AUTH_MODE="disabled") == "disabled none"
+    assert auth(RAY_AUTH_TOKEN_PATH="/f") == "token none"
 
 
 def test_what_starts_a_container_comes_before_each_command(cluster: Cluster) -> None:
@@ -236,18 +230,15 @@ def test_a_signal_ends_training_and_ray(cluster: Cluster, number: signal.Signals
     assert ended[0] == "training" and sorted(ended[1:]) == NODES
 
 
-@pytest.mark.parametrize(
-    ("environment", "sentence"),
-    [
+def test_refusals(cluster: Cluster) -> None:
+    for environment, sentence in (
         ({"SLURM_JOB_NODELIST": ""}, "start it with sbatch"),
         ({"SLURM_SUBMIT_DIR": "/nowhere"}, "no run_experiment.sh in '/nowhere': set GRADLOC_DIR"),
         ({"SLURM_GPUS_PER_NODE": ""}, "ask for them with --gpus-per-node"),
         ({"NODES": ""}, "scontrol names no node"),
-    ],
-)
-def test_refusals(cluster: Cluster, environment: dict[str, str], sentence: str) -> None:
-    code, said = cluster.run(**environment)
-    assert code == 2 and sentence in said and not cluster.notes("ray")
+    ):
+        code, said = cluster.run(**environment)
+        assert code == 2 and sentence in said and not cluster.notes("ray")
 
 
 def test_an_address_is_needed_that_other_nodes_reach(cluster: Cluster) -> None:

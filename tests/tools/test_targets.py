@@ -33,50 +33,54 @@ def newer(tree: Path, tmp_path: Path) -> Path:
     return trees.make_next_release(shutil.copytree(tree, tmp_path / "newer"))
 
 
-def said(project: Project, *arguments: str | Path, code: int = 0) -> str:
-    done = project.apply(*arguments)
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout
-
-
 @pytest.mark.parametrize("version", ["0.7.0", "0.7.1"])
 def test_each_release_gets_its_own_patch_and_loses_it_again(
     two: Project, tree: Path, newer: Path, version: str
 ) -> None:
     place = {"0.7.0": tree, "0.7.1": newer}[version]
     before = snapshot(place)
-    assert f"(verl {version}, " in said(two, "--repo", place, "--check")
-    assert f"(verl {version}, " in installed(two, place, "--check").stdout
-    assert f"(verl {version}, " in said(two, "--repo", place)
+    assert f"(verl {version}, " in two.said("--repo", place, "--check")
+    assert f"(verl {version}, " in two.said("--installed", "--check", PYTHONPATH=str(place))
+    assert f"(verl {version}, " in two.said("--repo", place)
     assert (place / NEW).exists() and not (place / DELETED).exists()
     assert ("as in 0.7.1" in (place / ALGOS).read_text()) == (version == "0.7.1")
-    assert f"(verl {version})" in said(two, "--repo", place, "--check", code=10)
-    said(two, "--repo", place, "--target", version, "--reverse")
+    assert f"(verl {version})" in two.said("--repo", place, "--check", code=10)
+    two.said("--repo", place, "--target", version, "--reverse")
     assert snapshot(place) == before
 
 
 @pytest.mark.parametrize("release", [None, "0.9.9\n"])
 def test_content_decides_where_the_version_says_nothing(two: Project, newer: Path, release: str | None) -> None:
+    """Also after a kill, when half of the files are patched."""
     version = newer / "verl/version/version"
     version.unlink() if release is None else version.write_text(release)
-    for arguments in (["--check"], [], ["--reverse"], []):
-        assert "(verl 0.7.1, " in said(two, "--repo", newer, *arguments)
-    said(two, "--repo", newer, "--check", code=10)
+    before = snapshot(newer)
+    assert "(verl 0.7.1, " in two.said("--repo", newer, "--check")
+    killed = two.apply_with(trees.at_call("replace", 4, "os.kill(os.getpid(), 9)"), "--repo", newer)
+    assert killed.returncode == -9
+    refused(two.apply("--repo", newer, "--check"), 11, "interrupted")
+    assert "(verl 0.7.1, " in two.said("--repo", newer)
+    two.said("--repo", newer, "--check", code=10)
+    assert "(verl 0.7.1, " in two.said("--repo", newer, "--reverse")
+    assert snapshot(newer) == before
 
 
 def test_a_commit_decides_before_the_content(two: Project, tree: Path, newer: Path) -> None:
-    """In a checkout of one target with a file of the other, the changed file is named."""
+    """In a checkout of one target with a file of the other, the changed file is named. The other has no commit."""
+    trees.commit_all(newer)
+    assert "(verl 0.7.1, " in two.said("--repo", newer, "--check")
     two.pin(trees.commit_all(tree))
     shutil.copy(newer / ALGOS, tree / ALGOS)
     refused(two.apply("--repo", tree, "--check"), 12, f"found verl 0.7.0 with changes in {ALGOS}; ")
-    assert "(verl 0.7.1, " in said(two, "--repo", tree, "--check", "--force")
-
-
-def test_a_target_without_a_commit_goes_by_content(two: Project, newer: Path) -> None:
-    trees.commit_all(newer)
-    assert "(verl 0.7.1, " in said(two, "--repo", newer, "--check")
+    assert "(verl 0.7.1, " in two.said("--repo", tree, "--check", "--force")
     (newer / "verl/__init__.py").write_text("# changed\n")
     refused(two.apply("--repo", newer), 3, "local changes", "verl/__init__.py")
+
+
+def one_sentence(done: subprocess.CompletedProcess[str], code: int, found: str) -> None:
+    """Says which verl is there, which ones the patch takes, and what takes others."""
+    refused(done, code, found, f"the patch takes {BOTH} as released", "0.9 has the plugin (docs/use/plugin.md)")
+    assert len(done.stderr.strip()) <= 200, done.stderr
 
 
 @pytest.mark.parametrize("release", ["main-of-some-day-with-a-long-name", None])
@@ -96,22 +100,6 @@ def test_a_verl_of_no_target(two: Project, newer: Path, release: str | None) -> 
     assert snapshot(newer) == before
 
 
-@pytest.mark.parametrize("version", ["0.7.0", "0.7.1", "0.9.1"])
-def test_the_real_sentence_is_short_whatever_has_changed(version: str, tmp_path: Path) -> None:
-    (target,) = apply_patch.narrowed(apply_patch.read_targets(), version)
-    own = [change.path for change in apply_patch.load_part(target.hooks)]
-    for files in ([], *([path] * 30 for path in own)):
-        said = f"apply_patch: {apply_patch.not_taken(tmp_path, files)}"
-        assert len(said) <= 200 and "takes 0.7.0, 0.7.1 and 0.9.1 as released" in said, said
-        assert not files or files[0][-35:] in said
-
-
-def one_sentence(done: subprocess.CompletedProcess[str], code: int, found: str) -> None:
-    """Says which verl is there, which ones the patch takes, and what takes others."""
-    refused(done, code, found, f"the patch takes {BOTH} as released", "0.9 has the plugin (docs/use/plugin.md)")
-    assert len(done.stderr.strip()) <= 200, done.stderr
-
-
 def test_the_target_that_is_named_counts(two: Project, newer: Path) -> None:
     for file in (ACTOR, ALGOS):
         (newer / file).write_text("other\n")
@@ -123,7 +111,7 @@ def test_the_target_that_is_named_counts(two: Project, newer: Path) -> None:
 
 @pytest.mark.parametrize("action", ["--reverse", "--check", None])
 def test_a_wrong_target_advises_no_deletion_of_a_patch(two: Project, newer: Path, action: str | None) -> None:
-    said(two, "--repo", newer)
+    two.said("--repo", newer)
     before = snapshot(newer)
     for place in (["--repo", newer], ["--installed"]):
         arguments = [*place, "--target", "0.7.0", *([action] if action else [])]
@@ -134,7 +122,7 @@ def test_a_wrong_target_advises_no_deletion_of_a_patch(two: Project, newer: Path
     # As an older patch left it: its content is of no target, the version is.
     for file in (ACTOR, ALGOS, NEW):
         (newer / file).write_text("# of an older patch\n")
-    done = installed(two, newer, "--target", "0.7.0")
+    done = two.apply("--installed", "--target", "0.7.0", PYTHONPATH=str(newer))
     refused(done, 3, "is 0.7.1, but --target asks for the patch for 0.7.0; leave --target out")
     assert "rm -r" not in done.stderr
 
@@ -142,52 +130,40 @@ def test_a_wrong_target_advises_no_deletion_of_a_patch(two: Project, newer: Path
 def test_only_a_named_or_installed_target_has_to_be_whole(two: Project, tree: Path, newer: Path) -> None:
     (two.place / "patches/0.7.1/hooks.patch").write_text("damaged\n")
     refused(two.apply("--repo", tree), 3, "SHA-256")
-    refused(installed(two, newer), 3, "SHA-256")
-    said(two, "--repo", tree, "--check", "--target", "0.7.0")
-    assert installed(two, tree).returncode == 0
+    refused(two.apply("--installed", PYTHONPATH=str(newer)), 3, "SHA-256")
+    two.said("--repo", tree, "--check", "--target", "0.7.0")
+    two.said("--installed", PYTHONPATH=str(tree))
 
 
 def test_a_given_patch_is_for_whatever_it_fits(two: Project, newer: Path, next_patch: Patch, tmp_path: Path) -> None:
     patch = trees.write_patch(tmp_path / "own.patch", next_patch.whole)
-    assert "(verl 0.7.1, " in said(two, "--repo", newer, "--check", "--patch-file", patch)
+    assert "(verl 0.7.1, " in two.said("--repo", newer, "--check", "--patch-file", patch)
     (newer / "verl/version/version").unlink()
-    said(two, "--repo", newer, "--patch-file", patch)
-    said(two, "--repo", newer, "--patch-file", patch, "--reverse")
+    two.said("--repo", newer, "--patch-file", patch)
+    two.said("--repo", newer, "--patch-file", patch, "--reverse")
 
 
 def test_a_tree_that_fits_several_has_to_say_which_it_is(project: Project, tree: Path, small_patch: Patch) -> None:
     """Two releases may have the same files where the patch changes them."""
     project.add_target("0.7.1", small_patch)
-    assert "(verl 0.7.0, " in said(project, "--repo", tree, "--check")
+    assert "(verl 0.7.0, " in project.said("--repo", tree, "--check")
     (tree / "verl/version/version").write_text("0.7.1.dev3\n")
-    assert "(verl 0.7.1, " in said(project, "--repo", tree, "--check")
+    assert "(verl 0.7.1, " in project.said("--repo", tree, "--check")
     (tree / "verl/version/version").unlink()
     refused(project.apply("--repo", tree, "--check"), 12, f"fits the patches for {BOTH}", "--target")
-    assert "(verl 0.7.0, " in said(project, "--repo", tree, "--check", "--target", "0.7.0")
+    assert "(verl 0.7.0, " in project.said("--repo", tree, "--check", "--target", "0.7.0")
 
 
-def test_an_interrupted_run_is_undone_and_repeated(two: Project, newer: Path) -> None:
-    """Half of the files are patched and the version is not known, when the second run chooses."""
-    (newer / "verl/version/version").unlink()
-    before = snapshot(newer)
-    killed = two.apply_with(trees.at_call("replace", 4, "os.kill(os.getpid(), 9)"), "--repo", newer)
-    assert killed.returncode == -9
-    refused(two.apply("--repo", newer, "--check"), 11, "interrupted")
-    assert "(verl 0.7.1, " in said(two, "--repo", newer)
-    said(two, "--repo", newer, "--reverse")
-    assert snapshot(newer) == before
-
-
-def installed(project: Project, tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return project.apply("--installed", *arguments, PYTHONPATH=str(tree))
-
-
-def test_the_real_targets() -> None:
+def test_the_real_targets(tmp_path: Path) -> None:
     targets = apply_patch.read_targets()
     assert [target.version for target in targets] == ["0.7.0", "0.7.1", "0.9.1"]
     assert (apply_patch.PATCHES / "DEFAULT").read_text().strip() == "0.7.0"
     for target in targets:
         assert NEW in {change.path for change in apply_patch.load_target(target)}
-    sums = [Path(f"{part}.sha256") for target in targets for part in target.parts]
-    for file in sums:
-        assert trees.run("sha256sum", "-c", file.name, cwd=file.parent).returncode == 0, file
+        for part in target.parts:
+            assert trees.run("sha256sum", "-c", f"{part.name}.sha256", cwd=part.parent).returncode == 0, part
+        # The sentence about another verl is short, whatever has changed.
+        for files in ([], *([change.path] * 30 for change in apply_patch.load_part(target.hooks))):
+            said = f"apply_patch: {apply_patch.not_taken(tmp_path, files)}"
+            assert len(said) <= 200 and "takes 0.7.0, 0.7.1 and 0.9.1 as released" in said, said
+            assert not files or files[0][-35:] in said
