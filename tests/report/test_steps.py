@@ -11,7 +11,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from evidence import Event, culprit, drill, event, samples, spike, without_culprits, write_steps
+from evidence import Event, drill, samples, spike, without_culprits, write_steps
 from valid_events import valid_events
 
 from gradloc import guarded, record_events
@@ -20,6 +20,7 @@ from gradloc.evidence.writer import record_step
 from gradloc_tools import report
 from gradloc_tools.report.build import FEW_STEPS
 from gradloc_tools.report.charts import levels
+from gradloc_tools.report.summary import warnings_of
 from gradloc_tools.schema import EVENT, NOTE, STEP, conforms
 
 FIGURES = {"token_norm_max": 120.0, "threshold": 640.0, "spike_margin": 0.1875, "ratio_max": math.inf, "triggered": 0}
@@ -48,8 +49,9 @@ def test_a_step_is_one_short_line_of_the_schemas_form(tmp_path: Path) -> None:
         assert conforms(good, STEP)
     for name in line.keys() - {"warnings", "misplaced_share"}:  # which older lines lack
         assert not conforms({key: value for key, value in line.items() if key != name}, STEP)
-    assert not conforms({**line, "ratio_max": "large"}, STEP)
-    assert not conforms({**line, "warnings": [{"name": "stale_weights"}]}, STEP)
+    warnings: list[Any] = [7, [{"name": "stale_weights"}], [{**WARNING, "check": None}]]
+    for odd in ({"ratio_max": "large"}, *({"warnings": each} for each in warnings)):
+        assert not conforms({**line, **odd}, STEP)
 
 
 def test_a_file_stays_within_its_limit(
@@ -62,12 +64,12 @@ def test_a_file_stays_within_its_limit(
         record_step(str(tmp_path), step, FIGURES)
     assert (tmp_path / "steps.jsonl").stat().st_size < 11 * size and caplog.text.count("left out of") == 1
     found = report.read(str(tmp_path))
-    assert list(found.steps) == list(range(len(found.steps))) and len(found.steps) >= 9
+    last = len(found.steps)
+    assert list(found.steps) == list(range(last)) and last >= 9
     (note,) = (line for line in lines(tmp_path) if "note" in line)
     jsonschema.validate(note, NOTE)
-    assert found.notes == {note["message"]: {note["global_step"]}}
-    assert (note["note"], note["global_step"], note["count"]) == ("size_limit", len(found.steps), 1)
-    assert f"the figures of step {len(found.steps)} left out" in caplog.text
+    assert (note["note"], note["global_step"], note["count"]) == ("size_limit", last, 1)
+    assert found.notes == {note["message"]: {last}} and f"the figures of step {last} left out" in caplog.text
     assert note["message"].startswith("steps are not written from here on")
 
 
@@ -122,28 +124,28 @@ def test_steps_of_a_run_are_found_beside_its_events(tmp_path: Path, count: int) 
         assert list(found.steps) == [3] and len(found.events) == count and not found.skipped
 
 
-def test_further_figures_are_read_over(tmp_path: Path) -> None:
-    record_step(str(tmp_path), 3, FIGURES)
-    (line,) = lines(tmp_path)
-    (tmp_path / "steps.jsonl").write_text(json.dumps({**line, "ratio_p999": 1.02}) + "\n")
+def test_further_figures_are_read_over_and_malformed_lines_left(tmp_path: Path) -> None:
+    for step in (3, 4):
+        record_step(str(tmp_path), step, FIGURES)
+    third, fourth = lines(tmp_path)
+    changed = [{**third, "ratio_p999": 1.02}, {**fourth, "warnings": 7}]
+    (tmp_path / "steps.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in changed))
     found = report.read(str(tmp_path))
-    assert found.steps[3]["spike_margin"] == FIGURES["spike_margin"] and not found.skipped
+    assert list(found.steps) == [3] and found.skipped.total() == 1 and warnings_of(found) == []
+    assert found.steps[3]["spike_margin"] == FIGURES["spike_margin"]
 
 
 # What the report shows
 
 
-def test_evidence_without_steps_still_opens(summary: Any, view: Any) -> None:
-    made = view(samples(3))
-    assert len(made.spikes) == 3 and "level" not in made.charts and made.spikes[0].content["before"] is None
-    assert summary()["steps"] is None
-
-
 def test_the_steps_before_a_spike_are_shown(tmp_path: Path, summary: Any, view: Any) -> None:
     events = samples(12)
+    without = view(events)
+    assert len(without.spikes) == 12 and "level" not in without.charts and without.spikes[0].content["before"] is None
+    assert summary()["steps"] is None
     last = events[-1]["global_step"]
     figures = write_steps(tmp_path, last, events=events)
-    before = view(events).spikes[-1].content["before"]
+    before = view().spikes[-1].content["before"]
     steps = summary()["steps"]
     assert (steps["count"], steps["first"], steps["last"]) == (last, 1, last)
     assert steps["last_figures"]["threshold"] == 640.0
@@ -184,11 +186,6 @@ def test_a_run_without_a_spike_says_how_near_it_came(tmp_path: Path, show: Any) 
     assert "Steps: 4 (1 to 4) Largest micro-batch norm per token over its threshold: 0.3 (in step 3)" in out
 
 
-def test_all_sources_of_a_culprit_are_kept(view: Any) -> None:
-    several = {**culprit(0, ["a"]), "source": "unsampled", "sources": ["unsampled", "unlikely"]}
-    assert view([event(1, [several])]).culprits[0].reasons == ["unsampled", "unlikely"]
-
-
 # Drills and faults
 
 
@@ -227,12 +224,9 @@ def test_a_drill_that_fails_says_what_to_look_at(show: Any, changes: Event, advi
     assert "Drill in step 2 FAILED: the planted token (rank 0, row 0, position 1) was not found, 1 extra pass" in out
     assert "Do not rely on spike_detection in this configuration before a drill succeeds." in out
     assert [text for _, text in FAILURES if text in out] == [advice]
-
-
-def test_a_drill_without_a_place_is_shown(show: Any) -> None:
-    broken = drill(2, False, error="no response token has a weight in the loss")
-    broken["drill"]["planted"] = None
-    assert "Drill in step 2 FAILED: a planted token was not found" in show(events=[broken])
+    no_place = drill(2, False, error="no response token has a weight in the loss")
+    no_place["drill"]["planted"] = None
+    assert "Drill in step 2 FAILED: a planted token was not found" in show(events=[no_place])
 
 
 def test_a_planted_fault_is_announced(show: Any, summary: Any, view: Any) -> None:

@@ -83,13 +83,14 @@ def test_a_spike_in_the_same_mini_batch_is_named(show: Any, summary: Any, view: 
     events = [clip(3, [one()]), clip(3, [one(8.0)], mini_batch=1), spike(3) | {"mini_batch": 1}]
     # Of two lines without a step it is not known whether they are about the same mini-batch.
     events += [clip(None, [one(7.0)], mini_batch=2), spike(None) | {"mini_batch": 2}]
+    events += [clip(5, [one(6.0)]), drill(5, True)]  # no spike that was left
     clips = summary(events=events)["token_clip"]
-    assert (clips["mini_batches"], clips["stopped"], clips["with_spike"]) == (3, 2, 1)
-    assert clips["by_step"] == {"3": {"over": 2, "cut": 2, "stopped": False}}
-    assert [row["spike"] for row in clips["largest_tokens"]] == [False, True, False]
+    assert (clips["mini_batches"], clips["stopped"], clips["with_spike"]) == (4, 3, 1)
+    assert clips["by_step"]["3"] == {"over": 2, "cut": 2, "stopped": False} and clips["by_step"]["5"]["stopped"]
+    assert [row["spike"] for row in clips["largest_tokens"]] == [False, True, False, False]
     assert "1 mini-batch has a gradient spike as well." in show()
     made = view()
-    assert [row[-1] for row in made.tables["clips"].rows] == ["–", ("yes", "s0"), "–"]
+    assert [row[-1] for row in made.tables["clips"].rows] == ["–", ("yes", "s0"), "–", "–"]
     said = "TokenClip found 1 backward signal over its bound in this mini-batch, and cut it: the spike is in what was"
     assert [spike.content["clipped"] for spike in made.spikes] == [f"{said} left.", ""]
 
@@ -119,24 +120,16 @@ def test_each_token_is_a_row_and_its_step_is_marked(tmp_path: Path, view: Any) -
     assert [series.name for series in cut.series] == ["dropped", "reduced", "left"]
 
 
-def test_a_drill_is_no_spike_that_was_left(summary: Any) -> None:
-    assert summary(events=[clip(3, [one()]), drill(3, True)])["token_clip"]["stopped"] == 1
-
-
-def test_since_leaves_out_earlier_lines(summary: Any) -> None:
-    events = [clip(step, [one(float(step))]) for step in (3, 8, 9)] + [clip(None, [one()])]
-    late = summary("--since", "8", "--top", "1", events=events)["token_clip"]
-    assert (late["mini_batches"], late["tokens"], list(late["by_step"])) == (2, 2, ["8", "9"])
-    assert [row["global_step"] for row in late["largest_tokens"]] == [9]
-
-
-def test_the_tokens_shown_are_bounded(summary: Any, view: Any) -> None:
+def test_since_and_top_leave_out_lines_and_tokens(summary: Any, view: Any) -> None:
     events = [clip(step, [one(100.0 - step), one(50.0 - step, 2)]) for step in range(1, 13)]
-    clips = summary("--top", "10", events=events)["token_clip"]
-    assert (clips["tokens"], clips["over"], clips["mini_batches"]) == (24, 24, 12)
+    clips = summary("--top", "10", events=[*events, clip(None, [one()])])["token_clip"]
+    assert (clips["tokens"], clips["over"], clips["mini_batches"]) == (25, 25, 13)
     assert [row["multiple"] for row in clips["largest_tokens"]] == [100.0 - step for step in range(1, 11)]
+    late = summary("--since", "11", "--top", "1")["token_clip"]
+    assert (late["mini_batches"], late["tokens"], list(late["by_step"])) == (2, 4, ["11", "12"])
+    assert [row["global_step"] for row in late["largest_tokens"]] == [11]
     made = view(rows=10)
-    assert len(made.tables["clips"].rows) == 10 and "24 backward signals" in made.texts["clips-hint"]
+    assert len(made.tables["clips"].rows) == 10 and "25 backward signals" in made.texts["clips-hint"]
     (series,) = view().charts["clips-chart"].series
     assert sorted(point.x for point in series.points) == sorted([*range(1, 13)] * 2) and series.points[0].y == 99.0
 
@@ -152,25 +145,15 @@ def test_fields_of_a_later_patch_are_read_over(summary: Any) -> None:
     assert "mood" not in json.dumps(found)
 
 
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [
-        (["schema"], 5),
-        (["token_clip", "over"], {"log_probs": -1}),
-        (["token_clip", "tokens", 0, "multiple"], 10**400),
-        (["token_clip", "tokens", 0, "context"], 3),
-    ],
-)
-def test_malformed_lines_are_skipped(summary: Any, tmp_path: Path, path: list, value: Any) -> None:
-    line = writer.jsonable(clip(4, [one()]))
-    *way, last = path
-    place = line
-    for key in way:
-        place = place[key]
-    place[last] = value
-    (tmp_path / "spikes.jsonl").write_text(json.dumps(line) + "\n")
+def test_malformed_lines_are_skipped(summary: Any, tmp_path: Path) -> None:
+    odd = [writer.jsonable(clip(4, [one()])) for _ in range(4)]
+    odd[0]["schema"] = 5
+    odd[1]["token_clip"]["over"] = {"log_probs": -1}
+    odd[2]["token_clip"]["tokens"][0]["multiple"] = 10**400
+    odd[3]["token_clip"]["tokens"][0]["context"] = 3
+    (tmp_path / "spikes.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in odd))
     found = summary(events=[clip(9, [one()])])
-    assert found["skipped_lines"] == 1 and found["token_clip"]["mini_batches"] == 1
+    assert found["skipped_lines"] == 4 and found["token_clip"]["mini_batches"] == 1
 
 
 def test_what_is_kept_of_a_hostile_line_is_bounded(view: Any) -> None:

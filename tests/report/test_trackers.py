@@ -179,18 +179,22 @@ def test_the_figure_of_a_step_is_its_largest_finite_one(norms: list[float], fact
 
 
 @pytest.mark.every_target
-def test_tensorboard_gets_text_and_a_figure(local: Path) -> None:
+def test_tensorboard_and_the_file_get_the_same(local: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+    lines = [json.loads(line) for line in (local / "file.jsonl").read_text().splitlines()]
+    told = {line["step"]: line["data"]["gradloc/spikes"] for line in lines if "gradloc/spikes" in line["data"]}
+    assert list(told) == [2, 3, 4, 5] and told[2].startswith("Step 2: No known cause: ")
+    counts = [[line["data"].get(f"gradloc/tokens_{name}") for name in ("over", "cut")] for line in lines]
+    assert [count for count in counts if count[0] is not None] == [[1, 1], [1, 0]]
     events = EventAccumulator(str(local / "tensorboard"))
     events.Reload()
     (figure,) = events.Scalars("gradloc/threshold_factor")  # that of NaN is left out
     assert figure.step == 2 and figure.value > 1
-    texts = {
-        text.step: text.tensor_proto.string_val[0].decode() for text in events.Tensors("gradloc/spikes/text_summary")
-    }
-    assert set(texts) == {2, 3, 4, 5}
     assert [point.value for point in events.Scalars("gradloc/tokens_cut")] == [1, 0]
+    tensors = events.Tensors("gradloc/spikes/text_summary")
+    texts = {text.step: text.tensor_proto.string_val[0].decode() for text in tensors}
+    assert list(texts) == list(told)
     assert texts[4].startswith("TokenClip found 1 backward signal") and "| step | action | boundary |" in texts[4]
     lines = texts[2].splitlines()
     assert lines[0].startswith("No known cause: ") and "shows whether the spike comes back" in lines[0]
@@ -199,15 +203,6 @@ def test_tensorboard_gets_text_and_a_figure(local: Path) -> None:
     assert widths == {len(trackers.COLUMNS) + 1} and len(lines) == 6
     assert texts[3].startswith("A drill: the planted token was found, 1 extra pass.\n\nSingle tokens have NaN or inf")
     assert texts[3].count("The culprit ' ends' is a token") == 1
-
-
-@pytest.mark.every_target
-def test_the_file_gets_the_summaries(local: Path) -> None:
-    lines = [json.loads(line) for line in (local / "file.jsonl").read_text().splitlines()]
-    told = {line["step"]: line["data"]["gradloc/spikes"] for line in lines if "gradloc/spikes" in line["data"]}
-    assert list(told) == [2, 3, 4, 5] and told[2].startswith("Step 2: No known cause: ")
-    counts = [[line["data"].get(f"gradloc/tokens_{name}") for name in ("over", "cut")] for line in lines]
-    assert [count for count in counts if count[0] is not None] == [[1, 1], [1, 0]]
 
 
 def test_mlflow_gets_the_table_and_the_page_as_artifacts(elsewhere: Path) -> None:
@@ -220,29 +215,21 @@ def test_mlflow_gets_the_table_and_the_page_as_artifacts(elsewhere: Path) -> Non
     assert [line.split()[1:] for line in cut] == [["1.0", "4"], ["0.0", "5"]]
     assert is_page((artifacts / "report.html").read_text())
     assert (artifacts / "step_2.txt").read_text().startswith("Step 2: No known cause: ")
-    assert "A drill: the planted token was found" in (artifacts / "step_3.txt").read_text()
 
 
-def test_swanlab_gets_text_table_and_page(elsewhere: Path) -> None:
+def test_swanlab_and_clearml_get_text_table_and_page(elsewhere: Path) -> None:
     media = only(elsewhere.glob("swanlog/run-*/media"))
-    texts = sorted(file.read_text() for file in media.glob("text/*"))
-    assert [text[:7] for text in texts] == ["Step 2:", "Step 3:", "Step 4:", "Step 5:"]
-    found = sorted((json.loads(file.read_text()) for file in media.glob("echarts/*")), key=lambda t: len(t["rowData"]))
-    by_columns = [
-        [table for table in found if [column["field"] for column in table["colDefs"]] == list(columns)]
-        for columns in (trackers.COLUMNS, trackers.CLIP_COLUMNS)
+    assert [text[:7] for text in sorted(file.read_text() for file in media.glob("text/*"))] == [
+        *(f"Step {step}:" for step in (2, 3, 4, 5))
     ]
-    assert [[len(table["rowData"]) for table in tables] for tables in by_columns] == [[2, 3], [1, 2]]
-    tables = by_columns[0]
-    assert tables[0]["rowData"][0]["token"] == " <think>"
+    tables = [json.loads(file.read_text()) for file in media.glob("echarts/*")]
+    for columns, lengths in ((trackers.COLUMNS, [2, 3]), (trackers.CLIP_COLUMNS, [1, 2])):
+        found = [table["rowData"] for table in tables if [of["field"] for of in table["colDefs"]] == list(columns)]
+        assert sorted(map(len, found)) == lengths and all(table[0]["token"] == " <think>" for table in found)
     assert all(is_page(file.read_text()) for file in media.glob("html/*")) and any(media.glob("html/*"))
-
-
-def test_clearml_gets_text_table_and_page(elsewhere: Path) -> None:
     session = only(path for path in elsewhere.glob("clearml/offline/*") if path.is_dir())
     reported = (session / "metrics.jsonl").read_text()
-    assert "gradloc" in reported and "think" in reported
-    assert "tokens_cut" in reported and "clipped_tokens" in reported
+    assert all(name in reported for name in ("gradloc", "think", "tokens_cut", "clipped_tokens"))
     assert "Both culprits are " in (session / "log.jsonl").read_text()
     assert is_page(only(session.rglob("*report.html")).read_text())
 
@@ -262,9 +249,8 @@ def test_texts_of_samples_are_sent_only_if_asked_for(
     assert texts_in(local / "bisect_dump") == WORDS.keys()  # the evidence has them all
 
 
-@pytest.mark.parametrize("tracker", ["mlruns", "swanlog", "clearml"])
-def test_other_trackers_get_no_texts_either(elsewhere: Path, tracker: str) -> None:
-    assert texts_in(elsewhere / tracker) == set()
+def test_other_trackers_get_no_texts_either(elsewhere: Path) -> None:
+    assert [texts_in(elsewhere / tracker) for tracker in ("mlruns", "swanlog", "clearml")] == [set()] * 3
 
 
 class Broken:
@@ -420,13 +406,9 @@ def test_who_gets_spikes(loggers: list[str], changes: dict[str, Any], added: boo
     found = dict.fromkeys(loggers)
     add_spike_log(found, {"actor_rollout_ref": {"actor": ACTOR | changes}})
     assert list(found) == loggers + ["gradloc"] * added
-
-
-@pytest.mark.parametrize("config", [None, {}, {"trainer": {}}, {"actor_rollout_ref": None}])
-def test_other_runs_have_no_spikes(config: Any) -> None:
-    found: dict[str, Any] = {"wandb": None}
-    add_spike_log(found, config)
-    assert list(found) == ["wandb"]
+    for other in (None, {}, {"trainer": {}}, {"actor_rollout_ref": None}):  # a run that is no such run
+        add_spike_log(alone := dict.fromkeys(loggers), other)
+        assert list(alone) == loggers
 
 
 def test_suspected_tokens_are_rows_of_the_table() -> None:

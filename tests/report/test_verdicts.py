@@ -127,21 +127,14 @@ def test_the_check_names_the_bundle_of_the_event(tmp_path: Path, show: Any, view
     assert [shown.content[part] for part in ("check", "then")] == lines[1:3]
 
 
-@pytest.mark.parametrize(
-    ("found", "check", "command"),
-    [
-        (spike(1), None, None),
-        ({**spike(2), "replay": "replay/step2"}, "`gradloc replay BUNDLE --remedies` shows it.", None),
-        ({**unsearched(1, [culprit(0, ["a"])]), "verdict": None}, None, "-rank0 --search`"),
-    ],
-)
-def test_the_next_command_is_said_unless_the_check_has_it(
-    show: Any, found: Event, check: str | None, command: str | None
-) -> None:
-    if check:
-        found = {**found, "verdict": {**found["verdict"], "check": check}}
-    said = [line for line in show(events=[found]).splitlines() if line.startswith("Next: `gradloc replay ")]
-    assert not said if command is None else said[0].endswith(command)
+def test_the_next_command_is_said_unless_the_check_has_it(show: Any, tmp_path: Path) -> None:
+    recorded = {**unsearched(1, [culprit(0, ["a"])]), "verdict": None}
+    has_it = {**spike(2), "replay": "replay/step2"}
+    has_it["verdict"] = {**has_it["verdict"], "check": "`gradloc replay BUNDLE --remedies` shows it."}
+    for found, command in ((spike(1), None), (has_it, None), (recorded, "-rank0 --search`")):
+        (tmp_path / "spikes.jsonl").unlink(missing_ok=True)
+        said = [line for line in show(events=[found]).splitlines() if line.startswith("Next: `gradloc replay ")]
+        assert not said if command is None else said[0].endswith(command)
 
 
 def test_a_long_check_with_many_bundles_takes_little_memory(view: Any) -> None:
@@ -192,9 +185,7 @@ def test_a_claim_on_several_events_is_true_of_all() -> None:
 )
 def test_a_verdict_in_brief_ends_before_what_to_do(sentence: str, said: str | None) -> None:
     assert words.brief({**NEWER, "sentence": sentence}) == (sentence.removesuffix(".") if said is None else said)
-
-
-def test_after_a_colon_a_sentence_begins_with_a_small_letter() -> None:
+    # After a colon a sentence begins with a small letter.
     cases = {"The KL loss": "the KL loss", "A drill": "a drill", "MTP heads": "MTP heads", "": "", "τ": "τ"}
     assert {text: words.lowered(text) for text in cases} == cases
 
@@ -250,9 +241,8 @@ def test_the_command_of_a_warning_has_a_bundle_of_the_run(tmp_path: Path, view: 
     write_steps(tmp_path, 3, {2: [{**STALE, "check": "`gradloc replay BUNDLE` compares them."}]})
     ((_, (check,), _),) = view().warnings
     assert check == "`gradloc replay BUNDLE` compares them. The run has no bundle: each spike leaves one."
-    ((_, (check,), _),) = view(
-        [{**spike(1), "replay": "replay/step1"}, {**spike(2), "replay": "replay/it's step2"}, spike(3)]
-    ).warnings
+    spikes = [{**spike(1), "replay": "replay/step1"}, {**spike(2), "replay": "replay/it's step2"}, spike(3)]
+    ((_, (check,), _),) = view(spikes).warnings
     assert check == f"`gradloc replay {shlex.quote(f'{tmp_path}/replay/it' + chr(39) + 's step2')}` compares them."
 
 
@@ -272,15 +262,6 @@ def test_of_a_step_that_was_repeated_the_last_line_counts() -> None:
     assert [warning["when"] for warning in warnings_of(found)] == ["Warning"]
     found.since = 1
     assert warnings_of(found) == []
-
-
-@pytest.mark.parametrize("warnings", [7, [{"name": "stale"}], [{**STALE, "check": None}]])
-def test_a_malformed_warning_makes_its_line_malformed(tmp_path: Path, warnings: Any) -> None:
-    write_steps(tmp_path, 2)
-    first, second = (json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines())
-    (tmp_path / "steps.jsonl").write_text(f"{json.dumps(first)}\n{json.dumps({**second, 'warnings': warnings})}\n")
-    found = report.read(str(tmp_path))
-    assert list(found.steps) == [1] and found.skipped.total() == 1 and warnings_of(found) == []
 
 
 @pytest.mark.parametrize(("steps", "spikes", "shown"), [(5, [1], 0), (6, [1], 1), (0, [1, 5], 0), (0, [1, 6], 1)])
