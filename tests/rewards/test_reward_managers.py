@@ -13,6 +13,7 @@ import pytest
 import torch
 import verl
 from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
 from tensordict import TensorDict
 from verl import DataProto
 from verl.experimental.reward_loop.reward_manager.naive import NaiveRewardManager
@@ -58,11 +59,15 @@ def batch(responses: list[str], truths: list[str], source: str, extras: list[dic
     return DataProto(TensorDict(tensors, batch_size=len(responses)), arrays)
 
 
-def manager(*overrides: str) -> Any:
-    """As `main_ppo` makes it."""
+def composed(*overrides: str) -> DictConfig:
     directory = str(Path(verl.__file__).parent / "trainer" / "config")
     with initialize_config_dir(directory, version_base=None):
-        config = compose("ppo_trainer", overrides=list(overrides))
+        return compose("ppo_trainer", overrides=list(overrides))
+
+
+def manager(*overrides: str) -> Any:
+    """As `main_ppo` makes it."""
+    config = composed(*overrides)
     return load_reward_manager(config, Tokenizer(), 0, **config.reward_model.get("reward_kwargs", {}))
 
 
@@ -113,47 +118,39 @@ def test_ps_grpo(steps: Any, right: bool, options: dict, score: float, has_drop:
     assert list(result.values()) == pytest.approx(expected, abs=1e-12 if isinstance(steps, list) else 1e-6)
 
 
-@pytest.mark.parametrize(
-    ("extra", "message"),
-    [
-        (None, "no step scores"),
-        ({"step_scores": [0.5, None]}, "malformed step scores"),
-        ({"step_scores": [0.5, float("nan")]}, "malformed step scores"),
-        ({"step_scores": [0.5, 1.01]}, "malformed step scores"),
-        ({"step_scores": [-0.01]}, "malformed step scores"),
-        ({"step_scores": np.array(0.5)}, "malformed step scores"),
-        ("{'step_scores': [1, 1]}", "malformed step scores: extra_info must be a dict"),
-    ],
-)
-def test_bad_step_scores_name_the_data_source(extra: Any, message: str) -> None:
+BAD_STEP_SCORES = [
+    (None, "no step scores"),
+    ({"step_scores": [0.5, None]}, "malformed step scores"),
+    ({"step_scores": [0.5, float("nan")]}, "malformed step scores"),
+    ({"step_scores": [0.5, 1.01]}, "malformed step scores"),
+    ({"step_scores": [-0.01]}, "malformed step scores"),
+    ({"step_scores": np.array(0.5)}, "malformed step scores"),
+    ("{'step_scores': [1, 1]}", "malformed step scores: extra_info must be a dict"),
+]
+BAD_OPTIONS = [
+    ({"gamma": 1.5}, "gamma must be .* 1.5"),
+    ({"rho": "0.3"}, "rho must be a number .* '0.3'"),
+    ({"rho": 0}, "rho must be .* 0"),
+    ({"min_steps": -1}, "min_steps must be .* -1"),
+    ({"min_steps": 1.5}, "min_steps must be .* 1.5"),
+    ({"timeout": -1}, "timeout must be .* -1"),
+]
+
+
+def test_bad_step_scores_name_the_data_source_and_bad_options() -> None:
     """Also where the answer is wrong and earned nothing anyway."""
-    for answer in "\\boxed{7}", "\\boxed{8}":
-        with pytest.raises(ValueError, match=f"data source 'ps_grpo' has {message}"):
-            default_compute_score("ps_grpo", answer, "7", extra)
     good = {"step_scores": [1.0, 1.0]}
-    with pytest.raises(ValueError, match=f"data source 'mine' has {message}"):
-        ps_grpo.compute_score_batch(["yours", "mine"], ["7", "7"], ["7", "7"], [good, extra])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"gamma": 1.5}, "gamma must be .* 1.5"),
-        ({"rho": "0.3"}, "rho must be a number .* '0.3'"),
-        ({"rho": 0}, "rho must be .* 0"),
-        ({"min_steps": -1}, "min_steps must be .* -1"),
-        ({"min_steps": 1.5}, "min_steps must be .* 1.5"),
-        ({"timeout": -1}, "timeout must be .* -1"),
-    ],
-)
-def test_bad_parameters(options: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        default_compute_score("ps_grpo", "7", "7", {"step_scores": [1.0, 1.0]}, **options)
-
-
-def test_an_outcome_that_takes_too_long_is_wrong() -> None:
-    extra = {"step_scores": [1.0, 1.0]}
-    result = default_compute_score("ps_grpo", HANGING, "7", extra, timeout=0.5, timeout_score=0.9)
+    for extra, message in BAD_STEP_SCORES:
+        for answer in "\\boxed{7}", "\\boxed{8}":
+            with pytest.raises(ValueError, match=f"data source 'ps_grpo' has {message}"):
+                default_compute_score("ps_grpo", answer, "7", extra)
+        with pytest.raises(ValueError, match=f"data source 'mine' has {message}"):
+            ps_grpo.compute_score_batch(["yours", "mine"], ["7", "7"], ["7", "7"], [good, extra])
+    for options, message in BAD_OPTIONS:
+        with pytest.raises(ValueError, match=message):
+            default_compute_score("ps_grpo", "7", "7", good, **options)
+    # An outcome that takes too long is wrong.
+    result = default_compute_score("ps_grpo", HANGING, "7", good, timeout=0.5, timeout_score=0.9)
     assert (result["score"], result["acc"]) == (0.0, 0.0)
 
 
@@ -276,11 +273,7 @@ def test_the_example_that_asks_a_process_reward_model(prm_url: str) -> None:
 def test_reward_functions_can_be_sent_to_other_processes() -> None:
     from ray import cloudpickle
 
-    directory = str(Path(verl.__file__).parent / "trainer" / "config")
-    with initialize_config_dir(directory, version_base=None):
-        config = compose(
-            "ppo_trainer", [f"{SCORERS}.guarded_math_verify", "custom_reward_function.name=compute_score_batch"]
-        )
+    config = composed(f"{SCORERS}.guarded_math_verify", "custom_reward_function.name=compute_score_batch")
     guarded_math_verify.compute_score("1", "1")
     function = cloudpickle.loads(cloudpickle.dumps(get_custom_reward_fn(config)))
     assert function(data_sources=["x"], solution_strs=["7"], ground_truths=["7"], extra_infos=[{}]) == [1.0]

@@ -80,6 +80,11 @@ def run_script(text: str, **environment: str) -> subprocess.CompletedProcess:
 
 def test_workers_hold_neither_torch_nor_ray() -> None:
     score("1", "1")
+    # Neither other pools nor verl's own scorer are replaced.
+    for method in multiprocessing.get_all_start_methods():
+        assert multiprocessing.get_context(method).Process.__module__ == "multiprocessing.context"
+    own = Path(reward_score.__file__).with_name("math_verify.py")
+    assert own.read_bytes() == (trees.BASE_TREE / "verl/utils/reward_score/math_verify.py").read_bytes()
     assert len(workers()) == 2
     for worker in workers():
         libraries = {Path(m.path).name for m in worker.memory_maps()}
@@ -112,17 +117,6 @@ def test_in_a_ray_actor() -> None:
         ray.shutdown()
         signal.signal(signal.SIGTERM, handler)
     assert not psutil.wait_procs(left, timeout=200)[1]
-
-
-def test_hanging_answers_cost_their_neighbours_nothing() -> None:
-    answers = [HANGING, HANGING, "\\boxed{7}", HANGING, "\\boxed{8}", HANGING, *["\\boxed{7}"] * 6]
-    expected = [{HANGING: 0.25, "\\boxed{7}": 1.0}.get(answer, 0.0) for answer in answers]
-    with ThreadPoolExecutor(len(answers)) as executor:
-        scores = executor.map(
-            lambda answer: guarded_math_verify.compute_score(answer, "7", timeout_score=0.25), answers
-        )
-        assert list(scores) == expected
-    assert score(HANGING, "7") == 0.0
 
 
 def test_killed_while_idle_and_with_answers_on_their_way() -> None:
@@ -163,20 +157,16 @@ def test_killed_again_and_again_over_one_answer(monkeypatch: pytest.MonkeyPatch)
     new_workers()
 
 
-@pytest.mark.parametrize("package", ["math_verify", "pebble"])
-def test_missing_package(package: str) -> None:
-    text = f"sys.modules[{package!r}] = None\nspec.loader.exec_module(scorer)\nscorer.compute_score('1', '1')"
-    result = run_script(text)
-    assert result.returncode == 1
-    last = result.stderr.splitlines()[-1]
-    assert last.startswith("ImportError") and package.replace("_", "-") in last
-    assert "pip install 'math-verify>=0.8' pebble" in last
-
-
-@pytest.mark.parametrize("says", ["False", "signal.alarm(timeout_seconds)"])
-def test_an_unusable_math_verify(says: str, tmp_path: Path) -> None:
-    """Releases before 0.8 fail without timeouts of their own, and call every answer wrong. A stand-in for them."""
-    (tmp_path / "math_verify.py").write_text(f"""
+def test_missing_packages_and_an_unusable_math_verify(tmp_path: Path) -> None:
+    for package in ("math_verify", "pebble"):
+        text = f"sys.modules[{package!r}] = None\nspec.loader.exec_module(scorer)\nscorer.compute_score('1', '1')"
+        result = run_script(text)
+        last = result.stderr.splitlines()[-1]
+        assert result.returncode == 1 and last.startswith("ImportError") and package.replace("_", "-") in last
+        assert "pip install 'math-verify>=0.8' pebble" in last
+    # Releases before 0.8 fail without timeouts of their own, and call every answer wrong. A stand-in for them.
+    for says in ("False", "signal.alarm(timeout_seconds)"):
+        (tmp_path / "math_verify.py").write_text(f"""
 import signal
 ExprExtractionConfig = LatexExtractionConfig = StringExtractionConfig = object
 def parse(*_, **options):
@@ -184,9 +174,8 @@ def parse(*_, **options):
 def verify(*_, timeout_seconds, **options):
     return {says}
 """)
-    result = run_script("scorer.compute_score('7', '7', workers=2)", PYTHONPATH=str(tmp_path))
-    last = result.stderr.splitlines()[-1]
-    assert last.startswith("ImportError: The math_verify reward needs math-verify>=0.8: `pip install"), result.stderr
+        last = run_script("scorer.compute_score('7', '7', workers=2)", PYTHONPATH=str(tmp_path)).stderr.splitlines()[-1]
+        assert last.startswith("ImportError: The math_verify reward needs math-verify>=0.8: `pip install"), last
 
 
 @pytest.mark.timeout(600)
@@ -225,50 +214,35 @@ print(scorer.compute_score("7", "7", workers=2))
     assert float(before) < 1, last
 
 
-@pytest.mark.parametrize(
-    ("variable", "value"),
-    [
-        ("VERL_MATH_VERIFY_WORKERS", "two"),
-        ("VERL_MATH_VERIFY_TIMEOUT", "nan"),
-        ("VERL_MATH_VERIFY_MEMORY_MB", "255"),
-        ("VERL_MATH_VERIFY_PRECISION", "-1"),
-        ("VERL_MATH_VERIFY_GOLD_TARGET", ""),
-        ("VERL_MATH_VERIFY_PRED_TARGET", "latex;expr"),
-    ],
-)
-def test_bad_settings(variable: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(variable, value)
-    with pytest.raises(ValueError, match=f"{variable} .* {value!r}"):
-        score("1", "1")
+BAD_VARIABLES = {
+    "WORKERS": "two",
+    "TIMEOUT": "nan",
+    "MEMORY_MB": "255",
+    "PRECISION": "-1",
+    "GOLD_TARGET": "",
+    "PRED_TARGET": "latex;expr",
+}
+BAD_OPTIONS = [
+    ({"timeout": True}, ValueError, "timeout .* True"),
+    ({"timeout": 86401}, ValueError, "timeout .* at most 86400, but is 86401"),
+    ({"precision": 1.5}, ValueError, "precision .* 1.5"),
+    ({"pred_extraction_target": []}, ValueError, r"pred_extraction_target .* \[\]"),
+    ({"workers": 3}, ValueError, "2 workers of 1024 MiB.* not for 3 "),
+    ({"time_out": 3}, TypeError, "no option 'time_out'; it has timeout, workers"),
+    ({"timeout_score": float("nan")}, ValueError, "timeout_score .* nan"),
+]
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"timeout": True}, ValueError, "timeout .* True"),
-        ({"timeout": 86401}, ValueError, "timeout .* at most 86400, but is 86401"),
-        ({"precision": 1.5}, ValueError, "precision .* 1.5"),
-        ({"pred_extraction_target": []}, ValueError, r"pred_extraction_target .* \[\]"),
-        ({"workers": 3}, ValueError, "2 workers of 1024 MiB.* not for 3 "),
-        ({"time_out": 3}, TypeError, "no option 'time_out'; it has timeout, workers"),
-        ({"timeout_score": float("nan")}, ValueError, "timeout_score .* nan"),
-    ],
-)
-def test_bad_options(options: dict, error: type, message: str) -> None:
-    score("1", "1")
-    with pytest.raises(error, match=message):
-        default_compute_score("math_verify", "1", "1", **options)
-
-
-def test_what_is_neither_text_nor_number_is_refused() -> None:
-    for truth in (None, ["5"], np.array(["5"]), b"5", True, np.nan, np.float32("nan")):
-        with pytest.raises(TypeError, match="must be a string or a number, got "):
-            score("5", truth)
-        with pytest.raises(TypeError, match="must be a string or a number, got "):
-            guarded_math_verify.compute_score_batch(["x"], ["5"], [truth])
-    for answer in (None, 5, b"5"):
-        with pytest.raises(TypeError, match="must be a string, got "):
-            score(answer, "5")
+def test_bad_settings_and_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in BAD_VARIABLES.items():
+        with monkeypatch.context() as patch:
+            patch.setenv(f"VERL_MATH_VERIFY_{name}", value)
+            with pytest.raises(ValueError, match=f"VERL_MATH_VERIFY_{name} .* {value!r}"):
+                score("1", "1")
+    assert score("1", "1") == 1.0
+    for options, error, message in BAD_OPTIONS:
+        with pytest.raises(error, match=message):
+            default_compute_score("math_verify", "1", "1", **options)
 
 
 class Text(str):
@@ -278,9 +252,22 @@ class Text(str):
         raise AssertionError("the text is the answer, not what it is shown as")
 
 
-def test_text_may_be_of_a_class_that_the_workers_do_not_have() -> None:
+def test_answer_and_truth_are_text_or_a_number() -> None:
+    """The text may be of a class that the workers do not have."""
     assert score(Text("\\boxed{5}"), Text("5")) == 1.0
     assert guarded_math_verify.compute_score_batch([], [Text("4"), np.str_("5")], [Text("5"), "5"]) == [0.0, 1.0]
+    for truth in (5, np.int64(50), np.float32(1e-7), -2.5e-5, 1e22):
+        mantissa, _, exponent = str(truth).partition("e")
+        assert score(f"\\boxed{{{mantissa} \\times 10^{{{exponent or 0}}}}}", truth) == 1.0
+        assert score("\\boxed{0.0}", truth) == 0.0
+    for truth in (None, ["5"], np.array(["5"]), b"5", True, np.nan, np.float32("nan")):
+        with pytest.raises(TypeError, match="must be a string or a number, got "):
+            score("5", truth)
+        with pytest.raises(TypeError, match="must be a string or a number, got "):
+            guarded_math_verify.compute_score_batch(["x"], ["5"], [truth])
+    for answer in (None, 5, b"5"):
+        with pytest.raises(TypeError, match="must be a string, got "):
+            score(answer, "5")
 
 
 def test_a_temporary_folder_that_is_too_deep_for_a_socket(tmp_path: Path) -> None:
@@ -294,13 +281,6 @@ def test_a_temporary_folder_that_is_too_deep_for_a_socket(tmp_path: Path) -> Non
             last = result.stderr.splitlines()[-1]
             assert last.startswith(f"RuntimeError: The path of the folder for temporary files, {folder}/pymp-")
             assert "set TMPDIR to a path of at most 71 bytes" in last
-
-
-@pytest.mark.parametrize("truth", [5, np.int64(50), np.float32(1e-7), -2.5e-5, 1e22])
-def test_a_ground_truth_may_be_a_number(truth: float) -> None:
-    mantissa, _, exponent = str(truth).partition("e")
-    assert score(f"\\boxed{{{mantissa} \\times 10^{{{exponent or 0}}}}}", truth) == 1.0
-    assert score("\\boxed{0.0}", truth) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -321,6 +301,7 @@ def test_a_ground_truth_may_be_a_number(truth: float) -> None:
         # Those of other scorers and of verl's managers
         ("7", "7", {"gamma": 0.1, "reward_router_address": None}, 1),
         (HANGING, "7", {"timeout": 0.3, "timeout_score": 0.25}, 0.25),
+        (HANGING, "7", {"timeout": 0.3}, 0),
     ],
 )
 def test_options(answer: str, truth: str, options: dict, expected: float, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -493,18 +474,13 @@ def test_a_broken_pool_that_another_caller_gave_up_on() -> None:
     assert guarded_math_verify._pool is not pool
 
 
-def test_under_a_lower_memory_limit_than_the_setting() -> None:
-    limit = "resource.RLIMIT_AS, (800 * 2**20,) * 2"
-    result = run_script(f"import resource\nresource.setrlimit({limit})\nprint(scorer.compute_score('1', '1'))")
-    assert result.stdout == "1.0\n", result.stderr
-
-
-def test_neither_other_pools_nor_verls_own_scorer_are_replaced() -> None:
-    score("1", "1")
-    for method in multiprocessing.get_all_start_methods():
-        assert multiprocessing.get_context(method).Process.__module__ == "multiprocessing.context"
-    own = Path(reward_score.__file__).with_name("math_verify.py")
-    assert own.read_bytes() == (trees.BASE_TREE / "verl/utils/reward_score/math_verify.py").read_bytes()
+def test_an_unguarded_script_under_a_lower_memory_limit(tmp_path: Path) -> None:
+    """Lower than the setting. The script is not run again in the workers."""
+    limit = "import resource\nresource.setrlimit(resource.RLIMIT_AS, (800 * 2**20,) * 2)\n"
+    script = tmp_path / "unguarded.py"
+    script.write_text(f"{PRELUDE}{limit}print('main')\nprint(scorer.compute_score('1', '1'))\n")
+    result = subprocess.run([sys.executable, script], text=True, capture_output=True, timeout=500)
+    assert result.stdout == "main\n1.0\n", result.stderr
 
 
 def test_forked_children_get_a_pool_of_their_own() -> None:
@@ -529,13 +505,6 @@ assert multiprocessing.active_children() == workers
 print("done")
 """)
     assert result.stdout == "done\n", result.stderr
-
-
-def test_the_main_script_is_not_run_again(tmp_path: Path) -> None:
-    script = tmp_path / "unguarded.py"
-    script.write_text(PRELUDE + "print('main')\nprint(scorer.compute_score('1', '1'))\n")
-    result = subprocess.run([sys.executable, script], text=True, capture_output=True, timeout=500)
-    assert result.stdout == "main\n1.0\n", result.stderr
 
 
 REPORT_WORKERS = """

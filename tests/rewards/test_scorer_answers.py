@@ -67,15 +67,11 @@ def in_process(answer: str, truth: str) -> float:
     return float(verify(gold, found, timeout_seconds=None))
 
 
-def test_answer_forms(ordinary_pool: None) -> None:
-    entries = FORMS + REPAIRED
+def test_answer_forms_and_quirks_of_math_verify(ordinary_pool: None) -> None:
+    """If a quirk fails, Math-Verify has changed: move the entry to the table."""
+    entries = FORMS + REPAIRED + QUIRKS
     scores = in_pool([(answer, truth) for answer, truth, _ in entries])
     assert not [(*entry, score) for entry, score in zip(entries, scores, strict=True) if score != entry[-1]]
-
-
-def test_quirks_of_math_verify(ordinary_pool: None) -> None:
-    """If one of these fails, Math-Verify has changed: move the entry to the table."""
-    assert in_pool([(answer, truth) for answer, truth, _ in QUIRKS]) == [says for *_, says in QUIRKS]
 
 
 def test_public_pairs_are_scored_as_the_documentation_says(ordinary_pool: None) -> None:
@@ -152,14 +148,12 @@ def test_hostile_answers_keep_to_their_limit_and_memory(hostile_pool: None) -> N
 
 def test_hostile_answers_in_a_batch(hostile_pool: None) -> None:
     """Among ordinary ones, which get their scores."""
-    hostile = HOSTILE[::3]
-    ordinary = [
-        (f"Therefore \\boxed{{\\frac{{{i}}}{{7}}}}", f"\\frac{{{i + i % 2}}}{{7}}") for i in range(len(hostile))
-    ]
-    pairs = [pair for answer, other in zip(hostile, ordinary, strict=True) for pair in ((answer, TRUTH), other)]
+    numbers = range(len(HOSTILE[::3]))
+    ordinary = [(f"Therefore \\boxed{{\\frac{{{i}}}{{7}}}}", f"\\frac{{{i + i % 2}}}{{7}}") for i in numbers]
+    pairs = [pair for answer, other in zip(HOSTILE[::3], ordinary, strict=True) for pair in ((answer, TRUTH), other)]
     scores = in_pool(pairs)
     assert set(scores[::2]) == {0.0, TIMED_OUT} and scores.count(TIMED_OUT) > 2
-    assert scores[1::2] == [float(i % 2 == 0) for i in range(len(hostile))]
+    assert scores[1::2] == [float(i % 2 == 0) for i in numbers]
 
 
 def test_workers_have_a_memory_limit(hostile_pool: None) -> None:
