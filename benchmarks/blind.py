@@ -65,7 +65,7 @@ class Observed:
     why: str
 
 
-def run_case(kind: str, strength: Any, seed: int, starts: Path = STARTS, **changes: Any) -> Observed:
+def run_case(kind: str, strength: Any, seed: int, starts: Path = STARTS) -> Observed:
     """One run of 9 to 13 updates.
 
     Args:
@@ -74,7 +74,6 @@ def run_case(kind: str, strength: Any, seed: int, starts: Path = STARTS, **chang
         seed (int): Draws the rest: the setting around a fault, its first step, the model, and whether there is a
             natural spike.
         starts (Path): Where trained start models are kept.
-        changes (Any): Fields of the setting to set.
     """
     prepare_process()
     drawn = random.Random(f"{kind} {strength} {seed}")
@@ -97,7 +96,6 @@ def run_case(kind: str, strength: Any, seed: int, starts: Path = STARTS, **chang
         begin = drawn.randint(2, STEPS_BEFORE) if late else 0
         natural = begin + 2 if drawn.random() < 0.3 else -1
         steps = begin + STEPS_AFTER
-    setting = dataclasses.replace(setting, **changes)
     start = start_of(seed, setting.length, starts)
     tau = TAU if natural < 0 else NATURAL_TAU
     with tempfile.TemporaryDirectory() as folder:

@@ -25,8 +25,9 @@ from typing import Any
 import numpy
 import torch
 from localization_actor import ENGINE, Actor
+from sums_task import tiny_llama
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 from verl import DataProto
 from verl.trainer.config.algorithm import RolloutCorrectionConfig
 from verl.trainer.ppo.core_algos import (
@@ -106,20 +107,7 @@ class Start:
 
 
 def new_model(seed: int) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=48,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=64,
-        pad_token_id=PAD,
-        eos_token_id=END,
-        bos_token_id=None,
-    )
-    return LlamaForCausalLM(config)
+    return tiny_llama(seed, VOCABULARY, 48, 64, pad_token_id=PAD, eos_token_id=END, bos_token_id=None)
 
 
 def draw_prompts(count: int, tools: bool, generator: torch.Generator) -> Tensor:

@@ -22,6 +22,7 @@ from verl.workers.actor.dp_actor import DataParallelPPOActor
 from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, LayerClipConfig, TokenClipConfig
 
 LOOSE, TIGHT = 5.0, 0.5  # grad_clip in usual norms
+LEARNING_RATE = 1e-4  # of AdamW; beyond that, what verl takes by default
 TOKEN_THRESHOLD = 3.0  # GradLoc's, in usual token norms
 SPIKED_LAYER, ABOVE, SPIKE, FLOOR = 1, 2, 1000.0, 1.1
 
@@ -37,7 +38,6 @@ class Settings:
         skill (float): The reward at which learning from examples stops.
         prompts (int): Sums in a step.
         answers (int): Answers to each.
-        learning_rate (float): Of AdamW; beyond that, what verl takes by default.
         warmup (int): Optimizer steps before LayerClip and TokenClip clip.
     """
 
@@ -47,7 +47,6 @@ class Settings:
     skill: float = 0.35
     prompts: int = 12
     answers: int = 8
-    learning_rate: float = 1e-4
     warmup: int = 20
 
     def spikes_in(self, step: int) -> bool:
@@ -153,7 +152,7 @@ class Run:
                 warmup_steps=settings.warmup,
             ),
         )
-        optimizer = torch.optim.AdamW(self.model.parameters(), lr=settings.learning_rate, weight_decay=0.01)
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, weight_decay=0.01)
         with contextlib.redirect_stdout(io.StringIO()):
             self.actor = DataParallelPPOActor(config, self.model, optimizer)
         self.rewards = [reward_of(self.model, self.test)]
@@ -209,7 +208,7 @@ class Run:
         """One GRPO step, with a spike of a kind.
 
         Args:
-            kind (str): One of `Spike.KINDS`.
+            kind (str): "no", or a kind of `Spike`.
             replayed (Samples, optional): What to train on; None to draw it. With samples no reward is measured.
         """
         samples = self.draw() if replayed is None else replayed
@@ -267,8 +266,6 @@ class Spike:
             model had made it.
     """
 
-    KINDS = ("no", "layer", "token", "sequence", "blow", "floor")
-
     def __init__(self, model: nn.Module) -> None:
         self.factor = 1.0
         self.blown: tuple[Tensor, int] | None = None  # the row's tokens, and the position
@@ -286,7 +283,7 @@ class Spike:
         """Plants a spike in the first mini-batch.
 
         Args:
-            kind (str): One of KINDS, not "no".
+            kind (str): One of the above.
             tokens (Tensor): The mini-batch's, (rows, PROMPT + RESPONSE).
             advantages (Tensor): The whole batch's, (more rows, RESPONSE); changed in place.
             samples (Samples): The whole batch.

@@ -105,16 +105,12 @@ def main() -> None:
             runs = [simulate(config, spread, seed) for seed in range(seeds)]
             values = {name: [run[name] for run in runs] for name in runs[0]}
             value = config.ratio if config.rule == "ratio" else config.z
-            print(
-                f"| {config.rule} {value:g} | {spread} | {mean(values['bound']):.2f} "
-                f"| {mean(values['clipped']):.2%} ({mean(values['clipped_early']):.2%}) "
-                f"| {mean(values['spike_10']):.1f} | {mean(values['spike_100']):.1f} "
-                f"| x{mean(values['ten_spikes']):.2f} | {min(values['start']):.2f} to {max(values['start']):.2f} "
-                f"| {median(values['follow_3']):.0f}, {max(values['follow_3'])} "
-                f"| {median(values['follow_100']):.0f}, {max(values['follow_100'])} "
-                f"| {median(values['fall_10']):.0f}, {max(values['fall_10'])} "
-                f"| {median(values['fall_100']):.0f}, {max(values['fall_100'])} |"
-            )
+            cells = [f"{config.rule} {value:g}", f"{spread}", f"{mean(values['bound']):.2f}"]
+            cells += [f"{mean(values['clipped']):.2%} ({mean(values['clipped_early']):.2%})"]
+            cells += [f"{mean(values[name]):.1f}" for name in ("spike_10", "spike_100")]
+            cells += [f"x{mean(values['ten_spikes']):.2f}", f"{min(values['start']):.2f} to {max(values['start']):.2f}"]
+            shifts = (values[name] for name in ("follow_3", "follow_100", "fall_10", "fall_100"))
+            print(f"| {' | '.join([*cells, *(f'{median(each):.0f}, {max(each)}' for each in shifts)])} |")
 
 
 if __name__ == "__main__":

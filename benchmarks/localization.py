@@ -117,12 +117,12 @@ def _rank(rank: int, world_size: int, directory: str, args: argparse.Namespace) 
     timeout = datetime.timedelta(minutes=10)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     import verl
-    from localization_natural import solve_natural_events
+    from localization_natural import NaturalEvents
 
     with open(f"{directory}/records" if rank == 0 else os.devnull, "w") as file:
         for micro_batches in args.micro_batches:
             for tokens in args.tokens:
-                for record in solve_natural_events(micro_batches, tokens, args):
+                for record in NaturalEvents(micro_batches, tokens, args).records():
                     print(json.dumps({"verl": verl.__version__} | record), file=file, flush=True)
     dist.destroy_process_group()
 

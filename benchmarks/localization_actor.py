@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from sums_task import tiny_llama
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 from verl import DataProto
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.utils.fsdp_utils import apply_fsdp2, get_shard_placement_fn
@@ -68,19 +69,9 @@ def gather(value: Any) -> list[Any]:
 
 def build_model(shape: Shape) -> LlamaForCausalLM:
     """With such weights the gradient norms vary from token to token."""
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.2,
-        max_position_embeddings=PROMPT + shape.length,
-        attn_implementation="sdpa",
-    )
-    return LlamaForCausalLM(config).train()
+    heads = {"num_hidden_layers": 2, "num_key_value_heads": 2}
+    changes = {"initializer_range": 0.2, "attn_implementation": "sdpa"}
+    return tiny_llama(1, VOCABULARY, 32, PROMPT + shape.length, **heads, **changes).train()
 
 
 def shard(model: LlamaForCausalLM) -> torch.nn.Module:
@@ -153,13 +144,6 @@ def copy_batch(batch: DataProto) -> DataProto:
     return DataProto.from_dict(tensors, meta_info=dict(batch.meta_info))
 
 
-def indices(place: Place, shape: Shape) -> tuple[int, int]:
-    """A token's row in its rank's mini-batch, and its position."""
-    _, micro_batch, token = place
-    row, position = divmod(token, shape.length)
-    return micro_batch * shape.rows + row, position
-
-
 class UnshardedCopy:
     """The truth by brute force: gradients of this rank's tokens on a model of its own, through the actor's loss.
 
@@ -175,7 +159,9 @@ class UnshardedCopy:
 
     def token_norm(self, batch: DataProto, place: Place) -> float:
         """‖g_t‖ of one of this rank's tokens: the loss of that token alone."""
-        row, position = indices(place, self._shape)
+        _, micro_batch, token = place
+        row, position = divmod(token, self._shape.length)
+        row += micro_batch * self._shape.rows
         rows = {name: tensor[row : row + 1] for name, tensor in batch.batch.items()}
         logits = self.model(input_ids=rows["input_ids"][:, : PROMPT + position], use_cache=False).logits[:, -1:]
         here = slice(position, position + 1)
@@ -185,19 +171,15 @@ class UnshardedCopy:
         squares = [p.grad.double().square().sum() for p in self.model.parameters() if p.grad is not None]
         return float(torch.stack(squares).sum().sqrt())
 
-    def token_equivalent(self, batch: DataProto, micro_batch: int, without: Collection[int] = ()) -> float:
-        """norm/sqrt(Σ w_t²) of one of this rank's micro-batches without some of its tokens; 0 without all of them.
+    def token_equivalent(self, batch: DataProto, micro_batch: int) -> float:
+        """norm/sqrt(Σ w_t²) of one of this rank's micro-batches.
 
         It is over its threshold where this is over τ. The weight of each token is 1/N, times what M and W add to it,
         which is left out of both sides. Tokens with a coefficient of zero do not count.
         """
         log_prob, coefficient = self._log_probs(batch, micro_batch)
-        coefficient.view(-1)[list(without)] = 0.0
-        kept = int(coefficient.count_nonzero())
-        if kept == 0:
-            return 0.0
         gradients = torch.autograd.grad(log_prob, list(self.model.parameters()), coefficient)
-        return float(_flat(gradients).norm()) / math.sqrt(kept)
+        return float(_flat(gradients).norm()) / math.sqrt(int(coefficient.count_nonzero()))
 
     def gram_matrix(self, batch: DataProto, micro_batch: int) -> Tensor:
         """⟨g_s, g_t⟩ of all tokens of one of this rank's micro-batches: float64, shape (N, N), on the CPU.
@@ -249,12 +231,12 @@ class Solver:
     def __init__(self, shape: Shape, micro_batches: int, threshold: float, untils: Sequence[str]) -> None:
         self._shape = shape
         self._micro_batches = micro_batches
-        gradloc: dict[str, Any] = {"spike_detection": True, "grad_norm_threshold": threshold}
         self._actors = {
             until: build_actor(
                 shape,
                 micro_batches,
-                **gradloc,
+                spike_detection=True,
+                grad_norm_threshold=threshold,
                 bisect_until=until,
                 bisect_budget_steps=BUDGETS[until],
                 bisect_budget_seconds=None,

@@ -30,23 +30,15 @@ from localization_actor import (
 from torch import Tensor
 from verl import DataProto
 
-# (rank, micro-batch)
-Unit = tuple[int, int]
+Unit = tuple[int, int]  # (rank, micro-batch)
 
 # The gradient is linear in the advantages, as these are on-policy updates. So they are scaled, and τ stays.
 THRESHOLD = 1.0
-
-# The norm of the other micro-batches, as a fraction of their thresholds.
-UNDER = 0.5
-
-# The share of tokens without an advantage in the other rows of sparse batches.
-CLIPPED = 0.1
-
+UNDER = 0.5  # the norm of the other micro-batches, as a fraction of their thresholds
+CLIPPED = 0.1  # the share of tokens without an advantage in the other rows of sparse batches
 # Coherent events start here: closer to the threshold, leaving out a few tokens would explain them.
 COHERENT_EXCESS = 1.5
-
-# How many coherent batches in a row may have a token over τ.
-TRIES = 20
+TRIES = 20  # how many coherent batches in a row may have a token over τ
 
 
 @dataclass(frozen=True)
@@ -105,14 +97,13 @@ class NaturalEvents:
     """Natural and coherent events of one (W, M, N), searched, with the truth from brute force.
 
     Args:
-        shape (Shape): Of the model and the micro-batches (N).
         micro_batches (int): M.
-        ranks (Ranks): The processes (W).
+        tokens (int): N, of each micro-batch.
         setting (Namespace): The options of `localization.py`.
     """
 
-    def __init__(self, shape: Shape, micro_batches: int, setting: Namespace) -> None:
-        self._shape = shape
+    def __init__(self, micro_batches: int, tokens: int, setting: Namespace) -> None:
+        self._shape = shape = Shape.of(tokens)
         self._micro_batches = micro_batches
         self._setting = setting
         self._copy = UnshardedCopy(shape, micro_batches)
@@ -122,6 +113,8 @@ class NaturalEvents:
 
     def records(self) -> Iterator[dict[str, Any]]:
         """Solves all events. Each is a batch of its own, and all x scale the same batches."""
+        sizes: dict[str, Any] = {"part": "natural", "sigma": self._setting.sigma}
+        sizes |= {"W": dist.get_world_size(), "M": self._micro_batches, "N": self._shape.tokens}
         for kind in self._setting.kinds:
             least = COHERENT_EXCESS if kind == "coherent" else 0.0
             excess = [x for x in self._setting.excess if x >= least]
@@ -132,7 +125,7 @@ class NaturalEvents:
                     for x in excess:
                         for record in self._solve(spike.at(x, self._own_rows)):
                             place = {"kind": kind, "x": x, "over_threshold": over_threshold, "seed": seed}
-                            yield place | record
+                            yield sizes | place | record
 
     def _draw(self, kind: str, over_threshold: int, seed: int, excess: float) -> Spike:
         """An event; a coherent one has no token over τ, even at `excess` times the threshold."""
@@ -226,10 +219,3 @@ def _rest(gram: Tensor, without: Sequence[int]) -> float:
     kept[list(without)] = 0.0
     # Where tokens cancel, rounding can make the squared norm negative.
     return math.sqrt(max(float(kept @ gram @ kept), 0.0) / max(float(kept.sum()), 1.0))
-
-
-def solve_natural_events(micro_batches: int, tokens: int, setting: Namespace) -> Iterator[dict[str, Any]]:
-    """The events of one (W, M, N)."""
-    sizes = {"part": "natural", "W": dist.get_world_size(), "M": micro_batches, "N": tokens, "sigma": setting.sigma}
-    for record in NaturalEvents(Shape.of(tokens), micro_batches, setting).records():
-        yield sizes | record

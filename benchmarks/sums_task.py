@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -54,21 +56,16 @@ def reward_of(model: LlamaForCausalLM, pairs: Tensor) -> float:
     return (log_probs * answer_mask(answers)).sum(1).exp().mean().item()
 
 
-def new_model(seed: int) -> LlamaForCausalLM:
+def tiny_llama(seed: int, vocabulary: int, width: int, length: int, **changes: Any) -> LlamaForCausalLM:
+    """One of three layers unless the changes say otherwise. Its weights depend on the seed alone."""
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=14,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=16,
-        pad_token_id=PAD,
-        eos_token_id=END,
-        bos_token_id=None,
-    )
-    return LlamaForCausalLM(config)
+    layers = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4, **changes}
+    sizes = {"hidden_size": width, "intermediate_size": 2 * width, "max_position_embeddings": length}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, **sizes, **layers))
+
+
+def new_model(seed: int) -> LlamaForCausalLM:
+    return tiny_llama(seed, 14, 64, 16, pad_token_id=PAD, eos_token_id=END, bos_token_id=None)
 
 
 def learn_from_examples(seed: int, skill: float) -> dict[str, Tensor]:
