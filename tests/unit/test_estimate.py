@@ -74,17 +74,14 @@ def test_an_estimate_stays_finite() -> None:
 def test_the_sums_of_token_sets_have_the_right_bits(seed: int) -> None:
     tokens, rests = candidates(seed)
     squares, priors = tokens.square_of.tolist(), tokens.prior_of.tolist()
-    n = len(squares)
     for removed in rests:
         rest = tokens.without(removed)
-        kept = [t for t in range(n) if t not in removed]
-        assert list(rest.candidates) == kept
+        kept = [t for t in range(len(squares)) if t not in removed]
         halves = tokens.halves(rest) if kept else ()
+        assert list(rest.candidates) == kept
         assert sorted(t for piece in halves for t in piece.candidates) == (kept if halves else [])
         for piece in (rest, *halves):
             assert list(piece.candidates) == sorted(piece.candidates)
             assert piece.square == math.fsum(squares[t] for t in piece.candidates)
             assert piece.expected == math.fsum(priors[t] for t in piece.candidates)
-        threshold = rest.threshold
-        assert not rest.is_over(threshold)
-        assert rest.is_over(math.nextafter(threshold, math.inf))
+        assert not rest.is_over(rest.threshold) and rest.is_over(math.nextafter(rest.threshold, math.inf))

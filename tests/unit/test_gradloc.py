@@ -11,7 +11,6 @@ from plain_passes import observe
 from gradloc import GradLoc, GradLocConfig, record_events
 from gradloc.evidence.token_facts import response_kl, text_evidence, token_evidence
 from gradloc.evidence.writer import jsonable
-from gradloc.layers.layer_names import layer_name
 from gradloc.measure import mini_batch
 from gradloc.measure.local_norms import LocalNorms
 from gradloc.measure.micro_batch import MicroBatch, token_weights
@@ -34,32 +33,15 @@ from gradloc.measure.passes import WatchedModel
         ({"bisect_until": "dawn"}, "bisect_until must be one of ['explained', 'exhaustive'], got 'dawn'."),
         ({"spike_trigger": "rank"}, "spike_trigger must be one of ['unit', 'global'], got 'rank'."),
         ({"spike_action": "explode"}, "spike_action must be one of ['log', 'skip', 'drop', 'stop'], got 'explode'."),
+        ({"spike_search": "later"}, "spike_search must be one of"),
         ({"spike_stop_after": 0}, "spike_stop_after must be an integer of at least 1, got 0."),
+        ({"spike_drill_step": 0}, "spike_drill_step must be null or a step"),
     ],
 )
 def test_bad_settings_are_refused_with_the_key_to_mend(values: dict, message: str) -> None:
     with pytest.raises(ValueError) as error:
         GradLocConfig(**values)
     assert message in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("parameter", "layer"),
-    [
-        ("model.embed_tokens.weight", "embed_tokens"),
-        ("model.layers.11.mlp.experts.3.up_proj.weight", "layers.11"),
-        ("_fsdp_wrapped_module.model.layers.3._fsdp_wrapped_module.self_attn.q_proj.weight", "layers.3"),
-        ("model.norm.weight", "norm"),
-        ("lm_head.weight", "lm_head"),
-        ("base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight", "layers.0"),
-        ("transformer.h.7.attn.c_attn.weight", "h.7"),
-        ("model.visual.blocks.2.attn.qkv.weight", "visual.blocks.2"),
-        ("model.language_model.layers.2.mlp.gate_proj.weight", "layers.2"),
-        ("tower.scale", "tower.scale"),
-    ],
-)
-def test_layer_names(parameter: str, layer: str) -> None:
-    assert layer_name(parameter) == layer
 
 
 def test_weights_are_the_derivative_of_the_aggregation() -> None:
@@ -114,9 +96,7 @@ def test_token_evidence_has_what_there_is_and_invents_nothing() -> None:
     assert facts["misaligned_share"] == pytest.approx(1 / 3)
     facts = token_evidence(tokens(rollout_log_prob=[math.nan, -4.0, -3.0, math.nan]), 0, 1)
     assert facts["misaligned_share"] == pytest.approx(2 / 3)  # as the metric counts
-
-
-def test_kl_estimates_of_the_response() -> None:
+    # The KL estimates of the response.
     found = response_kl(tokens(ref_log_prob=[-1.0, -1.0, -5.0, 7.0]), 0, 1)
     assert found["k1"] == [0.0, -1.0, 2.0]  # padding is left out
     assert found["k2"] == [0.0, 0.5, 2.0]
@@ -146,9 +126,7 @@ def test_events_are_appended_as_strict_json(tmp_path: Path) -> None:
     assert len(lines) == 3
     expected = {"norm": "NaN", "list": ["Infinity", "-Infinity", None, True], "text": "«é»\n", "array": [1.0, 1.0]}
     assert all(json.loads(line, parse_constant=pytest.fail) == expected for line in lines)
-
-
-def test_jsonable_takes_anything() -> None:
+    # Anything can be written.
     assert jsonable({1: (torch.tensor(2.0), object)}) == {"1": [2.0, str(object)]}
 
 

@@ -40,10 +40,7 @@ def log_normal(count: int, spread: float = 0.3, seed: int = 0) -> list[float]:
     return [numbers.lognormvariate(0, spread) for _ in range(count)]
 
 
-# The rules
-
-
-def test_ratio_is_a_multiple_of_the_bias_corrected_average() -> None:
+def test_bounds_are_the_formulas_of_their_rules() -> None:
     config = LayerClipConfig(rule="ratio", ratio=1000.0, beta=0.9, warmup_steps=3)
     norms = [1.0, 3.0, 2.0, 5.0, 4.0, 6.0]
     # The average that starts at zero, with the warm-up's median in place of each of its norms.
@@ -52,9 +49,7 @@ def test_ratio_is_a_multiple_of_the_bias_corrected_average() -> None:
         average = 0.9 * average + 0.1 * norm
     average /= 1 - 0.9**6
     assert statistics_of(norms, config).bound(config) == pytest.approx(1000 * average, rel=1e-12)
-
-
-def test_zscore_is_mean_plus_deviations() -> None:
+    # zscore: the mean, and deviations of it.
     config = LayerClipConfig(rule="zscore", z=1000.0, beta=0.9, warmup_steps=5)
     statistics = statistics_of([1.0, 2.0, 3.0, 4.0, 5.0], config)
     assert statistics.bound(config) == pytest.approx(3 + 1000 * 1.4826)
@@ -188,18 +183,10 @@ def test_the_larger_the_norm_the_nearer_its_target_to_the_mean() -> None:
 def test_a_layer_is_scaled_to_its_target(target: str) -> None:
     model = small_model()
     clip = LayerClip(model, LayerClipConfig(target=target, z=2.0, warmup_steps=5))
-    for norm in (1.0, 2.0, 3.0, 4.0, 5.0):
-        set_gradients(model, (norm, 1.0))
-        clip.clip(clip.squared_norms())
-    set_gradients(model, (103.0, 1.0))
-    clip.clip(clip.squared_norms())
+    take(clip, model, *((norm, 1.0) for norm in (1.0, 2.0, 3.0, 4.0, 5.0, 103.0)))
     expected = {"reciprocal": 3.0879241, "bound": 5.9652}[target]
-    assert clip.last_step["0"] == {
-        "norm": pytest.approx(103),
-        "bound": pytest.approx(5.9652),
-        "factor": pytest.approx(expected / 103),
-    }
-    assert math.sqrt(sum(p.grad.square().sum().item() for p in model[0].parameters())) == pytest.approx(expected)
+    assert clip.last_step["0"] == pytest.approx({"norm": 103, "bound": 5.9652, "factor": expected / 103})
+    assert norm_of(model[0]) == pytest.approx(expected)
     assert clip.last_step["2"]["factor"] == 1.0
     found = clip.metrics()
     assert found["actor/layer_clip/norm_max_ratio"] == pytest.approx(103 / 5.9652)
@@ -213,9 +200,8 @@ def test_statistics_do_not_depend_on_the_target(rule: str) -> None:
     for target in TARGETS:
         model = small_model()
         clips.append(LayerClip(model, LayerClipConfig(rule=rule, target=target)))
-        for norm in [*log_normal(100), *(100 * norm for norm in log_normal(300, seed=1)), 1e6]:
-            set_gradients(model, (norm, 1.0))
-            clips[-1].clip(clips[-1].squared_norms())
+        norms = [*log_normal(100), *(100 * norm for norm in log_normal(300, seed=1)), 1e6]
+        take(clips[-1], model, *((norm, 1.0) for norm in norms))
         assert rule == "fixed" or clips[-1].last_step["0"]["bound"] > 150
     reciprocal, bound = (clip.last_step["0"] for clip in clips)
     assert clips[0].state_dict() == clips[1].state_dict()
@@ -246,9 +232,6 @@ def test_bad_settings_are_refused(values: dict[str, Any], message: str) -> None:
     assert message in str(error.value)
 
 
-# One process
-
-
 def small_model() -> torch.nn.Module:
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
@@ -256,27 +239,36 @@ def small_model() -> torch.nn.Module:
 
 def set_gradients(model: torch.nn.Module, norms: tuple[float, float]) -> None:
     for layer, norm in zip((model[0], model[2]), norms, strict=True):
+        count = sum(parameter.numel() for parameter in layer.parameters())
         for parameter in layer.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        total = math.sqrt(sum(parameter.numel() for parameter in layer.parameters()))
-        for parameter in layer.parameters():
-            parameter.grad *= norm / total
+            parameter.grad = torch.full_like(parameter, norm / math.sqrt(count))
+
+
+def take(clip: LayerClip, model: torch.nn.Module, *norms: tuple[float, float]) -> float:
+    """Steps with these norms of the two layers; the last one's norm before it is clipped."""
+    for each in norms:
+        set_gradients(model, each)
+        found = clip.clip(clip.squared_norms()).item()
+    return found
+
+
+def norm_of(layer: torch.nn.Module) -> float:
+    return math.sqrt(sum(p.grad.square().sum().item() for p in layer.parameters()))
 
 
 def test_only_layers_over_their_bound_are_scaled() -> None:
     model = small_model()
     clip = LayerClip(model, LayerClipConfig(rule="ratio", warmup_steps=2))
     for _ in range(2):
-        set_gradients(model, (1.0, 2.0))
-        clip.clip(clip.squared_norms())
+        take(clip, model, (1.0, 2.0))
         assert clip.last_step["0"] == {"norm": pytest.approx(1.0), "bound": None, "factor": 1.0}
     set_gradients(model, (30.0, 0.001))
     calm = [parameter.grad.clone() for parameter in model[2].parameters()]
     assert clip.clip(clip.squared_norms()).item() == pytest.approx(30.0)
-    assert clip.last_step["0"] == {"norm": pytest.approx(30), "bound": pytest.approx(3), "factor": pytest.approx(0.1)}
+    assert clip.last_step["0"] == pytest.approx({"norm": 30, "bound": 3, "factor": 0.1})
     assert clip.last_step["2"]["factor"] == 1.0
     assert all(torch.equal(p.grad, before) for p, before in zip(model[2].parameters(), calm, strict=True))
-    assert math.sqrt(sum(p.grad.square().sum().item() for p in model[0].parameters())) == pytest.approx(3.0)
+    assert norm_of(model[0]) == pytest.approx(3.0)
 
 
 @both_rules
@@ -285,8 +277,7 @@ def test_the_statistics_take_in_the_clipped_norm(config: LayerClipConfig) -> Non
     clip = LayerClip(model, config)
     expected = LayerStatistics()
     for norm in [*log_normal(50), 1e6, 1.0, 1e6]:
-        set_gradients(model, (norm, 1.0))
-        clip.clip(clip.squared_norms())
+        take(clip, model, (norm, 1.0))
         step(expected, clip.last_step["0"]["norm"], config)
     found = clip.state_dict()["0"]
     assert (found["mean"], found["deviation"]) == pytest.approx((expected.mean, expected.deviation), rel=1e-5)
@@ -297,8 +288,7 @@ def test_the_statistics_take_in_the_clipped_norm(config: LayerClipConfig) -> Non
 def test_a_non_finite_gradient_is_left_to_the_optimizer_step(broken: float) -> None:
     model = small_model()
     clip = LayerClip(model, LayerClipConfig(rule="ratio", warmup_steps=1))
-    set_gradients(model, (1.0, 1.0))
-    clip.clip(clip.squared_norms())
+    take(clip, model, (1.0, 1.0))
     before = clip.state_dict()
     set_gradients(model, (99.0, 1.0))
     model[2].weight.grad[0, 0] = broken
@@ -332,9 +322,7 @@ def test_metrics_sum_up_all_steps_since_the_last_time() -> None:
     clip = LayerClip(model, LayerClipConfig(rule="fixed", max_norm=2.0, log_layers=True))
     assert clip.metrics() == {}
     bounds = [2.0 * math.sqrt(16 / 26), 2.0 * math.sqrt(10 / 26)]
-    for norms in ((0.1, 10.0), (0.2, 5.0)):
-        set_gradients(model, norms)
-        clip.clip(clip.squared_norms())
+    take(clip, model, (0.1, 10.0), (0.2, 5.0))
     expected = {
         "fraction": 0.5,
         "min_factor": bounds[1] / 10,
@@ -350,13 +338,10 @@ def test_metrics_sum_up_all_steps_since_the_last_time() -> None:
     for name, value in expected.items():
         assert found[f"actor/layer_clip/{name}"] == pytest.approx(value)
     assert clip.metrics() == {}
-
-
-def test_metrics_without_a_bound_invent_none() -> None:
+    # Without a bound, none is invented.
     model = small_model()
     clip = LayerClip(model, LayerClipConfig(rule="ratio"))
-    set_gradients(model, (1.0, 1.0))
-    clip.clip(clip.squared_norms())
+    take(clip, model, (1.0, 1.0))
     assert clip.metrics() == {"actor/layer_clip/fraction": 0.0, "actor/layer_clip/min_factor": 1.0}
 
 
@@ -370,16 +355,13 @@ def test_statistics_are_saved_and_loaded(caplog: pytest.LogCaptureFixture) -> No
             resumed = LayerClip(other, config)
             resumed.load_state_dict(json.loads(json.dumps(straight.state_dict())))
         for clip, module in ((straight, model), (resumed, other)):
-            set_gradients(module, (norms[i], norms[i + 1]))
-            clip.clip(clip.squared_norms())
+            take(clip, module, (norms[i], norms[i + 1]))
         assert straight.last_step == resumed.last_step
     assert caplog.text == ""
     resumed.load_state_dict(None)
     assert "No LayerClip statistics are loaded" in caplog.text
     assert resumed.state_dict() == LayerClip(other, config).state_dict()
-
-
-def test_statistics_of_another_model_are_refused() -> None:
+    # Those of another model are refused.
     clip = LayerClip(small_model(), LayerClipConfig())
     with pytest.raises(ValueError) as error:
         clip.load_state_dict({"layers.0": {}, "2": {}})
@@ -388,9 +370,6 @@ def test_statistics_of_another_model_are_refused() -> None:
         "layers only in this model: ['0']): resume from a checkpoint of this model, or set "
         "actor_rollout_ref.actor.layer_clip.enable=False."
     )
-
-
-# Layer groups
 
 
 SIZES = {
@@ -449,17 +428,27 @@ def test_layer_groups_of_model_families(
 @pytest.mark.parametrize(
     ("parameter", "layer"),
     [
+        ("model.embed_tokens.weight", "embed_tokens"),
+        ("model.layers.11.mlp.experts.3.up_proj.weight", "layers.11"),
+        ("_fsdp_wrapped_module.model.layers.3._fsdp_wrapped_module.self_attn.q_proj.weight", "layers.3"),
+        ("model.norm.weight", "norm"),
+        ("lm_head.weight", "lm_head"),
+        ("base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight", "layers.0"),
+        ("transformer.h.7.attn.c_attn.weight", "h.7"),
+        ("model.visual.blocks.2.attn.qkv.weight", "visual.blocks.2"),
+        ("model.language_model.layers.2.mlp.gate_proj.weight", "layers.2"),
+        ("tower.scale", "tower.scale"),
+        # A router is a group of its own.
         ("model.layers.3.mlp.gate.weight", "layers.3.router"),
         ("base_model.model.model.layers.3.mlp.gate.lora_A.default.weight", "layers.3.router"),
         ("model.layers.3._fsdp_wrapped_module.mlp._fsdp_wrapped_module.gate.weight", "layers.3.router"),
         ("model.layers.3.block_sparse_moe.gate.weight", "layers.3.router"),
-        ("model.layers.3.mlp.gate_proj.weight", "layers.3"),
         ("model.layers.3.mlp.shared_expert_gate.weight", "layers.3"),
         ("model.layers.3.mlp.experts.7.gate_proj.weight", "layers.3"),
         ("model.layers.3.self_attn.gate.weight", "layers.3"),
     ],
 )
-def test_a_router_is_a_group_of_its_own(parameter: str, layer: str) -> None:
+def test_layer_names(parameter: str, layer: str) -> None:
     assert layer_name(parameter) == layer
 
 

@@ -52,14 +52,18 @@ def test_a_reward_value_that_holds_the_culprits_is_named() -> None:
     assert found["sentence"].startswith(
         "The culprits are in responses with the reward 0.5 (all 7 culprits in 6 prompts, 9% of the responses): "
     )
+    # Trackers see the names of rewards, and other verdicts.
+    rows, places = mini_batch()
+    of_reward, other = misfire(event(*places), rows), {"cause": "kl", "sentence": "Of the KL loss (a part)."}
+    for verdict in (of_reward, other, None):
+        assert without_texts({"culprits": [], "verdict": verdict})["verdict"] == verdict
+    assert "verdict" not in without_texts({"culprits": []})
 
 
 @pytest.mark.parametrize(
     ("reward", "advantage", "found"), [(20.0, 15.0, True), (20.0, 1.5, True), (20.0, 0.9, False), (4.0, 15.0, False)]
 )
-def test_a_reward_far_from_all_others_is_named_in_however_many_responses(
-    reward: float, advantage: float, found: bool
-) -> None:
+def test_a_far_reward_is_named_in_however_many_responses(reward: float, advantage: float, found: bool) -> None:
     """If the advantages are larger than the other rewards are apart, which no normalized ones need to be."""
     rows, places = mini_batch(special=PROMPTS, reward=reward, advantage=advantage)
     beside = [place for place, row in rows.items() if row.reward == 0.0][:2]
@@ -103,14 +107,6 @@ def test_trackers_do_not_see_the_name_of_a_data_source(name: str) -> None:
     assert "data_source" not in bare["culprits"][0]
 
 
-def test_the_names_of_rewards_and_other_verdicts_are_kept() -> None:
-    rows, places = mini_batch()
-    of_reward, other = misfire(event(*places), rows), {"cause": "kl", "sentence": "Of the KL loss (a part)."}
-    for verdict in (of_reward, other, None):
-        assert without_texts({"culprits": [], "verdict": verdict})["verdict"] == verdict
-    assert "verdict" not in without_texts({"culprits": []})
-
-
 @pytest.mark.parametrize(
     ("changes", "is_named"),
     [
@@ -150,7 +146,7 @@ def test_culprits_in_few_prompts_say_nothing(special: int, culprits: int, is_nam
     assert misfire(event(*places[:2], *places[:2]), rows) is None
 
 
-def test_a_reward_far_from_all_others_is_named_from_one_culprit_on() -> None:
+def test_a_far_reward_is_named_from_one_culprit_on() -> None:
     """A search that explains a spike of one response names few tokens of it."""
     rows, places = mini_batch(1, reward=9.0, advantage=9.0)
     found = misfire(event(*places, *places), rows)
@@ -167,20 +163,18 @@ def test_culprits_that_do_not_explain_the_norm_do_not_count() -> None:
     for culprit in line["culprits"]:
         culprit["share"] = 0.001
     assert misfire(line, rows) is None
+    # Unknown rewards and sources are no values.
+    rows, places = mini_batch()
+    unknown = {place: RewardedRow(row.uid, None, None, row.advantage) for place, row in rows.items()}
+    assert misfire(event(*places), unknown) is None
+    not_finite = {place: RewardedRow(row.uid, math.nan, None, row.advantage) for place, row in rows.items()}
+    assert misfire(event(*places), not_finite) is None
 
 
 def test_the_chance_is_that_of_drawing_without_replacement() -> None:
     for hits, draws, marked, total in ((0, 3, 2, 7), (1, 3, 2, 7), (2, 3, 2, 7), (3, 4, 5, 9), (4, 4, 4, 8)):
         drawn = [sum(i < marked for i in found) for found in itertools.combinations(range(total), draws)]
         assert _chance(hits, draws, marked, total) == pytest.approx(sum(n >= hits for n in drawn) / len(drawn))
-
-
-def test_unknown_rewards_and_sources_are_no_values() -> None:
-    rows, places = mini_batch()
-    unknown = {place: RewardedRow(row.uid, None, None, row.advantage) for place, row in rows.items()}
-    assert misfire(event(*places), unknown) is None
-    not_finite = {place: RewardedRow(row.uid, math.nan, None, row.advantage) for place, row in rows.items()}
-    assert misfire(event(*places), not_finite) is None
 
 
 @pytest.mark.parametrize("cause", [None, *CAUSES])

@@ -16,6 +16,7 @@ from small_bundles import BAD, PROMPT, RESPONSE, ROWS, THRESHOLD, bundle, replay
 from small_bundles import kept as kept_without_bounds
 from torch import Tensor
 
+from gradloc.bundles.layout import SavedMicroBatch
 from gradloc_tools.bundles.opening import open_bundle
 from gradloc_tools.bundles.results import read_results
 from gradloc_tools.replay import remedies
@@ -84,17 +85,26 @@ def rows_by_name(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {row["name"]: row for row in result["remedies"]}
 
 
-def rows_of(replay: Callable[..., dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    return rows_by_name(replay("--remedies"))
+@pytest.fixture
+def rows(replay: Any) -> Callable[[], dict[str, dict[str, Any]]]:
+    """Gives the table of a replay of the bundle, by name."""
+    return lambda: rows_by_name(replay("--remedies"))
 
 
-def loaded(bundle: Path, kept: Path) -> tuple[Any, Model]:
-    opened = open_bundle(bundle)
-    return opened, load(opened, str(kept / "model"), default_variant(opened, None, None, "cpu"), "cpu", None, False)
+@pytest.fixture
+def loaded(bundle: Path, kept: Path) -> Callable[[], tuple[SavedMicroBatch, Model]]:
+    """Gives the bundle's micro-batch, and its model."""
+
+    def call() -> tuple[SavedMicroBatch, Model]:
+        opened = open_bundle(bundle)
+        variant = default_variant(opened, None, None, "cpu")
+        return opened.micro_batches[0, 0], load(opened, str(kept / "model"), variant, "cpu", None, False)
+
+    return call
 
 
 @pytest.mark.parametrize(("factor", "action"), [(4.0, "drop"), (0.9, "drop"), (0.9, "smooth")])
-def test_token_clip_is_the_chain_rule_with_cut_signals(bundle: Path, kept: Path, factor: float, action: str) -> None:
+def test_token_clip_is_the_chain_rule_with_cut_signals(bundle: Path, loaded: Any, factor: float, action: str) -> None:
     """With small factors, signals of ordinary tokens are cut as well, below the log-probs too.
 
     The rows' tokens have different weights, by which signals are divided.
@@ -105,8 +115,7 @@ def test_token_clip_is_the_chain_rule_with_cut_signals(bundle: Path, kept: Path,
     resave(bundle, lambda tensors: [tensors["tokens.coefficient"].mul_(factors * weights)])
     resave(bundle, lambda tensors: tensors["tokens.weight"].mul_(weights))
     bounds = bounds_of(bundle, factor, action)
-    opened, model = loaded(bundle, kept)
-    ((_, saved),) = opened.micro_batches.items()
+    saved, model = loaded()
     found = clip_tokens(model, saved, ordinary_tokens(), bounds, False)
     coefficient, weight = saved.tokens["coefficient"], saved.tokens["weight"]
     alone = torch.where(ordinary_tokens(), coefficient, 0.0)
@@ -137,7 +146,7 @@ def test_token_clip_is_the_chain_rule_with_cut_signals(bundle: Path, kept: Path,
     assert (below > 0) == (factor < 1) == (found.moved.norm > 0)
 
 
-def test_a_light_tokens_signal_is_divided_by_its_weight(bundle: Path, kept: Path) -> None:
+def test_a_light_tokens_signal_is_divided_by_its_weight(bundle: Path, loaded: Any) -> None:
     """Without that, a one-token response under a mean over sequences stands out, and training would not cut it."""
     heavy = torch.ones(ROWS, RESPONSE)
     heavy[BAD[0]] = 20.0
@@ -145,17 +154,15 @@ def test_a_light_tokens_signal_is_divided_by_its_weight(bundle: Path, kept: Path
     coefficient = open_bundle(bundle).micro_batches[0, 0].tokens["coefficient"][0, 0]
     resave(bundle, lambda tensors: tensors["tokens.weight"].mul_(heavy))
     resave(bundle, lambda tensors: tensors["tokens.coefficient"].copy_(coefficient * heavy))
-    opened, model = loaded(bundle, kept)
-    found = clip_tokens(model, opened.micro_batches[0, 0], ordinary_tokens(), bounds, False)
+    saved, model = loaded()
+    found = clip_tokens(model, saved, ordinary_tokens(), bounds, False)
     assert not found.positions.any() and found.boundary is None and found.moved.norm == 0
 
 
 @pytest.mark.parametrize(("limit", "refused"), [(1, []), (0, ["log_probs", *HIDDEN])])
-def test_more_signals_than_the_largest_share_are_left(
-    bundle: Path, replay: Any, limit: int, refused: list[str]
-) -> None:
+def test_more_signals_than_the_largest_share_are_left(bundle: Path, rows: Any, limit: int, refused: list[str]) -> None:
     know(bundle, token_clip=bounds_of(bundle, limit=limit))
-    row = rows_of(replay)["TokenClip"]
+    row = rows()["TokenClip"]
     if refused:
         assert row["left"] == pytest.approx(1) and row["masked"]["tokens"] == 0
         assert row["note"].startswith(f"At {', '.join(refused)}, more than max_share are over the bound")
@@ -164,10 +171,9 @@ def test_more_signals_than_the_largest_share_are_left(
 
 
 @pytest.mark.target(version="0.9.1")
-def test_a_signal_that_a_layer_amplifies_is_cut_where_it_leaves_it(bundle: Path, kept: Path) -> None:
+def test_an_amplified_signal_is_cut_where_it_leaves_its_layer(bundle: Path, loaded: Any) -> None:
     resave(bundle, lambda tensors: tensors["tokens.coefficient"].__setitem__(BAD, -0.1))
-    opened, model = loaded(bundle, kept)
-    ((_, saved),) = opened.micro_batches.items()
+    saved, model = loaded()
     # At the log-probs, nothing is to be seen.
     coefficient, none = saved.tokens["coefficient"], torch.zeros(ROWS, RESPONSE)
     whole = gradient_norms(model, saved, (coefficient, none)).norm
@@ -348,47 +354,37 @@ sys.exit(main([{str(bundle)!r}, "--model", {str(kept / "model")!r}, "--only", "-
 
 
 @pytest.mark.target(version="0.9.1")
-def test_verls_functions_give_the_rows_of_losses(bundle: Path, replay: Any) -> None:
+def test_verls_functions_give_the_rows_of_losses(bundle: Path, rows: Any) -> None:
     pytest.importorskip("verl")
     of_verl(bundle)
-    rows = rows_of(replay)
-    assert rows["as recorded"]["left"] == pytest.approx(1, rel=1e-5)
-    mask = rows["token mask"]
+    found = rows()
+    assert found["as recorded"]["left"] == pytest.approx(1, rel=1e-5)
+    mask = found["token mask"]
     assert mask["under"] and mask["masked"] == {"tokens": 1, "culprits": 1}
     # The mean is over one token less.
     assert mask["ordinary_moved"] == pytest.approx(1 / (ROWS * RESPONSE - 1), rel=1e-4)
-    assert rows["token TIS"]["left"] == pytest.approx(math.exp(-3), rel=1e-3)
-    assert rows["token TIS"]["ordinary_moved"] == 0
+    assert found["token TIS"]["left"] == pytest.approx(math.exp(-3), rel=1e-3)
+    assert found["token TIS"]["ordinary_moved"] == 0
+    for value in (-math.inf, math.nan):  # the rollout gave the token no log-prob
+        resave(bundle, lambda tensors, value=value: tensors["tokens.rollout_log_prob"].__setitem__(BAD, value))
+        found = rows()
+        mask = found["token mask"]
+        assert (mask["under"] and mask["masked"]["culprits"] == 1) or value != value
+        assert {"token TIS", "sequence TIS", "geometric mask"} <= set(found)
 
 
 @pytest.mark.target(version="0.9.1")
 @pytest.mark.parametrize(
     ("mode", "kl", "said"), [("vanilla", False, True), ("sapo", False, False), ("sapo", True, True)]
 )
-def test_that_a_mean_stays_over_all_tokens_is_said_where_it_is_one(
-    bundle: Path, replay: Any, mode: str, kl: bool, said: bool
-) -> None:
+def test_that_a_mean_stays_over_all_tokens_is_said(bundle: Path, rows: Any, mode: str, kl: bool, said: bool) -> None:
     """sapo takes the mean over sequences, whatever loss_agg_mode is; the KL loss does not."""
     pytest.importorskip("verl")
     sizes = {"dp_size": 1, "batch_num_tokens": ROWS * RESPONSE, "global_batch_size": ROWS}
     of_verl(bundle, policy_loss={"loss_mode": mode}, use_kl_loss=kl, global_batch_info=sizes)
     resave(bundle, lambda tensors: tensors.update({"tokens.ref_log_prob": tensors["tokens.log_prob"].clone()}))
-    row = rows_of(replay)["token mask"]
+    row = rows()["token mask"]
     assert row["masked"]["culprits"] == 1 and ("The mean stays over" in (row["note"] or "")) == said
-
-
-@pytest.mark.target(version="0.9.1")
-@pytest.mark.parametrize("value", [-math.inf, math.nan])
-def test_a_token_that_the_rollout_gave_no_log_prob_is_no_reason_to_fail(
-    bundle: Path, replay: Any, value: float
-) -> None:
-    pytest.importorskip("verl")
-    of_verl(bundle)
-    resave(bundle, lambda tensors: tensors["tokens.rollout_log_prob"].__setitem__(BAD, value))
-    rows = rows_of(replay)
-    mask = rows["token mask"]
-    assert (mask["under"] and mask["masked"]["culprits"] == 1) or value != value
-    assert {"token TIS", "sequence TIS", "geometric mask"} <= set(rows)
 
 
 OTHERS = "does not have the recorded coefficients", "TokenClip", "as recorded"
@@ -411,13 +407,7 @@ BYPASS = {"policy_loss": {"loss_mode": "bypass_mode", "rollout_correction": CORR
     ],
 )
 def test_what_cannot_be_computed_is_said(
-    bundle: Path,
-    replay: Any,
-    tensors: dict[str, Tensor | None],
-    actor: dict[str, Any],
-    sentence: str,
-    present: str,
-    absent: str,
+    bundle: Path, replay: Any, tensors: dict[str, Any], actor: dict[str, Any], sentence: str, present: str, absent: str
 ) -> None:
     pytest.importorskip("verl")
     of_verl(bundle, **actor)
@@ -439,13 +429,13 @@ def test_without_culprits_there_is_nothing_to_drop(bundle: Path, replay: Any) ->
     assert "spike_action=drop cannot be computed: the micro-batch has no culprits." in said
 
 
-def test_a_nonfinite_gradient_has_no_ratio(bundle: Path, replay: Any) -> None:
+def test_a_nonfinite_gradient_has_no_ratio(bundle: Path, rows: Any) -> None:
     resave(bundle, lambda tensors: tensors["tokens.coefficient"].__setitem__(BAD, math.nan))
-    rows = rows_of(replay)
-    assert all(row["left"] is None for row in rows.values())
-    assert rows["TokenClip"]["under"] and rows["spike_action=drop"]["under"]
-    assert rows["TokenClip"]["norm"] == pytest.approx(rows["spike_action=drop"]["norm"])
-    assert not rows["grad_clip 1, as it was set"]["under"]
+    found = rows()
+    assert all(row["left"] is None for row in found.values())
+    assert found["TokenClip"]["under"] and found["spike_action=drop"]["under"]
+    assert found["TokenClip"]["norm"] == pytest.approx(found["spike_action=drop"]["norm"])
+    assert not found["grad_clip 1, as it was set"]["under"]
 
 
 def a_row(name: str, under: bool, moved: float | None, norm: float) -> dict[str, Any]:
@@ -574,34 +564,26 @@ def test_a_remedy_has_to_take_half_of_what_the_culprits_add(
 def test_for_a_bug_no_remedy_is_recommended(source: str) -> None:
     result = a_result(1.0, 1.0)
     assert recommended(result)[0] is not None
+    for changes in ({"cause": "loss_scale"}, {"scale": {"loss": {"factor": 2.0}}}):
+        assert "the cause is loss_scale" in recommended({**result, **changes})[1]
     result["tokens"][0]["source"] = source
     first, sentence = recommended(result)
     assert first is None and sentence.startswith(f"No remedy is recommended: the cause is {source}")
     assert sentence.endswith(ADVICE[source]) and advice_by_source([result]) == ADVICE
 
 
-def test_nothing_is_recommended_for_a_wrong_loss_or_other_weights() -> None:
-    assert "the cause is loss_scale" in recommended(a_result(1.0, 1.0, cause="loss_scale"))[1]
-    assert "the cause is loss_scale" in recommended(a_result(1.0, 1.0, scale={"loss": {"factor": 2.0}}))[1]
-    first, sentence = recommended(a_result(1.0, 1.0, same_weights=False))
-    assert first is None and "probably not the weights of training" in sentence
-
-
-def test_a_replay_with_other_weights_recommends_nothing(bundle: Path, replay: Any) -> None:
-    resave(bundle, lambda tensors: tensors["tokens.log_prob"].sub_(1.0))
-    result = replay("--remedies")
-    assert not result["same_weights"]
-    assert "probably not the weights of training" in result["sentences"][-1]
-    assert advice_by_source([result]) == ADVICE
-
-
-def test_measuring_remedies_leaves_the_rest_of_a_result_as_it_was(bundle: Path, replay: Any) -> None:
+def test_measuring_remedies_leaves_the_rest_of_a_result(bundle: Path, replay: Any) -> None:
     with_remedies, plain = replay("--remedies"), replay()
     for name in set(plain) - {"time", "remedies", "sentences"}:
         assert plain[name] == with_remedies[name], name
     assert plain["sentences"] == with_remedies["sentences"][:-1]
     of_passes = {"TokenClip", "as recorded"}
     assert plain["remedies"] == [row for row in with_remedies["remedies"] if row["name"] not in of_passes]
+    # With other weights, none is recommended.
+    resave(bundle, lambda tensors: tensors["tokens.log_prob"].sub_(1.0))
+    result = replay("--remedies")
+    assert not result["same_weights"] and advice_by_source([result]) == ADVICE
+    assert "probably not the weights of training" in result["sentences"][-1]
 
 
 def test_each_row_of_remedies_is_written_and_announced(

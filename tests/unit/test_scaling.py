@@ -103,15 +103,12 @@ def test_a_wrong_factor_is_found_wherever_it_comes_in(mode: str, factor: float, 
     assert f"gradient is {factor:.4g} times what its weights, advantages and ratios give" in found["sentence"]
 
 
-def test_a_smaller_sum_of_weights_is_no_fault_where_no_number_fits() -> None:
-    """As where a correction rejects responses."""
-    assert loss_scale_warning(ranks("token-mean", of_weights=0.7)) is None
-    assert loss_scale_warning(ranks("token-mean", of_weights=1.4)) is not None
-
-
 def test_a_denominator_that_counts_padding_is_told() -> None:
     found = loss_scale_warning(ranks("padded", of_config="token-mean"))
     assert found is not None and "it could be the share of positions that are no padding." in found["sentence"]
+    # A smaller sum of weights is no fault where no number fits, as where a correction rejects responses.
+    assert loss_scale_warning(ranks("token-mean", of_weights=0.7)) is None
+    assert loss_scale_warning(ranks("token-mean", of_weights=1.4)) is not None
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -142,7 +139,7 @@ def test_what_is_near_one_is_called_one(factor: float) -> None:
     assert loss_scale_warning(ranks("token-mean", of_weights=factor)) is None
 
 
-def test_a_mode_without_a_promise_and_other_slopes_give_no_warning() -> None:
+def test_modes_without_a_promise_and_other_slopes_do_not_warn() -> None:
     assert loss_scale_warning(ranks("token-mean", of_weights=9.0, of_config="seq-mean-token-sum-norm")) is None
     assert coefficient_factor(ranks("token-mean", of_loss=9.0, noise=2 * COEFFICIENT_SPREAD)) is None
     assert coefficient_factor(ranks("token-mean", of_loss=9.0, without=["advantage"])) is None
@@ -151,16 +148,12 @@ def test_a_mode_without_a_promise_and_other_slopes_give_no_warning() -> None:
     assert coefficient_factor(by_rank) is None
     by_rank = [[*figures[:2], 2, *figures[3:]] for figures in ranks("token-mean")]
     assert coefficient_factor(by_rank) is None
-
-
-def test_ranks_with_other_numbers_of_micro_batches_have_no_number_that_fits() -> None:
+    # Ranks with other numbers of micro-batches have no number that fits.
     by_rank = ranks("token-mean", of_weights=1 / MICRO_BATCHES)
     assert loss_scale_warning(by_rank) is not None
     by_rank[1][-2] += 1
     assert loss_scale_warning(by_rank) is None
-
-
-def test_ranks_with_other_modes_have_no_sum_of_weights() -> None:
+    # Ranks with other modes have no sum of weights.
     by_rank = [ranks(mode, of_weights=9.0)[0] for mode in MODES[:2]]
     assert loss_scale_warning(by_rank[:1]) is not None and loss_scale_warning(by_rank) is None
 

@@ -127,11 +127,6 @@ def test_the_rules_on_other_facts(changes: dict[str, Any], sources: list[str]) -
     assert classify({**facts(), **changes}, MEDIANS) == sources
 
 
-def test_without_medians_nothing_is_an_outlier() -> None:
-    unknown = {"median_advantage": None, "median_weight": None}
-    assert classify(facts(advantage=here(99.0), weight=here(99.0)), unknown) == ["other"]
-
-
 def test_code_schema_and_report_have_the_same_sources() -> None:
     names = [rule.name for rule in RULES]
     assert list(SOURCES) == [*names, "other"] and len(set(names)) == len(names)
@@ -194,11 +189,9 @@ def test_medians_are_over_tokens_of_all_micro_batches() -> None:
     }
     nothing = micro_batch(response_mask=[[0.0]], weight=[[1.0]])
     assert token_medians([nothing]) == {"median_advantage": None, "median_weight": None}
-
-
-def turns(mask: str) -> str:
-    """The turn of each token of a response: 0 for a masked one."""
-    return "".join(map(str, find_turns(torch.tensor([[float(bit) for bit in mask]]))[0].tolist()))
+    # Without them, nothing is an outlier.
+    unknown = {"median_advantage": None, "median_weight": None}
+    assert classify(facts(advantage=here(99.0), weight=here(99.0)), unknown) == ["other"]
 
 
 @pytest.mark.parametrize(
@@ -214,63 +207,56 @@ def turns(mask: str) -> str:
     ],
 )
 def test_turns_are_runs_of_the_response_mask(mask: str, numbers: str) -> None:
-    assert turns(mask) == numbers
+    found = find_turns(torch.tensor([[float(bit) for bit in mask]]))[0].tolist()
+    assert "".join(map(str, found)) == numbers  # 0 for a masked one
 
 
-def mismatch(mask: list[int], off: list[int]) -> tuple[int, int]:
-    """What `find_mismatch` gives for a response, some of whose tokens are off by two nats, and some by NaN."""
-    difference = torch.tensor([[math.nan if i % 3 == 2 else 2.0 * (-1) ** i for i in range(len(mask))]])
-    log_prob = torch.full((1, len(mask)), -3.0)
-    rollout = torch.where(torch.tensor([off]) > 0, log_prob - difference, log_prob + 0.9)
-    tokens = {"response_mask": torch.tensor([mask]).float(), "log_prob": log_prob, "rollout_log_prob": rollout}
-    start, turn = find_mismatch(tokens)
-    assert start.shape == turn.shape == (1, 1)
-    return int(start), int(turn)
+def bits(text: str) -> torch.Tensor:
+    return torch.tensor([[bit == "1" for bit in text]])
 
 
-TWO_TURNS = [1] * 6 + [0] * 3 + [1] * 8
+TWO_TURNS = "11111100011111111"
 
 
 @pytest.mark.parametrize(
     ("mask", "off", "found"),
     [
         # From the second turn on; what is off in the gap does not count.
-        (TWO_TURNS, [0] * 9 + [1] * 8, (9, 2)),
-        (TWO_TURNS, [0] * 6 + [1] * 3 + [1] * 8, (9, 2)),
-        (TWO_TURNS, [0] * 6 + [1] * 3 + [0] * 8, (-1, 0)),
+        (TWO_TURNS, "00000000011111111", (9, 2)),
+        (TWO_TURNS, "00000011111111111", (9, 2)),
+        (TWO_TURNS, "00000011100000000", (-1, 0)),
         # The first of other tokens are as likely by chance.
-        (TWO_TURNS, [0] * 11 + [1] * 6, (11, 2)),
-        (TWO_TURNS, [0] * 12 + [1] * 5, (12, 0)),
-        (TWO_TURNS, [0] * 9 + [1, 0, 1, 1, 0, 1, 1, 1], (9, 2)),
+        (TWO_TURNS, "00000000000111111", (11, 2)),
+        (TWO_TURNS, "00000000000011111", (12, 0)),
+        (TWO_TURNS, "00000000010110111", (9, 2)),
         # Too few to tell.
-        (TWO_TURNS, [0] * 14 + [1] * 3, (-1, 0)),
+        (TWO_TURNS, "00000000000000111", (-1, 0)),
         # In the first turn, or in all of the response: at no boundary.
-        (TWO_TURNS, [0] * 2 + [1] * 15, (2, 0)),
-        (TWO_TURNS, [1] * 17, (0, 0)),
+        (TWO_TURNS, "00111111111111111", (2, 0)),
+        (TWO_TURNS, "11111111111111111", (0, 0)),
         # Much of the first turn is off as well.
-        (TWO_TURNS, [1, 0, 0, 1, 0, 0] + [1] * 11, (-1, 0)),
-        (TWO_TURNS, [0, 1, 0, 0, 0, 0] + [1] * 11, (9, 2)),
+        (TWO_TURNS, "10010011111111111", (-1, 0)),
+        (TWO_TURNS, "01000011111111111", (9, 2)),
         # Of three turns the last.
-        ([1, 1, 1, 0, 1, 1, 0, 1, 1, 1, 1, 1, 0], [0] * 7 + [1] * 6, (7, 3)),
+        ("1110110111110", "0000000111111", (7, 3)),
         # One turn alone has no boundary.
-        ([1] * 12, [0] * 4 + [1] * 8, (4, 0)),
-        ([0] * 4, [1] * 4, (-1, 0)),
+        ("111111111111", "000011111111", (4, 0)),
+        ("0000", "1111", (-1, 0)),
     ],
 )
-def test_where_a_mismatch_begins(mask: list[int], off: list[int], found: tuple[int, int]) -> None:
-    assert mismatch(mask, off) == found
-
-
-def test_without_rollout_log_probs_no_mismatch_begins() -> None:
-    tokens = {"response_mask": torch.tensor([TWO_TURNS]).float(), "log_prob": torch.full((1, 17), -3.0)}
-    assert [found.tolist() for found in find_mismatch(tokens)] == [[[-1]], [[0]]]
-    empty = {name: torch.zeros(2, 0) for name in ("response_mask", "log_prob", "rollout_log_prob")}
-    assert [found.tolist() for found in find_mismatch(empty)] == [[[-1], [-1]], [[0], [0]]]
+def test_where_a_mismatch_begins(mask: str, off: str, found: tuple[int, int]) -> None:
+    """In a response some of whose tokens are off by two nats, and some by NaN."""
+    difference = torch.tensor([[math.nan if i % 3 == 2 else 2.0 * (-1) ** i for i in range(len(mask))]])
+    log_prob = torch.full((1, len(mask)), -3.0)
+    rollout = torch.where(bits(off), log_prob - difference, log_prob + 0.9)
+    tokens = {"response_mask": bits(mask).float(), "log_prob": log_prob, "rollout_log_prob": rollout}
+    start, turn = find_mismatch(tokens)
+    assert start.shape == turn.shape == (1, 1) and (int(start), int(turn)) == found
 
 
 def of_two_turns(position: int, off_from: int) -> dict[str, Any]:
     """A token of the second of two responses, with what is known of it; the first response has one turn."""
-    mask = torch.tensor([[1.0] * 17, TWO_TURNS])
+    mask = torch.cat([torch.ones(1, 17), bits(TWO_TURNS).float()])
     log_prob = torch.full((2, 17), -1.0)
     rollout = log_prob.clone()
     rollout[1, off_from:] = -4.0
@@ -281,7 +267,7 @@ def of_two_turns(position: int, off_from: int) -> dict[str, Any]:
     return {"grad_norm": 100.0, "layer_norms": LAYERS, **token_evidence(tokens, 1, position)}
 
 
-def test_tokens_from_the_turn_on_with_which_the_mismatch_begins_are_retokenized() -> None:
+def test_tokens_from_the_turn_with_the_mismatch_are_retokenized() -> None:
     before, after = of_two_turns(5, 9), of_two_turns(12, 9)
     assert [before[name] for name in ("turn", "mismatch_start", "mismatch_turn")] == [1, 9, 2]
     assert [after[name] for name in ("turn", "mismatch_start", "mismatch_turn")] == [2, 9, 2]
@@ -292,3 +278,8 @@ def test_tokens_from_the_turn_on_with_which_the_mismatch_begins_are_retokenized(
     assert "retokenized" not in classify(within, MEDIANS)
     healthy = of_two_turns(12, 17)
     assert [healthy[name] for name in ("turn", "mismatch_start", "mismatch_turn")] == [2, None, None]
+    # Without the rollout's log-probs none begins.
+    tokens = {"response_mask": bits(TWO_TURNS).float(), "log_prob": torch.full((1, 17), -3.0)}
+    assert [found.tolist() for found in find_mismatch(tokens)] == [[[-1]], [[0]]]
+    empty = {name: torch.zeros(2, 0) for name in ("response_mask", "log_prob", "rollout_log_prob")}
+    assert [found.tolist() for found in find_mismatch(empty)] == [[[-1], [-1]], [[0], [0]]]

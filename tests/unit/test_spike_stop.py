@@ -43,12 +43,8 @@ def step_of_the_end(stop: SpikeStop, spikes: list[int]) -> int | None:
         ([0] * 50, None),
     ],
 )
-def test_a_run_ends_after_the_given_spikes_within_the_given_steps(spikes: list[int], end: int | None) -> None:
+def test_a_run_ends_after_the_given_spikes_within_some_steps(spikes: list[int], end: int | None) -> None:
     assert step_of_the_end(spike_stop(), spikes) == end
-
-
-def test_one_spike_is_enough_where_that_is_asked_for() -> None:
-    assert step_of_the_end(spike_stop(spike_stop_after=1), [0, 0, 1]) == 13
 
 
 @pytest.mark.parametrize("changes", [{"spike_action": "log"}, {"spike_detection": False}])
@@ -59,9 +55,9 @@ def test_a_run_without_detection_or_the_action_is_not_stopped(changes: dict[str,
 def test_a_run_is_not_stopped_in_its_last_step() -> None:
     assert step_of_the_end(spike_stop(last_step=12), [0, 9]) is None
     assert step_of_the_end(spike_stop(last_step=12), [9]) == 11
-
-
-def test_metrics_of_several_workers_of_one_and_of_none() -> None:
+    # One spike is enough where that is asked for.
+    assert step_of_the_end(spike_stop(spike_stop_after=1), [0, 0, 1]) == 13
+    # Metrics of several workers, of one, and of none.
     stop = spike_stop(spike_stop_after=2)
     assert not stop.is_due({}, 1)
     assert not stop.is_due({"actor/gradloc/triggered": [1.0]}, 2)  # before they are reduced
@@ -90,14 +86,12 @@ def test_the_exit_code_and_what_is_said(remote: bool, capsys: pytest.CaptureFixt
     assert capsys.readouterr().err == "Training ends.\n"
 
 
-def test_other_errors_are_left_alone() -> None:
+def test_other_errors_are_left_alone_and_the_exit_code_is_known() -> None:
     with pytest.raises(KeyError), exit_at_repeated_spikes():
         raise KeyError("x")
     with exit_at_repeated_spikes():
         pass
-
-
-def test_the_embedded_run_and_the_documentation_know_the_exit_code() -> None:
+    # The embedded run and the documentation know the exit code.
     assert run.STOPPED == EXIT_CODE
     page = Path(__file__).parents[2] / "docs/use/configuration.md"
     assert f"exit code is {EXIT_CODE}" in page.read_text()

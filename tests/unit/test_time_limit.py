@@ -52,9 +52,7 @@ def test_a_search_ends_when_its_limit_is_reached_and_not_before() -> None:
     assert spend(SearchTime("auto", clock), clock, 0).seconds == HEAD_START  # in a run that is young
     time = SearchTime(60.0, clock)
     assert [spend(time, clock, 100).seconds for _ in range(3)] == [60.0] * 3
-
-
-def test_a_failed_search_counts() -> None:
+    # A failed search counts.
     clock = Clock()
     time = SearchTime("auto", clock)
     with pytest.raises(RuntimeError), time.search():
@@ -77,9 +75,7 @@ def test_the_count_goes_on_after_a_resume() -> None:
     assert spend(resumed, clock, 0).seconds == pytest.approx(HEAD_START + SHARE * 10_400 - 400)
     resumed.load_state_dict(None)  # a checkpoint from before there was a limit
     assert spend(resumed, clock, 0).seconds == HEAD_START
-
-
-def test_a_drill_is_neither_counted_nor_refused() -> None:
+    # A drill is neither counted nor refused.
     clock = Clock()
     time = SearchTime("auto", clock)
     spend(time, clock, 1e6)

@@ -22,29 +22,10 @@ def named(found: UpdateMetrics) -> dict[str, float]:
 
 
 def figures(*ranks: list[dict[str, Tensor]]) -> dict[str, float]:
-    """Of one mini-batch."""
+    """Of one mini-batch; with several ranks and mini-batches, test_update_figures_ranks.py has them."""
     found = UpdateMetrics()
     found.take_in(torch.stack([own_figures(micro_batches) for micro_batches in ranks]))
     return named(found)
-
-
-def test_the_figures_of_several_ranks_and_mini_batches() -> None:
-    random = torch.Generator().manual_seed(1)
-    found, ratios, log_probs = UpdateMetrics(), [], []
-    for _ in range(3):
-        ranks = []
-        for _ in range(2):
-            log_prob, old = -2 * torch.rand(2, 4, 7, generator=random, dtype=torch.float64).exp()
-            ratios.append((log_prob - old).exp())
-            log_probs.append(log_prob)
-            ranks.append(own_figures([tokens(log_prob, old_log_prob=old)]))
-        found.take_in(torch.stack(ranks))
-    unlikely = float((torch.cat(log_probs).exp() < 0.05).double().mean())
-    assert 0 < unlikely < 1
-    assert named(found) == {
-        "ratio_max": pytest.approx(float(torch.cat(ratios).max())),
-        "unlikely_share": pytest.approx(unlikely),
-    }
 
 
 def test_small_ratios_count_to_the_rollout_only() -> None:
@@ -78,9 +59,6 @@ def test_what_is_not_a_number_is_infinite(broken: float) -> None:
     found = figures(ordinary, [tokens(log_prob, old_log_prob=other, rollout_log_prob=other)])
     assert found["ratio_max"] == found["rollout_ratio_max"] == math.inf
     assert found["unlikely_share"] == pytest.approx(math.isnan(broken) / 12)
-
-
-def test_a_probability_of_zero_is_unlikely_and_far_from_the_rollout() -> None:
     log_prob, other = torch.tensor([[-math.inf, -1.0]]), torch.tensor([[-1.0, -1.0]])
     found = figures([tokens(log_prob, old_log_prob=other, rollout_log_prob=other)])
     assert found == {"ratio_max": 1.0, "rollout_ratio_max": math.inf, "unlikely_share": 0.5}
@@ -95,7 +73,7 @@ def test_without_data_a_figure_is_missing() -> None:
     assert figures([empty], full)["ratio_max"] == pytest.approx(math.e)
 
 
-def test_the_margin_is_the_largest_of_the_update_and_missing_in_a_warm_up() -> None:
+def test_the_margin_is_the_largest_of_an_update_but_in_a_warm_up() -> None:
     found = UpdateMetrics()
     found.take_in_level(50.0, None)
     assert named(found) == {}
