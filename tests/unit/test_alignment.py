@@ -1,11 +1,10 @@
 """Alignment: log-probs of a real model, with the columns spoiled as bugs in the data path spoil them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
 import torch
+from notation import cases
 from torch import Tensor
 
 from gradloc.judge.alignment import PAIR_SUMS, PAIRS, SHIFTS, find_off, misaligned_warning
@@ -67,9 +66,14 @@ def warn(*columns: Columns) -> dict[str, str] | None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize(
+@cases(
     "healthy",
-    [{"noise": 0.0}, {"noise": 0.05}, {"noise": 0.5}, {"drift": 0.02}, {"drift": 0.1}, {"noise": 0.3, "drift": 0.05}],
+    {"noise": 0.0},
+    {"noise": 0.05},
+    {"noise": 0.5},
+    {"drift": 0.02},
+    {"drift": 0.1},
+    {"noise": 0.3, "drift": 0.05},
     ids=str,
 )
 def test_noise_and_old_weights_are_no_misalignment(model: Model, healthy: dict[str, float], seed: int) -> None:
@@ -118,18 +122,16 @@ def of_other_rows(columns: Columns, model: Model, name: str, value: float) -> Te
     return torch.where(columns["response_mask"].bool().roll(1, 0), columns[name].roll(1, 0), value)
 
 
-@pytest.mark.parametrize(
-    ("spoil", "names", "value", "said"),
-    [
-        (gathered, "log_prob old_log_prob", -2, "Training's log-probs are one position late in all responses (p[t] fi"),
-        (gathered, "old_log_prob", -2, "The old log-probs are one position late"),
-        (gathered, "ref_log_prob", 0, "The reference's log-probs are one position early"),
-        (padded, "rollout_log_prob", 0.0, "The rollout's log-probs end in exact zeros"),
-        (padded, "rollout_log_prob", -1.0, "The rollout's log-probs end in one repeated value"),
-        (padded, "log_prob old_log_prob", 0.0, "Training's log-probs end in exact zeros"),
-        (of_other_rows, "rollout_log_prob", 0.0, "are those of other responses of the batch"),
-        (of_other_rows, "old_log_prob", 0.0, "are those of other responses of the batch"),
-    ],
+@cases(
+    "spoil names value said",
+    (gathered, "log_prob old_log_prob", -2, "Training's log-probs are one position late in all responses (p[t] fi"),
+    (gathered, "old_log_prob", -2, "The old log-probs are one position late"),
+    (gathered, "ref_log_prob", 0, "The reference's log-probs are one position early"),
+    (padded, "rollout_log_prob", 0.0, "The rollout's log-probs end in exact zeros"),
+    (padded, "rollout_log_prob", -1.0, "The rollout's log-probs end in one repeated value"),
+    (padded, "log_prob old_log_prob", 0.0, "Training's log-probs end in exact zeros"),
+    (of_other_rows, "rollout_log_prob", 0.0, "are those of other responses of the batch"),
+    (of_other_rows, "old_log_prob", 0.0, "are those of other responses of the batch"),
 )
 def test_what_is_wrong_with_a_column_is_said(
     model: Model, spoil: Callable[..., Tensor], names: str, value: float, said: str

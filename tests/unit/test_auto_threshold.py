@@ -1,7 +1,5 @@
 """The rule of grad_norm_threshold=auto, without a model."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

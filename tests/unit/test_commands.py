@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from notation import Capsys
 
 from gradloc import __version__
 from gradloc_tools import __main__ as gradloc_command
@@ -15,26 +16,26 @@ COMMANDS = ["report", "replay", "convert", "selftest"]
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
-def test_help_is_a_screen_that_names_every_command(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_is_a_screen_that_names_every_command(arguments: list[str], capsys: Capsys) -> None:
     assert gradloc_command.main(arguments) == 0
     out = capsys.readouterr().out
     assert all(f"gradloc {name} " in out for name in COMMANDS)
     assert out.count("\n") <= 24 and max(map(len, out.splitlines())) <= 120
 
 
-def test_the_version_is_the_package_s(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_is_the_package_s(capsys: Capsys) -> None:
     assert gradloc_command.main(["--version"]) == 0
     assert capsys.readouterr().out == f"gradloc {__version__}\n"
 
 
-def test_an_unknown_command_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_command_is_one_sentence(capsys: Capsys) -> None:
     assert gradloc_command.main(["reprot", "DIR"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "'reprot'" in line and all(name in line for name in COMMANDS)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_the_help_of_a_command_opens_with_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_of_a_command_opens_with_an_example(name: str, capsys: Capsys) -> None:
     with pytest.raises(SystemExit) as exit:
         gradloc_command.main([name, "--help"])
     assert exit.value.code == 0

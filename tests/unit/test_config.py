@@ -16,6 +16,7 @@ import pytest
 import verl
 import yaml
 from hydra import compose, initialize_config_dir
+from notation import Caplog, Patch, cases
 from omegaconf import OmegaConf
 from verl.trainer.ppo.reward import get_custom_reward_fn
 from verl.utils.config import omega_conf_to_dataclass
@@ -177,7 +178,7 @@ def whole_key(override: str, config: Any) -> str:
 
 @pytest.mark.every_target
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_overrides_in_the_documentation_are_those_of_this_verl(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overrides_in_the_documentation_are_those_of_this_verl(page: Path, monkeypatch: Patch) -> None:
     """Composed as written, for each verl that the text names, or all; and none is a key that verl no longer reads."""
     monkeypatch.chdir(ROOT)
     whole, in_text, runs = composed(), [], []
@@ -200,28 +201,23 @@ def test_overrides_in_the_documentation_are_those_of_this_verl(page: Path, monke
             assert isinstance(get_custom_reward_fn(config), functools.partial)
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("grad_norm_threshold=-1", "grad_norm_threshold must be a positive finite number"),
-        ("bisect_dump_dir=''", "bisect_dump_dir must name a folder"),
-        ("spike_detection=maybe", "spike_detection must be True or False"),
-        ("spike_drill_step=2", "spike_drill_step needs spike_detection=True"),
-        ("spike_log=sometimes", "spike_log must be True, False, texts or null"),
-        ("spike_replay=-1", "spike_replay must be a number of bundles, 0 for none, got -1"),
-        ("spike_replay=True", "spike_replay must be a number of bundles"),
-        ("spike_action=drop", "spike_action=drop needs spike_detection=True"),
-        *(
-            (
-                f"{clip}={value}",
-                rf"{clip} is a group of keys, got .*: set actor_rollout_ref.actor.{clip}.enable={wanted}\.",
-            )
-            for clip in ("layer_clip", "token_clip")
-            for value, wanted in (("True", "True"), ("null", "False"), ("drop", "True"))
-        ),
-        ("layer_clip.ratio=0.5", "layer_clip.ratio must be a number over 1, got 0.5."),
-        ("token_clip.action=zero", "token_clip.action must be one of"),
-    ],
+@cases(
+    "override message",
+    ("grad_norm_threshold=-1", "grad_norm_threshold must be a positive finite number"),
+    ("bisect_dump_dir=''", "bisect_dump_dir must name a folder"),
+    ("spike_detection=maybe", "spike_detection must be True or False"),
+    ("spike_drill_step=2", "spike_drill_step needs spike_detection=True"),
+    ("spike_log=sometimes", "spike_log must be True, False, texts or null"),
+    ("spike_replay=-1", "spike_replay must be a number of bundles, 0 for none, got -1"),
+    ("spike_replay=True", "spike_replay must be a number of bundles"),
+    ("spike_action=drop", "spike_action=drop needs spike_detection=True"),
+    *(
+        (f"{clip}={value}", rf"{clip} is a group of keys, got .*: set actor_rollout_ref.actor.{clip}.enable={wanted}\.")
+        for clip in ("layer_clip", "token_clip")
+        for value, wanted in (("True", "True"), ("null", "False"), ("drop", "True"))
+    ),
+    ("layer_clip.ratio=0.5", "layer_clip.ratio must be a number over 1, got 0.5."),
+    ("token_clip.action=zero", "token_clip.action must be one of"),
 )
 def test_bad_values_are_refused_at_start(override: str, message: str) -> None:
     # Hydra wraps what the dataclass raises.
@@ -230,13 +226,11 @@ def test_bad_values_are_refused_at_start(override: str, message: str) -> None:
 
 
 @pytest.mark.every_target
-@pytest.mark.parametrize(
-    ("key", "value", "message"),
-    [
-        ("spike_detection", 1, "[critic] spike_detection must be True or False, got 1."),
-        ("grad_norm_threshold", -1, "[critic] grad_norm_threshold must be a positive finite number or auto, got -1."),
-        ("bisect_dump_dir", "", "[critic] bisect_dump_dir must name a folder, got ''."),
-    ],
+@cases(
+    "key value message",
+    ("spike_detection", 1, "[critic] spike_detection must be True or False, got 1."),
+    ("grad_norm_threshold", -1, "[critic] grad_norm_threshold must be a positive finite number or auto, got -1."),
+    ("bisect_dump_dir", "", "[critic] bisect_dump_dir must name a folder, got ''."),
 )
 def test_bad_values_of_the_critic_are_refused(key: str, value: object, message: str) -> None:
     fine = {"strategy": "fsdp2", "ppo_micro_batch_size_per_gpu": 1}
@@ -247,14 +241,12 @@ def test_bad_values_of_the_critic_are_refused(key: str, value: object, message: 
         FSDPCriticConfig(**fine, **{key: value})
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["spike_action=skip"], "spike_action=skip needs spike_search=training"),
-        (["spike_action=drop"], "spike_action=drop needs spike_search=training"),
-        (["spike_drill_step=2", "spike_detection=True"], "spike_drill_step tests the search in training"),
-        (["spike_action=stop", "spike_detection=True", "layer_clip.enable=True"], None),
-    ],
+@cases(
+    "overrides message",
+    (["spike_action=skip"], "spike_action=skip needs spike_search=training"),
+    (["spike_action=drop"], "spike_action=drop needs spike_search=training"),
+    (["spike_drill_step=2", "spike_detection=True"], "spike_drill_step tests the search in training"),
+    (["spike_action=stop", "spike_detection=True", "layer_clip.enable=True"], None),
 )
 def test_what_needs_a_search_in_training_is_refused(overrides: list[str], message: str | None) -> None:
     with contextlib.nullcontext() if message is None else pytest.raises(Exception, match=message):
@@ -267,11 +259,7 @@ def test_what_needs_a_search_in_training_is_refused(overrides: list[str], messag
 @pytest.mark.parametrize("engine", ["megatron", "veomni", "torchtitan"])
 def test_other_engines_only_record(engine: str) -> None:
     def config(*overrides: str) -> Any:
-        composed_with = composed(
-            f"model_engine={engine}",
-            f"{ACTOR}.ppo_micro_batch_size_per_gpu=1",
-            *overrides,
-        )
+        composed_with = composed(f"model_engine={engine}", f"{ACTOR}.ppo_micro_batch_size_per_gpu=1", *overrides)
         generated = OmegaConf.load(CONFIG_DIR / f"_generated_ppo_{engine}_trainer.yaml").actor_rollout_ref.actor
         assert list(generated) == [key for key in composed_with.actor_rollout_ref.actor if key in generated]
         return omega_conf_to_dataclass(composed_with.actor_rollout_ref.actor)
@@ -338,16 +326,14 @@ OF_THE_ENGINE = [
 
 @pytest.mark.every_target
 @pytest.mark.smoke
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        *(OF_THE_ENGINE if ENGINE else OF_THE_LEGACY_WORKERS),
-        (["actor_rollout_ref.actor.spike_drill_step=5"], "choose one of 1 to 4"),
-        (["actor_rollout_ref.actor.spike_drill_step=2", "trainer.critic_warmup=3"], "choose one of 3 to 4"),
-        (["actor_rollout_ref.actor.spike_drill_step=4"], None),
-    ],
+@cases(
+    "overrides message",
+    *(OF_THE_ENGINE if ENGINE else OF_THE_LEGACY_WORKERS),
+    (["actor_rollout_ref.actor.spike_drill_step=5"], "choose one of 1 to 4"),
+    (["actor_rollout_ref.actor.spike_drill_step=2", "trainer.critic_warmup=3"], "choose one of 3 to 4"),
+    (["actor_rollout_ref.actor.spike_drill_step=4"], None),
 )
-def test_what_the_trainer_refuses(monkeypatch: pytest.MonkeyPatch, overrides: list[str], message: str | None) -> None:
+def test_what_the_trainer_refuses(monkeypatch: Patch, overrides: list[str], message: str | None) -> None:
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer, Role
 
     def of_four_steps(trainer: RayPPOTrainer, *_: object) -> None:
@@ -361,7 +347,7 @@ def test_what_the_trainer_refuses(monkeypatch: pytest.MonkeyPatch, overrides: li
             RayPPOTrainer(composed(*overrides), None, {Role.ActorRollout: None}, None)
 
 
-def test_a_directory_that_another_run_writes_to_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_another_run_writes_to_is_refused(monkeypatch: Patch) -> None:
     first = "another run (process 7 on a-host, since noon)"
     monkeypatch.setattr(hooks, "writer_of", lambda directory: first if directory == "/used" else None)
     message = re.escape(f"{first} writes its evidence to /used: end it, or give this run another {ACTOR}.")
@@ -371,7 +357,7 @@ def test_a_directory_that_another_run_writes_to_is_refused(monkeypatch: pytest.M
     check_trainer(composed(DETECTION, f"{ACTOR}.bisect_dump_dir=/free"), 4)
 
 
-def test_a_threshold_without_detection_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_threshold_without_detection_is_warned_of(caplog: Caplog) -> None:
     for overrides in ([f"{ACTOR}.grad_norm_threshold=640", DETECTION], []):
         check_trainer(composed(*overrides), 4)
     assert "has no effect" not in caplog.text

@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow
 import pytest
 import torch
+from notation import Capsys, Patch, cases
 from printed_commands import commands_in, run_as_printed
 from pyarrow import parquet
 from small_bundles import VOCABULARY, small_model
@@ -91,7 +92,7 @@ def convert(tmp_path: Path) -> Callable[..., Bundle]:
 
 
 @pytest.fixture
-def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def refused(tmp_path: Path, capsys: Capsys) -> Callable[..., str]:
     """Gives the sentence with which a file or records are refused; nothing is written."""
 
     def call(source: Path | Records, *options: str) -> str:
@@ -146,8 +147,7 @@ def written_loss(log_prob: Tensor, lines: Records, mode: str, kind: str, clip_c:
 
 
 @pytest.mark.parametrize(
-    ("mode", "kind", "clip_c"),
-    [(mode, *kind) for mode, kind in zip(AGG_MODES, [*KINDS, KINDS[0]], strict=True)],
+    ("mode", "kind", "clip_c"), [(mode, *kind) for mode, kind in zip(AGG_MODES, [*KINDS, KINDS[0]], strict=True)]
 )
 def test_coefficients_are_those_of_the_loss(convert: Any, mode: str, kind: str, clip_c: float | None) -> None:
     lines = records()
@@ -180,7 +180,7 @@ def test_ranks_have_their_share_of_the_mean(convert: Any) -> None:
     assert ranks.event["global_threshold"] == pytest.approx(alone.event["global_threshold"])
 
 
-def test_a_bundle_has_the_records(convert: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bundle_has_the_records(convert: Any, tmp_path: Path, capsys: Capsys) -> None:
     lines = records()
     lines[0]["temperature"] = 0.7
     bundle = convert(lines, *"--step 12 --grad-norm 500 --usual-norm 0.5 --model weights --temperature 0.9".split())
@@ -238,14 +238,12 @@ def test_given_coefficients_and_weights_are_taken_as_they_are(convert: Any) -> N
     assert bundle.event["suspected"][0]["advantage"] is None
 
 
-@pytest.mark.parametrize(
-    ("missing", "options", "note", "ratio"),
-    [
-        ("old_log_probs", [], "all ratios are 1", None),
-        ("log_probs", [], "old_log_probs are taken instead", 1.0),
-        ("ref_log_probs", ["--old-from-rollout"], "", math.exp(0.1)),
-        ("ref_log_probs", ["--grad-norm", "1"], "The gradient norm 1 is under its threshold", 1.0),
-    ],
+@cases(
+    "missing options note ratio",
+    ("old_log_probs", [], "all ratios are 1", None),
+    ("log_probs", [], "old_log_probs are taken instead", 1.0),
+    ("ref_log_probs", ["--old-from-rollout"], "", math.exp(0.1)),
+    ("ref_log_probs", ["--grad-norm", "1"], "The gradient norm 1 is under its threshold", 1.0),
 )
 def test_what_is_missing_or_odd_is_noted(
     convert: Any, missing: str, options: list[str], note: str, ratio: float | None
@@ -262,7 +260,7 @@ def test_what_is_missing_or_odd_is_noted(
         torch.testing.assert_close(coefficient, -(ratio or 1.0) * moved / count_of(lines))
 
 
-def test_micro_batches_have_the_asked_size(convert: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_micro_batches_have_the_asked_size(convert: Any, monkeypatch: Patch) -> None:
     assert list(convert(records(), "--micro-batch-size", "3").rows.values()) == [[0, 1, 2], [3]]
     monkeypatch.setattr(limits, "RECORDED_MICRO_BATCHES", 2)
     assert list(convert(records()).rows.values()) == [[0, 1], [2, 3]]
@@ -276,37 +274,35 @@ LOG_PROBS = ("log_probs", "old_log_probs", "rollout_log_probs", "ref_log_probs")
 ALL = range(4)
 
 
-@pytest.mark.parametrize(
-    ("changed", "fields", "message"),
-    [
-        ([1], {"log_probs": [-1.0]}, "field 'log_probs': its shape is (1,), and that of the response is (7,)"),
-        ([1], {"advantages": [1.0] * 8}, "field 'advantages': its shape is (8,), and that of the"),
-        ([1], {"response_mask": [1] * 6}, "field 'response_mask': its shape is"),
-        ([1], {"log_probs": [[-1.0] * 7]}, "field 'log_probs': its shape is (1, 7), and that"),
-        ([1], {"advantages": NAN}, "field 'advantages': it is nan at index 0; if training had that"),
-        ([1], {"coefficients": [1.0, None, *[1.0] * 5]}, "field 'coefficients': it is nan at index 1"),
-        ([1], {"advantages": math.inf}, "field 'advantages': it is inf at index 0"),
-        ([1], {"response_mask": [None, *[1] * 6]}, "field 'response_mask': it must be of zeros and ones."),
-        ([1], {"response_mask": [0.5] * 7}, "field 'response_mask': it must be of zeros and ones."),
-        *(([1], {"advantages": value}, NUMBERS) for value in (["1"] * 7, {"a": 1}, [10**400] * 7)),
-        ([1], {"log_probs": "-1234567"}, NUMBERS),
-        ([1], {"log_probs": [0.5] * 7}, "field 'log_probs': a log-prob is not positive"),
-        *(([1], {"response_ids": [1, 2, value, *[4] * 4]}, IDS) for value in (-3, 3.5, 2**40, 10**400, True)),
-        ([1], {"rank": -1}, "field 'rank': it must be a whole number from 0 to 65,536, and is -1."),
-        ([1], {"temperature": 0}, "field 'temperature': it must be a positive number, and"),
-        ([1], {"uid": ["x"]}, "field 'uid': it must be a text or a whole number, and is ['x']."),
-        ([2], {"response_ids": []}, LENGTH),
-        ([2], {"prompt_ids": []}, LENGTH),
-        ([0], {"response_ids": None}, "field 'response_ids': a record needs prompt_ids and response_ids"),
-        ([0], {"advantages": None}, "field 'advantages': it is missing, and so is 'coefficients'."),
-        ([0], {"ref_log_probs": None}, "line 2 has values for 'ref_log_prob', and"),
-        ([0], {"micro_batch": 1}, " names a micro-batch, and"),
-        (ALL, {"advantages": 0.0}, "No token can move: all advantages or coefficients are zero, or clipped."),
-        (ALL, dict.fromkeys(LOG_PROBS), "field 'log_probs': it is missing, and so are"),
-        # The threshold is computed from all weights.
-        ([0], {"weights": [math.inf] * 5}, "field 'weights': it is inf at index 0."),
-        ([0], {"weights": [None] * 5}, "field 'weights': it is nan at index 0."),
-    ],
+@cases(
+    "changed fields message",
+    ([1], {"log_probs": [-1.0]}, "field 'log_probs': its shape is (1,), and that of the response is (7,)"),
+    ([1], {"advantages": [1.0] * 8}, "field 'advantages': its shape is (8,), and that of the"),
+    ([1], {"response_mask": [1] * 6}, "field 'response_mask': its shape is"),
+    ([1], {"log_probs": [[-1.0] * 7]}, "field 'log_probs': its shape is (1, 7), and that"),
+    ([1], {"advantages": NAN}, "field 'advantages': it is nan at index 0; if training had that"),
+    ([1], {"coefficients": [1.0, None, *[1.0] * 5]}, "field 'coefficients': it is nan at index 1"),
+    ([1], {"advantages": math.inf}, "field 'advantages': it is inf at index 0"),
+    ([1], {"response_mask": [None, *[1] * 6]}, "field 'response_mask': it must be of zeros and ones."),
+    ([1], {"response_mask": [0.5] * 7}, "field 'response_mask': it must be of zeros and ones."),
+    *(([1], {"advantages": value}, NUMBERS) for value in (["1"] * 7, {"a": 1}, [10**400] * 7)),
+    ([1], {"log_probs": "-1234567"}, NUMBERS),
+    ([1], {"log_probs": [0.5] * 7}, "field 'log_probs': a log-prob is not positive"),
+    *(([1], {"response_ids": [1, 2, value, *[4] * 4]}, IDS) for value in (-3, 3.5, 2**40, 10**400, True)),
+    ([1], {"rank": -1}, "field 'rank': it must be a whole number from 0 to 65,536, and is -1."),
+    ([1], {"temperature": 0}, "field 'temperature': it must be a positive number, and"),
+    ([1], {"uid": ["x"]}, "field 'uid': it must be a text or a whole number, and is ['x']."),
+    ([2], {"response_ids": []}, LENGTH),
+    ([2], {"prompt_ids": []}, LENGTH),
+    ([0], {"response_ids": None}, "field 'response_ids': a record needs prompt_ids and response_ids"),
+    ([0], {"advantages": None}, "field 'advantages': it is missing, and so is 'coefficients'."),
+    ([0], {"ref_log_probs": None}, "line 2 has values for 'ref_log_prob', and"),
+    ([0], {"micro_batch": 1}, " names a micro-batch, and"),
+    (ALL, {"advantages": 0.0}, "No token can move: all advantages or coefficients are zero, or clipped."),
+    (ALL, dict.fromkeys(LOG_PROBS), "field 'log_probs': it is missing, and so are"),
+    # The threshold is computed from all weights.
+    ([0], {"weights": [math.inf] * 5}, "field 'weights': it is inf at index 0."),
+    ([0], {"weights": [None] * 5}, "field 'weights': it is nan at index 0."),
 )
 def test_what_is_wrong_with_records_is_named(
     refused: Any, changed: list[int], fields: dict[str, Any], message: str
@@ -324,12 +320,10 @@ def test_weights_without_a_finite_threshold_are_refused(refused: Any) -> None:
     assert "There is no record." in refused([])
 
 
-@pytest.mark.parametrize(
-    ("texts", "said"),
-    [
-        ("step prompt completion advantage", "in TRL, train with RecordingTrainer of examples/trl_records.py."),
-        ("input output score step", "in verl, set actor_rollout_ref.actor.spike_detection=True and spike_search"),
-    ],
+@cases(
+    "texts said",
+    ("step prompt completion advantage", "in TRL, train with RecordingTrainer of examples/trl_records.py."),
+    ("input output score step", "in verl, set actor_rollout_ref.actor.spike_detection=True and spike_search"),
 )
 def test_texts_without_ids_lead_to_what_writes_ids(refused: Any, tmp_path: Path, texts: str, said: str) -> None:
     line: dict[str, Any] = dict.fromkeys(texts.split(), "a")
@@ -369,7 +363,7 @@ def test_files_that_are_not_read(refused: Any, tmp_path: Path) -> None:
     assert "bytes, and 2,147,483,648 are the limit." in refused(tmp_path / "huge.jsonl")
 
 
-def test_a_parquet_file_that_grows_is_refused(refused: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_parquet_file_that_grows_is_refused(refused: Any, tmp_path: Path, monkeypatch: Patch) -> None:
     file = tmp_path / "a.parquet"
     values = pyarrow.array([[0] * 10**6], type=pyarrow.list_(pyarrow.int64()))
     parquet.write_table(pyarrow.table({"prompt_ids": values}), file, compression="zstd", use_dictionary=False)
@@ -388,9 +382,7 @@ def one_row(file: Path, values: int) -> Path:
     return file
 
 
-def test_a_run_length_coded_file_is_refused_unread(
-    refused: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_length_coded_file_is_refused_unread(refused: Any, tmp_path: Path, monkeypatch: Patch) -> None:
     file = one_row(tmp_path / "a.parquet", 2 * 10**6)
     monkeypatch.setattr(plain_files, "TOKENS_IN_A_ROW", 10**6)
     message = "field 'prompt_ids': it has 2,000,000 values, and 1,000,000 are the limit."
@@ -405,9 +397,7 @@ def as_varint(number: int) -> bytes:
     return bytes([number << 1 & 127 | 128, number >> 6 & 127 | 128, number >> 13 & 127 | 128, number >> 20])
 
 
-def test_a_parquet_header_that_lies_does_not_fill_the_memory(
-    refused: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_parquet_header_that_lies_does_not_fill_the_memory(refused: Any, tmp_path: Path, monkeypatch: Patch) -> None:
     file = one_row(tmp_path / "a.parquet", 3 * 10**6)
     content = file.read_bytes()
     start = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
@@ -423,9 +413,7 @@ def test_a_parquet_header_that_lies_does_not_fill_the_memory(
 
 
 @pytest.mark.parametrize("option", ["--out", "--model"])
-def test_a_folder_without_a_name_is_refused(
-    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_without_a_name_is_refused(option: str, tmp_path: Path, monkeypatch: Patch, capsys: Capsys) -> None:
     file = write_lines(tmp_path / "a.jsonl", records())
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
@@ -469,7 +457,7 @@ def slime_records(file: Path, **options: Any) -> Path:
     return records
 
 
-def test_slime_train_data(convert: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_slime_train_data(convert: Any, tmp_path: Path, capsys: Capsys) -> None:
     records_of_it = slime_records(slime_file(tmp_path / "31.pt"))
     printed = capsys.readouterr()
     assert printed.out == f"2 records. Next: gradloc convert {records_of_it} --out spike --step 31\n"
@@ -492,7 +480,7 @@ def test_slime_train_data(convert: Any, tmp_path: Path, capsys: pytest.CaptureFi
     torch.testing.assert_close(weights[1], torch.full((6,), 2 / 8))
 
 
-def test_slime_train_data_of_its_earlier_form(convert: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_slime_train_data_of_its_earlier_form(convert: Any, tmp_path: Path, capsys: Capsys) -> None:
     columns = slime_columns()
 
     def save(**changes: Any) -> Path:
@@ -561,7 +549,7 @@ SLIME: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("broken", SLIME)
-def test_a_file_of_slime_that_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+def test_a_file_of_slime_that_is_not_read(tmp_path: Path, monkeypatch: Patch, broken: str) -> None:
     monkeypatch.chdir(tmp_path)
     write, message = SLIME[broken]
     write(tmp_path / "a.pt")
@@ -574,7 +562,7 @@ def test_a_file_of_slime_that_is_not_read(tmp_path: Path, monkeypatch: pytest.Mo
         assert (tmp_path / "marker").exists()  # so it works
 
 
-def test_what_slime_has_beside_plain_values_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_slime_has_beside_plain_values_is_named(tmp_path: Path, capsys: Capsys) -> None:
     slime_records(slime_file(tmp_path / "a.pt", raw_reward=[np.float64(1.0)], counts=np.zeros(3)))
     (note,) = [line for line in capsys.readouterr().err.splitlines() if "left out" in line]
     assert note.startswith("a.pt: what has the types numpy.") and note.endswith("was left out of counts, raw_reward.")
@@ -697,13 +685,11 @@ def test_the_example_for_prime_rl_makes_records(convert: Any, tmp_path: Path) ->
     assert tuple(place) == (1, 0, BAD[1])
 
 
-@pytest.mark.parametrize(
-    ("field", "values", "message"),
-    [
-        ("is_masked", [None] * 9, "its loss is not prime-rl's default one"),
-        ("ce_weights", [0.5] * 9, "it is also trained by another loss"),
-        ("advantages", [1.0] * 8, "rank_1.jsonl, line 1: the shape of advantages is (8,), and that of token_ids (9,)"),
-    ],
+@cases(
+    "field values message",
+    ("is_masked", [None] * 9, "its loss is not prime-rl's default one"),
+    ("ce_weights", [0.5] * 9, "it is also trained by another loss"),
+    ("advantages", [1.0] * 8, "rank_1.jsonl, line 1: the shape of advantages is (8,), and that of token_ids (9,)"),
 )
 def test_what_the_example_for_prime_rl_does_not_know_is_refused(
     field: str, values: list[Any], message: str, tmp_path: Path
@@ -729,7 +715,7 @@ class FakeTrainer:
         return self._get_per_token_logps_and_entropies()[0].sum()
 
 
-def test_the_example_for_trl_makes_records(convert: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_for_trl_makes_records(convert: Any, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setitem(sys.modules, "trl", SimpleNamespace(GRPOTrainer=FakeTrainer))
     trainer = runpy.run_path(str(ROOT / "examples/trl_records.py"))["RecordingTrainer"]
     lines = records()
@@ -781,9 +767,7 @@ def norm_of(model: LlamaForCausalLM, loss: Tensor) -> float:
     return math.hypot(*(float(gradient.norm()) for gradient in gradients))
 
 
-def test_a_search_of_the_bundle_finds_the_planted_token(
-    convert: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_search_of_the_bundle_finds_the_planted_token(convert: Any, tmp_path: Path, capsys: Capsys) -> None:
     model, lines, folder = small_model(), records(), str(tmp_path / "model")
     model.save_pretrained(folder)
     log_probs = [log_probs_of(model, line, 0.8) for line in lines]
@@ -808,7 +792,7 @@ def test_a_search_of_the_bundle_finds_the_planted_token(
     assert event["global_step"] == 3 and event["global_norm"] == pytest.approx(norm)
 
 
-def test_the_commands_that_it_prints_work_as_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_that_it_prints_work_as_printed(tmp_path: Path, capsys: Capsys) -> None:
     model, out = tmp_path / "its model", tmp_path / "it's a folder"
     small_model().save_pretrained(model)
     file = write_lines(tmp_path / "a.jsonl", records())

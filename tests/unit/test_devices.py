@@ -1,7 +1,5 @@
 """GradLoc, LayerClip and TokenClip beside a stand-in for a GPU: no operation mixes devices, hardly any waits for it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from cuda_stand_in import CUDA, CudaStandIn, MixedDevices
+from notation import cases
 from plain_passes import observe
 from small_bundles import BAD, NAME, THRESHOLD, kept
 from torch import Tensor, nn
@@ -145,9 +144,7 @@ def test_waits_are_counted() -> None:
 
 
 @pytest.mark.parametrize("meter", ["local", "reduced"])
-@pytest.mark.parametrize(
-    "options", [{}, {"layer_clip": True}, {"token_clip": "smooth"}], ids=["alone", "layer", "token"]
-)
+@cases("options", {}, {"layer_clip": True}, {"token_clip": "smooth"}, ids=["alone", "layer", "token"])
 def test_an_ordinary_step_waits_once_for_each_part(options: dict[str, Any], meter: str) -> None:
     """For GradLoc's norms; for those of the reduced gradient, if they are needed; and for TokenClip's counts."""
     with CudaStandIn() as stand_in:
@@ -200,19 +197,17 @@ def test_a_critics_step_waits_once() -> None:
         assert spike["cause"] == "errors"
 
 
-@pytest.mark.parametrize(
+@cases(
     "options",
-    [
-        {},
-        {"spike_action": "skip"},
-        {"spike_action": "drop"},
-        {"spike_trigger": "global", "bisect_until": "exhaustive"},
-        {"meter": "reduced", "spike_action": "drop"},
-        {"spike_drill_step": 1, "grad_norm_threshold": "auto"},
-        {"spike_drill_step": 1, "meter": "reduced"},
-        {"layer_clip": True},
-        {"token_clip": "log", "spike_action": "drop"},
-    ],
+    {},
+    {"spike_action": "skip"},
+    {"spike_action": "drop"},
+    {"spike_trigger": "global", "bisect_until": "exhaustive"},
+    {"meter": "reduced", "spike_action": "drop"},
+    {"spike_drill_step": 1, "grad_norm_threshold": "auto"},
+    {"spike_drill_step": 1, "meter": "reduced"},
+    {"layer_clip": True},
+    {"token_clip": "log", "spike_action": "drop"},
     ids=lambda options: "-".join(map(str, options.values())) or "log",
 )
 def test_no_operation_of_a_search_mixes_devices(options: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from notation import Capsys
 
 import apply_patch
 from gradloc import __version__
@@ -83,7 +84,7 @@ COMMANDS: dict[str, Callable[[list[str]], Any]] = {
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_has_the_options_that_pages_give_it(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_has_the_options_that_pages_give_it(name: str, capsys: Capsys) -> None:
     with pytest.raises(SystemExit):
         COMMANDS[name](["--help"])
     known = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", capsys.readouterr().out))

@@ -1,7 +1,5 @@
 """The steps of a spike drill, on one process: which token is drawn, and what the copy of the mini-batch is."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from notation import Patch
 
 from gradloc.fsdp import failed_pass
 from gradloc.fsdp.collectives import RankLostError
@@ -19,7 +20,7 @@ from gradloc.guarded import release_frames
 
 
 @pytest.fixture
-def one_of_two(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def one_of_two(monkeypatch: Patch) -> Iterator[None]:
     """A process group of this process alone, which is taken for one of two ranks."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     monkeypatch.setattr(failed_pass, "world_size", lambda: 2)
@@ -47,9 +48,7 @@ def interrupted() -> tuple[RecordedCollectives, Exception]:
 
 
 @pytest.mark.parametrize("failures", [0, 2, 4, 5])
-def test_an_allocation_for_the_replay_is_tried_again(
-    one_of_two: None, monkeypatch: pytest.MonkeyPatch, failures: int
-) -> None:
+def test_an_allocation_for_the_replay_is_tried_again(one_of_two: None, monkeypatch: Patch, failures: int) -> None:
     recorded, error = interrupted()
     zeros, attempts, replayed = torch.zeros, 0, []
 

@@ -5,6 +5,7 @@ from statistics import median
 
 import pytest
 import torch
+from notation import cases
 from test_search import THRESHOLD, Coherent, Tokens, run
 
 from gradloc.search.search import Search
@@ -67,9 +68,7 @@ def check(search: Search, tokens: dict[str, Tokens]) -> None:
     assert search.open_sets == []
 
 
-@pytest.mark.parametrize(
-    ("excess", "width", "most"), [(1.1, 1, 4), (1.1, 2, 3), (1.1, 4, 2), (1.5, 1, 11), (1.5, 4, 4)]
-)
+@cases("excess width most", (1.1, 1, 4), (1.1, 2, 3), (1.1, 4, 2), (1.5, 1, 11), (1.5, 4, 4))
 def test_a_natural_spike_is_soon_explained_by_few_tokens(excess: float, width: int, most: int) -> None:
     passes, named, needed = [], [], []
     for seed in range(8):

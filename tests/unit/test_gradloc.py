@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from notation import Caplog, Patch, cases
 from plain_passes import observe
 
 from gradloc import GradLoc, GradLocConfig, record_events
@@ -19,24 +20,22 @@ from gradloc.measure.pass_recorder import nothing
 from gradloc.measure.passes import WatchedModel
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"grad_norm_threshold": -1.0}, "grad_norm_threshold must be a positive finite number or auto, got -1.0."),
-        ({"grad_norm_threshold": math.nan}, "grad_norm_threshold"),
-        ({"grad_norm_threshold": math.inf}, "grad_norm_threshold"),
-        ({"grad_norm_threshold": True}, "grad_norm_threshold"),
-        ({"bisect_budget_steps": 0}, "bisect_budget_steps must be an integer of at least 1, got 0."),
-        ({"bisect_budget_steps": 2.5}, "bisect_budget_steps"),
-        ({"bisect_budget_seconds": True}, "bisect_budget_seconds must be a positive finite number, auto or null"),
-        ({"bisect_budget_seconds": "soon"}, "bisect_budget_seconds"),
-        ({"bisect_until": "dawn"}, "bisect_until must be one of ['explained', 'exhaustive'], got 'dawn'."),
-        ({"spike_trigger": "rank"}, "spike_trigger must be one of ['unit', 'global'], got 'rank'."),
-        ({"spike_action": "explode"}, "spike_action must be one of ['log', 'skip', 'drop', 'stop'], got 'explode'."),
-        ({"spike_search": "later"}, "spike_search must be one of"),
-        ({"spike_stop_after": 0}, "spike_stop_after must be an integer of at least 1, got 0."),
-        ({"spike_drill_step": 0}, "spike_drill_step must be null or a step"),
-    ],
+@cases(
+    "values message",
+    ({"grad_norm_threshold": -1.0}, "grad_norm_threshold must be a positive finite number or auto, got -1.0."),
+    ({"grad_norm_threshold": math.nan}, "grad_norm_threshold"),
+    ({"grad_norm_threshold": math.inf}, "grad_norm_threshold"),
+    ({"grad_norm_threshold": True}, "grad_norm_threshold"),
+    ({"bisect_budget_steps": 0}, "bisect_budget_steps must be an integer of at least 1, got 0."),
+    ({"bisect_budget_steps": 2.5}, "bisect_budget_steps"),
+    ({"bisect_budget_seconds": True}, "bisect_budget_seconds must be a positive finite number, auto or null"),
+    ({"bisect_budget_seconds": "soon"}, "bisect_budget_seconds"),
+    ({"bisect_until": "dawn"}, "bisect_until must be one of ['explained', 'exhaustive'], got 'dawn'."),
+    ({"spike_trigger": "rank"}, "spike_trigger must be one of ['unit', 'global'], got 'rank'."),
+    ({"spike_action": "explode"}, "spike_action must be one of ['log', 'skip', 'drop', 'stop'], got 'explode'."),
+    ({"spike_search": "later"}, "spike_search must be one of"),
+    ({"spike_stop_after": 0}, "spike_stop_after must be an integer of at least 1, got 0."),
+    ({"spike_drill_step": 0}, "spike_drill_step must be null or a step"),
 )
 def test_bad_settings_are_refused_with_the_key_to_mend(values: dict, message: str) -> None:
     with pytest.raises(ValueError) as error:
@@ -157,7 +156,7 @@ def test_a_gradient_that_is_broken_where_there_is_no_token(meter: str, scale: fl
     assert model.bias.grad.isnan().all()
 
 
-def test_token_tensors_of_different_shapes_are_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_token_tensors_of_different_shapes_are_named(caplog: Caplog) -> None:
     gradloc = GradLoc(torch.nn.Linear(2, 2), GradLocConfig(), forward=lambda *_: None)
     gradloc.start_update()
     gradloc.begin_pass({}, rows=[0, 1])
@@ -169,7 +168,7 @@ def test_token_tensors_of_different_shapes_are_named(caplog: pytest.LogCaptureFi
 
 
 @pytest.mark.parametrize("failing", [None, 0, 1])
-def test_a_failure_of_any_rank_of_a_group_is_known_to_all(failing: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_of_any_rank_of_a_group_is_known_to_all(failing: int | None, monkeypatch: Patch) -> None:
     """The figures are those of both."""
     cpu = torch.device("cpu")
     forward = lambda *_: (None, torch.zeros(1))  # noqa: E731

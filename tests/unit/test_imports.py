@@ -15,10 +15,7 @@ from gradloc.fsdp.torch_compat import REQUIRED
 
 PACKAGE = Path(__file__).resolve().parents[2] / "gradloc"
 # Imported where they are needed, so that the package does without them.
-LAZY = {
-    "bundles": {"safetensors"},
-    "adapters": {"gradloc_tools", "mlflow", "pandas"},
-}
+LAZY = {"bundles": {"safetensors"}, "adapters": {"gradloc_tools", "mlflow", "pandas"}}
 
 
 def subpackages() -> list[str]:

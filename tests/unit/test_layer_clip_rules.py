@@ -1,7 +1,5 @@
 """LayerClip's rules on their own, in one process, and the layers that names of parameters give."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging
@@ -12,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from notation import Caplog, cases
 
 from gradloc import LayerClip, LayerClipConfig
 from gradloc.layers.layer_clip import TARGETS, LayerStatistics
@@ -210,21 +209,19 @@ def test_statistics_do_not_depend_on_the_target(rule: str) -> None:
     assert bound["factor"] * bound["norm"] == pytest.approx(bound["bound"])
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"enable": 1}, "layer_clip.enable must be True or False, got 1."),
-        ({"rule": "median"}, "layer_clip.rule must be one of ['zscore', 'ratio', 'fixed'], got 'median'."),
-        ({"target": "mean"}, "layer_clip.target must be one of ['reciprocal', 'bound'], got 'mean'."),
-        ({"z": 0}, "layer_clip.z must be a positive number, got 0."),
-        ({"ratio": 1.0}, "layer_clip.ratio must be a number over 1, got 1.0."),
-        ({"beta": 1.0}, "layer_clip.beta must be a number between 0 and 1, got 1.0."),
-        ({"warmup_steps": 0}, "layer_clip.warmup_steps must be an integer over 0, got 0."),
-        ({"warmup_steps": True}, "layer_clip.warmup_steps"),
-        ({"min_bound": -1}, "layer_clip.min_bound must be a number of at least 0, got -1."),
-        ({"max_norm": 0.0}, "layer_clip.max_norm must be a positive number, got 0.0."),
-        ({"log_layers": "yes"}, "layer_clip.log_layers must be True or False, got 'yes'."),
-    ],
+@cases(
+    "values message",
+    ({"enable": 1}, "layer_clip.enable must be True or False, got 1."),
+    ({"rule": "median"}, "layer_clip.rule must be one of ['zscore', 'ratio', 'fixed'], got 'median'."),
+    ({"target": "mean"}, "layer_clip.target must be one of ['reciprocal', 'bound'], got 'mean'."),
+    ({"z": 0}, "layer_clip.z must be a positive number, got 0."),
+    ({"ratio": 1.0}, "layer_clip.ratio must be a number over 1, got 1.0."),
+    ({"beta": 1.0}, "layer_clip.beta must be a number between 0 and 1, got 1.0."),
+    ({"warmup_steps": 0}, "layer_clip.warmup_steps must be an integer over 0, got 0."),
+    ({"warmup_steps": True}, "layer_clip.warmup_steps"),
+    ({"min_bound": -1}, "layer_clip.min_bound must be a number of at least 0, got -1."),
+    ({"max_norm": 0.0}, "layer_clip.max_norm must be a positive number, got 0.0."),
+    ({"log_layers": "yes"}, "layer_clip.log_layers must be True or False, got 'yes'."),
 )
 def test_bad_settings_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as error:
@@ -345,7 +342,7 @@ def test_metrics_sum_up_all_steps_since_the_last_time() -> None:
     assert clip.metrics() == {"actor/layer_clip/fraction": 0.0, "actor/layer_clip/min_factor": 1.0}
 
 
-def test_statistics_are_saved_and_loaded(caplog: pytest.LogCaptureFixture) -> None:
+def test_statistics_are_saved_and_loaded(caplog: Caplog) -> None:
     model, other = small_model(), small_model()
     config = LayerClipConfig(rule="zscore", warmup_steps=4)
     straight, resumed = LayerClip(model, config), LayerClip(other, config)
@@ -398,22 +395,18 @@ VISUAL = {f"visual.{name}" for name in ("blocks.0", "blocks.1", "patch_embed.pro
 
 # transformers 5, which verl 0.9 takes, has other modules for some of them.
 @pytest.mark.target(version="0.9.1")
-@pytest.mark.parametrize(
-    ("family", "sizes", "groups"),
-    [
-        ("Qwen3", {}, GROUPS),
-        ("Llama", {}, GROUPS),
-        ("Gemma2", {}, GROUPS - {"lm_head"}),  # tied
-        ("Qwen2Moe", EXPERTS, GROUPS | ROUTERS),
-        ("Qwen3Moe", EXPERTS, GROUPS | ROUTERS),
-        ("Mixtral", {"num_local_experts": 3}, GROUPS | ROUTERS),
-        ("GptOss", {"num_local_experts": 3}, GROUPS | ROUTERS),
-        ("Qwen2VL", {"vision_config": VISION}, GROUPS | VISUAL),
-    ],
+@cases(
+    "family sizes groups",
+    ("Qwen3", {}, GROUPS),
+    ("Llama", {}, GROUPS),
+    ("Gemma2", {}, GROUPS - {"lm_head"}),  # tied
+    ("Qwen2Moe", EXPERTS, GROUPS | ROUTERS),
+    ("Qwen3Moe", EXPERTS, GROUPS | ROUTERS),
+    ("Mixtral", {"num_local_experts": 3}, GROUPS | ROUTERS),
+    ("GptOss", {"num_local_experts": 3}, GROUPS | ROUTERS),
+    ("Qwen2VL", {"vision_config": VISION}, GROUPS | VISUAL),
 )
-def test_layer_groups_of_model_families(
-    family: str, sizes: dict[str, Any], groups: set[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_layer_groups_of_model_families(family: str, sizes: dict[str, Any], groups: set[str], caplog: Caplog) -> None:
     kind = "ConditionalGeneration" if family == "Qwen2VL" else "CausalLM"
     with torch.device("meta"):
         config = getattr(transformers, f"{family}Config")(**SIZES, **sizes)
@@ -425,34 +418,32 @@ def test_layer_groups_of_model_families(
     assert "numbered block" not in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("parameter", "layer"),
-    [
-        ("model.embed_tokens.weight", "embed_tokens"),
-        ("model.layers.11.mlp.experts.3.up_proj.weight", "layers.11"),
-        ("_fsdp_wrapped_module.model.layers.3._fsdp_wrapped_module.self_attn.q_proj.weight", "layers.3"),
-        ("model.norm.weight", "norm"),
-        ("lm_head.weight", "lm_head"),
-        ("base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight", "layers.0"),
-        ("transformer.h.7.attn.c_attn.weight", "h.7"),
-        ("model.visual.blocks.2.attn.qkv.weight", "visual.blocks.2"),
-        ("model.language_model.layers.2.mlp.gate_proj.weight", "layers.2"),
-        ("tower.scale", "tower.scale"),
-        # A router is a group of its own.
-        ("model.layers.3.mlp.gate.weight", "layers.3.router"),
-        ("base_model.model.model.layers.3.mlp.gate.lora_A.default.weight", "layers.3.router"),
-        ("model.layers.3._fsdp_wrapped_module.mlp._fsdp_wrapped_module.gate.weight", "layers.3.router"),
-        ("model.layers.3.block_sparse_moe.gate.weight", "layers.3.router"),
-        ("model.layers.3.mlp.shared_expert_gate.weight", "layers.3"),
-        ("model.layers.3.mlp.experts.7.gate_proj.weight", "layers.3"),
-        ("model.layers.3.self_attn.gate.weight", "layers.3"),
-    ],
+@cases(
+    "parameter layer",
+    ("model.embed_tokens.weight", "embed_tokens"),
+    ("model.layers.11.mlp.experts.3.up_proj.weight", "layers.11"),
+    ("_fsdp_wrapped_module.model.layers.3._fsdp_wrapped_module.self_attn.q_proj.weight", "layers.3"),
+    ("model.norm.weight", "norm"),
+    ("lm_head.weight", "lm_head"),
+    ("base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight", "layers.0"),
+    ("transformer.h.7.attn.c_attn.weight", "h.7"),
+    ("model.visual.blocks.2.attn.qkv.weight", "visual.blocks.2"),
+    ("model.language_model.layers.2.mlp.gate_proj.weight", "layers.2"),
+    ("tower.scale", "tower.scale"),
+    # A router is a group of its own.
+    ("model.layers.3.mlp.gate.weight", "layers.3.router"),
+    ("base_model.model.model.layers.3.mlp.gate.lora_A.default.weight", "layers.3.router"),
+    ("model.layers.3._fsdp_wrapped_module.mlp._fsdp_wrapped_module.gate.weight", "layers.3.router"),
+    ("model.layers.3.block_sparse_moe.gate.weight", "layers.3.router"),
+    ("model.layers.3.mlp.shared_expert_gate.weight", "layers.3"),
+    ("model.layers.3.mlp.experts.7.gate_proj.weight", "layers.3"),
+    ("model.layers.3.self_attn.gate.weight", "layers.3"),
 )
 def test_layer_names(parameter: str, layer: str) -> None:
     assert layer_name(parameter) == layer
 
 
-def test_top_level_modules_are_the_layers_where_no_name_fits(caplog: pytest.LogCaptureFixture) -> None:
+def test_top_level_modules_are_the_layers_where_no_name_fits(caplog: Caplog) -> None:
     names = ["model.trunk.first.weight", "model.trunk.second.bias", "head.weight", "scale"]
     assert layers_by_parameter(names) == dict(zip(names, ["trunk", "trunk", "head", "scale"], strict=True))
     assert "top-level modules are used as layers: trunk, head, scale." in caplog.text

@@ -1,7 +1,5 @@
 """Mini-batches out of the ordinary in a plain training loop: what is a spike in them, and what is done about it."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Sequence
@@ -9,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from notation import Caplog, Patch
 from plain_passes import observe
 from test_without_tokens import PROMPT, RESPONSE, VOCABULARY, Model
 from torch import Tensor
@@ -104,7 +103,7 @@ def test_a_unit_over_its_threshold_is_not_explained_by_another() -> None:
     assert event["explained"] is False
 
 
-def test_a_verdict_learns_whether_the_run_is_otherwise_as_usual(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_verdict_learns_whether_the_run_is_otherwise_as_usual(monkeypatch: Patch) -> None:
     """A natural spike is rare, and of few tokens."""
     said, whole_event = [], events.whole_event
 
@@ -133,7 +132,7 @@ def test_a_verdict_learns_whether_the_run_is_otherwise_as_usual(monkeypatch: pyt
 @pytest.mark.parametrize("action", ["log", "skip"])
 @pytest.mark.parametrize("where", ["the search", "the event"])
 def test_a_spike_without_an_event_is_counted_and_skipped(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, action: str, where: str
+    monkeypatch: Patch, caplog: Caplog, action: str, where: str
 ) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise collectives.RankFailedError("rank 1: MemoryError: a planted one")
@@ -149,7 +148,7 @@ def test_a_spike_without_an_event_is_counted_and_skipped(
     assert "has no event" in caplog.text and "a planted one" in caplog.text
 
 
-def test_a_drop_that_fails_leaves_the_finding_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drop_that_fails_leaves_the_finding_as_it_is(monkeypatch: Patch) -> None:
     accumulate = Passes.accumulate
 
     def failing(passes: Passes, *arguments: Any, own_index: int | None = None, **options: Any) -> Any:
@@ -185,7 +184,7 @@ def test_an_automatic_global_threshold_is_of_that_gradient() -> None:
     assert metrics["actor/gradloc/token_norm_max"] / metrics["actor/gradloc/threshold"] > 1
 
 
-def test_an_unreadable_learning_rate_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unreadable_learning_rate_is_warned_of_once(caplog: Caplog) -> None:
     def broken() -> float:
         raise KeyError("lr")
 

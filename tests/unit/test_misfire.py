@@ -1,7 +1,5 @@
 """Whether a reward value or a data source holds the culprits: planted, by chance, and explained by the advantage."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math
@@ -10,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from notation import cases
 
 from gradloc.judge.misfire import LEAST_PROMPTS, LESS_SPECIFIC, RewardedRow, _chance, may_misfire, misfire
 from gradloc.judge.verdict import CAUSES
@@ -60,9 +59,7 @@ def test_a_reward_value_that_holds_the_culprits_is_named() -> None:
     assert "verdict" not in without_texts({"culprits": []})
 
 
-@pytest.mark.parametrize(
-    ("reward", "advantage", "found"), [(20.0, 15.0, True), (20.0, 1.5, True), (20.0, 0.9, False), (4.0, 15.0, False)]
-)
+@cases("reward advantage found", (20.0, 15.0, True), (20.0, 1.5, True), (20.0, 0.9, False), (4.0, 15.0, False))
 def test_a_far_reward_is_named_in_however_many_responses(reward: float, advantage: float, found: bool) -> None:
     """If the advantages are larger than the other rewards are apart, which no normalized ones need to be."""
     rows, places = mini_batch(special=PROMPTS, reward=reward, advantage=advantage)
@@ -107,37 +104,31 @@ def test_trackers_do_not_see_the_name_of_a_data_source(name: str) -> None:
     assert "data_source" not in bare["culprits"][0]
 
 
-@pytest.mark.parametrize(
-    ("changes", "is_named"),
-    [
-        ({}, True),
-        # Rare values have large advantages: these explain the spike, unless the reward is far from all others.
-        ({"advantage": 1.4}, True),
-        ({"advantage": 1.6}, False),
-        ({"advantage": 1.6, "reward": -1.0}, False),
-        ({"advantage": 9.0, "reward": 2.0}, False),
-        ({"advantage": 9.0, "reward": 2.1}, True),
-        # Groups of eight with one answer without any merit have such advantages.
-        ({"advantage": 7.9, "reward": 2.1}, True),
-        ({"advantage": 7.9, "reward": -1.1}, False),
-        ({"advantage": 9.0, "reward": -1.1}, True),
-        # Responses of groups with equal rewards have no advantage, and no gradient.
-        ({"advantage": 0.0}, False),
-        ({"advantage": math.nan}, False),
-        # What many responses have is no cause.
-        ({"reward": 1.0, "special": PROMPTS}, False),
-    ],
+@cases(
+    "changes is_named",
+    ({}, True),
+    # Rare values have large advantages: these explain the spike, unless the reward is far from all others.
+    ({"advantage": 1.4}, True),
+    ({"advantage": 1.6}, False),
+    ({"advantage": 1.6, "reward": -1.0}, False),
+    ({"advantage": 9.0, "reward": 2.0}, False),
+    ({"advantage": 9.0, "reward": 2.1}, True),
+    # Groups of eight with one answer without any merit have such advantages.
+    ({"advantage": 7.9, "reward": 2.1}, True),
+    ({"advantage": 7.9, "reward": -1.1}, False),
+    ({"advantage": 9.0, "reward": -1.1}, True),
+    # Responses of groups with equal rewards have no advantage, and no gradient.
+    ({"advantage": 0.0}, False),
+    ({"advantage": math.nan}, False),
+    # What many responses have is no cause.
+    ({"reward": 1.0, "special": PROMPTS}, False),
 )
 def test_advantages_may_explain_a_spike(changes: dict[str, Any], is_named: bool) -> None:
     rows, places = mini_batch(**changes)
     assert (misfire(event(*places), rows) is not None) == is_named
 
 
-@pytest.mark.parametrize(
-    ("special", "culprits", "is_named"),
-    # Three of six in 64 responses: 20 / 41664 by chance, times three rewards.
-    [(6, 6, True), (6, 4, True), (6, 3, False), (4, 3, True), (4, 2, False)],
-)
+@cases("special culprits is_named", (6, 6, True), (6, 4, True), (6, 3, False), (4, 3, True), (4, 2, False))
 def test_culprits_in_few_prompts_say_nothing(special: int, culprits: int, is_named: bool) -> None:
     rows, places = mini_batch(special)
     assert (misfire(event(*places[:culprits]), rows) is not None) == is_named

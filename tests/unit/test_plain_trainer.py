@@ -1,7 +1,5 @@
 """GradLoc in a training loop of its own, without verl: one process, a model that is not sharded."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import partial
@@ -9,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from notation import Caplog, cases
 from plain_passes import observe
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
@@ -154,7 +153,7 @@ def test_the_norm_of_a_large_gradient_is_exact() -> None:
     assert event["global_norm"] == pytest.approx(float(expected), rel=1e-6)
 
 
-def test_norms_are_taken_in_with_a_given_threshold_too(caplog: pytest.LogCaptureFixture) -> None:
+def test_norms_are_taken_in_with_a_given_threshold_too(caplog: Caplog) -> None:
     model = Plain()
     state = train_pass(model, Forward(model), GradLocConfig(grad_norm_threshold=1e9)).state_dict()
     assert len(json.loads(json.dumps(state))["token_norms"]) == 1
@@ -234,7 +233,7 @@ def test_gradients_that_are_left_from_before_are_told() -> None:
     assert sentence.startswith("The optimizer's gradient is at least 2 times what the backward passes")
 
 
-def test_tokens_that_cannot_be_read_are_no_error_of_training(caplog: pytest.LogCaptureFixture) -> None:
+def test_tokens_that_cannot_be_read_are_no_error_of_training(caplog: Caplog) -> None:
     """The rest of the update is not searched; the next one is. What fails again is not logged again."""
     forward = Forward(Plain())
     gradloc = GradLoc(forward.logits, GradLocConfig(grad_norm_threshold=1e-6, bisect_budget_steps=2), forward)
@@ -267,7 +266,7 @@ def test_tokens_that_cannot_be_read_are_no_error_of_training(caplog: pytest.LogC
     assert record.exc_info is not None and "of one shape" in str(record.exc_info[1])
 
 
-def test_values_that_cannot_be_read_are_no_error_of_training(caplog: pytest.LogCaptureFixture) -> None:
+def test_values_that_cannot_be_read_are_no_error_of_training(caplog: Caplog) -> None:
     model = torch.nn.Linear(2, 1)
     watch = CriticWatch(model, GradLocConfig(grad_norm_threshold=1e-6), None)
     known = {name: torch.ones(ROWS, RESPONSE) for name in ("response_mask", "returns", "old_value")}
@@ -285,13 +284,11 @@ def test_values_that_cannot_be_read_are_no_error_of_training(caplog: pytest.LogC
     assert found == [1, 0, 1] and caplog.text.count("cannot be read") == 1
 
 
-@pytest.mark.parametrize(
-    ("modes", "warned"),
-    [
-        (["seq-mean-token-mean", "seq-mean-token-mean"], True),
-        (["seq-mean-token-mean", "seq-mean-token-sum-norm"], False),
-        (["seq-mean-token-sum-norm", "seq-mean-token-mean"], False),
-    ],
+@cases(
+    "modes warned",
+    (["seq-mean-token-mean", "seq-mean-token-mean"], True),
+    (["seq-mean-token-mean", "seq-mean-token-sum-norm"], False),
+    (["seq-mean-token-sum-norm", "seq-mean-token-mean"], False),
 )
 def test_the_sum_of_weights_is_checked_if_all_promise_the_same(modes: list[str], warned: bool) -> None:
     """Each micro-batch's loss says how it is aggregated; the last one does not speak for the others."""

@@ -1,7 +1,5 @@
 """The plugin's parts that need no verl: acting after imports, what does not fit, and its config groups."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import logging
@@ -16,6 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
+from notation import Caplog, Patch
 
 import trees
 
@@ -26,7 +25,7 @@ from gradloc_verl.status import expect  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
-def fresh_status(monkeypatch: pytest.MonkeyPatch) -> None:
+def fresh_status(monkeypatch: Patch) -> None:
     monkeypatch.setattr(status, "failures", {})
     monkeypatch.setattr(status, "lost", {})
     monkeypatch.setattr(status, "installed", True)
@@ -45,9 +44,7 @@ def write(folder: Path, **modules: str) -> None:
         (folder / f"{name}.py").write_text(text)
 
 
-def test_a_module_is_changed_before_its_importer_takes_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finders: None
-) -> None:
+def test_a_module_is_changed_before_its_importer_takes_names(tmp_path: Path, monkeypatch: Patch, finders: None) -> None:
     write(tmp_path, late_one="VALUE = 1", late_two="from late_one import VALUE")
     monkeypatch.syspath_prepend(tmp_path)
     seen = []
@@ -78,7 +75,7 @@ def test_what_does_not_fit_is_named() -> None:
     assert str(caught.value) == "Engine.train_batch takes (self, data, loss_function, more), not (self, batch, …)"
 
 
-def test_an_error_is_logged_and_refuses_the_runs_that_need_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_is_logged_and_refuses_the_runs_that_need_it(caplog: Caplog) -> None:
     def fail() -> None:
         raise status.Unfit("Engine has no optimizer_step")
 

@@ -1,7 +1,5 @@
 """The plugin in processes with a verl 0.9.1 that is not patched, which finds it as verl finds plugins; no training."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from jsonschema import Draft202012Validator
+from notation import Patch
 from small_bundles import resign
 
 from gradloc.bundles import layout, limits
@@ -182,7 +183,7 @@ def test_of_many_micro_batches_the_likeliest_are_kept(tmp_path: Path) -> None:
     assert list(bundle.micro_batches) == sorted(bundle.micro_batches)
 
 
-def test_what_a_bundle_may_not_have_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_bundle_may_not_have_is_refused(tmp_path: Path, monkeypatch: Patch) -> None:
     parts = micro_batches()
     saved = SavedMicroBatch(samples({}), parts[0, 1].tokens, parts[0, 1].rng_state)
     size = sum(tensor.nbytes for tensor in layout.to_tensors(saved).values())
@@ -202,9 +203,7 @@ def test_what_a_bundle_may_not_have_is_refused(tmp_path: Path, monkeypatch: pyte
     assert [path.name for path in (tmp_path / "replay").iterdir()] == [Path(name).name]
 
 
-def test_a_folder_that_another_rank_renames_meanwhile_is_not_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_another_rank_renames_meanwhile_is_not_counted(tmp_path: Path, monkeypatch: Patch) -> None:
     (tmp_path / "a-rank0").mkdir()
     (tmp_path / "a-rank0" / "file").write_bytes(b"123")
     unfinished = tmp_path / ".99.a-rank1"
@@ -225,7 +224,7 @@ def test_a_folder_that_another_rank_renames_meanwhile_is_not_counted(
     assert bytes_of_bundles(tmp_path) == 7 and not unfinished.exists()
 
 
-def test_each_rank_has_a_share_of_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rank_has_a_share_of_the_limit(tmp_path: Path, monkeypatch: Patch) -> None:
     parts = micro_batches()
     write(tmp_path, parts, "-rank0", world_size=2)
     (tmp_path / "replay" / ".99.step-rank1").mkdir()

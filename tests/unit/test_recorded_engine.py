@@ -1,6 +1,6 @@
 """Recorded spikes of an engine that has only verl's base interface; no GPU, no other ranks, no FSDP."""
 
-from __future__ import annotations
+from __future__ import annotations  # TensorDict is there in one verl alone
 
 import functools
 import json
@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from notation import Caplog, Patch
 
 import trees
 
@@ -231,7 +232,7 @@ def bundle_entries(bundle: Any) -> dict[tuple[int, int], dict[str, Any]]:
     return {(each["rank"], each["micro_batch"]): each for each in bundle.manifest["micro_batches"]}
 
 
-def test_a_loss_without_log_probs_is_an_event_without_tokens(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_loss_without_log_probs_is_an_event_without_tokens(tmp_path: Path, caplog: Caplog) -> None:
     def loss_of_logits(config: Any, model_output: dict[str, Any], data: Any, dp_group: Any = None) -> Any:
         return model_output["logits"].sum() * 1e3, {}
 
@@ -252,9 +253,7 @@ def test_a_loss_without_log_probs_is_an_event_without_tokens(tmp_path: Path, cap
 
 
 @pytest.mark.parametrize("what", ["_begin", "_observe", "read", "_check", "write_recorded_bundle", "write"])
-def test_an_error_of_ours_is_a_warning(
-    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_error_of_ours_is_a_warning(what: str, tmp_path: Path, monkeypatch: Patch, caplog: Caplog) -> None:
     from verl.utils.gradloc.adapters import update_evidence
 
     def fail(*_: Any, **__: Any) -> Any:
@@ -290,9 +289,7 @@ def test_an_error_of_the_loss_is_raised_as_it_is_and_verl_has_its_function_back(
 
 
 @pytest.mark.parametrize("fails", ["is full", "hangs", "hangs where the checkpoints lie"])
-def test_a_disk_without_a_bundle_is_a_warning(
-    fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_disk_without_a_bundle_is_a_warning(fails: str, tmp_path: Path, monkeypatch: Patch, caplog: Caplog) -> None:
     """One that does not answer is waited for once, and not long."""
     answers = threading.Event()
 
@@ -317,7 +314,7 @@ def test_a_disk_without_a_bundle_is_a_warning(
     assert ("No space left" if fails == "is full" else "does not respond") in caplog.text
 
 
-def test_no_more_bundles_than_wanted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_more_bundles_than_wanted(tmp_path: Path, caplog: Caplog) -> None:
     trained(recorded(StandIn), tmp_path, [batch(), batch(), batch()], spike_replay=2)
     assert [event["replay"] is None for event in lines(tmp_path)] == [False, False, True]
     assert "-rank0 has 2 of 2 (spike_replay)" in caplog.text
@@ -346,7 +343,7 @@ def test_an_automatic_threshold_survives_a_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("state", [None, {"form": 99, "gradloc": {"token_norms": []}}])
 def test_a_state_of_another_form_is_a_sentence_and_the_warm_up_starts_over(
-    state: dict[str, Any] | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    state: dict[str, Any] | None, tmp_path: Path, caplog: Caplog
 ) -> None:
     path = tmp_path / "checkpoint" / saved_state.STATE_FILE
     path.parent.mkdir()
@@ -363,9 +360,7 @@ def test_a_state_of_another_form_is_a_sentence_and_the_warm_up_starts_over(
 
 
 @pytest.mark.parametrize("change", ["off", "not_a_source", "dynamic"])
-def test_where_nothing_is_recorded_the_loss_is_verls(
-    change: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_where_nothing_is_recorded_the_loss_is_verls(change: str, tmp_path: Path, caplog: Caplog) -> None:
     engine = recorded(StandIn)
     seen = []
     engine.forward_backward_batch = lambda data, loss, forward_only: (
@@ -426,7 +421,7 @@ def test_the_scale_is_that_of_the_spike(overflows: bool, tmp_path: Path) -> None
 
 
 def test_a_last_mini_batch_that_is_not_recorded_ends_the_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: Patch, caplog: Caplog
 ) -> None:
     batches = [batch(), batch()]
     for index, data in enumerate(batches):
@@ -454,7 +449,7 @@ class OfAnotherRank(StandIn):
         return 1e4
 
 
-def test_a_rank_without_a_token_that_can_move_is_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_rank_without_a_token_that_can_move_is_no_warning(tmp_path: Path, caplog: Caplog) -> None:
     data = batch(planted=False)
     data["advantages"].values().zero_()
     trained(recorded(OfAnotherRank), tmp_path, [data, batch(planted=False)])

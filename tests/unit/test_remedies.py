@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from notation import Capsys, Patch, cases
 from pages import texts_of
 from small_bundles import BAD, PROMPT, RESPONSE, ROWS, THRESHOLD, bundle, replay, resave, resign, small_model
 from small_bundles import kept as kept_without_bounds
@@ -288,9 +289,7 @@ def norm_of(gradients: list[dict[str, Tensor]]) -> float:
 
 
 @pytest.mark.target(version="0.9.1")
-def test_a_table_has_every_field_and_says_what_is_missing(
-    bundle: Path, replay: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_table_has_every_field_and_says_what_is_missing(bundle: Path, replay: Any, monkeypatch: Patch) -> None:
     def missing() -> Any:
         raise ImportError("none here")
 
@@ -374,9 +373,7 @@ def test_verls_functions_give_the_rows_of_losses(bundle: Path, rows: Any) -> Non
 
 
 @pytest.mark.target(version="0.9.1")
-@pytest.mark.parametrize(
-    ("mode", "kl", "said"), [("vanilla", False, True), ("sapo", False, False), ("sapo", True, True)]
-)
+@cases("mode kl said", ("vanilla", False, True), ("sapo", False, False), ("sapo", True, True))
 def test_that_a_mean_stays_over_all_tokens_is_said(bundle: Path, rows: Any, mode: str, kl: bool, said: bool) -> None:
     """sapo takes the mean over sequences, whatever loss_agg_mode is; the KL loss does not."""
     pytest.importorskip("verl")
@@ -392,19 +389,14 @@ CORRECTION = {"rollout_rs": None, "rollout_is": None, "loss_type": "ppo_clip"}
 BYPASS = {"policy_loss": {"loss_mode": "bypass_mode", "rollout_correction": CORRECTION}}
 
 
-@pytest.mark.parametrize(
-    ("tensors", "actor", "sentence", "present", "absent"),
-    [
-        ({"rollout_log_prob": None}, {}, "The bundle has no log-probs of the rollout", "GSPO", "token TIS"),
-        ({"old_log_prob": None}, {}, "The bundle has no old_log_prob, which verl's losses need.", "TokenClip", "GSPO"),
-        ({}, {"entropy_coeff": 0.1}, "10 of 10 tokens differ", "TokenClip", "as recorded"),
-        ({}, {"policy_loss": {"loss_mode": "geo_mean"}}, *OTHERS),
-        *(
-            ({"rollout_is_weight": torch.full((ROWS, RESPONSE), value)}, {}, *OTHERS)
-            for value in (0.5, math.nan, -1e38)
-        ),
-        ({}, BYPASS, "In bypass_mode, verl takes a loss of its own", "token mask", "GSPO"),
-    ],
+@cases(
+    "tensors actor sentence present absent",
+    ({"rollout_log_prob": None}, {}, "The bundle has no log-probs of the rollout", "GSPO", "token TIS"),
+    ({"old_log_prob": None}, {}, "The bundle has no old_log_prob, which verl's losses need.", "TokenClip", "GSPO"),
+    ({}, {"entropy_coeff": 0.1}, "10 of 10 tokens differ", "TokenClip", "as recorded"),
+    ({}, {"policy_loss": {"loss_mode": "geo_mean"}}, *OTHERS),
+    *(({"rollout_is_weight": torch.full((ROWS, RESPONSE), value)}, {}, *OTHERS) for value in (0.5, math.nan, -1e38)),
+    ({}, BYPASS, "In bypass_mode, verl takes a loss of its own", "token mask", "GSPO"),
 )
 def test_what_cannot_be_computed_is_said(
     bundle: Path, replay: Any, tensors: dict[str, Any], actor: dict[str, Any], sentence: str, present: str, absent: str
@@ -504,9 +496,7 @@ def test_a_result_with_other_remedies_is_left_out(kept: Path, tmp_path: Path) ->
         assert read_results(str(tmp_path)) == [], change
 
 
-def test_the_advice_for_a_source_is_the_best_remedy(
-    kept: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_advice_for_a_source_is_the_best_remedy(kept: Path, tmp_path: Path, capsys: Capsys) -> None:
     folder = tmp_path / "evidence"
     shutil.copytree(kept, folder)
     page = tmp_path / "page.html"
@@ -540,16 +530,14 @@ def a_result(rest: float | None, *left: float, **changes: Any) -> dict[str, Any]
     return {"units": [unit], "tokens": [culprit], "remedies": rows, "remedy_notes": [], "global_step": 1, **changes}
 
 
-@pytest.mark.parametrize(
-    ("rest", "left", "best_one"),
-    [
-        (20.0, (96.0, 61.0), None),
-        (20.0, (96.0, 59.0), "leaves 59"),
-        (90.0, (96.0, 94.0), "leaves 94"),
-        (None, (96.0, 51.0), None),
-        (None, (96.0, 49.0), "leaves 49"),
-        (120.0, (96.0, 60.0, 40.0), "leaves 40"),
-    ],
+@cases(
+    "rest left best_one",
+    (20.0, (96.0, 61.0), None),
+    (20.0, (96.0, 59.0), "leaves 59"),
+    (90.0, (96.0, 94.0), "leaves 94"),
+    (None, (96.0, 51.0), None),
+    (None, (96.0, 49.0), "leaves 49"),
+    (120.0, (96.0, 60.0, 40.0), "leaves 40"),
 )
 def test_a_remedy_has_to_take_half_of_what_the_culprits_add(
     rest: float | None, left: tuple[float, ...], best_one: str | None
@@ -587,7 +575,7 @@ def test_measuring_remedies_leaves_the_rest_of_a_result(bundle: Path, replay: An
 
 
 def test_each_row_of_remedies_is_written_and_announced(
-    bundle: Path, kept: Path, replay: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    bundle: Path, kept: Path, replay: Any, capsys: Capsys, monkeypatch: Patch
 ) -> None:
     """So that of a replay that ends early, everything that was measured is left."""
     pytest.importorskip("verl")

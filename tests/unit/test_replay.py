@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from notation import Caplog, Capsys, Patch, cases
 from pages import texts_of
 from small_bundles import (
     RESPONSE,
@@ -74,10 +75,7 @@ def pickled(bundle: Path) -> None:
 OF_FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "cut off": (lambda b: tensors_of(b).write_bytes(tensors_of(b).read_bytes()[:500]), "is cut off: it has"),
     "changed": (flip, "does not match its checksum: it was changed."),
-    "longer": (
-        lambda b: tensors_of(b).write_bytes(tensors_of(b).read_bytes() + b"more"),
-        "is larger than it may be",
-    ),
+    "longer": (lambda b: tensors_of(b).write_bytes(tensors_of(b).read_bytes() + b"more"), "is larger than it may be"),
     "tensors gone": (lambda b: tensors_of(b).unlink(), "The bundle has no rank0-micro_batch0.safetensors."),
     "a link": (link, "is not an ordinary file."),
     "pickled": (pickled, "rank0-micro_batch0.safetensors is damaged"),
@@ -170,9 +168,7 @@ DAMAGES = OF_FILES | {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_bundle_is_refused_in_one_sentence(
-    bundle: Path, kept: Path, capsys: pytest.CaptureFixture[str], damage: str
-) -> None:
+def test_a_damaged_bundle_is_refused_in_one_sentence(bundle: Path, kept: Path, capsys: Capsys, damage: str) -> None:
     change, message = DAMAGES[damage]
     open_bundle(bundle)  # it is whole
     change(bundle)
@@ -222,7 +218,7 @@ def test_the_work_of_opening_does_not_grow_with_entries_times_layers_or_rows(bun
 
 
 def test_what_a_manifest_names_is_not_a_reason_to_fail(
-    bundle: Path, kept: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    bundle: Path, kept: Path, tmp_path: Path, capsys: Capsys
 ) -> None:
     def change(manifest: dict[str, Any]) -> None:
         manifest["event"] |= {"global_norm": math.nan, "seconds": 1e308}
@@ -238,20 +234,18 @@ def test_what_a_manifest_names_is_not_a_reason_to_fail(
 
 
 @pytest.mark.target(version="0.9.1")
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ([], "The bundle's model is None, which is no folder of this machine: give it with --model."),
-        (["--model", "/nowhere"], "There is no such folder: --model /nowhere"),
-        (["--model", "wider"], "its hidden_size is 20, and 16 was trained."),
-        (["--model", "deeper"], "is not the bundle's: its layers differ in layers.2."),
-        (["--model", "model", "--adapter", "x"], "was recorded without a LoRA adapter"),
-        (["--model", "model"], f"has the token {VOCABULARY}, and the model's vocabulary ends at {VOCABULARY - 1}."),
-        (["--model", "model", "--attention", "flash_attention_2", "--device", "cpu"], "Flash attention needs --device"),
-    ],
+@cases(
+    "options message",
+    ([], "The bundle's model is None, which is no folder of this machine: give it with --model."),
+    (["--model", "/nowhere"], "There is no such folder: --model /nowhere"),
+    (["--model", "wider"], "its hidden_size is 20, and 16 was trained."),
+    (["--model", "deeper"], "is not the bundle's: its layers differ in layers.2."),
+    (["--model", "model", "--adapter", "x"], "was recorded without a LoRA adapter"),
+    (["--model", "model"], f"has the token {VOCABULARY}, and the model's vocabulary ends at {VOCABULARY - 1}."),
+    (["--model", "model", "--attention", "flash_attention_2", "--device", "cpu"], "Flash attention needs --device"),
 )
 def test_a_wrong_model_is_refused_in_one_sentence(
-    bundle: Path, kept: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+    bundle: Path, kept: Path, capsys: Capsys, options: list[str], message: str
 ) -> None:
     if "vocabulary" in message:
         resave(bundle, lambda tensors: tensors["input_ids"].fill_(VOCABULARY))
@@ -271,19 +265,17 @@ def test_buffers_keep_their_precision(kept: Path, dtype: str) -> None:
 
 
 @pytest.mark.target(version="0.9.1")
-@pytest.mark.parametrize(
-    ("recorded", "asked", "device", "variants"),
-    [
-        ("float32, sdpa", ", ", "cpu", ["float32, sdpa", "float32, eager"]),
-        ("float32, eager", ", ", "cpu", ["float32, eager", "float32, sdpa"]),
-        ("bfloat16, flash_attention_2", ", ", "cpu", ["bfloat16, sdpa", "float32, sdpa", "bfloat16, eager"]),
-        (
-            *("bfloat16, sdpa", ", flash_attention_2", "cuda"),
-            ["bfloat16, flash_attention_2", "float32, sdpa", "bfloat16, eager"],
-        ),
-        ("bfloat16, own", "float16, eager", "cpu", ["float16, eager", "float32, eager", "float16, sdpa"]),
-        ("int4, sdpa", ", ", "cpu", ["float32, sdpa", "float32, eager"]),
-    ],
+@cases(
+    "recorded asked device variants",
+    ("float32, sdpa", ", ", "cpu", ["float32, sdpa", "float32, eager"]),
+    ("float32, eager", ", ", "cpu", ["float32, eager", "float32, sdpa"]),
+    ("bfloat16, flash_attention_2", ", ", "cpu", ["bfloat16, sdpa", "float32, sdpa", "bfloat16, eager"]),
+    (
+        *("bfloat16, sdpa", ", flash_attention_2", "cuda"),
+        ["bfloat16, flash_attention_2", "float32, sdpa", "bfloat16, eager"],
+    ),
+    ("bfloat16, own", "float16, eager", "cpu", ["float16, eager", "float32, eager", "float16, sdpa"]),
+    ("int4, sdpa", ", ", "cpu", ["float32, sdpa", "float32, eager"]),
 )
 def test_a_replay_computes_in_the_asked_way(
     bundle: Path, recorded: str, asked: str, device: str, variants: list[str]
@@ -304,11 +296,9 @@ def out_of_python() -> None:
     bytearray(2**62)
 
 
-@pytest.mark.parametrize(
-    "take_too_much", [lambda: torch.empty(2**60), out_of_python, out_of_cuda], ids=["torch", "python", "cuda"]
-)
+@cases("take_too_much", lambda: torch.empty(2**60), out_of_python, out_of_cuda, ids=["torch", "python", "cuda"])
 def test_a_comparison_that_runs_out_of_memory_is_left_out(
-    bundle: Path, kept: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, take_too_much: Callable[[], None]
+    bundle: Path, kept: Path, monkeypatch: Patch, capsys: Any, take_too_much: Callable[[], None]
 ) -> None:
     def measured(opened: Any, model: Any, *arguments: Any, **options: Any) -> Any:
         if model.module.config._attn_implementation == full:
@@ -330,7 +320,7 @@ def test_a_comparison_that_runs_out_of_memory_is_left_out(
 
 
 def test_a_replay_that_needs_more_memory_than_is_free_is_refused(
-    bundle: Path, kept: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    bundle: Path, kept: Path, monkeypatch: Patch, capsys: Capsys
 ) -> None:
     def loaded(*arguments: Any) -> Any:
         variants.append(str(arguments[2]))
@@ -383,7 +373,7 @@ def test_the_estimate_is_a_bound_from_below(bundle: Path, kept: Path, dtype: str
     assert attention == "sdpa" or estimate > 0.5 * taken
 
 
-def test_the_memory_of_a_container_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_of_a_container_counts(tmp_path: Path, monkeypatch: Patch) -> None:
     assert 0 < memory.free_memory("cpu") < 2**50  # of this machine
     proc, groups = tmp_path / "proc", tmp_path / "cgroup"
     monkeypatch.setattr(memory, "_PROC", proc)
@@ -403,7 +393,7 @@ def test_the_memory_of_a_container_counts(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.target(version="0.9.1")
 def test_other_weights_are_told_from_those_of_training(
-    bundle: Path, kept: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    bundle: Path, kept: Path, tmp_path: Path, capsys: Capsys
 ) -> None:
     models = kept / "model", Path(save_other_weights(tmp_path / "other"))
     texts = [" ".join(replayed(bundle, model, capsys, "--only")["sentences"]) for model in models]
@@ -412,9 +402,7 @@ def test_other_weights_are_told_from_those_of_training(
     assert "no checkpoint before it was known." in texts[1]
 
 
-def test_the_terminal_and_the_report_show_a_replay(
-    kept: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_terminal_and_the_report_show_a_replay(kept: Path, tmp_path: Path, capsys: Capsys) -> None:
     folder = tmp_path / "evidence"
     shutil.copytree(kept, folder)
     page = tmp_path / "page.html"
@@ -446,7 +434,7 @@ def test_a_resumed_run_keeps_both_bundles_of_a_step_and_no_more_than_allowed(tmp
     open_bundle(tmp_path / second[0])
 
 
-def test_what_cannot_be_replayed_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_cannot_be_replayed_is_said_once(tmp_path: Path, caplog: Caplog) -> None:
     def refuse(_: Any) -> list[Row]:
         raise NotReplayableError("inputs with images cannot be replayed")
 
@@ -454,9 +442,7 @@ def test_what_cannot_be_replayed_is_said_once(tmp_path: Path, caplog: pytest.Log
     assert caplog.text.count("inputs with images cannot be replayed") == 1
 
 
-def test_a_write_that_fails_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_write_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: Patch, caplog: Caplog) -> None:
     def fail(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
@@ -465,7 +451,7 @@ def test_a_write_that_fails_leaves_nothing_behind(
     assert list((tmp_path / "replay").iterdir()) == [] and "No space left on device" in caplog.text
 
 
-def test_a_manifest_has_the_largest_of_the_tokens_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_manifest_has_the_largest_of_the_tokens_measured(monkeypatch: Patch) -> None:
     name = (0, 0)
     alone = [Alone(0.5, 3.0, {}), Alone(0.5, math.nan, {}), Alone(0.5, 4.0, {}), Alone(0.25, 2.0, {})]
     found: Any = SimpleNamespace(measured={(name, 0, i): each for i, each in enumerate(alone)}, row=lambda token: 7)
@@ -475,24 +461,16 @@ def test_a_manifest_has_the_largest_of_the_tokens_measured(monkeypatch: pytest.M
     assert [token["grad_norm"] for token in listed[1:]] == [8.0, 8.0] and listed[1]["row"] == 7
 
 
-@pytest.mark.parametrize(
-    ("limit", "value", "are_kept", "said"),
-    [
-        ("LAYERS", 1, [False, False], "are the limits"),
-        ("ROWS", 1, [False, False], "are the limits"),
-        ("BUNDLE_BYTES", 1000, [False, False], "1,000 are the limit"),
-        ("TOTAL_BYTES", 1000, [True, False], "no more replay bundles are kept"),
-        ("MANIFEST_BYTES", 100, [False, False], "its manifest would take"),
-    ],
+@cases(
+    "limit value are_kept said",
+    ("LAYERS", 1, [False, False], "are the limits"),
+    ("ROWS", 1, [False, False], "are the limits"),
+    ("BUNDLE_BYTES", 1000, [False, False], "1,000 are the limit"),
+    ("TOTAL_BYTES", 1000, [True, False], "no more replay bundles are kept"),
+    ("MANIFEST_BYTES", 100, [False, False], "its manifest would take"),
 )
 def test_a_bundle_over_a_limit_is_not_written_and_that_said_once(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: Any,
-    limit: str,
-    value: int,
-    are_kept: list[bool],
-    said: str,
+    tmp_path: Path, monkeypatch: Patch, caplog: Any, limit: str, value: int, are_kept: list[bool], said: str
 ) -> None:
     monkeypatch.setattr(limits, limit, value)
     assert [event["replay"] is not None for event in spikes(tmp_path, count=2)] == are_kept
@@ -524,31 +502,26 @@ def result(**changes: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    ("changes", "part"),
-    [
-        ({}, "The spike comes back: rank 0, micro-batch 1 has a gradient norm of 50, and had 50 in training."),
-        ({"unit": {"replayed": 70.0}}, "The spike comes back with another size"),
-        ({"unit": {"replayed": 9.0}}, "The spike does not come back"),
-        ({"unit": {"replayed": math.nan, "norm": "NaN"}}, "The spike comes back"),
-        ({"unit": {"replayed": 9.0, "norm": "NaN"}}, "The spike does not come back"),
-        ({"unit": {"norm": None}}, "over its threshold: 50 of 10; no norm of it was recorded."),
-        ({"unit": {"norm": 9.0, "replayed": 9.0}}, "The gradient is the same"),
-        ({"unit": {"others": [4.0]}}, "It vanishes with float32, eager: the norm is 4 there, so float32, sdpa makes"),
-        ({"unit": {"others": [math.nan]}}, "It does not vanish with float32, eager"),
-        (
-            {"log_probs": {"tokens": 4, "nonfinite": 0, "mean": 0.5, "max": 1.0}},
-            "The bundle is of step 3; the last checkpoint before it was /runs/global_step_2/actor.",
-        ),
-        ({"log_probs": {"tokens": 4, "nonfinite": 4, "mean": None, "max": None}}, "No log-prob is finite"),
-        ({"tokens": CULPRITS}, "2 of 3 culprits are over τ = 10 again."),
-        ({"tokens": CULPRITS, "culprits": 40}, "2 of the 3 largest culprits, of 40 in all, are over τ = 10 again."),
-        ({"tokens": CULPRITS[:1], "culprits": 1}, "The culprit is over τ = 10 again."),
-        (
-            {"layers": [{"layer": "a", "norm": 1.0, "replayed": 3.0, "others": []}]},
-            "a carries 100% of the squared norm",
-        ),
-    ],
+@cases(
+    "changes part",
+    ({}, "The spike comes back: rank 0, micro-batch 1 has a gradient norm of 50, and had 50 in training."),
+    ({"unit": {"replayed": 70.0}}, "The spike comes back with another size"),
+    ({"unit": {"replayed": 9.0}}, "The spike does not come back"),
+    ({"unit": {"replayed": math.nan, "norm": "NaN"}}, "The spike comes back"),
+    ({"unit": {"replayed": 9.0, "norm": "NaN"}}, "The spike does not come back"),
+    ({"unit": {"norm": None}}, "over its threshold: 50 of 10; no norm of it was recorded."),
+    ({"unit": {"norm": 9.0, "replayed": 9.0}}, "The gradient is the same"),
+    ({"unit": {"others": [4.0]}}, "It vanishes with float32, eager: the norm is 4 there, so float32, sdpa makes"),
+    ({"unit": {"others": [math.nan]}}, "It does not vanish with float32, eager"),
+    (
+        {"log_probs": {"tokens": 4, "nonfinite": 0, "mean": 0.5, "max": 1.0}},
+        "The bundle is of step 3; the last checkpoint before it was /runs/global_step_2/actor.",
+    ),
+    ({"log_probs": {"tokens": 4, "nonfinite": 4, "mean": None, "max": None}}, "No log-prob is finite"),
+    ({"tokens": CULPRITS}, "2 of 3 culprits are over τ = 10 again."),
+    ({"tokens": CULPRITS, "culprits": 40}, "2 of the 3 largest culprits, of 40 in all, are over τ = 10 again."),
+    ({"tokens": CULPRITS[:1], "culprits": 1}, "The culprit is over τ = 10 again."),
+    ({"layers": [{"layer": "a", "norm": 1.0, "replayed": 3.0, "others": []}]}, "a carries 100% of the squared norm"),
 )
 def test_sentences_of_a_replay_follow_its_figures(changes: dict[str, Any], part: str) -> None:
     assert any(part in sentence for sentence in sentences(result(**changes)))
@@ -562,7 +535,7 @@ def test_norms_are_the_same_within_the_rounding_of_the_coarser_dtype() -> None:
 
 @pytest.mark.parametrize("model", ["/runs/1/merged", "runs/1/merged", "~/merged"])
 def test_a_missing_folder_is_called_so(
-    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: str
+    bundle: Path, tmp_path: Path, capsys: Capsys, monkeypatch: Patch, model: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for options in ([], ["--search"]):

@@ -1,7 +1,5 @@
 """What a replay says of gradients that were scaled, of the temperature of the rollout, and of single layers."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil
@@ -10,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from notation import Capsys, cases
 from small_bundles import (
     NAME,
     PROMPT,
@@ -70,7 +69,7 @@ def scaled(
     return [str(directory / event["replay"]), "--model", str(directory / "model"), "--json"]
 
 
-def result_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+def result_of(arguments: list[str], capsys: Capsys) -> dict[str, Any]:
     assert main(arguments) == 0
     result: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert conforms(result, RESULT)
@@ -85,9 +84,7 @@ def test_a_run_as_it_should_be_has_no_factor(tmp_path: Path, capsys: Any, dtype:
 
 @pytest.mark.target(version="0.9.1")
 @pytest.mark.parametrize("name", ["loss", "gradient", "reduced"])
-@pytest.mark.parametrize(
-    ("factor", "fits"), [(8.0, "2^3"), (3.0, "the number of micro-batches (3)"), (1 / 7, "1 / the number of responses")]
-)
+@cases("factor fits", (8.0, "2^3"), (3.0, "the number of micro-batches (3)"), (1 / 7, "1 / the number of responses"))
 def test_a_wrong_factor_is_named(tmp_path: Path, capsys: Any, name: str, factor: float, fits: str) -> None:
     result = result_of([*scaled(tmp_path, **{f"of_{name}": factor}), "--only"], capsys)
     others = {"loss", "gradient", "reduced"} - {name}
@@ -177,7 +174,7 @@ def with_rollout(kept: Path, folder: Path, temperature: float, noise: float = 0.
 
 @pytest.mark.parametrize(("temperature", "training"), [(0.62, 1.0), (1.7, 1.0), (0.5, 0.9)])
 def test_the_temperature_of_the_rollouts_log_probs_is_found(
-    temperature: float, training: float, kept: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    temperature: float, training: float, kept: Path, tmp_path: Path, capsys: Capsys
 ) -> None:
     bundle = with_rollout(kept, tmp_path / "folder", temperature, 0.002, training)
     result = replayed(bundle, kept / "model", capsys, "--only")
@@ -194,7 +191,7 @@ def test_the_temperature_of_the_rollouts_log_probs_is_found(
 
 @pytest.mark.parametrize(("temperature", "noise"), [(1.0, 0.0), (1.0, 0.5), (1.03, 0.0)])
 def test_noise_and_small_differences_are_no_other_temperature(
-    temperature: float, noise: float, kept: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    temperature: float, noise: float, kept: Path, tmp_path: Path, capsys: Capsys
 ) -> None:
     result = replayed(with_rollout(kept, tmp_path / "folder", temperature, noise), kept / "model", capsys, "--only")
     assert result["temperature"] is None
@@ -223,14 +220,12 @@ def layers(
     ]
 
 
-@pytest.mark.parametrize(
-    ("found", "names", "factor"),
-    [
-        (layers(20.0, 100.0, 30.0, 1.0, 1.0, 1.0), "3 of 6 layers: embed_tokens, layers.0, layers.1", "100"),
-        (layers(1.0, 1.0, 0.01, 1.1, 1.0, 1.0), "1 of 6 layers: layers.1", "0.01"),
-        (layers(9.0, 9.5, 9.0, 9.0, 1.0, 1.0), "4 of 6 layers: the last ones are layers.0, layers.1, layers.2", "9.5"),
-        (layers(2.0, 2.0, 1.0, None, None, 1.0), "2 of 4 layers: embed_tokens, layers.0", "2"),
-    ],
+@cases(
+    "found names factor",
+    (layers(20.0, 100.0, 30.0, 1.0, 1.0, 1.0), "3 of 6 layers: embed_tokens, layers.0, layers.1", "100"),
+    (layers(1.0, 1.0, 0.01, 1.1, 1.0, 1.0), "1 of 6 layers: layers.1", "0.01"),
+    (layers(9.0, 9.5, 9.0, 9.0, 1.0, 1.0), "4 of 6 layers: the last ones are layers.0, layers.1, layers.2", "9.5"),
+    (layers(2.0, 2.0, 1.0, None, None, 1.0), "2 of 4 layers: embed_tokens, layers.0", "2"),
 )
 def test_layers_with_other_norms_are_named(found: list[dict[str, Any]], names: str, factor: str) -> None:
     (sentence,) = layers_apart_in_words(found)
@@ -238,15 +233,13 @@ def test_layers_with_other_norms_are_named(found: list[dict[str, Any]], names: s
     assert f"at {names.split()[-1]} first" in sentence and "`--switches`" in sentence
 
 
-@pytest.mark.parametrize(
+@cases(
     "found",
-    [
-        [],
-        layers(1.0, 1.4, 0.7, 1.0, 1.0, 1.0),
-        layers(3.0, 3.0, 3.0, 3.0, 3.0, 3.0),
-        layers(5.0, 1.0, 1.0, 1.0, 1.0, math.nan),
-        layers(1.0, 1.0, 1.0, 1.0, 1.0, 2.0, replayed=(4.0, 3.0, 2.0, 1.0, 1.0, 1e-3)),
-    ],
+    [],
+    layers(1.0, 1.4, 0.7, 1.0, 1.0, 1.0),
+    layers(3.0, 3.0, 3.0, 3.0, 3.0, 3.0),
+    layers(5.0, 1.0, 1.0, 1.0, 1.0, math.nan),
+    layers(1.0, 1.0, 1.0, 1.0, 1.0, 2.0, replayed=(4.0, 3.0, 2.0, 1.0, 1.0, 1e-3)),
     ids=["nothing", "rounding", "all", "nan", "small"],
 )
 def test_the_same_norms_in_all_layers_or_others_in_all_say_nothing(found: list[dict[str, Any]]) -> None:

@@ -13,19 +13,10 @@ from typing import Any
 import pytest
 import torch
 from as_torchrun import ABORTS_AT_THE_END
+from notation import Capsys, Patch, cases
 from pages import texts_of
 from printed_commands import commands_in, run_as_printed
-from small_bundles import (
-    BAD,
-    NAME,
-    THRESHOLD,
-    bundle,
-    kept,
-    resave,
-    resign,
-    save_other_weights,
-    tensors_of,
-)
+from small_bundles import BAD, NAME, THRESHOLD, bundle, kept, resave, resign, save_other_weights, tensors_of
 from stripped_bundles import strip
 
 from gradloc.evidence.writer import jsonable
@@ -90,9 +81,7 @@ def left(folder: Path) -> set[str]:
 
 
 @pytest.mark.target(version="0.9.1")
-def test_the_event_is_beside_the_bundle_and_in_the_evidence(
-    evidence: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_event_is_beside_the_bundle_and_in_the_evidence(evidence: Path, capsys: Capsys, monkeypatch: Patch) -> None:
     monkeypatch.setattr("gradloc_tools.replay.search.SECONDS", 0.0)
     texts = {"token": "bad", "context": "a «bad» one", "reward": 1.0, "prompt": "what?"}
     change_line(evidence, lambda event: event["culprits"][0].update(texts))
@@ -138,9 +127,7 @@ LINES: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize("change", LINES)
-def test_a_line_that_is_not_surely_that_of_the_spike_stays(
-    evidence: Path, capsys: pytest.CaptureFixture[str], change: str
-) -> None:
+def test_a_line_that_is_not_surely_that_of_the_spike_stays(evidence: Path, capsys: Capsys, change: str) -> None:
     LINES[change](evidence)
     assert search(evidence, "--json") == 0
     out, error = capsys.readouterr()
@@ -181,9 +168,7 @@ def test_what_only_seems_to_replace_a_line_hides_nothing(evidence: Path) -> None
     assert shown(evidence)["search"] == "local"
 
 
-def test_other_weights_do_not_replace_what_training_has_found(
-    evidence: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_weights_do_not_replace_what_training_has_found(evidence: Path, tmp_path: Path, capsys: Capsys) -> None:
     before = line_of(evidence)
     other = save_other_weights(tmp_path / "other")
     command = [str(evidence / "replay" / NAME), "--model", other, "--search"]
@@ -196,9 +181,7 @@ def test_other_weights_do_not_replace_what_training_has_found(
     assert main([str(part), "--model", other, "--search"]) == 0
 
 
-def test_a_threshold_that_nothing_exceeds_leads_to_one_that_finds_it(
-    evidence: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_threshold_that_nothing_exceeds_leads_to_one_that_finds_it(evidence: Path, capsys: Capsys) -> None:
     files = left(evidence)
     assert search(evidence, "--threshold", "1e9", "--json") == 0
     out, error = capsys.readouterr()
@@ -211,9 +194,7 @@ def test_a_threshold_that_nothing_exceeds_leads_to_one_that_finds_it(
     assert event["threshold"] == event["culprits"][0]["threshold"] == float(suggested)
 
 
-def test_the_commands_that_a_search_prints_work_as_printed(
-    evidence: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_commands_that_a_search_prints_work_as_printed(evidence: Path, capsys: Capsys, monkeypatch: Patch) -> None:
     folder = evidence.with_name("it's a folder")
     evidence.rename(folder)
     assert search(folder) == 0
@@ -230,9 +211,7 @@ def test_the_commands_that_a_search_prints_work_as_printed(
         assert main(shlex.split(command)[2:]) == 0
 
 
-def test_a_search_with_nothing_over_its_threshold_is_a_result(
-    parts: list[Path], kept: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_search_with_nothing_over_its_threshold_is_a_result(parts: list[Path], kept: Path, capsys: Capsys) -> None:
     """Not searched, searched without a culprit, searched with one: the report says which."""
     dump, model = parts[0].parent.parent, kept / "model"
     recorded = jsonable({**open_bundle(parts[0]).event, "replay": f"replay/{parts[0].name}"})
@@ -268,28 +247,24 @@ def test_a_search_with_nothing_over_its_threshold_is_a_result(
         assert "1 gradient spike in step 1: advantages are outliers" in lines("--threshold", "1e9")
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--search", "--remedies"], "--remedies is of a replay without --search"),
-        (["--search", "--switches"], "--switches is of a replay without --search"),
-        (["--search", "--budget", "0"], "--budget must be at least 1"),
-        (["--search", "--threshold", "nan"], "must be positive and finite"),
-        (["--threshold", "1"], "--threshold is for --search"),
-        (["--budget", "1"], "--budget is for --search"),
-    ],
+@cases(
+    "options message",
+    (["--search", "--remedies"], "--remedies is of a replay without --search"),
+    (["--search", "--switches"], "--switches is of a replay without --search"),
+    (["--search", "--budget", "0"], "--budget must be at least 1"),
+    (["--search", "--threshold", "nan"], "must be positive and finite"),
+    (["--threshold", "1"], "--threshold is for --search"),
+    (["--budget", "1"], "--budget is for --search"),
 )
 def test_options_that_do_not_fit_together_are_refused(
-    bundle: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+    bundle: Path, capsys: Capsys, options: list[str], message: str
 ) -> None:
     with pytest.raises(SystemExit) as exit:
         main([str(bundle), *options])
     assert exit.value.code == 2 and message in capsys.readouterr().err
 
 
-def test_torchrun_is_for_the_search(
-    bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_torchrun_is_for_the_search(bundle: Path, monkeypatch: Patch, capsys: Capsys) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SystemExit):
@@ -297,9 +272,7 @@ def test_torchrun_is_for_the_search(
     assert "torchrun is for --search" in capsys.readouterr().err
 
 
-def test_a_pass_that_fails_ends_it_in_one_sentence(
-    evidence: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_pass_that_fails_ends_it_in_one_sentence(evidence: Path, monkeypatch: Patch, capsys: Capsys) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("planted failure\nwith more lines")
 
@@ -323,9 +296,7 @@ def test_a_pass_that_fails_ends_it_in_one_sentence(
     assert left(evidence) == files
 
 
-def test_what_a_stranger_may_write_into_a_bundle_does_no_harm(
-    bundle: Path, kept: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_stranger_may_write_into_a_bundle_does_no_harm(bundle: Path, kept: Path, capsys: Capsys) -> None:
     """A random state that torch would refuse, and a run on a thousand million ranks."""
     resave(bundle, lambda tensors: tensors.update({"rng.cpu": torch.zeros(3, dtype=torch.uint8)}))
     resign(bundle, lambda manifest: manifest["event"].update(world_size=10**9, until="exhaustive"))
@@ -355,17 +326,13 @@ def parts(kept: Path, tmp_path: Path) -> list[Path]:
     return found
 
 
-def searched_parts(
-    part: Path, kept: Path, capsys: pytest.CaptureFixture[str], *options: str
-) -> tuple[dict[str, Any], str]:
+def searched_parts(part: Path, kept: Path, capsys: Capsys, *options: str) -> tuple[dict[str, Any], str]:
     assert main([str(part), "--model", str(kept / "model"), "--search", "--json", *options]) == 0
     out, error = capsys.readouterr()
     return json.loads(out), error
 
 
-def test_the_parts_of_a_spike_are_searched_as_one(
-    parts: list[Path], kept: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_parts_of_a_spike_are_searched_as_one(parts: list[Path], kept: Path, capsys: Capsys) -> None:
     event, error = searched_parts(parts[1], kept, capsys)
     assert {(c["rank"], c["row"], c["position"]) for c in event["culprits"]} == {(0, *BAD), (2, *BAD)}
     assert conforms(event, EVENT) and event["search"] == "replayed" and event["suspected"] == []
@@ -388,27 +355,21 @@ def of_the_same_rank(part: Path) -> None:
     shutil.copytree(part.with_name(f"{NAME}-rank0"), part)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            lambda part: tensors_of(part).write_bytes(b""),
-            f"The part {NAME}-rank2 cannot be used: rank2-micro_batch0.safetensors is cut off",
-        ),
-        (of_another(global_step=99), OF_ANOTHER_SPIKE),
-        (of_another(global_norm=12.5), OF_ANOTHER_SPIKE),
-        (of_another(threshold=12.5), OF_ANOTHER_SPIKE),
-        (of_the_same_rank, OF_ANOTHER_SPIKE),
-        (lambda part: part.rename(part.with_name(f"{NAME}-rank2-2")), "Of 3 ranks, the bundles of ranks 1 to 2"),
-        (lambda part: part.rename(part.with_name("step9-epoch0-mini_batch0-rank2")), "bundles of ranks 1 to 2"),
-    ],
+@cases(
+    "change message",
+    (
+        lambda part: tensors_of(part).write_bytes(b""),
+        f"The part {NAME}-rank2 cannot be used: rank2-micro_batch0.safetensors is cut off",
+    ),
+    (of_another(global_step=99), OF_ANOTHER_SPIKE),
+    (of_another(global_norm=12.5), OF_ANOTHER_SPIKE),
+    (of_another(threshold=12.5), OF_ANOTHER_SPIKE),
+    (of_the_same_rank, OF_ANOTHER_SPIKE),
+    (lambda part: part.rename(part.with_name(f"{NAME}-rank2-2")), "Of 3 ranks, the bundles of ranks 1 to 2"),
+    (lambda part: part.rename(part.with_name("step9-epoch0-mini_batch0-rank2")), "bundles of ranks 1 to 2"),
 )
 def test_a_part_that_cannot_be_used_is_named(
-    parts: list[Path],
-    kept: Path,
-    capsys: pytest.CaptureFixture[str],
-    change: Callable[[Path], Any],
-    message: str,
+    parts: list[Path], kept: Path, capsys: Capsys, change: Callable[[Path], Any], message: str
 ) -> None:
     change(parts[1])
     event, error = searched_parts(parts[0], kept, capsys)
@@ -422,9 +383,7 @@ def test_a_part_may_have_the_number_of_another_repeat(parts: list[Path]) -> None
     shutil.copytree(parts[0], parts[0].with_name(f"{NAME}-3-rank0"))
     found = open_parts(parts[0])
     assert found.names == [parts[0].name, other.name]
-    assert found.notes == [
-        "Of 3 ranks, the bundles of rank 1 are not here, and their tokens are not searched.",
-    ]
+    assert found.notes == ["Of 3 ranks, the bundles of rank 1 are not here, and their tokens are not searched."]
     of_another(global_norm=12.5)(other)
     assert open_parts(parts[0]).names == [parts[0].name]
     for part in (parts[0], other):  # a norm that is not a number is that of the other part
@@ -432,9 +391,7 @@ def test_a_part_may_have_the_number_of_another_repeat(parts: list[Path]) -> None
     assert len(open_parts(parts[0]).names) == 2
 
 
-def test_the_line_of_a_spike_of_which_its_rank_has_no_bundle(
-    parts: list[Path], kept: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_line_of_a_spike_of_which_its_rank_has_no_bundle(parts: list[Path], kept: Path, capsys: Capsys) -> None:
     dump = parts[0].parent.parent
     event = jsonable({**open_bundle(parts[0]).event, "replay": None})
     shutil.rmtree(parts[0])
@@ -447,7 +404,7 @@ def test_the_line_of_a_spike_of_which_its_rank_has_no_bundle(
 
 
 def test_a_replay_after_the_search_of_a_recorded_spike_has_its_culprits(
-    parts: list[Path], kept: Path, capsys: pytest.CaptureFixture[str]
+    parts: list[Path], kept: Path, capsys: Capsys
 ) -> None:
     def replayed() -> dict[str, Any]:
         assert main([str(parts[0]), "--model", str(kept / "model"), "--only", "--json"]) == 0

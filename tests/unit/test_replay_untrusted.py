@@ -13,6 +13,7 @@ import huggingface_hub.constants
 import pytest
 import torch
 import transformers
+from notation import Capsys, Patch, cases
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from small_bundles import bundle, kept, resign, small_model
@@ -40,7 +41,7 @@ ON_BOTH = pytest.mark.target(version="0.9.1")
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def asked(monkeypatch: Patch) -> list[Any]:
     """What the process has tried to reach; nothing is reached. The libraries believe that they are online."""
     found: list[Any] = []
 
@@ -225,21 +226,19 @@ ATTACKS: dict[str, tuple[Callable[[Path, Path], Any], str | None]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("attack", "by_manifest"),
-    [
-        *(pytest.param(attack, False, marks=ON_BOTH) for attack in ATTACKS),
-        *((attack, True) for attack in ("custom generation", "code on the hub", "pickled weights")),
-        ("a pipe as configuration", True),
-    ],
+@cases(
+    "attack by_manifest",
+    *(pytest.param(attack, False, marks=ON_BOTH) for attack in ATTACKS),
+    *((attack, True) for attack in ("custom generation", "code on the hub", "pickled weights")),
+    ("a pipe as configuration", True),
 )
 def test_a_folder_runs_nothing_and_asks_no_hub(
     bundle: Path,
     model: Path,
     marker: Path,
     asked: list[Any],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    monkeypatch: Patch,
+    capsys: Capsys,
     attack: str,
     by_manifest: bool,
 ) -> None:
@@ -258,9 +257,7 @@ def test_a_folder_runs_nothing_and_asks_no_hub(
         assert message in error or (by_manifest and "is no folder of this machine" in error), error
 
 
-def test_files_that_are_not_read_are_named(
-    bundle: Path, model: Path, marker: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_files_that_are_not_read_are_named(bundle: Path, model: Path, marker: Path, capsys: Capsys) -> None:
     auto_map(model, marker)
     adapter(model, marker)
     assert main([str(bundle), "--json", "--only", "--model", str(model)]) == 0
@@ -270,7 +267,7 @@ def test_files_that_are_not_read_are_named(
 
 @ON_BOTH
 def test_the_attacks_succeed_where_a_folder_is_trusted(
-    bundle: Path, model: Path, marker: Path, asked: list[Any], capsys: pytest.CaptureFixture[str]
+    bundle: Path, model: Path, marker: Path, asked: list[Any], capsys: Capsys
 ) -> None:
     """Without this, the tests above could pass because an attack does nothing."""
     custom_generate(model, marker)
@@ -315,13 +312,7 @@ PATHS: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
 
 @pytest.mark.parametrize("place", PATHS)
 def test_a_path_that_may_have_come_with_the_bundle_is_not_taken(
-    bundle: Path,
-    model: Path,
-    asked: list[Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    place: str,
+    bundle: Path, model: Path, asked: list[Any], tmp_path: Path, monkeypatch: Patch, capsys: Capsys, place: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     moved = tmp_path / "evidence" / "replay" / bundle.name
@@ -338,7 +329,7 @@ def test_a_path_that_may_have_come_with_the_bundle_is_not_taken(
 
 
 def test_code_of_a_folder_that_the_bundle_names_needs_its_name(
-    bundle: Path, model: Path, marker: Path, capsys: pytest.CaptureFixture[str]
+    bundle: Path, model: Path, marker: Path, capsys: Capsys
 ) -> None:
     custom_generate(model, marker)
     resign(bundle, lambda manifest: manifest["model"].update(path=str(model)))
@@ -346,9 +337,7 @@ def test_code_of_a_folder_that_the_bundle_names_needs_its_name(
     assert "to run its code, give it with --model." in capsys.readouterr().err and not marker.exists()
 
 
-def test_a_relative_path_is_recorded_as_an_absolute_one(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_relative_path_is_recorded_as_an_absolute_one(model: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.chdir(model.parent)
     trained = small_model()
     for name, path in (("model", str(model)), ("attacker/model", "attacker/model"), ("", None)):
@@ -401,9 +390,7 @@ def replay_with(bundle: Path, model: Path, lora: str) -> int:
 
 
 @ON_BOTH
-def test_an_adapter_asks_no_hub(
-    bundle: Path, model: Path, lora: Path, asked: list[Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_adapter_asks_no_hub(bundle: Path, model: Path, lora: Path, asked: list[Any], capsys: Capsys) -> None:
     assert replay_with(bundle, model, str(lora)) == 0
     expected = json.loads(capsys.readouterr().out)["units"]
     change_json(
@@ -421,17 +408,15 @@ def pickled_adapter(lora: Path, marker: Path) -> None:
     write_pickle(lora / "adapter_model.bin", marker)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda lora, _: (lora / "adapter_model.safetensors").unlink(), "it has no adapter_model.safetensors."),
-        (pickled_adapter, "it has no adapter_model.safetensors."),
-        (
-            lambda lora, _: change_json(lora / "adapter_config.json", peft_type="XLORA", adapters={"0": "attacker/a"}),
-            "its peft_type is 'XLORA', and a replay loads LORA.",
-        ),
-        (lambda lora, marker: shutil.rmtree(lora), "there is no such folder."),
-    ],
+@cases(
+    "change message",
+    (lambda lora, _: (lora / "adapter_model.safetensors").unlink(), "it has no adapter_model.safetensors."),
+    (pickled_adapter, "it has no adapter_model.safetensors."),
+    (
+        lambda lora, _: change_json(lora / "adapter_config.json", peft_type="XLORA", adapters={"0": "attacker/a"}),
+        "its peft_type is 'XLORA', and a replay loads LORA.",
+    ),
+    (lambda lora, marker: shutil.rmtree(lora), "there is no such folder."),
 )
 def test_another_adapter_is_refused(
     bundle: Path,
@@ -439,7 +424,7 @@ def test_another_adapter_is_refused(
     lora: Path,
     marker: Path,
     asked: list[Any],
-    capsys: pytest.CaptureFixture[str],
+    capsys: Capsys,
     change: Callable[[Path, Path], Any],
     message: str,
 ) -> None:
@@ -451,9 +436,7 @@ def test_another_adapter_is_refused(
 
 
 @ON_BOTH
-def test_weights_that_are_missing_are_not_made_up(
-    bundle: Path, model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_weights_that_are_missing_are_not_made_up(bundle: Path, model: Path, capsys: Capsys) -> None:
     weights = load_file(model / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})

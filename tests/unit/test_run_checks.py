@@ -1,7 +1,5 @@
 """The checks of every step: sums against a plain loop, and warnings on planted runs."""
 
-from __future__ import annotations
-
 import math
 import random
 import re
@@ -12,16 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from notation import cases
 from torch import Tensor
 
-from gradloc.judge.log_prob_sums import (
-    APART_GAP,
-    LARGEST,
-    ONE_SIDE_NATS,
-    STALE_GAP,
-    STALE_RATIO,
-    SUMS,
-)
+from gradloc.judge.log_prob_sums import APART_GAP, LARGEST, ONE_SIDE_NATS, STALE_GAP, STALE_RATIO, SUMS
 from gradloc.judge.run_checks import RunChecks
 from gradloc.measure.alignment import own_alignment
 from gradloc.measure.run_sums import own_columns, own_sums
@@ -266,15 +258,13 @@ def told(found: list[list[dict[str, Any]]]) -> str:
 
 
 @pytest.mark.parametrize("reference", [True, False])
-@pytest.mark.parametrize(
+@cases(
     "run",
-    [
-        {"noise": 0.025, "rate": 0.02},
-        {"rate": 0.02},
-        {"noise": 0.02, "rate": 0.5},  # a learning rate that is far too large
-        {"noise": 0.02},
-        {"behind": 1, "rate": 0.02, "noise": 0.02},  # the trainer trains on the last step's responses
-    ],
+    {"noise": 0.025, "rate": 0.02},
+    {"rate": 0.02},
+    {"noise": 0.02, "rate": 0.5},  # a learning rate that is far too large
+    {"noise": 0.02},
+    {"behind": 1, "rate": 0.02, "noise": 0.02},  # the trainer trains on the last step's responses,
     ids=str,
 )
 def test_ordinary_runs_do_not_warn(run: dict[str, Any], reference: bool) -> None:
@@ -409,79 +399,71 @@ QUIET = {"rate": 0.0, "noise": 0.005}
 EXACT = {"noise": 0.0}
 
 
-@pytest.mark.parametrize(
-    ("run", "begin", "spoil", "expected", "said"),
-    [
-        # What is there before any optimizer step is told at once, and as long as it stays.
-        ({}, 1, SCORED_OTHERWISE, "AAAAA", ""),
-        ({}, 1, OTHER_REFERENCE, "RRRRR", ""),
-        ({}, 1, LABELS_NOT_SHIFTED, "MMMMM", ""),
-        # Although the policy moves away from the reference that has shown it.
-        ({"rate": 0.3}, 1, of_training(lambda values, _: 0.7 * values), "OOOOO", ""),
-        ({}, 1, of_rollout(lambda values, _: values.clamp(min=-0.5)), "OOOOO", ""),
-        # Where engines differ later, the jump tells it, and no side is blamed, but where the reference shows it.
-        ({}, 4, SCORED_OTHERWISE, "...AAAAA", ""),
-        ({}, 4, LABELS_NOT_SHIFTED, "...MMMMM", ""),
-        ({}, 4, OTHER_REFERENCE, "........", ""),
-        # A small gap is told where late weights do not make it, and not that of a few tokens.
-        (QUIET, 1, SCORED_A_LITTLE_OTHERWISE, "..AAAAAAAA", ""),
-        (QUIET, 4, SCORED_A_LITTLE_OTHERWISE, ".....AAAAA", ""),
-        (STILL, 1, lower_one_of_each_response, "..........", ""),
-        (STILL, 4, lower_one_of_each_response, "..........", ""),
-        *(({"behind": late, "rate": 0.04, "reference": False}, 1, NOTHING, "..........", "") for late in (1, 4)),
-        # Two log-probs of the same weights: the rollout tells which of them is wrong.
-        (MOVING, 3, OTHER_OLD, "..OOOO", "the old log-probs are wrong"),
-        (MOVING, 3, OTHER_NOW, "..OOOO", "the update's are wrong"),
-        (MOVING, 3, UNRELATED_OLD, "..MMMM", "with hardly a relation"),
-        # Positive log-probs at once, and another temperature from a later step on by the jump.
-        ({}, 2, of_rollout(lambda values, _: -values), ".OOO", "is positive"),
-        (STILL, 7, HALVED, "........OOOO", ""),
-        # Log-probs that suddenly keep little relation belong to other tokens; a policy may move far from its reference.
-        (STILL, 4, of_others("rollout_log_prob", 0.15), "...MMMMM", "have hardly any relation to"),
-        (STILL, 4, of_others("ref_log_prob", 0.18), "........", ""),
-        ({"rate": 1.5}, 11, HALVED, "..........", ""),
-        # Log-probs after a mild cut are told by their sign, also where the rollout is late.
-        *(({"noise": 0.001, "behind": behind}, 4, CUT, ".....OOO", "") for behind in (0, 1)),
-        # Both engines have the same weights in step 1, so that another temperature is certain there.
-        *(
-            ({"noise": 0.02, "reference": known, **run}, 1, NOTHING, expected, said)
-            for known in (True, False)
-            for run, expected, said in (
-                ({"reported": 0.62}, "OOOOOO", "lower"),
-                ({"reported": 1.5}, "OOOOOO", "higher"),
-                ({"top_p": 0.8}, "..OOOO", "larger for 100%"),
-            )
-        ),
-        # Without a reference, old weights are a gap that grows and have no name.
-        (NEVER_SYNCED, 1, NOTHING, "......???AAAAA", "have drifted apart since step 1, from"),
-        # The rollout gets weights once: the readings begin again.
-        (
-            {**NEVER_SYNCED, "noise": 0.0, "resumed_after": 12},
-            1,
-            NOTHING,
-            "?????????AAA.....?????????",
-            "since step 13",
-        ),
-        # One of two workers is not updated.
-        (ONE_OF_TWO, 1, NOTHING, "?????????????P", "For 50% of the responses, as from one of several workers"),
-        ({**ONE_OF_TWO, "reference": False}, 1, NOTHING, "~~~~~~~~~~~~~P", "For 50% of the responses, as from one of"),
-        (NO_REFERENCE, 1, score_a_third_otherwise, "ppppAAAAAAAAAA", "in 33% of the responses by over"),
-        (NO_REFERENCE, 3, lower_one_of_a_third, "pppppppppppppp", ""),
-        # A gap that weights of no step make is said at once, and while it lasts.
-        ({"noise": 0.02, "rate": 0.02}, 4, NOISY, "...AAAAAAAAA", "since step 4, and by"),
-        ({"noise": 0.02, "rate": 0.0}, 3, write_over_once, "..O...", ""),
-        # A rollout that goes back to the first weights is no fault of the policy.
-        ({"noise": 0.0, "rate": 0.3}, 6, go_back_to_the_reference, ".....~~~~S", ""),
-        # Other tokens, with likely ones lowered, and missing log-probs are no other temperature.
-        (STILL, 1, of_rollout(lambda values, _: values.roll(7, 0) - 3 * noise_of(3).abs()), "oooooooo", ""),
-        (STILL, 1, of_rollout(lambda values, _: torch.where(torch.arange(40) < 12, 0.0, values)), "oooooooo", ""),
-        # Rollout and reference that agree are no old weights before the first step, nor where the policy's log-probs
-        # jump in one step: an optimizer does not make that, another kernel does.
-        (STILL, 1, OTHER_KERNEL, "sssssssO", "the reference's do not"),
-        (STILL, 4, OTHER_KERNEL, "...ssssO", "the reference's do not"),
-        # Two updates that cannot tell say what those before them said.
-        ({"rate": 0.0, "reference": False}, 1, halve_then_blur, "OOOOOOAAA.", ""),
-    ],
+@cases(
+    "run begin spoil expected said",
+    # What is there before any optimizer step is told at once, and as long as it stays.
+    ({}, 1, SCORED_OTHERWISE, "AAAAA", ""),
+    ({}, 1, OTHER_REFERENCE, "RRRRR", ""),
+    ({}, 1, LABELS_NOT_SHIFTED, "MMMMM", ""),
+    # Although the policy moves away from the reference that has shown it.
+    ({"rate": 0.3}, 1, of_training(lambda values, _: 0.7 * values), "OOOOO", ""),
+    ({}, 1, of_rollout(lambda values, _: values.clamp(min=-0.5)), "OOOOO", ""),
+    # Where engines differ later, the jump tells it, and no side is blamed, but where the reference shows it.
+    ({}, 4, SCORED_OTHERWISE, "...AAAAA", ""),
+    ({}, 4, LABELS_NOT_SHIFTED, "...MMMMM", ""),
+    ({}, 4, OTHER_REFERENCE, "........", ""),
+    # A small gap is told where late weights do not make it, and not that of a few tokens.
+    (QUIET, 1, SCORED_A_LITTLE_OTHERWISE, "..AAAAAAAA", ""),
+    (QUIET, 4, SCORED_A_LITTLE_OTHERWISE, ".....AAAAA", ""),
+    (STILL, 1, lower_one_of_each_response, "..........", ""),
+    (STILL, 4, lower_one_of_each_response, "..........", ""),
+    *(({"behind": late, "rate": 0.04, "reference": False}, 1, NOTHING, "..........", "") for late in (1, 4)),
+    # Two log-probs of the same weights: the rollout tells which of them is wrong.
+    (MOVING, 3, OTHER_OLD, "..OOOO", "the old log-probs are wrong"),
+    (MOVING, 3, OTHER_NOW, "..OOOO", "the update's are wrong"),
+    (MOVING, 3, UNRELATED_OLD, "..MMMM", "with hardly a relation"),
+    # Positive log-probs at once, and another temperature from a later step on by the jump.
+    ({}, 2, of_rollout(lambda values, _: -values), ".OOO", "is positive"),
+    (STILL, 7, HALVED, "........OOOO", ""),
+    # Log-probs that suddenly keep little relation belong to other tokens; a policy may move far from its reference.
+    (STILL, 4, of_others("rollout_log_prob", 0.15), "...MMMMM", "have hardly any relation to"),
+    (STILL, 4, of_others("ref_log_prob", 0.18), "........", ""),
+    ({"rate": 1.5}, 11, HALVED, "..........", ""),
+    # Log-probs after a mild cut are told by their sign, also where the rollout is late.
+    *(({"noise": 0.001, "behind": behind}, 4, CUT, ".....OOO", "") for behind in (0, 1)),
+    # Both engines have the same weights in step 1, so that another temperature is certain there.
+    *(
+        ({"noise": 0.02, "reference": known, **run}, 1, NOTHING, expected, said)
+        for known in (True, False)
+        for run, expected, said in (
+            ({"reported": 0.62}, "OOOOOO", "lower"),
+            ({"reported": 1.5}, "OOOOOO", "higher"),
+            ({"top_p": 0.8}, "..OOOO", "larger for 100%"),
+        )
+    ),
+    # Without a reference, old weights are a gap that grows and have no name.
+    (NEVER_SYNCED, 1, NOTHING, "......???AAAAA", "have drifted apart since step 1, from"),
+    # The rollout gets weights once: the readings begin again.
+    ({**NEVER_SYNCED, "noise": 0.0, "resumed_after": 12}, 1, NOTHING, "?????????AAA.....?????????", "since step 13"),
+    # One of two workers is not updated.
+    (ONE_OF_TWO, 1, NOTHING, "?????????????P", "For 50% of the responses, as from one of several workers"),
+    ({**ONE_OF_TWO, "reference": False}, 1, NOTHING, "~~~~~~~~~~~~~P", "For 50% of the responses, as from one of"),
+    (NO_REFERENCE, 1, score_a_third_otherwise, "ppppAAAAAAAAAA", "in 33% of the responses by over"),
+    (NO_REFERENCE, 3, lower_one_of_a_third, "pppppppppppppp", ""),
+    # A gap that weights of no step make is said at once, and while it lasts.
+    ({"noise": 0.02, "rate": 0.02}, 4, NOISY, "...AAAAAAAAA", "since step 4, and by"),
+    ({"noise": 0.02, "rate": 0.0}, 3, write_over_once, "..O...", ""),
+    # A rollout that goes back to the first weights is no fault of the policy.
+    ({"noise": 0.0, "rate": 0.3}, 6, go_back_to_the_reference, ".....~~~~S", ""),
+    # Other tokens, with likely ones lowered, and missing log-probs are no other temperature.
+    (STILL, 1, of_rollout(lambda values, _: values.roll(7, 0) - 3 * noise_of(3).abs()), "oooooooo", ""),
+    (STILL, 1, of_rollout(lambda values, _: torch.where(torch.arange(40) < 12, 0.0, values)), "oooooooo", ""),
+    # Rollout and reference that agree are no old weights before the first step, nor where the policy's log-probs
+    # jump in one step: an optimizer does not make that, another kernel does.
+    (STILL, 1, OTHER_KERNEL, "sssssssO", "the reference's do not"),
+    (STILL, 4, OTHER_KERNEL, "...ssssO", "the reference's do not"),
+    # Two updates that cannot tell say what those before them said.
+    ({"rate": 0.0, "reference": False}, 1, halve_then_blur, "OOOOOOAAA.", ""),
 )
 def test_what_is_wrong_from_a_step_on_is_named(
     run: dict[str, Any], begin: int, spoil: Spoil, expected: str, said: str
@@ -573,19 +555,17 @@ def test_tokens_the_policy_did_not_produce_are_told(count: int, from_step: int) 
 LAYER = 10_000  # weights
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "said"),
-    [
-        (20.0, 20.9, ""),  # 5%
-        (20.0, 21.1, "The weights of b changed before step 2 by more than an optimizer step can change them: their"),
-        (20.0, 5.0, "their norm is 0.25 times what it was"),
-        (20.0, 0.0, "their norm is 0 times what it was"),
-        (20.0, math.nan, "they are NaN or infinite"),
-        (20.0, math.inf, "they are NaN or infinite"),
-        (0.0, 1.0, ""),  # an adapter begins with zeros
-        (5.0, 5.9, ""),  # an optimizer step of rate 1e-3 moves 10,000 weights by 1 at most, give or take
-        (5.0, 6.1, "their norm is 1.22 times what it was"),
-    ],
+@cases(
+    "before after said",
+    (20.0, 20.9, ""),  # 5%
+    (20.0, 21.1, "The weights of b changed before step 2 by more than an optimizer step can change them: their"),
+    (20.0, 5.0, "their norm is 0.25 times what it was"),
+    (20.0, 0.0, "their norm is 0 times what it was"),
+    (20.0, math.nan, "they are NaN or infinite"),
+    (20.0, math.inf, "they are NaN or infinite"),
+    (0.0, 1.0, ""),  # an adapter begins with zeros
+    (5.0, 5.9, ""),  # an optimizer step of rate 1e-3 moves 10,000 weights by 1 at most, give or take
+    (5.0, 6.1, "their norm is 1.22 times what it was"),
 )
 @pytest.mark.parametrize("resumes", [False, True])
 def test_weights_that_no_optimizer_step_has_written_are_said(
@@ -611,14 +591,12 @@ def test_weights_that_no_optimizer_step_has_written_are_said(
 BLOCKS = {"embed": 2.0, "layers.0": 1.0, "layers.1": 3.0, "layers.2": 1.0, "layers.3": 0.5}
 
 
-@pytest.mark.parametrize(
-    ("begins", "factor", "said"),
-    [
-        (1, 30.0, "far more than every other block"),
-        (6, 30.0, "40% before"),
-        (6, 2.5, ""),  # far less than 20 times the odds
-        (1, 2.5, ""),  # the blocks of a model have different gradients
-    ],
+@cases(
+    "begins factor said",
+    (1, 30.0, "far more than every other block"),
+    (6, 30.0, "40% before"),
+    (6, 2.5, ""),  # far less than 20 times the odds
+    (1, 2.5, ""),  # the blocks of a model have different gradients,
 )
 @pytest.mark.parametrize("resumes", [False, True])
 def test_a_layer_that_carries_the_gradient_is_said(begins: int, factor: float, said: str, resumes: bool) -> None:
@@ -645,16 +623,14 @@ def test_a_layer_that_carries_the_gradient_is_said(begins: int, factor: float, s
         assert not checks.warnings()
 
 
-@pytest.mark.parametrize(
-    ("times", "name", "said"),
-    [
-        ({"a": 1.0, "b": 0.2}, None, ""),
-        ({"a": 1.2, "b": 1.0}, None, ""),  # rounded
-        ({"a": 4.0, "b": 0.2}, "layer", "The optimizer's gradient in the layer a is at least 4 times what"),
-        ({"a": 4.0, "b": 2.0}, "loss_scale", "The optimizer's gradient is at least 2 times what"),
-        ({"a": math.inf, "b": 0.2}, None, ""),  # as fp16 overflows
-        ({"a": math.nan, "b": 0.2}, None, ""),
-    ],
+@cases(
+    "times name said",
+    ({"a": 1.0, "b": 0.2}, None, ""),
+    ({"a": 1.2, "b": 1.0}, None, ""),  # rounded
+    ({"a": 4.0, "b": 0.2}, "layer", "The optimizer's gradient in the layer a is at least 4 times what"),
+    ({"a": 4.0, "b": 2.0}, "loss_scale", "The optimizer's gradient is at least 2 times what"),
+    ({"a": math.inf, "b": 0.2}, None, ""),  # as fp16 overflows
+    ({"a": math.nan, "b": 0.2}, None, ""),
 )
 def test_a_gradient_of_more_than_its_passes_is_said(times: dict[str, float], name: str | None, said: str) -> None:
     checks = RunChecks()
@@ -825,10 +801,7 @@ def test_a_rollout_that_stopped_getting_weights_is_told() -> None:
     assert "S" not in end([min(step, 3) for step in range(14)])
 
 
-@pytest.mark.parametrize(
-    ("rate", "resumes", "name"),
-    [(5e-5, False, "L"), (5e-5, True, "L"), (1e-6, False, "M")],
-)
+@cases("rate resumes name", (5e-5, False, "L"), (5e-5, True, "L"), (1e-6, False, "M"))
 def test_a_policy_that_moved_far_is_told_by_its_learning_rate(rate: float, resumes: bool, name: str) -> None:
     """The rollout is late by a step, and the weights of step 5 are far away; with an ordinary rate, that cannot be."""
     batches = list(steps(Run(behind=1, rate=0.02), 8))

@@ -1,7 +1,5 @@
 """gradloc_state.pt: another form of it is refused in one sentence, and an older one outlives a write that fails."""
 
-from __future__ import annotations
-
 import copy
 import errno
 import math
@@ -13,16 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from notation import Caplog, Patch, cases
 from transformers import LlamaConfig, LlamaForCausalLM
-from verl.utils.gradloc import (
-    GradLoc,
-    GradLocConfig,
-    LayerClip,
-    LayerClipConfig,
-    TokenClip,
-    TokenClipConfig,
-    guarded,
-)
+from verl.utils.gradloc import GradLoc, GradLocConfig, LayerClip, LayerClipConfig, TokenClip, TokenClipConfig, guarded
 from verl.utils.gradloc.adapters.saved_state import FORM, STATE_FILE, read_state, write_state
 
 LAYER = {"warmup": [], "count": 30, "mean": 1.5, "deviation": 0.25, "floor": 0.125}
@@ -76,9 +67,7 @@ STATE = {
 }
 
 
-@pytest.mark.parametrize(
-    "saved", [{"form": FORM + 1, **STATE}, STATE, [1.0], None], ids=["newer", "first", "list", "torn"]
-)
+@cases("saved", {"form": FORM + 1, **STATE}, STATE, [1.0], None, ids=["newer", "first", "list", "torn"])
 def test_a_state_of_another_form_is_refused_in_one_sentence(saved: Any, tmp_path: Path) -> None:
     path = tmp_path / STATE_FILE
     if saved is None:
@@ -108,7 +97,7 @@ def test_what_is_saved_is_what_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("disk", ["full", "hangs"])
 def test_a_write_that_fails_is_a_warning_and_leaves_the_old_file(
-    disk: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    disk: str, tmp_path: Path, monkeypatch: Patch, caplog: Caplog
 ) -> None:
     answers = threading.Event()
 

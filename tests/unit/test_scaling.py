@@ -1,12 +1,11 @@
 """Losses that are scaled wrongly: which factor is found, and what it could be."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
 import pytest
 import torch
+from notation import cases
 from torch import Tensor
 
 from gradloc.judge.loss_scale import (
@@ -84,15 +83,13 @@ def test_a_loss_as_it_should_be_gives_no_warning(mode: str, changes: dict[str, A
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(
-    ("factor", "what"),
-    [
-        (3.0, "the number of ranks (3)"),
-        (1 / 3, "1 / the number of ranks (3)"),
-        (15.0, "the number of ranks × micro-batches (15)"),
-        (0.2, "1 / the number of micro-batches (5)"),
-        (65536.0, "2^16"),
-    ],
+@cases(
+    "factor what",
+    (3.0, "the number of ranks (3)"),
+    (1 / 3, "1 / the number of ranks (3)"),
+    (15.0, "the number of ranks × micro-batches (15)"),
+    (0.2, "1 / the number of micro-batches (5)"),
+    (65536.0, "2^16"),
 )
 def test_a_wrong_factor_is_found_wherever_it_comes_in(mode: str, factor: float, what: str) -> None:
     found = loss_scale_warning(ranks(mode, of_weights=factor))

@@ -54,10 +54,7 @@ def run(search: Search, tokens: dict[Any, Tokens], probes_a_pass: int, most: int
 
 
 def start(
-    tokens: dict[str, Tokens],
-    helpful: bool | None = True,
-    ordinary: float | None = None,
-    until: str = "exhaustive",
+    tokens: dict[str, Tokens], helpful: bool | None = True, ordinary: float | None = None, until: str = "exhaustive"
 ) -> Search:
     search = Search(THRESHOLD, until, ordinary)
     for name, unit in tokens.items():

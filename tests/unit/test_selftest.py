@@ -1,7 +1,5 @@
 """`gradloc selftest`, on a CPU: its figures of time and memory are those of a GPU only there."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from as_torchrun import ABORTS_AT_THE_END
+from notation import Capsys, Patch, cases
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from gradloc import GradLoc
@@ -32,9 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return folder
 
 
-def test_one_process_finds_what_it_plants(
-    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_process_finds_what_it_plants(model: str, tmp_path: Path, capsys: Capsys, monkeypatch: Patch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     assert main(["--model", model, *SHORT, "--output", str(tmp_path / "figures.json")]) == 0
     result = json.loads((tmp_path / "figures.json").read_text())
@@ -45,9 +42,7 @@ def test_one_process_finds_what_it_plants(
     assert result["steps"] == 3 and result["host_seconds"] > 0 and not torch.distributed.is_initialized()
 
 
-def test_one_process_is_rank_0_of_eight(
-    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_process_is_rank_0_of_eight(model: str, tmp_path: Path, capsys: Capsys, monkeypatch: Patch) -> None:
     """Its shards are those of eight ranks; it finds what it plants, and the gradient is what it was."""
     monkeypatch.delenv("RANK", raising=False)
     shares = []
@@ -70,9 +65,7 @@ def test_one_process_is_rank_0_of_eight(
     assert collectives.world_size() == failed_pass.world_size() == 1 and not torch.distributed.is_initialized()
 
 
-def test_rank_0_of_eight_takes_no_torchrun(
-    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rank_0_of_eight_takes_no_torchrun(model: str, capsys: Capsys, monkeypatch: Patch) -> None:
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(SystemExit) as end:
         main(["--model", model, *SHORT, "--as-rank-of", "8"])
@@ -90,9 +83,7 @@ def test_two_ranks_find_it(model: str, tmp_path: Path) -> None:
     assert done.stdout.startswith("GradLoc works here: ") and done.stdout.count("GradLoc") == 1
 
 
-def test_a_search_that_breaks_something_is_told(
-    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_search_that_breaks_something_is_told(model: str, capsys: Capsys, monkeypatch: Patch) -> None:
     class Careless(GradLoc):
         def locate(self, epoch: int, mini_batch: int) -> Any:
             located = super().locate(epoch, mini_batch)
@@ -110,25 +101,19 @@ def test_a_search_that_breaks_something_is_told(
     assert "the search has changed the gradient" in told
 
 
-def test_a_model_that_is_not_there_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_is_not_there_is_told(tmp_path: Path, capsys: Capsys) -> None:
     assert main(["--model", str(tmp_path)]) == 2
     assert str(tmp_path) in capsys.readouterr().err
     assert not torch.distributed.is_initialized()
 
 
-@pytest.mark.parametrize(
-    ("error", "told"),
-    [
-        (torch.OutOfMemoryError("too much"), "smaller --rows or --response may fit. too much"),
-        (None, "is inf with this"),
-    ],
+@cases(
+    "error told",
+    (torch.OutOfMemoryError("too much"), "smaller --rows or --response may fit. too much"),
+    (None, "is inf with this"),
 )
 def test_what_cannot_be_measured_is_told(
-    model: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    error: Exception | None,
-    told: str,
+    model: str, capsys: Capsys, monkeypatch: Patch, error: Exception | None, told: str
 ) -> None:
     def step(self: Any, *_: Any) -> None:
         if error is not None:

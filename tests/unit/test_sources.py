@@ -1,12 +1,10 @@
 """What looks wrong with a culprit: the rules, on facts from tensors, and their order."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
-import pytest
 import torch
+from notation import cases
 
 from gradloc.evidence.ordinary import token_medians
 from gradloc.evidence.token_facts import find_after_eos, find_mismatch, find_turns, token_evidence
@@ -44,84 +42,80 @@ CONFIDENT_LOG = math.log(CONFIDENT)
 SAME = [-1.0, -2.0, -0.5, 0.0]
 
 
-@pytest.mark.parametrize(
-    ("changes", "sources"),
-    [
-        ({}, ["other"]),
-        ({"rollout_log_prob": SAME, "old_log_prob": SAME}, ["other"]),
-        # Over half of the response is off by more than a nat; half is not over half.
-        ({"rollout_log_prob": [-2.1, -3.1, -0.5, 0.0]}, ["misaligned", "token", "sequence"]),
-        ({"rollout_log_prob": [-1.0, -3.1, -0.5, 0.0]}, ["token", "sequence"]),
-        ({"rollout_log_prob": [math.nan, math.nan, -0.5, 0.0]}, ["unsampled", "misaligned", "token", "sequence"]),
-        # Behind the end of the turn.
-        ({"after_eos": here(1.0)}, ["unsampled"]),
-        ({"after_eos": here(1.0), "rollout_log_prob": here(0.0, -1.0)}, ["unsampled", "token", "sequence"]),
-        # A rollout that goes on behind an end token, and says with which probability, has sampled the token.
-        ({"after_eos": here(1.0), "rollout_log_prob": SAME}, ["other"]),
-        # Not sampled: no log-prob, or 0 where the token is all but impossible.
-        ({"rollout_log_prob": [-1.0, math.nan, -0.5, 0.0]}, ["unsampled", "token", "sequence"]),
-        ({"rollout_log_prob": [-1.0, -math.inf, -0.5, 0.0]}, ["unsampled", "token", "sequence"]),
-        (
-            {"log_prob": here(-7.0, -1.0), "rollout_log_prob": here(0.0, -1.0)},
-            ["unsampled", "token", "sequence", "unlikely"],
-        ),
-        ({"log_prob": here(-0.1, -1.0), "rollout_log_prob": here(0.0, -1.0)}, ["other"]),
-        ({"advantage": here(2.6, 1.0)}, ["advantage"]),
-        ({"advantage": here(-2.6, 1.0)}, ["advantage"]),
-        ({"advantage": here(2.4, 1.0)}, ["other"]),
-        ({"weight": here(0.51, 0.1)}, ["weight"]),
-        ({"weight": here(0.49, 0.1)}, ["other"]),
-        ({"coefficient": here(-0.1), "kl_coefficient": here(-0.06)}, ["kl"]),
-        ({"coefficient": here(-0.1), "kl_coefficient": here(-0.04)}, ["other"]),
-        # The KL loss pulls against the policy loss, and is larger.
-        ({"coefficient": here(0.01), "kl_coefficient": here(0.11)}, ["kl"]),
-        ({"coefficient": here(0.0), "kl_coefficient": here(0.0)}, ["other"]),
-        # 0.1·(1 − e⁻²) = 0.086 against 0.1·0.9 and 0.1·0.8.
-        ({"entropy": here(0.9), "entropy_coefficient": here(-0.1)}, ["entropy"]),
-        ({"entropy": here(0.8), "entropy_coefficient": here(-0.1)}, ["other"]),
-        ({"old_log_prob": [-1.0, -2.7, -0.5, 0.0]}, ["token", "sequence"]),
-        ({"old_log_prob": [-1.7, -2.7, 0.9, 0.0]}, ["token"]),
-        ({"old_log_prob": [-1.2, -2.2, -0.7, 0.0]}, ["sequence"]),
-        ({"log_prob": here(math.log(UNLIKELY) - 0.01, -1.0)}, ["unlikely"]),
-        ({"log_prob": here(math.log(UNLIKELY) + 0.01, -1.0)}, ["other"]),
-        # Pushed down although likely.
-        ({"log_prob": here(CONFIDENT_LOG + 0.01), "advantage": here(-1.0), "coefficient": here(0.1)}, ["punished"]),
-        ({"log_prob": here(CONFIDENT_LOG - 0.01), "advantage": here(-1.0), "coefficient": here(0.1)}, ["other"]),
-        ({"log_prob": here(-0.1), "advantage": here(1.0), "coefficient": here(-0.1)}, ["other"]),
-        # The KL loss, or clipping, leaves a coefficient of the other sign.
-        ({"log_prob": here(-0.1), "advantage": here(1.0), "coefficient": here(0.1)}, ["other"]),
-        ({"log_prob": here(-0.1), "advantage": here(-1.0), "coefficient": here(-0.1)}, ["other"]),
-    ],
+@cases(
+    "changes sources",
+    ({}, ["other"]),
+    ({"rollout_log_prob": SAME, "old_log_prob": SAME}, ["other"]),
+    # Over half of the response is off by more than a nat; half is not over half.
+    ({"rollout_log_prob": [-2.1, -3.1, -0.5, 0.0]}, ["misaligned", "token", "sequence"]),
+    ({"rollout_log_prob": [-1.0, -3.1, -0.5, 0.0]}, ["token", "sequence"]),
+    ({"rollout_log_prob": [math.nan, math.nan, -0.5, 0.0]}, ["unsampled", "misaligned", "token", "sequence"]),
+    # Behind the end of the turn.
+    ({"after_eos": here(1.0)}, ["unsampled"]),
+    ({"after_eos": here(1.0), "rollout_log_prob": here(0.0, -1.0)}, ["unsampled", "token", "sequence"]),
+    # A rollout that goes on behind an end token, and says with which probability, has sampled the token.
+    ({"after_eos": here(1.0), "rollout_log_prob": SAME}, ["other"]),
+    # Not sampled: no log-prob, or 0 where the token is all but impossible.
+    ({"rollout_log_prob": [-1.0, math.nan, -0.5, 0.0]}, ["unsampled", "token", "sequence"]),
+    ({"rollout_log_prob": [-1.0, -math.inf, -0.5, 0.0]}, ["unsampled", "token", "sequence"]),
+    (
+        {"log_prob": here(-7.0, -1.0), "rollout_log_prob": here(0.0, -1.0)},
+        ["unsampled", "token", "sequence", "unlikely"],
+    ),
+    ({"log_prob": here(-0.1, -1.0), "rollout_log_prob": here(0.0, -1.0)}, ["other"]),
+    ({"advantage": here(2.6, 1.0)}, ["advantage"]),
+    ({"advantage": here(-2.6, 1.0)}, ["advantage"]),
+    ({"advantage": here(2.4, 1.0)}, ["other"]),
+    ({"weight": here(0.51, 0.1)}, ["weight"]),
+    ({"weight": here(0.49, 0.1)}, ["other"]),
+    ({"coefficient": here(-0.1), "kl_coefficient": here(-0.06)}, ["kl"]),
+    ({"coefficient": here(-0.1), "kl_coefficient": here(-0.04)}, ["other"]),
+    # The KL loss pulls against the policy loss, and is larger.
+    ({"coefficient": here(0.01), "kl_coefficient": here(0.11)}, ["kl"]),
+    ({"coefficient": here(0.0), "kl_coefficient": here(0.0)}, ["other"]),
+    # 0.1·(1 − e⁻²) = 0.086 against 0.1·0.9 and 0.1·0.8.
+    ({"entropy": here(0.9), "entropy_coefficient": here(-0.1)}, ["entropy"]),
+    ({"entropy": here(0.8), "entropy_coefficient": here(-0.1)}, ["other"]),
+    ({"old_log_prob": [-1.0, -2.7, -0.5, 0.0]}, ["token", "sequence"]),
+    ({"old_log_prob": [-1.7, -2.7, 0.9, 0.0]}, ["token"]),
+    ({"old_log_prob": [-1.2, -2.2, -0.7, 0.0]}, ["sequence"]),
+    ({"log_prob": here(math.log(UNLIKELY) - 0.01, -1.0)}, ["unlikely"]),
+    ({"log_prob": here(math.log(UNLIKELY) + 0.01, -1.0)}, ["other"]),
+    # Pushed down although likely.
+    ({"log_prob": here(CONFIDENT_LOG + 0.01), "advantage": here(-1.0), "coefficient": here(0.1)}, ["punished"]),
+    ({"log_prob": here(CONFIDENT_LOG - 0.01), "advantage": here(-1.0), "coefficient": here(0.1)}, ["other"]),
+    ({"log_prob": here(-0.1), "advantage": here(1.0), "coefficient": here(-0.1)}, ["other"]),
+    # The KL loss, or clipping, leaves a coefficient of the other sign.
+    ({"log_prob": here(-0.1), "advantage": here(1.0), "coefficient": here(0.1)}, ["other"]),
+    ({"log_prob": here(-0.1), "advantage": here(-1.0), "coefficient": here(-0.1)}, ["other"]),
 )
 def test_the_rules_on_facts_from_tensors(changes: dict[str, list[float]], sources: list[str]) -> None:
     assert classify(facts(**changes), MEDIANS) == sources
 
 
-@pytest.mark.parametrize(
-    ("changes", "sources"),
-    [
-        ({"grad_norm": math.nan}, ["nonfinite"]),
-        ({"grad_norm": math.inf, "advantage": 9.0}, ["nonfinite", "advantage"]),
-        # A ratio that overflows: no broken weights.
-        ({"grad_norm": math.inf, "ratio": 6e24}, ["token"]),
-        ({"grad_norm": math.inf, "rollout_ratio": 6e24}, ["token"]),
-        ({"grad_norm": math.inf, "ratio": 6e24, "log_prob": math.nan}, ["nonfinite", "token"]),
-        # Behind the end of the turn: training gives it more, or less, than a thousandth of the rollout's probability.
-        ({"after_eos": True, "rollout_log_prob": -0.5, "log_prob": -7.3}, ["unlikely"]),
-        ({"after_eos": True, "rollout_log_prob": -0.5, "log_prob": -7.5}, ["unsampled", "unlikely"]),
-        ({"after_eos": False, "rollout_log_prob": -0.5, "log_prob": -7.5}, ["unlikely"]),
-        # A failed request that came back as one token; what is said of whole responses needs more.
-        ({"response_length": 1, "rollout_log_prob": 0.0, "log_prob": -2.5}, ["unsampled"]),
-        ({"response_length": 1, "misaligned_share": 1.0, "sequence_ratio": 9.0}, ["other"]),
-        ({"misplaced": True, "shift": -1}, ["misaligned"]),
-        ({"layer_norms": {"a": 1.0, "b": 3.0, "c": 1.0}}, ["layer"]),
-        ({"layer_norms": {"a": 1.0}}, ["other"]),
-        # The square is infinite.
-        ({"layer_norms": {"a": 1e200, "b": 1.0}}, ["other"]),
-        ({"ratio": math.nan}, ["token"]),
-        ({"advantage": None, "kl_coefficient": None, "after_eos": None}, ["other"]),
-        ({"advantage": math.nan}, ["other"]),
-    ],
+@cases(
+    "changes sources",
+    ({"grad_norm": math.nan}, ["nonfinite"]),
+    ({"grad_norm": math.inf, "advantage": 9.0}, ["nonfinite", "advantage"]),
+    # A ratio that overflows: no broken weights.
+    ({"grad_norm": math.inf, "ratio": 6e24}, ["token"]),
+    ({"grad_norm": math.inf, "rollout_ratio": 6e24}, ["token"]),
+    ({"grad_norm": math.inf, "ratio": 6e24, "log_prob": math.nan}, ["nonfinite", "token"]),
+    # Behind the end of the turn: training gives it more, or less, than a thousandth of the rollout's probability.
+    ({"after_eos": True, "rollout_log_prob": -0.5, "log_prob": -7.3}, ["unlikely"]),
+    ({"after_eos": True, "rollout_log_prob": -0.5, "log_prob": -7.5}, ["unsampled", "unlikely"]),
+    ({"after_eos": False, "rollout_log_prob": -0.5, "log_prob": -7.5}, ["unlikely"]),
+    # A failed request that came back as one token; what is said of whole responses needs more.
+    ({"response_length": 1, "rollout_log_prob": 0.0, "log_prob": -2.5}, ["unsampled"]),
+    ({"response_length": 1, "misaligned_share": 1.0, "sequence_ratio": 9.0}, ["other"]),
+    ({"misplaced": True, "shift": -1}, ["misaligned"]),
+    ({"layer_norms": {"a": 1.0, "b": 3.0, "c": 1.0}}, ["layer"]),
+    ({"layer_norms": {"a": 1.0}}, ["other"]),
+    # The square is infinite.
+    ({"layer_norms": {"a": 1e200, "b": 1.0}}, ["other"]),
+    ({"ratio": math.nan}, ["token"]),
+    ({"advantage": None, "kl_coefficient": None, "after_eos": None}, ["other"]),
+    ({"advantage": math.nan}, ["other"]),
 )
 def test_the_rules_on_other_facts(changes: dict[str, Any], sources: list[str]) -> None:
     assert classify({**facts(), **changes}, MEDIANS) == sources
@@ -140,24 +134,22 @@ def test_code_schema_and_report_have_the_same_sources() -> None:
 END = 9
 
 
-@pytest.mark.parametrize(
-    ("token_id", "mask", "behind"),
-    [
-        ([1, 2, END, 0, 0], [1, 1, 1, 0, 0], [0, 0, 0, 0, 0]),
-        # Tokens that were added behind the end.
-        ([1, END, 3, 4, 0], [1, 1, 1, 1, 0], [0, 0, 1, 1, 0]),
-        ([1, END, END, 0, 0], [1, 1, 1, 0, 0], [0, 0, 1, 0, 0]),
-        # Two turns with masked tool output between them.
-        ([1, END, 3, 4, END], [1, 1, 0, 1, 1], [0, 0, 0, 0, 0]),
-        ([1, END, 3, 4, 5], [1, 1, 0, 0, 1], [0, 0, 0, 0, 0]),
-        # An end token in the tool output counts for nothing.
-        ([1, 2, END, 4, 5], [1, 1, 0, 1, 1], [0, 0, 0, 0, 0]),
-        # The second turn goes on behind its end.
-        ([1, END, 3, END, 5], [1, 1, 0, 1, 1], [0, 0, 0, 0, 1]),
-        ([1, 2, 3, 4, 5], [1, 1, 1, 1, 1], [0, 0, 0, 0, 0]),
-        # A turn of the end token alone.
-        ([END, 2, 3, 4, 5], [1, 1, 0, 1, 1], [0, 1, 0, 0, 0]),
-    ],
+@cases(
+    "token_id mask behind",
+    ([1, 2, END, 0, 0], [1, 1, 1, 0, 0], [0, 0, 0, 0, 0]),
+    # Tokens that were added behind the end.
+    ([1, END, 3, 4, 0], [1, 1, 1, 1, 0], [0, 0, 1, 1, 0]),
+    ([1, END, END, 0, 0], [1, 1, 1, 0, 0], [0, 0, 1, 0, 0]),
+    # Two turns with masked tool output between them.
+    ([1, END, 3, 4, END], [1, 1, 0, 1, 1], [0, 0, 0, 0, 0]),
+    ([1, END, 3, 4, 5], [1, 1, 0, 0, 1], [0, 0, 0, 0, 0]),
+    # An end token in the tool output counts for nothing.
+    ([1, 2, END, 4, 5], [1, 1, 0, 1, 1], [0, 0, 0, 0, 0]),
+    # The second turn goes on behind its end.
+    ([1, END, 3, END, 5], [1, 1, 0, 1, 1], [0, 0, 0, 0, 1]),
+    ([1, 2, 3, 4, 5], [1, 1, 1, 1, 1], [0, 0, 0, 0, 0]),
+    # A turn of the end token alone.
+    ([END, 2, 3, 4, 5], [1, 1, 0, 1, 1], [0, 1, 0, 0, 0]),
 )
 def test_tokens_after_eos_are_those_behind_the_end_of_a_turn(
     token_id: list[int], mask: list[int], behind: list[int]
@@ -194,17 +186,15 @@ def test_medians_are_over_tokens_of_all_micro_batches() -> None:
     assert classify(facts(advantage=here(99.0), weight=here(99.0)), unknown) == ["other"]
 
 
-@pytest.mark.parametrize(
-    ("mask", "numbers"),
-    [
-        ("1110", "1110"),
-        ("11011", "11022"),
-        ("1100101110", "1100203330"),
-        # A response that begins with a masked token, one without a token of its own, and an empty one.
-        ("0110", "0110"),
-        ("0000", "0000"),
-        ("", ""),
-    ],
+@cases(
+    "mask numbers",
+    ("1110", "1110"),
+    ("11011", "11022"),
+    ("1100101110", "1100203330"),
+    # A response that begins with a masked token, one without a token of its own, and an empty one.
+    ("0110", "0110"),
+    ("0000", "0000"),
+    ("", ""),
 )
 def test_turns_are_runs_of_the_response_mask(mask: str, numbers: str) -> None:
     found = find_turns(torch.tensor([[float(bit) for bit in mask]]))[0].tolist()
@@ -218,31 +208,29 @@ def bits(text: str) -> torch.Tensor:
 TWO_TURNS = "11111100011111111"
 
 
-@pytest.mark.parametrize(
-    ("mask", "off", "found"),
-    [
-        # From the second turn on; what is off in the gap does not count.
-        (TWO_TURNS, "00000000011111111", (9, 2)),
-        (TWO_TURNS, "00000011111111111", (9, 2)),
-        (TWO_TURNS, "00000011100000000", (-1, 0)),
-        # The first of other tokens are as likely by chance.
-        (TWO_TURNS, "00000000000111111", (11, 2)),
-        (TWO_TURNS, "00000000000011111", (12, 0)),
-        (TWO_TURNS, "00000000010110111", (9, 2)),
-        # Too few to tell.
-        (TWO_TURNS, "00000000000000111", (-1, 0)),
-        # In the first turn, or in all of the response: at no boundary.
-        (TWO_TURNS, "00111111111111111", (2, 0)),
-        (TWO_TURNS, "11111111111111111", (0, 0)),
-        # Much of the first turn is off as well.
-        (TWO_TURNS, "10010011111111111", (-1, 0)),
-        (TWO_TURNS, "01000011111111111", (9, 2)),
-        # Of three turns the last.
-        ("1110110111110", "0000000111111", (7, 3)),
-        # One turn alone has no boundary.
-        ("111111111111", "000011111111", (4, 0)),
-        ("0000", "1111", (-1, 0)),
-    ],
+@cases(
+    "mask off found",
+    # From the second turn on; what is off in the gap does not count.
+    (TWO_TURNS, "00000000011111111", (9, 2)),
+    (TWO_TURNS, "00000011111111111", (9, 2)),
+    (TWO_TURNS, "00000011100000000", (-1, 0)),
+    # The first of other tokens are as likely by chance.
+    (TWO_TURNS, "00000000000111111", (11, 2)),
+    (TWO_TURNS, "00000000000011111", (12, 0)),
+    (TWO_TURNS, "00000000010110111", (9, 2)),
+    # Too few to tell.
+    (TWO_TURNS, "00000000000000111", (-1, 0)),
+    # In the first turn, or in all of the response: at no boundary.
+    (TWO_TURNS, "00111111111111111", (2, 0)),
+    (TWO_TURNS, "11111111111111111", (0, 0)),
+    # Much of the first turn is off as well.
+    (TWO_TURNS, "10010011111111111", (-1, 0)),
+    (TWO_TURNS, "01000011111111111", (9, 2)),
+    # Of three turns the last.
+    ("1110110111110", "0000000111111", (7, 3)),
+    # One turn alone has no boundary.
+    ("111111111111", "000011111111", (4, 0)),
+    ("0000", "1111", (-1, 0)),
 )
 def test_where_a_mismatch_begins(mask: str, off: str, found: tuple[int, int]) -> None:
     """In a response some of whose tokens are off by two nats, and some by NaN."""

@@ -1,11 +1,10 @@
 """`spike_action=stop`: when the trainer ends a run, and the exit code of that."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import pytest
+from notation import Capsys, cases
 from omegaconf import OmegaConf
 from ray.exceptions import RayTaskError
 from scripts import run
@@ -32,16 +31,14 @@ def step_of_the_end(stop: SpikeStop, spikes: list[int]) -> int | None:
     return None
 
 
-@pytest.mark.parametrize(
-    ("spikes", "end"),
-    [
-        ([0, 1, 1, 0, 1, 1, 0, 1], None),  # never three within three steps
-        ([1, 0, 1, 1, 1], 15),
-        ([0, 2, 0, 1], 14),  # two in one step
-        ([0, 2, 0, 0, 1], None),
-        ([7], 11),
-        ([0] * 50, None),
-    ],
+@cases(
+    "spikes end",
+    ([0, 1, 1, 0, 1, 1, 0, 1], None),  # never three within three steps
+    ([1, 0, 1, 1, 1], 15),
+    ([0, 2, 0, 1], 14),  # two in one step
+    ([0, 2, 0, 0, 1], None),
+    ([7], 11),
+    ([0] * 50, None),
 )
 def test_a_run_ends_after_the_given_spikes_within_some_steps(spikes: list[int], end: int | None) -> None:
     assert step_of_the_end(spike_stop(), spikes) == end
@@ -76,7 +73,7 @@ def test_the_sentence_names_evidence_and_checkpoint() -> None:
 
 
 @pytest.mark.parametrize("remote", [False, True])
-def test_the_exit_code_and_what_is_said(remote: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_exit_code_and_what_is_said(remote: bool, capsys: Capsys) -> None:
     error: Exception = RepeatedSpikes("Training ends.")
     if remote:  # as `ray.get` raises it
         error = RayTaskError("run", "a long traceback", error).as_instanceof_cause()

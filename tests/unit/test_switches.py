@@ -1,7 +1,5 @@
 """Kernels and model code with a planted bug: the table of a replay's switches points to it."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import signal
@@ -17,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from notation import Capsys, Patch, cases
 from small_bundles import PROMPT, RESPONSE, ROWS, forward, passes, random_ids, small_model, writer_of
 from transformers.models.llama import modeling_llama
 
@@ -64,7 +63,7 @@ def recorded(directory: Path, over: float, dtype: str = "float32") -> list[str]:
     return [str(directory / event["replay"]), "--model", str(directory / "model"), "--only", "--switches", "--json"]
 
 
-def replayed(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+def replayed(arguments: list[str], capsys: Capsys) -> dict[str, Any]:
     assert main(arguments) == 0
     result: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert conforms(result, RESULT)
@@ -96,7 +95,7 @@ def rough_attention(*arguments: Any, **options: Any) -> torch.Tensor:
 attend, rotation = torch.nn.functional.scaled_dot_product_attention, modeling_llama.apply_rotary_pos_emb
 
 
-BUGS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = {
+BUGS: dict[str, tuple[Callable[[Patch], None], str, str]] = {
     "norm": (
         lambda patch: patch.setattr(modeling_llama.LlamaRMSNorm, "forward", rough_norm),
         "RMSNorm in float32",
@@ -117,9 +116,7 @@ BUGS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = {
 
 @pytest.mark.target(version="0.9.1")
 @pytest.mark.parametrize("bug", BUGS)
-def test_the_table_points_to_a_bug(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], bug: str
-) -> None:
+def test_the_table_points_to_a_bug(tmp_path: Path, monkeypatch: Patch, capsys: Capsys, bug: str) -> None:
     plant, switch, look = BUGS[bug]
     plant(monkeypatch)
     arguments = recorded(tmp_path, over=0.6)
@@ -141,7 +138,7 @@ def test_the_table_points_to_a_bug(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_without_a_bug_no_switch_changes_much(tmp_path: Path, capsys: pytest.CaptureFixture[str], dtype: str) -> None:
+def test_without_a_bug_no_switch_changes_much(tmp_path: Path, capsys: Capsys, dtype: str) -> None:
     result = replayed(recorded(tmp_path, 0.6, dtype), capsys)
     names = [row["name"] for row in result["switches"]]
     precisions = {"float32", "bfloat16", "float64"} - {dtype}
@@ -169,9 +166,7 @@ def test_a_model_is_left_as_it_was(tmp_path: Path) -> None:
     assert modeling_llama.apply_rotary_pos_emb is rotation
 
 
-def test_what_cannot_be_switched_is_noted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_switched_is_noted(tmp_path: Path, monkeypatch: Patch, capsys: Capsys) -> None:
     monkeypatch.setattr(switches, "_NORMS", "NoSuchNorm")
     monkeypatch.setattr(switches, "_ROTATE", "no_such_function")
     result = replayed(recorded(tmp_path, 0.6), capsys)
@@ -182,9 +177,7 @@ def test_what_cannot_be_switched_is_noted(
 
 
 @pytest.mark.target(version="0.9.1")
-def test_a_rotation_with_another_signature_is_noted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rotation_with_another_signature_is_noted(tmp_path: Path, monkeypatch: Patch, capsys: Capsys) -> None:
     """As in a model that rotates with (x, rope_cache)."""
     forward = inspect.unwrap(modeling_llama.LlamaAttention.forward)
     names = {"apply_rotary_pos_emb": lambda q, k, *angles: modeling_llama.apply_rotary_pos_emb((q, k), angles)}
@@ -197,9 +190,7 @@ def test_a_rotation_with_another_signature_is_noted(
     assert "attention: eager" in [row["name"] for row in result["switches"]]
 
 
-def test_a_switch_that_fails_is_noted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_switch_that_fails_is_noted(tmp_path: Path, monkeypatch: Patch, capsys: Capsys) -> None:
     @contextmanager
     def broken(_: Any, error: type[Exception]) -> Iterator[None]:
         raise error("it cannot be")
@@ -239,9 +230,7 @@ command.main({arguments!r})
         assert f"Not switched to '{name}': the replay ended before." in found["notes"]
 
 
-def test_a_model_that_cannot_fit_is_not_loaded_for_a_switch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_that_cannot_fit_is_not_loaded_for_a_switch(tmp_path: Path, monkeypatch: Patch, capsys: Capsys) -> None:
     arguments = recorded(tmp_path, 0.6)
     opened, path = open_bundle(arguments[0]), arguments[2]
     model = load(opened, path, Variant("float32", "sdpa"), "cpu", None, False)
@@ -269,7 +258,7 @@ def test_a_model_that_cannot_fit_is_not_loaded_for_a_switch(
 
 
 @pytest.mark.target(version="0.9.1")
-def test_kernels_are_switched_where_they_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_switched_where_they_are_installed(monkeypatch: Patch) -> None:
     given: list[Any] = []
     patch = SimpleNamespace(_apply_liger_kernel_to_instance=lambda model: given.append(model))
     installed = {"liger_kernel", "flash_attn"}
@@ -321,32 +310,30 @@ def rows(**norms: float) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("replayed", "norms", "comes_back", "sentence"),
-    [
-        (
-            50.0,
-            {"RMSNorm": 4.0, "attention": 49.0, "precision": 3.0},
-            True,
-            "Switched alone, 'RMSNorm' takes the spike away, with a norm of 4 instead of 50 (so do 'precision'): look "
-            "at how RMSNorm is computed.",
-        ),
-        (
-            5.0,
-            {"RMSNorm": 4.0, "precision": 49.0},
-            False,
-            "Switched alone, 'precision' makes a spike, with a norm of 49 instead of 5: look at the precision of the "
-            "whole model.",
-        ),
-        (
-            50.0,
-            {"fused": 20.0, "RMSNorm": 48.0},
-            True,
-            "Switched alone, 'fused' changes the norm to 20 from 50: look at the fused kernels.",
-        ),
-        (50.0, {"RMSNorm": 45.0}, True, "No switch changes the norm by more than a factor of 1.5"),
-        (50.0, {"RMSNorm": float("nan")}, True, "Switched alone, 'RMSNorm' changes the norm to nan"),
-    ],
+@cases(
+    "replayed norms comes_back sentence",
+    (
+        50.0,
+        {"RMSNorm": 4.0, "attention": 49.0, "precision": 3.0},
+        True,
+        "Switched alone, 'RMSNorm' takes the spike away, with a norm of 4 instead of 50 (so do 'precision'): look "
+        "at how RMSNorm is computed.",
+    ),
+    (
+        5.0,
+        {"RMSNorm": 4.0, "precision": 49.0},
+        False,
+        "Switched alone, 'precision' makes a spike, with a norm of 49 instead of 5: look at the precision of the "
+        "whole model.",
+    ),
+    (
+        50.0,
+        {"fused": 20.0, "RMSNorm": 48.0},
+        True,
+        "Switched alone, 'fused' changes the norm to 20 from 50: look at the fused kernels.",
+    ),
+    (50.0, {"RMSNorm": 45.0}, True, "No switch changes the norm by more than a factor of 1.5"),
+    (50.0, {"RMSNorm": float("nan")}, True, "Switched alone, 'RMSNorm' changes the norm to nan"),
 )
 def test_the_sentence_names_the_most_specific_switch(
     replayed: float, norms: dict[str, float], comes_back: bool, sentence: str

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from notation import Caplog
 from plain_passes import observe
 from torch import Tensor, nn
 
@@ -114,9 +115,7 @@ def trained(seconds: Any, clock: Clock, a_pass: float) -> tuple[GradLoc, list[di
 
 
 @pytest.mark.parametrize(("seconds", "a_pass", "passes"), [(10, 4.0, [3, 3]), ("auto", 200.0, [2, 0])])
-def test_a_search_that_is_out_of_time_says_so(
-    seconds: Any, a_pass: float, passes: list[int], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_search_that_is_out_of_time_says_so(seconds: Any, a_pass: float, passes: list[int], caplog: Caplog) -> None:
     with caplog.at_level(logging.WARNING):
         gradloc, events = trained(seconds, Clock(), a_pass)
     assert [event["passes"] for event in events] == passes
@@ -127,7 +126,7 @@ def test_a_search_that_is_out_of_time_says_so(
     assert caplog.text.count(f"bisect_budget_seconds={seconds}") == 2
 
 
-def test_a_search_with_time_left_does_not_say_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_search_with_time_left_does_not_say_so(caplog: Caplog) -> None:
     with caplog.at_level(logging.WARNING):
         gradloc, events = trained("auto", Clock(), 0.001)
     assert [(event["out_of_time"], event["passes"] > 3) for event in events] == [(False, True)] * 2

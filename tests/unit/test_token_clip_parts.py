@@ -1,13 +1,12 @@
 """TokenClip's settings, statistics and places, each on its own."""
 
-from __future__ import annotations
-
 import logging
 import math
 from typing import Any
 
 import pytest
 import torch
+from notation import Caplog, cases
 from torch import Tensor, nn
 
 from gradloc import TokenClip, TokenClipConfig
@@ -19,17 +18,15 @@ from gradloc.token_clip.token_clip import row_weights
 HIDDEN = 4
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("enable", 1),
-        ("action", "zero"),
-        ("factor", 1.0),
-        ("factor", math.inf),
-        ("beta", 1.0),
-        ("warmup_steps", 0),
-        ("max_share", 0.0),
-    ],
+@cases(
+    "name value",
+    ("enable", 1),
+    ("action", "zero"),
+    ("factor", 1.0),
+    ("factor", math.inf),
+    ("beta", 1.0),
+    ("warmup_steps", 0),
+    ("max_share", 0.0),
 )
 def test_a_bad_setting_is_refused_by_its_name(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"token_clip\.{name} must be .*, got"):
@@ -249,7 +246,7 @@ def test_of_many_tokens_over_a_bound_the_largest_are_told() -> None:
     assert of_log_probs[0] >= largest[0] * 0.999
 
 
-def test_a_state_of_another_model_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_state_of_another_model_is_refused(caplog: Caplog) -> None:
     model = Model()
     clip = TokenClip(model, TokenClipConfig(enable=True, warmup_steps=1))
     train(clip, model, torch.ones(1, 3))
@@ -281,28 +278,26 @@ def line(**found: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    ("found", "sentence"),
-    [
-        (
-            {},
-            "TokenClip found 1 backward signal over 4 times the usual largest one, and dropped it; the largest: token "
-            "' 7' of rank 1, row 3, position 5, 41.3 times the usual at layers.4.",
-        ),
-        (
-            {"action": "log", "cut": {"layers.4": 0}, "tokens": []},
-            "TokenClip found 1 backward signal over 4 times the usual largest one, and left it as it is (action log).",
-        ),
-        (
-            {"over": {"layers.4": 7}, "cut": {"layers.4": 0}, "refused": ["layers.4"], "tokens": []},
-            "TokenClip found 7 backward signals over 4 times the usual largest one; at layers.4 there were more than "
-            "max_share, so that none was cut there.",
-        ),
-        (
-            {"action": "smooth", "over": {"layers.4": 7}, "cut": {"layers.4": 2}, "tokens": []},
-            "TokenClip found 7 backward signals over 4 times the usual largest one, and reduced 2 of them.",
-        ),
-    ],
+@cases(
+    "found sentence",
+    (
+        {},
+        "TokenClip found 1 backward signal over 4 times the usual largest one, and dropped it; the largest: token "
+        "' 7' of rank 1, row 3, position 5, 41.3 times the usual at layers.4.",
+    ),
+    (
+        {"action": "log", "cut": {"layers.4": 0}, "tokens": []},
+        "TokenClip found 1 backward signal over 4 times the usual largest one, and left it as it is (action log).",
+    ),
+    (
+        {"over": {"layers.4": 7}, "cut": {"layers.4": 0}, "refused": ["layers.4"], "tokens": []},
+        "TokenClip found 7 backward signals over 4 times the usual largest one; at layers.4 there were more than "
+        "max_share, so that none was cut there.",
+    ),
+    (
+        {"action": "smooth", "over": {"layers.4": 7}, "cut": {"layers.4": 2}, "tokens": []},
+        "TokenClip found 7 backward signals over 4 times the usual largest one, and reduced 2 of them.",
+    ),
 )
 def test_a_line_is_told_in_one_sentence(found: dict[str, Any], sentence: str) -> None:
     assert describe(line(**found)) == sentence

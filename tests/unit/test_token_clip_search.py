@@ -1,13 +1,12 @@
 """A search beside TokenClip: what training did not have is not looked for."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from notation import Patch
 from plain_passes import observe
 from torch import Tensor, nn
 
@@ -121,7 +120,7 @@ class Training:
 
 
 @pytest.fixture
-def probed(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+def probed(monkeypatch: Patch) -> list[Tensor]:
     """The tokens of each probe; the passes of a drop are none."""
     found: list[Tensor] = []
     forward_backward = Passes._forward_backward
@@ -212,7 +211,7 @@ def test_what_is_cut_at_hidden_states_is_told_by_its_tokens() -> None:
     assert not cut_tokens(watched([])).any()
 
 
-def test_ranks_of_a_group_tell_each_other_what_they_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_a_group_tell_each_other_what_they_cut(monkeypatch: Patch) -> None:
     found = []
     monkeypatch.setattr(collectives, "world_size", lambda: 4)
     for part in range(2):

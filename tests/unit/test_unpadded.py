@@ -7,6 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from notation import Patch
 from torch import Tensor
 
 from gradloc.evidence.event import token_facts_of
@@ -66,7 +67,7 @@ def test_what_is_sent_is_what_a_search_reads_of_all_that_is_not_padding() -> Non
 class Sent:
     """Stands in for the collective calls of rank 5, and counts the bytes that each rank sends."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, world_size: int) -> None:
+    def __init__(self, monkeypatch: Patch, world_size: int) -> None:
         self.bytes: dict[int, int] = {}
         monkeypatch.setattr(collectives, "world_size", lambda: world_size)
         monkeypatch.setattr(collectives, "rank", lambda: 5)
@@ -82,7 +83,7 @@ class Sent:
 LENGTHS = [100, 100, 50, 50]
 
 
-def test_one_of_the_ranks_that_share_data_sends_what_a_search_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_of_the_ranks_that_share_data_sends_what_a_search_reads(monkeypatch: Patch) -> None:
     sent = Sent(monkeypatch, world_size=8)
     own = [micro_batch(LENGTHS)]
     obtained = ReducedMeter(Mock(layers=["a"]), torch.device("cpu"), sequence_parallel_size=4).obtain([], own, 1.0)
@@ -107,7 +108,7 @@ def two_each(sequence_parallel_size: int) -> Any:
 CULPRITS = [((1, 1), 0, 99), ((0, 0), 3, 7), ((1, 0), 2, 0)]
 
 
-def test_the_ranks_that_have_culprits_tell_of_them_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ranks_that_have_culprits_tell_of_them_alone(monkeypatch: Patch) -> None:
     sent = Sent(monkeypatch, world_size=12)
     mini_batch = two_each(sequence_parallel_size=4)
     facts = token_facts_of(mini_batch, CULPRITS)
@@ -122,7 +123,7 @@ def test_the_ranks_that_have_culprits_tell_of_them_alone(monkeypatch: pytest.Mon
         assert found_facts["advantage"] == float(tokens["advantage"][row, position])
 
 
-def test_without_culprits_nothing_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_culprits_nothing_is_sent(monkeypatch: Patch) -> None:
     sent = Sent(monkeypatch, world_size=2)
     assert token_facts_of(two_each(sequence_parallel_size=1), []) == {} and sent.bytes == {}
 

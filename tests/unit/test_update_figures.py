@@ -44,10 +44,7 @@ def test_only_response_tokens_with_a_weight_count() -> None:
     found = tokens(log_prob, old_log_prob=torch.tensor([[-20.0, -20.0, -1.5, -1.0]]))
     found["response_mask"] = torch.tensor([[0, 1, 1, 1]])
     found["weight"] = torch.tensor([[1.0, 0.0, 1.0, 1.0]])
-    assert figures([found]) == {
-        "ratio_max": pytest.approx(math.exp(0.5)),
-        "unlikely_share": 0.0,
-    }
+    assert figures([found]) == {"ratio_max": pytest.approx(math.exp(0.5)), "unlikely_share": 0.0}
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])

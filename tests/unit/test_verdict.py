@@ -1,7 +1,5 @@
 """The verdict on a spike: the shares of ordinary tokens against a plain loop, and which cause is named."""
 
-from __future__ import annotations
-
 import math
 import random
 import re
@@ -10,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from notation import Caplog, cases
 from scripts import launch
 from torch import Tensor
 
@@ -101,9 +100,8 @@ def shares_of_a_loop(
     return {**shares, APART: sum(known) / len(known) if known else None}
 
 
-@pytest.mark.parametrize(
-    ("without", "scale"),
-    [((), 1024.0), *(((name,), 1.0) for name in OPTIONAL), (("old_log_prob", "rollout_log_prob"), 1.0)],
+@cases(
+    "without scale", ((), 1024.0), *(((name,), 1.0) for name in OPTIONAL), (("old_log_prob", "rollout_log_prob"), 1.0)
 )
 def test_shares_of_ordinary_tokens_are_those_of_a_plain_loop(without: tuple[str, ...], scale: float) -> None:
     micro_batches = [micro_batch(seed, without) for seed in range(5)]
@@ -140,34 +138,32 @@ NONE = dict.fromkeys([rule.name for rule in RULES], 0.0)
 EVEN = dict.fromkeys("abcde", 1.0)
 
 
-@pytest.mark.parametrize(
-    ("culprits", "ordinary", "cause"),
-    [
-        ({}, {}, None),
-        ({"advantage": 1.0}, {}, "advantage"),
-        ({"advantage": MOST_CULPRITS}, {}, "advantage"),
-        ({"advantage": MOST_CULPRITS - 0.01}, {}, None),
-        # What a quarter of ordinary tokens have as well is no cause.
-        ({"unlikely": 1.0}, {"unlikely": COMMON}, None),
-        ({"unlikely": 1.0}, {"unlikely": COMMON - 0.01}, "unlikely"),
-        ({"unlikely": 0.6}, {"unlikely": 0.6 / LIFT}, "unlikely"),
-        ({"unlikely": 0.6}, {"unlikely": 0.6 / LIFT + 0.01}, None),
-        # One NaN makes the whole gradient NaN.
-        ({"nonfinite": 0.1, "unlikely": 1.0}, {}, "nonfinite"),
-        ({"nonfinite": 0.1, "unlikely": 1.0}, {"nonfinite": 0.05}, "unlikely"),
-        # The most specific of those that hold for about as many culprits.
-        ({"unsampled": 1.0, "token": 1.0, "unlikely": 1.0}, {}, "unsampled"),
-        ({"unsampled": 0.95, "unlikely": 1.0}, {}, "unsampled"),
-        ({"unsampled": 0.6, "unlikely": 1.0}, {}, "unlikely"),
-        ({"unsampled": 1.0, "token": 1.0}, {"unsampled": 0.3}, "token"),
-        # The turns of a response are compared with each other, not with ordinary tokens, which may have the same fault.
-        ({"retokenized": 0.9, "misaligned": 1.0}, {"retokenized": 0.6, "misaligned": 0.2}, "retokenized"),
-        ({"retokenized": 0.4}, {"retokenized": 0.6}, None),
-        # Nothing is known of ordinary tokens.
-        ({"advantage": 1.0}, {"advantage": None}, None),
-        ({"layer": 1.0}, {"layer": None}, "layer"),
-        ({"layer": 1.0, "unlikely": 1.0}, {"layer": None}, "unlikely"),
-    ],
+@cases(
+    "culprits ordinary cause",
+    ({}, {}, None),
+    ({"advantage": 1.0}, {}, "advantage"),
+    ({"advantage": MOST_CULPRITS}, {}, "advantage"),
+    ({"advantage": MOST_CULPRITS - 0.01}, {}, None),
+    # What a quarter of ordinary tokens have as well is no cause.
+    ({"unlikely": 1.0}, {"unlikely": COMMON}, None),
+    ({"unlikely": 1.0}, {"unlikely": COMMON - 0.01}, "unlikely"),
+    ({"unlikely": 0.6}, {"unlikely": 0.6 / LIFT}, "unlikely"),
+    ({"unlikely": 0.6}, {"unlikely": 0.6 / LIFT + 0.01}, None),
+    # One NaN makes the whole gradient NaN.
+    ({"nonfinite": 0.1, "unlikely": 1.0}, {}, "nonfinite"),
+    ({"nonfinite": 0.1, "unlikely": 1.0}, {"nonfinite": 0.05}, "unlikely"),
+    # The most specific of those that hold for about as many culprits.
+    ({"unsampled": 1.0, "token": 1.0, "unlikely": 1.0}, {}, "unsampled"),
+    ({"unsampled": 0.95, "unlikely": 1.0}, {}, "unsampled"),
+    ({"unsampled": 0.6, "unlikely": 1.0}, {}, "unlikely"),
+    ({"unsampled": 1.0, "token": 1.0}, {"unsampled": 0.3}, "token"),
+    # The turns of a response are compared with each other, not with ordinary tokens, which may have the same fault.
+    ({"retokenized": 0.9, "misaligned": 1.0}, {"retokenized": 0.6, "misaligned": 0.2}, "retokenized"),
+    ({"retokenized": 0.4}, {"retokenized": 0.6}, None),
+    # Nothing is known of ordinary tokens.
+    ({"advantage": 1.0}, {"advantage": None}, None),
+    ({"layer": 1.0}, {"layer": None}, "layer"),
+    ({"layer": 1.0, "unlikely": 1.0}, {"layer": None}, "unlikely"),
 )
 def test_a_cause_tells_culprits_from_ordinary_tokens(
     culprits: dict[str, float], ordinary: dict[str, float | None], cause: str | None
@@ -180,22 +176,20 @@ def test_what_few_culprits_would_have_by_chance_is_no_cause(count: int, of_ordin
     assert find_cause({**NONE, "token": 1.0}, {**NONE, "token": of_ordinary}, count) == CAUSES.get(cause)
 
 
-@pytest.mark.parametrize(
-    ("usual", "share"),
-    [
-        # "a" has a thirteenth of an ordinary token: 81% has 51 times the odds.
-        ({"a": 1.0, "b": 2.0, "c": 2.0, "d": 2.0}, 1.0),
-        ({"a": 1.0, "b": 1.0, "c": 1.0, "d": 1.0, "e": 1.0}, 0.5),
-        # 81% has 13 times the odds of a quarter.
-        ({"a": 1.0, "b": 1.0, "c": 1.0, "d": 1.0, "e": 0.1}, 0.5),
-        ({"a": 1.0, "b": 1.0}, 0.5),
-        # Ordinary tokens have it as well.
-        ({"a": 100.0, "b": 1.0}, 0.0),
-        ({"a": 1.0}, 0.0),
-        ({"b": 1.0}, 1.0),
-        ({}, None),
-        (None, None),
-    ],
+@cases(
+    "usual share",
+    # "a" has a thirteenth of an ordinary token: 81% has 51 times the odds.
+    ({"a": 1.0, "b": 2.0, "c": 2.0, "d": 2.0}, 1.0),
+    ({"a": 1.0, "b": 1.0, "c": 1.0, "d": 1.0, "e": 1.0}, 0.5),
+    # 81% has 13 times the odds of a quarter.
+    ({"a": 1.0, "b": 1.0, "c": 1.0, "d": 1.0, "e": 0.1}, 0.5),
+    ({"a": 1.0, "b": 1.0}, 0.5),
+    # Ordinary tokens have it as well.
+    ({"a": 100.0, "b": 1.0}, 0.0),
+    ({"a": 1.0}, 0.0),
+    ({"b": 1.0}, 1.0),
+    ({}, None),
+    (None, None),
 )
 def test_a_layer_counts_with_far_more_than_ordinary_tokens_have(
     usual: dict[str, float] | None, share: float | None
@@ -232,25 +226,23 @@ def culprit(sources: list[str]) -> dict[str, Any]:
     return {"rank": 0, "micro_batch": 0, "sources": sources, "layer_norms": layers, **size}
 
 
-@pytest.mark.parametrize(
-    ("rule", "changes", "cause"),
-    [
-        ("advantage", {}, "advantage"),
-        # With the median advantage it would still be over the threshold.
-        ("advantage", {"advantage": -2.5}, "advantage"),
-        ("advantage", {"advantage": -2.4}, None),
-        ("advantage", {"grad_norm": 6.1}, None),
-        ("unlikely", {"grad_norm": 2.0 * RARE_NORM}, "unlikely"),
-        ("unlikely", {"grad_norm": 2.0 * RARE_NORM + 1}, None),
-        # With the rollout's log-prob its norm would be 1.2, or over the threshold of 2.
-        ("token", {}, "token"),
-        ("sequence", {"grad_norm": 8.5}, "sequence"),
-        ("token", {"grad_norm": 8.8}, None),
-        ("token", {"rollout_log_prob": -1.7}, None),
-        # The loss multiplies by the ratio, also where that makes the norm infinite.
-        ("token", {"grad_norm": math.inf, "rollout_log_prob": -57.0, "coefficient": -1e25}, "token"),
-        ("token", {"rollout_log_prob": -1.7, "coefficient": -50.0}, "token"),
-    ],
+@cases(
+    "rule changes cause",
+    ("advantage", {}, "advantage"),
+    # With the median advantage it would still be over the threshold.
+    ("advantage", {"advantage": -2.5}, "advantage"),
+    ("advantage", {"advantage": -2.4}, None),
+    ("advantage", {"grad_norm": 6.1}, None),
+    ("unlikely", {"grad_norm": 2.0 * RARE_NORM}, "unlikely"),
+    ("unlikely", {"grad_norm": 2.0 * RARE_NORM + 1}, None),
+    # With the rollout's log-prob its norm would be 1.2, or over the threshold of 2.
+    ("token", {}, "token"),
+    ("sequence", {"grad_norm": 8.5}, "sequence"),
+    ("token", {"grad_norm": 8.8}, None),
+    ("token", {"rollout_log_prob": -1.7}, None),
+    # The loss multiplies by the ratio, also where that makes the norm infinite.
+    ("token", {"grad_norm": math.inf, "rollout_log_prob": -57.0, "coefficient": -1e25}, "token"),
+    ("token", {"rollout_log_prob": -1.7, "coefficient": -50.0}, "token"),
 )
 def test_what_a_rule_finds_has_to_suffice_for_the_norm(rule: str, changes: dict[str, float], cause: str | None) -> None:
     found = event([rule], [rule])
@@ -310,15 +302,13 @@ def test_the_verdict_says_cause_shares_advice_and_check() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("sources", "ordinary", "shares"),
-    [
-        ([["token"]], 0.0, "(possible: true of the one culprit, and of 0% of the other tokens)"),
-        ([["token"]] * 2, 1e-5, "(likely: true of both culprits, and of under 1% of the other tokens)"),
-        ([["token"]] * 199 + [["other"]], 0.2, "(possible: true of over 99% of 200 culprits, and of 20% of the "),
-        # A share that is not known is left out.
-        ([["layer"]], None, "(possible: true of the one culprit): "),
-    ],
+@cases(
+    "sources ordinary shares",
+    ([["token"]], 0.0, "(possible: true of the one culprit, and of 0% of the other tokens)"),
+    ([["token"]] * 2, 1e-5, "(likely: true of both culprits, and of under 1% of the other tokens)"),
+    ([["token"]] * 199 + [["other"]], 0.2, "(possible: true of over 99% of 200 culprits, and of 20% of the "),
+    # A share that is not known is left out.
+    ([["layer"]], None, "(possible: true of the one culprit): "),
 )
 def test_shares_are_never_rounded_to_none_or_all(sources: list[list[str]], ordinary: float | None, shares: str) -> None:
     name = sources[0][0]
@@ -423,16 +413,14 @@ def test_a_natural_spike_is_one_in_an_otherwise_usual_run(name: str) -> None:
         assert verdict(spike, NONE)["cause"] == "advantage"
 
 
-@pytest.mark.parametrize(
-    ("sources", "diagnosis", "ordinary", "why"),
-    [
-        ([["other"]], "tokens", NONE, "no rule tells the culprits from other tokens"),
-        ([["token"], ["kl"], ["unlikely"]], "tokens", NONE, "no rule tells the culprits from other tokens"),
-        ([["token"]], "tokens", dict.fromkeys(NONE), "there are no ordinary tokens to compare the culprits with"),
-        ([], "diffuse", NONE, "no token stands out"),
-        ([], "incomplete", NONE, "the search ended without a result"),
-        ([], "overflow", NONE, "the scaled fp16 gradients overflowed, and the gradient scaler takes a smaller scale"),
-    ],
+@cases(
+    "sources diagnosis ordinary why",
+    ([["other"]], "tokens", NONE, "no rule tells the culprits from other tokens"),
+    ([["token"], ["kl"], ["unlikely"]], "tokens", NONE, "no rule tells the culprits from other tokens"),
+    ([["token"]], "tokens", dict.fromkeys(NONE), "there are no ordinary tokens to compare the culprits with"),
+    ([], "diffuse", NONE, "no token stands out"),
+    ([], "incomplete", NONE, "the search ended without a result"),
+    ([], "overflow", NONE, "the scaled fp16 gradients overflowed, and the gradient scaler takes a smaller scale"),
 )
 def test_without_a_cause_none_is_guessed(
     sources: list[list[str]], diagnosis: str, ordinary: dict[str, float | None], why: str
@@ -442,13 +430,11 @@ def test_without_a_cause_none_is_guessed(
     assert found == {"cause": None, "culprits": None, "ordinary": None, "check": CHECK_UNKNOWN}
 
 
-@pytest.mark.parametrize(
-    ("broken_tokens", "names", "said"),
-    [
-        (3, ["lm_head.weight"], "NaN or Inf is in the log-probs or gradients of all tokens."),
-        (0, ["lm_head.weight", "norm.weight"], "no log-prob and no advantage is: the backward makes it, first at lm_h"),
-        (0, None, "the backward makes it. Look for a division"),
-    ],
+@cases(
+    "broken_tokens names said",
+    (3, ["lm_head.weight"], "NaN or Inf is in the log-probs or gradients of all tokens."),
+    (0, ["lm_head.weight", "norm.weight"], "no log-prob and no advantage is: the backward makes it, first at lm_h"),
+    (0, None, "the backward makes it. Look for a division"),
 )
 def test_a_gradient_broken_for_all_tokens_says_what_breaks_it(
     broken_tokens: int, names: list[str] | None, said: str
@@ -464,7 +450,7 @@ def test_a_gradient_broken_for_all_tokens_says_what_breaks_it(
     assert verdict(event(["nonfinite"], ["other"]), dict.fromkeys(NONE))["cause"] == "nonfinite"
 
 
-def test_a_verdict_that_cannot_be_made_costs_no_event(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_verdict_that_cannot_be_made_costs_no_event(caplog: Caplog) -> None:
     assert verdict({}, NONE) is None
     assert "no verdict on an event could be made" in caplog.text
 
@@ -485,27 +471,25 @@ def test_what_is_wrong_with_the_run_comes_before_tokens() -> None:
     assert verdict(event(["advantage"]), NONE, [{**WARNING, "name": "unsampled"}, WARNING])["cause"] == "stale_weights"
 
 
-@pytest.mark.parametrize(
-    ("sources", "share", "warning", "of_responses", "cause"),
-    [
-        # Log-probs of other tokens come before every rule on ratios; in few responses, if the culprits are in them.
-        (["token"], 0.0, "misaligned", 0.9, "misaligned"),
-        (["token"], 0.0, "misaligned", 0.1, "token"),
-        (["misaligned", "token"], 0.0, "misaligned", 0.1, "misaligned"),
-        # A column that is not finite is named for a gradient that is not, which old weights do not explain.
-        (["nonfinite"], 0.0, "nonfinite", 0.1, "nonfinite"),
-        (["token"], 0.0, "nonfinite", 0.1, "token"),
-        (["nonfinite"], 0.0, "stale_weights", None, "nonfinite"),
-        # A gap that has grown is no cause, nor is what is wrong with some tokens.
-        (["token"], 0.0, "engines_apart", None, "token"),
-        (["token"], 0.05, "engines_apart", None, None),
-        (["other"], 0.0, "engines_apart", None, None),
-        (["token"], 0.0, "unsampled", None, "token"),
-        (["other"], 0.0, "unsampled", None, None),
-        # Tokens that were not sampled come before another temperature.
-        (["retokenized"], 0.0, "other_log_probs", None, "retokenized"),
-        (["token"], 0.0, "other_log_probs", None, "other_log_probs"),
-    ],
+@cases(
+    "sources share warning of_responses cause",
+    # Log-probs of other tokens come before every rule on ratios; in few responses, if the culprits are in them.
+    (["token"], 0.0, "misaligned", 0.9, "misaligned"),
+    (["token"], 0.0, "misaligned", 0.1, "token"),
+    (["misaligned", "token"], 0.0, "misaligned", 0.1, "misaligned"),
+    # A column that is not finite is named for a gradient that is not, which old weights do not explain.
+    (["nonfinite"], 0.0, "nonfinite", 0.1, "nonfinite"),
+    (["token"], 0.0, "nonfinite", 0.1, "token"),
+    (["nonfinite"], 0.0, "stale_weights", None, "nonfinite"),
+    # A gap that has grown is no cause, nor is what is wrong with some tokens.
+    (["token"], 0.0, "engines_apart", None, "token"),
+    (["token"], 0.05, "engines_apart", None, None),
+    (["other"], 0.0, "engines_apart", None, None),
+    (["token"], 0.0, "unsampled", None, "token"),
+    (["other"], 0.0, "unsampled", None, None),
+    # Tokens that were not sampled come before another temperature.
+    (["retokenized"], 0.0, "other_log_probs", None, "retokenized"),
+    (["token"], 0.0, "other_log_probs", None, "other_log_probs"),
 )
 def test_a_warning_is_the_cause_where_it_explains_the_culprits(
     sources: list[str], share: float, warning: str, of_responses: float | None, cause: str | None

@@ -1,13 +1,12 @@
 """A gradient that comes from no token's log-prob: measured, named, and never taken for a token's."""
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any
 
 import pytest
 import torch
+from notation import cases
 from plain_passes import observe
 from test_few_tokens import Natural
 from test_search import THRESHOLD
@@ -243,20 +242,15 @@ def event(share: float, layers: dict[str, float] | None = None, rank: int | None
 HALF = "50% of the norm of rank 3, micro-batch 2 comes from no token's log-prob"
 
 
-@pytest.mark.parametrize(
-    ("given", "sentence"),
-    [
-        (event(0.78), "78% of the norm of rank 3, micro-batch 2 comes from no token's log-prob, in the layer a"),
-        (
-            event(0.999, rank=None),
-            "over 99% of the norm of micro-batch 2 comes from no token's log-prob, in the layer a",
-        ),
-        (event(1.0, {}), "100% of the norm of rank 3, micro-batch 2 comes from no token's log-prob"),
-        (event(0.5, {"a": 3.0, "b": 2.0, "c": 2.5, "d": 0.1}), f"{HALF}, in the layers a, c and b"),
-        (event(0.5, dict.fromkeys("abcdef", 1.0)), HALF),
-        (event(MENTIONED - 0.01), None),
-        ({"without_tokens": None}, None),
-    ],
+@cases(
+    "given sentence",
+    (event(0.78), "78% of the norm of rank 3, micro-batch 2 comes from no token's log-prob, in the layer a"),
+    (event(0.999, rank=None), "over 99% of the norm of micro-batch 2 comes from no token's log-prob, in the layer a"),
+    (event(1.0, {}), "100% of the norm of rank 3, micro-batch 2 comes from no token's log-prob"),
+    (event(0.5, {"a": 3.0, "b": 2.0, "c": 2.5, "d": 0.1}), f"{HALF}, in the layers a, c and b"),
+    (event(0.5, dict.fromkeys("abcdef", 1.0)), HALF),
+    (event(MENTIONED - 0.01), None),
+    ({"without_tokens": None}, None),
 )
 def test_the_sentence_names_the_part_and_the_layers(given: dict[str, Any], sentence: str | None) -> None:
     assert auxiliary_in_words(given) == sentence
