@@ -225,7 +225,9 @@ def test_log_probs_of_another_text_have_no_relation(model: Model) -> None:
     found = warn(columns)
     assert found is not None and "have no relation to" in found["sentence"]
     assert misaligned_warning(find_off(own_alignment([columns]).tolist(), dict.fromkeys(PAIRS))) is None
-    # Ranks and micro-batches add up.
+
+
+def test_ranks_and_micro_batches_add_up(model: Model) -> None:
     columns = batch(model)
     columns["rollout_log_prob"] = model.log_probs(columns["ids"], first_logit=-2, noise=0.02)
     whole = own_alignment([columns])

@@ -23,12 +23,10 @@ def test_help_is_a_screen_that_names_every_command(arguments: list[str], capsys:
     assert out.count("\n") <= 24 and max(map(len, out.splitlines())) <= 120
 
 
-def test_the_version_is_the_package_s(capsys: Capsys) -> None:
+def test_the_version_and_an_unknown_command(capsys: Capsys) -> None:
     assert gradloc_command.main(["--version"]) == 0
     assert capsys.readouterr().out == f"gradloc {__version__}\n"
-
-
-def test_an_unknown_command_is_one_sentence(capsys: Capsys) -> None:
+    # An unknown command is one sentence.
     assert gradloc_command.main(["reprot", "DIR"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "'reprot'" in line and all(name in line for name in COMMANDS)

@@ -167,7 +167,7 @@ def test_coefficients_are_those_of_the_loss(convert: Any, mode: str, kind: str, 
         torch.testing.assert_close(coefficient.double(), expected[index, : len(coefficient)], rtol=1e-5, atol=1e-9)
 
 
-def test_ranks_have_their_share_of_the_mean(convert: Any) -> None:
+def test_ranks_have_their_share_of_the_mean(convert: Any, monkeypatch: Patch) -> None:
     lines = records()
     alone = convert(lines)
     for index, line in enumerate(lines):
@@ -178,6 +178,10 @@ def test_ranks_have_their_share_of_the_mean(convert: Any) -> None:
         for index, values in zip((0, 2, 1, 3), flat(ranks, name), strict=True):
             torch.testing.assert_close(values, 2 * flat(alone, name)[index])
     assert ranks.event["global_threshold"] == pytest.approx(alone.event["global_threshold"])
+    # Micro-batches have the size that is asked for.
+    assert list(convert(records(), "--micro-batch-size", "3").rows.values()) == [[0, 1, 2], [3]]
+    monkeypatch.setattr(limits, "RECORDED_MICRO_BATCHES", 2)
+    assert list(convert(records()).rows.values()) == [[0, 1], [2, 3]]
 
 
 def test_a_bundle_has_the_records(convert: Any, tmp_path: Path, capsys: Capsys) -> None:
@@ -258,12 +262,6 @@ def test_what_is_missing_or_odd_is_noted(
     for line, coefficient in zip(lines, flat(bundle, "coefficient"), strict=True):
         moved = torch.tensor(line["advantages"]) * torch.tensor(line["response_mask"])
         torch.testing.assert_close(coefficient, -(ratio or 1.0) * moved / count_of(lines))
-
-
-def test_micro_batches_have_the_asked_size(convert: Any, monkeypatch: Patch) -> None:
-    assert list(convert(records(), "--micro-batch-size", "3").rows.values()) == [[0, 1, 2], [3]]
-    monkeypatch.setattr(limits, "RECORDED_MICRO_BATCHES", 2)
-    assert list(convert(records()).rows.values()) == [[0, 1], [2, 3]]
 
 
 NAN = [math.nan, *[1.0] * 6]
@@ -638,22 +636,14 @@ def prime_rl_export(folder: Path, **changes: Any) -> tuple[Path, Records]:
             torch.tensor([0.0] * prompt + record[name]) for name in ("log_probs", "old_log_probs", "advantages")
         )
         risen = trainer.exp() - inference.exp()
-        line = {
-            "schema_version": 1,
-            "step": 12,
-            "rank": index % 2,
-            "micro_step": index // 2,
-            "token_ids": ids,
-            "loss_mask": [False] * prompt + [bool(each) for each in record["response_mask"]],
-            "advantages": advantage.tolist(),
-            "inference_logprobs": inference.tolist(),
-            "trainer_logprobs": trainer.tolist(),
-            "log_importance_ratio": (trainer - inference).tolist(),
-            "importance_ratio": (trainer - inference).exp().tolist(),
-            "is_masked": torch.where(advantage > 0, risen > 0.2, risen < -0.2).tolist(),
-            "rl_weights": [None] * len(ids) if index else [2.0] * (len(ids) - 1) + [0.0],
-            "ce_weights": [None] * len(ids),
-        }
+        line = {"schema_version": 1, "step": 12, "rank": index % 2, "micro_step": index // 2, "token_ids": ids}
+        line |= {"loss_mask": [False] * prompt + [bool(each) for each in record["response_mask"]]}
+        line |= {"advantages": advantage.tolist(), "inference_logprobs": inference.tolist()}
+        line |= {"trainer_logprobs": trainer.tolist(), "log_importance_ratio": (trainer - inference).tolist()}
+        line |= {"importance_ratio": (trainer - inference).exp().tolist()}
+        line |= {"is_masked": torch.where(advantage > 0, risen > 0.2, risen < -0.2).tolist()}
+        line |= {"rl_weights": [None] * len(ids) if index else [2.0] * (len(ids) - 1) + [0.0]}
+        line |= {"ce_weights": [None] * len(ids)}
         lines.append(line | (changes if index == 1 else {}))
     for rank in (0, 1):
         write_lines(folder / "step_12" / f"rank_{rank}.jsonl", lines[rank::2])

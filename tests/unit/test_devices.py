@@ -102,7 +102,7 @@ def of_package(stand_in: CudaStandIn, start: int) -> list[str]:
     return [place for place in stand_in.waits[start:] if place.startswith(PACKAGE)]
 
 
-def test_mixed_devices_are_refused() -> None:
+def test_the_stand_in_refuses_mixed_devices_and_counts_waits() -> None:
     with CudaStandIn():
         here, there = torch.ones(2), torch.ones(2, device="cuda")
         assert (str(here.device), str(there.device), str((there * 2).device)) == ("cpu", "cuda:0", "cuda:0")
@@ -118,9 +118,7 @@ def test_mixed_devices_are_refused() -> None:
         assert str(gradient.grad.device) == "cuda:0"
         with pytest.raises(MixedDevices):
             gradient.grad.copy_(here) + here
-
-
-def test_waits_are_counted() -> None:
+    # Waits are counted.
     with CudaStandIn() as stand_in:
         there = torch.ones(2, device="cuda")
         waiting = [

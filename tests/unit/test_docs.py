@@ -94,11 +94,6 @@ def test_a_command_has_the_options_that_pages_give_it(name: str, capsys: Capsys)
     assert written and written <= known
 
 
-def test_the_changelog_has_the_version() -> None:
-    name = "Unreleased" if ".dev" in __version__ else __version__
-    assert re.search(rf"^## \[{re.escape(name)}\]", (ROOT / "CHANGELOG.md").read_text(), re.M)
-
-
 def fields(form: Any) -> set[str]:
     """The names of all fields in a JSON Schema, at any depth."""
     if isinstance(form, list):
@@ -136,9 +131,7 @@ def test_the_tables_name_each_field_of_the_schemas_once() -> None:
     tables = dict(re.findall(r"<!-- fields: (\w+) -->\n(.*?)\n\n<!-- end -->", text, re.S))
     named = {name: re.findall(r"`(\w+)`", " ".join(re.findall(r"^(`.*?) \|", of, re.M))) for name, of in tables.items()}
     assert {name: sorted(of) for name, of in named.items()} == {name: sorted(of) for name, of in TABLES.items()}
-
-
-def test_each_field_of_a_verdict_is_explained_and_no_other() -> None:
+    # Each field of a verdict is explained, and no other.
     names = set(schema.EVENT["properties"]["verdict"]["anyOf"][0]["properties"])
     # The first table.
     text = (ROOT / "docs/reference/verdict.md").read_text().split("\n## ")[0]
@@ -154,9 +147,7 @@ def test_the_table_of_sources_is_that_of_the_code() -> None:
     rows = re.findall(r"^\| `(\w+)` \| (.*?) \|$", EVIDENCE.split("## What looks wrong with a culprit")[1], re.M)
     expected = [(rule.name, rule.meaning) for rule in SOURCES.values()]
     assert rows[: len(expected)] == expected
-
-
-def test_every_source_has_known_causes() -> None:
+    # Every source has known causes.
     headings = re.findall(r"^## (.*)$", (ROOT / "docs/reference/causes.md").read_text(), re.M)
     named = {name for heading in headings for name in heading.split(" and ")}
     assert SOURCES.keys() - {"other"} <= named
@@ -209,3 +200,6 @@ def test_the_readme_fits_on_a_few_screens() -> None:
     assert header[12:16] == b"IHDR"
     width, height = struct.unpack(">II", header[16:24])
     assert width <= 1160 and height <= 700
+    # The changelog has the version.
+    name = "Unreleased" if ".dev" in __version__ else __version__
+    assert re.search(rf"^## \[{re.escape(name)}\]", (ROOT / "CHANGELOG.md").read_text(), re.M)

@@ -64,7 +64,7 @@ def micro_batch(coefficients: list[float], dtype: torch.dtype) -> MicroBatch:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_an_overflow_of_the_loss_scale_is_no_broken_token_in_the_copy_either(dtype: torch.dtype) -> None:
+def test_an_overflow_of_the_scale_breaks_no_token_of_the_copy(dtype: torch.dtype) -> None:
     own = [micro_batch([1024.0, math.inf, -512.0, math.nan], dtype)]
     planted = Planted((0, 0), 0, 0, 0, weight=0.1, sign=1.0, norm=1.0)
     (copy,) = drill.plant(own, True, planted, raised=2000.0, scale=1024.0, new_scale=2.0)
@@ -99,7 +99,7 @@ class Stub:
 
 
 @pytest.mark.parametrize(("reduced", "checked"), [(True, [{0, 1}, {0}]), (False, [])])
-def test_dummy_inputs_are_checked_where_the_reduced_gradient_counts(reduced: bool, checked: list[set[int]]) -> None:
+def test_dummy_inputs_are_checked_for_a_reduced_gradient(reduced: bool, checked: list[set[int]]) -> None:
     units = dict.fromkeys([(0, 0), (0, 1), (1, 0)], MicroBatchFigures(1, 1, 0, 1.0))
     stub: Any = Stub()
     drill.rerun([], stub, stub, units, reduced)

@@ -86,6 +86,26 @@ def test_a_collective_call_that_fails_is_not_made_again(one_of_two: None) -> Non
     assert calls == 1
 
 
+def test_other_threads_run_before_an_allocation_is_tried_again() -> None:
+    freed, waiting = threading.Event(), threading.Event()
+
+    def autograd_thread() -> None:
+        waiting.wait()
+        freed.set()
+
+    thread = threading.Thread(target=autograd_thread)
+    thread.start()
+
+    def make() -> bool:
+        waiting.set()
+        if not freed.is_set():
+            out_of_memory()
+        return True
+
+    assert failed_pass.allocate(make)
+    thread.join()
+
+
 def in_the_context(use: Callable[[torch.Tensor], None], tensor: torch.Tensor) -> None:
     try:
         use(tensor)
@@ -119,26 +139,6 @@ def test_errors_behind_an_error_let_go_of_their_tensors(way: Callable[..., None]
         assert held[0]() is None
     finally:
         gc.enable()
-
-
-def test_other_threads_run_before_an_allocation_is_tried_again() -> None:
-    freed, waiting = threading.Event(), threading.Event()
-
-    def autograd_thread() -> None:
-        waiting.wait()
-        freed.set()
-
-    thread = threading.Thread(target=autograd_thread)
-    thread.start()
-
-    def make() -> bool:
-        waiting.set()
-        if not freed.is_set():
-            out_of_memory()
-        return True
-
-    assert failed_pass.allocate(make)
-    thread.join()
 
 
 class Stream:

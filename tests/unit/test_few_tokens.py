@@ -1,12 +1,13 @@
 """The search for few tokens that explain a spike, against vectors whose norms are known."""
 
+import itertools
 import math
 from statistics import median
 
 import pytest
 import torch
 from notation import cases
-from test_search import THRESHOLD, Coherent, Tokens, run
+from test_search import THRESHOLD, Coherent, Tokens, run, start
 
 from gradloc.search.search import Search
 
@@ -38,10 +39,7 @@ def is_over(tokens: Tokens, rest: list[int]) -> bool:
 
 
 def explain(tokens: dict[str, Tokens], width: int, ordinary: float | None = 1.0) -> tuple[Search, int]:
-    search = Search(THRESHOLD, "explained", ordinary)
-    for name, unit in tokens.items():
-        norm = unit.norm(list(range(len(unit.weights))))
-        search.add_group(name, norm, unit.suspicion(True), unit.weights)
+    search = start(tokens, ordinary=ordinary, until="explained")
     passes, _ = run(search, tokens, width, most=100)
     return search, passes
 
@@ -103,7 +101,7 @@ def test_a_spike_of_many_tokens_is_soon_called_diffuse(width: int, most: int) ->
         tokens = {"a": Coherent(128, 0.5, {}, seed)}
         search, count = explain(tokens, width, THRESHOLD / 5)
         check(search, tokens)
-        assert not explained(search, "a") and search.culprits == [] and search.given_up
+        assert not explained(search, "a") and search.culprits == [] and search.given_up and search.more_over() == 0
         coherent.append(count)
     assert median(natural) <= most and median(coherent) <= most
 
@@ -115,8 +113,7 @@ def test_tokens_that_suspicion_does_not_expect_are_found(width: int, count: int)
     for seed in range(5):
         places = torch.randperm(256, generator=torch.Generator().manual_seed(seed))[:count].tolist()
         tokens = {"a": Tokens(256, {place: 30 * THRESHOLD * (1 + i) for i, place in enumerate(places)}, seed)}
-        search = Search(THRESHOLD, "explained", 1.0)
-        search.add_group("a", tokens["a"].norm(list(range(256))), torch.ones(256), tokens["a"].weights)
+        search = start(tokens, helpful=None, ordinary=1.0, until="explained")
         run(search, tokens, width, most=60)
         check(search, tokens)
         found += {culprit.candidate for culprit in search.culprits} == set(places)
@@ -132,20 +129,13 @@ def test_a_token_is_named_only_if_it_is_needed() -> None:
         assert search.more_over() == 1
 
 
-def test_a_spike_without_a_token_over_tau_has_no_culprit() -> None:
-    tokens = {"a": Coherent(64, 0.2, {}, seed=4)}
-    search, passes = explain(tokens, 2)
-    assert search.culprits == [] and search.diffuse and search.more_over() == 0 and passes <= 40
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("width", [1, 4])
 def test_the_rest_of_a_unit_that_is_not_a_number_is_measured(bad: float, width: int) -> None:
-    tokens, places = Tokens(100, {}), {17, 60}
-    search = Search(THRESHOLD, "explained", 1.0)
-    search.add_group("a", bad, torch.ones(100), tokens.weights)
-    while probes := search.next_probes(width):
-        search.add_measurements([(p, bad if places & set(p.candidates) else tokens.measure(p)) for p in probes])
+    tokens, places = {"a": Tokens(100, {})}, {17, 60}
+    tokens["a"].broken = dict.fromkeys(places, bad)
+    search = start(tokens, helpful=None, ordinary=1.0, until="explained")
+    run(search, tokens, width)
     assert {culprit.candidate for culprit in search.culprits} == places
     assert explained(search, "a") and search.broken == []
 
@@ -162,34 +152,20 @@ def test_a_unit_whose_norm_is_not_known_is_measured_first() -> None:
     assert {culprit.group for culprit in search.culprits} == {"over"}
 
 
-def test_the_same_measurements_give_the_same_probes() -> None:
-    def probes() -> list[tuple[int, ...]]:
-        tokens = {"a": Natural(200, 1.4, 3), "b": Natural(200, 1.2, 4)}
-        search = Search(THRESHOLD, "explained", 1.0)
-        for name, unit in tokens.items():
-            search.add_group(name, unit.norm(list(range(200))), unit.suspicion(True), unit.weights)
-        asked = []
-        while found := search.next_probes(3):
-            asked += [probe.candidates for probe in found]
-            search.add_measurements([(probe, tokens[probe.group].measure(probe)) for probe in found])
-        return asked
+@cases("excess width", *itertools.product((1.5, 3.0), (1, 4)))
+def test_the_same_measurements_give_the_same_probes(excess: float, width: int) -> None:
+    """Of several units, too; and of one, however often they are asked for."""
 
-    assert probes() == probes()
-
-
-@pytest.mark.parametrize("excess", [1.5, 3.0])
-@pytest.mark.parametrize("width", [1, 4])
-def test_asking_again_changes_nothing(excess: float, width: int) -> None:
-    def passes(asked: int) -> list[list[tuple[int, ...]]]:
-        unit, search = Natural(128, excess, seed=5), Search(THRESHOLD, "explained", 1.0)
-        search.add_group("a", unit.norm(list(range(128))), unit.suspicion(True), unit.weights)
-        found = []
+    def passes(asked: int, *excesses: float) -> list[list[tuple[int, ...]]]:
+        units = {number: Natural(128, each, seed=5 + number) for number, each in enumerate(excesses)}
+        search, found = start(units, ordinary=1.0, until="explained"), []
         while probes := [search.next_probes(width) for _ in range(asked)][-1]:
             found.append([probe.candidates for probe in probes])
-            search.add_measurements([(probe, unit.measure(probe)) for probe in probes])
+            search.add_measurements([(probe, units[probe.group].measure(probe)) for probe in probes])
         return found
 
-    assert passes(asked=1) == passes(asked=3)
+    assert passes(1, excess, 1.2) == passes(1, excess, 1.2)
+    assert passes(1, excess) == passes(3, excess)
 
 
 def test_an_empty_set_is_not_measured() -> None:
@@ -222,23 +198,9 @@ def test_few_tokens_that_do_not_explain_it_leave_it_diffuse(n: int) -> None:
     assert search.culprits == [] and search.diffuse and not explained(search, "a")
 
 
-def test_no_probe_of_a_pass_is_measured_twice() -> None:
-    for n in (4, 5, 6, 20):
-        for width in (1, 8, 64):
-            tokens = {"a": Natural(n, 1.5, n)}
-            search = Search(THRESHOLD, "explained", 1.0)
-            search.add_group("a", tokens["a"].norm(list(range(n))), tokens["a"].suspicion(True), tokens["a"].weights)
-            while probes := search.next_probes(width):
-                assert len({probe.candidates for probe in probes}) == len(probes) and all(p.candidates for p in probes)
-                search.add_measurements([(probe, tokens["a"].measure(probe)) for probe in probes])
-
-
 def test_explained_micro_batches_leave_probes_to_others() -> None:
     tokens = {"hard": Natural(128, 1.5, seed=2), "easy": Tokens(64, {3: 100 * THRESHOLD})}
-    search = Search(THRESHOLD, "explained", 1.0)
-    for name, unit in tokens.items():
-        norm = unit.norm(list(range(len(unit.weights))))
-        search.add_group(name, norm, unit.suspicion(True), unit.weights)
+    search = start(tokens, ordinary=1.0, until="explained")
     while not explained(search, "easy"):
         search.add_measurements([(probe, tokens[probe.group].measure(probe)) for probe in search.next_probes(4)])
     assert not explained(search, "hard")

@@ -68,10 +68,6 @@ def own_imports(name: str, tree: ast.Module) -> set[str]:
     return found
 
 
-def test_every_file_is_in_a_subpackage_of_the_list() -> None:
-    assert {subpackage_of(name) for name in modules()} == set(subpackages())
-
-
 def test_a_file_imports_only_from_subpackages_before_its_own() -> None:
     order = subpackages()
     for name, tree in modules().items():
@@ -79,9 +75,9 @@ def test_a_file_imports_only_from_subpackages_before_its_own() -> None:
         assert imported <= set(modules()), f"{name} imports what is not there, or the package as a whole"
         place = order.index(subpackage_of(name))
         assert {other for other in imported if order.index(subpackage_of(other)) > place} == set(), name
-
-
-def test_no_files_import_each_other() -> None:
+    # Every file is in one of them.
+    assert {subpackage_of(name) for name in modules()} == set(subpackages())
+    # No files import each other.
     graph = {name: own_imports(name, tree) for name, tree in modules().items()}
     try:
         TopologicalSorter(graph).prepare()
@@ -103,9 +99,7 @@ def test_a_file_needs_only_torch_and_the_standard_library() -> None:
         for module in names:
             assert module.split(".")[0] in allowed, f"{name}, line {node.lineno} imports {module}"
             assert not module.startswith("verl.utils.gradloc"), f"{name}, line {node.lineno}: its own are relative"
-
-
-def test_of_the_readers_only_the_trackers_page_is_imported() -> None:
+    # Of the readers, only the trackers' page is imported.
     imported = re.compile(r"^ *(from|import) gradloc_tools", re.M)
     importing = [str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if imported.search(path.read_text())]
     assert importing == ["adapters/spike_log.py"]
@@ -124,24 +118,14 @@ main(["--help"])
 
 
 # Private names of torch that are not there in every torch, or not at all times.
-OPTIONAL = {
-    "_comm_ctx",
-    "_cpu_grad",
-    "_device_handle",
-    "_fsdp_param_group",
-    "_fsdp_param_groups",
-    "_local_shard",
-    "_post_backward_callback_queued",
-    "_post_backward_called",
-    "_post_backward_hook_state",
-    "_post_forward_index",
-    "_post_forward_indices",
-    "_ran_pre_backward_hook",
-    "_saved_grad_shard",
-    "_state_ctx",
-    "_training_state",
-    "unsharded_accumulated_grad",
-}
+OPTIONAL = set(
+    """
+    _comm_ctx _cpu_grad _device_handle _fsdp_param_group _fsdp_param_groups _local_shard
+    _post_backward_callback_queued _post_backward_called _post_backward_hook_state _post_forward_index
+    _post_forward_indices _ran_pre_backward_hook _saved_grad_shard _state_ctx _training_state
+    unsharded_accumulated_grad
+    """.split()
+)
 
 
 def test_torch_compat_lists_every_private_name_of_torch() -> None:

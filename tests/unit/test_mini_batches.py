@@ -184,6 +184,15 @@ def test_an_automatic_global_threshold_is_of_that_gradient() -> None:
     assert metrics["actor/gradloc/token_norm_max"] / metrics["actor/gradloc/threshold"] > 1
 
 
+def test_a_mini_batch_that_was_thrown_away_is_forgotten() -> None:
+    loop = Loop(grad_norm_threshold=3 * usual_norm())
+    loop.gradloc.start_update(1)
+    loop.backward([1.0, -1.0, 1.0, -1.0], outlier=1e4)
+    loop.gradloc.start_mini_batch()
+    loop.backward([1.0, -1.0, 1.0, -1.0])
+    assert loop.gradloc.locate(0, 1).event is None
+
+
 def test_an_unreadable_learning_rate_is_warned_of_once(caplog: Caplog) -> None:
     def broken() -> float:
         raise KeyError("lr")
@@ -192,15 +201,6 @@ def test_an_unreadable_learning_rate_is_warned_of_once(caplog: Caplog) -> None:
     with caplog.at_level(logging.WARNING):
         assert loop.step([1.0] * UNITS).take_step and loop.step([1.0] * UNITS).take_step
     assert caplog.text.count("the learning rate cannot be read") == 1
-
-
-def test_a_mini_batch_that_was_thrown_away_is_forgotten() -> None:
-    loop = Loop(grad_norm_threshold=3 * usual_norm())
-    loop.gradloc.start_update(1)
-    loop.backward([1.0, -1.0, 1.0, -1.0], outlier=1e4)
-    loop.gradloc.start_mini_batch()
-    loop.backward([1.0, -1.0, 1.0, -1.0])
-    assert loop.gradloc.locate(0, 1).event is None
 
 
 @pytest.mark.parametrize(("sizes", "largest"), [((3.0, 1.0), 0), ((1.0, 3.0), 1)])

@@ -115,6 +115,14 @@ def test_verl_loads_it_and_nothing_is_imported_early(installed: Path) -> None:
     code = "assert not any(name.startswith('gradloc') for name in set(sys.modules) - {'gradloc_verl', *OWN})"
     code = "OWN = {name for name in sys.modules if name.startswith('gradloc_verl.')}\n" + code
     run(installed, code, VERL_USE_EXTERNAL_PLUGINS="none", VERL_USE_EXTERNAL_MODULES="embedded,gradloc_verl")
+    # A process in which verl does not load it refuses runs.
+    code = """
+        assert not status.installed  # the script's own import comes too late
+        actor_config()
+        print(refusal(actor_config, ON))
+    """
+    done = run(installed, code, VERL_USE_EXTERNAL_PLUGINS="none")
+    assert "plugin is not loaded in this process" in done.stdout
 
 
 @EITHER
@@ -199,19 +207,6 @@ assert "gradloc_verl" not in sys.modules
     run(installed, code, PYTHONPATH=path, VERL_USE_EXTERNAL_MODULES="embedded,of_the_user")
 
 
-def test_an_engine_is_not_watched_without_the_trainer(installed: Path) -> None:
-    code = """
-        import verl.workers.engine
-        from gradloc.adapters.fsdp_engine import WatchedEngine
-        started = []
-        engine = SimpleNamespace(_where=(0, 0), watch=SimpleNamespace(start_update=started.append))
-        WatchedEngine._start(engine, 3)
-        assert "the trainer, which passes no step number" in refusal(WatchedEngine._start, engine, None)
-        assert started == [3]
-    """
-    run(installed, code)
-
-
 def test_the_keys_work_without_a_plus_and_are_validated(installed: Path) -> None:
     code = """
         off = actor_config()
@@ -232,6 +227,14 @@ def test_the_keys_work_without_a_plus_and_are_validated(installed: Path) -> None
         changed = {name for name, value in plain.items() if ours[name] != value}
         assert changed == {"_target_", "ppo_micro_batch_size_per_gpu"}, changed
         assert as_patched(KEYS, composed())
+
+        # Other engines have their keys, too.
+        from verl.utils.config import omega_conf_to_dataclass
+        for engine in ("megatron", "veomni", "torchtitan"):
+            keys = [f"model_engine={engine}", f"actor@actor_rollout_ref.actor=gradloc_{engine}_actor", *KEYS[2:], ON]
+            assert as_patched(keys, composed(keys=keys))
+            actor = omega_conf_to_dataclass(composed(keys=keys).actor_rollout_ref.actor)
+            assert actor.records_spikes and actor.strategy == engine
     """
     run(installed, code)
 
@@ -246,11 +249,8 @@ def test_a_command_says_what_fits(installed: Path, tmp_path: Path, tree: Path) -
     done = said(tree)
     assert done.returncode == 0, done.stderr
     version, *hooks = done.stdout.splitlines()
-    assert (
-        version.startswith(f"verl {apply_patch.release_of(tree)} in {tree}")
-        and len(hooks) == 10
-        and all(line.endswith(": fits") for line in hooks)
-    )
+    assert version.startswith(f"verl {apply_patch.release_of(tree)} in {tree}")
+    assert len(hooks) == 10 and all(line.endswith(": fits") for line in hooks)
     # Another verl: the trackers take other arguments, a repair has lost its place.
     changed = shutil.copytree(tree / "verl", tmp_path / "verl").parent
     for file, old, new in (
@@ -289,16 +289,6 @@ def test_a_half_loaded_plugin_refuses_runs_and_says_why(installed: Path) -> None
         "not (self, micro_batch, loss_function, forward_only, …)"
     )
     assert sentence in logged and sentence in done.stdout
-
-
-def test_a_process_in_which_verl_does_not_load_it_refuses_runs(installed: Path) -> None:
-    code = """
-        assert not status.installed  # the script's own import comes too late
-        actor_config()
-        print(refusal(actor_config, ON))
-    """
-    done = run(installed, code, VERL_USE_EXTERNAL_PLUGINS="none")
-    assert "plugin is not loaded in this process" in done.stdout
 
 
 def test_a_trainer_is_extended(installed: Path) -> None:
@@ -378,6 +368,15 @@ def test_the_older_trainer_refuses_runs(installed: Path) -> None:
         for trainer in (Separate, Derived, cloudpickle.loads(cloudpickle.dumps(Derived))):
             assert f"does not know {trainer.__name__}" in refusal(trainer, None, composed(ON))
             assert trainer(1, config=composed()).workers == 1
+
+        # Nor is an engine watched without the trainer that it needs.
+        import verl.workers.engine
+        from gradloc.adapters.fsdp_engine import WatchedEngine
+        started = []
+        engine = SimpleNamespace(_where=(0, 0), watch=SimpleNamespace(start_update=started.append))
+        WatchedEngine._start(engine, 3)
+        assert "the trainer, which passes no step number" in refusal(WatchedEngine._start, engine, None)
+        assert started == [3]
     """
     assert "does not know RayPPOTrainer" in run(installed, code).stdout
 
@@ -407,17 +406,3 @@ def test_a_patched_verl_wins(installed: Path) -> None:
     done = run(installed, code, PATCHED)
     # The wheel stands there for the command gradloc: nothing is wrong.
     assert "GradLoc" not in done.stderr
-
-
-def test_other_engines_have_their_keys(installed: Path) -> None:
-    code = """
-        from verl.utils.config import omega_conf_to_dataclass
-
-        for engine in ("megatron", "veomni", "torchtitan"):
-            keys = [f"model_engine={engine}", f"actor@actor_rollout_ref.actor=gradloc_{engine}_actor"]
-            keys += ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1", "actor_rollout_ref.rollout.n=1", ON]
-            assert as_patched(keys, composed(keys=keys))
-            actor = omega_conf_to_dataclass(composed(keys=keys).actor_rollout_ref.actor)
-            assert actor.records_spikes and actor.strategy == engine
-    """
-    run(installed, code)

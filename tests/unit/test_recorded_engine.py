@@ -180,17 +180,19 @@ def lines(directory: Path, name: str = "spikes") -> list[dict[str, Any]]:
     return [json.loads(line) for line in (directory / f"{name}.jsonl").read_text().splitlines()]
 
 
+def trained_alike(kind: type[StandIn], directory: Path, batches: Callable[[], list[TensorDict]], **options: Any) -> Any:
+    """What a recorded engine gives, after checking that it trains as the engine does without."""
+    engine, plain = recorded(kind), kind()
+    outputs, others = (trained(each, directory, batches(), **options) for each in (engine, plain))
+    norms = ([output["metrics"]["grad_norm"] for output in each] for each in (outputs, others))
+    assert next(norms) == next(norms)
+    assert all(map(torch.equal, engine.module.parameters(), plain.module.parameters()))
+    return outputs
+
+
 @pytest.mark.parametrize("kind", [StandIn, LikeMegatron, PerToken])
 def test_a_spike_is_recorded_and_training_is_as_without(kind: type[StandIn], tmp_path: Path) -> None:
-    engine, plain = recorded(kind), kind()
-    first, second = trained(engine, tmp_path, [batch(), batch(planted=False)])
-    others = trained(plain, tmp_path, [batch(), batch(planted=False)])
-    assert [output["metrics"]["grad_norm"] for output in others] == [
-        output["metrics"]["grad_norm"] for output in (first, second)
-    ]
-    for ours, theirs in zip(engine.module.parameters(), plain.module.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
-
+    first, second = trained_alike(kind, tmp_path, lambda: [batch(), batch(planted=False)])
     (event,) = valid_events(f"[{','.join((tmp_path / 'spikes.jsonl').read_text().splitlines())}]")
     assert event["diagnosis"] == "unsearched" and event["search"] == "recorded" and event["global_step"] == 7
     assert event["global_norm"] == first["metrics"]["grad_norm"]
@@ -240,11 +242,7 @@ def test_a_loss_without_log_probs_is_an_event_without_tokens(tmp_path: Path, cap
         def model_output(self, micro_batch: Any) -> dict[str, torch.Tensor]:
             return {"logits": self.module(micro_batch["input_ids"].values())}
 
-    engine, plain = recorded(OfLogits), OfLogits()
-    for each in (engine, plain):
-        trained(each, tmp_path, [batch(), batch()], loss=loss_of_logits)
-    for ours, theirs in zip(engine.module.parameters(), plain.module.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
+    trained_alike(OfLogits, tmp_path, lambda: [batch(), batch()], loss=loss_of_logits)
     assert [record.getMessage() for record in caplog.records if "log-probs" in record.getMessage()] == [
         "data-parallel rank 0: a mini-batch is not recorded, and no warning follows for later ones: the loss has no "
         "log-probs"
@@ -268,15 +266,11 @@ def test_an_error_of_ours_is_a_warning(what: str, tmp_path: Path, monkeypatch: P
         "write": update_evidence.UpdateEvidence,
     }
     monkeypatch.setattr(owners[what], what, fail)
-    engine, plain = recorded(StandIn), StandIn()
-    for each in (engine, plain):
-        trained(each, tmp_path, [batch(), batch()])
-    for ours, theirs in zip(engine.module.parameters(), plain.module.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
+    trained_alike(StandIn, tmp_path, lambda: [batch(), batch()])
     assert len([record for record in caplog.records if record.levelno >= logging.WARNING and record.exc_info]) == 1
 
 
-def test_an_error_of_the_loss_is_raised_as_it_is_and_verl_has_its_function_back(tmp_path: Path) -> None:
+def test_an_error_of_the_loss_is_raised_and_verls_function_back(tmp_path: Path) -> None:
     from verl.trainer.ppo import core_algos
 
     def broken(config: Any, model_output: Any, data: Any, dp_group: Any = None) -> Any:
@@ -286,6 +280,10 @@ def test_an_error_of_the_loss_is_raised_as_it_is_and_verl_has_its_function_back(
     with pytest.raises(ZeroDivisionError, match="of the loss"):
         trained(recorded(StandIn), tmp_path, [batch()], loss=broken)
     assert core_algos.agg_loss is before
+    # An engine can call the loss function otherwise.
+    inner = functools.partial(lambda *arguments, config, **named: (arguments, named), config=actor_config(tmp_path))
+    recorder = spike_recorder.SpikeRecorder(StandIn(), inner.keywords["config"])
+    assert recorder.recorded(inner)(student_logits=1, data=2) == ((), {"student_logits": 1, "data": 2})
 
 
 @pytest.mark.parametrize("fails", ["is full", "hangs", "hangs where the checkpoints lie"])
@@ -342,9 +340,7 @@ def test_an_automatic_threshold_survives_a_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("state", [None, {"form": 99, "gradloc": {"token_norms": []}}])
-def test_a_state_of_another_form_is_a_sentence_and_the_warm_up_starts_over(
-    state: dict[str, Any] | None, tmp_path: Path, caplog: Caplog
-) -> None:
+def test_a_state_of_another_form_is_a_sentence(state: dict[str, Any] | None, tmp_path: Path, caplog: Caplog) -> None:
     path = tmp_path / "checkpoint" / saved_state.STATE_FILE
     path.parent.mkdir()
     path.write_bytes(b"no state")
@@ -377,12 +373,6 @@ def test_where_nothing_is_recorded_the_loss_is_verls(change: str, tmp_path: Path
         engine.train_batch(batch(), loss)
     assert seen == [(loss, False)] * 2
     assert caplog.text.count("dynamic_context_parallel") == (change == "dynamic")
-
-
-def test_an_engine_can_call_the_loss_function_otherwise(tmp_path: Path) -> None:
-    inner = functools.partial(lambda *arguments, config, **named: (arguments, named), config=actor_config(tmp_path))
-    recorder = spike_recorder.SpikeRecorder(StandIn(), inner.keywords["config"])
-    assert recorder.recorded(inner)(student_logits=1, data=2) == ((), {"student_logits": 1, "data": 2})
 
 
 class WithScaler(StandIn):

@@ -101,12 +101,6 @@ def test_two_wrong_factors_are_told_apart(tmp_path: Path, capsys: Any) -> None:
     assert found == pytest.approx({"loss": 4.0, "gradient": 5.0, "reduced": 16.0}, rel=1e-4)
 
 
-def test_other_weights_have_no_factor(tmp_path: Path, capsys: Any) -> None:
-    arguments = scaled(tmp_path, of_gradient=8.0)
-    save_other_weights(tmp_path / "model")
-    assert result_of([*arguments, "--only"], capsys)["scale"] is None
-
-
 def test_layers_with_other_factors_are_no_scale(tmp_path: Path, capsys: Any) -> None:
     """A layer that was really different, as with a kernel's bug, is not called a scale."""
     arguments = scaled(tmp_path)
@@ -119,6 +113,10 @@ def test_layers_with_other_factors_are_no_scale(tmp_path: Path, capsys: Any) -> 
 
     resign(Path(arguments[0]), change)
     assert result_of([*arguments, "--only"], capsys)["scale"] is None
+    # Nor have other weights a factor.
+    arguments = scaled(tmp_path, of_gradient=8.0)
+    save_other_weights(tmp_path / "model")
+    assert result_of([*arguments, "--only"], capsys)["scale"] is None
 
 
 @pytest.mark.parametrize("of_gradient", [1.0, 8.0])
@@ -129,7 +127,7 @@ def test_a_spike_in_one_layer_is_no_factor_of_the_reduction(tmp_path: Path, caps
     assert result["scale"] is None and not any("times what" in sentence for sentence in result["sentences"])
 
 
-def test_a_layer_that_is_small_in_the_replay_counts_if_it_was_large_in_training(tmp_path: Path) -> None:
+def test_a_layer_counts_if_it_was_large_in_training(tmp_path: Path) -> None:
     found = open_bundle(scaled(tmp_path)[0])
     units = {}
     for entry in found.manifest["micro_batches"]:
@@ -145,12 +143,17 @@ def test_a_layer_that_is_small_in_the_replay_counts_if_it_was_large_in_training(
     assert find_scale(found, Measured(units, whole=whole), True, "float32") is None
 
 
-def test_nothing_is_said_without_a_factor() -> None:
+def test_nothing_is_said_without_a_factor_or_a_temperature(replay: Any) -> None:
     assert scale_in_words(None) == []
     only = {"gradient": {"factor": 2.0, "spread": 0.0, "could_be": ["a", "b"]}, "reduced": None, "loss": None}
     first, check = scale_in_words(only)
     assert first == ("The gradient is 2 times what its coefficients give, in every layer alike; it could be a or b.")
     assert check.count("`") == 2
+    # Without log-probs of the rollout, nothing is said of a temperature.
+    assert replay()["temperature"] is None
+    # The search for that ends at the bottom of a valley.
+    for bottom in (-1.3, -0.2, 0.0, 0.5, 1.37):
+        assert _least(lambda x, bottom=bottom: abs(x - bottom) ** 1.5, -1.4, 1.4) == pytest.approx(bottom, abs=0.005)
 
 
 def with_rollout(kept: Path, folder: Path, temperature: float, noise: float = 0.0, training: float = 1.0) -> Path:
@@ -198,15 +201,6 @@ def test_noise_and_small_differences_are_no_other_temperature(
     assert not any("temperature" in sentence for sentence in result["sentences"])
 
 
-def test_without_log_probs_of_the_rollout_nothing_is_said(replay: Any) -> None:
-    assert replay()["temperature"] is None
-
-
-def test_the_search_ends_at_the_bottom_of_a_valley() -> None:
-    for bottom in (-1.3, -0.2, 0.0, 0.5, 1.37):
-        assert _least(lambda x, bottom=bottom: abs(x - bottom) ** 1.5, -1.4, 1.4) == pytest.approx(bottom, abs=0.005)
-
-
 NAMES = ("embed_tokens", "layers.0", "layers.1", "layers.2", "layers.3", "norm")
 
 
@@ -242,5 +236,5 @@ def test_layers_with_other_norms_are_named(found: list[dict[str, Any]], names: s
     layers(1.0, 1.0, 1.0, 1.0, 1.0, 2.0, replayed=(4.0, 3.0, 2.0, 1.0, 1.0, 1e-3)),
     ids=["nothing", "rounding", "all", "nan", "small"],
 )
-def test_the_same_norms_in_all_layers_or_others_in_all_say_nothing(found: list[dict[str, Any]]) -> None:
+def test_norms_that_differ_in_no_layer_or_in_all_say_nothing(found: list[dict[str, Any]]) -> None:
     assert layers_apart_in_words(found) == []

@@ -6,6 +6,7 @@ import pickle
 import shutil
 import socket
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,16 +57,37 @@ def asked(monkeypatch: Patch) -> list[Any]:
     return found
 
 
-@pytest.fixture
-def marker(tmp_path: Path) -> Path:
-    """The file that the code of an attack makes when it runs."""
-    return tmp_path / "marker"
+@dataclass
+class Download:
+    """A bundle and a folder of weights of unknown origin, not beside each other.
+
+    Args:
+        marker (Path): The file that the code of an attack makes when it runs.
+        asked (list[Any]): What the process has tried to reach.
+    """
+
+    bundle: Path
+    model: Path
+    marker: Path
+    asked: list[Any]
+    capsys: Capsys
+
+    def replay(self, *options: str, model: bool = True) -> tuple[int, str, str]:
+        """The exit code, and what is printed."""
+        self.capsys.readouterr()
+        code = main([str(self.bundle), "--json", "--only", *(["--model", str(self.model)] if model else []), *options])
+        return code, *self.capsys.readouterr()
+
+    def is_harmless(self) -> bool:
+        return not self.marker.exists() and self.asked == []
 
 
 @pytest.fixture
-def model(kept: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the model's folder, not beside the bundle."""
-    return shutil.copytree(kept / "model", tmp_path_factory.mktemp("downloads") / "model")
+def download(
+    bundle: Path, kept: Path, tmp_path: Path, tmp_path_factory: Any, asked: list[Any], capsys: Capsys
+) -> Download:
+    model = shutil.copytree(kept / "model", tmp_path_factory.mktemp("downloads") / "model")
+    return Download(bundle, model, tmp_path / "marker", asked, capsys)
 
 
 class Pickled:
@@ -233,22 +255,14 @@ ATTACKS: dict[str, tuple[Callable[[Path, Path], Any], str | None]] = {
     ("a pipe as configuration", True),
 )
 def test_a_folder_runs_nothing_and_asks_no_hub(
-    bundle: Path,
-    model: Path,
-    marker: Path,
-    asked: list[Any],
-    monkeypatch: Patch,
-    capsys: Capsys,
-    attack: str,
-    by_manifest: bool,
+    download: Download, monkeypatch: Patch, attack: str, by_manifest: bool
 ) -> None:
     write, message = ATTACKS[attack]
-    write(model, marker)
-    resign(bundle, lambda manifest: manifest["model"].update(path=str(model)))
-    monkeypatch.chdir(bundle)
-    exit_code = main([str(bundle), "--json", "--only", *([] if by_manifest else ["--model", str(model)])])
-    out, error = capsys.readouterr()
-    assert not marker.exists() and asked == []
+    write(download.model, download.marker)
+    resign(download.bundle, lambda manifest: manifest["model"].update(path=str(download.model)))
+    monkeypatch.chdir(download.bundle)
+    exit_code, out, error = download.replay(model=not by_manifest)
+    assert download.is_harmless()
     if message is None:
         assert exit_code == 0 and "The spike comes back" in out, error
     else:
@@ -257,22 +271,23 @@ def test_a_folder_runs_nothing_and_asks_no_hub(
         assert message in error or (by_manifest and "is no folder of this machine" in error), error
 
 
-def test_files_that_are_not_read_are_named(bundle: Path, model: Path, marker: Path, capsys: Capsys) -> None:
-    auto_map(model, marker)
-    adapter(model, marker)
-    assert main([str(bundle), "--json", "--only", "--model", str(model)]) == 0
-    (note,) = json.loads(capsys.readouterr().out)["notes"]
-    assert note == "Not read in the model's folder: adapter_config.json, modeling_evil.py."
+def test_files_that_are_not_read_are_named(download: Download) -> None:
+    auto_map(download.model, download.marker)
+    adapter(download.model, download.marker)
+    _, out, _ = download.replay()
+    assert json.loads(out)["notes"] == ["Not read in the model's folder: adapter_config.json, modeling_evil.py."]
 
 
 @ON_BOTH
-def test_the_attacks_succeed_where_a_folder_is_trusted(
-    bundle: Path, model: Path, marker: Path, asked: list[Any], capsys: Capsys
-) -> None:
+def test_the_attacks_succeed_where_a_folder_is_trusted(download: Download) -> None:
     """Without this, the tests above could pass because an attack does nothing."""
+    model, marker, asked = download.model, download.marker, download.asked
     custom_generate(model, marker)
-    assert main([str(bundle), "--json", "--only", "--model", str(model), "--trust-remote-code"]) == 0
-    assert marker.exists() and asked == []
+    # That of a folder that the bundle names needs its name.
+    resign(download.bundle, lambda manifest: manifest["model"].update(path=str(model)))
+    code, _, error = download.replay("--trust-remote-code", model=False)
+    assert code == 2 and "to run its code, give it with --model." in error and not marker.exists()
+    assert download.replay("--trust-remote-code")[0] == 0 and marker.exists() and asked == []
     adapter(model, marker)
     # transformers 5 takes the weights beside such a file.
     for name in [model] if transformers.__version__.startswith("4.") else ["attacker/model"]:
@@ -312,35 +327,24 @@ PATHS: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
 
 @pytest.mark.parametrize("place", PATHS)
 def test_a_path_that_may_have_come_with_the_bundle_is_not_taken(
-    bundle: Path, model: Path, asked: list[Any], tmp_path: Path, monkeypatch: Patch, capsys: Capsys, place: str
+    download: Download, tmp_path: Path, monkeypatch: Patch, place: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    moved = tmp_path / "evidence" / "replay" / bundle.name
-    shutil.copytree(bundle, moved)
+    download.bundle = shutil.copytree(download.bundle, tmp_path / "evidence" / "replay" / download.bundle.name)
     lead, message = PATHS[place]
-    path = lead(moved, model)
-    resign(moved, lambda manifest: manifest["model"].update(path=path))
-    assert main([str(moved), "--only"]) == 2
-    out, error = capsys.readouterr()
-    assert out == "" and error.count("\n") == 1 and message in error and "give it with --model." in error, error
-    assert asked == []
+    path = lead(download.bundle, download.model)
+    resign(download.bundle, lambda manifest: manifest["model"].update(path=path))
+    code, out, error = download.replay(model=False)
+    assert code == 2 and out == "" and error.count("\n") == 1
+    assert message in error and "give it with --model." in error and download.asked == []
     if isinstance(path, str) and message != "no folder of this machine":
-        assert main([str(moved), "--only", "--model", path]) == 0
+        assert download.replay("--model", path, model=False)[0] == 0
 
 
-def test_code_of_a_folder_that_the_bundle_names_needs_its_name(
-    bundle: Path, model: Path, marker: Path, capsys: Capsys
-) -> None:
-    custom_generate(model, marker)
-    resign(bundle, lambda manifest: manifest["model"].update(path=str(model)))
-    assert main([str(bundle), "--trust-remote-code"]) == 2
-    assert "to run its code, give it with --model." in capsys.readouterr().err and not marker.exists()
-
-
-def test_a_relative_path_is_recorded_as_an_absolute_one(model: Path, tmp_path: Path, monkeypatch: Patch) -> None:
-    monkeypatch.chdir(model.parent)
+def test_a_relative_path_is_recorded_as_an_absolute_one(download: Download, monkeypatch: Patch) -> None:
+    monkeypatch.chdir(download.model.parent)
     trained = small_model()
-    for name, path in (("model", str(model)), ("attacker/model", "attacker/model"), ("", None)):
+    for name, path in (("model", str(download.model)), ("attacker/model", "attacker/model"), ("", None)):
         trained.config.name_or_path = name
         assert _model_facts(trained)["path"] == path
 
@@ -377,30 +381,26 @@ def test_a_safe_folder_gives_the_same_model(tmp_path: Path, name: str) -> None:
 
 
 @pytest.fixture
-def lora(bundle: Path, model: Path) -> Path:
+def lora(download: Download) -> Path:
     """An adapter's folder, for a bundle that was recorded with one."""
-    resign(bundle, lambda manifest: manifest["model"].update(adapter={"r": 2}))
+    resign(download.bundle, lambda manifest: manifest["model"].update(adapter={"r": 2}))
     trained = get_peft_model(small_model(), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
-    trained.save_pretrained(model.parent / "lora")
-    return model.parent / "lora"
-
-
-def replay_with(bundle: Path, model: Path, lora: str) -> int:
-    return main([str(bundle), "--only", "--json", "--model", str(model), "--adapter", lora])
+    trained.save_pretrained(download.model.parent / "lora")
+    return download.model.parent / "lora"
 
 
 @ON_BOTH
-def test_an_adapter_asks_no_hub(bundle: Path, model: Path, lora: Path, asked: list[Any], capsys: Capsys) -> None:
-    assert replay_with(bundle, model, str(lora)) == 0
-    expected = json.loads(capsys.readouterr().out)["units"]
+def test_an_adapter_asks_no_hub(download: Download, lora: Path) -> None:
+    code, expected, _ = download.replay("--adapter", str(lora))
     change_json(
         lora / "adapter_config.json",
         base_model_name_or_path="attacker/model",
         auto_mapping={"base_model_class": "Evil", "parent_library": "evil"},
         megatron_core="megatron.evil",
     )
-    assert replay_with(bundle, model, str(lora)) == 0
-    assert json.loads(capsys.readouterr().out)["units"] == expected and asked == []
+    again, found, _ = download.replay("--adapter", str(lora))
+    assert (code, again) == (0, 0) and download.asked == []
+    assert json.loads(found)["units"] == json.loads(expected)["units"]
 
 
 def pickled_adapter(lora: Path, marker: Path) -> None:
@@ -419,26 +419,18 @@ def pickled_adapter(lora: Path, marker: Path) -> None:
     (lambda lora, marker: shutil.rmtree(lora), "there is no such folder."),
 )
 def test_another_adapter_is_refused(
-    bundle: Path,
-    model: Path,
-    lora: Path,
-    marker: Path,
-    asked: list[Any],
-    capsys: Capsys,
-    change: Callable[[Path, Path], Any],
-    message: str,
+    download: Download, lora: Path, change: Callable[[Path, Path], Any], message: str
 ) -> None:
-    change(lora, marker)
-    assert replay_with(bundle, model, str(lora)) == 2
-    loading, error = capsys.readouterr().err.splitlines()
-    assert "min  loading the model " in loading and message in error, error
-    assert not marker.exists() and asked == []
+    change(lora, download.marker)
+    code, _, said = download.replay("--adapter", str(lora))
+    loading, error = said.splitlines()
+    assert code == 2 and "min  loading the model " in loading and message in error and download.is_harmless(), error
 
 
 @ON_BOTH
-def test_weights_that_are_missing_are_not_made_up(bundle: Path, model: Path, capsys: Capsys) -> None:
-    weights = load_file(model / "model.safetensors")
+def test_weights_that_are_missing_are_not_made_up(download: Download) -> None:
+    weights = load_file(download.model / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
-    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
-    assert main([str(bundle), "--model", str(model)]) == 2
-    assert "it lacks model.layers.1.mlp.up_proj.weight." in capsys.readouterr().err
+    save_file(weights, download.model / "model.safetensors", metadata={"format": "pt"})
+    code, _, error = download.replay()
+    assert code == 2 and "it lacks model.layers.1.mlp.up_proj.weight." in error

@@ -28,9 +28,13 @@ class Tokens:
         if ragged:
             self.weights *= 1 + 4 * torch.rand(n, generator=generator, dtype=torch.float64)
 
+        # What the norm is of all that has one of these tokens.
+        self.broken: dict[int, float] = {}
+
     def norm(self, tokens: list[int], factors: list[float] | None = None) -> float:
         scaled = self.weights[tokens] * torch.tensor(factors or [1.0] * len(tokens), dtype=torch.float64)
-        return float((self.gradients[tokens] * scaled[:, None]).sum(0).norm())
+        found = float((self.gradients[tokens] * scaled[:, None]).sum(0).norm())
+        return next((bad for token, bad in self.broken.items() if token in tokens), found)
 
     def measure(self, probe: TokenSet) -> float:
         return self.norm(list(probe.candidates), probe.factors)
@@ -46,7 +50,9 @@ def run(search: Search, tokens: dict[Any, Tokens], probes_a_pass: int, most: int
     """Runs the search to its end, which has to come after `most` passes at the latest; returns passes and probes."""
     passes = probes = 0
     while found := search.next_probes(probes_a_pass):
-        assert len(set(found)) == len(found) <= probes_a_pass and passes < most
+        distinct = {(probe.group, tuple(probe.candidates), tuple(probe.factors or ())) for probe in found}
+        assert len(distinct) == len(found) <= probes_a_pass and passes < most
+        assert all(probe.candidates or tokens[probe.group].broken for probe in found)
         passes += 1
         probes += len(found)
         search.add_measurements([(probe, tokens[probe.group].measure(probe)) for probe in found])
@@ -165,12 +171,16 @@ def test_codes_that_name_no_token_are_given_up_soon() -> None:
 
 def test_a_set_that_its_sibling_cannot_explain_is_split() -> None:
     tokens = {"a": Tokens(8, {5: 1000 * THRESHOLD})}
-    search = Search(THRESHOLD, "exhaustive")
-    search.add_group("a", tokens["a"].norm(list(range(8))), torch.ones(8), tokens["a"].weights)
+    search = start(tokens, helpful=None)
     (first,) = search.next_probes(1, passes_left=1)
     assert 5 not in first.candidates
     search.add_measurements([(first, tokens["a"].measure(first))])
     assert all(len(token_set.candidates) < 8 - len(first.candidates) for token_set in search.open_sets)
+    # Thresholds are the published ones for equal weights.
+    search = Search(THRESHOLD, "exhaustive")
+    search.add_group("a", 1e9, torch.ones(64), torch.full((64,), 1 / 64))
+    for token_set in search.open_sets:
+        assert token_set.threshold == pytest.approx(THRESHOLD * math.sqrt(len(token_set.candidates)) / 64)
 
 
 def test_open_sets_beside_a_culprit_are_measured_together() -> None:
@@ -302,12 +312,11 @@ def test_sets_that_a_diffuse_unit_leaves_unmeasured_are_listed() -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_nonfinite_token_is_a_culprit(bad: float) -> None:
     tokens = Tokens(100, {})
-    search = Search(THRESHOLD, "exhaustive")
-    suspicion = torch.ones(100)
+    tokens.broken[17] = bad
+    search, suspicion = Search(THRESHOLD, "exhaustive"), torch.ones(100)
     suspicion[17] = math.nan
     search.add_group("a", math.nan, suspicion, tokens.weights)
-    while probes := search.next_probes(2):
-        search.add_measurements([(s, bad if 17 in s.candidates else tokens.measure(s)) for s in probes])
+    run(search, {"a": tokens}, 2)
     assert [c.candidate for c in search.culprits] == [17] and search.broken == []
 
 
@@ -320,20 +329,12 @@ def test_a_unit_that_is_broken_without_tokens_costs_one_pass() -> None:
     assert search.broken == ["a"] and search.culprits == [] and search.next_probes(2) == []
 
 
-def test_thresholds_are_the_published_ones_for_equal_weights() -> None:
-    search = Search(THRESHOLD, "exhaustive")
-    search.add_group("a", 1e9, torch.ones(64), torch.full((64,), 1 / 64))
-    for token_set in search.open_sets:
-        assert token_set.threshold == pytest.approx(THRESHOLD * math.sqrt(len(token_set.candidates)) / 64)
-
-
 def test_a_wide_pass_does_not_give_up_a_promising_probe() -> None:
     """Most of its probes point at no token, as most tokens pull the same way; one of them holds what is broken."""
-    tokens = Coherent(500, 0.9, {}, seed=3)
-    search = Search(THRESHOLD, "exhaustive")
-    search.add_group("a", math.nan, torch.ones(500), tokens.weights)
-    while probes := search.next_probes(64):
-        search.add_measurements([(s, math.nan if 17 in s.candidates else tokens.measure(s)) for s in probes])
+    tokens = {"a": Coherent(500, 0.9, {}, seed=3)}
+    tokens["a"].broken[17] = math.nan
+    search = start(tokens, helpful=None)
+    run(search, tokens, 64)
     assert [c.candidate for c in search.culprits] == [17]
 
 
@@ -371,11 +372,8 @@ class Drawn(Tokens):
         for place in self.planted:
             norms[place] = THRESHOLD * math.exp(choice.uniform(0.1, math.log(20 * math.sqrt(n) + 2)))
         self.gradients = mixed / mixed.norm(dim=1, keepdim=True) * norms[:, None]
-        self.broken = {choice.randrange(n)} if choice.random() < 0.1 else set()
+        self.broken = {choice.randrange(n): math.nan} if choice.random() < 0.1 else {}
         self.kind = choice.choice(["good", "bad", "flat", "zero"])
-
-    def measure(self, probe: TokenSet) -> float:
-        return math.nan if self.broken & set(probe.candidates) else super().measure(probe)
 
     def suspicion(self, helpful: bool | None) -> torch.Tensor:
         flat = {"flat": 1.0, "zero": 0.0}
@@ -402,7 +400,7 @@ def test_random_searches_end_and_find_what_stands_out(seed: int) -> None:
             norms = unit.gradients.norm(dim=1) * unit.weights
             here = {candidate for other, candidate in found if other == name}
             assert all(i in unit.broken or norms[i] > THRESHOLD * unit.weights[i] for i in here)
-            assert unit.broken <= here
+            assert unit.broken.keys() <= here
             if not unit.broken:
                 clear = {i for i in unit.planted if norms[i] > 3 * THRESHOLD * unit.weights.norm()}
                 assert clear <= here

@@ -31,22 +31,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return folder
 
 
-def test_one_process_finds_what_it_plants(model: str, tmp_path: Path, capsys: Capsys, monkeypatch: Patch) -> None:
+@pytest.fixture(autouse=True)
+def no_torchrun(monkeypatch: Patch) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    assert main(["--model", model, *SHORT, "--output", str(tmp_path / "figures.json")]) == 0
-    result = json.loads((tmp_path / "figures.json").read_text())
-    assert capsys.readouterr().out.strip() == sentence(result)
-    assert all(result[name]["found"] and result[name]["passes"] > 0 for name in ("search", "drop", "drill"))
-    assert result["search"]["same_gradient"] and not result["drop"]["same_gradient"]
-    assert result["drop"]["difference"] < 1e-5
-    assert result["steps"] == 3 and result["host_seconds"] > 0 and not torch.distributed.is_initialized()
 
 
-def test_one_process_is_rank_0_of_eight(model: str, tmp_path: Path, capsys: Capsys, monkeypatch: Patch) -> None:
-    """Its shards are those of eight ranks; it finds what it plants, and the gradient is what it was."""
-    monkeypatch.delenv("RANK", raising=False)
-    shares = []
-    original = command.build_model
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_one_process_finds_what_it_plants(
+    ranks: int, model: str, tmp_path: Path, capsys: Capsys, monkeypatch: Patch
+) -> None:
+    """Also as rank 0 of eight, with the shards of one of eight; the gradient is what it was."""
+    shares, original = [], command.build_model
 
     def build_model(*arguments: Any) -> Any:
         built = original(*arguments)
@@ -54,18 +49,20 @@ def test_one_process_is_rank_0_of_eight(model: str, tmp_path: Path, capsys: Caps
         shares.append(sum(own for own, _ in parts) / sum(whole for _, whole in parts))
         return built
 
-    monkeypatch.setattr(command, "build_model", build_model)
-    assert main(["--model", model, *SHORT, "--as-rank-of", "8", "--output", str(tmp_path / "figures.json")]) == 0
-    result = json.loads((tmp_path / "figures.json").read_text())
-    told = capsys.readouterr().out.strip()
-    assert told == sentence(result) and told.startswith("GradLoc works here as rank 0 of 8: ")
-    assert result["ranks"] == 8 and len(shares) == 1 and shares[0] < 1.2 / 8
+    options = [*SHORT, "--output", str(tmp_path / "figures.json")]
+    if ranks > 1:
+        monkeypatch.setattr(command, "build_model", build_model)
+        options += ["--as-rank-of", str(ranks)]
+    assert main(["--model", model, *options]) == 0
+    result, told = json.loads((tmp_path / "figures.json").read_text()), capsys.readouterr().out.strip()
+    assert told == sentence(result) and told.startswith("GradLoc works here as rank 0 of 8: ") == (ranks == 8)
     assert all(result[name]["found"] and result[name]["passes"] > 0 for name in ("search", "drop", "drill"))
     assert result["search"]["same_gradient"] and result["drop"]["difference"] < 1e-5
+    if ranks == 1:
+        assert result["steps"] == 3 and result["host_seconds"] > 0 and not result["drop"]["same_gradient"]
+    else:
+        assert result["ranks"] == 8 and len(shares) == 1 and shares[0] < 1.2 / 8
     assert collectives.world_size() == failed_pass.world_size() == 1 and not torch.distributed.is_initialized()
-
-
-def test_rank_0_of_eight_takes_no_torchrun(model: str, capsys: Capsys, monkeypatch: Patch) -> None:
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(SystemExit) as end:
         main(["--model", model, *SHORT, "--as-rank-of", "8"])
@@ -93,7 +90,6 @@ def test_a_search_that_breaks_something_is_told(model: str, capsys: Capsys, monk
                 next(self._model.module.parameters()).grad.mul_(-1)
             return located
 
-    monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(measuring, "GradLoc", Careless)
     assert main(["--model", model, *SHORT]) == 1
     told = capsys.readouterr().out
@@ -119,7 +115,6 @@ def test_what_cannot_be_measured_is_told(
         if error is not None:
             raise error
 
-    monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(measuring.SelfTest, "_step", step)
     monkeypatch.setattr(GradLoc, "metrics", lambda self: {"actor/gradloc/token_norm_max": math.inf})
     assert main(["--model", model, *SHORT]) == 3
@@ -128,16 +123,9 @@ def test_what_cannot_be_measured_is_told(
 
 def test_memory_is_told_where_it_is_known() -> None:
     part = {"found": True, "passes": 4, "error": None, "seconds": 2.0, "same_gradient": True, "peak": 5 * 2**30}
-    result = {
-        "as_rank_of": None,
-        "detection": 0.003,
-        "steps": 12,
-        "step_seconds": 1.0,
-        "peak": {"off": 2**30, "detection": 2**30},
-        "search": part,
-        "drop": {**part, "same_gradient": False, "difference": 0.01},
-        "drill": part,
-    }
+    result = {"as_rank_of": None, "detection": 0.003, "steps": 12, "step_seconds": 1.0}
+    result |= {"peak": {"off": 2**30, "detection": 2**30}, "search": part}
+    result |= {"drop": {**part, "same_gradient": False, "difference": 0.01}, "drill": part}
     assert not failures(result)
     wrong = failures({**result, "drop": {**part, "difference": math.nan}})
     assert wrong == ["what spike_action=drop leaves differs by nan% from the gradient without the token"]

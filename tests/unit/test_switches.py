@@ -167,13 +167,20 @@ def test_a_model_is_left_as_it_was(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_switched_is_noted(tmp_path: Path, monkeypatch: Patch, capsys: Capsys) -> None:
+    @contextmanager
+    def broken(_: Any, error: type[Exception]) -> Iterator[None]:
+        raise error("it cannot be")
+        yield
+
+    errors = (TypeError, AttributeError, ValueError)
+    failing = [Switch(error.__name__, partial(broken, error=error)) for error in errors]
     monkeypatch.setattr(switches, "_NORMS", "NoSuchNorm")
     monkeypatch.setattr(switches, "_ROTATE", "no_such_function")
-    result = replayed(recorded(tmp_path, 0.6), capsys)
-    assert "Not switched to 'RMSNorm in float32': the model has no RMSNorm." in result["notes"]
-    assert (
-        "Not switched to 'rotary embedding in float32': the model's rotary embedding is not known." in result["notes"]
-    )
+    monkeypatch.setattr(command, "find_switches", lambda *of: [*find_switches(*of), *failing])
+    notes = replayed(recorded(tmp_path, 0.6), capsys)["notes"]
+    assert "Not switched to 'RMSNorm in float32': the model has no RMSNorm." in notes
+    assert "Not switched to 'rotary embedding in float32': the model's rotary embedding is not known." in notes
+    assert {f"Not switched to '{error.__name__}': it cannot be." for error in errors} <= {*notes}
 
 
 @pytest.mark.target(version="0.9.1")
@@ -188,19 +195,6 @@ def test_a_rotation_with_another_signature_is_noted(tmp_path: Path, monkeypatch:
     (note,) = [note for note in result["notes"] if "Not switched" in note]
     assert note.startswith("Not switched to 'rotary embedding in float32': ") and "'cos' and 'sin'" in note
     assert "attention: eager" in [row["name"] for row in result["switches"]]
-
-
-def test_a_switch_that_fails_is_noted(tmp_path: Path, monkeypatch: Patch, capsys: Capsys) -> None:
-    @contextmanager
-    def broken(_: Any, error: type[Exception]) -> Iterator[None]:
-        raise error("it cannot be")
-        yield
-
-    errors = (TypeError, AttributeError, ValueError)
-    failing = [Switch(error.__name__, partial(broken, error=error)) for error in errors]
-    monkeypatch.setattr(command, "find_switches", lambda variant, device: failing)
-    notes = replayed(recorded(tmp_path, 0.6), capsys)["notes"]
-    assert {f"Not switched to '{error.__name__}': it cannot be." for error in errors} <= {*notes}
 
 
 def test_the_result_is_on_disk_before_each_switch(tmp_path: Path) -> None:
@@ -340,8 +334,5 @@ def test_the_sentence_names_the_most_specific_switch(
 ) -> None:
     (found,) = switches_in_words({**UNIT, "replayed": replayed}, rows(**norms), "float32, sdpa", comes_back)
     assert found.startswith(sentence)
-
-
-def test_without_switches_nothing_is_said() -> None:
-    assert switches_in_words(UNIT, [], "float32, sdpa", True) == []
-    assert switches_in_words(UNIT, rows(as_replayed=50.0), "float32, sdpa", True) == []
+    for none in ([], rows(as_replayed=50.0)):
+        assert switches_in_words(UNIT, none, "float32, sdpa", True) == []

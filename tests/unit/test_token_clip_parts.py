@@ -40,31 +40,23 @@ def after(values: list[float], warmup_steps: int = 20, beta: float = 0.98) -> Us
     return usual
 
 
-def test_the_usual_signal_averages_clipped_values() -> None:
+def test_what_signal_is_usual() -> None:
     values = [3.0, 0.0, 1.0, math.nan, math.inf, 2.0]
     assert after(values, 3, 0.9).value == 2.0 and after(values, 3, 0.9).count == 3
     first = 2.0 + (1 - 0.9) / (1 - 0.9**4) * (5.0 - 2.0)
     assert after([*values, 5.0], 3, 0.9).value == pytest.approx(first)
     second = first + (1 - 0.9) / (1 - 0.9**5) * (4 * first - first)
     assert after([*values, 5.0, 1e9], 3, 0.9).value == pytest.approx(second)
-
-
-def test_the_usual_signal_is_at_least_half_the_90th_percentile() -> None:
+    # It is at least half the 90th percentile of recent ones.
     usual = after([1.0] * 50 + [100.0] * 8)
     assert usual.average < 50 and usual.value == 50.0
     assert len(after([1.0] * 200).recent) == 64
-
-
-@pytest.mark.parametrize("before", [[1e-4] * 20, [1.0] * 30 + [1e-4] * 300])
-def test_after_a_quiet_phase_ordinary_steps_are_soon_usual(before: list[float]) -> None:
-    usual, over = after(before), 0
-    for _ in range(30):
-        over += usual.value * 4 < 1.0
-        usual.take_in(1.0, TokenClipConfig())
-    assert over <= 8
-
-
-def test_with_sparse_rewards_the_steps_that_have_one_are_usual() -> None:
+    # Rare spikes leave it as it is.
+    spiked = after([1e3 if i in (5, 30, 50, 70) else 1.0 for i in range(80)])
+    assert spiked.value < 1.3
+    # A lasting change is followed.
+    assert after([1.0] * 20 + [10.0] * 200).value > 9.0
+    # With sparse rewards, the steps that have one are usual.
     values = [1.0 if i % 5 == 0 else 1e-3 for i in range(200)]
     usual = UsualSignal()
     over = []
@@ -74,13 +66,13 @@ def test_with_sparse_rewards_the_steps_that_have_one_are_usual() -> None:
     assert over == []
 
 
-def test_rare_spikes_leave_the_usual_signal_as_it_is() -> None:
-    spiked = after([1e3 if i in (5, 30, 50, 70) else 1.0 for i in range(80)])
-    assert spiked.value < 1.3
-
-
-def test_a_lasting_change_of_the_signals_is_followed() -> None:
-    assert after([1.0] * 20 + [10.0] * 200).value > 9.0
+@pytest.mark.parametrize("before", [[1e-4] * 20, [1.0] * 30 + [1e-4] * 300])
+def test_after_a_quiet_phase_ordinary_steps_are_soon_usual(before: list[float]) -> None:
+    usual, over = after(before), 0
+    for _ in range(30):
+        over += usual.value * 4 < 1.0
+        usual.take_in(1.0, TokenClipConfig())
+    assert over <= 8
 
 
 # Left-padded prompts, right-padded responses of two columns; the rows have 3, 4 and 2 tokens.
@@ -95,17 +87,21 @@ def tokens_of(places: Positions, shape: tuple[int, ...], whole: bool = False) ->
     return found[:, 0].tolist(), (found[:, 1] - 3).tolist()
 
 
-def test_positions_of_padded_hidden_states() -> None:
+def test_positions_of_hidden_states_with_padding_and_in_parts() -> None:
     # The hidden state in column 2 predicts the response's first token, in column 3.
     assert tokens_of(PLACES, (3, 5)) == ([0] * 5 + [1] * 5 + [2] * 5, [-2, -1, 0, 1, 2] * 3)
-
-
-@pytest.mark.parametrize(("shape", "whole"), [((1, 9), False), ((9,), True)])
-def test_positions_without_padding(shape: tuple[int, ...], whole: bool) -> None:
-    assert tokens_of(PLACES, shape, whole) == ([0] * 3 + [1] * 4 + [2] * 2, [-1, 0, 1, -2, -1, 0, 1, 0, 1])
-
-
-def test_positions_of_a_part_of_the_sequences() -> None:
+    # One row, with and without its padding.
+    one = Positions(MASK[:1], [3])
+    assert tokens_of(one, (1, 5))[1] == [-2, -1, 0, 1, 2]
+    assert tokens_of(one, (1, 3))[1] == [-1, 0, 1]
+    assert tokens_of(one, (1, 2), whole=True)[1] == [0, 1]
+    # Hidden states of something else have none.
+    assert PLACES.places((2, 5)) is None
+    assert PLACES.places((3, 4, 4)) is None
+    assert PLACES.places((9,)) is None
+    # There may be more than the tokens: verl 0.9's `pad_to_length` adds some at the end.
+    assert tokens_of(PLACES, (1, 32)) == tokens_of(PLACES, (1, 9))
+    # A part of the sequences.
     parts = [Positions(MASK, [3, 3, 3], part, 2) for part in (0, 1)]
     # Ten positions, of which the last belongs to no token.
     assert tokens_of(parts[0], (1, 5)) == ([0, 0, 0, 1, 1], [-1, 0, 1, -2, -1])
@@ -113,22 +109,9 @@ def test_positions_of_a_part_of_the_sequences() -> None:
     assert tokens_of(parts[1], (9,), whole=True) == tokens_of(PLACES, (9,), whole=True)
 
 
-def test_positions_of_one_row_with_and_without_its_padding() -> None:
-    one = Positions(MASK[:1], [3])
-    assert tokens_of(one, (1, 5))[1] == [-2, -1, 0, 1, 2]
-    assert tokens_of(one, (1, 3))[1] == [-1, 0, 1]
-    assert tokens_of(one, (1, 2), whole=True)[1] == [0, 1]
-
-
-def test_hidden_states_of_something_else_have_no_positions() -> None:
-    assert PLACES.places((2, 5)) is None
-    assert PLACES.places((3, 4, 4)) is None
-    assert PLACES.places((9,)) is None
-
-
-def test_positions_may_be_more_than_the_tokens() -> None:
-    """verl 0.9's `pad_to_length` adds some at the end."""
-    assert tokens_of(PLACES, (1, 32)) == tokens_of(PLACES, (1, 9))
+@pytest.mark.parametrize(("shape", "whole"), [((1, 9), False), ((9,), True)])
+def test_positions_without_padding(shape: tuple[int, ...], whole: bool) -> None:
+    assert tokens_of(PLACES, shape, whole) == ([0] * 3 + [1] * 4 + [2] * 2, [-1, 0, 1, -2, -1, 0, 1, 0, 1])
 
 
 class Layer(nn.Module):
@@ -179,9 +162,7 @@ def train(clip: TokenClip, model: Model, coefficients: torch.Tensor) -> dict[str
 def test_the_boundaries_are_those_of_the_text_model() -> None:
     clip = TokenClip(Model(), TokenClipConfig(enable=True))
     assert clip.boundaries == ["embed_tokens", "layers.0", "layers.1", "log_probs"]
-
-
-def test_a_model_without_layers_is_refused() -> None:
+    # A model without layers is refused.
     with pytest.raises(ValueError, match=r"no list of decoder layers.*token_clip.enable=False"):
         TokenClip(nn.Linear(2, 2), TokenClipConfig(enable=True))
 
@@ -205,9 +186,7 @@ def test_only_the_outlier_is_cut_and_told() -> None:
     assert metrics["actor/token_clip/largest"] == pytest.approx(900)
     assert clip.boundaries[int(metrics["actor/token_clip/boundary"])] == "log_probs"
     assert clip.metrics() == {}
-
-
-def test_nothing_is_watched_outside_of_a_pass() -> None:
+    # Nothing is watched outside of a pass.
     model = Model()
     clip = TokenClip(model, TokenClipConfig(enable=True, warmup_steps=1))
     train(clip, model, torch.ones(1, 3))

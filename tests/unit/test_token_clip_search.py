@@ -173,19 +173,6 @@ def test_a_mini_batch_that_was_thrown_away_is_in_no_other() -> None:
     assert event["culprits"] == expected["culprits"] and event["explained"]
 
 
-def test_the_gradient_without_culprits_is_cut_as_training_was() -> None:
-    """And has what training had of all other tokens, the cut one included."""
-    training, wanted = Training(spike_action="drop"), Training()
-    training.advantage[LOUD] *= 40
-    wanted.advantage[LOUD] = 0
-    training.step(2)
-    wanted.step(2)
-    (event,) = training.gradloc.events
-    assert event["applied"] and not wanted.gradloc.events
-    for found, expected in zip(training.model.parameters(), wanted.model.parameters(), strict=True):
-        torch.testing.assert_close(found.grad, expected.grad)
-
-
 def test_a_bundle_does_not_have_what_was_cut() -> None:
     """Nothing is cut in a replay."""
     columns = ("response_mask", "weight", "log_prob", "coefficient", "cut")

@@ -48,7 +48,7 @@ def micro_batch(lengths: list[int], seed: int = 0) -> MicroBatch:
 READ = {"response_mask", "weight", "log_prob", "coefficient", "entropy_coefficient", "broken", "suspicion"}
 
 
-def test_what_is_sent_is_what_a_search_reads_of_all_that_is_not_padding() -> None:
+def test_what_is_sent_is_what_a_search_reads_without_padding() -> None:
     whole = micro_batch([1000, 10, 0, 500])
     whole.tokens["coefficient"][1, 700] = torch.nan  # of padding, as some aggregations leave it
     whole.tokens["log_prob"][2, 3] = -torch.inf
@@ -83,7 +83,7 @@ class Sent:
 LENGTHS = [100, 100, 50, 50]
 
 
-def test_one_of_the_ranks_that_share_data_sends_what_a_search_reads(monkeypatch: Patch) -> None:
+def test_one_of_the_ranks_that_share_data_sends_it(monkeypatch: Patch) -> None:
     sent = Sent(monkeypatch, world_size=8)
     own = [micro_batch(LENGTHS)]
     obtained = ReducedMeter(Mock(layers=["a"]), torch.device("cpu"), sequence_parallel_size=4).obtain([], own, 1.0)
@@ -111,6 +111,7 @@ CULPRITS = [((1, 1), 0, 99), ((0, 0), 3, 7), ((1, 0), 2, 0)]
 def test_the_ranks_that_have_culprits_tell_of_them_alone(monkeypatch: Patch) -> None:
     sent = Sent(monkeypatch, world_size=12)
     mini_batch = two_each(sequence_parallel_size=4)
+    assert token_facts_of(mini_batch, []) == {} and sent.bytes == {}
     facts = token_facts_of(mini_batch, CULPRITS)
     assert set(facts) == set(CULPRITS) and sorted(sent.bytes) == [0, 4]
     # Most of it are the KL estimates around each: far less than the columns of its micro-batch.
@@ -121,14 +122,8 @@ def test_the_ranks_that_have_culprits_tell_of_them_alone(monkeypatch: Patch) -> 
         assert found_facts.items() >= token_evidence(tokens, row, position).items()
         assert found_facts["response_kl"] == response_kl(tokens, row, position) is not None
         assert found_facts["advantage"] == float(tokens["advantage"][row, position])
-
-
-def test_without_culprits_nothing_is_sent(monkeypatch: Patch) -> None:
-    sent = Sent(monkeypatch, world_size=2)
-    assert token_facts_of(two_each(sequence_parallel_size=1), []) == {} and sent.bytes == {}
-
-
-def test_a_rank_that_cannot_tell_of_its_culprits_fails_on_all() -> None:
+    # A rank that cannot tell of its own fails on all.
+    monkeypatch.undo()
     mini_batch = two_each(sequence_parallel_size=1)
     del mini_batch.micro_batches[0].tokens["token_id"]
     with pytest.raises(collectives.RankFailedError, match="rank 0: KeyError: 'token_id'"):

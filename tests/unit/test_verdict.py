@@ -300,6 +300,10 @@ def test_the_verdict_says_cause_shares_advice_and_check() -> None:
         f"l{advice[1:]}",
         "check": CAUSES["advantage"].check,
     }
+    # One that groups of ordinary rewards give is natural: one right answer of eight has 2.5, the others have 0.35.
+    found = verdict(event(["advantage"], ["advantage"]), {**NONE, "advantage": 0.05})
+    assert found["cause"] == "advantage" and found["sentence"].startswith("A natural spike of tokens")
+    assert "such spikes come without any fault, and do not exclude one" in found["sentence"]
 
 
 @cases(
@@ -314,13 +318,6 @@ def test_shares_are_never_rounded_to_none_or_all(sources: list[list[str]], ordin
     name = sources[0][0]
     found = verdict(event(*sources), {**NONE, name: ordinary})
     assert (found["cause"], found["ordinary"]) == (name, ordinary) and shares in found["sentence"]
-
-
-def test_an_advantage_that_groups_of_ordinary_rewards_give_is_called_natural() -> None:
-    """One right answer of eight: its advantage is 2.5, those of the others 0.35."""
-    found = verdict(event(["advantage"], ["advantage"]), {**NONE, "advantage": 0.05})
-    assert found["cause"] == "advantage" and found["sentence"].startswith("A natural spike of tokens")
-    assert "such spikes come without any fault, and do not exclude one" in found["sentence"]
 
 
 def test_what_the_search_picks_by_causes_no_unexplained_spike() -> None:
@@ -450,11 +447,6 @@ def test_a_gradient_broken_for_all_tokens_says_what_breaks_it(
     assert verdict(event(["nonfinite"], ["other"]), dict.fromkeys(NONE))["cause"] == "nonfinite"
 
 
-def test_a_verdict_that_cannot_be_made_costs_no_event(caplog: Caplog) -> None:
-    assert verdict({}, NONE) is None
-    assert "no verdict on an event could be made" in caplog.text
-
-
 WARNING = {"name": "stale_weights", "sentence": "The rollout is late.", "check": "`look` shows it."}
 
 
@@ -506,13 +498,16 @@ def test_a_warning_is_the_cause_where_it_explains_the_culprits(
         assert found["sentence"].endswith("But note: The rollout is late.")
 
 
-def test_what_later_mini_batches_show_may_be_the_cause() -> None:
+def test_what_later_mini_batches_show_may_be_the_cause(caplog: Caplog) -> None:
     spike = event(["other"])
     spike["verdict"] = verdict(spike, NONE)
     assert settled(spike, [{**WARNING, "name": "engines_apart"}]) is spike["verdict"]
     assert settled(spike, [WARNING])["cause"] == WARNING["name"]
     spike["verdict"] = verdict(event(["token"]), NONE)
     assert settled(spike, [WARNING])["cause"] == "token"
+    # A verdict that cannot be made costs no event.
+    assert verdict({}, NONE) is None
+    assert "no verdict on an event could be made" in caplog.text
 
 
 @pytest.mark.parametrize(("steps", "said"), [(None, False), (1, True), (3, True), (4, False)])

@@ -1,5 +1,6 @@
 """A gradient that comes from no token's log-prob: measured, named, and never taken for a token's."""
 
+import itertools
 import json
 import math
 from typing import Any
@@ -126,15 +127,19 @@ def spike(
     return model, ids, event
 
 
-@pytest.mark.parametrize("until", ["explained", "exhaustive"])
-@pytest.mark.parametrize("scale", [3.0, 1e3])
-def test_the_gradient_without_tokens_is_the_auxiliary_losss(scale: float, until: str) -> None:
-    model, ids, event = spike(scale, until)
+@cases(
+    "scale until meter",
+    *itertools.product((3.0, 1e3), ("explained", "exhaustive"), ("local",)),
+    (1e3, "explained", "reduced"),  # ranks cannot be told apart: the group is measured
+)
+def test_the_gradient_without_tokens_is_the_auxiliary_losss(scale: float, until: str, meter: str) -> None:
+    model, ids, event = spike(scale, until, meter=meter)
     found, expected = event["without_tokens"], brute_force(model, ids)
+    assert event["search"] == meter and (found["rank"], found["micro_batch"]) == ({"local": 0}.get(meter), 0)
     assert found["layer_norms"] == pytest.approx(expected, rel=1e-5)
     assert found["norm"] == pytest.approx(expected["layers.1.router"], rel=1e-5)
-    assert found["share"] == pytest.approx(found["norm"] / event["units"][0]["norm"])
-    assert (found["rank"], found["micro_batch"]) == (0, 0)
+    whole = event["units"][0]["norm"] if meter == "local" else event["global_norm"]
+    assert found["share"] == pytest.approx(found["norm"] / whole)
     # It alone is over the threshold, so no token is called a culprit, although each probe is over τ.
     assert (event["diagnosis"], event["culprits"], event["explained"]) == ("diffuse", [], False)
     assert event["passes"] <= 9 and not event["complete"]
@@ -142,27 +147,16 @@ def test_the_gradient_without_tokens_is_the_auxiliary_losss(scale: float, until:
     assert "comes from no token's log-prob, in the layer layers.1.router" in event["summary"]
 
 
-def test_where_ranks_cannot_be_told_apart_the_group_is_measured() -> None:
-    model, ids, event = spike(1e3, meter="reduced")
-    found = event["without_tokens"]
-    assert event["search"] == "reduced" and (found["rank"], found["micro_batch"]) == (None, 0)
-    assert found["layer_norms"] == pytest.approx(brute_force(model, ids), rel=1e-5)
-    assert found["share"] == pytest.approx(found["norm"] / event["global_norm"])
-    assert (event["diagnosis"], event["culprits"], event["verdict"]["cause"]) == ("diffuse", [], "auxiliary")
-
-
-def test_without_an_auxiliary_loss_nothing_comes_from_no_token() -> None:
-    _, _, event = spike(0.0)
-    assert event["diagnosis"] == "diffuse"
-    assert (event["without_tokens"]["norm"], event["without_tokens"]["share"]) == (0.0, 0.0)
-    assert event["verdict"]["cause"] != "auxiliary" and "no token's" not in event["summary"]
-
-
 def test_only_a_search_that_ends_diffuse_measures_it() -> None:
     _, _, event = spike(0.0, over=0.3, outlier=1e3)
     assert event["diagnosis"] == "tokens" and event["without_tokens"] is None
     _, _, event = spike(0.0, budget=2)
     assert event["diagnosis"] == "incomplete" and event["without_tokens"] is None and event["passes"] <= 2
+    # Without an auxiliary loss nothing comes from no token.
+    _, _, event = spike(0.0)
+    assert event["diagnosis"] == "diffuse"
+    assert (event["without_tokens"]["norm"], event["without_tokens"]["share"]) == (0.0, 0.0)
+    assert event["verdict"]["cause"] != "auxiliary" and "no token's" not in event["summary"]
 
 
 def test_a_token_is_over_the_threshold_only_by_its_own_part() -> None:
@@ -261,9 +255,7 @@ def test_it_is_the_cause_if_it_makes_most_of_the_square() -> None:
     found = verdict(event(math.sqrt(MOST) + 0.01), {})
     assert found["cause"] == "auxiliary" and "`actor/grad_norm` should fall" in found["check"]
     assert found["sentence"].startswith("72% of the norm") and "in the layer a: look at" in found["sentence"]
-
-
-def test_layers_are_named_only_if_few_carry_it() -> None:
+    # Layers are named only if few carry it.
     assert carrying_layers({}) == [] and carrying_layers({"a": math.inf}) == []
     assert carrying_layers({"a": 1.0, "b": 3.0}) == ["b"]
     # Their squares are infinite.
