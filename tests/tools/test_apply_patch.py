@@ -233,21 +233,19 @@ def test_a_checkout_with_changes_takes_force(
     project.said("--repo", checkout, "--force")
 
 
-def test_untracked_files_elsewhere_are_no_matter(project: Project, checkout: Path) -> None:
-    (checkout / "notes.txt").write_text("mine")
-    (checkout / "verl/notes.py").write_text("mine")
+def test_files_that_git_does_not_track_are_no_matter(project: Project, checkout: Path, patched: dict) -> None:
+    """Neither others' nor those that a patched verl left behind, unless they are in the patch's place."""
+    for name in ("notes.txt", "verl/notes.py"):
+        (checkout / name).write_text("mine")
     project.said("--repo", checkout, "--check")
     project.said("--repo", checkout)
     assert "already applied" in project.said("--repo", checkout)
     project.said("--repo", checkout, "--reverse")
     assert trees.git(checkout, "status", "--porcelain", "--untracked-files=no") == ""
-    (checkout / NEW).parent.mkdir()
-    (checkout / NEW).write_text("mine")
+    trees.write(checkout / NEW, "mine")
     refused(project.apply("--repo", checkout), 3, NEW)
     assert (checkout / NEW).read_text() == "mine"
-
-
-def test_files_left_behind_in_a_checkout(project: Project, checkout: Path, patched: dict) -> None:
+    trees.git(checkout, "clean", "-qfd")
     project.said("--repo", checkout)
     trees.git(checkout, "checkout", "-q", ".")
     change_other(checkout)
