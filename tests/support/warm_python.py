@@ -1,8 +1,8 @@
 """An interpreter that starts in milliseconds what would import torch and transformers for seven seconds.
 
 A run of the trainer starts seven such processes, and the tests start dozens of runs. A server imports the libraries
-once, and forks for each process. Nothing of verl or of this project is imported before the fork, nor is Ray, whose
-library reads variables when it is loaded.
+once, and forks for each process; also verl with Ray, if it is asked to. Otherwise nothing of verl or of this project is
+imported before the fork, nor is Ray, whose library reads variables when it is loaded.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import gc
 import importlib
 import io
 import os
+import re
 import runpy
 import selectors
 import signal
@@ -33,23 +34,30 @@ LIBRARIES = """
     transformers.integrations accelerate peft hydra hydra.main fastapi uvicorn aiohttp openai
     google.protobuf.descriptor grpc jsonschema sympy.parsing.latex zmq math_verify rich.table
 """.split()
+OF_VERL = """
+    ray._private.workers.default_worker verl verl.trainer.constants_ppo verl.trainer.ppo.ray_trainer
+    verl.workers.fsdp_workers verl.workers.engine_workers verl.workers.critic verl.experimental.agent_loop
+    verl.experimental.reward_loop verl.trainer.ppo.v1 verl.utils.dataset.rl_dataset embedded.rollout
+""".split()
+# What Ray's library would read when a process begins. The first job of each Ray has this number.
+FOR_RAY = {"RAY_AUTH_MODE": "disabled", "RAY_JOB_ID": "01000000"}
 PR_SET_PDEATHSIG = 1
 HIGH = 500  # the server's own files have higher numbers than those of a process that it starts
 
 
 @contextlib.contextmanager
-def warm_python(folder: Path, environment: Mapping[str, str]) -> Iterator[Path]:
+def warm_python(folder: Path, environment: Mapping[str, str], verl: bool = False) -> Iterator[Path]:
     """The path of the interpreter, which can be used within the block.
 
     Args:
         folder (Path): An empty one, with a short name: it holds a socket.
         environment (Mapping[str, str]): What the libraries find when they are imported.
+        verl (bool): Whether they include the verl on its PYTHONPATH, which then is that of all programs.
     """
     address, executable = folder / "socket", folder / "python"
-    code = (
-        f"import sys; sys.path[0] = {str(CLIENT.parent)!r}; import warm_python; warm_python.serve({str(address)!r})()"
-    )
-    environment = {**environment, "PYTHONPATH": "", "PYTHONUNBUFFERED": "1"}
+    serve = f"warm_python.serve({str(address)!r}, {environment['PYTHONPATH'] if verl else ''!r})"
+    code = f"import sys; sys.path[0] = {str(CLIENT.parent)!r}; import warm_python; {serve}()"
+    environment = {**environment, **FOR_RAY, "PYTHONPATH": "", "PYTHONUNBUFFERED": "1"}
     server = subprocess.Popen([sys.executable, "-c", code], env=environment, stdin=subprocess.DEVNULL)
     executable.write_text(
         f'#!/bin/sh\nexec "{sys.executable}" -IS "{CLIENT}" "{sys.executable}" "{address}" "$0" "$@"\n'
@@ -66,11 +74,18 @@ def warm_python(folder: Path, environment: Mapping[str, str]) -> Iterator[Path]:
         server.wait()
 
 
-def serve(address: str) -> Callable[[], None]:
-    """Serves until it is ended. In each process that it starts it returns what that process has to run."""
+def serve(address: str, search_path: str) -> Callable[[], None]:
+    """Serves until it is ended. In each process that it starts it returns what that process has to run.
+
+    Args:
+        address (str): That of its socket.
+        search_path (str): Where it finds verl; empty where verl is not to be imported.
+    """
     base = sys.path[1:]
-    for name in LIBRARIES:
-        with contextlib.suppress(ImportError):  # not every verl needs each of them
+    os.environ["RAY_RAYLET_PID"] = str(os.getpid())  # a worker ends with that process
+    sys.path[1:1] = search_path.split(os.pathsep) if search_path else []
+    for name in [*LIBRARIES, *(OF_VERL if search_path else [])]:
+        with contextlib.suppress(ImportError):  # not every verl needs or has each of them
             importlib.import_module(name)
     gc.collect()
     gc.freeze()
@@ -219,6 +234,11 @@ class Request:
             del main[name]
         search_path = [path for path in self.environment.get("PYTHONPATH", "").split(os.pathsep) if path]
         option = self.command[0]
+        if "verl" in sys.modules and re.match(r"-m verl\.|\S*/default_worker\.py", " ".join(self.command[:2])):
+            # As verl does when it is imported.
+            for module in filter(None, self.environment.get("VERL_USE_EXTERNAL_MODULES", "").split(",")):
+                sys.path[:] = ["", *search_path, *base]
+                importlib.import_module(module)
         if option == "-c":
             sys.path[:] = ["", *search_path, *base]
             sys.argv[:] = ["-c", *self.command[2:]]

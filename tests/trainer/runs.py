@@ -13,6 +13,7 @@ import verl
 from valid_events import valid_events
 
 from gradloc_tools.schema import CLIP, conforms
+from warm_python import FOR_RAY
 
 ROOT = Path(__file__).parents[2]
 # The key has another name in verl 0.9.
@@ -32,22 +33,26 @@ warm_interpreter: Path | None = None  # what conftest.py has made
 
 
 @contextlib.contextmanager
-def started(output: Path, *arguments: str, warm: bool = True, **environment: str) -> Iterator[subprocess.Popen]:
+def started(
+    output: Path, *arguments: str, interpreter: str | Path | None = None, **environment: str
+) -> Iterator[subprocess.Popen]:
     """A run, which is ended with the block if it still goes on.
 
     Args:
         output (Path): Its folder.
         arguments (str): Those of run_experiment.sh.
-        warm (bool): Its processes, Ray's workers included, are forked from one that has imported what they need.
+        interpreter (str | Path, optional): That of its processes, Ray's workers included. By default, they are forked
+            from one that has imported what they need.
         environment (str): Variables on top of the environment.
     """
+    interpreter = interpreter or warm_interpreter
     search_path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(ROOT / "tests/trainer")])
     own = [f"OUTPUT_DIR={output}", *([] if "--fault" in arguments else ["--fault", "none"])]
-    if warm:
-        own.append(f"+ray_kwargs.ray_init.runtime_env.py_executable={warm_interpreter}")
+    if interpreter != sys.executable:
+        own.append(f"+ray_kwargs.ray_init.runtime_env.py_executable={interpreter}")
+        environment = FOR_RAY | environment
     script = subprocess.Popen(
-        ["bash", ROOT / "run_experiment.sh", "--embedded", "--tiny"]
-        + ["--python", warm_interpreter if warm else sys.executable, *own, *arguments],
+        ["bash", ROOT / "run_experiment.sh", "--embedded", "--tiny"] + ["--python", interpreter, *own, *arguments],
         env=os.environ | {"PYTHONPATH": search_path} | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -61,9 +66,9 @@ def started(output: Path, *arguments: str, warm: bool = True, **environment: str
             script.wait()
 
 
-def finished(output: Path, *arguments: str, **environment: str) -> tuple[str, list[dict[str, Any]]]:
-    """What a run printed, and its events."""
-    with started(output, *arguments, **environment) as script:
+def finished(output: Path, *arguments: str, **options: Any) -> tuple[str, list[dict[str, Any]]]:
+    """What a run printed, and its events; the options are those of `started`."""
+    with started(output, *arguments, **options) as script:
         printed, _ = script.communicate()
     assert script.returncode == 0, printed
     return printed, events_in(output)

@@ -14,7 +14,6 @@ import trees
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.usefixtures("warm"),
     pytest.mark.target(version="0.9.1"),
     pytest.mark.skipif(not trees.HAS_PLUGINS, reason="the plugin is for verl 0.9"),
 ]
@@ -38,13 +37,16 @@ def environment(installed: Path) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(map(str, path))}
 
 
-def test_a_planted_token_is_found_and_the_critic_is_watched(installed: Path, tmp_path: Path) -> None:
+def test_a_planted_token_is_found_and_the_critic_is_watched(
+    installed: Path, tmp_path: Path, warm_without_verl: Path
+) -> None:
     planted = tmp_path / "planted.json"
     modules = {"VERL_USE_EXTERNAL_MODULES": "planted_spike,critic_on_cpu", "PLANTED_SPIKE_FILE": str(planted)}
     arguments = ["--plugin", "GRAD_NORM_THRESHOLD=80", "TOTAL_STEPS=2", "SPIKE_DRILL_STEP=1"]
     model = f"critic.model.path={ROOT}/.embedded/{trees.TARGET}-plugin/tiny/model"
     arguments += ["algorithm.adv_estimator=planted_spike", model, *CRITIC]
-    printed, events = finished(tmp_path / "out", *arguments, **modules, **environment(installed))
+    options = {"interpreter": warm_without_verl, **modules, **environment(installed)}
+    printed, events = finished(tmp_path / "out", *arguments, **options)
     drills = [event for event in events if event["drill"]]
     assert [event["drill"]["found"] for event in drills] == [True]
     (event,) = [event for event in events if not event["drill"]]

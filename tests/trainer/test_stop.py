@@ -9,7 +9,14 @@ from runs import REWARDS, events_in, started
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm"), pytest.mark.target(version="0.9.1")]
 
-TRAINERS = {"V1": [], "V0": ["trainer.use_v1=False"]} if verl.__version__ == "0.9.1" else {"Ray": []}
+TRAINERS = (
+    {
+        "V1_async": ["trainer.v1.trainer_mode=colocate_async", "trainer.v1.sampler.custom_sampler.path=null"],
+        "V0": ["trainer.use_v1=False"],
+    }
+    if verl.__version__ == "0.9.1"
+    else {"Ray": []}
+)
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
@@ -17,12 +24,15 @@ def test_repeated_spikes_end_a_run_with_a_checkpoint(trainer: str, tmp_path: Pat
     output = tmp_path / "out"
     actor = "actor_rollout_ref.actor"
     arguments = ["GRAD_NORM_THRESHOLD=0.1", "TOTAL_STEPS=3", "SPIKE_DRILL_STEP=null", "SPIKE_ACTION=stop"]
-    arguments += [f"{actor}.bisect_budget_steps=1", f"{actor}.spike_stop_after=1", *TRAINERS[trainer]]
+    arguments += [f"{actor}.bisect_budget_steps=8", f"{actor}.spike_stop_after=1", *TRAINERS[trainer]]
     with started(output, *arguments, *REWARDS) as script:
         printed, _ = script.communicate()
     assert script.returncode == 76, printed
     events = events_in(output)
     assert {(event["global_step"], event["action"]) for event in events} == {(1, "stop")}
+    culprits = [culprit for event in events for culprit in event["culprits"]]
+    assert culprits and {culprit["reward"] for culprit in culprits} <= {0.0, 1.0}
+    assert all(culprit[name] for culprit in culprits for name in ("uid", "prompt", "data_source", "ground_truth"))
     spikes = "1 gradient spike" if len(events) == 1 else f"{len(events)} gradient spikes"
     sentence = (
         f"Training ends after step 1, because of {spikes} in the last step (spike_action=stop): "
