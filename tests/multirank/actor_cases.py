@@ -8,7 +8,7 @@ import functools
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,8 @@ class Run:
 
     metrics: list[dict[str, Any]]
     events: list[str]
+    # What TokenClip found.
+    clips: list[list[dict[str, Any]]]
     forwards: list[int]
     gradients: list[list[torch.Tensor]]
     parameters: list[torch.Tensor]
@@ -48,16 +50,16 @@ class Run:
 def train(
     case: Case,
     module: Any = dp_actor,
-    calls: int = 1,
+    calls: int | Sequence[int] = 1,
     prepare: Callable[[Any], None] | None = None,
     change_model: Callable[[torch.nn.Module], None] = lambda _: None,
     change_batch: Callable[[DataProto], None] = lambda _: None,
     size: int = 1,
     **gradloc: Any,
 ) -> Run:
-    """Updates of an actor. Each `size` neighbouring ranks share their data."""
+    """Updates of an actor: so many, or those with these batches. Each `size` neighbouring ranks share their data."""
     actor = build_actor(case, module, change_model, **gradloc)
-    run = Run([], [], [], [], [], torch.empty(0), [])
+    run = Run([], [], [], [], [], [], torch.empty(0), [])
     count = 0
 
     def count_forward(*_: Any) -> None:
@@ -73,13 +75,15 @@ def train(
     if prepare is not None:
         prepare(actor)
     torch.manual_seed(5 + dist.get_rank())
-    for seed in range(calls):
+    for seed in range(calls) if isinstance(calls, int) else calls:
         count = 0
         with torch.random.fork_rng():
             batch = build_batch(case, dist.get_rank() // size, seed)
         change_batch(batch)
         run.metrics.append(actor.update_policy(batch))
         run.forwards.append(count)
+        watch = getattr(getattr(actor, "engine", actor), "watch", None)
+        run.clips.append([] if watch is None else watch.clips)
         if getattr(actor, "gradloc", None) is not None:
             run.events.append(json.dumps(events_of(actor)))
     run.parameters = [local(p) for p in actor.actor_module.parameters()]
@@ -91,7 +95,7 @@ def train(
 
 
 @functools.cache
-def stock_run(case: Case, calls: int = 1) -> Run:
+def stock_run(case: Case, calls: int | Sequence[int] = 1) -> Run:
     """That of the unpatched actor, made once in each process for all tests that compare a run of the case with it."""
     return train(case, stock_dp_actor(), calls=calls)
 
@@ -115,16 +119,21 @@ def units_and_run(case: Case) -> tuple[list[Unit], list[float], Run]:
     return units, norms, train(case, spike_detection=True, grad_norm_threshold=1e-6, bisect_budget_steps=2)
 
 
-def search(case: Case, **gradloc: Any) -> tuple[list[Unit], list[float], float, Run]:
-    """The brute force with every token, a threshold between the planted tokens and the others, and a run with it."""
-    units, norms = brute_force(case, build_batch(case, dist.get_rank()), tokens=True)
+def threshold_between(case: Case, units: list[Unit]) -> float:
+    """One between the planted tokens and the others."""
     above, below = [], []
     for unit in units:
         for token in unit.each:
             place = (unit.rank, unit.mini_batch * case.mini_batch + token.row, token.position)
             (above if place in case.planted else below).append(token.norm)
     assert len(above) == len(case.planted) * case.epochs and min(above) > 50 * max(below)
-    threshold = math.sqrt(min(above) * max(below))
+    return math.sqrt(min(above) * max(below))
+
+
+def search(case: Case, **gradloc: Any) -> tuple[list[Unit], list[float], float, Run]:
+    """The brute force with every token, a threshold between the planted tokens and the others, and a run with it."""
+    units, norms = brute_force(case, build_batch(case, dist.get_rank()), tokens=True)
+    threshold = threshold_between(case, units)
     run = train(
         case,
         spike_detection=True,
@@ -158,7 +167,7 @@ def compare_runs(run: Run, other: Run) -> dict[str, bool]:
         return repr(ours) == repr(theirs) or repr(theirs) == "nan"
 
     def same_metrics(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
-        names = [name for name in {**ours, **theirs} if "gradloc" not in name]
+        names = [name for name in {**ours, **theirs} if "gradloc" not in name and "token_clip" not in name]
         return all(same_figures(ours.get(name), theirs.get(name)) for name in names)
 
     return {
@@ -191,10 +200,6 @@ def metrics_with_rejected_rows(rejected: tuple[int, int], case: Case, detection:
         batch.batch["response_mask"][: rejected[dist.get_rank()]] = 0
 
     return train(case, change_batch=reject, spike_detection=detection).metrics[0]
-
-
-def gradloc_of_a_default_actor() -> Any:
-    return build_actor(Case()).gradloc
 
 
 def weights_both_ways(case: Case) -> tuple[list[float], list[float]]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import functools
 import math
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from action_cases import compared
+from actor_cases import Run
 from actors import Case, build_actor, build_config, build_model, on_device
 from batches import build_batch
 from mini_batches import split_rows
@@ -48,12 +50,14 @@ def attach(module: torch.nn.Module, scale: float, found: list[Tensor] | None = N
     block.register_forward_hook(hook)
 
 
-def auxiliary(case: Case, scale: float, over: float) -> tuple[str, dict[tuple[int, int], dict[str, float]], str]:
+def auxiliary(
+    case: Case, scale: float, over: float
+) -> tuple[dict[str, bool], Run, dict[tuple[int, int], dict[str, float]]]:
     """An actor with an auxiliary loss; τ is that part of what tokens alone would need.
 
     Returns:
-        tuple: Its events; by (rank, micro-batch), each layer's norm of the auxiliary gradient alone, by autograd on an
-            unsharded copy; and whether the gradients were restored bit for bit, as JSON.
+        tuple: What is bit-identical to the unpatched actor; the run; and by (rank, micro-batch), each layer's norm of
+            the auxiliary gradient alone, by autograd on an unsharded copy.
     """
     batch = build_batch(case, dist.get_rank())
     units, _ = brute_force(case, batch, tokens=False)
@@ -74,18 +78,9 @@ def auxiliary(case: Case, scale: float, over: float) -> tuple[str, dict[tuple[in
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, own)
 
-    results = []
-    for detection in (False, True):
-        actor = build_actor(case, spike_detection=detection, grad_norm_threshold=threshold)
-        attach(actor.actor_module, scale)
-        actor.update_policy(build_batch(case, dist.get_rank()))
-        results.append([parameter.detach().clone() for parameter in actor.actor_module.parameters()])
-        events = json.dumps(actor.gradloc.events) if detection else ""
-    same = all(
-        torch.equal(getattr(a, "_local_tensor", a), getattr(b, "_local_tensor", b))
-        for a, b in zip(*results, strict=True)
-    )
-    return events, {name: norms for of_rank in everywhere for name, norms in of_rank.items()}, json.dumps(same)
+    both = {"change_model": functools.partial(attach, scale=scale)}
+    same, run = compared(case, 1, both, grad_norm_threshold=threshold)
+    return same, run, {name: norms for of_rank in everywhere for name, norms in of_rank.items()}
 
 
 def scales(case: Case, factor: float = 1.0) -> list[tuple[list[list[float]], dict[str, str] | None]]:

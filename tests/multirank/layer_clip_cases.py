@@ -6,7 +6,6 @@ copy of the model, averages them, and clips layer by layer with layers told apar
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 import os
@@ -20,13 +19,15 @@ import actors
 import pytest
 import torch
 import torch.distributed as dist
-from actors import VOCABULARY, Case
+from actors import VOCABULARY, Case, events_of
 from batches import build_batch
 from oracle import layer_of
+from pass_cost_cases import Operations
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 from verl.workers.config import LayerClipConfig as VerlLayerClipConfig
+from verl.workers.config import TokenClipConfig
 
 from gradloc import LayerClip, LayerClipConfig
 
@@ -95,23 +96,13 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     return ((found.double() - expected).norm() / expected.norm()).item()
 
 
-@dataclasses.dataclass
-class Comparison:
-    """LayerClip's figures on one rank, those of the plain computation, and how far the gradients are apart."""
+def compare(case: Case, all_gathers: int) -> tuple[dict[str, tuple[Any, Any]], float, float]:
+    """Clips one gradient by the rule "fixed" and by hand.
 
-    norms: dict[str, float]
-    expected_norms: dict[str, float]
-    factors: dict[str, float]
-    expected_factors: dict[str, float]
-    unclipped_norm: float
-    gradient_errors: dict[str, float]
-    frozen_changes: float
-    weight_norms: dict[str, float]
-    expected_weight_norms: dict[str, float]
-
-
-def compare(case: Case, all_gathers: int) -> Comparison:
-    """Clips one gradient by the rule "fixed" and by hand."""
+    Returns:
+        tuple: LayerClip's figures on one rank, with those of the plain computation; the largest relative error of a
+            gradient; and the largest gradient of a frozen parameter.
+    """
     gradients = plain_gradients(case)
     squares: dict[str, float] = {}
     numels: dict[str, int] = {}
@@ -133,51 +124,28 @@ def compare(case: Case, all_gathers: int) -> Comparison:
             model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=actors.DEVICE))
     clip = LayerClip(model, LayerClipConfig(rule="fixed", max_norm=max_norm), actors.DEVICE)
     backward(model, dist.get_rank())
-    calls = count_collectives(lambda: clip.clip(clip.squared_norms()))
-    assert calls[1:] == ["all_gather"] * all_gathers, calls
+    with Operations() as operations:
+        norm = clip.clip(clip.squared_norms()).item()
+    assert operations.collectives == ["allgather_"] * all_gathers
     reduced = clip._reduced_norms
-    weight_squares = reduced.add_up(reduced.own_squares(of_weights=True))
-    weight_norms = dict(zip(reduced.layers, weight_squares.sqrt().tolist(), strict=True))
+    found_squares = reduced.add_up(reduced.own_squares(of_weights=True))
     clipped = take_step(model)
-    errors = {name: relative_error(clipped[name], factors[layer_of(name)] * g) for name, g in gradients.items()}
+    errors = [relative_error(clipped[name], factors[layer_of(name)] * g) for name, g in gradients.items()]
     weights = dict(build_model(case).named_parameters())
-    names = set(weights)
     weight_squares = dict.fromkeys(norms, 0.0)
     for name in gradients:
         weight_squares[layer_of(name)] += weights[name].double().square().sum().item()
-    frozen = [clipped[name].abs().max().item() for name in names - set(gradients)]
-    return Comparison(
-        {layer: figures["norm"] for layer, figures in clip.last_step.items()},
-        norms,
-        {layer: figures["factor"] for layer, figures in clip.last_step.items()},
-        factors,
-        calls[0].item(),
-        errors,
-        max(frozen, default=0.0),
-        weight_norms,
-        {layer: math.sqrt(square) for layer, square in weight_squares.items()},
-    )
-
-
-def count_collectives(function: Callable[[], Any]) -> list[Any]:
-    """What the function returns, and the names of the collective calls that it makes."""
-    calls: list[str] = []
-    originals = {name: getattr(dist, name) for name in ("all_reduce", "all_gather", "all_gather_object", "broadcast")}
-
-    def counting(name: str) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
-            calls.append(name)
-            return originals[name](*arguments, **options)
-
-        return call
-
-    for name in originals:
-        setattr(dist, name, counting(name))
-    try:
-        return [function(), *calls]
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
+    frozen = [clipped[name].abs().max().item() for name in weights.keys() - gradients.keys()]
+    figures = {
+        "norm": (norm, math.sqrt(sum(squares.values()))),
+        "norms": ({layer: figures["norm"] for layer, figures in clip.last_step.items()}, norms),
+        "factors": ({layer: figures["factor"] for layer, figures in clip.last_step.items()}, factors),
+        "norms of weights": (
+            dict(zip(reduced.layers, found_squares.sqrt().tolist(), strict=True)),
+            {layer: math.sqrt(square) for layer, square in weight_squares.items()},
+        ),
+    }
+    return figures, max(errors), max(frozen, default=0.0)
 
 
 def gradient_steps(
@@ -210,15 +178,12 @@ def gradient_steps(
     return found
 
 
-def run_actor(
-    case: dict[str, Any], options: dict[str, Any], scale: float | None = None, calls: int = 1
-) -> dict[str, Any]:
+def run_actor(case: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     """Runs the actor with LayerClip; returns metrics, events, statistics and what the optimizer has seen.
 
     Args:
         case (dict): Of `actors.Case`.
         options (dict): `layer_clip` as a dict, and whatever else the actor's configuration takes.
-        scale (float, optional): The loss scale, for fp16.
     """
     options = {**options, "layer_clip": VerlLayerClipConfig(enable=True, **options.get("layer_clip", {}))}
     found: dict[str, Any] = {"measured": 0}
@@ -229,15 +194,13 @@ def run_actor(
 
     def prepare(actor: Any) -> None:
         found["actor"] = actor
-        if scale is not None:
-            actor.scaler = actors.grad_scaler(scale)
         for norms in [actor.layer_clip._reduced_norms] + (
             [actor.gradloc._model.reduced_norms] if actor.gradloc else []
         ):
             norms.squared_norms = functools.partial(counted, norms.squared_norms)
 
     of_case = Case(**case)
-    run = actor_cases.train(of_case, calls=calls, prepare=prepare, **options)
+    run = actor_cases.train(of_case, prepare=prepare, **options)
     actor = found.pop("actor")
     replicas = 2 if of_case.hsdp else 1
     shards = torch.zeros((), dtype=torch.float64, device=actors.DEVICE)
@@ -287,9 +250,9 @@ def off_and_stock(wrap_as: str, rollout: bool) -> dict[str, bool]:
             for name in modules:
                 patch.setitem(sys.modules, name, modules[name])
             watch_reads(patch, reads[-1])
-            run, *calls = count_collectives(lambda m=module, o=options: actor_cases.train(case, m, calls=2, **o))
-        runs.append(run)
-        collectives.append(calls)
+            with Operations() as operations:
+                runs.append(actor_cases.train(case, module, calls=2, **options))
+        collectives.append(operations.collectives)
     stock, off = runs
     return {
         "metrics": stock.metrics == off.metrics,
@@ -372,36 +335,48 @@ def clip_to_parts(case: dict[str, Any], options: dict[str, Any]) -> tuple[list[f
 
 def resume(
     folder: str,
-    wrap_as: str,
+    wrap_as: str = "fsdp2",
+    before: Sequence[int] = (1,),
+    after: Sequence[int] = (4,),
     change: Callable[[dict[str, Any]], None] | None = None,
     shared: bool = True,
-    **options: Any,
-) -> tuple[list[Any], list[Any], list[str]]:
-    """Each update's figures after a checkpoint: of the run that went on, and of one that was started from it.
+    checkpoint_config: dict[str, Any] | None = None,
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[str]]:
+    """What updates show after a checkpoint: of the run that went on, and of one that was started from it.
+
+    An automatic threshold, LayerClip and TokenClip have learned from those before it. Batch 0 has a spike.
 
     Args:
         folder (str): Where the checkpoint goes.
+        wrap_as (str): How the model is wrapped.
+        before (Sequence[int]): The batches before the checkpoint.
+        after (Sequence[int]): Those after it.
         change (Callable, optional): Changes what the checkpoint holds of LayerClip first.
         shared (bool): Whether rank 1 loads from the same folder: its own lacks what rank 0 alone has written.
-        options (Any): The manager's `checkpoint_config`, and what else the actor's configuration takes.
+        checkpoint_config (dict, optional): The manager's.
 
     Returns:
-        tuple: Both lists of `LayerClip.last_step`, and what the loading has warned of.
+        tuple: Both, and what the loading has warned of.
     """
-    case = Case(wrap=wrap_as, rows=4, mini_batch=2, planted=((1, 3, 6),))  # in the batch of seed 0
-    start = functools.partial(with_checkpoints, case, **options)
+    # In the last mini-batch, of which the engine of verl 0.9 still has TokenClip's lines.
+    case = Case(wrap=wrap_as, mini_batch=2, planted=((1, 7, 6),))
+    clip = TokenClipConfig(enable=True, action="log", warmup_steps=2)
+    options = {"spike_detection": True, "grad_norm_threshold": "auto", "bisect_budget_steps": 50, "token_clip": clip}
+    start = functools.partial(with_checkpoints, case, checkpoint_config, **options)
 
-    def update(actor: Any, seeds: Sequence[int]) -> list[Any]:
-        steps = []
+    def update(actor: Any, seeds: Sequence[int]) -> list[dict[str, Any]]:
+        found = []
         for seed in seeds:
-            actor.update_policy(build_batch(case, dist.get_rank(), seed))
-            steps.append(actor.layer_clip.last_step)
-        return steps
+            metrics = actor.update_policy(build_batch(case, dist.get_rank(), seed))
+            clips = getattr(actor, "engine", actor).watch.clips
+            shown = {"layers": actor.layer_clip.last_step, "clips": [{**line, "time": None} for line in clips]}
+            found.append({**shown, "threshold": metrics.get("actor/gradloc/threshold"), "events": events_of(actor)})
+        return found
 
     actor, manager = start()
-    update(actor, (1, 2, 3))
+    update(actor, before)
     manager.save_checkpoint(folder)
-    straight = update(actor, (4, 0))
+    straight = update(actor, after)
     dist.barrier()
     if change is not None:
         change_saved(folder, change)
@@ -411,14 +386,14 @@ def resume(
     with actor_cases.warnings_of("") as warnings:
         actor, manager = start()
         manager.load_checkpoint(folder)
-    return straight, update(actor, (4, 0)), [text for text in warnings if "warm-up" in text]
+    return straight, update(actor, after), [text for text in warnings if "warm-up" in text]
 
 
 def with_checkpoints(
     case: Any, checkpoint_config: dict[str, Any] | None = None, enable: bool = True, **options: Any
 ) -> tuple[Any, Any]:
     """An actor with LayerClip, and what saves and loads its checkpoints."""
-    layer_clip = VerlLayerClipConfig(enable=enable, warmup_steps=3, rule="ratio", ratio=1.05)
+    layer_clip = VerlLayerClipConfig(enable=enable, warmup_steps=5, rule="ratio", ratio=1.05)
     actor = actors.build_actor(case, layer_clip=layer_clip, **options)
     scheduler = torch.optim.lr_scheduler.ConstantLR(actor.actor_optimizer, factor=1.0)
     return actor, actors.checkpoints(actor, scheduler, checkpoint_config)
@@ -466,10 +441,3 @@ def without_statistics(state: dict[str, Any]) -> None:
 def of_another_model(state: dict[str, Any]) -> None:
     """Makes the checkpoint of a model with other layers of it."""
     state["layer_clip"]["layers.7"] = state["layer_clip"].pop("layers.1")
-
-
-def resume_without_extra(folder: str) -> list[str]:
-    """What the loading warns of where it leaves the extra state out."""
-    contents = {"load_contents": ["model", "optimizer"], "save_contents": ["model", "optimizer", "extra"]}
-    auto = {"spike_detection": True, "grad_norm_threshold": "auto"}
-    return resume(folder, "fsdp2", checkpoint_config=contents, **auto)[2]

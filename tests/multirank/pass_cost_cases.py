@@ -29,14 +29,17 @@ NEVER = 1e9
 
 
 class Operations(TorchDispatchMode):
-    """Counts the operations within it, by name."""
+    """Counts the operations within it, by name, and lists the collective calls."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
+        self.collectives: list[str] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.counts[function.overloadpacket.__name__] += 1
+        if "c10d" in function.namespace:
+            self.collectives.append(function.overloadpacket.__name__)
         return function(*args, **(kwargs or {}))
 
 
@@ -189,7 +192,7 @@ class Unusual(nn.Module):
 
 
 def norms_of_an_unusual_model(
-    wrap: str, dtype: str, deferred: bool, later_torch: bool = False
+    wrap: str, dtype: str, deferred: bool, later_torch: bool
 ) -> list[tuple[dict[str, float], dict[str, float]]]:
     """For each of some micro-batches, the layers' norms as measured, and those of the model without sharding."""
     torch.manual_seed(3)

@@ -16,7 +16,7 @@ import actor_cases
 import cluster
 import torch
 import torch.distributed as dist
-from actor_cases import Run, compare_runs
+from actor_cases import Run, compare_runs, threshold_between
 from actors import DEVICE, ENGINE, IDENTITY_THRESHOLD, PROMPT, Case, build_model
 from batches import build_batch
 from oracle import Unit, brute_force
@@ -105,13 +105,7 @@ def search(case: Case, size: int) -> tuple[list[Unit], list[float], float, Run, 
     """
     units, norms = brute_force(case, build_batch(case, dist.get_rank() // size), tokens=True)
     units = [dataclasses.replace(unit, rank=unit.rank // size) for unit in units if unit.rank % size == 0]
-    above, below = [], []
-    for unit in units:
-        for token in unit.each:
-            place = (unit.rank, unit.mini_batch * case.mini_batch + token.row, token.position)
-            (above if place in case.planted else below).append(token.norm)
-    assert len(above) == len(case.planted) and min(above) > 100 * max(below)
-    threshold = math.sqrt(min(above) * max(below))
+    threshold = threshold_between(case, units)
     run = train(case, size, grad_norm_threshold=threshold)
     return units, norms, threshold, run, compare_runs(run, train(case, size, detect=False))
 

@@ -29,19 +29,6 @@ EVERY = 1e-6
 NEVER = 1e30
 
 
-@dataclasses.dataclass
-class WithRemedy:
-    """What a run with a remedy left of its first mini-batch.
-
-    Args:
-        norms (dict): The norm of each micro-batch's gradient, by (rank, index).
-        tokens (float): How many response tokens its mini-batch has on all ranks.
-    """
-
-    norms: dict[tuple[int, int], float]
-    tokens: float
-
-
 def mismatch(batch: DataProto) -> None:
     """Data that most remedies change.
 
@@ -72,8 +59,13 @@ def with_remedy(
     correction: dict[str, Any] | None = None,
     loss_mode: str | None = None,
     settings: dict[str, Any] | None = None,
-) -> WithRemedy:
-    """The real update with a remedy, and with these settings of the actor."""
+) -> tuple[dict[tuple[int, int], float], float]:
+    """The real update with a remedy, and with these settings of the actor.
+
+    Returns:
+        tuple: Of its first mini-batch, the norm of each micro-batch's gradient by (rank, index), and how many response
+            tokens it has on all ranks.
+    """
     case = dataclasses.replace(case, loss_mode=loss_mode or case.loss_mode)
     tokens = torch.zeros(())
 
@@ -90,7 +82,7 @@ def with_remedy(
     # Without any gradient there is no event.
     events = [event for event in json.loads(run.events[0]) if (event["epoch"], event["mini_batch"]) == (0, 0)]
     norms = {(unit["rank"], unit["micro_batch"]): float(unit["norm"]) for event in events for unit in event["units"]}
-    return WithRemedy(norms, float(tokens))
+    return norms, float(tokens)
 
 
 def recorded(case: Case, directory: str, layer_clip: Any = None) -> tuple[list[Unit], float, Run]:
@@ -106,23 +98,13 @@ def step_norm(case: Case, settings: dict[str, Any]) -> float:
     return torch.stack([gradient.norm() for gradient in run.gradients[0]]).norm().item()
 
 
-@dataclasses.dataclass
-class AfterWarmUp:
-    """What a spiked update left in a run of 20 ordinary ones before it.
-
-    Args:
-        event (dict): The event; every micro-batch is one of its units.
-        norm (float): The norm of the gradient that the optimizer gets.
-    """
-
-    event: dict[str, Any]
-    norm: float
-
-
-def after_warm_up(case: Case, directory: str) -> list[AfterWarmUp]:
-    """A run that keeps a bundle, one with TokenClip and one with LayerClip, which have learned their bounds.
+def after_warm_up(case: Case, directory: str) -> list[tuple[dict[str, Any], float]]:
+    """A run that keeps a bundle, one with TokenClip and one with LayerClip, which have learned from 20 updates.
 
     It has one rank, and the planted token is its response's only one. The weights stay as they are.
+
+    Returns:
+        list: Of each, the event of the spiked update, with every micro-batch, and the norm that the optimizer gets.
     """
     save_model(case, Path(directory))
     batches = [build_batch(case, 0, seed) for seed in (*range(1, 21), 0)]
@@ -150,5 +132,5 @@ def after_warm_up(case: Case, directory: str) -> list[AfterWarmUp]:
             actor.update_policy(copy.deepcopy(batch))
         actor.gradloc._threshold = Threshold(EVERY)
         actor.update_policy(copy.deepcopy(batches[-1]))
-        found.append(AfterWarmUp(events_of(actor)[0], float(squares.sqrt())))
+        found.append((events_of(actor)[0], float(squares.sqrt())))
     return found

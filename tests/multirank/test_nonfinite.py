@@ -70,6 +70,8 @@ def test_no_token_is_blamed_for_a_non_finite_weight(launch: Launch, value: str, 
     ((event,),) = same_events(runs)
     assert (event["diagnosis"], event["passes"], event["culprits"]) == ("nonfinite", 0, [])
     assert event["complete"] and len(event["units"]) == 8
+    broken = event["broken_parameters"]
+    assert 0 < broken["count"] <= broken["of"]
 
 
 def test_a_nan_in_an_embedding_is_traced_to_its_token(launch: Launch) -> None:

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from actor_cases import compare_runs, stock_run, train
 from actors import IDENTITY_THRESHOLD, Case, dp_actor, stock_dp_actor
+from pass_cost_cases import Operations
 from test_actor import THREE, Launch, cases
-from torch.utils._python_dispatch import TorchDispatchMode
 from valid_events import valid_events
 
 from gradloc_tools.bundles.opening import Bundle, open_bundle
@@ -31,39 +31,18 @@ def recorded_and_searched(case: Case, directory: str, **options: Any) -> tuple[d
 def collective_calls(case: Case, directory: str) -> dict[str, list[str]]:
     """The collective calls of runs whose spikes are recorded and searched, and of one without any of our own."""
 
-    class Counted(TorchDispatchMode):
-        def __init__(self) -> None:
-            super().__init__()
-            self.calls: list[str] = []
-
-        def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
-            if function.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
-                self.calls.append(str(function))
-            return function(*arguments, **(options or {}))
-
     found = {}
     for name, module, options in (
         ("recorded", dp_actor, {"spike_detection": True, "spike_search": "replay", "spike_replay": 4}),
         ("searched", dp_actor, {"spike_detection": True}),
         ("stock", stock_dp_actor(), {}),
     ):
-        counted = Counted()
-        with counted:
+        with Operations() as operations:
             train(
                 case, module, bisect_dump_dir=f"{directory}/{name}", grad_norm_threshold=IDENTITY_THRESHOLD, **options
             )
-        found[name] = counted.calls
+        found[name] = operations.collectives
     return found
-
-
-def with_layer_clip(case: Case, directory: str) -> tuple[bool, int]:
-    """Whether LayerClip measured layers in a run whose spikes are recorded, and how many there were."""
-    from verl.workers.config import LayerClipConfig
-
-    options = {"spike_detection": True, "grad_norm_threshold": IDENTITY_THRESHOLD, "spike_search": "replay"}
-    run = train(case, bisect_dump_dir=directory, layer_clip=LayerClipConfig(enable=True), **options)
-    (metrics,) = run.metrics
-    return any("layer_clip" in name for name in metrics), int(metrics["actor/gradloc/triggered"])
 
 
 pytestmark = [
@@ -133,8 +112,3 @@ def test_no_collective_call_is_made(launch: Launch, tmp_path: Path) -> None:
         assert calls["recorded"] == calls["stock"]
         assert len(calls["searched"]) > len(calls["stock"]) > 0
     assert len(written(tmp_path / "recorded")) == 2
-
-
-def test_layer_clip_works_beside_it(launch: Launch, tmp_path: Path) -> None:
-    for layers, events in launch(2, with_layer_clip, SMALL, str(tmp_path)):
-        assert layers and events == 2

@@ -1,4 +1,4 @@
-"""The search of a bundle names what the search in training named: held against it, and against the brute force."""
+"""A replayed search names what the search in training named: held against it, and against the brute force."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from actors import ENGINE, IDENTITY_THRESHOLD, Case
 from oracle import Unit
 from stripped_bundles import strip
 from test_actor import ONE, THREE, Launch, cases, on_engine, same_events, tokens_over
+from test_replay_ranks import TOLERANCE, check_replayed, replayed
 
 from gradloc_tools.replay.command import main
 from gradloc_tools.report.reading import read
 
-# As in test_replay_ranks.py: rounding alone lies between the two.
-TOLERANCE = 1e-4
 # With a KL and an entropy term, and without; shares of the largest norm that leave few units over τ, and most of them.
 NATURAL = [(Case("fsdp2"), 0.95), (Case("fsdp1", kl=True, entropy=True), 0.6)]
 
@@ -51,11 +50,13 @@ def check_same(found: dict[str, Any], trained: dict[str, Any]) -> None:
 
 @cases(
     on_engine(2, Case("fsdp2", kl=True, entropy=True, rollout=True, planted=THREE)),
+    (2, Case("fsdp1", tied=True, dynamic=True, planted=THREE)),
+    on_engine(2, Case("fsdp2", packed=True, checkpointing=True, nested=ENGINE, deferred=True, planted=ONE)),
     (2, Case("fsdp1", model="lora", dynamic=True, planted=ONE)),
-    # Training measures the gradient after its reduction alone.
+    # Training measures the gradient after its reduction alone, so the ranks send what the bundle needs.
     (2, Case("fsdp2", model="tiled", planted=ONE)),
 )
-def test_planted_tokens_are_found_again(
+def test_planted_tokens_are_replayed_and_found_again(
     launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str], world: int, case: Case
 ) -> None:
     results = launch(world, replay_cases.spiked, case, str(tmp_path))
@@ -63,6 +64,11 @@ def test_planted_tokens_are_found_again(
     ((trained,),) = same_events([run for *_, run in results])
     dump = tmp_path / "dump"
     bundle = dump / trained["replay"]
+    adapter = ["--adapter", str(tmp_path / "adapter")] if case.model == "lora" else []
+    result = replayed(bundle, tmp_path / "model", capsys, *adapter)
+    check_replayed(result, units, threshold, len(case.planted))
+    assert json.loads((bundle.parent / f"{bundle.name}.result.json").read_text()) == result
+
     found = search(bundle, tmp_path, capsys)
     check_same(found, trained)
     assert found["verdict"] == trained["verdict"]
@@ -187,7 +193,7 @@ def test_a_failure_of_one_process_ends_all(launch: Launch, tmp_path: Path) -> No
     assert not list(bundle.parent.glob("*.event.json"))
 
 
-def test_what_a_bundle_has_no_room_for_stays_as_training_found_it(
+def test_what_has_no_room_in_a_bundle_stays_as_it_was_found(
     launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     planted = tuple((rank, row, 0) for rank in range(2) for row in range(0, 10, 2))

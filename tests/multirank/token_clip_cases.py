@@ -14,17 +14,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from actor_cases import Run, compare_runs, stock_run, train
 from actors import (
-    ENGINE,
+    IDENTITY_THRESHOLD,
     Case,
     build_actor,
     build_config,
     build_model,
-    checkpoints,
-    dp_actor,
     local,
     on_device,
-    stock_dp_actor,
     wrap,
 )
 from batches import build_batch
@@ -344,62 +342,18 @@ def checkpoint_reentrantly(model: torch.nn.Module) -> None:
     model.gradient_checkpointing_enable({"use_reentrant": True})
 
 
-def gradients_and_clips(
-    case: Case, module: Any = dp_actor, calls: Sequence[int] = CALLS, **options: Any
-) -> tuple[list[list[torch.Tensor]], list[list[dict[str, Any]]], list[list[dict[str, Any]]], list[torch.Tensor]]:
-    """The gradients of each optimizer step, the clip lines and events of each update, and the parameters at the end."""
-    if clip := options.pop("clip", None):
-        options["token_clip"] = token_clip_config(**clip)
-    actor = build_actor(case, module, **options)
-    gradients: list[list[torch.Tensor]] = []
-    actor.actor_optimizer.register_step_pre_hook(
-        lambda *_: gradients.append([local(p.grad) for p in actor.actor_module.parameters() if p.grad is not None])
-    )
-    torch.manual_seed(5 + dist.get_rank())
-    clips, events = [], []
-    for seed in calls:
-        with torch.random.fork_rng():
-            batch = build_batch(case, dist.get_rank(), seed)
-        actor.update_policy(batch)
-        watch = getattr(getattr(actor, "engine", actor), "watch", None)
-        if watch is not None:
-            clips.append(watch.clips)
-            events.append([] if watch.gradloc is None else watch.gradloc.events)
-    return gradients, clips, events, [local(p) for p in actor.actor_module.parameters()]
+def harmless(case: Case, action: str) -> tuple[dict[str, bool], Run]:
+    """A run in which nothing is over its bound, compared with the unpatched actor."""
+    calls = (1, 2, 3)
+    clip = token_clip_config(enable=True, factor=1e6, warmup_steps=1, action=action)
+    run = train(case, calls=calls, token_clip=clip)
+    return compare_runs(run, stock_run(case, calls)), run
 
 
-def resumed(case: Case, folder: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The clip lines of the spiked update: of one run, and of a second actor that has loaded the first one's state."""
-    clip = {"enable": True, "factor": FACTOR, "beta": BETA, "warmup_steps": WARMUP, "max_share": 0.2}
-    first, second = (build_actor(case, token_clip=token_clip_config(**clip)) for _ in range(2))
-    for seed in CALLS[:SPIKED]:
-        first.update_policy(build_batch(case, dist.get_rank(), seed))
-    checkpoints(first).save_checkpoint(folder)
-    dist.barrier()
-    checkpoints(second).load_checkpoint(folder)
-    lines = []
-    for actor in (first, second):
-        actor.update_policy(build_batch(case, dist.get_rank(), 0))
-        lines.append([{**line, "time": None} for line in getattr(actor, "engine", actor).watch.clips])
-    return lines[0], lines[1]
-
-
-def written(case: Case, folder: str) -> None:
-    """Evidence on disk: of GradLoc and TokenClip."""
-    clip = token_clip_config(enable=True, factor=FACTOR, warmup_steps=WARMUP, max_share=0.2)
-    actor = build_actor(case, token_clip=clip, bisect_dump_dir=folder)
-    for seed in CALLS:
-        batch = build_batch(case, dist.get_rank(), seed)
-        metrics = actor.update_policy(batch)
-        if not ENGINE:
-            from verl.utils.gradloc.adapters.dp_actor import write_evidence
-
-            write_evidence(actor, batch, None, metrics)
-
-
-def of_the_stock_actor(case: Case, calls: Sequence[int]) -> Any:
-    """What `gradients_and_clips` returns for the actor as released."""
-    return gradients_and_clips(case, stock_dp_actor(), calls)
+def beside_gradloc(case: Case, action: str) -> Run:
+    clip = token_clip_config(enable=True, factor=FACTOR, warmup_steps=2, max_share=0.2, action=action)
+    options = {"spike_detection": True, "grad_norm_threshold": IDENTITY_THRESHOLD, "bisect_budget_steps": 100}
+    return train(case, calls=CALLS, token_clip=clip, **options)
 
 
 def search(case: Case, blown_layer: int, threshold: float, clip: bool = False) -> dict[str, Any]:

@@ -531,7 +531,6 @@ def test_a_failure_of_the_tool_is_no_verdict(made: Made, tmp_path: Path) -> None
 # The project's own patch
 
 
-@pytest.mark.every_target
 def test_the_real_patch_is_what_its_sources_give(base_tree: Path, tmp_path: Path) -> None:
     command = ("bash", trees.ROOT / "make_patch.sh")
     named = ["--target", trees.TARGET, "--base-tree", base_tree]

@@ -142,7 +142,6 @@ def test_a_signal_reaches_the_training_itself(tmp_path: Path, number: signal.Sig
     assert launch("--python", stand_in(tmp_path, "exit 76")).returncode == 76
 
 
-@pytest.mark.every_target
 def test_a_bad_key_is_refused_before_ray_starts(tmp_path: Path) -> None:
     """A bad value by the configuration's own class, a name that does not exist by Hydra."""
     with pytest.raises(ConfigCompositionException) as refused:
