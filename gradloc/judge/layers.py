@@ -21,7 +21,7 @@ _UPDATES = 8
 class LayerChecks(RunCheck):
     """The checks of layers, in the first mini-batch of each update."""
 
-    STATE = ("weights", "written", "gradients", "gradient_updates", "carrying")
+    STATE = ("weights", "written", "gradients", "gradient_updates", "carrying", "share_before")
 
     def __init__(self, progress: Progress) -> None:
         super().__init__(progress)
@@ -36,8 +36,10 @@ class LayerChecks(RunCheck):
         self._gradients_now: dict[str, float] = {}
         # The warning of a gradient that is more than the passes gave.
         self._beyond: dict[str, Any] | None = None
-        # The layer that carries the gradient, since which step, and in how many updates in a row.
+        # The layer that carries the gradient, since which step, and in how many updates in a row; and its usual share
+        # before that, None where too few updates are known.
         self._carrying: tuple[str, int | None, int] | None = None
+        self._share_before: float | None = None
 
     def take_in(
         self, weights: Mapping[str, tuple[float, int]], gradient: Mapping[str, float], passes: Mapping[str, float]
@@ -63,6 +65,8 @@ class LayerChecks(RunCheck):
                 self._carrying = (*before[:2], before[2] + 1)
             else:
                 self._carrying = layer, self._progress.step, 1
+                known = self._gradient_updates >= IN_A_ROW
+                self._share_before = self._gradients.get(layer, 0.0) if known else None
 
     def warnings(self) -> list[dict[str, Any]]:
         """Of this update, one at most."""
@@ -81,7 +85,8 @@ class LayerChecks(RunCheck):
         if self._written is not None:
             warning, times = self._written
             self._written = (warning, times + 1) if times + 1 < WEIGHT_STEPS else None
-        if self._gradients_now and self._carrying is None:
+        # Once a layer that carries it has been told, its share becomes the usual one: it may be as it should be.
+        if self._gradients_now and (self._carrying is None or self._carrying[2] >= IN_A_ROW):
             self._gradient_updates = min(self._gradient_updates + 1, _UPDATES)
             for name, share in self._gradients_now.items():
                 usual = self._gradients.get(name, 0.0)
@@ -106,9 +111,8 @@ class LayerChecks(RunCheck):
     def _carries(self, layer: str, step: int | None) -> dict[str, Any]:
         share = percent(self._gradients_now[layer])
         since = "" if step is None else f" since step {step}"
-        usual = "far more than every other block"
-        if self._gradient_updates >= IN_A_ROW:
-            usual = f"{percent(self._gradients.get(layer, 0.0))} before"
+        before = self._share_before
+        usual = "far more than every other block" if before is None else f"{percent(before)} before"
         return {
             "name": LAYER,
             "sentence": f"The layer {layer} carries {share} of the gradient's squared norm{since}, {usual}: look at "

@@ -116,7 +116,8 @@ class LogProbChecks(RunCheck):
 
     STATE = (
         *("readings", "stride", "since_reading", "times", "updates", "gap", "least", "first_gap"),
-        *("misaligned_since", "related", "tilt", "one_side", "split", "distance", "off_path"),
+        *("misaligned_since", "related", "tilt", "one_side", "split", "distance", "off_path", "said"),
+        "unsampled_before",
     )
 
     def __init__(self, progress: Progress) -> None:

@@ -14,10 +14,9 @@ from ..guarded import guarded
 from .micro_batch import MicroBatch
 from .passes import WatchedModel
 
-_UNREAD = (
-    "the gradient of a micro-batch, its tokens or their weights cannot be read: training continues, and no spike is "
-    "looked for in this update. The next one tries again"
-)
+_LEFT_OUT = "training continues, and no spike is looked for in this update. The next one tries again"
+_UNREAD = f"the gradient of a micro-batch, its tokens or their weights cannot be read: {_LEFT_OUT}"
+_NOT_SUMMED = f"the figures of a mini-batch's tokens cannot be summed up: {_LEFT_OUT}"
 
 # Names of coefficients ("coefficient" of log-probs, "entropy_coefficient"), each with the tensor whose gradient it is,
 # and a function that brings that gradient into the shape (rows, response length), which is called after the backward.
@@ -111,7 +110,7 @@ class PassRecorder:
     def figures(self, read: Callable[[], Tensor], count: int) -> Tensor:
         """What `read` returns of the mini-batch, of shape (count,); zeros after an error, which sets `failed`, too."""
         had_failed, self.failed = self.failed, True
-        with guarded(_UNREAD, self._said):
+        with guarded(_NOT_SUMMED, self._said):
             found = read()
             self.failed = had_failed
             return found
