@@ -49,16 +49,9 @@ def allocate(make: Callable[[], _Made]) -> _Made:
 
 # All collective functions that a forward or backward pass may call; older torch versions lack some of them.
 _COLLECTIVES = (
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_single",
-    "all_reduce",
-    "all_to_all",
-    "all_to_all_single",
-    "broadcast",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_tensor",
+    *("all_gather", "all_gather_into_tensor", "all_gather_single"),
+    *("reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor"),
+    *("all_reduce", "all_to_all", "all_to_all_single", "broadcast"),
 )
 # What a rank says before each call of a rehearsal.
 _CALLS, _HAS_ENDED, _HAS_FAILED = 1.0, 2.0, 3.0

@@ -29,28 +29,11 @@ PAIRS = ("rollout", "reference", "old")
 COMPARED = ("here", "there", "size", "square", "nearer", "farther")
 _OF_SHIFT = ("whole", "inside", *COMPARED)
 PAIR_SUMS = (
-    "responses",
-    "aligned",
+    *("responses", "aligned"),
     *(f"{name} {shift}" for shift in SHIFTS for name in _OF_SHIFT),
-    "start",
-    "at_turn",
-    "lost",
-    "lost_start",
-    "lost_at_turn",
-    "lost_tokens",
-    "lost_distance",
-    "kept_tokens",
-    "kept_distance",
-    "other_row",
-    "zero_tail",
-    "constant_tail",
-    "tail_of_b",
-    "tokens",
-    "first",
-    "second",
-    "first_square",
-    "second_square",
-    "product",
+    *("start", "at_turn", "other_row", "zero_tail", "constant_tail", "tail_of_b"),
+    *("lost", "lost_start", "lost_at_turn", "lost_tokens", "lost_distance", "kept_tokens", "kept_distance"),
+    *("tokens", "first", "second", "first_square", "second_square", "product"),
 )
 ALIGNMENT_SUMS = len(PAIRS) * len(PAIR_SUMS)
 
