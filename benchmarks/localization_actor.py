@@ -23,6 +23,7 @@ from transformers import LlamaForCausalLM
 from verl import DataProto
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.utils.fsdp_utils import apply_fsdp2, get_shard_placement_fn
+from verl.utils.gradloc.fsdp import collectives
 from verl.workers.config import FSDPActorConfig, FSDPEngineConfig
 
 # Whether an engine trains the actor, as since verl 0.8. Its calls are those of the tests.
@@ -264,7 +265,7 @@ class Solver:
         actor.update_policy(batch)
         passes = self._forwards - self._micro_batches
         # One update is one mini-batch, which has one event at most.
-        (event,) = actor.gradloc.events or [{}]
+        (event,) = collectives.broadcast(lambda: actor.gradloc.events, 0) or [{}]  # whole on rank 0 alone
         if dist.get_world_size() > 1 and until not in self._rehearsed:
             self._rehearsed.add(until)
             passes -= 1

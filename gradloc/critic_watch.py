@@ -19,12 +19,10 @@ from .evidence.ordinary import largest_tokens
 from .evidence.writer import SCHEMA, now
 from .fsdp import collectives
 from .gradloc import GradLoc, Located
-from .guarded import warn_once
 from .judge.critic import cause, summary
 from .measure.micro_batch import MicroBatch, movable, suspects
 from .measure.mini_batch import MiniBatch
-from .measure.pass_recorder import nothing
-from .threshold import is_over
+from .threshold import is_over, largest_first
 from .version import __version__
 
 # How many micro-batches and values a spike lists, the largest first.
@@ -62,28 +60,16 @@ class CriticWatch(GradLoc):
         micro_batches = self.take()
         if not micro_batches:
             return located
-        # Only ranks that could read their tokens know it, so that all are asked.
-        is_other = any("weight" not in micro_batch.tokens for micro_batch in micro_batches)
-        for micro_batch in micro_batches if is_other else ():
-            micro_batch.tokens = nothing(model.device)
 
         def read() -> Tensor:
             return torch.cat([_error_sums(micro_batch.tokens) for micro_batch in micro_batches])
 
-        count = 2 * len(micro_batches)
-        none = torch.zeros(count, dtype=torch.float64, device=model.device)
-        sums = (none if is_other else self.figures(read, count)).view(-1, 2)
-        own = torch.cat([sums.sum(0), sums.new_full((1,), float(is_other))])
-        gradient = MiniBatch(model, micro_batches, self._loss_scale()).gather("unit", own, self.failed)
-        if gradient.update_figures[:, 2].any():
-            warn_once(
-                self._said, "the critic's loss is not verl's value loss: spikes of its gradient are not looked for"
-            )
-            return located
+        sums = self.figures(read, 2 * len(micro_batches)).view(-1, 2)
+        gradient = MiniBatch(model, micro_batches, self._loss_scale()).gather("unit", sums.sum(0), self.failed)
         if gradient.failed:
             self.is_off = True  # for the rest of the update
             return located
-        norm, error = gradient.token_norm, _root_mean_square(gradient.update_figures[:, :2].sum(0).tolist())
+        norm, error = gradient.token_norm, _root_mean_square(gradient.update_figures.sum(0).tolist())
         threshold = self._threshold.next(norm, gradient.finite_norm)
         self._metrics.take_in_level(norm, self._threshold.last)
         if not is_over(norm, threshold):
@@ -91,28 +77,29 @@ class CriticWatch(GradLoc):
             self._ordinary_error = error
             return located
         figures = gradient.gather_figures()
-        by_rank = collectives.exchange(lambda: (sums.tolist(), _largest_errors(micro_batches, model.rank)))
-        errors, of_ranks = zip(*by_rank[:: model.sequence_parallel_size], strict=True)
-        # NaN is larger than any number.
-        values = sorted(chain(*of_ranks), key=lambda each: -math.inf if math.isnan(each["error"]) else -each["error"])
-        ordinary_norms = self._ordinary.layer_norms(model)
+
+        def own() -> tuple[Any, ...]:
+            return sums.tolist(), _largest_errors(micro_batches, model.rank), self._ordinary.own_sums(), now()
+
+        by_rank = collectives.exchange(own)
+        errors, of_ranks, ordinary_sums, clocks = zip(*by_rank[:: model.sequence_parallel_size], strict=True)
+        values = sorted(chain(*of_ranks), key=lambda each: largest_first(each["error"]))
         global_norm = gradient.global_norm()
         assert gradient.squared_norms is not None  # they were measured for the norm
         layer_norms = dict(zip(model.reduced_norms.layers, gradient.squared_norms.sqrt().tolist(), strict=True))
-        clock = collectives.broadcast(now, 0)
         with collectives.raised_on_all_ranks(model.device):
-            self._metrics.add_spike_without_event(skipped=False)  # its line is of another form
+            self._metrics.add_spike(None)  # its line is of another form
             spike = {
                 "schema": SCHEMA,
                 "gradloc_version": __version__,
-                "time": clock,
+                "time": clocks[0],
                 **where,
                 "threshold": threshold,
                 "token_norm": norm,
                 "global_norm": global_norm,
                 "layer_norms": layer_norms,
                 "ordinary_token_norm": self._ordinary.token_norm,
-                "ordinary_layer_norms": ordinary_norms,
+                "ordinary_layer_norms": self._ordinary.layer_norms(ordinary_sums, model.meter.layers),
                 "error": error,
                 "ordinary_error": self._ordinary_error,
                 # Empty where micro-batches are not measured alone.

@@ -17,7 +17,6 @@ from .config import GradLocConfig
 from .evidence.event import Done, build_event
 from .fsdp import collectives
 from .fsdp.state import clear_gradients, set_aside, undisturbed
-from .judge.sentences import summary
 from .measure.micro_batch import AllFigures, MicroBatch, MicroBatchName, TokenSubset, usable_tokens
 from .measure.mini_batch import MiniBatch, OrdinaryGradient
 from .measure.passes import Meter, Passes
@@ -66,7 +65,8 @@ def hold(
     """Plants a spike in a copy of the mini-batch, searches for it, and restores everything. A collective call.
 
     Returns:
-        dict: The drill's event; of a drill that failed, it has an error or no culprit at the planted place.
+        dict: The drill's event as `build_event` gives it; of a drill that failed, it has an error or no culprit at the
+            planted place.
     """
     started = time.perf_counter()
     model, threshold = mini_batch.model, tau.of(mini_batch.finite_norm)
@@ -90,25 +90,22 @@ def hold(
     except (DrillFailedError, collectives.RankFailedError) as error:
         limit = search_time.drill()
         findings = investigate(mini_batch, threshold, config, ordinary.token_norm, limit, prevented_by=str(error))
-    event = build_event(searched, findings, ordinary, where, "log", Done(True), started)
     place = None if planted is None else planted.place()
-    found = place is not None and any(place == {name: culprit[name] for name in place} for culprit in event["culprits"])
+    culprits = [{"rank": token[0][0], "row": findings.row(token), "position": token[2]} for token in findings.culprits]
+    found = place in culprits
     if not found and collectives.rank() == 0:
         logger.warning(
             "The spike drill in step %d FAILED: the planted token was not found (diagnosis: %s; error: %s; %d of "
             "%d passes%s). Do not rely on spike_detection in this configuration before a drill succeeds.",
             where["global_step"],
-            event["diagnosis"],
-            event["error"],
-            event["passes"],
+            findings.diagnosis,
+            findings.error,
+            findings.passes,
             config.bisect_budget_steps,
             f"; its {findings.budget_seconds:.0f} seconds were over" if findings.out_of_time else "",
         )
-    event["drill"] = {"planted": place, "found": found, "passes": event["passes"]}
-    # Its cause is the drill.
-    event["verdict"] = None
-    event["summary"] = summary(event)
-    return event
+    of_drill = {"drill": {"planted": place, "found": found, "passes": findings.passes}}
+    return build_event(searched, findings, ordinary, where, "log", Done(True), started, more=of_drill)
 
 
 def _with_spike(mini_batch: MiniBatch, planted: Planted, figures: AllFigures, threshold: float) -> MiniBatch:

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from .config import GradLocConfig
 from .evidence.event import build_event
 from .fsdp import collectives
 from .fsdp.state import set_aside, undisturbed
+from .layers.layer_clip import LayerClip
 from .measure.mini_batch import MiniBatch, OrdinaryGradient
 from .measure.pass_recorder import PassRecorder, with_a_column
 from .measure.passes import Forward, WatchedModel
@@ -37,8 +39,6 @@ class Located(NamedTuple):
     take_step: bool  # whether to take the optimizer step
     # The squared norms by layer of the gradient that is left, without the loss scale; None if they were not measured.
     squared_norms: Tensor | None = None
-    # The event, which may be added to; None without a spike, or where an error prevented it.
-    event: dict[str, Any] | None = None
     norm: float | None = None  # with a spike, the norm of the reduced gradient before anything was done to it
 
 
@@ -62,6 +62,7 @@ class GradLoc(PassRecorder):
             model and FSDP.
         token_clip (TokenClip, optional): If it is on as well: it cuts the passes of the action "drop" as training's; a
             search begins with the tokens that it left over their bounds, and looks for none that it cut.
+        layer_clip (LayerClip, optional): What clips the gradient after that, or learns its bounds alone.
         learning_rate (Callable, optional): Returns that of the next optimizer step, a number or a tensor; without
             it, all steps count alike.
     """
@@ -82,6 +83,7 @@ class GradLoc(PassRecorder):
         recover: Callable[[], None] | None = None,
         token_clip: TokenClip | None = None,
         bundle_writer: BundleWriter | None = None,
+        layer_clip: LayerClip | None = None,
         learning_rate: Callable[[], float | Tensor] = lambda: 1.0,
     ) -> None:
         model = None
@@ -100,11 +102,12 @@ class GradLoc(PassRecorder):
                 logger.warning("%s is off, and training goes on without it: %s", self.SEARCH, error)
         super().__init__(model)
         self.config = config
-        # The events since `start_update` or `start_mini_batch`, the same on every rank, ready for `jsonable`.
+        # Those since `start_update` or `start_mini_batch`, as `build_event` gives them on this rank, for `jsonable`.
         self.events: list[dict[str, Any]] = []
         self._loss_scale = loss_scale
         self._token_clip = token_clip
         self._bundle_writer = bundle_writer
+        self._layer_clip = layer_clip
         self._threshold = Threshold(config.grad_norm_threshold)
         self._ordinary = OrdinaryGradient()
         self._metrics = UpdateMetrics()
@@ -116,7 +119,7 @@ class GradLoc(PassRecorder):
     @property
     def warnings(self) -> list[dict[str, str]]:
         """What is wrong with the run in the update so far; see `RunChecks.warnings`."""
-        return self._warnings.of_update
+        return self._warnings.checks.warnings()
 
     def start_mini_batch(self) -> None:
         """Discards the events and passes of the last mini-batch; the update's metrics still count the events."""
@@ -129,7 +132,7 @@ class GradLoc(PassRecorder):
         self._metrics = UpdateMetrics()
         self.is_off = self._model is None
         self._global_step = global_step
-        self._warnings.start_update(global_step)
+        self._warnings.checks.start_update(global_step)
 
     def locate(self, epoch: int, mini_batch: int) -> Located:
         """Checks the mini-batch's gradient, and on a spike finds the culprits. A collective call.
@@ -190,7 +193,7 @@ class GradLoc(PassRecorder):
             with collectives.guarded_on_all_ranks("the spike drill failed"):
                 event = drill.hold(gradient, self._threshold, self.config, self._ordinary, where, self._search_time)
                 self._metrics.drill_found = event["drill"]["found"]
-                self._add(event)
+                self.events.append(event)
             started = time.perf_counter()
         threshold = self._threshold.next(gradient.token_norm, gradient.finite_norm)
         self._metrics.take_in_level(gradient.token_norm, self._threshold.last)
@@ -206,9 +209,6 @@ class GradLoc(PassRecorder):
             gradient, threshold, {**where, "steps_since_resume": self._warnings.checks.steps_since_resume}, started
         )
         self._ordinary.count(True)
-        self._add(located.event)
-        if located.event is None:
-            self._metrics.add_spike_without_event(skipped=not located.take_step)
         return located
 
     def _explain(self, gradient: MiniBatch, threshold: float, where: Mapping[str, Any], started: float) -> Located:
@@ -219,7 +219,8 @@ class GradLoc(PassRecorder):
         """
         model, action, ordinary = gradient.model, self.config.spike_action, self._ordinary
         norm = gradient.global_norm()
-        located = Located(not (action == "skip" and can_skip(gradient)), gradient.squared_norms, None, norm)
+        located = Located(not (action == "skip" and can_skip(gradient)), gradient.squared_norms, norm)
+        event = None
         with collectives.guarded_on_all_ranks(f"a gradient spike in step {where['global_step']} has no event"):
             with undisturbed(model.module, model.device), self._search_time.search() as time_limit:
                 with set_aside(model.module):
@@ -230,13 +231,24 @@ class GradLoc(PassRecorder):
             located = located._replace(squared_norms=done.squared_norms)
             if findings.out_of_time and collectives.rank() == 0:
                 self._say_cut_short(findings)
-            warnings = self._warnings.checks.warnings(of_mini_batch=True)
-            event = build_event(gradient, findings, ordinary, where, action, done, started, warnings)
-            if self._bundle_writer is not None:
-                with collectives.guarded_on_all_ranks("a gradient spike is reported without a replay bundle"):
-                    event["replay"] = self._bundle_writer.keep(event, gradient, findings)
-            located = located._replace(event=event)
+            more = {}
+            if self._layer_clip is not None and self._layer_clip.is_on and done.squared_norms is not None:
+                more["layer_clip"] = self._layer_clip.preview(done.squared_norms)
+            warnings = partial(self._warnings.checks.warnings, of_mini_batch=True)
+            keep = partial(self._keep_bundle, gradient, findings)
+            event = build_event(
+                gradient, findings, ordinary, where, action, done, started, warnings, more=more, keep=keep
+            )
+            self.events.append(event)
+        self._metrics.add_spike(event, skipped=not located.take_step)
         return located
+
+    def _keep_bundle(self, gradient: MiniBatch, findings: Findings, event: Mapping[str, Any]) -> str | None:
+        """See `BundleWriter.keep`. A collective call."""
+        if self._bundle_writer is not None:
+            with collectives.guarded_on_all_ranks("a gradient spike is reported without a replay bundle"):
+                return self._bundle_writer.keep(event, gradient, findings)
+        return None
 
     def _say_cut_short(self, findings: Findings) -> None:
         setting = self.config.bisect_budget_seconds
@@ -279,22 +291,22 @@ class GradLoc(PassRecorder):
         micro_batches = self.take()
         scale, trigger = self._loss_scale(), self.config.spike_trigger
 
-        def read() -> Tensor:
-            for_metrics = own_figures([micro_batch.tokens for micro_batch in micro_batches])
-            return torch.cat([for_metrics, self._warnings.own_figures(micro_batches, scale, where, model)])
-
-        sizes = [OWN_FIGURES, sum(figure_sizes(model))]
+        is_first = (where["epoch"], where["mini_batch"]) == (0, 0)
         gradient = MiniBatch(model, micro_batches, scale)
-        gradient.gather(trigger, self.figures(read, sum(sizes)), self.failed)
+        # They are measured in any case: to start a search, to clip, or to be compared with what the passes gave.
+        with_squares = is_first or self._layer_clip is not None or gradient.trigger_of(trigger) == "global"
+
+        def read() -> Tensor:
+            found = [own_figures([micro_batch.tokens for micro_batch in micro_batches])]
+            found.append(self._warnings.own_figures(micro_batches, scale, is_first, model))
+            return torch.cat([*found, model.reduced_norms.own_squares()] if with_squares else found)
+
+        sizes = [OWN_FIGURES, sum(figure_sizes(model, is_first)), len(model.reduced_norms.layers) * with_squares]
+        gradient.gather(trigger, self.figures(read, sum(sizes)), self.failed, with_squares)
         if gradient.failed:
             self.is_off = True  # for the rest of the update
             return None
-        for_metrics, for_warnings = gradient.update_figures.split(sizes, dim=1)
+        for_metrics, for_warnings, _ = gradient.update_figures.split(sizes, dim=1)
         self._metrics.take_in(for_metrics[:: model.sequence_parallel_size])
-        self._warnings.take_in(for_warnings, where, model)
+        self._warnings.take_in(for_warnings, where, gradient)
         return gradient
-
-    def _add(self, event: dict[str, Any] | None) -> None:
-        if event is not None:
-            self.events.append(event)
-            self._metrics.events.append(event)

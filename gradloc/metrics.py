@@ -4,6 +4,7 @@
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from .judge.rules import HOLDS, UNLIKELY
 from .judge.run_checks import RunChecks
 from .measure.alignment import own_alignment
 from .measure.micro_batch import MicroBatch
+from .measure.mini_batch import MiniBatch
 from .measure.passes import WatchedModel
 from .measure.run_sums import own_columns, own_scale_figures, own_sums
 
@@ -28,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 
 OWN_FIGURES = 6
+# What is summed up of an update's spikes.
+_OF_SPIKES = ("triggered", "culprits", "passes", "seconds", "out_of_time", "skipped")
 
 
 def own_figures(micro_batches: Sequence[Mapping[str, Tensor]]) -> Tensor:
@@ -62,13 +66,11 @@ def own_figures(micro_batches: Sequence[Mapping[str, Tensor]]) -> Tensor:
 
 
 class UpdateMetrics:
-    """Collects the figures and events of an update's mini-batches."""
+    """Collects the figures of an update's mini-batches, and what is summed up of its spikes."""
 
     def __init__(self) -> None:
-        self.events: list[dict[str, Any]] = []
         self.drill_found: bool | None = None  # whether the update's drill found its token; None without a drill
-        # Spikes that an error left without an event, and how many of them were skipped.
-        self._without_event = self._skipped_without_event = 0
+        self._spikes: Counter[str] = Counter()  # what is summed up of the spikes, by the metric's name
         self._maxima = torch.full((2,), -math.inf, dtype=torch.float64)
         self._counts = torch.zeros(4, dtype=torch.float64)
         self._token_norm_max = 0.0
@@ -90,10 +92,12 @@ class UpdateMetrics:
         if threshold is not None:
             self._margin = max(self._margin or 0.0, token_norm / threshold)
 
-    def add_spike_without_event(self, skipped: bool) -> None:
-        """Counts a spike that an error left without an event, and whether its step was skipped."""
-        self._without_event += 1
-        self._skipped_without_event += skipped
+    def add_spike(self, event: Mapping[str, Any] | None, skipped: bool = False) -> None:
+        """Counts a spike, whose event an error may have prevented, and whether its step was skipped."""
+        self._spikes.update(triggered=1, skipped=int(skipped))
+        if event is not None:
+            self._spikes.update({name: event[name] for name in ("passes", "seconds", "out_of_time")})
+            self._spikes.update(culprits=len(event["culprits"]))
 
     def metrics(self) -> dict[str, float]:
         """The metrics of docs/use/configuration.md that have data. Drills count in `drill_found` alone.
@@ -108,7 +112,6 @@ class UpdateMetrics:
             for log_ratio in self._maxima.tolist()
         )
         misaligned, compared, unlikely, tokens = self._counts.tolist()
-        spikes = [event for event in self.events if event["drill"] is None]
         figures = {
             "misaligned_share": misaligned / compared if compared else None,
             "threshold": self._last_threshold if self._threshold_of_max is None else self._threshold_of_max,
@@ -118,73 +121,60 @@ class UpdateMetrics:
             "unlikely_share": unlikely / tokens if tokens else None,
             "spike_margin": self._margin,
             "token_norm_max": self._token_norm_max,
-            "triggered": len(spikes) + self._without_event,
-            "culprits": sum(len(event["culprits"]) for event in spikes),
-            "passes": sum(event["passes"] for event in spikes),
-            "seconds": sum(event["seconds"] for event in spikes),
-            "out_of_time": sum(event["out_of_time"] for event in spikes),
-            "skipped": self._skipped_without_event
-            + sum(event["action"] == "skip" and event["applied"] for event in spikes),
+            **{name: self._spikes[name] for name in _OF_SPIKES},
         }
         return {f"actor/gradloc/{name}": value for name, value in figures.items() if value is not None}
 
 
-def figure_sizes(model: WatchedModel) -> list[int]:
+def figure_sizes(model: WatchedModel, is_first: bool) -> list[int]:
     """How many numbers each part of `RunWarnings.own_figures` has."""
-    layers = len(model.reduced_norms.layers)
-    return [len(SUMS), ALIGNMENT_SUMS, COLUMN_SUMS, SCALE_FIGURES, layers, layers, len(model.meter.layers)]
+    layers = [len(model.reduced_norms.layers), len(model.meter.layers)] if is_first else [0, 0]
+    return [len(SUMS), ALIGNMENT_SUMS, COLUMN_SUMS, SCALE_FIGURES, *layers]
 
 
 class RunWarnings:
     """Checks each mini-batch of a run; the same on every rank. Each warning is logged once."""
 
     def __init__(self, learning_rate: Callable[[], float | Tensor]) -> None:
-        self.of_update: list[dict[str, Any]] = []  # the warnings of the update so far; see `RunChecks.warnings`
         self.checks = RunChecks()
         self._learning_rate = learning_rate  # see `GradLoc`
         self._logged: set[str] = set()
 
-    def start_update(self, global_step: int | None) -> None:
-        self.of_update = []
-        self.checks.start_update(global_step)
-
     def own_figures(
-        self, micro_batches: Sequence[MicroBatch], scale: float, where: Mapping[str, Any], model: WatchedModel
+        self, micro_batches: Sequence[MicroBatch], scale: float, is_first: bool, model: WatchedModel
     ) -> Tensor:
         """What one rank knows of a mini-batch, for `take_in`: float64 of one dimension. No host sync."""
         tokens = [micro_batch.tokens for micro_batch in micro_batches]
         checked = [{**each, "unsampled": HOLDS["unsampled"](each, {})} for each in tokens]
-        first = (where["epoch"], where["mini_batch"]) == (0, 0)
-        sums = own_sums(checked, first, self.checks.bypass)
+        sums = own_sums(checked, is_first, self.checks.bypass)
         # None if it is unknown, or not the same for all.
         mode, *others = {micro_batch.loss_agg_mode for micro_batch in micro_batches}
         scales = own_scale_figures(tokens, scale, None if others else mode)
-        norms = model.reduced_norms
-        unread = scales.new_zeros(len(norms.layers))
-        layers = (norms.own_squares(of_weights=True), norms.own_squares()) if first else (unread, unread)
-        passes = torch.stack([micro_batch.squares for micro_batch in micro_batches]).sqrt().sum(0)
-        return torch.cat([sums, own_alignment(tokens), own_columns(tokens), scales, *layers, passes])
+        found = [sums, own_alignment(tokens), own_columns(tokens), scales]
+        if is_first:
+            passes = torch.stack([micro_batch.squares for micro_batch in micro_batches]).sqrt().sum(0) / scale
+            found += [model.reduced_norms.own_squares(of_weights=True), passes]
+        return torch.cat(found)
 
-    def take_in(self, figures: Tensor, where: Mapping[str, Any], model: WatchedModel) -> None:
+    def take_in(self, figures: Tensor, where: Mapping[str, Any], gradient: MiniBatch) -> None:
         """Adds what `own_figures` returned on each rank, on the CPU."""
-        *to_add, of_scale, weights, gradient, passes = figures.split(figure_sizes(model), dim=1)
+        model, is_first = gradient.model, (where["epoch"], where["mini_batch"]) == (0, 0)
+        *to_add, of_scale, weights, passes = figures.split(figure_sizes(model, is_first), dim=1)
         copies = model.sequence_parallel_size
         # All PPO epochs after the first have the same responses again.
         sums, alignment, columns = (each[::copies].sum(0).tolist() if where["epoch"] == 0 else None for each in to_add)
         self.checks.take_in(sums, loss_scale_warning(of_scale[::copies].tolist()), alignment, columns)
-        if (where["epoch"], where["mini_batch"]) == (0, 0):
+        if is_first and gradient.squared_norms is not None:
             norms = model.reduced_norms
-            layers, of_ranks = norms.layers, norms.of_ranks
-            of_weights = zip(of_ranks(weights).sqrt().tolist(), norms.numels, strict=True)
+            of_weights = zip(norms.of_ranks(weights).sqrt().tolist(), norms.numels, strict=True)
             most = (passes[::copies].sum(0) / model.data_parallel_size).tolist()
             self.checks.take_layers(
-                dict(zip(layers, of_weights, strict=True)),
-                dict(zip(layers, of_ranks(gradient).sqrt().tolist(), strict=True)),
+                dict(zip(norms.layers, of_weights, strict=True)),
+                dict(zip(norms.layers, gradient.squared_norms.sqrt().tolist(), strict=True)),
                 dict(zip(model.meter.layers, most, strict=True)),
             )
-        self.of_update = self.checks.warnings()
-        for warning in self.of_update:
-            if warning["name"] not in self._logged and collectives.rank() == 0:
+        for warning in self.checks.warnings() if collectives.rank() == 0 else ():
+            if warning["name"] not in self._logged:
                 logger.warning("Step %s: %s %s", where["global_step"], warning["sentence"], warning["check"])
             self._logged.add(warning["name"])
 

@@ -16,6 +16,11 @@ def is_over(norm: float, threshold: float) -> bool:
     return not norm <= threshold
 
 
+def largest_first(norm: float) -> float:
+    """A key that sorts norms, largest first; one that is not finite counts as infinite."""
+    return -norm if math.isfinite(norm) else -math.inf
+
+
 # The number of mini-batches before there is a threshold, and the number of recent mini-batches it is computed from.
 WARMUP = 20
 WINDOW = 256

@@ -13,7 +13,7 @@ from verl.trainer.ppo import core_algos
 
 from ..evidence.token_facts import find_after_eos
 from ..fsdp import collectives
-from ..guarded import warn_once
+from ..guarded import ForeseenError, warn_once
 from ..measure.micro_batch import token_weights
 
 # What was said once in this process.
@@ -214,13 +214,15 @@ def with_derived(
 
     Returns:
         dict: Also `weight`; where the policy loss has rejected some, `policy_loss_mask`; with a KL loss, its part
-            `kl_coefficient` of the coefficient; and what is `after_eos`. Of a critic, `weight` alone, and none if its
-            loss is not verl's value loss.
+            `kl_coefficient` of the coefficient; and what is `after_eos`. Of a critic, `weight` alone.
+
+    Raises:
+        ForeseenError: A critic's loss is not verl's value loss.
     """
     mask = tokens["response_mask"]
     if "value" in tokens:
         if call is None or not call.is_of_tokens(mask.shape):
-            return dict(tokens)
+            raise ForeseenError("the critic's loss is not verl's value loss")
         return {**tokens, "weight": token_weights(call.aggregate, mask.float()) * factor}
     derived = {"weight": policy_weights(call, config, mask, **options) * factor}
     if call is not None and call.is_known(mask.shape) and _has_more_terms(config):  # else the weights alone tell

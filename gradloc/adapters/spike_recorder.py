@@ -227,14 +227,13 @@ class SpikeRecorder:
             global_threshold=threshold / root if root else threshold,
             world_size=self._engine.get_data_parallel_size(),
             loss_scale=factor if has_scaler else 1.0,
+            # The optimizer step was taken as usual, which is all that the possible actions ask for.
+            action=self._config.spike_action,
+            started=started,
+            keep=partial(self._keep_bundle, micro_batches),
         )
-        # The optimizer step was taken as usual, which is all that the possible actions ask for.
-        event |= {"action": self._config.spike_action, "applied": True}
-        event["seconds"] = time.perf_counter() - started
-        event["replay"] = self._keep_bundle(event, micro_batches)
-        event["seconds"] = time.perf_counter() - started
         self.events.append(event)
-        self._metrics.events.append(event)
+        self._metrics.add_spike(event)
 
     def _read(self) -> tuple[dict[MicroBatchName, MicroBatch], float]:
         """This rank's micro-batches on the CPU, none if they cannot be read, and what their losses were multiplied by.
@@ -250,7 +249,7 @@ class SpikeRecorder:
             return found, scale
         return {}, 1.0
 
-    def _keep_bundle(self, event: Mapping[str, Any], micro_batches: Mapping[MicroBatchName, MicroBatch]) -> str | None:
+    def _keep_bundle(self, micro_batches: Mapping[MicroBatchName, MicroBatch], event: Mapping[str, Any]) -> str | None:
         """The folder that this rank's bundle of the event is in, relative to the evidence; None without one."""
         if not self._config.spike_replay or not micro_batches:
             return None

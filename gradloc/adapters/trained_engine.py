@@ -71,7 +71,7 @@ class TrainedEngine:
         evidence.add(lines, trained)
         with guarded("the evidence of a step is not written", self._said):
             if watch.recorder is not None:
-                evidence.add_own(own, trained)
+                evidence.add(own, trained, own=True)
             if last:
                 evidence.write(step, metrics, watch.warnings)
         if self.is_mp_src_rank_with_outputs():

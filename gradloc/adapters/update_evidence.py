@@ -126,16 +126,20 @@ class UpdateEvidence:
 
     def __init__(self, directory: str, tokenizer: Any, sequence_parallel_size: int, rank: int | None = None) -> None:
         self._rank = collectives.rank() if rank is None else rank
+        # Whose data these are, and which of the ranks that have them this one is.
+        self._of_data = divmod(collectives.rank(), sequence_parallel_size) if rank is None else (rank, 0)
         self._directory = directory
         self._tokenizer = tokenizer
         self._sequence_parallel_size = sequence_parallel_size
         self._events: list[dict[str, Any]] = []
 
-    def add(self, events: Sequence[dict[str, Any]], data: TrainedData) -> None:
+    def add(self, events: Sequence[dict[str, Any]], data: TrainedData, own: bool = False) -> None:
         """Adds an update's lines, and to their tokens and verdicts what the data say of them. A collective call.
 
         Args:
-            events (Sequence[dict]): Events, clip lines or a critic's spikes, the same on every rank; they are changed.
+            events (Sequence[dict]): Events, as `build_event` gives them on this rank; clip lines or a critic's spikes.
+                Rank 0 finishes and keeps them.
+            own (bool): Whether they are events that this rank has recorded alone; then it is no collective call.
         """
         self._events += events
         # No more clip lines than these are written.
@@ -144,23 +148,21 @@ class UpdateEvidence:
         tokens = [(event, i, token) for event in events for i, token in enumerate(_tokens(event))]
         if not tokens:
             return
-        for of_rank in collectives.gather_objects(self._own_facts(tokens, data)):
-            for number, found in of_rank:
-                tokens[number][2].update(found)
+        spikes = [event for event in events if _kind(event) == "spike" and event["culprits"]]
+        rewarded = {event["mini_batch"]: event for event in spikes if event.get("drill") is None}
+        found = self._own_facts(tokens, data), self._own_rows(rewarded, data)
+        gathered = [found] if own else collectives.gather_objects(found)
+        if self._rank:
+            return
+        for facts, _ in gathered:
+            for number, of_token in facts:
+                tokens[number][2].update(of_token)
+        of_ranks = [rows for _, rows in gathered[:: self._sequence_parallel_size]]
         for event in events:
             if _kind(event) == "spike" and may_misfire(event):
-                event["verdict"] = self._misfire(event, data) or event["verdict"]
+                event["verdict"] = _misfire(event, [rows.get(event["mini_batch"]) for rows in of_ranks])
             if _kind(event) != "critic":
                 event["summary"] = summary(event)
-
-    def add_own(self, events: Sequence[dict[str, Any]], data: TrainedData) -> None:
-        """Adds events that this rank recorded, and on rank 0 what the data say of their tokens. No collective call."""
-        self._events += events
-        for event in events if self._rank == 0 else ():
-            for index, token in enumerate(event["suspected"]):
-                with guarded(_NO_TEXT):
-                    token |= self._facts(event, index, token, data.sample(event, token))
-            event["summary"] = summary(event)
 
     def write(self, global_step: int | None, metrics: Mapping[str, Any], warnings: Sequence[Mapping[str, str]]) -> None:
         """Ends an update: rank 0 logs and writes its lines, and the step's figures.
@@ -191,23 +193,21 @@ class UpdateEvidence:
         if figures:
             record_step(self._directory, global_step, figures, warnings)
 
-    def _misfire(self, event: Mapping[str, Any], data: TrainedData) -> dict[str, Any] | None:
-        """The verdict that a reward misfires; None if it does not, or if that cannot be told. A collective call."""
-        own: Sequence[RewardedRow] | None = None
-        with guarded(_NOT_COMPARED):
-            own = None if collectives.rank() % self._sequence_parallel_size else data.rewarded_rows(event)
-        by_rank = collectives.gather_objects(own)[:: self._sequence_parallel_size]
-        known = {(rank, i): row for rank, rows in enumerate(by_rank) if rows is not None for i, row in enumerate(rows)}
-        if None not in by_rank:
+    def _own_rows(
+        self, events: Mapping[int, Mapping[str, Any]], data: TrainedData
+    ) -> dict[int, list[RewardedRow] | None]:
+        """What the rows of this rank in some mini-batches were rewarded for, by mini-batch and one event of each."""
+        found = {}
+        for mini_batch, event in events.items() if self._of_data[1] == 0 else ():
             with guarded(_NOT_COMPARED):
-                return misfire(event, known)
-        return None
+                found[mini_batch] = data.rewarded_rows(event)
+        return found
 
     def _own_facts(
         self, tokens: Sequence[tuple[dict[str, Any], int, dict[str, Any]]], data: TrainedData
     ) -> list[tuple[int, dict[str, Any]]]:
         """What the data of this rank say of its own tokens, by their numbers in a list of (line, index, token)."""
-        own_rank, duplicate = divmod(collectives.rank(), self._sequence_parallel_size)
+        own_rank, duplicate = self._of_data
         own = []
         for number, (line, index, token) in enumerate(tokens):
             if not duplicate and token["rank"] == own_rank:
@@ -234,12 +234,23 @@ class UpdateEvidence:
         return facts | limit_texts(text_evidence(self._tokenizer, sample.prompt, sample.response, position), index)
 
 
+def _misfire(event: Mapping[str, Any], by_rank: Sequence[list[RewardedRow] | None]) -> Mapping[str, Any]:
+    """The verdict that a reward misfires, by the rows of every rank; the event's own if that cannot be told."""
+    own: Mapping[str, Any] = event["verdict"]
+    known = {(rank, i): row for rank, rows in enumerate(by_rank) for i, row in enumerate(rows or ())}
+    if None not in by_rank:
+        with guarded(_NOT_COMPARED):
+            return misfire(event, known) or own
+    return own
+
+
 def _kind(line: Mapping[str, Any]) -> str:
     """What a line is, a key of `_KINDS`."""
     return "clip" if "token_clip" in line else "critic" if "values" in line else "spike"
 
 
 def _tokens(line: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
-    """The tokens that a line names; of a critic's, the values."""
-    kind = _kind(line)
-    return line["token_clip"]["tokens"] if kind == "clip" else line["values" if kind == "critic" else "culprits"]
+    """The tokens that a line names or suspects; of a critic's, the values."""
+    if (kind := _kind(line)) == "clip":
+        return line["token_clip"]["tokens"]
+    return line["values"] if kind == "critic" else line["culprits"] or line.get("suspected", ())

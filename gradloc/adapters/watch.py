@@ -230,13 +230,11 @@ class Watch:
         located = Located(take_step=True)
         if self.gradloc is not None:
             located = self.gradloc.locate(epoch, mini_batch)
-        take_step, squared_norms, event, _ = located
-        norm = None if take_step else located.norm
+        take_step, squared_norms, norm_before = located
+        norm = None if take_step else norm_before
         if self.layer_clip is not None:
             if squared_norms is None:
                 squared_norms = self.layer_clip.squared_norms() / self._loss_scale() ** 2
-            if event is not None:
-                event["layer_clip"] = self.layer_clip.preview(squared_norms)
             if take_step:
                 # It scales the gradient as it is: with fp16, that is still multiplied by the loss scale.
                 norm = float(self.layer_clip.clip(squared_norms))
@@ -349,8 +347,8 @@ def watch_actor(
             watch._learning = learning
     if config.searches_in_training:
         bundle_writer = None
+        layer_clip = watch.layer_clip or watch._learning
         if config.spike_replay:
-            layer_clip = watch.layer_clip or watch._learning
             directory, most = config.bisect_dump_dir, config.spike_replay
             bundle_writer = BundleWriter(directory, most, rows_of, context, layer_clip, watch.token_clip)
         watch.gradloc = GradLoc(
@@ -364,6 +362,7 @@ def watch_actor(
             recover=getattr(module, "reset_activation_offloading", None),
             token_clip=watch.token_clip,
             bundle_writer=bundle_writer,
+            layer_clip=layer_clip,
             learning_rate=learning_rate,
         )
     return watch

@@ -25,6 +25,7 @@ from ..layers.layer_clip import LayerClip
 from ..measure.micro_batch import AllFigures, MicroBatch, MicroBatchName, movable, square_weight, suspects
 from ..measure.mini_batch import MiniBatch
 from ..search.findings import Findings
+from ..threshold import largest_first
 from ..token_clip.token_clip import TokenClip
 from ..version import __version__
 from . import layout, limits
@@ -74,24 +75,24 @@ class BundleWriter:
         """Keeps the micro-batches of an event that `worth_keeping` names. A collective call.
 
         Returns:
-            str | None: The bundle's folder relative to the evidence, the same on every rank; None if there is none.
+            str | None: On rank 0, the bundle's folder relative to the evidence; None if there is none.
 
         Raises:
             RankFailedError: A rank could not send its micro-batch.
         """
         if not collectives.broadcast(self._has_room, 0):
             return None
-        with collectives.raised_on_all_ranks(mini_batch.model.device):
-            names = worth_keeping(event, findings.figures, findings.threshold)
+        names = worth_keeping(event, findings.figures, findings.threshold)
         micro_batches = {}
         for name in names[: limits.MICRO_BATCHES]:
-            if event["search"] == "local" and name in findings.micro_batches:
+            if mini_batch.model.meter.kind == "local" and name in findings.micro_batches:
                 micro_batches[name] = findings.micro_batches[name]
             else:
                 owner = name[0] * mini_batch.model.sequence_parallel_size
                 micro_batches[name] = collectives.broadcast(partial(_sent, mini_batch, name), owner)
-        left_out, norms = len(names) - len(micro_batches), mini_batch.squared_norms
-        return collectives.broadcast(partial(self._try, event, norms, findings, micro_batches, left_out), 0)
+        if collectives.rank():
+            return None
+        return self._try(event, mini_batch.squared_norms, findings, micro_batches, len(names) - len(micro_batches))
 
     def _try(
         self,
@@ -160,8 +161,7 @@ def measured_tokens(findings: Findings, among: Mapping[MicroBatchName, Any]) -> 
         for token, alone in findings.measured.items()
         if token[0] in among
     ]
-    # NaN is larger than any number.
-    found.sort(key=lambda token: -token["grad_norm"] if token["grad_norm"] == token["grad_norm"] else -math.inf)
+    found.sort(key=lambda token: largest_first(token["grad_norm"]))
     return found[: limits.MEASURED_TOKENS]
 
 

@@ -5,8 +5,9 @@
 import math
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +21,9 @@ from ..measure.alignment import alignment_warning
 from ..measure.micro_batch import AllFigures, MicroBatch, MicroBatchName, Token, movable, suspects
 from ..measure.mini_batch import MiniBatch, OrdinaryGradient
 from ..search.findings import Findings, Part
+from ..threshold import largest_first
 from ..version import __version__
-from .ordinary import largest_tokens, ordinary_shares, token_medians
+from .ordinary import largest_tokens, ordinary_counts, ordinary_shares, token_medians
 from .token_facts import response_kl, response_window, token_evidence
 from .writer import SCHEMA, now
 
@@ -79,53 +81,74 @@ def build_event(
     action: str,
     done: Done,
     started: float,
-    warnings: Sequence[Mapping[str, str]] = (),
+    warnings: Callable[[], Sequence[Mapping[str, Any]]] = tuple,
     medians: Medians | None = None,
+    more: Mapping[str, Any] = MappingProxyType({}),
+    keep: Callable[[Mapping[str, Any]], str | None] = lambda event: None,
 ) -> dict[str, Any]:
-    """The event of a search, the same on every rank. A collective call.
+    """The event of a search, on rank 0. A collective call.
 
     Args:
         mini_batch (MiniBatch): The gradient with the spike.
         ordinary (OrdinaryGradient): What an earlier mini-batch says of ordinary tokens.
         where (Mapping): `global_step`, `epoch`, `mini_batch` and `steps_since_resume`.
         started (float): What `time.perf_counter` gave when the search began.
-        warnings (Sequence[Mapping]): What `RunChecks.warnings` returned.
+        warnings (Callable): Returns what `RunChecks.warnings` does; called on rank 0.
         medians (Mapping, optional): What `token_medians` gave in training; by default, that of this mini-batch.
+        more (Mapping): `layer_clip` and `drill`, where there is one, the same on every rank.
+        keep (Callable): Keeps the event's bundle, and returns its folder; called on every rank.
+
+    Returns:
+        dict: On other ranks, only what all need: what metrics count, the error, and the places of the culprits, which
+            the rank that has them is to describe.
     """
     model = mini_batch.model
-    facts = token_facts_of(mini_batch, findings.culprits)
+    culprits = sorted(findings.culprits, key=lambda token: largest_first(findings.alone(token).grad_norm))
+    under = _measured_under(findings)
+    facts = token_facts_of(mini_batch, [*culprits, *under])
     if medians is None:
         medians = token_medians(mini_batch.micro_batches, model.sequence_parallel_size)
-    ordinary_tokens = ordinary_shares(
-        mini_batch.micro_batches,
-        {(index, row, position) for (rank, index), row, position in facts if rank == model.rank},
-        {**medians, "least_advantage": _least_advantage(facts, medians)},
-        mini_batch.scale,
-        model.sequence_parallel_size,
-    )
-    measured = _measured_shares(mini_batch, findings, medians)
-    before = ordinary.layer_norms(model)
-    clocks = collectives.gather_objects((time.perf_counter() - started, now()))
+    least = {**medians, "least_advantage": _least_advantage([facts[token] for token in culprits], medians)}
+    places = {(name[1], *place) for name, *place in culprits if name[0] == model.rank}
+
+    def own() -> tuple[Tensor, Tensor | None, float]:
+        counts = ordinary_counts(mini_batch.micro_batches, places, least, mini_batch.scale)
+        return counts, ordinary.own_sums(), time.perf_counter() - started
+
+    counts, sums, seconds = zip(*collectives.exchange(own)[:: model.sequence_parallel_size], strict=True)
+    event: dict[str, Any] = {
+        **where,
+        "action": action,
+        "applied": done.applied,
+        "culprits": [_place(findings, token) for token in culprits],
+        "passes": findings.passes + done.passes,
+        "out_of_time": findings.out_of_time,
+        "seconds": max(seconds),
+        "error": findings.error or done.error,
+        "drill": None,
+        **more,
+    }
     with collectives.raised_on_all_ranks(model.device):
-        fields = {
-            "time": clocks[0][1],
-            **where,
-            "action": action,
-            "applied": done.applied,
-            "trigger": _trigger(mini_batch, findings),
-            "global_norm": mini_batch.global_norm(),
-            "global_threshold": mini_batch.global_threshold(findings.threshold),
-            **_findings(findings, facts, medians),
-            "passes": findings.passes + done.passes,
-            "ordinary_layer_norms": _ordinary_layer_norms(findings) or before,
-            "broken_parameters": mini_batch.broken_parameters,
-            "error": findings.error or done.error,
-            "seconds": max(seconds for seconds, _ in clocks),
-            "search": model.meter.kind,
-            "world_size": model.data_parallel_size,
-            "loss_scale": mini_batch.scale,
-        }
-        return whole_event(fields, ordinary_tokens, warnings, measured, _why_unusual(findings, ordinary))
+        if collectives.rank() == 0:
+            fields = {
+                **_findings(findings, medians),
+                **event,
+                "time": now(),
+                "culprits": [_culprit(findings, token, facts[token], medians) for token in culprits],
+                "trigger": _trigger(mini_batch, findings),
+                "global_norm": mini_batch.global_norm(),
+                "global_threshold": mini_batch.global_threshold(findings.threshold),
+                "ordinary_layer_norms": _ordinary_layer_norms(findings)
+                or ordinary.layer_norms(sums, model.meter.layers),
+                "broken_parameters": mini_batch.broken_parameters,
+                "search": model.meter.kind,
+                "world_size": model.data_parallel_size,
+                "loss_scale": mini_batch.scale,
+            }
+            measured = _measured_shares(findings, under, facts, medians)
+            unusual = _why_unusual(findings, ordinary)
+            event = whole_event(fields, ordinary_shares(counts), warnings(), measured, unusual)
+    return {**event, "replay": keep(event)}
 
 
 def recorded_event(
@@ -137,6 +160,9 @@ def recorded_event(
     global_threshold: float,
     world_size: int,
     loss_scale: float = 1.0,
+    action: str | None = None,
+    started: float | None = None,
+    keep: Callable[[Mapping[str, Any]], str | None] = lambda event: None,
 ) -> dict[str, Any]:
     """The event of a spike of which the tokens' figures were recorded. No collective call.
 
@@ -147,6 +173,9 @@ def recorded_event(
         threshold (float): τ.
         global_norm (float): The norm of the reduced gradient; NaN if it is not known.
         world_size (int): The number of data-parallel ranks.
+        action (str, optional): `spike_action`, of those that ask for no more than the step that was taken.
+        started (float, optional): What `time.perf_counter` gave when the spike was seen.
+        keep (Callable): Keeps the event's bundle, and returns its folder.
     """
     medians = token_medians(list(micro_batches.values()), alone=True)
     found = alignment_warning([each.tokens for each in micro_batches.values()])
@@ -154,12 +183,12 @@ def recorded_event(
         "time": now(),
         "steps_since_resume": None,
         **where,
-        "action": "log",
-        "applied": False,
+        "action": action or "log",
+        "applied": action is not None,
         "trigger": {"kind": "global", "norm": global_norm, "threshold": global_threshold},
         "global_norm": global_norm,
         "global_threshold": global_threshold,
-        **_findings(Findings(threshold), {}, medians),
+        **_findings(Findings(threshold), medians),
         "micro_batches": sum(bool(movable(each.tokens).any()) for each in micro_batches.values()),
         "suspected": _suspected_tokens(micro_batches, medians),
         "suspected_ranks": sorted({rank for rank, _ in micro_batches}),
@@ -168,7 +197,9 @@ def recorded_event(
         "world_size": world_size,
         "loss_scale": loss_scale,
     }
-    return whole_event(fields, {}, [] if found is None else [found])
+    event = whole_event(fields, {}, [] if found is None else [found])
+    replay = keep(event)
+    return {**event, "replay": replay, "seconds": 0.0 if started is None else time.perf_counter() - started}
 
 
 def whole_event(
@@ -179,9 +210,10 @@ def whole_event(
     unusual: str | None = None,
 ) -> dict[str, Any]:
     """An event of these fields, with its verdict and summary; the other arguments are those of `Spike`."""
-    event = {"schema": SCHEMA, "gradloc_version": __version__, **fields}
-    event |= {"layer_clip": None, "drill": None, "replay": None}
-    event["verdict"] = verdict(event, ordinary, warnings, measured, unusual)
+    event = {"schema": SCHEMA, "gradloc_version": __version__, "layer_clip": None, "drill": None, "replay": None}
+    event |= fields
+    # The cause of a drill is the drill.
+    event["verdict"] = None if event["drill"] else verdict(event, ordinary, warnings, measured, unusual)
     event["summary"] = summary(event)
     return event
 
@@ -199,32 +231,33 @@ def _why_unusual(findings: Findings, ordinary: OrdinaryGradient) -> str | None:
     return None
 
 
-def _measured_shares(mini_batch: MiniBatch, findings: Findings, medians: Medians) -> dict[str, float] | None:
-    """By rule, the share of tokens that were measured under τ; None of too few. A collective call.
+def _measured_under(findings: Findings) -> list[Token]:
+    """Tokens that were measured under τ; none if they are too few to say anything."""
+    culprits = set(findings.culprits)
+    under = [token for token in sorted(findings.measured) if token not in culprits][:_MEASURED]
+    return under if len(under) >= _LEAST_MEASURED else []
+
+
+def _measured_shares(
+    findings: Findings, under: Sequence[Token], facts: Mapping[Token, Facts], medians: Medians
+) -> dict[str, float] | None:
+    """By rule, its share of tokens that were measured under τ; None without any.
 
     They were picked by suspicion like the culprits: what is as frequent among them makes no norm large.
     """
-    culprits = set(findings.culprits)
-    under = [token for token in sorted(findings.measured) if token not in culprits][:_MEASURED]
-    if len(under) < _LEAST_MEASURED:
+    if not under:
         return None
-    facts = token_facts_of(mini_batch, under)
-    sources = []
-    for token in under:
-        alone = findings.measured[token]
-        figures = {"grad_norm": alone.grad_norm, "layer_norms": alone.layer_norms}
-        sources.append(classify({**facts[token], **figures}, medians))
+    sources = [_culprit(findings, token, facts[token], medians)["sources"] for token in under]
     return {rule.name: sum(rule.name in each for each in sources) / len(under) for rule in RULES}
 
 
-def _least_advantage(facts: Mapping[Token, Facts], medians: Medians) -> float | None:
+def _least_advantage(culprits: Sequence[Facts], medians: Medians) -> float | None:
     """The smallest |A| of the culprits for which the rule `advantage` holds; None without any.
 
     With rewards that are rarely right, many ordinary tokens have a multiple of the median as well; what makes an
     advantage the cause is that theirs are not as large.
     """
-    large = (each["advantage"] for each in facts.values() if has_large_advantage(each, medians))
-    return min(map(abs, large), default=None)
+    return min((abs(each["advantage"]) for each in culprits if has_large_advantage(each, medians)), default=None)
 
 
 def _trigger(mini_batch: MiniBatch, findings: Findings) -> dict[str, Any]:
@@ -243,18 +276,15 @@ _SAME: tuple[str, ...] = ("threshold", "until", "diagnosis", "explained", "compl
 _SAME += ("budget_seconds", "out_of_time", "error")
 
 
-def _findings(findings: Findings, facts: Mapping[Token, Facts], medians: Medians) -> dict[str, Any]:
-    """The fields that hold the findings."""
+def _findings(findings: Findings, medians: Medians) -> dict[str, Any]:
+    """The fields that hold the findings, but for the culprits."""
     return {
         **{name: getattr(findings, name) for name in _SAME},
         "more_tokens": findings.more_over,
         # Where all responses to a prompt got the same reward, there is none.
         "micro_batches": sum(each.tokens > 0 and each.norm != 0 for each in findings.figures.values()),
         "units": [_unit(findings, name) for name in suspects(findings.figures, findings.threshold)],
-        "culprits": sorted(
-            (_culprit(findings, token, facts[token], medians) for token in findings.culprits),
-            key=lambda culprit: -culprit["grad_norm"] if math.isfinite(culprit["grad_norm"]) else -math.inf,
-        ),
+        "culprits": [],
         "diffuse": [_diffuse(findings, part) for part in findings.diffuse],
         "without_tokens": _without_tokens(findings),
         "open_segments": [
@@ -349,13 +379,15 @@ def _without_tokens(findings: Findings) -> dict[str, Any] | None:
     }
 
 
+def _place(findings: Findings, token: Token) -> dict[str, int]:
+    """Where a token is."""
+    return {"rank": token[0][0], "micro_batch": token[0][1], "row": findings.row(token), "position": token[2]}
+
+
 def _culprit(findings: Findings, token: Token, facts: Facts, medians: Medians) -> dict[str, Any]:
     alone = findings.alone(token)
     found = {
-        "rank": token[0][0],
-        "micro_batch": token[0][1],
-        "row": findings.row(token),
-        "position": token[2],
+        **_place(findings, token),
         "grad_norm": alone.grad_norm,
         "threshold": findings.threshold,
         "share": findings.share(token),

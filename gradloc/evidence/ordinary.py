@@ -18,42 +18,22 @@ _WITH_MEDIANS = ("advantage", "weight")
 Place = tuple[int, int, int]
 
 
-def ordinary_shares(
-    micro_batches: Sequence[MicroBatch],
-    culprits: Collection[Place],
-    medians: Medians,
-    scale: float = 1.0,
-    sequence_parallel_size: int = 1,
-) -> dict[str, float | None]:
-    """The share of ordinary tokens for which each rule of `RULES` holds, the same on every rank. A collective call.
+def ordinary_counts(
+    micro_batches: Sequence[MicroBatch], culprits: Collection[Place], medians: Medians, scale: float = 1.0
+) -> Tensor:
+    """For how many of this rank's ordinary tokens each rule holds, for `ordinary_shares`.
 
-    Ordinary tokens are the response tokens that can move and are no culprits. Gradients of single tokens are known for
-    those that the search measured only, which are not a fair sample. So two rules differ:
-
-    - `nonfinite` counts the tokens whose log-prob or coefficient is not finite: a lower bound, because a NaN that only
-      the backward pass makes is not seen.
-    - `layer` is not known.
+    Ordinary tokens are the response tokens that can move and are no culprits.
 
     Args:
-        micro_batches (Sequence[MicroBatch]): This rank's, as the culprits.
+        culprits (Collection): This rank's, too.
         medians (Mapping): What `token_medians` returned, with or without `least_advantage`.
         scale (float): The loss scale.
-        sequence_parallel_size (int): How many neighbouring ranks have the same tokens.
 
     Returns:
-        dict: By rule, and for `APART`; None where it is not known, or where no token is ordinary.
+        Tensor: float64, (1 + rules,): how many they are, and for how many each of `HOLDS` does; NaN where unknown.
     """
-    by_rank = collectives.exchange(lambda: _counts(micro_batches, culprits, medians, scale))
-    total, *holding = torch.stack(by_rank[::sequence_parallel_size]).sum(0).tolist()
-    found = {name: count / total if total else None for name, count in zip(HOLDS, holding, strict=True)}
-    if not all({"rollout_log_prob", "old_log_prob"} <= each.tokens.keys() for each in micro_batches):
-        found[APART] = None
-    return {name: found.get(name) for name in (*(rule.name for rule in RULES), APART)}
-
-
-def _counts(micro_batches: Sequence[MicroBatch], culprits: Collection[Place], medians: Medians, scale: float) -> Tensor:
-    """The number of this rank's ordinary tokens, and of those for which each of `HOLDS` holds; int64, (1 + rules,)."""
-    counts = torch.zeros(1 + len(HOLDS), dtype=torch.int64)
+    counts = torch.zeros(1 + len(HOLDS), dtype=torch.float64)
     for index, micro_batch in enumerate(micro_batches):
         # The numbers from which a culprit's facts are made.
         tokens = micro_batch.portable(scale, inputs=False).tokens
@@ -62,9 +42,30 @@ def _counts(micro_batches: Sequence[MicroBatch], culprits: Collection[Place], me
             if at == index:
                 ordinary[row, position] = False
         facts = {**token_facts(tokens), "grad_norm": torch.where(tokens["broken"].bool(), math.nan, 1.0)}
-        holding = [(ordinary & holds(facts, medians)).sum() for holds in HOLDS.values()]
-        counts += torch.stack([ordinary.sum(), *holding])
+        holding = {name: (ordinary & holds(facts, medians)).sum() for name, holds in HOLDS.items()}
+        if not {"rollout_log_prob", "old_log_prob"} <= tokens.keys():
+            holding[APART] = torch.tensor(math.nan, dtype=torch.float64)
+        counts += torch.stack([ordinary.sum(), *holding.values()])
     return counts
+
+
+def ordinary_shares(by_rank: Sequence[Tensor]) -> dict[str, float | None]:
+    """The share of ordinary tokens for which each rule of `RULES` holds, by the `ordinary_counts` of all ranks' data.
+
+    Gradients of single tokens are known for those that the search measured only, which are not a fair sample. So two
+    rules differ:
+
+    - `nonfinite` counts the tokens whose log-prob or coefficient is not finite: a lower bound, because a NaN that only
+      the backward pass makes is not seen.
+    - `layer` is not known.
+
+    Returns:
+        dict: By rule, and for `APART`; None where it is not known, or where no token is ordinary.
+    """
+    total, *holding = torch.stack([*by_rank]).sum(0).tolist()
+    known = zip(HOLDS, holding, strict=True)
+    found = {name: count / total for name, count in known if total and not math.isnan(count)}
+    return {name: found.get(name) for name in (*(rule.name for rule in RULES), APART)}
 
 
 def largest_tokens(values: Mapping[MicroBatchName, Tensor], most: int) -> list[tuple[MicroBatchName, int, int]]:

@@ -70,7 +70,11 @@ def total(values: Tensor) -> Tensor:
     An all-reduce does not promise the latter. Here each rank adds the same gathered numbers, one by one: rounding is
     then the same on any processor.
     """
-    sums = _gathered(values)
+    return added(_gathered(values))
+
+
+def added(sums: Tensor) -> Tensor:
+    """What `total` gives of every rank's tensor, stacked. No collective call."""
     while len(sums) > 1:
         half = len(sums) // 2
         sums = torch.cat([sums[:half] + sums[half : 2 * half], sums[2 * half :]])

@@ -190,6 +190,11 @@ class LayerClip:
         self._steps: list[dict[str, LayerStep]] = []
         self._statistics = {layer: LayerStatistics() for layer in self.layers}
 
+    @property
+    def is_on(self) -> bool:
+        """Whether it clips, and does not only learn its bounds."""
+        return self._config.enable
+
     def squared_norms(self) -> Tensor:
         """`ReducedNorms.squared_norms`, which are given to `clip`. A collective call."""
         return self._reduced_norms.squared_norms()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..fsdp.collectives import total, world_size
+from ..fsdp.collectives import added, total, world_size
 from ..fsdp.state import flat_handles, flat_parameters
 from ..fsdp.torch_compat import IS_TOO_OLD, DTensor, FSDPModule, FullyShardedDataParallel
 from .layer_names import layers_by_parameter, plain_name
@@ -104,8 +104,8 @@ class ReducedNorms:
         return total(squares) if self._summed else squares
 
     def of_ranks(self, squares: Tensor) -> Tensor:
-        """The sum of every rank's `own_squares`, gathered in rows. No collective call."""
-        return squares.sum(0) if self._summed else squares[0]
+        """What `add_up` gives of every rank's `own_squares`, gathered in rows. No collective call."""
+        return added(squares) if self._summed else squares[0]
 
     @torch.no_grad()
     def own_squares(self, of_weights: bool = False) -> Tensor:

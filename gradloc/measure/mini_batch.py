@@ -4,6 +4,7 @@
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -58,8 +59,15 @@ class MiniBatch:
         )
         self._root_square_weights = squares.sqrt()
 
-    def gather(self, trigger: str, update_figures: Tensor, failed: bool = False) -> "MiniBatch":
-        """Exchanges what each rank has measured, and its other figures, float64 of shape (n,). A collective call."""
+    def gather(
+        self, trigger: str, update_figures: Tensor, failed: bool = False, with_squares: bool = False
+    ) -> "MiniBatch":
+        """Exchanges what each rank has measured, and its other figures. A collective call.
+
+        Args:
+            update_figures (Tensor): float64 of shape (n,).
+            with_squares (bool): Whether the last of them are the `ReducedNorms.own_squares`.
+        """
         ratios = token_equivalents(self._own_norms, self._root_square_weights)
         largest_finite = torch.where(ratios.isfinite(), ratios, 0.0).max()
         norms = torch.stack([ratios.max(), largest_finite, self._squares.sum(), self._square_weights.sum()])
@@ -69,7 +77,11 @@ class MiniBatch:
         by_rank = gathered[:: self.model.sequence_parallel_size, 1 : 1 + len(norms)]
         largest, finite, squares, square_weights = by_rank.unbind(1)
         self.update_figures = gathered[:, 1 + len(norms) :]
-        self.trigger = trigger if self._by_micro_batch else "global"
+        if with_squares and not self.failed:
+            reduced_norms = self.model.reduced_norms
+            squares_of = self.update_figures[:, -len(reduced_norms.layers) :]
+            self.squared_norms = reduced_norms.of_ranks(squares_of) / self.scale**2
+        self.trigger = self.trigger_of(trigger)
         self._largest, square, square_weight = float(largest.max()), float(squares.sum()), float(square_weights.sum())
         self._square_weight = square_weight
         if self.trigger == "unit":
@@ -84,16 +96,22 @@ class MiniBatch:
             self.root_mean_square = math.sqrt(square / square_weight) if self._by_micro_batch else self.token_norm
         return self
 
+    def trigger_of(self, wanted: str) -> str:
+        """The `trigger` where that is the setting."""
+        return wanted if self._by_micro_batch else "global"
+
     @property
     def _by_micro_batch(self) -> bool:
         """Whether micro-batches were measured alone."""
         return self.model.meter.kind == "local"
 
     def global_norm(self) -> float:
-        """The reduced gradient's norm, measured on the first call, which is collective."""
+        """The reduced gradient's norm; the first call is collective."""
         if self._global_norm is None:
-            # On the host, where the sum of the same numbers is the same on all ranks; LayerClip reads them there, too.
-            self.squared_norms = self.model.reduced_squares(self.scale).cpu()
+            if self.squared_norms is None:
+                # On the host, where the sum of the same numbers is the same on all ranks; LayerClip reads them there,
+                # too.
+                self.squared_norms = self.model.reduced_squares(self.scale).cpu()
             self._global_norm = math.sqrt(math.fsum(self.squared_norms.tolist()))
             if not math.isfinite(self._global_norm):
                 self.broken_parameters = self.model.reduced_norms.broken_parameters()
@@ -172,12 +190,14 @@ class OrdinaryGradient:
             self.token_norm = mini_batch.root_mean_square
             self._sums = mini_batch.layer_sums()
 
-    def layer_norms(self, model: WatchedModel) -> dict[str, float] | None:
-        """Each layer's norm/sqrt(Σw²); None if unknown. A collective call."""
-        if self._sums is None:
-            return None
-        by_rank = collectives.gather(self._sums)
-        *of_layers, total = by_rank[:: model.sequence_parallel_size].sum(0).tolist()
+    def own_sums(self) -> Tensor | None:
+        """What this rank knows of them, for `layer_norms`, on the CPU."""
+        return None if self._sums is None else self._sums.cpu()
+
+    def layer_norms(self, by_rank: Sequence[Tensor | None], layers: Sequence[str]) -> dict[str, float] | None:
+        """Each layer's norm/sqrt(Σw²), by the `own_sums` of all data-parallel ranks; None if unknown."""
+        known = [sums for sums in by_rank if sums is not None]
+        *of_layers, total = torch.stack(known).sum(0).tolist() if known else [0.0]
         if not (any(of_layers) and total):
             return None
-        return {layer: math.sqrt(square / total) for layer, square in zip(model.meter.layers, of_layers, strict=True)}
+        return {layer: math.sqrt(square / total) for layer, square in zip(layers, of_layers, strict=True)}

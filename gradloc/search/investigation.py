@@ -14,6 +14,7 @@ from ..fsdp import collectives
 from ..measure.micro_batch import MicroBatchFigures, MicroBatchName, Token
 from ..measure.mini_batch import MiniBatch
 from ..measure.passes import GroupName
+from ..threshold import largest_first
 from .broken_gradients import BrokenGradients
 from .candidates import TokenSet
 from .findings import Alone, Findings, Part, WithoutTokens
@@ -175,7 +176,7 @@ class _Investigation:
         # Of the whole micro-batch, because this set may be the micro-batch without its largest tokens.
         names = set(self._groups.members[token_set.group])
         norms = {token: each.grad_norm for token, each in self._measured.items() if token[0] in names}
-        largest = sorted(norms, key=lambda token: -norms[token] if math.isfinite(norms[token]) else -math.inf)
+        largest = sorted(norms, key=lambda token: largest_first(norms[token]))
         rank = ranks.pop() if len(ranks) == 1 else None
         return replace(self._part(token_set, norm), rank=rank, rows=tuple(rows), largest=tuple(largest))
 

@@ -47,8 +47,8 @@ class Searched:
     """What a search gave, the same on every rank.
 
     Args:
-        found (dict): What `build_event` returned, with the ranks and micro-batches of the bundle; None if nothing is
-            over its threshold.
+        found (dict): What `build_event` returned, on rank 0 with the ranks and micro-batches of the bundle; None if
+            nothing is over its threshold.
         largest (MicroBatchName | None): In that case the micro-batch with the largest norm; None if no token has a
             gradient.
         norm (float): Its norm/sqrt(Σw²), which is compared with τ.
@@ -79,7 +79,7 @@ class _Ordinary(OrdinaryGradient):
         norm = math.hypot(*(self._layer_norms or {}).values())
         self.token_norm = norm if 0 < norm < math.inf else None
 
-    def layer_norms(self, model: WatchedModel) -> dict[str, float] | None:
+    def layer_norms(self, by_rank: object, layers: object) -> dict[str, float] | None:
         return self._layer_norms
 
 
@@ -136,20 +136,16 @@ def search(
             return Searched(None, recorded[name] if norm else None, norm, log_probs, outputs.count, findings.error)
         where = {name: event.get(name) for name in ("global_step", "epoch", "mini_batch", "steps_since_resume")}
         medians = None if own_medians else {name: event[name] and float(event[name]) for name in _MEDIANS}
+        warnings = _warnings(event, [each.tokens for each in mini_batch.micro_batches])
+        done = Done(event["applied"])
         found = build_event(
-            mini_batch,
-            findings,
-            ordinary,
-            where,
-            event["action"],
-            Done(event["applied"]),
-            started,
-            _warnings(event, [each.tokens for each in mini_batch.micro_batches]),
-            medians,
+            mini_batch, findings, ordinary, where, event["action"], done, started, lambda: warnings, medians
         )
     finally:
         watched.meter.close()
-    return Searched(_with_names(found, recorded), None, 0.0, log_probs, outputs.count, findings.error)
+    if collectives.rank() == 0:
+        found = _with_names(found, recorded)
+    return Searched(found, None, 0.0, log_probs, outputs.count, findings.error)
 
 
 class _WideMeter(LocalMeter):

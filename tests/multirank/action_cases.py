@@ -18,6 +18,7 @@ from actors import (
     PROMPT,
     Case,
     build_actor,
+    events_of,
     local,
     parts,
     stock_dp_actor,
@@ -165,7 +166,7 @@ def diffuse(case: Case, scope: str = "all", budget: int = 128) -> tuple[float, f
     unit = max(unit.norm / unit.weight for unit in units if unit.weight)
     actor = build_actor(case, spike_detection=True, grad_norm_threshold=1.01 * token, bisect_budget_steps=budget)
     actor.update_policy(batch)
-    return token, unit, json.dumps(actor.gradloc.events)
+    return token, unit, json.dumps(events_of(actor))
 
 
 # Of one token, in the batch: what is set, and to what. (Old and reference log-probs that are NaN make the loss NaN, but
@@ -296,4 +297,4 @@ def evidence_of_shared_data(folder: str) -> tuple[list[int], list[Any]]:
     evidence = UpdateEvidence(folder, None, size)
     data = SimpleNamespace(sample=sample_of, rewarded_rows=lambda event: None)
     evidence.add([{"global_step": 1, "mini_batch": 0, "culprits": culprits}], data)
-    return described, [culprit["reward"] for culprit in culprits]
+    return described, [culprit.get("reward") for culprit in culprits]

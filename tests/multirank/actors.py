@@ -63,6 +63,8 @@ DEVICE = torch.device(cluster.DEVICE)
 LAYERS = 2
 VOCABULARY = 67  # odd, so that not every shard has the same size
 PROMPT, RESPONSE = 6, 10
+# What all ranks know of a culprit.
+PLACE = ("rank", "micro_batch", "row", "position")
 TEMPERATURE = 0.9
 # A step moves log-probs by a few percent: enough to see, too little to clip what it trained on.
 LEARNING_RATE = 1e-3
@@ -505,8 +507,18 @@ def on_device(tensors: Any) -> dict[str, torch.Tensor]:
 
 
 def events_of(actor: Any) -> list[dict[str, Any]]:
-    """Those of the last `update_policy`; the engine itself has only those of its last mini-batch."""
-    return (actor if ENGINE else actor.gradloc).events
+    """Rank 0's of the last `update_policy`, after a check of what this rank has of them. A collective call.
+
+    The engine itself has only those of its last mini-batch.
+    """
+    own = (actor if ENGINE else actor.gradloc).events
+    box = [own]
+    dist.broadcast_object_list(box, src=0)
+    for event, whole in zip(own, box[0], strict=True) if dist.get_rank() else ():
+        places = [{name: culprit[name] for name in PLACE} for culprit in whole["culprits"]]
+        known = {**{name: whole[name] for name in event}, "culprits": places, "replay": None}
+        assert repr(event) == repr(known)
+    return box[0]
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -299,12 +299,12 @@ def with_other_sums(case: Case) -> tuple[float, float, Run]:
 
 
 def failing_beside_the_passes(case: Case, what: str) -> tuple[dict[str, bool], Run]:
-    """Rank 1 runs out of memory where a search only looks at figures; compared with the unpatched actor.
+    """A rank runs out of memory where a search only looks at figures; compared with the unpatched actor.
 
     Args:
         case (Case): The actor.
         what (str): "the units", which are shared before the first probe; "a norm", read after one; "its culprits", of
-            which it tells the other ranks at the end; "the event", which each rank writes down for itself.
+            which it tells the other ranks at the end; "the event", which rank 0 writes down. Else it is rank 1.
     """
 
     def prepare(actor: Any) -> None:
@@ -329,7 +329,7 @@ def failing_beside_the_passes(case: Case, what: str) -> tuple[dict[str, bool], R
 
             actor.gradloc._measure = measured
 
-    fails = what == "the event" and dist.get_rank() == 1
+    fails = what == "the event" and dist.get_rank() == 0
     with mock.patch.object(event, "_trigger", run_out_of_memory) if fails else contextlib.nullcontext():
         return compared(case, prepare=prepare)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from actor_cases import train
-from actors import Case
+from actors import Case, events_of
 from test_actor import Launch, cases, on_engine
 from verl import DataProto
 
@@ -61,7 +61,7 @@ def warned(
     detection = {"spike_detection": True, "grad_norm_threshold": 1e-6, "bisect_budget_steps": 2}
     train(case, calls=calls, prepare=actors.append, change_batch=change, **detection)
     gradloc = actors[0].gradloc
-    verdicts = [event["verdict"] for event in gradloc.events]
+    verdicts = [event["verdict"] for event in events_of(actors[0])]
     return gradloc.warnings, gradloc.state_dict()["run_checks"], verdicts, gradloc.metrics()
 
 

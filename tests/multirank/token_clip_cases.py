@@ -21,6 +21,7 @@ from actors import (
     build_actor,
     build_config,
     build_model,
+    events_of,
     local,
     on_device,
     wrap,
@@ -164,7 +165,7 @@ def run(
         metrics = actor.update_policy(batch)
         (found,) = gradients
         watch = getattr(actor, "engine", actor).watch
-        events = [] if watch.gradloc is None else watch.gradloc.events
+        events = [] if watch.gradloc is None else events_of(actor)
         error = error_of(case, found, plain.gradients)
         state = watch.token_clip.state_dict()["boundaries"]
         averages = {name: of_boundary["average"] for name, of_boundary in state.items() if of_boundary["average"]}
@@ -364,5 +365,5 @@ def search(case: Case, blown_layer: int, threshold: float, clip: bool = False) -
     actor = build_actor(case, change_model=amplify(case, blown_layer), grad_clip=1e9, **options)
     for seed in CALLS[: SPIKED + 1]:
         actor.update_policy(build_batch(case, dist.get_rank(), seed))
-    (event,) = actor.gradloc.events
+    (event,) = events_of(actor)
     return event

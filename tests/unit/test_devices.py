@@ -56,6 +56,7 @@ class Training:
             CUDA,
             meter=meter,
             token_clip=self.token_clip,
+            layer_clip=self.layer_clip,
         )
 
     def forward(self, inputs: dict[str, Tensor], rows: list[int], response_length: int) -> tuple[Tensor, Tensor]:
@@ -144,7 +145,7 @@ def test_the_stand_in_refuses_mixed_devices_and_counts_waits() -> None:
 @pytest.mark.parametrize("meter", ["local", "reduced"])
 @cases("options", {}, {"layer_clip": True}, {"token_clip": "smooth"}, ids=["alone", "layer", "token"])
 def test_an_ordinary_step_waits_once_for_each_part(options: dict[str, Any], meter: str) -> None:
-    """For GradLoc's norms; for those of the reduced gradient, if they are needed; and for TokenClip's counts."""
+    """For GradLoc's norms, and those of the reduced gradient where they are needed; and for TokenClip's counts."""
     with CudaStandIn() as stand_in:
         training = Training(stand_in, meter=meter, **options)
         for step in range(3):  # the first may put constants on the device
@@ -152,8 +153,7 @@ def test_an_ordinary_step_waits_once_for_each_part(options: dict[str, Any], mete
             training.step(step, spike=False)
         waits = of_package(stand_in, before)
         assert not training.gradloc.events
-        reduced = meter == "reduced" or "layer_clip" in options
-        assert len(waits) == 1 + reduced + ("token_clip" in options), waits
+        assert len(waits) == 1 + ("token_clip" in options), waits
 
 
 @pytest.mark.parametrize("action", ["log", "drop"])

@@ -13,7 +13,7 @@ from scripts import launch
 from torch import Tensor
 
 import gradloc
-from gradloc.evidence.ordinary import ordinary_shares, token_medians
+from gradloc.evidence.ordinary import ordinary_counts, ordinary_shares, token_medians
 from gradloc.evidence.token_facts import token_evidence
 from gradloc.judge.auxiliary import CHECK as AUXILIARY_CHECK
 from gradloc.judge.rules import APART, RARE_NORM, RULES, SOURCES, classify, is_apart
@@ -110,7 +110,7 @@ def test_shares_of_ordinary_tokens_are_those_of_a_plain_loop(without: tuple[str,
             one.tokens[name] *= scale
     culprits = {(index, row, position) for index in (0, 3) for row in range(0, ROWS, 2) for position in range(4)}
     medians = token_medians(micro_batches)
-    found = ordinary_shares(micro_batches, culprits, medians, scale)
+    found = ordinary_shares([ordinary_counts(micro_batches, culprits, medians, scale)])
     assert found == {**shares_of_a_loop(micro_batches, culprits, medians, scale), "layer": None}
     # The tokens are such that each rule is tested: those hold for none whose columns are missing.
     rollout, either = {"rollout_log_prob"}, {"old_log_prob", "rollout_log_prob"}
@@ -121,17 +121,19 @@ def test_shares_of_ordinary_tokens_are_those_of_a_plain_loop(without: tuple[str,
         assert (found[name] == 0) == (name in needs and needs[name] <= set(without)), name
     # With a limit for the advantage, it holds for fewer.
     if "advantage" not in without:
-        limited = ordinary_shares(micro_batches, culprits, {**medians, "least_advantage": 9.0}, scale)
+        limited = ordinary_shares(
+            [ordinary_counts(micro_batches, culprits, {**medians, "least_advantage": 9.0}, scale)]
+        )
         assert 0 < limited["advantage"] < found["advantage"]
         assert {**limited, "advantage": found["advantage"]} == found
     # Without the culprits set aside, the shares are others.
-    assert ordinary_shares(micro_batches, set(), medians, scale) != found
+    assert ordinary_shares([ordinary_counts(micro_batches, set(), medians, scale)]) != found
     # Without ordinary tokens, nothing is known of them.
     for one in micro_batches:
         one.tokens["coefficient"][:] = 0.0
         one.tokens.pop("entropy_coefficient", None)
     unknown = dict.fromkeys([*(rule.name for rule in RULES), APART])
-    assert ordinary_shares(micro_batches, set(), medians, scale) == unknown
+    assert ordinary_shares([ordinary_counts(micro_batches, set(), medians, scale)]) == unknown
 
 
 NONE = dict.fromkeys([rule.name for rule in RULES], 0.0)
