@@ -135,7 +135,7 @@ plugin=
 if [[ ${1-} == --plugin ]]; then
     plugin=$(cd "${2:?must name a checkout of verl}" && pwd)
     target=0.9.1
-    set -- tests/unit/test_plugin_with_verl.py tests/multirank/test_plugin_ranks.py tests/trainer/test_plugin_run.py "${@:3}"
+    set -- tests/unit/test_plugin_with_verl.py tests/multirank/test_plugin_ranks.py tests/trainer/test_end_to_end.py "${@:3}"
 fi
 quick=
 timings=()

@@ -190,7 +190,7 @@ def test_quick_leaves_out_slow_tests_and_most_ranks(project: Path) -> None:
 def test_the_plugins_tests_with_another_verl(project: Path, tmp_path: Path) -> None:
     add_target(project, "0.9.1")
     code = "import os\ndef test_it():\n    print('BASE', os.environ['GRADLOC_BASE_TREE'], os.environ['PYTHONPATH'])\n"
-    names = ("unit/test_plugin_with_verl", "multirank/test_plugin_ranks", "trainer/test_plugin_run")
+    names = ("unit/test_plugin_with_verl", "multirank/test_plugin_ranks", "trainer/test_end_to_end")
     use_tests(project, {f"{name}.py": code for name in names})
     (tmp_path / "main").mkdir()
     printed = passed(run(project, "--plugin", tmp_path / "main", options="-s"))

@@ -5,15 +5,17 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import verl
+from scripts import launch
 from valid_events import valid_events
 
 from gradloc_tools.schema import CLIP, conforms
-from warm_python import FOR_RAY
+from warm_python import FOR_RAY, warm_python
 
 ROOT = Path(__file__).parents[2]
 # The key has another name in verl 0.9.
@@ -30,6 +32,14 @@ CRITIC = [
     "critic.fsdp.dtype=float32" if verl.__version__ == "0.9.1" else "critic.model.fsdp_config.model_dtype=float32",
 ]
 warm_interpreter: Path | None = None  # what conftest.py has made
+
+
+@contextlib.contextmanager
+def interpreter(verl: bool) -> Iterator[Path]:
+    """One that has imported what runs need: libraries, or verl with them."""
+    environment = os.environ | launch.added_environment(os.environ) | {"EMBEDDED_METRICS": os.devnull}
+    with tempfile.TemporaryDirectory(prefix="warm-") as folder, warm_python(Path(folder), environment, verl) as path:
+        yield path
 
 
 @contextlib.contextmanager

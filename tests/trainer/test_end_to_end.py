@@ -1,33 +1,39 @@
 """The real `python -m verl.trainer.main_ppo` with Ray, two FSDP2 workers, a random model and a planted spike.
 
-With verl 0.9.1 its trainer V1, with a TransferQueue; test_stop.py runs the other ones.
+With verl 0.9.1 its trainer V1, with a TransferQueue, and the plugin from its wheel; test_stop.py runs a patched verl.
 """
 
+import contextlib
 import html
 import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
+import zipfile
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pandas
 import pytest
 import verl
-from runs import CRITIC, clips_in, events_in, started
+from runs import CRITIC, clips_in, events_in, interpreter, started
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import trees
 from gradloc_tools import schema
 from gradloc_tools.replay.command import main as replay
 from gradloc_tools.schema import conforms
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm")]
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 DEFAULT = (ROOT / "patches/DEFAULT").read_text().strip()
-PREPARED = ROOT / ".embedded" / verl.__version__ / "tiny"
+PREPARED = ROOT / ".embedded" / (f"{trees.TARGET}-plugin" if trees.HAS_PLUGINS else trees.TARGET) / "tiny"
 THRESHOLD = 80.0
 ANSWERS, STEPS = 16, 3
 SAMPLES = 4  # to each prompt, of which right_answers.py makes one right
@@ -45,8 +51,21 @@ def processes_naming(text: str) -> set[int]:
     return found
 
 
+@contextlib.contextmanager
+def with_plugin(folder: Path) -> Iterator[dict[str, Any]]:
+    """Options for runs of a verl that is not patched, with the plugin's wheel as if it were installed."""
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*command, "--wheel-dir", folder, ROOT], check=True)
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder / "site")
+    path = os.pathsep.join(map(str, (trees.BASE_TREE, folder / "site", ROOT / "tests/trainer")))
+    with interpreter(verl=False) as python:
+        yield {"interpreter": python, "PYTHONPATH": path}
+
+
 @pytest.fixture(scope="module", params=[pytest.param("", marks=pytest.mark.target(version="0.9.1"))])
-def run(tmp_path_factory: pytest.TempPathFactory) -> dict:
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict:
     directory = tmp_path_factory.mktemp("run")
     # Four answers of a rank make a mini-batch, in micro-batches of about two that verl fills by their lengths.
     arguments = [
@@ -68,8 +87,16 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> dict:
         "VERL_USE_EXTERNAL_MODULES": "planted_spike,right_answers,critic_on_cpu",
         "PLANTED_SPIKE_FILE": str(directory / "planted.json"),
     }
-    plain = sys.executable if verl.__version__ == DEFAULT else None  # as a user starts it
-    with started(directory / "out", *arguments, interpreter=plain, **environment) as script:
+    with contextlib.ExitStack() as stack:
+        options: dict[str, Any] = {}
+        if trees.HAS_PLUGINS:
+            options = stack.enter_context(with_plugin(tmp_path_factory.mktemp("wheel")))
+            arguments.append("--plugin")
+        elif trees.TARGET == DEFAULT:  # as a user starts it
+            options["interpreter"] = sys.executable
+        else:
+            request.getfixturevalue("warm")
+        script = stack.enter_context(started(directory / "out", *arguments, **options, **environment))
         output, _ = script.communicate()
     assert script.returncode == 0, output
     events = events_in(directory / "out")
