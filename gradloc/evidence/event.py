@@ -271,15 +271,20 @@ def _trigger(mini_batch: MiniBatch, findings: Findings) -> dict[str, Any]:
     return {"kind": mini_batch.trigger, "norm": norm, "threshold": limit}
 
 
-# What an event has of the findings under the same name.
+# What an event has under the same name: of the findings, and of a set of tokens.
 _SAME: tuple[str, ...] = ("threshold", "until", "diagnosis", "explained", "complete", "passes", "budget")
 _SAME += ("budget_seconds", "out_of_time", "error")
+_PART = ("rank", "micro_batch", "tokens", "threshold")
+
+
+def _fields(of: Any, *names: str) -> dict[str, Any]:
+    return {name: getattr(of, name) for name in names}
 
 
 def _findings(findings: Findings, medians: Medians) -> dict[str, Any]:
     """The fields that hold the findings, but for the culprits."""
     return {
-        **{name: getattr(findings, name) for name in _SAME},
+        **_fields(findings, *_SAME),
         "more_tokens": findings.more_over,
         # Where all responses to a prompt got the same reward, there is none.
         "micro_batches": sum(each.tokens > 0 and each.norm != 0 for each in findings.figures.values()),
@@ -287,10 +292,7 @@ def _findings(findings: Findings, medians: Medians) -> dict[str, Any]:
         "culprits": [],
         "diffuse": [_diffuse(findings, part) for part in findings.diffuse],
         "without_tokens": _without_tokens(findings),
-        "open_segments": [
-            {"rank": part.rank, "micro_batch": part.micro_batch, "tokens": part.tokens, "threshold": part.threshold}
-            for part in findings.open
-        ],
+        "open_segments": [_fields(part, *_PART) for part in findings.open],
         "ordinary_layer_norms": None,
         **medians,
         "suspected": [],
@@ -299,17 +301,8 @@ def _findings(findings: Findings, medians: Medians) -> dict[str, Any]:
 
 def micro_batch_over(figures: AllFigures, name: MicroBatchName, threshold: float) -> dict[str, Any]:
     """A micro-batch over its threshold."""
-    micro_batch = figures[name]
-    return {
-        "rank": name[0],
-        "micro_batch": name[1],
-        "rows": micro_batch.rows,
-        "tokens": micro_batch.tokens,
-        "norm": micro_batch.norm,
-        "threshold": threshold * micro_batch.root_square_weight,
-        "token_equivalent": micro_batch.token_equivalent,
-        "layer_norms": micro_batch.layer_norms,
-    }
+    same = _fields(figures[name], "rows", "tokens", "norm", "token_equivalent", "layer_norms")
+    return {"rank": name[0], "micro_batch": name[1], **same, "threshold": threshold * figures[name].root_square_weight}
 
 
 def _unit(findings: Findings, name: MicroBatchName) -> dict[str, Any]:
@@ -318,7 +311,7 @@ def _unit(findings: Findings, name: MicroBatchName) -> dict[str, Any]:
     return {
         **micro_batch_over(findings.figures, name, findings.threshold),
         "broken_tokens": findings.figures[name].broken_tokens,
-        "rest": rest and {"tokens": rest.tokens, "norm": rest.norm, "threshold": rest.threshold},
+        "rest": rest and _fields(rest, "tokens", "norm", "threshold"),
     }
 
 
@@ -347,12 +340,8 @@ def _ordinary_layer_norms(findings: Findings) -> dict[str, float] | None:
 def _diffuse(findings: Findings, part: Part) -> dict[str, Any]:
     """A token set with a spike that no small set of tokens explains, with the largest tokens measured."""
     return {
-        "rank": part.rank,
-        "micro_batch": part.micro_batch,
+        **_fields(part, *_PART, "norm"),
         "rows": list(part.rows),
-        "tokens": part.tokens,
-        "norm": part.norm,
-        "threshold": part.threshold,
         "largest_tokens": [
             {
                 "row": findings.row(token),
