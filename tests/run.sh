@@ -185,10 +185,12 @@ PYTHON=$venv/bin/python bash make_patch.sh --check
 for version in "${targets[@]}"; do set_up_patched "$version"; done
 link_default
 use_target "$target"
-if [[ $venv == "$build/venv" ]]; then # types are those of verl 0.7
+check_types() {
     say "mypy"
     (unset PYTHONPATH && "$venv/bin/mypy") # which would take what is on it for installed
-fi
+}
+has_types=$([[ $venv != "$build/venv" ]] || echo 1) # those of verl 0.7
+[[ $in_parts || ! $has_types ]] || check_types
 [[ $quick || $plugin ]] || set_up_browser "$@"
 if [[ $in_parts ]]; then
     # Each run has a folder of its own, locked until it and all its processes end; build/logs is that of the newest.
@@ -209,12 +211,17 @@ run_pytest() {
         "$venv/bin/python" -m pytest ${quick:+"$quick"} "${timings[@]}" "$@"
 }
 
-# A part of a run: a verl, and what of the tests: one of these folders, all others, or what is marked for another verl.
+# A part of a run: a verl, and what of the tests: one of these folders, all others, or what is marked for another verl; or
+# the types.
 FOLDERS="tests/multirank tests/trainer tests/unit tests/tools tests/report"
 test_part() {
     local version=$1 what=$2 marked="smoke or target(version='$1')" arguments=() folder
     [[ $(environment_of "$version") != "$version" ]] || marked="every_target or $marked"
     use_target "$version"
+    if [[ $what == types ]]; then
+        check_types
+        return
+    fi
     case $what in
         rest) for folder in $FOLDERS; do arguments+=("--ignore=$folder"); done ;;
         marked) # no other file is imported
@@ -251,7 +258,8 @@ summarize() {
             say "${parts[number]}: did not end; its log: build/logs/$number/log"
             continue
         fi
-        counts=$(sed -nE 's/^(=+ )?(no tests ran|[0-9]+ [a-z].*) in [0-9.]+s.*/\2/p' "$part/log" | tail -n 1)
+        counts=$(sed -nE 's/^(=+ )?(no tests ran|[0-9]+ [a-z].*) in [0-9.]+s.*/\2/p; s/^(Success|Found [0-9]+ error).*/&/p' "$part/log" |
+            tail -n 1)
         say "${parts[number]}: ${counts:-no result}, $(<"$part/minutes") min"
         sed -nE 's/^(SKIPPED|FAILED|ERROR) (.*)/    \L\1\E \2/p' "$part/log"
         [[ $(<"$part/code") == 0 ]] || echo "    log: build/logs/$number/log"
@@ -298,6 +306,7 @@ for folder in $FOLDERS; do
     [[ $folder != tests/multirank ]] || for version in "${others[@]}"; do parts+=("$version marked"); done
 done
 parts+=("$target rest")
+[[ ! $has_types ]] || parts+=("$target types")
 workers=()
 set -m # each in a process group of its own, which ends with this one
 for worker in 1 2; do

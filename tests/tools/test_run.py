@@ -44,7 +44,7 @@ def make_venv(project: Path, version: str) -> None:
     write(project / f"tests/requirements-{version}.txt", "")
     write(venv / "bin/python", PYTHON, 0o755)
     for name in ("ruff", "deno", "mypy"):
-        write(venv / "bin" / name, "#!/bin/sh\n", 0o755)
+        write(venv / "bin" / name, f"#!/bin/sh\necho Success: no issues found by {name}\n", 0o755)
     python = subprocess.run([sys.executable, "-VV"], capture_output=True, check=True).stdout
     write(venv / "ready", hashlib.sha256(python).hexdigest())
 
@@ -237,6 +237,7 @@ def test_a_run_ends_with_a_line_for_each_part(project: Path) -> None:
         "    log: build/logs/1/log",
         "run.sh: 0.7.0 rest: 1 passed, 1 skipped, M:SS min",
         skipped,
+        "run.sh: 0.7.0 types: Success: no issues found by mypy, M:SS min",
     ]
     assert printed.count("slowest 40 durations") == 3
 
@@ -251,7 +252,7 @@ def test_a_run_that_hangs_ends_in_time_and_tells_where(project: Path) -> None:
     done = run(project)
     assert done.returncode == 124 and "test_other.py:3: KeyboardInterrupt" in done.stdout
     last = r"run\.sh: 0\.7\.0 rest: no tests ran, \d+:\d\d min\n    log: build/logs/0/log\n"
-    assert re.search(f"{last}$", done.stdout), done.stdout
+    assert re.search(rf"{last}run\.sh: 0\.7\.0 types: .*\n$", done.stdout), done.stdout
 
 
 LEAVES = """import os, signal, pytest
