@@ -19,6 +19,7 @@ from .config import GradLocConfig
 from .evidence.event import build_event
 from .fsdp import collectives
 from .fsdp.state import set_aside, undisturbed
+from .guarded import guarded
 from .layers.layer_clip import LayerClip
 from .measure.mini_batch import MiniBatch, OrdinaryGradient
 from .measure.pass_recorder import PassRecorder, with_a_column
@@ -119,7 +120,11 @@ class GradLoc(PassRecorder):
     @property
     def warnings(self) -> list[dict[str, str]]:
         """What is wrong with the run in the update so far; see `RunChecks.warnings`."""
-        return self._warnings.checks.warnings()
+        found: list[dict[str, str]] = []
+        if not self.is_off:
+            with guarded("what is wrong with the run is not written"):
+                found = self._warnings.checks.warnings()
+        return found
 
     def start_mini_batch(self) -> None:
         """Discards the events and passes of the last mini-batch; the update's metrics still count the events."""

@@ -173,10 +173,13 @@ class RunWarnings:
                 dict(zip(norms.layers, gradient.squared_norms.sqrt().tolist(), strict=True)),
                 dict(zip(model.meter.layers, most, strict=True)),
             )
-        for warning in self.checks.warnings() if collectives.rank() == 0 else ():
-            if warning["name"] not in self._logged:
-                logger.warning("Step %s: %s %s", where["global_step"], warning["sentence"], warning["check"])
-            self._logged.add(warning["name"])
+        if collectives.rank():
+            return
+        with guarded("what is wrong with the run is not logged"):
+            for warning in self.checks.warnings():
+                if warning["name"] not in self._logged:
+                    logger.warning("Step %s: %s %s", where["global_step"], warning["sentence"], warning["check"])
+                self._logged.add(warning["name"])
 
     def add_step(self) -> None:
         """Adds an optimizer step that is about to be taken."""

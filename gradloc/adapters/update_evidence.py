@@ -146,7 +146,7 @@ class UpdateEvidence:
         clip_lines = [id(event) for event in self._events if "token_clip" in event][:EVENTS_PER_STEP]
         events = [event for event in events if "token_clip" not in event or id(event) in clip_lines]
         tokens = [(event, i, token) for event in events for i, token in enumerate(_tokens(event))]
-        if not tokens:
+        if not tokens or (own and self._rank):
             return
         spikes = [event for event in events if _kind(event) == "spike" and event["culprits"]]
         rewarded = {event["mini_batch"]: event for event in spikes if event.get("drill") is None}

@@ -80,9 +80,11 @@ class BundleWriter:
         Raises:
             RankFailedError: A rank could not send its micro-batch.
         """
-        if not collectives.broadcast(self._has_room, 0):
-            return None
-        names = worth_keeping(event, findings.figures, findings.threshold)
+
+        def choose() -> list[MicroBatchName]:
+            return worth_keeping(event, findings.figures, findings.threshold) if self._has_room() else []
+
+        names = collectives.broadcast(choose, 0)
         micro_batches = {}
         for name in names[: limits.MICRO_BATCHES]:
             if mini_batch.model.meter.kind == "local" and name in findings.micro_batches:

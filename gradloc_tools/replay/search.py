@@ -44,7 +44,7 @@ _MEDIANS = ("median_advantage", "median_weight")
 
 @dataclass(frozen=True)
 class Searched:
-    """What a search gave, the same on every rank.
+    """What a search gave; all but `found` is the same on every rank.
 
     Args:
         found (dict): What `build_event` returned, on rank 0 with the ranks and micro-batches of the bundle; None if

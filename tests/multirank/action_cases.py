@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +20,7 @@ from actors import (
     PROMPT,
     Case,
     build_actor,
+    dp_actor,
     events_of,
     local,
     parts,
@@ -121,6 +124,28 @@ def drop_without_budget(case: Case, budget: int) -> tuple[dict[str, bool], Run, 
 def fill_with_nan(actor: Any) -> None:
     for parameter in actor.actor_module.parameters():
         (parameter.to_local() if hasattr(parameter, "to_local") else parameter).fill_(math.nan)
+
+
+def broken_weights(case: Case) -> tuple[dict[str, bool], Run]:
+    """Every weight is NaN; an unpatched actor leaves its steps out, too."""
+    run = train(case, prepare=fill_with_nan, **DETECTION)
+    return {"no step": run.gradients == []}, run
+
+
+def misaligned(case: Case, shift: float) -> tuple[float, str]:
+    """Rollout log-probs that are all off by `shift` nats.
+
+    Returns:
+        tuple: The logged share and, on rank 0, the culprits' sources.
+    """
+    actor = build_actor(case, **DETECTION)
+    batch = build_batch(case, dist.get_rank())
+    batch.batch["rollout_log_probs"] -= shift * batch.batch["response_mask"]
+    metrics = actor.update_policy(batch)
+    sources = [
+        culprit["source"] for event in actor.gradloc.events for culprit in event["culprits"] if "source" in culprit
+    ]
+    return metrics["actor/gradloc/misaligned_share"], json.dumps(sources)
 
 
 def broken_activation(case: Case, rank: int, row: int, position: int) -> tuple[dict[str, bool], Run]:
@@ -256,6 +281,69 @@ def overflow(case: Case, poisoned: list[tuple[int, int, int]]) -> tuple[dict[str
 
     same, run = compared(case, 1, {"prepare": prepare, "change_batch": change_batch})
     return same, run, [scaler.get_scale() for scaler in scalers]
+
+
+def update_of_the_worker(case: Case) -> tuple[str, list[float], list[int], list[bool]]:
+    """Two updates by verl's worker, of which the first is skipped; parameters and optimizer are offloaded between them.
+
+    Returns:
+        tuple: The events that the first update hands up; the learning rate after each update; the optimizer's steps
+            after each; whether the parameters are those of an unpatched actor after each.
+    """
+    import contextlib
+    from types import SimpleNamespace
+
+    from verl.workers.fsdp_workers import ActorRolloutRefWorker
+
+    import embedded  # noqa: F401  what torch lacks on a CPU
+
+    def build(module: Any, **options: Any) -> SimpleNamespace:
+        actor = build_actor(case, module, **options)
+        actor.gradloc = getattr(actor, "gradloc", None)  # the unpatched actor has none
+        actor.watch = getattr(actor, "watch", None)
+        return SimpleNamespace(
+            _is_actor=True,
+            _is_offload_param=True,
+            _is_offload_optimizer=True,
+            actor=actor,
+            actor_module_fsdp=actor.actor_module,
+            actor_optimizer=actor.actor_optimizer,
+            actor_lr_scheduler=torch.optim.lr_scheduler.LambdaLR(actor.actor_optimizer, lambda step: 1 / (1 + step)),
+            ulysses_sharding_manager=contextlib.nullcontext(),
+            flops_counter=SimpleNamespace(estimate_flops=lambda *_, **__: (0.0, 1.0)),
+            tokenizer=SimpleNamespace(pad_token_id=0),
+            config=SimpleNamespace(actor=actor.config),
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+        )
+
+    def update(worker: SimpleNamespace, seed: int) -> DataProto:
+        batch = build_batch(case, dist.get_rank(), seed)
+        batch.meta_info["global_token_num"] = [1]
+        return ActorRolloutRefWorker.update_actor(worker, batch)
+
+    folder = tempfile.TemporaryDirectory()
+    worker = build(dp_actor, spike_action="skip", bisect_dump_dir=folder.name, **DETECTION)
+    stock = build(stock_dp_actor())
+    events, rates, steps, same = [], [], [], []
+    for seed in range(2):
+        output = update(worker, seed)
+        if seed:
+            update(stock, seed)
+        else:
+            stock.actor_lr_scheduler.step()
+        assert set(output.meta_info) == {"metrics"}
+        events.append(worker.actor.gradloc.events)
+        # Rank 0 writes for all.
+        assert sorted(os.listdir(folder.name)) == (
+            [".run.lock", "spikes.jsonl", "steps.jsonl"] if dist.get_rank() == 0 else []
+        )
+        rates.append(worker.actor_lr_scheduler.get_last_lr()[0])
+        state = worker.actor_optimizer.state.values()
+        steps.append(max((int(entry["step"]) for entry in state), default=0))
+        ours, theirs = ([local(p).cpu() for p in one.actor_module_fsdp.parameters()] for one in (worker, stock))
+        same.append(all(map(torch.equal, ours, theirs)))
+    return json.dumps(events), rates, steps, same
 
 
 def evidence_with_odd_truths(folder: str, count: int) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import action_cases
 import pytest
-from actors import Case
+from actors import LEARNING_RATE, Case
 from test_actor import ONE, THREE, Launch, as_list, cases, harmless, on_engine, same_events
 from valid_events import valid_events
 
@@ -50,6 +50,23 @@ def test_drop_without_its_passes_leaves_the_gradient(launch: Launch) -> None:
     results = [(same, run) for same, run, _ in results]
     ((event,),) = [harmless(results)[0]]
     assert len(event["culprits"]) == 1 and not event["applied"]
+
+
+@cases((2, Case("fsdp2")))
+def test_nan_weights_have_no_culprit(launch: Launch, world: int, case: Case) -> None:
+    results = launch(world, action_cases.broken_weights, case)
+    ((event,),) = harmless(results)
+    assert event["diagnosis"] == "nonfinite" and event["culprits"] == [] and event["passes"] == 0 and event["complete"]
+    assert len(event["units"]) == world * case.rows // case.micro_batch
+    assert event["broken_parameters"]["count"] == event["broken_parameters"]["of"] > 0
+
+
+@pytest.mark.parametrize("shift", [2.0, 0.0])
+def test_log_probs_unlike_the_rollouts_are_called_misaligned(launch: Launch, shift: float) -> None:
+    results = launch(2, action_cases.misaligned, Case(rollout=True, planted=ONE), shift)
+    (source,) = json.loads(results[0][1])
+    assert (source == "misaligned") == bool(shift)
+    assert [share for share, _ in results] == [1.0 if shift else 0.0] * 2
 
 
 def test_a_nan_in_the_forward_is_traced_to_where_it_begins(launch: Launch) -> None:
@@ -95,6 +112,17 @@ def test_a_diffuse_spike_that_spends_the_budget_is_incomplete(launch: Launch) ->
     (event,) = valid_events(results[0][2])
     assert event["diagnosis"] == "incomplete" and event["passes"] == 3
     assert not event["complete"] and event["open_segments"]
+
+
+def test_the_worker_advances_its_schedule_after_a_skipped_step(launch: Launch) -> None:
+    """Also with parameters and optimizer offloaded between updates (verl cannot do that with FSDP1 on a CPU)."""
+    results = launch(2, action_cases.update_of_the_worker, Case("fsdp2", optimizer="adamw", planted=ONE))
+    for events, rates, steps, same in results:
+        first, second = json.loads(events)
+        assert (len(first), second) == (1, [])
+        assert rates == [LEARNING_RATE / 2, LEARNING_RATE / 3]
+        assert steps == [0, 1]
+        assert same == [True, True]
 
 
 @pytest.mark.every_target

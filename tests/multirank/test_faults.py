@@ -21,11 +21,10 @@ from valid_events import valid_events
         (1, Case("fsdp2", planted=((0, 0, 4), (0, 6, 1))), "in a layer"),
         pytest.param(2, Case("fsdp1", planted=THREE), "in a layer", marks=pytest.mark.every_target),
         (2, Case("fsdp1", planted=THREE), "in a layer's backward"),
+        (2, Case("fsdp1", planted=THREE), "in the backward"),
         (2, Case("fsdp2", checkpointing=True, planted=THREE), "in a layer"),
         (2, Case("fsdp2", activation_offload=True, planted=THREE), "in a layer's backward"),
         (2, Case("fsdp2", grouped=True, planted=THREE), "in a layer"),
-        # As torch 2.15 keeps deferred gradients.
-        (2, Case("fsdp2", planted=THREE), "in a layer's backward, later torch"),
         *[(2, Case("fsdp2", planted=THREE), where) for where in ("before the forward", "after the forward")],
         pytest.param(2, Case("fsdp2", planted=THREE), "in the backward", marks=pytest.mark.every_target),
         (4, Case("fsdp1", hsdp=True, planted=THREE), "in a layer's backward"),
@@ -36,10 +35,20 @@ def test_out_of_memory_in_a_pass_ends_the_search_on_all_ranks(
     launch: Launch, world: int, case: Case, where: str
 ) -> None:
     failing, when = {1: ([0], 1), 2: ([1], 2), 4: ([1, 2], 2)}[world]
-    later_torch = "later torch" in where
-    results = launch(world, fault_cases.failing_search, case, where.split(",")[0], failing, when, later_torch)
-    (event,), second = harmless(results)
+    (event,), second = harmless(launch(world, fault_cases.failing_search, case, where, failing, when))
     assert second == [] and not event["complete"] and "OutOfMemoryError" in event["error"]
+
+
+@pytest.mark.parametrize("failing", [[], [1]], ids=["found", "out of memory"])
+def test_a_search_where_a_torch_has_what_2_15_has(launch: Launch, failing: list[int]) -> None:
+    case = Case("fsdp2", planted=THREE)
+    results = launch(2, fault_cases.failing_search, case, "in a layer's backward", failing, 2, True)
+    (event,), second = harmless(results)
+    assert second == [] and event["complete"] == (not failing)
+    if failing:
+        assert "OutOfMemoryError" in event["error"]
+    else:
+        assert {(c["rank"], c["row"], c["position"]) for c in event["culprits"]} == set(THREE)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +228,7 @@ def test_unread_tokens_end_the_searches_of_an_update(
 def test_an_error_that_would_leave_ranks_waiting_ends_the_run(
     monkeypatch: pytest.MonkeyPatch, function: Callable[[Case], None], case: Case, said: str
 ) -> None:
-    monkeypatch.setattr(cluster, "IDLE_SECONDS_AFTER_FAILURE", 2.0)
+    monkeypatch.setattr(cluster, "IDLE_SECONDS_AFTER_FAILURE", 5.0)
     with pytest.raises(RankFailed, match=f"rank 1: (.|\n)*RankLostError: .*{said}"):
         Cluster(2).run(function, case)
 

@@ -28,6 +28,16 @@ def recorded_and_searched(case: Case, directory: str, **options: Any) -> tuple[d
     return compare_runs(recorded, stock_run(case)), searched.metrics, recorded.metrics
 
 
+def with_layer_clip(case: Case, directory: str) -> tuple[bool, int]:
+    """Whether LayerClip measured layers in a run whose spikes are recorded, and how many there were."""
+    from verl.workers.config import LayerClipConfig
+
+    options = {"spike_detection": True, "grad_norm_threshold": IDENTITY_THRESHOLD, "spike_search": "replay"}
+    run = train(case, bisect_dump_dir=directory, layer_clip=LayerClipConfig(enable=True), **options)
+    (metrics,) = run.metrics
+    return any("layer_clip" in name for name in metrics), int(metrics["actor/gradloc/triggered"])
+
+
 def collective_calls(case: Case, directory: str) -> dict[str, list[str]]:
     """The collective calls of runs whose spikes are recorded and searched, and of one without any of our own."""
 
@@ -112,3 +122,8 @@ def test_no_collective_call_is_made(launch: Launch, tmp_path: Path) -> None:
         assert calls["recorded"] == calls["stock"]
         assert len(calls["searched"]) > len(calls["stock"]) > 0
     assert len(written(tmp_path / "recorded")) == 2
+
+
+def test_layer_clip_works_beside_it(launch: Launch, tmp_path: Path) -> None:
+    for layers, events in launch(2, with_layer_clip, SMALL, str(tmp_path)):
+        assert layers and events == 2

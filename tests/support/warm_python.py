@@ -81,12 +81,14 @@ def serve(address: str, search_path: str) -> Callable[[], None]:
         address (str): That of its socket.
         search_path (str): Where it finds verl; empty where verl is not to be imported.
     """
-    base = sys.path[1:]
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # where pytest is killed
+    base, before = sys.path[1:], set(os.environ)
     os.environ["RAY_RAYLET_PID"] = str(os.getpid())  # a worker ends with that process
     sys.path[1:1] = search_path.split(os.pathsep) if search_path else []
     for name in [*LIBRARIES, *(OF_VERL if search_path else [])]:
         with contextlib.suppress(ImportError):  # not every verl needs or has each of them
             importlib.import_module(name)
+    set_by_imports = {name: os.environ[name] for name in os.environ.keys() - before - {"RAY_RAYLET_PID"}}
     gc.collect()
     gc.freeze()
     listener = socket.socket(socket.AF_UNIX)
@@ -117,7 +119,7 @@ def serve(address: str, search_path: str) -> Callable[[], None]:
                     selector.close()
                     for each in (listener, wakeup, woken, connection, *clients.values()):
                         each.close()
-                    return lambda: request.run(base)
+                    return lambda: request.run(base, set_by_imports)
                 for file in request.files.values():
                     os.close(file)
                 with contextlib.suppress(OSError):  # a client that is gone is seen below
@@ -204,11 +206,12 @@ class Request:
         received = dict(zip(map(int, numbers.split(",")), map(_raised, files), strict=True))
         return cls(executable, directory, int(umask), received, rest[: int(count)], environment)
 
-    def run(self, base: list[str]) -> None:
+    def run(self, base: list[str], set_by_imports: dict[str, str]) -> None:
         """Runs the command in this process, as an interpreter does.
 
         Args:
             base (list[str]): Where an interpreter looks for modules after PYTHONPATH.
+            set_by_imports (dict[str, str]): Variables of the environment that modules have set when they were imported.
         """
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -221,7 +224,7 @@ class Request:
             setattr(sys, name, _reopened(number, getattr(sys, name)))
             setattr(sys, f"__{name}__", getattr(sys, name))
         os.environ.clear()
-        os.environ.update(self.environment)
+        os.environ.update(set_by_imports | self.environment)
         os.chdir(self.directory)
         os.umask(self.umask)
         sys.executable = self.executable

@@ -25,7 +25,7 @@ def record(directory: Path, step: int) -> None:
     """Writes an event with one culprit as rank 0 of verl 0.7's worker does."""
     from verl.utils.gradloc.adapters.dp_actor import write_evidence
 
-    ids = torch.zeros(ROWS, PROMPT + RESPONSE, dtype=torch.long)
+    ids = torch.arange(ROWS * (PROMPT + RESPONSE)).reshape(ROWS, -1)
     tensors = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "responses": ids[:, PROMPT:]}
     # Reward functions of one's own may take anything.
     columns = {"data_source": 3, "uid": uuid.UUID(int=7), "reward_model": "no mapping"}
@@ -68,6 +68,7 @@ def test_a_full_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         assert [event["global_step"] for event in written] == [1, 2, 3, 5]
         (culprit,) = written[0]["culprits"]
         assert (culprit["data_source"], culprit["uid"]) == ("3", str(uuid.UUID(int=7)))
+        assert culprit["prompt"] == "24 25 26"  # of the second row of the second mini-batch
     finally:
         subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
 
