@@ -188,16 +188,16 @@ def run_actor(case: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     options = {**options, "layer_clip": VerlLayerClipConfig(enable=True, **options.get("layer_clip", {}))}
     found: dict[str, Any] = {"measured": 0}
 
-    def counted(measure: Callable[[], Tensor]) -> Tensor:
-        found["measured"] += 1
-        return measure()
+    def counted(measure: Callable[[bool], Tensor], of_weights: bool = False) -> Tensor:
+        found["measured"] += not of_weights
+        return measure(of_weights)
 
     def prepare(actor: Any) -> None:
         found["actor"] = actor
         for norms in [actor.layer_clip._reduced_norms] + (
             [actor.gradloc._model.reduced_norms] if actor.gradloc else []
         ):
-            norms.squared_norms = functools.partial(counted, norms.squared_norms)
+            norms.own_squares = functools.partial(counted, norms.own_squares)
 
     of_case = Case(**case)
     run = actor_cases.train(of_case, prepare=prepare, **options)
