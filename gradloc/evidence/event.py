@@ -109,7 +109,7 @@ def build_event(
     if medians is None:
         medians = token_medians(mini_batch.micro_batches, model.sequence_parallel_size)
     least = {**medians, "least_advantage": _least_advantage([facts[token] for token in culprits], medians)}
-    places = {(name[1], *place) for name, *place in culprits if name[0] == model.rank}
+    places = {(name[1], row, position) for name, row, position in culprits if name[0] == model.rank}
 
     def own() -> tuple[Tensor, Tensor | None, float]:
         counts = ordinary_counts(mini_batch.micro_batches, places, least, mini_batch.scale)

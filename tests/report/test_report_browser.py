@@ -142,7 +142,8 @@ def page(chromium: Page) -> Iterator[Page]:
     chromium.width(1280)
     yield chromium
     assert chromium.complaints() == []
-    urls = {url for url in chromium.requests() if not url.startswith(("data:", "blob:"))}
+    # The browser begins with a page of its own.
+    urls = {url for url in chromium.requests() if not url.startswith(("data:", "blob:", "chrome:"))}
     assert all(url.startswith("file://") and url.endswith(".html") for url in urls), urls
 
 
