@@ -11,6 +11,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm"), pytest.mark.tar
 
 TRAINERS = (
     {
+        "V1": [],
         "V1_async": ["trainer.v1.trainer_mode=colocate_async", "trainer.v1.sampler.custom_sampler.path=null"],
         "V0": ["trainer.use_v1=False"],
     }
