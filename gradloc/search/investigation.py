@@ -296,12 +296,10 @@ class _Investigation:
         norm = self.figures[self._groups.members[group][0]].norm if known else None
         # An overflow caused by the loss scale would look like broken tokens.
         may_overflow = self.mini_batch.scale != 1
-        if may_overflow and norm is not None and not math.isfinite(norm):
-            return
         if len(weights):
             healthy = not any(nonfinite_log_probs(t).any() for t in tokens)
             self._search.add_group(group, norm, suspicion, weights, healthy, may_overflow)
-        elif norm is not None and not math.isfinite(norm):
+        elif norm is not None and not math.isfinite(norm) and not may_overflow:
             self._broken.groups.append(group)
             self._broken.suspect_rows(group)
 
