@@ -1,7 +1,5 @@
 """Fixtures for the tests of the tools."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

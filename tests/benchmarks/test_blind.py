@@ -1,7 +1,5 @@
 """The blind benchmark: faults stand where they are said to, runs repeat, and its table counts names."""
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import sys

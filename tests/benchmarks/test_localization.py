@@ -1,7 +1,5 @@
 """The benchmark of the localization: that its figures are those of brute force."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The benchmark of spikes and clips in its shortest form: that it runs, and that what it prints is what it ran."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """What a spike leads to, held against an unpatched actor whose forward detaches the planted tokens."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

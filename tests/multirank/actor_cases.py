@@ -1,7 +1,5 @@
 """Runs of an actor, beside the oracle and beside the unpatched actor; they run inside the ranks of a cluster."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """A gradient that comes from no token, and the scale of ordinary losses. Runs inside the ranks of a cluster."""
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """The data of the tiny actors: ragged rows, with log-probs near those of the model, and planted spikes."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import math

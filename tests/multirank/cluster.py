@@ -5,8 +5,6 @@ to answer has had anything to do for a while, they wait for each other for ever:
 their threads. A rank that other programs keep from the processors does have something to do.
 """
 
-from __future__ import annotations
-
 import datetime
 import faulthandler
 import math

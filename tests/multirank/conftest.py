@@ -1,7 +1,5 @@
 """The ranks of all tests here, and what they need before verl is imported."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any

@@ -3,8 +3,6 @@
 Everything here runs inside the ranks of a cluster.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """Policy losses as users register them, which do not give verl's `agg_loss` one loss of each response token."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Updates with a spike drill, and the same without."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """verl 0.9's FSDP engine behind the calls of verl 0.7's actor, so that tests and benchmarks run on both."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import sys

@@ -3,8 +3,6 @@
 It maps a function over each index instead, which takes a third of a forward of models as tiny as those of the tests.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Searches that are disturbed, and small ones drawn at random."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -4,8 +4,6 @@ Everything here runs inside the ranks of a cluster. The plain computation takes 
 copy of the model, averages them, and clips layer by layer with layers told apart by this file's own patterns.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import os

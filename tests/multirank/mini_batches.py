@@ -1,7 +1,5 @@
 """How verl cuts a mini-batch into micro-batches, and how much each token counts in its loss: closed formulas."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

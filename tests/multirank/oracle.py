@@ -4,8 +4,6 @@ It is slow and meant to be obviously right: plain autograd on an unsharded copy 
 Everything here runs inside the ranks of a cluster; each rank takes its own rows.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

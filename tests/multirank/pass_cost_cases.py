@@ -1,7 +1,5 @@
 """What a watched training pass costs, and the norms of local gradients. All here runs inside the ranks of a cluster."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 from collections import Counter

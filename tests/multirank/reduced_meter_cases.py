@@ -5,8 +5,6 @@ all-to-all call, which gloo lacks; with verl 0.7 also for flash attention's way 
 has nested tensors, that a CPU has too.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable

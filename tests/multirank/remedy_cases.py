@@ -1,7 +1,5 @@
 """Runs with a remedy switched on, which a replay's table of remedies is held against."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json

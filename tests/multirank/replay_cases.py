@@ -1,7 +1,5 @@
 """Runs that keep a bundle of their spike, with the brute force that its replay is held against."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import itertools

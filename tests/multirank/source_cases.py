@@ -1,7 +1,5 @@
 """An actor whose batch has a token for each rule of `source`, beside ordinary tokens."""
 
-from __future__ import annotations
-
 import functools
 import math
 

@@ -1,18 +1,16 @@
 """What the actor does about a spike, and about gradients that are not numbers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
 import action_cases
 import pytest
 from actors import LEARNING_RATE, Case
-from test_actor import ONE, THREE, Launch, as_list, cases, harmless, on_engine, same_events
+from test_actor import ONE, THREE, Launch, as_list, harmless, on_engine, on_ranks, same_events
 from valid_events import valid_events
 
 
-@cases(
+@on_ranks(
     (2, Case("fsdp1", planted=ONE)),
     on_engine(2, Case(mini_batch=4, rows=4, planted=((1, 3, 6),))),
 )
@@ -26,7 +24,7 @@ def test_skip_leaves_the_step_out(launch: Launch, world: int, case: Case) -> Non
         assert as_list(run.metrics[0]["actor/grad_norm"]) == [event["global_norm"]]
 
 
-@cases(
+@on_ranks(
     (2, Case("fsdp1", planted=THREE)),
     (2, Case("fsdp1-orig", checkpointing=True, kl=True, entropy=True, planted=ONE)),
     (2, Case(checkpointing=True, kl=True, entropy=True, dynamic=True, planted=ONE)),
@@ -52,7 +50,7 @@ def test_drop_without_its_passes_leaves_the_gradient(launch: Launch) -> None:
     assert len(event["culprits"]) == 1 and not event["applied"]
 
 
-@cases((2, Case("fsdp2")))
+@on_ranks((2, Case("fsdp2")))
 def test_nan_weights_have_no_culprit(launch: Launch, world: int, case: Case) -> None:
     results = launch(world, action_cases.broken_weights, case)
     ((event,),) = harmless(results)

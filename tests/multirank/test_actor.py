@@ -1,7 +1,5 @@
 """The patched actor against brute force, under FSDP1 and FSDP2 on several processes."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -31,11 +29,11 @@ Launch = Callable[..., list[Any]]
 
 
 def on_engine(world: int, case: Case) -> tuple[Any, ...]:
-    """A row of `cases` that runs with the engine of verl 0.9.1, too: one for each thing that the adapters do."""
+    """A row of `on_ranks` that runs with the engine of verl 0.9.1, too: one for each thing that the adapters do."""
     return world, case, pytest.mark.target(version="0.9.1")
 
 
-def cases(*rows: tuple[Any, ...]) -> pytest.MarkDecorator:
+def on_ranks(*rows: tuple[Any, ...]) -> pytest.MarkDecorator:
     """Parametrizes a test by the number of ranks and the case of each row, which may have marks after them."""
     return pytest.mark.parametrize(
         ("world", "case"),
@@ -76,7 +74,7 @@ def check_unit(found: dict[str, Any], unit: Unit, threshold: float, tolerance: f
     assert found["tokens"] == unit.tokens
 
 
-@cases(
+@on_ranks(
     on_engine(2, Case("fsdp1", checkpointing=True, mini_batch=4, epochs=2, kl=True)),
     (2, Case("fsdp1-orig", checkpointing=True, tied=True, mini_batch=4, kl=True, entropy=True)),
     (2, Case("fsdp2", tied=True, entropy=True, loss_agg_mode=MODES[3], mini_batch=4)),
@@ -111,7 +109,7 @@ def test_norms_of_micro_batches_are_those_of_the_oracle(launch: Launch, world: i
     assert max(as_list(run.metrics[0]["actor/gradloc/token_norm_max"])) == near(largest, case.tolerance)
 
 
-@cases(
+@on_ranks(
     (*on_engine(2, Case("fsdp2", planted=THREE)), pytest.mark.smoke),
     on_engine(2, Case("fsdp2", checkpointing=True, mini_batch=4, kl=True, entropy=True, planted=ONE)),
     (2, Case("fsdp1", loss_agg_mode=MODES[1], dynamic=True, planted=THREE)),
@@ -241,7 +239,7 @@ def test_nothing_happens_without_a_spike(launch: Launch) -> None:
                 assert sum(as_list(metrics[f"actor/gradloc/{name}"])) == 0
 
 
-@cases((2, Case("fsdp1", planted=ONE, nan=NAN)), on_engine(2, Case("fsdp2", planted=ONE, nan=NAN)))
+@on_ranks((2, Case("fsdp1", planted=ONE, nan=NAN)), on_engine(2, Case("fsdp2", planted=ONE, nan=NAN)))
 def test_tokens_with_a_nan_gradient_are_culprits(launch: Launch, world: int, case: Case) -> None:
     results = launch(world, actor_cases.identity, case, 100)
     events, later = same_events([result[-1] for result in results])
@@ -260,7 +258,7 @@ TWO_EPOCHS = Case(
 )
 
 
-@cases(
+@on_ranks(
     on_engine(2, Case("fsdp1", dropout=0.2, optimizer="adamw", reference=True, planted=THREE)),
     (2, dataclasses.replace(TWO_EPOCHS, wrap="fsdp1-orig")),
     on_engine(2, TWO_EPOCHS),

@@ -1,7 +1,5 @@
 """grad_norm_threshold=auto in actors that have no norms to go by."""
 
-from __future__ import annotations
-
 import pytest
 from actor_cases import Run, train
 from actors import Case

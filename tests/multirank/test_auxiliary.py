@@ -1,11 +1,9 @@
 """A gradient that comes from no token, against autograd; and losses of verl, none of which is scaled wrongly."""
 
-from __future__ import annotations
-
 import auxiliary_cases
 import pytest
 from actors import ENGINE, Case
-from test_actor import MODES, Launch, cases, harmless, on_engine
+from test_actor import MODES, Launch, harmless, on_engine, on_ranks
 
 from gradloc.judge.loss_scale import coefficient_factor
 
@@ -25,7 +23,7 @@ def test_the_gradient_of_an_auxiliary_loss_is_measured(launch: Launch) -> None:
     assert event["verdict"]["cause"] == "auxiliary" and event["passes"] <= 16
 
 
-@cases(
+@on_ranks(
     (2, Case("fsdp2", dynamic=True)),
     *[(2, Case("fsdp2", loss_agg_mode=mode)) for mode in ("seq-mean-token-mean", "seq-mean-token-sum")],
     (2, Case("fsdp2", loss_mode="cispo")),

@@ -1,7 +1,5 @@
 """The processes that the other tests here run: a hang ends with stacks, and slowness is none."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,10 +1,8 @@
 """GradLoc in every configuration of the FSDP actor, against brute force."""
 
-from __future__ import annotations
-
 import pytest
 from actors import ENGINE, Case
-from test_actor import ONE, THREE, Launch, cases, check_planted_tokens, on_engine
+from test_actor import ONE, THREE, Launch, check_planted_tokens, on_engine, on_ranks
 
 # On each replica of the model, and on both shards of one.
 REPLICAS = ((0, 0, 4), (2, 4, 2), (3, 7, 0))
@@ -18,7 +16,7 @@ def skip_what_verl_cannot_train(case: Case) -> None:
         pytest.skip("its fused kernels fail under FSDP2: they multiply a sharded weight by a whole tensor")
 
 
-@cases(
+@on_ranks(
     (2, Case("fsdp1", model="lora", planted=ONE)),
     on_engine(2, Case(model="lora", planted=THREE)),
     (2, Case("fsdp1-orig", model="frozen", planted=ONE)),

@@ -1,7 +1,5 @@
 """The watch over verl's critics, against plain autograd on an unsharded copy."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,7 @@ import pytest
 import torch
 from actors import Case
 from jsonschema import Draft202012Validator
-from test_actor import Launch, cases, near, on_engine
+from test_actor import Launch, near, on_engine, on_ranks
 
 from gradloc.judge.critic import cause, summary
 from gradloc_tools.report.reading import read
@@ -22,7 +20,7 @@ VALIDATOR = Draft202012Validator(CRITIC)
 PLANTED = ((1, 5, 1),)
 
 
-@cases(
+@on_ranks(
     on_engine(2, Case("fsdp1", mini_batch=4)),
     (2, Case("fsdp1-orig", dynamic=True)),
     on_engine(2, Case(loss_agg_mode="seq-mean-token-mean", nested=actors.ENGINE)),
@@ -63,7 +61,7 @@ def test_norms_and_errors_are_those_of_plain_autograd(launch: Launch, tmp_path: 
     assert metrics["critic/gradloc/triggered"] == case.rows // case.mini_batch
 
 
-@cases(
+@on_ranks(
     on_engine(2, Case("fsdp1", nested=actors.ENGINE, epochs=2, mini_batch=4, planted=PLANTED)),
 )
 def test_a_planted_return_is_found(launch: Launch, tmp_path: Path, world: int, case: Case) -> None:
@@ -103,7 +101,7 @@ def test_a_tiled_mlp_is_measured_by_its_reduced_gradient(launch: Launch, tmp_pat
     assert (spike["values"][0]["rank"], spike["values"][0]["row"]) == PLANTED[0][:2]
 
 
-@cases(
+@on_ranks(
     on_engine(2, Case("fsdp2", dynamic=True, planted=PLANTED)),
 )
 def test_training_is_that_of_the_released_verl(launch: Launch, tmp_path: Path, world: int, case: Case) -> None:

@@ -1,7 +1,5 @@
 """The spike drill: the planted token is found in every configuration, and training is as without a drill."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import drill_cases

@@ -1,7 +1,5 @@
 """What only verl 0.9's FSDP engine has; the actor's own tests run against it as well."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ import torch.distributed as dist
 from actors import Case, build_actor
 from batches import Words, build_batch, response_length, with_columns
 from reduced_meter_cases import share_sequences, stand_in_for_a_gpu
-from test_actor import ONE, THREE, Launch, cases, check_bit_identity, check_planted_tokens, near
+from test_actor import ONE, THREE, Launch, check_bit_identity, check_planted_tokens, near, on_ranks
 from valid_events import valid_events
 
 
@@ -79,7 +77,7 @@ pytestmark = [
 ]
 
 
-@cases(
+@on_ranks(
     (2, Case("fsdp1", deferred=True, dynamic=True, planted=THREE)),
     (2, Case(nested=True, mini_batch=4, rollout=True, kl=True, planted=THREE)),
     # One of the micro-batches has no response, and so no column.
@@ -89,7 +87,7 @@ def test_planted_tokens_are_found(launch: Launch, world: int, case: Case) -> Non
     check_planted_tokens(launch, world, case)
 
 
-@cases(
+@on_ranks(
     (2, Case(deferred=True, dropout=0.2, optimizer="adamw", planted=THREE)),
     (2, Case("fsdp1", deferred=True, nested=True, micro_batch=1, kl=True, entropy=True, planted=THREE)),
 )

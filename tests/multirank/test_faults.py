@@ -1,7 +1,5 @@
 """Whatever happens during a search: it ends on all ranks alike, and training goes on, or fails as it would without."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 
@@ -11,7 +9,7 @@ import pytest
 from actors import ENGINE, Case
 from cluster import Cluster, RankFailed
 from fault_cases import draw
-from test_actor import ONE, THREE, Launch, as_list, cases, harmless, on_engine, same_events
+from test_actor import ONE, THREE, Launch, as_list, harmless, on_engine, on_ranks, same_events
 from valid_events import valid_events
 
 
@@ -97,7 +95,7 @@ def test_a_rehearsal_ends_on_all_ranks(
         assert expected in error and found == known
 
 
-@cases(on_engine(2, Case("fsdp2", planted=THREE)))
+@on_ranks(on_engine(2, Case("fsdp2", planted=THREE)))
 def test_an_error_in_a_training_hook_does_not_end_training(launch: Launch, world: int, case: Case) -> None:
     results = launch(world, fault_cases.failing_hook, case)
     assert harmless(results)[0] == []
@@ -121,7 +119,7 @@ def test_the_clock_of_the_first_rank_ends_the_search_on_all(launch: Launch, othe
     assert event["budget_seconds"] == 4.5 and event["passes"] == 3 and event["error"] is None
 
 
-@cases(
+@on_ranks(
     (2, Case("fsdp1", stays_unsharded=True, planted=THREE)),
     on_engine(2, Case("fsdp2", stays_unsharded=True, deferred=True, planted=THREE)),
 )
@@ -169,7 +167,7 @@ def test_ranks_with_other_arithmetic_search_alike(launch: Launch) -> None:
     assert {(c["rank"], c["row"], c["position"]) for c in event["culprits"]} == set(THREE) and event["complete"]
 
 
-@cases((2, Case("fsdp1", trigger="global")), (2, Case("fsdp2", model="tiled")))
+@on_ranks((2, Case("fsdp1", trigger="global")), (2, Case("fsdp2", model="tiled")))
 def test_ranks_whose_copies_of_a_sum_differ_decide_alike(launch: Launch, world: int, case: Case) -> None:
     """An all-reduce does not promise that all ranks get the same bits; at the threshold they would part."""
     results = launch(world, fault_cases.with_other_sums, case)
@@ -197,7 +195,7 @@ def test_out_of_memory_between_passes_ends_the_search(launch: Launch, what: str)
         assert first == [] and [run.metrics[0]["actor/gradloc/triggered"] for _, run in results] == [1, 1]
 
 
-@cases(on_engine(2, Case(mini_batch=4, planted=THREE)))
+@on_ranks(on_engine(2, Case(mini_batch=4, planted=THREE)))
 @pytest.mark.parametrize(("what", "ranks"), [("weights", [0, 1]), ("weights and TokenClip", [1]), ("sums", [1])])
 def test_unread_tokens_end_the_searches_of_an_update(
     launch: Launch, world: int, case: Case, what: str, ranks: list[int]
@@ -243,7 +241,7 @@ def test_the_rank_left_by_a_killed_one_fails_by_itself(stock: bool) -> None:
     assert stock or "RankLostError" in str(failure.value)
 
 
-@cases(on_engine(2, Case("fsdp2", dynamic=True, planted=ONE)))
+@on_ranks(on_engine(2, Case("fsdp2", dynamic=True, planted=ONE)))
 def test_ranks_with_unequal_lengths_make_as_many_passes(launch: Launch, world: int, case: Case) -> None:
     """verl gives every rank as many micro-batches as the one that needs the most."""
     results = launch(world, fault_cases.unequal_lengths, case)

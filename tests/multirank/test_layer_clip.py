@@ -1,7 +1,5 @@
 """LayerClip's exactness under every wrapping, and the actor that uses it."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil
@@ -13,7 +11,7 @@ import layer_clip_cases
 import pytest
 from actors import ENGINE, Case
 from cluster import RankFailed
-from test_actor import Launch, cases
+from test_actor import Launch, on_ranks
 from valid_events import valid_events
 from verl import DataProto
 from verl.utils.metric import reduce_metrics
@@ -23,7 +21,7 @@ ON_ENGINE = (pytest.mark.target(version="0.9.1"),)
 EXACT = 1e-6
 
 
-@cases(
+@on_ranks(
     (1, Case("fsdp1")),
     *[(size, Case("fsdp2", tied=size == 2)) for size in (2, 3)],
     (3, Case("fsdp1-orig")),

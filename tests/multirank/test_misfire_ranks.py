@@ -1,7 +1,5 @@
 """The rewards of a mini-batch, as the trainers of both verls give them, against a verdict's claim."""
 
-from __future__ import annotations
-
 import types
 from collections.abc import Callable
 from pathlib import Path

@@ -1,14 +1,12 @@
 """Gradients that are not numbers: traced to the token that they come from, or to none where there is none."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import action_cases
 import pytest
 from action_cases import POISONS
 from actors import VOCABULARY, Case
-from test_actor import Launch, cases, harmless, same_events
+from test_actor import Launch, harmless, on_ranks, same_events
 
 PLACE = (1, 3, 4)
 
@@ -84,7 +82,7 @@ def test_a_nan_in_an_embedding_is_traced_to_its_token(launch: Launch) -> None:
 
 
 # The last: where no token of its micro-batch can move.
-@cases((2, Case("fsdp1")), (2, Case(still=((1, 2), (1, 3)))))
+@on_ranks((2, Case("fsdp1")), (2, Case(still=((1, 2), (1, 3)))))
 def test_a_nan_in_the_backward_of_one_token_is_traced_to_it(launch: Launch, world: int, case: Case) -> None:
     results = launch(world, action_cases.broken_backward, case, PLACE)
     ((event,),) = harmless(results)
@@ -115,7 +113,7 @@ def test_no_token_is_blamed_for_an_overflow_of_the_loss_scale(launch: Launch) ->
         assert scales[0] == scales[1] < TOO_LARGE
 
 
-@cases(*[(2, Case("fsdp2", precision="float16", loss_scale=scale)) for scale in (SMALL, LARGE, TOO_LARGE)])
+@on_ranks(*[(2, Case("fsdp2", precision="float16", loss_scale=scale)) for scale in (SMALL, LARGE, TOO_LARGE)])
 def test_a_nan_token_is_not_called_an_overflow(launch: Launch, world: int, case: Case) -> None:
     """Not even where there is an overflow, too."""
     results = launch(world, action_cases.overflow, case, [PLACE])

@@ -1,16 +1,14 @@
 """What a watched training pass costs, and the norms of local gradients where a model is unusual."""
 
-from __future__ import annotations
-
 import pass_cost_cases
 import pytest
 from actors import Case
-from test_actor import THREE, Launch, cases, near, on_engine
+from test_actor import THREE, Launch, near, on_engine, on_ranks
 
 NORMS = ("_foreach_norm", "linalg_vector_norm", "norm")
 
 
-@cases(
+@on_ranks(
     (2, Case("fsdp1", precision="bfloat16", mini_batch=4)),
     (2, Case("fsdp1-orig", mini_batch=4)),
     (2, Case("fsdp2", grouped=True, checkpointing=True)),
@@ -32,7 +30,7 @@ def test_without_fsdp2s_method_each_parameter_is_measured_alone(launch: Launch) 
             assert sum(counts[name] for name in NORMS) > groups
 
 
-@cases(
+@on_ranks(
     (2, Case("fsdp1", dynamic=True)),
     on_engine(2, Case("fsdp2", nested=True, mini_batch=4, kl=True, entropy=True, rollout=True)),
 )
@@ -70,7 +68,7 @@ def test_norms_of_an_unusual_model(launch: Launch, wrap: str, dtype: str, deferr
             assert measured["layers.1"] > 0
 
 
-@cases(
+@on_ranks(
     (2, Case("fsdp1-orig", precision="bfloat16", planted=THREE)),
     (4, Case("fsdp1", hsdp=True, planted=THREE)),
     (2, Case("fsdp2", planted=THREE)),

@@ -1,7 +1,5 @@
 """Tests of the engine and of the critic on a verl that is not patched, with the plugin."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

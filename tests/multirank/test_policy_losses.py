@@ -1,14 +1,13 @@
 """The weight of a token in the loss, and the search, with every policy loss that verl has."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import custom_losses
 import pytest
 import torch
 from actors import TOKEN_REJECTION, BypassLossConfig, Case
-from test_actor import MODES, Launch, cases, check_planted_tokens, on_engine
+from notation import Caplog
+from test_actor import MODES, Launch, check_planted_tokens, on_engine, on_ranks
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, get_policy_loss_fn
 from verl.utils.gradloc.adapters import loss_weights
@@ -128,9 +127,7 @@ def taken(losses: torch.Tensor, mask: torch.Tensor, mode: str, **info: int) -> A
 @pytest.mark.every_target
 @pytest.mark.usefixtures("warnings_again")
 @pytest.mark.parametrize("of_rows", [(5,), (5, 1)], ids=["one per row", "a column"])
-def test_the_weight_of_a_sequence_is_divided_among_its_tokens(
-    of_rows: tuple[int, ...], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_weight_of_a_sequence_is_divided_among_its_tokens(of_rows: tuple[int, ...], caplog: Caplog) -> None:
     config = build_config("vanilla", "token-mean")
     mode = "token-mean" if len(of_rows) == 1 else "seq-mean-token-mean"
     call = taken(torch.ones(of_rows), torch.ones(of_rows), mode)
@@ -164,7 +161,7 @@ def test_the_weight_of_a_repeated_column_is_the_tokens() -> None:
 @pytest.mark.parametrize("shape", [(1, 16), (16,), (5, 6), (7, 5), None])
 @pytest.mark.parametrize("agg_mode", MODES[:3])
 def test_of_other_losses_the_configured_weights_are_assumed(
-    shape: tuple[int, ...] | None, agg_mode: str, caplog: pytest.LogCaptureFixture
+    shape: tuple[int, ...] | None, agg_mode: str, caplog: Caplog
 ) -> None:
     config = build_config("vanilla", agg_mode, use_kl_loss=True)
     call = None if shape is None else taken(torch.ones(shape), torch.ones(shape), "token-mean")
@@ -188,7 +185,7 @@ ROW = tuple((0, 0, position) for position in range(5))
 FIRST = ((0, 0, 4), (1, 3, 0))
 
 
-@cases(
+@on_ranks(
     (
         2,
         Case(
@@ -208,7 +205,7 @@ def test_planted_tokens_are_found(launch: Launch, world: int, case: Case) -> Non
     check_planted_tokens(launch, world, case)
 
 
-@cases(
+@on_ranks(
     (2, Case("fsdp1", loss_mode="flat", mini_batch=4, planted=FIRST)),
     # With an advantage of the sequence, so is the spike.
     on_engine(2, Case(loss_mode="of_sequences", loss_agg_mode="seq-mean-token-mean", planted=ROW)),

@@ -1,7 +1,5 @@
 """Spikes of the FSDP engine that are only recorded: what is written is what the search in training saw."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ import torch.distributed as dist
 from actor_cases import compare_runs, stock_run, train
 from actors import IDENTITY_THRESHOLD, Case, dp_actor, stock_dp_actor
 from pass_cost_cases import Operations
-from test_actor import THREE, Launch, cases
+from test_actor import THREE, Launch, on_ranks
 from valid_events import valid_events
 
 from gradloc_tools.bundles.opening import Bundle, open_bundle
@@ -72,7 +70,7 @@ def parts_of(event: dict[str, Any], folder: Path, world: int) -> list[Bundle]:
     return [open_bundle(folder / "replay" / f"{stem}-rank{rank}") for rank in range(world)]
 
 
-@cases(
+@on_ranks(
     (2, Case(nested=True, optimizer="adamw", mini_batch=4, kl=True, entropy=True, rollout=True, planted=THREE)),
     (2, Case(dynamic=True, deferred=True, loss_agg_mode="seq-mean-token-mean", planted=THREE)),
     (2, Case("fsdp1", precision="float16", loss_scale=64.0, planted=THREE)),

@@ -1,7 +1,5 @@
 """The search by the reduced gradient alone, as sequence parallelism needs it."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -10,6 +8,7 @@ from typing import Any
 import pytest
 import reduced_meter_cases
 from actors import Case
+from notation import Capsys
 from test_actor import ONE, THREE, Launch, check_culprits, check_unit, near, same_events, tokens_over
 
 from gradloc_tools.replay.command import main as replay
@@ -50,9 +49,7 @@ def test_planted_tokens_are_found(launch: Launch, world: int, size: int, case: C
         assert all(same.values()), same
 
 
-def test_a_spike_of_shared_sequences_replays_in_one_process(
-    launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_spike_of_shared_sequences_replays_in_one_process(launch: Launch, tmp_path: Path, capsys: Capsys) -> None:
     """Rank 0 writes what the first of the two ranks that share the culprit's row has sent."""
     case = Case("fsdp2", packed=True, planted=((1, 3, 6),))
     results = launch(4, reduced_meter_cases.spiked, case, 2, str(tmp_path))

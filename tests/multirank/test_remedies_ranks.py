@@ -1,7 +1,5 @@
 """A replay's table of remedies, held against real updates with each remedy switched on."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -12,7 +10,8 @@ from typing import Any
 import pytest
 import remedy_cases
 from actors import ENGINE, Case
-from test_actor import MODES, Launch, cases, on_engine, same_events
+from notation import Capsys
+from test_actor import MODES, Launch, on_engine, on_ranks, same_events
 from test_replay_ranks import TOLERANCE, replayed
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 from verl.utils.gradloc.adapters.actor_config import LayerClipConfig
@@ -45,12 +44,12 @@ def settings_of(override: str) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.slow
-@cases(
+@on_ranks(
     on_engine(2, Case("fsdp2", mini_batch=4, planted=SPIKE)),
     (2, Case("fsdp1", mini_batch=4, planted=SPIKE, kl=True, entropy=True, loss_mode="sapo", loss_agg_mode=MODES[2])),
 )
 def test_a_remedy_leaves_what_a_run_with_it_has(
-    launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str], world: int, case: Case
+    launch: Launch, tmp_path: Path, capsys: Capsys, world: int, case: Case
 ) -> None:
     """Each remedy that is a loss or a rollout correction, by the overrides that the table gives."""
     results = launch(world, remedy_cases.recorded, case, str(tmp_path))
@@ -97,9 +96,7 @@ def test_a_remedy_leaves_what_a_run_with_it_has(
 
 
 @pytest.mark.every_target
-def test_what_acts_on_the_step_leaves_what_the_optimizer_gets(
-    launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_acts_on_the_step_leaves_what_the_optimizer_gets(launch: Launch, tmp_path: Path, capsys: Capsys) -> None:
     """A tighter global clip, LayerClip, and the step without culprits."""
     clip = LayerClipConfig(enable=True, rule="fixed", max_norm=0.5)
     (result_of_run,) = launch(1, remedy_cases.recorded, ALONE, str(tmp_path))
@@ -128,7 +125,7 @@ def test_what_acts_on_the_step_leaves_what_the_optimizer_gets(
     assert row["override"] is None and 0 < row["ordinary_moved"] < 1
 
 
-@cases(
+@on_ranks(
     on_engine(2, Case("fsdp2", planted=SPIKE, kl=True, nested=ENGINE, rollout_weights=True)),
     (2, Case("fsdp2", mini_batch=4, planted=SPIKE, loss_mode="bypass_mode", kl=True)),
     (2, Case("fsdp1", dynamic=True, tied=True, planted=SPIKE, entropy=True, loss_agg_mode="seq-mean-token-sum")),
@@ -137,7 +134,7 @@ def test_what_acts_on_the_step_leaves_what_the_optimizer_gets(
     (2, Case("fsdp2", micro_batch=8, planted=SPIKE, model="moe", loss_mode="sapo", loss_agg_mode=MODES[3])),
 )
 def test_the_recorded_coefficients_come_from_verls_loss(
-    launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str], world: int, case: Case
+    launch: Launch, tmp_path: Path, capsys: Capsys, world: int, case: Case
 ) -> None:
     """Otherwise other losses would not be comparable with them."""
     results = launch(world, remedy_cases.recorded, case, str(tmp_path))
@@ -153,9 +150,7 @@ def test_the_recorded_coefficients_come_from_verls_loss(
 
 
 @pytest.mark.every_target
-def test_clips_leave_what_a_run_with_them_has(
-    launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_clips_leave_what_a_run_with_them_has(launch: Launch, tmp_path: Path, capsys: Capsys) -> None:
     """TokenClip and LayerClip have learned their bounds in 20 updates, LayerClip also while it was off."""
     case = dataclasses.replace(ALONE, rows=4)
     (runs,) = launch(1, remedy_cases.after_warm_up, case, str(tmp_path))

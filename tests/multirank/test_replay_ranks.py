@@ -1,7 +1,5 @@
 """Bundles of sharded runs, replayed in one process and held against the brute force."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A replayed search names what the search in training named: held against it, and against the brute force."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil
@@ -11,9 +9,10 @@ from typing import Any
 import pytest
 import replay_cases
 from actors import ENGINE, IDENTITY_THRESHOLD, Case
+from notation import Capsys
 from oracle import Unit
 from stripped_bundles import strip
-from test_actor import ONE, THREE, Launch, cases, on_engine, same_events, tokens_over
+from test_actor import ONE, THREE, Launch, on_engine, on_ranks, same_events, tokens_over
 from test_replay_ranks import TOLERANCE, check_replayed, replayed
 
 from gradloc_tools.replay.command import main
@@ -27,7 +26,7 @@ def places(tokens: list[dict[str, Any]]) -> list[tuple[int, int, int, int]]:
     return [(token["rank"], token["micro_batch"], token["row"], token["position"]) for token in tokens]
 
 
-def search(bundle: Path, folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
+def search(bundle: Path, folder: Path, capsys: Capsys, *options: str) -> dict[str, Any]:
     """The event after a search in this process."""
     adapter = ["--adapter", str(folder / "adapter")] if (folder / "adapter").exists() else []
     assert main([str(bundle), "--model", str(folder / "model"), *adapter, "--search", "--json", *options]) == 0
@@ -48,7 +47,7 @@ def check_same(found: dict[str, Any], trained: dict[str, Any]) -> None:
         assert found[name] == trained[name], name
 
 
-@cases(
+@on_ranks(
     on_engine(2, Case("fsdp2", kl=True, entropy=True, rollout=True, planted=THREE)),
     (2, Case("fsdp1", tied=True, dynamic=True, planted=THREE)),
     on_engine(2, Case("fsdp2", packed=True, checkpointing=True, nested=ENGINE, deferred=True, planted=ONE)),
@@ -57,7 +56,7 @@ def check_same(found: dict[str, Any], trained: dict[str, Any]) -> None:
     (2, Case("fsdp2", model="tiled", planted=ONE)),
 )
 def test_planted_tokens_are_replayed_and_found_again(
-    launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str], world: int, case: Case
+    launch: Launch, tmp_path: Path, capsys: Capsys, world: int, case: Case
 ) -> None:
     results = launch(world, replay_cases.spiked, case, str(tmp_path))
     units, threshold, _ = results[0]
@@ -88,9 +87,7 @@ def test_planted_tokens_are_replayed_and_found_again(
 
 @pytest.mark.every_target
 @pytest.mark.skipif(not ENGINE, reason="verl 0.7 searches in training alone")
-def test_what_training_only_recorded_is_found_at_home(
-    launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_training_only_recorded_is_found_at_home(launch: Launch, tmp_path: Path, capsys: Capsys) -> None:
     case = Case("fsdp1", dynamic=True, kl=True, entropy=True, rollout=True, planted=THREE)
     results = launch(2, replay_cases.spiked_and_recorded, case, str(tmp_path))
     units, threshold, _ = results[0]
@@ -118,7 +115,7 @@ def check_brute_force(event: dict[str, Any], units: list[Unit], threshold: float
 
 @pytest.mark.parametrize(("case", "share"), [pytest.param(*pair, id=pair[0].id) for pair in NATURAL])
 def test_the_search_of_a_natural_spike_takes_the_same_decisions(
-    launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str], case: Case, share: float
+    launch: Launch, tmp_path: Path, capsys: Capsys, case: Case, share: float
 ) -> None:
     results = launch(2, replay_cases.natural, case, str(tmp_path), share)
     ((trained,),) = same_events([run for *_, run in results])
@@ -143,7 +140,7 @@ def test_the_search_of_a_natural_spike_takes_the_same_decisions(
             assert unit["norm"] == pytest.approx(units[unit["rank"], unit["micro_batch"]], rel=TOLERANCE)
 
 
-def test_a_nan_is_found_again(launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_nan_is_found_again(launch: Launch, tmp_path: Path, capsys: Capsys) -> None:
     case = Case("fsdp2", nan=((1, 3, 0),), planted=((0, 0, 4),))
     runs = launch(2, replay_cases.kept, case, str(tmp_path), IDENTITY_THRESHOLD)
     ((trained,),) = same_events(runs)
@@ -170,7 +167,7 @@ def test_a_nan_is_found_again(launch: Launch, tmp_path: Path, capsys: pytest.Cap
     ids=["bfloat16", "float16", "overflow"],
 )
 def test_half_precision_is_searched_with_the_loss_scale(
-    launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str], case: Case, diagnosis: str
+    launch: Launch, tmp_path: Path, capsys: Capsys, case: Case, diagnosis: str
 ) -> None:
     ((trained,),) = same_events(launch(2, replay_cases.kept, case, str(tmp_path), IDENTITY_THRESHOLD))
     found = search(tmp_path / "dump" / trained["replay"], tmp_path, capsys)
@@ -193,9 +190,7 @@ def test_a_failure_of_one_process_ends_all(launch: Launch, tmp_path: Path) -> No
     assert not list(bundle.parent.glob("*.event.json"))
 
 
-def test_what_has_no_room_in_a_bundle_stays_as_it_was_found(
-    launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_has_no_room_in_a_bundle_stays_as_it_was_found(launch: Launch, tmp_path: Path, capsys: Capsys) -> None:
     planted = tuple((rank, row, 0) for rank in range(2) for row in range(0, 10, 2))
     case = Case("fsdp2", rows=10, mini_batch=10, planted=planted)
     runs = launch(2, replay_cases.kept, case, str(tmp_path), IDENTITY_THRESHOLD)

@@ -1,7 +1,5 @@
 """The checks of a run in the patched actor: all ranks agree, and an event's verdict is the warning's."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Callable
@@ -13,7 +11,7 @@ import torch
 import torch.distributed as dist
 from actor_cases import train
 from actors import Case, events_of
-from test_actor import Launch, cases, on_engine
+from test_actor import Launch, on_engine, on_ranks
 from verl import DataProto
 
 
@@ -87,7 +85,7 @@ def test_one_update_does_not_warn(launch: Launch) -> None:
         assert warnings == [] and state["times"] == {"off": 0, "stale_reference": 1}
 
 
-@cases(on_engine(2, ORDINARY), (2, DYNAMIC))
+@on_ranks(on_engine(2, ORDINARY), (2, DYNAMIC))
 def test_log_probs_of_other_positions_are_told_at_once(launch: Launch, world: int, case: Case) -> None:
     results = launch(world, warned, case, (), 1, 1)
     assert results == results[:1] * world

@@ -1,7 +1,5 @@
 """What looks wrong with a culprit: each rule against a real actor's batch, and what is usual in a mini-batch."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import statistics

@@ -1,7 +1,5 @@
 """TokenClip in the patched actor, against a plain computation on an unsharded copy."""
 
-from __future__ import annotations
-
 import json
 import math
 from functools import partial
@@ -10,7 +8,7 @@ from typing import Any
 import pytest
 import token_clip_cases
 from actors import IDENTITY_THRESHOLD, Case
-from test_actor import MODES, ONE, Launch, cases, on_engine
+from test_actor import MODES, ONE, Launch, on_engine, on_ranks
 from token_clip_cases import BLOWN, CALLS, FACTOR, LOG_PROBS, SPIKED, Outcome
 
 # In one row, so in one micro-batch.
@@ -67,7 +65,7 @@ def compare_line(outcome: Outcome) -> None:
         assert token["multiple"] == pytest.approx(first[place].multiple, rel=1e-4, nan_ok=True)
 
 
-@cases(
+@on_ranks(
     (2, Case(planted=ONE)),
     (1, Case("none", planted=((0, 2, 6),))),
     (2, Case("fsdp1-orig", checkpointing=True, tied=True, planted=ONE)),
@@ -89,7 +87,7 @@ def test_an_outlier_at_the_log_probs_leaves_the_backward_pass(launch: Launch, wo
     assert token["multiple"] > 10 * FACTOR or math.isnan(token["multiple"])
 
 
-@cases(
+@on_ranks(
     (2, Case("fsdp1", checkpointing=True)),
     (2, Case("fsdp1", packed=True, dynamic=True)),
     on_engine(2, Case(tied=True, deferred=True, nested=True)),
@@ -112,7 +110,7 @@ def test_reentrant_checkpointing_is_cut_once(launch: Launch) -> None:
     check(launch(2, partial(token_clip_cases.run, case, blown_layer=1, change_model=reentrant)), case)
 
 
-@cases(on_engine(4, Case(packed=True, planted=((1, 3, 6),))))
+@on_ranks(on_engine(4, Case(packed=True, planted=((1, 3, 6),))))
 def test_ranks_that_share_their_sequences_cut_the_same_token(launch: Launch, world: int, case: Case) -> None:
     (token,) = check(launch(world, partial(token_clip_cases.run, case, size=2)), case)
     assert (token["rank"], token["row"], token["position"]) == case.planted[0]
@@ -147,7 +145,7 @@ def test_more_than_the_largest_share_are_left(launch: Launch) -> None:
     assert "more than max_share" in line["summary"]
 
 
-@cases((2, Case("fsdp1", packed=True, checkpointing=True)), on_engine(2, Case(dynamic=True)))
+@on_ranks((2, Case("fsdp1", packed=True, checkpointing=True)), on_engine(2, Case(dynamic=True)))
 @pytest.mark.parametrize("action", ["drop", "smooth"])
 def test_with_nothing_over_its_bound_training_is_as_without(
     launch: Launch, world: int, case: Case, action: str

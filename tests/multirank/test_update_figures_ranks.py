@@ -1,14 +1,12 @@
 """The figures of an update in the patched actor against those of an unsharded copy, on all ranks."""
 
-from __future__ import annotations
-
 import math
 
 import actor_cases
 import pytest
 from actors import Case
 from oracle import Unit
-from test_actor import Launch, cases
+from test_actor import Launch, on_ranks
 
 THRESHOLD = 1e-6  # of `units_and_run`
 
@@ -28,7 +26,7 @@ def expected(case: Case, units: list[Unit]) -> dict[str, float]:
     return figures
 
 
-@cases(
+@on_ranks(
     (2, Case(mini_batch=4, clipped=((1, 4, 3),), rollout=True), pytest.mark.target(version="0.9.1")),
     (2, Case(mini_batch=4, epochs=2, dynamic=True, loss_agg_mode="seq-mean-token-mean")),
     # Micro-batches without a response token.

@@ -4,8 +4,6 @@ The plain computation has an unsharded copy of the model, cut into segments at t
 a leaf. Its backward is a call of its own, with the gradient that has come so far, in which tokens may be zeroed.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import statistics

@@ -1,7 +1,5 @@
 """What other versions of torch do, on the one that is installed. All here runs inside the ranks of a cluster."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

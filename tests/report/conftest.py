@@ -1,7 +1,5 @@
 """Fixtures that show the evidence in `tmp_path`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Two runs side by side: `report DIR_A DIR_B`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The files that evidence is kept in, and the report that reads them."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
@@ -30,6 +28,7 @@ from evidence import (
     write,
     write_replay,
 )
+from notation import Caplog, Capsys, Patch
 from pages import texts_of
 from valid_events import VALIDATOR, valid_events
 
@@ -136,9 +135,7 @@ def test_of_an_event_only_the_largest_culprits_keep_their_texts(tmp_path: Path) 
     assert found["culprits"][-1]["context"] and (note["note"], note["count"]) == ("text_limit", 4)
 
 
-def test_the_disk_cannot_be_filled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_disk_cannot_be_filled(tmp_path: Path, monkeypatch: Patch, caplog: Caplog) -> None:
     size = len(json.dumps(writer.jsonable(spike(1)))) + 1
     monkeypatch.setattr(writer, "FILE_BYTES", 5 * size)
     for step in range(50):
@@ -161,7 +158,7 @@ def test_the_disk_cannot_be_filled(
     assert [e["global_step"] for e in report.read(str(tmp_path)).events] == [78]
 
 
-def test_of_two_runs_the_second_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_of_two_runs_the_second_is_refused(tmp_path: Path, caplog: Caplog) -> None:
     code = """
 import sys
 from evidence import samples
@@ -194,9 +191,7 @@ class Raises:
         raise RuntimeError("not to be shown")
 
 
-def test_whatever_a_ground_truth_is_training_goes_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, show: Any
-) -> None:
+def test_whatever_a_ground_truth_is_training_goes_on(tmp_path: Path, caplog: Caplog, show: Any) -> None:
     inside: list[Any] = ["a"]
     inside += [inside, {"again": inside}]
     deep: dict[str, Any] = {"a": 1}
@@ -218,7 +213,7 @@ def test_whatever_a_ground_truth_is_training_goes_on(
     assert (note["note"], note["global_step"], note["count"]) == ("unwritable", 3, 1)
 
 
-def test_a_line_that_nobody_would_read_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_that_nobody_would_read_is_not_written(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(writer, "LINE_BYTES", 40_000)
     record_events(str(tmp_path), [spike(1), spike(2, prompt="a" * 40_000), spike(3, ground_truth=["a" * 40_000])])
     record_events(str(tmp_path), [{**spike(4), "error": "a" * 40_000}])
@@ -254,7 +249,7 @@ def test_a_long_response_is_kept_around_the_culprit() -> None:
 
 
 @pytest.fixture
-def refused(capsys: pytest.CaptureFixture) -> Callable[..., str]:
+def refused(capsys: Capsys) -> Callable[..., str]:
     """What the report says, and nothing else, where it ends with exit code 2."""
 
     def call(*arguments: str | Path) -> str:
@@ -350,7 +345,7 @@ def test_a_line_with_very_many_lists_is_not_parsed() -> None:
         tracemalloc.stop()
 
 
-def test_of_too_much_evidence_the_beginning_is_read(show: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_too_much_evidence_the_beginning_is_read(show: Any, monkeypatch: Patch) -> None:
     events = [spike(step) for step in range(1, 5)]
     monkeypatch.setattr(reading, "MOST_BYTES", 2 * len(json.dumps(writer.jsonable(events[0]))) + 200)
     out = show(events=events)
@@ -605,7 +600,7 @@ def test_a_result_that_is_no_plain_file_is_left_alone(tmp_path: Path) -> None:
     assert [replay["global_step"] for replay in json.loads(done.stdout)["replays"]] == [2]
 
 
-def test_results_together_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_together_have_a_limit(tmp_path: Path, monkeypatch: Patch) -> None:
     for step in range(4):
         write_replay(tmp_path, replay_result(step))
     size = next((tmp_path / "replay").iterdir()).stat().st_size
@@ -636,7 +631,7 @@ def test_the_summary_is_strict_json(summary: Any) -> None:
     assert {entry["token"] for entry in found["tokens"]} == {" b", "NaN"}
 
 
-def test_texts_and_folders_cannot_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_texts_and_folders_cannot_steer_the_terminal(tmp_path: Path, capsys: Capsys) -> None:
     folder = str(tmp_path / "a\x1b[2Jb")
     context = f"a\r{HOSTILE_TO_TERMINALS}\n"
     hostile = dict.fromkeys(("token", "boundary", "data_source"), HOSTILE_TO_TERMINALS)
@@ -680,7 +675,7 @@ def test_long_texts_leave_room_for_the_figures(show: Any, columns: int) -> None:
     assert row.split()[:1] == ["4"] and "9000" in row
 
 
-def test_a_missing_package_is_one_clear_sentence(show: Any, summary: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_one_clear_sentence(show: Any, summary: Any, monkeypatch: Patch) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == "rich"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "rich", None)

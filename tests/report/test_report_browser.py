@@ -1,7 +1,5 @@
 """The report's page in a real browser: it renders, answers mouse and keyboard, and asks the network for nothing."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """steps.jsonl: its form, its limits, and what the report makes of it; drills and planted faults."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -12,6 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 from evidence import Event, drill, samples, spike, without_culprits, write_steps
+from notation import Caplog, Patch
 from valid_events import valid_events
 
 from gradloc import guarded, record_events
@@ -54,9 +53,7 @@ def test_a_step_is_one_short_line_of_the_schemas_form(tmp_path: Path) -> None:
         assert not conforms({**line, **odd}, STEP)
 
 
-def test_a_file_stays_within_its_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_stays_within_its_limit(tmp_path: Path, monkeypatch: Patch, caplog: Caplog) -> None:
     record_step(str(tmp_path), 0, FIGURES)
     size = (tmp_path / "steps.jsonl").stat().st_size + 10
     monkeypatch.setattr(writer, "FILE_BYTES", 10 * size)
@@ -73,7 +70,7 @@ def test_a_file_stays_within_its_limit(
     assert note["message"].startswith("steps are not written from here on")
 
 
-def test_a_failing_disk_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_disk_is_a_warning(tmp_path: Path, caplog: Caplog) -> None:
     (tmp_path / "file").write_text("")
     record_step(str(tmp_path / "file" / "dump"), 3, FIGURES)
     (tmp_path / "full").mkdir()
@@ -86,9 +83,7 @@ def test_a_failing_disk_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert "1 gradient spike(s) could not be written" in caplog.text
 
 
-def test_a_disk_that_hangs_is_not_waited_for_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_hangs_is_not_waited_for_again(tmp_path: Path, caplog: Caplog, monkeypatch: Patch) -> None:
     os.mkfifo(tmp_path / "steps.jsonl")  # nobody reads it, so that opening it never ends
     monkeypatch.setattr(guarded, "PATIENCE", 0.05)
     record_step(str(tmp_path), 3, FIGURES)
@@ -265,9 +260,7 @@ def test_spikes_that_are_counted_and_missing_are_told(tmp_path: Path, show: Any,
     show("--since", "3")
 
 
-def test_spikes_that_the_writer_leaves_out_are_not_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, show: Any
-) -> None:
+def test_spikes_that_the_writer_leaves_out_are_not_lost(tmp_path: Path, monkeypatch: Patch, show: Any) -> None:
     monkeypatch.setattr(writer, "EVENTS_PER_STEP", 1)
     write_counted(tmp_path)
     assert "1 more spikes are not written" in show()

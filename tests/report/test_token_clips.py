@@ -1,7 +1,5 @@
 """What the report and its readers make of TokenClip's lines."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

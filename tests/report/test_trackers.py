@@ -1,7 +1,5 @@
 """What verl's loggers get of spikes: written by the libraries themselves in their local modes, and read back."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math
@@ -17,6 +15,7 @@ from typing import Any
 
 import pytest
 from evidence import WORDS, clip, clipped_token, culprit, drill, event, unsearched
+from notation import Caplog, Patch
 from pages import texts_of, unpacked
 
 from gradloc import record_events
@@ -276,9 +275,7 @@ def spike(step: int, count: int = 1) -> dict[str, Any]:
     return event(step, [culprit(1, [" a", " b"], 900.0 + index) for index in range(count)])
 
 
-def test_a_failing_tracker_warns_once_and_the_others_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failing_tracker_warns_once_and_the_others_go_on(tmp_path: Path, monkeypatch: Patch, caplog: Caplog) -> None:
     monkeypatch.setenv("SOME_API_KEY", KEY)
     broken, kept = Broken(), Kept()
     monkeypatch.setitem(trackers.TRACKERS, "clearml", trackers.to_file)  # type: ignore[arg-type]
@@ -292,7 +289,7 @@ def test_a_failing_tracker_warns_once_and_the_others_go_on(
     assert "the logger unheard_of gets no spikes" in unknown
 
 
-def test_evidence_that_the_driver_cannot_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_evidence_that_the_driver_cannot_read(tmp_path: Path, caplog: Caplog) -> None:
     kept = Kept()
     log = SpikeLog({"file": kept}, str(tmp_path / "on another machine"))
     for step in (1, 2):
@@ -322,7 +319,7 @@ Sent = tuple[trackers.StepSpikes, dict[str, tuple[int, list[Any]]]]
 
 
 @pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> list[Sent]:
+def sent(monkeypatch: Patch) -> list[Sent]:
     """What W&B gets, with each table's number of new rows and all its rows: it grows in place."""
     found: list[Sent] = []
 
@@ -333,7 +330,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[Sent]:
     return found
 
 
-def test_tables_and_pages_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: list[Sent]) -> None:
+def test_tables_and_pages_are_bounded(tmp_path: Path, monkeypatch: Patch, sent: list[Sent]) -> None:
     monkeypatch.setattr(trackers, "TABLE_ROWS", 70)
     monkeypatch.setattr(report, "write_page", lambda _, path: Path(path).write_text("page"))
     log = SpikeLog({"wandb": None}, str(tmp_path))
@@ -346,7 +343,7 @@ def test_tables_and_pages_are_bounded(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_without_the_report_trackers_get_all_but_the_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, sent: list[Any]
+    tmp_path: Path, monkeypatch: Patch, caplog: Caplog, sent: list[Any]
 ) -> None:
     monkeypatch.setitem(sys.modules, "gradloc_tools.report", None)
     log = SpikeLog({"wandb": None}, str(tmp_path))
@@ -357,7 +354,7 @@ def test_without_the_report_trackers_get_all_but_the_page(
     assert [message.count("pip install .") for message in caplog.messages] == [1]
 
 
-def test_clipped_tokens_have_a_bounded_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: list[Sent]) -> None:
+def test_clipped_tokens_have_a_bounded_table(tmp_path: Path, monkeypatch: Patch, sent: list[Sent]) -> None:
     monkeypatch.setattr(trackers, "TABLE_ROWS", 25)
     log = SpikeLog({"wandb": None}, str(tmp_path))
     for step in range(1, 5):

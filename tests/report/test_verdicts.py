@@ -1,7 +1,5 @@
 """What the report makes of verdicts, and of the warnings in steps.jsonl."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import tracemalloc

@@ -3,8 +3,6 @@
 VERL_USE_EXTERNAL_MODULES=embedded,gradloc_verl,as_if_patched loads it in every rank.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.abc
 import importlib.util

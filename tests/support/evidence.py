@@ -1,7 +1,5 @@
 """Builds evidence as a run of a small model on sums leaves it: for the tests of the report and of the trackers."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

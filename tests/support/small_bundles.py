@@ -1,7 +1,5 @@
 """Bundles of a small model's spikes, in one process without verl, and what may be wrong with them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Bundles of a search in training, without all that it has measured: those of a recorded spike, one for each rank."""
 
-from __future__ import annotations
-
 from operator import itemgetter
 from pathlib import Path
 

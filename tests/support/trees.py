@@ -1,7 +1,5 @@
 """Real verl trees, copies of the project and misbehaving web servers for the tests of the tools."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib

@@ -1,7 +1,5 @@
 """The events of an actor, which have to be what the evidence's schema says, whatever the test is about."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """apply_patch.py on real trees: what it does, what it refuses, and what is left when it is interrupted."""
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json

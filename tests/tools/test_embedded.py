@@ -10,6 +10,7 @@ import types
 from pathlib import Path
 
 import pytest
+from notation import Capsys, Patch
 from omegaconf import OmegaConf
 from scripts import follow, launch, processes, run, set_up
 
@@ -137,7 +138,7 @@ if [ -s failing ]; then case "$(basename "$0") $*" in *"$(cat failing)"*) exit 7
 class Project:
     """What the set-up reads, with stand-ins for the programs that it calls."""
 
-    def __init__(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, place: Path, monkeypatch: Patch) -> None:
         self.place = place
         for name in ("package.patch", "0.7.0/hooks.patch", "0.7.0/fixes.patch"):
             self.write(f"patches/{name}", "")
@@ -163,7 +164,7 @@ class Project:
 
 
 @pytest.fixture
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
+def project(tmp_path: Path, monkeypatch: Patch) -> Project:
     return Project(tmp_path, monkeypatch)
 
 
@@ -195,9 +196,7 @@ def test_the_environment_is_made_once_and_patched_anew(project: Project) -> None
         ("", "global.index-url='https://me:secret@a'\n:env:.proxy='b'\n", "pip is configured with index-url, proxy"),
     ],
 )
-def test_pip_installs_where_uv_cannot(
-    project: Project, failing: str, conf: str, reason: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_pip_installs_where_uv_cannot(project: Project, failing: str, conf: str, reason: str, capfd: Capsys) -> None:
     project.write("failing", failing)
     project.write("pip.conf", conf)
     asked = project.set_up()
@@ -337,7 +336,7 @@ def test_a_run_with_a_spike_ends_with_three_norms() -> None:
     assert len(run.figures_of({**event, "units": [{**unit, "rest": None}]}, None, "").splitlines()) == 2
 
 
-def test_a_run_without_a_spike_has_a_page(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_a_spike_has_a_page(tmp_path: Path, capfd: Capsys) -> None:
     figures = "threshold token_norm_max spike_margin ratio_max rollout_ratio_max unlikely_share triggered"
     step = {"schema": 4, "time": "", "global_step": 1, **dict.fromkeys(figures.split(), 1.0)}
     (tmp_path / "steps.jsonl").write_text(json.dumps(step) + "\n")
@@ -404,7 +403,7 @@ def test_the_sentence_at_the_end(metrics: dict[int, dict[str, float]], sentence:
     assert follow.summary(metrics).startswith(sentence)
 
 
-def test_each_step_gets_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_step_gets_a_line(tmp_path: Path, capsys: Capsys) -> None:
     log, written = tmp_path / "train.log", tmp_path / "metrics.jsonl"
     log.write_text("\n".join(mark for _, mark in follow.PHASES))
     metrics = {"critic/score/mean": 0.5, "actor/token_clip/over": 3.0, "actor/token_clip/cut": 2.0}

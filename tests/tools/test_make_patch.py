@@ -1,7 +1,5 @@
 """make_patch.sh: the same bytes everywhere, hooks and fixes told apart, nothing lost, an honest --check."""
 
-from __future__ import annotations
-
 import dataclasses
 import fcntl
 import os

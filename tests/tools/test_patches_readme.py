@@ -1,7 +1,5 @@
 """patches/README.md: every place in verl's files that hooks and fixes change has its reason, and no other has one."""
 
-from __future__ import annotations
-
 import re
 from typing import NamedTuple
 

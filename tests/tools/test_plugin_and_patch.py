@@ -1,7 +1,5 @@
 """The patch for verl 0.9.1 and the plugin have the same hooks, which call the same functions of gradloc/adapters."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """apply_patch.py with a patch for each of several verl releases: which one it takes, and what it says otherwise."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

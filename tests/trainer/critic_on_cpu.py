@@ -1,7 +1,5 @@
 """An external module for verl: a critic without flash attention, which verl's loader asks for."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import AutoModelForTokenClassification

@@ -1,7 +1,5 @@
 """The evidence that the trainer writes, also where the disk fails."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

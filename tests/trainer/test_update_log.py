@@ -1,11 +1,10 @@
 """What rank 0 logs of an update with many spikes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import pytest
+from notation import Caplog
 
 
 def write(directory: Path, lines: list[dict[str, Any]]) -> None:
@@ -17,9 +16,7 @@ def write(directory: Path, lines: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize(("count", "lines"), [(0, 0), (1, 1), (3, 3), (4, 4), (40, 4)])
-def test_few_lines_are_logged_of_an_update(
-    count: int, lines: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_few_lines_are_logged_of_an_update(count: int, lines: int, tmp_path: Path, caplog: Caplog) -> None:
     events: list[dict[str, Any]] = [
         {"global_step": 3, "summary": f"sum {index}.", "drill": {} if index == 0 else None} for index in range(count)
     ]
@@ -31,7 +28,7 @@ def test_few_lines_are_logged_of_an_update(
         assert said[3] == f"{count - 3} more gradient spikes in step 3: see the report on {tmp_path}"
 
 
-def test_clips_and_verdicts_are_logged_with_the_spikes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_clips_and_verdicts_are_logged_with_the_spikes(tmp_path: Path, caplog: Caplog) -> None:
     clips = [{"global_step": 3, "summary": "cut.", "token_clip": {"tokens": []}}] * 5
     verdict = {"cause": None, "sentence": "No known cause: that is so.", "check": "`look` shows it."}
     spikes = [{"global_step": 3, "summary": "sum.", "drill": None, "verdict": each} for each in (None, verdict)]

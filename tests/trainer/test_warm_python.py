@@ -1,7 +1,5 @@
 """The interpreter that runs of the trainer are started with behaves like any other."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
