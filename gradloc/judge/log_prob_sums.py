@@ -90,9 +90,14 @@ class LogProbSums:
         return None if self.alignment is None else correlation(self.alignment, pair)
 
     def share_of_reference(self) -> float | None:
-        """The share of the responses whose log-probs are the reference's and not the policy's; None if it is small."""
+        """The share of the responses whose log-probs are the reference's and not the policy's.
+
+        0 if so few of those that can be told are, and None if too few can be told.
+        """
         stale, told = self["stale"], self["stale"] + self["fresh"]
-        if stale < STALE_RESPONSES or stale < STALE_SHARE * told or told < CLEAR_SHARE * (told + self["unclear"]):
+        if self["fresh"] >= STALE_RESPONSES and stale < STALE_SHARE * told:
+            return 0.0
+        if stale < STALE_RESPONSES or told < CLEAR_SHARE * (told + self["unclear"]):
             return None
         return stale / told
 

@@ -259,7 +259,7 @@ class LogProbChecks(RunCheck):
         for rule in {*self._times, *holding} - {_OFF}:
             if rule in holding:
                 self._times[rule] = max(self._times.get(rule, 0) + 1, IN_A_ROW * self._is_certain(rule))
-            elif gap < STALE_GAP or holding:
+            elif gap < STALE_GAP or holding or (rule == "stale_reference" and self._sums.share_of_reference() == 0):
                 self._times[rule] = 0  # an update that says nothing contradicts nothing
         if any(each is not None for each in off.values()):
             if self._times.get(_OFF, 0) == 0:
@@ -413,7 +413,7 @@ class LogProbChecks(RunCheck):
     def _policy_by_reference(self) -> dict[str, Any] | None:
         """Rollout and reference agree, and the policy is where no optimizer step can have brought it."""
         share, gap = self._sums.share_of_reference(), self._sums.mean("gap")
-        if share is None:
+        if not share:
             return None
         if self._sums["stale"] < WHOLE_SHARE * self._sums["responses"]:
             return None
@@ -452,7 +452,7 @@ class LogProbChecks(RunCheck):
     def _stale_by_reference(self) -> dict[str, Any] | None:
         """Responses whose log-probs are the reference's and not the policy's."""
         sums, share = self._sums, self._sums.share_of_reference()
-        if share is None:
+        if not share:
             return None
         distance, gap = sums["stale_distance"] / sums["stale_tokens"], sums["stale_gap"] / sums["stale_tokens"]
         if distance < INITIAL_RATIO * gap:

@@ -311,6 +311,13 @@ def test_late_weights_that_arrive_are_not_those_of_step_1() -> None:
     assert told(warned(steps(Run(behind=3, rate=0.1, reference=False), 14)))[8:] == "." * 6
 
 
+def test_late_weights_count_as_old_ones_in_a_row_alone() -> None:
+    """The first updates of a late rollout, and much later one with a few responses that fit the reference."""
+    batches = list(steps(Run(behind=3, rate=0.1), 12))
+    batches[9]["rollout_log_prob"][:16] = batches[9]["ref_log_prob"][:16]
+    assert told(warned(batches))[5:] == "." * 7
+
+
 def noise_of(seed: int) -> Tensor:
     """A number for each token of a run."""
     return torch.randn(48, 40, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
