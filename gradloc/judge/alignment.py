@@ -144,11 +144,12 @@ def _off(sums: Mapping[str, float], unrelated: float | None) -> Off | None:
     if found.clear and kind != "other_row":
         return found
     # Responses too short, or engines too far apart, to tell one by one.
+    spread = math.sqrt(max(min(_variance(sums, "first"), _variance(sums, "second")), 0.0))
     for k in SHIFTS:
         *parts, nearer, farther = (sums[f"{name} {k}"] for name in COMPARED)
         evidence = _evidence(*parts)
         is_nearer = parts[1] <= (1 + FITS) / 2 * parts[0] and parts[0] > LEAST_GAP * sums["tokens"]
-        is_nearer = is_nearer and parts[1] <= sums["tokens"] * math.sqrt(max(_variance(sums, "second"), 0.0))
+        is_nearer = is_nearer and parts[1] <= sums["tokens"] * spread
         if is_nearer and nearer >= MOSTLY * farther and evidence >= POOLED_EVIDENCE:
             return Off("moved", 1.0, True, shift=k)
     if found.clear:
@@ -158,10 +159,10 @@ def _off(sums: Mapping[str, float], unrelated: float | None) -> Off | None:
     own = bool(compared) and all(sums[f"farther {k}"] >= MOSTLY * sums[f"nearer {k}"] for k in compared)
     related = None if own else _correlation(sums)
     if unrelated is not None and related is not None and related < unrelated:
-        spread = _variance(sums, "first") / _variance(sums, "second")
+        ratio = _variance(sums, "first") / _variance(sums, "second")
         apart = abs(sums["first"] - sums["second"]) / sums["tokens"]
         # Noise, too, hides a relation, but then one spreads far more than the other.
-        if UNRELATED_SPREAD[0] <= spread <= UNRELATED_SPREAD[1] or apart > UNRELATED_NATS:
+        if UNRELATED_SPREAD[0] <= ratio <= UNRELATED_SPREAD[1] or apart > UNRELATED_NATS:
             return Off("unrelated", 1.0, True, correlation=related)
     return found if count else None
 

@@ -269,7 +269,7 @@ class LogProbChecks(RunCheck):
             self._times[_OFF] = 0
         for pair, each in off.items():
             related = self._sums.related(pair)
-            if related is not None and (each is None or each.kind != "unrelated"):
+            if related is not None and (each is None or each.kind not in ("moved", "unrelated")):
                 self._related[pair] = related
         self._least = gap if self._begins(gap) else min(self._least, gap)
         self._one_side = self._sums.share_of_one_sign() or 0.0
@@ -299,7 +299,12 @@ class LogProbChecks(RunCheck):
             is_sudden = before > ALIKE and pair != "reference"  # from which the policy moves away
             limit = SUDDENLY_UNRELATED if is_sudden else UNRELATED_CORRELATION
             limits[pair] = limit if before > RELATED else None
-        return {} if self._sums.alignment is None else find_off(self._sums.alignment, limits)
+        found = {} if self._sums.alignment is None else find_off(self._sums.alignment, limits)
+        reference = found.get("reference")
+        if reference is not None and reference.kind == "unrelated" and self._sums["tokens"]:
+            # Another model's have no relation, either.
+            found["reference"] = None if self._other_reference() else reference
+        return found
 
     def _holding(self) -> dict[str, dict[str, Any]]:
         """The rule that holds in this update, and its warning; empty if none does.
@@ -468,12 +473,15 @@ class LogProbChecks(RunCheck):
         share, distance = self._sums["fresh"] / self._sums["responses"], self._sums.mean("distance")
         if share < WHOLE_SHARE or distance < OTHER_GAP or not (self._progress.is_first or self._times.get(REFERENCE)):
             return None
-        when = self._before_any_step()
+        when, related = self._before_any_step(), self._sums.related("reference")
+        if related is not None and related < HARDLY_RELATED:
+            when += f", with hardly a relation (correlation {related:.2f})"
         return {
             "name": REFERENCE,
             "sentence": f"The reference's log-probs differ from the policy's by {distance:.2g} nats in the mean, "
             f"{when}, while rollout and policy agree: unless another model was chosen for the reference, it has other "
-            "weights or other inputs. Look at its path, adapter, precision, attention mask and temperature.",
+            "weights, none that were loaded, or other inputs. Look at its path, adapter, precision, attention mask, "
+            "labels and temperature.",
             "check": "Print a checksum of one weight in the actor and in the reference before the first step: they "
             "should be equal; if they are, compare what both are given.",
             "share": share,

@@ -227,6 +227,15 @@ def test_log_probs_of_another_text_have_no_relation(model: Model) -> None:
     assert misaligned_warning(find_off(own_alignment([columns]).tolist(), dict.fromkeys(PAIRS))) is None
 
 
+def test_log_probs_of_random_weights_are_not_moved() -> None:
+    """They are about the same everywhere, and so nearer to an end of sure tokens if they are moved off it."""
+    torch.manual_seed(0)
+    policy = torch.cat([-6 * torch.rand(64, 7), -0.02 * torch.rand(64, 3)], 1)
+    columns = {"response_mask": torch.ones(64, 10), "log_prob": policy, "ref_log_prob": 0.15 * torch.randn(64, 10) - 4}
+    off = find_off(own_alignment([columns]).tolist())["reference"]
+    assert off is not None and off.kind == "unrelated"
+
+
 def test_ranks_and_micro_batches_add_up(model: Model) -> None:
     columns = batch(model)
     columns["rollout_log_prob"] = model.log_probs(columns["ids"], first_logit=-2, noise=0.02)
