@@ -10,6 +10,7 @@ import actor_cases
 import pytest
 from actor_cases import Run
 from actors import ENGINE, Case
+from notation import cases
 from oracle import Token, Unit
 from valid_events import valid_events
 from verl import DataProto
@@ -288,13 +289,11 @@ def test_a_search_that_spends_its_budget_is_incomplete(launch: Launch) -> None:
 
 
 # Micro-batches have two rows, ranks eight: one micro-batch, one rank, everything.
-@pytest.mark.parametrize(
-    ("rejected", "detection"),
-    [
-        ((2, 0), False),
-        pytest.param((0, 8), True, marks=pytest.mark.every_target),
-        pytest.param((8, 8), True, marks=pytest.mark.skipif(ENGINE, reason="verl 0.9 itself logs NaN without tokens")),
-    ],
+@cases(
+    "rejected detection",
+    ((2, 0), False),
+    pytest.param((0, 8), True, marks=pytest.mark.every_target),
+    pytest.param((8, 8), True, marks=pytest.mark.skipif(ENGINE, reason="verl 0.9 itself logs NaN without tokens")),
 )
 def test_metrics_without_the_rejected_responses_are_averaged(
     launch: Launch, rejected: tuple[int, int], detection: bool

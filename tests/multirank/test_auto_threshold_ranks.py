@@ -1,8 +1,8 @@
 """grad_norm_threshold=auto in actors that have no norms to go by."""
 
-import pytest
 from actor_cases import Run, train
 from actors import Case
+from notation import cases
 from test_actor import Launch
 from valid_events import valid_events
 
@@ -24,12 +24,10 @@ def test_in_the_warm_up_only_nan_is_a_spike(launch: Launch) -> None:
             assert not {"actor/gradloc/spike_margin", "actor/gradloc/threshold"} & metrics.keys()
 
 
-@pytest.mark.parametrize(
-    ("world", "case"),
-    [
-        (1, Case("none", rows=4, mini_batch=4, micro_batch=4, nan=((0, 2, 7),))),
-        (2, Case("fsdp2", model="tiled", rows=4, mini_batch=4, nan=((0, 2, 7),))),
-    ],
+@cases(
+    "world case",
+    (1, Case("none", rows=4, mini_batch=4, micro_batch=4, nan=((0, 2, 7),))),
+    (2, Case("fsdp2", model="tiled", rows=4, mini_batch=4, nan=((0, 2, 7),))),
 )
 def test_without_any_finite_norm_only_nan_is_a_culprit(launch: Launch, world: int, case: Case) -> None:
     """One micro-batch in all, and the reduced meter: a NaN leaves nothing to tell ordinary norms from."""

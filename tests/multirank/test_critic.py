@@ -9,6 +9,7 @@ import pytest
 import torch
 from actors import Case
 from jsonschema import Draft202012Validator
+from notation import cases
 from test_actor import Launch, near, on_engine, on_ranks
 
 from gradloc.judge.critic import cause, summary
@@ -148,16 +149,14 @@ def spike(**fields: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
-        ({}, "network"),
-        ({"ordinary_token_norm": 10.0}, "errors"),
-        ({"ordinary_error": 0.05}, "errors"),
-        ({"ordinary_error": None}, None),
-        ({"micro_batches": [], "layer_norms": {"a": 3.0, "b": 1.0}}, "network"),
-        ({"micro_batches": [], "layer_norms": {}, "error": float("nan")}, "errors"),
-    ],
+@cases(
+    "fields expected",
+    ({}, "network"),
+    ({"ordinary_token_norm": 10.0}, "errors"),
+    ({"ordinary_error": 0.05}, "errors"),
+    ({"ordinary_error": None}, None),
+    ({"micro_batches": [], "layer_norms": {"a": 3.0, "b": 1.0}}, "network"),
+    ({"micro_batches": [], "layer_norms": {}, "error": float("nan")}, "errors"),
 )
 def test_the_cause_is_what_has_grown(fields: dict[str, Any], expected: str | None) -> None:
     assert cause(spike(**fields)) == expected

@@ -9,25 +9,24 @@ import pytest
 from actors import ENGINE, Case
 from cluster import Cluster, RankFailed
 from fault_cases import draw
+from notation import cases
 from test_actor import ONE, THREE, Launch, as_list, harmless, on_engine, on_ranks, same_events
 from valid_events import valid_events
 
 
-@pytest.mark.parametrize(
-    ("world", "case", "where"),
-    [
-        (1, Case("fsdp2", planted=((0, 0, 4), (0, 6, 1))), "in a layer"),
-        pytest.param(2, Case("fsdp1", planted=THREE), "in a layer", marks=pytest.mark.every_target),
-        (2, Case("fsdp1", planted=THREE), "in a layer's backward"),
-        (2, Case("fsdp1", planted=THREE), "in the backward"),
-        (2, Case("fsdp2", checkpointing=True, planted=THREE), "in a layer"),
-        (2, Case("fsdp2", activation_offload=True, planted=THREE), "in a layer's backward"),
-        (2, Case("fsdp2", grouped=True, planted=THREE), "in a layer"),
-        *[(2, Case("fsdp2", planted=THREE), where) for where in ("before the forward", "after the forward")],
-        pytest.param(2, Case("fsdp2", planted=THREE), "in the backward", marks=pytest.mark.every_target),
-        (4, Case("fsdp1", hsdp=True, planted=THREE), "in a layer's backward"),
-        (4, Case("fsdp2", hsdp=True, planted=THREE), "in a layer"),
-    ],
+@cases(
+    "world case where",
+    (1, Case("fsdp2", planted=((0, 0, 4), (0, 6, 1))), "in a layer"),
+    pytest.param(2, Case("fsdp1", planted=THREE), "in a layer", marks=pytest.mark.every_target),
+    (2, Case("fsdp1", planted=THREE), "in a layer's backward"),
+    (2, Case("fsdp1", planted=THREE), "in the backward"),
+    (2, Case("fsdp2", checkpointing=True, planted=THREE), "in a layer"),
+    (2, Case("fsdp2", activation_offload=True, planted=THREE), "in a layer's backward"),
+    (2, Case("fsdp2", grouped=True, planted=THREE), "in a layer"),
+    *[(2, Case("fsdp2", planted=THREE), where) for where in ("before the forward", "after the forward")],
+    pytest.param(2, Case("fsdp2", planted=THREE), "in the backward", marks=pytest.mark.every_target),
+    (4, Case("fsdp1", hsdp=True, planted=THREE), "in a layer's backward"),
+    (4, Case("fsdp2", hsdp=True, planted=THREE), "in a layer"),
 )
 def test_out_of_memory_in_a_pass_ends_the_search_on_all_ranks(
     launch: Launch, world: int, case: Case, where: str
@@ -49,8 +48,10 @@ def test_a_search_where_a_torch_has_what_2_15_has(launch: Launch, failing: list[
         assert {(c["rank"], c["row"], c["position"]) for c in event["culprits"]} == set(THREE)
 
 
-@pytest.mark.parametrize(
-    ("world", "case", "ranks"), [(2, Case("fsdp1", planted=THREE), [0, 1]), (2, Case("fsdp2", planted=THREE), [1])]
+@cases(
+    "world case ranks",
+    (2, Case("fsdp1", planted=THREE), [0, 1]),
+    (2, Case("fsdp2", planted=THREE), [1]),
 )
 def test_what_torch_lacks_turns_the_search_off_on_all_ranks(
     launch: Launch, world: int, case: Case, ranks: list[int]
@@ -78,15 +79,13 @@ def test_unseen_collective_calls_leave_no_rank_waiting(launch: Launch, wrap: str
     assert "none of the collective calls" in warning and other == []
 
 
-@pytest.mark.parametrize(
-    ("calls", "failing", "errors", "known"),
-    [
-        ([3, 3], None, ["None", "None"], 3),
-        ([3, 3], 1, ["None", "out of memory"], None),
-        ([3, 1], 1, ["None", "out of memory"], None),
-        ([3, 2], None, ["different numbers", "different numbers"], None),
-        ([0, 0], None, ["none of the collective calls"] * 2, None),
-    ],
+@cases(
+    "calls failing errors known",
+    ([3, 3], None, ["None", "None"], 3),
+    ([3, 3], 1, ["None", "out of memory"], None),
+    ([3, 1], 1, ["None", "out of memory"], None),
+    ([3, 2], None, ["different numbers", "different numbers"], None),
+    ([0, 0], None, ["none of the collective calls"] * 2, None),
 )
 def test_a_rehearsal_ends_on_all_ranks(
     launch: Launch, calls: list[int], failing: int | None, errors: list[str], known: int | None
@@ -123,9 +122,10 @@ def test_the_clock_of_the_first_rank_ends_the_search_on_all(launch: Launch, othe
     (2, Case("fsdp1", stays_unsharded=True, planted=THREE)),
     on_engine(2, Case("fsdp2", stays_unsharded=True, deferred=True, planted=THREE)),
 )
-@pytest.mark.parametrize(
-    ("where", "when"),
-    [("in a layer's backward", [1]), ("in a layer", [1, 2])],
+@cases(
+    "where when",
+    ("in a layer's backward", [1]),
+    ("in a layer", [1, 2]),
     ids=["rehearsal", "both"],
 )
 def test_out_of_memory_after_an_evaluation_ends_the_search(
@@ -209,18 +209,16 @@ def test_unread_tokens_end_the_searches_of_an_update(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("function", "case", "said"),
-    [
-        (fault_cases.failing_alone, Case(planted=THREE), "an error on this rank"),
-        # With sequence parallelism, no other pass's collective calls can be made in place of the rest of this one's.
-        pytest.param(
-            fault_cases.failing_on_shared_data,
-            Case(packed=True, planted=((0, 0, 4),)),
-            "OutOfMemoryError(.|\n)*sequence parallelism",
-            marks=pytest.mark.target(version="0.9.1"),
-        ),
-    ],
+@cases(
+    "function case said",
+    (fault_cases.failing_alone, Case(planted=THREE), "an error on this rank"),
+    # With sequence parallelism, no other pass's collective calls can be made in place of the rest of this one's.
+    pytest.param(
+        fault_cases.failing_on_shared_data,
+        Case(packed=True, planted=((0, 0, 4),)),
+        "OutOfMemoryError(.|\n)*sequence parallelism",
+        marks=pytest.mark.target(version="0.9.1"),
+    ),
     ids=["unknown to others", "shared sequences"],
 )
 def test_an_error_that_would_leave_ranks_waiting_ends_the_run(

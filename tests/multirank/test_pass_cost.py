@@ -3,6 +3,7 @@
 import pass_cost_cases
 import pytest
 from actors import Case
+from notation import cases
 from test_actor import THREE, Launch, near, on_engine, on_ranks
 
 NORMS = ("_foreach_norm", "linalg_vector_norm", "norm")
@@ -46,17 +47,15 @@ def test_few_operations_come_between_loss_and_backward(launch: Launch, world: in
             assert not after.keys() & {"_local_scalar_dense", "nonzero", "is_nonzero", "equal"}, after
 
 
-@pytest.mark.parametrize(
-    ("wrap", "dtype", "deferred", "later_torch"),
-    [
-        ("fsdp1-orig", "float32", True, False),
-        ("fsdp1-orig", "bfloat16", False, False),
-        ("fsdp2", "float32", False, False),
-        ("fsdp2", "float32", True, False),
-        ("fsdp2", "bfloat16", True, False),
-        # torch 2.15 itself keeps deferred gradients in float32, for which this one has no room beside bfloat16.
-        ("fsdp2", "bfloat16", True, True),
-    ],
+@cases(
+    "wrap dtype deferred later_torch",
+    ("fsdp1-orig", "float32", True, False),
+    ("fsdp1-orig", "bfloat16", False, False),
+    ("fsdp2", "float32", False, False),
+    ("fsdp2", "float32", True, False),
+    ("fsdp2", "bfloat16", True, False),
+    # torch 2.15 itself keeps deferred gradients in float32, for which this one has no room beside bfloat16.
+    ("fsdp2", "bfloat16", True, True),
 )
 def test_norms_of_an_unusual_model(launch: Launch, wrap: str, dtype: str, deferred: bool, later_torch: bool) -> None:
     """Layers that are used twice, not at all or frozen, and gradients that are added to those of earlier passes."""

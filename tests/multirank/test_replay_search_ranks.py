@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import replay_cases
 from actors import ENGINE, IDENTITY_THRESHOLD, Case
-from notation import Capsys
+from notation import Capsys, cases
 from oracle import Unit
 from stripped_bundles import strip
 from test_actor import ONE, THREE, Launch, on_engine, on_ranks, same_events, tokens_over
@@ -156,14 +156,12 @@ def test_a_nan_is_found_again(launch: Launch, tmp_path: Path, capsys: Capsys) ->
     assert sorted(places(in_two["culprits"])) == sorted(places(trained["culprits"]))
 
 
-@pytest.mark.parametrize(
-    ("case", "diagnosis"),
-    [
-        (Case("fsdp2", precision="bfloat16", planted=ONE), "tokens"),
-        (Case("fsdp2", precision="float16", loss_scale=2.0**4, planted=ONE), "tokens"),
-        # The loss scale makes the planted token's coefficient overflow: it is not what is wrong.
-        (Case("fsdp2", precision="float16", loss_scale=2.0**12, planted=ONE), "overflow"),
-    ],
+@cases(
+    "case diagnosis",
+    (Case("fsdp2", precision="bfloat16", planted=ONE), "tokens"),
+    (Case("fsdp2", precision="float16", loss_scale=2.0**4, planted=ONE), "tokens"),
+    # The loss scale makes the planted token's coefficient overflow: it is not what is wrong.
+    (Case("fsdp2", precision="float16", loss_scale=2.0**12, planted=ONE), "overflow"),
     ids=["bfloat16", "float16", "overflow"],
 )
 def test_half_precision_is_searched_with_the_loss_scale(

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from actor_cases import train
 from actors import Case, events_of
+from notation import cases
 from test_actor import Launch, on_engine, on_ranks
 from verl import DataProto
 
@@ -97,16 +98,14 @@ def test_log_probs_of_other_positions_are_told_at_once(launch: Launch, world: in
 
 
 @pytest.mark.target(version="0.9.1")
-@pytest.mark.parametrize(
-    ("calls", "change", "said"),
-    [
-        (3, "written", r"The weights of layers\.1 changed .*: their norm is [12]\.\d+ times what"),
-        (
-            2,
-            "multiplied",
-            r"The optimizer's gradient in the layer layers\.1 is at least \d\d(\.\d)? times what the backward passes",
-        ),
-    ],
+@cases(
+    "calls change said",
+    (3, "written", r"The weights of layers\.1 changed .*: their norm is [12]\.\d+ times what"),
+    (
+        2,
+        "multiplied",
+        r"The optimizer's gradient in the layer layers\.1 is at least \d\d(\.\d)? times what the backward passes",
+    ),
 )
 def test_a_layer_that_something_else_changes_is_named(launch: Launch, calls: int, change: str, said: str) -> None:
     """Its weights on one rank, or its gradient after the backward passes."""

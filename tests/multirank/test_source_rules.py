@@ -10,6 +10,7 @@ import actors
 import pytest
 import source_cases
 from actors import KL_COEF, Case
+from notation import cases
 from valid_events import valid_events
 
 from gradloc.judge.rules import UNLIKELY, UNSAMPLED, classify
@@ -101,12 +102,10 @@ def test_turns_and_where_the_mismatch_begins_are_recorded(launch: Launch) -> Non
     assert "; the mismatch begins with the first token after turn 1" in event["summary"]
 
 
-@pytest.mark.parametrize(
-    ("world", "size", "case"),
-    [
-        (2, 1, Case(loss_agg_mode="seq-mean-token-mean")),
-        (4, 2, Case("fsdp2", packed=True)),
-    ],
+@cases(
+    "world size case",
+    (2, 1, Case(loss_agg_mode="seq-mean-token-mean")),
+    (4, 2, Case("fsdp2", packed=True)),
     ids=["data parallel", "sequence parallel"],
 )
 def test_medians_are_those_of_all_ranks(launch: Launch, world: int, size: int, case: Case) -> None:

@@ -28,7 +28,7 @@ from evidence import (
     write,
     write_replay,
 )
-from notation import Caplog, Capsys, Patch
+from notation import Caplog, Capsys, Patch, cases
 from pages import texts_of
 from valid_events import VALIDATOR, valid_events
 
@@ -69,23 +69,21 @@ def test_samples_and_real_events_have_the_form_of_the_schema() -> None:
 MISSING = object()
 
 
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [
-        (["schema"], 5),
-        (["drill"], {"planted": {"rank": 0, "row": 1, "position": -1}, "found": True, "passes": 1}),
-        (["culprits", 0, "sources"], ["gremlins"]),
-        (["more_tokens"], -1),
-        (["more_tokens"], 1.5),
-        (["units", 0, "rest"], {"tokens": 3, "norm": 1.0}),
-        (["threshold"], True),
-        (["threshold"], 0),
-        (["culprits"], {}),
-        (["culprits", 0], 7),
-        (["culprits", 0, "layer_norms"], {"a": "x"}),
-        *((path, MISSING) for path in (["until"], ["explained"], ["summary"], ["units", 0, "rest"])),
-        (["diffuse", 0, "largest_tokens", 0, "share"], MISSING),
-    ],
+@cases(
+    "path value",
+    (["schema"], 5),
+    (["drill"], {"planted": {"rank": 0, "row": 1, "position": -1}, "found": True, "passes": 1}),
+    (["culprits", 0, "sources"], ["gremlins"]),
+    (["more_tokens"], -1),
+    (["more_tokens"], 1.5),
+    (["units", 0, "rest"], {"tokens": 3, "norm": 1.0}),
+    (["threshold"], True),
+    (["threshold"], 0),
+    (["culprits"], {}),
+    (["culprits", 0], 7),
+    (["culprits", 0, "layer_norms"], {"a": "x"}),
+    *((path, MISSING) for path in (["until"], ["explained"], ["summary"], ["units", 0, "rest"])),
+    (["diffuse", 0, "largest_tokens", 0, "share"], MISSING),
 )
 def test_what_is_no_event_is_told_without_jsonschema(path: list, value: Any) -> None:
     sample = writer.jsonable(without_culprits(1, "diffuse") if path[0] == "diffuse" else spike())
@@ -471,83 +469,81 @@ EXHAUSTIVE = {"until": "exhaustive", "explained": None, "more_tokens": None}
 AT = "micro-batch 2 of rank 1 is"
 
 
-@pytest.mark.parametrize(
-    ("sample", "sentence"),
-    [
-        (
-            spread(3, 1.42, 0.93),
-            f"Explained: without these 3 tokens {AT} at 0.93 of its threshold (1.42 with them); "
-            "about 20 more tokens may be over τ.",
-        ),
-        (
-            spread(1, math.nan, 0.998, more_tokens=0),
-            f"Explained: without this token {AT} at 0.998 of its threshold (NaN with it); no more seem to be over τ.",
-        ),
-        (
-            spread(4, 14.2, 0.93, units=2, more_tokens=1),
-            "Explained: without these 4 tokens every micro-batch is under its threshold; the highest, micro-batch 2 of "
-            "rank 1, is at 0.93 of its threshold (14.2 with them); about 1 more token may be over τ.",
-        ),
-        (
-            without_rest(spread(2, 14.2, 0.93, units=2, more_tokens=0), 0),
-            "Explained: without these 2 tokens every micro-batch is under its threshold; the highest, micro-batch 3 of "
-            "rank 1, is at 0.68 of its threshold (14.2 with them); no more seem to be over τ.",
-        ),
-        (
-            without_rest(spread(1, 14.2, 0.93, more_tokens=0), 0),
-            "Explained: without this token micro-batch 2 of rank 1 has no token left that can move (it is at 14.2 of "
-            "its threshold with it); no more seem to be over τ.",
-        ),
-        (
-            spread(2, 1.42, None, more_tokens=None),
-            "Explained: without these 2 tokens every micro-batch is under its threshold.",
-        ),
-        (
-            spread(3, 1.42, 1.3, more_tokens=1300, **DIFFUSE),
-            "The 3 likeliest carry 12% of the norm; "
-            f"without them {AT} still at 1.30 of its threshold (1.42 with them); "
-            "about 1,300 more tokens may be over τ.",
-        ),
-        (
-            spread(1, 1.42, None, more_tokens=None, **DIFFUSE),
-            "The likeliest carries 7% of the norm.",
-        ),
-        (
-            without_culprits(5, "diffuse"),
-            "The 3 largest measured carry 5% of the norm.",
-        ),
-        (
-            without_culprits(5, "diffuse", **EXHAUSTIVE),
-            "No single token is over τ; the 3 largest measured carry 5% of the norm.",
-        ),
-        (
-            spread(2, 1.42, 1.2, **INCOMPLETE),
-            "Not explained: the search ended early; "
-            f"without these 2 tokens {AT} still at 1.20 of its threshold (1.42 with them).",
-        ),
-        (without_culprits(5, "incomplete"), "Not explained: the search ended early."),
-        (
-            spread(3, 1.42, None, **EXHAUSTIVE),
-            "Exhaustive: everything over its threshold was settled, with 3 tokens over τ.",
-        ),
-        (
-            spread(1, 1.42, 0.5, **EXHAUSTIVE | {"explained": True}),
-            "Exhaustive: everything over its threshold was settled, with 1 token over τ; "
-            f"without this token {AT} at 0.50 of its threshold (1.42 with it).",
-        ),
-        (
-            spread(3, 1.42, None, complete=False, **EXHAUSTIVE),
-            "Exhaustive: the search ended early, with 3 tokens over τ so far.",
-        ),
-        (
-            without_culprits(5, "incomplete", **EXHAUSTIVE),
-            "Exhaustive: the search ended early, with no token over τ so far.",
-        ),
-        # There is nothing to add to the summary.
-        (without_culprits(5, "diffuse", diffuse=[]), None),
-        (without_culprits(5, "nonfinite"), None),
-        (without_culprits(5, "overflow"), None),
-    ],
+@cases(
+    "sample sentence",
+    (
+        spread(3, 1.42, 0.93),
+        f"Explained: without these 3 tokens {AT} at 0.93 of its threshold (1.42 with them); "
+        "about 20 more tokens may be over τ.",
+    ),
+    (
+        spread(1, math.nan, 0.998, more_tokens=0),
+        f"Explained: without this token {AT} at 0.998 of its threshold (NaN with it); no more seem to be over τ.",
+    ),
+    (
+        spread(4, 14.2, 0.93, units=2, more_tokens=1),
+        "Explained: without these 4 tokens every micro-batch is under its threshold; the highest, micro-batch 2 of "
+        "rank 1, is at 0.93 of its threshold (14.2 with them); about 1 more token may be over τ.",
+    ),
+    (
+        without_rest(spread(2, 14.2, 0.93, units=2, more_tokens=0), 0),
+        "Explained: without these 2 tokens every micro-batch is under its threshold; the highest, micro-batch 3 of "
+        "rank 1, is at 0.68 of its threshold (14.2 with them); no more seem to be over τ.",
+    ),
+    (
+        without_rest(spread(1, 14.2, 0.93, more_tokens=0), 0),
+        "Explained: without this token micro-batch 2 of rank 1 has no token left that can move (it is at 14.2 of "
+        "its threshold with it); no more seem to be over τ.",
+    ),
+    (
+        spread(2, 1.42, None, more_tokens=None),
+        "Explained: without these 2 tokens every micro-batch is under its threshold.",
+    ),
+    (
+        spread(3, 1.42, 1.3, more_tokens=1300, **DIFFUSE),
+        "The 3 likeliest carry 12% of the norm; "
+        f"without them {AT} still at 1.30 of its threshold (1.42 with them); "
+        "about 1,300 more tokens may be over τ.",
+    ),
+    (
+        spread(1, 1.42, None, more_tokens=None, **DIFFUSE),
+        "The likeliest carries 7% of the norm.",
+    ),
+    (
+        without_culprits(5, "diffuse"),
+        "The 3 largest measured carry 5% of the norm.",
+    ),
+    (
+        without_culprits(5, "diffuse", **EXHAUSTIVE),
+        "No single token is over τ; the 3 largest measured carry 5% of the norm.",
+    ),
+    (
+        spread(2, 1.42, 1.2, **INCOMPLETE),
+        "Not explained: the search ended early; "
+        f"without these 2 tokens {AT} still at 1.20 of its threshold (1.42 with them).",
+    ),
+    (without_culprits(5, "incomplete"), "Not explained: the search ended early."),
+    (
+        spread(3, 1.42, None, **EXHAUSTIVE),
+        "Exhaustive: everything over its threshold was settled, with 3 tokens over τ.",
+    ),
+    (
+        spread(1, 1.42, 0.5, **EXHAUSTIVE | {"explained": True}),
+        "Exhaustive: everything over its threshold was settled, with 1 token over τ; "
+        f"without this token {AT} at 0.50 of its threshold (1.42 with it).",
+    ),
+    (
+        spread(3, 1.42, None, complete=False, **EXHAUSTIVE),
+        "Exhaustive: the search ended early, with 3 tokens over τ so far.",
+    ),
+    (
+        without_culprits(5, "incomplete", **EXHAUSTIVE),
+        "Exhaustive: the search ended early, with no token over τ so far.",
+    ),
+    # There is nothing to add to the summary.
+    (without_culprits(5, "diffuse", diffuse=[]), None),
+    (without_culprits(5, "nonfinite"), None),
+    (without_culprits(5, "overflow"), None),
 )
 def test_a_sentence_says_whether_the_culprits_explain_the_spike(view: Any, sample: Event, sentence: str | None) -> None:
     valid_events(json.dumps([sample]))

@@ -8,6 +8,7 @@ from typing import Any
 import jsonschema
 import pytest
 from evidence import Event, clip, clipped_token, drill, spike, write_steps
+from notation import cases
 
 from gradloc import record_events
 from gradloc.adapters.spike_log import AppendedEvents
@@ -58,16 +59,14 @@ def test_evidence_without_clip_lines_has_no_such_section(show: Any, view: Any) -
     assert "clips" not in made.tables and not any("clips" in name for name in (*made.texts, *made.charts))
 
 
-@pytest.mark.parametrize(
-    ("line", "figures", "said"),
-    [
-        (clip(4, [one()], "log"), (0, 1, 0, {}), "1 backward signal was over its bound: none was cut."),
-        (
-            clip(4, [one(), one(boundary="layers.1", cut=False)], refused=["layers.1"]),
-            (0, 2, 1, {"layers.1": 1}),
-            "More than max_share, so that some were left as they are, in mini-batches: layers.1 (1).",
-        ),
-    ],
+@cases(
+    "line figures said",
+    (clip(4, [one()], "log"), (0, 1, 0, {}), "1 backward signal was over its bound: none was cut."),
+    (
+        clip(4, [one(), one(boundary="layers.1", cut=False)], refused=["layers.1"]),
+        (0, 2, 1, {"layers.1": 1}),
+        "More than max_share, so that some were left as they are, in mini-batches: layers.1 (1).",
+    ),
 )
 def test_what_was_found_and_not_cut_is_told(show: Any, summary: Any, line: Event, figures: tuple, said: str) -> None:
     clips = summary(events=[line])["token_clip"]

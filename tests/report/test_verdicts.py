@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from evidence import ORDINARY, Event, culprit, event, spike, unsearched, write, write_steps
+from notation import cases
 
 from gradloc.judge.rules import SOURCES
 from gradloc.judge.sentences import in_one_line
@@ -171,15 +172,13 @@ def test_a_claim_on_several_events_is_true_of_all() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("sentence", "said"),
-    [
-        ("Tokens are trained on (2% of the tokens: they follow an EOS token). Mask them.", None),
-        ("Advantages are outliers (both culprits): look: there.", "Advantages are outliers (both culprits)"),
-        ("An open bracket (is no reason: to go on", "An open bracket (is no reason"),
-        ("At 12:30 it was late", "At 12:30 it was late"),
-        ("", ""),
-    ],
+@cases(
+    "sentence said",
+    ("Tokens are trained on (2% of the tokens: they follow an EOS token). Mask them.", None),
+    ("Advantages are outliers (both culprits): look: there.", "Advantages are outliers (both culprits)"),
+    ("An open bracket (is no reason: to go on", "An open bracket (is no reason"),
+    ("At 12:30 it was late", "At 12:30 it was late"),
+    ("", ""),
 )
 def test_a_verdict_in_brief_ends_before_what_to_do(sentence: str, said: str | None) -> None:
     assert words.brief({**NEWER, "sentence": sentence}) == (sentence.removesuffix(".") if said is None else said)

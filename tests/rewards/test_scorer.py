@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from notation import cases
 from verl.utils import reward_score
 from verl.utils.reward_score import default_compute_score, guarded_math_verify
 
@@ -283,26 +284,24 @@ def test_a_temporary_folder_that_is_too_deep_for_a_socket(tmp_path: Path) -> Non
             assert "set TMPDIR to a path of at most 71 bytes" in last
 
 
-@pytest.mark.parametrize(
-    ("answer", "truth", "options", "expected"),
-    [
-        ("\\boxed{(x+1)^2}", "x^2+2x+1", {"timeout": 30}, 1),  # a worker's first symbolic answer takes a moment
-        ("\\boxed{(x+1)^2}", "x^2+x+1", {"timeout": 30}, 0),
-        ("", "42", {}, 0),
-        ("\\boxed{42}", "", {}, 0),
-        # 0.333 is one third to three places.
-        ("0.333", "\\frac{1}{3}", {}, 0),
-        ("0.333", "\\frac{1}{3}", {"precision": 3}, 1),
-        ("I get 7", "7", {"pred_extraction_target": "latex"}, 0),
-        ("I get $7$", "7", {"pred_extraction_target": ["latex"]}, 1),
-        ("7", "\\frac{14}{2}", {"gold_extraction_target": "expr"}, 0),
-        ("7", "7", {"gold_extraction_target": ("expr", "latex")}, 1),
-        ("The answer is B.", "B", {"gold_extraction_target": "string", "pred_extraction_target": "string"}, 1),
-        # Those of other scorers and of verl's managers
-        ("7", "7", {"gamma": 0.1, "reward_router_address": None}, 1),
-        (HANGING, "7", {"timeout": 0.3, "timeout_score": 0.25}, 0.25),
-        (HANGING, "7", {"timeout": 0.3}, 0),
-    ],
+@cases(
+    "answer truth options expected",
+    ("\\boxed{(x+1)^2}", "x^2+2x+1", {"timeout": 30}, 1),  # a worker's first symbolic answer takes a moment
+    ("\\boxed{(x+1)^2}", "x^2+x+1", {"timeout": 30}, 0),
+    ("", "42", {}, 0),
+    ("\\boxed{42}", "", {}, 0),
+    # 0.333 is one third to three places.
+    ("0.333", "\\frac{1}{3}", {}, 0),
+    ("0.333", "\\frac{1}{3}", {"precision": 3}, 1),
+    ("I get 7", "7", {"pred_extraction_target": "latex"}, 0),
+    ("I get $7$", "7", {"pred_extraction_target": ["latex"]}, 1),
+    ("7", "\\frac{14}{2}", {"gold_extraction_target": "expr"}, 0),
+    ("7", "7", {"gold_extraction_target": ("expr", "latex")}, 1),
+    ("The answer is B.", "B", {"gold_extraction_target": "string", "pred_extraction_target": "string"}, 1),
+    # Those of other scorers and of verl's managers
+    ("7", "7", {"gamma": 0.1, "reward_router_address": None}, 1),
+    (HANGING, "7", {"timeout": 0.3, "timeout_score": 0.25}, 0.25),
+    (HANGING, "7", {"timeout": 0.3}, 0),
 )
 def test_options(answer: str, truth: str, options: dict, expected: float, monkeypatch: pytest.MonkeyPatch) -> None:
     result = default_compute_score("math_verify", answer, truth, **options)

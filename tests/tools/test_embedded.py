@@ -10,7 +10,7 @@ import types
 from pathlib import Path
 
 import pytest
-from notation import Capsys, Patch
+from notation import Capsys, Patch, cases
 from omegaconf import OmegaConf
 from scripts import follow, launch, processes, run, set_up
 
@@ -64,15 +64,13 @@ def test_arguments_come_before_the_environment() -> None:
     assert config().trainer.default_local_dir == "/o"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["--tyni"], "unrecognized arguments: --tyni"),
-        (["--fault", "fire"], "invalid choice: 'fire' (choose from"),
-        (["tiny"], "'tiny' is neither an option nor a Hydra override"),
-        (["--plugin"], "--plugin needs verl 0.9.1 and this is for 0.7.0"),
-        (["--python", "/nope"], "there is no Python at /nope: give another with --python"),
-    ],
+@cases(
+    "arguments sentence",
+    (["--tyni"], "unrecognized arguments: --tyni"),
+    (["--fault", "fire"], "invalid choice: 'fire' (choose from"),
+    (["tiny"], "'tiny' is neither an option nor a Hydra override"),
+    (["--plugin"], "--plugin needs verl 0.9.1 and this is for 0.7.0"),
+    (["--python", "/nope"], "there is no Python at /nope: give another with --python"),
 )
 def test_bad_arguments_get_one_sentence(arguments: list[str], sentence: str) -> None:
     refused = embedded(*arguments)
@@ -187,14 +185,12 @@ def test_the_environment_is_made_once_and_patched_anew(project: Project) -> None
     assert project.set_up() == [made[0], *made[1:], *patched]
 
 
-@pytest.mark.parametrize(
-    ("failing", "conf", "reason"),
-    [
-        ("--quiet uv", "", "uv cannot be installed"),
-        ("uv pip install", "", "uv failed"),
-        ("config list", "", "pip's configuration cannot be read"),
-        ("", "global.index-url='https://me:secret@a'\n:env:.proxy='b'\n", "pip is configured with index-url, proxy"),
-    ],
+@cases(
+    "failing conf reason",
+    ("--quiet uv", "", "uv cannot be installed"),
+    ("uv pip install", "", "uv failed"),
+    ("config list", "", "pip's configuration cannot be read"),
+    ("", "global.index-url='https://me:secret@a'\n:env:.proxy='b'\n", "pip is configured with index-url, proxy"),
 )
 def test_pip_installs_where_uv_cannot(project: Project, failing: str, conf: str, reason: str, capfd: Capsys) -> None:
     project.write("failing", failing)
@@ -250,9 +246,11 @@ print(os.getpid(), process.pid, flush=True)
 """
 
 
-@pytest.mark.parametrize(
-    ("ending", "code"),
-    [("sys.exit(76)", 76), ("os.kill(os.getpid(), 9)", 137), *((number, 128 + number) for number in (1, 2, 3, 15))],
+@cases(
+    "ending code",
+    ("sys.exit(76)", 76),
+    ("os.kill(os.getpid(), 9)", 137),
+    *((number, 128 + number) for number in (1, 2, 3, 15)),
 )
 def test_no_process_of_a_run_survives_and_no_other_is_ended(ending: str | int, code: int) -> None:
     bystander = subprocess.Popen(["sleep", "600"], start_new_session=True)
@@ -291,13 +289,11 @@ processes._let_signals_through = slowly
 SENTENCE = "Training ends after step 3, because of 2 gradient spikes in the last 2 steps (spike_action=stop): …"
 
 
-@pytest.mark.parametrize(
-    ("status", "lines", "last"),
-    [
-        (76, [SENTENCE, "ray: cleaning up"], [SENTENCE]),
-        (76, ["(TaskRunner pid=1) " + SENTENCE, "another program's 76"], None),
-        (1, [SENTENCE, "an error"], None),
-    ],
+@cases(
+    "status lines last",
+    (76, [SENTENCE, "ray: cleaning up"], [SENTENCE]),
+    (76, ["(TaskRunner pid=1) " + SENTENCE, "another program's 76"], None),
+    (1, [SENTENCE, "an error"], None),
 )
 def test_a_stopped_run_ends_with_its_sentence(
     tmp_path: Path, status: int, lines: list[str], last: list[str] | None
@@ -387,17 +383,15 @@ def test_the_time_left_is_that_of_the_steps_so_far() -> None:
     assert follow.Clock(None).waiting(100.0) == "starting Ray for 2 min"
 
 
-@pytest.mark.parametrize(
-    ("metrics", "sentence"),
-    [
-        ({}, "No step was completed."),
-        ({1: {follow.TOKEN_NORM: 0.0}}, "No spike in 1 step: all answers to each prompt got the same reward"),
-        (
-            {1: {follow.TOKEN_NORM: 40.0, "actor/gradloc/threshold": 160.0}, 2: {follow.TOKEN_NORM: 8.0}},
-            "No spike in 2 steps. The largest micro-batch norm per token was 40, in step 1, 25% of the threshold.",
-        ),
-        ({1: {follow.TOKEN_NORM: 40.0, "actor/gradloc/triggered": 1.0}, 2: {}}, "1 of 2 steps spiked."),
-    ],
+@cases(
+    "metrics sentence",
+    ({}, "No step was completed."),
+    ({1: {follow.TOKEN_NORM: 0.0}}, "No spike in 1 step: all answers to each prompt got the same reward"),
+    (
+        {1: {follow.TOKEN_NORM: 40.0, "actor/gradloc/threshold": 160.0}, 2: {follow.TOKEN_NORM: 8.0}},
+        "No spike in 2 steps. The largest micro-batch norm per token was 40, in step 1, 25% of the threshold.",
+    ),
+    ({1: {follow.TOKEN_NORM: 40.0, "actor/gradloc/triggered": 1.0}, 2: {}}, "1 of 2 steps spiked."),
 )
 def test_the_sentence_at_the_end(metrics: dict[int, dict[str, float]], sentence: str) -> None:
     assert follow.summary(metrics).startswith(sentence)

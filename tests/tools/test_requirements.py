@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from notation import cases
 from packaging.requirements import Requirement
 
 from tools import lock
@@ -62,14 +63,12 @@ def test_each_direct_dependency_is_pinned_once_for_each_python(directory: str, r
     assert all(re.fullmatch(r"[a-z0-9][a-z0-9_.-]*==[a-z0-9.+]+( ; [^/@]+)?", line) for line in lines)
 
 
-@pytest.mark.parametrize(
-    ("line", "simple"),
-    [
-        ("a==1", "a==1"),
-        ("a==1 ; python_full_version < '3.13' and sys_platform == 'linux'", "a==1"),
-        ("a==1 ; python_full_version < '3.11' and sys_platform == 'linux'", "a==1 ; python_full_version < '3.11'"),
-        ("a==1 ; extra == 'b' or sys_platform == 'linux'", "a==1 ; extra == 'b' or sys_platform == 'linux'"),
-    ],
+@cases(
+    "line simple",
+    ("a==1", "a==1"),
+    ("a==1 ; python_full_version < '3.13' and sys_platform == 'linux'", "a==1"),
+    ("a==1 ; python_full_version < '3.11' and sys_platform == 'linux'", "a==1 ; python_full_version < '3.11'"),
+    ("a==1 ; extra == 'b' or sys_platform == 'linux'", "a==1 ; extra == 'b' or sys_platform == 'linux'"),
 )
 def test_markers_say_only_what_does_not_hold_everywhere(line: str, simple: str) -> None:
     assert lock.simplified(line) == simple

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from notation import cases
 
 import trees
 
@@ -201,13 +202,11 @@ def test_what_starts_a_container_comes_before_each_command(cluster: Cluster) -> 
     ]
 
 
-@pytest.mark.parametrize(
-    ("environment", "sentence", "ended"),
-    [
-        ({"UNPATCHED": "n2"}, "the verl of n2 is not patched: said about n2", []),
-        ({"FAILING": "n3"}, "Ray on n3 has ended", ["n1", "n2"]),
-        ({"LOST": "n2", "RAY_WAIT": "1"}, f"after 1 s, 2 of 3 nodes have joined {ADDRESS}", NODES),
-    ],
+@cases(
+    "environment sentence ended",
+    ({"UNPATCHED": "n2"}, "the verl of n2 is not patched: said about n2", []),
+    ({"FAILING": "n3"}, "Ray on n3 has ended", ["n1", "n2"]),
+    ({"LOST": "n2", "RAY_WAIT": "1"}, f"after 1 s, 2 of 3 nodes have joined {ADDRESS}", NODES),
 )
 def test_a_node_that_is_not_ready_ends_the_job(
     cluster: Cluster, environment: dict[str, str], sentence: str, ended: list[str]

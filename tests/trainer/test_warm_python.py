@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import runs
+from notation import cases
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm")]
 FORK = ["-X", "fork"]  # the interpreter itself ignores this option
@@ -35,15 +36,13 @@ def test_a_program_finds_what_it_would_find(tmp_path: Path) -> None:
         assert json.loads(warm.stdout) == json.loads(plain.stdout)
 
 
-@pytest.mark.parametrize(
+@cases(
     "code",
-    [
-        "import sys; sys.exit(76)",
-        "raise ValueError('so')",
-        "import os, signal; os.kill(os.getpid(), signal.SIGTERM)",
-        "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
-        "import atexit; atexit.register(print, 'at the end')",
-    ],
+    "import sys; sys.exit(76)",
+    "raise ValueError('so')",
+    "import os, signal; os.kill(os.getpid(), signal.SIGTERM)",
+    "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+    "import atexit; atexit.register(print, 'at the end')",
 )
 def test_a_program_ends_as_it_would_end(code: str) -> None:
     plain, warm = both("-c", code)
