@@ -1,10 +1,10 @@
 """Fixtures for the tests of the tools."""
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -58,50 +58,28 @@ def pytest_configure(config: pytest.Config) -> None:
 # Libraries add variables when they are imported or first used; these are none of theirs.
 NO_LIBRARY_ADDS = ("EMBEDDED_", "GRADLOC_", "VERL_")
 AT_THE_START = set(os.environ) - {"PYTEST_CURRENT_TEST"}
-
-
-def state() -> dict[str, Any]:
-    """What a test shares with the tests after it, and with the programs that they start.
-
-    But for what pytest changes by itself, its timer and the name of the test, and what libraries add.
-    """
-    (umask,) = [line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if "Umask" in line]
-    return {
-        "handlers of signals": {
-            number: signal.getsignal(number) for number in signal.valid_signals() - {signal.SIGALRM}
-        },
-        "blocked signals": signal.pthread_sigmask(signal.SIG_BLOCK, []),
-        "working directory": os.getcwd(),
-        "umask": int(umask, 8),
-        "os.environ": {
-            name: value
-            for name, value in os.environ.items()
-            if name in AT_THE_START or name.startswith(NO_LIBRARY_ADDS)
-        },
-    }
+SIGNALS = signal.valid_signals() - {signal.SIGALRM}  # which is the timer's
 
 
 @pytest.fixture(autouse=True)
 def leaves_the_process_as_it_was() -> Iterator[None]:
     """Fails the test that does not: with SIGTERM ignored, say, a program that a later test ends would run for ever."""
-    before = state()
+    parts = {
+        "handlers of signals": lambda: {number: signal.getsignal(number) for number in SIGNALS},
+        "blocked signals": lambda: signal.pthread_sigmask(signal.SIG_BLOCK, []),
+        "working directory": os.getcwd,
+        "umask": lambda: re.findall(r"^Umask:\s+(\d+)", Path("/proc/self/status").read_text(), re.M),
+        "os.environ": lambda: {
+            name: value
+            for name, value in os.environ.items()
+            if name in AT_THE_START or name.startswith(NO_LIBRARY_ADDS)
+        },
+    }
+    before = {name: read() for name, read in parts.items()}
     yield
-    after = state()
-    changed = [name for name in before if after[name] != before[name]]
-    if not changed:
-        return
-    for number, handler in before["handlers of signals"].items():
-        if handler is not None and handler != after["handlers of signals"][number]:  # None: not set by Python
-            signal.signal(number, handler)
-    signal.pthread_sigmask(signal.SIG_SETMASK, before["blocked signals"])
-    os.chdir(before["working directory"])
-    os.umask(before["umask"])
-    for name in after["os.environ"].keys() | before["os.environ"].keys():
-        if name in before["os.environ"]:
-            os.environ[name] = before["os.environ"][name]
-        else:
-            del os.environ[name]
-    pytest.fail("left behind for the tests after it: " + "; ".join(f"{name}: {after[name]!r}" for name in changed))
+    after = {name: read() for name, read in parts.items()}
+    if changed := [f"{name}: {after[name]!r}" for name in parts if after[name] != before[name]]:
+        pytest.fail("left behind for the tests after it: " + "; ".join(changed))
 
 
 @pytest.fixture(scope="session")
