@@ -16,7 +16,7 @@ import io
 import os
 import re
 import runpy
-import selectors
+import select
 import signal
 import socket
 import subprocess
@@ -42,7 +42,7 @@ OF_VERL = """
 # What Ray's library would read when a process begins. The first job of each Ray has this number.
 FOR_RAY = {"RAY_AUTH_MODE": "disabled", "RAY_JOB_ID": "01000000"}
 PR_SET_PDEATHSIG = 1
-HIGH = 500  # the server's own files have higher numbers than those of a process that it starts
+HIGH = 500  # files that a process is given wait above the numbers that they will have there
 
 
 @contextlib.contextmanager
@@ -81,7 +81,7 @@ def serve(address: str, search_path: str) -> Callable[[], None]:
         address (str): That of its socket.
         search_path (str): Where it finds verl; empty where verl is not to be imported.
     """
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # where pytest is killed
+    _end_with_parent()
     base, before = sys.path[1:], set(os.environ)
     os.environ["RAY_RAYLET_PID"] = str(os.getpid())  # a worker ends with that process
     sys.path[1:1] = search_path.split(os.pathsep) if search_path else []
@@ -91,51 +91,47 @@ def serve(address: str, search_path: str) -> Callable[[], None]:
     set_by_imports = {name: os.environ[name] for name in os.environ.keys() - before - {"RAY_RAYLET_PID"}}
     gc.collect()
     gc.freeze()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that watch over a process
     listener = socket.socket(socket.AF_UNIX)
-    listener = socket.socket(fileno=_raised(listener.detach()))
     listener.bind(f"{address}.new")
     listener.listen(64)
-    wakeup, woken = (socket.socket(fileno=_raised(end.detach())) for end in socket.socketpair())
-    wakeup.setblocking(False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(wakeup.fileno())
-    selector = selectors.SelectSelector()
-    selector.register(listener, selectors.EVENT_READ)
-    selector.register(woken, selectors.EVENT_READ)
     os.rename(f"{address}.new", address)
-    clients: dict[int, socket.socket] = {}
     while True:
-        for key, _ in selector.select():
-            if key.fileobj is listener:
-                connection, _ = listener.accept()
-                connection = socket.socket(fileno=_raised(connection.detach()))
-                try:
-                    request = Request.read(connection)
-                except EOFError:
-                    connection.close()
-                    continue
-                child = os.fork()
-                if not child:
-                    selector.close()
-                    for each in (listener, wakeup, woken, connection, *clients.values()):
-                        each.close()
-                    return lambda: request.run(base, set_by_imports)
-                for file in request.files.values():
-                    os.close(file)
-                with contextlib.suppress(OSError):  # a client that is gone is seen below
-                    connection.sendall(child.to_bytes(8, "little"))
-                clients[child] = connection
-                selector.register(connection, selectors.EVENT_READ, child)
-            elif key.fileobj is woken:
-                woken.recv(4096)
-            elif key.data in clients:  # killed: what it started ends with it
-                _end_session(key.data)
-        for child, status in _ended():
-            connection = clients.pop(child)
-            selector.unregister(connection)
-            with contextlib.suppress(OSError):
-                connection.sendall(status.to_bytes(8, "little", signed=True))
-            connection.close()
+        connection, _ = listener.accept()
+        if not os.fork():
+            listener.close()
+            request = _started(connection)
+            return lambda: request.run(base, set_by_imports)
+        connection.close()
+
+
+def _started(connection: socket.socket) -> Request:
+    """Forks the process that a client asks for, and returns in it. The other one tells the client how it ends.
+
+    Where the client ends first, all that its process has started ends.
+    """
+    _end_with_parent()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    request = Request.read(connection)
+    child = os.fork()
+    if not child:
+        connection.close()
+        return request
+    for file in request.files.values():
+        os.close(file)
+    with contextlib.suppress(OSError):
+        connection.sendall(child.to_bytes(8, "little"))
+    ended = os.pidfd_open(child)
+    if ended not in select.select([connection, ended], [], [])[0]:
+        _end_session(child)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    with contextlib.suppress(OSError):
+        connection.sendall(status.to_bytes(8, "little", signed=True))
+    os._exit(0)
+
+
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _raised(file: int) -> int:
@@ -149,16 +145,6 @@ def _reopened(file: int, stream: TextIO) -> TextIO:
     raw: Any = io.FileIO(file, "r" if file == 0 else "w", closefd=False)
     source = io.BufferedReader(raw) if file == 0 else raw
     return io.TextIOWrapper(source, stream.encoding, stream.errors, write_through=file != 0)
-
-
-def _ended() -> Iterator[tuple[int, int]]:
-    """The processes that have ended since, with their exit codes."""
-    with contextlib.suppress(ChildProcessError):
-        while True:
-            child, status = os.waitpid(-1, os.WNOHANG)
-            if not child:
-                break
-            yield child, os.waitstatus_to_exitcode(status)
 
 
 def _end_session(leader: int) -> None:
@@ -191,16 +177,8 @@ class Request:
     @classmethod
     def read(cls, connection: socket.socket) -> Request:
         size, files, _, _ = socket.recv_fds(connection, 8, 250)
-        if not size:
-            raise EOFError("the client has asked for nothing")
-        message, remaining = b"", int.from_bytes(size, "little")
-        while len(message) < remaining:
-            part = connection.recv(remaining - len(message))
-            if not part:
-                for file in files:
-                    os.close(file)
-                raise EOFError("the client has ended in the middle of its request")
-            message += part
+        with connection.makefile("rb") as stream:
+            message = stream.read(int.from_bytes(size, "little"))
         executable, directory, umask, numbers, count, *rest = message.decode(errors="surrogateescape").split("\0")
         environment = dict(line.split("=", 1) for line in rest[int(count) :])
         received = dict(zip(map(int, numbers.split(",")), map(_raised, files), strict=True))
@@ -213,10 +191,8 @@ class Request:
             base (list[str]): Where an interpreter looks for modules after PYTHONPATH.
             set_by_imports (dict[str, str]): Variables of the environment that modules have set when they were imported.
         """
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        _end_with_parent()
         for number, file in self.files.items():
             os.dup2(file, number)
             os.close(file)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import runs
-from notation import cases
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm")]
 FORK = ["-X", "fork"]  # the interpreter itself ignores this option
@@ -34,20 +33,6 @@ def test_a_program_finds_what_it_would_find(tmp_path: Path) -> None:
         plain, warm = both(*command, cwd=tmp_path, env=environment, input="so\n")
         assert (warm.returncode, warm.stderr) == (plain.returncode, plain.stderr) == (0, "")
         assert json.loads(warm.stdout) == json.loads(plain.stdout)
-
-
-@cases(
-    "code",
-    "import sys; sys.exit(76)",
-    "raise ValueError('so')",
-    "import os, signal; os.kill(os.getpid(), signal.SIGTERM)",
-    "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
-    "import atexit; atexit.register(print, 'at the end')",
-)
-def test_a_program_ends_as_it_would_end(code: str) -> None:
-    plain, warm = both("-c", code)
-    assert (warm.returncode, warm.stdout) == (plain.returncode, plain.stdout)
-    assert warm.stderr.splitlines()[-1:] == plain.stderr.splitlines()[-1:]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

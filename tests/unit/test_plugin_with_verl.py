@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import socket
 import subprocess
 import tempfile
 import textwrap
@@ -77,14 +76,6 @@ def interpreter() -> Iterator[Path]:
 
 
 _interpreter: Path
-
-
-def test_the_interpreter_survives_a_client_that_asks_for_nothing() -> None:
-    for message in (b"", (100).to_bytes(8, "little") + b"half"):
-        with socket.socket(socket.AF_UNIX) as client:
-            client.connect(str(_interpreter.parent / "socket"))
-            client.sendall(message)
-    assert trees.run(_interpreter, "-c", "print(1)").stdout == "1\n"
 
 
 @pytest.fixture(scope="module")
