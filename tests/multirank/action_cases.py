@@ -1,10 +1,12 @@
 """What a spike leads to, held against an unpatched actor whose forward detaches the planted tokens."""
 
+import contextlib
 import json
 import math
 import os
 import tempfile
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from actors import (
 from batches import build_batch
 from oracle import brute_force
 from verl import DataProto
+from verl.utils.gradloc.adapters.update_evidence import Sample, UpdateEvidence
 
 DETECTION = {"spike_detection": True, "grad_norm_threshold": IDENTITY_THRESHOLD, "bisect_budget_steps": 100}
 
@@ -255,14 +258,15 @@ def broken_backward(case: Case, place: tuple[int, int, int] | None) -> tuple[dic
     return compared(case, 1, {"prepare": prepare})
 
 
-def broken_weight(case: Case, value: float, name: str, index: int) -> Run:
-    """One element of one weight is not a number, before the model is sharded."""
+def broken_weight(case: Case, value: float, name: str, index: int) -> tuple[dict[str, bool], Run]:
+    """One element of one weight is not a number, before the model is sharded; the optimizer takes no step."""
 
     def change_model(model: torch.nn.Module) -> None:
         with torch.no_grad():
             dict(model.named_parameters())[name].view(-1)[index] = value
 
-    return train(case, change_model=change_model, **DETECTION)
+    run = train(case, change_model=change_model, **DETECTION)
+    return {"no step": run.gradients == []}, run
 
 
 def overflow(case: Case, poisoned: list[tuple[int, int, int]]) -> tuple[dict[str, bool], Run, list[float]]:
@@ -288,9 +292,6 @@ def update_of_the_worker(case: Case) -> tuple[str, list[float], list[int], list[
         tuple: The events that the first update hands up; the learning rate after each update; the optimizer's steps
             after each; whether the parameters are those of an unpatched actor after each.
     """
-    import contextlib
-    from types import SimpleNamespace
-
     from verl.workers.fsdp_workers import ActorRolloutRefWorker
 
     import embedded  # noqa: F401  what torch lacks on a CPU
@@ -346,10 +347,6 @@ def update_of_the_worker(case: Case) -> tuple[str, list[float], list[int], list[
 
 def evidence_with_odd_truths(folder: str, count: int) -> None:
     """Writes an event whose culprits, all of rank 0, have a ground truth that cannot be pickled, and long texts."""
-    from types import SimpleNamespace
-
-    from verl.utils.gradloc.adapters.update_evidence import Sample, UpdateEvidence
-
     culprits: list[dict[str, Any]] = [{"rank": 0, "row": row, "position": 0} for row in range(count)]
     events = [{"global_step": 1, "mini_batch": 0, "world_size": 2, "culprits": culprits}]
     tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: " ".join(map(str, ids)))
@@ -367,10 +364,6 @@ def evidence_of_shared_data(folder: str) -> tuple[list[int], list[Any]]:
         tuple: The rows that this rank has described, and the culprits' rewards, which are the numbers of those ranks
             that have described them.
     """
-    from types import SimpleNamespace
-
-    from verl.utils.gradloc.adapters.update_evidence import Sample, UpdateEvidence
-
     size, described = 2, []
     culprits: list[dict[str, Any]] = [
         {"rank": rank, "row": 10 + rank, "position": 0} for rank in range(dist.get_world_size() // size)

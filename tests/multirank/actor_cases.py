@@ -148,7 +148,7 @@ def both_triggers(case: Case) -> tuple[Run, Run]:
     units, (norm,) = brute_force(case, build_batch(case, dist.get_rank()), tokens=False)
     of_unit = max(unit.norm / unit.weight for unit in units)
     of_mean = norm * dist.get_world_size() / math.hypot(*(unit.weight for unit in units))
-    detection = {"spike_detection": True, "grad_norm_threshold": math.sqrt(of_unit * of_mean)}
+    detection = {"calls": 2, "spike_detection": True, "grad_norm_threshold": math.sqrt(of_unit * of_mean)}
     return train(case, spike_trigger="unit", **detection), train(case, spike_trigger="global", **detection)
 
 
@@ -185,10 +185,6 @@ def identity(case: Case, budget: int) -> tuple[dict[str, bool], dict[str, bool],
     off = train(case, calls=2, spike_detection=False)
     stock = stock_run(case, 2)
     return compare_runs(searched, stock), compare_runs(off, stock), searched
-
-
-def watch(case: Case, threshold: float, calls: int) -> Run:
-    return train(case, calls=calls, spike_detection=True, grad_norm_threshold=threshold)
 
 
 def metrics_with_rejected_rows(rejected: tuple[int, int], case: Case, detection: bool = False) -> dict[str, Any]:

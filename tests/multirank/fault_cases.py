@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import random
@@ -79,8 +80,23 @@ def disturb(actor: Any, where: str, when: int | Sequence[int], disturbance: Call
         actor._forward_micro_batch = striking_forward
 
 
+OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
 def run_out_of_memory(*_: Any) -> Any:
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    raise OUT_OF_MEMORY
+
+
+def failing(owner: Any, name: str, when: int, ranks: Sequence[int], error: Exception = OUT_OF_MEMORY) -> Any:
+    """A patch of a function, whose call of this number, counted from 1, fails on some ranks."""
+    calls, function = itertools.count(1), getattr(owner, name)
+
+    def called(*arguments: Any, **options: Any) -> Any:
+        if next(calls) == when and dist.get_rank() in ranks:
+            raise error
+        return function(*arguments, **options)
+
+    return mock.patch.object(owner, name, called)
 
 
 def failing_search(
@@ -131,21 +147,6 @@ def with_unseen_calls(case: Case) -> tuple[dict[str, bool], Run, list[str]]:
         for part in parts:
             ended.enter_context(part)
         return *compared(case), warnings
-
-
-def failing_hook(case: Case) -> tuple[dict[str, bool], Run]:
-    """A run in which rank 1 runs out of memory while a hook measures a training pass, in two calls with a spike."""
-    count, norms_of_all = 0, local_norms.norms_of_all
-
-    def failing_norms(*arguments: Any) -> Any:
-        nonlocal count
-        count += 1
-        if count == 2 and dist.get_rank() == 1:
-            run_out_of_memory()
-        return norms_of_all(*arguments)
-
-    with mock.patch.object(local_norms, "norms_of_all", failing_norms):
-        return compared(case)
 
 
 def with_assertions(case: Case) -> tuple[dict[str, bool], Run]:
@@ -327,33 +328,24 @@ def failing_beside_the_passes(case: Case, what: str) -> tuple[dict[str, bool], R
 
             actor.gradloc._measure = measured
 
-    fails = what == "the event" and dist.get_rank() == 0
-    with mock.patch.object(event, "_trigger", run_out_of_memory) if fails else contextlib.nullcontext():
+    with failing(event, "_trigger", 1, [0] if what == "the event" else []):
         return compared(case, prepare=prepare)
 
 
-def with_unread_tokens(case: Case, what: str, ranks: list[int]) -> tuple[dict[str, bool], Run]:
-    """A run in which some ranks run out of memory over the first update's tokens, compared with the unpatched actor.
+# What is read of a training pass or of a mini-batch, and which time it fails; with TokenClip, before the backward.
+READ = {
+    "norms": (local_norms, "norms_of_all", 2),
+    "weights": (loss_weights, "policy_weights", 2),
+    "weights and TokenClip": (loss_weights, "policy_weights", 2),
+    "sums": (metrics, "own_sums", 1),
+}
 
-    Args:
-        what (str): "weights" of the second micro-batch, which with "weights and TokenClip" are read before the
-            backward; "sums" of the first mini-batch.
-    """
-    module, name, when = (loss_weights, "policy_weights", 2) if "weights" in what else (metrics, "own_sums", 1)
-    count, read = 0, getattr(module, name)
 
-    def failing_read(*arguments: Any, **options: Any) -> torch.Tensor:
-        nonlocal count
-        count += 1
-        if count == when:
-            run_out_of_memory()
-        return read(*arguments, **options)
-
+def with_an_unread_pass(case: Case, what: str, ranks: list[int]) -> tuple[dict[str, bool], Run]:
+    """A run in which some ranks run out of memory over the first update, compared with the unpatched actor."""
     clip = {"token_clip": token_clip_config(enable=True, action="log")} if "TokenClip" in what else {}
-    failing = mock.patch.object(module, name, failing_read)
-    with failing if dist.get_rank() in ranks else contextlib.nullcontext():
-        run = train(case, calls=2, **DETECTION, **clip)
-    return compare_runs(run, stock_run(case, 2)), run
+    with failing(*READ[what], ranks):
+        return compared(case, **clip)
 
 
 def failing_alone(case: Case) -> None:

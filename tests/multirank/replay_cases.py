@@ -2,15 +2,14 @@
 
 import contextlib
 import io
-import itertools
 import json
 import os
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import fault_cases
 import torch.distributed as dist
 from actor_cases import Run, compare_runs, search, stock_run, train
 from actors import IDENTITY_THRESHOLD, Case, build_model
@@ -116,19 +115,7 @@ def failing(bundle: str, model: str) -> list[tuple[int, str]]:
     found = []
     for owner, name, at in ((search_command, "load", 1), *((Passes, "_forward_backward", at) for at in (1, 2))):
         errors = io.StringIO()
-        failure = mock.patch.object(owner, name, _failing_at(at, getattr(owner, name)))
+        failure = fault_cases.failing(owner, name, at, [1], RuntimeError("planted failure"))
         with failure, contextlib.redirect_stderr(errors):
             found.append((searched(bundle, model), errors.getvalue()))
     return found
-
-
-def _failing_at(at: int, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, whose call of this number fails on rank 1."""
-    calls = itertools.count(1)
-
-    def called(*arguments: Any, **options: Any) -> Any:
-        if next(calls) == at and dist.get_rank() == 1:
-            raise RuntimeError("planted failure")
-        return function(*arguments, **options)
-
-    return called

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import cluster
 import fault_cases
@@ -10,8 +11,19 @@ from actors import ENGINE, Case
 from cluster import Cluster, RankFailed
 from fault_cases import draw
 from notation import cases
-from test_actor import ONE, THREE, Launch, as_list, harmless, on_engine, on_ranks, same_events
+from test_actor import ONE, THREE, Launch, as_list, harmless, on_engine, on_ranks, places, same_events
 from valid_events import valid_events
+
+
+def check_search(results: list[Any], case: Case, error: str = "") -> dict[str, Any]:
+    """The event of a search that has found the planted tokens, or has ended with an error; the next call has none."""
+    (event,), second = harmless(results)
+    assert second == [] and event["complete"] == (not error)
+    if error:
+        assert error in event["error"]
+    else:
+        assert places(event) == sorted(case.planted) and event["error"] is None
+    return event
 
 
 @cases(
@@ -32,20 +44,14 @@ def test_out_of_memory_in_a_pass_ends_the_search_on_all_ranks(
     launch: Launch, world: int, case: Case, where: str
 ) -> None:
     failing, when = {1: ([0], 1), 2: ([1], 2), 4: ([1, 2], 2)}[world]
-    (event,), second = harmless(launch(world, fault_cases.failing_search, case, where, failing, when))
-    assert second == [] and not event["complete"] and "OutOfMemoryError" in event["error"]
+    check_search(launch(world, fault_cases.failing_search, case, where, failing, when), case, "OutOfMemoryError")
 
 
 @pytest.mark.parametrize("failing", [[], [1]], ids=["found", "out of memory"])
 def test_a_search_where_a_torch_has_what_2_15_has(launch: Launch, failing: list[int]) -> None:
     case = Case("fsdp2", planted=THREE)
     results = launch(2, fault_cases.failing_search, case, "in a layer's backward", failing, 2, True)
-    (event,), second = harmless(results)
-    assert second == [] and event["complete"] == (not failing)
-    if failing:
-        assert "OutOfMemoryError" in event["error"]
-    else:
-        assert {(c["rank"], c["row"], c["position"]) for c in event["culprits"]} == set(THREE)
+    check_search(results, case, "OutOfMemoryError" if failing else "")
 
 
 @cases(
@@ -94,18 +100,10 @@ def test_a_rehearsal_ends_on_all_ranks(
         assert expected in error and found == known
 
 
-@on_ranks(on_engine(2, Case("fsdp2", planted=THREE)))
-def test_an_error_in_a_training_hook_does_not_end_training(launch: Launch, world: int, case: Case) -> None:
-    results = launch(world, fault_cases.failing_hook, case)
-    assert harmless(results)[0] == []
-
-
 def test_a_model_that_asserts_on_its_activations_is_searched(launch: Launch) -> None:
     """A rehearsal without communication would see parameters of zero."""
-    results = launch(2, fault_cases.with_assertions, Case("fsdp2", planted=THREE))
-    (event,), second = harmless(results)
-    assert {(c["rank"], c["row"], c["position"]) for c in event["culprits"]} == set(THREE)
-    assert event["complete"] and event["error"] is None and second == []
+    case = Case("fsdp2", planted=THREE)
+    check_search(launch(2, fault_cases.with_assertions, case), case)
 
 
 @pytest.mark.parametrize("others", [0.0, 1e6])
@@ -136,21 +134,15 @@ def test_out_of_memory_after_an_evaluation_ends_the_search(
     The first extra pass is the rehearsal in the first update. If that fails, the search begins with another one.
     """
     results = launch(world, fault_cases.failing_after_an_evaluation, case, where, when)
-    (event,), second = harmless(results)
-    assert second == [] and event["complete"] == (when == [1])
-    if event["complete"]:
-        assert {(c["rank"], c["row"], c["position"]) for c in event["culprits"]} == set(THREE)
-    else:
-        assert "OutOfMemoryError" in event["error"] and event["passes"] == 1
+    event = check_search(results, case, "" if when == [1] else "OutOfMemoryError")
+    assert event["passes"] == 1 or when == [1]
 
 
 def test_out_of_memory_with_an_idle_expert_ends_the_search(launch: Launch) -> None:
     """Probes make larger collective calls than training does there, also the first of them."""
     case = Case("fsdp2", model="moe", micro_batch=8, planted=((0, 0, 4), (0, 6, 1), (1, 6, 9)))
     results = launch(2, fault_cases.failing_without_an_expert, case)
-    (event,), second = harmless(results)
-    assert "OutOfMemoryError" in event["error"] and not event["complete"] and second == []
-    assert event["passes"] == 1
+    assert check_search(results, case, "OutOfMemoryError")["passes"] == 1
 
 
 def test_a_drop_gives_no_gradient_to_what_had_none(launch: Launch) -> None:
@@ -164,7 +156,7 @@ def test_a_drop_gives_no_gradient_to_what_had_none(launch: Launch) -> None:
 def test_ranks_with_other_arithmetic_search_alike(launch: Launch) -> None:
     (events,) = same_events(launch(2, fault_cases.with_other_arithmetic, Case(planted=THREE)))
     (event,) = events
-    assert {(c["rank"], c["row"], c["position"]) for c in event["culprits"]} == set(THREE) and event["complete"]
+    assert places(event) == sorted(THREE) and event["complete"]
 
 
 @on_ranks((2, Case("fsdp1", trigger="global")), (2, Case("fsdp2", model="tiled")))
@@ -180,7 +172,7 @@ def test_ranks_whose_gradients_are_not_averaged_decide_alike(launch: Launch) -> 
     case = Case("fsdp1-orig", hsdp=True, trigger="global", planted=ONE)
     results = launch(2, fault_cases.failing_search, case, "in a layer", [], 1)
     (event,), second = same_events([run for _, run in results])
-    assert [(c["rank"], c["row"], c["position"]) for c in event["culprits"]] == [*ONE] and second == []
+    assert places(event) == [*ONE] and second == []
 
 
 @pytest.mark.parametrize("what", ["the units", "a norm", "its culprits", "the event"])
@@ -196,12 +188,12 @@ def test_out_of_memory_between_passes_ends_the_search(launch: Launch, what: str)
 
 
 @on_ranks(on_engine(2, Case(mini_batch=4, planted=THREE)))
-@pytest.mark.parametrize(("what", "ranks"), [("weights", [0, 1]), ("weights and TokenClip", [1]), ("sums", [1])])
-def test_unread_tokens_end_the_searches_of_an_update(
+@cases("what ranks", ("norms", [1]), ("weights", [0, 1]), ("weights and TokenClip", [1]), ("sums", [1]))
+def test_an_unread_pass_ends_the_searches_of_an_update(
     launch: Launch, world: int, case: Case, what: str, ranks: list[int]
 ) -> None:
     """And not training. The next update is watched again."""
-    results = launch(world, fault_cases.with_unread_tokens, case, what, ranks)
+    results = launch(world, fault_cases.with_an_unread_pass, case, what, ranks)
     assert harmless(results) == [[], []]
     for _, run in results:
         first, second = (max(as_list(metrics["actor/gradloc/token_norm_max"])) for metrics in run.metrics)
@@ -244,7 +236,7 @@ def test_ranks_with_unequal_lengths_make_as_many_passes(launch: Launch, world: i
     """verl gives every rank as many micro-batches as the one that needs the most."""
     results = launch(world, fault_cases.unequal_lengths, case)
     ((event,),) = harmless(results)
-    assert [(c["rank"], c["row"], c["position"]) for c in event["culprits"]] == [*ONE] and event["complete"]
+    assert places(event) == [*ONE] and event["complete"]
     assert all(run.forwards == results[0][1].forwards for _, run in results)
 
 
