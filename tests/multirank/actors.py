@@ -60,6 +60,15 @@ else:
 DEVICE = torch.device(cluster.DEVICE)
 LAYERS = 2
 VOCABULARY = 67  # odd, so that not every shard has the same size
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.2,
+}
 PROMPT, RESPONSE = 6, 10
 # What all ranks know of a culprit.
 PLACE = ("rank", "micro_batch", "row", "position")
@@ -194,19 +203,10 @@ class BypassLossConfig(PolicyLossConfig):
 
 def build_model(case: Case) -> torch.nn.Module:
     torch.manual_seed(1)
-    sizes = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "initializer_range": 0.2,
-    }
     if case.model == "moe":
         # Short inputs leave some of the experts idle.
         experts = {"moe_intermediate_size": 20, "num_experts": 6, "num_experts_per_tok": 2, "head_dim": 8}
-        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts, attn_implementation="sdpa"))
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **experts, attn_implementation="sdpa"))
     elif case.model == "vision":
         vision = {
             "depth": 2,
@@ -220,7 +220,7 @@ def build_model(case: Case) -> torch.nn.Module:
             "initializer_range": 0.2,
         }
         config = Qwen2_5_VLConfig(
-            text_config={**sizes, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}},
+            text_config={**SIZES, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}},
             vision_config=vision,
             vision_start_token_id=VISION_START,
             image_token_id=IMAGE,
@@ -231,7 +231,7 @@ def build_model(case: Case) -> torch.nn.Module:
         apply_monkey_patch(model, use_remove_padding=False)
     else:
         config = LlamaConfig(
-            **sizes,
+            **SIZES,
             tie_word_embeddings=case.tied,
             attention_dropout=case.dropout,
             attn_implementation="sdpa",
@@ -313,21 +313,28 @@ def strategy(case: Case) -> str:
     return "fsdp2" if case.wrap == "fsdp2" else "fsdp"
 
 
+def settings_of(case: Case) -> dict[str, Any]:
+    """Those that an actor and a critic have."""
+    return {
+        "strategy": strategy(case),
+        "rollout_n": 1,
+        "ppo_mini_batch_size": case.mini_batch,
+        "ppo_micro_batch_size_per_gpu": case.micro_batch,
+        "use_dynamic_bsz": case.dynamic,
+        "ppo_max_token_len_per_gpu": 2 * (PROMPT + RESPONSE),
+        "ppo_epochs": case.epochs,
+        "loss_agg_mode": case.loss_agg_mode,
+    }
+
+
 def build_config(case: Case, **gradloc: Any) -> FSDPActorConfig:
     # verl 0.9.0, with which the plugin may be tested, reduces in the last micro-batch alone, and lacks the setting.
     choices = {field.name for field in dataclasses.fields(FSDPEngineConfig)}
     engine = {key: case.deferred for key in ("use_no_sync_for_gradient_accumulation",) if key in choices}
     return FSDPActorConfig(
-        strategy=strategy(case),
-        rollout_n=1,
-        ppo_mini_batch_size=case.mini_batch,
-        ppo_micro_batch_size_per_gpu=case.micro_batch,
-        use_dynamic_bsz=case.dynamic,
-        ppo_max_token_len_per_gpu=2 * (PROMPT + RESPONSE),
-        ppo_epochs=case.epochs,
+        **settings_of(case),
         # clip_cov would draw at random those that it clips, were it not all of them.
         policy_loss=BypassLossConfig(loss_mode=case.loss_mode, clip_cov_ratio=1.0, kl_cov_ratio=0.2),
-        loss_agg_mode=case.loss_agg_mode,
         use_kl_loss=case.kl,
         kl_loss_coef=KL_COEF,
         entropy_coeff=ENTROPY_COEF if case.entropy else 0,

@@ -1,7 +1,6 @@
 """A gradient that comes from no token, and the scale of ordinary losses. Runs inside the ranks of a cluster."""
 
 import functools
-import math
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from actor_cases import Run
 from actors import Case, build_actor, build_config, build_model, on_device
 from batches import build_batch
 from mini_batches import split_rows
-from oracle import brute_force, layer_of, log_probs_and_entropy
+from oracle import brute_force, log_probs_and_entropy, norms_of
 from plain_passes import observe
 from torch import Tensor
 from verl.utils.gradloc import GradLoc, GradLocConfig, metrics
@@ -68,11 +67,9 @@ def auxiliary(
     for index, rows in enumerate(split_rows(case, config, batch)):
         found.clear()
         log_probs_and_entropy(case, copy, on_device(batch.batch[rows]))
-        gradients = torch.autograd.grad(sum(found), list(copy.parameters()), allow_unused=True, materialize_grads=True)
-        squares: dict[str, float] = {}
-        for (name, _), gradient in zip(copy.named_parameters(), gradients, strict=True):
-            squares[layer_of(name)] = squares.get(layer_of(name), 0.0) + float(gradient.double().square().sum())
-        own[dist.get_rank(), index] = {layer: math.sqrt(square) for layer, square in squares.items()}
+        named = dict(copy.named_parameters())
+        gradients = torch.autograd.grad(sum(found), [*named.values()], allow_unused=True, materialize_grads=True)
+        _, own[dist.get_rank(), index] = norms_of(dict(zip(named, gradients, strict=True)))
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, own)
 

@@ -5,29 +5,16 @@ Everything here runs inside the ranks of a cluster.
 
 import dataclasses
 import json
-import math
-import re
 import types
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from actors import (
-    DEVICE,
-    ENGINE,
-    LAYERS,
-    LEARNING_RATE,
-    PROMPT,
-    RESPONSE,
-    VOCABULARY,
-    Case,
-    stock_module,
-    strategy,
-    wrap,
-)
+from actors import DEVICE, ENGINE, LEARNING_RATE, RESPONSE, SIZES, Case, settings_of, stock_module, wrap
 from batches import Words, build_batch, with_columns
 from mini_batches import loss_factor, split_rows, token_weights, whole_mini_batch
+from oracle import norms_of
 from transformers import LlamaConfig, LlamaForTokenClassification
 from verl import DataProto
 from verl.models.transformers import tiled_mlp
@@ -40,20 +27,8 @@ RETURN = 1e4
 
 def build_model(case: Case) -> torch.nn.Module:
     torch.manual_seed(2)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.2,
-        attn_implementation="sdpa",
-        torch_dtype="float32",
-        num_labels=1,
-        classifier_dropout=0.0,
-    )
-    model = LlamaForTokenClassification(config)
+    options = {"attn_implementation": "sdpa", "torch_dtype": "float32", "num_labels": 1, "classifier_dropout": 0.0}
+    model = LlamaForTokenClassification(LlamaConfig(**SIZES, **options))
     if case.model == "tiled":
         for layer in model.model.layers:
             layer.mlp.__class__ = type("TiledLlamaMLP", (type(layer.mlp),), {})
@@ -67,19 +42,7 @@ def build_config(case: Case, **options: Any) -> FSDPCriticConfig:
     else:
         model = FSDPCriticModelCfg(path="none", tokenizer_path="no/such/folder", use_remove_padding=case.packed)
         own = {"model": model, "model_config": types.SimpleNamespace()}  # verl would read the tokenizer for the latter
-    return FSDPCriticConfig(
-        strategy=strategy(case),
-        rollout_n=1,
-        ppo_mini_batch_size=case.mini_batch,
-        ppo_micro_batch_size_per_gpu=case.micro_batch,
-        use_dynamic_bsz=case.dynamic,
-        ppo_max_token_len_per_gpu=2 * (PROMPT + RESPONSE),
-        ppo_epochs=case.epochs,
-        loss_agg_mode=case.loss_agg_mode,
-        cliprange_value=CLIP,
-        **own,
-        **options,
-    )
+    return FSDPCriticConfig(**settings_of(case), cliprange_value=CLIP, **own, **options)
 
 
 class BrokenTokenizer:
@@ -191,7 +154,8 @@ def brute_force(case: Case, batch: DataProto) -> tuple[list[list[dict[str, Any]]
     config, model = build_config(case), build_model(dataclasses.replace(case, model="llama"))
     mini_batch = batch[: case.mini_batch]
     info = whole_mini_batch(case, mini_batch)
-    found, total = [], [torch.zeros_like(parameter) for parameter in model.parameters()]
+    named = dict(model.named_parameters())
+    found, total = [], {name: torch.zeros_like(parameter) for name, parameter in named.items()}
     for rows in split_rows(case, config, mini_batch):
         part = mini_batch.batch[rows]
         mask, returns, old = (part[name].float().to(DEVICE) for name in ("response_mask", "returns", "values"))
@@ -203,36 +167,28 @@ def brute_force(case: Case, batch: DataProto) -> tuple[list[list[dict[str, Any]]
         within = (values - old).abs() <= CLIP
         moves = (within | ((values - returns) ** 2 >= (clipped - returns) ** 2)) & (weight != 0)
         loss = (weight * losses).sum()
-        gradients = torch.autograd.grad(loss, [*model.parameters()])
-        squares: dict[str, float] = {}
-        for (name, _), gradient, own in zip(model.named_parameters(), gradients, total, strict=True):
-            own += gradient
-            squares[layer(name)] = squares.get(layer(name), 0.0) + float(gradient.double().square().sum())
+        gradients = dict(zip(named, torch.autograd.grad(loss, [*named.values()]), strict=True))
+        norm, layer_norms = norms_of(gradients)
+        for name, gradient in gradients.items():
+            total[name] += gradient
         count = int(moves.sum())
         errors = (values - returns).detach()[moves].double()
         found.append(
             {
                 "rows": len(rows),
                 "tokens": int(mask.sum()),
-                "norm": math.sqrt(sum(squares.values())),
+                "norm": norm,
                 "weight": float(weight[moves].double().square().sum().sqrt()),
                 "error": float(errors.square().mean().sqrt()) if count else None,
-                "layer_norms": {name: math.sqrt(square) for name, square in squares.items()},
+                "layer_norms": layer_norms,
             }
         )
     by_rank: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(by_rank, found)
-    reduced: dict[str, float] = {}
-    for (name, _), own in zip(model.named_parameters(), total, strict=True):
-        dist.all_reduce(own)
-        square = float((own / dist.get_world_size()).double().square().sum())
-        reduced[layer(name)] = reduced.get(layer(name), 0.0) + square
-    return by_rank, {name: math.sqrt(square) for name, square in reduced.items()}
-
-
-def layer(parameter: str) -> str:
-    numbered = re.search(r"layers\.\d+", parameter)
-    return numbered.group() if numbered else re.sub(r"^model\.|\.weight$|\.bias$", "", parameter)
+    for gradient in total.values():
+        dist.all_reduce(gradient)
+        gradient /= dist.get_world_size()
+    return by_rank, norms_of(total)[1]
 
 
 def first_spike(case: Case, directory: str, threshold: float) -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from actors import VOCABULARY, Case, events_of
 from batches import build_batch
-from oracle import layer_of
+from oracle import layer_of, norms_of
 from pass_cost_cases import Operations
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -35,20 +35,9 @@ def build_model(case: Case) -> nn.Module:
         return actors.build_model(case)
     torch.manual_seed(1)
     # The shared expert's gate has one row: with Shard(0) all ranks but one hold nothing of it.
-    config = Qwen2MoeConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=24,
-        intermediate_size=36,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.2,
-        moe_intermediate_size=20,
-        shared_expert_intermediate_size=28,
-        num_experts=3,
-        num_experts_per_tok=2,
-        decoder_sparse_step=1,
-    )
+    sizes = actors.SIZES | {"hidden_size": 24, "intermediate_size": 36, "shared_expert_intermediate_size": 28}
+    experts = {"moe_intermediate_size": 20, "num_experts": 3, "num_experts_per_tok": 2, "decoder_sparse_step": 1}
+    config = Qwen2MoeConfig(**sizes, **experts)
     return Qwen2MoeForCausalLM(config).to(actors.DEVICE)
 
 
@@ -102,13 +91,11 @@ def compare(case: Case, all_gathers: int) -> tuple[dict[str, tuple[Any, Any]], f
             gradient; and the largest gradient of a frozen parameter.
     """
     gradients = plain_gradients(case)
-    squares: dict[str, float] = {}
     numels: dict[str, int] = {}
     for name, gradient in gradients.items():
-        squares[layer_of(name)] = squares.get(layer_of(name), 0.0) + gradient.square().sum().item()
         numels[layer_of(name)] = numels.get(layer_of(name), 0) + gradient.numel()
-    norms = {layer: math.sqrt(square) for layer, square in squares.items()}
-    max_norm = 0.8 * math.sqrt(sum(squares.values()))
+    whole, norms = norms_of(gradients)
+    max_norm = 0.8 * whole
     factors = {
         layer: min(1.0, max_norm * math.sqrt(numels[layer] / sum(numels.values())) / norm)
         for layer, norm in norms.items()
@@ -130,17 +117,14 @@ def compare(case: Case, all_gathers: int) -> tuple[dict[str, tuple[Any, Any]], f
     clipped = take_step(model)
     errors = [relative_error(clipped[name], factors[layer_of(name)] * g) for name, g in gradients.items()]
     weights = dict(build_model(case).named_parameters())
-    weight_squares = dict.fromkeys(norms, 0.0)
-    for name in gradients:
-        weight_squares[layer_of(name)] += weights[name].double().square().sum().item()
     frozen = [clipped[name].abs().max().item() for name in weights.keys() - gradients.keys()]
     figures = {
-        "norm": (norm, math.sqrt(sum(squares.values()))),
+        "norm": (norm, whole),
         "norms": ({layer: figures["norm"] for layer, figures in clip.last_step.items()}, norms),
         "factors": ({layer: figures["factor"] for layer, figures in clip.last_step.items()}, factors),
         "norms of weights": (
             dict(zip(reduced.layers, found_squares.sqrt().tolist(), strict=True)),
-            {layer: math.sqrt(square) for layer, square in weight_squares.items()},
+            norms_of({name: weights[name] for name in gradients})[1],
         ),
     }
     return figures, max(errors), max(frozen, default=0.0)

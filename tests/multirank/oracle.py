@@ -237,8 +237,13 @@ def take_gradients(case: Case, parameters: list[torch.nn.Parameter]) -> list[tor
 
 
 def take_norms(case: Case, named: dict[str, torch.nn.Parameter]) -> tuple[float, dict[str, float]]:
+    return norms_of(dict(zip(named, take_gradients(case, [*named.values()]), strict=True)))
+
+
+def norms_of(gradients: dict[str, torch.Tensor]) -> tuple[float, dict[str, float]]:
+    """That of all parameters' gradients together, and by layer."""
     squares: dict[str, float] = {}
-    for name, gradient in zip(named, take_gradients(case, [*named.values()]), strict=True):
+    for name, gradient in gradients.items():
         squares[layer_of(name)] = squares.get(layer_of(name), 0.0) + gradient.double().square().sum().item()
     return math.sqrt(sum(squares.values())), {name: math.sqrt(square) for name, square in squares.items()}
 
@@ -253,6 +258,7 @@ def layer_of(parameter: str) -> str:
         r"(layers\.\d+)\.": r"\1",
         r"model\.norm\.": "norm",
         r"lm_head\.": "lm_head",
+        r"score\.": "score",
     }
     for pattern, name in patterns.items():
         if match := re.search(pattern, parameter):

@@ -126,11 +126,6 @@ def broken_row(case: Case, rank: int, row: int, meter: str) -> Run:
     return train(case, 1, meter=meter, prepare=prepare, grad_norm_threshold=IDENTITY_THRESHOLD)
 
 
-def over_a_threshold(case: Case, size: int) -> Run:
-    """A run with a threshold that planted tokens are over."""
-    return train(case, size, grad_norm_threshold=IDENTITY_THRESHOLD)
-
-
 def drop(case: Case, size: int) -> tuple[float, Run]:
     """The relative distance from the gradient that the local meter leaves after taking the culprits out.
 

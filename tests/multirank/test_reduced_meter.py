@@ -2,17 +2,19 @@
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import reduced_meter_cases
-from actors import Case
+from actors import IDENTITY_THRESHOLD, Case
 from notation import Capsys
 from test_actor import ONE, THREE, Launch, check_culprits, check_unit, near, same_events, tokens_over
 
 from gradloc_tools.replay.command import main as replay
 
+over_a_threshold = partial(reduced_meter_cases.train, grad_norm_threshold=IDENTITY_THRESHOLD)
 ON_ENGINE = pytest.mark.target(version="0.9.1")
 
 
@@ -64,7 +66,7 @@ def test_a_spike_of_shared_sequences_replays_in_one_process(launch: Launch, tmp_
 
 def test_tokens_with_a_nan_gradient_are_culprits(launch: Launch) -> None:
     case = Case("fsdp1", planted=ONE, nan=((0, 2, 7),))
-    results = launch(2, reduced_meter_cases.over_a_threshold, case, 1)
+    results = launch(2, over_a_threshold, case, 1)
     ((event,),) = same_events(results)
     found = {(c["rank"], c["row"], c["position"]): c["source"] for c in event["culprits"]}
     assert found.pop((0, 2, 7)) == "nonfinite" and set(found) == set(case.planted)
@@ -90,7 +92,7 @@ BROKEN = tuple((1, row, 0) for row in range(Case().rows))
 
 def test_a_rank_whose_rows_are_all_broken_ends_the_search_on_all(launch: Launch) -> None:
     case = Case(packed=True, planted=((0, 0, 4),), nan=BROKEN)
-    ((event,),) = same_events(launch(2, reduced_meter_cases.over_a_threshold, case, 1))
+    ((event,),) = same_events(launch(2, over_a_threshold, case, 1))
     assert event["error"].startswith("rank 1: each of its rows") and not event["complete"]
     assert {(c["rank"], c["row"], c["position"]) for c in event["culprits"]} == {*BROKEN}
 
