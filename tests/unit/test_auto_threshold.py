@@ -1,6 +1,5 @@
 """The rule of grad_norm_threshold=auto, without a model."""
 
-import json
 import math
 import random
 from collections.abc import Callable
@@ -64,15 +63,9 @@ def test_the_threshold_is_five_times_the_90th_percentile() -> None:
     assert auto.automatic is None
     auto.next(2.0, 0.0)
     assert auto.automatic == 10.0
-    # The window is saved and loaded.
-    auto = Threshold("auto")
     for step in range(2 * WINDOW):
         auto.next(1.0 + step % 7, 0.0)
-    state = json.loads(json.dumps(auto.state_dict()))
-    assert len(state["token_norms"]) == WINDOW
-    other = Threshold("auto")
-    other.load_state_dict(state)
-    assert other.automatic == auto.automatic
+    assert len(auto.state_dict()["token_norms"]) == WINDOW
 
 
 @pytest.mark.parametrize("count", [WARMUP, 100, WINDOW, 2 * WINDOW])

@@ -14,7 +14,7 @@ from gradloc.evidence.token_facts import response_kl, text_evidence, token_evide
 from gradloc.evidence.writer import jsonable
 from gradloc.measure import mini_batch
 from gradloc.measure.local_norms import LocalNorms
-from gradloc.measure.micro_batch import MicroBatch, token_weights
+from gradloc.measure.micro_batch import MicroBatch
 from gradloc.measure.mini_batch import MiniBatch
 from gradloc.measure.pass_recorder import nothing
 from gradloc.measure.passes import WatchedModel
@@ -41,12 +41,6 @@ def test_bad_settings_are_refused_with_the_key_to_mend(values: dict, message: st
     with pytest.raises(ValueError) as error:
         GradLocConfig(**values)
     assert message in str(error.value)
-
-
-def test_weights_are_the_derivative_of_the_aggregation() -> None:
-    mask = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]])
-    weights = token_weights(lambda losses: (losses * mask).sum() / mask.sum(), torch.randn(2, 3))
-    assert torch.allclose(weights, mask / 3)
 
 
 def test_local_norms_read_nothing_outside_of_a_recording() -> None:

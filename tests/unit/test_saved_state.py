@@ -17,6 +17,7 @@ from verl.utils.gradloc import GradLoc, GradLocConfig, LayerClip, LayerClipConfi
 from verl.utils.gradloc.adapters.saved_state import FORM, STATE_FILE, read_state, write_state
 
 LAYER = {"warmup": [], "count": 30, "mean": 1.5, "deviation": 0.25, "floor": 0.125}
+WARMING_UP = {"warmup": [1.0, 2.0], "count": 2, "mean": 0.0, "deviation": 0.0, "floor": 0.0}
 SIGNAL = {"recent": [1.0, 2.0], "count": 21, "average": 1.5}
 RUN_CHECKS = {"rates": 0.5, "last_rates": 0.25, "readings": [[math.nan, 3], [0.25, None]], "stride": 2}
 RUN_CHECKS |= {"since_reading": 1, "times": {"stale_reference": 2}, "updates": 3, "gap": 0.25, "least": math.inf}
@@ -43,7 +44,7 @@ def build_parts() -> dict[str, Any]:
 PARTS = build_parts()
 STATE = {
     "gradloc": {"token_norms": [1.0, 2.5], "run_checks": RUN_CHECKS, "search_time": {"run": 1e9, "searches": 2.0}},
-    "layer_clip": {layer: LAYER for layer in PARTS["layer_clip"].layers},
+    "layer_clip": {layer: LAYER for layer in PARTS["layer_clip"].layers} | {"norm": WARMING_UP},
     "token_clip": {"boundaries": {name: SIGNAL for name in PARTS["token_clip"].boundaries}, "tokens": 64.0},
 }
 
