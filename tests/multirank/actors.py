@@ -152,20 +152,10 @@ class Case:
 
     @property
     def id(self) -> str:
-        words = []
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name == "loss_scale":
-                continue
-            if isinstance(value, str) and (field.name == "wrap" or value != field.default):
-                words.append(value)
-            elif isinstance(value, tuple) and value:
-                words.append(f"{len(value)}_{field.name}")
-            elif value is True:
-                words.append(field.name)
-            elif value != field.default:
-                words.append(f"{field.name}_{value}")
-        return "-".join(words)
+        changed = [field for field in dataclasses.fields(self)[1:] if getattr(self, field.name) != field.default]
+        values = {field.name: getattr(self, field.name) for field in changed}
+        shown = (f"{name}={len(value) if isinstance(value, tuple) else value}" for name, value in values.items())
+        return "-".join([self.wrap, *shown])
 
     @property
     def on_policy(self) -> bool:
@@ -448,13 +438,6 @@ class WorkerCheckpoints:
 
     def load_checkpoint(self, folder: str) -> None:
         inspect.unwrap(ActorRolloutRefWorker.load_checkpoint)(self.worker, folder)
-
-
-def make_unreadable(folder: str) -> None:
-    """Replaces what a checkpoint holds of GradLoc and LayerClip."""
-    if dist.get_rank() == 0:
-        Path(folder, "gradloc_state.pt").write_bytes(b"not a state")
-    dist.barrier()
 
 
 def grad_scaler(scale: float) -> ShardedGradScaler:

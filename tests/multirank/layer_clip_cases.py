@@ -10,6 +10,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import actor_cases
@@ -39,12 +40,6 @@ def build_model(case: Case) -> nn.Module:
     experts = {"moe_intermediate_size": 20, "num_experts": 3, "num_experts_per_tok": 2, "decoder_sparse_step": 1}
     config = Qwen2MoeConfig(**sizes, **experts)
     return Qwen2MoeForCausalLM(config).to(actors.DEVICE)
-
-
-def allow_offload() -> None:
-    """FSDP1's offloading pins memory and waits for a stream, which this CPU has not."""
-    torch.Tensor.pin_memory = lambda tensor, *_, **__: tensor
-    torch.cpu.Stream.synchronize = lambda stream: None
 
 
 def backward(model: nn.Module, seed: int, factor: float = 1.0) -> None:
@@ -79,10 +74,6 @@ def take_step(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    return ((found.double() - expected).norm() / expected.norm()).item()
-
-
 def compare(case: Case, all_gathers: int) -> tuple[dict[str, tuple[Any, Any]], float, float]:
     """Clips one gradient by the rule "fixed" and by hand.
 
@@ -102,7 +93,9 @@ def compare(case: Case, all_gathers: int) -> tuple[dict[str, tuple[Any, Any]], f
     }
 
     if case.offload_policy and actors.DEVICE.type == "cpu":
-        allow_offload()
+        # FSDP1's offloading pins memory and waits for a stream, which this CPU has not.
+        torch.Tensor.pin_memory = lambda tensor, *_, **__: tensor
+        torch.cpu.Stream.synchronize = lambda stream: None
     model = actors.wrap(case, build_model(case))
     if case.wrap == "fsdp2":  # as old log-probs are computed, before an engine of verl 0.9 builds the clip
         with torch.no_grad():
@@ -115,7 +108,8 @@ def compare(case: Case, all_gathers: int) -> tuple[dict[str, tuple[Any, Any]], f
     reduced = clip._reduced_norms
     found_squares = reduced.add_up(reduced.own_squares(of_weights=True))
     clipped = take_step(model)
-    errors = [relative_error(clipped[name], factors[layer_of(name)] * g) for name, g in gradients.items()]
+    expected = {name: factors[layer_of(name)] * gradient for name, gradient in gradients.items()}
+    errors = [float((clipped[name].double() - g).norm() / g.norm()) for name, g in expected.items()]
     weights = dict(build_model(case).named_parameters())
     frozen = [clipped[name].abs().max().item() for name in weights.keys() - gradients.keys()]
     figures = {
@@ -303,14 +297,9 @@ def reads_of_a_step(actor: Any) -> list[str]:
     return reads
 
 
-def stock_norms(case: dict[str, Any]) -> list[float]:
-    """`actor/grad_norm` of the stock actor, for each mini-batch."""
-    return actor_cases.train(Case(**case), actors.stock_dp_actor()).metrics[0]["actor/grad_norm"]
-
-
 def clip_to_parts(case: dict[str, Any], options: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
     """The stock actor's norms, and `run_actor` whose layers may have the first of them together."""
-    norms = stock_norms(case)
+    norms = actor_cases.train(Case(**case), actors.stock_dp_actor()).metrics[0]["actor/grad_norm"]
     layer_clip = {"rule": "fixed", "max_norm": norms[0]}
     return norms, run_actor(case, {**options, "layer_clip": layer_clip})
 
@@ -360,8 +349,11 @@ def resume(
     manager.save_checkpoint(folder)
     straight = update(actor, after)
     dist.barrier()
-    if change is not None:
-        change_saved(folder, change)
+    if change is not None and dist.get_rank() == 0:
+        state = torch.load(f"{folder}/gradloc_state.pt", weights_only=True)
+        change(state)
+        torch.save(state, f"{folder}/gradloc_state.pt")
+    dist.barrier()
     if not shared and dist.get_rank() == 1:
         folder = shutil.copytree(folder, f"{folder}, other node")
         os.remove(f"{folder}/gradloc_state.pt")
@@ -385,7 +377,9 @@ def load_unreadable(folder: str) -> str:
     """The error of a load whose state file, which only rank 0 reads, holds something else."""
     _, manager = with_checkpoints(Case(rows=4, mini_batch=2))
     manager.save_checkpoint(folder)
-    actors.make_unreadable(folder)
+    if dist.get_rank() == 0:
+        Path(folder, "gradloc_state.pt").write_bytes(b"not a state")
+    dist.barrier()
     try:
         manager.load_checkpoint(folder)
     except Exception as error:
@@ -403,16 +397,6 @@ def learned_while_off(folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
     resumed, manager = with_checkpoints(case, enable=False, **detection)
     manager.load_checkpoint(folder)
     return actor.watch._learning.state_dict(), resumed.watch._learning.state_dict()
-
-
-def change_saved(folder: str, change: Callable[[dict[str, Any]], None]) -> None:
-    """Changes what a checkpoint holds of GradLoc and LayerClip, which rank 0 writes to a file of its own."""
-    if dist.get_rank() == 0:
-        path = os.path.join(folder, "gradloc_state.pt")
-        state = torch.load(path, weights_only=True)
-        change(state)
-        torch.save(state, path)
-    dist.barrier()
 
 
 def without_statistics(state: dict[str, Any]) -> None:

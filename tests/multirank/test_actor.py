@@ -15,7 +15,6 @@ from valid_events import valid_events
 from verl import DataProto
 from verl.utils.metric import reduce_metrics
 
-WRAPS = ["fsdp1", "fsdp1-orig", "fsdp2"]
 MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 # Different ranks, micro-batches and positions: first, middle and last ones.
 ONE = ((1, 3, 6),)

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import cluster
 import fast_masks
@@ -13,8 +12,6 @@ from cluster import Cluster, RankFailed
 from transformers import LlamaConfig, masking_utils
 
 pytestmark = pytest.mark.slow
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from test_actor import ONE, THREE, Launch, same_events
 from test_configurations import skip_what_verl_cannot_train
 from valid_events import valid_events
 
-REPLICAS = ((0, 0, 4), (2, 4, 2), (3, 7, 0))
 EVERY_ROW = tuple((rank, row) for rank in range(2) for row in range(8))
 
 

@@ -12,7 +12,7 @@ from actors import Case, build_actor
 from batches import Words, build_batch, response_length, with_columns
 from reduced_meter_cases import share_sequences, stand_in_for_a_gpu
 from test_actor import ONE, THREE, Launch, check_bit_identity, check_planted_tokens, near, on_ranks
-from valid_events import valid_events
+from valid_events import events_in
 
 
 def evidence(case: Case, directory: str, shuffle: bool, size: int = 1) -> tuple[list[Any], list[dict[str, Any]]]:
@@ -101,7 +101,7 @@ def check_written(
     """The events and steps in the files, after checking that the events describe the planted tokens, each once."""
     planted = {tuple(sorted(row.items())) for rows, _ in results for row in rows}
     assert len(planted) == len(THREE)
-    events = valid_events(f"[{','.join((folder / 'spikes.jsonl').read_text().splitlines())}]")
+    events = events_in(folder)
     names = ("uid", "position", "token", "prompt", "response", "reward", "ground_truth", "data_source")
     culprits = [culprit for event in events for culprit in event["culprits"]]
     assert sorted(tuple(sorted((name, culprit[name]) for name in names)) for culprit in culprits) == sorted(planted)
@@ -125,7 +125,7 @@ def test_the_updates_of_a_step_are_counted_together(launch: Launch, tmp_path: Pa
     """As verl's asynchronous trainer with separate rollouts makes them, which takes a GPU to run."""
     results = launch(2, step_of_two_updates, Case(mini_batch=4, planted=ONE), str(tmp_path))
     (step,) = (json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines())
-    events = valid_events(f"[{','.join((tmp_path / 'spikes.jsonl').read_text().splitlines())}]")
+    events = events_in(tmp_path)
     assert [event["mini_batch"] for event in events] == [0, 2]
     assert (step["global_step"], step["triggered"]) == (7, 2)
     for first, second in results:

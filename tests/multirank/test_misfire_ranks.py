@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from actors import ENGINE, Case, build_actor
 from batches import build_batch
-from valid_events import valid_events
+from valid_events import events_in
 
 # In responses of four prompts of each mini-batch, on both ranks.
 PLANTED = ((0, 2, 0), (0, 6, 0), (1, 0, 0), (1, 5, 0), (0, 14, 0), (0, 20, 0), (1, 13, 0), (1, 17, 0))
@@ -46,7 +46,7 @@ Launch = Callable[..., list[Any]]
 def events(launch: Launch, folder: Path, with_uids: bool = True) -> list[dict[str, Any]]:
     case = Case(rows=24, mini_batch=12, nested=ENGINE, planted=PLANTED)
     launch(2, written, case, str(folder), with_uids)
-    return valid_events(f"[{','.join((folder / 'spikes.jsonl').read_text().splitlines())}]")
+    return events_in(folder)
 
 
 @pytest.mark.every_target

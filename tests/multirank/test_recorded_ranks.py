@@ -11,7 +11,7 @@ from actor_cases import compare_runs, stock_run, train
 from actors import IDENTITY_THRESHOLD, Case, dp_actor, stock_dp_actor
 from pass_cost_cases import Operations
 from test_actor import THREE, Launch, on_ranks
-from valid_events import valid_events
+from valid_events import events_in
 
 from gradloc_tools.bundles.opening import Bundle, open_bundle
 
@@ -61,10 +61,6 @@ pytestmark = [
 SMALL = Case(mini_batch=4, planted=THREE)
 
 
-def written(folder: Path) -> list[dict[str, Any]]:
-    return valid_events(f"[{','.join((folder / 'spikes.jsonl').read_text().splitlines())}]")
-
-
 def parts_of(event: dict[str, Any], folder: Path, world: int) -> list[Bundle]:
     stem = (folder / event["replay"]).name.removesuffix("-rank0")
     return [open_bundle(folder / "replay" / f"{stem}-rank{rank}") for rank in range(world)]
@@ -81,7 +77,7 @@ def test_what_is_recorded_is_what_the_search_saw(launch: Launch, tmp_path: Path,
         assert all(same.values()), same
         for ours, theirs in zip(recorded, searched, strict=True):
             assert ours["actor/gradloc/triggered"] == theirs["actor/gradloc/triggered"]
-    searched, recorded = written(tmp_path / "searched"), written(tmp_path / "recorded")
+    searched, recorded = events_in(tmp_path / "searched"), events_in(tmp_path / "recorded")
     assert [event["mini_batch"] for event in recorded] == [event["mini_batch"] for event in searched]
     for event, other in zip(recorded, searched, strict=True):
         parts = parts_of(event, tmp_path / "recorded", world)
@@ -119,7 +115,7 @@ def test_no_collective_call_is_made(launch: Launch, tmp_path: Path) -> None:
     for calls in launch(2, collective_calls, SMALL, str(tmp_path)):
         assert calls["recorded"] == calls["stock"]
         assert len(calls["searched"]) > len(calls["stock"]) > 0
-    assert len(written(tmp_path / "recorded")) == 2
+    assert len(events_in(tmp_path / "recorded")) == 2
 
 
 def test_layer_clip_works_beside_it(launch: Launch, tmp_path: Path) -> None:

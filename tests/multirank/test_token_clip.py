@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import token_clip_cases
+from actor_cases import train
 from actors import IDENTITY_THRESHOLD, Case
 from test_actor import MODES, ONE, Launch, on_engine, on_ranks
 from token_clip_cases import BLOWN, CALLS, FACTOR, LOG_PROBS, SPIKED, Outcome
@@ -157,8 +158,11 @@ def test_with_nothing_over_its_bound_training_is_as_without(
 
 def test_gradloc_sees_what_token_clip_leaves(launch: Launch) -> None:
     """With action log GradLoc finds the token; with drop there is no spike left for it."""
+    options = {"spike_detection": True, "grad_norm_threshold": IDENTITY_THRESHOLD, "bisect_budget_steps": 100}
     for action in ("log", "drop"):
-        run, _ = launch(2, token_clip_cases.beside_gradloc, Case("fsdp1", packed=True, planted=ONE), action)
+        clip = token_clip_cases.token_clip_config(enable=True, warmup_steps=2, max_share=0.2, action=action)
+        trained = partial(train, calls=CALLS, token_clip=clip, **options)
+        run, _ = launch(2, trained, Case("fsdp1", packed=True, planted=ONE))
         events = list(map(json.loads, run.events))
         assert [len(of_update) for of_update in run.clips] == [seed == 0 for seed in CALLS]
         assert [len(of_update) for of_update in events] == [action == "log" and seed == 0 for seed in CALLS]

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from actor_cases import Run, compare_runs, stock_run, train
 from actors import (
-    IDENTITY_THRESHOLD,
     Case,
     build_actor,
     build_config,
@@ -347,12 +346,6 @@ def harmless(case: Case, action: str) -> tuple[dict[str, bool], Run]:
     clip = token_clip_config(enable=True, factor=1e6, warmup_steps=1, action=action)
     run = train(case, calls=calls, token_clip=clip)
     return compare_runs(run, stock_run(case, calls)), run
-
-
-def beside_gradloc(case: Case, action: str) -> Run:
-    clip = token_clip_config(enable=True, factor=FACTOR, warmup_steps=2, max_share=0.2, action=action)
-    options = {"spike_detection": True, "grad_norm_threshold": IDENTITY_THRESHOLD, "bisect_budget_steps": 100}
-    return train(case, calls=CALLS, token_clip=clip, **options)
 
 
 def search(case: Case, blown_layer: int, threshold: float, clip: bool = False) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from gradloc_tools.report.command import main
 from gradloc_tools.report.summary import warnings_of
 from gradloc_tools.report.view import json_of
 
-NO_CAUSE = "No known cause: no rule tells the culprits from other tokens."
 NEWER = {"cause": "stale", "culprits": 1.0, "ordinary": 1.0, "check": "`look` shows it."}
 STALE = {"name": "stale", "sentence": "The rollout is behind.", "check": "`look` shows it."}
 

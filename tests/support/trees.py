@@ -99,13 +99,6 @@ def copy_base(target: Path, files: list[str] | None = SOME_FILES) -> Path:
     return target
 
 
-def edit_tree(tree: Path) -> None:
-    """The edits of the small patch: every kind of change that a patch may hold."""
-    add_package(tree)
-    hook(tree)
-    fix(tree)
-
-
 def hook(tree: Path) -> None:
     actor = tree / ACTOR
     actor.write_text("# first\n" + actor.read_text().replace("import os\n", "import os  # kept\n"))
@@ -210,14 +203,14 @@ class Project:
         """The parts of a patch in a row."""
         return b"".join(part.read_bytes() for part in self.parts(version))
 
-    def pin(self, commit: str, version: str = "0.7.0") -> None:
-        write_pin(self.hooks.parent, commit, version)
+    def pin(self, commit: str) -> None:
+        write_pin(self.hooks.parent, commit, "0.7.0")
 
-    def add_target(self, version: str, patch: Patch | None, commit: str | None = None) -> None:
+    def add_target(self, version: str, patch: Patch | None) -> None:
         """Another target; the first one stays the default."""
         folder = self.place / "patches" / version
         folder.mkdir()
-        write_pin(folder, commit, version)
+        write_pin(folder, None, version)
         (self.place / "patches/DEFAULT").write_text("0.7.0\n")
         if patch is not None:
             self.write(patch, version)

@@ -1,6 +1,7 @@
 """The events of an actor, which have to be what the evidence's schema says, whatever the test is about."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 from jsonschema import Draft202012Validator
@@ -9,6 +10,11 @@ from gradloc.evidence.writer import jsonable
 from gradloc_tools.schema import EVENT, conforms
 
 VALIDATOR = Draft202012Validator(EVENT)
+
+
+def events_in(folder: Path) -> list[dict[str, Any]]:
+    """Reads and validates those of a folder of evidence without other lines."""
+    return valid_events(f"[{','.join((folder / 'spikes.jsonl').read_text().splitlines())}]")
 
 
 def valid_events(text: str) -> list[dict[str, Any]]:

@@ -27,7 +27,8 @@ NO_SPACE = "raise OSError(28, 'No space left on device')"
 def patched(base_tree: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, bytes]]:
     """What the patched tree must be, made without the tool under test."""
     tree = trees.copy_base(tmp_path_factory.mktemp("patched"))
-    trees.edit_tree(tree)
+    for edit in (trees.add_package, trees.hook, trees.fix):
+        edit(tree)
     return snapshot(tree)
 
 

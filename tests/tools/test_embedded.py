@@ -17,7 +17,6 @@ from scripts import follow, launch, processes, run, set_up
 import trees
 
 ROOT = trees.ROOT
-ACTOR = "actor_rollout_ref.actor"
 
 
 def embedded(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -411,7 +411,6 @@ ONE_OF_TWO = {"behind": None, "noise": 0.02, "rate": 0.1, "stale_share": 0.5}
 STILL = {"rate": 0.0}
 MOVING = {"rate": 0.02}
 QUIET = {"rate": 0.0, "noise": 0.005}
-EXACT = {"noise": 0.0}
 
 
 @cases(
