@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from notation import Capsys
 from plain_passes import observe
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -19,7 +20,9 @@ from gradloc import GradLoc, GradLocConfig, record_events
 from gradloc.bundles import limits
 from gradloc.bundles.bundle_writer import BundleWriter
 from gradloc.bundles.layout import Row
+from gradloc_tools.bundles.results import RESULT
 from gradloc_tools.replay.command import main
+from gradloc_tools.schema import EVENT, conforms
 
 ROWS, PROMPT, RESPONSE, VOCABULARY = 2, 3, 5, 23
 THRESHOLD = 1e3
@@ -142,15 +145,21 @@ def bundle(kept: Path, tmp_path: Path) -> Path:
     return copy
 
 
-def replayed(bundle: Path, model: Path, capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
-    """The result of a replay of a bundle, or the event of its search."""
+def printed(arguments: Sequence[str | Path], capsys: Capsys) -> dict[str, Any]:
+    """What the command prints as JSON: the result of a replay, or the event of a search."""
     capsys.readouterr()
-    assert main([str(bundle), "--model", str(model), "--json", *options]) == 0
-    return json.loads(capsys.readouterr().out)
+    assert main([*map(str, arguments)]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert conforms(found, RESULT) or conforms(found, EVENT)
+    return found
+
+
+def replayed(bundle: Path, model: Path, capsys: Capsys, *options: str) -> dict[str, Any]:
+    return printed([bundle, "--model", model, "--json", *options], capsys)
 
 
 @pytest.fixture
-def replay(bundle: Path, kept: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
+def replay(bundle: Path, kept: Path, capsys: Capsys) -> Callable[..., dict[str, Any]]:
     """Gives the result of a replay of the bundle without comparisons, with more options."""
     return partial(replayed, bundle, kept / "model", capsys, "--only")
 

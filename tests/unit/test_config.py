@@ -53,11 +53,6 @@ def composed(*overrides: str) -> Any:
         return compose("ppo_trainer", overrides=list(overrides))
 
 
-@functools.cache
-def composed_alone() -> Any:
-    return composed()
-
-
 def actor_config(*overrides: str) -> FSDPActorConfig:
     config = composed(
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
@@ -128,6 +123,10 @@ def test_keys_are_overridden_without_a_plus() -> None:
     assert actor_config("grad_norm_threshold=auto").grad_norm_threshold == "auto"
     assert [actor_config(f"bisect_budget_seconds={s}").bisect_budget_seconds for s in ("60", "null")] == [60, None]
     assert [actor_config(f"spike_log={value}").spike_log for value in ("True", "texts")] == [True, "texts"]
+    recorded = actor_config(
+        "spike_search=replay", "spike_action=stop", "spike_detection=True", "layer_clip.enable=True"
+    )
+    assert recorded.records_spikes and not recorded.searches_in_training
 
 
 ROOT = Path(__file__).parents[2]
@@ -186,7 +185,7 @@ def whole_key(override: str, config: Any) -> str:
 def test_overrides_in_the_documentation_are_those_of_this_verl(page: Path, monkeypatch: Patch) -> None:
     """Composed as written, for each verl that the text names, or all; and none is a key that verl no longer reads."""
     monkeypatch.chdir(ROOT)
-    whole, in_text, runs = composed_alone(), [], []
+    whole, in_text, runs = composed(), [], []
     for said, words, is_command in written_overrides(page):
         named = (re.findall(r"\b0\.[789](?:\.\d)?\b", text) for text in said)
         versions = next((each for each in named if each), [trees.TARGET])
@@ -207,7 +206,7 @@ def test_overrides_in_the_documentation_are_those_of_this_verl(page: Path, monke
 
 
 @cases(
-    "override message",
+    "overrides message",
     ("grad_norm_threshold=-1", "grad_norm_threshold must be a positive finite number"),
     ("bisect_dump_dir=''", "bisect_dump_dir must name a folder"),
     ("spike_detection=maybe", "spike_detection must be True or False"),
@@ -223,11 +222,14 @@ def test_overrides_in_the_documentation_are_those_of_this_verl(page: Path, monke
     ),
     ("layer_clip.ratio=0.5", "layer_clip.ratio must be a number over 1, got 0.5."),
     ("token_clip.action=zero", "token_clip.action must be one of"),
+    ("spike_search=replay spike_action=skip", "spike_action=skip needs spike_search=training"),
+    ("spike_search=replay spike_action=drop", "spike_action=drop needs spike_search=training"),
+    ("spike_search=replay spike_drill_step=2 spike_detection=True", "spike_drill_step tests the search in training"),
 )
-def test_bad_values_are_refused_at_start(override: str, message: str) -> None:
+def test_bad_values_are_refused_at_start(overrides: str, message: str) -> None:
     # Hydra wraps what the dataclass raises.
     with pytest.raises(Exception, match=message):
-        actor_config(override)
+        actor_config(*overrides.split())
 
 
 @pytest.mark.every_target
@@ -244,19 +246,6 @@ def test_bad_values_of_the_critic_are_refused(key: str, value: object, message: 
     assert isinstance(FSDPCriticConfig(**fine), CriticSpikeConfig)
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         FSDPCriticConfig(**fine, **{key: value})
-
-
-@cases(
-    "overrides message",
-    (["spike_action=skip"], "spike_action=skip needs spike_search=training"),
-    (["spike_action=drop"], "spike_action=drop needs spike_search=training"),
-    (["spike_drill_step=2", "spike_detection=True"], "spike_drill_step tests the search in training"),
-    (["spike_action=stop", "spike_detection=True", "layer_clip.enable=True"], None),
-)
-def test_what_needs_a_search_in_training_is_refused(overrides: list[str], message: str | None) -> None:
-    with contextlib.nullcontext() if message is None else pytest.raises(Exception, match=message):
-        config = actor_config("spike_search=replay", *overrides)
-        assert config.records_spikes and not config.searches_in_training
 
 
 @pytest.mark.every_target

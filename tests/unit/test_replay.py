@@ -1,6 +1,5 @@
 """Bundles from the keeping to the replay: what is refused, and what a replay says. In one process, without verl."""
 
-import json
 import math
 import shutil
 from collections.abc import Callable
@@ -300,8 +299,7 @@ def test_a_comparison_that_runs_out_of_memory_is_left_out(
 
     monkeypatch.setattr(command, "measure", measured)
     full = "eager"
-    assert main([str(bundle), "--model", str(kept / "model"), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = replayed(bundle, kept / "model", capsys)
     assert found["notes"] == ["Not compared with float32, eager: it takes more memory than there is."]
     assert found["variants"] == []
     full = "sdpa"
@@ -328,12 +326,10 @@ def test_a_replay_that_needs_more_memory_than_is_free_is_refused(
     monkeypatch.setattr(command, "load", loaded)
     monkeypatch.setattr(command, "measure", measured)
     monkeypatch.setattr(memory, "free_memory", lambda device: next(free))
-    assert main([str(bundle), "--model", str(kept / "model"), "--json"]) == 0
+    notes = replayed(bundle, kept / "model", capsys)["notes"]
     assert variants == ["float32, sdpa"]
     figures = "at least 0.0 GiB are needed, and 0.0 are free"
-    assert json.loads(capsys.readouterr().out)["notes"] == [
-        f"Not compared with float32, eager: it takes more memory than there is: {figures}."
-    ]
+    assert notes == [f"Not compared with float32, eager: it takes more memory than there is: {figures}."]
     assert main([str(bundle), "--model", str(kept / "model")]) == 2
     said = capsys.readouterr().err.splitlines()[1]
     assert said.startswith(f"float32, sdpa takes more memory than there is: {figures}. Take ")

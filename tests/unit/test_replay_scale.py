@@ -1,6 +1,5 @@
 """What a replay says of gradients that were scaled, of the temperature of the rollout, and of single layers."""
 
-import json
 import math
 import shutil
 from pathlib import Path
@@ -18,6 +17,7 @@ from small_bundles import (
     forward,
     kept,
     passes,
+    printed,
     random_ids,
     replay,
     replayed,
@@ -30,13 +30,11 @@ from small_bundles import (
 
 from gradloc import GradLoc, GradLocConfig
 from gradloc_tools.bundles.opening import open_bundle
-from gradloc_tools.bundles.results import RESULT, read_results
-from gradloc_tools.replay.command import main
+from gradloc_tools.bundles.results import read_results
 from gradloc_tools.replay.measuring import Measured, Norms
 from gradloc_tools.replay.scale import find_scale
 from gradloc_tools.replay.temperature import LEFT, _least
 from gradloc_tools.replay.verdict import layers_apart_in_words, scale_in_words
-from gradloc_tools.schema import conforms
 
 __all__ = ["bundle", "kept", "replay"]
 
@@ -69,16 +67,9 @@ def scaled(
     return [str(directory / event["replay"]), "--model", str(directory / "model"), "--json"]
 
 
-def result_of(arguments: list[str], capsys: Capsys) -> dict[str, Any]:
-    assert main(arguments) == 0
-    result: dict[str, Any] = json.loads(capsys.readouterr().out)
-    assert conforms(result, RESULT)
-    return result
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_run_as_it_should_be_has_no_factor(tmp_path: Path, capsys: Any, dtype: str) -> None:
-    result = result_of([*scaled(tmp_path), "--dtype", dtype, "--only"], capsys)
+    result = printed([*scaled(tmp_path), "--dtype", dtype, "--only"], capsys)
     assert result["scale"] is None and not any("times what" in sentence for sentence in result["sentences"])
 
 
@@ -86,7 +77,7 @@ def test_a_run_as_it_should_be_has_no_factor(tmp_path: Path, capsys: Any, dtype:
 @pytest.mark.parametrize("name", ["loss", "gradient", "reduced"])
 @cases("factor fits", (8.0, "2^3"), (3.0, "the number of micro-batches (3)"), (1 / 7, "1 / the number of responses"))
 def test_a_wrong_factor_is_named(tmp_path: Path, capsys: Any, name: str, factor: float, fits: str) -> None:
-    result = result_of([*scaled(tmp_path, **{f"of_{name}": factor}), "--only"], capsys)
+    result = printed([*scaled(tmp_path, **{f"of_{name}": factor}), "--only"], capsys)
     others = {"loss", "gradient", "reduced"} - {name}
     found = result["scale"][name]
     assert found["factor"] == pytest.approx(factor, rel=1e-4) and found["spread"] < 1e-3
@@ -96,7 +87,7 @@ def test_a_wrong_factor_is_named(tmp_path: Path, capsys: Any, name: str, factor:
 
 
 def test_two_wrong_factors_are_told_apart(tmp_path: Path, capsys: Any) -> None:
-    result = result_of([*scaled(tmp_path, of_loss=4.0, of_gradient=5.0, of_reduced=16.0), "--only"], capsys)
+    result = printed([*scaled(tmp_path, of_loss=4.0, of_gradient=5.0, of_reduced=16.0), "--only"], capsys)
     found = {name: factor["factor"] for name, factor in result["scale"].items()}
     assert found == pytest.approx({"loss": 4.0, "gradient": 5.0, "reduced": 16.0}, rel=1e-4)
 
@@ -104,7 +95,7 @@ def test_two_wrong_factors_are_told_apart(tmp_path: Path, capsys: Any) -> None:
 def test_layers_with_other_factors_are_no_scale(tmp_path: Path, capsys: Any) -> None:
     """A layer that was really different, as with a kernel's bug, is not called a scale."""
     arguments = scaled(tmp_path)
-    assert result_of([*arguments, "--only"], capsys)["scale"] is None
+    assert printed([*arguments, "--only"], capsys)["scale"] is None
 
     def change(manifest: dict[str, Any]) -> None:
         for entry in manifest["micro_batches"]:
@@ -112,16 +103,16 @@ def test_layers_with_other_factors_are_no_scale(tmp_path: Path, capsys: Any) -> 
             entry["layer_norms"]["layers.1"] *= 1.1
 
     resign(Path(arguments[0]), change)
-    assert result_of([*arguments, "--only"], capsys)["scale"] is None
+    assert printed([*arguments, "--only"], capsys)["scale"] is None
     # Nor have other weights a factor.
     arguments = scaled(tmp_path, of_gradient=8.0)
     save_other_weights(tmp_path / "model")
-    assert result_of([*arguments, "--only"], capsys)["scale"] is None
+    assert printed([*arguments, "--only"], capsys)["scale"] is None
 
 
 @pytest.mark.parametrize("of_gradient", [1.0, 8.0])
 def test_a_spike_in_one_layer_is_no_factor_of_the_reduction(tmp_path: Path, capsys: Any, of_gradient: float) -> None:
-    result = result_of([*scaled(tmp_path, of_gradient=of_gradient, of_layer=100.0), "--only"], capsys)
+    result = printed([*scaled(tmp_path, of_gradient=of_gradient, of_layer=100.0), "--only"], capsys)
     (layer,) = [layer for layer in result["layers"] if layer["layer"] == "layers.1"]
     assert layer["norm"] == pytest.approx(100 * of_gradient * layer["replayed"], rel=1e-3)
     assert result["scale"] is None and not any("times what" in sentence for sentence in result["sentences"])

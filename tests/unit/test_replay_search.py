@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from as_torchrun import ABORTS_AT_THE_END
 from notation import Capsys, Patch, cases
 from pages import texts_of
 from printed_commands import commands_in, run_as_printed
-from small_bundles import BAD, NAME, THRESHOLD, bundle, kept, resave, resign, save_other_weights, tensors_of
+from small_bundles import BAD, NAME, THRESHOLD, bundle, kept, replayed, resave, resign, save_other_weights, tensors_of
 from stripped_bundles import strip
 
 from gradloc.evidence.writer import jsonable
@@ -296,8 +297,7 @@ def test_what_a_stranger_may_write_into_a_bundle_does_no_harm(bundle: Path, kept
     """A random state that torch would refuse, and a run on a thousand million ranks."""
     resave(bundle, lambda tensors: tensors.update({"rng.cpu": torch.zeros(3, dtype=torch.uint8)}))
     resign(bundle, lambda manifest: manifest["event"].update(world_size=10**9, until="exhaustive"))
-    assert main([str(bundle), "--model", str(kept / "model"), "--search", "--json"]) == 0
-    event = json.loads(capsys.readouterr().out)
+    event = replayed(bundle, kept / "model", capsys, "--search")
     assert [(culprit["row"], culprit["position"]) for culprit in event["culprits"]] == [BAD]
 
 
@@ -400,15 +400,12 @@ def test_the_line_of_a_spike_of_which_its_rank_has_no_bundle(parts: list[Path], 
 
 
 def test_a_replay_after_the_search_has_its_culprits(parts: list[Path], kept: Path, capsys: Capsys) -> None:
-    def replayed() -> dict[str, Any]:
-        assert main([str(parts[0]), "--model", str(kept / "model"), "--only", "--json"]) == 0
-        return json.loads(capsys.readouterr().out)
-
-    before = replayed()
+    again = partial(replayed, parts[0], kept / "model", capsys, "--only")
+    before = again()
     assert before["tokens"] == [] and any("--search finds the tokens" in note for note in before["notes"])
     assert [layer["norm"] for layer in before["layers"]] == [None] * 5
     searched_parts(parts[0], kept, capsys)
-    found = replayed()
+    found = again()
     (culprit,) = found["tokens"]
     assert culprit["culprit"] and (culprit["row"], culprit["position"]) == BAD and found["notes"] == []
     assert culprit["replayed"] == pytest.approx(culprit["grad_norm"], rel=1e-4)
@@ -417,7 +414,7 @@ def test_a_replay_after_the_search_has_its_culprits(parts: list[Path], kept: Pat
     event = json.loads(path.read_text())
     for change in ({"global_step": 5}, {"culprits": [{**event["culprits"][0], "position": 99}]}, {"units": "x"}):
         path.write_text(json.dumps({**event, **change}))
-        assert replayed()["tokens"] == []
+        assert again()["tokens"] == []
 
 
 @pytest.mark.target(version="0.9.1")

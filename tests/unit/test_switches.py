@@ -16,14 +16,13 @@ from typing import Any
 import pytest
 import torch
 from notation import Capsys, Patch, cases
-from small_bundles import PROMPT, RESPONSE, ROWS, forward, passes, random_ids, small_model, writer_of
+from small_bundles import PROMPT, RESPONSE, ROWS, forward, passes, printed, random_ids, small_model, writer_of
 from transformers.models.llama import modeling_llama
 
 from gradloc import GradLoc, GradLocConfig
 from gradloc_tools.bundles.opening import open_bundle
 from gradloc_tools.bundles.results import RESULT
 from gradloc_tools.replay import command, memory, switches
-from gradloc_tools.replay.command import main
 from gradloc_tools.replay.measuring import measure
 from gradloc_tools.replay.model import Variant, load
 from gradloc_tools.replay.switches import AS_REPLAYED, Switch, find_switches
@@ -61,13 +60,6 @@ def recorded(directory: Path, over: float, dtype: str = "float32") -> list[str]:
         (event,) = gradloc.events
         threshold = over * event["units"][0]["token_equivalent"]
     return [str(directory / event["replay"]), "--model", str(directory / "model"), "--only", "--switches", "--json"]
-
-
-def replayed(arguments: list[str], capsys: Capsys) -> dict[str, Any]:
-    assert main(arguments) == 0
-    result: dict[str, Any] = json.loads(capsys.readouterr().out)
-    assert conforms(result, RESULT)
-    return result
 
 
 def rough_norm(self: Any, hidden: torch.Tensor) -> torch.Tensor:
@@ -120,7 +112,7 @@ def test_the_table_points_to_a_bug(tmp_path: Path, monkeypatch: Patch, capsys: C
     plant, switch, look = BUGS[bug]
     plant(monkeypatch)
     arguments = recorded(tmp_path, over=0.6)
-    result = replayed(arguments, capsys)
+    result = printed(arguments, capsys)
     assert result["sentences"][0].startswith("The spike comes back")
     rows = {row["name"]: row for row in result["switches"]}
     threshold, norm = result["units"][0]["threshold"], result["units"][0]["replayed"]
@@ -139,7 +131,7 @@ def test_the_table_points_to_a_bug(tmp_path: Path, monkeypatch: Patch, capsys: C
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_without_a_bug_no_switch_changes_much(tmp_path: Path, capsys: Capsys, dtype: str) -> None:
-    result = replayed(recorded(tmp_path, 0.6, dtype), capsys)
+    result = printed(recorded(tmp_path, 0.6, dtype), capsys)
     names = [row["name"] for row in result["switches"]]
     precisions = {"float32", "bfloat16", "float64"} - {dtype}
     assert names[:3] == [AS_REPLAYED, "RMSNorm in float32", "rotary embedding in float32"]
@@ -177,7 +169,7 @@ def test_what_cannot_be_switched_is_noted(tmp_path: Path, monkeypatch: Patch, ca
     monkeypatch.setattr(switches, "_NORMS", "NoSuchNorm")
     monkeypatch.setattr(switches, "_ROTATE", "no_such_function")
     monkeypatch.setattr(command, "find_switches", lambda *of: [*find_switches(*of), *failing])
-    notes = replayed(recorded(tmp_path, 0.6), capsys)["notes"]
+    notes = printed(recorded(tmp_path, 0.6), capsys)["notes"]
     assert "Not switched to 'RMSNorm in float32': the model has no RMSNorm." in notes
     assert "Not switched to 'rotary embedding in float32': the model's rotary embedding is not known." in notes
     assert {f"Not switched to '{error.__name__}': it cannot be." for error in errors} <= {*notes}
@@ -191,7 +183,7 @@ def test_a_rotation_with_another_signature_is_noted(tmp_path: Path, monkeypatch:
     names = {**vars(modeling_llama), **names}
     monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", FunctionType(forward.__code__, names))
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda x, rope_cache: rotation(*x, *rope_cache))
-    result = replayed(recorded(tmp_path, 0.6), capsys)
+    result = printed(recorded(tmp_path, 0.6), capsys)
     (note,) = [note for note in result["notes"] if "Not switched" in note]
     assert note.startswith("Not switched to 'rotary embedding in float32': ") and "'cos' and 'sin'" in note
     assert "attention: eager" in [row["name"] for row in result["switches"]]
@@ -244,7 +236,7 @@ def test_a_model_that_cannot_fit_is_not_loaded_for_a_switch(tmp_path: Path, monk
 
     monkeypatch.setattr(command, "load", loaded)
     monkeypatch.setattr(memory, "free_memory", lambda device: free)
-    result = replayed(arguments, capsys)
+    result = printed(arguments, capsys)
     assert variants == ["float32, sdpa", "float32, eager", "bfloat16, sdpa"]
     assert [row["name"] for row in result["switches"]][-2:] == ["attention: eager", "precision: bfloat16"]
     (note,) = [note for note in result["notes"] if "Not switched" in note]
