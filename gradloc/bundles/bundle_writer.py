@@ -22,7 +22,14 @@ from ..evidence.writer import jsonable
 from ..fsdp import collectives
 from ..guarded import PatientDisk, guarded, warn_once
 from ..layers.layer_clip import LayerClip
-from ..measure.micro_batch import AllFigures, MicroBatch, MicroBatchName, movable, square_weight, suspects
+from ..measure.micro_batch import (
+    AllFigures,
+    MicroBatch,
+    MicroBatchName,
+    movable,
+    suspects,
+    threshold_square_weight,
+)
 from ..measure.mini_batch import MiniBatch
 from ..search.findings import Findings
 from ..threshold import largest_first
@@ -92,42 +99,25 @@ class BundleWriter:
             else:
                 owner = name[0] * mini_batch.model.sequence_parallel_size
                 micro_batches[name] = collectives.broadcast(partial(_sent, mini_batch, name), owner)
-        if collectives.rank():
-            return None
-        return self._try(event, mini_batch.squared_norms, findings, micro_batches, len(names) - len(micro_batches))
-
-    def _try(
-        self,
-        event: Mapping[str, Any],
-        squared_norms: Tensor | None,
-        findings: Findings,
-        micro_batches: Mapping[MicroBatchName, MicroBatch],
-        left_out: int,
-    ) -> str | None:
-        """Writes the bundle; whatever the disk or the inputs do, training goes on, and one warning says so."""
-        if not micro_batches:
+        if collectives.rank() or not names:
             return None
         with guarded("no replay bundle is kept of a gradient spike", self._said):
             layers = None
-            if self._layer_clip is not None and squared_norms is not None:
-                layers = self._layer_clip.preview(squared_norms)
+            if self._layer_clip is not None and mini_batch.squared_norms is not None:
+                layers = self._layer_clip.preview(mini_batch.squared_norms)
             tokens = None if self._token_clip is None else self._token_clip.bounds_in_force()
-            saved, entries = {}, {}
-            for name, micro_batch in micro_batches.items():
-                figures = findings.figures[name]
-                threshold = findings.threshold * figures.root_square_weight
-                saved[name] = _saved(micro_batch, self._rows_of)
-                entries[name] = _entry(micro_batch, threshold, figures.norm, figures.layer_norms)
+            saved = {name: _saved(micro_batch, self._rows_of) for name, micro_batch in micro_batches.items()}
             searched = {
                 "layers": findings.layers,
-                "left_out": left_out,
-                "measured": measured_tokens(findings, micro_batches),
+                "left_out": len(names) - len(saved),
+                "measured": measured_tokens(findings, saved),
                 "clips": {"layer_clip": layers, "token_clip": tokens},
             }
 
             def write() -> str:
                 """What the trainer knows is read from the disk, too: it looks for the last checkpoint."""
-                return write_bundle(self._directory, event, saved, entries, {**searched, **self._context()})
+                more = {**searched, **self._context()}
+                return write_bundle(self._directory, event, micro_batches, saved, findings.figures, more)
 
             return self._disk.run(write)
         return None
@@ -168,20 +158,13 @@ def measured_tokens(findings: Findings, among: Mapping[MicroBatchName, Any]) -> 
 
 
 def _saved(micro_batch: MicroBatch, rows_of: Callable[[Mapping[str, Any]], list[Row]]) -> SavedMicroBatch:
-    return SavedMicroBatch(rows_of(micro_batch.inputs), micro_batch.tokens, micro_batch.rng_state)
-
-
-def _entry(
-    micro_batch: MicroBatch, threshold: float, norm: float | None = None, layer_norms: Mapping[str, float] | None = None
-) -> dict[str, Any]:
-    """What the manifest says of a micro-batch beside its name and its file; without norms where none was measured."""
-    return {"rows": micro_batch.rows, "norm": norm, "layer_norms": layer_norms or {}, "threshold": threshold}
+    """The micro-batch as a bundle has it: nothing is cut in a replay."""
+    tokens = {name: values for name, values in micro_batch.tokens.items() if name != "cut"}
+    return SavedMicroBatch(rows_of(micro_batch.inputs), tokens, micro_batch.rng_state)
 
 
 def _sent(mini_batch: MiniBatch, name: MicroBatchName) -> MicroBatch:
-    micro_batch = mini_batch.micro_batches[name[1]].portable(mini_batch.scale)
-    micro_batch.tokens.pop("cut", None)  # nothing is cut in a replay
-    return micro_batch
+    return mini_batch.micro_batches[name[1]].portable(mini_batch.scale)
 
 
 def write_recorded_bundle(
@@ -221,12 +204,8 @@ def write_recorded_bundle(
     if (full := _no_room(folder, most, share, suffix)) is not None:
         raise NotReplayableError(full)
     kept = _largest(moving)
-    entries = {
-        name: _entry(micro_batches[name], event["threshold"] * math.sqrt(float(square_weight(saved.tokens))))
-        for name, saved in kept.items()
-    }
     unsearched = {"layers": [], "left_out": len(moving) - len(kept), "measured": []}
-    return write_bundle(folder, event, kept, entries, {**unsearched, **context}, suffix)
+    return write_bundle(folder, event, micro_batches, kept, {}, {**unsearched, **context}, suffix)
 
 
 def _largest(micro_batches: Mapping[MicroBatchName, SavedMicroBatch]) -> dict[MicroBatchName, SavedMicroBatch]:
@@ -245,15 +224,16 @@ def _largest(micro_batches: Mapping[MicroBatchName, SavedMicroBatch]) -> dict[Mi
 def _estimate(tokens: Mapping[str, Tensor]) -> float:
     """An estimate of ‖g‖/sqrt(Σ w²) in units of the model's own; infinite where a token is not finite."""
     suspicion = torch.where(movable(tokens), tokens["suspicion"].double(), 0.0)
-    found = math.sqrt(float(suspicion.square().sum())) / math.sqrt(float(square_weight(tokens)))
+    found = math.sqrt(float(suspicion.square().sum())) / math.sqrt(float(threshold_square_weight(tokens)))
     return found if math.isfinite(found) else math.inf
 
 
 def write_bundle(
     folder: Path,
     event: Mapping[str, Any],
-    micro_batches: Mapping[MicroBatchName, SavedMicroBatch],
-    entries: Mapping[MicroBatchName, Mapping[str, Any]],
+    micro_batches: Mapping[MicroBatchName, MicroBatch],
+    saved: Mapping[MicroBatchName, SavedMicroBatch],
+    figures: AllFigures,
     more: Mapping[str, Any],
     suffix: str = "",
 ) -> str:
@@ -261,7 +241,8 @@ def write_bundle(
 
     Args:
         folder (Path): That of all bundles.
-        entries (Mapping): What `_entry` gave for each micro-batch.
+        saved (Mapping): Those of the micro-batches that it gets.
+        figures (Mapping): Of those that were measured.
         more (Mapping): What the manifest says besides: what the trainer knows, `layers`, `left_out` and `measured`; of
             a searched spike also `clips`, what LayerClip and TokenClip knew of their bounds.
         suffix (str): The end of its name.
@@ -273,7 +254,7 @@ def write_bundle(
         NotReplayableError: It would be over a limit, or a replay could not compute it.
         OSError: It cannot be written.
     """
-    files = _files(event, micro_batches, entries, more)
+    files = _files(event, micro_batches, saved, figures, more)
     folder.mkdir(parents=True, exist_ok=True)
     name = _free_name(folder, event, suffix)
     unfinished = folder / f".{os.getpid()}.{name}"
@@ -300,19 +281,20 @@ def _no_room(folder: Path, most: int | None, share: int, suffix: str = "") -> st
 
 def _files(
     event: Mapping[str, Any],
-    micro_batches: Mapping[MicroBatchName, SavedMicroBatch],
-    entries: Mapping[MicroBatchName, Mapping[str, Any]],
+    micro_batches: Mapping[MicroBatchName, MicroBatch],
+    saved: Mapping[MicroBatchName, SavedMicroBatch],
+    figures: AllFigures,
     more: Mapping[str, Any],
 ) -> dict[str, bytes]:
     """The files of a bundle by name."""
-    rows = max((len(saved.rows) for saved in micro_batches.values()), default=0)
+    rows = max((len(each.rows) for each in saved.values()), default=0)
     layers = more["layers"]
     if len(layers) > limits.LAYERS or rows > limits.ROWS:
         raise NotReplayableError(
             f"it has {len(layers):,} layers and up to {rows:,} rows in a micro-batch, and "
             f"{limits.LAYERS:,} and {limits.ROWS:,} are the limits"
         )
-    tensors = {layout.tensor_file(*name): layout.to_tensors(saved) for name, saved in micro_batches.items()}
+    tensors = {layout.tensor_file(*name): layout.to_tensors(each) for name, each in saved.items()}
     size = sum(tensor.nbytes for of_file in tensors.values() for tensor in of_file.values())
     if size > limits.BUNDLE_BYTES:
         raise NotReplayableError(f"it would take {size:,} bytes, and {limits.BUNDLE_BYTES:,} are the limit")
@@ -329,12 +311,15 @@ def _files(
             {
                 "rank": name[0],
                 "micro_batch": name[1],
-                **entries[name],
+                "rows": micro_batches[name].rows,
+                "norm": figures[name].norm if name in figures else None,
+                "layer_norms": figures[name].layer_norms if name in figures else {},
+                "threshold": event["threshold"] * math.sqrt(float(threshold_square_weight(each.tokens))),
                 "file": (file := layout.tensor_file(*name)),
                 "bytes": len(files[file]),
                 "sha256": hashlib.sha256(files[file]).hexdigest(),
             }
-            for name in micro_batches
+            for name, each in saved.items()
         ],
         **more,
         "versions": {**versions, **more.get("versions", {})},

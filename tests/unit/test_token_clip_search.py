@@ -1,7 +1,6 @@
 """A search beside TokenClip: what training did not have is not looked for."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -177,8 +176,8 @@ def test_a_bundle_does_not_have_what_was_cut() -> None:
     """Nothing is cut in a replay."""
     columns = ("response_mask", "weight", "log_prob", "coefficient", "cut")
     micro_batch = MicroBatch({}, [0], (torch.get_rng_state(), None), {name: torch.ones(1, 2) for name in columns})
-    sent = bundle_writer._sent(SimpleNamespace(micro_batches=[micro_batch], scale=1.0), (0, 0))
-    assert "cut" in micro_batch.tokens and "cut" not in sent.tokens and "suspicion" in sent.tokens
+    saved = bundle_writer._saved(micro_batch, lambda _: [])
+    assert "cut" in micro_batch.tokens and saved.tokens.keys() == micro_batch.tokens.keys() - {"cut"}
 
 
 def watched(cut: list[tuple[int, int]], part: int = 0, parts: int = 1) -> WatchedPass:
