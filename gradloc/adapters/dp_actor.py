@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The adapter for the `DataParallelPPOActor` of verl 0.7.0 and 0.7.1: what the hooks in it and its worker call.
 
-The actor owns `watch`, and with it `gradloc` and `layer_clip`. Each is None where it is off.
+The actor always owns `watch`, and with it `gradloc` and `layer_clip`, each of which is None where it is off.
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,13 +51,13 @@ def select_rows(
     return selected
 
 
-def build(actor: "DataParallelPPOActor") -> tuple[Watch | None, GradLoc | None, LayerClip | None]:
-    """What watches an actor that is trained, if its configuration turns any of it on; None for what is off."""
+def build(actor: "DataParallelPPOActor") -> tuple[Watch, GradLoc | None, LayerClip | None]:
+    """What watches an actor; of one that is not trained, or whose configuration turns nothing on, it does nothing."""
     config = actor.config
     clips = [config.get(name, {}).get("enable", False) for name in ("layer_clip", "token_clip")]
     on = config.get("spike_detection", False) or any(clips)
     if actor.actor_optimizer is None or not on:
-        return None, None, None
+        return Watch(config, lambda: 1.0, 1), None, None
     if config.get("spike_search", "training") == "replay":
         raise ValueError("spike_search=replay needs an engine of verl 0.9: set spike_search=training.")
     watch = watch_actor(
@@ -70,7 +70,7 @@ def build(actor: "DataParallelPPOActor") -> tuple[Watch | None, GradLoc | None, 
         sequence_parallel_size=actor.ulysses_sequence_parallel_size,
         learning_rate=lambda: actor.actor_optimizer.param_groups[0]["lr"],
     )
-    return watch, watch.gradloc, watch.layer_clip
+    return watch, watch.gradloc, watch.layer_clip if config.layer_clip.enable else None
 
 
 def forward_rows(
@@ -92,11 +92,6 @@ def reports_ref_log_prob(actor: "DataParallelPPOActor", data: "DataProto") -> bo
     return actor.gradloc is not None and "ref_log_prob" in data.batch.keys()
 
 
-def start_update(actor: "DataParallelPPOActor", data: "DataProto") -> None:
-    if actor.watch is not None:
-        actor.watch.start_update(data.meta_info.get("global_steps"))
-
-
 def begin_pass(
     actor: "DataParallelPPOActor",
     mini_batch: "DataProto",
@@ -112,7 +107,7 @@ def begin_pass(
         temperature (float): The rollout's, which the forward divides the logits by.
         rows (Sequence[int]): The micro-batch's rows in this rank's mini-batch.
     """
-    if actor.watch is not None and actor.watch.watches_passes:
+    if actor.watch.watches_passes:
         columns = {**mini_batch.batch, **mini_batch.non_tensor_batch}
         indices = [int(row) for row in rows]
         inputs = {key: columns[key][indices] for key in FORWARD_KEYS if key in columns} | {"temperature": temperature}
@@ -137,7 +132,7 @@ def observe(
         old_log_prob (Tensor): What the loss compares it with.
         loss_scale_factor (float): The micro-batch's part in the mini-batch's loss.
     """
-    if actor.watch is not None and actor.watch.watches_passes:
+    if actor.watch.watches_passes:
         tokens = {name: model_inputs[key] for name, key in EVIDENCE_KEYS.items() if key in model_inputs}
         # These may be the forward's instead of the data's. They are kept without a graph.
         tokens |= {"log_prob": log_prob.detach(), "old_log_prob": old_log_prob.detach()}
@@ -148,46 +143,31 @@ def observe(
         actor.watch.observe(loss_inputs, lambda: tokens, log_prob.shape, loss_scale_factor)
 
 
-def end_pass(actor: "DataParallelPPOActor") -> None:
-    """Called after a micro-batch's backward."""
-    if actor.watch is not None:
-        actor.watch.end_pass()
-
-
 def optimizer_step(actor: "DataParallelPPOActor", epoch: int, mini_batch: int) -> Tensor:
     """Takes the actor's optimizer step by `Watch.step`; returns the gradient's norm, shape (). A collective call."""
-    if actor.watch is None:
-        return actor._optimizer_step()
     norm = actor.watch.step(epoch, mini_batch, actor._optimizer_step)
     return norm if isinstance(norm, Tensor) else torch.tensor(norm, dtype=torch.float64)
-
-
-def metrics(actor: "DataParallelPPOActor") -> dict[str, Any]:
-    """The update's figures for the training log."""
-    return {} if actor.watch is None else actor.watch.metrics()
 
 
 def write_evidence(
     actor: "DataParallelPPOActor", data: "DataProto", tokenizer: Any, metrics: Mapping[str, Any]
 ) -> None:
     """Writes the evidence of an update, which `data` went into and `metrics` came out of. A collective call."""
-    if actor.watch is None or not actor.watch.watches_passes:
-        return
-    evidence = UpdateEvidence(actor.config.bisect_dump_dir, tokenizer, actor.watch.sequence_parallel_size)
-    evidence.add(actor.watch.lines(), TrainedData.of(data, actor.config.ppo_mini_batch_size))
-    evidence.write(data.meta_info.get("global_steps"), metrics, actor.watch.warnings)
+    if actor.watch.watches_passes:
+        evidence = UpdateEvidence(actor.config.bisect_dump_dir, tokenizer, actor.watch.sequence_parallel_size)
+        evidence.add(actor.watch.lines(), TrainedData.of(data, actor.config.ppo_mini_batch_size))
+        evidence.write(data.meta_info.get("global_steps"), metrics, actor.watch.warnings)
 
 
 def save_state(actor: "DataParallelPPOActor", manager: "BaseCheckpointManager", folder: str | None) -> None:
     """Called after a checkpoint was saved."""
-    if actor.watch is not None and manager.should_save_extra and folder is not None:
+    if manager.should_save_extra and folder is not None:
         actor.watch.save(folder)
 
 
 def load_state(actor: "DataParallelPPOActor", manager: "BaseCheckpointManager", folder: str | None) -> None:
     """Called after a checkpoint was loaded. A collective call."""
-    if actor.watch is not None:
-        actor.watch.load(lambda: read_state(folder if manager.should_load_extra else None))
+    actor.watch.load(lambda: read_state(folder if manager.should_load_extra else None))
 
 
 def _sequences(model_inputs: Mapping[str, Any]) -> tuple[Tensor, list[int]]:

@@ -3,7 +3,7 @@
 """The evidence of an update: each rank describes its own culprits, and rank 0 writes."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -164,16 +164,22 @@ class UpdateEvidence:
             if _kind(event) != "critic":
                 event["summary"] = summary(event)
 
-    def write(self, global_step: int | None, metrics: Mapping[str, Any], warnings: Sequence[Mapping[str, str]]) -> None:
+    def write(
+        self,
+        global_step: int | None,
+        metrics: Mapping[str, Any],
+        read_warnings: Callable[[], Sequence[Mapping[str, str]]],
+    ) -> None:
         """Ends an update: rank 0 logs and writes its lines, and the step's figures.
 
         Args:
             metrics (Mapping): Those of the actor or critic; of the latter, no line of steps.jsonl is made.
-            warnings (Sequence[Mapping]): What `RunChecks.warnings` returned.
+            read_warnings (Callable): Returns what `RunChecks.warnings` does; called where they are written.
         """
         events, self._events = self._events, []
         if self._rank:
             return
+        warnings = read_warnings()
         by_kind: dict[str, list[dict[str, Any]]] = {kind: [] for kind in _KINDS}
         for event in events:
             by_kind[_kind(event)].append(event)

@@ -5,7 +5,7 @@
 import functools
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -56,6 +56,8 @@ class Watch:
         eos_tokens (Collection[int]): Where a rollout stops.
 
     Attributes:
+        layer_clip (LayerClip, optional): Where it is off and bundles are kept, it learns its bounds all the same: they
+            tell what it would have left of a spike.
         clips (list[dict]): What TokenClip found since `start_update` or `start_mini_batch`, as lines of the evidence;
             the same on every rank.
         aggregation (RecordedAggregation): How the loss that is being computed weighs its tokens.
@@ -82,8 +84,6 @@ class Watch:
         self._global_step: int | None = None
         self._pass_open = False
         self._said: set[str] = set()
-        # LayerClip where it is off and bundles are kept: its bounds tell what it would have left of a spike.
-        self._learning: LayerClip | None = None
         self._row_weights: Tensor | None = None
         self._weigh: Callable[[AggregationCall | None], None] | None = None
         self._eos_tokens = eos_tokens
@@ -93,7 +93,6 @@ class Watch:
         """Whether the training passes are watched, for which `begin_pass`, `observe` and `end_pass` are called."""
         return self.gradloc is not None or self.token_clip is not None
 
-    @property
     def warnings(self) -> list[dict[str, str]]:
         """What is wrong with the run in the update so far, without any spike; the same on every rank."""
         return [] if self.gradloc is None else self.gradloc.warnings
@@ -232,17 +231,16 @@ class Watch:
             located = self.gradloc.locate(epoch, mini_batch)
         take_step, squared_norms, norm_before = located
         norm = None if take_step else norm_before
-        if self.layer_clip is not None:
-            if squared_norms is None:
-                squared_norms = self.layer_clip.squared_norms() / self._loss_scale() ** 2
-            if take_step:
-                # It scales the gradient as it is: with fp16, that is still multiplied by the loss scale.
-                norm = float(self.layer_clip.clip(squared_norms))
-        elif self._learning is not None and take_step:
-            with collectives.guarded_on_all_ranks("LayerClip has learned no bounds of a step"):
+        if self.layer_clip is not None and take_step:
+            clips, unlearned = self.layer_clip.is_on, "LayerClip has learned no bounds of a step"
+            with nullcontext() if clips else collectives.guarded_on_all_ranks(unlearned):
                 if squared_norms is None:
-                    squared_norms = self._learning.squared_norms() / self._loss_scale() ** 2
-                self._learning.take_in(self._learning.preview(squared_norms))
+                    squared_norms = self.layer_clip.squared_norms() / self._loss_scale() ** 2
+                if clips:
+                    # It scales the gradient as it is: with fp16, that is still multiplied by the loss scale.
+                    norm = float(self.layer_clip.clip(squared_norms))
+                else:
+                    self.layer_clip.take_in(self.layer_clip.preview(squared_norms))
         if self.token_clip is not None:
             self._scale = None
             if found := self.token_clip.end_mini_batch():
@@ -291,14 +289,13 @@ class Watch:
             # Rank 0 wrote it, perhaps to a folder that the other nodes do not share.
             state = collectives.broadcast(read, 0)
             for name, part in parts.items():
-                only_learns = name == "layer_clip" and self.layer_clip is None
-                if not only_learns or set(state.get(name, ())) == set(part.layers):
+                if getattr(part, "is_on", True) or set(state.get(name, ())) == set(part.layers):
                     part.load_state_dict(state.get(name))
 
     def _parts(self) -> dict[str, Any]:
         """By the name of its state. LayerClip that only learns has no metrics."""
-        layer_clip = self.layer_clip or self._learning
-        parts = {"gradloc": self.recorder or self.gradloc, "layer_clip": layer_clip, "token_clip": self.token_clip}
+        spikes = self.recorder or self.gradloc
+        parts = {"gradloc": spikes, "layer_clip": self.layer_clip, "token_clip": self.token_clip}
         return {name: part for name, part in parts.items() if part is not None}
 
 
@@ -331,26 +328,22 @@ def watch_actor(
     device = get_device_name()
     if config.token_clip.enable:
         watch.token_clip = TokenClip(module, config.token_clip, device, sequence_parallel_size)
-    if config.layer_clip.enable:
+    if config.layer_clip.enable or (config.searches_in_training and config.spike_replay):
         try:
-            watch.layer_clip = LayerClip(module, config.layer_clip, device=device)
-        except AttributeError as error:
-            raise RuntimeError(
-                f"actor_rollout_ref.actor.layer_clip.enable: torch {torch.__version__} lacks what LayerClip needs "
-                f"of FSDP ({error}); take a torch that docs/use/support.md lists, or set it to False"
-            ) from error
-    elif config.searches_in_training and config.spike_replay:
-        # For its bounds alone. Where it cannot measure the model, GradLoc cannot either, and says so.
-        with suppress(collectives.RankFailedError):
             with collectives.raised_on_all_ranks(torch.device(device)):
-                learning = LayerClip(module, config.layer_clip, device=device)
-            watch._learning = learning
+                layer_clip = LayerClip(module, config.layer_clip, device=device)
+            watch.layer_clip = layer_clip
+        except collectives.RankFailedError as error:
+            if config.layer_clip.enable:  # else GradLoc cannot measure the model either, and says so
+                raise RuntimeError(
+                    f"actor_rollout_ref.actor.layer_clip.enable: torch {torch.__version__} lacks what LayerClip needs "
+                    f"of FSDP ({error}); take a torch that docs/use/support.md lists, or set it to False"
+                ) from error
     if config.searches_in_training:
         bundle_writer = None
-        layer_clip = watch.layer_clip or watch._learning
         if config.spike_replay:
             directory, most = config.bisect_dump_dir, config.spike_replay
-            bundle_writer = BundleWriter(directory, most, rows_of, context, layer_clip, watch.token_clip)
+            bundle_writer = BundleWriter(directory, most, rows_of, context, watch.layer_clip, watch.token_clip)
         watch.gradloc = GradLoc(
             module,
             config,
@@ -362,7 +355,7 @@ def watch_actor(
             recover=getattr(module, "reset_activation_offloading", None),
             token_clip=watch.token_clip,
             bundle_writer=bundle_writer,
-            layer_clip=layer_clip,
+            layer_clip=watch.layer_clip,
             learning_rate=learning_rate,
         )
     return watch

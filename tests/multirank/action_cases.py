@@ -354,7 +354,7 @@ def evidence_with_odd_truths(folder: str, count: int) -> None:
     truth = {"ground_truth": lambda: None}
     sample = Sample([1, 2], [3, 4], 1.0, {"reward_model": truth})
     evidence.add(events, SimpleNamespace(sample=lambda event, culprit: sample, rewarded_rows=lambda event: None))
-    evidence.write(1, {}, [])
+    evidence.write(1, {}, list)
 
 
 def evidence_of_shared_data(folder: str) -> tuple[list[int], list[Any]]:

@@ -166,7 +166,7 @@ class EngineActor:
 
     @property
     def layer_clip(self) -> Any:
-        return getattr(getattr(self.engine, "watch", None), "layer_clip", None)
+        return self.engine.watch.layer_clip if self.watched and self.config.layer_clip.enable else None
 
     def _keep_events(self) -> None:
         train_batch = self.engine.train_batch

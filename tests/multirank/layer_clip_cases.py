@@ -396,7 +396,7 @@ def learned_while_off(folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
     manager.save_checkpoint(folder)
     resumed, manager = with_checkpoints(case, enable=False, **detection)
     manager.load_checkpoint(folder)
-    return actor.watch._learning.state_dict(), resumed.watch._learning.state_dict()
+    return actor.watch.layer_clip.state_dict(), resumed.watch.layer_clip.state_dict()
 
 
 def without_statistics(state: dict[str, Any]) -> None:

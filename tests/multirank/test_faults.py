@@ -72,7 +72,10 @@ def test_what_torch_lacks_turns_the_search_off_on_all_ranks(
 
 def test_layer_clip_says_at_the_start_what_torch_lacks(launch: Launch) -> None:
     for said in launch(2, fault_cases.layer_clip_without, Case("fsdp1"), "process_group"):
-        assert "layer_clip.enable: torch " in said and "lacks what LayerClip needs of FSDP (process_group)" in said
+        assert (
+            "layer_clip.enable: torch " in said
+            and "lacks what LayerClip needs of FSDP (rank 0: AttributeError: process_group)" in said
+        )
 
 
 @pytest.mark.parametrize("wrap", ["fsdp1", "fsdp2"])

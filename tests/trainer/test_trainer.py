@@ -33,7 +33,9 @@ def record(directory: Path, step: int) -> None:
     event = {"global_step": step, "mini_batch": 1, "world_size": 1, "culprits": culprits, "filler": "x" * 5000}
     actor: Any = SimpleNamespace(
         config=SimpleNamespace(bisect_dump_dir=str(directory), ppo_mini_batch_size=ROWS // 2),
-        watch=SimpleNamespace(sequence_parallel_size=1, watches_passes=True, lines=lambda: [event], warnings=[]),
+        watch=SimpleNamespace(
+            sequence_parallel_size=1, watches_passes=True, lines=lambda: [event], warnings=lambda: []
+        ),
     )
     tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: " ".join(map(str, ids)))
     write_evidence(actor, data, tokenizer, {})
