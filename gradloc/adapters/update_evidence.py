@@ -5,6 +5,7 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from ..evidence.token_facts import context_evidence, text_evidence
@@ -148,19 +149,12 @@ class UpdateEvidence:
         tokens = [(event, i, token) for event in events for i, token in enumerate(_tokens(event))]
         if not tokens or (own and self._rank):
             return
-        spikes = [event for event in events if _kind(event) == "spike" and event["culprits"]]
-        rewarded = {event["mini_batch"]: event for event in spikes if event.get("drill") is None}
-        found = self._own_facts(tokens, data), self._own_rows(rewarded, data)
-        gathered = [found] if own else collectives.gather_objects(found)
-        if self._rank:
-            return
-        for facts, _ in gathered:
-            for number, of_token in facts:
-                tokens[number][2].update(of_token)
-        of_ranks = [rows for _, rows in gathered[:: self._sequence_parallel_size]]
-        for event in events:
-            if _kind(event) == "spike" and may_misfire(event):
-                event["verdict"] = _misfire(event, [rows.get(event["mini_batch"]) for rows in of_ranks])
+        facts = self._own_facts(tokens, data)
+        for number, of_token in chain(*([facts] if own else collectives.gather_objects(facts))):
+            tokens[number][2].update(of_token)
+        if not own:  # a recorded event has no culprits
+            self._compare_rewards(events, data)
+        for event in events if self._rank == 0 else ():
             if _kind(event) != "critic":
                 event["summary"] = summary(event)
 
@@ -199,15 +193,17 @@ class UpdateEvidence:
         if figures:
             record_step(self._directory, global_step, figures, warnings)
 
-    def _own_rows(
-        self, events: Mapping[int, Mapping[str, Any]], data: TrainedData
-    ) -> dict[int, list[RewardedRow] | None]:
-        """What the rows of this rank in some mini-batches were rewarded for, by mini-batch and one event of each."""
-        found = {}
-        for mini_batch, event in events.items() if self._of_data[1] == 0 else ():
+    def _compare_rewards(self, events: Sequence[dict[str, Any]], data: TrainedData) -> None:
+        """Names a reward that misfires in the verdicts that it may change, on rank 0. A collective call."""
+        for number in collectives.broadcast(lambda: [i for i, each in enumerate(events) if may_misfire(each)], 0):
+            event, rows = events[number], None
             with guarded(_NOT_COMPARED):
-                found[mini_batch] = data.rewarded_rows(event)
-        return found
+                rows = data.rewarded_rows(event)
+            by_rank = collectives.gather_objects(rows)[:: self._sequence_parallel_size]
+            if self._rank == 0 and None not in by_rank:
+                with guarded(_NOT_COMPARED):
+                    known = {(rank, i): row for rank, of_rank in enumerate(by_rank) for i, row in enumerate(of_rank)}
+                    event["verdict"] = misfire(event, known) or event["verdict"]
 
     def _own_facts(
         self, tokens: Sequence[tuple[dict[str, Any], int, dict[str, Any]]], data: TrainedData
@@ -238,16 +234,6 @@ class UpdateEvidence:
         if not of_spike:
             return facts | context_evidence(self._tokenizer, sample.response, position)
         return facts | limit_texts(text_evidence(self._tokenizer, sample.prompt, sample.response, position), index)
-
-
-def _misfire(event: Mapping[str, Any], by_rank: Sequence[list[RewardedRow] | None]) -> Mapping[str, Any]:
-    """The verdict that a reward misfires, by the rows of every rank; the event's own if that cannot be told."""
-    own: Mapping[str, Any] = event["verdict"]
-    known = {(rank, i): row for rank, rows in enumerate(by_rank) for i, row in enumerate(rows or ())}
-    if None not in by_rank:
-        with guarded(_NOT_COMPARED):
-            return misfire(event, known) or own
-    return own
 
 
 def _kind(line: Mapping[str, Any]) -> str:
