@@ -140,7 +140,7 @@ def observe(
         if entropy is not None:
             tokens["entropy"] = entropy.detach()
             loss_inputs["entropy_coefficient"] = entropy, unchanged
-        actor.watch.observe(loss_inputs, lambda: tokens, log_prob.shape, loss_scale_factor)
+        actor.watch.observe(loss_inputs, lambda: tokens, lambda: log_prob.shape, loss_scale_factor)
 
 
 def optimizer_step(actor: "DataParallelPPOActor", epoch: int, mini_batch: int) -> Tensor:

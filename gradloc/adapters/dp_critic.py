@@ -69,7 +69,7 @@ class WatchedCritic(dp_critic.DataParallelPPOCritic):
         factor = len(mask) / self.config.ppo_mini_batch_size if dynamic else 1 / self.gradient_accumulation
         # verl computes the loss of these very values next, and nothing of ours runs between it and its backward.
         watch.aggregation.start(
-            lambda _: watch.observe({"coefficient": (values, unchanged)}, lambda: tokens, mask.shape, factor)
+            lambda _: watch.observe({"coefficient": (values, unchanged)}, lambda: tokens, lambda: mask.shape, factor)
         )
         return values
 

@@ -16,6 +16,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 from verl.utils.metric import AggregationType, Metric
 
+from ..guarded import ForeseenError
 from .update_evidence import DATA_KEYS, EVIDENCE_KEYS, VALUE_KEYS, TrainedData
 
 # The column that a watched `train_batch` adds: each row's index in the data that it was given.
@@ -91,53 +92,6 @@ def padded(values: Tensor) -> Tensor:
     return values.to_padded_tensor(0) if values.is_nested else values
 
 
-def read_tokens(
-    data: TensorDict, outputs: Mapping[str, Tensor], as_response: Callable[[Tensor], Tensor]
-) -> dict[str, Tensor]:
-    """What is known of a micro-batch's tokens, by the evidence's names.
-
-    Args:
-        outputs (Mapping[str, Tensor]): What the model gave, by the names of `OUTPUTS`, as flat values.
-        as_response (Callable): A `ResponseCutter`.
-    """
-    keys = VALUE_KEYS if "values" in outputs else EVIDENCE_KEYS
-    tokens = {name: padded(data[key]) for name, key in keys.items() if key in data.keys()}
-    return tokens | {OUTPUTS[key].value: as_response(values) for key, values in outputs.items()}
-
-
-class ResponseCutter:
-    """Cuts the responses out of flat values of whole sequences; no host sync.
-
-    A token's log-prob stands at the position before it.
-
-    Args:
-        inputs (Mapping): What `inputs_of` gave.
-        mask (Tensor): The response mask, padded or nested, on the values' device.
-    """
-
-    def __init__(self, inputs: Mapping[str, Any], mask: Tensor) -> None:
-        self._lengths = inputs["response_lengths"], [len(row) for row in inputs["input_ids"]]
-        self._width = max(inputs["response_lengths"]) if mask.is_nested else mask.shape[1]
-        self._device = mask.device
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(rows, response length)."""
-        return len(self._lengths[0]), self._width
-
-    def __call__(self, values: Tensor) -> Tensor:
-        """The values of the responses, shape (rows, response length); 0 behind a response's end."""
-        is_response, index = self._index
-        return torch.where(is_response, values[index], 0.0)
-
-    @cached_property
-    def _index(self) -> tuple[Tensor, Tensor]:
-        responses, sequences = torch.tensor(self._lengths).to(self._device, non_blocking=True).unsqueeze(2)
-        position = torch.arange(self._width, device=self._device)
-        is_response = position < responses
-        return is_response, torch.where(is_response, sequences.cumsum(0) - responses - 1 + position, 0)
-
-
 # What a forward needs besides the tokens: settings of the batch.
 FORWARD_SETTINGS = (
     "use_remove_padding",
@@ -148,6 +102,9 @@ FORWARD_SETTINGS = (
     "max_response_len",
     "multi_modal_inputs",
 )
+# What is kept of the data of a loss. Images are not.
+_COLUMNS = (*EVIDENCE_KEYS.values(), *VALUE_KEYS.values(), "input_ids", "position_ids", "attention_mask", ROW)
+_COLUMNS += tuple(name for name in FORWARD_SETTINGS if name != "multi_modal_inputs")
 
 
 def inputs_of(micro_batch: TensorDict | Mapping[str, Any]) -> dict[str, Any]:
@@ -171,3 +128,71 @@ def sequences(inputs: Mapping[str, Any]) -> tuple[Tensor, list[int]]:
     mask = torch.arange(int(lengths.max())) < lengths.unsqueeze(1)
     starts = (lengths - torch.tensor(inputs["response_lengths"])).tolist()
     return mask.to(get_device_id(), non_blocking=True), starts
+
+
+def flat_outputs(model_output: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What a model gave, by the names of `OUTPUTS`: values of whole sequences, one after the other."""
+    given = {name: model_output[name] for name in OUTPUTS if name in model_output}
+    flat = {name: values.values() if values.is_nested else values for name, values in given.items()}
+    for values in flat.values():
+        if values.dim() != 1:
+            shape = tuple(values.shape)
+            raise ForeseenError(f"log-probs or entropies have the shape {shape}: they are not one per token")
+    return flat
+
+
+class LossData:
+    """What a micro-batch's loss is computed from: references, without a graph. Only `read_tokens` and `inputs` copy.
+
+    Args:
+        flat (Mapping): What `flat_outputs` gave.
+        data (TensorDict): The micro-batch as the loss gets it.
+        inputs (Mapping, optional): What `inputs_of` gave where the micro-batch was on the host; without it, `inputs`
+            waits for the device, and so does all that cuts responses out.
+    """
+
+    def __init__(self, flat: Mapping[str, Tensor], data: TensorDict, inputs: dict[str, Any] | None = None) -> None:
+        self.data = data.select(*(key for key in _COLUMNS if key in data.keys()))
+        self._flat = {name: values.detach() for name, values in flat.items()}
+        images = tu.get(data, "multi_modal_inputs") if "multi_modal_inputs" in data.keys() else ()
+        self._has_images = [bool(of_row) for of_row in images]
+        if inputs is not None:
+            self.inputs = inputs
+
+    @cached_property
+    def inputs(self) -> dict[str, Any]:
+        """What `inputs_of` gives; whether a row has images instead of these."""
+        if "position_ids" not in self.data.keys():
+            rows = [torch.arange(len(row), device=row.device) for row in self.data["input_ids"].unbind()]
+            self.data["position_ids"] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+        inputs = inputs_of(self.data)
+        if self._has_images:
+            inputs["settings"]["multi_modal_inputs"] = self._has_images
+        return inputs
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(rows, response length)."""
+        lengths, mask = self.inputs["response_lengths"], self.data["response_mask"]
+        return len(lengths), max(lengths) if mask.is_nested else mask.shape[1]
+
+    def read_tokens(self) -> dict[str, Tensor]:
+        """What is known of its tokens, by the evidence's names, each of `shape`."""
+        keys = VALUE_KEYS if "values" in self._flat else EVIDENCE_KEYS
+        tokens = {name: padded(self.data[key]) for name, key in keys.items() if key in self.data.keys()}
+        return tokens | {OUTPUTS[key].value: self.of_responses(values) for key, values in self._flat.items()}
+
+    def of_responses(self, values: Tensor) -> Tensor:
+        """Flat values of the responses alone, of `shape`; 0 behind a response's end. No host sync with `inputs`."""
+        is_response, index = self._index
+        return torch.where(is_response, values[index], 0.0)
+
+    @cached_property
+    def _index(self) -> tuple[Tensor, Tensor]:
+        """Where there is a response, and where its values are: a token's log-prob stands at the position before it."""
+        lengths = self.inputs["response_lengths"], [len(row) for row in self.inputs["input_ids"]]
+        device = self.data["response_mask"].device
+        responses, sequences = torch.tensor(lengths).to(device, non_blocking=True).unsqueeze(2)
+        position = torch.arange(self.shape[1], device=device)
+        is_response = position < responses
+        return is_response, torch.where(is_response, sequences.cumsum(0) - responses - 1 + position, 0)

@@ -6,7 +6,7 @@
 # mypy: disable-error-code="attr-defined"
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from verl.utils.device import get_device_id
 from verl.workers.utils.padding import no_padding_2_padding
 
 from .actor_config import CriticSpikeConfig
-from .engine_data import OUTPUTS, ROW, ResponseCutter, inputs_of, loss_scale, padded, read_tokens, sequences
+from .engine_data import OUTPUTS, ROW, inputs_of, loss_scale, sequences
 from .replay_bundles import engine_context, ragged_rows
 from .trained_engine import TrainedEngine
 from .watch import Watch, watch_actor, watch_critic
@@ -36,9 +36,9 @@ class WatchedEngine(TrainedEngine):
         # Before the engine moves it to the device, where reading lengths would wait for the device.
         inputs = inputs_of(micro_batch)
         watch.begin_pass(inputs, micro_batch[ROW].tolist(), partial(sequences, inputs))
-        return super().forward_step(  # type: ignore[misc]
-            micro_batch, partial(self._observed, loss_function, inputs), forward_only
-        )
+        assert loss_function is not None  # the engine's loss is only left out without a backward
+        observed = partial(loss_function, inputs=inputs)
+        return super().forward_step(micro_batch, observed, forward_only)  # type: ignore[misc]
 
     def _build_watch(self, config: Any) -> Watch | None:
         group_size: int = self.ulysses_sequence_parallel_size
@@ -58,35 +58,6 @@ class WatchedEngine(TrainedEngine):
             learning_rate=lambda: self.optimizer.param_groups[0]["lr"],
             recorder=self._build_recorder(config),
         )
-
-    def _observed(
-        self,
-        loss_function: Callable[..., Any] | None,
-        inputs: Mapping[str, Any],
-        model_output: dict[str, Tensor],
-        data: TensorDict,
-        dp_group: Any = None,
-    ) -> Any:
-        """The loss, with the tokens that it is computed from observed."""
-        assert self.watch is not None
-        assert loss_function is not None  # the engine's loss is only left out without a backward
-        # The loss takes flat values, too, and only a tensor that it was given itself sees its gradient.
-        flat = {name: model_output[name].values() for name in OUTPUTS if name in model_output}
-        self.watch.start_loss(lambda: padded(data["response_mask"]), self._batch_info)
-        try:
-            loss = loss_function(model_output={**model_output, **flat}, data=data, dp_group=dp_group)
-        finally:
-            self.watch.aggregation.stop()
-        as_response = ResponseCutter(inputs, data["response_mask"])
-        without_graph = {key: values.detach() for key, values in flat.items()}
-        loss_inputs = {OUTPUTS[key].coefficient: (values, as_response) for key, values in flat.items()}
-        read = partial(read_tokens, data, without_graph, as_response)
-        self.watch.observe(loss_inputs, read, as_response.shape, **self._batch_info())
-        return loss
-
-    def _batch_info(self) -> Mapping[str, Any]:
-        """With what verl aggregates the terms of KL and entropy, once a loss is computed; a critic has none."""
-        return getattr(self._settings, "global_batch_info", {})
 
 
 def _forward_rows(

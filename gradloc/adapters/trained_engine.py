@@ -6,8 +6,8 @@
 # mypy: disable-error-code="attr-defined"
 
 import functools
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,19 @@ from verl.utils import tensordict_utils as tu
 from ..fsdp import collectives
 from ..guarded import ForeseenError, guarded, warn_once
 from .actor_config import CriticSpikeConfig, SpikeConfig
-from .engine_data import ROW, MiniBatchPlaces, as_metric, bound_config, loss_scale, trained_data
+from .engine_data import (
+    OUTPUTS,
+    ROW,
+    LossData,
+    MiniBatchPlaces,
+    as_metric,
+    bound_config,
+    flat_outputs,
+    loss_scale,
+    padded,
+    trained_data,
+)
+from .loss_weights import eos_tokens
 from .saved_state import read_state
 from .spike_recorder import SpikeRecorder
 from .update_evidence import TrainedData, UpdateEvidence
@@ -49,6 +61,7 @@ class TrainedEngine:
         config = bound_config(loss_function, (SpikeConfig, CriticSpikeConfig))
         if config is not None and self._settings is None:
             self._build(config)
+        self._settings = config or self._settings
         watch = self.watch
         if watch is None:
             return super().train_batch(data, loss_function)  # type: ignore[misc]
@@ -57,8 +70,10 @@ class TrainedEngine:
         self._start(step)
         data[ROW] = torch.arange(len(data))
         self._watching = True
+        if watch.recorder is not None or watch.watches_passes:
+            loss_function = partial(self._observed, loss_function)
         try:
-            outputs = super().train_batch(data, watch.recorded(loss_function))  # type: ignore[misc]
+            outputs = super().train_batch(data, loss_function)  # type: ignore[misc]
         finally:
             self._watching = False
             watch.stop()
@@ -100,6 +115,41 @@ class TrainedEngine:
         else:  # loaded in the first update, if that turns anything on: no collective call without it
             self._read_state = read
 
+    def _observed(
+        self, loss_function: Callable[..., Any], *arguments: Any, inputs: dict[str, Any] | None = None, **named: Any
+    ) -> Any:
+        """What the loss function returns, with the tokens that it is computed from observed.
+
+        For `inputs` see `LossData`. Where spikes are only recorded, an error in that is a warning.
+        """
+        assert self.watch is not None
+        watch, recorder = self.watch, self.watch.recorder
+        seen = None
+        if {"model_output", "data"} <= named.keys():  # else an engine processes logits with it
+            output, data = named["model_output"], named["data"]
+            with nullcontext() if recorder is None or watch.watches_passes else recorder.recording(data):
+                flat = flat_outputs(output)
+                seen = LossData(flat, data, inputs)
+        if seen is None:
+            return loss_function(*arguments, **named)
+        # Only a tensor that the loss was given itself sees its gradient.
+        named["model_output"] = {**output, **flat}
+        watch.start_loss(lambda: padded(data["response_mask"]), self._batch_info)
+        try:
+            result = loss_function(*arguments, **named)
+        finally:
+            watch.aggregation.stop()
+        loss_inputs = {OUTPUTS[key].coefficient: (values, seen.of_responses) for key, values in flat.items()}
+        read = watch.observe(loss_inputs, seen.read_tokens, lambda: seen.shape, **self._batch_info())
+        if recorder is not None:
+            with recorder.recording(data):
+                recorder.observe(seen, loss_inputs, read, result)
+        return result
+
+    def _batch_info(self) -> Mapping[str, Any]:
+        """With what verl aggregates the terms of KL and entropy, once a loss is computed; a critic has none."""
+        return getattr(self._settings, "global_batch_info", {})
+
     @property
     def _checkpoints(self) -> Any:
         return getattr(self, "checkpoint_manager", None)
@@ -129,7 +179,9 @@ class TrainedEngine:
     def _build_watch(self, config: Any) -> Watch | None:
         """What watches the engine's model with this configuration; None if nothing does."""
         recorder = self._build_recorder(config)
-        return None if recorder is None else Watch(config, partial(loss_scale, self), 1, recorder)
+        # FSDP's module has what transformers loaded; other engines have a model of their own.
+        ends = eos_tokens(getattr(self, "module", None)) or eos_tokens(self.model_config)
+        return None if recorder is None else Watch(config, partial(loss_scale, self), 1, recorder, ends)
 
     def _build_recorder(self, config: Any) -> SpikeRecorder | None:
         """What records the spikes of this rank; None if nothing does."""

@@ -168,10 +168,10 @@ class Watch:
         self,
         loss_inputs: LossInputs,
         read_tokens: ReadTokens,
-        shape: Sequence[int],
+        shape: Callable[[], Sequence[int]],
         factor: float = 1.0,
         **options: Any,
-    ) -> None:
+    ) -> ReadTokens:
         """Notes the tokens of a micro-batch; called between its loss and its backward.
 
         The device is idle there, so only what the backward needs is computed, and the rest in `end_pass`. If the tokens
@@ -182,9 +182,12 @@ class Watch:
             read_tokens (Callable): Returns what is known of the tokens, by the evidence's names, each of shape (rows,
                 response length): `log_prob`, `entropy` where the loss has it; with a KL loss, `ref_log_prob`; of a
                 critic `value`.
-            shape (Sequence[int]): (rows, response length).
+            shape (Callable): Returns (rows, response length).
             factor (float): The micro-batch's part in the mini-batch's loss.
             options (Any): More arguments with which verl aggregates the terms of KL and entropy.
+
+        Returns:
+            ReadTokens: `read_tokens` with what follows from the loss; see `with_derived`.
         """
         call = self.aggregation.take()  # what follows is not the loss
 
@@ -202,11 +205,8 @@ class Watch:
                 log_prob, _ = loss_inputs["coefficient"]
                 self.token_clip.observe(log_prob, self._row_weights * abs(factor), self._scale, read)
         if self.gradloc is not None:
-            self.gradloc.observe(read, loss_inputs, aggregation_mode(call, self._config, shape))
-
-    def recorded(self, loss_function: Callable[..., Any]) -> Callable[..., Any]:
-        """The loss function of a mini-batch, which records what it is computed from where spikes are recorded."""
-        return loss_function if self.recorder is None else self.recorder.recorded(loss_function)
+            self.gradloc.observe(read, loss_inputs, aggregation_mode(call, self._config, shape()))
+        return read
 
     def stop(self) -> None:
         """Called after a mini-batch, also where an error has broken it off."""

@@ -27,7 +27,7 @@ if trees.TARGET == "0.9.1":
     from valid_events import events_in
     from verl.utils import tensordict_utils as tu
     from verl.utils.gradloc import guarded
-    from verl.utils.gradloc.adapters import replay_bundles, saved_state, spike_recorder
+    from verl.utils.gradloc.adapters import replay_bundles, saved_state, spike_recorder, trained_engine
     from verl.utils.gradloc.adapters.trained_engine import TrainedEngine
     from verl.workers.config import McoreActorConfig
     from verl.workers.engine import BaseEngine
@@ -244,7 +244,7 @@ def test_a_loss_without_log_probs_is_an_event_without_tokens(tmp_path: Path, cap
     assert [(event["suspected"], event["replay"]) for event in lines(tmp_path)] == [([], None)] * 2
 
 
-@pytest.mark.parametrize("what", ["_begin", "_observe", "read", "_check", "write_recorded_bundle", "write"])
+@pytest.mark.parametrize("what", ["flat_outputs", "observe", "read", "_check", "write_recorded_bundle", "write"])
 def test_an_error_of_ours_is_a_warning(what: str, tmp_path: Path, monkeypatch: Patch, caplog: Caplog) -> None:
     from verl.utils.gradloc.adapters import update_evidence
 
@@ -252,8 +252,8 @@ def test_an_error_of_ours_is_a_warning(what: str, tmp_path: Path, monkeypatch: P
         raise KeyError("broken")
 
     owners = {
-        "_begin": spike_recorder.SpikeRecorder,
-        "_observe": spike_recorder.SpikeRecorder,
+        "flat_outputs": trained_engine,
+        "observe": spike_recorder.SpikeRecorder,
         "read": spike_recorder.Recorded,
         "_check": spike_recorder.SpikeRecorder,
         "write_recorded_bundle": spike_recorder,
@@ -276,8 +276,9 @@ def test_an_error_of_the_loss_is_raised_and_verls_function_back(tmp_path: Path) 
     assert core_algos.agg_loss is before
     # An engine can call the loss function otherwise.
     inner = functools.partial(lambda *arguments, config, **named: (arguments, named), config=actor_config(tmp_path))
-    recorder = spike_recorder.SpikeRecorder(StandIn(), inner.keywords["config"])
-    assert recorder.recorded(inner)(student_logits=1, data=2) == ((), {"student_logits": 1, "data": 2})
+    engine = recorded(StandIn)
+    engine._build(inner.keywords["config"])
+    assert engine._observed(inner, student_logits=1, data=2) == ((), {"student_logits": 1, "data": 2})
 
 
 @pytest.mark.parametrize("fails", ["is full", "hangs", "hangs where the checkpoints lie"])
