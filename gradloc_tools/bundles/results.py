@@ -3,7 +3,7 @@
 """Reads the results of replays and searches, which lie beside their bundles."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -87,7 +87,7 @@ _OVERRIDES = re.compile(r"[a-z_.]+=[\w.-]+( [a-z_.]+=[\w.-]+)*", re.ASCII)
 def read_results(directory: str) -> list[dict[str, Any]]:
     """The results beside the bundles of some evidence, in the order of their events; what is no result is left out.
 
-    They may come from a stranger, so at most 1024 files are read, 64 MiB together.
+    They may come from a stranger, so at most the 1024 newest files are read, 64 MiB together.
     """
     found = filter(_has_safe_overrides, _read(directory, RESULT_SUFFIX, RESULT))
     return sorted(found, key=lambda result: (result["global_step"] or 0, result["epoch"], result["mini_batch"]))
@@ -95,16 +95,17 @@ def read_results(directory: str) -> list[dict[str, Any]]:
 
 def read_events(directory: str) -> list[dict[str, Any]]:
     """The events of searches beside these bundles, the last one written at the end, within the same limits."""
-    return [*_read(directory, EVENT_SUFFIX, EVENT)]
+    return _read(directory, EVENT_SUFFIX, EVENT)
 
 
-def _read(directory: str, suffix: str, form: Form) -> Iterator[dict[str, Any]]:
+def _read(directory: str, suffix: str, form: Form) -> list[dict[str, Any]]:
     files = []
-    for path in sorted((Path(directory) / limits.FOLDER).glob(f"[!.]*{suffix}"))[:_FILES]:
+    for path in (Path(directory) / limits.FOLDER).glob(f"[!.]*{suffix}"):
         with suppress(OSError):
             files.append((path.lstat().st_mtime_ns, path))
     left = _BYTES
-    for _, path in sorted(files):
+    found: list[dict[str, Any]] = []
+    for _, path in sorted(files, reverse=True)[:_FILES]:
         try:
             data = read_plain_file(path, left)
             left -= len(data)
@@ -112,7 +113,8 @@ def _read(directory: str, suffix: str, form: Form) -> Iterator[dict[str, Any]]:
         except (OSError, ValueError):
             continue  # being written, or something else
         if isinstance(value, dict) and conforms(value, form):
-            yield value
+            found.insert(0, value)
+    return found
 
 
 def _has_safe_overrides(result: Mapping[str, Any]) -> bool:

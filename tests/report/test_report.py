@@ -602,7 +602,7 @@ def test_results_together_have_a_limit(tmp_path: Path, monkeypatch: Patch) -> No
     size = next((tmp_path / "replay").iterdir()).stat().st_size
     assert len(results.read_results(str(tmp_path))) == 4
     monkeypatch.setattr(results, "_BYTES", 2 * size + size // 2)
-    assert [result["global_step"] for result in results.read_results(str(tmp_path))] == [0, 1]
+    assert [result["global_step"] for result in results.read_results(str(tmp_path))] == [2, 3]  # the newest
 
 
 def test_since_and_top(tmp_path: Path, show: Any, summary: Any) -> None:
