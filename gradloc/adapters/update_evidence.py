@@ -150,11 +150,14 @@ class UpdateEvidence:
         if not tokens or (own and self._rank):
             return
         facts = self._own_facts(tokens, data)
-        for number, of_token in chain(*([facts] if own else collectives.gather_objects(facts))):
-            tokens[number][2].update(of_token)
+        gathered = [facts] if own else collectives.gather_objects(facts)
         if not own:  # a recorded event has no culprits
             self._compare_rewards(events, data)
-        for event in events if self._rank == 0 else ():
+        if self._rank:
+            return
+        for number, of_token in chain(*gathered):
+            tokens[number][2].update(of_token)
+        for event in events:
             if _kind(event) != "critic":
                 event["summary"] = summary(event)
 
