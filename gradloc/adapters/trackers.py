@@ -7,14 +7,12 @@ A function takes what verl's `Tracking` holds for the logger, and a `StepSpikes`
 
 import html
 import io
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ..judge.sentences import in_one_line
-from ..judge.shares import threshold_factor
 
 # Rows of a table, which some trackers get anew with each step.
 TABLE_ROWS = 1000
@@ -102,19 +100,6 @@ class StepSpikes:
     def text(self) -> str:
         return "\n".join([f"Step {self.step}: {self.sentences[0]}", *self.sentences[1:]])
 
-    @property
-    def figures(self) -> dict[str, float]:
-        """By name: the largest finite norm of a trigger over its threshold, if there is one, and `clip_counts`."""
-        factors = [*filter(math.isfinite, (threshold_factor(event["trigger"]) for event in self.spikes))]
-        return ({"gradloc/threshold_factor": max(factors)} if factors else {}) | self.clip_counts
-
-    @property
-    def clip_counts(self) -> dict[str, float]:
-        """By name, how many tokens the clip lines name, and how many of these were cut; empty without such lines."""
-        tokens = [token for line in self.clips for token in line["token_clip"]["tokens"]]
-        cut = sum(token["cut"] for token in tokens)
-        return {"gradloc/tokens_over": len(tokens), "gradloc/tokens_cut": cut} if self.clips else {}
-
 
 def table_rows(line: Mapping[str, Any], columns: Sequence[str]) -> list[list[Any]]:
     """The rows of a line: an event's largest culprits or suspected tokens, a clip line's tokens furthest over."""
@@ -133,7 +118,7 @@ def _cell(name: str, value: Any) -> Any:
 
 
 def to_wandb(wandb: Any, spikes: StepSpikes) -> None:
-    logged: dict[str, Any] = dict(spikes.clip_counts)
+    logged = {}
     for table in spikes.tables:
         # A table that was logged cannot grow: https://github.com/wandb/wandb/issues/2981
         logged[f"gradloc/{table.name}"] = wandb.Table(columns=list(table.columns), data=[*table.rows])
@@ -154,19 +139,17 @@ def to_mlflow(_adapter: Any, spikes: StepSpikes) -> None:
         columns = zip(table.columns, zip(*table.new_rows, strict=True), strict=True)
         # This appends to the artifact.
         mlflow.log_table({column: list(values) for column, values in columns}, f"gradloc/{table.name}.json")
-    if spikes.clip_counts:
-        mlflow.log_metrics(spikes.clip_counts, step=spikes.step)
     mlflow.log_text(spikes.text, f"gradloc/step_{spikes.step}.txt")
     if spikes.page is not None:
         mlflow.log_artifact(str(spikes.page), "gradloc")
 
 
 def to_swanlab(swanlab: Any, spikes: StepSpikes) -> None:
-    logged: dict[str, Any] = {"gradloc/spikes": swanlab.Text(spikes.text), **spikes.figures}
+    logged: dict[str, Any] = {"gradloc/spikes": swanlab.Text(spikes.text)}
     for table in spikes.tables:
         shown = swanlab.echarts.Table()
         shown.add(headers=list(table.columns), rows=[*table.rows])
-        logged[f"gradloc/{'table' if table.name == 'culprits' else table.name}"] = shown
+        logged[f"gradloc/{table.name}"] = shown
     if spikes.page is not None and hasattr(swanlab, "Html"):  # since 0.8
         logged["gradloc/report"] = swanlab.Html(spikes.page)
     swanlab.log(logged, step=spikes.step)
@@ -180,8 +163,6 @@ def to_tensorboard(adapter: Any, spikes: StepSpikes) -> None:
         rows = [f"| {' | '.join(row)} |" for row in cells]
         parts.append("\n".join([rows[0], "|---" * len(table.columns) + "|", *rows[1:]]))
     writer.add_text("gradloc/spikes", "\n\n".join(parts), spikes.step)
-    for name, figure in spikes.figures.items():
-        writer.add_scalar(name, figure, spikes.step)
     writer.flush()
 
 
@@ -192,8 +173,6 @@ def _markdown(value: Any) -> str:
 
 
 def to_clearml(adapter: Any, spikes: StepSpikes) -> None:
-    if spikes.clip_counts:
-        adapter.log(spikes.clip_counts, spikes.step)
     for table in spikes.tables:
         import pandas
 
@@ -204,7 +183,7 @@ def to_clearml(adapter: Any, spikes: StepSpikes) -> None:
 
 
 def to_file(adapter: Any, spikes: StepSpikes) -> None:
-    adapter.log({"gradloc/spikes": spikes.text, **spikes.clip_counts}, spikes.step)
+    adapter.log({"gradloc/spikes": spikes.text}, spikes.step)
 
 
 # By verl's names for the loggers.
