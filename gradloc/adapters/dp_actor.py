@@ -149,14 +149,18 @@ def optimizer_step(actor: "DataParallelPPOActor", epoch: int, mini_batch: int) -
     return norm if isinstance(norm, Tensor) else torch.tensor(norm, dtype=torch.float64)
 
 
-def write_evidence(
-    actor: "DataParallelPPOActor", data: "DataProto", tokenizer: Any, metrics: Mapping[str, Any]
-) -> None:
-    """Writes the evidence of an update, which `data` went into and `metrics` came out of. A collective call."""
-    if actor.watch.watches_passes:
-        evidence = UpdateEvidence(actor.config.bisect_dump_dir, tokenizer, actor.watch.sequence_parallel_size)
-        evidence.add(actor.watch.lines(), TrainedData.of(data, actor.config.ppo_mini_batch_size))
-        evidence.write(data.meta_info.get("global_steps"), metrics, actor.watch.warnings)
+def write_evidence(trained: Any, data: "DataProto", tokenizer: Any, metrics: Mapping[str, Any]) -> None:
+    """Writes the evidence of an update, which `data` went into and `metrics` came out of. A collective call.
+
+    Args:
+        trained (DataParallelPPOActor | WatchedCritic): What was trained.
+    """
+    config, watch = trained.config, trained.watch
+    if watch.watches_passes:
+        evidence = UpdateEvidence(config.bisect_dump_dir, tokenizer, watch.sequence_parallel_size)
+        columns = {**data.batch, **data.non_tensor_batch}
+        evidence.add(watch.lines(), TrainedData(columns, config.ppo_mini_batch_size))
+        evidence.write(data.meta_info.get("global_steps"), metrics, watch.warnings)
 
 
 def save_state(actor: "DataParallelPPOActor", manager: "BaseCheckpointManager", folder: str | None) -> None:

@@ -13,7 +13,8 @@ from verl.workers.critic import dp_critic
 
 from ..guarded import guarded
 from ..measure.pass_recorder import unchanged
-from .update_evidence import VALUE_KEYS, TrainedData, UpdateEvidence
+from .dp_actor import write_evidence
+from .update_evidence import VALUE_KEYS
 from .watch import Watch, watch_critic
 
 if TYPE_CHECKING:
@@ -37,10 +38,9 @@ class WatchedCritic(dp_critic.DataParallelPPOCritic):
     def update_critic(self, data: "DataProto") -> dict[str, Any]:
         if self.watch is None:
             return super().update_critic(data)
-        step, size = data.meta_info.get("global_steps"), self.config.ppo_mini_batch_size
-        self.watch.start_update(step)
+        self.watch.start_update(data.meta_info.get("global_steps"))
         self._steps = self._next_row = 0
-        self._mini_batches = -(-len(data) // size)
+        self._mini_batches = -(-len(data) // self.config.ppo_mini_batch_size)
         self._rows: list[list[int]] = []
         self._training = True
         try:
@@ -49,12 +49,8 @@ class WatchedCritic(dp_critic.DataParallelPPOCritic):
         finally:
             self._training = False
             self.watch.stop()
-        spikes, own = self.watch.lines(), self.watch.metrics()
-        evidence = UpdateEvidence(
-            self.config.bisect_dump_dir, self._tokenizer if spikes else None, self.ulysses_sequence_parallel_size
-        )
-        evidence.add(spikes, TrainedData.of(data, size))
-        evidence.write(step, own, self.watch.warnings)
+        own = self.watch.metrics()
+        write_evidence(self, data, self._tokenizer if self.watch.lines() else None, own)
         return {**metrics, **{f"critic/{name}": value for name, value in own.items()}}
 
     def _forward_micro_batch(self, micro_batch: Mapping[str, Any]) -> Tensor:

@@ -5,9 +5,9 @@
 # The types are checked against verl 0.7, which lacks some of these names.
 # mypy: disable-error-code="attr-defined"
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -17,7 +17,7 @@ from verl.utils.device import get_device_id
 from verl.utils.metric import AggregationType, Metric
 
 from ..guarded import ForeseenError
-from .update_evidence import DATA_KEYS, EVIDENCE_KEYS, VALUE_KEYS, TrainedData
+from .update_evidence import EVIDENCE_KEYS, VALUE_KEYS
 
 # The column that a watched `train_batch` adds: each row's index in the data that it was given.
 ROW = "gradloc_row"
@@ -45,12 +45,6 @@ class MiniBatchPlaces:
         return where, tu.get(data, "update_lr_scheduler", True) and update == updates - 1
 
 
-def bound_config(loss_function: Callable[..., Any], kinds: type | tuple[type, ...]) -> Any:
-    """The configuration that a loss is bound to, if it is of one of these kinds; None otherwise."""
-    config = getattr(loss_function, "keywords", {}).get("config")
-    return config if isinstance(config, kinds) else None
-
-
 def loss_scale(engine: Any) -> float:
     """The loss scale of an engine's backward passes; 1 without a scaler."""
     scaler = getattr(engine, "scaler", None)
@@ -67,23 +61,11 @@ def as_metric(value: float | list[float]) -> Metric:
     return metric
 
 
-def trained_data(data: TensorDict) -> TrainedData:
-    """The data that `train_batch` was given."""
-    return TrainedData({key: tu.get(data, key) for key in DATA_KEYS if key in data.keys()})
-
-
-class Output(NamedTuple):
-    """The evidence's names for what a model gives of each token, and for the loss's derivative by it."""
-
-    value: str
-    coefficient: str
-
-
-# By verl's names.
+# By verl's names, the evidence's for what a model gives of each token, and for the loss's derivative by it.
 OUTPUTS = {
-    "log_probs": Output("log_prob", "coefficient"),
-    "entropy": Output("entropy", "entropy_coefficient"),
-    "values": Output("value", "coefficient"),
+    "log_probs": ("log_prob", "coefficient"),
+    "entropy": ("entropy", "entropy_coefficient"),
+    "values": ("value", "coefficient"),
 }
 
 
@@ -180,7 +162,7 @@ class LossData:
         """What is known of its tokens, by the evidence's names, each of `shape`."""
         keys = VALUE_KEYS if "values" in self._flat else EVIDENCE_KEYS
         tokens = {name: padded(self.data[key]) for name, key in keys.items() if key in self.data.keys()}
-        return tokens | {OUTPUTS[key].value: self.of_responses(values) for key, values in self._flat.items()}
+        return tokens | {OUTPUTS[key][0]: self.of_responses(values) for key, values in self._flat.items()}
 
     def of_responses(self, values: Tensor) -> Tensor:
         """Flat values of the responses alone, of `shape`; 0 behind a response's end. No host sync with `inputs`."""

@@ -18,22 +18,11 @@ from verl.utils import tensordict_utils as tu
 from ..fsdp import collectives
 from ..guarded import ForeseenError, guarded, warn_once
 from .actor_config import CriticSpikeConfig, SpikeConfig
-from .engine_data import (
-    OUTPUTS,
-    ROW,
-    LossData,
-    MiniBatchPlaces,
-    as_metric,
-    bound_config,
-    flat_outputs,
-    loss_scale,
-    padded,
-    trained_data,
-)
+from .engine_data import OUTPUTS, ROW, LossData, MiniBatchPlaces, as_metric, flat_outputs, loss_scale, padded
 from .loss_weights import eos_tokens
 from .saved_state import read_state
 from .spike_recorder import SpikeRecorder
-from .update_evidence import TrainedData, UpdateEvidence
+from .update_evidence import DATA_KEYS, TrainedData, UpdateEvidence
 from .watch import Watch
 
 
@@ -58,10 +47,11 @@ class TrainedEngine:
     _watching = False
 
     def train_batch(self, data: TensorDict, loss_function: Callable[..., Any]) -> dict[str, Any]:
-        config = bound_config(loss_function, (SpikeConfig, CriticSpikeConfig))
-        if config is not None and self._settings is None:
-            self._build(config)
-        self._settings = config or self._settings
+        config = getattr(loss_function, "keywords", {}).get("config")
+        if isinstance(config, (SpikeConfig, CriticSpikeConfig)):
+            if self._settings is None:
+                self._build(config)
+            self._settings = config
         watch = self.watch
         if watch is None:
             return super().train_batch(data, loss_function)  # type: ignore[misc]
@@ -82,7 +72,7 @@ class TrainedEngine:
         evidence = self._evidence
         own = [] if watch.recorder is None else watch.recorder.events
         lines = watch.lines()
-        trained = trained_data(data) if lines or own else TrainedData({})
+        trained = TrainedData({key: tu.get(data, key) for key in DATA_KEYS if key in data.keys()})
         evidence.add(lines, trained)
         with guarded("the evidence of a step is not written", self._said):
             if watch.recorder is not None:
@@ -139,7 +129,7 @@ class TrainedEngine:
             result = loss_function(*arguments, **named)
         finally:
             watch.aggregation.stop()
-        loss_inputs = {OUTPUTS[key].coefficient: (values, seen.of_responses) for key, values in flat.items()}
+        loss_inputs = {OUTPUTS[key][1]: (values, seen.of_responses) for key, values in flat.items()}
         read = watch.observe(loss_inputs, seen.read_tokens, lambda: seen.shape, **self._batch_info())
         if recorder is not None:
             with recorder.recording(data):

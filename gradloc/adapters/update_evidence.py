@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..evidence.token_facts import context_evidence, text_evidence
 from ..evidence.writer import EVENTS_PER_STEP, STEP_FIGURES, jsonable, limit_texts, record_events, record_step
@@ -15,9 +15,6 @@ from ..guarded import guarded
 from ..judge.misfire import RewardedRow, may_misfire, misfire
 from ..judge.sentences import in_one_line, summary
 from ..judge.verdict import settled
-
-if TYPE_CHECKING:
-    from verl import DataProto
 
 logger = logging.getLogger(__name__)
 
@@ -69,23 +66,17 @@ class TrainedData:
     """The data that a rank trains on in an update.
 
     Args:
-        columns (Mapping): Those of `DATA_KEYS` that there are; sequences are padded, or nested without padding.
+        columns (Mapping): Of which `DATA_KEYS` are read; sequences are padded, or nested without padding.
         mini_batch_size (int, optional): The number of rows of a mini-batch; None if the data are one.
     """
 
     columns: Mapping[str, Any]
     mini_batch_size: int | None = None
 
-    @classmethod
-    def of(cls, data: "DataProto", mini_batch_size: int) -> "TrainedData":
-        """That of an update of verl's 0.7."""
-        columns = {**data.batch, **data.non_tensor_batch}
-        return cls({name: columns[name] for name in DATA_KEYS if name in columns}, mini_batch_size)
-
     def sample(self, line: Mapping[str, Any], token: Mapping[str, Any]) -> Sample:
         """The sample of a line's token, which this rank has."""
         row = self._start(line) + token["row"]
-        of = {name: values[row] for name, values in self.columns.items()}
+        of = {name: self.columns[name][row] for name in DATA_KEYS if name in self.columns}
         ids, length = of["input_ids"], len(of["responses"])
         if not self.columns["responses"].is_nested:
             length = int(of["attention_mask"][-length:].sum())

@@ -22,14 +22,7 @@ from ..evidence.writer import jsonable
 from ..fsdp import collectives
 from ..guarded import PatientDisk, guarded, warn_once
 from ..layers.layer_clip import LayerClip
-from ..measure.micro_batch import (
-    AllFigures,
-    MicroBatch,
-    MicroBatchName,
-    movable,
-    suspects,
-    threshold_square_weight,
-)
+from ..measure.micro_batch import AllFigures, MicroBatch, MicroBatchName, movable, suspects, threshold_square_weight
 from ..measure.mini_batch import MiniBatch
 from ..search.findings import Findings
 from ..threshold import largest_first
