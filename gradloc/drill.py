@@ -49,10 +49,6 @@ class Planted:
     sign: float  # the sign of its coefficient ∂L/∂log p: -1 if the update raises its probability, else 1
     norm: float  # ‖∇log p‖, the norm of its gradient for a coefficient of 1
 
-    def place(self) -> dict[str, int]:
-        """Where it is, as the event names it."""
-        return {"rank": self.micro_batch[0], "row": self.mini_batch_row, "position": self.position}
-
 
 def hold(
     mini_batch: MiniBatch,
@@ -72,8 +68,7 @@ def hold(
     model, threshold = mini_batch.model, tau.of(mini_batch.finite_norm)
     planted: Planted | None = None
     searched = mini_batch
-    if mini_batch.trigger == "global":
-        mini_batch.global_norm()  # now: it is set aside below
+    mini_batch.global_norm()  # now: it is set aside below
     try:
         with undisturbed(model.module, model.device), set_aside(model.module):
             figures = mini_batch.gather_figures()
@@ -90,9 +85,10 @@ def hold(
     except (DrillFailedError, collectives.RankFailedError) as error:
         limit = search_time.drill()
         findings = investigate(mini_batch, threshold, config, ordinary.token_norm, limit, prevented_by=str(error))
-    place = None if planted is None else planted.place()
-    culprits = [{"rank": token[0][0], "row": findings.row(token), "position": token[2]} for token in findings.culprits]
-    found = place in culprits
+    place, found = None, False
+    if planted is not None:
+        place = {"rank": planted.micro_batch[0], "row": planted.mini_batch_row, "position": planted.position}
+        found = (planted.micro_batch, planted.row, planted.position) in findings.culprits
     if not found and collectives.rank() == 0:
         logger.warning(
             "The spike drill in step %d FAILED: the planted token was not found (diagnosis: %s; error: %s; %d of "

@@ -42,12 +42,10 @@ class WatchedCritic(dp_critic.DataParallelPPOCritic):
         self._steps = self._next_row = 0
         self._mini_batches = -(-len(data) // self.config.ppo_mini_batch_size)
         self._rows: list[list[int]] = []
-        self._training = True
         try:
-            with self._rows_noted():
+            with self._watching():
                 metrics = super().update_critic(data)
         finally:
-            self._training = False
             self.watch.stop()
         own = self.watch.metrics()
         write_evidence(self, data, self._tokenizer if self.watch.lines() else None, own)
@@ -87,8 +85,8 @@ class WatchedCritic(dp_critic.DataParallelPPOCritic):
         return [*range(self._next_row - count, self._next_row)]
 
     @contextmanager
-    def _rows_noted(self) -> Iterator[None]:
-        """Within it, the rows of dynamic micro-batches are noted when verl makes them."""
+    def _watching(self) -> Iterator[None]:
+        """Within it, passes are those of training, and verl's dynamic micro-batches have their rows noted."""
         prepare = dp_critic.prepare_dynamic_batch
 
         @functools.wraps(prepare)
@@ -97,11 +95,11 @@ class WatchedCritic(dp_critic.DataParallelPPOCritic):
             self._rows = [[int(row) for row in of_micro_batch] for of_micro_batch in rows]
             return micro_batches, rows
 
-        dp_critic.prepare_dynamic_batch = noting
+        dp_critic.prepare_dynamic_batch, self._training = noting, True
         try:
             yield
         finally:
-            dp_critic.prepare_dynamic_batch = prepare
+            dp_critic.prepare_dynamic_batch, self._training = prepare, False
 
     @functools.cached_property
     def _tokenizer(self) -> Any:

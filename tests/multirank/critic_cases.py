@@ -257,6 +257,6 @@ def loss_of_ones_own(directory: str) -> list[dict[str, Any]]:
     watch.begin_pass({}, [0], None)
     watch.start_loss(None)
     tokens = {name: torch.ones(1, 1) for name in ("response_mask", "value")}
-    watch.observe({}, lambda: tokens, (1, 1))
+    watch.observe({}, lambda: tokens, lambda: (1, 1))
     watch.step(0, 0, lambda: 1.0)
     return watch.lines()
