@@ -62,7 +62,9 @@ class CriticWatch(GradLoc):
             return located
 
         def read() -> Tensor:
-            return torch.cat([_error_sums(micro_batch.tokens) for micro_batch in micro_batches])
+            found = [_errors(micro_batch.tokens) for micro_batch in micro_batches]
+            # The sum of squared errors, and the number of values that have one.
+            return torch.cat([torch.stack([each.square().sum(), of.sum().double()]) for each, of in found])
 
         sums = self.figures(read, 2 * len(micro_batches)).view(-1, 2)
         gradient = MiniBatch(model, micro_batches, self._loss_scale()).gather("unit", sums.sum(0), self.failed)
@@ -120,12 +122,6 @@ def _errors(tokens: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     if "value" not in tokens:  # they could not be read
         return torch.zeros_like(counted, dtype=torch.float64), counted
     return torch.where(counted, tokens["value"].double() - tokens["returns"].double(), 0.0), counted
-
-
-def _error_sums(tokens: Mapping[str, Tensor]) -> Tensor:
-    """The sum of squared errors, and the number of values that have one; float64, shape (2,). No host sync."""
-    errors, counted = _errors(tokens)
-    return torch.stack([errors.square().sum(), counted.sum().double()])
 
 
 def _root_mean_square(sums: Sequence[float]) -> float | None:

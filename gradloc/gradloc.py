@@ -235,7 +235,17 @@ class GradLoc(PassRecorder):
                 done = act(action, gradient, findings)
             located = located._replace(squared_norms=done.squared_norms)
             if findings.out_of_time and collectives.rank() == 0:
-                self._say_cut_short(findings)
+                setting = self.config.bisect_budget_seconds
+                if setting == "auto":
+                    setting = f"auto (over the run, {SHARE:.0%} of its time and {HEAD_START:g} seconds)"
+                logger.warning(
+                    "Step %s: the search for the tokens behind a gradient spike was ended after %d passes, because "
+                    "bisect_budget_seconds=%s left it %.0f seconds.",
+                    self._global_step,
+                    findings.passes,
+                    setting,
+                    findings.budget_seconds,
+                )
             more = {}
             if self._layer_clip is not None and self._layer_clip.is_on and done.squared_norms is not None:
                 more["layer_clip"] = self._layer_clip.preview(done.squared_norms)
@@ -254,19 +264,6 @@ class GradLoc(PassRecorder):
             with collectives.guarded_on_all_ranks("a gradient spike is reported without a replay bundle"):
                 return self._bundle_writer.keep(event, gradient, findings)
         return None
-
-    def _say_cut_short(self, findings: Findings) -> None:
-        setting = self.config.bisect_budget_seconds
-        if setting == "auto":
-            setting = f"auto (over the run, {SHARE:.0%} of its time and {HEAD_START:g} seconds)"
-        logger.warning(
-            "Step %s: the search for the tokens behind a gradient spike was ended after %d passes, because "
-            "bisect_budget_seconds=%s left it %.0f seconds.",
-            self._global_step,
-            findings.passes,
-            setting,
-            findings.budget_seconds,
-        )
 
     def _rehearse(self, gradient: MiniBatch) -> None:
         """Runs the kinds of pass that a search needs on a dummy input, in the first update. A collective call."""

@@ -30,27 +30,6 @@ if TYPE_CHECKING:
 FORWARD_KEYS = ("responses", "input_ids", "attention_mask", "position_ids", "multi_modal_inputs")
 
 
-def select_rows(
-    inputs: Mapping[str, Any], rows: Sequence[int], response_length: int, device: str | int | torch.device
-) -> dict[str, Any]:
-    """The inputs of some rows, with their responses cut to a length.
-
-    Images in a response, which tools may give, cannot be cut off: with multi-modal inputs the responses stay whole.
-
-    Args:
-        inputs (Mapping): By `FORWARD_KEYS`; tensors of shape (batch size, ..., length), on any device.
-    """
-    whole_length = inputs["responses"].size(-1)
-    computed_length = whole_length if "multi_modal_inputs" in inputs else response_length
-    length = inputs["input_ids"].size(-1) - whole_length + computed_length
-    selected = {"responses": inputs["responses"][rows, :computed_length].to(device)}
-    for key in ("input_ids", "attention_mask", "position_ids"):
-        selected[key] = inputs[key][rows][..., :length].to(device)
-    if "multi_modal_inputs" in inputs:
-        selected["multi_modal_inputs"] = inputs["multi_modal_inputs"][rows]
-    return selected
-
-
 def build(actor: "DataParallelPPOActor") -> tuple[Watch, GradLoc | None, LayerClip | None]:
     """What watches an actor; of one that is not trained, or whose configuration turns nothing on, it does nothing."""
     config = actor.config
@@ -77,10 +56,17 @@ def forward_rows(
     actor: "DataParallelPPOActor", inputs: dict[str, Any], rows: list[int], response_length: int
 ) -> tuple[Tensor | None, Tensor]:
     """The actor's forward of some rows of a micro-batch: `forward` as `GradLoc` takes it."""
+    whole_length, device = inputs["responses"].size(-1), get_device_id()
+    # Images in a response, which tools may give, cannot be cut off.
+    computed_length = whole_length if "multi_modal_inputs" in inputs else response_length
+    length = inputs["input_ids"].size(-1) - whole_length + computed_length
+    selected = {"responses": inputs["responses"][rows, :computed_length].to(device)}
+    for key in ("input_ids", "attention_mask", "position_ids"):
+        selected[key] = inputs[key][rows][..., :length].to(device)
+    if "multi_modal_inputs" in inputs:
+        selected["multi_modal_inputs"] = inputs["multi_modal_inputs"][rows]
     outputs = actor._forward_micro_batch(
-        select_rows(inputs, rows, response_length, get_device_id()),
-        temperature=inputs["temperature"],
-        calculate_entropy=actor.config.entropy_coeff != 0,
+        selected, temperature=inputs["temperature"], calculate_entropy=actor.config.entropy_coeff != 0
     )
     # verl 0.7.1 gives by name what 0.7.0 gives in this order.
     entropy, log_prob = (outputs.get("entropys"), outputs["log_probs"]) if isinstance(outputs, dict) else outputs

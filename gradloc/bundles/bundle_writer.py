@@ -82,7 +82,16 @@ class BundleWriter:
         """
 
         def choose() -> list[MicroBatchName]:
-            return worth_keeping(event, findings.figures, findings.threshold) if self._has_room() else []
+            full = None
+            with suppress(OSError):  # the write will say what is wrong
+                full = self._disk.run(partial(_no_room, self._directory, self._most, limits.TOTAL_BYTES))
+            if full is None:
+                return worth_keeping(event, findings.figures, findings.threshold)
+            warn_once(self._said, f"no more replay bundles are kept: {full}", about="full")
+            return []
+
+        def sent(name: MicroBatchName) -> MicroBatch:
+            return mini_batch.micro_batches[name[1]].portable(mini_batch.scale)
 
         names = collectives.broadcast(choose, 0)
         micro_batches = {}
@@ -91,7 +100,7 @@ class BundleWriter:
                 micro_batches[name] = findings.micro_batches[name]
             else:
                 owner = name[0] * mini_batch.model.sequence_parallel_size
-                micro_batches[name] = collectives.broadcast(partial(_sent, mini_batch, name), owner)
+                micro_batches[name] = collectives.broadcast(partial(sent, name), owner)
         if collectives.rank() or not names:
             return None
         with guarded("no replay bundle is kept of a gradient spike", self._said):
@@ -114,15 +123,6 @@ class BundleWriter:
 
             return self._disk.run(write)
         return None
-
-    def _has_room(self) -> bool:
-        try:
-            full = self._disk.run(partial(_no_room, self._directory, self._most, limits.TOTAL_BYTES))
-        except OSError:
-            return True  # the write will say what is wrong
-        if full is not None:
-            warn_once(self._said, f"no more replay bundles are kept: {full}", about="full")
-        return full is None
 
 
 def worth_keeping(event: Mapping[str, Any], figures: AllFigures, threshold: float) -> list[MicroBatchName]:
@@ -154,10 +154,6 @@ def _saved(micro_batch: MicroBatch, rows_of: Callable[[Mapping[str, Any]], list[
     """The micro-batch as a bundle has it: nothing is cut in a replay."""
     tokens = {name: values for name, values in micro_batch.tokens.items() if name != "cut"}
     return SavedMicroBatch(rows_of(micro_batch.inputs), tokens, micro_batch.rng_state)
-
-
-def _sent(mini_batch: MiniBatch, name: MicroBatchName) -> MicroBatch:
-    return mini_batch.micro_batches[name[1]].portable(mini_batch.scale)
 
 
 def write_recorded_bundle(
