@@ -77,7 +77,7 @@ class FewTokens:
     """Finds a few tokens that explain a group's spike: the rest of the group is measured under its threshold.
 
     It estimates every token's energy (see `estimate`), and so how many tokens are expected to be enough. What was
-    measured decides which of these it does, and asking a second time changes nothing:
+    measured decides which of these it does (`Search` asks once before each pass):
 
     - few: a few tokens are expected to be enough; the rest without them is measured, and each of them alone
     - beyond: they are not; rests without the likeliest test whether suspicion is right, and a bisection searches for

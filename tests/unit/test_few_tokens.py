@@ -154,7 +154,7 @@ def test_a_unit_whose_norm_is_not_known_is_measured_first() -> None:
 
 @cases("excess width", *itertools.product((1.5, 3.0), (1, 4)))
 def test_the_same_measurements_give_the_same_probes(excess: float, width: int) -> None:
-    """Of several units, too; and of one, however often they are asked for."""
+    """However often they are asked for, and of several units, too."""
 
     def passes(asked: int, *excesses: float) -> list[list[tuple[int, ...]]]:
         units = {number: Natural(128, each, seed=5 + number) for number, each in enumerate(excesses)}
@@ -164,8 +164,8 @@ def test_the_same_measurements_give_the_same_probes(excess: float, width: int) -
             search.add_measurements([(probe, units[probe.group].measure(probe)) for probe in probes])
         return found
 
-    assert passes(1, excess, 1.2) == passes(1, excess, 1.2)
-    assert passes(1, excess) == passes(3, excess)
+    for units in ((excess,), (excess, 1.2), (excess, 3.0)):
+        assert passes(1, *units) == passes(1, *units) == passes(3, *units)
 
 
 def test_an_empty_set_is_not_measured() -> None:
