@@ -3,7 +3,7 @@
 """Norms and scaling of the reduced gradient by layer, for any sharding of the model."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,17 +26,24 @@ _CPU_CHUNK = 2**16
 
 
 @torch.no_grad()
-def norms_of_all(gradients: Iterable[Tensor]) -> tuple[Tensor, list[int]]:
-    """The norms of the chunks of several gradients on one device, in one call; on a GPU, a gradient is one chunk.
+def norms_of_all(gradients: Iterable[tuple[int, Tensor]]) -> tuple[Tensor, list[int]]:
+    """The norms of numbered gradients, in one call for all; large ones on the CPU are measured in chunks.
 
     Returns:
-        tuple[Tensor, list[int]]: The norms, float32 of shape (chunks,), and the number of chunks of each gradient.
+        tuple[Tensor, list[int]]: The norms, float32 of shape (chunks,), and the number of each one's gradient.
     """
     chunks = [
-        gradient.flatten().split(_CPU_CHUNK) if gradient.device.type == "cpu" else [gradient] for gradient in gradients
+        (number, chunk)
+        for number, gradient in gradients
+        for chunk in (gradient.flatten().split(_CPU_CHUNK) if gradient.device.type == "cpu" else [gradient])
     ]
-    norms = torch._foreach_norm([chunk for each in chunks for chunk in each], 2, dtype=torch.float32)
-    return torch.stack(norms), [len(each) for each in chunks]
+    norms = torch._foreach_norm([chunk for _, chunk in chunks], 2, dtype=torch.float32)
+    return torch.stack(norms), [number for number, _ in chunks]
+
+
+def on_device(indices: Sequence[int], device: torch.device) -> Tensor:
+    """A tensor of them, int64. Pageable memory is copied at once, so the host does not wait for the device."""
+    return torch.tensor(indices).to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -82,14 +89,10 @@ class ReducedNorms:
         self._device = device
         # Also if nothing is sharded: all ranks must make the same decisions.
         self._summed = world_size() > 1 and any(isinstance(child, _FSDP) for child in module.modules())
-        # By piece its layer and replica weight (the sum is over all replicas), on the device: copying is a host sync.
-        layers_of = torch.tensor([layer for layer, _ in self._pieces], device=device)
-        weights = [piece.shards / world_size() if self._summed else 1.0 for _, piece in self._pieces]
-        weights_of = torch.tensor(weights, dtype=torch.float64, device=device)
-        self._by_piece = layers_of.split(1), weights_of.split(1)
-        # The last pieces and how many norms each had, and the layers and replica weights of these norms: of gradients
-        # and, where True, of weights.
-        self._plans: dict[bool, tuple[list[tuple[int, int]], list[Tensor]]] = {}
+        # By piece its layer and its replicas' weight: the sum is over all of them.
+        self._layer_of = torch.tensor([layer for layer, _ in self._pieces], device=device)
+        shares = [piece.shards / world_size() if self._summed else 1.0 for _, piece in self._pieces]
+        self._share_of = torch.tensor(shares, dtype=torch.float64, device=device)
 
     def squared_norms(self) -> Tensor:
         """The layers' squared norms, without a host sync. A collective call (one all-gather) if FSDP wraps the module.
@@ -116,13 +119,10 @@ class ReducedNorms:
         """
         squares = torch.zeros(len(self.layers), dtype=torch.float64, device=self._device)
         if found := self._parts(of_weights):
-            norms, counts = norms_of_all(found.values())
-            plan = [*zip(found, counts, strict=True)]
-            if of_weights not in self._plans or self._plans[of_weights][0] != plan:
-                by_norm = [torch.cat([of[i].expand(count) for i, count in plan]) for of in self._by_piece]
-                self._plans[of_weights] = plan, by_norm
-            index, replica_weights = self._plans[of_weights][1]
-            squares.index_add_(0, index, norms.to(self._device).double().square() * replica_weights)
+            norms, pieces = norms_of_all(found.items())
+            of_norm = on_device(pieces, self._device)
+            own = norms.to(self._device).double().square() * self._share_of[of_norm]
+            squares.index_add_(0, self._layer_of[of_norm], own)
         return squares
 
     @torch.no_grad()

@@ -16,7 +16,7 @@ from ..fsdp.state import flat_handles, flat_parameters
 from ..fsdp.torch_compat import FSDPModule, before_reduction, keeps_gradients_apart, param_groups, parameters_of
 from ..guarded import release_frames
 from ..layers.layer_names import layers_by_parameter
-from ..layers.reduced_norms import norms_of_all
+from ..layers.reduced_norms import norms_of_all, on_device
 
 
 class LocalNorms:
@@ -37,9 +37,7 @@ class LocalNorms:
         self._recording = False
         self._error: Exception | None = None
         self._norms: list[Tensor] = []
-        # The layers of these norms, each with the number of norms in succession; and the last index made of that.
-        self._order: list[tuple[int, int]] = []
-        self._index: tuple[list[tuple[int, int]], Tensor] | None = None
+        self._layers_of: list[int] = []  # the layer of each norm
         self._flats: list[_Flat] = []
         self._groups: list[_Group] = []
         self._hooked_leaves = WeakTensorKeyDictionary()
@@ -48,8 +46,6 @@ class LocalNorms:
             self._watch_flat_parameters(module, handles)
         else:
             self._watch_parameters(module)
-        # On the device, because copying an index there is a host sync.
-        self._layer_indices = torch.arange(len(self.layers), device=device).split(1)
 
     def start(self) -> None:
         """Starts recording; an earlier recording is discarded."""
@@ -69,21 +65,19 @@ class LocalNorms:
         Raises:
             Exception: What a hook raised; see `_guarded`.
         """
-        error, order, norms = self._error, self._order, self._norms
+        error, layers, norms = self._error, self._layers_of, self._norms
         self.cancel()
         if error is not None:
             raise error
         total = torch.zeros(len(self.layers), dtype=torch.float64, device=self._device)
         if norms:
-            if self._index is None or self._index[0] != order:
-                self._index = order, torch.cat([self._layer_indices[layer].expand(count) for layer, count in order])
-            total.index_add_(0, self._index[1], torch.cat(norms).double().square())
+            total.index_add_(0, on_device(layers, self._device), torch.cat(norms).double().square())
         return total
 
     def cancel(self) -> None:
         """Stops recording, if it has started, and discards the norms."""
         self._recording, self._error = False, None
-        self._order, self._norms = [], []
+        self._layers_of, self._norms = [], []
 
     def close(self) -> None:
         """Removes all hooks from the model."""
@@ -107,12 +101,10 @@ class LocalNorms:
 
     def _note(self, found: Sequence[tuple[int, Tensor]]) -> None:
         """Records the norms of several gradients on one device, each with its layer."""
-        if not found:
-            return
-        norms, counts = norms_of_all(gradient for _, gradient in found)
-        layers = [layer for (layer, _), count in zip(found, counts, strict=True) for _ in range(count)]
-        self._order += [(layer, len(list(same))) for layer, same in groupby(layers)]
-        self._norms.append(norms)
+        if found:
+            norms, layers = norms_of_all(found)
+            self._norms.append(norms)
+            self._layers_of += layers
 
     def _watch_flat_parameters(self, module: nn.Module, handles: Sequence[Any]) -> None:
         """Under FSDP1."""
