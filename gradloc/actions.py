@@ -22,7 +22,7 @@ def act(action: str, mini_batch: MiniBatch, findings: Findings) -> Done:
     if action == "skip":
         return Done(can_skip(mini_batch), mini_batch.squared_norms)
     if action == "drop":
-        passes = mini_batch.model.passes(mini_batch.micro_batches, mini_batch.scale)
+        passes = Passes(mini_batch.model, mini_batch.micro_batches, mini_batch.scale)
         try:
             left, error = drop(mini_batch, findings, passes), None
         except collectives.RankFailedError as failure:
@@ -69,7 +69,7 @@ def drop(mini_batch: MiniBatch, findings: Findings, passes: Passes) -> Tensor | 
     with set_aside(mini_batch.model.module) as replace:
         for index, subset_of in enumerate(without_culprits):
             passes.accumulate(subset_of, lambda: None, own_index=index)
-        squared_norms = mini_batch.model.reduced_squares(mini_batch.scale)
+        squared_norms = mini_batch.model.reduced_norms.squared_norms() / mini_batch.scale**2
         if not math.isfinite(math.fsum(squared_norms.tolist())):
             return None
         replace()

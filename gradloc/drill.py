@@ -72,7 +72,7 @@ def hold(
     try:
         with undisturbed(model.module, model.device), set_aside(model.module):
             figures = mini_batch.gather_figures()
-            passes = model.passes(mini_batch.micro_batches, mini_batch.scale)
+            passes = Passes(model, mini_batch.micro_batches, mini_batch.scale)
             planted = choose(figures, mini_batch, passes, where["global_step"])
             threshold = tau.of(mini_batch.finite_norm, planted.norm)
             copy = _with_spike(mini_batch, planted, figures, threshold)
@@ -120,7 +120,7 @@ def _with_spike(mini_batch: MiniBatch, planted: Planted, figures: AllFigures, th
     new_scale = scale if scale == 1 else scale * min(1.0, planted.weight / abs(raised))
     with collectives.raised_on_all_ranks(model.device):
         micro_batches = plant(own, model.rank == planted.micro_batch[0], planted, raised, scale, new_scale)
-    passes = model.passes(micro_batches, new_scale)
+    passes = Passes(model, micro_batches, new_scale)
     rerun(micro_batches, model.meter, passes, figures, reduced=mini_batch.trigger == "global")
     no_figures = torch.zeros(0, dtype=torch.float64, device=model.device)
     return MiniBatch(model, micro_batches, new_scale).gather(mini_batch.trigger, no_figures)

@@ -23,7 +23,7 @@ from .guarded import guarded
 from .layers.layer_clip import LayerClip
 from .measure.mini_batch import MiniBatch, OrdinaryGradient
 from .measure.pass_recorder import PassRecorder, with_a_column
-from .measure.passes import Forward, WatchedModel
+from .measure.passes import Forward, Passes, WatchedModel
 from .metrics import OWN_FIGURES, RunWarnings, UpdateMetrics, figure_sizes, own_figures
 from .search.findings import Findings
 from .search.investigation import investigate
@@ -274,7 +274,7 @@ class GradLoc(PassRecorder):
                 with collectives.raised_on_all_ranks(model.device):
                     restored.enter_context(undisturbed(model.module, model.device))
                     restored.enter_context(set_aside(model.module))
-                passes = model.passes(gradient.micro_batches, gradient.scale)
+                passes = Passes(model, gradient.micro_batches, gradient.scale)
                 for reduce in {model.meter.reduces, model.meter.reduces or self.config.spike_action == "drop"}:
                     if model.recorded[reduce].needs_rehearsal:
                         passes.measure(lambda _: None, lambda: None, reduce)

@@ -111,7 +111,7 @@ class MiniBatch:
             if self.squared_norms is None:
                 # On the host, where the sum of the same numbers is the same on all ranks; LayerClip reads them there,
                 # too.
-                self.squared_norms = self.model.reduced_squares(self.scale).cpu()
+                self.squared_norms = self.model.reduced_norms.squared_norms().cpu() / self.scale**2
             self._global_norm = math.sqrt(math.fsum(self.squared_norms.tolist()))
             if not math.isfinite(self._global_norm):
                 self.broken_parameters = self.model.reduced_norms.broken_parameters()

@@ -51,7 +51,7 @@ MakeProbe = Callable[[], Mapping[int, TokenSubset]]
 
 
 class Passes:
-    """Recomputes the gradients of parts of micro-batches; `WatchedModel.passes` makes one.
+    """Recomputes the gradients of parts of micro-batches.
 
     The gradient of a set S of tokens is Σ_{t∈S} (∂L/∂log p_t)·∇log p_t, plus the same term for the entropies. The loss
     is not needed to recompute it: the coefficients ∂L/∂log p_t were recorded in the training pass, with the loss's
@@ -68,7 +68,11 @@ class Passes:
         self._model = model
         self._module = model.module
         self._own = own
-        self._dummy_input = _healthy_row(own, scaled=scale != 1)
+        # A row with only finite values, so that its gradient with zero coefficients is zero; None if there is none.
+        healthy = (
+            (each, row) for each in own for row in (~each.broken(scale != 1).any(1)).nonzero().flatten().tolist()
+        )
+        self._dummy_input = next(healthy, None)
         # The ranks without a finite dummy input; None until `check_dummy_inputs` has gathered them.
         self._broken_ranks: list[int] | None = None
         self._may_truncate = not _depends_on_the_whole(model.module)
@@ -205,15 +209,6 @@ def _coefficient(micro_batch: MicroBatch, name: str, keep: Tensor, rows: list[in
     coefficient = micro_batch.tokens[name][rows, : keep.shape[1]]
     keep = keep.to(coefficient.device)
     return torch.where(keep != 0, coefficient * scale * keep, 0.0)
-
-
-def _healthy_row(micro_batches: Sequence[MicroBatch], scaled: bool) -> tuple[MicroBatch, int] | None:
-    """A row with only finite values, so that its gradient with zero coefficients is zero; None if there is none."""
-    for micro_batch in micro_batches:
-        healthy = (~micro_batch.broken(scaled).any(1)).nonzero()
-        if len(healthy):
-            return micro_batch, int(healthy[0])
-    return None
 
 
 def _depends_on_the_whole(module: nn.Module) -> bool:
@@ -382,14 +377,6 @@ class WatchedModel:
         """
         with collectives.raised_on_all_ranks(device):
             return cls(module, forward, device, **options)
-
-    def passes(self, own: Sequence[MicroBatch], scale: float) -> Passes:
-        """Extra passes over this mini-batch."""
-        return Passes(self, own, scale)
-
-    def reduced_squares(self, scale: float) -> Tensor:
-        """The squared norms by layer of the reduced gradient, without the loss scale. A collective call."""
-        return self.reduced_norms.squared_norms() / scale**2
 
 
 def pack(micro_batch: MicroBatch) -> MicroBatch:

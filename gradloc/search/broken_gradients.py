@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from ..measure.micro_batch import AllFigures, MicroBatchName, Token, TokenSubset
-from ..measure.passes import GroupName, Meter, Passes
+from ..measure.passes import GroupName
 from .groups import Groups, nonfinite_coefficients, nonfinite_log_probs, uncut
 
 
@@ -55,14 +55,13 @@ class BrokenRow:
 class BrokenGradients:
     """What of a mini-batch's gradient is NaN or Inf; the same on every rank."""
 
-    def __init__(self, meter: Meter, scale: float, global_norm: float, figures: AllFigures, groups: Groups) -> None:
+    def __init__(self, global_norm: float, figures: AllFigures, groups: Groups) -> None:
         self.tokens: list[Token] = []  # tokens with a non-finite coefficient, known without a measurement
         self.rows: list[BrokenRow] = []  # the rows to narrow down, of the groups that were looked into
         self.groups: list[GroupName] = []  # the groups whose gradient is non-finite even without any token
         self._of = groups
         self._figures = figures
-        self._meter = meter
-        self._scale = scale
+        self._scale = groups.passes.scale
         self._global_norm = global_norm
         # The norms measured in training, each with its number of broken tokens: of micro-batches, or of all together.
         measured = [(each.norm, each.broken_tokens) for each in figures.values() if each.tokens]
@@ -103,7 +102,7 @@ class BrokenGradients:
 
     def look_into(self, group: GroupName) -> None:
         """Adds the rows with non-finite log-probs, and the tokens with non-finite coefficients, of a group."""
-        for name, tokens in zip(self._of.members[group], self._of.tokens(group), strict=True):
+        for name, tokens in self._of.tokens(group).items():
             mask, bad = tokens["response_mask"].bool(), nonfinite_log_probs(tokens)
             for row in bad.any(1).nonzero().flatten().tolist():
                 positions = mask[row].nonzero().flatten().tolist()
@@ -118,16 +117,18 @@ class BrokenGradients:
 
     def suspect_rows(self, group: GroupName) -> None:
         """Queues all rows of a group for `narrow`: its gradient is broken although none of its tokens is."""
-        for name, tokens in zip(self._of.members[group], self._of.tokens(group), strict=True):
+        for name, tokens in self._of.tokens(group).items():
             mask = uncut(tokens)
             for row in mask.any(1).nonzero().flatten().tolist():
                 positions = mask[row].nonzero().flatten().tolist()
                 self.rows.append(BrokenRow(name, row, positions, 0, len(positions)))
 
-    def narrow(self, rows: Sequence[BrokenRow], passes: Passes) -> None:
-        """Runs one pass that narrows down the first bad token in some rows. A collective call."""
-        cuts = [(row, index) for row in rows for index in row.cuts(self._meter.width // len(rows))]
-        squares = self._meter.measure(passes, [partial(self._prefix, row, index) for row, index in cuts])
+    def narrow(self) -> None:
+        """Runs one pass that narrows down the first bad token in some unsettled rows. A collective call."""
+        width = self._of.meter.width
+        rows = self.unsettled[:width]
+        cuts = [(row, index) for row in rows for index in row.cuts(width // len(rows))]
+        squares = self._of.measure([partial(self._prefix, row, index) for row, index in cuts])
         for (row, index), broken in zip(cuts, ~squares.sum(1).isfinite(), strict=True):
             row.record(index, bool(broken))
 
@@ -136,18 +137,18 @@ class BrokenGradients:
         keep[row.row, row.positions[index]] = True  # a pass ends at the last token that it keeps
         return self._of.part(row.micro_batch, keep)
 
-    def are_without_tokens(self, waiting: Sequence[GroupName], passes: Passes) -> bool:
+    def are_without_tokens(self, waiting: Sequence[GroupName]) -> bool:
         """Whether the gradients are broken even without any token, if all gradients are broken but no token is.
 
         One pass with one group per probe is enough to find out, instead of a search of all groups. A collective call.
         """
         begun = [group for group in waiting if any(self._figures[name].tokens for name in self._of.members[group])]
-        sample = begun[: self._meter.width]
+        sample = begun[: self._of.meter.width]
         if not sample or self._scale != 1 or any(math.isfinite(norm) or broken for norm, broken in self._wholes):
             return False
         for group in sample:
             self._of.obtain(group)
-        squares = self._meter.measure(passes, [partial(self._of.subsets, group) for group in sample])
+        squares = self._of.measure([partial(self._of.subsets, group) for group in sample])
         broken = not squares.sum(1).isfinite().any()
         self.groups += sample if broken else []
         return broken

@@ -9,14 +9,16 @@ from torch import Tensor
 
 from ..measure.micro_batch import AllFigures, MicroBatch, MicroBatchName, Token, TokenSubset, movable
 from ..measure.mini_batch import MiniBatch
-from ..measure.passes import GroupName
+from ..measure.passes import GroupName, MakeProbe, Passes
 
 
 class Groups:
-    """The groups over their threshold, the same on all ranks."""
+    """The groups over their threshold, the same on all ranks, and the passes that measure them."""
 
     def __init__(self, mini_batch: MiniBatch, figures: AllFigures, threshold: float) -> None:
-        self.members = mini_batch.model.meter.groups(figures, threshold)
+        self.meter = mini_batch.model.meter
+        self.passes = Passes(mini_batch.model, mini_batch.micro_batches, mini_batch.scale)
+        self.members = self.meter.groups(figures, threshold)
         self.micro_batches: dict[MicroBatchName, MicroBatch] = {}
         # The tokens that can be culprits, (rank, row, position) each, int64 of shape (n, 3).
         self.candidates: dict[GroupName, Tensor] = {}
@@ -26,16 +28,20 @@ class Groups:
         """Sends the tokens of a group, and the data needed to measure them, to every rank. A collective call."""
         names, mini_batch = self.members[group], self._mini_batch
         if any(name not in self.micro_batches for name in names):
-            self.micro_batches |= mini_batch.model.meter.obtain(names, mini_batch.micro_batches, mini_batch.scale)
+            self.micro_batches |= self.meter.obtain(names, mini_batch.micro_batches, mini_batch.scale)
 
-    def tokens(self, group: GroupName) -> list[Mapping[str, Tensor]]:
-        """The tokens of each of its micro-batches, which were obtained."""
-        return [self.micro_batches[name].tokens for name in self.members[group]]
+    def measure(self, probes: Sequence[MakeProbe]) -> Tensor:
+        """The squared norms of each probe by layer (see `LocalMeter.measure`), in one pass. A collective call."""
+        return self.meter.measure(self.passes, probes)
+
+    def tokens(self, group: GroupName) -> dict[MicroBatchName, Mapping[str, Tensor]]:
+        """The tokens of its micro-batches, which were obtained."""
+        return {name: self.micro_batches[name].tokens for name in self.members[group]}
 
     def list_candidates(self, group: GroupName) -> tuple[Tensor, Tensor]:
         """Finds the candidates of a group that was obtained: their s_t and w_t, shape (n,) each."""
         candidates, suspicion, weights = [], [], []
-        for name, tokens in zip(self.members[group], self.tokens(group), strict=True):
+        for name, tokens in self.tokens(group).items():
             involved = _involved(tokens)
             places = involved.nonzero()
             candidates.append(torch.cat([torch.full((len(places), 1), name[0]), places], 1))

@@ -4,6 +4,7 @@
 
 import math
 import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -75,10 +76,8 @@ class _Investigation:
     _without_tokens: WithoutTokens | None = None
 
     def __post_init__(self) -> None:
-        model, scale, figures, threshold = self.mini_batch.model, self.mini_batch.scale, self.figures, self.threshold
-        self._meter = model.meter
-        self._device = model.device
-        self._passes = model.passes(self.mini_batch.micro_batches, scale)
+        figures, threshold = self.figures, self.threshold
+        self._device = self.mini_batch.model.device
         recomputed = 1 + max(index for _, index in figures) if self.reserve else 0
         budget = self.config.bisect_budget_steps
         self._budget = budget - recomputed if recomputed < budget else budget
@@ -88,8 +87,9 @@ class _Investigation:
         ordinary = statistics.median(levels) if levels else self.ordinary
         self._search = Search(threshold, self.config.bisect_until, ordinary)
         self._groups = Groups(self.mini_batch, figures, threshold)
+        self._meter, self._passes = self._groups.meter, self._groups.passes
         self._waiting = list(self._groups.members)
-        self._broken = BrokenGradients(self._meter, scale, self.global_norm, figures, self._groups)
+        self._broken = BrokenGradients(self.global_norm, figures, self._groups)
 
     @property
     def _broken_groups(self) -> list[GroupName]:
@@ -197,7 +197,7 @@ class _Investigation:
             self._waiting = [group for group in self._waiting if self._broken.tokens_of(group)]
         try:
             if self._waiting and not self.time_limit.is_up():
-                if self._broken.are_without_tokens(self._waiting, self._passes):
+                if self._broken.are_without_tokens(self._waiting):
                     self._waiting = []
                 self._search_tokens()
             self._measure_micro_batches_of_culprits()
@@ -205,40 +205,48 @@ class _Investigation:
             self.error = str(error)
 
     def _search_tokens(self) -> None:
-        width = self._meter.width
-        while self._passes.count < self._budget:
-            while self._waiting and self._search.has_room(width, self._budget - self._passes.count):
+        while (left := self._budget - self._passes.count) > 0:
+            while self._waiting and self._search.has_room(self._meter.width, left):
                 self._open()
-            rows = self._broken.unsettled[:width]
-            if rows:
-                if self.time_limit.is_up():
-                    return
-                self._broken.narrow(rows, self._passes)
-                continue
-            if self._measure_without_tokens():
-                continue
-            if self.time_limit.has_ended_search:
-                return
             with collectives.raised_on_all_ranks(self._device):
-                probes = self._search.next_probes(width, self._budget - self._passes.count)
-            if not probes:
+                measure = self._next_pass(left)
+            if measure is None:
                 if not self._waiting:
                     return
                 self._open()
-                continue
-            if self.time_limit.is_up():
+            elif self.time_limit.is_up():
                 return
-            made = [partial(self._groups.subsets, p.group, p.candidates, p.factors) for p in probes]
-            squares = self._meter.measure(self._passes, made)
-            for probe, norms in zip(probes, squares.sqrt().tolist(), strict=True):
-                if probe.is_single:
-                    self._record_alone(self._groups.tokens_of(probe.group, *probe.candidates)[0], norms)
-            known = set(self._search.broken)
-            with collectives.raised_on_all_ranks(self._device):
-                self._search.add_measurements(list(zip(probes, squares.sum(1).sqrt().tolist(), strict=True)))
-                for group in self._search.broken:
-                    if group not in known:
-                        self._broken.suspect_rows(group)
+            else:
+                measure()
+
+    def _next_pass(self, passes_left: int) -> Callable[[], None] | None:
+        """What the next pass is for, a collective call; None if there is nothing to measure of the groups so far.
+
+        Where a part of some group's gradient may come from no token, or after `_LONG_SEARCH` passes, the loudest is
+        measured once without any: a loss that depends on the rows is in every probe, and so every token is over τ.
+        """
+        if self._broken.unsettled:
+            return self._broken.narrow
+        if self._without_tokens is None:
+            suspicious = self._search.may_have_more_than_tokens or self._passes.count >= _LONG_SEARCH
+            if suspicious and (loudest := self._search.loudest()) is not None:
+                return partial(self._measure_without_tokens, *loudest)
+        probes = self._search.next_probes(self._meter.width, passes_left)
+        return partial(self._measure, probes) if probes else None
+
+    def _measure(self, probes: Sequence[TokenSet]) -> None:
+        squares = self._groups.measure(
+            [partial(self._groups.subsets, p.group, p.candidates, p.factors) for p in probes]
+        )
+        for probe, norms in zip(probes, squares.sqrt().tolist(), strict=True):
+            if probe.is_single:
+                self._record_alone(self._groups.tokens_of(probe.group, *probe.candidates)[0], norms)
+        known = set(self._search.broken)
+        with collectives.raised_on_all_ranks(self._device):
+            self._search.add_measurements(list(zip(probes, squares.sum(1).sqrt().tolist(), strict=True)))
+            for group in self._search.broken:
+                if group not in known:
+                    self._broken.suspect_rows(group)
 
     def _record_alone(self, token: Token, norms: list[float]) -> None:
         name, row, position = token
@@ -246,18 +254,8 @@ class _Investigation:
         by_layer = {layer: norm / weight for layer, norm in zip(self._meter.layers, norms, strict=True)}
         self._measured[token] = Alone(weight, math.sqrt(sum(norm**2 for norm in norms)), by_layer)
 
-    def _measure_without_tokens(self) -> bool:
-        """Measures the loudest group, once, if a part of some group's gradient may come from no token, or after
-        `_LONG_SEARCH` passes: a loss that depends on the rows is in every probe, and so every token is over τ.
-
-        A collective call.
-        """
-        suspicious = self._search.may_have_more_than_tokens or self._passes.count >= _LONG_SEARCH
-        loudest = self._search.loudest() if suspicious and self._without_tokens is None else None
-        if loudest is None or self.time_limit.is_up():
-            return False
-        group, whole = loudest
-        (squares,) = self._meter.measure(self._passes, [partial(self._groups.subsets, group)])
+    def _measure_without_tokens(self, group: GroupName, whole: float) -> None:
+        (squares,) = self._groups.measure([partial(self._groups.subsets, group)])
         with collectives.raised_on_all_ranks(self._device):
             layer_norms = dict(zip(self._meter.layers, squares.sqrt().tolist(), strict=True))
             self._without_tokens = found = WithoutTokens(group, whole, layer_norms)
@@ -265,7 +263,6 @@ class _Investigation:
                 self._search.add_norm_without_tokens(group, found.norm)
             if self._search.gave_up:
                 self._waiting = []
-        return True
 
     def _is_over_without_tokens(self, group: GroupName) -> bool:
         """Whether a group over its threshold has no token that can move, so that there was nothing to search."""
@@ -290,7 +287,7 @@ class _Investigation:
         self._waiting = self._waiting[len(groups) :]
 
     def _add_to_search(self, group: GroupName, suspicion: Tensor, weights: Tensor, known: bool) -> None:
-        tokens = self._groups.tokens(group)
+        tokens = self._groups.tokens(group).values()
         # With broken tokens, the group's norm says nothing about its other tokens.
         known &= not (self._broken.tokens_of(group) or any(nonfinite_coefficients(t).any() for t in tokens))
         norm = self.figures[self._groups.members[group][0]].norm if known else None
@@ -309,6 +306,6 @@ class _Investigation:
             if self._passes.count >= self._budget or self.time_limit.is_up():
                 return
             whole = partial(self._groups.part, name, uncut(self._groups.micro_batches[name].tokens))
-            (squares,) = self._meter.measure(self._passes, [whole])
+            (squares,) = self._groups.measure([whole])
             layer_norms = dict(zip(self._meter.layers, squares.sqrt().tolist(), strict=True))
             self.figures[name] = replace(self.figures[name], norm=float(squares.sum().sqrt()), layer_norms=layer_norms)

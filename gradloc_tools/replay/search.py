@@ -114,7 +114,7 @@ def search(
     watched.meter.close()
     watched.meter = _WideMeter(model.module, model.device, _width(event))
     try:
-        passes = watched.passes(own, scale)
+        passes = Passes(watched, own, scale)
         differences = _measure_wholes(watched, passes, own, len(mine), -(-len(names) // ranks), outputs)
         log_probs = log_prob_distance(torch.cat(collectives.exchange(lambda: torch.cat(differences))))
         # The reduced norm of training is that of all ranks, which a bundle has not.
