@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .candidates import Candidates, TokenSet
+from .candidates import Candidates, Found, TokenSet
 
 # A reading of a code's digit may differ from a whole digit by this much.
 _READING_ERROR = 0.45
@@ -113,7 +113,7 @@ class Bisection:
     """
 
     def __init__(self, tokens: Candidates, root: TokenSet, norm: float, ordinary: float | None) -> None:
-        self.given_up: list[TokenSet] = []  # the subsets still unmeasured when the search was given up
+        self._given_up: list[TokenSet] = []  # the subsets still unmeasured when the search was given up
         self.named: set[TokenSet] = set()  # the single tokens found by a code
         self.tokens = tokens
         self._ordinary = ordinary
@@ -125,16 +125,19 @@ class Bisection:
         self._vain_readings = 0  # codes in a row without a culprit
 
     @property
-    def culprits(self) -> list[int]:
-        """The tokens measured alone over τ."""
-        return self.tokens.over
-
-    @property
-    def rest(self) -> tuple[TokenSet, float] | None:
-        """The root without the culprits, and the norm of that; None unless it was measured in one probe."""
-        culprits = set(self.culprits)
-        rest = tuple(t for t in self._root.candidates if t not in culprits)
-        return next((found for found in self._settled if found[0].candidates == rest), None)
+    def found(self) -> Found:
+        """What was found so far; the smallest sets with a spike have no subset over its own threshold."""
+        culprits = self.tokens.over
+        rest = self.tokens.token_set(set(self._root.candidates).difference(culprits)).candidates
+        settled = [node for node in self._nodes if node.open_subsets == 0 and not node.unusual]
+        ranked = [subset for subset in self._ranked() if not self._open[subset].unusual]
+        return Found(
+            culprits,
+            next((found for found in self._settled if found[0].candidates == rest), None),
+            diffuse=[(node.subset, node.norm) for node in settled if not node.has_subset_over],
+            given_up=self._given_up,
+            open_sets=ranked + [node.subset for node in self._unsplit],
+        )
 
     @property
     def has_named(self) -> bool:
@@ -148,18 +151,6 @@ class Bisection:
     @property
     def _unsplit(self) -> list[_Node]:
         return [node for node in self._nodes if node.open_subsets < 0]
-
-    @property
-    def diffuse(self) -> list[tuple[TokenSet, float]]:
-        """The subsets over their threshold that have no subset over its own threshold, with their norms."""
-        settled = [node for node in self._nodes if node.open_subsets == 0 and not node.unusual]
-        return [(node.subset, node.norm) for node in settled if not node.has_subset_over]
-
-    @property
-    def open_sets(self) -> list[TokenSet]:
-        """The unmeasured subsets of subsets over their threshold, best first, and the subsets not yet split."""
-        ranked = [subset for subset in self._ranked() if not self._open[subset].unusual]
-        return ranked + [node.subset for node in self._unsplit]
 
     def next_probes(self, count: int, passes_left: float) -> list[TokenSet]:
         """At most `count` probes to measure next, best first; none when the search is over."""
@@ -295,7 +286,7 @@ class Bisection:
             kept = [self.tokens.token_set([t]) for t in subset.candidates if t in sample and not node.unusual]
             rest = [t for t in subset.candidates if t not in sample]
             if rest and not node.unusual:
-                self.given_up.append(self.tokens.token_set(rest))
+                self._given_up.append(self.tokens.token_set(rest))
             self._replace(subset, *kept)
         self._pointless = -math.inf
 

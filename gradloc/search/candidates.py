@@ -3,11 +3,11 @@
 """The tokens of one group: weights, thresholds, and the part of the gradient's energy expected from each."""
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,6 +63,17 @@ class TokenSet:
     def is_over(self, norm: float) -> bool:
         """Whether a measured norm is over the threshold; NaN and Inf are."""
         return is_over(norm, self.threshold)
+
+
+class Found(NamedTuple):
+    """What the search of one group has found so far."""
+
+    culprits: Sequence[int] = ()  # tokens measured alone over τ
+    rest: tuple[TokenSet, float] | None = None  # the group without them, and its norm; None if it was not measured
+    diffuse: Sequence[tuple[TokenSet, float]] = ()  # the smallest sets with a spike but no culprit, with their norms
+    given_up: Sequence[TokenSet] = ()  # the unmeasured sets of a search that was given up
+    # The sets over their thresholds, and unmeasured parts of such sets, whose search has not ended; best first.
+    open_sets: Sequence[TokenSet] = ()
 
 
 class Candidates:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .bisection import SAMPLE, Bisection, patience
-from .candidates import Candidates, TokenSet
+from .candidates import Candidates, Found, TokenSet
 
 # "A few" tokens are at most this fraction of a group's tokens; this limit is at least 4 and at most 64 tokens.
 _FEW, _FEW_LEAST, _FEW_MOST = 1 / 8, 4, 64
@@ -132,16 +132,19 @@ class FewTokens:
         return self.tokens.without(removed), self._rests[removed]
 
     @property
-    def culprits(self) -> list[int]:
-        """The smallest known set of tokens that explains the spike; if none does, all tokens over τ so far."""
-        explaining = self._explaining
-        return [t for t in self.tokens.over if explaining is None or t in explaining]
-
-    @property
-    def rest(self) -> tuple[TokenSet, float] | None:
-        """The group without its culprits, and the norm of that; None if it was not measured."""
-        removed = frozenset(self.culprits)
-        return (self.tokens.without(removed), self._rests[removed]) if removed in self._rests else None
+    def found(self) -> Found:
+        """What was found so far. Until a set of tokens explains the spike, all over τ are culprits."""
+        explaining, tokens, over = self._explaining, self.tokens, self._smallest_rest_over
+        culprits = [t for t in tokens.over if explaining is None or t in explaining]
+        removed = frozenset(culprits)
+        is_given_up = self.is_diffuse and len(tokens.alone) < self._size
+        return Found(
+            culprits,
+            (tokens.without(removed), self._rests[removed]) if removed in self._rests else None,
+            diffuse=[over] if self.is_diffuse else [],
+            given_up=[tokens.without(tokens.alone)] if is_given_up else [],
+            open_sets=[] if self.ended else [over[0]],
+        )
 
     @property
     def ended(self) -> bool:
@@ -152,20 +155,6 @@ class FewTokens:
         if self._sample is None or self._explaining is not None:
             return False
         return self.tokens.alone.keys() >= set(self._sample) and frozenset(self.tokens.over) in self._rests
-
-    @property
-    def open_sets(self) -> list[TokenSet]:
-        return [] if self.ended else [self._smallest_rest_over[0]]
-
-    @property
-    def given_up(self) -> list[TokenSet]:
-        if not self.is_diffuse or len(self.tokens.alone) == self._size:
-            return []
-        return [self.tokens.without(self.tokens.alone)]
-
-    @property
-    def diffuse(self) -> list[tuple[TokenSet, float]]:
-        return [self._smallest_rest_over] if self.is_diffuse else []
 
     @property
     def unnamed(self) -> int:

@@ -111,7 +111,7 @@ class _Investigation:
         search, ended, culprits = self._search, self._ended, self._culprits
         # Whether a group is diffuse; in an exhaustive search, whether a token set was given up.
         left = bool(search.diffuse if self.config.bisect_until == "explained" else search.given_up)
-        rests = {name: search.groups[name].search.rest for name in self._groups.members if name in search.groups}
+        rests = {name: search.groups[name].found.rest for name in self._groups.members if name in search.groups}
         return Findings(
             threshold=self.threshold,
             until=self.config.bisect_until,
@@ -156,7 +156,7 @@ class _Investigation:
         if any(self._is_over_without_tokens(group) for group in self._groups.candidates):
             return False
         rests = [
-            groups[name].search.rest if name in groups and not broken & set(members[name]) else None
+            groups[name].found.rest if name in groups and not broken & set(members[name]) else None
             for name in self._groups.candidates
             if name in groups or self._broken.tokens_of(name)
         ]

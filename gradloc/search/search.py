@@ -5,13 +5,12 @@
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
 
 from .bisection import Bisection
-from .candidates import Candidates, GroupKey, TokenSet
+from .candidates import Candidates, Found, GroupKey, TokenSet
 from .few_tokens import FewTokens
 
 # A group whose search takes more passes than this from here waits until the others have been looked at. Once one of
@@ -30,28 +29,10 @@ class Culprit(NamedTuple):
     candidate: int
 
 
-@dataclass
-class NoSearch:
-    """That of a group that is not measured yet, under its threshold, broken, or given up: then it is diffuse."""
-
-    rest: tuple[TokenSet, float] | None = None
-    given_up: Sequence[TokenSet] = ()
-    diffuse: Sequence[tuple[TokenSet, float]] = ()
-    culprits: Sequence[int] = ()
-    open_sets: Sequence[TokenSet] = ()
-    ended = True
-
-    def next_probes(self, _count: int, _passes_left: float) -> list[TokenSet]:
-        return []
-
-    def add_measurements(self, _measured: Sequence[tuple[TokenSet, float]], _count: int) -> None:
-        """Nothing was asked for."""
-
-
 class Group:
     """One group: the token sets to measure first (the whole group, or the empty token set), and then its search.
 
-    A search's `rest` is the group without its culprits, and the norm of that; None if it was not measured.
+    There is none while the group is not measured, nor where it is under its threshold, broken, or given up.
     """
 
     def __init__(
@@ -59,7 +40,8 @@ class Group:
     ) -> None:
         self.tokens = tokens
         self.first: list[TokenSet] = []
-        self.search: FewTokens | Bisection | NoSearch = NoSearch()
+        self.search: FewTokens | Bisection | None = None
+        self._found = Found()  # without a search
         self.broken = self.gave_up = False
         self.norm: float | None = None
         self.whole = tokens.without([])
@@ -75,14 +57,18 @@ class Group:
         if self._may_overflow and not math.isfinite(norm):
             return  # each of its tokens would look broken
         self._look_at(norm)
-        self.search = NoSearch((self.whole, norm))
+        self._found = Found(rest=(self.whole, norm))
         if self.whole.is_over(norm):
             kind = FewTokens if self._until == "explained" else Bisection
             self.search = kind(self.tokens, self.whole, norm, self._ordinary)
 
     @property
+    def found(self) -> Found:
+        return self._found if self.search is None else self.search.found
+
+    @property
     def ended(self) -> bool:
-        return not self.first and self.search.ended
+        return not self.first and (self.search is None or self.search.ended)
 
     @property
     def may_have_more_than_tokens(self) -> bool:
@@ -91,7 +77,7 @@ class Group:
         The squared norms of tokens measured alone add up to far more than the group's, as they do if each contains the
         same other gradient.
         """
-        if self.ended and self.search.diffuse and not (self.search.culprits and self._until == "exhaustive"):
+        if self.ended and self.found.diffuse and not (self.found.culprits and self._until == "exhaustive"):
             return True
         if self.norm is None or not math.isfinite(self.norm):
             return False
@@ -101,11 +87,12 @@ class Group:
         """Ends the search, unless it has ended."""
         if not self.ended and self.norm is not None:
             whole = self.whole, self.norm
-            self.first, self.search, self.gave_up = [], NoSearch(whole, [self.whole], [whole]), True
+            self._found = Found(rest=whole, diffuse=[whole], given_up=[self.whole])
+            self.first, self.search, self.gave_up = [], None, True
 
     def next_probes(self, count: int, passes_left: float) -> list[TokenSet]:
         found = self.first[:count]
-        if len(found) < count:
+        if len(found) < count and self.search is not None:
             found = found + self.search.next_probes(count - len(found), passes_left)
         return found
 
@@ -113,7 +100,7 @@ class Group:
         self.tokens.alone |= {probe.candidates[0]: norm for probe, norm in measured if probe.is_single}
         first, self.first = self.first, [token_set for token_set in self.first if token_set not in dict(measured)]
         others = [(probe, norm) for probe, norm in measured if probe not in first]
-        if others:
+        if others and self.search is not None:
             self.search.add_measurements(others, count)
         for probe, norm in measured:
             if probe is self._empty:
@@ -123,7 +110,7 @@ class Group:
             else:
                 self._look_at(norm)
         if self.broken:
-            self.first, self.search = [], NoSearch(None if self.norm is None else (self.whole, self.norm))
+            self.first, self.search = [], None
 
     def _look_at(self, norm: float) -> None:
         if self._probe_empty and not math.isfinite(norm):
@@ -153,7 +140,7 @@ class Search:
     @property
     def culprits(self) -> list[Culprit]:
         """The culprits found so far, each measured alone over τ."""
-        return [Culprit(name, candidate) for name, group in self.groups.items() for candidate in group.search.culprits]
+        return [Culprit(name, candidate) for name, group in self.groups.items() for candidate in group.found.culprits]
 
     @property
     def broken(self) -> list[GroupKey]:
@@ -164,25 +151,25 @@ class Search:
     def open_sets(self) -> list[TokenSet]:
         """The token sets over their thresholds whose search has not ended."""
         waiting = [token_set for group in self.groups.values() for token_set in group.first if token_set.candidates]
-        return waiting + [token_set for group in self.groups.values() for token_set in group.search.open_sets]
+        return waiting + [token_set for group in self.groups.values() for token_set in group.found.open_sets]
 
     @property
     def given_up(self) -> list[TokenSet]:
         """The unmeasured token sets of groups whose search was given up."""
-        return [token_set for group in self.groups.values() for token_set in group.search.given_up]
+        return [token_set for group in self.groups.values() for token_set in group.found.given_up]
 
     @property
     def diffuse(self) -> list[tuple[TokenSet, float]]:
         """The smallest token sets with a spike but no culprit, with their norms."""
-        return [found for group in self.groups.values() for found in group.search.diffuse]
+        return [found for group in self.groups.values() for found in group.found.diffuse]
 
     def more_over(self) -> int | None:
         """Estimates from suspicion how many more tokens are over τ; None if no norm was measured to scale it."""
         ratios, scores, more = [], [], 0
         for group in self.groups.values():
-            if isinstance(group.search, NoSearch) and not group.gave_up:
+            if group.search is None and not group.gave_up:
                 continue
-            culprits, tokens = set(group.search.culprits), group.tokens
+            culprits, tokens = set(group.found.culprits), group.tokens
             for candidate, (suspicion, square) in enumerate(
                 zip(tokens.suspicion, tokens.square_of.tolist(), strict=True)
             ):
@@ -207,7 +194,7 @@ class Search:
         over = [
             (group.norm / group.whole.threshold, name, group.norm)
             for name, group in self.groups.items()
-            if not isinstance(group.search, NoSearch) and group.norm is not None and math.isfinite(group.norm)
+            if group.search is not None and group.norm is not None and math.isfinite(group.norm)
         ]
         return max(over, key=lambda found: found[0])[1:] if over else None
 

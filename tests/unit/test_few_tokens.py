@@ -46,7 +46,7 @@ def explain(tokens: dict[str, Tokens], width: int, ordinary: float | None = 1.0)
 
 def explained(search: Search, name: str) -> bool:
     """Whether the group without its culprits was measured under its threshold."""
-    rest = search.groups[name].search.rest
+    rest = search.groups[name].found.rest
     return rest is not None and not rest[0].is_over(rest[1])
 
 
@@ -59,7 +59,7 @@ def check(search: Search, tokens: dict[str, Tokens]) -> None:
         rest = [i for i in range(len(unit.weights)) if i not in culprits]
         if explained(search, name):
             assert not is_over(unit, rest)
-            token_set, norm = search.groups[name].search.rest
+            token_set, norm = search.groups[name].found.rest
             assert list(token_set.candidates) == rest and norm == pytest.approx(unit.norm(rest))
         else:
             assert any(found.group == name for found, _ in search.diffuse)
