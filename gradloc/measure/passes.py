@@ -6,7 +6,7 @@ A `WatchedModel` has a meter, which measures the local gradients, or the reduced
 """
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -73,8 +73,6 @@ class Passes:
             (each, row) for each in own for row in (~each.broken(scale != 1).any(1)).nonzero().flatten().tolist()
         )
         self._dummy_input = next(healthy, None)
-        # The ranks without a finite dummy input; None until `check_dummy_inputs` has gathered them.
-        self._broken_ranks: list[int] | None = None
         self._may_truncate = not _depends_on_the_whole(model.module)
 
     def measure(self, subset_of: Callable[[int], TokenSubset | None], read: Callable[[], _Read], reduce: bool) -> _Read:
@@ -177,22 +175,17 @@ class Passes:
             coefficients = [c.to(output) for c, output in zip(coefficients, outputs, strict=True)]
             torch.autograd.backward(outputs, coefficients)
 
-    def check_dummy_inputs(self, ranks: Callable[[], Set[int]]) -> None:
-        """Checks that no rank outside of `ranks`, those with a subset, has a dummy input that gives NaN. Collective.
+    def check_dummy_inputs(self, subset_of: Callable[[int], TokenSubset | None]) -> None:
+        """Checks that no rank without a subset has a dummy input that gives NaN. A collective call.
 
         For passes whose reduced gradient counts: such a NaN would make it useless.
 
         Raises:
-            RankFailedError: There is such a rank.
+            RankFailedError: There is such a rank, or `subset_of` failed on some rank.
         """
-        if self._broken_ranks is None:
-            flags = collectives.gather(torch.tensor([float(self._dummy_input is None)], device=self._model.device))
-            self._broken_ranks = flags[:: self._model.sequence_parallel_size, 0].nonzero().flatten().tolist()
-        idle = set(self._broken_ranks) - ranks() if self._broken_ranks else None
-        if idle:
-            raise collectives.RankFailedError(
-                f"rank {min(idle)}: each of its rows has a log-prob or coefficient that is not a finite number"
-            )
+        with collectives.raised_on_all_ranks(self._model.device):
+            if self._dummy_input is None and subset_of(self._model.rank) is None:
+                raise ValueError("each of its rows has a log-prob or coefficient that is not a finite number")
 
     def _extent(self, keep: Tensor) -> tuple[list[int], int]:
         """The rows to compute and their length; the whole micro-batch if no token is kept or it must not be cut."""
@@ -324,8 +317,12 @@ class ReducedMeter:
 
     def measure(self, passes: Passes, probes: Sequence[MakeProbe]) -> Tensor:
         (probe,) = probes
-        passes.check_dummy_inputs(lambda: probe().keys())
-        own = passes.measure(lambda rank: probe().get(rank), self._reduced_norms.own_squares, self.reduces)
+
+        def subset_of(rank: int) -> TokenSubset | None:
+            return probe().get(rank)
+
+        passes.check_dummy_inputs(subset_of)
+        own = passes.measure(subset_of, self._reduced_norms.own_squares, self.reduces)
         world_size = collectives.world_size() // self._sequence_parallel_size
         return (self._reduced_norms.add_up(own).cpu() * (world_size / passes.scale) ** 2).unsqueeze(0)
 

@@ -35,21 +35,10 @@ class BrokenRow:
     def settled(self) -> bool:
         return self.low == self.high
 
-    @property
-    def found(self) -> bool:
-        return self.settled and self.low < len(self.positions)
-
     def cuts(self, count: int) -> list[int]:
         """Up to `count` indices that split the range into parts of about equal length."""
         width = self.high - self.low
         return sorted({self.low + (i + 1) * width // (count + 1) for i in range(count)})
-
-    def record(self, index: int, is_broken: bool) -> None:
-        """Records whether the prefix that ends at `positions[index]` is broken."""
-        if is_broken:
-            self.high = min(self.high, index)
-        else:
-            self.low = max(self.low, index + 1)
 
 
 class BrokenGradients:
@@ -94,7 +83,8 @@ class BrokenGradients:
     @property
     def culprits(self) -> list[Token]:
         """The tokens found."""
-        return self.tokens + [(row.micro_batch, row.row, row.positions[row.low]) for row in self.rows if row.found]
+        found = [row for row in self.rows if row.settled and row.low < len(row.positions)]
+        return self.tokens + [(row.micro_batch, row.row, row.positions[row.low]) for row in found]
 
     def tokens_of(self, group: GroupName) -> int:
         """How many broken tokens a group has."""
@@ -130,7 +120,10 @@ class BrokenGradients:
         cuts = [(row, index) for row in rows for index in row.cuts(width // len(rows))]
         squares = self._of.measure([partial(self._prefix, row, index) for row, index in cuts])
         for (row, index), broken in zip(cuts, ~squares.sum(1).isfinite(), strict=True):
-            row.record(index, bool(broken))
+            if broken:
+                row.high = min(row.high, index)
+            else:
+                row.low = max(row.low, index + 1)
 
     def _prefix(self, row: BrokenRow, index: int) -> dict[int, TokenSubset]:
         keep = torch.zeros_like(self._of.micro_batches[row.micro_batch].tokens["response_mask"], dtype=torch.bool)

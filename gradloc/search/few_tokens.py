@@ -126,15 +126,11 @@ class FewTokens:
         return min((r for r in self._enough if not r <= self.tokens.alone.keys()), key=len, default=None)
 
     @property
-    def _smallest_rest_over(self) -> tuple[TokenSet, float]:
-        """The smallest rest that was measured over its threshold."""
-        removed = max((r for r in self._rests if r not in self._enough), key=len)
-        return self.tokens.without(removed), self._rests[removed]
-
-    @property
     def found(self) -> Found:
         """What was found so far. Until a set of tokens explains the spike, all over τ are culprits."""
-        explaining, tokens, over = self._explaining, self.tokens, self._smallest_rest_over
+        explaining, tokens = self._explaining, self.tokens
+        smallest_over = max((r for r in self._rests if r not in self._enough), key=len)
+        over = tokens.without(smallest_over), self._rests[smallest_over]
         culprits = [t for t in tokens.over if explaining is None or t in explaining]
         removed = frozenset(culprits)
         is_given_up = self.is_diffuse and len(tokens.alone) < self._size

@@ -93,7 +93,7 @@ BROKEN = tuple((1, row, 0) for row in range(Case().rows))
 def test_a_rank_whose_rows_are_all_broken_ends_the_search_on_all(launch: Launch) -> None:
     case = Case(packed=True, planted=((0, 0, 4),), nan=BROKEN)
     ((event,),) = same_events(launch(2, over_a_threshold, case, 1))
-    assert event["error"].startswith("rank 1: each of its rows") and not event["complete"]
+    assert event["error"].startswith("rank 1: ValueError: each of its rows") and not event["complete"]
     assert {(c["rank"], c["row"], c["position"]) for c in event["culprits"]} == {*BROKEN}
 
 

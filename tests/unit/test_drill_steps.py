@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from gradloc import GradLoc, GradLocConfig, drill
 from gradloc.drill import Planted
-from gradloc.measure.micro_batch import MicroBatch, MicroBatchFigures
-from gradloc.measure.passes import Passes
+from gradloc.measure.micro_batch import MicroBatch
 
 VOCABULARY, LENGTH, HEALTHY_ROW = 11, 4, 2
 
@@ -74,7 +73,7 @@ def test_an_overflow_of_the_scale_breaks_no_token_of_the_copy(dtype: torch.dtype
 
 
 class Stub:
-    """A meter and passes that only note which ranks the passes are checked for."""
+    """A meter and two passes that only note which of them are checked."""
 
     def __init__(self) -> None:
         self.checked: list[Any] = []
@@ -89,18 +88,18 @@ class Stub:
     def cancel(self) -> None:
         pass
 
-    whole_micro_batches: Any = Passes.whole_micro_batches
+    def whole_micro_batches(self, _names: object) -> list[str]:
+        return ["first", "second"]
 
-    def check_dummy_inputs(self, ranks: Callable[[], Any]) -> None:
-        self.checked.append(ranks())
+    def check_dummy_inputs(self, subset_of: str) -> None:
+        self.checked.append(subset_of)
 
-    def accumulate(self, subset_of: Callable[[int], Any], read: Callable[[], Any]) -> Any:
+    def accumulate(self, _subset_of: str, read: Callable[[], Any]) -> Any:
         return read()
 
 
-@pytest.mark.parametrize(("reduced", "checked"), [(True, [{0, 1}, {0}]), (False, [])])
-def test_dummy_inputs_are_checked_for_a_reduced_gradient(reduced: bool, checked: list[set[int]]) -> None:
-    units = dict.fromkeys([(0, 0), (0, 1), (1, 0)], MicroBatchFigures(1, 1, 0, 1.0))
+@pytest.mark.parametrize(("reduced", "checked"), [(True, ["first", "second"]), (False, [])])
+def test_dummy_inputs_are_checked_for_a_reduced_gradient(reduced: bool, checked: list[str]) -> None:
     stub: Any = Stub()
-    drill.rerun([], stub, stub, units, reduced)
+    drill.rerun([], stub, stub, {}, reduced)
     assert stub.checked == checked
