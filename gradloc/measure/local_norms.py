@@ -53,7 +53,7 @@ class LocalNorms:
         for flat in self._flats:
             self._hook_flat_parameter(flat)
         for group in self._groups:
-            group.together = group.decided = False
+            group.together = None
         self._recording = True
 
     def stop(self) -> Tensor:
@@ -175,8 +175,8 @@ class LocalNorms:
             in_backward = torch._C._current_graph_task_id() != -1
             for group in groups:
                 # A backward recomputes what was decided in the forward; with reentrant checkpointing, nothing was.
-                if not (in_backward and group.decided):
-                    group.together, group.decided = group.has_only_new_gradients(), True
+                if not in_backward or group.together is None:
+                    group.together = group.has_only_new_gradients()
             for slot in slots:
                 if slot.group is None or not slot.group.together:
                     self._hook_parameter(slot)
@@ -222,8 +222,7 @@ class _Group:
     param_group: Any  # torch's object
     # Those that are measured: (index of the layer, FSDPParam).
     parameters: list[tuple[int, Any]] = field(default_factory=list)
-    together: bool = False  # whether they are measured together in this pass
-    decided: bool = False  # whether that was decided in this pass
+    together: bool | None = None  # whether they are measured together in this pass; None until that is decided
 
     def has_only_new_gradients(self) -> bool:
         """Whether the gradients at the start of the reduction will come from this backward alone.

@@ -21,7 +21,7 @@ from ..fsdp.state import all_reduced, clear_gradients, reset_fsdp, set_rng_state
 from ..fsdp.torch_compat import is_sharded, missing_names
 from ..layers.reduced_norms import ReducedNorms
 from .local_norms import LocalNorms
-from .micro_batch import AllFigures, MicroBatch, MicroBatchName, Token, TokenSubset, suspects
+from .micro_batch import MicroBatch, MicroBatchName, Token, TokenSubset
 
 logger = logging.getLogger(__name__)
 
@@ -229,10 +229,6 @@ class LocalMeter(LocalNorms):
         super().__init__(module, device)
         self.width = collectives.world_size()  # how many probes count as one pass
 
-    def groups(self, figures: AllFigures, threshold: float) -> dict[GroupName, list[MicroBatchName]]:
-        """The groups to search, largest norm first if the norms are known; else each is first measured as a whole."""
-        return {name: [name] for name in suspects(figures, threshold)}
-
     def obtain(
         self, names: Sequence[MicroBatchName], own: Sequence[MicroBatch], scale: float
     ) -> dict[MicroBatchName, MicroBatch]:
@@ -293,23 +289,17 @@ class ReducedMeter:
     def stop(self) -> Tensor:
         return torch.zeros(len(self.layers), dtype=torch.float64, device=self._device)
 
-    def groups(self, figures: AllFigures, threshold: float) -> dict[GroupName, list[MicroBatchName]]:
-        groups: dict[GroupName, list[MicroBatchName]] = {}
-        for rank, index in figures:
-            groups.setdefault((None, index), []).append((rank, index))
-        return groups
-
     def obtain(
         self, names: Sequence[MicroBatchName], own: Sequence[MicroBatch], scale: float
     ) -> dict[MicroBatchName, MicroBatch]:
         # Every rank computes its own data, so all micro-batches are sent at once, without their inputs; one rank sends
         # for all that work on the same data. (An all-gather would pad what each rank sends to the longest.)
         senders = range(0, collectives.world_size(), self._sequence_parallel_size)
-
-        def packed() -> list[MicroBatch]:
-            return [pack(micro_batch.portable(scale, inputs=False)) for micro_batch in own]
-
-        everywhere = [[unpack(each) for each in collectives.broadcast(packed, sender)] for sender in senders]
+        sent = [
+            collectives.broadcast(lambda: [pack(each.portable(scale, inputs=False)) for each in own], sender)
+            for sender in senders
+        ]
+        everywhere = [[unpack(each) for each in of_rank] for of_rank in sent]
         rank = collectives.rank() // self._sequence_parallel_size
         for micro_batch, mine in zip(everywhere[rank], own, strict=True):
             micro_batch.inputs = mine.inputs

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..measure.micro_batch import AllFigures, MicroBatch, MicroBatchName, Token, TokenSubset, movable
+from ..measure.micro_batch import AllFigures, MicroBatch, MicroBatchName, Token, TokenSubset, movable, suspects
 from ..measure.mini_batch import MiniBatch
 from ..measure.passes import GroupName, MakeProbe, Passes
 
@@ -18,7 +18,11 @@ class Groups:
     def __init__(self, mini_batch: MiniBatch, figures: AllFigures, threshold: float) -> None:
         self.meter = mini_batch.model.meter
         self.passes = Passes(mini_batch.model, mini_batch.micro_batches, mini_batch.scale)
-        self.members = self.meter.groups(figures, threshold)
+        # Their micro-batches. The first is the largest, if the norms are known; else each is first measured as a whole.
+        self.members: dict[GroupName, list[MicroBatchName]] = {}
+        for rank, index in figures if self.meter.reduces else suspects(figures, threshold):
+            group = (None if self.meter.reduces else rank, index)
+            self.members.setdefault(group, []).append((rank, index))
         self.micro_batches: dict[MicroBatchName, MicroBatch] = {}
         # The tokens that can be culprits, (rank, row, position) each, int64 of shape (n, 3).
         self.candidates: dict[GroupName, Tensor] = {}

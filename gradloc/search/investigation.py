@@ -151,18 +151,17 @@ class _Investigation:
 
     def _explained(self) -> bool | None:
         """Of a search that ended with culprits; see `Findings`."""
-        broken, members = {row.micro_batch for row in self._broken.rows}, self._groups.members
-        groups = self._search.groups
-        if any(self._is_over_without_tokens(group) for group in self._groups.candidates):
-            return False
-        rests = [
-            groups[name].found.rest if name in groups and not broken & set(members[name]) else None
-            for name in self._groups.candidates
-            if name in groups or self._broken.tokens_of(name)
-        ]
-        if any(rest is not None and rest[0].is_over(rest[1]) for rest in rests):
-            return False
-        return None if None in rests or self._broken_groups or self._broken.may_be_overflow else True
+        broken = {row.micro_batch for row in self._broken.rows}
+        found: set[bool | None] = {None if self._broken_groups or self._broken.may_be_overflow else True}
+        for name in self._groups.candidates:
+            members, searched = self._groups.members[name], self._search.groups.get(name)
+            norm = self.figures[members[0]].norm
+            if searched is not None or self._broken.tokens_of(name):
+                rest = None if searched is None or broken & set(members) else searched.found.rest
+                found.add(None if rest is None else not rest[0].is_over(rest[1]))
+            elif norm is not None and math.isfinite(norm):
+                found.add(False)  # it is over its threshold, and has no token that can move
+        return False if False in found else None if None in found else True
 
     def _part(self, token_set: TokenSet, norm: float | None = None) -> Part:
         rank, micro_batch = token_set.group
@@ -263,12 +262,6 @@ class _Investigation:
                 self._search.add_norm_without_tokens(group, found.norm)
             if self._search.gave_up:
                 self._waiting = []
-
-    def _is_over_without_tokens(self, group: GroupName) -> bool:
-        """Whether a group over its threshold has no token that can move, so that there was nothing to search."""
-        norm = self.figures[self._groups.members[group][0]].norm
-        searched = group in self._search.groups or self._broken.tokens_of(group)
-        return not searched and norm is not None and math.isfinite(norm)
 
     def _open(self) -> None:
         """Adds the next group to the search, or all groups if their norms are unknown. A collective call."""
