@@ -123,9 +123,8 @@ class LayerStatistics:
         """The bound of the next norm under the rules 'zscore' and 'ratio'; None during the warm-up."""
         if self.mean == 0:
             return None
-        if config.rule == "ratio":
-            return max(config.ratio * self.mean, config.min_bound)
-        return max(self.mean + config.z * self.deviation, config.min_bound)
+        wanted = config.ratio * self.mean if config.rule == "ratio" else self.mean + config.z * self.deviation
+        return max(wanted, config.min_bound)
 
     def target(self, norm: float, bound: float, config: LayerClipConfig) -> float:
         """What a norm over its bound is scaled to: that, or ZClip's reciprocal (arXiv 2504.02507) for one layer."""
@@ -257,9 +256,7 @@ class LayerClip:
             if layer["bound"] and math.isfinite(layer["norm"])
         ]
         if ratios:
-            ratio, tightest = max(ratios)
-            metrics["actor/layer_clip/tightest_layer"] = tightest
-            metrics["actor/layer_clip/norm_max_ratio"] = ratio
+            metrics["actor/layer_clip/norm_max_ratio"], metrics["actor/layer_clip/tightest_layer"] = max(ratios)
         if self._config.log_layers:
             for layer in self.layers:
                 metrics[f"actor/layer_clip/norm/{layer}"] = [step[layer]["norm"] for step in steps]

@@ -137,9 +137,8 @@ class LocalNorms:
                     grouped[owner, attribute] = group, parameter
         slots: dict[nn.Module, list[_Slot]] = {}
         for name, (owner, attribute, fsdp_module) in places.items():
-            of_group = None
-            if (owner, attribute) in grouped:
-                of_group, parameter = grouped[owner, attribute]
+            of_group, parameter = grouped.get((owner, attribute), (None, None))
+            if of_group is not None:
                 of_group.parameters.append((layers[name], parameter))
             slots.setdefault(fsdp_module, []).append(_Slot(owner, attribute, layers[name], of_group))
         for fsdp_module, of_module in slots.items():

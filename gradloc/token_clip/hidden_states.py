@@ -5,7 +5,6 @@
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -16,35 +15,11 @@ from ..layers.layer_names import layer_name
 # Encoders of other modalities, whose hidden states are not those of the tokens.
 _OTHER_MODALITY = re.compile(r"visual|vision|image|audio|speech")
 
-# `(boundary, hidden states) -> None`, called with hidden states that require a gradient.
-Seen = Callable[[str, Tensor], None]
-
-
-def hook_boundaries(module: nn.Module, seen: Seen) -> list[str]:
-    """Has `seen` called with the output of the embedding and of every decoder layer, in each forward with gradients.
-
-    A forward that gradient checkpointing recomputes calls it as well. Gradients flow through the tensors of one of the
-    two only: with reentrant checkpointing through the recomputed ones, otherwise through those of the first forward.
-    The boundaries' names, in the order of the forward, are "embed_tokens", "layers.0", ….
-
-    Raises:
-        ValueError: The model has no list of decoder layers.
-    """
-    boundaries = find_boundaries(module)
-    if not boundaries:
-        raise ValueError(
-            f"token_clip finds no list of decoder layers in this model ({type(module).__name__}): set "
-            "actor_rollout_ref.actor.token_clip.enable=False."
-        )
-    for boundary, owner in boundaries.items():
-        owner.register_forward_hook(partial(_see_output, seen, boundary))
-    return list(boundaries)
-
 
 def find_boundaries(module: nn.Module) -> dict[str, nn.Module]:
     """The modules whose outputs are hidden states, the embedding and the decoder layers, in the order of the forward.
 
-    They are given by name; there are none if the model has no list of decoder layers.
+    They are given by name: "embed_tokens", "layers.0", …; there are none if the model has no list of decoder layers.
     """
     # The decoder layers are the longest list of modules that is in no other list, nor in another encoder.
     lists = [
@@ -64,12 +39,6 @@ def find_boundaries(module: nn.Module) -> dict[str, nn.Module]:
     list_name, layers = max(lists, key=lambda each: len(each[1]))
     found += [(f"{list_name}.{i}", layer) for i, layer in enumerate(layers)]
     return {layer_name(f"{name}.weight"): owner for name, owner in found}
-
-
-def _see_output(seen: Seen, boundary: str, _module: nn.Module, _inputs: object, output: object) -> None:
-    hidden = output[0] if isinstance(output, (tuple, list)) else output
-    if isinstance(hidden, Tensor) and hidden.requires_grad and torch.is_grad_enabled():
-        seen(boundary, hidden)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from ..fsdp import collectives
 from ..guarded import guarded, warn_once
 from ..layers.layer_clip import saved_statistics
 from .bounds import TokenClipConfig, UsualSignal, cut, is_over
-from .hidden_states import Positions, hook_boundaries
+from .hidden_states import Positions, find_boundaries
 from .watched_pass import LOG_PROBS, VALUES, WatchedPass, cut_tokens, largest_tokens, outliers, own_tokens
 
 logger = logging.getLogger(__name__)
@@ -50,7 +51,15 @@ class TokenClip:
         self._device = torch.device(device)
         self._sequence_parallel_size = sequence_parallel_size
         self._rank, self._part = divmod(collectives.rank(), sequence_parallel_size)
-        self.boundaries = [*hook_boundaries(module, self._hook), LOG_PROBS]  # in the order of the forward
+        modules = find_boundaries(module)
+        if not modules:
+            raise ValueError(
+                f"token_clip finds no list of decoder layers in this model ({type(module).__name__}): set "
+                "actor_rollout_ref.actor.token_clip.enable=False."
+            )
+        for boundary, owner in modules.items():
+            owner.register_forward_hook(partial(self._watch_output, boundary))
+        self.boundaries = [*modules, LOG_PROBS]  # in the order of the forward
         self._usual = {boundary: UsualSignal() for boundary in self.boundaries}
         self._tokens = 0.0  # of all ranks in a mini-batch, those with a weight in the loss
         self._said: set[str] = set()
@@ -98,8 +107,7 @@ class TokenClip:
         current.scaling = 1 / (scale * of_rows)
         current.scaled = scale != 1
         current.read_tokens = read_tokens
-        if log_prob.requires_grad:
-            self._hook(LOG_PROBS, log_prob)
+        self._watch(LOG_PROBS, log_prob)
 
     def end_pass(self) -> None:
         """Stops watching a training pass; called after its backward."""
@@ -233,10 +241,20 @@ class TokenClip:
     def _by_boundary(self, values: Tensor) -> dict[str, Any]:
         return dict(zip(self.boundaries, values.tolist(), strict=True))
 
-    def _hook(self, boundary: str, values: Tensor) -> None:
-        """Watches the gradient of hidden states or log-probs, if they are a pass's."""
+    def _watch_output(self, boundary: str, _module: nn.Module, _inputs: object, output: object) -> None:
+        """Watches the hidden states that a module returns.
+
+        A forward that gradient checkpointing recomputes comes here as well. Gradients flow through the tensors of one
+        of the two only: with reentrant checkpointing through the recomputed ones, otherwise through the first ones.
+        """
+        hidden = output[0] if isinstance(output, (tuple, list)) else output
+        if isinstance(hidden, Tensor) and torch.is_grad_enabled():
+            self._watch(boundary, hidden)
+
+    def _watch(self, boundary: str, values: Tensor) -> None:
+        """Watches the gradient of hidden states or log-probs, if they are a pass's and have one."""
         current = self._current
-        if current is not None:
+        if current is not None and values.requires_grad:
             values.register_hook(lambda gradient: self._see(current, boundary, gradient))
 
     @torch.no_grad()
