@@ -105,8 +105,11 @@ class BrokenGradients:
             named = nonfinite & (mask | ~(nonfinite & mask).any(1, keepdim=True)) & ~bad.any(1, keepdim=True)
             self.tokens += [(name, row, position) for row, position in named.nonzero().tolist()]
 
-    def suspect_rows(self, group: GroupName) -> None:
-        """Queues all rows of a group for `narrow`: its gradient is broken although none of its tokens is."""
+    def add_group(self, group: GroupName) -> None:
+        """Adds a group and queues its rows for `narrow`: its gradient is broken although none of its tokens is."""
+        if group in self.groups:
+            return
+        self.groups.append(group)
         for name, tokens in self._of.tokens(group).items():
             mask = uncut(tokens)
             for row in mask.any(1).nonzero().flatten().tolist():

@@ -92,11 +92,6 @@ class _Investigation:
         self._broken = BrokenGradients(self.global_norm, figures, self._groups)
 
     @property
-    def _broken_groups(self) -> list[GroupName]:
-        """The groups whose gradient is non-finite even without any token."""
-        return self._broken.groups + self._search.broken
-
-    @property
     def _ended(self) -> bool:
         """Whether the search ended by itself, not by an error or the budget."""
         settled = not self._broken.unsettled
@@ -145,14 +140,14 @@ class _Investigation:
             return "tokens"
         if self._broken.may_be_overflow:
             return "overflow"
-        if self._broken_groups:
+        if self._broken.groups:
             return "nonfinite"
         return "diffuse" if ended else "incomplete"
 
     def _explained(self) -> bool | None:
         """Of a search that ended with culprits; see `Findings`."""
         broken = {row.micro_batch for row in self._broken.rows}
-        found: set[bool | None] = {None if self._broken_groups or self._broken.may_be_overflow else True}
+        found: set[bool | None] = {None if self._broken.groups or self._broken.may_be_overflow else True}
         for name in self._groups.candidates:
             members, searched = self._groups.members[name], self._search.groups.get(name)
             norm = self.figures[members[0]].norm
@@ -240,12 +235,10 @@ class _Investigation:
         for probe, norms in zip(probes, squares.sqrt().tolist(), strict=True):
             if probe.is_single:
                 self._record_alone(self._groups.tokens_of(probe.group, *probe.candidates)[0], norms)
-        known = set(self._search.broken)
         with collectives.raised_on_all_ranks(self._device):
             self._search.add_measurements(list(zip(probes, squares.sum(1).sqrt().tolist(), strict=True)))
             for group in self._search.broken:
-                if group not in known:
-                    self._broken.suspect_rows(group)
+                self._broken.add_group(group)
 
     def _record_alone(self, token: Token, norms: list[float]) -> None:
         name, row, position = token
@@ -290,8 +283,7 @@ class _Investigation:
             healthy = not any(nonfinite_log_probs(t).any() for t in tokens)
             self._search.add_group(group, norm, suspicion, weights, healthy, may_overflow)
         elif norm is not None and not math.isfinite(norm) and not may_overflow:
-            self._broken.groups.append(group)
-            self._broken.suspect_rows(group)
+            self._broken.add_group(group)
 
     def _measure_micro_batches_of_culprits(self) -> None:
         """Measures the unknown norms of micro-batches with culprits, within the budget. A collective call."""
