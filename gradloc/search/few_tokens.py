@@ -105,7 +105,7 @@ class FewTokens:
         # How many tokens that were expected to explain the spike were not over τ, since the last one that was.
         self._misled = 0
         self._vain = 0  # how many passes in a row have found no token over τ and no rest under its threshold
-        self._likeliest: list[int] = []  # the order of the first estimate
+        self._likeliest = estimate(tokens, self._rests).order
         self._bisection: Bisection | None = None
         self._passes_left = math.inf  # how many more passes it may take; infinite unless curtailed
 
@@ -198,12 +198,10 @@ class FewTokens:
 
     def _search(self, count: int, passes_left: float) -> list[TokenSet] | None:
         """The next probes while the spike may be explained; None if it is diffuse."""
-        if self.unnamed > self._passes_left * count:
+        is_late = self.unnamed > self._passes_left * count or self._passes_left <= 0
+        if is_late or self._vain > patience(self._size, count):
             return None
         found = estimate(self.tokens, self._rests)
-        self._likeliest = self._likeliest or found.order
-        if self._vain > patience(self._size, count) or self._passes_left <= 0:
-            return None
         needed, enough = self._expect(found), self._smallest_enough
         most = min(self._most if self._few_expected else self._few, self._passes_left * count)
         if self._misled < SAMPLE and (enough or needed <= most):
