@@ -66,7 +66,6 @@ class Passes:
         self.count = 0
         self.scale = scale
         self._model = model
-        self._module = model.module
         self._own = own
         # A row with only finite values, so that its gradient with zero coefficients is zero; None if there is none.
         healthy = (
@@ -80,7 +79,7 @@ class Passes:
         try:
             return self.accumulate(subset_of, read, reduce=reduce)
         finally:
-            clear_gradients(self._module)
+            clear_gradients(self._model.module)
 
     def accumulate(
         self,
@@ -110,18 +109,18 @@ class Passes:
         is_rehearsal = recorded.needs_rehearsal
 
         def run() -> None:
-            with all_reduced(self._module) if reduce else unreduced(self._module):
+            with all_reduced(self._model.module) if reduce else unreduced(self._model.module):
                 self._forward_backward(subset_of(self._model.rank), own_index)
             found.append(read())
 
         try:
-            recorded.run(run, self._model.device, is_sharded(self._module))
+            recorded.run(run, self._model.device, is_sharded(self._model.module))
         except Exception as caught:
             error = caught
         try:
             # After a rehearsal also without an error: so it is known that this works.
             if is_rehearsal or not found:
-                reset_fsdp(self._module)
+                reset_fsdp(self._model.module)
             if not found and self._model.recover is not None:
                 self._model.recover()
         except Exception as caught:

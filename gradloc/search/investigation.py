@@ -92,18 +92,14 @@ class _Investigation:
         self._broken = BrokenGradients(self.global_norm, figures, self._groups)
 
     @property
-    def _ended(self) -> bool:
-        """Whether the search ended by itself, not by an error or the budget."""
-        settled = not self._broken.unsettled
-        return self.error is None and settled and not self._waiting and not self._search.open_sets
-
-    @property
     def _culprits(self) -> list[Token]:
         return self._broken.culprits + [self._groups.tokens_of(*culprit)[0] for culprit in self._search.culprits]
 
     def findings(self) -> Findings:
         """What was found so far."""
-        search, ended, culprits = self._search, self._ended, self._culprits
+        search, culprits = self._search, self._culprits
+        # Whether the search ended by itself, not by an error or the budget.
+        ended = self.error is None and not (self._broken.unsettled or self._waiting or search.open_sets)
         # Whether a group is diffuse; in an exhaustive search, whether a token set was given up.
         left = bool(search.diffuse if self.config.bisect_until == "explained" else search.given_up)
         rests = {name: search.groups[name].found.rest for name in self._groups.members if name in search.groups}
