@@ -77,21 +77,20 @@ class ReducedNorms:
             if isinstance(child, FSDPModule):
                 child.reshard()
         pieces = list(_pieces(module))
-        layers = layers_by_parameter(piece.name for piece in pieces)
-        trainable = [piece for piece in pieces if piece.trainable]
-        self.layers: list[str] = list(dict.fromkeys(layers[piece.name] for piece in trainable))
+        by_name = layers_by_parameter(piece.name for piece in pieces)
+        self._pieces = [piece for piece in pieces if piece.trainable]
+        layers = [by_name[piece.name] for piece in self._pieces]
+        self.layers = list(dict.fromkeys(layers))
+        self._layers = [self.layers.index(layer) for layer in layers]  # by piece
         self.numels = [0] * len(self.layers)  # the number of trainable parameters (elements) in each layer
-        self._pieces: list[tuple[int, _Piece]] = []
-        for piece in trainable:
-            layer = self.layers.index(layers[piece.name])
+        for layer, piece in zip(self._layers, self._pieces, strict=True):
             self.numels[layer] += piece.numel
-            self._pieces.append((layer, piece))
         self._device = device
         # Also if nothing is sharded: all ranks must make the same decisions.
         self._summed = world_size() > 1 and any(isinstance(child, _FSDP) for child in module.modules())
         # By piece its layer and its replicas' weight: the sum is over all of them.
-        self._layer_of = torch.tensor([layer for layer, _ in self._pieces], device=device)
-        shares = [piece.shards / world_size() if self._summed else 1.0 for _, piece in self._pieces]
+        self._layer_of = torch.tensor(self._layers, device=device)
+        shares = [piece.shards / world_size() if self._summed else 1.0 for piece in self._pieces]
         self._share_of = torch.tensor(shares, dtype=torch.float64, device=device)
 
     def squared_norms(self) -> Tensor:
@@ -139,20 +138,20 @@ class ReducedNorms:
             # Not isfinite(): of the whole gradient, that takes memory.
             own[i] = not torch.linalg.vector_norm(gradient, math.inf).isfinite()
         by_piece = self.add_up(own).tolist()
-        names = [plain_name(piece.name) for (_, piece), broken in zip(self._pieces, by_piece, strict=True) if broken]
+        names = [plain_name(piece.name) for piece, broken in zip(self._pieces, by_piece, strict=True) if broken]
         return {"count": len(names), "of": len(self._pieces), "names": names[::-1][:_NAMED]}
 
     @torch.no_grad()
     def scale_(self, factors: Mapping[int, float]) -> None:
         """Multiplies the gradients of some layers, given by their index, in place."""
-        layers = ((self._pieces[i][0], gradient) for i, gradient in self._parts().items())
+        layers = ((self._layers[i], gradient) for i, gradient in self._parts().items())
         found = [(gradient, factors[layer]) for layer, gradient in layers if layer in factors]
         if found:
             torch._foreach_mul_([gradient for gradient, _ in found], [factor for _, factor in found])
 
     def _parts(self, of_weights: bool = False) -> dict[int, Tensor]:
         """This rank's parts of the gradients that there are, or of the weights, by the index of their pieces."""
-        parts = {i: piece.weights() if of_weights else piece.gradient() for i, (_, piece) in enumerate(self._pieces)}
+        parts = {i: piece.weights() if of_weights else piece.gradient() for i, piece in enumerate(self._pieces)}
         return {i: part for i, part in parts.items() if part is not None and part.numel() > 0}
 
 

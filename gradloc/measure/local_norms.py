@@ -51,7 +51,10 @@ class LocalNorms:
         """Starts recording; an earlier recording is discarded."""
         self.cancel()
         for flat in self._flats:
-            self._hook_flat_parameter(flat)
+            if flat.parameter.requires_grad and not flat.hooked:
+                hook = self._guarded(partial(self._measure_flat, flat))
+                self._removers.append(flat.parameter.register_hook(hook).remove)
+                flat.hooked = True
         for group in self._groups:
             group.together = None
         self._recording = True
@@ -142,7 +145,7 @@ class LocalNorms:
                 of_group.parameters.append((layers[name], parameter))
             slots.setdefault(fsdp_module, []).append(_Slot(owner, attribute, layers[name], of_group))
         for fsdp_module, of_module in slots.items():
-            handle = fsdp_module.register_forward_pre_hook(self._guarded(self._pre_forward_hook(of_module)))
+            handle = fsdp_module.register_forward_pre_hook(self._guarded(partial(self._before_forward, of_module)))
             self._removers.append(handle.remove)
 
     def _name_layers(self, names: Iterable[str]) -> dict[str, int]:
@@ -151,36 +154,24 @@ class LocalNorms:
         self.layers = list(dict.fromkeys(layers.values()))
         return {name: self.layers.index(layer) for name, layer in layers.items()}
 
-    def _hook_flat_parameter(self, flat: "_Flat") -> None:
-        if flat.hooked or not flat.parameter.requires_grad:
-            return
-
-        def hook(gradient: Tensor) -> None:
-            self._note([(layer, gradient[start:stop]) for layer, start, stop in flat.pieces()])
-
-        self._removers.append(flat.parameter.register_hook(self._guarded(hook)).remove)
-        flat.hooked = True
+    def _measure_flat(self, flat: "_Flat", gradient: Tensor) -> None:
+        self._note(flat.pieces(gradient))
 
     def _measure_group(self, group: "_Group") -> None:
         if group.together:
             self._note(group.gradients())
 
-    def _pre_forward_hook(self, slots: "list[_Slot]"):
-        groups = list({id(slot.group): slot.group for slot in slots if slot.group is not None}.values())
-
-        def hook(_module: nn.Module, _args: object) -> None:
-            if not torch.is_grad_enabled():
-                return
-            in_backward = torch._C._current_graph_task_id() != -1
-            for group in groups:
-                # A backward recomputes what was decided in the forward; with reentrant checkpointing, nothing was.
-                if not in_backward or group.together is None:
-                    group.together = group.has_only_new_gradients()
-            for slot in slots:
-                if slot.group is None or not slot.group.together:
-                    self._hook_parameter(slot)
-
-        return hook
+    def _before_forward(self, slots: "list[_Slot]", _module: nn.Module, _args: object) -> None:
+        if not torch.is_grad_enabled():
+            return
+        in_backward = torch._C._current_graph_task_id() != -1
+        for group in {id(slot.group): slot.group for slot in slots if slot.group is not None}.values():
+            # A backward recomputes what was decided in the forward; with reentrant checkpointing, nothing was.
+            if not in_backward or group.together is None:
+                group.together = group.has_only_new_gradients()
+        for slot in slots:
+            if slot.group is None or not slot.group.together:
+                self._hook_parameter(slot)
 
     def _hook_parameter(self, slot: "_Slot") -> None:
         parameter: Tensor = getattr(slot.owner, slot.attribute)
@@ -204,13 +195,14 @@ class _Flat:
     parts: list[tuple[int, int, int, Tensor]]
     hooked: bool = False
 
-    def pieces(self) -> list[tuple[int, int, int]]:
-        """(layer, start, stop) of its trainable parts; neighbours in a layer are one piece, with zeros between them."""
+    def pieces(self, gradient: Tensor) -> list[tuple[int, Tensor]]:
+        """Those of its trainable parts, each with the index of its layer; neighbours in a layer are one piece."""
         found = []
         for (layer, trains), neighbours in groupby(self.parts, key=lambda part: (part[0], part[3].requires_grad)):
             if trains:
                 (_, start, stop, _), *others = neighbours
-                found.append((layer, start, others[-1][2] if others else stop))
+                # There are only zeros between neighbours.
+                found.append((layer, gradient[start : others[-1][2] if others else stop]))
         return found
 
 
