@@ -24,7 +24,7 @@ from ..search.findings import Findings, Part
 from ..threshold import largest_first
 from ..version import __version__
 from .ordinary import largest_tokens, ordinary_counts, ordinary_shares, token_medians
-from .token_facts import response_kl, response_window, token_evidence
+from .token_facts import response_kl, response_window, token_evidence, token_facts
 from .writer import SCHEMA, now
 
 # What is known of a culprit, for which the search has no use: see `_facts`.
@@ -49,9 +49,12 @@ def token_facts_of(mini_batch: MiniBatch, tokens: Sequence[Token]) -> dict[Token
 
 
 def _own_facts(mini_batch: MiniBatch, culprits: Sequence[Token]) -> dict[Token, Facts]:
-    indices = {index for (_, index), _, _ in culprits}
-    columns = {i: mini_batch.micro_batches[i].portable(mini_batch.scale, inputs=False).tokens for i in indices}
-    return {(name, row, position): _facts(columns[name[1]], row, position) for name, row, position in culprits}
+    found: dict[Token, Facts] = {}
+    for index in {index for (_, index), _, _ in culprits}:
+        columns = mini_batch.micro_batches[index].portable(mini_batch.scale, inputs=False).tokens
+        of_all = token_facts(columns)
+        found |= {token: _facts(columns, of_all, *token[1:]) for token in culprits if token[0][1] == index}
+    return found
 
 
 # How many of the largest tokens an event lists for a spike without a culprit.
@@ -86,21 +89,17 @@ def build_event(
     more: Mapping[str, Any] = MappingProxyType({}),
     keep: Callable[[Mapping[str, Any]], str | None] = lambda event: None,
 ) -> dict[str, Any]:
-    """The event of a search, on rank 0. A collective call.
+    """The event of a search, on every rank. A collective call.
 
     Args:
         mini_batch (MiniBatch): The gradient with the spike.
         ordinary (OrdinaryGradient): What an earlier mini-batch says of ordinary tokens.
         where (Mapping): `global_step`, `epoch`, `mini_batch` and `steps_since_resume`.
         started (float): What `time.perf_counter` gave when the search began.
-        warnings (Callable): Returns what `RunChecks.warnings` does; called on rank 0.
+        warnings (Callable): Returns what `RunChecks.warnings` does.
         medians (Mapping, optional): What `token_medians` gave in training; by default, that of this mini-batch.
         more (Mapping): `layer_clip` and `drill`, where there is one, the same on every rank.
         keep (Callable): Keeps the event's bundle, and returns its folder; called on every rank.
-
-    Returns:
-        dict: On other ranks, only what all need: what metrics count, the error, and the places of the culprits, which
-            the rank that has them is to describe.
     """
     model = mini_batch.model
     culprits = sorted(findings.culprits, key=lambda token: largest_first(findings.alone(token).grad_norm))
@@ -116,38 +115,30 @@ def build_event(
         return counts, ordinary.own_sums(), time.perf_counter() - started
 
     counts, sums, seconds = zip(*collectives.exchange(own)[:: model.sequence_parallel_size], strict=True)
-    event: dict[str, Any] = {
-        **where,
-        "action": action,
-        "applied": done.applied,
-        "culprits": [_place(findings, token) for token in culprits],
-        "passes": findings.passes + done.passes,
-        "out_of_time": findings.out_of_time,
-        "seconds": max(seconds),
-        "error": findings.error or done.error,
-        "drill": None,
-        **more,
-    }
     with collectives.raised_on_all_ranks(model.device):
-        if collectives.rank() == 0:
-            fields = {
-                **_findings(findings, medians),
-                **event,
-                "time": now(),
-                "culprits": [_culprit(findings, token, facts[token], medians) for token in culprits],
-                "trigger": _trigger(mini_batch, findings),
-                "global_norm": mini_batch.global_norm(),
-                "global_threshold": mini_batch.global_threshold(findings.threshold),
-                "ordinary_layer_norms": _ordinary_layer_norms(findings)
-                or ordinary.layer_norms(sums, model.meter.layers),
-                "broken_parameters": mini_batch.broken_parameters,
-                "search": model.meter.kind,
-                "world_size": model.data_parallel_size,
-                "loss_scale": mini_batch.scale,
-            }
-            measured = _measured_shares(findings, under, facts, medians)
-            unusual = _why_unusual(findings, ordinary)
-            event = whole_event(fields, ordinary_shares(counts), warnings(), measured, unusual)
+        fields = {
+            **_findings(findings, medians),
+            **where,
+            "action": action,
+            "applied": done.applied,
+            "seconds": max(seconds),
+            "time": now(),
+            "culprits": [_culprit(findings, token, facts[token], medians) for token in culprits],
+            "passes": findings.passes + done.passes,
+            "error": findings.error or done.error,
+            "trigger": _trigger(mini_batch, findings),
+            "global_norm": mini_batch.global_norm(),
+            "global_threshold": mini_batch.global_threshold(findings.threshold),
+            "ordinary_layer_norms": _ordinary_layer_norms(findings) or ordinary.layer_norms(sums, model.meter.layers),
+            "broken_parameters": mini_batch.broken_parameters,
+            "search": model.meter.kind,
+            "world_size": model.data_parallel_size,
+            "loss_scale": mini_batch.scale,
+            **more,
+        }
+        measured = _measured_shares(findings, under, facts, medians)
+        unusual = _why_unusual(findings, ordinary)
+        event = whole_event(fields, ordinary_shares(counts), warnings(), measured, unusual)
     return {**event, "replay": keep(event)}
 
 
@@ -368,15 +359,15 @@ def _without_tokens(findings: Findings) -> dict[str, Any] | None:
     }
 
 
-def _place(findings: Findings, token: Token) -> dict[str, int]:
-    """Where a token is."""
-    return {"rank": token[0][0], "micro_batch": token[0][1], "row": findings.row(token), "position": token[2]}
+def _place(name: MicroBatchName, row: int, position: int) -> dict[str, int]:
+    """Where a token is; the row is that in its rank's mini-batch."""
+    return {"rank": name[0], "micro_batch": name[1], "row": row, "position": position}
 
 
 def _culprit(findings: Findings, token: Token, facts: Facts, medians: Medians) -> dict[str, Any]:
     alone = findings.alone(token)
     found = {
-        **_place(findings, token),
+        **_place(token[0], findings.row(token), token[2]),
         "grad_norm": alone.grad_norm,
         "threshold": findings.threshold,
         "share": findings.share(token),
@@ -393,15 +384,12 @@ def _suspected_tokens(micro_batches: Mapping[MicroBatchName, MicroBatch], median
         name: torch.where(movable(each.tokens), each.tokens["suspicion"], -math.inf)
         for name, each in micro_batches.items()
     }
+    largest = largest_tokens(suspicions, SUSPECTED)
+    of_all = {name: token_facts(micro_batches[name].tokens) for name in {name for name, _, _ in largest}}
     found = []
-    for name, row, position in largest_tokens(suspicions, SUSPECTED):
-        facts = {
-            "rank": name[0],
-            "micro_batch": name[1],
-            "row": micro_batches[name].rows[row],
-            "position": position,
-            **_facts(micro_batches[name].tokens, row, position),
-        }
+    for name, row, position in largest:
+        place = _place(name, micro_batches[name].rows[row], position)
+        facts = {**place, **_facts(micro_batches[name].tokens, of_all[name], row, position)}
         # Suspicion is not finite where the log-prob or the coefficient is not, and then no gradient is. Of the layers
         # nothing is known.
         sources = classify({**facts, "grad_norm": facts["suspicion"], "layer_norms": {}}, medians)
@@ -409,11 +397,11 @@ def _suspected_tokens(micro_batches: Mapping[MicroBatchName, MicroBatch], median
     return found
 
 
-def _facts(tokens: Mapping[str, Tensor], row: int, position: int) -> Facts:
-    """What is known of a token, and of the tokens around it in its response."""
+def _facts(tokens: Mapping[str, Tensor], of_all: Mapping[str, Tensor], row: int, position: int) -> Facts:
+    """What is known of a token, of which `of_all` are the `token_facts`, and of those around it in its response."""
     suspicion = tokens["suspicion"][row]
     return {
-        **token_evidence(tokens, row, position),
+        **token_evidence(tokens, row, position, of_all),
         "suspicion": float(suspicion[position]),
         "response_suspicion": response_window(suspicion, tokens["response_mask"][row], position),
         "response_kl": response_kl(tokens, row, position),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..measure.alignment import find_turns, misplaced, turn_starts
+from ..measure.alignment import find_turns, from_there_on, misplaced, starts_turn, turn_starts
 from .writer import WINDOW, window_start
 
 # A log-prob that differs from the rollout's by more than this is misaligned.
@@ -18,8 +18,6 @@ MISALIGNED_NATS = 1.0
 MISMATCH_SURPLUS = 4
 # Before that, at most this share of the tokens is.
 MISALIGNED_BEFORE = 0.2
-# A turn begins it if it begins in one of the turn's first tokens: the first may be as likely as the sampled one.
-TURN_START = 3
 
 # The facts that are given.
 _NUMBERS: tuple[str, ...] = ("weight", "coefficient", "advantage", "log_prob", "old_log_prob", "ref_log_prob")
@@ -58,13 +56,16 @@ def token_facts(tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return facts
 
 
-def token_evidence(tokens: Mapping[str, Tensor], row: int, position: int) -> dict[str, Any]:
+def token_evidence(
+    tokens: Mapping[str, Tensor], row: int, position: int, facts: Mapping[str, Tensor] | None = None
+) -> dict[str, Any]:
     """The facts about one token that need no gradient.
 
     Args:
         tokens (Mapping[str, Tensor]): Tensors of shape (rows, response length): `response_mask`, `token_id`, `weight`,
             `coefficient`, `log_prob`, and if available `advantage`, `old_log_prob`, `ref_log_prob`, `entropy`,
             `rollout_log_prob`, `kl_coefficient` (the KL loss's part of `coefficient`) and `after_eos`.
+        facts (Mapping[str, Tensor], optional): Their `token_facts`, if they are known.
 
     Returns:
         dict: Numbers; None if there is no data. `misaligned_share` is the fraction of the response's tokens whose
@@ -73,7 +74,8 @@ def token_evidence(tokens: Mapping[str, Tensor], row: int, position: int) -> dic
             `response_length` the number of the response's tokens. `mismatch_start` is the index in the response, and
             `mismatch_turn` the turn, that `find_mismatch` gives.
     """
-    facts = token_facts(tokens)  # of all rows: what is usual in them tells what is not
+    if facts is None:
+        facts = token_facts(tokens)
     here = {name: of[row, position if of.shape[1] > 1 else 0].item() for name, of in facts.items()}
     names = (*_NUMBERS, "after_eos", "ratio", "rollout_ratio", "sequence_ratio", "misaligned_share")
     names += ("misplaced", "response_length")
@@ -124,8 +126,7 @@ def find_mismatch(tokens: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         return nowhere, torch.zeros_like(nowhere)
     difference = tokens["log_prob"].double() - tokens["rollout_log_prob"].double()
     off = off_the_rollout(difference) & mask
-    surplus = (2 * off.long() - mask.long()).flip(1).cumsum(1).flip(1)
-    surplus = torch.where(mask, surplus, 0)
+    surplus = torch.where(mask, from_there_on(2 * off.long() - mask.long()), 0)
     most = surplus.amax(1, keepdim=True)
     position = torch.arange(mask.shape[1], device=mask.device)
     start = torch.where(mask & (surplus == most), position, mask.shape[1] - 1).amin(1, keepdim=True)
@@ -133,10 +134,8 @@ def find_mismatch(tokens: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     usual = (off & before).sum(1, keepdim=True) <= MISALIGNED_BEFORE * before.sum(1, keepdim=True)
     begins = (most >= MISMATCH_SURPLUS) & usual
     turns = find_turns(mask)
-    turn = turns.gather(1, start)
-    place_in_turn = (before & (turns == turn)).sum(1, keepdim=True)
-    is_at_turn = begins & (turn > 1) & (place_in_turn < TURN_START)
-    return torch.where(begins, start, nowhere), torch.where(is_at_turn, turn, 0)
+    is_at_turn = begins & starts_turn(turns, start)
+    return torch.where(begins, start, nowhere), torch.where(is_at_turn, turns.gather(1, start), 0)
 
 
 def off_the_rollout(difference: Tensor) -> Tensor:

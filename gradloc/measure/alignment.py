@@ -46,6 +46,7 @@ MOST_ROWS = 1024
 LOST_TOKENS = 6  # from where on log-probs have no relation
 LOST_MOST = 0.7  # of the tokens, each
 LOST_SPREAD = 0.7  # and so far apart, as a part of how far b is from its mean
+TURN_START = 3  # what begins in one of a turn's first tokens begins with it: the first may be as likely as the sampled
 
 
 class Alignment(NamedTuple):
@@ -91,7 +92,7 @@ def align(first: Tensor, second: Tensor, mask: Tensor) -> Alignment:
         nearer, farther = ((sign * difference > LEAST_GAP).float() for sign in (1, -1))
         parts = [here, there, difference.abs(), difference.square(), nearer, farther]
         sums.append(torch.stack([part.sum() for part in parts]))
-        *parts, count = (_from_there_on(part) for part in (*parts, compared.float()))
+        *parts, count = (from_there_on(part) for part in (*parts, compared.float()))
         gain, at = (parts[0] - parts[1]).masked_fill(~compared, -math.inf).max(1, keepdim=True)
         of_tail, tokens = [part.gather(1, at) for part in parts], count.gather(1, at)
         of_all = [part[:, :1] for part in parts]
@@ -140,7 +141,7 @@ def _lost_from(distance: Tensor, b: Tensor, counted: Tensor) -> Tensor:
     """
     if not counted.shape[1]:
         return counted.new_zeros((len(counted), 1), dtype=torch.int64)
-    after, count = _from_there_on(torch.where(counted, distance, 0.0)), _from_there_on(counted.float())
+    after, count = from_there_on(torch.where(counted, distance, 0.0)), from_there_on(counted.float())
     mean = after / count.clamp(min=1)
     before = (after[:, :1] - after) / (count[:, :1] - count).clamp(min=1)
     possible = counted & (count >= LOST_TOKENS) & (count[:, :1] - count >= LEAST_TOKENS)
@@ -177,7 +178,7 @@ def _last(mask: Tensor) -> Tensor:
     return torch.where(mask, torch.arange(mask.shape[1], device=mask.device), 0).amax(1, keepdim=True)
 
 
-def _from_there_on(values: Tensor) -> Tensor:
+def from_there_on(values: Tensor) -> Tensor:
     """The sum from each position to the end."""
     return values.flip(1).cumsum(1).flip(1)
 
@@ -339,10 +340,10 @@ def turn_starts(mask: Tensor) -> Tensor:
     return starts
 
 
-def starts_turn(turn: Tensor, start: Tensor, within: int = 3) -> Tensor:
+def starts_turn(turn: Tensor, start: Tensor) -> Tensor:
     """Whether a position is one of the first tokens of a turn after the first, bool of start's shape (rows, 1)."""
     here = turn.gather(1, start)
-    before = turn.gather(1, (start - within).clamp(min=0))
+    before = turn.gather(1, (start - TURN_START).clamp(min=0))
     return (here > 1) & (before != here)
 
 
