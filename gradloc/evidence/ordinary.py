@@ -33,7 +33,7 @@ def ordinary_counts(
     Returns:
         Tensor: float64, (1 + rules,): how many they are, and for how many each of `HOLDS` does; NaN where unknown.
     """
-    counts = torch.zeros(1 + len(HOLDS), dtype=torch.float64)
+    counts, unknown = torch.zeros(1 + len(HOLDS), dtype=torch.float64), torch.tensor(math.nan, dtype=torch.float64)
     for index, micro_batch in enumerate(micro_batches):
         # The numbers from which a culprit's facts are made.
         tokens = micro_batch.portable(scale, inputs=False).tokens
@@ -42,10 +42,9 @@ def ordinary_counts(
             if at == index:
                 ordinary[row, position] = False
         facts = {**token_facts(tokens), "grad_norm": torch.where(tokens["broken"].bool(), math.nan, 1.0)}
-        holding = {name: (ordinary & holds(facts, medians)).sum() for name, holds in HOLDS.items()}
-        if not {"rollout_log_prob", "old_log_prob"} <= tokens.keys():
-            holding[APART] = torch.tensor(math.nan, dtype=torch.float64)
-        counts += torch.stack([ordinary.sum(), *holding.values()])
+        holding = [holds(facts, medians) for holds in HOLDS.values()]
+        known = [unknown if each is None else (ordinary & each).sum() for each in holding]
+        counts += torch.stack([ordinary.sum(), *known])
     return counts
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from .advantages import REWARD_SCALE
 from .rules import NATURAL_FACTOR, RULES, Kind
 from .shares import counted, percent
-from .verdict import COMMON, LIFT, MOST_CULPRITS, explaining_culprits
+from .verdict import COMMON, LIFT, MOST_CULPRITS, as_verdict, explaining_culprits
 
 # In how many prompts there are culprits, at least: those of one prompt share its data source, and often their reward.
 LEAST_PROMPTS = 3
@@ -27,6 +27,11 @@ LESS_SPECIFIC = (None, REWARD_SCALE, *(rule.name for rule in RULES if rule.kind 
 
 # How the verdict by a data source begins; after its name, the shares follow in the sentence's last brackets.
 _BY_DATA_SOURCE = "The culprits are in responses with the data source "
+
+_CHECK = (
+    "Score the culprits' `response` in spikes.jsonl against its `ground_truth` by hand, and compare with its `reward`. "
+    "An example, in a checkout of GradLoc: `bash run_experiment.sh --embedded --fault misfire`."
+)
 
 # (data-parallel rank, row in its mini-batch).
 Place = tuple[int, int]
@@ -70,35 +75,36 @@ def misfire(event: Mapping[str, Any], rows: Mapping[Place, RewardedRow]) -> dict
         event (Mapping): The event; its culprits, the largest first.
         rows (Mapping): All rows of its mini-batch.
     """
-    moving = {place: row for place, row in rows.items() if math.isfinite(row.advantage) and row.advantage > 0}
-    explaining = explaining_culprits(event["culprits"])
-    culprits = [place for c in explaining if (place := (c["rank"], c["row"])) in moving]
-    of_prompts: dict[str, RewardedRow] = {}
-    for place in culprits:
-        of_prompts.setdefault(moving[place].uid, moving[place])
-    few = len(of_prompts) < LEAST_PROMPTS
-    if not of_prompts:
+    count_of_culprits = len(event["culprits"])
+    at = {place: row for place, row in rows.items() if math.isfinite(row.advantage) and row.advantage > 0}
+    places = [(culprit["rank"], culprit["row"]) for culprit in explaining_culprits(event["culprits"])]
+    moving, culprits = [*at.values()], [at[place] for place in places if place in at]
+    if not culprits:
         return None
-    prompts = {row.uid: row for row in moving.values()}
-    for what, drawn_from in (("reward", [*moving.values()]), ("data_source", [*prompts.values()])):
+    of_prompts: dict[str, RewardedRow] = {}
+    for row in culprits:
+        of_prompts.setdefault(row.uid, row)
+    few = len(of_prompts) < LEAST_PROMPTS
+    prompts = {row.uid: row for row in moving}
+    for what, drawn_from in (("reward", moving), ("data_source", [*prompts.values()])):
         found = [_value(row, what) for row in of_prompts.values()]
         known = [value for row in drawn_from if (value := _value(row, what)) is not None]
         value, count = Counter(found).most_common(1)[0]
         if value is None or len(known) < len(drawn_from):
             continue
         chance = _chance(count, len(found), known.count(value), len(known)) * len(set(known))
-        share = sum(_value(moving[place], what) == value for place in culprits) / len(event["culprits"])
-        ordinary = sum(_value(row, what) == value for row in moving.values()) / len(moving)
+        share = sum(_value(row, what) == value for row in culprits) / count_of_culprits
+        ordinary = sum(_value(row, what) == value for row in moving) / len(moving)
         stands_out = share >= MOST_CULPRITS and ordinary < COMMON and share >= LIFT * ordinary
         with_value = [row.advantage for row in of_prompts.values() if _value(row, what) == value]
-        without = [row.advantage for row in moving.values() if _value(row, what) != value]
+        without = [row.advantage for row in moving if _value(row, what) != value]
         is_usual = bool(without) and statistics.median(with_value) <= USUAL_ADVANTAGE * statistics.median(without)
         is_large = bool(without) and statistics.median(with_value) > NATURAL_FACTOR * statistics.median(without)
         is_outlier = what == "reward" and _is_outlier(value, {*known} - {value}, is_large)
         told = is_outlier and share == 1 if few else chance < SIGNIFICANT and (is_usual or is_outlier)
         if stands_out and told:
-            return _verdict(what, value, share, ordinary, len(event["culprits"]), len(of_prompts))
-    return _far_reward([moving[place] for place in culprits], [*moving.values()], len(event["culprits"]))
+            return _verdict(what, value, share, ordinary, count_of_culprits, len(of_prompts))
+    return _far_reward(culprits, moving, count_of_culprits)
 
 
 def _far_reward(culprits: Sequence[RewardedRow], rows: Sequence[RewardedRow], count: int) -> dict[str, Any] | None:
@@ -106,8 +112,7 @@ def _far_reward(culprits: Sequence[RewardedRow], rows: Sequence[RewardedRow], co
 
     It does if the culprits' advantages are larger than the others are apart: no baseline among these gives that.
     """
-    known = [_value(row, "reward") for row in rows]
-    rewards = [float(each) for each in known if isinstance(each, float)]
+    rewards = [value for row in rows if isinstance(value := _value(row, "reward"), float)]
     for value in {min(rewards), max(rewards)} if len(rewards) == len(rows) else ():
         others = {*rewards} - {value}
         if len(others) < 2:
@@ -168,12 +173,5 @@ def _verdict(
         where += "advantages: they are in responses with it, or to the same prompts"
     shares = f"{counted(round(share * culprits), culprits)} in {prompts} prompt{'s' * (prompts > 1)}, "
     shares += f"{percent(ordinary)} of the responses"
-    return {
-        "cause": "misfire",
-        "culprits": share,
-        "ordinary": ordinary,
-        "sentence": f"{where} ({shares}): read these responses, and look for what the reward function takes for right "
-        "or wrong there.",
-        "check": "Score the culprits' `response` in spikes.jsonl against its `ground_truth` by hand, and compare with "
-        "its `reward`. An example, in a checkout of GradLoc: `bash run_experiment.sh --embedded --fault misfire`.",
-    }
+    sentence = f"{where} ({shares}): read these responses, and look for what the reward function takes for right or "
+    return as_verdict("misfire", f"{sentence}wrong there.", _CHECK, share, ordinary)

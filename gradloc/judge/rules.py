@@ -102,10 +102,6 @@ class Rule:
         left = self.left(culprit, event)
         return left < math.inf and not culprit["grad_norm"] * left > culprit["threshold"]
 
-    def told(self, event: Event) -> tuple[str, str]:
-        """What a verdict on this event claims and advises."""
-        return self.in_event(event) or (self.claim, self.advice)
-
 
 def is_apart(rollout_log_prob: Any, old_log_prob: Any) -> Any:
     """Whether two log-probs of a token differ by more than `APART_NATS`, or by NaN; None if one is not known."""
@@ -173,17 +169,9 @@ def has_large_advantage(of: Facts, medians: Medians) -> Any:
     return found if advantage is None or least is None else found & (abs(advantage) >= least)
 
 
-def _has_large_weight(of: Facts, medians: Medians) -> Any:
-    return _is_outlier(of["weight"], medians["median_weight"], LARGE_WEIGHT)
-
-
 def _is_due_to_kl(of: Facts, _: Medians) -> Any:
     kl = of.get("kl_coefficient")
     return kl is not None and abs(kl) > abs(of["coefficient"] - kl)
-
-
-def _is_due_to_entropy(of: Facts, _: Medians) -> Any:
-    return entropy_share(of) > 0.5
 
 
 def entropy_share(of: Facts) -> Any:
@@ -194,19 +182,6 @@ def entropy_share(of: Facts) -> Any:
     of_bonus = abs(coefficient) * abs(entropy)
     rest = abs(of["coefficient"]) * abs(1 - math.e ** of["log_prob"])
     return of_bonus / (of_bonus + rest + sys.float_info.min)
-
-
-def _has_far_ratio(of: Facts, _: Medians) -> Any:
-    return _is_far_from_one(of.get("ratio"), TOKEN_RATIO) | _is_far_from_one(of.get("rollout_ratio"), TOKEN_RATIO)
-
-
-def _has_far_sequence_ratio(of: Facts, _: Medians) -> Any:
-    ratio = of.get("sequence_ratio")
-    return ratio is not None and _is_far_from_one(ratio, SEQUENCE_RATIO) & _is_long(of)
-
-
-def _is_unlikely(of: Facts, _: Medians) -> Any:
-    return of["log_prob"] < math.log(UNLIKELY)
 
 
 def _is_punished(of: Facts, _: Medians) -> Any:
@@ -228,7 +203,9 @@ def _is_outlier(value: Any, median: float | None, factor: float) -> Any:
     return value is not None and median is not None and abs(value) > factor * median
 
 
-def _is_far_from_one(ratio: Any, factor: float) -> Any:
+def _is_far(of: Facts, name: str, factor: float) -> Any:
+    """Whether a ratio is far from 1."""
+    ratio = of.get(name)
     return ratio is not None and (ratio != ratio) | (ratio > factor) | (ratio < 1 / factor)
 
 
@@ -249,10 +226,6 @@ def _times_by_ratio(culprit: Facts) -> float:
     sampled = max(-math.expm1(min(known[0], 0.0)), 1e-6)
     times *= max(-math.expm1(min(culprit["log_prob"], 0.0)), 1e-6) / sampled
     return max(times, sys.float_info.min) if times <= OVERFLOW_RATIO else math.inf
-
-
-def _left_without_kl(culprit: Facts, _: Event) -> float:
-    return float(abs(culprit["coefficient"] - culprit["kl_coefficient"]) / abs(culprit["coefficient"]))
 
 
 def _left_without_a_layer(culprit: Facts, event: Event) -> float:
@@ -382,7 +355,7 @@ RULES = (
         "tokens whose importance ratios are far from 1",
         "Its ratio, to the old policy or to the rollout's, is over 2, under 1/2 or NaN.",
         "Use the same precision in rollout and training, train less off-policy, or clip or mask such ratios.",
-        _has_far_ratio,
+        lambda of, _: _is_far(of, "ratio", TOKEN_RATIO) | _is_far(of, "rollout_ratio", TOKEN_RATIO),
         claim="The importance ratios of single tokens are far from 1",
         check=_RATIOS,
         left=lambda culprit, event: 1 / _times_by_ratio(culprit),
@@ -394,7 +367,7 @@ RULES = (
         "tokens whose responses have mean importance ratios far from 1",
         "The geometric mean of the response's ratios is over 1.2, under 1/1.2 or NaN.",
         "Do the same as for token, for whole responses: mask those whose mean ratio is far from 1.",
-        _has_far_sequence_ratio,
+        lambda of, _: _is_far(of, "sequence_ratio", SEQUENCE_RATIO) & _is_long(of),
         claim="The mean importance ratios of whole responses are far from 1",
         check=_RATIOS,
         left=lambda culprit, event: 1 / _times_by_ratio(culprit),
@@ -424,7 +397,7 @@ RULES = (
         "Its weight in the loss is over 5 times the median of the mini-batch.",
         "Filter out very short responses, or use loss_agg_mode=token-mean: a mean over sequences gives their tokens "
         "large weights.",
-        _has_large_weight,
+        lambda of, medians: _is_outlier(of["weight"], medians["median_weight"], LARGE_WEIGHT),
         claim="A few tokens weigh much more in the loss than others, and so make most of the whole gradient",
         check="Multiply the culprits' `grad_norm` in spikes.jsonl by the event's `median_weight` instead of by their "
         "own `weight`: if that is about as large as `global_norm`, too, the weights are not the cause.",
@@ -442,7 +415,9 @@ RULES = (
         claim="The KL loss, not the policy loss, makes the gradient of these tokens",
         check="Compare `actor/kl_loss` with the steps before, and the culprits' `ref_log_prob` with their `log_prob` "
         "in spikes.jsonl: they should be far apart. " + _REMEDIES,
-        left=_left_without_kl,
+        left=lambda culprit, event: (
+            abs(culprit["coefficient"] - culprit["kl_coefficient"]) / abs(culprit["coefficient"])
+        ),
         compared=False,
     ),
     Rule(
@@ -452,7 +427,7 @@ RULES = (
         "tokens driven by the entropy bonus",
         "The entropy bonus's part of its gradient is estimated to be larger than all others'.",
         "Lower entropy_coeff.",
-        _is_due_to_entropy,
+        lambda of, _: entropy_share(of) > 0.5,
         claim="The entropy bonus, not the policy loss, makes the gradient of these tokens",
         check="Compare `actor/pg_loss` with entropy_coeff times `actor/entropy` in the log: if the second is far "
         "smaller, the bonus is not the cause. " + _REMEDIES,
@@ -468,7 +443,7 @@ RULES = (
         "suppressed.",
         "Such spikes come without any fault, and do not exclude one. If they disturb training, give rare tokens less "
         "weight, sample with top-p, or clip layers.",
-        _is_unlikely,
+        lambda of, _: of["log_prob"] < math.log(UNLIKELY),
         claim="A natural spike of rare tokens that were sampled, and are rewarded or punished",
         check=_NATURAL.format(
             "`rollout_log_prob` and `log_prob` of the culprits in spikes.jsonl differ by more than "
@@ -519,13 +494,8 @@ OTHER = Rule(
 SOURCES = {rule.name: rule for rule in (*RULES, OTHER)}
 
 
-def _holds_apart(facts: Facts, _: Medians) -> Any:
-    found = is_apart(facts.get("rollout_log_prob"), facts.get("old_log_prob"))
-    return False if found is None else found
-
-
-# By rule, and for `APART`, where it holds; for many tokens, norms by layer are not known.
+# By rule, and for `APART`, where it holds, None where that is not known; of many tokens, norms by layer are not.
 HOLDS: Mapping[str, Callable[[Facts, Medians], Any]] = {
     **{rule.name: rule.holds for rule in RULES if rule.name != "layer"},
-    APART: _holds_apart,
+    APART: lambda facts, _: is_apart(facts.get("rollout_log_prob"), facts.get("old_log_prob")),
 }

@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..guarded import guarded
-from .auxiliary import auxiliary_in_words
 from .rules import RULES, SOURCES, Kind, turn_boundary
-from .shares import LAYER_FRACTION, all_of, counted, layer_shares, shares_of_sum
+from .shares import LAYER_FRACTION, all_of, carrying_layers, counted, layer_shares, percent, shares_of_sum
 
 Event = Mapping[str, Any]
 Culprit = Mapping[str, Any]
@@ -21,6 +20,9 @@ DONE = {"drop": "dropped", "smooth": "reduced"}
 # Where they hold for any culprit, something is broken, and the other culprits may be its consequences.
 _BUGS = [rule.name for rule in RULES if rule.kind in (Kind.BROKEN, Kind.UNSAMPLED, Kind.MISALIGNED)]
 
+# A gradient that comes from no token, as that of an auxiliary loss, is mentioned from this part of the norm on. Without
+# one it is exactly 0.
+MENTIONED = 0.1
 # A layer is named if so much more of the squared norm is in it than ordinarily.
 _LAYER_GAIN = 0.25
 
@@ -233,6 +235,21 @@ def _layer(event: Event) -> str | None:
     if gains[name] <= _LAYER_GAIN:
         return None
     return f"{name} carries {shares[name]:.0%} of the squared norm, ordinarily {usual.get(name, 0.0):.0%}"
+
+
+def auxiliary_in_words(event: Event, least: float = MENTIONED) -> str | None:
+    """Says which part of a norm comes from no token, and in which layers it is; None if that is less than `least`."""
+    found = event.get("without_tokens")
+    if found is None or not least <= found["share"] < math.inf:
+        return None
+    rank = "" if found["rank"] is None else f"rank {found['rank']}, "
+    text = f"{percent(found['share'])} of the norm of {rank}micro-batch {found['micro_batch']} "
+    text += "comes from no token's log-prob"
+    layers = carrying_layers(found["layer_norms"])
+    if layers:
+        listed = layers[0] if len(layers) == 1 else f"{', '.join(layers[:-1])} and {layers[-1]}"
+        text += f", in the layer{'s' * (len(layers) > 1)} {listed}"
+    return text
 
 
 def _number(count: int) -> str:

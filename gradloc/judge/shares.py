@@ -11,6 +11,8 @@ LAYER_FRACTION = 0.5
 LAYER_ODDS = 20.0
 # A block is unlike the others, of which there are so many, if each has so many times less of the squared norm.
 LIKE, UNLIKE = 2, 25.0
+# How many layers are named at most, and the part of the squared norm that they are to carry.
+_LAYERS, _CARRIED = 3, 0.8
 
 
 def layer_shares(norms: Mapping[str, float]) -> dict[str, float]:
@@ -22,6 +24,17 @@ def shares_of_sum(squares: Mapping[str, float]) -> dict[str, float]:
     """Each layer's share of the sum of these squares; none if that is 0 or not finite."""
     total = math.fsum(squares.values())
     return {layer: square / total for layer, square in squares.items()} if 0 < total < math.inf else {}
+
+
+def carrying_layers(layer_norms: Mapping[str, float]) -> list[str]:
+    """The layers that carry most of the squared norm, largest first; none if the norm is spread over more."""
+    shares = layer_shares(layer_norms)
+    found: list[str] = []
+    for layer in sorted(shares, key=lambda layer: -shares[layer])[:_LAYERS]:
+        found.append(layer)
+        if math.fsum(shares[layer] for layer in found) >= _CARRIED:
+            return found
+    return []
 
 
 def is_unusual(share: float, usual: float) -> bool:

@@ -9,10 +9,10 @@ from functools import cached_property
 from typing import Any
 
 from ..guarded import guarded
-from .auxiliary import auxiliary_verdict
 from .log_probs import ENGINES_APART, OF_ROLLOUT, OF_SOME, OTHER_LOG_PROBS, REFERENCE
 from .progress import resume_note
 from .rules import APART, APART_NATS, RULES, Kind, Rule, is_apart
+from .sentences import auxiliary_in_words
 from .shares import counted, is_unlike_its_like, is_unusual, layer_shares, percent
 
 Shares = Mapping[str, float | None]
@@ -44,6 +44,17 @@ _OF_KIND = {kind: [rule for rule in RULES if rule.kind is kind] for kind in Kind
 _BUGS = [*_OF_KIND[Kind.BROKEN], *_OF_KIND[Kind.UNSAMPLED], *_OF_KIND[Kind.MISALIGNED], *_OF_KIND[Kind.RATIO]]
 (_BROKEN,), (_WEIGHT,), (_LAYER,) = (_OF_KIND[kind] for kind in (Kind.BROKEN, Kind.WEIGHT, Kind.LAYER))
 
+# What comes from no token's log-prob is the cause if it makes more than this part of the squared norm.
+MOST_WITHOUT_TOKENS = 0.5
+AUXILIARY_ADVICE = (
+    "look at the coefficient and the scale of the auxiliary loss (load balancing, z-loss, MTP or draft heads), and at "
+    "what its gradient is multiplied by."
+)
+AUXILIARY_CHECK = (
+    "Take one step from the same checkpoint with the coefficient of the auxiliary loss at 0: `actor/grad_norm` should "
+    "fall. An example, in a checkout of GradLoc: `bash run_experiment.sh --embedded --fault auxiliary`."
+)
+
 # By diagnosis, why no cause is known where the search has named no token.
 _WITHOUT_CULPRITS = {
     "overflow": "the scaled fp16 gradients overflowed, and the gradient scaler takes a smaller scale",
@@ -66,9 +77,16 @@ def verdict(
     measured: Mapping[str, float] | None = None,
     unusual: str | None = None,
 ) -> Verdict | None:
-    """What `decide` gives; None if that fails: a verdict must not cost the event."""
+    """What the first of `_DECISIONS` says of a spike that says anything; the arguments are those of `Spike`.
+
+    Returns:
+        dict: `cause`, the name of a rule or of a warning, "auxiliary", or None where no cause is known; `culprits` and
+            `ordinary`, the shares for which it holds (None where unknown); `sentence`, with what to do; `check`, how
+            to check it in the run's own data. None if it fails: a verdict must not cost the event.
+    """
     with guarded("no verdict on an event could be made"):
-        return decide(Spike(event, ordinary, warnings, measured, unusual))
+        spike = Spike(event, ordinary, warnings, measured, unusual)
+        return next(found for decision in _DECISIONS if (found := decision(spike)) is not None)
     return None
 
 
@@ -189,29 +207,21 @@ class Spike:
         return resume_note(self.event.get("steps_since_resume"))
 
 
-def decide(spike: Spike) -> Verdict:
-    """The verdict on a spike: what the first of `_DECISIONS` says that says anything.
-
-    Returns:
-        dict: `cause`, the name of a rule or of a warning, "auxiliary", or None where no cause is known; `culprits` and
-            `ordinary`, the shares for which it holds (None where unknown); `sentence`, with what to do; `check`, how
-            to check it in the run's own data.
-    """
-    return next(found for decision in _DECISIONS if (found := decision(spike)) is not None)
-
-
 def _unsearched(spike: Spike) -> Verdict | None:
     """A recorded spike has the verdict of a warning about the run, or none until it is searched."""
     if spike.event.get("diagnosis") != "unsearched":
         return None
     if causes := [each for each in spike.warnings if each["name"] not in OF_SOME]:
         return of_warning(spike.event, spike.ordinary, causes[0])
-    return _verdict(None, f"Not searched yet: no token was measured.{spike.note}", CHECK_UNSEARCHED)
+    return as_verdict(None, f"Not searched yet: no token was measured.{spike.note}", CHECK_UNSEARCHED)
 
 
 def _no_token(spike: Spike) -> Verdict | None:
     """A gradient that comes from no token."""
-    return auxiliary_verdict(spike.event)
+    what = auxiliary_in_words(spike.event, math.sqrt(MOST_WITHOUT_TOKENS))
+    if what is None:
+        return None
+    return as_verdict("auxiliary", f"{what[0].upper()}{what[1:]}: {AUXILIARY_ADVICE}", AUXILIARY_CHECK)
 
 
 def _the_run(spike: Spike) -> Verdict | None:
@@ -222,9 +232,7 @@ def _the_run(spike: Spike) -> Verdict | None:
         name = warning["name"]
         if name == _BROKEN.name:
             is_cause = is_nonfinite
-        elif told is Kind.BROKEN or name in OF_SOME:
-            is_cause = False
-        elif told is Kind.UNSAMPLED and name == OTHER_LOG_PROBS:
+        elif told is Kind.BROKEN or name in OF_SOME or (told is Kind.UNSAMPLED and name == OTHER_LOG_PROBS):
             is_cause = False
         else:
             # Where a rule has the warning's name, the warning may be about few responses, and not about the culprits.
@@ -248,7 +256,7 @@ def _all_broken(spike: Spike) -> Verdict | None:
             f"The gradient is NaN or infinite, and no log-prob and no advantage is: the backward makes it{where}. Look "
             "for a division or square root at 0, for torch.where over such a branch, and for a kernel."
         )
-    return _verdict(_BROKEN.name, sentence + spike.note, CHECK_UNKNOWN, None, 1.0)
+    return as_verdict(_BROKEN.name, sentence + spike.note, CHECK_UNKNOWN, None, 1.0)
 
 
 def _the_whole(spike: Spike) -> Verdict | None:
@@ -263,13 +271,13 @@ def _the_culprits(spike: Spike) -> Verdict | None:
     if spike.cause is None or spike.doubt:
         return None
     name, count = spike.cause.name, len(spike.culprits)
-    claim, advice = spike.cause.told(spike.event)
+    claim, advice = spike.cause.in_event(spike.event) or (spike.cause.claim, spike.cause.advice)
     share, ordinary = spike.shares[name], spike.ordinary.get(name)
     is_likely = share * count >= LIKELY_TOKENS and ordinary is not None and ordinary <= LIKELY_ORDINARY
     others = "" if ordinary is None else f", and of {percent(ordinary)} of the other tokens"
     evidence = f"{'likely' if is_likely else 'possible'}: true of {counted(round(share * count), count)}{others}"
     sentence = f"{claim} ({evidence}): {advice[0].lower()}{advice[1:]}{spike.note}"
-    return _verdict(name, sentence, spike.cause.check, share, ordinary)
+    return as_verdict(name, sentence, spike.cause.check, share, ordinary)
 
 
 def _all_tokens(spike: Spike) -> Verdict | None:
@@ -279,7 +287,7 @@ def _all_tokens(spike: Spike) -> Verdict | None:
         of_culprits = [rule.name in each["sources"] for each in spike.culprits]
         if share >= MOST_CULPRITS and sum(of_culprits) >= MOST_CULPRITS * len(of_culprits):
             sentence = f"{rule.claim}: {percent(share)} of all tokens. {rule.advice}{spike.note}"
-            return _verdict(rule.name, sentence, rule.check, None, share)
+            return as_verdict(rule.name, sentence, rule.check, None, share)
     return None
 
 
@@ -288,7 +296,7 @@ def _unknown(spike: Spike) -> Verdict:
     sentence = f"No known cause: {spike.why_unknown}.{spike.note}"
     if spike.warnings:
         sentence += f" But note: {spike.warnings[0]['sentence']}"
-    return _verdict(None, sentence, CHECK_UNKNOWN)
+    return as_verdict(None, sentence, CHECK_UNKNOWN)
 
 
 _DECISIONS: tuple[Callable[[Spike], Verdict | None], ...] = (
@@ -297,9 +305,10 @@ _DECISIONS: tuple[Callable[[Spike], Verdict | None], ...] = (
 )
 
 
-def _verdict(
+def as_verdict(
     cause: str | None, sentence: str, check: str, culprits: float | None = None, ordinary: float | None = None
 ) -> Verdict:
+    """What `verdict` returns."""
     return {"cause": cause, "culprits": culprits, "ordinary": ordinary, "sentence": sentence, "check": check}
 
 
@@ -309,8 +318,8 @@ def of_warning(event: Mapping[str, Any], ordinary: Shares, warning: Mapping[str,
     known = [each for each in apart if each is not None]
     name, sentence, check = (warning[field] for field in ("name", "sentence", "check"))
     if name not in OF_ROLLOUT:
-        return _verdict(name, sentence, check)
-    return _verdict(name, sentence, check, sum(known) / len(known) if known else None, ordinary.get(APART))
+        return as_verdict(name, sentence, check)
+    return as_verdict(name, sentence, check, sum(known) / len(known) if known else None, ordinary.get(APART))
 
 
 def settled(event: Mapping[str, Any], warnings: Sequence[Mapping[str, Any]]) -> Verdict | None:
@@ -343,7 +352,7 @@ def _weight_of_the_whole(spike: Spike) -> Verdict | None:
     times = max(each["weight"] for each in heavy) / median
     what = "one token weighs" if len(heavy) == 1 else f"{len(heavy)} tokens weigh up to"
     sentence = f"In the whole gradient, {what} as much as {times:.0f} ordinary tokens: {_WEIGHT.advice}"
-    return _verdict(_WEIGHT.name, sentence, _WEIGHT.check, 1.0, spike.ordinary.get(_WEIGHT.name))
+    return as_verdict(_WEIGHT.name, sentence, _WEIGHT.check, 1.0, spike.ordinary.get(_WEIGHT.name))
 
 
 def _layer_of_all(event: Mapping[str, Any]) -> Verdict | None:
@@ -371,7 +380,7 @@ def _layer_of_all(event: Mapping[str, Any]) -> Verdict | None:
         "`gradloc replay BUNDLE` says whether saved weights give the same norms: if not, the weights in memory were "
         f"damaged, or a kernel is wrong. {_LAYER.check}"
     )
-    return _verdict(_LAYER.name, sentence, check)
+    return as_verdict(_LAYER.name, sentence, check)
 
 
 def find_cause(culprits: Mapping[str, float], ordinary: Shares, count: int) -> Rule | None:

@@ -15,9 +15,9 @@ from torch import Tensor
 import gradloc
 from gradloc.evidence.ordinary import ordinary_counts, ordinary_shares, token_medians
 from gradloc.evidence.token_facts import token_evidence
-from gradloc.judge.auxiliary import CHECK as AUXILIARY_CHECK
 from gradloc.judge.rules import APART, RARE_NORM, RULES, SOURCES, classify, is_apart
 from gradloc.judge.verdict import (
+    AUXILIARY_CHECK,
     CAUSES,
     CHECK_UNKNOWN,
     COMMON,
