@@ -167,7 +167,7 @@ class GradLoc(PassRecorder):
 
         `misplaced_share` is the share of responses whose log-probs belong to other tokens.
         """
-        share = self._warnings.checks.misplaced_share()
+        share = self._warnings.checks.log_probs.misplaced_share()
         return self._metrics.metrics() | ({} if share is None else {"actor/gradloc/misplaced_share": share})
 
     def state_dict(self) -> dict[str, Any]:
@@ -210,9 +210,8 @@ class GradLoc(PassRecorder):
         if self._token_clip is not None:
             for micro_batch, marks in zip(gradient.micro_batches, self._token_clip.marks(), strict=True):
                 micro_batch.tokens |= {name: with_a_column(marked) for name, marked in marks.items()}
-        located = self._explain(
-            gradient, threshold, {**where, "steps_since_resume": self._warnings.checks.steps_since_resume}, started
-        )
+        where = {**where, "steps_since_resume": self._warnings.checks.progress.since_resume}
+        located = self._explain(gradient, threshold, where, started)
         self._ordinary.count(True)
         return located
 

@@ -146,7 +146,7 @@ class RunWarnings:
         """What one rank knows of a mini-batch, for `take_in`: float64 of one dimension. No host sync."""
         tokens = [micro_batch.tokens for micro_batch in micro_batches]
         checked = [{**each, "unsampled": HOLDS["unsampled"](each, {})} for each in tokens]
-        sums = own_sums(checked, is_first, self.checks.bypass)
+        sums = own_sums(checked, is_first, self.checks.log_probs.bypass)
         # None if it is unknown, or not the same for all.
         mode, *others = {micro_batch.loss_agg_mode for micro_batch in micro_batches}
         scales = own_scale_figures(tokens, scale, None if others else mode)
@@ -168,7 +168,7 @@ class RunWarnings:
             norms = model.reduced_norms
             of_weights = zip(norms.of_ranks(weights).sqrt().tolist(), norms.numels, strict=True)
             most = (passes[::copies].sum(0) / model.data_parallel_size).tolist()
-            self.checks.take_layers(
+            self.checks.layers.take_in(
                 dict(zip(norms.layers, of_weights, strict=True)),
                 dict(zip(norms.layers, gradient.squared_norms.sqrt().tolist(), strict=True)),
                 dict(zip(model.meter.layers, most, strict=True)),

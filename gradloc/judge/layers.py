@@ -4,6 +4,7 @@
 
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from .loss_scale import CLEAR, LOSS_SCALE
@@ -42,7 +43,10 @@ class LayerChecks(RunCheck):
         self._share_before: float | None = None
 
     def take_in(
-        self, weights: Mapping[str, tuple[float, int]], gradient: Mapping[str, float], passes: Mapping[str, float]
+        self,
+        weights: Mapping[str, tuple[float, int]],
+        gradient: Mapping[str, float],
+        passes: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         """Takes an update's first mini-batch, before its optimizer step.
 

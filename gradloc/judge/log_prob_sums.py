@@ -44,21 +44,18 @@ SUMS = (
 )
 
 
-class LogProbSums:
-    """The sums of an update so far; `sums["gap"]` is one of `SUMS`."""
+class LogProbSums(dict[str, float]):
+    """The sums of an update so far, by the names in `SUMS`."""
 
     def __init__(self) -> None:
-        self._values = dict.fromkeys(SUMS, 0.0)
+        super().__init__(dict.fromkeys(SUMS, 0.0))
         # Those of `own_alignment`; None before any.
         self.alignment: list[float] | None = None
-
-    def __getitem__(self, name: str) -> float:
-        return self._values[name]
 
     def add(self, sums: Sequence[float] | None, alignment: Sequence[float] | None) -> None:
         """Adds those of a mini-batch, of which either may be missing."""
         if sums is not None:
-            self._values = {name: self[name] + value for name, value in zip(SUMS, sums, strict=True)}
+            self.update({name: self[name] + value for name, value in zip(SUMS, sums, strict=True)})
         if alignment is not None:
             before = self.alignment or [0.0] * ALIGNMENT_SUMS
             self.alignment = [a + b for a, b in zip(before, alignment, strict=True)]

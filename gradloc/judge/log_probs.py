@@ -8,7 +8,7 @@ gap that has grown or jumped is reported as that. Positions come first: wrong on
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .alignment import UNRELATED_CORRELATION, Off, find_off, misaligned_warning
@@ -28,7 +28,7 @@ OF_SOME = ("unsampled", REFERENCE, *WITHOUT_CAUSE)
 # Those that another temperature explains as well as tokens that were not sampled.
 OTHER_LOG_PROBS = "other_log_probs"
 # Rules that one update shows.
-_SELF_EVIDENT = ("positive", "own_log_probs")
+_SELF_EVIDENT = ("positive", "own_log_probs", "misaligned", "stale_worker", REFERENCE, LEARNING_RATE)
 # Those about the rollout's log-probs.
 OF_ROLLOUT = ("misaligned", "retokenized", "stale_weights", "partly_stale", OTHER_LOG_PROBS)
 
@@ -161,7 +161,9 @@ class LogProbChecks(RunCheck):
 
     def warnings(self) -> list[dict[str, Any]]:
         """Of the update so far, but for `unsampled`; one at most."""
-        return self._certain() or self._lasting()
+        found = self._holding()
+        warning = found[1] if found and self._is_certain(found[0]) else self._lasting()
+        return [] if warning is None else [warning]
 
     def unsampled(self) -> list[dict[str, Any]]:
         """The warning of tokens that the policy did not produce, once the run has had some."""
@@ -213,54 +215,47 @@ class LogProbChecks(RunCheck):
         is_of_one_sign = self._updates > 1 and self._one_side < MIXED and share >= ONE_SIDE
         return self._has_jumped(gap) or self._has_tilted() or is_of_one_sign
 
-    def _certain(self) -> list[dict[str, Any]]:
-        """The warning about log-probs for which this update, with those before it, has enough evidence."""
-        return [warning for rule, warning in self._holding().items() if self._is_certain(rule)]
-
-    def _lasting(self) -> list[dict[str, Any]]:
-        """The last one, while the gap stays: one or two updates that cannot tell say what the others said."""
-        if self._said is None or not self._sums["tokens"]:
-            return []
+    def _lasting(self, rule: str | None = None) -> dict[str, Any] | None:
+        """The last one (of a rule), while the gap stays: one or two updates that cannot tell say what others said."""
+        if self._said is None or not self._sums["tokens"] or rule not in (None, self._said[0]):
+            return None
         _, warning, gap, updates = self._said
-        return [warning] if updates < IN_A_ROW - 1 and self._sums.mean("gap") >= gap / 2 else []
+        return warning if updates < IN_A_ROW - 1 and self._sums.mean("gap") >= gap / 2 else None
 
     def _is_certain(self, rule: str) -> bool:
         """Whether the update shows for certain what holds in it, or others before it have shown the same."""
-        # Differences of one sign may be those of tokens that were not sampled: of some responses, or turns.
-        if rule == "policy_log_probs" or (rule == OTHER_LOG_PROBS and abs(self._sums.tilt()) >= CORRELATION):
-            if self._progress.is_first:
-                return True
-        if (rule == "policy_log_probs" and self._has_been_since_first()) or (
-            rule == ENGINES_APART and self._leaves_path()
-        ):
+        if rule in _SELF_EVIDENT:
             return True
         if rule == "stale_reference" and self._updates < STALE_UPDATES:
             near = self._sums["stale_distance"] <= STALE_AT_ONCE * self._sums["stale_gap"]
             if self._updates < STALE_UPDATES - 1 or not near:
                 return False
-        before, after = POLICY_GAP
-        if rule in (ENGINES_APART, "policy_log_probs") and self._sums.mean("gap") > after:
-            if self._progress.is_first or (self._gap is not None and self._gap < before):
-                return True
-        return (
-            rule in (LEARNING_RATE, "misaligned", REFERENCE, "stale_worker", *_SELF_EVIDENT)
-            or self._times.get(rule, 0) >= IN_A_ROW - 1
-        )
+        is_first, (before, after) = self._progress.is_first, POLICY_GAP
+        was_small = is_first or (self._gap is not None and self._gap < before)
+        jumped = was_small and self._sums.mean("gap") > after
+        at_once = {
+            "policy_log_probs": is_first or jumped or self._has_been_since_first(),
+            ENGINES_APART: jumped or self._leaves_path(),
+            # Differences of one sign may be those of tokens that were not sampled: of some responses, or turns.
+            OTHER_LOG_PROBS: is_first and abs(self._sums.tilt()) >= CORRELATION,
+        }
+        return at_once.get(rule, False) or self._times.get(rule, 0) >= IN_A_ROW - 1
 
     def _end_gap(self) -> None:
         gap, off = self._sums.mean("gap"), self._off()
-        holding, certain = self._holding(), self._certain()
-        if certain:
-            (rule,) = holding
+        rule, warning = self._holding() or ("", {})
+        is_certain = bool(rule) and self._is_certain(rule)
+        if is_certain:
             # An update can tell that log-probs are no longer misaligned.
-            self._said = None if rule == "misaligned" else (rule, certain[0], gap, 0)
+            self._said = None if rule == "misaligned" else (rule, warning, gap, 0)
         elif self._said is not None:
             self._said = (*self._said[:3], self._said[3] + 1) if self._lasting() else None
-        for rule in {*self._times, *holding} - {_OFF}:
-            if rule in holding:
-                self._times[rule] = max(self._times.get(rule, 0) + 1, IN_A_ROW * self._is_certain(rule))
-            elif gap < STALE_GAP or holding or (rule == "stale_reference" and self._sums.share_of_reference() == 0):
-                self._times[rule] = 0  # an update that says nothing contradicts nothing
+        is_silent = not rule and gap >= STALE_GAP  # an update that says nothing contradicts nothing
+        for other in self._times.keys() - {_OFF, rule}:
+            if not is_silent or (other == "stale_reference" and self._sums.share_of_reference() == 0):
+                self._times[other] = 0
+        if rule:
+            self._times[rule] = max(self._times.get(rule, 0) + 1, IN_A_ROW * is_certain)
         if any(each is not None for each in off.values()):
             if self._times.get(_OFF, 0) == 0:
                 self._misaligned_since = self._progress.step
@@ -306,42 +301,33 @@ class LogProbChecks(RunCheck):
             found["reference"] = None if self._other_reference() else reference
         return found
 
-    def _holding(self) -> dict[str, dict[str, Any]]:
-        """The rule that holds in this update, and its warning; empty if none does.
+    def _holding(self) -> tuple[str, dict[str, Any]] | None:
+        """The rule that holds in this update, and its warning; None if none does.
 
         Positions come first, then the reference, which says most: what agrees with it has its weights, whatever the
         differences look like.
         """
-        if not self._sums["tokens"] and self._sums.alignment is None:
-            return {}
-        if (warning := self._far_step(has_moved=True)) is not None:
-            return {LEARNING_RATE: warning}
-        if self._sums["tokens"] and (warning := self._positive()) is not None:
-            return {"positive": warning}
-        if (warning := self._misaligned()) is not None:
-            return {"misaligned": warning}
-        if (warning := self._own_log_probs()) is not None:
-            return {"own_log_probs": warning}
-        # What the reference has shown stays true while the gap stays, although the policy moves away from it.
-        if self._said is not None and self._said[0] == "policy_log_probs" and (lasting := self._lasting()):
-            return {"policy_log_probs": lasting[0]}
-        rules = {
-            "policy_log_probs": self._policy_by_reference,
-            "stale_reference": self._stale_by_reference,
-            OTHER_LOG_PROBS: self._other_log_probs,
-            REFERENCE: self._other_reference,
-            "stale_worker": self._stale_worker,
-            ENGINES_APART: lambda: self._apart() or self._apart_at_first(),
-            LEARNING_RATE: lambda: self._far_step(has_moved=False),
-        }
-        for rule, check in rules.items() if self._sums["tokens"] else ():
-            if (warning := check()) is not None:
-                return {rule: warning}
-        return {}
+        rules: tuple[tuple[str, Callable[[], dict[str, Any] | None]], ...] = (
+            (LEARNING_RATE, lambda: self._far_step(has_moved=True)),
+            ("positive", self._positive),
+            ("misaligned", self._misaligned),
+            ("own_log_probs", self._own_log_probs),
+            # What the reference has shown stays true while the gap stays, although the policy moves away from it.
+            ("policy_log_probs", lambda: self._lasting("policy_log_probs") or self._policy_by_reference()),
+            ("stale_reference", self._stale_by_reference),
+            (OTHER_LOG_PROBS, self._other_log_probs),
+            (REFERENCE, self._other_reference),
+            ("stale_worker", self._stale_worker),
+            (ENGINES_APART, lambda: self._apart() or self._apart_at_first()),
+            (LEARNING_RATE, lambda: self._far_step(has_moved=False)),
+        )
+        if not self._sums["tokens"]:
+            rules = (("misaligned", self._misaligned),)
+        return next(((rule, warning) for rule, check in rules if (warning := check()) is not None), None)
 
     def _far_step(self, has_moved: bool) -> dict[str, Any] | None:
         """A learning rate far over all before; `has_moved`: if the policy is far from where it was."""
-        if self._updates < IN_A_ROW or self._gap is None or not self._sums["tokens"]:
+        if self._updates < IN_A_ROW or self._gap is None:
             return None
         gap, last = self._sums.mean("gap"), self._progress.last_rates
         usual = (self._progress.rates_before - last) / (self._updates - 1)

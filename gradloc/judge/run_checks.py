@@ -4,7 +4,6 @@
 
 import copy
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 from .advantages import AdvantageChecks
@@ -17,33 +16,23 @@ class RunChecks:
     """Collects the sums of a run's mini-batches, and warns; the same on every rank."""
 
     def __init__(self) -> None:
-        self._progress = Progress()
-        self._log_probs = LogProbChecks(self._progress)
-        self._advantages = AdvantageChecks(self._progress)
-        self._layers = LayerChecks(self._progress)
+        self.progress = Progress()
+        self.log_probs = LogProbChecks(self.progress)
+        self.advantages = AdvantageChecks(self.progress)
+        self.layers = LayerChecks(self.progress)
         # The warning of a wrongly scaled loss, of the last mini-batch and of the update; and how many mini-batches in a
         # row had one.
         self._scaled: dict[str, Any] | None = None
         self._scaled_in_update: dict[str, Any] | None = None
         self._scaled_times = 0
 
-    @property
-    def bypass(self) -> bool:
-        """Whether the update so far had the rollout's log-probs for the old ones, as in verl's bypass mode."""
-        return self._log_probs.bypass
-
-    @property
-    def steps_since_resume(self) -> int | None:
-        """1 in the first step after a loaded checkpoint; None if none was loaded."""
-        return self._progress.since_resume
-
     def start_update(self, global_step: int | None) -> None:
         """Begins an update."""
         self._end_update()
-        self._progress.step, self._progress.rates_before = global_step, self._progress.rates
+        self.progress.step, self.progress.rates_before = global_step, self.progress.rates
         self._scaled_in_update = None
-        if self._progress.since_resume is not None:
-            self._progress.since_resume += 1
+        if self.progress.since_resume is not None:
+            self.progress.since_resume += 1
 
     def take_in(
         self,
@@ -64,21 +53,12 @@ class RunChecks:
         self._scaled_times = 0 if scaled is None else self._scaled_times + 1
         self._scaled = scaled if self._scaled_times >= IN_A_ROW else None
         self._scaled_in_update = self._scaled or self._scaled_in_update
-        self._log_probs.take_in(sums, alignment)
-        self._advantages.take_in(columns)
-
-    def take_layers(
-        self,
-        weights: Mapping[str, tuple[float, int]],
-        gradient: Mapping[str, float],
-        passes: Mapping[str, float] = MappingProxyType({}),
-    ) -> None:
-        """Takes the layers of the update's first mini-batch; see `LayerChecks.take_in`."""
-        self._layers.take_in(weights, gradient, passes)
+        self.log_probs.take_in(sums, alignment)
+        self.advantages.take_in(columns)
 
     def add_step(self, learning_rate: float) -> None:
         """Adds an optimizer step that is taken."""
-        self._progress.rates += learning_rate
+        self.progress.rates += learning_rate
 
     def warnings(self, of_mini_batch: bool = False) -> list[dict[str, Any]]:
         """The warnings of the update so far, the weightiest first: dicts of `name`, `sentence`, `check` and, where it
@@ -88,24 +68,20 @@ class RunChecks:
             of_mini_batch (bool): Leave out that of a wrongly scaled loss if the last mini-batch's was right.
         """
         scaled = self._scaled if of_mini_batch else self._scaled_in_update
-        found = [*self._advantages.warnings(), *self._layers.warnings(), *self._log_probs.warnings()]
+        found = [*self.advantages.warnings(), *self.layers.warnings(), *self.log_probs.warnings()]
         if scaled is not None:
             found.append(scaled)
-        found += self._log_probs.unsampled()
+        found += self.log_probs.unsampled()
         found.sort(key=lambda warning: warning["name"] in WITHOUT_CAUSE)
-        note = resume_note(self.steps_since_resume)
+        note = resume_note(self.progress.since_resume)
         return [{**warning, "sentence": warning["sentence"] + note} for warning in found]
-
-    def misplaced_share(self) -> float | None:
-        """The share of the update's responses whose log-probs belong to other tokens; None if it cannot be told."""
-        return self._log_probs.misplaced_share()
 
     def state_dict(self) -> dict[str, Any]:
         """What later updates are compared with: the same on every rank and for any number of ranks."""
         # Of a copy: a checkpoint may be saved within an update, and by rank 0 alone.
         ended = copy.deepcopy(self)
         ended._end_update()
-        state = {"rates": ended._progress.rates, "last_rates": ended._progress.last_rates}
+        state = {"rates": ended.progress.rates, "last_rates": ended.progress.last_rates}
         for check in ended._checks:
             state |= check.state_dict()
         return state
@@ -114,18 +90,18 @@ class RunChecks:
         """Restores `state_dict` after a resume; with None (no saved state) the next step is the first one seen."""
         state = state or {}
         vars(self).update(vars(RunChecks()))
-        self._progress.rates = self._progress.rates_before = state.get("rates", 0.0)
-        self._progress.last_rates, self._progress.since_resume = state.get("last_rates", 0.0), 0
+        self.progress.rates = self.progress.rates_before = state.get("rates", 0.0)
+        self.progress.last_rates, self.progress.since_resume = state.get("last_rates", 0.0), 0
         for check in self._checks:
             check.load_state_dict(state)
 
     @property
     def _checks(self) -> tuple[RunCheck, ...]:
-        return self._log_probs, self._advantages, self._layers
+        return self.log_probs, self.advantages, self.layers
 
     def _end_update(self) -> None:
         """Takes the update's figures into what later ones are compared with."""
-        progress = self._progress
+        progress = self.progress
         progress.last_rates = progress.rates - progress.rates_before or progress.last_rates
         for check in self._checks:
             check.end_update()

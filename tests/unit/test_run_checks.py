@@ -544,7 +544,7 @@ def test_rollouts_that_agree_to_the_bit_are_no_bypass_mode() -> None:
         checks.start_update(step)
         for first, rows in ((True, slice(None, 24)), (False, slice(24, None))):
             part = {name: values[rows] for name, values in tokens.items()}
-            checks.take_in(own_sums([part], first, checks.bypass).tolist())
+            checks.take_in(own_sums([part], first, checks.log_probs.bypass).tolist())
             checks.add_step(1e-6)
         found.append(checks.warnings())
     assert told(found)[6:] == "PPP"
@@ -590,7 +590,7 @@ def test_weights_that_no_optimizer_step_has_written_are_said(
     for step, norm in enumerate([before, after] + [after] * 6, 1):
         checks = resumed(checks) if resumes and step == 2 else checks
         checks.start_update(step)
-        checks.take_layers({"a": (1.0, LAYER), "b": (norm, LAYER)}, {})
+        checks.layers.take_in({"a": (1.0, LAYER), "b": (norm, LAYER)}, {})
         checks.add_step(1e-3)
         sentences = [warning["sentence"] for warning in checks.warnings() if warning["name"] == "layer"]
         assert len(sentences) == (bool(said) and 2 <= step < 7), step
@@ -598,7 +598,7 @@ def test_weights_that_no_optimizer_step_has_written_are_said(
     # Of several layers, the most changed one is named.
     for step, factor in ((9, 1.0), (10, 3.0)):
         checks.start_update(step)
-        checks.take_layers({"a": (factor, 4), "b": (factor**2, 4), "c": (1.0, 4)}, {})
+        checks.layers.take_in({"a": (factor, 4), "b": (factor**2, 4), "c": (1.0, 4)}, {})
     (warning,) = checks.warnings()
     assert warning["sentence"].startswith("The weights of b, and those of 1 other layer, changed before step 10 by")
 
@@ -624,20 +624,20 @@ def test_a_layer_that_carries_the_gradient_is_said(
         checks.start_update(step)
         gradient = {name: math.sqrt(square * (1 + 0.1 * (step % 3))) for name, square in BLOCKS.items()}
         gradient["layers.1"] *= factor if step >= begins else 1
-        checks.take_layers({}, gradient)
+        checks.layers.take_in({}, gradient)
         sentences = [warning["sentence"] for warning in checks.warnings() if warning["name"] == "layer"]
         assert len(sentences) == (begins + 2 <= step < ends), step
         for sentence in sentences:
             assert sentence.startswith("The layer layers.1 carries over 99% of the gradient's squared norm")
             assert f"since step {begins}" in sentence and said in sentence
         checks.start_update(step)
-        checks.take_layers({}, dict.fromkeys(BLOCKS, 0.0))
+        checks.layers.take_in({}, dict.fromkeys(BLOCKS, 0.0))
         assert not checks.warnings(), "an update without a gradient says nothing"
     # Nor does most of every other gradient.
     checks = RunChecks()
     for step in range(1, 13):
         checks.start_update(step)
-        checks.take_layers({}, {**BLOCKS, "layers.1": 1000.0} if step % 4 < 2 else BLOCKS)
+        checks.layers.take_in({}, {**BLOCKS, "layers.1": 1000.0} if step % 4 < 2 else BLOCKS)
         assert not checks.warnings()
 
 
@@ -654,7 +654,7 @@ def test_a_gradient_of_more_than_its_passes_is_said(times: dict[str, float], nam
     checks = RunChecks()
     checks.start_update(1)
     passes = {"a": 2.0, "b": 0.5, "frozen": 0.0}
-    checks.take_layers({}, {layer: factor * passes[layer] for layer, factor in times.items()}, passes)
+    checks.layers.take_in({}, {layer: factor * passes[layer] for layer, factor in times.items()}, passes)
     found = checks.warnings()
     assert [warning["name"] for warning in found] == ([name] if name else [])
     assert not found or said in found[0]["sentence"]
@@ -669,7 +669,7 @@ def test_a_resume_keeps_the_readings_and_says_so() -> None:
     found = warned(batches[:8], first)
     again = resumed(first)
     found += warned(batches[8:], again, first=9)
-    assert told(found) == told(whole) and again.steps_since_resume == 4
+    assert told(found) == told(whole) and again.progress.since_resume == 4
     for step in (9, 10, 11):
         note = f" This is step {step - 8} after a checkpoint was loaded."
         assert found[step - 1][0]["sentence"] == whole[step - 1][0]["sentence"] + note
@@ -678,7 +678,7 @@ def test_a_resume_keeps_the_readings_and_says_so() -> None:
     again.load_state_dict(None)
     assert again.state_dict() == RunChecks().state_dict()
     again.start_update(5)
-    assert again.steps_since_resume == 1 and again.warnings() == []
+    assert again.progress.since_resume == 1 and again.warnings() == []
 
 
 def test_readings_of_a_long_run_stay_few_and_keep_the_first() -> None:
