@@ -75,21 +75,22 @@ def find_off(
             (`UNRELATED_CORRELATION` if it is missing); None if it may be none, as of an engine, or of a policy, that
             has drifted away over the steps of a run.
     """
-    found: dict[str, Off | None] = {}
-    for number, pair in enumerate(PAIRS):
-        of_pair = dict(zip(PAIR_SUMS, sums[number * len(PAIR_SUMS) : (number + 1) * len(PAIR_SUMS)], strict=True))
-        if of_pair["tokens"] >= POOLED_TOKENS:
-            found[pair] = _off(of_pair, unrelated.get(pair, UNRELATED_CORRELATION))
-    return found
+    return {
+        pair: _off(of_pair, unrelated.get(pair, UNRELATED_CORRELATION))
+        for pair, of_pair in by_pair(sums).items()
+        if of_pair["tokens"] >= POOLED_TOKENS
+    }
 
 
-def correlation(sums: Sequence[float], pair: str = "rollout") -> float | None:
-    """Between the log-probs of a pair; None where they are too few, or all alike."""
-    at = PAIRS.index(pair) * len(PAIR_SUMS)
-    return _correlation(dict(zip(PAIR_SUMS, sums[at : at + len(PAIR_SUMS)], strict=True)))
+def by_pair(sums: Sequence[float]) -> dict[str, dict[str, float]]:
+    """The sums of `own_alignment` by pair and name."""
+    size = len(PAIR_SUMS)
+    parts = {pair: sums[i * size : (i + 1) * size] for i, pair in enumerate(PAIRS)}
+    return {pair: dict(zip(PAIR_SUMS, part, strict=True)) for pair, part in parts.items()}
 
 
-def _correlation(sums: Mapping[str, float]) -> float | None:
+def correlation(sums: Mapping[str, float]) -> float | None:
+    """Between the log-probs of a pair, by its sums; None where they are too few, or all alike."""
     count = sums["tokens"]
     if count < UNRELATED_TOKENS:
         return None
@@ -157,7 +158,7 @@ def _off(sums: Mapping[str, float], unrelated: float | None) -> Off | None:
     # A few tokens with large distances hide a relation that most have.
     compared = [k for k in SHIFTS if sums[f"farther {k}"] or sums[f"nearer {k}"]]
     own = bool(compared) and all(sums[f"farther {k}"] >= MOSTLY * sums[f"nearer {k}"] for k in compared)
-    related = None if own else _correlation(sums)
+    related = None if own else correlation(sums)
     if unrelated is not None and related is not None and related < unrelated:
         ratio = _variance(sums, "first") / _variance(sums, "second")
         apart = abs(sums["first"] - sums["second"]) / sums["tokens"]
@@ -176,16 +177,19 @@ _COLUMNS = {
 }
 _OF_PAIR = {"rollout": ("rollout", "policy"), "reference": ("reference", "now"), "old": ("old", "now")}
 _TAILS = ("zero_tail", "constant_tail")
+# What is misaligned in few responses is said if it lasts; other kinds may be chance.
+_LASTING = ("moved", *_TAILS)
 _WHICH = "; a reference tells which of the two (use_kl_loss=True with kl_loss_coef=0)"
 
 
-def misaligned_warning(off: Mapping[str, Off | None]) -> dict[str, Any] | None:
-    """The warning, or None: `name` ("misaligned", or "retokenized"), `sentence`, `check` and `share`.
+def misaligned_warning(off: Mapping[str, Off | None], lasting: bool = False) -> dict[str, Any] | None:
+    """The warning of what is clear, or None: `name` ("misaligned", or "retokenized"), `sentence`, `check` and `share`.
 
     Args:
-        off (Mapping): What `find_off` returned, of what is clear.
+        off (Mapping): What `find_off` returned.
+        lasting (bool): Whether updates before had something of the kind, too: then few responses are enough.
     """
-    wrong = {pair: each for pair, each in off.items() if each is not None}
+    wrong = {pair: each for pair, each in off.items() if each and (each.clear or (lasting and each.kind in _LASTING))}
     if not wrong:
         return None
     column, other, pair = _wrong_column(wrong, off)
@@ -196,7 +200,9 @@ def misaligned_warning(off: Mapping[str, Off | None]) -> dict[str, Any] | None:
     shift = each.shift if column == pair else -each.shift
     subject, letter = _COLUMNS[column]
     unsure = column == "rollout" and "reference" not in off and each.kind in ("moved", "lost", "other_row", "unrelated")
-    where = f"in {_share(each.share)} of the responses" if each.share < 0.995 else "in all responses"
+    share = "under 1%" if each.share < 0.01 else f"{each.share:.0%}"
+    where = f"in {share} of the responses" if each.share < 0.995 else "in all responses"
+    others = _COLUMNS[other][0][0].lower() + _COLUMNS[other][0][1:]
     if each.kind == "moved":
         by = "one position" if abs(shift) == 1 else f"{abs(shift)} positions"
         way, back = ("late", "early") if shift < 0 else ("early", "late")
@@ -215,7 +221,7 @@ def misaligned_warning(off: Mapping[str, Off | None]) -> dict[str, Any] | None:
             )
     elif each.kind == "lost":
         sentence = (
-            f"{subject} {where} agree with {_of(other)} at first, and have no relation to them from inside the "
+            f"{subject} {where} agree with {others} at first, and have no relation to them from inside the "
             f"responses on (on average from token {each.start:.0f})"
         )
         advice = "look for tokens that were decoded and encoded again, or that only one of the two lists has"
@@ -224,11 +230,11 @@ def misaligned_warning(off: Mapping[str, Off | None]) -> dict[str, Any] | None:
         advice = "look for what reorders, pads or repeats rows in one of the columns alone"
     elif each.kind == "unrelated":
         any_ = "no" if each.correlation < UNRELATED_CORRELATION else "hardly any"
-        sentence = f"{subject} have {any_} relation to {_of(other)} (correlation {each.correlation:.2f})"
+        sentence = f"{subject} have {any_} relation to {others} (correlation {each.correlation:.2f})"
         advice = "they belong to other tokens, or to another model: print both beside the token ids"
     else:
         value = "exact zeros" if each.kind == "zero_tail" else "one repeated value"
-        sentence = f"{subject} end in {value} {where}, where {_of(other)} are not"
+        sentence = f"{subject} end in {value} {where}, where {others} are not"
         advice = "log-probs are missing there and were padded: take the engine's own, or set response_mask to 0"
     if each.at_turn:
         sentence += ", beginning with a turn"
@@ -253,12 +259,3 @@ def _wrong_column(wrong: Mapping[str, Off], off: Mapping[str, Off | None]) -> tu
     if "rollout" in wrong:
         return "rollout", "policy", "rollout"
     return "reference", "now", "reference"
-
-
-def _of(column: str) -> str:
-    subject = _COLUMNS[column][0]
-    return subject[0].lower() + subject[1:]
-
-
-def _share(share: float) -> str:
-    return "under 1%" if share < 0.01 else f"{share:.0%}"

@@ -5,7 +5,7 @@
 import math
 from collections.abc import Sequence
 
-from .alignment import ALIGNMENT_SUMS, correlation
+from .alignment import ALIGNMENT_SUMS, by_pair, correlation
 
 # Limits of what is summed up, in nats where they are differences of log-probs.
 LARGEST = 10.0  # larger differences count as this, so that a single broken log-prob does not make a mean
@@ -84,7 +84,7 @@ class LogProbSums(dict[str, float]):
 
     def related(self, pair: str = "rollout") -> float | None:
         """The correlation between the log-probs of a pair; None where it is not known."""
-        return None if self.alignment is None else correlation(self.alignment, pair)
+        return None if self.alignment is None else correlation(by_pair(self.alignment)[pair])
 
     def share_of_reference(self) -> float | None:
         """The share of the responses whose log-probs are the reference's and not the policy's.

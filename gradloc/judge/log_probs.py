@@ -90,9 +90,6 @@ POSITIVE = 0.05
 UNSAMPLED_TOKENS = 4
 _READINGS = 64
 
-# What is misaligned in few responses is said if it lasts; other kinds may be chance.
-LASTING = ("moved", "zero_tail", "constant_tail")
-
 _OFF = "off"  # the updates with a response whose log-probs belong to other tokens, clear or not
 UNSAMPLED = "unsampled"  # the rule's name, and the warning's
 _WEIGHTS = "check that the weights, or the LoRA adapter, of every step reach every rollout worker"
@@ -194,12 +191,10 @@ class LogProbChecks(RunCheck):
             self._end_gap()
         self._sums = LogProbSums()
 
-    def _has_jumped(self, gap: float) -> bool:
-        """Whether the gap is so much larger than in the last update as neither a step nor late weights make it."""
-        last, (before, after) = self._gap, POLICY_GAP
-        if last is None:
-            return False
-        return last < before and gap > after or self._updates >= STALE_UPDATES - 1 and gap >= APART_GROWTH * last
+    def _leaps(self) -> bool:
+        """Whether the gap was small in the last update, and is large now: no optimizer step does that."""
+        before, after = POLICY_GAP
+        return self._gap is not None and self._gap < before and self._sums.mean("gap") > after
 
     def _has_tilted(self) -> bool:
         """Whether differences suddenly depend on how likely a token is, which late weights do not make them."""
@@ -209,11 +204,12 @@ class LogProbChecks(RunCheck):
             return was_without_a_gap and tilt >= SUDDEN_CORRELATION
         return abs(self._tilt) < CORRELATION / 2 and tilt >= CORRELATION
 
-    def _begins(self, gap: float) -> bool:
+    def _begins(self) -> bool:
         """Whether differences are suddenly others: larger, tilted, or of one sign. Late weights begin in update 2."""
-        share = self._sums.share_of_one_sign() or 0.0
+        share, gap = self._sums.share_of_one_sign() or 0.0, self._sums.mean("gap")
         is_of_one_sign = self._updates > 1 and self._one_side < MIXED and share >= ONE_SIDE
-        return self._has_jumped(gap) or self._has_tilted() or is_of_one_sign
+        grows = self._updates >= STALE_UPDATES - 1 and gap >= APART_GROWTH * (self._gap or 0.0)
+        return self._leaps() or grows or self._has_tilted() or is_of_one_sign
 
     def _lasting(self, rule: str | None = None) -> dict[str, Any] | None:
         """The last one (of a rule), while the gap stays: one or two updates that cannot tell say what others said."""
@@ -230,9 +226,8 @@ class LogProbChecks(RunCheck):
             near = self._sums["stale_distance"] <= STALE_AT_ONCE * self._sums["stale_gap"]
             if self._updates < STALE_UPDATES - 1 or not near:
                 return False
-        is_first, (before, after) = self._progress.is_first, POLICY_GAP
-        was_small = is_first or (self._gap is not None and self._gap < before)
-        jumped = was_small and self._sums.mean("gap") > after
+        is_first = self._progress.is_first
+        jumped = self._leaps() or (is_first and self._sums.mean("gap") > POLICY_GAP[1])
         at_once = {
             "policy_log_probs": is_first or jumped or self._has_been_since_first(),
             ENGINES_APART: jumped or self._leaves_path(),
@@ -266,7 +261,7 @@ class LogProbChecks(RunCheck):
             related = self._sums.related(pair)
             if related is not None and (each is None or each.kind not in ("moved", "unrelated")):
                 self._related[pair] = related
-        self._least = gap if self._begins(gap) else min(self._least, gap)
+        self._least = gap if self._begins() else min(self._least, gap)
         self._one_side = self._sums.share_of_one_sign() or 0.0
         self._first_gap = gap if self._progress.is_first else self._first_gap
         self._off_path = gap >= STALE_GAP and (self._off_path or self._leaves_path())
@@ -350,14 +345,8 @@ class LogProbChecks(RunCheck):
 
     def _misaligned(self) -> dict[str, Any] | None:
         """Log-probs that belong to other tokens; in few responses, only if some were seen in updates before."""
-        off, times = self._off(), self._times.get(_OFF, 0)
-        enough = {
-            pair: each
-            if each is not None and (each.clear or (each.kind in LASTING and times >= IN_A_ROW - 1))
-            else None
-            for pair, each in off.items()
-        }
-        warning = misaligned_warning(enough)
+        times = self._times.get(_OFF, 0)
+        warning = misaligned_warning(self._off(), lasting=times >= IN_A_ROW - 1)
         if warning is None:
             return None
         since = self._misaligned_since if times else self._progress.step
@@ -404,16 +393,12 @@ class LogProbChecks(RunCheck):
     def _policy_by_reference(self) -> dict[str, Any] | None:
         """Rollout and reference agree, and the policy is where no optimizer step can have brought it."""
         share, gap = self._sums.share_of_reference(), self._sums.mean("gap")
-        if not share:
+        if not share or self._sums["stale"] < WHOLE_SHARE * self._sums["responses"]:
             return None
-        if self._sums["stale"] < WHOLE_SHARE * self._sums["responses"]:
-            return None
-        before, after = POLICY_GAP
         # A rollout that goes back to the reference has its weights; the policy was away from them before.
         went_back = self._sums.mean("distance") < STALE_RATIO * self._distance and self._distance > STALE_GAP
-        jumped = self._gap is not None and self._gap < before and gap > after and not went_back
         # After a loaded checkpoint, other weights may be in the rollout at first.
-        jumped = jumped and self._progress.since_resume is None
+        jumped = self._leaps() and not went_back and self._progress.since_resume is None
         since_first = self._progress.is_first or self._has_been_since_first()
         if not (since_first or jumped or self._times.get("policy_log_probs")):
             return None
@@ -602,7 +587,7 @@ class LogProbChecks(RunCheck):
         share = self._sums.share_of_one_sign()
         if share is None or gap < (OTHER_GAP if share < ONE_SIDE else ONE_SIDE_GAP):
             return None
-        begins = self._begins(gap)
+        begins = self._begins()
         if self._least < OTHER_LEAST * gap and not begins:
             return None
         # In the first update both engines have the same weights. What comes with training may be a late rollout.

@@ -294,7 +294,7 @@ def own_alignment(micro_batches: Sequence[Mapping[str, Tensor]]) -> Tensor:
 
 
 def _sums_of_pair(a: Tensor, b: Tensor, mask: Tensor, turn: Tensor, lost: bool) -> dict[str, Tensor]:
-    found = align(a, b, mask)
+    found, counted = align(a, b, mask), _both_known(a, b, mask)
     moved, inside = found.shift != 0, found.start > 0
     sums = {"responses": mask.any(1).sum(), "aligned": found.aligned.sum()}
     sums["start"] = torch.where(moved & inside, found.start, 0).sum()
@@ -308,7 +308,7 @@ def _sums_of_pair(a: Tensor, b: Tensor, mask: Tensor, turn: Tensor, lost: bool) 
         sums |= {"lost": is_lost.sum(), "lost_start": found.lost.sum()}
         distance, after = (a - b).abs(), torch.arange(mask.shape[1], device=mask.device) >= found.lost
         for part, where in (("lost", is_lost & after), ("kept", ~is_lost)):
-            where = where & _both_known(a, b, mask)
+            where = where & counted
             sums |= {f"{part}_tokens": where.sum(), f"{part}_distance": torch.where(where, distance, 0.0).sum()}
         sums["lost_at_turn"] = (is_lost & starts_turn(turn, found.lost)).sum()
     # The log-probs of a shorter response end in padding.
@@ -318,7 +318,6 @@ def _sums_of_pair(a: Tensor, b: Tensor, mask: Tensor, turn: Tensor, lost: bool) 
     sums["zero_tail"] = (tail & (found.tail_value == 0)).sum()
     sums["constant_tail"] = (tail & (found.tail_value != 0)).sum()
     sums["tail_of_b"] = (found.tail_of_b & tail).sum()
-    counted = _both_known(a, b, mask)
     a, b = (torch.where(counted, each, 0.0).double().clamp(min=LEAST_LOG_PROB) for each in (a, b))
     sums |= {"tokens": counted.sum(), "first": a.sum(), "second": b.sum(), "product": (a * b).sum()}
     return sums | {"first_square": a.square().sum(), "second_square": b.square().sum()}
@@ -351,5 +350,4 @@ def alignment_warning(micro_batches: Sequence[Mapping[str, Tensor]]) -> dict[str
     """What `misaligned_warning` gives for the tokens of some micro-batches alone, if it is clear."""
     if not micro_batches:
         return None
-    off = find_off(own_alignment(micro_batches).tolist())
-    return misaligned_warning({pair: each if each and each.clear else None for pair, each in off.items()})
+    return misaligned_warning(find_off(own_alignment(micro_batches).tolist()))
