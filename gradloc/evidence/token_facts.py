@@ -22,6 +22,8 @@ MISALIGNED_BEFORE = 0.2
 # The facts that are given.
 _NUMBERS: tuple[str, ...] = ("weight", "coefficient", "advantage", "log_prob", "old_log_prob", "ref_log_prob")
 _NUMBERS += ("entropy", "entropy_coefficient", "rollout_log_prob", "kl_coefficient")
+_FACTS = (*_NUMBERS, "after_eos", "ratio", "rollout_ratio", "sequence_ratio", "misaligned_share", "misplaced")
+_FACTS += ("response_length",)
 
 
 def token_facts(tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -39,11 +41,8 @@ def token_facts(tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
     facts = {name: tokens[name].double() for name in _NUMBERS if name in tokens}
     if "after_eos" in tokens:
         facts["after_eos"] = tokens["after_eos"].bool()
-    log_ratios = {
-        ratio: facts["log_prob"] - facts[other]
-        for ratio, other in (("ratio", "old_log_prob"), ("rollout_ratio", "rollout_log_prob"))
-        if other in facts
-    }
+    others = {"ratio": "old_log_prob", "rollout_ratio": "rollout_log_prob"}
+    log_ratios = {ratio: facts["log_prob"] - facts[of] for ratio, of in others.items() if of in facts}
     facts |= {ratio: log_ratio.exp() for ratio, log_ratio in log_ratios.items()}
     facts["response_length"] = mask.sum(1, keepdim=True)
     if log_ratios:
@@ -77,11 +76,9 @@ def token_evidence(
     if facts is None:
         facts = token_facts(tokens)
     here = {name: of[row, position if of.shape[1] > 1 else 0].item() for name, of in facts.items()}
-    names = (*_NUMBERS, "after_eos", "ratio", "rollout_ratio", "sequence_ratio", "misaligned_share")
-    names += ("misplaced", "response_length")
     return {
         "token_id": int(tokens["token_id"][row, position]),
-        **{name: here.get(name) for name in names},
+        **{name: here.get(name) for name in _FACTS},
         "turn": here["turn"] if facts["turn"][row].max() > 1 else None,
         "mismatch_start": here["mismatch_start"] if here["mismatch_start"] >= 0 else None,
         "mismatch_turn": here["mismatch_turn"] or None,

@@ -80,7 +80,7 @@ def record_events(directory: str, events: Sequence[Mapping[str, Any]], name: str
                 lines.append(_note("rate_limit", step, more, limit))
     first_step = events[0].get("global_step")
     what = f"{len(events)} gradient spike(s)" + " of the critic" * (name == "critic")
-    _append(directory, name, b"".join(lines), what, "events", first_step, len(events))
+    _append(directory, name, b"".join(lines), what, first_step, len(events))
 
 
 def _event_lines(event: Mapping[str, Any]) -> list[bytes]:
@@ -103,14 +103,11 @@ def event_line(event: Mapping[str, Any]) -> tuple[bytes, int]:
         ValueError: It is too long.
     """
     tokens = event.get("culprits") or event.get("suspected", ())
-    bare = max(len(tokens) - CULPRITS_WITH_TEXT, 0)
-    line = _line(_without_texts(event, CULPRITS_WITH_TEXT))
-    if len(line) > LINE_BYTES:
-        bare = len(tokens)
-        line = _line(_without_texts(event, 0, (*LONG_TEXTS, "context", "ground_truth")))
-    if len(line) > LINE_BYTES:
-        raise ValueError(f"its line would take {len(line):,} bytes, and {LINE_BYTES:,} are the limit")
-    return line, bare
+    for most, texts in ((CULPRITS_WITH_TEXT, LONG_TEXTS), (0, (*LONG_TEXTS, "context", "ground_truth"))):
+        line = _line(_without_texts(event, most, texts))
+        if len(line) <= LINE_BYTES:
+            return line, max(len(tokens) - most, 0)
+    raise ValueError(f"its line would take {len(line):,} bytes, and {LINE_BYTES:,} are the limit")
 
 
 def record_step(
@@ -131,7 +128,7 @@ def record_step(
     """
     line = {"schema": SCHEMA, "time": now(), "global_step": global_step}
     line |= {name: figures.get(name) for name in STEP_FIGURES} | {"warnings": list(warnings)}
-    _append(directory, "steps", _line(line), f"the figures of step {global_step}", "steps", global_step, 1)
+    _append(directory, "steps", _line(line), f"the figures of step {global_step}", global_step, 1)
 
 
 def evidence_files(directory: str, name: str = "spikes") -> list[str]:
@@ -196,7 +193,7 @@ def jsonable(value: Any, inside: tuple[int, ...] = ()) -> Any:
     return str(value)
 
 
-def _append(directory: str, name: str, data: bytes, what: str, kind: str, step: Any, count: int) -> None:
+def _append(directory: str, name: str, data: bytes, what: str, step: Any, count: int) -> None:
     """Appends lines to `<directory>/<name>.jsonl`.
 
     A disk error, or a disk that does not answer in time, is logged as a warning, not raised.
@@ -204,8 +201,7 @@ def _append(directory: str, name: str, data: bytes, what: str, kind: str, step: 
     Args:
         data (bytes): The lines.
         what (str): What they hold, for a warning.
-        kind (str): The plural of what a line holds, for a note, as the two that follow.
-        step (Any): The first step of the lines.
+        step (Any): The first step of the lines, for a note, as the next.
         count (int): The number of events or steps in them.
     """
     path = os.path.join(directory, f"{name}.jsonl")
@@ -220,6 +216,7 @@ def _append(directory: str, name: str, data: bytes, what: str, kind: str, step: 
         last_line, lines = _last_line(path) if size else b"\n", data
         is_full = f'"note": "{_FULL}"'.encode() in last_line
         if is_full or size + len(data) > FILE_BYTES:
+            kind = "steps" if name == "steps" else "events"
             message = f"{kind} are not written from here on: the file has reached {FILE_BYTES} bytes"
             warn_once(_said, f"{what} left out of {directory}: {message}", about=path)
             if is_full:
@@ -288,7 +285,7 @@ def _note(kind: str, step: Any, count: int, message: str) -> bytes:
     return _line(note)
 
 
-def _without_texts(event: Mapping[str, Any], but: int, texts: Sequence[str] = LONG_TEXTS) -> Mapping[str, Any]:
+def _without_texts(event: Mapping[str, Any], but: int, texts: Sequence[str]) -> Mapping[str, Any]:
     """The event with long texts only for its first (largest) culprits; the same for suspected tokens."""
     limited = {
         name: [limit_texts(token, i, but, texts) for i, token in enumerate(event[name])]

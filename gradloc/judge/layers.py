@@ -69,18 +69,14 @@ class LayerChecks(RunCheck):
                 self._carrying = (*before[:2], before[2] + 1)
             else:
                 self._carrying = layer, self._progress.step, 1
-                known = self._gradient_updates >= IN_A_ROW
-                self._share_before = self._gradients.get(layer, 0.0) if known else None
+                self._share_before = self._usual(layer)
 
     def warnings(self) -> list[dict[str, Any]]:
         """Of this update, one at most."""
-        if self._written is not None:
-            return [self._written[0]]
-        if self._beyond is not None:
-            return [self._beyond]
-        if self._gradients_now and self._carrying is not None and self._carrying[2] >= IN_A_ROW:
-            return [self._carries(*self._carrying[:2])]
-        return []
+        found = self._beyond if self._written is None else self._written[0]
+        if found is None and self._gradients_now and self._carrying is not None and self._carrying[2] >= IN_A_ROW:
+            found = self._carries(*self._carrying[:2])
+        return [] if found is None else [found]
 
     def end_update(self) -> None:
         """Takes the update's figures into what later ones are compared with."""
@@ -106,11 +102,13 @@ class LayerChecks(RunCheck):
         share = self._gradients_now[name]
         if share <= LAYER_FRACTION:
             return None
-        if self._gradient_updates >= IN_A_ROW:
-            found = is_unusual(share, self._gradients.get(name, 0.0))
-        else:
-            found = is_unlike_its_like(name, self._gradients_now)
-        return name if found else None
+        usual = self._usual(name)
+        is_new = is_unlike_its_like(name, self._gradients_now) if usual is None else is_unusual(share, usual)
+        return name if is_new else None
+
+    def _usual(self, layer: str) -> float | None:
+        """A layer's usual share; None where too few updates are known."""
+        return self._gradients.get(layer, 0.0) if self._gradient_updates >= IN_A_ROW else None
 
     def _carries(self, layer: str, step: int | None) -> dict[str, Any]:
         share = percent(self._gradients_now[layer])
