@@ -13,7 +13,7 @@ from ..evidence.writer import EVENTS_PER_STEP, STEP_FIGURES, jsonable, limit_tex
 from ..fsdp import collectives
 from ..guarded import guarded
 from ..judge.misfire import RewardedRow, may_misfire, misfire
-from ..judge.sentences import in_one_line, summary
+from ..judge.sentences import describe, in_one_line
 from ..judge.verdict import settled
 
 logger = logging.getLogger(__name__)
@@ -150,7 +150,7 @@ class UpdateEvidence:
             tokens[number][2].update(of_token)
         for event in events:
             if _kind(event) != "critic":
-                event["summary"] = summary(event)
+                event["summary"] = describe(event)
 
     def write(
         self,

@@ -20,7 +20,7 @@ from ..evidence.writer import SCHEMA, now
 from ..fsdp import collectives
 from ..gradloc import GradLoc, Located
 from ..guarded import guarded
-from ..judge.sentences import summary
+from ..judge.sentences import describe
 from ..layers.layer_clip import LayerClip
 from ..measure.pass_recorder import LossInputs, ReadTokens
 from ..measure.passes import Forward
@@ -246,7 +246,7 @@ class Watch:
             if found := self.token_clip.end_mini_batch():
                 # Of the form `CLIP` in gradloc_tools/schema.py.
                 line = {"schema": SCHEMA, "time": now(), **where, "token_clip": found}
-                self.clips.append({**line, "summary": summary(line)})
+                self.clips.append({**line, "summary": describe(line)})
         stepped = optimizer_step() if take_step else None
         before_clipping = stepped if norm is None else norm
         assert before_clipping is not None  # a step that is left out has a norm

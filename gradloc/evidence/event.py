@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..fsdp import collectives
 from ..judge.rules import RULES, Medians, classify, has_large_advantage
-from ..judge.sentences import summary
+from ..judge.sentences import describe
 from ..judge.verdict import Shares, verdict
 from ..measure.alignment import alignment_warning
 from ..measure.micro_batch import AllFigures, MicroBatch, MicroBatchName, Token, movable, suspects
@@ -205,7 +205,7 @@ def whole_event(
     event |= fields
     # The cause of a drill is the drill.
     event["verdict"] = None if event["drill"] else verdict(event, ordinary, warnings, measured, unusual)
-    event["summary"] = summary(event)
+    event["summary"] = describe(event)
     return event
 
 

@@ -32,7 +32,7 @@ COLUMN_SUMS = len(COLUMNS) + 4
 class AdvantageChecks(RunCheck):
     """The checks of columns, by what `own_columns` gives."""
 
-    STATE = ("sizes", "spreads", "scale_step", "scale_factor")
+    NOW = ("_columns",)
 
     def __init__(self, progress: Progress) -> None:
         super().__init__(progress)

@@ -22,7 +22,7 @@ _UPDATES = 8
 class LayerChecks(RunCheck):
     """The checks of layers, in the first mini-batch of each update."""
 
-    STATE = ("weights", "written", "gradients", "gradient_updates", "carrying", "share_before")
+    NOW = ("_weights_now", "_gradients_now", "_beyond")
 
     def __init__(self, progress: Progress) -> None:
         super().__init__(progress)

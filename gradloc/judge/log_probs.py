@@ -111,11 +111,7 @@ class LogProbChecks(RunCheck):
     again with that update.
     """
 
-    STATE = (
-        *("readings", "stride", "since_reading", "times", "updates", "gap", "least", "first_gap"),
-        *("misaligned_since", "related", "tilt", "one_side", "split", "distance", "off_path", "said"),
-        "unsampled_before",
-    )
+    NOW = ("_sums",)
 
     def __init__(self, progress: Progress) -> None:
         super().__init__(progress)
@@ -129,16 +125,6 @@ class LogProbChecks(RunCheck):
         self._least = math.inf
         # The gap of the last update before any optimizer step.
         self._first_gap = 0.0
-        # The mean |rollout − reference| of the last update; and whether a rollout since then has weights of no step.
-        self._distance = 0.0
-        self._off_path = False
-        # Of the updates in a row whose responses are of two kinds, the smallest gap of the far ones, and how many.
-        self._split: tuple[float, int] = (math.inf, 0)
-        # The last rule about log-probs, its warning, the gap of the last update that had the evidence for it, and how
-        # many since then had none.
-        self._said: tuple[str, dict[str, Any], float, int] | None = None
-        # How many tokens the updates before had that the policy did not produce.
-        self._unsampled_before = 0.0
         # The first step since which log-probs are misaligned, and by pair how its columns were related before.
         self._misaligned_since: int | None = None
         self._related: dict[str, float] = {}
@@ -146,6 +132,16 @@ class LogProbChecks(RunCheck):
         self._tilt: float | None = None
         # `LogProbSums.share_of_one_sign` of the last update, 0 where few differ.
         self._one_side = 0.0
+        # Of the updates in a row whose responses are of two kinds, the smallest gap of the far ones, and how many.
+        self._split: tuple[float, int] = (math.inf, 0)
+        # The mean |rollout − reference| of the last update; and whether a rollout since then has weights of no step.
+        self._distance = 0.0
+        self._off_path = False
+        # The last rule about log-probs, its warning, the gap of the last update that had the evidence for it, and how
+        # many since then had none.
+        self._said: tuple[str, dict[str, Any], float, int] | None = None
+        # How many tokens the updates before had that the policy did not produce.
+        self._unsampled_before = 0.0
 
     @property
     def bypass(self) -> bool:

@@ -45,9 +45,9 @@ def resume_note(steps: int | None) -> str:
 
 
 class RunCheck:
-    """A check of every update of a run. `STATE` names what it keeps over a resume, without the underscore."""
+    """A check of every update. `NOW` names its attributes of the update so far; the others are kept over a resume."""
 
-    STATE: ClassVar[tuple[str, ...]] = ()
+    NOW: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -58,9 +58,10 @@ class RunCheck:
 
     def state_dict(self) -> dict[str, Any]:
         """What later updates are compared with."""
-        return {name: copy.deepcopy(getattr(self, f"_{name}")) for name in self.STATE}
+        kept = vars(self).keys() - {"_progress", *self.NOW}
+        return {name[1:]: copy.deepcopy(value) for name, value in vars(self).items() if name in kept}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores it; what is missing stays as it is."""
-        for name in state.keys() & set(self.STATE):
+        for name in self.state_dict().keys() & state.keys():
             setattr(self, f"_{name}", copy.deepcopy(state[name]))

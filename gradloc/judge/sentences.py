@@ -29,13 +29,6 @@ _LAYER_GAIN = 0.25
 _SMALL_NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
 
-def summary(event: Event) -> str:
-    """What `describe` gives; if that fails, the summary that the event has: wording must not cost the event."""
-    with guarded("the summary of an event could not be made"):
-        return describe(event)
-    return str(event.get("summary", ""))
-
-
 def in_one_line(line: Mapping[str, Any]) -> str:
     """The verdict with its check, then the summary, for logs and trackers; without a verdict the summary alone.
 
@@ -50,22 +43,23 @@ def in_one_line(line: Mapping[str, Any]) -> str:
 def describe(event: Event) -> str:
     """An event in one sentence, from its other fields alone.
 
+    If that fails, the summary that the event has: wording must not cost the event.
+
     Args:
         event (Mapping): An event or a clip line; texts and rewards of its tokens are used if they are there.
     """
-    if "token_clip" in event:
-        return _clips(event["token_clip"])
-    if event.get("drill"):
-        return _drill(event["drill"])
-    parts = [_culprits(event) if event["culprits"] else _without_culprits(event)]
-    if boundary := turn_boundary(event["culprits"]):
-        parts.append(f"the mismatch begins {boundary}")
-    if auxiliary := auxiliary_in_words(event):
-        parts.append(auxiliary)
-    if layer := _broken_parameters(event) or _layer(event):
-        parts.append(layer)
-    sentence = "; ".join(parts) + "."
-    return sentence[0].upper() + sentence[1:]
+    with guarded("the summary of an event could not be made"):
+        if "token_clip" in event:
+            return _clips(event["token_clip"])
+        if event.get("drill"):
+            return _drill(event["drill"])
+        parts = [_culprits(event) if event["culprits"] else _without_culprits(event)]
+        if boundary := turn_boundary(event["culprits"]):
+            parts.append(f"the mismatch begins {boundary}")
+        parts += filter(None, (auxiliary_in_words(event), _broken_parameters(event) or _layer(event)))
+        sentence = "; ".join(parts) + "."
+        return sentence[0].upper() + sentence[1:]
+    return str(event.get("summary", ""))
 
 
 def _clips(found: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from gradloc.bundles import limits
 from gradloc.evidence.writer import jsonable
-from gradloc.judge.sentences import summary
+from gradloc.judge.sentences import describe
 
 from ..bundles.opening import Bundle, BundleError, check_places
 from ..bundles.results import EVENT_SUFFIX
@@ -105,7 +105,7 @@ def _finished(event: Mapping[str, Any], bundle: Bundle, threshold: float) -> dic
     scaled = float(event["global_threshold"]) * threshold / event["threshold"]
     replay = event.get("replay") or f"{limits.FOLDER}/{bundle.path.resolve().name}"
     found = {**event, "threshold": threshold, "global_threshold": scaled, "replay": replay}
-    return {**found, "summary": summary(found)}
+    return {**found, "summary": describe(found)}
 
 
 def event_around(bundle: Bundle, names: Collection[str]) -> dict[str, Any] | None:
