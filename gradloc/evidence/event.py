@@ -107,7 +107,10 @@ def build_event(
     facts = token_facts_of(mini_batch, [*culprits, *under])
     if medians is None:
         medians = token_medians(mini_batch.micro_batches, model.sequence_parallel_size)
-    least = {**medians, "least_advantage": _least_advantage([facts[token] for token in culprits], medians)}
+    # With rewards that are rarely right, many ordinary tokens have a multiple of the median as well; what makes an
+    # advantage the cause is that theirs are not as large.
+    large = [abs(facts[token]["advantage"]) for token in culprits if has_large_advantage(facts[token], medians)]
+    least = {**medians, "least_advantage": min(large, default=None)}
     places = {(name[1], row, position) for name, row, position in culprits if name[0] == model.rank}
 
     def own() -> tuple[Tensor, Tensor | None, float]:
@@ -240,15 +243,6 @@ def _measured_shares(
         return None
     sources = [_culprit(findings, token, facts[token], medians)["sources"] for token in under]
     return {rule.name: sum(rule.name in each for each in sources) / len(under) for rule in RULES}
-
-
-def _least_advantage(culprits: Sequence[Facts], medians: Medians) -> float | None:
-    """The smallest |A| of the culprits for which the rule `advantage` holds; None without any.
-
-    With rewards that are rarely right, many ordinary tokens have a multiple of the median as well; what makes an
-    advantage the cause is that theirs are not as large.
-    """
-    return min((abs(each["advantage"]) for each in culprits if has_large_advantage(each, medians)), default=None)
 
 
 def _trigger(mini_batch: MiniBatch, findings: Findings) -> dict[str, Any]:

@@ -76,9 +76,8 @@ def largest_tokens(values: Mapping[MicroBatchName, Tensor], most: int) -> list[t
     found: list[tuple[float, MicroBatchName, int, int]] = []
     for name, of_tokens in values.items():
         sizes = of_tokens.double().nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf).flatten()
-        largest, places = sizes.topk(min(most, len(sizes)))
-        for size, place in zip(largest.tolist(), places.tolist(), strict=True):
-            found.append((size, name, *divmod(place, of_tokens.shape[1])))
+        largest = zip(*(each.tolist() for each in sizes.topk(min(most, len(sizes)))), strict=True)
+        found += [(size, name, *divmod(place, of_tokens.shape[1])) for size, place in largest]
     found.sort(key=lambda each: -each[0])
     return [(name, row, position) for size, name, row, position in found[:most] if size > -math.inf]
 

@@ -192,20 +192,17 @@ class LogProbChecks(RunCheck):
         before, after = POLICY_GAP
         return self._gap is not None and self._gap < before and self._sums.mean("gap") > after
 
-    def _has_tilted(self) -> bool:
-        """Whether differences suddenly depend on how likely a token is, which late weights do not make them."""
-        tilt = abs(self._sums.tilt())
-        if self._tilt is None:
-            was_without_a_gap = self._updates > 1 and self._gap is not None and self._gap < STALE_GAP
-            return was_without_a_gap and tilt >= SUDDEN_CORRELATION
-        return abs(self._tilt) < CORRELATION / 2 and tilt >= CORRELATION
-
     def _begins(self) -> bool:
         """Whether differences are suddenly others: larger, tilted, or of one sign. Late weights begin in update 2."""
         share, gap = self._sums.share_of_one_sign() or 0.0, self._sums.mean("gap")
         is_of_one_sign = self._updates > 1 and self._one_side < MIXED and share >= ONE_SIDE
         grows = self._updates >= STALE_UPDATES - 1 and gap >= APART_GROWTH * (self._gap or 0.0)
-        return self._leaps() or grows or self._has_tilted() or is_of_one_sign
+        # Late weights do not make differences depend on how likely a token is.
+        was_small = self._updates > 1 and (self._gap or 0.0) < STALE_GAP
+        least = CORRELATION if self._tilt is not None else SUDDEN_CORRELATION
+        was_flat = was_small if self._tilt is None else abs(self._tilt) < CORRELATION / 2
+        tilts = was_flat and abs(self._sums.tilt()) >= least
+        return self._leaps() or grows or tilts or is_of_one_sign
 
     def _lasting(self, rule: str | None = None) -> dict[str, Any] | None:
         """The last one (of a rule), while the gap stays: one or two updates that cannot tell say what others said."""

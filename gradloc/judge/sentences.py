@@ -51,8 +51,9 @@ def describe(event: Event) -> str:
     with guarded("the summary of an event could not be made"):
         if "token_clip" in event:
             return _clips(event["token_clip"])
-        if event.get("drill"):
-            return _drill(event["drill"])
+        if drill := event.get("drill"):
+            found = "was found" if drill["found"] else "was not found"
+            return f"A drill: the planted token {found}, {_count(drill['passes'], 'extra pass', 'extra passes')}."
         parts = [_culprits(event) if event["culprits"] else _without_culprits(event)]
         if boundary := turn_boundary(event["culprits"]):
             parts.append(f"the mismatch begins {boundary}")
@@ -81,11 +82,6 @@ def _clips(found: Mapping[str, Any]) -> str:
     place = "in the prompt" if token["position"] < 0 else f"position {token['position']}"
     where = f"{token['multiple']:.3g} times the usual at {token['boundary']}"
     return f"{start}; the largest: token{text} of rank {token['rank']}, row {token['row']}, {place}, {where}."
-
-
-def _drill(drill: Mapping[str, Any]) -> str:
-    found = "was found" if drill["found"] else "was not found"
-    return f"A drill: the planted token {found}, {_count(drill['passes'], 'extra pass', 'extra passes')}."
 
 
 def _culprits(event: Event) -> str:
