@@ -103,7 +103,8 @@ def misfire(event: Mapping[str, Any], rows: Mapping[Place, RewardedRow]) -> dict
         is_outlier = what == "reward" and _is_outlier(value, {*known} - {value}, is_large)
         told = is_outlier and share == 1 if few else chance < SIGNIFICANT and (is_usual or is_outlier)
         if stands_out and told:
-            return _verdict(what, value, share, ordinary, count_of_culprits, len(of_prompts))
+            reward = f"The culprits are in responses with the reward {value:g}" if what == "reward" else ""
+            return _verdict(reward or f"{_BY_DATA_SOURCE}{value}", culprits, share, ordinary, count_of_culprits)
     return _far_reward(culprits, moving, count_of_culprits)
 
 
@@ -123,7 +124,9 @@ def _far_reward(culprits: Sequence[RewardedRow], rows: Sequence[RewardedRow], co
         if is_far and all(row.uid in groups and row.advantage > high - low for row in culprits):
             share = sum(_value(row, "reward") == value for row in culprits) / count
             ordinary = rewards.count(value) / len(rewards)
-            return _verdict("far", value, share, ordinary, count, len({row.uid for row in culprits}), (low, high))
+            where = f"The reward {value:g}, while all others are from {low:g} to {high:g}, makes the culprits' "
+            where += "advantages: they are in responses with it, or to the same prompts"
+            return _verdict(where, culprits, share, ordinary, count)
     return None
 
 
@@ -156,21 +159,9 @@ def _is_outlier(reward: Any, others: Collection[Any], below_too: bool) -> bool:
     return max((low - reward) * below_too, reward - high) > high - low
 
 
-def _verdict(
-    what: str,
-    value: Any,
-    share: float,
-    ordinary: float,
-    culprits: int,
-    prompts: int,
-    others: tuple[float, float] = (0.0, 0.0),
-) -> dict[str, Any]:
-    where = f"{_BY_DATA_SOURCE}{value}"
-    if what == "reward":
-        where = f"The culprits are in responses with the reward {value:g}"
-    if what == "far":
-        where = f"The reward {value:g}, while all others are from {others[0]:g} to {others[1]:g}, makes the culprits' "
-        where += "advantages: they are in responses with it, or to the same prompts"
+def _verdict(where: str, rows: Sequence[RewardedRow], share: float, ordinary: float, culprits: int) -> dict[str, Any]:
+    """The verdict on culprits in these rows, as many as are given with those in no row."""
+    prompts = len({row.uid for row in rows})
     shares = f"{counted(round(share * culprits), culprits)} in {prompts} prompt{'s' * (prompts > 1)}, "
     shares += f"{percent(ordinary)} of the responses"
     sentence = f"{where} ({shares}): read these responses, and look for what the reward function takes for right or "
