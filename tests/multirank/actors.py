@@ -70,8 +70,8 @@ SIZES = {
     "initializer_range": 0.2,
 }
 PROMPT, RESPONSE = 6, 10
-# What all ranks know of a culprit.
-PLACE = ("rank", "micro_batch", "row", "position")
+# What an event has from rank 0 alone, or at another time.
+OF_RANK_0 = ("time", "replay", "verdict", "summary")
 TEMPERATURE = 0.9
 # A step moves log-probs by a few percent: enough to see, too little to clip what it trained on.
 LEARNING_RATE = 1e-3
@@ -503,9 +503,10 @@ def events_of(actor: Any) -> list[dict[str, Any]]:
     box = [own]
     dist.broadcast_object_list(box, src=0)
     for event, whole in zip(own, box[0], strict=True) if dist.get_rank() else ():
-        places = [{name: culprit[name] for name in PLACE} for culprit in whole["culprits"]]
-        known = {**{name: whole[name] for name in event}, "culprits": places, "replay": None}
-        assert repr(event) == repr(known)
+        pairs = zip(event["culprits"], whole["culprits"], strict=True)
+        culprits = [{name: finished[name] for name in culprit} for culprit, finished in pairs]
+        known = {**whole, "culprits": culprits, **{name: event[name] for name in OF_RANK_0}}
+        assert repr(event) == repr(known) and event["replay"] is None
     return box[0]
 
 
