@@ -31,7 +31,7 @@ _OF_SHIFT = ("whole", "inside", *COMPARED)
 PAIR_SUMS = (
     *("responses", "aligned"),
     *(f"{name} {shift}" for shift in SHIFTS for name in _OF_SHIFT),
-    *("start", "at_turn", "other_row", "zero_tail", "constant_tail", "tail_of_b"),
+    *("moved_start", "moved_at_turn", "other_row", "zero_tail", "constant_tail", "tail_of_b"),
     *("lost", "lost_start", "lost_at_turn", "lost_tokens", "lost_distance", "kept_tokens", "kept_distance"),
     *("tokens", "first", "second", "first_square", "second_square", "product"),
 )
@@ -130,18 +130,18 @@ def _off(sums: Mapping[str, float], unrelated: float | None) -> Off | None:
     count = counts[kind]
     # Some responses are too short, or their tokens too sure, to tell.
     known = max(count + sums["aligned"] if kind in ("moved", "lost") else sums["responses"], 1.0)
-    found = Off(kind, count / known, count >= max(CLEAR_RESPONSES, CLEAR_SHARE * known))
-    if kind == "moved" and count:
-        mostly_inside = 2 * inside > count
-        found = found._replace(
-            shift=max(moved, key=moved.__getitem__),
-            start=sums["start"] / inside if mostly_inside else 0.0,
-            at_turn=mostly_inside and 2 * sums["at_turn"] > inside,
-        )
-    if kind in _TAILS:
-        found = found._replace(of_b=2 * sums["tail_of_b"] > sums["zero_tail"] + sums["constant_tail"])
-    if kind == "lost" and count:
-        found = found._replace(start=sums["lost_start"] / count, at_turn=2 * sums["lost_at_turn"] > count)
+    # Of how many responses it begins inside.
+    begins = {"moved": inside, "lost": count}.get(kind, 0.0)
+    is_inside = 2 * begins > count
+    found = Off(
+        kind,
+        count / known,
+        count >= max(CLEAR_RESPONSES, CLEAR_SHARE * known),
+        shift=max(moved, key=moved.__getitem__) if kind == "moved" else 0,
+        start=sums[f"{kind}_start"] / begins if is_inside else 0.0,
+        at_turn=is_inside and 2 * sums[f"{kind}_at_turn"] > begins,
+        of_b=kind in _TAILS and 2 * sums["tail_of_b"] > sums["zero_tail"] + sums["constant_tail"],
+    )
     if found.clear and kind != "other_row":
         return found
     # Responses too short, or engines too far apart, to tell one by one.

@@ -297,12 +297,12 @@ def _sums_of_pair(a: Tensor, b: Tensor, mask: Tensor, turn: Tensor, lost: bool) 
     found, counted = align(a, b, mask), _both_known(a, b, mask)
     moved, inside = found.shift != 0, found.start > 0
     sums = {"responses": mask.any(1).sum(), "aligned": found.aligned.sum()}
-    sums["start"] = torch.where(moved & inside, found.start, 0).sum()
+    sums["moved_start"] = torch.where(moved & inside, found.start, 0).sum()
     for index, k in enumerate(SHIFTS):
         sums[f"whole {k}"] = ((found.shift == k) & ~inside).sum()
         sums[f"inside {k}"] = ((found.shift == k) & inside).sum()
         sums |= {f"{name} {k}": of_shifts[index] for name, of_shifts in zip(COMPARED, found.compared, strict=True)}
-    sums["at_turn"] = (moved & inside & starts_turn(turn, found.start)).sum()
+    sums["moved_at_turn"] = (moved & inside & starts_turn(turn, found.start)).sum()
     if lost:
         is_lost = found.lost > 0
         sums |= {"lost": is_lost.sum(), "lost_start": found.lost.sum()}
