@@ -222,7 +222,9 @@ def _append(directory: str, name: str, data: bytes, what: str, step: Any, count:
                 kind = "steps" if name == "steps" else "events"
                 message = f"{kind} are not written from here on: the file has reached {FILE_BYTES} bytes"
                 warn_once(_said, f"{what} left out of {directory}: {message}", about=path)
-                lines = b"" if is_full else _note(_FULL, step, count, message)
+                if is_full:
+                    return
+                lines = _note(_FULL, step, count, message)
             # A killed run may have left an incomplete line: end it, so that the next event starts on a new line.
             file.write((b"" if last_line.endswith(b"\n") else b"\n") + lines)
 
