@@ -212,20 +212,18 @@ def _append(directory: str, name: str, data: bytes, what: str, step: Any, count:
             others = f"{holder} writes to {directory}"
             warn_once(_said, f"{what} and all later ones are not written: {others}", about=directory)
             return
-        lines = data
-        with open(path, "a+b") as file:
-            size = file.tell()
-            file.seek(max(size - 4096, 0))
-            last_line = (file.read().splitlines(keepends=True) or [b"\n"])[-1]
-            is_full = f'"note": "{_FULL}"'.encode() in last_line
-            if is_full or size + len(data) > FILE_BYTES:
-                kind = "steps" if name == "steps" else "events"
-                message = f"{kind} are not written from here on: the file has reached {FILE_BYTES} bytes"
-                warn_once(_said, f"{what} left out of {directory}: {message}", about=path)
-                if is_full:
-                    return
-                lines = _note(_FULL, step, count, message)
-            # A killed run may have left an incomplete line: end it, so that the next event starts on a new line.
+        size = os.path.getsize(path) if os.path.exists(path) else 0
+        last_line, lines = _last_line(path) if size else b"\n", data
+        is_full = f'"note": "{_FULL}"'.encode() in last_line
+        if is_full or size + len(data) > FILE_BYTES:
+            kind = "steps" if name == "steps" else "events"
+            message = f"{kind} are not written from here on: the file has reached {FILE_BYTES} bytes"
+            warn_once(_said, f"{what} left out of {directory}: {message}", about=path)
+            if is_full:
+                return
+            lines = _note(_FULL, step, count, message)
+        # A killed run may have left an incomplete line: end it, so that the next event starts on a new line.
+        with open(path, "ab") as file:
             file.write((b"" if last_line.endswith(b"\n") else b"\n") + lines)
 
     try:
@@ -264,6 +262,13 @@ def _holder(path: str) -> str:
     """Which process has a lock, in words."""
     with open(path, "rb") as lock:
         return f"another run ({lock.read(200).decode(errors='replace')})"
+
+
+def _last_line(path: str, most: int = 4096) -> bytes:
+    """The last line of a file; only its last `most` bytes if it is longer."""
+    with open(path, "rb") as file:
+        file.seek(max(os.path.getsize(path) - most, 0))
+        return (file.read().splitlines(keepends=True) or [b"\n"])[-1]
 
 
 def _line(value: Mapping[str, Any]) -> bytes:
