@@ -492,8 +492,11 @@ class LogProbChecks(RunCheck):
             return self._apart_from_the_start(gap, since) if is_apart else None
         small, large = POLICY_GAP
         least, most = APART_HALFWAY
-        at = max(range(1, len(readings)), key=lambda i: readings[i][0] - readings[i - 1][0])
-        before, (jumped, step) = max(reading[0] for reading in readings[:at]), readings[at]
+        gaps = [reading[0] for reading in readings]
+        # A jump may take two updates: the first of them is the one over all before.
+        jumps = [i for i in range(1, len(gaps)) if gaps[i] >= APART_GROWTH * max(gaps[:i])]
+        at = max(jumps or range(1, len(gaps)), key=lambda i: gaps[i] - gaps[i - 1])
+        before, (jumped, step) = max(gaps[:at]), readings[at]
         # The first updates of a late rollout have smaller gaps than those that follow.
         off_path = self._off_path or self._leaves_path()
         at_once = before < small and (off_path or jumped > (large if at < IN_A_ROW else START_GAP))

@@ -395,6 +395,10 @@ def write_over_once(tokens: dict[str, Tensor], number: int) -> None:
 NOTHING: Spoil = lambda tokens, number: None  # noqa: E731
 # As after another prompt, or with other positions: log-probs that are related, and not the same.
 SCORED_OTHERWISE = of_rollout(lambda values, _: (values + 0.6 * noise_of(5)).clamp(max=0.0))
+# In the first update less than in those that follow.
+SCORED_EVER_MORE_OTHERWISE = of_rollout(
+    lambda values, number: (values + (0.16 if number else 0.06) * noise_of(number)).clamp(max=0.0)
+)
 SCORED_A_LITTLE_OTHERWISE = of_rollout(lambda values, _: values + 0.065 * noise_of(8))
 NOISY = of_rollout(lambda values, number: (values + (0.3, 0.15)[number % 2] * noise_of(number)).clamp(max=0.0))
 LABELS_NOT_SHIFTED = of_training(lambda values, _: 0.2 * values - 3 + noise_of(7))
@@ -430,6 +434,7 @@ QUIET = {"rate": 0.0, "noise": 0.005}
     # A small gap is told where late weights do not make it, and not that of a few tokens.
     (QUIET, 1, SCORED_A_LITTLE_OTHERWISE, "..AAAAAAAA", ""),
     (QUIET, 4, SCORED_A_LITTLE_OTHERWISE, ".....AAAAA", ""),
+    (QUIET, 4, SCORED_EVER_MORE_OTHERWISE, "....AAAAAA", "since step 4"),
     (STILL, 1, lower_one_of_each_response, "..........", ""),
     (STILL, 4, lower_one_of_each_response, "..........", ""),
     *(({"behind": late, "rate": 0.04, "reference": False}, 1, NOTHING, "..........", "") for late in (1, 4)),
