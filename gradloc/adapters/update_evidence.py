@@ -189,7 +189,11 @@ class UpdateEvidence:
 
     def _compare_rewards(self, events: Sequence[dict[str, Any]], data: TrainedData) -> None:
         """Names a reward that misfires in the verdicts that it may change, on rank 0. A collective call."""
-        for number in collectives.broadcast(lambda: [i for i, each in enumerate(events) if may_misfire(each)], 0):
+        compared: list[int] = []
+        with guarded(_NOT_COMPARED):
+            compared = [number for number, event in enumerate(events) if may_misfire(event)]
+        # Rank 0 decides, so that an error on one rank leaves no other waiting.
+        for number in collectives.broadcast(lambda: compared, 0):
             event, rows = events[number], None
             with guarded(_NOT_COMPARED):
                 rows = data.rewarded_rows(event)

@@ -4,6 +4,7 @@ import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -40,12 +41,21 @@ def written(case: Case, directory: str, with_uids: bool = True) -> None:
         write_evidence(actor, batch, types.SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids))), metrics)
 
 
+def written_without_uids(case: Case, directory: str) -> None:
+    written(case, directory, with_uids=False)
+
+
+def written_despite_an_error(case: Case, directory: str) -> None:
+    with mock.patch("verl.utils.gradloc.adapters.update_evidence.may_misfire", side_effect=ZeroDivisionError):
+        written(case, directory)
+
+
 Launch = Callable[..., list[Any]]
 
 
-def events(launch: Launch, folder: Path, with_uids: bool = True) -> list[dict[str, Any]]:
+def events(launch: Launch, folder: Path, write: Callable[[Case, str], None] = written) -> list[dict[str, Any]]:
     case = Case(rows=24, mini_batch=12, nested=ENGINE, planted=PLANTED)
-    launch(2, written, case, str(folder), with_uids)
+    launch(2, write, case, str(folder))
     return events_in(folder)
 
 
@@ -62,6 +72,9 @@ def test_the_reward_of_the_culprits_responses_is_named(launch: Launch, tmp_path:
         assert "in responses with the reward -3 (all 4 culprits in 4 prompts, " in verdict["sentence"]
 
 
-def test_without_uids_the_verdict_stays(launch: Launch, tmp_path: Path) -> None:
-    for event in events(launch, tmp_path, with_uids=False):
+@pytest.mark.parametrize("write", [written_without_uids, written_despite_an_error])
+def test_without_rewards_to_compare_the_verdict_stays(
+    launch: Launch, tmp_path: Path, write: Callable[..., None]
+) -> None:
+    for event in events(launch, tmp_path, write):
         assert event["verdict"]["cause"] == "advantage"
