@@ -26,8 +26,10 @@ def entries() -> list[Place]:
     found = []
     kind = path = ""
     for line in (trees.ROOT / "patches/README.md").read_text().splitlines():
-        if match := re.fullmatch(r"(##|###) (.+)", line):
-            kind, path = (match[2], "") if match[1] == "##" else (kind, match[2])
+        if match := re.fullmatch(r"## (.+)", line):
+            kind, path = match[1], ""
+        elif match := re.match(r"\| \*\*(.+?)\*\* \|", line):
+            path = match[1]
         elif path and (match := re.match(r"\| `([^`]+)` \| ([\d.]+|all) \|", line)):
             cells = [cell.strip() for cell in line.strip("|").split("|")]
             assert len(cells) == COLUMNS[kind] and all(cells), line
