@@ -18,7 +18,7 @@ from ..guarded import guarded, warn_once
 from ..layers.layer_clip import saved_statistics
 from .bounds import TokenClipConfig, UsualSignal, cut, is_over
 from .hidden_states import Positions, find_boundaries
-from .watched_pass import LOG_PROBS, VALUES, WatchedPass, cut_tokens, largest_tokens, outliers, own_tokens
+from .watched_pass import LOG_PROBS, VALUES, Counts, WatchedPass, cut_tokens, largest_tokens, outliers, own_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -62,29 +62,20 @@ class TokenClip:
         self.boundaries = [*modules, LOG_PROBS]  # in the order of the forward
         self._usual = {boundary: UsualSignal() for boundary in self.boundaries}
         self._tokens = 0.0  # of all ranks in a mini-batch, those with a weight in the loss
+        self._start_mini_batch()
         self._said: set[str] = set()
-        self._steps: list[dict[str, Any]] = []
-        self.discard()
-
-    def discard(self) -> None:
-        """Starts a mini-batch. The passes of the last one are dropped; perhaps it was thrown away in a pass."""
         self._current: WatchedPass | None = None
         self._passes: list[WatchedPass] = []
-        groups = collectives.world_size() // self._sequence_parallel_size
-        # How many signals of a rank may be cut at a boundary in a mini-batch.
-        self._limit = max(1, int(self._config.max_share * self._tokens / groups))
-        bounds = [self._config.factor * usual.value or math.inf for usual in self._usual.values()]
-        # Infinite in the warm-up. Pageable memory is copied at once, so the host need not wait until the device has it.
-        self._bounds = torch.tensor(bounds, dtype=torch.float32).to(self._device, non_blocking=True)
-        # What is counted on this rank: by boundary the largest finite signal, how many signals were over the bound, how
-        # many of these were cut, and in how many passes none was because there were too many; and (the same for all
-        # boundaries) how many tokens have a weight in the loss.
-        self._counts = torch.zeros(5, len(bounds), dtype=torch.float64, device=self._device)
-        self._largest, self._over, self._cut, self._refused, self._weighted = self._counts.unbind()
+        self._steps: list[dict[str, Any]] = []
+
+    def discard(self) -> None:
+        """Drops the passes since the last `end_mini_batch`: their mini-batch was thrown away, perhaps in a pass."""
+        self._current, self._passes = None, []
+        self._counts = Counts(len(self.boundaries), self._device)
 
     def begin_pass(self, positions: Positions, rows: Sequence[int]) -> None:
         """Starts watching a training pass; called before its forward."""
-        self._current = WatchedPass(positions, [int(row) for row in rows], self.boundaries[::-1])
+        self._current = WatchedPass(positions, [int(row) for row in rows])
 
     def observe(
         self, log_prob: Tensor, of_rows: Tensor, scale: float, read_tokens: Callable[[], Mapping[str, Tensor]]
@@ -114,20 +105,19 @@ class TokenClip:
         current, self._current = self._current, None
         if current is None:
             raise RuntimeError("end_pass() comes after begin_pass().")
-        if {at_log_probs for (at_log_probs, _), places in current.places.items() if places} == {True}:
+        if list(current.signals) == [LOG_PROBS]:
             only = "TokenClip sees the log-probs only: the layers' hidden states are not in a form it knows."
             warn_once(self._said, only)
         noted: Mapping[str, Tensor] = {}
         with guarded("TokenClip cannot read the tokens of a micro-batch", self._said):
             noted = current.read_tokens()
-        current.read_tokens, current.places = dict, {}  # the other may hold the pass's tensors
+        current.read_tokens = dict  # the other may hold the pass's tensors
         current.tokens = {
             name: noted[name].detach()
             for name in VALUES
             if name in noted and noted[name].shape == noted["weight"].shape
         }
-        if current.tokens:
-            self._weighted += (current.tokens["weight"] != 0).sum()
+        self._counts.take_in(current, self.boundaries, self._bounds)
         self._passes.append(current)
 
     @contextmanager
@@ -138,7 +128,6 @@ class TokenClip:
         self._current = WatchedPass(
             original.positions.select(rows, response_length),
             list(rows),
-            original.boundaries,
             recorded=False,
             scaled=original.scaled,
             scaling=original.scaling[list(rows)],
@@ -172,8 +161,8 @@ class TokenClip:
             dict | None: `token_clip` of docs/reference/clips.md, the same on every rank; None if nothing was over its
                 bound.
         """
-        passes = self._passes
-        largest, over, cut, refused, tokens = collectives.gather(self._counts).unbind(1)
+        passes, self._passes, self._current = self._passes, [], None
+        largest, over, cut, refused, tokens = self._counts.gather()
         # The ranks of a group have the same log-probs.
         for counts in (over, cut):
             for part in range(1, self._sequence_parallel_size):
@@ -192,7 +181,7 @@ class TokenClip:
         for boundary, value in step["largest"].items():
             self._usual[boundary].take_in(value, self._config)
         self._tokens = tokens[:: self._sequence_parallel_size, 0].sum().item() or self._tokens
-        self.discard()
+        self._start_mini_batch()
         return evidence
 
     def metrics(self) -> dict[str, float]:
@@ -236,7 +225,16 @@ class TokenClip:
         saved = saved_statistics(state and state["boundaries"], self.boundaries, "TokenClip", "boundaries")
         self._usual = {name: UsualSignal(**saved[name]) for name in self.boundaries}
         self._tokens = 0.0 if state is None else state["tokens"]
-        self.discard()
+        self._start_mini_batch()
+
+    def _start_mini_batch(self) -> None:
+        self._counts = Counts(len(self.boundaries), self._device)
+        groups = collectives.world_size() // self._sequence_parallel_size
+        # How many signals of a rank may be cut at a boundary in a mini-batch.
+        self._limit = max(1, int(self._config.max_share * self._tokens / groups))
+        bounds = [self._config.factor * usual.value or math.inf for usual in self._usual.values()]
+        # Infinite in the warm-up. Pageable memory is copied at once, so the host need not wait until the device has it.
+        self._bounds = torch.tensor(bounds, dtype=torch.float32).to(self._device, non_blocking=True)
 
     def _by_boundary(self, values: Tensor) -> dict[str, Any]:
         return dict(zip(self.boundaries, values.tolist(), strict=True))
@@ -260,34 +258,31 @@ class TokenClip:
     @torch.no_grad()
     def _see(self, current: WatchedPass, boundary: str, gradient: Tensor) -> Tensor | None:
         """What replaces a gradient at a boundary; None if it is to stay as it is. No host sync."""
-        if current is not self._current or current.scaling is None or not gradient.numel():
+        if current is not self._current or current.scaling is None:
             return None
-        i, at_log_probs = self.boundaries.index(boundary), boundary == LOG_PROBS
+        at_log_probs = boundary == LOG_PROBS
         # verl's gathering of a group's log-probs multiplies their gradient with the group's size.
         if at_log_probs:
             signal = gradient.abs().float()
         else:
             signal = torch.linalg.vector_norm(gradient, dim=-1, dtype=torch.float32) / self._sequence_parallel_size
-        places = current.places_of(signal.shape, at_log_probs)
-        if places is None:
+        scaling = current.scaling_of(signal.shape, at_log_probs)
+        if scaling is None:
             return None  # these are not the text's hidden states, or not in this form
-        signal, bound = signal * places.scaling, self._bounds[i]
-        over = is_over(signal, bound, current.scaled)
-        # Below the log-probs, each rank of a group has a part of the positions.
-        limit = self._limit if at_log_probs else max(1, self._limit // self._sequence_parallel_size)
+        signal = current.signals[boundary] = signal * scaling
         if self._usual[boundary].value == 0 or self._config.action == "log":
-            limit = 0
+            return None
+        i = self.boundaries.index(boundary)
+        bound = self._bounds[i]
+        over = is_over(signal, bound, current.scaled)
         if current.recorded:
-            count = over.sum()
-            current.refused[boundary] = refused = self._cut[i] + count > limit
-            self._over[i] += count
-            self._cut[i] += torch.where(refused, 0, count)
-            self._refused[i] += refused if limit else 0
-            largest = torch.where(signal.isfinite(), signal, 0.0).max()
-            self._largest[i] = torch.maximum(self._largest[i], largest)
-            current.mark(boundary, places, signal / bound, over)
-        if not limit or boundary not in current.refused:
-            return None  # in an extra pass, training did not see it
+            count, so_far = over.sum(), self._counts.cut[i]
+            # Below the log-probs, each rank of a group has a part of the positions.
+            limit = self._limit if at_log_probs else max(1, self._limit // self._sequence_parallel_size)
+            current.refused[boundary] = so_far + count > limit
+            self._counts.cut[i] += torch.where(current.refused[boundary], 0, count)
+        elif boundary not in current.refused:
+            return None  # training did not see it
         over = over & ~current.refused[boundary]
         if not at_log_probs:
             over, signal = over.unsqueeze(-1), signal.unsqueeze(-1)

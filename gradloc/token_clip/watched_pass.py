@@ -5,23 +5,17 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..fsdp import collectives
+from .bounds import is_over
 from .hidden_states import Positions
 
 # The boundary after the last layer: a position's signal there is |∂L/∂log p| of its own token.
 LOG_PROBS = "log_probs"
-
-
-class Places(NamedTuple):
-    """Where the tokens of a pass are among its hidden states, or its log-probs."""
-
-    scaling: Tensor  # `WatchedPass.scaling` of each position, 0 without a token; of the signals' shape
-    position: Tensor  # of each token the flat index, as `Positions.places` returns it
-    known: Tensor  # and whether there is one
 
 
 @dataclass
@@ -30,7 +24,6 @@ class WatchedPass:
 
     positions: Positions  # where its tokens are
     rows: list[int]  # its rows in its rank's mini-batch
-    boundaries: Sequence[str] = ()  # all, in the order of the backward
     recorded: bool = True  # whether its signals count
     # Whether its loss is scaled. If so, a signal that is no finite number is left for the gradient scaler, which has to
     # see an overflow to lower the scale.
@@ -40,47 +33,37 @@ class WatchedPass:
     scaling: Tensor | None = None
     # Values of its tokens, each of shape (rows, response length).
     tokens: Mapping[str, Tensor] = field(default_factory=dict)
-    # By boundary seen, whether none of the signals over the bound is cut, as too many are or none is to be; shape ().
+    # By boundary, in the order of the backward, each position's signal divided by its token's weight in the loss;
+    # float32. Emptied after the pass.
+    signals: dict[str, Tensor] = field(default_factory=dict)
+    # By boundary, whether too many were over the bound for any to be cut; shape ().
     refused: dict[str, Tensor] = field(default_factory=dict)
-    # By whether it is of log-probs, and the signals' shape; None for hidden states that are not the text's. Emptied
-    # after the pass.
-    places: dict[tuple[bool, torch.Size], Places | None] = field(default_factory=dict)
-    # What is kept of the signals, by the token that each position predicts; shape (rows, length + 1).
-    first: Tensor = field(init=False)  # the index of the first boundary at which one is over its bound, -1 for none
+    boundaries: list[str] = field(default_factory=list)  # all, in the order of the backward
+    # What is kept of the signals after the pass, by the token that each position predicts; shape (rows, length + 1).
+    first: Tensor = field(init=False)  # the index of the first of them at which one is over its bound, -1 for none
     multiple: Tensor = field(init=False)  # the signal there as a multiple of the bound; 0 for none
     cut: Tensor = field(init=False)  # whether a hidden state was cut at any of them, bool
+    # What `scaling_of` has found; emptied after the pass, too.
+    scaling_by_shape: dict[tuple[bool, torch.Size], Tensor | None] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        rows, length = self.positions.mask.shape
-        self.multiple = torch.zeros(rows, length + 1, device=self.positions.mask.device)
-        self.cut, self.first = self.multiple.bool(), self.multiple.to(torch.int16) - 1
-
-    def places_of(self, shape: torch.Size, at_log_probs: bool) -> Places | None:
-        """Those of signals; None for hidden states that are not the text's. No host sync.
+    def scaling_of(self, shape: torch.Size, at_log_probs: bool) -> Tensor | None:
+        """`scaling` of each position, 0 without a token; None for hidden states that are not the text's. No host sync.
 
         The backward comes to the decoder layers before it comes to anything of another shape.
         """
         assert self.scaling is not None
         key = at_log_probs, shape
-        if key not in self.places:
-            self.places[key] = None
-            if at_log_probs or not any(each for (of_log_probs, _), each in self.places.items() if not of_log_probs):
-                found = self.positions.places(shape, whole=at_log_probs)
-                if found is not None:
-                    index, known = found
-                    by_position = self.scaling.new_zeros(shape.numel() + 1)  # the last: for tokens without a position
-                    by_position[index.masked_fill(~known, shape.numel())] = self.scaling.unsqueeze(1)
-                    self.places[key] = Places(by_position[:-1].view(shape), index, known)
-        return self.places[key]
-
-    def mark(self, boundary: str, places: Places, multiple: Tensor, over: Tensor) -> None:
-        """Keeps what is over the bound of a boundary, the signals given as multiples of it. No host sync."""
-        over_here = places.known & over.flatten()[places.position]
-        found = over_here & (self.first < 0)
-        self.first = torch.where(found, self.boundaries.index(boundary), self.first)
-        self.multiple = torch.where(found, multiple.flatten()[places.position], self.multiple)
-        if boundary != LOG_PROBS:
-            self.cut |= over_here & ~self.refused[boundary]
+        found = self.scaling_by_shape
+        if key not in found:
+            known = any(each is not None for (of_log_probs, _), each in found.items() if not of_log_probs)
+            places = None if known and not at_log_probs else self.positions.places(shape, whole=at_log_probs)
+            found[key] = None
+            if places is not None:
+                index, has_one = places
+                by_position = self.scaling.new_zeros(shape.numel() + 1)  # the last is for tokens without a position
+                by_position[index.masked_fill(~has_one, shape.numel())] = self.scaling.unsqueeze(1)
+                found[key] = by_position[:-1].view(shape)
+        return found[key]
 
     def of_response(self, values: Tensor) -> Tensor:
         """Those of the response's tokens, on the CPU, of the shape (rows, response length) of the weights."""
@@ -88,6 +71,68 @@ class WatchedPass:
         at = torch.tensor(self.positions.response_starts).unsqueeze(1) + columns
         known = at < values.shape[1]
         return values.cpu().gather(1, at.clamp(max=values.shape[1] - 1)).masked_fill(~known, 0)
+
+
+class Counts:
+    """What is counted of a mini-batch on this rank, on the device: float64, each of shape (boundaries,).
+
+    Attributes:
+        largest (Tensor): The largest finite signal.
+        over (Tensor): How many signals were over the bound.
+        cut (Tensor): How many of these were cut.
+        refused (Tensor): In how many passes none was cut because there were too many.
+        tokens (Tensor): How many tokens have a weight in the loss, the same for all boundaries.
+    """
+
+    def __init__(self, boundaries: int, device: torch.device) -> None:
+        self._counts = torch.zeros(5, boundaries, dtype=torch.float64, device=device)
+        self.largest, self.over, self.cut, self.refused, self.tokens = self._counts.unbind()
+
+    def gather(self) -> tuple[Tensor, ...]:
+        """The five of every rank, stacked, on the CPU. A collective call."""
+        return collectives.gather(self._counts).unbind(1)
+
+    @torch.no_grad()
+    def take_in(self, current: WatchedPass, boundaries: list[str], bounds_of: Tensor) -> None:
+        """Counts a pass's signals, of which it keeps only where they are over their bounds. No host sync.
+
+        Args:
+            boundaries (list[str]): In the order of the forward; the log-probs are the last.
+            bounds_of (Tensor): Their bounds, shape (boundaries,).
+        """
+        signals, current.signals, current.scaling_by_shape = current.signals, {}, {}
+        if current.tokens:
+            self.tokens += (current.tokens["weight"] != 0).sum()
+        last, (rows, length) = len(boundaries) - 1, current.positions.mask.shape
+        nowhere = torch.zeros(rows, length + 1, device=bounds_of.device)
+        current.boundaries, current.multiple, current.cut = boundaries[::-1], nowhere, nowhere.bool()
+        current.first = nowhere.to(torch.int16) - 1
+        for here in (slice(0, last), slice(last, None)):  # what is over at the log-probs is first there
+            names, at_log_probs = boundaries[here], here.stop is None
+            seen = next((signals[name] for name in names if name in signals), None)
+            if seen is None or not seen.numel():
+                continue
+            none, no = torch.zeros_like(seen), torch.zeros((), dtype=torch.bool, device=seen.device)
+            uncut = torch.stack([current.refused.get(name, ~no) for name in names])
+            by_boundary = torch.stack([signals.get(name, none) for name in names]).flatten(1)
+            bounds = bounds_of[here].unsqueeze(1)
+            over = is_over(by_boundary, bounds, current.scaled)
+            self.over[here] += over.sum(1)
+            largest = torch.where(by_boundary.isfinite(), by_boundary, 0.0).amax(1)
+            self.largest[here] = torch.maximum(self.largest[here], largest)
+            self.refused[here] += torch.stack([current.refused.get(name, no) for name in names])
+            # The first on the way back from the loss is the last in the order of the forward.
+            first = over.flip(0).to(torch.uint8).argmax(0, keepdim=True)
+            multiple = (by_boundary / bounds).flip(0).gather(0, first)[0]
+            places = current.positions.places(seen.shape, at_log_probs)
+            assert places is not None  # else the signals were not seen
+            index, known = places
+            found = known & over.any(0)[index]
+            before = 0 if at_log_probs else 1
+            current.first = torch.where(found, (first[0] + before).to(torch.int16)[index], current.first)
+            current.multiple = torch.where(found, multiple[index], current.multiple)
+            if not at_log_probs:
+                current.cut = known & (over & ~uncut.unsqueeze(1)).any(0)[index]
 
 
 # The maximum number of tokens that are described, those furthest over their bounds first.
@@ -151,7 +196,7 @@ def _largest(each: WatchedPass, least: int) -> Tensor:
     where = size.topk(min(MAX_TOKENS, len(size))).indices
     first = first[where].long()
     no = torch.zeros((), dtype=torch.bool, device=first.device)
-    cut = torch.stack([~each.refused.get(name, ~no) for name in each.boundaries])
+    cut = torch.stack([~each.refused[name] if name in each.refused else no for name in each.boundaries])
     starts = torch.tensor(each.positions.response_starts).to(first.device, non_blocking=True)
     rows, positions = where // each.first.shape[1], where % each.first.shape[1]
     positions = positions - starts[rows]
@@ -175,7 +220,7 @@ def outliers(each: WatchedPass, factor: float) -> Tensor:
     """
     over = each.first[each.first >= 0]
     boundary = int(over.min()) if len(over) else -1
-    if boundary < 0 or not each.refused[each.boundaries[boundary]]:
+    if boundary < 0 or not bool(each.refused.get(each.boundaries[boundary], True)):
         return torch.zeros(each.tokens["weight"].shape)
     return each.of_response(torch.where(each.first == boundary, factor * each.multiple, 0.0))
 

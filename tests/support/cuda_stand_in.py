@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -122,9 +121,6 @@ class CudaStandIn:
     def called(self, function: Callable, arguments: tuple, options: dict[str, Any]) -> Any:
         """What a function or method of torch does where Python calls it."""
         name = getattr(function, "__name__", "")
-        if function is Tensor.register_hook:
-            tensor, hook = arguments
-            return function(tensor, partial(self._hooked, hook))
         if function == Tensor.device.__get__:
             return self.device_of(arguments[0])
         if function == Tensor.is_cuda.__get__:
@@ -151,11 +147,6 @@ class CudaStandIn:
                 self._wait()  # a copy of the host's memory
             self._label(result, torch.device(wanted))
         return result
-
-    def _hooked(self, hook: Callable[[Tensor], Tensor | None], gradient: Tensor) -> Tensor | None:
-        """What a hook returns. A backward calls it outside of the mode in which it was registered."""
-        with _Called(self):
-            return hook(gradient)
 
     def _silently(self, tensor: Tensor) -> Tensor:
         """A copy on the CPU."""

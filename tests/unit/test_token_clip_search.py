@@ -1,5 +1,6 @@
 """A search beside TokenClip: what training did not have is not looked for."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from gradloc.measure.micro_batch import MicroBatch
 from gradloc.measure.passes import Passes
 from gradloc.token_clip.hidden_states import Positions
 from gradloc.token_clip.token_clip import row_weights
-from gradloc.token_clip.watched_pass import LOG_PROBS, WatchedPass, cut_tokens
+from gradloc.token_clip.watched_pass import LOG_PROBS, Counts, WatchedPass, cut_tokens
 
 VOCABULARY, HIDDEN, ROWS, PROMPT, RESPONSE = 40, 8, 2, 3, 12
 # This token's signal is amplified on its way back, before the second layer or within it.
@@ -216,21 +217,18 @@ def test_ranks_of_a_group_tell_each_other_what_they_cut(monkeypatch: Patch) -> N
 
 
 def test_a_token_is_cut_below_where_too_many_were_over() -> None:
-    signals = {
-        LOG_PROBS: torch.full((1, 3), 9.0),  # what is cut there is not told
-        "layers.1": torch.tensor([[9.0, 9.0, 1.0]]),
-        "layers.0": torch.tensor([[9.0, 1.0, 1.0]]),
-    }
+    positions = Positions(torch.ones(1, 3, dtype=torch.bool), [0])
+    current = WatchedPass(positions, [0])
+    current.tokens = {"weight": torch.ones(1, 3)}
+    current.signals = {"layers.1": torch.tensor([[9.0, 9.0, 1.0]]), "layers.0": torch.tensor([[9.0, 1.0, 1.0]])}
     yes, no = torch.tensor(True), torch.tensor(False)
     for refused, expected in (
         ({"layers.1": yes, "layers.0": no}, [True, False, False]),
         ({"layers.1": no, "layers.0": yes}, [True, True, False]),
         ({"layers.1": yes, "layers.0": yes}, [False] * 3),
+        ({}, [False] * 3),  # the action log
     ):
-        positions = Positions(torch.ones(1, 3, dtype=torch.bool), [0])
-        each = WatchedPass(positions, [0], list(signals), scaling=torch.ones(1), refused={LOG_PROBS: no, **refused})
-        for boundary, signal in signals.items():
-            places = each.places_of(signal.shape, boundary == LOG_PROBS)
-            assert places is not None
-            each.mark(boundary, places, signal / 2, signal > 2)
+        each = replace(current, refused=refused, signals=dict(current.signals))
+        each.signals[LOG_PROBS] = torch.full((1, 3), 9.0)  # what is cut there is not told
+        Counts(3, torch.device("cpu")).take_in(each, ["layers.0", "layers.1", LOG_PROBS], torch.full((3,), 2.0))
         assert each.cut.tolist() == [[False, *expected]]
