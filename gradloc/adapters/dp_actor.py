@@ -16,6 +16,7 @@ from verl.utils.device import get_device_id
 from ..gradloc import GradLoc
 from ..layers.layer_clip import LayerClip
 from ..measure.pass_recorder import unchanged
+from .loss_weights import eos_tokens
 from .replay_bundles import context_of, padded_rows
 from .saved_state import read_state
 from .update_evidence import EVIDENCE_KEYS, TrainedData, UpdateEvidence
@@ -31,7 +32,7 @@ FORWARD_KEYS = ("responses", "input_ids", "attention_mask", "position_ids", "mul
 
 
 def build(actor: "DataParallelPPOActor") -> tuple[Watch, GradLoc | None, LayerClip | None]:
-    """What watches an actor; of one that is not trained, or whose configuration turns nothing on, it does nothing."""
+    """What watches an actor. It does nothing if the actor is not trained, or if nothing is turned on."""
     config = actor.config
     clips = [config.get(name, {}).get("enable", False) for name in ("layer_clip", "token_clip")]
     on = config.get("spike_detection", False) or any(clips)
@@ -48,6 +49,7 @@ def build(actor: "DataParallelPPOActor") -> tuple[Watch, GradLoc | None, LayerCl
         loss_scale=lambda: 1.0 if actor.scaler is None else actor.scaler.get_scale(),
         sequence_parallel_size=actor.ulysses_sequence_parallel_size,
         learning_rate=lambda: actor.actor_optimizer.param_groups[0]["lr"],
+        eos_tokens=eos_tokens(actor.actor_module),
     )
     return watch, watch.gradloc, watch.layer_clip if config.layer_clip.enable else None
 

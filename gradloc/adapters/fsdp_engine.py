@@ -57,6 +57,7 @@ class WatchedEngine(TrainedEngine):
             sequence_parallel_size=group_size,
             learning_rate=lambda: self.optimizer.param_groups[0]["lr"],
             recorder=self._build_recorder(config),
+            eos_tokens=self._eos_tokens(),
         )
 
 

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from hydra.errors import InstantiationException
 from torch import Tensor
-from verl.trainer.ppo.utils import need_critic
 from verl.utils.config import omega_conf_to_dataclass
 
 from ..config import GradLocConfig
@@ -31,6 +30,8 @@ def refuse_bad_keys(config: Any) -> None:
 
     To be called before Ray starts, which takes longer than the run's whole configuration.
     """
+    from verl.trainer.ppo.utils import need_critic  # which loads Ray: reward workers import this module, too
+
     sections = [config.actor_rollout_ref.actor, *([config.critic] if need_critic(config) else [])]
     for section in sections:
         try:

@@ -72,7 +72,8 @@ class TrainedEngine:
         evidence = self._evidence
         own = [] if watch.recorder is None else watch.recorder.events
         lines = watch.lines()
-        trained = TrainedData({key: tu.get(data, key) for key in DATA_KEYS if key in data.keys()})
+        keys = [key for key in DATA_KEYS if key in data.keys()] if lines or own else []
+        trained = TrainedData({key: tu.get(data, key) for key in keys})
         evidence.add(lines, trained)
         with guarded("the evidence of a step is not written", self._said):
             if watch.recorder is not None:
@@ -169,9 +170,13 @@ class TrainedEngine:
     def _build_watch(self, config: Any) -> Watch | None:
         """What watches the engine's model with this configuration; None if nothing does."""
         recorder = self._build_recorder(config)
-        # FSDP's module has what transformers loaded; other engines have a model of their own.
-        ends = eos_tokens(getattr(self, "module", None)) or eos_tokens(self.model_config)
-        return None if recorder is None else Watch(config, partial(loss_scale, self), 1, recorder, ends)
+        if recorder is None:
+            return None
+        return Watch(config, partial(loss_scale, self), 1, recorder, self._eos_tokens())
+
+    def _eos_tokens(self) -> set[int]:
+        """FSDP's module has what transformers loaded; other engines have a model of their own."""
+        return eos_tokens(getattr(self, "module", None)) or eos_tokens(self.model_config)
 
     def _build_recorder(self, config: Any) -> SpikeRecorder | None:
         """What records the spikes of this rank; None if nothing does."""

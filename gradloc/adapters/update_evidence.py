@@ -162,7 +162,7 @@ class UpdateEvidence:
 
         Args:
             metrics (Mapping): Those of the actor or critic; of the latter, no line of steps.jsonl is made.
-            read_warnings (Callable): Returns what `RunChecks.warnings` does; called where they are written.
+            read_warnings (Callable): Returns what `RunChecks.warnings` does; called on rank 0 alone.
         """
         events, self._events = self._events, []
         if self._rank:

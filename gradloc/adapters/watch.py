@@ -30,7 +30,6 @@ from .loss_weights import (
     AggregationCall,
     RecordedAggregation,
     aggregation_mode,
-    eos_tokens,
     policy_weights,
     with_derived,
 )
@@ -318,13 +317,14 @@ def watch_actor(
     loss_scale: Callable[[], float],
     sequence_parallel_size: int,
     learning_rate: Callable[[], float | Tensor],
+    eos_tokens: Collection[int],
     recorder: "SpikeRecorder | None" = None,
 ) -> Watch:
     """GradLoc, LayerClip and TokenClip of an actor, as far as its configuration turns them on.
 
     See `Watch`, `GradLoc`, and for `rows_of` and `context` `BundleWriter`.
     """
-    watch = Watch(config, loss_scale, sequence_parallel_size, recorder, eos_tokens(module))
+    watch = Watch(config, loss_scale, sequence_parallel_size, recorder, eos_tokens)
     device = get_device_name()
     if config.token_clip.enable:
         watch.token_clip = TokenClip(module, config.token_clip, device, sequence_parallel_size)
@@ -336,8 +336,8 @@ def watch_actor(
         except collectives.RankFailedError as error:
             if config.layer_clip.enable:  # else GradLoc cannot measure the model either, and says so
                 raise RuntimeError(
-                    f"actor_rollout_ref.actor.layer_clip.enable: torch {torch.__version__} lacks what LayerClip needs "
-                    f"of FSDP ({error}); take a torch that docs/use/support.md lists, or set it to False"
+                    "actor_rollout_ref.actor.layer_clip.enable: LayerClip cannot be built with torch "
+                    f"{torch.__version__} ({error}); take a torch that docs/use/support.md lists, or set it to False"
                 ) from error
     if config.searches_in_training:
         bundle_writer = None

@@ -89,14 +89,13 @@ class LogProbSums(dict[str, float]):
     def share_of_reference(self) -> float | None:
         """The share of the responses whose log-probs are the reference's and not the policy's.
 
-        0 if so few of those that can be told are, and None if too few can be told.
+        0 if few of those with a gap are, and None if too few can be told.
         """
         stale, told = self["stale"], self["stale"] + self["fresh"]
-        if self["fresh"] >= STALE_RESPONSES and stale < STALE_SHARE * told:
-            return 0.0
-        if stale < STALE_RESPONSES or told < CLEAR_SHARE * (told + self["unclear"]):
-            return None
-        return stale / told
+        known = told + self["unclear"]
+        if stale >= max(STALE_RESPONSES, STALE_SHARE * told) and told >= CLEAR_SHARE * known:
+            return stale / told
+        return 0.0 if known >= STALE_RESPONSES and stale < STALE_SHARE * known else None
 
     @property
     def far_share(self) -> float:

@@ -493,9 +493,9 @@ class LogProbChecks(RunCheck):
         small, large = POLICY_GAP
         least, most = APART_HALFWAY
         gaps = [reading[0] for reading in readings]
-        # A jump may take two updates: the first of them is the one over all before.
-        jumps = [i for i in range(1, len(gaps)) if gaps[i] >= APART_GROWTH * max(gaps[:i])]
-        at = max(jumps or range(1, len(gaps)), key=lambda i: gaps[i] - gaps[i - 1])
+        at = max(range(1, len(gaps)), key=lambda i: gaps[i] - gaps[i - 1])
+        if at > 1 and gaps[at - 1] > APART_GROWTH * max(gaps[: at - 1]):
+            at -= 1  # the jump has taken two updates
         before, (jumped, step) = max(gaps[:at]), readings[at]
         # The first updates of a late rollout have smaller gaps than those that follow.
         off_path = self._off_path or self._leaves_path()

@@ -46,7 +46,7 @@ MOST_ROWS = 1024
 LOST_TOKENS = 6  # from where on log-probs have no relation
 LOST_MOST = 0.7  # of the tokens, each
 LOST_SPREAD = 0.7  # and so far apart, as a part of how far b is from its mean
-TURN_START = 3  # what begins in one of a turn's first tokens begins with it: the first may be as likely as the sampled
+TURN_START = 3  # a mismatch from one of a turn's first tokens on begins with the turn: the first may agree by chance
 
 
 class Alignment(NamedTuple):

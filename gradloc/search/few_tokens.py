@@ -129,17 +129,19 @@ class FewTokens:
     def found(self) -> Found:
         """What was found so far. Until a set of tokens explains the spike, all over τ are culprits."""
         explaining, tokens = self._explaining, self.tokens
-        smallest_over = max((r for r in self._rests if r not in self._enough), key=len)
-        over = tokens.without(smallest_over), self._rests[smallest_over]
+        over = []
+        if explaining is None:
+            removed = max((r for r in self._rests if r not in self._enough), key=len)
+            over = [(tokens.without(removed), self._rests[removed])]
         culprits = [t for t in tokens.over if explaining is None or t in explaining]
         removed = frozenset(culprits)
         is_given_up = self.is_diffuse and len(tokens.alone) < self._size
         return Found(
             culprits,
             (tokens.without(removed), self._rests[removed]) if removed in self._rests else None,
-            diffuse=[over] if self.is_diffuse else [],
+            diffuse=over if self.is_diffuse else [],
             given_up=[tokens.without(tokens.alone)] if is_given_up else [],
-            open_sets=[] if self.ended else [over[0]],
+            open_sets=[] if self.ended else [token_set for token_set, _ in over],
         )
 
     @property

@@ -210,7 +210,7 @@ class _Investigation:
                 measure()
 
     def _next_pass(self, passes_left: int) -> Callable[[], None] | None:
-        """What the next pass is for, a collective call; None if there is nothing to measure of the groups so far.
+        """Returns what makes the next pass, a collective call; None if nothing is to be measured of the groups so far.
 
         Where a part of some group's gradient may come from no token, or after `_LONG_SEARCH` passes, the loudest is
         measured once without any: a loss that depends on the rows is in every probe, and so every token is over τ.

@@ -151,7 +151,8 @@ class Search:
     def open_sets(self) -> list[TokenSet]:
         """The token sets over their thresholds whose search has not ended."""
         waiting = [token_set for group in self.groups.values() for token_set in group.first if token_set.candidates]
-        return waiting + [token_set for group in self.groups.values() for token_set in group.found.open_sets]
+        searched = [group for group in self.groups.values() if not group.ended]
+        return waiting + [token_set for group in searched for token_set in group.found.open_sets]
 
     @property
     def given_up(self) -> list[TokenSet]:

@@ -73,8 +73,8 @@ def test_what_torch_lacks_turns_the_search_off_on_all_ranks(
 def test_layer_clip_says_at_the_start_what_torch_lacks(launch: Launch) -> None:
     for said in launch(2, fault_cases.layer_clip_without, Case("fsdp1"), "process_group"):
         assert (
-            "layer_clip.enable: torch " in said
-            and "lacks what LayerClip needs of FSDP (rank 0: AttributeError: process_group)" in said
+            "layer_clip.enable: LayerClip cannot be built with torch " in said
+            and "(rank 0: AttributeError: process_group); take a torch" in said
         )
 
 

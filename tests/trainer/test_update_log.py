@@ -12,7 +12,7 @@ def write(directory: Path, lines: list[dict[str, Any]]) -> None:
 
     evidence = UpdateEvidence(str(directory), None, 1)
     evidence._events = lines
-    evidence.write(3, {}, [])
+    evidence.write(3, {}, list)
 
 
 @pytest.mark.parametrize(("count", "lines"), [(0, 0), (1, 1), (3, 3), (4, 4), (40, 4)])

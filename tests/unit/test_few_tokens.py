@@ -66,6 +66,18 @@ def check(search: Search, tokens: dict[str, Tokens]) -> None:
     assert search.open_sets == []
 
 
+def test_a_single_token_that_measures_under_its_threshold_ends_the_search() -> None:
+    """As where a probe's rounding is another than training's. Another group's search goes on."""
+    search = Search(THRESHOLD, "explained", 1.0)
+    search.add_group("one", 1.0001 * THRESHOLD, torch.ones(1), torch.ones(1, dtype=torch.float64))
+    tokens = {"one": Tokens(1, {0: 0.9999 * THRESHOLD}), "other": Natural(128, 1.5, 0)}
+    search.add_group(
+        "other", tokens["other"].norm([*range(128)]), tokens["other"].suspicion(True), torch.ones(128) / 128
+    )
+    run(search, tokens, 2)
+    assert not [culprit for culprit in search.culprits if culprit.group == "one"] and search.open_sets == []
+
+
 @cases("excess width most", (1.1, 1, 4), (1.1, 2, 3), (1.1, 4, 2), (1.5, 1, 11), (1.5, 4, 4))
 def test_a_natural_spike_is_soon_explained_by_few_tokens(excess: float, width: int, most: int) -> None:
     passes, named, needed = [], [], []
