@@ -284,9 +284,9 @@ class LogProbChecks(RunCheck):
             limits[pair] = limit if before > RELATED else None
         found = {} if self._sums.alignment is None else find_off(self._sums.alignment, limits)
         reference = found.get("reference")
-        if reference is not None and reference.kind == "unrelated" and self._sums["tokens"]:
-            # Another model's have no relation, either.
-            found["reference"] = None if self._other_reference() else reference
+        is_unrelated = reference is not None and reference.kind == "unrelated"
+        if is_unrelated and self._sums["tokens"] and self._other_reference():
+            found["reference"] = None  # another model's have no relation, either
         return found
 
     def _holding(self) -> tuple[str, dict[str, Any]] | None:
