@@ -97,12 +97,11 @@ def ray_head() -> Iterator[str | None]:
     ray = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     try:
         waiting = [sys.executable, ROOT / "examples/wait_for_ray.py", f"127.0.0.1:{port}", "1"]
-        with contextlib.suppress(subprocess.TimeoutExpired), subprocess.Popen(waiting) as waiter:
-            try:
-                waiter.wait(timeout=300)
-            finally:
-                waiter.kill()
-        yield f"http://127.0.0.1:{dashboard}" if waiter.returncode == 0 else None
+        address = None
+        with contextlib.suppress(subprocess.SubprocessError):  # it says no, or nothing in time
+            subprocess.run(waiting, timeout=300, check=True)
+            address = f"http://127.0.0.1:{dashboard}"
+        yield address
         ray.send_signal(signal.SIGTERM)
         psutil.wait_procs(processes_of(place), timeout=60)
     finally:
