@@ -1,17 +1,14 @@
 """The benchmark of spikes and clips in its shortest form: that it runs, and that what it prints is what it ran."""
 
-import dataclasses
 import importlib.util
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
 
 import pytest
-import torch
-import torch.distributed as dist
 
 if importlib.util.find_spec("verl.workers.actor") is None:
     pytest.skip("these train with the actor of verl 0.7", allow_module_level=True)
@@ -19,20 +16,10 @@ if importlib.util.find_spec("verl.workers.actor") is None:
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-from grpo_run import Run, Usual, Variant  # noqa: E402
 from stability import QUICK  # noqa: E402
-from sums_task import new_model  # noqa: E402
 
 pytestmark = pytest.mark.slow
-GLOBAL = Variant("global")
 FIRST = QUICK.events[0][0]  # the step with the first spike
-
-
-@pytest.fixture
-def one_process() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def run(name: str, *arguments: str) -> list[list[str]]:
@@ -78,17 +65,3 @@ def test_stability(keep_start: Callable[[Path], None], tmp_path: Path) -> None:
     both = runs["both"]
     lost = round(mean(both["no"]["rewards"][FIRST:]) - mean(both["layer"]["rewards"][FIRST:]), 3) + 0.0
     assert tables["distance · lost"]["both"][1] == f"{both['layer']['distance']:.2f} · {lost:+.3f}"
-
-
-def small_run(variant: Variant = GLOBAL) -> Run:
-    settings = dataclasses.replace(QUICK, prompts=2, answers=4)
-    return Run(settings, new_model(0).state_dict(), variant, 0, Usual(1.0, 1.0))
-
-
-def test_a_replayed_run_without_spikes_is_the_run_itself(one_process: None) -> None:
-    run, replayed = small_run(), small_run()
-    for _ in range(3):
-        run.step("no")
-        replayed.step("no", run.samples[-1])
-    assert len(run.moved) == 6 and min(run.moved) > 0
-    assert torch.equal(run.parameters(), replayed.parameters())

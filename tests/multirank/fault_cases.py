@@ -1,12 +1,10 @@
 """Searches that are disturbed, and small ones drawn at random."""
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 import json
 import os
-import random
 import signal
 import types
 from collections.abc import Callable, Sequence
@@ -20,8 +18,6 @@ import torch.distributed as dist
 from action_cases import DETECTION, compared, layers_of
 from actor_cases import Run, compare_runs, stock_run, train, warnings_of
 from actors import ENGINE, PROMPT, Case, stock_dp_actor, with_hook_on_log_probs
-from batches import build_batch, response_length
-from oracle import brute_force
 from token_clip_cases import token_clip_config
 from torch.distributed.fsdp import _flat_param, _runtime_utils
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
@@ -391,91 +387,3 @@ def unequal_lengths(case: Case) -> tuple[dict[str, bool], Run]:
             batch.batch["response_mask"][:, 1:] = 0
 
     return compared(case, 1, {"change_batch": change_batch})
-
-
-@dataclasses.dataclass(frozen=True)
-class Draw:
-    """A small configuration with a search in it.
-
-    Args:
-        case (Case): The actor and what is planted.
-        options (dict): GradLoc's settings.
-        fault (tuple, optional): Rank, place, and number of the extra pass that fails.
-    """
-
-    case: Case
-    options: dict[str, Any]
-    fault: tuple[int, str, int] | None
-
-
-LOSSES = ["vanilla", "gspo", "sapo", "gpg", "kl_cov", "cispo", "geo_mean"]
-AGGREGATIONS = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-
-
-def draw(seed: int, world: int) -> Draw:
-    """The configuration number `seed`, the same whoever asks."""
-    choice = random.Random(seed)
-    rows = 4
-    mini_batch = choice.choice([2, 4])
-    tokens = [(r, row, t) for r in range(world) for row in range(rows) for t in range(response_length(r, row))]
-    planted = tuple(choice.sample(tokens, choice.choice([1, 1, 2, 3])))
-    nan = tuple(place for place in choice.sample(tokens, choice.choice([0, 0, 0, 1])) if place not in planted)
-    micro_batch, dynamic = choice.choice([1, 2]), choice.random() < 0.3
-    case = Case(
-        wrap=choice.choice(["fsdp1", "fsdp1-orig", "fsdp2"]),
-        checkpointing=choice.random() < 0.3,
-        tied=choice.random() < 0.3,
-        rows=rows,
-        mini_batch=mini_batch,
-        micro_batch=micro_batch,
-        dynamic=dynamic,
-        epochs=choice.choice([1, 1, 1, 2]),
-        loss_mode=choice.choice(LOSSES),
-        loss_agg_mode=choice.choice(AGGREGATIONS),
-        kl=choice.random() < 0.3,
-        entropy=choice.random() < 0.3,
-        # verl's metrics of rollout log-probs refuse a micro-batch without response tokens.
-        rollout=choice.random() < 0.3 and micro_batch == 2 and not dynamic,
-        trigger=choice.choice(["unit", "unit", "global"]),
-        planted=planted,
-        nan=nan,
-    )
-    options = {
-        "spike_detection": True,
-        "grad_norm_threshold": choice.choice([100.0, 1e3]),
-        "spike_trigger": case.trigger,
-        "spike_action": choice.choice(["log", "skip", "drop"]),
-        "bisect_budget_steps": choice.choice([1, 4, 500, 500, 500]),
-    }
-    fault = (choice.randrange(world), choice.choice(PLACES), choice.choice([1, 2, 3]))
-    drawn = Draw(case, options, fault if choice.random() < 0.3 else None)
-    if ENGINE:
-        only_there = {"deferred": choice.random() < 0.3, "nested": choice.random() < 0.3}
-        drawn = dataclasses.replace(drawn, case=dataclasses.replace(case, **only_there))
-    return drawn
-
-
-def try_draw(seed: int) -> tuple[str, dict[tuple[int, int, int], tuple[float, float]], dict[str, bool]]:
-    """Runs a configuration.
-
-    Returns:
-        tuple: The actor's events; from brute force, for the tokens of the first mini-batch, by rank, row and position:
-            the norm, and the token-equivalent norm that the token alone would give its unit; and where the action is
-            "log", what is bit-identical to the unpatched actor.
-    """
-    drawn = draw(seed, dist.get_world_size())
-    case = drawn.case
-
-    def prepare(actor: Any) -> None:
-        if drawn.fault is not None and drawn.fault[0] == dist.get_rank():
-            disturb(actor, *drawn.fault[1:], run_out_of_memory)
-
-    units, _ = brute_force(case, build_batch(case, dist.get_rank()), tokens=True, steps=1)
-    run = train(case, prepare=prepare, **drawn.options)
-    tokens = {
-        (unit.rank, token.row, token.position): (token.norm, token.norm * token.weight / unit.weight)
-        for unit in units
-        for token in unit.each
-    }
-    same = compare_runs(run, train(case, stock_dp_actor())) if drawn.options["spike_action"] == "log" else {}
-    return run.events[0], tokens, same

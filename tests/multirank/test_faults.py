@@ -1,15 +1,13 @@
 """Whatever happens during a search: it ends on all ranks alike, and training goes on, or fails as it would without."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import cluster
 import fault_cases
 import pytest
-from actors import ENGINE, Case
+from actors import Case
 from cluster import Cluster, RankFailed
-from fault_cases import draw
 from notation import cases
 from test_actor import ONE, THREE, Launch, as_list, harmless, on_engine, on_ranks, places, same_events
 from valid_events import valid_events
@@ -241,46 +239,3 @@ def test_ranks_with_unequal_lengths_make_as_many_passes(launch: Launch, world: i
     ((event,),) = harmless(results)
     assert places(event) == [*ONE] and event["complete"]
     assert all(run.forwards == results[0][1].forwards for _, run in results)
-
-
-# Seeds in which most pairs of settings meet.
-DRAWS = {2: [40]} if ENGINE else {2: [40, 59, 0, 8], 3: [1000]}
-
-
-@pytest.mark.target(version="0.9.1")
-@pytest.mark.parametrize("world", DRAWS)
-def test_random_configurations_find_spikes_and_change_no_bit(launch: Launch, world: int) -> None:
-    for seed in DRAWS[world]:
-        try:
-            results = launch(world, fault_cases.try_draw, seed)
-            check_draw(seed, world, results)
-        except (RankFailed, AssertionError) as error:
-            pytest.fail(f"draw {seed}, {draw(seed, world)}: {error}")
-
-
-def check_draw(seed: int, world: int, results: list[tuple[str, dict, dict]]) -> None:
-    drawn = draw(seed, world)
-    threshold = drawn.options["grad_norm_threshold"]
-    tokens = {place: figures for _, of_rank, _ in results for place, figures in of_rank.items()}
-    assert len({events for events, *_ in results}) == 1, "the ranks disagree"
-    assert all(all(same.values()) for *_, same in results), f"training is not as without a search: {results[0][2]}"
-    events = valid_events(results[0][0])
-    for event in events:
-        assert event["passes"] <= event["budget"]
-        # Of a budget, a drop's passes are kept back; what was given up as diffuse is listed.
-        reserve = 4 if drawn.options["spike_action"] == "drop" else 0
-        spent = event["passes"] >= event["budget"] - reserve
-        assert event["complete"] or event["error"] or spent or event["diffuse"]
-        assert drawn.fault or not event["error"]
-    alone = {place for place, (_, equivalent) in tokens.items() if not equivalent < 3 * threshold}
-    first = [event for event in events if (event["epoch"], event["mini_batch"]) == (0, 0)]
-    if not first:
-        assert drawn.case.trigger == "global" or not alone, "a spike was overlooked"
-        return
-    culprits = {(c["rank"], c["row"], c["position"]): c["grad_norm"] for c in first[0]["culprits"]}
-    for place, norm in culprits.items():
-        assert not tokens[place][0] < threshold, f"{place} is no culprit"
-        assert norm == pytest.approx(tokens[place][0], rel=1e-4, nan_ok=True) or math.isnan(norm)
-    # The geometric mean makes a spike of the whole response, whose tokens may cancel out in part.
-    if first[0]["complete"] and drawn.case.loss_mode != "geo_mean":
-        assert alone <= set(culprits), "a culprit was not found"

@@ -324,6 +324,13 @@ def test_tables_and_pages_are_bounded(tmp_path: Path, monkeypatch: Patch, sent: 
     assert [spikes.step for spikes, _ in sent if spikes.page] == [*range(1, 11), 20, 30]
     assert [tables["culprits"][0] for _, tables in sent if tables] == [20, *[2] * 25]
     assert len(sent) == 31 and len(sent[25][1]["culprits"][1]) == 70
+    # The table of clipped tokens is as bounded, and beside it there is none of culprits.
+    found = [clipped_token(1, ["a", " b"], math.nan)] * 80
+    record_events(str(tmp_path), [clip(32, found)])
+    log.log({"actor/token_clip/over": 80.0}, 32)
+    last, tables = sent[-1]
+    assert last.spikes == [] and [(name, new) for name, (new, _) in tables.items()] == [("clipped_tokens", 20)]
+    assert math.isnan(tables["clipped_tokens"][1][-1][list(trackers.CLIP_COLUMNS).index("multiple")])
 
 
 def test_without_the_report_trackers_get_all_but_the_page(
@@ -336,18 +343,6 @@ def test_without_the_report_trackers_get_all_but_the_page(
         log.log({"actor/gradloc/triggered": 1.0}, step)
     assert [spikes.page for spikes, _ in sent] == [None, None] and sent[1][1]["culprits"] and sent[1][0].sentences
     assert [message.count("pip install .") for message in caplog.messages] == [1]
-
-
-def test_clipped_tokens_have_a_bounded_table(tmp_path: Path, monkeypatch: Patch, sent: list[Sent]) -> None:
-    monkeypatch.setattr(trackers, "TABLE_ROWS", 25)
-    log = SpikeLog({"wandb": None}, str(tmp_path))
-    for step in range(1, 5):
-        record_events(str(tmp_path), [clip(step, [clipped_token(1, ["a", " b"], math.nan)] * (30 if step == 1 else 2))])
-        log.log({"actor/token_clip/over": 2.0}, step)
-    assert [tables["clipped_tokens"][0] for _, tables in sent] == [20, 2, 2, 1]
-    last, tables = sent[-1]
-    assert math.isnan(tables["clipped_tokens"][1][-1][list(trackers.CLIP_COLUMNS).index("multiple")])
-    assert [*tables] == ["clipped_tokens"] and last.spikes == []
 
 
 def test_only_what_was_left_is_alerted() -> None:

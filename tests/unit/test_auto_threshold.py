@@ -65,33 +65,6 @@ def test_the_threshold_is_five_times_the_90th_percentile() -> None:
     assert auto.automatic == 10.0
     for step in range(2 * WINDOW):
         auto.next(1.0 + step % 7, 0.0)
-    assert len(auto.state_dict()["token_norms"]) == WINDOW
-
-
-@pytest.mark.parametrize("count", [WARMUP, 100, WINDOW, 2 * WINDOW])
-def test_the_threshold_hardly_moves_while_under_a_tenth_spike(count: int) -> None:
-    source = random.Random(2)
-    auto, spiked = Threshold("auto"), Threshold("auto")
-    for step in range(count):
-        norm = math.exp(normal(source))
-        auto.next(norm, 0.0)
-        spiked.next(1e4 * norm if step % 11 == 0 else norm, 0.0)
-    assert auto.automatic is not None and spiked.automatic is not None
-    assert 1 <= spiked.automatic / auto.automatic < 5
-
-
-def test_a_lasting_shift_is_followed() -> None:
-    source = random.Random(2)
-    auto = Threshold("auto")
-
-    def take_in(count: int, level: float) -> float:
-        for _ in range(count):
-            auto.next(level * math.exp(normal(source)), 0.0)
-        assert auto.automatic is not None
-        return auto.automatic
-
-    low = take_in(WINDOW, 1.0)
-    assert take_in(WINDOW // 10 - 1, 100.0) < 10 * low
-    assert take_in(2, 100.0) > 10 * low
-    take_in(WINDOW, 100.0)
-    assert take_in(9 * WINDOW // 10 + 2, 1.0) < 10 * low
+    # Of the last ones alone, so that a lasting change is followed.
+    assert auto.state_dict()["token_norms"] == [1.0 + step % 7 for step in range(WINDOW, 2 * WINDOW)]
+    assert auto.automatic == 5 * 7

@@ -1,9 +1,7 @@
 """The plugin's parts that need no verl: acting after imports, what does not fit, and its config groups."""
 
 import importlib
-import json
 import logging
-import os
 import re
 import subprocess
 import sys
@@ -130,27 +128,3 @@ def test_the_wheel_has_what_it_needs(tmp_path: Path) -> None:
     assert {"gradloc/py.typed", "gradloc_verl/scorers/ps_grpo.py", "gradloc_tools/report/page.js"} <= names
     assert {f"gradloc_verl/conf/gradloc/{keys}.yaml" for keys in ("actor", "recorded_actor", "critic")} <= names
     assert not [name for name in names if name.startswith(("tests", "tools", "build", "embedded"))]
-    # A checkout, which an editable installation refers to, has the keys in another folder.
-    checkout = f"{trees.ROOT / 'plugin'}:{trees.ROOT}"
-    assert composed(tmp_path / "site") == composed(checkout)
-
-
-def composed(path: Path | str) -> dict[str, Any]:
-    """The configuration of actor and critic that Hydra makes of the plugin's groups where Python finds it here."""
-    code = """
-import json, sys
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
-groups = ["actor@actor_rollout_ref.actor=gradloc_dp_actor", "critic=gradloc_dp_critic"]
-with initialize_config_dir(sys.argv[1], version_base=None):
-    config = compose("ppo_trainer", overrides=groups)
-assert "gradloc_verl" not in sys.modules
-print(json.dumps(OmegaConf.to_container(OmegaConf.create([config.actor_rollout_ref.actor, config.critic]))))
-"""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("VERL_")}
-    command = [sys.executable, "-c", code, trees.BASE_TREE / "verl/trainer/config"]
-    done = subprocess.run(command, env=environment | {"PYTHONPATH": str(path)}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    actor, critic = json.loads(done.stdout)
-    assert actor["spike_search"] == "training" and critic["grad_norm_threshold"] == "auto"
-    return {"actor": actor, "critic": critic}
