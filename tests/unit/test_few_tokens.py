@@ -66,7 +66,7 @@ def check(search: Search, tokens: dict[str, Tokens]) -> None:
     assert search.open_sets == []
 
 
-def test_a_single_token_that_measures_under_its_threshold_ends_the_search() -> None:
+def test_a_lone_token_under_its_threshold_ends_the_search() -> None:
     """As where a probe's rounding is another than training's. Another group's search goes on."""
     search = Search(THRESHOLD, "explained", 1.0)
     search.add_group("one", 1.0001 * THRESHOLD, torch.ones(1), torch.ones(1, dtype=torch.float64))
