@@ -202,7 +202,6 @@ def waits_for_a_disk(pid: int) -> bool:
 
 
 def _serve(rank: int, world_size: int, store: str, stacks: str, pipe: Connection) -> None:
-    import fast_masks  # noqa: F401
     import torch
     import torch.distributed as dist
 

@@ -4,12 +4,10 @@ import time
 from collections.abc import Iterator
 
 import cluster
-import fast_masks
 import pytest
 import torch
 import torch.distributed as dist
 from cluster import Cluster, RankFailed
-from transformers import LlamaConfig, masking_utils
 
 pytestmark = pytest.mark.slow
 
@@ -64,20 +62,3 @@ def test_a_hang_ends_with_the_stacks(two: Cluster) -> None:
 def test_after_a_failure_the_others_may_fail_slowly(two: Cluster) -> None:
     with pytest.raises(RankFailed, match="rank 0: Traceback(.|\n)*of rank 0(.|\n)*rank 1: Traceback(.|\n)*of rank 1"):
         two.run(fail_later, 3.0)
-
-
-@pytest.mark.skipif(fast_masks.by_mapping is None, reason="transformers 5 broadcasts by itself")
-@pytest.mark.parametrize(("padded", "packed"), [(True, False), (False, True)])
-def test_fast_masks_are_those_of_transformers(monkeypatch: pytest.MonkeyPatch, padded: bool, packed: bool) -> None:
-    config = LlamaConfig(num_hidden_layers=1, attn_implementation="sdpa")
-    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0], [1] * 6]) if padded else None
-    positions = torch.tensor([[0, 1, 0, 1, 2, 0]] * 3) if packed else None
-    made = []
-    for mapped in (fast_masks.by_mapping, fast_masks.broadcast):
-        monkeypatch.setattr(masking_utils, "_vmap_for_bhqkv", mapped)
-        states, cache_position = torch.zeros(3, 6, config.hidden_size), torch.arange(6)
-        made.append(
-            masking_utils.create_causal_mask(config, states, mask, cache_position, None, position_ids=positions)
-        )
-    expected, found = made
-    assert not expected.all() and found.equal(expected) and found.stride() == expected.stride()
