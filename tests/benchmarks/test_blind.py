@@ -39,3 +39,28 @@ def test_a_run_repeats_itself_and_has_its_fault_in_its_data(tmp_path: Path) -> N
     found, again = (blind.run_case("rollout shifted", (1, 1.0), 1, tmp_path) for _ in range(2))
     assert found == again and found.begin in range(1, 6)
     assert float(found.why.split("gap of ")[1].split()[0]) > 0.5
+
+
+def test_a_warning_comes_before_the_verdict_of_most_steps() -> None:
+    said = [(3, "verdict", "token"), (4, "verdict", ""), (4, "warning", "late"), (4, "verdict", "token")]
+    assert blind.name_of(said[:1]) == "token" and blind.name_of(said[1:2]) == "" and blind.name_of([]) is None
+    assert blind.name_of([*said, (5, "warning", "late")]) == "late"
+
+
+def test_the_table_counts_what_is_named(capsys: pytest.CaptureFixture) -> None:
+    named = {
+        "tail padded with 0": ["misaligned", "unsampled", "token", "", None],
+        "gradients doubled": ["", "token"],
+        "bf16": [None, "unlikely", "misaligned"],
+    }
+    runs = {
+        f"{kind} | 0 | {seed}": {"name": name, "why": "a gap", "said": []}
+        for kind, names in named.items()
+        for seed, name in enumerate(names)
+    }
+    runs["fp8 | 0 | 0"] = {"name": "unlikely", "why": "", "said": [(2, "verdict", "unlikely"), (3, "verdict", "token")]}
+    blind.print_tables(runs)
+    printed = capsys.readouterr().out
+    assert "| tail padded with 0 | misaligned | misaligned 1 | unsampled 1 | token 1 | 1 | 1 |" in printed
+    assert "- tail padded with 0 | 0 | 4: nothing; a gap" in printed and "no known cause; a gap" in printed
+    assert "Faults: 7; " in printed and "right 2" in printed and "Healthy: 4, 2 with a bug's name." in printed

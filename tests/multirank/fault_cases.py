@@ -34,8 +34,6 @@ from verl.utils.gradloc.layers.layer_clip import LayerClip
 from verl.utils.gradloc.measure import local_norms, micro_batch
 from verl.utils.gradloc.search.time_limit import SearchTime
 
-PLACES = ["before the forward", "in a layer", "after the forward", "in the backward", "in a layer's backward"]
-
 
 def disturb(actor: Any, where: str, when: int | Sequence[int], disturbance: Callable[[], None]) -> None:
     """Has something happen in extra passes, or in ordinary ones of an unpatched actor: those with these numbers."""

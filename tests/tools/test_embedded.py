@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -393,3 +394,24 @@ def test_the_time_left_is_that_of_the_steps_so_far() -> None:
 )
 def test_the_sentence_at_the_end(metrics: dict[int, dict[str, float]], sentence: str) -> None:
     assert follow.summary(metrics).startswith(sentence)
+
+
+def test_each_step_gets_a_line(tmp_path: Path, capsys: Capsys) -> None:
+    log, written = tmp_path / "train.log", tmp_path / "metrics.jsonl"
+    log.write_text("\n".join(mark for _, mark in follow.PHASES))
+    metrics = {"critic/score/mean": 0.5, "actor/token_clip/over": 3.0, "actor/token_clip/cut": 2.0}
+    line = json.dumps([1, metrics]) + "\n"
+    written.write_text(line[:40])
+    polls = 0
+
+    def poll() -> int | None:
+        nonlocal polls
+        polls += 1
+        if polls == 2:
+            written.write_text(line)
+        return 0 if polls == 2 else None
+
+    follow.follow(log, written, types.SimpleNamespace(poll=poll), 2)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines[:2]] == ["starting the workers", "step 1 of 2"]
+    assert lines[2].startswith("step 1  reward 0.5  TokenClip: 2 of 3 outlying signals cut")

@@ -1,10 +1,12 @@
 """Bundles from other trainers' files: what they hold, what is refused, and that the search takes them."""
 
+import contextlib
 import json
 import math
 import os
 import re
 import runpy
+import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
@@ -558,6 +560,14 @@ def test_a_file_of_slime_that_is_not_read(tmp_path: Path, monkeypatch: Patch, br
         assert (tmp_path / "marker").exists()  # so it works
 
 
+def test_what_slime_has_beside_plain_values_is_named(tmp_path: Path, capsys: Capsys) -> None:
+    slime_records(slime_file(tmp_path / "a.pt", raw_reward=[np.float64(1.0)], counts=np.zeros(3)))
+    (note,) = [line for line in capsys.readouterr().err.splitlines() if "left out" in line]
+    assert note.startswith("a.pt: what has the types numpy.") and note.endswith("was left out of counts, raw_reward.")
+    with pytest.raises(RecordError, match="has 2 optimizer steps, and none with the number 7."):
+        slime_records(tmp_path / "a.pt", step=7)
+
+
 def test_a_file_of_slime_that_repeats_a_sample_is_refused(tmp_path: Path) -> None:
     """A pickle has one object once, however often it is named."""
     ids = torch.zeros(1, dtype=torch.int64).expand(1000)
@@ -568,6 +578,24 @@ def test_a_file_of_slime_that_repeats_a_sample_is_refused(tmp_path: Path) -> Non
     make.__globals__["TOKENS"] = 10**4
     with pytest.raises(RecordError, match="a.pt has one too many: 1,048,576 records, 10,000 tokens at most."):
         make([file], tmp_path / "a.jsonl")
+
+
+def test_damage_anywhere_in_a_file_of_slime_is_refused(tmp_path: Path) -> None:
+    file = slime_file(tmp_path / "a.pt")
+    content = file.read_bytes()
+    start = content.index(b"data.pkl") + 64
+    for place in range(start, start + 400, 7):
+        file.write_bytes(content[:place] + b"\x81" + content[place + 1 :])
+        with contextlib.suppress(RecordError):  # it is none if it was in a value that is not read
+            slime_records(file)
+
+
+@pytest.mark.filterwarnings("default")
+def test_no_warning_of_torch_stands_before_the_sentence(tmp_path: Path) -> None:
+    file = slime_file(tmp_path / "a.pt", more=torch.eye(3).to_sparse_csr(), samples=5)
+    command = [sys.executable, str(ROOT / "examples/slime_records.py"), str(file), str(tmp_path / "a.jsonl")]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
 
 
 def test_the_example_for_nemo_rl_makes_records(convert: Any, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The steps of a spike drill, on one process: which token is drawn, and what the copy of the mini-batch is."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -69,3 +70,36 @@ def test_an_overflow_of_the_scale_breaks_no_token_of_the_copy(dtype: torch.dtype
     assert torch.equal(copy.broken(scaled=True), own[0].broken(scaled=True))
     assert copy.tokens["coefficient"][0, :3].tolist() == pytest.approx([4000.0, math.inf, -1.0], rel=2**-8)
     assert own[0].tokens["coefficient"][0, 0] == 1024.0
+
+
+class Stub:
+    """A meter and two passes that only note which of them are checked."""
+
+    def __init__(self) -> None:
+        self.checked: list[Any] = []
+        self.scale = 1.0
+
+    def start(self) -> None:
+        pass
+
+    def stop(self) -> Tensor:
+        return torch.zeros(1)
+
+    def cancel(self) -> None:
+        pass
+
+    def whole_micro_batches(self, _names: object) -> list[str]:
+        return ["first", "second"]
+
+    def check_dummy_inputs(self, subset_of: str) -> None:
+        self.checked.append(subset_of)
+
+    def accumulate(self, _subset_of: str, read: Callable[[], Any]) -> Any:
+        return read()
+
+
+@pytest.mark.parametrize(("reduced", "checked"), [(True, ["first", "second"]), (False, [])])
+def test_dummy_inputs_are_checked_for_a_reduced_gradient(reduced: bool, checked: list[str]) -> None:
+    stub: Any = Stub()
+    drill.rerun([], stub, stub, {}, reduced)
+    assert stub.checked == checked

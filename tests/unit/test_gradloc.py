@@ -1,15 +1,19 @@
 """The package's parts that need neither verl nor several processes."""
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from notation import Patch, cases
 from plain_passes import observe
 
-from gradloc import GradLoc, GradLocConfig
+from gradloc import GradLoc, GradLocConfig, record_events
 from gradloc.evidence.token_facts import response_kl, text_evidence, token_evidence
+from gradloc.evidence.writer import jsonable
 from gradloc.measure import mini_batch
+from gradloc.measure.local_norms import LocalNorms
 from gradloc.measure.micro_batch import MicroBatch
 from gradloc.measure.mini_batch import MiniBatch
 from gradloc.measure.pass_recorder import nothing
@@ -37,6 +41,27 @@ def test_bad_settings_are_refused_with_the_key_to_mend(values: dict, message: st
     with pytest.raises(ValueError) as error:
         GradLocConfig(**values)
     assert message in str(error.value)
+
+
+def test_local_norms_read_nothing_outside_of_a_recording() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+    norms = LocalNorms(model, torch.device("cpu"))
+    model(torch.randn(3, 4)).sum().backward()
+    assert norms.stop().tolist() == [0.0, 0.0]
+    model.zero_grad()
+    for _ in range(2):  # a leaf is hooked once, however often it is used
+        model.zero_grad()
+        norms.start()
+        model(torch.randn(3, 4)).square().sum().backward()
+        squares = norms.stop()
+        expected = [sum(float(p.grad.square().sum()) for p in model[i].parameters()) for i in (0, 2)]
+        assert norms.layers == ["0", "2"]
+        assert squares.tolist() == pytest.approx(expected, rel=1e-5)
+    norms.close()
+    norms.start()
+    model(torch.randn(3, 4)).sum().backward()
+    assert norms.stop().tolist() == [0.0, 0.0]
 
 
 def tokens(**changes: list[float]) -> dict[str, torch.Tensor]:
@@ -84,6 +109,18 @@ def test_text_evidence_marks_the_token_in_its_context() -> None:
     assert found["context"] == "efghijklmnopqrst«u»vwxyz"
     assert found["prompt"] == "ab" and found["response"] == "abcdefghijklmnopqrstuvwxyz"
     assert text_evidence(Letters(), [], [3], 0)["context"] == "«d»"
+
+
+def test_events_are_appended_as_strict_json(tmp_path: Path) -> None:
+    event = {"norm": math.nan, "list": [math.inf, -math.inf, None, True], "text": "«é»\n", "array": torch.ones(2)}
+    record_events(str(tmp_path / "deep" / "dump"), [event])
+    record_events(str(tmp_path / "deep" / "dump"), [event, event])
+    lines = (tmp_path / "deep" / "dump" / "spikes.jsonl").read_text(encoding="utf-8").splitlines()
+    assert len(lines) == 3
+    expected = {"norm": "NaN", "list": ["Infinity", "-Infinity", None, True], "text": "«é»\n", "array": [1.0, 1.0]}
+    assert all(json.loads(line, parse_constant=pytest.fail) == expected for line in lines)
+    # Anything can be written.
+    assert jsonable({1: (torch.tensor(2.0), object)}) == {"1": [2.0, str(object)]}
 
 
 @pytest.mark.parametrize("meter", ["local", "reduced"])
