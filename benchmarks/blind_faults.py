@@ -110,6 +110,8 @@ one reward too large | advantage | misfire | verl-project/uni-agent#175
 reward scale | reward_scale | - | paper 2607.21273
 reward of NaN | nonfinite | - | MakazhanAlpamys/Soup#342
 deviation of rounding | advantage | reward_scale | NVIDIA-NeMo/RL#4158
+advantages negated | advantage_order | - | fla-org/flash-linear-attention#1073
+advantages of other rows | advantage_order | - | THUDM/slime#2062
 deviation of zero | nonfinite | - | NVIDIA-NeMo/RL#4158
 entropy coefficient | entropy | - | verl-project/verl#2738
 KL coefficient | kl | - | verl-project/uni-agent#175
@@ -685,6 +687,22 @@ add(
 )
 add("optimizer state lost", (1,), once=True, model=lose_state, begins="later")
 add("learning rate spike", (10.0, 50.0), model=spike_rate, begins="later")
+
+# ---- advantages
+
+
+def negate_advantages(world: World, strength: int, found: dict[str, Tensor]) -> None:
+    """The sign is turned once too often."""
+    found["advantages"] = -found["advantages"]
+
+
+def move_advantages(world: World, by: int, found: dict[str, Tensor]) -> None:
+    """Rows are balanced over the workers, and their advantages are not moved with them."""
+    found["advantages"] = found["advantages"].roll(by, 0)
+
+
+add("advantages negated", (1,), advantages=negate_advantages)
+add("advantages of other rows", (1, 3), setting={"dense": True}, advantages=move_advantages)
 
 # ---- nothing wrong
 

@@ -72,7 +72,7 @@ class TrainedEngine:
         evidence = self._evidence
         own = [] if watch.recorder is None else watch.recorder.events
         lines = watch.lines()
-        keys = [key for key in DATA_KEYS if key in data.keys()] if lines or own else []
+        keys = [key for key in DATA_KEYS if key in data.keys()]
         trained = TrainedData({key: tu.get(data, key) for key in keys})
         evidence.add(lines, trained)
         with guarded("the evidence of a step is not written", self._said):

@@ -3,15 +3,20 @@
 """The evidence of an update: each rank describes its own culprits, and rank 0 writes."""
 
 import logging
+import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, combinations
 from typing import Any
+
+import torch
 
 from ..evidence.token_facts import context_evidence, text_evidence
 from ..evidence.writer import EVENTS_PER_STEP, STEP_FIGURES, jsonable, limit_texts, record_events, record_step
 from ..fsdp import collectives
-from ..guarded import guarded
+from ..guarded import guarded, warn_once
+from ..judge.advantages import order_warning
 from ..judge.misfire import RewardedRow, may_misfire, misfire
 from ..judge.sentences import describe, in_one_line
 from ..judge.verdict import settled
@@ -41,7 +46,10 @@ _KINDS = {
     "critic": ("Gradient spike of the critic", "spikes of the critic"),
 }
 _NO_TEXT = "a token of a gradient spike is written without its text"
+_NO_ORDER = "advantages are not compared with the rewards"
 _NOT_COMPARED = "a gradient spike is not compared with the rewards of its mini-batch"
+# What a warning has told of in this process.
+_said: set[str] = set()
 
 
 @dataclass(frozen=True)
@@ -56,8 +64,10 @@ class Sample:
 
 # The column that has the scores of a response's tokens: the first one that there is.
 SCORES = ("token_level_scores", "rm_scores")
+# What the advantages are computed from: the first one that there is.
+REWARDS = ("token_level_rewards", *SCORES)
 # What `TrainedData` reads.
-DATA_KEYS: tuple[str, ...] = ("input_ids", "attention_mask", "responses", "response_mask", "advantages", *SCORES)
+DATA_KEYS: tuple[str, ...] = ("input_ids", "attention_mask", "responses", "response_mask", "advantages", *REWARDS)
 DATA_KEYS += ("reward_model", "data_source", "uid")
 
 
@@ -103,6 +113,31 @@ class TrainedData:
         columns = zip(map(str, of["uid"]), rewards, sources, advantages, strict=True)
         return [RewardedRow(*row) for row in columns]
 
+    def reward_pairs(self) -> Counter[str]:
+        """How many `pairs` there are of the rows, and how many of them are `contradicting`: see `order_warning`."""
+        counts: Counter[str] = Counter()
+        name = next((name for name in REWARDS if name in self.columns), None)
+        if name is None or not {"uid", "advantages", "response_mask"} <= self.columns.keys():
+            return counts
+        groups: dict[str, list[tuple[float, float]]] = {}
+        columns = (self.columns[each] for each in ("uid", name, "advantages", "response_mask"))
+        on_host = ([*(column.cpu() if isinstance(column, torch.Tensor) else column)] for column in columns)
+        for uid, rewards, advantages, mask in zip(*on_host, strict=True):
+            of_tokens = advantages[mask.bool() & (advantages != 0)]  # another row's may end before this one
+            if not torch.allclose(of_tokens, of_tokens[:1]):  # an estimator with a value of each token's
+                return counts
+            if len(of_tokens):
+                groups.setdefault(str(uid), []).append((rewards.sum().item(), of_tokens[0].item()))
+        for group in groups.values():
+            for one, other in combinations(group, 2):
+                more_reward, more_advantage = (
+                    0.0 if math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-6) else a - b
+                    for a, b in zip(one, other, strict=True)
+                )
+                counts["pairs"] += more_reward * more_advantage != 0
+                counts["contradicting"] += more_reward * more_advantage < 0
+        return counts
+
     def _start(self, line: Mapping[str, Any]) -> int:
         return 0 if self.mini_batch_size is None else line["mini_batch"] * self.mini_batch_size
 
@@ -124,6 +159,7 @@ class UpdateEvidence:
         self._tokenizer = tokenizer
         self._sequence_parallel_size = sequence_parallel_size
         self._events: list[dict[str, Any]] = []
+        self._pairs: Counter[str] = Counter()
 
     def add(self, events: Sequence[dict[str, Any]], data: TrainedData, own: bool = False) -> None:
         """Adds an update's lines, and to their tokens and verdicts what the data say of them. A collective call.
@@ -134,6 +170,9 @@ class UpdateEvidence:
             own (bool): Whether they are events that this rank has recorded alone; then it is no collective call.
         """
         self._events += events
+        if not self._rank:
+            with guarded(_NO_ORDER, _said):
+                self._pairs += data.reward_pairs()
         # No more clip lines than these are written.
         clip_lines = [id(event) for event in self._events if "token_clip" in event][:EVENTS_PER_STEP]
         events = [event for event in events if "token_clip" not in event or id(event) in clip_lines]
@@ -165,9 +204,13 @@ class UpdateEvidence:
             read_warnings (Callable): Returns what `RunChecks.warnings` does; called on rank 0 alone.
         """
         events, self._events = self._events, []
+        pairs, self._pairs = self._pairs, Counter()
         if self._rank:
             return
-        warnings = read_warnings()
+        warnings = [*read_warnings()]
+        if (found := order_warning(pairs["pairs"], pairs["contradicting"])) is not None:
+            warn_once(_said, f"Step {global_step}: {found['sentence']} {found['check']}", about=found["name"])
+            warnings.insert(0, found)
         by_kind: dict[str, list[dict[str, Any]]] = {kind: [] for kind in _KINDS}
         for event in events:
             by_kind[_kind(event)].append(event)

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of every update's columns: are advantages and log-probs finite, and advantages as large as before?"""
+"""Checks of every update's columns: are they finite, are advantages as large as before, do they follow the rewards?"""
 
 import math
 import statistics
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .progress import Progress, RunCheck
+from .shares import percent
 
 # That advantages have another size: rewards of one kind may be the cause.
 REWARD_SCALE = "reward_scale"
@@ -27,6 +28,37 @@ _SIZES = 8
 COLUMNS = ("advantage", "old_log_prob", "ref_log_prob", "log_prob")
 _VERL_NAMES = {"advantage": "advantages", "old_log_prob": "old_log_probs", "ref_log_prob": "ref_log_prob"}
 COLUMN_SUMS = len(COLUMNS) + 4
+
+
+# That a response with a higher reward has a lower advantage than another one to the same prompt.
+ADVANTAGE_ORDER = "advantage_order"
+# In so many pairs, of so many at least. With a baseline of the prompt's, it is none; by chance, half of them.
+CONTRADICTING, LEAST_PAIRS = 0.2, 16
+# In so many, the sign is turned.
+TURNED = 0.95
+
+
+def order_warning(pairs: int, contradicting: int) -> dict[str, Any] | None:
+    """The warning that advantages do not follow the rewards; None if they do, or of too few pairs.
+
+    Args:
+        pairs (int): Of responses to one prompt with different rewards and different advantages, none of them 0, which
+            are the same at all tokens of a response.
+        contradicting (int): In how many of them the higher reward has the lower advantage.
+    """
+    if pairs < LEAST_PAIRS or contradicting < CONTRADICTING * pairs:
+        return None
+    share = contradicting / pairs
+    look = "Look for rows that are moved between rewards and advantages (a sort, a filter, padding, a gather)"
+    if share > TURNED:
+        look = "Their sign is turned: look at the loss's sign and at rewards that are costs"
+    return {
+        "name": ADVANTAGE_ORDER,
+        "sentence": f"Advantages do not follow the rewards: in {percent(share)} of the pairs of responses to one "
+        f"prompt, that with the higher reward has the lower advantage. {look}.",
+        "check": "Before the update, print `uid`, the sum of `token_level_rewards` and the advantage of each row: of "
+        "the rows with one `uid`, that with the highest reward has the highest advantage.",
+    }
 
 
 class AdvantageChecks(RunCheck):

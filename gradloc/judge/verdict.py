@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from ..guarded import guarded
+from .advantages import ADVANTAGE_ORDER
 from .log_probs import ENGINES_APART, OF_ROLLOUT, OF_SOME, OTHER_LOG_PROBS, REFERENCE
 from .progress import resume_note
 from .rules import APART, APART_NATS, RULES, Kind, Rule, is_apart
@@ -331,7 +332,11 @@ def settled(event: Mapping[str, Any], warnings: Sequence[Mapping[str, Any]]) -> 
     """
     found: Verdict | None = event.get("verdict")
     causes = [each for each in warnings if each["name"] not in (*OF_SOME, *CAUSES)]
-    if found is None or found["cause"] is not None or not causes:
+    if found is None or not causes:
+        return found
+    # Known at the end of an update alone, and so not weighed against a natural spike before.
+    told = (None, *(rule.name for rule in _OF_KIND[Kind.NATURAL])) if causes[0]["name"] == ADVANTAGE_ORDER else (None,)
+    if found["cause"] not in told:
         return found
     return of_warning(event, {}, causes[0])
 

@@ -1,0 +1,95 @@
+"""Whether advantages follow the rewards: verl's own estimators do, and rows that are moved or negated do not."""
+
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor
+from verl.trainer.ppo import core_algos
+
+from gradloc.adapters.update_evidence import TrainedData, UpdateEvidence
+from gradloc.judge.advantages import ADVANTAGE_ORDER, order_warning
+from gradloc.judge.verdict import settled
+
+PROMPTS, ANSWERS, LENGTH = 24, 6, 5
+UIDS = numpy.repeat([f"prompt {i}" for i in range(PROMPTS)], ANSWERS).astype(object)
+
+
+def columns(estimator: str, graded: bool = False, seed: int = 0, moved: bool = False) -> dict[str, Any]:
+    """An update's columns with advantages of verl's estimator, perhaps of `moved` rows."""
+    generator = torch.Generator().manual_seed(seed)
+    rewards = torch.rand(len(UIDS), generator=generator)
+    mask = (torch.arange(LENGTH) < torch.randint(1, LENGTH + 1, (len(UIDS), 1), generator=generator)).float()
+    scores = torch.zeros_like(mask)
+    scores[range(len(UIDS)), mask.sum(1).long() - 1] = rewards if graded else (rewards < 0.4).float()
+    if estimator == "gae":
+        advantages, _ = core_algos.compute_gae_advantage_return(scores, torch.rand_like(mask), mask, 1.0, 0.95)
+    else:
+        options: dict[str, Any] = {"index": UIDS}
+        if estimator.startswith("reinforce_plus_plus") and not estimator.endswith("baseline"):
+            options = {"config": type("Config", (), {"gamma": 1.0})}
+        estimate = core_algos.get_adv_estimator_fn(estimator)
+        advantages, _ = estimate(token_level_rewards=scores, response_mask=mask, **options)
+    if moved:
+        advantages = advantages[torch.randperm(len(UIDS), generator=generator)]
+    return {"uid": UIDS, "token_level_rewards": scores, "advantages": advantages, "response_mask": mask}
+
+
+def warned(data: dict[str, Tensor]) -> dict[str, Any] | None:
+    counts = TrainedData(data).reward_pairs()
+    return order_warning(counts["pairs"], counts["contradicting"])
+
+
+ESTIMATORS = ("grpo", "rloo", "opo", "gpg", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+
+
+@pytest.mark.parametrize("graded", [False, True])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_advantages_of_verl_follow_their_rewards(estimator: str, graded: bool) -> None:
+    for seed in range(10):
+        counts = TrainedData(columns(estimator, graded, seed)).reward_pairs()
+        assert counts["pairs"] > 16 and not counts["contradicting"]
+
+
+@pytest.mark.parametrize("graded", [False, True])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_moved_and_negated_rows_are_told_apart(estimator: str, graded: bool) -> None:
+    told = 0
+    for seed in range(10):
+        moved = warned(columns(estimator, graded, seed, moved=True))
+        told += moved is not None and "rows that are moved" in moved["sentence"]
+        data = columns(estimator, graded, seed)
+        negated = warned(data | {"advantages": -data["advantages"]})
+        assert negated and "sign is turned" in negated["sentence"]
+    assert told >= 8  # by chance, few pairs contradict each other in an update
+
+
+def test_advantages_that_differ_within_a_response_are_left_alone() -> None:
+    assert not TrainedData(columns("gae", graded=True)).reward_pairs()
+
+
+@pytest.mark.parametrize("lacking", ["uid", "token_level_rewards"])
+def test_without_prompts_or_rewards_nothing_is_compared(lacking: str) -> None:
+    data = columns("grpo", moved=True)
+    del data[lacking]
+    assert warned(data) is None
+
+
+def test_order_outranks_a_natural_spike_and_no_other_cause() -> None:
+    found = warned(columns("grpo", moved=True))
+    assert found is not None
+    event: dict[str, Any] = {"culprits": [], "verdict": {"cause": "unlikely"}}
+    told = settled(event, [found])
+    assert told is not None and told["cause"] == ADVANTAGE_ORDER
+    event["verdict"] = {"cause": "token"}
+    assert settled(event, [found]) is event["verdict"]
+
+
+def test_an_update_without_a_spike_writes_the_warning(tmp_path: Any) -> None:
+    evidence = UpdateEvidence(str(tmp_path), None, 1)
+    for step, moved in ((1, False), (2, True), (3, False)):
+        evidence.add([], TrainedData(columns("grpo", moved=moved, seed=step)))
+        evidence.write(step, {"actor/gradloc/token_norm_max": 1.0}, tuple)
+    lines = (tmp_path / "steps.jsonl").read_text().splitlines()
+    assert [ADVANTAGE_ORDER in line for line in lines] == [False, True, False]
