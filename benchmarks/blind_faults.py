@@ -110,8 +110,6 @@ one reward too large | advantage | misfire | verl-project/uni-agent#175
 reward scale | reward_scale | - | paper 2607.21273
 reward of NaN | nonfinite | - | MakazhanAlpamys/Soup#342
 deviation of rounding | advantage | reward_scale | NVIDIA-NeMo/RL#4158
-advantages negated | advantage_order | - | fla-org/flash-linear-attention#1073
-advantages of other rows | advantage_order | - | THUDM/slime#2062
 deviation of zero | nonfinite | - | NVIDIA-NeMo/RL#4158
 entropy coefficient | entropy | - | verl-project/verl#2738
 KL coefficient | kl | - | verl-project/uni-agent#175
@@ -130,6 +128,8 @@ bit flip | layer | nonfinite | paper 2102.11245
 one layer scaled | layer | - | THUDM/slime#1695
 optimizer state lost | - | - | THUDM/slime#1695
 learning rate spike | learning_rate | token sequence kl | marin-community/marin#1368
+advantages negated | advantage_order | - | fla-org/flash-linear-attention#1073
+advantages of other rows | advantage_order | - | THUDM/slime#2062
 """
 ROWS = [[cell.strip() for cell in line.split("|")] for line in TABLE.strip().splitlines()]
 FAULTS: dict[str, Fault] = {}

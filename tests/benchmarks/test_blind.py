@@ -17,6 +17,7 @@ if importlib.util.find_spec("verl.workers.actor") is None:
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import blind  # noqa: E402
+from blind_faults import FAULTS, HEALTHY, ROWS  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -39,6 +40,11 @@ def test_a_run_repeats_itself_and_has_its_fault_in_its_data(tmp_path: Path) -> N
     found, again = (blind.run_case("rollout shifted", (1, 1.0), 1, tmp_path) for _ in range(2))
     assert found == again and found.begin in range(1, 6)
     assert float(found.why.split("gap of ")[1].split()[0]) > 0.5
+
+
+def test_there_are_forty_kinds_and_forty_healthy_settings() -> None:
+    assert len(FAULTS) >= 40 and len(HEALTHY) >= 40 and FAULTS.keys().isdisjoint(HEALTHY)
+    assert [row[0] for row in ROWS] == list(FAULTS) and all(len(row) == 4 and row[3] for row in ROWS)
 
 
 def test_a_warning_comes_before_the_verdict_of_most_steps() -> None:

@@ -11,6 +11,7 @@ from evidence import ORDINARY, Event, culprit, event, spike, unsearched, write, 
 from notation import cases
 
 from gradloc.judge.rules import SOURCES
+from gradloc.judge.sentences import in_one_line
 from gradloc.judge.verdict import CAUSES, verdict
 from gradloc_tools import report
 from gradloc_tools.report import words
@@ -183,6 +184,14 @@ def test_a_verdict_in_brief_ends_before_what_to_do(sentence: str, said: str | No
     # After a colon a sentence begins with a small letter.
     cases = {"The KL loss": "the KL loss", "A drill": "a drill", "MTP heads": "MTP heads", "": "", "τ": "τ"}
     assert {text: words.lowered(text) for text in cases} == cases
+
+
+def test_log_and_trackers_get_the_verdict_before_the_summary() -> None:
+    found = spike(1)
+    said = found["verdict"]
+    assert in_one_line(found) == f"{said['sentence']} {said['check']} {found['summary']}"
+    assert in_one_line(of_an_older_release(found)) == in_one_line({**found, "verdict": None}) == found["summary"]
+    assert in_one_line({"token_clip": {}, "summary": "TokenClip found a token."}) == "TokenClip found a token."
 
 
 def test_two_runs_open_with_their_verdicts(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: Any) -> None:

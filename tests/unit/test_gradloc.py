@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from notation import Patch, cases
+from notation import Caplog, Patch, cases
 from plain_passes import observe
 
 from gradloc import GradLoc, GradLocConfig, record_events
@@ -148,6 +148,17 @@ def test_a_gradient_that_is_broken_where_there_is_no_token(meter: str, scale: fl
     assert event["broken_parameters"] == {"count": 1, "of": 2, "names": ["bias"]}
     assert "of 2 parameters, bias alone has a NaN or infinite gradient" in event["summary"]
     assert model.bias.grad.isnan().all()
+
+
+def test_token_tensors_of_different_shapes_are_named(caplog: Caplog) -> None:
+    gradloc = GradLoc(torch.nn.Linear(2, 2), GradLocConfig(), forward=lambda *_: None)
+    gradloc.start_update()
+    gradloc.begin_pass({}, rows=[0, 1])
+    tokens = torch.zeros(2, 5)
+    observe(gradloc, tokens, None, tokens, response_mask=tokens, token_id=tokens, advantage=tokens[:, :1])
+    gradloc.end_pass()
+    assert gradloc.failed and "of one shape (rows, response length)" in caplog.text
+    assert "'log_prob': (2, 5)" in caplog.text and "'advantage': (2, 1)" in caplog.text
 
 
 @pytest.mark.parametrize("failing", [None, 0, 1])

@@ -83,8 +83,14 @@ def tokens_of(places: Positions, shape: tuple[int, ...], whole: bool = False) ->
     return found[:, 0].tolist(), (found[:, 1] - 3).tolist()
 
 
-def test_positions_of_odd_hidden_states() -> None:
-    """Those of ordinary ones are in tests/multirank/test_token_clip.py."""
+def test_positions_of_hidden_states_with_padding_and_in_parts() -> None:
+    # The hidden state in column 2 predicts the response's first token, in column 3.
+    assert tokens_of(PLACES, (3, 5)) == ([0] * 5 + [1] * 5 + [2] * 5, [-2, -1, 0, 1, 2] * 3)
+    # One row, with and without its padding.
+    one = Positions(MASK[:1], [3])
+    assert tokens_of(one, (1, 5))[1] == [-2, -1, 0, 1, 2]
+    assert tokens_of(one, (1, 3))[1] == [-1, 0, 1]
+    assert tokens_of(one, (1, 2), whole=True)[1] == [0, 1]
     # Hidden states of something else have none.
     assert PLACES.places((2, 5)) is None
     assert PLACES.places((3, 4, 4)) is None
@@ -97,6 +103,11 @@ def test_positions_of_odd_hidden_states() -> None:
     assert tokens_of(parts[0], (1, 5)) == ([0, 0, 0, 1, 1], [-1, 0, 1, -2, -1])
     assert tokens_of(parts[1], (1, 5)) == ([1, 1, 2, 2], [0, 1, 0, 1])
     assert tokens_of(parts[1], (9,), whole=True) == tokens_of(PLACES, (9,), whole=True)
+
+
+@pytest.mark.parametrize(("shape", "whole"), [((1, 9), False), ((9,), True)])
+def test_positions_without_padding(shape: tuple[int, ...], whole: bool) -> None:
+    assert tokens_of(PLACES, shape, whole) == ([0] * 3 + [1] * 4 + [2] * 2, [-1, 0, 1, -2, -1, 0, 1, 0, 1])
 
 
 class Layer(nn.Module):
