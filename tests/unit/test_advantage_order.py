@@ -69,6 +69,18 @@ def test_advantages_that_differ_within_a_response_are_left_alone() -> None:
     assert not TrainedData(columns("gae", graded=True)).reward_pairs()
 
 
+def test_rewards_that_are_normalized_one_by_one_are_no_contradiction() -> None:
+    """As GDPO does, which only verl 0.9 has: here for a score that is one of two rewards, the other one against it."""
+    for seed in range(10):
+        data = columns("grpo", seed=seed)
+        score = data["token_level_rewards"].sum(1)
+        chance = torch.rand(len(score), generator=torch.Generator().manual_seed(seed))
+        against = ((1 - score) * 0.6 + 0.2 > chance).float()
+        of_groups = [each.view(PROMPTS, ANSWERS) for each in (score, against)]
+        normed = [(each - each.mean(1, keepdim=True)) / (each.std(1, keepdim=True) + 1e-6) for each in of_groups]
+        assert warned(data | {"advantages": sum(normed).view(-1, 1) * data["response_mask"]}) is None
+
+
 @pytest.mark.parametrize("lacking", ["uid", "token_level_rewards"])
 def test_without_prompts_or_rewards_nothing_is_compared(lacking: str) -> None:
     data = columns("grpo", moved=True)
