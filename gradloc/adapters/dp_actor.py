@@ -146,8 +146,9 @@ def write_evidence(trained: Any, data: "DataProto", tokenizer: Any, metrics: Map
     config, watch = trained.config, trained.watch
     if watch.watches_passes:
         evidence = UpdateEvidence(config.bisect_dump_dir, tokenizer, watch.sequence_parallel_size)
-        columns = {**data.batch, **data.non_tensor_batch}
-        evidence.add(watch.lines(), TrainedData(columns, config.ppo_mini_batch_size))
+        trained_data = TrainedData({**data.batch, **data.non_tensor_batch}, config.ppo_mini_batch_size)
+        evidence.add(watch.lines(), trained_data)
+        evidence.take_in_rewards(trained_data)
         evidence.write(data.meta_info.get("global_steps"), metrics, watch.warnings)
 
 

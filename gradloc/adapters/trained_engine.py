@@ -72,9 +72,10 @@ class TrainedEngine:
         evidence = self._evidence
         own = [] if watch.recorder is None else watch.recorder.events
         lines = watch.lines()
-        keys = [key for key in DATA_KEYS if key in data.keys()]
-        trained = TrainedData({key: tu.get(data, key) for key in keys})
+        trained = TrainedData({key: tu.get(data, key) for key in DATA_KEYS if key in data.keys()})
         evidence.add(lines, trained)
+        if self._where[0] == 0:  # later PPO epochs have the same rows
+            evidence.take_in_rewards(trained)
         with guarded("the evidence of a step is not written", self._said):
             if watch.recorder is not None:
                 evidence.add(own, trained, own=True)

@@ -170,9 +170,6 @@ class UpdateEvidence:
             own (bool): Whether they are events that this rank has recorded alone; then it is no collective call.
         """
         self._events += events
-        if not self._rank:
-            with guarded(_NO_ORDER, _said):
-                self._pairs += data.reward_pairs()
         # No more clip lines than these are written.
         clip_lines = [id(event) for event in self._events if "token_clip" in event][:EVENTS_PER_STEP]
         events = [event for event in events if "token_clip" not in event or id(event) in clip_lines]
@@ -191,6 +188,12 @@ class UpdateEvidence:
             if _kind(event) != "critic":
                 event["summary"] = describe(event)
 
+    def take_in_rewards(self, data: TrainedData) -> None:
+        """Compares advantages with rewards on rank 0; called once for each row of an update. No collective call."""
+        if not self._rank:
+            with guarded(_NO_ORDER, _said):
+                self._pairs += data.reward_pairs()
+
     def write(
         self,
         global_step: int | None,
@@ -207,8 +210,11 @@ class UpdateEvidence:
         pairs, self._pairs = self._pairs, Counter()
         if self._rank:
             return
+        names = {name: f"actor/gradloc/{name}" for name in STEP_FIGURES}
+        figures = {name: metrics[metric] for name, metric in names.items() if metric in metrics}
         warnings = [*read_warnings()]
-        if (found := order_warning(pairs["pairs"], pairs["contradicting"])) is not None:
+        # A critic, whose update has no such figures, is trained on the same rows.
+        if figures and (found := order_warning(pairs["pairs"], pairs["contradicting"])) is not None:
             warn_once(_said, f"Step {global_step}: {found['sentence']} {found['check']}", about=found["name"])
             warnings.insert(0, found)
         by_kind: dict[str, list[dict[str, Any]]] = {kind: [] for kind in _KINDS}
@@ -225,8 +231,6 @@ class UpdateEvidence:
                 logger.warning("%d more %s in step %s: see the report on %s", more, what, global_step, self._directory)
         # The figures count the spikes, so these come first: a reader never finds fewer than are counted.
         record_events(self._directory, events, "critic" if by_kind["critic"] else "spikes")
-        names = {name: f"actor/gradloc/{name}" for name in STEP_FIGURES}
-        figures = {name: metrics[metric] for name, metric in names.items() if metric in metrics}
         if figures:
             record_step(self._directory, global_step, figures, warnings)
 

@@ -334,9 +334,11 @@ def settled(event: Mapping[str, Any], warnings: Sequence[Mapping[str, Any]]) -> 
     causes = [each for each in warnings if each["name"] not in (*OF_SOME, *CAUSES)]
     if found is None or not causes:
         return found
-    # Known at the end of an update alone, and so not weighed against a natural spike before.
-    told = (None, *(rule.name for rule in _OF_KIND[Kind.NATURAL])) if causes[0]["name"] == ADVANTAGE_ORDER else (None,)
-    if found["cause"] not in told:
+    replaced: list[str | None] = [None]
+    if causes[0]["name"] == ADVANTAGE_ORDER:
+        # Known at the end of an update alone, and so not weighed against a natural spike before.
+        replaced += [rule.name for rule in _OF_KIND[Kind.NATURAL]]
+    if found["cause"] not in replaced:
         return found
     return of_warning(event, {}, causes[0])
 

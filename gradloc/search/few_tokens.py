@@ -131,8 +131,8 @@ class FewTokens:
         explaining, tokens = self._explaining, self.tokens
         over = []
         if explaining is None:
-            removed = max((r for r in self._rests if r not in self._enough), key=len)
-            over = [(tokens.without(removed), self._rests[removed])]
+            largest = max((r for r in self._rests if r not in self._enough), key=len)
+            over = [(tokens.without(largest), self._rests[largest])]
         culprits = [t for t in tokens.over if explaining is None or t in explaining]
         removed = frozenset(culprits)
         is_given_up = self.is_diffuse and len(tokens.alone) < self._size

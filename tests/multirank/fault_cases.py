@@ -1,4 +1,4 @@
-"""Searches that are disturbed, and small ones drawn at random."""
+"""Searches that are disturbed."""
 
 import contextlib
 import functools

@@ -5,9 +5,11 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from notation import Caplog, Patch
 from torch import Tensor
 from verl.trainer.ppo import core_algos
 
+from gradloc.adapters import update_evidence
 from gradloc.adapters.update_evidence import TrainedData, UpdateEvidence
 from gradloc.judge.advantages import ADVANTAGE_ORDER, order_warning
 from gradloc.judge.verdict import settled
@@ -101,7 +103,34 @@ def test_order_outranks_a_natural_spike_and_no_other_cause() -> None:
 def test_an_update_without_a_spike_writes_the_warning(tmp_path: Any) -> None:
     evidence = UpdateEvidence(str(tmp_path), None, 1)
     for step, moved in ((1, False), (2, True), (3, False)):
-        evidence.add([], TrainedData(columns("grpo", moved=moved, seed=step)))
+        evidence.take_in_rewards(TrainedData(columns("grpo", moved=moved, seed=step)))
         evidence.write(step, {"actor/gradloc/token_norm_max": 1.0}, tuple)
     lines = (tmp_path / "steps.jsonl").read_text().splitlines()
     assert [ADVANTAGE_ORDER in line for line in lines] == [False, True, False]
+
+
+def test_mini_batches_of_an_update_are_counted_together_and_once(tmp_path: Any) -> None:
+    data = columns("grpo", graded=True)
+    negated = {**data, "advantages": -data["advantages"]}
+    parts = [TrainedData({name: column[i : i + ANSWERS] for name, column in negated.items()}) for i in (0, ANSWERS)]
+    assert [part.reward_pairs()["pairs"] for part in parts] == [15, 15]
+    evidence = UpdateEvidence(str(tmp_path), None, 1)
+    for step, counted in ((1, parts[:1]), (2, parts)):
+        for part in counted:
+            evidence.add([], part)
+            evidence.add([], part, own=True)
+            evidence.take_in_rewards(part)
+        evidence.write(step, {"actor/gradloc/token_norm_max": 1.0}, tuple)
+    lines = (tmp_path / "steps.jsonl").read_text().splitlines()
+    assert [ADVANTAGE_ORDER in line for line in lines] == [False, True]
+
+
+def test_a_critic_does_not_warn_of_the_same_rows(tmp_path: Any, caplog: Caplog, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(update_evidence, "_said", set())
+    evidence = UpdateEvidence(str(tmp_path), None, 1)
+    evidence.take_in_rewards(TrainedData(columns("grpo", moved=True)))
+    evidence.write(1, {"critic/gradloc/token_norm_max": 1.0}, tuple)
+    assert not caplog.messages and not (tmp_path / "steps.jsonl").exists()
+    evidence.take_in_rewards(TrainedData(columns("grpo", moved=True)))
+    evidence.write(1, {"actor/gradloc/token_norm_max": 1.0}, tuple)
+    assert len(caplog.messages) == 1
