@@ -368,7 +368,7 @@ class World:
                 metrics = self.actor.update_policy(data)
         if not ENGINE:  # which writes it itself
             write_evidence(self.actor, data, None, metrics)
-        self.token_norms.append(metrics["actor/gradloc/token_norm_max"])
+        self.token_norms.append(float(metrics["actor/gradloc/token_norm_max"]))
         mask = tensors["response_mask"].bool()
         self.gaps.append(float((tensors["rollout_log_probs"] - tensors["old_log_probs"])[mask].abs().nanmean()))
         self.past.append(self.weights())
