@@ -76,6 +76,7 @@ rollout shifted after a tool | misaligned | retokenized | ai-dynamo/dynamo#8630
 another row's log-probs | misaligned | - | verl-project/verl#7196
 tail padded with 0 | misaligned | unsampled | rllm-org/rllm#816
 constant tail | misaligned | - | rllm-org/rllm#816
+log-probs missing | misaligned | unsampled | NovaSky-AI/SkyRL#1070
 log-probs by chunk | misaligned | - | ai-dynamo/dynamo#8630
 retokenized | retokenized misaligned | - | huggingface/trl#5224
 policy sliced wrongly | misaligned | - | opendilab/LightRFT
@@ -86,6 +87,7 @@ never synced | stale_weights | engines_apart | verl-project/verl#7495
 synced late | stale_weights | engines_apart partly_stale | verl-project/verl#5211
 one worker stale | partly_stale | stale_weights | verl-project/verl#3821
 adapter partly bound | stale_weights | partly_stale engines_apart | verl-project/verl-omni#552
+adapter at another scale | adapter_scale stale_weights | engines_apart | Tencent-Hunyuan/UniRL#155
 weights lost in sleep | other_log_probs engines_apart | stale_weights | huggingface/trl#5312
 raw log-probs | other_log_probs | - | servicenow-ai/correctness-before-corrections
 log-probs after the top-p cut | other_log_probs | - | huggingface/trl#6789
@@ -105,7 +107,8 @@ template trained on | unsampled | - | THUDM/slime#1477
 tool output trained on | unsampled | - | THUDM/slime#1477
 failed request | unsampled | - | NovaSky-AI/SkyRL#1986
 padding trained on | unsampled | - | verl-project/verl#3805
-format reward misfires | misfire | advantage | verl-project/uni-agent#183
+format reward misfires | misfire | advantage reward_scale | verl-project/uni-agent#183
+length bonus | reward_scale | advantage | verl-project/uni-agent#175
 one reward too large | advantage | misfire | verl-project/uni-agent#175
 reward scale | reward_scale | - | paper 2607.21273
 reward of NaN | nonfinite | - | MakazhanAlpamys/Soup#342
@@ -208,6 +211,12 @@ def cut_tail(world: World, strength: tuple[float, float], rows: list[Row]) -> No
         row.log_probs = row.log_probs[:kept] + [value] * (len(row.ids) - kept)
 
 
+def lose_log_probs(world: World, every: int, rows: list[Row]) -> None:
+    """Some requests do not ask for log-probs, and zeros are filled in."""
+    for row in rows[::every]:
+        row.log_probs = [0.0] * len(row.ids)
+
+
 def repeat_last(world: World, strength: float, rows: list[Row]) -> None:
     """The client gives each token of a chunk (here, the end of the response) its first one's log-prob."""
     for row in rows:
@@ -236,6 +245,7 @@ add("rollout shifted after a tool", (-1, 1, 3), setting={"tools": True}, rows=sh
 add("another row's log-probs", ("neighbours", "group", "all"), rows=other_rows)
 add("tail padded with 0", ((0.0, 0.0), (0.2, 0.0), (0.5, 0.0)), rows=cut_tail)
 add("constant tail", ((0.2, -1.0), (0.5, -1.0), (0.5, -0.1)), rows=cut_tail)
+add("log-probs missing", (1, 4), rows=lose_log_probs)
 add("log-probs by chunk", (0.3, 0.7), rows=repeat_last)
 add("retokenized", (0.5, 1.0), setting={"tools": True}, rows=encode_again)
 
@@ -304,6 +314,12 @@ def partly_loaded(world: World, strength: tuple[str, float], loaded: list[Any]) 
     return [mixed, mixed]
 
 
+def scaled_otherwise(world: World, factor: float, loaded: list[Any]) -> list[Any]:
+    """The server takes another lora_alpha / r: what training has added to the first weights is scaled."""
+    first = world.past[0]
+    return [{name: first[name] + factor * (value - first[name]) for name, value in loaded[0].items()}] * 2
+
+
 def dropped(world: World, strength: str, loaded: list[Any]) -> list[Any]:
     """The server slept, and one tensor was not restored."""
     return [{name: 0.0 * value if strength in name else value for name, value in loaded[0].items()}] * 2
@@ -319,6 +335,7 @@ add("one worker stale", (0.0003, 0.001, 0.002), setting={"rate": fast, "behind":
 add(
     "adapter partly bound", (("mlp", 0.001), ("layers", 0.001)), setting={"rate": fast, "behind": 0}, sync=partly_loaded
 )
+add("adapter at another scale", (0.5, 2.0), setting={"rate": 0.001, "behind": 0}, sync=scaled_otherwise)
 add("weights lost in sleep", ("layers.0.mlp.down_proj", "layers.2.self_attn.o_proj"), sync=dropped)
 
 # ---- other log-probs than training computes
@@ -470,6 +487,12 @@ def reward_short(world: World, size: float, rewards: Tensor) -> None:
             rewards[i] = size
 
 
+def reward_length(world: World, size: float, rewards: Tensor) -> None:
+    """A bonus by length, without a limit."""
+    for i, row in enumerate(world.rows):
+        rewards[i] += size * len(row.ids)
+
+
 def reward_one(world: World, size: float, rewards: Tensor) -> None:
     rewards[int(rewards.argmax())] = size
 
@@ -501,6 +524,7 @@ def divide_by_zero(world: World, strength: int, found: dict[str, Tensor]) -> Non
 
 NO_STD = {"advantage": "grpo without std"}
 add("format reward misfires", (5.0, 20.0), setting={**NO_STD, "length": 8}, rewards=reward_short)
+add("length bonus", (5.0, 0.5), setting=NO_STD, rewards=reward_length)
 add("one reward too large", (10.0, 100.0), setting=NO_STD, once=True, rewards=reward_one)
 add("reward scale", (10.0, 100.0), setting=NO_STD, rewards=reward_scaled, begins="later")
 add("reward of NaN", (3, 40), once=True, rewards=reward_nan)

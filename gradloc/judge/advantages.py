@@ -22,6 +22,10 @@ SCALE_SPREAD = 0.4
 # Where they are spread so far, the typical one varies: the update before has to show the same.
 SCALE_WIDE = 0.8
 _SIZES = 8
+CHECK_ADVANTAGES = (
+    "Compare `critic/score/mean`, `critic/score/max` and `critic/advantages/max` in the log, before and after the "
+    "first step with this."
+)
 
 # What `own_columns` gives: responses; of each column, in how many of them a value is not finite; and, of responses with
 # an advantage, Σ log|A|, Σ (log|A|)² and their number.
@@ -131,8 +135,7 @@ class AdvantageChecks(RunCheck):
             "sentence": f"Advantages are {times} what they were{when}, in the typical response: rewards are scaled "
             "differently, or no longer normalized. Look at what changed in the reward function or in the advantage's "
             "normalization at that step.",
-            "check": "Compare `critic/score/mean`, `critic/score/max` and `critic/advantages/max` in the log before "
-            "and after that step.",
+            "check": CHECK_ADVANTAGES,
         }
 
     def _broken(self) -> dict[str, Any] | None:

@@ -16,6 +16,7 @@ LEAST_COUNT = 5.0  # of tokens that count, for the evidence of a ratio
 LEAST_GAP = 0.005  # nats, in the mean; smaller distances are no mismatch
 MOSTLY = 1.5  # times as many tokens are nearer where the response is moved: a few large distances do not tell
 LOST_TIMES = 5.0  # times as far apart as before, or as in other responses, where log-probs have no relation any more
+KEPT_NATS = 0.3  # weights differ where responses whose log-probs keep their relation are so far apart
 POOLED_TOKENS = 32
 POOLED_EVIDENCE = 6.0
 UNRELATED_CORRELATION = 0.1
@@ -24,6 +25,7 @@ UNRELATED_SPREAD = (0.5, 2.0)
 UNRELATED_NATS = 1.0
 CLEAR_RESPONSES = 3
 CLEAR_SHARE = 0.05
+MOSTLY_MISSING = 0.8  # of the responses, where too few log-probs are left to compare
 
 PAIRS = ("rollout", "reference", "old")
 COMPARED = ("here", "there", "size", "square", "nearer", "farther")
@@ -78,8 +80,13 @@ def find_off(
     return {
         pair: _off(of_pair, unrelated.get(pair, UNRELATED_CORRELATION))
         for pair, of_pair in by_pair(sums).items()
-        if of_pair["tokens"] >= POOLED_TOKENS
+        if of_pair["tokens"] >= POOLED_TOKENS or _is_missing(of_pair)
     }
+
+
+def _is_missing(sums: Mapping[str, float]) -> bool:
+    """Whether one column has hardly anything but one repeated value."""
+    return sums["zero_tail"] + sums["constant_tail"] >= max(CLEAR_RESPONSES, MOSTLY_MISSING * sums["responses"])
 
 
 def by_pair(sums: Sequence[float]) -> dict[str, dict[str, float]]:
@@ -122,6 +129,7 @@ def _off(sums: Mapping[str, float], unrelated: float | None) -> Off | None:
     }
     # Where most other responses are about as far apart, some look so by chance.
     is_chance = sums["kept_distance"] * sums["lost_tokens"] * LOST_TIMES > sums["lost_distance"] * sums["kept_tokens"]
+    is_chance |= sums["kept_distance"] > KEPT_NATS * sums["kept_tokens"]
     if is_chance and 2 * sums["lost"] < sums["responses"]:
         counts["lost"] = 0.0
     kind = max(counts, key=counts.__getitem__)

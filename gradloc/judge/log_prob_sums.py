@@ -29,7 +29,8 @@ STALE_SHARE, CLEAR_SHARE, STALE_RESPONSES = 0.25, 0.6, 4
 SPLIT_SHARES, SPLIT, SPLIT_BOUNDED = (0.1, 0.8), 0.2, 0.1
 
 # What `own_sums` gives, by place. "gap" is |rollout − policy|, "bounded" the same with at most `BOUNDED` nats a
-# token, "distance" is |rollout − reference|, "moved" is |policy − reference|; responses are "far" whose mean gap is
+# token, "distance" is |rollout − reference|, "moved" is |policy − reference|, and "along" the product of
+# rollout − policy and policy − reference; responses are "far" whose mean gap is
 # over `APART_GAP`, and "far_tokens", "far_gap" and "far_bounded" are theirs. A response is stale if its log-probs are
 # the reference's and not the policy's, fresh if it is the other way round, and unclear if neither holds although one
 # of the two is far. "own_gap" is |old − now| in the update's first mini-batch, whose forward pass has the weights of
@@ -39,6 +40,7 @@ SUMS = (
     *("weighted", "unsampled", "differing", "tokens", "gap", "bounded", "larger", "smaller"),
     *("difference", "difference_square", "level", "level_square", "product"),
     *("responses", "far", "far_tokens", "far_gap", "far_bounded", "distance", "moved"),
+    *("moved_square", "along"),
     *("stale", "fresh", "unclear", "stale_tokens", "stale_gap", "stale_distance"),
     *("positive", "own_tokens", "own_gap", "own_to_rollout", "own_old_to_rollout"),
 )
@@ -81,6 +83,16 @@ class LogProbSums(dict[str, float]):
         mean, level = self.mean("difference"), self.mean("level")
         variance = (self.mean("difference_square") - mean**2) * (self.mean("level_square") - level**2)
         return (self.mean("product") - mean * level) / math.sqrt(variance) if variance > 1e-12 else 0.0
+
+    def lead(self) -> tuple[float, float]:
+        """How far the rollout is ahead of the policy on its way from the reference, and the correlation that shows it.
+
+        In parts of that way: −1 with the reference's weights, 1 where it has gone twice as far. 0 where nothing has
+        moved.
+        """
+        moved, difference = self["moved_square"], self["difference_square"]
+        along = self["along"] if moved and difference else 0.0
+        return along / (moved or 1.0), along / (math.sqrt(moved * difference) or 1.0)
 
     def related(self, pair: str = "rollout") -> float | None:
         """The correlation between the log-probs of a pair; None where it is not known."""

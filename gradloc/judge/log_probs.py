@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .alignment import UNRELATED_CORRELATION, Off, find_off, misaligned_warning
-from .log_prob_sums import APART_GAP, CLEAR_SHARE, STALE_GAP, STALE_RATIO, LogProbSums
+from .log_prob_sums import APART_GAP, CLEAR_SHARE, SPLIT_SHARES, STALE_GAP, STALE_RATIO, LogProbSums
 from .progress import IN_A_ROW, SEE, Progress, RunCheck
 from .shares import percent
 
@@ -25,12 +25,14 @@ LEARNING_RATE = "learning_rate"
 REFERENCE = "reference"
 # Those that are about some tokens alone, or say nothing of what makes a norm.
 OF_SOME = ("unsampled", REFERENCE, *WITHOUT_CAUSE)
+# That the rollout goes farther than the policy.
+ADAPTER_SCALE = "adapter_scale"
 # Those that another temperature explains as well as tokens that were not sampled.
 OTHER_LOG_PROBS = "other_log_probs"
 # Rules that one update shows.
 _SELF_EVIDENT = ("positive", "own_log_probs", "misaligned", "stale_worker", REFERENCE, LEARNING_RATE)
 # Those about the rollout's log-probs.
-OF_ROLLOUT = ("misaligned", "retokenized", "stale_weights", "partly_stale", OTHER_LOG_PROBS)
+OF_ROLLOUT = ("misaligned", "retokenized", "stale_weights", "partly_stale", ADAPTER_SCALE, OTHER_LOG_PROBS)
 
 # The limits of the checks, in nats where they are differences of log-probs.
 INITIAL_RATIO = 0.2
@@ -58,6 +60,12 @@ STILL_RISING = 1.5
 SPLIT_GROWTH = 2.0
 # Weights of a step of this run are at most so many times as far from the policy as the reference is.
 OFF_PATH = 1.5
+# A rollout has a part of the policy's way from the reference, or more than all of it, if log-probs say so with so much
+# of a correlation. A late rollout lacks ever less of a way that grows: about the part that the last steps' learning
+# rates have of all. What is never sent stays as large a part of the way when that of the last step is halved.
+LED_BY, LED_CORRELATION = 0.25, 0.6
+LAST_PART, LAG_LEFT, LAG_MOST = 0.5, 0.7, 0.9
+NEXT_LAG = 0.9  # lags are kept for parts of the last step that are by so much smaller than the one before
 # An optimizer step does not make so large a gap of so small a one.
 POLICY_GAP = (0.05, 0.3)
 # A learning rate so many times the mean of those before moves the policy farther than a rollout is late.
@@ -134,6 +142,8 @@ class LogProbChecks(RunCheck):
         self._one_side = 0.0
         # Of the updates in a row whose responses are of two kinds, the smallest gap of the far ones, and how many.
         self._split: tuple[float, int] = (math.inf, 0)
+        # Since the rollout lacks a part of the policy's way: [the last step's part of it, what the rollout lacks].
+        self._lags: list[list[float]] = []
         # The mean |rollout − reference| of the last update; and whether a rollout since then has weights of no step.
         self._distance = 0.0
         self._off_path = False
@@ -244,6 +254,8 @@ class LogProbChecks(RunCheck):
                 self._times[other] = 0
         if rule:
             self._times[rule] = max(self._times.get(rule, 0) + 1, IN_A_ROW * is_certain)
+        if rule == "misaligned" and self._sums["tokens"] and self._policy_by_reference():
+            self._times["policy_log_probs"] = IN_A_ROW  # it is shown in this update alone
         if any(each is not None for each in off.values()):
             if self._times.get(_OFF, 0) == 0:
                 self._misaligned_since = self._progress.step
@@ -263,6 +275,11 @@ class LogProbChecks(RunCheck):
         self._gap, self._updates = gap, self._updates + 1
         kinds = self._sums.two_kinds()
         self._split = (math.inf, 0) if kinds is None else (min(self._split[0], kinds[0]), self._split[1] + 1)
+        lead, correlation = self._sums.lead()
+        if correlation > -LED_CORRELATION:
+            self._lags = []
+        elif not self._lags or self._progress.last_part < NEXT_LAG * self._lags[-1][0]:
+            self._lags.append([self._progress.last_part, -lead])
         self._read(gap)
 
     def _read(self, gap: float) -> None:
@@ -303,9 +320,11 @@ class LogProbChecks(RunCheck):
             # What the reference has shown stays true while the gap stays, although the policy moves away from it.
             ("policy_log_probs", lambda: self._lasting("policy_log_probs") or self._policy_by_reference()),
             ("stale_reference", self._stale_by_reference),
+            (ADAPTER_SCALE, self._ahead),
             (OTHER_LOG_PROBS, self._other_log_probs),
             (REFERENCE, self._other_reference),
             ("stale_worker", self._stale_worker),
+            ("partly_loaded", self._partly_loaded),
             (ENGINES_APART, lambda: self._apart() or self._apart_at_first()),
             (LEARNING_RATE, lambda: self._far_step(has_moved=False)),
         )
@@ -480,6 +499,33 @@ class LogProbChecks(RunCheck):
         why = f"log-probs there differ by {far:.2g} nats in the mean, {first:.2g} at first, and by {near:.2g} elsewhere"
         return _stale("old weights", self._sums.far_share, why)
 
+    def _partly_loaded(self) -> dict[str, Any] | None:
+        """The rollout lacks a part of the policy's way from the reference that stays as large while the way grows."""
+        lead, correlation = self._sums.lead()
+        if not LED_BY <= -lead <= LAG_MOST or correlation > -LED_CORRELATION:
+            return None
+        before = [lag for part, lag in self._lags if self._progress.last_part <= LAST_PART * part]
+        if not before or -lead < LAG_LEFT * before[-1]:
+            return None
+        why = (
+            f"log-probs have gone about {percent(1 + lead)} of the policy's way from the reference, as when that way "
+            "was half as long"
+        )
+        return _stale("weights of which a part is old, or with a LoRA adapter at too small a scale", 1.0, why)
+
+    def _ahead(self) -> dict[str, Any] | None:
+        """The rollout has gone farther from the reference than the policy, the same way."""
+        lead, correlation = self._sums.lead()
+        if lead < LED_BY or correlation < LED_CORRELATION or self._sums.mean("gap") < APART_GAP:
+            return None
+        return {
+            "name": ADAPTER_SCALE,
+            "sentence": f"The rollout's log-probs have gone about {1 + lead:.2g} times as far from the reference's as "
+            "the policy's, the same way: what training has learned counts more than once there. Look for a LoRA "
+            "adapter that is merged into the weights and loaded as well, or scaled twice (lora_alpha / r).",
+            "check": _SAME_WEIGHTS,
+        }
+
     def _apart(self) -> dict[str, Any] | None:
         """A gap that is large from the start, or much larger than it was. This alone is no evidence of old weights."""
         readings = [*self._readings, [self._sums.mean("gap"), self._progress.step]]
@@ -500,7 +546,8 @@ class LogProbChecks(RunCheck):
         # The first updates of a late rollout have smaller gaps than those that follow.
         off_path = self._off_path or self._leaves_path()
         at_once = before < small and (off_path or jumped > (large if at < IN_A_ROW else START_GAP))
-        is_sudden = self._sums.is_spread and at >= IN_A_ROW and jumped >= max(FIRST_GAP, APART_GROWTH * before)
+        is_wide = self._sums.is_spread or self._sums.far_share >= SPLIT_SHARES[0]
+        is_sudden = is_wide and at >= IN_A_ROW and jumped >= max(FIRST_GAP, APART_GROWTH * before)
         is_long = len(readings) >= APART_UPDATES
         has_grown = is_long and gap >= max(APART_GAP, APART_GROWTH * max(each[0] for each in readings[: IN_A_ROW + 1]))
         is_steady = is_long and least <= (readings[len(readings) // 2][0] - first) / (gap - first) <= most

@@ -34,6 +34,11 @@ class Progress:
     since_resume: int | None = None
 
     @property
+    def last_part(self) -> float:
+        """The part that the last step's learning rate has of those of all steps before this update; 1 without any."""
+        return self.last_rates / self.rates_before if self.rates_before else 1.0
+
+    @property
     def is_first(self) -> bool:
         """Whether no optimizer step was taken yet: then both engines have the same weights."""
         return not self.rates_before and self.since_resume is None

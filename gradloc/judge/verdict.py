@@ -9,12 +9,12 @@ from functools import cached_property
 from typing import Any
 
 from ..guarded import guarded
-from .advantages import ADVANTAGE_ORDER
+from .advantages import ADVANTAGE_ORDER, CHECK_ADVANTAGES, REWARD_SCALE
 from .log_probs import ENGINES_APART, OF_ROLLOUT, OF_SOME, OTHER_LOG_PROBS, REFERENCE
 from .progress import resume_note
-from .rules import APART, APART_NATS, RULES, Kind, Rule, is_apart
+from .rules import APART, APART_NATS, LARGE_ADVANTAGE, NATURAL_ADVANTAGE, RULES, Kind, Rule, is_apart
 from .sentences import auxiliary_in_words
-from .shares import counted, is_unlike_its_like, is_unusual, layer_shares, percent
+from .shares import counted, is_unlike_its_like, is_unusual, layer_shares, percent, threshold_factor
 
 Shares = Mapping[str, float | None]
 Verdict = dict[str, Any]
@@ -292,6 +292,23 @@ def _all_tokens(spike: Spike) -> Verdict | None:
     return None
 
 
+def _large_advantages(spike: Spike) -> Verdict | None:
+    """Advantages of all tokens that are as large as no baseline and deviation leave them, and without which the event
+    would not be one.
+    """
+    median = spike.event["median_advantage"] or 0.0
+    if not NATURAL_ADVANTAGE < median < math.inf:
+        return None
+    if max(map(threshold_factor, spike.event["units"]), default=math.inf) >= LARGE_ADVANTAGE * median:
+        return None
+    sentence = (
+        f"Advantages are large: half of all tokens have one over {median:.3g}, where rewards that are divided by the "
+        "deviation in their group give about 1, and the gradient grows with them. Look at the size of the rewards (a "
+        "bonus by length, a penalty without a limit), and at how advantages are normalized."
+    )
+    return as_verdict(REWARD_SCALE, sentence + spike.note, CHECK_ADVANTAGES)
+
+
 def _unknown(spike: Spike) -> Verdict:
     """No cause is known, because a weak guess misleads."""
     sentence = f"No known cause: {spike.why_unknown}.{spike.note}"
@@ -302,7 +319,7 @@ def _unknown(spike: Spike) -> Verdict:
 
 _DECISIONS: tuple[Callable[[Spike], Verdict | None], ...] = (
     *(_unsearched, _no_token, _the_run, _all_broken, _the_whole, _the_culprits, _all_tokens),
-    _unknown,
+    *(_large_advantages, _unknown),
 )
 
 

@@ -113,13 +113,17 @@ def _of_micro_batch(tokens: Mapping[str, Tensor], first: bool, bypass: bool) -> 
         reference = tokens["ref_log_prob"].double()
         distance = torch.where(counted, (rollout - reference).clamp(-LARGEST, LARGEST).abs(), 0.0)
         mean_distance = distance.sum(1) / count
+        moved = torch.where(counted, (policy - reference).clamp(-LARGEST, LARGEST), 0.0)
+        limited_move = moved.clamp(-CORRELATED_NATS, CORRELATED_NATS)
         stale = (mean_gap > STALE_GAP) & (mean_distance < STALE_RATIO * mean_gap)
         fresh = (mean_distance > STALE_GAP) & (mean_gap < STALE_RATIO * mean_distance)
         either = (mean_gap > STALE_GAP) | (mean_distance > STALE_GAP)
         of_stale = stale.unsqueeze(1)
         sums |= {
             "distance": distance.sum(),
-            "moved": torch.where(counted, (policy - reference).clamp(-LARGEST, LARGEST).abs(), 0.0).sum(),
+            "moved": moved.abs().sum(),
+            "moved_square": limited_move.square().sum(),
+            "along": (limited * limited_move).sum(),
             "stale": stale.sum(),
             "fresh": fresh.sum(),
             "unclear": (either & ~stale & ~fresh).sum(),

@@ -187,11 +187,22 @@ def test_tokens_that_were_encoded_again_are_told(model: Model) -> None:
         assert found is None or "agree with training's log-probs at first" not in found["sentence"]
 
 
-@pytest.mark.parametrize(("kept_distance", "found"), [(1755.9, False), (30.0, True)])
-def test_a_few_responses_are_lost_if_others_are_not_apart(kept_distance: float, found: bool) -> None:
-    """The first are sums of a run whose server had permuted rows of q_proj, of which the first tokens show little."""
+@pytest.mark.parametrize(
+    ("lost_distance", "kept_distance", "found"), [(256.5, 1755.9, False), (537.2, 780.8, False), (256.5, 30.0, True)]
+)
+def test_a_few_responses_are_lost_if_others_are_not_apart(
+    lost_distance: float, kept_distance: float, found: bool
+) -> None:
+    """The first are sums of a run whose server had permuted rows of q_proj, of which the first tokens show little; the
+    second those of a rollout that is late by six large steps.
+    """
     sums = dict.fromkeys(PAIR_SUMS, 0.0) | {"responses": 64.0, "aligned": 22.0, "lost": 7.0, "lost_start": 107.0}
-    sums |= {"lost_tokens": 106.0, "lost_distance": 256.5, "kept_tokens": 1458.0, "kept_distance": kept_distance}
+    sums |= {
+        "lost_tokens": 106.0,
+        "lost_distance": lost_distance,
+        "kept_tokens": 1458.0,
+        "kept_distance": kept_distance,
+    }
     sums |= {"tokens": 1564.0, "first_square": 1e4, "second_square": 1e4, "product": 5e3}
     off = find_off([*sums.values(), *[0.0] * (len(PAIRS) - 1) * len(sums)])["rollout"]
     assert (off is not None and off.kind == "lost") == found

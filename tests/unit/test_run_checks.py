@@ -88,7 +88,11 @@ def sums_of_a_loop(micro_batches: list[dict[str, Tensor]], first: bool, in_bypas
                 total["level_square"] += level**2
                 total["product"] += limited * level
                 total["positive"] += rollout > ONE_SIDE_NATS
-                total["moved"] += abs(cut(old - reference)) if "ref_log_prob" in tokens else 0.0
+                if "ref_log_prob" in tokens:
+                    moved = cut(old - reference, 1.0)
+                    total["moved"] += abs(cut(old - reference))
+                    total["moved_square"] += moved**2
+                    total["along"] += limited * moved
                 if has_own and math.isfinite(now):
                     total["own_tokens"] += 1
                     total["own_gap"] += abs(cut(old - now))
@@ -148,9 +152,10 @@ class Run:
         behind (int | None): By how many steps the rollout's weights are late; None: they are those of the first step.
         stale_share (float): The share of the responses for which they are.
         noise (float): The deviation of the rollout's log-probs, per nat of their size, and at least a tenth of it.
-        rate (float): How far the logits move in a step.
+        rate (float): How far the logits move in a step; in a warm-up, in the first one, and in the second twice as far.
         reported (float): The temperature of the reported log-probs; sampled at 1.
         top_p (float): Log-probs are those after top-p.
+        scale (float): How far the rollout's logits are on the policy's way from those of the first step.
         reference (bool): Whether the reference's log-probs are known.
         resumed_after (int | None): After this step, the rollout gets the weights once.
     """
@@ -159,8 +164,10 @@ class Run:
     stale_share: float = 1.0
     noise: float = 0.0
     rate: float = 0.0
+    warm_up: bool = False
     reported: float = 1.0
     top_p: float = 1.0
+    scale: float = 1.0
     reference: bool = True
     resumed_after: int | None = None
     responses: int = 48
@@ -182,7 +189,8 @@ def steps(run: Run, count: int, seed: int = 1) -> Iterator[dict[str, Tensor]]:
             old = max(step - run.behind, 0)
         elif step == run.resumed_after:
             old = step
-        logits = torch.where(late[:, None, None], past[old], past[-1])
+        synced = past[0] + run.scale * (past[old] - past[0])
+        logits = torch.where(late[:, None, None], synced, past[-1])
         distribution = logits.log_softmax(-1)
         if run.top_p < 1:
             descending, order = distribution.sort(dim=-1, descending=True)
@@ -209,7 +217,8 @@ def steps(run: Run, count: int, seed: int = 1) -> Iterator[dict[str, Tensor]]:
         if run.reference:
             tokens["ref_log_prob"] = of(past[0].log_softmax(-1))
         yield tokens
-        past.append(past[-1] + run.rate * (direction + torch.randn(shape, generator=generator, dtype=torch.float64)))
+        rate = run.rate * (step + 1 if run.warm_up else 1)
+        past.append(past[-1] + rate * (direction + torch.randn(shape, generator=generator, dtype=torch.float64)))
 
 
 def resumed(checks: RunChecks) -> RunChecks:
@@ -239,6 +248,7 @@ def warned(
 
 # What is warned of, by a letter for each step.
 LETTERS = {
+    "adapter_scale": "D",
     "engines_apart": "A",
     "learning_rate": "L",
     "misaligned": "M",
@@ -278,6 +288,41 @@ def test_a_rollout_with_the_weights_of_step_1_is_told(ranks: int, noise: float) 
     sentence = found[-1][0]["sentence"]
     assert "the weights of step 1: its log-probs agree with the reference's" in sentence
     assert "--fault never_synced" in found[-1][0]["check"]
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.02])
+@cases(
+    "scale letter sentence",
+    (
+        0.5,
+        "S",
+        "too small a scale: its log-probs have gone about [45].% of the policy's way from the reference, as when",
+    ),
+    (2.0, "D", "have gone about (1.[6-9]|2) times as far from the reference's as the policy's"),
+    ids=lambda value: str(value)[:3],
+)
+def test_an_adapter_at_another_scale_is_told(scale: float, letter: str, sentence: str, noise: float) -> None:
+    found = warned(steps(Run(scale=scale, rate=0.05, noise=noise), 12))
+    assert re.fullmatch(rf"\.{{3,7}}{letter}+", told(found))
+    assert re.search(sentence, found[-1][0]["sentence"])
+
+
+@pytest.mark.parametrize("behind", [1, 3])
+@pytest.mark.parametrize("warm_up", [False, True])
+def test_weights_that_are_late_are_no_part_of_the_policy_s(warm_up: bool, behind: int) -> None:
+    """With a rising learning rate, the last steps have more of the policy's way from the reference for longer."""
+    rates = {step: 1e-6 * step for step in range(1, 25)} if warm_up else {}
+    found = warned(steps(Run(behind=behind, rate=0.01, warm_up=warm_up), 24), rates=rates)
+    assert not any("of which a part" in warning["sentence"] for warnings in found for warning in warnings)
+
+
+def test_log_probs_that_are_all_missing_are_told_without_a_reference() -> None:
+    batches = list(steps(Run(rate=0.02, reference=False), 3))
+    for tokens in batches:
+        tokens["rollout_log_prob"] = torch.zeros_like(tokens["rollout_log_prob"])
+    found = warned(batches)
+    assert told(found) == "MMM"
+    assert "end in exact zeros in all responses" in found[0][0]["sentence"]
 
 
 def test_a_gap_that_jumps_is_reported_as_a_jump() -> None:
@@ -372,6 +417,11 @@ def score_a_third_otherwise(tokens: dict[str, Tensor], number: int) -> None:
     tokens["rollout_log_prob"][:16] = (tokens["rollout_log_prob"] + noise_of(number)).clamp(max=0.0)[:16]
 
 
+def score_a_few_otherwise(tokens: dict[str, Tensor], number: int) -> None:
+    """The longest responses, as with other positions."""
+    tokens["rollout_log_prob"][:8] = (tokens["rollout_log_prob"] + 0.5 * noise_of(number)).clamp(max=0.0)[:8]
+
+
 def go_back_to_the_reference(tokens: dict[str, Tensor], _: int) -> None:
     tokens["rollout_log_prob"] = tokens["ref_log_prob"]
 
@@ -402,6 +452,7 @@ SCORED_EVER_MORE_OTHERWISE = of_rollout(
 SCORED_A_LITTLE_OTHERWISE = of_rollout(lambda values, _: values + 0.065 * noise_of(8))
 NOISY = of_rollout(lambda values, number: (values + (0.3, 0.15)[number % 2] * noise_of(number)).clamp(max=0.0))
 LABELS_NOT_SHIFTED = of_training(lambda values, _: 0.2 * values - 3 + noise_of(7))
+LABELS_FOR_ONCE_UNRELATED = of_training(lambda values, number: (0.6 if number else 0.1) * values - 3 + noise_of(number))
 OTHER_KERNEL = of_training(lambda values, number: values + 0.8 * noise_of(number))
 OTHER_REFERENCE = of_column("ref_log_prob", lambda values, _: values + noise_of(6))
 OTHER_OLD = of_column("old_log_prob", lambda values, _: values + 0.1 * noise_of(9))
@@ -430,11 +481,13 @@ QUIET = {"rate": 0.0, "noise": 0.005}
     # Where engines differ later, the jump tells it, and no side is blamed, but where the reference shows it.
     ({}, 4, SCORED_OTHERWISE, "...AAAAA", ""),
     ({}, 4, LABELS_NOT_SHIFTED, "...MMMMM", ""),
+    ({}, 4, LABELS_FOR_ONCE_UNRELATED, "...MsssO", "the reference's do not"),
     ({}, 4, OTHER_REFERENCE, "........", ""),
     # A small gap is told where late weights do not make it, and not that of a few tokens.
     (QUIET, 1, SCORED_A_LITTLE_OTHERWISE, "..AAAAAAAA", ""),
     (QUIET, 4, SCORED_A_LITTLE_OTHERWISE, ".....AAAAA", ""),
     (QUIET, 4, SCORED_EVER_MORE_OTHERWISE, "....AAAAAA", "since step 4"),
+    (QUIET, 4, score_a_few_otherwise, ".....AAAAA", "In 17% of the responses they differ by"),
     (STILL, 1, lower_one_of_each_response, "..........", ""),
     (STILL, 4, lower_one_of_each_response, "..........", ""),
     *(({"behind": late, "rate": 0.04, "reference": False}, 1, NOTHING, "..........", "") for late in (1, 4)),

@@ -342,6 +342,17 @@ def test_a_part_of_the_loss_is_the_cause_if_the_rest_is_under(kl: float, cause: 
     assert verdict(event(["other"]), {**NONE, "kl": 0.6})["cause"] is None
 
 
+@cases("median norm cause", (40.0, 90.0, "reward_scale"), (40.0, 110.0, None), (5.0, 9.0, None), (math.nan, 9.0, None))
+def test_advantages_that_are_large_for_all_tokens_are_the_last_cause(
+    median: float, norm: float, cause: str | None
+) -> None:
+    """Unless the norm would be over its threshold of 1 with ordinary ones."""
+    unit = {"layer_norms": EVEN, "norm": norm, "threshold": 1.0}
+    assert verdict({**event(["other"]), "median_advantage": median, "units": [unit]}, NONE)["cause"] == cause
+    bug = event(["unsampled"], ["unsampled"])
+    assert verdict({**bug, "median_advantage": median, "units": [unit]}, NONE)["cause"] == "unsampled"
+
+
 def test_a_weight_makes_the_whole_gradient_large_and_no_token() -> None:
     spike = event(["weight"])
     assert verdict(spike, NONE)["cause"] is None
