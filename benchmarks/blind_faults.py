@@ -655,7 +655,7 @@ add(
     begins="start",
 )
 add("KL coefficient", (10.0, 100.0), setting={"kl": fast, "rate": 0.001, "reference": True}, begins="start")
-add("reference is another model", (0.05, 0.5), setting={"kl": fast}, log_probs=other_reference)
+add("reference is another model", (0.05, 0.5), setting={"kl": fast, "reference": True}, log_probs=other_reference)
 add("reference shifted", (1, -1), setting={"kl": 0.05, "reference": True}, log_probs=shift_reference)
 add("responses of one token", (1, 2), setting=SEQ_MEAN, rows=cut_to_one)
 add("importance weight overflows", (8.0, 57.0), update=weigh_unlimited)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .alignment import UNRELATED_CORRELATION, Off, find_off, misaligned_warning
-from .log_prob_sums import APART_GAP, CLEAR_SHARE, SPLIT_SHARES, STALE_GAP, STALE_RATIO, LogProbSums
+from .log_prob_sums import APART_GAP, CLEAR_SHARE, STALE_GAP, STALE_RATIO, LogProbSums
 from .progress import IN_A_ROW, SEE, Progress, RunCheck
 from .shares import percent
 
@@ -72,6 +72,8 @@ POLICY_GAP = (0.05, 0.3)
 RATE_FACTOR = 5.0
 # Log-probs that were so much alike, and suddenly are not at all, belong to other tokens.
 RELATED = 0.5
+# Unless it is the policy that has jumped: by a learning rate, or a gradient, that was far too large.
+LEVEL_JUMP = 0.2
 # Next to equal ones may keep some relation: where they were encoded again, some tokens are the same.
 ALIKE, SUDDENLY_UNRELATED = 0.9, 0.25
 # Log-probs of training that have so little relation to the rollout's, and are so many nats away, belong to others.
@@ -144,6 +146,8 @@ class LogProbChecks(RunCheck):
         self._split: tuple[float, int] = (math.inf, 0)
         # Since the rollout lacks a part of the policy's way: [the last step's part of it, what the rollout lacks].
         self._lags: list[list[float]] = []
+        # The mean log-prob of the last update.
+        self._level: float | None = None
         # The mean |rollout − reference| of the last update; and whether a rollout since then has weights of no step.
         self._distance = 0.0
         self._off_path = False
@@ -201,6 +205,10 @@ class LogProbChecks(RunCheck):
         """Whether the gap was small in the last update, and is large now: no optimizer step does that."""
         before, after = POLICY_GAP
         return self._gap is not None and self._gap < before and self._sums.mean("gap") > after
+
+    def _has_jumped(self) -> bool:
+        """Whether the policy's and the rollout's log-probs are suddenly others, in the mean."""
+        return self._level is not None and abs(self._sums.mean("level") - self._level) > LEVEL_JUMP * abs(self._level)
 
     def _begins(self) -> bool:
         """Whether differences are suddenly others: larger, tilted, or of one sign. Late weights begin in update 2."""
@@ -270,7 +278,7 @@ class LogProbChecks(RunCheck):
         self._one_side = self._sums.share_of_one_sign() or 0.0
         self._first_gap = gap if self._progress.is_first else self._first_gap
         self._off_path = gap >= STALE_GAP and (self._off_path or self._leaves_path())
-        self._distance = self._sums.mean("distance")
+        self._distance, self._level = self._sums.mean("distance"), self._sums.mean("level")
         self._tilt = self._sums.tilt() if gap >= STALE_GAP else None
         self._gap, self._updates = gap, self._updates + 1
         kinds = self._sums.two_kinds()
@@ -302,8 +310,8 @@ class LogProbChecks(RunCheck):
         found = {} if self._sums.alignment is None else find_off(self._sums.alignment, limits)
         reference = found.get("reference")
         is_unrelated = reference is not None and reference.kind == "unrelated"
-        if is_unrelated and self._sums["tokens"] and self._other_reference():
-            found["reference"] = None  # another model's have no relation, either
+        if is_unrelated and self._sums["tokens"] and (self._other_reference() or self._has_jumped()):
+            found["reference"] = None  # another model's have no relation, either; nor a policy's that was destroyed
         return found
 
     def _holding(self) -> tuple[str, dict[str, Any]] | None:
@@ -340,17 +348,25 @@ class LogProbChecks(RunCheck):
         usual = (self._progress.rates_before - last) / (self._updates - 1)
         if not 0 < RATE_FACTOR * usual <= last:
             return None
-        is_far = gap >= max(APART_GAP, APART_GROWTH * self._gap)
-        if has_moved and not is_far:
-            return None
-        moved = (
-            f", and now rollout and training differ by {gap:.2g} nats in the mean ({self._gap:.2g} before): the policy "
-            "has moved that far in one update"
+        whats = {
+            "rollout and training differ by": (gap, self._gap),
+            "policy and reference differ by": (self._sums.mean("moved"), self._distance or math.inf),
+        }
+        moved = next(
+            (
+                f", and now {what} {now:.2g} nats in the mean ({before:.2g} before): the policy has moved that far in "
+                "one update"
+                for what, (now, before) in whats.items()
+                if now >= max(APART_GAP, APART_GROWTH * before)
+            ),
+            "",
         )
+        if has_moved and not moved:
+            return None
         return {
             "name": LEARNING_RATE,
             "sentence": f"The learning rate of the last update was {last / usual:.3g} times the "
-            f"usual one{moved if is_far else ''}. Look at the schedule of the learning rate, and at what a resume "
+            f"usual one{moved}. Look at the schedule of the learning rate, and at what a resume "
             "restores of it.",
             "check": "Compare `actor/lr` in the log before and at that step.",
         }
@@ -546,8 +562,11 @@ class LogProbChecks(RunCheck):
         # The first updates of a late rollout have smaller gaps than those that follow.
         off_path = self._off_path or self._leaves_path()
         at_once = before < small and (off_path or jumped > (large if at < IN_A_ROW else START_GAP))
-        is_wide = self._sums.is_spread or self._sums.far_share >= SPLIT_SHARES[0]
-        is_sudden = is_wide and at >= IN_A_ROW and jumped >= max(FIRST_GAP, APART_GROWTH * before)
+        kinds = self._sums.two_kinds()
+        is_wide = self._sums.is_spread or kinds is not None
+        # At first, a late rollout differs by what the policy has moved since the reference.
+        is_late = at < IN_A_ROW and not (self._sums["moved"] and abs(self._sums.lead()[1]) < LED_CORRELATION / 2)
+        is_sudden = is_wide and not is_late and jumped >= max(FIRST_GAP, APART_GROWTH * before)
         is_long = len(readings) >= APART_UPDATES
         has_grown = is_long and gap >= max(APART_GAP, APART_GROWTH * max(each[0] for each in readings[: IN_A_ROW + 1]))
         is_steady = is_long and least <= (readings[len(readings) // 2][0] - first) / (gap - first) <= most
@@ -583,7 +602,7 @@ class LogProbChecks(RunCheck):
         else:
             why = "Either the engines compute differently, or the rollout's weights are old"
             why += "." if rollout else "; a reference tells which (use_kl_loss=True with kl_loss_coef=0)."
-        if (kinds := self._sums.two_kinds()) is not None:
+        if kinds is not None:
             why += (
                 f" In {percent(self._sums.far_share)} of the responses they differ by "
                 f"{kinds[0]:.2g}, in the others by {kinds[1]:.2g}: look at what these have in common, as a worker, or "

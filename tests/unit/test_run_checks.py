@@ -486,6 +486,7 @@ QUIET = {"rate": 0.0, "noise": 0.005}
     # A small gap is told where late weights do not make it, and not that of a few tokens.
     (QUIET, 1, SCORED_A_LITTLE_OTHERWISE, "..AAAAAAAA", ""),
     (QUIET, 4, SCORED_A_LITTLE_OTHERWISE, ".....AAAAA", ""),
+    ({"noise": 0.005}, 2, SCORED_A_LITTLE_OTHERWISE, "...AAAAAAA", "since step 2"),
     (QUIET, 4, SCORED_EVER_MORE_OTHERWISE, "....AAAAAA", "since step 4"),
     (QUIET, 4, score_a_few_otherwise, ".....AAAAA", "In 17% of the responses they differ by"),
     (STILL, 1, lower_one_of_each_response, "..........", ""),
@@ -549,6 +550,19 @@ def test_what_is_wrong_from_a_step_on_is_named(
     found = warned(batches)
     assert re.fullmatch("".join(letters.get(x, x) for x in expected), told(found)), told(found)
     assert not said or said in found[-1][0]["sentence"]
+
+
+@pytest.mark.parametrize("rate", [1e-6, 1e-4])
+def test_a_policy_that_is_destroyed_is_no_fault_of_the_reference(rate: float) -> None:
+    """Its log-probs lose all relation to the reference's in one update, and the rollout has them, too."""
+    batches = list(steps(Run(noise=0.01, rate=0.01), 8))
+    for tokens in batches[4:]:
+        tokens["ref_log_prob"] = tokens["ref_log_prob"].roll(7, 0) - 4
+        for name in ("log_prob", "old_log_prob", "rollout_log_prob"):
+            tokens[name] = 0.3 * tokens[name]
+    found = warned(batches, rates={4: rate})
+    assert told(found) == "...." + ("L..." if rate > 1e-6 else "....")
+    assert rate == 1e-6 or "now policy and reference differ by" in found[4][0]["sentence"]
 
 
 @pytest.mark.parametrize(("responses", "first"), [(48, 3), (2, 5)])
