@@ -19,8 +19,7 @@ from .fsdp.state import clear_gradients, set_aside, undisturbed
 from .measure.micro_batch import AllFigures, MicroBatch, MicroBatchName, TokenSubset, usable_tokens
 from .measure.mini_batch import MiniBatch, OrdinaryGradient
 from .measure.passes import Meter, Passes
-from .search.investigation import investigate
-from .search.time_limit import SearchTime
+from .search.investigation import SearchTime, investigate
 from .threshold import Threshold
 
 logger = logging.getLogger(__name__)

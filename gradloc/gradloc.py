@@ -26,8 +26,7 @@ from .measure.pass_recorder import PassRecorder, with_a_column
 from .measure.passes import Forward, Passes, WatchedModel
 from .metrics import OWN_FIGURES, RunWarnings, UpdateMetrics, figure_sizes, own_figures
 from .search.findings import Findings
-from .search.investigation import investigate
-from .search.time_limit import HEAD_START, SHARE, SearchTime
+from .search.investigation import HEAD_START, SHARE, SearchTime, investigate
 from .threshold import Threshold
 from .token_clip.token_clip import TokenClip
 

@@ -24,8 +24,8 @@ from ..judge.sentences import describe
 from ..layers.layer_clip import LayerClip
 from ..measure.pass_recorder import LossInputs, ReadTokens
 from ..measure.passes import Forward
-from ..token_clip.hidden_states import Positions
 from ..token_clip.token_clip import TokenClip, row_weights
+from ..token_clip.watched_pass import Positions
 from .loss_weights import (
     AggregationCall,
     RecordedAggregation,

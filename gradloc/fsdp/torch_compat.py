@@ -17,19 +17,10 @@ try:
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
     from torch.distributed.tensor import DTensor
 except ImportError:  # torch before 2.6
-
-    class FullyShardedDataParallel(nn.Module):  # type: ignore[no-redef]  # stands in for what this torch lacks
-        """A placeholder: no module is an instance of it."""
-
-        @staticmethod
-        def fsdp_modules(_module: nn.Module) -> list:
-            """None."""
-            return []
-
-    FSDPModule = DTensor = FullyShardedDataParallel  # type: ignore[misc,assignment]
+    FSDPModule = FullyShardedDataParallel = DTensor = None  # type: ignore[assignment,misc]
 
 # Then nothing that measures gradients works.
-IS_TOO_OLD = DTensor is FullyShardedDataParallel
+IS_TOO_OLD = FSDPModule is None
 
 # What must be there, by what has it. A test compares these names with the sources.
 REQUIRED: dict[str, tuple[str, ...]] = {

@@ -15,8 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..fsdp.state import flat_handles, flat_parameters
 from ..fsdp.torch_compat import FSDPModule, before_reduction, keeps_gradients_apart, param_groups, parameters_of
 from ..guarded import release_frames
-from ..layers.layer_names import layers_by_parameter
-from ..layers.reduced_norms import norms_of_all, on_device
+from ..layers.reduced_norms import layers_by_parameter, norms_of_all, on_device
 
 
 class LocalNorms:

@@ -17,8 +17,18 @@ from ..fsdp import collectives
 from ..guarded import guarded, warn_once
 from ..layers.layer_clip import saved_statistics
 from .bounds import TokenClipConfig, UsualSignal, cut, is_over
-from .hidden_states import Positions, find_boundaries
-from .watched_pass import LOG_PROBS, VALUES, Counts, WatchedPass, cut_tokens, largest_tokens, outliers, own_tokens
+from .watched_pass import (
+    LOG_PROBS,
+    VALUES,
+    Counts,
+    Positions,
+    WatchedPass,
+    cut_tokens,
+    find_boundaries,
+    largest_tokens,
+    outliers,
+    own_tokens,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from gradloc.bundles import limits
 from gradloc.bundles.layout import Row
-from gradloc.layers.layer_names import layers_by_parameter
+from gradloc.layers.reduced_norms import layers_by_parameter
 
 from ..bundles.opening import Bundle
 from ..command_line import say

@@ -25,8 +25,7 @@ from gradloc.measure.alignment import alignment_warning
 from gradloc.measure.micro_batch import MicroBatch, MicroBatchName, TokenSubset
 from gradloc.measure.mini_batch import MiniBatch, OrdinaryGradient
 from gradloc.measure.passes import Forward, LocalMeter, MakeProbe, Passes, WatchedModel
-from gradloc.search.investigation import investigate
-from gradloc.search.time_limit import TimeLimit
+from gradloc.search.investigation import TimeLimit, investigate
 
 from ..bundles.opening import Bundle
 from ..command_line import say

@@ -32,7 +32,7 @@ from verl.utils.gradloc.fsdp.state import flat_handles
 from verl.utils.gradloc.fsdp.torch_compat import param_groups
 from verl.utils.gradloc.layers.layer_clip import LayerClip
 from verl.utils.gradloc.measure import local_norms, micro_batch
-from verl.utils.gradloc.search.time_limit import SearchTime
+from verl.utils.gradloc.search.investigation import SearchTime
 
 
 def disturb(actor: Any, where: str, when: int | Sequence[int], disturbance: Callable[[], None]) -> None:

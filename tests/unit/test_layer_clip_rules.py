@@ -13,8 +13,7 @@ from notation import Caplog, cases
 
 from gradloc import LayerClip, LayerClipConfig
 from gradloc.layers.layer_clip import TARGETS, LayerStatistics
-from gradloc.layers.layer_names import layer_name, layers_by_parameter
-from gradloc.layers.reduced_norms import ReducedNorms
+from gradloc.layers.reduced_norms import ReducedNorms, layer_name, layers_by_parameter
 
 RULES = [LayerClipConfig(rule="ratio"), LayerClipConfig(rule="zscore")]
 both_rules = pytest.mark.parametrize("config", RULES, ids=lambda config: config.rule)

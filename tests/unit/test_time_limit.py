@@ -10,7 +10,7 @@ from plain_passes import observe
 from torch import Tensor, nn
 
 from gradloc import GradLoc, GradLocConfig
-from gradloc.search.time_limit import HEAD_START, SHARE, SearchTime, TimeLimit
+from gradloc.search.investigation import HEAD_START, SHARE, SearchTime, TimeLimit
 
 
 class Clock:

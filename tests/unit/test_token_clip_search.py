@@ -14,9 +14,8 @@ from gradloc.bundles import bundle_writer
 from gradloc.fsdp import collectives
 from gradloc.measure.micro_batch import MicroBatch
 from gradloc.measure.passes import Passes
-from gradloc.token_clip.hidden_states import Positions
 from gradloc.token_clip.token_clip import row_weights
-from gradloc.token_clip.watched_pass import LOG_PROBS, Counts, WatchedPass, cut_tokens
+from gradloc.token_clip.watched_pass import LOG_PROBS, Counts, Positions, WatchedPass, cut_tokens
 
 VOCABULARY, HIDDEN, ROWS, PROMPT, RESPONSE = 40, 8, 2, 3, 12
 # This token's signal is amplified on its way back, before the second layer or within it.
