@@ -116,25 +116,55 @@ class RecordedCollectives:
         """Discards the recorded calls."""
         self._recorded_calls = None
 
-    def run(self, make_pass: Callable[[], None], device: torch.device, gathers: bool) -> None:
-        """Runs a pass, so that an error in it leaves no rank waiting. A collective call.
+    def run(self, make_pass: Callable[[], None], device: torch.device, gathers: bool) -> Exception | None:
+        """Runs and records a pass, so that an error in it leaves no rank waiting. A collective call.
 
-        `gathers` says whether the pass has to gather parameters.
+        In a rehearsal, all ranks say before each call that they are about to make it. If one of them has ended or
+        failed, none does.
+
+        Args:
+            gathers (bool): Whether the pass has to gather parameters.
+
+        Returns:
+            Exception | None: This rank's error. If some rank has one in a rehearsal, the calls are still unknown on all
+                ranks.
 
         Raises:
             RankLostError: See `complete`.
-            Exception: That of `make_pass` on this rank. In a rehearsal it may end without one on other ranks.
         """
-        if self.needs_rehearsal:
-            if (error := self.rehearse(make_pass, device, gathers)) is not None:
-                raise error
-            return
+        rehearses = self.needs_rehearsal
+        stopped: set[float] = set()
+
+        def say(what: float) -> None:
+            if rehearses and not stopped:
+                said = set(gather(torch.tensor([what], device=device)).flatten().tolist())
+                stopped.update(said if said != {_CALLS} else ())
+            if stopped and what == _CALLS:
+                raise RuntimeError("the rehearsal has ended on another rank")
+
+        error: Exception | None = None
         try:
-            with self.recording():
+            with self.recording(before_call=partial(say, _CALLS)):
                 make_pass()
-        except Exception as error:
-            self.complete(error)
-            raise
+            if rehearses and gathers and not any(c.function.__name__.startswith("all_gather") for c in self._calls):
+                raise RuntimeError(
+                    "none of the collective calls that gather sharded parameters was seen, so after an error in a pass "
+                    "the other ranks would wait for ever"
+                )
+        except Exception as caught:
+            release_frames(caught)
+            error = caught
+        if not rehearses:
+            if error is not None:
+                self.complete(error)
+            return error
+        was_stopped = bool(stopped)
+        say(_HAS_FAILED if error is not None else _HAS_ENDED)
+        if stopped != {_HAS_ENDED}:
+            self.forget()
+            if _HAS_FAILED not in stopped:
+                return RuntimeError("the ranks make different numbers of collective calls in a pass")
+        return None if was_stopped else error
 
     @contextmanager
     def recording(self, before_call: Callable[[], None] = lambda: None) -> Iterator[None]:
@@ -159,7 +189,6 @@ class RecordedCollectives:
         Raises:
             RankLostError: The remaining calls are unknown, or one of them failed as well (another rank has died).
         """
-        release_frames(error)
         if world_size() == 1:
             return
         release_unused()
@@ -179,43 +208,6 @@ class RecordedCollectives:
                 f"a pass of the gradient search failed on this rank ({type(error).__name__}: {error}), which cannot be "
                 f"propagated to the other ranks: {type(failure).__name__}: {failure}"
             ) from error
-
-    def rehearse(self, run: Callable[[], None], device: torch.device, gathers: bool) -> Exception | None:
-        """Runs and records a pass whose calls are unknown, so that an error in it leaves no rank waiting. Collective.
-
-        Before each call all ranks say that they are about to make it. If one of them has ended or failed, none does.
-
-        Returns:
-            Exception | None: This rank's error. If some rank has one, the calls are still unknown on all ranks.
-        """
-        stopped: set[float] = set()
-
-        def say(what: float) -> None:
-            if not stopped:
-                said = set(gather(torch.tensor([what], device=device)).flatten().tolist())
-                stopped.update(said if said != {_CALLS} else ())
-            if stopped and what == _CALLS:
-                raise RuntimeError("the rehearsal has ended on another rank")
-
-        error: Exception | None = None
-        try:
-            with self.recording(before_call=partial(say, _CALLS)):
-                run()
-            if gathers and not any(call.function.__name__.startswith("all_gather") for call in self._calls):
-                raise RuntimeError(
-                    "none of the collective calls that gather sharded parameters was seen, so after an error in a pass "
-                    "the other ranks would wait for ever"
-                )
-        except Exception as caught:
-            release_frames(caught)
-            error = caught
-        was_stopped = bool(stopped)
-        say(_HAS_FAILED if error is not None else _HAS_ENDED)
-        if stopped != {_HAS_ENDED}:
-            self.forget()
-            if _HAS_FAILED not in stopped:
-                return RuntimeError("the ranks make different numbers of collective calls in a pass")
-        return None if was_stopped else error
 
     def _recorded(self, function: Callable, before_call: Callable[[], None]) -> Callable:
         def call(*args: Any, **kwargs: Any) -> Any:

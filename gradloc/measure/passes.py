@@ -104,7 +104,6 @@ class Passes:
         """
         self.count += 1
         found: list[_Read] = []
-        error: Exception | None = None
         recorded = self._model.recorded[reduce]
         is_rehearsal = recorded.needs_rehearsal
 
@@ -113,10 +112,7 @@ class Passes:
                 self._forward_backward(subset_of(self._model.rank), own_index)
             found.append(read())
 
-        try:
-            recorded.run(run, self._model.device, is_sharded(self._model.module))
-        except Exception as caught:
-            error = caught
+        error = recorded.run(run, self._model.device, is_sharded(self._model.module))
         try:
             # After a rehearsal also without an error: so it is known that this works.
             if is_rehearsal or not found:
@@ -125,8 +121,6 @@ class Passes:
                 self._model.recover()
         except Exception as caught:
             error = error or caught
-        if isinstance(error, collectives.RankLostError):
-            raise error
         try:
             collectives.raise_on_all_ranks(error, self._model.device)
         except collectives.RankFailedError:

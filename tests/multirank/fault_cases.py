@@ -171,7 +171,7 @@ def rehearsed(calls: list[int], failing: int | None) -> tuple[str, int | None]:
                 run_out_of_memory()
             dist.all_gather([torch.zeros(3) for _ in calls], torch.ones(3))
 
-    error = recorded.rehearse(run, torch.device("cpu"), gathers=True)
+    error = recorded.run(run, torch.device("cpu"), gathers=True)
     return str(error), None if recorded.needs_rehearsal else len(recorded._recorded_calls)
 
 
