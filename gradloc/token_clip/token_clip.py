@@ -16,19 +16,9 @@ from torch import Tensor, nn
 from ..fsdp import collectives
 from ..guarded import guarded, warn_once
 from ..layers.layer_clip import saved_statistics
+from ..threshold import largest_first
 from .bounds import TokenClipConfig, UsualSignal, cut, is_over
-from .watched_pass import (
-    LOG_PROBS,
-    VALUES,
-    Counts,
-    Positions,
-    WatchedPass,
-    cut_tokens,
-    find_boundaries,
-    largest_tokens,
-    outliers,
-    own_tokens,
-)
+from .watched_pass import LOG_PROBS, MAX_TOKENS, VALUES, Counts, Positions, WatchedPass, find_boundaries, own_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +145,7 @@ class TokenClip:
 
         def find() -> list[Tensor]:
             factor = self._config.factor
-            own.extend({"outlier": outliers(each, factor), "cut": cut_tokens(each)} for each in self._passes)
+            own.extend({"outlier": each.outliers(factor), "cut": each.cut_tokens()} for each in self._passes)
             return [each["cut"].nonzero() for each in own] if size > 1 else []
 
         # Each rank of a group has a part of the positions.
@@ -301,13 +291,12 @@ class TokenClip:
     def _gather_tokens(self, passes: Sequence[WatchedPass]) -> list[dict[str, Any]]:
         """The `own_tokens` of all ranks, largest multiple first; none if that fails. A collective call."""
         try:
-            of_ranks = collectives.exchange(
-                lambda: largest_tokens(own_tokens(passes, self._rank, self._part, self._config.factor))
-            )
+            of_ranks = collectives.exchange(lambda: own_tokens(passes, self._rank, self._part, self._config.factor))
         except collectives.RankFailedError:
             logger.warning("the tokens over TokenClip's bounds are not described", exc_info=True)
             return []
-        return largest_tokens([token for of_rank in of_ranks for token in of_rank])
+        tokens = [token for of_rank in of_ranks for token in of_rank]
+        return sorted(tokens, key=lambda token: largest_first(token["multiple"]))[:MAX_TOKENS]
 
 
 def row_weights(weight: Tensor) -> Tensor:

@@ -141,7 +141,30 @@ class WatchedPass:
                 found[key] = by_position[:-1].view(shape)
         return found[key]
 
-    def of_response(self, values: Tensor) -> Tensor:
+    def outliers(self, factor: float) -> Tensor:
+        """How far the tokens that were left uncut are over their bounds.
+
+        Only at the first boundary on the way back from the loss at which any is over: below it, an outlier's signal
+        spreads to earlier positions through attention. `factor` is a bound as a multiple of the usual signal.
+
+        Returns:
+            Tensor: The multiple of the usual largest signal, 0 where a token is not over its bound; on the CPU, of the
+                shape (rows, response length) of the weights.
+        """
+        over = self.first[self.first >= 0]
+        boundary = int(over.min()) if len(over) else -1
+        if boundary < 0 or not bool(self.refused.get(self.boundaries[boundary], True)):
+            return torch.zeros(self.tokens["weight"].shape)
+        return self._of_response(torch.where(self.first == boundary, factor * self.multiple, 0.0))
+
+    def cut_tokens(self) -> Tensor:
+        """The response tokens whose hidden states were cut; on the CPU, bool of the shape of the weights.
+
+        What is cut at the log-probs is not among them: a token's coefficient tells what was left there.
+        """
+        return self._of_response(self.cut)
+
+    def _of_response(self, values: Tensor) -> Tensor:
         """Those of the response's tokens, on the CPU, of the shape (rows, response length) of the weights."""
         columns = torch.arange(self.tokens["weight"].shape[1])
         at = torch.tensor(self.positions.response_starts).unsqueeze(1) + columns
@@ -221,95 +244,39 @@ def own_tokens(passes: Sequence[WatchedPass], rank: int, part: int, factor: floa
     """A rank's tokens that are over a bound, each at the first such boundary on the way back from the loss.
 
     Each has `rank`, `micro_batch`, `row` (in its rank's mini-batch), `position` (in the response; negative in the
-    prompt), `boundary`, `multiple` (its signal there over the usual one), `cut`, and the values that the pass has. Of
-    each micro-batch, those furthest over their bounds, at most `MAX_TOKENS`.
+    prompt), `boundary`, `multiple` (its signal there over the usual one), `cut`, and the values that the pass has.
+    Those furthest over their bounds, at most `MAX_TOKENS`.
 
     Args:
         part (int): The rank's index in its group with Ulysses, whose ranks have the same log-probs.
         factor (float): A bound as a multiple of the usual signal.
     """
-    if not passes:
-        return []
-    # Of the log-probs, the first rank of the group has the same.
-    columns = [_largest(each, least=min(part, 1)) for each in passes]
+    over = []
+    for index, each in enumerate(passes):
+        # Of the log-probs, the first rank of the group has the same.
+        counts = each.first >= min(part, 1)
+        size = torch.where(counts, each.multiple.nan_to_num(nan=math.inf, posinf=math.inf), -1.0).flatten()
+        largest = size.topk(min(MAX_TOKENS, len(size)))
+        of_pass = zip(largest.values.tolist(), largest.indices.tolist(), strict=True)
+        over += [(multiple, index, place) for multiple, place in of_pass if multiple >= 0]
     found = []
-    # One transfer for all: each would wait for the device.
-    of_passes = torch.cat(columns, 1).cpu().split([each.shape[1] for each in columns], 1)
-    for index, (each, of_pass) in enumerate(zip(passes, of_passes, strict=True)):
-        for counts, first, multiple, cut, row, position, inside, *values in of_pass.T.tolist():
-            if not counts:
-                continue
-            token = {
-                "rank": rank,
-                "micro_batch": index,
-                "row": each.rows[int(row)],
-                "position": int(position),
-                "boundary": each.boundaries[int(first)],
-                "multiple": multiple * factor,
-                "cut": bool(cut),
-                **dict.fromkeys(VALUES),
-            }
-            if inside:
-                known = {name: value for name, value in zip(VALUES, values, strict=True) if name in each.tokens}
-                token |= known if "token_id" not in known else {**known, "token_id": int(known["token_id"])}
-            found.append(token)
+    for _, index, place in sorted(over, key=lambda each: -each[0])[:MAX_TOKENS]:
+        each = passes[index]
+        row, column = divmod(place, each.first.shape[1])
+        position = column - each.positions.response_starts[row]
+        boundary = each.boundaries[int(each.first[row, column])]
+        token = {
+            "rank": rank,
+            "micro_batch": index,
+            "row": each.rows[row],
+            "position": position,
+            "boundary": boundary,
+            "multiple": float(each.multiple[row, column]) * factor,
+            "cut": boundary in each.refused and not each.refused[boundary],
+            **dict.fromkeys(VALUES),
+        }
+        for name, values in each.tokens.items():
+            if 0 <= position < values.shape[1]:
+                token[name] = values[row, position].item()
+        found.append(token)
     return found
-
-
-def _largest(each: WatchedPass, least: int) -> Tensor:
-    """The tokens furthest over their bounds, as columns; no host sync.
-
-    Args:
-        least (int): The index of the first boundary that counts.
-
-    Returns:
-        Tensor: float64, shape (7 + values, at most `MAX_TOKENS`): whether a token is over a bound, the index of the
-            boundary, the multiple of the bound, whether it was cut, the row, the position in the response, whether the
-            response has that position, and the token's values.
-    """
-    first, multiple = each.first.flatten(), each.multiple.flatten()
-    size = torch.where(first >= least, multiple.nan_to_num(nan=math.inf, posinf=math.inf), -1.0)
-    where = size.topk(min(MAX_TOKENS, len(size))).indices
-    first = first[where].long()
-    no = torch.zeros((), dtype=torch.bool, device=first.device)
-    cut = torch.stack([~each.refused[name] if name in each.refused else no for name in each.boundaries])
-    starts = torch.tensor(each.positions.response_starts).to(first.device, non_blocking=True)
-    rows, positions = where // each.first.shape[1], where % each.first.shape[1]
-    positions = positions - starts[rows]
-    length = each.tokens["weight"].shape[1] if "weight" in each.tokens else 0
-    inside = (positions >= 0) & (positions < length)
-    at = rows, positions.clamp(0, max(length - 1, 0))
-    values = [each.tokens[name][at] if length and name in each.tokens else torch.zeros_like(rows) for name in VALUES]
-    columns = [first >= least, first, multiple[where], cut[first.clamp(min=0)], rows, positions, inside, *values]
-    return torch.stack([column.double() for column in columns])
-
-
-def outliers(each: WatchedPass, factor: float) -> Tensor:
-    """How far the tokens of a pass that were left uncut are over their bounds.
-
-    Only at the first boundary on the way back from the loss at which any is over: below it, an outlier's signal spreads
-    to earlier positions through attention. `factor` is a bound as a multiple of the usual signal.
-
-    Returns:
-        Tensor: The multiple of the usual largest signal, 0 where a token is not over its bound; on the CPU, of the
-            shape (rows, response length) of the weights.
-    """
-    over = each.first[each.first >= 0]
-    boundary = int(over.min()) if len(over) else -1
-    if boundary < 0 or not bool(each.refused.get(each.boundaries[boundary], True)):
-        return torch.zeros(each.tokens["weight"].shape)
-    return each.of_response(torch.where(each.first == boundary, factor * each.multiple, 0.0))
-
-
-def cut_tokens(each: WatchedPass) -> Tensor:
-    """The response tokens of a pass whose hidden states were cut; on the CPU, bool of the shape of the weights.
-
-    What is cut at the log-probs is not among them: a token's coefficient tells what was left there.
-    """
-    return each.of_response(each.cut)
-
-
-def largest_tokens(tokens: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The tokens furthest over their bounds, NaN first."""
-    finite = {id(token): token["multiple"] for token in tokens if math.isfinite(token["multiple"])}
-    return sorted(tokens, key=lambda token: -finite.get(id(token), math.inf))[:MAX_TOKENS]

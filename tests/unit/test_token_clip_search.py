@@ -15,7 +15,7 @@ from gradloc.fsdp import collectives
 from gradloc.measure.micro_batch import MicroBatch
 from gradloc.measure.passes import Passes
 from gradloc.token_clip.token_clip import row_weights
-from gradloc.token_clip.watched_pass import LOG_PROBS, Counts, Positions, WatchedPass, cut_tokens
+from gradloc.token_clip.watched_pass import LOG_PROBS, Counts, Positions, WatchedPass
 
 VOCABULARY, HIDDEN, ROWS, PROMPT, RESPONSE = 40, 8, 2, 3, 12
 # This token's signal is amplified on its way back, before the second layer or within it.
@@ -192,8 +192,8 @@ def watched(cut: list[tuple[int, int]], part: int = 0, parts: int = 1) -> Watche
 
 def test_what_is_cut_at_hidden_states_is_told_by_its_tokens() -> None:
     """The last token's state predicts none."""
-    assert cut_tokens(watched([(0, 1), (1, 0), (1, 3)])).nonzero().tolist() == [[0, 1], [1, 0]]
-    assert not cut_tokens(watched([])).any()
+    assert watched([(0, 1), (1, 0), (1, 3)]).cut_tokens().nonzero().tolist() == [[0, 1], [1, 0]]
+    assert not watched([]).cut_tokens().any()
 
 
 def test_ranks_of_a_group_tell_each_other_what_they_cut(monkeypatch: Patch) -> None:
@@ -203,7 +203,7 @@ def test_ranks_of_a_group_tell_each_other_what_they_cut(monkeypatch: Patch) -> N
         monkeypatch.setattr(collectives, "rank", lambda part=part: 2 + part)  # of the second group
         clip = TokenClip(Model(False), TokenClipConfig(), sequence_parallel_size=2)
         clip._passes = [watched([(0, 1), (1, 2)], part, 2), watched([(0, 2)] if part == 0 else [], part, 2)]
-        others = [each.nonzero() for each in map(cut_tokens, [watched([(0, 1), (1, 2)], 1 - part, 2), watched([])])]
+        others = [each.cut_tokens().nonzero() for each in (watched([(0, 1), (1, 2)], 1 - part, 2), watched([]))]
         unread = [torch.tensor([[1, 1]])] * 2  # of the other group
 
         def exchange(make: Any, part: int = part, others: Any = others, unread: Any = unread) -> list[Any]:
