@@ -276,7 +276,7 @@ class Bisection:
 
     def _leave(self) -> None:
         """Gives up all open subsets, except for the likeliest tokens."""
-        sample = set(self.tokens.likeliest[:SAMPLE].tolist())
+        sample = set(self.tokens.likeliest(range(len(self.tokens.square_of)))[:SAMPLE].tolist())
         sample -= self.tokens.alone.keys()
         for node in self._nodes:
             node.code = None

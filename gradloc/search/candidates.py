@@ -118,15 +118,15 @@ class Candidates:
         return trust * self._energies + even * self.square_of
 
     @cached_property
-    def likeliest(self) -> Tensor:
-        """The candidates, those expected to be furthest over τ first; int64 of shape (n,)."""
+    def _ranks(self) -> Tensor:
+        """The smaller, the further over τ a candidate is expected to be; int64 of shape (n,)."""
         # The bits of floats that are not negative have their order, and integers are sorted several times as fast.
-        return (-(self.prior_of / self.square_of).view(torch.int64)).sort(stable=True).indices
+        return -(self.prior_of / self.square_of).view(torch.int64)
 
-    @cached_property
-    def rank(self) -> Tensor:
-        """Each candidate's place in `likeliest`."""
-        return self.likeliest.argsort()
+    def likeliest(self, candidates: Sequence[int]) -> Tensor:
+        """Some candidates, given in ascending order; those expected to be furthest over τ first. int64."""
+        found = torch.tensor(candidates)
+        return found[self._ranks[found].sort(stable=True).indices]
 
     def token_set(self, candidates: Iterable[int]) -> TokenSet:
         return TokenSet(self, tuple(sorted(candidates)))
@@ -141,8 +141,7 @@ class Candidates:
         """Two halves, with about half of the prior each, likelier tokens first; a single token is returned as it is."""
         if token_set.is_single:
             return (token_set,)
-        candidates = torch.tensor(token_set.candidates)
-        ranked = candidates[self.rank[candidates].argsort()]
+        ranked = self.likeliest(token_set.candidates)
         sums = list(accumulate(self.prior_of[ranked].tolist()))
         cut = 1 + min(range(len(sums) - 1), key=lambda i: abs(sums[i] - sums[-1] / 2))
         return self.token_set(ranked[:cut].tolist()), self.token_set(ranked[cut:].tolist())
