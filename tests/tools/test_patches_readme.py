@@ -28,12 +28,11 @@ def entries() -> list[Place]:
     for line in (trees.ROOT / "patches/README.md").read_text().splitlines():
         if match := re.fullmatch(r"## (.+)", line):
             kind, path = match[1], ""
-        elif match := re.match(r"\| \*\*(.+?)\*\* \|", line):
-            path = match[1]
-        elif path and (match := re.match(r"\| `([^`]+)` \| ([\d.]+|all) \|", line)):
+        elif match := re.match(r"\| (?:\*\*(.+?)\*\* )?`([^`]+)` \| ([\d.]+|all) \|", line):
+            path = match[1] or path
             cells = [cell.strip() for cell in line.strip("|").split("|")]
             assert len(cells) == COLUMNS[kind] and all(cells), line
-            found.append(Place(kind, path, match[1], match[2]))
+            found.append(Place(kind, path, match[2], match[3]))
     return found
 
 
