@@ -183,7 +183,8 @@ class LogProbChecks(RunCheck):
                 "sentence": "Tokens that the policy did not produce are trained on "
                 f"({count / self._sums['weighted']:.2%} of the response tokens: they follow an EOS token, or the "
                 "rollout gives NaN, or exactly 0 for one that training finds very unlikely); set response_mask to 0 "
-                "for tokens that were added later: EOS tokens, templates, tool output.",
+                "for tokens that were added later: EOS tokens, templates, tool output. If the policy did produce them, "
+                "their log-probs are missing: take the engine's.",
                 "check": "`response_mask` in the batch should be 1 for the tokens that the rollout returned alone. "
                 + SEE.format("unsampled"),
             }

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..guarded import guarded
 from .advantages import ADVANTAGE_ORDER, CHECK_ADVANTAGES, REWARD_SCALE
-from .log_probs import ENGINES_APART, OF_ROLLOUT, OF_SOME, OTHER_LOG_PROBS, REFERENCE
+from .log_probs import ENGINES_APART, OF_ROLLOUT, OF_SOME, OTHER_LOG_PROBS, REFERENCE, UNSAMPLED
 from .progress import resume_note
 from .rules import APART, APART_NATS, LARGE_ADVANTAGE, NATURAL_ADVANTAGE, RULES, Kind, Rule, is_apart
 from .sentences import auxiliary_in_words
@@ -177,17 +177,17 @@ class Spike:
             return "every micro-batch is over its threshold, so that this is no spike of single tokens"
         if self.apart:
             return self.apart
-        count = len(self.culprits)
-
-        def share(rule: Rule) -> float:
-            return sum(rule.name in each["sources"] for each in self.culprits) / count
-
-        if any(share(rule) >= MOST_CULPRITS for rule in _OF_KIND[Kind.PART]):
+        if any(self.held(rule.name) >= MOST_CULPRITS for rule in _OF_KIND[Kind.PART]):
             return "the KL loss or the entropy bonus makes most of the gradient of most culprits"
         for rule in _BUGS:
-            if share(rule) >= MOST_CULPRITS and _stands_out(share(rule), self.ordinary.get(rule.name), count):
+            share = self.held(rule.name)
+            if share >= MOST_CULPRITS and _stands_out(share, self.ordinary.get(rule.name), len(self.culprits)):
                 return f"of most culprits the rule `{rule.name}` holds, which does not explain their norms"
         return None
+
+    def held(self, name: str) -> float:
+        """The share of the culprits for which a rule holds, whether it explains their norms or not."""
+        return sum(name in each["sources"] for each in self.culprits) / max(len(self.culprits), 1)
 
     @property
     def why_unknown(self) -> str:
@@ -233,6 +233,8 @@ def _the_run(spike: Spike) -> Verdict | None:
         name = warning["name"]
         if name == _BROKEN.name:
             is_cause = is_nonfinite
+        elif name == UNSAMPLED and told is None:  # of so many tokens that ordinary ones have it, too
+            is_cause = spike.held(name) >= MOST_CULPRITS
         elif told is Kind.BROKEN or name in OF_SOME or (told is Kind.UNSAMPLED and name == OTHER_LOG_PROBS):
             is_cause = False
         else:

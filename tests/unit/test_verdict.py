@@ -473,7 +473,11 @@ def test_what_is_wrong_with_the_run_comes_before_tokens() -> None:
     assert verdict(spike, shares, [WARNING]) == {**want, "sentence": WARNING["sentence"]}
     assert verdict({**spike, "culprits": []}, {**NONE, APART: None}, [WARNING])["culprits"] is None
     assert verdict(spike, shares)["cause"] == "advantage"
-    assert verdict(event(["advantage"]), NONE, [{**WARNING, "name": "unsampled"}, WARNING])["cause"] == "stale_weights"
+    unsampled = {**WARNING, "name": "unsampled"}
+    assert verdict(event(["advantage"]), NONE, [unsampled, WARNING])["cause"] == "stale_weights"
+    # Of most tokens, culprits among them.
+    assert verdict(event(["unsampled"], ["other"]), {**NONE, "unsampled": 0.6}, [unsampled])["cause"] == "unsampled"
+    assert verdict(event(["unsampled"], ["other"]), {**NONE, "unsampled": 0.6})["cause"] is None
 
 
 @cases(
