@@ -94,7 +94,7 @@ class Passes:
 
         Args:
             subset_of (Callable): Returns the subset of a rank; called for this rank only.
-            read (Callable): Called after the pass; its result is returned.
+            read (Callable): Called after the pass, which the meter has recorded; its result is returned.
             own_index (int, optional): The index of the rank's own micro-batch that its subset is of, if its signals are
                 to be cut as in training.
             reduce (bool): Whether FSDP reduces the gradient; otherwise only the local one can be measured.
@@ -108,11 +108,13 @@ class Passes:
         is_rehearsal = recorded.needs_rehearsal
 
         def run() -> None:
+            self._model.meter.start()
             with all_reduced(self._model.module) if reduce else unreduced(self._model.module):
                 self._forward_backward(subset_of(self._model.rank), own_index)
             found.append(read())
 
         error = recorded.run(run, self._model.device, is_sharded(self._model.module))
+        self._model.meter.cancel()
         try:
             # After a rehearsal also without an error: so it is known that this works.
             if is_rehearsal or not found:
@@ -249,11 +251,7 @@ class LocalMeter(LocalNorms):
             (subset,) = probes[rank]().values()
             return subset
 
-        self.start()
-        try:
-            own = passes.measure(subset_of, lambda: self.stop() / passes.scale**2, self.reduces)
-        finally:
-            self.cancel()
+        own = passes.measure(subset_of, lambda: self.stop() / passes.scale**2, self.reduces)
         return collectives.gather(own)[: len(probes)]
 
 

@@ -242,11 +242,7 @@ def _measure_wholes(
     for micro_batch in own:
         micro_batch.squares = torch.zeros(len(model.meter.layers), dtype=torch.float64)
     for index in range(most):
-        model.meter.start()
-        try:
-            squares = passes.measure(partial(whole, index), model.meter.stop, model.meter.reduces)
-        finally:
-            model.meter.stop()
+        squares = passes.measure(partial(whole, index), model.meter.stop, model.meter.reduces)
         if index < count:
             own[index].squares = squares
             differences.append(outputs.differences(own[index].tokens))
