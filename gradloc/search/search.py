@@ -134,7 +134,6 @@ class Search:
         self._until = until
         self._ordinary = ordinary
         self.groups: dict[GroupKey, Group] = {}  # those with at least one candidate
-        self._planned: list[TokenSet] | None = None  # the probes of the next pass, once they were asked for
         self.gave_up = False  # whether all searches were ended, because a spike comes from no token
 
     @property
@@ -207,7 +206,6 @@ class Search:
         """
         state = self.groups[group]
         state.tokens.without_tokens = norm
-        self._planned = None
         if state.whole.is_over(norm):
             self.gave_up = True
             for each in self.groups.values():
@@ -231,7 +229,6 @@ class Search:
         """
         if len(weights) == 0:
             return
-        self._planned = None
         tokens = Candidates(group, self._threshold, suspicion, weights)
         self.groups[group] = added = Group(tokens, self._until, self._ordinary, probe_empty, may_overflow)
         if norm is None:
@@ -240,16 +237,10 @@ class Search:
             added.begin(norm)
 
     def next_probes(self, count: int, passes_left: float = math.inf) -> list[TokenSet]:
-        """The probes to measure in the next pass; none when the search is over.
+        """The probes to measure in the next pass, to be asked for once; none when the search is over.
 
-        What needs more than the passes left in the budget, such as a code, is not started. They are the same however
-        often they are asked for, until a group is added or a norm recorded.
+        What needs more than the passes left in the budget, such as a code, is not started.
         """
-        if self._planned is None:
-            self._planned = self._plan(count, passes_left)
-        return self._planned
-
-    def _plan(self, count: int, passes_left: float) -> list[TokenSet]:
         for_few_tokens = [group.search for group in self.groups.values() if isinstance(group.search, FewTokens)]
         if any(search.is_diffuse for search in for_few_tokens):
             for search in for_few_tokens:
@@ -286,7 +277,6 @@ class Search:
 
     def add_measurements(self, measured: Sequence[tuple[TokenSet, float]]) -> None:
         """Records the norms of the probes that `next_probes` returned. NaN and Inf count as over the threshold."""
-        self._planned = None
         for name, group in self.groups.items():
             mine = [(probe, norm) for probe, norm in measured if probe.group == name]
             if mine:
