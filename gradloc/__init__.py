@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from .gradloc import GradLoc as GradLoc
     from .layers.layer_clip import LayerClip as LayerClip
     from .layers.layer_clip import LayerClipConfig as LayerClipConfig
-    from .token_clip.bounds import TokenClipConfig as TokenClipConfig
     from .token_clip.token_clip import TokenClip as TokenClip
+    from .token_clip.token_clip import TokenClipConfig as TokenClipConfig
 
 _MODULES = {
     "GradLoc": "gradloc",
@@ -45,7 +45,7 @@ _MODULES = {
     "LayerClip": "layers.layer_clip",
     "LayerClipConfig": "layers.layer_clip",
     "TokenClip": "token_clip.token_clip",
-    "TokenClipConfig": "token_clip.bounds",
+    "TokenClipConfig": "token_clip.token_clip",
     "record_events": "evidence.writer",
 }
 

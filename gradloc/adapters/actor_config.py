@@ -8,7 +8,7 @@ from verl.base_config import BaseConfig
 
 from ..config import GradLocConfig, is_positive_integer
 from ..layers import layer_clip
-from ..token_clip import bounds as token_clip_config
+from ..token_clip import token_clip as token_clip_config
 
 
 @dataclass

@@ -4,23 +4,132 @@
 
 import logging
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..config import is_finite_number, is_positive_integer, require
 from ..fsdp import collectives
 from ..guarded import guarded, warn_once
 from ..layers.layer_clip import saved_statistics
-from ..threshold import largest_first
-from .bounds import TokenClipConfig, UsualSignal, cut, is_over
-from .watched_pass import LOG_PROBS, MAX_TOKENS, VALUES, Counts, Positions, WatchedPass, find_boundaries, own_tokens
+from ..layers.reduced_norms import layer_name
+from .watched_pass import LOG_PROBS, VALUES, Counts, Positions, WatchedPass, cut, is_over, largest_tokens, own_tokens
 
 logger = logging.getLogger(__name__)
+
+ACTIONS = ("log", "drop", "smooth")
+
+
+@dataclass
+class TokenClipConfig:
+    """When a token's backward signal is cut.
+
+    Args:
+        enable (bool): Whether to compare each token's backward signal with the usual largest one.
+        action (str): What happens to the signal of a token over the bound. Options: 'log' (nothing; it is only written
+            down), 'drop' (multiplied by 0), 'smooth' (multiplied by a factor that falls from 1 at the bound to 0 at
+            twice the bound).
+        factor (float): The bound, as a multiple of the usual largest signal.
+        beta (float): Decay of the usual largest signal, a moving average, per optimizer step.
+        warmup_steps (int): Number of optimizer steps before tokens are compared.
+        max_share (float): Maximum share of a rank's tokens of a mini-batch that are cut at a boundary. A micro-batch
+            with which there would be more of them is left as it is.
+
+    Raises:
+        ValueError: A value is out of range.
+    """
+
+    enable: bool = False
+    action: str = "drop"
+    factor: float = 4.0
+    beta: float = 0.98
+    warmup_steps: int = 20
+    max_share: float = 0.1
+
+    def __post_init__(self) -> None:
+        self._check("enable", isinstance(self.enable, bool), "True or False")
+        self._check("action", self.action in ACTIONS, f"one of {list(ACTIONS)}")
+        self._check("factor", is_finite_number(self.factor) and self.factor > 1, "a number over 1")
+        self._check("beta", is_finite_number(self.beta) and 0 < self.beta < 1, "a number between 0 and 1")
+        self._check("warmup_steps", is_positive_integer(self.warmup_steps), "an integer over 0")
+        self._check("max_share", is_finite_number(self.max_share) and 0 < self.max_share <= 1, "over 0 and at most 1")
+
+    def _check(self, name: str, good: bool, wanted: str) -> None:
+        require(good, f"token_clip.{name}", getattr(self, name), wanted)
+
+
+# The usual signal is at least half of the 90th percentile of the last mini-batches' largest signals. So where many of
+# them have hardly any signal, as with sparse rewards, the others are still usual.
+_FLOOR, _PERCENTILE, _WINDOW = 0.5, 0.9, 64
+
+
+@dataclass
+class UsualSignal:
+    """A moving average of the largest signal of an optimizer step, for one boundary.
+
+    It starts from the median of the warm-up. After that, the t-th value has the weight (1 - beta) / (1 - beta^t), as in
+    a bias-corrected moving average (Adam's), so that the start weighs as much as the values it was computed from.
+    """
+
+    recent: list[float] = field(default_factory=list)  # the last values, not clipped; at most 64
+    count: int = 0  # the number of values so far
+    average: float = 0.0  # the moving average of the values, clipped to the bound; 0 during the warm-up
+
+    @property
+    def value(self) -> float:
+        """The usual largest signal; 0 during the warm-up."""
+        if self.average == 0 or not self.recent:
+            return 0.0
+        return max(self.average, _FLOOR * sorted(self.recent)[int(_PERCENTILE * (len(self.recent) - 1))])
+
+    def take_in(self, largest: float, config: TokenClipConfig) -> None:
+        """Adds a step's largest signal, at most the bound to the average; zeros and non-finite values are ignored."""
+        if largest == 0 or not math.isfinite(largest):
+            return
+        clipped = min(largest, config.factor * self.value)
+        self.count += 1
+        self.recent = [*self.recent, largest][-_WINDOW:]
+        if self.average == 0:
+            if self.count >= config.warmup_steps:
+                self.average = median(self.recent)
+            return
+        self.average += (1 - config.beta) / (1 - config.beta**self.count) * (clipped - self.average)
+
+
+# Encoders of other modalities, whose hidden states are not those of the tokens.
+_OTHER_MODALITY = re.compile(r"visual|vision|image|audio|speech")
+
+
+def find_boundaries(module: nn.Module) -> dict[str, nn.Module]:
+    """The modules whose outputs are hidden states, the embedding and the decoder layers, in the order of the forward.
+
+    They are given by name: "embed_tokens", "layers.0", …; there are none if the model has no list of decoder layers.
+    """
+    # The decoder layers are the longest list of modules that is in no other list, nor in another encoder.
+    lists = [
+        (name, child)
+        for name, child in module.named_modules()
+        if isinstance(child, nn.ModuleList)
+        and len(child)
+        and not any(part.isdigit() for part in name.split("."))
+        and not _OTHER_MODALITY.search(name)
+    ]
+    if not lists:
+        return {}
+    found = []
+    find_embedding: Callable[[], nn.Module | None] | None = getattr(module, "get_input_embeddings", None)
+    if find_embedding is not None and (embedding := find_embedding()) is not None:
+        found = [(name, owner) for name, owner in module.named_modules() if owner is embedding]
+    list_name, layers = max(lists, key=lambda each: len(each[1]))
+    found += [(f"{list_name}.{i}", layer) for i, layer in enumerate(layers)]
+    return {layer_name(f"{name}.weight"): owner for name, owner in found}
 
 
 class TokenClip:
@@ -295,8 +404,7 @@ class TokenClip:
         except collectives.RankFailedError:
             logger.warning("the tokens over TokenClip's bounds are not described", exc_info=True)
             return []
-        tokens = [token for of_rank in of_ranks for token in of_rank]
-        return sorted(tokens, key=lambda token: largest_first(token["multiple"]))[:MAX_TOKENS]
+        return largest_tokens([token for of_rank in of_ranks for token in of_rank])
 
 
 def row_weights(weight: Tensor) -> Tensor:

@@ -1,51 +1,21 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""A training pass whose backward signals are watched: where they are, and what is kept, counted and told of them."""
+"""A training pass whose backward signals are watched: where they are, how they are cut, and what is told of them."""
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
 
 from ..fsdp import collectives
-from ..layers.reduced_norms import layer_name
-from .bounds import is_over
+from ..threshold import largest_first
 
 # The boundary after the last layer: a position's signal there is |∂L/∂log p| of its own token.
 LOG_PROBS = "log_probs"
-
-# Encoders of other modalities, whose hidden states are not those of the tokens.
-_OTHER_MODALITY = re.compile(r"visual|vision|image|audio|speech")
-
-
-def find_boundaries(module: nn.Module) -> dict[str, nn.Module]:
-    """The modules whose outputs are hidden states, the embedding and the decoder layers, in the order of the forward.
-
-    They are given by name: "embed_tokens", "layers.0", …; there are none if the model has no list of decoder layers.
-    """
-    # The decoder layers are the longest list of modules that is in no other list, nor in another encoder.
-    lists = [
-        (name, child)
-        for name, child in module.named_modules()
-        if isinstance(child, nn.ModuleList)
-        and len(child)
-        and not any(part.isdigit() for part in name.split("."))
-        and not _OTHER_MODALITY.search(name)
-    ]
-    if not lists:
-        return {}
-    found = []
-    find_embedding: Callable[[], nn.Module | None] | None = getattr(module, "get_input_embeddings", None)
-    if find_embedding is not None and (embedding := find_embedding()) is not None:
-        found = [(name, owner) for name, owner in module.named_modules() if owner is embedding]
-    list_name, layers = max(lists, key=lambda each: len(each[1]))
-    found += [(f"{list_name}.{i}", layer) for i, layer in enumerate(layers)]
-    return {layer_name(f"{name}.weight"): owner for name, owner in found}
 
 
 @dataclass(frozen=True)
@@ -92,6 +62,20 @@ class Positions:
         packed = self.mask.flatten().cumsum(0).view(rows, length) - 1 - (0 if whole else self.part * shape[-1])
         known = self.mask & (packed >= 0) & (packed < shape[-1])
         return pad(packed.clamp(0, shape[-1] - 1), (1, 0)), pad(known, (1, 0))
+
+
+def is_over(signal: Tensor, bound: Tensor | float, scaled: bool) -> Tensor:
+    """Where a signal is over its bound, bool. NaN is, unless the loss is scaled: that is left to the scaler."""
+    over = ~(signal <= bound)
+    return over & signal.isfinite() if scaled else over
+
+
+def cut(gradient: Tensor, signal: Tensor, bound: Tensor | float, over: Tensor, action: str) -> Tensor:
+    """A gradient whose signals over their bound are cut; all arguments are broadcastable to its shape."""
+    if action == "drop":
+        return torch.where(over, 0.0, gradient)
+    left = (2 - signal / bound).nan_to_num(nan=0.0).clamp(0, 1)
+    return torch.where(over, torch.where(left == 0, 0.0, gradient * left.to(gradient.dtype)), gradient)
 
 
 @dataclass
@@ -251,32 +235,60 @@ def own_tokens(passes: Sequence[WatchedPass], rank: int, part: int, factor: floa
         part (int): The rank's index in its group with Ulysses, whose ranks have the same log-probs.
         factor (float): A bound as a multiple of the usual signal.
     """
-    over = []
-    for index, each in enumerate(passes):
-        # Of the log-probs, the first rank of the group has the same.
-        counts = each.first >= min(part, 1)
-        size = torch.where(counts, each.multiple.nan_to_num(nan=math.inf, posinf=math.inf), -1.0).flatten()
-        largest = size.topk(min(MAX_TOKENS, len(size)))
-        of_pass = zip(largest.values.tolist(), largest.indices.tolist(), strict=True)
-        over += [(multiple, index, place) for multiple, place in of_pass if multiple >= 0]
-    found = []
-    for _, index, place in sorted(over, key=lambda each: -each[0])[:MAX_TOKENS]:
-        each = passes[index]
-        row, column = divmod(place, each.first.shape[1])
-        position = column - each.positions.response_starts[row]
-        boundary = each.boundaries[int(each.first[row, column])]
+    if not passes:
+        return []
+    # Of the log-probs, the first rank of the group has the same.
+    least, found = min(part, 1), []
+    # One transfer for all: each would wait for the device.
+    columns = torch.cat([_largest(index, each, least) for index, each in enumerate(passes)], 1).cpu()
+    for index, first, multiple, cut, row, position, *values in columns.T.tolist():
+        if first < least:
+            continue
+        each = passes[int(index)]
         token = {
             "rank": rank,
-            "micro_batch": index,
-            "row": each.rows[row],
-            "position": position,
-            "boundary": boundary,
-            "multiple": float(each.multiple[row, column]) * factor,
-            "cut": boundary in each.refused and not each.refused[boundary],
+            "micro_batch": int(index),
+            "row": each.rows[int(row)],
+            "position": int(position),
+            "boundary": each.boundaries[int(first)],
+            "multiple": multiple * factor,
+            "cut": bool(cut),
             **dict.fromkeys(VALUES),
         }
-        for name, values in each.tokens.items():
-            if 0 <= position < values.shape[1]:
-                token[name] = values[row, position].item()
+        for name, value in zip(VALUES, values, strict=True):
+            if name in each.tokens and 0 <= position < each.tokens[name].shape[1]:
+                token[name] = int(value) if name == "token_id" else value
         found.append(token)
-    return found
+    return largest_tokens(found)
+
+
+def _largest(index: int, each: WatchedPass, least: int) -> Tensor:
+    """The tokens of a pass furthest over their bounds, as columns; no host sync.
+
+    Args:
+        least (int): The index of the first boundary that counts.
+
+    Returns:
+        Tensor: float64, shape (6 + values, at most `MAX_TOKENS`): the pass's index, that of the boundary (less than
+            `least` for a token that is over none), the multiple of the bound, whether it was cut, the row, the position
+            in the response, and the token's values.
+    """
+    first, multiple = each.first.flatten(), each.multiple.flatten()
+    size = torch.where(first >= least, multiple.nan_to_num(nan=math.inf, posinf=math.inf), -1.0)
+    where = size.topk(min(MAX_TOKENS, len(size))).indices
+    first = first[where].long()
+    no = torch.zeros((), dtype=torch.bool, device=first.device)
+    cut = torch.stack([~each.refused[name] if name in each.refused else no for name in each.boundaries])
+    starts = torch.tensor(each.positions.response_starts).to(first.device, non_blocking=True)
+    rows, positions = where // each.first.shape[1], where % each.first.shape[1]
+    positions = positions - starts[rows]
+    length = each.tokens["weight"].shape[1] if "weight" in each.tokens else 0
+    at = rows, positions.clamp(0, max(length - 1, 0))
+    values = [each.tokens[name][at] if length and name in each.tokens else torch.zeros_like(rows) for name in VALUES]
+    columns = [torch.full_like(rows, index), first, multiple[where], cut[first.clamp(min=0)], rows, positions, *values]
+    return torch.stack([column.double() for column in columns])
+
+
+def largest_tokens(tokens: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The tokens furthest over their bounds, NaN first."""
+    return sorted(tokens, key=lambda token: largest_first(token["multiple"]))[:MAX_TOKENS]

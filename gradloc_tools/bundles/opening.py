@@ -16,7 +16,7 @@ from torch import Tensor
 from gradloc.bundles import layout, limits
 from gradloc.bundles.layout import TOKENS, Row, SavedMicroBatch
 from gradloc.measure.micro_batch import MicroBatchName
-from gradloc.token_clip.bounds import ACTIONS
+from gradloc.token_clip.token_clip import ACTIONS
 
 from ..foreign import NotPlainFileError, parse, read_plain_file
 from ..schema import EVENT, INDEX, TEXT, TEXT_OR_NULL, Form, by_name, conforms, fields, list_of, object_with, or_null

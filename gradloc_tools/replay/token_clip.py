@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from gradloc.bundles.layout import SavedMicroBatch
-from gradloc.token_clip.bounds import cut, is_over
-from gradloc.token_clip.token_clip import row_weights
-from gradloc.token_clip.watched_pass import LOG_PROBS, find_boundaries
+from gradloc.token_clip.token_clip import find_boundaries, row_weights
+from gradloc.token_clip.watched_pass import LOG_PROBS, cut, is_over
 
 from .measuring import Norms, add_row, coefficients_of, take_norms
 from .model import Model

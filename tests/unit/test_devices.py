@@ -19,8 +19,7 @@ from gradloc import GradLoc, GradLocConfig
 from gradloc.critic_watch import CriticWatch
 from gradloc.layers.layer_clip import LayerClip, LayerClipConfig
 from gradloc.measure.pass_recorder import unchanged
-from gradloc.token_clip.bounds import TokenClipConfig
-from gradloc.token_clip.token_clip import TokenClip, row_weights
+from gradloc.token_clip.token_clip import TokenClip, TokenClipConfig, row_weights
 from gradloc.token_clip.watched_pass import Positions
 from gradloc_tools.bundles.opening import open_bundle
 from gradloc_tools.replay import searched_model

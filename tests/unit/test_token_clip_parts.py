@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from gradloc import TokenClip, TokenClipConfig
 from gradloc.judge.sentences import describe
-from gradloc.token_clip.bounds import UsualSignal
-from gradloc.token_clip.token_clip import row_weights
+from gradloc.token_clip.token_clip import UsualSignal, row_weights
 from gradloc.token_clip.watched_pass import Positions
 
 HIDDEN = 4
