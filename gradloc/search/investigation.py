@@ -19,10 +19,9 @@ from ..measure.micro_batch import MicroBatchFigures, MicroBatchName, Token
 from ..measure.mini_batch import MiniBatch
 from ..measure.passes import GroupName
 from ..threshold import largest_first
-from .broken_gradients import BrokenGradients
 from .candidates import TokenSet
 from .findings import Alone, Findings, Part, WithoutTokens
-from .groups import Groups, nonfinite_coefficients, nonfinite_log_probs, uncut
+from .groups import BrokenGradients, Groups, nonfinite_coefficients, nonfinite_log_probs, uncut
 from .search import Search
 
 # Most searches have ended after so many passes.
