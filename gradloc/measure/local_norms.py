@@ -137,12 +137,12 @@ class LocalNorms:
             for owner, attribute, parameter in parameters_of(param_group):
                 if not parameter.is_dtensor:
                     grouped[owner, attribute] = group, parameter
-        slots: dict[nn.Module, list[_Slot]] = {}
+        slots: dict[nn.Module, list[tuple[nn.Module, str, int, _Group | None]]] = {}
         for name, (owner, attribute, fsdp_module) in places.items():
             of_group, parameter = grouped.get((owner, attribute), (None, None))
             if of_group is not None:
                 of_group.parameters.append((layers[name], parameter))
-            slots.setdefault(fsdp_module, []).append(_Slot(owner, attribute, layers[name], of_group))
+            slots.setdefault(fsdp_module, []).append((owner, attribute, layers[name], of_group))
         for fsdp_module, of_module in slots.items():
             handle = fsdp_module.register_forward_pre_hook(self._guarded(partial(self._before_forward, of_module)))
             self._removers.append(handle.remove)
@@ -160,26 +160,28 @@ class LocalNorms:
         if group.together:
             self._note(group.gradients())
 
-    def _before_forward(self, slots: "list[_Slot]", _module: nn.Module, _args: object) -> None:
+    def _before_forward(
+        self, slots: "Sequence[tuple[nn.Module, str, int, _Group | None]]", _module: nn.Module, _args: object
+    ) -> None:
+        """Decides how a module's parameters are measured; each has its owner, attribute, layer and group, if any."""
         if not torch.is_grad_enabled():
             return
         in_backward = torch._C._current_graph_task_id() != -1
-        for group in {id(slot.group): slot.group for slot in slots if slot.group is not None}.values():
+        for found in {id(group): group for *_, group in slots if group is not None}.values():
             # A backward recomputes what was decided in the forward; with reentrant checkpointing, nothing was.
-            if not in_backward or group.together is None:
-                group.together = group.has_only_new_gradients()
-        for slot in slots:
-            if slot.group is None or not slot.group.together:
-                self._hook_parameter(slot)
+            if not in_backward or found.together is None:
+                found.together = found.has_only_new_gradients()
+        for owner, attribute, layer, group in slots:
+            if group is None or not group.together:
+                self._hook_parameter(getattr(owner, attribute), layer, group)
 
-    def _hook_parameter(self, slot: "_Slot") -> None:
-        parameter: Tensor = getattr(slot.owner, slot.attribute)
+    def _hook_parameter(self, parameter: Tensor, layer: int, group: "_Group | None") -> None:
         if not parameter.requires_grad or parameter in self._hooked_leaves:
             return
 
         def hook(gradient: Tensor) -> None:
-            if not (slot.group is not None and slot.group.together):
-                self._note([(slot.layer, gradient)])
+            if group is None or not group.together:
+                self._note([(layer, gradient)])
 
         self._hooked_leaves[parameter] = parameter.register_hook(self._guarded(hook))
 
@@ -207,7 +209,7 @@ class _Flat:
 
 @dataclass
 class _Group:
-    """One of FSDP2's parameter groups."""
+    """One of FSDP2's parameter groups; parameters that FSDP2 leaves out have none."""
 
     param_group: Any  # torch's object
     # Those that are measured: (index of the layer, FSDPParam).
@@ -230,19 +232,6 @@ class _Group:
         """The gradients that there are, each with the index of its layer."""
         unsharded = ((layer, getattr(p, "_unsharded_param", None)) for layer, p in self.parameters)
         return [(layer, p.grad) for layer, p in unsharded if p is not None and p.grad is not None]
-
-
-@dataclass(frozen=True)
-class _Slot:
-    """Where a parameter is in the model: `getattr(owner, attribute)`, in the layer with index `layer`.
-
-    `group` is None without FSDP2, and for parameters that it leaves out.
-    """
-
-    owner: nn.Module
-    attribute: str
-    layer: int
-    group: _Group | None
 
 
 def _places(module: nn.Module) -> dict[str, tuple[nn.Module, str, nn.Module]]:
