@@ -7,15 +7,13 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..measure.passes import GroupName
 from ..threshold import is_over
-
-# A group's name: any hashable value. The search returns it unchanged, so only the caller knows its type.
-GroupKey = Any
 
 # The fraction of the expected energy that is proportional to suspicion. The rest is proportional to w_t², so that at
 # most about log2(10 n) splits isolate any token, however wrong suspicion is.
@@ -37,7 +35,7 @@ class TokenSet:
     factors: list[float] | None = None  # those of the candidates' gradients, in a probe that reads a digit of a code
 
     @property
-    def group(self) -> GroupKey:
+    def group(self) -> GroupName:
         return self.of.name
 
     @property
@@ -87,7 +85,7 @@ class Candidates:
         weights (Tensor): w_t of each candidate, shape (n,), not zero.
     """
 
-    def __init__(self, name: GroupKey, tau: float, suspicion: Tensor, weights: Tensor) -> None:
+    def __init__(self, name: GroupName, tau: float, suspicion: Tensor, weights: Tensor) -> None:
         self.name = name
         self.tau = tau
         self.square_of = weights.double().square()  # w_t², float64 of shape (n,)

@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ..measure.passes import GroupName
 from .bisection import Bisection
-from .candidates import Candidates, Found, GroupKey, TokenSet
+from .candidates import Candidates, Found, TokenSet
 from .few_tokens import FewTokens
 
 # A group whose search takes more passes than this from here waits until the others have been looked at. Once one of
@@ -25,7 +26,7 @@ _ODD = 1.5
 class Culprit(NamedTuple):
     """A single token over the threshold; `candidate` is its index among the candidates given to `add_group`."""
 
-    group: GroupKey
+    group: GroupName
     candidate: int
 
 
@@ -133,7 +134,7 @@ class Search:
         self._threshold = threshold
         self._until = until
         self._ordinary = ordinary
-        self.groups: dict[GroupKey, Group] = {}  # those with at least one candidate
+        self.groups: dict[GroupName, Group] = {}  # those with at least one candidate
         self.gave_up = False  # whether all searches were ended, because a spike comes from no token
 
     @property
@@ -142,7 +143,7 @@ class Search:
         return [Culprit(name, candidate) for name, group in self.groups.items() for candidate in group.found.culprits]
 
     @property
-    def broken(self) -> list[GroupKey]:
+    def broken(self) -> list[GroupName]:
         """Groups whose gradient is non-finite even without any token."""
         return [name for name, group in self.groups.items() if group.broken]
 
@@ -189,7 +190,7 @@ class Search:
         """Whether a part of some group's gradient may come from no token."""
         return any(group.may_have_more_than_tokens for group in self.groups.values())
 
-    def loudest(self) -> tuple[GroupKey, float] | None:
+    def loudest(self) -> tuple[GroupName, float] | None:
         """The group with the largest finite norm over its threshold, and that norm; None without any over it."""
         over = [
             (group.norm / group.whole.threshold, name, group.norm)
@@ -198,7 +199,7 @@ class Search:
         ]
         return max(over, key=lambda found: found[0])[1:] if over else None
 
-    def add_norm_without_tokens(self, group: GroupKey, norm: float) -> None:
+    def add_norm_without_tokens(self, group: GroupName, norm: float) -> None:
         """Records the norm of a group's gradient without any token.
 
         If it is over the group's threshold, no token can explain the spike, and all searches end: the gradient that
@@ -213,7 +214,7 @@ class Search:
 
     def add_group(
         self,
-        group: GroupKey,
+        group: GroupName,
         norm: float | None,
         suspicion: Tensor,
         weights: Tensor,
