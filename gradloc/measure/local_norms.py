@@ -51,8 +51,7 @@ class LocalNorms:
         self.cancel()
         for flat in self._flats:
             if flat.parameter.requires_grad and not flat.hooked:
-                hook = self._guarded(partial(self._measure_flat, flat))
-                self._removers.append(flat.parameter.register_hook(hook).remove)
+                self._removers.append(flat.parameter.register_hook(self._guarded(flat.pieces)).remove)
                 flat.hooked = True
         for group in self._groups:
             group.together = None
@@ -88,25 +87,24 @@ class LocalNorms:
         for handle in self._hooked_leaves.values():
             handle.remove()
 
-    def _guarded(self, hook: Callable[..., None]) -> Callable[..., None]:
-        """A hook whose errors are kept for `stop`: in a training pass, they would end training."""
+    def _guarded(self, find: Callable[..., Sequence[tuple[int, Tensor]] | None]) -> Callable[..., None]:
+        """A hook that notes the norms of the gradients that `find` returns, each with its layer; on one device.
 
-        def call(*arguments: Any) -> None:
+        Errors are kept for `stop`: in a training pass, they would end training.
+        """
+
+        def hook(*arguments: Any) -> None:
             if self._recording and self._error is None:
                 try:
-                    hook(*arguments)
+                    if found := find(*arguments):
+                        norms, layers = norms_of_all(found)
+                        self._norms.append(norms)
+                        self._layers_of += layers
                 except Exception as error:
                     release_frames(error)
                     self._error = error
 
-        return call
-
-    def _note(self, found: Sequence[tuple[int, Tensor]]) -> None:
-        """Records the norms of several gradients on one device, each with its layer."""
-        if found:
-            norms, layers = norms_of_all(found)
-            self._norms.append(norms)
-            self._layers_of += layers
+        return hook
 
     def _watch_flat_parameters(self, module: nn.Module, handles: Sequence[Any]) -> None:
         """Under FSDP1."""
@@ -132,8 +130,7 @@ class LocalNorms:
         for param_group in param_groups(module):
             group = _Group(param_group)
             self._groups.append(group)
-            measure = self._guarded(partial(self._measure_group, group))
-            self._removers.append(before_reduction(param_group, measure))
+            self._removers.append(before_reduction(param_group, self._guarded(group.gradients)))
             for owner, attribute, parameter in parameters_of(param_group):
                 if not parameter.is_dtensor:
                     grouped[owner, attribute] = group, parameter
@@ -152,13 +149,6 @@ class LocalNorms:
         layers = layers_by_parameter(names)
         self.layers = list(dict.fromkeys(layers.values()))
         return {name: self.layers.index(layer) for name, layer in layers.items()}
-
-    def _measure_flat(self, flat: "_Flat", gradient: Tensor) -> None:
-        self._note(flat.pieces(gradient))
-
-    def _measure_group(self, group: "_Group") -> None:
-        if group.together:
-            self._note(group.gradients())
 
     def _before_forward(
         self, slots: "Sequence[tuple[nn.Module, str, int, _Group | None]]", _module: nn.Module, _args: object
@@ -179,11 +169,10 @@ class LocalNorms:
         if not parameter.requires_grad or parameter in self._hooked_leaves:
             return
 
-        def hook(gradient: Tensor) -> None:
-            if group is None or not group.together:
-                self._note([(layer, gradient)])
+        def alone(gradient: Tensor) -> list[tuple[int, Tensor]]:
+            return [(layer, gradient)] if group is None or not group.together else []
 
-        self._hooked_leaves[parameter] = parameter.register_hook(self._guarded(hook))
+        self._hooked_leaves[parameter] = parameter.register_hook(self._guarded(alone))
 
 
 @dataclass
@@ -229,7 +218,9 @@ class _Group:
         return self.param_group.reduce_grads and all(p._unsharded_param.grad is None for _, p in self.parameters)
 
     def gradients(self) -> list[tuple[int, Tensor]]:
-        """The gradients that there are, each with the index of its layer."""
+        """The gradients that there are, each with the index of its layer; none if they are not measured together."""
+        if not self.together:
+            return []
         unsharded = ((layer, getattr(p, "_unsharded_param", None)) for layer, p in self.parameters)
         return [(layer, p.grad) for layer, p in unsharded if p is not None and p.grad is not None]
 
