@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .advantages import REWARD_SCALE
-from .rules import NATURAL_FACTOR, RULES, Kind
+from .rules import NATURAL_ADVANTAGE, NATURAL_FACTOR, RULES, Kind
 from .shares import counted, percent
 from .verdict import COMMON, LIFT, MOST_CULPRITS, as_verdict, explaining_culprits
 
@@ -111,7 +111,8 @@ def misfire(event: Mapping[str, Any], rows: Mapping[Place, RewardedRow]) -> dict
 def _far_reward(culprits: Sequence[RewardedRow], rows: Sequence[RewardedRow], count: int) -> dict[str, Any] | None:
     """The verdict that one reward value far from all others makes the advantages, in however many responses it is.
 
-    It does if the culprits' advantages are larger than the others are apart: no baseline among these gives that.
+    It does if the culprits' advantages are larger than the others are apart: no baseline among these gives that. Below
+    them are responses without any merit, unless advantages are larger than ordinary rewards give.
     """
     rewards = [value for row in rows if isinstance(value := _value(row, "reward"), float)]
     for value in {min(rewards), max(rewards)} if len(rewards) == len(rows) else ():
@@ -121,6 +122,7 @@ def _far_reward(culprits: Sequence[RewardedRow], rows: Sequence[RewardedRow], co
         low, high = min(others), max(others)
         groups = {row.uid for row in rows if _value(row, "reward") == value}
         is_far = max(value - high, low - value) >= FAR * (high - low)
+        is_far &= value > high or max(row.advantage for row in culprits) > NATURAL_ADVANTAGE
         if is_far and all(row.uid in groups and row.advantage > high - low for row in culprits):
             share = sum(_value(row, "reward") == value for row in culprits) / count
             ordinary = rewards.count(value) / len(rewards)

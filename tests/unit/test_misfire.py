@@ -59,7 +59,12 @@ def test_a_reward_value_that_holds_the_culprits_is_named() -> None:
     assert "verdict" not in without_texts({"culprits": []})
 
 
-@cases("reward advantage found", (20.0, 15.0, True), (20.0, 1.5, True), (20.0, 0.9, False), (4.0, 15.0, False))
+@cases(
+    "reward advantage found",
+    *((20.0, 15.0, True), (20.0, 1.5, True), (20.0, 0.9, False), (4.0, 15.0, False)),
+    # A response without any merit has one far below the others.
+    *((-20.0, 15.0, True), (-20.0, 2.5, False)),
+)
 def test_a_far_reward_is_named_in_however_many_responses(reward: float, advantage: float, found: bool) -> None:
     """If the advantages are larger than the other rewards are apart, which no normalized ones need to be."""
     rows, places = mini_batch(special=PROMPTS, reward=reward, advantage=advantage)
@@ -69,7 +74,7 @@ def test_a_far_reward_is_named_in_however_many_responses(reward: float, advantag
     said = misfire(event(places[0], *beside), rows)
     assert (said is not None) == found
     if said is not None:
-        assert said["sentence"].startswith("The reward 20, while all others are from 0 to 1, makes the culprits' advan")
+        assert said["sentence"].startswith(f"The reward {reward:g}, while all others are from 0 to 1, makes the")
         assert (said["culprits"], said["ordinary"]) == (1 / 3, 16 / 64)
 
 
