@@ -296,10 +296,10 @@ def _all_tokens(spike: Spike) -> Verdict | None:
 
 def _large_advantages(spike: Spike) -> Verdict | None:
     """Advantages of all tokens that are as large as no baseline and deviation leave them, and without which the event
-    would not be one.
+    would not be one. Where spikes are rare, τ fits the run's advantages.
     """
     median = spike.event["median_advantage"] or 0.0
-    if not NATURAL_ADVANTAGE < median < math.inf:
+    if spike.unusual is None or not NATURAL_ADVANTAGE < median < math.inf:
         return None
     if max(map(threshold_factor, spike.event["units"]), default=math.inf) >= LARGE_ADVANTAGE * median:
         return None

@@ -346,11 +346,13 @@ def test_a_part_of_the_loss_is_the_cause_if_the_rest_is_under(kl: float, cause: 
 def test_advantages_that_are_large_for_all_tokens_are_the_last_cause(
     median: float, norm: float, cause: str | None
 ) -> None:
-    """Unless the norm would be over its threshold of 1 with ordinary ones."""
-    unit = {"layer_norms": EVEN, "norm": norm, "threshold": 1.0}
-    assert verdict({**event(["other"]), "median_advantage": median, "units": [unit]}, NONE)["cause"] == cause
-    bug = event(["unsampled"], ["unsampled"])
-    assert verdict({**bug, "median_advantage": median, "units": [unit]}, NONE)["cause"] == "unsampled"
+    """Unless the norm would be over its threshold of 1 with ordinary ones, or spikes are rare, as with a fitting τ."""
+    large = {"median_advantage": median, "units": [{"layer_norms": EVEN, "norm": norm, "threshold": 1.0}]}
+    spike = {**event(["other"]), **large}
+    assert verdict(spike, NONE, unusual="there were others")["cause"] == cause
+    assert verdict(spike, NONE)["cause"] is None
+    bug = {**event(["unsampled"], ["unsampled"]), **large}
+    assert verdict(bug, NONE, unusual="there were others")["cause"] == "unsampled"
 
 
 def test_a_weight_makes_the_whole_gradient_large_and_no_token() -> None:
