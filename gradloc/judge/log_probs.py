@@ -257,14 +257,16 @@ class LogProbChecks(RunCheck):
             self._said = None if rule == "misaligned" else (rule, warning, gap, 0)
         elif self._said is not None:
             self._said = (*self._said[:3], self._said[3] + 1) if self._lasting() else None
+        # Later updates do not show it, where log-probs have some relation again.
+        is_of_policy = rule == "misaligned" and self._policy_by_reference() is not None
         is_silent = not rule and gap >= STALE_GAP  # an update that says nothing contradicts nothing
         for other in self._times.keys() - {_OFF, rule}:
             if not is_silent or (other == "stale_reference" and self._sums.share_of_reference() == 0):
                 self._times[other] = 0
         if rule:
             self._times[rule] = max(self._times.get(rule, 0) + 1, IN_A_ROW * is_certain)
-        if rule == "misaligned" and self._sums["tokens"] and self._policy_by_reference():
-            self._times["policy_log_probs"] = IN_A_ROW  # it is shown in this update alone
+        if is_of_policy:
+            self._times["policy_log_probs"] = IN_A_ROW
         if any(each is not None for each in off.values()):
             if self._times.get(_OFF, 0) == 0:
                 self._misaligned_since = self._progress.step

@@ -452,7 +452,9 @@ SCORED_EVER_MORE_OTHERWISE = of_rollout(
 SCORED_A_LITTLE_OTHERWISE = of_rollout(lambda values, _: values + 0.065 * noise_of(8))
 NOISY = of_rollout(lambda values, number: (values + (0.3, 0.15)[number % 2] * noise_of(number)).clamp(max=0.0))
 LABELS_NOT_SHIFTED = of_training(lambda values, _: 0.2 * values - 3 + noise_of(7))
-LABELS_FOR_ONCE_UNRELATED = of_training(lambda values, number: (0.6 if number else 0.1) * values - 3 + noise_of(number))
+LABELS_UNRELATED_AT_FIRST = of_training(
+    lambda values, number: (0.1 if number < 2 else 0.6) * values - 3 + noise_of(number)
+)
 OTHER_KERNEL = of_training(lambda values, number: values + 0.8 * noise_of(number))
 OTHER_REFERENCE = of_column("ref_log_prob", lambda values, _: values + noise_of(6))
 OTHER_OLD = of_column("old_log_prob", lambda values, _: values + 0.1 * noise_of(9))
@@ -481,7 +483,7 @@ QUIET = {"rate": 0.0, "noise": 0.005}
     # Where engines differ later, the jump tells it, and no side is blamed, but where the reference shows it.
     ({}, 4, SCORED_OTHERWISE, "...AAAAA", ""),
     ({}, 4, LABELS_NOT_SHIFTED, "...MMMMM", ""),
-    ({}, 4, LABELS_FOR_ONCE_UNRELATED, "...MsssO", "the reference's do not"),
+    ({}, 4, LABELS_UNRELATED_AT_FIRST, "...MMssO", "the reference's do not"),
     ({}, 4, OTHER_REFERENCE, "........", ""),
     # A small gap is told where late weights do not make it, and not that of a few tokens.
     (QUIET, 1, SCORED_A_LITTLE_OTHERWISE, "..AAAAAAAA", ""),
