@@ -212,6 +212,25 @@ def test_a_bundle_has_the_records(convert: Any, tmp_path: Path, capsys: Capsys) 
     assert "unsearched" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("late", [0, 1])
+def test_log_probs_at_other_positions_are_told_without_a_search(convert: Any, capsys: Capsys, late: int) -> None:
+    lines = []
+    for seed in range(8):
+        torch.manual_seed(seed)
+        log_probs = -3 * torch.rand(30) ** 2
+        rollout = log_probs.roll(late) + 0.01 * torch.randn(30)
+        line = {"prompt_ids": [1], "response_ids": [2] * 30, "advantages": [1.0 - seed % 2 * 2] * 30}
+        of_both = {"log_probs": log_probs, "old_log_probs": log_probs, "rollout_log_probs": rollout.clamp(max=-1e-4)}
+        lines.append(line | {name: values.tolist() for name, values in of_both.items()})
+    event = convert(lines).event
+    assert event["verdict"]["cause"] == ("misaligned" if late else None)
+    said = (
+        "The rollout's log-probs are one position late, or training's are one position early, in all responses (r[t] "
+    )
+    assert (said in event["verdict"]["sentence"]) == bool(late)
+    assert (said in capsys.readouterr().out) == bool(late)
+
+
 def test_parquet_gives_the_same_and_reads_known_columns_alone(convert: Any, tmp_path: Path) -> None:
     file = tmp_path / "a.parquet"
     parquet.write_table(pyarrow.Table.from_pylist([{**line, "text": "x" * 100} for line in records()]), file)
