@@ -395,8 +395,8 @@ RULES = (
         "a token with an outlying weight in the loss",
         "tokens with outlying weights in the loss",
         "Its weight in the loss is over 5 times the median of the mini-batch.",
-        "Filter out very short responses, or use loss_agg_mode=token-mean: a mean over sequences gives their tokens "
-        "large weights.",
+        "Filter out very short responses, and fill micro-batches evenly: a mean over a sequence, or over the tokens of "
+        "a micro-batch, gives few tokens large weights. With loss_agg_mode=token-mean, only the second does.",
         lambda of, medians: _is_outlier(of["weight"], medians["median_weight"], LARGE_WEIGHT),
         claim="A few tokens weigh much more in the loss than others, and so make most of the whole gradient",
         check="Multiply the culprits' `grad_norm` in spikes.jsonl by the event's `median_weight` instead of by their "

@@ -31,8 +31,9 @@ EXPLAINED = 0.1
 # A cause is likely if it holds for so many culprits, and for this share of ordinary tokens at most.
 LIKELY_TOKENS = 2
 LIKELY_ORDINARY = 0.1
-# Where the engines are apart in the whole run, more ordinary tokens than these are so, too.
-RARELY = 0.01
+# Where the engines are apart in the whole run, or for so many tokens, as with late weights, more ordinary tokens than
+# these are so, too.
+SOME_APART, RARELY = 0.05, 0.01
 # The share of the norm of a layer that carries next to all of it, in micro-batches of so many thresholds.
 ALONE, LOUD = 0.9, 10.0
 # A weight that is so many times the median makes most of the gradient by itself: without it, under a quarter.
@@ -148,7 +149,9 @@ class Spike:
         """Why that rule is not named anyway."""
         if self.cause is not None and self.cause.kind in (Kind.RATIO, Kind.MISALIGNED):
             are_apart = any(warning["name"] == ENGINES_APART for warning in self.warnings)
-            if are_apart and (self.ordinary.get(self.cause.name) or 0.0) > RARELY:
+            if (are_apart or (self.ordinary.get(APART) or 0.0) > SOME_APART) and (
+                self.ordinary.get(self.cause.name) or 0.0
+            ) > RARELY:
                 return "rollout and training differ in the whole run, and so do some other tokens"
             return self.apart
         if self.cause is not None and self.cause.kind is Kind.NATURAL and not self.cause.is_outlying(self.event):

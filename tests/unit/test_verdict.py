@@ -393,6 +393,10 @@ def test_a_layer_that_carries_the_norm_of_all_tokens_is_named() -> None:
 def test_a_mismatch_of_all_tokens_is_no_matter_of_single_ones(rule: str) -> None:
     spike = event([rule], [rule])
     assert verdict(spike, {**NONE, APART: 0.2})["cause"] == rule
+    # Late weights make some ratios far from 1.
+    assert verdict(spike, {**NONE, rule: 0.011, APART: 0.04})["cause"] == rule
+    found = verdict(spike, {**NONE, rule: 0.011, APART: 0.06})
+    assert found["cause"] is None and "and so do some other tokens" in found["sentence"]
     found = verdict(spike, {**NONE, APART: 0.3})
     assert found["cause"] is None
     assert "rollout and training differ by over 0.1 nat for 30% of all tokens" in found["sentence"]
