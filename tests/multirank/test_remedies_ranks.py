@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import remedy_cases
 from actors import ENGINE, Case
-from notation import Capsys
+from notation import Capsys, cases
 from test_actor import MODES, Launch, on_engine, on_ranks, same_events
 from test_replay_ranks import TOLERANCE, replayed
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
@@ -151,8 +151,26 @@ def test_the_recorded_coefficients_come_from_verls_loss(
 
 @pytest.mark.every_target
 def test_clips_leave_what_a_run_with_them_has(launch: Launch, tmp_path: Path, capsys: Capsys) -> None:
+    compare_clips(launch, tmp_path, capsys, dataclasses.replace(ALONE, rows=4))
+
+
+@pytest.mark.slow
+@cases(
+    "changes",
+    {"loss_agg_mode": "seq-mean-token-mean", "kl": True, "entropy": True},
+    {"loss_agg_mode": "seq-mean-token-mean", "loss_mode": "gspo"},
+    {"loss_agg_mode": "seq-mean-token-mean", "loss_mode": "sapo"},
+    ids=["KL", "gspo", "sapo"],
+)
+def test_clips_leave_the_same_with_other_losses(
+    launch: Launch, tmp_path: Path, capsys: Capsys, changes: dict[str, Any]
+) -> None:
+    """Whose weights of tokens differ, by which signals are divided."""
+    compare_clips(launch, tmp_path, capsys, dataclasses.replace(ALONE, rows=4, **changes))
+
+
+def compare_clips(launch: Launch, tmp_path: Path, capsys: Capsys, case: Case) -> None:
     """TokenClip and LayerClip have learned their bounds in 20 updates, LayerClip also while it was off."""
-    case = dataclasses.replace(ALONE, rows=4)
     (runs,) = launch(1, remedy_cases.after_warm_up, case, str(tmp_path))
     (recorded, _), (with_tokens, norm_with_tokens), (with_layers, norm_with_layers) = runs
     bundle = tmp_path / "dump" / recorded["replay"]
