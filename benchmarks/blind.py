@@ -143,7 +143,7 @@ def print_tables(runs: dict[str, dict[str, Any]]) -> None:
     for key, run in runs.items():
         by_kind.setdefault(key.split(" | ")[0], []).append((key, run))
     totals: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
-    silent = []
+    silent, also = [], 0
     print("| planted | must be named | right | defensible | wrong name | no known cause | nothing |")
     print("|---|---|---|---|---|---|---|")
     for kind, found in sorted(by_kind.items(), key=lambda item: [*FAULTS, *HEALTHY].index(item[0])):
@@ -157,6 +157,8 @@ def print_tables(runs: dict[str, dict[str, Any]]) -> None:
             counts[verdict] += 1
             if verdict in names:
                 names[verdict][name or "-"] += 1
+            if kind in FAULTS and verdict in ("right", "defensible"):
+                also += any(judged(kind, each) == "wrong" for _, _, each in run["said"] if each)
             if kind in FAULTS and verdict in ("silent", "unknown"):
                 silent.append(f"{key}: {'nothing' if verdict == 'silent' else 'no known cause'}; {run['why']}")
         totals[kind in FAULTS] += counts
@@ -166,6 +168,7 @@ def print_tables(runs: dict[str, dict[str, Any]]) -> None:
     print("\nOf which nothing is said:", *silent, sep="\n- ")
     faults, healthy = totals[True], totals[False]
     print(f"\nFaults: {faults.total()}; {', '.join(f'{name} {count}' for name, count in faults.most_common())}.")
+    print(f"Of those right or defensible, {also} have a line with a wrong name as well.")
     print(f"Healthy: {healthy.total()}, {healthy['wrong']} with a bug's name.")
 
 
