@@ -380,6 +380,14 @@ def test_files_that_are_not_read(refused: Any, tmp_path: Path) -> None:
     assert "bytes, and 2,147,483,648 are the limit." in refused(tmp_path / "huge.jsonl")
 
 
+def test_a_parquet_file_without_its_library_says_what_to_install(tmp_path: Path, monkeypatch: Patch) -> None:
+    file = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(records()), file)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(SystemExit, match="needs pyarrow, not installed for .*: run pip install pyarrow$"):
+        main([str(file), "--out", str(tmp_path / "out")])
+
+
 def test_a_parquet_file_that_grows_is_refused(refused: Any, tmp_path: Path, monkeypatch: Patch) -> None:
     file = tmp_path / "a.parquet"
     values = pyarrow.array([[0] * 10**6], type=pyarrow.list_(pyarrow.int64()))
