@@ -351,19 +351,17 @@ class LogProbChecks(RunCheck):
         usual = (self._progress.rates_before - last) / (self._updates - 1)
         if not 0 < RATE_FACTOR * usual <= last:
             return None
-        whats = {
-            "rollout and training differ by": (gap, self._gap),
-            "policy and reference differ by": (self._sums.mean("moved"), self._distance or math.inf),
-        }
-        moved = next(
-            (
-                f", and now {what} {now:.2g} nats in the mean ({before:.2g} before): the policy has moved that far in "
-                "one update"
-                for what, (now, before) in whats.items()
-                if now >= max(APART_GAP, APART_GROWTH * before)
-            ),
-            "",
-        )
+        moved = ""
+        of_reference = self._sums.mean("moved"), self._distance or math.inf
+        for what, (now, before) in {
+            "policy and reference": of_reference,
+            "rollout and training": (gap, self._gap),
+        }.items():
+            if now >= max(APART_GAP, APART_GROWTH * before):
+                moved = (
+                    f", and now {what} differ by {now:.2g} nats in the mean ({before:.2g} before): the policy has "
+                    "moved that far in one update"
+                )
         if has_moved and not moved:
             return None
         return {

@@ -149,24 +149,26 @@ class Spike:
         """Why that rule is not named anyway."""
         if self.cause is not None and self.cause.kind in (Kind.RATIO, Kind.MISALIGNED):
             are_apart = any(warning["name"] == ENGINES_APART for warning in self.warnings)
-            if (are_apart or (self.ordinary.get(APART) or 0.0) > SOME_APART) and (
-                self.ordinary.get(self.cause.name) or 0.0
-            ) > RARELY:
+            if (are_apart or self.apart_share > SOME_APART) and (self.ordinary.get(self.cause.name) or 0.0) > RARELY:
                 return "rollout and training differ in the whole run, and so do some other tokens"
             return self.apart
         if self.cause is not None and self.cause.kind is Kind.NATURAL and not self.cause.is_outlying(self.event):
             return self.why_not_natural
         return None
 
+    @property
+    def apart_share(self) -> float:
+        """The share of ordinary tokens whose log-probs of rollout and old policy differ; 0 where it is unknown."""
+        return self.ordinary.get(APART) or 0.0
+
     @cached_property
     def apart(self) -> str | None:
         """That rollout and training differ everywhere, so that ratios far from 1 are no matter of single tokens."""
-        apart = self.ordinary.get(APART) or 0.0
-        if apart < COMMON:
+        if self.apart_share < COMMON:
             return None
         return (
-            f"rollout and training differ by over {APART_NATS:g} nat for {percent(apart)} of all tokens, which is a "
-            "matter of the run: old weights, another temperature, prompt or precision"
+            f"rollout and training differ by over {APART_NATS:g} nat for {percent(self.apart_share)} of all tokens, "
+            "which is a matter of the run: old weights, another temperature, prompt or precision"
         )
 
     @cached_property

@@ -113,8 +113,12 @@ class Passes:
                 self._forward_backward(subset_of(self._model.rank), own_index)
             found.append(read())
 
-        error = recorded.run(run, self._model.device, is_sharded(self._model.module))
-        self._model.meter.cancel()
+        try:
+            error = recorded.run(run, self._model.device, is_sharded(self._model.module))
+        except collectives.RankLostError as lost:
+            error = lost
+        finally:
+            self._model.meter.cancel()
         try:
             # After a rehearsal also without an error: so it is known that this works.
             if is_rehearsal or not found:
@@ -123,6 +127,8 @@ class Passes:
                 self._model.recover()
         except Exception as caught:
             error = error or caught
+        if isinstance(error, collectives.RankLostError):
+            raise error
         try:
             collectives.raise_on_all_ranks(error, self._model.device)
         except collectives.RankFailedError:

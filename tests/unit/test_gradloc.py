@@ -12,12 +12,14 @@ from plain_passes import observe
 from gradloc import GradLoc, GradLocConfig, record_events
 from gradloc.evidence.token_facts import response_kl, text_evidence, token_evidence
 from gradloc.evidence.writer import jsonable
+from gradloc.fsdp.collectives import RankLostError
+from gradloc.fsdp.failed_pass import RecordedCollectives
 from gradloc.measure import mini_batch
 from gradloc.measure.local_norms import LocalNorms
 from gradloc.measure.micro_batch import MicroBatch
 from gradloc.measure.mini_batch import MiniBatch
 from gradloc.measure.pass_recorder import nothing
-from gradloc.measure.passes import WatchedModel
+from gradloc.measure.passes import Passes, WatchedModel
 
 
 @cases(
@@ -62,6 +64,25 @@ def test_local_norms_read_nothing_outside_of_a_recording() -> None:
     norms.start()
     model(torch.randn(3, 4)).sum().backward()
     assert norms.stop().tolist() == [0.0, 0.0]
+
+
+def test_a_pass_that_loses_a_rank_leaves_no_recording(monkeypatch: Patch) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 2))
+    watched = GradLoc(model, GradLocConfig(), lambda *_: None)._model
+    assert watched is not None
+
+    def lose(_: object, error: Exception) -> None:
+        raise RankLostError("no other rank answers") from error
+
+    def broken(_: int) -> None:
+        model(torch.randn(3, 4)).sum().backward()
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(RecordedCollectives, "complete", lose)
+    with pytest.raises(RankLostError):
+        Passes(watched, [], 1.0).accumulate(broken, lambda: None)
+    model(torch.randn(3, 4)).sum().backward()
+    assert watched.meter.stop().tolist() == [0.0]
 
 
 def tokens(**changes: list[float]) -> dict[str, torch.Tensor]:
