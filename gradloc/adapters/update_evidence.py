@@ -17,7 +17,7 @@ from ..evidence.writer import EVENTS_PER_STEP, STEP_FIGURES, jsonable, limit_tex
 from ..fsdp import collectives
 from ..guarded import guarded, warn_once
 from ..judge.advantages import order_warning
-from ..judge.misfire import RewardedRow, may_misfire, misfire
+from ..judge.misfire import RewardedRow, needs_rows, verdict_by_rows
 from ..judge.sentences import describe, in_one_line
 from ..judge.verdict import settled
 
@@ -109,7 +109,7 @@ class TrainedData:
         rewards = [None] * count if scores is None else [float(each.sum()) for each in scores]
         sources = [str(source) for source in of["data_source"]] if "data_source" in of else [None] * count
         pairs = zip(of["advantages"], of["response_mask"], strict=True)
-        advantages = [float((each * mask).abs().max()) if len(each) else 0.0 for each, mask in pairs]
+        advantages = [float(each[mask.bool()].abs().amax()) if mask.any() else 0.0 for each, mask in pairs]
         columns = zip(map(str, of["uid"]), rewards, sources, advantages, strict=True)
         return [RewardedRow(*row) for row in columns]
 
@@ -235,10 +235,10 @@ class UpdateEvidence:
             record_step(self._directory, global_step, figures, warnings)
 
     def _compare_rewards(self, events: Sequence[dict[str, Any]], data: TrainedData) -> None:
-        """Names a reward that misfires in the verdicts that it may change, on rank 0. A collective call."""
+        """Completes the verdicts that the rows of their mini-batch may change, on rank 0. A collective call."""
         compared: list[int] = []
         with guarded(_NOT_COMPARED):
-            compared = [number for number, event in enumerate(events) if may_misfire(event)]
+            compared = [number for number, event in enumerate(events) if needs_rows(event)]
         # Rank 0 decides, so that an error on one rank leaves no other waiting.
         for number in collectives.broadcast(lambda: compared, 0):
             event, rows = events[number], None
@@ -248,7 +248,7 @@ class UpdateEvidence:
             if self._rank == 0 and None not in by_rank:
                 with guarded(_NOT_COMPARED):
                     known = {(rank, i): row for rank, of_rank in enumerate(by_rank) for i, row in enumerate(of_rank)}
-                    event["verdict"] = misfire(event, known) or event["verdict"]
+                    event["verdict"] = verdict_by_rows(event, known)
 
     def _own_facts(
         self, tokens: Sequence[tuple[dict[str, Any], int, dict[str, Any]]], data: TrainedData

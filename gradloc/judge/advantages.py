@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .progress import Progress, RunCheck
+from .rules import VERL_NAMES
 from .shares import percent
 
 # That advantages have another size: rewards of one kind may be the cause.
@@ -30,7 +31,6 @@ CHECK_ADVANTAGES = (
 # What `own_columns` gives: responses; of each column, in how many of them a value is not finite; and, of responses with
 # an advantage, Σ log|A|, Σ (log|A|)² and their number.
 COLUMNS = ("advantage", "old_log_prob", "ref_log_prob", "log_prob")
-_VERL_NAMES = {"advantage": "advantages", "old_log_prob": "old_log_probs", "ref_log_prob": "ref_log_prob"}
 COLUMN_SUMS = len(COLUMNS) + 4
 
 
@@ -143,7 +143,7 @@ class AdvantageChecks(RunCheck):
         responses, *broken = self._columns[: len(COLUMNS) + 1]
         for name, count in zip(COLUMNS[:-1], broken, strict=False):
             if count:
-                column, of_advantage = _VERL_NAMES[name], name == "advantage"
+                column, of_advantage = VERL_NAMES[name], name == "advantage"
                 where = "all" if count == responses else f"{count:.0f} of {responses:.0f}"
                 rows = " (one bad reward makes the advantages of its whole group NaN)" if of_advantage else ""
                 look = "rewards and their normalization" if of_advantage else "its forward pass and its precision"

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Whether one reward value or one data source holds the culprits of a spike: a reward that may misfire."""
+"""What the rows of a spike's mini-batch say of it: a reward that may misfire, or that is not finite."""
 
 import math
 import statistics
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .advantages import REWARD_SCALE
-from .rules import NATURAL_ADVANTAGE, NATURAL_FACTOR, RULES, Kind
+from .rules import BROKEN, NATURAL_ADVANTAGE, NATURAL_FACTOR, RULES, Kind
 from .shares import counted, percent
 from .verdict import COMMON, LIFT, MOST_CULPRITS, as_verdict, explaining_culprits
 
@@ -45,7 +45,7 @@ class RewardedRow:
         uid (str): Its prompt's.
         reward (float, optional): The sum of its scores.
         data_source (str, optional): Its prompt's.
-        advantage (float): The largest |A| of its tokens.
+        advantage (float): The largest |A| of its tokens; NaN if one is.
     """
 
     uid: str
@@ -54,12 +54,40 @@ class RewardedRow:
     advantage: float
 
 
-def may_misfire(event: Mapping[str, Any]) -> bool:
-    """Whether the verdict on an event may become `misfire`, so that the rows of its mini-batch are needed."""
+def needs_rows(event: Mapping[str, Any]) -> bool:
+    """Whether the verdict on an event may change by the rows of its mini-batch."""
     verdict = event.get("verdict")
-    if verdict is None or verdict["cause"] not in LESS_SPECIFIC:
+    if verdict is None:
         return False
-    return bool(explaining_culprits(event["culprits"]))
+    if verdict["cause"] in LESS_SPECIFIC:
+        return bool(explaining_culprits(event["culprits"]))
+    return verdict["cause"] == BROKEN
+
+
+def verdict_by_rows(event: Mapping[str, Any], rows: Mapping[Place, RewardedRow]) -> Mapping[str, Any]:
+    """The verdict on an event for which `needs_rows`, with what all rows of its mini-batch say of it."""
+    verdict = event["verdict"]
+    if verdict["cause"] == BROKEN:
+        return {**verdict, "sentence": verdict["sentence"] + _broken_rows(rows)}
+    return misfire(event, rows) or verdict
+
+
+def _broken_rows(rows: Mapping[Place, RewardedRow]) -> str:
+    """Where advantages are not finite, and which rewards: a sentence, or nothing."""
+    broken = sorted(place for place, row in rows.items() if not math.isfinite(row.advantage))
+    if not broken:
+        return ""
+    prompts = {rows[place].uid for place in broken}
+    of_prompts = sum(row.uid in prompts for row in rows.values())
+    whose = "one prompt" if len(prompts) == 1 else f"{len(prompts)} prompts"
+    found = f" Advantages: {counted(len(broken), of_prompts, 'responses')} to {whose}, first {_place(broken[0])}."
+    rewards = sorted(place for place, row in rows.items() if row.reward is not None and not math.isfinite(row.reward))
+    more = f" and {len(rewards) - 1} more" * (len(rewards) > 1)
+    return found + (f" The reward of {_place(rewards[0])}{more} is NaN or infinite." if rewards else "")
+
+
+def _place(place: Place) -> str:
+    return f"row {place[1]} on rank {place[0]}"
 
 
 def misfire(event: Mapping[str, Any], rows: Mapping[Place, RewardedRow]) -> dict[str, Any] | None:

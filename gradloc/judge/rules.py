@@ -286,12 +286,32 @@ _RATIOS = (
 )
 _REMEDIES = "`gradloc replay BUNDLE --remedies` measures what each remedy leaves of the spike."
 
+# The name of the rule of numbers that are not finite.
+BROKEN = "nonfinite"
+# What verl calls a column; each may make those after it not finite.
+VERL_NAMES = {
+    "advantage": "advantages",
+    "old_log_prob": "old_log_probs",
+    "ref_log_prob": "ref_log_prob",
+    "rollout_log_prob": "rollout_log_probs",
+}
+
+
+def _with_its_column(event: Event) -> tuple[str, str] | None:
+    """The first column of the batch that is not finite for a token with such a gradient."""
+    tokens = [each for each in event["culprits"] if BROKEN in each["sources"]]
+    for name, column in VERL_NAMES.items():
+        if any(each.get(name) is not None and _is_broken(each[name]) for each in tokens):
+            return f"`{column}` of single tokens is NaN or infinite", "Look at what computes it, before the update."
+    return None
+
+
 _NATURAL = "It is none if {}: then the cause is elsewhere. "
 
 # Most specific first: broken numbers, then bugs, then what ordinary tokens rarely have.
 RULES = (
     Rule(
-        "nonfinite",
+        BROKEN,
         Kind.BROKEN,
         "a token with a NaN or infinite gradient",
         "tokens with NaN or infinite gradients",
@@ -302,6 +322,7 @@ RULES = (
         check="Find which of the culprit's `advantage`, `log_prob`, `old_log_prob` and `weight` in spikes.jsonl is NaN "
         "or infinite: then look at that column of the batch; if none is, at the weights, and at the gradients of the "
         "event's `broken_parameters` before the optimizer step, the first one first." + _EXAMPLE.format("nan"),
+        in_event=_with_its_column,
     ),
     Rule(
         "unsampled",

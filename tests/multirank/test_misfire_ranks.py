@@ -1,7 +1,8 @@
 """The rewards of a mini-batch, as the trainers of both verls give them, against a verdict's claim."""
 
+import math
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,8 +20,12 @@ PLANTED = ((0, 2, 0), (0, 6, 0), (1, 0, 0), (1, 5, 0), (0, 14, 0), (0, 20, 0), (
 ANSWERS = 2
 
 
-def written(case: Case, directory: str, with_uids: bool = True) -> None:
-    """Writes the evidence of an update. The planted tokens' responses have the reward -3, the others 0 and 1."""
+def written(case: Case, directory: str, with_uids: bool = True, broken: Sequence[tuple[int, int]] = ()) -> None:
+    """Writes the evidence of an update. The planted tokens' responses have the reward -3, the others 0 and 1.
+
+    Args:
+        broken (Sequence, optional): (rank, row) whose reward is NaN, and with it the advantages of their groups.
+    """
     rank = dist.get_rank()
     actor = build_actor(case, spike_detection=True, grad_norm_threshold=1e3, bisect_dump_dir=directory)
     batch = build_batch(case, rank)
@@ -34,6 +39,10 @@ def written(case: Case, directory: str, with_uids: bool = True) -> None:
     scores[:, 0] = torch.tensor([-3.0 if (rank, row, 0) in PLANTED else float(row % 2) for row in rows])
     batch.batch["rm_scores" if case.nested else "token_level_scores"] = scores
     batch.batch["advantages"][:, 1:] *= 0.5  # a row's largest one counts
+    for of_rank, row in broken:
+        if of_rank == rank:
+            scores[row, 0] = math.nan
+            batch.batch["advantages"][row // ANSWERS * ANSWERS :][:ANSWERS] = math.nan
     metrics = actor.update_policy(batch)
     if not ENGINE:  # what its worker calls
         from verl.utils.gradloc.adapters.dp_actor import write_evidence
@@ -45,8 +54,12 @@ def written_without_uids(case: Case, directory: str) -> None:
     written(case, directory, with_uids=False)
 
 
+def written_with_a_broken_reward(case: Case, directory: str) -> None:
+    written(case, directory, broken=[(1, 15)])
+
+
 def written_despite_an_error(case: Case, directory: str) -> None:
-    with mock.patch("verl.utils.gradloc.adapters.update_evidence.may_misfire", side_effect=ZeroDivisionError):
+    with mock.patch("verl.utils.gradloc.adapters.update_evidence.needs_rows", side_effect=ZeroDivisionError):
         written(case, directory)
 
 
@@ -70,6 +83,15 @@ def test_the_reward_of_the_culprits_responses_is_named(launch: Launch, tmp_path:
         rows = 23 if event["mini_batch"] == 0 else 24
         assert (verdict["cause"], verdict["culprits"], verdict["ordinary"]) == ("misfire", 1.0, 4 / rows)
         assert "in responses with the reward -3 (all 4 culprits in 4 prompts, " in verdict["sentence"]
+
+
+def test_the_row_whose_reward_is_not_finite_is_named(launch: Launch, tmp_path: Path) -> None:
+    event = events(launch, tmp_path, written_with_a_broken_reward)[1]
+    verdict = event["verdict"]
+    assert verdict["cause"] == "nonfinite" and "`advantages` is NaN or infinite in" in verdict["sentence"]
+    # Rows 14 and 15 of rank 1 are rows 2 and 3 of its second mini-batch, and one group.
+    assert " Advantages: both responses to one prompt, first row 2 on rank 1." in verdict["sentence"]
+    assert verdict["sentence"].endswith("The reward of row 3 on rank 1 is NaN or infinite.")
 
 
 @pytest.mark.parametrize("write", [written_without_uids, written_despite_an_error])

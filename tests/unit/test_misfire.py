@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 from notation import cases
 
-from gradloc.judge.misfire import LEAST_PROMPTS, LESS_SPECIFIC, RewardedRow, _chance, may_misfire, misfire
+from gradloc.judge.misfire import (
+    LEAST_PROMPTS,
+    LESS_SPECIFIC,
+    RewardedRow,
+    _chance,
+    misfire,
+    needs_rows,
+    verdict_by_rows,
+)
 from gradloc.judge.verdict import CAUSES
 from gradloc_tools.report.reading import without_texts
 from gradloc_tools.schema import EVENT, conforms
@@ -176,9 +184,31 @@ def test_the_chance_is_that_of_drawing_without_replacement() -> None:
 @pytest.mark.parametrize("cause", [None, *CAUSES])
 def test_more_specific_causes_stay(cause: str | None) -> None:
     places = [(0, 1), (0, 2), (1, 1)]
-    assert may_misfire(event(*places, cause=cause)) == (cause in LESS_SPECIFIC)
-    assert not may_misfire(event(cause=cause))
-    assert not may_misfire({**event(*places), "verdict": None})  # a drill
+    assert needs_rows(event(*places, cause=cause)) == (cause in (*LESS_SPECIFIC, "nonfinite"))
+    assert needs_rows(event(cause=cause)) == (cause == "nonfinite")
+    assert not needs_rows({**event(*places), "verdict": None})  # a drill
+
+
+@cases(
+    "rewards advantages said",
+    ({5: math.nan}, range(4, 8), " first row 2 on rank 0. The reward of row 2 on rank 1 is NaN or infinite."),
+    ({}, range(5, 6), " Advantages: 1 of 4 responses to one prompt, first row 2 on rank 1."),
+    ({4: math.inf, 8: math.nan}, range(4, 12), " all 8 responses to 2 prompts, first row 2 on rank 0. The reward of"),
+    ({}, (), None),
+)
+def test_rows_that_are_not_finite_are_named(rewards: dict[int, float], advantages: Sequence[int], said: str) -> None:
+    rows = list(mini_batch()[0].values())  # in the order of the prompts
+    for number, row in enumerate(rows):
+        reward, advantage = rewards.get(number, row.reward), math.nan if number in advantages else row.advantage
+        rows[number] = dataclasses.replace(row, reward=reward, advantage=advantage)
+    line = event(cause="nonfinite")
+    line["verdict"]["sentence"] = "`advantages` is NaN."
+    found = verdict_by_rows(line, spread(rows))
+    assert found["cause"] == "nonfinite" and found["sentence"].startswith("`advantages` is NaN.")
+    if said is None:
+        assert found == line["verdict"]
+    else:
+        assert said in found["sentence"]
 
 
 def healthy(generator: random.Random, strength: float) -> dict[str, Any] | None:

@@ -466,6 +466,21 @@ def test_a_gradient_broken_for_all_tokens_says_what_breaks_it(
     assert verdict(event(["nonfinite"], ["other"]), dict.fromkeys(NONE))["cause"] == "nonfinite"
 
 
+@cases(
+    "columns said",
+    ({"rollout_log_prob": math.nan}, "`rollout_log_probs` of single tokens is NaN or infinite (possible: "),
+    ({"rollout_log_prob": math.nan, "old_log_prob": -math.inf}, "`old_log_probs` of single"),
+    ({"ref_log_prob": math.inf, "advantage": math.nan}, "`advantages` of single"),
+    ({"log_prob": math.nan}, "Single tokens have NaN or infinite gradients"),
+)
+def test_a_broken_token_is_told_with_its_column(columns: dict[str, float], said: str) -> None:
+    spike = event(["nonfinite"], ["unlikely"])
+    spike["culprits"][0] |= {"grad_norm": math.nan, **columns}
+    spike["culprits"][1] |= {"old_log_prob": math.inf}  # of another token
+    found = verdict(spike, NONE)
+    assert found["cause"] == "nonfinite" and found["sentence"].startswith(said)
+
+
 WARNING = {"name": "stale_weights", "sentence": "The rollout is late.", "check": "`look` shows it."}
 
 
