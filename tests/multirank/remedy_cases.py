@@ -99,16 +99,18 @@ def step_norm(case: Case, settings: dict[str, Any]) -> float:
 def after_warm_up(case: Case, directory: str) -> list[tuple[dict[str, Any], float]]:
     """A run that keeps a bundle, one with TokenClip and one with LayerClip, which have learned from 20 updates.
 
-    It has one rank, and the planted token is its response's only one. The weights stay as they are.
+    The planted token, of rank 0, is its response's only one. The weights stay as they are.
 
     Returns:
-        list: Of each, the event of the spiked update, with every micro-batch, and the norm that the optimizer gets.
+        list: Of each, the event of the spiked update, with every micro-batch, and the norm that the optimizer gets, of
+            this rank's part.
     """
     save_model(case, Path(directory))
-    batches = [build_batch(case, 0, seed) for seed in (*range(1, 21), 0)]
-    ((_, row, position),) = case.planted
-    batches[-1].batch["response_mask"][row] = 0.0
-    batches[-1].batch["response_mask"][row, position] = 1.0
+    batches = [build_batch(case, dist.get_rank(), seed) for seed in (*range(1, 21), 0)]
+    ((rank, row, position),) = case.planted
+    if dist.get_rank() == rank:
+        batches[-1].batch["response_mask"][row] = 0.0
+        batches[-1].batch["response_mask"][row, position] = 1.0
     found = []
     for options in (
         {"bisect_dump_dir": f"{directory}/dump", "spike_replay": 1, "token_clip": TokenClipConfig(True, "log")},

@@ -15,6 +15,7 @@ from actor_cases import Run, compare_runs, search, stock_run, train
 from actors import IDENTITY_THRESHOLD, Case, build_model
 from batches import build_batch
 from oracle import Unit, brute_force
+from verl import DataProto
 from verl.utils.gradloc import guarded
 from verl.utils.gradloc.adapters import replay_bundles
 from verl.utils.gradloc.bundles import bundle_writer
@@ -85,6 +86,15 @@ def kept(case: Case, directory: str, threshold: float) -> Run:
     run = train(case, bisect_dump_dir=str(path / "dump"), spike_replay=4, **detection)
     dist.barrier()
     return run
+
+
+def spiked_and_late(case: Case, directory: str) -> tuple[list[Unit], float, Run]:
+    """As `spiked`, with rollout log-probs that are one position late."""
+
+    def change(batch: DataProto) -> None:
+        batch.batch["rollout_log_probs"] = batch.batch["old_log_probs"].roll(1, 1)
+
+    return spiked(case, directory, change_batch=change)
 
 
 def spiked_and_recorded(case: Case, directory: str) -> tuple[list[Unit], float, Run]:

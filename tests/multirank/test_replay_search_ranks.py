@@ -103,6 +103,20 @@ def test_what_training_only_recorded_is_found_at_home(launch: Launch, tmp_path: 
     assert shown["culprits"] and {**shown, "culprits": []} == {**found, "culprits": []}
 
 
+@pytest.mark.every_target
+def test_a_bundle_says_whose_log_probs_are_of_other_positions(
+    launch: Launch, tmp_path: Path, capsys: Capsys
+) -> None:
+    case = Case("fsdp2", rows=16, mini_batch=8, micro_batch=8, kl=True, rollout=True, planted=ONE)
+    ((event,), *_) = same_events([run for *_, run in launch(2, replay_cases.spiked_and_late, case, str(tmp_path))])
+    bundle = tmp_path / "dump" / event["replay"]
+    said = "The rollout's log-probs are one position late in all responses (r[t] fits p[t-1])"
+    sentences = replayed(bundle, tmp_path / "model", capsys)["sentences"]
+    assert sentences[0].startswith(said) and sentences[1].startswith("The spike comes back: ")
+    found = search(bundle, tmp_path, capsys)
+    assert found["verdict"]["cause"] == "misaligned" and found["verdict"]["sentence"].startswith(said)
+
+
 def check_brute_force(event: dict[str, Any], units: list[Unit], threshold: float, planted: int) -> None:
     tokens = tokens_over(units, threshold)
     assert len(event["culprits"]) == planted
