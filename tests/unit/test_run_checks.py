@@ -336,6 +336,21 @@ def test_a_gap_that_jumps_is_reported_as_a_jump() -> None:
     assert "since about step 2" in found[-1][0]["sentence"]  # only every fourth gap is kept
 
 
+@pytest.mark.parametrize("reference", [True, False])
+def test_a_jump_in_a_long_run_is_never_called_old_weights(reference: bool) -> None:
+    """From step 300 of 1,600 on, of a policy that moves; most earlier gaps are forgotten by its end."""
+    checks, found = RunChecks(), []
+    run = Run(noise=0.02, rate=0.002, reference=reference, responses=12, length=20)
+    for step, tokens in enumerate(steps(run, 1600), 1):
+        if step >= 300:
+            tokens["rollout_log_prob"] = (tokens["rollout_log_prob"] + noise_of(step)[:12, :20]).clamp(max=0.0)
+        checks.start_update(step)
+        checks.take_in(own_sums([tokens], True).tolist())
+        checks.add_step(1e-6)
+        found.append(checks.warnings())
+    assert re.fullmatch(r"\.{299}A{1301}", told(found))
+
+
 def test_wrong_log_probs_of_training_are_no_old_weights() -> None:
     """The labels are not shifted against the logits; later the two have some relation, by chance. The run resumes."""
     batches = list(steps(Run(rate=0.02), 8))
