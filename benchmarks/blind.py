@@ -63,6 +63,7 @@ class Observed:
     name: str | None
     begin: int
     why: str
+    over_natural: bool
 
 
 def run_case(kind: str, strength: Any, seed: int, starts: Path = STARTS) -> Observed:
@@ -105,7 +106,7 @@ def run_case(kind: str, strength: Any, seed: int, starts: Path = STARTS) -> Obse
         said = [line for line in said_in(Path(folder)) if line[0] > begin]
     largest = max((norm for norm in world.token_norms[begin:] if norm == norm), default=0.0)
     why = f"norms up to {largest / start.token_norm / tau:.2g} τ, a gap of {max(world.gaps[begin:]):.2g} nats"
-    return Observed(said, name_of(said), begin + 1, why)
+    return Observed(said, name_of(said), begin + 1, why, natural >= 0)
 
 
 def name_of(said: list[tuple[int, str, str]]) -> str | None:
@@ -143,7 +144,7 @@ def print_tables(runs: dict[str, dict[str, Any]]) -> None:
     for key, run in runs.items():
         by_kind.setdefault(key.split(" | ")[0], []).append((key, run))
     totals: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
-    silent, also = [], 0
+    silent, also, over_natural = [], 0, Counter[bool]()
     print("| planted | must be named | right | defensible | wrong name | no known cause | nothing |")
     print("|---|---|---|---|---|---|---|")
     for kind, found in sorted(by_kind.items(), key=lambda item: [*FAULTS, *HEALTHY].index(item[0])):
@@ -157,6 +158,8 @@ def print_tables(runs: dict[str, dict[str, Any]]) -> None:
             counts[verdict] += 1
             if verdict in names:
                 names[verdict][name or "-"] += 1
+            if kind in FAULTS and run["over_natural"]:
+                over_natural[verdict in ("right", "defensible")] += 1
             if kind in FAULTS and verdict in ("right", "defensible"):
                 also += any(judged(kind, each) == "wrong" for _, _, each in run["said"] if each)
             if kind in FAULTS and verdict in ("silent", "unknown"):
@@ -169,6 +172,7 @@ def print_tables(runs: dict[str, dict[str, Any]]) -> None:
     faults, healthy = totals[True], totals[False]
     print(f"\nFaults: {faults.total()}; {', '.join(f'{name} {count}' for name, count in faults.most_common())}.")
     print(f"Of those right or defensible, {also} have a line with a wrong name as well.")
+    print(f"Over a natural spike: {over_natural.total()}, of which {over_natural[True]} right or defensible.")
     print(f"Healthy: {healthy.total()}, {healthy['wrong']} with a bug's name.")
 
 

@@ -277,7 +277,7 @@ def own_alignment(micro_batches: Sequence[Mapping[str, Tensor]]) -> Tensor:
     names = set.intersection(*(set(tokens) for tokens in micro_batches))
     wanted = names & {"response_mask", "log_prob", "old_log_prob", "ref_log_prob", "rollout_log_prob", "after_eos"}
     joined = {
-        name: torch.cat([pad(tokens[name], (0, width - tokens[name].shape[1])) for tokens in micro_batches])
+        name: torch.cat([pad(tokens[name], (0, width - tokens["response_mask"].shape[1])) for tokens in micro_batches])
         for name in wanted
     }
     mask, now, policy = _sampled(joined), joined["log_prob"], policy_before(joined)
