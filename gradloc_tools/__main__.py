@@ -15,10 +15,13 @@
 DIR is a run's bisect_dump_dir, BUNDLE a folder in DIR/replay.
 """
 
+import ast
 import importlib
 import os
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
 from typing import NoReturn
 
 from gradloc.version import __version__
@@ -46,6 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name not in _NEEDS:
         print(f"gradloc: there is no command {name!r}; it takes {', '.join(_NEEDS)}, or --help", file=sys.stderr)
         return 2
+    if {"-h", "--help"} & set(rest) and not all(map(find_spec, _NEEDS[name])):
+        source = Path(__file__).parent / name / "command.py"
+        print(ast.get_docstring(ast.parse(source.read_text(encoding="utf-8"))))
+        print("\nIts options are listed where what it needs is installed.")
     need(f"gradloc {name}", *_NEEDS[name])
     return int(importlib.import_module(f".{name}.command", __package__).main(rest))
 

@@ -7,6 +7,10 @@
 The files hold plain records, one for each response, as JSON Lines or Parquet. docs/reference/other-trainers.md gives
 the format, and examples/ has what makes it for TRL, slime, NeMo RL and prime-rl. Then `gradloc replay BUNDLE --search
 --model WEIGHTS` finds the tokens, and `gradloc report spikes` shows them.
+
+exit codes: 0  the bundle and its line of evidence are written
+            2  wrong usage, or the files cannot be used
+            1  a package is missing, or an error that is none of these
 """
 
 import argparse

@@ -6,6 +6,10 @@
 
 The coefficients of the loss are those of training. So with the weights of training, the gradients are those of
 training but for rounding; with other weights, the log-probs show how far they are.
+
+exit codes: 0  it was replayed, or searched
+            2  wrong usage, or the bundle or the model cannot be used
+            1  a package is missing, or an error that is none of these
 """
 
 import argparse

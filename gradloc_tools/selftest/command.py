@@ -4,7 +4,7 @@
 
     gradloc selftest --model MODEL                                # on one GPU, or on a CPU
     gradloc selftest --model MODEL --as-rank-of 8                 # on one GPU, with the shards of eight
-    torchrun --nproc-per-node 8 -m gradloc_tools selftest --model MODEL
+    torchrun --nproc-per-node 8 --no-python gradloc selftest --model MODEL
 
 It trains nothing and needs no data: the model, sharded by FSDP2, gets random tokens in a plain loop without verl. In
 one copy of a step a token's advantage is multiplied, and the search must name that token and leave the gradient as it

@@ -13,7 +13,11 @@ from .hooks import HOOKS
 
 
 def main() -> int:
-    import verl  # after the plugin, or as what loads it
+    try:
+        import verl  # after the plugin, or as what loads it
+    except ImportError as error:
+        print(f"{sys.executable} has no verl that can be imported ({error}): install verl 0.9 there", file=sys.stderr)
+        return 1
 
     print(f"verl {verl.__version__} in {verl.__path__[0]}")
     if status.left_to_patch:

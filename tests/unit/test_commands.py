@@ -42,12 +42,29 @@ def test_the_help_of_a_command_opens_with_an_example(name: str, capsys: Capsys) 
     assert f"\n    gradloc {name} " in opening and "verl.utils" not in out
 
 
+def without_packages(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """A module's command in a Python where none is installed, as -S makes it."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "plugin")}
+    program = [sys.executable, "-S", "-m", *arguments]
+    return subprocess.run(program, capture_output=True, text=True, cwd=ROOT, env=environment)
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "report"])
+def test_help_without_what_a_command_needs_says_what_it_does(name: str) -> None:
+    done = without_packages("gradloc_tools", name, "--help")
+    assert done.returncode == 1 and f"\n    gradloc {name} " in done.stdout
+    assert "torch" in done.stderr and done.stderr.endswith("run pip install '.[replay]' in GradLoc's checkout\n")
+
+
+def test_the_plugins_check_without_a_verl_ends_with_a_sentence() -> None:
+    done = without_packages("gradloc_verl")
+    assert done.returncode == 1 and done.stdout == "" and "Traceback" not in done.stderr
+    assert "has no verl that can be imported" in done.stderr.splitlines()[-1]
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_what_is_not_installed_is_one_sentence(name: str) -> None:
-    # With -S there are no installed packages.
-    program = [sys.executable, "-S", "-m", "gradloc_tools", name, "evidence"]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(program, capture_output=True, text=True, cwd=ROOT, env=environment)
+    done = without_packages("gradloc_tools", name, "evidence")
     assert done.returncode == 1 and done.stdout == ""
     (line,) = done.stderr.splitlines()
     extra = "." if name == "report" else ".[replay]"
