@@ -154,7 +154,7 @@ class Run:
         )
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, weight_decay=0.01)
         with contextlib.redirect_stdout(io.StringIO()):
-            self.actor = DataParallelPPOActor(config, self.model, optimizer)
+            self.actor: Any = DataParallelPPOActor(config, self.model, optimizer)
         self.rewards = [reward_of(self.model, self.test)]
         self.moved: list[float] = []
         self.clipped: list[float] = []
@@ -192,7 +192,7 @@ class Run:
                     end_of_mini_batch(0.0)
                 return norm
 
-            watch.step = step_or_none  # type: ignore[method-assign]  # steps left out have no other hook
+            watch.step = step_or_none  # steps left out have no other hook
 
     def draw(self) -> Samples:
         """Sums and sampled answers to them."""

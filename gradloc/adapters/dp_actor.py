@@ -1,61 +1,241 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The adapter for the `DataParallelPPOActor` of verl 0.7.0 and 0.7.1: what the hooks in it and its worker call.
+"""The adapter for the actor and the critic of verl 0.7.0 and 0.7.1, which the patch decorates, and their workers."""
 
-The actor always owns `watch`, and with it `gradloc` and `layer_clip`, each of which is None where it is off.
-"""
-
-from collections.abc import Mapping, Sequence
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from verl.trainer.ppo import core_algos
+from verl.utils import hf_tokenizer
 from verl.utils.device import get_device_id
 
 from ..gradloc import GradLoc
+from ..guarded import guarded
 from ..layers.layer_clip import LayerClip
-from ..measure.pass_recorder import unchanged
-from .loss_weights import eos_tokens
+from ..measure.pass_recorder import LossInputs, ReadTokens, unchanged
+from .loss_weights import eos_tokens, replaced
 from .replay_bundles import context_of, padded_rows
 from .saved_state import read_state
-from .update_evidence import EVIDENCE_KEYS, TrainedData, UpdateEvidence
-from .watch import Watch, watch_actor
+from .update_evidence import EVIDENCE_KEYS, VALUE_KEYS, TrainedData, UpdateEvidence
+from .watch import Watch, watch_actor, watch_critic
 
 if TYPE_CHECKING:
     from verl import DataProto
     from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
-    from verl.workers.actor.dp_actor import DataParallelPPOActor
 
+# The class of verl that a mixin comes before.
+_Behind: Any = object
 # What a forward needs of a micro-batch.
 FORWARD_KEYS = ("responses", "input_ids", "attention_mask", "position_ids", "multi_modal_inputs")
 
 
-def build(actor: "DataParallelPPOActor") -> tuple[Watch, GradLoc | None, LayerClip | None]:
-    """What watches an actor. It does nothing if the actor is not trained, or if nothing is turned on."""
-    config = actor.config
-    clips = [config.get(name, {}).get("enable", False) for name in ("layer_clip", "token_clip")]
-    on = config.get("spike_detection", False) or any(clips)
-    if actor.actor_optimizer is None or not on:
-        return Watch(config, lambda: 1.0, 1), None, None
-    if config.get("spike_search", "training") == "replay":
-        raise ValueError("spike_search=replay needs an engine of verl 0.9: set spike_search=training.")
-    watch = watch_actor(
-        actor.actor_module,
-        config,
-        partial(forward_rows, actor),
-        padded_rows,
-        partial(context_of, actor.actor_module, config, actor.param_dtype, config.grad_clip),
-        loss_scale=lambda: 1.0 if actor.scaler is None else actor.scaler.get_scale(),
-        sequence_parallel_size=actor.ulysses_sequence_parallel_size,
-        learning_rate=lambda: actor.actor_optimizer.param_groups[0]["lr"],
-        eos_tokens=eos_tokens(actor.actor_module),
-    )
-    return watch, watch.gradloc, watch.layer_clip if config.layer_clip.enable else None
+def watched(trained: type) -> type:
+    """Decorates verl's actor or critic: watches its updates where its configuration turns that on."""
+    mixin = WatchedActor if hasattr(trained, "update_policy") else WatchedCritic
+    names = {"__module__": trained.__module__, "__doc__": trained.__doc__, "_verls": sys.modules[trained.__module__]}
+    return type(trained.__name__, (mixin, trained), names)
+
+
+class WatchedUpdates(_Behind):
+    """Watches the updates of an actor or critic, which comes behind it in the order of bases.
+
+    Attributes:
+        watch (Watch | None): None where nothing is on, or where the model is not trained.
+    """
+
+    config: Any
+    watch: Watch | None = None
+    _verls: Any  # the module of verl's class
+    _watching = False  # whether passes are those of training
+
+    @contextmanager
+    def _update(self, data: "DataProto", owner: Any, name: str, observed: Callable[[Any], Any]) -> Iterator[None]:
+        """Within it, passes are those of training on these data, and verl calls what is `observed` of a function.
+
+        Args:
+            owner (Any): What has the function by this name. Its calls lead to the loss.
+        """
+        assert self.watch is not None
+        self.watch.start_update(data.meta_info.get("global_steps"))
+        self._data, self._mini_batches = data, -(-len(data) // self.config.ppo_mini_batch_size)
+        self._steps = self._next_row = 0
+        self._rows: list[list[int]] = []  # of verl's dynamic micro-batches
+        # Of a pass whose loss is not computed yet: its micro-batch, rows and outputs.
+        self._passed: tuple[Any, ...] | None = None
+        verls, prepare = self._verls, self._verls.prepare_dynamic_batch
+
+        @functools.wraps(prepare)
+        def noting(*arguments: Any, **options: Any) -> Any:
+            micro_batches, rows = prepare(*arguments, **options)
+            self._rows = [[int(row) for row in of_micro_batch] for of_micro_batch in rows]
+            return micro_batches, rows
+
+        with replaced(verls, "prepare_dynamic_batch", noting), replaced(owner, name, observed(getattr(owner, name))):
+            self._watching = True
+            try:
+                yield
+            finally:
+                self._watching = False
+                del self._data
+
+    def _forward_micro_batch(self, micro_batch: Mapping[str, Any], *arguments: Any, **options: Any) -> Any:
+        forward, watch = super()._forward_micro_batch, self.watch if self._watching else None
+        # A loss may take several forwards: the pass begins with the first.
+        if watch is None or not watch.watches_passes or self._passed is not None:
+            return forward(micro_batch, *arguments, **options)
+        rows = self._take_rows(len(micro_batch["responses"]))
+        start = self._steps % self._mini_batches * self.config.ppo_mini_batch_size
+        of_data = [start + row for row in rows]
+        watch.begin_pass(self._inputs(of_data), rows, partial(_sequences, micro_batch))
+        outputs = forward(micro_batch, *arguments, **options)
+        self._passed = micro_batch, of_data, outputs
+        return outputs
+
+    def _take_rows(self, count: int) -> list[int]:
+        """The rows of the next micro-batch in its mini-batch."""
+        if self._rows:
+            return self._rows.pop(0)
+        self._next_row += count
+        return [*range(self._next_row - count, self._next_row)]
+
+    def _observed(self, loss: Callable[..., Any]) -> Callable[..., Any]:
+        """The loss function, observed; verl gives its arguments by name."""
+        watch = self.watch
+        assert watch is not None
+        if not watch.watches_passes:
+            return loss
+
+        @functools.wraps(loss)
+        def observed(**given: Any) -> Any:
+            mask = given["response_mask"]
+            with watch.loss(lambda: mask):
+                result = loss(**given)
+            passed, self._passed = self._passed, None
+            assert passed is not None
+            dynamic = self.config.use_dynamic_bsz
+            factor = len(mask) / self.config.ppo_mini_batch_size if dynamic else 1 / self.gradient_accumulation
+            loss_inputs, read_tokens = self._seen(given, *passed)
+            watch.observe(loss_inputs, read_tokens, lambda: mask.shape, factor)
+            return result
+
+        return observed
+
+    def _optimizer_step(self) -> Tensor:
+        if not self._watching or self.watch is None:
+            return super()._optimizer_step()
+        epoch, mini_batch = divmod(self._steps, self._mini_batches)
+        self._watching = False  # a search makes passes of its own
+        norm = self.watch.step(epoch, mini_batch, super()._optimizer_step)
+        self._watching, self._steps, self._next_row = True, self._steps + 1, 0
+        return norm if isinstance(norm, Tensor) else torch.tensor(norm, dtype=torch.float64)
+
+
+class WatchedActor(WatchedUpdates):
+    """verl's actor, watched; arguments as in verl.
+
+    Attributes:
+        gradloc (GradLoc | None), layer_clip (LayerClip | None): The watch's, None where they are off.
+    """
+
+    def __init__(self, config: Any, *arguments: Any, **options: Any) -> None:
+        super().__init__(config, *arguments, **options)
+        self.gradloc: GradLoc | None = None
+        self.layer_clip: LayerClip | None = None
+        clips = [config.get(name, {}).get("enable", False) for name in ("layer_clip", "token_clip")]
+        if self.actor_optimizer is None or not (config.get("spike_detection", False) or any(clips)):
+            return
+        if config.get("spike_search", "training") == "replay":
+            raise ValueError("spike_search=replay needs an engine of verl 0.9: set spike_search=training.")
+        self.watch = watch_actor(
+            self.actor_module,
+            config,
+            partial(forward_rows, self),
+            padded_rows,
+            partial(context_of, self.actor_module, config, self.param_dtype, config.grad_clip),
+            loss_scale=lambda: 1.0 if self.scaler is None else self.scaler.get_scale(),
+            sequence_parallel_size=self.ulysses_sequence_parallel_size,
+            learning_rate=lambda: self.actor_optimizer.param_groups[0]["lr"],
+            eos_tokens=eos_tokens(self.actor_module),
+        )
+        self.gradloc, self.layer_clip = self.watch.gradloc, self.watch.layer_clip if config.layer_clip.enable else None
+
+    def update_policy(self, data: "DataProto") -> dict[str, Any]:
+        if self.watch is None:
+            return super().update_policy(data)
+        with self._update(data, self._verls, "get_policy_loss_fn", lambda get: lambda mode: self._observed(get(mode))):
+            metrics = super().update_policy(data)
+        return {**metrics, **self.watch.metrics()}
+
+    def _inputs(self, rows: list[int]) -> dict[str, Any]:
+        """What a search needs of these rows of the data, which stay on the host."""
+        columns = {**self._data.batch, **self._data.non_tensor_batch}
+        inputs = {key: columns[key][rows] for key in FORWARD_KEYS if key in columns}
+        return inputs | {"temperature": self._data.meta_info["temperature"]}
+
+    def _seen(
+        self, given: Mapping[str, Any], micro_batch: Mapping[str, Any], rows: list[int], outputs: Any
+    ) -> tuple[LossInputs, ReadTokens]:
+        entropy, log_prob = _parts(outputs)[0], given["log_prob"]
+        tokens = {name: micro_batch[key] for name, key in EVIDENCE_KEYS.items() if key in micro_batch}
+        # These may be the forward's instead of the data's. They are kept without a graph.
+        tokens |= {"log_prob": log_prob.detach(), "old_log_prob": given["old_log_prob"].detach()}
+        loss_inputs: dict[str, Any] = {"coefficient": (log_prob, unchanged)}
+        if entropy is not None:
+            tokens["entropy"] = entropy.detach()
+            loss_inputs["entropy_coefficient"] = entropy, unchanged
+        # Where a KL penalty has it, and no KL loss, verl leaves it on the host.
+        reference = self._data.batch.get("ref_log_prob")
+
+        def read() -> Mapping[str, Tensor]:
+            if reference is None or "ref_log_prob" in tokens:
+                return tokens
+            return {**tokens, "ref_log_prob": reference[rows].to(log_prob.device)}
+
+        return loss_inputs, read
+
+
+class WatchedCritic(WatchedUpdates):
+    """verl's critic, watched; arguments as in verl."""
+
+    def __init__(self, config: Any, *arguments: Any, **options: Any) -> None:
+        super().__init__(config, *arguments, **options)
+        if self.critic_optimizer is not None and config.get("spike_detection", False):
+            self.watch = watch_critic(self.critic_module, config, lambda: 1.0, self.ulysses_sequence_parallel_size)
+
+    def update_critic(self, data: "DataProto") -> dict[str, Any]:
+        if self.watch is None:
+            return super().update_critic(data)
+        with self._update(data, core_algos, "compute_value_loss", self._observed):
+            metrics = super().update_critic(data)
+        own = self.watch.metrics()
+        write_evidence(self, data, self._tokenizer if self.watch.lines() else None, own)
+        return {**metrics, **{f"critic/{name}": value for name, value in own.items()}}
+
+    def _inputs(self, rows: list[int]) -> dict[str, Any]:
+        """Nothing: no pass is computed again."""
+        return {}
+
+    def _seen(self, given: Mapping[str, Any], *_: Any) -> tuple[LossInputs, ReadTokens]:
+        tokens = {name: given[key] for name, key in VALUE_KEYS.items()} | {"value": given["vpreds"].detach()}
+        return {"coefficient": (given["vpreds"], unchanged)}, lambda: tokens
+
+    @functools.cached_property
+    def _tokenizer(self) -> Any:
+        """The critic's tokenizer, read when there is a spike, as verl keeps it elsewhere; None if that fails."""
+        model = self.config.model
+        with guarded("values of a critic's spike are written without their texts"):
+            return hf_tokenizer(model.tokenizer_path, trust_remote_code=model.get("trust_remote_code", False))
+        return None
 
 
 def forward_rows(
-    actor: "DataParallelPPOActor", inputs: dict[str, Any], rows: list[int], response_length: int
+    actor: WatchedActor, inputs: dict[str, Any], rows: list[int], response_length: int
 ) -> tuple[Tensor | None, Tensor]:
     """The actor's forward of some rows of a micro-batch: `forward` as `GradLoc` takes it."""
     whole_length, device = inputs["responses"].size(-1), get_device_id()
@@ -70,81 +250,23 @@ def forward_rows(
     outputs = actor._forward_micro_batch(
         selected, temperature=inputs["temperature"], calculate_entropy=actor.config.entropy_coeff != 0
     )
-    # verl 0.7.1 gives by name what 0.7.0 gives in this order.
-    entropy, log_prob = (outputs.get("entropys"), outputs["log_probs"]) if isinstance(outputs, dict) else outputs
+    entropy, log_prob = _parts(outputs)
     return None if entropy is None else entropy[:, :response_length], log_prob[:, :response_length]
 
 
-def reports_ref_log_prob(actor: "DataParallelPPOActor", data: "DataProto") -> bool:
-    """Whether the reference's log-probs are to be kept though no KL loss needs them: those of a KL penalty."""
-    return actor.gradloc is not None and "ref_log_prob" in data.batch.keys()
-
-
-def begin_pass(
-    actor: "DataParallelPPOActor",
-    mini_batch: "DataProto",
-    model_inputs: dict[str, Any],
-    temperature: float,
-    rows: Sequence[int],
-) -> None:
-    """Called before a micro-batch's forward.
-
-    Args:
-        mini_batch (DataProto): The mini-batch, which stays on the host: what a search needs is kept from there.
-        model_inputs (dict): The micro-batch, on the device.
-        temperature (float): The rollout's, which the forward divides the logits by.
-        rows (Sequence[int]): The micro-batch's rows in this rank's mini-batch.
-    """
-    if actor.watch.watches_passes:
-        columns = {**mini_batch.batch, **mini_batch.non_tensor_batch}
-        indices = [int(row) for row in rows]
-        inputs = {key: columns[key][indices] for key in FORWARD_KEYS if key in columns} | {"temperature": temperature}
-        actor.watch.begin_pass(inputs, indices, partial(_sequences, model_inputs))
-        actor.watch.start_loss(lambda: model_inputs["response_mask"])
-
-
-def observe(
-    actor: "DataParallelPPOActor",
-    model_inputs: dict[str, Any],
-    entropy: Tensor | None,
-    log_prob: Tensor,
-    old_log_prob: Tensor,
-    loss_scale_factor: float,
-) -> None:
-    """Called between a micro-batch's loss and its backward.
-
-    Args:
-        model_inputs (dict): The micro-batch.
-        entropy (Tensor, optional): Of shape (batch size, response length), as all that follow.
-        log_prob (Tensor): What the loss is computed from.
-        old_log_prob (Tensor): What the loss compares it with.
-        loss_scale_factor (float): The micro-batch's part in the mini-batch's loss.
-    """
-    if actor.watch.watches_passes:
-        tokens = {name: model_inputs[key] for name, key in EVIDENCE_KEYS.items() if key in model_inputs}
-        # These may be the forward's instead of the data's. They are kept without a graph.
-        tokens |= {"log_prob": log_prob.detach(), "old_log_prob": old_log_prob.detach()}
-        loss_inputs = {"coefficient": (log_prob, unchanged)}
-        if entropy is not None:
-            tokens["entropy"] = entropy.detach()
-            loss_inputs["entropy_coefficient"] = entropy, unchanged
-        actor.watch.observe(loss_inputs, lambda: tokens, lambda: log_prob.shape, loss_scale_factor)
-
-
-def optimizer_step(actor: "DataParallelPPOActor", epoch: int, mini_batch: int) -> Tensor:
-    """Takes the actor's optimizer step by `Watch.step`; returns the gradient's norm, shape (). A collective call."""
-    norm = actor.watch.step(epoch, mini_batch, actor._optimizer_step)
-    return norm if isinstance(norm, Tensor) else torch.tensor(norm, dtype=torch.float64)
+def _parts(outputs: Any) -> tuple[Tensor | None, Tensor]:
+    """Entropy and log-probs of an actor's forward: verl 0.7.1 gives by name what 0.7.0 gives in this order."""
+    return (outputs.get("entropys"), outputs["log_probs"]) if isinstance(outputs, dict) else outputs
 
 
 def write_evidence(trained: Any, data: "DataProto", tokenizer: Any, metrics: Mapping[str, Any]) -> None:
     """Writes the evidence of an update, which `data` went into and `metrics` came out of. A collective call.
 
     Args:
-        trained (DataParallelPPOActor | WatchedCritic): What was trained.
+        trained (WatchedActor | WatchedCritic): What was trained.
     """
     config, watch = trained.config, trained.watch
-    if watch.watches_passes:
+    if watch is not None and watch.watches_passes:
         evidence = UpdateEvidence(config.bisect_dump_dir, tokenizer, watch.sequence_parallel_size)
         trained_data = TrainedData({**data.batch, **data.non_tensor_batch}, config.ppo_mini_batch_size)
         evidence.add(watch.lines(), trained_data)
@@ -152,15 +274,16 @@ def write_evidence(trained: Any, data: "DataProto", tokenizer: Any, metrics: Map
         evidence.write(data.meta_info.get("global_steps"), metrics, watch.warnings)
 
 
-def save_state(actor: "DataParallelPPOActor", manager: "BaseCheckpointManager", folder: str | None) -> None:
+def save_state(actor: WatchedActor, manager: "BaseCheckpointManager", folder: str | None) -> None:
     """Called after a checkpoint was saved."""
-    if manager.should_save_extra and folder is not None:
+    if actor.watch is not None and manager.should_save_extra and folder is not None:
         actor.watch.save(folder)
 
 
-def load_state(actor: "DataParallelPPOActor", manager: "BaseCheckpointManager", folder: str | None) -> None:
+def load_state(actor: WatchedActor, manager: "BaseCheckpointManager", folder: str | None) -> None:
     """Called after a checkpoint was loaded. A collective call."""
-    actor.watch.load(lambda: read_state(folder if manager.should_load_extra else None))
+    if actor.watch is not None:
+        actor.watch.load(lambda: read_state(folder if manager.should_load_extra else None))
 
 
 def _sequences(model_inputs: Mapping[str, Any]) -> tuple[Tensor, list[int]]:

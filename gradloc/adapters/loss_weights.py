@@ -3,7 +3,8 @@
 """How much each token counts in verl's losses."""
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,50 +54,44 @@ class AggregationCall:
         return (self.mask.unsqueeze(1) if of_sequences else self.mask).bool() & response_mask.bool()
 
 
-class RecordedAggregation:
-    """Records the call of verl's `agg_loss` that a policy loss makes.
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Within it, a module of verl has this value by this name."""
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
 
-    verl's policy losses take that function from their module, so it is replaced there between `start` and `stop`. The
-    terms of KL and entropy, which import it by name, are not seen.
+
+@contextmanager
+def recorded_aggregation(act: Callable[[AggregationCall], object] | None = None) -> Iterator[list[AggregationCall]]:
+    """Within it, the first call of verl's `agg_loss` that a policy loss makes is put in the list that it yields.
+
+    verl's policy losses take that function from their module, so it is replaced there. The terms of KL and entropy,
+    which import it by name, are not seen. `act` is called with the call at once, within the loss; it must not raise.
     """
+    calls: list[AggregationCall] = []
+    original = core_algos.agg_loss
 
-    def __init__(self) -> None:
-        self._original: Callable[..., Tensor] | None = None
-        self._call: AggregationCall | None = None
-
-    def start(self, act: Callable[[AggregationCall], object] | None = None) -> None:
-        """Forgets the call of an earlier loss, and waits for that of the next one.
-
-        `act` is called with it at once, within the loss; it must not raise.
-        """
-        self.take()
-        original = self._original = core_algos.agg_loss
-
-        @functools.wraps(original)
-        def recorded(loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str, *rest: Any, **options: Any) -> Tensor:
-            if self._call is None:  # the loss itself; what follows are figures for the log
-                self._call = AggregationCall(
+    @functools.wraps(original)
+    def recorded(loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str, *rest: Any, **options: Any) -> Tensor:
+        if not calls:  # the loss itself; what follows are figures for the log
+            calls.append(
+                AggregationCall(
                     lambda x: original(x, loss_mask, loss_agg_mode, *rest, **options),
                     tuple(loss_mat.shape),
                     loss_mask.detach(),
                     loss_agg_mode,
                 )
-                if act is not None:
-                    act(self._call)
-            return original(loss_mat, loss_mask, loss_agg_mode, *rest, **options)
+            )
+            if act is not None:
+                act(calls[0])
+        return original(loss_mat, loss_mask, loss_agg_mode, *rest, **options)
 
-        core_algos.agg_loss = recorded
-
-    def stop(self) -> None:
-        """Gives verl its function back."""
-        if self._original is not None:
-            core_algos.agg_loss, self._original = self._original, None
-
-    def take(self) -> AggregationCall | None:
-        """Stops, and hands over the first call since `start`; None if there was none, or it was taken."""
-        self.stop()
-        call, self._call = self._call, None
-        return call
+    with replaced(core_algos, "agg_loss", recorded):
+        yield calls
 
 
 def policy_weights(call: AggregationCall | None, config: Any, response_mask: Tensor, **options: Any) -> Tensor:

@@ -126,11 +126,8 @@ class TrainedEngine:
             return loss_function(*arguments, **named)
         # Only a tensor that the loss was given itself sees its gradient.
         named["model_output"] = {**output, **flat}
-        watch.start_loss(lambda: padded(data["response_mask"]), self._batch_info)
-        try:
+        with watch.loss(lambda: padded(data["response_mask"]), self._batch_info):
             result = loss_function(*arguments, **named)
-        finally:
-            watch.aggregation.stop()
         loss_inputs = {OUTPUTS[key][1]: (values, seen.of_responses) for key, values in flat.items()}
         read = watch.observe(loss_inputs, seen.read_tokens, lambda: seen.shape, **self._batch_info())
         if recorder is not None:

@@ -4,8 +4,8 @@
 
 import functools
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -26,13 +26,7 @@ from ..measure.pass_recorder import LossInputs, ReadTokens
 from ..measure.passes import Forward
 from ..token_clip.token_clip import TokenClip, row_weights
 from ..token_clip.watched_pass import Positions
-from .loss_weights import (
-    AggregationCall,
-    RecordedAggregation,
-    aggregation_mode,
-    policy_weights,
-    with_derived,
-)
+from .loss_weights import AggregationCall, aggregation_mode, policy_weights, recorded_aggregation, with_derived
 from .saved_state import write_state
 
 if TYPE_CHECKING:
@@ -59,7 +53,6 @@ class Watch:
             tell what it would have left of a spike.
         clips (list[dict]): What TokenClip found since `start_update` or `start_mini_batch`, as lines of the evidence;
             the same on every rank.
-        aggregation (RecordedAggregation): How the loss that is being computed weighs its tokens.
     """
 
     def __init__(
@@ -75,7 +68,6 @@ class Watch:
         self.layer_clip: LayerClip | None = None
         self.token_clip: TokenClip | None = None
         self.clips: list[dict[str, Any]] = []
-        self.aggregation = RecordedAggregation()
         self.sequence_parallel_size = sequence_parallel_size
         self._config = config
         self._loss_scale = loss_scale
@@ -83,8 +75,8 @@ class Watch:
         self._global_step: int | None = None
         self._pass_open = False
         self._said: set[str] = set()
+        self._calls: list[AggregationCall] = []  # how the last loss weighs its tokens: one, or none
         self._row_weights: Tensor | None = None
-        self._weigh: Callable[[AggregationCall | None], None] | None = None
         self._eos_tokens = eos_tokens
 
     @property
@@ -146,22 +138,22 @@ class Watch:
         if self.token_clip is not None:
             self.token_clip.end_pass()
 
-    def start_loss(self, read_mask: Callable[[], Tensor], options: Callable[[], Mapping[str, Any]] = dict) -> None:
-        """Called before a micro-batch's loss, with what returns its response mask, and the options of `observe`.
+    @contextmanager
+    def loss(self, read_mask: Callable[[], Tensor], options: Callable[[], Mapping[str, Any]] = dict) -> Iterator[None]:
+        """Around a micro-batch's loss, with what returns its response mask, and the options of `observe`.
 
         TokenClip's weights are computed within it: until a loss waits for the device, the host has time.
         """
-        self._row_weights = None
-        if self.token_clip is None:
-            self.aggregation.start()
-            return
 
         def weigh(call: AggregationCall | None) -> None:
             with guarded("TokenClip leaves micro-batches alone whose weights cannot be read", self._said):
                 self._row_weights = row_weights(policy_weights(call, self._config, read_mask(), **options()))
 
-        self._weigh = weigh
-        self.aggregation.start(weigh)
+        self._row_weights = None
+        with recorded_aggregation(None if self.token_clip is None else weigh) as self._calls:
+            yield
+        if self.token_clip is not None and not self._calls:
+            weigh(None)
 
     def observe(
         self,
@@ -188,7 +180,8 @@ class Watch:
         Returns:
             ReadTokens: `read_tokens` with what follows from the loss; see `with_derived`.
         """
-        call = self.aggregation.take()  # what follows is not the loss
+        call = next(iter(self._calls), None)
+        self._calls = []  # it has tensors of the micro-batch
 
         @functools.cache
         def read() -> dict[str, Tensor]:
@@ -197,9 +190,6 @@ class Watch:
         if self.token_clip is not None:  # first: GradLoc then sees the coefficients that are left
             if self._scale is None:
                 self._scale = self._loss_scale()
-            if call is None and self._weigh is not None:
-                self._weigh(None)
-            self._weigh = None  # it has tensors of the micro-batch
             if self._row_weights is not None:
                 log_prob, _ = loss_inputs["coefficient"]
                 self.token_clip.observe(log_prob, self._row_weights * abs(factor), self._scale, read)
@@ -209,7 +199,6 @@ class Watch:
 
     def stop(self) -> None:
         """Called after a mini-batch, also where an error has broken it off."""
-        self.aggregation.stop()
         if self.recorder is not None:
             self.recorder.discard()
 

@@ -20,7 +20,7 @@ from verl.trainer.config.algorithm import RolloutCorrectionConfig
 from verl.trainer.ppo import core_algos, rollout_corr_helper
 from verl.workers.config import ActorConfig, PolicyLossConfig
 
-from gradloc.adapters.loss_weights import RecordedAggregation, aggregation_mode, kl_coefficients, policy_weights
+from gradloc.adapters.loss_weights import aggregation_mode, kl_coefficients, policy_weights, recorded_aggregation
 from gradloc.measure.micro_batch import token_weights
 
 from ..convert.loss import AGG_MODES
@@ -230,13 +230,9 @@ class _Loss:
     def _recorded_factor(self) -> float:
         """What the loss is multiplied by after its aggregation: verl 0.7's factor for gradient accumulation."""
         config, mask = self._config(None, {}), self.tokens["response_mask"]
-        aggregation = RecordedAggregation()
-        aggregation.start()
-        try:
+        with recorded_aggregation() as calls:
             self._policy_loss(config, self.tokens["log_prob"].clone().requires_grad_(), mask, None)
-        finally:
-            aggregation.stop()
-        call = aggregation.take()
+        call = next(iter(calls), None)
         # Some losses have a mode of their own, whatever the settings say; the terms of KL and entropy have not.
         modes = [aggregation_mode(call, config, mask.shape)]
         if config.use_kl_loss or config.entropy_coeff != 0:

@@ -69,7 +69,7 @@ def _legacy_update(critic: Critic, optimizer: Any, stock: bool) -> Any:
     if stock:
         made = stock_module("verl/workers/critic/dp_critic.py").DataParallelPPOCritic
     else:
-        from verl.utils.gradloc.adapters.dp_critic import WatchedCritic as made
+        from verl.workers.critic.dp_critic import DataParallelPPOCritic as made
     verls = made(critic.config, critic.module, optimizer)
     if not (stock or isinstance(critic.tokenizer, BrokenTokenizer)):
         # In place of a tokenizer on the disk, which the critic reads where there is a spike.
@@ -255,7 +255,8 @@ def loss_of_ones_own(directory: str) -> list[dict[str, Any]]:
     watch = critic.watch
     watch.start_update(1)
     watch.begin_pass({}, [0], None)
-    watch.start_loss(None)
+    with watch.loss(None):
+        pass  # no call of verl's `agg_loss`
     tokens = {name: torch.ones(1, 1) for name in ("response_mask", "value")}
     watch.observe({}, lambda: tokens, lambda: (1, 1))
     watch.step(0, 0, lambda: 1.0)

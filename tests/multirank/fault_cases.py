@@ -43,7 +43,9 @@ def disturb(actor: Any, where: str, when: int | Sequence[int], disturbance: Call
     def strike(*_: Any) -> None:
         nonlocal count
         gradloc = getattr(actor, "gradloc", None)
-        if not getattr(actor, "evaluates", False) and (gradloc is None or gradloc.current is None):
+        # In verl 0.7 a training pass begins within the forward.
+        trains = getattr(actor, "_watching", False) or (gradloc is not None and gradloc.current is not None)
+        if not getattr(actor, "evaluates", False) and not trains:
             count += 1
             if count in numbers:
                 disturbance()

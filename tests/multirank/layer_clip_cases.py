@@ -287,11 +287,9 @@ def reads_of_a_step(actor: Any) -> list[str]:
             actor.engine._watching = True  # as within `train_batch`
             actor.engine.optimizer_step()
         else:
-            from verl.utils.gradloc.adapters import dp_actor as adapter
-
-            watched = getattr(actor, "watch", None) is not None
-            norm = adapter.optimizer_step(actor, 0, 0) if watched else actor._optimizer_step()
-            if watched:
+            actor._watching = True  # as within `update_policy`
+            norm = actor._optimizer_step()
+            if getattr(actor, "watch", None) is not None:
                 on_host.append(norm)
             norm.detach().item()
     return reads

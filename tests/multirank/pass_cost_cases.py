@@ -1,7 +1,6 @@
 """What a watched training pass costs, and the norms of local gradients. All here runs inside the ranks of a cluster."""
 
 import copy
-import importlib
 from collections import Counter
 from contextlib import nullcontext
 from typing import Any
@@ -111,36 +110,40 @@ def operations_around_the_backward(case: Case, clip_tokens: bool) -> list[tuple[
                 found.append((in_gap, mode.counts))
 
         watch.end_pass = counted_end_pass
-        if ENGINE:
-            observed = actor.engine._observed
+        holder = actor.engine if ENGINE else actor
+        observed = holder._observed
 
-            def observed_after_loss(loss_function: Any, *arguments: Any, **options: Any) -> Any:
-                def counted_loss(**tensors: Any) -> Any:
-                    loss = loss_function(**tensors)
-                    after_loss()
-                    return loss
+        def observed_after_loss(loss_function: Any, *arguments: Any, **options: Any) -> Any:
+            def counted_loss(**tensors: Any) -> Any:
+                loss = loss_function(**tensors)
+                after_loss()
+                return loss
 
-                return observed(counted_loss, *arguments, **options)
+            return observed(counted_loss, *arguments, **options)
 
-            actor.engine._observed = observed_after_loss
+        holder._observed = observed_after_loss
+        if not ENGINE:  # verl adds the terms of KL and entropy after what is observed
+            observe = watch.observe
 
-    def observe_after_loss(*arguments: Any) -> None:
-        after_loss()
-        observe(*arguments)
+            def counted_observe(*arguments: Any, **options: Any) -> Any:
+                read = observe(*arguments, **options)
+                before_backward()
+                return read
+
+            watch.observe = counted_observe
 
     def counted_backward(*arguments: Any, **options: Any) -> None:
         if gap is not None:
             before_backward()
         backward(*arguments, **options)
 
-    adapter: Any = importlib.import_module("verl.utils.gradloc.adapters.dp_actor")
-    observe, backward = adapter.observe, Tensor.backward
-    adapter.observe, Tensor.backward = observe_after_loss, counted_backward
+    backward = Tensor.backward
+    Tensor.backward = counted_backward
     clip = {"token_clip": token_clip_config(enable=True)} if clip_tokens else {}
     try:
         train(case, prepare=prepare, spike_detection=True, grad_norm_threshold=NEVER, **clip)
     finally:
-        adapter.observe, Tensor.backward = observe, backward
+        Tensor.backward = backward
     return found
 
 

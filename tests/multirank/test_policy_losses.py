@@ -13,9 +13,9 @@ from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, get_policy_loss_fn
 from verl.utils.gradloc.adapters import loss_weights
 from verl.utils.gradloc.adapters.loss_weights import (
     AggregationCall,
-    RecordedAggregation,
     aggregation_mode,
     policy_weights,
+    recorded_aggregation,
 )
 from verl.workers.config import FSDPActorConfig
 
@@ -42,17 +42,16 @@ def weights_and_gradient(
     mode: str, agg_mode: str, config: FSDPActorConfig, log_prob: torch.Tensor, old_log_prob: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The weights, and the gradient of verl's own loss at an advantage of -1."""
-    aggregation = RecordedAggregation()
-    aggregation.start()
-    loss, _ = get_policy_loss_fn(mode)(
-        old_log_prob=old_log_prob,
-        log_prob=log_prob,
-        advantages=-MASK,
-        response_mask=MASK,
-        loss_agg_mode=agg_mode,
-        config=config,
-    )
-    weights = policy_weights(aggregation.take(), config, MASK, **config.global_batch_info)
+    with recorded_aggregation() as calls:
+        loss, _ = get_policy_loss_fn(mode)(
+            old_log_prob=old_log_prob,
+            log_prob=log_prob,
+            advantages=-MASK,
+            response_mask=MASK,
+            loss_agg_mode=agg_mode,
+            config=config,
+        )
+    weights = policy_weights(next(iter(calls), None), config, MASK, **config.global_batch_info)
     assert core_algos.agg_loss is AGG_LOSS  # given back
     return weights, torch.autograd.grad(loss, log_prob)[0]
 
@@ -91,21 +90,20 @@ def test_what_a_loss_called_can_be_read_again() -> None:
     """Its weights, its mode and the tokens it keeps, in any order; the recorder keeps nothing of it."""
     config = build_config("vanilla", "token-mean", use_kl_loss=True)
     kept = MASK.bool() & (torch.arange(7) != 1)
-    aggregation = RecordedAggregation()
-    aggregation.start()
-    core_algos.agg_loss(torch.ones(5, 7), kept.float(), "seq-mean-token-sum")
-    core_algos.agg_loss(torch.ones(5, 7), MASK, "token-mean")  # a figure for the log
-    call = aggregation.take()
+    with recorded_aggregation() as calls:
+        core_algos.agg_loss(torch.ones(5, 7), kept.float(), "seq-mean-token-sum")
+        core_algos.agg_loss(torch.ones(5, 7), MASK, "token-mean")  # a figure for the log
     assert core_algos.agg_loss is AGG_LOSS
-    assert call is not None and aggregation.take() is None
+    (call,) = calls
     for _ in range(2):
         weights = policy_weights(call, config, MASK)
         assert weights[kept].tolist() == pytest.approx([1 / 4] * int(kept.sum()))  # rows with a token
         assert weights[MASK.bool() & ~kept].tolist() == pytest.approx([1 / 16] * int((MASK.bool() & ~kept).sum()))
         assert aggregation_mode(call, config, MASK.shape) == "seq-mean-token-sum"
         assert call.kept(MASK).equal(kept)
-    aggregation.start()
-    assert aggregation.take() is None
+    with pytest.raises(ZeroDivisionError), recorded_aggregation() as calls:
+        _ = 1 / 0
+    assert calls == [] and core_algos.agg_loss is AGG_LOSS
 
 
 LENGTHS = MASK.sum(1, keepdim=True)
@@ -117,11 +115,10 @@ def warnings_again() -> None:
     loss_weights._said.clear()
 
 
-def taken(losses: torch.Tensor, mask: torch.Tensor, mode: str, **info: int) -> AggregationCall | None:
-    aggregation = RecordedAggregation()
-    aggregation.start()
-    core_algos.agg_loss(losses, mask, mode, **info)
-    return aggregation.take()
+def taken(losses: torch.Tensor, mask: torch.Tensor, mode: str, **info: int) -> AggregationCall:
+    with recorded_aggregation() as calls:
+        core_algos.agg_loss(losses, mask, mode, **info)
+    return calls[0]
 
 
 @pytest.mark.every_target

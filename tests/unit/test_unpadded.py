@@ -134,24 +134,39 @@ def test_what_is_kept_for_a_search_comes_from_the_host() -> None:
     from verl import DataProto
     from verl.utils.gradloc.adapters import dp_actor
 
-    ids = torch.arange(8 * 12).view(8, 12)
+    ids = torch.arange(16 * 12).view(16, 12)
     columns = {"responses": ids[:, 4:], "input_ids": ids, "attention_mask": ids > 0, "position_ids": ids + 1}
-    mini_batch = DataProto.from_dict(columns, non_tensors={"multi_modal_inputs": [{"row": row} for row in range(8)]})
-    rows = torch.tensor([5, 2])
-    # On a device from which nothing can be read.
-    on_device = {name: column[rows].to("meta") for name, column in columns.items()}
+    images = [{"row": row} for row in range(16)]
+    data = DataProto.from_dict(columns, non_tensors={"multi_modal_inputs": images}, meta_info={"temperature": 0.5})
     kept: dict[str, Any] = {}
-    watch = types.SimpleNamespace(
-        watches_passes=True,
-        begin_pass=lambda inputs, indices, _: kept.update(inputs, rows=indices),
-        aggregation=types.SimpleNamespace(start=lambda: None),
-        start_loss=lambda *_: None,
-    )
-    dp_actor.begin_pass(types.SimpleNamespace(watch=watch), mini_batch, on_device, 0.5, rows)
+
+    class Trained:
+        def _forward_micro_batch(self, micro_batch: dict[str, torch.Tensor]) -> int:
+            return len(micro_batch["responses"])
+
+    class Actor(dp_actor.WatchedActor, Trained):
+        _verls = types.SimpleNamespace(prepare_dynamic_batch=print)
+
+        def __init__(self) -> None:
+            self.config = types.SimpleNamespace(ppo_mini_batch_size=8)
+            self.watch = types.SimpleNamespace(
+                watches_passes=True,
+                start_update=lambda step: None,
+                begin_pass=lambda inputs, indices, _: kept.update(inputs, rows=indices),
+            )
+
+    rows = torch.tensor([5, 2])
+    owner = types.SimpleNamespace(loss=None)
+    actor = Actor()
+    with actor._update(data, owner, "loss", lambda loss: loss):
+        actor._steps, actor._rows = 1, [rows.tolist()]  # the second mini-batch
+        # On a device from which nothing can be read.
+        on_device = {name: column[8 + rows].to("meta") for name, column in columns.items()}
+        assert actor._forward_micro_batch(on_device) == 2
     assert kept.pop("rows") == [5, 2] and kept.pop("temperature") == 0.5
-    assert list(kept.pop("multi_modal_inputs")) == [{"row": 5}, {"row": 2}]
+    assert list(kept.pop("multi_modal_inputs")) == [{"row": 13}, {"row": 10}]
     assert kept.keys() == columns.keys()
-    assert all(torch.equal(tensor, columns[name][rows]) for name, tensor in kept.items())
+    assert all(torch.equal(tensor, columns[name][8 + rows]) for name, tensor in kept.items())
 
 
 def test_a_row_is_sent_without_the_others() -> None:
