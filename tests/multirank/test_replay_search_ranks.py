@@ -104,9 +104,7 @@ def test_what_training_only_recorded_is_found_at_home(launch: Launch, tmp_path: 
 
 
 @pytest.mark.every_target
-def test_a_bundle_says_whose_log_probs_are_of_other_positions(
-    launch: Launch, tmp_path: Path, capsys: Capsys
-) -> None:
+def test_a_bundle_says_whose_log_probs_are_of_other_positions(launch: Launch, tmp_path: Path, capsys: Capsys) -> None:
     case = Case("fsdp2", rows=16, mini_batch=8, micro_batch=8, kl=True, rollout=True, planted=ONE)
     ((event,), *_) = same_events([run for *_, run in launch(2, replay_cases.spiked_and_late, case, str(tmp_path))])
     bundle = tmp_path / "dump" / event["replay"]
