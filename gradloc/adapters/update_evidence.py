@@ -173,17 +173,21 @@ class UpdateEvidence:
         # No more clip lines than these are written.
         clip_lines = [id(event) for event in self._events if "token_clip" in event][:EVENTS_PER_STEP]
         events = [event for event in events if "token_clip" not in event or id(event) in clip_lines]
-        tokens = [(event, i, token) for event in events for i, token in enumerate(_tokens(event))]
-        if not tokens or (own and self._rank):
+        if not events or (own and self._rank):
             return
-        facts = self._own_facts(tokens, data)
-        gathered = [facts] if own else collectives.gather_objects(facts)
-        if not own:  # a recorded event has no culprits
-            self._compare_rewards(events, data)
+        tokens = [(event, i, token) for event in events for i, token in enumerate(_tokens(event))]
+        known = self._own_facts(tokens, data), _own_rows(events, data)
+        facts, rows = zip(*([known] if own else collectives.gather_objects(known)), strict=True)
         if self._rank:
             return
-        for number, of_token in chain(*gathered):
+        for number, of_token in chain(*facts):
             tokens[number][2].update(of_token)
+        for number in rows[0]:
+            by_rank = [of_rank.get(number) for of_rank in rows[:: self._sequence_parallel_size]]
+            if None not in by_rank:
+                with guarded(_NOT_COMPARED):
+                    by_place = {(rank, i): row for rank, of_rank in enumerate(by_rank) for i, row in enumerate(of_rank)}
+                    events[number]["verdict"] = verdict_by_rows(events[number], by_place)
         for event in events:
             if _kind(event) != "critic":
                 event["summary"] = describe(event)
@@ -234,22 +238,6 @@ class UpdateEvidence:
         if figures:
             record_step(self._directory, global_step, figures, warnings)
 
-    def _compare_rewards(self, events: Sequence[dict[str, Any]], data: TrainedData) -> None:
-        """Completes the verdicts that the rows of their mini-batch may change, on rank 0. A collective call."""
-        compared: list[int] = []
-        with guarded(_NOT_COMPARED):
-            compared = [number for number, event in enumerate(events) if needs_rows(event)]
-        # Rank 0 decides, so that an error on one rank leaves no other waiting.
-        for number in collectives.broadcast(lambda: compared, 0):
-            event, rows = events[number], None
-            with guarded(_NOT_COMPARED):
-                rows = data.rewarded_rows(event)
-            by_rank = collectives.gather_objects(rows)[:: self._sequence_parallel_size]
-            if self._rank == 0 and None not in by_rank:
-                with guarded(_NOT_COMPARED):
-                    known = {(rank, i): row for rank, of_rank in enumerate(by_rank) for i, row in enumerate(of_rank)}
-                    event["verdict"] = verdict_by_rows(event, known)
-
     def _own_facts(
         self, tokens: Sequence[tuple[dict[str, Any], int, dict[str, Any]]], data: TrainedData
     ) -> list[tuple[int, dict[str, Any]]]:
@@ -279,6 +267,16 @@ class UpdateEvidence:
         if not of_spike:
             return facts | context_evidence(self._tokenizer, sample.response, position)
         return facts | limit_texts(text_evidence(self._tokenizer, sample.prompt, sample.response, position), index)
+
+
+def _own_rows(events: Sequence[Mapping[str, Any]], data: TrainedData) -> dict[int, list[RewardedRow] | None]:
+    """The rows of this rank's mini-batches of which a verdict may change by them, by the event's number."""
+    rows: dict[int, list[RewardedRow] | None] = {}
+    for number, event in enumerate(events):
+        with guarded(_NOT_COMPARED):
+            if needs_rows(event):
+                rows[number] = data.rewarded_rows(event)
+    return rows
 
 
 def _kind(line: Mapping[str, Any]) -> str:
