@@ -73,11 +73,8 @@ class UpdateMetrics:
         self._spikes: Counter[str] = Counter()  # what is summed up of the spikes, by the metric's name
         self._maxima = torch.full((2,), -math.inf, dtype=torch.float64)
         self._counts = torch.zeros(4, dtype=torch.float64)
-        self._token_norm_max = 0.0
-        # τ of the mini-batch with the largest norm, and of the last one.
-        self._threshold_of_max: float | None = None
-        self._last_threshold: float | None = None
-        self._margin: float | None = None
+        # The token-equivalent norm of each mini-batch, and its τ; None in the warm-up of an automatic one.
+        self._levels: list[tuple[float, float | None]] = []
 
     def take_in(self, by_rank: Tensor) -> None:
         """Adds what `own_figures` returned on each rank, on the CPU."""
@@ -86,11 +83,7 @@ class UpdateMetrics:
 
     def take_in_level(self, token_norm: float, threshold: float | None) -> None:
         """Adds the token-equivalent norm of a mini-batch and its τ; None in the warm-up of an automatic one."""
-        self._last_threshold = threshold
-        if token_norm >= self._token_norm_max:
-            self._token_norm_max, self._threshold_of_max = token_norm, threshold
-        if threshold is not None:
-            self._margin = max(self._margin or 0.0, token_norm / threshold)
+        self._levels.append((token_norm, threshold))
 
     def add_spike(self, event: Mapping[str, Any] | None, skipped: bool = False) -> None:
         """Counts a spike, whose event an error may have prevented, and whether its step was skipped."""
@@ -112,15 +105,18 @@ class UpdateMetrics:
             for log_ratio in self._maxima.tolist()
         )
         misaligned, compared, unlikely, tokens = self._counts.tolist()
+        # Of equal norms the last.
+        largest, threshold = max(reversed(self._levels), key=lambda level: level[0], default=(0.0, None))
+        margins = [norm / of_norm for norm, of_norm in self._levels if of_norm is not None]
         figures = {
             "misaligned_share": misaligned / compared if compared else None,
-            "threshold": self._last_threshold if self._threshold_of_max is None else self._threshold_of_max,
+            "threshold": self._levels[-1][1] if threshold is None and self._levels else threshold,
             "drill_found": None if self.drill_found is None else float(self.drill_found),
             "ratio_max": ratio_max,
             "rollout_ratio_max": rollout_ratio_max,
             "unlikely_share": unlikely / tokens if tokens else None,
-            "spike_margin": self._margin,
-            "token_norm_max": self._token_norm_max,
+            "spike_margin": max(margins, default=None),
+            "token_norm_max": largest,
             **{name: self._spikes[name] for name in _OF_SPIKES},
         }
         return {f"actor/gradloc/{name}": value for name, value in figures.items() if value is not None}

@@ -127,8 +127,35 @@ class SpikeRecorder:
             where (Mapping): `global_step`, `epoch` and `mini_batch`.
             norm (float | Tensor): The norm of its gradient, of all ranks.
         """
+        started = time.perf_counter()
         with self._guarded("a mini-batch is not recorded"):
-            self._check(where, float(norm))
+            if self._tokens is None:
+                raise ForeseenError("the engine does not say how many tokens a mini-batch has (batch_num_tokens)")
+            # With loss_agg_mode=token-mean, the gradient is Σ g_t / n, and the norm of n ordinary tokens s·√n / n.
+            norm, root = float(norm), math.sqrt(self._tokens)
+            level = norm * root if math.isfinite(norm) else math.inf
+            threshold = self._threshold.next(level, level if math.isfinite(level) else 0.0)
+            self._metrics.take_in_level(level, self._threshold.last)
+            if not is_over(level, threshold):
+                return
+            micro_batches, factor = self._read()
+            # With fp16's scaler the factor is the scale of this mini-batch: its own may have changed with the step.
+            has_scaler = getattr(self._engine, "scaler", None) is not None
+            event = recorded_event(
+                micro_batches,
+                where=where,
+                threshold=threshold,
+                global_norm=norm,
+                global_threshold=threshold / root if root else threshold,
+                world_size=self._engine.get_data_parallel_size(),
+                loss_scale=factor if has_scaler else 1.0,
+                # The optimizer step was taken as usual, which is all that the possible actions ask for.
+                action=self._config.spike_action,
+                started=started,
+                keep=partial(self._keep_bundle, micro_batches),
+            )
+            self.events.append(event)
+            self._metrics.add_spike(event)
 
     def metrics(self) -> dict[str, float]:
         """The update's metrics, on rank 0; other ranks have none."""
@@ -145,37 +172,6 @@ class SpikeRecorder:
     def _guarded(self, what: str) -> AbstractContextManager[None]:
         """Within it, an error is a warning: what failed, of one kind of failure the first time only."""
         return guarded(f"data-parallel rank {self.rank}: {what}", self._said)
-
-    def _check(self, where: Mapping[str, Any], norm: float) -> None:
-        started = time.perf_counter()
-        if self._tokens is None:
-            raise ForeseenError("the engine does not say how many tokens a mini-batch has (batch_num_tokens)")
-        # With loss_agg_mode=token-mean, the gradient is Σ g_t / n, and the norm of n ordinary tokens s·√n / n.
-        root = math.sqrt(self._tokens)
-        level = norm * root if math.isfinite(norm) else math.inf
-        finite = level if math.isfinite(level) else 0.0
-        threshold = self._threshold.next(level, finite)
-        self._metrics.take_in_level(level, self._threshold.last)
-        if not is_over(level, threshold):
-            return
-        micro_batches, factor = self._read()
-        # With fp16's scaler the factor is the scale of this mini-batch: its own may have changed with the step.
-        has_scaler = getattr(self._engine, "scaler", None) is not None
-        event = recorded_event(
-            micro_batches,
-            where=where,
-            threshold=threshold,
-            global_norm=norm,
-            global_threshold=threshold / root if root else threshold,
-            world_size=self._engine.get_data_parallel_size(),
-            loss_scale=factor if has_scaler else 1.0,
-            # The optimizer step was taken as usual, which is all that the possible actions ask for.
-            action=self._config.spike_action,
-            started=started,
-            keep=partial(self._keep_bundle, micro_batches),
-        )
-        self.events.append(event)
-        self._metrics.add_spike(event)
 
     def _read(self) -> tuple[dict[MicroBatchName, MicroBatch], float]:
         """This rank's micro-batches on the CPU, none if they cannot be read, and what their losses were multiplied by.

@@ -52,16 +52,6 @@ _NOT_COMPARED = "a gradient spike is not compared with the rewards of its mini-b
 _said: set[str] = set()
 
 
-@dataclass(frozen=True)
-class Sample:
-    """A row of the data that a rank trains on."""
-
-    prompt: list[int]  # token ids without padding
-    response: list[int]  # the same
-    reward: float | None  # the sum of its scores
-    columns: Mapping[str, Any]  # its values in verl's columns, `reward_model`, `data_source` and `uid` if there are any
-
-
 # The column that has the scores of a response's tokens: the first one that there is.
 SCORES = ("token_level_scores", "rm_scores")
 # What the advantages are computed from: the first one that there is.
@@ -83,8 +73,11 @@ class TrainedData:
     columns: Mapping[str, Any]
     mini_batch_size: int | None = None
 
-    def sample(self, line: Mapping[str, Any], token: Mapping[str, Any]) -> Sample:
-        """The sample of a line's token, which this rank has."""
+    def sample(self, line: Mapping[str, Any], token: Mapping[str, Any]) -> dict[str, Any]:
+        """The sample of a line's token, which this rank has: verl's columns, its `prompt`, `response` and `reward`.
+
+        Prompt and response are token ids without padding, the reward is the sum of its scores.
+        """
         row = self._start(line) + token["row"]
         of = {name: self.columns[name][row] for name in DATA_KEYS if name in self.columns}
         ids, length = of["input_ids"], len(of["responses"])
@@ -92,9 +85,9 @@ class TrainedData:
             length = int(of["attention_mask"][-length:].sum())
         if not self.columns["input_ids"].is_nested:
             ids = ids[of["attention_mask"].bool()]
-        scores = [of[name].sum().item() for name in SCORES if name in of]
+        reward = next((of[name].sum().item() for name in SCORES if name in of), None)
         prompt = len(ids) - length
-        return Sample(ids[:prompt].tolist(), ids[prompt:].tolist(), scores[0] if scores else None, of)
+        return {**of, "prompt": ids[:prompt].tolist(), "response": ids[prompt:].tolist(), "reward": reward}
 
     def rewarded_rows(self, line: Mapping[str, Any]) -> list[RewardedRow] | None:
         """What the rows of a line's mini-batch were rewarded for; None without uids, which tell the prompts apart."""
@@ -251,22 +244,23 @@ class UpdateEvidence:
                     own.append((number, jsonable(self._facts(line, index, token, data.sample(line, token)))))
         return own
 
-    def _facts(self, line: Mapping[str, Any], index: int, token: Mapping[str, Any], sample: Sample) -> dict[str, Any]:
+    def _facts(
+        self, line: Mapping[str, Any], index: int, token: Mapping[str, Any], sample: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """What a sample says of its token; no long texts that are not written, and none of a token in the prompt."""
-        columns, position, of_spike = sample.columns, token["position"], _kind(line) == "spike"
-        facts = {
-            "reward": sample.reward,
-            "data_source": str(columns["data_source"]) if "data_source" in columns else None,
-            "uid": str(columns["uid"]) if "uid" in columns else None,
-        }
+        position, of_spike = token["position"], _kind(line) == "spike"
+        facts = {"reward": sample["reward"]}
+        facts |= {name: str(sample[name]) if name in sample else None for name in ("data_source", "uid")}
         if of_spike:
-            reward_model = columns.get("reward_model")
+            reward_model = sample.get("reward_model")
             facts["ground_truth"] = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
         if self._tokenizer is None or position < 0:
             return facts
         if not of_spike:
-            return facts | context_evidence(self._tokenizer, sample.response, position)
-        return facts | limit_texts(text_evidence(self._tokenizer, sample.prompt, sample.response, position), index)
+            return facts | context_evidence(self._tokenizer, sample["response"], position)
+        return facts | limit_texts(
+            text_evidence(self._tokenizer, sample["prompt"], sample["response"], position), index
+        )
 
 
 def _own_rows(events: Sequence[Mapping[str, Any]], data: TrainedData) -> dict[int, list[RewardedRow] | None]:

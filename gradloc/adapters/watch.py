@@ -6,6 +6,7 @@ import functools
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -38,46 +39,28 @@ logger = logging.getLogger(__name__)
 Norm = TypeVar("Norm")
 
 
+@dataclass
 class Watch:
-    """What watches a model that is trained: each of its parts may be off. `watch_actor` and `watch_critic` make one.
+    """What watches a model that is trained: each of its parts may be off. `watch_actor` and `watch_critic` make one."""
 
-    Args:
-        config (ActorConfig | CriticConfig): verl's configuration of the actor or critic.
-        loss_scale (Callable): Returns the loss scale of the backward passes.
-        sequence_parallel_size (int): How many neighbouring ranks work on the same data.
-        recorder (SpikeRecorder, optional): Records spikes that are searched later.
-        eos_tokens (Collection[int]): Where a rollout stops.
-
-    Attributes:
-        layer_clip (LayerClip, optional): Where it is off and bundles are kept, it learns its bounds all the same: they
-            tell what it would have left of a spike.
-        clips (list[dict]): What TokenClip found since `start_update` or `start_mini_batch`, as lines of the evidence;
-            the same on every rank.
-    """
-
-    def __init__(
-        self,
-        config: Any,
-        loss_scale: Callable[[], float],
-        sequence_parallel_size: int,
-        recorder: "SpikeRecorder | None" = None,
-        eos_tokens: Collection[int] = (),
-    ) -> None:
-        self.recorder = recorder
-        self.gradloc: GradLoc | None = None
-        self.layer_clip: LayerClip | None = None
-        self.token_clip: TokenClip | None = None
-        self.clips: list[dict[str, Any]] = []
-        self.sequence_parallel_size = sequence_parallel_size
-        self._config = config
-        self._loss_scale = loss_scale
-        self._scale: float | None = None
-        self._global_step: int | None = None
-        self._pass_open = False
-        self._said: set[str] = set()
-        self._calls: list[AggregationCall] = []  # how the last loss weighs its tokens: one, or none
-        self._row_weights: Tensor | None = None
-        self._eos_tokens = eos_tokens
+    config: Any  # verl's configuration of the actor or critic
+    loss_scale: Callable[[], float]  # returns that of the backward passes
+    sequence_parallel_size: int  # how many neighbouring ranks work on the same data
+    recorder: "SpikeRecorder | None" = None  # records spikes that are searched later
+    eos_tokens: Collection[int] = ()  # where a rollout stops
+    gradloc: GradLoc | None = None
+    # Where it is off and bundles are kept, it learns its bounds all the same: they tell what it would have left of a
+    # spike.
+    layer_clip: LayerClip | None = None
+    token_clip: TokenClip | None = None
+    # What TokenClip found since `start_update` or `start_mini_batch`, as lines of the evidence; the same on every rank.
+    clips: list[dict[str, Any]] = field(default_factory=list)
+    _scale: float | None = None
+    _global_step: int | None = None
+    _pass_open: bool = False
+    _said: set[str] = field(default_factory=set)
+    _calls: list[AggregationCall] = field(default_factory=list)  # how the last loss weighs its tokens: one, or none
+    _row_weights: Tensor | None = None
 
     @property
     def watches_passes(self) -> bool:
@@ -147,7 +130,7 @@ class Watch:
 
         def weigh(call: AggregationCall | None) -> None:
             with guarded("TokenClip leaves micro-batches alone whose weights cannot be read", self._said):
-                self._row_weights = row_weights(policy_weights(call, self._config, read_mask(), **options()))
+                self._row_weights = row_weights(policy_weights(call, self.config, read_mask(), **options()))
 
         self._row_weights = None
         with recorded_aggregation(None if self.token_clip is None else weigh) as self._calls:
@@ -185,16 +168,16 @@ class Watch:
 
         @functools.cache
         def read() -> dict[str, Tensor]:
-            return with_derived(read_tokens(), call, self._config, self._eos_tokens, factor, options)
+            return with_derived(read_tokens(), call, self.config, self.eos_tokens, factor, options)
 
         if self.token_clip is not None:  # first: GradLoc then sees the coefficients that are left
             if self._scale is None:
-                self._scale = self._loss_scale()
+                self._scale = self.loss_scale()
             if self._row_weights is not None:
                 log_prob, _ = loss_inputs["coefficient"]
                 self.token_clip.observe(log_prob, self._row_weights * abs(factor), self._scale, read)
         if self.gradloc is not None:
-            self.gradloc.observe(read, loss_inputs, aggregation_mode(call, self._config, shape()))
+            self.gradloc.observe(read, loss_inputs, aggregation_mode(call, self.config, shape()))
         return read
 
     def stop(self) -> None:
@@ -223,7 +206,7 @@ class Watch:
             clips, unlearned = self.layer_clip.is_on, "LayerClip has learned no bounds of a step"
             with nullcontext() if clips else collectives.guarded_on_all_ranks(unlearned):
                 if squared_norms is None:
-                    squared_norms = self.layer_clip.squared_norms() / self._loss_scale() ** 2
+                    squared_norms = self.layer_clip.squared_norms() / self.loss_scale() ** 2
                 if clips:
                     # It scales the gradient as it is: with fp16, that is still multiplied by the loss scale.
                     norm = float(self.layer_clip.clip(squared_norms))

@@ -10,6 +10,7 @@ import platform
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
@@ -36,6 +37,7 @@ class NothingMovesError(NotReplayableError):
     """No token has a gradient, as where all responses of each prompt have the same reward: nothing is missing."""
 
 
+@dataclass
 class BundleWriter:
     """Writes bundles to `<directory>/replay`, on rank 0 alone.
 
@@ -43,33 +45,23 @@ class BundleWriter:
     communication. With the reduced meter, their owners send them. So a bundle is complete on the node of rank 0,
     whether or not the nodes share a folder. A disk that does not answer keeps the other ranks waiting for no longer
     than `PatientDisk` does.
-
-    Args:
-        most (int): The maximum number of bundles. The first ones are kept: later spikes may be consequences.
-        rows_of (Callable): Converts the inputs of a micro-batch to its samples. Raises `NotReplayableError` if a
-            replay could not compute them.
-        context (Callable): Returns what the trainer knows, ready for `jsonable`: `model`, `dtype`, `actor`,
-            `checkpoint`, `grad_clip`, `versions`. Called on rank 0.
-        layer_clip (LayerClip, optional): With the bounds that it has learned, also if it is off.
     """
 
-    def __init__(
-        self,
-        directory: str,
-        most: int,
-        rows_of: Callable[[Mapping[str, Any]], list[Row]],
-        context: Callable[[], Mapping[str, Any]],
-        layer_clip: LayerClip | None = None,
-        token_clip: TokenClip | None = None,
-    ) -> None:
-        self._directory = Path(directory) / limits.FOLDER
-        self._most = most
-        self._rows_of = rows_of
-        self._context = context
-        self._layer_clip = layer_clip
-        self._token_clip = token_clip
+    directory: str
+    most: int  # the maximum number of bundles; the first ones are kept: later spikes may be consequences
+    # Converts the inputs of a micro-batch to its samples. Raises `NotReplayableError` if a replay could not compute
+    # them.
+    rows_of: Callable[[Mapping[str, Any]], list[Row]]
+    # Returns what the trainer knows, ready for `jsonable`: `model`, `dtype`, `actor`, `checkpoint`, `grad_clip`,
+    # `versions`. Called on rank 0.
+    context: Callable[[], Mapping[str, Any]]
+    layer_clip: LayerClip | None = None  # with the bounds that it has learned, also if it is off
+    token_clip: TokenClip | None = None
+
+    def __post_init__(self) -> None:
+        self._folder = Path(self.directory) / limits.FOLDER
         self._said: set[str] = set()
-        self._disk = PatientDisk(self._directory)
+        self._disk = PatientDisk(self._folder)
 
     def keep(self, event: Mapping[str, Any], mini_batch: MiniBatch, findings: Findings) -> str | None:
         """Keeps the micro-batches of an event that `worth_keeping` names. A collective call.
@@ -84,7 +76,7 @@ class BundleWriter:
         def choose() -> list[MicroBatchName]:
             full = None
             with suppress(OSError):  # the write will say what is wrong
-                full = self._disk.run(partial(_no_room, self._directory, self._most, limits.TOTAL_BYTES))
+                full = self._disk.run(partial(_no_room, self._folder, self.most, limits.TOTAL_BYTES))
             if full is None:
                 return worth_keeping(event, findings.figures, findings.threshold)
             warn_once(self._said, f"no more replay bundles are kept: {full}", about="full")
@@ -105,10 +97,10 @@ class BundleWriter:
             return None
         with guarded("no replay bundle is kept of a gradient spike", self._said):
             layers = None
-            if self._layer_clip is not None and mini_batch.squared_norms is not None:
-                layers = self._layer_clip.preview(mini_batch.squared_norms)
-            tokens = None if self._token_clip is None else self._token_clip.bounds_in_force()
-            saved = {name: _saved(micro_batch, self._rows_of) for name, micro_batch in micro_batches.items()}
+            if self.layer_clip is not None and mini_batch.squared_norms is not None:
+                layers = self.layer_clip.preview(mini_batch.squared_norms)
+            tokens = None if self.token_clip is None else self.token_clip.bounds_in_force()
+            saved = {name: _saved(micro_batch, self.rows_of) for name, micro_batch in micro_batches.items()}
             searched = {
                 "layers": findings.layers,
                 "left_out": len(names) - len(saved),
@@ -118,8 +110,8 @@ class BundleWriter:
 
             def write() -> str:
                 """What the trainer knows is read from the disk, too: it looks for the last checkpoint."""
-                more = {**searched, **self._context()}
-                return write_bundle(self._directory, event, micro_batches, saved, findings.figures, more)
+                more = {**searched, **self.context()}
+                return write_bundle(self._folder, event, micro_batches, saved, findings.figures, more)
 
             return self._disk.run(write)
         return None

@@ -29,7 +29,7 @@ from actors import (
 from batches import build_batch
 from oracle import brute_force
 from verl import DataProto
-from verl.utils.gradloc.adapters.update_evidence import Sample, UpdateEvidence
+from verl.utils.gradloc.adapters.update_evidence import UpdateEvidence
 
 DETECTION = {"spike_detection": True, "grad_norm_threshold": IDENTITY_THRESHOLD, "bisect_budget_steps": 100}
 
@@ -352,7 +352,7 @@ def evidence_with_odd_truths(folder: str, count: int) -> None:
     tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: " ".join(map(str, ids)))
     evidence = UpdateEvidence(folder, tokenizer, 1)
     truth = {"ground_truth": lambda: None}
-    sample = Sample([1, 2], [3, 4], 1.0, {"reward_model": truth})
+    sample = {"prompt": [1, 2], "response": [3, 4], "reward": 1.0, "reward_model": truth}
     evidence.add(events, SimpleNamespace(sample=lambda event, culprit: sample, rewarded_rows=lambda event: None))
     evidence.write(1, {}, list)
 
@@ -369,9 +369,9 @@ def evidence_of_shared_data(folder: str) -> tuple[list[int], list[Any]]:
         {"rank": rank, "row": 10 + rank, "position": 0} for rank in range(dist.get_world_size() // size)
     ]
 
-    def sample_of(event: Any, culprit: Any) -> Sample:
+    def sample_of(event: Any, culprit: Any) -> dict[str, Any]:
         described.append(culprit["row"])
-        return Sample([1], [2], float(dist.get_rank()), {})
+        return {"prompt": [1], "response": [2], "reward": float(dist.get_rank())}
 
     evidence = UpdateEvidence(folder, None, size)
     data = SimpleNamespace(sample=sample_of, rewarded_rows=lambda event: None)

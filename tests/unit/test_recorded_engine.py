@@ -244,7 +244,9 @@ def test_a_loss_without_log_probs_is_an_event_without_tokens(tmp_path: Path, cap
     assert [(event["suspected"], event["replay"]) for event in lines(tmp_path)] == [([], None)] * 2
 
 
-@pytest.mark.parametrize("what", ["flat_outputs", "observe", "read", "_check", "write_recorded_bundle", "write"])
+@pytest.mark.parametrize(
+    "what", ["flat_outputs", "observe", "read", "recorded_event", "write_recorded_bundle", "write"]
+)
 def test_an_error_of_ours_is_a_warning(what: str, tmp_path: Path, monkeypatch: Patch, caplog: Caplog) -> None:
     from verl.utils.gradloc.adapters import update_evidence
 
@@ -255,7 +257,7 @@ def test_an_error_of_ours_is_a_warning(what: str, tmp_path: Path, monkeypatch: P
         "flat_outputs": trained_engine,
         "observe": spike_recorder.SpikeRecorder,
         "read": spike_recorder.Recorded,
-        "_check": spike_recorder.SpikeRecorder,
+        "recorded_event": spike_recorder,
         "write_recorded_bundle": spike_recorder,
         "write": update_evidence.UpdateEvidence,
     }
@@ -411,14 +413,14 @@ def test_a_last_mini_batch_that_is_not_recorded_ends_the_step(
     batches = [batch(), batch()]
     for index, data in enumerate(batches):
         tu.assign_non_tensor(data, epoch_and_mini_batch=(0, index), update_lr_scheduler=index == 1)
-    check = spike_recorder.SpikeRecorder._check
+    recorded_event = spike_recorder.recorded_event
 
-    def of_the_first(recorder: Any, where: dict[str, Any], norm: float) -> None:
+    def of_the_first(*arguments: Any, where: dict[str, Any], **options: Any) -> dict[str, Any]:
         if where["mini_batch"] == 1:
             raise KeyError("broken")
-        check(recorder, where, norm)
+        return recorded_event(*arguments, where=where, **options)
 
-    monkeypatch.setattr(spike_recorder.SpikeRecorder, "_check", of_the_first)
+    monkeypatch.setattr(spike_recorder, "recorded_event", of_the_first)
     first, second = trained(recorded(StandIn), tmp_path, batches)
     assert "actor/gradloc/triggered" not in first["metrics"]
     assert second["metrics"]["actor/gradloc/triggered"].aggregate() == 1
