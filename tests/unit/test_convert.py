@@ -33,7 +33,6 @@ from gradloc_tools.convert import plain_files
 from gradloc_tools.convert.command import main
 from gradloc_tools.convert.loss import AGG_MODES
 from gradloc_tools.convert.records import RecordError
-from gradloc_tools.replay.command import main as replay
 from gradloc_tools.report.command import main as report
 from gradloc_tools.report.reading import read
 from gradloc_tools.schema import EVENT, conforms
@@ -81,10 +80,11 @@ def convert(tmp_path: Path) -> Callable[..., Bundle]:
 
     def call(source: Path | Records, *options: str) -> Bundle:
         file = source if isinstance(source, Path) else write_lines(tmp_path / "a.jsonl", source)
-        assert main([str(file), "--out", str(tmp_path / "out"), *options]) == 0
-        event = json.loads((tmp_path / "out/spikes.jsonl").read_text().splitlines()[-1])
+        out = tmp_path / "it's a folder"
+        assert main([str(file), "--out", str(out), *options]) == 0
+        event = json.loads((out / "spikes.jsonl").read_text().splitlines()[-1])
         assert conforms(event, EVENT)
-        bundle = open_bundle(tmp_path / "out" / event["replay"])
+        bundle = open_bundle(out / event["replay"])
         assert jsonable({**bundle.event, "replay": event["replay"]}) == event
         return bundle
 
@@ -207,7 +207,7 @@ def test_a_bundle_has_the_records(convert: Any, tmp_path: Path, capsys: Capsys) 
     assert bundle.manifest["model"]["path"] == os.path.abspath("weights")
     assert "The coefficients are computed from the loss" in " ".join(bundle.manifest["converted"]["notes"])
     assert "--search --model weights" in capsys.readouterr().out
-    out = str(tmp_path / "out")
+    out = str(bundle.path.parents[1])
     assert report([out]) == 0 and not read(out).skipped
     assert "unsearched" in capsys.readouterr().out
 
@@ -785,7 +785,7 @@ def norm_of(model: LlamaForCausalLM, loss: Tensor) -> float:
 
 
 def test_a_search_of_the_bundle_finds_the_planted_token(convert: Any, tmp_path: Path, capsys: Capsys) -> None:
-    model, lines, folder = small_model(), records(), str(tmp_path / "model")
+    model, lines, folder = small_model(), records(), str(tmp_path / "its model")
     model.save_pretrained(folder)
     log_probs = [log_probs_of(model, line, 0.8) for line in lines]
     for line, log_prob in zip(lines, log_probs, strict=True):
@@ -800,23 +800,14 @@ def test_a_search_of_the_bundle_finds_the_planted_token(convert: Any, tmp_path: 
 
     options = ["--model", folder, "--temperature", "0.8", "--grad-norm", str(norm), "--step", "3"]
     bundle = convert(lines, *options, "--usual-norm", str(usual_norm))
-    assert replay([str(bundle.path), "--search", "--model", folder]) == 0, capsys.readouterr().err
-    (event,) = read(str(tmp_path / "out")).events
-    assert (event["search"], event["diagnosis"], event["suspected"]) == ("replayed", "tokens", [])
-    (culprit,) = event["culprits"]
-    assert (culprit["row"], culprit["position"]) == BAD
-    assert culprit["grad_norm"] == pytest.approx(token_norm, rel=1e-4)
-    assert event["global_step"] == 3 and event["global_norm"] == pytest.approx(norm)
-
-
-def test_the_commands_that_it_prints_work_as_printed(tmp_path: Path, capsys: Capsys) -> None:
-    model, out = tmp_path / "its model", tmp_path / "it's a folder"
-    small_model().save_pretrained(model)
-    file = write_lines(tmp_path / "a.jsonl", records())
-    assert main([str(file), "--out", str(out), "--model", str(model)]) == 0
     commands = commands_in(capsys.readouterr().out)
     assert [command.split()[:2] for command in commands] == [["gradloc", "replay"], ["gradloc", "report"]]
     for command in commands:
         done = run_as_printed(command)
         assert done.returncode == 0, done.stderr
-    assert len(read(str(out)).events[0]["units"]) == 1  # it was searched
+    (event,) = read(str(bundle.path.parents[1])).events
+    assert (event["search"], event["diagnosis"], event["suspected"]) == ("replayed", "tokens", [])
+    (culprit,) = event["culprits"]
+    assert (culprit["row"], culprit["position"]) == BAD
+    assert culprit["grad_norm"] == pytest.approx(token_norm, rel=1e-4)
+    assert event["global_step"] == 3 and event["global_norm"] == pytest.approx(norm)

@@ -1,8 +1,8 @@
 """The steps of a spike drill, on one process: which token is drawn, and what the copy of the mini-batch is."""
 
 import math
-from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -72,34 +72,9 @@ def test_an_overflow_of_the_scale_breaks_no_token_of_the_copy(dtype: torch.dtype
     assert own[0].tokens["coefficient"][0, 0] == 1024.0
 
 
-class Stub:
-    """A meter and two passes that only note which of them are checked."""
-
-    def __init__(self) -> None:
-        self.checked: list[Any] = []
-        self.scale = 1.0
-
-    def start(self) -> None:
-        pass
-
-    def stop(self) -> Tensor:
-        return torch.zeros(1)
-
-    def cancel(self) -> None:
-        pass
-
-    def whole_micro_batches(self, _names: object) -> list[str]:
-        return ["first", "second"]
-
-    def check_dummy_inputs(self, subset_of: str) -> None:
-        self.checked.append(subset_of)
-
-    def accumulate(self, _subset_of: str, read: Callable[[], Any]) -> Any:
-        return read()
-
-
-@pytest.mark.parametrize(("reduced", "checked"), [(True, ["first", "second"]), (False, [])])
-def test_dummy_inputs_are_checked_for_a_reduced_gradient(reduced: bool, checked: list[str]) -> None:
-    stub: Any = Stub()
-    drill.rerun([], stub, stub, {}, reduced)
-    assert stub.checked == checked
+@pytest.mark.parametrize(("reduced", "checked"), [(True, [call("first"), call("second")]), (False, [])])
+def test_dummy_inputs_are_checked_for_a_reduced_gradient(reduced: bool, checked: list[Any]) -> None:
+    passes = Mock(scale=1.0)
+    passes.whole_micro_batches.return_value = ["first", "second"]
+    drill.rerun([], Mock(), passes, {}, reduced)
+    assert passes.check_dummy_inputs.call_args_list == checked and passes.accumulate.call_count == 2

@@ -2,14 +2,16 @@
 
 import json
 import math
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from notation import Caplog, Patch, cases
 from plain_passes import observe
 
-from gradloc import GradLoc, GradLocConfig, record_events
+from gradloc import GradLoc, GradLocConfig, LayerClipConfig, TokenClipConfig, record_events
 from gradloc.evidence.token_facts import response_kl, text_evidence, token_evidence
 from gradloc.evidence.writer import jsonable
 from gradloc.fsdp.collectives import RankLostError
@@ -23,26 +25,38 @@ from gradloc.measure.passes import Passes, WatchedModel
 
 
 @cases(
-    "values message",
-    ({"grad_norm_threshold": -1.0}, "grad_norm_threshold must be a positive finite number or auto, got -1.0."),
-    ({"grad_norm_threshold": math.nan}, "grad_norm_threshold"),
-    ({"grad_norm_threshold": math.inf}, "grad_norm_threshold"),
-    ({"grad_norm_threshold": True}, "grad_norm_threshold"),
-    ({"bisect_budget_steps": 0}, "bisect_budget_steps must be an integer of at least 1, got 0."),
-    ({"bisect_budget_steps": 2.5}, "bisect_budget_steps"),
-    ({"bisect_budget_seconds": True}, "bisect_budget_seconds must be a positive finite number, auto or null"),
-    ({"bisect_budget_seconds": "soon"}, "bisect_budget_seconds"),
-    ({"bisect_until": "dawn"}, "bisect_until must be one of ['explained', 'exhaustive'], got 'dawn'."),
-    ({"spike_trigger": "rank"}, "spike_trigger must be one of ['unit', 'global'], got 'rank'."),
-    ({"spike_action": "explode"}, "spike_action must be one of ['log', 'skip', 'drop', 'stop'], got 'explode'."),
-    ({"spike_search": "later"}, "spike_search must be one of"),
-    ({"spike_stop_after": 0}, "spike_stop_after must be an integer of at least 1, got 0."),
-    ({"spike_drill_step": 0}, "spike_drill_step must be null or a step"),
+    "key value wanted",
+    *(("grad_norm_threshold", value, "a positive finite number or auto") for value in (-1.0, math.nan, math.inf, True)),
+    *(("bisect_budget_steps", value, "an integer of at least 1") for value in (0, 2.5)),
+    *(("bisect_budget_seconds", value, "a positive finite number, auto or null") for value in (True, "soon")),
+    ("bisect_until", "dawn", "one of ['explained', 'exhaustive']"),
+    ("spike_trigger", "rank", "one of ['unit', 'global']"),
+    ("spike_action", "explode", "one of ['log', 'skip', 'drop', 'stop']"),
+    ("spike_search", "later", "one of ['training', 'replay']"),
+    ("spike_stop_after", 0, "an integer of at least 1"),
+    ("spike_drill_step", 0, "null or a step"),
+    ("layer_clip.enable", 1, "True or False"),
+    ("layer_clip.rule", "median", "one of ['zscore', 'ratio', 'fixed']"),
+    ("layer_clip.target", "mean", "one of ['reciprocal', 'bound']"),
+    ("layer_clip.z", 0, "a positive number"),
+    ("layer_clip.ratio", 1.0, "a number over 1"),
+    ("layer_clip.beta", 1.0, "a number between 0 and 1"),
+    *(("layer_clip.warmup_steps", value, "an integer over 0") for value in (0, True)),
+    ("layer_clip.min_bound", -1, "a number of at least 0"),
+    ("layer_clip.max_norm", 0.0, "a positive number"),
+    ("layer_clip.log_layers", "yes", "True or False"),
+    ("token_clip.enable", 1, ""),
+    ("token_clip.action", "zero", ""),
+    *(("token_clip.factor", value, "") for value in (1.0, math.inf)),
+    ("token_clip.beta", 1.0, ""),
+    ("token_clip.warmup_steps", 0, ""),
+    ("token_clip.max_share", 0.0, ""),
 )
-def test_bad_settings_are_refused_with_the_key_to_mend(values: dict, message: str) -> None:
-    with pytest.raises(ValueError) as error:
-        GradLocConfig(**values)
-    assert message in str(error.value)
+def test_bad_settings_are_refused_with_the_key_to_mend(key: str, value: Any, wanted: str) -> None:
+    clip, _, name = key.rpartition(".")
+    kind = {"layer_clip": LayerClipConfig, "token_clip": TokenClipConfig, "": GradLocConfig}[clip]
+    with pytest.raises(ValueError, match=rf"{re.escape(f'{key} must be {wanted}')}.*, got {re.escape(repr(value))}"):
+        kind(**{name: value})
 
 
 def test_local_norms_read_nothing_outside_of_a_recording() -> None:

@@ -97,30 +97,19 @@ def test_ten_spikes_in_a_row_raise_the_bound_little(config: LayerClipConfig, spr
 
 
 @both_rules
-@pytest.mark.parametrize("shift", [3, 100, 0.33])
+@pytest.mark.parametrize(("shift", "steps"), [(3, 300), (100, 300), (0.33, 300), (0.1, 300), (0.01, 600)])
 @pytest.mark.parametrize("spread", [0.3, 0.8])
-def test_a_lasting_shift_is_followed_within_300_steps(config: LayerClipConfig, shift: float, spread: float) -> None:
-    norms = log_normal(1300, spread)
-    statistics = statistics_of(norms[:500], config)
-    old = statistics.mean
-    for norm in norms[500:800]:
-        step(statistics, shift * norm, config)
-    clipped = sum(shift * norm > statistics.bound(config) for norm in norms[800:])
-    assert clipped <= 0.12 * 500
-    assert statistics.mean == pytest.approx(shift * old, rel=0.5)
-
-
-@both_rules
-@pytest.mark.parametrize(("shift", "steps"), [(0.1, 300), (0.01, 600)])
-@pytest.mark.parametrize("spread", [0.3, 0.8])
-def test_a_lasting_fall_is_followed(config: LayerClipConfig, shift: float, steps: int, spread: float) -> None:
-    norms = log_normal(500 + steps, spread)
+def test_a_lasting_shift_is_followed(config: LayerClipConfig, shift: float, steps: int, spread: float) -> None:
+    norms = log_normal(1000 + steps, spread)
     statistics, usual = LayerStatistics(), []
     for norm in norms[:500]:
         step(statistics, norm, config)
         usual.append(statistics.bound(config))
-    for norm in norms[500:]:
+    mean = statistics.mean
+    for norm in norms[500:-500]:
         step(statistics, shift * norm, config)
+    assert sum(shift * norm > statistics.bound(config) for norm in norms[-500:]) <= 0.12 * 500
+    assert statistics.mean == pytest.approx(shift * mean, rel=0.5)
     assert statistics.bound(config) < 1.5 * shift * sum(usual[100:]) / 400
 
 
@@ -178,13 +167,17 @@ def test_the_larger_the_norm_the_nearer_its_target_to_the_mean() -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_layer_is_scaled_to_its_target(target: str) -> None:
-    model = small_model()
-    clip = LayerClip(model, LayerClipConfig(target=target, z=2.0, warmup_steps=5))
-    take(clip, model, *((norm, 1.0) for norm in (1.0, 2.0, 3.0, 4.0, 5.0, 103.0)))
+    model, norms = small_model(), [1.0, 2.0, 3.0, 4.0, 5.0]
+    clip = LayerClip(model, config := LayerClipConfig(target=target, z=2.0, warmup_steps=5))
+    take(clip, model, *((norm, 1.0) for norm in norms))
+    assert clip.last_step["0"] == {"norm": pytest.approx(5.0), "bound": None, "factor": 1.0}
+    assert take(clip, model, (103.0, 0.001)) == pytest.approx(103.0)
+    clipped = statistics_of([*norms, 103.0], config)
+    assert clip.state_dict()["0"]["mean"] == pytest.approx(clipped.mean)
     expected = {"reciprocal": 3.0879241, "bound": 5.9652}[target]
     assert clip.last_step["0"] == pytest.approx({"norm": 103, "bound": 5.9652, "factor": expected / 103})
     assert norm_of(model[0]) == pytest.approx(expected)
-    assert clip.last_step["2"]["factor"] == 1.0
+    assert clip.last_step["2"]["factor"] == 1.0 and norm_of(model[2]) == pytest.approx(0.001)
     found = clip.metrics()
     assert found["actor/layer_clip/norm_max_ratio"] == pytest.approx(103 / 5.9652)
     assert found["actor/layer_clip/min_factor"] == pytest.approx(expected / 103)
@@ -205,26 +198,6 @@ def test_statistics_do_not_depend_on_the_target(rule: str) -> None:
     # Only zscore's target is another.
     assert (reciprocal == bound) == (rule != "zscore")
     assert bound["factor"] * bound["norm"] == pytest.approx(bound["bound"])
-
-
-@cases(
-    "values message",
-    ({"enable": 1}, "layer_clip.enable must be True or False, got 1."),
-    ({"rule": "median"}, "layer_clip.rule must be one of ['zscore', 'ratio', 'fixed'], got 'median'."),
-    ({"target": "mean"}, "layer_clip.target must be one of ['reciprocal', 'bound'], got 'mean'."),
-    ({"z": 0}, "layer_clip.z must be a positive number, got 0."),
-    ({"ratio": 1.0}, "layer_clip.ratio must be a number over 1, got 1.0."),
-    ({"beta": 1.0}, "layer_clip.beta must be a number between 0 and 1, got 1.0."),
-    ({"warmup_steps": 0}, "layer_clip.warmup_steps must be an integer over 0, got 0."),
-    ({"warmup_steps": True}, "layer_clip.warmup_steps"),
-    ({"min_bound": -1}, "layer_clip.min_bound must be a number of at least 0, got -1."),
-    ({"max_norm": 0.0}, "layer_clip.max_norm must be a positive number, got 0.0."),
-    ({"log_layers": "yes"}, "layer_clip.log_layers must be True or False, got 'yes'."),
-)
-def test_bad_settings_are_refused(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError) as error:
-        LayerClipConfig(**values)
-    assert message in str(error.value)
 
 
 def small_model() -> torch.nn.Module:
@@ -249,34 +222,6 @@ def take(clip: LayerClip, model: torch.nn.Module, *norms: tuple[float, float]) -
 
 def norm_of(layer: torch.nn.Module) -> float:
     return math.sqrt(sum(p.grad.square().sum().item() for p in layer.parameters()))
-
-
-def test_only_layers_over_their_bound_are_scaled() -> None:
-    model = small_model()
-    clip = LayerClip(model, LayerClipConfig(rule="ratio", warmup_steps=2))
-    for _ in range(2):
-        take(clip, model, (1.0, 2.0))
-        assert clip.last_step["0"] == {"norm": pytest.approx(1.0), "bound": None, "factor": 1.0}
-    set_gradients(model, (30.0, 0.001))
-    calm = [parameter.grad.clone() for parameter in model[2].parameters()]
-    assert clip.clip(clip.squared_norms()).item() == pytest.approx(30.0)
-    assert clip.last_step["0"] == pytest.approx({"norm": 30, "bound": 3, "factor": 0.1})
-    assert clip.last_step["2"]["factor"] == 1.0
-    assert all(torch.equal(p.grad, before) for p, before in zip(model[2].parameters(), calm, strict=True))
-    assert norm_of(model[0]) == pytest.approx(3.0)
-
-
-@both_rules
-def test_the_statistics_take_in_the_clipped_norm(config: LayerClipConfig) -> None:
-    model = small_model()
-    clip = LayerClip(model, config)
-    expected = LayerStatistics()
-    for norm in [*log_normal(50), 1e6, 1.0, 1e6]:
-        take(clip, model, (norm, 1.0))
-        step(expected, clip.last_step["0"]["norm"], config)
-    found = clip.state_dict()["0"]
-    assert (found["mean"], found["deviation"]) == pytest.approx((expected.mean, expected.deviation), rel=1e-5)
-    assert clip.last_step["0"]["bound"] < 10
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
@@ -371,26 +316,17 @@ def test_layer_groups_of_model_families(family: str, sizes: dict[str, Any], grou
 
 @cases(
     "parameter layer",
-    ("model.embed_tokens.weight", "embed_tokens"),
-    ("model.layers.11.mlp.experts.3.up_proj.weight", "layers.11"),
     ("_fsdp_wrapped_module.model.layers.3._fsdp_wrapped_module.self_attn.q_proj.weight", "layers.3"),
-    ("model.norm.weight", "norm"),
-    ("lm_head.weight", "lm_head"),
     ("base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight", "layers.0"),
     ("transformer.h.7.attn.c_attn.weight", "h.7"),
-    ("model.visual.blocks.2.attn.qkv.weight", "visual.blocks.2"),
     ("model.language_model.layers.2.mlp.gate_proj.weight", "layers.2"),
     ("tower.scale", "tower.scale"),
     # A router is a group of its own.
-    ("model.layers.3.mlp.gate.weight", "layers.3.router"),
     ("base_model.model.model.layers.3.mlp.gate.lora_A.default.weight", "layers.3.router"),
     ("model.layers.3._fsdp_wrapped_module.mlp._fsdp_wrapped_module.gate.weight", "layers.3.router"),
-    ("model.layers.3.block_sparse_moe.gate.weight", "layers.3.router"),
-    ("model.layers.3.mlp.shared_expert_gate.weight", "layers.3"),
-    ("model.layers.3.mlp.experts.7.gate_proj.weight", "layers.3"),
     ("model.layers.3.self_attn.gate.weight", "layers.3"),
 )
-def test_layer_names(parameter: str, layer: str) -> None:
+def test_layer_names_beside_those_of_the_families(parameter: str, layer: str) -> None:
     assert layer_name(parameter) == layer
 
 

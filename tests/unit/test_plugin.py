@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +22,10 @@ from gradloc_verl.status import expect  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
-def fresh_status(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(status, "failures", {})
-    monkeypatch.setattr(status, "lost", {})
-    monkeypatch.setattr(status, "installed", True)
-    monkeypatch.setattr(status, "left_to_patch", False)
-
-
-@pytest.fixture
-def finders() -> Iterator[None]:
-    before = list(sys.meta_path)
-    yield
-    sys.meta_path[:] = before
+def fresh(monkeypatch: Patch) -> None:
+    for name, value in {"failures": {}, "lost": {}, "installed": True, "left_to_patch": False}.items():
+        monkeypatch.setattr(status, name, value)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
 
 
 def write(folder: Path, **modules: str) -> None:
@@ -42,7 +33,7 @@ def write(folder: Path, **modules: str) -> None:
         (folder / f"{name}.py").write_text(text)
 
 
-def test_a_module_is_changed_before_its_importer_takes_names(tmp_path: Path, monkeypatch: Patch, finders: None) -> None:
+def test_a_module_is_changed_before_its_importer_takes_names(tmp_path: Path, monkeypatch: Patch) -> None:
     write(tmp_path, late_one="VALUE = 1", late_two="from late_one import VALUE")
     monkeypatch.syspath_prepend(tmp_path)
     seen = []

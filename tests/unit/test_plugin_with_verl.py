@@ -5,7 +5,7 @@ import shutil
 import subprocess
 import tempfile
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -67,57 +67,50 @@ ON = "actor_rollout_ref.actor.spike_detection=True"
 """
 
 
-@pytest.fixture(scope="module", autouse=True)
-def interpreter() -> Iterator[Path]:
-    global _interpreter
-    with tempfile.TemporaryDirectory(prefix="warm-") as folder, warm_python(Path(folder), os.environ) as path:
-        _interpreter = path
-        yield path
-
-
-_interpreter: Path
+Run = Callable[..., subprocess.CompletedProcess]
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What an installation adds to a checkout: the entry point."""
-    folder = tmp_path_factory.mktemp("site") / "gradloc_verl-0.dist-info"
-    folder.mkdir()
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: gradloc-verl\nVersion: 0\n")
-    (folder / "entry_points.txt").write_text("[verl.plugins]\ngradloc = gradloc_verl\n")
-    return folder.parent
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """Runs a script, or the plugin's command, with a verl and with what an installation adds: the entry point."""
+    installed = tmp_path_factory.mktemp("site") / "gradloc_verl-0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: gradloc-verl\nVersion: 0\n")
+    (installed / "entry_points.txt").write_text("[verl.plugins]\ngradloc = gradloc_verl\n")
+
+    def call(code: str, *path: Path, returns: int = 0, **environment: str) -> subprocess.CompletedProcess:
+        path = *(path or [trees.BASE_TREE]), trees.ROOT, trees.ROOT / "plugin", installed.parent
+        environment = {"PYTHONPATH": ":".join(map(str, path)), "VERL_USE_EXTERNAL_MODULES": "embedded"} | environment
+        what = ["-c", PRELUDE + textwrap.dedent(code)] if code else ["-m", "gradloc_verl"]
+        done = trees.run(interpreter, "-X", "fork", *what, **environment)
+        assert done.returncode == returns, done.stdout + done.stderr
+        return done
+
+    with tempfile.TemporaryDirectory(prefix="warm-") as folder, warm_python(Path(folder), os.environ) as interpreter:
+        yield call
 
 
-def run(installed: Path, code: str, tree: Path = trees.BASE_TREE, **environment: str) -> subprocess.CompletedProcess:
-    path = [tree, trees.ROOT, trees.ROOT / "plugin", installed]
-    environment = {"PYTHONPATH": ":".join(map(str, path)), "VERL_USE_EXTERNAL_MODULES": "embedded"} | environment
-    script = PRELUDE + textwrap.dedent(code)
-    done = trees.run(_interpreter, "-X", "fork", "-c", script, **environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done
-
-
-def test_verl_loads_it_and_nothing_is_imported_early(installed: Path) -> None:
+def test_verl_loads_it_and_nothing_is_imported_early(run: Run) -> None:
     code = """
         assert status.installed and not status.left_to_patch and not status.failures
         assert "gradloc" not in sys.modules and "verl.workers.engine" not in sys.modules
     """
-    assert "GradLoc" not in run(installed, code).stderr
+    assert "GradLoc" not in run(code).stderr
     code = "assert not any(name.startswith('gradloc') for name in set(sys.modules) - {'gradloc_verl', *OWN})"
     code = "OWN = {name for name in sys.modules if name.startswith('gradloc_verl.')}\n" + code
-    run(installed, code, VERL_USE_EXTERNAL_PLUGINS="none", VERL_USE_EXTERNAL_MODULES="embedded,gradloc_verl")
+    run(code, VERL_USE_EXTERNAL_PLUGINS="none", VERL_USE_EXTERNAL_MODULES="embedded,gradloc_verl")
     # A process in which verl does not load it refuses runs.
     code = """
         assert not status.installed  # the script's own import comes too late
         actor_config()
         print(refusal(actor_config, ON))
     """
-    done = run(installed, code, VERL_USE_EXTERNAL_PLUGINS="none")
+    done = run(code, VERL_USE_EXTERNAL_PLUGINS="none")
     assert "plugin is not loaded in this process" in done.stdout
 
 
 @EITHER
-def test_every_hook_fits_verl(installed: Path, tree: Path) -> None:
+def test_every_hook_fits_verl(run: Run, tree: Path) -> None:
     code = """
         import importlib
         from gradloc_verl.hooks import HOOKS
@@ -163,10 +156,10 @@ def test_every_hook_fits_verl(installed: Path, tree: Path) -> None:
         assert default_compute_score("openai/gsm8k", "#### 13", "13") == 1.0
         assert verl.__path__[0] == TREE
     """
-    run(installed, code.replace("TREE", repr(str(tree / "verl"))), tree)
+    run(code.replace("TREE", repr(str(tree / "verl"))), tree)
 
 
-def test_a_module_of_the_user_may_import_parts_of_verl_first(installed: Path, tmp_path: Path) -> None:
+def test_a_module_of_the_user_may_import_parts_of_verl_first(run: Run, tmp_path: Path) -> None:
     (tmp_path / "of_the_user.py").write_text("""
 import sys
 import verl.trainer.ppo.v1
@@ -194,11 +187,10 @@ assert "gradloc_verl" not in sys.modules
         from of_the_user import Early
         assert "does not know Early" in refusal(Early, composed(ON))
     """
-    path = ":".join(map(str, [trees.BASE_TREE, trees.ROOT, trees.ROOT / "plugin", installed, tmp_path]))
-    run(installed, code, PYTHONPATH=path, VERL_USE_EXTERNAL_MODULES="embedded,of_the_user")
+    run(code, trees.BASE_TREE, tmp_path, VERL_USE_EXTERNAL_MODULES="embedded,of_the_user")
 
 
-def test_the_keys_work_without_a_plus_and_are_validated(installed: Path) -> None:
+def test_the_keys_work_without_a_plus_and_are_validated(run: Run) -> None:
     code = """
         off = actor_config()
         from gradloc.adapters.actor_config import SpikeConfig
@@ -227,18 +219,12 @@ def test_the_keys_work_without_a_plus_and_are_validated(installed: Path) -> None
             actor = omega_conf_to_dataclass(composed(keys=keys).actor_rollout_ref.actor)
             assert actor.records_spikes and actor.strategy == engine
     """
-    run(installed, code)
+    run(code)
 
 
 @EITHER
-def test_a_command_says_what_fits(installed: Path, tmp_path: Path, tree: Path) -> None:
-    def said(*paths: Path) -> subprocess.CompletedProcess:
-        path = ":".join(map(str, [*paths, trees.ROOT, trees.ROOT / "plugin", installed]))
-        command = [_interpreter, "-X", "fork", "-m", "gradloc_verl"]
-        return trees.run(*command, PYTHONPATH=path, VERL_USE_EXTERNAL_MODULES="embedded")
-
-    done = said(tree)
-    assert done.returncode == 0, done.stderr
+def test_a_command_says_what_fits(run: Run, tmp_path: Path, tree: Path) -> None:
+    done = run("", tree)
     version, *hooks = done.stdout.splitlines()
     assert version.startswith(f"verl {apply_patch.release_of(tree)} in {tree}")
     assert len(hooks) == 10 and all(line.endswith(": fits") for line in hooks)
@@ -250,8 +236,7 @@ def test_a_command_says_what_fits(installed: Path, tmp_path: Path, tree: Path) -
     ):
         path = changed / "verl" / file
         path.write_text(path.read_text().replace(old, new))
-    done = said(changed)
-    assert done.returncode == 1
+    done = run("", changed, returns=1)
     others = [line.strip() for line in done.stdout.splitlines()[1:] if not line.endswith(": fits")]
     assert others == [
         "verl.utils.tracking: does not fit, it cannot do spike_log (Tracking.__init__ takes (self, project_name, "
@@ -262,7 +247,7 @@ def test_a_command_says_what_fits(installed: Path, tmp_path: Path, tree: Path) -
     assert done.stderr.count("ERROR") == 2
 
 
-def test_a_half_loaded_plugin_refuses_runs_and_says_why(installed: Path) -> None:
+def test_a_half_loaded_plugin_refuses_runs_and_says_why(run: Run) -> None:
     code = """
         from gradloc_verl.loading import AfterImport
         def change(module):
@@ -272,7 +257,7 @@ def test_a_half_loaded_plugin_refuses_runs_and_says_why(installed: Path) -> None
         actor_config()
         print(refusal(actor_config, ON))
     """
-    done = run(installed, code)
+    done = run(code)
     (logged,) = [line for line in done.stderr.splitlines() if "GradLoc's plugin" in line]
     assert logged.startswith("ERROR")
     sentence = (
@@ -282,7 +267,7 @@ def test_a_half_loaded_plugin_refuses_runs_and_says_why(installed: Path) -> None
     assert sentence in logged and sentence in done.stdout
 
 
-def test_a_trainer_is_extended(installed: Path) -> None:
+def test_a_trainer_is_extended(run: Run) -> None:
     code = """
         from gradloc_verl.trainer import check_trainer_class, with_spikes
         said = []
@@ -341,10 +326,10 @@ def test_a_trainer_is_extended(installed: Path) -> None:
         assert "it cannot do the search (no reason)" in refusal(with_spikes(Trainer)(composed(ON)).fit)
         with_spikes(Trainer)(composed()).fit()
     """
-    run(installed, code)
+    run(code)
 
 
-def test_the_older_trainer_refuses_runs(installed: Path) -> None:
+def test_the_older_trainer_refuses_runs(run: Run) -> None:
     code = """
         from verl.trainer.ppo.ray_trainer import RayPPOTrainer
         print(refusal(RayPPOTrainer, composed(ON), None, {}, None))
@@ -369,20 +354,20 @@ def test_the_older_trainer_refuses_runs(installed: Path) -> None:
         assert "the trainer, which passes no step number" in refusal(WatchedEngine._start, engine, None)
         assert started == [3]
     """
-    assert "does not know RayPPOTrainer" in run(installed, code).stdout
+    assert "does not know RayPPOTrainer" in run(code).stdout
 
 
-def test_a_verl_without_a_module_of_a_hook_refuses_runs(installed: Path, tmp_path: Path) -> None:
+def test_a_verl_without_a_module_of_a_hook_refuses_runs(run: Run, tmp_path: Path) -> None:
     changed = trees.copy_base(tmp_path, None)
     (changed / "verl/trainer/ppo/v1/trainer_base.py").unlink()
     code = """
         actor_config()
         print(refusal(actor_config, ON))
     """
-    assert "(there is no verl.trainer.ppo.v1.trainer_base)" in run(installed, code, changed).stdout
+    assert "(there is no verl.trainer.ppo.v1.trainer_base)" in run(code, changed).stdout
 
 
-def test_a_patched_verl_wins(installed: Path) -> None:
+def test_a_patched_verl_wins(run: Run) -> None:
     code = """
         assert status.left_to_patch and not status.installed
         import verl.workers.config
@@ -394,6 +379,6 @@ def test_a_patched_verl_wins(installed: Path) -> None:
         import verl.workers.engine
         assert "gradloc" not in sys.modules
     """
-    done = run(installed, code, PATCHED)
+    done = run(code, PATCHED)
     # The wheel stands there for the command gradloc: nothing is wrong.
     assert "GradLoc" not in done.stderr

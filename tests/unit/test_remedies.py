@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from evidence import replay_result, write_replay
 from notation import Capsys, Patch, cases
 from pages import texts_of
 from small_bundles import BAD, PROMPT, RESPONSE, ROWS, THRESHOLD, bundle, replay, resave, resign, small_model
@@ -145,19 +146,6 @@ def test_token_clip_is_the_chain_rule_with_cut_signals(bundle: Path, loaded: Any
     assert found.positions[BAD] and found.boundary == "log_probs" and found.refused == []
     below = sum(int((left < 1).sum()) for left in kept_factors)
     assert (below > 0) == (factor < 1) == (found.moved.norm > 0)
-
-
-def test_a_light_tokens_signal_is_divided_by_its_weight(bundle: Path, loaded: Any) -> None:
-    """Without that, a one-token response under a mean over sequences stands out, and training would not cut it."""
-    heavy = torch.ones(ROWS, RESPONSE)
-    heavy[BAD[0]] = 20.0
-    bounds = bounds_of(bundle)
-    coefficient = open_bundle(bundle).micro_batches[0, 0].tokens["coefficient"][0, 0]
-    resave(bundle, lambda tensors: tensors["tokens.weight"].mul_(heavy))
-    resave(bundle, lambda tensors: tensors["tokens.coefficient"].copy_(coefficient * heavy))
-    saved, model = loaded()
-    found = clip_tokens(model, saved, ordinary_tokens(), bounds, False)
-    assert not found.positions.any() and found.boundary is None and found.moved.norm == 0
 
 
 @pytest.mark.parametrize(("limit", "refused"), [(1, []), (0, ["log_probs", *HIDDEN])])
@@ -317,24 +305,6 @@ def test_a_table_has_every_field_and_says_what_is_missing(bundle: Path, replay: 
     assert result["sentences"][-1].startswith("TokenClip fits best: it leaves under 1% of the norm")
 
 
-def test_layer_clip_scales_each_layer_by_its_own_factor(bundle: Path, replay: Any) -> None:
-    """By the bounds that it has learned, whether it is on or off; without a further pass, too."""
-    layers = open_bundle(bundle).manifest["layers"]
-    factors = dict(zip(layers, [0.25, 0.5, 1.0, 1.0, 0.75], strict=False))
-    step = {layer: {"norm": 1.0, "bound": 1.0, "factor": factors[layer]} for layer in layers}
-    for enabled, name in ((False, "LayerClip"), (True, "LayerClip, as it was set")):
-        know(bundle, layer_clip=step)
-        resign(bundle, lambda manifest, on=enabled: manifest.update(actor={"layer_clip": {"enable": on}}))
-        result = replay("--remedies")
-        row = rows_by_name(result)[name]
-        expected = math.hypot(*(factors[layer["layer"]] * layer["replayed"] for layer in result["layers"]))
-        assert row["norm"] == pytest.approx(expected, rel=1e-6) and 0 < row["ordinary_moved"] < 1
-        assert row["override"] == (None if enabled else "actor_rollout_ref.actor.layer_clip.enable=True")
-        estimated = rows_by_name(replay())
-        assert estimated[name]["norm"] == pytest.approx(expected, rel=1e-6)
-        assert set(estimated) == {name, "grad_clip 1, as it was set", "grad_clip 0.1", "spike_action=drop"}
-
-
 @pytest.mark.target(version="0.9.1")
 def test_without_verl_its_rows_are_left_out_with_one_sentence(bundle: Path, kept: Path) -> None:
     script = f"""
@@ -370,18 +340,6 @@ def test_verls_functions_give_the_rows_of_losses(bundle: Path, rows: Any) -> Non
         mask = found["token mask"]
         assert (mask["under"] and mask["masked"]["culprits"] == 1) or value != value
         assert {"token TIS", "sequence TIS", "geometric mask"} <= set(found)
-
-
-@pytest.mark.target(version="0.9.1")
-@cases("mode kl said", ("vanilla", False, True), ("sapo", False, False), ("sapo", True, True))
-def test_that_a_mean_stays_over_all_tokens_is_said(bundle: Path, rows: Any, mode: str, kl: bool, said: bool) -> None:
-    """sapo takes the mean over sequences, whatever loss_agg_mode is; the KL loss does not."""
-    pytest.importorskip("verl")
-    sizes = {"dp_size": 1, "batch_num_tokens": ROWS * RESPONSE, "global_batch_size": ROWS}
-    of_verl(bundle, policy_loss={"loss_mode": mode}, use_kl_loss=kl, global_batch_info=sizes)
-    resave(bundle, lambda tensors: tensors.update({"tokens.ref_log_prob": tensors["tokens.log_prob"].clone()}))
-    row = rows()["token mask"]
-    assert row["masked"]["culprits"] == 1 and ("The mean stays over" in (row["note"] or "")) == said
 
 
 OTHERS = "does not have the recorded coefficients", "TokenClip", "as recorded"
@@ -478,21 +436,17 @@ def test_hostile_settings_are_no_reason_to_fail(bundle: Path, replay: Any, name:
         assert any("rollout corrections are left out." in note for note in result["remedy_notes"])
 
 
-def test_a_result_with_other_remedies_is_left_out(kept: Path, tmp_path: Path) -> None:
-    bundle = kept / "replay/step1-epoch0-mini_batch0"
-    assert main([str(bundle), "--model", str(kept / "model"), "--only", "--remedies"]) == 0
-    path = tmp_path / "replay/step1-epoch0-mini_batch0.result.json"
-    path.parent.mkdir()
-    shutil.move(kept / "replay" / path.name, path)
+def test_a_result_with_other_remedies_is_left_out(tmp_path: Path) -> None:
+    result = replay_result(1)
+    write_replay(tmp_path, result)
     assert len(read_results(str(tmp_path))) == 1
-    result = json.loads(path.read_text())
     for change in (
         *({"override": override} for override in ("a.b=1; rm -rf ~", "a.b=$(id)", "a.b=1\nc.d=2", "")),
         {"left": "much"},
         {"masked": {"tokens": -1, "culprits": 0}},
         {"under": None},
     ):
-        path.write_text(json.dumps({**result, "remedies": [{**result["remedies"][0], **change}]}))
+        write_replay(tmp_path, {**result, "remedies": [{**result["remedies"][0], **change}]})
         assert read_results(str(tmp_path)) == [], change
 
 
@@ -561,11 +515,16 @@ def test_for_a_bug_no_remedy_is_recommended(source: str) -> None:
 
 
 def test_measuring_remedies_leaves_the_rest_of_a_result(bundle: Path, replay: Any) -> None:
+    factors = dict(zip(open_bundle(bundle).manifest["layers"], (0.25, 0.5, 1.0, 1.0, 0.75), strict=True))
+    step = {layer: {"norm": 1.0, "bound": 1.0, "factor": factor} for layer, factor in factors.items()}
+    know(bundle, layer_clip=step, token_clip=bounds_of(bundle))
     with_remedies, plain = replay("--remedies"), replay()
     for name in set(plain) - {"time", "remedies", "sentences"}:
         assert plain[name] == with_remedies[name], name
     assert plain["sentences"] == with_remedies["sentences"][:-1]
     of_passes = {"TokenClip", "as recorded"}
+    expected = math.hypot(*(factors[layer["layer"]] * layer["replayed"] for layer in plain["layers"]))
+    assert rows_by_name(plain)["LayerClip"]["norm"] == pytest.approx(expected, rel=1e-6)
     assert plain["remedies"] == [row for row in with_remedies["remedies"] if row["name"] not in of_passes]
     # With other weights, none is recommended.
     resave(bundle, lambda tensors: tensors["tokens.log_prob"].sub_(1.0))

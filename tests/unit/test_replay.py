@@ -1,11 +1,13 @@
 """Bundles from the keeping to the replay: what is refused, and what a replay says. In one process, without verl."""
 
+import json
 import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,7 +23,6 @@ from small_bundles import (
     resave,
     resign,
     resign_tensors,
-    save_other_weights,
     spikes,
     tensors_of,
 )
@@ -43,14 +44,6 @@ from gradloc_tools.report.command import main as report
 from gradloc_tools.report.reading import read
 
 __all__ = ["bundle", "kept"]
-
-
-def nested(depth: int) -> list[Any]:
-    """A list in a list in a list …"""
-    value: list[Any] = []
-    for _ in range(depth):
-        value = [value]
-    return value
 
 
 def flip(bundle: Path) -> None:
@@ -79,6 +72,7 @@ OF_FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "cut off": (lambda b: tensors_of(b).write_bytes(tensors_of(b).read_bytes()[:500]), "is cut off: it has"),
     "changed": (flip, "does not match its checksum: it was changed."),
     "longer": (lambda b: append(tensors_of(b), b"more"), "is larger than it may be"),
+    "gone": (shutil.rmtree, "There is no such folder: /"),
     "tensors gone": (lambda b: tensors_of(b).unlink(), "The bundle has no rank0-micro_batch0.safetensors."),
     "a link": (link, "is not an ordinary file."),
     "pickled": (pickled, "rank0-micro_batch0.safetensors is damaged"),
@@ -103,7 +97,7 @@ CLIP = {"action": "drop", "factor": 4.0, "usual": {}, "limit": 1}
 OF_MANIFEST: dict[str, tuple[Callable[[Manifest], Any], str]] = {
     "a path": (of_entry(file="../../secret"), "'../../secret' is not the name of the file of its micro-batch"),
     "later format": (manifest(format=9), "has format 9"),
-    "deep": (lambda m: m["versions"].update(a=nested(450)), "cannot be parsed: it nests too deep."),
+    "deep": (lambda m: m["versions"].update(a=json.loads("[" * 450 + "]" * 450)), "parsed: it nests too deep."),
     "full of lists": (lambda m: m["versions"].update(a=[[]] * 1_000_001), "it has over 1,000,000 lists and objects."),
     "many layers": (manifest(layers=["a"] * (limits.LAYERS + 1)), "it has 4,097 layers, and 4,096 are the limit."),
     "many micro-batches": (
@@ -229,7 +223,7 @@ def test_what_a_manifest_names_is_not_a_reason_to_fail(
 @cases(
     "options message",
     ([], "The bundle's model is None, which is no folder of this machine: give it with --model."),
-    (["--model", "/nowhere"], "There is no such folder: --model /nowhere"),
+    *((["--model", path], f"There is no such folder: --model {path}\n") for path in ("/no/w", "a/b/c", "~/m")),
     (["--model", "wider"], "its hidden_size is 20, and 16 was trained."),
     (["--model", "deeper"], "is not the bundle's: its layers differ in layers.2."),
     (["--model", "model", "--adapter", "x"], "was recorded without a LoRA adapter"),
@@ -243,7 +237,7 @@ def test_a_wrong_model_is_refused_in_one_sentence(
         resave(bundle, lambda tensors: tensors["input_ids"].fill_(VOCABULARY))
     options = [str(kept / option) if (kept / option).is_dir() else option for option in options]
     assert main([str(bundle), *options]) == 2
-    *progress, error = capsys.readouterr().err.splitlines()
+    *progress, error = capsys.readouterr().err.splitlines(keepends=True)
     assert message in error and all("min  loading the model " in line for line in progress), progress
 
 
@@ -280,15 +274,14 @@ def test_a_replay_computes_in_the_asked_way(
     assert [str(variant) for variant in (chosen, *other_variants(chosen))] == variants
 
 
-def out_of_cuda() -> None:
-    raise torch.cuda.OutOfMemoryError("no memory")  # no GPU here
+NO_MEMORY = Mock(side_effect=torch.cuda.OutOfMemoryError("no memory"))  # no GPU here
 
 
-def out_of_python() -> None:
-    bytearray(2**62)
-
-
-@cases("take_too_much", lambda: torch.empty(2**60), out_of_python, out_of_cuda, ids=["torch", "python", "cuda"])
+@cases(
+    "take_too_much",
+    *(lambda: torch.empty(2**60), lambda: bytearray(2**62), NO_MEMORY),
+    ids=["torch", "python", "cuda"],
+)
 def test_a_comparison_that_runs_out_of_memory_is_left_out(
     bundle: Path, kept: Path, monkeypatch: Patch, capsys: Any, take_too_much: Callable[[], None]
 ) -> None:
@@ -380,17 +373,6 @@ def test_the_memory_of_a_container_counts(tmp_path: Path, monkeypatch: Patch) ->
     assert memory.free_memory("cpu") == 150000
 
 
-@pytest.mark.target(version="0.9.1")
-def test_other_weights_are_told_from_those_of_training(
-    bundle: Path, kept: Path, tmp_path: Path, capsys: Capsys
-) -> None:
-    models = kept / "model", Path(save_other_weights(tmp_path / "other"))
-    texts = [" ".join(replayed(bundle, model, capsys, "--only")["sentences"]) for model in models]
-    assert "these are the weights of training." in texts[0]
-    assert "these are probably other weights than those of training. The bundle is of step 1;" in texts[1]
-    assert "no checkpoint before it was known." in texts[1]
-
-
 def test_the_terminal_and_the_report_show_a_replay(kept: Path, tmp_path: Path, capsys: Capsys) -> None:
     folder = tmp_path / "evidence"
     shutil.copytree(kept, folder)
@@ -468,6 +450,9 @@ def test_a_bundle_over_a_limit_is_not_written_and_that_said_once(
 CULPRITS = [{"culprit": True, "replayed": norm} for norm in (50.0, 20.0, 9.0)]
 
 
+APART = {"tokens": 4, "nonfinite": 0, "mean": 0.5, "max": 1.0}
+
+
 def result(**changes: Any) -> dict[str, Any]:
     """The part of a result that the sentences are made from."""
     unit = {"rank": 0, "micro_batch": 1, "norm": 50.0, "threshold": 10.0, "replayed": 50.0, "others": [50.0]}
@@ -501,10 +486,9 @@ def result(**changes: Any) -> dict[str, Any]:
     ({"unit": {"norm": 9.0, "replayed": 9.0}}, "The gradient is the same"),
     ({"unit": {"others": [4.0]}}, "It vanishes with float32, eager: the norm is 4 there, so float32, sdpa makes"),
     ({"unit": {"others": [math.nan]}}, "It does not vanish with float32, eager"),
-    (
-        {"log_probs": {"tokens": 4, "nonfinite": 0, "mean": 0.5, "max": 1.0}},
-        "The bundle is of step 3; the last checkpoint before it was /runs/global_step_2/actor.",
-    ),
+    ({}, "these are the weights of training."),
+    ({"log_probs": APART}, "The bundle is of step 3; the last checkpoint before it was /runs/global_step_2/actor."),
+    ({"log_probs": APART, "checkpoint": None}, "The bundle is of step 3; no checkpoint before it was known."),
     ({"log_probs": {"tokens": 4, "nonfinite": 4, "mean": None, "max": None}}, "No log-prob is finite"),
     ({"tokens": CULPRITS}, "2 of 3 culprits are over τ = 10 again."),
     ({"tokens": CULPRITS, "culprits": 40}, "2 of the 3 largest culprits, of 40 in all, are over τ = 10 again."),
@@ -519,15 +503,3 @@ def test_norms_are_the_same_within_the_coarser_rounding() -> None:
     assert same_norm(100.05, 100.0, "float32") and not same_norm(101.0, 100.0, "float32")
     assert same_norm(105.0, 100.0, "float32", "bfloat16")
     assert same_norm(math.inf, math.nan, "float32") and not same_norm(1.0, math.inf, "float32")
-
-
-@pytest.mark.parametrize("model", ["/runs/1/merged", "runs/1/merged", "~/merged"])
-def test_a_missing_folder_is_called_so(
-    bundle: Path, tmp_path: Path, capsys: Capsys, monkeypatch: Patch, model: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for options in ([], ["--search"]):
-        assert main([str(bundle), "--model", model, *options]) == 2
-        assert capsys.readouterr().err == f"There is no such folder: --model {model}\n"
-        assert main([str(tmp_path / "nope"), "--model", model, *options]) == 2
-        assert capsys.readouterr().err == f"There is no such folder: {tmp_path / 'nope'}\n"

@@ -84,33 +84,26 @@ def rough_attention(*arguments: Any, **options: Any) -> torch.Tensor:
     return with_wrong_backward(attend(*arguments, **options))
 
 
+LLAMA, FUNCTIONAL = modeling_llama.__name__, torch.nn.functional.__name__
 attend, rotation = torch.nn.functional.scaled_dot_product_attention, modeling_llama.apply_rotary_pos_emb
 
 
-BUGS: dict[str, tuple[Callable[[Patch], None], str, str]] = {
-    "norm": (
-        lambda patch: patch.setattr(modeling_llama.LlamaRMSNorm, "forward", rough_norm),
-        "RMSNorm in float32",
-        "how RMSNorm is computed",
-    ),
-    "rotation": (
-        lambda patch: patch.setattr(modeling_llama, "apply_rotary_pos_emb", rough_rotation),
-        "rotary embedding in float32",
-        "how the rotary embedding is computed",
-    ),
-    "attention": (
-        lambda patch: patch.setattr(torch.nn.functional, "scaled_dot_product_attention", rough_attention),
-        "attention: eager",
-        "the implementation of attention",
-    ),
-}
-
-
 @pytest.mark.target(version="0.9.1")
-@pytest.mark.parametrize("bug", BUGS)
-def test_the_table_points_to_a_bug(tmp_path: Path, monkeypatch: Patch, capsys: Capsys, bug: str) -> None:
-    plant, switch, look = BUGS[bug]
-    plant(monkeypatch)
+@cases(
+    "where bug switch look",
+    (f"{LLAMA}.LlamaRMSNorm.forward", rough_norm, "RMSNorm in float32", "how RMSNorm is computed"),
+    (
+        f"{LLAMA}.apply_rotary_pos_emb",
+        rough_rotation,
+        "rotary embedding in float32",
+        "the rotary embedding is computed",
+    ),
+    (f"{FUNCTIONAL}.scaled_dot_product_attention", rough_attention, "attention: eager", "implementation of attention"),
+)
+def test_the_table_points_to_a_bug(
+    tmp_path: Path, monkeypatch: Patch, capsys: Capsys, where: str, bug: Callable[..., Any], switch: str, look: str
+) -> None:
+    monkeypatch.setattr(where, bug)
     arguments = recorded(tmp_path, over=0.6)
     result = printed(arguments, capsys)
     assert result["sentences"][0].startswith("The spike comes back")
@@ -118,7 +111,7 @@ def test_the_table_points_to_a_bug(tmp_path: Path, monkeypatch: Patch, capsys: C
     threshold, norm = result["units"][0]["threshold"], result["units"][0]["replayed"]
     assert rows[AS_REPLAYED] == {**rows[AS_REPLAYED], "norm": norm, "log_probs": 0.0}
     assert {name for name, row in rows.items() if row["norm"] < threshold} == {switch}
-    assert (rows[switch]["log_probs"] > 0.01) == (bug == "norm")
+    assert (rows[switch]["log_probs"] > 0.01) == (bug is rough_norm)
     (sentence,) = [text for text in result["sentences"] if text.startswith("Switched alone")]
     assert sentence.startswith(f"Switched alone, '{switch}' takes the spike away") and sentence.endswith(f"{look}.")
     # What it is switched to is the model without the bug.

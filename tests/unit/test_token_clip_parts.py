@@ -17,21 +17,6 @@ from gradloc.token_clip.watched_pass import Positions
 HIDDEN = 4
 
 
-@cases(
-    "name value",
-    ("enable", 1),
-    ("action", "zero"),
-    ("factor", 1.0),
-    ("factor", math.inf),
-    ("beta", 1.0),
-    ("warmup_steps", 0),
-    ("max_share", 0.0),
-)
-def test_a_bad_setting_is_refused_by_its_name(name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=rf"token_clip\.{name} must be .*, got"):
-        TokenClipConfig(**{name: value})
-
-
 def after(values: list[float], warmup_steps: int = 20, beta: float = 0.98) -> UsualSignal:
     usual = UsualSignal()
     for value in values:
