@@ -370,17 +370,27 @@ def test_a_key_selects_another_culprit_of_the_response(page: Page, tmp_path: Pat
 
 
 def test_readable_at_every_size(page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With more culprits than a page takes, of which the largest are shown."""
+    """With more culprits than a page takes, of which the largest are shown, and with all sources."""
     monkeypatch.setattr(page_file, "build", partial(view_of, rows=250))
-    page.open(build(tmp_path, samples(180)))
-    assert page.one("h1").text.startswith("180 gradient spike")
+    names = list(SOURCES)
+    found = [culprit(i, ["a"] * 40, 90000.0 - i) | {"source": name, "sources": names} for i, name in enumerate(names)]
+    page.open(build(tmp_path, [event(1, found), *samples(180)]))
+    assert page.one("h1").text.startswith("181 gradient spike")
     assert re.fullmatch(r"250 culprits, \d+ smaller ones left out", page.one("#count").text)
     assert len(page.all("#timeline .marks path")) == 250 and len(page.column(0)) == 100
     page.one("#rows-more button").click()
     assert len(page.column(0)) == 250 and page.focused().tag_name == "tr"
+    page.select(0)
+    script = """return [...document.querySelectorAll(arguments[0])]
+        .map((e) => [e.innerText, e.scrollWidth <= e.clientWidth, e.getBoundingClientRect().right])"""
+    edge = "return document.querySelector('#why dd').getBoundingClientRect().left"
     for width in (1280, 390):
         page.width(width)
         page.wait(lambda: page.driver.execute_script(TOO_WIDE) == 0)
+        labels = page.driver.execute_script(script, "#sources .label")
+        assert {text for text, _, _ in labels} == set(SOURCES) and all(fits for _, fits, _ in labels), labels
+        badges, rule = page.driver.execute_script(script, "#why .badge"), page.driver.execute_script(edge)
+        assert len(badges) == len(SOURCES) and all(right <= rule for _, _, right in badges), badges
     assert (tmp_path / "page.html").stat().st_size < 1_000_000
     page.one("#words").send_keys("no such token")
     assert page.one("#count").text.startswith("0 of 250 culprits, ")
@@ -479,33 +489,6 @@ def test_only_commands_of_a_known_form_can_be_copied(page: Page, tmp_path: Path)
     assert shown == [[text, buttons] for text, buttons in expected]
 
 
-def test_the_names_of_all_sources_fit(page: Page, tmp_path: Path) -> None:
-    names = list(SOURCES)
-    found = [culprit(i, ["a"] * 40, 9000.0 - i) | {"source": name, "sources": names} for i, name in enumerate(names)]
-    page.open(build(tmp_path, [event(1, found)]))
-    script = """return [...document.querySelectorAll(arguments[0])]
-        .map((e) => [e.innerText, e.scrollWidth <= e.clientWidth, e.getBoundingClientRect().right])"""
-    edge = "return document.querySelector('#why dd').getBoundingClientRect().left"
-    for width in (1280, 390):
-        page.width(width)
-        labels = page.driver.execute_script(script, "#sources .label")
-        assert {text for text, _, _ in labels} == set(SOURCES) and all(fits for _, fits, _ in labels), labels
-        badges, rule = page.driver.execute_script(script, "#why .badge"), page.driver.execute_script(edge)
-        assert len(badges) == len(SOURCES) and all(right <= rule for _, _, right in badges), badges
-
-
-def test_steps_without_a_spike_have_a_page(page: Page, tmp_path: Path) -> None:
-    for step in range(1, 30):
-        record_step(str(tmp_path), step, {"token_norm_max": 0.0 if step == 3 else 100.0 + step, "threshold": 640.0})
-    warning = {"name": "scale", "sentence": "Twice.", "check": "Look."}
-    record_step(str(tmp_path), 30, {"token_norm_max": 100.0, "threshold": 640.0}, [warning])
-    page.open(build(tmp_path, []))
-    assert page.one("h1").text == "No gradient spike" and "in 30 steps" in page.one("#lead").text
-    assert page.one("#warnings").text == "Warning in step 30: Twice.\nLook."
-    assert [section.get_attribute("id") for section in page.all("section") if section.is_displayed()] == ["run"]
-    assert page.one("#level").size["height"] > 50
-
-
 def luminance(color: str) -> float:
     channels = [int(channel) / 255 for channel in re.findall(r"\d+", color)]
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
@@ -530,13 +513,19 @@ def test_the_colours_of_all_sources_can_be_told_from_the_paper(page: Page, whole
             assert (lighter + 0.05) / (darker + 0.05) >= 3, (name, ground)
 
 
-def test_many_clipped_tokens_without_a_spike(page: Page, tmp_path: Path) -> None:
+def test_steps_and_clipped_tokens_without_a_spike_have_a_page(page: Page, tmp_path: Path) -> None:
+    for step in range(1, 31):
+        warnings = [{"name": "scale", "sentence": "Twice.", "check": "Look."}] * (step == 30)
+        figures = {"token_norm_max": 0.0 if step == 3 else 100.0 + step, "threshold": 640.0}
+        record_step(str(tmp_path), step, figures, warnings)
     tokens = [clipped_token(1, ["a", " b", " c"], 5.0 + i, boundary=f"layers.{i % 30}") for i in range(64)]
     page.width(390)
     page.open(build(tmp_path, [clip(step, tokens) for step in (1, 9)]))
     assert page.one("h1").text == "No gradient spike" and "128 backward signals" in page.one("#lead").text
+    assert page.one("#warnings").text == "Warning in step 30: Twice.\nLook."
     shown = [section.get_attribute("id") for section in page.all("section") if section.is_displayed()]
-    assert shown == ["clips"] and page.one("#clips-chart").size["height"] > 50
+    assert shown == ["run", "clips"]
+    assert all(page.one(f"#{chart}").size["height"] > 50 for chart in ("level", "clips-chart"))
     page.wait(lambda: page.driver.execute_script(TOO_WIDE) == 0)
     more = page.one("#clips-rows-more button")
     assert len(page.all("#clips-rows tr")) == 100 and more.text == "Show 28 more of 28"

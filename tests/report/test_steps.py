@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 from evidence import Event, drill, samples, spike, without_culprits, write_steps
 from notation import Caplog, Patch
-from valid_events import valid_events
+from valid_events import lines_in, notes_in, valid_events
 
 from gradloc import guarded, record_events
 from gradloc.evidence import writer
@@ -20,14 +20,10 @@ from gradloc_tools import report
 from gradloc_tools.report.build import FEW_STEPS
 from gradloc_tools.report.charts import levels
 from gradloc_tools.report.summary import warnings_of
-from gradloc_tools.schema import EVENT, NOTE, STEP, conforms
+from gradloc_tools.schema import EVENT, STEP, conforms
 
 FIGURES = {"token_norm_max": 120.0, "threshold": 640.0, "spike_margin": 0.1875, "ratio_max": math.inf, "triggered": 0}
 WARNING = {"name": "stale_weights", "sentence": "The rollout is late.", "check": "`look` shows it."}
-
-
-def lines(directory: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (directory / "steps.jsonl").read_text().splitlines()]
 
 
 # The file
@@ -36,12 +32,12 @@ def lines(directory: Path) -> list[dict[str, Any]]:
 def test_a_step_is_one_short_line_of_the_schemas_form(tmp_path: Path) -> None:
     jsonschema.Draft202012Validator.check_schema(STEP)
     record_step(str(tmp_path / "deep" / "dump"), 3, FIGURES)
-    (line,) = lines(tmp_path / "deep" / "dump")
+    (line,) = lines_in(tmp_path / "deep" / "dump", "steps.jsonl")
     assert (tmp_path / "deep" / "dump" / "steps.jsonl").stat().st_size < 350
     assert {name: line[name] for name in FIGURES} == {**FIGURES, "ratio_max": "Infinity"}
     assert line["global_step"] == 3 and line["rollout_ratio_max"] is None and line["warnings"] == []
     record_step(str(tmp_path), 3, FIGURES, [WARNING])
-    (warned,) = lines(tmp_path)
+    (warned,) = lines_in(tmp_path, "steps.jsonl")
     assert warned["warnings"] == [WARNING] and not conforms(line, EVENT)
     for good in (line, warned):
         jsonschema.validate(good, STEP)
@@ -63,11 +59,9 @@ def test_a_file_stays_within_its_limit(tmp_path: Path, monkeypatch: Patch, caplo
     found = report.read(str(tmp_path))
     last = len(found.steps)
     assert list(found.steps) == list(range(last)) and last >= 9
-    (note,) = (line for line in lines(tmp_path) if "note" in line)
-    jsonschema.validate(note, NOTE)
+    (note,) = notes_in(tmp_path, "steps.jsonl")
     assert (note["note"], note["global_step"], note["count"]) == ("size_limit", last, 1)
     assert found.notes == {note["message"]: {last}} and f"the figures of step {last} left out" in caplog.text
-    assert note["message"].startswith("steps are not written from here on")
 
 
 def test_a_failing_disk_is_a_warning(tmp_path: Path, caplog: Caplog) -> None:
@@ -96,18 +90,22 @@ def test_a_disk_that_hangs_is_not_waited_for_again(tmp_path: Path, caplog: Caplo
 
 
 def test_the_last_line_of_a_step_counts_after_a_resume(tmp_path: Path) -> None:
+    """A line that is cut, or malformed, is left; a figure that is not known is read over."""
     for step, norm in ((1, 10.0), (2, 20.0), (3, 30.0)):
         record_step(str(tmp_path), step, {"token_norm_max": norm})
     file = tmp_path / "steps.jsonl"
     file.write_bytes(file.read_bytes()[:-40])
-    for step, norm in ((2, 21.0), (3, math.nan)):
+    for step, norm in ((2, 21.0), (3, math.nan), (4, 40.0)):
         record_step(str(tmp_path), step, {"token_norm_max": norm})
-    with open(file, "a") as torn:
-        torn.write('{"schema": 4, "glo')
+    last = json.loads(file.read_text().splitlines()[-1])
+    with open(file, "a") as more:
+        for changes in ({"ratio_p999": 1.02}, {"global_step": 5, "warnings": 7}):
+            more.write(f"{json.dumps({**last, **changes})}\n")
+        more.write('{"schema": 4, "glo')
     found = report.read(str(tmp_path))
-    assert found.skipped.total() == 2
-    assert [figures["token_norm_max"] for figures in found.steps.values()][:2] == [10.0, 21.0]
-    assert math.isnan(found.steps[3]["token_norm_max"] or 0.0)
+    assert found.skipped.total() == 3 and warnings_of(found) == []
+    norms = [figures["token_norm_max"] for figures in found.steps.values()]
+    assert norms == pytest.approx([10.0, 21.0, math.nan, 40.0], nan_ok=True)
 
 
 @pytest.mark.parametrize("count", [0, 1])
@@ -117,17 +115,6 @@ def test_steps_of_a_run_are_found_beside_its_events(tmp_path: Path, count: int) 
     for path in (tmp_path, *(tmp_path / "bisect_dump" / name for name in ("", "spikes.jsonl", "steps.jsonl"))):
         found = report.read(str(path))
         assert list(found.steps) == [3] and len(found.events) == count and not found.skipped
-
-
-def test_further_figures_are_read_over_and_malformed_lines_left(tmp_path: Path) -> None:
-    for step in (3, 4):
-        record_step(str(tmp_path), step, FIGURES)
-    third, fourth = lines(tmp_path)
-    changed = [{**third, "ratio_p999": 1.02}, {**fourth, "warnings": 7}]
-    (tmp_path / "steps.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in changed))
-    found = report.read(str(tmp_path))
-    assert list(found.steps) == [3] and found.skipped.total() == 1 and warnings_of(found) == []
-    assert found.steps[3]["spike_margin"] == FIGURES["spike_margin"]
 
 
 # What the report shows

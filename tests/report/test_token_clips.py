@@ -196,14 +196,6 @@ def test_two_runs_are_compared_by_token_clip(tmp_path: Path, show: Any) -> None:
     assert "of these, stopped by TokenClip" in out and "Where tokens were first over" in out
 
 
-def test_a_run_that_goes_on_is_read_as_well(tmp_path: Path) -> None:
-    appended = AppendedEvents(str(tmp_path))
-    record_events(str(tmp_path), [spike(3), clip(3, [one()])] + [clip(4, [one()])] * 17)
-    found = appended.read()
-    assert [line["global_step"] for line in found] == [3, 3] + [4] * 16
-    assert ["token_clip" in line for line in found] == [False] + [True] * 17
-
-
 def test_appended_events_of_a_file_that_is_begun_anew_are_read(tmp_path: Path) -> None:
     def line(step: int) -> str:
         return json.dumps({"global_step": step, "culprits": [], "text": "x" * 10}) + "\n"

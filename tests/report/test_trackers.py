@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from evidence import WORDS, clip, clipped_token, culprit, drill, event, unsearched
-from notation import Caplog, Patch
+from notation import Caplog, Patch, cases
 from pages import texts_of, unpacked
 
 from gradloc import record_events
@@ -147,6 +147,8 @@ def test_wandb_gets_a_growing_table_the_page_and_alerts(local: Path) -> None:
     assert second[:2] == first and second[2]["rank"] == 1 and second[2]["source"] == "nonfinite"
     assert first[0]["grad_norm"] == 9000.0 and first[1]["reward"] is None and first[0]["step"] == 2
     assert [is_page(file.read_text()) for file in files.glob("html/gradloc/report_*.html")] == [True] * 4
+    tables = (file.read_text() for file in sorted(files.glob("table/gradloc/clipped_tokens_*.json")))
+    assert [[row["cut"] for row in rows(text, trackers.CLIP_COLUMNS)] for text in tables] == [[True], [True, False]]
     records = wandb_records(only(local.glob("wandb/latest-run/*.wandb")))
     alerts = [record.alert for record in records if record.WhichOneof("record_type") == "alert"]
     assert [(alert.title, alert.text[:22]) for alert in alerts] == [
@@ -162,10 +164,6 @@ def test_wandb_gets_a_growing_table_the_page_and_alerts(local: Path) -> None:
         items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
         logged |= {items["_step"]: items} if items else {}
     assert [step for step, items in logged.items() if any("culprits" in name for name in items)] == [2, 3]
-    tables = (file.read_text() for file in sorted(files.glob("table/gradloc/clipped_tokens_*.json")))
-    first, second = (rows(text, trackers.CLIP_COLUMNS) for text in tables)
-    assert second[:1] == first and [row["cut"] for row in second] == [True, False]
-    assert (first[0]["token"], first[0]["boundary"], first[0]["multiple"]) == (" <think>", "log_probs", 33.0)
 
 
 @pytest.mark.every_target
@@ -192,10 +190,9 @@ def test_tensorboard_and_the_file_get_the_same(local: Path) -> None:
 
 def test_mlflow_gets_the_table_and_the_page_as_artifacts(elsewhere: Path) -> None:
     artifacts = only(elsewhere.glob("mlruns/*/*/artifacts/gradloc"))
-    found = rows((artifacts / "culprits.json").read_text())
-    assert [row["step"] for row in found] == [2, 2, 3] and found[0]["token"] == " <think>"
+    assert [row["step"] for row in rows((artifacts / "culprits.json").read_text())] == [2, 2, 3]
     clipped = rows((artifacts / "clipped_tokens.json").read_text(), trackers.CLIP_COLUMNS)
-    assert [(row["step"], row["cut"]) for row in clipped] == [(4, True), (5, False)]
+    assert [row["step"] for row in clipped] == [4, 5]
     assert is_page((artifacts / "report.html").read_text())
     assert (artifacts / "step_2.txt").read_text().startswith("Step 2: No known cause: ")
 
@@ -239,35 +236,35 @@ def test_other_trackers_get_no_texts_either(elsewhere: Path) -> None:
 class Broken:
     """A tracker whose server is away."""
 
-    def __init__(self) -> None:
-        self.calls = 0
+    calls = 0
 
     def log(self, data: object, step: int) -> None:
         self.calls += 1
         raise ConnectionError(f"POST https://me:pass@host/api?key={KEY} failed")
 
 
-class Kept:
-    def __init__(self) -> None:
-        self.logged: dict[int, dict[str, str]] = {}
-
+class Kept(dict[int, dict[str, str]]):
     def log(self, data: dict[str, str], step: int) -> None:
-        self.logged[step] = data
+        self[step] = data
 
 
 def spike(step: int, count: int = 1) -> dict[str, Any]:
     return event(step, [culprit(1, [" a", " b"], 900.0 + index) for index in range(count)])
 
 
+def spiked(log: SpikeLog, folder: Path, *steps: int) -> None:
+    """Logs steps with a spike each."""
+    for step in steps:
+        record_events(str(folder), [spike(step)])
+        log.log({"actor/gradloc/triggered": 1.0}, step)
+
+
 def test_a_failing_tracker_warns_once_and_the_others_go_on(tmp_path: Path, monkeypatch: Patch, caplog: Caplog) -> None:
     monkeypatch.setenv("SOME_API_KEY", KEY)
     broken, kept = Broken(), Kept()
     monkeypatch.setitem(trackers.TRACKERS, "clearml", trackers.to_file)  # type: ignore[arg-type]
-    log = SpikeLog({"clearml": broken, "unheard_of": None, "file": kept}, str(tmp_path))
-    for step in (1, 2):
-        record_events(str(tmp_path), [spike(step)])
-        log.log({"actor/gradloc/triggered": 1.0}, step)
-    assert broken.calls == 2 and list(kept.logged) == [1, 2]
+    spiked(SpikeLog({"clearml": broken, "unheard_of": None, "file": kept}, str(tmp_path)), tmp_path, 1, 2)
+    assert broken.calls == 2 and list(kept) == [1, 2]
     failed, unknown = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert "clearml: spikes could not be sent (ConnectionError: POST https://…@host/api?key=… failed)" in failed
     assert "the logger unheard_of gets no spikes" in unknown
@@ -279,7 +276,7 @@ def test_evidence_that_the_driver_cannot_read(tmp_path: Path, caplog: Caplog) ->
     for step in (1, 2):
         log.log({"actor/gradloc/triggered": 2.0}, step)
     (said,) = [record.getMessage() for record in caplog.records]
-    assert "is bisect_dump_dir a directory that the driver and the actor's rank 0 share" in said and not kept.logged
+    assert "is bisect_dump_dir a directory that the driver and the actor's rank 0 share" in said and not kept
 
 
 def test_events_are_read_once_also_behind_half_a_line(tmp_path: Path) -> None:
@@ -292,9 +289,8 @@ def test_events_are_read_once_also_behind_half_a_line(tmp_path: Path) -> None:
     log.log({"actor/gradloc/triggered": 1.0}, 2)
     record_events(str(tmp_path), [drill(3, False)])
     log.log({"actor/gradloc/triggered": 0.0, "actor/gradloc/drill_found": 0.0}, 3)
-    record_events(str(tmp_path), [spike(4)])
-    log.log({"actor/gradloc/triggered": 1.0}, 4)
-    texts = {step: data["gradloc/spikes"] for step, data in kept.logged.items()}
+    spiked(log, tmp_path, 4)
+    texts = {step: data["gradloc/spikes"] for step, data in kept.items()}
     assert list(texts) == [2, 3, 4] and all(text.count("\n") == 0 for text in texts.values())
     assert texts[3] == "Step 3: A drill: the planted token was not found, 1 extra pass."
 
@@ -337,10 +333,7 @@ def test_without_the_report_trackers_get_all_but_the_page(
     tmp_path: Path, monkeypatch: Patch, caplog: Caplog, sent: list[Any]
 ) -> None:
     monkeypatch.setitem(sys.modules, "gradloc_tools.report", None)
-    log = SpikeLog({"wandb": None}, str(tmp_path))
-    for step in (1, 2):
-        record_events(str(tmp_path), [spike(step)])
-        log.log({"actor/gradloc/triggered": 1.0}, step)
+    spiked(SpikeLog({"wandb": None}, str(tmp_path)), tmp_path, 1, 2)
     assert [spikes.page for spikes, _ in sent] == [None, None] and sent[1][1]["culprits"] and sent[1][0].sentences
     assert [message.count("pip install .") for message in caplog.messages] == [1]
 
@@ -363,19 +356,17 @@ def test_only_what_was_left_is_alerted() -> None:
     assert alert(stopped, of_drill) == ("Spike drill", [of_drill["summary"]])
 
 
-@pytest.mark.parametrize(
-    ("loggers", "changes", "added"),
-    [
-        (["console", "file"], {}, False),
-        (["console", "wandb"], {}, True),
-        (["console"], {"spike_log": True}, True),
-        (["console", "file"], {"spike_log": "texts"}, True),
-        (["wandb"], {"spike_log": False}, False),
-        (["wandb"], {"spike_detection": False, "spike_log": True}, False),
-        (["wandb"], {"spike_detection": False, "token_clip": {"enable": True}}, True),
-        (["wandb"], {"spike_detection": False, "token_clip": {"enable": True}, "spike_log": False}, False),
-        (["wandb"], {"spike_detection": False, "token_clip": None}, False),
-    ],
+@cases(
+    "loggers changes added",
+    (["console", "file"], {}, False),
+    (["console", "wandb"], {}, True),
+    (["console"], {"spike_log": True}, True),
+    (["console", "file"], {"spike_log": "texts"}, True),
+    (["wandb"], {"spike_log": False}, False),
+    (["wandb"], {"spike_detection": False, "spike_log": True}, False),
+    (["wandb"], {"spike_detection": False, "token_clip": {"enable": True}}, True),
+    (["wandb"], {"spike_detection": False, "token_clip": {"enable": True}, "spike_log": False}, False),
+    (["wandb"], {"spike_detection": False, "token_clip": None}, False),
 )
 def test_who_gets_spikes(loggers: list[str], changes: dict[str, Any], added: bool) -> None:
     found = dict.fromkeys(loggers)

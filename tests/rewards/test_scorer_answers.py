@@ -1,9 +1,7 @@
 """The math_verify reward on answers of every form, right, wrong and hostile."""
 
 import contextlib
-import resource
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -154,18 +152,6 @@ def test_hostile_answers_in_a_batch(hostile_pool: None) -> None:
     scores = in_pool(pairs)
     assert set(scores[::2]) == {0.0, TIMED_OUT} and scores.count(TIMED_OUT) > 2
     assert scores[1::2] == [float(i % 2 == 0) for i in numbers]
-
-
-def test_workers_have_a_memory_limit(hostile_pool: None) -> None:
-    in_pool([("1", "1")])
-    # One that has just been started for a killed one sets its limit before its first answer.
-    deadline = time.monotonic() + 300
-    limits: set[tuple[int, int]] = set()
-    while limits != {(512 * MEBIBYTE, 512 * MEBIBYTE)} and time.monotonic() < deadline:
-        time.sleep(0.1)
-        with contextlib.suppress(psutil.NoSuchProcess):  # it may have ended since
-            limits = {worker.rlimit(resource.RLIMIT_AS) for worker in workers()}
-    assert limits == {(512 * MEBIBYTE, 512 * MEBIBYTE)}
 
 
 def peak(pid: int, what: str = "VmHWM") -> int:

@@ -268,6 +268,14 @@ def snapshot(tree: Path) -> dict[str, tuple[int, bytes]]:
     return found
 
 
+@contextlib.contextmanager
+def unchanged(tree: Path) -> Iterator[None]:
+    """The block must leave the tree as it is."""
+    before = snapshot(tree)
+    yield
+    assert snapshot(tree) == before
+
+
 def refused(done: subprocess.CompletedProcess[str], code: int, *words: str) -> None:
     """One clear sentence, the right exit code, no traceback."""
     assert done.returncode == code, done.stdout + done.stderr

@@ -4,10 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 from jsonschema import Draft202012Validator
 
 from gradloc.evidence.writer import jsonable
-from gradloc_tools.schema import EVENT, conforms
+from gradloc_tools.schema import EVENT, NOTE, conforms
 
 VALIDATOR = Draft202012Validator(EVENT)
 
@@ -24,3 +25,16 @@ def valid_events(text: str) -> list[dict[str, Any]]:
         VALIDATOR.validate(event)
         assert conforms(event, EVENT)
     return events
+
+
+def lines_in(folder: Path, name: str = "spikes.jsonl") -> list[dict[str, Any]]:
+    """The lines of a file, of whatever kind."""
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def notes_in(folder: Path, name: str = "spikes.jsonl") -> list[dict[str, Any]]:
+    """The notes of what was left out of a file."""
+    notes = [line for line in lines_in(folder, name) if "note" in line]
+    for note in notes:
+        jsonschema.validate(note, NOTE)
+    return notes

@@ -15,10 +15,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from notation import cases
 
 import apply_patch
 import trees
-from trees import ACTOR, ALGOS, DELETED, NEW, Patch, Project, at_call, refused, reply, snapshot
+from trees import ACTOR, ALGOS, DELETED, NEW, Patch, Project, at_call, refused, reply, snapshot, unchanged
 
 NO_SPACE = "raise OSError(28, 'No space left on device')"
 
@@ -34,11 +35,10 @@ def patched(base_tree: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 
 def refuses(project: Project, tree: Path, code: int, *words: str) -> None:
     """--check says with its code what is wrong, all else refuses it, and nothing changes."""
-    before = snapshot(tree.parent)
-    refused(project.apply("--repo", tree, "--check"), code, *words)
-    for argument in ([], ["--force"], ["--reverse"]):
-        refused(project.apply("--repo", tree, *argument), 3, *words)
-    assert snapshot(tree.parent) == before
+    with unchanged(tree.parent):
+        refused(project.apply("--repo", tree, "--check"), code, *words)
+        for argument in ([], ["--force"], ["--reverse"]):
+            refused(project.apply("--repo", tree, *argument), 3, *words)
 
 
 # Applying, reversing and saying how a tree stands
@@ -186,7 +186,7 @@ SPOILT = {
 }
 
 
-@pytest.mark.parametrize(("spoil", "code", "words"), SPOILT.values(), ids=SPOILT)
+@cases("spoil code words", *SPOILT.values(), ids=SPOILT)
 def test_a_tree_that_does_not_fit_is_named_and_stays(project: Project, tree: Path, spoil, code: int, words) -> None:
     spoil(tree)
     refuses(project, tree, code, *words)
@@ -196,9 +196,8 @@ def test_home_in_an_option(project: Project, tree: Path, small_patch: Patch) -> 
     """As in --repo=~/verl, where no shell expands it."""
     home = {"HOME": str(tree.parent)}
     trees.write_patch(tree.parent / "one.patch", small_patch.whole)
-    project.said(f"--repo=~/{tree.name}", "--patch-file=~/one.patch", **home)
     given = ["--patch-file=~/one.patch", "--sha256-file=~/one.patch.sha256"]
-    project.said(f"--repo=~/{tree.name}", "--check", *given, code=10, **home)
+    project.said(f"--repo=~/{tree.name}", *given, **home)
     refused(project.apply("--repo=~nobody-has-this-name/verl"), 3, "~nobody-has-this-name/verl is not a directory")
 
 
@@ -218,25 +217,33 @@ def change_other(checkout: Path) -> None:
     (checkout / OTHER).write_text("# mine\n")
 
 
-@pytest.mark.parametrize(("commits", "code", "words"), [(True, 12, ["HEAD"]), (False, 3, ["local changes", OTHER])])
+@cases(
+    "kind code words",
+    ("commit", 12, ["HEAD"]),
+    *((kind, 3, ["local changes", OTHER]) for kind in ("edit", "link", "worktree")),
+)
 def test_a_checkout_with_changes_takes_force(
-    project: Project, checkout: Path, commits: bool, code: int, words: list[str]
+    project: Project, checkout: Path, tmp_path: Path, kind: str, code: int, words: list[str]
 ) -> None:
-    change_other(checkout)
-    if commits:
+    place = tmp_path / "second" if kind in ("link", "worktree") else checkout
+    if kind == "link":
+        place.symlink_to(checkout)
+    elif kind == "worktree":
+        trees.git(checkout, "worktree", "add", "-q", "--detach", str(place))
+    change_other(place)
+    if kind == "commit":
         trees.commit_all(checkout)
-    before = snapshot(checkout)
-    refused(project.apply("--repo", checkout, "--check"), code, *words)
-    refused(project.apply("--repo", checkout), 3, *words)
-    assert snapshot(checkout) == before
-    project.said("--repo", checkout, "--force")
+    before = snapshot(place)
+    refused(project.apply("--repo", place, "--check"), code, *words)
+    refused(project.apply("--repo", place), 3, *words)
+    assert snapshot(place) == before
+    project.said("--repo", place, "--force")
 
 
 def test_files_that_git_does_not_track_are_no_matter(project: Project, checkout: Path, patched: dict) -> None:
     """Neither others' nor those that a patched verl left behind, unless they are in the patch's place."""
     for name in ("notes.txt", "verl/notes.py"):
         (checkout / name).write_text("mine")
-    project.said("--repo", checkout, "--check")
     project.said("--repo", checkout)
     assert "already applied" in project.said("--repo", checkout)
     project.said("--repo", checkout, "--reverse")
@@ -255,21 +262,6 @@ def test_files_that_git_does_not_track_are_no_matter(project: Project, checkout:
     trees.git(checkout, "checkout", "-q", ".")
     trees.git(checkout, "commit", "-q", "--allow-empty", "-m", "newer")
     refused(project.apply("--repo", checkout), 3, "HEAD")
-
-
-@pytest.mark.parametrize("kind", ["link", "worktree"])
-def test_a_link_to_a_checkout_and_a_worktree_are_checked(
-    project: Project, checkout: Path, tmp_path: Path, kind: str
-) -> None:
-    second = tmp_path / "second"
-    if kind == "link":
-        second.symlink_to(checkout)
-    else:
-        trees.git(checkout, "worktree", "add", "-q", "--detach", str(second))
-    change_other(second)
-    refused(project.apply("--repo", second), 3, "local changes")
-    trees.git(second, "checkout", "-q", ".")
-    project.said("--repo", second)
 
 
 @pytest.mark.parametrize("installed", [False, True])
@@ -372,40 +364,37 @@ def test_where_there_is_no_verl_or_another_one(project: Project, tree: Path, tmp
 # The patch
 
 
-@pytest.mark.parametrize("part", [0, 1, 2])
-def test_each_part_is_proven_by_its_checksum(project: Project, tree: Path, part: int) -> None:
-    place = project.parts("0.7.0")[part]
-    before = snapshot(tree)
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_each_part_is_proven_by_its_checksum(project: Project, tree: Path, number: int) -> None:
+    place = project.parts("0.7.0")[number]
     data, checksum = place.read_bytes(), place.with_name(f"{place.name}.sha256")
-    checksum.unlink()
-    refused(project.apply("--repo", tree), 3, f"{checksum} cannot be read", "restore it")
-    checksum.write_text("no checksum\n")
-    refused(project.apply("--repo", tree), 3, f"{checksum} does not hold one SHA-256")
-    checksum.write_text(f"{'1' * 64}  other\n{hashlib.sha256(data).hexdigest()}  {place.name}\n")
-    project.said("--repo", tree, "--check")
-    place.write_bytes(data + b"\n")
-    refused(project.apply("--repo", tree), 3, f"{place} has SHA-256", "not the required")
-    trees.write_patch(place, data[:-20])
-    refused(project.apply("--repo", tree, "--check"), 3, f"{place}: the patch ends in the middle of a line")
-    place.unlink()
-    refused(project.apply("--repo", tree), 3, f"{place} cannot be read", "restore it")
-    assert snapshot(tree) == before
+    with unchanged(tree):
+        checksum.unlink()
+        refused(project.apply("--repo", tree), 3, f"{checksum} cannot be read", "restore it")
+        checksum.write_text("no checksum\n")
+        refused(project.apply("--repo", tree), 3, f"{checksum} does not hold one SHA-256")
+        checksum.write_text(f"{'1' * 64}  other\n{hashlib.sha256(data).hexdigest()}  {place.name}\n")
+        project.said("--repo", tree, "--check")
+        place.write_bytes(data + b"\n")
+        refused(project.apply("--repo", tree), 3, f"{place} has SHA-256", "not the required")
+        trees.write_patch(place, data[:-20])
+        refused(project.apply("--repo", tree, "--check"), 3, f"{place}: the patch ends in the middle of a line")
+        place.unlink()
+        refused(project.apply("--repo", tree), 3, f"{place} cannot be read", "restore it")
 
 
 def test_parts_that_do_not_belong_together(project: Project, tree: Path, small_patch: Patch) -> None:
     """A fix that was made for other hooks; and one that undoes a hook."""
-    before = snapshot(tree)
-    hooks = small_patch.hooks.replace(b"# first", b"# other")
-    trees.write_patch(project.fixes, small_patch.package)
-    refused(project.apply("--repo", tree), 3, "contradict each other")
-    other = hashlib.sha1(b"other").hexdigest().encode()
     actor = small_patch.fixes.partition(b"index ")[2][:40]
-    trees.write_patch(project.fixes, small_patch.fixes.replace(actor, other))
-    refused(project.apply("--repo", tree), 3, "do not belong together", ACTOR)
-    trees.write_patch(project.fixes, small_patch.fixes)
-    trees.write_patch(project.hooks, hooks)
-    refused(project.apply("--repo", tree), 3, "is inconsistent", ACTOR)
-    assert snapshot(tree) == before
+    for hooks, fixes, words in (
+        (small_patch.hooks, small_patch.package, ["contradict each other"]),
+        (small_patch.hooks, small_patch.fixes.replace(actor, b"1" * 40), ["do not belong together", ACTOR]),
+        (small_patch.hooks.replace(b"# first", b"# other"), small_patch.fixes, ["is inconsistent", ACTOR]),
+    ):
+        trees.write_patch(project.hooks, hooks)
+        trees.write_patch(project.fixes, fixes)
+        with unchanged(tree):
+            refused(project.apply("--repo", tree), 3, *words)
 
 
 def test_a_target_may_have_no_fixes(project: Project, tree: Path) -> None:
@@ -501,12 +490,11 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize(("change", "words"), BAD.values(), ids=BAD)
+@cases("change words", *BAD.values(), ids=BAD)
 def test_bad_patch(project: Project, tree: Path, small_patch: Patch, tmp_path: Path, change, words: str) -> None:
     given = trees.write_patch(tmp_path / "bad.patch", change(small_patch.whole))
-    before = snapshot(tree)
-    refused(project.apply("--repo", tree, "--patch-file", given, "--force"), 3, words)
-    assert snapshot(tree) == before
+    with unchanged(tree):
+        refused(project.apply("--repo", tree, "--patch-file", given, "--force"), 3, words)
 
 
 GOOD_PIN = f"VERSION=0.7.0\nWHEEL_SHA256={'0' * 64}\n"
@@ -587,27 +575,24 @@ ODD_URLS = {
 
 
 def test_odd_urls_and_answers(project: Project, tree: Path) -> None:
-    before = snapshot(tree)
     arguments = ["--repo", tree, "--patch-sha256", "0" * 64, "--patch-url"]
     answers = {path: answer for path, (answer, _) in ODD_ANSWERS.items()}
-    with trees.web_server({**answers, "/drip": drip, "/big": reply(b"x" * 2000)}) as url:
+    with unchanged(tree), trees.web_server({**answers, "/drip": drip, "/big": reply(b"x" * 2000)}) as url:
         for odd, words in ({url + path: words for path, (_, words) in ODD_ANSWERS.items()} | ODD_URLS).items():
             done = project.apply(*arguments, odd)
             refused(done, 3, words)
             assert "secret" not in done.stderr
         refused(project.apply_with("apply_patch.TIME_LIMIT = 1", *arguments, f"{url}/drip"), 3, "1 seconds")
         refused(project.apply_with("apply_patch.SIZE_LIMIT = 1000", *arguments, f"{url}/big"), 3, "larger than")
-    assert snapshot(tree) == before
 
 
 def test_redirect_from_https_is_not_downgraded() -> None:
     """Called directly: a TLS server would need a certificate that Python trusts."""
     request = urllib.request.Request("https://example.org/x")
     redirect = apply_patch.SafeRedirect().redirect_request
-    with pytest.raises(apply_patch.Stop, match="from https to"):
-        redirect(request, None, 302, "Found", {}, "http://127.0.0.1/x")
-    with pytest.raises(apply_patch.Stop, match="use an https URL"):
-        redirect(request, None, 302, "Found", {}, "http://example.org/x")
+    for place, words in (("http://127.0.0.1/x", "from https to"), ("http://example.org/x", "use an https URL")):
+        with pytest.raises(apply_patch.Stop, match=words):
+            redirect(request, None, 302, "Found", {}, place)
     assert redirect(request, None, 302, "Found", {}, "https://example.org/y").full_url == "https://example.org/y"
 
 
@@ -637,12 +622,12 @@ def test_killed(project: Project, tree: Path, patched: dict, call: tuple[str, in
 
 
 def test_a_disk_that_is_full_or_lies_is_rolled_back(project: Project, tree: Path) -> None:
-    before = snapshot(tree)
-    for call in CALLS:
-        refused(project.apply_with(at_call(*call, NO_SPACE), "--repo", tree), 4, "No space left on device", "put back")
-        assert snapshot(tree) == before
-    refused(project.apply_with(at_call("replace", 3, "return"), "--repo", tree), 4, "does not read back", "put back")
-    assert snapshot(tree) == before
+    with unchanged(tree):
+        for call in CALLS:
+            done = project.apply_with(at_call(*call, NO_SPACE), "--repo", tree)
+            refused(done, 4, "No space left on device", "put back")
+        done = project.apply_with(at_call("replace", 3, "return"), "--repo", tree)
+        refused(done, 4, "does not read back", "put back")
 
 
 def test_failed_roll_back_keeps_the_journal(project: Project, tree: Path, patched: dict) -> None:

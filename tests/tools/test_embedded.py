@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from notation import Capsys, Patch, cases
 from omegaconf import OmegaConf
+from process_ids import is_alive
 from scripts import follow, launch, processes, run, set_up
 
 import trees
@@ -189,7 +190,12 @@ def test_the_environment_is_made_once_and_patched_anew(project: Project) -> None
     ("--quiet uv", "", "uv cannot be installed"),
     ("uv pip install", "", "uv failed"),
     ("config list", "", "pip's configuration cannot be read"),
-    ("", "global.index-url='https://me:secret@a'\n:env:.proxy='b'\n", "pip is configured with index-url, proxy"),
+    (
+        "",
+        "global.index-url='https://me:secret@a'\ninstall.index-url='b'\n:env:.proxy='b'\n:env:.default-timeout='180'\n"
+        "global.no-cache-dir='false'\nlist.format='columns'\n",
+        "pip is configured with index-url, proxy",
+    ),
 )
 def test_pip_installs_where_uv_cannot(project: Project, failing: str, conf: str, reason: str, capfd: Capsys) -> None:
     project.write("failing", failing)
@@ -210,19 +216,6 @@ def test_a_step_of_the_set_up_that_failed_is_done_again(project: Project) -> Non
             project.set_up()
     project.write("failing", "")
     assert project.set_up()[-1] == "apply_patch.py --installed"
-
-
-def test_what_of_pips_configuration_uv_would_ignore() -> None:
-    urls = "global.index-url='a'\ninstall.index-url='b'\n:env:.extra-index-url='c'\n"
-    others = ":env:.default-timeout='180'\nglobal.no-cache-dir='false'\nlist.format='columns'\n"
-    assert set_up.configured(f"{urls}{others}") == ["extra-index-url", "index-url"] and set_up.configured(others) == []
-
-
-def running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 SESSION = f"""
@@ -260,7 +253,7 @@ def test_no_process_of_a_run_survives_and_no_other_is_ended(ending: str | int, c
         if not isinstance(ending, str):
             program.send_signal(signal.Signals(ending))
         assert program.wait() == code
-        assert len(pids) == 2 and not any(map(running, pids))
+        assert len(pids) == 2 and not any(map(is_alive, pids))
         assert bystander.poll() is None
     finally:
         bystander.kill()
@@ -282,7 +275,7 @@ processes._let_signals_through = slowly
     program = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     child = int(program.stdout.readline())
     program.terminate()
-    assert program.wait() == 143 and not running(child)
+    assert program.wait() == 143 and not is_alive(child)
 
 
 SENTENCE = "Training ends after step 3, because of 2 gradient spikes in the last 2 steps (spike_action=stop): …"
@@ -349,7 +342,7 @@ def test_ray_has_time_to_start_on_a_busy_machine() -> None:
     assert launch.added_environment({name: "7"})[name] == "7"
 
 
-@pytest.mark.parametrize(("failures", "status"), [(0, 0), (2, 0), (9, 1)])
+@pytest.mark.parametrize(("failures", "status"), [(2, 0), (9, 1)])
 def test_ray_is_started_again_where_it_was_not_up_in_time(tmp_path: Path, failures: int, status: int) -> None:
     tries = tmp_path / "tries"
     tries.write_text("")
@@ -360,13 +353,11 @@ tries.write_text(tries.read_text() + "x")
 if len(tries.read_text()) <= {failures}:
     sys.exit("Exception: The current node timed out during startup. This could happen because …")
 """
-    config = OmegaConf.create(
-        {
-            "trainer": {"default_local_dir": str(tmp_path / "out"), "total_training_steps": 1},
-            "actor_rollout_ref": {"actor": {"bisect_dump_dir": str(tmp_path / "out"), "spike_drill_step": None}},
-            "ray_kwargs": {"ray_init": {"_temp_dir": str(tmp_path / "ray")}},
-        }
-    )
+    out = str(tmp_path / "out")
+    actor = {"actor": {"bisect_dump_dir": out, "spike_drill_step": None}}
+    trainer = {"default_local_dir": out, "total_training_steps": 1}
+    config = OmegaConf.create({"trainer": trainer, "actor_rollout_ref": actor})
+    config.ray_kwargs = {"ray_init": {"_temp_dir": str(tmp_path / "ray")}}
     assert run.train([sys.executable, "-c", code], config, None, "") == status
     assert len(tries.read_text()) == min(failures + 1, 3) and not (tmp_path / "ray").exists()
     assert signal.SIG_IGN not in map(signal.getsignal, processes.ENDING), "the next try could not be interrupted"

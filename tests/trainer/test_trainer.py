@@ -1,26 +1,21 @@
-"""The evidence that the trainer writes, also where the disk fails."""
+"""The evidence that the trainer writes, and its metrics."""
 
 import json
-import os
-import subprocess
 import uuid
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 import verl
 from verl import DataProto
 
 PROMPT, RESPONSE, ROWS = 3, 5, 4
-# Three events fit, of some 5 kB each, and the lock.
-DISK = 20 * 1024
 
 
-def record(directory: Path, step: int) -> None:
-    """Writes an event with one culprit as rank 0 of verl 0.7's worker does."""
+def test_columns_of_any_type_are_written(tmp_path: Path) -> None:
+    """As rank 0 of verl 0.7's worker writes an event with one culprit."""
     from verl.utils.gradloc.adapters.dp_actor import write_evidence
 
     ids = torch.arange(ROWS * (PROMPT + RESPONSE)).reshape(ROWS, -1)
@@ -28,49 +23,16 @@ def record(directory: Path, step: int) -> None:
     # Reward functions of one's own may take anything.
     columns = {"data_source": 3, "uid": uuid.UUID(int=7), "reward_model": "no mapping"}
     arrays = {name: np.array([value] * ROWS, dtype=object) for name, value in columns.items()}
-    data = DataProto.from_dict(tensors, arrays, meta_info={"global_steps": step})
-    culprits = [{"rank": 0, "row": 1, "position": 2}]
-    event = {"global_step": step, "mini_batch": 1, "world_size": 1, "culprits": culprits, "filler": "x" * 5000}
-    actor: Any = SimpleNamespace(
-        config=SimpleNamespace(bisect_dump_dir=str(directory), ppo_mini_batch_size=ROWS // 2),
-        watch=SimpleNamespace(
-            sequence_parallel_size=1, watches_passes=True, lines=lambda: [event], warnings=lambda: []
-        ),
-    )
+    data = DataProto.from_dict(tensors, arrays, meta_info={"global_steps": 1})
+    event = {"global_step": 1, "mini_batch": 1, "culprits": [{"rank": 0, "row": 1, "position": 2}], "world_size": 1}
+    watch = {"sequence_parallel_size": 1, "watches_passes": True, "lines": lambda: [event], "warnings": lambda: []}
+    config = SimpleNamespace(bisect_dump_dir=str(tmp_path), ppo_mini_batch_size=ROWS // 2)
+    actor: Any = SimpleNamespace(config=config, watch=SimpleNamespace(**watch))
     tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: " ".join(map(str, ids)))
     write_evidence(actor, data, tokenizer, {})
-
-
-def events(directory: Path) -> list[dict[str, Any]]:
-    """What can be read of the file: a failing disk may leave half a line behind."""
-    found = []
-    for line in (directory / "spikes.jsonl").read_text().splitlines():
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            assert line.startswith('{"global_step"') or not line
-    return found
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
-def test_a_full_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", str(tmp_path)]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("mounting is not permitted")
-    try:
-        for step in range(1, 5):
-            record(tmp_path, step)
-        assert "No space left on device" in caplog.text
-        subprocess.run(["mount", "-o", f"remount,size={2 * DISK}", str(tmp_path)], check=True)
-        record(tmp_path, 5)
-        # What was cut off is one line; what was written before and after it can be read.
-        written = events(tmp_path)
-        assert [event["global_step"] for event in written] == [1, 2, 3, 5]
-        (culprit,) = written[0]["culprits"]
-        assert (culprit["data_source"], culprit["uid"]) == ("3", str(uuid.UUID(int=7)))
-        assert culprit["prompt"] == "24 25 26"  # of the second row of the second mini-batch
-    finally:
-        subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+    (culprit,) = json.loads((tmp_path / "spikes.jsonl").read_text())["culprits"]
+    assert (culprit["data_source"], culprit["uid"]) == ("3", str(uuid.UUID(int=7)))
+    assert culprit["prompt"] == "24 25 26"  # of the second row of the second mini-batch
 
 
 def test_a_step_whose_answers_are_all_rejected_has_metrics() -> None:
