@@ -103,24 +103,17 @@ def of_package(stand_in: CudaStandIn, start: int) -> list[str]:
 
 
 def test_the_stand_in_refuses_mixed_devices_and_counts_waits() -> None:
-    with CudaStandIn():
-        here, there = torch.ones(2), torch.ones(2, device="cuda")
-        assert (str(here.device), str(there.device), str((there * 2).device)) == ("cpu", "cuda:0", "cuda:0")
-        with pytest.raises(MixedDevices):
-            here + there
-        assert str((there + torch.tensor(1.0)).device) == "cuda:0"
-        assert str(there[torch.tensor([0])].device) == "cuda:0"
-        with pytest.raises(MixedDevices):
-            here[torch.tensor([0], device="cuda")]
-        assert str((here.to("cuda") + there).cpu().device) == "cpu"
+    with CudaStandIn() as stand_in:
+        here, there, first = torch.ones(2), torch.ones(2, device="cuda"), torch.tensor([0])
         gradient = there.clone().requires_grad_()
         gradient.square().sum().backward()
-        assert str(gradient.grad.device) == "cuda:0"
-        with pytest.raises(MixedDevices):
-            gradient.grad.copy_(here) + here
-    # Waits are counted.
-    with CudaStandIn() as stand_in:
-        there = torch.ones(2, device="cuda")
+        on_gpu = (there, there * 2, there + torch.tensor(1.0), there[first], gradient.grad)
+        assert {str(each.device) for each in on_gpu} == {"cuda:0"} and str(here.device) == "cpu"
+        assert str((here.to("cuda") + there).cpu().device) == "cpu"
+        for mixed in (lambda: here + there, lambda: here[first.to("cuda")], lambda: gradient.grad.copy_(here) + here):
+            with pytest.raises(MixedDevices):
+                mixed()
+        # Waits are counted.
         waiting = [
             lambda: there.cpu(),
             lambda: there.tolist(),

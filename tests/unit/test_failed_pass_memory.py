@@ -5,7 +5,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
-from unittest.mock import Mock, call
+from unittest.mock import DEFAULT, Mock, call
 
 import pytest
 import torch
@@ -50,40 +50,27 @@ def interrupted() -> tuple[RecordedCollectives, Exception]:
 @pytest.mark.parametrize("failures", [0, 2, 4, 5])
 def test_an_allocation_for_the_replay_is_tried_again(one_of_two: None, monkeypatch: Patch, failures: int) -> None:
     recorded, error = interrupted()
-    zeros, attempts, replayed = torch.zeros, 0, []
-
-    def failing_zeros(*arguments: object, **options: object) -> torch.Tensor:
-        nonlocal attempts
-        attempts += 1
-        if attempts <= failures:
-            out_of_memory()
-        return zeros(*arguments, **options)
-
-    all_reduce = recorded._recorded_calls[1].function
-    monkeypatch.setattr(torch, "zeros", failing_zeros)
+    interrupted_call = recorded._recorded_calls[1]
+    all_reduce = Mock(wraps=interrupted_call.function)
+    zeros = Mock(wraps=torch.zeros, side_effect=[torch.OutOfMemoryError()] * failures + [DEFAULT])
+    monkeypatch.setattr(torch, "zeros", zeros)
     monkeypatch.setattr(failed_pass, "_PAUSE", 0.0)
-    object.__setattr__(recorded._recorded_calls[1], "function", lambda *a, **k: replayed.append(all_reduce(*a, **k)))
+    object.__setattr__(interrupted_call, "function", all_reduce)
     if failures == 5:
         with pytest.raises(RankLostError, match="OutOfMemoryError"):
             recorded.complete(error)
     else:
         recorded.complete(error)
-    assert attempts == min(failures + 1, 5) and len(replayed) == (failures < 5)
+    assert zeros.call_count == min(failures + 1, 5) and all_reduce.call_count == (failures < 5)
 
 
 def test_a_collective_call_that_fails_is_not_made_again(one_of_two: None) -> None:
     recorded, error = interrupted()
-    calls = 0
-
-    def lost(*_: object, **__: object) -> None:
-        nonlocal calls
-        calls += 1
-        raise RuntimeError("connection closed by peer")
-
+    lost = Mock(side_effect=RuntimeError("connection closed by peer"))
     object.__setattr__(recorded._recorded_calls[1], "function", lost)
     with pytest.raises(RankLostError, match="connection closed"):
         recorded.complete(error)
-    assert calls == 1
+    assert lost.call_count == 1
 
 
 def test_other_threads_run_before_an_allocation_is_tried_again() -> None:

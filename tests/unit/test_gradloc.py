@@ -5,6 +5,7 @@ import math
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -85,14 +86,11 @@ def test_a_pass_that_loses_a_rank_leaves_no_recording(monkeypatch: Patch) -> Non
     watched = GradLoc(model, GradLocConfig(), lambda *_: None)._model
     assert watched is not None
 
-    def lose(_: object, error: Exception) -> None:
-        raise RankLostError("no other rank answers") from error
-
     def broken(_: int) -> None:
         model(torch.randn(3, 4)).sum().backward()
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(RecordedCollectives, "complete", lose)
+    monkeypatch.setattr(RecordedCollectives, "complete", Mock(side_effect=RankLostError("no other rank answers")))
     with pytest.raises(RankLostError):
         Passes(watched, [], 1.0).accumulate(broken, lambda: None)
     model(torch.randn(3, 4)).sum().backward()

@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -105,12 +106,7 @@ def test_a_unit_over_its_threshold_is_not_explained_by_another() -> None:
 
 def test_a_verdict_learns_whether_the_run_is_otherwise_as_usual(monkeypatch: Patch) -> None:
     """A natural spike is rare, and of few tokens."""
-    said, whole_event = [], events.whole_event
-
-    def spied(*arguments: Any) -> Any:
-        said.append(arguments[-1])
-        return whole_event(*arguments)
-
+    spied = Mock(wraps=events.whole_event)
     monkeypatch.setattr(events, "whole_event", spied)
     usual = usual_norm()
     loop = Loop(grad_norm_threshold=2 * usual)
@@ -121,6 +117,7 @@ def test_a_verdict_learns_whether_the_run_is_otherwise_as_usual(monkeypatch: Pat
     loop.step(ordinary, outlier=100.0)
     loop.step([5.0 * each for each in ordinary])
     loop.step(ordinary, outlier=100.0)
+    said = [call.args[-1] for call in spied.call_args_list]
     assert [why and why.split(",")[0] for why in said] == [
         "too little of the run is known to call this a natural spike",
         None,
@@ -134,9 +131,7 @@ def test_a_verdict_learns_whether_the_run_is_otherwise_as_usual(monkeypatch: Pat
 def test_a_spike_without_an_event_is_counted_and_skipped(
     monkeypatch: Patch, caplog: Caplog, action: str, where: str
 ) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise collectives.RankFailedError("rank 1: MemoryError: a planted one")
-
+    fail = Mock(side_effect=collectives.RankFailedError("rank 1: MemoryError: a planted one"))
     owner, name = (MiniBatch, "gather_figures") if where == "the search" else (events, "token_facts_of")
     monkeypatch.setattr(owner, name, fail)
     loop = Loop(grad_norm_threshold=1e-3, spike_action=action)
@@ -195,10 +190,7 @@ def test_a_mini_batch_that_was_thrown_away_is_forgotten() -> None:
 
 
 def test_an_unreadable_learning_rate_is_warned_of_once(caplog: Caplog) -> None:
-    def broken() -> float:
-        raise KeyError("lr")
-
-    loop = Loop(learning_rate=broken, grad_norm_threshold=1e9)
+    loop = Loop(learning_rate=Mock(side_effect=KeyError("lr")), grad_norm_threshold=1e9)
     with caplog.at_level(logging.WARNING):
         assert loop.step([1.0] * UNITS).take_step and loop.step([1.0] * UNITS).take_step
     assert caplog.text.count("the learning rate cannot be read") == 1

@@ -8,6 +8,7 @@ import sys
 import types
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -65,9 +66,7 @@ def test_what_does_not_fit_is_named() -> None:
 
 
 def test_an_error_is_logged_and_refuses_the_runs_that_need_it(caplog: Caplog) -> None:
-    def fail() -> None:
-        raise status.Unfit("Engine has no optimizer_step")
-
+    fail = Mock(side_effect=status.Unfit("Engine has no optimizer_step"))
     status.guard("some repair", fail, needed=False)
     status.require()
     assert status.lost == {"some repair": "Engine has no optimizer_step"}

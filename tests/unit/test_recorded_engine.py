@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -250,9 +251,6 @@ def test_a_loss_without_log_probs_is_an_event_without_tokens(tmp_path: Path, cap
 def test_an_error_of_ours_is_a_warning(what: str, tmp_path: Path, monkeypatch: Patch, caplog: Caplog) -> None:
     from verl.utils.gradloc.adapters import update_evidence
 
-    def fail(*_: Any, **__: Any) -> Any:
-        raise KeyError("broken")
-
     owners = {
         "flat_outputs": trained_engine,
         "observe": spike_recorder.SpikeRecorder,
@@ -261,7 +259,7 @@ def test_an_error_of_ours_is_a_warning(what: str, tmp_path: Path, monkeypatch: P
         "write_recorded_bundle": spike_recorder,
         "write": update_evidence.UpdateEvidence,
     }
-    monkeypatch.setattr(owners[what], what, fail)
+    monkeypatch.setattr(owners[what], what, Mock(side_effect=KeyError("broken")))
     trained_alike(StandIn, tmp_path, lambda: [batch(), batch()])
     assert len([record for record in caplog.records if record.levelno >= logging.WARNING and record.exc_info]) == 1
 
@@ -269,12 +267,9 @@ def test_an_error_of_ours_is_a_warning(what: str, tmp_path: Path, monkeypatch: P
 def test_an_error_of_the_loss_is_raised_and_verls_function_back(tmp_path: Path) -> None:
     from verl.trainer.ppo import core_algos
 
-    def broken(config: Any, model_output: Any, data: Any, dp_group: Any = None) -> Any:
-        raise ZeroDivisionError("of the loss")
-
     before = core_algos.agg_loss
     with pytest.raises(ZeroDivisionError, match="of the loss"):
-        trained(recorded(StandIn), tmp_path, [batch()], loss=broken)
+        trained(recorded(StandIn), tmp_path, [batch()], loss=Mock(side_effect=ZeroDivisionError("of the loss")))
     assert core_algos.agg_loss is before
     # An engine can call the loss function otherwise.
     inner = functools.partial(lambda *arguments, config, **named: (arguments, named), config=actor_config(tmp_path))
@@ -288,12 +283,8 @@ def test_a_disk_without_a_bundle_is_a_warning(fails: str, tmp_path: Path, monkey
     """One that does not answer is waited for once, and not long."""
     answers = threading.Event()
 
-    def full(*_: Any) -> Any:
-        raise OSError(28, "No space left on device")
-
-    def hang(*_: Any) -> None:
-        answers.wait(60)
-
+    full = Mock(side_effect=OSError(28, "No space left on device"))
+    hang = Mock(side_effect=lambda *_: answers.wait(60))
     if fails == "hangs where the checkpoints lie":
         monkeypatch.setattr(replay_bundles, "last_checkpoint", hang)
     else:

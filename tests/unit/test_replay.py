@@ -306,21 +306,11 @@ def test_a_comparison_that_runs_out_of_memory_is_left_out(
 def test_a_replay_that_needs_more_memory_than_is_free_is_refused(
     bundle: Path, kept: Path, monkeypatch: Patch, capsys: Capsys
 ) -> None:
-    def loaded(*arguments: Any) -> Any:
-        variants.append(str(arguments[2]))
-        return load(*arguments)
-
-    def measured(*arguments: Any, **options: Any) -> Any:
-        assert len(variants) == 1
-        return measure(*arguments, **options)
-
-    variants: list[str] = []
-    free = iter([2**40, 0, 0])
+    loaded = Mock(wraps=load)
     monkeypatch.setattr(command, "load", loaded)
-    monkeypatch.setattr(command, "measure", measured)
-    monkeypatch.setattr(memory, "free_memory", lambda device: next(free))
+    monkeypatch.setattr(memory, "free_memory", Mock(side_effect=[2**40, 0, 0]))
     notes = replayed(bundle, kept / "model", capsys)["notes"]
-    assert variants == ["float32, sdpa"]
+    assert [str(call.args[2]) for call in loaded.call_args_list] == ["float32, sdpa"]
     figures = "at least 0.0 GiB are needed, and 0.0 are free"
     assert notes == [f"Not compared with float32, eager: it takes more memory than there is: {figures}."]
     assert main([str(bundle), "--model", str(kept / "model")]) == 2
@@ -416,17 +406,12 @@ def test_a_manifest_has_the_largest_of_the_tokens_measured(monkeypatch: Patch) -
 
 
 def test_what_cannot_be_replayed_is_said_once(tmp_path: Path, caplog: Caplog, monkeypatch: Patch) -> None:
-    def refuse(_: Any) -> list[Row]:
-        raise NotReplayableError("inputs with images cannot be replayed")
-
+    refuse = Mock(side_effect=NotReplayableError("inputs with images cannot be replayed"))
     assert [event["replay"] for event in spikes(tmp_path, count=2, rows=refuse)] == [None, None]
     assert caplog.text.count("inputs with images cannot be replayed") == 1
 
     # A write that fails leaves nothing behind.
-    def fail(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_bytes", fail)
+    monkeypatch.setattr(Path, "write_bytes", Mock(side_effect=OSError(28, "No space left on device")))
     assert [event["replay"] for event in spikes(tmp_path)] == [None]
     assert list((tmp_path / "replay").iterdir()) == [] and "No space left on device" in caplog.text
 

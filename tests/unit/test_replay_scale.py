@@ -67,9 +67,8 @@ def scaled(
     return [str(directory / event["replay"]), "--model", str(directory / "model"), "--json"]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_run_as_it_should_be_has_no_factor(tmp_path: Path, capsys: Any, dtype: str) -> None:
-    result = printed([*scaled(tmp_path), "--dtype", dtype, "--only"], capsys)
+def nothing_is_said(arguments: list[str], capsys: Capsys, *options: str) -> None:
+    result = printed([*arguments, "--only", *options], capsys)
     assert result["scale"] is None and not any("times what" in sentence for sentence in result["sentences"])
 
 
@@ -93,9 +92,10 @@ def test_two_wrong_factors_are_told_apart(tmp_path: Path, capsys: Any) -> None:
 
 
 def test_layers_with_other_factors_are_no_scale(tmp_path: Path, capsys: Any) -> None:
-    """A layer that was really different, as with a kernel's bug, is not called a scale."""
+    """Nor has a run as it should be a factor. A layer can be really different, as with a kernel's bug."""
     arguments = scaled(tmp_path)
-    assert printed([*arguments, "--only"], capsys)["scale"] is None
+    for dtype in ("float32", "bfloat16"):
+        nothing_is_said(arguments, capsys, "--dtype", dtype)
 
     def change(manifest: dict[str, Any]) -> None:
         for entry in manifest["micro_batches"]:
@@ -103,19 +103,16 @@ def test_layers_with_other_factors_are_no_scale(tmp_path: Path, capsys: Any) -> 
             entry["layer_norms"]["layers.1"] *= 1.1
 
     resign(Path(arguments[0]), change)
-    assert printed([*arguments, "--only"], capsys)["scale"] is None
+    nothing_is_said(arguments, capsys)
     # Nor have other weights a factor.
     arguments = scaled(tmp_path, of_gradient=8.0)
     save_other_weights(tmp_path / "model")
-    assert printed([*arguments, "--only"], capsys)["scale"] is None
+    nothing_is_said(arguments, capsys)
 
 
 @pytest.mark.parametrize("of_gradient", [1.0, 8.0])
 def test_a_spike_in_one_layer_is_no_factor_of_the_reduction(tmp_path: Path, capsys: Any, of_gradient: float) -> None:
-    result = printed([*scaled(tmp_path, of_gradient=of_gradient, of_layer=100.0), "--only"], capsys)
-    (layer,) = [layer for layer in result["layers"] if layer["layer"] == "layers.1"]
-    assert layer["norm"] == pytest.approx(100 * of_gradient * layer["replayed"], rel=1e-3)
-    assert result["scale"] is None and not any("times what" in sentence for sentence in result["sentences"])
+    nothing_is_said(scaled(tmp_path, of_gradient=of_gradient, of_layer=100.0), capsys)
 
 
 def test_a_layer_counts_if_it_was_large_in_training(tmp_path: Path) -> None:
@@ -211,21 +208,16 @@ def layers(
     (layers(1.0, 1.0, 0.01, 1.1, 1.0, 1.0), "1 of 6 layers: layers.1", "0.01"),
     (layers(9.0, 9.5, 9.0, 9.0, 1.0, 1.0), "4 of 6 layers: the last ones are layers.0, layers.1, layers.2", "9.5"),
     (layers(2.0, 2.0, 1.0, None, None, 1.0), "2 of 4 layers: embed_tokens, layers.0", "2"),
+    ([], None, "nothing"),
+    (layers(1.0, 1.4, 0.7, 1.0, 1.0, 1.0), None, "rounding"),
+    (layers(3.0, 3.0, 3.0, 3.0, 3.0, 3.0), None, "all"),
+    (layers(5.0, 1.0, 1.0, 1.0, 1.0, math.nan), None, "nan"),
+    (layers(1.0, 1.0, 1.0, 1.0, 1.0, 2.0, replayed=(4.0, 3.0, 2.0, 1.0, 1.0, 1e-3)), None, "small"),
 )
-def test_layers_with_other_norms_are_named(found: list[dict[str, Any]], names: str, factor: str) -> None:
-    (sentence,) = layers_apart_in_words(found)
-    assert f"in {names} (" in sentence and f": {factor} times as large in training)" in sentence
-    assert f"at {names.split()[-1]} first" in sentence and "`--switches`" in sentence
-
-
-@cases(
-    "found",
-    [],
-    layers(1.0, 1.4, 0.7, 1.0, 1.0, 1.0),
-    layers(3.0, 3.0, 3.0, 3.0, 3.0, 3.0),
-    layers(5.0, 1.0, 1.0, 1.0, 1.0, math.nan),
-    layers(1.0, 1.0, 1.0, 1.0, 1.0, 2.0, replayed=(4.0, 3.0, 2.0, 1.0, 1.0, 1e-3)),
-    ids=["nothing", "rounding", "all", "nan", "small"],
-)
-def test_norms_that_differ_in_no_layer_or_in_all_say_nothing(found: list[dict[str, Any]]) -> None:
-    assert layers_apart_in_words(found) == []
+def test_layers_with_other_norms_are_named(found: list[dict[str, Any]], names: str | None, factor: str) -> None:
+    """But not if norms differ in all layers, or in none."""
+    said = layers_apart_in_words(found)
+    assert len(said) == (names is not None)
+    for sentence in said:
+        assert f"in {names} (" in sentence and f": {factor} times as large in training)" in sentence
+        assert f"at {names.split()[-1]} first" in sentence and "`--switches`" in sentence

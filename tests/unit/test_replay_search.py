@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -270,18 +271,11 @@ def test_options_that_do_not_fit_together_are_refused(
 
 
 def test_a_pass_that_fails_ends_it_in_one_sentence(evidence: Path, monkeypatch: Patch, capsys: Capsys) -> None:
-    def fail(*_: Any) -> None:
-        raise RuntimeError("planted failure\nwith more lines")
-
     files, run = left(evidence), Passes._forward_backward
-    for fails_at in (1, 2):
-        passes: list[None] = []
-
-        def failing(*arguments: Any, at: int = fails_at, made: list[None] = passes) -> None:
-            made.append(None)
-            fail() if len(made) == at else run(*arguments)
-
-        monkeypatch.setattr(Passes, "_forward_backward", failing)
+    fail = Mock(side_effect=RuntimeError("planted failure\nwith more lines"))
+    for passes in ([fail], [run, fail]):
+        left_over = iter(passes)
+        monkeypatch.setattr(Passes, "_forward_backward", lambda *of, each=left_over: next(each)(*of))
         assert search(evidence) == 2
         out, error = capsys.readouterr()
         assert out == "" and error.splitlines()[1:] == ["The search failed: rank 0: RuntimeError: planted failure."]

@@ -7,7 +7,7 @@ import torch
 from notation import cases
 
 from gradloc.evidence.ordinary import token_medians
-from gradloc.evidence.token_facts import find_after_eos, find_mismatch, find_turns, token_evidence
+from gradloc.evidence.token_facts import find_after_eos, find_mismatch, token_evidence
 from gradloc.judge.rules import CONFIDENT, RULES, SOURCES, UNLIKELY, classify
 from gradloc.measure.micro_batch import MicroBatch
 from gradloc_tools import schema
@@ -184,21 +184,6 @@ def test_medians_are_over_tokens_of_all_micro_batches() -> None:
     # Without them, nothing is an outlier.
     unknown = {"median_advantage": None, "median_weight": None}
     assert classify(facts(advantage=here(99.0), weight=here(99.0)), unknown) == ["other"]
-
-
-@cases(
-    "mask numbers",
-    ("1110", "1110"),
-    ("11011", "11022"),
-    ("1100101110", "1100203330"),
-    # A response that begins with a masked token, one without a token of its own, and an empty one.
-    ("0110", "0110"),
-    ("0000", "0000"),
-    ("", ""),
-)
-def test_turns_are_runs_of_the_response_mask(mask: str, numbers: str) -> None:
-    found = find_turns(torch.tensor([[float(bit) for bit in mask]]))[0].tolist()
-    assert "".join(map(str, found)) == numbers  # 0 for a masked one
 
 
 def bits(text: str) -> torch.Tensor:

@@ -6,12 +6,11 @@ import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from types import FunctionType, SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -152,13 +151,8 @@ def test_a_model_is_left_as_it_was(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_switched_is_noted(tmp_path: Path, monkeypatch: Patch, capsys: Capsys) -> None:
-    @contextmanager
-    def broken(_: Any, error: type[Exception]) -> Iterator[None]:
-        raise error("it cannot be")
-        yield
-
     errors = (TypeError, AttributeError, ValueError)
-    failing = [Switch(error.__name__, partial(broken, error=error)) for error in errors]
+    failing = [Switch(error.__name__, Mock(side_effect=error("it cannot be"))) for error in errors]
     monkeypatch.setattr(switches, "_NORMS", "NoSuchNorm")
     monkeypatch.setattr(switches, "_ROTATE", "no_such_function")
     monkeypatch.setattr(command, "find_switches", lambda *of: [*find_switches(*of), *failing])

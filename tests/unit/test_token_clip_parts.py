@@ -70,6 +70,8 @@ def tokens_of(places: Positions, shape: tuple[int, ...], whole: bool = False) ->
 def test_positions_of_hidden_states_with_padding_and_in_parts() -> None:
     # The hidden state in column 2 predicts the response's first token, in column 3.
     assert tokens_of(PLACES, (3, 5)) == ([0] * 5 + [1] * 5 + [2] * 5, [-2, -1, 0, 1, 2] * 3)
+    without_padding = ([0] * 3 + [1] * 4 + [2] * 2, [-1, 0, 1, -2, -1, 0, 1, 0, 1])
+    assert tokens_of(PLACES, (1, 9)) == tokens_of(PLACES, (9,), whole=True) == without_padding
     # One row, with and without its padding.
     one = Positions(MASK[:1], [3])
     assert tokens_of(one, (1, 5))[1] == [-2, -1, 0, 1, 2]
@@ -87,11 +89,6 @@ def test_positions_of_hidden_states_with_padding_and_in_parts() -> None:
     assert tokens_of(parts[0], (1, 5)) == ([0, 0, 0, 1, 1], [-1, 0, 1, -2, -1])
     assert tokens_of(parts[1], (1, 5)) == ([1, 1, 2, 2], [0, 1, 0, 1])
     assert tokens_of(parts[1], (9,), whole=True) == tokens_of(PLACES, (9,), whole=True)
-
-
-@pytest.mark.parametrize(("shape", "whole"), [((1, 9), False), ((9,), True)])
-def test_positions_without_padding(shape: tuple[int, ...], whole: bool) -> None:
-    assert tokens_of(PLACES, shape, whole) == ([0] * 3 + [1] * 4 + [2] * 2, [-1, 0, 1, -2, -1, 0, 1, 0, 1])
 
 
 class Layer(nn.Module):

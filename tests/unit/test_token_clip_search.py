@@ -25,15 +25,12 @@ INPUT, CUT = (0, 4), (0, 5)
 LOUD = (1, 2)
 
 
-class Blown(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, where: Tensor) -> Tensor:
-        ctx.where = where
-        return hidden.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return torch.where(ctx.where.unsqueeze(-1), 1e4 * gradient, gradient), None
+def blown(hidden: Tensor, where: Tensor) -> Tensor:
+    """The same, whose gradient is amplified at some positions."""
+    hidden = hidden.clone()
+    if hidden.requires_grad:
+        hidden.register_hook(lambda gradient: torch.where(where.unsqueeze(-1), 1e4 * gradient, gradient))
+    return hidden
 
 
 class Layer(nn.Module):
@@ -41,9 +38,9 @@ class Layer(nn.Module):
         super().__init__()
         self.linear = nn.Linear(HIDDEN, HIDDEN)
 
-    def forward(self, hidden: Tensor, blown: Tensor | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, where: Tensor | None = None) -> Tensor:
         change = torch.tanh(self.linear(hidden))
-        return hidden + (change if blown is None else Blown.apply(change, blown))
+        return hidden + (change if where is None else blown(change, where))
 
 
 class Model(nn.Module):
@@ -62,7 +59,7 @@ class Model(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         hidden, where = self.layers[0](self.embed_tokens(ids)), ids == BLOWN
-        hidden = self.layers[1](hidden, where) if self.inside else self.layers[1](Blown.apply(hidden, where))
+        hidden = self.layers[1](hidden, where) if self.inside else self.layers[1](blown(hidden, where))
         return self.lm_head(hidden)
 
 
