@@ -279,7 +279,10 @@ class LogProbChecks(RunCheck):
                 self._related[pair] = related
         self._least = gap if self._begins() else min(self._least, gap)
         self._one_side = self._sums.share_of_one_sign() or 0.0
-        self._first_gap = gap if self._progress.is_first else self._first_gap
+        if self._progress.is_first:
+            # That of a few tokens is no matter of all.
+            is_of_all = self._sums.is_spread or self._sums.mean("bounded") >= OTHER_GAP
+            self._first_gap = gap if is_of_all else 0.0
         self._off_path = gap >= STALE_GAP and (self._off_path or self._leaves_path())
         self._distance, self._level = self._sums.mean("distance"), self._sums.mean("level")
         self._tilt = self._sums.tilt() if gap >= STALE_GAP else None

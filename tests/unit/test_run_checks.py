@@ -363,6 +363,14 @@ def test_wrong_log_probs_of_training_are_no_old_weights() -> None:
     assert re.fullmatch("M[MO]{7}", told(found))
 
 
+def test_single_wrong_tokens_make_no_late_rollout_a_matter_of_the_first_step() -> None:
+    """One log-prob of each response is too low, from the first step on, in a rollout that is late by a step."""
+    batches = list(steps(Run(behind=1, rate=0.15), 8))
+    for tokens in batches:
+        lower_one_of_each_response(tokens, 0)
+    assert told(warned(batches)) == "." * 8
+
+
 def test_late_weights_that_arrive_are_not_those_of_step_1() -> None:
     found = warned(steps(Run(behind=3, rate=0.1), 12))
     # Until then the rollout does have the weights of step 1.
