@@ -15,7 +15,7 @@ from .shares import counted, percent
 from .verdict import COMMON, LIFT, MOST_CULPRITS, as_verdict, explaining_culprits
 
 # In how many prompts there are culprits, at least: those of one prompt share its data source, and often their reward.
-LEAST_PROMPTS = 3
+LEAST_PROMPTS = 2
 # The probability of as many culprits by chance, times the number of values that were compared, is under this.
 SIGNIFICANT = 1e-3
 # Advantages of culprits that are larger than this many times those of other responses explain the spike by themselves.

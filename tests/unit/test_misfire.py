@@ -40,10 +40,12 @@ def event(*places: tuple[int, int], cause: str | None = None) -> dict[str, Any]:
     }
 
 
-def mini_batch(special: int = 6, reward: float = 0.5, advantage: float = USUAL) -> tuple[Rows, list[tuple[int, int]]]:
+def mini_batch(
+    special: int = 6, reward: float = 0.5, advantage: float = USUAL, prompts: int = PROMPTS
+) -> tuple[Rows, list[tuple[int, int]]]:
     """Rewards of 0 and 1, but for one response of the first prompts; and the places of these responses."""
     rows = []
-    for prompt, answer in itertools.product(range(PROMPTS), range(ANSWERS)):
+    for prompt, answer in itertools.product(range(prompts), range(ANSWERS)):
         is_special = prompt < special and answer == 1
         value, size = (reward, advantage) if is_special else (float(answer % 2), USUAL)
         rows.append(RewardedRow(f"uid {prompt}", value, f"source {prompt % 4}", size))
@@ -145,9 +147,18 @@ def test_advantages_may_explain_a_spike(changes: dict[str, Any], is_named: bool)
 def test_culprits_in_few_prompts_say_nothing(special: int, culprits: int, is_named: bool) -> None:
     rows, places = mini_batch(special)
     assert (misfire(event(*places[:culprits]), rows) is not None) == is_named
-    assert LEAST_PROMPTS == 3
+    assert LEAST_PROMPTS == 2
     # Several culprits in a prompt are one.
     assert misfire(event(*places[:2], *places[:2]), rows) is None
+
+
+def test_two_culprits_are_enough_for_a_reward_that_few_responses_have() -> None:
+    """As many as a search names that ends once the spike is explained."""
+    rows, places = mini_batch(2, prompts=64)
+    assert misfire(event(*places), rows) is not None
+    assert misfire(event(places[0], places[0]), rows) is None
+    rows, places = mini_batch(12, prompts=64)
+    assert misfire(event(*places[:2]), rows) is None
 
 
 def test_a_far_reward_is_named_from_one_culprit_on() -> None:
@@ -225,7 +236,7 @@ def healthy(generator: random.Random, strength: float) -> dict[str, Any] | None:
             rows.append(RewardedRow(f"uid {prompt}", reward, source, abs(advantage)))
             weights.append(abs(advantage) ** strength * (generator.choice([1, 5]) if reward == 0 else 1))
     places = [*spread(rows)]
-    drawn = generator.choices(places, weights, k=generator.randrange(3, 12)) if any(weights) else places[:3]
+    drawn = generator.choices(places, weights, k=generator.randrange(2, 12)) if any(weights) else places[:3]
     return misfire(event(*drawn), spread(rows))
 
 
