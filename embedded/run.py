@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from processes import exit_code, exit_on_signals, session  # type: ignore[import-not-found]
 from set_up import locked, prepare, say  # type: ignore[import-not-found]
 
-# The exit code of a run that spike_action=stop has ended (EXIT_CODE in gradloc/adapters/spike_stop.py), and how the
+# The exit code of a run that spike_action=stop has ended (EXIT_CODE in gradloc/adapters/hooks.py), and how the
 # sentence begins that such a run ends with.
 STOPPED = 76
 STOPPING = "Training ends after step "

@@ -21,9 +21,8 @@ from ..layers.layer_clip import LayerClip
 from ..measure.pass_recorder import LossInputs, ReadTokens, unchanged
 from .loss_weights import eos_tokens, replaced
 from .replay_bundles import context_of, padded_rows
-from .saved_state import read_state
 from .update_evidence import EVIDENCE_KEYS, VALUE_KEYS, TrainedData, UpdateEvidence
-from .watch import Watch, watch_actor, watch_critic
+from .watch import Watch, read_state, watch_actor, watch_critic
 
 if TYPE_CHECKING:
     from verl import DataProto

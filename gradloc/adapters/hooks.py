@@ -7,7 +7,11 @@ the patch for verl 0.9.1.
 """
 
 import logging
+import os
 import sys
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -18,11 +22,12 @@ from verl.utils.config import omega_conf_to_dataclass
 
 from ..config import GradLocConfig
 from ..evidence.writer import writer_of
-from .spike_stop import SpikeStop
 
 logger = logging.getLogger(__name__)
 
 _ACTOR = "actor_rollout_ref.actor"
+# Of a run that `spike_action=stop` ends. A scheduler that restarts failed jobs can be told to leave this one alone.
+EXIT_CODE = 76
 
 
 def refuse_bad_keys(config: Any) -> None:
@@ -40,6 +45,72 @@ def refuse_bad_keys(config: Any) -> None:
             if not isinstance(error.__cause__, ValueError):
                 raise
             sys.exit(str(error.__cause__))
+
+
+class RepeatedSpikes(RuntimeError):
+    """Ends a run; the message is one sentence that names the evidence and the checkpoint."""
+
+
+class SpikeStop:
+    """Counts the events of the last steps, by verl's whole configuration. A run in its last step is not stopped.
+
+    With `spike_action=stop`, the trainer ends a run in which spikes come again and again: it saves a checkpoint and
+    raises `RepeatedSpikes`. The actor takes its optimizer steps as with `spike_action=log`.
+    """
+
+    def __init__(self, config: Any, total_training_steps: int) -> None:
+        actor = config.actor_rollout_ref.actor
+        on = actor.get("spike_detection", False) and actor.get("spike_action", "log") == "stop"
+        self._after: int | None = actor.spike_stop_after if on else None
+        self._last_step = total_training_steps
+        self._evidence: str = actor.get("bisect_dump_dir", "")
+        self._checkpoints: str = config.trainer.default_local_dir
+        self._events: deque[tuple[int, int]] = deque()  # by step
+
+    def is_due(self, metrics: Mapping[str, Any], step: int) -> bool:
+        """Takes in a step; returns whether there were N events within the last N steps, N being `spike_stop_after`.
+
+        The metrics are those of the actor, before or after they are reduced over its workers.
+        """
+        if self._after is None:
+            return False
+        value = metrics.get("actor/gradloc/triggered", 0)
+        if isinstance(value, (list, tuple)):
+            value = value[0]
+        self._events.append((step, int(value)))
+        while self._events[0][0] <= step - self._after:
+            self._events.popleft()
+        return self._is_due(step)
+
+    def end_if_due(self, step: int) -> None:
+        """Raises RepeatedSpikes if `is_due` has said so of this step. To be called when the step is logged."""
+        if not self._is_due(step):
+            return
+        count = self._count()
+        spikes = "1 gradient spike" if count == 1 else f"{count} gradient spikes"
+        steps = "step" if self._after == 1 else f"{self._after} steps"
+        checkpoint = os.path.join(self._checkpoints, f"global_step_{step}")
+        raise RepeatedSpikes(
+            f"Training ends after step {step}, because of {spikes} in the last {steps} (spike_action=stop): "
+            f"the evidence is in {self._evidence}, the checkpoint in {checkpoint}."
+        )
+
+    def _is_due(self, step: int) -> bool:
+        return self._after is not None and self._count() >= self._after and step < self._last_step
+
+    def _count(self) -> int:
+        return sum(count for _, count in self._events)
+
+
+@contextmanager
+def exit_at_repeated_spikes() -> Iterator[None]:
+    """Turns RepeatedSpikes, also of a remote run, into the end of this process: its sentence and `EXIT_CODE`."""
+    try:
+        yield
+    except RepeatedSpikes as error:
+        # Ray raises an error of its own that also is the remote one, and has that as its cause.
+        print(getattr(error, "cause", error), file=sys.stderr, flush=True)
+        sys.exit(EXIT_CODE)
 
 
 def start_spike_stop(config: Any, total_training_steps: int) -> SpikeStop:

@@ -36,7 +36,7 @@ def extend_engines(module: ModuleType) -> None:
         expect(engine, "load_checkpoint", "self", "local_path")
         expect(engine, "is_mp_src_rank_with_outputs", "self")
 
-    from gradloc.adapters.fsdp_engine import WatchedEngine, watch_engines
+    from gradloc.adapters.engines import WatchedEngine, watch_engines
 
     watch_engines()
     _need_the_step(WatchedEngine)
@@ -169,7 +169,7 @@ def end_with_exit_code(module: ModuleType) -> None:
     """
     import ray
 
-    from gradloc.adapters.spike_stop import exit_at_repeated_spikes
+    from gradloc.adapters.hooks import exit_at_repeated_spikes
 
     @around(ray, "get")
     def get_until_spikes(get: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

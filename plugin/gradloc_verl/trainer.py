@@ -10,8 +10,7 @@ from typing import Any
 
 from verl.utils.debug import marked_timer
 
-from gradloc.adapters.hooks import start_spike_stop, step_of, update_of
-from gradloc.adapters.spike_stop import SpikeStop
+from gradloc.adapters.hooks import SpikeStop, start_spike_stop, step_of, update_of
 
 from . import status
 from .hooks import anything_is_on

@@ -213,7 +213,7 @@ def planted(case: Case, directory: str, threshold: float | str) -> tuple[list[di
 
 def resumed(directory: str) -> list[list[float]]:
     """The norms that an automatic threshold has learned, and those of another one that has loaded them."""
-    from verl.utils.gradloc.adapters.saved_state import read_state
+    from verl.utils.gradloc.adapters.watch import read_state
 
     critics = [Critic(Case(), spike_detection=True, bisect_dump_dir=directory) for _ in range(2)]
     critics[0].update(build_data(Case(), 1))

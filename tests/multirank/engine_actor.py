@@ -15,7 +15,7 @@ import torch.distributed as dist
 from verl import DataProto
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
-from verl.utils.gradloc.adapters.fsdp_engine import WatchedEngine
+from verl.utils.gradloc.adapters.engines import WatchedEngine
 from verl.utils.metric import Metric
 from verl.utils.profiler import DistProfiler
 from verl.workers.config import FSDPActorConfig, FSDPOptimizerConfig

@@ -118,7 +118,7 @@ def test_every_hook_fits_verl(run: Run, tree: Path) -> None:
             importlib.import_module(name)
         assert not status.failures, status.failures
 
-        from gradloc.adapters.fsdp_engine import WatchedEngine
+        from gradloc.adapters.engines import WatchedEngine
         from verl.workers.engine import EngineRegistry
         for backend in ("fsdp", "fsdp2"):
             for model_type in ("language_model", "value_model"):
@@ -347,7 +347,7 @@ def test_the_older_trainer_refuses_runs(run: Run) -> None:
 
         # Nor is an engine watched without the trainer that it needs.
         import verl.workers.engine
-        from gradloc.adapters.fsdp_engine import WatchedEngine
+        from gradloc.adapters.engines import WatchedEngine
         started = []
         engine = SimpleNamespace(_where=(0, 0), watch=SimpleNamespace(start_update=started.append))
         WatchedEngine._start(engine, 3)

@@ -28,8 +28,8 @@ if trees.TARGET == "0.9.1":
     from valid_events import events_in
     from verl.utils import tensordict_utils as tu
     from verl.utils.gradloc import guarded
-    from verl.utils.gradloc.adapters import replay_bundles, saved_state, spike_recorder, trained_engine
-    from verl.utils.gradloc.adapters.trained_engine import TrainedEngine
+    from verl.utils.gradloc.adapters import engines, replay_bundles, spike_recorder, watch
+    from verl.utils.gradloc.adapters.engines import TrainedEngine
     from verl.workers.config import McoreActorConfig
     from verl.workers.engine import BaseEngine
     from verl.workers.engine.utils import postprocess_batch_func, prepare_micro_batches
@@ -252,7 +252,7 @@ def test_an_error_of_ours_is_a_warning(what: str, tmp_path: Path, monkeypatch: P
     from verl.utils.gradloc.adapters import update_evidence
 
     owners = {
-        "flat_outputs": trained_engine,
+        "flat_outputs": engines,
         "observe": spike_recorder.SpikeRecorder,
         "read": spike_recorder.Recorded,
         "recorded_event": spike_recorder,
@@ -329,7 +329,7 @@ def test_an_automatic_threshold_survives_a_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("state", [None, {"form": 99, "gradloc": {"token_norms": []}}])
 def test_a_state_of_another_form_is_a_sentence(state: dict[str, Any] | None, tmp_path: Path, caplog: Caplog) -> None:
-    path = tmp_path / "checkpoint" / saved_state.STATE_FILE
+    path = tmp_path / "checkpoint" / watch.STATE_FILE
     path.parent.mkdir()
     path.write_bytes(b"no state")
     if state is not None:

@@ -14,7 +14,7 @@ import torch
 from notation import Caplog, Patch, cases
 from transformers import LlamaConfig, LlamaForCausalLM
 from verl.utils.gradloc import GradLoc, GradLocConfig, LayerClip, LayerClipConfig, TokenClip, TokenClipConfig, guarded
-from verl.utils.gradloc.adapters.saved_state import FORM, STATE_FILE, read_state, write_state
+from verl.utils.gradloc.adapters.watch import FORM, STATE_FILE, read_state, write_state
 
 LAYER = {"warmup": [], "count": 30, "mean": 1.5, "deviation": 0.25, "floor": 0.125}
 WARMING_UP = {"warmup": [1.0, 2.0], "count": 2, "mean": 0.0, "deviation": 0.0, "floor": 0.0}
