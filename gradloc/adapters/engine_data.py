@@ -23,28 +23,6 @@ from .update_evidence import EVIDENCE_KEYS, VALUE_KEYS
 ROW = "gradloc_row"
 
 
-class MiniBatchPlaces:
-    """Says of each mini-batch which one of its step it is.
-
-    verl calls `train_batch` once for each mini-batch of an update, and says in the data which one it is; one that says
-    nothing is an update of its own. Several updates may make up a step, as in verl's asynchronous trainer with separate
-    rollouts: then the mini-batches count on.
-    """
-
-    def __init__(self) -> None:
-        self._mini_batches = self._earlier = 0
-
-    def next(self, data: TensorDict) -> tuple[tuple[int, int], bool]:
-        """The PPO epoch and the number of a mini-batch in its step, and whether it is the step's last one."""
-        update, updates = tu.get(data, "update_of_step", (0, 1))
-        epoch, mini_batch = tu.get(data, "epoch_and_mini_batch", (0, 0))
-        if (epoch, mini_batch) == (0, 0):
-            self._earlier = self._mini_batches if update else 0
-        where = epoch, self._earlier + mini_batch
-        self._mini_batches = where[1] + 1
-        return where, tu.get(data, "update_lr_scheduler", True) and update == updates - 1
-
-
 def loss_scale(engine: Any) -> float:
     """The loss scale of an engine's backward passes; 1 without a scaler."""
     scaler = getattr(engine, "scaler", None)

@@ -25,7 +25,6 @@ from .engine_data import (
     OUTPUTS,
     ROW,
     LossData,
-    MiniBatchPlaces,
     as_metric,
     flat_outputs,
     inputs_of,
@@ -44,7 +43,7 @@ class TrainedEngine:
     """Watches what an engine trains, which comes behind it in the order of bases.
 
     It acts only within `train_batch`, and only if the configuration that the loss is bound to turns it on. Each
-    `train_batch` makes one optimizer step; see `MiniBatchPlaces`. With the step's last mini-batch, its metrics are in
+    `train_batch` makes one optimizer step; see `_place`. With the step's last mini-batch, its metrics are in
     the output, and rank 0 writes its evidence.
 
     Of an engine that has only the base interface, spikes are recorded (`spike_search=replay`), on ranks that have the
@@ -59,6 +58,9 @@ class TrainedEngine:
     # Reads the state of a checkpoint that was loaded before there was a watch.
     _read_state: Callable[[], dict[str, Any]] | None = None
     _watching = False
+    # The PPO epoch and the number of the last mini-batch in its step, and how many came before its update there.
+    _where = 0, -1
+    _earlier = 0
 
     def train_batch(self, data: TensorDict, loss_function: Callable[..., Any]) -> dict[str, Any]:
         config = getattr(loss_function, "keywords", {}).get("config")
@@ -69,7 +71,7 @@ class TrainedEngine:
         watch = self.watch
         if watch is None:
             return super().train_batch(data, loss_function)  # type: ignore[misc]
-        self._where, last = self._places.next(data)
+        last = self._place(data)
         step = tu.get(data, "training_step")
         self._start(step)
         data[ROW] = torch.arange(len(data))
@@ -157,6 +159,20 @@ class TrainedEngine:
     def _checkpoints(self) -> Any:
         return getattr(self, "checkpoint_manager", None)
 
+    def _place(self, data: TensorDict) -> bool:
+        """Notes which mini-batch of its step this is; returns whether it is the step's last one.
+
+        verl calls `train_batch` once for each mini-batch of an update, and says in the data which one it is; one that
+        says nothing is an update of its own. Several updates may make up a step, as in verl's asynchronous trainer with
+        separate rollouts: then the mini-batches count on.
+        """
+        update, updates = tu.get(data, "update_of_step", (0, 1))
+        epoch, mini_batch = tu.get(data, "epoch_and_mini_batch", (0, 0))
+        if (epoch, mini_batch) == (0, 0):
+            self._earlier = self._where[1] + 1 if update else 0
+        self._where = epoch, self._earlier + mini_batch
+        return tu.get(data, "update_lr_scheduler", True) and update == updates - 1
+
     def _start(self, training_step: int | None) -> None:
         """Begins a mini-batch; the first one begins a step."""
         assert self.watch is not None
@@ -168,7 +184,7 @@ class TrainedEngine:
         self.watch.start_update(training_step)
 
     def _build(self, config: Any) -> None:
-        self._settings, self._places = config, MiniBatchPlaces()
+        self._settings = config
         self._said: set[str] = set()
         self.watch = self._build_watch(config)
         if self.watch is None:

@@ -19,7 +19,7 @@ from notation import Caplog, Patch, cases
 from pages import texts_of, unpacked
 
 from gradloc import record_events
-from gradloc.adapters import trackers
+from gradloc.adapters import spike_log
 from gradloc.adapters.spike_log import SpikeLog, add_spike_log
 from gradloc.judge.sentences import in_one_line
 from gradloc_tools import report
@@ -57,7 +57,7 @@ def only(paths: Any) -> Path:
     return path
 
 
-def rows(text: str, columns: tuple[str, ...] = trackers.COLUMNS) -> list[dict[str, Any]]:
+def rows(text: str, columns: tuple[str, ...] = spike_log.COLUMNS) -> list[dict[str, Any]]:
     """The rows of a table in JSON."""
     table = json.loads(text)
     assert table["columns"] == list(columns)
@@ -148,7 +148,7 @@ def test_wandb_gets_a_growing_table_the_page_and_alerts(local: Path) -> None:
     assert first[0]["grad_norm"] == 9000.0 and first[1]["reward"] is None and first[0]["step"] == 2
     assert [is_page(file.read_text()) for file in files.glob("html/gradloc/report_*.html")] == [True] * 4
     tables = (file.read_text() for file in sorted(files.glob("table/gradloc/clipped_tokens_*.json")))
-    assert [[row["cut"] for row in rows(text, trackers.CLIP_COLUMNS)] for text in tables] == [[True], [True, False]]
+    assert [[row["cut"] for row in rows(text, spike_log.CLIP_COLUMNS)] for text in tables] == [[True], [True, False]]
     records = wandb_records(only(local.glob("wandb/latest-run/*.wandb")))
     alerts = [record.alert for record in records if record.WhichOneof("record_type") == "alert"]
     assert [(alert.title, alert.text[:22]) for alert in alerts] == [
@@ -183,7 +183,7 @@ def test_tensorboard_and_the_file_get_the_same(local: Path) -> None:
     assert lines[0].startswith("No known cause: ") and "shows whether the spike comes back" in lines[0]
     assert " Both culprits are " in lines[0] and "&lt;think&gt;" in texts[2] and "a&#124;b⏎" in texts[2]
     widths = {line.count("|") for line in lines if line.startswith("|")}
-    assert widths == {len(trackers.COLUMNS) + 1} and len(lines) == 6
+    assert widths == {len(spike_log.COLUMNS) + 1} and len(lines) == 6
     assert texts[3].startswith("A drill: the planted token was found, 1 extra pass.\n\nSingle tokens have NaN or inf")
     assert texts[3].count("The culprit ' ends' is a token") == 1
 
@@ -191,7 +191,7 @@ def test_tensorboard_and_the_file_get_the_same(local: Path) -> None:
 def test_mlflow_gets_the_table_and_the_page_as_artifacts(elsewhere: Path) -> None:
     artifacts = only(elsewhere.glob("mlruns/*/*/artifacts/gradloc"))
     assert [row["step"] for row in rows((artifacts / "culprits.json").read_text())] == [2, 2, 3]
-    clipped = rows((artifacts / "clipped_tokens.json").read_text(), trackers.CLIP_COLUMNS)
+    clipped = rows((artifacts / "clipped_tokens.json").read_text(), spike_log.CLIP_COLUMNS)
     assert [row["step"] for row in clipped] == [4, 5]
     assert is_page((artifacts / "report.html").read_text())
     assert (artifacts / "step_2.txt").read_text().startswith("Step 2: No known cause: ")
@@ -203,7 +203,7 @@ def test_swanlab_and_clearml_get_text_table_and_page(elsewhere: Path) -> None:
         *(f"Step {step}:" for step in (2, 3, 4, 5))
     ]
     tables = [json.loads(file.read_text()) for file in media.glob("echarts/*")]
-    for columns, lengths in ((trackers.COLUMNS, [2, 3]), (trackers.CLIP_COLUMNS, [1, 2])):
+    for columns, lengths in ((spike_log.COLUMNS, [2, 3]), (spike_log.CLIP_COLUMNS, [1, 2])):
         found = [table["rowData"] for table in tables if [of["field"] for of in table["colDefs"]] == list(columns)]
         assert sorted(map(len, found)) == lengths and all(table[0]["token"] == " <think>" for table in found)
     assert all(is_page(file.read_text()) for file in media.glob("html/*")) and any(media.glob("html/*"))
@@ -262,7 +262,7 @@ def spiked(log: SpikeLog, folder: Path, *steps: int) -> None:
 def test_a_failing_tracker_warns_once_and_the_others_go_on(tmp_path: Path, monkeypatch: Patch, caplog: Caplog) -> None:
     monkeypatch.setenv("SOME_API_KEY", KEY)
     broken, kept = Broken(), Kept()
-    monkeypatch.setitem(trackers.TRACKERS, "clearml", trackers.to_file)  # type: ignore[arg-type]
+    monkeypatch.setitem(spike_log.TRACKERS, "clearml", spike_log.to_file)  # type: ignore[arg-type]
     spiked(SpikeLog({"clearml": broken, "unheard_of": None, "file": kept}, str(tmp_path)), tmp_path, 1, 2)
     assert broken.calls == 2 and list(kept) == [1, 2]
     failed, unknown = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
@@ -295,7 +295,7 @@ def test_events_are_read_once_also_behind_half_a_line(tmp_path: Path) -> None:
     assert texts[3] == "Step 3: A drill: the planted token was not found, 1 extra pass."
 
 
-Sent = tuple[trackers.StepSpikes, dict[str, tuple[int, list[Any]]]]
+Sent = tuple[spike_log.StepSpikes, dict[str, tuple[int, list[Any]]]]
 
 
 @pytest.fixture
@@ -303,15 +303,15 @@ def sent(monkeypatch: Patch) -> list[Sent]:
     """What W&B gets, with each table's number of new rows and all its rows: it grows in place."""
     found: list[Sent] = []
 
-    def keep(_: Any, spikes: trackers.StepSpikes) -> None:
+    def keep(_: Any, spikes: spike_log.StepSpikes) -> None:
         found.append((spikes, {table.name: (len(table.new_rows), [*table.rows]) for table in spikes.tables}))
 
-    monkeypatch.setitem(trackers.TRACKERS, "wandb", keep)
+    monkeypatch.setitem(spike_log.TRACKERS, "wandb", keep)
     return found
 
 
 def test_tables_and_pages_are_bounded(tmp_path: Path, monkeypatch: Patch, sent: list[Sent]) -> None:
-    monkeypatch.setattr(trackers, "TABLE_ROWS", 70)
+    monkeypatch.setattr(spike_log, "TABLE_ROWS", 70)
     monkeypatch.setattr(report, "write_page", lambda _, path: Path(path).write_text("page"))
     log = SpikeLog({"wandb": None}, str(tmp_path))
     for step in range(1, 32):
@@ -326,7 +326,7 @@ def test_tables_and_pages_are_bounded(tmp_path: Path, monkeypatch: Patch, sent: 
     log.log({"actor/token_clip/over": 80.0}, 32)
     last, tables = sent[-1]
     assert last.spikes == [] and [(name, new) for name, (new, _) in tables.items()] == [("clipped_tokens", 20)]
-    assert math.isnan(tables["clipped_tokens"][1][-1][list(trackers.CLIP_COLUMNS).index("multiple")])
+    assert math.isnan(tables["clipped_tokens"][1][-1][list(spike_log.CLIP_COLUMNS).index("multiple")])
 
 
 def test_without_the_report_trackers_get_all_but_the_page(
@@ -343,7 +343,7 @@ def test_only_what_was_left_is_alerted() -> None:
     stopped, partly, logged = clip(1, found[:1]), clip(1, found), clip(1, found[:1], "log")
 
     def alert(*lines: dict[str, Any]) -> tuple[str, list[str]] | None:
-        alerting = trackers.StepSpikes(1, lines).alerting
+        alerting = spike_log.StepSpikes(1, lines).alerting
         return None if alerting is None else (alerting.title, alerting.sentences)
 
     assert alert(stopped, stopped) is None
@@ -379,8 +379,8 @@ def test_who_gets_spikes(loggers: list[str], changes: dict[str, Any], added: boo
 
 def test_suspected_tokens_are_rows_of_the_table() -> None:
     found = unsearched(40, [culprit(1, ["one", " plus"], 9e4)])
-    names = trackers.COLUMNS
-    (row,) = (dict(zip(names, row, strict=True)) for row in trackers.table_rows(found, names))
+    names = spike_log.COLUMNS
+    (row,) = (dict(zip(names, row, strict=True)) for row in spike_log.table_rows(found, names))
     token = found["suspected"][0]
     assert (row["diagnosis"], row["position"], row["suspicion"]) == ("unsearched", 1, token["suspicion"])
     assert row["grad_norm"] is None and row["source"] == token["source"]
