@@ -270,21 +270,39 @@ def test_pointing_at_a_token_shows_its_numbers(page: Page, whole_run: Path) -> N
     page.wait(lambda: not page.all("#tip"))
 
 
-def test_the_timeline_answers_the_mouse(page: Page, whole_run: Path) -> None:
+def test_the_charts_answer_the_mouse(page: Page, whole_run: Path) -> None:
     page.open(whole_run)
-    # Selecting a culprit that no other covers, the highest; behind them are spikes without one.
+    # A culprit that no other covers, the highest; behind them are spikes without one.
     bare = page.all("#timeline .marks:last-of-type path")
     points = [mark for mark in page.all("#timeline .marks path") if mark not in bare]
     point = min(points, key=lambda mark: mark.location["y"])
-    page.hover(point)
-    text = page.tip()
-    assert "Norm" in text and "Step" in text
     title = page.one("#spike").text
     page.select(0)
     page.wait(lambda: page.one("#spike").text != title)
     page.hover(point)
+    assert "Norm" in page.tip() and "Step" in page.tip()
     ActionChains(page.driver).click().perform()
     page.wait(lambda: page.one("#spike").text == title)
+    steps = [found["global_step"] for found in samples(40)]
+    # The mark farthest from its neighbours: others cover each other.
+    alone = max(range(1, 39), key=lambda i: min(steps[i] - steps[i - 1], steps[i + 1] - steps[i]))
+    spikes, *_, stopped, _ = page.all("#level .series.marks")
+    page.hover(spikes.find_elements(By.CSS_SELECTOR, "path")[alone])
+    text = page.tip()
+    assert f"step {steps[alone]}" in text and "the threshold" in text
+    ActionChains(page.driver).click().perform()
+    page.wait(lambda: page.one("#spike").text.startswith(f"Step {steps[alone]}"))
+    page.hover(page.all("#clips-chart .marks path")[1])
+    text = page.tip()
+    assert VISIBLY_HOSTILE in text or "(prompt)" in text
+    page.hover(stopped.find_element(By.CSS_SELECTOR, "path"))
+    text = page.tip()
+    assert "stopped by TokenClip" in text and "2 cut" in text
+    ActionChains(page.driver).click().perform()
+    page.wait(lambda: page.focused().get_attribute("id") == "h-clips")
+    page.one("#clips-rows button").click()
+    assert page.focused().get_attribute("id") == "spike"
+    assert page.one("#clipped").text.startswith("TokenClip found 1 backward signal over its bound in this mini-batch")
 
 
 def test_sorting_and_filtering(page: Page, whole_run: Path) -> None:
@@ -409,30 +427,6 @@ def test_what_is_missing_does_not_break_the_page(page: Page, tmp_path: Path) -> 
     assert "--top" in page.one("#strip").text
     page.one("#next").click()
     assert page.one("#spike").text == "Event 2, mini-batch 1" and not page.one("#culprit").is_displayed()
-
-
-def test_the_charts_over_the_run_answer_the_mouse(page: Page, whole_run: Path) -> None:
-    page.open(whole_run)
-    steps = [found["global_step"] for found in samples(40)]
-    # The mark farthest from its neighbours: others cover each other.
-    alone = max(range(1, 39), key=lambda i: min(steps[i] - steps[i - 1], steps[i + 1] - steps[i]))
-    spikes, *_, stopped, _ = page.all("#level .series.marks")
-    page.hover(spikes.find_elements(By.CSS_SELECTOR, "path")[alone])
-    text = page.tip()
-    assert f"step {steps[alone]}" in text and "the threshold" in text
-    ActionChains(page.driver).click().perform()
-    page.wait(lambda: page.one("#spike").text.startswith(f"Step {steps[alone]}"))
-    page.hover(page.all("#clips-chart .marks path")[1])
-    text = page.tip()
-    assert VISIBLY_HOSTILE in text or "(prompt)" in text
-    page.hover(stopped.find_element(By.CSS_SELECTOR, "path"))
-    text = page.tip()
-    assert "stopped by TokenClip" in text and "2 cut" in text
-    ActionChains(page.driver).click().perform()
-    page.wait(lambda: page.focused().get_attribute("id") == "h-clips")
-    page.one("#clips-rows button").click()
-    assert page.focused().get_attribute("id") == "spike"
-    assert page.one("#clipped").text.startswith("TokenClip found 1 backward signal over its bound in this mini-batch")
 
 
 def test_a_spike_is_told_in_order_and_its_check_can_be_copied(page: Page, whole_run: Path) -> None:

@@ -221,9 +221,7 @@ PAGE_TEXTS = {"prompt", "response_tokens", "context", "ground_truth", "data_sour
 @pytest.mark.parametrize(
     ("tracker", "asked_for"), [("wandb", PAGE_TEXTS), ("tensorboard", {"context", "uid"}), ("file.jsonl", set())]
 )
-def test_texts_of_samples_are_sent_only_if_asked_for(
-    local: Path, with_texts: Path, tracker: str, asked_for: set[str]
-) -> None:
+def test_texts_are_sent_only_if_asked_for(local: Path, with_texts: Path, tracker: str, asked_for: set[str]) -> None:
     assert texts_in(local / tracker) == set()
     assert texts_in(with_texts / tracker) == asked_for
     assert texts_in(local / "bisect_dump") == WORDS.keys()  # the evidence has them all
@@ -329,9 +327,7 @@ def test_tables_and_pages_are_bounded(tmp_path: Path, monkeypatch: Patch, sent: 
     assert math.isnan(tables["clipped_tokens"][1][-1][list(spike_log.CLIP_COLUMNS).index("multiple")])
 
 
-def test_without_the_report_trackers_get_all_but_the_page(
-    tmp_path: Path, monkeypatch: Patch, caplog: Caplog, sent: list[Any]
-) -> None:
+def test_trackers_without_the_report(tmp_path: Path, monkeypatch: Patch, caplog: Caplog, sent: list[Any]) -> None:
     monkeypatch.setitem(sys.modules, "gradloc_tools.report", None)
     spiked(SpikeLog({"wandb": None}, str(tmp_path)), tmp_path, 1, 2)
     assert [spikes.page for spikes, _ in sent] == [None, None] and sent[1][1]["culprits"] and sent[1][0].sentences

@@ -89,9 +89,7 @@ def test_events_without_a_verdict_open_with_their_summary(show: Any, view: Any) 
     assert (first.content["verdict"], first.content["check"]) == (found["summary"], "")
 
 
-def test_hostile_verdicts_and_warnings_are_escaped_and_bounded(
-    tmp_path: Path, show: Any, summary: Any, view: Any
-) -> None:
+def test_hostile_verdicts_and_warnings_are_bounded(tmp_path: Path, show: Any, summary: Any, view: Any) -> None:
     hostile = "\x1b[2J\u202e" + "x" * 10**4
     names = [*(f"cause {i}" for i in range(100)), hostile]
     said = {**NEWER, "sentence": "It is: so."}
@@ -246,9 +244,7 @@ def test_of_a_step_that_was_repeated_the_last_line_counts() -> None:
 
 
 @pytest.mark.parametrize(("steps", "spikes", "shown"), [(5, [1], 0), (6, [1], 1), (0, [1, 5], 0), (0, [1, 6], 1)])
-def test_charts_are_for_runs_of_more_than_a_few_steps(
-    tmp_path: Path, view: Any, steps: int, spikes: list[int], shown: int
-) -> None:
+def test_charts_are_for_longer_runs(tmp_path: Path, view: Any, steps: int, spikes: list[int], shown: int) -> None:
     if steps:
         write_steps(tmp_path, steps)
     assert bool(view([spike(step) for step in spikes]).charts) == shown

@@ -138,9 +138,7 @@ def test_files_left_behind_are_no_obstacle(project: Project, tree: Path, patched
     project.said("--repo", tree, "--check", code=10)
 
 
-def test_unknown_files_left_behind_are_named_with_a_command(
-    project: Project, tree: Path, tmp_path: Path, patched: dict
-) -> None:
+def test_unknown_files_left_behind_are_named(project: Project, tree: Path, tmp_path: Path, patched: dict) -> None:
     tree = tree.rename(tmp_path / "a tree")
     project.said("--repo", tree)
     trees.copy_base(tree)
@@ -265,9 +263,7 @@ def test_files_that_git_does_not_track_are_no_matter(project: Project, checkout:
 
 
 @pytest.mark.parametrize("installed", [False, True])
-def test_a_tree_may_lie_in_a_repository(
-    project: Project, tree: Path, tmp_path: Path, patched: dict, installed: bool
-) -> None:
+def test_a_tree_in_a_repository(project: Project, tree: Path, tmp_path: Path, patched: dict, installed: bool) -> None:
     """git apply would skip every file here and exit 0. Of an installed verl, nothing is said."""
     trees.commit_all(tmp_path)
     (tree / ".git").mkdir()

@@ -287,9 +287,7 @@ SENTENCE = "Training ends after step 3, because of 2 gradient spikes in the last
     (76, ["(TaskRunner pid=1) " + SENTENCE, "another program's 76"], None),
     (1, [SENTENCE, "an error"], None),
 )
-def test_a_stopped_run_ends_with_its_sentence(
-    tmp_path: Path, status: int, lines: list[str], last: list[str] | None
-) -> None:
+def test_a_stopped_run_says_why(tmp_path: Path, status: int, lines: list[str], last: list[str] | None) -> None:
     log = tmp_path / "train.log"
     log.write_text("\n".join(["a line"] * 100 + lines) + "\n")
     said, *rest = run.why_it_ended(status, log).splitlines()
@@ -322,14 +320,6 @@ def test_a_run_with_a_spike_ends_with_three_norms() -> None:
         "The same run with it on: bash run_experiment.sh --embedded --tiny a.b=token",
     ]
     assert len(run.figures_of({**event, "units": [{**unit, "rest": None}]}, None, "").splitlines()) == 2
-
-
-def test_a_run_without_a_spike_has_a_page(tmp_path: Path, capfd: Capsys) -> None:
-    figures = "threshold token_norm_max spike_margin ratio_max rollout_ratio_max unlikely_share triggered"
-    step = {"schema": 4, "time": "", "global_step": 1, **dict.fromkeys(figures.split(), 1.0)}
-    (tmp_path / "steps.jsonl").write_text(json.dumps(step) + "\n")
-    run.show_report(tmp_path, tmp_path / "report.html", [])
-    assert f"The report: {tmp_path}/report.html" in capfd.readouterr().out and (tmp_path / "report.html").stat().st_size
 
 
 def test_ray_has_time_to_start_on_a_busy_machine() -> None:

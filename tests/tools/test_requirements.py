@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from notation import cases
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tools import lock
 
@@ -32,10 +33,6 @@ def requirements(file: Path) -> list[Requirement]:
     return found
 
 
-def canonical(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
 @pytest.mark.parametrize(("directory", "release", "asked"), FILES)
 def test_each_direct_dependency_is_pinned_once_for_each_python(directory: str, release: str, asked: str) -> None:
     file = ROOT / directory / f"requirements-{release}.txt"
@@ -46,10 +43,10 @@ def test_each_direct_dependency_is_pinned_once_for_each_python(directory: str, r
             (specifier,) = pin.specifier
             assert specifier.operator == "=="
             if pin.marker is None or pin.marker.evaluate(environment):
-                assert canonical(pin.name) not in pins
-                pins[canonical(pin.name)] = specifier.version
+                assert canonicalize_name(pin.name) not in pins
+                pins[canonicalize_name(pin.name)] = specifier.version
         for direct in requirements(ROOT / directory / asked):
-            assert direct.specifier.contains(pins[canonical(direct.name)], prereleases=True), direct
+            assert direct.specifier.contains(pins[canonicalize_name(direct.name)], prereleases=True), direct
         # The build of torch is left to pip: PyPI's needs CUDA's packages, which an index of CPU builds does not have.
         if directory == "embedded":
             assert pins["verl"] == release and "torch" in pins

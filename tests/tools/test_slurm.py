@@ -161,9 +161,7 @@ def other_ray(cluster: Cluster) -> Iterator[subprocess.Popen[bytes]]:
     process.wait()
 
 
-def test_training_runs_on_the_head_once_all_nodes_have_joined(
-    cluster: Cluster, other_ray: subprocess.Popen[bytes]
-) -> None:
+def test_training_starts_when_all_nodes_have_joined(cluster: Cluster, other_ray: subprocess.Popen[bytes]) -> None:
     code, said = cluster.run("MODEL_PATH=/m m", "data.x=[1,2]")
     assert code == 7, said  # training's own
     options = "start --block --num-gpus=4 --num-cpus=16"

@@ -8,7 +8,7 @@ import pytest
 
 import apply_patch
 import trees
-from trees import ACTOR, ALGOS, DELETED, NEW, Patch, Project, refused, snapshot
+from trees import ACTOR, ALGOS, DELETED, NEW, Patch, Project, refused, unchanged
 
 BOTH = "0.7.0 and 0.7.1"
 
@@ -32,19 +32,15 @@ def newer(tree: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("version", ["0.7.0", "0.7.1"])
-def test_each_release_gets_its_own_patch_and_loses_it_again(
-    two: Project, tree: Path, newer: Path, version: str
-) -> None:
+def test_each_release_gets_its_own_patch(two: Project, tree: Path, newer: Path, version: str) -> None:
     place = {"0.7.0": tree, "0.7.1": newer}[version]
-    before = snapshot(place)
-    assert f"(verl {version}, " in two.said("--repo", place, "--check")
-    assert f"(verl {version}, " in two.said("--installed", "--check", PYTHONPATH=str(place))
-    assert f"(verl {version}, " in two.said("--repo", place)
-    assert (place / NEW).exists() and not (place / DELETED).exists()
-    assert ("as in 0.7.1" in (place / ALGOS).read_text()) == (version == "0.7.1")
-    assert f"(verl {version})" in two.said("--repo", place, "--check", code=10)
-    two.said("--repo", place, "--target", version, "--reverse")
-    assert snapshot(place) == before
+    with unchanged(place):
+        assert f"(verl {version}, " in two.said("--installed", "--check", PYTHONPATH=str(place))
+        assert f"(verl {version}, " in two.said("--repo", place)
+        assert (place / NEW).exists() and not (place / DELETED).exists()
+        assert ("as in 0.7.1" in (place / ALGOS).read_text()) == (version == "0.7.1")
+        assert f"(verl {version})" in two.said("--repo", place, "--check", code=10)
+        two.said("--repo", place, "--target", version, "--reverse")
 
 
 @pytest.mark.parametrize("release", [None, "0.9.9\n"])
@@ -52,15 +48,14 @@ def test_content_decides_where_the_version_says_nothing(two: Project, newer: Pat
     """Also after a kill, when half of the files are patched."""
     version = newer / "verl/version/version"
     version.unlink() if release is None else version.write_text(release)
-    before = snapshot(newer)
-    assert "(verl 0.7.1, " in two.said("--repo", newer, "--check")
-    killed = two.apply_with(trees.at_call("replace", 4, "os.kill(os.getpid(), 9)"), "--repo", newer)
-    assert killed.returncode == -9
-    refused(two.apply("--repo", newer, "--check"), 11, "interrupted")
-    assert "(verl 0.7.1, " in two.said("--repo", newer)
-    two.said("--repo", newer, "--check", code=10)
-    assert "(verl 0.7.1, " in two.said("--repo", newer, "--reverse")
-    assert snapshot(newer) == before
+    with unchanged(newer):
+        assert "(verl 0.7.1, " in two.said("--repo", newer, "--check")
+        killed = two.apply_with(trees.at_call("replace", 4, "os.kill(os.getpid(), 9)"), "--repo", newer)
+        assert killed.returncode == -9
+        refused(two.apply("--repo", newer, "--check"), 11, "interrupted")
+        assert "(verl 0.7.1, " in two.said("--repo", newer)
+        two.said("--repo", newer, "--check", code=10)
+        assert "(verl 0.7.1, " in two.said("--repo", newer, "--reverse")
 
 
 def test_a_commit_decides_before_the_content(two: Project, tree: Path, newer: Path) -> None:
@@ -87,15 +82,11 @@ def test_a_verl_of_no_target(two: Project, newer: Path, release: str | None) -> 
     version.unlink() if release is None else version.write_text(f"{release}\n")
     for file in (ACTOR, ALGOS):
         (newer / file).write_text("other\n")
-    before = snapshot(newer)
-    for arguments, code in (
-        (["--repo", newer, "--check"], 12),
-        (["--installed"], 3),
-        (["--repo", newer, "--reverse"], 3),
-    ):
-        done = two.apply(*arguments, PYTHONPATH=str(newer))
-        one_sentence(done, code, f"found verl {(release or '(no version)')[:12]}; ")
-    assert snapshot(newer) == before
+    given = ["--repo", newer]
+    with unchanged(newer):
+        for arguments, code in (([*given, "--check"], 12), (["--installed"], 3), ([*given, "--reverse"], 3)):
+            done = two.apply(*arguments, PYTHONPATH=str(newer))
+            one_sentence(done, code, f"found verl {(release or '(no version)')[:12]}; ")
 
 
 def test_the_target_that_is_named_counts(two: Project, newer: Path) -> None:
@@ -110,13 +101,12 @@ def test_the_target_that_is_named_counts(two: Project, newer: Path) -> None:
 @pytest.mark.parametrize("action", ["--reverse", "--check", None])
 def test_a_wrong_target_advises_no_deletion_of_a_patch(two: Project, newer: Path, action: str | None) -> None:
     two.said("--repo", newer)
-    before = snapshot(newer)
-    for place in (["--repo", newer], ["--installed"]):
-        arguments = [*place, "--target", "0.7.0", *([action] if action else [])]
-        done = two.apply(*arguments, PYTHONPATH=str(newer))
-        refused(done, 12 if action == "--check" else 3, "is patched for 0.7.1, not for 0.7.0; leave --target out")
-        assert "rm -r" not in done.stderr and "restore" not in done.stderr
-    assert snapshot(newer) == before
+    with unchanged(newer):
+        for place in (["--repo", newer], ["--installed"]):
+            arguments = [*place, "--target", "0.7.0", *([action] if action else [])]
+            done = two.apply(*arguments, PYTHONPATH=str(newer))
+            refused(done, 12 if action == "--check" else 3, "is patched for 0.7.1, not for 0.7.0; leave --target out")
+            assert "rm -r" not in done.stderr and "restore" not in done.stderr
     # As an older patch left it: its content is of no target, the version is.
     for file in (ACTOR, ALGOS, NEW):
         (newer / file).write_text("# of an older patch\n")
