@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from evidence import THRESHOLD, Event, culprit, drill, event, spike, without_culprits
+from evidence import THRESHOLD, Event, clip, clipped_token, culprit, drill, event, spike, without_culprits, write_steps
 
 from gradloc import record_events
 from gradloc.evidence.writer import record_step
@@ -114,3 +114,25 @@ def test_what_is_refused(runs: list[str], tmp_path: Path, capsys: pytest.Capture
     assert "--top and --html are for the evidence of one run" in capsys.readouterr().err
     assert main([runs[0], str(tmp_path / "nowhere")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_two_runs_open_with_their_verdicts(tmp_path: Path, compare: Any) -> None:
+    without_verdict = {name: value for name, value in spike(1).items() if name != "verdict"}
+    first = write(tmp_path / "a", [spike(1, advantage=20.0), spike(2)], [])
+    second, third = write(tmp_path / "b", [without_verdict], []), str(tmp_path / "c")
+    warning = {"name": "stale", "sentence": "The rollout is behind.", "check": "`look` shows it."}
+    write_steps(Path(first), 3, {2: [warning], 3: [warning]})
+    write_steps(Path(third), 3)
+    assert compare(first, second)[1].startswith(
+        f"A: {first}, 2 spikes: advantages are outliers (1), no known cause (1) B: {second}, 1 spike "
+        "A: warning in 2 steps, first in step 2: The rollout is behind. `look` shows it."
+    )
+    assert f"B: {third}, no spike " in compare(second, third)[1]
+
+
+def test_two_runs_are_compared_by_token_clip(tmp_path: Path, compare: Any) -> None:
+    clips = [clip(step, [clipped_token(1, TOKENS, 9.0, boundary=f"layers.{step}")]) for step in (3, 4)]
+    figures, printed = compare(write(tmp_path / "a", [spike(3), *clips], []), write(tmp_path / "b", [spike(3)], []))
+    names = ("clipped_mini_batches", "stopped_mini_batches", "spikes")
+    assert [[run[name] for name in names] for run in figures["runs"]] == [[2, 1, 1], [0, 0, 1]]
+    assert "of these, stopped by TokenClip" in printed and "Where tokens were first over" in printed

@@ -279,15 +279,12 @@ def test_no_evidence_is_not_taken_for_no_spike(tmp_path: Path, show: Any, refuse
     ):
         (tmp_path / name).write_bytes(held)
         assert refused(tmp_path / name) == f"{tmp_path / name} {said}\n"
+    # A file with another name will do, without a line break at its end.
+    (tmp_path / "train.log").write_text(json.dumps(writer.jsonable(spike(5))))
+    assert len(report.read(str(tmp_path / "train.log")).events) == 1
     (tmp_path / "spikes.jsonl").write_text("")
     assert "No gradient spike in" in show()
     assert "No gradient spike in" in show("--since", "6", events=[spike(5)])
-
-
-def test_a_last_line_without_its_line_break_is_read(tmp_path: Path) -> None:
-    file = tmp_path / "other.json"
-    file.write_text(json.dumps(writer.jsonable(spike(5))))
-    assert len(report.read(str(file)).events) == 1
 
 
 @pytest.mark.parametrize("depth", [70, 990])
@@ -385,12 +382,15 @@ def test_without_a_culprit_it_is_said_what_was_found_and_done(show: Any, summary
     for diagnosis, meaning in words.DIAGNOSES.items():
         assert f"{diagnosis} 1 " in out and meaning in out
     assert "token 3 of row 9: 599, 3% of the norm" in out and "8 to 9, 11" in out
-    assert f"1 spike, with spike_action=drop: {words.NOT_APPLIED['drop']}" in out
-    assert f"1 spike, with spike_action=skip: {words.NOT_APPLIED['skip']}" in out
+    for action in ("drop", "skip"):
+        assert f"1 spike, with spike_action={action}: {words.NOT_APPLIED[action]}" in out
     assert "1 search failed with an error: rank 1: out of\\x1b memory." in out
     found = summary()
     assert found["diagnoses"] == dict.fromkeys(words.DIAGNOSES, 1)
     assert [part["rank"] for part in found["diffuse"]] == [1, None]
+    fields = EVENT["properties"]
+    assert set(words.DIAGNOSES) == set(fields["diagnosis"]["enum"])
+    assert set(words.APPLIED) == set(words.NOT_APPLIED) == set(fields["action"]["enum"])
 
 
 def test_a_recorded_spike_names_what_it_suspects(show: Any, view: Any) -> None:
@@ -406,12 +406,6 @@ def test_a_recorded_spike_names_what_it_suspects(show: Any, view: Any) -> None:
     table = made.spikes[0].content["suspected"]
     assert [row[7] for row in table.rows] == ["4", "2"] and table.columns[7].name == "Position"
     assert made.culprits == [] and made.tables["culprits"].rows == []
-
-
-def test_every_diagnosis_source_and_action_is_explained() -> None:
-    fields = EVENT["properties"]
-    assert set(words.DIAGNOSES) == set(fields["diagnosis"]["enum"])
-    assert set(words.APPLIED) == set(words.NOT_APPLIED) == set(fields["action"]["enum"])
 
 
 def spread(tokens: int, norm: float, rest: float | None, units: int = 1, **changes: Any) -> Event:
@@ -678,16 +672,11 @@ def test_the_view_stays_bounded_and_its_totals_count_all(view: Any) -> None:
     assert made.spikes[7].content["left"] == "The page leaves out 3 smaller culprits of this spike."
 
 
-def test_counts_up_to_twenty_are_counts_and_more_are_shares(view: Any) -> None:
+def test_counts_up_to_twenty_are_counts_and_more_are_shares() -> None:
     assert [part_of(1, 1), part_of(2, 2), part_of(1, 2), part_of(3, 3), part_of(19, 20)] == [
         *("the only one", "both", "1 of 2", "all 3", "19 of 20")
     ]
     assert [part_of(7, 21), part_of(21, 21), part_of(1, 1000), part_of(0, 30)] == ["33%", "100%", "under 1%", "0%"]
-    sources = ("token", "layer")
-    found = [culprit(i, ["a", "b"]) | {"source": sources[i], "sources": [sources[i], "unlikely"]} for i in range(2)]
-    made = view([event(1, found)])
-    assert sorted(shown.reasons for shown in made.culprits) == [["layer", "unlikely"], ["token", "unlikely"]]
-    assert cells(made, "Share", "sources") == [bar.share for bar in made.bars["sources"]] == ["1 of 2"] * 2
 
 
 def test_the_parts_of_a_diffuse_event_are_bounded(view: Any) -> None:

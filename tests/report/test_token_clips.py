@@ -10,7 +10,6 @@ import pytest
 from evidence import Event, clip, clipped_token, drill, spike, write_steps
 from notation import cases
 
-from gradloc import record_events
 from gradloc.adapters.spike_log import AppendedEvents
 from gradloc.evidence import writer
 from gradloc_tools.report.reading import without_texts
@@ -173,16 +172,6 @@ def test_without_texts_only_the_token_is_left(view: Any) -> None:
     assert (token["token"], token["reward"], token["multiple"]) == (" bad", 1.0, 9.0)
     data = json_of(view([line], texts=False))
     assert not any(text in data for text in ("secret", "math_verify", '"u1"', "«")) and "bad" in data
-
-
-def test_two_runs_are_compared_by_token_clip(tmp_path: Path, show: Any) -> None:
-    record_events(str(tmp_path / "b"), [spike(3)])
-    events = [spike(3), clip(3, [one()]), clip(4, [one(boundary="layers.1")])]
-    before, after = json.loads(show(str(tmp_path / "b"), "--json", events=events))["runs"]
-    assert (before["clipped_mini_batches"], before["stopped_mini_batches"], before["spikes"]) == (2, 1, 1)
-    assert (after["clipped_mini_batches"], after["stopped_mini_batches"]) == (0, 0)
-    out = show(str(tmp_path / "b"))
-    assert "of these, stopped by TokenClip" in out and "Where tokens were first over" in out
 
 
 def test_appended_events_of_a_file_that_is_begun_anew_are_read(tmp_path: Path) -> None:

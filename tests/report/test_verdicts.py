@@ -13,7 +13,6 @@ from gradloc.judge.rules import SOURCES
 from gradloc.judge.verdict import CAUSES, verdict
 from gradloc_tools import report
 from gradloc_tools.report import words
-from gradloc_tools.report.command import main
 from gradloc_tools.report.summary import warnings_of
 from gradloc_tools.report.view import json_of
 
@@ -175,23 +174,6 @@ def test_a_verdict_in_brief_ends_before_what_to_do(sentence: str, said: str | No
     # After a colon a sentence begins with a small letter.
     cases = {"The KL loss": "the KL loss", "A drill": "a drill", "MTP heads": "MTP heads", "": "", "τ": "τ"}
     assert {text: words.lowered(text) for text in cases} == cases
-
-
-def test_two_runs_open_with_their_verdicts(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: Any) -> None:
-    monkeypatch.setenv("COLUMNS", "2000")
-    runs = [str(tmp_path / name) for name in "abc"]
-    write(tmp_path / "a", [spike(1, advantage=20.0), spike(2)])
-    write(tmp_path / "b", [of_an_older_release(spike(1))])
-    write_steps(tmp_path / "a", 3, {2: [STALE], 3: [STALE]})
-    write_steps(tmp_path / "c", 3)
-    assert main([runs[0], runs[1]]) == 0
-    assert capsys.readouterr().out.strip().splitlines()[:3] == [
-        f"A: {runs[0]}, 2 spikes: advantages are outliers (1), no known cause (1)",
-        f"B: {runs[1]}, 1 spike",
-        "A: warning in 2 steps, first in step 2: The rollout is behind. `look` shows it.",
-    ]
-    assert main([runs[1], runs[2]]) == 0
-    assert f"B: {runs[2]}, no spike\n" in capsys.readouterr().out
 
 
 # Warnings

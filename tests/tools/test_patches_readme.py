@@ -65,14 +65,6 @@ def test_every_changed_place_has_its_reason(target: Target, kind: str) -> None:
         assert any(place.path == path and place.code in added for path, added in changed), f"nothing adds {place}"
 
 
-def test_hooks_and_fixes_have_no_file_of_the_package() -> None:
-    package = {change.path for change in apply_patch.load_part(apply_patch.PACKAGE)}
-    for target in TARGETS:
-        for part in (target.hooks, target.fixes):
-            assert package.isdisjoint(change.path for change in apply_patch.load_part(part)), part
-            assert not any(change.old is None for change in apply_patch.load_part(part)), part
-
-
 def test_the_page_for_maintainers_counts_what_the_patches_change() -> None:
     page = (trees.ROOT / "docs/use/for-verl-maintainers.md").read_text()
     rows = re.findall(r"^\| ([\d.]+): (\w+) \| (\d+) \| \+(\d+) −(\d+) \| \+?(\d+) \|$", page, re.M)

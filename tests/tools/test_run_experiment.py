@@ -67,18 +67,13 @@ def test_verl_accepts_the_configuration(recorder: str, remedy: list[str]) -> Non
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     assert (actor.spike_detection, actor.grad_norm_threshold, actor.spike_drill_step) == (True, "auto", 2)
     correction = config.algorithm.rollout_correction
-    is_threshold, rule, mask = correction.rollout_is, actor.layer_clip.rule, correction.rollout_rs
-    match len(remedy):
-        case 0:
-            assert is_threshold is None and mask is None and not actor.token_clip.enable
-        case 1:
-            assert correction.rollout_is_threshold == 2.0 and rule == "zscore"
-        case _:
-            assert is_threshold is None and rule == "ratio"
+    assert (correction.rollout_is is None) == (len(remedy) != 1)
+    assert actor.token_clip.enable == actor.layer_clip.enable == (correction.rollout_rs is not None) == bool(remedy)
     if remedy:
-        assert mask == ("geometric" if trees.TARGET == "0.7.0" else "seq_mean_k1")
-        assert correction.rollout_rs_threshold == 1.2 and actor.layer_clip.enable
-        assert actor.token_clip.enable and actor.token_clip.action == "drop"
+        assert actor.layer_clip.rule == ("zscore" if len(remedy) == 1 else "ratio")
+        assert correction.rollout_is_threshold == 2.0 and correction.rollout_rs_threshold == 1.2
+        assert correction.rollout_rs == ("geometric" if trees.TARGET == "0.7.0" else "seq_mean_k1")
+        assert actor.token_clip.action == "drop"
 
 
 def test_arguments_win_over_variables_and_overrides_over_both(recorder: str, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -149,21 +148,17 @@ def cluster(tmp_path: Path) -> Cluster:
     return Cluster(tmp_path)
 
 
-@pytest.fixture
-def other_ray(cluster: Cluster) -> Iterator[subprocess.Popen[bytes]]:
-    """A Ray on the same machine that somebody else has started."""
-    process = subprocess.Popen([cluster.place / "bin/ray", "start"], env=cluster.environment | {"NODE": "other"})
+def test_training_starts_when_all_nodes_have_joined(cluster: Cluster) -> None:
+    """And a Ray on the same machine that somebody else has started goes on."""
+    other_ray = subprocess.Popen([cluster.place / "bin/ray", "start"], env=cluster.environment | {"NODE": "other"})
     while not (cluster.place / "joined/other").exists():
         time.sleep(0.05)
     (cluster.place / "joined/other").unlink()
-    yield process
-    process.terminate()
-    process.wait()
-
-
-def test_training_starts_when_all_nodes_have_joined(cluster: Cluster, other_ray: subprocess.Popen[bytes]) -> None:
     code, said = cluster.run("MODEL_PATH=/m m", "data.x=[1,2]")
-    assert code == 7, said  # training's own
+    goes_on = other_ray.poll() is None
+    other_ray.terminate()
+    other_ray.wait()
+    assert code == 7 and goes_on, said  # training's own
     options = "start --block --num-gpus=4 --num-cpus=16"
     assert sorted(cluster.notes("ray")[1:]) == [
         f"n1 {options} --head --node-ip-address=10.0.0.7 --port=6379",
@@ -172,8 +167,7 @@ def test_training_starts_when_all_nodes_have_joined(cluster: Cluster, other_ray:
     ]
     assert cluster.notes("training") == [f"n1 {ADDRESS} 3 4 --python {sys.executable} MODEL_PATH=/m m data.x=[1,2]"]
     assert {line.split()[1] for line in cluster.notes("srun") if " ray start " in line} == {"none"}
-    assert sorted(cluster.notes("ended")) == NODES
-    assert other_ray.poll() is None
+    assert sorted(cluster.notes("ended")) == [*NODES, "other"]
 
 
 def test_each_job_has_a_token_of_its_own(cluster: Cluster) -> None:
