@@ -10,6 +10,7 @@ import types
 from pathlib import Path
 
 import pytest
+from evidence import write_steps
 from notation import Capsys, Patch, cases
 from omegaconf import OmegaConf
 from process_ids import is_alive
@@ -320,6 +321,12 @@ def test_a_run_with_a_spike_ends_with_three_norms() -> None:
         "The same run with it on: bash run_experiment.sh --embedded --tiny a.b=token",
     ]
     assert len(run.figures_of({**event, "units": [{**unit, "rest": None}]}, None, "").splitlines()) == 2
+
+
+def test_a_run_without_a_spike_has_a_page(tmp_path: Path, capfd: Capsys) -> None:
+    write_steps(tmp_path, 1)
+    run.show_report(tmp_path, tmp_path / "report.html", [])
+    assert f"The report: {tmp_path}/report.html" in capfd.readouterr().out and (tmp_path / "report.html").stat().st_size
 
 
 def test_ray_has_time_to_start_on_a_busy_machine() -> None:
