@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .evidence.event import micro_batch_over
+from .evidence.event import micro_batch_over, place_of
 from .evidence.ordinary import largest_tokens
 from .evidence.writer import SCHEMA, now
 from .fsdp import collectives
@@ -138,10 +138,7 @@ def _largest_errors(micro_batches: Sequence[MicroBatch], rank: int) -> list[dict
     fields = {"value": "value", "old_value": "old_value", "return": "returns", "weight": "weight"}
     return [
         {
-            "rank": rank,
-            "micro_batch": name[1],
-            "row": micro_batches[name[1]].rows[row],
-            "position": position,
+            **place_of(name, micro_batches[name[1]].rows[row], position),
             **{field: float(micro_batches[name[1]].tokens[of][row, position]) for field, of in fields.items()},
             "error": float(errors[name][row, position]),
         }

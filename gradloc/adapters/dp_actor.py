@@ -88,20 +88,15 @@ class WatchedUpdates(_Behind):
         # A loss may take several forwards: the pass begins with the first.
         if watch is None or not watch.watches_passes or self._passed is not None:
             return forward(micro_batch, *arguments, **options)
-        rows = self._take_rows(len(micro_batch["responses"]))
+        first = self._next_row
+        self._next_row += len(micro_batch["responses"])
+        rows = self._rows.pop(0) if self._rows else [*range(first, self._next_row)]
         start = self._steps % self._mini_batches * self.config.ppo_mini_batch_size
         of_data = [start + row for row in rows]
         watch.begin_pass(self._inputs(of_data), rows, partial(_sequences, micro_batch))
         outputs = forward(micro_batch, *arguments, **options)
         self._passed = micro_batch, of_data, outputs
         return outputs
-
-    def _take_rows(self, count: int) -> list[int]:
-        """The rows of the next micro-batch in its mini-batch."""
-        if self._rows:
-            return self._rows.pop(0)
-        self._next_row += count
-        return [*range(self._next_row - count, self._next_row)]
 
     def _observed(self, loss: Callable[..., Any]) -> Callable[..., Any]:
         """The loss function, observed; verl gives its arguments by name."""

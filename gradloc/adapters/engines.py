@@ -82,7 +82,8 @@ class TrainedEngine:
             outputs = super().train_batch(data, loss_function)  # type: ignore[misc]
         finally:
             self._watching = False
-            watch.stop()
+            if watch.recorder is not None:
+                watch.recorder.discard()
             data.pop(ROW, None)
         metrics = watch.metrics() if last else {}
         evidence = self._evidence
@@ -109,11 +110,12 @@ class TrainedEngine:
 
     def save_checkpoint(self, local_path: str, *arguments: Any, **options: Any) -> None:
         super().save_checkpoint(local_path, *arguments, **options)  # type: ignore[misc]
-        if self.watch is not None and getattr(self._checkpoints, "should_save_extra", True):
+        extra = getattr(getattr(self, "checkpoint_manager", None), "should_save_extra", True)
+        if self.watch is not None and extra:
             self.watch.save(local_path)
 
     def load_checkpoint(self, local_path: str, *arguments: Any, **options: Any) -> None:
-        extra = getattr(self._checkpoints, "should_load_extra", True)
+        extra = getattr(getattr(self, "checkpoint_manager", None), "should_load_extra", True)
         read = functools.cache(partial(read_state, local_path if extra else None))
         with suppress(ValueError):  # raised again where it is loaded
             read()  # first: the engine may remove the folder
@@ -154,10 +156,6 @@ class TrainedEngine:
     def _batch_info(self) -> Mapping[str, Any]:
         """With what verl aggregates the terms of KL and entropy, once a loss is computed; a critic has none."""
         return getattr(self._settings, "global_batch_info", {})
-
-    @property
-    def _checkpoints(self) -> Any:
-        return getattr(self, "checkpoint_manager", None)
 
     def _place(self, data: TensorDict) -> bool:
         """Notes which mini-batch of its step this is; returns whether it is the step's last one.

@@ -188,11 +188,6 @@ class Watch:
             self.gradloc.observe(read, loss_inputs, aggregation_mode(call, self.config, shape()))
         return read
 
-    def stop(self) -> None:
-        """Called after a mini-batch, also where an error has broken it off."""
-        if self.recorder is not None:
-            self.recorder.discard()
-
     def step(self, epoch: int, mini_batch: int, optimizer_step: Callable[[], Norm]) -> Norm | float:
         """Looks for a spike, clips, and takes the step unless `spike_action` leaves it out. A collective call.
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..evidence.event import place_of
 from ..evidence.writer import jsonable
 from ..fsdp import collectives
 from ..guarded import PatientDisk, guarded, warn_once
@@ -128,10 +129,7 @@ def measured_tokens(findings: Findings, among: Mapping[MicroBatchName, Any]) -> 
     """The largest tokens that the search measured alone: their norms, as a culprit's are, divided by their weights."""
     found: list[dict[str, Any]] = [
         {
-            "rank": token[0][0],
-            "micro_batch": token[0][1],
-            "row": findings.row(token),
-            "position": token[2],
+            **place_of(token[0], findings.row(token), token[2]),
             "grad_norm": alone.grad_norm,
             "layer_norms": alone.layer_norms,
         }

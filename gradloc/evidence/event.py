@@ -353,7 +353,7 @@ def _without_tokens(findings: Findings) -> dict[str, Any] | None:
     }
 
 
-def _place(name: MicroBatchName, row: int, position: int) -> dict[str, int]:
+def place_of(name: MicroBatchName, row: int, position: int) -> dict[str, int]:
     """Where a token is; the row is that in its rank's mini-batch."""
     return {"rank": name[0], "micro_batch": name[1], "row": row, "position": position}
 
@@ -361,7 +361,7 @@ def _place(name: MicroBatchName, row: int, position: int) -> dict[str, int]:
 def _culprit(findings: Findings, token: Token, facts: Facts, medians: Medians) -> dict[str, Any]:
     alone = findings.alone(token)
     found = {
-        **_place(token[0], findings.row(token), token[2]),
+        **place_of(token[0], findings.row(token), token[2]),
         "grad_norm": alone.grad_norm,
         "threshold": findings.threshold,
         "share": findings.share(token),
@@ -382,7 +382,7 @@ def _suspected_tokens(micro_batches: Mapping[MicroBatchName, MicroBatch], median
     of_all = {name: token_facts(micro_batches[name].tokens) for name in {name for name, _, _ in largest}}
     found = []
     for name, row, position in largest:
-        place = _place(name, micro_batches[name].rows[row], position)
+        place = place_of(name, micro_batches[name].rows[row], position)
         facts = {**place, **_facts(micro_batches[name].tokens, of_all[name], row, position)}
         # Suspicion is not finite where the log-prob or the coefficient is not, and then no gradient is. Of the layers
         # nothing is known.

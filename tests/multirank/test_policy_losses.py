@@ -106,6 +106,16 @@ def test_what_a_loss_called_can_be_read_again() -> None:
     assert calls == [] and core_algos.agg_loss is AGG_LOSS
 
 
+@pytest.mark.smoke
+@pytest.mark.parametrize("agg_mode", MODES)
+def test_a_micro_batch_without_a_token_has_no_loss(agg_mode: str) -> None:
+    """A fix of verl 0.7, where the mean is NaN."""
+    losses = torch.ones(5, 7, requires_grad=True)
+    loss = core_algos.agg_loss(losses, torch.zeros(5, 7), agg_mode)
+    loss.backward()
+    assert loss.item() == 0.0 and losses.grad.eq(0).all()
+
+
 LENGTHS = MASK.sum(1, keepdim=True)
 
 
