@@ -60,7 +60,7 @@ def compare(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
     return call
 
 
-def test_the_figures_of_both(runs: list[str], compare: Any) -> None:
+def test_the_figures_and_culprits_of_both(runs: list[str], compare: Any) -> None:
     comparison, printed = compare(*runs)
     before, after = comparison["runs"]
     assert (before["steps"], before["spikes"], before["steps_with_spikes"], before["culprits"]) == (20, 4, 3, 4)
@@ -69,18 +69,14 @@ def test_the_figures_of_both(runs: list[str], compare: Any) -> None:
     assert [before[f"margin_{name}"] for name in ("median", "p90", "max")] == [0.5, 0.7, 4.0]
     assert before["diagnoses"] == {"tokens": 3, "diffuse": 1} and after["diagnoses"] == {"tokens": 1}
     assert sum(after["sources"].values()) == after["culprits"] == 4
+    names = ("same", "token", "count", "times_threshold")
+    assert comparison["shared_in_all"] == 2 and [[each[name] for name in names] for each in comparison["shared"]] == [
+        ["context", TOKENS[1], [1, 1], [9.0, 5.0]],
+        ["prompt", TOKENS[0], [2, 1], [4.0, 3.0]],
+    ]
     for said in ("spikes per hundred steps", "2 culprits in both runs", "3 of 4", f"A: {runs[0]}", "<b>"):
         assert said in printed
     assert "\x1b" not in printed
-
-
-def test_the_culprits_of_both(runs: list[str], compare: Any) -> None:
-    comparison, _ = compare(*runs)
-    assert comparison["shared_in_all"] == 2
-    by_context, by_prompt = comparison["shared"]
-    assert (by_context["same"], by_context["token"], by_context["count"]) == ("context", TOKENS[1], [1, 1])
-    assert (by_prompt["same"], by_prompt["token"], by_prompt["count"]) == ("prompt", TOKENS[0], [2, 1])
-    assert (by_context["times_threshold"], by_prompt["times_threshold"]) == ([9.0, 5.0], [4.0, 3.0])
 
 
 def test_earlier_steps_can_be_left_out(runs: list[str], compare: Any) -> None:

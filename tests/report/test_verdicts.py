@@ -210,19 +210,17 @@ def test_the_command_of_a_warning_has_a_bundle_of_the_run(tmp_path: Path, view: 
 def test_of_a_step_that_was_repeated_the_last_line_counts() -> None:
     found = report.Evidence("run")
 
-    def add(step: int | None, warnings: list[dict[str, str]]) -> None:
-        found.add_step({"global_step": step, "warnings": warnings})
+    def said(*steps: tuple[int | None, list[dict[str, str]]]) -> list[tuple[Any, ...]]:
+        for step, warnings in steps:
+            found.add_step({"global_step": step, "warnings": warnings})
+        return [(warning["first_step"], warning["steps"], warning["when"]) for warning in warnings_of(found)]
 
-    for step, warnings in ((1, []), (2, [STALE]), (3, [STALE]), (2, []), (3, [STALE]), (4, [STALE])):
-        add(step, warnings)
-    assert [(warning["first_step"], warning["steps"]) for warning in warnings_of(found)] == [(3, 2)]
-    add(3, [])
-    add(4, [])
-    assert warnings_of(found) == []
-    add(None, [STALE])
-    assert [warning["when"] for warning in warnings_of(found)] == ["Warning"]
+    added = said((1, []), (2, [STALE]), (3, [STALE]), (2, []), (3, [STALE]), (4, [STALE]))
+    assert [warning[:2] for warning in added] == [(3, 2)]
+    assert said((3, []), (4, [])) == []
+    assert [warning[2] for warning in said((None, [STALE]))] == ["Warning"]
     found.since = 1
-    assert warnings_of(found) == []
+    assert said() == []
 
 
 @pytest.mark.parametrize(("steps", "spikes", "shown"), [(5, [1], 0), (6, [1], 1), (0, [1, 5], 0), (0, [1, 6], 1)])

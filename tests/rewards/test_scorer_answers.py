@@ -1,7 +1,7 @@
 """The math_verify reward on answers of every form, right, wrong and hostile."""
 
 import contextlib
-import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -103,28 +103,6 @@ def test_infinities_do_not_pass_for_a_number(monkeypatch: pytest.MonkeyPatch) ->
         assert guarded_math_verify._score(f"$\\boxed{{{answer}}}$", truth, 6, *targets) == 1.0, answer
 
 
-@contextlib.contextmanager
-def watched_memory() -> Iterator[dict[int, int]]:
-    """The largest address spaces that workers have had so far, in bytes, by process."""
-    peaks: dict[int, int] = {}
-    done = threading.Event()
-
-    def watch() -> None:
-        while not done.wait(0.02):
-            pool = guarded_math_verify._pool
-            for pid in set(pool.owners) - {0} if pool is not None else ():
-                with contextlib.suppress(OSError):  # it has ended
-                    peaks[pid] = max(peaks.get(pid, 0), peak(pid, "VmPeak"))
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
-        yield peaks
-    finally:
-        done.set()
-        watcher.join()
-
-
 HOSTILE = [answer for of_kind in hostile_answers().values() for answer in of_kind]
 
 
@@ -137,10 +115,17 @@ def test_hostile_answers_keep_to_their_limit_and_memory(hostile_pool: None) -> N
     def score(answer: str) -> float:
         return guarded_math_verify.compute_score(answer, TRUTH, timeout_score=TIMED_OUT)
 
+    peaks: dict[int, int] = {}
     # One thread for each worker: no call waits for another.
-    with watched_memory() as peaks, ThreadPoolExecutor(8) as executor:
-        scores = list(executor.map(score, [answer for i, answer in enumerate(HOSTILE) if i % 3]))
-    assert set(scores) == {0.0, TIMED_OUT}
+    with ThreadPoolExecutor(8) as executor:
+        scores = [executor.submit(score, answer) for i, answer in enumerate(HOSTILE) if i % 3]
+        while not all(each.done() for each in scores):
+            pool = guarded_math_verify._pool
+            for pid in set(pool.owners) - {0} if pool is not None else ():
+                with contextlib.suppress(OSError):  # it has ended
+                    peaks[pid] = max(peaks.get(pid, 0), peak(pid, "VmPeak"))
+            time.sleep(0.02)
+    assert {each.result() for each in scores} == {0.0, TIMED_OUT}
     assert len(peaks) > 8 and max(peaks.values()) <= 512 * MEBIBYTE
 
 

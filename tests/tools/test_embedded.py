@@ -10,13 +10,14 @@ import types
 from pathlib import Path
 
 import pytest
-from evidence import write_steps
+from evidence import drill, spike, write_steps
 from notation import Capsys, Patch, cases
 from omegaconf import OmegaConf
 from process_ids import is_alive
 from scripts import follow, launch, processes, run, set_up
 
 import trees
+from gradloc import record_events
 
 ROOT = trees.ROOT
 
@@ -296,15 +297,12 @@ def test_a_stopped_run_says_why(tmp_path: Path, status: int, lines: list[str], l
 
 
 def test_the_verdict_of_a_drill(tmp_path: Path) -> None:
-    events = [
-        {"global_step": 2, "seconds": 3.2, "drill": {"found": found, "passes": passes}}
-        for found, passes in ((False, 2), (True, 1))
-    ]
-    lines = [json.dumps(event) for event in (*events[:1], {"global_step": 2, "drill": None}, *events[1:])]
-    (tmp_path / "spikes.jsonl").write_text("\n".join([*lines, '{"global_step": 3, "dri']))
+    record_events(str(tmp_path), [drill(2, False), spike(2), drill(2, True)])
+    with open(tmp_path / "spikes.jsonl", "a") as file:
+        file.write('{"global_step": 3, "dri')
     found = run.events_in(tmp_path)
     assert len(found) == 3
-    assert run.drill_verdict(found, 2) == "Drill in step 2: the planted token was found (1 extra pass, 3 s)"
+    assert run.drill_verdict(found, 2) == "Drill in step 2: the planted token was found (1 extra pass, 4 s)"
     assert "was NOT FOUND" in run.drill_verdict(found[:2], 2)
     assert "THE DRILL OF STEP 3 LEFT NO EVIDENCE" in run.drill_verdict(found, 3)
 

@@ -399,6 +399,14 @@ def test_each_target_has_its_hooks_and_all_have_the_package(two: Made) -> None:
     for arguments in (["--init", two.checkout.parent / "new"], ["--check", "--base-tree", two.base]):
         refused(two.make(*arguments), 3, "say with --target which verl it is: 0.7.0 or 0.7.1")
     refused(two.make("--init", two.checkout.parent / "new", "--target", "0.8.0"), 3, "no patch for verl 0.8.0")
+    # A check names the target.
+    hooks = two.project.parts("0.7.1")[1]
+    trees.write_patch(hooks, hooks.read_bytes().replace(b"+# other hook for 0.7.1", b"+# other hook for 0.7.1 "))
+    refused(two.make("--check"), 1, "patches/0.7.1/hooks.patch", "does not apply")
+    ran(two.make("--check", "--target", "0.7.0"))
+    refused(two.make("--check", "--target", "0.7.1", "--base-tree", two.base), 1, "hooks.patch")
+    (two.base / SCORES / "ours.py").write_text("# verl's\n")
+    refused(two.make("--check"), 3, "rewards/ours.py would replace a file of verl's own")
 
 
 def test_the_way_to_a_new_target(made: Made, tmp_path: Path) -> None:
@@ -420,16 +428,6 @@ def test_the_way_to_a_new_target(made: Made, tmp_path: Path) -> None:
     assert made.project.text("0.7.0") == before
     made.project.said("--repo", newer)
     assert (newer / ACTOR).read_bytes() == (checkout / ACTOR).read_bytes() and not (newer / DELETED).exists()
-
-
-def test_check_names_the_target(two: Made) -> None:
-    hooks = two.project.parts("0.7.1")[1]
-    trees.write_patch(hooks, hooks.read_bytes().replace(b"+# hook for 0.7.1", b"+# hook for 0.7.1 "))
-    refused(two.make("--check"), 1, "patches/0.7.1/hooks.patch", "does not apply")
-    ran(two.make("--check", "--target", "0.7.0"))
-    refused(two.make("--check", "--target", "0.7.1", "--base-tree", two.base), 1, "hooks.patch")
-    (two.base / SCORES / "ours.py").write_text("# verl's\n")
-    refused(two.make("--check"), 3, "rewards/ours.py would replace a file of verl's own")
 
 
 # What is refused
