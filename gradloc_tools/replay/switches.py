@@ -8,12 +8,13 @@ takes away comes from that kernel or that rounding.
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -63,7 +64,9 @@ def find_switches(main: Variant, device: str) -> list[Switch]:
     found = [Switch("RMSNorm in float32", _precise_norms), Switch("rotary embedding in float32", _precise_rotation)]
     if main.attention == "sdpa":
         names = _ON_CPU if device == "cpu" else _BACKENDS
-        found += [Switch(f"attention: sdpa, {name}", partial(_backend, _BACKENDS[name])) for name in names]
+        found += [
+            Switch(f"attention: sdpa, {name}", lambda _, kind=_BACKENDS[name]: sdpa_kernel(kind)) for name in names
+        ]
     attentions = ["eager", "sdpa"]
     if device == "cuda" and main.dtype in HALF and find_spec("flash_attn") is not None:
         attentions.append(FLASH)
@@ -96,12 +99,6 @@ def row(name: str, bundle: Bundle, found: Measured, main: Measured, culprit: Seq
         "log_probs": float(differences.max()) if len(differences) else None,
         "culprit": next((found.tokens[place].norm for place in culprit), None),
     }
-
-
-@contextmanager
-def _backend(backend: SDPBackend, _: Model) -> Iterator[None]:
-    with sdpa_kernel([backend]):
-        yield
 
 
 @contextmanager
@@ -191,18 +188,10 @@ def _distance(one: Tensor, other: Tensor) -> float:
 @contextmanager
 def _replaced(changes: Mapping[tuple[Any, str], Any]) -> Iterator[None]:
     """Sets attributes of objects, and gives them back what they had."""
-    missing = object()
-    before = {(owner, name): vars(owner).get(name, missing) for owner, name in changes}
-    try:
+    with ExitStack() as stack:
         for (owner, name), value in changes.items():
-            setattr(owner, name, value)
+            stack.enter_context(mock.patch.object(owner, name, value))
         yield
-    finally:
-        for (owner, name), value in before.items():
-            if value is missing:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, value)
 
 
 @contextmanager

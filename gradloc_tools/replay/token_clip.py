@@ -7,7 +7,7 @@ The rule and its bounds are those of training; a replay's passes have one row, w
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -155,17 +155,12 @@ class _Clip:
 def _hooked(modules: dict[str, nn.Module], look: Any) -> Iterator[None]:
     """Calls `look(name, gradient)` for each boundary in a backward; what it returns replaces the gradient."""
 
-    def hook_of(name: str) -> Any:
-        def hook(_: nn.Module, inputs: Any, output: Any) -> None:
-            hidden = output[0] if isinstance(output, tuple) else output
-            if hidden.requires_grad:
-                hidden.register_hook(partial(look, name))
+    def hook(name: str, _: nn.Module, inputs: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        if hidden.requires_grad:
+            hidden.register_hook(partial(look, name))
 
-        return hook
-
-    handles = [module.register_forward_hook(hook_of(name)) for name, module in modules.items()]
-    try:
+    with ExitStack() as stack:
+        for name, module in modules.items():
+            stack.enter_context(module.register_forward_hook(partial(hook, name)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
