@@ -23,8 +23,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradloc_tools.convert.plain_files import RECORDS, TOKENS, bounded_memory, check_file
-from gradloc_tools.convert.records import TOKENS_IN_A_ROW, RecordError
+from gradloc_tools.convert.records import (
+    RECORDS,
+    TOKENS,
+    TOKENS_IN_A_ROW,
+    RecordError,
+    bounded_memory,
+    check_file,
+)
 
 FORMAT = 2
 # By the field of a plain record, that of a sample.

@@ -36,10 +36,8 @@ from ..command_line import argument
 from ..command_line import parser as new_parser
 from ..report.figures import visible
 from ..report.spikes import bundle_of
-from .batch import Batch, build_batch
-from .loss import AGG_MODES, KL_LOSSES, Loss
-from .plain_files import RECORDS, TOKENS, bounded_memory, json_lines, parquet_rows
-from .records import Record, RecordError, read_record
+from .batch import AGG_MODES, KL_LOSSES, Batch, Loss, build_batch
+from .records import RECORDS, TOKENS, Record, RecordError, bounded_memory, json_lines, parquet_rows, read_record
 
 # The threshold of the published method.
 THRESHOLD = 640.0

@@ -30,7 +30,7 @@ from ..command_line import parser as new_parser
 from ..report.figures import severity, visible
 from ..report.page import write_page
 from ..report.reading import read
-from ..report.replay_tables import replay_tables
+from ..report.replays import replay_tables
 from .measuring import measure, places
 from .memory import check_memory, is_out_of_memory, needed_memory
 from .model import (

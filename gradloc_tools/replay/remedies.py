@@ -24,7 +24,7 @@ from gradloc.threshold import is_over
 from ..bundles.opening import Bundle
 from ..command_line import say
 from ..report.figures import severity
-from ..report.remedies import MOST_MOVED
+from ..report.replays import MOST_MOVED
 from .measuring import (
     Coefficients,
     Gradients,

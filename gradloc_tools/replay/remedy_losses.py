@@ -23,7 +23,7 @@ from verl.workers.config import ActorConfig, PolicyLossConfig
 from gradloc.adapters.loss_weights import aggregation_mode, kl_coefficients, policy_weights, recorded_aggregation
 from gradloc.measure.micro_batch import token_weights
 
-from ..convert.loss import AGG_MODES
+from ..convert.batch import AGG_MODES
 from ..schema import YES_OR_NO, Form, conforms, fields
 
 _ACTOR, _CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"

@@ -9,7 +9,7 @@ from typing import Any
 from gradloc.judge.loss_scale import CHECK, what_it_could_be
 from gradloc.threshold import is_over
 
-from ..report.remedies import recommended
+from ..report.replays import recommended
 from .scale import coarsest
 from .switches import AS_REPLAYED
 

@@ -10,8 +10,7 @@ from gradloc.judge.rules import SOURCES
 from .charts import clips_chart, levels, run_level, timeline
 from .figures import count, part_of, short, shown, visible
 from .reading import Evidence
-from .remedies import advice_by_source
-from .replay_tables import replay_tables
+from .replays import advice_by_source, replay_tables
 from .spike_view import (
     CULPRITS,
     PART_SPECS,

@@ -29,9 +29,9 @@ from transformers import LlamaForCausalLM
 from gradloc.bundles import limits
 from gradloc.evidence.writer import LINE_BYTES, jsonable
 from gradloc_tools.bundles.opening import Bundle, open_bundle
-from gradloc_tools.convert import plain_files
+from gradloc_tools.convert import records as record_files
+from gradloc_tools.convert.batch import AGG_MODES
 from gradloc_tools.convert.command import main
-from gradloc_tools.convert.loss import AGG_MODES
 from gradloc_tools.convert.records import RecordError
 from gradloc_tools.report.command import main as report
 from gradloc_tools.report.reading import read
@@ -376,7 +376,7 @@ def test_files_that_are_not_read(refused: Any, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.jsonl")
     assert "is not an ordinary file." in refused(tmp_path / "pipe.jsonl")
     with (tmp_path / "huge.jsonl").open("wb") as file:
-        file.truncate(plain_files.FILE_BYTES + 1)
+        file.truncate(record_files.FILE_BYTES + 1)
     assert "bytes, and 2,147,483,648 are the limit." in refused(tmp_path / "huge.jsonl")
 
 
@@ -393,7 +393,7 @@ def test_a_parquet_file_that_grows_is_refused(refused: Any, tmp_path: Path, monk
     values = pyarrow.array([[0] * 10**6], type=pyarrow.list_(pyarrow.int64()))
     parquet.write_table(pyarrow.table({"prompt_ids": values}), file, compression="zstd", use_dictionary=False)
     assert file.stat().st_size < 10**5
-    monkeypatch.setattr(plain_files, "FILE_BYTES", 10**6)
+    monkeypatch.setattr(record_files, "FILE_BYTES", 10**6)
     assert "bytes without compression, and 1,000,000 are the limit." in refused(file)
 
 
@@ -409,10 +409,10 @@ def one_row(file: Path, values: int) -> Path:
 
 def test_a_run_length_coded_file_is_refused_unread(refused: Any, tmp_path: Path, monkeypatch: Patch) -> None:
     file = one_row(tmp_path / "a.parquet", 2 * 10**6)
-    monkeypatch.setattr(plain_files, "TOKENS_IN_A_ROW", 10**6)
+    monkeypatch.setattr(record_files, "TOKENS_IN_A_ROW", 10**6)
     message = "field 'prompt_ids': it has 2,000,000 values, and 1,000,000 are the limit."
     assert f"row 1, {message}" in refused(file)
-    monkeypatch.setattr(plain_files, "TOKENS", 10**6)
+    monkeypatch.setattr(record_files, "TOKENS", 10**6)
     monkeypatch.setattr(parquet.ParquetFile, "iter_batches", None)
     assert message in refused(file)
 
@@ -433,7 +433,7 @@ def test_a_parquet_header_that_lies_does_not_fill_the_memory(refused: Any, tmp_p
         pages = pages.replace(as_varint(3 * 10**6 - less), as_varint(2**27 - 1 - less))
     assert as_varint(3 * 10**6) in footer
     file.write_bytes(pages + footer.replace(as_varint(3 * 10**6), as_varint(2 * 10**6)))
-    monkeypatch.setattr(plain_files, "MEMORY_BYTES", 2**29)
+    monkeypatch.setattr(record_files, "MEMORY_BYTES", 2**29)
     assert "Reading the files takes over 536,870,912 bytes of memory." in refused(file)
 
 

@@ -29,7 +29,7 @@ from gradloc_tools.replay.model import Model, default_variant, load
 from gradloc_tools.replay.token_clip import clip_tokens
 from gradloc_tools.report.command import main as report
 from gradloc_tools.report.reading import read
-from gradloc_tools.report.remedies import advice_by_source, best, recommended
+from gradloc_tools.report.replays import advice_by_source, best, recommended
 
 __all__ = ["bundle", "kept_without_bounds", "replay"]
 
