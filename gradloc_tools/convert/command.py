@@ -35,7 +35,7 @@ from gradloc.threshold import MARGIN
 from ..command_line import argument
 from ..command_line import parser as new_parser
 from ..report.figures import visible
-from ..report.spikes import bundle_of
+from ..report.words import bundle_of
 from .batch import AGG_MODES, KL_LOSSES, Batch, Loss, build_batch
 from .records import RECORDS, TOKENS, Record, RecordError, bounded_memory, json_lines, parquet_rows, read_record
 

@@ -24,11 +24,10 @@ from .spike_view import (
     times_of,
     token_cell,
 )
-from .spikes import Spike
 from .summary import mini_batch_fields, summarize
 from .token_clips import EXPLANATION, beside_spike, done_to, signals_of
 from .view import Bar, Column, Table, View
-from .words import DIAGNOSES, FIGURES, brief, lowered, mini_batch_of
+from .words import DIAGNOSES, FIGURES, Spike, brief, lowered, mini_batch_of
 
 Row = Mapping[str, Any]
 Summary = Mapping[str, Any]

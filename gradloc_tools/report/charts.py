@@ -9,8 +9,8 @@ from typing import Any
 
 from .figures import count, severity, short, shown, times, visible
 from .reading import Evidence
-from .spikes import Spike
 from .view import CIRCLE, Axis, Chart, Column, Point, Series, Table, Tip, log_axis, whole_axis
+from .words import Spike
 
 Row = Mapping[str, Any]
 

@@ -19,7 +19,7 @@ from ..bundles.results import read_events, read_results
 from ..foreign import parse
 from ..schema import CLIP, CLIPPED_TOKEN_FIELDS, CRITIC, CULPRIT_FIELDS, EVENT, NOTE, STEP, conforms
 from .figures import SHORT_CHARACTERS, clipped, severity
-from .spikes import Spike
+from .words import Spike
 
 # Of a file at most so many bytes are read: as many as the writer writes.
 MOST_BYTES = 64 * 2**20

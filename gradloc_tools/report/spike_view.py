@@ -30,10 +30,9 @@ from .figures import (
     times,
     visible,
 )
-from .spikes import Spike
 from .summary import TOKENS, suspected_of, token_name
 from .view import Axis, Cell, Column, Culprit, Rung, SpikeView, Strip, Table, log_scale
-from .words import APPLIED, DIAGNOSES, FIGURES, NOT_APPLIED
+from .words import APPLIED, DIAGNOSES, FIGURES, NOT_APPLIED, Spike, ended_early, explanation
 
 Row = Mapping[str, Any]
 # A column and what its cell has for a row.
@@ -179,7 +178,7 @@ def spike_view(
         "story": visible(story(spike)),
         "clipped": clipped_said or "",
         "kind": f"Diagnosis: {event['diagnosis']}.",
-        "explanation": visible(spike.explanation or ""),
+        "explanation": visible(explanation(event) or ""),
         "check": visible(spike.check),
         "look": "" if event["diagnosis"] == "tokens" else DIAGNOSES[event["diagnosis"]],
         "then": visible(spike.next_said),
@@ -204,7 +203,7 @@ def story(spike: Spike) -> str:
     else:
         passes = f"{count(event['passes'], 'extra pass', 'extra passes')} ({short(round(event['seconds'], 2))} s)"
         not_seen = sum(tokens["tokens"] for tokens in event["open_segments"])
-        early = "; the search ended early" if spike.ended_early else ""
+        early = "; the search ended early" if ended_early(event) else ""
         left = f", with {count(not_seen, 'token')} not looked at" if early and not_seen else ""
         sentences.append(f"{passes} found {count(len(event['culprits']), 'culprit')}{early}{left}.")
     if event["error"] is not None:

@@ -10,9 +10,8 @@ from typing import Any
 
 from .figures import SHORT_CHARACTERS, clipped, count, excess, ranges, rounded, severity
 from .reading import MOST_BYTES, Evidence
-from .spikes import Spike, as_a_command
 from .token_clips import summarize_clips
-from .words import NOT_APPLIED, count_causes, drill_report, in_words
+from .words import NOT_APPLIED, Spike, as_a_command, count_causes, drill_report, ended_early, explanation, in_words
 
 # Of an event, what is listed as it is there.
 _EVENT_FIELDS = "global_step epoch mini_batch diagnosis until explained more_tokens".split()
@@ -82,7 +81,7 @@ def summarize(evidence: Evidence, top: int) -> dict[str, Any]:
             {"token": token, "culprits": times}
             for token, times in Counter(token_name(culprit) for _, culprit in culprits).most_common(10)
         ],
-        "incomplete_events": sum(spike.ended_early for spike in spikes),
+        "incomplete_events": sum(map(ended_early, events)),
         "passes": sum(event["passes"] for event in events),
         "seconds": sum(event["seconds"] for event in events),
         "largest_culprits": [
@@ -189,7 +188,7 @@ def _listed_event(spike: Spike) -> dict[str, Any]:
         **{name: spike.event[name] for name in _EVENT_FIELDS},
         "verdict": spike.verdict,
         "summary": spike.summary,
-        "explanation": spike.explanation,
+        "explanation": explanation(spike.event),
         "next_command": spike.next_command,
         "culprits": len(spike.event["culprits"]),
     }
@@ -226,7 +225,7 @@ def _notes(evidence: Evidence) -> list[str]:
     found = []
     for message, steps in evidence.notes.items():
         found.append(f"Note in the file: {f'in {_in_steps(steps)}: ' if steps else ''}{message}.")
-    if incomplete := sum(spike.ended_early for spike in evidence.spikes):
+    if incomplete := sum(map(ended_early, evidence.events)):
         found.append(f"{count(incomplete, 'search', 'searches')} ended early: there may be more culprits.")
     errors = Counter(clipped(event["error"]) for event in evidence.events if event["error"] is not None)
     for error, searches in errors.items():
