@@ -37,9 +37,8 @@ function start() {
 }
 
 function startClips(table) {
-  get("clips-scroll").hidden = !table.rows.length;
-  get("clips-columns").append(...makeHeads(table.columns));
-  showRows("clips-rows", table.rows, (row) => make("tr", { tabindex: -1 }, makeCells(table.columns, row)));
+  fill("clips-table", table.rows.length ? [makeTable(table, "h-clips", "clips-rows")] : []);
+  if (table.rows.length) showRows("clips-rows", table.rows, (row) => makeRow(table, row, { tabindex: -1 }));
 }
 
 function startSpikes() {
@@ -50,10 +49,10 @@ function startSpikes() {
   get("previous").addEventListener("click", move(-1));
   get("next").addEventListener("click", move(1));
   get("words").addEventListener("input", showCulprits);
+  fill("culprits-table", [makeTable(tables.culprits, "h-table", "rows", sortBy)]);
   // Who marks text in a row does not select it.
   addKeys("rows", (row) => getSelection().isCollapsed && go(`c${row.dataset.culprit}`, true));
   startStrip();
-  get("columns").append(...makeHeads(tables.culprits.columns, sortBy));
   sortBy(2);
   go(culprits.length ? "c0" : "s0");
 }
@@ -202,31 +201,32 @@ function makeCommand(command) {
 // Tables.
 
 function makeTitled(table, head) {
-  const { title, more } = table;
-  const scroll = make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": title });
-  scroll.append(make("table", {}, makeTable(table)));
-  return [make(head, {}, title), scroll, make("p", { class: "hint" }, more)];
+  const body = table.rows.map((row) => makeRow(table, row));
+  return [
+    make(head, {}, table.title),
+    makeTable(table, null, null, null, body),
+    make("p", { class: "hint" }, table.more),
+  ];
 }
 
-function makeTable({ columns, rows }) {
-  const body = rows.map((row) => make("tr", {}, makeCells(columns, row)));
-  return [make("thead", {}, make("tr", {}, makeHeads(columns))), make("tbody", {}, body)];
-}
-
-// The heads of columns; `press` is what pressing one does.
-function makeHeads(columns, press) {
-  return columns.map(({ name, kind }, i) => {
+// A table that scrolls, labelled by an element or by its title; `press` is what pressing the head of a column does.
+function makeTable({ title, columns }, labelledBy, id, press, body = []) {
+  const heads = columns.map(({ name, kind }, i) => {
     const button = press && make("button", { type: "button", onclick: () => press(i) }, name);
     return make("th", { scope: "col", class: kind || null }, button ?? name);
   });
+  const table = make("table", {}, make("thead", {}, make("tr", {}, heads)), make("tbody", { id }, body));
+  const label = labelledBy ? { "aria-labelledby": labelledBy } : { "aria-label": title };
+  return make("div", { class: "scroll", tabindex: "0", role: "region", ...label }, table);
 }
 
-function makeCells(columns, row) {
-  return row.map((cell, i) => {
+function makeRow({ columns }, row, attributes = {}) {
+  const cells = row.map((cell, i) => {
     const { kind } = columns[i];
     const [tag, scope] = kind === "row" ? ["th", "row"] : ["td", null];
     return make(tag, { scope, class: kind || null }, makeCell(kind, cell));
   });
+  return make("tr", attributes, cells);
 }
 
 function makeCell(kind, cell) {
@@ -522,19 +522,20 @@ function hideTip() {
 function sortBy(column) {
   order.down = column === order.column ? !order.down : tables.culprits.columns[column].kind === "num";
   order.column = column;
-  for (const head of get("columns").children) head.removeAttribute("aria-sort");
-  get("columns").children[column].ariaSort = order.down ? "descending" : "ascending";
+  const heads = [...document.querySelectorAll("#culprits-table th")];
+  for (const head of heads) head.removeAttribute("aria-sort");
+  heads[column].ariaSort = order.down ? "descending" : "ascending";
   showCulprits();
 }
 
 function showCulprits() {
   showBars();
-  const { columns, rows, more } = tables.culprits;
+  const { rows, more } = tables.culprits;
   const found = inOrder(matching(get("words").value.trim()));
   showRows("rows", found, (culprit, i) => {
     const isCurrent = String(culprit === current.culprit);
     const attributes = { tabindex: i ? -1 : 0, "data-culprit": culprit, "aria-current": isCurrent };
-    return make("tr", attributes, makeCells(columns, rows[culprit]));
+    return makeRow(tables.culprits, rows[culprit], attributes);
   });
   const some = found.length < rows.length ? `${whole(found.length)} of ` : "";
   const all = `${whole(rows.length)} ${rows.length === 1 ? "culprit" : "culprits"}`;

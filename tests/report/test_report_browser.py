@@ -308,7 +308,7 @@ def test_the_charts_answer_the_mouse(page: Page, whole_run: Path) -> None:
 def test_sorting_and_filtering(page: Page, whole_run: Path) -> None:
     page.open(whole_run)
     assert page.one("th[aria-sort]").text == "Norm"
-    page.one("#columns button").click()
+    page.one("#culprits-table th button").click()
     steps = [int(step) for step in page.column(0)]
     assert steps == sorted(steps, reverse=True)
     assert page.one("th[aria-sort]").get_attribute("aria-sort") == "descending"
