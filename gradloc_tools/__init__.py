@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads what GradLoc wrote in training: the command `gradloc`.
 
-- schema, foreign: the form of the evidence; files and JSON of strangers
+- schema: the form of the evidence; files and JSON of strangers
 - bundles: opens the bundle of a spike, and reads the results of replays beside it
 - report: the evidence in the terminal, and as a page; needs no torch
 - replay: a bundle's micro-batches again, in one process; remedies, and the search for the tokens

@@ -18,8 +18,22 @@ from gradloc.bundles.layout import TOKENS, Row, SavedMicroBatch
 from gradloc.measure.micro_batch import MicroBatchName
 from gradloc.token_clip.token_clip import ACTIONS
 
-from ..foreign import NotPlainFileError, parse, read_plain_file
-from ..schema import EVENT, INDEX, TEXT, TEXT_OR_NULL, Form, by_name, conforms, fields, list_of, object_with, or_null
+from ..schema import (
+    EVENT,
+    INDEX,
+    TEXT,
+    TEXT_OR_NULL,
+    Form,
+    NotPlainFileError,
+    by_name,
+    conforms,
+    fields,
+    list_of,
+    object_with,
+    or_null,
+    parse,
+    read_plain_file,
+)
 
 _FINITE: Form = {"type": "number", "minimum": 0, "maximum": sys.float_info.max}
 _FINITE_OR_NULL = or_null(_FINITE)

@@ -10,7 +10,6 @@ from typing import Any
 
 from gradloc.bundles import limits
 
-from ..foreign import parse, read_plain_file
 from ..schema import (
     EVENT,
     INDEX,
@@ -25,6 +24,8 @@ from ..schema import (
     list_of,
     object_with,
     or_null,
+    parse,
+    read_plain_file,
 )
 
 RESULT_KIND = "gradloc replay result"

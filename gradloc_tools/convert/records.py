@@ -19,7 +19,7 @@ from gradloc.config import is_finite_number
 from gradloc.evidence.writer import LINE_BYTES
 
 from ..command_line import need
-from ..foreign import parse
+from ..schema import parse
 
 # By field, the name that a bundle has for these values, one for each token of the response.
 VALUES: Mapping[str, str] = {

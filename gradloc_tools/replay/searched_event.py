@@ -12,9 +12,8 @@ from gradloc.judge.sentences import describe
 
 from ..bundles.opening import Bundle, BundleError, check_places
 from ..bundles.results import EVENT_SUFFIX
-from ..foreign import parse, read_plain_file
 from ..report.reading import Evidence, read, spike_of
-from ..schema import EVENT, conforms
+from ..schema import EVENT, conforms, parse, read_plain_file
 from .search import Searched
 
 # What a search finds out.

@@ -16,8 +16,7 @@ from gradloc.evidence.writer import LINE_BYTES, SCHEMA, STEP_FIGURES, evidence_f
 from gradloc.judge.misfire import without_data_source
 
 from ..bundles.results import read_events, read_results
-from ..foreign import parse
-from ..schema import CLIP, CLIPPED_TOKEN_FIELDS, CRITIC, CULPRIT_FIELDS, EVENT, NOTE, STEP, conforms
+from ..schema import CLIP, CLIPPED_TOKEN_FIELDS, CRITIC, CULPRIT_FIELDS, EVENT, NOTE, STEP, conforms, parse
 from .figures import SHORT_CHARACTERS, clipped, severity
 from .words import Spike
 

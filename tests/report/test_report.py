@@ -34,13 +34,13 @@ from valid_events import VALIDATOR, lines_in, notes_in, valid_events
 from gradloc import record_events
 from gradloc.evidence import token_facts, writer
 from gradloc.evidence.writer import LINE_BYTES
-from gradloc_tools import foreign, report
+from gradloc_tools import report
 from gradloc_tools.bundles import results
 from gradloc_tools.report import page, reading, words
 from gradloc_tools.report.command import main
 from gradloc_tools.report.figures import part_of, short
 from gradloc_tools.report.view import View, json_of, log_axis, whole_axis
-from gradloc_tools.schema import EVENT, NOTE, conforms
+from gradloc_tools.schema import EVENT, NOTE, conforms, parse
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -316,7 +316,7 @@ def test_of_a_line_that_is_too_long_little_is_read(tmp_path: Path) -> None:
 def test_a_line_with_very_many_lists_is_not_parsed() -> None:
     line = b'{"a": [' + b"[]," * 4_000_000 + b"0]}\n"
     with memory_peak() as peak, pytest.raises(ValueError, match="it has over 1,000,000 lists and objects"):
-        foreign.parse(line)
+        parse(line)
     assert peak() < len(line)
 
 
