@@ -50,25 +50,16 @@ from .model import (
 from .parts import missing_notes
 from .remedies import remedies_so_far
 from .result import Found, build_result, write_result
+from .scale import fit_temperature
 from .search_command import given, in_a_sentence, processes, run_search
 from .searched_event import evidence_of, with_findings
 from .switches import AS_REPLAYED, Switch, find_switches, row
-from .temperature import fit_temperature
 
 TOKENS = 16
 _REMEDIES_OPEN = "Not all remedies were measured"
 _TAKE_LESS = "Take another --device, --dtype or --attention, or a machine with more memory."
 # A model's own code may have other signatures and attributes than a switch takes for granted.
-_NOT_DONE = (
-    CannotReplayError,
-    MemoryError,
-    OSError,
-    RuntimeError,
-    ImportError,
-    TypeError,
-    AttributeError,
-    ValueError,
-)
+_NOT_DONE = (MemoryError, OSError, RuntimeError, ImportError, TypeError, AttributeError, ValueError)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -81,28 +81,30 @@ class _Spike:
         moved: float,
         masked: Tensor | None = None,
         note: str | None = None,
+        as_set: bool = False,
     ) -> Row:
         """A row of the table.
 
         Args:
-            override (str, optional): The Hydra overrides that turn it on; None for what the run had.
+            override (str, optional): The Hydra overrides that turn it on; None for the loss as it was.
             meaning (str): What it does.
             moved (float): The norm by which the ordinary tokens' gradient moves.
             masked (Tensor, optional): The tokens that have no coefficient any more, bool; None for none.
             note (str, optional): In what the figures may differ from a run with it.
+            as_set (bool): Whether the run had it.
         """
         masked = torch.zeros_like(self.ordinary) if masked is None else masked
         ordinary_moved = _ratio(moved, self.rest.norm)
         if ordinary_moved is not None and ordinary_moved > MOST_MOVED:
             note = " ".join(filter(None, (note, _SKIPS)))
         return {
-            "name": name,
+            "name": f"{name}, as it was set" if as_set else name,
             "norm": norm,
             "left": _ratio(norm, self.whole.norm),
             "under": not is_over(norm, float(self.bundle.manifest["micro_batches"][0]["threshold"])),
             "ordinary_moved": ordinary_moved,
             "masked": {"tokens": int(masked.sum()), "culprits": int((masked & ~self.ordinary).sum())},
-            "override": override,
+            "override": None if as_set else override,
             "meaning": meaning,
             "note": note,
         }
@@ -230,9 +232,6 @@ def _of_token_clip(spike: _Spike, model: Model, notes: list[str]) -> Iterator[Ro
     if found is None:
         notes.append("TokenClip cannot be computed: its bounds are of other layers than this model has.")
         return
-    as_set = bounds["action"] != "log"
-    name = "TokenClip, as it was set" if as_set else "TokenClip"
-    override = None if as_set else f"{enable} {_ACTOR}.token_clip.action=drop"
     meaning = f"signals over {bounds['factor']:g} times the usual largest one are cut"
     if found.boundary is not None:
         meaning += f", first at {found.boundary}"
@@ -241,8 +240,9 @@ def _of_token_clip(spike: _Spike, model: Model, notes: list[str]) -> Iterator[Ro
         said.append(f"At {', '.join(found.refused)}, more than max_share are over the bound, so none is cut there.")
     if found.prompt_positions:
         said.append(f"{found.prompt_positions:,} positions of prompts are cut as well.")
-    figures = found.gradient.norm, found.moved.norm, found.positions
-    yield spike.row(name, override, meaning, *figures, " ".join(said) or None)
+    figures = found.gradient.norm, found.moved.norm, found.positions, " ".join(said) or None
+    override = f"{enable} {_ACTOR}.token_clip.action=drop"
+    yield spike.row("TokenClip", override, meaning, *figures, as_set=bounds["action"] != "log")
 
 
 def _without_pass(spike: _Spike, notes: list[str]) -> Iterator[Row]:
@@ -256,21 +256,15 @@ def _without_pass(spike: _Spike, notes: list[str]) -> Iterator[Row]:
         left, moved = _scaled(whole, factors.__getitem__), _scaled(rest, lambda layer: 1 - factors[layer])
         tightest = min(factors, key=lambda layer: factors[layer])
         meaning = f"each layer is scaled by its own factor, {tightest} by {factors[tightest]:.3g}"
-        if _setting(bundle, "layer_clip", "enable") is True:
-            yield spike.row("LayerClip, as it was set", None, meaning, left, moved)
-        else:
-            yield spike.row("LayerClip", override, meaning, left, moved)
+        as_set = _setting(bundle, "layer_clip", "enable") is True
+        yield spike.row("LayerClip", override, meaning, left, moved, as_set=as_set)
     clip, norm = float(bundle.manifest["grad_clip"] or math.inf), float(bundle.event["global_norm"])
     for bound in (clip, clip * _TIGHTER) if math.isfinite(clip) else ():
-        name, setting = f"grad_clip {bound:g}", f"{_ACTOR}.grad_clip={bound:g}"
         factor = 0.0 if not math.isfinite(norm) else min(1.0, bound / norm) if norm else 1.0
         meaning = f"everything in the step is scaled by {factor:.3g}, ordinary tokens too"
         meaning, left = (meaning, whole.norm * factor) if factor else ("the whole step is left out", 0.0)
-        moved = rest.norm * (1 - factor)
-        if bound == clip:
-            yield spike.row(f"{name}, as it was set", None, meaning, left, moved)
-        else:
-            yield spike.row(name, setting, meaning, left, moved)
+        moved, setting = rest.norm * (1 - factor), f"{_ACTOR}.grad_clip={bound:g}"
+        yield spike.row(f"grad_clip {bound:g}", setting, meaning, left, moved, as_set=bound == clip)
     if spike.has_culprits:
         masked = ~spike.ordinary & movable(spike.saved.tokens)
         meaning = "the step without the culprits' gradient, at the price of a search for each spike"

@@ -473,10 +473,8 @@ function startStrip() {
   };
   const end = ({ target }) => target === tipOwner && hideTip();
   // A move, and no mouseover: that also comes when the keyboard scrolls tokens past a mouse at rest.
-  box.addEventListener("mousemove", explain);
-  box.addEventListener("focusin", explain);
-  box.addEventListener("mouseout", end);
-  box.addEventListener("focusout", end);
+  for (const event of ["mousemove", "focusin"]) box.addEventListener(event, explain);
+  for (const event of ["mouseout", "focusout"]) box.addEventListener(event, end);
   addKeys("pieces", selectPiece, (piece) => piece.role === "button");
 }
 

@@ -50,7 +50,7 @@ class Evidence:
         spikes (list[Spike]): In the order in which they were written; drills are no spikes.
         drills (list[dict]): Their events.
         clips (list[dict]): The lines on what TokenClip found.
-        critic (list[dict]): The critic's spikes.
+        critic (list[dict]): The critic's spikes, earlier ones as well.
         faults (list[str]): The names of faults that were planted in the run on purpose.
         steps (dict[int, dict]): The figures of each step, of its last line; None where there is no data.
         warnings (dict[int | None, list]): The warnings of each step, of its last line.
@@ -124,11 +124,6 @@ class Evidence:
         if self.has(line["global_step"]):
             self.clips.append(line if self.texts else without_texts(line))
 
-    def add_critic(self, spike: Event) -> None:
-        """Adds a spike of the critic, unless its step is left out."""
-        if self.has(spike["global_step"]):
-            self.critic.append(spike)
-
     def add_note(self, note: Event) -> None:
         """Adds a note of a file. Its kind is kept whatever its step: a full file stays full."""
         step = note["global_step"]
@@ -171,7 +166,7 @@ def read(path: str, since: int | None = None, texts: bool = True) -> Evidence:
         # Training writes a step's spikes before its figures: so all spikes that the figures count are there.
         "steps": ((STEP, found.add_step), (NOTE, found.add_note)),
         "spikes": ((EVENT, found.add), (CLIP, found.add_clip), (NOTE, found.add_note)),
-        "critic": ((CRITIC, found.add_critic), (NOTE, found.add_note)),
+        "critic": ((CRITIC, found.critic.append), (NOTE, found.add_note)),
     }
     valid = 0
     for name in (name for name in forms if name in files):

@@ -39,8 +39,7 @@ from gradloc.fsdp import collectives, failed_pass
 from ..command_line import argument
 from ..command_line import parser as new_parser
 from ..replay.model import ATTENTIONS, FLASH
-from .loop import Loop, Sizes, build_model
-from .measuring import SelfTest, UnusableError
+from .measuring import Loop, SelfTest, Sizes, UnusableError, build_model
 
 # Of the gradient's norm: what rounding in half precision makes of it, and more.
 _DIFFERENCE = 0.05

@@ -32,8 +32,7 @@ from gradloc import GradLoc, GradLocConfig
 from gradloc_tools.bundles.opening import open_bundle
 from gradloc_tools.bundles.results import read_results
 from gradloc_tools.replay.measuring import Measured, Norms
-from gradloc_tools.replay.scale import find_scale
-from gradloc_tools.replay.temperature import LEFT, _least
+from gradloc_tools.replay.scale import LEFT, _least, find_scale
 from gradloc_tools.replay.verdict import layers_apart_in_words, scale_in_words
 
 __all__ = ["bundle", "kept", "replay"]
