@@ -44,9 +44,8 @@ from .model import (
     why_not,
 )
 from .parts import Parts, is_recorded, open_parts
-from .search import Searched, search
+from .search import Searched, build_forward, search, shard_model
 from .searched_event import event_around, evidence_of, places, quiet_event, searched_event
-from .searched_model import build_forward, shard_model
 from .verdict import same_weights, weights_in_words
 
 _TAKE_LESS = "Take another --device, --dtype or --attention, a machine with more memory, or several with torchrun."

@@ -288,10 +288,9 @@ def _add_spikes(view: View, evidence: Evidence, culprits: Sequence[tuple[Spike, 
         said = beside_spike(signals.get(spike.mini_batch)) if spike.step is not None else None
         before = steps if spike.index < details else {}
         view.spikes.append(spike_view(spike, place, said, before, mine[spike.index]))
-    maker = Details(evidence.texts, details)
+    maker = Details(view, evidence.texts, details)
     detailed = {*_largest_of_each_first(culprits)[:details]}
     view.culprits = [maker.culprit(i, spike, culprit, i in detailed) for i, (spike, culprit) in enumerate(culprits)]
-    view.ladders, view.strips = maker.ladders, maker.strips
     view.tables["terms"] = table_of("", TERMS, [culprit for _, culprit in culprits])
 
 

@@ -407,7 +407,7 @@ function showChips() {
       get("chips").children[i].focus();
     };
     const pressed = String(culprit === current.culprit);
-    const factor = make("span", { class: "times" }, culprits[culprit].factor);
+    const factor = make("span", { class: "times" }, culprits[culprit].rung.factor);
     return make("button", { type: "button", "aria-pressed": pressed, onclick }, makeToken(tokenOf(culprit)), factor);
   });
   fill("chips", mine.length > 1 ? chips : []);

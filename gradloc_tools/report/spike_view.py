@@ -31,7 +31,7 @@ from .figures import (
     visible,
 )
 from .summary import TOKENS, suspected_of, token_name
-from .view import Axis, Cell, Column, Culprit, Rung, SpikeView, Strip, Table, log_scale
+from .view import Axis, Cell, Column, Culprit, Rung, SpikeView, Strip, Table, View, log_scale
 from .words import APPLIED, DIAGNOSES, FIGURES, NOT_APPLIED, Spike, ended_early, explanation
 
 Row = Mapping[str, Any]
@@ -259,17 +259,10 @@ def _sparkline(name: str, values: Sequence[float | None], own: bool) -> Cell:
 
 
 class Details:
-    """Makes the culprits of the page; what several share is made once.
+    """Makes the culprits of a view; what several share, ladders and strips, is added to it once."""
 
-    Attributes:
-        ladders (list): The rungs above the token.
-        strips (list[Strip]): The responses.
-    """
-
-    def __init__(self, texts: bool, top: int) -> None:
-        self._texts, self._top = texts, top
-        self.ladders: list[Sequence[Rung]] = []
-        self.strips: list[Strip] = []
+    def __init__(self, view: View, texts: bool, top: int) -> None:
+        self._view, self._texts, self._top = view, texts, top
         self._ladders: dict[tuple[int, int, int], tuple[int, Axis]] = {}
         self._strips: dict[tuple[int, int, int, int], int] = {}
         # By spike, rank and row: the number of each culprit by its position.
@@ -293,7 +286,7 @@ class Details:
         if not self._texts:
             edge = "The response is not on this page."
         if strip is not None:
-            start = self.strips[strip].start
+            start = self._view.strips[strip].start
             edge = f"{start} tokens before " if start else ""
             texts["response"] = None
         shown = {name: None if texts.get(name) is None else (title, texts[name]) for name, title in _TEXTS.items()}
@@ -301,7 +294,6 @@ class Details:
         norm = f"gradient norm {short(row['grad_norm'])}{times_it}"
         return Culprit(
             spike=spike.index,
-            factor=factor,
             ladder=ladder,
             rung=token,
             reasons=row["sources"][: len(SOURCES)],
@@ -332,8 +324,8 @@ class Details:
             factors = [*mine, *(threshold_factor({"norm": norm, "threshold": of}) for *_, norm, of in said)]
             known = [value for value in factors if math.isfinite(value) and value > 0]
             scale = log_scale(min([1 / _LADDER_WIDTH, *known]), max([_LADDER_WIDTH, *known]))
-            self._ladders[key] = len(self.ladders), scale
-            self.ladders.append([_rung(scale, *rung) for rung in said])
+            self._ladders[key] = len(self._view.ladders), scale
+            self._view.ladders.append([_rung(scale, *rung) for rung in said])
         return self._ladders[key]
 
     def _strip(self, spike: Spike, row: Row) -> int | None:
@@ -346,9 +338,9 @@ class Details:
             hottest = max([0.0, *filter(math.isfinite, values)])
             length = max(len(values), 0 if tokens is None else len(tokens[:WINDOW]))
             texts = ["▪"] * length if tokens is None else [_piece(text) for text in tokens[:length]]
-            self._strips[key] = len(self.strips)
+            self._strips[key] = len(self._view.strips)
             shades, figures = [_shade(v, hottest) for v in values], [*map(short, values)]
-            self.strips.append(Strip(start, texts, shades, figures, self._in_row[key[:3]]))
+            self._view.strips.append(Strip(start, texts, shades, figures, self._in_row[key[:3]]))
         return self._strips.get(key)
 
 

@@ -201,7 +201,6 @@ class Culprit:
 
     Attributes:
         spike (int): The number of its spike.
-        factor (str): How often it has the threshold.
         ladder (int): The number of its rungs but the last, among `View.ladders`; `rung` is the last.
         reasons (Sequence[str]): The rules that hold for it.
         content (dict): Texts, tables, and titled texts that are shown as they are, by the id of their place.
@@ -210,7 +209,6 @@ class Culprit:
     """
 
     spike: int
-    factor: str
     ladder: int
     rung: Rung
     reasons: Sequence[str]

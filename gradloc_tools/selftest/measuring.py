@@ -27,7 +27,7 @@ from gradloc.gradloc import GradLoc
 from gradloc.measure.pass_recorder import unchanged
 
 from ..replay.model import loaded_in
-from ..replay.searched_model import shard
+from ..replay.search import shard
 
 
 @dataclass(frozen=True)

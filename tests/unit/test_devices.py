@@ -22,7 +22,7 @@ from gradloc.measure.pass_recorder import unchanged
 from gradloc.token_clip.token_clip import TokenClip, TokenClipConfig, row_weights
 from gradloc.token_clip.watched_pass import Positions
 from gradloc_tools.bundles.opening import open_bundle
-from gradloc_tools.replay import searched_model
+from gradloc_tools.replay import search as searching
 from gradloc_tools.replay.model import default_variant, load
 from gradloc_tools.replay.search import search
 
@@ -220,9 +220,9 @@ def test_a_search_of_a_bundle_mixes_no_devices(kept: Path) -> None:
     opened = open_bundle(str(kept / "replay" / NAME))
     variant = default_variant(opened, None, None, "cpu")
     model = load(opened, str(kept / "model"), variant, "cpu", None, False)
-    once = mock.patch.object(searched_model, "_again_in_backward", lambda function, *arguments: function(*arguments))
+    once = mock.patch.object(searching, "_again_in_backward", lambda function, *arguments: function(*arguments))
     with once, CudaStandIn() as stand_in:
         stand_in.put(model.module)
         model = replace(model, device=CUDA)
-        found = search(opened, model, searched_model.build_forward(model), THRESHOLD, 20, False).found
+        found = search(opened, model, searching.build_forward(model), THRESHOLD, 20, False).found
     assert [(culprit["row"], culprit["position"]) for culprit in found["culprits"]] == [BAD]
