@@ -82,6 +82,7 @@ class Bundle:
     """An opened bundle.
 
     Args:
+        path (Path): Its folder, without links.
         manifest (dict): What `BundleWriter` wrote, checked.
         micro_batches (dict[MicroBatchName, SavedMicroBatch]): Its micro-batches, in the manifest's order.
     """
@@ -138,7 +139,7 @@ def open_bundle(path: str | Path) -> Bundle:
             f"The bundle's manifest names more than {limits.BUNDLE_BYTES * 2:,} bytes, which is too much."
         )
     found = {(entry["rank"], entry["micro_batch"]): _micro_batch(folder, entry) for entry in files}
-    bundle = Bundle(folder, manifest, found)
+    bundle = Bundle(folder.resolve(), manifest, found)
     check_places(bundle)
     return bundle
 

@@ -148,7 +148,7 @@ def _run(options: argparse.Namespace) -> None:
 
 def _write_page(bundle: Bundle, result: Mapping[str, Any], options: argparse.Namespace) -> None:
     """Writes the report on the evidence that the bundle lies in, or on its event alone where there is none."""
-    directory = str(bundle.path.resolve().parent.parent)
+    directory = str(bundle.path.parent.parent)
     evidence = read(directory) if evidence_files(directory) else evidence_of(bundle.event, bundle, given(options))
     # Its own result may not have been written beside the bundle.
     plain = jsonable(result)

@@ -119,7 +119,7 @@ def model_path(bundle: Bundle, given: str | None, trust_remote_code: bool) -> st
         raise CannotReplayError(f"{named} no folder of this machine: give it with --model.")
     if not Path(path).is_absolute():
         raise CannotReplayError(f"{named} a relative path: give it with --model.")
-    folder = bundle.path.resolve().parent
+    folder = bundle.path.parent
     if Path(path).resolve().is_relative_to(folder.parent if folder.name == limits.FOLDER else folder):
         raise CannotReplayError(f"{named} in or beside the bundle and may have come with it: give it with --model.")
     if trust_remote_code:

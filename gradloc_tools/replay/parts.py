@@ -62,7 +62,7 @@ def open_parts(path: str | Path) -> Parts:
             )
     joined = _joined(parts)
     notes += left_out_notes(joined)
-    return Parts(joined, [part.path.resolve().name for part in parts], notes)
+    return Parts(joined, [part.path.name for part in parts], notes)
 
 
 def missing_notes(bundle: Bundle) -> list[str]:
@@ -93,7 +93,7 @@ def _same_spike(event: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 def _others(bundle: Bundle) -> tuple[list[Bundle], list[str]]:
     """The other parts of a bundle's spike, and why some cannot be used."""
-    folder = bundle.path.resolve()
+    folder = bundle.path
     match = _PART.fullmatch(folder.name)
     if match is None:
         return [], []

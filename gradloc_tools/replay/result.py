@@ -70,7 +70,7 @@ def build_result(found: Found, open_ones: Sequence[str]) -> dict[str, Any]:
         "format": limits.FORMAT,
         "kind": RESULT_KIND,
         "time": datetime.now(timezone.utc).isoformat(),
-        "bundle": bundle.path.resolve().name,
+        "bundle": bundle.path.name,
         **{name: event[name] for name in ("global_step", "epoch", "mini_batch", "threshold", "summary")},
         "culprits": len(event["culprits"]),
         "cause": None if event.get("verdict") is None else event["verdict"]["cause"],
@@ -166,8 +166,7 @@ def write_result(bundle: Bundle, result: Mapping[str, Any]) -> Path:
     Raises:
         OSError: It cannot be written.
     """
-    folder = bundle.path.resolve()
-    path = folder.with_name(folder.name + RESULT_SUFFIX)
+    path = bundle.path.with_name(bundle.path.name + RESULT_SUFFIX)
     write_whole(path, json.dumps(jsonable(result), allow_nan=False, indent=1))
     return path
 

@@ -227,7 +227,7 @@ def _report(options: argparse.Namespace, loaded: _Loaded, searched: Searched, th
 
         ranks, kind = collectives.world_size(), loaded.model.device.type
         where = f"{loaded.path}   {loaded.variant} on {kind if ranks == 1 else f'{ranks} processes, {kind}'}"
-        texts = [f"Search of {bundle.path.resolve().name}", where, "", *sentences]
+        texts = [f"Search of {bundle.path.name}", where, "", *sentences]
         print_texts_and_tables([visible(text) for text in texts], (), [visible(note) for note in notes])
         if searched.found is not None:
             print_report(shown, TABLE_ROWS)
@@ -245,15 +245,14 @@ def _write(bundle: Bundle, event: Mapping[str, Any], is_known: bool) -> tuple[st
     Returns:
         tuple: The directory of the evidence whose report shows it, or None; and what is to be said.
     """
-    folder = bundle.path.resolve()
-    beside = folder.with_name(folder.name + EVENT_SUFFIX)
+    beside = bundle.path.with_name(bundle.path.name + EVENT_SUFFIX)
     try:
         line, _ = event_line(event)
         write_whole(beside, line.decode())
     except (OSError, ValueError) as error:
         return None, [f"The event cannot be written beside the bundle: {getattr(error, 'strerror', None) or error}"]
     if is_known:
-        return str(folder.parent.parent), [f"The event: {beside}. The report shows it in place of training's line."]
+        return str(beside.parent.parent), [f"The event: {beside}. The report shows it in place of training's line."]
     why = "spikes.jsonl around the bundle has no line of this spike, or several"
     return None, [f"The event: {beside}. The report does not show it: {why}."]
 

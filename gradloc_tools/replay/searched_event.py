@@ -102,7 +102,7 @@ def quiet_event(
 def _finished(event: Mapping[str, Any], bundle: Bundle, threshold: float) -> dict[str, Any]:
     """An event with the τ of its search, its bundle and its summary."""
     scaled = float(event["global_threshold"]) * threshold / event["threshold"]
-    replay = event.get("replay") or f"{limits.FOLDER}/{bundle.path.resolve().name}"
+    replay = event.get("replay") or f"{limits.FOLDER}/{bundle.path.name}"
     found = {**event, "threshold": threshold, "global_threshold": scaled, "replay": replay}
     return {**found, "summary": describe(found)}
 
@@ -113,7 +113,7 @@ def event_around(bundle: Bundle, names: Collection[str]) -> dict[str, Any] | Non
     Args:
         names (Collection[str]): The names of the folders of its parts.
     """
-    folder = bundle.path.resolve().parent
+    folder = bundle.path.parent
     if folder.name != limits.FOLDER:
         return None
     try:
@@ -125,9 +125,9 @@ def event_around(bundle: Bundle, names: Collection[str]) -> dict[str, Any] | Non
 
 def evidence_of(event: Mapping[str, Any], bundle: Bundle, options: str = "") -> Evidence:
     """The evidence of one event, whose commands take a bundle, and these words of a shell."""
-    folder = bundle.path.resolve()
-    evidence = Evidence(str(folder.parent), directory=str(folder.parent), options=options)
-    evidence.add(jsonable({**event, "replay": folder.name}))
+    folder = str(bundle.path.parent)
+    evidence = Evidence(folder, directory=folder, options=options)
+    evidence.add(jsonable({**event, "replay": bundle.path.name}))
     return evidence
 
 
@@ -138,9 +138,8 @@ def with_findings(bundle: Bundle) -> Bundle:
     """
     if bundle.event["search"] != "recorded":
         return bundle
-    folder = bundle.path.resolve()
     try:
-        path = folder.with_name(folder.name + EVENT_SUFFIX)
+        path = bundle.path.with_name(bundle.path.name + EVENT_SUFFIX)
         event = parse(read_plain_file(path, limits.MANIFEST_BYTES))
     except (OSError, ValueError):
         return bundle

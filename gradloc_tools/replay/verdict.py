@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradloc.judge.loss_scale import CHECK, what_it_could_be
+from gradloc.judge.shares import layer_shares
 from gradloc.threshold import is_over
 
 from ..report.replays import recommended
@@ -143,13 +144,9 @@ def _others(unit: Mapping[str, Any], result: Mapping[str, Any]) -> list[str]:
 
 
 def _layers(layers: Sequence[Mapping[str, Any]]) -> list[str]:
-    def shares(key: str) -> dict[str, float]:
-        """Each layer's share of the squared norm; empty if there is none."""
-        norms = {layer["layer"]: float(layer[key] or 0.0) for layer in layers}
-        norm = math.hypot(*norms.values())
-        return {layer: (n / norm) ** 2 for layer, n in norms.items()} if 0 < norm < math.inf else {}
-
-    replayed, before = shares("replayed"), shares("norm")
+    replayed, before = (
+        layer_shares({layer["layer"]: float(layer[key] or 0.0) for layer in layers}) for key in ("replayed", "norm")
+    )
     if not replayed:
         return []
     largest = max(replayed, key=lambda layer: replayed[layer])

@@ -3,9 +3,8 @@
 """What TokenClip found: totals of all clip lines, the tokens furthest over their bounds, and the same in words."""
 
 import heapq
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from gradloc.judge.sentences import DONE
@@ -28,26 +27,21 @@ EXPLANATION = (
 )
 
 
-@dataclass(slots=True)
-class Signals:
-    """How many backward signals (tokens × boundaries) were over their bounds, and how many of these were cut."""
-
-    over: int = 0
-    cut: int = 0
-
-    @property
-    def all_cut(self) -> bool:
-        return 0 < self.over <= self.cut
+# How many backward signals (tokens × boundaries) were `over` their bounds, and how many of these were `cut`.
+Signals = Counter[str]
 
 
 def signals_of(lines: Sequence[Mapping[str, Any]]) -> dict[MiniBatch, Signals]:
     """The signals of each mini-batch."""
-    found: dict[MiniBatch, Signals] = {}
+    found: dict[MiniBatch, Signals] = defaultdict(Counter)
     for line in lines:
-        signals = found.setdefault(mini_batch_of(line), Signals())
-        signals.over += sum(line["token_clip"]["over"].values())
-        signals.cut += sum(line["token_clip"]["cut"].values())
+        for name in ("over", "cut"):
+            found[mini_batch_of(line)][name] += sum(line["token_clip"][name].values())
     return found
+
+
+def _all_cut(signals: Signals) -> bool:
+    return 0 < signals["over"] <= signals["cut"]
 
 
 def clipped_tokens(
@@ -79,14 +73,13 @@ def summarize_clips(
     if not lines:
         return None
     signals = signals_of(lines)
-    stopped = {key for key, of_one in signals.items() if of_one.all_cut and key not in spikes}
+    stopped = {key for key, of_one in signals.items() if _all_cut(of_one) and key not in spikes}
     found_in = [line["token_clip"] for line in lines]
     found = {
         "mini_batches": len(signals),
         "stopped": len(stopped),
         "with_spike": sum(key in spikes for key in signals),
-        "over": sum(of_one.over for of_one in signals.values()),
-        "cut": sum(of_one.cut for of_one in signals.values()),
+        **{name: sum(of_one[name] for of_one in signals.values()) for name in ("over", "cut")},
         "refused": _by_boundary(boundary for found in found_in for boundary in dict.fromkeys(found["refused"])),
         "boundaries": _by_boundary(token["boundary"] for found in found_in for token in found["tokens"]),
         "tokens": sum(len(found["tokens"]) for found in found_in),
@@ -106,11 +99,11 @@ def beside_spike(signals: Signals | None) -> str | None:
     """What is said of TokenClip beside a spike; None if it found nothing in its mini-batch."""
     if signals is None:
         return None
-    over = f"{count(signals.over, 'backward signal')} over {'its bound' if signals.over == 1 else 'their bounds'}"
-    if not signals.cut:
+    over = f"{count(signals['over'], 'backward signal')} over {'its bound' if signals['over'] == 1 else 'their bounds'}"
+    if not signals["cut"]:
         return f"TokenClip found {over} in this mini-batch, and cut none."
-    cut = "all" if signals.all_cut else f"{signals.cut:,}"
-    cut = "it" if signals.all_cut and signals.over == 1 else f"{cut} of them"
+    cut = "all" if _all_cut(signals) else f"{signals['cut']:,}"
+    cut = "it" if _all_cut(signals) and signals["over"] == 1 else f"{cut} of them"
     return f"TokenClip found {over} in this mini-batch, and cut {cut}: the spike is in what was left."
 
 
@@ -134,8 +127,7 @@ def _by_step(signals: Mapping[MiniBatch, Signals], stopped: Collection[MiniBatch
     for key, of_one in signals.items():
         if key[0] is not None:
             step = steps.setdefault(key[0], {"over": 0, "cut": 0, "stopped": True})
-            step["over"] += of_one.over
-            step["cut"] += of_one.cut
+            step |= {name: step[name] + of_one[name] for name in ("over", "cut")}
             step["stopped"] &= key in stopped
     return dict(sorted(steps.items()))
 
