@@ -160,7 +160,7 @@ def _write_page(bundle: Bundle, result: Mapping[str, Any], options: argparse.Nam
 _Step = tuple[str, str, Callable[[], None]]
 
 
-class _Replay:
+class _Replay(Found):
     """What is measured of a bundle, one model in memory at a time."""
 
     def __init__(self, bundle: Bundle, options: argparse.Namespace) -> None:
@@ -173,7 +173,7 @@ class _Replay:
         # The token that each switch measures alone.
         self._culprit = [place for place in tokens if place in self._culprits and place[0] == bundle.first][:1]
         main = default_variant(bundle, options.dtype, options.attention, device)
-        self._found = Found(bundle, path, device, main, tokens, notes=missing_notes(bundle))
+        super().__init__(bundle, path, device, main, tokens, notes=missing_notes(bundle))
         self._options = options
         self._model: Model | None = None
         self._sizes: dict[Variant, int] = {}
@@ -183,36 +183,35 @@ class _Replay:
         steps = self._replay()
         notes = [note for note, *_ in steps]
         if self._options.remedies:
-            yield build_result(self._found, [_REMEDIES_OPEN, *notes])
+            yield build_result(self, [_REMEDIES_OPEN, *notes])
             yield from self._remedies(notes)
-        yield build_result(self._found, notes)
+        yield build_result(self, notes)
         for number, (note, what, measure_it) in enumerate(steps, 1):
             say(f"{what}, {number} of {len(steps)}")
             try:
                 measure_it()
             except _NOT_DONE as error:
-                self._found.notes.append(f"{note}: {why_not(error)}")
-            yield build_result(self._found, notes[number:])
+                self.notes.append(f"{note}: {why_not(error)}")
+            yield build_result(self, notes[number:])
 
     def _replay(self) -> list[_Step]:
         """Measures what stands for the replay, and returns what is left to do."""
-        options, found = self._options, self._found
-        bundle, main = found.bundle, found.main
+        bundle, main, options = self.bundle, self.main, self._options
         others = [] if options.only else other_variants(main)
-        switches = find_switches(main, found.device) if options.switches else []
+        switches = find_switches(main, self.device) if options.switches else []
         try:
             model = self._load(main)
-            check_memory(_size(bundle, model, main), found.device)
+            check_memory(_size(bundle, model, main), self.device)
             for later in {*others, *(switch.variant for switch in switches if switch.variant is not None)}:
                 self._sizes[later] = _size(bundle, model, later, loaded=False)
-            found.measured[main] = measured = measure(bundle, model, found.tokens, self._culprits)
-            found.temperature = fit_temperature(bundle, model)
+            self.measured[main] = measured = measure(bundle, model, self.tokens, self._culprits)
+            self.temperature = fit_temperature(bundle, model)
         except (MemoryError, OSError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
             raise CannotReplayError(f"{why_not(error, str(main))} {_TAKE_LESS}") from error
         if switches:
-            found.switches = [row(AS_REPLAYED, bundle, measured, measured, self._culprit)]
+            self.switches = [row(AS_REPLAYED, bundle, measured, measured, self._culprit)]
         of_switches = [
             (f"Not switched to '{each.name}'", f"switch '{each.name}'", partial(self._switch, each))
             for each in switches
@@ -226,39 +225,37 @@ class _Replay:
 
     def _remedies(self, notes: list[str]) -> Iterator[dict[str, object]]:
         """The result after each row of remedies; the model is still that of the replay."""
-        found = self._found
         assert self._model is not None
         try:
-            for so_far in remedies_so_far(found.bundle, self._model, found.measured[found.main]):
-                found.remedies = so_far
-                yield build_result(found, [_REMEDIES_OPEN, *notes])
+            for so_far in remedies_so_far(self.bundle, self._model, self.measured[self.main]):
+                self.remedies = so_far
+                yield build_result(self, [_REMEDIES_OPEN, *notes])
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            found.notes.append(f"{_REMEDIES_OPEN}: {why_not(error)}")
+            self.notes.append(f"{_REMEDIES_OPEN}: {why_not(error)}")
 
     def _load(self, variant: Variant) -> Model:
         self._model = None  # makes room
         if variant in self._sizes:
-            check_memory(self._sizes[variant], self._found.device)
-        found, options = self._found, self._options
-        self._model = load(found.bundle, found.model, variant, found.device, options.adapter, options.trust_remote_code)
-        found.notes += [note for note in self._model.notes if note not in found.notes]
+            check_memory(self._sizes[variant], self.device)
+        options = self._options
+        self._model = load(self.bundle, self.model, variant, self.device, options.adapter, options.trust_remote_code)
+        self.notes += [note for note in self._model.notes if note not in self.notes]
         return self._model
 
     def _compare(self, variant: Variant) -> None:
-        self._found.measured[variant] = measure(self._found.bundle, self._load(variant), self._found.tokens)
+        self.measured[variant] = measure(self.bundle, self._load(variant), self.tokens)
 
     def _switch(self, switch: Switch) -> None:
-        found, bundle = self._found, self._found.bundle
-        if switch.on is None and switch.variant in found.measured:
-            measured = found.measured[switch.variant]
+        if switch.on is None and switch.variant in self.measured:
+            measured = self.measured[switch.variant]
         else:
             model = self._model if switch.variant is None else self._load(switch.variant)
             assert model is not None  # that of the replay
             with nullcontext() if switch.on is None else switch.on(model):
-                measured = measure(bundle, model, self._culprit, names=[bundle.first])
-        found.switches.append(row(switch.name, bundle, measured, found.measured[found.main], self._culprit))
+                measured = measure(self.bundle, model, self._culprit, names=[self.bundle.first])
+        self.switches.append(row(switch.name, self.bundle, measured, self.measured[self.main], self._culprit))
 
 
 def _size(bundle: Bundle, model: Model, variant: Variant, loaded: bool = True) -> int:

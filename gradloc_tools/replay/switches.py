@@ -64,9 +64,7 @@ def find_switches(main: Variant, device: str) -> list[Switch]:
     found = [Switch("RMSNorm in float32", _precise_norms), Switch("rotary embedding in float32", _precise_rotation)]
     if main.attention == "sdpa":
         names = _ON_CPU if device == "cpu" else _BACKENDS
-        found += [
-            Switch(f"attention: sdpa, {name}", lambda _, kind=_BACKENDS[name]: sdpa_kernel(kind)) for name in names
-        ]
+        found += [Switch(f"attention: sdpa, {name}", partial(_backend, _BACKENDS[name])) for name in names]
     attentions = ["eager", "sdpa"]
     if device == "cuda" and main.dtype in HALF and find_spec("flash_attn") is not None:
         attentions.append(FLASH)
@@ -99,6 +97,10 @@ def row(name: str, bundle: Bundle, found: Measured, main: Measured, culprit: Seq
         "log_probs": float(differences.max()) if len(differences) else None,
         "culprit": next((found.tokens[place].norm for place in culprit), None),
     }
+
+
+def _backend(backend: SDPBackend, _: Model) -> AbstractContextManager[None]:
+    return sdpa_kernel([backend])
 
 
 @contextmanager
