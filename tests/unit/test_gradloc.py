@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from notation import Caplog, Patch, cases
+from notation import Patch, cases
 from plain_passes import observe
 
 from gradloc import GradLoc, GradLocConfig, LayerClipConfig, TokenClipConfig, record_events
@@ -18,7 +18,6 @@ from gradloc.evidence.writer import jsonable
 from gradloc.fsdp.collectives import RankLostError
 from gradloc.fsdp.failed_pass import RecordedCollectives
 from gradloc.measure import mini_batch
-from gradloc.measure.local_norms import LocalNorms
 from gradloc.measure.micro_batch import MicroBatch
 from gradloc.measure.mini_batch import MiniBatch
 from gradloc.measure.pass_recorder import nothing
@@ -58,27 +57,6 @@ def test_bad_settings_are_refused_with_the_key_to_mend(key: str, value: Any, wan
     kind = {"layer_clip": LayerClipConfig, "token_clip": TokenClipConfig, "": GradLocConfig}[clip]
     with pytest.raises(ValueError, match=rf"{re.escape(f'{key} must be {wanted}')}.*, got {re.escape(repr(value))}"):
         kind(**{name: value})
-
-
-def test_local_norms_read_nothing_outside_of_a_recording() -> None:
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
-    norms = LocalNorms(model, torch.device("cpu"))
-    model(torch.randn(3, 4)).sum().backward()
-    assert norms.stop().tolist() == [0.0, 0.0]
-    model.zero_grad()
-    for _ in range(2):  # a leaf is hooked once, however often it is used
-        model.zero_grad()
-        norms.start()
-        model(torch.randn(3, 4)).square().sum().backward()
-        squares = norms.stop()
-        expected = [sum(float(p.grad.square().sum()) for p in model[i].parameters()) for i in (0, 2)]
-        assert norms.layers == ["0", "2"]
-        assert squares.tolist() == pytest.approx(expected, rel=1e-5)
-    norms.close()
-    norms.start()
-    model(torch.randn(3, 4)).sum().backward()
-    assert norms.stop().tolist() == [0.0, 0.0]
 
 
 def test_a_pass_that_loses_a_rank_leaves_no_recording(monkeypatch: Patch) -> None:
@@ -181,17 +159,6 @@ def test_a_gradient_that_is_broken_where_there_is_no_token(meter: str, scale: fl
     assert event["broken_parameters"] == {"count": 1, "of": 2, "names": ["bias"]}
     assert "of 2 parameters, bias alone has a NaN or infinite gradient" in event["summary"]
     assert model.bias.grad.isnan().all()
-
-
-def test_token_tensors_of_different_shapes_are_named(caplog: Caplog) -> None:
-    gradloc = GradLoc(torch.nn.Linear(2, 2), GradLocConfig(), forward=lambda *_: None)
-    gradloc.start_update()
-    gradloc.begin_pass({}, rows=[0, 1])
-    tokens = torch.zeros(2, 5)
-    observe(gradloc, tokens, None, tokens, response_mask=tokens, token_id=tokens, advantage=tokens[:, :1])
-    gradloc.end_pass()
-    assert gradloc.failed and "of one shape (rows, response length)" in caplog.text
-    assert "'log_prob': (2, 5)" in caplog.text and "'advantage': (2, 1)" in caplog.text
 
 
 @pytest.mark.parametrize("failing", [None, 0, 1])

@@ -40,6 +40,7 @@ ONE = "The culprit is a rare token (p < 0.05), in one response with a positive a
 ALL = "Every micro-batch is over its threshold"
 DIFFUSE = "o small set of tokens explains the spike: it is the sum of 48 tokens of three responses"
 NAN = "No single token is the cause: NaN or Inf is in the log-probs or gradients of all of them"
+BROKEN = "The culprit is a token with a NaN or infinite gradient"
 LAYER = "layers.1 carries 98% of the squared norm"
 
 
@@ -82,13 +83,10 @@ LAYER = "layers.1 carries 98% of the squared norm"
         "All 3 culprits are tokens with outlying advantages (2 of them 'a'), in one response with a positive "
         "advantage (reward 100).",
     ),
-    (
-        event(culprit("nonfinite", advantage=math.nan)),
-        "The culprit is a token with a NaN or infinite gradient, in one response.",
-    ),
+    (event(culprit("nonfinite", advantage=math.nan)), f"{BROKEN}, in one response."),
     (
         event(culprit("nonfinite", advantage=None), units=[unit(**dict.fromkeys(EVEN, math.nan))]),
-        "The culprit is a token with a NaN or infinite gradient, in one response.",
+        f"{BROKEN}, in one response.",
     ),
     (event(diagnosis="diffuse", diffuse=[PART]), f"N{DIFFUSE}."),
     (
@@ -102,8 +100,8 @@ LAYER = "layers.1 carries 98% of the squared norm"
     ),
     (
         event(culprit("nonfinite"), broken_parameters={"count": 2, "of": 2, "names": ["b", "a"]}),
-        "The culprit is a token with a NaN or infinite gradient, in one response with a positive advantage; the "
-        "gradients of both parameters are NaN or infinite, from the loss on.",
+        f"{BROKEN}, in one response with a positive advantage; the gradients of both parameters are NaN or infinite, "
+        "from the loss on.",
     ),
     (
         event(diagnosis="overflow", units=[unit(**dict.fromkeys(EVEN, math.inf))]),

@@ -204,7 +204,8 @@ def test_values_that_cannot_be_read_are_no_error_of_training(caplog: Caplog) -> 
         found.append(len(watch.events))
     assert found == [1, 0, 0, 1]
     (record,) = [record for record in caplog.records if "cannot be read" in record.message]
-    assert record.exc_info is not None and "of one shape" in str(record.exc_info[1])
+    assert record.exc_info is not None and "of one shape (rows, response length)" in str(record.exc_info[1])
+    assert "'value': (4, 8)" in str(record.exc_info[1]) and "'weight': (1, 8)" in str(record.exc_info[1])
 
 
 @cases(

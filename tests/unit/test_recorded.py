@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from jsonschema import Draft202012Validator
 from notation import Patch
 from small_bundles import resign
+from valid_events import valid_events
 
 from gradloc.bundles import layout, limits
 from gradloc.bundles.bundle_writer import bytes_of_bundles, write_recorded_bundle
@@ -21,7 +21,6 @@ from gradloc.judge.verdict import CHECK_UNSEARCHED
 from gradloc.measure.micro_batch import MicroBatch, MicroBatchName, suspicion
 from gradloc_tools.bundles.opening import BundleError, open_bundle
 from gradloc_tools.report.reading import without_texts
-from gradloc_tools.schema import EVENT, conforms
 
 ROWS, PROMPT, RESPONSE = 2, 3, 12
 BAD = (1, 2)
@@ -88,12 +87,9 @@ def write(directory: Path, parts: Parts, suffix: str = "", **changes: Any) -> st
 
 def test_the_event_claims_nothing_that_was_not_measured() -> None:
     event = event_of(micro_batches())
-    Draft202012Validator(EVENT).validate(jsonable(event))
-    assert conforms(jsonable(event), EVENT)
-    for name in ("units", "culprits", "diffuse", "open_segments"):
-        assert event[name] == []
-    for name in ("without_tokens", "more_tokens", "ordinary_layer_norms"):
-        assert event[name] is None
+    valid_events(json.dumps([event]))
+    assert [event[name] for name in ("units", "culprits", "diffuse", "open_segments")] == [[]] * 4
+    assert [event[name] for name in ("without_tokens", "more_tokens", "ordinary_layer_norms")] == [None] * 3
     assert (event["search"], event["diagnosis"], event["passes"]) == ("recorded", "unsearched", 0)
     assert not (event["complete"] or event["explained"] or event["out_of_time"] or event["applied"])
     assert event["trigger"] == {"kind": "global", "norm": 5e3, "threshold": 75.0}
@@ -103,7 +99,7 @@ def test_the_event_claims_nothing_that_was_not_measured() -> None:
         "rank 0."
     )
     of_three = event_of(micro_batches(), world_size=3)
-    assert conforms(jsonable(of_three), EVENT)
+    valid_events(json.dumps([of_three]))
     assert "the largest suspicion on rank 0 (the 2 others were not looked at) is that of" in of_three["summary"]
 
 

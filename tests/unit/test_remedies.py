@@ -94,20 +94,15 @@ def rows(replay: Any) -> Callable[[], dict[str, dict[str, Any]]]:
     return lambda: rows_by_name(replay("--remedies"))
 
 
-@pytest.fixture
-def loaded(bundle: Path, kept: Path) -> Callable[[], tuple[SavedMicroBatch, Model]]:
-    """Gives the bundle's micro-batch, and its model."""
-
-    def call() -> tuple[SavedMicroBatch, Model]:
-        opened = open_bundle(bundle)
-        variant = default_variant(opened, None, None, "cpu")
-        return opened.micro_batches[0, 0], load(opened, str(kept / "model"), variant, "cpu", None, False)
-
-    return call
+def loaded(bundle: Path, kept: Path) -> tuple[SavedMicroBatch, Model]:
+    """The bundle's micro-batch, and its model."""
+    opened = open_bundle(bundle)
+    variant = default_variant(opened, None, None, "cpu")
+    return opened.micro_batches[0, 0], load(opened, str(kept / "model"), variant, "cpu", None, False)
 
 
 @pytest.mark.parametrize(("factor", "action"), [(4.0, "drop"), (0.9, "drop"), (0.9, "smooth")])
-def test_token_clip_is_the_chain_rule_with_cut_signals(bundle: Path, loaded: Any, factor: float, action: str) -> None:
+def test_token_clip_is_the_chain_rule_with_cut_signals(bundle: Path, kept: Path, factor: float, action: str) -> None:
     """With small factors, signals of ordinary tokens are cut as well, below the log-probs too.
 
     The rows' tokens have different weights, by which signals are divided.
@@ -118,7 +113,7 @@ def test_token_clip_is_the_chain_rule_with_cut_signals(bundle: Path, loaded: Any
     resave(bundle, lambda tensors: [tensors["tokens.coefficient"].mul_(factors * weights)])
     resave(bundle, lambda tensors: tensors["tokens.weight"].mul_(weights))
     bounds = bounds_of(bundle, factor, action)
-    saved, model = loaded()
+    saved, model = loaded(bundle, kept)
     found = clip_tokens(model, saved, ordinary_tokens(), bounds, False)
     coefficient, weight = saved.tokens["coefficient"], saved.tokens["weight"]
     alone = torch.where(ordinary_tokens(), coefficient, 0.0)
@@ -161,9 +156,9 @@ def test_more_signals_than_the_largest_share_are_left(bundle: Path, rows: Any, l
 
 
 @pytest.mark.target(version="0.9.1")
-def test_an_amplified_signal_is_cut_where_it_leaves_its_layer(bundle: Path, loaded: Any) -> None:
+def test_an_amplified_signal_is_cut_where_it_leaves_its_layer(bundle: Path, kept: Path) -> None:
     resave(bundle, lambda tensors: tensors["tokens.coefficient"].__setitem__(BAD, -0.1))
-    saved, model = loaded()
+    saved, model = loaded(bundle, kept)
     # At the log-probs, nothing is to be seen.
     coefficient, none = saved.tokens["coefficient"], torch.zeros(ROWS, RESPONSE)
     whole = gradient_norms(model, saved, (coefficient, none)).norm

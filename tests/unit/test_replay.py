@@ -387,14 +387,6 @@ def test_the_terminal_and_the_report_show_a_replay(kept: Path, tmp_path: Path, c
     assert read(str(folder)).replays == []
 
 
-def test_a_resumed_run_keeps_both_bundles_of_a_step(tmp_path: Path) -> None:
-    first = [event["replay"] for event in spikes(tmp_path, count=1)]
-    second = [event["replay"] for event in spikes(tmp_path, count=2, most=2)]
-    assert first == ["replay/step1-epoch0-mini_batch0"]
-    assert second == ["replay/step1-epoch0-mini_batch0-2", None]
-    open_bundle(tmp_path / second[0])
-
-
 def test_a_manifest_has_the_largest_of_the_tokens_measured(monkeypatch: Patch) -> None:
     name = (0, 0)
     alone = [Alone(0.5, 3.0, {}), Alone(0.5, math.nan, {}), Alone(0.5, 4.0, {}), Alone(0.25, 2.0, {})]

@@ -8,6 +8,7 @@ import re
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -82,15 +83,9 @@ def test_what_is_saved_is_what_is_read(tmp_path: Path) -> None:
 def test_a_write_that_fails_is_a_warning_and_leaves_the_old_file(
     disk: str, tmp_path: Path, monkeypatch: Patch, caplog: Caplog
 ) -> None:
-    answers = threading.Event()
-
-    def fsync(_: int) -> None:
-        if disk == "full":
-            raise OSError(errno.ENOSPC, "No space left on device")
-        answers.wait()
-
+    answers, full = threading.Event(), OSError(errno.ENOSPC, "No space left on device")
     write_state(str(tmp_path), {"gradloc": {"token_norms": [1.0]}})
-    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=full if disk == "full" else lambda _: answers.wait()))
     monkeypatch.setattr(guarded, "PATIENCE", 1e9 if disk == "full" else 0.05)
     write_state(str(tmp_path), {"gradloc": {"token_norms": [2.0]}})
     reason = "No space left on device" if disk == "full" else f"{tmp_path} does not respond within 0.05 seconds"

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 from notation import Caplog
-from plain_passes import observe
-from torch import Tensor, nn
+from small_bundles import RESPONSE, ROWS, forward, random_ids, small_model
+from small_bundles import passes as train
+from torch import Tensor
 
 from gradloc import GradLoc, GradLocConfig
 from gradloc.search.investigation import HEAD_START, SHARE, SearchTime, TimeLimit
@@ -89,26 +90,17 @@ def test_the_count_goes_on_after_a_resume() -> None:
 
 def trained(seconds: Any, clock: Clock, a_pass: float) -> tuple[GradLoc, list[dict[str, Any]]]:
     """Two updates of a model whose every extra pass takes that many seconds; all tokens are over the threshold."""
-    torch.manual_seed(0)
-    model = nn.Linear(4, 8)
-    tokens = torch.randn(2, 16, 4)
+    model = small_model()
 
-    def forward(inputs: dict[str, Tensor], rows: list[int], length: int) -> tuple[None, Tensor]:
+    def run(inputs: dict[str, Tensor], rows: list[int], length: int) -> Any:
         clock.now += a_pass
-        return None, model(inputs["tokens"][rows][:, :length]).log_softmax(-1)[..., 0]
+        return forward(model, inputs, rows, length)
 
-    gradloc = GradLoc(model, GradLocConfig(grad_norm_threshold=1e-6, bisect_budget_seconds=seconds), forward)
+    gradloc = GradLoc(model, GradLocConfig(grad_norm_threshold=1e-6, bisect_budget_seconds=seconds), run)
     gradloc._search_time = SearchTime(seconds, clock)
     events = []
     for step in (1, 2):
-        gradloc.start_update(step)
-        gradloc.begin_pass({"tokens": tokens}, range(2))
-        log_prob = model(tokens).log_softmax(-1)[..., 0]
-        weight = torch.full_like(log_prob, 1 / 32)
-        ones = torch.ones(2, 16)
-        observe(gradloc, log_prob, None, weight, response_mask=ones, token_id=ones.long(), advantage=ones)
-        log_prob.backward(-weight)
-        gradloc.end_pass()
+        train(gradloc, run, step, [random_ids()], [torch.ones(ROWS, RESPONSE)])
         gradloc.locate(0, 0)
         events += gradloc.events
     return gradloc, events
