@@ -71,12 +71,9 @@ def check(search: Search, tokens: dict[str, Tokens]) -> None:
 
 def test_a_lone_token_under_its_threshold_ends_the_search() -> None:
     """As where a probe's rounding is another than training's. Another group's search goes on."""
-    search = Search(THRESHOLD, "explained", 1.0)
-    search.add_group("one", 1.0001 * THRESHOLD, torch.ones(1), torch.ones(1, dtype=torch.float64))
     tokens = {"one": Tokens(1, {0: 0.9999 * THRESHOLD}), "other": Natural(128, 1.5, 0)}
-    search.add_group(
-        "other", tokens["other"].norm([*range(128)]), tokens["other"].suspicion(True), torch.ones(128) / 128
-    )
+    search = start({"other": tokens["other"]}, ordinary=1.0, until="explained")
+    search.add_group("one", 1.0001 * THRESHOLD, torch.ones(1), torch.ones(1, dtype=torch.float64))
     run(search, tokens, 2)
     assert not [culprit for culprit in search.culprits if culprit.group == "one"] and search.open_sets == []
 
@@ -263,10 +260,7 @@ def test_many_tokens_are_measured_if_no_unit_is_diffuse() -> None:
 def test_a_clear_token_beside_a_diffuse_unit_is_found(helpful: bool, width: int) -> None:
     tokens = {"diffuse": Natural(128, 3.0, seed=1), "clear": Tokens(128, {77: 300 * THRESHOLD})}
     for names in (["diffuse", "clear"], ["clear", "diffuse"]):
-        search = Search(THRESHOLD, "explained", THRESHOLD / 2)
-        for name in names:
-            suspicion = tokens[name].suspicion(helpful if name == "clear" else True)
-            search.add_group(name, tokens[name].norm(list(range(128))), suspicion, tokens[name].weights)
+        search = start({name: tokens[name] for name in names}, helpful, THRESHOLD / 2, "explained")
         run(search, tokens, width, most=40)
         assert explained(search, "clear") and not explained(search, "diffuse")
         assert [culprit.candidate for culprit in search.culprits if culprit.group == "clear"] == [77]
