@@ -35,6 +35,7 @@ _CHECK = (
 
 # (data-parallel rank, row in its mini-batch).
 Place = tuple[int, int]
+_PLACE = "row {1} on rank {0}"
 
 
 @dataclass(frozen=True)
@@ -78,16 +79,12 @@ def _broken_rows(rows: Mapping[Place, RewardedRow]) -> str:
     if not broken:
         return ""
     prompts = {rows[place].uid for place in broken}
-    of_prompts = sum(row.uid in prompts for row in rows.values())
+    count = counted(len(broken), sum(row.uid in prompts for row in rows.values()), "responses")
     whose = "one prompt" if len(prompts) == 1 else f"{len(prompts)} prompts"
-    found = f" Advantages: {counted(len(broken), of_prompts, 'responses')} to {whose}, first {_place(broken[0])}."
+    found = f" Advantages: {count} to {whose}, first {_PLACE.format(*broken[0])}."
     rewards = sorted(place for place, row in rows.items() if row.reward is not None and not math.isfinite(row.reward))
     more = f" and {len(rewards) - 1} more" * (len(rewards) > 1)
-    return found + (f" The reward of {_place(rewards[0])}{more} is NaN or infinite." if rewards else "")
-
-
-def _place(place: Place) -> str:
-    return f"row {place[1]} on rank {place[0]}"
+    return found + (f" The reward of {_PLACE.format(*rewards[0])}{more} is NaN or infinite." if rewards else "")
 
 
 def misfire(event: Mapping[str, Any], rows: Mapping[Place, RewardedRow]) -> dict[str, Any] | None:

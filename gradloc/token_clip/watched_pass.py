@@ -235,34 +235,54 @@ def own_tokens(passes: Sequence[WatchedPass], rank: int, part: int, factor: floa
         part (int): The rank's index in its group with Ulysses, whose ranks have the same log-probs.
         factor (float): A bound as a multiple of the usual signal.
     """
+    if not passes:
+        return []
     # Of the log-probs, the first rank of the group has the same.
-    least, over = min(part, 1), []
-    for index, each in enumerate(passes):
-        sizes = each.multiple.nan_to_num(nan=math.inf, posinf=math.inf)
-        sizes = torch.where(each.first >= least, sizes, -math.inf).flatten()
-        largest = sizes.topk(min(MAX_TOKENS, len(sizes)))
-        over += [(size, index, place) for size, place in zip(*(x.tolist() for x in largest), strict=True) if size > 0]
-    over.sort(key=lambda token: -token[0])
-    found = []
-    for _, index, place in over[:MAX_TOKENS]:
-        each = passes[index]
-        row, column = divmod(place, each.first.shape[1])
-        position = column - each.positions.response_starts[row]
-        boundary = each.boundaries[int(each.first[row, column])]
-        known = {name: of[row, position].item() for name, of in each.tokens.items() if 0 <= position < of.shape[1]}
-        found.append(
-            {
-                "rank": rank,
-                "micro_batch": index,
-                "row": each.rows[row],
-                "position": position,
-                "boundary": boundary,
-                "multiple": float(each.multiple[row, column]) * factor,
-                "cut": not bool(each.refused.get(boundary, True)),
-                **{name: known.get(name) for name in VALUES},
-            }
-        )
-    return found
+    least, found = min(part, 1), []
+    # One transfer for all: each would wait for the device.
+    columns = torch.cat([_largest(index, each, least) for index, each in enumerate(passes)], 1).cpu()
+    for index, first, multiple, cut, row, position, *values in columns.T.tolist():
+        if first < least:
+            continue
+        each = passes[int(index)]
+        token = {
+            "rank": rank,
+            "micro_batch": int(index),
+            "row": each.rows[int(row)],
+            "position": int(position),
+            "boundary": each.boundaries[int(first)],
+            "multiple": multiple * factor,
+            "cut": bool(cut),
+            **dict.fromkeys(VALUES),
+        }
+        for name, value in zip(VALUES, values, strict=True):
+            if name in each.tokens and 0 <= position < each.tokens[name].shape[1]:
+                token[name] = int(value) if name == "token_id" else value
+        found.append(token)
+    return largest_tokens(found)
+
+
+def _largest(index: int, each: WatchedPass, least: int) -> Tensor:
+    """The tokens of a pass furthest over their bounds at boundaries from `least` on; no host sync.
+
+    Returns:
+        Tensor: float64, shape (6 + values, at most `MAX_TOKENS`): what `own_tokens` reads. A token that is over no
+            bound has an earlier boundary.
+    """
+    first, multiple = each.first.flatten(), each.multiple.flatten()
+    size = torch.where(first >= least, multiple.nan_to_num(nan=math.inf, posinf=math.inf), -1.0)
+    where = size.topk(min(MAX_TOKENS, len(size))).indices
+    first = first[where].long()
+    no = torch.zeros((), dtype=torch.bool, device=first.device)
+    cut = torch.stack([~each.refused[name] if name in each.refused else no for name in each.boundaries])
+    starts = torch.tensor(each.positions.response_starts).to(first.device, non_blocking=True)
+    rows, positions = where // each.first.shape[1], where % each.first.shape[1]
+    positions = positions - starts[rows]
+    length = each.tokens["weight"].shape[1] if "weight" in each.tokens else 0
+    at = rows, positions.clamp(0, max(length - 1, 0))
+    values = [each.tokens[name][at] if length and name in each.tokens else torch.zeros_like(rows) for name in VALUES]
+    columns = [torch.full_like(rows, index), first, multiple[where], cut[first.clamp(min=0)], rows, positions, *values]
+    return torch.stack([column.double() for column in columns])
 
 
 def largest_tokens(tokens: list[dict[str, Any]]) -> list[dict[str, Any]]:
