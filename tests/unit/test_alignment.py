@@ -247,6 +247,14 @@ def test_log_probs_of_random_weights_are_not_moved() -> None:
     assert off is not None and off.kind == "unrelated"
 
 
+def test_ranks_and_micro_batches_add_up(model: Model) -> None:
+    columns = batch(model)
+    columns["rollout_log_prob"] = model.log_probs(columns["ids"], first_logit=-2, noise=0.02)
+    whole = own_alignment([columns])
+    parts = [own_alignment([{name: values[half::2] for name, values in columns.items()}]) for half in range(2)]
+    assert torch.allclose(whole, sum(parts), rtol=1e-4)
+
+
 def test_the_distances_are_those_of_a_loop_over_the_tokens() -> None:
     torch.manual_seed(0)
     a, b = -3 * torch.rand(5, 9), -3 * torch.rand(5, 9)

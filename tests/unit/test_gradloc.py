@@ -18,6 +18,7 @@ from gradloc.evidence.writer import jsonable
 from gradloc.fsdp.collectives import RankLostError
 from gradloc.fsdp.failed_pass import RecordedCollectives
 from gradloc.measure import mini_batch
+from gradloc.measure.local_norms import LocalNorms
 from gradloc.measure.micro_batch import MicroBatch
 from gradloc.measure.mini_batch import MiniBatch
 from gradloc.measure.pass_recorder import nothing
@@ -57,6 +58,27 @@ def test_bad_settings_are_refused_with_the_key_to_mend(key: str, value: Any, wan
     kind = {"layer_clip": LayerClipConfig, "token_clip": TokenClipConfig, "": GradLocConfig}[clip]
     with pytest.raises(ValueError, match=rf"{re.escape(f'{key} must be {wanted}')}.*, got {re.escape(repr(value))}"):
         kind(**{name: value})
+
+
+def test_local_norms_read_nothing_outside_of_a_recording() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+    norms = LocalNorms(model, torch.device("cpu"))
+    model(torch.randn(3, 4)).sum().backward()
+    assert norms.stop().tolist() == [0.0, 0.0]
+    model.zero_grad()
+    for _ in range(2):  # a leaf is hooked once, however often it is used
+        model.zero_grad()
+        norms.start()
+        model(torch.randn(3, 4)).square().sum().backward()
+        squares = norms.stop()
+        expected = [sum(float(p.grad.square().sum()) for p in model[i].parameters()) for i in (0, 2)]
+        assert norms.layers == ["0", "2"]
+        assert squares.tolist() == pytest.approx(expected, rel=1e-5)
+    norms.close()
+    norms.start()
+    model(torch.randn(3, 4)).sum().backward()
+    assert norms.stop().tolist() == [0.0, 0.0]
 
 
 def test_a_pass_that_loses_a_rank_leaves_no_recording(monkeypatch: Patch) -> None:

@@ -2,6 +2,7 @@
 
 import importlib
 import logging
+import re
 import subprocess
 import sys
 import types
@@ -10,6 +11,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import yaml
 from notation import Caplog, Patch
 
 import trees
@@ -75,6 +77,23 @@ def test_an_error_is_logged_and_refuses_the_runs_that_need_it(caplog: Caplog) ->
         RuntimeError, match=r"it cannot do the search \(Engine has no optimizer_step\); without GradLoc"
     ):
         status.require()
+
+
+CONF = trees.ROOT / "plugin/gradloc_verl/conf"
+GROUPS = [str(file.relative_to(CONF)) for file in sorted(CONF.glob("*/gradloc_*.yaml"))]
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_config_group_adds_what_the_patch_adds(group: str) -> None:
+    ours = yaml.safe_load((CONF / group).read_text())
+    own = Path(group).stem.removeprefix("gradloc_")
+    hooks = (trees.ROOT / "patches/0.9.1/hooks.patch").read_text().split("diff --git ")
+    (hook,) = [each for each in hooks if each.startswith(f"a/verl/trainer/config/{Path(group).with_stem(own)} ")]
+    (keys,) = re.findall(r"^\+  - (.+)$", hook, re.M)
+    assert ours.pop("defaults") == [own, keys, "_self_"]
+    # No key is written twice: all that is left is which classes have them.
+    for section in (ours, *(ours.pop(name) for name in ("layer_clip", "token_clip") if name in ours)):
+        assert section.pop("_target_").startswith("gradloc_verl.config.") and not section
 
 
 def test_the_wheel_has_what_it_needs(tmp_path: Path) -> None:

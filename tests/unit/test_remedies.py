@@ -335,6 +335,18 @@ def test_verls_functions_give_the_rows_of_losses(bundle: Path, rows: Any) -> Non
         assert {"token TIS", "sequence TIS", "geometric mask"} <= set(found)
 
 
+@pytest.mark.target(version="0.9.1")
+@cases("mode kl said", ("vanilla", False, True), ("sapo", False, False), ("sapo", True, True))
+def test_that_a_mean_stays_over_all_tokens_is_said(bundle: Path, rows: Any, mode: str, kl: bool, said: bool) -> None:
+    """sapo takes the mean over sequences, whatever loss_agg_mode is; the KL loss does not."""
+    pytest.importorskip("verl")
+    sizes = {"dp_size": 1, "batch_num_tokens": ROWS * RESPONSE, "global_batch_size": ROWS}
+    of_verl(bundle, policy_loss={"loss_mode": mode}, use_kl_loss=kl, global_batch_info=sizes)
+    resave(bundle, lambda tensors: tensors.update({"tokens.ref_log_prob": tensors["tokens.log_prob"].clone()}))
+    row = rows()["token mask"]
+    assert row["masked"]["culprits"] == 1 and ("The mean stays over" in (row["note"] or "")) == said
+
+
 OTHERS = "does not have the recorded coefficients", "TokenClip", "as recorded"
 CORRECTION = {"rollout_rs": None, "rollout_is": None, "loss_type": "ppo_clip"}
 BYPASS = {"policy_loss": {"loss_mode": "bypass_mode", "rollout_correction": CORRECTION}}

@@ -23,6 +23,7 @@ from small_bundles import (
     resave,
     resign,
     resign_tensors,
+    save_other_weights,
     spikes,
     tensors_of,
 )
@@ -363,6 +364,17 @@ def test_the_memory_of_a_container_counts(tmp_path: Path, monkeypatch: Patch) ->
     assert memory.free_memory("cpu") == 150000
 
 
+@pytest.mark.target(version="0.9.1")
+def test_other_weights_are_told_from_those_of_training(
+    bundle: Path, kept: Path, tmp_path: Path, capsys: Capsys
+) -> None:
+    models = kept / "model", Path(save_other_weights(tmp_path / "other"))
+    texts = [" ".join(replayed(bundle, model, capsys, "--only")["sentences"]) for model in models]
+    assert "these are the weights of training." in texts[0]
+    assert "these are probably other weights than those of training. The bundle is of step 1;" in texts[1]
+    assert "no checkpoint before it was known." in texts[1]
+
+
 def test_the_terminal_and_the_report_show_a_replay(kept: Path, tmp_path: Path, capsys: Capsys) -> None:
     folder = tmp_path / "evidence"
     shutil.copytree(kept, folder)
@@ -385,6 +397,14 @@ def test_the_terminal_and_the_report_show_a_replay(kept: Path, tmp_path: Path, c
     (folder / "replay/step1-epoch0-mini_batch0.result.json").write_text('{"kind": "gradloc replay result"}')
     record_events(str(folder), [open_bundle(command[0]).event])
     assert read(str(folder)).replays == []
+
+
+def test_a_resumed_run_keeps_both_bundles_of_a_step(tmp_path: Path) -> None:
+    first = [event["replay"] for event in spikes(tmp_path, count=1)]
+    second = [event["replay"] for event in spikes(tmp_path, count=2, most=2)]
+    assert first == ["replay/step1-epoch0-mini_batch0"]
+    assert second == ["replay/step1-epoch0-mini_batch0-2", None]
+    open_bundle(tmp_path / second[0])
 
 
 def test_a_manifest_has_the_largest_of_the_tokens_measured(monkeypatch: Patch) -> None:

@@ -290,6 +290,18 @@ def test_of_very_many_culprits_one_is_found_soon(units: int) -> None:
     assert search.culprits and all(culprit.candidate % 64 == 13 for culprit in search.culprits)
 
 
+def test_sets_that_a_diffuse_unit_leaves_unmeasured_are_listed() -> None:
+    tokens = {"a": Coherent(1000, 0.5, {}, seed=0)}
+    search = start(tokens, helpful=None)
+    measured = set()
+    while probes := search.next_probes(2):
+        measured.update(*(probe.candidates for probe in probes if len(probe.candidates) == 1))
+        search.add_measurements([(probe, tokens["a"].measure(probe)) for probe in probes])
+    given_up = [candidate for token_set in search.given_up for candidate in token_set.candidates]
+    assert search.diffuse and search.culprits == [] and search.open_sets == []
+    assert len(given_up) == len(set(given_up)) > 0 and not measured & set(given_up)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_nonfinite_token_is_a_culprit(bad: float) -> None:
     tokens = Tokens(100, {})
