@@ -61,7 +61,13 @@ def run() -> NoReturn:
     """The console script: `main`, and the end of the process."""
     if "RANK" in os.environ or sys.argv[1:2] == ["selftest"]:
         end_with(main)
-    sys.exit(main())
+    code = 0
+    try:
+        code = main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader of the output, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(code)
 
 
 if __name__ == "__main__":

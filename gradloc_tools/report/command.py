@@ -64,8 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         runs = [read(path, options.since) for path in (options.path, options.other) if path is not None]
         _report(runs, options)
         return int(any(map(lost_spikes, runs)))
-    except BrokenPipeError:  # the reader of the output, such as head, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:
+        raise  # the reader of the output has seen enough
     except OSError as error:
         said = f"{error.strerror}: {error.filename2 or error.filename}" if error.strerror else str(error)
         print(visible(said), file=sys.stderr)

@@ -62,6 +62,16 @@ def test_the_plugins_check_without_a_verl_ends_with_a_sentence() -> None:
     assert "has no verl that can be imported" in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["report", "examples/spike", "--json"]])
+def test_a_reader_that_has_seen_enough_is_no_error(arguments: list[str]) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    program = [sys.executable, "-m", "gradloc_tools", *arguments]
+    done = subprocess.run(program, stdout=write, stderr=subprocess.PIPE, cwd=ROOT)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_what_is_not_installed_is_one_sentence(name: str) -> None:
     done = without_packages("gradloc_tools", name, "evidence")
