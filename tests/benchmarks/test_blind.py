@@ -60,11 +60,11 @@ def test_the_table_counts_what_is_named(capsys: pytest.CaptureFixture) -> None:
         "bf16": [None, "unlikely", "misaligned"],
     }
     runs = {
-        f"{kind} | 0 | {seed}": {"name": name, "why": "a gap", "said": []}
+        f"{kind} | 0 | {seed}": {"name": name, "why": "a gap", "said": [], "over_natural": seed < 3}
         for kind, names in named.items()
         for seed, name in enumerate(names)
     }
-    runs["fp8 | 0 | 0"] = {"name": "unlikely", "why": "", "said": [(2, "verdict", "unlikely"), (3, "verdict", "token")]}
+    runs["fp8 | 0 | 0"] = {**runs["bf16 | 0 | 1"], "said": [(2, "verdict", "unlikely"), (3, "verdict", "token")]}
     runs["tail padded with 0 | 0 | 0"]["said"] = [
         (2, "warning", "misaligned"),
         (3, "verdict", "kl"),
@@ -76,4 +76,5 @@ def test_the_table_counts_what_is_named(capsys: pytest.CaptureFixture) -> None:
     assert "| tail padded with 0 | misaligned | misaligned 1 | unsampled 1 | token 1 | 1 | 1 |" in printed
     assert "- tail padded with 0 | 0 | 4: nothing; a gap" in printed and "no known cause; a gap" in printed
     assert "Of those right or defensible, 1 have a line with a wrong name as well." in printed
+    assert "Over a natural spike: 5, of which 3 right or defensible." in printed
     assert "Faults: 7; " in printed and "right 2" in printed and "Healthy: 4, 2 with a bug's name." in printed
