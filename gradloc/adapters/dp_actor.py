@@ -80,7 +80,7 @@ class WatchedUpdates(_Behind):
             try:
                 yield
             finally:
-                self._watching = False
+                self._watching, self._passed = False, None
                 del self._data
 
     def _forward_micro_batch(self, micro_batch: Mapping[str, Any], *arguments: Any, **options: Any) -> Any:
@@ -111,7 +111,8 @@ class WatchedUpdates(_Behind):
             with watch.loss(lambda: mask):
                 result = loss(**given)
             passed, self._passed = self._passed, None
-            assert passed is not None
+            if passed is None:  # another loss of a pass that has been observed
+                return result
             dynamic = self.config.use_dynamic_bsz
             factor = len(mask) / self.config.ppo_mini_batch_size if dynamic else 1 / self.gradient_accumulation
             loss_inputs, read_tokens = self._seen(given, *passed)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .progress import Progress, RunCheck
-from .rules import VERL_NAMES
+from .rules import BROKEN, VERL_NAMES
 from .shares import percent
 
 # That advantages have another size: rewards of one kind may be the cause.
@@ -148,7 +148,7 @@ class AdvantageChecks(RunCheck):
                 rows = " (one bad reward makes the advantages of its whole group NaN)" if of_advantage else ""
                 look = "rewards and their normalization" if of_advantage else "its forward pass and its precision"
                 return {
-                    "name": "nonfinite",
+                    "name": BROKEN,
                     "sentence": f"`{column}` is NaN or infinite in {where} responses{rows}: look at what computes it, "
                     f"before the update: {look}.",
                     "check": f"Print `{column}` of these rows before the update, and for advantages "

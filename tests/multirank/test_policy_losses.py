@@ -1,6 +1,7 @@
 """The weight of a token in the loss, and the search, with every policy loss that verl has."""
 
 from typing import Any
+from unittest.mock import MagicMock
 
 import custom_losses
 import pytest
@@ -115,6 +116,16 @@ def test_a_micro_batch_without_a_token_has_no_loss(agg_mode: str) -> None:
     loss = core_algos.agg_loss(losses, torch.zeros(5, 7), agg_mode)
     loss.backward()
     assert loss.item() == 0.0 and losses.grad.eq(0).all()
+
+
+@pytest.mark.skipif(ENGINE, reason="of the actor of verl 0.7")
+def test_a_second_loss_of_a_pass_does_not_end_training() -> None:
+    from verl.utils.gradloc.adapters.dp_actor import WatchedUpdates
+
+    actor = WatchedUpdates()
+    actor.watch, actor._passed = MagicMock(), None
+    assert actor._observed(lambda **given: given["log_prob"])(response_mask=MASK, log_prob=3.0) == 3.0
+    actor.watch.observe.assert_not_called()
 
 
 LENGTHS = MASK.sum(1, keepdim=True)
