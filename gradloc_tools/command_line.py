@@ -55,6 +55,13 @@ def say(text: str) -> None:
         print(f"{seconds // 60}:{seconds % 60:02} min  {text}", file=sys.stderr)
 
 
+def in_a_sentence(error: Exception, path: str) -> str:
+    """Why a command has no result; `path` stands where an error of the system names no file."""
+    if isinstance(error, OSError):
+        return f"{error.strerror or error}: {error.filename2 or error.filename or path}"
+    return str(error)
+
+
 def argument(kind: Callable[[str], Value], holds: Callable[[Value], bool], text: str) -> Callable[[str], Value]:
     """The `type` of a command's argument: a value for which `holds` is true; `text` says what it must be."""
 

@@ -79,17 +79,11 @@ class BundleError(ValueError):
 
 @dataclass(frozen=True)
 class Bundle:
-    """An opened bundle.
+    """An opened bundle."""
 
-    Args:
-        path (Path): Its folder, without links.
-        manifest (dict): What `BundleWriter` wrote, checked.
-        micro_batches (dict[MicroBatchName, SavedMicroBatch]): Its micro-batches, in the manifest's order.
-    """
-
-    path: Path
-    manifest: dict[str, Any]
-    micro_batches: dict[MicroBatchName, SavedMicroBatch]
+    path: Path  # its folder, without links
+    manifest: dict[str, Any]  # what `BundleWriter` wrote, checked
+    micro_batches: dict[MicroBatchName, SavedMicroBatch]  # in the manifest's order
 
     @property
     def event(self) -> dict[str, Any]:

@@ -28,25 +28,15 @@ AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-me
 
 @dataclass(frozen=True)
 class Loss:
-    """PPO's clipped loss, which is also GRPO's, with a KL loss beside it.
+    """PPO's clipped loss, which is also GRPO's, with a KL loss beside it."""
 
-    Args:
-        loss_agg_mode (str): One of `AGG_MODES`.
-        clip_low (float): The ratio is clipped under 1 minus this.
-        clip_high (float): And over 1 plus this.
-        clip_c (float, optional): With a negative advantage, the loss is at most this times −A (dual clip).
-        kl_coef (float): What the KL loss is multiplied by.
-        kl_type (str): One of `KL_LOSSES`.
-        loss_scale_factor (float, optional): What seq-mean-token-sum-norm divides by; default: the longest response.
-    """
-
-    loss_agg_mode: str = "token-mean"
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    clip_c: float | None = None
-    kl_coef: float = 0.0
-    kl_type: str = "low_var_kl"
-    loss_scale_factor: float | None = None
+    loss_agg_mode: str = "token-mean"  # one of `AGG_MODES`
+    clip_low: float = 0.2  # the ratio is clipped under 1 minus this
+    clip_high: float = 0.2  # and over 1 plus this
+    clip_c: float | None = None  # with a negative advantage, the loss is at most this times −A (dual clip)
+    kl_coef: float = 0.0  # what the KL loss is multiplied by
+    kl_type: str = "low_var_kl"  # one of `KL_LOSSES`
+    loss_scale_factor: float | None = None  # what seq-mean-token-sum-norm divides by; default: the longest response
 
     def weights(self, masks: Sequence[Tensor]) -> list[Tensor]:
         """The weight of each token: L = Σ w_t ℓ_t over the batch.
@@ -108,20 +98,13 @@ def _gradient(loss: Tensor, log_prob: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Batch:
-    """The micro-batches of an optimizer step.
+    """The micro-batches of an optimizer step."""
 
-    Args:
-        micro_batches (dict[MicroBatchName, MicroBatch]): What `MicroBatch.portable` returned for each; its inputs are
-            its samples, as `samples`.
-        uids (dict[tuple[int, int], str]): By rank and row, of those that have one.
-        world_size (int): The number of data-parallel ranks.
-        notes (list[str]): What was taken where the records lack something.
-    """
-
+    # What `MicroBatch.portable` returned for each; its inputs are its samples, as `samples`.
     micro_batches: dict[MicroBatchName, MicroBatch]
-    uids: dict[tuple[int, int], str]
-    world_size: int
-    notes: list[str]
+    uids: dict[tuple[int, int], str]  # by rank and row, of those that have one
+    world_size: int  # the number of data-parallel ranks
+    notes: list[str]  # what was taken where the records lack something
 
 
 def build_batch(

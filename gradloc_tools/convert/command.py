@@ -32,7 +32,7 @@ from gradloc.evidence.writer import evidence_files, record_events
 from gradloc.measure.micro_batch import square_weight
 from gradloc.threshold import MARGIN
 
-from ..command_line import argument
+from ..command_line import argument, in_a_sentence
 from ..command_line import parser as new_parser
 from ..report.figures import visible
 from ..report.words import bundle_of
@@ -65,11 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         event["replay"] = write_recorded_bundle(
             Path(options.out), event, batch.micro_batches, itemgetter("samples"), context
         )
-    except (RecordError, NotReplayableError) as error:
-        print(visible(str(error)[:1].upper() + str(error)[1:]), file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(visible(f"{error.strerror or error}: {error.filename or options.out}"), file=sys.stderr)
+    except (RecordError, NotReplayableError, OSError) as error:
+        said = in_a_sentence(error, options.out)
+        print(visible(said[:1].upper() + said[1:]), file=sys.stderr)
         return 2
     record_events(options.out, [event])
     _say(event, batch, options)

@@ -53,26 +53,17 @@ class RecordError(ValueError):
 
 @dataclass(frozen=True)
 class Record:
-    """A response.
+    """A response."""
 
-    Args:
-        place (str): The file and the record, for messages.
-        row (Row): Its token ids.
-        tokens (dict[str, Tensor]): By the names of `VALUES`, those that the record has, float64 of shape (response
-            length,); 0 where `response_mask`, which is always there, is 0.
-        rank (int): Its data-parallel rank.
-        micro_batch (int, optional): Its micro-batch on that rank.
-        uid (str, optional): Of its prompt.
-        unknown (tuple[str, ...]): Fields that were not read.
-    """
-
-    place: str
+    place: str  # the file and the record, for messages
     row: Row
+    # By the names of `VALUES`, those that the record has, float64 of shape (response length,); 0 where `response_mask`,
+    # which is always there, is 0.
     tokens: dict[str, Tensor]
-    rank: int
-    micro_batch: int | None
-    uid: str | None
-    unknown: tuple[str, ...] = ()
+    rank: int  # its data-parallel rank
+    micro_batch: int | None  # that on its rank
+    uid: str | None  # of its prompt
+    unknown: tuple[str, ...]  # fields that were not read
 
 
 def read_record(fields: Any, place: str, temperature: float = 1.0, keep_nonfinite: bool = False) -> Record:

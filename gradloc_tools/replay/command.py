@@ -25,7 +25,7 @@ from typing import Any
 from gradloc.evidence.writer import evidence_files, jsonable
 
 from ..bundles.opening import Bundle, BundleError, open_bundle
-from ..command_line import argument, need, say
+from ..command_line import argument, in_a_sentence, need, say
 from ..command_line import parser as new_parser
 from ..report.figures import severity, visible
 from ..report.page import write_page
@@ -51,7 +51,7 @@ from .parts import missing_notes
 from .remedies import remedies_so_far
 from .result import Found, build_result, write_result
 from .scale import fit_temperature
-from .search_command import given, in_a_sentence, processes, run_search
+from .search_command import given, processes, run_search
 from .searched_event import evidence_of, with_findings
 from .switches import AS_REPLAYED, Switch, find_switches, row
 

@@ -43,21 +43,14 @@ class Norms:
 
 @dataclass
 class Measured:
-    """What one model gave.
+    """What one model gave."""
 
-    Args:
-        units (dict[MicroBatchName, Norms]): The norm of each micro-batch.
-        rests (dict[MicroBatchName, Norms]): The same without its culprits, where it has some.
-        tokens (dict[Place, Norms]): The norm ‖g_t‖ of single tokens: of their share of the loss, by their weight.
-        whole (Norms | None): The norm of the gradient of all micro-batches, averaged over the ranks; None if the bundle
-            does not have all of them.
-        log_probs (dict[MicroBatchName, Tensor]): Of shape (rows, response length); 0 outside of the responses.
-    """
-
-    units: dict[MicroBatchName, Norms] = field(default_factory=dict)
-    rests: dict[MicroBatchName, Norms] = field(default_factory=dict)
-    tokens: dict[Place, Norms] = field(default_factory=dict)
+    units: dict[MicroBatchName, Norms] = field(default_factory=dict)  # of each micro-batch
+    rests: dict[MicroBatchName, Norms] = field(default_factory=dict)  # the same without its culprits, if it has some
+    tokens: dict[Place, Norms] = field(default_factory=dict)  # of single tokens' share of the loss, by their weight
+    # Of the gradient of all micro-batches, averaged over the ranks; None if the bundle does not have all of them.
     whole: Norms | None = None
+    # Each of shape (rows, response length); 0 outside of the responses.
     log_probs: dict[MicroBatchName, Tensor] = field(default_factory=dict)
 
 

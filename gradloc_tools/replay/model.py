@@ -41,15 +41,10 @@ class CannotReplayError(ValueError):
 
 @dataclass(frozen=True)
 class Variant:
-    """One way of computing.
+    """One way of computing."""
 
-    Args:
-        dtype (str): A key of `DTYPES`.
-        attention (str): transformers' name for an implementation of attention.
-    """
-
-    dtype: str
-    attention: str
+    dtype: str  # a key of `DTYPES`
+    attention: str  # transformers' name for an implementation of attention
 
     def __str__(self) -> str:
         return f"{self.dtype}, {self.attention}"
@@ -57,23 +52,15 @@ class Variant:
 
 @dataclass(frozen=True)
 class Model:
-    """A loaded model.
+    """A loaded model."""
 
-    Args:
-        module (nn.Module): It, in evaluation mode: a replay cannot repeat dropout.
-        layer_of (dict[nn.Parameter, str]): The layer of each parameter that is trained.
-        dtype (torch.dtype): What it computes in.
-        loss_scale (float): What a backward's gradients are multiplied by: half precision would lose small ones without
-            training's scale.
-        notes (list[str]): What a replay with it cannot repeat.
-    """
-
-    module: nn.Module
-    layer_of: dict[nn.Parameter, str]
+    module: nn.Module  # in evaluation mode: a replay cannot repeat dropout
+    layer_of: dict[nn.Parameter, str]  # that of each parameter that is trained
     device: torch.device
-    dtype: torch.dtype
+    dtype: torch.dtype  # what it computes in
+    # What a backward's gradients are multiplied by: half precision would lose small ones without training's scale.
     loss_scale: float
-    notes: list[str]
+    notes: list[str]  # what a replay with it cannot repeat
 
 
 def quiet_transformers() -> None:

@@ -23,22 +23,11 @@ _MOST = 4096
 
 @dataclass(frozen=True)
 class Parts:
-    """The bundles of one spike.
+    """The bundles of one spike."""
 
-    Args:
-        bundle (Bundle): All of them as one, at the place of the one that was given.
-        names (list[str]): The names of their folders, that of the given one first.
-        notes (list[str]): What is missing.
-    """
-
-    bundle: Bundle
-    names: list[str]
-    notes: list[str]
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether no micro-batch is known to be missing."""
-        return not self.notes
+    bundle: Bundle  # all of them as one, at the place of the one that was given
+    names: list[str]  # those of their folders, that of the given one first
+    notes: list[str]  # what is missing
 
 
 def open_parts(path: str | Path) -> Parts:

@@ -53,20 +53,13 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class _Spike:
-    """The micro-batch whose gradient is compared, a bundle's first one.
-
-    Args:
-        saved (SavedMicroBatch): It.
-        whole (Norms): Its gradient.
-        rest (Norms): That of its ordinary tokens.
-        ordinary (Tensor): Which tokens are ordinary, bool of shape (rows, response length).
-    """
+    """The micro-batch whose gradient is compared, a bundle's first one."""
 
     bundle: Bundle
     saved: SavedMicroBatch
-    whole: Norms
-    rest: Norms
-    ordinary: Tensor
+    whole: Norms  # its gradient
+    rest: Norms  # that of its ordinary tokens
+    ordinary: Tensor  # which tokens are ordinary, bool of shape (rows, response length)
 
     @property
     def has_culprits(self) -> bool:

@@ -91,22 +91,14 @@ class NotTheRecordedLossError(ValueError):
 
 @dataclass(frozen=True)
 class LossRemedy:
-    """A remedy that changes the loss.
-
-    Args:
-        override (str, optional): The Hydra overrides that turn it on; None for the loss as it was.
-        meaning (str): What it does.
-        coefficient (Tensor): ∂L/∂log p with it, float32 of shape (rows, response length).
-        entropy_coefficient (Tensor): The derivative by the entropies, same shape.
-        note (str, optional): In what the figures may differ from a run with it.
-    """
+    """A remedy that changes the loss."""
 
     name: str
-    override: str | None
-    meaning: str
-    coefficient: Tensor
-    entropy_coefficient: Tensor
-    note: str | None = None
+    override: str | None  # the Hydra overrides that turn it on; None for the loss as it was
+    meaning: str  # what it does
+    coefficient: Tensor  # ∂L/∂log p with it, float32 of shape (rows, response length)
+    entropy_coefficient: Tensor  # the derivative by the entropies, same shape
+    note: str | None = None  # in what the figures may differ from a run with it
 
 
 def loss_remedies(

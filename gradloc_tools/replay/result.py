@@ -30,29 +30,18 @@ from .verdict import same_weights, sentences
 
 @dataclass
 class Found:
-    """What a replay has found so far.
-
-    Args:
-        model (str): The model's path.
-        main (Variant): What stands for the replay; the other ways of computing are compared with it.
-        tokens (list[Place]): The tokens that are measured alone.
-        notes (list[str]): What could not be repeated.
-        measured (dict): What each way of computing gave.
-        temperature (dict, optional): What `fit_temperature` gave.
-        remedies (tuple, optional): The last that `remedies_so_far` gave; None if it was not asked for.
-        switches (list): The rows of the table of switches; empty if they were not asked for.
-    """
+    """What a replay has found so far."""
 
     bundle: Bundle
-    model: str
+    model: str  # its path
     device: str
-    main: Variant
-    tokens: list[Place]
-    notes: list[str]
+    main: Variant  # what stands for the replay; the other ways of computing are compared with it
+    tokens: list[Place]  # those that are measured alone
+    notes: list[str]  # what could not be repeated
     measured: dict[Variant, Measured] = field(default_factory=dict)
-    temperature: dict[str, float] | None = None
-    remedies: tuple[list[Row], list[str]] | None = None
-    switches: list[Row] = field(default_factory=list)
+    temperature: dict[str, float] | None = None  # what `fit_temperature` gave
+    remedies: tuple[list[Row], list[str]] | None = None  # the last of `remedies_so_far`; None if not asked for
+    switches: list[Row] = field(default_factory=list)  # the rows of their table; empty if not asked for
 
 
 def build_result(found: Found, open_ones: Sequence[str]) -> dict[str, Any]:
@@ -173,11 +162,10 @@ def write_result(bundle: Bundle, result: Mapping[str, Any]) -> Path:
 
 def _distance(bundle: Bundle, measured: Measured) -> dict[str, Any]:
     """How far the replayed log-probs are from the recorded ones, over all response tokens."""
-    differences = []
-    for name, saved in bundle.micro_batches.items():
-        lengths = torch.tensor([row.response_length for row in saved.rows]).unsqueeze(1)
-        mask = saved.tokens["response_mask"].bool() & (torch.arange(saved.tokens["weight"].shape[1]) < lengths)
-        differences.append((measured.log_probs[name] - saved.tokens["log_prob"].double())[mask].abs())
+    differences = [
+        (measured.log_probs[name] - saved.tokens["log_prob"].double())[saved.tokens["response_mask"].bool()].abs()
+        for name, saved in bundle.micro_batches.items()
+    ]
     return log_prob_distance(torch.cat(differences))
 
 

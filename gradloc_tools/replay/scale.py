@@ -9,7 +9,6 @@ the rollout may be those of another temperature.
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -153,8 +152,6 @@ _WIDEST = 4.0
 _PRECISION = 0.005
 # So many response tokens are enough, from the first rows of the first micro-batch on: their logits are kept.
 _TOKENS = 1024
-_GOLDEN = (math.sqrt(5) - 1) / 2
-
 
 # Those tokens of a row that are compared: logits before the temperature, of shape (tokens, vocabulary), ids and the
 # rollout's log-probs, float64, of shape (tokens,), and training's temperature.
@@ -226,13 +223,10 @@ def _mean_difference(rows: list[_Row], temperature: float) -> float:
 
 
 def _least(value: Callable[[float], float], low: float, high: float) -> float:
-    """Where a function with one valley is least, by golden-section search."""
-    # Of two points, one is a point of the round before, but for rounding.
-    known = cache(value)
-    while high - low > _PRECISION:
-        left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
-        if known(round(left, 9)) < known(round(right, 9)):
-            high = right
+    """Where a function with one valley is least."""
+    while (third := (high - low) / 3) > _PRECISION / 3:
+        if value(low + third) < value(high - third):
+            high -= third
         else:
-            low = left
+            low += third
     return (low + high) / 2

@@ -47,25 +47,16 @@ _MEDIANS = ("median_advantage", "median_weight")
 
 @dataclass(frozen=True)
 class Searched:
-    """What a search gave; all but `found` is the same on every rank.
+    """What a search gave; all but `found` is the same on every rank."""
 
-    Args:
-        found (dict): What `build_event` returned, on rank 0 with the ranks and micro-batches of the bundle; None if
-            nothing is over its threshold.
-        largest (MicroBatchName | None): In that case the micro-batch with the largest norm; None if no token has a
-            gradient.
-        norm (float): Its norm/sqrt(Σw²), which is compared with τ.
-        log_probs (dict): What `log_prob_distance` returned.
-        passes (int): How many forward and backward passes this process has made.
-        error (str | None): The error that ended the search.
-    """
-
+    # What `build_event` returned, on rank 0 with the ranks and micro-batches of the bundle; None if nothing is over its
+    # threshold.
     found: dict[str, Any] | None
-    largest: MicroBatchName | None
-    norm: float
-    log_probs: dict[str, Any]
-    passes: int
-    error: str | None
+    largest: MicroBatchName | None  # that with the largest norm, in that case; None if no token has a gradient
+    norm: float  # its norm/sqrt(Σw²), which is compared with τ
+    log_probs: dict[str, Any]  # what `log_prob_distance` returned
+    passes: int  # how many forward and backward passes this process has made
+    error: str | None  # what ended the search
 
     @property
     def lower_threshold(self) -> str:

@@ -9,7 +9,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -25,6 +25,7 @@ from gradloc.measure.passes import Forward
 
 from ..bundles.opening import Bundle, BundleError
 from ..bundles.results import EVENT_SUFFIX
+from ..command_line import in_a_sentence
 from ..report.command import TABLE_ROWS
 from ..report.figures import count, ranges, short, visible
 from ..report.page import write_page, write_whole
@@ -76,13 +77,6 @@ def processes() -> int:
     return int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
 
 
-def in_a_sentence(error: Exception, path: str) -> str:
-    """Why there is no result; `path` stands where an error of the system names no file."""
-    if isinstance(error, OSError):
-        return f"{error.strerror or error}: {error.filename2 or error.filename or path}"
-    return str(error)
-
-
 def run_search(options: argparse.Namespace) -> None:
     """Searches a bundle as the command line asks for.
 
@@ -90,7 +84,7 @@ def run_search(options: argparse.Namespace) -> None:
         CannotReplayError: On all ranks: it cannot be searched.
         OSError: On rank 0, which writes the page: that cannot be written.
     """
-    with _process_group(options.device) as device:
+    with _joined(options.device) as device:
         # Ranks that make a mesh may wait for each other: none has failed yet.
         mesh = init_device_mesh(device.type, (processes(),)) if processes() > 1 else None
         loaded = _on_all_ranks(lambda: _load(options, device, mesh), options.bundle)
@@ -110,7 +104,7 @@ def run_search(options: argparse.Namespace) -> None:
 
 
 @contextmanager
-def _process_group(asked: str | None) -> Iterator[torch.device]:
+def _joined(asked: str | None) -> Iterator[torch.device]:
     """Joins the processes of torchrun, if there are any. The device is that of this process."""
     device = torch.device(device_kind(asked))
     several = processes() > 1
@@ -120,14 +114,18 @@ def _process_group(asked: str | None) -> Iterator[torch.device]:
             found = torch.cuda.device_count()
             raise CannotReplayError(f"There are {found} CUDA devices here: start no more processes.")
         torch.cuda.set_device(device)
-    joins = several and not dist.is_initialized()
-    if joins:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    try:
+    with process_group(device) if several and not dist.is_initialized() else nullcontext():
         yield device
+
+
+@contextmanager
+def process_group(device: torch.device, **options: Any) -> Iterator[None]:
+    """A process group for tensors on the CPU and on this device."""
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", **options)
+    try:
+        yield
     finally:
-        if joins:
-            dist.destroy_process_group()
+        dist.destroy_process_group()
 
 
 @contextmanager
@@ -203,7 +201,7 @@ def _report(options: argparse.Namespace, loaded: _Loaded, searched: Searched, th
     if searched.found is not None:
         if not of_training:
             sentences.append("So the tokens are those of these weights, which need not be those of training.")
-        event = searched_event(base, searched.found, bundle, threshold, parts.is_whole)
+        event = searched_event(base, searched.found, bundle, threshold, is_whole=not parts.notes)
         sentences.insert(0, _in_words(parts, searched, searched.found))
         sentences += _compared(bundle, event)
     else:

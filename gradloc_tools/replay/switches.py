@@ -43,16 +43,11 @@ _ON_CPU = ("math", "flash")
 
 @dataclass(frozen=True)
 class Switch:
-    """What is computed in another way.
-
-    Args:
-        on (Callable, optional): The context in which it is on, for a loaded model.
-        variant (Variant, optional): With which the model is loaded again; None for the model that is loaded.
-    """
+    """What is computed in another way."""
 
     name: str
-    on: Callable[[Model], AbstractContextManager[None]] | None = None
-    variant: Variant | None = None
+    on: Callable[[Model], AbstractContextManager[None]] | None = None  # the context in which it is on
+    variant: Variant | None = None  # with which the model is loaded again; None for the model that is loaded
 
 
 def find_switches(main: Variant, device: str) -> list[Switch]:

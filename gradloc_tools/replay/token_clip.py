@@ -25,23 +25,14 @@ from .model import Model
 
 @dataclass(frozen=True)
 class Cut:
-    """What is left, and what it costs.
+    """What is left, and what it costs."""
 
-    Args:
-        gradient (Norms): The gradient with the signals cut.
-        moved (Norms): How far the ordinary tokens' gradient moves.
-        positions (Tensor): The response positions with a signal that was cut, bool of shape (rows, response length).
-        prompt_positions (int): How many positions of prompts there are besides.
-        boundary (str | None): The first boundary, in the order of the backward pass, where one was cut.
-        refused (list[str]): The boundaries with too many signals over the bound for any to be cut.
-    """
-
-    gradient: Norms
-    moved: Norms
-    positions: Tensor
-    prompt_positions: int
-    boundary: str | None
-    refused: list[str]
+    gradient: Norms  # with the signals cut
+    moved: Norms  # how far the ordinary tokens' gradient moves
+    positions: Tensor  # those of responses with a signal that was cut, bool of shape (rows, response length)
+    prompt_positions: int  # how many positions of prompts there are besides
+    boundary: str | None  # the first, in the order of the backward pass, where one was cut
+    refused: list[str]  # the boundaries with too many signals over the bound for any to be cut
 
 
 # Which signals at a boundary are cut, and all their values, of the same shape.

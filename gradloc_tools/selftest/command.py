@@ -23,7 +23,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,6 +39,7 @@ from gradloc.fsdp import collectives, failed_pass
 from ..command_line import argument
 from ..command_line import parser as new_parser
 from ..replay.model import ATTENTIONS, FLASH
+from ..replay.search_command import process_group
 from .measuring import Loop, SelfTest, Sizes, UnusableError, build_model
 
 # Of the gradient's norm: what rounding in half precision makes of it, and more.
@@ -169,19 +170,9 @@ def _reduce_scatter(output: Tensor, input: Tensor, *_: Any, **__: Any) -> None:
     output.copy_(input.view(-1)[: output.numel()].view_as(output))
 
 
-@contextmanager
-def _process_group(device: torch.device, as_rank_of: int | None) -> Iterator[None]:
+def _process_group(device: torch.device, as_rank_of: int | None) -> AbstractContextManager[None]:
     """Torchrun's process group, or one of this process alone, or one that is made believe to have more."""
     if as_rank_of is not None:
-        with _rank_0_of(as_rank_of):
-            yield
-        return
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    if "RANK" in os.environ:
-        dist.init_process_group(backend)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+        return _rank_0_of(as_rank_of)
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    return process_group(device, **alone)

@@ -32,19 +32,12 @@ from ..replay.search import shard
 
 @dataclass(frozen=True)
 class Sizes:
-    """The data of a step on each rank.
-
-    Args:
-        micro_batches (int): How many micro-batches.
-        rows (int): The rows of each.
-        prompt (int): The tokens of a prompt.
-        response (int): The tokens of a response.
-    """
+    """The data of a step on each rank."""
 
     micro_batches: int = 2
-    rows: int = 2
-    prompt: int = 512
-    response: int = 3584
+    rows: int = 2  # of each micro-batch
+    prompt: int = 512  # the tokens of a prompt
+    response: int = 3584  # the tokens of a response
 
 
 class Loop:
@@ -140,8 +133,6 @@ _THRESHOLD, _SPIKE = 10.0, 30.0
 _WARM_UP = 2
 _LEAST_PAIRS = 3
 _NO_EVENT = "no spike was seen, or the search failed as the log says"
-# As int64, a large parameter would need far more memory than training.
-_PART = 2**22
 
 
 class UnusableError(RuntimeError):
@@ -195,9 +186,10 @@ class SelfTest:
                 with torch.no_grad():
                     self._loop.forward({"ids": self._loop.ids[0]}, range(self._loop.sizes.rows), 1)
                 self._loop.step(gradloc, advantages, 1)
-                before = _gradient_sums(self._loop.model)
+                before = _local_gradients(self._loop.model)
                 taken["seconds"], _ = self._timed(lambda: taken.update(located=gradloc.locate(0, 0)))
-                taken["same"] = _gradient_sums(self._loop.model) == before
+                taken["left"] = _local_gradients(self._loop.model)
+                taken["same"] = all(map(torch.equal, before, taken["left"]))
 
             peak = self._peak(step)
         found = [{name: culprit[name] for name in place} for event in gradloc.events for culprit in event["culprits"]]
@@ -209,16 +201,14 @@ class SelfTest:
             "same_gradient": all(collectives.gather_objects(taken["same"])),
             "peak": peak,
         }
-        return {**result, "difference": self._difference(without)} if action == "drop" else result
+        return {**result, "difference": self._difference(taken["left"], without)} if action == "drop" else result
 
-    def _difference(self, advantages: Tensor) -> float:
-        """How far the gradient is from that of these advantages, as a part of the latter's norm; that of all ranks."""
-        left = [gradient.cpu() for gradient in _local_gradients(self._loop.model)]
+    def _difference(self, left: Sequence[Tensor], advantages: Tensor) -> float:
+        """How far a gradient is from that of these advantages, as a part of the latter's norm; that of all ranks."""
         self._loop.step(None, advantages)
         squares = torch.zeros(2, dtype=torch.float64)
         for ours, wanted in zip(left, _local_gradients(self._loop.model), strict=True):
-            wanted = wanted.cpu().double()
-            squares += torch.stack([(ours.double() - wanted).square().sum(), wanted.square().sum()])
+            squares += torch.stack([(ours.double() - wanted.double()).square().sum(), wanted.double().square().sum()])
         difference, norm = torch.stack(collectives.gather_objects(squares)).sum(0).sqrt().tolist()
         return difference / norm
 
@@ -303,27 +293,15 @@ class SelfTest:
         """A step in which GradLoc plants a token itself."""
         with self._watched(_THRESHOLD * self._ordinary, spike_drill_step=1) as gradloc:
             peak = self._peak(lambda: self._step(gradloc, 1))
-        if not gradloc.events:
-            return {"found": False, "passes": 0, "error": _NO_EVENT, "peak": peak}
-        (event,) = gradloc.events
+        missed: dict[str, Any] = {"drill": {"found": False}, "passes": 0, "error": _NO_EVENT}
+        event = next(iter(gradloc.events), missed)
         return {"found": event["drill"]["found"], "passes": event["passes"], "error": event["error"], "peak": peak}
 
 
-def _gradient_sums(model: nn.Module) -> list[tuple[int, int]]:
-    """Two sums of the bits of each part of this rank's gradient, one by position: other bits have other sums."""
-    sums = []
-    for own in _local_gradients(model):
-        bits = own.flatten().view({2: torch.int16, 4: torch.int32}[own.element_size()])
-        for part in bits.split(_PART):
-            by_position = part.long() * torch.arange(len(part), device=part.device)
-            sums.append((int(part.long().sum()), int(by_position.sum())))
-    return sums
-
-
 def _local_gradients(model: nn.Module) -> list[Tensor]:
-    """This rank's part of each gradient."""
+    """A copy of this rank's part of each gradient, on the CPU."""
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    return [getattr(gradient, "_local_tensor", gradient).detach() for gradient in gradients]
+    return [getattr(gradient, "_local_tensor", gradient).detach().to("cpu", copy=True) for gradient in gradients]
 
 
 def _wait(device: torch.device) -> None:
