@@ -85,7 +85,7 @@ def read_record(fields: Any, place: str, temperature: float = 1.0, keep_nonfinit
         if not known.keys() & {"response_ids", "input_ids"} and all(name in fields for name in texts):
             raise RecordError(f"{place}: texts only, no token ids; {instead}.")
     input_ids, length = _ids(known, place)
-    if (given := known.get("temperature", temperature)) is None or not (is_finite_number(given) and given > 0):
+    if not (is_finite_number(given := known.get("temperature", temperature)) and given > 0):
         raise RecordError(f"{place}, field 'temperature': it must be a positive number, and is {_short(given)}.")
     mask = torch.ones(length, dtype=torch.float64)
     if "response_mask" in known:
@@ -119,9 +119,7 @@ def _ids(known: Mapping[str, Any], place: str) -> tuple[Tensor, int]:
         found, length = torch.cat(parts), len(parts[1])
     elif "input_ids" in known and "response_length" in known:
         found = _token_ids(known["input_ids"], "input_ids", place)
-        index = _index(known, "response_length", place)
-        assert index is not None
-        length = index
+        length = _index(known, "response_length", place) or 0
     else:
         raise RecordError(
             f"{place}, field 'response_ids': a record needs prompt_ids and response_ids, or input_ids and "
@@ -148,14 +146,11 @@ def _values(value: Any, name: str, mask: Tensor, place: str, keep_nonfinite: boo
     if name == "advantages" and not isinstance(value, Sequence):
         value = [value] * len(mask)
     found = torch.where(mask == 1, _numbers(value, name, len(mask), place), 0.0)
-    if not (keep_nonfinite and name != "weights") and not bool(found.isfinite().all()):
+    is_weight = name == "weights"  # the threshold is computed from all of them
+    if (is_weight or not keep_nonfinite) and not bool(found.isfinite().all()):
         position = int((~found.isfinite()).nonzero()[0])
-        if name == "weights":  # the threshold is computed from all of them
-            raise RecordError(f"{place}, field 'weights': it is {float(found[position])} at index {position}.")
-        raise RecordError(
-            f"{place}, field {name!r}: it is {float(found[position])} at index {position}; if training had that, too, "
-            "take --keep-nonfinite."
-        )
+        what_to_do = "" if is_weight else "; if training had that, too, take --keep-nonfinite"
+        raise RecordError(f"{place}, field {name!r}: it is {float(found[position])} at index {position}{what_to_do}.")
     if name.endswith("log_probs") and bool((found > _ROUNDING).any()):
         position = int((found > _ROUNDING).nonzero()[0])
         raise RecordError(

@@ -102,7 +102,7 @@ def model_path(bundle: Bundle, given: str | None, trust_remote_code: bool) -> st
         return given
     path = bundle.manifest["model"].get("path")
     named = f"The bundle's model is {path!r}, which is"
-    if not isinstance(path, str) or not _is_model(path):
+    if not isinstance(path, str) or not os.path.isfile(os.path.join(path, "config.json")):
         raise CannotReplayError(f"{named} no folder of this machine: give it with --model.")
     if not Path(path).is_absolute():
         raise CannotReplayError(f"{named} a relative path: give it with --model.")
@@ -112,13 +112,6 @@ def model_path(bundle: Bundle, given: str | None, trust_remote_code: bool) -> st
     if trust_remote_code:
         raise CannotReplayError(f"{named} named by the bundle alone: to run its code, give it with --model.")
     return path
-
-
-def _is_model(path: str) -> bool:
-    try:
-        return (Path(path) / "config.json").is_file()
-    except (OSError, ValueError):
-        return False  # it is too long, or has a null byte
 
 
 def load(

@@ -6,7 +6,6 @@ A remedy gives other coefficients ∂L/∂log p, so its gradient is one more bac
 tokens are all but the culprits. How far their gradient moves is a pass with the differences of their coefficients.
 """
 
-import importlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -159,7 +158,7 @@ def rank(row: Mapping[str, Any]) -> tuple[Any, ...]:
 def _of_verl(spike: _Spike, model: Model, notes: list[str]) -> Iterator[Row]:
     """Other losses and rollout corrections: verl's own functions, where it is installed."""
     try:
-        losses = _remedy_losses()
+        from .remedy_losses import NotTheRecordedLossError, loss_remedies
     except ImportError as error:
         reason = "is not installed" if find_spec("verl") is None else f"cannot be imported ({error})"
         notes.append(f"verl {reason} here, so its policy losses and rollout corrections are left out.")
@@ -167,10 +166,10 @@ def _of_verl(spike: _Spike, model: Model, notes: list[str]) -> Iterator[Row]:
     manifest, tokens = spike.bundle.manifest, spike.saved.tokens
     version = manifest["versions"].get("verl")
     try:
-        found, more = losses.loss_remedies(
+        found, more = loss_remedies(
             manifest["actor"], tokens, manifest["dtype"] in HALF, version if isinstance(version, str) else None
         )
-    except losses.NotTheRecordedLossError as error:
+    except NotTheRecordedLossError as error:
         notes.append(f"{error} So policy losses and rollout corrections are left out.")
         return
     notes += more
@@ -208,11 +207,6 @@ def _left_and_moved(spike: _Spike, model: Model, rest: Gradients, values: Coeffi
     left = norms_now(model, rest).norm
     model.module.zero_grad(set_to_none=True)
     return left, moved
-
-
-def _remedy_losses() -> Any:
-    """The module that needs verl, which may be missing where a bundle is replayed."""
-    return importlib.import_module(".remedy_losses", __package__)
 
 
 def _of_token_clip(spike: _Spike, model: Model, notes: list[str]) -> Iterator[Row]:

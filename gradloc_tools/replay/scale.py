@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradloc.config import is_finite_number
 from gradloc.judge.log_prob_sums import LARGEST
 from gradloc.judge.log_probs import OTHER_GAP
 from gradloc.judge.loss_scale import coefficient_factor, fitting_numbers, is_one
 from gradloc.measure.run_sums import own_scale_figures
 
 from ..bundles.opening import Bundle
-from .measuring import Measured, Norms
+from .measuring import Measured
 from .model import Model, row_logits
 
 # How far recorded over replayed may be from their median, relative to it, for each layer of each micro-batch. In half
@@ -83,11 +84,7 @@ def numbers_of_the_run(bundle: Bundle) -> dict[str, float]:
     if len(bundle.manifest["micro_batches"]) == 1:
         (saved,) = bundle.micro_batches.values()
         found["response tokens of the micro-batch"] = float(saved.tokens["response_mask"].sum())
-    return {
-        name: float(number)
-        for name, number in found.items()
-        if isinstance(number, (int, float)) and not isinstance(number, bool)
-    }
+    return {name: float(number) for name, number in found.items() if is_finite_number(number)}
 
 
 def _layer_ratios(bundle: Bundle, measured: Measured) -> list[float]:
@@ -113,11 +110,10 @@ def _of_reduced(
 
     `before` is the factor of the micro-batches' gradients, the same in all layers.
     """
-    whole: Norms | None = measured.whole
-    recorded = float(bundle.event["global_norm"])
-    if whole is None or not (whole.norm > 0 and math.isfinite(recorded)):
+    if measured.whole is None or not measured.whole.norm:
         return None
-    return _unless_one(recorded / (before * whole.norm), 0.0, counts, tolerance)
+    factor = float(bundle.event["global_norm"]) / (before * measured.whole.norm)
+    return _unless_one(factor, 0.0, counts, tolerance)
 
 
 def _of_loss(bundle: Bundle, counts: Mapping[str, float]) -> dict[str, Any] | None:

@@ -10,6 +10,7 @@ In one process the model is that of a replay, and those of torchrun share one th
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -107,7 +108,7 @@ def search(
     watched = WatchedModel.watch(model.module, outputs.forward, model.device)
     watched.meter.close()
     watched.meter = _WideMeter(model.module, model.device, _width(event))
-    try:
+    with closing(watched.meter):
         passes = Passes(watched, own, scale)
         differences = _measure_wholes(watched, passes, own, len(mine), -(-len(names) // ranks), outputs)
         log_probs = log_prob_distance(torch.cat(collectives.exchange(lambda: torch.cat(differences))))
@@ -121,8 +122,7 @@ def search(
             bisect_until=event["until"],
         )
         ordinary = _Ordinary(event["ordinary_layer_norms"])
-        unlimited = TimeLimit(None)
-        findings = investigate(mini_batch, threshold, config, ordinary.token_norm, unlimited)
+        findings = investigate(mini_batch, threshold, config, ordinary.token_norm, TimeLimit(None))
         if not findings.groups:
             figures = findings.figures
             name = max(figures, key=lambda name: figures[name].token_equivalent)
@@ -131,12 +131,8 @@ def search(
         where = {name: event.get(name) for name in ("global_step", "epoch", "mini_batch", "steps_since_resume")}
         medians = None if own_medians else {name: event[name] and float(event[name]) for name in _MEDIANS}
         warnings = _warnings(event, [each.tokens for each in mini_batch.micro_batches])
-        done = Done(event["applied"])
-        found = build_event(
-            mini_batch, findings, ordinary, where, event["action"], done, started, lambda: warnings, medians
-        )
-    finally:
-        watched.meter.close()
+        of_action = event["action"], Done(event["applied"])
+        found = build_event(mini_batch, findings, ordinary, where, *of_action, started, lambda: warnings, medians)
     if collectives.rank() == 0:
         found = _with_names(found, recorded)
     return Searched(found, None, 0.0, log_probs, outputs.count, findings.error)

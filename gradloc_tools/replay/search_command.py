@@ -4,7 +4,6 @@
 
 import argparse
 import json
-import logging
 import os
 import shlex
 import sys
@@ -12,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -93,7 +93,8 @@ def run_search(options: argparse.Namespace) -> None:
         budget = options.budget or bundle.event["budget"] or GradLocConfig.bisect_budget_steps
         own_medians = is_recorded(bundle) and len(loaded.parts.names) > 1
         try:
-            with _quiet_passes():
+            # Without the warning of a pass that fails, which is for training.
+            with mock.patch.object(passes.logger, "disabled", True):
                 found = search(bundle, loaded.model, loaded.forward, threshold, budget, own_medians)
         except collectives.RankFailedError as error:
             raise _failure(error, loaded.variant) from error
@@ -126,17 +127,6 @@ def process_group(device: torch.device, **options: Any) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-
-
-@contextmanager
-def _quiet_passes() -> Iterator[None]:
-    """Without the warning of a pass that fails, which is for training."""
-    before = passes.logger.level
-    passes.logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        passes.logger.setLevel(before)
 
 
 def _on_all_ranks(make: Callable[[], _Value], path: str) -> _Value:

@@ -58,14 +58,8 @@ def sentence(result: Mapping[str, Any]) -> str:
         f"a search of {search['passes']} passes takes {search['seconds'] / result['step_seconds']:.1f} steps",
     ]
     if peak["off"] is not None:
-        more = {
-            name: max(0, bytes_ - peak["off"])
-            for name, bytes_ in (
-                ("detection", peak["detection"]),
-                *((name, result[name]["peak"]) for name in ("search", "drop", "drill")),
-            )
-        }
-        figures = ", ".join(f"{name} {bytes_ / 2**30:.1f}" for name, bytes_ in more.items())
+        peaks = {"detection": peak["detection"], **{name: result[name]["peak"] for name in ("search", "drop", "drill")}}
+        figures = ", ".join(f"{name} {max(0, most - peak['off']) / 2**30:.1f}" for name, most in peaks.items())
         parts.append(f"GiB more than training at the peak: {figures}")
     return f"GradLoc works {here}: {'; '.join(parts)}."
 

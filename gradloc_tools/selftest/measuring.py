@@ -8,8 +8,8 @@ The loop has neither verl nor an optimizer, and its model is sharded as in verl.
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -212,15 +212,10 @@ class SelfTest:
         difference, norm = torch.stack(collectives.gather_objects(squares)).sum(0).sqrt().tolist()
         return difference / norm
 
-    @contextmanager
-    def _watched(self, threshold: float, **options: Any) -> Iterator[GradLoc]:
+    def _watched(self, threshold: float, **options: Any) -> closing[GradLoc]:
         """GradLoc, whose hooks are there within it."""
         config = GradLocConfig(grad_norm_threshold=threshold, **options)
-        gradloc = GradLoc(self._loop.model, config, self._loop.forward, self._loop.device)
-        try:
-            yield gradloc
-        finally:
-            gradloc.close()
+        return closing(GradLoc(self._loop.model, config, self._loop.forward, self._loop.device))
 
     def _step(self, gradloc: GradLoc | None, global_step: int = 0) -> None:
         """A step, with the check before its optimizer step."""

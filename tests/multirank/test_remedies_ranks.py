@@ -11,8 +11,9 @@ import pytest
 import remedy_cases
 from actors import ENGINE, Case
 from notation import Capsys, cases
+from small_bundles import replayed
 from test_actor import MODES, Launch, on_engine, on_ranks, same_events
-from test_replay_ranks import TOLERANCE, replayed
+from test_replay_ranks import TOLERANCE
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 from verl.utils.gradloc.adapters.actor_config import LayerClipConfig
 

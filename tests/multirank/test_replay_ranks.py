@@ -1,6 +1,5 @@
 """Bundles of sharded runs, replayed in one process and held against the brute force."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +10,10 @@ from oracle import Unit
 from test_actor import ONE, Launch, same_events, tokens_over
 
 from gradloc_tools.bundles.opening import open_bundle
-from gradloc_tools.replay.command import main
 
 # Between an unsharded forward of single rows and a sharded one of padded micro-batches lies rounding alone; the brute
 # force's own tolerance is a tenth of this.
 TOLERANCE = 1e-4
-
-
-def replayed(bundle: Path, model: Path, capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
-    assert main([str(bundle), "--model", str(model), "--json", *options]) == 0
-    return json.loads(capsys.readouterr().out)
 
 
 def check_replayed(result: dict[str, Any], units: list[Unit], threshold: float, planted: int) -> None:

@@ -11,9 +11,10 @@ import replay_cases
 from actors import ENGINE, IDENTITY_THRESHOLD, Case
 from notation import Capsys, cases
 from oracle import Unit
+from small_bundles import replayed
 from stripped_bundles import strip
 from test_actor import ONE, THREE, Launch, on_engine, on_ranks, same_events, tokens_over
-from test_replay_ranks import TOLERANCE, check_replayed, replayed
+from test_replay_ranks import TOLERANCE, check_replayed
 
 from gradloc_tools.replay.command import main
 from gradloc_tools.report.reading import read
@@ -29,8 +30,7 @@ def places(tokens: list[dict[str, Any]]) -> list[tuple[int, int, int, int]]:
 def search(bundle: Path, folder: Path, capsys: Capsys, *options: str) -> dict[str, Any]:
     """The event after a search in this process."""
     adapter = ["--adapter", str(folder / "adapter")] if (folder / "adapter").exists() else []
-    assert main([str(bundle), "--model", str(folder / "model"), *adapter, "--search", "--json", *options]) == 0
-    return json.loads(capsys.readouterr().out)
+    return replayed(bundle, folder / "model", capsys, *adapter, "--search", *options)
 
 
 def check_same(found: dict[str, Any], trained: dict[str, Any]) -> None:

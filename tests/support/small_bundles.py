@@ -4,6 +4,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -104,24 +105,38 @@ def passes(
         gradloc.end_pass()
 
 
+def spike(
+    model: LlamaForCausalLM,
+    writer: BundleWriter | None,
+    threshold: float,
+    *of_passes: Any,
+    of_reduced: float = 1.0,
+    dtype: str = "float32",
+    **options: Any,
+) -> dict[str, Any]:
+    """The event of a step in this dtype with these `passes`; the gradient is then multiplied by `of_reduced`."""
+
+    def run(inputs: dict[str, Any], rows: list[int], length: int) -> Any:
+        with torch.autocast("cpu", dtype=getattr(torch, dtype), enabled=dtype != "float32"):
+            return forward(model, inputs, rows, length)
+
+    with closing(GradLoc(model, GradLocConfig(grad_norm_threshold=threshold), run, bundle_writer=writer)) as gradloc:
+        passes(gradloc, run, *of_passes, **options)
+        for parameter in model.parameters():
+            parameter.grad *= of_reduced
+        gradloc.locate(0, 0)
+    model.zero_grad()
+    (event,) = gradloc.events
+    return event
+
+
 def spikes(directory: Path, count: int = 1, rows: Callable[[Any], list[Row]] = rows_of, most: int = 4) -> list[Any]:
     """The events of steps whose spike is kept."""
     model = small_model()
-
-    def run(inputs: dict[str, Any], rows: list[int], length: int) -> Any:
-        return forward(model, inputs, rows, length)
-
-    config = GradLocConfig(grad_norm_threshold=THRESHOLD)
-    gradloc = GradLoc(model, config, run, bundle_writer=writer_of(model, directory, most, rows))
+    writer = writer_of(model, directory, most, rows)
     ids, advantages = random_ids(), torch.ones(ROWS, RESPONSE)
     advantages[BAD] = 1e5
-    events = []
-    for step in range(1, count + 1):
-        passes(gradloc, run, step, [ids], [advantages])
-        gradloc.locate(0, 0)
-        model.zero_grad()
-        events += gradloc.events
-    return events
+    return [spike(model, writer, THRESHOLD, step, [ids], [advantages]) for step in range(1, count + 1)]
 
 
 @pytest.fixture(scope="module")

@@ -274,7 +274,7 @@ def norm_of(gradients: list[dict[str, Tensor]]) -> float:
 
 @pytest.mark.target(version="0.9.1")
 def test_a_table_has_every_field_and_says_what_is_missing(bundle: Path, replay: Any, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(remedies, "_remedy_losses", Mock(side_effect=ImportError("none here")))
+    monkeypatch.setitem(sys.modules, "gradloc_tools.replay.remedy_losses", None)
     result = replay("--remedies")
     assert all(set(row) == FIELDS for row in result["remedies"])
     rows = rows_by_name(result)
@@ -290,7 +290,7 @@ def test_a_table_has_every_field_and_says_what_is_missing(bundle: Path, replay: 
     assert clip["override"] == "actor_rollout_ref.actor.grad_clip=0.1"
     assert clip["note"].endswith("so for them it is a skipped step.") and drop["note"] is None
     said = " ".join(result["remedy_notes"])
-    assert "verl cannot be imported (none here) here" in said or "verl is not installed here" in said
+    assert "verl cannot be imported (import of gradloc" in said or "verl is not installed here" in said
     assert "LayerClip: unknown until it has run 20 steps" in said
     assert "algorithm.norm_adv_by_std_in_grpo=False) cannot be computed" in said
     names = [row["name"] for row in result["remedies"]]

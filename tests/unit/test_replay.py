@@ -11,6 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from evidence import replay_result
 from notation import Caplog, Capsys, Patch, cases
 from pages import texts_of
 from small_bundles import (
@@ -445,31 +446,16 @@ def test_a_bundle_over_a_limit_is_not_written_and_that_said_once(
 
 
 CULPRITS = [{"culprit": True, "replayed": norm} for norm in (50.0, 20.0, 9.0)]
-
-
 APART = {"tokens": 4, "nonfinite": 0, "mean": 0.5, "max": 1.0}
 
 
 def result(**changes: Any) -> dict[str, Any]:
-    """The part of a result that the sentences are made from."""
+    """A result of one micro-batch over its threshold, for the sentences that are made from it."""
     unit = {"rank": 0, "micro_batch": 1, "norm": 50.0, "threshold": 10.0, "replayed": 50.0, "others": [50.0]}
-    return {
-        "units": [{**unit, **changes.pop("unit", {})}],
-        "tokens": [],
-        "culprits": 3,
-        "layers": [],
-        "threshold": 10.0,
-        "dtype": "float32",
-        "recorded_dtype": "float32",
-        "variant": "float32, sdpa",
-        "variants": ["float32, eager"],
-        "global_step": 3,
-        "checkpoint": "/runs/global_step_2/actor",
-        "log_probs": {"tokens": 4, "nonfinite": 0, "mean": 1e-6, "max": 1e-5},
-        "scale": None,
-        "temperature": None,
-        **changes,
-    }
+    facts: dict[str, Any] = {"tokens": [], "culprits": 3, "layers": [], "threshold": 10.0, "scale": None}
+    facts |= {"dtype": "float32", "variant": "float32, sdpa", "variants": ["float32, eager"], "temperature": None}
+    facts |= {"recorded_dtype": "float32", "checkpoint": "/runs/global_step_2/actor"}
+    return replay_result(3, units=[{**unit, **changes.pop("unit", {})}], **(facts | changes))
 
 
 @cases(

@@ -14,9 +14,7 @@ from small_bundles import (
     RESPONSE,
     ROWS,
     bundle,
-    forward,
     kept,
-    passes,
     printed,
     random_ids,
     replay,
@@ -25,10 +23,10 @@ from small_bundles import (
     resign,
     save_other_weights,
     small_model,
+    spike,
     writer_of,
 )
 
-from gradloc import GradLoc, GradLocConfig
 from gradloc_tools.bundles.opening import open_bundle
 from gradloc_tools.bundles.results import read_results
 from gradloc_tools.replay.measuring import Measured, Norms
@@ -50,19 +48,11 @@ def scaled(
         factor = of_gradient * (of_layer if ".layers.1." in name else 1.0)
         parameter.register_hook(lambda gradient, factor=factor: factor * gradient)
 
-    def run(inputs: dict[str, Any], rows: list[int], length: int) -> Any:
-        return forward(model, inputs, rows, length)
-
     writer = writer_of(model, directory, actor={"ppo_mini_batch_size": 7})
-    gradloc = GradLoc(model, GradLocConfig(grad_norm_threshold=1e-6), run, bundle_writer=writer)
     torch.manual_seed(1)
     ids = [random_ids() for _ in range(MICRO_BATCHES)]
     advantages = [torch.randn(ROWS, RESPONSE) for _ in range(MICRO_BATCHES)]
-    passes(gradloc, run, 1, ids, advantages, of_loss, old=True)
-    for parameter in model.parameters():
-        parameter.grad *= of_reduced
-    gradloc.locate(0, 0)
-    (event,) = gradloc.events
+    event = spike(model, writer, 1e-6, 1, ids, advantages, of_loss, old=True, of_reduced=of_reduced)
     return [str(directory / event["replay"]), "--model", str(directory / "model"), "--json"]
 
 

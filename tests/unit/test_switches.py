@@ -15,10 +15,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 from notation import Capsys, Patch, cases
-from small_bundles import PROMPT, RESPONSE, ROWS, forward, passes, printed, random_ids, small_model, writer_of
+from small_bundles import PROMPT, RESPONSE, ROWS, printed, random_ids, small_model, spike, writer_of
 from transformers.models.llama import modeling_llama
 
-from gradloc import GradLoc, GradLocConfig
 from gradloc_tools.bundles.opening import open_bundle
 from gradloc_tools.bundles.results import RESULT
 from gradloc_tools.replay import command, memory, switches
@@ -43,20 +42,12 @@ def recorded(directory: Path, over: float, dtype: str = "float32") -> list[str]:
     model = model_with_a_faint_token()
     model.save_pretrained(directory / "model")
 
-    def run(inputs: dict[str, Any], rows: list[int], length: int) -> Any:
-        with torch.autocast("cpu", dtype=getattr(torch, dtype), enabled=dtype != "float32"):
-            return forward(model, inputs, rows, length)
-
     torch.manual_seed(3)
     ids = random_ids(FAINT + 1)
     ids[1, PROMPT + 1] = FAINT
     threshold = 1e-9
     for writer in (None, writer_of(model, directory, dtype=dtype)):
-        gradloc = GradLoc(model, GradLocConfig(grad_norm_threshold=threshold), run, bundle_writer=writer)
-        passes(gradloc, run, 1, [ids], [torch.ones(ROWS, RESPONSE)])
-        gradloc.locate(0, 0)
-        model.zero_grad()
-        (event,) = gradloc.events
+        event = spike(model, writer, threshold, 1, [ids], [torch.ones(ROWS, RESPONSE)], dtype=dtype)
         threshold = over * event["units"][0]["token_equivalent"]
     return [str(directory / event["replay"]), "--model", str(directory / "model"), "--only", "--switches", "--json"]
 
