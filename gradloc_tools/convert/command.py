@@ -19,8 +19,7 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
-from itertools import islice
+from dataclasses import asdict
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -58,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with bounded_memory():
             records = _read(options)
-        loss = Loss(**{field.name: getattr(options, field.name) for field in fields(Loss)})
+        loss = Loss(**{name: getattr(options, name) for name in asdict(Loss())})
         batch = build_batch(records, loss, options.micro_batch_size, options.old_from_rollout)
         event = _event(batch, options)
         context = _context(options, loss, batch)
@@ -90,17 +89,15 @@ def _parser() -> argparse.ArgumentParser:
         help=f"the run's usual gradient norm; τ is then {MARGIN:g} times the norm that tokens usually have by it",
     )
     parser.add_argument("--grad-norm", metavar="NORM", type=float, help="that of this step, before clipping")
-    parser.add_argument(
-        "--loss-agg-mode", choices=AGG_MODES, default="token-mean", help="as verl names them (token-mean)"
-    )
+    parser.add_argument("--loss-agg-mode", choices=AGG_MODES, help="as verl names them (%(default)s)")
     parser.add_argument(
         "--loss-scale-factor", metavar="N", type=_POSITIVE, help="of seq-mean-token-sum-norm (the longest response)"
     )
-    parser.add_argument("--clip-low", metavar="EPS", type=_NOT_NEGATIVE, default=0.2, help="PPO's clip (0.2)")
-    parser.add_argument("--clip-high", metavar="EPS", type=_NOT_NEGATIVE, default=0.2, help="PPO's clip (0.2)")
+    parser.add_argument("--clip-low", metavar="EPS", type=_NOT_NEGATIVE, help="PPO's clip (%(default)g)")
+    parser.add_argument("--clip-high", metavar="EPS", type=_NOT_NEGATIVE, help="PPO's clip (%(default)g)")
     parser.add_argument("--clip-c", metavar="C", type=_POSITIVE, help="dual clip, over 1 (none)")
-    parser.add_argument("--kl-coef", metavar="BETA", type=_NOT_NEGATIVE, default=0.0, help="of a KL loss (0)")
-    parser.add_argument("--kl-type", choices=tuple(KL_LOSSES), default="low_var_kl", help="(low_var_kl)")
+    parser.add_argument("--kl-coef", metavar="BETA", type=_NOT_NEGATIVE, help="of a KL loss (%(default)g)")
+    parser.add_argument("--kl-type", choices=tuple(KL_LOSSES), help="(%(default)s)")
     parser.add_argument("--temperature", type=_POSITIVE, default=1.0, help="what logits are divided by (1)")
     parser.add_argument(
         "--micro-batch-size", metavar="N", type=_NATURAL, help="responses in a micro-batch, where records name none"
@@ -109,6 +106,7 @@ def _parser() -> argparse.ArgumentParser:
         "--old-from-rollout", action="store_true", help="the loss's ratio is to the rollout's log-probs"
     )
     parser.add_argument("--keep-nonfinite", action="store_true", help="take NaN and infinities, too")
+    parser.set_defaults(**asdict(Loss()))
     return parser
 
 
@@ -118,7 +116,7 @@ def _read(options: argparse.Namespace) -> list[Record]:
     for file in options.files:
         path = Path(file)
         pairs = json_lines(path) if _format_of(path, options.format) == "jsonl" else parquet_rows(path)
-        for place, values in islice(pairs, RECORDS + 1):
+        for place, values in pairs:
             records.append(read_record(values, place, options.temperature, options.keep_nonfinite))
             if len(records) > RECORDS:
                 raise RecordError(f"{place} is one too many: {RECORDS:,} records are the limit.")

@@ -213,12 +213,10 @@ def bounded_memory() -> Iterator[None]:
         RecordError: It took more.
     """
     limits = resource.getrlimit(resource.RLIMIT_AS)
-    try:
+    with contextlib.suppress(OSError):  # not Linux: there is no such limit
         pages = int(Path("/proc/self/statm").read_text().split()[0])
-    except OSError:  # not Linux: there is no such limit
-        pages = None
-    if pages is not None and limits[0] == resource.RLIM_INFINITY:
-        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY_BYTES, limits[1]))
+        if limits[0] == resource.RLIM_INFINITY:
+            resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY_BYTES, limits[1]))
     try:
         yield
     except MemoryError as error:

@@ -109,18 +109,10 @@ def measure(
         say(f"token alone, {number} of {len(tokens)}")
         found.tokens[place] = _token(model, bundle, place)
     if culprits is not None and bundle.event["micro_batches"] == len(bundle.micro_batches):
-        found.whole = _whole(model, bundle, found).divided_by(bundle.event["world_size"])
+        for saved in bundle.micro_batches.values():
+            add_rows(model, saved, coefficients_of(saved))
+        found.whole = take_norms(model).divided_by(bundle.event["world_size"])
     return found
-
-
-def _whole(model: Model, bundle: Bundle, found: Measured) -> Norms:
-    """The sum of the gradients of all micro-batches."""
-    if len(found.units) == 1:
-        (summed,) = found.units.values()
-        return summed
-    for saved in bundle.micro_batches.values():
-        add_rows(model, saved, coefficients_of(saved))
-    return take_norms(model)
 
 
 def _token(model: Model, bundle: Bundle, place: Place) -> Norms:

@@ -42,15 +42,13 @@ def needed_memory(bundle: Bundle, module: nn.Module, dtype: torch.dtype, attenti
     )
     # In a hybrid model, some layers have no attention over all pairs of tokens.
     layers = min(layers, sum(type(child).__name__.endswith("Attention") for child in module.modules()))
+    # The softmax, in float32 at least, is kept by each layer, in half precision with its rounded copy.
+    kept = max(4, dtype.itemsize) + (dtype.itemsize if dtype.itemsize < 4 else 0)
     most = 0
     for saved in bundle.micro_batches.values():
         for row, moves in zip(saved.rows, movable(saved.tokens).any(-1).tolist(), strict=True):
             length, response = len(row.input_ids), row.response_length
-            pairs = 0
-            if attention == "eager":
-                # The softmax, in float32 at least, is kept by each layer, in half precision with its rounded copy.
-                kept = max(4, dtype.itemsize) + (dtype.itemsize if dtype.itemsize < 4 else 0)
-                pairs = heads * length**2 * (layers * kept if moves else kept)
+            pairs = heads * length**2 * kept * (layers if moves else 1) if attention == "eager" else 0
             scores = vocabulary * (length * dtype.itemsize + response * max(4, dtype.itemsize))
             most = max(most, pairs + scores)
     return gradients + most

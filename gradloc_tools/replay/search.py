@@ -9,7 +9,7 @@ In one process the model is that of a replay, and those of torchrun share one th
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,7 +26,7 @@ from gradloc.fsdp import collectives
 from gradloc.fsdp.state import get_rng_state
 from gradloc.judge.verdict import CAUSES
 from gradloc.measure.alignment import alignment_warning
-from gradloc.measure.micro_batch import MicroBatch, MicroBatchName, TokenSubset
+from gradloc.measure.micro_batch import MicroBatch, MicroBatchName
 from gradloc.measure.mini_batch import MiniBatch, OrdinaryGradient
 from gradloc.measure.passes import Forward, LocalMeter, MakeProbe, Passes, WatchedModel
 from gradloc.search.investigation import TimeLimit, investigate
@@ -98,8 +98,7 @@ def search(
     scale = model.loss_scale
     names = list(bundle.micro_batches)
     ranks = collectives.world_size()
-    mine = names[collectives.rank() :: ranks]
-    own = [_micro_batch(bundle, name, model.device, scale) for name in mine]
+    own = [_micro_batch(bundle, name, model.device, scale) for name in names[collectives.rank() :: ranks]]
     own = own or [_without_tokens(_micro_batch(bundle, names[0], model.device, scale))]
     # By the name in the search: ranks and micro-batches are those of the processes there.
     recorded = {(rank, index): name for rank in range(ranks) for index, name in enumerate(names[rank::ranks])}
@@ -110,7 +109,7 @@ def search(
     watched.meter = _WideMeter(model.module, model.device, _width(event))
     with closing(watched.meter):
         passes = Passes(watched, own, scale)
-        differences = _measure_wholes(watched, passes, own, len(mine), -(-len(names) // ranks), outputs)
+        differences = _measure_wholes(watched, passes, own, recorded, outputs)
         log_probs = log_prob_distance(torch.cat(collectives.exchange(lambda: torch.cat(differences))))
         # The reduced norm of training is that of all ranks, which a bundle has not.
         none, norm = torch.zeros(0, dtype=torch.float64, device=model.device), float(event["global_norm"])
@@ -208,33 +207,26 @@ def _without_tokens(micro_batch: MicroBatch) -> MicroBatch:
 
 
 def _measure_wholes(
-    model: WatchedModel, passes: Passes, own: Sequence[MicroBatch], count: int, most: int, outputs: _LastOutputs
+    model: WatchedModel,
+    passes: Passes,
+    own: Sequence[MicroBatch],
+    names: Collection[MicroBatchName],
+    outputs: _LastOutputs,
 ) -> list[Tensor]:
     """Sets the squared norms of this rank's micro-batches. A collective call.
 
     Args:
-        passes (Passes): Runs the passes.
-        own (list[MicroBatch]): This rank's micro-batches.
-        count (int): How many of them are of the bundle.
-        most (int): The same of the rank with most.
-        outputs (_LastOutputs): Of the passes.
+        names (Collection[MicroBatchName]): All that are of the bundle, by their names in the search.
 
     Returns:
         list[Tensor]: How far the log-probs of each are from those recorded, each of shape (tokens,).
     """
-
-    def whole(index: int, _: int) -> TokenSubset | None:
-        if index >= count:
-            return None
-        micro_batch = own[index].portable(passes.scale)
-        return TokenSubset(micro_batch, micro_batch.tokens["response_mask"].bool())
-
     differences = [torch.zeros(0, dtype=torch.float64)]
     for micro_batch in own:
         micro_batch.squares = torch.zeros(len(model.meter.layers), dtype=torch.float64)
-    for index in range(most):
-        squares = passes.measure(partial(whole, index), model.meter.stop, model.meter.reduces)
-        if index < count:
+    for index, whole in enumerate(passes.whole_micro_batches(names)):
+        squares = passes.measure(whole, model.meter.stop, model.meter.reduces)
+        if (model.rank, index) in names:
             own[index].squares = squares
             differences.append(outputs.differences(own[index].tokens))
     return differences

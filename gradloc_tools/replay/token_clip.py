@@ -95,12 +95,7 @@ def clip_tokens(
 
 
 class _Clip:
-    """TokenClip's rule for the rows of a micro-batch, with some boundaries `refused`, at which nothing is cut.
-
-    Attributes:
-        counts (Counter[str]): How many signals were over the bound, by boundary.
-        cuts (dict): By row and boundary below the log-probs, what was cut.
-    """
+    """TokenClip's rule for the rows of a micro-batch, with some boundaries `refused`, at which nothing is cut."""
 
     def __init__(
         self, bounds: Mapping[str, Any], scaling: Tensor, loss_scale: float, scaled: bool, refused: list[str]
@@ -109,8 +104,8 @@ class _Clip:
         self._bounds = {name: bounds["factor"] * usual for name, usual in bounds["usual"].items() if usual}
         self._scaling, self._loss_scale, self._scaled = scaling, loss_scale, scaled
         self._refused = {*refused}
-        self.counts: Counter[str] = Counter()
-        self.cuts: dict[tuple[int, str], _Where] = {}
+        self.counts: Counter[str] = Counter()  # how many signals were over the bound, by boundary
+        self.cuts: dict[tuple[int, str], _Where] = {}  # by row and boundary below the log-probs, what was cut
 
     def over(self, name: str, signal: Tensor) -> _Where:
         """Counts the signals over a boundary's bound, and says which are cut."""

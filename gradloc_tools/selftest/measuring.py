@@ -186,10 +186,10 @@ class SelfTest:
                 with torch.no_grad():
                     self._loop.forward({"ids": self._loop.ids[0]}, range(self._loop.sizes.rows), 1)
                 self._loop.step(gradloc, advantages, 1)
-                before = _local_gradients(self._loop.model)
-                taken["seconds"], _ = self._timed(lambda: taken.update(located=gradloc.locate(0, 0)))
-                taken["left"] = _local_gradients(self._loop.model)
-                taken["same"] = all(map(torch.equal, before, taken["left"]))
+                before = [gradient.to("cpu", copy=True) for gradient in _local_gradients(self._loop.model)]
+                taken["seconds"], _ = self._timed(lambda: gradloc.locate(0, 0))
+                pairs = zip(before, _local_gradients(self._loop.model), strict=True)
+                taken["same"] = all(torch.equal(old, new.cpu()) for old, new in pairs)
 
             peak = self._peak(step)
         found = [{name: culprit[name] for name in place} for event in gradloc.events for culprit in event["culprits"]]
@@ -201,14 +201,16 @@ class SelfTest:
             "same_gradient": all(collectives.gather_objects(taken["same"])),
             "peak": peak,
         }
-        return {**result, "difference": self._difference(taken["left"], without)} if action == "drop" else result
+        return {**result, "difference": self._difference(without)} if action == "drop" else result
 
-    def _difference(self, left: Sequence[Tensor], advantages: Tensor) -> float:
-        """How far a gradient is from that of these advantages, as a part of the latter's norm; that of all ranks."""
+    def _difference(self, advantages: Tensor) -> float:
+        """How far the gradient is from that of these advantages, as a part of the latter's norm; that of all ranks."""
+        left = [gradient.cpu() for gradient in _local_gradients(self._loop.model)]
         self._loop.step(None, advantages)
         squares = torch.zeros(2, dtype=torch.float64)
         for ours, wanted in zip(left, _local_gradients(self._loop.model), strict=True):
-            squares += torch.stack([(ours.double() - wanted.double()).square().sum(), wanted.double().square().sum()])
+            wanted = wanted.cpu().double()
+            squares += torch.stack([(ours.double() - wanted).square().sum(), wanted.square().sum()])
         difference, norm = torch.stack(collectives.gather_objects(squares)).sum(0).sqrt().tolist()
         return difference / norm
 
@@ -223,7 +225,7 @@ class SelfTest:
         if gradloc is not None:
             gradloc.locate(0, 0)
 
-    def _timed(self, call: Callable[[], None]) -> tuple[float, float]:
+    def _timed(self, call: Callable[[], object]) -> tuple[float, float]:
         """The seconds of a call, and those after which the host was through with it."""
         _wait(self._loop.device)
         started = time.perf_counter()
@@ -294,9 +296,9 @@ class SelfTest:
 
 
 def _local_gradients(model: nn.Module) -> list[Tensor]:
-    """A copy of this rank's part of each gradient, on the CPU."""
+    """This rank's part of each gradient."""
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    return [getattr(gradient, "_local_tensor", gradient).detach().to("cpu", copy=True) for gradient in gradients]
+    return [getattr(gradient, "_local_tensor", gradient).detach() for gradient in gradients]
 
 
 def _wait(device: torch.device) -> None:

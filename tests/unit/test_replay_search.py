@@ -4,8 +4,6 @@ import json
 import os
 import shlex
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,7 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from as_torchrun import ABORTS_AT_THE_END
+from as_torchrun import torchrun
 from notation import Capsys, Patch, cases
 from pages import texts_of
 from printed_commands import commands_in, run_as_printed
@@ -409,17 +407,8 @@ def test_a_replay_after_the_search_has_its_culprits(parts: list[Path], kept: Pat
 @pytest.mark.target(version="0.9.1")
 def test_two_processes_of_torchrun_find_the_same(evidence: Path, tmp_path: Path) -> None:
     """As users start it. What would abort a process while its interpreter ends does not."""
-    (tmp_path / "sitecustomize.py").write_text(ABORTS_AT_THE_END)
-    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "gradloc_tools", "replay"]
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run(
-        [*command, str(evidence / "replay" / NAME), "--model", str(evidence / "model"), "--search", "--json"],
-        capture_output=True,
-        text=True,
-        cwd=root,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-    )
+    paths = str(evidence / "replay" / NAME), "--model", str(evidence / "model")
+    done = torchrun(tmp_path, "replay", *paths, "--search", "--json")
     assert done.returncode == 0 and "SIGABRT" not in done.stderr, done.stderr
     event = json.loads(done.stdout)
     (culprit,) = event["culprits"]

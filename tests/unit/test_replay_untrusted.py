@@ -59,17 +59,12 @@ def asked(monkeypatch: Patch) -> list[Any]:
 
 @dataclass
 class Download:
-    """A bundle and a folder of weights of unknown origin, not beside each other.
-
-    Args:
-        marker (Path): The file that the code of an attack makes when it runs.
-        asked (list[Any]): What the process has tried to reach.
-    """
+    """A bundle and a folder of weights of unknown origin, not beside each other."""
 
     bundle: Path
     model: Path
-    marker: Path
-    asked: list[Any]
+    marker: Path  # the file that the code of an attack makes when it runs
+    asked: list[Any]  # what the process has tried to reach
     capsys: Capsys
 
     def replay(self, *options: str, model: bool = True) -> tuple[int, str, str]:

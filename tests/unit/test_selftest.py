@@ -2,15 +2,12 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from as_torchrun import ABORTS_AT_THE_END
+from as_torchrun import torchrun
 from notation import Capsys, Patch, cases
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -71,11 +68,7 @@ def test_one_process_finds_what_it_plants(
 
 @pytest.mark.slow
 def test_two_ranks_find_it(model: str, tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(ABORTS_AT_THE_END)
-    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*torchrun, "-m", "gradloc_tools", "selftest", "--model", model, *SHORT]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
+    done = torchrun(tmp_path, "selftest", "--model", model, *SHORT)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("GradLoc works here: ") and done.stdout.count("GradLoc") == 1
 
