@@ -35,23 +35,16 @@ class AggregationCall:
 
     def is_of_tokens(self, shape: Sequence[int]) -> bool:
         """Whether it has one loss of each token, whose shape (rows, response length) is given."""
-        return self.shape == tuple(self.mask.shape) == tuple(shape)
-
-    def is_of_sequences(self, shape: Sequence[int]) -> bool:
-        """Whether it has one loss of each sequence, of shape (rows,) or (rows, 1)."""
-        rows = shape[0]
-        # A column is repeated for the tokens if the mask has one for each.
-        masks = [tuple(shape), self.shape] if self.shape == (rows, 1) else [(rows,)]
-        return self.shape in ((rows,), (rows, 1)) and tuple(self.mask.shape) in masks
+        return self.shape == tuple(shape)
 
     def is_known(self, shape: Sequence[int]) -> bool:
-        """Whether the tokens' weights follow from it."""
-        return self.is_of_tokens(shape) or self.is_of_sequences(shape)
+        """Whether it has one loss of each token or of each sequence, so that the tokens' weights follow from it."""
+        forms = (tuple(shape), (shape[0],), (shape[0], 1))
+        return self.shape in forms and tuple(self.mask.shape) in forms
 
     def kept(self, response_mask: Tensor) -> Tensor:
         """The response tokens that it counts, bool of the mask's shape."""
-        of_sequences = self.mask.dim() == 1
-        return (self.mask.unsqueeze(1) if of_sequences else self.mask).bool() & response_mask.bool()
+        return self.mask.reshape(len(response_mask), -1).bool() & response_mask.bool()
 
 
 @contextmanager
@@ -113,24 +106,25 @@ def policy_weights(call: AggregationCall | None, config: Any, response_mask: Ten
     """
     like = response_mask.float()
     if call is None or not call.is_known(like.shape):
-        if not _is_geo_mean(config):
+        mode, sizes = _mode_without_a_call(config), config.global_batch_info
+        if _is_geo_mean(config):
+            sizes = {"global_batch_size": len(like)}  # it counts all sequences, also those without a token
+        else:
             _say_once(
                 "The policy loss does not give verl's agg_loss one loss of each response token or sequence: GradLoc "
-                f"assumes the tokens' weights to be those of loss_agg_mode={config.loss_agg_mode}."
+                f"assumes the tokens' weights to be those of loss_agg_mode={mode}."
             )
-        # The geometric mean counts all sequences, also those without a token.
-        assumed = {"global_batch_size": len(like)} if _is_geo_mean(config) else config.global_batch_info
-        mode = _mode_without_a_call(config)
-        return token_weights(lambda x: core_algos.agg_loss(x, response_mask, mode, **assumed), like)
+        return token_weights(lambda x: core_algos.agg_loss(x, response_mask, mode, **sizes), like)
+    of_losses, shape = call.aggregate, call.shape
     if call.is_of_tokens(like.shape):
-        weight = token_weights(call.aggregate, like)
+        weight = token_weights(of_losses, like)
     else:
         _say_once(
             "The policy loss gives verl's agg_loss one loss of each sequence: GradLoc divides a sequence's weight "
             "evenly among its tokens."
         )
-        of_sequences = token_weights(call.aggregate, like.new_zeros(call.shape)).view(-1, 1)
-        weight = torch.where(response_mask.bool(), of_sequences / like.sum(1, keepdim=True), 0.0)
+        counts = like.sum(1).clamp(min=1)
+        weight = token_weights(lambda x: of_losses(((x * like).sum(1) / counts).view(shape)), like)
     if _has_more_terms(config):
         # Of a token that the loss has rejected, these terms remain.
         whole = token_weights(lambda x: core_algos.agg_loss(x, response_mask, config.loss_agg_mode, **options), like)
