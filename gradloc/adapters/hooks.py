@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from hydra.errors import InstantiationException
+from omegaconf import OmegaConf
 from torch import Tensor
 from verl.utils.config import omega_conf_to_dataclass
 
@@ -56,6 +57,9 @@ class SpikeStop:
 
     With `spike_action=stop`, the trainer ends a run in which spikes come again and again: it saves a checkpoint and
     raises `RepeatedSpikes`. The actor takes its optimizer steps as with `spike_action=log`.
+
+    Attributes:
+        ends_run (bool): Whether the last step that was taken in is the run's last one.
     """
 
     def __init__(self, config: Any, total_training_steps: int) -> None:
@@ -65,28 +69,25 @@ class SpikeStop:
         self._last_step = total_training_steps
         self._evidence: str = actor.get("bisect_dump_dir", "")
         self._checkpoints: str = config.trainer.default_local_dir
-        self._events: deque[tuple[int, int]] = deque()  # by step
+        self._events: deque[int] = deque(maxlen=self._after)  # of each of the last N steps
+        self.ends_run = False
 
     def is_due(self, metrics: Mapping[str, Any], step: int) -> bool:
         """Takes in a step; returns whether there were N events within the last N steps, N being `spike_stop_after`.
 
         The metrics are those of the actor, before or after they are reduced over its workers.
         """
-        if self._after is None:
-            return False
-        value = metrics.get("actor/gradloc/triggered", 0)
-        if isinstance(value, (list, tuple)):
-            value = value[0]
-        self._events.append((step, int(value)))
-        while self._events[0][0] <= step - self._after:
-            self._events.popleft()
-        return self._is_due(step)
+        if self._after is not None:
+            value = metrics.get("actor/gradloc/triggered", 0)
+            self._events.append(int(value[0] if isinstance(value, (list, tuple)) else value))
+            self.ends_run = sum(self._events) >= self._after and step < self._last_step
+        return self.ends_run
 
     def end_if_due(self, step: int) -> None:
         """Raises RepeatedSpikes if `is_due` has said so of this step. To be called when the step is logged."""
-        if not self._is_due(step):
+        if not self.ends_run:
             return
-        count = self._count()
+        count = sum(self._events)
         spikes = "1 gradient spike" if count == 1 else f"{count} gradient spikes"
         steps = "step" if self._after == 1 else f"{self._after} steps"
         checkpoint = os.path.join(self._checkpoints, f"global_step_{step}")
@@ -94,12 +95,6 @@ class SpikeStop:
             f"Training ends after step {step}, because of {spikes} in the last {steps} (spike_action=stop): "
             f"the evidence is in {self._evidence}, the checkpoint in {checkpoint}."
         )
-
-    def _is_due(self, step: int) -> bool:
-        return self._after is not None and self._count() >= self._after and step < self._last_step
-
-    def _count(self) -> int:
-        return sum(count for _, count in self._events)
 
 
 @contextmanager
@@ -123,12 +118,9 @@ def check_trainer(config: Any, total_training_steps: int) -> None:
     """Raises ValueError if the actor's settings cannot have an effect in this run; warns of a τ without detection."""
     actor, trainer = config.actor_rollout_ref.actor, config.trainer
     unsupported = _unsupported(config)
-    if unsupported is not None:
-        if actor.get("spike_detection", False):
-            raise ValueError(f"spike_detection {unsupported}, or {_ACTOR}.spike_detection=False.")
-        for clip in ("layer_clip", "token_clip"):
-            if actor.get(clip, {}).get("enable", False):
-                raise ValueError(f"{clip} {unsupported}, or {_ACTOR}.{clip}.enable=False.")
+    for key in ("spike_detection", "layer_clip.enable", "token_clip.enable"):
+        if unsupported is not None and OmegaConf.select(actor, key):
+            raise ValueError(f"{key.removesuffix('.enable')} {unsupported}, or {_ACTOR}.{key}=False.")
     threshold = actor.get("grad_norm_threshold", GradLocConfig.grad_norm_threshold)
     if not actor.get("spike_detection", False) and threshold != GradLocConfig.grad_norm_threshold:
         logger.warning(
@@ -174,11 +166,6 @@ def update_of(trainer: Any) -> dict[str, Any]:
 def place_of_mini_batch(number: int, of_epoch: int) -> dict[str, Any]:
     """What travels with a mini-batch of an update, so that an event names its epoch and its mini-batch."""
     return {"epoch_and_mini_batch": divmod(number, of_epoch)}
-
-
-def mark_tiled_mlp(mlp_class: Any) -> None:
-    """Marks a class whose backward pass runs in pieces, so that a gradient is seen several times."""
-    mlp_class.is_tiled_mlp = True
 
 
 # The data sources that have a scorer of ours, and the scorer's module in verl.utils.reward_score.

@@ -68,15 +68,10 @@ def name_mini_batches(module: ModuleType) -> None:
     ) -> Iterator[Any]:
         from gradloc.adapters.hooks import place_of_mini_batch
 
-        mini_batches = make_iterator(tensordict, mini_batch_size, *args, **kwargs)
         of_epoch = len(tensordict) // mini_batch_size
-
-        def named() -> Iterator[Any]:
-            for number, mini_batch in enumerate(mini_batches):
-                assign(mini_batch, **place_of_mini_batch(number, of_epoch))
-                yield mini_batch
-
-        return named()
+        for number, mini_batch in enumerate(make_iterator(tensordict, mini_batch_size, *args, **kwargs)):
+            assign(mini_batch, **place_of_mini_batch(number, of_epoch))
+            yield mini_batch
 
 
 def extend_v1_trainers(module: ModuleType) -> None:
@@ -181,11 +176,9 @@ def mark_tiled_mlps(module: ModuleType) -> None:
     """Marks the classes whose backward pass runs in pieces."""
 
     @around(module, "_patch_mlp_class", "mlp_class", "forward_fn", "num_shards")
-    def patch_and_mark(patch: Any, mlp_class: type, *args: Any, **kwargs: Any) -> None:
-        from gradloc.adapters.hooks import mark_tiled_mlp
-
+    def patch_and_mark(patch: Any, mlp_class: Any, *args: Any, **kwargs: Any) -> None:
         patch(mlp_class, *args, **kwargs)
-        mark_tiled_mlp(mlp_class)
+        mlp_class.is_tiled_mlp = True
 
 
 def survive_empty_micro_batches(module: ModuleType) -> None:

@@ -21,7 +21,6 @@ class SpikeTrainer:
     """Checks the settings, tells the workers the step, and ends a run after repeated spikes."""
 
     spike_stop: SpikeStop
-    _stop_is_due = False
     _saved_step: int | None = None
 
     def _init_dataloader(self) -> None:
@@ -41,11 +40,11 @@ class SpikeTrainer:
 
     def step(self, metrics: dict[str, Any], timing_raw: dict[str, Any]) -> Any:
         batch = super().step(metrics, timing_raw)
-        self._stop_is_due = self.spike_stop.is_due(metrics, self.global_steps)
+        self.spike_stop.is_due(metrics, self.global_steps)
         return batch
 
     def on_step_end(self) -> None:
-        if self._stop_is_due and self._saved_step != self.global_steps:
+        if self.spike_stop.ends_run and self._saved_step != self.global_steps:
             with marked_timer("save_checkpoint", self.timing_raw, color="green"):
                 self._save_checkpoint()
         super().on_step_end()

@@ -7,7 +7,8 @@ import trees
 
 PLUGIN = trees.ROOT / "plugin/gradloc_verl"
 OURS = re.compile(r"^ *from (?:verl\.utils\.)?gradloc\.adapters\.\w+ import ([\w, ]+)", re.M)
-SPIKE_STOP = re.compile(r"\bspike_stop\.(\w+)\(")
+# What both do themselves: they call what counts spikes, and mark a class.
+OWN = re.compile(r"\bspike_stop\.(\w+)\(|\.(is_\w+) = True$", re.M)
 # The plugin cannot reach the loop in engine_workers, so it acts where verl makes the mini-batches of that loop; nor
 # main_ppo that is run by `python -m`, so it acts after an import that only this makes.
 ELSEWHERE = {
@@ -16,6 +17,10 @@ ELSEWHERE = {
 }
 # WatchedEngine, so that it makes sure that the trainer is extended, too; and the type of an attribute.
 ONLY_PLUGIN = {"WatchedEngine", "SpikeStop"}
+
+
+def own(text: str) -> set[str]:
+    return {name for names in OWN.findall(text) for name in names if name}
 
 
 def of_patch() -> tuple[set[str], set[str]]:
@@ -32,7 +37,7 @@ def of_patch() -> tuple[set[str], set[str]]:
         imported = {name for text in texts for line in OURS.findall(text) for name in re.findall(r"\w+", line)}
         names |= imported
         for text in texts if change.path.endswith(".py") else ():
-            used = {name for name in imported if re.search(rf"\b{name}\b", text)} | set(SPIKE_STOP.findall(text))
+            used = {name for name in imported if re.search(rf"\b{name}\b", text)} | own(text)
             assert used, (
                 f"{place} adds something that is not in gradloc/adapters, where the plugin could call it:\n{text}"
             )
@@ -49,7 +54,7 @@ def of_plugin() -> tuple[set[str], set[str]]:
     for file in (PLUGIN / "conf").glob("*/gradloc_*.yaml"):
         places.add(f"verl/trainer/config/{file.parent.name}/{file.name.removeprefix('gradloc_')}")
     names = {name for line in OURS.findall(hooks + trainer) for name in re.findall(r"\w+", line)}
-    names |= set(SPIKE_STOP.findall(trainer))
+    names |= own(hooks + trainer)
     for name, keys in re.findall(r'^(\w+) = _with_keys\("\1"(?:, "(\w+)")?\)$', config, re.M):
         places.add(f"verl.workers.config.{'critic' if 'Critic' in name else 'actor'}")
         names |= {f"{name}({keys})", keys} if keys else {name}
