@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 
 # The class of verl that a mixin comes before.
 _Behind: Any = object
-# What a forward needs of a micro-batch.
-FORWARD_KEYS = ("responses", "input_ids", "attention_mask", "position_ids", "multi_modal_inputs")
+# What a forward needs of a micro-batch: its tokens, and images.
+_TOKENS = ("responses", "input_ids", "attention_mask", "position_ids")
+_IMAGES = "multi_modal_inputs"
 
 
 def watched(trained: type) -> type:
@@ -102,8 +103,6 @@ class WatchedUpdates(_Behind):
         """The loss function, observed; verl gives its arguments by name."""
         watch = self.watch
         assert watch is not None
-        if not watch.watches_passes:
-            return loss
 
         @functools.wraps(loss)
         def observed(**given: Any) -> Any:
@@ -170,7 +169,7 @@ class WatchedActor(WatchedUpdates):
     def _inputs(self, rows: list[int]) -> dict[str, Any]:
         """What a search needs of these rows of the data, which stay on the host."""
         columns = {**self._data.batch, **self._data.non_tensor_batch}
-        inputs = {key: columns[key][rows] for key in FORWARD_KEYS if key in columns}
+        inputs = {key: columns[key][rows] for key in (*_TOKENS, _IMAGES) if key in columns}
         return inputs | {"temperature": self._data.meta_info["temperature"]}
 
     def _seen(
@@ -233,15 +232,12 @@ def forward_rows(
     actor: WatchedActor, inputs: dict[str, Any], rows: list[int], response_length: int
 ) -> tuple[Tensor | None, Tensor]:
     """The actor's forward of some rows of a micro-batch: `forward` as `GradLoc` takes it."""
-    whole_length, device = inputs["responses"].size(-1), get_device_id()
     # Images in a response, which tools may give, cannot be cut off.
-    computed_length = whole_length if "multi_modal_inputs" in inputs else response_length
-    length = inputs["input_ids"].size(-1) - whole_length + computed_length
-    selected = {"responses": inputs["responses"][rows, :computed_length].to(device)}
-    for key in ("input_ids", "attention_mask", "position_ids"):
-        selected[key] = inputs[key][rows][..., :length].to(device)
-    if "multi_modal_inputs" in inputs:
-        selected["multi_modal_inputs"] = inputs["multi_modal_inputs"][rows]
+    cut = 0 if _IMAGES in inputs else inputs["responses"].size(-1) - response_length
+    of_rows = {key: inputs[key][rows] for key in _TOKENS}
+    selected = {key: of[..., : of.size(-1) - cut].to(get_device_id()) for key, of in of_rows.items()}
+    if _IMAGES in inputs:
+        selected[_IMAGES] = inputs[_IMAGES][rows]
     outputs = actor._forward_micro_batch(
         selected, temperature=inputs["temperature"], calculate_entropy=actor.config.entropy_coeff != 0
     )

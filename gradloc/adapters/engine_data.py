@@ -52,19 +52,12 @@ def padded(values: Tensor) -> Tensor:
     return values.to_padded_tensor(0) if values.is_nested else values
 
 
-# What a forward needs besides the tokens: settings of the batch.
-FORWARD_SETTINGS = (
-    "use_remove_padding",
-    "pad_mode",
-    "use_fused_kernels",
-    "temperature",
-    "pad_token_id",
-    "max_response_len",
-    "multi_modal_inputs",
-)
+# What a forward needs besides the tokens: settings of the batch, and images.
+_SETTINGS = ("use_remove_padding", "pad_mode", "use_fused_kernels", "temperature", "pad_token_id")
+_IMAGES = "multi_modal_inputs"
 # What is kept of the data of a loss. Images are not.
-_COLUMNS = (*EVIDENCE_KEYS.values(), *VALUE_KEYS.values(), "input_ids", "position_ids", "attention_mask", ROW)
-_COLUMNS += tuple(name for name in FORWARD_SETTINGS if name != "multi_modal_inputs")
+_COLUMNS = (*EVIDENCE_KEYS.values(), *VALUE_KEYS.values(), *_SETTINGS)
+_COLUMNS += ("input_ids", "position_ids", "attention_mask", ROW)
 
 
 def inputs_of(micro_batch: TensorDict | Mapping[str, Any]) -> dict[str, Any]:
@@ -78,7 +71,7 @@ def inputs_of(micro_batch: TensorDict | Mapping[str, Any]) -> dict[str, Any]:
         "input_ids": [row.detach() for row in micro_batch["input_ids"].unbind()],
         "position_ids": [row.detach() for row in micro_batch["position_ids"].unbind()],
         "response_lengths": lengths.tolist(),
-        "settings": {key: tu.get(micro_batch, key) for key in FORWARD_SETTINGS if key in micro_batch.keys()},
+        "settings": {key: tu.get(micro_batch, key) for key in (*_SETTINGS, _IMAGES) if key in micro_batch.keys()},
     }
 
 
@@ -114,20 +107,16 @@ class LossData:
     def __init__(self, flat: Mapping[str, Tensor], data: TensorDict, inputs: dict[str, Any] | None = None) -> None:
         self.data = data.select(*(key for key in _COLUMNS if key in data.keys()))
         self._flat = {name: values.detach() for name, values in flat.items()}
-        images = tu.get(data, "multi_modal_inputs") if "multi_modal_inputs" in data.keys() else ()
-        self._has_images = [bool(of_row) for of_row in images]
+        self._has_images = [bool(of_row) for of_row in tu.get(data, _IMAGES, ())]
         if inputs is not None:
             self.inputs = inputs
 
     @cached_property
     def inputs(self) -> dict[str, Any]:
         """What `inputs_of` gives; whether a row has images instead of these."""
-        if "position_ids" not in self.data.keys():
-            rows = [torch.arange(len(row), device=row.device) for row in self.data["input_ids"].unbind()]
-            self.data["position_ids"] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
         inputs = inputs_of(self.data)
         if self._has_images:
-            inputs["settings"]["multi_modal_inputs"] = self._has_images
+            inputs["settings"][_IMAGES] = self._has_images
         return inputs
 
     @property
@@ -149,10 +138,16 @@ class LossData:
 
     @cached_property
     def _index(self) -> tuple[Tensor, Tensor]:
-        """Where there is a response, and where its values are: a token's log-prob stands at the position before it."""
-        lengths = self.inputs["response_lengths"], [len(row) for row in self.inputs["input_ids"]]
-        device = self.data["response_mask"].device
-        responses, sequences = torch.tensor(lengths).to(device, non_blocking=True).unsqueeze(2)
-        position = torch.arange(self.shape[1], device=device)
-        is_response = position < responses
-        return is_response, torch.where(is_response, sequences.cumsum(0) - responses - 1 + position, 0)
+        return response_index(self.inputs, self.shape[1], self.data["response_mask"].device)
+
+
+def response_index(inputs: Mapping[str, Any], width: int, device: Any) -> tuple[Tensor, Tensor]:
+    """Where there is a response, of shape (rows, width), and where among flat values its own are.
+
+    A token's log-prob stands at the position before it.
+    """
+    lengths = inputs["response_lengths"], [len(row) for row in inputs["input_ids"]]
+    responses, sequences = torch.tensor(lengths).to(device, non_blocking=True).unsqueeze(2)
+    position = torch.arange(width, device=device)
+    is_response = position < responses
+    return is_response, torch.where(is_response, sequences.cumsum(0) - responses - 1 + position, 0)

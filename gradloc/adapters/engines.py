@@ -16,7 +16,6 @@ from tensordict import TensorDict
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
-from verl.workers.utils.padding import no_padding_2_padding
 
 from ..fsdp import collectives
 from ..guarded import ForeseenError, guarded, warn_once
@@ -30,6 +29,7 @@ from .engine_data import (
     inputs_of,
     loss_scale,
     padded,
+    response_index,
     sequences,
 )
 from .loss_weights import eos_tokens
@@ -85,17 +85,14 @@ class TrainedEngine:
             if watch.recorder is not None:
                 watch.recorder.discard()
             data.pop(ROW, None)
-        metrics = watch.metrics() if last else {}
-        evidence = self._evidence
-        own = [] if watch.recorder is None else watch.recorder.events
-        lines = watch.lines()
+        metrics, evidence = watch.metrics() if last else {}, self._evidence
         trained = TrainedData({key: tu.get(data, key) for key in DATA_KEYS if key in data.keys()})
-        evidence.add(lines, trained)
+        evidence.add(watch.lines(), trained)
         if self._where[0] == 0:  # later PPO epochs have the same rows
             evidence.take_in_rewards(trained)
         with guarded("the evidence of a step is not written", self._said):
             if watch.recorder is not None:
-                evidence.add(own, trained, own=True)
+                evidence.add(watch.recorder.events, trained, own=True)
             if last:
                 evidence.write(step, metrics, watch.warnings)
         if self.is_mp_src_rank_with_outputs():
@@ -184,14 +181,13 @@ class TrainedEngine:
     def _build(self, config: Any) -> None:
         self._settings = config
         self._said: set[str] = set()
-        self.watch = self._build_watch(config)
-        if self.watch is None:
-            return
-        rank = None if self.watch.recorder is None else self.watch.recorder.rank
-        tokenizer, size = getattr(self.model_config, "tokenizer", None), self.watch.sequence_parallel_size
-        self._evidence = UpdateEvidence(config.bisect_dump_dir, tokenizer, size, rank)
-        if self._read_state is not None:
-            self.watch.load(self._read_state)
+        self.watch = watch = self._build_watch(config)
+        if watch is not None:
+            rank = None if watch.recorder is None else watch.recorder.rank
+            tokenizer, size = getattr(self.model_config, "tokenizer", None), watch.sequence_parallel_size
+            self._evidence = UpdateEvidence(config.bisect_dump_dir, tokenizer, size, rank)
+            if self._read_state is not None:
+                watch.load(self._read_state)
 
     def _build_watch(self, config: Any) -> Watch | None:
         """What watches the engine's model with this configuration; None if nothing does."""
@@ -236,8 +232,7 @@ class WatchedEngine(TrainedEngine):
         return super().forward_step(micro_batch, observed, forward_only)  # type: ignore[misc]
 
     def _build_watch(self, config: Any) -> Watch | None:
-        group_size: int = self.ulysses_sequence_parallel_size
-        scale = partial(loss_scale, self)
+        group_size, scale = self.ulysses_sequence_parallel_size, partial(loss_scale, self)
         if isinstance(config, CriticSpikeConfig):
             return watch_critic(self.module, config, scale, group_size) if config.spike_detection else None
         if not (config.searches_in_training or config.layer_clip.enable or config.token_clip.enable):
@@ -251,8 +246,8 @@ class WatchedEngine(TrainedEngine):
             loss_scale=scale,
             sequence_parallel_size=group_size,
             learning_rate=lambda: self.optimizer.param_groups[0]["lr"],
-            recorder=self._build_recorder(config),
             eos_tokens=self._eos_tokens(),
+            recorder=self._build_recorder(config),
         )
 
 
@@ -260,43 +255,34 @@ def _forward_rows(
     engine: WatchedEngine, inputs: dict[str, Any], rows: list[int], response_length: int
 ) -> tuple[Tensor | None, Tensor]:
     """The engine's forward of some rows of a micro-batch: `forward` as `GradLoc` takes it."""
-    settings = dict(inputs["settings"])
+    settings, device = dict(inputs["settings"]), get_device_id()
     images = settings.pop("multi_modal_inputs", None)
-    device = get_device_id()
-    ids, positions, responses, prompts = [], [], [], []
+    cut: dict[str, list[Any]] = {"input_ids": [], "position_ids": [], "response_lengths": []}
     for row in rows:
         # Images in a response, which tools may give, cannot be cut off.
         length = inputs["response_lengths"][row]
         kept = length if images is not None else min(length, response_length)
-        sequence = inputs["input_ids"][row]
-        prompt = len(sequence) - length
-        sequence = sequence[: prompt + kept].to(device)
-        ids.append(sequence)
-        positions.append(inputs["position_ids"][row][..., : prompt + kept].to(device))
-        prompts.append(sequence[:prompt])
-        responses.append(sequence[prompt:])
+        end = len(inputs["input_ids"][row]) - length + kept
+        cut["response_lengths"].append(kept)
+        for name in ("input_ids", "position_ids"):
+            cut[name].append(inputs[name][row][..., :end].to(device))
     columns: dict[str, Any] = {
-        name: torch.nested.as_nested_tensor(values, layout=torch.jagged)
-        for name, values in (("input_ids", ids), ("prompts", prompts), ("responses", responses))
+        "input_ids": torch.nested.as_nested_tensor(cut["input_ids"], layout=torch.jagged),
+        "position_ids": tu.nested_tensor_from_tensor_list(cut["position_ids"]),
     }
-    columns["position_ids"] = tu.nested_tensor_from_tensor_list(positions)
     if images is not None:
         columns["multi_modal_inputs"] = [images[row] for row in rows]
-    if isinstance(settings.get("temperature"), Tensor):
-        columns["temperature"] = settings.pop("temperature")[rows].to(device)
-    settings["max_response_len"] = response_length
     settings["calculate_entropy"] = engine._settings.entropy_coeff != 0
     captured: dict[str, Tensor] = {}
 
     def capture(model_output: dict[str, Tensor], data: TensorDict, dp_group: Any = None) -> tuple[Tensor, dict]:
-        for name in OUTPUTS:
-            if name in model_output:
-                captured[name] = no_padding_2_padding(model_output[name], data)
+        is_response, index = response_index(cut, response_length, device)
+        for name, values in flat_outputs(model_output).items():
+            captured[name] = torch.where(is_response, values[index], 0.0)
         return torch.zeros((), device=device), {}
 
-    batch = tu.get_tensordict(columns, settings)
     unwatched = super(WatchedEngine, engine).forward_step  # type: ignore[misc]
-    unwatched(batch, capture, False)
+    unwatched(tu.get_tensordict(columns, settings), capture, False)
     return captured.get("entropy"), captured["log_probs"]
 
 
@@ -309,11 +295,10 @@ def watch_engines() -> None:
     from verl.workers.engine.base import EngineRegistry
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
-    of_fsdp = (FSDPEngineWithLMHead, FSDPEngineWithValueHead)
     for model_type, backends in EngineRegistry._engines.items():
-        for backend, registered in backends.items():
+        for registered in backends.values():
             for key, engine in registered.items():
-                if backend in ("fsdp", "fsdp2") and engine in of_fsdp:
+                if engine in (FSDPEngineWithLMHead, FSDPEngineWithValueHead):
                     registered[key] = _with(WatchedEngine, engine)
                 elif model_type == "language_model":
                     registered[key] = _with(TrainedEngine, engine)

@@ -5,7 +5,6 @@
 import dataclasses
 import importlib.metadata
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,38 +32,26 @@ def ragged_rows(inputs: Mapping[str, Any]) -> list[Row]:
     """The samples of a micro-batch of verl 0.9's engine: its inputs have no padding."""
     settings = inputs["settings"]
     _refuse_images(settings.get("multi_modal_inputs"), any(ids.dim() > 1 for ids in inputs["position_ids"]))
-    temperature = settings.get("temperature", 1.0)
-    count = len(inputs["input_ids"])
-    temperatures = temperature.flatten().tolist() if isinstance(temperature, Tensor) else [float(temperature)] * count
-    if len(temperatures) == 1:
-        temperatures *= count
-    rows = zip(inputs["input_ids"], inputs["position_ids"], inputs["response_lengths"], temperatures, strict=True)
+    temperature = float(settings.get("temperature", 1.0))
+    rows = zip(inputs["input_ids"], inputs["position_ids"], inputs["response_lengths"], strict=True)
     # Clones: a pickled view takes its whole storage along.
-    return [Row(ids.cpu().clone(), positions.cpu().clone(), length, value) for ids, positions, length, value in rows]
+    return [Row(ids.cpu().clone(), positions.cpu().clone(), length, temperature) for ids, positions, length in rows]
 
 
 def last_checkpoint(dump_dir: str) -> str | None:
     """The newest checkpoint of the actor in the run's folder, in which `bisect_dump_dir` lies by default."""
-    steps = {}
-    for path in Path(dump_dir).absolute().parent.glob("global_step_*/actor"):
-        if match := re.fullmatch(r"global_step_(\d+)", path.parent.name):
-            steps[int(match[1])] = path
-    return str(steps[max(steps)]) if steps else None
+    found = Path(dump_dir).absolute().parent.glob("global_step_*/actor")
+    steps = {path.parent.name.removeprefix("global_step_"): str(path) for path in found}
+    newest = max((step for step in steps if step.isdecimal()), key=int, default=None)
+    return None if newest is None else steps[newest]
 
 
 def _unpadded(input_ids: Tensor, position_ids: Tensor, valid: Tensor, prompt_width: int, temperature: float) -> Row:
-    places = valid.nonzero().flatten()
-    start = int(places[0]) if len(places) else 0
-    stop = int(places[-1]) + 1 if len(places) else 0
+    places = valid.nonzero().flatten().tolist()
+    start, stop = (places[0], places[-1] + 1) if places else (0, 0)
     if stop - start != len(places) or start > prompt_width:
         raise NotReplayableError("an attention mask has a hole, which a replay without padding cannot compute")
-    return Row(
-        # Clones: a pickled view takes its whole storage along.
-        input_ids[start:stop].cpu().clone(),
-        position_ids[start:stop].cpu().clone(),
-        max(stop - max(start, prompt_width), 0),
-        temperature,
-    )
+    return Row(input_ids[valid].cpu(), position_ids[valid].cpu(), max(stop - prompt_width, 0), temperature)
 
 
 def _refuse_images(images: Any, wide_positions: bool) -> None:
