@@ -30,6 +30,24 @@ from verl import DataProto
 from verl.trainer.ppo.core_algos import agg_loss
 
 
+def with_nan_embedding(case: Case, rank: int, row: int, at: int) -> Callable[[Any], None]:
+    """What has the embedding of one token come out as NaN: that at a place in a row of the batch."""
+    ids = build_batch(case, rank).batch["input_ids"][row].to(DEVICE)
+
+    def spoil(_: torch.nn.Module, arguments: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+        tokens = arguments[0]
+        if tokens.shape[1] > at:
+            output = output.clone()
+            output[(tokens == ids[: tokens.shape[1]]).all(-1), at] = math.nan
+        return output
+
+    def prepare(actor: Any) -> None:
+        embeddings = [m for m in actor.actor_module.modules() if isinstance(m, torch.nn.Embedding)]
+        embeddings[0].register_forward_hook(spoil)
+
+    return prepare
+
+
 @dataclasses.dataclass
 class Run:
     """What one or more update_policy calls of an actor left behind, on one rank."""
@@ -128,7 +146,7 @@ def threshold_between(case: Case, units: list[Unit]) -> float:
     return math.sqrt(min(above) * max(below))
 
 
-def search(case: Case, **gradloc: Any) -> tuple[list[Unit], list[float], float, Run]:
+def search(case: Case) -> tuple[list[Unit], list[float], float, Run]:
     """The brute force with every token, a threshold between the planted tokens and the others, and a run with it."""
     units, norms = brute_force(case, build_batch(case, dist.get_rank()), tokens=True)
     threshold = threshold_between(case, units)
@@ -138,7 +156,6 @@ def search(case: Case, **gradloc: Any) -> tuple[list[Unit], list[float], float, 
         grad_norm_threshold=threshold,
         bisect_budget_steps=500,
         spike_trigger=case.trigger,
-        **gradloc,
     )
     return units, norms, threshold, run
 

@@ -229,9 +229,7 @@ def build_model(case: Case) -> torch.nn.Module:
         )
         model = LlamaForCausalLM(config)
     if case.model == "tiled":
-        for layer in model.model.layers:  # verl does this to the whole class
-            layer.mlp.__class__ = type("TiledLlamaMLP", (type(layer.mlp),), {})
-            tiled_mlp._patch_mlp_class(type(layer.mlp), tiled_mlp._mlp_forward_fn, num_shards=3)
+        tile_mlps(model)
     if case.packed:
         attention_utils._get_attention_functions = padding_functions
     if case.fused:
@@ -241,6 +239,13 @@ def build_model(case: Case) -> torch.nn.Module:
     if case.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.to(DEVICE).train()
+
+
+def tile_mlps(model: torch.nn.Module) -> None:
+    """Computes them in parts, as verl does, but not those of the whole class."""
+    for layer in model.model.layers:
+        layer.mlp.__class__ = type("TiledLlamaMLP", (type(layer.mlp),), {})
+        tiled_mlp._patch_mlp_class(type(layer.mlp), tiled_mlp._mlp_forward_fn, num_shards=3)
 
 
 def train_only_parts(model: torch.nn.Module, kind: str, wrapping: str) -> torch.nn.Module:
@@ -508,6 +513,13 @@ def events_of(actor: Any) -> list[dict[str, Any]]:
         known = {**whole, "culprits": culprits, **{name: event[name] for name in OF_RANK_0}}
         assert repr(event) == repr(known) and event["replay"] is None
     return box[0]
+
+
+def gathered(value: Any) -> list[Any]:
+    """That of each rank. A collective call."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -41,7 +41,7 @@ def stock_engine() -> type[FSDPEngineWithLMHead]:
 
 
 def with_given_parts(engine: type[FSDPEngineWithLMHead], watched: bool) -> type[FSDPEngineWithLMHead]:
-    """An engine that is given its module and optimizer, and whose forward a test can replace."""
+    """An engine that is given its module and optimizer by an `actor`, whose forward a test can replace."""
 
     class GivenParts(engine):
         actor: Any
@@ -131,6 +131,19 @@ def data_of(batch: DataProto, worker: Any, nested: bool, **settings: Any) -> Any
     return data
 
 
+def metrics_of(output: Any, role: str) -> dict[str, Any]:
+    """Those of a worker's update, but for how long it took."""
+    found = {}
+    for name, value in tu.get(output, "metrics").items():
+        name = name if name.startswith(f"{role}/") else f"{role}/{name}"
+        values = [v.aggregate() if isinstance(v, Metric) else v for v in value] if isinstance(value, list) else value
+        if "/gradloc/" in name or "/layer_clip/" in name:
+            (values,) = values  # the step's, whatever the number of its mini-batches
+        if "/perf/" not in name:
+            found[name] = values
+    return found
+
+
 class EngineActor:
     """What the tests know of an actor: `update_policy`, its parts, and `gradloc`, `layer_clip`, `scaler`.
 
@@ -194,18 +207,7 @@ class EngineActor:
         if not self.engine.is_mp_src_rank_with_outputs():
             assert output is None
             return {}
-        metrics = tu.get(output, "metrics")
-        metrics = {name if name.startswith("actor/") else f"actor/{name}": value for name, value in metrics.items()}
-        found = {}
-        for name, value in metrics.items():
-            values = (
-                [v.aggregate() if isinstance(v, Metric) else v for v in value] if isinstance(value, list) else value
-            )
-            if "/gradloc/" in name or "/layer_clip/" in name:
-                (values,) = values  # the step's, whatever the number of its mini-batches
-            if "/perf/" not in name:
-                found[name] = values
-        return found
+        return metrics_of(output, "actor")
 
     def _forward_micro_batch(self, *arguments: Any) -> Any:
         return self.engine.ordinary_forward_step(*arguments)

@@ -22,6 +22,7 @@ from actors import (
     Case,
     build_config,
     build_model,
+    gathered,
     on_device,
     stock_forward,
 )
@@ -92,9 +93,7 @@ def brute_force(case: Case, batch: DataProto, tokens: bool, steps: int | None = 
                     part += gradient
                 units.append(unit)
             norms.append(step(model, total, config.grad_clip))
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, units)
-    return [unit for rank_units in gathered for unit in rank_units], norms
+    return [unit for of_rank in gathered(units) for unit in of_rank], norms
 
 
 def measure_unit(

@@ -6,7 +6,6 @@ has nested tensors, that a CPU has too.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +13,8 @@ import actor_cases
 import cluster
 import torch
 import torch.distributed as dist
-from actor_cases import Run, compare_runs, threshold_between
-from actors import DEVICE, ENGINE, IDENTITY_THRESHOLD, PROMPT, Case, build_model
+from actor_cases import Run, compare_runs, threshold_between, with_nan_embedding
+from actors import ENGINE, IDENTITY_THRESHOLD, PROMPT, Case, build_model
 from batches import build_batch
 from oracle import Unit, brute_force
 from verl.models.transformers import monkey_patch
@@ -110,19 +109,7 @@ def search(case: Case, size: int) -> tuple[list[Unit], list[float], float, Run, 
 
 def broken_row(case: Case, rank: int, row: int, meter: str) -> Run:
     """A token of one rank's prompt has NaN for its embedding."""
-    original = build_batch(case, rank).batch["input_ids"][row].to(DEVICE)
-
-    def spoil(_: torch.nn.Module, arguments: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
-        tokens = arguments[0]
-        here = (tokens == original[: tokens.shape[1]]).all(-1)
-        output = output.clone()
-        output[here, PROMPT - 1] = math.nan
-        return output
-
-    def prepare(actor: Any) -> None:
-        embeddings = [m for m in actor.actor_module.modules() if isinstance(m, torch.nn.Embedding)]
-        embeddings[0].register_forward_hook(spoil)
-
+    prepare = with_nan_embedding(case, rank, row, PROMPT - 1)
     return train(case, 1, meter=meter, prepare=prepare, grad_norm_threshold=IDENTITY_THRESHOLD)
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import fault_cases
+import test_faults
 import torch.distributed as dist
-from actor_cases import Run, compare_runs, search, stock_run, train
+from actor_cases import Run, compare_runs, stock_run, threshold_between, train
 from actors import IDENTITY_THRESHOLD, Case, build_model
 from batches import build_batch
 from oracle import Unit, brute_force
@@ -34,14 +34,22 @@ def save_model(case: Case, directory: Path) -> None:
     model.save_pretrained(directory / "model")
 
 
-def spiked(case: Case, directory: str, most: int = 4, **options: Any) -> tuple[list[Unit], float, Run]:
-    """Every unit and token by brute force, a threshold that planted tokens exceed, and a run that keeps bundles."""
+def kept(case: Case, directory: str, threshold: float, **options: Any) -> Run:
+    """A run that keeps bundles, and the model."""
     path = Path(directory)
     if dist.get_rank() == 0:
         save_model(case, path)
-    units, _, threshold, run = search(case, bisect_dump_dir=str(path / "dump"), spike_replay=most, **options)
+    detection = {"spike_detection": True, "grad_norm_threshold": threshold, "bisect_budget_steps": 500}
+    run = train(case, bisect_dump_dir=str(path / "dump"), spike_replay=4, **detection, **options)
     dist.barrier()
-    return units, threshold, run
+    return run
+
+
+def spiked(case: Case, directory: str, **options: Any) -> tuple[list[Unit], float, Run]:
+    """Every unit and token by brute force, a threshold that planted tokens exceed, and a run that keeps bundles."""
+    units, _ = brute_force(case, build_batch(case, dist.get_rank()), tokens=True)
+    threshold = threshold_between(case, units)
+    return units, threshold, kept(case, directory, threshold, **options)
 
 
 def events_of(run: Run) -> list[dict[str, Any]]:
@@ -75,17 +83,6 @@ def stalled(directory: str, function: str) -> tuple[dict[str, bool], list[str | 
     finally:
         answers.set()
     return compare_runs(run, stock_run(case)), [event["replay"] for event in events_of(run)]
-
-
-def kept(case: Case, directory: str, threshold: float) -> Run:
-    """A run that keeps bundles, and the model."""
-    path = Path(directory)
-    if dist.get_rank() == 0:
-        save_model(case, path)
-    detection = {"spike_detection": True, "grad_norm_threshold": threshold, "bisect_budget_steps": 500}
-    run = train(case, bisect_dump_dir=str(path / "dump"), spike_replay=4, **detection)
-    dist.barrier()
-    return run
 
 
 def spiked_and_late(case: Case, directory: str) -> tuple[list[Unit], float, Run]:
@@ -125,7 +122,7 @@ def failing(bundle: str, model: str) -> list[tuple[int, str]]:
     found = []
     for owner, name, at in ((search_command, "load", 1), *((Passes, "_forward_backward", at) for at in (1, 2))):
         errors = io.StringIO()
-        failure = fault_cases.failing(owner, name, at, [1], RuntimeError("planted failure"))
+        failure = test_faults.failing(owner, name, at, [1], RuntimeError("planted failure"))
         with failure, contextlib.redirect_stderr(errors):
             found.append((searched(bundle, model), errors.getvalue()))
     return found

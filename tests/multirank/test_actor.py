@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import actor_cases
@@ -23,6 +24,8 @@ THREE = ((0, 0, 4), (1, 3, 0), (1, 6, 9))
 STILL = ((1, 2), (0, 3), (0, 6), (0, 7))
 CLIPPED = ((0, 0, 1), (0, 2, 1), (1, 4, 3))
 NAN = ((0, 2, 7), (1, 3, 2))
+# On each replica of a model, and on both shards of one.
+REPLICAS = ((0, 0, 4), (2, 4, 2), (3, 7, 0))
 
 Launch = Callable[..., list[Any]]
 
@@ -32,12 +35,19 @@ def on_engine(world: int, case: Case) -> tuple[Any, ...]:
     return world, case, pytest.mark.target(version="0.9.1")
 
 
-def on_ranks(*rows: tuple[Any, ...]) -> pytest.MarkDecorator:
-    """Parametrizes a test by the number of ranks and the case of each row, which may have marks after them."""
-    return pytest.mark.parametrize(
-        ("world", "case"),
-        [pytest.param(world, case, id=f"{world}-{case.id}", marks=marks) for world, case, *marks in rows],
-    )
+def only_engine(world: int, case: Case) -> tuple[Any, ...]:
+    """A row of `on_ranks` that runs with the engine alone."""
+    return *on_engine(world, case), pytest.mark.skipif(not ENGINE, reason="this verl trains with its legacy actor")
+
+
+def on_ranks(*rows: tuple[Any, ...], names: str = "world case") -> pytest.MarkDecorator:
+    """Parametrizes a test by the number of ranks, the case and more: each row has these values, and then its marks."""
+    count, params = len(names.split()), []
+    for row in rows:
+        values = row[:count]
+        name = "-".join(str(getattr(value, "id", value)) for value in values)
+        params.append(pytest.param(*values, id=name, marks=row[count:]))
+    return pytest.mark.parametrize(names.split(), params)
 
 
 def near(value: float, tolerance: float = Case().tolerance) -> Any:
@@ -70,6 +80,14 @@ def harmless(results: Sequence[tuple[Any, ...]]) -> list[list[dict[str, Any]]]:
     return same_events([run for _, run, *_ in results])
 
 
+def skip_what_verl_cannot_train(case: Case) -> None:
+    """What verl 0.9.1 itself cannot do, with the versions in tests/requirements-0.9.1.txt."""
+    if ENGINE and case.model == "vision":
+        pytest.skip("its forward of a micro-batch without an image fails with transformers 5")
+    if ENGINE and case.fused and case.wrap == "fsdp2":
+        pytest.skip("its fused kernels fail under FSDP2: they multiply a sharded weight by a whole tensor")
+
+
 def check_unit(found: dict[str, Any], unit: Unit, threshold: float, tolerance: float) -> None:
     assert found["norm"] == near(unit.norm, tolerance)
     assert found["layer_norms"] == {name: near(norm, tolerance) for name, norm in unit.layer_norms.items()}
@@ -91,11 +109,15 @@ def check_unit(found: dict[str, Any], unit: Unit, threshold: float, tolerance: f
     on_engine(2, Case(mini_batch=4, micro_batch=1, rollout=True)),
     (1, Case("none")),
     on_engine(1, Case("fsdp2", checkpointing=True, mini_batch=4)),
+    on_engine(2, Case(mini_batch=4, clipped=((1, 4, 3),), rollout=True)),
+    (2, Case(mini_batch=4, epochs=2, dynamic=True, loss_agg_mode=MODES[2])),
+    (2, Case("fsdp1", mini_batch=4, micro_batch=1, rollout=True)),
+    (2, Case("fsdp2", mini_batch=4, loss_mode="bypass_mode")),
 )
 def test_norms_of_micro_batches_are_those_of_the_oracle(launch: Launch, world: int, case: Case) -> None:
     """A threshold of nearly zero makes every unit an event's unit, and a budget of two passes keeps it short."""
     results = launch(world, actor_cases.units_and_run, case)
-    units, norms, run = results[0]
+    units, norms, _ = results[0]
     (events,) = same_events([result[-1] for result in results])
     steps = case.epochs * case.rows // case.mini_batch
     assert [(event["epoch"], event["mini_batch"]) for event in events] == [
@@ -109,8 +131,32 @@ def test_norms_of_micro_batches_are_those_of_the_oracle(launch: Launch, world: i
             unit = expected.pop((event["epoch"], event["mini_batch"], found["rank"], found["micro_batch"]))
             check_unit(found, unit, 1e-6, case.tolerance)
     assert not any(unit.weight for unit in expected.values())
+    figures = figures_of(case, units)
+    for _, _, run in results:
+        found = {name: run.metrics[0].get(f"actor/gradloc/{name}") for name in figures}
+        # A ratio is as far off as the difference of log-probs that it is the power of.
+        assert found == {name: near(value, 2e-5) for name, value in figures.items()}
+        assert ("actor/gradloc/rollout_ratio_max" in run.metrics[0]) == case.rollout
+    assert case.on_policy or figures["ratio_max"] > 1.01
+    # One rank alone happens to have no unlikely token.
+    assert 0 < figures["unlikely_share"] < 1
+
+
+def figures_of(case: Case, units: list[Unit]) -> dict[str, float]:
+    """Those of an update, from all tokens of all ranks and mini-batches."""
+    log_prob, old, *rollout = (
+        [value for unit in units for value in unit.log_probs[i]] for i in range(2 + case.rollout)
+    )
     largest = max(unit.norm / unit.weight for unit in units if unit.weight)
-    assert max(as_list(run.metrics[0]["actor/gradloc/token_norm_max"])) == near(largest, case.tolerance)
+    figures = {
+        "token_norm_max": largest,
+        "spike_margin": largest / 1e-6,
+        "ratio_max": math.exp(max(p - q for p, q in zip(log_prob, old, strict=True))),
+        "unlikely_share": sum(p < math.log(0.05) for p in log_prob) / len(log_prob),
+    }
+    if rollout:
+        figures["rollout_ratio_max"] = math.exp(max(abs(p - q) for p, q in zip(log_prob, rollout[0], strict=True)))
+    return figures
 
 
 @on_ranks(
@@ -128,9 +174,34 @@ def test_norms_of_micro_batches_are_those_of_the_oracle(launch: Launch, world: i
     (2, Case("fsdp2", loss_mode="gspo", mini_batch=4, planted=THREE)),
     on_engine(2, Case("fsdp1-orig", dynamic=True, trigger="global", planted=THREE)),
     (1, Case("fsdp1", dynamic=True, mini_batch=4, planted=((0, 0, 1), (0, 5, 9)))),
-    (4, Case("fsdp2", planted=((0, 0, 4), (2, 4, 2), (3, 7, 0)))),
+    (4, Case("fsdp2", planted=REPLICAS)),
+    (2, Case("fsdp1", model="lora", planted=ONE)),
+    on_engine(2, Case(model="lora", planted=THREE)),
+    (2, Case("fsdp1-orig", model="frozen", planted=ONE)),
+    (2, Case(model="frozen", planted=ONE)),
+    # Whole micro-batches reach every expert on every rank, or FSDP2 could not train on them; parts of them do not.
+    (2, Case("fsdp1", model="moe", micro_batch=8, planted=THREE)),
+    on_engine(2, Case("fsdp2", model="moe", micro_batch=8, planted=THREE)),
+    # Mixed batches: two rows of three have no image.
+    (2, Case("fsdp1-orig", model="vision", planted=THREE)),
+    (2, Case("fsdp2", model="vision", tool_images=True, planted=THREE)),
+    (2, Case("fsdp1", activation_offload=True, checkpointing=True, planted=ONE)),
+    on_engine(2, Case("fsdp2", activation_offload=True, checkpointing=True, planted=ONE)),
+    on_engine(2, Case("fsdp1", precision="float16", loss_scale=8.0, planted=THREE)),
+    on_engine(2, Case("fsdp2", precision="bfloat16", planted=THREE)),
+    (4, Case("fsdp1", hsdp=True, planted=REPLICAS)),
+    on_engine(4, Case("fsdp2", hsdp=True, planted=REPLICAS)),
+    (2, Case(offload_policy=True, checkpointing=True, planted=THREE)),
+    on_engine(2, Case("fsdp2", packed=True, entropy=True, dynamic=True, planted=THREE)),
+    on_engine(2, Case("fsdp1-orig", fused=True, planted=THREE)),
+    (2, Case("fsdp2", packed=True, fused=True, entropy=True, planted=THREE)),
+    only_engine(2, Case("fsdp1", deferred=True, dynamic=True, planted=THREE)),
+    only_engine(2, Case(nested=True, mini_batch=4, rollout=True, kl=True, planted=THREE)),
+    # One of the micro-batches has no response, and so no column.
+    only_engine(2, Case("fsdp1-orig", deferred=True, nested=True, micro_batch=1, kl=True, entropy=True, planted=THREE)),
 )
 def test_planted_tokens_are_found(launch: Launch, world: int, case: Case) -> None:
+    skip_what_verl_cannot_train(case)
     check_planted_tokens(launch, world, case)
 
 
@@ -264,12 +335,10 @@ TWO_EPOCHS = Case(
     on_engine(2, TWO_EPOCHS),
     (2, Case(loss_mode="clip_cov", dynamic=True, dropout=0.2, optimizer="adamw", mini_batch=4, planted=THREE)),
     (1, Case("none", dropout=0.2, optimizer="adamw", planted=((0, 5, 9),))),
+    only_engine(2, Case(deferred=True, dropout=0.2, optimizer="adamw", planted=THREE)),
+    only_engine(2, Case("fsdp1", deferred=True, nested=True, micro_batch=1, kl=True, entropy=True, planted=THREE)),
 )
 def test_training_is_bit_identical_after_a_search(launch: Launch, world: int, case: Case) -> None:
-    check_bit_identity(launch, world, case)
-
-
-def check_bit_identity(launch: Launch, world: int, case: Case) -> None:
     results = launch(world, actor_cases.identity, case, 100)
     first, second = same_events([run for _, _, run in results])
     assert sum(event["passes"] for event in first) > 0 and second == []
@@ -317,3 +386,22 @@ def test_metrics_without_the_rejected_responses_are_averaged(
 def test_the_closed_formulas_are_what_verl_aggregates(mode: str) -> None:
     closed, autograd = actor_cases.weights_both_ways(Case(loss_agg_mode=mode))
     assert closed == pytest.approx(autograd, rel=1e-6)
+
+
+AUTO = {"spike_replay": 0, "spike_detection": True, "grad_norm_threshold": "auto", "bisect_budget_steps": 50}
+
+
+@cases(
+    "world case",
+    (2, Case("fsdp2", planted=((1, 3, 6),), nan=((0, 2, 7),))),
+    # One micro-batch in all, and the reduced meter: a NaN leaves nothing to tell ordinary norms from.
+    (1, Case("none", rows=4, mini_batch=4, micro_batch=4, nan=((0, 2, 7),))),
+    (2, Case("fsdp2", model="tiled", rows=4, mini_batch=4, nan=((0, 2, 7),))),
+)
+def test_in_the_warm_up_only_nan_is_a_spike(launch: Launch, world: int, case: Case) -> None:
+    for run in launch(world, partial(actor_cases.train, calls=2, **AUTO), case):
+        (event,), second = (valid_events(events) for events in run.events)
+        assert {*case.nan} <= {*places(event)} <= {*case.nan, *case.planted} and second == []
+        assert event["complete"]
+        for metrics in run.metrics:
+            assert not {"actor/gradloc/spike_margin", "actor/gradloc/threshold"} & metrics.keys()

@@ -1,21 +1,265 @@
 """The watch over verl's critics, against plain autograd on an unsharded copy."""
 
+import dataclasses
+import types
 from pathlib import Path
 from typing import Any
 
 import actors
-import critic_cases
 import pytest
 import torch
-from actors import Case
+import torch.distributed as dist
+from actors import (
+    DEVICE,
+    ENGINE,
+    LEARNING_RATE,
+    RESPONSE,
+    SIZES,
+    Case,
+    gathered,
+    settings_of,
+    stock_module,
+    tile_mlps,
+    wrap,
+)
+from batches import Words, build_batch, with_columns
 from jsonschema import Draft202012Validator
+from mini_batches import loss_factor, split_rows, token_weights, whole_mini_batch
 from notation import cases
+from oracle import norms_of
 from test_actor import Launch, near, on_engine, on_ranks
+from transformers import LlamaConfig, LlamaForTokenClassification
+from valid_events import lines_in
+from verl import DataProto
+from verl.workers.config import FSDPCriticConfig, FSDPCriticModelCfg, FSDPEngineConfig
 
 from gradloc.judge.critic import cause, summary
 from gradloc_tools.report.reading import read
 from gradloc_tools.report.summary import summarize
 from gradloc_tools.schema import CRITIC
+
+CLIP = 0.5
+# Of a planted return; ordinary ones are about 1.
+RETURN = 1e4
+
+
+def build_model(case: Case) -> torch.nn.Module:
+    torch.manual_seed(2)
+    options = {"attn_implementation": "sdpa", "torch_dtype": "float32", "num_labels": 1, "classifier_dropout": 0.0}
+    model = LlamaForTokenClassification(LlamaConfig(**SIZES, **options))
+    if case.model == "tiled":
+        tile_mlps(model)
+    return model.to(DEVICE).train()
+
+
+def build_config(case: Case, **options: Any) -> FSDPCriticConfig:
+    if ENGINE:
+        own = {"fsdp": FSDPEngineConfig(dtype="float32", use_torch_compile=False)}
+    else:
+        model = FSDPCriticModelCfg(path="none", tokenizer_path="no/such/folder", use_remove_padding=case.packed)
+        own = {"model": model, "model_config": types.SimpleNamespace()}  # verl would read the tokenizer for the latter
+    return FSDPCriticConfig(**settings_of(case), cliprange_value=CLIP, **own, **options)
+
+
+class BrokenTokenizer:
+    """One that cannot be used."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        raise OSError("no such tokenizer")
+
+
+class Critic:
+    """What the tests know of a critic, whatever the verl: `update`, the model's `module`, and the `watch`."""
+
+    def __init__(self, case: Case, stock: bool = False, tokenizer: Any = None, **options: Any) -> None:
+        self.case, self.config, self.tokenizer = case, build_config(case, **options), tokenizer or Words()
+        self.module = wrap(case, build_model(case))
+        optimizer = torch.optim.SGD(self.module.parameters(), lr=LEARNING_RATE)
+        self._update = (_engine_update if ENGINE else _legacy_update)(self, optimizer, stock)
+
+    def update(self, batch: DataProto) -> dict[str, Any]:
+        return self._update(batch)
+
+
+def _legacy_update(critic: Critic, optimizer: Any, stock: bool) -> Any:
+    if stock:
+        made = stock_module("verl/workers/critic/dp_critic.py").DataParallelPPOCritic
+    else:
+        from verl.workers.critic.dp_critic import DataParallelPPOCritic as made
+    verls = made(critic.config, critic.module, optimizer)
+    if not (stock or isinstance(critic.tokenizer, BrokenTokenizer)):
+        # In place of a tokenizer on the disk, which the critic reads where there is a spike.
+        verls.__dict__["_tokenizer"] = critic.tokenizer
+    critic.watch = getattr(verls, "watch", None)
+    return verls.update_critic
+
+
+def _engine_update(critic: Critic, optimizer: Any, stock: bool) -> Any:
+    from engine_actor import built, data_of, metrics_of, with_given_parts
+    from verl.workers.engine import EngineRegistry
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithValueHead
+    from verl.workers.engine_workers import TrainingWorker
+    from verl.workers.utils.losses import value_loss
+
+    # The registered one is the watched one.
+    (registered, *_) = set(EngineRegistry._engines["value_model"]["fsdp2"].values())
+    assert registered is not FSDPEngineWithValueHead and issubclass(registered, FSDPEngineWithValueHead)
+
+    parts = types.SimpleNamespace(actor_module=critic.module, actor_optimizer=optimizer, scaler=None)
+    given = with_given_parts(FSDPEngineWithValueHead if stock else registered, watched=False)
+    worker = built(given, critic.config, critic.case.packed, value_loss, critic.tokenizer, actor=parts)
+    engine = worker.engine
+    parts._forward_micro_batch = engine.ordinary_forward_step
+
+    def update(batch: DataProto) -> dict[str, Any]:
+        data = data_of(batch, worker, critic.case.nested, temperature=1.0, dataloader_kwargs={"shuffle": False})
+        output = TrainingWorker.train_mini_batch.__wrapped__(worker, data)
+        critic.watch = getattr(engine, "watch", None)
+        return metrics_of(output, "critic")
+
+    return update
+
+
+def build_data(case: Case, seed: int) -> DataProto:
+    """The rows of this rank, with values near those of the model and returns around 1; some returns are planted."""
+    rank = dist.get_rank()
+    with torch.random.fork_rng():
+        batch = build_batch(case, rank, seed)
+    with_columns(case, batch, rank)
+    random = torch.Generator().manual_seed(31 * seed + rank)
+    mask = batch.batch["response_mask"]
+    with torch.no_grad():
+        values = values_of(case, build_model(case), batch.batch).cpu().float()
+    # Some of them are so far from the model's that the clipped loss has no gradient.
+    batch.batch["values"] = (values + torch.randn(mask.shape, generator=random) * 0.4) * mask
+    returns = (values + torch.randn(mask.shape, generator=random)) * mask
+    for at, row, position in case.planted:
+        if at == rank and seed == 0:
+            assert mask[row, position]
+            returns[row, position] = RETURN
+    batch.batch["returns"] = returns
+    return batch
+
+
+def values_of(case: Case, model: torch.nn.Module, rows: Any) -> torch.Tensor:
+    """The values of the responses, as verl computes them: 0.7 in bfloat16."""
+    inputs = {name: rows[name].to(DEVICE) for name in ("input_ids", "attention_mask", "position_ids")}
+    with torch.autocast(DEVICE.type, dtype=torch.bfloat16, enabled=not ENGINE):
+        return model(**inputs, use_cache=False).logits[:, -RESPONSE - 1 : -1].squeeze(-1)
+
+
+def brute_force(case: Case, batch: DataProto) -> tuple[list[list[dict[str, Any]]], dict[str, float]]:
+    """Of the first mini-batch, each rank's micro-batches, and the reduced gradient's norm by layer.
+
+    Plain autograd on an unsharded copy, and the loss as PPO's authors write it.
+    """
+    config, model = build_config(case), build_model(dataclasses.replace(case, model="llama"))
+    mini_batch = batch[: case.mini_batch]
+    info = whole_mini_batch(case, mini_batch)
+    named = dict(model.named_parameters())
+    found, total = [], {name: torch.zeros_like(parameter) for name, parameter in named.items()}
+    for rows in split_rows(case, config, mini_batch):
+        part = mini_batch.batch[rows]
+        mask, returns, old = (part[name].float().to(DEVICE) for name in ("response_mask", "returns", "values"))
+        values = values_of(case, model, part).float()
+        weight = token_weights(case, mask, loss_factor(case, rows), info)
+        clipped = old + (values - old).clamp(-CLIP, CLIP)
+        losses = 0.5 * torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)
+        # Within the clip range both losses are the same but for rounding, and both have a gradient.
+        within = (values - old).abs() <= CLIP
+        moves = (within | ((values - returns) ** 2 >= (clipped - returns) ** 2)) & (weight != 0)
+        loss = (weight * losses).sum()
+        gradients = dict(zip(named, torch.autograd.grad(loss, [*named.values()]), strict=True))
+        norm, layer_norms = norms_of(gradients)
+        for name, gradient in gradients.items():
+            total[name] += gradient
+        count = int(moves.sum())
+        errors = (values - returns).detach()[moves].double()
+        found.append(
+            {
+                "rows": len(rows),
+                "tokens": int(mask.sum()),
+                "norm": norm,
+                "weight": float(weight[moves].double().square().sum().sqrt()),
+                "error": float(errors.square().mean().sqrt()) if count else None,
+                "layer_norms": layer_norms,
+            }
+        )
+    for gradient in total.values():
+        dist.all_reduce(gradient)
+        gradient /= dist.get_world_size()
+    return gathered(found), norms_of(total)[1]
+
+
+def first_spike(case: Case, directory: str, threshold: float) -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:
+    """The brute force, and the first spike that the critic has with this τ; the metrics of the update."""
+    critic = Critic(case, spike_detection=True, grad_norm_threshold=threshold, bisect_dump_dir=directory)
+    batch = build_data(case, 0)
+    expected, reduced = brute_force(case, batch)
+    metrics = critic.update(batch)
+    dist.barrier()
+    return expected, reduced, lines_in(Path(directory), "critic.jsonl")[0], metrics
+
+
+def planted(case: Case, directory: str, threshold: float | str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Two ordinary updates around one with planted returns: the metrics of each, and the file's lines."""
+    critic = Critic(case, spike_detection=True, grad_norm_threshold=threshold, bisect_dump_dir=directory)
+    metrics = [critic.update(build_data(case, seed)) for seed in (1, 0, 2)]
+    dist.barrier()
+    return metrics, lines_in(Path(directory), "critic.jsonl")
+
+
+def resumed(directory: str) -> list[list[float]]:
+    """The norms that an automatic threshold has learned, and those of another one that has loaded them."""
+    from verl.utils.gradloc.adapters.watch import read_state
+
+    critics = [Critic(Case(), spike_detection=True, bisect_dump_dir=directory) for _ in range(2)]
+    critics[0].update(build_data(Case(), 1))
+    critics[0].watch.save(directory)
+    dist.barrier()
+    critics[1].update(build_data(Case(), 2))
+    critics[1].watch.load(lambda: read_state(directory))
+    return [critic.watch.gradloc.state_dict()["token_norms"] for critic in critics]
+
+
+def without_a_tokenizer(directory: str) -> list[dict[str, Any]]:
+    """The spikes of an update with a planted return, where no tokenizer can be read."""
+    case = Case(planted=((1, 5, 1),))
+    critic = Critic(
+        case,
+        tokenizer=BrokenTokenizer(),
+        spike_detection=True,
+        grad_norm_threshold=100.0,
+        bisect_dump_dir=directory,
+    )
+    critic.update(build_data(case, 0))
+    return critic.watch.lines()
+
+
+def parameters_after(case: Case, directory: str, stock: bool, options: dict[str, Any]) -> list[torch.Tensor]:
+    """This rank's parameters after two updates with a spike in the first."""
+    critic = Critic(case, stock, bisect_dump_dir=directory, **options)
+    for seed in range(2):
+        critic.update(build_data(case, seed))
+    whole = [p.to_local() if hasattr(p, "to_local") else p for p in critic.module.parameters()]
+    return [parameter.detach().clone() for parameter in whole]
+
+
+def loss_of_ones_own(directory: str) -> list[dict[str, Any]]:
+    """An update whose loss does not call verl's value loss: the figures of training alone."""
+    critic = Critic(Case(), spike_detection=True, bisect_dump_dir=directory)
+    batch = build_data(Case(), 0)
+    critic.update(batch)
+    watch = critic.watch
+    watch.start_update(1)
+    watch.begin_pass({}, [0], None)
+    with watch.loss(None):
+        pass  # no call of verl's `agg_loss`
+    tokens = {name: torch.ones(1, 1) for name in ("response_mask", "value")}
+    watch.observe({}, lambda: tokens, lambda: (1, 1))
+    watch.step(0, 0, lambda: 1.0)
+    return watch.lines()
+
 
 VALIDATOR = Draft202012Validator(CRITIC)
 PLANTED = ((1, 5, 1),)
@@ -29,7 +273,7 @@ PLANTED = ((1, 5, 1),)
 )
 def test_norms_and_errors_are_those_of_plain_autograd(launch: Launch, tmp_path: Path, world: int, case: Case) -> None:
     """A τ of nearly zero makes every micro-batch a spike."""
-    results = launch(world, critic_cases.first_spike, case, str(tmp_path), 1e-6)
+    results = launch(world, first_spike, case, str(tmp_path), 1e-6)
     by_rank, reduced, spike, metrics = results[0]
     VALIDATOR.validate(spike)
     tolerance = case.tolerance
@@ -66,7 +310,7 @@ def test_norms_and_errors_are_those_of_plain_autograd(launch: Launch, tmp_path: 
     on_engine(2, Case("fsdp1", nested=actors.ENGINE, epochs=2, mini_batch=4, planted=PLANTED)),
 )
 def test_a_planted_return_is_found(launch: Launch, tmp_path: Path, world: int, case: Case) -> None:
-    results = launch(world, critic_cases.planted, case, str(tmp_path), 100.0)
+    results = launch(world, planted, case, str(tmp_path), 100.0)
     metrics, lines = results[0]
     assert [of["critic/gradloc/triggered"] for of in metrics][::2] == [0, 0]
     spike, *later = lines
@@ -80,7 +324,7 @@ def test_a_planted_return_is_found(launch: Launch, tmp_path: Path, world: int, c
     assert unit["rank"] == rank
     value, *others = spike["values"]
     assert (value["rank"], value["row"], value["position"]) == (rank, row_in, position)
-    assert value["return"] == critic_cases.RETURN
+    assert value["return"] == RETURN
     assert value["uid"] == f"{rank}/{row}" and value["data_source"] == "sums"
     assert value["token"] and f"«{value['token']}»" in value["context"]
     assert value["error"] > 100 * max(other["error"] for other in others)
@@ -93,7 +337,7 @@ def test_a_planted_return_is_found(launch: Launch, tmp_path: Path, world: int, c
 
 def test_a_tiled_mlp_is_measured_by_its_reduced_gradient(launch: Launch, tmp_path: Path) -> None:
     case = Case("fsdp2", model="tiled", planted=PLANTED)
-    _, reduced, spike, _ = launch(2, critic_cases.first_spike, case, str(tmp_path), 1.0)[0]
+    _, reduced, spike, _ = launch(2, first_spike, case, str(tmp_path), 1.0)[0]
     VALIDATOR.validate(spike)
     assert spike["micro_batches"] == []
     # verl 0.7's critic computes in bfloat16, and a tiled MLP rounds its sums elsewhere.
@@ -106,10 +350,10 @@ def test_a_tiled_mlp_is_measured_by_its_reduced_gradient(launch: Launch, tmp_pat
     on_engine(2, Case("fsdp2", dynamic=True, planted=PLANTED)),
 )
 def test_training_is_that_of_the_released_verl(launch: Launch, tmp_path: Path, world: int, case: Case) -> None:
-    stock = launch(world, critic_cases.parameters_after, case, str(tmp_path), True, {})
+    stock = launch(world, parameters_after, case, str(tmp_path), True, {})
     for options in ({}, {"spike_detection": True, "grad_norm_threshold": 10.0}):
         for ours, released in zip(
-            launch(world, critic_cases.parameters_after, case, str(tmp_path), False, options), stock, strict=True
+            launch(world, parameters_after, case, str(tmp_path), False, options), stock, strict=True
         ):
             assert all(torch.equal(a, b) for a, b in zip(ours, released, strict=True))
     assert (tmp_path / "critic.jsonl").exists()
@@ -117,19 +361,19 @@ def test_training_is_that_of_the_released_verl(launch: Launch, tmp_path: Path, w
 
 @pytest.mark.every_target
 def test_learned_norms_come_back_with_a_checkpoint(launch: Launch, tmp_path: Path) -> None:
-    for saved, loaded in launch(2, critic_cases.resumed, str(tmp_path)):
+    for saved, loaded in launch(2, resumed, str(tmp_path)):
         assert saved == loaded and len(saved) == 1
 
 
 @pytest.mark.every_target
 def test_another_loss_is_not_looked_at(launch: Launch, tmp_path: Path) -> None:
-    assert launch(2, critic_cases.loss_of_ones_own, str(tmp_path)) == [[], []]
+    assert launch(2, loss_of_ones_own, str(tmp_path)) == [[], []]
 
 
 @pytest.mark.every_target
 def test_without_a_tokenizer_a_value_has_no_text(launch: Launch, tmp_path: Path) -> None:
-    (spike,), _ = launch(2, critic_cases.without_a_tokenizer, str(tmp_path))
-    assert spike["values"][0]["return"] == critic_cases.RETURN
+    (spike,), _ = launch(2, without_a_tokenizer, str(tmp_path))
+    assert spike["values"][0]["return"] == RETURN
     assert "token" not in spike["values"][0]
     VALIDATOR.validate(spike)
 

@@ -1,14 +1,119 @@
 """The spike drill: the planted token is found in every configuration, and training is as without a drill."""
 
+import json
+from functools import partial
 from typing import Any
 
-import drill_cases
 import pytest
-from actor_cases import Run
-from actors import ENGINE, Case
-from test_actor import ONE, THREE, Launch, same_events
-from test_configurations import skip_what_verl_cannot_train
+import reduced_meter_cases
+import torch.distributed as dist
+from action_cases import DETECTION, fill_with_nan
+from actor_cases import Run, compare_runs, train
+from actors import ENGINE, IDENTITY_THRESHOLD, Case
+from batches import build_batch
+from oracle import Unit, brute_force
+from test_actor import ONE, THREE, Launch, on_ranks, same_events, skip_what_verl_cannot_train
+from test_faults import disturb
 from valid_events import valid_events
+from verl.workers.config import LayerClipConfig
+
+# That of the first call's batch.
+STEP = 7
+
+
+def both(case: Case, options: dict[str, Any]) -> tuple[dict[str, bool], list[list[dict[str, Any]]], Run, Run]:
+    """Two calls with a drill in the first, and without.
+
+    Returns:
+        tuple: What is bit-identical; the events of the calls without the drill; the runs.
+    """
+    options = with_detection(options)
+    states: list[str] = []
+
+    def keep_state(actor: Any) -> None:
+        def hook(*_: Any) -> None:
+            learned = [
+                actor.gradloc.state_dict() | {"search_time": None},
+                actor.layer_clip and actor.layer_clip.state_dict(),
+            ]
+            states.append(repr([learned, actor.scaler and actor.scaler.get_scale()]))
+
+        actor.actor_optimizer.register_step_post_hook(hook)
+
+    drilled = train(case, calls=2, prepare=keep_state, spike_drill_step=STEP, **options)
+    plain = train(case, calls=2, prepare=keep_state, **options)
+    same = compare_runs(drilled, plain)
+    half = len(states) // 2
+    same["learned"] = half > 0 and states[:half] == states[half:]
+    # Extra passes take time and are counted apart.
+    same["own metrics"] = [of_gradloc(metrics) for metrics in drilled.metrics] == [
+        of_gradloc(metrics) for metrics in plain.metrics
+    ]
+    passes = [[sum(event["passes"] for event in spikes(events)) for events in run.events] for run in (drilled, plain)]
+    same["passes"] = passes[0] == passes[1]
+    return same, [json.loads(events) for events in plain.events], drilled, plain
+
+
+def with_detection(options: dict[str, Any]) -> dict[str, Any]:
+    options = DETECTION | options
+    if options.pop("clip_layers", False):
+        options["layer_clip"] = LayerClipConfig(enable=True, warmup_steps=1, rule="ratio", ratio=1.5)
+    return options
+
+
+def spikes(events: str) -> list[dict[str, Any]]:
+    return [event for event in json.loads(events) if event["drill"] is None]
+
+
+def of_gradloc(metrics: dict[str, Any]) -> str:
+    left_out = ("drill_found", "seconds", "passes")
+    return repr({name: value for name, value in metrics.items() if "gradloc" in name and not name.endswith(left_out)})
+
+
+def sensitivities(case: Case) -> list[Unit]:
+    """The brute force of the first mini-batch, in which each token's norm is divided by its coefficient's size."""
+    units, _ = brute_force(case, build_batch(case, dist.get_rank()), tokens=True, steps=1)
+    for unit in units:
+        for token in unit.each:
+            token.norm *= token.weight / abs(token.coefficient)
+    return units
+
+
+def with_shared_sequences(case: Case, size: int) -> tuple[dict[str, bool], str, dict[str, Any]]:
+    """With groups of `size` ranks that share their data: what a drill leaves as it was, its events and metrics."""
+    options = {"grad_norm_threshold": IDENTITY_THRESHOLD}
+    drilled = reduced_meter_cases.train(case, size, spike_drill_step=STEP, **options)
+    plain = reduced_meter_cases.train(case, size, **options)
+    same = compare_runs(drilled, plain) | {"no spike": plain.events == ["[]"]}
+    return same, drilled.events[0], drilled.metrics[0]
+
+
+def without_weights(case: Case) -> tuple[dict[str, bool], Run]:
+    """A drill in a mini-batch without a response token on any rank."""
+
+    def reject(batch: Any) -> None:
+        if batch.meta_info["global_steps"] == STEP:
+            batch.batch["response_mask"].zero_()
+
+    options = with_detection({})
+    drilled = train(case, calls=2, change_batch=reject, spike_drill_step=STEP, **options)
+    return compare_runs(drilled, train(case, calls=2, change_batch=reject, **options)), drilled
+
+
+def with_broken_weights(case: Case, options: dict[str, Any]) -> tuple[dict[str, bool], Run]:
+    """A drill while every parameter is NaN."""
+
+    drilled = train(case, prepare=fill_with_nan, spike_drill_step=STEP, **with_detection(options))
+    return {"no step": drilled.gradients == []}, drilled
+
+
+def with_a_failing_pass(case: Case, number: int) -> tuple[dict[str, bool], Run]:
+    """Rank 1's pass of the drill with that number, counted from 0, fails; before it, there is the rehearsal."""
+    prepare = partial(disturb, where="before the forward", when=number + 2)
+    options = with_detection({})
+    drilled = train(case, calls=2, prepare=prepare, spike_drill_step=STEP, **options)
+    return compare_runs(drilled, train(case, calls=2, **options)), drilled
+
 
 EVERY_ROW = tuple((rank, row) for rank in range(2) for row in range(8))
 
@@ -17,39 +122,36 @@ def check_drill(event: dict[str, Any], metrics: dict[str, Any]) -> None:
     drill = event["drill"]
     assert drill["found"] and metrics["actor/gradloc/drill_found"] == 1.0, (drill, event["error"])
     assert drill["passes"] == event["passes"] > 0
-    assert (event["global_step"], event["epoch"], event["mini_batch"]) == (drill_cases.STEP, 0, 0)
+    assert (event["global_step"], event["epoch"], event["mini_batch"]) == (STEP, 0, 0)
     assert (event["action"], event["applied"], event["diagnosis"]) == ("log", True, "tokens")
     culprits = [{name: c[name] for name in drill["planted"]} for c in event["culprits"]]
     assert drill["planted"] in culprits
 
 
-ON_ENGINE = [pytest.mark.target(version="0.9.1")]
-DRILLS: list[tuple[int, Case, dict[str, Any], list[pytest.MarkDecorator]]] = [
-    (2, Case(checkpointing=True, dropout=0.2, optimizer="adamw", mini_batch=4), {}, []),
-    (2, Case(model="moe", micro_batch=8), {"bisect_until": "exhaustive"}, []),
-    (2, Case("fsdp1", precision="float16", loss_scale=2.0**14), {}, []),
-    (2, Case("fsdp1-orig", dynamic=True, mini_batch=4, epochs=2, kl=True, entropy=True), {}, []),
+ON_ENGINE = pytest.mark.target(version="0.9.1")
+
+
+@on_ranks(
+    (2, Case(checkpointing=True, dropout=0.2, optimizer="adamw", mini_batch=4), {}),
+    (2, Case(model="moe", micro_batch=8), {"bisect_until": "exhaustive"}),
+    (2, Case("fsdp1", precision="float16", loss_scale=2.0**14), {}),
+    (2, Case("fsdp1-orig", dynamic=True, mini_batch=4, epochs=2, kl=True, entropy=True), {}),
     (2, Case("fsdp1", packed=True, fused=True, trigger="global"), {"spike_trigger": "global"}, ON_ENGINE),
-    (2, Case(model="tiled"), {}, []),
-    (2, Case(offload_policy=True), {"grad_norm_threshold": "auto", "clip_layers": True}, []),
-    (1, Case("none", loss_agg_mode="seq-mean-token-mean"), {"grad_norm_threshold": "auto"}, []),
+    (2, Case(model="tiled"), {}),
+    (2, Case(offload_policy=True), {"grad_norm_threshold": "auto", "clip_layers": True}),
+    (1, Case("none", loss_agg_mode="seq-mean-token-mean"), {"grad_norm_threshold": "auto"}),
     # No token can move but the planted one.
-    (2, Case(still=EVERY_ROW, trigger="global"), {"spike_trigger": "global"}, []),
+    (2, Case(still=EVERY_ROW, trigger="global"), {"spike_trigger": "global"}),
     # A real spike in the mini-batch of the drill is found besides, and acted on.
-    (2, Case(planted=THREE), {"spike_action": "drop"}, []),
+    (2, Case(planted=THREE), {"spike_action": "drop"}),
     (2, Case(planted=ONE), {"spike_action": "skip", "spike_trigger": "global", "clip_layers": True}, ON_ENGINE),
-]
-
-
-@pytest.mark.parametrize(
-    ("world", "case", "options"),
-    [pytest.param(*row, id=f"{row[0]}-{row[1].id}-{row[2]}", marks=marks) for *row, marks in DRILLS],
+    names="world case options",
 )
 def test_a_drill_finds_its_token_and_changes_no_bit(
     launch: Launch, world: int, case: Case, options: dict[str, Any]
 ) -> None:
     skip_what_verl_cannot_train(case)
-    results = launch(world, drill_cases.both, case, options)
+    results = launch(world, both, case, options)
     runs: list[Run] = [drilled for _, _, drilled, _ in results]
     first, second = same_events(runs)
     for same, without, drilled, _ in results:
@@ -67,8 +169,8 @@ def test_a_drill_finds_its_token_and_changes_no_bit(
 def test_the_norm_of_the_planted_token_is_that_of_the_oracle(launch: Launch) -> None:
     """Against brute force: the culprit's norm over its raised coefficient is the norm of ∇log p."""
     case = Case("fsdp1", dynamic=True, kl=True)
-    units = launch(2, drill_cases.sensitivities, case)[0]
-    _, _, drilled, _ = launch(2, drill_cases.both, case, {})[0]
+    units = launch(2, sensitivities, case)[0]
+    _, _, drilled, _ = launch(2, both, case, {})[0]
     event = valid_events(drilled.events[0])[0]
     (culprit,) = event["culprits"]
     (token,) = [
@@ -87,7 +189,7 @@ def test_the_norm_of_the_planted_token_is_that_of_the_oracle(launch: Launch) -> 
 )
 def test_a_drill_finds_its_token_in_shared_sequences(launch: Launch, world: int, size: int) -> None:
     """With sequence parallelism, and with the reduced meter on unshared data."""
-    results = launch(world, drill_cases.with_shared_sequences, Case("fsdp2", packed=size > 1), size)
+    results = launch(world, with_shared_sequences, Case("fsdp2", packed=size > 1), size)
     for same, events, metrics in results:
         assert all(same.values()), same
         assert events == results[0][1]
@@ -108,13 +210,13 @@ def failed_drill(results: list[tuple[dict[str, bool], Run]]) -> dict[str, Any]:
 
 
 def test_a_drill_without_a_response_token_fails_with_a_reason(launch: Launch) -> None:
-    event = failed_drill(launch(2, drill_cases.without_weights, Case("fsdp2", mini_batch=4)))
+    event = failed_drill(launch(2, without_weights, Case("fsdp2", mini_batch=4)))
     assert event["drill"]["planted"] is None and "no response token" in event["error"]
 
 
 def test_a_drill_with_nan_weights_fails_with_a_reason(launch: Launch) -> None:
     options = {"spike_action": "skip", "clip_layers": True}
-    event = failed_drill(launch(2, drill_cases.with_broken_weights, Case(), options))
+    event = failed_drill(launch(2, with_broken_weights, Case(), options))
     assert event["diagnosis"] == "nonfinite" and event["drill"]["planted"] is None
 
 
@@ -128,5 +230,5 @@ def test_a_drill_with_nan_weights_fails_with_a_reason(launch: Launch) -> None:
 )
 def test_a_failing_pass_fails_the_drill_on_all_ranks(launch: Launch, case: Case, number: int) -> None:
     """The pass that measures the token, one of the mini-batch's four, and one of the search."""
-    event = failed_drill(launch(2, drill_cases.with_a_failing_pass, case, 1, number))
+    event = failed_drill(launch(2, with_a_failing_pass, case, number))
     assert "OutOfMemoryError" in event["error"] and event["diagnosis"] == "incomplete"

@@ -1,6 +1,5 @@
-"""What only verl 0.9's FSDP engine has; the actor's own tests run against it as well."""
+"""The evidence of verl 0.9's FSDP engine; the actor's own tests run against it as well."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,8 @@ import torch.distributed as dist
 from actors import Case, build_actor
 from batches import Words, build_batch, response_length, with_columns
 from reduced_meter_cases import share_sequences, stand_in_for_a_gpu
-from test_actor import ONE, THREE, Launch, check_bit_identity, check_planted_tokens, near, on_ranks
-from valid_events import events_in
+from test_actor import ONE, THREE, Launch, near
+from valid_events import events_in, lines_in
 
 
 def evidence(case: Case, directory: str, shuffle: bool, size: int = 1) -> tuple[list[Any], list[dict[str, Any]]]:
@@ -77,24 +76,6 @@ pytestmark = [
 ]
 
 
-@on_ranks(
-    (2, Case("fsdp1", deferred=True, dynamic=True, planted=THREE)),
-    (2, Case(nested=True, mini_batch=4, rollout=True, kl=True, planted=THREE)),
-    # One of the micro-batches has no response, and so no column.
-    (2, Case("fsdp1-orig", deferred=True, nested=True, micro_batch=1, kl=True, entropy=True, planted=THREE)),
-)
-def test_planted_tokens_are_found(launch: Launch, world: int, case: Case) -> None:
-    check_planted_tokens(launch, world, case)
-
-
-@on_ranks(
-    (2, Case(deferred=True, dropout=0.2, optimizer="adamw", planted=THREE)),
-    (2, Case("fsdp1", deferred=True, nested=True, micro_batch=1, kl=True, entropy=True, planted=THREE)),
-)
-def test_training_is_bit_identical(launch: Launch, world: int, case: Case) -> None:
-    check_bit_identity(launch, world, case)
-
-
 def check_written(
     folder: Path, results: list[tuple[list[Any], list[dict[str, Any]]]]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -106,7 +87,7 @@ def check_written(
     culprits = [culprit for event in events for culprit in event["culprits"]]
     assert sorted(tuple(sorted((name, culprit[name]) for name in names)) for culprit in culprits) == sorted(planted)
     assert {event["global_step"] for event in events} == {7}
-    steps = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
+    steps = lines_in(folder, "steps.jsonl")
     assert [(step["global_step"], step["triggered"]) for step in steps] == [(7, len(events)), (8, 0)]
     return events, steps
 
@@ -124,7 +105,7 @@ def test_each_rank_describes_its_culprits(launch: Launch, tmp_path: Path, shuffl
 def test_the_updates_of_a_step_are_counted_together(launch: Launch, tmp_path: Path) -> None:
     """As verl's asynchronous trainer with separate rollouts makes them, which takes a GPU to run."""
     results = launch(2, step_of_two_updates, Case(mini_batch=4, planted=ONE), str(tmp_path))
-    (step,) = (json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines())
+    (step,) = lines_in(tmp_path, "steps.jsonl")
     events = events_in(tmp_path)
     assert [event["mini_batch"] for event in events] == [0, 2]
     assert (step["global_step"], step["triggered"]) == (7, 2)

@@ -1,16 +1,396 @@
 """Whatever happens during a search: it ends on all ranks alike, and training goes on, or fails as it would without."""
 
-from collections.abc import Callable
+import contextlib
+import itertools
+import json
+import os
+import signal
+import types
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
+from unittest import mock
 
 import cluster
-import fault_cases
 import pytest
-from actors import Case
+import reduced_meter_cases
+import torch
+import torch.distributed as dist
+from action_cases import DETECTION, compared, layers_of
+from actor_cases import Run, compare_runs, stock_run, train, warnings_of
+from actors import ENGINE, PROMPT, Case, stock_dp_actor, with_hook_on_log_probs
 from cluster import Cluster, RankFailed
 from notation import cases
 from test_actor import ONE, THREE, Launch, as_list, harmless, on_engine, on_ranks, places, same_events
+from torch.distributed.fsdp import _flat_param, _runtime_utils
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+from torch_stand_ins import as_in_torch_2_15, without_name
 from valid_events import valid_events
+from verl import DataProto
+from verl.utils.gradloc import metrics
+from verl.utils.gradloc.adapters import loss_weights
+from verl.utils.gradloc.adapters.actor_config import LayerClipConfig, TokenClipConfig
+from verl.utils.gradloc.evidence import event
+from verl.utils.gradloc.fsdp.failed_pass import RecordedCollectives
+from verl.utils.gradloc.fsdp.state import flat_handles
+from verl.utils.gradloc.fsdp.torch_compat import param_groups
+from verl.utils.gradloc.layers.layer_clip import LayerClip
+from verl.utils.gradloc.measure import local_norms, micro_batch
+from verl.utils.gradloc.search.investigation import SearchTime
+
+
+def disturb(
+    actor: Any,
+    where: str,
+    when: int | Sequence[int],
+    ranks: Sequence[int] = (1,),
+    disturbance: Callable[[], None] | None = None,
+) -> None:
+    """Has these ranks run out of memory, or something else happen there, in extra passes with these numbers.
+
+    Of an unpatched actor, in ordinary ones.
+    """
+    if dist.get_rank() not in ranks:
+        return
+    numbers = [when] if isinstance(when, int) else when
+    count = 0
+
+    def strike(*_: Any) -> None:
+        nonlocal count
+        gradloc = getattr(actor, "gradloc", None)
+        # In verl 0.7 a training pass begins within the forward.
+        trains = getattr(actor, "_watching", False) or (gradloc is not None and gradloc.current is not None)
+        if not getattr(actor, "evaluates", False) and not trains:
+            count += 1
+            if count in numbers:
+                (disturbance or run_out_of_memory)()
+
+    forward = actor._forward_micro_batch
+
+    def striking_forward(*arguments: Any, **options: Any) -> Any:
+        if where == "before the forward":
+            strike()
+        outputs = forward(*arguments, **options)
+        if where == "after the forward":
+            strike()
+        return outputs
+
+    def strike_in_backward(_module: torch.nn.Module, _arguments: Any, output: torch.Tensor) -> None:
+        # Gradient checkpointing runs the forward again in the backward.
+        if torch._C._current_graph_task_id() == -1 and output.requires_grad:
+            output.register_hook(strike)
+
+    layers = layers_of(actor)
+    if where == "in a layer":
+        layers[1].register_forward_hook(strike)
+    elif where == "in a layer's backward":
+        layers[1].register_forward_hook(strike_in_backward)
+    elif where == "in the backward":
+        actor._forward_micro_batch = with_hook_on_log_probs(forward, strike)
+    else:
+        actor._forward_micro_batch = striking_forward
+
+
+OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+def run_out_of_memory(*_: Any) -> Any:
+    raise OUT_OF_MEMORY
+
+
+def failing(owner: Any, name: str, when: int, ranks: Sequence[int], error: Exception = OUT_OF_MEMORY) -> Any:
+    """A patch of a function, whose call of this number, counted from 1, fails on some ranks."""
+    calls, function = itertools.count(1), getattr(owner, name)
+
+    def called(*arguments: Any, **options: Any) -> Any:
+        if next(calls) == when and dist.get_rank() in ranks:
+            raise error
+        return function(*arguments, **options)
+
+    return mock.patch.object(owner, name, called)
+
+
+def failing_search(
+    case: Case, where: str, ranks: list[int], when: int, later_torch: bool = False
+) -> tuple[dict[str, bool], Run]:
+    """A run in which an extra pass runs out of memory on some ranks, compared with the unpatched actor."""
+
+    def prepare(actor: Any) -> None:
+        if later_torch:
+            as_in_torch_2_15(actor.actor_module)
+        disturb(actor, where, when, ranks)
+
+    return compared(case, prepare=prepare)
+
+
+def torch_without(name: str, ranks: Sequence[int]) -> Any:
+    """A patch of what looks at the model's shards first, after which torch lacks a name on some ranks."""
+    make = LayerClip.__init__
+
+    def make_without(self: LayerClip, module: torch.nn.Module, *arguments: Any, **options: Any) -> None:
+        if dist.get_rank() in ranks:
+            without_name((param_groups(module) or flat_handles(module))[0], name)
+        make(self, module, *arguments, **options)
+
+    return mock.patch.object(LayerClip, "__init__", make_without)
+
+
+def layer_clip_without(case: Case, name: str) -> str:
+    """What a run with LayerClip says at its start, on a torch that lacks a name."""
+    with torch_without(name, range(dist.get_world_size())), pytest.raises(RuntimeError) as refused:
+        train(case, layer_clip=LayerClipConfig(enable=True))
+    return str(refused.value)
+
+
+def without_a_name(case: Case, name: str, ranks: list[int]) -> tuple[dict[str, bool], Run, list[str]]:
+    """A run on a torch that lacks a name on some ranks, compared with the unpatched actor; and the warnings."""
+    with torch_without(name, ranks), warnings_of("verl.utils.gradloc.gradloc") as warnings:
+        return *compared(case, spike_replay=1), warnings
+
+
+def with_unseen_calls(case: Case) -> tuple[dict[str, bool], Run, list[str]]:
+    """A run on a torch whose FSDP makes its collective calls by functions that nobody knows; and the warnings."""
+    stock_run(case, 2)
+    copied = types.SimpleNamespace(**vars(dist))
+    parts = [mock.patch.object(part, "dist", copied) for part in (_fsdp_collectives, _flat_param, _runtime_utils)]
+    with contextlib.ExitStack() as ended, warnings_of("verl.utils.gradloc.gradloc") as warnings:
+        for part in parts:
+            ended.enter_context(part)
+        return *compared(case), warnings
+
+
+def with_assertions(case: Case) -> tuple[dict[str, bool], Run]:
+    """A run of a model that refuses hidden states of zero, compared with the unpatched actor."""
+
+    def check(_module: torch.nn.Module, _arguments: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        assert bool((hidden.abs().amax(-1) > 0).all()), "a hidden state is zero"
+
+    def change(model: torch.nn.Module) -> None:
+        for layer in model.model.layers:
+            layer.register_forward_hook(check)
+
+    return compared(case, both={"change_model": change})
+
+
+def rehearsed(calls: list[int], failing: int | None) -> tuple[str, int | None]:
+    """A rehearsal in which each rank makes so many calls, and one may fail before its last.
+
+    Returns:
+        tuple: This rank's error, and how many calls are known after it.
+    """
+    recorded = RecordedCollectives()
+
+    def run() -> None:
+        for number in range(calls[dist.get_rank()]):
+            if dist.get_rank() == failing and number == calls[failing] - 1:
+                run_out_of_memory()
+            dist.all_gather([torch.zeros(3) for _ in calls], torch.ones(3))
+
+    error = recorded.run(run, torch.device("cpu"), gathers=True)
+    return str(error), None if recorded.needs_rehearsal else len(recorded._recorded_calls)
+
+
+def out_of_time(case: Case, others: float) -> tuple[dict[str, bool], Run]:
+    """A run whose clock shows a second more at each reading on rank 0, and that many more on the others."""
+
+    def prepare(actor: Any) -> None:
+        now = 1e5 * dist.get_rank()
+
+        def clock() -> float:
+            nonlocal now
+            now += others if dist.get_rank() else 1.0
+            return now
+
+        actor.gradloc._search_time = SearchTime(4.5, clock)
+
+    return compared(case, prepare=prepare, bisect_budget_seconds=4.5, bisect_until="exhaustive")
+
+
+def evaluate_before_updates(actor: Any) -> None:
+    """Has each update follow a forward without gradients, as a trainer runs for the old log-probs."""
+    update_policy = actor.update_policy
+    module, inputs = actor.actor_module, ("input_ids", "attention_mask", "position_ids")
+
+    def after_an_evaluation(batch: DataProto) -> dict[str, Any]:
+        actor.evaluates = True
+        with actor.engine.eval_mode() if ENGINE else contextlib.nullcontext(), torch.no_grad():
+            module(**{name: batch.batch[name] for name in inputs}, use_cache=False)
+        actor.evaluates = False
+        return update_policy(batch)
+
+    actor.update_policy = after_an_evaluation
+
+
+def failing_after_an_evaluation(case: Case, where: str, when: list[int]) -> tuple[dict[str, bool], Run]:
+    """Rank 1 runs out of memory in an extra pass, in a run with a forward without gradients before each update."""
+
+    def prepare(actor: Any) -> None:
+        evaluate_before_updates(actor)
+        disturb(actor, where, when)
+
+    stock = _stock_with_evaluations(case)
+    run = train(case, calls=2, prepare=prepare, **DETECTION)
+    return compare_runs(run, stock), run
+
+
+@cache
+def _stock_with_evaluations(case: Case) -> Run:
+    return train(case, stock_dp_actor(), calls=2, prepare=evaluate_before_updates)
+
+
+def failing_without_an_expert(case: Case) -> tuple[dict[str, bool], Run]:
+    """Rank 1 runs out of memory in its first extra pass over more than one token of one row."""
+
+    def prepare(actor: Any) -> None:
+        def strike(_module: torch.nn.Module, arguments: tuple[torch.Tensor], _output: torch.Tensor) -> None:
+            if actor.gradloc.current is None and arguments[0].shape[:2] != (1, PROMPT + 1):
+                run_out_of_memory()
+
+        if dist.get_rank() == 1:
+            layers_of(actor)[1].register_forward_hook(strike)
+
+    return compared(case, both={"change_model": without_an_expert}, prepare=prepare)
+
+
+def without_an_expert(model: torch.nn.Module) -> None:
+    """No token is ever routed to the last expert of a layer, which so has no gradient."""
+
+    def avoid(_module: torch.nn.Module, _arguments: Any, logits: torch.Tensor) -> torch.Tensor:
+        return torch.cat([logits[..., :-1], torch.full_like(logits[..., -1:], -1e9)], -1)
+
+    for layer in model.model.layers:
+        layer.mlp.gate.register_forward_hook(avoid)
+
+
+def dropping_without_an_expert(case: Case) -> tuple[list[int], list[int], str]:
+    """How many parameters have a gradient in each optimizer step, without and with a drop; and the drop's events."""
+    stock = train(case, stock_dp_actor(), change_model=without_an_expert)
+    run = train(case, change_model=without_an_expert, **{**DETECTION, "spike_action": "drop"})
+    return [len(step) for step in stock.gradients], [len(step) for step in run.gradients], run.events[0]
+
+
+def with_other_arithmetic(case: Case) -> Run:
+    """A search on ranks of which each one makes something else of suspicion, as other processors might."""
+    suspicion = micro_batch.suspicion
+
+    def other(tokens: dict[str, torch.Tensor]) -> torch.Tensor:
+        return suspicion(tokens) * (1 + dist.get_rank() * torch.rand_like(tokens["weight"]))
+
+    with mock.patch.object(micro_batch, "suspicion", other):
+        return train(case, **DETECTION)
+
+
+def with_other_sums(case: Case) -> tuple[float, float, Run]:
+    """A run in which rank 1's copy of each all-reduced float64 sum is a little too large.
+
+    Returns:
+        tuple: The norm of the reduced gradient; the threshold, which lies just over it, and under what rank 1's copy
+            would give; the run.
+    """
+    options = {"spike_detection": True, "spike_trigger": "global"}
+    first = train(case, **options, grad_norm_threshold=1.0, bisect_budget_steps=1)
+    (event,) = json.loads(first.events[0])
+    trigger = event["trigger"]
+    threshold = trigger["norm"] / trigger["threshold"] * (1 + 1e-9)
+    all_reduce = dist.all_reduce
+
+    def inexact(tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
+        work = all_reduce(tensor, *arguments, **keywords)
+        if tensor.dtype == torch.float64 and dist.get_rank() == 1:
+            tensor.mul_(1 + 1e-8)
+        return work
+
+    with mock.patch.object(dist, "all_reduce", inexact):
+        run = train(case, **options, grad_norm_threshold=threshold)
+    return trigger["norm"], threshold * trigger["threshold"], run
+
+
+def failing_beside_the_passes(case: Case, what: str) -> tuple[dict[str, bool], Run]:
+    """A rank runs out of memory where a search only looks at figures; compared with the unpatched actor.
+
+    Args:
+        case (Case): The actor.
+        what (str): "the units", which are shared before the first probe; "a norm", read after one; "its culprits", of
+            which it tells the other ranks at the end; "the event", which rank 0 writes down. Else it is rank 1.
+    """
+
+    def prepare(actor: Any) -> None:
+        if dist.get_rank() != 1:
+            return
+        if what == "a norm":
+            norms = actor.gradloc._model.meter
+            stop = norms.stop
+            norms.stop = lambda: stop() if actor.gradloc.current else run_out_of_memory()
+        elif what != "the event":
+            measure = actor.gradloc._measure
+
+            def measured(where: Any) -> Any:
+                mini_batch = measure(where)
+                if what == "the units":
+                    mini_batch._own_figures = run_out_of_memory
+                for each in mini_batch.micro_batches if what == "its culprits" else ():
+                    portable = each.portable
+                    # With their inputs, they are sent to be searched.
+                    each.portable = lambda scale, inputs=True, p=portable: p(scale) if inputs else run_out_of_memory()
+                return mini_batch
+
+            actor.gradloc._measure = measured
+
+    with failing(event, "_trigger", 1, [0] if what == "the event" else []):
+        return compared(case, prepare=prepare)
+
+
+# What is read of a training pass or of a mini-batch, and which time it fails; with TokenClip, before the backward.
+READ = {
+    "norms": (local_norms, "norms_of_all", 2),
+    "weights": (loss_weights, "policy_weights", 2),
+    "weights and TokenClip": (loss_weights, "policy_weights", 2),
+    "sums": (metrics, "own_sums", 1),
+}
+
+
+def with_an_unread_pass(case: Case, what: str, ranks: list[int]) -> tuple[dict[str, bool], Run]:
+    """A run in which some ranks run out of memory over the first update, compared with the unpatched actor."""
+    clip = {"token_clip": TokenClipConfig(enable=True, action="log")} if "TokenClip" in what else {}
+    with failing(*READ[what], ranks):
+        return compared(case, **clip)
+
+
+def failing_alone(case: Case) -> None:
+    """Rank 1 fails where the others cannot know of it."""
+
+    def prepare(actor: Any) -> None:
+        if dist.get_rank() == 1:
+            measure = actor.gradloc._measure
+            actor.gradloc._measure = lambda where: measure(where) and run_out_of_memory()
+
+    train(case, prepare=prepare, **DETECTION)
+
+
+def failing_on_shared_data(case: Case) -> None:
+    """Rank 1 runs out of memory in an extra pass, whose collective calls depend on its data."""
+    reduced_meter_cases.train(case, 2, prepare=partial(disturb, where="in a layer", when=2), **DETECTION)
+
+
+def killed(case: Case, stock: bool) -> None:
+    """Rank 1 is killed in the middle of an extra pass, or of an ordinary one of an unpatched actor."""
+    prepare = partial(disturb, where="in a layer", when=2, disturbance=lambda: os.kill(os.getpid(), signal.SIGKILL))
+    if stock:
+        train(case, stock_dp_actor(), prepare=prepare)
+    else:
+        train(case, prepare=prepare, **DETECTION)
+
+
+def unequal_lengths(case: Case) -> tuple[dict[str, bool], Run]:
+    """All responses of rank 0 are cut to one token: under dynamic batch sizes it would need fewer micro-batches."""
+
+    def change_batch(batch: DataProto) -> None:
+        if dist.get_rank() == 0:
+            batch.batch["attention_mask"][:, PROMPT + 1 :] = 0
+            batch.batch["response_mask"][:, 1:] = 0
+
+    return compared(case, 1, {"change_batch": change_batch})
 
 
 def check_search(results: list[Any], case: Case, error: str = "") -> dict[str, Any]:
@@ -24,52 +404,51 @@ def check_search(results: list[Any], case: Case, error: str = "") -> dict[str, A
     return event
 
 
-@cases(
-    "world case where",
+@on_ranks(
     (1, Case("fsdp2", planted=((0, 0, 4), (0, 6, 1))), "in a layer"),
-    pytest.param(2, Case("fsdp1", planted=THREE), "in a layer", marks=pytest.mark.every_target),
+    (2, Case("fsdp1", planted=THREE), "in a layer", pytest.mark.every_target),
     (2, Case("fsdp1", planted=THREE), "in a layer's backward"),
     (2, Case("fsdp1", planted=THREE), "in the backward"),
     (2, Case("fsdp2", checkpointing=True, planted=THREE), "in a layer"),
     (2, Case("fsdp2", activation_offload=True, planted=THREE), "in a layer's backward"),
     (2, Case("fsdp2", grouped=True, planted=THREE), "in a layer"),
     *[(2, Case("fsdp2", planted=THREE), where) for where in ("before the forward", "after the forward")],
-    pytest.param(2, Case("fsdp2", planted=THREE), "in the backward", marks=pytest.mark.every_target),
+    (2, Case("fsdp2", planted=THREE), "in the backward", pytest.mark.every_target),
     (4, Case("fsdp1", hsdp=True, planted=THREE), "in a layer's backward"),
     (4, Case("fsdp2", hsdp=True, planted=THREE), "in a layer"),
+    names="world case where",
 )
 def test_out_of_memory_in_a_pass_ends_the_search_on_all_ranks(
     launch: Launch, world: int, case: Case, where: str
 ) -> None:
     failing, when = {1: ([0], 1), 2: ([1], 2), 4: ([1, 2], 2)}[world]
-    check_search(launch(world, fault_cases.failing_search, case, where, failing, when), case, "OutOfMemoryError")
+    check_search(launch(world, failing_search, case, where, failing, when), case, "OutOfMemoryError")
 
 
 @pytest.mark.parametrize("failing", [[], [1]], ids=["found", "out of memory"])
 def test_a_search_where_a_torch_has_what_2_15_has(launch: Launch, failing: list[int]) -> None:
     case = Case("fsdp2", planted=THREE)
-    results = launch(2, fault_cases.failing_search, case, "in a layer's backward", failing, 2, True)
+    results = launch(2, failing_search, case, "in a layer's backward", failing, 2, True)
     check_search(results, case, "OutOfMemoryError" if failing else "")
 
 
 @cases(
-    "world case ranks",
-    (2, Case("fsdp1", planted=THREE), [0, 1]),
-    (2, Case("fsdp2", planted=THREE), [1]),
+    "wrap name ranks",
+    ("fsdp1", "FlatParamHandle._prefetched", [0, 1]),
+    ("fsdp2", "FSDPParamGroup.reduce_grads", [1]),
 )
 def test_what_torch_lacks_turns_the_search_off_on_all_ranks(
-    launch: Launch, world: int, case: Case, ranks: list[int]
+    launch: Launch, wrap: str, name: str, ranks: list[int]
 ) -> None:
-    name = "reduce_grads" if case.wrap == "fsdp2" else "_prefetched"
-    results = launch(world, fault_cases.without_a_name, case, name, ranks)
+    results = launch(2, without_a_name, Case(wrap, planted=THREE), name.partition(".")[2], ranks)
     assert harmless(results) == [[], []]
     (warning,), other = [warnings for _, _, warnings in results]
-    assert f"{'FSDPParamGroup' if case.wrap == 'fsdp2' else 'FlatParamHandle'}.{name}" in warning and other == []
+    assert name in warning and other == []
     assert "off" in warning and f"rank {ranks[0]}" in warning
 
 
 def test_layer_clip_says_at_the_start_what_torch_lacks(launch: Launch) -> None:
-    for said in launch(2, fault_cases.layer_clip_without, Case("fsdp1"), "process_group"):
+    for said in launch(2, layer_clip_without, Case("fsdp1"), "process_group"):
         assert (
             "layer_clip.enable: LayerClip cannot be built with torch " in said
             and "(rank 0: AttributeError: process_group); take a torch" in said
@@ -79,7 +458,7 @@ def test_layer_clip_says_at_the_start_what_torch_lacks(launch: Launch) -> None:
 @pytest.mark.parametrize("wrap", ["fsdp1", "fsdp2"])
 def test_unseen_collective_calls_leave_no_rank_waiting(launch: Launch, wrap: str) -> None:
     """They are unknown, and there is no search, in which they would have to be made after an error."""
-    results = launch(2, fault_cases.with_unseen_calls, Case(wrap, planted=THREE))
+    results = launch(2, with_unseen_calls, Case(wrap, planted=THREE))
     (event,), second = harmless(results)
     assert "none of the collective calls" in event["error"] and event["culprits"] == [] and second == []
     (warning,), other = [warnings for _, _, warnings in results]
@@ -97,20 +476,20 @@ def test_unseen_collective_calls_leave_no_rank_waiting(launch: Launch, wrap: str
 def test_a_rehearsal_ends_on_all_ranks(
     launch: Launch, calls: list[int], failing: int | None, errors: list[str], known: int | None
 ) -> None:
-    for (error, found), expected in zip(launch(2, fault_cases.rehearsed, calls, failing), errors, strict=True):
+    for (error, found), expected in zip(launch(2, rehearsed, calls, failing), errors, strict=True):
         assert expected in error and found == known
 
 
 def test_a_model_that_asserts_on_its_activations_is_searched(launch: Launch) -> None:
     """A rehearsal without communication would see parameters of zero."""
     case = Case("fsdp2", planted=THREE)
-    check_search(launch(2, fault_cases.with_assertions, case), case)
+    check_search(launch(2, with_assertions, case), case)
 
 
 @pytest.mark.parametrize("others", [0.0, 1e6])
 def test_the_clock_of_the_first_rank_ends_the_search_on_all(launch: Launch, others: float) -> None:
     """Other ranks would search on, or not at all, by their own clocks."""
-    results = launch(2, fault_cases.out_of_time, Case("fsdp2", planted=THREE), others)
+    results = launch(2, out_of_time, Case("fsdp2", planted=THREE), others)
     (event,), second = harmless(results)
     assert event["out_of_time"] and not event["complete"] and second == []
     # A reading when it begins, and one before each pass.
@@ -134,7 +513,7 @@ def test_out_of_memory_after_an_evaluation_ends_the_search(
 
     The first extra pass is the rehearsal in the first update. If that fails, the search begins with another one.
     """
-    results = launch(world, fault_cases.failing_after_an_evaluation, case, where, when)
+    results = launch(world, failing_after_an_evaluation, case, where, when)
     event = check_search(results, case, "" if when == [1] else "OutOfMemoryError")
     assert event["passes"] == 1 or when == [1]
 
@@ -142,20 +521,20 @@ def test_out_of_memory_after_an_evaluation_ends_the_search(
 def test_out_of_memory_with_an_idle_expert_ends_the_search(launch: Launch) -> None:
     """Probes make larger collective calls than training does there, also the first of them."""
     case = Case("fsdp2", model="moe", micro_batch=8, planted=((0, 0, 4), (0, 6, 1), (1, 6, 9)))
-    results = launch(2, fault_cases.failing_without_an_expert, case)
+    results = launch(2, failing_without_an_expert, case)
     assert check_search(results, case, "OutOfMemoryError")["passes"] == 1
 
 
 def test_a_drop_gives_no_gradient_to_what_had_none(launch: Launch) -> None:
     case = Case("fsdp2", model="moe", micro_batch=8, planted=THREE)
-    for stock, dropped, events in launch(2, fault_cases.dropping_without_an_expert, case):
+    for stock, dropped, events in launch(2, dropping_without_an_expert, case):
         (event,) = valid_events(events)
         assert event["applied"] and len(event["culprits"]) == len(THREE)
         assert dropped == stock
 
 
 def test_ranks_with_other_arithmetic_search_alike(launch: Launch) -> None:
-    (events,) = same_events(launch(2, fault_cases.with_other_arithmetic, Case(planted=THREE)))
+    (events,) = same_events(launch(2, with_other_arithmetic, Case(planted=THREE)))
     (event,) = events
     assert places(event) == sorted(THREE) and event["complete"]
 
@@ -163,7 +542,7 @@ def test_ranks_with_other_arithmetic_search_alike(launch: Launch) -> None:
 @on_ranks((2, Case("fsdp1", trigger="global")), (2, Case("fsdp2", model="tiled")))
 def test_ranks_whose_copies_of_a_sum_differ_decide_alike(launch: Launch, world: int, case: Case) -> None:
     """An all-reduce does not promise that all ranks get the same bits; at the threshold they would part."""
-    results = launch(world, fault_cases.with_other_sums, case)
+    results = launch(world, with_other_sums, case)
     for norm, threshold, run in results:
         assert norm < threshold < norm * (1 + 4e-9) and run.events == ["[]"]
 
@@ -171,14 +550,14 @@ def test_ranks_whose_copies_of_a_sum_differ_decide_alike(launch: Launch, world: 
 def test_ranks_whose_gradients_are_not_averaged_decide_alike(launch: Launch) -> None:
     """Where verl's fsdp_size is 1, FSDP1 neither shards nor averages."""
     case = Case("fsdp1-orig", hsdp=True, trigger="global", planted=ONE)
-    results = launch(2, fault_cases.failing_search, case, "in a layer", [], 1)
+    results = launch(2, failing_search, case, "in a layer", [], 1)
     (event,), second = same_events([run for _, run in results])
     assert places(event) == [*ONE] and second == []
 
 
 @pytest.mark.parametrize("what", ["the units", "a norm", "its culprits", "the event"])
 def test_out_of_memory_between_passes_ends_the_search(launch: Launch, what: str) -> None:
-    results = launch(2, fault_cases.failing_beside_the_passes, Case("fsdp2", planted=THREE), what)
+    results = launch(2, failing_beside_the_passes, Case("fsdp2", planted=THREE), what)
     first, second = harmless(results)
     assert second == []
     if what == "a norm":
@@ -194,7 +573,7 @@ def test_an_unread_pass_ends_the_searches_of_an_update(
     launch: Launch, world: int, case: Case, what: str, ranks: list[int]
 ) -> None:
     """And not training. The next update is watched again."""
-    results = launch(world, fault_cases.with_an_unread_pass, case, what, ranks)
+    results = launch(world, with_an_unread_pass, case, what, ranks)
     assert harmless(results) == [[], []]
     for _, run in results:
         first, second = (max(as_list(metrics["actor/gradloc/token_norm_max"])) for metrics in run.metrics)
@@ -204,10 +583,10 @@ def test_an_unread_pass_ends_the_searches_of_an_update(
 @pytest.mark.slow
 @cases(
     "function case said",
-    (fault_cases.failing_alone, Case(planted=THREE), "an error on this rank"),
+    (failing_alone, Case(planted=THREE), "an error on this rank"),
     # With sequence parallelism, no other pass's collective calls can be made in place of the rest of this one's.
     pytest.param(
-        fault_cases.failing_on_shared_data,
+        failing_on_shared_data,
         Case(packed=True, planted=((0, 0, 4),)),
         "OutOfMemoryError(.|\n)*sequence parallelism",
         marks=pytest.mark.target(version="0.9.1"),
@@ -227,7 +606,7 @@ def test_an_error_that_would_leave_ranks_waiting_ends_the_run(
 def test_the_rank_left_by_a_killed_one_fails_by_itself(stock: bool) -> None:
     """In a search as in the training of the unpatched actor."""
     with pytest.raises(RankFailed, match="rank 1: died with exit code -9") as failure:
-        Cluster(2).run(fault_cases.killed, Case("fsdp2", planted=THREE), stock)
+        Cluster(2).run(killed, Case("fsdp2", planted=THREE), stock)
     assert "rank 0: Traceback" in str(failure.value) and "no answer" not in str(failure.value)
     assert stock or "RankLostError" in str(failure.value)
 
@@ -235,7 +614,7 @@ def test_the_rank_left_by_a_killed_one_fails_by_itself(stock: bool) -> None:
 @on_ranks(on_engine(2, Case("fsdp2", dynamic=True, planted=ONE)))
 def test_ranks_with_unequal_lengths_make_as_many_passes(launch: Launch, world: int, case: Case) -> None:
     """verl gives every rank as many micro-batches as the one that needs the most."""
-    results = launch(world, fault_cases.unequal_lengths, case)
+    results = launch(world, unequal_lengths, case)
     ((event,),) = harmless(results)
     assert places(event) == [*ONE] and event["complete"]
     assert all(run.forwards == results[0][1].forwards for _, run in results)

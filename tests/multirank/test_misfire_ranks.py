@@ -1,8 +1,8 @@
 """The rewards of a mini-batch, as the trainers of both verls give them, against a verdict's claim."""
 
 import math
-import types
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from actors import ENGINE, Case, build_actor
-from batches import build_batch
+from batches import Words, build_batch, with_columns
+from test_actor import Launch
 from valid_events import events_in
 
 # In responses of four prompts of each mini-batch, on both ranks.
@@ -29,15 +30,13 @@ def written(case: Case, directory: str, with_uids: bool = True, broken: Sequence
     rank = dist.get_rank()
     actor = build_actor(case, spike_detection=True, grad_norm_threshold=1e3, bisect_dump_dir=directory)
     batch = build_batch(case, rank)
+    with_columns(case, batch, rank)
     rows = range(len(batch))
-    columns = {"data_source": ["sums" for _ in rows], "reward_model": [{"ground_truth": "1"} for _ in rows]}
+    del batch.non_tensor_batch["uid"]
     if with_uids:
-        columns["uid"] = [f"{rank}/{row // ANSWERS}" for row in rows]
-    for name, values in columns.items():
-        batch.non_tensor_batch[name] = np.array(values, dtype=object)
-    scores = torch.zeros_like(batch.batch["advantages"])
+        batch.non_tensor_batch["uid"] = np.array([f"{rank}/{row // ANSWERS}" for row in rows], dtype=object)
+    scores = batch.batch["rm_scores" if case.nested else "token_level_scores"].zero_()
     scores[:, 0] = torch.tensor([-3.0 if (rank, row, 0) in PLANTED else float(row % 2) for row in rows])
-    batch.batch["rm_scores" if case.nested else "token_level_scores"] = scores
     batch.batch["advantages"][:, 1:] *= 0.5  # a row's largest one counts
     for of_rank, row in broken:
         if of_rank == rank:
@@ -47,23 +46,12 @@ def written(case: Case, directory: str, with_uids: bool = True, broken: Sequence
     if not ENGINE:  # what its worker calls
         from verl.utils.gradloc.adapters.dp_actor import write_evidence
 
-        write_evidence(actor, batch, types.SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids))), metrics)
-
-
-def written_without_uids(case: Case, directory: str) -> None:
-    written(case, directory, with_uids=False)
-
-
-def written_with_a_broken_reward(case: Case, directory: str) -> None:
-    written(case, directory, broken=[(1, 15)])
+        write_evidence(actor, batch, Words(), metrics)
 
 
 def written_despite_an_error(case: Case, directory: str) -> None:
     with mock.patch("verl.utils.gradloc.adapters.update_evidence.needs_rows", side_effect=ZeroDivisionError):
         written(case, directory)
-
-
-Launch = Callable[..., list[Any]]
 
 
 def events(launch: Launch, folder: Path, write: Callable[[Case, str], None] = written) -> list[dict[str, Any]]:
@@ -86,7 +74,7 @@ def test_the_reward_of_the_culprits_responses_is_named(launch: Launch, tmp_path:
 
 
 def test_the_row_whose_reward_is_not_finite_is_named(launch: Launch, tmp_path: Path) -> None:
-    event = events(launch, tmp_path, written_with_a_broken_reward)[1]
+    event = events(launch, tmp_path, partial(written, broken=[(1, 15)]))[1]
     verdict = event["verdict"]
     assert verdict["cause"] == "nonfinite" and "`advantages` is NaN or infinite in" in verdict["sentence"]
     # Rows 14 and 15 of rank 1 are rows 2 and 3 of its second mini-batch, and one group.
@@ -94,7 +82,7 @@ def test_the_row_whose_reward_is_not_finite_is_named(launch: Launch, tmp_path: P
     assert verdict["sentence"].endswith("The reward of row 3 on rank 1 is NaN or infinite.")
 
 
-@pytest.mark.parametrize("write", [written_without_uids, written_despite_an_error])
+@pytest.mark.parametrize("write", [partial(written, with_uids=False), written_despite_an_error], ids=["uids", "error"])
 def test_without_rewards_to_compare_the_verdict_stays(
     launch: Launch, tmp_path: Path, write: Callable[..., None]
 ) -> None:

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from actor_cases import compare_runs, stock_run, train
 from actors import IDENTITY_THRESHOLD, Case, dp_actor, stock_dp_actor
-from pass_cost_cases import Operations
 from test_actor import THREE, Launch, on_ranks
+from test_pass_cost import Operations
 from valid_events import events_in
 
 from gradloc_tools.bundles.opening import Bundle, open_bundle

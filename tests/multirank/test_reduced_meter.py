@@ -4,13 +4,12 @@ import json
 import math
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import reduced_meter_cases
 from actors import IDENTITY_THRESHOLD, Case
 from notation import Capsys
-from test_actor import ONE, THREE, Launch, check_culprits, check_unit, near, same_events, tokens_over
+from test_actor import ONE, THREE, Launch, check_culprits, check_unit, near, on_ranks, same_events, tokens_over
 
 from gradloc_tools.replay.command import main as replay
 
@@ -18,21 +17,17 @@ over_a_threshold = partial(reduced_meter_cases.train, grad_norm_threshold=IDENTI
 ON_ENGINE = pytest.mark.target(version="0.9.1")
 
 
-def shared(*rows: tuple[Any, ...]) -> pytest.MarkDecorator:
-    """Of each row a world size, how many ranks share their data, the case, and marks."""
-    return pytest.mark.parametrize(
-        ("world", "size", "case"),
-        [pytest.param(*row, id=f"{row[0]}-{row[1]}-{row[2].id}", marks=marks) for *row, marks in rows],
-    )
+# Of each row the number of ranks, how many share their data, and the case.
+shared = partial(on_ranks, names="world size case")
 
 
 @shared(
-    (2, 1, Case("fsdp2", planted=THREE), ()),
-    (2, 1, Case("fsdp1", dynamic=True, kl=True, entropy=True, loss_agg_mode="seq-mean-token-mean", planted=ONE), ()),
-    (1, 1, Case("none", planted=((0, 5, 9),)), ()),
+    (2, 1, Case("fsdp2", planted=THREE)),
+    (2, 1, Case("fsdp1", dynamic=True, kl=True, entropy=True, loss_agg_mode="seq-mean-token-mean", planted=ONE)),
+    (1, 1, Case("none", planted=((0, 5, 9),))),
     # The actor itself chooses this meter.
-    (2, 1, Case("fsdp2", model="tiled", planted=THREE), ()),
-    (2, 2, Case("fsdp2", packed=True, entropy=True, planted=((0, 0, 4), (0, 6, 1))), ()),
+    (2, 1, Case("fsdp2", model="tiled", planted=THREE)),
+    (2, 2, Case("fsdp2", packed=True, entropy=True, planted=((0, 0, 4), (0, 6, 1)))),
     (4, 2, Case("fsdp1", packed=True, planted=THREE), ON_ENGINE),
 )
 def test_planted_tokens_are_found(launch: Launch, world: int, size: int, case: Case) -> None:
@@ -98,7 +93,7 @@ def test_a_rank_whose_rows_are_all_broken_ends_the_search_on_all(launch: Launch)
 
 
 @shared(
-    (2, 1, Case("fsdp2", planted=THREE), ()),
+    (2, 1, Case("fsdp2", planted=THREE)),
     (4, 2, Case("fsdp1", packed=True, nan=((1, 3, 2),)), ON_ENGINE),
 )
 def test_drop_leaves_what_the_local_meter_leaves(launch: Launch, world: int, size: int, case: Case) -> None:

@@ -1,5 +1,6 @@
 """A replay's table of remedies, held against real updates with each remedy switched on."""
 
+import copy
 import dataclasses
 import json
 import math
@@ -8,16 +9,141 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import remedy_cases
-from actors import ENGINE, Case
+import torch
+import torch.distributed as dist
+from actor_cases import Run, train
+from actors import ENGINE, Case, build_actor, events_of, local
+from batches import build_batch
 from notation import Capsys, cases
-from small_bundles import replayed
+from oracle import Unit
+from replay_cases import save_model, spiked
 from test_actor import MODES, Launch, on_engine, on_ranks, same_events
-from test_replay_ranks import TOLERANCE
+from test_replay_ranks import TOLERANCE, replayed
+from verl import DataProto
+from verl.trainer.config.algorithm import RolloutCorrectionConfig
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
-from verl.utils.gradloc.adapters.actor_config import LayerClipConfig
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
+from verl.utils.gradloc.threshold import Threshold
+from verl.workers.config import LayerClipConfig, TokenClipConfig
 
 from gradloc_tools.bundles.opening import open_bundle
+
+# The culprit's probability in training over that in the rollout, as a logarithm; and those of some ordinary tokens.
+CULPRIT_LOG_RATIO, OTHER_LOG_RATIO = -2.0, 1.0
+# Wherever a run has a spike at all.
+EVERY = 1e-6
+# Nowhere.
+NEVER = 1e30
+
+
+def mismatch(batch: DataProto) -> None:
+    """Data that most remedies change.
+
+    The rollout disagrees with training about the culprit, and about each third token of the even rows. In the odd rows,
+    training has moved from the old policy, also where that raises the probability of what had a low reward.
+    """
+    places = torch.arange(batch.batch["old_log_probs"].shape[1])
+    moved = torch.where(places % 2 == 0, 0.15, -0.15) + 0.45 * (places % 4 == 0)
+    batch.batch["old_log_probs"][1::2] -= moved * batch.batch["response_mask"][1::2]
+    advantages = batch.batch["advantages"][1::2]
+    low = (places % 4 == 0) & (advantages > 0) & (advantages < 100)
+    advantages[low] = -advantages[low]
+    difference = torch.zeros_like(batch.batch["old_log_probs"])
+    difference[::2, ::3] = OTHER_LOG_RATIO
+    difference[batch.batch["advantages"].abs() > 100] = CULPRIT_LOG_RATIO
+    rollout = batch.batch["old_log_probs"] - difference * batch.batch["response_mask"]
+    batch.batch["rollout_log_probs"] = rollout
+
+
+def corrected(batch: DataProto, options: dict[str, Any]) -> None:
+    """What verl's trainer makes of a batch with these settings of `algorithm.rollout_correction`."""
+    mismatch(batch)
+    compute_rollout_correction_and_add_to_batch(batch, RolloutCorrectionConfig(**options))
+
+
+def with_remedy(
+    case: Case,
+    correction: dict[str, Any] | None = None,
+    loss_mode: str | None = None,
+    settings: dict[str, Any] | None = None,
+) -> tuple[dict[tuple[int, int], float], float]:
+    """The real update with a remedy, and with these settings of the actor.
+
+    Returns:
+        tuple: Of its first mini-batch, the norm of each micro-batch's gradient by (rank, index), and how many response
+            tokens it has on all ranks.
+    """
+    case = dataclasses.replace(case, loss_mode=loss_mode or case.loss_mode)
+    tokens = torch.zeros(())
+
+    def change(batch: DataProto) -> None:
+        if correction is None:
+            mismatch(batch)
+        else:
+            corrected(batch, correction)
+        tokens.copy_(batch.batch["response_mask"][: case.mini_batch].sum())
+
+    detection = {"spike_detection": True, "grad_norm_threshold": EVERY, "bisect_budget_steps": 2}
+    run = train(case, change_batch=change, **detection, **(settings or {}))
+    dist.all_reduce(tokens)
+    # Without any gradient there is no event.
+    events = [event for event in json.loads(run.events[0]) if (event["epoch"], event["mini_batch"]) == (0, 0)]
+    norms = {(unit["rank"], unit["micro_batch"]): float(unit["norm"]) for event in events for unit in event["units"]}
+    return norms, float(tokens)
+
+
+def recorded(case: Case, directory: str, layer_clip: Any = None) -> tuple[list[Unit], float, Run]:
+    """A run with a spike, and its bundle; perhaps with LayerClip on."""
+    options = {} if layer_clip is None else {"layer_clip": layer_clip}
+    return spiked(case, directory, change_batch=mismatch, **options)
+
+
+def step_norm(case: Case, settings: dict[str, Any]) -> float:
+    """The norm of the first gradient that the optimizer gets; of one rank."""
+    assert dist.get_world_size() == 1
+    run = train(case, change_batch=mismatch, **settings)
+    return torch.stack([gradient.norm() for gradient in run.gradients[0]]).norm().item()
+
+
+def after_warm_up(case: Case, directory: str) -> list[tuple[dict[str, Any], float]]:
+    """A run that keeps a bundle, one with TokenClip and one with LayerClip, which have learned from 20 updates.
+
+    The planted token, of rank 0, is its response's only one. The weights stay as they are.
+
+    Returns:
+        list: Of each, the event of the spiked update, with every micro-batch, and the norm that the optimizer gets, of
+            this rank's part.
+    """
+    save_model(case, Path(directory))
+    batches = [build_batch(case, dist.get_rank(), seed) for seed in (*range(1, 21), 0)]
+    ((rank, row, position),) = case.planted
+    if dist.get_rank() == rank:
+        batches[-1].batch["response_mask"][row] = 0.0
+        batches[-1].batch["response_mask"][row, position] = 1.0
+    found = []
+    for options in (
+        {"bisect_dump_dir": f"{directory}/dump", "spike_replay": 1, "token_clip": TokenClipConfig(True, "log")},
+        {"token_clip": TokenClipConfig(enable=True)},
+        {"layer_clip": LayerClipConfig(enable=True)},
+    ):
+        limits = {"grad_norm_threshold": NEVER, "bisect_budget_steps": 2, "grad_clip": 1e9}
+        actor = build_actor(case, spike_detection=True, **limits, **options)
+        squares = torch.zeros(())
+
+        def look(optimizer: torch.optim.Optimizer, *_: Any, squares: torch.Tensor = squares) -> None:
+            parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            squares.copy_(sum(local(p.grad).square().sum() for p in parameters))
+
+        actor.actor_optimizer.register_step_pre_hook(look)
+        for group in actor.actor_optimizer.param_groups:
+            group["lr"] = 0.0
+        for batch in batches[:-1]:
+            actor.update_policy(copy.deepcopy(batch))
+        actor.gradloc._threshold = Threshold(EVERY)
+        actor.update_policy(copy.deepcopy(batches[-1]))
+        found.append((events_of(actor)[0], float(squares.sqrt())))
+    return found
+
 
 SPIKE = ((0, 2, 4),)
 # They act on the step, not on a loss.
@@ -56,15 +182,15 @@ def test_a_remedy_leaves_what_a_run_with_it_has(
     launch: Launch, tmp_path: Path, capsys: Capsys, world: int, case: Case
 ) -> None:
     """Each remedy that is a loss or a rollout correction, by the overrides that the table gives."""
-    results = launch(world, remedy_cases.recorded, case, str(tmp_path))
+    results = launch(world, recorded, case, str(tmp_path))
     event = same_events([run for *_, run in results])[0][0]
     bundle = tmp_path / "dump" / event["replay"]
-    result = replayed(bundle, tmp_path / "model", capsys, "--remedies", "--only")
+    result = replayed(bundle, tmp_path, capsys, "--remedies", "--only")
     (unit,) = result["units"]
     rows = {row["name"]: row for row in result["remedies"]}
     as_recorded = rows["as recorded"]
     assert as_recorded["left"] == pytest.approx(1, rel=TOLERANCE) and as_recorded["ordinary_moved"] < TOLERANCE
-    _, plain_tokens = launch(2, remedy_cases.with_remedy, case)[0]
+    _, plain_tokens = launch(2, with_remedy, case)[0]
     by_tokens = ENGINE and case.loss_agg_mode == "token-mean"
     checked = set()
     for row in result["remedies"]:
@@ -73,7 +199,7 @@ def test_a_remedy_leaves_what_a_run_with_it_has(
         mode = actor.pop("policy_loss.loss_mode", None)
         if row["override"] is None or OF_THE_STEP & set(actor) or (case.kl and row["name"] not in BESIDE_OTHER_TERMS):
             continue
-        norms, tokens = launch(2, remedy_cases.with_remedy, case, correction or None, mode, actor)[0]
+        norms, tokens = launch(2, with_remedy, case, correction or None, mode, actor)[0]
         norm = norms.get((unit["rank"], unit["micro_batch"]), 0.0)
         # verl 0.9 takes the mean over the whole mini-batch, of which the bundle has a part.
         if by_tokens and mode != "sapo":
@@ -103,14 +229,14 @@ def test_a_remedy_leaves_what_a_run_with_it_has(
 def test_what_acts_on_the_step_leaves_what_the_optimizer_gets(launch: Launch, tmp_path: Path, capsys: Capsys) -> None:
     """A tighter global clip, LayerClip, and the step without culprits."""
     clip = LayerClipConfig(enable=True, rule="fixed", max_norm=0.5)
-    (result_of_run,) = launch(1, remedy_cases.recorded, ALONE, str(tmp_path))
+    (result_of_run,) = launch(1, recorded, ALONE, str(tmp_path))
     _, threshold, run = result_of_run
     event = json.loads(run.events[0])[0]
-    result = replayed(tmp_path / "dump" / event["replay"], tmp_path / "model", capsys, "--remedies", "--only")
+    result = replayed(tmp_path / "dump" / event["replay"], tmp_path, capsys, "--remedies", "--only")
     rows = {row["name"]: row for row in result["remedies"]}
 
     def optimizer_gets(**settings: Any) -> float:
-        return launch(1, remedy_cases.step_norm, ALONE, settings)[0]
+        return launch(1, step_norm, ALONE, settings)[0]
 
     assert optimizer_gets(grad_clip=0.1) == pytest.approx(rows["grad_clip 0.1"]["norm"], rel=TOLERANCE)
     assert rows["grad_clip 0.1"]["ordinary_moved"] == pytest.approx(1 - rows["grad_clip 0.1"]["left"])
@@ -120,10 +246,10 @@ def test_what_acts_on_the_step_leaves_what_the_optimizer_gets(launch: Launch, tm
     assert rows["spike_action=drop"]["masked"] == {"tokens": 1, "culprits": 1}
 
     (tmp_path / "clipped").mkdir()
-    ((_, _, run),) = launch(1, remedy_cases.recorded, ALONE, str(tmp_path / "clipped"), clip)
+    ((_, _, run),) = launch(1, recorded, ALONE, str(tmp_path / "clipped"), clip)
     event = json.loads(run.events[0])[0]
     bundle = tmp_path / "clipped" / "dump" / event["replay"]
-    result = replayed(bundle, tmp_path / "clipped" / "model", capsys, "--remedies", "--only")
+    result = replayed(bundle, tmp_path / "clipped", capsys, "--remedies", "--only")
     (row,) = [row for row in result["remedies"] if row["name"] == "LayerClip, as it was set"]
     assert optimizer_gets(grad_clip=1e9, layer_clip=clip) == pytest.approx(row["norm"], rel=TOLERANCE)
     assert row["override"] is None and 0 < row["ordinary_moved"] < 1
@@ -141,12 +267,11 @@ def test_the_recorded_coefficients_come_from_verls_loss(
     launch: Launch, tmp_path: Path, capsys: Capsys, world: int, case: Case
 ) -> None:
     """Otherwise other losses would not be comparable with them."""
-    results = launch(world, remedy_cases.recorded, case, str(tmp_path))
+    results = launch(world, recorded, case, str(tmp_path))
     event = same_events([run for *_, run in results])[0][0]
     bundle = tmp_path / "dump" / event["replay"]
     assert "rollout_is_weight" not in event["culprits"][0]
-    adapter = ["--adapter", str(tmp_path / "adapter")] if case.model == "lora" else []
-    result = replayed(bundle, tmp_path / "model", capsys, "--remedies", "--only", *adapter)
+    result = replayed(bundle, tmp_path, capsys, "--remedies", "--only")
     rows = {row["name"]: row for row in result["remedies"]}
     assert "as recorded" in rows, result["remedy_notes"]
     assert rows["as recorded"]["left"] == pytest.approx(1, rel=case.tolerance)
@@ -177,11 +302,11 @@ def test_clips_leave_the_same_with_other_losses(
 
 def compare_clips(launch: Launch, tmp_path: Path, capsys: Capsys, case: Case, world: int = 1) -> None:
     """TokenClip and LayerClip have learned their bounds in 20 updates, LayerClip also while it was off."""
-    of_ranks = launch(world, remedy_cases.after_warm_up, case, str(tmp_path))
+    of_ranks = launch(world, after_warm_up, case, str(tmp_path))
     (recorded, _), (with_tokens, _), (with_layers, _) = of_ranks[0]
     norm_with_tokens, norm_with_layers = (math.hypot(*(runs[i][1] for runs in of_ranks)) for i in (1, 2))
     bundle = tmp_path / "dump" / recorded["replay"]
-    result = replayed(bundle, tmp_path / "model", capsys, "--remedies", "--only")
+    result = replayed(bundle, tmp_path, capsys, "--remedies", "--only")
     rows = {row["name"]: row for row in result["remedies"]}
     with_cut, unit = (next(unit for unit in of["units"] if unit["rank"] == 0) for of in (with_tokens, with_layers))
     row = rows["TokenClip"]

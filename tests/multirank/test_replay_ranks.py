@@ -7,6 +7,7 @@ import pytest
 import replay_cases
 from actors import Case
 from oracle import Unit
+from small_bundles import printed
 from test_actor import ONE, Launch, same_events, tokens_over
 
 from gradloc_tools.bundles.opening import open_bundle
@@ -14,6 +15,12 @@ from gradloc_tools.bundles.opening import open_bundle
 # Between an unsharded forward of single rows and a sharded one of padded micro-batches lies rounding alone; the brute
 # force's own tolerance is a tenth of this.
 TOLERANCE = 1e-4
+
+
+def replayed(bundle: Path, folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
+    """What a replay prints, or a search; the folder has the model, and of a LoRA model the adapter."""
+    adapter = ["--adapter", str(folder / "adapter")] if (folder / "adapter").exists() else []
+    return printed([bundle, "--model", folder / "model", *adapter, "--json", *options], capsys)
 
 
 def check_replayed(result: dict[str, Any], units: list[Unit], threshold: float, planted: int) -> None:

@@ -11,10 +11,10 @@ import replay_cases
 from actors import ENGINE, IDENTITY_THRESHOLD, Case
 from notation import Capsys, cases
 from oracle import Unit
-from small_bundles import replayed
 from stripped_bundles import strip
 from test_actor import ONE, THREE, Launch, on_engine, on_ranks, same_events, tokens_over
-from test_replay_ranks import TOLERANCE, check_replayed
+from test_replay_ranks import TOLERANCE, check_replayed, replayed
+from valid_events import lines_in
 
 from gradloc_tools.replay.command import main
 from gradloc_tools.report.reading import read
@@ -29,8 +29,7 @@ def places(tokens: list[dict[str, Any]]) -> list[tuple[int, int, int, int]]:
 
 def search(bundle: Path, folder: Path, capsys: Capsys, *options: str) -> dict[str, Any]:
     """The event after a search in this process."""
-    adapter = ["--adapter", str(folder / "adapter")] if (folder / "adapter").exists() else []
-    return replayed(bundle, folder / "model", capsys, *adapter, "--search", *options)
+    return replayed(bundle, folder, capsys, "--search", *options)
 
 
 def check_same(found: dict[str, Any], trained: dict[str, Any]) -> None:
@@ -63,8 +62,7 @@ def test_planted_tokens_are_replayed_and_found_again(
     ((trained,),) = same_events([run for *_, run in results])
     dump = tmp_path / "dump"
     bundle = dump / trained["replay"]
-    adapter = ["--adapter", str(tmp_path / "adapter")] if case.model == "lora" else []
-    result = replayed(bundle, tmp_path / "model", capsys, *adapter)
+    result = replayed(bundle, tmp_path, capsys)
     check_replayed(result, units, threshold, len(case.planted))
     assert json.loads((bundle.parent / f"{bundle.name}.result.json").read_text()) == result
 
@@ -93,12 +91,12 @@ def test_what_training_only_recorded_is_found_at_home(launch: Launch, tmp_path: 
     units, threshold, _ = results[0]
     ((trained,),) = same_events([run for *_, run in results])
     dump = tmp_path / "recorded"
-    (recorded,) = map(json.loads, (dump / "spikes.jsonl").read_text().splitlines())
+    (recorded,) = lines_in(dump)
     assert recorded["diagnosis"] == "unsearched" and recorded["culprits"] == []
     found = search(dump / recorded["replay"], tmp_path, capsys)
     check_same(found, trained)
     check_brute_force(found, units, threshold, len(case.planted))
-    assert [json.loads(line) for line in (dump / "spikes.jsonl").read_text().splitlines()] == [recorded]
+    assert lines_in(dump) == [recorded]
     (shown,) = read(str(dump)).events
     assert shown["culprits"] and {**shown, "culprits": []} == {**found, "culprits": []}
 
@@ -109,7 +107,7 @@ def test_a_bundle_says_whose_log_probs_are_of_other_positions(launch: Launch, tm
     ((event,), *_) = same_events([run for *_, run in launch(2, replay_cases.spiked_and_late, case, str(tmp_path))])
     bundle = tmp_path / "dump" / event["replay"]
     said = "The rollout's log-probs are one position late in all responses (r[t] fits p[t-1])"
-    sentences = replayed(bundle, tmp_path / "model", capsys)["sentences"]
+    sentences = replayed(bundle, tmp_path, capsys)["sentences"]
     assert sentences[0].startswith(said) and sentences[1].startswith("The spike comes back: ")
     found = search(bundle, tmp_path, capsys)
     assert found["verdict"]["cause"] == "misaligned" and found["verdict"]["sentence"].startswith(said)

@@ -1,16 +1,362 @@
-"""TokenClip in the patched actor, against a plain computation on an unsharded copy."""
+"""TokenClip in the patched actor, against a plain computation on an unsharded copy.
 
+The copy is cut into segments at the boundaries. Each segment starts from a leaf. Its backward is a call of its own,
+with the gradient that has come so far, in which tokens may be zeroed.
+"""
+
+import dataclasses
 import json
 import math
+import statistics
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import pytest
-import token_clip_cases
-from actor_cases import train
-from actors import IDENTITY_THRESHOLD, Case
+import torch
+import torch.distributed as dist
+from actor_cases import Run, compare_runs, stock_run, train
+from actors import (
+    IDENTITY_THRESHOLD,
+    Case,
+    build_actor,
+    build_config,
+    build_model,
+    events_of,
+    gathered,
+    local,
+    on_device,
+    wrap,
+)
+from batches import build_batch
+from mini_batches import loss_factor, split_rows, token_weights, whole_mini_batch
+from oracle import log_probs_and_entropy, loss_of, step, take_gradients
+from reduced_meter_cases import share_sequences, stand_in_for_a_gpu
 from test_actor import MODES, ONE, Launch, on_engine, on_ranks
-from token_clip_cases import BLOWN, CALLS, FACTOR, LOG_PROBS, SPIKED, Outcome
+from verl import DataProto
+from verl.workers.config import TokenClipConfig
+
+FACTOR, BETA, WARMUP = 4.0, 0.9, 2
+LOG_PROBS = "log_probs"
+# The warm-up, the batch with the planted tokens, and one without a spike.
+CALLS = (1, 2, 0, 4)
+SPIKED = CALLS.index(0)
+# Of rank 1, row 3: where `blow` acts. Its hidden state predicts the next token of the response.
+BLOWN = (1, 3, 4)
+BLOW = 1000.0
+
+
+class Amplified(torch.autograd.Function):
+    """The identity, with a backward that multiplies the gradient at some positions."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+        ctx.where = where
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return torch.where(ctx.where.unsqueeze(-1), BLOW * gradient, gradient), None
+
+
+def amplify(case: Case, layer: int) -> Callable[[torch.nn.Module], None]:
+    """A change to a model: one token's signal grows a thousandfold where it leaves a layer, on its way back."""
+    batch = build_batch(dataclasses.replace(case, packed=False, fused=False), BLOWN[0], 0)
+    response = batch.batch["responses"][BLOWN[1]]
+    trigram = response[BLOWN[2] - 2 : BLOWN[2] + 1].tolist()
+
+    def change(model: torch.nn.Module) -> None:
+        ids: list[torch.Tensor] = []
+
+        def keep(_module: torch.nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
+            ids[:] = [kwargs["input_ids"]]
+
+        def enter(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            where = torch.ones_like(ids[0], dtype=torch.bool)
+            for shift, token in enumerate(reversed(trigram)):
+                where &= ids[0].roll(shift, -1) == token
+            if args:
+                return (Amplified.apply(args[0], where), *args[1:]), kwargs
+            return args, {**kwargs, "hidden_states": Amplified.apply(kwargs["hidden_states"], where)}
+
+        model.register_forward_pre_hook(keep, with_kwargs=True)
+        model.model.layers[layer].register_forward_pre_hook(enter, with_kwargs=True)
+
+    return change
+
+
+@dataclasses.dataclass
+class Signal:
+    """A token's backward signal at a boundary, over the bound."""
+
+    boundary: str
+    rank: int
+    micro_batch: int
+    row: int
+    position: int
+    multiple: float
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What the actor did in one update, and what it had to do."""
+
+    # The largest error of a parameter's gradient, relative to the norm of the whole.
+    error: float
+    clips: list[dict[str, Any]]
+    metrics: dict[str, Any]
+    expected: list[Signal]
+    events: list[dict[str, Any]]
+    # By boundary, as the actor has them and as they have to be.
+    averages: dict[str, float]
+    expected_averages: dict[str, float]
+
+
+def run(
+    case: Case,
+    action: str = "drop",
+    blown_layer: int | None = None,
+    change_model: Callable[[torch.nn.Module], None] = lambda _: None,
+    calls: Sequence[int] = CALLS,
+    max_share: float = 0.2,
+    size: int = 1,
+    factor: float = FACTOR,
+    left_out: Sequence[tuple[int, int, int]] = (),
+    **gradloc: Any,
+) -> list[Outcome]:
+    """Updates of the actor with TokenClip, each beside the plain computation.
+
+    Args:
+        case (Case): The actor.
+        action (str): TokenClip's.
+        blown_layer (int, optional): The layer that amplifies a token's signal.
+        change_model (Callable): Another change to the model.
+        calls (Sequence[int]): The batches.
+        max_share (float): TokenClip's.
+        size (int): How many neighbouring ranks share their sequences (Ulysses).
+        factor (float): TokenClip's.
+        left_out (Sequence): Tokens of batch 0 that the plain computation leaves out: rank, row and position.
+        gradloc (Any): More of the actor's configuration.
+    """
+
+    def change(model: torch.nn.Module) -> None:
+        if blown_layer is not None:
+            amplify(case, blown_layer)(model)
+        change_model(model)
+
+    clip = {"enable": True, "action": action, "factor": factor, "beta": BETA, "warmup_steps": WARMUP}
+    if size > 1:
+        stand_in_for_a_gpu(case, size)
+        gradloc["ulysses_sequence_parallel_size"] = size
+    actor = build_actor(
+        case, change_model=change, grad_clip=1e9, token_clip=TokenClipConfig(max_share=max_share, **clip), **gradloc
+    )
+    if size > 1:
+        share_sequences(actor, size)
+    gradients: list[list[torch.Tensor | None]] = []
+    actor.actor_optimizer.register_step_pre_hook(
+        lambda *_: gradients.append(
+            [None if p.grad is None else local(p.grad) for p in actor.actor_module.parameters()]
+        )
+    )
+    plain = Plain(case, change, action, max_share, size, factor)
+    outcomes = []
+    for seed in calls:
+        plain.left_out = [place[1:] for place in left_out if seed == 0 and place[0] == dist.get_rank()]
+        batch = build_batch(case, dist.get_rank() // size, seed)
+        expected = plain.update(batch)
+        gradients.clear()
+        metrics = actor.update_policy(batch)
+        (found,) = gradients
+        watch = getattr(actor, "engine", actor).watch
+        events = [] if watch.gradloc is None else events_of(actor)
+        error = error_of(case, found, plain.gradients)
+        state = watch.token_clip.state_dict()["boundaries"]
+        averages = {name: of_boundary["average"] for name, of_boundary in state.items() if of_boundary["average"]}
+        outcomes.append(Outcome(error, watch.clips, metrics, expected, events, averages, dict(plain.average)))
+    return outcomes
+
+
+def error_of(case: Case, found: list[torch.Tensor | None], expected: list[torch.Tensor]) -> float:
+    """The expected gradients are sharded as parameters of a model of their own."""
+    model = build_model(case)
+    with torch.no_grad():
+        for parameter, gradient in zip(model.parameters(), expected, strict=True):
+            parameter.copy_(gradient)
+    shards = [local(parameter) for parameter in wrap(case, model).parameters()]
+    scale = torch.stack([gradient.norm() for gradient in expected]).norm()
+    errors = [
+        (shard if gradient is None else shard - gradient.float()).norm()
+        for gradient, shard in zip(found, shards, strict=True)
+        if shard.numel()
+    ]
+    return (torch.stack(errors).norm() / scale).item() if errors else 0.0
+
+
+class Plain:
+    """The plain computation: its model, the usual signals, and the gradients of the last update."""
+
+    def __init__(
+        self,
+        case: Case,
+        change: Callable[[torch.nn.Module], None],
+        action: str,
+        max_share: float,
+        size: int,
+        factor: float,
+    ) -> None:
+        # In float32 and with padding everything is computed by plain torch.
+        self.given, self.action, self.max_share = case, action, max_share
+        self.size, self.factor = size, factor
+        self.case = dataclasses.replace(case, packed=False, fused=False, checkpointing=False)
+        self.model = build_model(dataclasses.replace(self.case, model="llama" if case.model == "tiled" else case.model))
+        change(self.model)
+        self.model.gradient_checkpointing_disable()
+        self.masters = [parameter.detach().clone() for parameter in self.model.parameters()]
+        self.seen: dict[str, list[float]] = {}
+        self.usual: dict[str, float] = {}
+        self.average: dict[str, float] = {}
+        self.tokens = 0
+        self.left_out: list[tuple[int, ...]] = []
+        self.gradients: list[torch.Tensor] = []
+        self.segments: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        modules = {"embed_tokens": base.model.embed_tokens}
+        modules |= {f"layers.{i}": layer for i, layer in enumerate(base.model.layers)}
+        for name, module in modules.items():
+            module.register_forward_hook(self._start_a_segment(name))
+
+    def _start_a_segment(self, name: str) -> Callable[..., Any]:
+        def hook(_module: torch.nn.Module, _args: Any, output: Any) -> Any:
+            hidden = output[0] if isinstance(output, tuple) else output
+            if not torch.is_grad_enabled():
+                return output
+            leaf = hidden.detach().requires_grad_()
+            self.segments[name] = hidden, leaf
+            return (leaf, *output[1:]) if isinstance(output, tuple) else leaf
+
+        return hook
+
+    def update(self, batch: DataProto) -> list[Signal]:
+        """One update; the signals over their bounds, of all ranks."""
+        case, config = self.case, build_config(self.given)
+        config.global_batch_info.update(whole_mini_batch(case, batch))
+        with torch.no_grad():
+            for parameter, master in zip(self.model.parameters(), self.masters, strict=True):
+                parameter.data = master.to(case.dtype)
+        total = [torch.zeros_like(master) for master in self.masters]
+        largest: dict[str, float] = {}
+        over: list[Signal] = []
+        self.cut: dict[str, int] = {}
+        for index, rows in enumerate(split_rows(case, config, batch)):
+            others = {name: values[rows] for name, values in batch.non_tensor_batch.items()}
+            tensors = {**on_device(batch.batch[rows]), **others}
+            weights = token_weights(case, tensors["response_mask"], loss_factor(case, rows), config.global_batch_info)
+            self.model.zero_grad()
+            self.segments.clear()
+            log_prob, entropy = log_probs_and_entropy(case, self.model, tensors)
+            leaf = log_prob.detach().requires_grad_()
+            loss = loss_factor(case, rows) * loss_of(case, config, tensors, leaf, entropy)
+            (case.loss_scale * loss).backward(retain_graph=True)
+            of_row = weights.amax(1)
+            start = tensors["input_ids"].shape[1] - leaf.shape[1]
+            for row, position in self.left_out:
+                if row in rows:
+                    leaf.grad[rows.index(row), position] = 0
+            found = self._cut(LOG_PROBS, leaf.grad, leaf.grad.abs(), of_row, 0, largest)
+            over += [Signal(LOG_PROBS, dist.get_rank() // self.size, index, rows[r], p, m) for r, p, m in found]
+            log_prob.backward(leaf.grad)
+            for name, (hidden, of_segment) in reversed(self.segments.items()):
+                gradient = of_segment.grad
+                if gradient is None or not hidden.requires_grad:
+                    continue
+                found = self._cut(name, gradient, gradient.float().norm(dim=-1), of_row, start - 1, largest)
+                over += [Signal(name, dist.get_rank() // self.size, index, rows[r], p, m) for r, p, m in found]
+                hidden.backward(gradient)
+            for part, gradient in zip(total, take_gradients(case, [*self.model.parameters()]), strict=True):
+                part += gradient
+        self._take_in(largest, int(batch.batch["response_mask"].sum()))
+        for parameter, master in zip(self.model.parameters(), self.masters, strict=True):
+            parameter.data = master
+        step(self.model, total, 1e9)
+        self.gradients = total
+        return [signal for of_rank in gathered(over)[:: self.size] for signal in of_rank]
+
+    def _cut(
+        self,
+        name: str,
+        gradient: torch.Tensor,
+        norms: torch.Tensor,
+        of_row: torch.Tensor,
+        start: int,
+        largest: dict[str, float],
+    ) -> list[tuple[int, int, float]]:
+        """Cuts a gradient in place; the row, position and multiple of what was over the bound."""
+        values = (norms / self.case.loss_scale / torch.where(of_row > 0, of_row, 1.0).unsqueeze(1)).tolist()
+        flat = [value for row in values for value in row if math.isfinite(value)]
+        largest[name] = max(largest.get(name, 0.0), *flat)
+        if name not in self.usual:
+            return []
+        usual = self.usual[name]
+        over = [
+            (row, column, values[row][column] / usual)
+            for row in range(len(values))
+            for column in range(len(values[0]))
+            if not values[row][column] <= self.factor * usual
+        ]
+        limit = max(1, int(self.max_share * self.tokens / dist.get_world_size()))
+        limit = limit if name == LOG_PROBS else max(1, limit // self.size)
+        if self.cut.get(name, 0) + len(over) <= limit and self.action != "log":
+            self.cut[name] = self.cut.get(name, 0) + len(over)
+            for row, column, multiple in over:
+                left = min(max(2 - multiple / self.factor, 0.0), 1.0) if self.action == "smooth" else 0.0
+                gradient[row, column] = gradient[row, column] * left if left else 0.0
+        return [(row, column - start, multiple) for row, column, multiple in over]
+
+    def _take_in(self, largest: dict[str, float], tokens: int) -> None:
+        of_ranks = gathered((largest, tokens))
+        self.tokens = sum(count for _, count in of_ranks)
+        for name in largest:
+            value = max(of_rank[name] for of_rank, _ in of_ranks)
+            if value == 0:
+                continue
+            seen = self.seen.setdefault(name, [])
+            seen.append(value)
+            if len(seen) == WARMUP:
+                self.average[name] = statistics.median(seen)
+            elif len(seen) > WARMUP:
+                # The bias-corrected average: the t-th value weighs (1 - beta) / (1 - beta^t).
+                weight = (1 - BETA) / (1 - BETA ** len(seen))
+                clipped = min(value, self.factor * self.usual[name])
+                self.average[name] += weight * (clipped - self.average[name])
+            if len(seen) >= WARMUP:
+                percentile = sorted(seen)[math.floor(0.9 * (len(seen) - 1))]
+                self.usual[name] = max(self.average[name], percentile / 2)
+
+
+def checkpoint_reentrantly(model: torch.nn.Module) -> None:
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+
+
+def harmless(case: Case, action: str) -> tuple[dict[str, bool], Run]:
+    """A run in which nothing is over its bound, compared with the unpatched actor."""
+    calls = (1, 2, 3)
+    clip = TokenClipConfig(enable=True, factor=1e6, warmup_steps=1, action=action)
+    run = train(case, calls=calls, token_clip=clip)
+    return compare_runs(run, stock_run(case, calls)), run
+
+
+def search(case: Case, blown_layer: int, threshold: float, clip: bool = False) -> dict[str, Any]:
+    """The event of the spiked update, with TokenClip's signals or without them."""
+    options = {"spike_detection": True, "grad_norm_threshold": threshold, "bisect_budget_steps": 100}
+    if clip:
+        options["token_clip"] = TokenClipConfig(enable=True, action="log", warmup_steps=WARMUP)
+    actor = build_actor(case, change_model=amplify(case, blown_layer), grad_clip=1e9, **options)
+    for seed in CALLS[: SPIKED + 1]:
+        actor.update_policy(build_batch(case, dist.get_rank(), seed))
+    (event,) = events_of(actor)
+    return event
+
 
 # In one row, so in one micro-batch.
 TWO = ((1, 3, 0), (1, 3, 6))
@@ -81,7 +427,7 @@ def compare_line(outcome: Outcome) -> None:
     on_engine(2, Case(nan=ONE, nested=True, packed=True)),
 )
 def test_an_outlier_at_the_log_probs_leaves_the_backward_pass(launch: Launch, world: int, case: Case) -> None:
-    (token,) = check(launch(world, token_clip_cases.run, case), case)
+    (token,) = check(launch(world, run, case), case)
     rank, row, position = (case.planted or case.nan)[0]
     assert (token["rank"], token["row"], token["position"]) == (rank, row, position)
     assert token["boundary"] == LOG_PROBS and token["cut"]
@@ -97,7 +443,7 @@ def test_an_outlier_at_the_log_probs_leaves_the_backward_pass(launch: Launch, wo
     (2, Case(activation_offload=True, checkpointing=True)),
 )
 def test_an_outlier_of_a_layer_is_cut_where_it_leaves_it(launch: Launch, world: int, case: Case) -> None:
-    tokens = check(launch(world, partial(token_clip_cases.run, case, blown_layer=1)), case)
+    tokens = check(launch(world, partial(run, case, blown_layer=1)), case)
     (token,) = tokens
     rank, row, position = BLOWN
     # Its hidden state predicts the next token.
@@ -107,19 +453,19 @@ def test_an_outlier_of_a_layer_is_cut_where_it_leaves_it(launch: Launch, world: 
 
 def test_reentrant_checkpointing_is_cut_once(launch: Launch) -> None:
     case = Case(checkpointing=True)
-    reentrant = token_clip_cases.checkpoint_reentrantly
-    check(launch(2, partial(token_clip_cases.run, case, blown_layer=1, change_model=reentrant)), case)
+    reentrant = checkpoint_reentrantly
+    check(launch(2, partial(run, case, blown_layer=1, change_model=reentrant)), case)
 
 
 @on_ranks(on_engine(4, Case(packed=True, planted=((1, 3, 6),))))
 def test_ranks_that_share_their_sequences_cut_the_same_token(launch: Launch, world: int, case: Case) -> None:
-    (token,) = check(launch(world, partial(token_clip_cases.run, case, size=2)), case)
+    (token,) = check(launch(world, partial(run, case, size=2)), case)
     assert (token["rank"], token["row"], token["position"]) == case.planted[0]
 
 
 def test_log_only_writes_down(launch: Launch) -> None:
     case = Case("fsdp1", packed=True)
-    outcomes = launch(2, partial(token_clip_cases.run, case, "log", 1))
+    outcomes = launch(2, partial(run, case, "log", 1))
     tokens = check(outcomes, case)
     assert tokens and not any(token["cut"] for token in tokens)
     assert not any(outcomes[0][SPIKED].clips[0]["token_clip"]["cut"].values())
@@ -128,7 +474,7 @@ def test_log_only_writes_down(launch: Launch) -> None:
 def test_smooth_leaves_a_part_of_what_is_a_little_over(launch: Launch) -> None:
     """With a bound that ordinary tokens reach, many are between it and its double."""
     case = Case("fsdp1", packed=True)
-    outcomes = launch(2, partial(token_clip_cases.run, case, "smooth", max_share=1.0, factor=1.05))
+    outcomes = launch(2, partial(run, case, "smooth", max_share=1.0, factor=1.05))
     check_errors(outcomes, case)
     multiples = [signal.multiple for outcome in outcomes[0] for signal in outcome.expected]
     assert any(1.05 < multiple < 2.1 for multiple in multiples)
@@ -137,7 +483,7 @@ def test_smooth_leaves_a_part_of_what_is_a_little_over(launch: Launch) -> None:
 def test_more_than_the_largest_share_are_left(launch: Launch) -> None:
     """Two tokens of a micro-batch are over the bound, and one of some forty may be cut: there, none is."""
     case = Case("fsdp1", packed=True, micro_batch=1, planted=(*TWO, (1, 6, 9)))
-    outcomes = launch(2, partial(token_clip_cases.run, case, max_share=0.02))
+    outcomes = launch(2, partial(run, case, max_share=0.02))
     check(outcomes, case)
     (line,) = outcomes[0][SPIKED].clips
     found = line["token_clip"]
@@ -151,7 +497,7 @@ def test_more_than_the_largest_share_are_left(launch: Launch) -> None:
 def test_with_nothing_over_its_bound_training_is_as_without(
     launch: Launch, world: int, case: Case, action: str
 ) -> None:
-    for same, run in launch(world, token_clip_cases.harmless, case, action):
+    for same, run in launch(world, harmless, case, action):
         assert all(same.values()), same
         assert not any(run.clips)
 
@@ -160,7 +506,7 @@ def test_gradloc_sees_what_token_clip_leaves(launch: Launch) -> None:
     """With action log GradLoc finds the token; with drop there is no spike left for it."""
     options = {"spike_detection": True, "grad_norm_threshold": IDENTITY_THRESHOLD, "bisect_budget_steps": 100}
     for action in ("log", "drop"):
-        clip = token_clip_cases.token_clip_config(enable=True, warmup_steps=2, max_share=0.2, action=action)
+        clip = TokenClipConfig(enable=True, warmup_steps=2, max_share=0.2, action=action)
         trained = partial(train, calls=CALLS, token_clip=clip, **options)
         run, _ = launch(2, trained, Case("fsdp1", packed=True, planted=ONE))
         events = list(map(json.loads, run.events))
@@ -174,9 +520,8 @@ def test_gradloc_sees_what_token_clip_leaves(launch: Launch) -> None:
 def test_the_passes_of_drop_are_cut_as_training_was(launch: Launch) -> None:
     """TokenClip cuts an outlier that a layer makes; two planted tokens are too many for it, and GradLoc drops them."""
     case = Case("fsdp1", packed=True, checkpointing=True, planted=OTHER_RANK)
-    run = partial(token_clip_cases.run, case, blown_layer=1, max_share=0.02, left_out=OTHER_RANK)
     options = {"spike_detection": True, "grad_norm_threshold": IDENTITY_THRESHOLD, "spike_action": "drop"}
-    for outcomes in launch(2, partial(run, **options)):
+    for outcomes in launch(2, partial(run, case, blown_layer=1, max_share=0.02, left_out=OTHER_RANK, **options)):
         outcome = outcomes[SPIKED]
         (event,) = outcome.events
         assert event["applied"] and len(event["culprits"]) == 2
@@ -186,7 +531,7 @@ def test_the_passes_of_drop_are_cut_as_training_was(launch: Launch) -> None:
 
 def test_the_search_starts_at_a_token_whose_signal_stands_out(launch: Launch) -> None:
     """The token's log-prob and coefficient are ordinary, so that suspicion alone does not expect it."""
-    run = partial(token_clip_cases.search, Case(rows=64, mini_batch=64, micro_batch=32), blown_layer=1, threshold=300.0)
+    run = partial(search, Case(rows=64, mini_batch=64, micro_batch=32), blown_layer=1, threshold=300.0)
     (alone, *_), (known, *_) = launch(2, run), launch(2, partial(run, clip=True))
     rank, row, position = BLOWN
     for event in (alone, known):

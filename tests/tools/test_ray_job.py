@@ -1,10 +1,11 @@
-"""examples/ray_job.sh: what it refuses, and that a job of a real Ray has the patched verl."""
+"""examples/ray_job.sh: what it refuses, and that a job of a real Ray has the patched verl; and examples/rayjob.yaml."""
 
 import contextlib
 import json
 import os
 import random
 import secrets
+import shlex
 import shutil
 import signal
 import socket
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 
 import trees
 
@@ -153,3 +155,17 @@ def test_a_job_of_a_real_ray_has_the_patched_verl(place: Path) -> None:
     for package in packages:
         assert "/py_modules_files/" in package  # where Ray unpacks what a job brings along
     assert not list(place.glob("tmp.*")), "temporary files are left"
+
+
+def test_the_entrypoint_trains_on_as_many_gpus_as_the_pods_have() -> None:
+    """Its entrypoint is given to the real run_experiment.sh."""
+    manifest = yaml.safe_load((ROOT / "examples/rayjob.yaml").read_text())
+    entrypoint = manifest["spec"]["entrypoint"].replace("/opt/gradloc", str(ROOT))
+    done = trees.run("bash", "-c", f"{entrypoint} --dry-run")
+    assert done.returncode == 0, done.stderr
+    command = shlex.split(done.stdout)
+    (workers,) = manifest["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    (container,) = workers["template"]["spec"]["containers"]
+    gpus = workers["rayStartParams"]["num-gpus"]
+    assert {f"trainer.nnodes={workers['replicas']}", f"trainer.n_gpus_per_node={gpus}"} <= set(command)
+    assert container["resources"]["requests"]["nvidia.com/gpu"] == gpus

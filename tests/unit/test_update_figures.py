@@ -22,7 +22,7 @@ def named(found: UpdateMetrics) -> dict[str, float]:
 
 
 def figures(*ranks: list[dict[str, Tensor]]) -> dict[str, float]:
-    """Of one mini-batch; with several ranks and mini-batches, test_update_figures_ranks.py has them."""
+    """Of one mini-batch; with several ranks and mini-batches, test_actor.py (multirank) has them."""
     found = UpdateMetrics()
     found.take_in(torch.stack([own_figures(micro_batches) for micro_batches in ranks]))
     return named(found)
