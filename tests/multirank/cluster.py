@@ -1,13 +1,7 @@
-"""A few processes in one group that run functions together and cannot hang the tests.
-
-How long a function takes depends on what else the machine does, so it may take any time. But where no rank that has yet
-to answer has had anything to do for a while, they wait for each other for ever: that ends the run, with the stacks of
-their threads. A rank that other programs keep from the processors does have something to do.
-"""
+"""A few processes in one group that run functions together and cannot hang the tests."""
 
 import datetime
 import faulthandler
-import math
 import multiprocessing
 import os
 import pickle
@@ -20,11 +14,11 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-# Ranks are idle if the main threads of none of them have been busy for this share of so many seconds.
-IDLE_SECONDS = 60.0
-IDLE_SHARE = 0.01
+# If no rank answers for so long, half of what pytest gives a test, they wait for each other without end: that ends the
+# run, with the stacks of their threads. Functions take seconds, also where other programs keep processors busy.
+SECONDS = 600.0
 # Likewise where a rank has failed. Until then the others may fail too, so that their state can be seen.
-IDLE_SECONDS_AFTER_FAILURE = 10.0
+SECONDS_AFTER_FAILURE = 60.0
 # A rank that waits for torch's store looks at a file again and again. It fails by itself after this time.
 GLOO_SECONDS = 900
 
@@ -107,11 +101,11 @@ class Cluster:
         changed = False
         try:
             while waiting := [rank for rank in range(self.world_size) if rank not in results and rank not in failures]:
-                idle_seconds = IDLE_SECONDS_AFTER_FAILURE if failures else IDLE_SECONDS
-                ready = self._wait(waiting, idle_seconds)
+                seconds = SECONDS_AFTER_FAILURE if failures else SECONDS
+                ready = wait([self.pipes[rank] for rank in waiting], seconds)
                 if not ready:
                     stacks = self._end_with_stacks(waiting)
-                    failures |= {rank: f"no answer; idle for {idle_seconds:g} s\n{stacks[rank]}" for rank in waiting}
+                    failures |= {rank: f"no answer for {seconds:g} s\n{stacks[rank]}" for rank in waiting}
                 for pipe in ready:
                     rank = self.pipes.index(pipe)
                     try:
@@ -144,17 +138,6 @@ class Cluster:
             self.folder.cleanup()
         self.processes, self.pipes, self.folder = [], [], None
 
-    def _wait(self, ranks: Sequence[int], idle_seconds: float) -> list[Any]:
-        """The pipes of those ranks that have answered or died; none if all of the ranks are idle."""
-        pids = [self.processes[rank].pid for rank in ranks]
-        while True:
-            before = [busy_seconds(pid) for pid in pids]
-            if ready := wait([self.pipes[rank] for rank in ranks], idle_seconds):
-                return ready
-            busy = [busy_seconds(pid) - start for pid, start in zip(pids, before, strict=True)]
-            if all(seconds < IDLE_SHARE * idle_seconds for seconds in busy) and not any(map(waits_for_a_disk, pids)):
-                return []
-
     def _end_with_stacks(self, ranks: Sequence[int]) -> dict[int, str]:
         """Ends processes, and returns where the threads of each one were."""
         for rank in ranks:
@@ -182,23 +165,6 @@ class Cluster:
             theirs.close()
             self.processes.append(process)
             self.pipes.append(ours)
-
-
-def busy_seconds(pid: int) -> float:
-    """How long the main thread of a process has been on a processor or has waited for one; NaN if it has ended."""
-    try:
-        running, waiting, _ = Path(f"/proc/{pid}/schedstat").read_text().split()
-    except OSError:
-        return math.nan
-    return (int(running) + int(waiting)) / 1e9
-
-
-def waits_for_a_disk(pid: int) -> bool:
-    """Whether the main thread of a process does."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "D"
-    except OSError:
-        return False
 
 
 def _serve(rank: int, world_size: int, store: str, stacks: str, pipe: Connection) -> None:

@@ -596,7 +596,7 @@ def test_an_unread_pass_ends_the_searches_of_an_update(
 def test_an_error_that_would_leave_ranks_waiting_ends_the_run(
     monkeypatch: pytest.MonkeyPatch, function: Callable[[Case], None], case: Case, said: str
 ) -> None:
-    monkeypatch.setattr(cluster, "IDLE_SECONDS_AFTER_FAILURE", 5.0)
+    monkeypatch.setattr(cluster, "SECONDS_AFTER_FAILURE", 5.0)
     with pytest.raises(RankFailed, match=f"rank 1: (.|\n)*RankLostError: .*{said}"):
         Cluster(2).run(function, case)
 
