@@ -4,7 +4,7 @@
 
 The parts of the package. A file imports from its own part and from those above it:
 
-- version, guarded: the version, and errors of a diagnostic
+- version, guarded, lines: the version; errors of a diagnostic; the lines of the evidence, as types
 - config, threshold: the settings, and what they may be; τ, and when a norm is over its threshold
 - judge: rules, verdicts, warnings and sentences, from figures alone: no torch, no collective calls
 - fsdp: FSDP's state around extra passes, and collective calls

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from .evidence.event import micro_batch_over, place_of
 from .evidence.ordinary import largest_tokens
-from .evidence.writer import SCHEMA, now
+from .evidence.writer import now
 from .fsdp import collectives
 from .gradloc import GradLoc, Located
-from .judge.critic import cause, summary
+from .lines import SCHEMA, Where
 from .measure.micro_batch import MicroBatch, movable, suspects
 from .measure.mini_batch import MiniBatch
 from .threshold import is_over, largest_first
@@ -38,8 +38,8 @@ class CriticWatch(GradLoc):
     apart. Of `config`, only τ counts.
 
     Attributes:
-        events (list[dict]): The spikes since `start_update` or `start_mini_batch`, the same on every rank: lines of the
-            form `CRITIC` in gradloc_tools/schema.py, without the facts that only the trainer knows.
+        events (list[dict]): The spikes since `start_update` or `start_mini_batch`, the same on every rank: a
+            `CriticSpike` each, but for what is judged of it, and for what only the trainer knows.
     """
 
     SEARCH = "the search for spikes of the critic's gradient"
@@ -53,7 +53,7 @@ class CriticWatch(GradLoc):
         names = ("gradloc/threshold", "gradloc/token_norm_max", "gradloc/triggered")
         return {name: found[f"actor/{name}"] for name in names if f"actor/{name}" in found}
 
-    def _locate(self, where: dict[str, Any]) -> Located:
+    def _locate(self, where: Where) -> Located:
         located, model = Located(take_step=True), self._model
         if self.is_off or model is None:
             return located
@@ -112,7 +112,7 @@ class CriticWatch(GradLoc):
                 "values": values[:_VALUES],
                 "world_size": model.data_parallel_size,
             }
-            self.events.append({**spike, "cause": cause(spike), "summary": summary(spike)})
+            self.events.append(spike)
         return located
 
 

@@ -6,9 +6,8 @@ import logging
 import math
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -16,6 +15,7 @@ from .config import GradLocConfig
 from .evidence.event import Done, build_event
 from .fsdp import collectives
 from .fsdp.state import clear_gradients, set_aside, undisturbed
+from .lines import Drill, Event, PlantedToken, Where
 from .measure.micro_batch import AllFigures, MicroBatch, MicroBatchName, TokenSubset, usable_tokens
 from .measure.mini_batch import MiniBatch, OrdinaryGradient
 from .measure.passes import Meter, Passes
@@ -53,14 +53,13 @@ def hold(
     tau: Threshold,
     config: GradLocConfig,
     ordinary: OrdinaryGradient,
-    where: Mapping[str, Any],
+    where: Where,
     search_time: SearchTime,
-) -> dict[str, Any]:
+) -> Event:
     """Plants a spike in a copy of the mini-batch, searches for it, and restores everything. A collective call.
 
     Returns:
-        dict: The drill's event as `build_event` gives it; of a drill that failed, it has an error or no culprit at the
-            planted place.
+        Event: That of a drill that failed has an error, or no culprit at the planted place.
     """
     started = time.perf_counter()
     model, threshold = mini_batch.model, tau.of(mini_batch.finite_norm)
@@ -71,7 +70,7 @@ def hold(
         with undisturbed(model.module, model.device), set_aside(model.module):
             figures = mini_batch.gather_figures()
             passes = Passes(model, mini_batch.micro_batches, mini_batch.scale)
-            planted = choose(figures, mini_batch, passes, where["global_step"])
+            planted = choose(figures, mini_batch, passes, where["global_step"] or 0)
             threshold = tau.of(mini_batch.finite_norm, planted.norm)
             copy = _with_spike(mini_batch, planted, figures, threshold)
             if not copy.is_over(threshold):
@@ -83,13 +82,14 @@ def hold(
     except (DrillFailedError, collectives.RankFailedError) as error:
         limit = search_time.drill()
         findings = investigate(mini_batch, threshold, config, ordinary.token_norm, limit, prevented_by=str(error))
-    place, found = None, False
+    place: PlantedToken | None = None
+    found = False
     if planted is not None:
         place = {"rank": planted.micro_batch[0], "row": planted.mini_batch_row, "position": planted.position}
         found = (planted.micro_batch, planted.row, planted.position) in findings.culprits
     if not found and collectives.rank() == 0:
         logger.warning(
-            "The spike drill in step %d FAILED: the planted token was not found (diagnosis: %s; error: %s; %d of "
+            "The spike drill in step %s FAILED: the planted token was not found (diagnosis: %s; error: %s; %d of "
             "%d passes%s). Do not rely on spike_detection in this configuration before a drill succeeds.",
             where["global_step"],
             findings.diagnosis,
@@ -98,8 +98,8 @@ def hold(
             config.bisect_budget_steps,
             f"; its {findings.budget_seconds:.0f} seconds were over" if findings.out_of_time else "",
         )
-    of_drill = {"drill": {"planted": place, "found": found, "passes": findings.passes}}
-    return build_event(searched, findings, ordinary, where, "log", Done(True), started, more=of_drill)
+    of_drill: Drill = {"planted": place, "found": found, "passes": findings.passes}
+    return build_event(searched, findings, ordinary, where, "log", Done(True), started, drill=of_drill)
 
 
 def _with_spike(mini_batch: MiniBatch, planted: Planted, figures: AllFigures, threshold: float) -> MiniBatch:

@@ -21,6 +21,7 @@ from .fsdp import collectives
 from .fsdp.state import set_aside, undisturbed
 from .guarded import guarded
 from .layers.layer_clip import LayerClip
+from .lines import Event, Where
 from .measure.mini_batch import MiniBatch, OrdinaryGradient
 from .measure.pass_recorder import PassRecorder, with_a_column
 from .measure.passes import Forward, Passes, WatchedModel
@@ -102,8 +103,8 @@ class GradLoc(PassRecorder):
                 logger.warning("%s is off, and training goes on without it: %s", self.SEARCH, error)
         super().__init__(model)
         self.config = config
-        # Those since `start_update` or `start_mini_batch`, as `build_event` gives them on this rank, for `jsonable`.
-        self.events: list[dict[str, Any]] = []
+        # Those since `start_update` or `start_mini_batch`, for `record_events`; the same on every rank.
+        self.events: list[Any] = []
         self._loss_scale = loss_scale
         self._token_clip = token_clip
         self._bundle_writer = bundle_writer
@@ -148,7 +149,7 @@ class GradLoc(PassRecorder):
             RankLostError: An error on this rank that cannot be propagated to the other ranks: it aborts the run instead
                 of deadlocking it. Any other error is logged, and training continues.
         """
-        where = {"global_step": self._global_step, "epoch": epoch, "mini_batch": mini_batch}
+        where: Where = {"global_step": self._global_step, "epoch": epoch, "mini_batch": mini_batch}
         located = Located(take_step=True)
         with collectives.guarded_on_all_ranks(self.UNDONE):
             located = self._locate(where)
@@ -183,7 +184,7 @@ class GradLoc(PassRecorder):
         self._warnings.checks.load_state_dict(None if state is None else state.get("run_checks"))
         self._search_time.load_state_dict(None if state is None else state.get("search_time"))
 
-    def _locate(self, where: dict[str, Any]) -> Located:
+    def _locate(self, where: Where) -> Located:
         started = time.perf_counter()
         gradient = None if self.is_off else self._measure(where)
         if gradient is None:
@@ -196,7 +197,7 @@ class GradLoc(PassRecorder):
             self._metrics.drill_found = False
             with collectives.guarded_on_all_ranks("the spike drill failed"):
                 event = drill.hold(gradient, self._threshold, self.config, self._ordinary, where, self._search_time)
-                self._metrics.drill_found = event["drill"]["found"]
+                self._metrics.drill_found = event["drill"] is not None and event["drill"]["found"]
                 self.events.append(event)
             started = time.perf_counter()
         threshold = self._threshold.next(gradient.token_norm, gradient.finite_norm)
@@ -209,12 +210,11 @@ class GradLoc(PassRecorder):
         if self._token_clip is not None:
             for micro_batch, marks in zip(gradient.micro_batches, self._token_clip.marks(), strict=True):
                 micro_batch.tokens |= {name: with_a_column(marked) for name, marked in marks.items()}
-        where = {**where, "steps_since_resume": self._warnings.checks.progress.since_resume}
         located = self._explain(gradient, threshold, where, started)
         self._ordinary.count(True)
         return located
 
-    def _explain(self, gradient: MiniBatch, threshold: float, where: Mapping[str, Any], started: float) -> Located:
+    def _explain(self, gradient: MiniBatch, threshold: float, where: Where, started: float) -> Located:
         """Searches for the tokens behind a spike, applies the action and builds the event. A collective call.
 
         After an error in the search or the event that all ranks know of, there is no event. The step is skipped all the
@@ -244,19 +244,27 @@ class GradLoc(PassRecorder):
                     setting,
                     findings.budget_seconds,
                 )
-            more = {}
+            layer_clip = None
             if self._layer_clip is not None and self._layer_clip.is_on and done.squared_norms is not None:
-                more["layer_clip"] = self._layer_clip.preview(done.squared_norms)
-            warnings = partial(self._warnings.checks.warnings, of_mini_batch=True)
-            keep = partial(self._keep_bundle, gradient, findings)
+                layer_clip = self._layer_clip.preview(done.squared_norms)
             event = build_event(
-                gradient, findings, ordinary, where, action, done, started, warnings, more=more, keep=keep
+                gradient,
+                findings,
+                ordinary,
+                where,
+                action,
+                done,
+                started,
+                steps_since_resume=self._warnings.checks.progress.since_resume,
+                warnings=partial(self._warnings.checks.warnings, of_mini_batch=True),
+                layer_clip=layer_clip,
+                keep=partial(self._keep_bundle, gradient, findings),
             )
             self.events.append(event)
         self._metrics.add_spike(event, skipped=not located.take_step)
         return located
 
-    def _keep_bundle(self, gradient: MiniBatch, findings: Findings, event: Mapping[str, Any]) -> str | None:
+    def _keep_bundle(self, gradient: MiniBatch, findings: Findings, event: Event) -> str | None:
         """See `BundleWriter.keep`. A collective call."""
         if self._bundle_writer is not None:
             with collectives.guarded_on_all_ranks("a gradient spike is reported without a replay bundle"):
@@ -284,7 +292,7 @@ class GradLoc(PassRecorder):
                     error,
                 )
 
-    def _measure(self, where: Mapping[str, Any]) -> MiniBatch | None:
+    def _measure(self, where: Where) -> MiniBatch | None:
         """The gradient of the passes since the last call; None if a rank cannot read its tokens. A collective call."""
         model = self._model
         assert model is not None  # else the recorder is off

@@ -6,7 +6,6 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from .judge.log_prob_sums import SUMS
 from .judge.loss_scale import SCALE_FIGURES, loss_scale_warning
 from .judge.rules import HOLDS, UNLIKELY
 from .judge.run_checks import RunChecks
+from .lines import Event, Where
 from .measure.alignment import own_alignment
 from .measure.micro_batch import MicroBatch
 from .measure.mini_batch import MiniBatch
@@ -85,7 +85,7 @@ class UpdateMetrics:
         """Adds the token-equivalent norm of a mini-batch and its τ; None in the warm-up of an automatic one."""
         self._levels.append((token_norm, threshold))
 
-    def add_spike(self, event: Mapping[str, Any] | None, skipped: bool = False) -> None:
+    def add_spike(self, event: Event | None, skipped: bool = False) -> None:
         """Counts a spike, whose event an error may have prevented, and whether its step was skipped."""
         self._spikes.update(triggered=1, skipped=int(skipped))
         if event is not None:
@@ -152,7 +152,7 @@ class RunWarnings:
             found += [model.reduced_norms.own_squares(of_weights=True), passes]
         return torch.cat(found)
 
-    def take_in(self, figures: Tensor, where: Mapping[str, Any], gradient: MiniBatch) -> None:
+    def take_in(self, figures: Tensor, where: Where, gradient: MiniBatch) -> None:
         """Adds what `own_figures` returned on each rank, on the CPU."""
         model, is_first = gradient.model, (where["epoch"], where["mini_batch"]) == (0, 0)
         *to_add, of_scale, weights, passes = figures.split(figure_sizes(model, is_first), dim=1)

@@ -3,8 +3,7 @@
 """Reads what may come from a stranger: ordinary files up to a size, JSON within limits of its size in memory and of its
 depth, and values that conform to JSON Schemas.
 
-The schemas are those of lines: an event or a clip line of spikes.jsonl, a step of steps.jsonl, a spike of critic.jsonl,
-or a note. What each field means is in docs/reference/evidence.md and docs/reference/clips.md.
+The schemas of lines are made of the types in gradloc/lines.py, which say what each field means.
 """
 
 import json
@@ -14,9 +13,10 @@ import stat
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints, is_typeddict
 
-from gradloc.evidence.writer import DEPTH, SCHEMA
+from gradloc import lines
+from gradloc.evidence.writer import DEPTH
 from gradloc.judge.rules import SOURCES
 
 Form = dict[str, Any]
@@ -24,14 +24,11 @@ Form = dict[str, Any]
 # JSON has no NaN and no infinities, so they are strings.
 NUMBER: Form = {"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}
 NUMBER_OR_NULL: Form = {"anyOf": [*NUMBER["anyOf"], {"type": "null"}]}
-_POSITIVE: Form = {"type": "number", "exclusiveMinimum": 0}
 INDEX: Form = {"type": "integer", "minimum": 0}
-_COUNT: Form = {"type": "integer", "minimum": 1}
 INTEGER_OR_NULL: Form = {"type": ["integer", "null"]}
 TEXT: Form = {"type": "string"}
 TEXT_OR_NULL: Form = {"type": ["string", "null"]}
 YES_OR_NO: Form = {"type": "boolean"}
-_YES_NO_OR_NULL: Form = {"type": ["boolean", "null"]}
 
 
 def fields(forms: Mapping[str, Form]) -> dict[str, Form]:
@@ -64,218 +61,74 @@ def or_null(form: Form) -> Form:
     return {"anyOf": [form, {"type": "null"}]}
 
 
-def _line(title: str, required: Mapping[str, Form], optional: Mapping[str, Form] | None = None) -> Form:
+def form_of(kind: Any) -> Form:
+    """The form of the JSON values of a type: that of a field of `gradloc.lines`."""
+    if kind in _PLAIN:
+        return _PLAIN[kind]
+    if kind == lines.Source:
+        return {"enum": [*SOURCES]}
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        keyword, limit = inner[1]
+        base = {"type": {int: "integer", float: "number"}[inner[0]]} if keyword != "enum" else {}
+        return {**base, keyword: [*limit] if keyword == "enum" else limit}
+    if origin is Literal:
+        return {"enum": [*inner]}
+    if origin is list:
+        return list_of(form_of(inner[0]))
+    if origin is dict:
+        return by_name(form_of(inner[1]))
+    if origin is not None:  # a type or None
+        (of,) = (each for each in inner if each is not type(None))
+        return or_null(form_of(of))
+    forms = {name: form_of(of) for name, of in get_type_hints(kind, include_extras=True).items()}
+    required = {name: form for name, form in forms.items() if name in kind.__required_keys__}
+    return object_with(required, {name: form for name, form in forms.items() if name not in required})
+
+
+_PLAIN = {
+    int: {"type": "integer"},
+    float: NUMBER,
+    float | None: NUMBER_OR_NULL,
+    str: TEXT,
+    str | None: TEXT_OR_NULL,
+    bool: YES_OR_NO,
+    Any: {},
+}
+
+
+def with_numbers(value: Any, kind: Any) -> Any:
+    """A value of this type as it was before it was written: with its NaN and infinities as numbers."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if kind is float:
+        return float(value)
+    if origin is Annotated:
+        return with_numbers(value, inner[0])
+    if origin is list:
+        return [with_numbers(each, inner[0]) for each in value]
+    if origin is dict:
+        return {name: with_numbers(each, inner[1]) for name, each in value.items()}
+    if origin is not None and value is not None:
+        return with_numbers(value, next(each for each in inner if each is not type(None)))
+    if is_typeddict(kind):
+        kinds = get_type_hints(kind, include_extras=True)
+        return {name: with_numbers(each, kinds.get(name, Any)) for name, each in value.items()}
+    return value
+
+
+def _schema_of(kind: Any) -> Form:
     """The schema of a line of a file."""
-    start = {"schema": {"const": SCHEMA}, "time": TEXT, "global_step": INTEGER_OR_NULL}
     draft = "https://json-schema.org/draft/2020-12/schema"
-    return {"$schema": draft, "title": title, **object_with({**start, **required}, optional)}
+    return {"$schema": draft, "title": kind.__doc__.split(".")[0], **form_of(kind)}
 
 
-_SOURCE: Form = {"enum": list(SOURCES)}
-_NUMBERS = list_of(NUMBER)
-_NUMBERS_BY_LAYER = by_name(NUMBER)
-_MINI_BATCH = {"epoch mini_batch": INDEX}
-
-_MICRO_BATCH = {
-    "rank micro_batch rows tokens": INDEX,
-    "norm threshold token_equivalent": NUMBER,
-    "layer_norms": _NUMBERS_BY_LAYER,
-}
-_UNIT = object_with(
-    {
-        **_MICRO_BATCH,
-        "broken_tokens": INDEX,
-        "rest": or_null(object_with({"tokens": INDEX, "norm threshold": NUMBER})),
-    }
+EVENT, CLIP, CRITIC, STEP, NOTE = map(
+    _schema_of, (lines.Event, lines.ClipLine, lines.CriticSpike, lines.Step, lines.Note)
 )
 
-_LARGEST = object_with({"row position": INDEX, "grad_norm": NUMBER, "share": NUMBER_OR_NULL})
-_DIFFUSE = object_with(
-    {
-        "rank": INTEGER_OR_NULL,
-        "micro_batch tokens": INDEX,
-        "rows": list_of(INDEX),
-        "norm threshold": NUMBER,
-        "largest_tokens": list_of(_LARGEST),
-    }
-)
-_OPEN = object_with({"rank": INTEGER_OR_NULL, "micro_batch tokens": INDEX, "threshold": NUMBER})
-
-# What is known of a token without a gradient.
-_TOKEN_FIELDS = {
-    "rank micro_batch row position": INDEX,
-    "token_id": {"type": "integer"},
-    "weight coefficient suspicion log_prob": NUMBER,
-    "advantage kl_coefficient old_log_prob ref_log_prob rollout_log_prob entropy": NUMBER_OR_NULL,
-    "ratio rollout_ratio sequence_ratio misaligned_share": NUMBER_OR_NULL,
-    "after_eos": _YES_NO_OR_NULL,
-    "source": _SOURCE,
-    "sources": list_of(_SOURCE),
-    "response_suspicion": or_null(_NUMBERS),
-    "response_kl": or_null(object_with({"k1 k2 k3": _NUMBERS})),
-}
-# Older events lack these.
-_TURNS = {
-    "turn mismatch_start mismatch_turn shift response_length": INTEGER_OR_NULL,
-    "misplaced": _YES_NO_OR_NULL,
-    "entropy_coefficient": NUMBER_OR_NULL,
-}
-# The trainer adds these: to any token, and to those that a search has named or suspects.
-_SHORT_TEXTS = {"token context data_source uid": TEXT_OR_NULL, "reward": NUMBER_OR_NULL}
-_TEXTS = {
-    **_SHORT_TEXTS,
-    "prompt response": TEXT_OR_NULL,
-    "response_tokens": or_null(list_of(TEXT)),
-    "response_tokens_start": INDEX,
-    "ground_truth": {},
-}
-
-_CULPRIT = object_with(
-    {
-        **_TOKEN_FIELDS,
-        "grad_norm": NUMBER,
-        "threshold": _POSITIVE,
-        "share": NUMBER_OR_NULL,
-        "layer_norms": _NUMBERS_BY_LAYER,
-    },
-    {**_TURNS, **_TEXTS},
-)
-
-# A token of a recorded spike: a culprit without what only a search measures.
-_SUSPECTED = object_with({**_TOKEN_FIELDS, **_TURNS}, _TEXTS)
-
-# The fields of a culprit, and of a suspected token, that the actor writes. None of them has a text of a sample.
-CULPRIT_FIELDS: tuple[str, ...] = (*_CULPRIT["required"], *fields(_TURNS))
-
-# A spike that was planted beside training to test the detection.
-_PLANTED = object_with({"rank row position": INDEX})
-_DRILL = object_with({"planted": or_null(_PLANTED), "found": YES_OR_NO, "passes": INDEX})
-
-# What is left of a gradient with all coefficients zero.
-_WITHOUT_TOKENS = object_with(
-    {"rank": INTEGER_OR_NULL, "micro_batch": INDEX, "norm share": NUMBER, "layer_norms": _NUMBERS_BY_LAYER}
-)
-
-# The cause in one line: a rule's name, that of a warning, "misfire" or "auxiliary"; newer releases may know more.
-_VERDICT = object_with({"cause": TEXT_OR_NULL, "culprits ordinary": NUMBER_OR_NULL, "sentence check": TEXT})
-
-EVENT = _line(
-    "A gradient spike and the tokens behind it",
-    {
-        **_MINI_BATCH,
-        "micro_batches passes budget": INDEX,
-        "trigger": object_with({"kind": {"enum": ["unit", "global"]}, "norm threshold": NUMBER}),
-        "threshold loss_scale": _POSITIVE,
-        "global_norm global_threshold": NUMBER,
-        "ordinary_layer_norms": or_null(_NUMBERS_BY_LAYER),
-        "diagnosis": {"enum": ["tokens", "diffuse", "nonfinite", "overflow", "incomplete", "unsearched", "under"]},
-        "until": {"enum": ["explained", "exhaustive"]},
-        "explained": _YES_NO_OR_NULL,
-        "more_tokens": {"type": ["integer", "null"], "minimum": 0},
-        "units": list_of(_UNIT),
-        "culprits": list_of(_CULPRIT),
-        "diffuse": list_of(_DIFFUSE),
-        "open_segments": list_of(_OPEN),
-        "action": {"enum": ["log", "skip", "drop", "stop"]},
-        "applied complete": YES_OR_NO,
-        "layer_clip": or_null(by_name(object_with({"norm factor": NUMBER, "bound": NUMBER_OR_NULL}))),
-        "summary": TEXT,
-        "median_advantage median_weight": NUMBER_OR_NULL,
-        "seconds": {"type": "number"},
-        "search": {"enum": ["local", "reduced", "recorded", "replayed"]},
-        "world_size": _COUNT,
-        "error": TEXT_OR_NULL,
-    },
-    # Older events lack these.
-    {
-        "gradloc_version": TEXT,
-        "drill": or_null(_DRILL),
-        "fault replay": TEXT_OR_NULL,
-        "without_tokens": or_null(_WITHOUT_TOKENS),
-        "broken_parameters": or_null(object_with({"count of": INDEX, "names": list_of(TEXT)})),
-        "verdict": or_null(_VERDICT),
-        "steps_since_resume": {"type": ["integer", "null"], "minimum": 1},
-        "budget_seconds": NUMBER_OR_NULL,
-        "out_of_time": YES_OR_NO,
-        "suspected": list_of(_SUSPECTED),
-        "suspected_ranks": list_of(INDEX),
-    },
-)
-
-NOTE = _line(
-    "What was left out of the file at this place",
-    {
-        "note": {"enum": ["text_limit", "rate_limit", "size_limit", "unwritable"]},
-        "count": _COUNT,
-        "message": TEXT,
-    },
-)
-
-_CLIPPED_TOKEN = object_with(
-    {
-        "rank micro_batch row": INDEX,
-        "position": {"type": "integer"},
-        "boundary": TEXT,
-        "multiple": NUMBER,
-        "cut": YES_OR_NO,
-        "token_id": INTEGER_OR_NULL,
-        "weight advantage log_prob old_log_prob rollout_log_prob": NUMBER_OR_NULL,
-    },
-    _SHORT_TEXTS,
-)
-# As CULPRIT_FIELDS, of a token in a clip line.
-CLIPPED_TOKEN_FIELDS: tuple[str, ...] = tuple(_CLIPPED_TOKEN["required"])
-
-_TOKEN_CLIP = object_with(
-    {
-        "action": {"enum": ["log", "drop", "smooth"]},
-        "factor": _POSITIVE,
-        "over cut": by_name(INDEX),
-        "refused": list_of(TEXT),
-        "largest": _NUMBERS_BY_LAYER,
-        "usual": by_name(NUMBER_OR_NULL),
-        "tokens": list_of(_CLIPPED_TOKEN),
-    }
-)
-
-CLIP = _line(
-    "The tokens whose backward signals were over TokenClip's bounds",
-    {**_MINI_BATCH, "token_clip": _TOKEN_CLIP, "summary": TEXT},
-)
-
-_CRITIC_VALUE = object_with(
-    {"rank micro_batch row position": INDEX, "value old_value return error weight": NUMBER}, _SHORT_TEXTS
-)
-
-CRITIC = _line(
-    "A spike of the critic's gradient: a line of critic.jsonl",
-    {
-        **_MINI_BATCH,
-        "gradloc_version summary": TEXT,
-        "world_size": INDEX,
-        "threshold": _POSITIVE,
-        "token_norm global_norm": NUMBER,
-        "ordinary_token_norm error ordinary_error": NUMBER_OR_NULL,
-        "layer_norms": _NUMBERS_BY_LAYER,
-        "ordinary_layer_norms": or_null(_NUMBERS_BY_LAYER),
-        "micro_batches": list_of(object_with({**_MICRO_BATCH, "error": NUMBER_OR_NULL})),
-        "values": list_of(_CRITIC_VALUE),
-        "cause": {"enum": ["errors", "network", None]},
-    },
-)
-
-STEP = _line(
-    "The figures of one step: a line of steps.jsonl",
-    {
-        "threshold token_norm_max spike_margin ratio_max rollout_ratio_max unlikely_share": NUMBER_OR_NULL,
-        "triggered": NUMBER_OR_NULL,
-    },
-    # Older lines lack these: what is wrong with the run without any spike.
-    {
-        "warnings": list_of(object_with({"name sentence check": TEXT}, {"share": NUMBER_OR_NULL})),
-        "misplaced_share": NUMBER_OR_NULL,
-    },
-)
+# The fields of a culprit, and of a token in a clip line, that the actor writes. None of them has a text of a sample.
+CULPRIT_FIELDS = tuple(name for name in get_type_hints(lines.Culprit) if name not in get_type_hints(lines.Texts))
+CLIPPED_TOKEN_FIELDS = tuple(lines.ClippedToken.__required_keys__)
 
 
 _TYPES: dict[str, type | tuple[type, ...]] = {

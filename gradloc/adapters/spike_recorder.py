@@ -22,6 +22,7 @@ from verl.utils import tensordict_utils as tu
 from ..bundles.bundle_writer import NothingMovesError, write_recorded_bundle
 from ..evidence.event import recorded_event
 from ..guarded import ForeseenError, PatientDisk, guarded
+from ..lines import Event, Where
 from ..measure.micro_batch import MicroBatch, MicroBatchName
 from ..measure.pass_recorder import LossInputs, ReadTokens
 from ..metrics import UpdateMetrics
@@ -83,7 +84,7 @@ class SpikeRecorder:
 
     def start_mini_batch(self) -> None:
         """Discards the events of the last mini-batch; the update's metrics still count them."""
-        self.events: list[dict[str, Any]] = []  # none or one
+        self.events: list[Event] = []  # none or one
         self._failed = False
         self._micro_batches: list[Recorded] = []
         self._tokens: float | None = None  # how many the loss divides by, of all ranks
@@ -120,11 +121,11 @@ class SpikeRecorder:
         """Drops what was recorded."""
         self._micro_batches = []
 
-    def check(self, where: Mapping[str, Any], norm: Any) -> None:
+    def check(self, where: Where, norm: Any) -> None:
         """Called after a mini-batch's optimizer step: on a spike, it makes an event and writes its bundle.
 
         Args:
-            where (Mapping): `global_step`, `epoch` and `mini_batch`.
+            where (Where): The mini-batch.
             norm (float | Tensor): The norm of its gradient, of all ranks.
         """
         started = time.perf_counter()
@@ -187,7 +188,7 @@ class SpikeRecorder:
             return found, scale
         return {}, 1.0
 
-    def _keep_bundle(self, micro_batches: Mapping[MicroBatchName, MicroBatch], event: Mapping[str, Any]) -> str | None:
+    def _keep_bundle(self, micro_batches: Mapping[MicroBatchName, MicroBatch], event: Event) -> str | None:
         """The folder that this rank's bundle of the event is in, relative to the evidence; None without one."""
         if not self._config.spike_replay or not micro_batches:
             return None

@@ -16,10 +16,12 @@ from ..evidence.token_facts import context_evidence, text_evidence
 from ..evidence.writer import EVENTS_PER_STEP, STEP_FIGURES, jsonable, limit_texts, record_events, record_step
 from ..fsdp import collectives
 from ..guarded import guarded, warn_once
-from ..judge.advantages import order_warning
-from ..judge.misfire import RewardedRow, needs_rows, verdict_by_rows
-from ..judge.sentences import describe, in_one_line
-from ..judge.verdict import settled
+from ..judge.advantages import ADVANTAGE_ORDER, order_warning
+from ..judge.judgement import judged, kind_of
+from ..judge.loss_scale import LOSS_SCALE
+from ..judge.misfire import Place, RewardedRow, verdict_by_rows
+from ..judge.sentences import in_one_line
+from ..lines import RunWarning
 
 logger = logging.getLogger(__name__)
 
@@ -152,24 +154,29 @@ class UpdateEvidence:
         self._tokenizer = tokenizer
         self._sequence_parallel_size = sequence_parallel_size
         self._events: list[dict[str, Any]] = []
+        # What the rows of a spike's mini-batch were rewarded for, by the `id` of its event.
+        self._rows: dict[int, dict[Place, RewardedRow]] = {}
         self._pairs: Counter[str] = Counter()
 
-    def add(self, events: Sequence[dict[str, Any]], data: TrainedData, own: bool = False) -> None:
-        """Adds an update's lines, and to their tokens and verdicts what the data say of them. A collective call.
+    def add(self, events: Sequence[Any], data: TrainedData, own: bool = False) -> None:
+        """Adds an update's lines, and what the data say of their tokens and mini-batches. A collective call.
 
         Args:
             events (Sequence[dict]): Events, as `build_event` gives them on this rank; clip lines or a critic's spikes.
-                Rank 0 finishes and keeps them.
+                Rank 0 keeps them.
             own (bool): Whether they are events that this rank has recorded alone; then it is no collective call.
         """
+        counts = Counter(map(kind_of, self._events))
         self._events += events
-        # No more clip lines than these are written.
-        clip_lines = [id(event) for event in self._events if "token_clip" in event][:EVENTS_PER_STEP]
-        events = [event for event in events if "token_clip" not in event or id(event) in clip_lines]
-        if not events or (own and self._rank):
+        told: list[Any] = []
+        for event in events:
+            counts[kind_of(event)] += 1
+            if counts[kind_of(event)] <= EVENTS_PER_STEP:  # no more of a kind are written
+                told.append(event)
+        if not told or (own and self._rank):
             return
-        tokens = [(event, i, token) for event in events for i, token in enumerate(_tokens(event))]
-        known = self._own_facts(tokens, data), _own_rows(events, data)
+        tokens = [(event, i, token) for event in told for i, token in enumerate(_tokens(event))]
+        known = self._own_facts(tokens, data), _own_rows(told, data)
         facts, rows = zip(*([known] if own else collectives.gather_objects(known)), strict=True)
         if self._rank:
             return
@@ -178,12 +185,8 @@ class UpdateEvidence:
         for number in rows[0]:
             by_rank = [of_rank.get(number) for of_rank in rows[:: self._sequence_parallel_size]]
             if None not in by_rank:
-                with guarded(_NOT_COMPARED):
-                    by_place = {(rank, i): row for rank, of_rank in enumerate(by_rank) for i, row in enumerate(of_rank)}
-                    events[number]["verdict"] = verdict_by_rows(events[number], by_place)
-        for event in events:
-            if _kind(event) != "critic":
-                event["summary"] = describe(event)
+                by_place = {(rank, i): row for rank, of_rank in enumerate(by_rank) for i, row in enumerate(of_rank)}
+                self._rows[id(told[number])] = by_place
 
     def take_in_rewards(self, data: TrainedData) -> None:
         """Compares advantages with rewards on rank 0; called once for each row of an update. No collective call."""
@@ -195,30 +198,30 @@ class UpdateEvidence:
         self,
         global_step: int | None,
         metrics: Mapping[str, Any],
-        read_warnings: Callable[[], Sequence[Mapping[str, str]]],
+        read_warnings: Callable[[], Sequence[Any]],
     ) -> None:
-        """Ends an update: rank 0 logs and writes its lines, and the step's figures.
+        """Ends an update: rank 0 judges, logs and writes its lines, and writes the step's figures.
 
         Args:
             metrics (Mapping): Those of the actor or critic; of the latter, no line of steps.jsonl is made.
             read_warnings (Callable): Returns what `RunChecks.warnings` does; called on rank 0 alone.
         """
         events, self._events = self._events, []
+        rows, self._rows = self._rows, {}
         pairs, self._pairs = self._pairs, Counter()
         if self._rank:
             return
         names = {name: f"actor/gradloc/{name}" for name in STEP_FIGURES}
         figures = {name: metrics[metric] for name, metric in names.items() if metric in metrics}
-        warnings = [*read_warnings()]
+        warnings: list[Any] = [*read_warnings()]
         # A critic, whose update has no such figures, is trained on the same rows.
         if figures and (found := order_warning(pairs["pairs"], pairs["contradicting"])) is not None:
             warn_once(_said, f"Step {global_step}: {found['sentence']} {found['check']}", about=found["name"])
             warnings.insert(0, found)
+        events = [_judged(event, warnings, rows.get(id(event))) for event in events]
         by_kind: dict[str, list[dict[str, Any]]] = {kind: [] for kind in _KINDS}
         for event in events:
-            by_kind[_kind(event)].append(event)
-            if event.get("verdict"):
-                event["verdict"] = settled(event, warnings)
+            by_kind[kind_of(event)].append(event)
         for kind, lines in by_kind.items():
             start, what = _KINDS[kind]
             for line in lines[:_LOGGED_EVENTS]:
@@ -248,7 +251,7 @@ class UpdateEvidence:
         self, line: Mapping[str, Any], index: int, token: Mapping[str, Any], sample: Mapping[str, Any]
     ) -> dict[str, Any]:
         """What a sample says of its token; no long texts that are not written, and none of a token in the prompt."""
-        position, of_spike = token["position"], _kind(line) == "spike"
+        position, of_spike = token["position"], kind_of(line) == "spike"
         facts = {"reward": sample["reward"]}
         facts |= {name: str(sample[name]) if name in sample else None for name in ("data_source", "uid")}
         if of_spike:
@@ -264,22 +267,34 @@ class UpdateEvidence:
 
 
 def _own_rows(events: Sequence[Mapping[str, Any]], data: TrainedData) -> dict[int, list[RewardedRow] | None]:
-    """The rows of this rank's mini-batches of which a verdict may change by them, by the event's number."""
+    """The rows of this rank's mini-batches with spikes, by the event's number."""
     rows: dict[int, list[RewardedRow] | None] = {}
     for number, event in enumerate(events):
-        with guarded(_NOT_COMPARED):
-            if needs_rows(event):
+        if kind_of(event) == "spike" and not event["drill"]:
+            with guarded(_NOT_COMPARED):
                 rows[number] = data.rewarded_rows(event)
     return rows
 
 
-def _kind(line: Mapping[str, Any]) -> str:
-    """What a line is, a key of `_KINDS`."""
-    return "clip" if "token_clip" in line else "critic" if "values" in line else "spike"
+def _judged(
+    event: Mapping[str, Any], warnings: Sequence[RunWarning], rows: Mapping[Place, RewardedRow] | None
+) -> dict[str, Any]:
+    """A line with what is judged of it at the end of its update, whose warnings these are, and by its rows."""
+    if kind_of(event) != "spike":
+        return judged(event)
+    # What was known with the spike, and what its update has shown; but a wrong scale is that of single mini-batches.
+    names, known = {each["name"] for each in warnings}, {each["name"] for each in event["warnings"]}
+    found = [each for each in event["warnings"] if each["name"] not in names]
+    found += [each for each in warnings if each["name"] in known or each["name"] != LOSS_SCALE]
+    line: Any = judged({**event, "warnings": sorted(found, key=lambda each: each["name"] == ADVANTAGE_ORDER)})
+    if rows is not None:
+        with guarded(_NOT_COMPARED):
+            line["verdict"] = verdict_by_rows(line, rows)
+    return line
 
 
 def _tokens(line: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
     """The tokens that a line names or suspects; of a critic's, the values."""
-    if (kind := _kind(line)) == "clip":
+    if (kind := kind_of(line)) == "clip":
         return line["token_clip"]["tokens"]
     return line["values"] if kind == "critic" else line["culprits"] or line.get("suspected", ())

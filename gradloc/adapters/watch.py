@@ -21,12 +21,12 @@ from ..bundles.bundle_writer import BundleWriter
 from ..bundles.layout import Row
 from ..config import GradLocConfig
 from ..critic_watch import CriticWatch
-from ..evidence.writer import SCHEMA, now
+from ..evidence.writer import now
 from ..fsdp import collectives
 from ..gradloc import GradLoc, Located
 from ..guarded import PatientDisk, guarded
-from ..judge.sentences import describe
 from ..layers.layer_clip import LayerClip
+from ..lines import SCHEMA, Where
 from ..measure.pass_recorder import LossInputs, ReadTokens
 from ..measure.passes import Forward
 from ..token_clip.token_clip import TokenClip, row_weights
@@ -199,7 +199,7 @@ class Watch:
             Norm | float: The norm of the gradient before any clipping.
         """
         self.end_pass()
-        where = {"global_step": self._global_step, "epoch": epoch, "mini_batch": mini_batch}
+        where: Where = {"global_step": self._global_step, "epoch": epoch, "mini_batch": mini_batch}
         located = Located(take_step=True)
         if self.gradloc is not None:
             located = self.gradloc.locate(epoch, mini_batch)
@@ -218,9 +218,7 @@ class Watch:
         if self.token_clip is not None:
             self._scale = None
             if found := self.token_clip.end_mini_batch():
-                # Of the form `CLIP` in gradloc_tools/schema.py.
-                line = {"schema": SCHEMA, "time": now(), **where, "token_clip": found}
-                self.clips.append({**line, "summary": describe(line)})
+                self.clips.append({"schema": SCHEMA, "time": now(), **where, "token_clip": found})
         stepped = optimizer_step() if take_step else None
         before_clipping = stepped if norm is None else norm
         assert before_clipping is not None  # a step that is left out has a norm

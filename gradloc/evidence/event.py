@@ -7,7 +7,6 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +14,25 @@ from torch import Tensor
 
 from ..fsdp import collectives
 from ..judge.rules import RULES, Medians, classify, has_large_advantage
-from ..judge.sentences import describe
-from ..judge.verdict import Shares, verdict
+from ..lines import (
+    SCHEMA,
+    ClippedLayer,
+    Culprit,
+    DiffusePart,
+    Drill,
+    Event,
+    Facts,
+    MicroBatchRecord,
+    OpenPart,
+    Place,
+    Rest,
+    Shares,
+    SuspectedToken,
+    Trigger,
+    Unit,
+    Where,
+    WithoutTokens,
+)
 from ..measure.alignment import alignment_warning
 from ..measure.micro_batch import AllFigures, MicroBatch, MicroBatchName, Token, movable, suspects
 from ..measure.mini_batch import MiniBatch, OrdinaryGradient
@@ -25,10 +41,7 @@ from ..threshold import largest_first
 from ..version import __version__
 from .ordinary import largest_tokens, ordinary_counts, ordinary_shares, token_medians
 from .token_facts import response_kl, response_window, token_evidence, token_facts
-from .writer import SCHEMA, now
-
-# What is known of a culprit, for which the search has no use: see `_facts`.
-Facts = dict[str, Any]
+from .writer import now
 
 
 def token_facts_of(mini_batch: MiniBatch, tokens: Sequence[Token]) -> dict[Token, Facts]:
@@ -80,25 +93,29 @@ def build_event(
     mini_batch: MiniBatch,
     findings: Findings,
     ordinary: OrdinaryGradient,
-    where: Mapping[str, Any],
+    where: Where,
     action: str,
     done: Done,
     started: float,
-    warnings: Callable[[], Sequence[Mapping[str, Any]]] = tuple,
+    steps_since_resume: int | None = None,
+    warnings: Callable[[], list[Any]] = list,
     medians: Medians | None = None,
-    more: Mapping[str, Any] = MappingProxyType({}),
-    keep: Callable[[Mapping[str, Any]], str | None] = lambda event: None,
-) -> dict[str, Any]:
-    """The event of a search, on every rank. A collective call.
+    layer_clip: dict[str, ClippedLayer] | None = None,
+    drill: Drill | None = None,
+    keep: Callable[[Event], str | None] = lambda event: None,
+) -> Event:
+    """The event of a search, on every rank, for `judged`. A collective call.
 
     Args:
         mini_batch (MiniBatch): The gradient with the spike.
         ordinary (OrdinaryGradient): What an earlier mini-batch says of ordinary tokens.
-        where (Mapping): `global_step`, `epoch`, `mini_batch` and `steps_since_resume`.
+        where (Where): The mini-batch.
         started (float): What `time.perf_counter` gave when the search began.
+        steps_since_resume (int, optional): See `Progress.since_resume`.
         warnings (Callable): Returns what `RunChecks.warnings` does.
         medians (Mapping, optional): What `token_medians` gave in training; by default, that of this mini-batch.
-        more (Mapping): `layer_clip` and `drill`, where there is one, the same on every rank.
+        layer_clip (dict, optional): What `LayerClip.preview` gives, the same on every rank.
+        drill (Drill, optional): What was planted, if it was.
         keep (Callable): Keeps the event's bundle, and returns its folder; called on every rank.
     """
     model = mini_batch.model
@@ -109,7 +126,7 @@ def build_event(
         medians = token_medians(mini_batch.micro_batches, model.sequence_parallel_size)
     # With rewards that are rarely right, many ordinary tokens have a multiple of the median as well; what makes an
     # advantage the cause is that theirs are not as large.
-    large = [abs(facts[token]["advantage"]) for token in culprits if has_large_advantage(facts[token], medians)]
+    large = [abs(of["advantage"] or 0.0) for token in culprits if has_large_advantage(of := facts[token], medians)]
     least = {**medians, "least_advantage": min(large, default=None)}
     places = {(name[1], row, position) for name, row, position in culprits if name[0] == model.rank}
 
@@ -119,13 +136,12 @@ def build_event(
 
     counts, sums, seconds = zip(*collectives.exchange(own)[:: model.sequence_parallel_size], strict=True)
     with collectives.raised_on_all_ranks(model.device):
-        fields = {
-            **_findings(findings, medians),
-            **where,
+        broken: Any = mini_batch.broken_parameters
+        event: Event = {
+            **_begun(mini_batch.scale, model.data_parallel_size, findings, medians, where),
             "action": action,
             "applied": done.applied,
             "seconds": max(seconds),
-            "time": now(),
             "culprits": [_culprit(findings, token, facts[token], medians) for token in culprits],
             "passes": findings.passes + done.passes,
             "error": findings.error or done.error,
@@ -133,22 +149,25 @@ def build_event(
             "global_norm": mini_batch.global_norm(),
             "global_threshold": mini_batch.global_threshold(findings.threshold),
             "ordinary_layer_norms": _ordinary_layer_norms(findings) or ordinary.layer_norms(sums, model.meter.layers),
-            "broken_parameters": mini_batch.broken_parameters,
+            "broken_parameters": broken,
             "search": model.meter.kind,
-            "world_size": model.data_parallel_size,
-            "loss_scale": mini_batch.scale,
-            **more,
+            "comparison": {
+                "ordinary": ordinary_shares(counts),
+                "measured": _measured_shares(findings, under, facts, medians),
+                "unusual": _why_unusual(findings, ordinary),
+            },
+            "warnings": warnings(),
+            "steps_since_resume": steps_since_resume,
+            "layer_clip": layer_clip,
+            "drill": drill,
         }
-        measured = _measured_shares(findings, under, facts, medians)
-        unusual = _why_unusual(findings, ordinary)
-        event = whole_event(fields, ordinary_shares(counts), warnings(), measured, unusual)
     return {**event, "replay": keep(event)}
 
 
 def recorded_event(
     micro_batches: Mapping[MicroBatchName, MicroBatch],
     *,
-    where: Mapping[str, Any],
+    where: Where,
     threshold: float,
     global_norm: float,
     global_threshold: float,
@@ -156,14 +175,14 @@ def recorded_event(
     loss_scale: float = 1.0,
     action: str | None = None,
     started: float | None = None,
-    keep: Callable[[Mapping[str, Any]], str | None] = lambda event: None,
-) -> dict[str, Any]:
+    keep: Callable[[Event], str | None] = lambda event: None,
+) -> Event:
     """The event of a spike of which the tokens' figures were recorded. No collective call.
 
     Args:
         micro_batches (Mapping): What `MicroBatch.portable` returned for each; the medians are those of their tokens
             alone.
-        where (Mapping): `global_step`, `epoch`, `mini_batch` and, if known, `steps_since_resume`.
+        where (Where): The mini-batch.
         threshold (float): τ.
         global_norm (float): The norm of the reduced gradient; NaN if it is not known.
         world_size (int): The number of data-parallel ranks.
@@ -172,44 +191,67 @@ def recorded_event(
         keep (Callable): Keeps the event's bundle, and returns its folder.
     """
     medians = token_medians(list(micro_batches.values()), alone=True)
-    found = alignment_warning([each.tokens for each in micro_batches.values()])
-    fields = {
-        "time": now(),
-        "steps_since_resume": None,
-        **where,
+    found: Any = alignment_warning([each.tokens for each in micro_batches.values()])
+    event: Event = {
+        **_begun(loss_scale, world_size, Findings(threshold), medians, where),
         "action": action or "log",
         "applied": action is not None,
         "trigger": {"kind": "global", "norm": global_norm, "threshold": global_threshold},
         "global_norm": global_norm,
         "global_threshold": global_threshold,
-        **_findings(Findings(threshold), medians),
         "micro_batches": sum(bool(movable(each.tokens).any()) for each in micro_batches.values()),
         "suspected": _suspected_tokens(micro_batches, medians),
         "suspected_ranks": sorted({rank for rank, _ in micro_batches}),
-        "seconds": 0.0,
-        "search": "recorded",
-        "world_size": world_size,
-        "loss_scale": loss_scale,
+        "warnings": [] if found is None else [found],
     }
-    event = whole_event(fields, {}, [] if found is None else [found])
     replay = keep(event)
     return {**event, "replay": replay, "seconds": 0.0 if started is None else time.perf_counter() - started}
 
 
-def whole_event(
-    fields: Mapping[str, Any],
-    ordinary: Shares,
-    warnings: Sequence[Mapping[str, Any]],
-    measured: Mapping[str, float] | None = None,
-    unusual: str | None = None,
-) -> dict[str, Any]:
-    """An event of these fields, with its verdict and summary; the other arguments are those of `Spike`."""
-    event = {"schema": SCHEMA, "gradloc_version": __version__, "layer_clip": None, "drill": None, "replay": None}
-    event |= fields
-    # The cause of a drill is the drill.
-    event["verdict"] = None if event["drill"] else verdict(event, ordinary, warnings, measured, unusual)
-    event["summary"] = describe(event)
-    return event
+def _begun(loss_scale: float, world_size: int, findings: Findings, medians: Medians, where: Where) -> Event:
+    """An event with the findings, but for the culprits: of the rest, nothing is known yet."""
+    return {
+        "schema": SCHEMA,
+        "gradloc_version": __version__,
+        "time": now(),
+        "steps_since_resume": None,
+        **where,
+        "threshold": findings.threshold,
+        "until": findings.until,
+        "diagnosis": findings.diagnosis,
+        "explained": findings.explained,
+        "complete": findings.complete,
+        "passes": findings.passes,
+        "budget": findings.budget,
+        "budget_seconds": findings.budget_seconds,
+        "out_of_time": findings.out_of_time,
+        "error": findings.error,
+        "more_tokens": findings.more_over,
+        # Where all responses to a prompt got the same reward, there is none.
+        "micro_batches": sum(each.tokens > 0 and each.norm != 0 for each in findings.figures.values()),
+        "units": [_unit(findings, name) for name in suspects(findings.figures, findings.threshold)],
+        "culprits": [],
+        "diffuse": [_diffuse(findings, part) for part in findings.diffuse],
+        "without_tokens": _without_tokens(findings),
+        "open_segments": [_open(part) for part in findings.open],
+        "ordinary_layer_norms": None,
+        "median_advantage": medians["median_advantage"],
+        "median_weight": medians["median_weight"],
+        "suspected": [],
+        "trigger": {"kind": "global", "norm": math.nan, "threshold": math.nan},
+        "global_norm": math.nan,
+        "global_threshold": math.nan,
+        "action": "log",
+        "applied": False,
+        "search": "recorded",
+        "layer_clip": None,
+        "drill": None,
+        "replay": None,
+        "seconds": 0.0,
+        "world_size": world_size,
+        "loss_scale": loss_scale,
+        "comparison": {"ordinary": {}, "measured": None, "unusual": None},
+    }
 
 
 def _why_unusual(findings: Findings, ordinary: OrdinaryGradient) -> str | None:
@@ -234,7 +276,7 @@ def _measured_under(findings: Findings) -> list[Token]:
 
 def _measured_shares(
     findings: Findings, under: Sequence[Token], facts: Mapping[Token, Facts], medians: Medians
-) -> dict[str, float] | None:
+) -> Shares | None:
     """By rule, its share of tokens that were measured under τ; None without any.
 
     They were picked by suspicion like the culprits: what is as frequent among them makes no norm large.
@@ -245,58 +287,39 @@ def _measured_shares(
     return {rule.name: sum(rule.name in each for each in sources) / len(under) for rule in RULES}
 
 
-def _trigger(mini_batch: MiniBatch, findings: Findings) -> dict[str, Any]:
+def _trigger(mini_batch: MiniBatch, findings: Findings) -> Trigger:
     """What started the search."""
-    norm: float | None
     if mini_batch.trigger == "global":
         norm, limit = mini_batch.global_norm(), mini_batch.global_threshold(findings.threshold)
     else:
         worst = max(findings.figures.values(), key=lambda each: each.token_equivalent)
-        norm, limit = worst.norm, findings.threshold * worst.root_square_weight
+        norm, limit = _known(worst.norm), findings.threshold * worst.root_square_weight
     return {"kind": mini_batch.trigger, "norm": norm, "threshold": limit}
 
 
-# What an event has under the same name: of the findings, and of a set of tokens.
-_SAME: tuple[str, ...] = ("threshold", "until", "diagnosis", "explained", "complete", "passes", "budget")
-_SAME += ("budget_seconds", "out_of_time", "error")
-_PART = ("rank", "micro_batch", "tokens", "threshold")
-
-
-def _fields(of: Any, *names: str) -> dict[str, Any]:
-    return {name: getattr(of, name) for name in names}
-
-
-def _findings(findings: Findings, medians: Medians) -> dict[str, Any]:
-    """The fields that hold the findings, but for the culprits."""
+def micro_batch_over(figures: AllFigures, name: MicroBatchName, threshold: float) -> MicroBatchRecord:
+    """A micro-batch over its threshold."""
+    rank, index = name
+    of = figures[name]
     return {
-        **_fields(findings, *_SAME),
-        "more_tokens": findings.more_over,
-        # Where all responses to a prompt got the same reward, there is none.
-        "micro_batches": sum(each.tokens > 0 and each.norm != 0 for each in findings.figures.values()),
-        "units": [_unit(findings, name) for name in suspects(findings.figures, findings.threshold)],
-        "culprits": [],
-        "diffuse": [_diffuse(findings, part) for part in findings.diffuse],
-        "without_tokens": _without_tokens(findings),
-        "open_segments": [_fields(part, *_PART) for part in findings.open],
-        "ordinary_layer_norms": None,
-        **medians,
-        "suspected": [],
+        "rank": rank,
+        "micro_batch": index,
+        "rows": of.rows,
+        "tokens": of.tokens,
+        "norm": _known(of.norm),
+        "threshold": threshold * of.root_square_weight,
+        "token_equivalent": of.token_equivalent,
+        "layer_norms": dict(of.layer_norms),
     }
 
 
-def micro_batch_over(figures: AllFigures, name: MicroBatchName, threshold: float) -> dict[str, Any]:
-    """A micro-batch over its threshold."""
-    same = _fields(figures[name], "rows", "tokens", "norm", "token_equivalent", "layer_norms")
-    return {"rank": name[0], "micro_batch": name[1], **same, "threshold": threshold * figures[name].root_square_weight}
-
-
-def _unit(findings: Findings, name: MicroBatchName) -> dict[str, Any]:
+def _unit(findings: Findings, name: MicroBatchName) -> Unit:
     """The same with what the search has found."""
     rest = findings.rests.get(name)
     return {
         **micro_batch_over(findings.figures, name, findings.threshold),
         "broken_tokens": findings.figures[name].broken_tokens,
-        "rest": rest and _fields(rest, "tokens", "norm", "threshold"),
+        "rest": None if rest is None else _rest(rest),
     }
 
 
@@ -322,10 +345,23 @@ def _ordinary_layer_norms(findings: Findings) -> dict[str, float] | None:
     }
 
 
-def _diffuse(findings: Findings, part: Part) -> dict[str, Any]:
+def _rest(part: Part) -> Rest:
+    return {"tokens": part.tokens, "norm": _known(part.norm), "threshold": part.threshold}
+
+
+def _known(norm: float | None) -> float:
+    return math.nan if norm is None else norm
+
+
+def _open(part: Part) -> OpenPart:
+    return {"rank": part.rank, "micro_batch": part.micro_batch, "tokens": part.tokens, "threshold": part.threshold}
+
+
+def _diffuse(findings: Findings, part: Part) -> DiffusePart:
     """A token set with a spike that no small set of tokens explains, with the largest tokens measured."""
     return {
-        **_fields(part, *_PART, "norm"),
+        **_open(part),
+        "norm": _known(part.norm),
         "rows": list(part.rows),
         "largest_tokens": [
             {
@@ -339,7 +375,7 @@ def _diffuse(findings: Findings, part: Part) -> dict[str, Any]:
     }
 
 
-def _without_tokens(findings: Findings) -> dict[str, Any] | None:
+def _without_tokens(findings: Findings) -> WithoutTokens | None:
     """What is left of a gradient with all coefficients zero; None if it was not measured."""
     found = findings.without_tokens
     if found is None:
@@ -353,26 +389,27 @@ def _without_tokens(findings: Findings) -> dict[str, Any] | None:
     }
 
 
-def place_of(name: MicroBatchName, row: int, position: int) -> dict[str, int]:
+def place_of(name: MicroBatchName, row: int, position: int) -> Place:
     """Where a token is; the row is that in its rank's mini-batch."""
     return {"rank": name[0], "micro_batch": name[1], "row": row, "position": position}
 
 
-def _culprit(findings: Findings, token: Token, facts: Facts, medians: Medians) -> dict[str, Any]:
+def _culprit(findings: Findings, token: Token, facts: Facts, medians: Medians) -> Culprit:
     alone = findings.alone(token)
-    found = {
+    sources = classify({**facts, "grad_norm": alone.grad_norm, "layer_norms": alone.layer_norms}, medians)
+    return {
         **place_of(token[0], findings.row(token), token[2]),
+        **facts,
         "grad_norm": alone.grad_norm,
         "threshold": findings.threshold,
         "share": findings.share(token),
-        **facts,
         "layer_norms": alone.layer_norms,
+        "source": sources[0],
+        "sources": sources,
     }
-    sources = classify(found, medians)
-    return {**found, "source": sources[0], "sources": sources}
 
 
-def _suspected_tokens(micro_batches: Mapping[MicroBatchName, MicroBatch], medians: Medians) -> list[dict[str, Any]]:
+def _suspected_tokens(micro_batches: Mapping[MicroBatchName, MicroBatch], medians: Medians) -> list[SuspectedToken]:
     """The tokens with the largest suspicion, largest first; one that is not finite counts as infinite."""
     suspicions = {
         name: torch.where(movable(each.tokens), each.tokens["suspicion"], -math.inf)
@@ -380,23 +417,22 @@ def _suspected_tokens(micro_batches: Mapping[MicroBatchName, MicroBatch], median
     }
     largest = largest_tokens(suspicions, SUSPECTED)
     of_all = {name: token_facts(micro_batches[name].tokens) for name in {name for name, _, _ in largest}}
-    found = []
+    found: list[SuspectedToken] = []
     for name, row, position in largest:
-        place = place_of(name, micro_batches[name].rows[row], position)
-        facts = {**place, **_facts(micro_batches[name].tokens, of_all[name], row, position)}
+        facts = _facts(micro_batches[name].tokens, of_all[name], row, position)
         # Suspicion is not finite where the log-prob or the coefficient is not, and then no gradient is. Of the layers
         # nothing is known.
         sources = classify({**facts, "grad_norm": facts["suspicion"], "layer_norms": {}}, medians)
-        found.append({**facts, "source": sources[0], "sources": sources})
+        place = place_of(name, micro_batches[name].rows[row], position)
+        found.append({**place, **facts, "source": sources[0], "sources": sources})
     return found
 
 
 def _facts(tokens: Mapping[str, Tensor], of_all: Mapping[str, Tensor], row: int, position: int) -> Facts:
     """What is known of a token, of which `of_all` are the `token_facts`, and of those around it in its response."""
     suspicion = tokens["suspicion"][row]
-    return {
-        **token_evidence(tokens, row, position, of_all),
-        "suspicion": float(suspicion[position]),
-        "response_suspicion": response_window(suspicion, tokens["response_mask"][row], position),
-        "response_kl": response_kl(tokens, row, position),
-    }
+    found: Any = token_evidence(tokens, row, position, of_all)
+    found["suspicion"] = float(suspicion[position])
+    found["response_suspicion"] = response_window(suspicion, tokens["response_mask"][row], position)
+    found["response_kl"] = response_kl(tokens, row, position)
+    return found

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..guarded import PatientDisk, warn_once
+from ..judge.judgement import judged
+from ..lines import SCHEMA, RunWarning
 
 logger = logging.getLogger(__name__)
 
-# The version of all lines, whose forms are in gradloc_tools/schema.py.
-SCHEMA = 4
 # A longer line of a file is not read, and none is written.
 LINE_BYTES = 16 * 2**20
 # What nests deeper would overflow the stack of recursive functions.
@@ -50,7 +50,7 @@ LONG_TEXTS: tuple[str, ...] = ("prompt", "response", "response_tokens", "respons
 
 
 def record_events(directory: str, events: Sequence[Mapping[str, Any]], name: str = "spikes") -> None:
-    """Appends each event as one line to `<directory>/<name>.jsonl`. A disk error is logged as a warning, not raised.
+    """Appends each event, judged, as one line to `<directory>/<name>.jsonl`. A disk error is logged, not raised.
 
     The limits keep a run that has collapsed, with a spike in every mini-batch, from filling the disk. Only the first 16
     events and the first 16 clip lines of a step are written, because the cause comes before its consequences. Only the
@@ -61,7 +61,7 @@ def record_events(directory: str, events: Sequence[Mapping[str, Any]], name: str
     Args:
         directory (str): Created if it does not exist. The file of an earlier run is continued.
         events (Sequence[Mapping]): All events and clip lines, or spikes of a critic, of one step or of several steps,
-            in order.
+            in order. Those that are not are judged.
         name (str): "spikes", or "critic" for the spikes of one.
     """
     if not events:
@@ -87,7 +87,7 @@ def _event_lines(event: Mapping[str, Any]) -> list[bytes]:
     """The line of an event and a note on what it lacks; of one that cannot be written, the note alone."""
     step = event.get("global_step")
     try:
-        line, bare = event_line(event)
+        line, bare = event_line(event if "summary" in event else judged(event))
     except Exception as error:  # whatever a ground truth is, training goes on
         message = f"a spike is not written: {type(error).__name__}: {str(error)[:200]}"
         logger.warning("step %s: %s", step, message)
@@ -114,9 +114,9 @@ def record_step(
     directory: str,
     global_step: int | None,
     figures: Mapping[str, float | None],
-    warnings: Sequence[Mapping[str, str]] = (),
+    warnings: Sequence[RunWarning] = (),
 ) -> None:
-    """Appends one short line about a step to `<directory>/steps.jsonl`; see `STEP` in gradloc_tools/schema.py.
+    """Appends one short line about a step to `<directory>/steps.jsonl`; see `Step` in gradloc/lines.py.
 
     A disk error is logged as a warning, not raised. At 64 MiB (some 200,000 steps) a note is written, and no more
     steps.
@@ -124,7 +124,7 @@ def record_step(
     Args:
         directory (str): Created if it does not exist. The file of an earlier run is continued.
         figures (Mapping): `STEP_FIGURES` by name; those that are missing are written as null.
-        warnings (Sequence[Mapping]): What `RunChecks.warnings` returned.
+        warnings (Sequence[RunWarning]): What `RunChecks.warnings` returned.
     """
     line = {"schema": SCHEMA, "time": now(), "global_step": global_step}
     line |= {name: figures.get(name) for name in STEP_FIGURES} | {"warnings": list(warnings)}

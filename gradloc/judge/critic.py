@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from ..lines import CriticSpike
 from .shares import layer_shares
 
 # A gradient is Σ w (v − R) ∇v. If the errors are at least this many times the usual ones, and have grown by at least
@@ -13,15 +14,9 @@ from .shares import layer_shares
 LARGE_ERROR = 2.0
 EXPLAINED = 1 / 3
 
-Spike = Mapping[str, Any]
 
-
-def cause(spike: Spike) -> str | None:
-    """What has grown: "errors", "network" if the errors have not grown with the norm, or None if nothing is known.
-
-    Args:
-        spike (Mapping): A line of the form `CRITIC` in gradloc_tools/schema.py; only its other fields are read.
-    """
+def cause(spike: CriticSpike) -> str | None:
+    """What has grown: "errors", "network" if the errors have not grown with the norm, or None if nothing is known."""
     largest = _largest(spike)
     error, usual = largest["error"], spike["ordinary_error"]
     norm, usual_norm = largest["token_equivalent"], spike["ordinary_token_norm"]
@@ -35,7 +30,7 @@ def cause(spike: Spike) -> str | None:
     return "errors" if growth >= max(LARGE_ERROR, EXPLAINED * norm / usual_norm) else "network"
 
 
-def summary(spike: Spike) -> str:
+def summary(spike: CriticSpike) -> str:
     """A spike in a few sentences, from its other fields alone."""
     largest = _largest(spike)
     times = largest["token_equivalent"] / spike["threshold"]
@@ -61,7 +56,7 @@ def summary(spike: Spike) -> str:
     return " ".join(sentences)
 
 
-def _largest(spike: Spike) -> Mapping[str, Any]:
+def _largest(spike: CriticSpike) -> Mapping[str, Any]:
     """The largest micro-batch; where they are not measured alone, the whole mini-batch."""
     if spike["micro_batches"]:
         return spike["micro_batches"][0]

@@ -9,6 +9,7 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..lines import Event, Verdict
 from .advantages import REWARD_SCALE
 from .rules import BROKEN, NATURAL_ADVANTAGE, NATURAL_FACTOR, RULES, Kind
 from .shares import counted, percent
@@ -55,7 +56,7 @@ class RewardedRow:
     advantage: float
 
 
-def needs_rows(event: Mapping[str, Any]) -> bool:
+def needs_rows(event: Event) -> bool:
     """Whether the verdict on an event may change by the rows of its mini-batch."""
     verdict = event.get("verdict")
     if verdict is None:
@@ -65,9 +66,11 @@ def needs_rows(event: Mapping[str, Any]) -> bool:
     return verdict["cause"] == BROKEN
 
 
-def verdict_by_rows(event: Mapping[str, Any], rows: Mapping[Place, RewardedRow]) -> Mapping[str, Any]:
-    """The verdict on an event for which `needs_rows`, with what all rows of its mini-batch say of it."""
-    verdict = event["verdict"]
+def verdict_by_rows(event: Event, rows: Mapping[Place, RewardedRow]) -> Verdict | None:
+    """The verdict on an event, with what all rows of its mini-batch say of it where it `needs_rows`."""
+    verdict = event.get("verdict")
+    if verdict is None or not needs_rows(event):
+        return verdict
     if verdict["cause"] == BROKEN:
         return {**verdict, "sentence": verdict["sentence"] + _broken_rows(rows)}
     return misfire(event, rows) or verdict
@@ -87,7 +90,7 @@ def _broken_rows(rows: Mapping[Place, RewardedRow]) -> str:
     return found + (f" The reward of {_PLACE.format(*rewards[0])}{more} is NaN or infinite." if rewards else "")
 
 
-def misfire(event: Mapping[str, Any], rows: Mapping[Place, RewardedRow]) -> dict[str, Any] | None:
+def misfire(event: Event, rows: Mapping[Place, RewardedRow]) -> Verdict | None:
     """The verdict that a reward value or a data source is the cause; None if neither stands out.
 
     Only responses with an advantage count. Of each prompt with culprits, that with the largest one is taken: that
@@ -133,7 +136,7 @@ def misfire(event: Mapping[str, Any], rows: Mapping[Place, RewardedRow]) -> dict
     return _far_reward(culprits, moving, count_of_culprits)
 
 
-def _far_reward(culprits: Sequence[RewardedRow], rows: Sequence[RewardedRow], count: int) -> dict[str, Any] | None:
+def _far_reward(culprits: Sequence[RewardedRow], rows: Sequence[RewardedRow], count: int) -> Verdict | None:
     """The verdict that one reward value far from all others makes the advantages, in however many responses it is.
 
     It does if the culprits' advantages are larger than the others are apart: no baseline among these gives that. Below
@@ -157,7 +160,7 @@ def _far_reward(culprits: Sequence[RewardedRow], rows: Sequence[RewardedRow], co
     return None
 
 
-def without_data_source(verdict: Mapping[str, Any]) -> Mapping[str, Any]:
+def without_data_source(verdict: Verdict) -> Verdict:
     """A verdict without the name of a data source, whatever the name is; of any cause."""
     sentence = verdict["sentence"]
     if verdict["cause"] != "misfire" or not sentence.startswith(_BY_DATA_SOURCE):
@@ -186,7 +189,7 @@ def _is_outlier(reward: Any, others: Collection[Any], below_too: bool) -> bool:
     return max((low - reward) * below_too, reward - high) > high - low
 
 
-def _verdict(where: str, rows: Sequence[RewardedRow], share: float, ordinary: float, culprits: int) -> dict[str, Any]:
+def _verdict(where: str, rows: Sequence[RewardedRow], share: float, ordinary: float, culprits: int) -> Verdict:
     """The verdict on culprits in these rows, as many as are given with those in no row."""
     prompts = len({row.uid for row in rows})
     shares = f"{counted(round(share * culprits), culprits)} in {prompts} prompt{'s' * (prompts > 1)}, "

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from ..lines import Event
 from .shares import LAYER_FRACTION, counted, is_unusual, layer_shares
 
 # What is known of a culprit, or as tensors of many tokens: see `token_facts`.
 Facts = Mapping[str, Any]
-Event = Mapping[str, Any]
 # The mini-batch's `median_advantage` and `median_weight`.
 Medians = Mapping[str, float | None]
 
@@ -299,7 +299,7 @@ VERL_NAMES = {
 
 def _with_its_column(event: Event) -> tuple[str, str] | None:
     """The first column of the batch that is not finite for a token with such a gradient."""
-    tokens = [each for each in event["culprits"] if BROKEN in each["sources"]]
+    tokens: list[Facts] = [each for each in event["culprits"] if BROKEN in each["sources"]]
     for name, column in VERL_NAMES.items():
         if any(each.get(name) is not None and _is_broken(each[name]) for each in tokens):
             return f"`{column}` of single tokens is NaN or infinite", "Look at what computes it, before the update."

@@ -3,16 +3,14 @@
 """An event or a clip line in one sentence, and with its verdict in one line."""
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..guarded import guarded
+from ..lines import Clipped, Culprit, Event
 from .rules import RULES, SOURCES, Kind, turn_boundary
 from .shares import LAYER_FRACTION, all_of, carrying_layers, counted, layer_shares, percent, shares_of_sum
-
-Event = Mapping[str, Any]
-Culprit = Mapping[str, Any]
 
 # By TokenClip's action, what happened to the signals that were cut.
 DONE = {"drop": "dropped", "smooth": "reduced"}
@@ -43,14 +41,10 @@ def in_one_line(line: Mapping[str, Any]) -> str:
 def describe(event: Event) -> str:
     """An event in one sentence, from its other fields alone.
 
-    If that fails, the summary that the event has: wording must not cost the event.
-
-    Args:
-        event (Mapping): An event or a clip line; texts and rewards of its tokens are used if they are there.
+    Texts and rewards of its tokens are used if they are there. If it fails, the summary that the event has: wording
+    must not cost the event.
     """
     with guarded("the summary of an event could not be made"):
-        if "token_clip" in event:
-            return _clips(event["token_clip"])
         if drill := event.get("drill"):
             found = "was found" if drill["found"] else "was not found"
             return f"A drill: the planted token {found}, {_count(drill['passes'], 'extra pass', 'extra passes')}."
@@ -60,10 +54,10 @@ def describe(event: Event) -> str:
         parts += filter(None, (auxiliary_in_words(event), _broken_parameters(event) or _layer(event)))
         sentence = "; ".join(parts) + "."
         return sentence[0].upper() + sentence[1:]
-    return str(event.get("summary", ""))
+    return event.get("summary", "")
 
 
-def _clips(found: Mapping[str, Any]) -> str:
+def clips_in_words(found: Clipped) -> str:
     """What TokenClip found, and the largest of it."""
     over, cut = sum(found["over"].values()), sum(found["cut"].values())
     start = f"TokenClip found {_count(over, 'backward signal', 'backward signals')} over "
@@ -123,11 +117,12 @@ def _responses(culprits: Sequence[Culprit]) -> str:
     one = len(responses) == 1
     where = f"in {_number(len(responses))} {'response' if one else 'responses'}"
     advantages = [culprit["advantage"] for culprit in responses.values()]
-    if any(advantage is None or not math.isfinite(advantage) or advantage == 0 for advantage in advantages):
+    known = [advantage for advantage in advantages if advantage and math.isfinite(advantage)]
+    if len(known) < len(advantages):
         return where
-    positive = sum(advantage > 0 for advantage in advantages)
-    if 0 < positive < len(advantages):
-        negative = len(advantages) - positive
+    positive = sum(advantage > 0 for advantage in known)
+    if 0 < positive < len(known):
+        negative = len(known) - positive
         return f"{where}, {_number(positive)} with a positive and {_number(negative)} with a negative advantage"
     sign = "positive" if positive else "negative"
     reward = next(iter(responses.values())).get("reward") if one else None
@@ -167,7 +162,7 @@ def _unsearched(event: Event) -> str:
     )
 
 
-def ranks_looked_at(event: Event) -> str | None:
+def ranks_looked_at(event: Mapping[str, Any]) -> str | None:
     """Whose tokens a recorded event's suspected ones were chosen from; None if they were every rank's."""
     ranks = event.get("suspected_ranks")
     if ranks is None or not (others := event["world_size"] - len(ranks)):
@@ -209,7 +204,7 @@ def _broken_parameters(event: Event) -> str | None:
 
 def _layer(event: Event) -> str | None:
     """The layer that carries far more of the units' squared norm than it does ordinarily."""
-    squares: Counter[str] = Counter()
+    squares: defaultdict[str, float] = defaultdict(float)
     for unit in event["units"]:
         for layer, norm in unit["layer_norms"].items():
             squares[layer] += norm**2

@@ -6,18 +6,15 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from ..guarded import guarded
+from ..lines import Culprit, Event, RunWarning, Shares, Verdict
 from .advantages import ADVANTAGE_ORDER, CHECK_ADVANTAGES, REWARD_SCALE
 from .log_probs import ENGINES_APART, OF_ROLLOUT, OF_SOME, OTHER_LOG_PROBS, REFERENCE, UNSAMPLED
 from .progress import resume_note
 from .rules import APART, APART_NATS, LARGE_ADVANTAGE, NATURAL_ADVANTAGE, RULES, Kind, Rule, is_apart
 from .sentences import auxiliary_in_words
 from .shares import counted, is_unlike_its_like, is_unusual, layer_shares, percent, threshold_factor
-
-Shares = Mapping[str, float | None]
-Verdict = dict[str, Any]
 
 # The limits of `find_cause`.
 MOST_CULPRITS = 0.5
@@ -72,52 +69,40 @@ CHECK_UNKNOWN = (
 CHECK_UNSEARCHED = "`gradloc replay BUNDLE --search` finds the tokens, with the weights that this step had."
 
 
-def verdict(
-    event: Mapping[str, Any],
-    ordinary: Shares,
-    warnings: Sequence[Mapping[str, Any]] = (),
-    measured: Mapping[str, float] | None = None,
-    unusual: str | None = None,
-) -> Verdict | None:
-    """What the first of `_DECISIONS` says of a spike that says anything; the arguments are those of `Spike`.
+def verdict(event: Event) -> Verdict | None:
+    """What the first of `_DECISIONS` says of a spike that says anything, from the event's other fields alone.
 
-    Returns:
-        dict: `cause`, the name of a rule or of a warning, "auxiliary", or None where no cause is known; `culprits` and
-            `ordinary`, the shares for which it holds (None where unknown); `sentence`, with what to do; `check`, how
-            to check it in the run's own data. None if it fails: a verdict must not cost the event.
+    None if that fails: a verdict must not cost the event.
     """
     with guarded("no verdict on an event could be made"):
-        spike = Spike(event, ordinary, warnings, measured, unusual)
+        spike = Spike(event)
         return next(found for decision in _DECISIONS if (found := decision(spike)) is not None)
     return None
 
 
 @dataclass(frozen=True)
 class Spike:
-    """What there is to judge a spike by.
+    """What there is to judge a spike by: its event."""
 
-    Args:
-        event (Mapping): The event's other fields.
-        ordinary (Mapping): What `ordinary_shares` returned.
-        warnings (Sequence[Mapping]): What `RunChecks.warnings` returned.
-        measured (Mapping, optional): By rule, the share of the tokens that the search measured under τ; None where it
-            measured too few.
-        unusual (str, optional): Why the run is not as it usually is, so that no spike of it is a natural one.
-    """
-
-    event: Mapping[str, Any]
-    ordinary: Shares
-    warnings: Sequence[Mapping[str, Any]] = ()
-    measured: Mapping[str, float] | None = None
-    unusual: str | None = None
+    event: Event
 
     @property
-    def culprits(self) -> Sequence[Mapping[str, Any]]:
+    def culprits(self) -> list[Culprit]:
         """The event's."""
         return self.event["culprits"]
 
+    @property
+    def ordinary(self) -> Shares:
+        """By rule, the share of ordinary tokens for which it holds."""
+        return self.event["comparison"]["ordinary"]
+
+    @property
+    def warnings(self) -> list[RunWarning]:
+        """What is wrong with the run."""
+        return self.event.get("warnings", [])
+
     @cached_property
-    def explaining(self) -> list[Mapping[str, Any]]:
+    def explaining(self) -> list[Culprit]:
         """The culprits that make some of their micro-batches' norm."""
         return explaining_culprits(self.culprits)
 
@@ -137,11 +122,11 @@ class Spike:
     @cached_property
     def cause(self) -> Rule | None:
         """The rule that tells the culprits from ordinary tokens."""
-        compared = dict(self.ordinary)
+        compared, measured = dict(self.ordinary), self.event["comparison"]["measured"]
         if self.event["diagnosis"] not in ("tokens", "nonfinite"):
             # The search picks large and rare tokens first, and these did not explain the spike.
             for rule in (*_OF_KIND[Kind.NATURAL], *_OF_KIND[Kind.RATIO], _WEIGHT):
-                compared[rule.name] = None if self.measured is None else self.measured[rule.name]
+                compared[rule.name] = None if measured is None else measured[rule.name]
         return find_cause(self.shares, compared, len(self.culprits))
 
     @cached_property
@@ -176,8 +161,8 @@ class Spike:
         """Why rare tokens, or unusual rewards, are not said to be all that there is to it; None where they may be."""
         if any(each["name"] != REFERENCE for each in self.warnings):
             return "there is a warning about the run, so that this need not be a natural spike"
-        if self.unusual is not None:
-            return self.unusual
+        if (unusual := self.event["comparison"]["unusual"]) is not None:
+            return unusual
         if 1 < len(self.event["units"]) == self.event["micro_batches"]:
             return "every micro-batch is over its threshold, so that this is no spike of single tokens"
         if self.apart:
@@ -242,6 +227,8 @@ def _the_run(spike: Spike) -> Verdict | None:
             is_cause = spike.held(name) >= MOST_CULPRITS
         elif told is Kind.BROKEN or name in OF_SOME or (told is Kind.UNSAMPLED and name == OTHER_LOG_PROBS):
             is_cause = False
+        elif name == ADVANTAGE_ORDER:
+            is_cause = told in (None, Kind.NATURAL)
         else:
             # Where a rule has the warning's name, the warning may be about few responses, and not about the culprits.
             share = warning.get("share") if name in CAUSES else None
@@ -258,8 +245,8 @@ def _all_broken(spike: Spike) -> Verdict | None:
         return None
     sentence = "NaN or Inf is in the log-probs or gradients of all tokens."
     if not any(unit["broken_tokens"] for unit in event["units"]):
-        names = (event.get("broken_parameters") or {}).get("names")
-        where = f", first at {names[0]}" if names else ""
+        broken = event.get("broken_parameters")
+        where = f", first at {broken['names'][0]}" if broken and broken["names"] else ""
         sentence = (
             f"The gradient is NaN or infinite, and no log-prob and no advantage is: the backward makes it{where}. Look "
             "for a division or square root at 0, for torch.where over such a branch, and for a kernel."
@@ -304,7 +291,7 @@ def _large_advantages(spike: Spike) -> Verdict | None:
     would not be one. Where spikes are rare, τ fits the run's advantages.
     """
     median = spike.event["median_advantage"] or 0.0
-    if spike.unusual is None or not NATURAL_ADVANTAGE < median < math.inf:
+    if spike.event["comparison"]["unusual"] is None or not NATURAL_ADVANTAGE < median < math.inf:
         return None
     if max(map(threshold_factor, spike.event["units"]), default=math.inf) >= LARGE_ADVANTAGE * median:
         return None
@@ -337,34 +324,14 @@ def as_verdict(
     return {"cause": cause, "culprits": culprits, "ordinary": ordinary, "sentence": sentence, "check": check}
 
 
-def of_warning(event: Mapping[str, Any], ordinary: Shares, warning: Mapping[str, Any]) -> Verdict:
+def of_warning(event: Event, ordinary: Shares, warning: RunWarning) -> Verdict:
     """The verdict where something is wrong with the run; the shares, of a rollout, are those of tokens `is_apart`."""
     apart = [is_apart(culprit["rollout_log_prob"], culprit["old_log_prob"]) for culprit in event["culprits"]]
     known = [each for each in apart if each is not None]
-    name, sentence, check = (warning[field] for field in ("name", "sentence", "check"))
+    name, sentence, check = warning["name"], warning["sentence"], warning["check"]
     if name not in OF_ROLLOUT:
         return as_verdict(name, sentence, check)
     return as_verdict(name, sentence, check, sum(known) / len(known) if known else None, ordinary.get(APART))
-
-
-def settled(event: Mapping[str, Any], warnings: Sequence[Mapping[str, Any]]) -> Verdict | None:
-    """An event's verdict at the end of its update, whose other mini-batches may have shown what is wrong with the run.
-
-    Args:
-        event (Mapping): The event, with its verdict.
-        warnings (Sequence[Mapping]): The update's.
-    """
-    found: Verdict | None = event.get("verdict")
-    causes = [each for each in warnings if each["name"] not in (*OF_SOME, *CAUSES)]
-    if found is None or not causes:
-        return found
-    replaced: list[str | None] = [None]
-    if causes[0]["name"] == ADVANTAGE_ORDER:
-        # Known at the end of an update alone, and so not weighed against a natural spike before.
-        replaced += [rule.name for rule in _OF_KIND[Kind.NATURAL]]
-    if found["cause"] not in replaced:
-        return found
-    return of_warning(event, {}, causes[0])
 
 
 def _weight_of_the_whole(spike: Spike) -> Verdict | None:
@@ -386,7 +353,7 @@ def _weight_of_the_whole(spike: Spike) -> Verdict | None:
     return as_verdict(_WEIGHT.name, sentence, _WEIGHT.check, 1.0, spike.ordinary.get(_WEIGHT.name))
 
 
-def _layer_of_all(event: Mapping[str, Any]) -> Verdict | None:
+def _layer_of_all(event: Event) -> Verdict | None:
     """A layer that carries most of the norm in every micro-batch over its threshold, and did not before."""
     usual = layer_shares(event["ordinary_layer_norms"] or {})
     shares = [layer_shares(unit["layer_norms"]) for unit in event["units"]]
@@ -451,7 +418,7 @@ def _stands_out(of_culprits: float, of_ordinary: float | None, count: int) -> bo
     return not count or chance <= CHANCE
 
 
-def explaining_culprits(culprits: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def explaining_culprits(culprits: Sequence[Culprit]) -> list[Culprit]:
     """The culprits of the micro-batches of whose norm they make at least `EXPLAINED`, or an unknown share."""
     shares: dict[tuple[int, int], float] = {}
     for culprit in culprits:

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from gradloc.bundles import layout, limits
 from gradloc.bundles.layout import TOKENS, Row, SavedMicroBatch
+from gradloc.judge.judgement import judged
+from gradloc.lines import Event
 from gradloc.measure.micro_batch import MicroBatchName
 from gradloc.token_clip.token_clip import ACTIONS
 
@@ -33,6 +35,7 @@ from ..schema import (
     or_null,
     parse,
     read_plain_file,
+    with_numbers,
 )
 
 _FINITE: Form = {"type": "number", "minimum": 0, "maximum": sys.float_info.max}
@@ -85,9 +88,11 @@ class Bundle:
     manifest: dict[str, Any]  # what `BundleWriter` wrote, checked
     micro_batches: dict[MicroBatchName, SavedMicroBatch]  # in the manifest's order
 
-    @property
+    @cached_property
     def event(self) -> dict[str, Any]:
-        return self.manifest["event"]
+        """Its spike's, judged: a bundle is kept before that."""
+        event = self.manifest["event"]
+        return event if "summary" in event else judged(with_numbers(event, Event))
 
     @property
     def clips(self) -> dict[str, Any]:

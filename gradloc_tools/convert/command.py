@@ -28,6 +28,7 @@ from gradloc.bundles.bundle_writer import write_recorded_bundle
 from gradloc.bundles.layout import NotReplayableError
 from gradloc.evidence.event import recorded_event
 from gradloc.evidence.writer import evidence_files, record_events
+from gradloc.judge.judgement import judged
 from gradloc.measure.micro_batch import square_weight
 from gradloc.threshold import MARGIN
 
@@ -163,7 +164,7 @@ def _event(batch: Batch, options: argparse.Namespace) -> dict[str, Any]:
     )
     for token in event["suspected"]:
         token["uid"] = batch.uids.get((token["rank"], token["row"]))
-    return event
+    return judged(event)
 
 
 def _context(options: argparse.Namespace, loss: Loss, batch: Batch) -> dict[str, Any]:

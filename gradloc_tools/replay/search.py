@@ -24,6 +24,7 @@ from gradloc.config import GradLocConfig
 from gradloc.evidence.event import Done, build_event
 from gradloc.fsdp import collectives
 from gradloc.fsdp.state import get_rng_state
+from gradloc.judge.judgement import judged
 from gradloc.judge.verdict import CAUSES
 from gradloc.measure.alignment import alignment_warning
 from gradloc.measure.micro_batch import MicroBatch, MicroBatchName
@@ -127,11 +128,11 @@ def search(
             name = max(figures, key=lambda name: figures[name].token_equivalent)
             norm = figures[name].token_equivalent
             return Searched(None, recorded[name] if norm else None, norm, log_probs, outputs.count, findings.error)
-        where = {name: event.get(name) for name in ("global_step", "epoch", "mini_batch", "steps_since_resume")}
+        where: Any = {name: event[name] for name in ("global_step", "epoch", "mini_batch")}
         medians = None if own_medians else {name: event[name] and float(event[name]) for name in _MEDIANS}
         warnings = _warnings(event, [each.tokens for each in mini_batch.micro_batches])
-        of_action = event["action"], Done(event["applied"])
-        found = build_event(mini_batch, findings, ordinary, where, *of_action, started, lambda: warnings, medians)
+        of_action = event["action"], Done(event["applied"]), started, event.get("steps_since_resume")
+        found = judged(build_event(mini_batch, findings, ordinary, where, *of_action, lambda: warnings, medians))
     if collectives.rank() == 0:
         found = _with_names(found, recorded)
     return Searched(found, None, 0.0, log_probs, outputs.count, findings.error)
@@ -233,12 +234,14 @@ def _measure_wholes(
 
 
 def _warnings(event: Mapping[str, Any], tokens: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Any]]:
-    """What the tokens say of their positions; else the warning that the event's verdict has for its cause, if any.
+    """What the tokens say of their positions; else what training knew was wrong with the run.
 
     A collective call: what one rank sees holds for all.
     """
     found = [each for each in collectives.exchange(lambda: alignment_warning(tokens)) if each is not None]
     verdict = event.get("verdict")
+    if not found and "warnings" in event:
+        return event["warnings"]
     if found or verdict is None or verdict["cause"] in (None, "auxiliary", "misfire", *CAUSES):
         return found[:1]
     return [{"name": verdict["cause"], "sentence": verdict["sentence"], "check": verdict["check"]}]

@@ -35,6 +35,8 @@ _FOUND = (
 )
 # What a recorded spike lacks besides.
 _FOUND_FIRST = ("median_advantage", "median_weight", "ordinary_layer_norms")
+# A verdict, and what it is judged by.
+_JUDGED = ("verdict", "comparison", "warnings")
 # What an event has in common with that of its bundle.
 _SAME = ("global_step", "epoch", "mini_batch", "loss_scale", "world_size")
 # What the trainer adds to a culprit about the response, and about the token.
@@ -69,7 +71,7 @@ def searched_event(
         event["explained"] = found["explained"] and (None if first else base["explained"])
         event["complete"] = found["complete"] and not first and base["complete"]
     if first or places(base["culprits"]) != places(event["culprits"]):
-        event["verdict"] = found["verdict"]
+        event |= {name: found[name] for name in _JUDGED}
     return _finished(event, bundle, threshold)
 
 
@@ -103,7 +105,7 @@ def _finished(event: Mapping[str, Any], bundle: Bundle, threshold: float) -> dic
     """An event with the τ of its search, its bundle and its summary."""
     scaled = float(event["global_threshold"]) * threshold / event["threshold"]
     replay = event.get("replay") or f"{limits.FOLDER}/{bundle.path.name}"
-    found = {**event, "threshold": threshold, "global_threshold": scaled, "replay": replay}
+    found: Any = {**event, "threshold": threshold, "global_threshold": scaled, "replay": replay}
     return {**found, "summary": describe(found)}
 
 

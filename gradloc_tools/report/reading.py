@@ -12,11 +12,27 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from gradloc.evidence.writer import LINE_BYTES, SCHEMA, STEP_FIGURES, evidence_files
-from gradloc.judge.misfire import without_data_source
+from gradloc.evidence.writer import LINE_BYTES, STEP_FIGURES, evidence_files, jsonable
+from gradloc.judge.judgement import judged
+from gradloc.judge.misfire import needs_rows, without_data_source
+from gradloc.judge.rules import BROKEN
+from gradloc.lines import READABLE
+from gradloc.lines import Event as EventLine
+from gradloc.version import __version__
 
 from ..bundles.results import read_events, read_results
-from ..schema import CLIP, CLIPPED_TOKEN_FIELDS, CRITIC, CULPRIT_FIELDS, EVENT, NOTE, STEP, conforms, parse
+from ..schema import (
+    CLIP,
+    CLIPPED_TOKEN_FIELDS,
+    CRITIC,
+    CULPRIT_FIELDS,
+    EVENT,
+    NOTE,
+    STEP,
+    conforms,
+    parse,
+    with_numbers,
+)
 from .figures import SHORT_CHARACTERS, clipped, severity
 from .words import Spike
 
@@ -111,6 +127,13 @@ class Evidence:
             return
         if not self.texts:
             event = without_texts(event)
+        version = event.get("gradloc_version", __version__)
+        if "summary" not in event:
+            event = _judged(event)
+        elif version != __version__ and "comparison" in event:
+            event = _judged(event)
+            written = f"written by GradLoc {clipped(version, SHORT_CHARACTERS)}"
+            self._add_note(f"{written}, and judged again by the rules of {__version__}", event["global_step"])
         fault = event.get("fault")
         if fault is not None and (name := str(clipped(fault))) not in self.faults:
             self.faults.append(name)
@@ -128,9 +151,12 @@ class Evidence:
         """Adds a note of a file. Its kind is kept whatever its step: a full file stays full."""
         step = note["global_step"]
         if self.has(step):
-            self.notes.setdefault(str(clipped(note["message"])), set()).update([] if step is None else [step])
+            self._add_note(str(clipped(note["message"])), step)
         if step is not None:
             self.left_out.add((str(clipped(note["note"], SHORT_CHARACTERS)), step))
+
+    def _add_note(self, message: str, step: int | None) -> None:
+        self.notes.setdefault(message, set()).update([] if step is None else [step])
 
     def add_step(self, line: Event) -> None:
         """Adds a line of steps.jsonl; of a step with several lines, as a resumed run leaves them, the last counts."""
@@ -145,7 +171,7 @@ class Evidence:
     def skip(self, line: Any) -> None:
         """Counts a line that is not read."""
         version = line.get("schema") if isinstance(line, dict) else None
-        is_other = type(version) is int and version != SCHEMA and 0 < version < 1000
+        is_other = type(version) is int and version not in READABLE and 0 < version < 1000
         self.skipped[OTHER_VERSION if is_other else MALFORMED] += 1
 
 
@@ -183,6 +209,15 @@ def read(path: str, since: int | None = None, texts: bool = True) -> Evidence:
     results = read_results(found.directory) if texts else []
     found.replays = [result for result in results if found.has(result["global_step"])]
     return found
+
+
+def _judged(event: Event) -> Event:
+    """An event, judged by the rules of this release; what its mini-batch's rows said of it stays."""
+    found: Any = judged(with_numbers(event, EventLine))
+    written = event.get("verdict")
+    is_by_rows = written is not None and written["cause"] in ("misfire", BROKEN) and needs_rows(found)
+    verdict = written if is_by_rows or found["verdict"] is None else jsonable(found["verdict"])
+    return {**event, "verdict": verdict, "summary": found["summary"]}
 
 
 def _lines(found: Evidence, file: str) -> Iterator[bytes]:

@@ -348,7 +348,7 @@ def update_of_the_worker(case: Case) -> tuple[str, list[float], list[int], list[
 def evidence_with_odd_truths(folder: str, count: int) -> None:
     """Writes an event whose culprits, all of rank 0, have a ground truth that cannot be pickled, and long texts."""
     culprits: list[dict[str, Any]] = [{"rank": 0, "row": row, "position": 0} for row in range(count)]
-    events = [{"global_step": 1, "mini_batch": 0, "world_size": 2, "culprits": culprits}]
+    events = [{"global_step": 1, "mini_batch": 0, "drill": None, "warnings": [], "culprits": culprits}]
     tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: " ".join(map(str, ids)))
     evidence = UpdateEvidence(folder, tokenizer, 1)
     truth = {"ground_truth": lambda: None}
@@ -375,5 +375,5 @@ def evidence_of_shared_data(folder: str) -> tuple[list[int], list[Any]]:
 
     evidence = UpdateEvidence(folder, None, size)
     data = SimpleNamespace(sample=sample_of, rewarded_rows=lambda event: None)
-    evidence.add([{"global_step": 1, "mini_batch": 0, "culprits": culprits}], data)
+    evidence.add([{"global_step": 1, "mini_batch": 0, "drill": None, "culprits": culprits}], data)
     return described, [culprit.get("reward") for culprit in culprits]

@@ -45,6 +45,7 @@ from verl.utils import activation_offload, attention_utils
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl.utils.fsdp_utils import apply_fsdp2, get_fsdp_wrap_policy, get_shard_placement_fn
 from verl.utils.gradloc.fsdp.failed_pass import RecordedCollectives
+from verl.utils.gradloc.judge.judgement import judged
 from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, PolicyLossConfig
 
 ENGINE = importlib.util.find_spec("verl.workers.actor") is None
@@ -71,7 +72,7 @@ SIZES = {
 }
 PROMPT, RESPONSE = 6, 10
 # What an event has from rank 0 alone, or at another time.
-OF_RANK_0 = ("time", "replay", "verdict", "summary")
+OF_RANK_0 = ("time", "replay")
 TEMPERATURE = 0.9
 # A step moves log-probs by a few percent: enough to see, too little to clip what it trained on.
 LEARNING_RATE = 1e-3
@@ -500,7 +501,7 @@ def on_device(tensors: Any) -> dict[str, torch.Tensor]:
 
 
 def events_of(actor: Any) -> list[dict[str, Any]]:
-    """Rank 0's of the last `update_policy`, after a check of what this rank has of them. A collective call.
+    """Rank 0's of the last `update_policy`, judged, after a check of what this rank has. A collective call.
 
     The engine itself has only those of its last mini-batch.
     """
@@ -512,7 +513,7 @@ def events_of(actor: Any) -> list[dict[str, Any]]:
         culprits = [{name: finished[name] for name in culprit} for culprit, finished in pairs]
         known = {**whole, "culprits": culprits, **{name: event[name] for name in OF_RANK_0}}
         assert repr(event) == repr(known) and event["replay"] is None
-    return box[0]
+    return [judged(event) for event in box[0]]
 
 
 def gathered(value: Any) -> list[Any]:

@@ -34,6 +34,7 @@ from verl import DataProto
 from verl.workers.config import FSDPCriticConfig, FSDPCriticModelCfg, FSDPEngineConfig
 
 from gradloc.judge.critic import cause, summary
+from gradloc.judge.judgement import judged
 from gradloc_tools.report.reading import read
 from gradloc_tools.report.summary import summarize
 from gradloc_tools.schema import CRITIC
@@ -375,7 +376,7 @@ def test_without_a_tokenizer_a_value_has_no_text(launch: Launch, tmp_path: Path)
     (spike,), _ = launch(2, without_a_tokenizer, str(tmp_path))
     assert spike["values"][0]["return"] == RETURN
     assert "token" not in spike["values"][0]
-    VALIDATOR.validate(spike)
+    VALIDATOR.validate(judged(spike))
 
 
 def spike(**fields: Any) -> dict[str, Any]:

@@ -50,7 +50,8 @@ def written(case: Case, directory: str, with_uids: bool = True, broken: Sequence
 
 
 def written_despite_an_error(case: Case, directory: str) -> None:
-    with mock.patch("verl.utils.gradloc.adapters.update_evidence.needs_rows", side_effect=ZeroDivisionError):
+    data = "verl.utils.gradloc.adapters.update_evidence.TrainedData"
+    with mock.patch(f"{data}.rewarded_rows", side_effect=ZeroDivisionError):
         written(case, directory)
 
 

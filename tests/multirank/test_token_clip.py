@@ -36,6 +36,8 @@ from test_actor import MODES, ONE, Launch, on_engine, on_ranks
 from verl import DataProto
 from verl.workers.config import TokenClipConfig
 
+from gradloc.judge.judgement import judged
+
 FACTOR, BETA, WARMUP = 4.0, 0.9, 2
 LOG_PROBS = "log_probs"
 # The warm-up, the batch with the planted tokens, and one without a spike.
@@ -384,7 +386,7 @@ def of_all_ranks(line: dict[str, Any]) -> dict[str, Any]:
     """A line without what rank 0 alone adds: what the data say of its tokens."""
     found = line["token_clip"]
     tokens = [{name: token[name] for name in ("rank", "micro_batch", "row", "position")} for token in found["tokens"]]
-    return {**line, "time": None, "summary": None, "token_clip": {**found, "tokens": tokens}}
+    return {**line, "time": None, "token_clip": {**found, "tokens": tokens}}
 
 
 def check_errors(outcomes: list[list[Outcome]], case: Case) -> None:
@@ -489,7 +491,7 @@ def test_more_than_the_largest_share_are_left(launch: Launch) -> None:
     found = line["token_clip"]
     assert LOG_PROBS in found["refused"]
     assert [(t["row"], t["position"]) for t in found["tokens"] if t["cut"]] == [p[1:] for p in case.planted[2:]]
-    assert "more than max_share" in line["summary"]
+    assert "more than max_share" in judged(line)["summary"]
 
 
 @on_ranks((2, Case("fsdp1", packed=True, checkpointing=True)), on_engine(2, Case(dynamic=True)))

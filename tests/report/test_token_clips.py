@@ -130,7 +130,7 @@ def test_fields_of_a_later_patch_are_read_over_and_malformed_lines_skipped(summa
     with pytest.raises(jsonschema.ValidationError, match="mood"):
         jsonschema.validate(writer.jsonable(line), CLIP)
     odd = [writer.jsonable(clip(4, [one()])) for _ in range(4)]
-    odd[0]["schema"] = 5
+    odd[0]["schema"] = 6
     odd[1]["token_clip"]["over"] = {"log_probs": -1}
     odd[2]["token_clip"]["tokens"][0]["multiple"] = 10**400
     odd[3]["token_clip"]["tokens"][0]["context"] = 3

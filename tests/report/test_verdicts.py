@@ -1,16 +1,18 @@
 """What the report makes of verdicts, and of the warnings in steps.jsonl."""
 
 import json
+import math
 import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
-from evidence import ORDINARY, Event, culprit, event, spike, unsearched, write, write_steps
+from evidence import ORDINARY, Event, culprit, event, spike, unsearched, verdict_on, write, write_steps
 from notation import cases, memory_peak
 
+from gradloc.evidence.writer import jsonable
 from gradloc.judge.rules import SOURCES
-from gradloc.judge.verdict import CAUSES, verdict
+from gradloc.judge.verdict import CAUSES
 from gradloc_tools import report
 from gradloc_tools.report import words
 from gradloc_tools.report.summary import warnings_of
@@ -142,7 +144,7 @@ def test_every_cause_reads_well_in_brief(name: str) -> None:
     place |= {"weight": 0.1, "coefficient": -3.0, "kl_coefficient": -2.9, "log_prob": -0.1, "old_log_prob": -0.1}
     place |= {"entropy": 1.0, "entropy_coefficient": 9.0, "row": 1, "rollout_log_prob": -1e-4}
     sources = [{"sources": [name], "layer_norms": {"a": 9.0, "b": 0.1}, **place}] * 2
-    said = verdict({**found, "culprits": sources}, ORDINARY)
+    said = verdict_on({**found, "culprits": sources}, ORDINARY)
     claim = "The layer a makes most of the gradient" if name == "layer" else CAUSES[name].claim
     sure = "possible: true of both culprits" if name == "layer" else "likely: true of both culprits, "
     assert said["cause"] == name and words.claim(said) == claim
@@ -228,3 +230,30 @@ def test_charts_are_for_longer_runs(tmp_path: Path, view: Any, steps: int, spike
     if steps:
         write_steps(tmp_path, steps)
     assert bool(view([spike(step) for step in spikes]).charts) == shown
+
+
+@cases(
+    "written cause said",
+    (
+        {"gradloc_version": "0.1.0"},
+        "unlikely",
+        ": written by GradLoc 0.1.0, and judged again by the rules of ",
+    ),
+    ({"gradloc_version": "0.1.0", "global_norm": math.nan}, "unlikely", "judged again"),
+    ({"gradloc_version": "0.1.0", "comparison": None}, "kl", None),  # it lacks what its verdict was judged by
+    ({}, "kl", None),
+    ({"gradloc_version": "0.1.0", "verdict": {"cause": "misfire"}}, "misfire", "judged again"),  # by rows
+    ({"summary": None, "verdict": None}, "unlikely", None),
+)
+def test_an_old_line_is_judged_by_the_rules_of_today(
+    written: dict[str, Any], cause: str, said: str | None, summary: Any, tmp_path: Path
+) -> None:
+    line = spike(1, log_prob=-6.0)
+    verdict = {**line["verdict"], "cause": "kl", **(written.get("verdict") or {})}
+    line = {**line, **written, "verdict": verdict}
+    line = {name: value for name, value in line.items() if name not in written or value is not None}
+    (tmp_path / "spikes.jsonl").write_text(json.dumps(jsonable(line)) + "\n")
+    found = summary()
+    assert found["largest_events"][0]["verdict"]["cause"] == cause
+    notes = [note for note in found["notes"] if "judged" in note]
+    assert len(notes) == (said is not None) and all(said in note for note in notes)

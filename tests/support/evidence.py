@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from gradloc import record_events
-from gradloc.evidence.writer import SCHEMA, now, record_step
+from gradloc.evidence.writer import now, record_step
+from gradloc.judge.judgement import judged
 from gradloc.judge.rules import RULES, classify
-from gradloc.judge.sentences import describe
 from gradloc.judge.verdict import verdict
+from gradloc.lines import SCHEMA
 from gradloc.version import __version__
 
 Event = dict[str, Any]
@@ -26,6 +27,7 @@ WEIGHT = 1 / (TOKENS * 24)
 ROOT = math.sqrt(TOKENS) * WEIGHT
 # How often the rules hold for ordinary tokens; of layers, that is not known.
 ORDINARY = {rule.name: None if rule.name == "layer" else 0.02 for rule in RULES}
+COMPARISON = {"ordinary": ORDINARY, "measured": None, "unusual": None}
 MEDIANS = {"median_advantage": 1.3, "median_weight": WEIGHT}
 # What may steer a page, and what may steer a terminal.
 HOSTILE = "<b>x</b></script><script>document.title='owned'</script><img src=x onerror=alert(1)>\u202e"
@@ -139,7 +141,14 @@ def event(step: int | None, culprits: Sequence[Event], **changes: Any) -> Event:
         **MEDIANS,
         **changes,
     }
-    return {"verdict": verdict(found, ORDINARY), **found, "summary": describe(found)}
+    return {**judged({"comparison": COMPARISON, "warnings": [], **found}), **changes}
+
+
+def verdict_on(event: Event, ordinary: Event, warnings: Sequence[Event] = (), **compared: Any) -> Any:
+    """The verdict on an event that is compared with these shares."""
+    comparison = {"ordinary": ordinary, "measured": None, "unusual": None, **compared}
+    found: Any = {**event, "comparison": comparison, "warnings": [*warnings]}
+    return verdict(found)
 
 
 def _unit(rank: int, micro_batch: int, culprits: Sequence[Event], explained: bool) -> Event:
@@ -197,8 +206,7 @@ def drill(step: int, found: bool, **changes: Any) -> Event:
     """The event of a drill."""
     made = event(step, [culprit(1, ["a", " b", " c"], 5 * THRESHOLD)] if found else [], passes=1, seconds=4.0)
     planted = {"planted": {"rank": 0, "row": 0, "position": 1}, "found": found, "passes": 1}
-    made |= {"drill": planted, "verdict": None, **changes}
-    return {**made, "summary": describe(made)}
+    return judged({**made, "drill": planted, **changes})
 
 
 def clipped_token(position: int, tokens: Sequence[str], multiple: float, **changes: Any) -> Event:
@@ -234,7 +242,7 @@ def clip(step: int | None, tokens: Sequence[Event], action: str = "drop", **chan
     figures |= {"largest": dict.fromkeys(boundaries, 9.0), "usual": dict.fromkeys(boundaries, 1.5)}
     where = {"global_step": step, "epoch": 0, "mini_batch": changes.pop("mini_batch", 0)}
     line = {"schema": SCHEMA, "time": now(), **where, "token_clip": {**figures, "tokens": tokens}}
-    return {**line, "summary": describe(line), **changes}
+    return {**judged(line), **changes}
 
 
 def marked(line: Event) -> Event:

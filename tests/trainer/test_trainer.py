@@ -1,4 +1,4 @@
-"""The evidence that the trainer writes, its metrics, and what rank 0 logs of an update with many spikes."""
+"""The evidence that the trainer writes, its metrics, and what rank 0 judges and logs of an update with many spikes."""
 
 import json
 import uuid
@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 import torch
 import verl
-from notation import Caplog
+from evidence import clip, clipped_token, drill, spike
+from notation import Caplog, cases
+from valid_events import lines_in
 from verl import DataProto
 
 PROMPT, RESPONSE, ROWS = 3, 5, 4
+WARNING = {"name": "stale_weights", "sentence": "The rollout is late.", "check": "Look."}
 
 
 def test_columns_of_any_type_are_written(tmp_path: Path) -> None:
@@ -26,7 +29,8 @@ def test_columns_of_any_type_are_written(tmp_path: Path) -> None:
     columns = {"data_source": 3, "uid": uuid.UUID(int=7), "reward_model": "no mapping"}
     arrays = {name: np.array([value] * ROWS, dtype=object) for name, value in columns.items()}
     data = DataProto.from_dict(tensors, arrays, meta_info={"global_steps": 1})
-    event = {"global_step": 1, "mini_batch": 1, "culprits": [{"rank": 0, "row": 1, "position": 2}], "world_size": 1}
+    event: dict[str, Any] = {"global_step": 1, "mini_batch": 1, "drill": None, "warnings": []}
+    event["culprits"] = [{"rank": 0, "row": 1, "position": 2}]
     watch = {"sequence_parallel_size": 1, "watches_passes": True, "lines": lambda: [event], "warnings": lambda: []}
     config = SimpleNamespace(bisect_dump_dir=str(tmp_path), ppo_mini_batch_size=ROWS // 2)
     actor: Any = SimpleNamespace(config=config, watch=SimpleNamespace(**watch))
@@ -64,35 +68,49 @@ def test_a_step_whose_answers_are_all_rejected_has_metrics() -> None:
         assert rejected[name] == (0.0 if trained_on else value)
 
 
-def write(directory: Path, lines: list[dict[str, Any]]) -> None:
+def write(directory: Path, events: list[dict[str, Any]], *warnings: dict[str, str]) -> None:
     from verl.utils.gradloc.adapters.update_evidence import UpdateEvidence
 
     evidence = UpdateEvidence(str(directory), None, 1)
-    evidence._events = lines
-    evidence.write(3, {}, list)
+    judged = ("verdict", "summary")
+    evidence._events = [{name: event[name] for name in event if name not in judged} for event in events]
+    evidence.write(3, {}, lambda: warnings)
 
 
 @pytest.mark.parametrize(("count", "lines"), [(0, 0), (1, 1), (3, 3), (4, 4), (40, 4)])
 def test_few_lines_are_logged_of_an_update(count: int, lines: int, tmp_path: Path, caplog: Caplog) -> None:
-    events: list[dict[str, Any]] = [
-        {"global_step": 3, "summary": f"sum {index}.", "drill": {} if index == 0 else None} for index in range(count)
-    ]
-    write(tmp_path, events)
+    write(tmp_path, [drill(3, True), *[spike(3)] * 39][:count])
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == lines
-    assert said[:2] == ["Spike drill in step 3: sum 0.", "Gradient spike in step 3: sum 1."][:count]
+    starts = ["Spike drill in step 3: A drill: the planted", "Gradient spike in step 3: No known cause: "]
+    assert all(line.startswith(start) for line, start in zip(said, starts, strict=False))
     if count > 3:
         assert said[3] == f"{count - 3} more gradient spikes in step 3: see the report on {tmp_path}"
 
 
-def test_clips_and_verdicts_are_logged_with_the_spikes(tmp_path: Path, caplog: Caplog) -> None:
-    clips = [{"global_step": 3, "summary": "cut.", "token_clip": {"tokens": []}}] * 5
-    verdict = {"cause": None, "sentence": "No known cause: that is so.", "check": "`look` shows it."}
-    spikes = [{"global_step": 3, "summary": "sum.", "drill": None, "verdict": each} for each in (None, verdict)]
-    write(tmp_path, [*clips, *spikes])
-    assert [record.getMessage() for record in caplog.records] == [
-        "Gradient spike in step 3: sum.",
-        "Gradient spike in step 3: No known cause: that is so. `look` shows it. sum.",
-        *["Outlying tokens in step 3: cut."] * 3,
-        f"2 more mini-batches with outlying tokens in step 3: see the report on {tmp_path}",
-    ]
+def test_clips_are_logged_after_the_spikes(tmp_path: Path, caplog: Caplog) -> None:
+    clips = [clip(3, [clipped_token(0, ["a"], 9.0)])] * 5
+    write(tmp_path, [*clips, spike(3, log_prob=-6.0)])
+    first, *others, last = [record.getMessage() for record in caplog.records]
+    start, check, summary = "Gradient spike in step 3: A natural spike of rare tokens", "It is none if", "The culprit"
+    assert first.startswith(start) and first.index(check) < first.index(summary)
+    assert len(others) == 3 and all(line.startswith("Outlying tokens in step 3: TokenClip found 1 ") for line in others)
+    assert last == f"2 more mini-batches with outlying tokens in step 3: see the report on {tmp_path}"
+
+
+@cases(
+    "known shown names cause",
+    ([], [WARNING], ["stale_weights"], "stale_weights"),
+    ([WARNING], [], ["stale_weights"], "stale_weights"),
+    ([WARNING], [{**WARNING, "sentence": "By now."}], ["stale_weights"], "stale_weights"),
+    # A wrong scale is that of single mini-batches.
+    ([], [{**WARNING, "name": "loss_scale"}], [], "unlikely"),
+    ([{**WARNING, "name": "loss_scale"}], [WARNING], ["loss_scale", "stale_weights"], "loss_scale"),
+)
+def test_a_spike_is_judged_by_all_that_its_update_shows(
+    known: list[dict[str, str]], shown: list[dict[str, str]], names: list[str], cause: str, tmp_path: Path
+) -> None:
+    write(tmp_path, [{**spike(3, log_prob=-6.0), "warnings": known}], *shown)
+    (line,) = lines_in(tmp_path)
+    assert [each["name"] for each in line["warnings"]] == names and line["verdict"]["cause"] == cause
+    assert not shown or known != [WARNING] or line["verdict"]["sentence"] == shown[0]["sentence"]

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import evidence as samples
 import numpy
 import pytest
 import torch
@@ -12,7 +13,7 @@ from verl.trainer.ppo import core_algos
 from gradloc.adapters import update_evidence
 from gradloc.adapters.update_evidence import TrainedData, UpdateEvidence
 from gradloc.judge.advantages import ADVANTAGE_ORDER, order_warning
-from gradloc.judge.verdict import settled
+from gradloc.judge.judgement import judged
 
 PROMPTS, ANSWERS, LENGTH = 24, 6, 5
 UIDS = numpy.repeat([f"prompt {i}" for i in range(PROMPTS)], ANSWERS).astype(object)
@@ -93,11 +94,11 @@ def test_without_prompts_or_rewards_nothing_is_compared(lacking: str) -> None:
 def test_order_outranks_a_natural_spike_and_no_other_cause() -> None:
     found = warned(columns("grpo", moved=True))
     assert found is not None
-    event: dict[str, Any] = {"culprits": [], "verdict": {"cause": "unlikely"}}
-    told = settled(event, [found])
-    assert told is not None and told["cause"] == ADVANTAGE_ORDER
-    event["verdict"] = {"cause": "token"}
-    assert settled(event, [found]) is event["verdict"]
+    for figures, cause in (({}, "unlikely"), ({"rollout_log_prob": 0.0}, "unsampled")):
+        spike = samples.spike(log_prob=-6.0, **figures)
+        assert spike["verdict"]["cause"] == cause
+        told = judged({**spike, "warnings": [found]})["verdict"]["cause"]
+        assert told == (ADVANTAGE_ORDER if cause == "unlikely" else cause)
 
 
 def test_an_update_without_a_spike_writes_the_warning(tmp_path: Any) -> None:

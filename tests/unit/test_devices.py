@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import gradloc
 from gradloc import GradLoc, GradLocConfig
 from gradloc.critic_watch import CriticWatch
+from gradloc.judge.judgement import judged
 from gradloc.layers.layer_clip import LayerClip, LayerClipConfig
 from gradloc.measure.pass_recorder import unchanged
 from gradloc.token_clip.token_clip import TokenClip, TokenClipConfig, row_weights
@@ -184,7 +185,7 @@ def test_a_critics_step_waits_once() -> None:
             watch.locate(0, 0)
             assert planted or len(of_package(stand_in, before)) == 1
         (spike,) = watch.events
-        assert spike["cause"] == "errors"
+        assert judged(spike)["cause"] == "errors"
 
 
 @cases(

@@ -2,22 +2,24 @@
 
 import ast
 import re
+import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
-from notation import Capsys
+from notation import Capsys, Patch
 
 import apply_patch
-from gradloc import __version__
+from gradloc import __version__, lines
 from gradloc.judge.rules import SOURCES
 from gradloc_tools import schema
 from gradloc_tools.convert.command import main as convert
 from gradloc_tools.replay.command import main as replay
 from gradloc_tools.report.command import main as report
 from gradloc_tools.selftest.command import main as selftest
+from tools import field_tables
 
 ROOT = Path(__file__).parents[2]
 TOP_LEVEL = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
@@ -110,32 +112,24 @@ def in_backticks(text: str) -> set[str]:
 EVIDENCE = (ROOT / "docs/reference/evidence.md").read_text()
 
 
-_EVENT = schema.EVENT["properties"]
-_TOKEN_CLIP = schema.CLIP["properties"]["token_clip"]["properties"]
-# The objects whose fields have a table, by the name that stands over it.
-TABLES = {
-    "event": _EVENT,
-    "unit": _EVENT["units"]["items"]["properties"],
-    "culprit": _EVENT["culprits"]["items"]["properties"],
-    "note": schema.NOTE["properties"],
-    "step": schema.STEP["properties"],
-    "critic": schema.CRITIC["properties"],
-    "clip": schema.CLIP["properties"],
-    "token_clip": _TOKEN_CLIP,
-    "clipped_token": _TOKEN_CLIP["tokens"]["items"]["properties"],
-}
+def test_the_tables_of_fields_are_those_of_the_code() -> None:
+    pages = "".join(page.read_text() for page in sorted((ROOT / "docs/reference").glob("*.md")))
+    assert sorted(re.findall(r"<!-- fields: (\w+) -->", pages)) == sorted(field_tables.TABLES)
+    assert field_tables.main(["--check"]) == 0
+    for name, table in field_tables.tables().items():
+        named = re.findall(r"`(\w+)`", " ".join(re.findall(r"^(`.*?) \|", table, re.M)))
+        assert sorted(named) == sorted(get_type_hints(getattr(lines, field_tables.TABLES[name])))
 
 
-def test_the_tables_name_each_field_of_the_schemas_once() -> None:
-    text = EVIDENCE + (ROOT / "docs/reference/clips.md").read_text()
-    tables = dict(re.findall(r"<!-- fields: (\w+) -->\n(.*?)\n\n<!-- end -->", text, re.S))
-    named = {name: re.findall(r"`(\w+)`", " ".join(re.findall(r"^(`.*?) \|", of, re.M))) for name, of in tables.items()}
-    assert {name: sorted(of) for name, of in named.items()} == {name: sorted(of) for name, of in TABLES.items()}
-    # Each field of a verdict is explained, and no other.
-    names = set(schema.EVENT["properties"]["verdict"]["anyOf"][0]["properties"])
-    # The first table.
-    text = (ROOT / "docs/reference/verdict.md").read_text().split("\n## ")[0]
-    assert in_backticks(" ".join(re.findall(r"^\| (.*?) \|", text, re.M))) == names
+def test_a_stale_table_of_fields_is_told(monkeypatch: Patch, capsys: Capsys, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "docs/reference", tmp_path / "docs/reference")
+    (tmp_path / "gradloc").mkdir()
+    text = (ROOT / "gradloc/lines.py").read_text()
+    (tmp_path / "gradloc/lines.py").write_text(text.replace("# `spike_action`", "# another | one"))
+    monkeypatch.setattr(field_tables, "ROOT", tmp_path)
+    assert field_tables.main(["--check"]) == 1 and "evidence.md" in capsys.readouterr().err
+    assert field_tables.main([]) == 0 == field_tables.main(["--check"])
+    assert "`action` | another \\| one\n" in (tmp_path / "docs/reference/evidence.md").read_text()
 
 
 @pytest.mark.parametrize("form", [schema.EVENT, schema.NOTE], ids=["event", "note"])

@@ -17,6 +17,7 @@ from gradloc.evidence.token_facts import response_kl, text_evidence, token_evide
 from gradloc.evidence.writer import jsonable
 from gradloc.fsdp.collectives import RankLostError
 from gradloc.fsdp.failed_pass import RecordedCollectives
+from gradloc.judge.judgement import judged
 from gradloc.measure import mini_batch
 from gradloc.measure.local_norms import LocalNorms
 from gradloc.measure.micro_batch import MicroBatch
@@ -146,11 +147,13 @@ def test_text_evidence_marks_the_token_in_its_context() -> None:
 
 def test_events_are_appended_as_strict_json(tmp_path: Path) -> None:
     event = {"norm": math.nan, "list": [math.inf, -math.inf, None, True], "text": "«é»\n", "array": torch.ones(2)}
+    event["summary"] = "judged"
     record_events(str(tmp_path / "deep" / "dump"), [event])
     record_events(str(tmp_path / "deep" / "dump"), [event, event])
     lines = (tmp_path / "deep" / "dump" / "spikes.jsonl").read_text(encoding="utf-8").splitlines()
     assert len(lines) == 3
     expected = {"norm": "NaN", "list": ["Infinity", "-Infinity", None, True], "text": "«é»\n", "array": [1.0, 1.0]}
+    expected["summary"] = "judged"
     assert all(json.loads(line, parse_constant=pytest.fail) == expected for line in lines)
     # Anything can be written.
     assert jsonable({1: (torch.tensor(2.0), object)}) == {"1": [2.0, str(object)]}
@@ -179,7 +182,7 @@ def test_a_gradient_that_is_broken_where_there_is_no_token(meter: str, scale: fl
     (event,) = gradloc.events
     assert event["diagnosis"] == diagnosis and event["culprits"] == [] and event["error"] is None
     assert event["broken_parameters"] == {"count": 1, "of": 2, "names": ["bias"]}
-    assert "of 2 parameters, bias alone has a NaN or infinite gradient" in event["summary"]
+    assert "of 2 parameters, bias alone has a NaN or infinite gradient" in judged(event)["summary"]
     assert model.bias.grad.isnan().all()
 
 

@@ -104,20 +104,18 @@ def test_a_unit_over_its_threshold_is_not_explained_by_another() -> None:
     assert event["explained"] is False
 
 
-def test_a_verdict_learns_whether_the_run_is_otherwise_as_usual(monkeypatch: Patch) -> None:
+def test_a_verdict_learns_whether_the_run_is_otherwise_as_usual() -> None:
     """A natural spike is rare, and of few tokens."""
-    spied = Mock(wraps=events.whole_event)
-    monkeypatch.setattr(events, "whole_event", spied)
     usual = usual_norm()
     loop = Loop(grad_norm_threshold=2 * usual)
     ordinary = [1.0, -1.0, 1.0, -1.0]
+    louder = [5.0 * each for each in ordinary]
+    said = []
+    for advantages, outlier in [(ordinary, 100.0), *[(ordinary, 1.0)] * 6, (ordinary, 100.0), (louder, 1.0)]:
+        loop.step(advantages, outlier)
+        said += [event["comparison"]["unusual"] for event in loop.gradloc.events]
     loop.step(ordinary, outlier=100.0)
-    for _ in range(6):
-        loop.step(ordinary)
-    loop.step(ordinary, outlier=100.0)
-    loop.step([5.0 * each for each in ordinary])
-    loop.step(ordinary, outlier=100.0)
-    said = [call.args[-1] for call in spied.call_args_list]
+    said.append(loop.gradloc.events[0]["comparison"]["unusual"])
     assert [why and why.split(",")[0] for why in said] == [
         "too little of the run is known to call this a natural spike",
         None,

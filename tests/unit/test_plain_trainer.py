@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalL
 
 from gradloc import GradLoc, GradLocConfig
 from gradloc.critic_watch import CriticWatch
+from gradloc.judge.judgement import judged
 from gradloc.measure.pass_recorder import unchanged
 
 ROWS, RESPONSE, PROMPT, VOCABULARY = 4, 8, 4, 37
@@ -170,7 +171,7 @@ def test_events_count_the_steps_since_a_resume(state: dict[str, Any] | None) -> 
         event, _ = found(train_pass(model, forward, config, gradloc))
         assert event["steps_since_resume"] == step
         note = f" This is step {step} after a checkpoint was loaded."
-        assert event["verdict"]["sentence"].endswith(note) == (step <= 3)
+        assert judged(event)["verdict"]["sentence"].endswith(note) == (step <= 3)
 
 
 @pytest.mark.parametrize(("action", "rates"), [("log", 0.25), ("skip", 0.0)])
@@ -239,7 +240,7 @@ def test_an_update_warns_though_its_last_mini_batch_is_right() -> None:
         gradloc.locate(0, mini_batch)
         forward.logits.zero_grad()
     assert [warning["name"] for warning in gradloc.warnings] == ["loss_scale"]
-    blamed = [event["verdict"]["cause"] == "loss_scale" for event in gradloc.events]
+    blamed = [judged(event)["verdict"]["cause"] == "loss_scale" for event in gradloc.events]
     assert blamed == [False, False, True, True, False]
     gradloc.start_update(2)  # in which one mini-batch alone is wrong
     micro_batch(gradloc, forward, 3.0 * EVEN, facts_of=lambda _: {"loss_agg_mode": "token-mean"})

@@ -17,6 +17,7 @@ from gradloc.bundles.bundle_writer import bytes_of_bundles, write_recorded_bundl
 from gradloc.bundles.layout import NotReplayableError, Row, SavedMicroBatch
 from gradloc.evidence.event import SUSPECTED, recorded_event
 from gradloc.evidence.writer import jsonable
+from gradloc.judge.judgement import judged
 from gradloc.judge.verdict import CHECK_UNSEARCHED
 from gradloc.measure.micro_batch import MicroBatch, MicroBatchName, suspicion
 from gradloc_tools.bundles.opening import BundleError, open_bundle
@@ -86,7 +87,7 @@ def write(directory: Path, parts: Parts, suffix: str = "", **changes: Any) -> st
 
 
 def test_the_event_claims_nothing_that_was_not_measured() -> None:
-    event = event_of(micro_batches())
+    event = judged(event_of(micro_batches()))
     valid_events(json.dumps([event]))
     assert [event[name] for name in ("units", "culprits", "diffuse", "open_segments")] == [[]] * 4
     assert [event[name] for name in ("without_tokens", "more_tokens", "ordinary_layer_norms")] == [None] * 3
@@ -98,7 +99,7 @@ def test_the_event_claims_nothing_that_was_not_measured() -> None:
         "Recorded, and not searched; the largest suspicion is that of the token (p = 0.00012), position 2 of row 3 of "
         "rank 0."
     )
-    of_three = event_of(micro_batches(), world_size=3)
+    of_three = judged(event_of(micro_batches(), world_size=3))
     valid_events(json.dumps([of_three]))
     assert "the largest suspicion on rank 0 (the 2 others were not looked at) is that of" in of_three["summary"]
 

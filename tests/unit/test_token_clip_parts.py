@@ -9,7 +9,7 @@ from notation import cases
 from torch import Tensor, nn
 
 from gradloc import TokenClip, TokenClipConfig
-from gradloc.judge.sentences import describe
+from gradloc.judge.sentences import clips_in_words
 from gradloc.token_clip.token_clip import UsualSignal, row_weights
 from gradloc.token_clip.watched_pass import Positions
 
@@ -239,4 +239,4 @@ def line(**found: Any) -> dict[str, Any]:
     ),
 )
 def test_a_line_is_told_in_one_sentence(found: dict[str, Any], sentence: str) -> None:
-    assert describe(line(**found)) == sentence
+    assert clips_in_words(line(**found)["token_clip"]) == sentence

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from evidence import verdict_on
 from notation import Caplog, cases
 from scripts import launch
 from torch import Tensor
@@ -25,8 +26,6 @@ from gradloc.judge.verdict import (
     LIFT,
     MOST_CULPRITS,
     find_cause,
-    settled,
-    verdict,
 )
 from gradloc.measure.micro_batch import MicroBatch
 
@@ -199,7 +198,7 @@ def test_a_layer_counts_with_far_more_than_ordinary_tokens_have(
     found = event(["layer"], ["layer"])
     for culprit, of_a in zip(found["culprits"], (0.9999, 0.81), strict=True):
         culprit["layer_norms"] = {"a": math.sqrt(of_a), "b": math.sqrt(1 - of_a)}
-    said = verdict({**found, "ordinary_layer_norms": usual}, {**NONE, "layer": None})
+    said = verdict_on({**found, "ordinary_layer_norms": usual}, {**NONE, "layer": None})
     assert said["culprits"] == (share or None) and said["cause"] == ("layer" if share else None)
 
 
@@ -250,28 +249,28 @@ def test_what_a_rule_finds_has_to_suffice_for_the_norm(rule: str, changes: dict[
     found = event([rule], [rule])
     for each in found["culprits"]:
         each |= changes
-    assert verdict(found, NONE)["cause"] == cause
+    assert verdict_on(found, NONE)["cause"] == cause
 
 
 def test_culprits_that_make_little_of_the_norm_are_no_cause() -> None:
     found = event(["token"], ["token"], ["nonfinite"])
     found["culprits"][0]["share"] = found["culprits"][1]["share"] = 0.4 * EXPLAINED
     found["culprits"][2] |= {"micro_batch": 1, "share": math.nan}
-    assert verdict(found, NONE)["cause"] == "nonfinite"
+    assert verdict_on(found, NONE)["cause"] == "nonfinite"
     del found["culprits"][2]
-    said = verdict(found, NONE)
+    said = verdict_on(found, NONE)
     assert (
         said["cause"] is None and "the culprits make under 10% of the norm of their micro-batches" in said["sentence"]
     )
     found["culprits"][1]["share"] = 0.6 * EXPLAINED
-    assert verdict(found, NONE)["cause"] == "token"
+    assert verdict_on(found, NONE)["cause"] == "token"
     # Of a norm that is not known, no share is either.
     found["culprits"][0]["share"] = found["culprits"][1]["share"] = None
-    assert verdict(found, NONE)["cause"] == "token"
+    assert verdict_on(found, NONE)["cause"] == "token"
     # Where a whole layer is broken, the norm of a large micro-batch comes from many tokens.
     small = event(["layer"])
     small["culprits"][0]["share"] = 0.0
-    assert verdict(small, {**NONE, "layer": None})["cause"] == "layer"
+    assert verdict_on(small, {**NONE, "layer": None})["cause"] == "layer"
 
 
 def test_the_verdict_says_after_which_turn_the_mismatch_begins() -> None:
@@ -280,7 +279,7 @@ def test_the_verdict_says_after_which_turn_the_mismatch_begins() -> None:
         for row, turn in ((1, 3), (1, 3), (2, 3), (5, 2))
     ]
     spike = {**event(), "culprits": culprits, "diagnosis": "tokens"}
-    found = verdict(spike, {**NONE, "retokenized": 0.01, "unlikely": 0.2})
+    found = verdict_on(spike, {**NONE, "retokenized": 0.01, "unlikely": 0.2})
     assert found["cause"] == "retokenized"
     assert found["sentence"].startswith(
         "The mismatch between training and rollout begins at a turn boundary, with the first token after turn 2 in "
@@ -292,7 +291,7 @@ def test_the_verdict_says_cause_shares_advice_and_check() -> None:
     spike = event(["advantage", "unlikely"], ["advantage"], ["unlikely"])
     for each in spike["culprits"]:
         each["advantage"] = 9.0
-    found = verdict(spike, {**NONE, "advantage": 0.05})
+    found = verdict_on(spike, {**NONE, "advantage": 0.05})
     advice = SOURCES["advantage"].advice
     assert found == {
         "cause": "advantage",
@@ -303,7 +302,7 @@ def test_the_verdict_says_cause_shares_advice_and_check() -> None:
         "check": CAUSES["advantage"].check,
     }
     # One that groups of ordinary rewards give is natural: one right answer of eight has 2.5, the others have 0.35.
-    found = verdict(event(["advantage"], ["advantage"]), {**NONE, "advantage": 0.05})
+    found = verdict_on(event(["advantage"], ["advantage"]), {**NONE, "advantage": 0.05})
     assert found["cause"] == "advantage" and found["sentence"].startswith("A natural spike of tokens")
     assert "such spikes come without any fault, and do not exclude one" in found["sentence"]
 
@@ -318,16 +317,16 @@ def test_the_verdict_says_cause_shares_advice_and_check() -> None:
 )
 def test_shares_are_never_rounded_to_none_or_all(sources: list[list[str]], ordinary: float | None, shares: str) -> None:
     name = sources[0][0]
-    found = verdict(event(*sources), {**NONE, name: ordinary})
+    found = verdict_on(event(*sources), {**NONE, name: ordinary})
     assert (found["cause"], found["ordinary"]) == (name, ordinary) and shares in found["sentence"]
 
 
 def test_what_the_search_picks_by_causes_no_unexplained_spike() -> None:
     for name in ("advantage", "unlikely", "punished"):
         spike = {**event([name], [name]), "diagnosis": "diffuse"}
-        assert verdict(spike, {**NONE, name: 0.02})["cause"] is None
-        assert verdict(spike, {**NONE, name: 0.02}, measured={**NONE, name: 0.9})["cause"] is None
-        assert verdict(spike, {**NONE, name: 0.02}, measured={**NONE, name: 0.05})["cause"] == name
+        assert verdict_on(spike, {**NONE, name: 0.02})["cause"] is None
+        assert verdict_on(spike, {**NONE, name: 0.02}, measured={**NONE, name: 0.9})["cause"] is None
+        assert verdict_on(spike, {**NONE, name: 0.02}, measured={**NONE, name: 0.05})["cause"] == name
 
 
 @pytest.mark.parametrize(("kl", "cause"), [(-2.0, "kl"), (-1.7, None)])
@@ -336,10 +335,10 @@ def test_a_part_of_the_loss_is_the_cause_if_the_rest_is_under(kl: float, cause: 
     spike = event(["kl"], ["kl"])
     for each in spike["culprits"]:
         each["kl_coefficient"] = kl
-    assert verdict(spike, {**NONE, "kl": 0.4})["cause"] == cause
+    assert verdict_on(spike, {**NONE, "kl": 0.4})["cause"] == cause
     # Where most tokens have it, culprits among them.
-    assert verdict(event(["kl"]), {**NONE, "kl": 0.6})["cause"] == "kl"
-    assert verdict(event(["other"]), {**NONE, "kl": 0.6})["cause"] is None
+    assert verdict_on(event(["kl"]), {**NONE, "kl": 0.6})["cause"] == "kl"
+    assert verdict_on(event(["other"]), {**NONE, "kl": 0.6})["cause"] is None
 
 
 @cases("median norm cause", (40.0, 90.0, "reward_scale"), (40.0, 110.0, None), (5.0, 9.0, None), (math.nan, 9.0, None))
@@ -349,18 +348,18 @@ def test_advantages_that_are_large_for_all_tokens_are_the_last_cause(
     """Unless the norm would be over its threshold of 1 with ordinary ones, or spikes are rare, as with a fitting τ."""
     large = {"median_advantage": median, "units": [{"layer_norms": EVEN, "norm": norm, "threshold": 1.0}]}
     spike = {**event(["other"]), **large}
-    assert verdict(spike, NONE, unusual="there were others")["cause"] == cause
-    assert verdict(spike, NONE)["cause"] is None
+    assert verdict_on(spike, NONE, unusual="there were others")["cause"] == cause
+    assert verdict_on(spike, NONE)["cause"] is None
     bug = {**event(["unsampled"], ["unsampled"]), **large}
-    assert verdict(bug, NONE, unusual="there were others")["cause"] == "unsampled"
+    assert verdict_on(bug, NONE, unusual="there were others")["cause"] == "unsampled"
 
 
 def test_a_weight_makes_the_whole_gradient_large_and_no_token() -> None:
     spike = event(["weight"])
-    assert verdict(spike, NONE)["cause"] is None
+    assert verdict_on(spike, NONE)["cause"] is None
     spike["culprits"][0]["weight"] = 32.0
-    assert verdict({**spike, "global_norm": 300.0}, NONE)["cause"] is None
-    found = verdict({**spike, "global_norm": 170.0}, NONE)
+    assert verdict_on({**spike, "global_norm": 300.0}, NONE)["cause"] is None
+    found = verdict_on({**spike, "global_norm": 170.0}, NONE)
     assert found["cause"] == "weight"
     assert found["sentence"].startswith("In the whole gradient, one token weighs as much as 32 ordinary tokens: ")
 
@@ -369,10 +368,10 @@ def test_a_layer_that_carries_the_norm_of_all_tokens_is_named() -> None:
     """Also where no token tells it: every micro-batch is over its threshold, and the layer was an ordinary one."""
 
     def cause(found: dict[str, Any], **changes: Any) -> str | None:
-        return verdict({**found, **changes}, NONE)["cause"]
+        return verdict_on({**found, **changes}, NONE)["cause"]
 
     units = [{"layer_norms": {**EVEN, "c": 9.0 + i}} for i in range(3)]
-    found = verdict({**event(["unlikely"]), "units": units}, {**NONE, "unlikely": 0.1})
+    found = verdict_on({**event(["unlikely"]), "units": units}, {**NONE, "unlikely": 0.1})
     assert found["cause"] == "layer" and found["sentence"].startswith("The layer c carries 95% of the squared norm")
     assert cause(event(["unlikely"]), units=[*units, {"layer_norms": EVEN}]) == "unlikely"
     # Where nothing is known of ordinary tokens: nearly all of a norm of many thresholds, in every micro-batch.
@@ -384,7 +383,7 @@ def test_a_layer_that_carries_the_norm_of_all_tokens_is_named() -> None:
     # Of few thresholds, if the layer is a block unlike every other one.
     blocks = {f"layers.{i}": 1.0 for i in range(3)} | {"lm_head": 1.0, "layers.3": 9.0}
     quiet = {**unit, "norm": 2.0, "layer_norms": blocks}
-    assert verdict({**loud, "units": [quiet] * 3}, NONE)["sentence"].startswith("The layer layers.3 carries 95%")
+    assert verdict_on({**loud, "units": [quiet] * 3}, NONE)["sentence"].startswith("The layer layers.3 carries 95%")
     for other in ({"layers.1": 2.0}, {"lm_head": 9.0}):
         assert cause(loud, units=[{**quiet, "layer_norms": blocks | other}] * 3) is None
 
@@ -392,12 +391,12 @@ def test_a_layer_that_carries_the_norm_of_all_tokens_is_named() -> None:
 @pytest.mark.parametrize("rule", ["token", "sequence", "misaligned"])
 def test_a_mismatch_of_all_tokens_is_no_matter_of_single_ones(rule: str) -> None:
     spike = event([rule], [rule])
-    assert verdict(spike, {**NONE, APART: 0.2})["cause"] == rule
+    assert verdict_on(spike, {**NONE, APART: 0.2})["cause"] == rule
     # Late weights make some ratios far from 1.
-    assert verdict(spike, {**NONE, rule: 0.011, APART: 0.04})["cause"] == rule
-    found = verdict(spike, {**NONE, rule: 0.011, APART: 0.06})
+    assert verdict_on(spike, {**NONE, rule: 0.011, APART: 0.04})["cause"] == rule
+    found = verdict_on(spike, {**NONE, rule: 0.011, APART: 0.06})
     assert found["cause"] is None and "and so do some other tokens" in found["sentence"]
-    found = verdict(spike, {**NONE, APART: 0.3})
+    found = verdict_on(spike, {**NONE, APART: 0.3})
     assert found["cause"] is None
     assert "rollout and training differ by over 0.1 nat for 30% of all tokens" in found["sentence"]
 
@@ -405,28 +404,28 @@ def test_a_mismatch_of_all_tokens_is_no_matter_of_single_ones(rule: str) -> None
 @pytest.mark.parametrize("name", ["advantage", "unlikely", "punished"])
 def test_a_natural_spike_is_one_in_an_otherwise_usual_run(name: str) -> None:
     spike = event([name], [name])
-    assert verdict(spike, NONE)["cause"] == name
+    assert verdict_on(spike, NONE)["cause"] == name
     for warning in ({**WARNING, "name": "unsampled"}, {**WARNING, "name": "engines_apart"}):
-        found = verdict(spike, NONE, [warning])
+        found = verdict_on(spike, NONE, [warning])
         assert found["cause"] is None and found["sentence"].endswith("But note: The rollout is late.")
-    found = verdict(spike, NONE, unusual="other mini-batches had spikes, too")
+    found = verdict_on(spike, NONE, unusual="other mini-batches had spikes, too")
     assert found["cause"] is None and found["sentence"] == "No known cause: other mini-batches had spikes, too."
-    assert verdict({**spike, "units": [{"layer_norms": EVEN}] * 9}, NONE)["cause"] is None
-    assert verdict(spike, {**NONE, APART: 0.25})["cause"] is None
+    assert verdict_on({**spike, "units": [{"layer_norms": EVEN}] * 9}, NONE)["cause"] is None
+    assert verdict_on(spike, {**NONE, APART: 0.25})["cause"] is None
     for each in spike["culprits"]:
         each |= {"sources": ["kl", name], "kl_coefficient": -1.7}  # over the threshold without it, too
-    found = verdict(spike, {**NONE, "kl": 0.4})
+    found = verdict_on(spike, {**NONE, "kl": 0.4})
     assert found["cause"] is None and "the KL loss or the entropy bonus" in found["sentence"]
     # The ratios are far from 1, which does not explain the norms.
     for each in spike["culprits"]:
         each["sources"] = ["token", name]
-    found = verdict(spike, NONE)
+    found = verdict_on(spike, NONE)
     assert found["cause"] is None and "of most culprits the rule `token` holds" in found["sentence"]
-    assert verdict(spike, {**NONE, "token": 0.9})["cause"] == name
+    assert verdict_on(spike, {**NONE, "token": 0.9})["cause"] == name
     # Larger advantages than groups of ordinary rewards give are no natural ones.
     if name == "advantage":
         spike["culprits"][0]["advantage"] = 20.0
-        assert verdict(spike, NONE)["cause"] == "advantage"
+        assert verdict_on(spike, NONE)["cause"] == "advantage"
 
 
 @cases(
@@ -441,7 +440,7 @@ def test_a_natural_spike_is_one_in_an_otherwise_usual_run(name: str) -> None:
 def test_without_a_cause_none_is_guessed(
     sources: list[list[str]], diagnosis: str, ordinary: dict[str, float | None], why: str
 ) -> None:
-    found = verdict({**event(*sources), "diagnosis": diagnosis}, ordinary)
+    found = verdict_on({**event(*sources), "diagnosis": diagnosis}, ordinary)
     assert found.pop("sentence").startswith(f"No known cause: {why}")
     assert found == {"cause": None, "culprits": None, "ordinary": None, "check": CHECK_UNKNOWN}
 
@@ -457,13 +456,13 @@ def test_a_gradient_broken_for_all_tokens_says_what_breaks_it(
 ) -> None:
     spike = {**event(), "diagnosis": "nonfinite", "units": [{"broken_tokens": broken_tokens}]}
     spike["broken_parameters"] = names and {"count": len(names), "of": 30, "names": names}
-    found = verdict(spike, NONE)
+    found = verdict_on(spike, NONE)
     assert found["cause"] == "nonfinite" and said in found["sentence"]
     # A column that is not finite makes it, too.
     warning = {**WARNING, "name": "nonfinite"}
-    assert verdict(spike, NONE, [warning])["sentence"] == warning["sentence"]
+    assert verdict_on(spike, NONE, [warning])["sentence"] == warning["sentence"]
     # Where all tokens are culprits, it is still the cause.
-    assert verdict(event(["nonfinite"], ["other"]), dict.fromkeys(NONE))["cause"] == "nonfinite"
+    assert verdict_on(event(["nonfinite"], ["other"]), dict.fromkeys(NONE))["cause"] == "nonfinite"
 
 
 @cases(
@@ -477,7 +476,7 @@ def test_a_broken_token_is_told_with_its_column(columns: dict[str, float], said:
     spike = event(["nonfinite"], ["unlikely"])
     spike["culprits"][0] |= {"grad_norm": math.nan, **columns}
     spike["culprits"][1] |= {"old_log_prob": math.inf}  # of another token
-    found = verdict(spike, NONE)
+    found = verdict_on(spike, NONE)
     assert found["cause"] == "nonfinite" and found["sentence"].startswith(said)
 
 
@@ -491,14 +490,14 @@ def test_what_is_wrong_with_the_run_comes_before_tokens() -> None:
         culprit |= {"rollout_log_prob": rollout, "old_log_prob": old}
     shares = {**NONE, APART: 0.2}
     want = {"cause": "stale_weights", "culprits": 2 / 3, "ordinary": 0.2, "check": WARNING["check"]}
-    assert verdict(spike, shares, [WARNING]) == {**want, "sentence": WARNING["sentence"]}
-    assert verdict({**spike, "culprits": []}, {**NONE, APART: None}, [WARNING])["culprits"] is None
-    assert verdict(spike, shares)["cause"] == "advantage"
+    assert verdict_on(spike, shares, [WARNING]) == {**want, "sentence": WARNING["sentence"]}
+    assert verdict_on({**spike, "culprits": []}, {**NONE, APART: None}, [WARNING])["culprits"] is None
+    assert verdict_on(spike, shares)["cause"] == "advantage"
     unsampled = {**WARNING, "name": "unsampled"}
-    assert verdict(event(["advantage"]), NONE, [unsampled, WARNING])["cause"] == "stale_weights"
+    assert verdict_on(event(["advantage"]), NONE, [unsampled, WARNING])["cause"] == "stale_weights"
     # Of most tokens, culprits among them.
-    assert verdict(event(["unsampled"], ["other"]), {**NONE, "unsampled": 0.6}, [unsampled])["cause"] == "unsampled"
-    assert verdict(event(["unsampled"], ["other"]), {**NONE, "unsampled": 0.6})["cause"] is None
+    assert verdict_on(event(["unsampled"], ["other"]), {**NONE, "unsampled": 0.6}, [unsampled])["cause"] == "unsampled"
+    assert verdict_on(event(["unsampled"], ["other"]), {**NONE, "unsampled": 0.6})["cause"] is None
 
 
 @cases(
@@ -529,29 +528,22 @@ def test_a_warning_is_the_cause_where_it_explains_the_culprits(
         each |= {"row": 1, "mismatch_turn": None}
     if of_responses is not None:
         said["share"] = of_responses
-    found = verdict(spike, {**NONE, "token": share}, [said])
+    found = verdict_on(spike, {**NONE, "token": share}, [said])
     assert found["cause"] == cause
     assert (found["sentence"] == said["sentence"]) == (cause == warning)
     if cause is None:
         assert found["sentence"].endswith("But note: The rollout is late.")
 
 
-def test_what_later_mini_batches_show_may_be_the_cause(caplog: Caplog) -> None:
-    spike = event(["other"])
-    spike["verdict"] = verdict(spike, NONE)
-    assert settled(spike, [{**WARNING, "name": "engines_apart"}]) is spike["verdict"]
-    assert settled(spike, [WARNING])["cause"] == WARNING["name"]
-    spike["verdict"] = verdict(event(["token"]), NONE)
-    assert settled(spike, [WARNING])["cause"] == "token"
-    # A verdict that cannot be made costs no event.
-    assert verdict({}, NONE) is None
+def test_a_verdict_that_cannot_be_made_costs_no_event(caplog: Caplog) -> None:
+    assert verdict_on({}, NONE) is None
     assert "no verdict on an event could be made" in caplog.text
 
 
 @pytest.mark.parametrize(("steps", "said"), [(None, False), (1, True), (3, True), (4, False)])
 def test_a_verdict_soon_after_a_resume_says_so(steps: int | None, said: bool) -> None:
     for sources in (["advantage"], ["other"]):
-        sentence = verdict({**event(sources), "steps_since_resume": steps}, NONE)["sentence"]
+        sentence = verdict_on({**event(sources), "steps_since_resume": steps}, NONE)["sentence"]
         assert sentence.endswith(f" This is step {steps} after a checkpoint was loaded.") == said
 
 

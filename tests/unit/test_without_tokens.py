@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from evidence import verdict_on
 from notation import cases
 from plain_passes import observe
 from test_few_tokens import Natural
@@ -15,9 +16,10 @@ from torch import Tensor, nn
 from valid_events import valid_events
 
 from gradloc import GradLoc, GradLocConfig
+from gradloc.judge.judgement import judged
 from gradloc.judge.sentences import MENTIONED, auxiliary_in_words
 from gradloc.judge.shares import carrying_layers
-from gradloc.judge.verdict import MOST_WITHOUT_TOKENS, verdict
+from gradloc.judge.verdict import MOST_WITHOUT_TOKENS
 from gradloc.search.search import Search
 
 ROWS, PROMPT, RESPONSE, VOCABULARY, WIDTH = 4, 2, 12, 17, 8
@@ -123,7 +125,7 @@ def spike(
         return gradloc.events
 
     level = step(1e-9)[0]["global_norm"] * math.sqrt(ROWS * RESPONSE)
-    (event,) = step(over * level)
+    event = judged(*step(over * level))
     assert valid_events(json.dumps(event | {"drill": None}).join("[]"))
     return model, ids, event
 
@@ -253,7 +255,7 @@ def test_the_sentence_names_the_part_and_the_layers(given: dict[str, Any], sente
 
 def test_it_is_the_cause_if_it_makes_most_of_the_square() -> None:
     assert auxiliary_in_words(event(math.sqrt(MOST_WITHOUT_TOKENS) - 0.01), math.sqrt(MOST_WITHOUT_TOKENS)) is None
-    found = verdict(event(math.sqrt(MOST_WITHOUT_TOKENS) + 0.01), {})
+    found = verdict_on(event(math.sqrt(MOST_WITHOUT_TOKENS) + 0.01), {})
     assert found["cause"] == "auxiliary" and "`actor/grad_norm` should fall" in found["check"]
     assert found["sentence"].startswith("72% of the norm") and "in the layer a: look at" in found["sentence"]
     # Layers are named only if few carry it.

@@ -1,0 +1,440 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The lines of the evidence, and what each of their fields means.
+
+A line is a plain dict, as in the file: nothing is converted when it is written or read, and mypy checks its keys. The
+JSON Schemas in `gradloc_tools.schema` are made of these types, and the tables in docs/reference of the comments: each
+is that of its field, and of the fields right above it that have none. A float that is NaN or infinite is a string in
+the file.
+"""
+
+from typing import Annotated, Any, TypedDict
+
+# The version of all lines; the reader takes these versions.
+SCHEMA = 5
+READABLE = (4, SCHEMA)
+
+# What restricts the values of a type, as JSON Schema says it.
+Version = Annotated[int, ("enum", READABLE)]
+Index = Annotated[int, ("minimum", 0)]
+Count = Annotated[int, ("minimum", 1)]
+Positive = Annotated[float, ("exclusiveMinimum", 0)]
+Seconds = Annotated[float, ("minimum", 0)]
+Source = Annotated[str, "the name of a rule"]
+Number = float | None
+_DIAGNOSES = ("tokens", "diffuse", "nonfinite", "overflow", "incomplete", "unsearched", "under")
+Diagnosis = Annotated[str, ("enum", _DIAGNOSES)]
+
+
+# Small parts, whose fields are explained where the parts are.
+class Rest(TypedDict):
+    tokens: Index
+    norm: float
+    threshold: float
+
+
+class KlEstimates(TypedDict):
+    k1: list[float]
+    k2: list[float]
+    k3: list[float]
+
+
+class Trigger(TypedDict):
+    kind: Annotated[str, ("enum", ("unit", "global"))]
+    norm: float
+    threshold: float
+
+
+class MeasuredToken(TypedDict):
+    row: Index
+    position: Index
+    grad_norm: float
+    share: Number
+
+
+class ClippedLayer(TypedDict):
+    norm: float
+    factor: float
+    bound: Number
+
+
+class PlantedToken(TypedDict):
+    rank: Index
+    row: Index
+    position: Index
+
+
+class Drill(TypedDict):
+    planted: PlantedToken | None
+    found: bool
+    passes: Index
+
+
+class BrokenParameters(TypedDict):
+    count: Index
+    of: Index
+    names: list[str]
+
+
+Shares = dict[str, Number]
+
+
+class Comparison(TypedDict):
+    ordinary: Shares
+    measured: Shares | None
+    unusual: str | None
+
+
+class _RunWarning(TypedDict):
+    name: str
+    sentence: str
+    check: str
+
+
+_Return = TypedDict("_Return", {"return": float})  # a word that a class cannot have for a field
+
+
+class Form(TypedDict):
+    """What every line has."""
+
+    schema: Version  # version of the form
+    time: str  # UTC
+
+
+class InStep(TypedDict):
+    """The step of a line."""
+
+    global_step: int | None  # the trainer's step
+
+
+class Where(InStep):
+    """A mini-batch of a run."""
+
+    epoch: Index
+    mini_batch: Index  # PPO epoch, and mini-batch in it, from 0
+
+
+class MicroBatchRecord(TypedDict):
+    """A micro-batch over its threshold."""
+
+    rank: Index
+    micro_batch: Index  # from 0
+    rows: Index
+    tokens: Index  # number of responses; of response tokens
+    norm: float
+    threshold: float  # norm of that rank's own gradient; its threshold, τ·√Σw²
+    token_equivalent: float  # norm/√Σw², to be compared with τ
+    layer_norms: dict[str, float]  # norm by layer
+
+
+class Unit(MicroBatchRecord):
+    """The same in an event."""
+
+    broken_tokens: Index  # tokens with a NaN or infinite log-prob or coefficient
+    rest: Rest | None  # without culprits: `tokens` left, their `norm` and `threshold`; `null`: not measured
+
+
+class ShortTexts(TypedDict, total=False):
+    """What the trainer adds to a token that a line names."""
+
+    token: str | None
+    context: str | None  # its text; the text around it, in which «» mark it
+    data_source: str | None
+    uid: str | None  # of its prompt
+    reward: Number  # of its response
+
+
+class Texts(ShortTexts, total=False):
+    """What it adds to a culprit, and to a suspected token."""
+
+    prompt: str | None
+    response: str | None  # the texts
+    response_tokens: list[str] | None  # up to 512 tokens around it, decoded one by one
+    response_tokens_start: Index  # the position of the first of these
+    ground_truth: Any  # of its prompt
+
+
+class Place(TypedDict):
+    """Where a token is."""
+
+    rank: Index
+    micro_batch: Index
+    row: Index  # rank; micro-batch and row of its mini-batch, from 0
+    position: Index  # position in the response, from 0
+
+
+class TokenFacts(TypedDict):
+    """What is known of a token without its gradient."""
+
+    token_id: int  # its id
+    weight: float
+    coefficient: float  # w_t, its weight in the loss; ∂L/∂log p_t
+    suspicion: float  # |∂L/∂log p_t|·(1 − p_t), by which the search ranks tokens
+    log_prob: float  # log p_t of the policy before the step
+    advantage: Number  # its advantage
+    kl_coefficient: Number  # the KL loss's part of `coefficient`
+    old_log_prob: Number
+    ref_log_prob: Number
+    rollout_log_prob: Number  # of the old policy, reference and rollout
+    entropy: Number  # of the policy at its position, in nats
+    ratio: Number
+    rollout_ratio: Number  # importance ratio to the old policy; to the rollout
+    sequence_ratio: Number  # geometric mean of the response's ratios, to the rollout where it is known
+    # share of its response whose log-probs differ from the rollout's by over 1 nat, or are NaN
+    misaligned_share: Number
+    after_eos: bool | None  # whether it is after the end of the turn
+    response_suspicion: list[float] | None  # suspicion of each of `response_tokens`
+    response_kl: KlEstimates | None  # their KL to the reference by `k1`, `k2` and `k3`
+
+
+class Facts(TokenFacts, total=False):
+    """The same with what older lines lack."""
+
+    turn: int | None  # its run of tokens with response_mask 1, from 1; `null` if there is one
+    mismatch_start: int | None
+    mismatch_turn: int | None  # where the mismatch to the rollout begins; in which turn
+    misplaced: bool | None  # whether its rollout's or reference's log-probs belong to other tokens
+    shift: int | None  # by how many positions they are moved
+    response_length: int | None  # tokens of its response
+    entropy_coefficient: Number  # ∂L/∂H_t
+
+
+class Sources(TypedDict):
+    """What looks wrong with a token."""
+
+    source: Source  # the first of `sources`
+    sources: list[Source]  # the rules that hold, the most specific first
+
+
+class SuspectedToken(Place, Facts, Sources, Texts):
+    """A token of a spike that was only recorded."""
+
+
+class Culprit(SuspectedToken):
+    """A token that was measured alone over τ."""
+
+    grad_norm: float  # ‖g_t‖: the norm of its part of the gradient, divided by its weight
+    threshold: Positive  # τ
+    share: Number  # the norm of that part over its micro-batch's
+    layer_norms: dict[str, float]  # `grad_norm` by layer
+
+
+class OpenPart(TypedDict):
+    """A set of tokens whose search did not end."""
+
+    rank: int | None
+    micro_batch: Index
+    tokens: Index
+    threshold: float
+
+
+class DiffusePart(OpenPart):
+    """A set of tokens over its threshold that no few tokens explain."""
+
+    norm: float
+    rows: list[Index]
+    largest_tokens: list[MeasuredToken]
+
+
+class RunWarning(_RunWarning, total=False):
+    """Something that is wrong with the run, spike or not."""
+
+    share: Number
+
+
+class Verdict(TypedDict):
+    """The cause of a spike."""
+
+    # the [rule](evidence.md#what-looks-wrong-with-a-culprit) that tells culprits from ordinary tokens,
+    # [`misfire`](#a-reward-that-misfires), [`auxiliary`](#gradient-from-no-token), or a [warning](#warnings); `null`:
+    # no known cause
+    cause: str | None
+    culprits: Number  # the share of culprits for which it holds; `null` without a cause
+    ordinary: Number  # the share of ordinary tokens for which it holds; `null` without a cause, and for `layer`
+    sentence: str  # the verdict
+    check: str  # how to check it; BUNDLE is the event's [bundle](../use/replay.md), if one was kept
+
+
+class SearchResult(TypedDict):
+    """What a search found out."""
+
+    passes: Index
+    budget: Index  # extra passes made; allowed
+    threshold: Positive  # τ; in the warm-up of `auto`, ten times the largest norm so far (1e30 without one)
+    # what the search has shown
+    diagnosis: Diagnosis
+    until: Annotated[str, ("enum", ("explained", "exhaustive"))]  # `bisect_until`
+    explained: bool | None  # whether each of `units` is under its threshold without its culprits; `null`: not measured
+    more_tokens: Index | None  # estimated other tokens over τ
+    complete: bool  # whether the search finished, with nothing diffuse
+    error: str | None  # why the search was aborted
+    micro_batches: Index  # number of micro-batches with a gradient
+    units: list[Unit]  # the micro-batches over their thresholds
+    # parts over their thresholds: `rank` (`null`: several), `micro_batch`, `rows`, number of `tokens`, `norm`,
+    # `threshold`, `largest_tokens` (`row`, `position`, `grad_norm`, `share`)
+    diffuse: list[DiffusePart]
+    # parts left open: `rank` (`null`: all), `micro_batch`, number of `tokens`, `threshold`
+    open_segments: list[OpenPart]
+
+
+class WithoutTokens(TypedDict):
+    """What is left of a gradient with all coefficients zero."""
+
+    rank: int | None
+    micro_batch: Index
+    norm: float
+    share: float
+    layer_norms: dict[str, float]
+
+
+class LaterSearchResult(SearchResult, total=False):
+    """The same with what older lines lack."""
+
+    budget_seconds: Number  # seconds allowed; `null`: no limit
+    out_of_time: bool  # whether they were used up
+    # a diffuse micro-batch's gradient from no token: `rank`, `micro_batch`, `norm`, its `share`, `layer_norms`
+    without_tokens: WithoutTokens | None
+
+
+class _Event(Form, Where, LaterSearchResult):
+    trigger: Trigger  # what started the search: `kind` (`unit` or `global`), `norm`, `threshold`
+    global_norm: float
+    global_threshold: float  # norm of the reduced gradient before clipping; its threshold, τ·√Σw²/W
+    loss_scale: Positive  # fp16's loss scale, else 1; norms are without it
+    # each layer's median norm/√Σw² in micro-batches under their thresholds, or in the last mini-batch without a spike
+    ordinary_layer_norms: dict[str, float] | None
+    culprits: list[Culprit]  # the tokens named, the largest `grad_norm` first
+    action: Annotated[str, ("enum", ("log", "skip", "drop", "stop"))]  # `spike_action`
+    applied: bool  # whether it could be carried out
+    layer_clip: dict[str, ClippedLayer] | None  # LayerClip in this step, by layer: `norm`, `bound` and `factor`
+    median_advantage: Number
+    median_weight: Number  # medians over the mini-batch's tokens of |advantage| where not zero; of the weight
+    seconds: Seconds  # duration on the slowest rank
+    # by each rank's own gradient (`local`) or the `reduced` one; `recorded`: none; `replayed`: later
+    search: Annotated[str, ("enum", ("local", "reduced", "recorded", "replayed"))]
+    world_size: Count  # W, the data-parallel ranks
+
+
+class Event(_Event, total=False):
+    """A gradient spike and the tokens behind it. Older lines lack these fields, and drills some of them."""
+
+    gradloc_version: str  # that wrote the line
+    drill: Drill | None  # of a drill: what was `planted` (`rank`, `row`, `position`), `found`, `passes`
+    fault: str | None  # what the embedded profile has planted
+    replay: str | None  # the bundle's folder in `bisect_dump_dir`, on the node of rank 0
+    # if `global_norm` is not finite: parameters with such a gradient: `count`, `of` all, up to 16 `names` in backward
+    # order
+    broken_parameters: BrokenParameters | None
+    steps_since_resume: Count | None  # steps since a checkpoint was loaded
+    suspected: list[SuspectedToken]  # if `recorded`: up to 16 tokens by `suspicion`, unmeasured
+    suspected_ranks: list[Index]  # the ranks whose tokens these may be
+    # by rule, the shares of `ordinary` tokens, and of those `measured` under τ; why the run is `unusual`
+    comparison: Comparison
+    warnings: list[RunWarning]  # as in `steps.jsonl`
+    verdict: Verdict | None  # the cause: `cause`, `culprits`, `ordinary`, `sentence`, `check`
+    summary: str  # what most culprits are; a layer far above its ordinary share
+
+
+class ClippedToken(ShortTexts):
+    """A token over one of TokenClip's bounds."""
+
+    rank: Index
+    micro_batch: Index
+    row: Index
+    token_id: int | None  # as of a culprit
+    position: int  # position in the response, from 0; negative in the prompt
+    boundary: str  # where it was first over its bound on the way back from the loss
+    multiple: float  # its signal there over the usual largest one
+    cut: bool  # whether it was cut there
+    weight: Number
+    advantage: Number
+    log_prob: Number
+    old_log_prob: Number
+    rollout_log_prob: Number  # as of a culprit; `null` in the prompt
+
+
+class Clipped(TypedDict):
+    """What TokenClip found in a mini-batch."""
+
+    action: Annotated[str, ("enum", ("log", "drop", "smooth"))]  # `token_clip.action`
+    factor: Positive  # `token_clip.factor`
+    over: dict[str, Index]
+    cut: dict[str, Index]  # by boundary, number of signals over the bound; of those cut
+    refused: list[str]  # boundaries where some were not cut, because they were more than `max_share`
+    largest: dict[str, float]  # by boundary, the largest signal
+    usual: dict[str, Number]  # by boundary, the usual largest; `null` in the warm-up
+    tokens: list[ClippedToken]  # at most 64 tokens, the largest multiple first
+
+
+class ClipLine(Form, Where):
+    """The tokens whose backward signals were over TokenClip's bounds."""
+
+    token_clip: Clipped  # what TokenClip has found and cut
+    summary: str  # the line in one sentence
+
+
+class CriticMicroBatch(MicroBatchRecord):
+    """A micro-batch of a critic's."""
+
+    error: Number
+
+
+class CriticValue(Place, ShortTexts, _Return):
+    """A value of a critic's, before and after this step."""
+
+    value: float
+    old_value: float
+    error: float
+    weight: float
+
+
+class CriticSpike(Form, Where):
+    """A spike of the critic's gradient."""
+
+    gradloc_version: str
+    world_size: Index  # as of an event
+    threshold: Positive  # τ for one value
+    token_norm: float  # the largest norm/√Σw² of a micro-batch
+    global_norm: float  # norm of the reduced gradient
+    ordinary_token_norm: Number  # `token_norm` of the last mini-batch without a spike
+    error: Number
+    ordinary_error: Number  # root mean square of v − R, now; in that mini-batch
+    layer_norms: dict[str, float]  # `global_norm` by layer
+    ordinary_layer_norms: dict[str, float] | None  # the same in that mini-batch, over √Σw²
+    micro_batches: list[CriticMicroBatch]  # at most 8 over their thresholds, with their `error`
+    # the four largest errors: `value` v, `old_value` before the update, `return` R, `error` v − R, `weight`; place and
+    # texts as of a culprit
+    values: list[CriticValue]
+    # `errors`: at least twice the usual, and grown at least a third as much as the norm; else `network`; `null`: the
+    # usual is not known
+    cause: Annotated[str, ("enum", ("errors", "network"))] | None
+    summary: str  # the line in a few sentences
+
+
+class _Step(Form, InStep):
+    threshold: Number  # τ in the mini-batch with the largest norm; `null` in the warm-up
+    # largest norm/√Σw² of all micro-batches (of the reduced gradient with `spike_trigger=global`)
+    token_norm_max: Number
+    spike_margin: Number  # largest token-equivalent norm/τ: 1 is the threshold
+    ratio_max: Number  # largest importance ratio to the old policy
+    # largest ratio between a token's probabilities in training and in the rollout, either way round
+    rollout_ratio_max: Number
+    unlikely_share: Number  # share of tokens with a probability under 0.05
+    triggered: Number  # number of events
+
+
+class Step(_Step, total=False):
+    """The figures of a step. Older lines lack these."""
+
+    warnings: list[RunWarning]  # causes of a whole run: `name`, `sentence`, `check`, `share` of the responses
+    misplaced_share: Number  # share of responses whose log-probs belong to other tokens
+
+
+class Note(Form, InStep):
+    """What was left out of a file at this place."""
+
+    # `text_limit`: the texts of the event above; `rate_limit`: this step's after the 16th; `size_limit`: all events
+    # from here on; `unwritable`: an event over 16 MiB
+    note: Annotated[str, ("enum", ("text_limit", "rate_limit", "size_limit", "unwritable"))]
+    count: Count  # how many of these
+    message: str  # the note in a sentence
