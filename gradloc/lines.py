@@ -21,7 +21,7 @@ Count = Annotated[int, ("minimum", 1)]
 Positive = Annotated[float, ("exclusiveMinimum", 0)]
 Seconds = Annotated[float, ("minimum", 0)]
 Source = Annotated[str, "the name of a rule"]
-Number = float | None
+Number = float | None  # None: there is no data
 _DIAGNOSES = ("tokens", "diffuse", "nonfinite", "overflow", "incomplete", "unsearched", "under")
 Diagnosis = Annotated[str, ("enum", _DIAGNOSES)]
 
@@ -163,7 +163,7 @@ class Place(TypedDict):
     position: Index  # position in the response, from 0
 
 
-class TokenFacts(TypedDict):
+class Facts(TypedDict):
     """What is known of a token without its gradient."""
 
     token_id: int  # its id
@@ -185,11 +185,6 @@ class TokenFacts(TypedDict):
     after_eos: bool | None  # whether it is after the end of the turn
     response_suspicion: list[float] | None  # suspicion of each of `response_tokens`
     response_kl: KlEstimates | None  # their KL to the reference by `k1`, `k2` and `k3`
-
-
-class Facts(TokenFacts, total=False):
-    """The same with what older lines lack."""
-
     turn: int | None  # its run of tokens with response_mask 1, from 1; `null` if there is one
     mismatch_start: int | None
     mismatch_turn: int | None  # where the mismatch to the rollout begins; in which turn
@@ -199,15 +194,11 @@ class Facts(TokenFacts, total=False):
     entropy_coefficient: Number  # ∂L/∂H_t
 
 
-class Sources(TypedDict):
-    """What looks wrong with a token."""
+class SuspectedToken(Place, Facts, Texts):
+    """A token of a spike that was only recorded."""
 
     source: Source  # the first of `sources`
     sources: list[Source]  # the rules that hold, the most specific first
-
-
-class SuspectedToken(Place, Facts, Sources, Texts):
-    """A token of a spike that was only recorded."""
 
 
 class Culprit(SuspectedToken):
@@ -255,9 +246,17 @@ class Verdict(TypedDict):
     check: str  # how to check it; BUNDLE is the event's [bundle](../use/replay.md), if one was kept
 
 
-class SearchResult(TypedDict):
-    """What a search found out."""
+class WithoutTokens(TypedDict):
+    """What is left of a gradient with all coefficients zero."""
 
+    rank: int | None
+    micro_batch: Index
+    norm: float
+    share: float
+    layer_norms: dict[str, float]
+
+
+class _Event(Form, Where):
     passes: Index
     budget: Index  # extra passes made; allowed
     threshold: Positive  # τ; in the warm-up of `auto`, ten times the largest norm so far (1e30 without one)
@@ -275,28 +274,6 @@ class SearchResult(TypedDict):
     diffuse: list[DiffusePart]
     # parts left open: `rank` (`null`: all), `micro_batch`, number of `tokens`, `threshold`
     open_segments: list[OpenPart]
-
-
-class WithoutTokens(TypedDict):
-    """What is left of a gradient with all coefficients zero."""
-
-    rank: int | None
-    micro_batch: Index
-    norm: float
-    share: float
-    layer_norms: dict[str, float]
-
-
-class LaterSearchResult(SearchResult, total=False):
-    """The same with what older lines lack."""
-
-    budget_seconds: Number  # seconds allowed; `null`: no limit
-    out_of_time: bool  # whether they were used up
-    # a diffuse micro-batch's gradient from no token: `rank`, `micro_batch`, `norm`, its `share`, `layer_norms`
-    without_tokens: WithoutTokens | None
-
-
-class _Event(Form, Where, LaterSearchResult):
     trigger: Trigger  # what started the search: `kind` (`unit` or `global`), `norm`, `threshold`
     global_norm: float
     global_threshold: float  # norm of the reduced gradient before clipping; its threshold, τ·√Σw²/W
@@ -319,6 +296,10 @@ class Event(_Event, total=False):
     """A gradient spike and the tokens behind it. Older lines lack these fields, and drills some of them."""
 
     gradloc_version: str  # that wrote the line
+    budget_seconds: Number  # seconds allowed; `null`: no limit
+    out_of_time: bool  # whether they were used up
+    # a diffuse micro-batch's gradient from no token: `rank`, `micro_batch`, `norm`, its `share`, `layer_norms`
+    without_tokens: WithoutTokens | None
     drill: Drill | None  # of a drill: what was `planted` (`rank`, `row`, `position`), `found`, `passes`
     fault: str | None  # what the embedded profile has planted
     replay: str | None  # the bundle's folder in `bisect_dump_dir`, on the node of rank 0
