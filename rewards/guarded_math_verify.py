@@ -16,8 +16,8 @@
 
 Sympy may compute for hours on an answer such as 9^(9^9), inside C code that no signal handler, thread or asyncio
 timeout can interrupt. So a pool of persistent worker processes, one pool per calling process, does the work. It may
-be used from any thread, asyncio executor or Ray actor. Workers are forked from a clean process of their own that has
-imported Math-Verify and nothing else, so that a killed one is replaced at once.
+be used from any thread, asyncio executor or Ray actor. Workers are forked from a process that has imported Math-Verify
+and nothing else, so that a killed one is replaced at once.
 
 Every setting is a keyword argument (custom_reward_function.reward_kwargs) or else an environment variable:
 
@@ -33,67 +33,49 @@ Every setting is a keyword argument (custom_reward_function.reward_kwargs) or el
     pred_extraction_target, VERL_MATH_VERIFY_PRED_TARGET: what is looked for in a response; expr,latex.
 """
 
-import concurrent.futures
 import contextlib
-import ctypes
 import importlib.util
-import io
 import itertools
 import logging
 import math
+import multiprocessing
 import numbers
 import os
-import pkgutil
 import queue
 import re
 import reprlib
 import resource
 import signal
+import socket
+import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import lru_cache, partial
-from multiprocessing import connection, context, forkserver, popen_forkserver, reduction, spawn, util
-from multiprocessing.process import BaseProcess
-from typing import Any, cast
+from multiprocessing import connection
+from typing import Any, NoReturn
 
-try:
-    import pebble
-except ImportError:
-    pebble = None  # type: ignore[assignment]  # reported when the first answer is scored
-
-WORKER_NAME = "math_verify_worker"
-# Of Linux's prctl: the signal that a process gets when its parent ends.
-PR_SET_PDEATHSIG = 1
-INSTALL = "`pip install 'math-verify>=0.8' pebble`"
+INSTALL = "`pip install 'math-verify>=0.8'`"
 # Attempts for one answer whose worker is lost over it, for instance to the kernel's OOM killer.
 ATTEMPTS = 3
-# Seconds to wait before a broken pool is restarted, repeatedly, since the cause may pass: a lack of memory or
-# of file descriptors, say. Then seconds after which a call gives up, if no answer has been scored since.
-BACKOFF = 0.2, 1, 5, 15
+# Seconds to wait before a call that gets no worker tries again, repeatedly, since the cause may pass: a lack of memory
+# or of file descriptors, say. Then seconds after which it gives up.
+BACKOFF = 0, 0.2, 1, 5, 15
 GIVE_UP = 60
 # Seconds that starting a worker may take, on top of the time limit, before the pool counts as broken.
 START_GRACE = 120
-# Answers of a batch that a worker gets at once, as handing one over costs a good part of what scoring a short one does.
-CHUNK = 16
-# Seconds within which pebble reports the end of a worker, unless it overlooks it.
-REPORT = 3
+# Seconds between two looks of the server at its workers.
+TICK = 0.02
 # The longest time limit in seconds. Timers take no arbitrarily large numbers.
 DAY = 86400
 # How many times its limit of CPU time an answer may take by the clock, in case it sleeps. On a busy machine an answer
 # waits for the CPU, too, and must not be ended for that.
 WALL_FACTOR = 10
-# A worker's exit code when it makes room for a fresh one: what it holds in caches would be missing for the next answer.
-RETIRED = 75
 
 TARGETS = ("latex", "expr", "string")
-# Bytes that the path of a Unix socket may have, the least of all systems.
-SOCKET_PATH = 103
 
 # What Math-Verify drops, although it makes another answer of it: text behind a number, as a unit, and dots in a list.
 HEDGE = re.compile(r"\\(?:text\w*|mbox|mathrm)\s*\{[^{}]*\b(?:or\b(?!\s*\})|and\s+\d)[^{}]*\}")
@@ -110,16 +92,6 @@ FOREIGN_OPTIONS = ("gamma", "rho", "min_steps", "reward_router_address", "reward
 
 _lock = threading.Lock()
 _pool: "_Pool | None" = None
-_server: forkserver.ForkServer | None = None
-_exiting = False
-
-# Of a worker, set by `_warm_up`: the arrays of the pool, its address space in bytes, whether it has scored an answer,
-# and what is wrong with Math-Verify.
-_scores: Any
-_owners: Any
-_memory: int
-_used: bool
-_fault: str | None
 
 
 def compute_score(model_output: str, ground_truth: str, timeout_score: float = 0, **options: Any) -> float:
@@ -135,13 +107,12 @@ def compute_score(model_output: str, ground_truth: str, timeout_score: float = 0
         float: 1.0 if the answer is right, 0.0 if it is wrong or cannot be parsed.
 
     Raises:
-        ImportError: If math-verify or pebble is not installed, or math-verify is too old.
-        RuntimeError: If the workers cannot be kept alive, for a minute, or TMPDIR is too long for their socket.
+        ImportError: If math-verify is not installed, or too old.
+        RuntimeError: If the workers cannot be kept alive, for a minute.
         TypeError: If an option is not known, the response not text, or the ground truth neither text nor a number.
         ValueError: If an option has a bad value, or asks for another pool than the process has.
     """
-    settings = _Settings.read(options)
-    return _score_all([_texts(model_output, ground_truth)], _timeout_score(timeout_score), settings)[0]
+    return compute_score_batch([], [model_output], [ground_truth], timeout_score=timeout_score, **options)[0]
 
 
 def compute_score_batch(
@@ -252,297 +223,203 @@ def _targets(name: str, value: Any) -> tuple[str, ...]:
 def _score_all(answers: list[tuple[str, str]], timeout_score: float, settings: _Settings) -> list[float]:
     """Pairs of a response and its truth to scores, in order."""
     scores = [math.nan] * len(answers)
-    attempts = [0] * len(answers)
-    # A worker needs a multiple of an answer's length only to receive it.
-    longest = settings.memory_mb * 2**20 // 64
-    size = min(CHUNK, max(1, len(answers) // (4 * settings.workers)))
-    chunks: deque[list[int]] = deque()
-    room = 0
-    for index, length in enumerate(len(answer) + len(truth) for answer, truth in answers):
-        if length > longest:
-            scores[index] = 0.0
-            continue
-        if not chunks or len(chunks[-1]) == size or length > room:
-            chunks.append([])
-            room = 2**20
-        chunks[-1].append(index)
-        room -= length
-    running: dict[concurrent.futures.Future, _Task] = {}
-    pool: _Pool | None = None
-    # How often the pool broke since the last score, and when first
-    breaks, broken_since = 0, 0.0
+    waiting = iter(enumerate(answers))  # shared by the threads
+    failures: list[BaseException] = []  # any of them ends all threads
 
-    def settle(task: "_Task", error: BaseException | None) -> BrokenProcessPool | None:
-        """Takes over the scores that there are, and puts what is left of a chunk back in line."""
-        nonlocal breaks
-        done = task.scores()
-        for index, score in zip(task.chunk, done, strict=False):
-            scores[index] = score
-        left = task.chunk[len(done) :]
-        if done:
-            breaks = 0
-        if isinstance(error, BrokenProcessPool):
-            _discard(task.pool)
-        elif error and not isinstance(error, pebble.ProcessExpired | concurrent.futures.TimeoutError | MemoryError):
-            # Not the answer's fault, and every other one would meet it as well.
-            raise error
-        elif left and not _exited(error, RETIRED):
-            attempts[left[0]] += 1
-            timed_out = isinstance(error, concurrent.futures.TimeoutError) or _exited(
-                error, -signal.SIGPROF, -signal.SIGALRM
-            )
-            if timed_out or attempts[left[0]] == ATTEMPTS:
-                scores[left[0]] = timeout_score
-                left = left[1:]
-        # One by one, because where one answer hangs, the next may hang as well, and another worker is free.
-        chunks.extendleft([index] for index in reversed(left))
-        task.release()
-        return error if isinstance(error, BrokenProcessPool) else None
+    def work() -> None:
+        try:
+            for index, answer in waiting:
+                scores[index] = _score_one(answer, timeout_score, settings, failures)
+        except Exception as error:
+            failures.append(error)
 
+    # Daemons: for others the interpreter would wait at its end.
+    others = [threading.Thread(target=work, daemon=True) for _ in range(min(len(answers), settings.workers) - 1)]
     try:
-        while chunks or running:
-            broken: Exception | None = None
-            while chunks:
-                try:
-                    pool = _get_pool(settings)
-                except OSError as error:
-                    broken = error
-                    break
-                chunk = chunks.popleft()
-                task = pool.submit([answers[index] for index in chunk], chunk, settings, wait=not running)
-                if task is None:
-                    chunks.appendleft(chunk)
-                    if not running and not pool.pool.active:
-                        # Another caller gave up on it, with its slots in hand.
-                        _discard(pool)
-                    break
-                running[task.future] = task
-            for future in concurrent.futures.wait(running, 1, concurrent.futures.FIRST_COMPLETED).done:
-                broken = settle(running.pop(future), future.exception()) or broken
-            for future, task in tuple(running.items()):
-                if loss := task.lost():
-                    broken = settle(running.pop(future), loss) or broken
-            if broken:
-                broken_since = broken_since if breaks else time.monotonic()
-                if time.monotonic() - broken_since > GIVE_UP:
-                    message = f"The math_verify workers cannot be kept alive; their own error is in the log ({broken})."
-                    raise RuntimeError(message) from broken
-                time.sleep(BACKOFF[min(breaks, len(BACKOFF) - 1)])
-                breaks += 1
-    except BaseException:
-        # An interrupt can come at any moment, with slots in hand or answers on their way: the next call starts afresh.
-        if pool is not None:
-            _discard(pool)
+        for thread in others:
+            thread.start()
+        work()
+        for thread in others:
+            thread.join()
+    except BaseException as error:
+        # An interrupt can come at any moment, with a worker in hand or at work: the next call starts afresh.
+        failures.append(error)
+        _discard(_pool)
         raise
+    if failures:
+        raise failures[0]
     return scores
 
 
-def _exited(error: BaseException | None, *codes: int) -> bool:
-    return isinstance(error, pebble.ProcessExpired) and error.exitcode in codes
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, PermissionError):
-        # Another user's process has the number of one of ours that is gone.
-        return False
-    return True
-
-
-@dataclass
-class _Task:
-    """A chunk of answers on its way."""
-
-    pool: "_Pool"
-    slot: int
-    chunk: list[int]
-    future: concurrent.futures.Future
-    deadline: float
-    # When its worker was first seen to be dead
-    bereft: float | None = None
-
-    def scores(self) -> list[float]:
-        """The scores that the worker has written so far."""
-        first = CHUNK * self.slot
-        scores = self.pool.scores[first : first + len(self.chunk)]
-        return scores[: next((i for i, score in enumerate(scores) if math.isnan(score)), len(scores))]
-
-    def lost(self) -> Exception | None:
-        """Why there will be no result, if there will be none."""
-        if self.future.done():
-            return None
-        now = time.monotonic()
-        if not self.pool.pool.active or now > self.deadline:
-            return BrokenProcessPool("The pool lost an answer.")
-        # pebble overlooks the end of a worker if it has yet to hear that the worker took the chunk.
-        pid = self.pool.owners[self.slot]
-        if self.bereft is None and pid and not _exists(pid):
-            self.bereft = now
-        if self.bereft is not None and now - self.bereft > REPORT:
-            return pebble.ProcessExpired("The pool overlooked the end of a worker.", pid=pid)
-        return None
-
-    def release(self) -> None:
-        self.pool.slots.put(self.slot)
+def _score_one(
+    answer: tuple[str, str], timeout_score: float, settings: _Settings, failures: list[BaseException]
+) -> float:
+    """The score of a response with its truth; it gives up where another of the batch has failed."""
+    # A worker needs a multiple of an answer's length only to receive it.
+    if sum(map(len, answer)) > settings.memory_mb * 2**20 // 64:
+        return 0.0
+    attempts, breaks, broken_since = 0, 0, math.inf
+    while not failures:
+        pool: _Pool | None = None
+        try:
+            pool = _get_pool(settings)
+            kind, value = pool.ask(answer, settings)
+        except (EOFError, OSError) as error:
+            _discard(pool)
+            broken_since = min(broken_since, time.monotonic())
+            if time.monotonic() - broken_since > GIVE_UP:
+                message = f"The math_verify workers cannot be kept alive; their own error is in the log ({error!r})."
+                raise RuntimeError(message) from error
+            time.sleep(BACKOFF[min(breaks, len(BACKOFF) - 1)])
+            breaks += 1
+            continue
+        if kind == "fault":
+            needs = f"The math_verify reward needs math-verify>=0.8: {INSTALL}; of what is installed, {value}."
+            raise ImportError(needs)
+        if kind != "ended":
+            return value
+        attempts += 1
+        if value in (-signal.SIGPROF, -signal.SIGALRM) or attempts == ATTEMPTS:
+            return timeout_score
+    return math.nan
 
 
 class _Pool:
-    """A pebble pool that takes no more chunks than it has workers, so that a wait for an answer has a bound."""
+    """A server, which is a process that has imported Math-Verify and nothing else, and the workers that it forks."""
 
     def __init__(self, settings: _Settings) -> None:
-        for module, package in ("math_verify", "math-verify"), ("pebble", "pebble"):
-            if importlib.util.find_spec(module) is None:
-                raise ImportError(f"The math_verify reward needs {package}, which is not installed: {INSTALL}.")
+        if importlib.util.find_spec("math_verify") is None:
+            raise ImportError(f"The math_verify reward needs math-verify, which is not installed: {INSTALL}.")
         self.size = settings.workers, settings.memory_mb
-        self.processes = _Context()
-        # Workers write scores here, so that a chunk's scores survive its worker.
-        self.scores = self.processes.RawArray("d", CHUNK * settings.workers)
-        # The process that has taken the chunk of a slot
-        self.owners = self.processes.RawArray("i", settings.workers)
-        self.slots: queue.SimpleQueue[int] = queue.SimpleQueue()
-        for slot in range(settings.workers):
-            self.slots.put(slot)
-        self.pool = pebble.ProcessPool(
-            settings.workers,
-            initializer=_in_worker("_warm_up"),
-            initargs=(self.scores, self.owners, settings.memory_mb * 2**20),
-            context=self.processes,
-        )
-
-    def submit(self, answers: list[tuple[str, str]], chunk: list[int], settings: _Settings, wait: bool) -> _Task | None:
-        """Hands a chunk to the pool, or returns nothing if no worker is free, now or for a second."""
-        try:
-            slot = self.slots.get(wait, timeout=1)
-        except queue.Empty:
-            return None
-        first = CHUNK * slot
-        self.scores[first : first + CHUNK] = [math.nan] * CHUNK
-        self.owners[slot] = 0
-        limit = len(answers) * WALL_FACTOR * settings.timeout + START_GRACE
-        future: concurrent.futures.Future[None]
-        try:
-            future = self.pool.schedule(
-                _in_worker("_score_chunk"),
-                args=(
-                    first,
-                    answers,
-                    settings.timeout,
-                    settings.precision,
-                    settings.gold_extraction_target,
-                    settings.pred_extraction_target,
-                ),
-                # The worker's own timers come first.
-                timeout=limit,
+        # For each worker that there may be: the connection to it while it is idle, or None where there is none yet.
+        self.places: queue.SimpleQueue[connection.Connection | None] = queue.SimpleQueue()
+        for _ in range(settings.workers):
+            self.places.put(None)
+        # This file alone, as the main module: by its name, it would come with verl.
+        path = [str(folder) for folder in sys.path]
+        code = f"import runpy, sys; sys.path[:] = {path!r}; runpy.run_path({__file__!r}, run_name='__main__')"
+        self.control, end = socket.socketpair()
+        with end:
+            arguments = end.fileno(), os.getpid(), settings.memory_mb * 2**20
+            self.server = subprocess.Popen(
+                [sys.executable, "-c", code, *map(str, arguments)],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[end.fileno()],
+                start_new_session=True,
             )
-        except (RuntimeError, OSError) as error:
-            # A RuntimeError is pebble's word for a pool that is broken or stopped. The first call starts the workers.
-            future = concurrent.futures.Future()
-            future.set_exception(BrokenProcessPool(str(error)))
-        return _Task(self, slot, chunk, future, time.monotonic() + limit)
+
+    def ask(self, answer: tuple[str, str], settings: _Settings) -> tuple[str, Any]:
+        """Has a worker score an answer, once one is idle.
+
+        Returns:
+            tuple[str, Any]: "score" or "last score" and the score; "fault" and what is wrong with Math-Verify; or
+                "ended" and the exit code of a worker that has ended over this answer.
+
+        Raises:
+            EOFError, OSError: There is no worker, or it is lost, but not over this answer.
+        """
+        pipe, kind, has_begun = self.places.get(), "", False
+        try:
+            # An idle worker says nothing, unless it has ended.
+            if pipe is None or pipe.poll():
+                pipe, end = multiprocessing.Pipe()
+                with end:
+                    socket.send_fds(self.control, [b"+"], [end.fileno()])
+            targets = settings.gold_extraction_target, settings.pred_extraction_target
+            pipe.send((*answer, settings.timeout, settings.precision, *targets))
+            # The worker's own timers come first.
+            while pipe.poll(WALL_FACTOR * settings.timeout + START_GRACE):
+                kind, value = pipe.recv()
+                if kind == "ended" and not has_begun:
+                    raise ChildProcessError(f"A worker ended with exit code {value}.")
+                if kind != "begun":
+                    return kind, value
+                has_begun = True
+            raise TimeoutError("A worker does not answer.")
+        finally:
+            self.places.put(pipe if kind == "score" else None)
 
     def close(self) -> None:
-        self.pool.stop()
-        self.pool.join()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.server.pid, signal.SIGKILL)
+        self.server.wait()
+        self.control.close()
+        # An interrupted call may have kept places that others wait for. These find the pool closed.
+        for _ in range(self.size[0]):
+            self.places.put(None)
 
 
-class _Worker(context.ForkServerProcess):
-    """A worker process whose main module is this file, loaded alone: no verl, torch or ray in it.
+def _get_pool(settings: _Settings) -> _Pool:
+    global _pool
+    with _lock:
+        if _pool is None:
+            _pool = _Pool(settings)
+        if _pool.size != (settings.workers, settings.memory_mb):
+            workers, memory_mb = _pool.size
+            raise ValueError(
+                f"The math_verify pool of this process has {workers} workers of {memory_mb} MiB; "
+                f"ask for the same in every call, not for {settings.workers} of {settings.memory_mb} MiB."
+            )
+        return _pool
 
-    A plain child would run the caller's main script again, and a script without a main guard would then start a pool
-    in every worker. The name differs from pebble's, as pebble's own exit hook, in a forked child, would end the
-    parent's workers by that name.
+
+def _discard(pool: _Pool | None) -> None:
+    global _pool
+    with _lock:
+        if pool is not None and _pool is pool:
+            _pool = None
+            pool.close()
+
+
+def _after_fork() -> None:
+    # The server and its workers stay with the parent.
+    global _lock, _pool
+    _lock, _pool = threading.Lock(), None
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _serve(control: socket.socket, caller: int, memory: int) -> None:
+    """Runs in the server: forks a worker for each connection that it gets, and tells there how the worker ended.
+
+    When the calling process has ended, however it did, it ends the workers.
     """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{**kwargs, "name": WORKER_NAME})
-
-    def __reduce__(self) -> tuple:
-        return object.__new__, (context.ForkServerProcess,), self.__dict__
-
-    def terminate(self) -> None:
-        # Python handles SIGTERM between bytecodes, so a worker in a long C call would go on.
-        self.kill()
-
-    @staticmethod
-    def _Popen(process: BaseProcess) -> "_Popen":
-        return _Popen(process)
-
-
-class _Context(context.ForkServerContext):
-    Process = _Worker
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.connections: list[connection.Connection] = []
-
-    def Pipe(self, duplex: bool = True) -> tuple[connection.Connection, connection.Connection]:
-        ends = super().Pipe(duplex)
-        self.connections += ends
-        return ends
+    signals = signal.SIGCHLD, signal.SIGPROF, signal.SIGALRM
+    for number in signals:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+    fault = _prepare()
+    pipes: dict[int, connection.Connection] = {}
+    while os.getppid() == caller:
+        if connection.wait([control], TICK):
+            _, ends, *_ = socket.recv_fds(control, 1, 1)
+            if not ends:
+                break
+            pipe = connection.Connection(ends[0])
+            worker = os.fork()
+            if not worker:
+                control.close()
+                for other in pipes.values():
+                    other.close()
+                _work(pipe, memory, fault)
+            pipes[worker] = pipe
+        while pipes and (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            with pipes.pop(ended[0]) as pipe, contextlib.suppress(OSError):
+                pipe.send(("ended", os.waitstatus_to_exitcode(ended[1])))
+    os.killpg(0, signal.SIGKILL)
 
 
-class _Popen(popen_forkserver.Popen):
-    """As its base class, but from a fork server and with a main module of our own."""
-
-    def _launch(self, process: BaseProcess) -> None:
-        preparation = spawn.get_preparation_data(process.name)
-        preparation.pop("init_main_from_name", None)
-        preparation["init_main_from_path"] = os.path.abspath(__file__)
-        data = io.BytesIO()
-        context.set_spawning_popen(self)
-        try:
-            reduction.dump(preparation, data)
-            reduction.dump(process, data)
-        finally:
-            context.set_spawning_popen(None)
-        assert _server is not None  # a pool has one
-        self.sentinel, pipe = _server.connect_to_new_process(self._fds)  # type: ignore[attr-defined]  # private
-        with open(pipe, "wb") as file:
-            # The child takes the parent for dead once no write end is left.
-            close = util.close_fds  # type: ignore[attr-defined]  # private
-            self.finalizer = util.Finalize(self, close, (os.dup(pipe), self.sentinel))
-            file.write(data.getbuffer())
-        self.pid = forkserver.read_signed(self.sentinel)
-
-
-class _InWorker:
-    """Pickles as a function of the worker's main module, because by its own name a worker would have to import verl."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __reduce__(self) -> tuple:
-        return pkgutil.resolve_name, (f"__main__:{self.name}",)
-
-
-def _in_worker(name: str) -> Callable[..., None]:
-    return cast(Callable[..., None], _InWorker(name))
-
-
-def _warm_up(scores: Any, owners: Any, memory: int) -> None:
-    """Runs in a new worker, before its first answer's time begins."""
-    global _scores, _owners, _memory, _used, _fault
-    _, most = resource.getrlimit(resource.RLIMIT_AS)
-    memory = memory if most == resource.RLIM_INFINITY else min(memory, most)
-    _scores, _owners, _memory, _used = scores, owners, memory, False
-    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    for end in signal.SIGPROF, signal.SIGALRM:
-        signal.signal(end, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [end])
-    if sys.platform == "linux":
-        # A pool whose fork server was killed may go on with another, and would never end this worker.
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def _prepare() -> str | None:
+    """Runs in the server: what is wrong with Math-Verify, if it does not score as it should."""
     # One warning for every answer without an expression, and for the timeouts that are off on purpose.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    # Below 0.8, Math-Verify fails without timeouts of its own and calls every answer wrong. A wrong answer goes the
-    # longest way, down to sympy's simplification.
-    _fault = None
     try:
+        # Below 0.8, Math-Verify fails without timeouts of its own and calls every answer wrong. A wrong answer goes the
+        # longest way, down to sympy's simplification.
         for truth, expected in ("\\frac{1}{2}", 1.0), ("\\frac{1}{3}", 0.0):
             if _score("\\boxed{\\frac{1}{2}}", truth, 6, ("latex",), ("expr", "latex")) != expected:
-                _fault = f"it does not score \\frac{{1}}{{2}} as {expected:g} where {truth} is right"
+                return f"it does not score \\frac{{1}}{{2}} as {expected:g} where {truth} is right"
         from latex2sympy2_extended import math_normalization
         from math_verify import grader
 
@@ -550,27 +427,35 @@ def _warm_up(scores: Any, owners: Any, memory: int) -> None:
         math_normalization.units_regex = re.compile(rf"(?!.\s*(?:{VARIABLES})\s*$){units}")
         grader.sympy_numeric_eq = partial(_numeric_eq, grader.sympy_numeric_eq)
     except Exception as error:
-        _fault = f"it fails with {error!r}"
+        return f"it fails with {error!r}"
+    return None
 
 
-def _score_chunk(first: int, answers: list[tuple[str, str]], timeout: float, *settings: Any) -> None:
-    """Runs in a worker."""
-    global _used
-    _owners[first // CHUNK] = os.getpid()
-    if _fault:
-        raise ImportError(f"The math_verify reward needs math-verify>=0.8: {INSTALL}; of what is installed, {_fault}.")
-    for index, answer in enumerate(answers, first):
-        # In KiB. An answer that took much memory leaves some of it in sympy's caches.
-        if _used and resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 > _memory // 2:
-            os._exit(RETIRED)
-        _used = True
-        # Nobody handles their signals: the kernel ends the process, whatever it computes, and even without a parent.
-        signal.setitimer(signal.ITIMER_PROF, timeout)
-        signal.setitimer(signal.ITIMER_REAL, WALL_FACTOR * timeout)
-        score = _score(*answer, *settings)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        _scores[index] = score
+def _work(pipe: connection.Connection, memory: int, fault: str | None) -> NoReturn:
+    """Runs in a worker: scores answers until the connection is closed."""
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    memory = memory if most == resource.RLIM_INFINITY else min(memory, most)
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(EOFError, ConnectionError):
+        kind = "score"
+        while kind == "score":
+            answer, truth, timeout, *settings = pipe.recv()
+            pipe.send(("begun", None))
+            if fault:
+                pipe.send(("fault", fault))
+                break
+            # Nobody handles their signals: the kernel ends the process, whatever it computes.
+            signal.setitimer(signal.ITIMER_PROF, timeout)
+            signal.setitimer(signal.ITIMER_REAL, WALL_FACTOR * timeout)
+            score = _score(answer, truth, *settings)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            # In KiB. An answer that took much memory leaves some of it in sympy's caches.
+            if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 > memory // 2:
+                kind = "last score"
+            pipe.send((kind, score))
+    os._exit(0)
 
 
 def _score(
@@ -710,62 +595,5 @@ def _extraction(targets: tuple[str, ...]) -> tuple:
     return tuple(configs[target]() for target in targets)
 
 
-def _get_pool(settings: _Settings) -> _Pool:
-    global _pool, _server
-    with _lock:
-        if _exiting:
-            raise RuntimeError("The interpreter is shutting down, no answer is scored any more.")
-        if _pool is None:
-            if _server is None:
-                # Its socket is there. multiprocessing adds "/listener-" and eight characters.
-                if len(os.fsencode(folder := util.get_temp_dir())) + 18 > SOCKET_PATH:
-                    raise RuntimeError(
-                        f"The path of the folder for temporary files, {folder}, is too long for a socket of the "
-                        f"math_verify workers: set TMPDIR to a path of at most {SOCKET_PATH - 32} bytes, such as /tmp."
-                    )
-                _server = forkserver.ForkServer()
-                _server.set_forkserver_preload(["math_verify", "pebble", "multiprocessing.sharedctypes"])
-                # Unlike atexit, this also runs in processes that multiprocessing forked, before their children are
-                # joined.
-                util.Finalize(None, _shut_down, exitpriority=10)
-            _pool = _Pool(settings)
-        if _pool.size != (settings.workers, settings.memory_mb):
-            workers, memory_mb = _pool.size
-            raise ValueError(
-                f"The math_verify pool of this process has {workers} workers of {memory_mb} MiB; "
-                f"ask for the same in every call, not for {settings.workers} of {settings.memory_mb} MiB."
-            )
-        return _pool
-
-
-def _discard(pool: _Pool) -> None:
-    global _pool
-    with _lock:
-        if _pool is pool:
-            _pool = None
-            pool.close()
-
-
-def _shut_down() -> None:
-    global _pool, _exiting
-    with _lock:
-        _exiting = True
-        if _pool is not None:
-            _pool.close()
-            _pool = None
-
-
-def _after_fork() -> None:
-    # The pool's threads, workers and fork server stay with the parent.
-    global _lock, _pool, _server
-    alive_fd = None if _server is None else _server._forkserver_alive_fd  # type: ignore[attr-defined]  # private
-    if alive_fd is not None:
-        os.close(alive_fd)
-    # When the parent dies, its idle workers end only if nobody else could write to them.
-    for end in _pool.processes.connections if _pool is not None else ():
-        with contextlib.suppress(OSError):
-            end.close()
-    _lock, _pool, _server = threading.Lock(), None, None
-
-
-os.register_at_fork(after_in_child=_after_fork)
+if __name__ == "__main__":
+    _serve(socket.socket(fileno=int(sys.argv[1])), *map(int, sys.argv[2:]))
