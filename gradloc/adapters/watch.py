@@ -116,8 +116,8 @@ class Watch:
             self.gradloc.begin_pass(inputs, rows)
         if self.token_clip is not None:
             assert sequences is not None
-            size = self.sequence_parallel_size
-            self.token_clip.begin_pass(Positions(*sequences(), collectives.rank() % size, size), rows)
+            part = collectives.rank() % self.sequence_parallel_size
+            self.token_clip.begin_pass(Positions(*sequences(), part), rows)
 
     def end_pass(self) -> None:
         """Called after a micro-batch's backward, unless the next pass or step is to end it."""

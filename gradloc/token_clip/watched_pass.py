@@ -26,7 +26,6 @@ class Positions:
     response_starts: Sequence[int]  # the column in `mask` of each response's first token
     # With Ulysses sequence parallelism, this rank's index in its group: which part of the positions it has.
     part: int = 0
-    parts: int = 1  # the size of that group
 
     def select(self, rows: Sequence[int], response_length: int) -> "Positions":
         """The positions of a forward of some rows, with responses truncated to that length."""

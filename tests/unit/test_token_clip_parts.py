@@ -83,7 +83,7 @@ def test_positions_of_hidden_states_with_padding_and_in_parts() -> None:
     # There may be more than the tokens: verl 0.9's `pad_to_length` adds some at the end.
     assert tokens_of(PLACES, (1, 32)) == tokens_of(PLACES, (1, 9))
     # A part of the sequences.
-    parts = [Positions(MASK, [3, 3, 3], part, 2) for part in (0, 1)]
+    parts = [Positions(MASK, [3, 3, 3], part) for part in (0, 1)]
     # Ten positions, of which the last belongs to no token.
     assert tokens_of(parts[0], (1, 5)) == ([0, 0, 0, 1, 1], [-1, 0, 1, -2, -1])
     assert tokens_of(parts[1], (1, 5)) == ([1, 1, 2, 2], [0, 1, 0, 1])

@@ -178,7 +178,7 @@ def test_a_bundle_does_not_have_what_was_cut() -> None:
 
 def watched(cut: list[tuple[int, int]], part: int = 0, parts: int = 1) -> WatchedPass:
     """A pass of two rows of a token of prompt and three of response, with hidden states cut at (row, position)."""
-    each = WatchedPass(Positions(torch.ones(2, 4, dtype=torch.bool), [1, 1], part, parts), [0, 1])
+    each = WatchedPass(Positions(torch.ones(2, 4, dtype=torch.bool), [1, 1], part), [0, 1])
     each.tokens = {"weight": torch.ones(2, 3)}
     each.cut, each.first = torch.zeros(2, 5, dtype=torch.bool), torch.full((2, 5), -1)
     for row, position in cut:
