@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from . import status
-from .loading import AfterImport, around, replace
+from .loading import AfterImport, around
 from .status import Unfit, expect
 
 logger = logging.getLogger(__name__)
@@ -195,18 +195,14 @@ def survive_empty_micro_batches(module: ModuleType) -> None:
 
 def reset_activation_offloading(module: ModuleType) -> None:
     """Lets the package make the handler forget a pass that was broken off; the fix in fixes.patch."""
-    handler_class = expect(module, "ActivationHandler")
-    expect(module, "enable_activation_offloading", "model")
     made: list[Any] = []
 
-    class NotedHandler(handler_class):  # type: ignore[misc,valid-type]
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            made.append(self)
+    @around(expect(module, "ActivationHandler"), "__init__")
+    def build_and_note(build: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+        build(self, *args, **kwargs)
+        made.append(self)
 
-    replace(module, "ActivationHandler", NotedHandler)
-
-    @around(module, "enable_activation_offloading")
+    @around(module, "enable_activation_offloading", "model")
     def enable_with_reset(enable: Any, model: Any, *args: Any, **kwargs: Any) -> None:
         from gradloc.adapters.hooks import forget_broken_pass
 

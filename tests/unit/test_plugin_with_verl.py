@@ -146,6 +146,15 @@ def test_every_hook_fits_verl(run: Run, tree: Path) -> None:
         tiled_mlp._patch_mlp_class(MLP, None, 2)
         assert MLP.is_tiled_mlp
 
+        from verl.utils import activation_offload
+        activation_offload.FSDP2 = torch.nn.Linear  # what is taken for a layer
+        model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(3)))
+        activation_offload.enable_activation_offloading(model, "fsdp2")
+        handler = model.reset_activation_offloading.args[0]
+        handler._offload_ctx.offload_handler.tensor_tag_to_buf["of a broken pass"] = 1
+        model.reset_activation_offloading()
+        assert not handler._offload_ctx.offload_handler.tensor_tag_to_buf
+
         from verl.utils.tracking import Tracking
         config = {"actor_rollout_ref": {"actor": {"spike_detection": True, "spike_log": True, "bisect_dump_dir": "x"}}}
         assert Tracking("project", "name", ["console"], config).logger.keys() == {"console", "gradloc"}
