@@ -19,39 +19,24 @@ CONFIGS = ("FSDPActorConfig", "FSDPCriticConfig", "LayerClipConfig", "TokenClipC
 PATCHED, OWN = "verl.utils.gradloc", "gradloc"
 
 
-class _SameModule(importlib.abc.Loader):
-    """Loads the module that is there under its own name: it exists once."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        module = importlib.import_module(self._name)
-        self._spec = module.__spec__
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec  # the import has put the other name's there
-
-
-class RenamedPackage(importlib.abc.MetaPathFinder):
-    """Finds `gradloc` as `verl.utils.gradloc`."""
-
-    def install(self) -> None:
-        sys.meta_path.insert(0, self)
+class RenamedPackage(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds `gradloc` as `verl.utils.gradloc`; each of its modules exists once."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name != PATCHED and not name.startswith(f"{PATCHED}."):
+        if not f"{name}.".startswith(f"{PATCHED}."):
             return None
-        own = OWN + name.removeprefix(PATCHED)
-        found = importlib.util.find_spec(own)
-        if found is None:
-            return None
-        spec = ModuleSpec(name, _SameModule(own), origin=found.origin)
-        spec.submodule_search_locations = found.submodule_search_locations
-        return spec
+        found = importlib.util.find_spec(OWN + name.removeprefix(PATCHED))
+        return found and ModuleSpec(name, self, origin=found.origin)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = importlib.import_module(OWN + spec.name.removeprefix(PATCHED))
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = module.__spec__.loader_state  # the import has put the other name's there
 
 
 def rename_configs(module: ModuleType) -> None:
@@ -61,4 +46,4 @@ def rename_configs(module: ModuleType) -> None:
 
 
 AfterImport({"verl.workers.config": rename_configs}).install()
-RenamedPackage().install()
+sys.meta_path.insert(0, RenamedPackage())
