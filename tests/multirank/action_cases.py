@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from actor_cases import Run, compare_runs, stock_run, train, warnings_of
+from actor_cases import Run, compare_runs, stock_run, train, warnings_of, with_nan_embedding
 from actors import (
     DEVICE,
     ENGINE,
@@ -21,7 +21,6 @@ from actors import (
     Case,
     build_actor,
     dp_actor,
-    events_of,
     local,
     parts,
     stock_dp_actor,
@@ -133,66 +132,46 @@ def broken_weights(case: Case) -> tuple[dict[str, bool], Run]:
     return {"no step": run.gradients == []}, run
 
 
-def misaligned(case: Case, shift: float) -> tuple[float, str]:
-    """Rollout log-probs that are all off by `shift` nats.
+def misaligned(case: Case, shift: float) -> Run:
+    """Rollout log-probs that are all off by `shift` nats."""
 
-    Returns:
-        tuple: The logged share and, on rank 0, the culprits' sources.
-    """
-    actor = build_actor(case, **DETECTION)
-    batch = build_batch(case, dist.get_rank())
-    batch.batch["rollout_log_probs"] -= shift * batch.batch["response_mask"]
-    metrics = actor.update_policy(batch)
-    sources = [
-        culprit["source"] for event in actor.gradloc.events for culprit in event["culprits"] if "source" in culprit
-    ]
-    return metrics["actor/gradloc/misaligned_share"], json.dumps(sources)
+    def change_batch(batch: DataProto) -> None:
+        batch.batch["rollout_log_probs"] -= shift * batch.batch["response_mask"]
+
+    return train(case, change_batch=change_batch, **DETECTION)
 
 
 def broken_activation(case: Case, rank: int, row: int, position: int) -> tuple[dict[str, bool], Run]:
     """The embedding of one response token comes out as NaN."""
-
-    def prepare(actor: Any) -> None:
-        ids = build_batch(case, rank).batch["input_ids"][row].to(DEVICE)
-
-        def spoil(_: torch.nn.Module, arguments: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
-            tokens = arguments[0]
-            here = (tokens == ids[: tokens.shape[1]]).all(-1)
-            if here.any() and tokens.shape[1] > PROMPT + position:
-                output = output.clone()
-                output[here, PROMPT + position] = math.nan
-            return output
-
-        embeddings = [m for m in actor.actor_module.modules() if isinstance(m, torch.nn.Embedding)]
-        embeddings[0].register_forward_hook(spoil)
-
-    return compared(case, 1, {"prepare": prepare})
+    return compared(case, 1, {"prepare": with_nan_embedding(case, rank, row, PROMPT + position)})
 
 
-def diffuse(case: Case, scope: str = "all", budget: int = 128) -> tuple[float, float, str]:
+def diffuse(case: Case, scope: str = "all") -> tuple[float, float, Run]:
     """A batch of one token over and over, and a threshold over every token's norm but under some unit's.
 
     Args:
         case (Case): The actor.
         scope (str): Which tokens have an advantage: "all", those of one "rank" (1) or of one "row" (6) of it.
-        budget (int): That of the search.
 
     Returns:
-        tuple: The largest token norm, the largest unit's token equivalent, and the actor's events.
+        tuple: The largest token norm, the largest unit's token equivalent, and the run.
     """
-    batch = build_batch(case, dist.get_rank())
-    mask = batch.batch["attention_mask"]
-    batch.batch["input_ids"] = torch.full_like(mask, 5) * mask
-    batch.batch["responses"] = batch.batch["input_ids"][:, PROMPT:]
-    rows = torch.arange(case.rows).unsqueeze(1)
-    of_scope = {"all": rows >= 0, "rank": rows * 0 == dist.get_rank() - 1, "row": (rows == 6) & (dist.get_rank() == 1)}
-    batch.batch["advantages"] = batch.batch["response_mask"] * of_scope[scope]
+    rank, rows = dist.get_rank(), torch.arange(case.rows).unsqueeze(1)
+    of_scope = {"all": rows >= 0, "rank": rows * 0 == rank - 1, "row": (rows == 6) & (rank == 1)}
+
+    def change_batch(batch: DataProto) -> None:
+        mask = batch.batch["attention_mask"]
+        batch.batch["input_ids"] = torch.full_like(mask, 5) * mask
+        batch.batch["responses"] = batch.batch["input_ids"][:, PROMPT:]
+        batch.batch["advantages"] = batch.batch["response_mask"] * of_scope[scope]
+
+    batch = build_batch(case, rank)
+    change_batch(batch)
     units, _ = brute_force(case, batch, tokens=True)
     token = max(token.norm for unit in units for token in unit.each)
     unit = max(unit.norm / unit.weight for unit in units if unit.weight)
-    actor = build_actor(case, spike_detection=True, grad_norm_threshold=1.01 * token, bisect_budget_steps=budget)
-    actor.update_policy(batch)
-    return token, unit, json.dumps(events_of(actor))
+    detection = {"spike_detection": True, "grad_norm_threshold": 1.01 * token}
+    return token, unit, train(case, change_batch=change_batch, **detection)
 
 
 # Of one token, in the batch: what is set, and to what. (Old and reference log-probs that are NaN make the loss NaN, but
@@ -269,19 +248,14 @@ def broken_weight(case: Case, value: float, name: str, index: int) -> tuple[dict
     return {"no step": run.gradients == []}, run
 
 
-def overflow(case: Case, poisoned: list[tuple[int, int, int]]) -> tuple[dict[str, bool], Run, list[float]]:
-    """A step in float16, with NaN for some advantages, against the unpatched actor; also both scales after it."""
+def overflow(case: Case) -> tuple[dict[str, bool], Run, list[float]]:
+    """A step in float16 against the unpatched actor; also both scales after it."""
     scalers = []
 
     def prepare(actor: Any) -> None:
         scalers.append(actor.scaler)
 
-    def change_batch(batch: DataProto) -> None:
-        for rank, row, position in poisoned:
-            if rank == dist.get_rank():
-                batch.batch["advantages"][row, position] = math.nan
-
-    same, run = compared(case, 1, {"prepare": prepare, "change_batch": change_batch})
+    same, run = compared(case, 1, {"prepare": prepare})
     return same, run, [scaler.get_scale() for scaler in scalers]
 
 

@@ -18,7 +18,7 @@ TOO_LARGE, LARGE, SMALL = 2.0**40, 2.0**20, 8.0
 
 
 def half(loss_scale: float) -> Case:
-    return Case("fsdp2", precision="float16", loss_scale=loss_scale)
+    return Case("fsdp2", precision="float16", loss_scale=loss_scale, nan=(PLACE,))
 
 
 # What makes the run, its case and further arguments, and the culprits.
@@ -40,7 +40,7 @@ OF_TOKENS: dict[str, tuple[Callable[..., Any], Case, tuple[Any, ...], list[Any]]
         [PLACE],
     ),
     # It is not called an overflow, even where there is one, too.
-    **{f"scaled by {s:g}": (action_cases.overflow, half(s), ([PLACE],), [PLACE]) for s in (SMALL, LARGE, TOO_LARGE)},
+    **{f"scaled by {s:g}": (action_cases.overflow, half(s), (), [PLACE]) for s in (SMALL, LARGE, TOO_LARGE)},
 }
 
 
@@ -67,7 +67,7 @@ OF_NO_TOKEN: dict[str, tuple[Callable[..., Any], Case, tuple[Any, ...], str, int
     "the head": (action_cases.broken_weight, Case("fsdp1"), (math.nan, "lm_head.weight", 3), "nonfinite", 0),
     "the backward": (action_cases.broken_backward, Case("fsdp1", micro_batch=1), (None,), "nonfinite", 1),
     "the loss scale": (
-        *(action_cases.overflow, Case("fsdp1", precision="float16", loss_scale=TOO_LARGE), ([],)),
+        *(action_cases.overflow, Case("fsdp1", precision="float16", loss_scale=TOO_LARGE), ()),
         *("overflow", 0),
     ),
 }
