@@ -44,7 +44,6 @@ from .model import (
     load,
     model_path,
     other_variants,
-    quiet_transformers,
     why_not,
 )
 from .parts import missing_notes
@@ -164,7 +163,6 @@ class _Replay(Found):
     """What is measured of a bundle, one model in memory at a time."""
 
     def __init__(self, bundle: Bundle, options: argparse.Namespace) -> None:
-        quiet_transformers()
         device = device_kind(options.device)
         path = model_path(bundle, options.model, options.trust_remote_code)
         self._culprits = places(bundle, bundle.event["culprits"])
@@ -201,9 +199,10 @@ class _Replay(Found):
         switches = find_switches(main, self.device) if options.switches else []
         try:
             model = self._load(main)
-            check_memory(_size(bundle, model, main), self.device)
+            check_memory(needed_memory(bundle, model.module, model.dtype, main.attention), self.device)
             for later in {*others, *(switch.variant for switch in switches if switch.variant is not None)}:
-                self._sizes[later] = _size(bundle, model, later, loaded=False)
+                of_later = DTYPES[later.dtype], later.attention
+                self._sizes[later] = needed_memory(bundle, model.module, *of_later, is_loaded=False)
             self.measured[main] = measured = measure(bundle, model, self.tokens, self._culprits)
             self.temperature = fit_temperature(bundle, model)
         except (MemoryError, OSError, RuntimeError) as error:
@@ -256,10 +255,3 @@ class _Replay(Found):
             with nullcontext() if switch.on is None else switch.on(model):
                 measured = measure(self.bundle, model, self._culprit, names=[self.bundle.first])
         self.switches.append(row(switch.name, self.bundle, measured, self.measured[self.main], self._culprit))
-
-
-def _size(bundle: Bundle, model: Model, variant: Variant, loaded: bool = True) -> int:
-    """The bytes that a variant takes at least, as far as they are not taken yet."""
-    dtype = DTYPES[variant.dtype]
-    weights = 0 if loaded else sum(p.numel() for p in model.module.parameters()) * dtype.itemsize
-    return weights + needed_memory(bundle, model.module, dtype, variant.attention)

@@ -24,8 +24,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, (RuntimeError, OSError)) and any(part in str(error).lower() for part in _OUT_OF_MEMORY)
 
 
-def needed_memory(bundle: Bundle, module: nn.Module, dtype: torch.dtype, attention: str) -> int:
-    """The bytes that the gradients of a bundle take at least, besides the weights: a bound from below.
+def needed_memory(bundle: Bundle, module: nn.Module, dtype: torch.dtype, attention: str, is_loaded: bool = True) -> int:
+    """The bytes that the gradients of a bundle take at least, and the model if it is not loaded: a bound from below.
 
     It has the parameters' gradients, and of the largest row what backward keeps of attention, if that is `eager`, and
     of the logits.
@@ -34,7 +34,8 @@ def needed_memory(bundle: Bundle, module: nn.Module, dtype: torch.dtype, attenti
         module (nn.Module): The model; its weights may have another dtype.
         dtype (torch.dtype): What is computed in.
     """
-    gradients = sum(p.numel() for p in module.parameters() if p.requires_grad) * dtype.itemsize
+    gradients = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    weights = 0 if is_loaded else sum(p.numel() for p in module.parameters())
     config: Any = getattr(module, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     heads, layers, vocabulary = (
@@ -51,7 +52,7 @@ def needed_memory(bundle: Bundle, module: nn.Module, dtype: torch.dtype, attenti
             pairs = heads * length**2 * kept * (layers if moves else 1) if attention == "eager" else 0
             scores = vocabulary * (length * dtype.itemsize + response * max(4, dtype.itemsize))
             most = max(most, pairs + scores)
-    return gradients + most
+    return (weights + gradients) * dtype.itemsize + most
 
 
 def free_memory(device: str) -> int | None:

@@ -63,14 +63,6 @@ class Model:
     notes: list[str]  # what a replay with it cannot repeat
 
 
-def quiet_transformers() -> None:
-    """Leaves what transformers says when it loads a model out of the output."""
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-
-
 def device_kind(asked: str | None) -> str:
     """The kind of device to compute on: the one asked for, or cuda where there is one.
 
@@ -127,7 +119,10 @@ def load(
         CannotReplayError: It cannot be loaded, or it is another.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     try:
         with nullcontext(path) if trust_remote_code else safe_model(path) as source:
             config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)

@@ -85,7 +85,7 @@ _PRESETS = (
 )
 
 
-class NotTheRecordedLossError(ValueError):
+class NotTheRecordedLossError(Exception):
     """Why the recorded coefficients cannot be computed again, in one sentence."""
 
 
@@ -122,8 +122,6 @@ def loss_remedies(
     try:
         loss = _Loss(actor, tokens)
         loss.check(_SAME_IN_HALF if half else _SAME, recorded_version)
-    except NotTheRecordedLossError:
-        raise
     except _REFUSALS as error:
         raise NotTheRecordedLossError(f"verl's loss does not take the run's settings: {error!r}.") from error
     notes: list[str] = []

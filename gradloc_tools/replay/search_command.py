@@ -32,7 +32,6 @@ from ..report.page import write_page, write_whole
 from ..report.reading import read
 from .memory import check_memory, is_out_of_memory, needed_memory
 from .model import (
-    DTYPES,
     CannotReplayError,
     Model,
     Variant,
@@ -41,7 +40,6 @@ from .model import (
     first_line,
     load,
     model_path,
-    quiet_transformers,
     why_not,
 )
 from .parts import Parts, is_recorded, open_parts
@@ -148,7 +146,6 @@ def _on_all_ranks(make: Callable[[], _Value], path: str) -> _Value:
 
 
 def _load(options: argparse.Namespace, device: torch.device, mesh: DeviceMesh | None) -> _Loaded:
-    quiet_transformers()
     parts = open_parts(options.bundle)
     bundle, trust = parts.bundle, options.trust_remote_code
     path = model_path(bundle, options.model, trust)
@@ -160,7 +157,7 @@ def _load(options: argparse.Namespace, device: torch.device, mesh: DeviceMesh | 
             model, forward = shard_model(model, device, mesh)
         else:
             forward = build_forward(model)
-            check_memory(needed_memory(bundle, model.module, DTYPES[variant.dtype], variant.attention), device.type)
+            check_memory(needed_memory(bundle, model.module, model.dtype, variant.attention), device.type)
     except (MemoryError, RuntimeError) as error:
         raise _failure(error, variant) from error
     return _Loaded(parts, model, forward, path, variant)

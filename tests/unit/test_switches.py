@@ -22,6 +22,7 @@ from gradloc_tools.bundles.opening import open_bundle
 from gradloc_tools.bundles.results import RESULT
 from gradloc_tools.replay import command, memory, switches
 from gradloc_tools.replay.measuring import measure
+from gradloc_tools.replay.memory import needed_memory
 from gradloc_tools.replay.model import Variant, load
 from gradloc_tools.replay.switches import AS_REPLAYED, Switch, find_switches
 from gradloc_tools.replay.verdict import CHANGE, switches_in_words
@@ -198,8 +199,8 @@ def test_a_model_that_cannot_fit_is_not_loaded_for_a_switch(tmp_path: Path, monk
     arguments = recorded(tmp_path, 0.6)
     opened, path = open_bundle(arguments[0]), arguments[2]
     model = load(opened, path, Variant("float32", "sdpa"), "cpu", None, False)
-    enough = command._size(opened, model, Variant("float32", "eager"), loaded=False)
-    free = command._size(opened, model, Variant("float64", "sdpa"), loaded=False) - 1
+    enough = needed_memory(opened, model.module, torch.float32, "eager", is_loaded=False)
+    free = needed_memory(opened, model.module, torch.float64, "sdpa", is_loaded=False) - 1
     assert free > enough
     variants: list[str] = []
     modules: list[weakref.ref[torch.nn.Module]] = []
