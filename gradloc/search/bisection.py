@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .candidates import Candidates, Found, TokenSet
+from .candidates import Found, TokenSet
 
 # A reading of a code's digit may differ from a whole digit by this much.
 _READING_ERROR = 0.45
@@ -112,10 +112,10 @@ class Bisection:
     Without the root mean square of `ordinary` tokens' gradient norms, no subset is unusual.
     """
 
-    def __init__(self, tokens: Candidates, root: TokenSet, norm: float, ordinary: float | None) -> None:
+    def __init__(self, root: TokenSet, norm: float, ordinary: float | None) -> None:
         self._given_up: list[TokenSet] = []  # the subsets still unmeasured when the search was given up
         self.named: set[TokenSet] = set()  # the single tokens found by a code
-        self.tokens = tokens
+        self.tokens = root.of
         self._ordinary = ordinary
         self._root = root
         self._nodes = [_Node(root, norm, unusual=False)]

@@ -115,16 +115,11 @@ class Candidates:
         even = (1 - trust * self._total) / self.square
         return trust * self._energies + even * self.square_of
 
-    @cached_property
-    def _ranks(self) -> Tensor:
-        """The smaller, the further over τ a candidate is expected to be; int64 of shape (n,)."""
-        # The bits of floats that are not negative have their order, and integers are sorted several times as fast.
-        return -(self.prior_of / self.square_of).view(torch.int64)
-
     def likeliest(self, candidates: Sequence[int]) -> Tensor:
         """Some candidates, given in ascending order; those expected to be furthest over τ first. int64."""
         found = torch.tensor(candidates)
-        return found[self._ranks[found].sort(stable=True).indices]
+        density = self.prior_of[found] / self.square_of[found]
+        return found[density.sort(descending=True, stable=True).indices]
 
     def token_set(self, candidates: Iterable[int]) -> TokenSet:
         return TokenSet(self, tuple(sorted(candidates)))

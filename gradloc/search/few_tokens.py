@@ -85,11 +85,12 @@ class FewTokens:
     - sample: the spike is diffuse; the likeliest tokens are measured alone, and the rest without those over τ
     - ended: the spike is explained, or the sample is measured
 
-    `norm` is the group's, over its threshold; `ordinary` the root mean square of ordinary tokens' gradient norms.
+    `norm` is that of the `whole` group, and over its threshold; `ordinary` is the root mean square of ordinary tokens'
+    gradient norms.
     """
 
-    def __init__(self, tokens: Candidates, whole: TokenSet, norm: float, ordinary: float | None) -> None:
-        self.tokens = tokens
+    def __init__(self, whole: TokenSet, norm: float, ordinary: float | None) -> None:
+        self.tokens = tokens = whole.of
         self._ordinary = ordinary
         self._size = size = len(tokens.square_of)
         # How many tokens are "a few", and how many are tried once a few seemed to be enough.
@@ -259,7 +260,7 @@ class FewTokens:
         if len(first) >= count:
             return first
         if self._bisection is None:
-            self._bisection = Bisection(tokens, tokens.without(base), self._rests[base], self._ordinary)
+            self._bisection = Bisection(tokens.without(base), self._rests[base], self._ordinary)
         found = self._bisection.next_probes(count - len(first), passes_left)
         named = [probe for probe in found if probe in self._bisection.named]
         # A named token may explain the spike together with those already over τ.

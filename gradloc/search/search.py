@@ -61,7 +61,7 @@ class Group:
         self._found = Found(rest=(self.whole, norm))
         if self.whole.is_over(norm):
             kind = FewTokens if self._until == "explained" else Bisection
-            self.search = kind(self.tokens, self.whole, norm, self._ordinary)
+            self.search = kind(self.whole, norm, self._ordinary)
 
     @property
     def found(self) -> Found:
@@ -262,19 +262,15 @@ class Search:
         return len(self.open_sets) - len(self._later(count, passes_left)) < count
 
     def _later(self, count: int, passes_left: float) -> list[Group]:
-        """The groups with a long search ahead; those whose spike may still turn out to be diffuse come first.
-
-        None if the passes that are left would not be enough for them.
-        """
+        """The groups with a long search ahead; none if the passes that are left would not be enough for them."""
         ahead = [
-            (group, group.search.passes_ahead(count), group.search.unnamed > 0)
+            (group, group.search.passes_ahead(count))
             for group in self.groups.values()
             if isinstance(group.search, FewTokens) and not group.ended
         ]
-        if math.fsum(passes for _, passes, _ in ahead) >= passes_left:
+        if math.fsum(passes for _, passes in ahead) >= passes_left:
             return []
-        found = [(group, is_naming) for group, passes, is_naming in ahead if passes > _LONG]
-        return [group for group, _ in sorted(found, key=lambda pair: pair[1])]
+        return [group for group, passes in ahead if passes > _LONG]
 
     def add_measurements(self, measured: Sequence[tuple[TokenSet, float]]) -> None:
         """Records the norms of the probes that `next_probes` returned. NaN and Inf count as over the threshold."""
