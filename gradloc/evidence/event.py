@@ -12,27 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .. import lines
 from ..fsdp import collectives
 from ..judge.rules import RULES, Medians, classify, has_large_advantage
-from ..lines import (
-    SCHEMA,
-    ClippedLayer,
-    Culprit,
-    DiffusePart,
-    Drill,
-    Event,
-    Facts,
-    MicroBatchRecord,
-    OpenPart,
-    Place,
-    Rest,
-    Shares,
-    SuspectedToken,
-    Trigger,
-    Unit,
-    Where,
-    WithoutTokens,
-)
 from ..measure.alignment import alignment_warning
 from ..measure.micro_batch import AllFigures, MicroBatch, MicroBatchName, Token, movable, suspects
 from ..measure.mini_batch import MiniBatch, OrdinaryGradient
@@ -44,7 +26,7 @@ from .token_facts import response_kl, response_window, token_evidence, token_fac
 from .writer import now
 
 
-def token_facts_of(mini_batch: MiniBatch, tokens: Sequence[Token]) -> dict[Token, Facts]:
+def token_facts_of(mini_batch: MiniBatch, tokens: Sequence[Token]) -> dict[Token, lines.Facts]:
     """The facts about some tokens of a mini-batch; both the same on every rank. A collective call.
 
     Raises:
@@ -53,7 +35,7 @@ def token_facts_of(mini_batch: MiniBatch, tokens: Sequence[Token]) -> dict[Token
     by_rank: dict[int, list[Token]] = {}
     for token in tokens:
         by_rank.setdefault(token[0][0], []).append(token)
-    found: dict[Token, Facts] = {}
+    found: dict[Token, lines.Facts] = {}
     for rank, of_rank in by_rank.items():
         # Not an all-gather, which would pad what each rank sends to the longest.
         sender = rank * mini_batch.model.sequence_parallel_size
@@ -61,8 +43,8 @@ def token_facts_of(mini_batch: MiniBatch, tokens: Sequence[Token]) -> dict[Token
     return found
 
 
-def _own_facts(mini_batch: MiniBatch, culprits: Sequence[Token]) -> dict[Token, Facts]:
-    found: dict[Token, Facts] = {}
+def _own_facts(mini_batch: MiniBatch, culprits: Sequence[Token]) -> dict[Token, lines.Facts]:
+    found: dict[Token, lines.Facts] = {}
     for index in {index for (_, index), _, _ in culprits}:
         columns = mini_batch.micro_batches[index].portable(mini_batch.scale, inputs=False).tokens
         of_all = token_facts(columns)
@@ -93,17 +75,17 @@ def build_event(
     mini_batch: MiniBatch,
     findings: Findings,
     ordinary: OrdinaryGradient,
-    where: Where,
+    where: lines.Where,
     action: str,
     done: Done,
     started: float,
     steps_since_resume: int | None = None,
     warnings: Callable[[], list[Any]] = list,
     medians: Medians | None = None,
-    layer_clip: dict[str, ClippedLayer] | None = None,
-    drill: Drill | None = None,
-    keep: Callable[[Event], str | None] = lambda event: None,
-) -> Event:
+    layer_clip: dict[str, lines.ClippedLayer] | None = None,
+    drill: lines.Drill | None = None,
+    keep: Callable[[lines.Event], str | None] = lambda event: None,
+) -> lines.Event:
     """The event of a search, on every rank, for `judged`. A collective call.
 
     Args:
@@ -137,7 +119,7 @@ def build_event(
     counts, sums, seconds = zip(*collectives.exchange(own)[:: model.sequence_parallel_size], strict=True)
     with collectives.raised_on_all_ranks(model.device):
         broken: Any = mini_batch.broken_parameters
-        event: Event = {
+        event: lines.Event = {
             **_begun(mini_batch.scale, model.data_parallel_size, findings, medians, where),
             "action": action,
             "applied": done.applied,
@@ -167,7 +149,7 @@ def build_event(
 def recorded_event(
     micro_batches: Mapping[MicroBatchName, MicroBatch],
     *,
-    where: Where,
+    where: lines.Where,
     threshold: float,
     global_norm: float,
     global_threshold: float,
@@ -175,8 +157,8 @@ def recorded_event(
     loss_scale: float = 1.0,
     action: str | None = None,
     started: float | None = None,
-    keep: Callable[[Event], str | None] = lambda event: None,
-) -> Event:
+    keep: Callable[[lines.Event], str | None] = lambda event: None,
+) -> lines.Event:
     """The event of a spike of which the tokens' figures were recorded. No collective call.
 
     Args:
@@ -192,7 +174,7 @@ def recorded_event(
     """
     medians = token_medians(list(micro_batches.values()), alone=True)
     found: Any = alignment_warning([each.tokens for each in micro_batches.values()])
-    event: Event = {
+    event: lines.Event = {
         **_begun(loss_scale, world_size, Findings(threshold), medians, where),
         "action": action or "log",
         "applied": action is not None,
@@ -208,10 +190,10 @@ def recorded_event(
     return {**event, "replay": replay, "seconds": 0.0 if started is None else time.perf_counter() - started}
 
 
-def _begun(loss_scale: float, world_size: int, findings: Findings, medians: Medians, where: Where) -> Event:
+def _begun(loss_scale: float, world_size: int, findings: Findings, medians: Medians, where: lines.Where) -> lines.Event:
     """An event with the findings, but for the culprits: of the rest, nothing is known yet."""
     return {
-        "schema": SCHEMA,
+        "schema": lines.SCHEMA,
         "gradloc_version": __version__,
         "time": now(),
         "steps_since_resume": None,
@@ -275,8 +257,8 @@ def _measured_under(findings: Findings) -> list[Token]:
 
 
 def _measured_shares(
-    findings: Findings, under: Sequence[Token], facts: Mapping[Token, Facts], medians: Medians
-) -> Shares | None:
+    findings: Findings, under: Sequence[Token], facts: Mapping[Token, lines.Facts], medians: Medians
+) -> lines.Shares | None:
     """By rule, its share of tokens that were measured under τ; None without any.
 
     They were picked by suspicion like the culprits: what is as frequent among them makes no norm large.
@@ -287,7 +269,7 @@ def _measured_shares(
     return {rule.name: sum(rule.name in each for each in sources) / len(under) for rule in RULES}
 
 
-def _trigger(mini_batch: MiniBatch, findings: Findings) -> Trigger:
+def _trigger(mini_batch: MiniBatch, findings: Findings) -> lines.Trigger:
     """What started the search."""
     if mini_batch.trigger == "global":
         norm, limit = mini_batch.global_norm(), mini_batch.global_threshold(findings.threshold)
@@ -297,7 +279,7 @@ def _trigger(mini_batch: MiniBatch, findings: Findings) -> Trigger:
     return {"kind": mini_batch.trigger, "norm": norm, "threshold": limit}
 
 
-def micro_batch_over(figures: AllFigures, name: MicroBatchName, threshold: float) -> MicroBatchRecord:
+def micro_batch_over(figures: AllFigures, name: MicroBatchName, threshold: float) -> lines.MicroBatchRecord:
     """A micro-batch over its threshold."""
     rank, index = name
     of = figures[name]
@@ -313,7 +295,7 @@ def micro_batch_over(figures: AllFigures, name: MicroBatchName, threshold: float
     }
 
 
-def _unit(findings: Findings, name: MicroBatchName) -> Unit:
+def _unit(findings: Findings, name: MicroBatchName) -> lines.Unit:
     """The same with what the search has found."""
     rest = findings.rests.get(name)
     return {
@@ -345,7 +327,7 @@ def _ordinary_layer_norms(findings: Findings) -> dict[str, float] | None:
     }
 
 
-def _rest(part: Part) -> Rest:
+def _rest(part: Part) -> lines.Rest:
     return {"tokens": part.tokens, "norm": _known(part.norm), "threshold": part.threshold}
 
 
@@ -353,11 +335,11 @@ def _known(norm: float | None) -> float:
     return math.nan if norm is None else norm
 
 
-def _open(part: Part) -> OpenPart:
+def _open(part: Part) -> lines.OpenPart:
     return {"rank": part.rank, "micro_batch": part.micro_batch, "tokens": part.tokens, "threshold": part.threshold}
 
 
-def _diffuse(findings: Findings, part: Part) -> DiffusePart:
+def _diffuse(findings: Findings, part: Part) -> lines.DiffusePart:
     """A token set with a spike that no small set of tokens explains, with the largest tokens measured."""
     return {
         **_open(part),
@@ -375,7 +357,7 @@ def _diffuse(findings: Findings, part: Part) -> DiffusePart:
     }
 
 
-def _without_tokens(findings: Findings) -> WithoutTokens | None:
+def _without_tokens(findings: Findings) -> lines.WithoutTokens | None:
     """What is left of a gradient with all coefficients zero; None if it was not measured."""
     found = findings.without_tokens
     if found is None:
@@ -389,12 +371,12 @@ def _without_tokens(findings: Findings) -> WithoutTokens | None:
     }
 
 
-def place_of(name: MicroBatchName, row: int, position: int) -> Place:
+def place_of(name: MicroBatchName, row: int, position: int) -> lines.Place:
     """Where a token is; the row is that in its rank's mini-batch."""
     return {"rank": name[0], "micro_batch": name[1], "row": row, "position": position}
 
 
-def _culprit(findings: Findings, token: Token, facts: Facts, medians: Medians) -> Culprit:
+def _culprit(findings: Findings, token: Token, facts: lines.Facts, medians: Medians) -> lines.Culprit:
     alone = findings.alone(token)
     sources = classify({**facts, "grad_norm": alone.grad_norm, "layer_norms": alone.layer_norms}, medians)
     return {
@@ -409,7 +391,9 @@ def _culprit(findings: Findings, token: Token, facts: Facts, medians: Medians) -
     }
 
 
-def _suspected_tokens(micro_batches: Mapping[MicroBatchName, MicroBatch], medians: Medians) -> list[SuspectedToken]:
+def _suspected_tokens(
+    micro_batches: Mapping[MicroBatchName, MicroBatch], medians: Medians
+) -> list[lines.SuspectedToken]:
     """The tokens with the largest suspicion, largest first; one that is not finite counts as infinite."""
     suspicions = {
         name: torch.where(movable(each.tokens), each.tokens["suspicion"], -math.inf)
@@ -417,7 +401,7 @@ def _suspected_tokens(micro_batches: Mapping[MicroBatchName, MicroBatch], median
     }
     largest = largest_tokens(suspicions, SUSPECTED)
     of_all = {name: token_facts(micro_batches[name].tokens) for name in {name for name, _, _ in largest}}
-    found: list[SuspectedToken] = []
+    found: list[lines.SuspectedToken] = []
     for name, row, position in largest:
         facts = _facts(micro_batches[name].tokens, of_all[name], row, position)
         # Suspicion is not finite where the log-prob or the coefficient is not, and then no gradient is. Of the layers
@@ -428,7 +412,7 @@ def _suspected_tokens(micro_batches: Mapping[MicroBatchName, MicroBatch], median
     return found
 
 
-def _facts(tokens: Mapping[str, Tensor], of_all: Mapping[str, Tensor], row: int, position: int) -> Facts:
+def _facts(tokens: Mapping[str, Tensor], of_all: Mapping[str, Tensor], row: int, position: int) -> lines.Facts:
     """What is known of a token, of which `of_all` are the `token_facts`, and of those around it in its response."""
     suspicion = tokens["suspicion"][row]
     found: Any = token_evidence(tokens, row, position, of_all)
