@@ -118,7 +118,6 @@ def build_event(
 
     counts, sums, seconds = zip(*collectives.exchange(own)[:: model.sequence_parallel_size], strict=True)
     with collectives.raised_on_all_ranks(model.device):
-        broken: Any = mini_batch.broken_parameters
         event: lines.Event = {
             **_begun(mini_batch.scale, model.data_parallel_size, findings, medians, where),
             "action": action,
@@ -131,7 +130,7 @@ def build_event(
             "global_norm": mini_batch.global_norm(),
             "global_threshold": mini_batch.global_threshold(findings.threshold),
             "ordinary_layer_norms": _ordinary_layer_norms(findings) or ordinary.layer_norms(sums, model.meter.layers),
-            "broken_parameters": broken,
+            "broken_parameters": mini_batch.broken_parameters,
             "search": model.meter.kind,
             "comparison": {
                 "ordinary": ordinary_shares(counts),

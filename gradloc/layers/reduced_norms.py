@@ -7,7 +7,6 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from ..fsdp.collectives import added, total, world_size
 from ..fsdp.state import flat_handles, flat_parameters
 from ..fsdp.torch_compat import IS_TOO_OLD, DTensor, FSDPModule, FullyShardedDataParallel
+from ..lines import BrokenParameters
 
 logger = logging.getLogger(__name__)
 
@@ -173,7 +173,7 @@ class ReducedNorms:
         return squares
 
     @torch.no_grad()
-    def broken_parameters(self) -> dict[str, Any]:
+    def broken_parameters(self) -> BrokenParameters:
         """The parameters of whose gradient an element is NaN or infinite on some rank.
 
         A collective call if FSDP wraps the module; the same on every rank.

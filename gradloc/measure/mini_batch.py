@@ -5,12 +5,12 @@
 import math
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..fsdp import collectives
+from ..lines import BrokenParameters
 from ..threshold import is_over
 from .micro_batch import (
     MicroBatch,
@@ -49,7 +49,7 @@ class MiniBatch:
         self.scale = scale
         # The squared norms by layer of the reduced gradient, without the loss scale; None until they are measured.
         self.squared_norms: Tensor | None = None
-        self.broken_parameters: dict[str, Any] | None = None  # `ReducedNorms.broken_parameters`, if it is not finite
+        self.broken_parameters: BrokenParameters | None = None  # `ReducedNorms.broken_parameters`, if it is not finite
         self._global_norm = global_norm
         self._squares = torch.stack([micro_batch.squares for micro_batch in micro_batches]).to(model.device) / scale**2
         self._own_norms = self._squares.sum(1).sqrt()

@@ -20,6 +20,7 @@ from ..fsdp import collectives
 from ..guarded import guarded, warn_once
 from ..layers.layer_clip import saved_statistics
 from ..layers.reduced_norms import layer_name
+from ..lines import Clipped
 from .watched_pass import LOG_PROBS, VALUES, Counts, Positions, WatchedPass, cut, is_over, largest_tokens, own_tokens
 
 logger = logging.getLogger(__name__)
@@ -263,12 +264,11 @@ class TokenClip:
                 each["cut"][tuple(places.T)] = True
         return own
 
-    def end_mini_batch(self) -> dict[str, Any] | None:
+    def end_mini_batch(self) -> Clipped | None:
         """Updates the bounds, and tells what was over them. A collective call.
 
         Returns:
-            dict | None: `token_clip` of docs/reference/clips.md, the same on every rank; None if nothing was over its
-                bound.
+            Clipped | None: The same on every rank; None if nothing was over its bound.
         """
         passes, self._passes, self._current = self._passes, [], None
         largest, over, cut, refused, tokens = self._counts.gather()
@@ -284,7 +284,7 @@ class TokenClip:
             "largest": self._by_boundary(largest.amax(0)),
         }
         self._steps.append(step)
-        evidence = None
+        evidence: Any = None
         if any(step["over"].values()):
             evidence = {**step, "tokens": self._gather_tokens(passes)}
         for boundary, value in step["largest"].items():
