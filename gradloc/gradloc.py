@@ -21,7 +21,7 @@ from .fsdp import collectives
 from .fsdp.state import set_aside, undisturbed
 from .guarded import guarded
 from .layers.layer_clip import LayerClip
-from .lines import Event, Where
+from .lines import Event, RunWarning, Where
 from .measure.mini_batch import MiniBatch, OrdinaryGradient
 from .measure.pass_recorder import PassRecorder, with_a_column
 from .measure.passes import Forward, Passes, WatchedModel
@@ -118,9 +118,9 @@ class GradLoc(PassRecorder):
         self._has_rehearsed = False
 
     @property
-    def warnings(self) -> list[dict[str, str]]:
+    def warnings(self) -> list[RunWarning]:
         """What is wrong with the run in the update so far; see `RunChecks.warnings`."""
-        found: list[dict[str, str]] = []
+        found: list[RunWarning] = []
         if not self.is_off:
             with guarded("what is wrong with the run is not written"):
                 found = self._warnings.checks.warnings()

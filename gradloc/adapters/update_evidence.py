@@ -198,7 +198,7 @@ class UpdateEvidence:
         self,
         global_step: int | None,
         metrics: Mapping[str, Any],
-        read_warnings: Callable[[], Sequence[Any]],
+        read_warnings: Callable[[], Sequence[RunWarning]],
     ) -> None:
         """Ends an update: rank 0 judges, logs and writes its lines, and writes the step's figures.
 
@@ -213,7 +213,7 @@ class UpdateEvidence:
             return
         names = {name: f"actor/gradloc/{name}" for name in STEP_FIGURES}
         figures = {name: metrics[metric] for name, metric in names.items() if metric in metrics}
-        warnings: list[Any] = [*read_warnings()]
+        warnings = [*read_warnings()]
         # A critic, whose update has no such figures, is trained on the same rows.
         if figures and (found := order_warning(pairs["pairs"], pairs["contradicting"])) is not None:
             warn_once(_said, f"Step {global_step}: {found['sentence']} {found['check']}", about=found["name"])

@@ -26,7 +26,7 @@ from ..fsdp import collectives
 from ..gradloc import GradLoc, Located
 from ..guarded import PatientDisk, guarded
 from ..layers.layer_clip import LayerClip
-from ..lines import SCHEMA, Where
+from ..lines import SCHEMA, RunWarning, Where
 from ..measure.pass_recorder import LossInputs, ReadTokens
 from ..measure.passes import Forward
 from ..token_clip.token_clip import TokenClip, row_weights
@@ -75,7 +75,7 @@ class Watch:
         """Whether the training passes are watched, for which `begin_pass`, `observe` and `end_pass` are called."""
         return self.gradloc is not None or self.token_clip is not None
 
-    def warnings(self) -> list[dict[str, str]]:
+    def warnings(self) -> list[RunWarning]:
         """What is wrong with the run in the update so far, without any spike; the same on every rank."""
         return [] if self.gradloc is None else self.gradloc.warnings
 

@@ -80,7 +80,7 @@ def build_event(
     done: Done,
     started: float,
     steps_since_resume: int | None = None,
-    warnings: Callable[[], list[Any]] = list,
+    warnings: Callable[[], list[lines.RunWarning]] = list,
     medians: Medians | None = None,
     layer_clip: dict[str, lines.ClippedLayer] | None = None,
     drill: lines.Drill | None = None,
@@ -172,7 +172,7 @@ def recorded_event(
         keep (Callable): Keeps the event's bundle, and returns its folder.
     """
     medians = token_medians(list(micro_batches.values()), alone=True)
-    found: Any = alignment_warning([each.tokens for each in micro_batches.values()])
+    found = alignment_warning([each.tokens for each in micro_batches.values()])
     event: lines.Event = {
         **_begun(loss_scale, world_size, Findings(threshold), medians, where),
         "action": action or "log",

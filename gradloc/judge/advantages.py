@@ -5,8 +5,8 @@
 import math
 import statistics
 from collections.abc import Sequence
-from typing import Any
 
+from ..lines import RunWarning
 from .progress import Progress, RunCheck
 from .rules import BROKEN, VERL_NAMES
 from .shares import percent
@@ -43,7 +43,7 @@ CONTRADICTING, LEAST_PAIRS = 0.3, 16
 TURNED = 0.95
 
 
-def order_warning(pairs: int, contradicting: int) -> dict[str, Any] | None:
+def order_warning(pairs: int, contradicting: int) -> RunWarning | None:
     """The warning that advantages do not follow the rewards; None if they do, or of too few pairs.
 
     Args:
@@ -86,7 +86,7 @@ class AdvantageChecks(RunCheck):
         if columns is not None:
             self._columns = [a + b for a, b in zip(self._columns, columns, strict=True)]
 
-    def warnings(self) -> list[dict[str, Any]]:
+    def warnings(self) -> list[RunWarning]:
         """Of the update so far."""
         return [warning for check in (self._broken, self._reward_scale) if (warning := check()) is not None]
 
@@ -122,7 +122,7 @@ class AdvantageChecks(RunCheck):
             return None, None
         return self._progress.step if since[1] is None else since[0], size / statistics.median(self._sizes)
 
-    def _reward_scale(self) -> dict[str, Any] | None:
+    def _reward_scale(self) -> RunWarning | None:
         step, factor = self._other_scale()
         found = self._size()
         is_wide = found is not None and max([found[1], *self._spreads]) > SCALE_WIDE
@@ -138,7 +138,7 @@ class AdvantageChecks(RunCheck):
             "check": CHECK_ADVANTAGES,
         }
 
-    def _broken(self) -> dict[str, Any] | None:
+    def _broken(self) -> RunWarning | None:
         """A column with NaN or Inf: the first one from which the others follow."""
         responses, *broken = self._columns[: len(COLUMNS) + 1]
         for name, count in zip(COLUMNS[:-1], broken, strict=False):

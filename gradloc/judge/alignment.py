@@ -6,7 +6,9 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from ..lines import RunWarning
 
 # The limits of the rules in docs/reference/verdict.md.
 SHIFTS = (-1, 1, -2, 2, -3, 3)
@@ -190,7 +192,7 @@ _LASTING = ("moved", *_TAILS)
 _WHICH = "; a reference tells which of the two (use_kl_loss=True with kl_loss_coef=0)"
 
 
-def misaligned_warning(off: Mapping[str, Off | None], lasting: bool = False) -> dict[str, Any] | None:
+def misaligned_warning(off: Mapping[str, Off | None], lasting: bool = False) -> RunWarning | None:
     """The warning of what is clear, or None: `name` ("misaligned", or "retokenized"), `sentence`, `check` and `share`.
 
     Args:

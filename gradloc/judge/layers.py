@@ -5,8 +5,8 @@
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 
+from ..lines import RunWarning
 from .loss_scale import CLEAR, LOSS_SCALE
 from .progress import IN_A_ROW, SEE, Progress, RunCheck
 from .shares import LAYER_FRACTION, is_unlike_its_like, is_unusual, layer_shares, percent
@@ -30,13 +30,13 @@ class LayerChecks(RunCheck):
         # the last warning of weights that were written, and in how many updates it was said.
         self._weights: dict[str, float] = {}
         self._weights_now: dict[str, tuple[float, int]] = {}
-        self._written: tuple[dict[str, Any], int] | None = None
+        self._written: tuple[RunWarning, int] | None = None
         # By layer its usual share of the gradient's squared norm, the mean of so many updates; and the share now.
         self._gradients: dict[str, float] = {}
         self._gradient_updates = 0
         self._gradients_now: dict[str, float] = {}
         # The warning of a gradient that is more than the passes gave.
-        self._beyond: dict[str, Any] | None = None
+        self._beyond: RunWarning | None = None
         # The layer that carries the gradient, since which step, and in how many updates in a row; and its usual share
         # before that, None where too few updates are known.
         self._carrying: tuple[str, int | None, int] | None = None
@@ -71,7 +71,7 @@ class LayerChecks(RunCheck):
                 self._carrying = layer, self._progress.step, 1
                 self._share_before = self._usual(layer)
 
-    def warnings(self) -> list[dict[str, Any]]:
+    def warnings(self) -> list[RunWarning]:
         """Of this update, one at most."""
         found = self._beyond if self._written is None else self._written[0]
         if found is None and self._gradients_now and self._carrying is not None and self._carrying[2] >= IN_A_ROW:
@@ -110,7 +110,7 @@ class LayerChecks(RunCheck):
         """A layer's usual share; None where too few updates are known."""
         return self._gradients.get(layer, 0.0) if self._gradient_updates >= IN_A_ROW else None
 
-    def _carries(self, layer: str, step: int | None) -> dict[str, Any]:
+    def _carries(self, layer: str, step: int | None) -> RunWarning:
         share = percent(self._gradients_now[layer])
         since = "" if step is None else f" since step {step}"
         before = self._share_before
@@ -123,7 +123,7 @@ class LayerChecks(RunCheck):
             "use_fused_kernels=False), and compare this layer's gradient norm. " + SEE.format("kernel"),
         }
 
-    def _find_beyond(self, gradient: Mapping[str, float], passes: Mapping[str, float]) -> dict[str, Any] | None:
+    def _find_beyond(self, gradient: Mapping[str, float], passes: Mapping[str, float]) -> RunWarning | None:
         """Layers whose gradient is larger than the sum of what it is made of, which no sum of vectors is."""
         known = [name for name in gradient if 0 < passes.get(name, 0.0) < math.inf]
         times = {
@@ -143,7 +143,7 @@ class LayerChecks(RunCheck):
             "backward pass with that before the optimizer step.",
         }
 
-    def _find_written(self) -> dict[str, Any] | None:
+    def _find_written(self) -> RunWarning | None:
         """Layers whose weights are others than the last update and its optimizer steps can have left."""
         written = {}
         for layer, (norm, count) in self._weights_now.items():

@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ..lines import RunWarning
 from .alignment import UNRELATED_CORRELATION, Off, find_off, misaligned_warning
 from .log_prob_sums import APART_GAP, CLEAR_SHARE, STALE_GAP, STALE_RATIO, LogProbSums
 from .progress import IN_A_ROW, SEE, Progress, RunCheck
@@ -153,7 +154,7 @@ class LogProbChecks(RunCheck):
         self._off_path = False
         # The last rule about log-probs, its warning, the gap of the last update that had the evidence for it, and how
         # many since then had none.
-        self._said: tuple[str, dict[str, Any], float, int] | None = None
+        self._said: tuple[str, RunWarning, float, int] | None = None
         # How many tokens the updates before had that the policy did not produce.
         self._unsampled_before = 0.0
 
@@ -166,13 +167,13 @@ class LogProbChecks(RunCheck):
         """Adds a mini-batch; see `RunChecks.take_in`."""
         self._sums.add(sums, alignment)
 
-    def warnings(self) -> list[dict[str, Any]]:
+    def warnings(self) -> list[RunWarning]:
         """Of the update so far, but for `unsampled`; one at most."""
         found = self._holding()
         warning = found[1] if found and self._is_certain(found[0]) else self._lasting()
         return [] if warning is None else [warning]
 
-    def unsampled(self) -> list[dict[str, Any]]:
+    def unsampled(self) -> list[RunWarning]:
         """The warning of tokens that the policy did not produce, once the run has had some."""
         count = self._sums["unsampled"]
         if not count or self._unsampled_before + count < UNSAMPLED_TOKENS:
@@ -223,7 +224,7 @@ class LogProbChecks(RunCheck):
         tilts = was_flat and abs(self._sums.tilt()) >= least
         return self._leaps() or grows or tilts or is_of_one_sign
 
-    def _lasting(self, rule: str | None = None) -> dict[str, Any] | None:
+    def _lasting(self, rule: str | None = None) -> RunWarning | None:
         """The last one (of a rule), while the gap stays: one or two updates that cannot tell say what others said."""
         if self._said is None or not self._sums["tokens"] or rule not in (None, self._said[0]):
             return None
@@ -250,11 +251,12 @@ class LogProbChecks(RunCheck):
 
     def _end_gap(self) -> None:
         gap, off = self._sums.mean("gap"), self._off()
-        rule, warning = self._holding() or ("", {})
-        is_certain = bool(rule) and self._is_certain(rule)
-        if is_certain:
+        held = self._holding()
+        rule = "" if held is None else held[0]
+        is_certain = held is not None and self._is_certain(rule)
+        if held is not None and is_certain:
             # An update can tell that log-probs are no longer misaligned.
-            self._said = None if rule == "misaligned" else (rule, warning, gap, 0)
+            self._said = None if rule == "misaligned" else (*held, gap, 0)
         elif self._said is not None:
             self._said = (*self._said[:3], self._said[3] + 1) if self._lasting() else None
         # Later updates do not show it, where log-probs have some relation again.
@@ -320,13 +322,13 @@ class LogProbChecks(RunCheck):
             found["reference"] = None  # another model's have no relation, either; nor a policy's that was destroyed
         return found
 
-    def _holding(self) -> tuple[str, dict[str, Any]] | None:
+    def _holding(self) -> tuple[str, RunWarning] | None:
         """The rule that holds in this update, and its warning; None if none does.
 
         Positions come first, then the reference, which says most: what agrees with it has its weights, whatever the
         differences look like.
         """
-        rules: tuple[tuple[str, Callable[[], dict[str, Any] | None]], ...] = (
+        rules: tuple[tuple[str, Callable[[], RunWarning | None]], ...] = (
             (LEARNING_RATE, lambda: self._far_step(has_moved=True)),
             ("positive", self._positive),
             ("misaligned", self._misaligned),
@@ -346,7 +348,7 @@ class LogProbChecks(RunCheck):
             rules = (("misaligned", self._misaligned),)
         return next(((rule, warning) for rule, check in rules if (warning := check()) is not None), None)
 
-    def _far_step(self, has_moved: bool) -> dict[str, Any] | None:
+    def _far_step(self, has_moved: bool) -> RunWarning | None:
         """A learning rate far over all before; `has_moved`: if the policy is far from where it was."""
         if self._updates < IN_A_ROW or self._gap is None:
             return None
@@ -375,7 +377,7 @@ class LogProbChecks(RunCheck):
             "check": "Compare `actor/lr` in the log before and at that step.",
         }
 
-    def _misaligned(self) -> dict[str, Any] | None:
+    def _misaligned(self) -> RunWarning | None:
         """Log-probs that belong to other tokens; in few responses, only if some were seen in updates before."""
         times = self._times.get(_OFF, 0)
         warning = misaligned_warning(self._off(), lasting=times >= IN_A_ROW - 1)
@@ -384,7 +386,7 @@ class LogProbChecks(RunCheck):
         since = self._misaligned_since if times else self._progress.step
         return {**warning, "sentence": warning["sentence"] + ("" if since is None else f" Since step {since}.")}
 
-    def _positive(self) -> dict[str, Any] | None:
+    def _positive(self) -> RunWarning | None:
         """Positive numbers, which no log-probs are."""
         share = self._sums["positive"] / self._sums["tokens"]
         if share < POSITIVE:
@@ -396,7 +398,7 @@ class LogProbChecks(RunCheck):
             "check": "Print `rollout_log_probs` and `old_log_probs` of one row side by side.",
         }
 
-    def _own_log_probs(self) -> dict[str, Any] | None:
+    def _own_log_probs(self) -> RunWarning | None:
         """Two log-probs that training computes of the same tokens with the same weights, and that differ."""
         sums = self._sums
         if not sums["own_tokens"] or sums["own_gap"] < OWN_GAP * sums["own_tokens"]:
@@ -422,7 +424,7 @@ class LogProbChecks(RunCheck):
             "row again, without an optimizer step between them.",
         }
 
-    def _policy_by_reference(self) -> dict[str, Any] | None:
+    def _policy_by_reference(self) -> RunWarning | None:
         """Rollout and reference agree, and the policy is where no optimizer step can have brought it."""
         share, gap = self._sums.share_of_reference(), self._sums.mean("gap")
         if not share or self._sums["stale"] < WHOLE_SHARE * self._sums["responses"]:
@@ -457,7 +459,7 @@ class LogProbChecks(RunCheck):
             "share": share,
         }
 
-    def _stale_by_reference(self) -> dict[str, Any] | None:
+    def _stale_by_reference(self) -> RunWarning | None:
         """Responses whose log-probs are the reference's and not the policy's."""
         sums, share = self._sums, self._sums.share_of_reference()
         if not share:
@@ -471,7 +473,7 @@ class LogProbChecks(RunCheck):
             agree = f"are nearer to the reference's (mean difference {distance:.2g}) than to the policy's ({gap:.2g})"
         return _stale(weights, share, f"log-probs {agree}")
 
-    def _other_reference(self) -> dict[str, Any] | None:
+    def _other_reference(self) -> RunWarning | None:
         """The reference is another model before any optimizer step, and rollout and policy agree."""
         share, distance = self._sums["fresh"] / self._sums["responses"], self._sums.mean("distance")
         if share < WHOLE_SHARE or distance < OTHER_GAP or not (self._progress.is_first or self._times.get(REFERENCE)):
@@ -508,7 +510,7 @@ class LogProbChecks(RunCheck):
         gap, moved = self._sums.mean("gap"), self._sums.mean("moved")
         return self._gap < POLICY_GAP[0] and gap >= APART_GAP and gap > OFF_PATH * moved
 
-    def _stale_worker(self) -> dict[str, Any] | None:
+    def _stale_worker(self) -> RunWarning | None:
         """Some responses differ ever more, and the others hardly do."""
         kinds, (first, updates) = self._sums.two_kinds(), self._split
         if kinds is None or updates < IN_A_ROW - 1:
@@ -519,7 +521,7 @@ class LogProbChecks(RunCheck):
         why = f"log-probs there differ by {far:.2g} nats in the mean, {first:.2g} at first, and by {near:.2g} elsewhere"
         return _stale("old weights", self._sums.far_share, why)
 
-    def _partly_loaded(self) -> dict[str, Any] | None:
+    def _partly_loaded(self) -> RunWarning | None:
         """The rollout lacks a part of the policy's way from the reference that stays as large while the way grows."""
         lead, correlation = self._sums.lead()
         if not LED_BY <= -lead <= LAG_MOST or correlation > -LED_CORRELATION:
@@ -533,7 +535,7 @@ class LogProbChecks(RunCheck):
         )
         return _stale("weights of which a part is old, or with a LoRA adapter at too small a scale", 1.0, why)
 
-    def _ahead(self) -> dict[str, Any] | None:
+    def _ahead(self) -> RunWarning | None:
         """The rollout has gone farther from the reference than the policy, the same way."""
         lead, correlation = self._sums.lead()
         if lead < LED_BY or correlation < LED_CORRELATION or self._sums.mean("gap") < APART_GAP:
@@ -546,7 +548,7 @@ class LogProbChecks(RunCheck):
             "check": _SAME_WEIGHTS,
         }
 
-    def _apart(self) -> dict[str, Any] | None:
+    def _apart(self) -> RunWarning | None:
         """A gap that is large from the start, or much larger than it was. This alone is no evidence of old weights."""
         readings = [*self._readings, [self._sums.mean("gap"), self._progress.step]]
         (first, start), (gap, _) = readings[0], readings[-1]
@@ -618,7 +620,7 @@ class LogProbChecks(RunCheck):
             "check": _SAME_WEIGHTS,
         }
 
-    def _apart_at_first(self) -> dict[str, Any] | None:
+    def _apart_at_first(self) -> RunWarning | None:
         """A gap that was there before any optimizer step, and stays."""
         first = self._sums.mean("gap") if self._progress.is_first else self._first_gap
         if min(first, self._sums.mean("gap")) < FIRST_GAP or not self._sums.is_spread:
@@ -632,7 +634,7 @@ class LogProbChecks(RunCheck):
             "check": _SAME_SCORES,
         }
 
-    def _apart_from_the_start(self, gap: float, since: str) -> dict[str, Any]:
+    def _apart_from_the_start(self, gap: float, since: str) -> RunWarning:
         share = self._sums.far_share
         rollout, policy = self._sums.mean("distance"), self._sums.mean("moved")
         side, agrees = "one of the two", ""
@@ -647,7 +649,7 @@ class LogProbChecks(RunCheck):
             "share": share,
         }
 
-    def _other_log_probs(self) -> dict[str, Any] | None:
+    def _other_log_probs(self) -> RunWarning | None:
         """Differences of one sign, or larger for likelier tokens, which were there in every step seen."""
         sums, gap = self._sums, self._sums.mean("gap")
         share = self._sums.share_of_one_sign()
@@ -685,7 +687,7 @@ class LogProbChecks(RunCheck):
         }
 
 
-def _stale(weights: str, share: float, why: str) -> dict[str, Any]:
+def _stale(weights: str, share: float, why: str) -> RunWarning:
     if share >= WHOLE_SHARE:
         name, fault = "stale_weights", "never_synced"
         claim = f"The rollout still samples from {weights}: its {why}"

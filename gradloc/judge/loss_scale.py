@@ -6,6 +6,8 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
+from ..lines import RunWarning
+
 # The warning's name.
 LOSS_SCALE = "loss_scale"
 # A factor from 1/CLEAR to CLEAR is called 1.
@@ -42,7 +44,7 @@ def coefficient_factor(by_rank: Sequence[Sequence[float]]) -> float | None:
     return factor if factor > 0 and apart <= COEFFICIENT_SPREAD * factor else None
 
 
-def loss_scale_warning(by_rank: Sequence[Sequence[float]]) -> dict[str, str] | None:
+def loss_scale_warning(by_rank: Sequence[Sequence[float]]) -> RunWarning | None:
     """A warning if a mini-batch's loss is scaled wrongly, from figures alone that all ranks have: they warn alike.
 
     Two things are compared: the weights of all tokens with what the aggregation mode promises, if all ranks have the
@@ -110,7 +112,7 @@ def what_it_could_be(fitting: Sequence[str]) -> str:
     return f"; it could be {' or '.join([', '.join(fitting[:-1]), fitting[-1]] if len(fitting) > 1 else fitting)}"
 
 
-def _warning(what: str, fitting: Sequence[str]) -> dict[str, str]:
+def _warning(what: str, fitting: Sequence[str]) -> RunWarning:
     return {
         "name": LOSS_SCALE,
         "sentence": f"The loss is scaled wrongly: {what}{what_it_could_be(fitting)}.",

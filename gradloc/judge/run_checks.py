@@ -6,6 +6,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..lines import RunWarning
 from .advantages import AdvantageChecks
 from .layers import LayerChecks
 from .log_probs import WITHOUT_CAUSE, LogProbChecks
@@ -22,8 +23,8 @@ class RunChecks:
         self.layers = LayerChecks(self.progress)
         # The warning of a wrongly scaled loss, of the last mini-batch and of the update; and how many mini-batches in a
         # row had one.
-        self._scaled: dict[str, Any] | None = None
-        self._scaled_in_update: dict[str, Any] | None = None
+        self._scaled: RunWarning | None = None
+        self._scaled_in_update: RunWarning | None = None
         self._scaled_times = 0
 
     def start_update(self, global_step: int | None) -> None:
@@ -37,7 +38,7 @@ class RunChecks:
     def take_in(
         self,
         sums: Sequence[float] | None,
-        scaled: dict[str, Any] | None = None,
+        scaled: RunWarning | None = None,
         alignment: Sequence[float] | None = None,
         columns: Sequence[float] | None = None,
     ) -> None:
@@ -60,7 +61,7 @@ class RunChecks:
         """Adds an optimizer step that is taken."""
         self.progress.rates += learning_rate
 
-    def warnings(self, of_mini_batch: bool = False) -> list[dict[str, Any]]:
+    def warnings(self, of_mini_batch: bool = False) -> list[RunWarning]:
         """The warnings of the update so far, the weightiest first: dicts of `name`, `sentence`, `check` and, where it
         is known, `share` (of the responses).
 

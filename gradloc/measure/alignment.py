@@ -12,7 +12,7 @@ Log-probs a and b and their mask (bool, the response's tokens) have the shape (r
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from ..judge.alignment import (
     find_off,
     misaligned_warning,
 )
+from ..lines import RunWarning
 
 # The limits of the rules in docs/reference/verdict.md.
 LEAST_LOG_PROB = -10.0  # smaller log-probs count as this, so that a single broken one does not make a sum
@@ -346,7 +347,7 @@ def starts_turn(turn: Tensor, start: Tensor) -> Tensor:
     return (here > 1) & (before != here)
 
 
-def alignment_warning(micro_batches: Sequence[Mapping[str, Tensor]]) -> dict[str, Any] | None:
+def alignment_warning(micro_batches: Sequence[Mapping[str, Tensor]]) -> RunWarning | None:
     """What `misaligned_warning` gives for the tokens of some micro-batches alone, if it is clear."""
     if not micro_batches:
         return None

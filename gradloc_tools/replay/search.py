@@ -26,6 +26,7 @@ from gradloc.fsdp import collectives
 from gradloc.fsdp.state import get_rng_state
 from gradloc.judge.judgement import judged
 from gradloc.judge.verdict import CAUSES
+from gradloc.lines import RunWarning
 from gradloc.measure.alignment import alignment_warning
 from gradloc.measure.micro_batch import MicroBatch, MicroBatchName
 from gradloc.measure.mini_batch import MiniBatch, OrdinaryGradient
@@ -233,7 +234,7 @@ def _measure_wholes(
     return differences
 
 
-def _warnings(event: Mapping[str, Any], tokens: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Any]]:
+def _warnings(event: Mapping[str, Any], tokens: Sequence[Mapping[str, Tensor]]) -> list[RunWarning]:
     """What the tokens say of their positions; else what training knew was wrong with the run.
 
     A collective call: what one rank sees holds for all.
