@@ -38,7 +38,6 @@ import importlib.util
 import itertools
 import logging
 import math
-import multiprocessing
 import numbers
 import os
 import queue
@@ -47,6 +46,7 @@ import reprlib
 import resource
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -295,9 +295,12 @@ class _Pool:
         self.places: queue.SimpleQueue[connection.Connection | None] = queue.SimpleQueue()
         for _ in range(settings.workers):
             self.places.put(None)
+        # Threads take turns to wait. Otherwise one that gives a place back takes it again before another wakes up.
+        self.turn = threading.Lock()
         # This file alone, as the main module: by its name, it would come with verl.
         path = [str(folder) for folder in sys.path]
-        code = f"import runpy, sys; sys.path[:] = {path!r}; runpy.run_path({__file__!r}, run_name='__main__')"
+        # The path is set before anything is imported, which would be looked for in the working directory first.
+        code = f"import sys; sys.path[:] = {path!r}; import runpy; runpy.run_path({__file__!r}, run_name='__main__')"
         self.control, end = socket.socketpair()
         with end:
             arguments = end.fileno(), os.getpid(), settings.memory_mb * 2**20
@@ -318,11 +321,17 @@ class _Pool:
         Raises:
             EOFError, OSError: There is no worker, or it is lost, but not over this answer.
         """
-        pipe, kind, has_begun = self.places.get(), "", False
+        kind, has_begun = "", False
+        with self.turn:
+            pipe = self.places.get()
         try:
             # An idle worker says nothing, unless it has ended.
             if pipe is None or pipe.poll():
-                pipe, end = multiprocessing.Pipe()
+                ours, end = socket.socketpair()
+                # A long question, or half a reply, must not wait for ever for a process that is stopped.
+                for option in socket.SO_SNDTIMEO, socket.SO_RCVTIMEO:
+                    ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", START_GRACE, 0))
+                pipe = connection.Connection(ours.detach())
                 with end:
                     socket.send_fds(self.control, [b"+"], [end.fileno()])
             targets = settings.gold_extraction_target, settings.pred_extraction_target

@@ -135,6 +135,57 @@ def test_killed_while_idle_and_with_answers_on_their_way() -> None:
         assert list(scores) == [1.0, 0.0, 1.0]
 
 
+def test_a_long_answer_for_a_worker_that_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not fit into the connection, so that sending it could wait for ever."""
+    monkeypatch.setattr(guarded_math_verify, "START_GRACE", 10)
+    stopped = new_workers()
+    for worker in stopped:
+        worker.suspend()
+    assert score("word " * 2**18 + "\\boxed{7}", "7") == 1.0
+    assert not psutil.wait_procs(stopped, timeout=200)[1]
+    monkeypatch.undo()
+    new_workers()
+
+
+def test_half_a_reply(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here the rest of it is never written, by a process that holds the connection open."""
+    monkeypatch.setattr(guarded_math_verify, "START_GRACE", 10)
+    new_workers()
+    pool, send_fds = guarded_math_verify._pool, socket.send_fds
+    held = []
+
+    def start_none(control: socket.socket, message: list[bytes], ends: list[int]) -> None:
+        monkeypatch.setattr(socket, "send_fds", send_fds)
+        held.append(os.dup(ends[0]))
+        os.write(held[0], b"\0\0")
+
+    for _ in range(2):
+        pool.places.get(timeout=5)
+        pool.places.put(None)
+    monkeypatch.setattr(socket, "send_fds", start_none)
+    assert score("\\boxed{7}", "7") == 1.0
+    assert held and guarded_math_verify._pool is not pool
+    os.close(held[0])
+    monkeypatch.undo()
+    new_workers()
+
+
+def test_more_threads_than_workers_take_turns() -> None:
+    """No call waits until the others have nothing more to ask."""
+    new_workers()
+    calls, left = [0] * 8, iter(range(800))
+
+    def work(number: int) -> None:
+        for n in left:
+            answer, truth, expected = numbered(n + 1)
+            assert score(answer, truth) == expected
+            calls[number] += 1
+
+    with ThreadPoolExecutor(8) as executor:
+        list(executor.map(work, range(8)))
+    assert sum(calls) == 800 and min(calls) > 10, calls
+
+
 def test_killed_again_and_again_over_one_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a worker has finished of its chunk counts, and what it has not begun with goes to another."""
     monkeypatch.setenv("VERL_MATH_VERIFY_TIMEOUT", "600")
@@ -443,6 +494,18 @@ def test_an_unguarded_script_under_a_lower_memory_limit(tmp_path: Path) -> None:
     script.write_text(f"{PRELUDE}{limit}print('main')\nprint(scorer.compute_score('1', '1'))\n")
     result = subprocess.run([sys.executable, script], text=True, capture_output=True, timeout=500)
     assert result.stdout == "main\n1.0\n", result.stderr
+
+
+def test_modules_in_the_working_directory_are_not_taken_for_pythons(tmp_path: Path) -> None:
+    """The server looks for modules where the caller does, from its first import."""
+    for module in "pkgutil", "types", "warnings":
+        (tmp_path / f"{module}.py").write_text("raise AssertionError")
+    result = run_script(f"""
+os.chdir({str(tmp_path)!r})
+sys.path.remove("")
+print(scorer.compute_score("7", "7", workers=2))
+""")
+    assert result.stdout == "1.0\n", result.stderr
 
 
 def test_forked_children_get_a_pool_of_their_own() -> None:
