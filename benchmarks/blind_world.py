@@ -472,7 +472,8 @@ def said_in(directory: Path) -> list[tuple[int, str, str]]:
     for name in ("steps.jsonl", "spikes.jsonl"):
         path = directory / name
         for line in map(json.loads, path.read_text().splitlines() if path.exists() else ()):
-            said += [(line["global_step"], "warning", each["name"]) for each in line.get("warnings", ())]
-            if line.get("verdict"):
+            if "verdict" not in line:  # of a step; a spike has its step's warnings
+                said += [(line["global_step"], "warning", each["name"]) for each in line.get("warnings", ())]
+            elif line["verdict"]:
                 said.append((line["global_step"], "verdict", line["verdict"]["cause"] or ""))
     return said

@@ -19,7 +19,7 @@ from ..guarded import guarded, warn_once
 from ..judge.advantages import ADVANTAGE_ORDER, order_warning
 from ..judge.judgement import judged, kind_of
 from ..judge.loss_scale import LOSS_SCALE
-from ..judge.misfire import Place, RewardedRow, verdict_by_rows
+from ..judge.misfire import Place, RewardedRow, may_need_rows, verdict_by_rows
 from ..judge.sentences import in_one_line
 from ..lines import RunWarning
 
@@ -266,12 +266,12 @@ class UpdateEvidence:
         )
 
 
-def _own_rows(events: Sequence[Mapping[str, Any]], data: TrainedData) -> dict[int, list[RewardedRow] | None]:
-    """The rows of this rank's mini-batches with spikes, by the event's number."""
+def _own_rows(events: Sequence[Any], data: TrainedData) -> dict[int, list[RewardedRow] | None]:
+    """The rows of this rank's mini-batches of which a verdict may change by them, by the event's number."""
     rows: dict[int, list[RewardedRow] | None] = {}
     for number, event in enumerate(events):
-        if kind_of(event) == "spike" and not event["drill"]:
-            with guarded(_NOT_COMPARED):
+        with guarded(_NOT_COMPARED):
+            if kind_of(event) == "spike" and may_need_rows(event):
                 rows[number] = data.rewarded_rows(event)
     return rows
 

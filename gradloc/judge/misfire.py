@@ -56,6 +56,11 @@ class RewardedRow:
     advantage: float
 
 
+def may_need_rows(event: Event) -> bool:
+    """Whether `needs_rows` may hold for an event, whatever its verdict will be."""
+    return not event.get("drill") and (bool(event["culprits"]) or event["diagnosis"] == BROKEN)
+
+
 def needs_rows(event: Event) -> bool:
     """Whether the verdict on an event may change by the rows of its mini-batch."""
     verdict = event.get("verdict")

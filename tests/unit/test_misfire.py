@@ -15,6 +15,7 @@ from gradloc.judge.misfire import (
     LESS_SPECIFIC,
     RewardedRow,
     _chance,
+    may_need_rows,
     misfire,
     needs_rows,
     verdict_by_rows,
@@ -198,6 +199,14 @@ def test_more_specific_causes_stay(cause: str | None) -> None:
     assert needs_rows(event(*places, cause=cause)) == (cause in (*LESS_SPECIFIC, "nonfinite"))
     assert needs_rows(event(cause=cause)) == (cause == "nonfinite")
     assert not needs_rows({**event(*places), "verdict": None})  # a drill
+    # Rows are gathered before there is a verdict.
+    for found, diagnosis, drill, may in (
+        (event(*places), "tokens", None, True),
+        (event(), "nonfinite", None, True),
+        (event(), "diffuse", None, False),
+        (event(*places), "tokens", {"found": True}, False),
+    ):
+        assert may_need_rows({**found, "diagnosis": diagnosis, "drill": drill}) == may
 
 
 @cases(
