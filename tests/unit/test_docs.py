@@ -132,6 +132,15 @@ def test_a_stale_table_of_fields_is_told(monkeypatch: Patch, capsys: Capsys, tmp
     assert "`action` | another \\| one\n" in (tmp_path / "docs/reference/evidence.md").read_text()
 
 
+def test_the_way_of_a_spike_leads_through_files_that_exist() -> None:
+    section = (ROOT / "CONTRIBUTING.md").read_text().split("## The way of a spike")[1].split("\n## ")[0]
+    package, folder, files = ROOT / "gradloc", "", []
+    for name in re.findall(r"`([\w/]+\.py)`", section):  # a bare name is in the folder of the one before it
+        folder = name.rpartition("/")[0] if "/" in name or (package / name).is_file() else folder
+        files.append(package / folder / Path(name).name)
+    assert len(files) == len(set(files)) == 28 and all(file.is_file() for file in files)
+
+
 @pytest.mark.parametrize("form", [schema.EVENT, schema.NOTE], ids=["event", "note"])
 def test_every_field_of_the_evidence_is_named(form: dict[str, Any]) -> None:
     assert fields(form) <= in_backticks(EVIDENCE)
