@@ -127,8 +127,10 @@ EVENT, CLIP, CRITIC, STEP, NOTE = map(
 )
 
 # The fields of a culprit, and of a token in a clip line, that the actor writes. None of them has a text of a sample.
-CULPRIT_FIELDS = tuple(name for name in get_type_hints(lines.Culprit) if name not in get_type_hints(lines.Texts))
-CLIPPED_TOKEN_FIELDS = tuple(lines.ClippedToken.__required_keys__)
+CULPRIT_FIELDS, CLIPPED_TOKEN_FIELDS = (
+    tuple(name for name in get_type_hints(kind) if name not in get_type_hints(lines.Texts))
+    for kind in (lines.Culprit, lines.ClippedToken)
+)
 
 
 _TYPES: dict[str, type | tuple[type, ...]] = {
