@@ -12,8 +12,9 @@ import os
 import stat
 import sys
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints, is_typeddict
+from typing import Annotated, Any, get_args, get_origin, get_type_hints, is_typeddict
 
 from gradloc import lines
 from gradloc.evidence.writer import DEPTH
@@ -61,6 +62,12 @@ def or_null(form: Form) -> Form:
     return {"anyOf": [form, {"type": "null"}]}
 
 
+@cache
+def _fields_of(kind: Any) -> dict[str, Any]:
+    """The types of a line's fields, or of those of a part of it."""
+    return get_type_hints(kind, include_extras=True)
+
+
 def form_of(kind: Any) -> Form:
     """The form of the JSON values of a type: that of a field of `gradloc.lines`."""
     if kind in _PLAIN:
@@ -72,8 +79,6 @@ def form_of(kind: Any) -> Form:
         keyword, limit = inner[1]
         base = {"type": {int: "integer", float: "number"}[inner[0]]} if keyword != "enum" else {}
         return {**base, keyword: [*limit] if keyword == "enum" else limit}
-    if origin is Literal:
-        return {"enum": [*inner]}
     if origin is list:
         return list_of(form_of(inner[0]))
     if origin is dict:
@@ -81,7 +86,7 @@ def form_of(kind: Any) -> Form:
     if origin is not None:  # a type or None
         (of,) = (each for each in inner if each is not type(None))
         return or_null(form_of(of))
-    forms = {name: form_of(of) for name, of in get_type_hints(kind, include_extras=True).items()}
+    forms = {name: form_of(of) for name, of in _fields_of(kind).items()}
     required = {name: form for name, form in forms.items() if name in kind.__required_keys__}
     return object_with(required, {name: form for name, form in forms.items() if name not in required})
 
@@ -111,7 +116,7 @@ def with_numbers(value: Any, kind: Any) -> Any:
     if origin is not None and value is not None:
         return with_numbers(value, next(each for each in inner if each is not type(None)))
     if is_typeddict(kind):
-        kinds = get_type_hints(kind, include_extras=True)
+        kinds = _fields_of(kind)
         return {name: with_numbers(each, kinds.get(name, Any)) for name, each in value.items()}
     return value
 
@@ -128,7 +133,7 @@ EVENT, CLIP, CRITIC, STEP, NOTE = map(
 
 # The fields of a culprit, and of a token in a clip line, that the actor writes. None of them has a text of a sample.
 CULPRIT_FIELDS, CLIPPED_TOKEN_FIELDS = (
-    tuple(name for name in get_type_hints(kind) if name not in get_type_hints(lines.Texts))
+    tuple(name for name in _fields_of(kind) if name not in _fields_of(lines.Texts))
     for kind in (lines.Culprit, lines.ClippedToken)
 )
 

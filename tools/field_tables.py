@@ -29,7 +29,7 @@ TABLES = {
     "clipped_token": "ClippedToken",
     "verdict": "Verdict",
 }
-_TABLE = re.compile(r"(?<=<!-- fields: )(\w+) -->\n.*?(?=\n\n<!-- end -->)", re.S)
+_MARKED = re.compile(r"(?<=<!-- fields: )(\w+) -->\n.*?(?=\n\n<!-- end -->)", re.S)
 
 
 def tables() -> dict[str, str]:
@@ -81,7 +81,7 @@ def main(arguments: list[str]) -> int:
     made, stale = tables(), []
     for page in sorted((ROOT / "docs/reference").glob("*.md")):
         text = page.read_text()
-        now = _TABLE.sub(lambda found: f"{found[1]} -->\n\n{made[found[1]]}", text)
+        now = _MARKED.sub(lambda found: f"{found[1]} -->\n\n{made[found[1]]}", text)
         if now != text:
             stale.append(page)
             if "--check" not in arguments:

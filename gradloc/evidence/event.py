@@ -274,7 +274,7 @@ def _trigger(mini_batch: MiniBatch, findings: Findings) -> lines.Trigger:
         norm, limit = mini_batch.global_norm(), mini_batch.global_threshold(findings.threshold)
     else:
         worst = max(findings.figures.values(), key=lambda each: each.token_equivalent)
-        norm, limit = _known(worst.norm), findings.threshold * worst.root_square_weight
+        norm, limit = _or_nan(worst.norm), findings.threshold * worst.root_square_weight
     return {"kind": mini_batch.trigger, "norm": norm, "threshold": limit}
 
 
@@ -287,7 +287,7 @@ def micro_batch_over(figures: AllFigures, name: MicroBatchName, threshold: float
         "micro_batch": index,
         "rows": of.rows,
         "tokens": of.tokens,
-        "norm": _known(of.norm),
+        "norm": _or_nan(of.norm),
         "threshold": threshold * of.root_square_weight,
         "token_equivalent": of.token_equivalent,
         "layer_norms": dict(of.layer_norms),
@@ -327,10 +327,10 @@ def _ordinary_layer_norms(findings: Findings) -> dict[str, float] | None:
 
 
 def _rest(part: Part) -> lines.Rest:
-    return {"tokens": part.tokens, "norm": _known(part.norm), "threshold": part.threshold}
+    return {"tokens": part.tokens, "norm": _or_nan(part.norm), "threshold": part.threshold}
 
 
-def _known(norm: float | None) -> float:
+def _or_nan(norm: float | None) -> float:
     return math.nan if norm is None else norm
 
 
@@ -342,7 +342,7 @@ def _diffuse(findings: Findings, part: Part) -> lines.DiffusePart:
     """A token set with a spike that no small set of tokens explains, with the largest tokens measured."""
     return {
         **_open(part),
-        "norm": _known(part.norm),
+        "norm": _or_nan(part.norm),
         "rows": list(part.rows),
         "largest_tokens": [
             {
