@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The metrics of an update, and the warnings that need no spike; the same on every rank."""
 
-import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor
 
 from .evidence.token_facts import off_the_rollout
-from .fsdp import collectives
 from .guarded import guarded
 from .judge.advantages import COLUMN_SUMS
 from .judge.alignment import ALIGNMENT_SUMS
@@ -25,9 +23,6 @@ from .measure.micro_batch import MicroBatch
 from .measure.mini_batch import MiniBatch
 from .measure.passes import WatchedModel
 from .measure.run_sums import own_columns, own_scale_figures, own_sums
-
-logger = logging.getLogger(__name__)
-
 
 OWN_FIGURES = 6
 # What is summed up of an update's spikes.
@@ -129,12 +124,12 @@ def figure_sizes(model: WatchedModel, is_first: bool) -> list[int]:
 
 
 class RunWarnings:
-    """Checks each mini-batch of a run; the same on every rank. Each warning is logged once."""
+    """Checks each mini-batch of a run; the same on every rank."""
 
     def __init__(self, learning_rate: Callable[[], float | Tensor]) -> None:
         self.checks = RunChecks()
         self._learning_rate = learning_rate  # see `GradLoc`
-        self._logged: set[str] = set()
+        self._said: set[str] = set()
 
     def own_figures(
         self, micro_batches: Sequence[MicroBatch], scale: float, is_first: bool, model: WatchedModel
@@ -169,18 +164,11 @@ class RunWarnings:
                 dict(zip(norms.layers, gradient.squared_norms.sqrt().tolist(), strict=True)),
                 dict(zip(model.meter.layers, most, strict=True)),
             )
-        if collectives.rank():
-            return
-        with guarded("what is wrong with the run is not logged"):
-            for warning in self.checks.warnings():
-                if warning["name"] not in self._logged:
-                    logger.warning("Step %s: %s %s", where["global_step"], warning["sentence"], warning["check"])
-                self._logged.add(warning["name"])
 
     def add_step(self) -> None:
         """Adds an optimizer step that is about to be taken."""
         rate = 0.0
-        with guarded("the learning rate cannot be read; run checks take it for 0", self._logged):
+        with guarded("the learning rate cannot be read; run checks take it for 0", self._said):
             rate = float(self._learning_rate())  # an optimizer may have a tensor
         self.checks.add_step(rate)
 

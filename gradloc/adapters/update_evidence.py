@@ -216,8 +216,9 @@ class UpdateEvidence:
         warnings = [*read_warnings()]
         # A critic, whose update has no such figures, is trained on the same rows.
         if figures and (found := order_warning(pairs["pairs"], pairs["contradicting"])) is not None:
-            warn_once(_said, f"Step {global_step}: {found['sentence']} {found['check']}", about=found["name"])
             warnings.insert(0, found)
+        for each in warnings:
+            warn_once(_said, f"Step {global_step}: {each['sentence']} {each['check']}", about=each["name"])
         events = [_judged(event, warnings, rows.get(id(event))) for event in events]
         by_kind: dict[str, list[dict[str, Any]]] = {kind: [] for kind in _KINDS}
         for event in events:

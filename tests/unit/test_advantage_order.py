@@ -101,13 +101,23 @@ def test_order_outranks_a_natural_spike_and_no_other_cause() -> None:
         assert told == (ADVANTAGE_ORDER if cause == "unlikely" else cause)
 
 
-def test_an_update_without_a_spike_writes_the_warning(tmp_path: Any) -> None:
+def test_warnings_without_a_spike_are_written_and_logged_once(
+    tmp_path: Any, caplog: Caplog, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(update_evidence, "_said", set())
     evidence = UpdateEvidence(str(tmp_path), None, 1)
+    scaled: Any = {"name": "loss_scale", "sentence": "It is scaled.", "check": "Look."}
     for step, moved in ((1, False), (2, True), (3, False)):
         evidence.take_in_rewards(TrainedData(columns("grpo", moved=moved, seed=step)))
-        evidence.write(step, {"actor/gradloc/token_norm_max": 1.0}, tuple)
+        evidence.write(step, {"actor/gradloc/token_norm_max": 1.0}, lambda: [scaled])
     lines = (tmp_path / "steps.jsonl").read_text().splitlines()
-    assert [ADVANTAGE_ORDER in line for line in lines] == [False, True, False]
+    assert [(ADVANTAGE_ORDER in line, "scaled" in line) for line in lines] == [
+        (False, True),
+        (True, True),
+        (False, True),
+    ]
+    first, second = caplog.messages
+    assert first == "Step 1: It is scaled. Look." and second.startswith("Step 2: Advantages do not follow the rewards")
 
 
 def test_mini_batches_of_an_update_are_counted_together_and_once(tmp_path: Any) -> None:
