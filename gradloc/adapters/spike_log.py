@@ -17,12 +17,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from ..evidence.writer import evidence_files
 from ..guarded import warn_once
 from ..judge.misfire import without_data_source
 from ..judge.sentences import in_one_line
+from ..lines import ClippedToken, Culprit, Number
 
 # Rows of a table, which some trackers get anew with each step.
 TABLE_ROWS = 1000
@@ -33,7 +34,7 @@ _SENTENCES = 3
 # Seconds between two alerts by e-mail or chat.
 _ALERT_SECONDS = 600
 
-# The columns of the tables: fields of a line, and of a culprit or of a token in a clip line.
+# The columns of the tables: fields of a line, and of a culprit or of a token in a clip line; and those that are floats.
 _NUMBERS = ("grad_norm", "threshold", "share", "suspicion", "advantage", "ratio", "log_prob", "reward")
 _CLIP_NUMBERS = ("multiple", "advantage", "log_prob", "old_log_prob", "rollout_log_prob", "reward")
 _PLACE = ("rank", "micro_batch", "row", "position", "token_id")
@@ -41,6 +42,8 @@ COLUMNS = ("step", "diagnosis", "action", "source", "token", *_NUMBERS, *_PLACE)
 CLIP_COLUMNS = ("step", "action", "boundary", "cut", "token", *_CLIP_NUMBERS, *_PLACE)
 # They are sent only with texts.
 TEXT_COLUMNS = ("context", "uid")
+_TYPES = {**get_type_hints(Culprit), **get_type_hints(ClippedToken)}
+_FLOATS = {name for name, kind in _TYPES.items() if kind in (float, Number)}
 
 
 @dataclass
@@ -124,7 +127,7 @@ def table_rows(line: Mapping[str, Any], columns: Sequence[str]) -> list[list[Any
 
 def _cell(name: str, value: Any) -> Any:
     """A value as its column's type: in the evidence, NaN and infinities are strings."""
-    return float(value) if name in (*_NUMBERS, *_CLIP_NUMBERS) and value is not None else value
+    return float(value) if name in _FLOATS and value is not None else value
 
 
 def to_wandb(wandb: Any, spikes: StepSpikes) -> None:

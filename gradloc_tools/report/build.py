@@ -16,9 +16,9 @@ from .spike_view import (
     PART_SPECS,
     SUSPECTED,
     TERMS,
+    TOKEN,
     Details,
-    figure,
-    index,
+    of_field,
     spike_view,
     table_of,
     times_of,
@@ -246,17 +246,17 @@ def _clip_tables(summary: Summary, evidence: Evidence) -> dict[str, Table]:
         return {}
     spikes = {spike.mini_batch: f"s{spike.index}" for spike in evidence.spikes}
     specs = (
-        index("Step", "global_step"),
-        (Column("Token in its context", "token"), token_cell),
+        of_field("global_step"),
+        TOKEN,
         (Column("First over at"), lambda row: shown(row["boundary"])),
-        figure("× usual", "multiple"),
+        of_field("multiple"),
         (Column("Signal"), done_to),
-        index("Rank", "rank", 4),
-        index("Row", "row", 5),
+        of_field("rank", 4),
+        of_field("row", 5),
         (Column("Position", "num", 6), lambda row: "prompt" if row["position"] < 0 else str(row["position"])),
-        figure("log p", "log_prob", 1),
-        figure("Reward", "reward", 2),
-        (Column("Data source", "", 3), lambda row: shown(row["data_source"])),
+        of_field("log_prob", 1),
+        of_field("reward", 2),
+        of_field("data_source", 3),
         (Column("Spike", "link", 7), lambda row: ("yes", spikes[mini_batch_of(row)]) if row["spike"] else "–"),
     )
     return {"clips": table_of(clips["title"], specs, clips["largest_tokens"])}

@@ -8,8 +8,9 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, get_type_hints
 
+from gradloc import lines
 from gradloc.evidence.writer import WINDOW, window_start
 from gradloc.judge.rules import SOURCES
 
@@ -72,65 +73,84 @@ def table_of(title: str, specs: Sequence[Spec], rows: Sequence[Row]) -> Table:
     return Table(title, [column for column, _ in specs], [[cell(row) for _, cell in specs] for row in rows])
 
 
-_TOKEN: Spec = (Column("Token in its context", "token"), token_cell)
+# The types of fields, and the heads of those whose names do not serve as such.
+_TYPES = {
+    name: kind
+    for of in (lines.InStep, lines.DiffusePart, lines.ClippedToken, lines.Culprit)
+    for name, kind in get_type_hints(of).items()
+}
+_HEADS = {
+    "global_step": "Step",
+    "micro_batch": "Micro-batch",
+    "grad_norm": "Norm",
+    "log_prob": "log p",
+    "old_log_prob": "Old log p",
+    "rollout_log_prob": "Rollout log p",
+    "ref_log_prob": "Reference log p",
+    "coefficient": "∂L/∂log p",
+    "weight": "Weight in the loss",
+    "mismatch_turn": "Mismatch begins with turn",
+    "multiple": "× usual",
+}
+
+
+def of_field(name: str, drop: int = 0) -> Spec:
+    """The column of a field of `gradloc.lines`, whose cells are those of its type."""
+    head, kind = _HEADS.get(name, name.replace("_", " ").capitalize()), _TYPES[name]
+    if kind in (str, str | None):
+        return Column(head, "", drop), lambda row: shown(row.get(name))
+    return (index if kind in (int, int | None) else figure)(head, name, drop)
+
+
+def of_fields(names: str) -> list[Spec]:
+    """The columns of several, separated by blanks."""
+    return [of_field(name) for name in names.split()]
+
+
+TOKEN: Spec = (Column("Token in its context", "token"), token_cell)
 _SOURCE: Spec = (Column("Source", "badge"), lambda row: str(row["source"]))
 
 CULPRITS: Sequence[Spec] = (
-    index("Step", "global_step"),
-    _TOKEN,
-    figure("Norm", "grad_norm"),
+    of_field("global_step"),
+    TOKEN,
+    of_field("grad_norm"),
     (Column("× threshold", "num"), times_of),
     _SOURCE,
-    figure("Ratio", "ratio", 6),
-    figure("Rollout ratio", "rollout_ratio", 1),
-    figure("Advantage", "advantage", 5),
-    figure("log p", "log_prob", 2),
-    figure("Reward", "reward", 3),
-    index("Rank", "rank", 4),
+    of_field("ratio", 6),
+    of_field("rollout_ratio", 1),
+    of_field("advantage", 5),
+    of_field("log_prob", 2),
+    of_field("reward", 3),
+    of_field("rank", 4),
 )
 # A culprit's figures besides those.
 TERMS: Sequence[Spec] = (
-    figure("Sequence ratio", "sequence_ratio"),
-    figure("Old log p", "old_log_prob"),
-    figure("Rollout log p", "rollout_log_prob"),
-    figure("Reference log p", "ref_log_prob"),
-    figure("Entropy", "entropy"),
-    figure("∂L/∂log p", "coefficient"),
-    figure("Suspicion", "suspicion"),
-    figure("Weight in the loss", "weight"),
+    *of_fields("sequence_ratio old_log_prob rollout_log_prob ref_log_prob entropy coefficient suspicion weight"),
     (Column("Share of the unit", "num"), lambda row: percent(row.get("share"))),
     (Column("Misaligned tokens", "num"), lambda row: percent(row.get("misaligned_share"))),
-    figure("Turn", "turn"),
-    figure("Mismatch begins with turn", "mismatch_turn"),
-    index("Micro-batch", "micro_batch"),
-    index("Row", "row"),
-    index("Position", "position"),
-    index("Token id", "token_id"),
-    (Column("Data source"), lambda row: shown(row.get("data_source"))),
-    (Column("Uid"), lambda row: shown(row.get("uid"))),
+    *of_fields("turn mismatch_turn micro_batch row position token_id data_source uid"),
 )
 
 SUSPECTED: Sequence[Spec] = (
-    index("Step", "global_step"),
-    _TOKEN,
-    figure("Suspicion", "suspicion"),
-    figure("Ratio", "ratio", 4),
-    figure("Advantage", "advantage", 3),
-    figure("Reward", "reward", 1),
-    index("Rank", "rank", 2),
-    index("Row", "row"),
-    index("Position", "position"),
+    of_field("global_step"),
+    TOKEN,
+    of_field("suspicion"),
+    of_field("ratio", 4),
+    of_field("advantage", 3),
+    of_field("reward", 1),
+    of_field("rank", 2),
+    *of_fields("row position"),
     _SOURCE,
 )
 
 PART_SPECS: Sequence[Spec] = (
-    index("Step", "global_step"),
+    of_field("global_step"),
     (Column("Rank", "num"), lambda part: "several" if part["rank"] is None else str(part["rank"])),
-    index("Micro-batch", "micro_batch", 1),
+    of_field("micro_batch", 1),
     (Column("Rows"), lambda part: part["rows"] if isinstance(part["rows"], str) else ranges(part["rows"])),
     (Column("Tokens", "num"), lambda part: f"{part['tokens']:,}"),
-    figure("Norm", "norm"),
-    figure("Threshold", "threshold", 2),
+    of_field("norm"),
+    of_field("threshold", 2),
     (Column("× threshold", "num"), lambda part: times(part["norm"], part["threshold"])),
     (Column("Largest tokens measured"), lambda part: "\n".join(map(_measured, part["largest_tokens"][:TOKENS]))),
 )

@@ -12,7 +12,7 @@ import sysconfig
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 from evidence import WORDS, clip, clipped_token, culprit, drill, event, unsearched
@@ -23,6 +23,7 @@ from gradloc import record_events
 from gradloc.adapters import spike_log
 from gradloc.adapters.spike_log import SpikeLog, add_spike_log
 from gradloc.judge.sentences import in_one_line
+from gradloc.lines import ClippedToken, Culprit
 from gradloc_tools import report
 
 pytestmark = pytest.mark.slow
@@ -363,3 +364,9 @@ def test_suspected_tokens_are_rows_of_the_table() -> None:
     token = found["suspected"][0]
     assert (row["diagnosis"], row["position"], row["suspicion"]) == ("unsearched", 1, token["suspicion"])
     assert row["grad_norm"] is None and row["source"] == token["source"]
+
+
+def test_each_column_is_a_field_of_the_lines() -> None:
+    for names, kind in ((spike_log.COLUMNS, Culprit), (spike_log.CLIP_COLUMNS, ClippedToken)):
+        of_line = {"step", "diagnosis", "action"}
+        assert {*names, *spike_log.TEXT_COLUMNS} - of_line <= get_type_hints(kind).keys()
