@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from actor_cases import Run, compare_runs, stock_run, train, warnings_of, with_nan_embedding
+from actor_cases import Run, beginning, compare_runs, ends_of, stock_run, train, warnings_of, with_nan_embedding
 from actors import (
     DEVICE,
     ENGINE,
@@ -215,16 +215,13 @@ def broken_backward(case: Case, place: tuple[int, int, int] | None) -> tuple[dic
 
     def prepare(actor: Any) -> None:
         layer = layers_of(actor)[1]
-        ids = None if place is None else build_batch(case, place[0]).batch["input_ids"][place[1]].to(DEVICE)
+        sequence = None if place is None else beginning(case, place[0], place[1], PROMPT + place[2])
         inputs: list[torch.Tensor] = []
 
         def spoil(_: torch.nn.Module, arguments: tuple, output: torch.Tensor) -> torch.Tensor:
             here = torch.ones(output.shape[:2], dtype=torch.bool, device=DEVICE)
-            if ids is not None:
-                last = PROMPT + place[2]
-                here[:] = False
-                if output.shape[1] > last:
-                    here[:, last] = (inputs[-1][:, : last + 1] == ids[: last + 1]).all(-1)
+            if sequence is not None:
+                here = ends_of(sequence, inputs[-1])
             factor = torch.where(here.unsqueeze(-1), math.nan, 1.0)
             output.register_hook(lambda gradient: gradient * factor)
             return output

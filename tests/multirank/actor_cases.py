@@ -30,16 +30,27 @@ from verl import DataProto
 from verl.trainer.ppo.core_algos import agg_loss
 
 
+def beginning(case: Case, rank: int, row: int, at: int) -> torch.Tensor:
+    """The tokens of a row of the batch up to the column `at`, without padding."""
+    batch = build_batch(case, rank).batch
+    return batch["input_ids"][row][: at + 1][batch["attention_mask"][row][: at + 1].bool()].to(DEVICE)
+
+
+def ends_of(sequence: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Where a sequence ends in the tokens of a forward, which verl 0.9 may have packed; bool of their shape."""
+    found = torch.zeros_like(tokens, dtype=torch.bool)
+    length = len(sequence)
+    if tokens.shape[1] >= length:
+        found[:, length - 1 :] = (tokens.unfold(1, length, 1) == sequence).all(-1)
+    return found
+
+
 def with_nan_embedding(case: Case, rank: int, row: int, at: int) -> Callable[[Any], None]:
     """What has the embedding of one token come out as NaN: that at a place in a row of the batch."""
-    ids = build_batch(case, rank).batch["input_ids"][row].to(DEVICE)
+    sequence = beginning(case, rank, row, at)
 
     def spoil(_: torch.nn.Module, arguments: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
-        tokens = arguments[0]
-        if tokens.shape[1] > at:
-            output = output.clone()
-            output[(tokens == ids[: tokens.shape[1]]).all(-1), at] = math.nan
-        return output
+        return output.masked_fill(ends_of(sequence, arguments[0]).unsqueeze(-1), math.nan)
 
     def prepare(actor: Any) -> None:
         embeddings = [m for m in actor.actor_module.modules() if isinstance(m, torch.nn.Embedding)]

@@ -518,6 +518,10 @@ def test_out_of_memory_after_an_evaluation_ends_the_search(
     assert event["passes"] == 1 or when == [1]
 
 
+of_single_experts = pytest.mark.skipif(ENGINE, reason="transformers 5 has all experts of a layer in one parameter")
+
+
+@of_single_experts
 def test_out_of_memory_with_an_idle_expert_ends_the_search(launch: Launch) -> None:
     """Probes make larger collective calls than training does there, also the first of them."""
     case = Case("fsdp2", model="moe", micro_batch=8, planted=((0, 0, 4), (0, 6, 1), (1, 6, 9)))
@@ -525,6 +529,7 @@ def test_out_of_memory_with_an_idle_expert_ends_the_search(launch: Launch) -> No
     assert check_search(results, case, "OutOfMemoryError")["passes"] == 1
 
 
+@of_single_experts
 def test_a_drop_gives_no_gradient_to_what_had_none(launch: Launch) -> None:
     case = Case("fsdp2", model="moe", micro_batch=8, planted=THREE)
     for stock, dropped, events in launch(2, dropping_without_an_expert, case):

@@ -7,7 +7,7 @@ from typing import Any
 import action_cases
 import pytest
 from action_cases import POISONS
-from actors import VOCABULARY, Case
+from actors import ENGINE, VOCABULARY, Case
 from test_actor import Launch, harmless, places, same_events
 
 PLACE = (1, 3, 4)
@@ -44,7 +44,14 @@ OF_TOKENS: dict[str, tuple[Callable[..., Any], Case, tuple[Any, ...], list[Any]]
 }
 
 
-@pytest.mark.parametrize("what", OF_TOKENS)
+# Where the padding of verl 0.7 is, and what the engine of 0.9 computes in another layout.
+MARKS = {
+    "in the padding": pytest.mark.skipif(ENGINE, reason="verl 0.9 trains without padding"),
+    **dict.fromkeys(("in the forward", "in the backward"), pytest.mark.target(version="0.9.1")),
+}
+
+
+@pytest.mark.parametrize("what", [pytest.param(name, marks=MARKS.get(name, ())) for name in OF_TOKENS])
 def test_a_token_that_is_not_a_number_is_the_culprit(launch: Launch, what: str) -> None:
     function, case, arguments, culprits = OF_TOKENS[what]
     results = launch(2, function, case, *arguments)
