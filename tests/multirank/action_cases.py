@@ -6,12 +6,13 @@ import math
 import os
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from actor_cases import Run, beginning, compare_runs, ends_of, stock_run, train, warnings_of, with_nan_embedding
+from actor_cases import Run, beginning, break_embedding, compare_runs, ends_of, stock_run, train
 from actors import (
     DEVICE,
     ENGINE,
@@ -28,7 +29,6 @@ from actors import (
 from batches import build_batch
 from oracle import brute_force
 from verl import DataProto
-from verl.utils.gradloc.adapters.update_evidence import UpdateEvidence
 
 DETECTION = {"spike_detection": True, "grad_norm_threshold": IDENTITY_THRESHOLD, "bisect_budget_steps": 100}
 
@@ -47,19 +47,6 @@ def compared(
     stock = train(case, stock_dp_actor(), calls=calls, **both) if both else stock_run(case, calls)
     run = train(case, calls=calls, **(both or {}), **{**DETECTION, **options})
     return compare_runs(run, stock), run
-
-
-def skip(case: Case) -> tuple[dict[str, bool], Run]:
-    """Two calls with a spike in the first, against an unpatched actor that sees only the second."""
-    run = train(case, calls=2, spike_action="skip", **DETECTION)
-    stock = build_actor(case, stock_dp_actor())
-    metrics = stock.update_policy(build_batch(case, dist.get_rank(), seed=1))
-    parameters = [local(p) for p in stock.actor_module.parameters()]
-    return {
-        "parameters": all(map(torch.equal, run.parameters, parameters)),
-        "grad_norm": metrics["actor/grad_norm"] == run.metrics[1]["actor/grad_norm"],
-        "steps": len(run.gradients) == 1,
-    }, run
 
 
 def drop(case: Case) -> tuple[list[float], Run]:
@@ -114,12 +101,6 @@ def drop(case: Case) -> tuple[list[float], Run]:
     return distances, run
 
 
-def drop_without_budget(case: Case, budget: int) -> tuple[dict[str, bool], Run, list[str]]:
-    """A budget that is enough to find the culprit, but not to recompute the mini-batch without it, and warnings."""
-    with warnings_of("verl.utils.gradloc.actions") as warnings:
-        return *compared(case, 1, spike_action="drop", bisect_budget_steps=budget), warnings
-
-
 @torch.no_grad()
 def fill_with_nan(actor: Any) -> None:
     for parameter in actor.actor_module.parameters():
@@ -132,18 +113,9 @@ def broken_weights(case: Case) -> tuple[dict[str, bool], Run]:
     return {"no step": run.gradients == []}, run
 
 
-def misaligned(case: Case, shift: float) -> Run:
-    """Rollout log-probs that are all off by `shift` nats."""
-
-    def change_batch(batch: DataProto) -> None:
-        batch.batch["rollout_log_probs"] -= shift * batch.batch["response_mask"]
-
-    return train(case, change_batch=change_batch, **DETECTION)
-
-
 def broken_activation(case: Case, rank: int, row: int, position: int) -> tuple[dict[str, bool], Run]:
     """The embedding of one response token comes out as NaN."""
-    return compared(case, 1, {"prepare": with_nan_embedding(case, rank, row, PROMPT + position)})
+    return compared(case, 1, {"prepare": partial(break_embedding, case, rank, row, PROMPT + position)})
 
 
 def diffuse(case: Case, scope: str = "all") -> tuple[float, float, Run]:
@@ -191,17 +163,6 @@ def poisoned(case: Case, poison: str, places: list[tuple[int, int, int]]) -> tup
         for rank, row, position in places:
             if rank == dist.get_rank():
                 batch.batch[name][row, position] = value
-
-    return compared(case, 1, {"change_batch": change_batch})
-
-
-def empty_mask(case: Case) -> tuple[dict[str, bool], Run]:
-    """Rank 1 has no response token at all."""
-
-    def change_batch(batch: DataProto) -> None:
-        if dist.get_rank() == 1:
-            batch.batch["response_mask"].zero_()
-            batch.batch["advantages"].zero_()
 
     return compared(case, 1, {"change_batch": change_batch})
 
@@ -314,37 +275,3 @@ def update_of_the_worker(case: Case) -> tuple[str, list[float], list[int], list[
         ours, theirs = ([local(p).cpu() for p in one.actor_module_fsdp.parameters()] for one in (worker, stock))
         same.append(all(map(torch.equal, ours, theirs)))
     return json.dumps(events), rates, steps, same
-
-
-def evidence_with_odd_truths(folder: str, count: int) -> None:
-    """Writes an event whose culprits, all of rank 0, have a ground truth that cannot be pickled, and long texts."""
-    culprits: list[dict[str, Any]] = [{"rank": 0, "row": row, "position": 0} for row in range(count)]
-    events = [{"global_step": 1, "mini_batch": 0, "drill": None, "warnings": [], "culprits": culprits}]
-    tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: " ".join(map(str, ids)))
-    evidence = UpdateEvidence(folder, tokenizer, 1)
-    truth = {"ground_truth": lambda: None}
-    sample = {"prompt": [1, 2], "response": [3, 4], "reward": 1.0, "reward_model": truth}
-    evidence.add(events, SimpleNamespace(sample=lambda event, culprit: sample, rewarded_rows=lambda event: None))
-    evidence.write(1, {}, list)
-
-
-def evidence_of_shared_data(folder: str) -> tuple[list[int], list[Any]]:
-    """Evidence of a culprit of each data-parallel rank, where neighbouring ranks share their data.
-
-    Returns:
-        tuple: The rows that this rank has described, and the culprits' rewards, which are the numbers of those ranks
-            that have described them.
-    """
-    size, described = 2, []
-    culprits: list[dict[str, Any]] = [
-        {"rank": rank, "row": 10 + rank, "position": 0} for rank in range(dist.get_world_size() // size)
-    ]
-
-    def sample_of(event: Any, culprit: Any) -> dict[str, Any]:
-        described.append(culprit["row"])
-        return {"prompt": [1], "response": [2], "reward": float(dist.get_rank())}
-
-    evidence = UpdateEvidence(folder, None, size)
-    data = SimpleNamespace(sample=sample_of, rewarded_rows=lambda event: None)
-    evidence.add([{"global_step": 1, "mini_batch": 0, "drill": None, "culprits": culprits}], data)
-    return described, [culprit.get("reward") for culprit in culprits]

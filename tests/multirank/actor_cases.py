@@ -6,28 +6,32 @@ import functools
 import json
 import logging
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from actors import (
     DEVICE,
     ENGINE,
     IDENTITY_THRESHOLD,
-    RESPONSE,
     Case,
     build_actor,
     dp_actor,
     events_of,
     local,
     stock_dp_actor,
+    stock_module,
 )
-from batches import build_batch, response_length
-from mini_batches import token_weights
+from batches import build_batch
 from oracle import Unit, brute_force
+from torch.utils._python_dispatch import TorchDispatchMode
 from verl import DataProto
-from verl.trainer.ppo.core_algos import agg_loss
+
+HELPER = "verl.trainer.ppo.rollout_corr_helper"
 
 
 def beginning(case: Case, rank: int, row: int, at: int) -> torch.Tensor:
@@ -45,18 +49,15 @@ def ends_of(sequence: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def with_nan_embedding(case: Case, rank: int, row: int, at: int) -> Callable[[Any], None]:
-    """What has the embedding of one token come out as NaN: that at a place in a row of the batch."""
+def break_embedding(case: Case, rank: int, row: int, at: int, actor: Any) -> None:
+    """Has the embedding of one token come out as NaN: that at a place in a row of the batch."""
     sequence = beginning(case, rank, row, at)
 
     def spoil(_: torch.nn.Module, arguments: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
         return output.masked_fill(ends_of(sequence, arguments[0]).unsqueeze(-1), math.nan)
 
-    def prepare(actor: Any) -> None:
-        embeddings = [m for m in actor.actor_module.modules() if isinstance(m, torch.nn.Embedding)]
-        embeddings[0].register_forward_hook(spoil)
-
-    return prepare
+    embeddings = [m for m in actor.actor_module.modules() if isinstance(m, torch.nn.Embedding)]
+    embeddings[0].register_forward_hook(spoil)
 
 
 @dataclasses.dataclass
@@ -125,6 +126,39 @@ def train(
 def stock_run(case: Case, calls: int | Sequence[int] = 1) -> Run:
     """That of the unpatched actor, made once in each process for all tests that compare a run of the case with it."""
     return train(case, stock_dp_actor(), calls=calls)
+
+
+class Operations(TorchDispatchMode):
+    """Lists the operations within it, and the collective calls among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.collectives: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(function.overloadpacket.__name__)
+        if "c10d" in function.namespace:
+            self.collectives.append(self.names[-1])
+        return function(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def host_reads() -> Iterator[list[str]]:
+    """How the host reads tensors within it."""
+    reads: list[str] = []
+
+    def watched(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def read(tensor: torch.Tensor, *arguments: Any) -> Any:
+            reads.append(name)
+            return original(tensor, *arguments)
+
+        return read
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__"):
+            patch.setattr(torch.Tensor, name, watched(name, getattr(torch.Tensor, name)))
+        yield reads
 
 
 @contextlib.contextmanager
@@ -205,14 +239,28 @@ def compare_runs(run: Run, other: Run) -> dict[str, bool]:
     }
 
 
-def identity(case: Case, budget: int) -> tuple[dict[str, bool], dict[str, bool], Run]:
-    """Two calls with a search in the first, compared with detection off and with the unpatched actor."""
-    searched = train(
-        case, calls=2, spike_detection=True, grad_norm_threshold=IDENTITY_THRESHOLD, bisect_budget_steps=budget
-    )
-    off = train(case, calls=2, spike_detection=False)
-    stock = stock_run(case, 2)
-    return compare_runs(searched, stock), compare_runs(off, stock), searched
+def identity(case: Case) -> tuple[dict[str, bool], dict[str, bool], Run]:
+    """Two calls with a search in the first, compared with the unpatched actor; and with detection off.
+
+    What is off also makes the same collective calls, and reads as much of the device.
+    """
+    found = train(case, calls=2, spike_detection=True, grad_norm_threshold=IDENTITY_THRESHOLD, bisect_budget_steps=100)
+    runs, costs = [], []
+    for module, modules in (
+        (dp_actor, {}),
+        (stock_dp_actor(), {HELPER: stock_module(f"{HELPER.replace('.', '/')}.py")}),
+    ):
+        with mock.patch.dict(sys.modules, modules), host_reads() as reads, Operations() as operations:
+            runs.append(train(case, module, calls=2))
+        costs.append((operations.collectives, reads))
+    off, stock = runs
+    # Those of verl 0.9 are computed elsewhere.
+    has_rollout = any(name.startswith("rollout_corr/") for name in stock.metrics[0])
+    same = {
+        "costs": costs[0] == costs[1] and len(costs[0][1]) > 0,
+        "rollout": has_rollout == (case.rollout and not ENGINE),
+    }
+    return compare_runs(found, stock), compare_runs(off, stock) | same, found
 
 
 def metrics_with_rejected_rows(rejected: tuple[int, int], case: Case, detection: bool = False) -> dict[str, Any]:
@@ -222,13 +270,3 @@ def metrics_with_rejected_rows(rejected: tuple[int, int], case: Case, detection:
         batch.batch["response_mask"][: rejected[dist.get_rank()]] = 0
 
     return train(case, change_batch=reject, spike_detection=detection).metrics[0]
-
-
-def weights_both_ways(case: Case) -> tuple[list[float], list[float]]:
-    """The weights of rank 0's rows from the closed formula, and as the derivative of verl's aggregation."""
-    lengths = torch.tensor([response_length(0, row) for row in range(case.rows)])
-    mask = (torch.arange(RESPONSE) < lengths.unsqueeze(1)).float()
-    losses = torch.zeros_like(mask, requires_grad=True)
-    sizes = {"dp_size": 2, "batch_num_tokens": 90, "global_batch_size": 16} if ENGINE else {}
-    agg_loss(losses, mask, case.loss_agg_mode, **sizes).backward()
-    return token_weights(case, mask, 1.0, sizes).flatten().tolist(), losses.grad.flatten().tolist()

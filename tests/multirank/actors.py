@@ -71,6 +71,8 @@ SIZES = {
     "initializer_range": 0.2,
 }
 PROMPT, RESPONSE = 6, 10
+# What LlamaConfig has as its eos_token_id.
+END = 2
 # What an event has from rank 0 alone, or at another time.
 OF_RANK_0 = ("time", "replay")
 TEMPERATURE = 0.9
@@ -125,6 +127,7 @@ class Case:
     tool_images: bool = False
     activation_offload: bool = False
     checkpointing: bool = False
+    reentrant: bool = False
     tied: bool = False
     dropout: float = 0.0
     optimizer: str = "sgd"
@@ -167,6 +170,10 @@ class Case:
     def knows_entropy(self) -> bool:
         """Whether the actor computes the entropy: its loss has it or, in verl 0.7, the fused kernels give it."""
         return self.entropy or (self.fused and not ENGINE)
+
+    @property
+    def has_end(self) -> bool:
+        return self.model not in ("moe", "vision")
 
     @property
     def tolerance(self) -> float:
@@ -238,7 +245,7 @@ def build_model(case: Case) -> torch.nn.Module:
         patch_forward_with_backends(model, use_fused_kernels=True, fused_kernels_backend="torch")
     model = train_only_parts(model, case.model, case.wrap)
     if case.checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.gradient_checkpointing_enable({"use_reentrant": case.reentrant})
     return model.to(DEVICE).train()
 
 
@@ -271,8 +278,6 @@ def wrap(case: Case, model: torch.nn.Module) -> torch.nn.Module:
     """Shards a model the way verl's worker does; the weights are the same on each rank from the start."""
     if case.wrap == "none":
         return model
-    if case.hsdp:
-        cluster.forget_meshes_after_this_call()
     shape = (2, dist.get_world_size() // 2) if case.hsdp else (dist.get_world_size(),)
     mesh = init_device_mesh(DEVICE.type, shape, mesh_dim_names=["ddp", "fsdp"] if case.hsdp else ["fsdp"])
     if case.wrap == "fsdp2":

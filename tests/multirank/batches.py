@@ -7,6 +7,7 @@ import math
 import numpy as np
 import torch
 from actors import (
+    END,
     IMAGE,
     PROMPT,
     RESPONSE,
@@ -41,6 +42,8 @@ def _built(case: Case, rank: int, seed: int) -> tuple[DataProto, torch.Tensor]:
     random = torch.Generator().manual_seed(1000 * seed + rank)
     special = VISION_END if case.model == "vision" else 0
     tokens = torch.randint(special + 1, VOCABULARY, (case.rows, PROMPT + RESPONSE), generator=random)
+    if case.has_end and rank == 1:  # row 6 goes on behind its end
+        tokens[6:7, PROMPT + 5] = END
     mask = torch.zeros_like(tokens)
     for row in range(case.rows):
         mask[row, row % 4 : PROMPT + response_length(rank, row)] = 1

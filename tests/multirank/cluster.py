@@ -14,6 +14,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
+
 # If no rank answers for so long, half of what pytest gives a test, they wait for each other without end: that ends the
 # run, with the stacks of their threads. Functions take seconds, also where other programs keep processors busy.
 SECONDS = 600.0
@@ -55,23 +57,6 @@ def end_after_this_call() -> None:
 _changed = False
 
 
-def forget_meshes_after_this_call() -> None:
-    """For functions that run in the ranks: DTensor keeps their meshes for equal ones, but their groups are destroyed.
-
-    With a torch whose caches cannot be emptied, these processes end.
-    """
-    from torch.distributed.tensor import _redistribute, debug
-
-    global _has_meshes
-    if hasattr(debug, "_clear_sharding_prop_cache") and hasattr(_redistribute, "_gen_transform_infos"):
-        _has_meshes = True
-    else:
-        end_after_this_call()
-
-
-_has_meshes = False
-
-
 class Cluster:
     """Starts its processes on first use and keeps them for the next call.
 
@@ -87,15 +72,16 @@ class Cluster:
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Calls the function in every process and returns what each rank returned.
 
-        The function must be importable: it is sent by name. Raises RankFailed with every rank's traceback, or its
-        stacks if it waits for ever.
+        It is sent by name or, from within a test, with the values that it refers to. Raises RankFailed with every
+        rank's traceback, or its stacks if it waits for ever.
         """
         if not all(process.is_alive() for process in self.processes):
             self.stop()
         if not self.processes:
             self._start()
+        message = cloudpickle.dumps((function, arguments))
         for pipe in self.pipes:
-            pipe.send_bytes(pickle.dumps((function, arguments)))
+            pipe.send_bytes(message)
         results: dict[int, Any] = {}
         failures: dict[int, str] = {}
         changed = False
@@ -176,8 +162,6 @@ def _serve(rank: int, world_size: int, store: str, stacks: str, pipe: Connection
     faulthandler.register(signal.SIGUSR1, file=file, chain=True)
     faulthandler.enable(file)
     torch.set_num_threads(1)
-    # DTensor of an older torch keeps meshes for equal ones where nothing empties its caches, and needs their groups.
-    keeps_groups = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
     backend = "gloo"
     if DEVICE == "cuda":
         gpus = torch.cuda.device_count()
@@ -191,19 +175,11 @@ def _serve(rank: int, world_size: int, store: str, stacks: str, pipe: Connection
         world_size=world_size,
         timeout=datetime.timedelta(seconds=GLOO_SECONDS),
     )
-    whole = dist.group.WORLD
     while True:
         try:
             message = pipe.recv_bytes()
         except EOFError:
             return
-        # All ranks are through with the last function by now. Each group that it has left has threads of its own, which
-        # wake up a hundred times a second.
-        if not keeps_groups:
-            for group in [group for group in dist.distributed_c10d._world.pg_map if group is not whole]:
-                dist.destroy_process_group(group)
-            if _has_meshes:
-                _forget_meshes()
         try:
             function, arguments = pickle.loads(message)
             reply = pickle.dumps((True, function(*arguments), _changed))
@@ -224,12 +200,3 @@ def _compute_alike_each_time() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # as in training
     # Its backward overwrites what a second backward through the same graph needs, and brute force runs many.
     torch_functional.FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE = False
-
-
-def _forget_meshes() -> None:
-    from torch.distributed.tensor import _redistribute, debug
-
-    global _has_meshes
-    debug._clear_sharding_prop_cache()
-    _redistribute._gen_transform_infos.cache_clear()
-    _has_meshes = False

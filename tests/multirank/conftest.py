@@ -22,7 +22,7 @@ CLUSTERS: dict[int, Cluster] = {}
 
 @pytest.fixture
 def launch() -> Callable[..., list[Any]]:
-    """Runs a function in so many ranks, which are kept for the next test of this folder."""
+    """Runs a function in so many ranks, which are kept for the next test of the file."""
 
     def run(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         return CLUSTERS.setdefault(world_size, Cluster(world_size)).run(function, *arguments)
@@ -31,7 +31,7 @@ def launch() -> Callable[..., list[Any]]:
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Ends the ranks with the last test of this folder: other tests look at the processes that are there."""
-    if nextitem is None or nextitem.path.parent != item.path.parent:
+    """Ends the ranks with the last test of a file: each group that they have left has threads, which wake up often."""
+    if nextitem is None or nextitem.path != item.path:
         for cluster in CLUSTERS.values():
             cluster.stop()

@@ -1,11 +1,12 @@
-"""How verl cuts a mini-batch into micro-batches, and how much each token counts in its loss: closed formulas."""
+"""How verl cuts a mini-batch into micro-batches, and how much each token counts in its loss."""
 
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from actors import DEVICE, ENGINE, FIRST_RELEASE, GSPO_MODE_IS_FREE, Case
+from actors import DEVICE, ENGINE, GSPO_MODE_IS_FREE, Case
 from verl import DataProto
+from verl.trainer.ppo.core_algos import agg_loss
 from verl.utils.seqlen_balancing import prepare_dynamic_batch
 from verl.workers.config import FSDPActorConfig
 
@@ -35,31 +36,14 @@ def split_rows(case: Case, config: FSDPActorConfig, mini_batch: DataProto) -> li
 
 
 def token_weights(case: Case, mask: torch.Tensor, factor: float, info: dict[str, Any]) -> torch.Tensor:
-    """How much each token's own loss counts in the loss that is differentiated.
+    """How much each token's own loss counts in the loss that is differentiated: by autograd through `agg_loss`.
 
-    verl 0.9's engine takes its means over the whole mini-batch of all ranks, whose sizes are in `info`. Of the losses
-    with an aggregation of their own, it has left theirs to sapo and geo_mean, and in other releases than 0.9.1 to gspo.
+    verl 0.9's engine takes its means over the whole mini-batch of all ranks, whose sizes are in `info`. Some losses
+    have an aggregation of their own; the geometric mean alone counts sequences without a token, too.
     """
-    lengths = mask.sum(-1, keepdim=True)
-    if info and case.loss_mode != "geo_mean":
-        fixed = ("sapo",) if GSPO_MODE_IS_FREE else ("sapo", "gspo")
-        of_sequence = info["dp_size"] / info["global_batch_size"]
-        weight = {
-            "token-mean": torch.tensor(info["dp_size"] / info["batch_num_tokens"]),
-            "seq-mean-token-sum": torch.tensor(of_sequence),
-            "seq-mean-token-mean": of_sequence / lengths.clamp(min=1),
-            "seq-mean-token-sum-norm": torch.tensor(of_sequence / mask.shape[1]),
-        }["seq-mean-token-mean" if case.loss_mode in fixed else case.loss_agg_mode]
-        return torch.where(mask > 0, weight, 0.0)
-    # The geometric mean alone counts sequences without a token, too.
-    sequences = len(mask) if case.loss_mode == "geo_mean" else (lengths > 0).sum()
-    of_sequences = case.loss_mode in ("gspo", "sapo", "geo_mean")
-    mode = "seq-mean-token-mean" if of_sequences else case.loss_agg_mode
-    weight = {
-        "token-mean": 1 / lengths.sum().clamp(min=1),
-        "seq-mean-token-sum": 1 / sequences,
-        "seq-mean-token-mean": 1 / (sequences * lengths.clamp(min=1)),
-        # Only 0.7.1 takes the mean that the name promises.
-        "seq-mean-token-sum-norm": torch.tensor(1 / mask.shape[1]) / (1 if FIRST_RELEASE else sequences),
-    }[mode]
-    return torch.where(mask > 0, factor * weight, 0.0)
+    of_sequences = ("sapo", "geo_mean") if GSPO_MODE_IS_FREE else ("sapo", "geo_mean", "gspo")
+    mode = "seq-mean-token-mean" if case.loss_mode in of_sequences else case.loss_agg_mode
+    losses = torch.zeros_like(mask, requires_grad=True)
+    if case.loss_mode == "geo_mean":
+        info = {"global_batch_size": len(mask)}
+    return factor * torch.autograd.grad(agg_loss(losses, mask, mode, **info), losses)[0]

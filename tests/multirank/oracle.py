@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from actors import (
     BYPASS_RATIO,
+    END,
     ENTROPY_COEF,
     KL_COEF,
     LEARNING_RATE,
@@ -40,7 +41,7 @@ class Token:
     coefficient: float
     norm: float
     layer_norms: dict[str, float]
-    facts: dict[str, float | None]
+    facts: dict[str, float | bool | None]
 
 
 @dataclasses.dataclass
@@ -132,6 +133,7 @@ def measure_unit(
     leaves = [log_prob.detach().requires_grad_(), entropy.detach().requires_grad_()]
     found = torch.autograd.grad(loss(*leaves), leaves, allow_unused=True, materialize_grads=True)
     coefficients = found[0]
+    kl = torch.autograd.grad(factor * kl_loss(case, config, rows, leaves[0]), leaves[0])[0] if case.kl else None
     unit.weight = weights[(found[0] != 0) | (found[1] != 0)].square().sum().sqrt().item()
     named = dict(model.named_parameters())  # as long to find as a backward
     parameters = [*named.values()]
@@ -149,7 +151,7 @@ def measure_unit(
             coefficient=coefficients[row, position].item(),
             norm=norm / weight,
             layer_norms={name: value / weight for name, value in layer_norms.items()},
-            facts=token_facts(case, rows, log_prob, entropy, row, position),
+            facts=token_facts(case, rows, log_prob, entropy, kl, row, position),
         )
         unit.each.append(token)
         for part, gradient in zip(total, take_gradients(case, parameters), strict=True):
@@ -179,14 +181,24 @@ def loss_of(
     if case.entropy:
         value = value - ENTROPY_COEF * agg_loss(entropy, mask, case.loss_agg_mode, **info)
     if case.kl:
-        penalty = kl_penalty(log_prob, rows["ref_log_prob"], config.kl_loss_type)
-        value = value + KL_COEF * agg_loss(penalty, mask, case.loss_agg_mode, **info)
+        value = value + kl_loss(case, config, rows, log_prob)
     return value
 
 
+def kl_loss(case: Case, config: FSDPActorConfig, rows: dict[str, Any], log_prob: torch.Tensor) -> torch.Tensor:
+    penalty = kl_penalty(log_prob, rows["ref_log_prob"], config.kl_loss_type)
+    return KL_COEF * agg_loss(penalty, rows["response_mask"], case.loss_agg_mode, **config.global_batch_info)
+
+
 def token_facts(
-    case: Case, rows: dict[str, Any], log_prob: torch.Tensor, entropy: torch.Tensor, row: int, position: int
-) -> dict[str, float | None]:
+    case: Case,
+    rows: dict[str, Any],
+    log_prob: torch.Tensor,
+    entropy: torch.Tensor,
+    kl: torch.Tensor | None,
+    row: int,
+    position: int,
+) -> dict[str, float | bool | None]:
     """What the evidence says of a token besides its gradient; None where the run has no such data."""
     # On-policy, verl takes the log-probs of this very forward for the old ones.
     old = log_prob if case.on_policy else rows["old_log_probs"]
@@ -204,6 +216,9 @@ def token_facts(
         "rollout_log_prob": None if rollout is None else rollout[row, position],
         "rollout_ratio": None if rollout is None else (log_prob - rollout)[row, position].exp(),
         "sequence_ratio": differences.mean().exp(),
+        "kl_coefficient": None if kl is None else kl[row, position],
+        # The other models name no token that ends a turn.
+        "after_eos": (rows["responses"][row, :position] == END).any() if case.has_end else None,
     }
     return {name: None if value is None else value.item() for name, value in facts.items()}
 

@@ -5,7 +5,6 @@ all-to-all call, which gloo lacks; with verl 0.7 also for flash attention's way 
 has nested tensors, that a CPU has too.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -13,10 +12,8 @@ import actor_cases
 import cluster
 import torch
 import torch.distributed as dist
-from actor_cases import Run, compare_runs, threshold_between, with_nan_embedding
-from actors import ENGINE, IDENTITY_THRESHOLD, PROMPT, Case, build_model
-from batches import build_batch
-from oracle import Unit, brute_force
+from actor_cases import Run
+from actors import ENGINE, IDENTITY_THRESHOLD, Case, build_model
 from verl.models.transformers import monkey_patch
 from verl.utils import ulysses
 
@@ -93,26 +90,6 @@ def all_to_all(
         output.copy_(theirs[dist.get_rank(group)])
 
 
-def search(case: Case, size: int) -> tuple[list[Unit], list[float], float, Run, dict[str, bool]]:
-    """The brute force, and a run with a threshold between the planted tokens and the others.
-
-    Returns:
-        tuple: Units (of each group of ranks once), reduced norms, the threshold, the run, and what of it is
-            bit-identical to a run without a search.
-    """
-    units, norms = brute_force(case, build_batch(case, dist.get_rank() // size), tokens=True)
-    units = [dataclasses.replace(unit, rank=unit.rank // size) for unit in units if unit.rank % size == 0]
-    threshold = threshold_between(case, units)
-    run = train(case, size, grad_norm_threshold=threshold)
-    return units, norms, threshold, run, compare_runs(run, train(case, size, detect=False))
-
-
-def broken_row(case: Case, rank: int, row: int, meter: str) -> Run:
-    """A token of one rank's prompt has NaN for its embedding."""
-    prepare = with_nan_embedding(case, rank, row, PROMPT - 1)
-    return train(case, 1, meter=meter, prepare=prepare, grad_norm_threshold=IDENTITY_THRESHOLD)
-
-
 def drop(case: Case, size: int) -> tuple[float, Run]:
     """The relative distance from the gradient that the local meter leaves after taking the culprits out.
 
@@ -126,12 +103,3 @@ def drop(case: Case, size: int) -> tuple[float, Run]:
     sums = torch.tensor([gap, sum(float(b.square().sum()) for b in theirs)])
     dist.all_reduce(sums)
     return float((sums[0] / sums[1]).sqrt()), run
-
-
-def spiked(case: Case, size: int, directory: str) -> Run:
-    """A run that keeps a bundle of its spike, beside the model's weights at its start."""
-    if dist.get_rank() == 0:
-        build_model(case).save_pretrained(f"{directory}/model")
-    run = train(case, size, grad_norm_threshold=IDENTITY_THRESHOLD, bisect_dump_dir=f"{directory}/dump", spike_replay=1)
-    dist.barrier()
-    return run

@@ -2,6 +2,8 @@
 
 import dataclasses
 import types
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from actors import (
     SIZES,
     Case,
     gathered,
+    local,
     settings_of,
     stock_module,
     tile_mlps,
@@ -34,7 +37,6 @@ from verl import DataProto
 from verl.workers.config import FSDPCriticConfig, FSDPCriticModelCfg, FSDPEngineConfig
 
 from gradloc.judge.critic import cause, summary
-from gradloc.judge.judgement import judged
 from gradloc_tools.report.reading import read
 from gradloc_tools.report.summary import summarize
 from gradloc_tools.schema import CRITIC
@@ -192,74 +194,27 @@ def brute_force(case: Case, batch: DataProto) -> tuple[list[list[dict[str, Any]]
     return gathered(found), norms_of(total)[1]
 
 
-def first_spike(case: Case, directory: str, threshold: float) -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:
-    """The brute force, and the first spike that the critic has with this τ; the metrics of the update."""
-    critic = Critic(case, spike_detection=True, grad_norm_threshold=threshold, bisect_dump_dir=directory)
-    batch = build_data(case, 0)
-    expected, reduced = brute_force(case, batch)
-    metrics = critic.update(batch)
+def trained(
+    case: Case,
+    directory: str,
+    seeds: Sequence[int] = (0,),
+    stock: bool = False,
+    tokenizer: Any = None,
+    threshold: float | None = None,
+) -> tuple[list[dict[str, Any]], list[torch.Tensor]]:
+    """Updates with these data, of which those of 0 have planted returns: their metrics, and this rank's parameters."""
+    detection = {} if threshold is None else {"spike_detection": True, "grad_norm_threshold": threshold}
+    critic = Critic(case, stock, tokenizer, bisect_dump_dir=directory, **detection)
+    metrics = [critic.update(build_data(case, seed)) for seed in seeds]
     dist.barrier()
-    return expected, reduced, lines_in(Path(directory), "critic.jsonl")[0], metrics
+    return metrics, [local(parameter) for parameter in critic.module.parameters()]
 
 
-def planted(case: Case, directory: str, threshold: float | str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Two ordinary updates around one with planted returns: the metrics of each, and the file's lines."""
-    critic = Critic(case, spike_detection=True, grad_norm_threshold=threshold, bisect_dump_dir=directory)
-    metrics = [critic.update(build_data(case, seed)) for seed in (1, 0, 2)]
-    dist.barrier()
-    return metrics, lines_in(Path(directory), "critic.jsonl")
-
-
-def resumed(directory: str) -> list[list[float]]:
-    """The norms that an automatic threshold has learned, and those of another one that has loaded them."""
-    from verl.utils.gradloc.adapters.watch import read_state
-
-    critics = [Critic(Case(), spike_detection=True, bisect_dump_dir=directory) for _ in range(2)]
-    critics[0].update(build_data(Case(), 1))
-    critics[0].watch.save(directory)
-    dist.barrier()
-    critics[1].update(build_data(Case(), 2))
-    critics[1].watch.load(lambda: read_state(directory))
-    return [critic.watch.gradloc.state_dict()["token_norms"] for critic in critics]
-
-
-def without_a_tokenizer(directory: str) -> list[dict[str, Any]]:
-    """The spikes of an update with a planted return, where no tokenizer can be read."""
-    case = Case(planted=((1, 5, 1),))
-    critic = Critic(
-        case,
-        tokenizer=BrokenTokenizer(),
-        spike_detection=True,
-        grad_norm_threshold=100.0,
-        bisect_dump_dir=directory,
-    )
-    critic.update(build_data(case, 0))
-    return critic.watch.lines()
-
-
-def parameters_after(case: Case, directory: str, stock: bool, options: dict[str, Any]) -> list[torch.Tensor]:
-    """This rank's parameters after two updates with a spike in the first."""
-    critic = Critic(case, stock, bisect_dump_dir=directory, **options)
-    for seed in range(2):
-        critic.update(build_data(case, seed))
-    whole = [p.to_local() if hasattr(p, "to_local") else p for p in critic.module.parameters()]
-    return [parameter.detach().clone() for parameter in whole]
-
-
-def loss_of_ones_own(directory: str) -> list[dict[str, Any]]:
-    """An update whose loss does not call verl's value loss: the figures of training alone."""
-    critic = Critic(Case(), spike_detection=True, bisect_dump_dir=directory)
-    batch = build_data(Case(), 0)
-    critic.update(batch)
-    watch = critic.watch
-    watch.start_update(1)
-    watch.begin_pass({}, [0], None)
-    with watch.loss(None):
-        pass  # no call of verl's `agg_loss`
-    tokens = {name: torch.ones(1, 1) for name in ("response_mask", "value")}
-    watch.observe({}, lambda: tokens, lambda: (1, 1))
-    watch.step(0, 0, lambda: 1.0)
-    return watch.lines()
+def lines(folder: Path) -> list[dict[str, Any]]:
+    found = lines_in(folder, "critic.jsonl")
+    for line in found:
+        VALIDATOR.validate(line)
+    return found
 
 
 VALIDATOR = Draft202012Validator(CRITIC)
@@ -274,9 +229,9 @@ PLANTED = ((1, 5, 1),)
 )
 def test_norms_and_errors_are_those_of_plain_autograd(launch: Launch, tmp_path: Path, world: int, case: Case) -> None:
     """A τ of nearly zero makes every micro-batch a spike."""
-    results = launch(world, first_spike, case, str(tmp_path), 1e-6)
-    by_rank, reduced, spike, metrics = results[0]
-    VALIDATOR.validate(spike)
+    by_rank, reduced = launch(world, lambda: brute_force(case, build_data(case, 0)))[0]
+    (metrics,), _ = launch(world, partial(trained, threshold=1e-6), case, str(tmp_path))[0]
+    spike, *_ = lines(tmp_path)
     tolerance = case.tolerance
     expected = {
         (rank, index): unit
@@ -311,13 +266,10 @@ def test_norms_and_errors_are_those_of_plain_autograd(launch: Launch, tmp_path: 
     on_engine(2, Case("fsdp1", nested=actors.ENGINE, epochs=2, mini_batch=4, planted=PLANTED)),
 )
 def test_a_planted_return_is_found(launch: Launch, tmp_path: Path, world: int, case: Case) -> None:
-    results = launch(world, planted, case, str(tmp_path), 100.0)
-    metrics, lines = results[0]
+    metrics, _ = launch(world, partial(trained, seeds=(1, 0, 2), threshold=100.0), case, str(tmp_path))[0]
     assert [of["critic/gradloc/triggered"] for of in metrics][::2] == [0, 0]
-    spike, *later = lines
-    for line in lines:
-        VALIDATOR.validate(line)
-    assert metrics[1]["critic/gradloc/triggered"] == len(lines)
+    spike, *later = lines(tmp_path)
+    assert metrics[1]["critic/gradloc/triggered"] == 1 + len(later)
     ((rank, row, position),) = PLANTED
     mini_batch, row_in = divmod(row, case.mini_batch)
     assert (spike["global_step"], spike["epoch"], spike["mini_batch"]) == (7, 0, mini_batch)
@@ -333,13 +285,14 @@ def test_a_planted_return_is_found(launch: Launch, tmp_path: Path, world: int, c
     assert "look at the returns" in spike["summary"] and f"row {row_in}, position {position}" in spike["summary"]
     assert len(later) == case.epochs - 1
     (warning,) = summarize(read(str(tmp_path)), 5)["warnings"]
-    assert (warning["name"], warning["first_step"], warning["sentence"]) == ("critic", 7, lines[-1]["summary"])
+    assert (warning["name"], warning["first_step"], warning["sentence"]) == ("critic", 7, later[-1]["summary"])
 
 
 def test_a_tiled_mlp_is_measured_by_its_reduced_gradient(launch: Launch, tmp_path: Path) -> None:
     case = Case("fsdp2", model="tiled", planted=PLANTED)
-    _, reduced, spike, _ = launch(2, first_spike, case, str(tmp_path), 1.0)[0]
-    VALIDATOR.validate(spike)
+    _, reduced = launch(2, lambda: brute_force(case, build_data(case, 0)))[0]
+    launch(2, partial(trained, threshold=1.0), case, str(tmp_path))
+    spike, *_ = lines(tmp_path)
     assert spike["micro_batches"] == []
     # verl 0.7's critic computes in bfloat16, and a tiled MLP rounds its sums elsewhere.
     tolerance = case.tolerance if actors.ENGINE else 2e-2
@@ -351,32 +304,42 @@ def test_a_tiled_mlp_is_measured_by_its_reduced_gradient(launch: Launch, tmp_pat
     on_engine(2, Case("fsdp2", dynamic=True, planted=PLANTED)),
 )
 def test_training_is_that_of_the_released_verl(launch: Launch, tmp_path: Path, world: int, case: Case) -> None:
-    stock = launch(world, parameters_after, case, str(tmp_path), True, {})
-    for options in ({}, {"spike_detection": True, "grad_norm_threshold": 10.0}):
-        for ours, released in zip(
-            launch(world, parameters_after, case, str(tmp_path), False, options), stock, strict=True
-        ):
-            assert all(torch.equal(a, b) for a, b in zip(ours, released, strict=True))
+    runs = [
+        [parameters for _, parameters in launch(world, partial(trained, seeds=(0, 1), **options), case, str(tmp_path))]
+        for options in ({"stock": True}, {}, {"threshold": 10.0})
+    ]
+    for released, *ours in zip(*runs, strict=True):
+        for parameters in ours:
+            assert all(map(torch.equal, parameters, released))
     assert (tmp_path / "critic.jsonl").exists()
 
 
 @pytest.mark.every_target
-def test_learned_norms_come_back_with_a_checkpoint(launch: Launch, tmp_path: Path) -> None:
-    for saved, loaded in launch(2, resumed, str(tmp_path)):
-        assert saved == loaded and len(saved) == 1
-
-
-@pytest.mark.every_target
 def test_another_loss_is_not_looked_at(launch: Launch, tmp_path: Path) -> None:
-    assert launch(2, loss_of_ones_own, str(tmp_path)) == [[], []]
+    """A loss that does not call verl's value loss: the figures of training alone."""
+
+    def loss_of_ones_own() -> list[dict[str, Any]]:
+        critic = Critic(Case(), spike_detection=True, bisect_dump_dir=str(tmp_path))
+        critic.update(build_data(Case(), 0))
+        watch = critic.watch
+        watch.start_update(1)
+        watch.begin_pass({}, [0], None)
+        with watch.loss(None):
+            pass  # no call of verl's `agg_loss`
+        tokens = {name: torch.ones(1, 1) for name in ("response_mask", "value")}
+        watch.observe({}, lambda: tokens, lambda: (1, 1))
+        watch.step(0, 0, lambda: 1.0)
+        return watch.lines()
+
+    assert launch(2, loss_of_ones_own) == [[], []]
 
 
 @pytest.mark.every_target
 def test_without_a_tokenizer_a_value_has_no_text(launch: Launch, tmp_path: Path) -> None:
-    (spike,), _ = launch(2, without_a_tokenizer, str(tmp_path))
-    assert spike["values"][0]["return"] == RETURN
-    assert "token" not in spike["values"][0]
-    VALIDATOR.validate(judged(spike))
+    options = {"tokenizer": BrokenTokenizer(), "threshold": 100.0}
+    launch(2, partial(trained, **options), Case(planted=PLANTED), str(tmp_path))
+    (found,) = lines(tmp_path)
+    assert found["values"][0]["return"] == RETURN and "token" not in found["values"][0]
 
 
 def spike(**fields: Any) -> dict[str, Any]:

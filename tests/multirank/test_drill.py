@@ -1,6 +1,7 @@
 """The spike drill: the planted token is found in every configuration, and training is as without a drill."""
 
 import json
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,8 +12,9 @@ from action_cases import DETECTION, fill_with_nan
 from actor_cases import Run, compare_runs, train
 from actors import ENGINE, IDENTITY_THRESHOLD, Case
 from batches import build_batch
-from oracle import Unit, brute_force
-from test_actor import ONE, THREE, Launch, on_ranks, same_events, skip_what_verl_cannot_train
+from notation import cases
+from oracle import brute_force
+from test_actor import ONE, THREE, Launch, harmless, on_ranks, same_events, skip_what_verl_cannot_train
 from test_faults import disturb
 from valid_events import valid_events
 from verl.workers.config import LayerClipConfig
@@ -70,24 +72,6 @@ def of_gradloc(metrics: dict[str, Any]) -> str:
     return repr({name: value for name, value in metrics.items() if "gradloc" in name and not name.endswith(left_out)})
 
 
-def sensitivities(case: Case) -> list[Unit]:
-    """The brute force of the first mini-batch, in which each token's norm is divided by its coefficient's size."""
-    units, _ = brute_force(case, build_batch(case, dist.get_rank()), tokens=True, steps=1)
-    for unit in units:
-        for token in unit.each:
-            token.norm *= token.weight / abs(token.coefficient)
-    return units
-
-
-def with_shared_sequences(case: Case, size: int) -> tuple[dict[str, bool], str, dict[str, Any]]:
-    """With groups of `size` ranks that share their data: what a drill leaves as it was, its events and metrics."""
-    options = {"grad_norm_threshold": IDENTITY_THRESHOLD}
-    drilled = reduced_meter_cases.train(case, size, spike_drill_step=STEP, **options)
-    plain = reduced_meter_cases.train(case, size, **options)
-    same = compare_runs(drilled, plain) | {"no spike": plain.events == ["[]"]}
-    return same, drilled.events[0], drilled.metrics[0]
-
-
 def without_weights(case: Case) -> tuple[dict[str, bool], Run]:
     """A drill in a mini-batch without a response token on any rank."""
 
@@ -95,24 +79,23 @@ def without_weights(case: Case) -> tuple[dict[str, bool], Run]:
         if batch.meta_info["global_steps"] == STEP:
             batch.batch["response_mask"].zero_()
 
-    options = with_detection({})
-    drilled = train(case, calls=2, change_batch=reject, spike_drill_step=STEP, **options)
-    return compare_runs(drilled, train(case, calls=2, change_batch=reject, **options)), drilled
+    options = {"calls": 2, "change_batch": reject, **DETECTION}
+    drilled = train(case, spike_drill_step=STEP, **options)
+    return compare_runs(drilled, train(case, **options)), drilled
 
 
-def with_broken_weights(case: Case, options: dict[str, Any]) -> tuple[dict[str, bool], Run]:
+def with_broken_weights(case: Case) -> tuple[dict[str, bool], Run]:
     """A drill while every parameter is NaN."""
-
-    drilled = train(case, prepare=fill_with_nan, spike_drill_step=STEP, **with_detection(options))
+    options = with_detection({"spike_action": "skip", "clip_layers": True})
+    drilled = train(case, prepare=fill_with_nan, spike_drill_step=STEP, **options)
     return {"no step": drilled.gradients == []}, drilled
 
 
 def with_a_failing_pass(case: Case, number: int) -> tuple[dict[str, bool], Run]:
     """Rank 1's pass of the drill with that number, counted from 0, fails; before it, there is the rehearsal."""
     prepare = partial(disturb, where="before the forward", when=number + 2)
-    options = with_detection({})
-    drilled = train(case, calls=2, prepare=prepare, spike_drill_step=STEP, **options)
-    return compare_runs(drilled, train(case, calls=2, **options)), drilled
+    drilled = train(case, calls=2, prepare=prepare, spike_drill_step=STEP, **DETECTION)
+    return compare_runs(drilled, train(case, calls=2, **DETECTION)), drilled
 
 
 EVERY_ROW = tuple((rank, row) for rank in range(2) for row in range(8))
@@ -169,7 +152,7 @@ def test_a_drill_finds_its_token_and_changes_no_bit(
 def test_the_norm_of_the_planted_token_is_that_of_the_oracle(launch: Launch) -> None:
     """Against brute force: the culprit's norm over its raised coefficient is the norm of ∇log p."""
     case = Case("fsdp1", dynamic=True, kl=True)
-    units = launch(2, sensitivities, case)[0]
+    units, _ = launch(2, lambda: brute_force(case, build_batch(case, dist.get_rank()), tokens=True, steps=1))[0]
     _, _, drilled, _ = launch(2, both, case, {})[0]
     event = valid_events(drilled.events[0])[0]
     (culprit,) = event["culprits"]
@@ -179,17 +162,25 @@ def test_the_norm_of_the_planted_token_is_that_of_the_oracle(launch: Launch) -> 
         for token in unit.each
         if unit.rank == culprit["rank"] and (token.row, token.position) == (culprit["row"], culprit["position"])
     ]
-    assert culprit["grad_norm"] * culprit["weight"] / abs(culprit["coefficient"]) == pytest.approx(token.norm, rel=1e-4)
+    assert culprit["grad_norm"] * culprit["weight"] / abs(culprit["coefficient"]) == pytest.approx(
+        token.norm * token.weight / abs(token.coefficient), rel=1e-4
+    )
     assert culprit["coefficient"] * token.coefficient > 0
 
 
-@pytest.mark.parametrize(
-    ("world", "size"),
-    [(2, 1), pytest.param(2, 2, marks=ON_ENGINE)],
-)
-def test_a_drill_finds_its_token_in_shared_sequences(launch: Launch, world: int, size: int) -> None:
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=ON_ENGINE)])
+def test_a_drill_finds_its_token_in_shared_sequences(launch: Launch, size: int) -> None:
     """With sequence parallelism, and with the reduced meter on unshared data."""
-    results = launch(world, with_shared_sequences, Case("fsdp2", packed=size > 1), size)
+    case = Case("fsdp2", packed=size > 1)
+
+    def with_shared_sequences() -> tuple[dict[str, bool], str, dict[str, Any]]:
+        options = {"grad_norm_threshold": IDENTITY_THRESHOLD}
+        drilled = reduced_meter_cases.train(case, size, spike_drill_step=STEP, **options)
+        plain = reduced_meter_cases.train(case, size, **options)
+        same = compare_runs(drilled, plain) | {"no spike": plain.events == ["[]"]}
+        return same, drilled.events[0], drilled.metrics[0]
+
+    results = launch(2, with_shared_sequences)
     for same, events, metrics in results:
         assert all(same.values()), same
         assert events == results[0][1]
@@ -197,38 +188,31 @@ def test_a_drill_finds_its_token_in_shared_sequences(launch: Launch, world: int,
         assert event["search"] == "reduced"
         check_drill(event, metrics or results[0][2])
     # Of the ranks that share their data, verl 0.9 reads the metrics of the first.
-    assert [metrics == {} for *_, metrics in results] == [ENGINE and rank % size > 0 for rank in range(world)]
+    assert [metrics == {} for *_, metrics in results] == [False, ENGINE and size == 2]
 
 
-def failed_drill(results: list[tuple[dict[str, bool], Run]]) -> dict[str, Any]:
-    first, *_ = same_events([run for _, run in results])
-    for same, run in results:
-        assert all(same.values()), same
-        assert run.metrics[0]["actor/gradloc/drill_found"] == 0.0
-    assert not first[0]["drill"]["found"]
-    return first[0]
+def failing(number: int) -> partial[Any]:
+    return partial(with_a_failing_pass, number=number)
 
 
-def test_a_drill_without_a_response_token_fails_with_a_reason(launch: Launch) -> None:
-    event = failed_drill(launch(2, without_weights, Case("fsdp2", mini_batch=4)))
-    assert event["drill"]["planted"] is None and "no response token" in event["error"]
-
-
-def test_a_drill_with_nan_weights_fails_with_a_reason(launch: Launch) -> None:
-    options = {"spike_action": "skip", "clip_layers": True}
-    event = failed_drill(launch(2, with_broken_weights, Case(), options))
-    assert event["diagnosis"] == "nonfinite" and event["drill"]["planted"] is None
-
-
-@pytest.mark.parametrize(
-    ("case", "number"),
-    [
-        *[(Case("fsdp1"), number) for number in (0, 2, 5)],
-        # Parts of a micro-batch do not reach all experts: a dummy pass comes first.
-        (Case("fsdp2", model="moe", micro_batch=8), 1),
-    ],
+@cases(
+    "function case diagnosis",
+    (without_weights, Case("fsdp2", mini_batch=4), "incomplete"),
+    (with_broken_weights, Case(), "nonfinite"),
+    # The pass that measures the token, one of the mini-batch's four, and one of the search.
+    *[(failing(number), Case("fsdp1"), "incomplete") for number in (0, 2, 5)],
+    # Parts of a micro-batch do not reach all experts: a dummy pass comes first.
+    (failing(1), Case("fsdp2", model="moe", micro_batch=8), "incomplete"),
+    ids=["no token", "NaN weights", "token", "mini-batch", "search", "dummy"],
 )
-def test_a_failing_pass_fails_the_drill_on_all_ranks(launch: Launch, case: Case, number: int) -> None:
-    """The pass that measures the token, one of the mini-batch's four, and one of the search."""
-    event = failed_drill(launch(2, with_a_failing_pass, case, number))
-    assert "OutOfMemoryError" in event["error"] and event["diagnosis"] == "incomplete"
+def test_a_drill_that_fails_gives_a_reason_on_all_ranks(
+    launch: Launch, function: Callable[[Case], Any], case: Case, diagnosis: str
+) -> None:
+    results = launch(2, function, case)
+    (event, *_), *_ = harmless(results)
+    assert [run.metrics[0]["actor/gradloc/drill_found"] for _, run in results] == [0.0, 0.0]
+    assert event["diagnosis"] == diagnosis and not event["drill"]["found"]
+    is_planted = isinstance(function, partial)
+    assert is_planted or event["drill"]["planted"] is None
+    reason = "OutOfMemoryError" if is_planted else "no response token" if diagnosis == "incomplete" else ""
+    assert reason in (event["error"] or "")

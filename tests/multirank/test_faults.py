@@ -1,13 +1,14 @@
 """Whatever happens during a search: it ends on all ranks alike, and training goes on, or fails as it would without."""
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import os
 import signal
 import types
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 from action_cases import DETECTION, compared, layers_of
 from actor_cases import Run, compare_runs, stock_run, train, warnings_of
-from actors import ENGINE, PROMPT, Case, stock_dp_actor, with_hook_on_log_probs
+from actors import ENGINE, PROMPT, Case, dp_actor, stock_dp_actor, with_hook_on_log_probs
 from cluster import Cluster, RankFailed
 from notation import cases
 from test_actor import ONE, THREE, Launch, as_list, harmless, on_engine, on_ranks, places, same_events
@@ -135,30 +136,6 @@ def torch_without(name: str, ranks: Sequence[int]) -> Any:
     return mock.patch.object(LayerClip, "__init__", make_without)
 
 
-def layer_clip_without(case: Case, name: str) -> str:
-    """What a run with LayerClip says at its start, on a torch that lacks a name."""
-    with torch_without(name, range(dist.get_world_size())), pytest.raises(RuntimeError) as refused:
-        train(case, layer_clip=LayerClipConfig(enable=True))
-    return str(refused.value)
-
-
-def without_a_name(case: Case, name: str, ranks: list[int]) -> tuple[dict[str, bool], Run, list[str]]:
-    """A run on a torch that lacks a name on some ranks, compared with the unpatched actor; and the warnings."""
-    with torch_without(name, ranks), warnings_of("verl.utils.gradloc.gradloc") as warnings:
-        return *compared(case, spike_replay=1), warnings
-
-
-def with_unseen_calls(case: Case) -> tuple[dict[str, bool], Run, list[str]]:
-    """A run on a torch whose FSDP makes its collective calls by functions that nobody knows; and the warnings."""
-    stock_run(case, 2)
-    copied = types.SimpleNamespace(**vars(dist))
-    parts = [mock.patch.object(part, "dist", copied) for part in (_fsdp_collectives, _flat_param, _runtime_utils)]
-    with contextlib.ExitStack() as ended, warnings_of("verl.utils.gradloc.gradloc") as warnings:
-        for part in parts:
-            ended.enter_context(part)
-        return *compared(case), warnings
-
-
 def with_assertions(case: Case) -> tuple[dict[str, bool], Run]:
     """A run of a model that refuses hidden states of zero, compared with the unpatched actor."""
 
@@ -171,40 +148,6 @@ def with_assertions(case: Case) -> tuple[dict[str, bool], Run]:
             layer.register_forward_hook(check)
 
     return compared(case, both={"change_model": change})
-
-
-def rehearsed(calls: list[int], failing: int | None) -> tuple[str, int | None]:
-    """A rehearsal in which each rank makes so many calls, and one may fail before its last.
-
-    Returns:
-        tuple: This rank's error, and how many calls are known after it.
-    """
-    recorded = RecordedCollectives()
-
-    def run() -> None:
-        for number in range(calls[dist.get_rank()]):
-            if dist.get_rank() == failing and number == calls[failing] - 1:
-                run_out_of_memory()
-            dist.all_gather([torch.zeros(3) for _ in calls], torch.ones(3))
-
-    error = recorded.run(run, torch.device("cpu"), gathers=True)
-    return str(error), None if recorded.needs_rehearsal else len(recorded._recorded_calls)
-
-
-def out_of_time(case: Case, others: float) -> tuple[dict[str, bool], Run]:
-    """A run whose clock shows a second more at each reading on rank 0, and that many more on the others."""
-
-    def prepare(actor: Any) -> None:
-        now = 1e5 * dist.get_rank()
-
-        def clock() -> float:
-            nonlocal now
-            now += others if dist.get_rank() else 1.0
-            return now
-
-        actor.gradloc._search_time = SearchTime(4.5, clock)
-
-    return compared(case, prepare=prepare, bisect_budget_seconds=4.5, bisect_until="exhaustive")
 
 
 def evaluate_before_updates(actor: Any) -> None:
@@ -229,14 +172,9 @@ def failing_after_an_evaluation(case: Case, where: str, when: list[int]) -> tupl
         evaluate_before_updates(actor)
         disturb(actor, where, when)
 
-    stock = _stock_with_evaluations(case)
+    stock = train(case, stock_dp_actor(), calls=2, prepare=evaluate_before_updates)
     run = train(case, calls=2, prepare=prepare, **DETECTION)
     return compare_runs(run, stock), run
-
-
-@cache
-def _stock_with_evaluations(case: Case) -> Run:
-    return train(case, stock_dp_actor(), calls=2, prepare=evaluate_before_updates)
 
 
 def failing_without_an_expert(case: Case) -> tuple[dict[str, bool], Run]:
@@ -263,84 +201,6 @@ def without_an_expert(model: torch.nn.Module) -> None:
         layer.mlp.gate.register_forward_hook(avoid)
 
 
-def dropping_without_an_expert(case: Case) -> tuple[list[int], list[int], str]:
-    """How many parameters have a gradient in each optimizer step, without and with a drop; and the drop's events."""
-    stock = train(case, stock_dp_actor(), change_model=without_an_expert)
-    run = train(case, change_model=without_an_expert, **{**DETECTION, "spike_action": "drop"})
-    return [len(step) for step in stock.gradients], [len(step) for step in run.gradients], run.events[0]
-
-
-def with_other_arithmetic(case: Case) -> Run:
-    """A search on ranks of which each one makes something else of suspicion, as other processors might."""
-    suspicion = micro_batch.suspicion
-
-    def other(tokens: dict[str, torch.Tensor]) -> torch.Tensor:
-        return suspicion(tokens) * (1 + dist.get_rank() * torch.rand_like(tokens["weight"]))
-
-    with mock.patch.object(micro_batch, "suspicion", other):
-        return train(case, **DETECTION)
-
-
-def with_other_sums(case: Case) -> tuple[float, float, Run]:
-    """A run in which rank 1's copy of each all-reduced float64 sum is a little too large.
-
-    Returns:
-        tuple: The norm of the reduced gradient; the threshold, which lies just over it, and under what rank 1's copy
-            would give; the run.
-    """
-    options = {"spike_detection": True, "spike_trigger": "global"}
-    first = train(case, **options, grad_norm_threshold=1.0, bisect_budget_steps=1)
-    (event,) = json.loads(first.events[0])
-    trigger = event["trigger"]
-    threshold = trigger["norm"] / trigger["threshold"] * (1 + 1e-9)
-    all_reduce = dist.all_reduce
-
-    def inexact(tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
-        work = all_reduce(tensor, *arguments, **keywords)
-        if tensor.dtype == torch.float64 and dist.get_rank() == 1:
-            tensor.mul_(1 + 1e-8)
-        return work
-
-    with mock.patch.object(dist, "all_reduce", inexact):
-        run = train(case, **options, grad_norm_threshold=threshold)
-    return trigger["norm"], threshold * trigger["threshold"], run
-
-
-def failing_beside_the_passes(case: Case, what: str) -> tuple[dict[str, bool], Run]:
-    """A rank runs out of memory where a search only looks at figures; compared with the unpatched actor.
-
-    Args:
-        case (Case): The actor.
-        what (str): "the units", which are shared before the first probe; "a norm", read after one; "its culprits", of
-            which it tells the other ranks at the end; "the event", which rank 0 writes down. Else it is rank 1.
-    """
-
-    def prepare(actor: Any) -> None:
-        if dist.get_rank() != 1:
-            return
-        if what == "a norm":
-            norms = actor.gradloc._model.meter
-            stop = norms.stop
-            norms.stop = lambda: stop() if actor.gradloc.current else run_out_of_memory()
-        elif what != "the event":
-            measure = actor.gradloc._measure
-
-            def measured(where: Any) -> Any:
-                mini_batch = measure(where)
-                if what == "the units":
-                    mini_batch._own_figures = run_out_of_memory
-                for each in mini_batch.micro_batches if what == "its culprits" else ():
-                    portable = each.portable
-                    # With their inputs, they are sent to be searched.
-                    each.portable = lambda scale, inputs=True, p=portable: p(scale) if inputs else run_out_of_memory()
-                return mini_batch
-
-            actor.gradloc._measure = measured
-
-    with failing(event, "_trigger", 1, [0] if what == "the event" else []):
-        return compared(case, prepare=prepare)
-
-
 # What is read of a training pass or of a mini-batch, and which time it fails; with TokenClip, before the backward.
 READ = {
     "norms": (local_norms, "norms_of_all", 2),
@@ -348,13 +208,6 @@ READ = {
     "weights and TokenClip": (loss_weights, "policy_weights", 2),
     "sums": (metrics, "own_sums", 1),
 }
-
-
-def with_an_unread_pass(case: Case, what: str, ranks: list[int]) -> tuple[dict[str, bool], Run]:
-    """A run in which some ranks run out of memory over the first update, compared with the unpatched actor."""
-    clip = {"token_clip": TokenClipConfig(enable=True, action="log")} if "TokenClip" in what else {}
-    with failing(*READ[what], ranks):
-        return compared(case, **clip)
 
 
 def failing_alone(case: Case) -> None:
@@ -373,26 +226,6 @@ def failing_on_shared_data(case: Case) -> None:
     reduced_meter_cases.train(case, 2, prepare=partial(disturb, where="in a layer", when=2), **DETECTION)
 
 
-def killed(case: Case, stock: bool) -> None:
-    """Rank 1 is killed in the middle of an extra pass, or of an ordinary one of an unpatched actor."""
-    prepare = partial(disturb, where="in a layer", when=2, disturbance=lambda: os.kill(os.getpid(), signal.SIGKILL))
-    if stock:
-        train(case, stock_dp_actor(), prepare=prepare)
-    else:
-        train(case, prepare=prepare, **DETECTION)
-
-
-def unequal_lengths(case: Case) -> tuple[dict[str, bool], Run]:
-    """All responses of rank 0 are cut to one token: under dynamic batch sizes it would need fewer micro-batches."""
-
-    def change_batch(batch: DataProto) -> None:
-        if dist.get_rank() == 0:
-            batch.batch["attention_mask"][:, PROMPT + 1 :] = 0
-            batch.batch["response_mask"][:, 1:] = 0
-
-    return compared(case, 1, {"change_batch": change_batch})
-
-
 def check_search(results: list[Any], case: Case, error: str = "") -> dict[str, Any]:
     """The event of a search that has found the planted tokens, or has ended with an error; the next call has none."""
     (event,), second = harmless(results)
@@ -407,11 +240,9 @@ def check_search(results: list[Any], case: Case, error: str = "") -> dict[str, A
 @on_ranks(
     (1, Case("fsdp2", planted=((0, 0, 4), (0, 6, 1))), "in a layer"),
     (2, Case("fsdp1", planted=THREE), "in a layer", pytest.mark.every_target),
-    (2, Case("fsdp1", planted=THREE), "in a layer's backward"),
     (2, Case("fsdp1", planted=THREE), "in the backward"),
     (2, Case("fsdp2", checkpointing=True, planted=THREE), "in a layer"),
     (2, Case("fsdp2", activation_offload=True, planted=THREE), "in a layer's backward"),
-    (2, Case("fsdp2", grouped=True, planted=THREE), "in a layer"),
     *[(2, Case("fsdp2", planted=THREE), where) for where in ("before the forward", "after the forward")],
     (2, Case("fsdp2", planted=THREE), "in the backward", pytest.mark.every_target),
     (4, Case("fsdp1", hsdp=True, planted=THREE), "in a layer's backward"),
@@ -425,11 +256,38 @@ def test_out_of_memory_in_a_pass_ends_the_search_on_all_ranks(
     check_search(launch(world, failing_search, case, where, failing, when), case, "OutOfMemoryError")
 
 
-@pytest.mark.parametrize("failing", [[], [1]], ids=["found", "out of memory"])
-def test_a_search_where_a_torch_has_what_2_15_has(launch: Launch, failing: list[int]) -> None:
-    case = Case("fsdp2", planted=THREE)
-    results = launch(2, failing_search, case, "in a layer's backward", failing, 2, True)
-    check_search(results, case, "OutOfMemoryError" if failing else "")
+TORCH_2_15 = partial(failing_search, where="in a layer's backward", when=2, later_torch=True)
+EXPERTS = Case("fsdp2", model="moe", micro_batch=8, planted=((0, 0, 4), (0, 6, 1), (1, 6, 9)))
+# A forward without gradients may leave parameters unsharded, so that the training passes make fewer calls.
+UNSHARDED = Case("fsdp1", stays_unsharded=True, planted=THREE)
+UNSHARDED_2 = dataclasses.replace(UNSHARDED, wrap="fsdp2", deferred=True)
+# The first extra pass is the rehearsal in the first update. If that fails, the search begins with another one.
+REHEARSAL = partial(failing_after_an_evaluation, where="in a layer's backward", when=[1])
+BOTH = partial(failing_after_an_evaluation, where="in a layer", when=[1, 2])
+ON_ENGINE = pytest.mark.target(version="0.9.1")
+of_single_experts = pytest.mark.skipif(ENGINE, reason="transformers 5 has all experts of a layer in one parameter")
+
+
+@cases(
+    "function case passes",
+    (partial(TORCH_2_15, ranks=[]), Case("fsdp2", planted=THREE), None),
+    (partial(TORCH_2_15, ranks=[1]), Case("fsdp2", planted=THREE), 1),
+    # A rehearsal without communication would see parameters of zero.
+    (with_assertions, Case("fsdp2", planted=THREE), None),
+    (REHEARSAL, UNSHARDED, None),
+    (BOTH, UNSHARDED, 1),
+    pytest.param(REHEARSAL, UNSHARDED_2, None, marks=ON_ENGINE),
+    pytest.param(BOTH, UNSHARDED_2, 1, marks=ON_ENGINE),
+    # Probes make larger collective calls than training does there, also the first of them.
+    pytest.param(failing_without_an_expert, EXPERTS, 1, marks=of_single_experts),
+    ids=["torch 2.15", "torch 2.15 fails", "assertions", "1 rehearsal", "1 both", "2 rehearsal", "2 both", "expert"],
+)
+def test_searches_of_unusual_models_end_on_all_ranks(
+    launch: Launch, function: Callable[..., Any], case: Case, passes: int | None
+) -> None:
+    """They find the tokens or, where a number of passes is given, end out of memory."""
+    event = check_search(launch(2, function, case), case, "OutOfMemoryError" if passes else "")
+    assert passes is None or event["passes"] == passes
 
 
 @cases(
@@ -440,7 +298,11 @@ def test_a_search_where_a_torch_has_what_2_15_has(launch: Launch, failing: list[
 def test_what_torch_lacks_turns_the_search_off_on_all_ranks(
     launch: Launch, wrap: str, name: str, ranks: list[int]
 ) -> None:
-    results = launch(2, without_a_name, Case(wrap, planted=THREE), name.partition(".")[2], ranks)
+    def without_a_name() -> tuple[dict[str, bool], Run, list[str]]:
+        with torch_without(name.partition(".")[2], ranks), warnings_of("verl.utils.gradloc.gradloc") as warnings:
+            return *compared(Case(wrap, planted=THREE), spike_replay=1), warnings
+
+    results = launch(2, without_a_name)
     assert harmless(results) == [[], []]
     (warning,), other = [warnings for _, _, warnings in results]
     assert name in warning and other == []
@@ -448,17 +310,30 @@ def test_what_torch_lacks_turns_the_search_off_on_all_ranks(
 
 
 def test_layer_clip_says_at_the_start_what_torch_lacks(launch: Launch) -> None:
-    for said in launch(2, layer_clip_without, Case("fsdp1"), "process_group"):
-        assert (
-            "layer_clip.enable: LayerClip cannot be built with torch " in said
-            and "(rank 0: AttributeError: process_group); take a torch" in said
-        )
+    def without_a_name() -> str:
+        with torch_without("process_group", [0, 1]), pytest.raises(RuntimeError) as refused:
+            train(Case("fsdp1"), layer_clip=LayerClipConfig(enable=True))
+        return str(refused.value)
+
+    for said in launch(2, without_a_name):
+        assert "layer_clip.enable: LayerClip cannot be built with torch " in said
+        assert "(rank 0: AttributeError: process_group); take a torch" in said
 
 
 @pytest.mark.parametrize("wrap", ["fsdp1", "fsdp2"])
 def test_unseen_collective_calls_leave_no_rank_waiting(launch: Launch, wrap: str) -> None:
     """They are unknown, and there is no search, in which they would have to be made after an error."""
-    results = launch(2, with_unseen_calls, Case(wrap, planted=THREE))
+    case = Case(wrap, planted=THREE)
+
+    def with_unseen_calls() -> tuple[dict[str, bool], Run, list[str]]:
+        stock_run(case, 2)
+        copied = types.SimpleNamespace(**vars(dist))  # whose functions nobody knows
+        with contextlib.ExitStack() as ended, warnings_of("verl.utils.gradloc.gradloc") as warnings:
+            for part in (_fsdp_collectives, _flat_param, _runtime_utils):
+                ended.enter_context(mock.patch.object(part, "dist", copied))
+            return *compared(case), warnings
+
+    results = launch(2, with_unseen_calls)
     (event,), second = harmless(results)
     assert "none of the collective calls" in event["error"] and event["culprits"] == [] and second == []
     (warning,), other = [warnings for _, _, warnings in results]
@@ -476,79 +351,93 @@ def test_unseen_collective_calls_leave_no_rank_waiting(launch: Launch, wrap: str
 def test_a_rehearsal_ends_on_all_ranks(
     launch: Launch, calls: list[int], failing: int | None, errors: list[str], known: int | None
 ) -> None:
-    for (error, found), expected in zip(launch(2, rehearsed, calls, failing), errors, strict=True):
+    """Each rank makes so many calls, and one may fail before its last."""
+
+    def rehearsed() -> tuple[str, int | None]:
+        def run() -> None:
+            for number in range(calls[dist.get_rank()]):
+                if dist.get_rank() == failing and number == calls[failing] - 1:
+                    run_out_of_memory()
+                dist.all_gather([torch.zeros(3) for _ in calls], torch.ones(3))
+
+        recorded = RecordedCollectives()
+        error = recorded.run(run, torch.device("cpu"), gathers=True)
+        return str(error), None if recorded.needs_rehearsal else len(recorded._recorded_calls)
+
+    for (error, found), expected in zip(launch(2, rehearsed), errors, strict=True):
         assert expected in error and found == known
-
-
-def test_a_model_that_asserts_on_its_activations_is_searched(launch: Launch) -> None:
-    """A rehearsal without communication would see parameters of zero."""
-    case = Case("fsdp2", planted=THREE)
-    check_search(launch(2, with_assertions, case), case)
 
 
 @pytest.mark.parametrize("others", [0.0, 1e6])
 def test_the_clock_of_the_first_rank_ends_the_search_on_all(launch: Launch, others: float) -> None:
     """Other ranks would search on, or not at all, by their own clocks."""
-    results = launch(2, out_of_time, Case("fsdp2", planted=THREE), others)
+
+    def prepare(actor: Any) -> None:
+        first = dist.get_rank() == 0
+        readings = itertools.count(0 if first else 1e5, 1.0 if first else others)
+        actor.gradloc._search_time = SearchTime(4.5, partial(next, readings))
+
+    options = {"prepare": prepare, "bisect_budget_seconds": 4.5, "bisect_until": "exhaustive"}
+    results = launch(2, partial(compared, Case("fsdp2", planted=THREE), **options))
     (event,), second = harmless(results)
     assert event["out_of_time"] and not event["complete"] and second == []
     # A reading when it begins, and one before each pass.
     assert event["budget_seconds"] == 4.5 and event["passes"] == 3 and event["error"] is None
 
 
-@on_ranks(
-    (2, Case("fsdp1", stays_unsharded=True, planted=THREE)),
-    on_engine(2, Case("fsdp2", stays_unsharded=True, deferred=True, planted=THREE)),
-)
-@cases(
-    "where when",
-    ("in a layer's backward", [1]),
-    ("in a layer", [1, 2]),
-    ids=["rehearsal", "both"],
-)
-def test_out_of_memory_after_an_evaluation_ends_the_search(
-    launch: Launch, world: int, case: Case, where: str, when: list[int]
-) -> None:
-    """A forward without gradients may leave parameters unsharded, so that the training passes make fewer calls.
-
-    The first extra pass is the rehearsal in the first update. If that fails, the search begins with another one.
-    """
-    results = launch(world, failing_after_an_evaluation, case, where, when)
-    event = check_search(results, case, "" if when == [1] else "OutOfMemoryError")
-    assert event["passes"] == 1 or when == [1]
-
-
-of_single_experts = pytest.mark.skipif(ENGINE, reason="transformers 5 has all experts of a layer in one parameter")
-
-
-@of_single_experts
-def test_out_of_memory_with_an_idle_expert_ends_the_search(launch: Launch) -> None:
-    """Probes make larger collective calls than training does there, also the first of them."""
-    case = Case("fsdp2", model="moe", micro_batch=8, planted=((0, 0, 4), (0, 6, 1), (1, 6, 9)))
-    results = launch(2, failing_without_an_expert, case)
-    assert check_search(results, case, "OutOfMemoryError")["passes"] == 1
-
-
 @of_single_experts
 def test_a_drop_gives_no_gradient_to_what_had_none(launch: Launch) -> None:
     case = Case("fsdp2", model="moe", micro_batch=8, planted=THREE)
-    for stock, dropped, events in launch(2, dropping_without_an_expert, case):
-        (event,) = valid_events(events)
+
+    def runs() -> tuple[Run, Run]:
+        stock = train(case, stock_dp_actor(), change_model=without_an_expert)
+        return stock, train(case, change_model=without_an_expert, spike_action="drop", **DETECTION)
+
+    for stock, dropped in launch(2, runs):
+        (event,) = valid_events(dropped.events[0])
         assert event["applied"] and len(event["culprits"]) == len(THREE)
-        assert dropped == stock
+        assert [len(step) for step in dropped.gradients] == [len(step) for step in stock.gradients]
 
 
 def test_ranks_with_other_arithmetic_search_alike(launch: Launch) -> None:
-    (events,) = same_events(launch(2, with_other_arithmetic, Case(planted=THREE)))
-    (event,) = events
+    """Each one makes something else of suspicion, as other processors might."""
+
+    def with_other_arithmetic() -> Run:
+        suspicion = micro_batch.suspicion
+
+        def other(tokens: dict[str, torch.Tensor]) -> torch.Tensor:
+            return suspicion(tokens) * (1 + dist.get_rank() * torch.rand_like(tokens["weight"]))
+
+        with mock.patch.object(micro_batch, "suspicion", other):
+            return train(Case(planted=THREE), **DETECTION)
+
+    ((event,),) = same_events(launch(2, with_other_arithmetic))
     assert places(event) == sorted(THREE) and event["complete"]
 
 
 @on_ranks((2, Case("fsdp1", trigger="global")), (2, Case("fsdp2", model="tiled")))
 def test_ranks_whose_copies_of_a_sum_differ_decide_alike(launch: Launch, world: int, case: Case) -> None:
     """An all-reduce does not promise that all ranks get the same bits; at the threshold they would part."""
-    results = launch(world, with_other_sums, case)
-    for norm, threshold, run in results:
+
+    def with_other_sums() -> tuple[float, float, Run]:
+        options = {"spike_detection": True, "spike_trigger": "global"}
+        first = train(case, **options, grad_norm_threshold=1.0, bisect_budget_steps=1)
+        trigger = json.loads(first.events[0])[0]["trigger"]
+        # Just over the norm, and under what rank 1's copy of the sum would give.
+        threshold = trigger["norm"] / trigger["threshold"] * (1 + 1e-9)
+        all_reduce = dist.all_reduce
+
+        def inexact(tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
+            work = all_reduce(tensor, *arguments, **keywords)
+            if tensor.dtype == torch.float64 and dist.get_rank() == 1:
+                tensor.mul_(1 + 1e-8)
+            return work
+
+        with mock.patch.object(dist, "all_reduce", inexact):
+            run = train(case, **options, grad_norm_threshold=threshold)
+        return trigger["norm"], threshold * trigger["threshold"], run
+
+    for norm, threshold, run in launch(world, with_other_sums):
         assert norm < threshold < norm * (1 + 4e-9) and run.events == ["[]"]
 
 
@@ -562,12 +451,40 @@ def test_ranks_whose_gradients_are_not_averaged_decide_alike(launch: Launch) -> 
 
 @pytest.mark.parametrize("what", ["the units", "a norm", "its culprits", "the event"])
 def test_out_of_memory_between_passes_ends_the_search(launch: Launch, what: str) -> None:
-    results = launch(2, failing_beside_the_passes, Case("fsdp2", planted=THREE), what)
+    """On rank 1, in what is shared before the first probe, read after one, or told at the end; or as rank 0 writes."""
+
+    def prepare(actor: Any) -> None:
+        if dist.get_rank() != 1 or what == "the event":
+            return
+        if what == "a norm":
+            norms = actor.gradloc._model.meter
+            stop = norms.stop
+            norms.stop = lambda: stop() if actor.gradloc.current else run_out_of_memory()
+            return
+        measure = actor.gradloc._measure
+
+        def measured(where: Any) -> Any:
+            mini_batch = measure(where)
+            if what == "the units":
+                mini_batch._own_figures = run_out_of_memory
+            for each in mini_batch.micro_batches if what == "its culprits" else ():
+                portable = each.portable
+                # With their inputs, they are sent to be searched.
+                each.portable = lambda scale, inputs=True, p=portable: p(scale) if inputs else run_out_of_memory()
+            return mini_batch
+
+        actor.gradloc._measure = measured
+
+    def failing_beside_the_passes() -> tuple[dict[str, bool], Run]:
+        with failing(event, "_trigger", 1, [0] if what == "the event" else []):
+            return compared(Case("fsdp2", planted=THREE), prepare=prepare)
+
+    results = launch(2, failing_beside_the_passes)
     first, second = harmless(results)
     assert second == []
     if what == "a norm":
-        (event,) = first
-        assert "OutOfMemoryError" in event["error"] and not event["complete"]
+        (found,) = first
+        assert "OutOfMemoryError" in found["error"] and not found["complete"]
     else:
         assert first == [] and [run.metrics[0]["actor/gradloc/triggered"] for _, run in results] == [1, 1]
 
@@ -578,7 +495,13 @@ def test_an_unread_pass_ends_the_searches_of_an_update(
     launch: Launch, world: int, case: Case, what: str, ranks: list[int]
 ) -> None:
     """And not training. The next update is watched again."""
-    results = launch(world, with_an_unread_pass, case, what, ranks)
+    clip = {"token_clip": TokenClipConfig(enable=True, action="log")} if "TokenClip" in what else {}
+
+    def with_an_unread_pass() -> tuple[dict[str, bool], Run]:
+        with failing(*READ[what], ranks):
+            return compared(case, **clip)
+
+    results = launch(world, with_an_unread_pass)
     assert harmless(results) == [[], []]
     for _, run in results:
         first, second = (max(as_list(metrics["actor/gradloc/token_norm_max"])) for metrics in run.metrics)
@@ -609,17 +532,10 @@ def test_an_error_that_would_leave_ranks_waiting_ends_the_run(
 @pytest.mark.slow
 @pytest.mark.parametrize("stock", [pytest.param(False, marks=pytest.mark.target(version="0.9.1")), True])
 def test_the_rank_left_by_a_killed_one_fails_by_itself(stock: bool) -> None:
-    """In a search as in the training of the unpatched actor."""
+    """In a search as in the training of the unpatched actor: rank 1 is killed in the middle of a pass."""
+    kill = partial(disturb, where="in a layer", when=2, disturbance=lambda: os.kill(os.getpid(), signal.SIGKILL))
+    module, options = (stock_dp_actor, {}) if stock else (lambda: dp_actor, DETECTION)
     with pytest.raises(RankFailed, match="rank 1: died with exit code -9") as failure:
-        Cluster(2).run(killed, Case("fsdp2", planted=THREE), stock)
+        Cluster(2).run(lambda: train(Case("fsdp2", planted=THREE), module(), prepare=kill, **options))
     assert "rank 0: Traceback" in str(failure.value) and "no answer" not in str(failure.value)
     assert stock or "RankLostError" in str(failure.value)
-
-
-@on_ranks(on_engine(2, Case("fsdp2", dynamic=True, planted=ONE)))
-def test_ranks_with_unequal_lengths_make_as_many_passes(launch: Launch, world: int, case: Case) -> None:
-    """verl gives every rank as many micro-batches as the one that needs the most."""
-    results = launch(world, unequal_lengths, case)
-    ((event,),) = harmless(results)
-    assert places(event) == [*ONE] and event["complete"]
-    assert all(run.forwards == results[0][1].forwards for _, run in results)

@@ -9,7 +9,7 @@ import json
 import math
 import os
 import shutil
-import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,15 +20,14 @@ import actors
 import pytest
 import torch
 import torch.distributed as dist
-from actors import ENGINE, VOCABULARY, Case, events_of
+from actor_cases import Operations
+from actors import VOCABULARY, Case, events_of
 from batches import build_batch
 from cluster import RankFailed
 from oracle import layer_of, norms_of
 from test_actor import Launch, on_ranks
-from test_pass_cost import Operations
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 from valid_events import valid_events
 from verl import DataProto
 from verl.utils.metric import reduce_metrics
@@ -38,17 +37,6 @@ from verl.workers.config import TokenClipConfig
 from gradloc import LayerClip, LayerClipConfig
 
 
-def build_model(case: Case) -> nn.Module:
-    if case.model != "moe":
-        return actors.build_model(case)
-    torch.manual_seed(1)
-    # The shared expert's gate has one row: with Shard(0) all ranks but one hold nothing of it.
-    sizes = actors.SIZES | {"hidden_size": 24, "intermediate_size": 36, "shared_expert_intermediate_size": 28}
-    experts = {"moe_intermediate_size": 20, "num_experts": 3, "num_experts_per_tok": 2, "decoder_sparse_step": 1}
-    config = Qwen2MoeConfig(**sizes, **experts)
-    return Qwen2MoeForCausalLM(config).to(actors.DEVICE)
-
-
 def backward(model: nn.Module, seed: int, factor: float = 1.0) -> None:
     ids = torch.randint(0, VOCABULARY, (3, 9), generator=torch.Generator().manual_seed(seed)).to(actors.DEVICE)
     (factor * model(input_ids=ids, labels=ids).loss).backward()
@@ -56,7 +44,7 @@ def backward(model: nn.Module, seed: int, factor: float = 1.0) -> None:
 
 def plain_gradients(case: Case) -> dict[str, Tensor]:
     """The data-parallel mean of the gradients, in double precision from one rank's data to the next."""
-    model = build_model(case)
+    model = actors.build_model(case)
     # Without sharding nothing is averaged over the ranks.
     ranks = [dist.get_rank()] if case.wrap == "none" else range(dist.get_world_size())
     total = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in model.named_parameters() if p.requires_grad}
@@ -103,7 +91,7 @@ def compare(case: Case, all_gathers: int) -> tuple[dict[str, tuple[Any, Any]], f
         # FSDP1's offloading pins memory and waits for a stream, which this CPU has not.
         torch.Tensor.pin_memory = lambda tensor, *_, **__: tensor
         torch.cpu.Stream.synchronize = lambda stream: None
-    model = actors.wrap(case, build_model(case))
+    model = actors.wrap(case, actors.build_model(case))
     if case.wrap == "fsdp2":  # as old log-probs are computed, before an engine of verl 0.9 builds the clip
         with torch.no_grad():
             model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=actors.DEVICE))
@@ -117,7 +105,7 @@ def compare(case: Case, all_gathers: int) -> tuple[dict[str, tuple[Any, Any]], f
     clipped = take_step(model)
     expected = {name: factors[layer_of(name)] * gradient for name, gradient in gradients.items()}
     errors = [float((clipped[name].double() - g).norm() / g.norm()) for name, g in expected.items()]
-    weights = dict(build_model(case).named_parameters())
+    weights = dict(actors.build_model(case).named_parameters())
     frozen = [clipped[name].abs().max().item() for name in weights.keys() - gradients.keys()]
     figures = {
         "norm": (norm, whole),
@@ -129,36 +117,6 @@ def compare(case: Case, all_gathers: int) -> tuple[dict[str, tuple[Any, Any]], f
         ),
     }
     return figures, max(errors), max(frozen, default=0.0)
-
-
-def gradient_steps(
-    wrap_as: str, steps: range, saved_to: str | None = None, loaded_from: str | None = None
-) -> list[dict[str, Any]]:
-    """Clips the same gradients whatever the number of ranks; returns what each step found.
-
-    Args:
-        steps (range): Which gradients.
-        saved_to (str, optional): Where verl's checkpoint manager puts a checkpoint in the end.
-        loaded_from (str, optional): Where it finds the extra state, to begin with.
-    """
-    case = Case(wrap_as)
-    model = actors.wrap(case, build_model(case))
-    config = actors.build_config(case, layer_clip=VerlLayerClipConfig(enable=True, rule="zscore", warmup_steps=3))
-    actor = actors.dp_actor.DataParallelPPOActor(config, model, torch.optim.SGD(model.parameters(), lr=0.0))
-    clip = actor.layer_clip
-    if loaded_from is not None or saved_to is not None:
-        manager = actors.checkpoints(actor, checkpoint_config={"load_contents": ["extra"]})
-    if loaded_from is not None:
-        manager.load_checkpoint(loaded_from)
-    found = []
-    for step in steps:
-        model.zero_grad()
-        backward(model, step, 50.0 if step == 5 else 1.0)
-        clip.clip(clip.squared_norms())
-        found.append(clip.last_step)
-    if saved_to is not None:
-        manager.save_checkpoint(saved_to)
-    return found
 
 
 def run_actor(case: Case, options: dict[str, Any]) -> dict[str, Any]:
@@ -211,108 +169,12 @@ def run_actor(case: Case, options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def off_and_stock(wrap_as: str, rollout: bool) -> dict[str, bool]:
-    """Whether the actor with all off leaves everything that the stock actor does, with the same calls and host reads.
-
-    Args:
-        rollout (bool): Whether the batch holds the rollout's log-probs.
-    """
-    case = Case(wrap=wrap_as, mini_batch=4, rollout=rollout)
-    for seed in range(2):
-        build_batch(case, dist.get_rank(), seed)  # made once, before what is counted
-    helper = "verl.trainer.ppo.rollout_corr_helper"
-    runs, collectives, reads = [], [], []
-    for module, modules, options in (
-        (actors.stock_dp_actor(), {helper: actors.stock_module(helper.replace(".", "/") + ".py")}, {}),
-        (actors.dp_actor, {}, {"layer_clip": VerlLayerClipConfig()}),
-    ):
-        reads.append([])
-        with pytest.MonkeyPatch.context() as patch:
-            for name in modules:
-                patch.setitem(sys.modules, name, modules[name])
-            watch_reads(patch, reads[-1])
-            with Operations() as operations:
-                runs.append(actor_cases.train(case, module, calls=2, **options))
-        collectives.append(operations.collectives)
-    stock, off = runs
-    return {
-        "metrics": stock.metrics == off.metrics,
-        # Those of verl 0.9 are computed elsewhere.
-        "rollout metrics": (rollout and not actors.ENGINE)
-        == any(name.startswith("rollout_corr/") for name in stock.metrics[0]),
-        "parameters": all(torch.equal(a, b) for a, b in zip(stock.parameters, off.parameters, strict=True)),
-        "random state": torch.equal(stock.rng, off.rng),
-        "collectives": collectives[0] == collectives[1],
-        "host reads": reads[0] == reads[1] != [],
-    }
-
-
-def watch_reads(patch: pytest.MonkeyPatch, reads: list[str], on_host: Sequence[Tensor] = ()) -> None:
-    """Notes how the host reads tensors, but for those that are on the host already."""
-
-    def watched(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def read(tensor: Tensor, *arguments: Any) -> Any:
-            if tensor.data_ptr() not in [other.data_ptr() for other in on_host]:
-                reads.append(name)
-            return original(tensor, *arguments)
-
-        return read
-
-    for name in ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__"):
-        patch.setattr(Tensor, name, watched(name, getattr(Tensor, name)))
-
-
-def host_reads(wrap_as: str) -> tuple[list[str], list[str]]:
-    """Where the host waits for the device to step and to log the norm: in the stock actor, and with LayerClip."""
-    case = Case(wrap=wrap_as)
-    # All layers are clipped, so that scaling them is counted, too.
-    options = VerlLayerClipConfig(enable=True, rule="fixed", max_norm=1e-3)
-    both = [
-        actors.build_actor(case, actors.stock_dp_actor()),
-        actors.build_actor(case, layer_clip=options),
-    ]
-    for actor in both:
-        actor.update_policy(build_batch(case, dist.get_rank()))  # what is done only once
-        backward(actor.actor_module, dist.get_rank())
-    stock, ours = map(reads_of_a_step, both)
-    assert {layer["factor"] < 1 for layer in both[1].layer_clip.last_step.values()} == {True}
-    return stock, ours
-
-
-def reads_of_a_step(actor: Any) -> list[str]:
-    """How the host reads tensors, but for the norm that LayerClip returns, which is on the host already."""
-    reads: list[str] = []
-    on_host: list[Tensor] = []
-    with pytest.MonkeyPatch.context() as patch:
-        watch_reads(patch, reads, on_host)
-        if getattr(actor, "layer_clip", None) is not None:
-            clip = actor.layer_clip.clip
-            patch.setattr(actor.layer_clip, "clip", lambda *arguments: on_host.append(clip(*arguments)) or on_host[0])
-        if actors.ENGINE:
-            actor.engine._watching = True  # as within `train_batch`
-            actor.engine.optimizer_step()
-        else:
-            actor._watching = True  # as within `update_policy`
-            norm = actor._optimizer_step()
-            if getattr(actor, "watch", None) is not None:
-                on_host.append(norm)
-            norm.detach().item()
-    return reads
-
-
-def clip_to_parts(case: Case, options: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
-    """The stock actor's norms, and `run_actor` whose layers may have the first of them together."""
-    norms = actor_cases.train(case, actors.stock_dp_actor()).metrics[0]["actor/grad_norm"]
-    layer_clip = {"rule": "fixed", "max_norm": norms[0]}
-    return norms, run_actor(case, {**options, "layer_clip": layer_clip})
-
-
 def resume(
     folder: str,
     wrap_as: str = "fsdp2",
     before: Sequence[int] = (1,),
     after: Sequence[int] = (4,),
-    change: Callable[[dict[str, Any]], None] | None = None,
+    change: Callable[[dict[str, Any]], Any] | None = None,
     shared: bool = True,
     checkpoint_config: dict[str, Any] | None = None,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[str]]:
@@ -325,7 +187,7 @@ def resume(
         wrap_as (str): How the model is wrapped.
         before (Sequence[int]): The batches before the checkpoint.
         after (Sequence[int]): Those after it.
-        change (Callable, optional): Changes what the checkpoint holds of LayerClip first.
+        change (Callable, optional): Gives what the checkpoint has instead of its state.
         shared (bool): Whether rank 1 loads from the same folder: its own lacks what rank 0 alone has written.
         checkpoint_config (dict, optional): The manager's.
 
@@ -353,9 +215,8 @@ def resume(
     straight = update(actor, after)
     dist.barrier()
     if change is not None and dist.get_rank() == 0:
-        state = torch.load(f"{folder}/gradloc_state.pt", weights_only=True)
-        change(state)
-        torch.save(state, f"{folder}/gradloc_state.pt")
+        path = f"{folder}/gradloc_state.pt"
+        torch.save(change(torch.load(path, weights_only=True)), path)
     dist.barrier()
     if not shared and dist.get_rank() == 1:
         folder = shutil.copytree(folder, f"{folder}, other node")
@@ -376,40 +237,18 @@ def with_checkpoints(
     return actor, actors.checkpoints(actor, scheduler, checkpoint_config)
 
 
-def load_unreadable(folder: str) -> str:
-    """The error of a load whose state file, which only rank 0 reads, holds something else."""
-    _, manager = with_checkpoints(Case(rows=4, mini_batch=2))
-    manager.save_checkpoint(folder)
-    if dist.get_rank() == 0:
-        Path(folder, "gradloc_state.pt").write_bytes(b"not a state")
-    dist.barrier()
-    try:
-        manager.load_checkpoint(folder)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+def without_statistics(state: dict[str, Any]) -> dict[str, Any]:
+    """As an older checkpoint's."""
+    return {name: part for name, part in state.items() if name != "layer_clip"}
 
 
-def learned_while_off(folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What LayerClip has learned for the bundles of a run that has it off: when it is saved, and after it is loaded."""
-    case = Case(rows=4, mini_batch=2)
-    detection = {"spike_detection": True, "grad_norm_threshold": 1e30, "spike_replay": 1, "bisect_dump_dir": folder}
-    actor, manager = with_checkpoints(case, enable=False, **detection)
-    actor.update_policy(build_batch(case, dist.get_rank(), 1))
-    manager.save_checkpoint(folder)
-    resumed, manager = with_checkpoints(case, enable=False, **detection)
-    manager.load_checkpoint(folder)
-    return actor.watch.layer_clip.state_dict(), resumed.watch.layer_clip.state_dict()
+def of_another_model(state: dict[str, Any]) -> dict[str, Any]:
+    """With other layers."""
+    return {**state, "layer_clip": {name.replace(".1", ".7"): layer for name, layer in state["layer_clip"].items()}}
 
 
-def without_statistics(state: dict[str, Any]) -> None:
-    """Makes an older checkpoint of it."""
-    del state["layer_clip"]
-
-
-def of_another_model(state: dict[str, Any]) -> None:
-    """Makes the checkpoint of a model with other layers of it."""
-    state["layer_clip"]["layers.7"] = state["layer_clip"].pop("layers.1")
+def of_no_model(_state: dict[str, Any]) -> str:
+    return "not a state"
 
 
 ON_ENGINE = pytest.mark.target(version="0.9.1")
@@ -419,7 +258,7 @@ EXACT = 1e-6
 
 @on_ranks(
     (1, Case("fsdp1")),
-    *[(size, Case("fsdp2", tied=size == 2)) for size in (2, 3)],
+    (2, Case("fsdp2", tied=True)),
     (3, Case("fsdp1-orig")),
     (2, Case("none")),
     (4, Case("fsdp1", hsdp=True)),
@@ -446,37 +285,26 @@ def test_norms_and_clipped_gradients_are_those_of_one_process(launch: Launch, wo
             assert norms[0] == results[0][0]["norms"][0]  # bit for bit: no rank decides otherwise
 
 
-def test_statistics_do_not_depend_on_the_number_of_ranks(launch: Launch, tmp_path: Path) -> None:
-    """verl names a checkpoint's files by the number of ranks; for another one they are copied to its names."""
-    steps = gradient_steps
-    whole = launch(2, steps, "fsdp2", range(8))[0]
-    launch(2, steps, "fsdp2", range(4), str(tmp_path))
-    assert any(layer["factor"] < 1 for layer in whole[5].values())
-    for size, wrap in ((1, "fsdp2"), (3, "fsdp1")):
-        for rank in range(size):
-            target = tmp_path / f"extra_state_world_size_{size}_rank_{rank}.pt"
-            shutil.copy(tmp_path / f"extra_state_world_size_2_rank_{rank % 2}.pt", target)
-        for resumed in launch(size, steps, wrap, range(4, 8), None, str(tmp_path)):
-            assert {name: layer["bound"] for name, layer in resumed[0].items()} == {
-                name: layer["bound"] for name, layer in whole[4].items()
-            }
-            for found, expected in zip(resumed, whole[4:], strict=True):
-                for name in expected:
-                    assert found[name] == pytest.approx(expected[name], rel=EXACT)
-
-
-@pytest.mark.parametrize(("wrap", "rollout"), [("fsdp1", True), pytest.param("fsdp2", False, marks=ON_ENGINE)])
-def test_layer_clip_off_is_the_unpatched_actor(launch: Launch, wrap: str, rollout: bool) -> None:
-    for result in launch(2, off_and_stock, wrap, rollout):
-        assert all(result.values()), result
-
-
 @pytest.mark.parametrize("wrap", ["fsdp1", pytest.param("fsdp2", marks=ON_ENGINE)])
 def test_the_host_waits_for_the_device_as_often_as_without(launch: Launch, wrap: str) -> None:
-    for stock, ours in launch(2, host_reads, wrap):
-        # verl 0.9's step reads the norm before LayerClip returns its own.
-        assert len(ours) - ENGINE == len(stock) > 0, (stock, ours)
-        assert ours.count("tolist") == 1  # all layers' norms at once
+    """In an update in which LayerClip scales all layers."""
+
+    def reads() -> list[Counter[str]]:
+        case, found = Case(wrap=wrap), []
+        clip = VerlLayerClipConfig(enable=True, rule="fixed", max_norm=1e-3)
+        for module, options in ((actors.stock_dp_actor(), {}), (actors.dp_actor, {"layer_clip": clip})):
+            actor = actors.build_actor(case, module, **options)
+            actor.update_policy(build_batch(case, dist.get_rank()))  # what is done only once
+            batch = build_batch(case, dist.get_rank())
+            with actor_cases.host_reads() as of_update:
+                actor.update_policy(batch)
+            found.append(Counter(of_update))
+        assert {layer["factor"] < 1 for layer in actor.layer_clip.last_step.values()} == {True}
+        return found
+
+    for stock, ours in launch(2, reads):
+        # All layers' norms at once, and the norm that LayerClip returns, which is on the host already.
+        assert stock and ours - stock == Counter(["tolist", "__float__"]) and not stock - ours
 
 
 def of_two_ranks(launch: Launch, case: Case, options: dict[str, Any]) -> dict[str, Any]:
@@ -524,7 +352,13 @@ def test_layers_are_clipped_in_every_configuration(launch: Launch, world: int, c
     """The norm that the stock actor measures is divided among the layers: not all can be over their part, nor under."""
     # With GradLoc they are measured before the gradient is unscaled, without it afterwards.
     gradloc = {"spike_detection": True, "spike_trigger": "global", "grad_norm_threshold": 1e6}
-    results = launch(world, clip_to_parts, case, gradloc if with_gradloc else {})
+
+    def clip_to_parts() -> tuple[list[float], dict[str, Any]]:
+        norms = actor_cases.train(case, actors.stock_dp_actor()).metrics[0]["actor/grad_norm"]
+        clip = {"layer_clip": {"rule": "fixed", "max_norm": norms[0]}}
+        return norms, run_actor(case, {**clip, **(gradloc if with_gradloc else {})})
+
+    results = launch(world, clip_to_parts)
     (norm,) = results[0][0]
     result = same([of_rank for _, of_rank in results])
     layers = result["last_step"].values()
@@ -572,10 +406,6 @@ def test_events_hold_bounds_and_a_gradient_is_measured_once(launch: Launch, trig
     assert all(layer["bound"] is None and layer["factor"] == 1.0 for layer in layers.values())
     assert math.sqrt(sum(layer["norm"] ** 2 for layer in layers.values())) == pytest.approx(event["global_norm"])
     assert result["measured"] == 2  # mini-batches
-    result = of_two_ranks(launch, OF_TWO_STEPS, {**options, "layer_clip": {"rule": "fixed"}})
-    (event,) = json.loads(result["events"][0])
-    for layer in event["layer_clip"].values():
-        assert layer["factor"] == pytest.approx(min(1.0, layer["bound"] / layer["norm"]))
 
 
 @pytest.mark.every_target
@@ -649,7 +479,19 @@ def test_resuming_from_a_checkpoint_is_like_never_stopping(
 
 
 def test_a_run_without_it_resumes_with_what_it_has_learned(launch: Launch, tmp_path: Path) -> None:
-    for saved, loaded in launch(2, learned_while_off, str(tmp_path)):
+    """For the bundles of a run that has LayerClip off."""
+    case, folder = Case(rows=4, mini_batch=2), str(tmp_path)
+    detection = {"spike_detection": True, "grad_norm_threshold": 1e30, "spike_replay": 1, "bisect_dump_dir": folder}
+
+    def learned_while_off() -> tuple[dict[str, Any], dict[str, Any]]:
+        actor, manager = with_checkpoints(case, enable=False, **detection)
+        actor.update_policy(build_batch(case, dist.get_rank(), 1))
+        manager.save_checkpoint(folder)
+        resumed, manager = with_checkpoints(case, enable=False, **detection)
+        manager.load_checkpoint(folder)
+        return actor.watch.layer_clip.state_dict(), resumed.watch.layer_clip.state_dict()
+
+    for saved, loaded in launch(2, learned_while_off):
         assert saved == loaded and {layer["count"] for layer in saved.values()} == {2}
 
 
@@ -679,7 +521,6 @@ def test_a_checkpoint_without_its_statistics_is_warned_of(launch: Launch, tmp_pa
 
 @pytest.mark.every_target
 def test_a_state_that_cannot_be_read_is_an_error_on_every_rank(launch: Launch, tmp_path: Path) -> None:
-    path = tmp_path / "gradloc_state.pt"
-    for error in launch(2, load_unreadable, str(tmp_path)):
-        assert error.startswith(f"RankFailedError: rank 0: ValueError: {path} cannot be read (")
-        assert error.endswith("; restore it, or remove it, and all warm-ups start over")
+    error = rf"RankFailedError: rank 0: ValueError: {tmp_path}/gradloc_state.pt cannot be read \((.|\n)*; restore it"
+    with pytest.raises(RankFailed, match=f"rank 0: (.|\n)*{error}(.|\n)*rank 1: (.|\n)*{error}"):
+        launch(2, partial(resume, change=of_no_model), str(tmp_path))

@@ -6,9 +6,11 @@ from typing import Any
 
 import action_cases
 import pytest
+import torch.distributed as dist
 from action_cases import POISONS
 from actors import ENGINE, VOCABULARY, Case
 from test_actor import Launch, harmless, places, same_events
+from verl import DataProto
 
 PLACE = (1, 3, 4)
 PADDED = [(0, 1, 3), (1, 3, 9)]
@@ -95,7 +97,13 @@ def test_no_token_is_blamed_for_what_breaks_all(launch: Launch, what: str) -> No
 
 
 def test_a_rank_without_response_tokens_does_not_stop_the_search(launch: Launch) -> None:
-    results = launch(2, action_cases.empty_mask, Case(planted=((0, 0, 4),)))
+    def change_batch(batch: DataProto) -> None:
+        if dist.get_rank() == 1:
+            batch.batch["response_mask"].zero_()
+            batch.batch["advantages"].zero_()
+
+    case = Case(planted=((0, 0, 4),))
+    results = launch(2, lambda: action_cases.compared(case, 1, {"change_batch": change_batch}))
     ((event,),) = same_events([run for _, run in results])
     assert places(event) == [(0, 0, 4)] and event["complete"]
     for same, _ in results:

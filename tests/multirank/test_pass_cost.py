@@ -1,57 +1,41 @@
 """What a watched training pass costs, and the norms of local gradients where a model is unusual."""
 
 import copy
+import re
 from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from action_cases import DETECTION
-from actor_cases import train
+from actor_cases import Operations, train
 from actors import DEVICE, ENGINE, Case
 from notation import cases
 from test_actor import THREE, Launch, near, on_engine, on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch_stand_ins import as_in_torch_2_15
 from verl.utils.gradloc.adapters.actor_config import TokenClipConfig
 from verl.utils.gradloc.fsdp.state import flat_handles
 from verl.utils.gradloc.fsdp.torch_compat import param_groups
-from verl.utils.gradloc.measure import local_norms, passes
+from verl.utils.gradloc.measure import passes
 from verl.utils.gradloc.measure.local_norms import LocalNorms
 
 NEVER = 1e9
 
 
-class Operations(TorchDispatchMode):
-    """Counts the operations within it, by name, and lists the collective calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-        self.collectives: list[str] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[function.overloadpacket.__name__] += 1
-        if "c10d" in function.namespace:
-            self.collectives.append(function.overloadpacket.__name__)
-        return function(*args, **(kwargs or {}))
-
-
-def recorded_operations(case: Case, together: bool = True) -> tuple[int, list[Counter[str]]]:
-    """How many groups FSDP reduces the gradients in, and the operations while each micro-batch is recorded.
-
-    Args:
-        case (Case): The actor.
-        together (bool): Whether FSDP2 has the method in which it reduces the gradients of a group.
-    """
+def recorded_operations(case: Case) -> tuple[int, list[Counter[str]]]:
+    """How many groups FSDP reduces the gradients in, and the operations while each micro-batch is recorded."""
     groups: list[Any] = []
-    counts: list[Counter[str]] = []
+    begun: list[Operations] = []
+    ended: list[Operations] = []
 
     def prepare(actor: Any) -> None:
         module = actor.actor_module
@@ -61,93 +45,47 @@ def recorded_operations(case: Case, together: bool = True) -> tuple[int, list[Co
 
         def counted_start() -> None:
             start()
-            modes.append(Operations())
-            modes[-1].__enter__()
+            begun.append(Operations())
+            begun[-1].__enter__()
 
         def counted_stop() -> Tensor:
             squares = stop()
-            mode = modes.pop()
-            mode.__exit__(None, None, None)
-            counts.append(mode.counts)
+            ended.append(begun[-1])
+            begun[-1].__exit__(None, None, None)
             return squares
 
         norms.start, norms.stop = counted_start, counted_stop
 
-    modes: list[Operations] = []
-    names = local_norms.param_groups
-    if not together:
-        local_norms.param_groups = lambda module: []
-    try:
-        train(case, prepare=prepare, spike_detection=True, grad_norm_threshold=NEVER)
-    finally:
-        local_norms.param_groups = names
-    return len(groups), counts
+    train(case, prepare=prepare, spike_detection=True, grad_norm_threshold=NEVER)
+    return len(groups), [Counter(operations.names) for operations in ended]
 
 
 def operations_around_the_backward(case: Case, clip_tokens: bool) -> list[tuple[Counter[str], Counter[str]]]:
     """For each micro-batch, the operations between its loss and its backward, and those in `end_pass`."""
-    found: list[tuple[Counter[str], Counter[str]]] = []
-    # Since the last loss; None before there is one.
-    gap: Operations | None = None
-    in_gap: Counter[str] = Counter()
+    operations = Operations()
 
-    def after_loss() -> None:
-        nonlocal gap
-        gap = Operations()
-        gap.__enter__()
+    def marked(function: Callable[..., Any], before: str = "", after: str = "") -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            operations.names.append(before)
+            found = function(*arguments, **options)
+            operations.names.append(after)
+            return found
 
-    def before_backward() -> None:
-        nonlocal gap, in_gap
-        assert gap is not None
-        gap.__exit__(None, None, None)
-        in_gap, gap = gap.counts, None
+        return call
 
     def prepare(actor: Any) -> None:
-        watch = actor.engine.watch if ENGINE else actor.watch
-        end_pass = watch.end_pass
-
-        def counted_end_pass() -> None:
-            with Operations() as mode:
-                end_pass()
-            if mode.counts:  # else no pass was open
-                found.append((in_gap, mode.counts))
-
-        watch.end_pass = counted_end_pass
         holder = actor.engine if ENGINE else actor
-        observed = holder._observed
-
-        def observed_after_loss(loss_function: Any, *arguments: Any, **options: Any) -> Any:
-            def counted_loss(**tensors: Any) -> Any:
-                loss = loss_function(**tensors)
-                after_loss()
-                return loss
-
-            return observed(counted_loss, *arguments, **options)
-
-        holder._observed = observed_after_loss
+        observed, watch = holder._observed, holder.watch
+        holder._observed = lambda loss, *rest, **options: observed(marked(loss, after="<loss>"), *rest, **options)
         if not ENGINE:  # verl adds the terms of KL and entropy after what is observed
-            observe = watch.observe
+            watch.observe = marked(watch.observe, after="<observed>")
+        watch.end_pass = marked(watch.end_pass, "<end>", "<ended>")
 
-            def counted_observe(*arguments: Any, **options: Any) -> Any:
-                read = observe(*arguments, **options)
-                before_backward()
-                return read
-
-            watch.observe = counted_observe
-
-    def counted_backward(*arguments: Any, **options: Any) -> None:
-        if gap is not None:
-            before_backward()
-        backward(*arguments, **options)
-
-    backward = Tensor.backward
-    Tensor.backward = counted_backward
     clip = {"token_clip": TokenClipConfig(enable=True)} if clip_tokens else {}
-    try:
+    with mock.patch.object(Tensor, "backward", marked(Tensor.backward, "<backward>")), operations:
         train(case, prepare=prepare, spike_detection=True, grad_norm_threshold=NEVER, **clip)
-    finally:
-        Tensor.backward = backward
-    return found
+    of_passes = re.findall("<loss>(.*?)<(?:observed|backward)>.*?<end>(.*?)<ended>", " ".join(operations.names))
+    return [(Counter(in_gap.split()), Counter(after.split())) for in_gap, after in of_passes]
 
 
 def gradients_of_probes(case: Case) -> tuple[int, list[int]]:
@@ -168,25 +106,46 @@ def gradients_of_probes(case: Case) -> tuple[int, list[int]]:
     def prepare(actor: Any) -> None:
         actor.actor_optimizer.register_step_pre_hook(lambda *_: of_steps.append(size(actor.actor_module)))
 
-    passes.clear_gradients = noted_clear
-    try:
+    with mock.patch.object(passes, "clear_gradients", noted_clear):
         train(case, prepare=prepare, **DETECTION)
-    finally:
-        passes.clear_gradients = clear
     return of_steps[0], of_probes
+
+
+class FrozenBase(nn.Module):
+    """A layer whose first parameter is frozen, under FSDP2 also in half precision."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.base = nn.Linear(8, 8, bias=False, dtype=dtype).requires_grad_(False)
+        self.adapter = nn.Linear(8, 8, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.base(hidden.to(self.base.weight.dtype)).to(hidden.dtype) + self.adapter(hidden)
+
+
+class Layer(nn.Sequential):
+    """A layer that a checkpoint around its call may have computed again in the backward."""
+
+    reentrant: bool | None = None
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        call = super().__call__
+        return call(hidden) if self.reentrant is None else checkpoint(call, hidden, use_reentrant=self.reentrant)
 
 
 class Unusual(nn.Module):
     """A model that may use a layer twice, another one not always, and an embedding that is tied to the LM head."""
 
-    def __init__(self, twice: bool) -> None:
+    def __init__(self, twice: bool, of_base: torch.dtype, reentrant: bool | None) -> None:
         super().__init__()
         self.order = (0, 1, 1, 3) if twice else (0, 1, 3)
         self.embed_tokens = nn.Embedding(11, 8)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(4))
+        layers = [Layer(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(3)]
+        self.layers = nn.ModuleList([*layers, Layer(FrozenBase(of_base))])
+        for layer in self.layers:
+            layer.reentrant = reentrant
         self.lm_head = nn.Linear(8, 11, bias=False)
         self.lm_head.weight = self.embed_tokens.weight
-        self.layers[3][0].requires_grad_(False)
 
     def forward(self, ids: Tensor, whole: bool) -> Tensor:
         hidden = self.embed_tokens(ids)
@@ -196,17 +155,24 @@ class Unusual(nn.Module):
 
 
 def norms_of_an_unusual_model(
-    wrap: str, dtype: str, deferred: bool, later_torch: bool
+    wrap: str, dtype: str, deferred: bool = False, later_torch: bool = False, reentrant: bool | None = None
 ) -> list[tuple[dict[str, float], dict[str, float]]]:
-    """For each of some micro-batches, the layers' norms as measured, and those of the model without sharding."""
+    """For each of some micro-batches, the layers' norms as measured, and those of the model without sharding.
+
+    Beside the first one there is another meter.
+    """
     torch.manual_seed(3)
-    # In half precision, FSDP1 computes two gradients of a layer that is used twice.
-    model = Unusual(twice=wrap == "fsdp2" or dtype == "float32").to(DEVICE)
-    whole = copy.deepcopy(model).to(getattr(torch, dtype))
-    sharded = _shard(model, wrap, getattr(torch, dtype))
+    # FSDP1 in half precision and reentrant checkpointing compute two gradients of a layer that is used twice.
+    twice = not reentrant and (wrap != "fsdp1-orig" or dtype == "float32")
+    of_base = torch.bfloat16 if wrap == "fsdp2" else torch.float32
+    model = Unusual(twice, of_base, reentrant).to(DEVICE)
+    whole = copy.deepcopy(model)
+    if dtype != "float32":
+        whole.to(getattr(torch, dtype))
+    sharded = _shard(model, wrap, None if dtype == "float32" else getattr(torch, dtype))
     if later_torch:
         as_in_torch_2_15(sharded)
-    norms = LocalNorms(sharded, DEVICE)
+    other, norms = LocalNorms(sharded, DEVICE), LocalNorms(sharded, DEVICE)
     found = []
     torch.manual_seed(dist.get_rank())
     for number in range(4):
@@ -215,19 +181,19 @@ def norms_of_an_unusual_model(
         # leave a layer unused while it defers the reduction.
         uses_all = number in (0, 2) or (wrap != "fsdp2" and deferred)
         ids = torch.randint(11, (2, 5)).to(DEVICE)
-        context = sharded.no_sync() if wrap.startswith("fsdp1") and deferred and not last else nullcontext()
+        context = sharded.no_sync() if wrap == "fsdp1-orig" and deferred and not last else nullcontext()
         if wrap == "fsdp2":
             sharded.set_requires_gradient_sync(last or not deferred)
         norms.start()
         with context:
             sharded(ids, uses_all).float().square().sum().backward()
         squares = norms.stop().tolist()
+        other.close()
         whole.zero_grad(set_to_none=True)
         whole(ids, uses_all).float().square().sum().backward()
         expected = dict.fromkeys(norms.layers, 0.0)
         for name, parameter in whole.named_parameters():
-            layer = name.removesuffix(".weight").removesuffix(".bias")
-            layer = ".".join(layer.split(".")[:2]) if "layers" in name else layer
+            layer = ".".join(name.split(".")[:2]) if "layers" in name else name.removesuffix(".weight")
             if parameter.grad is not None:
                 expected[layer] += float(parameter.grad.double().square().sum())
         found.append((dict(zip(norms.layers, squares, strict=True)), expected))
@@ -236,13 +202,14 @@ def norms_of_an_unusual_model(
     return found
 
 
-def _shard(model: Unusual, wrap: str, dtype: torch.dtype) -> Any:
+def _shard(model: Unusual, wrap: str, dtype: torch.dtype | None) -> Any:
     mesh = init_device_mesh(DEVICE.type, (dist.get_world_size(),))
     if wrap == "fsdp2":
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-        for layer in model.layers:
-            fully_shard(layer, mesh=mesh, mp_policy=policy)
-        return fully_shard(model, mesh=mesh, mp_policy=policy)
+        for module in (*model.layers, model):
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+    if wrap != "fsdp1-orig":
+        return model
     options = {
         "device_id": DEVICE,
         "device_mesh": mesh,
@@ -252,86 +219,6 @@ def _shard(model: Unusual, wrap: str, dtype: torch.dtype) -> Any:
     for i, layer in enumerate(model.layers):
         model.layers[i] = FullyShardedDataParallel(layer, **options)
     return FullyShardedDataParallel(model, **options)
-
-
-class FrozenBase(nn.Module):
-    """A layer whose first parameter is frozen and in half precision."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(8, 8, bias=False, dtype=torch.bfloat16).requires_grad_(False)
-        self.adapter = nn.Linear(8, 8, bias=False)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.base(hidden.bfloat16()).float() + self.adapter(hidden)
-
-
-def norms_of_repeated_passes() -> list[float]:
-    """The squared norms of three equal micro-batches, whose reduction is deferred to the last."""
-    torch.manual_seed(3)
-    model = nn.Sequential(FrozenBase())
-    mesh = init_device_mesh(DEVICE.type, (dist.get_world_size(),))
-    policy = MixedPrecisionPolicy(param_dtype=None, reduce_dtype=torch.float32)
-    fully_shard(model[0], mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    norms, found = LocalNorms(model, DEVICE), []
-    for number in range(3):
-        model.set_requires_gradient_sync(number == 2)
-        norms.start()
-        model(torch.ones(2, 8)).square().sum().backward()
-        found.append(float(norms.stop().sum()))
-    norms.close()
-    return found
-
-
-class Checkpointed(nn.Sequential):
-    """A layer that is computed again in the backward, by a checkpoint around its call."""
-
-    reentrant = False
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        return checkpoint(super().__call__, hidden, use_reentrant=self.reentrant)
-
-
-class OfCheckpoints(nn.Module):
-    """An embedding, two such layers and a head."""
-
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.embed_tokens, self.lm_head = nn.Embedding(11, 8), nn.Linear(8, 11)
-        self.layers = nn.ModuleList(Checkpointed(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(2))
-        for layer in self.layers:
-            layer.reentrant = reentrant
-
-    def forward(self, ids: Tensor) -> Tensor:
-        hidden = self.embed_tokens(ids)
-        for layer in self.layers:
-            hidden = layer(hidden)
-        return self.lm_head(hidden)
-
-
-def norms_with_checkpointing(wrapped: bool, reentrant: bool) -> tuple[list[list[float]], list[float]]:
-    """The layers' squared norms as measured beside another meter, and once it is closed; those without sharding."""
-    torch.manual_seed(3)
-    model = OfCheckpoints(reentrant).to(DEVICE)
-    whole, ids = copy.deepcopy(model), torch.arange(8, device=DEVICE).view(2, 4)
-    if wrapped:
-        mesh = init_device_mesh(DEVICE.type, (dist.get_world_size(),))
-        for module in (*model.layers, model):
-            fully_shard(module, mesh=mesh)
-    other, norms = LocalNorms(model, DEVICE), LocalNorms(model, DEVICE)
-    found = []
-    for _ in range(2):
-        norms.start()
-        model(ids).square().sum().backward()
-        squares = dict(zip(norms.layers, norms.stop().tolist(), strict=True))
-        found.append([squares[f"layers.{i}"] for i in range(2)])
-        model.zero_grad()
-        other.close()
-    norms.close()
-    assert not any("post_backward" in vars(group) for group in param_groups(model))
-    whole(ids).square().sum().backward()
-    return found, [sum(float(p.grad.double().square().sum()) for p in layer.parameters()) for layer in whole.layers]
 
 
 NORMS = ("_foreach_norm", "linalg_vector_norm", "norm")
@@ -352,13 +239,6 @@ def test_a_micro_batch_takes_one_norm_for_each_group_of_fsdp(launch: Launch, wor
             assert 0 < sum(counts[name] for name in NORMS) <= groups
 
 
-def test_without_fsdp2s_method_each_parameter_is_measured_alone(launch: Launch) -> None:
-    case = Case("fsdp2", mini_batch=4)
-    for groups, of_passes in launch(2, recorded_operations, case, False):
-        for counts in of_passes:
-            assert sum(counts[name] for name in NORMS) > groups
-
-
 @on_ranks(
     (2, Case("fsdp1", dynamic=True)),
     on_engine(2, Case("fsdp2", nested=True, mini_batch=4, kl=True, entropy=True, rollout=True)),
@@ -376,21 +256,23 @@ def test_few_operations_come_between_loss_and_backward(launch: Launch, world: in
 
 
 @cases(
-    "wrap dtype deferred later_torch",
-    ("fsdp1-orig", "float32", True, False),
-    ("fsdp1-orig", "bfloat16", False, False),
-    ("fsdp2", "float32", False, False),
-    ("fsdp2", "float32", True, False),
-    ("fsdp2", "bfloat16", True, False),
+    "wrap options",
+    ("fsdp1-orig", {"dtype": "float32", "deferred": True}),
+    ("fsdp1-orig", {"dtype": "bfloat16"}),
+    *[("fsdp2", {"dtype": "float32", "reentrant": reentrant}) for reentrant in (None, False, True)],
+    ("fsdp2", {"dtype": "float32", "deferred": True}),
+    ("fsdp2", {"dtype": "bfloat16", "deferred": True}),
     # torch 2.15 itself keeps deferred gradients in float32, for which this one has no room beside bfloat16.
-    ("fsdp2", "bfloat16", True, True),
+    ("fsdp2", {"dtype": "bfloat16", "deferred": True, "later_torch": True}),
+    *[("none", {"dtype": "float32", "reentrant": reentrant}) for reentrant in (False, True)],
+    ids=lambda value: value if isinstance(value, str) else "-".join(f"{name}={of}" for name, of in value.items()),
 )
-def test_norms_of_an_unusual_model(launch: Launch, wrap: str, dtype: str, deferred: bool, later_torch: bool) -> None:
-    """Layers that are used twice, not at all or frozen, and gradients that are added to those of earlier passes."""
-    for of_rank in launch(2, norms_of_an_unusual_model, wrap, dtype, deferred, later_torch):
+def test_norms_of_an_unusual_model(launch: Launch, wrap: str, options: dict[str, Any]) -> None:
+    """Layers that are used twice, not at all, frozen or recomputed, and gradients that are added to earlier ones."""
+    for of_rank in launch(2, partial(norms_of_an_unusual_model, **options), wrap):
         for measured, expected in of_rank:
             # The sums of a layer that is used twice are rounded in another order.
-            tolerance = 1e-5 if dtype == "float32" else 2e-2
+            tolerance = 1e-5 if options["dtype"] == "float32" else 2e-2
             assert measured == {name: near(square, tolerance) for name, square in expected.items()}
             assert measured["layers.1"] > 0
 
@@ -403,17 +285,3 @@ def test_norms_of_an_unusual_model(launch: Launch, wrap: str, dtype: str, deferr
 def test_the_gradient_that_a_probe_does_not_read_takes_no_memory(launch: Launch, world: int, case: Case) -> None:
     for of_step, of_probes in launch(world, gradients_of_probes, case):
         assert of_probes and max(of_probes) < of_step / 100
-
-
-def test_a_frozen_first_parameter_does_not_hide_gradients(launch: Launch) -> None:
-    for first, *others in launch(2, norms_of_repeated_passes):
-        assert first > 0 and others == [near(first, 1e-5)] * 2
-
-
-@pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
-@pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "fsdp2"])
-def test_layers_that_are_computed_again_are_measured(launch: Launch, wrapped: bool, reentrant: bool) -> None:
-    """Also beside another meter, and after it is removed."""
-    for found, expected in launch(2, norms_with_checkpointing, wrapped, reentrant):
-        for measured in found:
-            assert measured == [near(square, 1e-5) for square in expected] and min(measured) > 0

@@ -1,7 +1,5 @@
 """The weight of a token in the loss, and the search, with every policy loss that verl has."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -9,7 +7,7 @@ import pytest
 import torch
 from actors import ENGINE, TOKEN_REJECTION, BypassLossConfig, Case
 from notation import Caplog
-from test_actor import MODES, Launch, check_planted_tokens, on_engine, on_ranks
+from test_actor import MODES, Launch, check_planted_tokens, on_ranks
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, get_policy_loss_fn
 from verl.utils.gradloc.adapters import loss_weights
@@ -194,13 +192,6 @@ def test_of_other_losses_the_configured_weights_are_assumed(
     assert aggregation_mode(call, config, MASK.shape) == agg_mode
 
 
-def test_a_weight_keeps_its_precision_in_half_precision() -> None:
-    config = build_config("vanilla", "token-mean")
-    log_prob = torch.zeros(MASK.shape, dtype=torch.bfloat16, requires_grad=True)
-    weights, _ = weights_and_gradient("vanilla", "token-mean", config, log_prob, log_prob.detach())
-    assert weights[0, 0].item() == pytest.approx(1 / 16, rel=1e-6)
-
-
 ROW = tuple((0, 0, position) for position in range(5))
 FIRST = ((0, 0, 4), (1, 3, 0))
 
@@ -223,65 +214,3 @@ FIRST = ((0, 0, 4), (1, 3, 0))
 )
 def test_planted_tokens_are_found(launch: Launch, world: int, case: Case) -> None:
     check_planted_tokens(launch, world, case)
-
-
-# Losses as users register them, which do not give verl's `agg_loss` one loss of each response token.
-
-
-def flat(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    config: Any = None,
-    **_: Any,
-) -> tuple[torch.Tensor, dict[str, Any]]:
-    """The response tokens of all rows, one after the other."""
-    losses = (-advantages * (log_prob - old_log_prob).exp())[response_mask.bool()][None]
-    return core_algos.agg_loss(losses, torch.ones_like(losses), "token-mean", **config.global_batch_info), {}
-
-
-def of_sequences(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    config: Any = None,
-    **_: Any,
-) -> tuple[torch.Tensor, dict[str, Any]]:
-    """One loss of each row: its mean advantage times the geometric mean of its ratios."""
-    lengths = response_mask.sum(1, keepdim=True)
-    log_ratio, advantage = (
-        (values * response_mask).sum(1, keepdim=True) / lengths.clamp(min=1)
-        for values in (log_prob - old_log_prob, advantages)
-    )
-    losses, mask = -advantage * log_ratio.exp(), (lengths > 0).float()
-    return core_algos.agg_loss(losses, mask, "seq-mean-token-mean", **config.global_batch_info), {}
-
-
-LOSSES = {"flat": flat, "of_sequences": of_sequences}
-
-
-@contextmanager
-def registered() -> Iterator[None]:
-    core_algos.POLICY_LOSS_REGISTRY.update(LOSSES)
-    try:
-        yield
-    finally:
-        for name in LOSSES:
-            del core_algos.POLICY_LOSS_REGISTRY[name]
-
-
-def with_losses(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Calls a function of a rank, which finds them registered."""
-    with registered():
-        return function(*arguments)
-
-
-@on_ranks(
-    (2, Case("fsdp1", loss_mode="flat", mini_batch=4, planted=FIRST)),
-    # With an advantage of the sequence, so is the spike.
-    on_engine(2, Case(loss_mode="of_sequences", loss_agg_mode="seq-mean-token-mean", planted=ROW)),
-)
-def test_planted_tokens_are_found_with_a_loss_of_ones_own(launch: Launch, world: int, case: Case) -> None:
-    check_planted_tokens(lambda world, *arguments: launch(world, with_losses, *arguments), world, case)

@@ -1,5 +1,6 @@
 """Spikes of the FSDP engine that are only recorded: what is written is what the search in training saw."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -7,11 +8,11 @@ import actors
 import pytest
 import torch
 import torch.distributed as dist
-from actor_cases import compare_runs, stock_run, train
+from actor_cases import Operations, compare_runs, stock_run, train
 from actors import IDENTITY_THRESHOLD, Case, dp_actor, stock_dp_actor
 from test_actor import THREE, Launch, on_ranks
-from test_pass_cost import Operations
 from valid_events import events_in
+from verl.workers.config import LayerClipConfig
 
 from gradloc_tools.bundles.opening import Bundle, open_bundle
 
@@ -24,33 +25,6 @@ def recorded_and_searched(case: Case, directory: str, **options: Any) -> tuple[d
     recorded = train(case, bisect_dump_dir=f"{directory}/recorded", spike_search="replay", **detection)
     dist.barrier()
     return compare_runs(recorded, stock_run(case)), searched.metrics, recorded.metrics
-
-
-def with_layer_clip(case: Case, directory: str) -> tuple[bool, int]:
-    """Whether LayerClip measured layers in a run whose spikes are recorded, and how many there were."""
-    from verl.workers.config import LayerClipConfig
-
-    options = {"spike_detection": True, "grad_norm_threshold": IDENTITY_THRESHOLD, "spike_search": "replay"}
-    run = train(case, bisect_dump_dir=directory, layer_clip=LayerClipConfig(enable=True), **options)
-    (metrics,) = run.metrics
-    return any("layer_clip" in name for name in metrics), int(metrics["actor/gradloc/triggered"])
-
-
-def collective_calls(case: Case, directory: str) -> dict[str, list[str]]:
-    """The collective calls of runs whose spikes are recorded and searched, and of one without any of our own."""
-
-    found = {}
-    for name, module, options in (
-        ("recorded", dp_actor, {"spike_detection": True, "spike_search": "replay", "spike_replay": 4}),
-        ("searched", dp_actor, {"spike_detection": True}),
-        ("stock", stock_dp_actor(), {}),
-    ):
-        with Operations() as operations:
-            train(
-                case, module, bisect_dump_dir=f"{directory}/{name}", grad_norm_threshold=IDENTITY_THRESHOLD, **options
-            )
-        found[name] = operations.collectives
-    return found
 
 
 pytestmark = [
@@ -112,12 +86,28 @@ def test_what_is_recorded_is_what_the_search_saw(launch: Launch, tmp_path: Path,
 
 
 def test_no_collective_call_is_made(launch: Launch, tmp_path: Path) -> None:
-    for calls in launch(2, collective_calls, SMALL, str(tmp_path)):
+    def collective_calls() -> dict[str, list[str]]:
+        found = {}
+        for name, module, options in (
+            ("recorded", dp_actor, {"spike_detection": True, "spike_search": "replay", "spike_replay": 4}),
+            ("searched", dp_actor, {"spike_detection": True}),
+            ("stock", stock_dp_actor(), {}),
+        ):
+            options |= {"bisect_dump_dir": str(tmp_path / name), "grad_norm_threshold": IDENTITY_THRESHOLD}
+            with Operations() as operations:
+                train(SMALL, module, **options)
+            found[name] = operations.collectives
+        return found
+
+    for calls in launch(2, collective_calls):
         assert calls["recorded"] == calls["stock"]
         assert len(calls["searched"]) > len(calls["stock"]) > 0
     assert len(events_in(tmp_path / "recorded")) == 2
 
 
 def test_layer_clip_works_beside_it(launch: Launch, tmp_path: Path) -> None:
-    for layers, events in launch(2, with_layer_clip, SMALL, str(tmp_path)):
-        assert layers and events == 2
+    options = {"spike_detection": True, "grad_norm_threshold": IDENTITY_THRESHOLD, "spike_search": "replay"}
+    options |= {"bisect_dump_dir": str(tmp_path), "layer_clip": LayerClipConfig(enable=True)}
+    for run in launch(2, partial(train, SMALL, **options)):
+        (metrics,) = run.metrics
+        assert metrics["actor/gradloc/triggered"] == 2 and any("layer_clip" in name for name in metrics)

@@ -2,13 +2,18 @@
 
 import json
 import math
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 import reduced_meter_cases
-from actors import IDENTITY_THRESHOLD, Case
+import torch.distributed as dist
+from actor_cases import Run, break_embedding, compare_runs, threshold_between
+from actors import IDENTITY_THRESHOLD, PROMPT, Case, build_model
+from batches import build_batch
 from notation import Capsys
+from oracle import Unit, brute_force
 from test_actor import ONE, THREE, Launch, check_culprits, check_unit, near, on_ranks, same_events, tokens_over
 
 from gradloc_tools.replay.command import main as replay
@@ -31,7 +36,16 @@ shared = partial(on_ranks, names="world size case")
     (4, 2, Case("fsdp1", packed=True, planted=THREE), ON_ENGINE),
 )
 def test_planted_tokens_are_found(launch: Launch, world: int, size: int, case: Case) -> None:
-    results = launch(world, reduced_meter_cases.search, case, size)
+    def search() -> tuple[list[Unit], list[float], float, Run, dict[str, bool]]:
+        units, norms = brute_force(case, build_batch(case, dist.get_rank() // size), tokens=True)
+        # Of each group of ranks once.
+        units = [replace(unit, rank=unit.rank // size) for unit in units if unit.rank % size == 0]
+        threshold = threshold_between(case, units)
+        run = reduced_meter_cases.train(case, size, grad_norm_threshold=threshold)
+        off = reduced_meter_cases.train(case, size, detect=False)
+        return units, norms, threshold, run, compare_runs(run, off)
+
+    results = launch(world, search)
     units, (norm,), threshold, *_ = results[0]
     ((event,),) = same_events([run for *_, run, _ in results])
     assert event["complete"] and event["search"] == "reduced" and event["world_size"] == world // size
@@ -49,8 +63,15 @@ def test_planted_tokens_are_found(launch: Launch, world: int, size: int, case: C
 def test_a_spike_of_shared_sequences_replays_in_one_process(launch: Launch, tmp_path: Path, capsys: Capsys) -> None:
     """Rank 0 writes what the first of the two ranks that share the culprit's row has sent."""
     case = Case("fsdp2", packed=True, planted=((1, 3, 6),))
-    results = launch(4, reduced_meter_cases.spiked, case, 2, str(tmp_path))
-    ((event,),) = same_events(results)
+
+    def spiked() -> Run:
+        if dist.get_rank() == 0:
+            build_model(case).save_pretrained(tmp_path / "model")
+        run = over_a_threshold(case, 2, bisect_dump_dir=str(tmp_path / "dump"), spike_replay=1)
+        dist.barrier()
+        return run
+
+    ((event,),) = same_events(launch(4, spiked))
     (culprit,) = event["culprits"]
     assert replay([str(tmp_path / "dump" / event["replay"]), "--model", str(tmp_path / "model"), "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
@@ -59,24 +80,17 @@ def test_a_spike_of_shared_sequences_replays_in_one_process(launch: Launch, tmp_
     assert token["replayed"] == pytest.approx(culprit["grad_norm"], rel=1e-4)
 
 
-def test_tokens_with_a_nan_gradient_are_culprits(launch: Launch) -> None:
-    case = Case("fsdp1", planted=ONE, nan=((0, 2, 7),))
-    results = launch(2, over_a_threshold, case, 1)
-    ((event,),) = same_events(results)
-    found = {(c["rank"], c["row"], c["position"]): c["source"] for c in event["culprits"]}
-    assert found.pop((0, 2, 7)) == "nonfinite" and set(found) == set(case.planted)
-
-
 def test_a_nan_row_of_an_idle_rank_changes_no_norm(launch: Launch) -> None:
     """What is measured together is averaged: zero times NaN would reach the other rank's tokens."""
     case = Case("fsdp2", planted=((0, 4, 2),))
     found = {}
+    prepare = partial(break_embedding, case, 1, 0, PROMPT - 1)
     for meter in ("local", "reduced"):
-        results = launch(2, reduced_meter_cases.broken_row, case, 1, 0, meter)
-        ((event,),) = same_events(results)
+        ((event,),) = same_events(launch(2, partial(over_a_threshold, case, 1, meter, prepare=prepare)))
         assert event["complete"]
         found[meter] = {(c["rank"], c["row"], c["position"]): c for c in event["culprits"]}
     assert set(found["reduced"]) == set(found["local"]) == {(0, 4, 2), (1, 0, 0)}
+    assert found["reduced"][1, 0, 0]["source"] == "nonfinite"
     expected = found["local"][0, 4, 2]["grad_norm"]
     assert math.isfinite(expected) and found["reduced"][0, 4, 2]["grad_norm"] == near(expected)
 

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 import shlex
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from batches import build_batch
 from notation import Capsys, cases
 from oracle import Unit
 from replay_cases import save_model, spiked
-from test_actor import MODES, Launch, on_engine, on_ranks, same_events
+from test_actor import MODES, Launch, on_engine, on_ranks, only_engine, same_events
 from test_replay_ranks import TOLERANCE, replayed
 from verl import DataProto
 from verl.trainer.config.algorithm import RolloutCorrectionConfig
@@ -55,12 +56,6 @@ def mismatch(batch: DataProto) -> None:
     batch.batch["rollout_log_probs"] = rollout
 
 
-def corrected(batch: DataProto, options: dict[str, Any]) -> None:
-    """What verl's trainer makes of a batch with these settings of `algorithm.rollout_correction`."""
-    mismatch(batch)
-    compute_rollout_correction_and_add_to_batch(batch, RolloutCorrectionConfig(**options))
-
-
 def with_remedy(
     case: Case,
     correction: dict[str, Any] | None = None,
@@ -77,10 +72,9 @@ def with_remedy(
     tokens = torch.zeros(())
 
     def change(batch: DataProto) -> None:
-        if correction is None:
-            mismatch(batch)
-        else:
-            corrected(batch, correction)
+        mismatch(batch)
+        if correction is not None:  # as verl's trainer does with algorithm.rollout_correction
+            compute_rollout_correction_and_add_to_batch(batch, RolloutCorrectionConfig(**correction))
         tokens.copy_(batch.batch["response_mask"][: case.mini_batch].sum())
 
     detection = {"spike_detection": True, "grad_norm_threshold": EVERY, "bisect_budget_steps": 2}
@@ -96,13 +90,6 @@ def recorded(case: Case, directory: str, layer_clip: Any = None) -> tuple[list[U
     """A run with a spike, and its bundle; perhaps with LayerClip on."""
     options = {} if layer_clip is None else {"layer_clip": layer_clip}
     return spiked(case, directory, change_batch=mismatch, **options)
-
-
-def step_norm(case: Case, settings: dict[str, Any]) -> float:
-    """The norm of the first gradient that the optimizer gets; of one rank."""
-    assert dist.get_world_size() == 1
-    run = train(case, change_batch=mismatch, **settings)
-    return torch.stack([gradient.norm() for gradient in run.gradients[0]]).norm().item()
 
 
 def after_warm_up(case: Case, directory: str) -> list[tuple[dict[str, Any], float]]:
@@ -173,10 +160,8 @@ def settings_of(override: str) -> dict[str, dict[str, Any]]:
 @pytest.mark.slow
 @on_ranks(
     on_engine(2, Case("fsdp2", mini_batch=4, planted=SPIKE)),
-    on_engine(2, Case("fsdp2", mini_batch=4, planted=SPIKE, loss_mode="gspo", loss_agg_mode=MODES[2])),
-    on_engine(
-        2, Case("fsdp1", mini_batch=4, planted=SPIKE, kl=True, entropy=True, loss_mode="sapo", loss_agg_mode=MODES[2])
-    ),
+    only_engine(2, Case("fsdp2", mini_batch=4, planted=SPIKE, loss_mode="gspo", loss_agg_mode=MODES[2])),
+    (2, Case("fsdp1", mini_batch=4, planted=SPIKE, kl=True, entropy=True, loss_mode="sapo", loss_agg_mode=MODES[2])),
 )
 def test_a_remedy_leaves_what_a_run_with_it_has(
     launch: Launch, tmp_path: Path, capsys: Capsys, world: int, case: Case
@@ -236,7 +221,8 @@ def test_what_acts_on_the_step_leaves_what_the_optimizer_gets(launch: Launch, tm
     rows = {row["name"]: row for row in result["remedies"]}
 
     def optimizer_gets(**settings: Any) -> float:
-        return launch(1, step_norm, ALONE, settings)[0]
+        (run,) = launch(1, partial(train, ALONE, change_batch=mismatch, **settings))
+        return torch.stack([gradient.norm() for gradient in run.gradients[0]]).norm().item()
 
     assert optimizer_gets(grad_clip=0.1) == pytest.approx(rows["grad_clip 0.1"]["norm"], rel=TOLERANCE)
     assert rows["grad_clip 0.1"]["ordinary_moved"] == pytest.approx(1 - rows["grad_clip 0.1"]["left"])
@@ -255,53 +241,23 @@ def test_what_acts_on_the_step_leaves_what_the_optimizer_gets(launch: Launch, tm
     assert row["override"] is None and 0 < row["ordinary_moved"] < 1
 
 
-@on_ranks(
-    on_engine(2, Case("fsdp2", planted=SPIKE, kl=True, nested=ENGINE, rollout_weights=True)),
-    (2, Case("fsdp2", mini_batch=4, planted=SPIKE, loss_mode="bypass_mode", kl=True)),
-    (2, Case("fsdp1", dynamic=True, tied=True, planted=SPIKE, entropy=True, loss_agg_mode="seq-mean-token-sum")),
-    (2, Case("fsdp2", mini_batch=4, planted=SPIKE, precision="bfloat16", loss_mode="gspo")),
-    (2, Case("fsdp2", mini_batch=4, planted=SPIKE, model="lora", loss_mode="cispo", rollout_weights=True)),
-    (2, Case("fsdp2", micro_batch=8, planted=SPIKE, model="moe", loss_mode="sapo", loss_agg_mode=MODES[3])),
-)
-def test_the_recorded_coefficients_come_from_verls_loss(
-    launch: Launch, tmp_path: Path, capsys: Capsys, world: int, case: Case
-) -> None:
-    """Otherwise other losses would not be comparable with them."""
-    results = launch(world, recorded, case, str(tmp_path))
-    event = same_events([run for *_, run in results])[0][0]
-    bundle = tmp_path / "dump" / event["replay"]
-    assert "rollout_is_weight" not in event["culprits"][0]
-    result = replayed(bundle, tmp_path, capsys, "--remedies", "--only")
-    rows = {row["name"]: row for row in result["remedies"]}
-    assert "as recorded" in rows, result["remedy_notes"]
-    assert rows["as recorded"]["left"] == pytest.approx(1, rel=case.tolerance)
-    assert ("token TIS" in rows) and ("GSPO" in rows) == (case.loss_mode not in ("gspo", "bypass_mode"))
+SEQUENCES = {"loss_agg_mode": "seq-mean-token-mean"}
 
 
-@pytest.mark.every_target
-@pytest.mark.parametrize("world", [1, 2])
-def test_clips_leave_what_a_run_with_them_has(launch: Launch, tmp_path: Path, capsys: Capsys, world: int) -> None:
-    compare_clips(launch, tmp_path, capsys, dataclasses.replace(ALONE, rows=4), world)
-
-
-@pytest.mark.slow
 @cases(
-    "changes",
-    {"loss_agg_mode": "seq-mean-token-mean", "kl": True, "entropy": True},
-    {"loss_agg_mode": "seq-mean-token-mean", "loss_mode": "gspo"},
-    {"loss_agg_mode": "seq-mean-token-mean", "loss_mode": "sapo"},
-    ids=["KL", "gspo", "sapo"],
+    "world changes",
+    pytest.param(1, {}, marks=pytest.mark.every_target),
+    pytest.param(2, {}, marks=pytest.mark.every_target),
+    # With other weights of tokens, by which signals are divided.
+    pytest.param(1, {**SEQUENCES, "loss_mode": "gspo"}, marks=pytest.mark.slow),
+    pytest.param(1, {**SEQUENCES, "loss_mode": "sapo", "kl": True, "entropy": True}, marks=pytest.mark.slow),
+    ids=["alone", "two ranks", "gspo", "sapo"],
 )
-@pytest.mark.parametrize("world", [1, 2])
-def test_clips_leave_the_same_with_other_losses(
-    launch: Launch, tmp_path: Path, capsys: Capsys, changes: dict[str, Any], world: int
+def test_clips_leave_what_a_run_with_them_has(
+    launch: Launch, tmp_path: Path, capsys: Capsys, world: int, changes: dict[str, Any]
 ) -> None:
-    """Whose weights of tokens differ, by which signals are divided."""
-    compare_clips(launch, tmp_path, capsys, dataclasses.replace(ALONE, rows=4, **changes), world)
-
-
-def compare_clips(launch: Launch, tmp_path: Path, capsys: Capsys, case: Case, world: int = 1) -> None:
     """TokenClip and LayerClip have learned their bounds in 20 updates, LayerClip also while it was off."""
+    case = dataclasses.replace(ALONE, rows=4, **changes)
     of_ranks = launch(world, after_warm_up, case, str(tmp_path))
     (recorded, _), (with_tokens, _), (with_layers, _) = of_ranks[0]
     norm_with_tokens, norm_with_layers = (math.hypot(*(runs[i][1] for runs in of_ranks)) for i in (1, 2))

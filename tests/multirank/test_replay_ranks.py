@@ -1,26 +1,38 @@
 """Bundles of sharded runs, replayed in one process and held against the brute force."""
 
+import json
+import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import replay_cases
-from actors import Case
+from actor_cases import Run, compare_runs, stock_run, train
+from actors import IDENTITY_THRESHOLD, Case
 from oracle import Unit
 from small_bundles import printed
-from test_actor import ONE, Launch, same_events, tokens_over
+from test_actor import ONE, THREE, Launch, same_events, tokens_over
+from verl.utils.gradloc import guarded
+from verl.utils.gradloc.adapters import replay_bundles
+from verl.utils.gradloc.bundles import bundle_writer
 
 from gradloc_tools.bundles.opening import open_bundle
 
 # Between an unsharded forward of single rows and a sharded one of padded micro-batches lies rounding alone; the brute
 # force's own tolerance is a tenth of this.
 TOLERANCE = 1e-4
+OVER = {"spike_detection": True, "grad_norm_threshold": IDENTITY_THRESHOLD}
 
 
 def replayed(bundle: Path, folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
     """What a replay prints, or a search; the folder has the model, and of a LoRA model the adapter."""
     adapter = ["--adapter", str(folder / "adapter")] if (folder / "adapter").exists() else []
     return printed([bundle, "--model", folder / "model", *adapter, "--json", *options], capsys)
+
+
+def replays(run: Run) -> list[str | None]:
+    return [event["replay"] for events in run.events for event in json.loads(events)]
 
 
 def check_replayed(result: dict[str, Any], units: list[Unit], threshold: float, planted: int) -> None:
@@ -82,11 +94,17 @@ def test_a_bundle_has_what_was_recorded(launch: Launch, tmp_path: Path) -> None:
 
 def test_a_full_or_broken_disk_changes_no_bit_of_training(launch: Launch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder can be made here")
-    for kept, broken, events in launch(2, replay_cases.identical, str(tmp_path)):
-        assert all(kept.values()), kept
-        assert all(broken.values()), broken
-        assert events["kept"] == ["replay/step7-epoch0-mini_batch0", None]
-        assert events["broken"] == [None, None]
+    case = Case(mini_batch=4, optimizer="adamw", planted=THREE)
+
+    def with_folder(name: str) -> tuple[dict[str, bool], list[str | None]]:
+        run = train(case, bisect_dump_dir=str(tmp_path / name), spike_replay=1, **OVER)
+        return compare_runs(run, stock_run(case)), replays(run)
+
+    # There is space for one bundle, and for none.
+    for name, replays_of in (("dump", ["replay/step7-epoch0-mini_batch0", None]), ("file", [None, None])):
+        for same, found in launch(2, with_folder, name):
+            assert all(same.values()), same
+            assert found == replays_of
     found = sorted(path.name for path in (tmp_path / "dump" / "replay").iterdir())
     assert found == ["step7-epoch0-mini_batch0"]
 
@@ -94,6 +112,17 @@ def test_a_full_or_broken_disk_changes_no_bit_of_training(launch: Launch, tmp_pa
 @pytest.mark.parametrize("function", ["write_bundle", "last_checkpoint"])
 def test_training_goes_on_if_the_disk_does_not_answer(launch: Launch, tmp_path: Path, function: str) -> None:
     """The other ranks would wait for rank 0 in a collective call, whose timeout ends the run."""
-    for same, replays in launch(2, replay_cases.stalled, str(tmp_path), function):
+    case = Case(mini_batch=4, planted=THREE)
+    module = bundle_writer if hasattr(bundle_writer, function) else replay_bundles
+
+    def stalled() -> tuple[dict[str, bool], list[str | None]]:
+        answers = threading.Event()
+        stall = mock.patch.object(module, function, lambda *_: answers.wait())
+        with mock.patch.object(guarded, "PATIENCE", 0.1), stall:
+            run = train(case, bisect_dump_dir=str(tmp_path), spike_replay=4, **OVER)
+        answers.set()
+        return compare_runs(run, stock_run(case)), replays(run)
+
+    for same, found in launch(2, stalled):
         assert all(same.values()), same
-        assert replays == [None, None]
+        assert found == [None, None]

@@ -1,21 +1,31 @@
 """A replayed search names what the search in training named: held against it, and against the brute force."""
 
+import contextlib
+import io
 import json
 import math
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import replay_cases
+import test_faults
+import torch.distributed as dist
+from actor_cases import Run, train
 from actors import ENGINE, IDENTITY_THRESHOLD, Case
+from batches import build_batch
 from notation import Capsys, cases
-from oracle import Unit
+from oracle import Unit, brute_force
 from stripped_bundles import strip
-from test_actor import ONE, THREE, Launch, on_engine, on_ranks, same_events, tokens_over
+from test_actor import MODES, ONE, THREE, Launch, on_engine, on_ranks, same_events, tokens_over
 from test_replay_ranks import TOLERANCE, check_replayed, replayed
 from valid_events import lines_in
+from verl import DataProto
 
+from gradloc.measure.passes import Passes
+from gradloc_tools.replay import search_command
 from gradloc_tools.replay.command import main
 from gradloc_tools.report.reading import read
 
@@ -48,9 +58,11 @@ def check_same(found: dict[str, Any], trained: dict[str, Any]) -> None:
 
 @on_ranks(
     on_engine(2, Case("fsdp2", kl=True, entropy=True, rollout=True, planted=THREE)),
-    (2, Case("fsdp1", tied=True, dynamic=True, planted=THREE)),
+    (2, Case("fsdp1", tied=True, dynamic=True, entropy=True, loss_agg_mode=MODES[1], planted=THREE)),
     on_engine(2, Case("fsdp2", packed=True, checkpointing=True, nested=ENGINE, deferred=True, planted=ONE)),
-    (2, Case("fsdp1", model="lora", dynamic=True, planted=ONE)),
+    (2, Case("fsdp1", model="lora", dynamic=True, loss_mode="cispo", rollout_weights=True, planted=ONE)),
+    (2, Case("fsdp2", mini_batch=4, loss_mode="bypass_mode", kl=True, planted=ONE)),
+    (2, Case("fsdp2", model="moe", micro_batch=8, loss_mode="sapo", loss_agg_mode=MODES[3], planted=ONE)),
     # Training measures the gradient after its reduction alone, so the ranks send what the bundle needs.
     (2, Case("fsdp2", model="tiled", planted=ONE)),
 )
@@ -59,11 +71,15 @@ def test_planted_tokens_are_replayed_and_found_again(
 ) -> None:
     results = launch(world, replay_cases.spiked, case, str(tmp_path))
     units, threshold, _ = results[0]
+    units = [unit for unit in units if unit.mini_batch == 0]
     ((trained,),) = same_events([run for *_, run in results])
     dump = tmp_path / "dump"
     bundle = dump / trained["replay"]
-    result = replayed(bundle, tmp_path, capsys)
+    result = replayed(bundle, tmp_path, capsys, "--remedies")
     check_replayed(result, units, threshold, len(case.planted))
+    # The recorded coefficients are those of verl's loss: otherwise other losses would not be comparable with them.
+    left = {row["name"]: row["left"] for row in result["remedies"]}
+    assert left["as recorded"] == pytest.approx(1, rel=TOLERANCE), result["remedy_notes"]
     assert json.loads((bundle.parent / f"{bundle.name}.result.json").read_text()) == result
 
     found = search(bundle, tmp_path, capsys)
@@ -87,7 +103,15 @@ def test_planted_tokens_are_replayed_and_found_again(
 @pytest.mark.skipif(not ENGINE, reason="verl 0.7 searches in training alone")
 def test_what_training_only_recorded_is_found_at_home(launch: Launch, tmp_path: Path, capsys: Capsys) -> None:
     case = Case("fsdp1", dynamic=True, kl=True, entropy=True, rollout=True, planted=THREE)
-    results = launch(2, replay_cases.spiked_and_recorded, case, str(tmp_path))
+
+    def spiked_and_recorded() -> tuple[list[Unit], float, Run]:
+        found = replay_cases.spiked(case, str(tmp_path))
+        options = {"spike_search": "replay", "spike_replay": 4, "bisect_dump_dir": str(tmp_path / "recorded")}
+        train(case, spike_detection=True, grad_norm_threshold=found[1], **options)
+        dist.barrier()
+        return found
+
+    results = launch(2, spiked_and_recorded)
     units, threshold, _ = results[0]
     ((trained,),) = same_events([run for *_, run in results])
     dump = tmp_path / "recorded"
@@ -104,7 +128,12 @@ def test_what_training_only_recorded_is_found_at_home(launch: Launch, tmp_path: 
 @pytest.mark.every_target
 def test_a_bundle_says_whose_log_probs_are_of_other_positions(launch: Launch, tmp_path: Path, capsys: Capsys) -> None:
     case = Case("fsdp2", rows=16, mini_batch=8, micro_batch=8, kl=True, rollout=True, planted=ONE)
-    ((event,), *_) = same_events([run for *_, run in launch(2, replay_cases.spiked_and_late, case, str(tmp_path))])
+
+    def change(batch: DataProto) -> None:
+        batch.batch["rollout_log_probs"] = batch.batch["old_log_probs"].roll(1, 1)
+
+    results = launch(2, partial(replay_cases.spiked, change_batch=change), case, str(tmp_path))
+    ((event,), *_) = same_events([run for *_, run in results])
     bundle = tmp_path / "dump" / event["replay"]
     said = "The rollout's log-probs are one position late in all responses (r[t] fits p[t-1])"
     sentences = replayed(bundle, tmp_path, capsys)["sentences"]
@@ -127,7 +156,14 @@ def check_brute_force(event: dict[str, Any], units: list[Unit], threshold: float
 def test_the_search_of_a_natural_spike_takes_the_same_decisions(
     launch: Launch, tmp_path: Path, capsys: Capsys, case: Case, share: float
 ) -> None:
-    results = launch(2, replay_cases.natural, case, str(tmp_path), share)
+    """τ is a share of the largest unit's norm."""
+
+    def natural() -> tuple[list[Unit], Run]:
+        units, _ = brute_force(case, build_batch(case, dist.get_rank()), tokens=False)
+        threshold = share * max(unit.norm / unit.weight for unit in units if unit.weight)
+        return units, replay_cases.kept(case, str(tmp_path), threshold)
+
+    results = launch(2, natural)
     ((trained,),) = same_events([run for *_, run in results])
     assert trained["diagnosis"] == ("tokens" if share > 0.9 else "diffuse")
     bundle = tmp_path / "dump" / trained["replay"]
@@ -150,46 +186,47 @@ def test_the_search_of_a_natural_spike_takes_the_same_decisions(
             assert unit["norm"] == pytest.approx(units[unit["rank"], unit["micro_batch"]], rel=TOLERANCE)
 
 
-def test_a_nan_is_found_again(launch: Launch, tmp_path: Path, capsys: Capsys) -> None:
-    case = Case("fsdp2", nan=((1, 3, 0),), planted=((0, 0, 4),))
-    runs = launch(2, replay_cases.kept, case, str(tmp_path), IDENTITY_THRESHOLD)
-    ((trained,),) = same_events(runs)
-    bundle = tmp_path / "dump" / trained["replay"]
-    assert (1, 3, 0) in [(culprit["rank"], culprit["row"], culprit["position"]) for culprit in trained["culprits"]]
-    found = search(bundle, tmp_path, capsys)
-    assert sorted(places(found["culprits"])) == sorted(places(trained["culprits"]))
-    assert found["diagnosis"] == trained["diagnosis"]
-    for one, other in zip(found["culprits"], trained["culprits"], strict=True):
-        assert one["sources"] == other["sources"]
-    assert launch(2, replay_cases.searched, str(bundle), str(tmp_path / "model")) == [0, 0]
-    in_two = json.loads((bundle.parent / f"{bundle.name}.event.json").read_text())
-    assert sorted(places(in_two["culprits"])) == sorted(places(trained["culprits"]))
-
-
 @cases(
     "case diagnosis",
+    (Case("fsdp2", nan=((1, 3, 0),), planted=((0, 0, 4),)), "tokens"),
     (Case("fsdp2", precision="bfloat16", planted=ONE), "tokens"),
     (Case("fsdp2", precision="float16", loss_scale=2.0**4, planted=ONE), "tokens"),
     # The loss scale makes the planted token's coefficient overflow: it is not what is wrong.
     (Case("fsdp2", precision="float16", loss_scale=2.0**12, planted=ONE), "overflow"),
-    ids=["bfloat16", "float16", "overflow"],
+    ids=["NaN", "bfloat16", "float16", "overflow"],
 )
-def test_half_precision_is_searched_with_the_loss_scale(
+def test_what_is_not_finite_or_in_half_precision_is_found_again(
     launch: Launch, tmp_path: Path, capsys: Capsys, case: Case, diagnosis: str
 ) -> None:
+    """With the loss scale."""
     ((trained,),) = same_events(launch(2, replay_cases.kept, case, str(tmp_path), IDENTITY_THRESHOLD))
     found = search(tmp_path / "dump" / trained["replay"], tmp_path, capsys)
     assert found["diagnosis"] == trained["diagnosis"] == diagnosis
-    assert places(found["culprits"]) == places(trained["culprits"])
-    for culprit, before in zip(found["culprits"], trained["culprits"], strict=True):
-        assert culprit["grad_norm"] == pytest.approx(before["grad_norm"], rel=case.tolerance)
+    before = dict(zip(places(trained["culprits"]), trained["culprits"], strict=True))
+    assert sorted(places(found["culprits"])) == sorted(before)
+    assert {(rank, row, position) for rank, _, row, position in before} >= {*case.nan}
+    for place, culprit in zip(places(found["culprits"]), found["culprits"], strict=True):
+        assert culprit["sources"] == before[place]["sources"]
+        norm = float(before[place]["grad_norm"])
+        assert float(culprit["grad_norm"]) == pytest.approx(norm, rel=case.tolerance * 10, nan_ok=True)
 
 
 def test_a_failure_of_one_process_ends_all(launch: Launch, tmp_path: Path) -> None:
     runs = launch(2, replay_cases.kept, Case("fsdp2", planted=ONE), str(tmp_path), IDENTITY_THRESHOLD)
     ((trained,),) = same_events(runs)
     bundle, model = tmp_path / "dump" / trained["replay"], tmp_path / "model"
-    first, second = launch(2, replay_cases.failing, str(bundle), str(model))
+
+    def failing() -> list[tuple[int, str]]:
+        """The exit codes of searches in which rank 1 alone fails: while it loads, and in either of its passes."""
+        found = []
+        for owner, name, at in ((search_command, "load", 1), *((Passes, "_forward_backward", at) for at in (1, 2))):
+            errors = io.StringIO()
+            failure = test_faults.failing(owner, name, at, [1], RuntimeError("planted failure"))
+            with failure, contextlib.redirect_stderr(errors):
+                found.append((replay_cases.searched(str(bundle), str(model)), errors.getvalue()))
+        return found
+
+    first, second = launch(2, failing)
     assert [code for code, _ in first] == [code for code, _ in second] == [2, 2, 2]
     for _, error in first:
         *progress, sentence = error.splitlines()

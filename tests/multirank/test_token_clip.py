@@ -106,7 +106,6 @@ class Outcome:
     # The largest error of a parameter's gradient, relative to the norm of the whole.
     error: float
     clips: list[dict[str, Any]]
-    metrics: dict[str, Any]
     expected: list[Signal]
     events: list[dict[str, Any]]
     # By boundary, as the actor has them and as they have to be.
@@ -116,43 +115,29 @@ class Outcome:
 
 def run(
     case: Case,
-    action: str = "drop",
     blown_layer: int | None = None,
-    change_model: Callable[[torch.nn.Module], None] = lambda _: None,
-    calls: Sequence[int] = CALLS,
-    max_share: float = 0.2,
     size: int = 1,
-    factor: float = FACTOR,
     left_out: Sequence[tuple[int, int, int]] = (),
+    clip: dict[str, Any] | None = None,
     **gradloc: Any,
 ) -> list[Outcome]:
     """Updates of the actor with TokenClip, each beside the plain computation.
 
     Args:
         case (Case): The actor.
-        action (str): TokenClip's.
         blown_layer (int, optional): The layer that amplifies a token's signal.
-        change_model (Callable): Another change to the model.
-        calls (Sequence[int]): The batches.
-        max_share (float): TokenClip's.
         size (int): How many neighbouring ranks share their sequences (Ulysses).
-        factor (float): TokenClip's.
         left_out (Sequence): Tokens of batch 0 that the plain computation leaves out: rank, row and position.
+        clip (dict, optional): Settings of TokenClip.
         gradloc (Any): More of the actor's configuration.
     """
-
-    def change(model: torch.nn.Module) -> None:
-        if blown_layer is not None:
-            amplify(case, blown_layer)(model)
-        change_model(model)
-
-    clip = {"enable": True, "action": action, "factor": factor, "beta": BETA, "warmup_steps": WARMUP}
+    settings = {"action": "drop", "factor": FACTOR, "beta": BETA, "warmup_steps": WARMUP, "max_share": 0.2}
+    config = TokenClipConfig(enable=True, **settings | (clip or {}))
+    change = (lambda _: None) if blown_layer is None else amplify(case, blown_layer)
     if size > 1:
         stand_in_for_a_gpu(case, size)
         gradloc["ulysses_sequence_parallel_size"] = size
-    actor = build_actor(
-        case, change_model=change, grad_clip=1e9, token_clip=TokenClipConfig(max_share=max_share, **clip), **gradloc
-    )
+    actor = build_actor(case, change_model=change, grad_clip=1e9, token_clip=config, **gradloc)
     if size > 1:
         share_sequences(actor, size)
     gradients: list[list[torch.Tensor | None]] = []
@@ -161,21 +146,21 @@ def run(
             [None if p.grad is None else local(p.grad) for p in actor.actor_module.parameters()]
         )
     )
-    plain = Plain(case, change, action, max_share, size, factor)
+    plain = Plain(case, change, config, size)
     outcomes = []
-    for seed in calls:
+    for seed in CALLS:
         plain.left_out = [place[1:] for place in left_out if seed == 0 and place[0] == dist.get_rank()]
         batch = build_batch(case, dist.get_rank() // size, seed)
         expected = plain.update(batch)
         gradients.clear()
-        metrics = actor.update_policy(batch)
+        actor.update_policy(batch)
         (found,) = gradients
         watch = getattr(actor, "engine", actor).watch
         events = [] if watch.gradloc is None else events_of(actor)
         error = error_of(case, found, plain.gradients)
         state = watch.token_clip.state_dict()["boundaries"]
         averages = {name: of_boundary["average"] for name, of_boundary in state.items() if of_boundary["average"]}
-        outcomes.append(Outcome(error, watch.clips, metrics, expected, events, averages, dict(plain.average)))
+        outcomes.append(Outcome(error, watch.clips, expected, events, averages, dict(plain.average)))
     return outcomes
 
 
@@ -198,18 +183,9 @@ def error_of(case: Case, found: list[torch.Tensor | None], expected: list[torch.
 class Plain:
     """The plain computation: its model, the usual signals, and the gradients of the last update."""
 
-    def __init__(
-        self,
-        case: Case,
-        change: Callable[[torch.nn.Module], None],
-        action: str,
-        max_share: float,
-        size: int,
-        factor: float,
-    ) -> None:
+    def __init__(self, case: Case, change: Callable[[torch.nn.Module], None], clip: TokenClipConfig, size: int) -> None:
         # In float32 and with padding everything is computed by plain torch.
-        self.given, self.action, self.max_share = case, action, max_share
-        self.size, self.factor = size, factor
+        self.given, self.clip, self.size = case, clip, size
         self.case = dataclasses.replace(case, packed=False, fused=False, checkpointing=False)
         self.model = build_model(dataclasses.replace(self.case, model="llama" if case.model == "tiled" else case.model))
         change(self.model)
@@ -304,14 +280,14 @@ class Plain:
             (row, column, values[row][column] / usual)
             for row in range(len(values))
             for column in range(len(values[0]))
-            if not values[row][column] <= self.factor * usual
+            if not values[row][column] <= self.clip.factor * usual
         ]
-        limit = max(1, int(self.max_share * self.tokens / dist.get_world_size()))
+        limit = max(1, int(self.clip.max_share * self.tokens / dist.get_world_size()))
         limit = limit if name == LOG_PROBS else max(1, limit // self.size)
-        if self.cut.get(name, 0) + len(over) <= limit and self.action != "log":
+        if self.cut.get(name, 0) + len(over) <= limit and self.clip.action != "log":
             self.cut[name] = self.cut.get(name, 0) + len(over)
             for row, column, multiple in over:
-                left = min(max(2 - multiple / self.factor, 0.0), 1.0) if self.action == "smooth" else 0.0
+                left = min(max(2 - multiple / self.clip.factor, 0.0), 1.0) if self.clip.action == "smooth" else 0.0
                 gradient[row, column] = gradient[row, column] * left if left else 0.0
         return [(row, column - start, multiple) for row, column, multiple in over]
 
@@ -329,35 +305,11 @@ class Plain:
             elif len(seen) > WARMUP:
                 # The bias-corrected average: the t-th value weighs (1 - beta) / (1 - beta^t).
                 weight = (1 - BETA) / (1 - BETA ** len(seen))
-                clipped = min(value, self.factor * self.usual[name])
+                clipped = min(value, self.clip.factor * self.usual[name])
                 self.average[name] += weight * (clipped - self.average[name])
             if len(seen) >= WARMUP:
                 percentile = sorted(seen)[math.floor(0.9 * (len(seen) - 1))]
                 self.usual[name] = max(self.average[name], percentile / 2)
-
-
-def checkpoint_reentrantly(model: torch.nn.Module) -> None:
-    model.gradient_checkpointing_enable({"use_reentrant": True})
-
-
-def harmless(case: Case, action: str) -> tuple[dict[str, bool], Run]:
-    """A run in which nothing is over its bound, compared with the unpatched actor."""
-    calls = (1, 2, 3)
-    clip = TokenClipConfig(enable=True, factor=1e6, warmup_steps=1, action=action)
-    run = train(case, calls=calls, token_clip=clip)
-    return compare_runs(run, stock_run(case, calls)), run
-
-
-def search(case: Case, blown_layer: int, threshold: float, clip: bool = False) -> dict[str, Any]:
-    """The event of the spiked update, with TokenClip's signals or without them."""
-    options = {"spike_detection": True, "grad_norm_threshold": threshold, "bisect_budget_steps": 100}
-    if clip:
-        options["token_clip"] = TokenClipConfig(enable=True, action="log", warmup_steps=WARMUP)
-    actor = build_actor(case, change_model=amplify(case, blown_layer), grad_clip=1e9, **options)
-    for seed in CALLS[: SPIKED + 1]:
-        actor.update_policy(build_batch(case, dist.get_rank(), seed))
-    (event,) = events_of(actor)
-    return event
 
 
 # In one row, so in one micro-batch.
@@ -419,7 +371,6 @@ def compare_line(outcome: Outcome) -> None:
     (1, Case("none", planted=((0, 2, 6),))),
     (2, Case("fsdp1-orig", checkpointing=True, tied=True, planted=ONE)),
     (2, Case(loss_agg_mode=MODES[2], dynamic=True, kl=True, entropy=True, planted=ONE)),
-    (2, Case("fsdp1", loss_mode="gspo", loss_agg_mode=MODES[1], planted=ONE)),
     (2, Case("fsdp1", model="lora", planted=ONE)),
     (2, Case(model="frozen", planted=ONE)),
     on_engine(2, Case("fsdp1", precision="float16", loss_scale=8.0, planted=ONE)),
@@ -438,6 +389,7 @@ def test_an_outlier_at_the_log_probs_leaves_the_backward_pass(launch: Launch, wo
 
 @on_ranks(
     (2, Case("fsdp1", checkpointing=True)),
+    (2, Case(checkpointing=True, reentrant=True)),
     (2, Case("fsdp1", packed=True, dynamic=True)),
     on_engine(2, Case(tied=True, deferred=True, nested=True)),
     (2, Case(model="moe", micro_batch=8)),
@@ -453,12 +405,6 @@ def test_an_outlier_of_a_layer_is_cut_where_it_leaves_it(launch: Launch, world: 
     assert token["boundary"] == "layers.0" and token["cut"]
 
 
-def test_reentrant_checkpointing_is_cut_once(launch: Launch) -> None:
-    case = Case(checkpointing=True)
-    reentrant = checkpoint_reentrantly
-    check(launch(2, partial(run, case, blown_layer=1, change_model=reentrant)), case)
-
-
 @on_ranks(on_engine(4, Case(packed=True, planted=((1, 3, 6),))))
 def test_ranks_that_share_their_sequences_cut_the_same_token(launch: Launch, world: int, case: Case) -> None:
     (token,) = check(launch(world, partial(run, case, size=2)), case)
@@ -467,7 +413,7 @@ def test_ranks_that_share_their_sequences_cut_the_same_token(launch: Launch, wor
 
 def test_log_only_writes_down(launch: Launch) -> None:
     case = Case("fsdp1", packed=True)
-    outcomes = launch(2, partial(run, case, "log", 1))
+    outcomes = launch(2, partial(run, case, 1, clip={"action": "log"}))
     tokens = check(outcomes, case)
     assert tokens and not any(token["cut"] for token in tokens)
     assert not any(outcomes[0][SPIKED].clips[0]["token_clip"]["cut"].values())
@@ -476,7 +422,7 @@ def test_log_only_writes_down(launch: Launch) -> None:
 def test_smooth_leaves_a_part_of_what_is_a_little_over(launch: Launch) -> None:
     """With a bound that ordinary tokens reach, many are between it and its double."""
     case = Case("fsdp1", packed=True)
-    outcomes = launch(2, partial(run, case, "smooth", max_share=1.0, factor=1.05))
+    outcomes = launch(2, partial(run, case, clip={"action": "smooth", "max_share": 1.0, "factor": 1.05}))
     check_errors(outcomes, case)
     multiples = [signal.multiple for outcome in outcomes[0] for signal in outcome.expected]
     assert any(1.05 < multiple < 2.1 for multiple in multiples)
@@ -485,7 +431,7 @@ def test_smooth_leaves_a_part_of_what_is_a_little_over(launch: Launch) -> None:
 def test_more_than_the_largest_share_are_left(launch: Launch) -> None:
     """Two tokens of a micro-batch are over the bound, and one of some forty may be cut: there, none is."""
     case = Case("fsdp1", packed=True, micro_batch=1, planted=(*TWO, (1, 6, 9)))
-    outcomes = launch(2, partial(run, case, max_share=0.02))
+    outcomes = launch(2, partial(run, case, clip={"max_share": 0.02}))
     check(outcomes, case)
     (line,) = outcomes[0][SPIKED].clips
     found = line["token_clip"]
@@ -494,12 +440,21 @@ def test_more_than_the_largest_share_are_left(launch: Launch) -> None:
     assert "more than max_share" in judged(line)["summary"]
 
 
-@on_ranks((2, Case("fsdp1", packed=True, checkpointing=True)), on_engine(2, Case(dynamic=True)))
-@pytest.mark.parametrize("action", ["drop", "smooth"])
+@on_ranks(
+    (2, Case("fsdp1", packed=True, checkpointing=True), "drop"),
+    (2, Case(dynamic=True), "smooth", pytest.mark.target(version="0.9.1")),
+    names="world case action",
+)
 def test_with_nothing_over_its_bound_training_is_as_without(
     launch: Launch, world: int, case: Case, action: str
 ) -> None:
-    for same, run in launch(world, harmless, case, action):
+    def harmless() -> tuple[dict[str, bool], Run]:
+        calls = (1, 2, 3)
+        clip = TokenClipConfig(enable=True, factor=1e6, warmup_steps=1, action=action)
+        run = train(case, calls=calls, token_clip=clip)
+        return compare_runs(run, stock_run(case, calls)), run
+
+    for same, run in launch(world, harmless):
         assert all(same.values()), same
         assert not any(run.clips)
 
@@ -523,7 +478,7 @@ def test_the_passes_of_drop_are_cut_as_training_was(launch: Launch) -> None:
     """TokenClip cuts an outlier that a layer makes; two planted tokens are too many for it, and GradLoc drops them."""
     case = Case("fsdp1", packed=True, checkpointing=True, planted=OTHER_RANK)
     options = {"spike_detection": True, "grad_norm_threshold": IDENTITY_THRESHOLD, "spike_action": "drop"}
-    for outcomes in launch(2, partial(run, case, blown_layer=1, max_share=0.02, left_out=OTHER_RANK, **options)):
+    for outcomes in launch(2, partial(run, case, 1, left_out=OTHER_RANK, clip={"max_share": 0.02}, **options)):
         outcome = outcomes[SPIKED]
         (event,) = outcome.events
         assert event["applied"] and len(event["culprits"]) == 2
@@ -533,8 +488,20 @@ def test_the_passes_of_drop_are_cut_as_training_was(launch: Launch) -> None:
 
 def test_the_search_starts_at_a_token_whose_signal_stands_out(launch: Launch) -> None:
     """The token's log-prob and coefficient are ordinary, so that suspicion alone does not expect it."""
-    run = partial(search, Case(rows=64, mini_batch=64, micro_batch=32), blown_layer=1, threshold=300.0)
-    (alone, *_), (known, *_) = launch(2, run), launch(2, partial(run, clip=True))
+    case = Case(rows=64, mini_batch=64, micro_batch=32)
+
+    def search() -> list[dict[str, Any]]:
+        found = []
+        clip = TokenClipConfig(enable=True, action="log", warmup_steps=WARMUP)
+        for options in ({}, {"token_clip": clip}):
+            options |= {"spike_detection": True, "grad_norm_threshold": 300.0, "bisect_budget_steps": 100}
+            actor = build_actor(case, change_model=amplify(case, 1), grad_clip=1e9, **options)
+            for seed in CALLS[: SPIKED + 1]:
+                actor.update_policy(build_batch(case, dist.get_rank(), seed))
+            found += events_of(actor)
+        return found
+
+    alone, known = launch(2, search)[0]
     rank, row, position = BLOWN
     for event in (alone, known):
         assert [(c["rank"], c["row"], c["position"]) for c in event["culprits"]] == [(rank, row, position + 1)]

@@ -1,82 +1,17 @@
-"""A gradient that comes from no token, against autograd; and losses of verl, none of which is scaled wrongly."""
+"""Losses of verl, none of which is scaled wrongly, and one that is."""
 
-import functools
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from action_cases import compared
-from actor_cases import Run
-from actors import ENGINE, Case, build_actor, build_config, build_model, gathered, on_device
+from actors import ENGINE, Case, build_actor
 from batches import build_batch
-from mini_batches import split_rows
-from oracle import brute_force, log_probs_and_entropy, norms_of
 from plain_passes import observe
-from test_actor import MODES, Launch, harmless, on_engine, on_ranks
-from torch import Tensor
+from test_actor import MODES, Launch, on_engine, on_ranks
 from verl.utils.gradloc import GradLoc, GradLocConfig, metrics
 
 from gradloc.judge.loss_scale import coefficient_factor
-
-BLOCK = "layers.1.mlp"
-
-
-class AuxiliaryLoss(torch.autograd.Function):
-    """Adds the gradient of a loss to a hidden state's backward."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, loss: Tensor) -> Tensor:
-        return hidden.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        return gradients[0], gradients[0].new_ones(())
-
-
-def attach(module: torch.nn.Module, scale: float, found: list[Tensor] | None = None) -> None:
-    """Attaches an auxiliary loss to a layer; with a list, only puts the loss there."""
-    names = {name.replace("_fsdp_wrapped_module.", ""): child for name, child in module.named_modules()}
-    (block,) = [child for name, child in names.items() if name.endswith(BLOCK)]
-
-    def hook(child: torch.nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        if not torch.is_grad_enabled():
-            return output
-        loss = scale * child.get_submodule("gate_proj")(arguments[0].detach()).logsumexp(-1).square().mean()
-        if found is not None:
-            found.append(loss)
-            return output
-        return AuxiliaryLoss.apply(output, loss)
-
-    block.register_forward_hook(hook)
-
-
-def auxiliary(
-    case: Case, scale: float, over: float
-) -> tuple[dict[str, bool], Run, dict[tuple[int, int], dict[str, float]]]:
-    """An actor with an auxiliary loss; τ is that part of what tokens alone would need.
-
-    Returns:
-        tuple: What is bit-identical to the unpatched actor; the run; and by (rank, micro-batch), each layer's norm of
-            the auxiliary gradient alone, by autograd on an unsharded copy.
-    """
-    batch = build_batch(case, dist.get_rank())
-    units, _ = brute_force(case, batch, tokens=False)
-    threshold = over * max(unit.norm / unit.weight for unit in units if unit.weight)
-
-    config, copy = build_config(case), build_model(case)
-    found: list[Tensor] = []
-    attach(copy, scale, found)
-    own: dict[tuple[int, int], dict[str, float]] = {}
-    for index, rows in enumerate(split_rows(case, config, batch)):
-        found.clear()
-        log_probs_and_entropy(case, copy, on_device(batch.batch[rows]))
-        named = dict(copy.named_parameters())
-        gradients = torch.autograd.grad(sum(found), [*named.values()], allow_unused=True, materialize_grads=True)
-        _, own[dist.get_rank(), index] = norms_of(dict(zip(named, gradients, strict=True)))
-    both = {"change_model": functools.partial(attach, scale=scale)}
-    same, run = compared(case, 1, both, grad_norm_threshold=threshold)
-    return same, run, {name: norms for of_rank in gathered(own) for name, norms in of_rank.items()}
 
 
 def scales(case: Case, factor: float = 1.0) -> list[tuple[list[list[float]], dict[str, str] | None]]:
@@ -124,21 +59,6 @@ def warned_with_other_counts() -> list[dict[str, str]]:
 
 def no_forward(*_: Any) -> Any:
     raise AssertionError("there is no search")
-
-
-# The engine of verl 0.9 computes without padding, over which the mean of this auxiliary loss would be another.
-def test_the_gradient_of_an_auxiliary_loss_is_measured(launch: Launch) -> None:
-    results = launch(2, auxiliary, Case("fsdp2", checkpointing=True), 30.0, 2.0)
-    ((event,),) = harmless(results)
-    found = event["without_tokens"]
-    expected = results[0][2][found["rank"], found["micro_batch"]]
-    assert found["layer_norms"] == pytest.approx(expected, rel=1e-4, abs=1e-9)
-    assert found["norm"] == pytest.approx(expected["layers.1"], rel=1e-4)
-    largest = max(event["units"], key=lambda unit: unit["norm"] / unit["threshold"])
-    assert (found["rank"], found["micro_batch"]) == (largest["rank"], largest["micro_batch"])
-    assert found["share"] == pytest.approx(found["norm"] / largest["norm"])
-    assert (event["diagnosis"], event["culprits"]) == ("diffuse", [])
-    assert event["verdict"]["cause"] == "auxiliary" and event["passes"] <= 16
 
 
 @on_ranks(
