@@ -210,7 +210,6 @@ def test_a_remedy_leaves_what_a_run_with_it_has(
     assert rows["token TIS"]["left"] < 0.2 and not rows["GSPO"]["under"]
 
 
-@pytest.mark.every_target
 def test_what_acts_on_the_step_leaves_what_the_optimizer_gets(launch: Launch, tmp_path: Path, capsys: Capsys) -> None:
     """A tighter global clip, LayerClip, and the step without culprits."""
     clip = LayerClipConfig(enable=True, rule="fixed", max_norm=0.5)
@@ -246,7 +245,7 @@ SEQUENCES = {"loss_agg_mode": "seq-mean-token-mean"}
 
 @cases(
     "world changes",
-    pytest.param(1, {}, marks=pytest.mark.every_target),
+    (1, {}),
     pytest.param(2, {}, marks=pytest.mark.every_target),
     # With other weights of tokens, by which signals are divided.
     pytest.param(1, {**SEQUENCES, "loss_mode": "gspo"}, marks=pytest.mark.slow),
