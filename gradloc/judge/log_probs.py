@@ -255,8 +255,8 @@ class LogProbChecks(RunCheck):
         rule = "" if held is None else held[0]
         is_certain = held is not None and self._is_certain(rule)
         if held is not None and is_certain:
-            # An update can tell that log-probs are no longer misaligned.
-            self._said = None if rule == "misaligned" else (*held, gap, 0)
+            # An update can tell that log-probs are no longer misaligned, and has a learning rate of its own.
+            self._said = None if rule in ("misaligned", LEARNING_RATE) else (*held, gap, 0)
         elif self._said is not None:
             self._said = (*self._said[:3], self._said[3] + 1) if self._lasting() else None
         # Later updates do not show it, where log-probs have some relation again.

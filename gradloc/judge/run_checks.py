@@ -102,7 +102,8 @@ class RunChecks:
 
     def _end_update(self) -> None:
         """Takes the update's figures into what later ones are compared with."""
-        progress = self.progress
-        progress.last_rates = progress.rates - progress.rates_before or progress.last_rates
         for check in self._checks:
             check.end_update()
+        progress = self.progress
+        # Last: the checks compare those of the updates before.
+        progress.last_rates = progress.rates - progress.rates_before or progress.last_rates

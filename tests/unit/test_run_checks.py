@@ -914,6 +914,11 @@ def test_a_policy_that_moved_far_is_told_by_its_learning_rate(rate: float, resum
     assert told(found) == f"....{name}..."
 
 
+def test_a_learning_rate_that_warms_up_is_none_that_is_too_large() -> None:
+    rates = {step: 1e-7 * (step - 1) for step in range(1, 13)}
+    assert told(warned(steps(Run(rate=0.02, noise=0.02), 12), rates=rates)) == "." * 12
+
+
 @pytest.mark.parametrize(("behind", "rate", "temperature"), [(1, 0.1, 0.7), (1, 0.05, 1.4), (0, 0.0, 0.85)])
 def test_another_temperature_that_begins_later_is_told(behind: int, rate: float, temperature: float) -> None:
     """The gap of late weights hides its jump, or it is a small one."""
