@@ -20,7 +20,8 @@ SCALE_UPDATES = 2
 SCALE_RESPONSES = 8
 # And no farther spread than before, in nats of deviation: where some rewards are others, some advantages are.
 SCALE_SPREAD = 0.4
-# Where they are spread so far, the typical one varies: the update before has to show the same.
+# Where they are spread so far, the typical one varies, and where nearly all rewards are the same, it is small: the
+# update before has to show the same.
 SCALE_WIDE = 0.8
 _SIZES = 8
 CHECK_ADVANTAGES = (
@@ -126,7 +127,7 @@ class AdvantageChecks(RunCheck):
         step, factor = self._other_scale()
         found = self._size()
         is_wide = found is not None and max([found[1], *self._spreads]) > SCALE_WIDE
-        if factor is None or (is_wide and self._scale_factor is None):
+        if factor is None or ((is_wide or factor < 1) and self._scale_factor is None):
             return None
         when = "" if step is None else f" since step {step}"
         times = f"{factor:.3g} times" if factor > 1 else f"1/{1 / factor:.3g} of"

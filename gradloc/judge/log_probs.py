@@ -103,7 +103,10 @@ _READINGS = 64
 
 _OFF = "off"  # the updates with a response whose log-probs belong to other tokens, clear or not
 UNSAMPLED = "unsampled"  # the rule's name, and the warning's
-_WEIGHTS = "check that the weights, or the LoRA adapter, of every step reach every rollout worker"
+_WEIGHTS = (
+    "check that the weights, or the LoRA adapter, of every step reach every rollout worker, and that no old responses "
+    "are trained on again"
+)
 _SAME_WEIGHTS = (
     "Print a checksum of one weight in training and in every rollout worker after each step: they should be equal."
 )
@@ -145,6 +148,8 @@ class LogProbChecks(RunCheck):
         self._one_side = 0.0
         # Of the updates in a row whose responses are of two kinds, the smallest gap of the far ones, and how many.
         self._split: tuple[float, int] = (math.inf, 0)
+        # Whether they were so before any optimizer step, when all workers have the same weights.
+        self._split_at_first = False
         # Since the rollout lacks a part of the policy's way: [the last step's part of it, what the rollout lacks].
         self._lags: list[list[float]] = []
         # The mean log-prob of the last update.
@@ -285,6 +290,7 @@ class LogProbChecks(RunCheck):
             # That of a few tokens is no matter of all.
             is_of_all = self._sums.is_spread or self._sums.mean("bounded") >= OTHER_GAP
             self._first_gap = gap if is_of_all else 0.0
+            self._split_at_first |= self._sums.two_kinds() is not None
         self._off_path = gap >= STALE_GAP and (self._off_path or self._leaves_path())
         self._distance, self._level = self._sums.mean("distance"), self._sums.mean("level")
         self._tilt = self._sums.tilt() if gap >= STALE_GAP else None
@@ -513,7 +519,7 @@ class LogProbChecks(RunCheck):
     def _stale_worker(self) -> RunWarning | None:
         """Some responses differ ever more, and the others hardly do."""
         kinds, (first, updates) = self._sums.two_kinds(), self._split
-        if kinds is None or updates < IN_A_ROW - 1:
+        if kinds is None or self._split_at_first or updates < IN_A_ROW - 1:
             return None
         far, near = kinds
         if far < SPLIT_GROWTH * first and not self._times.get("stale_worker"):
@@ -536,9 +542,11 @@ class LogProbChecks(RunCheck):
         return _stale("weights of which a part is old, or with a LoRA adapter at too small a scale", 1.0, why)
 
     def _ahead(self) -> RunWarning | None:
-        """The rollout has gone farther from the reference than the policy, the same way."""
+        """The rollout has gone farther from the reference than the policy, the same way, which begins with training."""
         lead, correlation = self._sums.lead()
         if lead < LED_BY or correlation < LED_CORRELATION or self._sums.mean("gap") < APART_GAP:
+            return None
+        if self._has_been_since_first():
             return None
         return {
             "name": ADAPTER_SCALE,
