@@ -163,9 +163,10 @@ class LayerChecks(RunCheck):
         how = f"their norm is {times:.3g} times what it was" if math.isfinite(times) else "they are NaN or infinite"
         return {
             "name": LAYER,
-            "sentence": f"The weights of {layer}{others} changed{when} by more than an optimizer step can change them: "
-            f"{how}. Look at what else writes weights between two updates: a loaded checkpoint, offloading, merging an "
-            "adapter, an average of weights, a faulty device.",
+            "sentence": f"The weights of {layer}{others} changed{when} by more than an optimizer step should change "
+            f"them: {how}. Look at the optimizer (its state after a resume, its precision, weight decay), and at what "
+            "else writes weights: a loaded checkpoint, offloading, merging an adapter, an average of weights, a faulty "
+            "device.",
             "check": "Compare this layer's weights with those of the checkpoint before that step, parameter by "
             f"parameter. {SEE.format('bitflip')}",
         }

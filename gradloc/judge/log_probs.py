@@ -31,7 +31,7 @@ ADAPTER_SCALE = "adapter_scale"
 # Those that another temperature explains as well as tokens that were not sampled.
 OTHER_LOG_PROBS = "other_log_probs"
 # Rules that one update shows.
-_SELF_EVIDENT = ("positive", "own_log_probs", "misaligned", "stale_worker", REFERENCE, LEARNING_RATE)
+_SELF_EVIDENT = ("positive", "own_log_probs", "misaligned", REFERENCE, LEARNING_RATE)
 # Those about the rollout's log-probs.
 OF_ROLLOUT = ("misaligned", "retokenized", "stale_weights", "partly_stale", ADAPTER_SCALE, OTHER_LOG_PROBS)
 
@@ -251,6 +251,7 @@ class LogProbChecks(RunCheck):
             ENGINES_APART: jumped or self._leaves_path(),
             # Differences of one sign may be those of tokens that were not sampled: of some responses, or turns.
             OTHER_LOG_PROBS: is_first and abs(self._sums.tilt()) >= CORRELATION,
+            "stale_worker": self._times.get("stale_worker", 0) > 0,  # in two: responses differ
         }
         return at_once.get(rule, False) or self._times.get(rule, 0) >= IN_A_ROW - 1
 
@@ -522,7 +523,7 @@ class LogProbChecks(RunCheck):
         if kinds is None or self._split_at_first or updates < IN_A_ROW - 1:
             return None
         far, near = kinds
-        if far < SPLIT_GROWTH * first and not self._times.get("stale_worker"):
+        if far < SPLIT_GROWTH * first and self._times.get("stale_worker", 0) < IN_A_ROW:
             return None
         why = f"log-probs there differ by {far:.2g} nats in the mean, {first:.2g} at first, and by {near:.2g} elsewhere"
         return _stale("old weights", self._sums.far_share, why)
@@ -644,15 +645,12 @@ class LogProbChecks(RunCheck):
 
     def _apart_from_the_start(self, gap: float, since: str) -> RunWarning:
         share = self._sums.far_share
-        rollout, policy = self._sums.mean("distance"), self._sums.mean("moved")
-        side, agrees = "one of the two", ""
-        if self._progress.is_first and policy < rollout / 4:
-            side, agrees = "the rollout", f" Training and reference agree (mean difference {policy:.2g})."
         return {
             "name": ENGINES_APART,
             "sentence": f"Rollout and training score the same tokens differently in every step{since}: by {gap:.2g} "
-            f"nats in the mean, in {share:.0%} of the responses by over {APART_GAP:g}.{agrees} So {side} has other "
-            "weights, another prompt (chat template, BOS token), other positions (RoPE) or a far coarser precision.",
+            f"nats in the mean, in {share:.0%} of the responses by over {APART_GAP:g}. So one of the two has other "
+            "weights, another prompt (chat template, BOS token), other token ids or positions (RoPE), a sampler's "
+            "penalty or a far coarser precision.",
             "check": _SAME_SCORES,
             "share": share,
         }
@@ -685,12 +683,12 @@ class LogProbChecks(RunCheck):
         elif tilt > 0:
             what = "larger for likely tokens and smaller for others, as at a lower temperature"
         else:
-            what = "smaller for likely tokens and larger for others, as at a higher temperature"
+            what = "smaller for likely tokens and larger for others, as at a higher temperature, or cut off"
         return {
             "name": OTHER_LOG_PROBS,
             "sentence": f"The rollout's log-probs are not the ones that training computes: they are {what} (mean "
-            f"difference {gap:.2g}); let both be of the same temperature, and from before or after the same top-p and "
-            "top-k.",
+            f"difference {gap:.2g}); let both be of the same temperature and vocabulary, and from before or after the "
+            "same top-p and top-k.",
             "check": "`gradloc replay BUNDLE` looks for the temperature that fits; " + SEE.format("temperature"),
         }
 
