@@ -61,55 +61,37 @@ set_up_venv() {
 
 # build/VERSION/base: verl as released, of the wheel with this SHA-256.
 set_up_base() {
-    local version=$1 pin=$2 wheel=$build/wheel/verl-$1-py3-none-any.whl place=$build/$1 sum
-    [[ ! -f $place/base/ready || $(<"$place/base/ready") != "$version" ]] || return 0
+    local version=$1 pin=$2 wheel=$build/wheel/verl-$1-py3-none-any.whl base=$build/$1/base sum
+    [[ ! -f $base/ready || $(<"$base/ready") != "$version" ]] || return 0
     say "unpacking verl $version into build/$version/base"
-    mkdir -p "$place"
-    rm -rf "$place/base" "$place/base.new" "$build/wheel.new"
-    if [[ ! -f $wheel ]]; then
-        "$venv/bin/python" -m pip download -q --no-deps --only-binary :all: -d "$build/wheel.new" "verl==$version"
-        mkdir -p "$build/wheel"
-        mv "$build/wheel.new/$(basename "$wheel")" "$wheel"
-        rmdir "$build/wheel.new"
-    fi
+    rm -rf "$base"
+    [[ -f $wheel ]] ||
+        "$venv/bin/python" -m pip download -q --no-deps --only-binary :all: -d "$build/wheel" "verl==$version"
     sum=$(sha256sum "$wheel" | cut -d' ' -f1)
     if [[ $sum != "$pin" ]]; then
         say "$wheel has SHA-256 $sum, not the pinned $pin; delete it and run again" >&2
         return 1
     fi
-    "$venv/bin/python" -m zipfile -e "$wheel" "$place/base.new"
-    echo "$version" >"$place/base.new/ready"
-    mv "$place/base.new" "$place/base"
+    "$venv/bin/python" -m zipfile -e "$wheel" "$base"
+    echo "$version" >"$base/ready"
 }
 
 # build/VERSION/verl: the same with the patch.
 set_up_patched() {
-    local version=$1 place=$build/$1 wanted
+    local version=$1 base=$build/$1/base patched=$build/$1/verl wanted
     wanted=$(cat patches/package.patch "patches/$version"/{PIN,hooks.patch,fixes.patch} | sha256sum | cut -d' ' -f1)
-    [[ ! -f $place/verl/ready || $(<"$place/verl/ready") != "$wanted" ]] || return 0
-    rm -rf "$place/verl" "$place/verl.new"
-    mkdir "$place/verl.new"
-    cp -R "$place/base/verl" "$place/verl.new/verl"
-    "$venv/bin/python" apply_patch.py --target "$version" --repo "$place/verl.new"
-    echo "$wanted" >"$place/verl.new/ready"
-    mv "$place/verl.new" "$place/verl"
-}
-
-# build/base and build/verl are those of the default target.
-link_default() {
-    local name
-    for name in base verl; do
-        [[ -L $build/$name ]] || rm -rf "${build:?}/$name"
-        ln -sfn "$default/$name" "$build/$name"
-    done
+    [[ ! -f $patched/ready || $(<"$patched/ready") != "$wanted" ]] || return 0
+    rm -rf "$patched"
+    mkdir "$patched"
+    cp -R "$base/verl" "$patched/verl"
+    "$venv/bin/python" apply_patch.py --target "$version" --repo "$patched"
+    echo "$wanted" >"$patched/ready"
 }
 
 # The report is tested in a real browser. Without one those tests fail, and all others run.
 set_up_browser() {
     if command -v chromium >/dev/null && command -v chromedriver >/dev/null; then return 0; fi
-    local chosen
-    chosen=$("$venv/bin/python" -m pytest --collect-only -q "$@" 2>&1) || true # the run itself tells what is wrong
-    [[ $chosen == *test_report_browser.py::* || $chosen == *"test_report_browser.py: "* ]] || return 0
+    [[ -z $* || $* == *report* ]] || return 0
     if [[ $(id -u) == 0 ]] && command -v apt-get >/dev/null; then
         say "installing Chromium for the tests of the report"
         if apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends \
@@ -124,6 +106,7 @@ use_target() {
     export GRADLOC_BASE_TREE=$build/$1/base PYTHONPATH=$build/$1/verl:$root MYPYPATH=$build/$1/verl
 }
 
+MOST_MINUTES=86 # of a run
 default=$(<patches/DEFAULT)
 targets=()
 for pin in patches/*/PIN; do
@@ -183,7 +166,7 @@ say "deno"
 say "the patches"
 PYTHON=$venv/bin/python bash make_patch.sh --check
 for version in "${targets[@]}"; do set_up_patched "$version"; done
-link_default
+for name in base verl; do ln -sfn "$default/$name" "$build/$name"; done
 use_target "$target"
 check_types() {
     say "mypy"
@@ -193,18 +176,14 @@ has_types=$([[ $venv != "$build/venv" ]] || echo 1) # those of verl 0.7
 [[ $in_parts || ! $has_types ]] || check_types
 [[ $quick || $plugin ]] || set_up_browser "$@"
 if [[ $in_parts ]]; then
-    # Each run has a folder of its own, locked until it and all its processes end; build/logs is that of the newest.
-    for logs in "$build"/logs.*; do [[ ! -d $logs ]] || flock -n "$logs" rm -rf "$logs" || true; done
+    # Each run has a folder of its own; build/logs is that of the newest.
+    find "$build" -maxdepth 1 -name 'logs.*' -mmin "+$MOST_MINUTES" -exec rm -rf {} +
     logs=$(mktemp -d "$build/logs.XXXXXX")
-    exec 7<"$logs"
-    flock 7
-    [[ -L $build/logs ]] || rm -rf "$build/logs"
     ln -sfn "${logs##*/}" "$build/logs"
 fi
 exec 9>&-
 
 # pytest, interrupted MOST_MINUTES after the start: what hangs is then seen at the end of a log.
-MOST_MINUTES=86
 run_pytest() {
     local left=$((MOST_MINUTES * 60 - SECONDS))
     timeout --foreground --signal=INT --kill-after=60 $((left > 60 ? left : 60)) \
@@ -266,31 +245,6 @@ summarize() {
     done
 }
 
-# Prints the log of a part while it is written; the exit code is the part's.
-follow() {
-    local part=$logs/$1
-    until [[ -f $part/log ]] || ! at_work; do sleep 0.2; done
-    exec 8<"$part/log"
-    while [[ ! -f $part/code ]] && at_work; do
-        cat <&8 # each from where the one before has ended
-        sleep 1
-    done
-    cat <&8
-    exec 8<&-
-    if [[ ! -f $part/code ]]; then
-        say "the part of ${parts[$1]} was ended" >&2
-        return 1
-    fi
-    return "$(<"$part/code")"
-}
-
-at_work() {
-    local worker
-    for worker in "${workers[@]}"; do kill -0 "$worker" 2>/dev/null && return 0; done
-    return 1
-}
-
-code=0
 if [[ ! $in_parts ]]; then
     say "pytest, verl ${plugin:-$target}"
     [[ ! $plugin ]] || export GRADLOC_BASE_TREE=$plugin
@@ -307,14 +261,17 @@ for folder in $FOLDERS; do
 done
 parts+=("$target rest")
 [[ ! $has_types ]] || parts+=("$target types")
-workers=()
 set -m # each in a process group of its own, which ends with this one
-for worker in 1 2; do
-    work &
-    workers+=($!)
-done
+work &
+work &
 set +m
-trap 'for worker in "${workers[@]}"; do kill -- "-$worker" 2>/dev/null || true; done' EXIT
-for number in "${!parts[@]}"; do follow "$number" || code=$?; done
+code=0 worker=
+trap 'for worker in $(jobs -p); do kill -- "-$worker" 2>/dev/null || true; done' EXIT
+for number in "${!parts[@]}"; do
+    until [[ -f $logs/$number/code || -z $(jobs -rp) ]]; do sleep 1; done
+    cat "$logs/$number/log" || true
+    ended=$(cat "$logs/$number/code" || echo 1)
+    ((ended == 0)) || code=$ended
+done
 summarize
 exit "$code"
