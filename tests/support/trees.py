@@ -5,16 +5,13 @@ import dataclasses
 import hashlib
 import itertools
 import os
-import runpy
 import shutil
 import socketserver
 import stat
 import subprocess
 import sys
-import tempfile
 import threading
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,35 +37,6 @@ def run(*command: str | Path, cwd: Path | None = None, **environment: str) -> su
         capture_output=True,
         text=True,
     )
-
-
-def forked(
-    program: Callable[[], object], command: Sequence[str | Path], environment: Mapping[str, str]
-) -> subprocess.CompletedProcess[str]:
-    """Runs a program of Python in a fork of this process: an interpreter takes a tenth of a second to start."""
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err, open(os.devnull) as nothing:
-        child = os.fork()
-        if not child:
-            code = 1
-            try:
-                for number, file in enumerate((nothing, out, err)):
-                    os.dup2(file.fileno(), number)
-                sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
-                sys.argv = list(map(str, command))
-                os.environ.update(environment)
-                program()
-            except SystemExit as end:
-                code = int(end.code or 0)
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(code)
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        for file in (out, err):
-            file.seek(0)
-        return subprocess.CompletedProcess(command, code, out.read(), err.read())
 
 
 def git(repo: Path, *arguments: str) -> str:
@@ -172,11 +140,6 @@ def small_patch(scratch: Path, version: str = "0.7.0") -> Patch:
     return Patch(*(diff(*pair) for pair in itertools.pairwise(commits)), diff(commits[0], commits[-1]))
 
 
-def write_pin(folder: Path, commit: str | None, version: str) -> None:
-    lines = [f"VERSION={version}", *([f"COMMIT={commit}"] if commit else []), f"WHEEL_SHA256={'0' * 64}"]
-    (folder / "PIN").write_text("".join(f"{line}\n" for line in lines))
-
-
 class Project:
     """A copy of the project's tools with a target of its own, 0.7.0."""
 
@@ -203,23 +166,19 @@ class Project:
         """The parts of a patch in a row."""
         return b"".join(part.read_bytes() for part in self.parts(version))
 
-    def pin(self, commit: str) -> None:
-        write_pin(self.hooks.parent, commit, "0.7.0")
+    def pin(self, commit: str | None, version: str = "0.7.0") -> None:
+        of_commit = f"COMMIT={commit}\n" if commit else ""
+        write(self.place / f"patches/{version}/PIN", f"VERSION={version}\n{of_commit}WHEEL_SHA256={'0' * 64}\n")
 
     def add_target(self, version: str, patch: Patch | None) -> None:
-        """Another target; the first one stays the default."""
-        folder = self.place / "patches" / version
-        folder.mkdir()
-        write_pin(folder, None, version)
-        (self.place / "patches/DEFAULT").write_text("0.7.0\n")
+        """Another target, whose commit is not known; the first one stays the default."""
+        self.pin(None, version)
+        write(self.place / "patches/DEFAULT", "0.7.0\n")
         if patch is not None:
             self.write(patch, version)
 
     def apply(self, *arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-        command = [self.place / "apply_patch.py", *arguments]
-        if "PYTHONPATH" in environment:  # an interpreter looks there when it starts
-            return run(sys.executable, *command, **environment)
-        return forked(lambda: runpy.run_path(str(command[0]), run_name="__main__"), command, environment)
+        return run(sys.executable, self.place / "apply_patch.py", *arguments, **environment)
 
     def said(self, *arguments: str | Path, code: int = 0, **environment: str) -> str:
         """What a run that ends with this code prints."""
@@ -230,13 +189,7 @@ class Project:
     def apply_with(self, fault: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
         """Runs apply_patch after executing some code that makes it fail."""
         code = f"import os, signal, sys; import apply_patch\n{fault}\nsys.exit(apply_patch.main())"
-
-        def program() -> None:
-            sys.modules.pop("apply_patch", None)
-            sys.path.insert(0, str(self.place))
-            exec(code, {})
-
-        return forked(program, ["apply_patch", *arguments], {})
+        return run(sys.executable, "-B", "-c", code, *arguments, cwd=self.place)
 
     def make(self, *arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
         return run("bash", self.place / "make_patch.sh", *arguments, PYTHON=sys.executable, **environment)

@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -96,8 +95,15 @@ def make(place: Path) -> Made:
     return made
 
 
-def make_fixed(place: Path) -> Made:
-    made = make(place)
+@pytest.fixture
+def made(base_tree: Path, tmp_path: Path) -> Made:
+    return make(tmp_path)
+
+
+@pytest.fixture
+def fixed(base_tree: Path, tmp_path: Path) -> Made:
+    """As made, with a fix in a file that has a hook and one in a file that has none."""
+    made = make(tmp_path)
     before = made.project.hooks.read_bytes()
     made.change(ACTOR, "import os\n", "import os  # fixed\n")
     made.change(ALGOS, "import numpy", "# fixed\nimport numpy")
@@ -106,54 +112,19 @@ def make_fixed(place: Path) -> Made:
     return made
 
 
-def make_two(place: Path) -> Made:
-    made = make(place)
+@pytest.fixture
+def two(base_tree: Path, tmp_path: Path) -> Made:
+    """A second target, with a hook of its own; the checkout and the base are its own."""
+    made = make(tmp_path)
     made.project.add_target("0.7.1", None)
     shutil.copytree(made.base, made.project.place / "build/0.7.0/base")
     base = shutil.copytree(made.base, made.project.place / "build/0.7.1/base")
     trees.make_next_release(base, "0.7.1")
-    second = dataclasses.replace(made, checkout=place / "0.7.1", base=base)
+    second = dataclasses.replace(made, checkout=tmp_path / "second target", base=base)
     ran(made.make("--init", second.checkout, "--target", "0.7.1"))
     second.change(ALGOS, "# as in 0.7.1\n", "# as in 0.7.1\n# hook for 0.7.1\n")
     ran(made.make("--repo", second.checkout))
     return second
-
-
-@pytest.fixture(scope="module")
-def again(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Callable[[Path], Made]], Made]:
-    """Makes something once, and brings it back as it was, in the same place: checkouts have absolute links."""
-    folder = tmp_path_factory.mktemp("made")
-    found: dict[Callable[[Path], Made], Made] = {}
-
-    def call(maker: Callable[[Path], Made]) -> Made:
-        place, saved = folder / "place", folder / maker.__name__
-        shutil.rmtree(place, ignore_errors=True)
-        if maker in found:
-            shutil.copytree(saved, place, symlinks=True)
-        else:
-            place.mkdir()
-            found[maker] = maker(place)
-            shutil.copytree(place, saved, symlinks=True)
-        return found[maker]
-
-    return call
-
-
-@pytest.fixture
-def made(base_tree: Path, again: Callable[..., Made]) -> Made:
-    return again(make)
-
-
-@pytest.fixture
-def fixed(base_tree: Path, again: Callable[..., Made]) -> Made:
-    """As made, with a fix in a file that has a hook and one in a file that has none."""
-    return again(make_fixed)
-
-
-@pytest.fixture
-def two(base_tree: Path, again: Callable[..., Made]) -> Made:
-    """A second target, with a hook of its own; the checkout and the base are its own."""
-    return again(make_two)
 
 
 # What the parts hold
@@ -373,16 +344,6 @@ def test_line_ends_of_verl_are_kept(base_tree: Path, tmp_path: Path) -> None:
     assert parts.unfinished_line(b"-a\n\\ No newline at end of file\n+a\n") is None
 
 
-def copied(project: Path) -> Path:
-    """A copy of this project, as far as its patches need it."""
-    project.mkdir()
-    for name in (".gitattributes", "apply_patch.py", "make_patch.sh"):
-        shutil.copy(trees.ROOT / name, project)
-    for name in ("config", "gradloc", "patches", "rewards", "tools"):
-        shutil.copytree(trees.ROOT / name, project / name, ignore=shutil.ignore_patterns("__pycache__"))
-    return project
-
-
 # Several targets
 
 
@@ -505,17 +466,16 @@ def test_a_failure_of_the_tool_is_no_verdict(made: Made, tmp_path: Path) -> None
 
 def test_the_real_patch_is_what_its_sources_give(base_tree: Path, tmp_path: Path) -> None:
     """Also in a clone as git for Windows makes it: every file of the project must stay as it is."""
-    source, project = copied(tmp_path / "source"), tmp_path / "project"
+    source, project = tmp_path / "source", tmp_path / "project"
+    for name in ("config", "gradloc", "patches", "rewards", "tools"):
+        shutil.copytree(trees.ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in (".gitattributes", "apply_patch.py", "make_patch.sh"):
+        shutil.copy(trees.ROOT / name, source)
     trees.commit_all(source)
     trees.git(source, "clone", "-q", "-c", "core.autocrlf=true", str(source), str(project))
     assert snapshot(project) == snapshot(source)
     named = ["--target", trees.TARGET, "--base-tree", base_tree]
-    checkout, release = tmp_path / "checkout", project / f"build/gradloc-{trees.TARGET}.patch"
+    checkout = tmp_path / "checkout"
     with unchanged(project):
         for arguments in (["--check", *named], ["--init", checkout, *named], ["--repo", checkout, *named[2:]]):
             ran(trees.run("bash", project / "make_patch.sh", *arguments, PYTHON=sys.executable))
-    ran(trees.run("bash", project / "make_patch.sh", "--release", trees.TARGET, *named[2:], PYTHON=sys.executable))
-    tree = trees.copy_base(tmp_path / "tree", files=None)
-    apply = [sys.executable, project / "apply_patch.py", "--repo", tree]
-    ran(trees.run(*apply, "--patch-file", release))
-    assert trees.run(*apply, "--check").returncode == 10
