@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 from evidence import Event, drill, samples, spike, without_culprits, write_steps
 from notation import Caplog, Patch
-from valid_events import lines_in, notes_in, valid_events
+from valid_events import lines_in, valid_events
 
 from gradloc import guarded, record_events
 from gradloc.evidence import writer
@@ -47,21 +47,6 @@ def test_a_step_is_one_short_line_of_the_schemas_form(tmp_path: Path) -> None:
     warnings: list[Any] = [7, [{"name": "stale_weights"}], [{**WARNING, "check": None}]]
     for odd in ({"ratio_max": "large"}, *({"warnings": each} for each in warnings)):
         assert not conforms({**line, **odd}, STEP)
-
-
-def test_a_file_stays_within_its_limit(tmp_path: Path, monkeypatch: Patch, caplog: Caplog) -> None:
-    record_step(str(tmp_path), 0, FIGURES)
-    size = (tmp_path / "steps.jsonl").stat().st_size + 10
-    monkeypatch.setattr(writer, "FILE_BYTES", 10 * size)
-    for step in range(1, 60):
-        record_step(str(tmp_path), step, FIGURES)
-    assert (tmp_path / "steps.jsonl").stat().st_size < 11 * size and caplog.text.count("left out of") == 1
-    found = report.read(str(tmp_path))
-    last = len(found.steps)
-    assert list(found.steps) == list(range(last)) and last >= 9
-    (note,) = notes_in(tmp_path, "steps.jsonl")
-    assert (note["note"], note["global_step"], note["count"]) == ("size_limit", last, 1)
-    assert found.notes == {note["message"]: {last}} and f"the figures of step {last} left out" in caplog.text
 
 
 def test_a_failing_disk_is_a_warning(tmp_path: Path, caplog: Caplog) -> None:

@@ -10,7 +10,6 @@ import pytest
 from evidence import Event, clip, clipped_token, drill, spike, write_steps
 from notation import cases
 
-from gradloc.adapters.spike_log import AppendedEvents
 from gradloc.evidence import writer
 from gradloc_tools.report.reading import without_texts
 from gradloc_tools.report.token_clips import EXPLANATION
@@ -42,10 +41,7 @@ def test_a_clip_line_is_no_spike_and_no_malformed_line(show: Any, summary: Any, 
     assert clips["by_step"] == by_step and [row["multiple"] for row in clips["largest_tokens"]] == [33.0, 9.0, 5.0]
     out = show()
     assert "No gradient spike in" in out and "Tokens that TokenClip cut" in out and EXPLANATION in out
-    assert "In 2 mini-batches of steps 4 to 7, 3 backward signals were over their bounds: 3 were cut." in out
-    assert "2 mini-batches were stopped" in out and "skipped" not in out
-    rows = [line.split() for line in out.splitlines() if "log_probs" in line]
-    assert [row[:2] for row in rows] == [["4", "␣bad"], ["7", "␣bad"], ["4", "␣token"]]
+    assert "2 mini-batches were stopped" in out and "skipped" not in out and "4 ␣bad" in out
     # Evidence without such lines has no such section.
     assert "TokenClip" not in show("--since", "8", events=[spike(8)])
     made = view(since=8)
@@ -162,27 +158,8 @@ def test_every_width_has_the_figures(show: Any, columns: int) -> None:
     assert all(any(wanted in line for line in lines) for wanted in ("123456", "layers.1", "12.5", "dropped"))
 
 
-def test_without_texts_only_the_token_is_left(view: Any) -> None:
-    line = {**clip(4, [{**one(), "stowaway": "secret text"}]), "stowaway": "secret text"}
-    line["token_clip"]["stowaway"] = "secret text"
-    bare = without_texts(line)
-    jsonschema.validate(writer.jsonable(bare), CLIP)
-    (token,) = bare["token_clip"]["tokens"]
-    assert token.keys().isdisjoint({"context", "data_source", "uid"}) and "secret" not in json.dumps(bare)
-    assert (token["token"], token["reward"], token["multiple"]) == (" bad", 1.0, 9.0)
-    data = json_of(view([line], texts=False))
-    assert not any(text in data for text in ("secret", "math_verify", '"u1"', "«")) and "bad" in data
-
-
-def test_appended_events_of_a_file_that_is_begun_anew_are_read(tmp_path: Path) -> None:
-    def line(step: int) -> str:
-        return json.dumps({"global_step": step, "culprits": [], "text": "x" * 10}) + "\n"
-
-    path = tmp_path / "spikes.jsonl"
-    path.write_text(line(0))
-    appended = AppendedEvents(str(tmp_path))
-    with open(path, "a") as file:
-        file.write(line(1))
-    assert [found["global_step"] for found in appended.read()] == [1]
-    path.write_text(line(7))  # the other was moved away
-    assert [found["global_step"] for found in appended.read()] == [7]
+def test_without_texts_no_unknown_field_is_left() -> None:
+    """Of the known ones, test_trackers.py looks at what is sent."""
+    line = clip(4, [{**one(), "stowaway": "secret"}]) | {"stowaway": "secret"}
+    line["token_clip"]["stowaway"] = "secret"
+    assert "secret" not in json.dumps(without_texts(line))

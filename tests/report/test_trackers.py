@@ -35,8 +35,8 @@ ACTOR = {"spike_detection": True, "spike_log": None, "bisect_dump_dir": "dump"}
 KEY = "0123456789-a-key"
 
 
-def run(folder: Path, loggers: str, python: Path, *arguments: str, **environment: str) -> str:
-    """What a run with these loggers printed. The first argument is `spike_log`."""
+def run(folder: Path, loggers: str, python: Path, *arguments: str, **environment: str) -> None:
+    """A run with these loggers. The first argument is `spike_log`."""
     assert python.exists(), "run the tests with: bash tests/run.sh"
     # Outside the project, because ClearML reads every Python file of the repository that a script is in.
     script = shutil.copy(ROOT / "tests/report/tracked_run.py", folder)
@@ -51,7 +51,6 @@ def run(folder: Path, loggers: str, python: Path, *arguments: str, **environment
     )
     assert done.returncode == 0 and "Traceback" not in done.stdout, done.stdout
     assert "could not be sent" not in done.stdout, done.stdout
-    return done.stdout
 
 
 def only(paths: Any) -> Path:
@@ -272,8 +271,10 @@ def test_events_are_read_once_also_behind_half_a_line(tmp_path: Path) -> None:
     record_events(str(tmp_path), [drill(3, False)])
     log.log({"actor/gradloc/triggered": 0.0, "actor/gradloc/drill_found": 0.0}, 3)
     spiked(log, tmp_path, 4)
+    (tmp_path / "spikes.jsonl").unlink()  # moved away, so that it is begun anew
+    spiked(log, tmp_path, 5)
     texts = {step: data["gradloc/spikes"] for step, data in kept.items()}
-    assert list(texts) == [2, 3, 4] and all(text.count("\n") == 0 for text in texts.values())
+    assert list(texts) == [2, 3, 4, 5] and all(text.count("\n") == 0 for text in texts.values())
     assert texts[3] == "Step 3: A drill: the planted token was not found, 1 extra pass."
 
 
