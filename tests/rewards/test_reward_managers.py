@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -23,7 +24,12 @@ from verl.trainer.ppo.reward import get_custom_reward_fn, load_reward_manager
 from verl.utils.reward_score import default_compute_score, guarded_math_verify, ps_grpo
 from verl.workers.reward_manager import BatchRewardManager
 
+import trees
+
 HANGING = "\\boxed{9^{9^{9^{9}}}}"
+# verl 0.9 has all keys of rewards below this one, and no manager of batches.
+ABOVE = "" if trees.TARGET.startswith("0.7") else "reward."
+WITH_BATCHES = pytest.mark.skipif(bool(ABOVE), reason="verl 0.9 has no batch manager")
 SCORERS = "custom_reward_function.path=pkg://verl.utils.reward_score"
 KEYS = ["score", "acc", "has_drop", "max_relative_drop", "num_steps"]
 
@@ -62,21 +68,30 @@ def batch(responses: list[str], truths: list[str], source: str, extras: list[dic
 def composed(*overrides: str) -> DictConfig:
     directory = str(Path(verl.__file__).parent / "trainer" / "config")
     with initialize_config_dir(directory, version_base=None):
-        return compose("ppo_trainer", overrides=list(overrides))
+        # Without the +, which is for new keys only; with one more, it is for both.
+        return compose("ppo_trainer", overrides=[f"++{ABOVE}{each.lstrip('+')}" for each in overrides])
 
 
 def manager(*overrides: str) -> Any:
     """As `main_ppo` makes it."""
-    config = composed(*overrides)
-    return load_reward_manager(config, Tokenizer(), 0, **config.reward_model.get("reward_kwargs", {}))
+    return load_reward_manager(composed(*overrides), Tokenizer(), *[] if ABOVE else [0])
 
 
-def rewards(tensor: torch.Tensor, responses: list[str]) -> list[float]:
-    """The rewards, which lie on the last tokens."""
-    last = torch.tensor([len(response) - 1 for response in responses])
-    found = tensor[torch.arange(len(responses)), last]
-    assert tensor.abs().sum() == found.abs().sum()
-    return found.tolist()
+def scored(manager: Any, data: DataProto) -> tuple[list[float], dict[str, list[Any]]]:
+    """The rewards, which lie on the last tokens, and what comes with them; the reward loop takes a sample at a time."""
+
+    async def in_loop() -> list[dict[str, Any]]:
+        return await asyncio.gather(*(manager.run_single(data[row : row + 1]) for row in range(len(data))))
+
+    if hasattr(manager, "run_single"):
+        found = manager.loop.run_until_complete(in_loop())
+        extras = [row["reward_extra_info"] for row in found]
+        return [row["reward_score"] for row in found], {key: [extra[key] for extra in extras] for key in extras[0]}
+    result = manager(data, return_dict=True)
+    last = data.batch["attention_mask"].sum(-1) - 2
+    found = result["reward_tensor"][torch.arange(len(data)), last]
+    assert result["reward_tensor"].abs().sum() == found.abs().sum()
+    return found.tolist(), result["reward_extra_info"]
 
 
 # step scores, outcome, gamma, rho, min_steps; score, has_drop, max_relative_drop: worked out by hand
@@ -159,15 +174,16 @@ STEPS = [[0.9, 0.9], [0.9, 0.3], [0.9], [0.9, 0.9, 0.9]]
 SHAPED = [1.0, 0.5, 0.5, 0.0]
 
 
-@pytest.mark.parametrize("batched", [False, True])
-def test_verl_logs_what_ps_grpo_returns(batched: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["alone", "loop", pytest.param("batch", marks=WITH_BATCHES)])
+def test_verl_logs_what_ps_grpo_returns(how: str, tmp_path: Path) -> None:
+    """The reward loop is verl's default since 0.7."""
     overrides = [f"{SCORERS}.ps_grpo", "custom_reward_function.name=compute_score_batch", "reward_manager.name=batch"]
+    loop = NaiveRewardManager(None, Tokenizer(), default_compute_score) if how == "loop" else None
     data = batch(RESPONSES, ["7"] * 4, "ps_grpo", [{"step_scores": steps} for steps in STEPS])
-    result = manager(*overrides if batched else [])(data, return_dict=True)
-    assert rewards(result["reward_tensor"], RESPONSES) == SHAPED
-    extra = result["reward_extra_info"]
+    found, extra = scored(loop or manager(*overrides if how == "batch" else []), data)
+    assert found == extra["score"] == SHAPED
     assert extra["acc"] == [1, 1, 1, 0] and extra["has_drop"] == [0, 1, 0, 0] and extra["num_steps"] == [2, 2, 1, 3]
-    assert extra["score"] == SHAPED and extra["max_relative_drop"] == pytest.approx([0, 2 / 3, 0, 0])
+    assert extra["max_relative_drop"] == pytest.approx([0, 2 / 3, 0, 0])
 
     logged = process_validation_metrics(["ps_grpo"] * 4, ["a", "a", "b", "b"], extra)["ps_grpo"]
     assert set(logged) == set(KEYS)
@@ -175,28 +191,17 @@ def test_verl_logs_what_ps_grpo_returns(batched: bool, tmp_path: Path) -> None:
     # The trainer holds them as numpy arrays when it dumps rollouts.
     columns = {key: np.array(values) for key, values in extra.items()}
     trainer = RayPPOTrainer.__new__(RayPPOTrainer)
-    trainer.global_steps = 1
-    trainer._dump_generations(RESPONSES, RESPONSES, ["7"] * 4, SHAPED, columns, str(tmp_path))
+    trainer.global_steps, trainer._dump_futures = 1, []
+    with ThreadPoolExecutor(1) as trainer._dump_executor:
+        trainer._dump_generations(RESPONSES, RESPONSES, ["7"] * 4, SHAPED, columns, str(tmp_path))
     lines = (tmp_path / "1.jsonl").read_text().splitlines()
     assert [json.loads(line)["num_steps"] for line in lines] == [2, 2, 1, 3]
 
 
-def test_the_reward_loop_takes_ps_grpo() -> None:
-    """verl's default since 0.7: one sample at a time, from an executor's thread."""
-
-    async def run() -> list[dict]:
-        loop = NaiveRewardManager(None, Tokenizer())
-        data = batch(RESPONSES, ["7"] * 4, "ps_grpo", [{"step_scores": steps} for steps in STEPS])
-        return await asyncio.gather(*(loop.run_single(data[row : row + 1]) for row in range(4)))
-
-    results = asyncio.run(run())
-    assert [result["reward_score"] for result in results] == SHAPED
-    assert all(set(result["reward_extra_info"]) == set(KEYS) for result in results)
-
-
+@WITH_BATCHES
 def test_batches_through_verls_batch_manager() -> None:
     """The overrides are the README's."""
-    overrides = [
+    made = manager(
         "reward_model.use_reward_loop=False",
         "reward_manager.name=batch",
         f"{SCORERS}.guarded_math_verify",
@@ -204,15 +209,14 @@ def test_batches_through_verls_batch_manager() -> None:
         "+custom_reward_function.reward_kwargs.timeout=1",
         "+custom_reward_function.reward_kwargs.timeout_score=0.25",
         "+custom_reward_function.reward_kwargs.pred_extraction_target=[latex]",
-    ]
-    made = manager(*overrides)
+    )
     assert type(made) is BatchRewardManager
     responses = ["\\boxed{7}", "\\boxed{8}", HANGING, "no box, but 7", "$7$"] * 4
-    data = batch(responses, ["7"] * 20, "whatever", [{}] * 20)
-    assert rewards(made(data), responses) == [1.0, 0.0, 0.25, 0.0, 1.0] * 4
+    assert scored(made, batch(responses, ["7"] * 20, "whatever", [{}] * 20))[0] == [1.0, 0.0, 0.25, 0.0, 1.0] * 4
 
 
-def test_options_reach_default_compute_score() -> None:
+@pytest.mark.parametrize(("source", "expected"), [("math_verify", [1.0, 0.0]), ("ps_grpo", [0.8, 0.0])])
+def test_options_reach_default_compute_score(source: str, expected: list[float]) -> None:
     """The overrides are the README's."""
     made = manager(
         SCORERS,
@@ -221,10 +225,8 @@ def test_options_reach_default_compute_score() -> None:
         "+custom_reward_function.reward_kwargs.gamma=0.2",
     )
     responses = ["\\boxed{0.33}", "\\boxed{0.34}"]
-    extras = [{"step_scores": [0.9, 0.1]}] * 2
-    assert rewards(made(batch(responses, ["\\frac{1}{3}"] * 2, "math_verify", extras)), responses) == [1.0, 0.0]
-    shaped = rewards(made(batch(responses, ["\\frac{1}{3}"] * 2, "ps_grpo", extras)), responses)
-    assert shaped == pytest.approx([0.8, 0.0])
+    data = batch(responses, ["\\frac{1}{3}"] * 2, source, [{"step_scores": [0.9, 0.1]}] * 2)
+    assert scored(made, data)[0] == pytest.approx(expected)
 
 
 @pytest.fixture
@@ -264,9 +266,8 @@ def test_the_example_that_asks_a_process_reward_model(prm_url: str) -> None:
         "4\n\n\\boxed{8}",
     ]
     data = batch(responses, ["7"] * 4, "sums", [{"question": "What is 3 + 4?"}] * 4)
-    result = made(data, return_dict=True)
-    assert rewards(result["reward_tensor"], responses) == pytest.approx([1.0, 0.6, 0.6, 0.0])
-    extra = result["reward_extra_info"]
+    found, extra = scored(made, data)
+    assert found == pytest.approx([1.0, 0.6, 0.6, 0.0])
     assert extra["num_steps"] == [2, 2, 1, 2] and extra["has_drop"] == [0, 1, 0, 0]
 
 
