@@ -4,7 +4,6 @@ import importlib.util
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
 
@@ -31,9 +30,8 @@ def run(name: str, *arguments: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-def test_stability(keep_start: Callable[[Path], None], tmp_path: Path) -> None:
+def test_stability(tmp_path: Path) -> None:
     results = tmp_path / "results.json"
-    keep_start(results)
     names = ["global", "both", "drop"]
     rows = run("stability.py", "--quick", "--seeds", "0", "--results", str(results), "--rows", *names)
     runs = {name: json.loads(results.read_text())["runs"][f"0 | {name}"] for name in names}
