@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 from notation import Capsys
-from plain_passes import observe
+from plain_passes import Loop
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from gradloc import GradLoc, GradLocConfig, record_events
+from gradloc import record_events
 from gradloc.bundles import limits
 from gradloc.bundles.bundle_writer import BundleWriter
 from gradloc.bundles.layout import Row
@@ -50,12 +50,6 @@ def save_other_weights(folder: Path) -> str:
     return str(folder)
 
 
-def forward(model: LlamaForCausalLM, inputs: dict[str, Any], rows: list[int], length: int) -> Any:
-    ids = inputs["input_ids"][rows][:, : PROMPT + length]
-    logits = model(input_ids=ids, use_cache=False).logits[:, PROMPT - 1 : -1]
-    return None, logits.log_softmax(-1).gather(-1, ids[:, PROMPT:].unsqueeze(-1)).squeeze(-1)
-
-
 def rows_of(inputs: dict[str, Any]) -> list[Row]:
     return [Row(ids, torch.arange(len(ids)), RESPONSE, 1.0) for ids in inputs["input_ids"]]
 
@@ -84,49 +78,40 @@ def random_ids(first: int = 0) -> Tensor:
     return torch.randint(first, VOCABULARY, (ROWS, PROMPT + RESPONSE))
 
 
-def passes(
-    gradloc: GradLoc,
-    run: Callable[..., Any],
-    step: int,
-    ids: Sequence[Tensor],
-    advantages: Sequence[Tensor],
-    of_loss: float = 1.0,
-    old: bool = False,
-) -> None:
-    """The passes of a step; the loss is `of_loss` times what it should be, and `old` log-probs may be known."""
-    gradloc.start_update(step)
-    for index, (of_pass, advantage) in enumerate(zip(ids, advantages, strict=True)):
-        gradloc.begin_pass({"input_ids": of_pass}, range(ROWS * index, ROWS * (index + 1)))
-        _, log_prob = run({"input_ids": of_pass}, [*range(ROWS)], RESPONSE)
-        weight = torch.full_like(log_prob, 1 / log_prob.numel() / len(ids))
-        tokens = {"response_mask": torch.ones(ROWS, RESPONSE), "token_id": of_pass[:, PROMPT:], "advantage": advantage}
-        observe(gradloc, log_prob, None, weight, **tokens, **({"old_log_prob": log_prob.detach()} if old else {}))
-        log_prob.backward(-of_loss * advantage * weight)
-        gradloc.end_pass()
-
-
 def spike(
     model: LlamaForCausalLM,
     writer: BundleWriter | None,
     threshold: float,
-    *of_passes: Any,
+    step: int,
+    ids: Sequence[Tensor],
+    advantages: Sequence[Tensor],
+    of_loss: float = 1.0,
     of_reduced: float = 1.0,
+    old: bool = False,
     dtype: str = "float32",
-    **options: Any,
 ) -> dict[str, Any]:
-    """The event of a step in this dtype with these `passes`; the gradient is then multiplied by `of_reduced`."""
+    """The event of a step in this dtype, of micro-batches with these ids and advantages.
 
-    def run(inputs: dict[str, Any], rows: list[int], length: int) -> Any:
+    The loss is `of_loss` times what it should be, `old` log-probs may be known, and the gradient is then multiplied by
+    `of_reduced`.
+    """
+
+    def logits(ids: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=getattr(torch, dtype), enabled=dtype != "float32"):
-            return forward(model, inputs, rows, length)
+            return model(input_ids=ids, use_cache=False).logits.float()
 
-    with closing(GradLoc(model, GradLocConfig(grad_norm_threshold=threshold), run, bundle_writer=writer)) as gradloc:
-        passes(gradloc, run, *of_passes, **options)
+    parts = {"bundle_writer": writer}
+    loop = Loop(model, torch.stack([*ids]), PROMPT, logits, parts=parts, grad_norm_threshold=threshold)
+    with closing(loop.gradloc):
+        loop.gradloc.start_update(step)
+        for index, advantage in enumerate(advantages):
+            known = (lambda log_prob: {"old_log_prob": log_prob}) if old else (lambda _: {})
+            loop.run_pass(index, advantage, factor=of_loss, facts_of=known)
         for parameter in model.parameters():
             parameter.grad *= of_reduced
-        gradloc.locate(0, 0)
+        loop.gradloc.locate(0, 0)
     model.zero_grad()
-    (event,) = gradloc.events
+    (event,) = loop.gradloc.events
     return event
 
 

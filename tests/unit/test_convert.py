@@ -19,6 +19,7 @@ import pyarrow
 import pytest
 import torch
 from notation import Capsys, Patch, cases
+from plain_passes import log_probs_of
 from printed_commands import commands_in, run_as_printed
 from pyarrow import parquet
 from small_bundles import VOCABULARY, small_model
@@ -146,9 +147,7 @@ def written_loss(log_prob: Tensor, lines: Records, mode: str, kind: str, clip_c:
     }[mode]
 
 
-@pytest.mark.parametrize(
-    ("mode", "kind", "clip_c"), [(mode, *kind) for mode, kind in zip(AGG_MODES, [*KINDS, KINDS[0]], strict=True)]
-)
+@cases("mode kind clip_c", *((mode, *kind) for mode, kind in zip(AGG_MODES, [*KINDS, KINDS[0]], strict=True)))
 def test_coefficients_are_those_of_the_loss(convert: Any, mode: str, kind: str, clip_c: float | None) -> None:
     lines = records()
     lines[3]["log_probs"][0], lines[3]["ref_log_probs"][0] = -8.0, -4.0  # where low_var_kl is cut
@@ -224,9 +223,7 @@ def test_log_probs_at_other_positions_are_told_without_a_search(convert: Any, ca
         lines.append(line | {name: values.tolist() for name, values in of_both.items()})
     event = convert(lines).event
     assert event["verdict"]["cause"] == ("misaligned" if late else None)
-    said = (
-        "The rollout's log-probs are one position late, or training's are one position early, in all responses (r[t] "
-    )
+    said = "The rollout's log-probs are one position late, or training's are one position early, in all responses "
     assert (said in event["verdict"]["sentence"]) == bool(late)
     assert (said in capsys.readouterr().out) == bool(late)
 
@@ -268,9 +265,7 @@ def test_given_coefficients_and_weights_are_taken_as_they_are(convert: Any) -> N
     ("ref_log_probs", ["--old-from-rollout"], "", math.exp(0.1)),
     ("ref_log_probs", ["--grad-norm", "1"], "The gradient norm 1 is under its threshold", 1.0),
 )
-def test_what_is_missing_or_odd_is_noted(
-    convert: Any, missing: str, options: list[str], note: str, ratio: float | None
-) -> None:
+def test_what_is_odd_is_noted(convert: Any, missing: str, options: list[str], note: str, ratio: float | None) -> None:
     lines = records()
     for line in lines:
         line["old_log_probs"], line["rollout_log_probs"] = line["log_probs"], [x - 0.1 for x in line["log_probs"]]
@@ -321,7 +316,7 @@ ALL = range(4)
     ([0], {"weights": [math.inf] * 5}, "field 'weights': it is inf at index 0."),
     ([0], {"weights": [None] * 5}, "field 'weights': it is nan at index 0."),
 )
-def test_what_is_wrong_with_records_is_named(
+def test_the_wrong_field_of_a_record_is_named(
     refused: Any, changed: list[int], fields: dict[str, Any], message: str
 ) -> None:
     lines = records()
@@ -329,12 +324,6 @@ def test_what_is_wrong_with_records_is_named(
         lines[index] |= fields
     error = refused(lines, *(["--keep-nonfinite"] if "weights" in fields else []))
     assert message in error and (f"line {changed[0] + 1}" in error or "No token" in error)
-
-
-def test_weights_without_a_finite_threshold_are_refused(refused: Any) -> None:
-    lines = [{**line, "weights": [1e200] * len(line["response_ids"])} for line in records()]
-    assert "both must be positive and finite" in refused(lines, "--usual-norm=1")
-    assert "There is no record." in refused([])
 
 
 @cases(
@@ -372,6 +361,9 @@ def test_files_that_are_not_read(refused: Any, tmp_path: Path) -> None:
     ):
         (tmp_path / name).write_bytes(content)
         assert message in refused(tmp_path / name)
+    lines = [{**line, "weights": [1e200] * len(line["response_ids"])} for line in records()]
+    assert "both must be positive and finite" in refused(lines, "--usual-norm=1")
+    assert "There is no record." in refused([])
     assert "No such file" in refused(tmp_path / "gone.jsonl")
     os.mkfifo(tmp_path / "pipe.jsonl")
     assert "is not an ordinary file." in refused(tmp_path / "pipe.jsonl")
@@ -708,9 +700,7 @@ def test_the_example_for_prime_rl_makes_records(convert: Any, tmp_path: Path) ->
     ("ce_weights", [0.5] * 9, "it is also trained by another loss"),
     ("advantages", [1.0] * 8, "rank_1.jsonl, line 1: the shape of advantages is (8,), and that of token_ids (9,)"),
 )
-def test_what_the_example_for_prime_rl_does_not_know_is_refused(
-    field: str, values: list[Any], message: str, tmp_path: Path
-) -> None:
+def test_other_exports_of_prime_rl_are_refused(field: str, values: list[Any], message: str, tmp_path: Path) -> None:
     step, _ = prime_rl_export(tmp_path, **{field: values})
     with pytest.raises(SystemExit, match=re.escape(message)):
         example("prime_rl_records.py")(step, tmp_path / "step12.jsonl")
@@ -764,19 +754,12 @@ def test_the_example_for_trl_makes_records(convert: Any, tmp_path: Path, monkeyp
         torch.testing.assert_close(weight, mask / count_of(lines))
 
 
-def log_probs_of(model: LlamaForCausalLM, record: dict[str, Any], temperature: float) -> Tensor:
-    prompt, response = record["prompt_ids"], torch.tensor(record["response_ids"])
-    logits = model(torch.tensor([*prompt, *response.tolist()]).unsqueeze(0)).logits[0, len(prompt) - 1 : -1]
-    return (logits / temperature).log_softmax(-1).gather(-1, response.unsqueeze(-1)).squeeze(-1)
-
-
 def grpo_loss(log_probs: list[Tensor], lines: Records) -> Tensor:
     """token-mean, with ratios of 1."""
-    parts = [
-        (log_prob * torch.tensor(line["advantages"]) * torch.tensor(line["response_mask"])).sum()
-        for log_prob, line in zip(log_probs, lines, strict=True)
-    ]
-    return -torch.stack(parts).sum() / count_of(lines)
+    total = torch.zeros(())
+    for log_prob, line in zip(log_probs, lines, strict=True):
+        total = total - (log_prob * torch.tensor(line["advantages"]) * torch.tensor(line["response_mask"])).sum()
+    return total / count_of(lines)
 
 
 def norm_of(model: LlamaForCausalLM, loss: Tensor) -> float:
@@ -787,7 +770,11 @@ def norm_of(model: LlamaForCausalLM, loss: Tensor) -> float:
 def test_a_search_of_the_bundle_finds_the_planted_token(convert: Any, tmp_path: Path, capsys: Capsys) -> None:
     model, lines, folder = small_model(), records(), str(tmp_path / "its model")
     model.save_pretrained(folder)
-    log_probs = [log_probs_of(model, line, 0.8) for line in lines]
+    log_probs = []
+    for line in lines:
+        ids = torch.tensor([line["prompt_ids"] + line["response_ids"]])
+        _, (log_prob,) = log_probs_of(lambda ids: model(ids).logits / 0.8, ids, len(line["prompt_ids"]))
+        log_probs.append(log_prob)
     for line, log_prob in zip(lines, log_probs, strict=True):
         line["log_probs"] = line["old_log_probs"] = log_prob.tolist()
         del line["ref_log_probs"], line["rollout_log_probs"]

@@ -9,19 +9,18 @@ import pytest
 import torch
 from cuda_stand_in import CUDA, CudaStandIn, MixedDevices
 from notation import cases
-from plain_passes import observe
+from plain_passes import Loop
 from small_bundles import BAD, NAME, THRESHOLD, kept
-from torch import Tensor, nn
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import gradloc
-from gradloc import GradLoc, GradLocConfig
+from gradloc import GradLocConfig
 from gradloc.critic_watch import CriticWatch
 from gradloc.judge.judgement import judged
 from gradloc.layers.layer_clip import LayerClip, LayerClipConfig
 from gradloc.measure.pass_recorder import unchanged
-from gradloc.token_clip.token_clip import TokenClip, TokenClipConfig, row_weights
-from gradloc.token_clip.watched_pass import Positions
+from gradloc.token_clip.token_clip import TokenClip, TokenClipConfig
 from gradloc_tools.bundles.opening import open_bundle
 from gradloc_tools.replay import search as searching
 from gradloc_tools.replay.model import default_variant, load
@@ -35,65 +34,40 @@ CULPRIT = (1, 0, 3)
 SPIKE = 3e3
 
 
-class Training:
+class Training(Loop):
     """A plain training loop on the stand-in's GPU, with a planted token where `spike` is given."""
 
-    def __init__(self, stand_in: CudaStandIn, layer_clip: bool = False, token_clip: str = "", **options: Any):
+    def __init__(
+        self,
+        stand_in: CudaStandIn,
+        layer_clip: bool = False,
+        token_clip: str = "",
+        meter: str = "local",
+        **settings: Any,
+    ) -> None:
         sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
         torch.manual_seed(0)
-        self.model: nn.Module = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **sizes)).train()
-        self.ids = torch.randint(3, VOCABULARY, (MICRO_BATCHES, ROWS, PROMPT + RESPONSE))
-        stand_in.put(self.model, self.ids)
-        self.layer_clip = LayerClip(self.model, LayerClipConfig(warmup_steps=1), CUDA) if layer_clip else None
-        self.token_clip = (
-            TokenClip(self.model, TokenClipConfig(warmup_steps=1, action=token_clip), CUDA) if token_clip else None
-        )
-        meter = options.pop("meter", "local")
-        self.gradloc = GradLoc(
-            self.model,
-            GradLocConfig(**{"grad_norm_threshold": 20.0, **options}),
-            self.forward,
-            CUDA,
-            meter=meter,
-            token_clip=self.token_clip,
-            layer_clip=self.layer_clip,
-        )
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **sizes)).train()
+        ids = torch.randint(3, VOCABULARY, (MICRO_BATCHES, ROWS, PROMPT + RESPONSE))
+        stand_in.put(model, ids)
+        self.layer_clip = LayerClip(model, LayerClipConfig(warmup_steps=1), CUDA) if layer_clip else None
+        clip = TokenClip(model, TokenClipConfig(warmup_steps=1, action=token_clip), CUDA) if token_clip else None
+        parts = {"device": CUDA, "meter": meter, "token_clip": clip, "layer_clip": self.layer_clip}
+        settings = {"grad_norm_threshold": 20.0, **settings}
+        super().__init__(model, ids, PROMPT, lambda ids: model(input_ids=ids).logits, 0.01, parts, **settings)
 
-    def forward(self, inputs: dict[str, Tensor], rows: list[int], response_length: int) -> tuple[Tensor, Tensor]:
-        ids = inputs["ids"][rows][:, : PROMPT + response_length].to(CUDA)  # a probe has them on the CPU
-        log_probs = torch.log_softmax(self.model(input_ids=ids).logits[:, PROMPT - 1 : -1], -1)
-        entropy = -(log_probs.exp() * log_probs).sum(-1)
-        return entropy, log_probs.gather(-1, ids[:, PROMPT:, None])[..., 0]
-
-    def step(self, step: int, spike: bool) -> None:
+    def train(self, step: int, spike: bool) -> None:
         self.model.zero_grad()
         self.gradloc.start_update(step)
         for index in range(MICRO_BATCHES):
-            rows = [*range(index * ROWS, (index + 1) * ROWS)]
-            inputs = {"ids": self.ids[index]}
             advantage = torch.ones(ROWS, RESPONSE, device=CUDA)
             if spike and index == CULPRIT[0]:
                 advantage[CULPRIT[1:]] = SPIKE
-            weight = torch.full((ROWS, RESPONSE), 1 / (MICRO_BATCHES * ROWS * RESPONSE), device=CUDA)
-            self.gradloc.begin_pass(inputs, rows)
-            if self.token_clip:
-                whole = torch.ones(ROWS, PROMPT + RESPONSE, dtype=torch.bool, device=CUDA)
-                self.token_clip.begin_pass(Positions(whole, [PROMPT] * ROWS), rows)
-            entropy, log_prob = self.forward(inputs, [0, 1], RESPONSE)
-            mask, ids = torch.ones(ROWS, RESPONSE, device=CUDA), self.ids[index][:, PROMPT:]
-            known = {"response_mask": mask, "token_id": ids, "advantage": advantage, "old_log_prob": log_prob.detach()}
-            observe(self.gradloc, log_prob, entropy, weight, **known)
-            if self.token_clip:
-                noted = {"weight": weight, "log_prob": log_prob, **known}
-                self.token_clip.observe(log_prob, row_weights(weight), 1.0, lambda noted=noted: noted)
-            (weight * (-log_prob * advantage - 0.01 * entropy)).sum().backward()
-            self.gradloc.end_pass()
-            if self.token_clip:
-                self.token_clip.end_pass()
+            self.run_pass(index, advantage, facts_of=lambda log_prob: {"old_log_prob": log_prob})
         take_step, squared_norms, *_ = self.gradloc.locate(0, 0)
         if self.layer_clip and take_step:
             self.layer_clip.clip(self.layer_clip.squared_norms() if squared_norms is None else squared_norms)
-        if self.token_clip and (found := self.token_clip.end_mini_batch()):
+        if self.clip and (found := self.clip.end_mini_batch()):
             self.found = [found]
         self.gradloc.metrics()
 
@@ -143,7 +117,7 @@ def test_an_ordinary_step_waits_once_for_each_part(options: dict[str, Any], mete
         training = Training(stand_in, meter=meter, **options)
         for step in range(3):  # the first may put constants on the device
             before = len(stand_in.waits)
-            training.step(step, spike=False)
+            training.train(step, spike=False)
         waits = of_package(stand_in, before)
         assert not training.gradloc.events
         assert len(waits) == 1 + ("token_clip" in options), waits
@@ -154,9 +128,9 @@ def test_the_tokens_over_token_clip_s_bounds_take_one_more_wait(action: str) -> 
     with CudaStandIn() as stand_in:
         training = Training(stand_in, token_clip=action, grad_norm_threshold=1e9)
         for step in range(3):
-            training.step(step, spike=False)
+            training.train(step, spike=False)
         before = len(stand_in.waits)
-        training.step(3, spike=True)
+        training.train(3, spike=True)
         waits = of_package(stand_in, before)
         (found,) = training.found
         assert len(found["tokens"]) >= (2 if action == "log" else 1) and len(waits) == 3, waits
@@ -204,12 +178,12 @@ def test_a_critics_step_waits_once() -> None:
 def test_no_operation_of_a_search_mixes_devices(options: dict[str, Any]) -> None:
     with CudaStandIn() as stand_in:
         training = Training(stand_in, **options)
-        training.step(1, spike=False)
+        training.train(1, spike=False)
         if "spike_drill_step" in options:
             (event,) = training.gradloc.events
             assert event["drill"]["found"], event
             return
-        training.step(2, spike=True)
+        training.train(2, spike=True)
         (event,) = training.gradloc.events
         (culprit,) = event["culprits"]
         assert event["error"] is None and event["complete"]

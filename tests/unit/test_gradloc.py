@@ -10,10 +10,10 @@ from unittest.mock import Mock
 import pytest
 import torch
 from notation import Patch, cases
-from plain_passes import observe
+from plain_passes import Loop
 
 from gradloc import GradLoc, GradLocConfig, LayerClipConfig, TokenClipConfig, record_events
-from gradloc.evidence.token_facts import response_kl, text_evidence, token_evidence
+from gradloc.evidence.token_facts import text_evidence
 from gradloc.evidence.writer import jsonable
 from gradloc.fsdp.collectives import RankLostError
 from gradloc.fsdp.failed_pass import RecordedCollectives
@@ -98,39 +98,6 @@ def test_a_pass_that_loses_a_rank_leaves_no_recording(monkeypatch: Patch) -> Non
     assert watched.meter.stop().tolist() == [0.0]
 
 
-def tokens(**changes: list[float]) -> dict[str, torch.Tensor]:
-    """One response of four tokens, the last of them padding."""
-    values = {
-        "response_mask": [1, 1, 1, 0],
-        "token_id": [5, 6, 7, 0],
-        "weight": [0.25, 0.25, 0.25, 0.0],
-        "coefficient": [0.5, -1.0, 0.5, 0.0],
-        "log_prob": [-1.0, -2.0, -3.0, -9.0],
-        **changes,
-    }
-    return {name: torch.tensor([row]) for name, row in values.items()}
-
-
-def test_token_evidence_has_what_there_is_and_invents_nothing() -> None:
-    facts = token_evidence(tokens(old_log_prob=[-1.0, -2.5, -3.0, 0.0], advantage=[1.0, 2.0, 3.0, 0.0]), 0, 1)
-    assert facts["token_id"] == 6 and facts["advantage"] == 2.0 and facts["coefficient"] == -1.0
-    assert facts["ratio"] == pytest.approx(math.exp(0.5))
-    assert facts["sequence_ratio"] == pytest.approx(math.exp(0.5 / 3))  # padding does not count
-    for name in ("ref_log_prob", "entropy", "rollout_log_prob", "rollout_ratio", "misaligned_share"):
-        assert facts[name] is None
-    facts = token_evidence(tokens(rollout_log_prob=[-1.0, -4.0, -3.0, 0.0]), 0, 1)
-    assert facts["rollout_ratio"] == pytest.approx(math.exp(2)) and facts["ratio"] is None
-    assert facts["misaligned_share"] == pytest.approx(1 / 3)
-    facts = token_evidence(tokens(rollout_log_prob=[math.nan, -4.0, -3.0, math.nan]), 0, 1)
-    assert facts["misaligned_share"] == pytest.approx(2 / 3)  # as the metric counts
-    # The KL estimates of the response.
-    found = response_kl(tokens(ref_log_prob=[-1.0, -1.0, -5.0, 7.0]), 0, 1)
-    assert found["k1"] == [0.0, -1.0, 2.0]  # padding is left out
-    assert found["k2"] == [0.0, 0.5, 2.0]
-    assert found["k3"] == pytest.approx([0.0, math.e - 2, math.exp(-2) + 1], rel=1e-3)
-    assert response_kl(tokens(), 0, 1) is None
-
-
 class Letters:
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         assert not skip_special_tokens
@@ -159,31 +126,27 @@ def test_events_are_appended_as_strict_json(tmp_path: Path) -> None:
     assert jsonable({1: (torch.tensor(2.0), object)}) == {"1": [2.0, str(object)]}
 
 
+def small_model() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Embedding(7, 4), torch.nn.Linear(4, 7))
+
+
 @pytest.mark.parametrize("meter", ["local", "reduced"])
 @pytest.mark.parametrize(("scale", "diagnosis"), [(1.0, "nonfinite"), (1024.0, "overflow")])
 def test_a_gradient_that_is_broken_where_there_is_no_token(meter: str, scale: float, diagnosis: str) -> None:
-    model = torch.nn.Linear(3, 1)
-
-    def forward(inputs: dict, rows: list[int], length: int) -> tuple[None, torch.Tensor]:
-        return None, model(inputs["x"][rows])[:, :length, 0]
-
-    config = GradLocConfig(grad_norm_threshold=1.0, spike_trigger="global")
-    gradloc = GradLoc(model, config, forward, loss_scale=lambda: scale, meter=meter)
-    gradloc.start_update(1)
-    for rows in ([0, 1], [2, 3]):
-        inputs, none = {"x": torch.randn(2, 4, 3)}, torch.zeros(2, 4)
-        gradloc.begin_pass(inputs, rows)
-        log_prob = forward(inputs, [0, 1], 4)[1]
-        observe(gradloc, log_prob, None, none, response_mask=none, token_id=none.long())
-        (log_prob * none).sum().backward()
-        gradloc.end_pass()
-    model.bias.grad.fill_(math.nan)
-    assert gradloc.locate(0, 0).take_step
-    (event,) = gradloc.events
+    parts = {"loss_scale": lambda: scale, "meter": meter}
+    settings = {"grad_norm_threshold": 1.0, "spike_trigger": "global"}
+    loop = Loop(small_model(), torch.randint(7, (2, 2, 5)), 1, parts=parts, **settings)
+    loop.gradloc.start_update(1)
+    for index in range(2):
+        loop.run_pass(index, weight=0.0, facts_of=lambda log_prob: {"response_mask": 0 * log_prob})
+    loop.model[1].bias.grad.fill_(math.nan)
+    assert loop.gradloc.locate(0, 0).take_step
+    (event,) = loop.gradloc.events
     assert event["diagnosis"] == diagnosis and event["culprits"] == [] and event["error"] is None
-    assert event["broken_parameters"] == {"count": 1, "of": 2, "names": ["bias"]}
-    assert "of 2 parameters, bias alone has a NaN or infinite gradient" in judged(event)["summary"]
-    assert model.bias.grad.isnan().all()
+    assert event["broken_parameters"] == {"count": 1, "of": 3, "names": ["1.bias"]}
+    assert "of 3 parameters, 1.bias alone has a NaN or infinite gradient" in judged(event)["summary"]
+    assert loop.model[1].bias.grad.isnan().all()
 
 
 @pytest.mark.parametrize("failing", [None, 0, 1])
@@ -208,32 +171,19 @@ def test_a_failure_of_any_rank_of_a_group_is_known_to_all(failing: int | None, m
 
 def test_micro_batches_without_advantages_are_no_ordinary_ones() -> None:
     """What KL and entropy terms leave of them is far smaller; in the mini-batch of the spike, and in one before it."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Embedding(7, 4), torch.nn.Linear(4, 7))
-    config = GradLocConfig(grad_norm_threshold=100.0, bisect_budget_steps=4)
-
-    def forward(inputs: dict, rows: list[int], length: int) -> tuple[None, torch.Tensor]:
-        ids = inputs["ids"][rows, : length + 1]
-        return None, model(ids[:, :-1]).log_softmax(-1).gather(-1, ids[:, 1:].unsqueeze(-1)).squeeze(-1)
-
-    ids = torch.randint(7, (1, 6))
+    model, ids = small_model(), torch.randint(7, (1, 1, 6))
 
     def ordinary_of(*mini_batches: list[tuple[float, float]]) -> dict[str, float]:
         """Of mini-batches, by micro-batch: the advantage and the coefficient of their tokens."""
-        gradloc = GradLoc(model, config, forward)
-        gradloc.start_update(1)
+        loop = Loop(model, ids, 1, grad_norm_threshold=100.0, bisect_budget_steps=4)
+        loop.gradloc.start_update(1)
         for number, micro_batches in enumerate(mini_batches):
             for advantage, coefficient in micro_batches:
-                gradloc.begin_pass({"ids": ids}, [0])
-                _, log_prob = forward({"ids": ids}, [0], 5)
-                weight, mask = torch.full((1, 5), 0.1), torch.ones(1, 5)
-                facts = {"response_mask": mask, "token_id": ids[:, 1:], "advantage": torch.full((1, 5), advantage)}
-                observe(gradloc, log_prob, None, weight, **facts)
-                log_prob.backward(coefficient * weight)
-                gradloc.end_pass()
-            gradloc.locate(0, number)
+                facts = {"advantage": torch.full((1, 5), advantage)}
+                loop.run_pass(0, -coefficient, 0.1, facts_of=lambda _, facts=facts: facts)
+            loop.gradloc.locate(0, number)
             model.zero_grad()
-        return gradloc.events[-1]["ordinary_layer_norms"]
+        return loop.gradloc.events[-1]["ordinary_layer_norms"]
 
     ordinary, still, spike = (1.0, 1.0), (0.0, 1e-3), (1e4, 1e4)
     expected = ordinary_of([ordinary, spike])

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from notation import cases
+import pytest
 
 from gradloc.judge.rules import SOURCES
 from gradloc.judge.sentences import describe
@@ -44,110 +44,95 @@ BROKEN = "The culprit is a token with a NaN or infinite gradient"
 LAYER = "layers.1 carries 98% of the squared norm"
 
 
-@cases(
-    "found sentence",
-    (event(culprit()), f"{ONE}."),
+SENTENCES: dict[str, list[dict[str, Any]]] = {
+    f"{ONE}.": [
+        event(culprit()),
+        # The same layer carries the norm of ordinary micro-batches.
+        event(culprit(), units=[unit(**ONE_LAYER)], ordinary_layer_norms=ONE_LAYER),
+        # A single micro-batch that is over its threshold says nothing about every token.
+        event(culprit(), ordinary_layer_norms=None, micro_batches=1),
+    ],
     (
-        event(*[culprit("retokenized", row, mismatch_turn=turn) for row, turn in enumerate([2, 2, 4])]),
         "All 3 culprits are tokens in or after turns with which the mismatch to the rollout begins, in three "
         "responses with positive advantages; the mismatch begins with the first token after turn 1 in 2 of 3 "
-        "responses.",
-    ),
+        "responses."
+    ): [event(*[culprit("retokenized", row, mismatch_turn=turn) for row, turn in enumerate([2, 2, 4])])],
+    "The culprit is a token whose importance ratio is far from 1, in one response with a positive advantage.": [
+        event(culprit("token", mismatch_turn=None))
+    ],
+    "The culprit '+' is a rare token (p < 0.05), in one response with a negative advantage (reward 0).": [
+        event(culprit(advantage=-1.0, token="+", reward=0.0))
+    ],
+    f"89% of 38 culprits are {RARE}, in two responses with positive advantages.": [
+        event(*[culprit(row=i % 2) for i in range(34)], *[culprit("other", 5)] * 4)
+    ],
+    f"2 of 4 culprits are {RARE}, in two responses, one with a positive and one with a negative advantage.": [
+        event(culprit(row=1), culprit("token", 1), culprit("layer", 2), culprit(row=2, advantage=-0.5))
+    ],
+    "Both culprits are tokens driven by the KL loss, in one response.": [
+        event(culprit("kl", advantage=0.0), culprit("kl", advantage=0.0))
+    ],
     (
-        event(culprit("token", mismatch_turn=None)),
-        "The culprit is a token whose importance ratio is far from 1, in one response with a positive advantage.",
-    ),
-    (
-        event(culprit(advantage=-1.0, token="+", reward=0.0)),
-        "The culprit '+' is a rare token (p < 0.05), in one response with a negative advantage (reward 0).",
-    ),
-    (
-        event(*[culprit(row=i % 2) for i in range(34)], *[culprit("other", 5)] * 4),
-        f"89% of 38 culprits are {RARE}, in two responses with positive advantages.",
-    ),
-    (
-        event(culprit(row=1), culprit("token", 1), culprit("layer", 2), culprit(row=2, advantage=-0.5)),
-        f"2 of 4 culprits are {RARE}, in two responses, one with a positive and one with a negative advantage.",
-    ),
-    (
-        event(culprit("kl", advantage=0.0), culprit("kl", advantage=0.0)),
-        "Both culprits are tokens driven by the KL loss, in one response.",
-    ),
-    (
-        event(*[culprit("unsampled", row, -1.0, token="<|im_end|>") for row in range(12)]),
         "All 12 culprits are tokens that the policy did not produce (all of them '<|im_end|>'), in 12 "
-        "responses with negative advantages.",
-    ),
+        "responses with negative advantages."
+    ): [event(*[culprit("unsampled", row, -1.0, token="<|im_end|>") for row in range(12)])],
     (
-        event(*[culprit("advantage", 3, 99.0, token=token, reward=100.0) for token in ("a", "b", "a")]),
         "All 3 culprits are tokens with outlying advantages (2 of them 'a'), in one response with a positive "
-        "advantage (reward 100).",
-    ),
-    (event(culprit("nonfinite", advantage=math.nan)), f"{BROKEN}, in one response."),
-    (
+        "advantage (reward 100)."
+    ): [event(*[culprit("advantage", 3, 99.0, token=token, reward=100.0) for token in ("a", "b", "a")])],
+    f"{BROKEN}, in one response.": [
+        event(culprit("nonfinite", advantage=math.nan)),
         event(culprit("nonfinite", advantage=None), units=[unit(**dict.fromkeys(EVEN, math.nan))]),
-        f"{BROKEN}, in one response.",
-    ),
-    (event(diagnosis="diffuse", diffuse=[PART]), f"N{DIFFUSE}."),
+    ],
+    f"N{DIFFUSE}.": [event(diagnosis="diffuse", diffuse=[PART])],
+    f"N{DIFFUSE}; of the tokens that are over the threshold alone, t{ONE[1:]}.": [
+        event(culprit(), diagnosis="diffuse", diffuse=[PART])
+    ],
+    f"{NAN}.": [event(diagnosis="nonfinite", units=[unit(**dict.fromkeys(EVEN, math.nan))])],
+    f"{NAN}; 10% of 30 parameters have NaN or infinite gradients, of which the backward reaches c first.": [
+        event(diagnosis="nonfinite", broken_parameters={"count": 3, "of": 30, "names": ["c", "b", "a"]})
+    ],
     (
-        event(culprit(), diagnosis="diffuse", diffuse=[PART]),
-        f"N{DIFFUSE}; of the tokens that are over the threshold alone, t{ONE[1:]}.",
-    ),
-    (event(diagnosis="nonfinite", units=[unit(**dict.fromkeys(EVEN, math.nan))]), f"{NAN}."),
-    (
-        event(diagnosis="nonfinite", broken_parameters={"count": 3, "of": 30, "names": ["c", "b", "a"]}),
-        f"{NAN}; 10% of 30 parameters have NaN or infinite gradients, of which the backward reaches c first.",
-    ),
-    (
-        event(culprit("nonfinite"), broken_parameters={"count": 2, "of": 2, "names": ["b", "a"]}),
         f"{BROKEN}, in one response with a positive advantage; the gradients of both parameters are NaN or infinite, "
-        "from the loss on.",
-    ),
-    (
-        event(diagnosis="overflow", units=[unit(**dict.fromkeys(EVEN, math.inf))]),
-        "The scaled fp16 gradients overflowed, while log-probs and advantages are finite.",
-    ),
-    (event(diagnosis="incomplete", passes=1), "The search ended after 1 pass without a result."),
-    (
-        event(diagnosis="incomplete", error="rank 1: out of memory"),
-        "The search ended after 3 passes without a result (rank 1: out of memory).",
-    ),
-    (event(culprit(), diagnosis="incomplete"), f"{ONE}, and the search ended before it could explain the spike."),
+        "from the loss on."
+    ): [event(culprit("nonfinite"), broken_parameters={"count": 2, "of": 2, "names": ["b", "a"]})],
+    "The scaled fp16 gradients overflowed, while log-probs and advantages are finite.": [
+        event(diagnosis="overflow", units=[unit(**dict.fromkeys(EVEN, math.inf))])
+    ],
+    "The search ended after 1 pass without a result.": [event(diagnosis="incomplete", passes=1)],
+    "The search ended after 3 passes without a result (rank 1: out of memory).": [
+        event(diagnosis="incomplete", error="rank 1: out of memory")
+    ],
+    f"{ONE}, and the search ended before it could explain the spike.": [event(culprit(), diagnosis="incomplete")],
     # A fault that hits every token: no micro-batch is under its threshold.
+    f"{ALL}; n{DIFFUSE}; {LAYER}.": [
+        event(diagnosis="diffuse", diffuse=[PART], units=[unit(**ONE_LAYER)] * 4, ordinary_layer_norms=None)
+    ],
     (
-        event(diagnosis="diffuse", diffuse=[PART], units=[unit(**ONE_LAYER)] * 4, ordinary_layer_norms=None),
-        f"{ALL}; n{DIFFUSE}; {LAYER}.",
-    ),
-    (
-        event(*[culprit("layer", row) for row in range(2)], units=[unit(**ONE_LAYER)] * 4, ordinary_layer_norms=None),
         f"{ALL}; both culprits are tokens whose norms are mostly in one layer, in two responses with positive "
-        f"advantages; {LAYER}.",
-    ),
+        f"advantages; {LAYER}."
+    ): [event(*[culprit("layer", row) for row in range(2)], units=[unit(**ONE_LAYER)] * 4, ordinary_layer_norms=None)],
     (
-        event(culprit("layer"), units=[unit(**ONE_LAYER)]),
         "The culprit is a token whose norm is mostly in one layer, in one response with a positive advantage; "
-        "layers.1 carries 98% of the squared norm, ordinarily 40%.",
-    ),
+        "layers.1 carries 98% of the squared norm, ordinarily 40%."
+    ): [event(culprit("layer"), units=[unit(**ONE_LAYER)])],
     # The layer that has gained most, not the one that carries most.
-    (
-        event(culprit(), units=[unit(a=7.0, b=6.0)], ordinary_layer_norms={"a": 9.0, "b": 1.0}),
-        f"{ONE}; b carries 42% of the squared norm, ordinarily 1%.",
-    ),
-    # The same layer carries the norm of ordinary micro-batches.
-    (event(culprit(), units=[unit(**ONE_LAYER)], ordinary_layer_norms=ONE_LAYER), f"{ONE}."),
-    # A single micro-batch that is over its threshold says nothing about every token.
-    (event(culprit(), ordinary_layer_norms=None, micro_batches=1), f"{ONE}."),
-    (
-        event(culprit(), drill={"planted": {"rank": 0, "row": 1, "position": 2}, "found": True, "passes": 1}),
-        "A drill: the planted token was found, 1 extra pass.",
-    ),
-    (
-        event(drill={"planted": {"rank": 0, "row": 1, "position": 2}, "found": False, "passes": 9}),
-        "A drill: the planted token was not found, 9 extra passes.",
-    ),
-)
-def test_an_event_in_one_sentence(found: dict[str, Any], sentence: str) -> None:
-    assert describe(found) == sentence
+    f"{ONE}; b carries 42% of the squared norm, ordinarily 1%.": [
+        event(culprit(), units=[unit(a=7.0, b=6.0)], ordinary_layer_norms={"a": 9.0, "b": 1.0})
+    ],
+    "A drill: the planted token was found, 1 extra pass.": [
+        event(culprit(), drill={"planted": {"rank": 0, "row": 1, "position": 2}, "found": True, "passes": 1})
+    ],
+    "A drill: the planted token was not found, 9 extra passes.": [
+        event(drill={"planted": {"rank": 0, "row": 1, "position": 2}, "found": False, "passes": 9})
+    ],
+}
+
+
+@pytest.mark.parametrize("sentence", SENTENCES)
+def test_an_event_in_one_sentence(sentence: str) -> None:
+    for found in SENTENCES[sentence]:
+        assert describe(found) == sentence
 
 
 def test_every_source_has_words() -> None:

@@ -54,13 +54,10 @@ def test_bounds_are_the_formulas_of_their_rules() -> None:
     weight = 0.1 / (1 - 0.9**6)
     deviation = (1 - weight) * 1.4826 + weight * math.sqrt(math.pi / 2)
     assert statistics.bound(config) == pytest.approx(3 + weight + 1000 * deviation)
-
-
-def test_the_deviation_of_normal_norms_is_the_standard_one() -> None:
-    numbers = random.Random(0)
-    config = LayerClipConfig(beta=0.999, z=5)
+    # That of normal norms is the standard one, but for 2%, since a distance of more than 2.5 deviations counts as 2.5,
+    # and a few percent by chance.
+    numbers, config = random.Random(0), LayerClipConfig(beta=0.999, z=5)
     statistics = statistics_of([numbers.gauss(10, 1) for _ in range(20000)], config)
-    # 2% off, since a distance of more than 2.5 deviations counts as 2.5, and a few percent by chance.
     assert statistics.bound(config) == pytest.approx(15, rel=0.05)
 
 
@@ -134,50 +131,40 @@ def test_ordinary_norms_are_rarely_clipped(config: LayerClipConfig) -> None:
         step(statistics, norm, config)
     assert clipped < 0.003 * 3000
     assert statistics.mean == pytest.approx(math.exp(0.3**2 / 2), rel=0.15)
-
-
-@both_rules
-def test_bounds_have_a_minimum(config: LayerClipConfig) -> None:
-    config = LayerClipConfig(rule=config.rule)
-    start = [1.0] * 20
+    # Bounds have a minimum.
     assert statistics_of([1.0] * 500, config).bound(config) >= 1.5  # not 1, though nothing deviates
-    with_minimum = LayerClipConfig(rule=config.rule, min_bound=7.0)
-    assert statistics_of(start, with_minimum).bound(with_minimum) == 7.0
+    with_minimum = dataclasses.replace(config, min_bound=7.0)
+    assert statistics_of([1.0] * 20, with_minimum).bound(with_minimum) == 7.0
 
 
-def test_the_larger_the_norm_the_nearer_its_target_to_the_mean() -> None:
-    # Median 3, median absolute deviation 1; z = 2, so that the bound is 3 + 2 * 1.4826 = 5.9652.
-    config = LayerClipConfig(z=2.0, warmup_steps=5)
-    statistics = statistics_of([1.0, 2.0, 3.0, 4.0, 5.0], config)
-    bound = statistics.bound(config)
-    assert bound == pytest.approx(5.9652)
-    # z² / deviations * deviation = 4 * 1.4826² / (norm - 3)
-    for norm, expected in ((5.9652, 5.9652), (7.0, 3 + 8.79241 / 4), (103.0, 3.0879241), (3e12, 3.0)):
-        assert statistics.target(norm, bound, config) == pytest.approx(expected, rel=1e-6)
-        assert statistics.target(norm, bound, dataclasses.replace(config, target="bound")) == bound
+# Median 3, median absolute deviation 1; z = 2, so that the bound is 3 + 2 * 1.4826 = 5.9652. The target is 3 and
+# z² / deviations * deviation = 4 * 1.4826² / (norm - 3).
+@cases(
+    "target min_bound norm expected",
+    ("bound", 0.0, 103.0, 5.9652),
+    ("bound", 0.0, 3e12, 5.9652),
+    ("reciprocal", 0.0, 7.0, 3 + 8.79241 / 4),
+    ("reciprocal", 0.0, 103.0, 3.0879241),
+    ("reciprocal", 0.0, 3e12, 3.0),
     # A lower limit of the bound is one of the target, too.
-    for limit, norm, expected in ((4.0, 103.0, 4.0), (4.0, 7.0, 3 + 8.79241 / 4), (9.0, 103.0, 9.0)):
-        limited = dataclasses.replace(config, min_bound=limit)
-        limit_or_bound = statistics.bound(limited)
-        assert statistics.target(norm, limit_or_bound, limited) == pytest.approx(expected, rel=1e-6)
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_a_layer_is_scaled_to_its_target(target: str) -> None:
+    ("reciprocal", 4.0, 103.0, 4.0),
+    ("reciprocal", 4.0, 7.0, 3 + 8.79241 / 4),
+    ("reciprocal", 9.0, 103.0, 9.0),
+)
+def test_a_layer_is_scaled_to_its_target(target: str, min_bound: float, norm: float, expected: float) -> None:
     model, norms = small_model(), [1.0, 2.0, 3.0, 4.0, 5.0]
-    clip = LayerClip(model, config := LayerClipConfig(target=target, z=2.0, warmup_steps=5))
-    take(clip, model, *((norm, 1.0) for norm in norms))
+    config = LayerClipConfig(target=target, min_bound=min_bound, z=2.0, warmup_steps=5)
+    clip, bound = LayerClip(model, config), max(5.9652, min_bound)
+    take(clip, model, *((each, 1.0) for each in norms))
     assert clip.last_step["0"] == {"norm": pytest.approx(5.0), "bound": None, "factor": 1.0}
-    assert take(clip, model, (103.0, 0.001)) == pytest.approx(103.0)
-    clipped = statistics_of([*norms, 103.0], config)
-    assert clip.state_dict()["0"]["mean"] == pytest.approx(clipped.mean)
-    expected = {"reciprocal": 3.0879241, "bound": 5.9652}[target]
-    assert clip.last_step["0"] == pytest.approx({"norm": 103, "bound": 5.9652, "factor": expected / 103})
+    assert take(clip, model, (norm, 0.001)) == pytest.approx(norm)
+    assert clip.state_dict()["0"]["mean"] == pytest.approx(statistics_of([*norms, norm], config).mean)
+    assert clip.last_step["0"] == pytest.approx({"norm": norm, "bound": bound, "factor": expected / norm})
     assert norm_of(model[0]) == pytest.approx(expected)
     assert clip.last_step["2"]["factor"] == 1.0 and norm_of(model[2]) == pytest.approx(0.001)
     found = clip.metrics()
-    assert found["actor/layer_clip/norm_max_ratio"] == pytest.approx(103 / 5.9652)
-    assert found["actor/layer_clip/min_factor"] == pytest.approx(expected / 103)
+    assert found["actor/layer_clip/norm_max_ratio"] == pytest.approx(norm / bound)
+    assert found["actor/layer_clip/min_factor"] == pytest.approx(expected / norm)
 
 
 @pytest.mark.parametrize("rule", ["zscore", "ratio", "fixed"])
@@ -333,8 +320,6 @@ def test_top_level_modules_are_the_layers_where_no_name_fits(caplog: Caplog) -> 
     assert "top-level modules are used as layers: trunk, head, scale." in caplog.text
     assert caplog.records[0].levelno == logging.WARNING
     caplog.clear()
-    assert layers_by_parameter(["trunk.0.weight", "head.inner.weight"]) == {
-        "trunk.0.weight": "trunk.0",
-        "head.inner.weight": "head.inner",
-    }
+    names = ["trunk.0.weight", "head.inner.weight"]
+    assert layers_by_parameter(names) == dict(zip(names, ["trunk.0", "head.inner"], strict=True))
     assert caplog.text == ""

@@ -9,14 +9,12 @@ from unittest.mock import Mock
 import pytest
 import torch
 from notation import Caplog, Patch
-from plain_passes import observe
+from plain_passes import Loop
 from test_without_tokens import PROMPT, RESPONSE, VOCABULARY, Model
-from torch import Tensor
+from torch import Tensor, nn
 
-from gradloc import GradLoc, GradLocConfig
 from gradloc.evidence import event as events
 from gradloc.fsdp import collectives
-from gradloc.gradloc import Located
 from gradloc.measure.mini_batch import MiniBatch
 from gradloc.measure.passes import Passes
 from gradloc.threshold import MARGIN
@@ -25,79 +23,62 @@ UNITS = 4
 WEIGHT = 1 / (UNITS * RESPONSE)
 
 
-class Loop:
-    """Trains on micro-batches of one row, without ever taking a step. `auxiliary` scales the model's own loss."""
+ORDINARY = [1.0, -1.0, 1.0, -1.0]
 
-    def __init__(self, auxiliary: float = 0.0, learning_rate: Any = lambda: 1.0, **settings: Any) -> None:
-        self.model = Model(auxiliary)
-        self.ids = torch.randint(VOCABULARY, (UNITS, PROMPT + RESPONSE), generator=torch.Generator().manual_seed(1))
-        self.gradloc = GradLoc(self.model, GradLocConfig(**settings), self.forward, learning_rate=learning_rate)
-        self.steps = 0
 
-    def forward(self, inputs: dict[str, Any], rows: Sequence[int], length: int) -> tuple[None, Tensor]:
-        return None, self.model(inputs["ids"][list(rows)][:, : PROMPT + length])
+def build_loop(auxiliary: float = 0.0, learning_rate: Any = lambda: 1.0, **settings: Any) -> Loop:
+    """Micro-batches of one row. `auxiliary` scales the model's own loss."""
+    ids = torch.randint(VOCABULARY, (UNITS, 1, PROMPT + RESPONSE), generator=torch.Generator().manual_seed(1))
+    return Loop(Model(auxiliary), ids, PROMPT, parts={"learning_rate": learning_rate}, **settings)
 
-    def backward(self, advantages: Sequence[float], outlier: float = 1.0) -> None:
-        """The passes of a mini-batch; the advantage of one token of the last row is multiplied by `outlier`."""
-        self.model.zero_grad()
-        for row, advantage in enumerate(advantages):
-            inputs = {"ids": self.ids[row : row + 1]}
-            self.gradloc.begin_pass(inputs, [row])
-            _, log_prob = self.forward(inputs, [0], RESPONSE)
-            advantages_of_row = torch.full_like(log_prob, advantage)
-            if row == UNITS - 1:
-                advantages_of_row[0, 3] *= outlier
-            tokens = {"response_mask": torch.ones_like(log_prob), "token_id": inputs["ids"][:, PROMPT:]}
-            observe(self.gradloc, log_prob, None, torch.full_like(log_prob, WEIGHT), **tokens)
-            log_prob.backward(-WEIGHT * advantages_of_row)
-            self.gradloc.end_pass()
 
-    def step(self, advantages: Sequence[float], outlier: float = 1.0) -> Located:
-        self.gradloc.start_update(self.steps)
-        self.steps += 1
-        self.backward(advantages, outlier)
-        return self.gradloc.locate(0, 0)
+def with_outlier(outlier: float, advantages: Sequence[float] = ORDINARY) -> list[Tensor]:
+    """The advantages of micro-batches; that of one token of the last is multiplied."""
+    found = [torch.full((1, RESPONSE), advantage) for advantage in advantages]
+    found[-1][0, 3] *= outlier
+    return found
 
-    def norm(self) -> float:
-        """Of the gradient that there is."""
-        return math.hypot(*(float(p.grad.norm()) for p in self.model.parameters() if p.grad is not None))
+
+def norm_of(model: nn.Module) -> float:
+    """Of the gradient that there is."""
+    return math.hypot(*(float(p.grad.norm()) for p in model.parameters() if p.grad is not None))
 
 
 def usual_norm() -> float:
     """The largest norm for one token without a spike."""
-    loop = Loop(grad_norm_threshold=1e9)
-    loop.step([1.0, -1.0, 1.0, -1.0])
+    loop = build_loop(grad_norm_threshold=1e9)
+    loop.step(*ORDINARY)
     return loop.gradloc.metrics()["actor/gradloc/token_norm_max"]
 
 
 def norms_of_auxiliary(scale: float, ids: Tensor) -> list[float]:
     """By row, the norm of the gradient without any token."""
     norms = []
-    for row in range(UNITS):
+    for row in ids:
         model = Model(scale)
-        model(ids[row : row + 1]).backward(torch.zeros(1, RESPONSE))
-        norms.append(math.hypot(*(float(p.grad.norm()) for p in model.parameters() if p.grad is not None)))
+        (0 * model(row)).sum().backward()
+        norms.append(norm_of(model))
     return norms
 
 
 @pytest.mark.parametrize("auxiliary", [0.0, 0.1])
 def test_a_micro_batch_that_cannot_move_is_no_spike(auxiliary: float) -> None:
     """All responses to its prompt got the same reward; an auxiliary loss has a small gradient all the same."""
-    loop = Loop(auxiliary, grad_norm_threshold="auto", spike_action="skip")
+    loop = build_loop(auxiliary, grad_norm_threshold="auto", spike_action="skip")
     for _ in range(25):
-        assert loop.step([1.0, 0.0, -1.0, 0.5]).take_step
+        assert loop.step(1.0, 0.0, -1.0, 0.5).take_step
         assert loop.gradloc.events == [] and loop.gradloc.metrics()["actor/gradloc/triggered"] == 0
-    loop.step([0.0] * UNITS)
+    loop.step(*[0.0] * UNITS)
     expected = max(norms_of_auxiliary(auxiliary, loop.ids)) / (WEIGHT * math.sqrt(RESPONSE))
     assert loop.gradloc.metrics()["actor/gradloc/token_norm_max"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_unit_over_its_threshold_is_not_explained_by_another() -> None:
     """Only the first is over by its auxiliary loss, and none of its tokens can move; the last has a culprit."""
-    first, *others = norms_of_auxiliary(1.0, Loop(grad_norm_threshold=1e9).ids)
+    first, *others = norms_of_auxiliary(1.0, build_loop(grad_norm_threshold=1e9).ids)
     assert first > 1.02 * max(others)
-    loop = Loop(1.0, grad_norm_threshold=(first + max(others)) / 2 / (WEIGHT * math.sqrt(RESPONSE)))
-    loop.step([0.0, 1e-3, 1e-3, 1e-3], outlier=1e7)
+    loop = build_loop(1.0, grad_norm_threshold=(first + max(others)) / 2 / (WEIGHT * math.sqrt(RESPONSE)))
+    loop.step(*with_outlier(1e7, [0.0, 1e-3, 1e-3, 1e-3]))
     (event,) = loop.gradloc.events
     assert {unit["micro_batch"] for unit in event["units"]} == {0, 3}
     assert [(culprit["row"], culprit["position"]) for culprit in event["culprits"]] == [(3, 3)]
@@ -107,15 +88,11 @@ def test_a_unit_over_its_threshold_is_not_explained_by_another() -> None:
 def test_a_verdict_learns_whether_the_run_is_otherwise_as_usual() -> None:
     """A natural spike is rare, and of few tokens."""
     usual = usual_norm()
-    loop = Loop(grad_norm_threshold=2 * usual)
-    ordinary = [1.0, -1.0, 1.0, -1.0]
-    louder = [5.0 * each for each in ordinary]
-    said = []
-    for advantages, outlier in [(ordinary, 100.0), *[(ordinary, 1.0)] * 6, (ordinary, 100.0), (louder, 1.0)]:
-        loop.step(advantages, outlier)
+    loop = build_loop(grad_norm_threshold=2 * usual)
+    spike, said = with_outlier(100.0), []
+    for advantages in (spike, *[ORDINARY] * 6, spike, [5.0 * each for each in ORDINARY], spike):
+        loop.step(*advantages)
         said += [event["comparison"]["unusual"] for event in loop.gradloc.events]
-    loop.step(ordinary, outlier=100.0)
-    said.append(loop.gradloc.events[0]["comparison"]["unusual"])
     assert [why and why.split(",")[0] for why in said] == [
         "too little of the run is known to call this a natural spike",
         None,
@@ -126,16 +103,14 @@ def test_a_verdict_learns_whether_the_run_is_otherwise_as_usual() -> None:
 
 @pytest.mark.parametrize("action", ["log", "skip"])
 @pytest.mark.parametrize("where", ["the search", "the event"])
-def test_a_spike_without_an_event_is_counted_and_skipped(
-    monkeypatch: Patch, caplog: Caplog, action: str, where: str
-) -> None:
+def test_a_spike_without_an_event_still_counts(monkeypatch: Patch, caplog: Caplog, action: str, where: str) -> None:
     fail = Mock(side_effect=collectives.RankFailedError("rank 1: MemoryError: a planted one"))
     owner, name = (MiniBatch, "gather_figures") if where == "the search" else (events, "token_facts_of")
     monkeypatch.setattr(owner, name, fail)
-    loop = Loop(grad_norm_threshold=1e-3, spike_action=action)
-    located = loop.step([1.0, -1.0, 1.0, -1.0])
+    loop = build_loop(grad_norm_threshold=1e-3, spike_action=action)
+    located = loop.step(*ORDINARY)
     assert located.take_step == (action == "log") and loop.gradloc.events == []
-    assert located.norm == pytest.approx(loop.norm(), rel=1e-6)
+    assert located.norm == pytest.approx(norm_of(loop.model), rel=1e-6)
     metrics = loop.gradloc.metrics()
     assert metrics["actor/gradloc/triggered"] == 1 and metrics["actor/gradloc/skipped"] == (action == "skip")
     assert "has no event" in caplog.text and "a planted one" in caplog.text
@@ -151,10 +126,10 @@ def test_a_drop_that_fails_leaves_the_finding_as_it_is(monkeypatch: Patch) -> No
 
     found = {}
     for fails in (False, True):
-        loop = Loop(grad_norm_threshold=3 * usual_norm(), spike_action="drop")
+        loop = build_loop(grad_norm_threshold=3 * usual_norm(), spike_action="drop")
         if fails:
             monkeypatch.setattr(Passes, "accumulate", failing)
-        loop.step([1.0, -1.0, 1.0, -1.0], outlier=1e3)
+        loop.step(*with_outlier(1e3))
         (found[fails],) = loop.gradloc.events
     assert found[False]["applied"] and not found[True]["applied"]
     assert found[False]["error"] is None and "a planted one" in found[True]["error"]
@@ -163,47 +138,47 @@ def test_a_drop_that_fails_leaves_the_finding_as_it_is(monkeypatch: Patch) -> No
 
 def test_an_automatic_global_threshold_is_of_that_gradient() -> None:
     """Micro-batches whose gradients point elsewhere add up to less than the largest of them times their number."""
-    loop = Loop(grad_norm_threshold="auto", spike_trigger="global")
+    loop = build_loop(grad_norm_threshold="auto", spike_trigger="global")
     for number in range(24):
         scale = 1 + 0.1 * (number % 3)
-        loop.step([scale, -scale, scale, -scale])
-        expected = loop.norm() / (WEIGHT * math.sqrt(UNITS * RESPONSE))
+        loop.step(scale, -scale, scale, -scale)
+        expected = norm_of(loop.model) / (WEIGHT * math.sqrt(UNITS * RESPONSE))
         assert loop.gradloc.metrics()["actor/gradloc/token_norm_max"] == pytest.approx(expected, rel=1e-5)
     threshold = loop.gradloc.metrics()["actor/gradloc/threshold"]
     assert threshold == pytest.approx(5 * 1.2 / scale * expected, rel=0.2)
-    loop.step([8 * scale, -8 * scale, 8 * scale, -8 * scale])
+    loop.step(*(8 * scale * each for each in ORDINARY))
     metrics = loop.gradloc.metrics()
     assert metrics["actor/gradloc/triggered"] == 1
     assert metrics["actor/gradloc/token_norm_max"] / metrics["actor/gradloc/threshold"] > 1
 
 
 def test_a_mini_batch_that_was_thrown_away_is_forgotten() -> None:
-    loop = Loop(grad_norm_threshold=3 * usual_norm())
+    loop = build_loop(grad_norm_threshold=3 * usual_norm())
     loop.gradloc.start_update(1)
-    loop.backward([1.0, -1.0, 1.0, -1.0], outlier=1e4)
+    loop.backward(*with_outlier(1e4))
     loop.gradloc.start_mini_batch()
-    loop.backward([1.0, -1.0, 1.0, -1.0])
+    loop.backward(*ORDINARY)
     loop.gradloc.locate(0, 1)
     assert not loop.gradloc.events
 
 
 def test_an_unreadable_learning_rate_is_warned_of_once(caplog: Caplog) -> None:
-    loop = Loop(learning_rate=Mock(side_effect=KeyError("lr")), grad_norm_threshold=1e9)
+    loop = build_loop(learning_rate=Mock(side_effect=KeyError("lr")), grad_norm_threshold=1e9)
     with caplog.at_level(logging.WARNING):
-        assert loop.step([1.0] * UNITS).take_step and loop.step([1.0] * UNITS).take_step
+        assert loop.step(*[1.0] * UNITS).take_step and loop.step(*[1.0] * UNITS).take_step
     assert caplog.text.count("the learning rate cannot be read") == 1
 
 
 @pytest.mark.parametrize(("sizes", "largest"), [((3.0, 1.0), 0), ((1.0, 3.0), 1)])
 def test_norm_and_threshold_of_a_step_are_of_one_mini_batch(sizes: tuple[float, float], largest: int) -> None:
     """The one with the largest norm."""
-    loop, given = Loop(grad_norm_threshold="auto"), (2e6, 1e6)
+    loop, given = build_loop(grad_norm_threshold="auto"), (2e6, 1e6)
     # A tenth of 29 norms exceeds the third largest, of 30 the fourth: a mini-batch takes the threshold to the next.
     norms = [9e6, 8e6, *(threshold / MARGIN for threshold in given), *[1.0] * 25]
     loop.gradloc.load_state_dict(loop.gradloc.state_dict() | {"token_norms": norms})
     loop.gradloc.start_update(1)
     for index, size in enumerate(sizes):
-        loop.backward([size, -size, size, -size])
+        loop.backward(size, -size, size, -size)
         assert loop.gradloc.locate(0, index).take_step
     metrics = {name.removeprefix("actor/gradloc/"): value for name, value in loop.gradloc.metrics().items()}
     assert metrics["threshold"] == given[largest]

@@ -11,7 +11,6 @@ import pytest
 from notation import cases
 
 from gradloc.judge.misfire import (
-    LEAST_PROMPTS,
     LESS_SPECIFIC,
     RewardedRow,
     _chance,
@@ -35,10 +34,8 @@ def spread(rows: Sequence[RewardedRow]) -> Rows:
 
 
 def event(*places: tuple[int, int], cause: str | None = None) -> dict[str, Any]:
-    return {
-        "culprits": [{"rank": rank, "micro_batch": 0, "row": row, "share": 0.1} for rank, row in places],
-        "verdict": {"cause": cause},
-    }
+    culprits = [{"rank": rank, "micro_batch": 0, "row": row, "share": 0.1} for rank, row in places]
+    return {"culprits": culprits, "verdict": {"cause": cause}}
 
 
 def mini_batch(
@@ -59,9 +56,8 @@ def test_a_reward_value_that_holds_the_culprits_is_named() -> None:
     found = misfire(event(*places, places[0]), rows)
     assert found is not None and conforms(found, EVENT["properties"]["verdict"])
     assert (found["cause"], found["culprits"], found["ordinary"]) == ("misfire", 1.0, 6 / 64)
-    assert found["sentence"].startswith(
-        "The culprits are in responses with the reward 0.5 (all 7 culprits in 6 prompts, 9% of the responses): "
-    )
+    where = "in responses with the reward 0.5 (all 7 culprits in 6 prompts, 9% of the responses): "
+    assert found["sentence"].startswith(f"The culprits are {where}")
     # Trackers see the names of rewards, and other verdicts.
     rows, places = mini_batch()
     of_reward, other = misfire(event(*places), rows), {"cause": "kl", "sentence": "Of the KL loss (a part)."}
@@ -144,32 +140,27 @@ def test_advantages_may_explain_a_spike(changes: dict[str, Any], is_named: bool)
     assert (misfire(event(*places), rows) is not None) == is_named
 
 
-@cases("special culprits is_named", (6, 6, True), (6, 4, True), (6, 3, False), (4, 3, True), (4, 2, False))
-def test_culprits_in_few_prompts_say_nothing(special: int, culprits: int, is_named: bool) -> None:
-    rows, places = mini_batch(special)
-    assert (misfire(event(*places[:culprits]), rows) is not None) == is_named
-    assert LEAST_PROMPTS == 2
+@cases(
+    "rows culprits is_named",
+    *(({"special": count}, range(n), named) for count, n, named in ((6, 6, True), (6, 4, True), (6, 3, False))),
+    *(({"special": 4}, range(count), named) for count, named in ((3, True), (2, False))),
     # Several culprits in a prompt are one.
-    assert misfire(event(*places[:2], *places[:2]), rows) is None
-
-
-def test_two_culprits_are_enough_for_a_reward_that_few_responses_have() -> None:
-    """As many as a search names that ends once the spike is explained."""
-    rows, places = mini_batch(2, prompts=64)
-    assert misfire(event(*places), rows) is not None
-    assert misfire(event(places[0], places[0]), rows) is None
-    rows, places = mini_batch(12, prompts=64)
-    assert misfire(event(*places[:2]), rows) is None
-
-
-def test_a_far_reward_is_named_from_one_culprit_on() -> None:
-    """A search that explains a spike of one response names few tokens of it."""
-    rows, places = mini_batch(1, reward=9.0, advantage=9.0)
-    found = misfire(event(*places, *places), rows)
-    assert found is not None and "with the reward 9 (both culprits in 1 prompt" in found["sentence"]
-    assert misfire(event(*places, (0, 0)), rows) is None
-    rows, places = mini_batch(1, reward=1.9, advantage=9.0)
-    assert misfire(event(*places), rows) is None
+    ({}, (0, 1, 0, 1), False),
+    # Two are enough for a reward that few responses have: as many as a search names that ends once it is explained.
+    ({"special": 2, "prompts": 64}, (0, 1), True),
+    ({"special": 2, "prompts": 64}, (0, 0), False),
+    ({"special": 12, "prompts": 64}, (0, 1), False),
+    # A far one is named from one on.
+    ({"special": 1, "reward": 9.0, "advantage": 9.0}, (0, 0), True),
+    ({"special": 1, "reward": 1.9, "advantage": 9.0}, (0,), False),
+)
+def test_culprits_in_few_prompts_say_nothing(rows: dict[str, Any], culprits: Sequence[int], is_named: bool) -> None:
+    found, places = mini_batch(**rows)
+    said = misfire(event(*(places[number] for number in culprits)), found)
+    assert (said is not None) == is_named
+    if rows.get("reward") == 9.0:
+        assert "with the reward 9 (both culprits in 1 prompt" in said["sentence"]
+        assert misfire(event(*places, (0, 0)), found) is None  # with one of another reward
 
 
 def test_culprits_that_do_not_explain_the_norm_do_not_count() -> None:

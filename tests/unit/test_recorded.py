@@ -25,14 +25,8 @@ from gradloc_tools.report.reading import without_texts
 
 ROWS, PROMPT, RESPONSE = 2, 3, 12
 BAD = (1, 2)
-CONTEXT = {
-    "model": {"path": None},
-    "dtype": "float32",
-    "grad_clip": None,
-    "checkpoint": None,
-    "actor": {},
-    "versions": {"trainer": "another 1.0"},
-}
+CONTEXT = {**dict.fromkeys(("grad_clip", "checkpoint")), "dtype": "float32", "actor": {}, "model": {"path": None}}
+CONTEXT["versions"] = {"trainer": "another 1.0"}
 
 Parts = dict[MicroBatchName, MicroBatch]
 
@@ -224,7 +218,6 @@ CLAIMS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "another search": lambda m: m["event"].update(search="local"),
     "a file twice": lambda m: m["micro_batches"].append(m["micro_batches"][0]),
     "no micro-batch": lambda m: m.update(micro_batches=[]),
-    "another file": lambda m: m["micro_batches"][0].update(file="../secret"),
     "a long list": lambda m: m.update(micro_batches=m["micro_batches"] * 30),
     "a field": lambda m: m["event"]["suspected"][0].pop("weight"),
 }

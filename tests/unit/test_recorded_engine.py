@@ -163,9 +163,8 @@ def batch(planted: bool = True, micro_batch: int = 2) -> TensorDict:
 
 def actor_config(directory: Path, **options: Any) -> McoreActorConfig:
     keys = {"spike_detection": True, "grad_norm_threshold": TAU, "bisect_dump_dir": str(directory), **options}
-    return McoreActorConfig(
-        strategy="megatron", rollout_n=1, ppo_micro_batch_size_per_gpu=2, clip_ratio_high=1e9, **keys
-    )
+    keys |= {"ppo_micro_batch_size_per_gpu": 2, "clip_ratio_high": 1e9}
+    return McoreActorConfig(strategy="megatron", rollout_n=1, **keys)
 
 
 def recorded(engine: type[StandIn]) -> Any:
@@ -201,9 +200,8 @@ def test_a_spike_is_recorded_and_training_is_as_without(kind: type[StandIn], tmp
     assert event["global_threshold"] == pytest.approx(TAU / math.sqrt(count))
     assert (event["suspected"][0]["row"], event["suspected"][0]["position"]) == PLANTED
     assert first["metrics"]["actor/gradloc/triggered"].aggregate() == 1
-    assert first["metrics"]["actor/gradloc/token_norm_max"].aggregate() == pytest.approx(
-        event["global_norm"] * math.sqrt(count)
-    )
+    token_norm = event["global_norm"] * math.sqrt(count)
+    assert first["metrics"]["actor/gradloc/token_norm_max"].aggregate() == pytest.approx(token_norm)
     assert second["metrics"]["actor/gradloc/triggered"].aggregate() == 0
     assert [step["triggered"] for step in lines(tmp_path, "steps")] == [1, 0]
 
@@ -398,9 +396,7 @@ def test_the_scale_is_that_of_the_spike(overflows: bool, tmp_path: Path) -> None
     assert engine.read_scales == []
 
 
-def test_a_last_mini_batch_that_is_not_recorded_ends_the_step(
-    tmp_path: Path, monkeypatch: Patch, caplog: Caplog
-) -> None:
+def test_a_last_mini_batch_without_a_record_ends_the_step(tmp_path: Path, monkeypatch: Patch, caplog: Caplog) -> None:
     batches = [batch(), batch()]
     for index, data in enumerate(batches):
         tu.assign_non_tensor(data, epoch_and_mini_batch=(0, index), update_lr_scheduler=index == 1)

@@ -281,9 +281,8 @@ def test_a_table_has_every_field_and_says_what_is_missing(bundle: Path, replay: 
     assert set(rows) == {"TokenClip", "spike_action=drop", "grad_clip 1, as it was set", "grad_clip 0.1"}
     (unit,) = result["units"]
     drop = rows["spike_action=drop"]
-    assert drop["norm"] == pytest.approx(unit["rest"]) and drop["left"] == pytest.approx(
-        unit["rest"] / unit["replayed"]
-    )
+    rest = unit["rest"]
+    assert drop["norm"] == pytest.approx(rest) and drop["left"] == pytest.approx(rest / unit["replayed"])
     assert drop["ordinary_moved"] == 0 and drop["under"] and drop["masked"] == {"tokens": 1, "culprits": 1}
     clip = rows["grad_clip 0.1"]
     assert clip["ordinary_moved"] == pytest.approx(1 - clip["left"])
@@ -415,14 +414,13 @@ def test_the_best_row_is_under_the_threshold_and_costs_least() -> None:
     assert best([{**ordered[0], "override": None}, *ordered[1:]])["name"] == remedies.DROP
 
 
+OF_BYPASS = {"loss_mode": "bypass_mode"}
 HOSTILE: dict[str, Any] = {
     "no numbers": {"clip_ratio": "0.2", "policy_loss": []},
     "huge numbers": {"clip_ratio": 1e300, "clip_ratio_c": -1e20},
     "code as a loss": {"policy_loss": {"loss_mode": "__import__('os').system('true')", "_target_": "os.system"}},
-    "odd corrections": {"policy_loss": {"loss_mode": "bypass_mode", "rollout_correction": {"rollout_rs": "a,b"}}},
-    "deep corrections": {
-        "policy_loss": {"loss_mode": "bypass_mode", "rollout_correction": {"rollout_is": {"_target_": "os.system"}}}
-    },
+    "odd corrections": {"policy_loss": OF_BYPASS | {"rollout_correction": {"rollout_rs": "a,b"}}},
+    "deep corrections": {"policy_loss": OF_BYPASS | {"rollout_correction": {"rollout_is": {"_target_": "os.system"}}}},
     "odd sizes": {"global_batch_info": {"batch_num_tokens": "many"}},
     "a kl without a reference": {"use_kl_loss": True},
 }
@@ -453,13 +451,14 @@ def test_a_result_with_other_remedies_is_left_out(tmp_path: Path) -> None:
         assert read_results(str(tmp_path)) == [], change
 
 
-def test_the_advice_for_a_source_is_the_best_remedy(kept: Path, tmp_path: Path, capsys: Capsys) -> None:
+def test_a_replay_is_shown_and_its_best_remedy_is_advice(kept: Path, tmp_path: Path, capsys: Capsys) -> None:
     folder = tmp_path / "evidence"
     shutil.copytree(kept, folder)
     page = tmp_path / "page.html"
     bundle = str(folder / "replay/step1-epoch0-mini_batch0")
-    assert main([bundle, "--model", str(folder / "model"), "--only", "--remedies", "--html", str(page)]) == 0
+    assert main([bundle, "--model", str(folder / "model"), "--remedies", "--switches", "--html", str(page)]) == 0
     out = capsys.readouterr().out
+    assert "The spike comes back: rank 0, micro-batch 0" in out and "What each switch changes" in out
     assert "Which remedy fits" in out and "under its threshold" in out
     evidence = read(str(folder))
     (result,) = evidence.replays
@@ -467,12 +466,12 @@ def test_the_advice_for_a_source_is_the_best_remedy(kept: Path, tmp_path: Path, 
     advice = advice_by_source(evidence.replays)
     override = result["remedies"][0]["override"]
     assert advice[source].startswith("In the replay of step 1, TokenClip fits best: ") and override in advice[source]
-    assert {name: text for name, text in advice.items() if name != source} == {
-        name: text for name, text in ADVICE.items() if name != source
-    }
-    assert override in texts_of(page) and "Which remedy fits" in texts_of(page)
+    assert {**advice, source: ""} == {**ADVICE, source: ""}
+    for text in (override, "Which remedy fits", "rotary embedding in float32", "The spike comes back: rank 0"):
+        assert text in texts_of(page)
     assert report([str(folder)]) == 0
-    assert "TokenClip fits best" in " ".join(capsys.readouterr().out.split())
+    said = " ".join(capsys.readouterr().out.split())
+    assert "TokenClip fits best" in said and "Replays" in said
 
     # A spike that does not come back has no remedy.
     result["units"][0]["replayed"] = THRESHOLD * 1e-9
@@ -496,9 +495,7 @@ def a_result(rest: float | None, *left: float, **changes: Any) -> dict[str, Any]
     (None, (96.0, 49.0), "leaves 49"),
     (120.0, (96.0, 60.0, 40.0), "leaves 40"),
 )
-def test_a_remedy_has_to_take_half_of_what_the_culprits_add(
-    rest: float | None, left: tuple[float, ...], best_one: str | None
-) -> None:
+def test_a_remedy_takes_half_of_the_culprits(rest: float | None, left: tuple[float, ...], best_one: str | None) -> None:
     first, sentence = recommended(a_result(rest, *left))
     assert (first and first["name"]) == best_one
     assert sentence.startswith("No remedy helps: " if best_one is None else f"{best_one} fits best")
@@ -536,9 +533,7 @@ def test_measuring_remedies_leaves_the_rest_of_a_result(bundle: Path, replay: An
     assert "probably not the weights of training" in result["sentences"][-1]
 
 
-def test_each_row_of_remedies_is_written_and_announced(
-    bundle: Path, kept: Path, replay: Any, capsys: Capsys, monkeypatch: Patch
-) -> None:
+def test_each_row_is_written_at_once(bundle: Path, kept: Path, replay: Any, capsys: Capsys, monkeypatch: Patch) -> None:
     """So that of a replay that ends early, everything that was measured is left."""
     pytest.importorskip("verl")
     of_verl(bundle)

@@ -61,23 +61,25 @@ def nothing_is_said(arguments: list[str], capsys: Capsys, *options: str) -> None
     assert result["scale"] is None and not any("times what" in sentence for sentence in result["sentences"])
 
 
+FITS = {8.0: "2^3", 3.0: "the number of micro-batches (3)", 1 / 7: "1 / the number of responses"}
+
+
 @pytest.mark.target(version="0.9.1")
-@pytest.mark.parametrize("name", ["loss", "gradient", "reduced"])
-@cases("factor fits", (8.0, "2^3"), (3.0, "the number of micro-batches (3)"), (1 / 7, "1 / the number of responses"))
-def test_a_wrong_factor_is_named(tmp_path: Path, capsys: Any, name: str, factor: float, fits: str) -> None:
-    result = printed([*scaled(tmp_path, **{f"of_{name}": factor}), "--only"], capsys)
-    others = {"loss", "gradient", "reduced"} - {name}
-    found = result["scale"][name]
-    assert found["factor"] == pytest.approx(factor, rel=1e-4) and found["spread"] < 1e-3
-    assert any(fits in text for text in found["could_be"])
-    assert {result["scale"][other] for other in others} == {None}
-    assert any(f"{factor:.4g} times what" in sentence and fits in sentence for sentence in result["sentences"])
-
-
-def test_two_wrong_factors_are_told_apart(tmp_path: Path, capsys: Any) -> None:
-    result = printed([*scaled(tmp_path, of_loss=4.0, of_gradient=5.0, of_reduced=16.0), "--only"], capsys)
-    found = {name: factor["factor"] for name, factor in result["scale"].items()}
-    assert found == pytest.approx({"loss": 4.0, "gradient": 5.0, "reduced": 16.0}, rel=1e-4)
+@cases(
+    "factors",
+    *({name: factor} for name in ("loss", "gradient", "reduced") for factor in FITS),
+    {"loss": 4.0, "gradient": 5.0, "reduced": 16.0},
+    ids=str,
+)
+def test_wrong_factors_are_named(tmp_path: Path, capsys: Any, factors: dict[str, float]) -> None:
+    wrong = {f"of_{name}": factor for name, factor in factors.items()}
+    result = printed([*scaled(tmp_path, **wrong), "--only"], capsys)
+    assert {name for name, found in result["scale"].items() if found} == factors.keys()
+    for name, factor in factors.items():
+        found, fits = result["scale"][name], FITS.get(factor, "")
+        assert found["factor"] == pytest.approx(factor, rel=1e-4) and found["spread"] < 1e-3
+        assert not fits or any(fits in text for text in found["could_be"])
+        assert any(f"{factor:.4g} times what" in sentence and fits in sentence for sentence in result["sentences"])
 
 
 def test_layers_with_other_factors_are_no_scale(tmp_path: Path, capsys: Any) -> None:
@@ -153,9 +155,7 @@ def with_rollout(kept: Path, folder: Path, temperature: float, noise: float = 0.
 
 
 @pytest.mark.parametrize(("temperature", "training"), [(0.62, 1.0), (1.7, 1.0), (0.5, 0.9)])
-def test_the_temperature_of_the_rollouts_log_probs_is_found(
-    temperature: float, training: float, kept: Path, tmp_path: Path, capsys: Capsys
-) -> None:
+def test_temperature_is_found(temperature: float, training: float, kept: Path, tmp_path: Path, capsys: Capsys) -> None:
     bundle = with_rollout(kept, tmp_path / "folder", temperature, 0.002, training)
     result = replayed(bundle, kept / "model", capsys, "--only")
     found = result["temperature"]
@@ -170,9 +170,7 @@ def test_the_temperature_of_the_rollouts_log_probs_is_found(
 
 
 @pytest.mark.parametrize(("temperature", "noise"), [(1.0, 0.0), (1.0, 0.5), (1.03, 0.0)])
-def test_noise_and_small_differences_are_no_other_temperature(
-    temperature: float, noise: float, kept: Path, tmp_path: Path, capsys: Capsys
-) -> None:
+def test_noise_is_no_temperature(temperature: float, noise: float, kept: Path, tmp_path: Path, capsys: Capsys) -> None:
     result = replayed(with_rollout(kept, tmp_path / "folder", temperature, noise), kept / "model", capsys, "--only")
     assert result["temperature"] is None
     assert not any("temperature" in sentence for sentence in result["sentences"])

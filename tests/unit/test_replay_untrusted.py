@@ -125,30 +125,10 @@ def custom_generate(model: Path, marker: Path) -> None:
     write_code(model / "custom_generate" / "generate.py", marker)
 
 
-def auto_map(model: Path, marker: Path) -> None:
+def auto_map(model: Path, marker: Path, **changes: Any) -> None:
     write_code(model / "modeling_evil.py", marker)
     code = {"AutoConfig": "modeling_evil.EvilConfig", "AutoModelForCausalLM": "modeling_evil.EvilModel"}
-    change_json(model / "config.json", auto_map=code)
-
-
-def unknown_type(model: Path, marker: Path) -> None:
-    auto_map(model, marker)
-    change_json(model / "config.json", model_type="evil")
-
-
-def code_on_the_hub(model: Path, marker: Path) -> None:
-    code = {"AutoConfig": "attacker/code--a.EvilConfig", "AutoModelForCausalLM": "attacker/code--a.EvilModel"}
-    change_json(model / "config.json", auto_map=code, _name_or_path="attacker/code")
-
-
-def tokenizer(model: Path, marker: Path) -> None:
-    write_code(model / "tokenization_evil.py", marker)
-    change_json(model / "tokenizer_config.json", auto_map={"AutoTokenizer": ["tokenization_evil.Evil", None]})
-
-
-def python_files(model: Path, marker: Path) -> None:
-    for name in ("__init__.py", "torch.py", "json.py", "sitecustomize.py", "generate.py", "modeling_llama.py"):
-        write_code(model / name, marker)
+    change_json(model / "config.json", auto_map=code, **changes)
 
 
 def generation_elsewhere(model: Path, marker: Path) -> None:
@@ -162,10 +142,6 @@ def generation_elsewhere(model: Path, marker: Path) -> None:
 def pickled_weights(model: Path, marker: Path) -> None:
     (model / "model.safetensors").unlink()
     write_pickle(model / "pytorch_model.bin", marker)
-
-
-def pickle_by_another_name(model: Path, marker: Path) -> None:
-    write_pickle(model / "model.safetensors", marker)
 
 
 def index_of_pickles(model: Path, marker: Path) -> None:
@@ -189,11 +165,6 @@ def named_weights(model: Path, marker: Path) -> None:
     change_json(model / "config.4.0.0.json", auto_map={"AutoConfig": "attacker/code--a.EvilConfig"})
 
 
-def kernels(model: Path, marker: Path) -> None:
-    for name in ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation"):
-        change_json(model / "config.json", **{name: "attacker/kernel", f"{name}_internal": "attacker/kernel"})
-
-
 def adapter(model: Path, marker: Path) -> None:
     change_json(model / "adapter_config.json", peft_type="LORA", base_model_name_or_path="attacker/model")
 
@@ -209,23 +180,32 @@ def pipe(file: Path) -> None:
     os.mkfifo(file)
 
 
+ON_THE_HUB = {"AutoConfig": "attacker/code--a.EvilConfig", "AutoModelForCausalLM": "attacker/code--a.EvilModel"}
+PYTHON_FILES = ("__init__", "torch", "json", "sitecustomize", "generate", "modeling_llama")
+KERNELS = [f"{of}_implementation{end}" for of in ("attn", "_attn", "experts", "_experts") for end in ("", "_internal")]
 # The attack, and what is said: None where the folder is used without what is bad in it.
 ATTACKS: dict[str, tuple[Callable[[Path, Path], Any], str | None]] = {
     "custom generation": (custom_generate, None),
     "code for a known type": (auto_map, None),
-    "code for an unknown type": (unknown_type, "cannot be loaded"),
-    "code on the hub": (code_on_the_hub, None),
-    "a tokenizer's code": (tokenizer, None),
-    "Python files": (python_files, None),
+    "code for an unknown type": (lambda m, x: auto_map(m, x, model_type="evil"), "cannot be loaded"),
+    "code on the hub": (lambda m, x: change_json(m / "config.json", auto_map=ON_THE_HUB, _name_or_path="a/b"), None),
+    "a tokenizer's code": (
+        lambda m, x: [
+            write_code(m / "tokenization_evil.py", x),
+            change_json(m / "tokenizer_config.json", auto_map={"AutoTokenizer": ["tokenization_evil.Evil", None]}),
+        ],
+        None,
+    ),
+    "Python files": (lambda m, x: [write_code(m / f"{name}.py", x) for name in PYTHON_FILES], None),
     "generation of another folder": (generation_elsewhere, None),
     "pickled weights": (pickled_weights, "it has no model.safetensors"),
-    "a pickle by another name": (pickle_by_another_name, "cannot be loaded"),
+    "a pickle by another name": (lambda m, x: write_pickle(m / "model.safetensors", x), "cannot be loaded"),
     "an index of pickles": (index_of_pickles, "'pytorch_model.bin' is not the name of a safetensors file"),
     "an index that leads out": (index_that_leads_out, "'../weights.safetensors' is not the name of"),
     "weights named by the configuration": (named_weights, None),
-    "kernels": (kernels, None),
+    "kernels": (lambda m, _: [change_json(m / "config.json", **{name: "attacker/kernel"}) for name in KERNELS], None),
     "quantized": (
-        lambda model, _: change_json(model / "config.json", quantization_config={"quant_method": "fp8"}),
+        lambda m, _: change_json(m / "config.json", quantization_config={"quant_method": "fp8"}),
         "its weights are quantized",
     ),
     "an adapter of a model on the hub": (adapter, None),
@@ -249,9 +229,7 @@ ATTACKS: dict[str, tuple[Callable[[Path, Path], Any], str | None]] = {
     *((attack, True) for attack in ("custom generation", "code on the hub", "pickled weights")),
     ("a pipe as configuration", True),
 )
-def test_a_folder_runs_nothing_and_asks_no_hub(
-    download: Download, monkeypatch: Patch, attack: str, by_manifest: bool
-) -> None:
+def test_a_folder_runs_and_asks_nothing(download: Download, monkeypatch: Patch, attack: str, by_manifest: bool) -> None:
     write, message = ATTACKS[attack]
     write(download.model, download.marker)
     resign(download.bundle, lambda manifest: manifest["model"].update(path=str(download.model)))
@@ -321,7 +299,7 @@ PATHS: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("place", PATHS)
-def test_a_path_that_may_have_come_with_the_bundle_is_not_taken(
+def test_a_path_from_the_bundle_is_not_taken(
     download: Download, tmp_path: Path, monkeypatch: Patch, place: str
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -103,6 +103,10 @@ def test_a_wrong_factor_is_found_wherever_it_comes_in(mode: str, factor: float, 
 def test_a_denominator_that_counts_padding_is_told() -> None:
     found = loss_scale_warning(ranks("padded", of_config="token-mean"))
     assert found is not None and "it could be the share of positions that are no padding." in found["sentence"]
+    # What is near one is called one.
+    for factor in (CLEAR - 0.01, 1 / CLEAR + 0.01):
+        assert loss_scale_warning(ranks("token-mean", of_loss=factor)) is None
+        assert loss_scale_warning(ranks("token-mean", of_weights=factor)) is None
     # A smaller sum of weights is no fault where no number fits, as where a correction rejects responses.
     assert loss_scale_warning(ranks("token-mean", of_weights=0.7)) is None
     assert loss_scale_warning(ranks("token-mean", of_weights=1.4)) is not None
@@ -128,12 +132,6 @@ def test_tokens_that_the_policy_loss_rejects_do_not_count(mode: str) -> None:
     by_rank = own_scale_figures([kept_alone], loss_agg_mode=mode).unsqueeze(0).tolist()
     assert loss_scale_warning(by_rank) is None
     assert by_rank[0][2] == kept.sum() and coefficient_factor(by_rank) == pytest.approx(1, abs=1e-5)
-
-
-@pytest.mark.parametrize("factor", [CLEAR - 0.01, 1 / CLEAR + 0.01])
-def test_what_is_near_one_is_called_one(factor: float) -> None:
-    assert loss_scale_warning(ranks("token-mean", of_loss=factor)) is None
-    assert loss_scale_warning(ranks("token-mean", of_weights=factor)) is None
 
 
 def test_modes_without_a_promise_and_other_slopes_do_not_warn() -> None:

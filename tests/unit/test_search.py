@@ -46,6 +46,10 @@ class Tokens:
         return true if helpful else 1 / true
 
 
+def answer(search: Search, tokens: dict[Any, Tokens], probes: list[TokenSet]) -> None:
+    search.add_measurements([(probe, tokens[probe.group].measure(probe)) for probe in probes])
+
+
 def run(search: Search, tokens: dict[Any, Tokens], probes_a_pass: int, most: int = 10_000) -> tuple[int, int]:
     """Runs the search to its end, which has to come after `most` passes at the latest; returns passes and probes."""
     passes = probes = 0
@@ -55,7 +59,7 @@ def run(search: Search, tokens: dict[Any, Tokens], probes_a_pass: int, most: int
         assert all(probe.candidates or tokens[probe.group].broken for probe in found)
         passes += 1
         probes += len(found)
-        search.add_measurements([(probe, tokens[probe.group].measure(probe)) for probe in found])
+        answer(search, tokens, found)
     return passes, probes
 
 
@@ -164,7 +168,7 @@ def test_codes_that_name_no_token_are_given_up_soon() -> None:
     search, digits = start(tokens, ordinary=0.1), 0
     while probes := search.next_probes(1):
         digits += sum(probe.factors is not None for probe in probes)
-        search.add_measurements([(probe, tokens["a"].measure(probe)) for probe in probes])
+        answer(search, tokens, probes)
     assert search.culprits == [] and search.diffuse
     assert 0 < digits <= 3 * 5  # three for each set, which has shrunk by a third since the last reading
 
@@ -174,7 +178,7 @@ def test_a_set_that_its_sibling_cannot_explain_is_split() -> None:
     search = start(tokens, helpful=None)
     (first,) = search.next_probes(1, passes_left=1)
     assert 5 not in first.candidates
-    search.add_measurements([(first, tokens["a"].measure(first))])
+    answer(search, tokens, [first])
     assert all(len(token_set.candidates) < 8 - len(first.candidates) for token_set in search.open_sets)
     # Thresholds are the published ones for equal weights.
     search = Search(THRESHOLD, "exhaustive")
@@ -188,10 +192,10 @@ def test_open_sets_beside_a_culprit_are_measured_together() -> None:
     search = start(tokens, helpful=False, ordinary=1.0)
     while not search.culprits:
         (probe,) = search.next_probes(1)
-        search.add_measurements([(probe, tokens["a"].measure(probe))])
+        answer(search, tokens, [probe])
     (rest,) = search.next_probes(1)
     assert sorted(rest.candidates) == [i for i in range(512) if i != 100]
-    search.add_measurements([(rest, tokens["a"].measure(rest))])
+    answer(search, tokens, [rest])
     assert search.next_probes(1) == [] and search.diffuse == []
 
 
@@ -258,7 +262,7 @@ def test_evenly_spaced_parallel_culprits_are_found(cosine: float, probes_a_pass:
     passes = 0
     while passes < 128 and (probes := search.next_probes(probes_a_pass, 128 - passes)):
         passes += 1
-        search.add_measurements([(probe, tokens["a"].measure(probe)) for probe in probes])
+        answer(search, tokens, probes)
     found = {culprit.candidate for culprit in search.culprits}
     assert found <= set(places)
     assert found == set(places) if probes_a_pass == 4 else search.open_sets and len(found) > 2
@@ -285,21 +289,8 @@ def test_of_very_many_culprits_one_is_found_soon(units: int) -> None:
     tokens = {seed: Tokens(4096, dict.fromkeys(range(13, 4096, 64), 1e5), seed) for seed in range(units)}
     search = start(tokens, helpful=None, ordinary=1.0)
     for number in range(50):
-        (probe,) = search.next_probes(1, 128 - number)
-        search.add_measurements([(probe, tokens[probe.group].measure(probe))])
+        answer(search, tokens, search.next_probes(1, 128 - number))
     assert search.culprits and all(culprit.candidate % 64 == 13 for culprit in search.culprits)
-
-
-def test_sets_that_a_diffuse_unit_leaves_unmeasured_are_listed() -> None:
-    tokens = {"a": Coherent(1000, 0.5, {}, seed=0)}
-    search = start(tokens, helpful=None)
-    measured = set()
-    while probes := search.next_probes(2):
-        measured.update(*(probe.candidates for probe in probes if len(probe.candidates) == 1))
-        search.add_measurements([(probe, tokens["a"].measure(probe)) for probe in probes])
-    given_up = [candidate for token_set in search.given_up for candidate in token_set.candidates]
-    assert search.diffuse and search.culprits == [] and search.open_sets == []
-    assert len(given_up) == len(set(given_up)) > 0 and not measured & set(given_up)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

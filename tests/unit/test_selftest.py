@@ -34,7 +34,7 @@ def no_torchrun(monkeypatch: Patch) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 8])
-def test_one_process_finds_what_it_plants(
+def test_a_process_finds_what_it_plants(
     ranks: int, model: str, tmp_path: Path, capsys: Capsys, monkeypatch: Patch
 ) -> None:
     """Also as rank 0 of eight, with the shards of one of eight; the gradient is what it was."""
@@ -101,9 +101,7 @@ def test_a_model_that_is_not_there_is_told(tmp_path: Path, capsys: Capsys) -> No
     (torch.OutOfMemoryError("too much"), "smaller --rows or --response may fit. too much"),
     (None, "is inf with this"),
 )
-def test_what_cannot_be_measured_is_told(
-    model: str, capsys: Capsys, monkeypatch: Patch, error: Exception | None, told: str
-) -> None:
+def test_what_fails_is_told(model: str, capsys: Capsys, monkeypatch: Patch, error: Exception | None, told: str) -> None:
     def step(self: Any, *_: Any) -> None:
         if error is not None:
             raise error

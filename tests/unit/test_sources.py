@@ -3,11 +3,12 @@
 import math
 from typing import Any
 
+import pytest
 import torch
 from notation import cases
 
 from gradloc.evidence.ordinary import token_medians
-from gradloc.evidence.token_facts import find_after_eos, find_mismatch, token_evidence
+from gradloc.evidence.token_facts import find_after_eos, find_mismatch, response_kl, token_evidence
 from gradloc.judge.rules import CONFIDENT, RULES, SOURCES, UNLIKELY, classify
 from gradloc.measure.micro_batch import MicroBatch
 from gradloc_tools import schema
@@ -17,8 +18,8 @@ LAYERS = {"a": 1.0, "b": 1.0, "c": 1.0}
 POSITION = 1
 
 
-def facts(**changes: list[float]) -> dict[str, Any]:
-    """A culprit in a response of three tokens, three times over, as `token_evidence` makes it."""
+def tokens_of(**changes: list[float]) -> dict[str, torch.Tensor]:
+    """A response of three tokens, three times over, and padding."""
     values = {
         "response_mask": [1.0, 1.0, 1.0, 0.0],
         "token_id": [5, 6, 7, 0],
@@ -28,13 +29,36 @@ def facts(**changes: list[float]) -> dict[str, Any]:
         "log_prob": [-1.0, -2.0, -0.5, 0.0],
         **changes,
     }
-    tokens = {name: torch.tensor([row[:3] * 3 + row[3:]]) for name, row in values.items()}
-    return {"grad_norm": 100.0, "layer_norms": LAYERS, **token_evidence(tokens, 0, POSITION)}
+    return {name: torch.tensor([row[:3] * 3 + row[3:]]) for name, row in values.items()}
+
+
+def facts(**changes: list[float]) -> dict[str, Any]:
+    """A culprit in such a response, as `token_evidence` makes it."""
+    return {"grad_norm": 100.0, "layer_norms": LAYERS, **token_evidence(tokens_of(**changes), 0, POSITION)}
 
 
 def here(value: float, around: float = 0.0) -> list[float]:
     """A row of values with one at the culprit's position."""
     return [around if position != POSITION else value for position in range(3)] + [0.0]
+
+
+def test_token_evidence_has_what_there_is_and_invents_nothing() -> None:
+    found = facts(old_log_prob=[-1.0, -2.5, -0.5, 0.0], advantage=[1.0, 2.0, 3.0, 0.0])
+    assert (found["token_id"], found["advantage"], found["coefficient"]) == (6, 2.0, pytest.approx(-0.1))
+    assert found["ratio"] == pytest.approx(math.exp(0.5))
+    assert found["sequence_ratio"] == pytest.approx(math.exp(0.5 / 3))  # padding does not count
+    for name in ("ref_log_prob", "entropy", "rollout_log_prob", "rollout_ratio", "misaligned_share"):
+        assert found[name] is None
+    found = facts(rollout_log_prob=[-1.0, -4.0, -0.5, 0.0])
+    assert found["rollout_ratio"] == pytest.approx(math.exp(2)) and found["ratio"] is None
+    assert found["misaligned_share"] == pytest.approx(1 / 3)
+    found = facts(rollout_log_prob=[math.nan, -4.0, -0.5, math.nan])
+    assert found["misaligned_share"] == pytest.approx(2 / 3)  # as the metric counts
+    # The KL estimates of the response, without padding.
+    found = response_kl(tokens_of(ref_log_prob=[-1.0, -1.0, -2.5, 7.0]), 0, POSITION)
+    assert found["k1"] == [0.0, -1.0, 2.0] * 3 and found["k2"] == [0.0, 0.5, 2.0] * 3
+    assert found["k3"] == pytest.approx([0.0, math.e - 2, math.exp(-2) + 1] * 3, rel=1e-3)
+    assert response_kl(tokens_of(), 0, POSITION) is None
 
 
 CONFIDENT_LOG = math.log(CONFIDENT)
@@ -151,9 +175,7 @@ END = 9
     # A turn of the end token alone.
     ([END, 2, 3, 4, 5], [1, 1, 0, 1, 1], [0, 1, 0, 0, 0]),
 )
-def test_tokens_after_eos_are_those_behind_the_end_of_a_turn(
-    token_id: list[int], mask: list[int], behind: list[int]
-) -> None:
+def test_tokens_after_eos_are_behind_the_end_of_a_turn(token_id: list[int], mask: list[int], behind: list[int]) -> None:
     # Below a row without an end: each row is for itself.
     for ends in ({END}, [8, END]):
         found = find_after_eos(torch.tensor([[1] * 5, token_id]), torch.tensor([[1.0] * 5, mask]), ends)

@@ -83,12 +83,7 @@ attend, rotation = torch.nn.functional.scaled_dot_product_attention, modeling_ll
 @cases(
     "where bug switch look",
     (f"{LLAMA}.LlamaRMSNorm.forward", rough_norm, "RMSNorm in float32", "how RMSNorm is computed"),
-    (
-        f"{LLAMA}.apply_rotary_pos_emb",
-        rough_rotation,
-        "rotary embedding in float32",
-        "the rotary embedding is computed",
-    ),
+    (f"{LLAMA}.apply_rotary_pos_emb", rough_rotation, "rotary embedding in float32", "rotary embedding is computed"),
     (f"{FUNCTIONAL}.scaled_dot_product_attention", rough_attention, "attention: eager", "implementation of attention"),
 )
 def test_the_table_points_to_a_bug(
@@ -269,41 +264,23 @@ UNIT = {"replayed": 50.0, "threshold": 10.0}
 
 
 def rows(**norms: float) -> list[dict[str, Any]]:
-    return [
-        {"name": name.replace("_", " "), "norm": norm, "log_probs": 0.0, "culprit": None}
-        for name, norm in norms.items()
-    ]
+    known = {"log_probs": 0.0, "culprit": None}
+    return [{"name": name.replace("_", " "), "norm": norm, **known} for name, norm in norms.items()]
 
 
 @cases(
-    "replayed norms comes_back sentence",
-    (
-        50.0,
-        {"RMSNorm": 4.0, "attention": 49.0, "precision": 3.0},
-        True,
-        "Switched alone, 'RMSNorm' takes the spike away, with a norm of 4 instead of 50 (so do 'precision'): look "
-        "at how RMSNorm is computed.",
-    ),
-    (
-        5.0,
-        {"RMSNorm": 4.0, "precision": 49.0},
-        False,
-        "Switched alone, 'precision' makes a spike, with a norm of 49 instead of 5: look at the precision of the "
-        "whole model.",
-    ),
-    (
-        50.0,
-        {"fused": 20.0, "RMSNorm": 48.0},
-        True,
-        "Switched alone, 'fused' changes the norm to 20 from 50: look at the fused kernels.",
-    ),
-    (50.0, {"RMSNorm": 45.0}, True, "No switch changes the norm by more than a factor of 1.5"),
-    (50.0, {"RMSNorm": float("nan")}, True, "Switched alone, 'RMSNorm' changes the norm to nan"),
+    "replayed norms said look",
+    (50.0, {"RMSNorm": 4.0, "attention": 49.0, "precision": 3.0}, "takes the spike away", "how RMSNorm is computed."),
+    (5.0, {"RMSNorm": 4.0, "precision": 49.0}, "makes a spike", "the precision of the whole model."),
+    (50.0, {"fused": 20.0, "RMSNorm": 48.0}, "'fused' changes the norm to 20 from 50", "the fused kernels."),
+    (50.0, {"RMSNorm": 45.0}, "No switch changes the norm by more than a factor of 1.5", ""),
+    (50.0, {"RMSNorm": float("nan")}, "'RMSNorm' changes the norm to nan", ""),
 )
-def test_the_sentence_names_the_most_specific_switch(
-    replayed: float, norms: dict[str, float], comes_back: bool, sentence: str
-) -> None:
-    (found,) = switches_in_words({**UNIT, "replayed": replayed}, rows(**norms), "float32, sdpa", comes_back)
-    assert found.startswith(sentence)
+def test_the_specific_switch_is_said(replayed: float, norms: dict[str, float], said: str, look: str) -> None:
+    """The most specific of those that change as much, with the norm."""
+    (found,) = switches_in_words({**UNIT, "replayed": replayed}, rows(**norms), "float32, sdpa", replayed > 10.0)
+    assert said in found and (not look or f": look at {look}" in found)
+    assert said != "takes the spike away" or "a norm of 4 instead of 50 (so do 'precision')" in found
+    assert said != "makes a spike" or "'precision' makes a spike, with a norm of 49 instead of 5" in found
     for none in ([], rows(as_replayed=50.0)):
         assert switches_in_words(UNIT, none, "float32, sdpa", True) == []

@@ -4,13 +4,12 @@ import logging
 from typing import Any
 
 import pytest
-import torch
 from notation import Caplog
-from small_bundles import RESPONSE, ROWS, forward, random_ids, small_model
-from small_bundles import passes as train
+from plain_passes import Loop
+from small_bundles import PROMPT, random_ids, small_model
 from torch import Tensor
 
-from gradloc import GradLoc, GradLocConfig
+from gradloc import GradLoc
 from gradloc.search.investigation import HEAD_START, SHARE, SearchTime, TimeLimit
 
 
@@ -89,21 +88,20 @@ def test_the_count_goes_on_after_a_resume() -> None:
 
 
 def trained(seconds: Any, clock: Clock, a_pass: float) -> tuple[GradLoc, list[dict[str, Any]]]:
-    """Two updates of a model whose every extra pass takes that many seconds; all tokens are over the threshold."""
-    model = small_model()
+    """Two updates of a model whose every pass takes that many seconds; all tokens are over the threshold."""
+    model, ids = small_model(), random_ids()
 
-    def run(inputs: dict[str, Tensor], rows: list[int], length: int) -> Any:
+    def logits(ids: Tensor) -> Tensor:
         clock.now += a_pass
-        return forward(model, inputs, rows, length)
+        return model(input_ids=ids).logits
 
-    gradloc = GradLoc(model, GradLocConfig(grad_norm_threshold=1e-6, bisect_budget_seconds=seconds), run)
-    gradloc._search_time = SearchTime(seconds, clock)
+    loop = Loop(model, ids.unsqueeze(0), PROMPT, logits, grad_norm_threshold=1e-6, bisect_budget_seconds=seconds)
+    loop.gradloc._search_time = SearchTime(seconds, clock)
     events = []
-    for step in (1, 2):
-        train(gradloc, run, step, [random_ids()], [torch.ones(ROWS, RESPONSE)])
-        gradloc.locate(0, 0)
-        events += gradloc.events
-    return gradloc, events
+    for _ in range(2):
+        loop.step(1.0)
+        events += loop.gradloc.events
+    return loop.gradloc, events
 
 
 @pytest.mark.parametrize(("seconds", "a_pass", "passes"), [(10, 4.0, [3, 3]), ("auto", 200.0, [2, 0])])

@@ -6,15 +6,14 @@ from typing import Any
 import pytest
 import torch
 from notation import Patch
-from plain_passes import observe
+from plain_passes import Loop
 from torch import Tensor, nn
 
-from gradloc import GradLoc, GradLocConfig, TokenClip, TokenClipConfig
+from gradloc import TokenClip, TokenClipConfig
 from gradloc.bundles import bundle_writer
 from gradloc.fsdp import collectives
 from gradloc.measure.micro_batch import MicroBatch
 from gradloc.measure.passes import Passes
-from gradloc.token_clip.token_clip import row_weights
 from gradloc.token_clip.watched_pass import LOG_PROBS, Counts, Positions, WatchedPass
 
 VOCABULARY, HIDDEN, ROWS, PROMPT, RESPONSE = 40, 8, 2, 3, 12
@@ -63,55 +62,31 @@ class Model(nn.Module):
         return self.lm_head(hidden)
 
 
-class Training:
+class Training(Loop):
     """A training loop with both; the second step has a token that TokenClip cuts, and a loud one."""
 
-    def __init__(self, meter: str = "local", token_clip: str = "drop", inside: bool = False, **options: Any) -> None:
-        self.model = Model(inside)
-        self.clip = TokenClip(
-            self.model, TokenClipConfig(action=token_clip, factor=50.0, warmup_steps=1, max_share=0.2)
-        )
-        self.gradloc = GradLoc(
-            self.model,
-            GradLocConfig(**{"grad_norm_threshold": 12.0, **options}),
-            self.forward,
-            meter=meter,
-            token_clip=self.clip,
-        )
+    def __init__(self, meter: str = "local", token_clip: str = "drop", inside: bool = False, **settings: Any) -> None:
+        model = Model(inside)
+        config = TokenClipConfig(action=token_clip, factor=50.0, warmup_steps=1, max_share=0.2)
+        parts = {"meter": meter, "token_clip": TokenClip(model, config)}
         torch.manual_seed(1)
         self.advantage = torch.randn(ROWS, 1).sign().expand(ROWS, RESPONSE).clone()
-        self.ids = torch.randint(BLOWN + 1, VOCABULARY, (ROWS, PROMPT + RESPONSE))
-        self.step(1)
+        ids = torch.randint(BLOWN + 1, VOCABULARY, (1, ROWS, PROMPT + RESPONSE))
+        super().__init__(model, ids, PROMPT, parts=parts, **{"grad_norm_threshold": 12.0, **settings})
+        self.train(1)
         assert not self.gradloc.events
-        self.ids[INPUT[0], PROMPT + INPUT[1]] = BLOWN
+        self.ids[0, INPUT[0], PROMPT + INPUT[1]] = BLOWN
 
-    def forward(self, inputs: dict[str, Tensor], rows: list[int], length: int) -> tuple[None, Tensor]:
-        ids = inputs["ids"][rows][:, : PROMPT + length]
-        log_probs = self.model(ids[:, :-1]).log_softmax(-1)[:, PROMPT - 1 :]
-        return None, log_probs.gather(-1, ids[:, PROMPT:, None])[..., 0]
-
-    def step(self, step: int) -> dict[str, Any] | None:
+    def train(self, step: int) -> dict[str, Any] | None:
         """The clip line of a step."""
-        self.backward(step)
+        self.start(step)
         self.gradloc.locate(0, 0)
         return self.clip.end_mini_batch()
 
-    def backward(self, step: int) -> None:
-        self.model.zero_grad()
+    def start(self, step: int) -> None:
         self.gradloc.start_update(step)
         self.clip.discard()
-        weight = torch.full((ROWS, RESPONSE), 1 / (ROWS * RESPONSE))
-        self.gradloc.begin_pass({"ids": self.ids}, range(ROWS))
-        mask = torch.ones(ROWS, PROMPT + RESPONSE - 1, dtype=torch.bool)
-        self.clip.begin_pass(Positions(mask, [PROMPT] * ROWS), range(ROWS))
-        _, log_prob = self.forward({"ids": self.ids}, [*range(ROWS)], RESPONSE)
-        tokens = {"token_id": self.ids[:, PROMPT:], "advantage": self.advantage}
-        noted = {"weight": weight, "log_prob": log_prob, **tokens}
-        self.clip.observe(log_prob, row_weights(weight), 1.0, lambda: noted)
-        observe(self.gradloc, log_prob, None, weight, response_mask=torch.ones(ROWS, RESPONSE), **tokens)
-        (-log_prob * self.advantage * weight).sum().backward()
-        self.gradloc.end_pass()
-        self.clip.end_pass()
+        self.backward(self.advantage)
 
 
 @pytest.fixture
@@ -135,7 +110,7 @@ def probed(monkeypatch: Patch) -> list[Tensor]:
 def test_a_token_that_was_cut_is_in_no_probe(meter: str, token_clip: str, until: str, probed: list[Tensor]) -> None:
     training = Training(meter, token_clip, bisect_until=until)
     training.advantage[LOUD] *= 40
-    line = training.step(2)
+    line = training.train(2)
     assert line is not None
     assert [((t["row"], t["position"]), t["boundary"]) for t in line["tokens"]] == [(CUT, "layers.0")]
     (event,) = training.gradloc.events
@@ -152,7 +127,7 @@ def test_a_token_that_was_cut_is_in_no_probe(meter: str, token_clip: str, until:
 def test_a_unit_over_by_a_cut_token_is_judged_by_its_norm(meter: str, probed: list[Tensor]) -> None:
     """The layer that amplifies its signal had that in training. No other token is named for it."""
     training = Training(meter, inside=True)
-    assert training.step(2) is not None
+    assert training.train(2) is not None
     (event,) = training.gradloc.events
     assert event["culprits"] == [] and not event["explained"] and event["error"] is None
     assert probed and not any(keep[CUT] for keep in probed)
@@ -162,8 +137,8 @@ def test_a_mini_batch_that_was_thrown_away_is_in_no_other() -> None:
     training, other = Training(), Training()
     for each in (training, other):
         each.advantage[LOUD] *= 40
-    training.backward(2)  # its optimizer step never comes
-    assert training.step(2) == other.step(2)
+    training.start(2)  # its optimizer step never comes
+    assert training.train(2) == other.train(2)
     (event,), (expected,) = training.gradloc.events, other.gradloc.events
     assert event["culprits"] == expected["culprits"] and event["explained"]
 

@@ -32,19 +32,14 @@ def test_small_ratios_count_to_the_rollout_only() -> None:
     log_prob = torch.tensor([[-8.0, -2.0, -2.0]], dtype=torch.float64)
     other = torch.tensor([[-1.0, -2.5, -2.0]], dtype=torch.float64)
     found = figures([tokens(log_prob, old_log_prob=other, rollout_log_prob=other)])
-    assert found["ratio_max"] == pytest.approx(math.exp(0.5))
-    assert found["rollout_ratio_max"] == pytest.approx(math.exp(7.0))
-    assert found["unlikely_share"] == pytest.approx(1 / 3)
-    smaller = figures([tokens(other - 3, old_log_prob=other)])
-    assert smaller["ratio_max"] == pytest.approx(math.exp(-3))
-
-
-def test_only_response_tokens_with_a_weight_count() -> None:
+    expected = {"ratio_max": math.exp(0.5), "rollout_ratio_max": math.exp(7.0), "unlikely_share": 1 / 3}
+    assert found == pytest.approx(expected)
+    assert figures([tokens(other - 3, old_log_prob=other)])["ratio_max"] == pytest.approx(math.exp(-3))
+    # Response tokens with a weight count.
     log_prob = torch.tensor([[-9.0, -9.0, -1.0, -1.0]])
-    found = tokens(log_prob, old_log_prob=torch.tensor([[-20.0, -20.0, -1.5, -1.0]]))
-    found["response_mask"] = torch.tensor([[0, 1, 1, 1]])
-    found["weight"] = torch.tensor([[1.0, 0.0, 1.0, 1.0]])
-    assert figures([found]) == {"ratio_max": pytest.approx(math.exp(0.5)), "unlikely_share": 0.0}
+    some = tokens(log_prob, old_log_prob=torch.tensor([[-20.0, -20.0, -1.5, -1.0]]))
+    some |= {"response_mask": torch.tensor([[0, 1, 1, 1]]), "weight": torch.tensor([[1.0, 0.0, 1.0, 1.0]])}
+    assert figures([some]) == {"ratio_max": pytest.approx(math.exp(0.5)), "unlikely_share": 0.0}
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])

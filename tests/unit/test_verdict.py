@@ -109,7 +109,11 @@ def test_shares_of_ordinary_tokens_are_those_of_a_plain_loop(without: tuple[str,
             one.tokens[name] *= scale
     culprits = {(index, row, position) for index in (0, 3) for row in range(0, ROWS, 2) for position in range(4)}
     medians = token_medians(micro_batches)
-    found = ordinary_shares([ordinary_counts(micro_batches, culprits, medians, scale)])
+
+    def shares(culprits: set[tuple[int, int, int]], medians: Any) -> dict[str, float | None]:
+        return ordinary_shares([ordinary_counts(micro_batches, culprits, medians, scale)])
+
+    found = shares(culprits, medians)
     assert found == {**shares_of_a_loop(micro_batches, culprits, medians, scale), "layer": None}
     # The tokens are such that each rule is tested: those hold for none whose columns are missing.
     rollout, either = {"rollout_log_prob"}, {"old_log_prob", "rollout_log_prob"}
@@ -120,19 +124,16 @@ def test_shares_of_ordinary_tokens_are_those_of_a_plain_loop(without: tuple[str,
         assert (found[name] == 0) == (name in needs and needs[name] <= set(without)), name
     # With a limit for the advantage, it holds for fewer.
     if "advantage" not in without:
-        limited = ordinary_shares(
-            [ordinary_counts(micro_batches, culprits, {**medians, "least_advantage": 9.0}, scale)]
-        )
+        limited = shares(culprits, {**medians, "least_advantage": 9.0})
         assert 0 < limited["advantage"] < found["advantage"]
         assert {**limited, "advantage": found["advantage"]} == found
     # Without the culprits set aside, the shares are others.
-    assert ordinary_shares([ordinary_counts(micro_batches, set(), medians, scale)]) != found
+    assert shares(set(), medians) != found
     # Without ordinary tokens, nothing is known of them.
     for one in micro_batches:
         one.tokens["coefficient"][:] = 0.0
         one.tokens.pop("entropy_coefficient", None)
-    unknown = dict.fromkeys([*(rule.name for rule in RULES), APART])
-    assert ordinary_shares([ordinary_counts(micro_batches, set(), medians, scale)]) == unknown
+    assert shares(set(), medians) == dict.fromkeys([*(rule.name for rule in RULES), APART])
 
 
 NONE = dict.fromkeys([rule.name for rule in RULES], 0.0)
@@ -166,15 +167,11 @@ EVEN = dict.fromkeys("abcde", 1.0)
     ({"layer": 1.0}, {"layer": None}, "layer"),
     ({"layer": 1.0, "unlikely": 1.0}, {"layer": None}, "unlikely"),
 )
-def test_a_cause_tells_culprits_from_ordinary_tokens(
-    culprits: dict[str, float], ordinary: dict[str, float | None], cause: str | None
-) -> None:
+def test_a_cause_is_specific(culprits: dict[str, float], ordinary: dict[str, float | None], cause: str | None) -> None:
     assert find_cause({**NONE, **culprits}, {**NONE, **ordinary}, 20) == CAUSES.get(cause)
-
-
-@pytest.mark.parametrize(("count", "of_ordinary", "cause"), [(1, 0.09, "token"), (1, 0.11, None), (2, 0.2, "token")])
-def test_what_few_culprits_would_have_by_chance_is_no_cause(count: int, of_ordinary: float, cause: str | None) -> None:
-    assert find_cause({**NONE, "token": 1.0}, {**NONE, "token": of_ordinary}, count) == CAUSES.get(cause)
+    # What few culprits would have by chance is no cause.
+    for count, of_ordinary, found in ((1, 0.09, "token"), (1, 0.11, None), (2, 0.2, "token")):
+        assert find_cause({**NONE, "token": 1.0}, {**NONE, "token": of_ordinary}, count) == CAUSES.get(found)
 
 
 @cases(
@@ -192,9 +189,7 @@ def test_what_few_culprits_would_have_by_chance_is_no_cause(count: int, of_ordin
     ({}, None),
     (None, None),
 )
-def test_a_layer_counts_with_far_more_than_ordinary_tokens_have(
-    usual: dict[str, float] | None, share: float | None
-) -> None:
+def test_a_layer_counts_with_far_more_than_is_ordinary(usual: dict[str, float] | None, share: float | None) -> None:
     found = event(["layer"], ["layer"])
     for culprit, of_a in zip(found["culprits"], (0.9999, 0.81), strict=True):
         culprit["layer_norms"] = {"a": math.sqrt(of_a), "b": math.sqrt(1 - of_a)}
@@ -202,18 +197,23 @@ def test_a_layer_counts_with_far_more_than_ordinary_tokens_have(
     assert said["culprits"] == (share or None) and said["cause"] == ("layer" if share else None)
 
 
-def event(*sources: list[str]) -> dict[str, Any]:
+def event(*sources: list[str], **changes: Any) -> dict[str, Any]:
     return {
         "culprits": [culprit(names) for names in sources],
         "ordinary_layer_norms": EVEN,
-        "median_advantage": 1.0,
-        "median_weight": 1.0,
+        **dict.fromkeys(("median_advantage", "median_weight"), 1.0),
         "global_norm": 100.0,
         "world_size": 1,
         "units": [],
         "micro_batches": 9,
         "diagnosis": "tokens" if sources else "diffuse",
+        **changes,
     }
+
+
+def changed(found: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """The event with each of its culprits changed."""
+    return {**found, "culprits": [{**each, **changes} for each in found["culprits"]]}
 
 
 def culprit(sources: list[str]) -> dict[str, Any]:
@@ -246,10 +246,7 @@ def culprit(sources: list[str]) -> dict[str, Any]:
     ("token", {"rollout_log_prob": -1.7, "coefficient": -50.0}, "token"),
 )
 def test_what_a_rule_finds_has_to_suffice_for_the_norm(rule: str, changes: dict[str, float], cause: str | None) -> None:
-    found = event([rule], [rule])
-    for each in found["culprits"]:
-        each |= changes
-    assert verdict_on(found, NONE)["cause"] == cause
+    assert verdict_on(changed(event([rule], [rule]), **changes), NONE)["cause"] == cause
 
 
 def test_culprits_that_make_little_of_the_norm_are_no_cause() -> None:
@@ -259,9 +256,8 @@ def test_culprits_that_make_little_of_the_norm_are_no_cause() -> None:
     assert verdict_on(found, NONE)["cause"] == "nonfinite"
     del found["culprits"][2]
     said = verdict_on(found, NONE)
-    assert (
-        said["cause"] is None and "the culprits make under 10% of the norm of their micro-batches" in said["sentence"]
-    )
+    why = "the culprits make under 10% of the norm of their micro-batches"
+    assert said["cause"] is None and why in said["sentence"]
     found["culprits"][1]["share"] = 0.6 * EXPLAINED
     assert verdict_on(found, NONE)["cause"] == "token"
     # Of a norm that is not known, no share is either.
@@ -278,8 +274,7 @@ def test_the_verdict_says_after_which_turn_the_mismatch_begins() -> None:
         {**culprit(["retokenized", "unlikely"]), "row": row, "mismatch_turn": turn}
         for row, turn in ((1, 3), (1, 3), (2, 3), (5, 2))
     ]
-    spike = {**event(), "culprits": culprits, "diagnosis": "tokens"}
-    found = verdict_on(spike, {**NONE, "retokenized": 0.01, "unlikely": 0.2})
+    found = verdict_on(event(culprits=culprits, diagnosis="tokens"), {**NONE, "retokenized": 0.01, "unlikely": 0.2})
     assert found["cause"] == "retokenized"
     assert found["sentence"].startswith(
         "The mismatch between training and rollout begins at a turn boundary, with the first token after turn 2 in "
@@ -289,9 +284,7 @@ def test_the_verdict_says_after_which_turn_the_mismatch_begins() -> None:
 
 def test_the_verdict_says_cause_shares_advice_and_check() -> None:
     spike = event(["advantage", "unlikely"], ["advantage"], ["unlikely"])
-    for each in spike["culprits"]:
-        each["advantage"] = 9.0
-    found = verdict_on(spike, {**NONE, "advantage": 0.05})
+    found = verdict_on(changed(spike, advantage=9.0), {**NONE, "advantage": 0.05})
     advice = SOURCES["advantage"].advice
     assert found == {
         "cause": "advantage",
@@ -323,7 +316,7 @@ def test_shares_are_never_rounded_to_none_or_all(sources: list[list[str]], ordin
 
 def test_what_the_search_picks_by_causes_no_unexplained_spike() -> None:
     for name in ("advantage", "unlikely", "punished"):
-        spike = {**event([name], [name]), "diagnosis": "diffuse"}
+        spike = event([name], [name], diagnosis="diffuse")
         assert verdict_on(spike, {**NONE, name: 0.02})["cause"] is None
         assert verdict_on(spike, {**NONE, name: 0.02}, measured={**NONE, name: 0.9})["cause"] is None
         assert verdict_on(spike, {**NONE, name: 0.02}, measured={**NONE, name: 0.05})["cause"] == name
@@ -332,34 +325,27 @@ def test_what_the_search_picks_by_causes_no_unexplained_spike() -> None:
 @pytest.mark.parametrize(("kl", "cause"), [(-2.0, "kl"), (-1.7, None)])
 def test_a_part_of_the_loss_is_the_cause_if_the_rest_is_under(kl: float, cause: str | None) -> None:
     """Of all tokens or not: 3 of the coefficient, of which 2 leave a third of a norm of 5 of 2."""
-    spike = event(["kl"], ["kl"])
-    for each in spike["culprits"]:
-        each["kl_coefficient"] = kl
-    assert verdict_on(spike, {**NONE, "kl": 0.4})["cause"] == cause
+    assert verdict_on(changed(event(["kl"], ["kl"]), kl_coefficient=kl), {**NONE, "kl": 0.4})["cause"] == cause
     # Where most tokens have it, culprits among them.
     assert verdict_on(event(["kl"]), {**NONE, "kl": 0.6})["cause"] == "kl"
     assert verdict_on(event(["other"]), {**NONE, "kl": 0.6})["cause"] is None
 
 
 @cases("median norm cause", (40.0, 90.0, "reward_scale"), (40.0, 110.0, None), (5.0, 9.0, None), (math.nan, 9.0, None))
-def test_advantages_that_are_large_for_all_tokens_are_the_last_cause(
-    median: float, norm: float, cause: str | None
-) -> None:
+def test_advantages_large_for_all_tokens_are_the_last_cause(median: float, norm: float, cause: str | None) -> None:
     """Unless the norm would be over its threshold of 1 with ordinary ones, or spikes are rare, as with a fitting τ."""
     large = {"median_advantage": median, "units": [{"layer_norms": EVEN, "norm": norm, "threshold": 1.0}]}
-    spike = {**event(["other"]), **large}
+    spike = event(["other"], **large)
     assert verdict_on(spike, NONE, unusual="there were others")["cause"] == cause
     assert verdict_on(spike, NONE)["cause"] is None
-    bug = {**event(["unsampled"], ["unsampled"]), **large}
+    bug = event(["unsampled"], ["unsampled"], **large)
     assert verdict_on(bug, NONE, unusual="there were others")["cause"] == "unsampled"
 
 
 def test_a_weight_makes_the_whole_gradient_large_and_no_token() -> None:
-    spike = event(["weight"])
-    assert verdict_on(spike, NONE)["cause"] is None
-    spike["culprits"][0]["weight"] = 32.0
-    assert verdict_on({**spike, "global_norm": 300.0}, NONE)["cause"] is None
-    found = verdict_on({**spike, "global_norm": 170.0}, NONE)
+    assert verdict_on(event(["weight"]), NONE)["cause"] is None
+    assert verdict_on(changed(event(["weight"], global_norm=300.0), weight=32.0), NONE)["cause"] is None
+    found = verdict_on(changed(event(["weight"], global_norm=170.0), weight=32.0), NONE)
     assert found["cause"] == "weight"
     assert found["sentence"].startswith("In the whole gradient, one token weighs as much as 32 ordinary tokens: ")
 
@@ -367,25 +353,25 @@ def test_a_weight_makes_the_whole_gradient_large_and_no_token() -> None:
 def test_a_layer_that_carries_the_norm_of_all_tokens_is_named() -> None:
     """Also where no token tells it: every micro-batch is over its threshold, and the layer was an ordinary one."""
 
-    def cause(found: dict[str, Any], **changes: Any) -> str | None:
-        return verdict_on({**found, **changes}, NONE)["cause"]
+    def cause(found: dict[str, Any], units: list[dict[str, Any]]) -> str | None:
+        return verdict_on({**found, "units": units}, NONE)["cause"]
 
-    units = [{"layer_norms": {**EVEN, "c": 9.0 + i}} for i in range(3)]
-    found = verdict_on({**event(["unlikely"]), "units": units}, {**NONE, "unlikely": 0.1})
+    spike, units = event(["unlikely"]), [{"layer_norms": {**EVEN, "c": 9.0 + i}} for i in range(3)]
+    found = verdict_on({**spike, "units": units}, {**NONE, "unlikely": 0.1})
     assert found["cause"] == "layer" and found["sentence"].startswith("The layer c carries 95% of the squared norm")
-    assert cause(event(["unlikely"]), units=[*units, {"layer_norms": EVEN}]) == "unlikely"
+    assert cause(spike, [*units, {"layer_norms": EVEN}]) == "unlikely"
     # Where nothing is known of ordinary tokens: nearly all of a norm of many thresholds, in every micro-batch.
     unit = {"layer_norms": {"a": 0.1, "c": 9.0}, "norm": 30.0, "threshold": 1.0}
-    loud = {**event(["other"]), "ordinary_layer_norms": None, "units": [unit] * 3, "micro_batches": 3}
-    assert cause(loud) == "layer" and cause(loud, micro_batches=4) is None
+    unknown = event(["other"], ordinary_layer_norms=None, micro_batches=3)
+    assert cause(unknown, [unit] * 3) == "layer" and cause({**unknown, "micro_batches": 4}, [unit] * 3) is None
     for other in ({"norm": 9.0}, {"layer_norms": {"a": 4.0, "c": 9.0}}):
-        assert cause(loud, units=[{**unit, **other}] * 3) is None
+        assert cause(unknown, [{**unit, **other}] * 3) is None
     # Of few thresholds, if the layer is a block unlike every other one.
     blocks = {f"layers.{i}": 1.0 for i in range(3)} | {"lm_head": 1.0, "layers.3": 9.0}
     quiet = {**unit, "norm": 2.0, "layer_norms": blocks}
-    assert verdict_on({**loud, "units": [quiet] * 3}, NONE)["sentence"].startswith("The layer layers.3 carries 95%")
+    assert verdict_on({**unknown, "units": [quiet] * 3}, NONE)["sentence"].startswith("The layer layers.3 carries 95%")
     for other in ({"layers.1": 2.0}, {"lm_head": 9.0}):
-        assert cause(loud, units=[{**quiet, "layer_norms": blocks | other}] * 3) is None
+        assert cause(unknown, [{**quiet, "layer_norms": blocks | other}] * 3) is None
 
 
 @pytest.mark.parametrize("rule", ["token", "sequence", "misaligned"])
@@ -412,13 +398,11 @@ def test_a_natural_spike_is_one_in_an_otherwise_usual_run(name: str) -> None:
     assert found["cause"] is None and found["sentence"] == "No known cause: other mini-batches had spikes, too."
     assert verdict_on({**spike, "units": [{"layer_norms": EVEN}] * 9}, NONE)["cause"] is None
     assert verdict_on(spike, {**NONE, APART: 0.25})["cause"] is None
-    for each in spike["culprits"]:
-        each |= {"sources": ["kl", name], "kl_coefficient": -1.7}  # over the threshold without it, too
-    found = verdict_on(spike, {**NONE, "kl": 0.4})
+    # Over the threshold without the KL loss, too.
+    found = verdict_on(changed(spike, sources=["kl", name], kl_coefficient=-1.7), {**NONE, "kl": 0.4})
     assert found["cause"] is None and "the KL loss or the entropy bonus" in found["sentence"]
     # The ratios are far from 1, which does not explain the norms.
-    for each in spike["culprits"]:
-        each["sources"] = ["token", name]
+    spike = changed(spike, sources=["token", name])
     found = verdict_on(spike, NONE)
     assert found["cause"] is None and "of most culprits the rule `token` holds" in found["sentence"]
     assert verdict_on(spike, {**NONE, "token": 0.9})["cause"] == name
@@ -440,7 +424,7 @@ def test_a_natural_spike_is_one_in_an_otherwise_usual_run(name: str) -> None:
 def test_without_a_cause_none_is_guessed(
     sources: list[list[str]], diagnosis: str, ordinary: dict[str, float | None], why: str
 ) -> None:
-    found = verdict_on({**event(*sources), "diagnosis": diagnosis}, ordinary)
+    found = verdict_on(event(*sources, diagnosis=diagnosis), ordinary)
     assert found.pop("sentence").startswith(f"No known cause: {why}")
     assert found == {"cause": None, "culprits": None, "ordinary": None, "check": CHECK_UNKNOWN}
 
@@ -451,10 +435,8 @@ def test_without_a_cause_none_is_guessed(
     (0, ["lm_head.weight", "norm.weight"], "no log-prob and no advantage is: the backward makes it, first at lm_h"),
     (0, None, "the backward makes it. Look for a division"),
 )
-def test_a_gradient_broken_for_all_tokens_says_what_breaks_it(
-    broken_tokens: int, names: list[str] | None, said: str
-) -> None:
-    spike = {**event(), "diagnosis": "nonfinite", "units": [{"broken_tokens": broken_tokens}]}
+def test_what_breaks_the_gradient_of_all_tokens_is_said(broken_tokens: int, names: list[str] | None, said: str) -> None:
+    spike = event(diagnosis="nonfinite", units=[{"broken_tokens": broken_tokens}])
     spike["broken_parameters"] = names and {"count": len(names), "of": 30, "names": names}
     found = verdict_on(spike, NONE)
     assert found["cause"] == "nonfinite" and said in found["sentence"]
@@ -523,9 +505,7 @@ def test_what_is_wrong_with_the_run_comes_before_tokens() -> None:
 def test_a_warning_is_the_cause_where_it_explains_the_culprits(
     sources: list[str], share: float, warning: str, of_responses: float | None, cause: str | None
 ) -> None:
-    spike, said = event(sources, sources), {**WARNING, "name": warning}
-    for each in spike["culprits"]:
-        each |= {"row": 1, "mismatch_turn": None}
+    spike, said = changed(event(sources, sources), row=1, mismatch_turn=None), {**WARNING, "name": warning}
     if of_responses is not None:
         said["share"] = of_responses
     found = verdict_on(spike, {**NONE, "token": share}, [said])
@@ -543,7 +523,7 @@ def test_a_verdict_that_cannot_be_made_costs_no_event(caplog: Caplog) -> None:
 @pytest.mark.parametrize(("steps", "said"), [(None, False), (1, True), (3, True), (4, False)])
 def test_a_verdict_soon_after_a_resume_says_so(steps: int | None, said: bool) -> None:
     for sources in (["advantage"], ["other"]):
-        sentence = verdict_on({**event(sources), "steps_since_resume": steps}, NONE)["sentence"]
+        sentence = verdict_on(event(sources, steps_since_resume=steps), NONE)["sentence"]
         assert sentence.endswith(f" This is step {steps} after a checkpoint was loaded.") == said
 
 

@@ -9,13 +9,12 @@ import pytest
 import torch
 from evidence import verdict_on
 from notation import cases
-from plain_passes import observe
+from plain_passes import Loop
 from test_few_tokens import Natural
 from test_search import THRESHOLD
 from torch import Tensor, nn
 from valid_events import valid_events
 
-from gradloc import GradLoc, GradLocConfig
 from gradloc.judge.judgement import judged
 from gradloc.judge.sentences import MENTIONED, auxiliary_in_words
 from gradloc.judge.shares import carrying_layers
@@ -71,8 +70,7 @@ class Model(nn.Module):
         return self.model["layers"][0](self.model["embed_tokens"](ids), 0.0)
 
     def forward(self, ids: Tensor) -> Tensor:
-        logits = self.lm_head(self.model["layers"][1](self.hidden(ids), self.scale))[:, PROMPT - 1 : -1]
-        return logits.log_softmax(-1).gather(-1, ids[:, PROMPT:].unsqueeze(-1)).squeeze(-1)
+        return self.lm_head(self.model["layers"][1](self.hidden(ids), self.scale))
 
 
 def brute_force(model: Model, ids: Tensor) -> dict[str, float]:
@@ -103,26 +101,16 @@ def spike(
     advantages = torch.randn(ROWS, RESPONSE)
     advantages[1, 4] *= outlier
 
-    def run(inputs: dict[str, Any], rows: list[int], length: int) -> Any:
-        return None, model(inputs["ids"][rows][:, : PROMPT + length])
-
     def step(threshold: float) -> list[dict[str, Any]]:
-        config = GradLocConfig(grad_norm_threshold=threshold, bisect_until=until, bisect_budget_steps=budget)
-        gradloc = GradLoc(model, config, run, meter=meter)
-        gradloc.start_update(1)
-        gradloc.begin_pass({"ids": ids}, range(ROWS))
-        log_prob = model(ids)
-        weight = torch.full_like(log_prob, 1 / log_prob.numel())
-        tokens = {"response_mask": torch.ones(ROWS, RESPONSE), "token_id": ids[:, PROMPT:], "advantage": advantages}
-        observe(gradloc, log_prob, None, weight, **tokens)
-        log_prob.backward(-advantages * weight)
-        gradloc.end_pass()
+        settings = {"grad_norm_threshold": threshold, "bisect_until": until, "bisect_budget_steps": budget}
+        loop = Loop(model, ids.unsqueeze(0), PROMPT, parts={"meter": meter}, **settings)
+        loop.gradloc.start_update(1)
+        loop.backward(advantages)
         before = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-        gradloc.locate(0, 0)
+        loop.gradloc.locate(0, 0)
         after = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         assert all(map(torch.equal, before, after))
-        model.zero_grad()
-        return gradloc.events
+        return loop.gradloc.events
 
     level = step(1e-9)[0]["global_norm"] * math.sqrt(ROWS * RESPONSE)
     event = judged(*step(over * level))
