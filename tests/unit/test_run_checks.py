@@ -127,9 +127,7 @@ def sums_of_a_loop(micro_batches: list[dict[str, Tensor]], first: bool, in_bypas
 @pytest.mark.parametrize("without", [(), *((name,) for name in COLUMNS[1:]), ("old_log_prob", "ref_log_prob")])
 @pytest.mark.parametrize("bypass", [True, False])
 @pytest.mark.parametrize("in_bypass", [True, False])
-def test_the_sums_are_those_of_a_plain_loop(
-    in_bypass: bool, bypass: bool, without: tuple[str, ...], first: bool
-) -> None:
+def test_sums_are_those_of_a_plain_loop(in_bypass: bool, bypass: bool, without: tuple[str, ...], first: bool) -> None:
     micro_batches = [
         {name: values for name, values in broken_tokens(seed, bypass).items() if name not in without}
         for seed in range(5)
@@ -194,10 +192,8 @@ def steps(run: Run, count: int, seed: int = 1) -> Iterator[dict[str, Tensor]]:
         distribution = logits.log_softmax(-1)
         if run.top_p < 1:
             descending, order = distribution.sort(dim=-1, descending=True)
-            kept = descending.exp().cumsum(-1) - descending.exp() < run.top_p
-            distribution = torch.full_like(distribution, -math.inf).scatter(
-                -1, order, torch.where(kept, descending, -math.inf)
-            )
+            is_left_out = descending.exp().cumsum(-1) - descending.exp() >= run.top_p
+            distribution = distribution.scatter(-1, order, descending.masked_fill(is_left_out, -math.inf))
             distribution = distribution.log_softmax(-1)
         uniform = torch.rand(shape[:2], generator=generator, dtype=torch.float64).unsqueeze(-1)
         token = (distribution.exp().cumsum(-1) < uniform).sum(-1).clamp(max=29).unsqueeze(-1)
@@ -232,15 +228,12 @@ def warned(
     checks: RunChecks | None = None,
     first: int = 1,
     rates: Mapping[int, float] = MappingProxyType({}),
-    ranks: int = 1,
 ) -> list[list[dict[str, Any]]]:
     """The warnings of each of some steps, which begin with `first`; with other learning rates than 1e-6 in some."""
     checks, found = checks or RunChecks(), []
     for step, tokens in enumerate(batches, first):
         checks.start_update(step)
-        parts = [{name: values[rank::ranks] for name, values in tokens.items()} for rank in range(ranks)]
-        aligned = sum(own_alignment([part]) for part in parts).tolist()
-        checks.take_in(sum(own_sums([part], True) for part in parts).tolist(), alignment=aligned)
+        checks.take_in(own_sums([tokens], True).tolist(), alignment=own_alignment([tokens]).tolist())
         checks.add_step(rates.get(step, 1e-6))
         found.append(checks.warnings())
     return found
@@ -267,46 +260,6 @@ def told(found: list[list[dict[str, Any]]]) -> str:
     return "".join(LETTERS[warnings[0]["name"]] if warnings else "." for warnings in found)
 
 
-@pytest.mark.parametrize("reference", [True, False])
-@cases(
-    "run",
-    {"noise": 0.025, "rate": 0.02},
-    {"rate": 0.02},
-    {"noise": 0.02, "rate": 0.5},  # a learning rate that is far too large
-    {"noise": 0.02},
-    {"behind": 1, "rate": 0.02, "noise": 0.02},  # the trainer trains on the last step's responses,
-    ids=str,
-)
-def test_ordinary_runs_do_not_warn(run: dict[str, Any], reference: bool) -> None:
-    assert told(warned(steps(Run(**run, reference=reference), 12))) == "." * 12
-
-
-@pytest.mark.parametrize(("ranks", "noise"), [(1, 0.0), (2, 0.02)])
-def test_a_rollout_with_the_weights_of_step_1_is_told(ranks: int, noise: float) -> None:
-    found = warned(steps(Run(behind=None, rate=0.05, noise=noise), 10), ranks=ranks)
-    assert re.fullmatch(r"\.\..{3}S{5}", told(found))
-    sentence = found[-1][0]["sentence"]
-    assert "the weights of step 1: its log-probs agree with the reference's" in sentence
-    assert "--fault never_synced" in found[-1][0]["check"]
-
-
-@pytest.mark.parametrize("noise", [0.0, 0.02])
-@cases(
-    "scale letter sentence",
-    (
-        0.5,
-        "S",
-        "too small a scale: its log-probs have gone about [45].% of the policy's way from the reference, as when",
-    ),
-    (2.0, "D", "have gone about (1.[6-9]|2) times as far from the reference's as the policy's"),
-    ids=lambda value: str(value)[:3],
-)
-def test_an_adapter_at_another_scale_is_told(scale: float, letter: str, sentence: str, noise: float) -> None:
-    found = warned(steps(Run(scale=scale, rate=0.05, noise=noise), 12))
-    assert re.fullmatch(rf"\.{{3,7}}{letter}+", told(found))
-    assert re.search(sentence, found[-1][0]["sentence"])
-
-
 @pytest.mark.parametrize("behind", [1, 3])
 @pytest.mark.parametrize("warm_up", [False, True])
 def test_weights_that_are_late_are_no_part_of_the_policy_s(warm_up: bool, behind: int) -> None:
@@ -314,26 +267,6 @@ def test_weights_that_are_late_are_no_part_of_the_policy_s(warm_up: bool, behind
     rates = {step: 1e-6 * step for step in range(1, 25)} if warm_up else {}
     found = warned(steps(Run(behind=behind, rate=0.01, warm_up=warm_up), 24), rates=rates)
     assert not any("of which a part" in warning["sentence"] for warnings in found for warning in warnings)
-
-
-def test_log_probs_that_are_all_missing_are_told_without_a_reference() -> None:
-    batches = list(steps(Run(rate=0.02, reference=False), 3))
-    for tokens in batches:
-        tokens["rollout_log_prob"] = torch.zeros_like(tokens["rollout_log_prob"])
-    found = warned(batches)
-    assert told(found) == "MMM"
-    assert "end in exact zeros in all responses" in found[0][0]["sentence"]
-
-
-def test_a_gap_that_jumps_is_reported_as_a_jump() -> None:
-    """As when turns are encoded again from step 20 on: no old weights, whatever is interpolated between the steps."""
-    batches = [dict(tokens) for tokens in [*steps(Run(noise=0.02, reference=False), 20)] * 10]
-    for step, tokens in enumerate(batches[19:]):
-        tokens["rollout_log_prob"] = (tokens["rollout_log_prob"] + noise_of(step)).clamp(max=0.0)
-    found = warned(batches)
-    assert set(told(found)) == {".", "A"}
-    assert "nats in the mean since step 20, and by" in found[24][0]["sentence"]
-    assert "since about step 2" in found[-1][0]["sentence"]  # only every fourth gap is kept
 
 
 @pytest.mark.parametrize("reference", [True, False])
@@ -349,41 +282,10 @@ def test_a_jump_in_a_long_run_is_never_called_old_weights(reference: bool) -> No
         checks.add_step(1e-6)
         found.append(checks.warnings())
     assert re.fullmatch(r"\.{299}A{1301}", told(found))
+    assert "in the mean since about step 321, and by 0.033 before" in found[-1][0]["sentence"]  # few gaps are kept
 
 
-def test_wrong_log_probs_of_training_are_no_old_weights() -> None:
-    """The labels are not shifted against the logits; later the two have some relation, by chance. The run resumes."""
-    batches = list(steps(Run(rate=0.02), 8))
-    for step, tokens in enumerate(batches):
-        other = tokens["log_prob"].roll(1, 0)
-        tokens["log_prob"] = tokens["old_log_prob"] = other if step < 3 else 0.85 * other + 0.15 * tokens["log_prob"]
-    first = RunChecks()
-    found = warned(batches[:5], first)
-    found += warned(batches[5:], resumed(first), first=6)
-    assert re.fullmatch("M[MO]{7}", told(found))
-
-
-def test_single_wrong_tokens_make_no_late_rollout_a_matter_of_the_first_step() -> None:
-    """One log-prob of each response is too low, from the first step on, in a rollout that is late by a step."""
-    batches = list(steps(Run(behind=1, rate=0.15), 8))
-    for tokens in batches:
-        lower_one_of_each_response(tokens, 0)
-    assert told(warned(batches)) == "." * 8
-
-
-def test_late_weights_that_arrive_are_not_those_of_step_1() -> None:
-    found = warned(steps(Run(behind=3, rate=0.1), 12))
-    # Until then the rollout does have the weights of step 1.
-    assert re.fullmatch(r"[^S]{6}\.{6}", told(found))
-    assert all("of step 1" not in warning["sentence"] for warnings in found[4:] for warning in warnings)
-    assert told(warned(steps(Run(behind=3, rate=0.1, reference=False), 14)))[8:] == "." * 6
-
-
-def test_late_weights_count_as_old_ones_in_a_row_alone() -> None:
-    """The first updates of a late rollout, and much later one with a few responses that fit the reference."""
-    batches = list(steps(Run(behind=3, rate=0.1), 12))
-    batches[9]["rollout_log_prob"][:16] = batches[9]["ref_log_prob"][:16]
-    assert told(warned(batches))[5:] == "." * 7
+ROW = torch.arange(48).unsqueeze(1)
 
 
 def noise_of(seed: int) -> Tensor:
@@ -402,9 +304,8 @@ def of_rollout(change: Callable[[Tensor, int], Tensor]) -> Spoil:
 
 def of_training(change: Callable[[Tensor, int], Tensor]) -> Spoil:
     """Changes both log-probs of training."""
-    return lambda tokens, number: tokens.update(
-        dict.fromkeys(("log_prob", "old_log_prob"), change(tokens["log_prob"], number))
-    )
+    both = ("log_prob", "old_log_prob")
+    return lambda tokens, number: tokens.update(dict.fromkeys(both, change(tokens["log_prob"], number)))
 
 
 def of_others(column: str, kept: float) -> Spoil:
@@ -427,29 +328,6 @@ def load_no_weights_of_the_reference(tokens: dict[str, Tensor], number: int) -> 
     tokens["ref_log_prob"] = 0.15 * noise_of(number) - 4
 
 
-def lower_one_of_each_response(tokens: dict[str, Tensor], _: int) -> None:
-    tokens["rollout_log_prob"][:, 3] -= 3.0
-
-
-def lower_one_of_a_third(tokens: dict[str, Tensor], number: int) -> None:
-    tokens["rollout_log_prob"][:16, 5] -= 8.0 + 2 * number
-
-
-def score_a_third_otherwise(tokens: dict[str, Tensor], number: int) -> None:
-    """As of prompts that the engine was given otherwise, from the first step on."""
-    tokens["rollout_log_prob"][:16] = (tokens["rollout_log_prob"] + noise_of(number)).clamp(max=0.0)[:16]
-
-
-def score_a_few_otherwise(tokens: dict[str, Tensor], number: int) -> None:
-    """The longest responses, as with other positions."""
-    tokens["rollout_log_prob"][:8] = (tokens["rollout_log_prob"] + 0.5 * noise_of(number)).clamp(max=0.0)[:8]
-
-
-def score_a_third_ever_more_otherwise(tokens: dict[str, Tensor], number: int) -> None:
-    noise = 0.2 * (1 + number) * noise_of(number)
-    tokens["rollout_log_prob"][:16] = (tokens["rollout_log_prob"] + noise).clamp(max=0.0)[:16]
-
-
 def score_with_another_model(tokens: dict[str, Tensor], number: int) -> None:
     """Which is far away where the policy has taken small steps to."""
     difference = (tokens["log_prob"] + 0.6 * noise_of(5)).clamp(max=0.0) - tokens["log_prob"]
@@ -457,8 +335,9 @@ def score_with_another_model(tokens: dict[str, Tensor], number: int) -> None:
     tokens["ref_log_prob"] = tokens["log_prob"] - 0.002 * number * difference
 
 
-def go_back_to_the_reference(tokens: dict[str, Tensor], _: int) -> None:
-    tokens["rollout_log_prob"] = tokens["ref_log_prob"]
+def fit_the_reference_in_a_few_once(tokens: dict[str, Tensor], number: int) -> None:
+    if number == 0:
+        tokens["rollout_log_prob"][:16] = tokens["ref_log_prob"][:16]
 
 
 def halve_then_blur(tokens: dict[str, Tensor], number: int) -> None:
@@ -478,6 +357,18 @@ def write_over_once(tokens: dict[str, Tensor], number: int) -> None:
 
 
 NOTHING: Spoil = lambda tokens, number: None  # noqa: E731
+BACK_TO_THE_REFERENCE: Spoil = lambda tokens, _: tokens.update(rollout_log_prob=tokens["ref_log_prob"])  # noqa: E731
+ONE_OF_EACH_LOWERED = of_rollout(lambda values, _: torch.where(torch.arange(40) == 3, values - 3.0, values))
+ONE_OF_A_THIRD_LOWERED = of_rollout(
+    lambda values, number: torch.where((ROW < 16) & (torch.arange(40) == 5), values - 8.0 - 2 * number, values)
+)
+# As of prompts that the engine was given otherwise, from the first step on; and the longest responses, as with other
+# positions.
+A_THIRD_OTHERWISE = of_rollout(lambda values, number: (values + (ROW < 16) * noise_of(number)).clamp(max=0.0))
+A_THIRD_EVER_MORE_OTHERWISE = of_rollout(
+    lambda values, number: (values + (ROW < 16) * 0.2 * (1 + number) * noise_of(number)).clamp(max=0.0)
+)
+A_FEW_OTHERWISE = of_rollout(lambda values, number: (values + (ROW < 8) * 0.5 * noise_of(number)).clamp(max=0.0))
 # As after another prompt, or with other positions: log-probs that are related, and not the same.
 SCORED_OTHERWISE = of_rollout(lambda values, _: (values + 0.6 * noise_of(5)).clamp(max=0.0))
 # In the first update less than in those that follow.
@@ -497,7 +388,12 @@ UNRELATED_OLD = of_column("old_log_prob", lambda values, _: 0.2 * values - 2 + n
 OTHER_NOW = of_column("log_prob", lambda values, _: 0.8 * values)
 HALVED = of_rollout(lambda values, _: 0.5 * values)
 CUT = of_rollout(lambda values, _: (values + 0.05).clamp(max=0.0))
+ALL_MISSING = of_rollout(lambda values, _: 0 * values)
+LABELS_OF_OTHERS = of_training(
+    lambda values, number: values.roll(1, 0) if number < 3 else 0.85 * values.roll(1, 0) + 0.15 * values
+)
 NO_REFERENCE = {"noise": 0.02, "rate": 0.0, "reference": False}
+LATE = {"noise": 0.0, "behind": 3, "rate": 0.1}
 NEVER_SYNCED = {"behind": None, "noise": 0.02, "rate": 0.05, "reference": False}
 ONE_OF_TWO = {"behind": None, "noise": 0.02, "rate": 0.1, "stale_share": 0.5}
 STILL = {"rate": 0.0}
@@ -507,6 +403,36 @@ QUIET = {"rate": 0.0, "noise": 0.005}
 
 @cases(
     "run begin spoil expected said",
+    # Ordinary runs: with a learning rate that is far too large, and where training is on the last step's responses.
+    *(
+        ({**run, "reference": known}, 1, NOTHING, "............", "")
+        for known in (True, False)
+        for run in (
+            {"noise": 0.025, "rate": 0.02},
+            {"noise": 0.0, "rate": 0.02},
+            {"noise": 0.02, "rate": 0.5},
+            {"noise": 0.02, "rate": 0.0},
+            {"noise": 0.02, "rate": 0.02, "behind": 1},
+        )
+    ),
+    # A rollout with the weights of step 1, and with an adapter at another scale.
+    *(
+        ({**run, "rate": 0.05, "noise": noise}, 1, NOTHING, expected, said)
+        for noise in (0.0, 0.02)
+        for run, expected, said in (
+            ({"behind": None}, "..???SSSSS", "the weights of step 1: its log-probs agree with the reference's"),
+            ({"scale": 0.5}, "...~~~~SSSSS", "at too small a scale: its log-probs have gone about 47% of the policy's"),
+            ({"scale": 2.0}, "...~~~~DDDDD", "have gone about 1.8 times as far from the reference's as the policy's"),
+        )
+    ),
+    # Late weights arrive, and count as old ones in a row alone.
+    (LATE, 1, NOTHING, "ssssss......", ""),
+    ({**LATE, "reference": False}, 1, NOTHING, "????????......", ""),
+    (LATE, 10, fit_the_reference_in_a_few_once, "?????.......", ""),
+    ({"noise": 0.0, "rate": 0.15, "behind": 1}, 1, ONE_OF_EACH_LOWERED, "........", ""),
+    # The labels are not shifted against the logits; later the two have some relation, by chance.
+    (MOVING, 1, LABELS_OF_OTHERS, "MMMMMMMM", "those of other responses"),
+    ({**MOVING, "reference": False}, 1, ALL_MISSING, "MMM", "end in exact zeros in all responses"),
     # What is there before any optimizer step is told at once, and as long as it stays.
     ({}, 1, SCORED_OTHERWISE, "AAAAA", ""),
     ({}, 1, OTHER_REFERENCE, "RRRRR", ""),
@@ -525,9 +451,9 @@ QUIET = {"rate": 0.0, "noise": 0.005}
     (QUIET, 4, SCORED_A_LITTLE_OTHERWISE, ".....AAAAA", ""),
     ({"noise": 0.005}, 2, SCORED_A_LITTLE_OTHERWISE, "...AAAAAAA", "since step 2"),
     (QUIET, 4, SCORED_EVER_MORE_OTHERWISE, "....AAAAAA", "since step 4"),
-    (QUIET, 4, score_a_few_otherwise, ".....AAAAA", "In 17% of the responses they differ by"),
-    (STILL, 1, lower_one_of_each_response, "..........", ""),
-    (STILL, 4, lower_one_of_each_response, "..........", ""),
+    (QUIET, 4, A_FEW_OTHERWISE, ".....AAAAA", "In 17% of the responses they differ by"),
+    (STILL, 1, ONE_OF_EACH_LOWERED, "..........", ""),
+    (STILL, 4, ONE_OF_EACH_LOWERED, "..........", ""),
     *(({"behind": late, "rate": 0.04, "reference": False}, 1, NOTHING, "..........", "") for late in (1, 4)),
     # Two log-probs of the same weights: the rollout tells which of them is wrong.
     (MOVING, 3, OTHER_OLD, "..OOOO", "the old log-probs are wrong"),
@@ -559,16 +485,16 @@ QUIET = {"rate": 0.0, "noise": 0.005}
     # One of two workers is not updated.
     (ONE_OF_TWO, 1, NOTHING, "?????????????P", "For 50% of the responses, as from one of several workers"),
     ({**ONE_OF_TWO, "reference": False}, 1, NOTHING, "~~~~~~~~~~~~~P", "For 50% of the responses, as from one of"),
-    (NO_REFERENCE, 1, score_a_third_otherwise, "ppppAAAAAAAAAA", "in 33% of the responses by over"),
-    (NO_REFERENCE, 3, lower_one_of_a_third, "pppppppppppppp", ""),
+    (NO_REFERENCE, 1, A_THIRD_OTHERWISE, "ppppAAAAAAAAAA", "in 33% of the responses by over"),
+    (NO_REFERENCE, 3, ONE_OF_A_THIRD_LOWERED, "pppppppppppppp", ""),
     # What was there before any optimizer step is no matter of weights that do not arrive, nor of an adapter.
-    (NO_REFERENCE, 1, score_a_third_ever_more_otherwise, "pppppppp", ""),
+    (NO_REFERENCE, 1, A_THIRD_EVER_MORE_OTHERWISE, "pppppppp", ""),
     (STILL, 1, score_with_another_model, "AAAAAAAA", ""),
     # A gap that weights of no step make is said at once, and while it lasts.
     ({"noise": 0.02, "rate": 0.02}, 4, NOISY, "...AAAAAAAAA", "since step 4, and by"),
     ({"noise": 0.02, "rate": 0.0}, 3, write_over_once, "..O...", ""),
     # A rollout that goes back to the first weights is no fault of the policy.
-    ({"noise": 0.0, "rate": 0.3}, 6, go_back_to_the_reference, ".....~~~~S", ""),
+    ({"noise": 0.0, "rate": 0.3}, 6, BACK_TO_THE_REFERENCE, ".....~~~~S", ""),
     # Other tokens, with likely ones lowered, and missing log-probs are no other temperature.
     (STILL, 1, of_rollout(lambda values, _: values.roll(7, 0) - 3 * noise_of(3).abs()), "oooooooo", ""),
     (STILL, 1, of_rollout(lambda values, _: torch.where(torch.arange(40) < 12, 0.0, values)), "oooooooo", ""),
@@ -579,7 +505,7 @@ QUIET = {"rate": 0.0, "noise": 0.005}
     # Two updates that cannot tell say what those before them said.
     ({"rate": 0.0, "reference": False}, 1, halve_then_blur, "OOOOOOAAA.", ""),
 )
-def test_what_is_wrong_from_a_step_on_is_named(
+def test_what_is_wrong_in_a_run_is_named(
     run: dict[str, Any], begin: int, spoil: Spoil, expected: str, said: str
 ) -> None:
     """Expected is a letter for each step; `?` is any, `~` the last one or none, and a small one any but that."""
@@ -695,9 +621,7 @@ LAYER = 10_000  # weights
     (5.0, 6.1, "their norm is 1.22 times what it was"),
 )
 @pytest.mark.parametrize("resumes", [False, True])
-def test_weights_that_no_optimizer_step_has_written_are_said(
-    before: float, after: float, said: str, resumes: bool
-) -> None:
+def test_weights_that_no_optimizer_step_wrote_are_said(before: float, after: float, said: str, resumes: bool) -> None:
     checks = RunChecks()
     for step, norm in enumerate([before, after] + [after] * 6, 1):
         checks = resumed(checks) if resumes and step == 2 else checks
@@ -726,9 +650,7 @@ BLOCKS = {"embed": 2.0, "layers.0": 1.0, "layers.1": 3.0, "layers.2": 1.0, "laye
     (1, 1, 2.5, ""),  # the blocks of a model have different gradients,
 )
 @pytest.mark.parametrize("resumes", [False, True])
-def test_a_layer_that_carries_the_gradient_is_said(
-    begins: int, ends: int, factor: float, said: str, resumes: bool
-) -> None:
+def test_a_layer_with_the_gradient_is_said(begins: int, ends: int, factor: float, said: str, resumes: bool) -> None:
     """Until that is usual."""
     checks = RunChecks()
     for step in range(1, 41):
@@ -838,44 +760,52 @@ def rewarded(seed: int, normalized: bool = False) -> dict[str, Tensor]:
     advantages = rewards - rewards.mean(1, keepdim=True)
     if normalized:
         advantages = advantages / (rewards.std(1, keepdim=True) + 1e-6)
-    advantage = advantages.reshape(64, 1).expand(64, 5)
     mask = torch.ones(64, 5)
-    return {"response_mask": mask, "log_prob": -mask, "old_log_prob": -mask, "advantage": advantage.clone()}
+    advantage = advantages.reshape(64, 1) * mask
+    return {"response_mask": mask, "log_prob": -mask, "old_log_prob": -mask, "advantage": advantage}
 
 
-def scaled_rewards(count: int, change: Callable[[int, Tensor], Tensor | None], **rewards: Any) -> list[list[Any]]:
-    """The warnings of steps whose advantages are changed in place, or replaced."""
-    checks, found = RunChecks(), []
-    for step in range(1, count + 1):
-        tokens = rewarded(step, **rewards)
-        changed = change(step, tokens["advantage"])
-        found.append(of_columns(checks, step, tokens if changed is None else {**tokens, "advantage": changed}))
-    return found
+def one_reward_of_100(step: int, advantage: Tensor) -> None:
+    if step == 30:
+        advantage[:8] = torch.tensor([87.5] + [-12.5] * 7).unsqueeze(1)
 
 
-@pytest.mark.parametrize("scale", [10.0, 0.1])
-def test_rewards_on_another_scale_are_told_from_that_step_on(scale: float) -> None:
-    found = scaled_rewards(11, lambda step, values: values * (scale if 6 <= step < 11 else 1.0))
+def two_groups_with_others(step: int, advantage: Tensor) -> None:
+    if step >= 5:
+        advantage[:48] *= 20.0
+
+
+def few_without_a_format_reward(step: int, advantage: Tensor) -> None:
+    """With few of these among the responses, the typical advantage is a tenth."""
+    advantage[:40] *= 20.0
+    if step in (4, 7, 8):
+        advantage /= 50.0
+
+
+@cases(
+    "normalized change expected said",
     # Where nearly all rewards are the same in one update, advantages are small, too.
-    assert told(found) == (".....VVVVV." if scale > 1 else "......VVVV.")
-    times = "1/" if scale < 1 else ""
-    assert f"Advantages are {times}" in found[9][0]["sentence"] and "since step 6" in found[9][0]["sentence"]
-
-
-@pytest.mark.parametrize("normalized", [True, False])
-def test_rewards_of_ordinary_runs_have_one_scale(normalized: bool) -> None:
-    """Also where answers get better, and after one reward of 100; and where two of eight groups have other ones."""
-
-    def once(step: int, advantage: Tensor) -> None:
-        if step == 30:
-            advantage[:8] = torch.tensor([87.5] + [-12.5] * 7).unsqueeze(1)
-
-    def of_some(step: int, advantage: Tensor) -> None:
-        if step >= 5:
-            advantage[:48] *= 20.0
-
-    assert not any(scaled_rewards(59, once, normalized=normalized))
-    assert not any(scaled_rewards(8, of_some))
+    *(
+        (False, lambda step, values, by=by: values.mul_(by if 6 <= step < 11 else 1.0), expected, said)
+        for by, expected, said in ((10.0, ".....VVVVV.", "Advantages are "), (0.1, "......VVVV.", "Advantages are 1/"))
+    ),
+    # Also where answers get better.
+    *((normalized, one_reward_of_100, "." * 59, "") for normalized in (False, True)),
+    (False, two_groups_with_others, "." * 8, ""),
+    # One update cannot tell it.
+    (False, few_without_a_format_reward, ".......V", ""),
+)
+def test_rewards_on_another_scale_are_told(
+    normalized: bool, change: Callable[[int, Tensor], None], expected: str, said: str
+) -> None:
+    checks, found = RunChecks(), []
+    for step in range(1, len(expected) + 1):
+        tokens = rewarded(step, normalized)
+        change(step, tokens["advantage"])
+        found.append(of_columns(checks, step, tokens))
+    assert told(found) == expected
+    if said:
+        assert said in found[9][0]["sentence"] and "since step 6" in found[9][0]["sentence"]
 
 
 @pytest.mark.parametrize("column", ["advantage", "old_log_prob", "ref_log_prob"])
@@ -890,17 +820,6 @@ def test_a_column_that_is_not_finite_is_named_at_once(column: str) -> None:
     verl_name = {"advantage": "advantages", "old_log_prob": "old_log_probs", "ref_log_prob": "ref_log_prob"}[column]
     assert warning["name"] == "nonfinite" and warning["share"] == 8 / 64
     assert warning["sentence"].startswith(f"`{verl_name}` is NaN or infinite in 8 of 64 responses")
-
-
-def test_one_update_cannot_tell_a_scale_of_spread_advantages() -> None:
-    """As of a format reward of 20: with few of these among the responses, the typical advantage is a tenth."""
-
-    def change(step: int, advantage: Tensor) -> None:
-        advantage[:40] *= 20.0
-        if step in (4, 7, 8):
-            advantage /= 50.0
-
-    assert told(scaled_rewards(8, change)) == ".......V"
 
 
 def test_a_rollout_that_stopped_getting_weights_is_told() -> None:

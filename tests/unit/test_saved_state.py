@@ -86,9 +86,7 @@ def test_what_is_saved_is_what_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("disk", ["full", "hangs"])
-def test_a_write_that_fails_is_a_warning_and_leaves_the_old_file(
-    disk: str, tmp_path: Path, monkeypatch: Patch, caplog: Caplog
-) -> None:
+def test_a_failed_write_leaves_the_old_file(disk: str, tmp_path: Path, monkeypatch: Patch, caplog: Caplog) -> None:
     answers, full = threading.Event(), OSError(errno.ENOSPC, "No space left on device")
     write_state(str(tmp_path), {"gradloc": {"token_norms": [1.0]}})
     monkeypatch.setattr(os, "fsync", Mock(side_effect=full if disk == "full" else lambda _: answers.wait()))
