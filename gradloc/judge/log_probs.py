@@ -57,8 +57,9 @@ FIRST_GAP = 0.04
 NEARER = 0.8
 STILL_RISING = 1.5
 # One of several workers has old weights if responses stay of two kinds, and the gap of the far ones grows so many
-# times: that of a late one does not.
-SPLIT_GROWTH = 2.0
+# times: that of a late one does not. Old weights lie on the policy's way from the reference, behind it: where that is
+# known, differences have such a correlation with it.
+SPLIT_GROWTH, BEHIND = 2.0, -0.25
 # Weights of a step of this run are at most so many times as far from the policy as the reference is.
 OFF_PATH = 1.5
 # A rollout has a part of the policy's way from the reference, or more than all of it, if log-probs say so with so much
@@ -251,7 +252,8 @@ class LogProbChecks(RunCheck):
             ENGINES_APART: jumped or self._leaves_path(),
             # Differences of one sign may be those of tokens that were not sampled: of some responses, or turns.
             OTHER_LOG_PROBS: is_first and abs(self._sums.tilt()) >= CORRELATION,
-            "stale_worker": self._times.get("stale_worker", 0) > 0,  # in two: responses differ
+            # Without a reference, in two: responses differ.
+            "stale_worker": self._sums["distance"] > 0 or self._times.get("stale_worker", 0) > 0,
         }
         return at_once.get(rule, False) or self._times.get(rule, 0) >= IN_A_ROW - 1
 
@@ -524,6 +526,8 @@ class LogProbChecks(RunCheck):
             return None
         far, near = kinds
         if far < SPLIT_GROWTH * first and self._times.get("stale_worker", 0) < IN_A_ROW:
+            return None
+        if self._sums["distance"] and self._sums.lead()[1] > BEHIND:
             return None
         why = f"log-probs there differ by {far:.2g} nats in the mean, {first:.2g} at first, and by {near:.2g} elsewhere"
         return _stale("old weights", self._sums.far_share, why)

@@ -489,6 +489,7 @@ QUIET = {"rate": 0.0, "noise": 0.005}
     (NO_REFERENCE, 3, ONE_OF_A_THIRD_LOWERED, "pppppppppppppp", ""),
     # What was there before any optimizer step is no matter of weights that do not arrive, nor of an adapter.
     (NO_REFERENCE, 1, A_THIRD_EVER_MORE_OTHERWISE, "pppppppp", ""),
+    *(({"noise": 0.02, "rate": rate}, 4, A_THIRD_EVER_MORE_OTHERWISE, "pppppppppp", "") for rate in (0.0, 0.02)),
     (STILL, 1, score_with_another_model, "AAAAAAAA", ""),
     # A gap that weights of no step make is said at once, and while it lasts.
     ({"noise": 0.02, "rate": 0.02}, 4, NOISY, "...AAAAAAAAA", "since step 4, and by"),
