@@ -315,6 +315,23 @@ def test_training_is_that_of_the_released_verl(launch: Launch, tmp_path: Path, w
 
 
 @pytest.mark.every_target
+def test_learned_norms_come_back_with_a_checkpoint(launch: Launch, tmp_path: Path) -> None:
+    from verl.utils.gradloc.adapters.watch import read_state
+
+    def resumed() -> list[list[float]]:
+        critics = [Critic(Case(), spike_detection=True, bisect_dump_dir=str(tmp_path)) for _ in range(2)]
+        critics[0].update(build_data(Case(), 1))
+        critics[0].watch.save(str(tmp_path))
+        dist.barrier()
+        critics[1].update(build_data(Case(), 2))
+        critics[1].watch.load(lambda: read_state(str(tmp_path)))
+        return [critic.watch.gradloc.state_dict()["token_norms"] for critic in critics]
+
+    for saved, loaded in launch(2, resumed):
+        assert saved == loaded and len(saved) == 1
+
+
+@pytest.mark.every_target
 def test_another_loss_is_not_looked_at(launch: Launch, tmp_path: Path) -> None:
     """A loss that does not call verl's value loss: the figures of training alone."""
 

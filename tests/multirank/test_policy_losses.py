@@ -192,6 +192,13 @@ def test_of_other_losses_the_configured_weights_are_assumed(
     assert aggregation_mode(call, config, MASK.shape) == agg_mode
 
 
+def test_a_weight_keeps_its_precision_in_half_precision() -> None:
+    config = build_config("vanilla", "token-mean")
+    log_prob = torch.zeros(MASK.shape, dtype=torch.bfloat16, requires_grad=True)
+    weights, _ = weights_and_gradient("vanilla", "token-mean", config, log_prob, log_prob.detach())
+    assert weights[0, 0].item() == pytest.approx(1 / 16, rel=1e-6)
+
+
 ROW = tuple((0, 0, position) for position in range(5))
 FIRST = ((0, 0, 4), (1, 3, 0))
 

@@ -29,6 +29,7 @@ from evidence import (
     write_replay,
 )
 from notation import Caplog, Capsys, Patch, cases, memory_peak
+from pages import texts_of
 from valid_events import VALIDATOR, lines_in, notes_in, valid_events
 
 from gradloc import record_events
@@ -721,6 +722,16 @@ def test_a_logarithmic_axis_has_room_for_all_values(values: list[float]) -> None
     assert [axis.place(value) is None for value in values] == [value == 0 for value in values]
     assert all(0 <= place <= 1000 for value in values if (place := axis.place(value)) is not None)
     assert len(axis.ticks) <= 10 and all(0 <= axis.place(value) <= 1000 for value, _ in axis.ticks)
+
+
+def test_the_page_holds_no_markup_of_a_model(tmp_path: Path) -> None:
+    hostile = "</script><script>alert(1)</script><!--"
+    record_events(str(tmp_path), [spike(1, tokens=("a", hostile, "b"), ground_truth={"answer": hostile})])
+    out = tmp_path / "page.html"
+    report.write_page(report.read(str(tmp_path)), str(out))
+    text = out.read_text(encoding="utf-8")
+    assert "alert(1)" not in text and "alert(1)" in texts_of(out)
+    assert [path.name for path in tmp_path.iterdir() if "page.html" in path.name] == ["page.html"]
 
 
 def test_a_page_is_not_written_through_a_link(tmp_path: Path) -> None:
