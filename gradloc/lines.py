@@ -231,6 +231,7 @@ class RunWarning(_RunWarning, total=False):
     """Something that is wrong with the run, spike or not."""
 
     share: Number
+    column: str
 
 
 class Verdict(TypedDict):
@@ -407,7 +408,8 @@ class _Step(Form, InStep):
 class Step(_Step, total=False):
     """The figures of a step. Older lines lack these."""
 
-    warnings: list[RunWarning]  # causes of a whole run: `name`, `sentence`, `check`, `share` of the responses
+    # causes of a whole run: `name`, `sentence`, `check`, `share` of responses, `column`
+    warnings: list[RunWarning]
     misplaced_share: Number  # share of responses whose log-probs belong to other tokens
 
 

@@ -195,6 +195,8 @@ _WHICH = "; a reference tells which of the two (use_kl_loss=True with kl_loss_co
 def misaligned_warning(off: Mapping[str, Off | None], lasting: bool = False) -> RunWarning | None:
     """The warning of what is clear, or None: `name` ("misaligned", or "retokenized"), `sentence`, `check` and `share`.
 
+    Where the log-probs alone are of others, and it is known whose, `column` is "rollout", "reference" and so on.
+
     Args:
         off (Mapping): What `find_off` returned.
         lasting (bool): Whether updates before had something of the kind, too: then few responses are enough.
@@ -248,7 +250,7 @@ def misaligned_warning(off: Mapping[str, Off | None], lasting: bool = False) -> 
         advice = "log-probs are missing there and were padded: take the engine's own, or set response_mask to 0"
     if each.at_turn:
         sentence += ", beginning with a turn"
-    return {
+    found: RunWarning = {
         "name": "retokenized" if each.at_turn else "misaligned",
         "sentence": f"{sentence}: {advice}{_WHICH if unsure else ''}.",
         "check": "Print `responses`, `rollout_log_probs`, `old_log_probs` and `ref_log_prob` of one row of the batch "
@@ -256,6 +258,7 @@ def misaligned_warning(off: Mapping[str, Off | None], lasting: bool = False) -> 
         "log-prob everywhere.",
         "share": each.share,
     }
+    return found if unsure or each.kind == "lost" else {**found, "column": column}
 
 
 def _wrong_column(wrong: Mapping[str, Off], off: Mapping[str, Off | None]) -> tuple[str, str, str]:

@@ -327,8 +327,10 @@ class LogProbChecks(RunCheck):
         found = {} if self._sums.alignment is None else find_off(self._sums.alignment, limits)
         reference = found.get("reference")
         is_unrelated = reference is not None and reference.kind == "unrelated"
-        if is_unrelated and self._sums["tokens"] and (self._other_reference() or self._has_jumped()):
-            found["reference"] = None  # another model's have no relation, either; nor a policy's that was destroyed
+        # Another model's have no relation, either; nor those of a policy that has moved far away, or was destroyed.
+        has_moved = "reference" in self._related or self._has_jumped()
+        if is_unrelated and self._sums["tokens"] and (has_moved or self._other_reference()):
+            found["reference"] = None
         return found
 
     def _holding(self) -> tuple[str, RunWarning] | None:
@@ -445,7 +447,9 @@ class LogProbChecks(RunCheck):
         since_first = self._progress.is_first or self._has_been_since_first()
         if not (since_first or jumped or self._times.get("policy_log_probs")):
             return None
-        when = self._before_any_step() if since_first else "within one step"
+        when, made = self._before_any_step(), "no optimizer step made that"
+        if not since_first:
+            when, made = "within one step", "no optimizer step makes that unless it is far too large"
         related = self._sums.related()
         apart = (
             f"Training's log-probs differ from the rollout's by {gap:.2g} nats in the mean, and the reference's do not"
@@ -462,8 +466,8 @@ class LogProbChecks(RunCheck):
             }
         return {
             "name": OTHER_LOG_PROBS,
-            "sentence": f"{apart}, {when}: no optimizer step made that. Look at what else writes weights, and at the "
-            "forward pass of the update: which logits are gathered, the attention mask, position ids, kernels.",
+            "sentence": f"{apart}, {when}: {made}. Look at what else writes weights, and at the forward pass of the "
+            "update: which logits are gathered, the attention mask, position ids, kernels.",
             "check": "`gradloc replay BUNDLE` compares the recorded log-probs with those of saved weights.",
             "share": share,
         }

@@ -23,6 +23,8 @@ SIGNIFICANT = 1e-3
 USUAL_ADVANTAGE = 1.5
 # A reward that is so many times as far from all others as these are from each other makes the advantages of its group.
 FAR = 5.0
+# What more of the responses have is no misfire, but what their prompts are rewarded with.
+MANY = 1 / 3
 # The causes that say less than a reward does: what other rules hold for is a bug, or the loss itself.
 LESS_SPECIFIC = (None, REWARD_SCALE, *(rule.name for rule in RULES if rule.kind in (Kind.NATURAL, Kind.LAYER)))
 
@@ -144,13 +146,14 @@ def misfire(event: Event, rows: Mapping[Place, RewardedRow]) -> Verdict | None:
 def _far_reward(culprits: Sequence[RewardedRow], rows: Sequence[RewardedRow], count: int) -> Verdict | None:
     """The verdict that one reward value far from all others makes the advantages, in however many responses it is.
 
-    It does if the culprits' advantages are larger than the others are apart: no baseline among these gives that. Below
-    them are responses without any merit, unless advantages are larger than ordinary rewards give.
+    It is no value that many have, as those of a data source. It does if the culprits' advantages are larger than the
+    others are apart: no baseline among these gives that. Below them are responses without any merit, unless advantages
+    are larger than ordinary rewards give.
     """
     rewards = [value for row in rows if isinstance(value := _value(row, "reward"), float)]
     for value in {min(rewards), max(rewards)} if len(rewards) == len(rows) else ():
         others = {*rewards} - {value}
-        if len(others) < 2:
+        if len(others) < 2 or rewards.count(value) > MANY * len(rewards):
             continue
         low, high = min(others), max(others)
         groups = {row.uid for row in rows if _value(row, "reward") == value}

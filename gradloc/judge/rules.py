@@ -261,6 +261,16 @@ def _at_a_turn(event: Event) -> tuple[str, str] | None:
     return (f"{rule.claim}, {boundary}", rule.advice) if boundary else None
 
 
+def _as_far_from_training(event: Event) -> tuple[str, str] | None:
+    if any(each.get("misplaced") for each in event["culprits"] if "misaligned" in each["sources"]):
+        return None
+    return (
+        "Log-probs of whole responses are over 1 nat from training's",
+        "Look for what the rollout had other than training for these requests: weights, temperature, prompt; or for "
+        "where log-probs are gathered, sliced or padded.",
+    )
+
+
 def _as_a_natural_spike(event: Event) -> tuple[str, str] | None:
     if _has_outlying_advantage(event):
         return None
@@ -368,6 +378,7 @@ RULES = (
         check="Compare `rollout_log_prob`, `old_log_prob` and `ref_log_prob` of the culprit's row, token by token: "
         "`shift` in spikes.jsonl says by how many positions they fit. `gradloc replay BUNDLE` "
         "compares them with those of saved weights.",
+        in_event=_as_far_from_training,
     ),
     Rule(
         "token",
@@ -416,8 +427,9 @@ RULES = (
         "a token with an outlying weight in the loss",
         "tokens with outlying weights in the loss",
         "Its weight in the loss is over 5 times the median of the mini-batch.",
-        "Filter out very short responses, and fill micro-batches evenly: a mean over a sequence, or over the tokens of "
-        "a micro-batch, gives few tokens large weights. With loss_agg_mode=token-mean, only the second does.",
+        "Check that response_mask is 0 or 1, filter out very short responses, and fill micro-batches evenly: a mean "
+        "over a sequence, or over the tokens of a micro-batch, gives few tokens large weights. With "
+        "loss_agg_mode=token-mean, only the second does.",
         lambda of, medians: _is_outlier(of["weight"], medians["median_weight"], LARGE_WEIGHT),
         claim="A few tokens weigh much more in the loss than others, and so make most of the whole gradient",
         check="Multiply the culprits' `grad_norm` in spikes.jsonl by the event's `median_weight` instead of by their "

@@ -54,6 +54,9 @@ AUXILIARY_CHECK = (
     "fall. An example, in a checkout of GradLoc: `bash run_experiment.sh --embedded --fault auxiliary`."
 )
 
+# The columns of log-probs that a loss need not read, and how near a coefficient is to what it is without them.
+_UNREAD, _ALONE = ("rollout", "reference"), 0.01
+
 # By diagnosis, why no cause is known where the search has named no token.
 _WITHOUT_CULPRITS = {
     "overflow": "the scaled fp16 gradients overflowed, and the gradient scaler takes a smaller scale",
@@ -146,6 +149,18 @@ class Spike:
         """The share of ordinary tokens whose log-probs of rollout and old policy differ; 0 where it is unknown."""
         return self.ordinary.get(APART) or 0.0
 
+    def is_unread(self, warning: RunWarning) -> bool:
+        """Whether it is about log-probs that made no culprit's coefficient: weights, advantages and ratios give it."""
+        if warning.get("column") not in _UNREAD:
+            return False
+        expected = []
+        for each in self.explaining:
+            # In bypass mode, the ratio is that to the rollout.
+            ratio = each["ratio"] if each["old_log_prob"] != each["rollout_log_prob"] else None
+            expected.append(-each["weight"] * (each["advantage"] or 0.0) * (1.0 if ratio is None else ratio))
+        pairs = zip(self.explaining, expected, strict=True)
+        return bool(expected) and all(abs(each["coefficient"] - alone) <= _ALONE * abs(alone) for each, alone in pairs)
+
     @cached_property
     def apart(self) -> str | None:
         """That rollout and training differ everywhere, so that ratios far from 1 are no matter of single tokens."""
@@ -159,7 +174,7 @@ class Spike:
     @cached_property
     def why_not_natural(self) -> str | None:
         """Why rare tokens, or unusual rewards, are not said to be all that there is to it; None where they may be."""
-        if any(each["name"] != REFERENCE for each in self.warnings):
+        if any(each["name"] != REFERENCE and not self.is_unread(each) for each in self.warnings):
             return "there is a warning about the run, so that this need not be a natural spike"
         if (unusual := self.event["comparison"]["unusual"]) is not None:
             return unusual
@@ -229,6 +244,8 @@ def _the_run(spike: Spike) -> Verdict | None:
             is_cause = False
         elif name == ADVANTAGE_ORDER:
             is_cause = told in (None, Kind.NATURAL)
+        elif spike.is_unread(warning):
+            is_cause = False
         else:
             # Where a rule has the warning's name, the warning may be about few responses, and not about the culprits.
             share = warning.get("share") if name in CAUSES else None

@@ -85,6 +85,17 @@ def test_a_far_reward_is_named_in_however_many_responses(reward: float, advantag
         assert (said["culprits"], said["ordinary"]) == (1 / 3, 16 / 64)
 
 
+def test_a_far_reward_that_many_have_is_how_their_prompts_are_rewarded() -> None:
+    """Of three prompts of four, right answers count 15 instead of 1."""
+    rows, _ = mini_batch(special=0)
+    for place, row in rows.items():
+        tens = row.reward == 1.0 and int(row.uid.split()[1]) % 4 != 0
+        rows[place] = dataclasses.replace(row, reward=15.0 if tens else row.reward)
+    place = next(place for place, row in rows.items() if row.reward == 15.0)
+    rows[place] = dataclasses.replace(rows[place], advantage=9.0)
+    assert misfire(event(place), rows) is None
+
+
 def test_a_data_source_that_holds_the_culprits_is_named() -> None:
     rows = spread(
         [

@@ -515,6 +515,37 @@ def test_a_warning_is_the_cause_where_it_explains_the_culprits(
         assert found["sentence"].endswith("But note: The rollout is late.")
 
 
+@cases(
+    "column coefficient ratio cause",
+    # What a loss does not read makes no norm, however wrong it is.
+    ("rollout", -0.75, 1.0, "advantage"),
+    ("reference", -0.75, 1.0, "advantage"),
+    ("reference", -0.9, 1.2, "advantage"),
+    # It reads training's log-probs, and here a correction or a KL loss.
+    ("policy", -0.75, 1.0, "misaligned"),
+    ("rollout", -1.2, 1.0, "misaligned"),
+    (None, -0.75, 1.0, "misaligned"),
+)
+def test_log_probs_that_the_loss_does_not_read_are_no_cause(
+    column: str | None, coefficient: float, ratio: float, cause: str
+) -> None:
+    numbers = {"weight": 0.25, "advantage": 3.0, "coefficient": coefficient, "ratio": ratio}
+    spike = changed(event(["advantage"], ["advantage"]), **numbers, old_log_prob=-1.0, rollout_log_prob=-4.0)
+    said = {**WARNING, "name": "misaligned", **({} if column is None else {"column": column})}
+    assert verdict_on(spike, {**NONE, "advantage": 0.0}, [said])["cause"] == cause
+    bypass = changed(spike, old_log_prob=-4.0)
+    assert verdict_on(bypass, {**NONE, "advantage": 0.0}, [said])["cause"] == ("misaligned" if ratio != 1.0 else cause)
+
+
+def test_what_is_far_from_training_need_not_be_of_other_tokens() -> None:
+    for misplaced, claim in (
+        (False, "Log-probs of whole responses are over 1 nat from"),
+        (True, "Log-probs do not belong"),
+    ):
+        spike = changed(event(["misaligned"], ["misaligned"]), misplaced=misplaced)
+        assert verdict_on(spike, NONE)["sentence"].startswith(claim)
+
+
 def test_a_verdict_that_cannot_be_made_costs_no_event(caplog: Caplog) -> None:
     assert verdict_on({}, NONE) is None
     assert "no verdict on an event could be made" in caplog.text
