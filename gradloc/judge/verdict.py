@@ -366,7 +366,8 @@ def _weight_of_the_whole(spike: Spike) -> Verdict | None:
         return None
     times = max(each["weight"] for each in heavy) / median
     what = "one token weighs" if len(heavy) == 1 else f"{len(heavy)} tokens weigh up to"
-    sentence = f"In the whole gradient, {what} as much as {times:.0f} ordinary tokens: {_WEIGHT.advice}"
+    advice = _WEIGHT.advice[0].lower() + _WEIGHT.advice[1:]
+    sentence = f"In the whole gradient, {what} as much as {times:.0f} ordinary tokens: {advice}"
     return as_verdict(_WEIGHT.name, sentence, _WEIGHT.check, 1.0, spike.ordinary.get(_WEIGHT.name))
 
 
