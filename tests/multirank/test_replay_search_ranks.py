@@ -139,7 +139,10 @@ def test_a_bundle_says_whose_log_probs_are_of_other_positions(launch: Launch, tm
     sentences = replayed(bundle, tmp_path, capsys)["sentences"]
     assert sentences[0].startswith(said) and sentences[1].startswith("The spike comes back: ")
     found = search(bundle, tmp_path, capsys)
-    assert found["verdict"]["cause"] == "misaligned" and found["verdict"]["sentence"].startswith(said)
+    warning = found["warnings"][0]
+    assert (warning["name"], warning["column"]) == ("misaligned", "rollout") and warning["sentence"].startswith(said)
+    # The loss does not read them.
+    assert found["verdict"]["cause"] == "advantage"
 
 
 def check_brute_force(event: dict[str, Any], units: list[Unit], threshold: float, planted: int) -> None:
