@@ -142,7 +142,7 @@ def test_every_cause_reads_well_in_brief(name: str) -> None:
     found = event(1, [], ordinary_layer_norms=dict.fromkeys("abcde", 1.0))
     place = {"rank": 0, "micro_batch": 0, "share": 0.4, "grad_norm": 2.0, "threshold": 1.0, "advantage": 30.0}
     place |= {"weight": 0.1, "coefficient": -3.0, "kl_coefficient": -2.9, "log_prob": -0.1, "old_log_prob": -0.1}
-    place |= {"entropy": 1.0, "entropy_coefficient": 9.0, "row": 1, "rollout_log_prob": -1e-4}
+    place |= {"entropy": 1.0, "entropy_coefficient": 9.0, "row": 1, "rollout_log_prob": -1e-4, "misplaced": True}
     sources = [{"sources": [name], "layer_norms": {"a": 9.0, "b": 0.1}, **place}] * 2
     said = verdict_on({**found, "culprits": sources}, ORDINARY)
     claim = "The layer a makes most of the gradient" if name == "layer" else CAUSES[name].claim
