@@ -3,13 +3,12 @@
 """Tells in a few minutes whether GradLoc works with a model on this machine, and what it costs here.
 
     gradloc selftest --model MODEL                                # on one GPU, or on a CPU
-    gradloc selftest --model MODEL --as-rank-of 8                 # on one GPU, with the shards of eight
     torchrun --nproc-per-node 8 --no-python gradloc selftest --model MODEL
 
 It trains nothing and needs no data: the model, sharded by FSDP2, gets random tokens in a plain loop without verl. In
 one copy of a step a token's advantage is multiplied, and the search must name that token and leave the gradient as it
 was. The same steps with and without detection take turns. MODEL is a folder or a name on the hub; its weights are
-needed. With --as-rank-of, memory and computing are those of a rank of so many, and communication takes no time.
+needed.
 
 exit codes: 0  it works here
             1  a token was not found, or the gradient is not what it should be
@@ -18,23 +17,16 @@ exit codes: 0  it works here
 """
 
 import json
-import math
 import os
 import sys
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-
-from gradloc.fsdp import collectives, failed_pass
 
 from ..command_line import argument
 from ..command_line import parser as new_parser
@@ -48,10 +40,9 @@ _DIFFERENCE = 0.05
 
 def sentence(result: Mapping[str, Any]) -> str:
     """What was found, in a sentence or two."""
-    here = "here" if result["as_rank_of"] is None else f"here as rank 0 of {result['as_rank_of']}"
     failed = failures(result)
     if failed:
-        return f"GradLoc does NOT work {here}: {'; '.join(failed)}."
+        return f"GradLoc does NOT work here: {'; '.join(failed)}."
     search, peak = result["search"], result["peak"]
     parts = [
         f"detection {result['detection']:+.1%} (median of {result['steps']} pairs of steps)",
@@ -61,7 +52,7 @@ def sentence(result: Mapping[str, Any]) -> str:
         peaks = {"detection": peak["detection"], **{name: result[name]["peak"] for name in ("search", "drop", "drill")}}
         figures = ", ".join(f"{name} {max(0, most - peak['off']) / 2**30:.1f}" for name, most in peaks.items())
         parts.append(f"GiB more than training at the peak: {figures}")
-    return f"GradLoc works {here}: {'; '.join(parts)}."
+    return f"GradLoc works here: {'; '.join(parts)}."
 
 
 def failures(result: Mapping[str, Any]) -> list[str]:
@@ -90,14 +81,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     count = argument(int, lambda value: value >= 1, "it must be at least 1, got {}")
     for name, default in asdict(Sizes()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=count, default=default, help=f"default: {default}")
-    parser.add_argument("--as-rank-of", type=count, metavar="N", help="be rank 0 of N, whose other ranks are not there")
     parser.add_argument("--seconds", type=float, default=120.0, help="how long to measure detection (default: 120)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write all figures as JSON")
     options = parser.parse_args(arguments)
-    if options.as_rank_of is not None and "RANK" in os.environ:
-        parser.error("--as-rank-of takes one process, without torchrun")
     device = _device()
-    with _process_group(device, options.as_rank_of):
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    with process_group(device, **alone):
         attention = options.attention or (FLASH if device.type == "cuda" and find_spec("flash_attn") else "sdpa")
         try:
             model = build_model(options.model, options.random_weights, attention, device, options.trust_remote_code)
@@ -110,7 +99,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             result = {
                 "model": options.model,
                 "ranks": dist.get_world_size(),
-                "as_rank_of": options.as_rank_of,
                 "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
                 "torch": torch.__version__,
                 "attention": attention,
@@ -134,39 +122,3 @@ def _device() -> torch.device:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     torch.cuda.set_device(device)
     return device
-
-
-@contextmanager
-def _rank_0_of(ranks: int) -> Iterator[None]:
-    """Torch's `fake` process group, in which GradLoc takes itself for a single rank.
-
-    Shards, streams, memory and computing are those of a real rank. Communication takes no time, and what the other
-    ranks would send is a copy, so GradLoc must not ask them for anything.
-    """
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    with ExitStack() as stack:
-        stack.callback(dist.destroy_process_group)
-        for module in (collectives, failed_pass):
-            stack.enter_context(mock.patch.object(module, "world_size", lambda: 1))
-        own = torch.full((1,), math.nan)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 has another name for it, too
-            dist.reduce_scatter_tensor(own, torch.arange(float(ranks)))
-        if own.isnan():  # before torch 2.13 it leaves the gradient what memory happens to hold
-            stack.enter_context(mock.patch.object(dist, "reduce_scatter_tensor", _reduce_scatter))
-        yield
-
-
-def _reduce_scatter(output: Tensor, input: Tensor, *_: Any, **__: Any) -> None:
-    """What rank 0 gets if the others have zeros."""
-    output.copy_(input.view(-1)[: output.numel()].view_as(output))
-
-
-def _process_group(device: torch.device, as_rank_of: int | None) -> AbstractContextManager[None]:
-    """Torchrun's process group, or one of this process alone, or one that is made believe to have more."""
-    if as_rank_of is not None:
-        return _rank_0_of(as_rank_of)
-    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    return process_group(device, **alone)

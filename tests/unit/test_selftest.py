@@ -12,8 +12,7 @@ from notation import Capsys, Patch, cases
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from gradloc import GradLoc
-from gradloc.fsdp import collectives, failed_pass
-from gradloc_tools.selftest import command, measuring
+from gradloc_tools.selftest import measuring
 from gradloc_tools.selftest.command import failures, main, sentence
 
 SHORT = ["--prompt", "4", "--response", "12", "--seconds", "0"]
@@ -33,37 +32,14 @@ def no_torchrun(monkeypatch: Patch) -> None:
     monkeypatch.delenv("RANK", raising=False)
 
 
-@pytest.mark.parametrize("ranks", [1, 8])
-def test_a_process_finds_what_it_plants(
-    ranks: int, model: str, tmp_path: Path, capsys: Capsys, monkeypatch: Patch
-) -> None:
-    """Also as rank 0 of eight, with the shards of one of eight; the gradient is what it was."""
-    shares, original = [], command.build_model
-
-    def build_model(*arguments: Any) -> Any:
-        built = original(*arguments)
-        parts = [(parameter.to_local().numel(), parameter.numel()) for parameter in built.parameters()]
-        shares.append(sum(own for own, _ in parts) / sum(whole for _, whole in parts))
-        return built
-
-    options = [*SHORT, "--output", str(tmp_path / "figures.json")]
-    if ranks > 1:
-        monkeypatch.setattr(command, "build_model", build_model)
-        options += ["--as-rank-of", str(ranks)]
-    assert main(["--model", model, *options]) == 0
+def test_a_process_finds_what_it_plants(model: str, tmp_path: Path, capsys: Capsys) -> None:
+    assert main(["--model", model, *SHORT, "--output", str(tmp_path / "figures.json")]) == 0
     result, told = json.loads((tmp_path / "figures.json").read_text()), capsys.readouterr().out.strip()
-    assert told == sentence(result) and told.startswith("GradLoc works here as rank 0 of 8: ") == (ranks == 8)
+    assert told == sentence(result) and told.startswith("GradLoc works here: ")
     assert all(result[name]["found"] and result[name]["passes"] > 0 for name in ("search", "drop", "drill"))
     assert result["search"]["same_gradient"] and result["drop"]["difference"] < 1e-5
-    if ranks == 1:
-        assert result["steps"] == 3 and result["host_seconds"] > 0 and not result["drop"]["same_gradient"]
-    else:
-        assert result["ranks"] == 8 and len(shares) == 1 and shares[0] < 1.2 / 8
-    assert collectives.world_size() == failed_pass.world_size() == 1 and not torch.distributed.is_initialized()
-    monkeypatch.setenv("RANK", "0")
-    with pytest.raises(SystemExit) as end:
-        main(["--model", model, *SHORT, "--as-rank-of", "8"])
-    assert end.value.code == 2 and "--as-rank-of takes one process, without torchrun" in capsys.readouterr().err
+    assert result["steps"] == 3 and result["host_seconds"] > 0 and not result["drop"]["same_gradient"]
+    assert not torch.distributed.is_initialized()
 
 
 @pytest.mark.slow
@@ -114,7 +90,7 @@ def test_what_fails_is_told(model: str, capsys: Capsys, monkeypatch: Patch, erro
 
 def test_memory_is_told_where_it_is_known() -> None:
     part = {"found": True, "passes": 4, "error": None, "seconds": 2.0, "same_gradient": True, "peak": 5 * 2**30}
-    result = {"as_rank_of": None, "detection": 0.003, "steps": 12, "step_seconds": 1.0}
+    result = {"detection": 0.003, "steps": 12, "step_seconds": 1.0}
     result |= {"peak": {"off": 2**30, "detection": 2**30}, "search": part}
     result |= {"drop": {**part, "same_gradient": False, "difference": 0.01}, "drill": part}
     assert not failures(result)
