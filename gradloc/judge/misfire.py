@@ -144,10 +144,10 @@ def misfire(event: Event, rows: Mapping[Place, RewardedRow]) -> Verdict | None:
 
 
 def _far_reward(culprits: Sequence[RewardedRow], rows: Sequence[RewardedRow], count: int) -> Verdict | None:
-    """The verdict that one reward value far from all others makes the advantages, in however many responses it is.
+    """The verdict that one reward value far from all others makes the advantages.
 
-    It is no value that many have, as those of a data source. It does if the culprits' advantages are larger than the
-    others are apart: no baseline among these gives that. Below them are responses without any merit, unless advantages
+    A value that many responses have, as those of a data source, is none. The culprits' advantages are larger than the
+    others are apart, which no baseline among these gives. Below them are responses without any merit, unless advantages
     are larger than ordinary rewards give.
     """
     rewards = [value for row in rows if isinstance(value := _value(row, "reward"), float)]

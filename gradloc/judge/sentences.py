@@ -27,6 +27,11 @@ _LAYER_GAIN = 0.25
 _SMALL_NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
 
+def lowered(sentence: str) -> str:
+    """A sentence to come after a colon: with a small letter, unless its first word is an abbreviation."""
+    return sentence[:1].lower() + sentence[1:] if sentence[1:2].islower() or sentence[1:2] == " " else sentence
+
+
 def in_one_line(line: Mapping[str, Any]) -> str:
     """The verdict with its check, then the summary, for logs and trackers; without a verdict the summary alone.
 

@@ -13,7 +13,7 @@ from .advantages import ADVANTAGE_ORDER, CHECK_ADVANTAGES, REWARD_SCALE
 from .log_probs import ENGINES_APART, OF_ROLLOUT, OF_SOME, OTHER_LOG_PROBS, REFERENCE, UNSAMPLED
 from .progress import resume_note
 from .rules import APART, APART_NATS, LARGE_ADVANTAGE, NATURAL_ADVANTAGE, RULES, Kind, Rule, is_apart
-from .sentences import auxiliary_in_words
+from .sentences import auxiliary_in_words, lowered
 from .shares import counted, is_unlike_its_like, is_unusual, layer_shares, percent, threshold_factor
 
 # The limits of `find_cause`.
@@ -288,7 +288,7 @@ def _the_culprits(spike: Spike) -> Verdict | None:
     is_likely = share * count >= LIKELY_TOKENS and ordinary is not None and ordinary <= LIKELY_ORDINARY
     others = "" if ordinary is None else f", and of {percent(ordinary)} of the other tokens"
     evidence = f"{'likely' if is_likely else 'possible'}: true of {counted(round(share * count), count)}{others}"
-    sentence = f"{claim} ({evidence}): {advice[0].lower()}{advice[1:]}{spike.note}"
+    sentence = f"{claim} ({evidence}): {lowered(advice)}{spike.note}"
     return as_verdict(name, sentence, spike.cause.check, share, ordinary)
 
 
@@ -366,8 +366,7 @@ def _weight_of_the_whole(spike: Spike) -> Verdict | None:
         return None
     times = max(each["weight"] for each in heavy) / median
     what = "one token weighs" if len(heavy) == 1 else f"{len(heavy)} tokens weigh up to"
-    advice = _WEIGHT.advice[0].lower() + _WEIGHT.advice[1:]
-    sentence = f"In the whole gradient, {what} as much as {times:.0f} ordinary tokens: {advice}"
+    sentence = f"In the whole gradient, {what} as much as {times:.0f} ordinary tokens: {lowered(_WEIGHT.advice)}"
     return as_verdict(_WEIGHT.name, sentence, _WEIGHT.check, 1.0, spike.ordinary.get(_WEIGHT.name))
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradloc.judge.rules import SOURCES
+from gradloc.judge.sentences import lowered
 
 from .charts import clips_chart, levels, run_level, timeline
 from .figures import count, part_of, short, shown, visible
@@ -27,7 +28,7 @@ from .spike_view import (
 from .summary import mini_batch_fields, summarize
 from .token_clips import EXPLANATION, beside_spike, done_to, signals_of
 from .view import Bar, Column, Table, View
-from .words import DIAGNOSES, FIGURES, Spike, brief, lowered, mini_batch_of
+from .words import DIAGNOSES, FIGURES, Spike, brief, mini_batch_of
 
 Row = Mapping[str, Any]
 Summary = Mapping[str, Any]

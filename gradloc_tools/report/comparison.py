@@ -8,11 +8,12 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gradloc.judge.sentences import lowered
+
 from .figures import count, culprit_factor, part_of, quoted, severity, short, shown, visible
 from .reading import Evidence
 from .summary import summarize, token_name
 from .view import Cell, Column, Table
-from .words import lowered
 
 # At most so many shared culprits are listed.
 SHARED = 50

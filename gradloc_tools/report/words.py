@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from gradloc.judge.rules import UNLIKELY
-from gradloc.judge.sentences import ranks_looked_at
+from gradloc.judge.sentences import lowered, ranks_looked_at
 
 from .figures import (
     SHORT_CHARACTERS,
@@ -255,11 +255,6 @@ def in_words(counts: Sequence[Mapping[str, Any]], events: int) -> str | None:
     if rest := events - sum(entry["events"] for entry in counts):
         parts.append(f"no verdict ({rest})")
     return ", ".join([parts[0], *map(lowered, parts[1:])])
-
-
-def lowered(sentence: str) -> str:
-    """A sentence to come after a colon: with a small letter, unless its first word is an abbreviation."""
-    return sentence[:1].lower() + sentence[1:] if sentence[1:2].islower() or sentence[1:2] == " " else sentence
 
 
 def mini_batch_of(event: Mapping[str, Any]) -> MiniBatch:

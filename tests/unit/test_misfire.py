@@ -72,7 +72,7 @@ def test_a_reward_value_that_holds_the_culprits_is_named() -> None:
     # A response without any merit has one far below the others.
     *((-20.0, 15.0, True), (-20.0, 2.5, False)),
 )
-def test_a_far_reward_is_named_in_however_many_responses(reward: float, advantage: float, found: bool) -> None:
+def test_a_far_reward_is_named_in_one_response_or_several(reward: float, advantage: float, found: bool) -> None:
     """If the advantages are larger than the other rewards are apart, which no normalized ones need to be."""
     rows, places = mini_batch(special=PROMPTS, reward=reward, advantage=advantage)
     beside = [place for place, row in rows.items() if row.reward == 0.0][:2]
