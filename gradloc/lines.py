@@ -232,6 +232,7 @@ class RunWarning(_RunWarning, total=False):
 
     share: Number
     column: str
+    factor: Positive
 
 
 class Verdict(TypedDict):
@@ -408,7 +409,7 @@ class _Step(Form, InStep):
 class Step(_Step, total=False):
     """The figures of a step. Older lines lack these."""
 
-    # causes of a whole run: `name`, `sentence`, `check`, `share` of responses, `column`
+    # causes of the run: `name`, `sentence`, `check`, `share` of responses, `column`, `factor`
     warnings: list[RunWarning]
     misplaced_share: Number  # share of responses whose log-probs belong to other tokens
 

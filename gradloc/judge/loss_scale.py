@@ -12,6 +12,8 @@ from ..lines import RunWarning
 LOSS_SCALE = "loss_scale"
 # A factor from 1/CLEAR to CLEAR is called 1.
 CLEAR = 1.25
+# A factor from here on is said of a single mini-batch: a step of so large a loss is a spike of its own.
+AT_ONCE = 4.0
 # How far a token's coefficient over its expected one may be from the factor, relative to it, for the middle 80% of the
 # tokens. Coefficients of half precision have an error of 2^-9.
 COEFFICIENT_SPREAD = 0.05
@@ -57,7 +59,7 @@ def loss_scale_warning(by_rank: Sequence[Sequence[float]]) -> RunWarning | None:
         by_rank (Sequence): The figures that `own_scale_figures` returned, of each rank.
 
     Returns:
-        dict: `name`, `sentence` and `check`; None if nothing is wrong, or nothing is known.
+        dict: `name`, `sentence`, `check` and `factor`; None if nothing is wrong, or nothing is known.
     """
     weights, modes, *_, micro_batches, filled = zip(*by_rank, strict=True)
     counts = {"ranks": len(by_rank), **({"micro-batches": micro_batches[0]} if len(set(micro_batches)) == 1 else {})}
@@ -68,11 +70,11 @@ def loss_scale_warning(by_rank: Sequence[Sequence[float]]) -> RunWarning | None:
             fitting.append("the share of positions that are no padding")
         if of_weights > CLEAR or (of_weights < 1 / CLEAR and fitting):
             what = f"the weights of all tokens add up to {of_weights:.4g} instead of 1 ({MODES[int(modes[0])]})"
-            return _warning(what, fitting)
+            return _warning(of_weights, what, fitting)
     of_coefficients = coefficient_factor(by_rank)
     if of_coefficients is not None and not is_one(of_coefficients):
         what = f"the loss's gradient is {of_coefficients:.4g} times what its weights, advantages and ratios give"
-        return _warning(what, fitting_numbers(of_coefficients, counts))
+        return _warning(of_coefficients, what, fitting_numbers(of_coefficients, counts))
     return None
 
 
@@ -112,10 +114,11 @@ def what_it_could_be(fitting: Sequence[str]) -> str:
     return f"; it could be {' or '.join([', '.join(fitting[:-1]), fitting[-1]] if len(fitting) > 1 else fitting)}"
 
 
-def _warning(what: str, fitting: Sequence[str]) -> RunWarning:
+def _warning(factor: float, what: str, fitting: Sequence[str]) -> RunWarning:
     return {
         "name": LOSS_SCALE,
         "sentence": f"The loss is scaled wrongly: {what}{what_it_could_be(fitting)}.",
         "check": f"{CHECK} In a checkout of GradLoc, `bash run_experiment.sh --embedded --fault loss_scale` plants "
         "this fault.",
+        "factor": factor,
     }

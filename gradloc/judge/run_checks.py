@@ -10,6 +10,7 @@ from ..lines import RunWarning
 from .advantages import AdvantageChecks
 from .layers import LayerChecks
 from .log_probs import WITHOUT_CAUSE, LogProbChecks
+from .loss_scale import AT_ONCE
 from .progress import IN_A_ROW, Progress, RunCheck, resume_note
 
 
@@ -47,12 +48,14 @@ class RunChecks:
         Args:
             sums (Sequence, optional): What `own_sums` returned, added up over the ranks; None after the first PPO
                 epoch, whose responses the others have again.
-            scaled (dict, optional): A warning that its loss is scaled wrongly; said once there are three in a row.
+            scaled (dict, optional): A warning that its loss is scaled wrongly; said at once where it is far too large,
+                else once there are three in a row.
             alignment (Sequence, optional): The same of `own_alignment`.
             columns (Sequence, optional): The same of `own_columns`.
         """
         self._scaled_times = 0 if scaled is None else self._scaled_times + 1
-        self._scaled = scaled if self._scaled_times >= IN_A_ROW else None
+        is_large = scaled is not None and scaled["factor"] >= AT_ONCE
+        self._scaled = scaled if is_large or self._scaled_times >= IN_A_ROW else None
         self._scaled_in_update = self._scaled or self._scaled_in_update
         self.log_probs.take_in(sums, alignment)
         self.advantages.take_in(columns)

@@ -7,8 +7,7 @@
 
 It trains nothing and needs no data: the model, sharded by FSDP2, gets random tokens in a plain loop without verl. In
 one copy of a step a token's advantage is multiplied, and the search must name that token and leave the gradient as it
-was. The same steps with and without detection take turns. MODEL is a folder or a name on the hub; its weights are
-needed.
+was. The same steps with and without detection take turns. MODEL is a folder or a name on the hub, with weights.
 
 exit codes: 0  it works here
             1  a token was not found, or the gradient is not what it should be

@@ -190,16 +190,16 @@ def test_the_sum_of_weights_is_checked_if_all_promise_the_same(modes: list[str],
 def test_an_update_warns_though_its_last_mini_batch_is_right() -> None:
     """The verdict on a spike in that one does not say so."""
     loop, blamed = Loop(Plain(), IDS, PROMPT, grad_norm_threshold=1e-6, bisect_budget_steps=2), []
-    for step, factors in enumerate(([3.0, 3.0, 3.0, 3.0, 1.0], [3.0])):
+    for step, factors in enumerate(([3.0, 3.0, 3.0, 3.0, 1.0], [3.0], [1.0, 5.0, 1.0])):
         loop.gradloc.start_update(step)
         for mini_batch, factor in enumerate(factors):
             loop.run_pass(weight=factor * EVEN, facts_of=lambda _: {"loss_agg_mode": "token-mean"})
             loop.gradloc.locate(0, mini_batch)
             loop.model.zero_grad()
         blamed.append([judged(event)["verdict"]["cause"] == "loss_scale" for event in loop.gradloc.events])
-        # In the second, one mini-batch alone is wrong.
-        assert [warning["name"] for warning in loop.gradloc.warnings] == ["loss_scale"] * (step == 0)
-    assert blamed == [[False, False, True, True, False], [False]]
+        # In the second and third, one mini-batch alone is wrong, in the third by so much that it is said at once.
+        assert [warning["name"] for warning in loop.gradloc.warnings] == ["loss_scale"] * (step != 1)
+    assert blamed == [[False, False, True, True, False], [False], [False, True, False]]
 
 
 @pytest.mark.parametrize(("stale_rows", "epochs", "warned"), [(1, 1, []), (1, 4, []), (4, 4, ["stale_weights"])])
