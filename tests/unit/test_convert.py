@@ -1,6 +1,5 @@
 """Bundles from other trainers' files: what they hold, what is refused, and that the search takes them."""
 
-import contextlib
 import json
 import math
 import os
@@ -288,8 +287,7 @@ ALL = range(4)
 
 @cases(
     "changed fields message",
-    ([1], {"log_probs": [-1.0]}, "field 'log_probs': its shape is (1,), and that of the response is (7,)"),
-    ([1], {"advantages": [1.0] * 8}, "field 'advantages': its shape is (8,), and that of the"),
+    ([1], {"advantages": [1.0] * 8}, "field 'advantages': its shape is (8,), and that of the response is (7,)"),
     ([1], {"response_mask": [1] * 6}, "field 'response_mask': its shape is"),
     ([1], {"log_probs": [[-1.0] * 7]}, "field 'log_probs': its shape is (1, 7), and that"),
     ([1], {"advantages": NAN}, "field 'advantages': it is nan at index 0; if training had that"),
@@ -480,16 +478,14 @@ def test_slime_train_data(convert: Any, tmp_path: Path, capsys: Capsys) -> None:
     assert printed.out == f"2 records. Next: gradloc convert {records_of_it} --out spike --step 31\n"
     assert printed.err == "31.pt: step 0 of 2, with the log-probs before the first.\n"
     bundle = convert(records_of_it, "--step", "31")
-    event = bundle.event
-    assert (event["global_step"], event["world_size"]) == (31, 2)
+    assert (bundle.event["global_step"], bundle.event["world_size"]) == (31, 2)
     assert bundle.rows == {(0, 0): [0], (1, 0): [0]}  # the first of each rank's two samples: the first step
-    lines = zip(records(), flat(bundle, "weight"), flat(bundle, "coefficient"), strict=False)
-    for line, weight, coefficient in lines:
+    for line, weight, coefficient in zip(records(), flat(bundle, "weight"), flat(bundle, "coefficient"), strict=False):
         # The rollout's mean over its 12 tokens, one rollout in the step; a rank's loss is two times its share.
         torch.testing.assert_close(weight, torch.full_like(weight, 2 / 12))
         torch.testing.assert_close(coefficient, -weight * torch.tensor(line["advantages"]))
-    assert event["suspected"][0]["position"] == BAD[1] and event["suspected"][0]["rank"] == 1
-    assert "not looked at" not in event["summary"]
+    first = bundle.event["suspected"][0]
+    assert (first["rank"], first["position"]) == (1, BAD[1]) and "not looked at" not in bundle.event["summary"]
     of_second = slime_records(slime_file(tmp_path / "31.pt"), step=1, per_token_loss=True)
     assert "--step 31 --loss-agg-mode token-mean\n" in capsys.readouterr().out
     weights = flat(convert(of_second, "--loss-agg-mode", "token-mean"), "weight")
@@ -545,12 +541,15 @@ def with_advantages(value: Any) -> Callable[[Path], None]:
     return change
 
 
+NOT_READ = "it has more than tensors and plain values, or is damaged"
 NO_FORM = "it has neither format 2 nor 'rollout_data'."
 NO_FIT = "is not train data of slime that fits together"
 DAMAGED = "is damaged, or older than torch 1.6: load it, and save it again."
 NO_LIST = "sample 0, field 'advantages': it must be a list of at most 4,194,304"
 SLIME: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "code": (lambda f: change_file(f, more=Pickled()), "it has more than tensors and plain values, or is damaged"),
+    "code": (lambda f: change_file(f, more=Pickled()), NOT_READ),
+    "another byte": (lambda f: f.write_bytes(slime_file(f).read_bytes().replace(b"\x80\x02}", b"\x80\x02a")), NOT_READ),
+    "not text": (lambda f: f.write_bytes(slime_file(f).read_bytes().replace(b"tokens", b"tok\x81ns")), NOT_READ),
     "compressed": (deflate, "a.pt is compressed, and files that torch.save writes are not."),
     "cut off": (lambda f: f.write_bytes(slime_file(f).read_bytes()[:1000]), DAMAGED),
     "older": (lambda f: torch.save({}, f, _use_new_zipfile_serialization=False), DAMAGED),
@@ -597,16 +596,6 @@ def test_a_file_of_slime_that_repeats_a_sample_is_refused(tmp_path: Path) -> Non
     make.__globals__["TOKENS"] = 10**4
     with pytest.raises(RecordError, match="a.pt has one too many: 1,048,576 records, 10,000 tokens at most."):
         make([file], tmp_path / "a.jsonl")
-
-
-def test_damage_anywhere_in_a_file_of_slime_is_refused(tmp_path: Path) -> None:
-    file = slime_file(tmp_path / "a.pt")
-    content = file.read_bytes()
-    start = content.index(b"data.pkl") + 64
-    for place in range(start, start + 400, 7):
-        file.write_bytes(content[:place] + b"\x81" + content[place + 1 :])
-        with contextlib.suppress(RecordError):  # it is none if it was in a value that is not read
-            slime_records(file)
 
 
 @pytest.mark.filterwarnings("default")
@@ -726,17 +715,13 @@ def test_the_example_for_trl_makes_records(convert: Any, tmp_path: Path, monkeyp
     monkeypatch.setitem(sys.modules, "trl", SimpleNamespace(GRPOTrainer=FakeTrainer))
     trainer = runpy.run_path(str(ROOT / "examples/trl_records.py"))["RecordingTrainer"]
     lines = records()
-    most = max(prompt for prompt, _ in LENGTHS)
     ids = [torch.tensor(line["response_ids"]) for line in lines]
-    prompts = torch.zeros(len(lines), most, dtype=torch.int64)
-    for row, line in zip(prompts, lines, strict=True):
-        row[most - len(line["prompt_ids"]) :] = torch.tensor(line["prompt_ids"])
-    lengths = torch.tensor([len(each) for each in ids])
+    prompts = [torch.tensor(line["prompt_ids"]) for line in lines]
     inputs = {
-        "prompt_ids": prompts,
-        "prompt_mask": torch.stack([torch.arange(most) >= most - prompt for prompt, _ in LENGTHS]).long(),
+        "prompt_ids": pad_sequence(prompts, batch_first=True, padding_side="left"),
+        "prompt_mask": pad_sequence([torch.ones_like(each) for each in prompts], batch_first=True, padding_side="left"),
         "completion_ids": pad_sequence(ids, batch_first=True),
-        "completion_mask": (torch.arange(int(lengths.max())) < lengths.unsqueeze(1)).long(),
+        "completion_mask": pad_sequence([torch.ones_like(each) for each in ids], batch_first=True),
         "tool_mask": padded(lines, "response_mask").long(),
         "advantages": torch.tensor([line["advantages"][0] for line in lines]),
         "old_per_token_logps": padded(lines, "old_log_probs"),
@@ -775,7 +760,6 @@ def test_a_search_of_the_bundle_finds_the_planted_token(convert: Any, tmp_path: 
         ids = torch.tensor([line["prompt_ids"] + line["response_ids"]])
         _, (log_prob,) = log_probs_of(lambda ids: model(ids).logits / 0.8, ids, len(line["prompt_ids"]))
         log_probs.append(log_prob)
-    for line, log_prob in zip(lines, log_probs, strict=True):
         line["log_probs"] = line["old_log_probs"] = log_prob.tolist()
         del line["ref_log_probs"], line["rollout_log_probs"]
     norm = norm_of(model, grpo_loss(log_probs, lines))

@@ -13,20 +13,7 @@ import pytest
 import torch
 from evidence import replay_result
 from notation import Caplog, Capsys, Patch, cases
-from small_bundles import (
-    RESPONSE,
-    ROWS,
-    VOCABULARY,
-    bundle,
-    kept,
-    replayed,
-    resave,
-    resign,
-    resign_tensors,
-    save_other_weights,
-    spikes,
-    tensors_of,
-)
+from small_bundles import ROWS, VOCABULARY, bundle, kept, replayed, resave, resign, resign_tensors, spikes, tensors_of
 
 from gradloc.bundles import bundle_writer, limits
 from gradloc.bundles.layout import NotReplayableError, Row
@@ -37,8 +24,7 @@ from gradloc_tools.replay import command, memory
 from gradloc_tools.replay.command import main
 from gradloc_tools.replay.measuring import measure, places
 from gradloc_tools.replay.memory import needed_memory
-from gradloc_tools.replay.model import Variant, default_variant, load, other_variants
-from gradloc_tools.replay.model import forward as forward_row
+from gradloc_tools.replay.model import Variant, default_variant, forward, load, other_variants
 from gradloc_tools.replay.verdict import sentences
 
 __all__ = ["bundle", "kept"]
@@ -91,6 +77,11 @@ def manifest(**changes: Any) -> Callable[[Manifest], Any]:
     return lambda m: m.update(changes)
 
 
+def clips(**of_one: Any) -> Callable[[Manifest], Any]:
+    return manifest(clips={"layer_clip": None, "token_clip": None, **of_one})
+
+
+CLIPS, OF_NO_SCALER = "its field 'clips' is malformed", ", which no gradient scaler has"
 CLIP = {"action": "drop", "factor": 4.0, "usual": {}, "limit": 1}
 OF_MANIFEST: dict[str, tuple[Callable[[Manifest], Any], str]] = {
     "a path": (of_entry(file="../../secret"), "'../../secret' is not the name of the file of its micro-batch"),
@@ -98,19 +89,11 @@ OF_MANIFEST: dict[str, tuple[Callable[[Manifest], Any], str]] = {
     "deep": (lambda m: m["versions"].update(a=json.loads("[" * 450 + "]" * 450)), "parsed: it nests too deep."),
     "full of lists": (lambda m: m["versions"].update(a=[[]] * 1_000_001), "it has over 1,000,000 lists and objects."),
     "many layers": (manifest(layers=["a"] * (limits.LAYERS + 1)), "it has 4,097 layers, and 4,096 are the limit."),
-    "many micro-batches": (
-        lambda m: m["micro_batches"].extend(m["micro_batches"] * 8),
-        "has 9 micro-batches, and 8 ar",
-    ),
+    "many micro-batches": (lambda m: m["micro_batches"].extend(m["micro_batches"] * 8), "has 9 micro-batches, and 8 a"),
     "many tokens": (lambda m: m["measured"].extend(m["measured"][:1] * 2048), "measured tokens, and 2,048 are the lim"),
     "many rows": (of_entry(rows=[0] * (limits.ROWS + 1)), "it has 65,537 rows in a micro-batch, and 65,536 are the l"),
-    **{
-        f"a loss scale of {value}": (
-            lambda m, value=value: m["event"].update(loss_scale=value),
-            f"its loss_scale is {value}, which no gradient scaler has",
-        )
-        for value in (1e-200, math.inf)
-    },
+    "a tiny scale": (lambda m: m["event"].update(loss_scale=1e-200), f"its loss_scale is 1e-200{OF_NO_SCALER}"),
+    "an infinite scale": (lambda m: m["event"].update(loss_scale=math.inf), f"its loss_scale is inf{OF_NO_SCALER}"),
     "something else": (manifest(kind="cake"), "is not that of a replay bundle"),
     "no event": (lambda m: m.pop("event"), "its field 'event' is missing or malformed"),
     "huge": (of_entry(bytes=10**15), "which is too much"),
@@ -119,16 +102,11 @@ OF_MANIFEST: dict[str, tuple[Callable[[Manifest], Any], str]] = {
     "infinite norm": (of_entry(norm=math.inf), MICRO_BATCHES),
     "other layers": (manifest(layers=["a"]), "are not those of the model"),
     "far token": (lambda m: m["event"]["culprits"][0].update(position=99), "names a token that its micro-batch does"),
-    **{
-        f"clips {clips}": (manifest(clips=clips), "its field 'clips' is malformed")
-        for clips in (
-            [],
-            {"token_clip": None},
-            {"layer_clip": {"a": {"norm": 1.0, "bound": "b", "factor": 1.0}}, "token_clip": None},
-            {"layer_clip": None, "token_clip": {**CLIP, "action": "os.system"}},
-            {"layer_clip": None, "token_clip": {**CLIP, "usual": {"a": -1.0}}},
-        )
-    },
+    "a list of clips": (manifest(clips=[]), CLIPS),
+    "one clip": (manifest(clips={"token_clip": None}), CLIPS),
+    "text as a bound": (clips(layer_clip={"a": {"norm": 1.0, "bound": "b", "factor": 1.0}}), CLIPS),
+    "another action": (clips(token_clip={**CLIP, "action": "os.system"}), CLIPS),
+    "negative signals": (clips(token_clip={**CLIP, "usual": {"a": -1.0}}), CLIPS),
 }
 
 
@@ -165,9 +143,7 @@ def test_a_damaged_bundle_is_refused_in_one_sentence(bundle: Path, kept: Path, c
 class Counted(list[Any]):
     """A list that counts how often it is gone through."""
 
-    def __init__(self, entries: list[Any]) -> None:
-        super().__init__(entries)
-        self.times = 0
+    times = 0
 
     def __iter__(self) -> Any:
         self.times += 1
@@ -271,44 +247,35 @@ NO_MEMORY = Mock(side_effect=torch.cuda.OutOfMemoryError("no memory"))  # no GPU
 
 
 @cases(
-    "take_too_much",
-    *(lambda: torch.empty(2**60), lambda: bytearray(2**62), NO_MEMORY),
-    ids=["torch", "python", "cuda"],
+    "take_too_much figures",
+    *((take, "") for take in (lambda: torch.empty(2**60), lambda: bytearray(2**62), NO_MEMORY)),
+    (None, ": at least 0.0 GiB are needed, and 0.0 are free"),
+    ids=["torch", "python", "cuda", "foreseen"],
 )
-def test_a_comparison_that_runs_out_of_memory_is_left_out(
-    bundle: Path, kept: Path, monkeypatch: Patch, capsys: Any, take_too_much: Callable[[], None]
+def test_a_comparison_without_enough_memory_is_left_out(
+    bundle: Path, kept: Path, monkeypatch: Patch, capsys: Any, take_too_much: Callable[[], None] | None, figures: str
 ) -> None:
     def measured(opened: Any, model: Any, *arguments: Any, **options: Any) -> Any:
-        if model.module.config._attn_implementation == full:
+        if take_too_much and model.module.config._attn_implementation == full:
             take_too_much()
         return measure(opened, model, *arguments, **options)
 
+    loaded = Mock(wraps=load)
+    monkeypatch.setattr(command, "load", loaded)
     monkeypatch.setattr(command, "measure", measured)
+    if take_too_much is None:
+        monkeypatch.setattr(memory, "free_memory", Mock(side_effect=[2**40, 0, 0]))
     full = "eager"
     found = replayed(bundle, kept / "model", capsys)
-    assert found["notes"] == ["Not compared with float32, eager: it takes more memory than there is."]
+    assert found["notes"] == [f"Not compared with float32, eager: it takes more memory than there is{figures}."]
     assert found["variants"] == []
+    assert (len(loaded.call_args_list) == 1) == (take_too_much is None)
     full = "sdpa"
     assert main([str(bundle), "--model", str(kept / "model")]) == 2
     assert capsys.readouterr().err.splitlines()[1:] == [
-        "float32, sdpa takes more memory than there is. "
+        f"float32, sdpa takes more memory than there is{figures}. "
         "Take another --device, --dtype or --attention, or a machine with more memory."
     ]
-
-
-def test_a_replay_without_enough_memory_is_refused(
-    bundle: Path, kept: Path, monkeypatch: Patch, capsys: Capsys
-) -> None:
-    loaded = Mock(wraps=load)
-    monkeypatch.setattr(command, "load", loaded)
-    monkeypatch.setattr(memory, "free_memory", Mock(side_effect=[2**40, 0, 0]))
-    notes = replayed(bundle, kept / "model", capsys)["notes"]
-    assert [str(call.args[2]) for call in loaded.call_args_list] == ["float32, sdpa"]
-    figures = "at least 0.0 GiB are needed, and 0.0 are free"
-    assert notes == [f"Not compared with float32, eager: it takes more memory than there is: {figures}."]
-    assert main([str(bundle), "--model", str(kept / "model")]) == 2
-    said = capsys.readouterr().err.splitlines()[1]
-    assert said.startswith(f"float32, sdpa takes more memory than there is: {figures}. Take ")
 
 
 @pytest.mark.parametrize(("dtype", "attention"), [("float32", "eager"), ("float32", "sdpa"), ("bfloat16", "eager")])
@@ -317,7 +284,7 @@ def test_the_estimate_is_a_bound_from_below(bundle: Path, kept: Path, dtype: str
     opened = open_bundle(bundle)
     (saved,) = opened.micro_batches.values()
     length = 512
-    saved.rows[:] = [Row(torch.zeros(length).long(), torch.arange(length), RESPONSE, 1.0)] * ROWS
+    saved.rows[:] = [Row(torch.zeros(length).long(), torch.arange(length), saved.rows[0].response_length, 1.0)] * ROWS
     model = load(opened, str(kept / "model"), Variant(dtype, attention), "cpu", None, False)
     storages: dict[int, tuple[torch.UntypedStorage, int]] = {}
 
@@ -327,8 +294,7 @@ def test_the_estimate_is_a_bound_from_below(bundle: Path, kept: Path, dtype: str
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        row = saved.rows[0]
-        log_prob, _ = forward_row(model, row, False)
+        log_prob, _ = forward(model, saved.rows[0], False)
         log_prob.sum().backward()
     gradients = sum(p.numel() for p in model.module.parameters()) * model.dtype.itemsize
     taken = sum(size for _, size in storages.values()) + gradients
@@ -354,15 +320,6 @@ def test_the_memory_of_a_container_counts(tmp_path: Path, monkeypatch: Patch) ->
         (group / "memory.current").write_text("200000\n")
         (group / "memory.stat").write_text("anon 150000\nfile 50000\n")
     assert memory.free_memory("cpu") == 150000
-
-
-@pytest.mark.target(version="0.9.1")
-def test_other_weights_are_told_from_trainings(bundle: Path, kept: Path, tmp_path: Path, capsys: Capsys) -> None:
-    models = kept / "model", Path(save_other_weights(tmp_path / "other"))
-    texts = [" ".join(replayed(bundle, model, capsys, "--only")["sentences"]) for model in models]
-    assert "these are the weights of training." in texts[0]
-    assert "these are probably other weights than those of training. The bundle is of step 1;" in texts[1]
-    assert "no checkpoint before it was known." in texts[1]
 
 
 def test_a_resumed_run_keeps_both_bundles_of_a_step(tmp_path: Path) -> None:
@@ -439,6 +396,7 @@ def result(**changes: Any) -> dict[str, Any]:
     ({"unit": {"others": [4.0]}}, "It vanishes with float32, eager: the norm is 4 there, so float32, sdpa makes"),
     ({"unit": {"others": [math.nan]}}, "It does not vanish with float32, eager"),
     ({}, "these are the weights of training."),
+    ({"log_probs": APART}, "these are probably other weights than those of training. The bundle is of step 3; "),
     ({"log_probs": APART}, "The bundle is of step 3; the last checkpoint before it was /runs/global_step_2/actor."),
     ({"log_probs": APART, "checkpoint": None}, "The bundle is of step 3; no checkpoint before it was known."),
     ({"log_probs": {"tokens": 4, "nonfinite": 4, "mean": None, "max": None}}, "No log-prob is finite"),

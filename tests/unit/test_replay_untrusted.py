@@ -18,17 +18,7 @@ from notation import Capsys, Patch, cases
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from small_bundles import bundle, kept, resign, small_model
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    PretrainedConfig,
-    PreTrainedModel,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedModel
 from transformers.utils import hub
 
 from gradloc.adapters.replay_bundles import _model_facts
@@ -131,11 +121,15 @@ def auto_map(model: Path, marker: Path, **changes: Any) -> None:
     change_json(model / "config.json", auto_map=code, **changes)
 
 
+def tokenizer_code(model: Path, marker: Path) -> None:
+    write_code(model / "tokenization_evil.py", marker)
+    change_json(model / "tokenizer_config.json", auto_map={"AutoTokenizer": ["tokenization_evil.Evil", None]})
+
+
 def generation_elsewhere(model: Path, marker: Path) -> None:
     elsewhere = model.parent / "elsewhere"
     write_code(elsewhere / "custom_generate" / "generate.py", marker)
-    for place in (str(elsewhere), "../elsewhere", "attacker/generation"):
-        change_json(model / "generation_config.json", custom_generate=place, _name_or_path=place)
+    change_json(model / "generation_config.json", custom_generate=str(elsewhere), _name_or_path="attacker/generation")
     (model / "custom_generate").symlink_to(elsewhere / "custom_generate")
 
 
@@ -183,43 +177,31 @@ def pipe(file: Path) -> None:
 ON_THE_HUB = {"AutoConfig": "attacker/code--a.EvilConfig", "AutoModelForCausalLM": "attacker/code--a.EvilModel"}
 PYTHON_FILES = ("__init__", "torch", "json", "sitecustomize", "generate", "modeling_llama")
 KERNELS = [f"{of}_implementation{end}" for of in ("attn", "_attn", "experts", "_experts") for end in ("", "_internal")]
+FP8 = {"quant_method": "fp8"}
+ODD = {"hidden_act": {"a": 1}, "rope_scaling": [1], "to_dict": 3}
+NOT_LOADED = "cannot be loaded"
 # The attack, and what is said: None where the folder is used without what is bad in it.
 ATTACKS: dict[str, tuple[Callable[[Path, Path], Any], str | None]] = {
     "custom generation": (custom_generate, None),
     "code for a known type": (auto_map, None),
-    "code for an unknown type": (lambda m, x: auto_map(m, x, model_type="evil"), "cannot be loaded"),
+    "code for an unknown type": (lambda m, x: auto_map(m, x, model_type="evil"), NOT_LOADED),
     "code on the hub": (lambda m, x: change_json(m / "config.json", auto_map=ON_THE_HUB, _name_or_path="a/b"), None),
-    "a tokenizer's code": (
-        lambda m, x: [
-            write_code(m / "tokenization_evil.py", x),
-            change_json(m / "tokenizer_config.json", auto_map={"AutoTokenizer": ["tokenization_evil.Evil", None]}),
-        ],
-        None,
-    ),
+    "a tokenizer's code": (tokenizer_code, None),
     "Python files": (lambda m, x: [write_code(m / f"{name}.py", x) for name in PYTHON_FILES], None),
     "generation of another folder": (generation_elsewhere, None),
     "pickled weights": (pickled_weights, "it has no model.safetensors"),
-    "a pickle by another name": (lambda m, x: write_pickle(m / "model.safetensors", x), "cannot be loaded"),
+    "a pickle by another name": (lambda m, x: write_pickle(m / "model.safetensors", x), NOT_LOADED),
     "an index of pickles": (index_of_pickles, "'pytorch_model.bin' is not the name of a safetensors file"),
     "an index that leads out": (index_that_leads_out, "'../weights.safetensors' is not the name of"),
     "weights named by the configuration": (named_weights, None),
     "kernels": (lambda m, _: [change_json(m / "config.json", **{name: "attacker/kernel"}) for name in KERNELS], None),
-    "quantized": (
-        lambda m, _: change_json(m / "config.json", quantization_config={"quant_method": "fp8"}),
-        "its weights are quantized",
-    ),
+    "quantized": (lambda m, _: change_json(m / "config.json", quantization_config=FP8), "its weights are quantized"),
     "an adapter of a model on the hub": (adapter, None),
     "an adapter of another folder": (adapter_of_another_folder, None),
     "a pipe as configuration": (lambda model, _: pipe(model / "config.json"), "config.json"),
     "a pipe as weights": (lambda model, _: pipe(model / "model.safetensors"), "it has no model.safetensors"),
-    "deep": (
-        lambda model, _: (model / "config.json").write_text('{"a": ' + "[" * 990 + "]" * 990 + "}"),
-        "cannot be loaded",
-    ),
-    "odd values": (
-        lambda model, _: change_json(model / "config.json", hidden_act={"a": 1}, rope_scaling=[1], to_dict=3),
-        "cannot be loaded",
-    ),
+    "deep": (lambda m, _: (m / "config.json").write_text('{"a": ' + "[" * 990 + "]" * 990 + "}"), NOT_LOADED),
+    "odd values": (lambda m, _: change_json(m / "config.json", **ODD), NOT_LOADED),
 }
 
 
@@ -278,23 +260,21 @@ def by_a_link(bundle: Path, model: Path) -> str:
     return str(model.parent / "link")
 
 
+BESIDE, NO_FOLDER = "in or beside the bundle", "no folder of this machine"
 # Where the manifest's path leads, and what is said.
 PATHS: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
-    "beside the bundle": (lambda b, m: copied(m, b.parent / "model"), "in or beside the bundle"),
-    "beside the evidence": (lambda b, m: copied(m, b.parent.parent / "checkpoint"), "in or beside the bundle"),
-    "in the bundle": (lambda b, m: copied(m, b / "model"), "in or beside the bundle"),
-    "by dots": (
-        lambda b, m: f"{m}/../{os.path.relpath(copied(m, b.parent / 'model'), m.parent)}",
-        "in or beside the bundle",
-    ),
-    "by a link": (by_a_link, "in or beside the bundle"),
+    "beside the bundle": (lambda b, m: copied(m, b.parent / "model"), BESIDE),
+    "beside the evidence": (lambda b, m: copied(m, b.parent.parent / "checkpoint"), BESIDE),
+    "in the bundle": (lambda b, m: copied(m, b / "model"), BESIDE),
+    "by dots": (lambda b, m: f"{m}/../{os.path.relpath(copied(m, b.parent / 'model'), m.parent)}", BESIDE),
+    "by a link": (by_a_link, BESIDE),
     "relative": (lambda b, m: os.path.relpath(m), "a relative path"),
     "here": (lambda b, m: os.chdir(m) or ".", "a relative path"),
-    "home": (lambda b, m: "~/model", "no folder of this machine"),
-    "on the hub": (lambda b, m: "attacker/model", "no folder of this machine"),
-    "a null byte": (lambda b, m: f"{m}\0", "no folder of this machine"),
-    "too long": (lambda b, m: "/a" * 5000, "no folder of this machine"),
-    "no text": (lambda b, m: {"a": 1}, "no folder of this machine"),
+    "home": (lambda b, m: "~/model", NO_FOLDER),
+    "on the hub": (lambda b, m: "attacker/model", NO_FOLDER),
+    "a null byte": (lambda b, m: f"{m}\0", NO_FOLDER),
+    "too long": (lambda b, m: "/a" * 5000, NO_FOLDER),
+    "no text": (lambda b, m: {"a": 1}, NO_FOLDER),
 }
 
 
@@ -310,7 +290,7 @@ def test_a_path_from_the_bundle_is_not_taken(
     code, out, error = download.replay(model=False)
     assert code == 2 and out == "" and error.count("\n") == 1
     assert message in error and "give it with --model." in error and download.asked == []
-    if isinstance(path, str) and message != "no folder of this machine":
+    if isinstance(path, str) and message != NO_FOLDER:
         assert download.replay("--model", path, model=False)[0] == 0
 
 
@@ -323,14 +303,10 @@ def test_a_relative_path_is_recorded_as_an_absolute_one(download: Download, monk
 
 
 SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-MODELS: dict[str, Callable[[], tuple[type[PreTrainedModel], PretrainedConfig]]] = {
-    "tied": lambda: (LlamaForCausalLM, LlamaConfig(**SIZES, tie_word_embeddings=True)),
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "tied": lambda: small_model(tie_word_embeddings=True),
     # transformers 5 fuses the experts while it loads.
-    "experts": lambda: (MixtralForCausalLM, MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4)),
-    "other experts": lambda: (
-        Qwen3MoeForCausalLM,
-        Qwen3MoeConfig(**SIZES, num_key_value_heads=2, num_experts=4, moe_intermediate_size=8, head_dim=8),
-    ),
+    "experts": lambda: MixtralForCausalLM(MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4)),
 }
 
 
@@ -339,8 +315,7 @@ MODELS: dict[str, Callable[[], tuple[type[PreTrainedModel], PretrainedConfig]]] 
 def test_a_safe_folder_gives_the_same_model(tmp_path: Path, name: str) -> None:
     """In several files; the tests above have one."""
     torch.manual_seed(0)
-    kind, config = MODELS[name]()
-    kind(config).save_pretrained(tmp_path / "model", max_shard_size="4KB")
+    MODELS[name]().save_pretrained(tmp_path / "model", max_shard_size="4KB")
     assert (tmp_path / "model" / "model.safetensors.index.json").exists()
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     with safe_model(str(tmp_path / "model")) as folder:
@@ -383,7 +358,6 @@ def pickled_adapter(lora: Path, marker: Path) -> None:
 
 @cases(
     "change message",
-    (lambda lora, _: (lora / "adapter_model.safetensors").unlink(), "it has no adapter_model.safetensors."),
     (pickled_adapter, "it has no adapter_model.safetensors."),
     (
         lambda lora, _: change_json(lora / "adapter_config.json", peft_type="XLORA", adapters={"0": "attacker/a"}),
