@@ -1,5 +1,6 @@
 """Bundles from other trainers' files: what they hold, what is refused, and that the search takes them."""
 
+import contextlib
 import json
 import math
 import os
@@ -596,6 +597,16 @@ def test_a_file_of_slime_that_repeats_a_sample_is_refused(tmp_path: Path) -> Non
     make.__globals__["TOKENS"] = 10**4
     with pytest.raises(RecordError, match="a.pt has one too many: 1,048,576 records, 10,000 tokens at most."):
         make([file], tmp_path / "a.jsonl")
+
+
+def test_damage_anywhere_in_a_file_of_slime_is_refused(tmp_path: Path) -> None:
+    file = slime_file(tmp_path / "a.pt")
+    content = file.read_bytes()
+    start = content.index(b"data.pkl") + 64
+    for place in range(start, start + 400, 7):
+        file.write_bytes(content[:place] + b"\x81" + content[place + 1 :])
+        with contextlib.suppress(RecordError):  # it is none if it was in a value that is not read
+            slime_records(file)
 
 
 @pytest.mark.filterwarnings("default")

@@ -18,7 +18,14 @@ from notation import Capsys, Patch, cases
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from small_bundles import bundle, kept, resign, small_model
-from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 from transformers.utils import hub
 
 from gradloc.adapters.replay_bundles import _model_facts
@@ -307,6 +314,9 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "tied": lambda: small_model(tie_word_embeddings=True),
     # transformers 5 fuses the experts while it loads.
     "experts": lambda: MixtralForCausalLM(MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4)),
+    "other experts": lambda: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**SIZES, num_key_value_heads=2, num_experts=4, moe_intermediate_size=8, head_dim=8)
+    ),
 }
 
 
