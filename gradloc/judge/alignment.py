@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from ..lines import RunWarning
+from .sentences import lowered
 
 # The limits of the rules in docs/reference/verdict.md.
 SHIFTS = (-1, 1, -2, 2, -3, 3)
@@ -214,7 +215,7 @@ def misaligned_warning(off: Mapping[str, Off | None], lasting: bool = False) -> 
     unsure = column == "rollout" and "reference" not in off and each.kind in ("moved", "lost", "other_row", "unrelated")
     share = "under 1%" if each.share < 0.01 else f"{each.share:.0%}"
     where = f"in {share} of the responses" if each.share < 0.995 else "in all responses"
-    others = _COLUMNS[other][0][0].lower() + _COLUMNS[other][0][1:]
+    others = lowered(_COLUMNS[other][0])
     if each.kind == "moved":
         by = "one position" if abs(shift) == 1 else f"{abs(shift)} positions"
         way, back = ("late", "early") if shift < 0 else ("early", "late")

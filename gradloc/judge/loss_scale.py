@@ -12,7 +12,7 @@ from ..lines import RunWarning
 LOSS_SCALE = "loss_scale"
 # A factor from 1/CLEAR to CLEAR is called 1.
 CLEAR = 1.25
-# A factor from here on is said of a single mini-batch: a step of so large a loss is a spike of its own.
+# A loss that is so many times too large is a spike by itself: one mini-batch of it is enough for a warning.
 AT_ONCE = 4.0
 # How far a token's coefficient over its expected one may be from the factor, relative to it, for the middle 80% of the
 # tokens. Coefficients of half precision have an error of 2^-9.

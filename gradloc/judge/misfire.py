@@ -146,9 +146,9 @@ def misfire(event: Event, rows: Mapping[Place, RewardedRow]) -> Verdict | None:
 def _far_reward(culprits: Sequence[RewardedRow], rows: Sequence[RewardedRow], count: int) -> Verdict | None:
     """The verdict that one reward value far from all others makes the advantages.
 
-    A value that many responses have, as those of a data source, is none. The culprits' advantages are larger than the
-    others are apart, which no baseline among these gives. Below them are responses without any merit, unless advantages
-    are larger than ordinary rewards give.
+    A value that many responses have, as those of a data source, does not count. The culprits' advantages must be larger
+    than the other rewards are apart: no baseline among these gives that. A value below all others is that of responses
+    without any merit, unless advantages are larger than ordinary rewards give.
     """
     rewards = [value for row in rows if isinstance(value := _value(row, "reward"), float)]
     for value in {min(rewards), max(rewards)} if len(rewards) == len(rows) else ():
