@@ -23,7 +23,8 @@ def ordinary_counts(
 ) -> Tensor:
     """For how many of this rank's ordinary tokens each rule holds, for `ordinary_shares`.
 
-    Ordinary tokens are the response tokens that can move and are no culprits.
+    Ordinary tokens are the response tokens that can move, have an advantage, and are no culprits. Of a token without
+    one, the KL loss or the entropy bonus makes all of the gradient.
 
     Args:
         culprits (Collection): This rank's, too.
@@ -38,6 +39,8 @@ def ordinary_counts(
         # The numbers from which a culprit's facts are made.
         tokens = micro_batch.portable(scale, inputs=False).tokens
         ordinary = tokens["response_mask"].bool() & movable(tokens)
+        if "advantage" in tokens:
+            ordinary &= tokens["advantage"] != 0
         for at, row, position in culprits:
             if at == index:
                 ordinary[row, position] = False

@@ -30,19 +30,19 @@ SPLIT_SHARES, SPLIT, SPLIT_BOUNDED = (0.1, 0.8), 0.2, 0.1
 
 # What `own_sums` gives, by place. "gap" is |rollout − policy|, "bounded" the same with at most `BOUNDED` nats a
 # token, "distance" is |rollout − reference|, "moved" is |policy − reference|, and "along" the product of
-# rollout − policy and policy − reference; responses are "far" whose mean gap is
-# over `APART_GAP`, and "far_tokens", "far_gap" and "far_bounded" are theirs. A response is stale if its log-probs are
-# the reference's and not the policy's, fresh if it is the other way round, and unclear if neither holds although one
-# of the two is far. "own_gap" is |old − now| in the update's first mini-batch, whose forward pass has the weights of
-# the old log-probs. "weighted" are all tokens with a weight; those of them that the policy did not produce count
-# nowhere else. "differing" have not the old log-prob for the rollout's.
+# rollout − policy and policy − reference; responses are "far" whose mean gap is over `APART_GAP`, and "far_tokens",
+# "far_gap" and "far_bounded" are theirs. A response is stale if its log-probs are the reference's and not the policy's,
+# fresh if it is the other way round, and unclear if neither holds although one of the two is far. "own_gap" is
+# |old − now| in the update's first mini-batch, whose forward pass has the weights of the old log-probs, and "step_gap"
+# in later ones: how far the update's own steps have moved. "weighted" are all tokens with a weight; those of them that
+# the policy did not produce count nowhere else. "differing" have not the old log-prob for the rollout's.
 SUMS = (
     *("weighted", "unsampled", "differing", "tokens", "gap", "bounded", "larger", "smaller"),
     *("difference", "difference_square", "level", "level_square", "product"),
     *("responses", "far", "far_tokens", "far_gap", "far_bounded", "distance", "moved"),
     *("moved_square", "along"),
     *("stale", "fresh", "unclear", "stale_tokens", "stale_gap", "stale_distance"),
-    *("positive", "own_tokens", "own_gap", "own_to_rollout", "own_old_to_rollout"),
+    *("positive", "own_tokens", "own_gap", "own_to_rollout", "own_old_to_rollout", "step_tokens", "step_gap"),
 )
 
 

@@ -70,6 +70,9 @@ LAST_PART, LAG_LEFT, LAG_MOST = 0.5, 0.7, 0.9
 NEXT_LAG = 0.9  # lags are kept for parts of the last step that are by so much smaller than the one before
 # An optimizer step does not make so large a gap of so small a one.
 POLICY_GAP = (0.05, 0.3)
+# What an update's steps move the policy by, in the mean of its later mini-batches, is about half of its whole way. So
+# a gap of at most `PATH` times that of the last `LATE_UPDATES` may be that of a rollout which is late by so many.
+PATH, LATE_UPDATES = 2.5, 4
 # A learning rate so many times the mean of those before moves the policy farther than a rollout is late.
 RATE_FACTOR = 5.0
 # Log-probs that were so much alike, and suddenly are not at all, belong to other tokens.
@@ -153,6 +156,8 @@ class LogProbChecks(RunCheck):
         self._split_at_first = False
         # Since the rollout lacks a part of the policy's way: [the last step's part of it, what the rollout lacks].
         self._lags: list[list[float]] = []
+        # How far each of the last updates' own steps moved the policy; empty where updates have a single step.
+        self._steps: list[float] = []
         # The mean log-prob of the last update.
         self._level: float | None = None
         # The mean |rollout − reference| of the last update; and whether a rollout since then has weights of no step.
@@ -214,6 +219,14 @@ class LogProbChecks(RunCheck):
         before, after = POLICY_GAP
         return self._gap is not None and self._gap < before and self._sums.mean("gap") > after
 
+    def _may_have_moved(self, updates: int) -> bool | None:
+        """Whether the last updates may have moved the policy by the gap; None where nothing shows how far they went."""
+        return self._sums.mean("gap") <= PATH * sum(self._steps[-updates:]) if self._steps else None
+
+    def _is_far_by_late_weights(self) -> bool:
+        """Whether updates go so far that a rollout which is late by some has a gap as the rules take for a fault's."""
+        return sum(self._steps) >= POLICY_GAP[1] and bool(self._may_have_moved(LATE_UPDATES))
+
     def _has_jumped(self) -> bool:
         """Whether the policy's and the rollout's log-probs are suddenly others, in the mean."""
         return self._level is not None and abs(self._sums.mean("level") - self._level) > LEVEL_JUMP * abs(self._level)
@@ -241,9 +254,13 @@ class LogProbChecks(RunCheck):
         """Whether the update shows for certain what holds in it, or others before it have shown the same."""
         if rule in _SELF_EVIDENT:
             return True
-        if rule == "stale_reference" and self._updates < STALE_UPDATES:
-            near = self._sums["stale_distance"] <= STALE_AT_ONCE * self._sums["stale_gap"]
-            if self._updates < STALE_UPDATES - 1 or not near:
+        if rule == "stale_reference":
+            part = self._sums["stale_distance"] / self._sums["stale_gap"]
+            if self._updates < (STALE_UPDATES - 1 if part <= STALE_AT_ONCE else STALE_UPDATES):
+                return False
+            # All of a late rollout's responses may be nearer to the reference while the policy moves ever faster.
+            is_whole = (self._sums.share_of_reference() or 0.0) >= WHOLE_SHARE
+            if is_whole and part >= INITIAL_RATIO and self._is_far_by_late_weights():
                 return False
         is_first = self._progress.is_first
         jumped = self._leaps() or (is_first and self._sums.mean("gap") > POLICY_GAP[1])
@@ -297,6 +314,11 @@ class LogProbChecks(RunCheck):
         self._off_path = gap >= STALE_GAP and (self._off_path or self._leaves_path())
         self._distance, self._level = self._sums.mean("distance"), self._sums.mean("level")
         self._tilt = self._sums.tilt() if gap >= STALE_GAP else None
+        if steps := self._sums["step_tokens"]:  # two passes with the same weights differ by a little
+            noise = self._sums["own_gap"] / (self._sums["own_tokens"] or 1.0)
+            self._steps = [*self._steps, max(self._sums["step_gap"] / steps - noise, 0.0)][-LATE_UPDATES:]
+        else:
+            self._steps = []
         self._gap, self._updates = gap, self._updates + 1
         kinds = self._sums.two_kinds()
         self._split = (math.inf, 0) if kinds is None else (min(self._split[0], kinds[0]), self._split[1] + 1)
@@ -324,6 +346,8 @@ class LogProbChecks(RunCheck):
             is_sudden = before > ALIKE and pair != "reference"  # from which the policy moves away
             limit = SUDDENLY_UNRELATED if is_sudden else UNRELATED_CORRELATION
             limits[pair] = limit if before > RELATED else None
+        if self._sums["tokens"] and self._is_far_by_late_weights():
+            limits["rollout"] = None
         found = {} if self._sums.alignment is None else find_off(self._sums.alignment, limits)
         reference = found.get("reference")
         is_unrelated = reference is not None and reference.kind == "unrelated"
@@ -444,6 +468,8 @@ class LogProbChecks(RunCheck):
         went_back = self._sums.mean("distance") < STALE_RATIO * self._distance and self._distance > STALE_GAP
         # After a loaded checkpoint, other weights may be in the rollout at first.
         jumped = self._leaps() and not went_back and self._progress.since_resume is None
+        # The first update may go far.
+        jumped &= self._updates > 1 if (moved := self._may_have_moved(1)) is None else not moved
         since_first = self._progress.is_first or self._has_been_since_first()
         if not (since_first or jumped or self._times.get("policy_log_probs")):
             return None
@@ -590,6 +616,7 @@ class LogProbChecks(RunCheck):
         # At first, a late rollout differs by what the policy has moved since the reference.
         is_late = at < IN_A_ROW and not (self._sums["moved"] and abs(self._sums.lead()[1]) < LED_CORRELATION / 2)
         is_sudden = is_wide and not is_late and jumped >= max(FIRST_GAP, APART_GROWTH * before)
+        is_moved = self._may_have_moved(LATE_UPDATES)
         is_long = len(readings) >= APART_UPDATES
         has_grown = is_long and gap >= max(APART_GAP, APART_GROWTH * max(each[0] for each in readings[: IN_A_ROW + 1]))
         is_steady = is_long and least <= (readings[len(readings) // 2][0] - first) / (gap - first) <= most
@@ -597,10 +624,12 @@ class LogProbChecks(RunCheck):
         if is_jump and gap >= APART_GROWTH * before:
             about = "" if self._stride == 1 else "about "
             since = "" if step is None else f" since {about}step {step}"
-            what = f"differ by {gap:.2g} nats in the mean{since}, and by {before:.2g} before: look at what changed then"
+            what = f"differ by {gap:.2g} nats in the mean{since}, and by {before:.2g} before"
             related = self._sums.related()
-            if related is not None and related < HARDLY_RELATED:
-                what += f", and at whether they are still of the same tokens (correlation {related:.2f})"
+            if not is_moved:
+                what += ": look at what changed then"
+                if related is not None and related < HARDLY_RELATED:
+                    what += f", and at whether they are still of the same tokens (correlation {related:.2f})"
         elif has_grown or (is_steady and gap >= APART_GAP):
             what = f"have drifted apart{since}, from {first:.2g} to {gap:.2g} nats in the mean"
         elif is_long and gap > large:
@@ -608,7 +637,7 @@ class LogProbChecks(RunCheck):
         else:
             return None
         rollout, policy = self._sums.mean("distance"), self._sums.mean("moved")
-        if rollout < NEARER * policy:
+        if rollout < NEARER * policy and not self._is_far_by_late_weights():
             rising = [reading[0] for reading in readings if reading[0] >= APART_GAP]
             is_clear = self._sums.far_share >= CLEAR_SHARE
             if not at_once and is_clear and len(rising) >= IN_A_ROW and gap >= STILL_RISING * rising[0]:
@@ -622,6 +651,8 @@ class LogProbChecks(RunCheck):
                 f"The rollout is nearer to the reference ({rollout:.2g}) than the policy is ({policy:.2g}), as with "
                 "weights of some steps before."
             )
+        elif is_moved:
+            why = "The last updates have moved the policy as far: a rollout that is late by some steps differs as much."
         else:
             why = "Either the engines compute differently, or the rollout's weights are old"
             why += "." if rollout else "; a reference tells which (use_kl_loss=True with kl_loss_coef=0)."

@@ -103,10 +103,12 @@ def _of_micro_batch(tokens: Mapping[str, Tensor], first: bool, bypass: bool) -> 
         "far_bounded": torch.where(far, bounded.sum(1), 0.0).sum(),
         "positive": (counted & (rollout > ONE_SIDE_NATS)).sum(),
     }
-    if first and "old_log_prob" in tokens:
+    if "old_log_prob" in tokens:
         own = counted & ~bypassed & log_prob.isfinite()
         columns = {"own_gap": old - log_prob, "own_to_rollout": rollout - log_prob, "own_old_to_rollout": rollout - old}
-        sums["own_tokens"] = own.sum()
+        if not first:
+            columns = {"step_gap": old - log_prob}
+        sums["own_tokens" if first else "step_tokens"] = own.sum()
         for name, each in columns.items():
             sums[name] = torch.where(own, each.clamp(-LARGEST, LARGEST).abs(), 0.0).sum()
     if "ref_log_prob" in tokens:

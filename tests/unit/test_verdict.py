@@ -71,6 +71,7 @@ def micro_batch(seed: int, without: tuple[str, ...]) -> MicroBatch:
         for value in (math.nan, math.inf, -math.inf):
             tokens[name][random.randrange(ROWS), random.randrange(LENGTH)] = value
     tokens["weight"][0, 0] = 0.0
+    tokens["advantage"][1] = 0.0
     kept = {name: tensor for name, tensor in tokens.items() if name not in without}
     return MicroBatch({}, [*range(ROWS)], (torch.zeros(1), None), kept)
 
@@ -90,6 +91,8 @@ def shares_of_a_loop(
                 if not (tokens["response_mask"][row, position] and moves) or (index, row, position) in culprits:
                     continue
                 facts = token_evidence(tokens, row, position)
+                if facts["advantage"] == 0:
+                    continue
                 is_finite = math.isfinite(coefficient) and math.isfinite(facts["log_prob"])
                 facts |= {"grad_norm": 1.0 if is_finite else math.nan, "layer_norms": {"a": 1.0}}
                 found.append(classify(facts, medians))
