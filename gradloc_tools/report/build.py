@@ -8,7 +8,7 @@ from typing import Any
 from gradloc.judge.rules import SOURCES
 from gradloc.judge.sentences import lowered
 
-from .charts import clips_chart, levels, run_level, timeline
+from .charts import clips_chart, levels, run_level, steps_or_numbers, timeline
 from .figures import count, part_of, short, shown, visible
 from .reading import Evidence
 from .replays import advice_by_source, replay_tables
@@ -56,6 +56,7 @@ def build(evidence: Evidence, rows: int = PAGE_ROWS, details: int = DETAILED) ->
     kept = {*_largest_of_each_first(culprits)[:rows]} if details else range(rows)
     culprits = [pair for i, pair in enumerate(culprits) if i in kept]
     advice = advice_by_source(evidence.replays)
+    rules = {source: (rule.meaning, visible(advice[source])) for source, rule in SOURCES.items()}
     view = View(
         title=_title(summary),
         opening=_opening(summary, evidence),
@@ -71,12 +72,12 @@ def build(evidence: Evidence, rows: int = PAGE_ROWS, details: int = DETAILED) ->
         facts=_facts(summary),
         notes=[*map(visible, summary["notes"])],
         by_step=summary["events_by_step"],
-        tables=_tables(summary, evidence, culprits),
+        tables=_tables(summary, evidence, culprits, rules),
         replays=[replay_tables(result) for result in evidence.replays],
         help=[*FIGURES.values()] if evidence.steps else [],
-        rules={source: (rule.meaning, visible(advice[source])) for source, rule in SOURCES.items()},
+        rules=rules,
+        bars=_bars(summary),
     )
-    view.bars = _bars(summary)
     if clips := summary["token_clip"]:
         how = EXPLANATION if clips["largest_tokens"] else ""
         hint = visible(" ".join(clips["sentences"]))
@@ -184,7 +185,9 @@ def _facts(summary: Summary) -> list[tuple[str, str, str]]:
     return [*found, ("Extra passes", f"{summary['passes']:,}", f"{summary['seconds']:.1f} s in all")]
 
 
-def _tables(summary: Summary, evidence: Evidence, culprits: Sequence[tuple[Spike, Row]]) -> dict[str, Table]:
+def _tables(
+    summary: Summary, evidence: Evidence, culprits: Sequence[tuple[Spike, Row]], rules: Mapping[str, tuple[str, str]]
+) -> dict[str, Table]:
     """The tables in the order of the terminal."""
     listed, events = summary["largest_events"], summary["events"]
     every = len(listed) == events
@@ -205,7 +208,14 @@ def _tables(summary: Summary, evidence: Evidence, culprits: Sequence[tuple[Spike
             summary["diffuse"],
         ),
         "suspected": table_of(summary["suspected_title"], SUSPECTED, summary["suspected"]),
-        "sources": _sources(summary),
+        "sources": Table(
+            "What looks wrong",
+            (Column("Source", "badge"), Column("Culprits", "num"), Column("Share", "num"), Column("Rule, what to do")),
+            [
+                [source, f"{n:,}", part_of(n, summary["culprits"]), "\n".join(rules[source])]
+                for source, n in summary["sources"].items()
+            ],
+        ),
         "culprits": table_of(
             "The culprits" if len(culprits) == summary["culprits"] else "The largest culprits",
             CULPRITS,
@@ -228,16 +238,6 @@ def _happened(event: Row, first: bool) -> str:
 def _sentences(title: str, said: Sequence[tuple[Row, str]]) -> Table:
     rows = [["–" if of["global_step"] is None else str(of["global_step"]), visible(text)] for of, text in said if text]
     return Table(title, (Column("Step", "num"), Column("")), rows)
-
-
-def _sources(summary: Summary) -> Table:
-    advice = advice_by_source(summary["replays"])
-    rows = [
-        [source, f"{n:,}", part_of(n, summary["culprits"]), f"{SOURCES[source].meaning}\n{visible(advice[source])}"]
-        for source, n in summary["sources"].items()
-    ]
-    columns = (Column("Source", "badge"), Column("Culprits", "num"), Column("Share", "num"), Column("Rule, what to do"))
-    return Table("What looks wrong", columns, rows)
 
 
 def _clip_tables(summary: Summary, evidence: Evidence) -> dict[str, Table]:
@@ -281,11 +281,11 @@ def _add_spikes(view: View, evidence: Evidence, culprits: Sequence[tuple[Spike, 
     mine: list[list[int]] = [[] for _ in evidence.spikes]
     for i, (spike, _) in enumerate(culprits):
         mine[spike.index].append(i)
-    have_steps = all(spike.step is not None for spike in evidence.spikes)
+    what, places = steps_or_numbers(evidence.spikes)
     signals = signals_of(evidence.clips)
     steps = evidence.steps if _span(evidence) > FEW_STEPS else {}
     for spike in evidence.spikes:
-        place = f"Step {spike.step}" if have_steps else f"Event {spike.index + 1}"
+        place = f"{what.capitalize()} {places[spike.index]}"
         said = beside_spike(signals.get(spike.mini_batch)) if spike.step is not None else None
         before = steps if spike.index < details else {}
         view.spikes.append(spike_view(spike, place, said, before, mine[spike.index]))

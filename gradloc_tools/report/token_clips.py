@@ -5,20 +5,16 @@
 import heapq
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_type_hints
 
 from gradloc.judge.sentences import DONE
+from gradloc.lines import ClippedToken
 
 from .figures import SHORT_CHARACTERS, clipped, count, rounded, severity
 from .words import MiniBatch, mini_batch_of
 
 # At most so many boundaries are named in a sentence.
 _NAMED = 8
-
-_TOKEN_FIELDS = (
-    "rank micro_batch row position multiple cut token_id weight advantage log_prob old_log_prob rollout_log_prob reward"
-).split()
-_SHORT_TEXTS = ("boundary", "token", "data_source", "uid")
 
 # How the table's tokens are to be read.
 EXPLANATION = (
@@ -44,15 +40,6 @@ def _all_cut(signals: Signals) -> bool:
     return 0 < signals["over"] <= signals["cut"]
 
 
-def clipped_tokens(
-    lines: Sequence[Mapping[str, Any]], most: int, spikes: Collection[MiniBatch]
-) -> list[dict[str, Any]]:
-    """The tokens furthest over their bounds, NaN first; `spike` says whether their mini-batch has a spike."""
-    pairs = [(line, token) for line in lines for token in line["token_clip"]["tokens"]]
-    largest = heapq.nlargest(most, pairs, key=lambda pair: severity(pair[1]["multiple"]))
-    return [rounded({**_row(line, token), "spike": mini_batch_of(line) in spikes}) for line, token in largest]
-
-
 def summarize_clips(
     lines: Sequence[Mapping[str, Any]], spikes: Collection[MiniBatch], top: int
 ) -> dict[str, Any] | None:
@@ -68,23 +55,28 @@ def summarize_clips(
             these all were cut and left no spike, `with_spike`, how many of them have a spike; `over` and `cut`, how
             many signals; by boundary, `refused`, in how many mini-batches some were left because there were too many,
             and `boundaries`, the tokens that were first over their bound there; `tokens`, how many are named;
-            `by_step`, for each step `over`, `cut` and `stopped`, whether all its mini-batches were; `largest_tokens`.
+            `by_step`, for each step `over`, `cut` and `stopped`, whether all its mini-batches were; `largest_tokens`,
+            those furthest over their bounds, NaN first, each with `spike`, whether its mini-batch has one.
     """
     if not lines:
         return None
     signals = signals_of(lines)
     stopped = {key for key, of_one in signals.items() if _all_cut(of_one) and key not in spikes}
     found_in = [line["token_clip"] for line in lines]
+    pairs = [(line, token) for line in lines for token in line["token_clip"]["tokens"]]
+    largest = heapq.nlargest(top, pairs, key=lambda pair: severity(pair[1]["multiple"]))
     found = {
         "mini_batches": len(signals),
         "stopped": len(stopped),
         "with_spike": sum(key in spikes for key in signals),
         **{name: sum(of_one[name] for of_one in signals.values()) for name in ("over", "cut")},
         "refused": _by_boundary(boundary for found in found_in for boundary in dict.fromkeys(found["refused"])),
-        "boundaries": _by_boundary(token["boundary"] for found in found_in for token in found["tokens"]),
-        "tokens": sum(len(found["tokens"]) for found in found_in),
+        "boundaries": _by_boundary(token["boundary"] for _, token in pairs),
+        "tokens": len(pairs),
         "by_step": _by_step(signals, stopped),
-        "largest_tokens": clipped_tokens(lines, top, spikes),
+        "largest_tokens": [
+            rounded({**_row(line, token), "spike": mini_batch_of(line) in spikes}) for line, token in largest
+        ],
     }
     title = "Tokens that TokenClip cut" if found["cut"] else "Tokens that TokenClip found"
     return {"title": title, "sentences": _sentences(found), **found}
@@ -109,12 +101,11 @@ def beside_spike(signals: Signals | None) -> str | None:
 
 def _row(line: Mapping[str, Any], token: Mapping[str, Any]) -> dict[str, Any]:
     """A token as one row of a table."""
+    fields = {name: token.get(name) for name in get_type_hints(ClippedToken)}
     return {
         **{name: line[name] for name in ("global_step", "epoch", "mini_batch")},
         "action": line["token_clip"]["action"],
-        **{name: token.get(name) for name in _TOKEN_FIELDS},
-        **{name: clipped(token.get(name), SHORT_CHARACTERS) for name in _SHORT_TEXTS},
-        "context": clipped(token.get("context")),
+        **{name: clipped(value) if isinstance(value, str) else value for name, value in fields.items()},
     }
 
 
