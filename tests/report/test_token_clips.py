@@ -150,14 +150,6 @@ def test_what_is_kept_of_a_hostile_line_is_bounded(view: Any) -> None:
     assert "5,000 backward signals" in made.texts["clips-hint"] and "(1), …" in made.texts["clips-hint"]
 
 
-@pytest.mark.parametrize("columns", [60, 140])
-def test_every_width_has_the_figures(show: Any, columns: int) -> None:
-    long = {"token": "t" * 300, "context": "c" * 300, "data_source": "d" * 300, "boundary": "layers.1"}
-    lines = show(events=[clip(123456, [one(12.5, **long)])], columns=columns).splitlines()
-    assert max(map(len, lines)) <= columns
-    assert all(any(wanted in line for line in lines) for wanted in ("123456", "layers.1", "12.5", "dropped"))
-
-
 def test_without_texts_no_unknown_field_is_left() -> None:
     """Of the known ones, test_trackers.py looks at what is sent."""
     line = clip(4, [{**one(), "stowaway": "secret"}]) | {"stowaway": "secret"}

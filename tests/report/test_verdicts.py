@@ -10,12 +10,10 @@ import pytest
 from evidence import ORDINARY, Event, culprit, event, spike, unsearched, verdict_on, write, write_steps
 from notation import cases, memory_peak
 
-from gradloc.evidence.writer import jsonable
+from gradloc.evidence.writer import jsonable, record_step
 from gradloc.judge.rules import SOURCES
 from gradloc.judge.verdict import CAUSES
-from gradloc_tools import report
 from gradloc_tools.report import words
-from gradloc_tools.report.summary import warnings_of
 from gradloc_tools.report.view import json_of
 
 NEWER = {"cause": "stale", "culprits": 1.0, "ordinary": 1.0, "check": "`look` shows it."}
@@ -198,6 +196,12 @@ def test_a_warning_is_shown_once_as_it_was_said_last(tmp_path: Path, show: Any, 
     assert summary("--since", "4")["warnings"] == [{**last, **when}]
     assert view(since=4).warnings == [("Warning in step 5: The rollout is far behind.", [STALE["check"]], "")]
     assert not summary("--since", "6")["warnings"]
+    # Of a step that is repeated after a resume, the last line counts.
+    write_steps(tmp_path, 6, {2: [STALE], 4: [STALE]})
+    assert [each["when"] for each in summary()["warnings"]] == ["Warning in 2 steps, first in step 2"]
+    record_step(str(tmp_path), None, {}, [other])
+    assert [each["when"] for each in summary()["warnings"]] == ["Warning", "Warning in 2 steps, first in step 2"]
+    assert len(summary("--since", "1")["warnings"]) == 1
 
 
 def test_the_command_of_a_warning_has_a_bundle_of_the_run(tmp_path: Path, view: Any) -> None:
@@ -207,22 +211,6 @@ def test_the_command_of_a_warning_has_a_bundle_of_the_run(tmp_path: Path, view: 
     spikes = [{**spike(1), "replay": "replay/step1"}, {**spike(2), "replay": "replay/it's step2"}, spike(3)]
     ((_, (check,), _),) = view(spikes).warnings
     assert check == f"`gradloc replay {shlex.quote(f'{tmp_path}/replay/it' + chr(39) + 's step2')}` compares them."
-
-
-def test_of_a_step_that_was_repeated_the_last_line_counts() -> None:
-    found = report.Evidence("run")
-
-    def said(*steps: tuple[int | None, list[dict[str, str]]]) -> list[tuple[Any, ...]]:
-        for step, warnings in steps:
-            found.add_step({"global_step": step, "warnings": warnings})
-        return [(warning["first_step"], warning["steps"], warning["when"]) for warning in warnings_of(found)]
-
-    added = said((1, []), (2, [STALE]), (3, [STALE]), (2, []), (3, [STALE]), (4, [STALE]))
-    assert [warning[:2] for warning in added] == [(3, 2)]
-    assert said((3, []), (4, [])) == []
-    assert [warning[2] for warning in said((None, [STALE]))] == ["Warning"]
-    found.since = 1
-    assert said() == []
 
 
 @pytest.mark.parametrize(("steps", "spikes", "shown"), [(5, [1], 0), (6, [1], 1), (0, [1, 5], 0), (0, [1, 6], 1)])

@@ -295,8 +295,10 @@ def samples(count: int) -> list[Event]:
     return events
 
 
-def step_figures(events: Sequence[Event], last: int) -> dict[int, dict[str, float | None]]:
-    """The figures of every step of a run with these spikes."""
+def write_steps(
+    directory: Path, last: int, warnings: dict[int, list[dict[str, str]]] | None = None, events: Sequence[Event] = ()
+) -> dict[int, dict[str, float | None]]:
+    """Writes the figures of the steps up to `last` of a run with these spikes, with warnings by step; returns them."""
     generator = random.Random(1)
     spikes: dict[int, float] = {}
     for found in events:
@@ -315,16 +317,7 @@ def step_figures(events: Sequence[Event], last: int) -> dict[int, dict[str, floa
             "unlikely_share": 0.004 * noise[3],
             "triggered": sum(found["global_step"] == step for found in events),
         }
-    return steps
-
-
-def write_steps(
-    directory: Path, last: int, warnings: dict[int, list[dict[str, str]]] | None = None, events: Sequence[Event] = ()
-) -> dict[int, dict[str, float | None]]:
-    """Writes the figures of the steps up to `last` of a run with these spikes, with warnings by step; returns them."""
-    steps = step_figures(events, last)
-    for step, figures in steps.items():
-        record_step(str(directory), step, figures, (warnings or {}).get(step, ()))
+        record_step(str(directory), step, steps[step], (warnings or {}).get(step, ()))
     return steps
 
 
