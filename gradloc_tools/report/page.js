@@ -29,16 +29,14 @@ function start() {
   fill("replay-list", view.replays.map(makeReplay));
   get("help").append(...makeTerms([...Object.keys(view.rules).map(ruleOf), ...view.help]));
   for (const [id, chart] of Object.entries(view.charts)) drawChart(id, chart, tables[chart.table]);
-  if (tables.clips) startClips(tables.clips);
+  if (tables.clips?.rows.length) {
+    fill("clips-table", [makeTable(tables.clips, "h-clips", "clips-rows")]);
+    showRows("clips-rows", tables.clips.rows, (row) => makeRow(tables.clips, row, { tabindex: -1 }));
+  }
   if (spikes.length) startSpikes();
   // The keyboard scrolls to what it moves to; the tip goes along.
   addEventListener("scroll", placeTip, { capture: true, passive: true });
   addEventListener("keydown", (press) => press.key === "Escape" && hideTip());
-}
-
-function startClips(table) {
-  fill("clips-table", table.rows.length ? [makeTable(table, "h-clips", "clips-rows")] : []);
-  if (table.rows.length) showRows("clips-rows", table.rows, (row) => makeRow(table, row, { tabindex: -1 }));
 }
 
 function startSpikes() {

@@ -162,14 +162,6 @@ def _measured(token: Row) -> str:
     return f"token {token['position']} of row {token['row']}: {short(token['grad_norm'])}{carried}"
 
 
-def in_words(spike: Spike, place: str) -> str:
-    """Where a spike is."""
-    epoch, mini_batch = spike.event["epoch"], spike.event["mini_batch"]
-    if not epoch and not mini_batch:
-        return place
-    return f"{place}, mini-batch {mini_batch}" + (f" of epoch {epoch}" if epoch else "")
-
-
 def spike_view(
     spike: Spike, place: str, clipped_said: str | None, steps: Mapping[int, Row], culprits: Sequence[int]
 ) -> SpikeView:
@@ -182,7 +174,10 @@ def spike_view(
         steps (Mapping): The figures by step, where those before it are to be shown.
         culprits (Sequence[int]): The numbers of its culprits on the page, the largest first.
     """
-    event, title = spike.event, in_words(spike, place)
+    event = spike.event
+    epoch, mini_batch = event["epoch"], event["mini_batch"]
+    title = f"{place}, mini-batch {mini_batch}" if epoch or mini_batch else place
+    title += f" of epoch {epoch}" if epoch else ""
     largest = max(event["culprits"], key=lambda culprit: severity(culprit["grad_norm"]), default=None)
     found = without_culprit(spike) if largest is None else f"{token_cell(largest)[0][:20]}  {times_of(largest)}"
     left = len(event["culprits"]) - len(culprits)
