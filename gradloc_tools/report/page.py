@@ -37,8 +37,8 @@ def packed(view: View) -> str:
     return base64.b64encode(gzip.compress(json_of(view).encode(), mtime=0)).decode()
 
 
-def write_whole(path: str | os.PathLike[str], *texts: str) -> None:
-    """Writes texts, one after the other, to a file that appears under its name only when it is complete.
+def write_whole(path: str | os.PathLike[str], text: str) -> None:
+    """Writes a text to a file that appears under its name only when it is complete.
 
     Its directory is created if it does not exist.
 
@@ -52,7 +52,7 @@ def write_whole(path: str | os.PathLike[str], *texts: str) -> None:
     descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         with open(descriptor, "w", encoding="utf-8", errors="replace") as file:
-            file.writelines(texts)
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(unfinished, path)

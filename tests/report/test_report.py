@@ -729,7 +729,7 @@ def test_a_page_is_not_written_through_a_link(tmp_path: Path) -> None:
     folder.mkdir()
     for name in (f".page.html.{os.getpid()}", "page.html"):
         (folder / name).symlink_to(outside)
-    page.write_whole(folder / "page.html", "a", "b")
+    page.write_whole(folder / "page.html", "ab")
     assert outside.read_text() == "mine"
     assert (folder / "page.html").read_text() == "ab" and not (folder / "page.html").is_symlink()
     assert (folder / "page.html").stat().st_mode & 0o777 == 0o644
@@ -737,7 +737,7 @@ def test_a_page_is_not_written_through_a_link(tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError):
         page.write_whole(folder, "a")
     with pytest.raises(TypeError):
-        page.write_whole(folder / "page.html", "a", 7)  # type: ignore[arg-type]
+        page.write_whole(folder / "page.html", 7)  # type: ignore[arg-type]
     assert set(folder.iterdir()) == before and (folder / "page.html").read_text() == "ab"
 
 
