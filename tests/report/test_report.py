@@ -603,18 +603,6 @@ def test_long_texts_leave_room_for_the_figures(show: Any, columns: int) -> None:
     assert all(any(wanted in line for line in lines) for wanted in ("123456", "layers.1", "12.5", "dropped"))
 
 
-def test_a_missing_package_is_one_clear_sentence(show: Any, summary: Any, monkeypatch: Patch) -> None:
-    for name in [name for name in sys.modules if name.split(".")[0] == "rich"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "rich", None)
-    with pytest.raises(SystemExit) as exit:
-        show(events=[spike(1)])
-    where = f"not installed for {sys.executable}: run pip install '.' in GradLoc's checkout"
-    assert exit.value.code == f"The summary in the terminal needs rich, {where}"
-    # Whatever is missing, the summary is there for programs.
-    assert summary()["events"] == 1
-
-
 # The view
 
 

@@ -414,13 +414,13 @@ def test_what_is_missing_does_not_break_the_page(page: Page, tmp_path: Path) -> 
         del bare[name]
     slim = culprit(1, ["c", "d"], 8000.0, response_suspicion=None)
     no_step = event(None, [bare, slim], ordinary_layer_norms=None, error="rank 0: Oops")
-    page.open(build(tmp_path, [no_step, event(4, [], complete=False, mini_batch=1)], top=1))
+    page.open(build(tmp_path, [no_step, event(4, [], complete=False, epoch=2, mini_batch=1)], top=1))
     assert f"id {bare['token_id']}" in page.column(1)[0] and page.one("#spike").text == "Event 1"
     assert "rank 0: Oops" in page.one("#story").text and len(page.all("#strip .piece")) == 2
     page.all("#chips button")[1].click()
     assert "--top" in page.one("#strip").text
     page.one("#next").click()
-    assert page.one("#spike").text == "Event 2, mini-batch 1" and not page.one("#culprit").is_displayed()
+    assert page.one("#spike").text == "Event 2, mini-batch 1 of epoch 2" and not page.one("#culprit").is_displayed()
 
 
 def test_a_spike_is_told_in_order_and_its_check_can_be_copied(page: Page, whole_run: Path) -> None:

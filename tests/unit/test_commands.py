@@ -1,5 +1,6 @@
 """The command `gradloc`: what it takes, what it says of what is missing, and that its help opens with an example."""
 
+import json
 import os
 import subprocess
 import sys
@@ -80,3 +81,8 @@ def test_what_is_not_installed_is_one_sentence(name: str) -> None:
     extra = "." if name == "report" else ".[replay]"
     missing = "rich" if name == "report" else "torch"
     assert missing in line and line.endswith(f"run pip install '{extra}' in GradLoc's checkout")
+
+
+def test_a_reports_figures_are_there_whatever_is_missing() -> None:
+    done = without_packages("gradloc_tools", "report", "examples/spike", "--json")
+    assert done.returncode == 0 and json.loads(done.stdout)["events"] == 1
