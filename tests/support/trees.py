@@ -125,6 +125,10 @@ class Patch:
     whole: bytes
 
 
+def diff(repo: Path, old: str, new: str) -> bytes:
+    return (git(repo, "diff", "--full-index", "--no-renames", "--no-color", old, new) + "\n").encode()
+
+
 def small_patch(scratch: Path, version: str = "0.7.0") -> Patch:
     copy_base(scratch)
     if version != "0.7.0":
@@ -133,11 +137,8 @@ def small_patch(scratch: Path, version: str = "0.7.0") -> Patch:
     for step in (add_package, hook, fix):
         step(scratch)
         commits.append(commit_all(scratch))
-
-    def diff(old: str, new: str) -> bytes:
-        return (git(scratch, "diff", "--full-index", "--no-renames", "--no-color", old, new) + "\n").encode()
-
-    return Patch(*(diff(*pair) for pair in itertools.pairwise(commits)), diff(commits[0], commits[-1]))
+    parts = (diff(scratch, *pair) for pair in itertools.pairwise(commits))
+    return Patch(*parts, diff(scratch, commits[0], commits[-1]))
 
 
 class Project:

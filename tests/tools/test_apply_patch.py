@@ -153,13 +153,10 @@ def test_unknown_files_left_behind_are_named(project: Project, tree: Path, tmp_p
 def test_tree_of_an_older_patch(project: Project, tree: Path, tmp_path: Path, patched: dict) -> None:
     """--reverse with the old project leads to the new patch, and so does restoring verl."""
     scratch = trees.copy_base(tmp_path / "scratch")
-    trees.commit_all(scratch)
-    (scratch / ACTOR).write_text("# older\n")
-    (scratch / "verl/utils/gradloc").mkdir()
-    (scratch / NEW).write_text("x = 0\n")
-    trees.git(scratch, "add", "-A")
-    diff = trees.git(scratch, "diff", "--cached", "--full-index", "HEAD") + "\n"
-    older = Project(tmp_path / "older", Patch(b"", diff.encode(), b"", b""))
+    base = trees.commit_all(scratch)
+    trees.write(scratch / ACTOR, "# older\n")
+    trees.write(scratch / NEW, "x = 0\n")
+    older = Project(tmp_path / "older", Patch(b"", trees.diff(scratch, base, trees.commit_all(scratch)), b"", b""))
     older.said("--repo", tree)
     refuses(project, tree, 11, ACTOR, "older version", "--reverse")
     older.said("--repo", tree, "--reverse")

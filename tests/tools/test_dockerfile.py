@@ -75,13 +75,9 @@ def make_wheel(place: Path) -> None:
                     wheel.write(file, file.relative_to(trees.BASE_TREE))
 
 
-@pytest.fixture
-def image(tmp_path: Path) -> Image:
+def test_its_lines_make_a_verl_that_run_experiment_takes(tmp_path: Path) -> None:
     make_wheel(tmp_path)
-    return Image(tmp_path)
-
-
-def test_its_lines_make_a_verl_that_run_experiment_takes(image: Image) -> None:
+    image = Image(tmp_path)
     install, patch, check, load = arguments_of("RUN")
     refused = image.run(install)
     assert refused.returncode != 0 and "give --build-arg TARGET=VERSION" in refused.stderr

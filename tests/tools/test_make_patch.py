@@ -88,22 +88,17 @@ def copy_base(place: Path) -> Path:
     return base
 
 
-def make(place: Path) -> Made:
-    made = start(copy_base(place / "base"), place)
+@pytest.fixture
+def made(base_tree: Path, tmp_path: Path) -> Made:
+    made = start(copy_base(tmp_path / "base"), tmp_path)
     edit(made)
     ran(made.repo())
     return made
 
 
 @pytest.fixture
-def made(base_tree: Path, tmp_path: Path) -> Made:
-    return make(tmp_path)
-
-
-@pytest.fixture
-def fixed(base_tree: Path, tmp_path: Path) -> Made:
-    """As made, with a fix in a file that has a hook and one in a file that has none."""
-    made = make(tmp_path)
+def fixed(made: Made) -> Made:
+    """With a fix in a file that has a hook and one in a file that has none."""
     before = made.project.hooks.read_bytes()
     made.change(ACTOR, "import os\n", "import os  # fixed\n")
     made.change(ALGOS, "import numpy", "# fixed\nimport numpy")
@@ -113,9 +108,8 @@ def fixed(base_tree: Path, tmp_path: Path) -> Made:
 
 
 @pytest.fixture
-def two(base_tree: Path, tmp_path: Path) -> Made:
+def two(made: Made, tmp_path: Path) -> Made:
     """A second target, with a hook of its own; the checkout and the base are its own."""
-    made = make(tmp_path)
     made.project.add_target("0.7.1", None)
     shutil.copytree(made.base, made.project.place / "build/0.7.0/base")
     base = shutil.copytree(made.base, made.project.place / "build/0.7.1/base")

@@ -18,6 +18,8 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
+from notation import cases
+from process_ids import processes_naming
 
 import trees
 
@@ -55,19 +57,16 @@ def submit(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
     return trees.run("bash", ROOT / "examples/ray_job.sh", *arguments, **settings | environment)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "environment", "code", "sentence"),
-    [
-        (["OUTPUT_DIR=outputs"], {}, 2, "give OUTPUT_DIR=/..."),
-        (["OUTPUT_DIR=/a"], {"PYTHON": "false"}, 2, "false does not run: set PYTHON"),
-        (["OUTPUT_DIR=/a"], {"PYTHON": "true"}, 2, "true has no verl"),
-        (["--no-such-option", "--", "OUTPUT_DIR=/a"], {}, 5, "job submit --no-such-option --runtime-env-json"),
-    ],
+@cases(
+    "arguments environment code sentence",
+    (["OUTPUT_DIR=outputs"], {}, 2, "give OUTPUT_DIR=/..."),
+    (["OUTPUT_DIR=/a"], {"PYTHON": "false"}, 2, "false does not run: set PYTHON"),
+    (["OUTPUT_DIR=/a"], {"PYTHON": "true"}, 2, "true has no verl"),
+    (["--no-such-option", "--", "OUTPUT_DIR=/a"], {}, 5, "job submit --no-such-option --runtime-env-json"),
 )
 def test_refusals(place: Path, arguments: list[str], environment: dict[str, str], code: int, sentence: str) -> None:
     """The last one is of Ray, here a stand-in: its exit code is the script's."""
-    (place / "ray").write_text('#!/bin/sh\necho "$*" >&2\nexit 5\n')
-    (place / "ray").chmod(0o755)
+    trees.write(place / "ray", '#!/bin/sh\necho "$*" >&2\nexit 5\n', 0o755)
     done = submit(*arguments, PATH=f"{place}:{os.environ['PATH']}", **environment)
     assert done.returncode == code and sentence in done.stderr
     assert not list(place.glob("tmp.*")), "temporary files are left"
@@ -81,10 +80,6 @@ def free_ports(count: int) -> list[int]:
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
             ports.append(port)
     return ports
-
-
-def processes_of(place: Path) -> list[psutil.Process]:
-    return [each for each in psutil.process_iter(["cmdline"]) if str(place) in " ".join(each.info["cmdline"] or [])]
 
 
 @contextlib.contextmanager
@@ -105,9 +100,9 @@ def ray_head() -> Iterator[str | None]:
             address = f"http://127.0.0.1:{dashboard}"
         yield address
         ray.send_signal(signal.SIGTERM)
-        psutil.wait_procs(processes_of(place), timeout=60)
+        psutil.wait_procs(processes_naming(str(place)), timeout=60)
     finally:
-        for process in processes_of(place):
+        for process in processes_naming(str(place)):
             process.kill()
         ray.wait()
         shutil.rmtree(place, ignore_errors=True)
@@ -135,11 +130,8 @@ def real_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_job_of_a_real_ray_has_the_patched_verl(place: Path) -> None:
     (place / "probe.py").write_text(PROBE)
     probe = f'{place}/probe.py {ROOT}/apply_patch.py "${{@:3}}"'
-    python = place / "python"
-    python.write_text(
-        f'#!/bin/bash\n[[ "$*" != "{TRAINER} "* ]] || exec {sys.executable} {probe}\nexec {sys.executable} "$@"\n'
-    )
-    python.chmod(0o755)
+    text = f'#!/bin/bash\n[[ "$*" != "{TRAINER} "* ]] || exec {sys.executable} {probe}\nexec {sys.executable} "$@"\n'
+    python = trees.write(place / "python", text, 0o755)
     (place / "data.parquet").touch()
     files = [f"TRAIN_FILES={place}/data.parquet", f"VAL_FILES={place}/data.parquet"]
     settings = ["--python", str(python), "NNODES=2", f"OUTPUT_DIR={place}/a run's $HOME", "+x=[1,'2']", *files]

@@ -21,6 +21,7 @@ from typing import Any
 import pandas
 import pytest
 import verl
+from process_ids import processes_naming
 from runs import CRITIC, clips_in, events_in, interpreter, started
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -37,18 +38,6 @@ PREPARED = ROOT / ".embedded" / (f"{trees.TARGET}-plugin" if trees.HAS_PLUGINS e
 THRESHOLD = 80.0
 ANSWERS, STEPS = 16, 3
 SAMPLES = 4  # to each prompt, of which right_answers.py makes one right
-
-
-def processes_naming(text: str) -> set[int]:
-    """The processes with the text in their command line."""
-    found = set()
-    for file in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if text.encode() in file.read_bytes():
-                found.add(int(file.parent.name))
-        except OSError:
-            continue
-    return found
 
 
 @contextlib.contextmanager
@@ -253,7 +242,7 @@ def test_an_interrupt_ends_ray_too(tmp_path: Path) -> None:
             assert script.poll() is None
             time.sleep(0.5)
         # Ray's workers lose their command line, but share their session with those that keep it.
-        (session,) = {os.getsid(pid) for pid in processes_naming(ray) - {script.pid}}
+        (session,) = {os.getsid(each.pid) for each in processes_naming(ray) if each.pid != script.pid}
         script.send_signal(signal.SIGINT)
         assert script.wait() == 130
     assert not Path(ray).exists()
