@@ -149,7 +149,6 @@ class Target:
     folder: Path
     version: str
     commit: str | None  # None where it is not known
-    wheel_sha256: str
 
     @property
     def hooks(self) -> Path:
@@ -454,7 +453,7 @@ def read_pin(path: Path) -> Target:
             f"{path} must hold the lines VERSION={path.parent.name}, WHEEL_SHA256=<64 hex digits> and, where it is "
             "known, COMMIT=<40 hex digits>; restore it"
         )
-    return Target(path.parent, version, commit or None, wheel)
+    return Target(path.parent, version, commit or None)
 
 
 def narrowed(targets: list[Target], version: str | None) -> list[Target]:
