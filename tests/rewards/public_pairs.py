@@ -5,7 +5,9 @@ mathematics leaves no doubt, what they deserve. Nobody chose them for this score
 """
 
 MATH_VERIFY = "huggingface/Math-Verify"
-_MATRIX = r"-\frac{7}{4}&-2\\4&\frac{1}{4}"
+_MATRIX = r"\begin{pmatrix}-\frac{7}{4}&-2\\4&\frac{1}{4}\end{pmatrix}"
+_MATRIX_WITH_BREAK = r"(\begin{pmatrix}-\frac{7}{4}&-2\\4&\frac{1}{4}\\\end{pmatrix})"
+_SLOPE = r"-\frac{8x^2}{9(x^2-2)^{5/3}}+\frac{2}{3(x^2-2)^{2/3}}"
 _WAVES = (
     r"\frac{\rho_1-\rho_2}{\rho_1 + \rho_2} {g}_{k} + \frac{\gamma k^3}{\rho_1 + \rho_2} "
     r"- \frac{\rho_1 \rho_2}{(\rho_1 + \rho_2)^2} U^2 k^2"
@@ -18,18 +20,8 @@ PAIRS: list[tuple[str, str, float, str]] = [
     ("(1,4.5)", r"(1,\frac{9}{2})", 1, f"{MATH_VERIFY}#2"),
     (r"\frac{x}{7}+\frac{2}{7}", r"\frac{x+2}{7}", 1, f"{MATH_VERIFY}#2"),
     (r"\sec^2(y)", r"\tan^2(y)+1", 1, f"{MATH_VERIFY}#2"),
-    (
-        rf"\begin{{pmatrix}}{_MATRIX}\end{{pmatrix}}",
-        rf"(\begin{{pmatrix}}{_MATRIX}\\\end{{pmatrix}})",
-        1,
-        f"{MATH_VERIFY}#2",
-    ),
-    (
-        r"-\frac{8x^2}{9(x^2-2)^{5/3}}+\frac{2}{3(x^2-2)^{2/3}}",
-        r"-\frac{2(x^2+6)}{9(x^2-2)\sqrt[3]{x^2-2}^2}",
-        1,
-        f"{MATH_VERIFY}#2",
-    ),
+    (_MATRIX, _MATRIX_WITH_BREAK, 1, f"{MATH_VERIFY}#2"),
+    (_SLOPE, r"-\frac{2(x^2+6)}{9(x^2-2)\sqrt[3]{x^2-2}^2}", 1, f"{MATH_VERIFY}#2"),
     ("-34x-45y+20z-100=0", "34x+45y-20z+100=0", 1, f"{MATH_VERIFY}#2"),
     ("(0, 12.5)", "0 < x < 12.5", 1, f"{MATH_VERIFY}#10"),
     (r"\frac{1}{2006!}", r"\frac{1}{2004!}", 0, f"{MATH_VERIFY}#14"),

@@ -4,9 +4,8 @@ import asyncio
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
+from socketserver import StreamRequestHandler
 from typing import Any
 
 import numpy as np
@@ -229,36 +228,16 @@ def test_options_reach_default_compute_score(source: str, expected: list[float])
     assert scored(made, data)[0] == pytest.approx(expected)
 
 
-@pytest.fixture
-def prm_url() -> Iterator[str]:
-    """A stand-in for a process reward model's server: it doubts every step with a question mark."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            assert asked["question"] == "What is 3 + 4?"
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(json.dumps([0.3 if "?" in step else 0.9 for step in asked["steps"]]).encode())
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    Thread(target=server.serve_forever).start()
-    yield f"http://127.0.0.1:{server.server_port}/"
-    server.shutdown()
-    server.server_close()
+def process_reward_model(handler: StreamRequestHandler) -> None:
+    """A stand-in for its server: it doubts every step with a question mark."""
+    asked = json.loads(handler.rfile.peek())
+    assert asked["question"] == "What is 3 + 4?"
+    steps = [0.3 if "?" in step else 0.9 for step in asked["steps"]]
+    handler.wfile.write(trees.reply(json.dumps(steps).encode()))
 
 
-def test_the_example_that_asks_a_process_reward_model(prm_url: str) -> None:
+def test_the_example_that_asks_a_process_reward_model() -> None:
     """The overrides are the README's."""
-    made = manager(
-        f"custom_reward_function.path={Path(__file__).parents[2] / 'examples' / 'prm_reward.py'}",
-        "custom_reward_function.name=compute_score",
-        f"+custom_reward_function.reward_kwargs.prm_url={prm_url}",
-        "+custom_reward_function.reward_kwargs.gamma=0.4",
-    )
     responses = [
         "3 is 1 + 2.\n\nSo \\boxed{7}",
         "3 is 1 + 2.\n\n\n\nIs it \\boxed{7}?",
@@ -266,7 +245,14 @@ def test_the_example_that_asks_a_process_reward_model(prm_url: str) -> None:
         "4\n\n\\boxed{8}",
     ]
     data = batch(responses, ["7"] * 4, "sums", [{"question": "What is 3 + 4?"}] * 4)
-    found, extra = scored(made, data)
+    with trees.web_server({"/": process_reward_model}) as url:
+        made = manager(
+            f"custom_reward_function.path={trees.ROOT}/examples/prm_reward.py",
+            "custom_reward_function.name=compute_score",
+            f"+custom_reward_function.reward_kwargs.prm_url={url}/",
+            "+custom_reward_function.reward_kwargs.gamma=0.4",
+        )
+        found, extra = scored(made, data)
     assert found == pytest.approx([1.0, 0.6, 0.6, 0.0])
     assert extra["num_steps"] == [2, 2, 1, 2] and extra["has_drop"] == [0, 1, 0, 0]
 

@@ -351,12 +351,7 @@ def test_options(answer: str, truth: str, options: dict, expected: float, monkey
         assert score(answer, truth) == expected
 
 
-def test_a_batch_is_scored_in_order() -> None:
-    answers, truths, expected = map(list, zip(*map(numbered, range(1, 300)), strict=True))
-    for hanging in 5, 6, 298:
-        answers[hanging], expected[hanging] = HANGING, 0.25
-    options = {"timeout": LIMIT, "timeout_score": 0.25}
-    assert guarded_math_verify.compute_score_batch(["any"] * 299, answers, truths, [{}] * 299, **options) == expected
+def test_a_batch_has_as_many_truths_as_answers() -> None:
     assert guarded_math_verify.compute_score_batch([], [], []) == []
     with pytest.raises(ValueError, match="longer|shorter"):
         guarded_math_verify.compute_score_batch(["any"] * 2, ["1", "2"], ["1"])
