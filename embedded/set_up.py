@@ -24,7 +24,7 @@ _HARMLESS = frozenset(
     "no-cache-dir no-color no-input no-python-version-warning no-warn-script-location prefer-binary progress-bar quiet "
     "require-virtualenv retries root-user-action timeout verbose".split()
 )
-_CONFIGURED = re.compile(r"(?:global|install|:env:)\.([^=]+)=")
+_CONFIGURED = re.compile(r"^(?:global|install|:env:)\.([^=\n]+)=", re.M)
 
 
 def say(text: str) -> None:
@@ -123,12 +123,6 @@ def _note(note: Path, text: str) -> None:
     note.write_text(f"{text}\n")
 
 
-def configured(listed: str) -> list[str]:
-    """The options that `pip config list` prints and that uv would ignore. Only names: values may contain passwords."""
-    names = {found[1] for line in listed.splitlines() if (found := _CONFIGURED.match(line))}
-    return sorted(names - _HARMLESS)
-
-
 class Installer:
     """Installs packages for one Python: with uv where pip is unconfigured, otherwise, or where uv fails, with pip.
 
@@ -145,16 +139,13 @@ class Installer:
         self._requirement_of_uv = Path(__file__).with_name("requirements-uv.txt").read_text().strip()
         self._uses_uv = self._has_uv()
 
-    def install(self, *what: str) -> None:
-        """Installs what the arguments of `pip install` name; raises CalledProcessError if pip fails, too."""
-        self._install(what, for_uv=[], for_pip=[])
-
     def install_again(self, package: str) -> None:
         """Installs a package without its dependencies, also over an installed one, as copies and not links."""
-        what = ["--no-deps", package]
-        self._install(what, for_uv=["--reinstall", "--link-mode", "copy"], for_pip=["--force-reinstall"])
+        for_uv = ["--reinstall", "--link-mode", "copy"]
+        self.install("--no-deps", package, for_uv=for_uv, for_pip=["--force-reinstall"])
 
-    def _install(self, what: Sequence[str], for_uv: Sequence[str], for_pip: Sequence[str]) -> None:
+    def install(self, *what: str, for_uv: Sequence[str] = (), for_pip: Sequence[str] = ()) -> None:
+        """Installs what the arguments of `pip install` name; raises CalledProcessError if pip fails, too."""
         if self._uses_uv:
             uv = [str(self._uv), "pip", "install", "--no-config", "--no-progress", *self._for_python]
             try:
@@ -168,8 +159,9 @@ class Installer:
         listed = subprocess.run([*self._pip, "config", "list"], stdout=subprocess.PIPE, text=True)
         if listed.returncode:
             return _falling_back("pip's configuration cannot be read")
-        if names := configured(listed.stdout):
-            return _falling_back(f"pip is configured with {', '.join(names)}")
+        # What uv would ignore. Only names are said: values may contain passwords.
+        if names := set(_CONFIGURED.findall(listed.stdout)) - _HARMLESS:
+            return _falling_back(f"pip is configured with {', '.join(sorted(names))}")
         if self._uv.exists():
             return True
         if subprocess.run([*self._pip, "install", "--quiet", "--quiet", self._requirement_of_uv]).returncode:
