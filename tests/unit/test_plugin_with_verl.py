@@ -256,24 +256,33 @@ def test_a_command_says_what_fits(run: Run, tmp_path: Path, tree: Path) -> None:
     assert done.stderr.count("ERROR") == 2
 
 
-def test_a_half_loaded_plugin_refuses_runs_and_says_why(run: Run) -> None:
+def test_a_half_loaded_plugin_refuses_runs_and_says_why(run: Run, tmp_path: Path) -> None:
+    """What a run can do without is only logged."""
+    changed = trees.copy_base(tmp_path, None)
+    (changed / "verl/trainer/ppo/v1/trainer_base.py").unlink()
+    helper = changed / "verl/trainer/ppo/rollout_corr_helper.py"
+    helper.write_text(helper.read_text().replace("compute_offpolicy_metrics", "offpolicy_metrics"))
     code = """
         from gradloc_verl.loading import AfterImport
         def change(module):
             module.FSDPEngineWithLMHead.forward_step = lambda self, micro_batch, loss_function: None
         AfterImport({"verl.workers.engine.fsdp.transformer_impl": change}).install()
         import verl.workers.engine
+        import verl.trainer.ppo.rollout_corr_helper
         actor_config()
         print(refusal(actor_config, ON))
     """
-    done = run(code)
-    (logged,) = [line for line in done.stderr.splitlines() if "GradLoc's plugin" in line]
-    assert logged.startswith("ERROR")
-    sentence = (
+    done = run(code, changed)
+    no_module, no_argument, no_function = (
+        "there is no verl.trainer.ppo.v1.trainer_base",
         "FSDPEngineWithLMHead.forward_step takes (self, micro_batch, loss_function), "
-        "not (self, micro_batch, loss_function, forward_only, …)"
+        "not (self, micro_batch, loss_function, forward_only, …)",
+        "verl.trainer.ppo.rollout_corr_helper has no compute_offpolicy_metrics",
     )
-    assert sentence in logged and sentence in done.stdout
+    logged = [line for line in done.stderr.splitlines() if "GradLoc's plugin" in line]
+    assert all(line.startswith("ERROR") for line in logged)
+    assert [line.rpartition(": ")[2] for line in logged] == [no_module, no_argument, no_function]
+    assert f"({no_module})" in done.stdout and f"({no_argument})" in done.stdout and no_function not in done.stdout
 
 
 def test_a_trainer_is_extended(run: Run) -> None:
@@ -364,16 +373,6 @@ def test_the_older_trainer_refuses_runs(run: Run) -> None:
         assert started == [3]
     """
     assert "does not know RayPPOTrainer" in run(code).stdout
-
-
-def test_a_verl_without_a_module_of_a_hook_refuses_runs(run: Run, tmp_path: Path) -> None:
-    changed = trees.copy_base(tmp_path, None)
-    (changed / "verl/trainer/ppo/v1/trainer_base.py").unlink()
-    code = """
-        actor_config()
-        print(refusal(actor_config, ON))
-    """
-    assert "(there is no verl.trainer.ppo.v1.trainer_base)" in run(code, changed).stdout
 
 
 def test_a_patched_verl_wins(run: Run) -> None:
