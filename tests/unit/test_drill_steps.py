@@ -6,45 +6,33 @@ from unittest.mock import Mock, call
 
 import pytest
 import torch
-from plain_passes import observe
+from plain_passes import Loop
 from torch import Tensor, nn
 
-from gradloc import GradLoc, GradLocConfig, drill
+from gradloc import drill
 from gradloc.drill import Planted
 from gradloc.measure.micro_batch import MicroBatch
 
-VOCABULARY, LENGTH, HEALTHY_ROW = 11, 4, 2
+VOCABULARY, LENGTH, BROKEN = 11, 4, 0
+# By row: one whose log-probs are NaN, one without a weight in the loss, and the only one that a drill can use.
+FIRST_TOKENS, WEIGHTS, USABLE_ROW = [BROKEN, 1, 2, BROKEN], [0.1, 0.0, 0.1, 0.1], 2
 
 
-def drilled_event(step: int, rows: int = 4) -> dict[str, Any]:
-    """The drill of a mini-batch with one row in a micro-batch.
-
-    In all rows but one, the only token with a weight in the loss has a log-prob that is NaN.
-    """
+def drilled_event(step: int) -> dict[str, Any]:
+    """The drill of a mini-batch with one row in a micro-batch."""
     torch.manual_seed(0)
-    model = nn.Embedding(VOCABULARY, VOCABULARY)
-    ids = torch.randint(VOCABULARY, (rows, LENGTH))
+    model, ids = nn.Embedding(VOCABULARY, VOCABULARY), torch.randint(1, VOCABULARY, (4, 1, 1 + LENGTH))
+    ids[:, 0, 0] = torch.tensor(FIRST_TOKENS)
 
-    def forward(inputs: dict[str, Any], kept: list[int], length: int) -> tuple[None, Tensor]:
-        of = inputs["ids"][kept, :length]
-        return None, torch.log_softmax(model(of), -1).gather(-1, of[..., None])[..., 0]
+    def logits(ids: Tensor) -> Tensor:
+        return model(ids).where(ids[:, :1, None] != BROKEN, math.nan)
 
-    gradloc = GradLoc(model, GradLocConfig(grad_norm_threshold=1e3, spike_drill_step=step), forward)
-    gradloc.start_update(step)
-    for row in range(rows):
-        inputs = {"ids": ids[row : row + 1]}
-        gradloc.begin_pass(inputs, [row])
-        _, log_prob = forward(inputs, [0], LENGTH)
-        weight = torch.full((1, LENGTH), 1 / (rows * LENGTH))
-        noted = log_prob
-        if row != HEALTHY_ROW:
-            weight[0, 1:] = 0
-            noted = log_prob + torch.tensor([math.nan, 0, 0, 0])
-        observe(gradloc, noted, None, weight, response_mask=torch.ones(1, LENGTH), token_id=inputs["ids"])
-        (-noted * weight).sum().backward()
-        gradloc.end_pass()
-    assert gradloc.locate(epoch=0, mini_batch=0).take_step
-    (event,) = gradloc.events
+    loop = Loop(model, ids, 1, logits, grad_norm_threshold=1e3, spike_drill_step=step)
+    loop.gradloc.start_update(step)
+    for row, weight in enumerate(WEIGHTS):
+        loop.run_pass(row, weight=weight)
+    assert loop.gradloc.locate(epoch=0, mini_batch=0).take_step
+    (event,) = loop.gradloc.events
     return event
 
 
@@ -52,7 +40,7 @@ def drilled_event(step: int, rows: int = 4) -> dict[str, Any]:
 def test_only_a_micro_batch_with_a_usable_token_is_drawn(step: int) -> None:
     event = drilled_event(step)
     assert event["error"] is None and event["drill"]["found"]
-    assert event["drill"]["planted"]["row"] == HEALTHY_ROW
+    assert event["drill"]["planted"]["row"] == USABLE_ROW
 
 
 def micro_batch(coefficients: list[float], dtype: torch.dtype) -> MicroBatch:
