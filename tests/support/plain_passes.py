@@ -63,6 +63,7 @@ class Loop:
         self.entropy, self.steps = entropy, 0
         self.gradloc = GradLoc(model, GradLocConfig(**settings), self.forward, **(parts or {}))
         self.clip: TokenClip | None = (parts or {}).get("token_clip")
+        self.loss_scale: Callable[[], float] = (parts or {}).get("loss_scale", lambda: 1.0)
 
     def forward(self, inputs: dict[str, Any], rows: Sequence[int], length: int) -> tuple[Tensor | None, Tensor]:
         ids = inputs["input_ids"][list(rows)][:, : self.prompt + length].to(self.ids.device)
@@ -93,9 +94,9 @@ class Loop:
         observe(self.gradloc, log_prob, entropy, weights, **tokens)
         if self.clip:
             noted = {"weight": weights, "log_prob": log_prob, **tokens}
-            self.clip.observe(log_prob, row_weights(weights), 1.0, lambda: noted)
+            self.clip.observe(log_prob, row_weights(weights), self.loss_scale(), lambda: noted)
         of_entropy = 0.0 if entropy is None else self.entropy * entropy
-        (factor * weights * (-log_prob * advantage - of_entropy)).sum().backward()
+        (factor * self.loss_scale() * weights * (-log_prob * advantage - of_entropy)).sum().backward()
         self.gradloc.end_pass()
         if self.clip:
             self.clip.end_pass()

@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 import torch
 from notation import cases
+from plain_passes import Loop
+from test_token_clip_search import Model
 from torch import Tensor, nn
 
 from gradloc import TokenClip, TokenClipConfig
 from gradloc.judge.sentences import clips_in_words
-from gradloc.token_clip.token_clip import UsualSignal, row_weights
+from gradloc.token_clip.token_clip import UsualSignal
 from gradloc.token_clip.watched_pass import Positions
-
-HIDDEN = 4
 
 
 def after(values: list[float], warmup_steps: int = 20, beta: float = 0.98) -> UsualSignal:
@@ -88,51 +88,6 @@ def test_positions_of_hidden_states_with_padding_and_in_parts() -> None:
     assert tokens_of(parts[1], (9,), whole=True) == tokens_of(PLACES, (9,), whole=True)
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(HIDDEN, HIDDEN)
-
-    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return hidden + self.linear(hidden), None
-
-
-class Model(nn.Module):
-    """A model of two layers, each token on its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed_tokens = nn.Embedding(11, HIDDEN)
-        self.layers = nn.ModuleList([Layer(), Layer()])
-        self.vision_tower = nn.ModuleDict({"layers": nn.ModuleList([Layer() for _ in range(3)])})
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.embed_tokens
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        hidden = self.embed_tokens(ids)
-        for layer in self.layers:
-            hidden = layer(hidden)[0]
-        return hidden.sum(-1)
-
-
-def observe(clip: TokenClip, log_prob: Tensor, weight: Tensor, scale: float = 1.0, **known: Tensor) -> None:
-    clip.observe(log_prob, row_weights(weight), scale, lambda: {"weight": weight, "log_prob": log_prob, **known})
-
-
-def train(clip: TokenClip, model: Model, coefficients: torch.Tensor) -> dict[str, Any] | None:
-    """One pass of a row of tokens, whose gradient is in the model, and the end of the mini-batch."""
-    shape = coefficients.shape
-    model.zero_grad()
-    clip.begin_pass(Positions(torch.ones(shape).bool(), [1] * shape[0]), range(shape[0]))
-    log_prob = model(torch.arange(shape[1]).expand(shape))
-    observe(clip, log_prob, torch.full(shape, 0.5), 1.0, token_id=torch.arange(shape[1]).expand(shape))
-    log_prob.backward(coefficients)
-    clip.end_pass()
-    return clip.end_mini_batch()
-
-
 def test_the_boundaries_are_those_of_the_text_model() -> None:
     clip = TokenClip(Model(), TokenClipConfig(enable=True))
     assert clip.boundaries == ["embed_tokens", "layers.0", "layers.1", "log_probs"]
@@ -145,55 +100,56 @@ def test_the_boundaries_are_those_of_the_text_model() -> None:
         clip.load_state_dict(state)
 
 
+class Clipped(Loop):
+    """Rows of tokens that count up from the prompt's only one; after a step whose advantages are 1."""
+
+    def __init__(self, rows: int, length: int, **settings: Any) -> None:
+        model, self.scale = Model(), 1.0
+        self.token_clip = TokenClip(model, TokenClipConfig(enable=True, warmup_steps=1, **settings))
+        parts = {"token_clip": self.token_clip, "loss_scale": lambda: self.scale}
+        ids = torch.arange(1 + length).expand(1, rows, -1)
+        super().__init__(model, ids, 1, parts=parts, grad_norm_threshold=1e9)
+        assert self.line(torch.ones(rows, length)) is None
+
+    def line(self, advantages: Tensor) -> dict[str, Any] | None:
+        self.step(advantages)
+        return self.token_clip.end_mini_batch()
+
+
 def test_only_the_outlier_is_cut_and_told() -> None:
-    model = Model()
-    clip = TokenClip(model, TokenClipConfig(enable=True, warmup_steps=2))
-    ordinary = torch.tensor([[1.0, -1.0, 0.5, 1.0]])
-    assert train(clip, model, ordinary) is None and train(clip, model, ordinary) is None
-    found = train(clip, model, torch.tensor([[1.0, -1.0, 900.0, 1.0]]))
+    loop = Clipped(1, 4)
+    found = loop.line(torch.tensor([[1.0, -1.0, 900.0, 1.0]]))
     assert found is not None
     (token,) = found["tokens"]
-    assert (token["position"], token["token_id"], token["boundary"], token["cut"]) == (2, 2, "log_probs", True)
+    assert (token["position"], token["token_id"], token["boundary"], token["cut"]) == (2, 3, "log_probs", True)
     assert token["multiple"] == pytest.approx(900)
-    metrics = clip.metrics()
+    metrics = loop.token_clip.metrics()
     assert metrics["actor/token_clip/over"] == metrics["actor/token_clip/cut"] == 1
     assert metrics["actor/token_clip/largest"] == pytest.approx(900)
-    assert clip.boundaries[int(metrics["actor/token_clip/boundary"])] == "log_probs"
-    assert clip.metrics() == {}
+    assert loop.token_clip.boundaries[int(metrics["actor/token_clip/boundary"])] == "log_probs"
+    assert loop.token_clip.metrics() == {}
     # Nothing is watched outside of a pass.
-    model.zero_grad()
-    model(torch.arange(3).unsqueeze(0)).backward(torch.tensor([[1.0, 1e6, 1.0]]))
-    assert model.embed_tokens.weight.grad.abs().max() > 1e5
-    assert clip.end_mini_batch() is None
+    loop.model.zero_grad()
+    (1e6 * loop.model(torch.arange(3).unsqueeze(0))).sum().backward()
+    assert loop.model.embed_tokens.weight.grad.abs().max() > 1e5
+    assert loop.token_clip.end_mini_batch() is None
 
 
-def test_an_overflow_is_left_for_the_gradient_scaler() -> None:
-    model = Model()
-    clip = TokenClip(model, TokenClipConfig(enable=True, warmup_steps=1))
-    train(clip, model, torch.ones(1, 3))
-    for scale, finite in ((1.0, True), (1024.0, False)):
-        model.zero_grad()
-        clip.begin_pass(Positions(torch.ones(1, 3).bool(), [1]), [0])
-        log_prob = model(torch.arange(3).unsqueeze(0))
-        observe(clip, log_prob, torch.full((1, 3), 0.5), scale)
-        log_prob.backward(torch.tensor([[scale, math.inf, scale]]))
-        clip.end_pass()
-        assert bool(model.embed_tokens.weight.grad.isfinite().all()) == finite
-        assert (clip.end_mini_batch() is None) != finite
+@pytest.mark.parametrize(("scale", "finite"), [(1.0, True), (1024.0, False)])
+def test_an_overflow_is_left_for_the_gradient_scaler(scale: float, finite: bool) -> None:
+    loop = Clipped(1, 3)
+    loop.scale = scale
+    assert (loop.line(torch.tensor([[1.0, math.inf, 1.0]])) is not None) == finite
+    assert bool(loop.model.embed_tokens.weight.grad.isfinite().all()) == finite
 
 
 def test_of_many_tokens_over_a_bound_the_largest_are_told() -> None:
-    model = Model()
-    clip = TokenClip(model, TokenClipConfig(enable=True, action="log", warmup_steps=1))
-    train(clip, model, torch.ones(1, 3))
-    generator = torch.Generator().manual_seed(1)
-    coefficients = 10 + torch.rand(40, 11, generator=generator) * 100
-    found = train(clip, model, coefficients)
+    advantages = 10 + torch.rand(40, 11, generator=torch.Generator().manual_seed(1)) * 100
+    found = Clipped(40, 11, action="log").line(advantages)
     assert found is not None and found["over"]["log_probs"] == 440
     of_log_probs = [token["multiple"] for token in found["tokens"]]
     assert len(of_log_probs) == 64 and of_log_probs == sorted(of_log_probs, reverse=True)
-    largest = coefficients.flatten().topk(64).values
-    assert of_log_probs[0] >= largest[0] * 0.999
+    assert of_log_probs[0] == pytest.approx(float(advantages.max()))
 
 
 def line(**found: Any) -> dict[str, Any]:

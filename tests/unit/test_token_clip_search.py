@@ -37,28 +37,29 @@ class Layer(nn.Module):
         super().__init__()
         self.linear = nn.Linear(HIDDEN, HIDDEN)
 
-    def forward(self, hidden: Tensor, where: Tensor | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, where: Tensor | None = None) -> tuple[Tensor, None]:
         change = torch.tanh(self.linear(hidden))
-        return hidden + (change if where is None else blown(change, where))
+        return hidden + (change if where is None else blown(change, where)), None
 
 
 class Model(nn.Module):
-    """Each token on its own."""
+    """Each token on its own; with layers that are not of the text model, too."""
 
-    def __init__(self, inside: bool) -> None:
+    def __init__(self, inside: bool = False) -> None:
         super().__init__()
         self.inside = inside
         torch.manual_seed(0)
         self.embed_tokens = nn.Embedding(VOCABULARY, HIDDEN)
         self.layers = nn.ModuleList([Layer(), Layer()])
         self.lm_head = nn.Linear(HIDDEN, VOCABULARY)
+        self.vision_tower = nn.ModuleDict({"layers": nn.ModuleList([Layer() for _ in range(3)])})
 
     def get_input_embeddings(self) -> nn.Module:
         return self.embed_tokens
 
     def forward(self, ids: Tensor) -> Tensor:
-        hidden, where = self.layers[0](self.embed_tokens(ids)), ids == BLOWN
-        hidden = self.layers[1](hidden, where) if self.inside else self.layers[1](blown(hidden, where))
+        (hidden, _), where = self.layers[0](self.embed_tokens(ids)), ids == BLOWN
+        hidden, _ = self.layers[1](hidden, where) if self.inside else self.layers[1](blown(hidden, where))
         return self.lm_head(hidden)
 
 
@@ -173,7 +174,7 @@ def test_ranks_of_a_group_tell_each_other_what_they_cut(monkeypatch: Patch) -> N
     monkeypatch.setattr(collectives, "world_size", lambda: 4)
     for part in range(2):
         monkeypatch.setattr(collectives, "rank", lambda part=part: 2 + part)  # of the second group
-        clip = TokenClip(Model(False), TokenClipConfig(), sequence_parallel_size=2)
+        clip = TokenClip(Model(), TokenClipConfig(), sequence_parallel_size=2)
         clip._passes = [watched([(0, 1), (1, 2)], part, 2), watched([(0, 2)] if part == 0 else [], part, 2)]
         others = [each.cut_tokens().nonzero() for each in (watched([(0, 1), (1, 2)], 1 - part, 2), watched([]))]
         unread = [torch.tensor([[1, 1]])] * 2  # of the other group
