@@ -128,8 +128,7 @@ class CudaStandIn:
         if function is Tensor.numpy and self.device_of(arguments[0]) == CUDA:
             raise MixedDevices("numpy() of a tensor on cuda:0")
         if function is Tensor.tolist and self.device_of(arguments[0]) == CUDA:
-            self._wait()
-            arguments = (self._silently(arguments[0]),)
+            arguments = (self._move(arguments[0].detach(), CPU, None, non_blocking=False),)
         if function in (Tensor.to, Tensor.cpu, Tensor.cuda):
             return self._converted(name, arguments, options)
         wanted = options.pop("device", None)
@@ -147,12 +146,6 @@ class CudaStandIn:
                 self._wait()  # a copy of the host's memory
             self._label(result, torch.device(wanted))
         return result
-
-    def _silently(self, tensor: Tensor) -> Tensor:
-        """A copy on the CPU."""
-        copy = tensor.detach().clone()
-        self._label(copy, CPU)
-        return copy
 
     def _converted(self, name: str, arguments: tuple, options: dict[str, Any]) -> Tensor:
         """`to`, `cpu` or `cuda` of a tensor."""

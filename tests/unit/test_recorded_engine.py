@@ -3,7 +3,6 @@
 from __future__ import annotations  # TensorDict is there in one verl alone
 
 import functools
-import json
 import logging
 import math
 import threading
@@ -25,7 +24,7 @@ pytestmark = [
 ]
 if trees.TARGET == "0.9.1":
     from tensordict import TensorDict
-    from valid_events import events_in
+    from valid_events import events_in, lines_in
     from verl.utils import tensordict_utils as tu
     from verl.utils.gradloc import guarded
     from verl.utils.gradloc.adapters import engines, replay_bundles, spike_recorder, watch
@@ -176,10 +175,6 @@ def trained(engine: Any, directory: Path, batches: list[TensorDict], **options: 
     return [engine.train_batch(data, loss) for data in batches]
 
 
-def lines(directory: Path, name: str = "spikes") -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (directory / f"{name}.jsonl").read_text().splitlines()]
-
-
 def trained_alike(kind: type[StandIn], directory: Path, batches: Callable[[], list[TensorDict]], **options: Any) -> Any:
     """What a recorded engine gives, after checking that it trains as the engine does without."""
     engine, plain = recorded(kind), kind()
@@ -203,7 +198,7 @@ def test_a_spike_is_recorded_and_training_is_as_without(kind: type[StandIn], tmp
     token_norm = event["global_norm"] * math.sqrt(count)
     assert first["metrics"]["actor/gradloc/token_norm_max"].aggregate() == pytest.approx(token_norm)
     assert second["metrics"]["actor/gradloc/triggered"].aggregate() == 0
-    assert [step["triggered"] for step in lines(tmp_path, "steps")] == [1, 0]
+    assert [step["triggered"] for step in lines_in(tmp_path, "steps.jsonl")] == [1, 0]
 
     bundle = open_bundle(tmp_path / event["replay"])
     assert Path(event["replay"]).name == "step7-epoch0-mini_batch0-rank0"
@@ -240,7 +235,7 @@ def test_a_loss_without_log_probs_is_an_event_without_tokens(tmp_path: Path, cap
         "data-parallel rank 0: a mini-batch is not recorded, and no warning follows for later ones: the loss has no "
         "log-probs"
     ]
-    assert [(event["suspected"], event["replay"]) for event in lines(tmp_path)] == [([], None)] * 2
+    assert [(event["suspected"], event["replay"]) for event in lines_in(tmp_path)] == [([], None)] * 2
 
 
 @pytest.mark.parametrize(
@@ -293,14 +288,14 @@ def test_a_disk_without_a_bundle_is_a_warning(fails: str, tmp_path: Path, monkey
     finally:
         answers.set()
     assert [output["metrics"]["actor/gradloc/triggered"].aggregate() for output in outputs] == [1, 1]
-    assert [event["replay"] for event in lines(tmp_path)] == [None] * 2
+    assert [event["replay"] for event in lines_in(tmp_path)] == [None] * 2
     assert "no replay bundle is kept of a gradient spike" in caplog.text
     assert ("No space left" if fails == "is full" else "does not respond") in caplog.text
 
 
 def test_no_more_bundles_than_wanted(tmp_path: Path, caplog: Caplog) -> None:
     trained(recorded(StandIn), tmp_path, [batch(), batch(), batch()], spike_replay=2)
-    assert [event["replay"] is None for event in lines(tmp_path)] == [False, False, True]
+    assert [event["replay"] is None for event in lines_in(tmp_path)] == [False, False, True]
     assert "-rank0 has 2 of 2 (spike_replay)" in caplog.text
 
 
@@ -308,9 +303,9 @@ def test_a_norm_that_is_not_finite_is_a_spike(tmp_path: Path) -> None:
     data = batch()
     data["advantages"].values()[3] = math.nan
     trained(recorded(StandIn), tmp_path, [data])
-    (event,) = lines(tmp_path)
+    (event,) = lines_in(tmp_path)
     assert event["global_norm"] == "NaN" and event["suspected"][0]["source"] == "nonfinite"
-    (step,) = lines(tmp_path, "steps")
+    (step,) = lines_in(tmp_path, "steps.jsonl")
     assert step["token_norm_max"] == "Infinity"
 
 
@@ -392,7 +387,7 @@ def test_the_scale_is_that_of_the_spike(overflows: bool, tmp_path: Path) -> None
     engine.overflows = overflows
     trained(engine, tmp_path, [batch(), batch()])
     second = 2048.0 if overflows else 8192.0
-    assert [event["loss_scale"] for event in lines(tmp_path)] == [4096.0, second]
+    assert [event["loss_scale"] for event in lines_in(tmp_path)] == [4096.0, second]
     assert engine.read_scales == []
 
 
@@ -411,8 +406,8 @@ def test_a_last_mini_batch_without_a_record_ends_the_step(tmp_path: Path, monkey
     first, second = trained(recorded(StandIn), tmp_path, batches)
     assert "actor/gradloc/triggered" not in first["metrics"]
     assert second["metrics"]["actor/gradloc/triggered"].aggregate() == 1
-    assert [event["mini_batch"] for event in lines(tmp_path)] == [0]
-    assert len(lines(tmp_path, "steps")) == 1 and "a mini-batch is not recorded" in caplog.text
+    assert [event["mini_batch"] for event in lines_in(tmp_path)] == [0]
+    assert len(lines_in(tmp_path, "steps.jsonl")) == 1 and "a mini-batch is not recorded" in caplog.text
 
 
 def test_a_rank_without_a_token_that_can_move_is_no_warning(tmp_path: Path, monkeypatch: Patch, caplog: Caplog) -> None:
@@ -421,5 +416,5 @@ def test_a_rank_without_a_token_that_can_move_is_no_warning(tmp_path: Path, monk
     data["advantages"].values().zero_()
     monkeypatch.setattr(StandIn, "optimizer_step", lambda _: 1e4)
     trained(recorded(StandIn), tmp_path, [data, batch(planted=False)])
-    assert [event["replay"] is None for event in lines(tmp_path)] == [True, False]
+    assert [event["replay"] is None for event in lines_in(tmp_path)] == [True, False]
     assert "gradient spike" not in caplog.text
