@@ -30,7 +30,9 @@ def main(interpreter: str, address: str) -> int:
         server.connect(address)
     except OSError:  # it has ended, and so does the test
         os.execv(interpreter, [interpreter, *sys.argv[2:]])
-    files = [file for file in map(int, os.listdir("/proc/self/fd")) if file != server.fileno() and is_open(file)]
+    # The one that listed them is closed by then.
+    files = [int(file) for file in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{file}")]
+    files.remove(server.fileno())
     texts = [sys.argv[1], os.getcwd(), str(os.umask(0o022)), ",".join(map(str, files))]
     texts += [str(len(command)), *command, *(f"{name}={value}" for name, value in os.environ.items())]
     message = "\0".join(texts).encode(errors="surrogateescape")
@@ -54,14 +56,6 @@ def main(interpreter: str, address: str) -> int:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         os.kill(os.getpid(), -status)
     return status
-
-
-def is_open(file: int) -> bool:
-    try:
-        os.fstat(file)
-    except OSError:  # that which listed them
-        return False
-    return True
 
 
 if __name__ == "__main__":
