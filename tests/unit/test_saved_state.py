@@ -23,14 +23,8 @@ SIGNAL = {"recent": [1.0, 2.0], "count": 21, "average": 1.5}
 RUN_CHECKS = {"rates": 0.5, "last_rates": 0.25, "readings": [[math.nan, 3], [0.25, None]], "stride": 2}
 RUN_CHECKS |= {"since_reading": 1, "times": {"stale_reference": 2}, "updates": 3, "gap": 0.25, "least": math.inf}
 RUN_CHECKS |= {"first_gap": 0.03, "misaligned_since": None, "related": {"ref_log_prob": 0.5}, "tilt": 0.25}
-RUN_CHECKS |= {
-    "one_side": 0.75,
-    "split": (0.5, 3),
-    "split_at_first": True,
-    "lags": [[1.0, 0.5], [0.5, 0.375]],
-    "level": -1.5,
-}
-RUN_CHECKS |= {"distance": 0.125, "off_path": True}
+RUN_CHECKS |= {"one_side": 0.75, "split": (0.5, 3), "split_at_first": True, "lags": [[1.0, 0.5], [0.5, 0.375]]}
+RUN_CHECKS |= {"level": -1.5, "distance": 0.125, "off_path": True}
 RUN_CHECKS |= {"said": ("stale_reference", {"name": "stale_weights", "sentence": "Old.", "check": "Compare."}, 0.25, 1)}
 RUN_CHECKS |= {"unsampled_before": 3.0, "sizes": [0.5, 0.25, 0.5]}
 RUN_CHECKS |= {"spreads": [0.5, 0.75], "scale_step": 3, "scale_factor": 7.5, "weights": {"layers.0": 2.5}}
@@ -41,11 +35,10 @@ RUN_CHECKS |= {"carrying": ("layers.0", 3, 2), "share_before": 0.25}
 def build_parts() -> dict[str, Any]:
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=37, **sizes))
-    layer_clip, token_clip = LayerClip(model, LayerClipConfig()), TokenClip(model, TokenClipConfig())
     return {
         "gradloc": GradLoc(model, GradLocConfig(), lambda *_: None),
-        "layer_clip": layer_clip,
-        "token_clip": token_clip,
+        "layer_clip": LayerClip(model, LayerClipConfig()),
+        "token_clip": TokenClip(model, TokenClipConfig()),
     }
 
 
