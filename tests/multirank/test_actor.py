@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -20,6 +21,9 @@ MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-to
 # Different ranks, micro-batches and positions: first, middle and last ones.
 ONE = ((1, 3, 6),)
 THREE = ((0, 0, 4), (1, 3, 0), (1, 6, 9))
+FIRST = THREE[:2]
+# All of a row.
+ROW = tuple((0, 0, position) for position in range(5))
 # The other row of a planted token's micro-batch, a row of an ordinary one, and all rows of a third.
 STILL = ((1, 2), (0, 3), (0, 6), (0, 7))
 CLIPPED = ((0, 0, 1), (0, 2, 1), (1, 4, 3))
@@ -27,11 +31,12 @@ CLIPPED = ((0, 0, 1), (0, 2, 1), (1, 4, 3))
 REPLICAS = ((0, 0, 4), (2, 4, 2), (3, 7, 0))
 
 Launch = Callable[..., list[Any]]
+ON_ENGINE = pytest.mark.target(version="0.9.1")
 
 
 def on_engine(world: int, case: Case) -> tuple[Any, ...]:
     """A row of `on_ranks` that runs with the engine of verl 0.9.1, too: one for each thing that the adapters do."""
-    return world, case, pytest.mark.target(version="0.9.1")
+    return world, case, ON_ENGINE
 
 
 def only_engine(world: int, case: Case) -> tuple[Any, ...]:
@@ -193,13 +198,19 @@ def figures_of(case: Case, units: list[Unit]) -> dict[str, float]:
     only_engine(2, Case(nested=True, mini_batch=4, rollout=True, kl=True, planted=THREE)),
     # One of the micro-batches has no response, and so no column.
     only_engine(2, Case("fsdp1-orig", deferred=True, nested=True, micro_batch=1, kl=True, entropy=True, planted=THREE)),
+    # The policy losses that verl has.
+    (2, Case(mini_batch=4, rollout_weights=True, dual_clipped=((0, 2, 1), (1, 2, 1)), planted=FIRST)),
+    (2, Case("fsdp1", loss_mode="sapo", planted=FIRST)),
+    (2, Case("fsdp1", loss_mode="gpg", mini_batch=4, rollout_weights=True, planted=FIRST)),
+    (2, Case(loss_mode="clip_cov", planted=FIRST)),
+    (2, Case(loss_mode="kl_cov", planted=FIRST)),
+    # An advantage is the sequence's here: so is the spike.
+    (2, Case(loss_mode="geo_mean", rollout_weights=True, planted=ROW)),
+    (2, Case("fsdp1", loss_mode="cispo", mini_batch=4, planted=FIRST)),
+    (2, Case(loss_mode="bypass_mode", mini_batch=4, kl=True, planted=FIRST)),
 )
 def test_planted_tokens_are_found(launch: Launch, world: int, case: Case) -> None:
     skip_what_verl_cannot_train(case)
-    check_planted_tokens(launch, world, case)
-
-
-def check_planted_tokens(launch: Launch, world: int, case: Case) -> None:
     results = launch(world, actor_cases.search, case)
     units, norms, threshold, run = results[0]
     (events,) = same_events([result[-1] for result in results])
@@ -257,6 +268,16 @@ def check_event(
             )
 
 
+def check_medians(event: dict[str, Any], units: list[Unit]) -> None:
+    """They are those of all ranks' tokens: one rank's would not do."""
+    tokens = [token for unit in units for token in unit.each]
+    for name, values in {
+        "advantage": [abs(token.facts["advantage"]) for token in tokens if token.facts["advantage"]],
+        "weight": [token.weight for token in tokens if token.weight],
+    }.items():
+        assert event[f"median_{name}"] == near(statistics.median(values)), name
+
+
 def tokens_over(units: list[Unit], threshold: float) -> dict[tuple[int, int, int, int], tuple[Unit, Token]]:
     """By rank, micro-batch, row and position."""
     return {
@@ -270,7 +291,8 @@ def tokens_over(units: list[Unit], threshold: float) -> dict[tuple[int, int, int
 def check_culprits(
     event: dict[str, Any], units: list[Unit], threshold: float, case: Case
 ) -> list[tuple[dict[str, Any], Token]]:
-    """The culprits with their tokens, after checking that they are those over the threshold, and their norms."""
+    """The culprits with their tokens, after checking which they are, their norms, and the medians beside them."""
+    check_medians(event, units)
     expected = tokens_over(units, threshold)
     culprits = {(c["rank"], c["micro_batch"], c["row"], c["position"]): c for c in event["culprits"]}
     assert set(culprits) == set(expected) and len(event["culprits"]) == len(expected)

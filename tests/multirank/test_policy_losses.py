@@ -1,13 +1,13 @@
-"""The weight of a token in the loss, and the search, with every policy loss that verl has."""
+"""The weight of a token in the loss, with every policy loss that verl has."""
 
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 import torch
-from actors import ENGINE, TOKEN_REJECTION, BypassLossConfig, Case
+from actors import ENGINE, TOKEN_REJECTION, BypassLossConfig
 from notation import Caplog
-from test_actor import MODES, Launch, check_planted_tokens, on_ranks
+from test_actor import MODES
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, get_policy_loss_fn
 from verl.utils.gradloc.adapters import loss_weights
@@ -197,27 +197,3 @@ def test_a_weight_keeps_its_precision_in_half_precision() -> None:
     log_prob = torch.zeros(MASK.shape, dtype=torch.bfloat16, requires_grad=True)
     weights, _ = weights_and_gradient("vanilla", "token-mean", config, log_prob, log_prob.detach())
     assert weights[0, 0].item() == pytest.approx(1 / 16, rel=1e-6)
-
-
-ROW = tuple((0, 0, position) for position in range(5))
-FIRST = ((0, 0, 4), (1, 3, 0))
-
-
-@on_ranks(
-    (
-        2,
-        Case(
-            loss_mode="vanilla", mini_batch=4, rollout_weights=True, dual_clipped=((0, 2, 1), (1, 2, 1)), planted=FIRST
-        ),
-    ),
-    (2, Case("fsdp1", loss_mode="sapo", planted=FIRST)),
-    (2, Case("fsdp1", loss_mode="gpg", mini_batch=4, rollout_weights=True, planted=FIRST)),
-    (2, Case(loss_mode="clip_cov", planted=FIRST)),
-    (2, Case(loss_mode="kl_cov", planted=FIRST)),
-    # An advantage is the sequence's here: so is the spike.
-    (2, Case(loss_mode="geo_mean", rollout_weights=True, planted=ROW)),
-    (2, Case("fsdp1", loss_mode="cispo", mini_batch=4, planted=FIRST)),
-    (2, Case(loss_mode="bypass_mode", mini_batch=4, kl=True, planted=FIRST)),
-)
-def test_planted_tokens_are_found(launch: Launch, world: int, case: Case) -> None:
-    check_planted_tokens(launch, world, case)

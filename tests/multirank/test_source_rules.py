@@ -1,18 +1,12 @@
-"""What is usual in a mini-batch, and where a mismatch with the rollout begins, with a real actor's batch."""
+"""Where a mismatch with the rollout begins, with a real actor's batch."""
 
-import statistics
 from functools import partial
 
-import actors
 import pytest
-import reduced_meter_cases
-import torch
 import torch.distributed as dist
-from actor_cases import Run, train
-from actors import RESPONSE, Case
-from batches import build_batch, response_length
-from mini_batches import token_weights
-from notation import cases
+from actor_cases import train
+from actors import ENGINE, RESPONSE, Case
+from batches import response_length
 from test_actor import Launch, same_events
 from verl import DataProto
 
@@ -39,7 +33,7 @@ def test_turns_and_where_the_mismatch_begins_are_recorded(launch: Launch) -> Non
 
     # Half of the rows cannot move, which takes half of the passes.
     still = tuple((rank, row) for rank in range(2) for row in range(4))
-    case = Case(rollout=True, nested=actors.ENGINE, still=still)
+    case = Case(rollout=True, nested=ENGINE, still=still)
     every_token = {"grad_norm_threshold": 1e-6, "bisect_until": "exhaustive", "bisect_budget_steps": 2000}
     results = launch(2, partial(train, case, change_batch=change, spike_detection=True, **every_token))
     ((event,),) = same_events(results)
@@ -61,31 +55,3 @@ def test_turns_and_where_the_mismatch_begins_are_recorded(launch: Launch) -> Non
         is_retokenized = tuple(place) == retokenized and turn == 2
         assert ("retokenized" in culprit["sources"]) == is_retokenized == (culprit["source"] == "retokenized")
     assert "; the mismatch begins with the first token after turn 1" in event["summary"]
-
-
-@cases(
-    "world size case",
-    (2, 1, Case(loss_agg_mode="seq-mean-token-mean")),
-    (4, 2, Case("fsdp2", packed=True)),
-    ids=["data parallel", "sequence parallel"],
-)
-def test_medians_are_those_of_all_ranks(launch: Launch, world: int, size: int, case: Case) -> None:
-    """The search has one pass; groups of `size` ranks share their data."""
-
-    def medians() -> tuple[Run, list[float], list[float]]:
-        batch = build_batch(case, dist.get_rank() // size).batch
-        meter = "local" if size == 1 else "reduced"
-        run = reduced_meter_cases.train(case, size, meter, grad_norm_threshold=1e-6, bisect_budget_steps=1)
-        mask, factor = batch["response_mask"], case.micro_batch / case.mini_batch
-        weights = [token_weights(case, part, factor, {}) for part in mask.split(case.micro_batch)]
-        return run, batch["advantages"].abs()[mask > 0].tolist(), torch.cat(weights)[mask > 0].tolist()
-
-    results = launch(world, medians)
-    ((event,),) = same_events([run for run, *_ in results])
-    ranks = results[::size]
-    for name, values in (("advantage", 1), ("weight", 2)):
-        everywhere = [value for rank in ranks for value in rank[values] if value]
-        assert event[f"median_{name}"] == pytest.approx(statistics.median(everywhere), rel=1e-6)
-    assert event["world_size"] == world // size
-    # One rank's median would not do.
-    assert len({statistics.median(rank[1]) for rank in ranks}) == len(ranks)
