@@ -1,15 +1,12 @@
 """Losses of verl, none of which is scaled wrongly, and one that is."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
 from actors import ENGINE, Case, build_actor
 from batches import build_batch
-from plain_passes import observe
 from test_actor import MODES, Launch, on_engine, on_ranks
-from verl.utils.gradloc import GradLoc, GradLocConfig, metrics
+from verl.utils.gradloc import metrics
 
 from gradloc.judge.loss_scale import coefficient_factor
 
@@ -37,30 +34,6 @@ def scales(case: Case, factor: float = 1.0) -> tuple[Scales, list[str]]:
     finally:
         metrics.loss_scale_warning, torch.Tensor.backward = original, backward  # type: ignore
     return found, [warning["name"] for warning in actor.gradloc.warnings]
-
-
-def warned_with_other_counts() -> list[dict[str, str]]:
-    """The warnings where rank 0 has three micro-batches and the others one, and the weights add up to a third."""
-    micro_batches, shape = 1 if dist.get_rank() else 3, (4, 8)
-    model = torch.nn.Linear(5, 1)
-    gradloc = GradLoc(model, GradLocConfig(grad_norm_threshold=1e6), no_forward)
-    weight, advantage = torch.full(shape, 1 / (3 * micro_batches * 32)), torch.ones(shape)
-    tokens = {"response_mask": torch.ones(shape), "token_id": torch.zeros(shape).long(), "advantage": advantage}
-    for step in range(3):
-        gradloc.start_update(step)
-        for _ in range(micro_batches):
-            gradloc.begin_pass({}, range(4))
-            log_prob = torch.nn.functional.logsigmoid(model(torch.randn(*shape, 5))).squeeze(-1)
-            observe(gradloc, log_prob, None, weight, "token-mean", **tokens)
-            (-log_prob * advantage * weight).sum().backward()
-            gradloc.end_pass()
-        gradloc.locate(epoch=0, mini_batch=0)
-        model.zero_grad()
-    return gradloc.warnings
-
-
-def no_forward(*_: Any) -> Any:
-    raise AssertionError("there is no search")
 
 
 @on_ranks(
@@ -101,8 +74,3 @@ def test_a_loss_that_is_scaled_wrongly_is_named(launch: Launch, factor: float) -
     assert warning is not None and times in warning["sentence"] and warning["factor"] == pytest.approx(factor, rel=1e-3)
     assert ("the number of ranks (2)" in warning["sentence"]) == (factor == 2)
     assert said == ["loss_scale"] * (factor == 8)
-
-
-def test_ranks_with_other_numbers_of_micro_batches_warn_alike(launch: Launch) -> None:
-    first, second = launch(2, warned_with_other_counts)
-    assert first == second == []
