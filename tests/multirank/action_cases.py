@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from actor_cases import Run, beginning, break_embedding, compare_runs, ends_of, stock_run, train
+from actor_cases import Run, beginning, break_embedding, compare_runs, distance, ends_of, stock_run, train
 from actors import (
     DEVICE,
     ENGINE,
@@ -91,14 +91,7 @@ def drop(case: Case) -> tuple[list[float], Run]:
 
     run = train(case, spike_action="drop", **DETECTION)
     stock = train(case, stock_dp_actor(), prepare=prepare)
-    distances = []
-    for ours, theirs in zip(run.gradients, stock.gradients, strict=True):
-        gap = torch.stack([(a - b).square().sum() for a, b in zip(ours, theirs, strict=True)]).sum()
-        whole = torch.stack([b.square().sum() for b in theirs]).sum()
-        sums = torch.stack([gap, whole])
-        dist.all_reduce(sums)
-        distances.append(float((sums[0] / sums[1]).sqrt()))
-    return distances, run
+    return [distance(*both) for both in zip(run.gradients, stock.gradients, strict=True)], run
 
 
 @torch.no_grad()

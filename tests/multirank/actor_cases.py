@@ -239,6 +239,14 @@ def compare_runs(run: Run, other: Run) -> dict[str, bool]:
     }
 
 
+def distance(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
+    """Of this gradient from that one, relative to the latter. A collective call."""
+    gap = sum((a - b).square().sum() for a, b in zip(ours, theirs, strict=True))
+    sums = torch.stack([gap, sum(b.square().sum() for b in theirs)])
+    dist.all_reduce(sums)
+    return float((sums[0] / sums[1]).sqrt())
+
+
 def identity(case: Case) -> tuple[dict[str, bool], dict[str, bool], Run]:
     """Two calls with a search in the first, compared with the unpatched actor; and with detection off.
 

@@ -387,8 +387,10 @@ def build_actor(
         for reduces, replay in actor.gradloc._model.recorded.items():
             check_collective_calls(replay, reduces)
     if case.precision == "float16":
-        # The actor's own is for GPUs, and disabled on a CPU.
-        actor.scaler = grad_scaler(case.loss_scale)
+        # The actor's own is for GPUs, and disabled on a CPU. The default group is that of the module's import, which
+        # other tests have destroyed.
+        group = dist.group.WORLD
+        actor.scaler = ShardedGradScaler(device=DEVICE.type, init_scale=case.loss_scale, process_group=group)
     return actor
 
 
@@ -449,11 +451,6 @@ class WorkerCheckpoints:
 
     def load_checkpoint(self, folder: str) -> None:
         inspect.unwrap(ActorRolloutRefWorker.load_checkpoint)(self.worker, folder)
-
-
-def grad_scaler(scale: float) -> ShardedGradScaler:
-    # Its default group is the one of its module's import, which other tests have destroyed.
-    return ShardedGradScaler(device=DEVICE.type, init_scale=scale, process_group=dist.group.WORLD)
 
 
 def padding_functions() -> tuple[Callable[..., Any], ...]:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -32,11 +33,8 @@ def stock_engine() -> type[FSDPEngineWithLMHead]:
         path = Path(os.environ["GRADLOC_BASE_TREE"]) / "verl/workers/engine/fsdp/transformer_impl.py"
         spec = importlib.util.spec_from_file_location(name, path)
         sys.modules[name] = module = importlib.util.module_from_spec(spec)
-        registered, EngineRegistry._engines = EngineRegistry._engines, {}  # it registers itself
-        try:
+        with mock.patch.object(EngineRegistry, "_engines", {}):  # it registers itself
             spec.loader.exec_module(module)
-        finally:
-            EngineRegistry._engines = registered
     return sys.modules[name].FSDPEngineWithLMHead
 
 

@@ -99,7 +99,4 @@ def drop(case: Case, size: int) -> tuple[float, Run]:
     run = train(case, size, **detection)
     other = train(case, size, meter="local", **detection)
     ((ours,), (theirs,)) = run.gradients, other.gradients
-    gap = sum(float((a - b).square().sum()) for a, b in zip(ours, theirs, strict=True))
-    sums = torch.tensor([gap, sum(float(b.square().sum()) for b in theirs)])
-    dist.all_reduce(sums)
-    return float((sums[0] / sums[1]).sqrt()), run
+    return actor_cases.distance(ours, theirs), run

@@ -14,7 +14,7 @@ from actors import ENGINE, IDENTITY_THRESHOLD, Case
 from batches import build_batch
 from notation import cases
 from oracle import brute_force
-from test_actor import ONE, THREE, Launch, harmless, on_ranks, same_events, skip_what_verl_cannot_train
+from test_actor import ON_ENGINE, ONE, THREE, Launch, harmless, on_ranks, same_events, skip_what_verl_cannot_train
 from test_faults import disturb
 from valid_events import valid_events
 from verl.workers.config import LayerClipConfig
@@ -109,9 +109,6 @@ def check_drill(event: dict[str, Any], metrics: dict[str, Any]) -> None:
     assert (event["action"], event["applied"], event["diagnosis"]) == ("log", True, "tokens")
     culprits = [{name: c[name] for name in drill["planted"]} for c in event["culprits"]]
     assert drill["planted"] in culprits
-
-
-ON_ENGINE = pytest.mark.target(version="0.9.1")
 
 
 @on_ranks(

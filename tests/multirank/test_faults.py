@@ -22,7 +22,7 @@ from actor_cases import Run, compare_runs, stock_run, train, warnings_of
 from actors import ENGINE, PROMPT, Case, dp_actor, stock_dp_actor, with_hook_on_log_probs
 from cluster import Cluster, RankFailed
 from notation import cases
-from test_actor import ONE, THREE, Launch, as_list, harmless, on_engine, on_ranks, places, same_events
+from test_actor import ON_ENGINE, ONE, THREE, Launch, as_list, harmless, on_engine, on_ranks, places, same_events
 from torch.distributed.fsdp import _flat_param, _runtime_utils
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch_stand_ins import as_in_torch_2_15, without_name
@@ -264,7 +264,6 @@ UNSHARDED_2 = dataclasses.replace(UNSHARDED, wrap="fsdp2", deferred=True)
 # The first extra pass is the rehearsal in the first update. If that fails, the search begins with another one.
 REHEARSAL = partial(failing_after_an_evaluation, where="in a layer's backward", when=[1])
 BOTH = partial(failing_after_an_evaluation, where="in a layer", when=[1, 2])
-ON_ENGINE = pytest.mark.target(version="0.9.1")
 of_single_experts = pytest.mark.skipif(ENGINE, reason="transformers 5 has all experts of a layer in one parameter")
 
 
@@ -517,7 +516,7 @@ def test_an_unread_pass_ends_the_searches_of_an_update(
         failing_on_shared_data,
         Case(packed=True, planted=((0, 0, 4),)),
         "OutOfMemoryError(.|\n)*sequence parallelism",
-        marks=pytest.mark.target(version="0.9.1"),
+        marks=ON_ENGINE,
     ),
     ids=["unknown to others", "shared sequences"],
 )
@@ -530,7 +529,7 @@ def test_an_error_that_would_leave_ranks_waiting_ends_the_run(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stock", [pytest.param(False, marks=pytest.mark.target(version="0.9.1")), True])
+@pytest.mark.parametrize("stock", [pytest.param(False, marks=ON_ENGINE), True])
 def test_the_rank_left_by_a_killed_one_fails_by_itself(stock: bool) -> None:
     """In a search as in the training of the unpatched actor: rank 1 is killed in the middle of a pass."""
     kill = partial(disturb, where="in a layer", when=2, disturbance=lambda: os.kill(os.getpid(), signal.SIGKILL))

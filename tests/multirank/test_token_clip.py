@@ -48,17 +48,12 @@ BLOWN = (1, 3, 4)
 BLOW = 1000.0
 
 
-class Amplified(torch.autograd.Function):
-    """The identity, with a backward that multiplies the gradient at some positions."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
-        ctx.where = where
-        return hidden.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return torch.where(ctx.where.unsqueeze(-1), BLOW * gradient, gradient), None
+def amplified(hidden: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+    """The same, with a backward that multiplies the gradient at some positions."""
+    hidden = hidden.clone()
+    if hidden.requires_grad:
+        hidden.register_hook(lambda gradient: torch.where(where.unsqueeze(-1), BLOW * gradient, gradient))
+    return hidden
 
 
 def amplify(case: Case, layer: int) -> Callable[[torch.nn.Module], None]:
@@ -78,8 +73,8 @@ def amplify(case: Case, layer: int) -> Callable[[torch.nn.Module], None]:
             for shift, token in enumerate(reversed(trigram)):
                 where &= ids[0].roll(shift, -1) == token
             if args:
-                return (Amplified.apply(args[0], where), *args[1:]), kwargs
-            return args, {**kwargs, "hidden_states": Amplified.apply(kwargs["hidden_states"], where)}
+                return (amplified(args[0], where), *args[1:]), kwargs
+            return args, {**kwargs, "hidden_states": amplified(kwargs["hidden_states"], where)}
 
         model.register_forward_pre_hook(keep, with_kwargs=True)
         model.model.layers[layer].register_forward_pre_hook(enter, with_kwargs=True)
