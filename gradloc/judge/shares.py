@@ -61,14 +61,14 @@ def threshold_factor(part: Mapping[str, Any]) -> float:
 
 
 # Up to so many things, a share of them is said as a count.
-_COUNTED = 20
+COUNTED = 20
 
 
 def counted(count: int, total: int, what: str = "culprits") -> str:
     """A part of a total, in words; `what` is the plural of what is counted."""
     if count == total:
         return f"the one {what.removesuffix('s')}" if total == 1 else f"{all_of(total)} {what}"
-    return f"{count if total <= _COUNTED else percent(count / total)} of {total} {what}"
+    return f"{count if total <= COUNTED else percent(count / total)} of {total} {what}"
 
 
 def all_of(total: int) -> str:

@@ -13,8 +13,6 @@ from gradloc.judge.shares import threshold_factor
 
 # Longer texts lose their middle.
 TEXT_CHARACTERS, SHORT_CHARACTERS = 4000, 200
-# Up to so many are said as counts, more as shares.
-COUNTED = 20
 _SIGNS = {"\n": "↵", "\t": "⇥", "\r": "␍"}
 
 
@@ -112,7 +110,7 @@ def percent(share: float | str | None) -> str:
 
 def part_of(n: int, total: int) -> str:
     """How many of some: up to twenty as "1 of 2", "both" or "all 3", from there as a share."""
-    if total > COUNTED:
+    if total > shares.COUNTED:
         return percent(n / total)
     if n == total:
         return "the only one" if total == 1 else shares.all_of(total)

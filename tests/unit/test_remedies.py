@@ -490,6 +490,7 @@ def test_for_a_bug_no_remedy_is_recommended(source: str) -> None:
     assert recommended(result)[0] is not None
     for changes in ({"cause": "loss_scale"}, {"scale": {"loss": {"factor": 2.0}}}):
         assert "the cause is loss_scale" in recommended({**result, **changes})[1]
+    assert "the cause is misfire" in recommended({**result, "cause": "misfire"})[1]
     result["tokens"][0]["source"] = source
     first, sentence = recommended(result)
     assert first is None and sentence.startswith(f"No remedy is recommended: the cause is {source}")
