@@ -43,8 +43,6 @@ def need(what: str, *modules: str) -> None:
         extra = "" if set(missing) <= set(_OWN) else "[replay]"
         names = ", ".join(missing[:-1]) + " and " * (len(missing) > 1) + missing[-1]
         install = f"run pip install '.{extra}' in GradLoc's checkout"
-        if missing == ["pyarrow"]:  # of no extra: few read such files
-            install = "run pip install pyarrow"
         sys.exit(f"{what} needs {names}, not installed for {sys.executable}: {install}")
 
 

@@ -4,7 +4,7 @@
 
     gradloc convert step7.jsonl --out spikes --model WEIGHTS
 
-The files hold plain records, one for each response, as JSON Lines or Parquet. docs/reference/other-trainers.md gives
+The files hold plain records, one for each response, as JSON Lines. docs/reference/other-trainers.md gives
 the format, and examples/ has what makes it for TRL, slime, NeMo RL and prime-rl. Then `gradloc replay BUNDLE --search
 --model WEIGHTS` finds the tokens, and `gradloc report spikes` shows them.
 
@@ -37,7 +37,7 @@ from ..command_line import parser as new_parser
 from ..report.figures import visible
 from ..report.words import bundle_of
 from .batch import AGG_MODES, KL_LOSSES, Batch, Loss, build_batch
-from .records import RECORDS, TOKENS, Record, RecordError, bounded_memory, json_lines, parquet_rows, read_record
+from .records import RECORDS, TOKENS, Record, RecordError, bounded_memory, json_lines, read_record
 
 # The threshold of the published method.
 THRESHOLD = 640.0
@@ -49,7 +49,12 @@ _WHOLE = argument(int, lambda value: value >= 0, "it must not be negative")
 _FOLDER = argument(str, bool, "it must name a folder")
 _NATURAL = argument(int, lambda value: value >= 1, "it must be at least 1")
 
-_FORMATS = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
+# By the ending of its name, why a file is not read.
+_NOT_READ = {
+    **dict.fromkeys((".pt", ".pth"), "has no records: if it is slime's, examples/slime_records.py makes them of it"),
+    ".parquet": "is Parquet: first write it as JSON Lines, with pandas: "
+    'read_parquet(f).to_json(g, orient="records", lines=True, double_precision=15)',
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -78,7 +83,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = new_parser("convert", str(__doc__))
     parser.add_argument("files", metavar="FILE", nargs="+", help="of one optimizer step")
     parser.add_argument("--out", metavar="DIR", type=_FOLDER, required=True, help="where evidence and bundle go")
-    parser.add_argument("--format", choices=("jsonl", "parquet"), help="default: by the files' names")
     parser.add_argument("--model", metavar="PATH", type=_FOLDER, help="the folder with the weights that this step had")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"), help="of training")
     parser.add_argument("--step", metavar="N", type=_WHOLE, help="the trainer's step")
@@ -116,8 +120,9 @@ def _read(options: argparse.Namespace) -> list[Record]:
     tokens = 0
     for file in options.files:
         path = Path(file)
-        pairs = json_lines(path) if _format_of(path, options.format) == "jsonl" else parquet_rows(path)
-        for place, values in pairs:
+        if (why := _NOT_READ.get(path.suffix.lower())) is not None:
+            raise RecordError(f"{path} {why}.")
+        for place, values in json_lines(path):
             records.append(read_record(values, place, options.temperature, options.keep_nonfinite))
             if len(records) > RECORDS:
                 raise RecordError(f"{place} is one too many: {RECORDS:,} records are the limit.")
@@ -125,15 +130,6 @@ def _read(options: argparse.Namespace) -> list[Record]:
             if tokens > TOKENS:
                 raise RecordError(f"{place} is one too many: {TOKENS:,} tokens are the limit.")
     return records
-
-
-def _format_of(path: Path, named: str | None) -> str:
-    suffix = path.suffix.lower()
-    if named is None and suffix in (".pt", ".pth"):
-        raise RecordError(f"{path} has no records: if it is slime's, examples/slime_records.py makes them of it.")
-    if named is None and suffix not in _FORMATS:
-        raise RecordError(f"{path}: its name does not say what it is: give --format.")
-    return named or _FORMATS[suffix]
 
 
 def _event(batch: Batch, options: argparse.Namespace) -> dict[str, Any]:
@@ -169,7 +165,6 @@ def _event(batch: Batch, options: argparse.Namespace) -> dict[str, Any]:
 
 def _context(options: argparse.Namespace, loss: Loss, batch: Batch) -> dict[str, Any]:
     """What a bundle has of the trainer; its settings by verl's names."""
-    formats = {_format_of(Path(file), options.format) for file in options.files}
     return {
         "model": {"path": os.path.abspath(options.model) if options.model else None, "attention": None},
         "dtype": options.dtype,
@@ -183,7 +178,7 @@ def _context(options: argparse.Namespace, loss: Loss, batch: Batch) -> dict[str,
             "kl_loss_coef": loss.kl_coef,
             "kl_loss_type": loss.kl_type,
         },
-        "converted": {"from": sorted(formats), "notes": batch.notes},
+        "converted": {"notes": batch.notes},
     }
 
 
