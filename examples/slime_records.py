@@ -171,7 +171,8 @@ def of_rank(path: Path, data: Mapping[str, Any], step: int, per_token_loss: bool
     for key, column in read.items():
         if len(column) != count:
             raise RecordError(f"{path}, field {key!r}: it has {len(column):,} samples, and {LENGTH!r} has {count:,}.")
-    for micro_batch, indices in enumerate(micro_batches_of(path, columns, step) if known else [range(count)]):
+    micro_batches = micro_batches_of(path, columns, step)
+    for micro_batch, indices in enumerate(micro_batches if known else [range(count)]):
         for index in indices:
             sample = {key: column[index] for key, column in read.items()}
             rollouts = None if per_token_loss else rollouts_of(columns, step)

@@ -433,6 +433,8 @@ def test_slime_train_data_of_its_earlier_form(convert: Any, tmp_path: Path, caps
 
     with pytest.raises(RecordError, match="field 'log_probs': it has 3 samples, and 'response_lengths' has 4."):
         slime_records(save(log_probs=columns["log_probs"][:3]))
+    with pytest.raises(RecordError, match="has 1 optimizer steps, and none with the number 5."):
+        slime_records(save(), step=5)
     records_of_it = slime_records(save())
     options = capsys.readouterr().out.split("--out spike")[1].split()
     assert options == ["--step", "4", "--loss-agg-mode", "seq-mean-token-mean"]
