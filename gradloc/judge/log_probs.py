@@ -70,8 +70,8 @@ LAST_PART, LAG_LEFT, LAG_MOST = 0.5, 0.7, 0.9
 NEXT_LAG = 0.9  # lags are kept for parts of the last step that are by so much smaller than the one before
 # An optimizer step does not make so large a gap of so small a one.
 POLICY_GAP = (0.05, 0.3)
-# What an update's steps move the policy by, in the mean of its later mini-batches, is about half of its whole way. So
-# a gap of at most `PATH` times that of the last `LATE_UPDATES` may be that of a rollout which is late by so many.
+# The later mini-batches of an update show, in the mean, about half of how far its steps move the policy. A rollout that
+# is late by up to `LATE_UPDATES` updates has a gap of at most `PATH` times the sum of these.
 PATH, LATE_UPDATES = 2.5, 4
 # A learning rate so many times the mean of those before moves the policy farther than a rollout is late.
 RATE_FACTOR = 5.0
@@ -224,7 +224,7 @@ class LogProbChecks(RunCheck):
         return self._sums.mean("gap") <= PATH * sum(self._steps[-updates:]) if self._steps else None
 
     def _is_far_by_late_weights(self) -> bool:
-        """Whether updates go so far that a rollout which is late by some has a gap as the rules take for a fault's."""
+        """Whether the policy moves so far in a few updates that late weights may make a gap as large as a fault's."""
         return sum(self._steps) >= POLICY_GAP[1] and bool(self._may_have_moved(LATE_UPDATES))
 
     def _has_jumped(self) -> bool:
@@ -468,7 +468,7 @@ class LogProbChecks(RunCheck):
         went_back = self._sums.mean("distance") < STALE_RATIO * self._distance and self._distance > STALE_GAP
         # After a loaded checkpoint, other weights may be in the rollout at first.
         jumped = self._leaps() and not went_back and self._progress.since_resume is None
-        # The first update may go far.
+        # Where nothing shows how far updates go, the first one may have gone far.
         jumped &= self._updates > 1 if (moved := self._may_have_moved(1)) is None else not moved
         since_first = self._progress.is_first or self._has_been_since_first()
         if not (since_first or jumped or self._times.get("policy_log_probs")):

@@ -105,10 +105,10 @@ def _of_micro_batch(tokens: Mapping[str, Tensor], first: bool, bypass: bool) -> 
     }
     if "old_log_prob" in tokens:
         own = counted & ~bypassed & log_prob.isfinite()
-        columns = {"own_gap": old - log_prob, "own_to_rollout": rollout - log_prob, "own_old_to_rollout": rollout - old}
-        if not first:
-            columns = {"step_gap": old - log_prob}
-        sums["own_tokens" if first else "step_tokens"] = own.sum()
+        which = "own" if first else "step"
+        sums[f"{which}_tokens"], columns = own.sum(), {f"{which}_gap": old - log_prob}
+        if first:
+            columns |= {"own_to_rollout": rollout - log_prob, "own_old_to_rollout": rollout - old}
         for name, each in columns.items():
             sums[name] = torch.where(own, each.clamp(-LARGEST, LARGEST).abs(), 0.0).sum()
     if "ref_log_prob" in tokens:
