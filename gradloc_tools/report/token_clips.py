@@ -105,7 +105,11 @@ def _row(line: Mapping[str, Any], token: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **{name: line[name] for name in ("global_step", "epoch", "mini_batch")},
         "action": line["token_clip"]["action"],
-        **{name: clipped(value) if isinstance(value, str) else value for name, value in fields.items()},
+        **{
+            name: clipped(value, SHORT_CHARACTERS) if isinstance(value, str) else value
+            for name, value in fields.items()
+        },
+        "context": clipped(token.get("context")),
     }
 
 

@@ -351,6 +351,7 @@ def test_malformed_and_other_lines_are_counted_in_one_warning(tmp_path: Path, sh
     out = show("--html", str(tmp_path / "page.html"), events=[spike(8)])
     assert "1 gradient spike in step 8" in out
     assert out.count("skipped") == 1 and "10 lines skipped: malformed or unfinished." in out
+    assert 10_000 < (tmp_path / "page.html").stat().st_size < 200_000
     with open(tmp_path / "spikes.jsonl", "ab") as file:
         file.write(b'{"schema": 1, "ti')  # a line being written
     assert "11 lines skipped: malformed or unfinished." in show()

@@ -12,7 +12,7 @@ from notation import cases
 
 from gradloc.evidence import writer
 from gradloc_tools.report.reading import without_texts
-from gradloc_tools.report.token_clips import EXPLANATION
+from gradloc_tools.report.token_clips import EXPLANATION, summarize_clips
 from gradloc_tools.report.view import json_of
 from gradloc_tools.schema import CLIP, EVENT, NOTE, conforms
 
@@ -147,6 +147,8 @@ def test_what_is_kept_of_a_hostile_line_is_bounded(view: Any) -> None:
     line["token_clip"]["refused"] = [f"layer {i}" for i in range(5000)]
     made = view([line])
     assert len(json_of(made)) < 100_000
+    (token,) = summarize_clips([line], (), 1)["largest_tokens"]
+    assert len(token["uid"]) < 300 < len(token["context"]) < 5000
     assert "5,000 backward signals" in made.texts["clips-hint"] and "(1), …" in made.texts["clips-hint"]
 
 

@@ -7,6 +7,8 @@ import types
 import zipfile
 from pathlib import Path
 
+import pytest
+import yaml
 from notation import Patch
 
 import trees
@@ -35,6 +37,18 @@ def test_a_module_is_changed_before_its_importer_takes_names(tmp_path: Path, mon
     assert seen == ["late_one"]
     AfterImport({"late_one": act}).install()  # which is there already
     assert seen == ["late_one"] * 2
+
+
+CONF = trees.ROOT / "plugin/gradloc_verl/conf"
+
+
+@pytest.mark.parametrize("group", sorted(CONF.glob("*/gradloc_*.yaml")), ids=lambda file: file.stem)
+def test_a_config_group_writes_no_key_of_its_own(group: Path) -> None:
+    """They are in the groups that it names: all that is left is which classes have them."""
+    ours = yaml.safe_load(group.read_text())
+    assert ours.pop("defaults")[0] == group.stem.removeprefix("gradloc_")
+    for section in (ours, *(ours.pop(name) for name in ("layer_clip", "token_clip") if name in ours)):
+        assert section.pop("_target_").startswith("gradloc_verl.config.") and not section
 
 
 def test_the_wheel_has_what_it_needs(tmp_path: Path) -> None:

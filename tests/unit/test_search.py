@@ -293,6 +293,17 @@ def test_of_very_many_culprits_one_is_found_soon(units: int) -> None:
     assert search.culprits and all(culprit.candidate % 64 == 13 for culprit in search.culprits)
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_nonfinite_token_is_a_culprit(bad: float) -> None:
+    tokens = Tokens(100, {})
+    tokens.broken[17] = bad
+    search, suspicion = Search(THRESHOLD, "exhaustive"), torch.ones(100)
+    suspicion[17] = math.nan
+    search.add_group("a", math.nan, suspicion, tokens.weights)
+    run(search, {"a": tokens}, 2)
+    assert [c.candidate for c in search.culprits] == [17] and search.broken == []
+
+
 def test_a_unit_that_is_broken_without_tokens_costs_one_pass() -> None:
     search = Search(THRESHOLD, "exhaustive")
     search.add_group("a", math.nan, torch.ones(100), torch.full((100,), 0.01))
