@@ -746,6 +746,8 @@ HEALTHY: dict[str, Setting] = {
     "drift": Setting(engine="fp8", rate=1e-3),
     "fast": Setting(rate=1e-3, engine="bf16"),
     "very fast": Setting(rate=2e-3, engine="bf16"),
+    "very fast, 1 step late": Setting(rate=4e-3, behind=1, engine="bf16"),
+    "very fast, 3 steps late": Setting(rate=2e-3, behind=3, engine="fp8"),
     "slow": Setting(rate=3e-5, engine="fp8"),
     "tools": Setting(tools=True, engine="bf16"),
     "tools, fp8": Setting(tools=True, engine="fp8"),
