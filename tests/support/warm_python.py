@@ -85,6 +85,8 @@ def serve(address: str, search_path: str) -> Callable[[], None]:
     base, before = sys.path[1:], set(os.environ)
     os.environ["RAY_RAYLET_PID"] = str(os.getpid())  # a worker ends with that process
     sys.path[1:1] = search_path.split(os.pathsep) if search_path else []
+    if search_path:
+        _keep_ray_from_drawing()
     for name in [*LIBRARIES, *(OF_VERL if search_path else [])]:
         with contextlib.suppress(ImportError):  # not every verl needs or has each of them
             importlib.import_module(name)
@@ -103,6 +105,15 @@ def serve(address: str, search_path: str) -> Callable[[], None]:
             request = _started(connection)
             return lambda: request.run(base, set_by_imports)
         connection.close()
+
+
+def _keep_ray_from_drawing() -> None:
+    """Imports Ray, without the ids that it draws for classes of actors: once its generator has drawn in this process,
+    all forked ones draw the same, and objects of two workers have one id.
+    """
+    ray, actor = importlib.import_module("ray"), importlib.import_module("ray.actor")
+    draw = staticmethod(lambda: ray.ActorClassID(os.urandom(ray.ActorClassID.size())))
+    actor.ActorClassID = type("ActorClassID", (), {"from_random": draw})  # type: ignore[attr-defined]
 
 
 def _started(connection: socket.socket) -> Request:
