@@ -31,6 +31,7 @@ CRITIC = [
     "critic.grad_norm_threshold=1e-4",
     "critic.fsdp.dtype=float32" if verl.__version__ == "0.9.1" else "critic.model.fsdp_config.model_dtype=float32",
 ]
+HANGS = 900  # seconds that no run takes, however busy the machine is
 warm_interpreter: Path | None = None  # what conftest.py has made
 
 
@@ -79,7 +80,7 @@ def started(
 def finished(output: Path, *arguments: str, **options: Any) -> tuple[str, list[dict[str, Any]]]:
     """What a run printed, and its events; the options are those of `started`."""
     with started(output, *arguments, **options) as script:
-        printed, _ = script.communicate()
+        printed, _ = script.communicate(timeout=HANGS)
     assert script.returncode == 0, printed
     return printed, events_in(output)
 
