@@ -132,6 +132,17 @@ class TemperatureServer(HFServer):
     sampler_class = TemperedSampler
 
 
+class OneSeedSampler(Sampler):
+    """Gives all requests one seed, so that all responses to a prompt are the same."""
+
+    def __init__(self, seeds: list[int], temperature: float, top_p: float) -> None:
+        super().__init__(seeds[:1] * len(seeds), temperature, top_p)
+
+
+class OneSeedServer(HFServer):
+    sampler_class = OneSeedSampler
+
+
 SERVERS = {
     "unsampled": UnsampledServer,
     "failed_request": FailedRequestServer,
@@ -140,6 +151,7 @@ SERVERS = {
     "adapter": NeverSyncedServer,
     "one_worker": OneWorkerServer,
     "temperature": TemperatureServer,
+    "one_seed": OneSeedServer,
 }
 
 

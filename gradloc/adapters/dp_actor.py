@@ -261,8 +261,9 @@ def write_evidence(trained: Any, data: "DataProto", tokenizer: Any, metrics: Map
         evidence = UpdateEvidence(config.bisect_dump_dir, tokenizer, watch.sequence_parallel_size)
         trained_data = TrainedData({**data.batch, **data.non_tensor_batch}, config.ppo_mini_batch_size)
         evidence.add(watch.lines(), trained_data)
-        evidence.take_in_rewards(trained_data)
-        evidence.write(data.meta_info.get("global_steps"), metrics, watch.warnings)
+        evidence.take_in_rows(trained_data)
+        with guarded("the evidence of a step is not written"):
+            evidence.write(data.meta_info.get("global_steps"), metrics, watch.warnings)
 
 
 def save_state(actor: WatchedActor, manager: "BaseCheckpointManager", folder: str | None) -> None:

@@ -89,7 +89,7 @@ class TrainedEngine:
         trained = TrainedData({key: tu.get(data, key) for key in DATA_KEYS if key in data.keys()})
         evidence.add(watch.lines(), trained)
         if self._where[0] == 0:  # later PPO epochs have the same rows
-            evidence.take_in_rewards(trained)
+            evidence.take_in_rows(trained)
         with guarded("the evidence of a step is not written", self._said):
             if watch.recorder is not None:
                 evidence.add(watch.recorder.events, trained, own=True)

@@ -7,16 +7,18 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain, combinations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..evidence.token_facts import context_evidence, text_evidence
 from ..evidence.writer import EVENTS_PER_STEP, STEP_FIGURES, jsonable, limit_texts, record_events, record_step
 from ..fsdp import collectives
 from ..guarded import guarded, warn_once
-from ..judge.advantages import ADVANTAGE_ORDER, order_warning
+from ..judge.advantages import LEAST_CHANCE, OF_GROUPS, row_warnings
 from ..judge.judgement import judged, kind_of
 from ..judge.loss_scale import LOSS_SCALE
 from ..judge.misfire import Place, RewardedRow, may_need_rows, verdict_by_rows
@@ -48,7 +50,7 @@ _KINDS = {
     "critic": ("Gradient spike of the critic", "spikes of the critic"),
 }
 _NO_TEXT = "a token of a gradient spike is written without its text"
-_NO_ORDER = "advantages are not compared with the rewards"
+_NO_ROWS = "the rows of an update are not compared with each other"
 _NOT_COMPARED = "a gradient spike is not compared with the rewards of its mini-batch"
 # What a warning has told of in this process.
 _said: set[str] = set()
@@ -60,7 +62,7 @@ SCORES = ("token_level_scores", "rm_scores")
 REWARDS = ("token_level_rewards", *SCORES)
 # What `TrainedData` reads.
 DATA_KEYS: tuple[str, ...] = ("input_ids", "attention_mask", "responses", "response_mask", "advantages", *REWARDS)
-DATA_KEYS += ("reward_model", "data_source", "uid")
+DATA_KEYS += ("reward_model", "data_source", "uid", "old_log_probs")
 
 
 @dataclass(frozen=True)
@@ -82,14 +84,9 @@ class TrainedData:
         """
         row = self._start(line) + token["row"]
         of = {name: self.columns[name][row] for name in DATA_KEYS if name in self.columns}
-        ids, length = of["input_ids"], len(of["responses"])
-        if not self.columns["responses"].is_nested:
-            length = int(of["attention_mask"][-length:].sum())
-        if not self.columns["input_ids"].is_nested:
-            ids = ids[of["attention_mask"].bool()]
+        prompt, response = self._ids[row]
         reward = next((of[name].sum().item() for name in SCORES if name in of), None)
-        prompt = len(ids) - length
-        return {**of, "prompt": ids[:prompt].tolist(), "response": ids[prompt:].tolist(), "reward": reward}
+        return {**of, "prompt": prompt.tolist(), "response": response.tolist(), "reward": reward}
 
     def rewarded_rows(self, line: Mapping[str, Any]) -> list[RewardedRow] | None:
         """What the rows of a line's mini-batch were rewarded for; None without uids, which tell the prompts apart."""
@@ -108,16 +105,43 @@ class TrainedData:
         columns = zip(map(str, of["uid"]), rewards, sources, advantages, strict=True)
         return [RewardedRow(*row) for row in columns]
 
-    def reward_pairs(self) -> Counter[str]:
+    def row_counts(self) -> Counter[str]:
+        """How many `rows` there are, and what `row_warnings` reads of them."""
+        if "uid" not in self.columns:
+            return Counter()
+        read = {name: self.columns[name] for name in DATA_KEYS if name in self.columns}
+        data = TrainedData({name: each.cpu() if isinstance(each, Tensor) else [*each] for name, each in read.items()})
+        return data._group_counts() + data._pair_counts()
+
+    def _group_counts(self) -> Counter[str]:
+        """How many rows are `mixed`, of a uid with several prompts that others have, too, or `repeated`."""
+        uids = [*map(str, self.columns["uid"])]
+        counts = Counter(rows=len(uids))
+        if not {"input_ids", "responses", "response_mask"} <= self.columns.keys():
+            return counts
+        ids = [tuple(each.numpy().tobytes() for each in parts) for parts in self._ids]
+        prompts = [(uid, prompt) for uid, (prompt, _) in zip(uids, ids, strict=True)]
+        uids_of = Counter(prompt for _, prompt in {*prompts})
+        # A trajectory that is cut in rows has prompts of its own.
+        shared_of = Counter(uid for uid, prompt in {*prompts} if uids_of[prompt] > 1)
+        counts["mixed"] = sum(uids_of[prompt] > 1 and shared_of[uid] > 1 for uid, prompt in prompts)
+        if "old_log_probs" in self.columns:
+            times = Counter(zip(uids, ids, strict=True))
+            pairs = zip(self.columns["old_log_probs"], self.columns["response_mask"], strict=True)
+            chance = [torch.where(mask.bool(), each, 0.0).sum().item() for each, mask in pairs]
+            rows = zip(uids, ids, chance, strict=True)
+            counts["repeated"] = sum(times[uid, of_row] > 1 and each < LEAST_CHANCE for uid, of_row, each in rows)
+        return counts
+
+    def _pair_counts(self) -> Counter[str]:
         """How many `pairs` there are of the rows, and how many of them are `contradicting`: see `order_warning`."""
         counts: Counter[str] = Counter()
         name = next((name for name in REWARDS if name in self.columns), None)
-        if name is None or not {"uid", "advantages", "response_mask"} <= self.columns.keys():
+        if name is None or not {"advantages", "response_mask"} <= self.columns.keys():
             return counts
         groups: dict[str, list[tuple[float, float]]] = {}
         columns = (self.columns[each] for each in ("uid", name, "advantages", "response_mask"))
-        on_host = ([*(column.cpu() if isinstance(column, torch.Tensor) else column)] for column in columns)
-        for uid, rewards, advantages, mask in zip(*on_host, strict=True):
+        for uid, rewards, advantages, mask in zip(*columns, strict=True):
             of_tokens = advantages[mask.bool() & (advantages != 0)]  # another row's may end before this one
             if not torch.allclose(of_tokens, of_tokens[:1]):  # an estimator with a value of each token's
                 return counts
@@ -132,6 +156,17 @@ class TrainedData:
                 counts["pairs"] += more_reward * more_advantage != 0
                 counts["contradicting"] += more_reward * more_advantage < 0
         return counts
+
+    @cached_property
+    def _ids(self) -> list[tuple[Tensor, Tensor]]:
+        """The token ids of each row's prompt and response, without padding."""
+        ids, responses = self.columns["input_ids"], self.columns["responses"]
+        if not (ids.is_nested and responses.is_nested):
+            mask = self.columns["attention_mask"].bool()
+        lengths = responses.offsets().diff() if responses.is_nested else mask[:, -responses.shape[1] :].sum(1)
+        rows = ids.unbind() if ids.is_nested else ids[mask].split(mask.sum(1).tolist())
+        starts = [len(row) - length for row, length in zip(rows, lengths.tolist(), strict=True)]
+        return [(row[:start], row[start:]) for row, start in zip(rows, starts, strict=True)]
 
     def _start(self, line: Mapping[str, Any]) -> int:
         return 0 if self.mini_batch_size is None else line["mini_batch"] * self.mini_batch_size
@@ -156,7 +191,7 @@ class UpdateEvidence:
         self._events: list[dict[str, Any]] = []
         # What the rows of a spike's mini-batch were rewarded for, by the `id` of its event.
         self._rows: dict[int, dict[Place, RewardedRow]] = {}
-        self._pairs: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()
 
     def add(self, events: Sequence[Any], data: TrainedData, own: bool = False) -> None:
         """Adds an update's lines, and what the data say of their tokens and mini-batches. A collective call.
@@ -188,11 +223,11 @@ class UpdateEvidence:
                 by_place = {(rank, i): row for rank, of_rank in enumerate(by_rank) for i, row in enumerate(of_rank)}
                 self._rows[id(told[number])] = by_place
 
-    def take_in_rewards(self, data: TrainedData) -> None:
-        """Compares advantages with rewards on rank 0; called once for each row of an update. No collective call."""
+    def take_in_rows(self, data: TrainedData) -> None:
+        """Compares the rows of rank 0 with each other; called once for each row of an update. No collective call."""
         if not self._rank:
-            with guarded(_NO_ORDER, _said):
-                self._pairs += data.reward_pairs()
+            with guarded(_NO_ROWS, _said):
+                self._counts += data.row_counts()
 
     def write(
         self,
@@ -208,15 +243,16 @@ class UpdateEvidence:
         """
         events, self._events = self._events, []
         rows, self._rows = self._rows, {}
-        pairs, self._pairs = self._pairs, Counter()
+        counts, self._counts = self._counts, Counter()
         if self._rank:
             return
         names = {name: f"actor/gradloc/{name}" for name in STEP_FIGURES}
         figures = {name: metrics[metric] for name, metric in names.items() if metric in metrics}
         warnings = [*read_warnings()]
         # A critic, whose update has no such figures, is trained on the same rows.
-        if figures and (found := order_warning(pairs["pairs"], pairs["contradicting"])) is not None:
-            warnings.insert(0, found)
+        if figures:
+            with guarded(_NO_ROWS, _said):
+                warnings = [*row_warnings(counts), *warnings]
         for each in warnings:
             warn_once(_said, f"Step {global_step}: {each['sentence']} {each['check']}", about=each["name"])
         events = [_judged(event, warnings, rows.get(id(event))) for event in events]
@@ -287,7 +323,7 @@ def _judged(
     names, known = {each["name"] for each in warnings}, {each["name"] for each in event["warnings"]}
     found = [each for each in event["warnings"] if each["name"] not in names]
     found += [each for each in warnings if each["name"] in known or each["name"] != LOSS_SCALE]
-    line: Any = judged({**event, "warnings": sorted(found, key=lambda each: each["name"] == ADVANTAGE_ORDER)})
+    line: Any = judged({**event, "warnings": sorted(found, key=lambda each: each["name"] in OF_GROUPS)})
     if rows is not None:
         with guarded(_NOT_COMPARED):
             line["verdict"] = verdict_by_rows(line, rows)

@@ -4,10 +4,10 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ..lines import RunWarning
-from .progress import Progress, RunCheck
+from .progress import SEE, Progress, RunCheck
 from .rules import BROKEN, VERL_NAMES
 from .shares import percent
 
@@ -35,8 +35,15 @@ COLUMNS = ("advantage", "old_log_prob", "ref_log_prob", "log_prob")
 COLUMN_SUMS = len(COLUMNS) + 4
 
 
-# That a response with a higher reward has a lower advantage than another one to the same prompt.
-ADVANTAGE_ORDER = "advantage_order"
+# That a response with a higher reward has a lower advantage than another one to the same prompt; that rewards of
+# several prompts are compared; and that responses are there more than once.
+ADVANTAGE_ORDER, MIXED_GROUPS, REPEATED = "advantage_order", "mixed_groups", "repeated_responses"
+# Those of them that may be the cause of a spike: of one without another bug.
+OF_GROUPS = (ADVANTAGE_ORDER, MIXED_GROUPS)
+# The share of an update's rows from which on they are mixed, or repeated: rows may be doubled to fill a batch.
+LEAST_ROWS = 0.05
+# A response is repeated if the policy would have sampled it again with this log-prob, or less.
+LEAST_CHANCE = -30.0
 # In so many pairs, of so many at least. With a baseline of the prompt's, it is none; by chance, half of them. Rewards
 # that are normalized one by one (GDPO) may contradict their sum, or the score, in up to a quarter.
 CONTRADICTING, LEAST_PAIRS = 0.3, 16
@@ -65,6 +72,37 @@ def order_warning(pairs: int, contradicting: int) -> RunWarning | None:
         "check": "Before the update, print `uid`, the sum of `token_level_rewards` and the advantage of each row: of "
         "the rows with one `uid`, that with the highest reward has the highest advantage.",
     }
+
+
+def row_warnings(counts: Mapping[str, int]) -> list[RunWarning]:
+    """The warnings of how an update's rows fit together, by what `TrainedData.row_counts` gives."""
+    rows, mixed, repeated = (counts.get(name, 0) for name in ("rows", "mixed", "repeated"))
+    found = [order_warning(counts.get("pairs", 0), counts.get("contradicting", 0))]
+    if mixed > LEAST_ROWS * rows:
+        found.append(
+            {
+                "name": MIXED_GROUPS,
+                "sentence": f"Rewards of different prompts are compared: {percent(mixed / rows)} of the responses have "
+                "a `uid` under which there are several prompts. Look at the order in which prompts are repeated "
+                "for the rollout and put together with their responses.",
+                "check": "Before the update, print `uid` and the decoded prompt of each row: rows with one `uid` have "
+                "one prompt.",
+                "share": mixed / rows,
+            }
+        )
+    if repeated > LEAST_ROWS * rows:
+        found.append(
+            {
+                "name": REPEATED,
+                "sentence": f"{percent(repeated / rows)} of the responses are the same, token for token, as another "
+                f"to the same prompt, which chance gives once in e^{-LEAST_CHANCE:.0f} at most: the rollout samples "
+                f"with one seed, or rows are doubled. {SEE.format('one_seed')}",
+                "check": "Print the ids of the responses of one `uid` after the rollout. If they are the same there, "
+                "look at seeds, temperature and top-k of the server; if not, at what pads, repeats or gathers rows.",
+                "share": repeated / rows,
+            }
+        )
+    return [warning for warning in found if warning is not None]
 
 
 class AdvantageChecks(RunCheck):

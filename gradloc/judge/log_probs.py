@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..lines import RunWarning
+from .advantages import REPEATED
 from .alignment import UNRELATED_CORRELATION, Off, find_off, misaligned_warning
 from .log_prob_sums import APART_GAP, CLEAR_SHARE, STALE_GAP, STALE_RATIO, LogProbSums
 from .progress import IN_A_ROW, SEE, Progress, RunCheck
@@ -25,7 +26,7 @@ LEARNING_RATE = "learning_rate"
 # That the reference is another model.
 REFERENCE = "reference"
 # Those that are about some tokens alone, or say nothing of what makes a norm.
-OF_SOME = ("unsampled", REFERENCE, *WITHOUT_CAUSE)
+OF_SOME = ("unsampled", REFERENCE, REPEATED, *WITHOUT_CAUSE)
 # That the rollout goes farther than the policy.
 ADAPTER_SCALE = "adapter_scale"
 # Those that another temperature explains as well as tokens that were not sampled.

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from ..guarded import guarded
 from ..lines import Culprit, Event, RunWarning, Shares, Verdict
-from .advantages import ADVANTAGE_ORDER, CHECK_ADVANTAGES, REWARD_SCALE
+from .advantages import CHECK_ADVANTAGES, OF_GROUPS, REWARD_SCALE
 from .log_probs import ENGINES_APART, OF_ROLLOUT, OF_SOME, OTHER_LOG_PROBS, REFERENCE, UNSAMPLED
 from .progress import resume_note
 from .rules import APART, APART_NATS, LARGE_ADVANTAGE, NATURAL_ADVANTAGE, RULES, Kind, Rule, is_apart
@@ -242,7 +242,7 @@ def _the_run(spike: Spike) -> Verdict | None:
             is_cause = spike.held(name) >= MOST_CULPRITS
         elif told is Kind.BROKEN or name in OF_SOME or (told is Kind.UNSAMPLED and name == OTHER_LOG_PROBS):
             is_cause = False
-        elif name == ADVANTAGE_ORDER:
+        elif name in OF_GROUPS:
             is_cause = told in (None, Kind.NATURAL)
         elif spike.is_unread(warning):
             is_cause = False

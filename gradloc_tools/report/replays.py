@@ -18,7 +18,7 @@ Result = Mapping[str, Any]
 # Causes besides the rules that are to be repaired where they come from: a remedy only covers them up.
 _BUGS = (
     *("loss_scale", "auxiliary", "stale_weights", "partly_stale", "other_log_probs", "reward_scale"),
-    *("learning_rate", "advantage_order", "adapter_scale", "misfire"),
+    *("learning_rate", "advantage_order", "mixed_groups", "adapter_scale", "misfire"),
 )
 # A remedy that leaves more of what the culprits add to the norm is not recommended.
 _MOST_LEFT = 0.5

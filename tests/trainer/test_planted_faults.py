@@ -43,6 +43,7 @@ WARNINGS = {
     "one_worker": "partly_stale",
     "temperature": "other_log_probs",
     "loss_scale": "loss_scale",
+    "one_seed": "repeated_responses",
 }
 # At this rate three steps change the weights by several times their size.
 FAST = ["LR=0.1"]
@@ -211,8 +212,9 @@ def test_what_is_wrong_with_the_whole_run_is_warned_of(name: str, planted: Calla
     assert f"FAULT '{name}' IS PLANTED IN THIS RUN ON PURPOSE" in printed
     lines = (folder / "out/bisect_dump/steps.jsonl").read_text().splitlines()
     warned = [{warning["name"] for warning in json.loads(line)["warnings"]} for line in lines]
-    # In the first step both engines have the same weights: what differs there is how log-probs are computed.
-    assert warned[0] == ({"other_log_probs"} if name == "temperature" else set()) and warned[-1] == {WARNINGS[name]}
+    # In the first step both engines have the same weights, and training has none to scale.
+    assert warned[0] == ({WARNINGS[name]} if name in ("temperature", "one_seed") else set())
+    assert warned[-1] == {WARNINGS[name]}
     log = (folder / "out/train.log").read_text()
     assert f"--fault {'never_synced' if name == 'adapter' else name}` plants this fault" in log
 

@@ -1,4 +1,4 @@
-"""Whether advantages follow the rewards: verl's own estimators do, and rows that are moved or negated do not."""
+"""Whether an update's rows fit together: advantages and rewards, uids and prompts, and responses of one prompt."""
 
 from typing import Any
 
@@ -7,12 +7,12 @@ import numpy
 import pytest
 import torch
 from notation import Caplog, Patch
-from torch import Tensor
+from verl import DataProto
 from verl.trainer.ppo import core_algos
 
 from gradloc.adapters import update_evidence
 from gradloc.adapters.update_evidence import TrainedData, UpdateEvidence
-from gradloc.judge.advantages import ADVANTAGE_ORDER, order_warning
+from gradloc.judge.advantages import ADVANTAGE_ORDER, MIXED_GROUPS, REPEATED, row_warnings
 from gradloc.judge.judgement import judged
 
 PROMPTS, ANSWERS, LENGTH = 24, 6, 5
@@ -39,9 +39,9 @@ def columns(estimator: str, graded: bool = False, seed: int = 0, moved: bool = F
     return {"uid": UIDS, "token_level_rewards": scores, "advantages": advantages, "response_mask": mask}
 
 
-def warned(data: dict[str, Tensor]) -> dict[str, Any] | None:
-    counts = TrainedData(data).reward_pairs()
-    return order_warning(counts["pairs"], counts["contradicting"])
+def warned(data: dict[str, Any]) -> dict[str, Any] | None:
+    found = row_warnings(TrainedData(data).row_counts())
+    return found[0] if found else None
 
 
 ESTIMATORS = ("grpo", "rloo", "opo", "gpg", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
@@ -53,7 +53,7 @@ def test_advantages_follow_rewards_unless_moved_or_negated(estimator: str, grade
     told = 0
     for seed in range(10):
         data = columns(estimator, graded, seed)
-        counts = TrainedData(data).reward_pairs()
+        counts = TrainedData(data).row_counts()
         assert counts["pairs"] > 16 and not counts["contradicting"]
         negated = warned(data | {"advantages": -data["advantages"]})
         assert negated and "sign is turned" in negated["sentence"]
@@ -75,11 +75,77 @@ def test_rewards_normalized_one_by_one_are_no_contradiction() -> None:
 
 
 def test_without_prompts_or_rewards_nothing_is_compared() -> None:
-    assert not TrainedData(columns("gae", graded=True)).reward_pairs()  # they differ within a response
+    assert not TrainedData(columns("gae", graded=True)).row_counts()["pairs"]  # they differ within a response
     for lacking in ("uid", "token_level_rewards"):
         data = columns("grpo", moved=True)
         del data[lacking]
         assert warned(data) is None
+
+
+def sampled(seed: int, wrong: str = "", certainty: float = 1.0) -> dict[str, Any]:
+    """An update's columns of prompts that are repeated and of sampled responses; `wrong` is done wrongly."""
+    generator = torch.Generator().manual_seed(seed)
+    prompts = DataProto.from_single_dict({"prompts": torch.randint(1, 50, (PROMPTS, 4), generator=generator)})
+    batch = prompts.repeat(ANSWERS, interleave=wrong != "interleaved")
+    # Requests of one prompt have one policy; with one seed, the same noise.
+    policy = (
+        (certainty * torch.randn(PROMPTS, 16, 50, generator=generator)).log_softmax(-1).repeat_interleave(ANSWERS, 0)
+    )
+    noise, ends = (
+        torch.rand(policy.shape, generator=generator),
+        torch.randint(13, 17, (len(batch), 1), generator=generator),
+    )
+    if wrong == "seeded":
+        noise, ends = (each[::ANSWERS].repeat_interleave(ANSWERS, 0) for each in (noise, ends))
+    responses = (policy - noise.log().neg().log()).argmax(-1)
+    mask = (torch.arange(16) < ends).long()
+    columns = {
+        "uid": UIDS,
+        "responses": responses,
+        "response_mask": mask,
+        "input_ids": torch.cat([batch.batch["prompts"], responses], 1),
+        "attention_mask": torch.cat([torch.ones_like(batch.batch["prompts"]), mask], 1),
+        "old_log_probs": policy.gather(-1, responses.unsqueeze(-1)).squeeze(-1),
+    }
+    batch = DataProto.from_single_dict(columns)
+    if wrong == "doubled":  # where a gather takes the rows of one rank twice
+        batch = DataProto.concat([batch[: len(batch) // 2]] * 2)
+    return {**batch.batch, **batch.non_tensor_batch}
+
+
+def without_padding(columns: dict[str, Any]) -> dict[str, Any]:
+    """As verl's engine has them."""
+    masks = {name: columns["response_mask"].bool() for name in ("responses", "response_mask", "old_log_probs")}
+    masks["input_ids"] = columns["attention_mask"].bool()
+    nested = torch.nested.as_nested_tensor
+    rows = {name: [*map(torch.masked_select, columns[name], mask)] for name, mask in masks.items()}
+    return {"uid": columns["uid"]} | {name: nested(each, layout=torch.jagged) for name, each in rows.items()}
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize(
+    ("wrong", "name", "share"),
+    [("interleaved", MIXED_GROUPS, 1.0), ("seeded", REPEATED, 1.0), ("doubled", REPEATED, 1.0), ("", None, 0.0)],
+)
+def test_prompts_of_one_uid_and_copies_are_told(wrong: str, name: str | None, share: float, nested: bool) -> None:
+    data = sampled(0, wrong)
+    found = row_warnings(TrainedData(without_padding(data) if nested else data).row_counts())
+    assert [(each["name"], each["share"]) for each in found] == ([] if name is None else [(name, share)])
+
+
+def test_what_a_policy_is_sure_of_is_no_copy() -> None:
+    data = sampled(1, certainty=20.0)
+    assert data["old_log_probs"].sum(1).mean() > -5
+    assert TrainedData(data).row_counts() == {"rows": len(UIDS)}
+
+
+def test_a_trajectory_in_several_rows_is_not_mixed() -> None:
+    """Its later rows have longer prompts under the same uid, here even of a prompt that is there twice."""
+    data = sampled(2)
+    prompts = data["input_ids"][:, :4]
+    prompts[: 2 * ANSWERS] = prompts[0]
+    prompts[1::2, 3] += 50 * torch.arange(len(prompts) // 2)
+    assert TrainedData(data).row_counts() == {"rows": len(UIDS)}
 
 
 def test_order_outranks_a_natural_spike_and_no_other_cause() -> None:
@@ -99,7 +165,7 @@ def test_warnings_without_a_spike_are_written_and_logged_once(
     evidence = UpdateEvidence(str(tmp_path), None, 1)
     scaled: Any = {"name": "loss_scale", "sentence": "It is scaled.", "check": "Look."}
     for step, moved in ((1, False), (2, True), (3, False)):
-        evidence.take_in_rewards(TrainedData(columns("grpo", moved=moved, seed=step)))
+        evidence.take_in_rows(TrainedData(columns("grpo", moved=moved, seed=step)))
         evidence.write(step, {"actor/gradloc/token_norm_max": 1.0}, lambda: [scaled])
     lines = (tmp_path / "steps.jsonl").read_text().splitlines()
     assert [(ADVANTAGE_ORDER in line, "scaled" in line) for line in lines] == [
@@ -115,13 +181,13 @@ def test_mini_batches_of_an_update_are_counted_together_and_once(tmp_path: Any) 
     data = columns("grpo", graded=True)
     negated = {**data, "advantages": -data["advantages"]}
     parts = [TrainedData({name: column[i : i + ANSWERS] for name, column in negated.items()}) for i in (0, ANSWERS)]
-    assert [part.reward_pairs()["pairs"] for part in parts] == [15, 15]
+    assert [part.row_counts()["pairs"] for part in parts] == [15, 15]
     evidence = UpdateEvidence(str(tmp_path), None, 1)
     for step, counted in ((1, parts[:1]), (2, parts)):
         for part in counted:
             evidence.add([], part)
             evidence.add([], part, own=True)
-            evidence.take_in_rewards(part)
+            evidence.take_in_rows(part)
         evidence.write(step, {"actor/gradloc/token_norm_max": 1.0}, tuple)
     lines = (tmp_path / "steps.jsonl").read_text().splitlines()
     assert [ADVANTAGE_ORDER in line for line in lines] == [False, True]
@@ -130,9 +196,9 @@ def test_mini_batches_of_an_update_are_counted_together_and_once(tmp_path: Any) 
 def test_a_critic_does_not_warn_of_the_same_rows(tmp_path: Any, caplog: Caplog, monkeypatch: Patch) -> None:
     monkeypatch.setattr(update_evidence, "_said", set())
     evidence = UpdateEvidence(str(tmp_path), None, 1)
-    evidence.take_in_rewards(TrainedData(columns("grpo", moved=True)))
+    evidence.take_in_rows(TrainedData(columns("grpo", moved=True)))
     evidence.write(1, {"critic/gradloc/token_norm_max": 1.0}, tuple)
     assert not caplog.messages and not (tmp_path / "steps.jsonl").exists()
-    evidence.take_in_rewards(TrainedData(columns("grpo", moved=True)))
+    evidence.take_in_rows(TrainedData(columns("grpo", moved=True)))
     evidence.write(1, {"actor/gradloc/token_norm_max": 1.0}, tuple)
     assert len(caplog.messages) == 1
