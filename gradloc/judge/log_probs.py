@@ -740,8 +740,8 @@ def _stale(weights: str, share: float, why: str) -> RunWarning:
     else:
         name, fault = "partly_stale", "one_worker"
         claim = (
-            f"For {share:.0%} of the responses, as from one of several workers, the rollout still samples from "
-            f"{weights}: its {why}"
+            f"For {share:.0%} of the responses, as from one of several workers or before an in-flight weight update, "
+            f"the rollout still samples from {weights}: its {why}"
         )
     check = f"{_SAME_WEIGHTS} {SEE.format(fault)}"
     return {"name": name, "sentence": f"{claim}; {_WEIGHTS}.", "check": check, "share": share}

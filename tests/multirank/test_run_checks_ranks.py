@@ -73,7 +73,7 @@ def test_all_ranks_warn_alike(launch: Launch) -> None:
     assert results == results[:1] * 2
     (warning,), state, verdicts, _ = results[0]
     assert len(state["readings"]) == state["updates"] == 6 and state["rates"] > 0
-    said = r"For [456]\d% of the responses, as from one of several workers, the rollout still samples"
+    said = r"For [456]\d% of the responses, as from one of several workers .*, the rollout still samples"
     assert warning["name"] == "partly_stale" and re.match(said, warning["sentence"])
     for verdict in verdicts:
         assert (verdict["cause"], verdict["check"]) == ("partly_stale", warning["check"])
