@@ -162,8 +162,6 @@ def conforms(value: Any, schema: dict[str, Any]) -> bool:
         return any(conforms(value, option) for option in schema["anyOf"])
     if "enum" in schema:
         return value in schema["enum"]
-    if "const" in schema:
-        return value == schema["const"]
     if "type" in schema:
         kinds = [schema["type"]] if isinstance(schema["type"], str) else schema["type"]
         if isinstance(value, bool):

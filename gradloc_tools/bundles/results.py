@@ -60,8 +60,8 @@ _REMEDY = {
 
 RESULT = object_with(
     {
-        "format": {"const": limits.FORMAT},
-        "kind": {"const": RESULT_KIND},
+        "format": {"enum": [limits.FORMAT]},
+        "kind": {"enum": [RESULT_KIND]},
         "time bundle model device variant recorded": TEXT,
         "global_step": INTEGER_OR_NULL,
         "epoch mini_batch": INDEX,
