@@ -56,7 +56,9 @@ def find_scale(bundle: Bundle, measured: Measured, same_weights: bool, *dtypes: 
     common = _common_factor(ratios, tolerance) if len(ratios) >= _LEAST_LAYERS else None
     if common is not None:
         found["gradient"] = _unless_one(*common, counts, tolerance)
-        found["reduced"] = _of_reduced(bundle, measured, common[0], counts, tolerance)
+        if measured.whole is not None and measured.whole.norm:
+            reduced = float(bundle.event["global_norm"]) / (common[0] * measured.whole.norm)
+            found["reduced"] = _unless_one(reduced, 0.0, counts, tolerance)
     return found if any(found.values()) else None
 
 
@@ -101,19 +103,6 @@ def _layer_ratios(bundle: Bundle, measured: Measured) -> list[float]:
             if norm > _LEAST_PART * replayed.norm or known > _LEAST_PART * whole:
                 ratios.append(known / norm if norm else math.inf)
     return ratios
-
-
-def _of_reduced(
-    bundle: Bundle, measured: Measured, before: float, counts: Mapping[str, float], tolerance: float
-) -> dict[str, Any] | None:
-    """Of the gradient averaged over the ranks, which can be computed if the bundle has all micro-batches.
-
-    `before` is the factor of the micro-batches' gradients, the same in all layers.
-    """
-    if measured.whole is None or not measured.whole.norm:
-        return None
-    factor = float(bundle.event["global_norm"]) / (before * measured.whole.norm)
-    return _unless_one(factor, 0.0, counts, tolerance)
 
 
 def _of_loss(bundle: Bundle, counts: Mapping[str, float]) -> dict[str, Any] | None:
