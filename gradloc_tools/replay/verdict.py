@@ -132,15 +132,12 @@ def _others(unit: Mapping[str, Any], result: Mapping[str, Any]) -> list[str]:
     threshold = float(unit["threshold"])
     if not is_over(unit["replayed"], threshold):
         return []
-    found = []
-    for variant, norm in zip(result["variants"], unit["others"], strict=True):
-        if is_over(norm, threshold):
-            found.append(f"It does not vanish with {variant}: the norm is {norm:.4g} there.")
-        else:
-            found.append(
-                f"It vanishes with {variant}: the norm is {norm:.4g} there, so {result['variant']} makes the spike."
-            )
-    return found
+    return [
+        f"It does not vanish with {variant}: the norm is {norm:.4g} there."
+        if is_over(norm, threshold)
+        else f"It vanishes with {variant}: the norm is {norm:.4g} there, so {result['variant']} makes the spike."
+        for variant, norm in zip(result["variants"], unit["others"], strict=True)
+    ]
 
 
 def _layers(layers: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -217,34 +214,25 @@ def switches_in_words(
         variant (str): What the replay computed with.
         comes_back (bool): Whether the replay has the recorded norm.
     """
-    rows = [row for row in rows if row["name"] != AS_REPLAYED]
-    if not rows:
+    norms = {row["name"]: float(row["norm"]) for row in rows if row["name"] != AS_REPLAYED}
+    if not norms:
         return []
     replayed, threshold = float(unit["replayed"]), float(unit["threshold"])
-    if is_over(replayed, threshold):
-        cures = [row for row in rows if not is_over(float(row["norm"]), threshold)]
-        if cures:
-            return [_points(cures, replayed, f"takes the spike away, with a norm of {{}} instead of {replayed:.4g}")]
-    elif not comes_back:
-        makers = [row for row in rows if is_over(float(row["norm"]), threshold)]
-        if makers:
-            return [_points(makers, replayed, f"makes a spike, with a norm of {{}} instead of {replayed:.4g}")]
-    changed = [row for row in rows if _change(float(row["norm"]), replayed) > CHANGE]
-    if changed:
-        return [_points(changed, replayed, f"changes the norm to {{}} from {replayed:.4g}")]
-    return [
-        f"No switch changes the norm by more than a factor of {CHANGE:g}: neither attention nor a precision of "
-        f"{variant} makes it."
-    ]
-
-
-def _points(rows: Sequence[Mapping[str, Any]], replayed: float, what: str) -> str:
-    first, others = rows[0], [f"'{row['name']}'" for row in rows[1:]]
-    look = next((text for start, text in _LOOK.items() if first["name"].startswith(start)), first["name"])
-    sentence = f"Switched alone, '{first['name']}' {what.format('{:.4g}'.format(float(first['norm'])))}"
-    if others:
-        sentence += f" (so do {', '.join(others)})"
-    return f"{sentence}: look at {look}."
+    spikes, what = is_over(replayed, threshold), "changes the norm to {:.4g} from {:.4g}"
+    pointed = [name for name, norm in norms.items() if is_over(norm, threshold) != spikes]
+    if pointed and (spikes or not comes_back):
+        what = ("takes the spike away" if spikes else "makes a spike") + ", with a norm of {:.4g} instead of {:.4g}"
+    else:
+        pointed = [name for name, norm in norms.items() if _change(norm, replayed) > CHANGE]
+    if not pointed:
+        return [
+            f"No switch changes the norm by more than a factor of {CHANGE:g}: neither attention nor a precision of "
+            f"{variant} makes it."
+        ]
+    first, *others = pointed
+    look = next((text for start, text in _LOOK.items() if first.startswith(start)), first)
+    also = f" (so do {', '.join(map(repr, others))})" if others else ""
+    return [f"Switched alone, '{first}' {what.format(norms[first], replayed)}{also}: look at {look}."]
 
 
 def _change(norm: float, replayed: float) -> float:
