@@ -98,8 +98,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     positive = argument(float, lambda value: 0 < value < math.inf, "must be positive and finite")
     parser.add_argument("--threshold", metavar="τ", type=positive, help="for --search: τ (default: the event's)")
+    at_least_one = argument(int, lambda value: value > 0, "must be at least 1")
     parser.add_argument(
-        "--budget", metavar="N", type=int, help="for --search: at most N passes (default: as in training)"
+        "--budget", metavar="N", type=at_least_one, help="for --search: at most N passes (default: as in training)"
     )
     parser.add_argument("--html", metavar="FILE", help="write a report with the replay to FILE")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
@@ -110,14 +111,13 @@ def _parser() -> argparse.ArgumentParser:
 def _problem(options: argparse.Namespace) -> str | None:
     """Which options do not fit together; None if all do."""
     if options.search:
-        for name in ("remedies", "switches"):
-            if getattr(options, name):
-                return f"--{name} is of a replay without --search"
-        return "--budget must be at least 1" if options.budget is not None and options.budget < 1 else None
-    for name in ("threshold", "budget"):
-        if getattr(options, name) is not None:
-            return f"--{name} is for --search"
-    return "torchrun is for --search" if processes() > 1 else None
+        others, why = ("remedies", "switches"), "of a replay without"
+    else:
+        others, why = ("threshold", "budget"), "for"
+    wrong = [f"--{name}" for name in others if getattr(options, name)]
+    if processes() > 1 and not options.search:
+        wrong.append("torchrun")
+    return f"{wrong[0]} is {why} --search" if wrong else None
 
 
 def _run(options: argparse.Namespace) -> None:

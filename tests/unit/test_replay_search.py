@@ -246,7 +246,7 @@ def test_a_search_with_nothing_over_its_threshold_is_a_result(
     "options message",
     (["--search", "--remedies"], "--remedies is of a replay without --search"),
     (["--search", "--switches"], "--switches is of a replay without --search"),
-    (["--search", "--budget", "0"], "--budget must be at least 1"),
+    (["--search", "--budget", "0"], "--budget: must be at least 1"),
     (["--search", "--threshold", "nan"], "must be positive and finite"),
     (["--threshold", "1"], "--threshold is for --search"),
     (["--budget", "1"], "--budget is for --search"),
