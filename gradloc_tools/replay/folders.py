@@ -97,7 +97,7 @@ def unread(path: str) -> list[str]:
 def _folder(path: str, files: dict[str, Any], weights: list[str]) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="gradloc-") as folder:
         for name, content in files.items():
-            (Path(folder) / name).write_text(json.dumps(_cleaned(content)), encoding="utf-8")
+            (Path(folder) / name).write_text(json.dumps(content), encoding="utf-8")
         for name in weights:
             if not re.fullmatch(r"[\w.-]+\.safetensors", name):
                 raise ValueError(f"{name!r} is not the name of a safetensors file")
@@ -120,14 +120,14 @@ def _find(path: str, name: str) -> Path | None:
 
 
 def _json(path: str, name: str) -> dict[str, Any]:
+    """What a file has, without the keys that are left out."""
     found = _find(path, name)
     if found is None:
         raise ValueError(f"it has no {name}")
     if found.stat().st_size > _JSON_BYTES:
         raise ValueError(f"{name} is larger than {_JSON_BYTES:,} bytes")
     try:
-        content = json.loads(found.read_text(encoding="utf-8"))
-        _cleaned(content)  # its nesting is not too deep for what follows
+        content = _cleaned(json.loads(found.read_text(encoding="utf-8")))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{name} is not JSON, or nests too deep") from error
     if not isinstance(content, dict):
