@@ -53,6 +53,10 @@ _RNG = {"rng.cpu", "rng.device"}
 
 _PLACE = {"rank micro_batch": INDEX, "layer_norms": by_name(_NORM)}
 _MICRO_BATCH = {**_PLACE, "bytes": INDEX, "file sha256": TEXT, "rows": list_of(INDEX), "norm": _NORM_OR_NULL}
+_LAYER_CLIP = object_with({"norm": _NORM, "bound": _FINITE_OR_NULL, "factor": _FINITE})
+_TOKEN_CLIP = object_with(
+    {"action": {"enum": [*ACTIONS]}, "factor": _FINITE, "usual": by_name(_FINITE_OR_NULL), "limit": INDEX}
+)
 # The form of each field of a manifest.
 _FORM = fields(
     {
@@ -65,15 +69,10 @@ _FORM = fields(
         "checkpoint": TEXT_OR_NULL,
         "dtype": TEXT,
         "grad_clip": _NORM_OR_NULL,
+        # What LayerClip would have done to the step, and the bounds of TokenClip.
+        "clips": object_with({"layer_clip": or_null(by_name(_LAYER_CLIP)), "token_clip": or_null(_TOKEN_CLIP)}),
     }
 )
-_LAYER_CLIP = object_with({"norm": _NORM, "bound": _FINITE_OR_NULL, "factor": _FINITE})
-_TOKEN_CLIP = object_with(
-    {"action": {"enum": [*ACTIONS]}, "factor": _FINITE, "usual": by_name(_FINITE_OR_NULL), "limit": INDEX}
-)
-# What the clips knew; a bundle of an earlier version, or of a recorded spike, has nothing of them.
-_CLIPS = object_with({"layer_clip": or_null(by_name(_LAYER_CLIP)), "token_clip": or_null(_TOKEN_CLIP)})
-_NO_CLIPS = {"layer_clip": None, "token_clip": None}
 
 
 class BundleError(ValueError):
@@ -93,11 +92,6 @@ class Bundle:
         """Its spike's, judged: a bundle is kept before that."""
         event = self.manifest["event"]
         return event if "summary" in event else judged(with_numbers(event, Event))
-
-    @property
-    def clips(self) -> dict[str, Any]:
-        """What LayerClip would have done to the step, and the bounds of TokenClip; None where that is not known."""
-        return self.manifest.get("clips", _NO_CLIPS)
 
     @property
     def first(self) -> MicroBatchName:
@@ -154,6 +148,8 @@ def _manifest(folder: Path) -> dict[str, Any]:
         raise BundleError(f"{limits.MANIFEST} cannot be parsed: {error}.") from error
     if not isinstance(manifest, dict) or manifest.get("kind") != limits.KIND:
         raise BundleError(f"{limits.MANIFEST} is not that of a replay bundle.")
+    # A bundle of an earlier version, or of a recorded spike, has nothing of them.
+    manifest.setdefault("clips", {"layer_clip": None, "token_clip": None})
     if manifest.get("format") != limits.FORMAT:
         raise BundleError(
             f"The bundle has format {manifest.get('format')!r}, and this version of GradLoc reads {limits.FORMAT}."
@@ -168,8 +164,6 @@ def _problems(manifest: Mapping[str, Any]) -> Iterator[str]:
     for name, form in _FORM.items():
         if name not in manifest or not conforms(manifest[name], form):
             yield f"its field {name!r} is missing or malformed"
-    if not conforms(manifest.get("clips", _NO_CLIPS), _CLIPS):
-        yield "its field 'clips' is malformed"
     event, layers, files, measured = (manifest[name] for name in ("event", "layers", "micro_batches", "measured"))
     if not _LOSS_SCALES[0] <= event["loss_scale"] <= _LOSS_SCALES[1]:
         yield f"its loss_scale is {event['loss_scale']:g}, which no gradient scaler has"

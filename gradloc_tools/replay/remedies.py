@@ -210,7 +210,7 @@ def _left_and_moved(spike: _Spike, model: Model, rest: Gradients, values: Coeffi
 
 
 def _of_token_clip(spike: _Spike, model: Model, notes: list[str]) -> Iterator[Row]:
-    bundle, bounds = spike.bundle, spike.bundle.clips["token_clip"]
+    bundle, bounds = spike.bundle, spike.bundle.manifest["clips"]["token_clip"]
     enable = f"{_ACTOR}.token_clip.enable=True"
     if bounds is None or not any(bounds["usual"].values()):
         notes.append(_unknown("TokenClip", bundle, "token_clip", f"{enable} {_ACTOR}.token_clip.action=log"))
@@ -283,7 +283,7 @@ def _layer_clip_factors(bundle: Bundle, unit: Norms) -> dict[str, float] | None:
         unit (Norms): The gradient of its first micro-batch.
     """
     # Earlier versions wrote it into the event, where it was on.
-    step = bundle.clips["layer_clip"] or bundle.event["layer_clip"]
+    step = bundle.manifest["clips"]["layer_clip"] or bundle.event["layer_clip"]
     if not step or all(layer["bound"] is None for layer in step.values()):
         return None
     factors = {layer: float(figures["factor"]) for layer, figures in step.items()}

@@ -275,6 +275,6 @@ def test_clips_leave_what_a_run_with_them_has(
     assert row["left"] < 0.9
     if world == 1:
         assert row["norm"] == pytest.approx(norm_with_layers, rel=TOLERANCE)
-    known = open_bundle(bundle).clips["layer_clip"]
+    known = open_bundle(bundle).manifest["clips"]["layer_clip"]
     for layer, figures in step.items():
         assert known[layer] == pytest.approx(figures, rel=TOLERANCE)

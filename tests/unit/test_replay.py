@@ -81,7 +81,7 @@ def clips(**of_one: Any) -> Callable[[Manifest], Any]:
     return manifest(clips={"layer_clip": None, "token_clip": None, **of_one})
 
 
-CLIPS, OF_NO_SCALER = "its field 'clips' is malformed", ", which no gradient scaler has"
+CLIPS, OF_NO_SCALER = "its field 'clips' is missing or malformed", ", which no gradient scaler has"
 CLIP = {"action": "drop", "factor": 4.0, "usual": {}, "limit": 1}
 OF_MANIFEST: dict[str, tuple[Callable[[Manifest], Any], str]] = {
     "a path": (of_entry(file="../../secret"), "'../../secret' is not the name of the file of its micro-batch"),
