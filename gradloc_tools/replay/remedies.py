@@ -8,7 +8,6 @@ tokens are all but the culprits. How far their gradient moves is a pass with the
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import chain
 from typing import Any
@@ -16,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradloc.bundles.layout import SavedMicroBatch
 from gradloc.measure.micro_batch import movable
 from gradloc.threshold import is_over
 
@@ -50,19 +48,16 @@ _TIGHTER = 0.1
 Row = dict[str, Any]
 
 
-@dataclass(frozen=True)
 class _Spike:
-    """The micro-batch whose gradient is compared, a bundle's first one."""
+    """The micro-batch whose gradient is compared, a bundle's first one, of which `measure` gave this."""
 
-    bundle: Bundle
-    saved: SavedMicroBatch
-    whole: Norms  # its gradient
-    rest: Norms  # that of its ordinary tokens
-    ordinary: Tensor  # which tokens are ordinary, bool of shape (rows, response length)
-
-    @property
-    def has_culprits(self) -> bool:
-        return not bool(self.ordinary.all())
+    def __init__(self, bundle: Bundle, measured: Measured) -> None:
+        name = bundle.first
+        self.bundle, self.saved = bundle, bundle.micro_batches[name]
+        self.whole = measured.units[name]  # its gradient
+        self.rest = measured.rests.get(name, self.whole)  # that of its ordinary tokens
+        # Which tokens are ordinary, bool of shape (rows, response length).
+        self.ordinary = all_but(self.saved, name, places(bundle, bundle.event["culprits"]))
 
     def row(
         self,
@@ -102,14 +97,6 @@ class _Spike:
         }
 
 
-def _spike(bundle: Bundle, measured: Measured) -> _Spike:
-    """A bundle's first micro-batch, of which `measure` gave this, with the rests."""
-    name, whole = bundle.first, measured.units[bundle.first]
-    saved = bundle.micro_batches[name]
-    ordinary = all_but(saved, name, places(bundle, bundle.event["culprits"]))
-    return _Spike(bundle, saved, whole, measured.rests.get(name, whole), ordinary)
-
-
 def remedies_so_far(bundle: Bundle, model: Model, measured: Measured) -> Iterator[tuple[list[Row], list[str]]]:
     """The table of remedies for a bundle's first micro-batch, best first; again after each row, and at the end.
 
@@ -120,7 +107,7 @@ def remedies_so_far(bundle: Bundle, model: Model, measured: Measured) -> Iterato
     Yields:
         tuple: The rows, and sentences on what cannot be computed.
     """
-    spike = _spike(bundle, measured)
+    spike = _Spike(bundle, measured)
     notes: list[str] = []
     rows: list[Row] = []
     for row in chain(_of_verl(spike, model, notes), _of_token_clip(spike, model, notes), _without_pass(spike, notes)):
@@ -135,7 +122,7 @@ def remedies_so_far(bundle: Bundle, model: Model, measured: Measured) -> Iterato
 
 def remedies_without_pass(bundle: Bundle, measured: Measured) -> list[Row]:
     """The rows of the table that can be told of what `measure` gave, best first."""
-    return sorted(_without_pass(_spike(bundle, measured), []), key=rank)
+    return sorted(_without_pass(_Spike(bundle, measured), []), key=rank)
 
 
 def rank(row: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -252,7 +239,7 @@ def _without_pass(spike: _Spike, notes: list[str]) -> Iterator[Row]:
         meaning, left = (meaning, whole.norm * factor) if factor else ("the whole step is left out", 0.0)
         moved, setting = rest.norm * (1 - factor), f"{_ACTOR}.grad_clip={bound:g}"
         yield spike.row(f"grad_clip {bound:g}", setting, meaning, left, moved, as_set=bound == clip)
-    if spike.has_culprits:
+    if not spike.ordinary.all():
         masked = ~spike.ordinary & movable(spike.saved.tokens)
         meaning = "the step without the culprits' gradient, at the price of a search for each spike"
         yield spike.row(DROP, f"{_ACTOR}.spike_action=drop", meaning, rest.norm, 0.0, masked)
