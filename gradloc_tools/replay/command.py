@@ -211,16 +211,16 @@ class _Replay(Found):
             raise CannotReplayError(f"{why_not(error, str(main))} {_TAKE_LESS}") from error
         if switches:
             self.switches = [row(AS_REPLAYED, bundle, measured, measured, self._culprit)]
-        of_switches = [
+        steps: list[_Step] = [
             (f"Not switched to '{each.name}'", f"switch '{each.name}'", partial(self._switch, each))
             for each in switches
         ]
         in_place = sum(switch.variant is None for switch in switches)  # these come first
-        comparisons = [
+        steps[in_place:in_place] = [
             (f"Not compared with {other}", f"comparison with {other}", partial(self._compare, other))
             for other in others
         ]
-        return [*of_switches[:in_place], *comparisons, *of_switches[in_place:]]
+        return steps
 
     def _remedies(self, notes: list[str]) -> Iterator[dict[str, object]]:
         """The result after each row of remedies; the model is still that of the replay."""
