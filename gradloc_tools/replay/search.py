@@ -59,7 +59,6 @@ class Searched:
     norm: float  # its norm/sqrt(Σw²), which is compared with τ
     log_probs: dict[str, Any]  # what `log_prob_distance` returned
     passes: int  # how many forward and backward passes this process has made
-    error: str | None  # what ended the search
 
     @property
     def lower_threshold(self) -> str:
@@ -93,7 +92,7 @@ def search(
         own_medians (bool): Whether the medians of the event are to be computed anew, from these micro-batches.
 
     Raises:
-        RankFailedError: A pass failed on some rank before the search began.
+        RankFailedError: A pass failed on some rank.
     """
     started = time.perf_counter()
     event = bundle.event
@@ -124,11 +123,13 @@ def search(
         )
         ordinary = _Ordinary(event["ordinary_layer_norms"])
         findings = investigate(mini_batch, threshold, config, ordinary.token_norm, TimeLimit(None))
+        if findings.error is not None:
+            raise collectives.RankFailedError(findings.error)
         if not findings.groups:
             figures = findings.figures
             name = max(figures, key=lambda name: figures[name].token_equivalent)
             norm = figures[name].token_equivalent
-            return Searched(None, recorded[name] if norm else None, norm, log_probs, outputs.count, findings.error)
+            return Searched(None, recorded[name] if norm else None, norm, log_probs, outputs.count)
         where: Any = {name: event[name] for name in ("global_step", "epoch", "mini_batch")}
         medians = None if own_medians else {name: event[name] and float(event[name]) for name in _MEDIANS}
         warnings = _warnings(event, [each.tokens for each in mini_batch.micro_batches])
@@ -136,7 +137,7 @@ def search(
         found = judged(build_event(mini_batch, findings, ordinary, where, *of_action, lambda: warnings, medians))
     if collectives.rank() == 0:
         found = _with_names(found, recorded)
-    return Searched(found, None, 0.0, log_probs, outputs.count, findings.error)
+    return Searched(found, None, 0.0, log_probs, outputs.count)
 
 
 class _WideMeter(LocalMeter):

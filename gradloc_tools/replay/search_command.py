@@ -7,10 +7,10 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 from unittest import mock
 
 import torch
@@ -49,8 +49,6 @@ from .verdict import same_weights, weights_in_words
 
 _TAKE_LESS = "Take another --device, --dtype or --attention, a machine with more memory, or several with torchrun."
 
-_Value = TypeVar("_Value")
-
 
 @dataclass(frozen=True)
 class _Loaded:
@@ -85,7 +83,7 @@ def run_search(options: argparse.Namespace) -> None:
     with _joined(options.device) as device:
         # Ranks that make a mesh may wait for each other: none has failed yet.
         mesh = init_device_mesh(device.type, (processes(),)) if processes() > 1 else None
-        loaded = _on_all_ranks(lambda: _load(options, device, mesh), options.bundle)
+        loaded = _load_on_all_ranks(options, device, mesh)
         bundle = loaded.parts.bundle
         threshold = options.threshold or bundle.event["threshold"]
         budget = options.budget or bundle.event["budget"] or GradLocConfig.bisect_budget_steps
@@ -96,8 +94,6 @@ def run_search(options: argparse.Namespace) -> None:
                 found = search(bundle, loaded.model, loaded.forward, threshold, budget, own_medians)
         except collectives.RankFailedError as error:
             raise _failure(error, loaded.variant) from error
-        if found.error is not None:
-            raise _failure(RuntimeError(found.error), loaded.variant)
         if collectives.rank() == 0:
             _report(options, loaded, found, threshold)
 
@@ -127,22 +123,21 @@ def process_group(device: torch.device, **options: Any) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _on_all_ranks(make: Callable[[], _Value], path: str) -> _Value:
-    """What `make` returns on this rank; if it raises on some rank, all raise.
+def _load_on_all_ranks(options: argparse.Namespace, device: torch.device, mesh: DeviceMesh | None) -> _Loaded:
+    """Loads on this rank; if that fails on some rank, all raise.
 
     Raises:
         CannotReplayError: With the message of the first rank that failed.
     """
-    value: list[_Value] = []
-    message = None
+    loaded = failure = None
     try:
-        value.append(make())
+        loaded = _load(options, device, mesh)
     except (CannotReplayError, BundleError, OSError) as error:
-        message = in_a_sentence(error, path)
-    messages = [each for each in collectives.gather_objects(message) if each is not None]
-    if messages:
-        raise CannotReplayError(messages[0])
-    return value[0]
+        failure = in_a_sentence(error, options.bundle)
+    for message in filter(None, collectives.gather_objects(failure)):
+        raise CannotReplayError(message)
+    assert loaded is not None
+    return loaded
 
 
 def _load(options: argparse.Namespace, device: torch.device, mesh: DeviceMesh | None) -> _Loaded:
