@@ -138,32 +138,30 @@ def gradient_norms(
     return take_norms(model)
 
 
-def add_rows(model: Model, saved: SavedMicroBatch, coefficients: Coefficients, into: Tensor | None = None) -> None:
-    """Adds a micro-batch's gradient to the parameters' gradients; see `gradient_norms`."""
-    for index in range(len(saved.rows)):
-        add_row(model, saved, index, coefficients, into)
-
-
-def add_row(
-    model: Model, saved: SavedMicroBatch, index: int, coefficients: Coefficients, into: Tensor | None = None
+def add_rows(
+    model: Model,
+    saved: SavedMicroBatch,
+    coefficients: Coefficients,
+    into: Tensor | None = None,
+    only: Collection[int] | None = None,
 ) -> None:
-    """Adds the gradient of a micro-batch's row to the parameters' gradients; see `gradient_norms`."""
-    row = saved.rows[index]
-    coefficient, of_entropy = (values[index, : row.response_length] for values in coefficients)
-    moved = ((coefficient != 0) | (of_entropy != 0)).nonzero()
-    stop = int(moved[-1]) + 1 if len(moved) else 0
-    if into is not None:
-        stop = row.response_length
-    if not stop:
-        return
-    with torch.set_grad_enabled(len(moved) > 0):
-        log_prob, entropy = forward(model, cut_row(row, stop), bool((of_entropy != 0).any()))
-    if into is not None:
-        into[index, :stop] = log_prob.detach().double().cpu()
-    if len(moved):
-        pairs = [(log_prob, coefficient)] + ([] if entropy is None else [(entropy, of_entropy)])
-        gradients = [(values[:stop] * model.loss_scale).to(output) for output, values in pairs]
-        torch.autograd.backward([output for output, _ in pairs], gradients)
+    """Adds the gradient of a micro-batch, or of only these rows, to the parameters' gradients; see `gradient_norms`."""
+    for index, row in enumerate(saved.rows):
+        coefficient, of_entropy = (values[index, : row.response_length] for values in coefficients)
+        moved = ((coefficient != 0) | (of_entropy != 0)).nonzero()
+        stop = int(moved[-1]) + 1 if len(moved) else 0
+        if into is not None:
+            stop = row.response_length
+        if not stop or (only is not None and index not in only):
+            continue
+        with torch.set_grad_enabled(len(moved) > 0):
+            log_prob, entropy = forward(model, cut_row(row, stop), bool((of_entropy != 0).any()))
+        if into is not None:
+            into[index, :stop] = log_prob.detach().double().cpu()
+        if len(moved):
+            pairs = [(log_prob, coefficient)] + ([] if entropy is None else [(entropy, of_entropy)])
+            gradients = [(values[:stop] * model.loss_scale).to(output) for output, values in pairs]
+            torch.autograd.backward([output for output, _ in pairs], gradients)
 
 
 def take_norms(model: Model) -> Norms:

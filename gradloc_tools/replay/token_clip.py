@@ -19,7 +19,7 @@ from gradloc.bundles.layout import SavedMicroBatch
 from gradloc.token_clip.token_clip import find_boundaries, row_weights
 from gradloc.token_clip.watched_pass import LOG_PROBS, cut, is_over
 
-from .measuring import Norms, add_row, coefficients_of, take_norms
+from .measuring import Norms, add_rows, coefficients_of, take_norms
 from .model import Model
 
 
@@ -68,7 +68,7 @@ def clip_tokens(
         kept = clip.cut(LOG_PROBS, coefficient, at_log_probs)
         for index in range(len(saved.rows)):
             with _hooked(modules, partial(clip.see, index)):
-                add_row(model, saved, index, (kept, of_entropy))
+                add_rows(model, saved, (kept, of_entropy), only=[index])
         gradient = take_norms(model)
         too_many = next((name for name in order if clip.counts[name] > bounds["limit"] and name not in refused), None)
         if too_many is None:
@@ -81,8 +81,8 @@ def clip_tokens(
     for index in range(len(saved.rows)):
         if changed[index] or any(row == index for row, _ in clip.cuts):
             with _hooked(modules, partial(clip.again, index)):
-                add_row(model, saved, index, left)
-            add_row(model, saved, index, opposite)
+                add_rows(model, saved, left, only=[index])
+            add_rows(model, saved, opposite, only=[index])
     moved = take_norms(model)
 
     positions, prompt = at_log_probs[0] & (coefficient != 0), 0
