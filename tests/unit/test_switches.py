@@ -2,8 +2,6 @@
 
 import inspect
 import json
-import signal
-import subprocess
 import sys
 import weakref
 from collections.abc import Callable
@@ -38,8 +36,8 @@ def model_with_a_faint_token() -> Any:
     return model
 
 
-def recorded(directory: Path, over: float, dtype: str = "float32") -> list[str]:
-    """The arguments to replay a spike; τ is that part of its norm."""
+def recorded(directory: Path, dtype: str = "float32") -> list[str]:
+    """The arguments to replay a spike; τ is 0.6 of its norm."""
     model = model_with_a_faint_token()
     model.save_pretrained(directory / "model")
 
@@ -49,7 +47,7 @@ def recorded(directory: Path, over: float, dtype: str = "float32") -> list[str]:
     threshold = 1e-9
     for writer in (None, writer_of(model, directory, dtype=dtype)):
         event = spike(model, writer, threshold, 1, [ids], [torch.ones(ROWS, RESPONSE)], dtype=dtype)
-        threshold = over * event["units"][0]["token_equivalent"]
+        threshold = 0.6 * event["units"][0]["token_equivalent"]
     return [str(directory / event["replay"]), "--model", str(directory / "model"), "--only", "--switches", "--json"]
 
 
@@ -90,7 +88,7 @@ def test_the_table_points_to_a_bug(
     tmp_path: Path, monkeypatch: Patch, capsys: Capsys, where: str, bug: Callable[..., Any], switch: str, look: str
 ) -> None:
     monkeypatch.setattr(where, bug)
-    arguments = recorded(tmp_path, over=0.6)
+    arguments = recorded(tmp_path)
     result = printed(arguments, capsys)
     assert result["sentences"][0].startswith("The spike comes back")
     rows = {row["name"]: row for row in result["switches"]}
@@ -110,7 +108,7 @@ def test_the_table_points_to_a_bug(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_without_a_bug_no_switch_changes_much(tmp_path: Path, capsys: Capsys, dtype: str) -> None:
-    result = printed(recorded(tmp_path, 0.6, dtype), capsys)
+    result = printed(recorded(tmp_path, dtype), capsys)
     names = [row["name"] for row in result["switches"]]
     precisions = {"float32", "bfloat16", "float64"} - {dtype}
     assert names[:3] == [AS_REPLAYED, "RMSNorm in float32", "rotary embedding in float32"]
@@ -125,7 +123,7 @@ def test_without_a_bug_no_switch_changes_much(tmp_path: Path, capsys: Capsys, dt
 
 
 def test_a_model_is_left_as_it_was(tmp_path: Path) -> None:
-    arguments = recorded(tmp_path, 0.6)
+    arguments = recorded(tmp_path)
     model = load(open_bundle(arguments[0]), arguments[2], Variant("float32", "sdpa"), "cpu", None, False)
     before = {id(child): dict(vars(child)) for child in model.module.modules()}
     in_place = [switch for switch in find_switches(Variant("float32", "sdpa"), "cpu") if switch.variant is None]
@@ -143,7 +141,7 @@ def test_what_cannot_be_switched_is_noted(tmp_path: Path, monkeypatch: Patch, ca
     monkeypatch.setattr(switches, "_NORMS", "NoSuchNorm")
     monkeypatch.setattr(switches, "_ROTATE", "no_such_function")
     monkeypatch.setattr(command, "find_switches", lambda *of: [*find_switches(*of), *failing])
-    notes = printed(recorded(tmp_path, 0.6), capsys)["notes"]
+    notes = printed(recorded(tmp_path), capsys)["notes"]
     assert "Not switched to 'RMSNorm in float32': the model has no RMSNorm." in notes
     assert "Not switched to 'rotary embedding in float32': the model's rotary embedding is not known." in notes
     assert {f"Not switched to '{error.__name__}': it cannot be." for error in errors} <= {*notes}
@@ -157,41 +155,36 @@ def test_a_rotation_with_another_signature_is_noted(tmp_path: Path, monkeypatch:
     names = {**vars(modeling_llama), **names}
     monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", FunctionType(forward.__code__, names))
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda x, rope_cache: rotation(*x, *rope_cache))
-    result = printed(recorded(tmp_path, 0.6), capsys)
+    result = printed(recorded(tmp_path), capsys)
     (note,) = [note for note in result["notes"] if "Not switched" in note]
     assert note.startswith("Not switched to 'rotary embedding in float32': ") and "'cos' and 'sin'" in note
     assert "attention: eager" in [row["name"] for row in result["switches"]]
 
 
-def test_the_result_is_on_disk_before_each_switch(tmp_path: Path) -> None:
+def test_the_result_is_on_disk_before_each_switch(tmp_path: Path, monkeypatch: Patch, capsys: Capsys) -> None:
     """The system ends a process that takes too much memory by SIGKILL, without an error."""
-    arguments = [argument for argument in recorded(tmp_path, 0.6) if argument != "--only"]
-    script = f"""
-import os, signal
-from gradloc_tools.replay import command
-step, measured = command.measure, []
-def killed(*arguments, **options):
-    measured.append(arguments)
-    if len(measured) == 3:  # after the replay itself
-        os.kill(os.getpid(), signal.SIGKILL)
-    return step(*arguments, **options)
-command.measure = killed
-command.main({arguments!r})
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
-    (path,) = (line[12:] for line in done.stderr.splitlines() if line.startswith("The result: "))
-    assert done.returncode == -signal.SIGKILL
-    found = json.loads(Path(path).read_text())
-    assert conforms(found, RESULT) and found["sentences"][0].startswith("The spike comes back")
-    names = [AS_REPLAYED, "RMSNorm in float32", "rotary embedding in float32"]
-    assert [row["name"] for row in found["switches"]] == names[:2] and found["variants"] == []
+    arguments = [argument for argument in recorded(tmp_path) if argument != "--only"]
+    path = Path(f"{arguments[0]}.result.json")
+    before: list[str] = []
+
+    def measured(*of: Any, **options: Any) -> Any:
+        before.append(path.read_text() if path.exists() else "")
+        return measure(*of, **options)
+
+    monkeypatch.setattr(command, "measure", measured)
+    assert command.main(arguments) == 0 and f"The result: {path}\n" in capsys.readouterr().err
+    of_replay, _, after_norms, *_ = before
+    found = json.loads(after_norms)
+    assert of_replay == "" and conforms(found, RESULT) and found["sentences"][0].startswith("The spike comes back")
+    assert [row["name"] for row in found["switches"]] == [AS_REPLAYED, "RMSNorm in float32"]
+    assert found["variants"] == []
     assert "Not compared with float32, eager: the replay ended before." in found["notes"]
     for name in ["attention: eager", "precision: float64"]:
         assert f"Not switched to '{name}': the replay ended before." in found["notes"]
 
 
 def test_a_model_that_cannot_fit_is_not_loaded_for_a_switch(tmp_path: Path, monkeypatch: Patch, capsys: Capsys) -> None:
-    arguments = recorded(tmp_path, 0.6)
+    arguments = recorded(tmp_path)
     opened, path = open_bundle(arguments[0]), arguments[2]
     model = load(opened, path, Variant("float32", "sdpa"), "cpu", None, False)
     enough = needed_memory(opened, model.module, torch.float32, "eager", is_loaded=False)
