@@ -17,7 +17,6 @@ from small_bundles import (
     kept,
     printed,
     random_ids,
-    replay,
     replayed,
     resave,
     resign,
@@ -30,10 +29,10 @@ from small_bundles import (
 from gradloc_tools.bundles.opening import open_bundle
 from gradloc_tools.bundles.results import read_results
 from gradloc_tools.replay.measuring import Measured, Norms
-from gradloc_tools.replay.scale import LEFT, _least, find_scale
-from gradloc_tools.replay.verdict import layers_apart_in_words, scale_in_words
+from gradloc_tools.replay.scale import LEFT, find_scale
+from gradloc_tools.replay.verdict import layers_apart_in_words
 
-__all__ = ["bundle", "kept", "replay"]
+__all__ = ["bundle", "kept"]
 
 MICRO_BATCHES = 3
 
@@ -122,19 +121,6 @@ def test_a_layer_counts_if_it_was_large_in_training(tmp_path: Path) -> None:
     assert find_scale(found, Measured(units, whole=whole), True, "float32") is None
 
 
-def test_nothing_is_said_without_a_factor_or_a_temperature(replay: Any) -> None:
-    assert scale_in_words(None) == []
-    only = {"gradient": {"factor": 2.0, "spread": 0.0, "could_be": ["a", "b"]}, "reduced": None, "loss": None}
-    first, check = scale_in_words(only)
-    assert first == ("The gradient is 2 times what its coefficients give, in every layer alike; it could be a or b.")
-    assert check.count("`") == 2
-    # Without log-probs of the rollout, nothing is said of a temperature.
-    assert replay()["temperature"] is None
-    # The search for that ends at the bottom of a valley.
-    for bottom in (-1.3, -0.2, 0.0, 0.5, 1.37):
-        assert _least(lambda x, bottom=bottom: abs(x - bottom) ** 1.5, -1.4, 1.4) == pytest.approx(bottom, abs=0.005)
-
-
 def with_rollout(kept: Path, folder: Path, temperature: float, noise: float = 0.0, training: float = 1.0) -> Path:
     """The bundle with log-probs of a rollout at a temperature."""
     shutil.copytree(kept, folder)
@@ -159,7 +145,7 @@ def test_temperature_is_found(temperature: float, training: float, kept: Path, t
     bundle = with_rollout(kept, tmp_path / "folder", temperature, 0.002, training)
     result = replayed(bundle, kept / "model", capsys, "--only")
     found = result["temperature"]
-    assert found["fits"] == pytest.approx(temperature, rel=0.02) and found["training"] == pytest.approx(training)
+    assert found["fits"] == pytest.approx(temperature, rel=0.006) and found["training"] == pytest.approx(training)
     assert found["left"] < LEFT * found["gap"]
     assert (
         f"another temperature: {found['fits']:.2f} fits, and training computes them at {training:g} (mean difference "
