@@ -16,6 +16,7 @@ from actor_cases import Run, train
 from actors import ENGINE, Case, build_actor, events_of, local
 from batches import build_batch
 from notation import Capsys, cases
+from omegaconf import OmegaConf
 from oracle import Unit
 from replay_cases import save_model, spiked
 from test_actor import MODES, Launch, on_engine, on_ranks, only_engine, same_events
@@ -86,9 +87,8 @@ def with_remedy(
     return norms, float(tokens)
 
 
-def recorded(case: Case, directory: str, layer_clip: Any = None) -> tuple[list[Unit], float, Run]:
-    """A run with a spike, and its bundle; perhaps with LayerClip on."""
-    options = {} if layer_clip is None else {"layer_clip": layer_clip}
+def recorded(case: Case, directory: str, **options: Any) -> tuple[list[Unit], float, Run]:
+    """A run with a spike, and its bundle."""
     return spiked(case, directory, change_batch=mismatch, **options)
 
 
@@ -134,27 +134,11 @@ def after_warm_up(case: Case, directory: str) -> list[tuple[dict[str, Any], floa
 
 SPIKE = ((0, 2, 4),)
 # They act on the step, not on a loss.
-OF_THE_STEP = {"spike_action", "grad_clip", "layer_clip.enable", "token_clip.enable"}
+OF_THE_STEP = {"spike_action", "grad_clip", "layer_clip", "token_clip"}
 # Some of each kind: corrections, masks, another loss, a setting of it.
 BESIDE_OTHER_TERMS = {"token TIS", "sequence TIS", "token mask", "geometric mask", "GSPO", "clip_ratio 0.1, 0.1"}
 # Of one rank and one micro-batch, whose gradient is the step's.
 ALONE = Case("fsdp2", rows=8, mini_batch=4, micro_batch=4, planted=SPIKE)
-
-
-def settings_of(override: str) -> dict[str, dict[str, Any]]:
-    """The values of a table's overrides, by what they belong to."""
-    found: dict[str, dict[str, Any]] = {"actor": {}, "correction": {}}
-    for part in shlex.split(override):
-        key, _, text = part.partition("=")
-        value: Any = None if text == "null" else text
-        try:
-            value = value if value is None or "_" in text else float(text)
-        except ValueError:
-            pass
-        for name, prefix in (("actor", "actor_rollout_ref.actor."), ("correction", "algorithm.rollout_correction.")):
-            if key.startswith(prefix):
-                found[name][key.removeprefix(prefix)] = value
-    return found
 
 
 @pytest.mark.slow
@@ -179,12 +163,13 @@ def test_a_remedy_leaves_what_a_run_with_it_has(
     by_tokens = ENGINE and case.loss_agg_mode == "token-mean"
     checked = set()
     for row in result["remedies"]:
-        settings = settings_of(row["override"] or "")
-        actor, correction = settings["actor"], settings["correction"]
-        mode = actor.pop("policy_loss.loss_mode", None)
+        settings: Any = OmegaConf.to_container(OmegaConf.from_dotlist(shlex.split(row["override"] or "")))
+        actor = settings.get("actor_rollout_ref", {}).get("actor", {})
+        correction = settings.get("algorithm", {}).get("rollout_correction")
+        mode = actor.pop("policy_loss", {}).get("loss_mode")
         if row["override"] is None or OF_THE_STEP & set(actor) or (case.kl and row["name"] not in BESIDE_OTHER_TERMS):
             continue
-        norms, tokens = launch(2, with_remedy, case, correction or None, mode, actor)[0]
+        norms, tokens = launch(2, with_remedy, case, correction, mode, actor)[0]
         norm = norms.get((unit["rank"], unit["micro_batch"]), 0.0)
         # verl 0.9 takes the mean over the whole mini-batch, of which the bundle has a part.
         if by_tokens and mode != "sapo":
@@ -231,7 +216,7 @@ def test_what_acts_on_the_step_leaves_what_the_optimizer_gets(launch: Launch, tm
     assert rows["spike_action=drop"]["masked"] == {"tokens": 1, "culprits": 1}
 
     (tmp_path / "clipped").mkdir()
-    ((_, _, run),) = launch(1, recorded, ALONE, str(tmp_path / "clipped"), clip)
+    ((_, _, run),) = launch(1, partial(recorded, ALONE, str(tmp_path / "clipped"), layer_clip=clip))
     event = json.loads(run.events[0])[0]
     bundle = tmp_path / "clipped" / "dump" / event["replay"]
     result = replayed(bundle, tmp_path / "clipped", capsys, "--remedies", "--only")
