@@ -49,7 +49,6 @@ _LOSS_SCALES = (2.0**-32, 2.0**64)
 # Values of tokens that are not float32.
 _TOKEN_DTYPES = {"token_id": torch.int64, "broken": torch.bool}
 _NEEDED_TOKENS = {"token_id", "response_mask", "log_prob", "weight", "coefficient", "entropy_coefficient"}
-_RNG = {"rng.cpu", "rng.device"}
 
 _PLACE = {"rank micro_batch": INDEX, "layer_norms": by_name(_NORM)}
 _MICRO_BATCH = {**_PLACE, "bytes": INDEX, "file sha256": TEXT, "rows": list_of(INDEX), "norm": _NORM_OR_NULL}
@@ -233,7 +232,7 @@ def _from_tensors(tensors: Mapping[str, Tensor], rows: int) -> SavedMicroBatch:
     names = {name.removeprefix(TOKENS) for name in tensors if name.startswith(TOKENS)}
     if missing := _NEEDED_TOKENS - names:
         raise ValueError(f"{TOKENS}{min(missing)} is missing")
-    known = {"input_ids", "position_ids", "row_lengths", "response_lengths", "temperature"} | _RNG
+    known = {"input_ids", "position_ids", "row_lengths", "response_lengths", "temperature", "rng.cpu", "rng.device"}
     if unknown := set(tensors) - known - {TOKENS + name for name in names}:
         raise ValueError(f"{min(unknown)!r} is not a tensor of a bundle")
     width = tensors[TOKENS + "weight"].shape[-1] if tensors[TOKENS + "weight"].dim() else 0
@@ -242,13 +241,10 @@ def _from_tensors(tensors: Mapping[str, Tensor], rows: int) -> SavedMicroBatch:
     tokens = {
         name: _checked(tensors, TOKENS + name, _TOKEN_DTYPES.get(name, torch.float32), (rows, width)) for name in names
     }
-    rng = [
-        _checked(tensors, name, torch.uint8, None) if name in tensors else None for name in ("rng.cpu", "rng.device")
-    ]
-    if rng[0] is None:
-        raise ValueError("rng.cpu is missing")
+    of_cpu = _checked(tensors, "rng.cpu", torch.uint8, None)
+    of_device = _checked(tensors, "rng.device", torch.uint8, None) if "rng.device" in tensors else None
     parts = zip(flat.split(row_lengths), positions.split(row_lengths), response_lengths, temperature, strict=True)
-    return SavedMicroBatch([Row(*part) for part in parts], tokens, (rng[0], rng[1]))
+    return SavedMicroBatch([Row(*part) for part in parts], tokens, (of_cpu, of_device))
 
 
 def _checked(tensors: Mapping[str, Tensor], name: str, dtype: torch.dtype, shape: tuple[int, ...] | None) -> Tensor:
