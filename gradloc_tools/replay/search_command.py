@@ -175,31 +175,28 @@ def _report(options: argparse.Namespace, loaded: _Loaded, searched: Searched, th
         "checkpoint": bundle.manifest["checkpoint"],
     }
     of_training = same_weights(facts)
-    sentences, notes = [weights_in_words(facts)], [*parts.notes, *loaded.model.notes]
-    event: dict[str, Any] | None = None
-    known = event_around(bundle, parts.names)
+    notes = [*parts.notes, *loaded.model.notes]
+    known, directory = event_around(bundle, parts.names), None
     base = known or bundle.event
-    directory = None
+    was_found = base["diagnosis"] not in ("unsearched", "under")
     if searched.found is not None:
+        event = searched_event(base, searched.found, bundle, threshold, is_whole=not parts.notes)
+        sentences = [_in_words(parts, searched, searched.found), weights_in_words(facts)]
         if not of_training:
             sentences.append("So the tokens are those of these weights, which need not be those of training.")
-        event = searched_event(base, searched.found, bundle, threshold, is_whole=not parts.notes)
-        sentences.insert(0, _in_words(parts, searched, searched.found))
         sentences += _compared(bundle, event)
     else:
-        sentences.insert(0, _nothing_over(searched, threshold))
         # What another search has found stays.
-        if base["diagnosis"] in ("unsearched", "under"):
-            event = quiet_event(base, bundle, threshold, searched, of_training)
-    has_culprits = base["diagnosis"] not in ("unsearched", "under")
-    if searched.found is not None and not of_training and not is_recorded(bundle) and has_culprits:
+        event = bundle.event if was_found else quiet_event(base, bundle, threshold, searched, of_training)
+        sentences = [_nothing_over(searched, threshold), weights_in_words(facts)]
+    if searched.found is not None and not of_training and not is_recorded(bundle) and was_found:
         notes.append("The event is not written: with other weights, it would hide what training has found.")
-    elif event is not None:
-        directory, of_writing = _write(bundle, event, known is not None)
-        notes += of_writing
-    shown = evidence_of(event or bundle.event, bundle, given(options))
+    elif event is not bundle.event:
+        directory, said = _write(bundle, event, known is not None)
+        notes.append(said)
+    shown = evidence_of(event, bundle, given(options))
     if options.json:
-        print(json.dumps(jsonable(event or bundle.event), indent=2, allow_nan=False))
+        print(json.dumps(jsonable(event), indent=2, allow_nan=False))
         for text in [*sentences, *notes]:
             print(visible(text), file=sys.stderr)
     else:
@@ -216,7 +213,7 @@ def _report(options: argparse.Namespace, loaded: _Loaded, searched: Searched, th
         print(f"The report: {visible(options.html)}", file=sys.stderr if options.json else sys.stdout)
 
 
-def _write(bundle: Bundle, event: Mapping[str, Any], is_known: bool) -> tuple[str | None, list[str]]:
+def _write(bundle: Bundle, event: Mapping[str, Any], is_known: bool) -> tuple[str | None, str]:
     """Writes the event beside the bundle.
 
     Args:
@@ -230,11 +227,11 @@ def _write(bundle: Bundle, event: Mapping[str, Any], is_known: bool) -> tuple[st
         line, _ = event_line(event)
         write_whole(beside, line.decode())
     except (OSError, ValueError) as error:
-        return None, [f"The event cannot be written beside the bundle: {getattr(error, 'strerror', None) or error}"]
+        return None, f"The event cannot be written beside the bundle: {getattr(error, 'strerror', None) or error}"
     if is_known:
-        return str(beside.parent.parent), [f"The event: {beside}. The report shows it in place of training's line."]
+        return str(beside.parent.parent), f"The event: {beside}. The report shows it in place of training's line."
     why = "spikes.jsonl around the bundle has no line of this spike, or several"
-    return None, [f"The event: {beside}. The report does not show it: {why}."]
+    return None, f"The event: {beside}. The report does not show it: {why}."
 
 
 def _in_words(parts: Parts, searched: Searched, found: Mapping[str, Any]) -> str:
