@@ -55,6 +55,10 @@ def build_result(found: Found, open_ones: Sequence[str]) -> dict[str, Any]:
     manifest, event = bundle.manifest, bundle.event
     others = {variant: of for variant, of in found.measured.items() if variant != main}
     first = bundle.first
+    differences = [
+        (measured.log_probs[name] - saved.tokens["log_prob"].double())[saved.tokens["response_mask"].bool()].abs()
+        for name, saved in bundle.micro_batches.items()
+    ]
     result: dict[str, Any] = {
         "format": limits.FORMAT,
         "kind": RESULT_KIND,
@@ -74,7 +78,7 @@ def build_result(found: Found, open_ones: Sequence[str]) -> dict[str, Any]:
         "versions": {"gradloc": __version__, "torch": torch.__version__},
         "recorded_versions": {str(name): str(version) for name, version in manifest["versions"].items()},
         "notes": [*found.notes, *(f"{note}: the replay ended before." for note in open_ones)],
-        "log_probs": _distance(bundle, measured),
+        "log_probs": log_prob_distance(torch.cat(differences)),
         "temperature": found.temperature,
         "units": [_unit(entry, measured, others.values()) for entry in manifest["micro_batches"]],
         "tokens": _tokens(bundle, found.tokens, measured, others.values()),
@@ -158,15 +162,6 @@ def write_result(bundle: Bundle, result: Mapping[str, Any]) -> Path:
     path = bundle.path.with_name(bundle.path.name + RESULT_SUFFIX)
     write_whole(path, json.dumps(jsonable(result), allow_nan=False, indent=1))
     return path
-
-
-def _distance(bundle: Bundle, measured: Measured) -> dict[str, Any]:
-    """How far the replayed log-probs are from the recorded ones, over all response tokens."""
-    differences = [
-        (measured.log_probs[name] - saved.tokens["log_prob"].double())[saved.tokens["response_mask"].bool()].abs()
-        for name, saved in bundle.micro_batches.items()
-    ]
-    return log_prob_distance(torch.cat(differences))
 
 
 def log_prob_distance(differences: Tensor) -> dict[str, Any]:
