@@ -29,16 +29,11 @@ from gradloc_tools.schema import conforms
 FAINT = 3  # the token whose embedding is small
 
 
-def model_with_a_faint_token() -> Any:
+def recorded(directory: Path, dtype: str = "float32") -> list[str]:
+    """The arguments to replay a spike; τ is 0.6 of its norm."""
     model = small_model()
     with torch.no_grad():
         model.model.embed_tokens.weight[FAINT] *= 0.5
-    return model
-
-
-def recorded(directory: Path, dtype: str = "float32") -> list[str]:
-    """The arguments to replay a spike; τ is 0.6 of its norm."""
-    model = model_with_a_faint_token()
     model.save_pretrained(directory / "model")
 
     torch.manual_seed(3)
