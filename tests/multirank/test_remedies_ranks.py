@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from actor_cases import Run, train
+from actor_cases import train
 from actors import ENGINE, Case, build_actor, events_of, local
 from batches import build_batch
 from notation import Capsys, cases
 from omegaconf import OmegaConf
-from oracle import Unit
 from replay_cases import save_model, spiked
 from test_actor import MODES, Launch, on_engine, on_ranks, only_engine, same_events
 from test_replay_ranks import TOLERANCE, replayed
@@ -87,15 +86,15 @@ def with_remedy(
     return norms, float(tokens)
 
 
-def recorded(case: Case, directory: str, **options: Any) -> tuple[list[Unit], float, Run]:
-    """A run with a spike, and its bundle."""
-    return spiked(case, directory, change_batch=mismatch, **options)
+# A run with a spike, and its bundle.
+recorded = partial(spiked, change_batch=mismatch)
 
 
 def after_warm_up(case: Case, directory: str) -> list[tuple[dict[str, Any], float]]:
-    """A run that keeps a bundle, one with TokenClip and one with LayerClip, which have learned from 20 updates.
+    """Runs with TokenClip's action log, with TokenClip, and with LayerClip, which have learned from 20 updates.
 
-    The planted token, of rank 0, is its response's only one. The weights stay as they are.
+    The first and the last keep a bundle. The planted token, of rank 0, is its response's only one. The weights stay as
+    they are.
 
     Returns:
         list: Of each, the event of the spiked update, with every micro-batch, and the norm that the optimizer gets, of
@@ -111,7 +110,7 @@ def after_warm_up(case: Case, directory: str) -> list[tuple[dict[str, Any], floa
     for options in (
         {"bisect_dump_dir": f"{directory}/dump", "spike_replay": 1, "token_clip": TokenClipConfig(True, "log")},
         {"token_clip": TokenClipConfig(enable=True)},
-        {"layer_clip": LayerClipConfig(enable=True)},
+        {"bisect_dump_dir": f"{directory}/clipped", "spike_replay": 1, "layer_clip": LayerClipConfig(enable=True)},
     ):
         limits = {"grad_norm_threshold": NEVER, "bisect_budget_steps": 2, "grad_clip": 1e9}
         actor = build_actor(case, spike_detection=True, **limits, **options)
@@ -196,8 +195,7 @@ def test_a_remedy_leaves_what_a_run_with_it_has(
 
 
 def test_what_acts_on_the_step_leaves_what_the_optimizer_gets(launch: Launch, tmp_path: Path, capsys: Capsys) -> None:
-    """A tighter global clip, LayerClip, and the step without culprits."""
-    clip = LayerClipConfig(enable=True, rule="fixed", max_norm=0.5)
+    """A tighter global clip, and the step without culprits."""
     (result_of_run,) = launch(1, recorded, ALONE, str(tmp_path))
     _, threshold, run = result_of_run
     event = json.loads(run.events[0])[0]
@@ -214,15 +212,6 @@ def test_what_acts_on_the_step_leaves_what_the_optimizer_gets(launch: Launch, tm
     dropped = optimizer_gets(grad_clip=1e9, spike_action="drop", **searching)
     assert dropped == pytest.approx(rows["spike_action=drop"]["norm"], rel=TOLERANCE)
     assert rows["spike_action=drop"]["masked"] == {"tokens": 1, "culprits": 1}
-
-    (tmp_path / "clipped").mkdir()
-    ((_, _, run),) = launch(1, partial(recorded, ALONE, str(tmp_path / "clipped"), layer_clip=clip))
-    event = json.loads(run.events[0])[0]
-    bundle = tmp_path / "clipped" / "dump" / event["replay"]
-    result = replayed(bundle, tmp_path / "clipped", capsys, "--remedies", "--only")
-    (row,) = [row for row in result["remedies"] if row["name"] == "LayerClip, as it was set"]
-    assert optimizer_gets(grad_clip=1e9, layer_clip=clip) == pytest.approx(row["norm"], rel=TOLERANCE)
-    assert row["override"] is None and 0 < row["ordinary_moved"] < 1
 
 
 SEQUENCES = {"loss_agg_mode": "seq-mean-token-mean"}
@@ -263,3 +252,8 @@ def test_clips_leave_what_a_run_with_them_has(
     known = open_bundle(bundle).manifest["clips"]["layer_clip"]
     for layer, figures in step.items():
         assert known[layer] == pytest.approx(figures, rel=TOLERANCE)
+    # The run that had it on has the same row, without an override.
+    clipped = replayed(tmp_path / "clipped" / with_layers["replay"], tmp_path, capsys, "--remedies", "--only")
+    (as_set,) = [row for row in clipped["remedies"] if row["name"] == "LayerClip, as it was set"]
+    assert as_set["norm"] == pytest.approx(row["norm"], rel=TOLERANCE)
+    assert as_set["override"] is None and 0 < as_set["ordinary_moved"] < 1
