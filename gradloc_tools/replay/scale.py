@@ -70,7 +70,6 @@ def coarsest(tolerances: Mapping[str, float], dtypes: Sequence[str]) -> float:
 def numbers_of_the_run(bundle: Bundle) -> dict[str, float]:
     """What a wrong factor could be, by what it is."""
     event, actor = bundle.event, bundle.manifest["actor"]
-    actor = actor if isinstance(actor, dict) else {}
     ranks = event["world_size"]
     info = actor.get("global_batch_info")
     found: dict[str, Any] = {
