@@ -27,7 +27,6 @@ from ..convert.batch import AGG_MODES
 from ..schema import YES_OR_NO, Form, conforms, fields
 
 _ACTOR, _CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
-_BYPASS = "bypass_mode"
 
 _CORRECTIONS = tuple(
     field.name for field in dataclasses.fields(RolloutCorrectionConfig) if field.name.startswith("rollout_")
@@ -143,15 +142,12 @@ class _Loss:
         self.tokens = tokens
         self.settings, self.of_loss = _settings(actor)
         self.mode = self.of_loss["loss_mode"]
+        # Whether the old log-probs are the rollout's, and the loss itself makes the rollout corrections.
+        self.bypass = self.mode == "bypass_mode"
         if self.settings["use_kl_loss"] and "ref_log_prob" not in tokens:
             raise NotTheRecordedLossError("The bundle has no ref_log_prob, which the KL loss needs.")
         self._factor = 1.0
         self._factor = self._recorded_factor()
-
-    @property
-    def bypass(self) -> bool:
-        """Whether the old log-probs are the rollout's, and the loss itself makes the rollout corrections."""
-        return self.mode == _BYPASS
 
     def remedy(self, name: str, override: str | None, meaning: str, **changes: Any) -> LossRemedy:
         """A remedy; the changes are those of `coefficients`, and `note`."""
