@@ -37,7 +37,7 @@ from ..bundles.opening import Bundle
 from ..command_line import say
 from .model import Model, compute_logits, cut_row, has_dropout, response_log_probs
 from .model import forward as forward_row
-from .result import log_prob_distance
+from .replaying import log_prob_distance
 
 # How many probes count as one pass, at most: those of a recorded spike, for which fewer take less time, and of others.
 _WIDTH_OF_RECORDED, _WIDTH = 8, 64

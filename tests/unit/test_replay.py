@@ -20,7 +20,7 @@ from gradloc.bundles.layout import NotReplayableError, Row
 from gradloc.search.findings import Alone
 from gradloc_tools.bundles import opening
 from gradloc_tools.bundles.opening import Bundle, open_bundle
-from gradloc_tools.replay import command, memory
+from gradloc_tools.replay import memory, replaying
 from gradloc_tools.replay.command import main
 from gradloc_tools.replay.measuring import measure, places
 from gradloc_tools.replay.memory import needed_memory
@@ -261,8 +261,8 @@ def test_a_comparison_without_enough_memory_is_left_out(
         return measure(opened, model, *arguments, **options)
 
     loaded = Mock(wraps=load)
-    monkeypatch.setattr(command, "load", loaded)
-    monkeypatch.setattr(command, "measure", measured)
+    monkeypatch.setattr(replaying, "load", loaded)
+    monkeypatch.setattr(replaying, "measure", measured)
     if take_too_much is None:
         monkeypatch.setattr(memory, "free_memory", Mock(side_effect=[2**40, 0, 0]))
     full = "eager"

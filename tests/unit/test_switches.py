@@ -18,7 +18,8 @@ from transformers.models.llama import modeling_llama
 
 from gradloc_tools.bundles.opening import open_bundle
 from gradloc_tools.bundles.results import RESULT
-from gradloc_tools.replay import command, memory, switches
+from gradloc_tools.replay import memory, replaying, switches
+from gradloc_tools.replay.command import main
 from gradloc_tools.replay.measuring import measure
 from gradloc_tools.replay.memory import needed_memory
 from gradloc_tools.replay.model import Variant, load
@@ -135,7 +136,7 @@ def test_what_cannot_be_switched_is_noted(tmp_path: Path, monkeypatch: Patch, ca
     failing = [Switch(error.__name__, Mock(side_effect=error("it cannot be"))) for error in errors]
     monkeypatch.setattr(switches, "_NORMS", "NoSuchNorm")
     monkeypatch.setattr(switches, "_ROTATE", "no_such_function")
-    monkeypatch.setattr(command, "find_switches", lambda *of: [*find_switches(*of), *failing])
+    monkeypatch.setattr(replaying, "find_switches", lambda *of: [*find_switches(*of), *failing])
     notes = printed(recorded(tmp_path), capsys)["notes"]
     assert "Not switched to 'RMSNorm in float32': the model has no RMSNorm." in notes
     assert "Not switched to 'rotary embedding in float32': the model's rotary embedding is not known." in notes
@@ -166,8 +167,8 @@ def test_the_result_is_on_disk_before_each_switch(tmp_path: Path, monkeypatch: P
         before.append(path.read_text() if path.exists() else "")
         return measure(*of, **options)
 
-    monkeypatch.setattr(command, "measure", measured)
-    assert command.main(arguments) == 0 and f"The result: {path}\n" in capsys.readouterr().err
+    monkeypatch.setattr(replaying, "measure", measured)
+    assert main(arguments) == 0 and f"The result: {path}\n" in capsys.readouterr().err
     of_replay, _, after_norms, *_ = before
     found = json.loads(after_norms)
     assert of_replay == "" and conforms(found, RESULT) and found["sentences"][0].startswith("The spike comes back")
@@ -196,7 +197,7 @@ def test_a_model_that_cannot_fit_is_not_loaded_for_a_switch(tmp_path: Path, monk
         modules.append(weakref.ref(model.module))
         return model
 
-    monkeypatch.setattr(command, "load", loaded)
+    monkeypatch.setattr(replaying, "load", loaded)
     monkeypatch.setattr(memory, "free_memory", lambda device: free)
     result = printed(arguments, capsys)
     assert variants == ["float32, sdpa", "float32, eager", "bfloat16, sdpa"]
