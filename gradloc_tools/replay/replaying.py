@@ -41,7 +41,7 @@ from .model import (
 from .parts import missing_notes
 from .remedies import Row, remedies_so_far, remedies_without_pass
 from .scale import find_scale, fit_temperature
-from .switches import AS_REPLAYED, Switch, find_switches, row
+from .switches import AS_REPLAYED, Switch, find_switches
 from .verdict import same_weights, sentences
 
 _REMEDIES_OPEN = "Not all remedies were measured"
@@ -110,7 +110,7 @@ class Replay:
                 raise
             raise CannotReplayError(f"{why_not(error, str(main))} {_TAKE_LESS}") from error
         if switches:
-            self.switches = [row(AS_REPLAYED, bundle, measured, measured, self._culprit)]
+            self._add_switch(AS_REPLAYED, measured)
         steps: list[_Step] = [
             (f"Not switched to '{each.name}'", f"switch '{each.name}'", partial(self._switch, each))
             for each in switches
@@ -154,7 +154,21 @@ class Replay:
             assert model is not None  # that of the replay
             with nullcontext() if switch.on is None else switch.on(model):
                 measured = measure(self.bundle, model, self._culprit, names=[self.bundle.first])
-        self.switches.append(row(switch.name, self.bundle, measured, self.measured[self.main], self._culprit))
+        self._add_switch(switch.name, measured)
+
+    def _add_switch(self, name: str, found: Measured) -> None:
+        """Adds a row: the first micro-batch's norm, the largest change of a log-prob, and the culprit's norm."""
+        first = self.bundle.first
+        differences = (found.log_probs[first] - self.measured[self.main].log_probs[first]).abs()
+        differences = differences[differences.isfinite()]
+        self.switches.append(
+            {
+                "name": name,
+                "norm": found.units[first].norm,
+                "log_probs": float(differences.max()) if len(differences) else None,
+                "culprit": next((found.tokens[place].norm for place in self._culprit), None),
+            }
+        )
 
 
 def build_result(replay: Replay, open_ones: Sequence[str]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ takes away comes from that kernel or that rounding.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,11 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..bundles.opening import Bundle
-from .measuring import Measured, Place
 from .model import FLASH, HALF, Model, Variant
-
-Row = dict[str, Any]
 
 AS_REPLAYED = "as replayed"
 # What a norm in this class name is, and what rotates queries and keys.
@@ -73,25 +69,6 @@ def find_switches(main: Variant, device: str) -> list[Switch]:
         if dtype != main.dtype:
             found.append(Switch(f"precision: {dtype}", variant=Variant(dtype, attention)))
     return found
-
-
-def row(name: str, bundle: Bundle, found: Measured, main: Measured, culprit: Sequence[Place]) -> Row:
-    """A row of the table: the first micro-batch's norm, the largest change of a log-prob, and the culprit's norm.
-
-    Args:
-        found (Measured): What was measured with the switch on.
-        main (Measured): What the replay itself gave.
-        culprit (Sequence[Place]): The token that was measured alone, if there is one.
-    """
-    first = bundle.first
-    differences = (found.log_probs[first] - main.log_probs[first]).abs()
-    differences = differences[differences.isfinite()]
-    return {
-        "name": name,
-        "norm": found.units[first].norm,
-        "log_probs": float(differences.max()) if len(differences) else None,
-        "culprit": next((found.tokens[place].norm for place in culprit), None),
-    }
 
 
 def _backend(backend: SDPBackend, _: Model) -> AbstractContextManager[None]:
