@@ -57,11 +57,7 @@ def sentences(result: Mapping[str, Any]) -> list[str]:
     if same_weights(result):
         found += layers_apart_in_words(result["layers"])
     found += _others(unit, result)
-    if "switches" in result:
-        comes_back = unit["norm"] is None or same_norm(
-            unit["replayed"], float(unit["norm"]), result["dtype"], result["recorded_dtype"]
-        )
-        found += switches_in_words(unit, result["switches"], result["variant"], comes_back)
+    found += switches_in_words(unit, result)
     found += _layers(result["layers"])
     if "remedy_notes" in result:
         found.append(recommended(result)[1])
@@ -204,20 +200,13 @@ def layers_apart_in_words(layers: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def switches_in_words(
-    unit: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], variant: str, comes_back: bool
-) -> list[str]:
-    """Which switch takes the spike away, or makes it; rows are in the order from specific to general.
-
-    Args:
-        unit (Mapping): The first micro-batch of a result.
-        variant (str): What the replay computed with.
-        comes_back (bool): Whether the replay has the recorded norm.
-    """
-    norms = {row["name"]: float(row["norm"]) for row in rows if row["name"] != AS_REPLAYED}
+def switches_in_words(unit: Mapping[str, Any], result: Mapping[str, Any]) -> list[str]:
+    """Which switch takes the spike away, or makes it; they are in the order from specific to general."""
+    norms = {row["name"]: float(row["norm"]) for row in result.get("switches", ()) if row["name"] != AS_REPLAYED}
     if not norms:
         return []
-    replayed, threshold = float(unit["replayed"]), float(unit["threshold"])
+    replayed, threshold, recorded = float(unit["replayed"]), float(unit["threshold"]), unit["norm"]
+    comes_back = recorded is None or same_norm(replayed, float(recorded), result["dtype"], result["recorded_dtype"])
     spikes, what = is_over(replayed, threshold), "changes the norm to {:.4g} from {:.4g}"
     pointed = [name for name, norm in norms.items() if is_over(norm, threshold) != spikes]
     if pointed and (spikes or not comes_back):
@@ -227,7 +216,7 @@ def switches_in_words(
     if not pointed:
         return [
             f"No switch changes the norm by more than a factor of {CHANGE:g}: neither attention nor a precision of "
-            f"{variant} makes it."
+            f"{result['variant']} makes it."
         ]
     first, *others = pointed
     look = next((text for start, text in _LOOK.items() if first.startswith(start)), first)

@@ -249,7 +249,7 @@ def test_gemmas_norm_and_an_unknown_one_keep_their_formulas() -> None:
         torch.testing.assert_close(found.float(), expected, rtol=1e-2, atol=1e-2)
 
 
-UNIT = {"replayed": 50.0, "threshold": 10.0}
+UNIT = {"replayed": 50.0, "threshold": 10.0, "norm": 50.0}
 
 
 def rows(**norms: float) -> list[dict[str, Any]]:
@@ -267,9 +267,10 @@ def rows(**norms: float) -> list[dict[str, Any]]:
 )
 def test_the_specific_switch_is_said(replayed: float, norms: dict[str, float], said: str, look: str) -> None:
     """The most specific of those that change as much, with the norm."""
-    (found,) = switches_in_words({**UNIT, "replayed": replayed}, rows(**norms), "float32, sdpa", replayed > 10.0)
+    facts = {"variant": "float32, sdpa", "dtype": "float32", "recorded_dtype": "float32"}
+    (found,) = switches_in_words({**UNIT, "replayed": replayed}, {**facts, "switches": rows(**norms)})
     assert said in found and (not look or f": look at {look}" in found)
     assert said != "takes the spike away" or "a norm of 4 instead of 50 (so do 'precision')" in found
     assert said != "makes a spike" or "'precision' makes a spike, with a norm of 49 instead of 5" in found
     for none in ([], rows(as_replayed=50.0)):
-        assert switches_in_words(UNIT, none, "float32, sdpa", True) == []
+        assert switches_in_words(UNIT, {**facts, "switches": none}) == []
