@@ -105,9 +105,7 @@ class Bundle:
     @cached_property
     def row_indices(self) -> dict[MicroBatchName, dict[int, int]]:
         """The index of each of these rows in its micro-batch."""
-        return {
-            name: dict(zip(reversed(rows), reversed(range(len(rows))), strict=True)) for name, rows in self.rows.items()
-        }
+        return {name: {row: index for index, row in enumerate(rows)} for name, rows in self.rows.items()}
 
 
 def open_bundle(path: str | Path) -> Bundle:
