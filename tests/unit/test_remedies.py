@@ -19,13 +19,12 @@ from small_bundles import BAD, PROMPT, RESPONSE, ROWS, THRESHOLD, bundle, replay
 from small_bundles import kept as kept_without_bounds
 from torch import Tensor
 
-from gradloc.bundles.layout import SavedMicroBatch
 from gradloc_tools.bundles.opening import open_bundle
 from gradloc_tools.bundles.results import read_results
 from gradloc_tools.replay import remedies
 from gradloc_tools.replay.command import main
 from gradloc_tools.replay.measuring import norms_now
-from gradloc_tools.replay.model import Model, default_variant, load
+from gradloc_tools.replay.model import Variant, load
 from gradloc_tools.replay.token_clip import clip_tokens
 from gradloc_tools.report.command import main as report
 from gradloc_tools.report.reading import read
@@ -89,19 +88,6 @@ def rows_by_name(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {row["name"]: row for row in result["remedies"]}
 
 
-@pytest.fixture
-def rows(replay: Any) -> Callable[[], dict[str, dict[str, Any]]]:
-    """Gives the table of a replay of the bundle, by name."""
-    return lambda: rows_by_name(replay("--remedies"))
-
-
-def loaded(bundle: Path, kept: Path) -> tuple[SavedMicroBatch, Model]:
-    """The bundle's micro-batch, and its model."""
-    opened = open_bundle(bundle)
-    variant = default_variant(opened, None, None, "cpu")
-    return opened.micro_batches[0, 0], load(opened, str(kept / "model"), variant, "cpu", None, False)
-
-
 @pytest.mark.target(version="0.9.1")
 @cases(
     "factor action first",
@@ -126,7 +112,9 @@ def test_token_clip_is_the_chain_rule_with_cut_signals(
     bounds = bounds_of(bundle, factor, action, limit=ROWS * (PROMPT + RESPONSE))
     if first == "layers.0":
         bounds["usual"] |= dict.fromkeys(("log_probs", "layers.1"))
-    saved, model = loaded(bundle, kept)
+    opened = open_bundle(bundle)
+    (saved,) = opened.micro_batches.values()
+    model = load(opened, str(kept / "model"), Variant("float32", "sdpa"), "cpu", None, False)
     found = clip_tokens(model, saved, ordinary_tokens(), bounds, False)
     coefficient, weight = saved.tokens["coefficient"], saved.tokens["weight"]
     alone = torch.where(ordinary_tokens(), coefficient, 0.0)
@@ -160,9 +148,11 @@ def test_token_clip_is_the_chain_rule_with_cut_signals(
 
 
 @pytest.mark.parametrize(("limit", "refused"), [(1, []), (0, ["log_probs", *HIDDEN])])
-def test_more_signals_than_the_largest_share_are_left(bundle: Path, rows: Any, limit: int, refused: list[str]) -> None:
+def test_more_signals_than_the_largest_share_are_left(
+    bundle: Path, replay: Any, limit: int, refused: list[str]
+) -> None:
     know(bundle, token_clip=bounds_of(bundle, limit=limit))
-    row = rows()["TokenClip"]
+    row = rows_by_name(replay("--remedies"))["TokenClip"]
     if refused:
         assert row["left"] == pytest.approx(1) and row["masked"]["tokens"] == 0
         assert row["note"].startswith(f"At {', '.join(refused)}, more than max_share are over the bound")
@@ -285,9 +275,9 @@ sys.exit(main([{str(bundle)!r}, "--model", {str(kept / "model")!r}, "--only", "-
 
 
 @pytest.mark.target(version="0.9.1")
-def test_verls_functions_give_the_rows_of_losses(bundle: Path, rows: Any) -> None:
+def test_verls_functions_give_the_rows_of_losses(bundle: Path, replay: Any) -> None:
     of_verl(bundle)
-    found = rows()
+    found = rows_by_name(replay("--remedies"))
     assert found["as recorded"]["left"] == pytest.approx(1, rel=1e-5)
     mask = found["token mask"]
     assert mask["under"] and mask["masked"] == {"tokens": 1, "culprits": 1}
@@ -297,7 +287,7 @@ def test_verls_functions_give_the_rows_of_losses(bundle: Path, rows: Any) -> Non
     assert found["token TIS"]["ordinary_moved"] == 0
     for value in (-math.inf, math.nan):  # the rollout gave the token no log-prob
         resave(bundle, lambda tensors, value=value: tensors["tokens.rollout_log_prob"].__setitem__(BAD, value))
-        found = rows()
+        found = rows_by_name(replay("--remedies"))
         mask = found["token mask"]
         assert (mask["under"] and mask["masked"]["culprits"] == 1) or value != value
         assert {"token TIS", "sequence TIS", "geometric mask"} <= set(found)
@@ -305,12 +295,12 @@ def test_verls_functions_give_the_rows_of_losses(bundle: Path, rows: Any) -> Non
 
 @pytest.mark.target(version="0.9.1")
 @cases("mode kl said", ("vanilla", False, True), ("sapo", False, False), ("sapo", True, True))
-def test_that_a_mean_stays_over_all_tokens_is_said(bundle: Path, rows: Any, mode: str, kl: bool, said: bool) -> None:
+def test_that_a_mean_stays_over_all_tokens_is_said(bundle: Path, replay: Any, mode: str, kl: bool, said: bool) -> None:
     """sapo takes the mean over sequences, whatever loss_agg_mode is; the KL loss does not."""
     sizes = {"dp_size": 1, "batch_num_tokens": ROWS * RESPONSE, "global_batch_size": ROWS}
     of_verl(bundle, policy_loss={"loss_mode": mode}, use_kl_loss=kl, global_batch_info=sizes)
     resave(bundle, lambda tensors: tensors.update({"tokens.ref_log_prob": tensors["tokens.log_prob"].clone()}))
-    row = rows()["token mask"]
+    row = rows_by_name(replay("--remedies"))["token mask"]
     assert row["masked"]["culprits"] == 1 and ("The mean stays over" in (row["note"] or "")) == said
 
 
@@ -364,9 +354,9 @@ def test_without_culprits_there_is_nothing_to_drop(bundle: Path, replay: Any) ->
     assert "spike_action=drop cannot be computed: the micro-batch has no culprits." in " ".join(result["remedy_notes"])
 
 
-def test_a_nonfinite_gradient_has_no_ratio(bundle: Path, rows: Any) -> None:
+def test_a_nonfinite_gradient_has_no_ratio(bundle: Path, replay: Any) -> None:
     resave(bundle, lambda tensors: tensors["tokens.coefficient"].__setitem__(BAD, math.nan))
-    found = rows()
+    found = rows_by_name(replay("--remedies"))
     assert all(row["left"] is None for row in found.values())
     assert found["TokenClip"]["under"] and found["spike_action=drop"]["under"]
     assert found["TokenClip"]["norm"] == pytest.approx(found["spike_action=drop"]["norm"])
