@@ -159,13 +159,12 @@ class Replay:
     def _add_switch(self, name: str, found: Measured) -> None:
         """Adds a row: the first micro-batch's norm, the largest change of a log-prob, and the culprit's norm."""
         first = self.bundle.first
-        differences = (found.log_probs[first] - self.measured[self.main].log_probs[first]).abs()
-        differences = differences[differences.isfinite()]
+        differences = (found.log_probs[first] - self.measured[self.main].log_probs[first]).abs().flatten()
         self.switches.append(
             {
                 "name": name,
                 "norm": found.units[first].norm,
-                "log_probs": float(differences.max()) if len(differences) else None,
+                "log_probs": log_prob_distance(differences)["max"],
                 "culprit": next((found.tokens[place].norm for place in self._culprit), None),
             }
         )
@@ -292,7 +291,7 @@ def write_result(bundle: Bundle, result: Mapping[str, Any]) -> Path:
 
 
 def log_prob_distance(differences: Tensor) -> dict[str, Any]:
-    """How far log-probs are from the recorded ones.
+    """How far log-probs are from others.
 
     Args:
         differences (Tensor): Their absolute differences, shape (tokens,).
