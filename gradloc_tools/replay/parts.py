@@ -54,12 +54,6 @@ def open_parts(path: str | Path) -> Parts:
     return Parts(joined, [part.path.name for part in parts], notes)
 
 
-def missing_notes(bundle: Bundle) -> list[str]:
-    """What a bundle lacks for a replay: a search, or micro-batches."""
-    unsearched = ["The spike was recorded, and nothing was searched: --search finds the tokens."]
-    return [*(unsearched if is_recorded(bundle) else ()), *left_out_notes(bundle)]
-
-
 def left_out_notes(bundle: Bundle) -> list[str]:
     """How many micro-batches a bundle lacks; empty if none."""
     count = bundle.manifest["left_out"]

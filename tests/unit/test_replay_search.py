@@ -309,8 +309,8 @@ def parts(kept: Path, tmp_path: Path) -> list[Path]:
     return found
 
 
-def searched_parts(part: Path, kept: Path, capsys: Capsys, *options: str) -> tuple[dict[str, Any], str]:
-    assert main([str(part), "--model", str(kept / "model"), "--search", "--json", *options]) == 0
+def searched_parts(part: Path, kept: Path, capsys: Capsys) -> tuple[dict[str, Any], str]:
+    assert main([str(part), "--model", str(kept / "model"), "--search", "--json"]) == 0
     out, error = capsys.readouterr()
     return json.loads(out), error
 
