@@ -120,11 +120,11 @@ class TrainedData:
         if not {"input_ids", "responses", "response_mask"} <= self.columns.keys():
             return counts
         ids = [tuple(each.numpy().tobytes() for each in parts) for parts in self._ids]
-        prompts = [(uid, prompt) for uid, (prompt, _) in zip(uids, ids, strict=True)]
-        uids_of = Counter(prompt for _, prompt in {*prompts})
+        prompts = {(uid, prompt) for uid, (prompt, _) in zip(uids, ids, strict=True)}
+        uids_of = Counter(prompt for _, prompt in prompts)
         # A trajectory that is cut in rows has prompts of its own.
-        shared_of = Counter(uid for uid, prompt in {*prompts} if uids_of[prompt] > 1)
-        counts["mixed"] = sum(uids_of[prompt] > 1 and shared_of[uid] > 1 for uid, prompt in prompts)
+        shared_of = Counter(uid for uid, prompt in prompts if uids_of[prompt] > 1)
+        counts["mixed"] = sum(shared_of[uid] > 1 for uid in uids)
         if "old_log_probs" in self.columns:
             times = Counter(zip(uids, ids, strict=True))
             pairs = zip(self.columns["old_log_probs"], self.columns["response_mask"], strict=True)

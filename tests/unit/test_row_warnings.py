@@ -136,6 +136,7 @@ def test_prompts_of_one_uid_and_copies_are_told(wrong: str, name: str | None, sh
 def test_what_a_policy_is_sure_of_is_no_copy() -> None:
     data = sampled(1, certainty=20.0)
     assert data["old_log_probs"].sum(1).mean() > -5
+    data["old_log_probs"][data["response_mask"] == 0] = -99.0  # tool output, or padding
     assert TrainedData(data).row_counts() == {"rows": len(UIDS)}
 
 
