@@ -89,7 +89,7 @@ class GradLoc(PassRecorder):
     ) -> None:
         model = None
         try:
-            model = WatchedModel.watch(
+            model = WatchedModel(
                 module,
                 forward,
                 torch.device(device),
@@ -302,7 +302,7 @@ class GradLoc(PassRecorder):
         is_first = (where["epoch"], where["mini_batch"]) == (0, 0)
         gradient = MiniBatch(model, micro_batches, scale)
         # They are measured in any case: to start a search, to clip, or to be compared with what the passes gave.
-        with_squares = is_first or self._layer_clip is not None or gradient.trigger_of(trigger) == "global"
+        with_squares = is_first or self._layer_clip is not None or trigger == "global" or model.meter.reduces
 
         def read() -> Tensor:
             found = [own_figures([micro_batch.tokens for micro_batch in micro_batches])]

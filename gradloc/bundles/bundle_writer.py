@@ -89,7 +89,7 @@ class BundleWriter:
         names = collectives.broadcast(choose, 0)
         micro_batches = {}
         for name in names[: limits.MICRO_BATCHES]:
-            if mini_batch.model.meter.kind == "local" and name in findings.micro_batches:
+            if not mini_batch.model.meter.reduces and name in findings.micro_batches:
                 micro_batches[name] = findings.micro_batches[name]
             else:
                 owner = name[0] * mini_batch.model.sequence_parallel_size

@@ -131,7 +131,7 @@ def build_event(
             "global_threshold": mini_batch.global_threshold(findings.threshold),
             "ordinary_layer_norms": _ordinary_layer_norms(findings) or ordinary.layer_norms(sums, model.meter.layers),
             "broken_parameters": mini_batch.broken_parameters,
-            "search": model.meter.kind,
+            "search": "reduced" if model.meter.reduces else "local",
             "comparison": {
                 "ordinary": ordinary_shares(counts),
                 "measured": _measured_shares(findings, under, facts, medians),

@@ -51,6 +51,7 @@ class MiniBatch:
         self.squared_norms: Tensor | None = None
         self.broken_parameters: BrokenParameters | None = None  # `ReducedNorms.broken_parameters`, if it is not finite
         self._global_norm = global_norm
+        self._by_micro_batch = not model.meter.reduces  # whether micro-batches were measured alone
         self._squares = torch.stack([micro_batch.squares for micro_batch in micro_batches]).to(model.device) / scale**2
         self._own_norms = self._squares.sum(1).sqrt()
         self._square_weights, squares = (
@@ -81,7 +82,7 @@ class MiniBatch:
             reduced_norms = self.model.reduced_norms
             squares_of = self.update_figures[:, -len(reduced_norms.layers) :]
             self.squared_norms = reduced_norms.of_ranks(squares_of) / self.scale**2
-        self.trigger = self.trigger_of(trigger)
+        self.trigger = trigger if self._by_micro_batch else "global"
         self._largest, square, square_weight = float(largest.max()), float(squares.sum()), float(square_weights.sum())
         self._square_weight = square_weight
         if self.trigger == "unit":
@@ -95,15 +96,6 @@ class MiniBatch:
         if square_weight:
             self.root_mean_square = math.sqrt(square / square_weight) if self._by_micro_batch else self.token_norm
         return self
-
-    def trigger_of(self, wanted: str) -> str:
-        """The `trigger` where that is the setting."""
-        return wanted if self._by_micro_batch else "global"
-
-    @property
-    def _by_micro_batch(self) -> bool:
-        """Whether micro-batches were measured alone."""
-        return self.model.meter.kind == "local"
 
     def global_norm(self) -> float:
         """The reduced gradient's norm; the first call is collective."""
@@ -127,7 +119,7 @@ class MiniBatch:
 
     def is_ordinary(self, threshold: float) -> bool:
         """Whether neither it nor a micro-batch that was measured alone is over its threshold for this τ."""
-        return not (self.is_over(threshold) or (self._by_micro_batch and is_over(self._largest, threshold)))
+        return not (self.is_over(threshold) or is_over(self._largest, threshold))
 
     def gather_figures(self) -> dict[MicroBatchName, MicroBatchFigures]:
         """The micro-batches of all ranks. A collective call."""

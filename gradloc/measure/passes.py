@@ -223,7 +223,6 @@ class LocalMeter(LocalNorms):
     All ranks make the same calls; `obtain` and `measure` are collective.
     """
 
-    kind = "local"  # its name in the evidence
     reduces = False  # whether FSDP reduces the gradient of a probe
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
@@ -268,7 +267,6 @@ class ReducedMeter:
     see only parts of it. Nothing is measured in training passes. For what has no docstring see `LocalMeter`.
     """
 
-    kind = "reduced"
     width = 1
     reduces = True
 
@@ -318,9 +316,12 @@ Meter = LocalMeter | ReducedMeter
 
 
 class WatchedModel:
-    """A model, how its trainer runs it, and the meter that measures its gradients; `watch` makes one.
+    """A model, how its trainer runs it, and the meter that measures its gradients. To make one is a collective call.
 
     For `cut` see `Cut`, for all else `GradLoc`.
+
+    Raises:
+        RankFailedError: On some rank the model cannot be watched, for example because its torch lacks something.
     """
 
     def __init__(
@@ -340,27 +341,18 @@ class WatchedModel:
         self.data_parallel_size = collectives.world_size() // sequence_parallel_size
         # Of earlier passes, by whether these reduced their gradients.
         self.recorded = {reduce: RecordedCollectives(sequence_parallel_size == 1) for reduce in (True, False)}
-        if missing := missing_names(module):
-            raise RuntimeError(
-                f"torch {torch.__version__} lacks {', '.join(missing)}, without which the gradients of this model "
-                "cannot be measured; use a torch that docs/use/support.md names"
-            )
-        self.reduced_norms = ReducedNorms(module, device)
         self.meter: Meter
-        if meter == "reduced" or sequence_parallel_size > 1:
-            self.meter = ReducedMeter(self.reduced_norms, device, sequence_parallel_size)
-        else:
-            self.meter = LocalMeter(module, device)
-
-    @classmethod
-    def watch(cls, module: nn.Module, forward: Forward, device: torch.device, **options: Any) -> "WatchedModel":
-        """Makes one. A collective call.
-
-        Raises:
-            RankFailedError: On some rank the model cannot be watched, for example because its torch lacks something.
-        """
         with collectives.raised_on_all_ranks(device):
-            return cls(module, forward, device, **options)
+            if missing := missing_names(module):
+                raise RuntimeError(
+                    f"torch {torch.__version__} lacks {', '.join(missing)}, without which the gradients of this model "
+                    "cannot be measured; use a torch that docs/use/support.md names"
+                )
+            self.reduced_norms = ReducedNorms(module, device)
+            if meter == "reduced" or sequence_parallel_size > 1:
+                self.meter = ReducedMeter(self.reduced_norms, device, sequence_parallel_size)
+            else:
+                self.meter = LocalMeter(module, device)
 
 
 def pack(micro_batch: MicroBatch) -> MicroBatch:

@@ -47,15 +47,15 @@ class Code:
     is d / (base - 1) for that token's d. So about log(n) / log(base) probes find a culprit even if its suspicion is
     low, and these probes are independent: they can all run in one pass.
 
-    `norm` is that of the tokens. The smallest base with which the numbers have as few digits as with the largest one
-    separates the digits best.
+    `norm` is that of the tokens, of which there are at least two. The smallest base with which the numbers have as few
+    digits as with the largest one separates the digits best.
     """
 
     def __init__(self, token_set: TokenSet, norm: float, largest_base: int) -> None:
         self.norms: dict[TokenSet, float] = {}  # those measured so far, by probe
         self._token_set, self._norm, n = token_set, norm, len(token_set.candidates)
-        digits = max(math.ceil(math.log(n, largest_base) - 1e-9), 1)
-        self._base = base = max(math.ceil(n ** (1 / digits) - 1e-9), 2)
+        digits = math.ceil(math.log(n, largest_base) - 1e-9)
+        self._base = base = math.ceil(n ** (1 / digits) - 1e-9)
         factors = [math.sqrt(digit / (base - 1)) for digit in range(base)]
         # One for each digit, the last digit first.
         self.probes = [
@@ -121,7 +121,7 @@ class Bisection:
         self._nodes = [_Node(root, norm, unusual=False)]
         self._open: dict[TokenSet, _Node] = {}
         self._settled: list[tuple[TokenSet, float]] = []
-        self._pointless: float = 0  # passes in a row in which no probe pointed at a token
+        self._pointless = 0  # passes in a row in which no probe pointed at a token
         self._vain_readings = 0  # codes in a row without a culprit
 
     @property
@@ -158,7 +158,7 @@ class Bisection:
             node.code = self._code(node, count, passes_left)
             if node.code is None:
                 self._split(node)
-        digits = [probe for node in self._nodes if node.code for probe in node.code.unread][:count]
+        digits = [probe for node in self._nodes if node.code for probe in node.code.unread]
         while len(self._open) + len(digits) < count and self._widen():
             pass
         ranked = self._ranked()
@@ -171,7 +171,7 @@ class Bisection:
         found = any(subset.is_single and subset.is_over(norm) for subset, norm in measured_subsets)
         pointed = [self._record(subset, norm) for subset, norm in measured_subsets]
         for node, code in [(node, node.code) for node in self._nodes if node.code]:
-            code.norms |= {probe: norm for probe, norm in measured if probe in code.probes}
+            code.norms |= measured
             if code.unread:
                 continue
             candidate, node.code = code.read(), None
@@ -270,14 +270,14 @@ class Bisection:
     def _infer(self) -> None:
         """Splits, without a measurement, each subset that must be over its threshold given its siblings' norms."""
         for subset, node in list(self._open.items()):
-            slack = _SLACK * node.norm if math.isfinite(node.norm) else 0.0
-            if node.open_subsets == 1 and node.lower_bound > subset.threshold + slack and not subset.is_single:
+            bound = subset.threshold + _SLACK * node.norm
+            if node.open_subsets == 1 and node.lower_bound > bound and not subset.is_single:
                 self._replace(subset, *self.tokens.halves(subset))
 
     def _leave(self) -> None:
         """Gives up all open subsets, except for the likeliest tokens."""
-        sample = set(self.tokens.likeliest(range(len(self.tokens.square_of)))[:SAMPLE].tolist())
-        sample -= self.tokens.alone.keys()
+        likeliest = self.tokens.likeliest(range(len(self.tokens.square_of)))[:SAMPLE].tolist()
+        sample = set(likeliest).difference(self.tokens.alone)
         for node in self._nodes:
             node.code = None
         for node in self._unsplit:
@@ -288,7 +288,6 @@ class Bisection:
             if rest and not node.unusual:
                 self._given_up.append(self.tokens.token_set(rest))
             self._replace(subset, *kept)
-        self._pointless = -math.inf
 
     def _ranked(self) -> list[TokenSet]:
         return sorted(self._open, key=self._rank)

@@ -239,8 +239,7 @@ class _Investigation:
         return replace(self._part(token_set, norm), rank=rank, rows=tuple(rows), largest=tuple(largest))
 
     def _open_parts(self) -> list[Part]:
-        begun = [*self._search.open_sets, *self._search.given_up]
-        found = [self._part(token_set) for token_set in begun if token_set.candidates]
+        found = [self._part(token_set) for token_set in (*self._search.open_sets, *self._search.given_up)]
         for rank, micro_batch in self._waiting:
             of_group = [self.figures[name] for name in self._groups.members[rank, micro_batch]]
             threshold = self.threshold * math.hypot(*(each.root_square_weight for each in of_group))

@@ -44,7 +44,7 @@ class Group:
         self.search: FewTokens | Bisection | None = None
         self._found = Found()  # without a search
         self.broken = self.gave_up = False
-        self.norm: float | None = None
+        self.norm = math.nan  # until it is measured
         self.whole = tokens.without([])
         self._empty = tokens.token_set([])
         self._until, self._ordinary = until, ordinary
@@ -80,13 +80,11 @@ class Group:
         """
         if self.ended and self.found.diffuse and not (self.found.culprits and self._until == "exhaustive"):
             return True
-        if self.norm is None or not math.isfinite(self.norm):
-            return False
-        return math.hypot(*filter(math.isfinite, self.tokens.alone.values())) > _ODD * self.norm
+        return math.hypot(*self.tokens.alone.values()) > _ODD * self.norm
 
     def give_up(self) -> None:
         """Ends the search, unless it has ended."""
-        if not self.ended and self.norm is not None:
+        if not self.ended and self.whole not in self.first:
             whole = self.whole, self.norm
             self._found = Found(rest=whole, diffuse=[whole], given_up=[self.whole])
             self.first, self.search, self.gave_up = [], None, True
@@ -195,7 +193,7 @@ class Search:
         over = [
             (group.norm / group.whole.threshold, name, group.norm)
             for name, group in self.groups.items()
-            if group.search is not None and group.norm is not None and math.isfinite(group.norm)
+            if group.search is not None and math.isfinite(group.norm)
         ]
         return max(over, key=lambda found: found[0])[1:] if over else None
 

@@ -105,7 +105,7 @@ def search(
     recorded = {(rank, index): name for rank in range(ranks) for index, name in enumerate(names[rank::ranks])}
 
     outputs = _LastOutputs(forward)
-    watched = WatchedModel.watch(model.module, outputs.forward, model.device)
+    watched = WatchedModel(model.module, outputs.forward, model.device)
     watched.meter.close()
     watched.meter = _WideMeter(model.module, model.device, _width(event))
     with closing(watched.meter):

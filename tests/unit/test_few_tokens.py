@@ -132,6 +132,21 @@ def test_tokens_that_suspicion_does_not_expect_are_found(width: int, count: int)
     assert found >= 4
 
 
+def test_a_token_found_by_its_number_is_measured_before_a_spike_is_called_diffuse() -> None:
+    """The likeliest tokens carry what suspicion, which says nothing, expects of them: that alone looks diffuse."""
+    planted = {10: 480 * THRESHOLD, 22: 48 * THRESHOLD, 122: 160 * THRESHOLD}
+    tokens = {"a": Tokens(256, planted, seed=347)}
+    search = start(tokens, helpful=None, ordinary=1.0, until="explained")
+    run(search, tokens, 16)
+    check(search, tokens)
+    assert explained(search, "a") and {culprit.candidate for culprit in search.culprits} == set(planted)
+
+
+def test_fewer_tokens_are_tried_as_soon_as_all_of_them_are_over_tau() -> None:
+    _, passes = explain({"a": Natural(128, 1.5, seed=2)}, 1)
+    assert passes <= 4
+
+
 def test_a_token_is_named_only_if_it_is_needed() -> None:
     """The second token is over τ, but the first explains the spike by itself."""
     tokens = {"a": Tokens(100, {5: 300 * THRESHOLD, 50: 2 * THRESHOLD})}
@@ -150,6 +165,7 @@ def test_the_rest_of_a_unit_that_is_not_a_number_is_measured(bad: float, width: 
     run(search, tokens, width)
     assert {culprit.candidate for culprit in search.culprits} == places
     assert explained(search, "a") and search.broken == []
+    assert search.loudest() is None and not search.may_have_more_than_tokens and search.more_over() == 0
 
 
 def test_a_unit_whose_norm_is_not_known_is_measured_first() -> None:

@@ -50,9 +50,9 @@ from gradloc.measure.passes import Passes, WatchedModel
     ("token_clip.enable", 1, ""),
     ("token_clip.action", "zero", ""),
     *(("token_clip.factor", value, "") for value in (1.0, math.inf)),
-    ("token_clip.beta", 1.0, ""),
+    *(("token_clip.beta", value, "") for value in (1.0, "slow")),
     ("token_clip.warmup_steps", 0, ""),
-    ("token_clip.max_share", 0.0, ""),
+    *(("token_clip.max_share", value, "") for value in (0.0, "few")),
 )
 def test_bad_settings_are_refused_with_the_key_to_mend(key: str, value: Any, wanted: str) -> None:
     clip, _, name = key.rpartition(".")
@@ -147,6 +147,22 @@ def test_a_gradient_that_is_broken_where_there_is_no_token(meter: str, scale: fl
     assert event["broken_parameters"] == {"count": 1, "of": 3, "names": ["1.bias"]}
     assert "of 3 parameters, 1.bias alone has a NaN or infinite gradient" in judged(event)["summary"]
     assert loop.model[1].bias.grad.isnan().all()
+
+
+def test_a_micro_batch_that_is_broken_without_tokens_is_searched_once() -> None:
+    """Its backward gives NaN from a token on, whatever the loss; another micro-batch has a loud token."""
+    model, ids = small_model(), torch.arange(6).repeat(2, 1, 1)
+    ids[0, 0, 3] = 6
+
+    def spoil(_: object, inputs: tuple[torch.Tensor], hidden: torch.Tensor) -> None:
+        hidden.register_hook(lambda gradient: gradient.masked_fill((inputs[0] == 6).unsqueeze(-1), math.nan))
+
+    model[0].register_forward_hook(spoil)
+    loop = Loop(model, ids, 1, grad_norm_threshold=20.0)
+    loop.step(1.0, torch.tensor([[1.0, 1.0, 1.0, 1e3, 1.0]]))
+    (event,) = loop.gradloc.events
+    assert [(each["micro_batch"], each["position"]) for each in event["culprits"]] == [(0, 2), (1, 3)]
+    assert event["complete"] and event["passes"] == 5
 
 
 @pytest.mark.parametrize("failing", [None, 0, 1])

@@ -94,16 +94,19 @@ def test_tokens_whose_set_is_under_its_threshold_are_found() -> None:
     """One token takes the unit over its threshold; others, over τ but not over τ·sqrt(n), can hide among the rest."""
     n = 500
     hidden = {7: 10 * THRESHOLD, 123: 5 * THRESHOLD, 321: 4 * THRESHOLD}
-    plain = 0
+    plain = unusual = 0
     for seed in range(10):
         tokens = {"a": Tokens(n, {250: 100 * THRESHOLD, **hidden}, seed)}
         searches = start(tokens), start(tokens, ordinary=1.0)
         for search in searches:
-            run(search, tokens, 2)
+            while probes := search.next_probes(2):
+                unusual += search.open_sets == []
+                answer(search, tokens, probes)
             assert search.open_sets == [] and search.diffuse == []
         plain += len(searches[0].culprits)
         assert {c.candidate for c in searches[1].culprits} == {250, *hidden}
     assert plain < 40  # it is the ordinary level that finds them all
+    assert unusual > 0  # a set that is not over its threshold is none of the open ones
 
 
 def test_sets_over_it_without_a_culprit_are_given_up_soon() -> None:
@@ -193,10 +196,12 @@ def test_open_sets_beside_a_culprit_are_measured_together() -> None:
     while not search.culprits:
         (probe,) = search.next_probes(1)
         answer(search, tokens, [probe])
+        assert search.diffuse == []
     (rest,) = search.next_probes(1)
     assert sorted(rest.candidates) == [i for i in range(512) if i != 100]
     answer(search, tokens, [rest])
     assert search.next_probes(1) == [] and search.diffuse == []
+    assert search.groups["a"].ended and search.groups["a"].found.rest == (rest, tokens["a"].measure(rest))
 
 
 class Coherent(Tokens):
@@ -311,6 +316,21 @@ def test_a_unit_that_is_broken_without_tokens_costs_one_pass() -> None:
     assert probes[0].candidates == ()
     search.add_measurements([(probe, math.nan) for probe in probes])
     assert search.broken == ["a"] and search.culprits == [] and search.next_probes(2) == []
+
+
+def test_an_overflow_of_the_loss_scale_blames_no_token() -> None:
+    search, ones = Search(THRESHOLD, "exhaustive"), torch.ones(100)
+    search.add_group("a", math.inf, ones, ones, may_overflow=True)
+    assert search.next_probes(2) == [] and search.culprits == search.broken == []
+    search.add_group("b", 1e9, ones, ones, may_overflow=True)
+    assert {probe.group for probe in search.next_probes(2)} == {"b"} and search.loudest() == ("b", 1e9)
+
+
+def test_how_many_more_are_over_is_told_by_finite_norms() -> None:
+    search = Search(THRESHOLD, "exhaustive")
+    search.add_group("a", math.nan, torch.ones(3), torch.ones(3))
+    search.groups["a"].tokens.alone |= {0: math.nan, 1: 5 * THRESHOLD}
+    assert search.more_over() == 1
 
 
 def test_a_wide_pass_does_not_give_up_a_promising_probe() -> None:

@@ -2,6 +2,7 @@
 
 import math
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -95,6 +96,8 @@ def test_the_boundaries_are_those_of_the_text_model() -> None:
     with pytest.raises(ValueError, match=r"no list of decoder layers.*token_clip.enable=False"):
         TokenClip(nn.Linear(2, 2), TokenClipConfig(enable=True))
     state = clip.state_dict()
+    clip.load_state_dict(None)  # of a checkpoint that has none
+    assert clip.state_dict() == state
     del state["boundaries"]["layers.1"]
     with pytest.raises(ValueError, match=r"only in this model: \['layers.1'\]"):
         clip.load_state_dict(state)
@@ -141,6 +144,23 @@ def test_an_overflow_is_left_for_the_gradient_scaler(scale: float, finite: bool)
     loop.scale = scale
     assert (loop.line(torch.tensor([[1.0, math.inf, 1.0]])) is not None) == finite
     assert bool(loop.model.embed_tokens.weight.grad.isfinite().all()) == finite
+
+
+def test_what_it_cannot_read_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    """Tokens are cut without their values, also where no hidden state is seen."""
+    clip = TokenClip(Model(), TokenClipConfig(enable=True, warmup_steps=1))
+    for size in (1.0, 100.0):
+        clip.begin_pass(PLACES.select([0], 1), [0])
+        log_prob = torch.zeros(1, 1, requires_grad=True)
+        clip.observe(log_prob, torch.ones(1), 1.0, Mock(side_effect=RuntimeError("no memory")))
+        (size * log_prob).sum().backward()
+        clip.end_pass()
+        found = clip.end_mini_batch()
+    assert found is not None and found["over"]["log_probs"] == 1 and log_prob.grad.tolist() == [[0.0]]
+    (token,) = found["tokens"]
+    assert token["multiple"] == pytest.approx(100) and token["weight"] is None
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2 and "sees the log-probs only" in said[0] and "cannot read the tokens" in said[1]
 
 
 def test_of_many_tokens_over_a_bound_the_largest_are_told() -> None:
