@@ -18,15 +18,14 @@ from .log_prob_sums import APART_GAP, CLEAR_SHARE, STALE_GAP, STALE_RATIO, LogPr
 from .progress import IN_A_ROW, SEE, Progress, RunCheck
 from .shares import percent
 
-# The warnings that say what is seen, and no cause.
+# The warning that says what is seen, and no cause.
 ENGINES_APART = "engines_apart"
-WITHOUT_CAUSE = (ENGINES_APART,)
 # That the optimizer moved the policy too far.
 LEARNING_RATE = "learning_rate"
 # That the reference is another model.
 REFERENCE = "reference"
 # Those that are about some tokens alone, or say nothing of what makes a norm.
-OF_SOME = ("unsampled", REFERENCE, REPEATED, *WITHOUT_CAUSE)
+OF_SOME = ("unsampled", REFERENCE, REPEATED, ENGINES_APART)
 # That the rollout goes farther than the policy.
 ADAPTER_SCALE = "adapter_scale"
 # Those that another temperature explains as well as tokens that were not sampled.
@@ -335,7 +334,7 @@ class LogProbChecks(RunCheck):
             self._readings, self._stride, self._since_reading = [], 1, 0
         if self._since_reading == 0:
             self._readings.append([gap, self._progress.step])
-        self._since_reading = (self._since_reading + 1) % max(self._stride, 1)
+        self._since_reading = (self._since_reading + 1) % self._stride
         if len(self._readings) > _READINGS:
             self._readings, self._stride = self._readings[::2], 2 * self._stride
             self._since_reading = 1

@@ -141,14 +141,12 @@ def _is_retokenized(of: Facts, _: Medians) -> Any:
 def _is_misaligned(of: Facts, _: Medians) -> Any:
     share = of.get("misaligned_share")
     by_nats = share is not None and (share > MISALIGNED_FRACTION) & _is_long(of)
-    found = of.get("misplaced")
-    return by_nats if found is None else by_nats | found
+    return by_nats | of["misplaced"]
 
 
 def _is_long(of: Facts) -> Any:
     """Whether there are enough tokens to speak of the whole response."""
-    count = of.get("response_length")
-    return count is None or count >= LEAST_RESPONSE
+    return of["response_length"] >= LEAST_RESPONSE
 
 
 def _is_unsampled(of: Facts, _: Medians) -> Any:
@@ -217,22 +215,22 @@ def _times_by_ratio(culprit: Facts) -> float:
 
     The loss multiplies a coefficient by the ratio, and the gradient of a log-prob is about proportional to 1 − p.
     """
-    advantage, weight = culprit["advantage"], culprit["weight"]
+    advantage, rollout = culprit["advantage"], culprit["rollout_log_prob"]
     rest = culprit["coefficient"] - (culprit["kl_coefficient"] or 0.0)
-    times = abs(rest / (weight * advantage)) if weight and advantage else 1.0
-    known = [culprit[name] for name in ("rollout_log_prob", "old_log_prob") if culprit[name] is not None]
-    if not known or not all(math.isfinite(each) for each in (*known, culprit["log_prob"])):
-        return math.inf
-    sampled = max(-math.expm1(min(known[0], 0.0)), 1e-6)
-    times *= max(-math.expm1(min(culprit["log_prob"], 0.0)), 1e-6) / sampled
+    times = abs(rest / (culprit["weight"] * advantage)) if advantage else 1.0
+    sampled = culprit["old_log_prob"] if rollout is None else rollout
+    times *= _improbability(culprit["log_prob"]) / _improbability(sampled)
     return max(times, sys.float_info.min) if times <= OVERFLOW_RATIO else math.inf
+
+
+def _improbability(log_prob: float) -> float:
+    return max(-math.expm1(min(log_prob, 0.0)), 1e-6)
 
 
 def _left_without_a_layer(culprit: Facts, event: Event) -> float:
     """All, if it is an ordinary one: in a model of three layers, one has half of the squared norm of any token."""
     usual = layer_shares(event["ordinary_layer_norms"] or {})
-    # There are none if a norm is not finite.
-    shares = layer_shares(culprit["layer_norms"]) or {"": 0.0}
+    shares = layer_shares(culprit["layer_norms"])
     layer = max(shares, key=shares.__getitem__)
     return 0.0 if usual and is_unusual(shares[layer], usual.get(layer, 0.0)) else math.inf
 
@@ -281,10 +279,10 @@ def _as_a_natural_spike(event: Event) -> tuple[str, str] | None:
     )
 
 
-def _with_its_name(event: Event) -> tuple[str, str] | None:
+def _with_its_name(event: Event) -> tuple[str, str]:
     shares = [layer_shares(each["layer_norms"]) for each in event["culprits"]]
-    largest = Counter(max(each, key=each.__getitem__) for each in shares if each).most_common(1)
-    return (f"The layer {largest[0][0]} makes most of the gradient", SOURCES["layer"].advice) if largest else None
+    ((name, _),) = Counter(max(each, key=each.__getitem__) for each in shares if each).most_common(1)
+    return f"The layer {name} makes most of the gradient", SOURCES["layer"].advice
 
 
 # After what to compare in the run's own data.

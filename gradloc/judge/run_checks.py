@@ -9,7 +9,7 @@ from typing import Any
 from ..lines import RunWarning
 from .advantages import AdvantageChecks
 from .layers import LayerChecks
-from .log_probs import WITHOUT_CAUSE, LogProbChecks
+from .log_probs import ENGINES_APART, LogProbChecks
 from .loss_scale import AT_ONCE
 from .progress import IN_A_ROW, Progress, RunCheck, resume_note
 
@@ -76,7 +76,7 @@ class RunChecks:
         if scaled is not None:
             found.append(scaled)
         found += self.log_probs.unsampled()
-        found.sort(key=lambda warning: warning["name"] in WITHOUT_CAUSE)
+        found.sort(key=lambda warning: warning["name"] == ENGINES_APART)
         note = resume_note(self.progress.since_resume)
         return [{**warning, "sentence": warning["sentence"] + note} for warning in found]
 

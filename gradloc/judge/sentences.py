@@ -188,9 +188,12 @@ def _spread(event: Event) -> str:
 
 
 def _everywhere(event: Event) -> str:
-    """Says so if every micro-batch of several is over its threshold: then the fault is not in single tokens."""
-    all_over = 1 < len(event["units"]) == event["micro_batches"]
-    return "every micro-batch is over its threshold; " if all_over else ""
+    return "every micro-batch is over its threshold; " if is_over_everywhere(event) else ""
+
+
+def is_over_everywhere(event: Event) -> bool:
+    """Whether every micro-batch of several is over its threshold: then the fault is not in single tokens."""
+    return 1 < len(event["units"]) == event["micro_batches"]
 
 
 def _broken_parameters(event: Event) -> str | None:

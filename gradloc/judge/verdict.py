@@ -13,7 +13,7 @@ from .advantages import CHECK_ADVANTAGES, OF_GROUPS, REWARD_SCALE
 from .log_probs import ENGINES_APART, OF_ROLLOUT, OF_SOME, OTHER_LOG_PROBS, REFERENCE, UNSAMPLED
 from .progress import resume_note
 from .rules import APART, APART_NATS, LARGE_ADVANTAGE, NATURAL_ADVANTAGE, RULES, Kind, Rule, is_apart
-from .sentences import auxiliary_in_words, lowered
+from .sentences import auxiliary_in_words, is_over_everywhere, lowered
 from .shares import counted, is_unlike_its_like, is_unusual, layer_shares, percent, threshold_factor
 
 # The limits of `find_cause`.
@@ -178,7 +178,7 @@ class Spike:
             return "there is a warning about the run, so that this need not be a natural spike"
         if (unusual := self.event["comparison"]["unusual"]) is not None:
             return unusual
-        if 1 < len(self.event["units"]) == self.event["micro_batches"]:
+        if is_over_everywhere(self.event):
             return "every micro-batch is over its threshold, so that this is no spike of single tokens"
         if self.apart:
             return self.apart
@@ -197,8 +197,8 @@ class Spike:
     @property
     def why_unknown(self) -> str:
         """Why no cause is known."""
-        if self.doubt or self.apart:
-            return self.doubt or self.apart or ""
+        if why := self.doubt or self.apart:
+            return why
         if not self.culprits:
             return _WITHOUT_CULPRITS.get(self.event["diagnosis"], "the search ended without a result")
         if not self.explaining:
@@ -357,12 +357,10 @@ def _weight_of_the_whole(spike: Spike) -> Verdict | None:
     With the median weight, their part of the squared norm would be under a quarter of what it is.
     """
     event = spike.event
-    whole, median = event["global_norm"], event["median_weight"]
-    if not (median and math.isfinite(whole) and whole > 0):
-        return None
+    median = event["median_weight"] or math.inf
     heavy = [each for each in spike.culprits if each["weight"] > HEAVY * median and math.isfinite(each["grad_norm"])]
     parts = [each["weight"] * each["grad_norm"] / event["world_size"] for each in heavy]
-    if math.hypot(*parts) < math.sqrt(0.5) * whole:
+    if not heavy or not math.hypot(*parts) >= math.sqrt(0.5) * event["global_norm"]:
         return None
     times = max(each["weight"] for each in heavy) / median
     what = "one token weighs" if len(heavy) == 1 else f"{len(heavy)} tokens weigh up to"
@@ -374,18 +372,21 @@ def _layer_of_all(event: Event) -> Verdict | None:
     """A layer that carries most of the norm in every micro-batch over its threshold, and did not before."""
     usual = layer_shares(event["ordinary_layer_norms"] or {})
     shares = [layer_shares(unit["layer_norms"]) for unit in event["units"]]
-    if not shares or not all(shares) or len({max(share, key=share.__getitem__) for share in shares}) != 1:
+    names = {max(share, key=share.__getitem__) for share in shares if share}
+    if len(names) != 1 or not all(shares):
         return None
-    name = max(shares[0], key=shares[0].__getitem__)
+    (name,) = names
     least = min(share[name] for share in shares)
-    if usual and not is_unusual(least, usual.get(name, 0.0)):
+    if usual:
+        is_clear = is_unusual(least, usual.get(name, 0.0))
+        before = f", and ordinarily {percent(usual.get(name, 0.0))}"
+    else:  # nothing is known of ordinary tokens, as in a run that has had no other mini-batch
+        is_loud = all(threshold_factor(unit) >= LOUD for unit in event["units"])
+        is_outlier = is_loud or all(is_unlike_its_like(name, share) for share in shares)
+        is_clear = least >= ALONE and is_outlier and is_over_everywhere(event)
+        before = ""
+    if not is_clear:
         return None
-    # Where nothing is known of ordinary tokens, as in a run that has had no other mini-batch.
-    loud = min(unit["norm"] / unit["threshold"] for unit in event["units"]) if not usual else LOUD
-    is_clear = loud >= LOUD or all(is_unlike_its_like(name, share) for share in shares)
-    if not usual and (least < ALONE or not is_clear or not 1 < len(shares) == event["micro_batches"]):
-        return None
-    before = f", and ordinarily {percent(usual.get(name, 0.0))}" if usual else ""
     sentence = (
         f"The layer {name} carries {percent(least)} of the squared norm or more in every micro-batch over its "
         f"threshold{before}: look at this layer's weights and kernels, and at losses that are added there (load "

@@ -124,6 +124,8 @@ def test_the_rules_on_facts_from_tensors(changes: dict[str, list[float]], source
     # A ratio that overflows: no broken weights.
     ({"grad_norm": math.inf, "ratio": 6e24}, ["token"]),
     ({"grad_norm": math.inf, "rollout_ratio": 6e24}, ["token"]),
+    ({"grad_norm": math.inf, "ratio": 6e24, "rollout_ratio": 1.0}, ["token"]),
+    ({"grad_norm": math.inf, "ratio": 1.0}, ["nonfinite"]),
     ({"grad_norm": math.inf, "ratio": 6e24, "log_prob": math.nan}, ["nonfinite", "token"]),
     # Behind the end of the turn: training gives it more, or less, than a thousandth of the rollout's probability.
     ({"after_eos": True, "rollout_log_prob": -0.5, "log_prob": -7.3}, ["unlikely"]),

@@ -247,6 +247,14 @@ def culprit(sources: list[str]) -> dict[str, Any]:
     # The loss multiplies by the ratio, also where that makes the norm infinite.
     ("token", {"grad_norm": math.inf, "rollout_log_prob": -57.0, "coefficient": -1e25}, "token"),
     ("token", {"rollout_log_prob": -1.7, "coefficient": -50.0}, "token"),
+    # Of a coefficient that is the KL loss's alone, no ratio makes the norm; without an advantage, it is not known.
+    ("token", {"coefficient": -2.0}, None),
+    ("token", {"advantage": None}, "token"),
+    ("token", {"rollout_log_prob": None, "old_log_prob": -0.05}, "token"),
+    # Positive log-probs are none.
+    ("token", {"rollout_log_prob": 800.0}, "token"),
+    # A norm that is not known is under no threshold.
+    ("weight", {"grad_norm": math.nan}, None),
 )
 def test_what_a_rule_finds_has_to_suffice_for_the_norm(rule: str, changes: dict[str, float], cause: str | None) -> None:
     assert verdict_on(changed(event([rule], [rule]), **changes), NONE)["cause"] == cause
@@ -300,6 +308,9 @@ def test_the_verdict_says_cause_shares_advice_and_check() -> None:
     # One that groups of ordinary rewards give is natural: one right answer of eight has 2.5, the others have 0.35.
     found = verdict_on(event(["advantage"], ["advantage"]), {**NONE, "advantage": 0.05})
     assert found["cause"] == "advantage" and found["sentence"].startswith("A natural spike of tokens")
+    for advantage, median in ((7.5, 1.0), (5.5, 0.5)):
+        found = verdict_on(changed(event(["advantage"], median_advantage=median), advantage=advantage), NONE)
+        assert found["sentence"].startswith("A natural spike of tokens")
     assert "such spikes come without any fault, and do not exclude one" in found["sentence"]
 
 
@@ -332,6 +343,7 @@ def test_a_part_of_the_loss_is_the_cause_if_the_rest_is_under(kl: float, cause: 
     # Where most tokens have it, culprits among them.
     assert verdict_on(event(["kl"]), {**NONE, "kl": 0.6})["cause"] == "kl"
     assert verdict_on(event(["other"]), {**NONE, "kl": 0.6})["cause"] is None
+    assert verdict_on(event(), {**NONE, "kl": 0.6})["cause"] == "kl"
 
 
 @cases("median norm cause", (40.0, 90.0, "reward_scale"), (40.0, 110.0, None), (5.0, 9.0, None), (math.nan, 9.0, None))
@@ -351,6 +363,11 @@ def test_a_weight_makes_the_whole_gradient_large_and_no_token() -> None:
     found = verdict_on(changed(event(["weight"], global_norm=170.0), weight=32.0), NONE)
     assert found["cause"] == "weight"
     assert found["sentence"].startswith("In the whole gradient, one token weighs as much as 32 ordinary tokens: ")
+    # Of norms that are not finite, or without a weight to compare with, that is not known.
+    for changes in ({"global_norm": math.nan}, {"global_norm": math.inf}, {"median_weight": None}):
+        assert verdict_on(changed(event(["weight"], **changes), weight=32.0), NONE)["cause"] is None
+    broken = changed(event(["weight"], global_norm=170.0), weight=32.0, grad_norm=math.inf)
+    assert verdict_on(broken, NONE)["cause"] is None
 
 
 def test_a_layer_that_carries_the_norm_of_all_tokens_is_named() -> None:
@@ -362,11 +379,16 @@ def test_a_layer_that_carries_the_norm_of_all_tokens_is_named() -> None:
     spike, units = event(["unlikely"]), [{"layer_norms": {**EVEN, "c": 9.0 + i}} for i in range(3)]
     found = verdict_on({**spike, "units": units}, {**NONE, "unlikely": 0.1})
     assert found["cause"] == "layer" and found["sentence"].startswith("The layer c carries 95% of the squared norm")
-    assert cause(spike, [*units, {"layer_norms": EVEN}]) == "unlikely"
+    for other in (EVEN, {**EVEN, "c": math.nan}):
+        assert cause(spike, [*units, {"layer_norms": other}]) == "unlikely"
+    # A rule that tells the culprits comes first, unless that is a matter of the run.
+    assert cause(event(["unsampled"], ["unsampled"]), units) == "unsampled"
+    assert verdict_on({**event(["token"], ["token"]), "units": units}, {**NONE, APART: 0.3})["cause"] == "layer"
     # Where nothing is known of ordinary tokens: nearly all of a norm of many thresholds, in every micro-batch.
     unit = {"layer_norms": {"a": 0.1, "c": 9.0}, "norm": 30.0, "threshold": 1.0}
     unknown = event(["other"], ordinary_layer_norms=None, micro_batches=3)
     assert cause(unknown, [unit] * 3) == "layer" and cause({**unknown, "micro_batches": 4}, [unit] * 3) is None
+    assert cause({**unknown, "micro_batches": 1}, [unit]) is None
     for other in ({"norm": 9.0}, {"layer_norms": {"a": 4.0, "c": 9.0}}):
         assert cause(unknown, [{**unit, **other}] * 3) is None
     # Of few thresholds, if the layer is a block unlike every other one.
@@ -399,7 +421,10 @@ def test_a_natural_spike_is_one_in_an_otherwise_usual_run(name: str) -> None:
         assert found["cause"] is None and found["sentence"].endswith("But note: The rollout is late.")
     found = verdict_on(spike, NONE, unusual="other mini-batches had spikes, too")
     assert found["cause"] is None and found["sentence"] == "No known cause: other mini-batches had spikes, too."
-    assert verdict_on({**spike, "units": [{"layer_norms": EVEN}] * 9}, NONE)["cause"] is None
+    assert verdict_on(spike, NONE, [{**WARNING, "name": "reference"}])["cause"] == name
+    for units, cause in ((9, None), (1, name)):  # every micro-batch
+        all_over = {"units": [{"layer_norms": EVEN}] * units, "micro_batches": units}
+        assert verdict_on({**spike, **all_over}, NONE)["cause"] == cause
     assert verdict_on(spike, {**NONE, APART: 0.25})["cause"] is None
     # Over the threshold without the KL loss, too.
     found = verdict_on(changed(spike, sources=["kl", name], kl_coefficient=-1.7), {**NONE, "kl": 0.4})
@@ -420,6 +445,7 @@ def test_a_natural_spike_is_one_in_an_otherwise_usual_run(name: str) -> None:
     ([["other"]], "tokens", NONE, "no rule tells the culprits from other tokens"),
     ([["token"], ["kl"], ["unlikely"]], "tokens", NONE, "no rule tells the culprits from other tokens"),
     ([["token"]], "tokens", dict.fromkeys(NONE), "there are no ordinary tokens to compare the culprits with"),
+    ([["other"]], "tokens", {**NONE, APART: 0.3}, "rollout and training differ by over 0.1 nat for 30% of all tokens"),
     ([], "diffuse", NONE, "no token stands out"),
     ([], "incomplete", NONE, "the search ended without a result"),
     ([], "overflow", NONE, "the scaled fp16 gradients overflowed, and the gradient scaler takes a smaller scale"),
@@ -448,6 +474,8 @@ def test_what_breaks_the_gradient_of_all_tokens_is_said(broken_tokens: int, name
     assert verdict_on(spike, NONE, [warning])["sentence"] == warning["sentence"]
     # Where all tokens are culprits, it is still the cause.
     assert verdict_on(event(["nonfinite"], ["other"]), dict.fromkeys(NONE))["cause"] == "nonfinite"
+    found = verdict_on(changed(event(["nonfinite"], diagnosis="nonfinite"), ref_log_prob=None), NONE)
+    assert found["sentence"].startswith("Single tokens have NaN")
 
 
 @cases(
@@ -483,6 +511,9 @@ def test_what_is_wrong_with_the_run_comes_before_tokens() -> None:
     # Of most tokens, culprits among them.
     assert verdict_on(event(["unsampled"], ["other"]), {**NONE, "unsampled": 0.6}, [unsampled])["cause"] == "unsampled"
     assert verdict_on(event(["unsampled"], ["other"]), {**NONE, "unsampled": 0.6})["cause"] is None
+    assert verdict_on(event(), NONE, [unsampled])["cause"] is None
+    # A rule says more of the culprits than the warning.
+    assert verdict_on(event(["unsampled"]), NONE, [unsampled])["culprits"] == 1.0
 
 
 @cases(
@@ -504,11 +535,15 @@ def test_what_is_wrong_with_the_run_comes_before_tokens() -> None:
     # Tokens that were not sampled come before another temperature.
     (["retokenized"], 0.0, "other_log_probs", None, "retokenized"),
     (["token"], 0.0, "other_log_probs", None, "other_log_probs"),
+    (["retokenized"], 0.0, "stale_weights", None, "stale_weights"),
+    (["other"], 0.0, "stale_weights", None, "stale_weights"),
+    # Of weights that are old for some responses, no rule says for which.
+    (["token"], 0.0, "partly_stale", 0.3, "partly_stale"),
 )
 def test_a_warning_is_the_cause_where_it_explains_the_culprits(
     sources: list[str], share: float, warning: str, of_responses: float | None, cause: str | None
 ) -> None:
-    spike, said = changed(event(sources, sources), row=1, mismatch_turn=None), {**WARNING, "name": warning}
+    spike, said = changed(event(sources, sources), row=1, mismatch_turn=2), {**WARNING, "name": warning}
     if of_responses is not None:
         said["share"] = of_responses
     found = verdict_on(spike, {**NONE, "token": share}, [said])
@@ -536,6 +571,7 @@ def test_log_probs_that_the_loss_does_not_read_are_no_cause(
     spike = changed(event(["advantage"], ["advantage"]), **numbers, old_log_prob=-1.0, rollout_log_prob=-4.0)
     said = {**WARNING, "name": "misaligned", **({} if column is None else {"column": column})}
     assert verdict_on(spike, {**NONE, "advantage": 0.0}, [said])["cause"] == cause
+    assert verdict_on({**spike, "culprits": []}, NONE, [said])["cause"] == "misaligned"
     bypass = changed(spike, old_log_prob=-4.0)
     assert verdict_on(bypass, {**NONE, "advantage": 0.0}, [said])["cause"] == ("misaligned" if ratio != 1.0 else cause)
 
