@@ -113,12 +113,11 @@ class AdvantageChecks(RunCheck):
     def __init__(self, progress: Progress) -> None:
         super().__init__(progress)
         self._columns = [0.0] * COLUMN_SUMS
-        # Of the last updates, the typical |A|, a geometric mean, and how far log|A| is spread; and since which step
-        # another one holds.
+        # Of the last updates, the typical |A|, a geometric mean, and how far log|A| is spread; and of another size the
+        # step since which it holds, and the factor.
         self._sizes: list[float] = []
         self._spreads: list[float] = []
-        self._scale_step: int | None = None
-        self._scale_factor: float | None = None
+        self._scale: tuple[int | None, float] | None = None
 
     def take_in(self, columns: Sequence[float] | None) -> None:
         """Adds a mini-batch; see `RunChecks.take_in`."""
@@ -131,8 +130,8 @@ class AdvantageChecks(RunCheck):
 
     def end_update(self) -> None:
         """Takes the update's figures into what later ones are compared with."""
-        self._scale_step, self._scale_factor = self._other_scale()
-        if (size := self._size()) is not None and self._scale_factor is None:
+        self._scale = self._other_scale()
+        if (size := self._size()) is not None and self._scale is None:
             self._sizes, self._spreads = [*self._sizes, size[0]][-_SIZES:], [*self._spreads, size[1]][-_SIZES:]
         self._columns = [0.0] * COLUMN_SUMS
 
@@ -143,29 +142,27 @@ class AdvantageChecks(RunCheck):
             return None
         return math.exp(total / count), math.sqrt(max(square / count - (total / count) ** 2, 0.0))
 
-    def _other_scale(self) -> tuple[int | None, float | None]:
-        """Since which step advantages have another size, and by which factor; (None, None) while they have not.
+    def _other_scale(self) -> tuple[int | None, float] | None:
+        """Since which step advantages have another size, and by which factor; None while they have not.
 
         Another scale moves all of them. If they are spread farther than before, some rewards are others.
         """
-        since = (self._scale_step, self._scale_factor)
         if (found := self._size()) is None or len(self._sizes) < SCALE_UPDATES:
-            return since
+            return self._scale
         size, spread = found
-        low, high = min(self._sizes), max(self._sizes)
-        if (
-            low <= 0
-            or low / SCALE_FACTOR < size < high * SCALE_FACTOR
-            or spread > max(self._spreads, default=math.inf) + SCALE_SPREAD
-        ):
-            return None, None
-        return self._progress.step if since[1] is None else since[0], size / statistics.median(self._sizes)
+        is_usual = min(self._sizes) / SCALE_FACTOR < size < max(self._sizes) * SCALE_FACTOR
+        if is_usual or spread > max(self._spreads, default=math.inf) + SCALE_SPREAD:
+            return None
+        step = self._progress.step if self._scale is None else self._scale[0]
+        return step, size / statistics.median(self._sizes)
 
     def _reward_scale(self) -> RunWarning | None:
-        step, factor = self._other_scale()
-        found = self._size()
+        scale, found = self._other_scale(), self._size()
+        if scale is None:
+            return None
+        step, factor = scale
         is_wide = found is not None and max([found[1], *self._spreads]) > SCALE_WIDE
-        if factor is None or ((is_wide or factor < 1) and self._scale_factor is None):
+        if (is_wide or factor < 1) and self._scale is None:
             return None
         when = "" if step is None else f" since step {step}"
         times = f"{factor:.3g} times" if factor > 1 else f"1/{1 / factor:.3g} of"

@@ -22,14 +22,13 @@ _UPDATES = 8
 class LayerChecks(RunCheck):
     """The checks of layers, in the first mini-batch of each update."""
 
-    NOW = ("_weights_now", "_gradients_now", "_beyond")
+    NOW = ("_gradients_now", "_beyond")
 
     def __init__(self, progress: Progress) -> None:
         super().__init__(progress)
-        # By layer the norm of its weights before the last optimizer step, and what they are now with their number. And
-        # the last warning of weights that were written, and in how many updates it was said.
+        # By layer the norm of its weights before the last optimizer step. And the last warning of weights that were
+        # written, and in how many updates it was said.
         self._weights: dict[str, float] = {}
-        self._weights_now: dict[str, tuple[float, int]] = {}
         self._written: tuple[RunWarning, int] | None = None
         # By layer its usual share of the gradient's squared norm, the mean of so many updates; and the share now.
         self._gradients: dict[str, float] = {}
@@ -56,9 +55,9 @@ class LayerChecks(RunCheck):
             passes (Mapping): By layer the sum of the micro-batches' gradient norms, a mean over the ranks; zeros where
                 they were not measured.
         """
-        self._weights_now = dict(weights)
-        if (warning := self._find_written()) is not None:
+        if (warning := self._find_written(weights)) is not None:
             self._written = warning, 0
+        self._weights = {name: norm for name, (norm, _) in weights.items()}
         self._beyond = self._find_beyond(gradient, passes)
         self._gradients_now = layer_shares(gradient)
         if self._gradients_now:
@@ -80,8 +79,6 @@ class LayerChecks(RunCheck):
 
     def end_update(self) -> None:
         """Takes the update's figures into what later ones are compared with."""
-        self._weights = {name: norm for name, (norm, _) in self._weights_now.items()} or self._weights
-        self._weights_now = {}
         if self._written is not None:
             warning, times = self._written
             self._written = (warning, times + 1) if times + 1 < WEIGHT_STEPS else None
@@ -143,10 +140,10 @@ class LayerChecks(RunCheck):
             "backward pass with that before the optimizer step.",
         }
 
-    def _find_written(self) -> RunWarning | None:
+    def _find_written(self, weights: Mapping[str, tuple[float, int]]) -> RunWarning | None:
         """Layers whose weights are others than the last update and its optimizer steps can have left."""
         written = {}
-        for layer, (norm, count) in self._weights_now.items():
+        for layer, (norm, count) in weights.items():
             before = self._weights.get(layer, 0.0)
             if 0 < before < math.inf:
                 most = max(WEIGHT_PART * before, WEIGHT_MOVE * self._progress.last_rates * math.sqrt(count))

@@ -90,8 +90,7 @@ class LogProbSums(dict[str, float]):
         In parts of that way: −1 with the reference's weights, 1 where it has gone twice as far. 0 where nothing has
         moved.
         """
-        moved, difference = self["moved_square"], self["difference_square"]
-        along = self["along"] if moved and difference else 0.0
+        moved, difference, along = self["moved_square"], self["difference_square"], self["along"]
         return along / (moved or 1.0), along / (math.sqrt(moved * difference) or 1.0)
 
     def related(self, pair: str = "rollout") -> float | None:

@@ -31,7 +31,7 @@ ADAPTER_SCALE = "adapter_scale"
 # Those that another temperature explains as well as tokens that were not sampled.
 OTHER_LOG_PROBS = "other_log_probs"
 # Rules that one update shows.
-_SELF_EVIDENT = ("positive", "own_log_probs", "misaligned", REFERENCE, LEARNING_RATE)
+_SELF_EVIDENT = ("positive", "own_log_probs", "policy_log_probs", "misaligned", REFERENCE, LEARNING_RATE)
 # Those about the rollout's log-probs.
 OF_ROLLOUT = ("misaligned", "retokenized", "stale_weights", "partly_stale", ADAPTER_SCALE, OTHER_LOG_PROBS)
 
@@ -77,8 +77,6 @@ PATH, LATE_UPDATES = 2.5, 4
 RATE_FACTOR = 5.0
 # Log-probs that were so much alike, and suddenly are not at all, belong to other tokens.
 RELATED = 0.5
-# Unless it is the policy that has jumped: by a learning rate, or a gradient, that was far too large.
-LEVEL_JUMP = 0.2
 # Next to equal ones may keep some relation: where they were encoded again, some tokens are the same.
 ALIKE, SUDDENLY_UNRELATED = 0.9, 0.25
 # Log-probs of training that have so little relation to the rollout's, and are so many nats away, belong to others.
@@ -158,8 +156,6 @@ class LogProbChecks(RunCheck):
         self._lags: list[list[float]] = []
         # How far each of the last updates' own steps moved the policy; empty where updates have a single step.
         self._steps: list[float] = []
-        # The mean log-prob of the last update.
-        self._level: float | None = None
         # The mean |rollout − reference| of the last update; and whether a rollout since then has weights of no step.
         self._distance = 0.0
         self._off_path = False
@@ -227,10 +223,6 @@ class LogProbChecks(RunCheck):
         """Whether the policy moves so far in a few updates that late weights may make a gap as large as a fault's."""
         return sum(self._steps) >= POLICY_GAP[1] and bool(self._may_have_moved(LATE_UPDATES))
 
-    def _has_jumped(self) -> bool:
-        """Whether the policy's and the rollout's log-probs are suddenly others, in the mean."""
-        return self._level is not None and abs(self._sums.mean("level") - self._level) > LEVEL_JUMP * abs(self._level)
-
     def _begins(self) -> bool:
         """Whether differences are suddenly others: larger, tilted, or of one sign. Late weights begin in update 2."""
         share, gap = self._sums.share_of_one_sign() or 0.0, self._sums.mean("gap")
@@ -263,10 +255,10 @@ class LogProbChecks(RunCheck):
             if is_whole and part >= INITIAL_RATIO and self._is_far_by_late_weights():
                 return False
         is_first = self._progress.is_first
-        jumped = self._leaps() or (is_first and self._sums.mean("gap") > POLICY_GAP[1])
         at_once = {
-            "policy_log_probs": is_first or jumped or self._has_been_since_first(),
-            ENGINES_APART: jumped or self._leaves_path(),
+            ENGINES_APART: self._leaps()
+            or self._leaves_path()
+            or (is_first and self._sums.mean("gap") > POLICY_GAP[1]),
             # Differences of one sign may be those of tokens that were not sampled: of some responses, or turns.
             OTHER_LOG_PROBS: is_first and abs(self._sums.tilt()) >= CORRELATION,
             # Without a reference, in two: responses differ.
@@ -312,7 +304,7 @@ class LogProbChecks(RunCheck):
             self._first_gap = gap if is_of_all else 0.0
             self._split_at_first |= self._sums.two_kinds() is not None
         self._off_path = gap >= STALE_GAP and (self._off_path or self._leaves_path())
-        self._distance, self._level = self._sums.mean("distance"), self._sums.mean("level")
+        self._distance = self._sums.mean("distance")
         self._tilt = self._sums.tilt() if gap >= STALE_GAP else None
         if steps := self._sums["step_tokens"]:  # two passes with the same weights differ by a little
             noise = self._sums["own_gap"] / (self._sums["own_tokens"] or 1.0)
@@ -352,8 +344,7 @@ class LogProbChecks(RunCheck):
         reference = found.get("reference")
         is_unrelated = reference is not None and reference.kind == "unrelated"
         # Another model's have no relation, either; nor those of a policy that has moved far away, or was destroyed.
-        has_moved = "reference" in self._related or self._has_jumped()
-        if is_unrelated and self._sums["tokens"] and (has_moved or self._other_reference()):
+        if is_unrelated and self._sums["tokens"] and ("reference" in self._related or self._other_reference()):
             found["reference"] = None
         return found
 
@@ -392,11 +383,10 @@ class LogProbChecks(RunCheck):
         if not 0 < RATE_FACTOR * usual <= last:
             return None
         moved = ""
-        of_reference = self._sums.mean("moved"), self._distance or math.inf
-        for what, (now, before) in {
-            "policy and reference": of_reference,
-            "rollout and training": (gap, self._gap),
-        }.items():
+        for what, now, before in (
+            ("policy and reference", self._sums.mean("moved"), self._distance),
+            ("rollout and training", gap, self._gap),
+        ):
             if now >= max(APART_GAP, APART_GROWTH * before):
                 moved = (
                     f", and now {what} differ by {now:.2g} nats in the mean ({before:.2g} before): the policy has "
@@ -436,7 +426,7 @@ class LogProbChecks(RunCheck):
     def _own_log_probs(self) -> RunWarning | None:
         """Two log-probs that training computes of the same tokens with the same weights, and that differ."""
         sums = self._sums
-        if not sums["own_tokens"] or sums["own_gap"] < OWN_GAP * sums["own_tokens"]:
+        if sums["own_gap"] <= OWN_GAP * sums["own_tokens"]:
             return None
         first, second = "the old log-probs", "those of the update's first forward pass"
         if sums["own_to_rollout"] < NEARER * sums["own_old_to_rollout"]:
@@ -445,16 +435,15 @@ class LogProbChecks(RunCheck):
             side = " The rollout fits the first: the update's are wrong."
         else:
             side = ""
-        related = self._sums.related("old")
-        is_other = related is not None and related < HARDLY_RELATED
+        relation = self._hardly_related("old")
         look = "dropout, temperature, attention mask, position ids, precision, an adapter"
+        if relation:
+            look = "another order of rows, padding, slices, or labels"
         return {
-            "name": "misaligned" if is_other else OTHER_LOG_PROBS,
+            "name": "misaligned" if relation else OTHER_LOG_PROBS,
             "sentence": f"Training computes two log-probs of the same tokens with the same weights: {first} and "
-            f"{second} differ by {sums['own_gap'] / sums['own_tokens']:.2g} nats in the mean"
-            + (f", with hardly a relation (correlation {related:.2f})" if is_other else "")
-            + f".{side} Look for what only one of the two passes has: "
-            + ("another order of rows, padding, slices, or labels." if is_other else f"{look}."),
+            f"{second} differ by {sums['own_gap'] / sums['own_tokens']:.2g} nats in the mean{relation}.{side} Look for "
+            f"what only one of the two passes has: {look}.",
             "check": "`actor/ppo_kl` of an update with one mini-batch should be about 0: compute both log-probs of one "
             "row again, without an optimizer step between them.",
         }
@@ -476,14 +465,14 @@ class LogProbChecks(RunCheck):
         when, made = self._before_any_step(), "no optimizer step made that"
         if not since_first:
             when, made = "within one step", "no optimizer step makes that unless it is far too large"
-        related = self._sums.related()
         apart = (
             f"Training's log-probs differ from the rollout's by {gap:.2g} nats in the mean, and the reference's do not"
         )
-        if related is not None and related < HARDLY_RELATED and gap > MISALIGNED_NATS:
+        relation = self._hardly_related()
+        if relation and gap > MISALIGNED_NATS:
             return {
                 "name": "misaligned",
-                "sentence": f"{apart}, with hardly a relation (correlation {related:.2f}): training's belong to other "
+                "sentence": f"{apart}{relation}: training's belong to other "
                 "tokens, or its weights were not loaded. Look at whether labels are shifted by one against the logits, "
                 "and at what is gathered and sliced.",
                 "check": "Print `responses`, `rollout_log_probs` and `old_log_probs` of one row side by side, and the "
@@ -517,9 +506,7 @@ class LogProbChecks(RunCheck):
         share, distance = self._sums["fresh"] / self._sums["responses"], self._sums.mean("distance")
         if share < WHOLE_SHARE or distance < OTHER_GAP or not (self._progress.is_first or self._times.get(REFERENCE)):
             return None
-        when, related = self._before_any_step(), self._sums.related("reference")
-        if related is not None and related < HARDLY_RELATED:
-            when += f", with hardly a relation (correlation {related:.2f})"
+        when = self._before_any_step() + self._hardly_related("reference")
         return {
             "name": REFERENCE,
             "sentence": f"The reference's log-probs differ from the policy's by {distance:.2g} nats in the mean, "
@@ -530,6 +517,12 @@ class LogProbChecks(RunCheck):
             "should be equal; if they are, compare what both are given.",
             "share": share,
         }
+
+    def _hardly_related(self, pair: str = "rollout") -> str:
+        """That two columns have hardly a relation, as the end of a clause; nothing if they have, or none is known."""
+        related = self._sums.related(pair)
+        is_so = related is not None and related < HARDLY_RELATED
+        return f", with hardly a relation (correlation {related:.2f})" if is_so else ""
 
     def _before_any_step(self) -> str:
         """That two columns differed before any optimizer step, as the end of a clause."""
