@@ -137,7 +137,7 @@ class LogProbChecks(RunCheck):
         # By rule, in how many updates it held since one contradicted it; the gap of the last update, and the smallest.
         self._times: dict[str, int] = {}
         self._updates = 0
-        self._gap: float | None = None
+        self._gap = math.inf
         self._least = math.inf
         # The gap of the last update before any optimizer step.
         self._first_gap = 0.0
@@ -213,7 +213,7 @@ class LogProbChecks(RunCheck):
     def _leaps(self) -> bool:
         """Whether the gap was small in the last update, and is large now: no optimizer step does that."""
         before, after = POLICY_GAP
-        return self._gap is not None and self._gap < before and self._sums.mean("gap") > after
+        return self._gap < before and self._sums.mean("gap") > after
 
     def _may_have_moved(self, updates: int) -> bool | None:
         """Whether the last updates may have moved the policy by the gap; None where nothing shows how far they went."""
@@ -227,12 +227,12 @@ class LogProbChecks(RunCheck):
         """Whether differences are suddenly others: larger, tilted, or of one sign. Late weights begin in update 2."""
         share, gap = self._sums.share_of_one_sign() or 0.0, self._sums.mean("gap")
         is_of_one_sign = self._updates > 1 and self._one_side < MIXED and share >= ONE_SIDE
-        grows = self._updates >= STALE_UPDATES - 1 and gap >= APART_GROWTH * (self._gap or 0.0)
+        grows = self._updates >= STALE_UPDATES - 1 and gap >= APART_GROWTH * self._gap
         # Late weights do not make differences depend on how likely a token is.
-        was_small = self._updates > 1 and (self._gap or 0.0) < STALE_GAP
-        least = CORRELATION if self._tilt is not None else SUDDEN_CORRELATION
-        was_flat = was_small if self._tilt is None else abs(self._tilt) < CORRELATION / 2
-        tilts = was_flat and abs(self._sums.tilt()) >= least
+        if self._tilt is None:  # differences were too small
+            tilts = self._updates > 1 and abs(self._sums.tilt()) >= SUDDEN_CORRELATION
+        else:
+            tilts = abs(self._tilt) < CORRELATION / 2 and abs(self._sums.tilt()) >= CORRELATION
         return self._leaps() or grows or tilts or is_of_one_sign
 
     def _lasting(self, rule: str | None = None) -> RunWarning | None:
@@ -376,7 +376,7 @@ class LogProbChecks(RunCheck):
 
     def _far_step(self, has_moved: bool) -> RunWarning | None:
         """A learning rate far over all before; `has_moved`: if the policy is far from where it was."""
-        if self._updates < IN_A_ROW or self._gap is None:
+        if self._updates < IN_A_ROW:
             return None
         gap, last = self._sums.mean("gap"), self._progress.last_rates
         usual = (self._progress.rates_before - last) / (self._updates - 1)
@@ -537,10 +537,9 @@ class LogProbChecks(RunCheck):
 
         No weights of an earlier step do: these lie between the two.
         """
-        if self._gap is None or not self._sums["distance"]:
-            return False
         gap, moved = self._sums.mean("gap"), self._sums.mean("moved")
-        return self._gap < POLICY_GAP[0] and gap >= APART_GAP and gap > OFF_PATH * moved
+        is_far = gap >= APART_GAP and gap > OFF_PATH * moved
+        return is_far and self._gap < POLICY_GAP[0] and self._sums["distance"] > 0
 
     def _stale_worker(self) -> RunWarning | None:
         """Some responses differ ever more, and the others hardly do."""
@@ -703,7 +702,7 @@ class LogProbChecks(RunCheck):
         related = self._sums.related()
         if related is not None and related < OTHER_RELATED and share < SURELY_ONE_SIDE:
             return None
-        since_first = self._updates == 0 or self._times.get(OTHER_LOG_PROBS, 0) >= self._updates
+        since_first = self._times.get(OTHER_LOG_PROBS, 0) >= self._updates
         if share < ONE_SIDE and abs(tilt) < (FIRST_CORRELATION if since_first else CORRELATION):
             return None
         if share >= ONE_SIDE:
