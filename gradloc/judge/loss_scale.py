@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from ..lines import RunWarning
+from .progress import SEE
 
 # The warning's name.
 LOSS_SCALE = "loss_scale"
@@ -118,7 +119,6 @@ def _warning(factor: float, what: str, fitting: Sequence[str]) -> RunWarning:
     return {
         "name": LOSS_SCALE,
         "sentence": f"The loss is scaled wrongly: {what}{what_it_could_be(fitting)}.",
-        "check": f"{CHECK} In a checkout of GradLoc, `bash run_experiment.sh --embedded --fault loss_scale` plants "
-        "this fault.",
+        "check": f"{CHECK} {SEE.format('loss_scale')}",
         "factor": factor,
     }

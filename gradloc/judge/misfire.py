@@ -11,7 +11,7 @@ from typing import Any
 
 from ..lines import Event, Verdict
 from .advantages import REWARD_SCALE
-from .rules import BROKEN, NATURAL_ADVANTAGE, NATURAL_FACTOR, RULES, Kind
+from .rules import BROKEN, EXAMPLE, NATURAL_ADVANTAGE, NATURAL_FACTOR, RULES, Kind
 from .shares import counted, percent
 from .verdict import COMMON, LIFT, MOST_CULPRITS, as_verdict, explaining_culprits
 
@@ -32,8 +32,8 @@ LESS_SPECIFIC = (None, REWARD_SCALE, *(rule.name for rule in RULES if rule.kind 
 _BY_DATA_SOURCE = "The culprits are in responses with the data source "
 
 _CHECK = (
-    "Score the culprits' `response` in spikes.jsonl against its `ground_truth` by hand, and compare with its `reward`. "
-    "An example, in a checkout of GradLoc: `bash run_experiment.sh --embedded --fault misfire`."
+    "Score the culprits' `response` in spikes.jsonl against its `ground_truth` by hand, and compare with its `reward`."
+    + EXAMPLE.format("misfire")
 )
 
 # (data-parallel rank, row in its mini-batch).

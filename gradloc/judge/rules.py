@@ -286,11 +286,11 @@ def _with_its_name(event: Event) -> tuple[str, str]:
 
 
 # After what to compare in the run's own data.
-_EXAMPLE = " An example, in a checkout of GradLoc: `bash run_experiment.sh --embedded --fault {}`."
+EXAMPLE = " An example, in a checkout of GradLoc: `bash run_experiment.sh --embedded --fault {}`."
 _RATIOS = (
     "Compare the culprits' `rollout_log_prob`, `old_log_prob` and `log_prob` in spikes.jsonl: a gap between the first "
     "two is between the engines (precision, temperature, old weights), one between the last two comes from the updates "
-    "since the rollout." + _EXAMPLE.format("stale")
+    "since the rollout." + EXAMPLE.format("stale")
 )
 _REMEDIES = "`gradloc replay BUNDLE --remedies` measures what each remedy leaves of the spike."
 
@@ -329,7 +329,7 @@ RULES = (
         claim="Single tokens have NaN or infinite gradients",
         check="Find which of the culprit's `advantage`, `log_prob`, `old_log_prob` and `weight` in spikes.jsonl is NaN "
         "or infinite: then look at that column of the batch; if none is, at the weights, and at the gradients of the "
-        "event's `broken_parameters` before the optimizer step, the first one first." + _EXAMPLE.format("nan"),
+        "event's `broken_parameters` before the optimizer step, the first one first." + EXAMPLE.format("nan"),
         in_event=_with_its_column,
     ),
     Rule(
@@ -343,7 +343,7 @@ RULES = (
         _is_unsampled,
         claim="Tokens that the policy did not produce are trained on",
         check="Compare `response_mask` in the batch, in the culprit's `row` at its `position`, with the token ids "
-        "that the rollout returned: it should be 1 for these alone." + _EXAMPLE.format("unsampled"),
+        "that the rollout returned: it should be 1 for these alone." + EXAMPLE.format("unsampled"),
     ),
     Rule(
         "retokenized",
@@ -357,7 +357,7 @@ RULES = (
         _is_retokenized,
         claim="The mismatch between training and rollout begins at a turn boundary",
         check="Compare `responses` in the batch, in the culprit's `row` from `mismatch_start` on, with the token ids "
-        "that the rollout returned: they should be equal." + _EXAMPLE.format("retokenized"),
+        "that the rollout returned: they should be equal." + EXAMPLE.format("retokenized"),
         compared=False,
         in_event=_at_a_turn,
     ),
@@ -414,7 +414,7 @@ RULES = (
         has_large_advantage,
         claim="Advantages are outliers",
         check="Compare the culprit's `reward` in spikes.jsonl with `token_level_scores` in the batch, summed over each "
-        "row of the same `uid`: see whether one is unlike the others." + _EXAMPLE.format("advantage"),
+        "row of the same `uid`: see whether one is unlike the others." + EXAMPLE.format("advantage"),
         left=lambda culprit, event: event["median_advantage"] / abs(culprit["advantage"]),
         is_outlying=_has_outlying_advantage,
         in_event=_as_a_natural_spike,
@@ -505,7 +505,7 @@ RULES = (
         _has_a_layer,
         claim="One layer makes most of the gradient",
         check="Compare the culprits' `layer_norms` with the event's `ordinary_layer_norms` in spikes.jsonl: if one "
-        "layer is far above in all of them, look at its weights in the checkpoint." + _EXAMPLE.format("bitflip"),
+        "layer is far above in all of them, look at its weights in the checkpoint." + EXAMPLE.format("bitflip"),
         left=_left_without_a_layer,
         compared=False,
         in_event=_with_its_name,

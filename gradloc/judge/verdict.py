@@ -12,7 +12,7 @@ from ..lines import Culprit, Event, RunWarning, Shares, Verdict
 from .advantages import CHECK_ADVANTAGES, OF_GROUPS, REWARD_SCALE
 from .log_probs import ENGINES_APART, OF_ROLLOUT, OF_SOME, OTHER_LOG_PROBS, REFERENCE, UNSAMPLED
 from .progress import resume_note
-from .rules import APART, APART_NATS, LARGE_ADVANTAGE, NATURAL_ADVANTAGE, RULES, Kind, Rule, is_apart
+from .rules import APART, APART_NATS, EXAMPLE, LARGE_ADVANTAGE, NATURAL_ADVANTAGE, RULES, Kind, Rule, is_apart
 from .sentences import auxiliary_in_words, is_over_everywhere, lowered
 from .shares import counted, is_unlike_its_like, is_unusual, layer_shares, percent, threshold_factor
 
@@ -51,7 +51,7 @@ AUXILIARY_ADVICE = (
 )
 AUXILIARY_CHECK = (
     "Take one step from the same checkpoint with the coefficient of the auxiliary loss at 0: `actor/grad_norm` should "
-    "fall. An example, in a checkout of GradLoc: `bash run_experiment.sh --embedded --fault auxiliary`."
+    "fall." + EXAMPLE.format("auxiliary")
 )
 
 # The columns of log-probs that a loss need not read, and how near a coefficient is to what it is without them.
