@@ -396,6 +396,9 @@ SCORED_EVER_MORE_OTHERWISE = of_rollout(
     lambda values, number: (values + (0.16 if number else 0.06) * noise_of(number)).clamp(max=0.0)
 )
 SCORED_A_LITTLE_OTHERWISE = of_rollout(lambda values, _: values + 0.065 * noise_of(8))
+SCORED_A_LITTLE_OTHERWISE_ONCE = of_rollout(
+    lambda values, number: values + (0.045 if number else 0.065) * noise_of(number)
+)
 NOISY = of_rollout(lambda values, number: (values + (0.3, 0.15)[number % 2] * noise_of(number)).clamp(max=0.0))
 LABELS_NOT_SHIFTED = of_training(lambda values, _: 0.2 * values - 3 + noise_of(7))
 LABELS_UNRELATED_AT_FIRST = of_training(
@@ -460,7 +463,7 @@ QUIET = {"rate": 0.0, "noise": 0.005}
     ({}, 1, LABELS_NOT_SHIFTED, "MMMMM", ""),
     # Although the policy moves away from the reference that has shown it.
     ({"rate": 0.3}, 1, of_training(lambda values, _: 0.7 * values), "OOOOO", ""),
-    ({}, 1, of_rollout(lambda values, _: values.clamp(min=-0.5)), "OOOOO", ""),
+    ({}, 1, of_rollout(lambda values, _: values.clamp(min=-0.5)), "OOOOO", "they are larger for"),
     # Where engines differ later, the jump tells it, and no side is blamed, but where the reference shows it.
     ({}, 4, SCORED_OTHERWISE, "...AAAAA", ""),
     ({}, 4, LABELS_NOT_SHIFTED, "...MMMMM", ""),
@@ -472,6 +475,7 @@ QUIET = {"rate": 0.0, "noise": 0.005}
     ({"noise": 0.005}, 2, SCORED_A_LITTLE_OTHERWISE, "...AAAAAAA", "since step 2"),
     (QUIET, 4, SCORED_EVER_MORE_OTHERWISE, "....AAAAAA", "since step 4"),
     (QUIET, 4, A_FEW_OTHERWISE, ".....AAAAA", "In 17% of the responses they differ by"),
+    (QUIET, 4, SCORED_A_LITTLE_OTHERWISE_ONCE, "..........", ""),
     (STILL, 1, ONE_OF_EACH_LOWERED, "..........", ""),
     (STILL, 4, ONE_OF_EACH_LOWERED, "..........", ""),
     *(({"behind": late, "rate": 0.04, "reference": False}, 1, NOTHING, "..........", "") for late in (1, 4)),
