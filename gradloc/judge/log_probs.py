@@ -137,7 +137,7 @@ class LogProbChecks(RunCheck):
         # By rule, in how many updates it held since one contradicted it; the gap of the last update, and the smallest.
         self._times: dict[str, int] = {}
         self._updates = 0
-        self._gap = math.inf
+        self._last_gap = math.inf
         self._least = math.inf
         # The gap of the last update before any optimizer step.
         self._first_gap = 0.0
@@ -213,7 +213,7 @@ class LogProbChecks(RunCheck):
     def _leaps(self) -> bool:
         """Whether the gap was small in the last update, and is large now: no optimizer step does that."""
         before, after = POLICY_GAP
-        return self._gap < before and self._sums.mean("gap") > after
+        return self._last_gap < before and self._sums.mean("gap") > after
 
     def _may_have_moved(self, updates: int) -> bool | None:
         """Whether the last updates may have moved the policy by the gap; None where nothing shows how far they went."""
@@ -227,7 +227,7 @@ class LogProbChecks(RunCheck):
         """Whether differences are suddenly others: larger, tilted, or of one sign. Late weights begin in update 2."""
         share, gap = self._sums.share_of_one_sign() or 0.0, self._sums.mean("gap")
         is_of_one_sign = self._updates > 1 and self._one_side < MIXED and share >= ONE_SIDE
-        grows = self._updates >= STALE_UPDATES - 1 and gap >= APART_GROWTH * self._gap
+        grows = self._updates >= STALE_UPDATES - 1 and gap >= APART_GROWTH * self._last_gap
         # Late weights do not make differences depend on how likely a token is.
         if self._tilt is None:  # differences were too small
             tilts = self._updates > 1 and abs(self._sums.tilt()) >= SUDDEN_CORRELATION
@@ -311,7 +311,7 @@ class LogProbChecks(RunCheck):
             self._steps = [*self._steps, max(self._sums["step_gap"] / steps - noise, 0.0)][-LATE_UPDATES:]
         else:
             self._steps = []
-        self._gap, self._updates = gap, self._updates + 1
+        self._last_gap, self._updates = gap, self._updates + 1
         kinds = self._sums.two_kinds()
         self._split = (math.inf, 0) if kinds is None else (min(self._split[0], kinds[0]), self._split[1] + 1)
         lead, correlation = self._sums.lead()
@@ -385,7 +385,7 @@ class LogProbChecks(RunCheck):
         moved = ""
         for what, now, before in (
             ("policy and reference", self._sums.mean("moved"), self._distance),
-            ("rollout and training", gap, self._gap),
+            ("rollout and training", gap, self._last_gap),
         ):
             if now >= max(APART_GAP, APART_GROWTH * before):
                 moved = (
@@ -539,7 +539,7 @@ class LogProbChecks(RunCheck):
         """
         gap, moved = self._sums.mean("gap"), self._sums.mean("moved")
         is_far = gap >= APART_GAP and gap > OFF_PATH * moved
-        return is_far and self._gap < POLICY_GAP[0] and self._sums["distance"] > 0
+        return is_far and self._last_gap < POLICY_GAP[0] and self._sums["distance"] > 0
 
     def _stale_worker(self) -> RunWarning | None:
         """Some responses differ ever more, and the others hardly do."""
