@@ -18,7 +18,7 @@ from ..evidence.token_facts import context_evidence, text_evidence
 from ..evidence.writer import EVENTS_PER_STEP, STEP_FIGURES, jsonable, limit_texts, record_events, record_step
 from ..fsdp import collectives
 from ..guarded import guarded, warn_once
-from ..judge.advantages import LEAST_CHANCE, OF_GROUPS, row_warnings
+from ..judge.advantages import LEAST_CHANCE, OF_GROUPS, OTHER_NUMBER, row_warnings
 from ..judge.judgement import judged, kind_of
 from ..judge.loss_scale import LOSS_SCALE
 from ..judge.misfire import Place, RewardedRow, may_need_rows, verdict_by_rows
@@ -62,7 +62,7 @@ SCORES = ("token_level_scores", "rm_scores")
 REWARDS = ("token_level_rewards", *SCORES)
 # What `TrainedData` reads.
 DATA_KEYS: tuple[str, ...] = ("input_ids", "attention_mask", "responses", "response_mask", "advantages", *REWARDS)
-DATA_KEYS += ("reward_model", "data_source", "uid", "old_log_probs")
+DATA_KEYS += ("reward_model", "data_source", "uid", "session_id", "old_log_probs")
 
 
 @dataclass(frozen=True)
@@ -111,10 +111,14 @@ class TrainedData:
             return Counter()
         read = {name: self.columns[name] for name in DATA_KEYS if name in self.columns}
         data = TrainedData({name: each.cpu() if isinstance(each, Tensor) else [*each] for name, each in read.items()})
-        return data._group_counts() + data._pair_counts()
+        counts: Counter[str] = Counter()
+        for count in (data._pair_counts, data._group_counts):
+            with guarded(_NO_ROWS, _said):
+                counts += count()
+        return counts
 
     def _group_counts(self) -> Counter[str]:
-        """How many rows are `mixed`, of a uid with several prompts that others have, too, or `repeated`."""
+        """How many rows are `mixed`, of a uid with several prompts that others have, too, or `repeated` ones."""
         uids = [*map(str, self.columns["uid"])]
         counts = Counter(rows=len(uids))
         if not {"input_ids", "responses", "response_mask"} <= self.columns.keys():
@@ -122,15 +126,18 @@ class TrainedData:
         ids = [tuple(each.numpy().tobytes() for each in parts) for parts in self._ids]
         prompts = {(uid, prompt) for uid, (prompt, _) in zip(uids, ids, strict=True)}
         uids_of = Counter(prompt for _, prompt in prompts)
-        # A trajectory that is cut in rows has prompts of its own.
         shared_of = Counter(uid for uid, prompt in prompts if uids_of[prompt] > 1)
-        counts["mixed"] = sum(shared_of[uid] > 1 for uid in uids)
+        # A trajectory that is cut in rows has other prompts, too, which may be a common state of its environment.
+        sessions = {*zip(uids, map(str, self.columns.get("session_id", range(len(uids)))), strict=True)}
+        if len(sessions) == len(uids) and math.isclose(len(uids_of), len({*uids}), rel_tol=OTHER_NUMBER):
+            counts["mixed"] = sum(shared_of[uid] > 1 for uid in uids)
         if "old_log_probs" in self.columns:
-            times = Counter(zip(uids, ids, strict=True))
+            seen = set()
             pairs = zip(self.columns["old_log_probs"], self.columns["response_mask"], strict=True)
-            chance = [torch.where(mask.bool(), each, 0.0).sum().item() for each, mask in pairs]
-            rows = zip(uids, ids, chance, strict=True)
-            counts["repeated"] = sum(times[uid, of_row] > 1 and each < LEAST_CHANCE for uid, of_row, each in rows)
+            for each, (log_probs, mask) in zip(zip(uids, ids, strict=True), pairs, strict=True):
+                if each in seen:
+                    counts["repeated"] += bool(log_probs[mask.bool()].sum() < LEAST_CHANCE)
+                seen.add(each)
         return counts
 
     def _pair_counts(self) -> Counter[str]:

@@ -42,6 +42,8 @@ ADVANTAGE_ORDER, MIXED_GROUPS, REPEATED = "advantage_order", "mixed_groups", "re
 OF_GROUPS = (ADVANTAGE_ORDER, MIXED_GROUPS)
 # The share of an update's rows from which on they are mixed, or repeated: rows may be doubled to fill a batch.
 LEAST_ROWS = 0.05
+# Where groups are mixed, there are as many prompts as uids; on rank 0 alone, up to such a part more or fewer.
+OTHER_NUMBER = 1 / 3
 # A response is repeated if the policy would have sampled it again with this log-prob, or less.
 LEAST_CHANCE = -30.0
 # In so many pairs, of so many at least. With a baseline of the prompt's, it is none; by chance, half of them. Rewards
@@ -83,10 +85,10 @@ def row_warnings(counts: Mapping[str, int]) -> list[RunWarning]:
             {
                 "name": MIXED_GROUPS,
                 "sentence": f"Rewards of different prompts are compared: {percent(mixed / rows)} of the responses have "
-                "a `uid` under which there are several prompts. Look at the order in which prompts are repeated "
+                "a `uid` with several prompts that others have, too. Look at the order in which prompts are repeated "
                 "for the rollout and put together with their responses.",
-                "check": "Before the update, print `uid` and the decoded prompt of each row: rows with one `uid` have "
-                "one prompt.",
+                "check": "Before the update, print `uid` and the decoded prompt of each row: rows with one `uid` "
+                "answer one prompt.",
                 "share": mixed / rows,
             }
         )
@@ -94,11 +96,12 @@ def row_warnings(counts: Mapping[str, int]) -> list[RunWarning]:
         found.append(
             {
                 "name": REPEATED,
-                "sentence": f"{percent(repeated / rows)} of the responses are the same, token for token, as another "
-                f"to the same prompt, which chance gives once in e^{-LEAST_CHANCE:.0f} at most: the rollout samples "
-                f"with one seed, or rows are doubled. {SEE.format('one_seed')}",
+                "sentence": f"{percent(repeated / rows)} of the responses are the same, token for token, as an earlier "
+                f"one to their prompt. Without top-p or top-k, chance gives that once in e^{-LEAST_CHANCE:.0f} at "
+                f"most: the rollout samples with one seed, or rows are doubled. {SEE.format('one_seed')}",
                 "check": "Print the ids of the responses of one `uid` after the rollout. If they are the same there, "
-                "look at seeds, temperature and top-k of the server; if not, at what pads, repeats or gathers rows.",
+                "look at seeds, temperature, top-p and top-k of the server; if not, at what pads, repeats or gathers "
+                "rows.",
                 "share": repeated / rows,
             }
         )

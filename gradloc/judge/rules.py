@@ -219,6 +219,8 @@ def _times_by_ratio(culprit: Facts) -> float:
     rest = culprit["coefficient"] - (culprit["kl_coefficient"] or 0.0)
     times = abs(rest / (culprit["weight"] * advantage)) if advantage else 1.0
     sampled = culprit["old_log_prob"] if rollout is None else rollout
+    if sampled is None or not math.isfinite(sampled):
+        return math.inf
     times *= _improbability(culprit["log_prob"]) / _improbability(sampled)
     return max(times, sys.float_info.min) if times <= OVERFLOW_RATIO else math.inf
 

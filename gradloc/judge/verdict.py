@@ -9,7 +9,7 @@ from functools import cached_property
 
 from ..guarded import guarded
 from ..lines import Culprit, Event, RunWarning, Shares, Verdict
-from .advantages import CHECK_ADVANTAGES, OF_GROUPS, REWARD_SCALE
+from .advantages import CHECK_ADVANTAGES, OF_GROUPS, REPEATED, REWARD_SCALE
 from .log_probs import ENGINES_APART, OF_ROLLOUT, OF_SOME, OTHER_LOG_PROBS, REFERENCE, UNSAMPLED
 from .progress import resume_note
 from .rules import APART, APART_NATS, EXAMPLE, LARGE_ADVANTAGE, NATURAL_ADVANTAGE, RULES, Kind, Rule, is_apart
@@ -174,7 +174,7 @@ class Spike:
     @cached_property
     def why_not_natural(self) -> str | None:
         """Why rare tokens, or unusual rewards, are not said to be all that there is to it; None where they may be."""
-        if any(each["name"] != REFERENCE and not self.is_unread(each) for each in self.warnings):
+        if any(each["name"] not in (REFERENCE, REPEATED) and not self.is_unread(each) for each in self.warnings):
             return "there is a warning about the run, so that this need not be a natural spike"
         if (unusual := self.event["comparison"]["unusual"]) is not None:
             return unusual

@@ -270,8 +270,8 @@ class Bisection:
     def _infer(self) -> None:
         """Splits, without a measurement, each subset that must be over its threshold given its siblings' norms."""
         for subset, node in list(self._open.items()):
-            bound = subset.threshold + _SLACK * node.norm
-            if node.open_subsets == 1 and node.lower_bound > bound and not subset.is_single:
+            slack = _SLACK * node.norm if math.isfinite(node.norm) else 0.0
+            if node.open_subsets == 1 and node.lower_bound > subset.threshold + slack and not subset.is_single:
                 self._replace(subset, *self.tokens.halves(subset))
 
     def _leave(self) -> None:

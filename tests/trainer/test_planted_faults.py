@@ -212,7 +212,7 @@ def test_what_is_wrong_with_the_whole_run_is_warned_of(name: str, planted: Calla
     assert f"FAULT '{name}' IS PLANTED IN THIS RUN ON PURPOSE" in printed
     lines = (folder / "out/bisect_dump/steps.jsonl").read_text().splitlines()
     warned = [{warning["name"] for warning in json.loads(line)["warnings"]} for line in lines]
-    # In the first step both engines have the same weights, and training has none to scale.
+    # In the first step both engines have the same weights, and the loss is right.
     assert warned[0] == ({WARNINGS[name]} if name in ("temperature", "one_seed") else set())
     assert warned[-1] == {WARNINGS[name]}
     log = (folder / "out/train.log").read_text()

@@ -6,6 +6,7 @@ import uuid
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ PROMPT, RESPONSE, ROWS = 3, 5, 4
 WARNING = {"name": "stale_weights", "sentence": "The rollout is late.", "check": "Look."}
 
 
-def test_columns_of_any_type_are_written(tmp_path: Path) -> None:
+def test_columns_of_any_type_are_written(tmp_path: Path, caplog: Caplog) -> None:
     """As rank 0 of verl 0.7's worker writes an event with one culprit."""
     from verl.utils.gradloc.adapters.dp_actor import write_evidence
 
@@ -38,6 +39,10 @@ def test_columns_of_any_type_are_written(tmp_path: Path) -> None:
     actor: Any = SimpleNamespace(config=config, watch=SimpleNamespace(**watch))
     tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: " ".join(map(str, ids)))
     write_evidence(actor, data, tokenizer, {})
+    watch["warnings"] = Mock(side_effect=RuntimeError("no judgement"))
+    actor.watch = SimpleNamespace(**watch)
+    write_evidence(actor, data, tokenizer, {})  # training goes on
+    assert "the evidence of a step is not written: RuntimeError('no judgement')" in caplog.text
     (culprit,) = json.loads((tmp_path / "spikes.jsonl").read_text())["culprits"]
     assert (culprit["data_source"], culprit["uid"]) == ("3", str(uuid.UUID(int=7)))
     assert culprit["prompt"] == "24 25 26"  # of the second row of the second mini-batch

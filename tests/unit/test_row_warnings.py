@@ -113,23 +113,28 @@ def sampled(seed: int, wrong: str = "", certainty: float = 1.0) -> dict[str, Any
     return {**batch.batch, **batch.non_tensor_batch}
 
 
-def without_padding(columns: dict[str, Any]) -> dict[str, Any]:
-    """As verl's engine has them."""
-    masks = {name: columns["response_mask"].bool() for name in ("responses", "response_mask", "old_log_probs")}
-    masks["input_ids"] = columns["attention_mask"].bool()
-    nested = torch.nested.as_nested_tensor
-    rows = {name: [*map(torch.masked_select, columns[name], mask)] for name, mask in masks.items()}
-    return {"uid": columns["uid"]} | {name: nested(each, layout=torch.jagged) for name, each in rows.items()}
+RESPONSES = ("responses", "response_mask", "old_log_probs")
 
 
-@pytest.mark.parametrize("nested", [False, True])
+def without_padding(columns: dict[str, Any], *names: str) -> dict[str, Any]:
+    """As verl's engine has them: the older trainer nests the inputs alone."""
+    nested = {}
+    for name in names:
+        masks = columns["response_mask" if name in RESPONSES else "attention_mask"].bool()
+        rows = [*map(torch.masked_select, columns[name], masks)]
+        nested[name] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+    return columns | nested
+
+
+@pytest.mark.parametrize("nested", [(), ("input_ids",), ("input_ids", *RESPONSES)])
 @pytest.mark.parametrize(
     ("wrong", "name", "share"),
-    [("interleaved", MIXED_GROUPS, 1.0), ("seeded", REPEATED, 1.0), ("doubled", REPEATED, 1.0), ("", None, 0.0)],
+    [("interleaved", MIXED_GROUPS, 1.0), ("seeded", REPEATED, 5 / 6), ("doubled", REPEATED, 0.5), ("", None, 0.0)],
 )
-def test_prompts_of_one_uid_and_copies_are_told(wrong: str, name: str | None, share: float, nested: bool) -> None:
-    data = sampled(0, wrong)
-    found = row_warnings(TrainedData(without_padding(data) if nested else data).row_counts())
+def test_prompts_of_one_uid_and_copies_are_told(
+    wrong: str, name: str | None, share: float, nested: tuple[str, ...]
+) -> None:
+    found = row_warnings(TrainedData(without_padding(sampled(0, wrong), *nested)).row_counts())
     assert [(each["name"], each["share"]) for each in found] == ([] if name is None else [(name, share)])
 
 
@@ -140,23 +145,40 @@ def test_what_a_policy_is_sure_of_is_no_copy() -> None:
     assert TrainedData(data).row_counts() == {"rows": len(UIDS)}
 
 
-def test_a_trajectory_in_several_rows_is_not_mixed() -> None:
-    """Its later rows have longer prompts under the same uid, here even of a prompt that is there twice."""
+@pytest.mark.parametrize("states", ["of one", "own", "common", "as many as uids"])
+def test_a_trajectory_in_several_rows_is_not_mixed(states: str) -> None:
+    """Its later rows have other prompts under the same uid: what it has said, or the state of an environment."""
     data = sampled(2)
     prompts = data["input_ids"][:, :4]
-    prompts[: 2 * ANSWERS] = prompts[0]
-    prompts[1::2, 3] += 50 * torch.arange(len(prompts) // 2)
+    prompts[: 2 * ANSWERS] = prompts[0]  # a prompt is there twice
+    if states == "of one":
+        prompts[-1] = 0
+    elif states == "own":
+        prompts[1::2, 3] += 50 * torch.arange(len(prompts) // 2)
+    else:
+        count = PROMPTS if states == "as many as uids" else PROMPTS // 2
+        prompts[:] = torch.arange(len(prompts))[:, None] % count
+        if states == "as many as uids":  # then verl's trainer says which rows are one trajectory's
+            data["session_id"] = numpy.arange(len(prompts)) // 2 % (ANSWERS // 2)
     assert TrainedData(data).row_counts() == {"rows": len(UIDS)}
 
 
-def test_order_outranks_a_natural_spike_and_no_other_cause() -> None:
-    found = warned(columns("grpo", moved=True))
-    assert found is not None
+def test_what_cannot_be_counted_leaves_the_rest(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(update_evidence, "_said", set())
+    data = columns("grpo", moved=True)
+    data |= {"input_ids": torch.ones_like(data["response_mask"]), "responses": data["response_mask"]}
+    found = warned(data)  # there is no attention mask
+    assert found is not None and found["name"] == ADVANTAGE_ORDER
+
+
+@pytest.mark.parametrize("name", [ADVANTAGE_ORDER, MIXED_GROUPS, REPEATED])
+def test_order_and_groups_outrank_a_natural_spike_and_no_other_cause(name: str) -> None:
+    found = {"name": name, "sentence": "Rows are wrong.", "check": "Look."}
     for figures, cause in (({}, "unlikely"), ({"rollout_log_prob": 0.0}, "unsampled")):
         spike = samples.spike(log_prob=-6.0, **figures)
         assert spike["verdict"]["cause"] == cause
         told = judged({**spike, "warnings": [found]})["verdict"]["cause"]
-        assert told == (ADVANTAGE_ORDER if cause == "unlikely" else cause)
+        assert told == (name if cause == "unlikely" and name != REPEATED else cause)
 
 
 def test_warnings_without_a_spike_are_written_and_logged_once(

@@ -309,6 +309,16 @@ def test_a_nonfinite_token_is_a_culprit(bad: float) -> None:
     assert [c.candidate for c in search.culprits] == [17] and search.broken == []
 
 
+def test_the_half_that_must_be_infinite_is_not_measured() -> None:
+    """Its other half is finite, and all of it is not."""
+    passes = 0
+    for seed in range(5):
+        tokens = {"a": Tokens(512, {}, seed)}
+        tokens["a"].broken[97 * seed + 17] = math.inf
+        passes += run(start(tokens, helpful=None), tokens, 1)[0]
+    assert passes <= 78
+
+
 def test_a_unit_that_is_broken_without_tokens_costs_one_pass() -> None:
     search = Search(THRESHOLD, "exhaustive")
     search.add_group("a", math.nan, torch.ones(100), torch.full((100,), 0.01))

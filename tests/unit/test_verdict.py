@@ -251,6 +251,7 @@ def culprit(sources: list[str]) -> dict[str, Any]:
     ("token", {"coefficient": -2.0}, None),
     ("token", {"advantage": None}, "token"),
     ("token", {"rollout_log_prob": None, "old_log_prob": -0.05}, "token"),
+    ("token", {"rollout_log_prob": None, "old_log_prob": -math.inf, "advantage": 3.0, "coefficient": -9.0}, "token"),
     # Positive log-probs are none.
     ("token", {"rollout_log_prob": 800.0}, "token"),
     # A norm that is not known is under no threshold.
