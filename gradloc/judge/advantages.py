@@ -88,7 +88,7 @@ def row_warnings(counts: Mapping[str, int]) -> list[RunWarning]:
                 "a `uid` with several prompts that others have, too. Look at the order in which prompts are repeated "
                 "for the rollout and put together with their responses.",
                 "check": "Before the update, print `uid` and the decoded prompt of each row: rows with one `uid` "
-                "answer one prompt.",
+                "are of one prompt.",
                 "share": mixed / rows,
             }
         )
