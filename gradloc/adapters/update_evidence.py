@@ -258,8 +258,7 @@ class UpdateEvidence:
         warnings = [*read_warnings()]
         # A critic, whose update has no such figures, is trained on the same rows.
         if figures:
-            with guarded(_NO_ROWS, _said):
-                warnings = [*row_warnings(counts), *warnings]
+            warnings = [*row_warnings(counts), *warnings]
         for each in warnings:
             warn_once(_said, f"Step {global_step}: {each['sentence']} {each['check']}", about=each["name"])
         events = [_judged(event, warnings, rows.get(id(event))) for event in events]
