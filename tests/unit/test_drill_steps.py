@@ -2,7 +2,6 @@
 
 import math
 from typing import Any
-from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -58,11 +57,3 @@ def test_an_overflow_of_the_scale_breaks_no_token_of_the_copy(dtype: torch.dtype
     assert torch.equal(copy.broken(scaled=True), own[0].broken(scaled=True))
     assert copy.tokens["coefficient"][0, :3].tolist() == pytest.approx([4000.0, math.inf, -1.0], rel=2**-8)
     assert own[0].tokens["coefficient"][0, 0] == 1024.0
-
-
-@pytest.mark.parametrize(("reduced", "checked"), [(True, [call("first"), call("second")]), (False, [])])
-def test_dummy_inputs_are_checked_for_a_reduced_gradient(reduced: bool, checked: list[Any]) -> None:
-    passes = Mock(scale=1.0)
-    passes.whole_micro_batches.return_value = ["first", "second"]
-    drill.rerun([], Mock(), passes, {}, reduced)
-    assert passes.check_dummy_inputs.call_args_list == checked and passes.accumulate.call_count == 2

@@ -1,7 +1,6 @@
 """What a failed pass leaves in memory, and what is tried before the other ranks are given up."""
 
 import gc
-import threading
 import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -71,26 +70,6 @@ def test_a_collective_call_that_fails_is_not_made_again(one_of_two: None) -> Non
     with pytest.raises(RankLostError, match="connection closed"):
         recorded.complete(error)
     assert lost.call_count == 1
-
-
-def test_other_threads_run_before_an_allocation_is_tried_again() -> None:
-    freed, waiting = threading.Event(), threading.Event()
-
-    def autograd_thread() -> None:
-        waiting.wait()
-        freed.set()
-
-    thread = threading.Thread(target=autograd_thread)
-    thread.start()
-
-    def make() -> bool:
-        waiting.set()
-        if not freed.is_set():
-            out_of_memory()
-        return True
-
-    assert failed_pass.allocate(make)
-    thread.join()
 
 
 @pytest.mark.parametrize("explicit", [False, True])

@@ -12,7 +12,7 @@ import transformers
 from notation import Caplog, cases
 
 from gradloc import LayerClip, LayerClipConfig
-from gradloc.layers.layer_clip import TARGETS, LayerStatistics
+from gradloc.layers.layer_clip import LayerStatistics
 from gradloc.layers.reduced_norms import ReducedNorms, layer_name, layers_by_parameter
 
 RULES = [LayerClipConfig(rule="ratio"), LayerClipConfig(rule="zscore")]
@@ -54,11 +54,6 @@ def test_bounds_are_the_formulas_of_their_rules() -> None:
     weight = 0.1 / (1 - 0.9**6)
     deviation = (1 - weight) * 1.4826 + weight * math.sqrt(math.pi / 2)
     assert statistics.bound(config) == pytest.approx(3 + weight + 1000 * deviation)
-    # That of normal norms is the standard one, but for 2%, since a distance of more than 2.5 deviations counts as 2.5,
-    # and a few percent by chance.
-    numbers, config = random.Random(0), LayerClipConfig(beta=0.999, z=5)
-    statistics = statistics_of([numbers.gauss(10, 1) for _ in range(20000)], config)
-    assert statistics.bound(config) == pytest.approx(15, rel=0.05)
 
 
 @both_rules
@@ -81,9 +76,8 @@ def test_zeros_and_non_finite_norms_change_nothing(config: LayerClipConfig, odd:
 
 
 @both_rules
-@pytest.mark.parametrize("spread", [0.3, 0.8])
-def test_ten_spikes_in_a_row_raise_the_bound_little(config: LayerClipConfig, spread: float) -> None:
-    statistics = statistics_of(log_normal(500, spread), config)
+def test_ten_spikes_in_a_row_raise_the_bound_little(config: LayerClipConfig) -> None:
+    statistics = statistics_of(log_normal(500, 0.8), config)
     for _ in range(10):
         before = statistics.bound(config)
         step(statistics, 100.0, config)
@@ -91,10 +85,9 @@ def test_ten_spikes_in_a_row_raise_the_bound_little(config: LayerClipConfig, spr
 
 
 @both_rules
-@pytest.mark.parametrize(("shift", "steps"), [(3, 300), (100, 300), (0.33, 300), (0.1, 300), (0.01, 600)])
-@pytest.mark.parametrize("spread", [0.3, 0.8])
-def test_a_lasting_shift_is_followed(config: LayerClipConfig, shift: float, steps: int, spread: float) -> None:
-    norms = log_normal(1000 + steps, spread)
+@pytest.mark.parametrize(("shift", "steps"), [(3, 300), (100, 300), (0.1, 300), (0.01, 600)])
+def test_a_lasting_shift_is_followed(config: LayerClipConfig, shift: float, steps: int) -> None:
+    norms = log_normal(1000 + steps, 0.8)
     statistics, usual = LayerStatistics(), []
     for norm in norms[:500]:
         step(statistics, norm, config)
@@ -142,13 +135,10 @@ def test_ordinary_norms_are_rarely_clipped(config: LayerClipConfig) -> None:
 @cases(
     "target min_bound norm expected",
     ("bound", 0.0, 103.0, 5.9652),
-    ("bound", 0.0, 3e12, 5.9652),
     ("reciprocal", 0.0, 7.0, 3 + 8.79241 / 4),
-    ("reciprocal", 0.0, 103.0, 3.0879241),
     ("reciprocal", 0.0, 3e12, 3.0),
     # A lower limit of the bound is one of the target, too.
     ("reciprocal", 4.0, 103.0, 4.0),
-    ("reciprocal", 4.0, 7.0, 3 + 8.79241 / 4),
     ("reciprocal", 9.0, 103.0, 9.0),
 )
 def test_a_layer_is_scaled_to_its_target(target: str, min_bound: float, norm: float, expected: float) -> None:
@@ -165,23 +155,6 @@ def test_a_layer_is_scaled_to_its_target(target: str, min_bound: float, norm: fl
     found = clip.metrics()
     assert found["actor/layer_clip/norm_max_ratio"] == pytest.approx(norm / bound)
     assert found["actor/layer_clip/min_factor"] == pytest.approx(expected / norm)
-
-
-@pytest.mark.parametrize("rule", ["zscore", "ratio", "fixed"])
-def test_statistics_do_not_depend_on_the_target(rule: str) -> None:
-    # So a checkpoint goes on under the other one, and a lasting hundredfold rise is followed under both.
-    clips = []
-    for target in TARGETS:
-        model = small_model()
-        clips.append(LayerClip(model, LayerClipConfig(rule=rule, target=target)))
-        norms = [*log_normal(100), *(100 * norm for norm in log_normal(300, seed=1)), 1e6]
-        take(clips[-1], model, *((norm, 1.0) for norm in norms))
-        assert rule == "fixed" or clips[-1].last_step["0"]["bound"] > 150
-    reciprocal, bound = (clip.last_step["0"] for clip in clips)
-    assert clips[0].state_dict() == clips[1].state_dict()
-    # Only zscore's target is another.
-    assert (reciprocal == bound) == (rule != "zscore")
-    assert bound["factor"] * bound["norm"] == pytest.approx(bound["bound"])
 
 
 def small_model() -> torch.nn.Module:
@@ -234,13 +207,6 @@ def test_a_layer_without_a_gradient_is_left_alone() -> None:
     assert clip.last_step["0"]["factor"] == pytest.approx(0.1 * math.sqrt(16 / 26))
 
 
-def test_norms_of_large_layers_are_exact_on_the_cpu() -> None:
-    layer = torch.nn.Linear(1000, 3001, bias=False)
-    layer.weight.grad = torch.randn(3001, 1000, generator=torch.Generator().manual_seed(0))
-    (square,) = ReducedNorms(layer, torch.device("cpu")).squared_norms().tolist()
-    assert square == pytest.approx(layer.weight.grad.double().square().sum().item(), rel=1e-6)
-
-
 def test_metrics_sum_up_all_steps_since_the_last_time() -> None:
     model = small_model()
     clip = LayerClip(model, LayerClipConfig(rule="fixed", max_norm=2.0, log_layers=True))
@@ -263,8 +229,7 @@ def test_metrics_sum_up_all_steps_since_the_last_time() -> None:
 
 SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
-EXPERTS = {"num_experts": 3, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8}
-EXPERTS |= {"num_experts_per_tok": 2, "decoder_sparse_step": 1}
+EXPERTS = {"num_experts": 3, "moe_intermediate_size": 8, "num_experts_per_tok": 2, "decoder_sparse_step": 1}
 VISION = {"depth": 2, "hidden_size": 16, "embed_dim": 16, "num_heads": 2, "patch_size": 2}
 GROUPS = {"embed_tokens", "layers.0", "layers.1", "norm", "lm_head"}
 ROUTERS = {"layers.0.router", "layers.1.router"}
@@ -278,11 +243,8 @@ VISUAL = {f"visual.{name}" for name in ("blocks.0", "blocks.1", "patch_embed.pro
 @cases(
     "family sizes groups",
     ("Qwen3", {}, GROUPS),
-    ("Llama", {}, GROUPS),
     ("Gemma2", {}, GROUPS - {"lm_head"}),  # tied
-    ("Qwen2Moe", EXPERTS, GROUPS | ROUTERS),
     ("Qwen3Moe", EXPERTS, GROUPS | ROUTERS),
-    ("Mixtral", {"num_local_experts": 3}, GROUPS | ROUTERS),
     ("GptOss", {"num_local_experts": 3}, GROUPS | ROUTERS),
     ("Qwen2VL", {"vision_config": VISION}, GROUPS | VISUAL),
 )
@@ -303,10 +265,7 @@ def test_layer_groups_of_model_families(family: str, sizes: dict[str, Any], grou
     ("_fsdp_wrapped_module.model.layers.3._fsdp_wrapped_module.self_attn.q_proj.weight", "layers.3"),
     ("base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight", "layers.0"),
     ("transformer.h.7.attn.c_attn.weight", "h.7"),
-    ("model.language_model.layers.2.mlp.gate_proj.weight", "layers.2"),
-    ("tower.scale", "tower.scale"),
     # A router is a group of its own.
-    ("base_model.model.model.layers.3.mlp.gate.lora_A.default.weight", "layers.3.router"),
     ("model.layers.3._fsdp_wrapped_module.mlp._fsdp_wrapped_module.gate.weight", "layers.3.router"),
     ("model.layers.3.self_attn.gate.weight", "layers.3"),
 )
