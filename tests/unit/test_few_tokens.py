@@ -1,6 +1,5 @@
 """The search for few tokens that explain a spike, against vectors whose norms are known; its sums against loops."""
 
-import itertools
 import math
 import random
 from statistics import median
@@ -132,21 +131,6 @@ def test_tokens_that_suspicion_does_not_expect_are_found(width: int, count: int)
     assert found >= 4
 
 
-def test_a_token_found_by_its_number_is_measured_before_a_spike_is_called_diffuse() -> None:
-    """The likeliest tokens carry what suspicion, which says nothing, expects of them: that alone looks diffuse."""
-    planted = {10: 480 * THRESHOLD, 22: 48 * THRESHOLD, 122: 160 * THRESHOLD}
-    tokens = {"a": Tokens(256, planted, seed=347)}
-    search = start(tokens, helpful=None, ordinary=1.0, until="explained")
-    run(search, tokens, 16)
-    check(search, tokens)
-    assert explained(search, "a") and {culprit.candidate for culprit in search.culprits} == set(planted)
-
-
-def test_fewer_tokens_are_tried_as_soon_as_all_of_them_are_over_tau() -> None:
-    _, passes = explain({"a": Natural(128, 1.5, seed=2)}, 1)
-    assert passes <= 4
-
-
 def test_a_token_is_named_only_if_it_is_needed() -> None:
     """The second token is over τ, but the first explains the spike by itself."""
     tokens = {"a": Tokens(100, {5: 300 * THRESHOLD, 50: 2 * THRESHOLD})}
@@ -166,33 +150,6 @@ def test_the_rest_of_a_unit_that_is_not_a_number_is_measured(bad: float, width: 
     assert {culprit.candidate for culprit in search.culprits} == places
     assert explained(search, "a") and search.broken == []
     assert search.loudest() is None and not search.may_have_more_than_tokens and search.more_over() == 0
-
-
-def test_a_unit_whose_norm_is_not_known_is_measured_first() -> None:
-    over, under = Natural(64, 1.2, 0), Natural(64, 0.8, 1)
-    search = Search(THRESHOLD, "explained", 1.0)
-    for name, unit in {"over": over, "under": under}.items():
-        search.add_group(name, None, unit.suspicion(True), unit.weights)
-    assert [(each.group, len(each.candidates)) for each in search.open_sets] == [("over", 64), ("under", 64)]
-    run(search, {"over": over, "under": under}, 2, most=20)
-    assert explained(search, "over") and explained(search, "under")
-    assert {culprit.group for culprit in search.culprits} == {"over"}
-
-
-@cases("excess width", *itertools.product((1.5, 3.0), (1, 4)))
-def test_the_same_measurements_give_the_same_probes(excess: float, width: int) -> None:
-    """Of several units, too."""
-
-    def passes(*excesses: float) -> list[list[tuple[int, ...]]]:
-        units = {number: Natural(128, each, seed=5 + number) for number, each in enumerate(excesses)}
-        search, found = start(units, ordinary=1.0, until="explained"), []
-        while probes := search.next_probes(width):
-            found.append([probe.candidates for probe in probes])
-            search.add_measurements([(probe, units[probe.group].measure(probe)) for probe in probes])
-        return found
-
-    for units in ((excess,), (excess, 1.2), (excess, 3.0)):
-        assert passes(*units) == passes(*units)
 
 
 def test_no_tokens_are_not_measured_and_no_broken_weights_taken() -> None:
@@ -219,50 +176,16 @@ def test_tokens_that_cancel_out_explain_the_spike_together() -> None:
             assert explained(search, "a") and passes <= 30
 
 
-def test_explained_micro_batches_leave_probes_to_others() -> None:
-    tokens = {"hard": Natural(128, 1.5, seed=2), "easy": Tokens(64, {3: 100 * THRESHOLD})}
-    search = start(tokens, ordinary=1.0, until="explained")
-    while not explained(search, "easy"):
-        search.add_measurements([(probe, tokens[probe.group].measure(probe)) for probe in search.next_probes(4)])
-    assert not explained(search, "hard")
-    probes = search.next_probes(4)
-    assert {probe.group for probe in probes} == {"hard"}
-    assert len(probes) > 2  # its half of the four
-
-
-def many(n: int, count: int, seed: int = 0) -> Tokens:
-    """`count` tokens of the same size explain the spike; suspicion knows them."""
-    return Tokens(n, {place: 8 * THRESHOLD for place in range(count)}, seed)
-
-
 @pytest.mark.parametrize("count", [2, 3])
 def test_one_rank_soon_calls_several_micro_batches_diffuse(count: int) -> None:
-    passes, clear = [], []
+    passes = []
     for seed in range(8):
         tokens: dict[str, Tokens] = {f"{i}": Natural(128, 3.0, 100 * seed + i) for i in range(count)}
         search, needed = explain(tokens, 1, ordinary=THRESHOLD / 2)
         check(search, tokens)
         assert search.diffuse
         passes.append(needed)
-        tokens["clear"] = Tokens(128, {5: 300 * THRESHOLD})
-        search, _ = explain(tokens, 1, ordinary=THRESHOLD / 2)
-        clear.append([culprit.candidate for culprit in search.culprits if culprit.group == "clear"])
     assert max(passes) <= 20
-    assert clear == [[5]] * 8
-
-
-def test_many_tokens_are_measured_if_no_unit_is_diffuse() -> None:
-    """What takes many passes waits: the order of the units does not matter."""
-    for spread in (Coherent(128, 0.5, {}, seed=3), Natural(128, 3.0, seed=3)):
-        for names in (["many", "spread"], ["spread", "many"]):
-            tokens = {name: {"many": many(128, 12), "spread": spread}[name] for name in names}
-            search, passes = explain(tokens, 1, ordinary=THRESHOLD / 5)
-            check(search, tokens)
-            assert passes <= 13 and not explained(search, "many")
-            # The likeliest are named all the same.
-            assert sum(culprit.group == "many" for culprit in search.culprits) == 3
-    search, _ = explain({"many": many(128, 12), "too": many(128, 13)}, 1)
-    assert explained(search, "many") and explained(search, "too")
 
 
 @pytest.mark.parametrize("width", [1, 4])
@@ -278,7 +201,7 @@ def test_a_clear_token_beside_a_diffuse_unit_is_found(helpful: bool, width: int)
 
 def test_micro_batches_are_measured_ahead_only_within_the_budget() -> None:
     """Each of ten units is explained by eleven tokens, in 12 passes; the budget is 40."""
-    tokens = {i: many(128, 12, seed=i) for i in range(10)}
+    tokens = {i: Tokens(128, dict.fromkeys(range(12), 8 * THRESHOLD), seed=i) for i in range(10)}
     search, waiting, passes = Search(THRESHOLD, "explained", THRESHOLD / 5), list(tokens), 0
     while passes < 40:
         while waiting and search.has_room(1, 40 - passes):
@@ -338,25 +261,14 @@ def test_the_estimate_is_that_of_scaling_every_token(seed: int) -> None:
     assert found.order == sorted(possible, key=lambda t: (t not in base, -found_gains[t], t))
 
 
-def test_an_estimate_stays_finite() -> None:
-    tokens = Candidates("a", 2.0, torch.rand(200), torch.ones(200))
-    rests = {frozenset(range(i)): 1e-150 if i % 2 else 1e150 for i in range(100)}
-    found = estimate(tokens, rests)
-    assert math.isfinite(found.excess) and found.gains.isfinite().all()
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_the_sums_of_token_sets_have_the_right_bits(seed: int) -> None:
+    """So that every rank makes the same decisions."""
     tokens, rests = candidates(seed)
     squares, priors = tokens.square_of.tolist(), tokens.prior_of.tolist()
     for removed in rests:
         rest = tokens.without(removed)
-        kept = [t for t in range(len(squares)) if t not in removed]
-        halves = tokens.halves(rest) if kept else ()
-        assert list(rest.candidates) == kept
-        assert sorted(t for piece in halves for t in piece.candidates) == (kept if halves else [])
+        halves = tokens.halves(rest) if rest.candidates else ()
         for piece in (rest, *halves):
-            assert list(piece.candidates) == sorted(piece.candidates)
             assert piece.square == math.fsum(squares[t] for t in piece.candidates)
             assert piece.expected == math.fsum(priors[t] for t in piece.candidates)
-        assert not rest.is_over(rest.threshold) and rest.is_over(math.nextafter(rest.threshold, math.inf))
