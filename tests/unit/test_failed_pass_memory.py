@@ -27,10 +27,6 @@ def one_of_two(monkeypatch: Patch) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def out_of_memory() -> None:
-    raise torch.OutOfMemoryError("CUDA out of memory.")
-
-
 def interrupted() -> tuple[RecordedCollectives, Exception]:
     """Recorded calls, and the error that interrupted the second of two."""
     recorded, tensor = RecordedCollectives(), torch.ones(3)
@@ -40,7 +36,7 @@ def interrupted() -> tuple[RecordedCollectives, Exception]:
     try:
         with recorded.recording():
             dist.all_reduce(tensor)
-            out_of_memory()
+            raise torch.OutOfMemoryError("CUDA out of memory.")
     except torch.OutOfMemoryError as error:
         return recorded, error
     raise AssertionError

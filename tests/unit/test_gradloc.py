@@ -13,73 +13,35 @@ from notation import Patch, cases
 from plain_passes import Loop
 
 from gradloc import GradLoc, GradLocConfig, LayerClipConfig, TokenClipConfig, record_events
-from gradloc.evidence.token_facts import text_evidence
 from gradloc.evidence.writer import jsonable
 from gradloc.fsdp.collectives import RankLostError
 from gradloc.fsdp.failed_pass import RecordedCollectives
 from gradloc.judge.judgement import judged
-from gradloc.measure import mini_batch
-from gradloc.measure.local_norms import LocalNorms
-from gradloc.measure.micro_batch import MicroBatch
-from gradloc.measure.mini_batch import MiniBatch
-from gradloc.measure.pass_recorder import nothing
-from gradloc.measure.passes import Passes, WatchedModel
+from gradloc.measure.passes import Passes
 
 
 @cases(
     "key value wanted",
-    *(("grad_norm_threshold", value, "a positive finite number or auto") for value in (-1.0, math.nan, math.inf, True)),
-    *(("bisect_budget_steps", value, "an integer of at least 1") for value in (0, 2.5)),
-    *(("bisect_budget_seconds", value, "a positive finite number, auto or null") for value in (True, "soon")),
-    ("bisect_until", "dawn", "one of ['explained', 'exhaustive']"),
-    ("spike_trigger", "rank", "one of ['unit', 'global']"),
+    *(("grad_norm_threshold", value, "a positive finite number or auto") for value in (-1.0, math.inf, True)),
+    ("bisect_budget_steps", 0, "an integer of at least 1"),
+    ("bisect_budget_seconds", "soon", "a positive finite number, auto or null"),
     ("spike_action", "explode", "one of ['log', 'skip', 'drop', 'stop']"),
-    ("spike_search", "later", "one of ['training', 'replay']"),
-    ("spike_stop_after", 0, "an integer of at least 1"),
     ("spike_drill_step", 0, "null or a step"),
     ("layer_clip.enable", 1, "True or False"),
     ("layer_clip.rule", "median", "one of ['zscore', 'ratio', 'fixed']"),
-    ("layer_clip.target", "mean", "one of ['reciprocal', 'bound']"),
     ("layer_clip.z", 0, "a positive number"),
     ("layer_clip.ratio", 1.0, "a number over 1"),
     ("layer_clip.beta", 1.0, "a number between 0 and 1"),
-    *(("layer_clip.warmup_steps", value, "an integer over 0") for value in (0, True)),
+    ("layer_clip.warmup_steps", 0, "an integer over 0"),
     ("layer_clip.min_bound", -1, "a number of at least 0"),
-    ("layer_clip.max_norm", 0.0, "a positive number"),
-    ("layer_clip.log_layers", "yes", "True or False"),
-    ("token_clip.enable", 1, ""),
-    ("token_clip.action", "zero", ""),
-    *(("token_clip.factor", value, "") for value in (1.0, math.inf)),
-    *(("token_clip.beta", value, "") for value in (1.0, "slow")),
-    ("token_clip.warmup_steps", 0, ""),
-    *(("token_clip.max_share", value, "") for value in (0.0, "few")),
+    ("token_clip.factor", 1.0, ""),
+    ("token_clip.max_share", 0.0, ""),
 )
 def test_bad_settings_are_refused_with_the_key_to_mend(key: str, value: Any, wanted: str) -> None:
     clip, _, name = key.rpartition(".")
     kind = {"layer_clip": LayerClipConfig, "token_clip": TokenClipConfig, "": GradLocConfig}[clip]
     with pytest.raises(ValueError, match=rf"{re.escape(f'{key} must be {wanted}')}.*, got {re.escape(repr(value))}"):
         kind(**{name: value})
-
-
-def test_local_norms_read_nothing_outside_of_a_recording() -> None:
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
-    norms = LocalNorms(model, torch.device("cpu"))
-    model(torch.randn(3, 4)).sum().backward()
-    assert norms.stop().tolist() == [0.0, 0.0]
-    model.zero_grad()
-    for _ in range(2):  # a leaf is hooked once, however often it is used
-        model.zero_grad()
-        norms.start()
-        model(torch.randn(3, 4)).square().sum().backward()
-        squares = norms.stop()
-        expected = [sum(float(p.grad.square().sum()) for p in model[i].parameters()) for i in (0, 2)]
-        assert norms.layers == ["0", "2"]
-        assert squares.tolist() == pytest.approx(expected, rel=1e-5)
-    norms.close()
-    norms.start()
-    model(torch.randn(3, 4)).sum().backward()
-    assert norms.stop().tolist() == [0.0, 0.0]
 
 
 def test_a_pass_that_loses_a_rank_leaves_no_recording(monkeypatch: Patch) -> None:
@@ -96,20 +58,6 @@ def test_a_pass_that_loses_a_rank_leaves_no_recording(monkeypatch: Patch) -> Non
         Passes(watched, [], 1.0).accumulate(broken, lambda: None)
     model(torch.randn(3, 4)).sum().backward()
     assert watched.meter.stop().tolist() == [0.0]
-
-
-class Letters:
-    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
-        assert not skip_special_tokens
-        return "".join(chr(ord("a") + i) for i in ids)
-
-
-def test_text_evidence_marks_the_token_in_its_context() -> None:
-    found = text_evidence(Letters(), [0, 1], list(range(26)), 20)
-    assert found["token"] == "u"
-    assert found["context"] == "efghijklmnopqrst«u»vwxyz"
-    assert found["prompt"] == "ab" and found["response"] == "abcdefghijklmnopqrstuvwxyz"
-    assert text_evidence(Letters(), [], [3], 0)["context"] == "«d»"
 
 
 def test_events_are_appended_as_strict_json(tmp_path: Path) -> None:
@@ -163,26 +111,6 @@ def test_a_micro_batch_that_is_broken_without_tokens_is_searched_once() -> None:
     (event,) = loop.gradloc.events
     assert [(each["micro_batch"], each["position"]) for each in event["culprits"]] == [(0, 2), (1, 3)]
     assert event["complete"] and event["passes"] == 5
-
-
-@pytest.mark.parametrize("failing", [None, 0, 1])
-def test_a_failure_of_any_rank_of_a_group_is_known_to_all(failing: int | None, monkeypatch: Patch) -> None:
-    """The figures are those of both."""
-    cpu = torch.device("cpu")
-    forward = lambda *_: (None, torch.zeros(1))  # noqa: E731
-    model = WatchedModel(torch.nn.Linear(2, 2), forward, cpu, sequence_parallel_size=2)
-    micro_batch = MicroBatch({}, [], (torch.get_rng_state(), None), nothing(cpu), torch.zeros(1, dtype=torch.float64))
-
-    def gather(values: torch.Tensor) -> torch.Tensor:
-        others = values.clone()
-        others[0] = float(failing == 1)
-        return torch.stack([values, others])
-
-    monkeypatch.setattr(mini_batch.collectives, "gather", gather)
-    figures = torch.tensor([3.0, 4.0], dtype=torch.float64)
-    gradient = MiniBatch(model, [micro_batch], 1.0).gather("unit", figures, failing == 0)
-    assert gradient.failed == (failing is not None)
-    assert gradient.update_figures.tolist() == [[3.0, 4.0]] * 2 and gradient.token_norm == 0
 
 
 def test_micro_batches_without_advantages_are_no_ordinary_ones() -> None:

@@ -1,6 +1,5 @@
 """A search beside TokenClip: what training did not have is not looked for."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,10 +10,8 @@ from torch import Tensor, nn
 
 from gradloc import TokenClip, TokenClipConfig
 from gradloc.bundles import bundle_writer
-from gradloc.fsdp import collectives
 from gradloc.measure.micro_batch import MicroBatch
 from gradloc.measure.passes import Passes
-from gradloc.token_clip.watched_pass import LOG_PROBS, Counts, Positions, WatchedPass
 
 VOCABULARY, HIDDEN, ROWS, PROMPT, RESPONSE = 40, 8, 2, 3, 12
 # This token's signal is amplified on its way back, before the second layer or within it.
@@ -151,57 +148,3 @@ def test_a_bundle_does_not_have_what_was_cut() -> None:
     micro_batch = MicroBatch({}, [0], (torch.get_rng_state(), None), {name: torch.ones(1, 2) for name in columns})
     saved = bundle_writer._saved(micro_batch, lambda _: [])
     assert "cut" in micro_batch.tokens and saved.tokens.keys() == micro_batch.tokens.keys() - {"cut"}
-
-
-def watched(cut: list[tuple[int, int]], part: int = 0, parts: int = 1) -> WatchedPass:
-    """A pass of two rows of a token of prompt and three of response, with hidden states cut at (row, position)."""
-    each = WatchedPass(Positions(torch.ones(2, 4, dtype=torch.bool), [1, 1], part), [0, 1])
-    each.tokens = {"weight": torch.ones(2, 3)}
-    each.cut, each.first = torch.zeros(2, 5, dtype=torch.bool), torch.full((2, 5), -1)
-    for row, position in cut:
-        if (4 * row + position) // (8 // parts) == part:  # the state of the token before it
-            each.cut[row, 1 + position] = True
-    return each
-
-
-def test_what_is_cut_at_hidden_states_is_told_by_its_tokens() -> None:
-    """The last token's state predicts none."""
-    assert watched([(0, 1), (1, 0), (1, 3)]).cut_tokens().nonzero().tolist() == [[0, 1], [1, 0]]
-    assert not watched([]).cut_tokens().any()
-
-
-def test_ranks_of_a_group_tell_each_other_what_they_cut(monkeypatch: Patch) -> None:
-    found = []
-    monkeypatch.setattr(collectives, "world_size", lambda: 4)
-    for part in range(2):
-        monkeypatch.setattr(collectives, "rank", lambda part=part: 2 + part)  # of the second group
-        clip = TokenClip(Model(), TokenClipConfig(), sequence_parallel_size=2)
-        clip._passes = [watched([(0, 1), (1, 2)], part, 2), watched([(0, 2)] if part == 0 else [], part, 2)]
-        others = [each.cut_tokens().nonzero() for each in (watched([(0, 1), (1, 2)], 1 - part, 2), watched([]))]
-        unread = [torch.tensor([[1, 1]])] * 2  # of the other group
-
-        def exchange(make: Any, part: int = part, others: Any = others, unread: Any = unread) -> list[Any]:
-            own = make()
-            return [unread, unread, *((own, others) if part == 0 else (others, own))]
-
-        monkeypatch.setattr(collectives, "exchange", exchange)
-        found.append([marks["cut"].nonzero().tolist() for marks in clip.marks()])
-    assert found == [[[[0, 1], [1, 2]], [[0, 2]]], [[[0, 1], [1, 2]], []]]
-
-
-def test_a_token_is_cut_below_where_too_many_were_over() -> None:
-    positions = Positions(torch.ones(1, 3, dtype=torch.bool), [0])
-    current = WatchedPass(positions, [0])
-    current.tokens = {"weight": torch.ones(1, 3)}
-    current.signals = {"layers.1": torch.tensor([[9.0, 9.0, 1.0]]), "layers.0": torch.tensor([[9.0, 1.0, 1.0]])}
-    yes, no = torch.tensor(True), torch.tensor(False)
-    for refused, expected in (
-        ({"layers.1": yes, "layers.0": no}, [True, False, False]),
-        ({"layers.1": no, "layers.0": yes}, [True, True, False]),
-        ({"layers.1": yes, "layers.0": yes}, [False] * 3),
-        ({}, [False] * 3),  # the action log
-    ):
-        each = replace(current, refused=refused, signals=dict(current.signals))
-        each.signals[LOG_PROBS] = torch.full((1, 3), 9.0)  # what is cut there is not told
-        Counts(3, torch.device("cpu")).take_in(each, ["layers.0", "layers.1", LOG_PROBS], torch.full((3,), 2.0))
-        assert each.cut.tolist() == [[False, *expected]]

@@ -1,17 +1,13 @@
-"""What is kept of micro-batches for a search, what is sent to other ranks, and what once culprits are known."""
+"""What of micro-batches is sent to other ranks for a search."""
 
 import pickle
-import types
 from typing import Any
 from unittest.mock import Mock
 
-import pytest
 import torch
 from notation import Patch
 from torch import Tensor
 
-from gradloc.evidence.event import token_facts_of
-from gradloc.evidence.token_facts import response_kl, token_evidence
 from gradloc.fsdp import collectives
 from gradloc.measure.micro_batch import MicroBatch
 from gradloc.measure.passes import ReducedMeter, pack, unpack
@@ -19,9 +15,9 @@ from gradloc.measure.passes import ReducedMeter, pack, unpack
 ROWS, LENGTH = 4, 1000
 
 
-def micro_batch(lengths: list[int], seed: int = 0) -> MicroBatch:
+def micro_batch(lengths: list[int]) -> MicroBatch:
     """One with random values, also in its padding, where only weights and coefficients are zero."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     mask = (torch.arange(LENGTH) < torch.tensor(lengths)[:, None]).float()
 
     def values() -> Tensor:
@@ -35,10 +31,6 @@ def micro_batch(lengths: list[int], seed: int = 0) -> MicroBatch:
         "coefficient": values() * mask,
         "advantage": values(),
         "old_log_prob": -values(),
-        "ref_log_prob": -values(),
-        "rollout_log_prob": -values(),
-        "rollout_is_weight": values(),
-        "kl_coefficient": values(),
         "after_eos": mask == 2,
     }
     return MicroBatch({"input_ids": torch.ones(ROWS, LENGTH)}, [3, 1, 2, 0], (torch.ones(16), None), tokens)
@@ -64,109 +56,23 @@ def test_what_is_sent_is_what_a_search_reads_without_padding() -> None:
         assert torch.equal(sent.tokens[name].nan_to_num(7.0), expected.nan_to_num(7.0)), name
 
 
-class Sent:
-    """Stands in for the collective calls of rank 5, and counts the bytes that each rank sends."""
-
-    def __init__(self, monkeypatch: Patch, world_size: int) -> None:
-        self.bytes: dict[int, int] = {}
-        monkeypatch.setattr(collectives, "world_size", lambda: world_size)
-        monkeypatch.setattr(collectives, "rank", lambda: 5)
-        monkeypatch.setattr(collectives, "broadcast", self.broadcast)
-
-    def broadcast(self, make: Any, sender: int) -> Any:
-        sent = pickle.dumps(make())
-        self.bytes[sender] = len(sent)
-        return pickle.loads(sent)
-
-
-# 300 tokens in 4000 positions.
-LENGTHS = [100, 100, 50, 50]
-
-
 def test_one_of_the_ranks_that_share_data_sends_it(monkeypatch: Patch) -> None:
-    sent = Sent(monkeypatch, world_size=8)
-    own = [micro_batch(LENGTHS)]
+    sent: dict[int, int] = {}
+
+    def broadcast(make: Any, sender: int) -> Any:
+        pickled = pickle.dumps(make())
+        sent[sender] = len(pickled)
+        return pickle.loads(pickled)
+
+    monkeypatch.setattr(collectives, "world_size", lambda: 8)
+    monkeypatch.setattr(collectives, "rank", lambda: 5)
+    monkeypatch.setattr(collectives, "broadcast", broadcast)
+    own = [micro_batch([100, 100, 50, 50])]  # 300 tokens in 4000 positions
     obtained = ReducedMeter(Mock(layers=["a"]), torch.device("cpu"), sequence_parallel_size=4).obtain([], own, 1.0)
     assert {name for name, each in obtained.items() if each.inputs} == {(1, 0)}
-    assert sorted(obtained) == [(0, 0), (1, 0)] and list(sent.bytes) == [0, 4]
-    # A byte for each position, and for each token six columns of 4 bytes, and `broken`; with all columns, it would be
-    # 65 bytes.
-    assert all(4000 + 300 * 25 <= count <= 4000 + 300 * 25 + 5000 for count in sent.bytes.values())
-    whole = own[0].portable(1.0, inputs=False)
-    assert sum(column.element_size() for column in whole.tokens.values()) + 4 == 65
-    # If every rank sent all columns with their padding:
-    assert 8 * len(pickle.dumps(whole)) > 60 * sum(sent.bytes.values())
-
-
-def two_each(sequence_parallel_size: int) -> Any:
-    """Two micro-batches of each rank: here the same ones."""
-    mini_batch = Mock(scale=2.0, micro_batches=[micro_batch(LENGTHS), micro_batch(LENGTHS, seed=1)])
-    mini_batch.model.sequence_parallel_size = sequence_parallel_size
-    return mini_batch
-
-
-CULPRITS = [((1, 1), 0, 99), ((0, 0), 3, 7), ((1, 0), 2, 0)]
-
-
-def test_the_ranks_that_have_culprits_tell_of_them_alone(monkeypatch: Patch) -> None:
-    sent = Sent(monkeypatch, world_size=12)
-    mini_batch = two_each(sequence_parallel_size=4)
-    assert token_facts_of(mini_batch, []) == {} and sent.bytes == {}
-    facts = token_facts_of(mini_batch, CULPRITS)
-    assert set(facts) == set(CULPRITS) and sorted(sent.bytes) == [0, 4]
-    # Most of it are the KL estimates around each: far less than the columns of its micro-batch.
-    assert max(sent.bytes.values()) < 2 * 6000
-    for (_, index), row, position in CULPRITS:
-        tokens = mini_batch.micro_batches[index].portable(2.0, inputs=False).tokens
-        found_facts = facts[(_, index), row, position]
-        assert found_facts.items() >= token_evidence(tokens, row, position).items()
-        assert found_facts["response_kl"] == response_kl(tokens, row, position) is not None
-        assert found_facts["advantage"] == float(tokens["advantage"][row, position])
-    # A rank that cannot tell of its own fails on all.
-    monkeypatch.undo()
-    mini_batch = two_each(sequence_parallel_size=1)
-    del mini_batch.micro_batches[0].tokens["token_id"]
-    with pytest.raises(collectives.RankFailedError, match="rank 0: KeyError: 'token_id'"):
-        token_facts_of(mini_batch, CULPRITS[1:2])
-
-
-def test_what_is_kept_for_a_search_comes_from_the_host() -> None:
-    from verl import DataProto
-    from verl.utils.gradloc.adapters import dp_actor
-
-    ids = torch.arange(16 * 12).view(16, 12)
-    columns = {"responses": ids[:, 4:], "input_ids": ids, "attention_mask": ids > 0, "position_ids": ids + 1}
-    images = [{"row": row} for row in range(16)]
-    data = DataProto.from_dict(columns, non_tensors={"multi_modal_inputs": images}, meta_info={"temperature": 0.5})
-    kept: dict[str, Any] = {}
-
-    class Trained:
-        def _forward_micro_batch(self, micro_batch: dict[str, torch.Tensor]) -> int:
-            return len(micro_batch["responses"])
-
-    class Actor(dp_actor.WatchedActor, Trained):
-        _verls = types.SimpleNamespace(prepare_dynamic_batch=print)
-
-        def __init__(self) -> None:
-            self.config = types.SimpleNamespace(ppo_mini_batch_size=8)
-            self.watch = types.SimpleNamespace(
-                watches_passes=True,
-                start_update=lambda step: None,
-                begin_pass=lambda inputs, indices, _: kept.update(inputs, rows=indices),
-            )
-
-    rows = torch.tensor([5, 2])
-    owner = types.SimpleNamespace(loss=None)
-    actor = Actor()
-    with actor._update(data, owner, "loss", lambda loss: loss):
-        actor._steps, actor._rows = 1, [rows.tolist()]  # the second mini-batch
-        # On a device from which nothing can be read.
-        on_device = {name: column[8 + rows].to("meta") for name, column in columns.items()}
-        assert actor._forward_micro_batch(on_device) == 2
-    assert kept.pop("rows") == [5, 2] and kept.pop("temperature") == 0.5
-    assert list(kept.pop("multi_modal_inputs")) == [{"row": 13}, {"row": 10}]
-    assert kept.keys() == columns.keys()
-    assert all(torch.equal(tensor, columns[name][8 + rows]) for name, tensor in kept.items())
+    assert sorted(obtained) == [(0, 0), (1, 0)] and list(sent) == [0, 4]
+    # A byte for each position, and for each token six columns of 4 bytes, and `broken`.
+    assert all(4000 + 300 * 25 <= count <= 4000 + 300 * 25 + 5000 for count in sent.values())
 
 
 def test_a_row_is_sent_without_the_others() -> None:
