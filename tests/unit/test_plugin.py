@@ -1,43 +1,15 @@
-"""The plugin's parts that need no verl: acting after imports, and its wheel."""
+"""The plugin's parts that need no verl: its groups of the configuration, and its wheel."""
 
-import importlib
 import subprocess
 import sys
-import types
 import zipfile
 from pathlib import Path
 
 import pytest
 import yaml
-from notation import Patch
 
 import trees
 from gradloc.version import __version__
-
-sys.path.insert(0, str(trees.ROOT / "plugin"))
-from gradloc_verl.loading import AfterImport  # noqa: E402
-
-
-def test_a_module_is_changed_before_its_importer_takes_names(tmp_path: Path, monkeypatch: Patch) -> None:
-    (tmp_path / "late_one.py").write_text("VALUE = 1")
-    (tmp_path / "late_two.py").write_text("from late_one import VALUE")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
-    seen = []
-
-    def act(module: types.ModuleType) -> None:
-        seen.append(module.__name__)
-        module.VALUE += 1  # type: ignore[attr-defined]
-
-    AfterImport({"late_one": act}).install()
-    assert seen == []
-    assert importlib.import_module("late_two").VALUE == 2
-    assert seen == ["late_one"]
-    importlib.import_module("late_one")
-    assert seen == ["late_one"]
-    AfterImport({"late_one": act}).install()  # which is there already
-    assert seen == ["late_one"] * 2
-
 
 CONF = trees.ROOT / "plugin/gradloc_verl/conf"
 

@@ -96,8 +96,6 @@ def test_verl_loads_it_and_nothing_is_imported_early(run: Run) -> None:
         assert "gradloc" not in sys.modules and "verl.workers.engine" not in sys.modules
     """
     assert "GradLoc" not in run(code).stderr
-    code = "assert not any(name.startswith('gradloc') for name in set(sys.modules) - {'gradloc_verl', *OWN})"
-    code = "OWN = {name for name in sys.modules if name.startswith('gradloc_verl.')}\n" + code
     run(code, VERL_USE_EXTERNAL_PLUGINS="none", VERL_USE_EXTERNAL_MODULES="embedded,gradloc_verl")
     # A process in which verl does not load it refuses runs.
     code = """
@@ -141,28 +139,12 @@ def test_every_hook_fits_verl(run: Run, tree: Path) -> None:
         metrics = compute_offpolicy_metrics(numbers, 2 * numbers, mask)
         assert metrics["kl"] == 0.0 and metrics.keys() == compute_offpolicy_metrics(numbers, numbers, mask + 1).keys()
 
-        from verl.models.transformers import tiled_mlp
-        class MLP(torch.nn.Module): ...
-        tiled_mlp._patch_mlp_class(MLP, None, 2)
-        assert MLP.is_tiled_mlp
-
-        from verl.utils import activation_offload
-        activation_offload.FSDP2 = torch.nn.Linear  # what is taken for a layer
-        model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(3)))
-        activation_offload.enable_activation_offloading(model, "fsdp2")
-        handler = model.reset_activation_offloading.args[0]
-        handler._offload_ctx.offload_handler.tensor_tag_to_buf["of a broken pass"] = 1
-        model.reset_activation_offloading()
-        assert not handler._offload_ctx.offload_handler.tensor_tag_to_buf
-
         from verl.utils.tracking import Tracking
         config = {"actor_rollout_ref": {"actor": {"spike_detection": True, "spike_log": True, "bisect_dump_dir": "x"}}}
         assert Tracking("project", "name", ["console"], config).logger.keys() == {"console", "gradloc"}
-        assert Tracking("project", "name", "console").logger.keys() == {"console"}
 
         from verl.utils.reward_score import default_compute_score
         assert default_compute_score("math_verify", "so it is 13", "13") == 1.0
-        assert default_compute_score("openai/gsm8k", "#### 13", "13") == 1.0
         assert verl.__path__[0] == TREE
     """
     run(code.replace("TREE", repr(str(tree / "verl"))), tree)
@@ -189,9 +171,7 @@ assert "gradloc_verl" not in sys.modules
         assert issubclass(v1.get_trainer_cls("sync"), SpikeTrainer)
         from verl.experimental.reward_loop.reward_manager.naive import default_compute_score
         assert default_compute_score("math_verify", "so it is 13", "13") == 1.0
-        from verl.utils import activation_offload
         from verl.workers.engine.fsdp.transformer_impl import enable_activation_offloading
-        assert enable_activation_offloading is activation_offload.enable_activation_offloading
         assert hasattr(enable_activation_offloading, "__wrapped__")
         from of_the_user import Early
         assert "does not know Early" in refusal(Early, composed(ON))
@@ -231,23 +211,16 @@ def test_a_command_says_what_fits(run: Run, tmp_path: Path, tree: Path) -> None:
     version, *hooks = done.stdout.splitlines()
     assert version.startswith(f"verl {apply_patch.release_of(tree)} in {tree}")
     assert len(hooks) == 10 and all(line.endswith(": fits") for line in hooks)
-    # Another verl: the trackers take other arguments, a repair has lost its place.
+    # Another verl: the trackers take other arguments.
     changed = shutil.copytree(tree / "verl", tmp_path / "verl").parent
-    for file, old, new in (
-        ("utils/tracking.py", "default_backend", "backends"),
-        ("trainer/ppo/rollout_corr_helper.py", "def compute_offpolicy_metrics", "def offpolicy_metrics"),
-    ):
-        path = changed / "verl" / file
-        path.write_text(path.read_text().replace(old, new))
+    tracking = changed / "verl/utils/tracking.py"
+    tracking.write_text(tracking.read_text().replace("default_backend", "backends"))
     done = run("", changed, returns=1)
-    others = [line.strip() for line in done.stdout.splitlines()[1:] if not line.endswith(": fits")]
-    assert others == [
+    (other,) = (line.strip() for line in done.stdout.splitlines()[1:] if not line.endswith(": fits"))
+    assert other == (
         "verl.utils.tracking: does not fit, it cannot do spike_log (Tracking.__init__ takes (self, project_name, "
-        "experiment_name, backends, config), not (self, project_name, experiment_name, default_backend, config, …))",
-        "verl.trainer.ppo.rollout_corr_helper: does not fit, it cannot do the repair of micro-batches without tokens "
-        "(verl.trainer.ppo.rollout_corr_helper has no compute_offpolicy_metrics)",
-    ]
-    assert done.stderr.count("ERROR") == 2
+        "experiment_name, backends, config), not (self, project_name, experiment_name, default_backend, config, …))"
+    )
 
 
 def test_a_half_loaded_plugin_refuses_runs_and_says_why(run: Run, tmp_path: Path) -> None:
@@ -334,9 +307,6 @@ def test_a_trainer_is_extended(run: Run) -> None:
         assert said == [*start, "begin 3", "end", "log 3", "begin 4", "end", "log 4", "over"], said
         drill = "actor_rollout_ref.actor.spike_drill_step=99"
         assert "spike_drill_step=99" in refusal(with_spikes(Trainer)(composed(ON, drill)).fit)
-        status.failures["the search"] = "no reason"
-        assert "it cannot do the search (no reason)" in refusal(with_spikes(Trainer)(composed(ON)).fit)
-        with_spikes(Trainer)(composed()).fit()
     """
     run(code)
 
@@ -345,8 +315,6 @@ def test_the_older_trainer_refuses_runs(run: Run) -> None:
     code = """
         from verl.trainer.ppo.ray_trainer import RayPPOTrainer
         print(refusal(RayPPOTrainer, composed(ON), None, {}, None))
-        # Without it, verl's own checks have the word.
-        assert "GradLoc" not in refusal(RayPPOTrainer, composed(), None, {}, None)
 
         class Separate(RayPPOTrainer):
             def __init__(self, workers, config):

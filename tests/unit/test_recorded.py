@@ -16,12 +16,10 @@ from gradloc.bundles import layout, limits
 from gradloc.bundles.bundle_writer import bytes_of_bundles, write_recorded_bundle
 from gradloc.bundles.layout import NotReplayableError, Row, SavedMicroBatch
 from gradloc.evidence.event import SUSPECTED, recorded_event
-from gradloc.evidence.writer import jsonable
 from gradloc.judge.judgement import judged
 from gradloc.judge.verdict import CHECK_UNSEARCHED
 from gradloc.measure.micro_batch import MicroBatch, MicroBatchName, suspicion
 from gradloc_tools.bundles.opening import BundleError, open_bundle
-from gradloc_tools.report.reading import without_texts
 
 ROWS, PROMPT, RESPONSE = 2, 3, 12
 BAD = (1, 2)
@@ -117,11 +115,6 @@ def test_suspected_tokens_are_ordered_by_suspicion() -> None:
     tokens["weight"][0, 4] = 0.0
     tokens["suspicion"] = suspicion(tokens)
     assert [token["position"] for token in event_of(parts)["suspected"]] == [3]
-    # Their texts can be left out.
-    event = event_of(micro_batches())
-    event["suspected"][0] |= {"token": "x", "prompt": "secret", "response": "secret", "context": "secret"}
-    bare = without_texts(event)
-    assert bare["suspected"][0]["token"] == "x" and "secret" not in json.dumps(jsonable(bare))
 
 
 def test_the_parts_of_ranks_lie_side_by_side(tmp_path: Path) -> None:
@@ -172,11 +165,8 @@ def test_what_a_bundle_may_not_have_is_refused(tmp_path: Path, monkeypatch: Patc
 def test_each_rank_has_a_share_of_the_limit(tmp_path: Path, monkeypatch: Patch) -> None:
     parts = micro_batches()
     write(tmp_path, parts, "-rank0", world_size=2)
-    (tmp_path / "replay" / ".99.step-rank1").mkdir()
-    (tmp_path / "replay" / ".99.step-rank1" / "file").write_bytes(b"1234")
     size = bytes_of_bundles(tmp_path / "replay", "-rank0")
-    assert bytes_of_bundles(tmp_path / "replay", "-rank1") == 4
-    assert bytes_of_bundles(tmp_path / "replay") == size + 4
+    assert size == bytes_of_bundles(tmp_path / "replay")
     monkeypatch.setattr(limits, "TOTAL_BYTES", 2 * size)
     write(tmp_path, parts, "-rank1", world_size=2)
     with pytest.raises(NotReplayableError, match=r"-rank0 has .* move some away"):
