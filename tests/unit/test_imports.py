@@ -1,4 +1,4 @@
-"""What the package's files import, and what they use of torch."""
+"""The order of the package's subpackages: which may import which."""
 
 import ast
 import re
@@ -6,13 +6,22 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+
+import pytest
 
 from gradloc.fsdp.torch_compat import REQUIRED
 
 PACKAGE = Path(__file__).resolve().parents[2] / "gradloc"
 # Imported where they are needed, so that the package does without them.
 LAZY = {"bundles": {"safetensors"}, "adapters": {"gradloc_tools", "mlflow", "pandas"}}
+
+
+def subpackages() -> list[str]:
+    """The subpackages in the order that the package's docstring gives."""
+    docstring = ast.get_docstring(ast.parse((PACKAGE / "__init__.py").read_text()))
+    return [name for line in re.findall(r"^- (.+?):", docstring, re.M) for name in line.split(", ")]
 
 
 def subpackage_of(module: str) -> str:
@@ -41,6 +50,39 @@ def imports(tree: ast.Module) -> Iterator[tuple[ast.Import | ast.ImportFrom, boo
     for node in ast.walk(tree):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             yield node, node not in lazy
+
+
+def own_imports(name: str, tree: ast.Module) -> set[str]:
+    """The package's modules that a file imports."""
+    known = modules()
+    is_folder = (PACKAGE / name.replace(".", "/")).is_dir()
+    found = set()
+    for node, _ in imports(tree):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            parts = name.split(".")
+            base = parts[: len(parts) - node.level + is_folder]
+            base += node.module.split(".") if node.module else []
+            for alias in node.names:
+                module = ".".join([*base, alias.name])
+                found.add(module if module in known else ".".join(base))
+    return found
+
+
+def test_a_file_imports_only_from_subpackages_before_its_own() -> None:
+    order = subpackages()
+    for name, tree in modules().items():
+        imported = own_imports(name, tree)
+        assert imported <= set(modules()), f"{name} imports what is not there, or the package as a whole"
+        place = order.index(subpackage_of(name))
+        assert {other for other in imported if order.index(subpackage_of(other)) > place} == set(), name
+    # Every file is in one of them.
+    assert {subpackage_of(name) for name in modules()} == set(subpackages())
+    # No files import each other.
+    graph = {name: own_imports(name, tree) for name, tree in modules().items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
 
 
 def test_a_file_needs_only_torch_and_the_standard_library() -> None:
