@@ -46,7 +46,7 @@ def refuses(project: Project, tree: Path, code: int, *words: str) -> None:
 
 def test_apply_again_and_reverse(project: Project, tree: Path, patched: dict) -> None:
     before = snapshot(tree)
-    project.said("--repo", tree, "--check")
+    project.said(f"--repo=~/{tree.name}", "--check", HOME=str(tree.parent))  # which no shell expands
     assert snapshot(tree) == before
     done = project.said("--repo", tree)
     last = f"where the evidence is read, `pip install .` in {project.place} gives the command `gradloc report DIR`\n"
@@ -138,18 +138,6 @@ def test_files_left_behind_are_no_obstacle(project: Project, tree: Path, patched
     project.said("--repo", tree, "--check", code=10)
 
 
-def test_unknown_files_left_behind_are_named(project: Project, tree: Path, tmp_path: Path, patched: dict) -> None:
-    tree = tree.rename(tmp_path / "a tree")
-    project.said("--repo", tree)
-    trees.copy_base(tree)
-    (tree / NEW).write_text("x = 0  # of an older patch, or the user's\n")
-    refuses(project, tree, 11, "left", NEW)
-    command = project.apply("--repo", tree).stderr.partition("run again: ")[2]
-    subprocess.run(command, shell=True, check=True)
-    project.said("--repo", tree)
-    assert snapshot(tree) == patched
-
-
 def test_tree_of_an_older_patch(project: Project, tree: Path, tmp_path: Path, patched: dict) -> None:
     """--reverse with the old project leads to the new patch, and so does restoring verl."""
     scratch = trees.copy_base(tmp_path / "scratch")
@@ -185,15 +173,6 @@ SPOILT = {
 def test_a_tree_that_does_not_fit_is_named_and_stays(project: Project, tree: Path, spoil, code: int, words) -> None:
     spoil(tree)
     refuses(project, tree, code, *words)
-
-
-def test_home_in_an_option(project: Project, tree: Path, small_patch: Patch) -> None:
-    """As in --repo=~/verl, where no shell expands it."""
-    home = {"HOME": str(tree.parent)}
-    trees.write_patch(tree.parent / "one.patch", small_patch.whole)
-    given = ["--patch-file=~/one.patch", "--sha256-file=~/one.patch.sha256"]
-    project.said(f"--repo=~/{tree.name}", *given, **home)
-    refused(project.apply("--repo=~nobody-has-this-name/verl"), 3, "~nobody-has-this-name/verl is not a directory")
 
 
 # Git checkouts
@@ -240,7 +219,6 @@ def test_files_that_git_does_not_track_are_no_matter(project: Project, checkout:
     for name in ("notes.txt", "verl/notes.py"):
         (checkout / name).write_text("mine")
     project.said("--repo", checkout)
-    assert "already applied" in project.said("--repo", checkout)
     project.said("--repo", checkout, "--reverse")
     assert trees.git(checkout, "status", "--porcelain", "--untracked-files=no") == ""
     trees.write(checkout / NEW, "mine")
@@ -249,14 +227,8 @@ def test_files_that_git_does_not_track_are_no_matter(project: Project, checkout:
     trees.git(checkout, "clean", "-qfd")
     project.said("--repo", checkout)
     trees.git(checkout, "checkout", "-q", ".")
-    change_other(checkout)
-    refused(project.apply("--repo", checkout), 3, f"local changes ({OTHER})")
-    trees.git(checkout, "checkout", "-q", ".")
     project.said("--repo", checkout)
     assert snapshot(checkout) == patched
-    trees.git(checkout, "checkout", "-q", ".")
-    trees.git(checkout, "commit", "-q", "--allow-empty", "-m", "newer")
-    refused(project.apply("--repo", checkout), 3, "HEAD")
 
 
 @pytest.mark.parametrize("installed", [False, True])
@@ -272,16 +244,9 @@ def test_a_tree_in_a_repository(project: Project, tree: Path, tmp_path: Path, pa
 
 
 def test_git_variables_do_not_mislead(project: Project, checkout: Path, tmp_path: Path) -> None:
-    other = trees.copy_base(tmp_path / "other")
-    trees.commit_all(other)
-    project.said("--repo", checkout)
-    trees.git(checkout, "checkout", "-q", ".")
-    trees.git(checkout, "add", "-f", NEW)  # known to be of the patch, if git heeds the pathspecs that leave it out
-    project.said("--repo", checkout, GIT_LITERAL_PATHSPECS="1")
-    project.said("--repo", checkout, "--reverse")
-    trees.git(checkout, "reset", "-q", "--hard")
+    trees.commit_all(trees.copy_base(tmp_path / "other"))
     change_other(checkout)
-    refused(project.apply("--repo", checkout, GIT_DIR=str(other / ".git")), 3, "local changes")
+    refused(project.apply("--repo", checkout, GIT_DIR=f"{tmp_path}/other/.git"), 3, "local changes")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files to another account")
@@ -296,18 +261,12 @@ def test_a_checkout_of_another_account_may_be_said_to_be_safe(project: Project, 
 
 def test_git_that_fails_or_is_missing_is_reported(project: Project, checkout: Path, tmp_path: Path) -> None:
     """Only a checkout needs it."""
-    fake = tmp_path / "bin/git"
-    fake.parent.mkdir()
-    for message in ("fatal: detected dubious ownership in repository", ""):
-        fake.write_text(f"#!/bin/sh\necho '{message}' >&2\nexit 128\n")
-        fake.chmod(0o755)
-        refused(project.apply("--repo", checkout, PATH=f"{fake.parent}:{os.environ['PATH']}"), 3, "HEAD", message)
+    message = "fatal: detected dubious ownership in repository"
+    fake = trees.write(tmp_path / "bin/git", f"#!/bin/sh\necho '{message}' >&2\nexit 128\n", 0o755)
+    refused(project.apply("--repo", checkout, PATH=f"{fake.parent}:{os.environ['PATH']}"), 3, "HEAD", message)
     refused(project.apply("--repo", checkout, PATH=str(tmp_path)), 3, "git is not on PATH")
-    project.said("--repo", checkout, "--force", "--check", PATH=str(tmp_path))
     shutil.rmtree(checkout / ".git")
     project.said("--repo", checkout, "--check", PATH=str(tmp_path))
-    trees.git(checkout, "init", "-q")  # without a commit
-    refused(project.apply("--repo", checkout), 3, "HEAD")
 
 
 # The installed verl
@@ -322,23 +281,21 @@ def test_an_installed_verl_is_not_imported(project: Project, tree: Path) -> None
 
 
 def test_what_an_upgrade_leaves_is_named_with_the_command(project: Project, tree: Path, tmp_path: Path) -> None:
+    """As are files of an older patch in a verl that is as released."""
     tree = tree.rename(tmp_path / "a tree")
     project.said("--repo", tree)
+    trees.copy_base(tree)
+    (tree / NEW).write_text("x = 0  # of an older patch\n")
+    refuses(project, tree, 11, "left", NEW, "run again: rm -r ")
     for name in trees.SOME_FILES:
         (tree / name).write_text("# newer\n")
     (tree / "verl/version/version").write_text("0.8.0\n")
-    (tree / NEW).write_text("x = 0  # of an older patch\n")
-    for arguments in (["--repo", tree], ["--installed"]):
-        refused(project.apply(*arguments, "--check", PYTHONPATH=str(tree)), 12, "0.8.0")
-        refused(project.apply(*arguments, "--reverse", PYTHONPATH=str(tree)), 3, "0.8.0")
-        done = project.apply(*arguments, PYTHONPATH=str(tree))
-        refused(done, 3, "0.8.0")
-        assert "a patched verl left files in" in done.stdout
+    refused(project.apply("--repo", tree, "--check"), 12, "0.8.0")
+    done = project.apply("--installed", PYTHONPATH=str(tree))
+    refused(done, 3, "0.8.0")
+    assert "a patched verl left files in" in done.stdout
     subprocess.run(done.stdout.partition("delete them: ")[2], shell=True, check=True)
     assert not (tree / NEW).parent.exists() and (tree / "verl/utils/__init__.py").exists()
-    done = project.apply("--repo", tree)
-    refused(done, 3, "0.8.0")
-    assert "left" not in done.stdout
 
 
 def test_where_there_is_no_verl_or_another_one(project: Project, tree: Path, tmp_path: Path) -> None:
@@ -412,28 +369,21 @@ def test_usage(project: Project, tree: Path) -> None:
         [],
         [*of_tree, "--installed"],
         ["--repo", ""],
-        [*of_tree, "--patch-sha256", "12"],
         [*of_tree, "--patch-sha256", "0" * 64],
-        [*of_tree, "--sha256-file", tree],
         [*of_tree, "--patch-url", "https://example.org/x"],
-        [*of_tree, "--patch-url", ""],
-        [*of_tree, "extra"],
         [*of_tree, "--check", "--reverse"],
     ):
         done = project.apply(*arguments)
         assert done.returncode == 2 and "Traceback" not in done.stderr, arguments
     assert "--check alone says" in done.stderr and "usage:" not in done.stderr
-    shown = project.said("--help")
-    assert "exit codes" in shown and "11  --check: partly applied" in shown
+    assert "11  --check: partly applied" in project.said("--help")
 
 
 def test_closed_output(project: Project, tree: Path) -> None:
     script = project.place / "apply_patch.py"
-    for stream in (">&-", "2>&-", ">&- 2>&-"):
-        for arguments, code in (("--check", 0), ("--patch-file /", 3)):
-            command = f'exec "{sys.executable}" "{script}" --repo "{tree}" {arguments} {stream}'
-            done = trees.run("bash", "-c", command)
-            assert done.returncode == code and "Traceback" not in done.stderr, (command, done)
+    for arguments, code in (("--check >&-", 0), ("--patch-file / 2>&-", 3)):
+        done = trees.run("bash", "-c", f'exec "{sys.executable}" "{script}" --repo "{tree}" {arguments}')
+        assert done.returncode == code and "Traceback" not in done.stderr, done
 
 
 def replaced(old: str, new: str, count: int = 1):
@@ -444,31 +394,18 @@ def replaced(old: str, new: str, count: int = 1):
     return change
 
 
-OUTSIDE = (
-    "setup.py",
-    "verl/../../evil.py",
-    "verl/.git/hooks/evil",
-    f"{apply_patch.STATE}/x",
-    "/verl/a.py",
-    "verl/a\\b.py",
-)
+OUTSIDE = ("setup.py", "verl/../../evil.py", "verl/.git/hooks/evil", "/verl/a.py", "verl/a\\b.py")
 BAD = {
     **{f"path {path}": (replaced(NEW, path, -1), "below verl/") for path in OUTSIDE},
     "empty": (lambda data: b"", "empty"),
-    "BOM": (lambda data: b"\xef\xbb\xbf" + data, "BOM"),
     "CRLF": (replaced("\n", "\r\n", -1), "CRLF"),
     "cut in a line": (lambda data: data[:-20], "cut off"),
-    "cut at a line": (lambda data: data[: data.rindex(b"\n", 0, -1) + 1], "damaged"),
-    "text after": (lambda data: data + b"-- \n2.39\n", "damaged"),
     "doubled": (lambda data: data + data, "twice"),
     "index line": (replaced("index ", "index 1"), "damaged"),
-    "hunk header": (replaced("@@ -", "@@ -x"), "damaged"),
     "huge number": (replaced("@@ -1,", "@@ -" + "9" * 5000 + ","), "damaged"),
     "moved hunk": (replaced("@@ -1,", "@@ -2,"), "is inconsistent"),
-    "other content": (replaced("+# first", "+# other"), "is inconsistent"),
     "more lines": (replaced("+# first", "+# first\n+# more"), "damaged"),
     "symbolic link": (replaced("new file mode 100644", "new file mode 120000"), "damaged"),
-    "no mode": (replaced("new file mode 100644\n", ""), "damaged"),
     "other name": (replaced("+++ b/", "+++ b/x"), "do not name"),
     "rename": (lambda data: data + b"diff --git a/verl/a b/verl/c\n", "renames"),
     "binary": (lambda data: data + b"diff --git a/verl/a b/verl/a\nGIT binary patch\n", "binary"),
@@ -484,14 +421,7 @@ def test_bad_patch(project: Project, tree: Path, small_patch: Patch, tmp_path: P
 
 
 GOOD_PIN = f"VERSION=0.7.0\nWHEEL_SHA256={'0' * 64}\n"
-BAD_PINS = (
-    "VERSION=0.7.0\n",
-    GOOD_PIN.replace("0.7.0", "0.7.1"),
-    f"{GOOD_PIN}COMMIT=abc\n",
-    f"VERSION=0.7.0\nWHEEL_SHA256=\nCOMMIT={'0' * 40}\n",
-    f"{GOOD_PIN}VERSION=0.7.0\n",
-    "\udcff",
-)
+BAD_PINS = ("VERSION=0.7.0\n", GOOD_PIN.replace("0.7.0", "0.7.1"), f"{GOOD_PIN}COMMIT=abc\n", "\udcff")
 
 
 def test_malformed_pin(project: Project, tree: Path) -> None:
@@ -514,16 +444,10 @@ def test_patch_url(project: Project, tree: Path, small_patch: Patch) -> None:
     moved = reply(b"", "302 Found", "Location: /g.patch")
     with trees.web_server({**answers, "/moved": moved}) as url:
         check = ["--repo", tree, "--check", "--patch-url", f"{url}/g.patch"]
-        project.said(*check, "--patch-sha256", sha256)
         project.said(*check[:-1], f"{url}/moved", "--patch-sha256", sha256)
-        project.said(*check, "--sha256-file", f"{url}/g.patch.sha256")
         # A proxy must not see requests to this machine.
         project.said(*check, "--sha256-file", f"{url}/g.patch.sha256", http_proxy="http://127.0.0.1:9")
         refused(project.apply(*check, "--sha256-file", f"{url}/absent"), 3, "404")
-
-
-def chunked(handler) -> None:
-    handler.wfile.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nffff\r\nabc")
 
 
 def drip(handler) -> None:
@@ -536,23 +460,17 @@ def drip(handler) -> None:
 
 ODD_ANSWERS = {
     "/nothing": (b"", "could not be downloaded"),
-    "/garbage": (b"\x00\x01\x02 what?\r\n\r\n", "could not be downloaded"),
     "/headers": (b"HTTP/1.0 200 OK\r\n" + b"X: " + b"y" * 70000 + b"\r\n\r\n", "could not be downloaded"),
     "/cut": (b"HTTP/1.0 200 OK\r\nContent-Length: 100\r\n\r\nabc", "could not be downloaded"),
-    "/chunked": (chunked, "could not be downloaded"),
     "/loop": (reply(b"", "302 Found", "Location: /loop"), "could not be downloaded"),
     "/plain": (reply(b"", "302 Found", "Location: http://example.org/x"), "use an https URL"),
     "/file": (reply(b"", "302 Found", "Location: file:///etc/passwd"), "could not be downloaded"),
-    "/badport": (reply(b"", "302 Found", "Location: http://127.0.0.1:port/"), "could not be downloaded"),
     "/empty": (reply(b""), "not the required"),
 }
 ODD_URLS = {
-    "http://example.org/x.patch": "use an https URL",
-    "file:///etc/passwd": "use an https URL",
     "http://localhost.example.org/x": "use an https URL",
     "http://127.0.0.1@example.org/x": "use an https URL",
     "https://user:secret@example.org/x": "the URL names a user, which is not supported",
-    "http://127.0.0.1:1/x": "could not be downloaded",
     "http://127.0.0.1:1/\u00e9": "could not be downloaded",
     "https://[::1/x": "could not be downloaded",
 }
@@ -662,14 +580,11 @@ def journal_entry(path: str, old: str | None, new: str | None) -> str:
 
 VICTIM = apply_patch.blob_hash(b"precious\n")
 BAD_JOURNALS = (
-    "",
     "{",
     "[7]",
-    '[{"path": 1, "old": null, "new": null}]',
     "[" * 100000,
     "\udcff",
     journal_entry("../victim", None, VICTIM),
-    journal_entry("verl/__init__.py", None, None),
     journal_entry("verl/__init__.py", "x", "y"),
 )
 
@@ -747,20 +662,17 @@ def test_unwritable(public: Project, locked: str) -> None:
     (tree / locked).chmod(mode)
 
 
-@pytest.mark.parametrize("unchecked", [True, False])
-def test_byte_code_that_cannot_be_removed(public: Project, unchecked: bool) -> None:
+def test_byte_code_that_cannot_be_removed(public: Project) -> None:
     """It is in the way only if Python would run it without a look at the source."""
-    mode = py_compile.PycInvalidationMode.UNCHECKED_HASH if unchecked else None
     actor = public.place.parent / "tree" / ACTOR
-    cache = Path(py_compile.compile(str(actor), invalidation_mode=mode)).parent
-    cache.chmod(0o555)
-    done = without_rights(public)
-    cache.chmod(0o755)
-    if unchecked:
-        refused(done, 3, f"{cache} cannot be written")
-    else:
-        assert done.returncode == 0, done.stderr
-        assert without_rights(public, "--check").returncode == 10
+    for mode in (py_compile.PycInvalidationMode.UNCHECKED_HASH, None):
+        cache = Path(py_compile.compile(str(actor), invalidation_mode=mode)).parent
+        cache.chmod(0o555)
+        done = without_rights(public)
+        cache.chmod(0o755)
+        if mode:
+            refused(done, 3, f"{cache} cannot be written")
+    assert done.returncode == 0, done.stderr
 
 
 # The project's own patch
