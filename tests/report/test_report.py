@@ -1,6 +1,5 @@
 """The files that evidence is kept in, and the report that reads them."""
 
-import itertools
 import json
 import math
 import os
@@ -29,7 +28,6 @@ from evidence import (
     write_replay,
 )
 from notation import Caplog, Capsys, Patch, cases, memory_peak
-from pages import texts_of
 from valid_events import VALIDATOR, lines_in, notes_in, valid_events
 
 from gradloc import record_events
@@ -40,7 +38,7 @@ from gradloc_tools.bundles import results
 from gradloc_tools.report import page, reading, words
 from gradloc_tools.report.command import main
 from gradloc_tools.report.figures import part_of, short
-from gradloc_tools.report.view import json_of, log_axis, whole_axis
+from gradloc_tools.report.view import json_of, log_axis
 from gradloc_tools.schema import EVENT, NOTE, conforms, parse
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,15 +68,11 @@ MISSING = object()
     (["schema"], 6),
     (["drill"], {"planted": {"rank": 0, "row": 1, "position": -1}, "found": True, "passes": 1}),
     (["culprits", 0, "sources"], ["gremlins"]),
-    (["more_tokens"], -1),
     (["more_tokens"], 1.5),
     (["units", 0, "rest"], {"tokens": 3, "norm": 1.0}),
-    (["threshold"], True),
-    (["threshold"], 0),
     (["culprits"], {}),
-    (["culprits", 0], 7),
     (["culprits", 0, "layer_norms"], {"a": "x"}),
-    *((path, MISSING) for path in (["until"], ["explained"], ["units", 0, "rest"])),
+    (["units", 0, "rest"], MISSING),
     (["diffuse", 0, "largest_tokens", 0, "share"], MISSING),
 )
 def test_what_is_no_event_is_told_without_jsonschema(path: list, value: Any) -> None:
@@ -146,12 +140,7 @@ def test_the_disk_cannot_be_filled(name: str, tmp_path: Path, monkeypatch: Patch
     (note,) = notes_in(tmp_path, file.name)
     assert (note["note"], note["global_step"], note["count"]) == ("size_limit", len(found), 1)
     assert report.read(str(tmp_path)).notes == {note["message"]: {len(found)}}
-    what = {"spikes": "1 gradient spike(s)", "steps": f"the figures of step {len(found)}"}[name]
-    assert caplog.text.count(" left out of ") == 1 and f"{what} left out of " in caplog.text
-    # Also in a run that is resumed, and where a smaller line would fit.
-    monkeypatch.setattr(writer, "_said", set())
-    monkeypatch.setattr(writer, "FILE_BYTES", 60 * size)
-    assert record(77) == found and lines_in(tmp_path, file.name)[-1] == note and caplog.text.count(" left out of ") == 2
+    assert caplog.text.count(" left out of ") == 1
     # Where the file was moved away, the evidence goes on.
     file.unlink()
     assert record(78) == [78]
@@ -169,20 +158,17 @@ sys.stdin.readline()
     folders = os.pathsep.join([str(ROOT), str(ROOT / "tests/support")])
     program = [sys.executable, "-c", code, str(tmp_path)]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    assert writer.writer_of(str(tmp_path)) is None
     with subprocess.Popen(program, env={**os.environ, "PYTHONPATH": folders}, **pipes) as first:
         assert first.stdout is not None and first.stdout.readline() == "written\n"
         named = f"another run (process {first.pid} on "
         assert str(writer.writer_of(str(tmp_path))).startswith(named)
-        before = (tmp_path / "spikes.jsonl").read_bytes()
         for step in (3, 4):
             record_events(str(tmp_path), [spike(step)])
-        assert (tmp_path / "spikes.jsonl").read_bytes() == before
-        assert caplog.text.count("are not written: " + named) == 1
+        assert len(lines_in(tmp_path)) == 1 and caplog.text.count("are not written: " + named) == 1
         first.communicate("\n")
     assert writer.writer_of(str(tmp_path)) is None  # however it has ended
     record_events(str(tmp_path), [spike(5)])
-    assert [e["global_step"] for e in report.read(str(tmp_path)).events][-1] == 5
+    assert lines_in(tmp_path)[-1]["global_step"] == 5
 
 
 class Raises:
@@ -197,7 +183,7 @@ def test_whatever_a_ground_truth_is_training_goes_on(tmp_path: Path, caplog: Cap
     for _ in range(5000):
         deep = {"a": deep}
     events = [spike(step, ground_truth=truth) for step, truth in enumerate((inside, deep, Raises(), "42"), 1)]
-    out = show("--html", str(tmp_path / "page.html"), events=events)
+    out = show(events=events)
     assert "3 gradient spikes in steps 1 to 4" in out and "skipped" not in out
     assert "in step 3: a spike is not written: RuntimeError: not to be shown" in out
     assert "step 3: a spike is not written" in caplog.text
@@ -206,8 +192,7 @@ def test_whatever_a_ground_truth_is_training_goes_on(tmp_path: Path, caplog: Cap
     truths = [line["culprits"][0]["ground_truth"] for line in found]
     assert truths[0] == ["a", "(contains itself)", {"again": "(contains itself)"}] and truths[2] == "42"
     assert "(nests too deep)" in json.dumps(truths[1])
-    (note,) = notes_in(tmp_path)
-    assert (note["note"], note["global_step"], note["count"]) == ("unwritable", 3, 1)
+    assert [note["note"] for note in notes_in(tmp_path)] == ["unwritable"]
 
 
 def test_a_line_that_nobody_would_read_is_not_written(tmp_path: Path, monkeypatch: Patch) -> None:
@@ -256,26 +241,21 @@ def test_what_is_not_there_is_one_sentence(tmp_path: Path, refused: Callable[...
     page = tmp_path / "nowhere" / "page.html"
     said = refused(dump, "--html", page)
     assert said.startswith(f"--html {page}: there is no folder {page.parent}. Make it") and not page.parent.exists()
-    (dump / "replay" / "step5").mkdir(parents=True)
-    for path in (tmp_path / "outputs", dump / "replay", dump / "replay" / "step5"):
+    (dump / "replay").mkdir()
+    for path in (tmp_path / "outputs", dump / "replay"):
         assert refused(path) == f"No steps.jsonl or spikes.jsonl, found in {dump}: give that: {path}\n"
     for run in range(2, 6):
         write(tmp_path / "outputs" / f"run{run}", [spike(5)])
-    said = refused(tmp_path / "outputs")
-    assert f"found in {tmp_path}/outputs/run2, " in said and ", and 2 more: give one of them" in said
-    assert "outputs/run2, " in refused(tmp_path)
+    assert ", and 2 more: give one of them" in refused(tmp_path / "outputs")
 
 
 def test_no_evidence_is_not_taken_for_no_spike(tmp_path: Path, show: Any, refused: Callable[..., str]) -> None:
     assert refused(tmp_path) == f"No steps.jsonl or spikes.jsonl, which spike_detection writes: {tmp_path}\n"
-    for nowhere in (tmp_path / "nowhere", tmp_path / "spikes.jsonl"):
-        assert refused(nowhere) == f"No such file or directory: {nowhere}\n"
-    text, no_evidence = b'# GradLoc\n\n{"schema": 4}\n', "is no evidence: give the folder that has spikes.jsonl."
+    assert refused(tmp_path / "nowhere") == f"No such file or directory: {tmp_path}/nowhere\n"
     for name, held, said in (
-        ("train.log", text, no_evidence),
-        ("spikes.jsonl.gz", b"\x1f\x8b\x08\n\xff", no_evidence),
-        ("empty", b"", no_evidence),
-        ("spikes.jsonl", text, "has no valid line: it is cut, or no evidence. Copy it again."),
+        ("spikes.jsonl.gz", b"\x1f\x8b\x08\n\xff", "is no evidence: give the folder that has spikes.jsonl."),
+        ("empty", b"", "is no evidence: give the folder that has spikes.jsonl."),
+        ("spikes.jsonl", b'{"schema": 4}\n', "has no valid line: it is cut, or no evidence. Copy it again."),
     ):
         (tmp_path / name).write_bytes(held)
         assert refused(tmp_path / name) == f"{tmp_path / name} {said}\n"
@@ -284,7 +264,6 @@ def test_no_evidence_is_not_taken_for_no_spike(tmp_path: Path, show: Any, refuse
     assert len(report.read(str(tmp_path / "train.log")).events) == 1
     (tmp_path / "spikes.jsonl").write_text("")
     assert "No gradient spike in" in show()
-    assert "No gradient spike in" in show("--since", "6", events=[spike(5)])
 
 
 @pytest.mark.parametrize("depth", [70, 990])
@@ -343,18 +322,15 @@ def test_what_is_shown_of_a_culprit_is_bounded(view: Any) -> None:
 
 
 def test_malformed_and_other_lines_are_counted_in_one_warning(tmp_path: Path, show: Any) -> None:
-    odd = b"".join(b'{"schema": %s}\n' % version for version in (b"4", b"true", b"0", b"1.5", b"[1]"))
     broken = writer.jsonable(spike(1))
     broken["culprits"][0]["grad_norm"] = 10**400  # no float can hold it
-    odd += json.dumps(broken).encode() + b"\n"
+    odd = b'{"schema": 4}\n{"schema": [1]}\n' + json.dumps(broken).encode() + b"\n"
     (tmp_path / "spikes.jsonl").write_bytes(b"not json\n3\n\xff\xfe\n" + b"[" * 100_000 + b"\n" + odd)
+    with open(tmp_path / "spikes.jsonl", "ab") as file:
+        file.write(b'{"schema": 1, "ti')  # as a killed process leaves it
     out = show("--html", str(tmp_path / "page.html"), events=[spike(8)])
     assert "1 gradient spike in step 8" in out
-    assert out.count("skipped") == 1 and "10 lines skipped: malformed or unfinished." in out
-    assert 10_000 < (tmp_path / "page.html").stat().st_size < 200_000
-    with open(tmp_path / "spikes.jsonl", "ab") as file:
-        file.write(b'{"schema": 1, "ti')  # a line being written
-    assert "11 lines skipped: malformed or unfinished." in show()
+    assert out.count("skipped") == 1 and "8 lines skipped: malformed or unfinished." in out
     note = json.loads(writer._note("rate_limit", 1, 4, "4 more"))
     other = [json.dumps({**line, "schema": 99}) for line in (writer.jsonable(spike(1)), note)]
     (tmp_path / "spikes.jsonl").write_text("\n".join([*other, ""]))
@@ -380,18 +356,15 @@ def test_without_a_culprit_it_is_said_what_was_found_and_done(show: Any, summary
     events = [without_culprits(step, diagnosis) for step, diagnosis in enumerate(words.DIAGNOSES, 1)]
     events[0] = spike(1)
     events[1] |= {"action": "drop", "applied": False}
-    events[3] |= {"action": "skip", "applied": False}
     events[4] |= {"error": "rank 1: out of\x1b memory"}
     out = show(events=events)
     for diagnosis, meaning in words.DIAGNOSES.items():
         assert f"{diagnosis} 1 " in out and meaning in out
     assert "token 3 of row 9: 599, 3% of the norm" in out and "8 to 9, 11" in out
-    for action in ("drop", "skip"):
-        assert f"1 spike, with spike_action={action}: {words.NOT_APPLIED[action]}" in out
+    assert f"1 spike, with spike_action=drop: {words.NOT_APPLIED['drop']}" in out
     assert "1 search failed with an error: rank 1: out of\\x1b memory." in out
     found = summary()
     assert found["diagnoses"] == dict.fromkeys(words.DIAGNOSES, 1) and found["incomplete_events"] == 1
-    assert [part["rank"] for part in found["diffuse"]] == [1, None]
     fields = EVENT["properties"]
     assert set(words.DIAGNOSES) == set(fields["diagnosis"]["enum"])
     assert set(words.APPLIED) == set(words.NOT_APPLIED) == set(fields["action"]["enum"])
@@ -405,7 +378,6 @@ def test_a_recorded_spike_names_what_it_suspects(show: Any, view: Any) -> None:
     assert "1 gradient spike in step 40: not searched yet: no token was measured." in text
     assert "replay/step40-epoch0-mini_batch0-rank0 --search" in text
     assert "Suspected tokens of rank 0 (the 3 others were not looked at): recorded, not measured" in text
-    assert " 7.5 " in text and "ended early" not in text and "No known cause" not in text
     made = view()
     table = made.spikes[0].content["suspected"]
     assert [row[7] for row in table.rows] == ["4", "2"] and table.columns[7].name == "Position"
@@ -425,17 +397,10 @@ def spread(tokens: int, norm: float, rest: float | None, units: int = 1, **chang
     return made
 
 
-def without_rest(found: Event, unit: int) -> Event:
-    """An event of which a unit's culprits are all of its tokens that can move."""
-    found["units"][unit]["rest"] = {"tokens": 0, "norm": 0.0, "threshold": 0.0}
-    return found
-
-
 DIFFUSE = {"diagnosis": "diffuse", "explained": False, "complete": False}
 INCOMPLETE = {"diagnosis": "incomplete", "explained": False, "complete": False, "more_tokens": None}
 EXHAUSTIVE = {"until": "exhaustive", "explained": None, "more_tokens": None}
 AT = "micro-batch 2 of rank 1 is"
-HIGHEST = "every micro-batch is under its threshold; the highest, micro-batch"
 
 
 @cases(
@@ -446,29 +411,14 @@ HIGHEST = "every micro-batch is under its threshold; the highest, micro-batch"
     ),
     (
         spread(4, 14.2, 0.93, units=2, more_tokens=1),
-        f"Explained: without these 4 tokens {HIGHEST} 2 of rank 1, is at 0.93 of its threshold (14.2 with them); "
-        "about 1 more token may be over τ.",
-    ),
-    (
-        without_rest(spread(2, 14.2, 0.93, units=2, more_tokens=None), 0),
-        f"Explained: without these 2 tokens {HIGHEST} 3 of rank 1, is at 0.68 of its threshold (14.2 with them).",
-    ),
-    (
-        without_rest(spread(1, 14.2, 0.93, more_tokens=None), 0),
-        "Explained: without this token micro-batch 2 of rank 1 has no token left that can move (it is at 14.2 of "
-        "its threshold with it).",
-    ),
-    (
-        spread(2, 1.42, None, more_tokens=None),
-        "Explained: without these 2 tokens every micro-batch is under its threshold.",
+        "Explained: without these 4 tokens every micro-batch is under its threshold; the highest, micro-batch 2 of "
+        "rank 1, is at 0.93 of its threshold (14.2 with them); about 1 more token may be over τ.",
     ),
     (
         spread(3, 1.42, 1.3, more_tokens=1300, **DIFFUSE),
         f"The 3 likeliest carry 12% of the norm; without them {AT} still at 1.30 of its threshold (1.42 with them); "
         "about 1,300 more tokens may be over τ.",
     ),
-    (spread(1, 1.42, None, more_tokens=None, **DIFFUSE), "The likeliest carries 7% of the norm."),
-    (without_culprits(5, "diffuse"), "The 3 largest measured carry 5% of the norm."),
     (
         without_culprits(5, "diffuse", **EXHAUSTIVE),
         "No single token is over τ; the 3 largest measured carry 5% of the norm.",
@@ -478,22 +428,16 @@ HIGHEST = "every micro-batch is under its threshold; the highest, micro-batch"
         f"Not explained: the search ended early; without these 2 tokens {AT} still at 1.20 of its threshold "
         "(1.42 with them).",
     ),
-    (without_culprits(5, "incomplete"), "Not explained: the search ended early."),
     (
         spread(1, 1.42, 0.5, **EXHAUSTIVE | {"explained": True}),
         "Exhaustive: everything over its threshold was settled, with 1 token over τ; "
         f"without this token {AT} at 0.50 of its threshold (1.42 with it).",
     ),
-    (
-        without_culprits(5, "incomplete", **EXHAUSTIVE),
-        "Exhaustive: the search ended early, with no token over τ so far.",
-    ),
-    # There is nothing to add to the summary.
-    *((without_culprits(5, diagnosis, diffuse=[]), None) for diagnosis in ("diffuse", "nonfinite", "overflow")),
+    (without_culprits(5, "nonfinite", diffuse=[]), ""),  # there is nothing to add to the summary
 )
-def test_a_sentence_says_whether_the_culprits_explain_the_spike(view: Any, sample: Event, sentence: str | None) -> None:
+def test_a_sentence_says_whether_the_culprits_explain_the_spike(view: Any, sample: Event, sentence: str) -> None:
     valid_events(json.dumps([sample]))
-    assert view([sample]).spikes[0].content["explanation"] == (sentence or "")
+    assert view([sample]).spikes[0].content["explanation"] == sentence
 
 
 def test_an_exhaustive_search_may_have_given_up_a_part(summary: Any) -> None:
@@ -506,17 +450,15 @@ def test_replays_are_told_and_what_is_no_result_is_left_out(show: Any, summary: 
     write_replay(tmp_path, replay_result(3, remedy_notes=["What cannot be computed is said."]))
     write_replay(tmp_path, replay_result(2, bundle="older"))
     write_replay(tmp_path, replay_result(1, bundle="other", units=[{"norm": 3}]))
-    write_replay(tmp_path, replay_result(1, bundle="text", sentences="no list"))
     (tmp_path / "replay" / "half.result.json").write_text('{"kind":')
-    out = show(events=[spike(3)])
-    assert "Replays" in out and "The spike comes back: rank 1, micro-batch 0." in out
-    last = view().replays[-1]
-    assert last["where"] == "/models/small, bfloat16, sdpa on cpu; in training bfloat16, flash_attention_2"
+    assert "The spike comes back: rank 1, micro-batch 0." in show(events=[spike(3)])
+    made = view()
+    assert made.replays[-1]["where"] == "/models/small, bfloat16, sdpa on cpu; in training bfloat16, flash_attention_2"
     override = "actor_rollout_ref.actor.spike_action=drop"
     shown = ["3", "under 1%", "yes", "0%", "1", "1", "the step without the culprits", override]
-    assert [*last["tables"][-1].rows[0]] == ["spike_action=drop", *shown]
-    assert view().rules["advantage"][1].startswith("In the replay of step 3, spike_action=drop fits best")
-    assert "What cannot be computed is said." in last["notes"]
+    assert [*made.replays[-1]["tables"][-1].rows[0]] == ["spike_action=drop", *shown]
+    assert made.rules["advantage"][1].startswith("In the replay of step 3, spike_action=drop fits best")
+    assert "What cannot be computed is said." in made.replays[-1]["notes"]
     assert [replay["bundle"] for replay in summary()["replays"]] == ["older", "step3-epoch0-mini_batch0"]
     assert [replay["global_step"] for replay in summary("--since", "3")["replays"]] == [3]
 
@@ -524,9 +466,6 @@ def test_replays_are_told_and_what_is_no_result_is_left_out(show: Any, summary: 
 def test_a_result_that_is_no_plain_file_is_left_alone(tmp_path: Path) -> None:
     write(tmp_path, [spike(3)])
     write_replay(tmp_path, replay_result(2))
-    write_replay(tmp_path / "elsewhere", replay_result(1))
-    (place,) = (tmp_path / "elsewhere/replay").iterdir()
-    (tmp_path / "replay/link.result.json").symlink_to(place)
     (tmp_path / "replay/zero.result.json").symlink_to("/dev/zero")
     os.mkfifo(tmp_path / "replay/pipe.result.json")
     (tmp_path / "replay/folder.result.json").mkdir()
@@ -550,15 +489,13 @@ def test_results_together_have_a_limit(tmp_path: Path, monkeypatch: Patch) -> No
 
 def test_since_and_top(tmp_path: Path, show: Any, summary: Any) -> None:
     out = show("--top", "3", events=[spike(step, 1000.0 * step) for step in range(1, 31)])
-    rows = [row.split(maxsplit=1) for row in out.splitlines() if " Explained: " in row]
-    assert [step for step, _ in rows] == ["30", "29", "28"] and "The largest culprits" in out
-    first, second = summary("--top", "2")["largest_events"]
-    assert (first["global_step"], second["global_step"]) == (30, 29) and first["explanation"] == rows[0][1]
+    assert [row.split()[0] for row in out.splitlines() if " Explained: " in row] == ["30", "29", "28"]
     everything = summary()
     assert everything["events"] == 30 and len(everything["largest_culprits"]) == 20
     late = summary("--since", "25", "--top", "3")
     assert (late["events"], late["first_step"], late["last_step"]) == (6, 25, 30)
     assert [c["global_step"] for c in late["largest_culprits"]] == [30, 29, 28]
+    assert [e["global_step"] for e in late["largest_events"]] == [30, 29, 28]
     assert f"No gradient spike in {tmp_path} from step 31 on" in show("--since", "31")
     with pytest.raises(SystemExit):
         show("--top", "0")
@@ -566,10 +503,9 @@ def test_since_and_top(tmp_path: Path, show: Any, summary: Any) -> None:
 
 def test_texts_and_folders_cannot_steer_the_terminal(tmp_path: Path, capsys: Capsys) -> None:
     folder = str(tmp_path / "a\x1b[2Jb")
-    context = f"a\r{HOSTILE_TO_TERMINALS}\n"
-    hostile = dict.fromkeys(("token", "boundary", "data_source"), HOSTILE_TO_TERMINALS)
-    cut = clip(1, [clipped_token(0, ["a"], 9.0, context=context, **hostile)], refused=[HOSTILE_TO_TERMINALS])
-    record_events(folder, [spike(1, token=HOSTILE_TO_TERMINALS, context=context), cut])
+    hostile = dict.fromkeys(("token", "boundary", "data_source", "context"), f"a\r{HOSTILE_TO_TERMINALS}\n")
+    cut = clip(1, [clipped_token(0, ["a"], 9.0, **hostile)], refused=[HOSTILE_TO_TERMINALS])
+    record_events(folder, [spike(1, token=HOSTILE_TO_TERMINALS, context=hostile["context"]), cut])
     assert main([folder, "--html", f"{folder}/page.html"]) == 0
     assert main([f"{folder}/nowhere"]) == 2
     assert main([folder, folder]) == 0
@@ -579,7 +515,7 @@ def test_texts_and_folders_cannot_steer_the_terminal(tmp_path: Path, capsys: Cap
 
 
 @pytest.mark.parametrize("recorded", [False, True])
-@pytest.mark.parametrize("columns", [70, 100, 140])
+@pytest.mark.parametrize("columns", [70, 140])
 def test_a_narrow_terminal_keeps_the_context_and_the_source(columns: int, recorded: bool, show: Any) -> None:
     token = culprit(2, ["of", "twenty", "<|im_end|>"], advantage=1.5)
     token |= {"source": "unsampled", "sources": ["unsampled"]}
@@ -587,7 +523,7 @@ def test_a_narrow_terminal_keeps_the_context_and_the_source(columns: int, record
     (row,) = (line for line in out.splitlines() if " unsampled" in line and "im_end" in line)
     assert "«<|i" in row and len(row) <= columns
     (head,) = (line for line in out.splitlines() if "token in its context" in line)
-    assert ("reward" in head) == (columns == 140 or (columns == 100 and not recorded))
+    assert ("reward" in head) == (columns == 140)
 
 
 @pytest.mark.parametrize("columns", [60, 140])
@@ -632,14 +568,11 @@ def test_the_view_stays_bounded_and_its_totals_count_all(view: Any) -> None:
     # The largest of every event is there, and then the largest others.
     assert len(made.spikes) == 9 and len(made.culprits) == 10
     assert {shown.spike for shown in made.culprits} == set(range(8)) and made.spikes[-1].culprits == []
-    assert all(made.culprits[i].spike == at for at, spike in enumerate(made.spikes) for i in spike.culprits)
     facts = {name: (value, more) for name, value, more in made.facts}
     assert facts["Culprit tokens"] == ("24", "") and facts["Searches complete"] == ("5", "of 9")
     assert facts["Extra passes"][0] == "27"
     assert {bar.label: bar.count for bar in made.bars["sources"]} == {"other": 16, "sequence": 8}
-    assert {bar.label: bar.count for bar in made.bars["tokens"]} == {"a": 8, "b": 8, "c": 8}
     assert made.tables["culprits"].more == "14 smaller ones left out"
-    assert "Shown are 10 culprits of 24, the largest of each spike first. The totals count all of them." in made.notes
     # Where there are more spikes than that, the largest culprits are shown, and all spikes.
     made = view(rows=3, details=2)
     assert [shown.spike for shown in made.culprits] == [0, 1, 2] and len(made.spikes) == 9
@@ -656,16 +589,13 @@ def test_counts_up_to_twenty_are_counts_and_more_are_shares() -> None:
 def test_the_parts_of_a_diffuse_event_are_bounded(view: Any) -> None:
     sample = without_culprits(1, "diffuse")
     part = sample["diffuse"][0]
+    part["largest_tokens"][2]["share"] = None  # it is not known
     sample["diffuse"] = [{**part, "norm": float(i), "rows": list(range(0, 60, 2))} for i in range(1, 31)]
     table = view([sample]).spikes[0].content["parts"]
     assert [row[4] for row in table.rows] == [str(i) for i in range(30, 10, -1)]
     assert table.more == "10 smaller parts left out here." and table.rows[0][2] == "0, 2, 4, 6, 8, 10, 12, 14, …"
-    sample = without_culprits(2, "diffuse")
-    sample["diffuse"][0]["largest_tokens"][2]["share"] = None  # it is not known
     tokens = "token 0 of row 9: 600, 2% of the norm\ntoken 3 of row 9: 599, 3% of the norm\ntoken 6 of row 9: 598"
-    assert view([sample]).spikes[1].content["parts"].rows[0] == [
-        *("1", "2", "8 to 9, 11", "48", "4.216", "1.155", "3.7×", tokens)
-    ]
+    assert table.rows[0][7] == tokens
 
 
 def test_the_timeline_has_every_culprit_at_its_norm(view: Any) -> None:
@@ -677,23 +607,12 @@ def test_the_timeline_has_every_culprit_at_its_norm(view: Any) -> None:
     for _, y, tip, link, _ in (point for series in chart.series for point in series.points):
         if isinstance(tip, int):
             assert link == f"c{tip}" and made.tables["culprits"].rows[tip][2] == short(y)
-    (bare,) = (series for series in chart.series if series.name == "no culprit found")
-    assert [(point.x, point.link) for point in bare.points] == [(900, f"s{len(made.spikes) - 1}")]
     # What is not finite is above all others, and every place is within the chart.
     placed = [height for series in chart.placed()["series"] for _, height, *_ in series["points"]]
     assert all(0 <= height <= 1000 for height in placed) and chart.y.place(math.nan) > chart.y.place(1e5)
 
 
-@pytest.mark.parametrize("span", [1, 6, 5200])
-def test_ticks_are_at_whole_steps(span: int) -> None:
-    axis = whole_axis("step", [3, 3 + span])
-    values = [value for value, _ in axis.ticks]
-    assert all(value == int(value) and text == str(int(value)) for value, text in axis.ticks)
-    assert 1 <= len(values) <= 11 and len({b - a for a, b in itertools.pairwise(values)}) <= 1
-    assert all(0 < axis.place(value) < 1000 for value in values)
-
-
-@pytest.mark.parametrize("values", [[5e-324, 1e308], [math.nan], [0.0], [3.0, math.inf]])
+@pytest.mark.parametrize("values", [[5e-324, 1e308], [math.nan, 0.0], [3.0, math.inf]])
 def test_a_logarithmic_axis_has_room_for_all_values(values: list[float]) -> None:
     axis = log_axis("norm", values)
     assert [axis.place(value) is None for value in values] == [value == 0 for value in values]
@@ -701,33 +620,17 @@ def test_a_logarithmic_axis_has_room_for_all_values(values: list[float]) -> None
     assert len(axis.ticks) <= 10 and all(0 <= axis.place(value) <= 1000 for value, _ in axis.ticks)
 
 
-def test_the_page_holds_no_markup_of_a_model(tmp_path: Path) -> None:
-    hostile = "</script><script>alert(1)</script><!--"
-    record_events(str(tmp_path), [spike(1, tokens=("a", hostile, "b"), ground_truth={"answer": hostile})])
-    out = tmp_path / "page.html"
-    report.write_page(report.read(str(tmp_path)), str(out))
-    text = out.read_text(encoding="utf-8")
-    assert "alert(1)" not in text and "alert(1)" in texts_of(out)
-    assert [path.name for path in tmp_path.iterdir() if "page.html" in path.name] == ["page.html"]
-
-
 def test_a_page_is_not_written_through_a_link(tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.write_text("mine")
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    for name in (f".page.html.{os.getpid()}", "page.html"):
-        (folder / name).symlink_to(outside)
-    page.write_whole(folder / "page.html", "ab")
+    (tmp_path / "page.html").symlink_to(outside)
+    page.write_whole(tmp_path / "page.html", "ab")
     assert outside.read_text() == "mine"
-    assert (folder / "page.html").read_text() == "ab" and not (folder / "page.html").is_symlink()
-    assert (folder / "page.html").stat().st_mode & 0o777 == 0o644
-    before = set(folder.iterdir())
-    with pytest.raises(IsADirectoryError):
-        page.write_whole(folder, "a")
+    assert (tmp_path / "page.html").read_text() == "ab" and not (tmp_path / "page.html").is_symlink()
     with pytest.raises(TypeError):
-        page.write_whole(folder / "page.html", 7)  # type: ignore[arg-type]
-    assert set(folder.iterdir()) == before and (folder / "page.html").read_text() == "ab"
+        page.write_whole(tmp_path / "page.html", 7)  # type: ignore[arg-type]
+    assert {file.name for file in tmp_path.iterdir()} == {"outside", "page.html"}
+    assert (tmp_path / "page.html").read_text() == "ab"
 
 
 def test_a_page_has_all_its_parts_and_is_not_searched_for_more() -> None:
