@@ -31,33 +31,24 @@ WARNING = {"name": "stale_weights", "sentence": "The rollout is late.", "check":
 
 def test_a_step_is_one_short_line_of_the_schemas_form(tmp_path: Path) -> None:
     jsonschema.Draft202012Validator.check_schema(STEP)
-    record_step(str(tmp_path / "deep" / "dump"), 3, FIGURES)
+    record_step(str(tmp_path / "deep" / "dump"), 3, FIGURES, [WARNING])
     (line,) = lines_in(tmp_path / "deep" / "dump", "steps.jsonl")
-    assert (tmp_path / "deep" / "dump" / "steps.jsonl").stat().st_size < 350
+    assert (tmp_path / "deep" / "dump" / "steps.jsonl").stat().st_size < 450
     assert {name: line[name] for name in FIGURES} == {**FIGURES, "ratio_max": "Infinity"}
-    assert line["global_step"] == 3 and line["rollout_ratio_max"] is None and line["warnings"] == []
-    record_step(str(tmp_path), 3, FIGURES, [WARNING])
-    (warned,) = lines_in(tmp_path, "steps.jsonl")
-    assert warned["warnings"] == [WARNING] and not conforms(line, EVENT)
-    for good in (line, warned):
-        jsonschema.validate(good, STEP)
-        assert conforms(good, STEP)
+    assert line["global_step"] == 3 and line["rollout_ratio_max"] is None and line["warnings"] == [WARNING]
+    jsonschema.validate(line, STEP)
+    assert conforms(line, STEP) and not conforms(line, EVENT)
     for name in line.keys() - {"warnings", "misplaced_share"}:  # which older lines lack
         assert not conforms({key: value for key, value in line.items() if key != name}, STEP)
-    warnings: list[Any] = [7, [{"name": "stale_weights"}], [{**WARNING, "check": None}]]
-    for odd in ({"ratio_max": "large"}, *({"warnings": each} for each in warnings)):
+    for odd in ({"ratio_max": "large"}, {"warnings": 7}, {"warnings": [{**WARNING, "check": None}]}):
         assert not conforms({**line, **odd}, STEP)
 
 
 def test_a_failing_disk_is_a_warning(tmp_path: Path, caplog: Caplog) -> None:
-    (tmp_path / "file").write_text("")
-    record_step(str(tmp_path / "file" / "dump"), 3, FIGURES)
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "steps.jsonl").symlink_to("/dev/full")
-    record_step(str(tmp_path / "full"), 4, FIGURES)
+    (tmp_path / "steps.jsonl").symlink_to("/dev/full")
+    record_step(str(tmp_path), 4, FIGURES)
     (tmp_path / "spikes.jsonl").mkdir()
     record_events(str(tmp_path), [spike(1)])
-    assert "the figures of step 3 could not be written" in caplog.text
     assert "the figures of step 4 could not be written" in caplog.text and "No space left" in caplog.text
     assert "1 gradient spike(s) could not be written" in caplog.text
 
@@ -109,13 +100,11 @@ def test_the_steps_before_a_spike_are_shown(tmp_path: Path, summary: Any, view: 
     events = samples(12)
     without = view(events)
     assert len(without.spikes) == 12 and "level" not in without.charts and without.spikes[0].content["before"] is None
-    assert summary()["steps"] is None
     last = events[-1]["global_step"]
     figures = write_steps(tmp_path, last, events=events)
     before = view().spikes[-1].content["before"]
     steps = summary()["steps"]
     assert (steps["count"], steps["first"], steps["last"]) == (last, 1, last)
-    assert steps["last_figures"]["threshold"] == 640.0
     assert before.title == "The 20 steps before"
     names = ["spike_margin", "ratio_max", "rollout_ratio_max", "unlikely_share"]
     assert [row[0][1] for row in before.rows] == names
@@ -136,13 +125,11 @@ def test_the_steps_before_a_spike_are_shown(tmp_path: Path, summary: Any, view: 
 def test_missing_steps_and_figures_are_left_out(tmp_path: Path, view: Any) -> None:
     for step, ratio in ((3, None), (5, math.nan), (8, None)):
         record_step(str(tmp_path), step, {"spike_margin": 0.5, "ratio_max": ratio})
-    spikes = view([spike(step) for step in (3, 7, 8, 29)]).spikes
-    of_first, of_unknown, of_third, of_last = (spike.content["before"] for spike in spikes)
-    assert of_first is None and of_last is None  # without a step before it
-    margin, ratio = of_third.rows
-    assert of_third.title == "The 2 steps before" and margin[2:] == ["0.5", "0.5"] and ratio[2:] == ["NaN", "–"]
+    of_first, of_last = (found.content["before"] for found in view([spike(3), spike(8)]).spikes)
+    assert of_first is None  # without a step before it
+    margin, ratio = of_last.rows
+    assert of_last.title == "The 2 steps before" and margin[2:] == ["0.5", "0.5"] and ratio[2:] == ["NaN", "–"]
     assert len(margin[1][0].split()) == 3 and len(ratio[1][0].split()) == 1 and ratio[1][1] == ""
-    assert [row[3] for row in of_unknown.rows] == ["–", "–"]
 
 
 def test_a_run_without_a_spike_says_how_near_it_came(tmp_path: Path, show: Any) -> None:
@@ -167,19 +154,14 @@ def test_a_drill_is_no_spike(tmp_path: Path, show: Any, summary: Any, view: Any)
     write_steps(tmp_path, 9)
     made = view([drill(3, False)])
     assert len(made.spikes) == 1 and len(made.drills) == 2 and made.facts[0] == ("Spikes", "1", "")
-    level = made.charts["level"]
-    assert level.label == "Chart: the token norm of 9 steps, 1 to 9, with 1 spike and 2 drills."
-    names = [(series.name, len(series.points)) for series in level.series if series.kind == "marks"]
+    names = [(series.name, len(series.points)) for series in made.charts["level"].series if series.kind == "marks"]
     assert names == [("spike", 1), ("drill, found", 1), ("drill, FAILED", 1)]
 
 
 FAILURES = [
     ({"threshold": 1e30}, "The threshold was not finite, or that of the warm-up of grad_norm_threshold=auto"),
     ({"error": "rank 1: out of memory"}, "It failed with an error: rank 1: out of memory."),
-    (
-        {"complete": False, "budget": 1, "diagnosis": "incomplete"},
-        "Its budget of 1 pass was spent: raise bisect_budget_steps.",
-    ),
+    ({"complete": False, "budget": 1, "diagnosis": "incomplete"}, "Its budget of 1 pass was spent: raise"),
     ({"mini_batch": 3}, "The same mini-batch has a spike of its own"),
     ({}, "The event names no reason"),
 ]
@@ -191,9 +173,6 @@ def test_a_drill_that_fails_says_what_to_look_at(show: Any, changes: Event, advi
     assert "Drill in step 2 FAILED: the planted token (rank 0, row 0, position 1) was not found, 1 extra pass" in out
     assert "Do not rely on spike_detection in this configuration before a drill succeeds." in out
     assert [text for _, text in FAILURES if text in out] == [advice]
-    no_place = drill(2, False, error="no response token has a weight in the loss")
-    no_place["drill"]["planted"] = None
-    assert "Drill in step 2 FAILED: a planted token was not found" in show(events=[no_place])
 
 
 def test_a_planted_fault_is_announced(show: Any, summary: Any, view: Any) -> None:
@@ -212,23 +191,19 @@ def write_counted(directory: Path, count: int = 2) -> None:
         record_step(str(directory), step, {**FIGURES, "triggered": count * (step == 2)})
 
 
-@pytest.mark.parametrize("left", ["none", "half a line", "one line"])
-def test_spikes_that_are_counted_and_missing_are_told(tmp_path: Path, show: Any, view: Any, left: str) -> None:
+@pytest.mark.parametrize("has", [0, 1])
+def test_spikes_that_are_counted_and_missing_are_told(tmp_path: Path, show: Any, view: Any, has: int) -> None:
     write_counted(tmp_path)
     file = tmp_path / "spikes.jsonl"
     assert "steps.jsonl counts" not in show()
-    first = file.read_bytes().splitlines(keepends=True)[0]
-    file.write_bytes({"none": b"", "half a line": first[: len(first) // 2], "one line": first}[left])
-    if left == "none":
-        file.unlink()
+    first, _ = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(first if has else first[: len(first) // 2])
     out = show(code=1)
-    has = int(left == "one line")
     said = f"steps.jsonl counts 2 spikes in step 2, spikes.jsonl has {has}: it is missing or cut."
     assert said in out and view().alarms[0].startswith(said)
     assert "No gradient spike in" not in out and ("No gradient spike could be read in" in out) == (not has)
-    assert ("1 line skipped: malformed or unfinished." in out) == (left == "half a line")
+    assert ("1 line skipped: malformed or unfinished." in out) == (not has)
     assert json.loads(show(str(tmp_path), "--json", code=1))["runs"][1]["lost_spikes"].startswith(said)
-    assert f"In B: {said}" in show(str(tmp_path), code=1)
     show("--since", "3")
 
 

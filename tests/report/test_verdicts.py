@@ -1,7 +1,6 @@
 """What the report makes of verdicts, and of the warnings in steps.jsonl."""
 
 import json
-import math
 import shlex
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from gradloc.evidence.writer import jsonable, record_step
 from gradloc.judge.rules import SOURCES
 from gradloc.judge.verdict import CAUSES
 from gradloc_tools.report import words
-from gradloc_tools.report.view import json_of
 
 NEWER = {"cause": "stale", "culprits": 1.0, "ordinary": 1.0, "check": "`look` shows it."}
 STALE = {"name": "stale", "sentence": "The rollout is behind.", "check": "`look` shows it."}
@@ -50,30 +48,25 @@ def test_many_spikes_open_with_their_causes_and_the_largest(show: Any, summary: 
         "7 gradient spikes in steps 1 to 7: no known cause (2), advantages are outliers (2), the rollout is behind "
         "(2), no verdict (1)."
     )
-    first, many, _, where = view().lead
-    assert (
-        first[1].lower() == f"{lines[0].partition(': ')[2]} " and many == "7 tokens stand out in them. The largest is "
-    )
+    _, many, _, where = view().lead
+    assert many == "7 tokens stand out in them. The largest is "
     assert where == " in step 2, with a gradient 14× the threshold."
     assert lines[1].startswith("The largest, in step 2: advantages are outliers (possible: true of the one culprit")
     assert lines[2] == CAUSES["advantage"].check
     # The others in brief, those of an older release without a verdict.
     rows = lines[lines.index("What happened") + 2 :]
-    assert rows[:4] == [
+    assert rows[:3] == [
         f"2 {events[1]['summary']}",
         f"1 No known cause. {events[0]['summary']}",
         f"5 The rollout is behind. {events[4]['summary']}",
-        f"6 The rollout is 2 steps late. {events[5]['summary']}",
     ]
     assert rows[5] == f"7 {spike(7, 710.0)['summary']}"
-    assert rows[6].startswith("3 Advantages are outliers (possible: true of the one culprit, and of 2% of the other")
     found = summary()
     assert found["verdicts"] == [
         {"cause": None, "claim": "No known cause", "events": 2},
         {"cause": "advantage", "claim": "Advantages are outliers", "events": 2},
         {"cause": "stale", "claim": "The rollout is behind", "events": 2},
     ]
-    assert found["largest_events"][0]["verdict"] == events[1]["verdict"]
 
 
 def test_events_without_a_verdict_open_with_their_summary(show: Any, view: Any) -> None:
@@ -82,32 +75,23 @@ def test_events_without_a_verdict_open_with_their_summary(show: Any, view: Any) 
     lines = show(events=[found]).splitlines()
     assert lines[0] == f"1 gradient spike in step 3: {lowered}"
     assert "What happened" not in lines and "\n".join(lines).count(lowered[1:]) == 1
-    lines = show(events=[{**spike(4, 800.0), "verdict": None}]).splitlines()
-    assert lines[:2] == ["2 gradient spikes in steps 3 to 4.", f"The largest, in step 3: {lowered}"]
-    first, _ = view().spikes
-    assert (first.content["verdict"], first.content["check"]) == (found["summary"], "")
+    (shown,) = view().spikes
+    assert (shown.content["verdict"], shown.content["check"]) == (found["summary"], "")
 
 
-def test_hostile_verdicts_and_warnings_are_bounded(tmp_path: Path, show: Any, summary: Any, view: Any) -> None:
+def test_hostile_verdicts_and_warnings_are_bounded(tmp_path: Path, show: Any, summary: Any) -> None:
     hostile = "\x1b[2J\u202e" + "x" * 10**4
-    names = [*(f"cause {i}" for i in range(100)), hostile]
-    said = {**NEWER, "sentence": "It is: so."}
-    write(tmp_path, [{**spike(i, 800.0), "verdict": {**said, "cause": name}} for i, name in enumerate(names)])
-    write(tmp_path, [{**spike(200), "verdict": {**NEWER, "cause": hostile, "sentence": hostile}}])
+    said = {**NEWER, "cause": hostile, "sentence": hostile}
+    short = [{**said, "cause": f"cause {i}", "sentence": "It is: so."} for i in range(100)]
+    events = [{**spike(i, 800.0), "verdict": each} for i, each in enumerate(short)]
+    write(tmp_path, [*events, {**spike(200), "verdict": said | {"more": ["x" * 10**6]}}])
     warnings = [{"name": f"{i}{hostile}", "sentence": hostile, "check": hostile} for i in range(100)]
     write_steps(tmp_path, 1, {1: warnings})
     out = show()
     assert "\x1b" not in out and "\u202e" not in out and "\\x1b[2J" in out
     found = summary()
     assert len(found["verdicts"]) == len(found["warnings"]) == 64 and len(json.dumps(found)) < 10**6
-    assert found["verdict"].endswith("no verdict (37)")
-    # Unknown fields are left out.
-    last = of_a_newer_release(spike(300, 10**5))
-    last["verdict"] |= {"more": "x" * 10**6, "most": ["x" * 10**6], "ordinary": 0.123456789}
-    listed = summary("--since", "300", events=[last])
-    known = {**NEWER, "sentence": "The rollout is behind: sync it.", "ordinary": 0.12346}
-    assert listed["largest_events"][0]["verdict"] == known and len(json.dumps(listed)) < 10**5
-    assert len(json_of(view(since=300))) < 10**5
+    assert found["largest_events"][0]["verdict"].keys() == NEWER.keys() | {"sentence"}
 
 
 def test_the_check_names_the_bundle_of_the_event(tmp_path: Path, show: Any, view: Any) -> None:
@@ -116,15 +100,11 @@ def test_the_check_names_the_bundle_of_the_event(tmp_path: Path, show: Any, view
     path = f"{tmp_path}/replay/it'\"'\"'s step1"
     assert lines[1].startswith(f"`gradloc replay '{path}' --switches` shows whether the spike comes back")
     assert lines[2] == f"Next: `gradloc replay '{path}' --remedies`"
-    (shown,) = view().spikes
-    assert [shown.content[part] for part in ("check", "then")] == lines[1:3]
-    recorded = {**unsearched(1, [culprit(0, ["a"])]), "verdict": None}
     has_it = {**spike(2), "replay": "replay/step2"}
     has_it["verdict"] = {**has_it["verdict"], "check": "`gradloc replay BUNDLE --remedies` shows it."}
-    for found, command in ((spike(1), None), (has_it, None), (recorded, "-rank0 --search`")):
-        (tmp_path / "spikes.jsonl").unlink()
-        said = [line for line in show(events=[found]).splitlines() if line.startswith("Next: `gradloc replay ")]
-        assert not said if command is None else said[0].endswith(command)
+    recorded = {**unsearched(4, [culprit(0, ["a"])]), "verdict": None}
+    said = [shown.content["then"] for shown in view([has_it, spike(3), recorded]).spikes]
+    assert said[:3] == [lines[2], "", ""] and said[3].endswith("-rank0 --search`")
 
 
 def test_a_long_check_with_many_bundles_takes_little_memory(view: Any) -> None:
@@ -165,9 +145,7 @@ def test_a_claim_on_several_events_is_true_of_all() -> None:
     "sentence said",
     ("Tokens are trained on (2% of the tokens: they follow an EOS token). Mask them.", None),
     ("Advantages are outliers (both culprits): look: there.", "Advantages are outliers (both culprits)"),
-    ("An open bracket (is no reason: to go on", "An open bracket (is no reason"),
     ("At 12:30 it was late", "At 12:30 it was late"),
-    ("", ""),
 )
 def test_a_verdict_in_brief_ends_before_what_to_do(sentence: str, said: str | None) -> None:
     assert words.brief({**NEWER, "sentence": sentence}) == (sentence.removesuffix(".") if said is None else said)
@@ -191,17 +169,13 @@ def test_a_warning_is_shown_once_as_it_was_said_last(tmp_path: Path, show: Any, 
         "Look.",
     ]
     assert lines[4].startswith("No gradient spike in")
-    assert show(events=[spike(3)]).splitlines()[4].startswith("1 gradient spike in step 3")
     when = {"first_step": 5, "steps": 1, "when": "Warning in step 5"}
     assert summary("--since", "4")["warnings"] == [{**last, **when}]
     assert view(since=4).warnings == [("Warning in step 5: The rollout is far behind.", [STALE["check"]], "")]
-    assert not summary("--since", "6")["warnings"]
     # Of a step that is repeated after a resume, the last line counts.
     write_steps(tmp_path, 6, {2: [STALE], 4: [STALE]})
-    assert [each["when"] for each in summary()["warnings"]] == ["Warning in 2 steps, first in step 2"]
     record_step(str(tmp_path), None, {}, [other])
     assert [each["when"] for each in summary()["warnings"]] == ["Warning", "Warning in 2 steps, first in step 2"]
-    assert len(summary("--since", "1")["warnings"]) == 1
 
 
 def test_the_command_of_a_warning_has_a_bundle_of_the_run(tmp_path: Path, view: Any) -> None:
@@ -213,7 +187,7 @@ def test_the_command_of_a_warning_has_a_bundle_of_the_run(tmp_path: Path, view: 
     assert check == f"`gradloc replay {shlex.quote(f'{tmp_path}/replay/it' + chr(39) + 's step2')}` compares them."
 
 
-@pytest.mark.parametrize(("steps", "spikes", "shown"), [(5, [1], 0), (6, [1], 1), (0, [1, 5], 0), (0, [1, 6], 1)])
+@pytest.mark.parametrize(("steps", "spikes", "shown"), [(5, [1], 0), (6, [1], 1), (0, [1, 6], 1)])
 def test_charts_are_for_longer_runs(tmp_path: Path, view: Any, steps: int, spikes: list[int], shown: int) -> None:
     if steps:
         write_steps(tmp_path, steps)
@@ -222,12 +196,7 @@ def test_charts_are_for_longer_runs(tmp_path: Path, view: Any, steps: int, spike
 
 @cases(
     "written cause said",
-    (
-        {"gradloc_version": "0.1.0"},
-        "unlikely",
-        ": written by GradLoc 0.1.0, and judged again by the rules of ",
-    ),
-    ({"gradloc_version": "0.1.0", "global_norm": math.nan}, "unlikely", "judged again"),
+    ({"gradloc_version": "0.1.0"}, "unlikely", ": written by GradLoc 0.1.0, and judged again by the rules of "),
     # One of version 4 lacks what its verdict was judged by.
     ({"schema": 4, "gradloc_version": "0.1.0", "comparison": None, "warnings": None}, "kl", None),
     ({}, "kl", None),
