@@ -10,7 +10,7 @@ import types
 from pathlib import Path
 
 import pytest
-from evidence import drill, spike, write_steps
+from evidence import drill, spike
 from notation import Capsys, Patch, cases
 from omegaconf import OmegaConf
 from process_ids import is_alive
@@ -68,11 +68,9 @@ def test_arguments_come_before_the_environment() -> None:
 
 @cases(
     "arguments sentence",
-    (["--tyni"], "unrecognized arguments: --tyni"),
     (["--fault", "fire"], "invalid choice: 'fire' (choose from"),
     (["tiny"], "'tiny' is neither an option nor a Hydra override"),
     (["--plugin"], "--plugin needs verl 0.9.1 and this is for 0.7.0"),
-    (["--python", "/nope"], "there is no Python at /nope: give another with --python"),
 )
 def test_bad_arguments_get_one_sentence(arguments: list[str], sentence: str) -> None:
     refused = embedded(*arguments)
@@ -179,19 +177,18 @@ def test_the_environment_is_made_once_and_patched_anew(project: Project) -> None
     assert project.set_up() == made + patched
     assert not (project.place / "site/verl").exists()
     assert project.set_up() == []
-    for name in ("patches/package.patch", "patches/0.7.0/hooks.patch", "gradloc/version.py"):
+    for name in ("patches/0.7.0/hooks.patch", "gradloc/version.py"):
         project.write(name, "another")
         assert project.set_up() == patched, name
     assert project.set_up(plugin=True) == patched[:1]
     project.write("embedded/requirements-no-deps.txt", "another")
-    assert project.set_up() == [made[0], *made[1:], *patched]
+    assert project.set_up() == made + patched
 
 
 @cases(
     "failing conf reason",
     ("--quiet uv", "", "uv cannot be installed"),
     ("uv pip install", "", "uv failed"),
-    ("config list", "", "pip's configuration cannot be read"),
     (
         "",
         "global.index-url='https://me:secret@a'\ninstall.index-url='b'\n:env:.proxy='b'\n:env:.default-timeout='180'\n"
@@ -240,12 +237,7 @@ print(os.getpid(), process.pid, flush=True)
 """
 
 
-@cases(
-    "ending code",
-    ("sys.exit(76)", 76),
-    ("os.kill(os.getpid(), 9)", 137),
-    *((number, 128 + number) for number in (1, 2, 3, 15)),
-)
+@cases("ending code", ("sys.exit(76)", 76), ("os.kill(os.getpid(), 9)", 137), (2, 130), (15, 143))
 def test_no_process_of_a_run_survives_and_no_other_is_ended(ending: str | int, code: int) -> None:
     bystander = subprocess.Popen(["sleep", "600"], start_new_session=True)
     training = TRAINING + (ending if isinstance(ending, str) else "time.sleep(600)")
@@ -262,31 +254,12 @@ def test_no_process_of_a_run_survives_and_no_other_is_ended(ending: str | int, c
         bystander.wait()
 
 
-def test_a_signal_during_the_start_leaves_no_process() -> None:
-    slow_start = """
-import time
-def slowly(own=os.getpid(), let_through=processes._let_signals_through):
-    if os.getpid() != own:
-        os.write(1, b"%d\\n" % os.getpid())
-        time.sleep(1)
-    let_through()
-processes._let_signals_through = slowly
-"""
-    code = SESSION.replace("processes.exit_on_signals()\n", f"processes.exit_on_signals()\n{slow_start}")
-    command = [sys.executable, "-c", code, "import time; time.sleep(600)"]
-    program = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    child = int(program.stdout.readline())
-    program.terminate()
-    assert program.wait() == 143 and not is_alive(child)
-
-
 SENTENCE = "Training ends after step 3, because of 2 gradient spikes in the last 2 steps (spike_action=stop): …"
 
 
 @cases(
     "status lines last",
     (76, [SENTENCE, "ray: cleaning up"], [SENTENCE]),
-    (76, ["(TaskRunner pid=1) " + SENTENCE, "another program's 76"], None),
     (1, [SENTENCE, "an error"], None),
 )
 def test_a_stopped_run_says_why(tmp_path: Path, status: int, lines: list[str], last: list[str] | None) -> None:
@@ -298,10 +271,7 @@ def test_a_stopped_run_says_why(tmp_path: Path, status: int, lines: list[str], l
 
 def test_the_verdict_of_a_drill(tmp_path: Path) -> None:
     record_events(str(tmp_path), [drill(2, False), spike(2), drill(2, True)])
-    with open(tmp_path / "spikes.jsonl", "a") as file:
-        file.write('{"global_step": 3, "dri')
     found = run.events_in(tmp_path)
-    assert len(found) == 3
     assert run.drill_verdict(found, 2) == "Drill in step 2: the planted token was found (1 extra pass, 4 s)"
     assert "was NOT FOUND" in run.drill_verdict(found[:2], 2)
     assert "THE DRILL OF STEP 3 LEFT NO EVIDENCE" in run.drill_verdict(found, 3)
@@ -318,13 +288,6 @@ def test_a_run_with_a_spike_ends_with_three_norms() -> None:
         "  with TIS                  4.50  measured by gradloc replay --remedies",
         "The same run with it on: bash run_experiment.sh --embedded --tiny a.b=token",
     ]
-    assert len(run.figures_of({**event, "units": [{**unit, "rest": None}]}, None, "").splitlines()) == 2
-
-
-def test_a_run_without_a_spike_has_a_page(tmp_path: Path, capfd: Capsys) -> None:
-    write_steps(tmp_path, 1)
-    run.show_report(tmp_path, tmp_path / "report.html", [])
-    assert f"The report: {tmp_path}/report.html" in capfd.readouterr().out and (tmp_path / "report.html").stat().st_size
 
 
 def test_ray_has_time_to_start_on_a_busy_machine() -> None:
@@ -356,30 +319,6 @@ if len(tries.read_text()) <= {failures}:
     assert run.train([sys.executable, "-c", code], config, None, "") == status
     assert len(tries.read_text()) == min(failures + 1, 3) and not (tmp_path / "ray").exists()
     assert signal.SIG_IGN not in map(signal.getsignal, processes.ENDING), "the next try could not be interrupted"
-
-
-def test_the_time_left_is_that_of_the_steps_so_far() -> None:
-    clock = follow.Clock(4)
-    for now in (10.0, 30.0, 130.0, 230.0):
-        assert (clock.left(now) is None) == (now <= 130.0)
-        clock.ends(now)
-    assert (clock.left(230.0), clock.left(280.0), clock.left(400.0)) == (200.0, 150.0, 100.0)
-    assert clock.waiting(280.0) == "step 3 of 4 for 50 s, about 2 min left in all"
-    assert follow.Clock(None).waiting(100.0) == "starting Ray for 2 min"
-
-
-@cases(
-    "metrics sentence",
-    ({}, "No step was completed."),
-    ({1: {follow.TOKEN_NORM: 0.0}}, "No spike in 1 step: all answers to each prompt got the same reward"),
-    (
-        {1: {follow.TOKEN_NORM: 40.0, "actor/gradloc/threshold": 160.0}, 2: {follow.TOKEN_NORM: 8.0}},
-        "No spike in 2 steps. The largest micro-batch norm per token was 40, in step 1, 25% of the threshold.",
-    ),
-    ({1: {follow.TOKEN_NORM: 40.0, "actor/gradloc/triggered": 1.0}, 2: {}}, "1 of 2 steps spiked."),
-)
-def test_the_sentence_at_the_end(metrics: dict[int, dict[str, float]], sentence: str) -> None:
-    assert follow.summary(metrics).startswith(sentence)
 
 
 def test_each_step_gets_a_line(tmp_path: Path, capsys: Capsys) -> None:

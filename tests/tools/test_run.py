@@ -121,61 +121,18 @@ def test_which_tests_run_against_which_target(project: Path) -> None:
     assert ran(project, "--target", "0.7.1") == all_of("0.7.1")
     shutil.rmtree(project / "build/venv")
     assert ran(project, "--target", "0.9.1") == all_of("0.9.1")
-    assert (project / "build/base").resolve() == project / "build/0.7.0/base"
     assert (project / "build/verl").resolve() == project / "build/0.7.0/verl"
-    done = run(project, "--target", "0.6.0")
-    assert done.returncode == 2 and "--target takes one of: 0.7.0" in done.stderr
     # The plugin's tests, with another verl.
     (project / "main").mkdir()
     for name in ("unit/test_plugin_with_verl", "multirank/test_plugin_ranks", "trainer/test_end_to_end"):
         write(project / f"tests/{name}.py", WHICH)
     assert ran(project, "--plugin", project / "main") == all_of("0.9.1") * 3
-    done = run(project, "--plugin", project / "none")
-    assert done.returncode and "none: No such file" in done.stderr
-
-
-QUICK = """import pytest
-from types import SimpleNamespace
-
-@pytest.fixture
-def launch():
-    pass
-
-@pytest.mark.slow
-def test_slow():
-    print("RAN slow")
-
-def test_without_ranks():
-    print("RAN without_ranks")
-
-CASES = [(4, "fsdp2"), (2, "fsdp1"), (2, "fsdp2"), (1, "none")]
-
-@pytest.mark.parametrize(("world", "case"), [(world, SimpleNamespace(wrap=wrap)) for world, wrap in CASES])
-def test_with_ranks(launch, world, case):
-    print("RAN with", world, case.wrap)
-
-def test_on_two_ranks(launch):
-    print("RAN on_two_ranks")
-"""
-
-
-def test_quick_leaves_out_slow_tests_and_most_ranks(project: Path) -> None:
-    add_target(project, "0.7.1", shares="0.7.0")
-    shutil.rmtree(project / "build/venv-trackers")
-    for name in ("one/test_first.py", "two/test_second.py", "unit/test_third.py"):
-        write(project / "tests" / name, QUICK)
-    printed = passed(run(project, "--target", "0.7.1", "--quick", options="-s -q"))
-    lines = [line.partition("RAN ")[2] for line in printed.splitlines() if "RAN " in line]
-    assert lines == ["without_ranks", "with 2 fsdp2"] * 3
-    assert printed.count("run.sh: pytest, ") == 2  # parts
-    assert "pytest, verl 0.7.1" in printed
 
 
 FAILS_WITH_ANOTHER = """import os, pytest
 @pytest.mark.smoke
 def test_it():
     assert "0.7.0" in os.environ["PYTHONPATH"]
-@pytest.mark.smoke
 @pytest.mark.skip(reason="no GPU")
 def test_skipped():
     pass
@@ -185,26 +142,19 @@ def test_skipped():
 def test_a_run_ends_with_a_line_for_each_part(project: Path) -> None:
     """With another verl a test fails, and the run with it."""
     add_target(project, "0.7.1", shares="0.7.0")
-    write(project / "tests/multirank/test_ranks.py", "def test_it():\n    pass\n")
     write(project / "tests/test_other.py", FAILS_WITH_ANOTHER)
-    done = run(project, "--timings", options="-ra")
+    done = run(project, options="-ra")
     assert done.returncode == 1 and not done.stderr, done.stderr
-    printed, summary, rest = done.stdout.partition("run.sh: 0.7.0 tests/multirank: ")
-    parts = re.findall(r"pytest, verl (\S+), (\S+)", printed)
-    assert parts == [("0.7.0", "tests/multirank"), ("0.7.1", "marked"), ("0.7.0", "rest")]
-    skipped = "    skipped [1] tests/test_other.py:5: no GPU"
-    said = re.sub(r"\d+:\d\d min", "M:SS min", summary + rest)
+    summary = done.stdout[done.stdout.index("run.sh: 0.7.1 marked: ") :]
+    said = re.sub(r"\d+:\d\d min", "M:SS min", summary)
     assert re.sub("(failed .*?) - .*", r"\1", said).splitlines() == [
-        "run.sh: 0.7.0 tests/multirank: 1 passed, M:SS min",
-        "run.sh: 0.7.1 marked: 1 failed, 1 skipped, M:SS min",
-        skipped,
+        "run.sh: 0.7.1 marked: 1 failed, 1 deselected, M:SS min",
         "    failed tests/test_other.py::test_it",
-        "    log: build/logs/1/log",
+        "    log: build/logs/0/log",
         "run.sh: 0.7.0 rest: 1 passed, 1 skipped, M:SS min",
-        skipped,
+        "    skipped [1] tests/test_other.py:5: no GPU",
         "run.sh: 0.7.0 types: Success: no issues found by mypy, M:SS min",
     ]
-    assert printed.count("slowest 40 durations") == 3
 
 
 def test_a_run_that_hangs_ends_in_time_and_tells_where(project: Path) -> None:
@@ -215,27 +165,3 @@ def test_a_run_that_hangs_ends_in_time_and_tells_where(project: Path) -> None:
     assert done.returncode == 124 and "test_other.py:3: KeyboardInterrupt" in done.stdout
     last = r"run\.sh: 0\.7\.0 rest: no tests ran, \d+:\d\d min\n    log: build/logs/0/log\n"
     assert re.search(rf"{last}run\.sh: 0\.7\.0 types: .*\n$", done.stdout), done.stdout
-
-
-LEAVES = """import os, signal, pytest
-
-@pytest.mark.parametrize("code", [
-    "signal.signal(signal.SIGTERM, signal.SIG_IGN)",
-    "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT]); os.chdir('/'); os.umask(0o077)",
-    "os.environ['VERL_LEFT'] = '1'",
-    "os.environ.pop('PATH')",
-])
-def test_that_leaves_something(code):
-    exec(code)
-"""
-
-
-def test_a_test_that_changes_the_process_fails(project: Path) -> None:
-    write(project / "tests/test_other.py", LEAVES)
-    said = run(project, "tests").stdout
-    found = re.findall(r"^E +Failed: left behind for the tests after it: (.*)", said, re.M)
-    assert [re.findall(r"(?:^|; )([\w. ]+): ", line) for line in found] == [
-        ["handlers of signals"],
-        ["blocked signals", "working directory", "umask"],
-        *[["os.environ"]] * 2,
-    ], said
