@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from evidence import THRESHOLD, Event, clip, clipped_token, culprit, drill, event, spike, without_culprits, write_steps
+from evidence import THRESHOLD, Event, culprit, drill, event, spike, without_culprits, write_steps
 
 from gradloc import record_events
 from gradloc.evidence.writer import record_step
@@ -80,10 +80,9 @@ def test_the_figures_and_culprits_of_both(runs: list[str], compare: Any) -> None
 
 
 def test_earlier_steps_can_be_left_out(runs: list[str], compare: Any) -> None:
-    before, after = compare(*runs, "--since", "8")[0]["runs"]
-    assert (before["steps"], before["spikes"], after["steps"], after["spikes"]) == (13, 2, 33, 1)
-    _, printed = compare(*runs, "--since", "25")
-    assert "A has no step from 25 on" in printed and "B has no step" not in printed and "steps.jsonl" not in printed
+    comparison, printed = compare(*runs, "--since", "25")
+    assert [(run["steps"], run["spikes"]) for run in comparison["runs"]] == [(0, 0), (16, 1)]
+    assert "A has no step from 25 on" in printed
 
 
 def test_what_is_missing_is_said(tmp_path: Path, compare: Any) -> None:
@@ -101,14 +100,6 @@ def test_what_is_missing_is_said(tmp_path: Path, compare: Any) -> None:
         assert said in printed
 
 
-def test_what_is_refused(runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main([*runs, "--top", "3"])
-    assert "--top and --html are for the evidence of one run" in capsys.readouterr().err
-    assert main([runs[0], str(tmp_path / "nowhere")]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
-
-
 def test_two_runs_open_with_their_verdicts(tmp_path: Path, compare: Any) -> None:
     first, second = write(tmp_path / "a", [spike(1, advantage=20.0), spike(2)], []), str(tmp_path / "b")
     warning = {"name": "stale", "sentence": "The rollout is behind.", "check": "`look` shows it."}
@@ -118,11 +109,3 @@ def test_two_runs_open_with_their_verdicts(tmp_path: Path, compare: Any) -> None
         f"A: {first}, 2 spikes: advantages are outliers (1), no known cause (1) B: {second}, no spike "
         "A: warning in 2 steps, first in step 2: The rollout is behind. `look` shows it."
     )
-
-
-def test_two_runs_are_compared_by_token_clip(tmp_path: Path, compare: Any) -> None:
-    clips = [clip(step, [clipped_token(1, TOKENS, 9.0, boundary=f"layers.{step}")]) for step in (3, 4)]
-    figures, printed = compare(write(tmp_path / "a", [spike(3), *clips], []), write(tmp_path / "b", [spike(3)], []))
-    names = ("clipped_mini_batches", "stopped_mini_batches", "spikes")
-    assert [[run[name] for name in names] for run in figures["runs"]] == [[2, 1, 1], [0, 0, 1]]
-    assert "of these, stopped by TokenClip" in printed and "Where tokens were first over" in printed

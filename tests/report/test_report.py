@@ -38,7 +38,7 @@ from gradloc_tools.bundles import results
 from gradloc_tools.report import page, reading, words
 from gradloc_tools.report.command import main
 from gradloc_tools.report.figures import part_of, short
-from gradloc_tools.report.view import json_of, log_axis
+from gradloc_tools.report.view import json_of
 from gradloc_tools.schema import EVENT, NOTE, conforms, parse
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,7 +70,6 @@ MISSING = object()
     (["culprits", 0, "sources"], ["gremlins"]),
     (["more_tokens"], 1.5),
     (["units", 0, "rest"], {"tokens": 3, "norm": 1.0}),
-    (["culprits"], {}),
     (["culprits", 0, "layer_norms"], {"a": "x"}),
     (["units", 0, "rest"], MISSING),
     (["diffuse", 0, "largest_tokens", 0, "share"], MISSING),
@@ -87,13 +86,6 @@ def test_what_is_no_event_is_told_without_jsonschema(path: list, value: Any) -> 
     else:
         place[last] = value
     assert not VALIDATOR.is_valid(sample) and not conforms(sample, EVENT)
-
-
-def test_a_field_of_a_later_patch_is_refused_but_read() -> None:
-    sample = {**writer.jsonable(spike(norm=math.nan)), "mood": "bad"}
-    with pytest.raises(jsonschema.ValidationError, match="mood"):
-        valid_events(json.dumps([sample]))
-    assert conforms(sample, EVENT) and sample["culprits"][0]["source"] == "nonfinite"
 
 
 # Files and their limits
@@ -117,7 +109,6 @@ def test_of_an_event_only_the_largest_culprits_keep_their_texts(tmp_path: Path) 
     found, note = lines_in(tmp_path)
     VALIDATOR.validate(found)
     assert [c["response"] for c in found["culprits"]] == ["ab"] * 16 + [None] * 4
-    assert all(c["response_tokens"] is c["response_suspicion"] is None for c in found["culprits"][16:])
     assert found["culprits"][-1]["context"] and (note["note"], note["count"]) == ("text_limit", 4)
 
 
@@ -214,9 +205,8 @@ def test_a_long_response_is_kept_around_the_culprit() -> None:
     found = token_facts.text_evidence(tokenizer, [], range(3000), 1000)
     assert found["response_tokens_start"] == 744
     assert found["response_tokens"] == [str(i) for i in range(744, 744 + 512)]
-    heat = torch.arange(3000.0)
-    assert token_facts.response_window(heat, torch.ones(3000), 1000) == [*range(744, 744 + 512)]
-    assert token_facts.response_window(0 * heat + math.pi, heat < 5, 2) == [3.142] * 5
+    heat = torch.full((3000,), math.pi)
+    assert token_facts.response_window(heat, heat.cumsum(0) < 16, 2) == [3.142] * 5
 
 
 # Reading and printing
@@ -259,9 +249,6 @@ def test_no_evidence_is_not_taken_for_no_spike(tmp_path: Path, show: Any, refuse
     ):
         (tmp_path / name).write_bytes(held)
         assert refused(tmp_path / name) == f"{tmp_path / name} {said}\n"
-    # A file with another name will do, without a line break at its end.
-    (tmp_path / "train.log").write_text(json.dumps(writer.jsonable(spike(5))))
-    assert len(report.read(str(tmp_path / "train.log")).events) == 1
     (tmp_path / "spikes.jsonl").write_text("")
     assert "No gradient spike in" in show()
 
@@ -315,10 +302,9 @@ def test_what_is_shown_of_a_culprit_is_bounded(view: Any) -> None:
     big["units"] = [{**big["units"][0], "layer_norms": {}}] * 5000
     big["summary"] = big["error"] = long
     made = view([big])
-    assert len(json_of(made)) < 400_000
+    assert len(json_of(made)) < 400_000 and len(made.culprits[0].content["layers-figures"].rows) == 1024
     # On how many ranks the micro-batch was over its threshold is known.
     assert made.ladders[0][1].more == "over on 5000 of 4 ranks"
-    assert len(made.culprits[0].content["layers-figures"].rows) == 1024
 
 
 def test_malformed_and_other_lines_are_counted_in_one_warning(tmp_path: Path, show: Any) -> None:
@@ -420,10 +406,6 @@ AT = "micro-batch 2 of rank 1 is"
         "about 1,300 more tokens may be over τ.",
     ),
     (
-        without_culprits(5, "diffuse", **EXHAUSTIVE),
-        "No single token is over τ; the 3 largest measured carry 5% of the norm.",
-    ),
-    (
         spread(2, 1.42, 1.2, **INCOMPLETE),
         f"Not explained: the search ended early; without these 2 tokens {AT} still at 1.20 of its threshold "
         "(1.42 with them).",
@@ -438,12 +420,6 @@ AT = "micro-batch 2 of rank 1 is"
 def test_a_sentence_says_whether_the_culprits_explain_the_spike(view: Any, sample: Event, sentence: str) -> None:
     valid_events(json.dumps([sample]))
     assert view([sample]).spikes[0].content["explanation"] == sentence
-
-
-def test_an_exhaustive_search_may_have_given_up_a_part(summary: Any) -> None:
-    given_up = without_culprits(1, "diffuse", **EXHAUSTIVE)
-    cut = spread(2, 1.42, None, complete=False, **EXHAUSTIVE)
-    assert summary(events=[given_up, cut])["incomplete_events"] == 2
 
 
 def test_replays_are_told_and_what_is_no_result_is_left_out(show: Any, summary: Any, view: Any, tmp_path: Path) -> None:
@@ -514,16 +490,13 @@ def test_texts_and_folders_cannot_steer_the_terminal(tmp_path: Path, capsys: Cap
     assert "The report: " in out and "a\\x1b[2Jb/page.html" in out and "No such file or directory: " in error
 
 
-@pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize("columns", [70, 140])
-def test_a_narrow_terminal_keeps_the_context_and_the_source(columns: int, recorded: bool, show: Any) -> None:
+def test_a_narrow_terminal_keeps_the_context_and_the_source(columns: int, show: Any) -> None:
     token = culprit(2, ["of", "twenty", "<|im_end|>"], advantage=1.5)
-    token |= {"source": "unsampled", "sources": ["unsampled"]}
-    out = show(events=[unsearched(3, [token]) if recorded else event(3, [token])], columns=columns)
+    out = show(events=[event(3, [token | {"source": "unsampled", "sources": ["unsampled"]}])], columns=columns)
     (row,) = (line for line in out.splitlines() if " unsampled" in line and "im_end" in line)
     assert "«<|i" in row and len(row) <= columns
-    (head,) = (line for line in out.splitlines() if "token in its context" in line)
-    assert ("reward" in head) == (columns == 140)
+    assert (" reward" in out) == (columns == 140)
 
 
 @pytest.mark.parametrize("columns", [60, 140])
@@ -533,7 +506,6 @@ def test_long_texts_leave_room_for_the_figures(show: Any, columns: int) -> None:
     out = show(events=[spike(4, **long), clip(123456, [cut])], columns=columns)
     heading, row = out.partition("The culprits")[2].strip().splitlines()[:2]
     assert all(name in heading for name in ("step", "× threshold", "source"))
-    assert ("rank" in heading) == ("ratio" in heading) == (columns > 60)
     assert row.split()[:1] == ["4"] and "9000" in row
     lines = [line for line in out.splitlines() if "`" not in line]  # a command is to be copied
     assert max(map(len, lines)) <= columns
@@ -541,18 +513,6 @@ def test_long_texts_leave_room_for_the_figures(show: Any, columns: int) -> None:
 
 
 # The view
-
-
-def test_culprits_of_one_response_share_a_strip(view: Any) -> None:
-    """And the largest culprit of every event is detailed first."""
-    tokens = ["a", "b", "c"]
-    made = view([event(1, [culprit(i, tokens, 9e4 - i, row=i % 2) for i in range(3)]), spike(2)])
-    assert [shown.strip for shown in made.culprits] == [0, 1, 0, 2]
-    assert made.strips[0].tokens == tokens and max(made.strips[0].shades) == 100
-    made = view(details=3)
-    assert [row[2] for row in made.tables["culprits"].rows] == ["90,000", "89,999", "89,998", "9000"]
-    assert [shown.layers is not None for shown in made.culprits] == [True, True, False, True]
-    assert "--top" in made.culprits[2].content["edge"]
 
 
 def test_the_view_stays_bounded_and_its_totals_count_all(view: Any) -> None:
@@ -568,9 +528,7 @@ def test_the_view_stays_bounded_and_its_totals_count_all(view: Any) -> None:
     # The largest of every event is there, and then the largest others.
     assert len(made.spikes) == 9 and len(made.culprits) == 10
     assert {shown.spike for shown in made.culprits} == set(range(8)) and made.spikes[-1].culprits == []
-    facts = {name: (value, more) for name, value, more in made.facts}
-    assert facts["Culprit tokens"] == ("24", "") and facts["Searches complete"] == ("5", "of 9")
-    assert facts["Extra passes"][0] == "27"
+    assert {("Culprit tokens", "24", ""), ("Searches complete", "5", "of 9")} <= {*made.facts}
     assert {bar.label: bar.count for bar in made.bars["sources"]} == {"other": 16, "sequence": 8}
     assert made.tables["culprits"].more == "14 smaller ones left out"
     # Where there are more spikes than that, the largest culprits are shown, and all spikes.
@@ -610,14 +568,6 @@ def test_the_timeline_has_every_culprit_at_its_norm(view: Any) -> None:
     # What is not finite is above all others, and every place is within the chart.
     placed = [height for series in chart.placed()["series"] for _, height, *_ in series["points"]]
     assert all(0 <= height <= 1000 for height in placed) and chart.y.place(math.nan) > chart.y.place(1e5)
-
-
-@pytest.mark.parametrize("values", [[5e-324, 1e308], [math.nan, 0.0], [3.0, math.inf]])
-def test_a_logarithmic_axis_has_room_for_all_values(values: list[float]) -> None:
-    axis = log_axis("norm", values)
-    assert [axis.place(value) is None for value in values] == [value == 0 for value in values]
-    assert all(0 <= place <= 1000 for value in values if (place := axis.place(value)) is not None)
-    assert len(axis.ticks) <= 10 and all(0 <= axis.place(value) <= 1000 for value, _ in axis.ticks)
 
 
 def test_a_page_is_not_written_through_a_link(tmp_path: Path) -> None:

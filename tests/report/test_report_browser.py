@@ -165,8 +165,7 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         clip(None, [clipped_token(2, tokens, 4.5)]),
     ]
     said = {"name": "stale", "sentence": HOSTILE, "check": f"`run {HOSTILE}` shows it."}
-    warnings = {3: [said], 4: [{"name": "scale", "sentence": "Twice.", "check": "Look."}]}
-    write_steps(directory, step + 9, warnings, events)
+    write_steps(directory, step + 9, {3: [said], 4: [{**said, "name": "scale"}]}, events)
     told = replay_result(3, sentences=["The spike comes back.", HOSTILE], remedy_notes=[HOSTILE])
     told["remedies"][0]["note"] = HOSTILE
     write_replay(directory, told)
@@ -243,20 +242,6 @@ def test_the_page_shows_each_spike_as_the_view_has_it(page: Page, whole_run: Pat
             assert page.texts(f"#{name}") == [flat(content[name])], name
             assert page.one(f"#{name}").is_displayed() == bool(content[name]), name
     assert page.all("img") == []
-
-
-def test_pointing_at_a_token_shows_its_numbers(page: Page, whole_run: Path) -> None:
-    page.open(whole_run)
-    page.select(0)
-    found = samples(40)[0]["culprits"][0]
-    current = page.one("#strip .current")
-    assert int(current.get_attribute("data-position")) == found["position"]
-    tip = page.tip(current)
-    assert str(found["position"]) in tip and "Norm" in tip and found["source"] in tip and VISIBLY_HOSTILE in tip
-    page.hover(page.one("#strip .piece:not(.culprit)"))
-    page.wait(lambda: page.all("#tip") and "Norm" not in page.one("#tip").text)
-    page.hover(page.one("#h-time"))
-    page.wait(lambda: not page.all("#tip"))
 
 
 def test_the_charts_answer_the_mouse(page: Page, whole_run: Path) -> None:

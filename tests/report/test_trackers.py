@@ -12,10 +12,10 @@ import sysconfig
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import pytest
-from evidence import WORDS, clip, clipped_token, culprit, drill, event, unsearched
+from evidence import WORDS, clip, clipped_token, culprit, drill, event
 from notation import Caplog, Patch, cases
 from pages import texts_of, unpacked
 
@@ -23,7 +23,6 @@ from gradloc import record_events
 from gradloc.adapters import spike_log
 from gradloc.adapters.spike_log import SpikeLog, add_spike_log
 from gradloc.judge.sentences import in_one_line
-from gradloc.lines import ClippedToken, Culprit
 from gradloc_tools import report
 
 pytestmark = pytest.mark.slow
@@ -91,11 +90,7 @@ def with_texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     environment = {"MLFLOW_TRACKING_URI": f"file:{folder}/mlruns", "MLFLOW_ALLOW_FILE_STORE": "true"}
-    environment |= {
-        "SWANLAB_MODE": "offline",
-        "CLEARML_OFFLINE_MODE": "1",
-        "CLEARML_CACHE_DIR": str(folder / "clearml"),
-    }
+    environment |= {"SWANLAB_MODE": "offline", "CLEARML_OFFLINE_MODE": "1", "CLEARML_CACHE_DIR": f"{folder}/clearml"}
     site_packages = sysconfig.get_paths()["purelib"]
     run(folder, "mlflow,swanlab,clearml", TRACKERS_PYTHON, "null", site_packages, **environment)
     return folder
@@ -162,13 +157,10 @@ def test_tensorboard_and_the_file_get_the_same(local: Path) -> None:
     texts = {text.step: text.tensor_proto.string_val[0].decode() for text in tensors}
     assert list(texts) == list(told)
     assert texts[4].startswith("TokenClip found 1 backward signal") and "| step | action | boundary |" in texts[4]
-    lines = texts[2].splitlines()
-    assert lines[0].startswith("No known cause: ") and "shows whether the spike comes back" in lines[0]
-    assert " Both culprits are " in lines[0] and "&lt;think&gt;" in texts[2] and "a&#124;b⏎" in texts[2]
-    widths = {line.count("|") for line in lines if line.startswith("|")}
-    assert widths == {len(spike_log.COLUMNS) + 1} and len(lines) == 6
+    assert "&lt;think&gt;" in texts[2] and "a&#124;b⏎" in texts[2]
+    rows_of_table = [line.count("|") for line in texts[2].splitlines() if line.startswith("|")]
+    assert rows_of_table == [len(spike_log.COLUMNS) + 1] * 4
     assert texts[3].startswith("A drill: the planted token was found, 1 extra pass.\n\nSingle tokens have NaN or inf")
-    assert texts[3].count("The culprit ' ends' is a token") == 1
 
 
 def test_mlflow_gets_the_table_and_the_page_as_artifacts(elsewhere: Path) -> None:
@@ -217,10 +209,7 @@ def test_other_trackers_get_no_texts_either(elsewhere: Path) -> None:
 class Broken:
     """A tracker whose server is away."""
 
-    calls = 0
-
     def log(self, data: object, step: int) -> None:
-        self.calls += 1
         raise ConnectionError(f"POST https://me:pass@host/api?key={KEY} failed")
 
 
@@ -242,10 +231,10 @@ def spiked(log: SpikeLog, folder: Path, *steps: int) -> None:
 
 def test_a_failing_tracker_warns_once_and_the_others_go_on(tmp_path: Path, monkeypatch: Patch, caplog: Caplog) -> None:
     monkeypatch.setenv("SOME_API_KEY", KEY)
-    broken, kept = Broken(), Kept()
+    kept = Kept()
     monkeypatch.setitem(spike_log.TRACKERS, "clearml", spike_log.to_file)  # type: ignore[arg-type]
-    spiked(SpikeLog({"clearml": broken, "unheard_of": None, "file": kept}, str(tmp_path)), tmp_path, 1, 2)
-    assert broken.calls == 2 and list(kept) == [1, 2]
+    spiked(SpikeLog({"clearml": Broken(), "unheard_of": None, "file": kept}, str(tmp_path)), tmp_path, 1, 2)
+    assert list(kept) == [1, 2]
     failed, unknown = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert "clearml: spikes could not be sent (ConnectionError: POST https://…@host/api?key=… failed)" in failed
     assert "the logger unheard_of gets no spikes" in unknown
@@ -264,17 +253,15 @@ def test_events_are_read_once_also_behind_half_a_line(tmp_path: Path) -> None:
     kept = Kept()
     record_events(str(tmp_path), [spike(1)])
     log = SpikeLog({"file": kept}, str(tmp_path))
-    record_events(str(tmp_path), [spike(2)])
     with (tmp_path / "spikes.jsonl").open("a") as file:
         file.write('{"schema": 4, "culprits": [')  # what a killed process leaves
-    log.log({"actor/gradloc/triggered": 1.0}, 2)
     record_events(str(tmp_path), [drill(3, False)])
     log.log({"actor/gradloc/triggered": 0.0, "actor/gradloc/drill_found": 0.0}, 3)
     spiked(log, tmp_path, 4)
     (tmp_path / "spikes.jsonl").unlink()  # moved away, so that it is begun anew
     spiked(log, tmp_path, 5)
     texts = {step: data["gradloc/spikes"] for step, data in kept.items()}
-    assert list(texts) == [2, 3, 4, 5] and all(text.count("\n") == 0 for text in texts.values())
+    assert list(texts) == [3, 4, 5] and all(text.count("\n") == 0 for text in texts.values())
     assert texts[3] == "Step 3: A drill: the planted token was not found, 1 extra pass."
 
 
@@ -302,14 +289,11 @@ def test_tables_and_pages_are_bounded(tmp_path: Path, monkeypatch: Patch, sent: 
         log.log({"actor/gradloc/triggered": 1.0}, step)
     assert [spikes.step for spikes, _ in sent if spikes.page] == [*range(1, 11), 20, 30]
     assert [tables["culprits"][0] for _, tables in sent if tables] == [20, *[2] * 25]
-    assert len(sent) == 31 and len(sent[25][1]["culprits"][1]) == 70
     # The table of clipped tokens is as bounded, and beside it there is none of culprits.
-    found = [clipped_token(1, ["a", " b"], math.nan)] * 80
-    record_events(str(tmp_path), [clip(32, found)])
+    record_events(str(tmp_path), [clip(32, [clipped_token(1, ["a", " b"], math.nan)] * 80)])
     log.log({"actor/token_clip/over": 80.0}, 32)
     last, tables = sent[-1]
     assert last.spikes == [] and [(name, new) for name, (new, _) in tables.items()] == [("clipped_tokens", 20)]
-    assert math.isnan(tables["clipped_tokens"][1][-1][list(spike_log.CLIP_COLUMNS).index("multiple")])
 
 
 def test_trackers_without_the_report(tmp_path: Path, monkeypatch: Patch, caplog: Caplog, sent: list[Any]) -> None:
@@ -321,20 +305,17 @@ def test_trackers_without_the_report(tmp_path: Path, monkeypatch: Patch, caplog:
 
 def test_only_what_was_left_is_alerted() -> None:
     found = [clipped_token(1, ["a", " b"], 9.0), clipped_token(0, ["a", " b"], 8.0, cut=False)]
-    stopped, partly, logged = clip(1, found[:1]), clip(1, found), clip(1, found[:1], "log")
-
-    def alert(*lines: dict[str, Any]) -> tuple[str, list[str]] | None:
+    stopped, partly = clip(1, found[:1]), clip(1, found)
+    of_spike, of_drill = spike(1), drill(1, True)
+    for lines, title, sentences in (
+        ([stopped, partly], "Outlying tokens", [partly["summary"]]),
+        # A spike comes before what was found in clip lines.
+        ([stopped, partly, of_spike], "Gradient spike", [in_one_line(of_spike), partly["summary"]]),
+        ([stopped, of_drill], "Spike drill", [of_drill["summary"]]),
+    ):
         alerting = spike_log.StepSpikes(1, lines).alerting
-        return None if alerting is None else (alerting.title, alerting.sentences)
-
-    assert alert(stopped, stopped) is None
-    assert alert(stopped, partly) == ("Outlying tokens", [partly["summary"]])
-    assert alert(logged) == ("Outlying tokens", [logged["summary"]])
-    of_spike = spike(1)
-    # A spike comes before what was found in clip lines.
-    assert alert(stopped, logged, of_spike) == ("Gradient spike", [in_one_line(of_spike), logged["summary"]])
-    of_drill = drill(1, True)
-    assert alert(stopped, of_drill) == ("Spike drill", [of_drill["summary"]])
+        assert alerting is not None and (alerting.title, alerting.sentences) == (title, sentences)
+    assert spike_log.StepSpikes(1, [stopped]).alerting is None
 
 
 @cases(
@@ -342,32 +323,14 @@ def test_only_what_was_left_is_alerted() -> None:
     (["console", "file"], {}, False),
     (["console", "wandb"], {}, True),
     (["console"], {"spike_log": True}, True),
-    (["console", "file"], {"spike_log": "texts"}, True),
     (["wandb"], {"spike_log": False}, False),
     (["wandb"], {"spike_detection": False, "spike_log": True}, False),
     (["wandb"], {"spike_detection": False, "token_clip": {"enable": True}}, True),
-    (["wandb"], {"spike_detection": False, "token_clip": {"enable": True}, "spike_log": False}, False),
     (["wandb"], {"spike_detection": False, "token_clip": None}, False),
 )
 def test_who_gets_spikes(loggers: list[str], changes: dict[str, Any], added: bool) -> None:
     found = dict.fromkeys(loggers)
     add_spike_log(found, {"actor_rollout_ref": {"actor": ACTOR | changes}})
     assert list(found) == loggers + ["gradloc"] * added
-    for other in (None, {}, {"trainer": {}}, {"actor_rollout_ref": None}):  # a run that is no such run
-        add_spike_log(alone := dict.fromkeys(loggers), other)
-        assert list(alone) == loggers
-
-
-def test_suspected_tokens_are_rows_of_the_table() -> None:
-    found = unsearched(40, [culprit(1, ["one", " plus"], 9e4)])
-    names = spike_log.COLUMNS
-    (row,) = (dict(zip(names, row, strict=True)) for row in spike_log.table_rows(found, names))
-    token = found["suspected"][0]
-    assert (row["diagnosis"], row["position"], row["suspicion"]) == ("unsearched", 1, token["suspicion"])
-    assert row["grad_norm"] is None and row["source"] == token["source"]
-
-
-def test_each_column_is_a_field_of_the_lines() -> None:
-    for names, kind in ((spike_log.COLUMNS, Culprit), (spike_log.CLIP_COLUMNS, ClippedToken)):
-        of_line = {"step", "diagnosis", "action"}
-        assert {*names, *spike_log.TEXT_COLUMNS} - of_line <= get_type_hints(kind).keys()
+    add_spike_log(alone := dict.fromkeys(loggers), {"actor_rollout_ref": None})  # a run that is no such run
+    assert list(alone) == loggers

@@ -71,9 +71,9 @@ def test_owner_and_permissions_are_those_of_the_folder(project: Project, tree: P
         done = trees.run("bash", "-c", 'umask 077; exec "$@"', "-", *command, *arguments)
         assert done.returncode == 0, done.stderr
     package = tree / "verl/utils/gradloc"
-    assert package.stat().st_mode & 0o7777 == mode and (tree / ACTOR).stat().st_mode & 0o777 == mode & 0o777
-    assert (package / "__init__.py").stat().st_mode & 0o7777 == mode & 0o666
-    assert (package / "tool.py").stat().st_mode & 0o7777 == mode & 0o777
+    for place, mask in ((package, 0o7777), (package / "__init__.py", 0o666), (package / "tool.py", 0o777)):
+        assert place.stat().st_mode & 0o7777 == mode & mask
+    assert (tree / ACTOR).stat().st_mode & 0o777 == mode & 0o777
     assert {(path.stat().st_uid, path.stat().st_gid) for path in [tree, *tree.rglob("*")]} == {owner}
     project.said("--repo", tree, "--reverse")
     assert (tree / DELETED).stat().st_mode & 0o7777 == mode & 0o666
@@ -83,12 +83,12 @@ def test_byte_code_of_changed_files_is_removed(project: Project, tree: Path) -> 
     """Python runs byte code of this kind without a look at the source."""
     unchecked = py_compile.PycInvalidationMode.UNCHECKED_HASH
 
-    def compiled(*names: str) -> list[Path]:
-        return [Path(py_compile.compile(str(tree / name), invalidation_mode=unchecked)) for name in names]
+    def compiled(name: str) -> Path:
+        return Path(py_compile.compile(str(tree / name), invalidation_mode=unchecked))
 
-    unchanged = compiled("verl/__init__.py")[0]
+    unchanged = compiled("verl/__init__.py")
     for arguments in ([], ["--reverse"]):
-        stale = compiled(ACTOR, ALGOS)
+        stale = [compiled(ACTOR), compiled(ALGOS)]
         project.said("--repo", tree, *arguments)
         assert not any(file.exists() for file in stale) and unchanged.exists()
     # So is what another process compiled from the patched file before a run failed.
@@ -101,45 +101,28 @@ def test_the_package_goes_with_its_byte_code_alone(project: Project, tree: Path)
     before = snapshot(tree)
     for name, stays in (("__pycache__/tool.cpython-311.pyc", False), ("mine.txt", True)):
         project.said("--repo", tree)
-        file = (tree / NEW).parent / name
-        file.parent.mkdir(exist_ok=True)
-        file.write_text("mine")
+        file = trees.write((tree / NEW).parent / name, "mine")
         project.said("--repo", tree, "--reverse")
         assert file.exists() == stays and not (tree / NEW).exists() and (stays or snapshot(tree) == before)
 
 
-def test_partly_applied(project: Project, tree: Path, patched: dict) -> None:
-    project.said("--repo", tree)
-    trees.copy_base(tree, [ALGOS])
-    refuses(project, tree, 11, "partly", ALGOS, "restore all of verl")
-    trees.copy_base(tree)  # as the message says
-    project.said("--repo", tree)
-    assert snapshot(tree) == patched
-
-
-def test_files_left_behind_are_no_obstacle(project: Project, tree: Path, patched: dict) -> None:
+@pytest.mark.parametrize("some", [False, True])
+def test_files_left_behind_are_no_obstacle(project: Project, tree: Path, patched: dict, some: bool) -> None:
     """pip and git restore verl's own files, and leave those that only the patch makes, or some of them."""
     before = snapshot(tree)
-    for some in (False, True):
+    for again, state in ((["--reverse"], before), ([], patched)):
         project.said("--repo", tree)
         trees.copy_base(tree)
         if some:
             (tree / NEW).unlink()
-        left = snapshot(tree)
         done = project.said("--repo", tree, "--check")
         assert "left there" in done and "tool.py" in done
-        assert snapshot(tree) == left
-        project.said("--repo", tree, "--reverse")
-        assert snapshot(tree) == before
-    project.said("--repo", tree)
-    trees.copy_base(tree)
-    assert project.said("--repo", tree).count("left there") == 1
-    assert snapshot(tree) == patched
-    project.said("--repo", tree, "--check", code=10)
+        project.said("--repo", tree, *again)
+        assert snapshot(tree) == state
 
 
 def test_tree_of_an_older_patch(project: Project, tree: Path, tmp_path: Path, patched: dict) -> None:
-    """--reverse with the old project leads to the new patch, and so does restoring verl."""
+    """--reverse with the old project leads to the new patch, as restoring all of verl does from a part of it."""
     scratch = trees.copy_base(tmp_path / "scratch")
     base = trees.commit_all(scratch)
     trees.write(scratch / ACTOR, "# older\n")
@@ -150,6 +133,8 @@ def test_tree_of_an_older_patch(project: Project, tree: Path, tmp_path: Path, pa
     older.said("--repo", tree, "--reverse")
     project.said("--repo", tree)
     assert snapshot(tree) == patched
+    trees.copy_base(tree, [ALGOS])
+    refuses(project, tree, 11, "partly", ALGOS, "restore all of verl")
 
 
 def link_actor(tree: Path) -> None:
@@ -194,15 +179,13 @@ def change_other(checkout: Path) -> None:
 @cases(
     "kind code words",
     ("commit", 12, ["HEAD"]),
-    *((kind, 3, ["local changes", OTHER]) for kind in ("edit", "link", "worktree")),
+    *((kind, 3, ["local changes", OTHER]) for kind in ("edit", "worktree")),
 )
 def test_a_checkout_with_changes_takes_force(
     project: Project, checkout: Path, tmp_path: Path, kind: str, code: int, words: list[str]
 ) -> None:
-    place = tmp_path / "second" if kind in ("link", "worktree") else checkout
-    if kind == "link":
-        place.symlink_to(checkout)
-    elif kind == "worktree":
+    place = tmp_path / "second" if kind == "worktree" else checkout
+    if kind == "worktree":
         trees.git(checkout, "worktree", "add", "-q", "--detach", str(place))
     change_other(place)
     if kind == "commit":
@@ -302,10 +285,8 @@ def test_where_there_is_no_verl_or_another_one(project: Project, tree: Path, tmp
     """Another: what `python -m verl.trainer.main_ppo` would import from the current directory."""
     elsewhere = trees.copy_base(tmp_path / "elsewhere")
     script = project.place / "apply_patch.py"
-    command = [sys.executable, script, "--installed"]
-    refused(trees.run(*command, cwd=elsewhere, PYTHONPATH=str(tree)), 3, str(elsewhere / "verl"), "--repo")
-    assert trees.run(*command, cwd=tree, PYTHONPATH=str(tree)).returncode == 0
-    refused(trees.run(sys.executable, "-S", "-E", script, "--installed"), 3, "no verl installed")
+    done = trees.run(sys.executable, script, "--installed", cwd=elsewhere, PYTHONPATH=str(tree))
+    refused(done, 3, str(elsewhere / "verl"), "--repo")
     # A folder that merely has the name is not the package.
     (tmp_path / "verl").mkdir()
     refused(trees.run(sys.executable, "-S", script, "--installed", PYTHONPATH=str(tmp_path)), 3, "no verl installed")
@@ -327,17 +308,14 @@ def test_each_part_is_proven_by_its_checksum(project: Project, tree: Path, numbe
         project.said("--repo", tree, "--check")
         place.write_bytes(data + b"\n")
         refused(project.apply("--repo", tree), 3, f"{place} has SHA-256", "not the required")
-        trees.write_patch(place, data[:-20])
-        refused(project.apply("--repo", tree, "--check"), 3, f"{place}: the patch ends in the middle of a line")
         place.unlink()
         refused(project.apply("--repo", tree), 3, f"{place} cannot be read", "restore it")
 
 
 def test_parts_that_do_not_belong_together(project: Project, tree: Path, small_patch: Patch) -> None:
-    """A fix that was made for other hooks; and one that undoes a hook."""
+    """A fix that was made for other hooks; and hooks with other content than their own hashes say."""
     actor = small_patch.fixes.partition(b"index ")[2][:40]
     for hooks, fixes, words in (
-        (small_patch.hooks, small_patch.package, ["contradict each other"]),
         (small_patch.hooks, small_patch.fixes.replace(actor, b"1" * 40), ["do not belong together", ACTOR]),
         (small_patch.hooks.replace(b"# first", b"# other"), small_patch.fixes, ["is inconsistent", ACTOR]),
     ):
@@ -364,26 +342,16 @@ def test_a_patch_in_one_file(project: Project, tree: Path, small_patch: Patch, t
 
 
 def test_usage(project: Project, tree: Path) -> None:
-    of_tree = ["--repo", tree]
     for arguments in (
         [],
-        [*of_tree, "--installed"],
         ["--repo", ""],
-        [*of_tree, "--patch-sha256", "0" * 64],
-        [*of_tree, "--patch-url", "https://example.org/x"],
-        [*of_tree, "--check", "--reverse"],
+        ["--repo", tree, "--patch-sha256", "0" * 64],
+        ["--repo", tree, "--patch-url", "https://example.org/x"],
+        ["--repo", tree, "--check", "--reverse"],
     ):
         done = project.apply(*arguments)
         assert done.returncode == 2 and "Traceback" not in done.stderr, arguments
-    assert "--check alone says" in done.stderr and "usage:" not in done.stderr
     assert "11  --check: partly applied" in project.said("--help")
-
-
-def test_closed_output(project: Project, tree: Path) -> None:
-    script = project.place / "apply_patch.py"
-    for arguments, code in (("--check >&-", 0), ("--patch-file / 2>&-", 3)):
-        done = trees.run("bash", "-c", f'exec "{sys.executable}" "{script}" --repo "{tree}" {arguments}')
-        assert done.returncode == code and "Traceback" not in done.stderr, done
 
 
 def replaced(old: str, new: str, count: int = 1):
@@ -406,7 +374,6 @@ BAD = {
     "moved hunk": (replaced("@@ -1,", "@@ -2,"), "is inconsistent"),
     "more lines": (replaced("+# first", "+# first\n+# more"), "damaged"),
     "symbolic link": (replaced("new file mode 100644", "new file mode 120000"), "damaged"),
-    "other name": (replaced("+++ b/", "+++ b/x"), "do not name"),
     "rename": (lambda data: data + b"diff --git a/verl/a b/verl/c\n", "renames"),
     "binary": (lambda data: data + b"diff --git a/verl/a b/verl/a\nGIT binary patch\n", "binary"),
     "no hashes": (lambda data: data + b"diff --git a/verl/a b/verl/a\n", "full blob hashes"),
@@ -425,12 +392,9 @@ BAD_PINS = ("VERSION=0.7.0\n", GOOD_PIN.replace("0.7.0", "0.7.1"), f"{GOOD_PIN}C
 
 
 def test_malformed_pin(project: Project, tree: Path) -> None:
-    pin = project.place / "patches/0.7.0/PIN"
     for text in BAD_PINS:
-        pin.write_text(text, errors="surrogateescape")
+        (project.place / "patches/0.7.0/PIN").write_text(text, errors="surrogateescape")
         refused(project.apply("--repo", tree), 3, "PIN", "restore it")
-    pin.unlink()
-    refused(project.apply("--repo", tree), 3, "PIN", "restore it")
 
 
 # Downloads
@@ -439,15 +403,15 @@ def test_malformed_pin(project: Project, tree: Path) -> None:
 def test_patch_url(project: Project, tree: Path, small_patch: Patch) -> None:
     data = small_patch.whole
     sha256 = hashlib.sha256(data).hexdigest()
-    project.hooks.unlink()
     answers = {"/g.patch": reply(data), "/g.patch.sha256": reply(f"{sha256}  g.patch\n".encode())}
     moved = reply(b"", "302 Found", "Location: /g.patch")
     with trees.web_server({**answers, "/moved": moved}) as url:
-        check = ["--repo", tree, "--check", "--patch-url", f"{url}/g.patch"]
-        project.said(*check[:-1], f"{url}/moved", "--patch-sha256", sha256)
+        check = ["--repo", tree, "--check", "--patch-url"]
+        project.said(*check, f"{url}/moved", "--patch-sha256", sha256)
         # A proxy must not see requests to this machine.
-        project.said(*check, "--sha256-file", f"{url}/g.patch.sha256", http_proxy="http://127.0.0.1:9")
-        refused(project.apply(*check, "--sha256-file", f"{url}/absent"), 3, "404")
+        given = [f"{url}/g.patch", "--sha256-file", f"{url}/g.patch.sha256"]
+        project.said(*check, *given, http_proxy="http://127.0.0.1:9")
+        refused(project.apply(*check, f"{url}/g.patch", "--sha256-file", f"{url}/absent"), 3, "404")
 
 
 def drip(handler) -> None:
@@ -460,7 +424,6 @@ def drip(handler) -> None:
 
 ODD_ANSWERS = {
     "/nothing": (b"", "could not be downloaded"),
-    "/headers": (b"HTTP/1.0 200 OK\r\n" + b"X: " + b"y" * 70000 + b"\r\n\r\n", "could not be downloaded"),
     "/cut": (b"HTTP/1.0 200 OK\r\nContent-Length: 100\r\n\r\nabc", "could not be downloaded"),
     "/loop": (reply(b"", "302 Found", "Location: /loop"), "could not be downloaded"),
     "/plain": (reply(b"", "302 Found", "Location: http://example.org/x"), "use an https URL"),
@@ -551,16 +514,14 @@ def test_signals(project: Project, tree: Path, patched: dict, name: str) -> None
 
 
 def test_one_run_at_a_time(project: Project, tree: Path, patched: dict) -> None:
-    state = state_of(tree)
-    with open(state / "lock", "w") as lock:
+    with open(state_of(tree) / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         refused(project.apply("--repo", tree), 3, "another run")
     command = [sys.executable, str(project.place / "apply_patch.py"), "--repo", str(tree)]
     runs = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(6)]
     for process in runs:
         message = process.communicate()[1]
-        assert process.returncode == 0 or process.returncode == 3, message
-        assert "Traceback" not in message
+        assert process.returncode in (0, 3) and "Traceback" not in message, message
     project.said("--repo", tree)
     assert snapshot(tree) == patched
 
@@ -651,10 +612,9 @@ def test_unwritable(public: Project, locked: str) -> None:
     tree = public.place.parent / "tree"
     mode = (tree / locked).stat().st_mode
     (tree / locked).chmod(mode & ~0o222)
-    before = snapshot(tree)
-    refused(without_rights(public), 3, locked.partition("/")[2] or locked, "cannot be written")
-    assert snapshot(tree) == before
-    assert without_rights(public, "--check").returncode == 0
+    with unchanged(tree):
+        refused(without_rights(public), 3, locked.partition("/")[2] or locked, "cannot be written")
+        assert without_rights(public, "--check").returncode == 0
     (tree / locked).chmod(mode)
     assert without_rights(public).returncode == 0
     (tree / locked).chmod(mode & ~0o222)

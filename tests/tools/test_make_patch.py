@@ -91,20 +91,6 @@ def fixed(made: Made) -> Made:
     return made
 
 
-@pytest.fixture
-def two(made: Made, tmp_path: Path) -> Made:
-    """A second target, with a hook of its own; the checkout and the base are its own."""
-    made.project.add_target("0.7.1", None)
-    shutil.copytree(made.base, made.project.place / "build/0.7.0/base")
-    base = shutil.copytree(made.base, made.project.place / "build/0.7.1/base")
-    trees.make_next_release(base, "0.7.1")
-    second = dataclasses.replace(made, checkout=tmp_path / "second target", base=base)
-    ran(made.make("--init", second.checkout, "--target", "0.7.1"))
-    second.change(ALGOS, "# as in 0.7.1\n", "# as in 0.7.1\n# hook for 0.7.1\n")
-    ran(made.make("--repo", second.checkout))
-    return second
-
-
 # What the parts hold
 
 
@@ -114,53 +100,42 @@ def test_the_parts_lead_from_the_base_to_what_was_edited(fixed: Made, tmp_path: 
     assert names == [KEYS, NEW, f"{PACKAGE}/deep/zone.py", f"{SCORES}/ours.py"]
     assert sorted(line.rpartition(" b/")[2] for line in hooks.splitlines() if "diff --git" in line) == [DELETED, ACTOR]
     assert "+# last" in hooks and "fixed" not in hooks and "new file" not in hooks + fixes
-    assert "+import os  # fixed" in fixes and "+# fixed" in fixes and "# last" not in fixes.replace(" # last", "")
-    ran(fixed.check())
+    assert "+import os  # fixed" in fixes and "+# fixed" in fixes
     # A release is all of it in one file.
     ran(fixed.make("--release", "0.7.0", "--base-tree", fixed.base))
     release = fixed.project.place / "build/gradloc-0.7.0.patch"
-    assert release.read_bytes().count(f"diff --git a/{ACTOR}".encode()) == 1
     for given in ([], ["--patch-file", release]):
         with unchanged(fixed.base):
             fixed.project.said("--repo", fixed.base, *given)
             for name in (ACTOR, ALGOS, NEW, KEYS, f"{SCORES}/ours.py", f"{PACKAGE}/deep/zone.py"):
                 assert (fixed.base / name).read_bytes() == (fixed.checkout / name).read_bytes()
             assert not (fixed.base / DELETED).exists() and not (fixed.base / PACKAGE / "README.md").exists()
-            fixed.project.said("--repo", fixed.base, "--check", code=10)
             fixed.project.said("--repo", fixed.base, "--reverse")
     # A new checkout starts there, and writes the same.
     second = dataclasses.replace(fixed, checkout=fixed.init(tmp_path / "second"))
-    assert trees.git(second.checkout, "diff", "--name-only").splitlines() == [ALGOS, DELETED, ACTOR]
     start = second.state()
     ran(second.repo())
     assert second.state() == start
-    refused(fixed.make("--release", "0.7.5"), 3, "no patch for verl 0.7.5")
-    fixed.project.fixes.write_bytes(b"damaged\n")
-    refused(fixed.make("--release", "0.7.0"), 3, "fixes.patch has SHA-256")
 
 
 def test_an_edit_of_the_linked_package_is_one_of_the_sources(made: Made) -> None:
     (made.checkout / NEW).write_text("x = 2\n")
     (made.checkout / PACKAGE / "new.py").write_text("n = 1\n")
-    (made.checkout / f"{SCORES}/ours.py").write_text("ours = 2\n")
     (made.checkout / KEYS).write_text("key: 2\n")
-    refused(made.check(), 1, "is not what the sources hold", NEW, "new.py", "ours.py", KEYS, "--sources")
+    refused(made.check(), 1, "is not what the sources hold", NEW, "new.py", KEYS, "--sources")
     hooks = made.project.hooks.read_bytes()
     ran(made.make("--sources"))
     ran(made.check())
     package = made.project.package.read_text()
-    assert "+x = 2" in package and "+n = 1" in package and "+ours = 2" in package and "+key: 2" in package
+    assert "+x = 2" in package and "+n = 1" in package and "+key: 2" in package
     assert made.project.hooks.read_bytes() == hooks
     assert (made.project.place / "gradloc/new.py").read_text() == "n = 1\n"
-    ran(made.repo())
-    assert made.project.package.read_text() == package
 
 
 REFUSED = [
     ("gradloc/notes.txt", b"notes\n", [".py files only"]),
     ("rewards/__init__.py", b"", ["would replace a file of verl's own"]),
     ("gradloc/bad.py", b"x = (\n", ["Python cannot compile"]),
-    ("gradloc/a.py", b"x = 1\r\n", ["whitespace"]),
     ("gradloc/a#b.py", b"x = 1\n", ["apply_patch.py would not take the patch"]),
     ("verl/a.py", b"x = 1\n", ["is a new file, but hooks and fixes change verl's own"]),
     (ACTOR, b"x = 1", ["lacks the newline"]),
@@ -179,8 +154,7 @@ def test_what_the_sources_and_an_edit_may_not_hold(made: Made) -> None:
         assert made.project.text() == wanted
         file.unlink() if before is None else file.write_bytes(before)
     ran(made.repo())
-    (made.checkout / ALGOS).unlink()
-    (made.checkout / ALGOS).symlink_to("other.py")
+    (made.checkout / ALGOS).chmod(0o755)
     refused(made.repo(), 3, f"{ALGOS} has another mode, or is a symbolic link now")
 
 
@@ -282,26 +256,6 @@ def test_the_same_bytes_whatever_the_settings(made: Made, tmp_path: Path) -> Non
         assert made.project.text() == wanted
 
 
-# Several targets
-
-
-def test_each_target_has_its_hooks_and_all_have_the_package(two: Made) -> None:
-    said = ran(two.make("--check"))
-    assert "verl 0.7.0 is what" in said and "verl 0.7.1 is what" in said
-    before = two.project.text("0.7.0")
-    two.change(ALGOS, "# hook", "# other hook")
-    (two.project.place / "gradloc/deep/more.py").write_text("m = 1\n")
-    ran(two.make("--repo", two.checkout))
-    assert b"+# other hook for 0.7.1" in two.project.text("0.7.1") and b"0.7.1" not in two.project.hooks.read_bytes()
-    assert b"deep/more.py" in two.project.text("0.7.0") and b"deep/more.py" not in before
-    refused(two.make("--check", "--base-tree", two.base), 3, "say with --target which verl it is: 0.7.0 or 0.7.1")
-    # A check names the target.
-    hooks = two.project.parts("0.7.1")[1]
-    trees.write_patch(hooks, hooks.read_bytes().replace(b"+# other hook for 0.7.1", b"+# other hook for 0.7.1 "))
-    refused(two.make("--check"), 1, "patches/0.7.1/hooks.patch", "does not apply")
-    ran(two.make("--check", "--target", "0.7.0"))
-
-
 def test_the_way_to_a_new_target(made: Made, tmp_path: Path) -> None:
     """As CONTRIBUTING.md describes it, where a hook has a conflict."""
     made.project.add_target("0.7.1", None)
@@ -309,6 +263,7 @@ def test_the_way_to_a_new_target(made: Made, tmp_path: Path) -> None:
     theirs = (newer / ACTOR).read_text() + "# theirs\n"
     (newer / ACTOR).write_text(theirs)
     checkout, named = tmp_path / "0.7.1", ["--base-tree", newer]
+    refused(made.make("--check", *named), 3, "say with --target which verl it is: 0.7.0 or 0.7.1")
     ran(made.make("--init", checkout, "--target", "0.7.1", *named))
     trees.git(checkout, "fetch", "-q", str(made.checkout), "gradloc-base")
     conflict = trees.run("git", "-C", checkout, "apply", "--3way", made.project.hooks)
@@ -328,16 +283,12 @@ def test_the_way_to_a_new_target(made: Made, tmp_path: Path) -> None:
 
 def test_what_init_and_the_command_line_refuse(made: Made, tmp_path: Path) -> None:
     new = tmp_path / "new"
-    for place, base, words in (
-        (made.checkout, made.base, ["exists already"]),
-        (new, tmp_path / "absent", ["has no verl/__init__.py", "--base-tree", "tests/run.sh"]),
-    ):
-        refused(made.make("--init", place, "--base-tree", base), 3, *words)
+    refused(made.make("--init", made.checkout, "--base-tree", made.base), 3, "exists already")
+    refused(made.make("--init", new), 3, "has no verl/__init__.py", "--base-tree", "tests/run.sh")
     (made.base / ACTOR).write_text("# other\n")
     refused(made.make("--init", new, "--base-tree", made.base), 3, "hooks.patch does not apply")
     assert not new.exists() and not list(tmp_path.glob(".gradloc*"))
-    for place in (tmp_path / "absent", made.base):
-        refused(made.make("--repo", place, "--base-tree", made.base), 3, str(place), "--init made")
+    refused(made.make("--repo", made.base, "--base-tree", made.base), 3, str(made.base), "--init made")
     for arguments in ([], ["--repo", ""], ["--check", "--repo", "x"], ["--release", "0.7.0", "--fixes"]):
         refused(made.make(*arguments), 2)
     assert "Exit codes" in ran(made.make("--help"))
@@ -373,9 +324,6 @@ def test_check_notices(made: Made) -> None:
 
 def test_a_failure_of_the_tool_is_no_verdict(made: Made, tmp_path: Path) -> None:
     refused(made.check(TMPDIR=str(tmp_path / "absent")), 3, f"TMPDIR is {tmp_path / 'absent'}")
-    for tool in ("bash", "dirname", "readlink"):
-        (tmp_path / tool).symlink_to(shutil.which(tool))
-    refused(made.check(PATH=str(tmp_path)), 3, "'git'")
     done = trees.run("bash", made.project.place / "make_patch.sh", "--check", PYTHON="/no such python")
     refused(done, 3, "/no such python", "Python 3.10")
 

@@ -1,7 +1,6 @@
 """patches/README.md: every place in verl's files that hooks and fixes change has its reason, and no other has one."""
 
 import re
-from typing import NamedTuple
 
 import pytest
 
@@ -9,34 +8,19 @@ import apply_patch
 import trees
 from apply_patch import Target
 
-TARGETS = apply_patch.read_targets()
-COLUMNS = {"Hooks": 4, "Fixes": 6}
+README = (trees.ROOT / "patches/README.md").read_text()
 
 
-class Place(NamedTuple):
-    """A place that has an entry."""
-
-    kind: str  # Hooks or Fixes
-    path: str
-    code: str  # part of what is added there
-    releases: str  # 0.7 for all that begin so; "all"
-
-
-def entries() -> list[Place]:
+def places_of(releases: tuple[str, ...], kind: str) -> list[tuple[str, str]]:
+    """The path, and a part of what is added there, of each entry for these releases."""
     found = []
-    kind = path = ""
-    for line in (trees.ROOT / "patches/README.md").read_text().splitlines():
-        if match := re.fullmatch(r"## (.+)", line):
-            kind, path = match[1], ""
-        elif match := re.match(r"\| (?:\*\*(.+?)\*\* )?`([^`]+)` \| ([\d.]+|all) \|", line):
-            path = match[1] or path
-            cells = [cell.strip() for cell in line.strip("|").split("|")]
-            assert len(cells) == COLUMNS[kind] and all(cells), line
-            found.append(Place(kind, path, match[2], match[3]))
+    path = ""
+    section = README.partition(f"\n## {kind}\n")[2].partition("\n## ")[0]
+    for name, code, release in re.findall(r"^\| (?:\*\*(.+?)\*\* )?`([^`]+)` \| ([\d.]+|all) \|", section, re.M):
+        path = name or path
+        if release in releases:
+            found.append((path, code))
     return found
-
-
-ENTRIES = entries()
 
 
 def hunks(target: Target, kind: str) -> list[tuple[str, str]]:
@@ -50,32 +34,13 @@ def hunks(target: Target, kind: str) -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("kind", COLUMNS)
-@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.version)
+@pytest.mark.parametrize("kind", ["Hooks", "Fixes"])
+@pytest.mark.parametrize("target", apply_patch.read_targets(), ids=lambda target: target.version)
 def test_every_changed_place_has_its_reason(target: Target, kind: str) -> None:
-    releases = ("all", target.version.rpartition(".")[0], target.version)
-    places = [place for place in ENTRIES if place.kind == kind and place.releases in releases]
+    places = places_of(("all", target.version.rpartition(".")[0], target.version), kind)
     changed = hunks(target, kind)
     assert changed
     for path, added in changed:
-        assert any(place.path == path and place.code in added for place in places), (
-            f"{path} adds, without entry:\n{added}"
-        )
-    for place in places:
-        assert any(place.path == path and place.code in added for path, added in changed), f"nothing adds {place}"
-
-
-def test_the_page_for_maintainers_counts_what_the_patches_change() -> None:
-    page = (trees.ROOT / "docs/use/for-verl-maintainers.md").read_text()
-    rows = re.findall(r"^\| ([\d.]+): (\w+) \| (\d+) \| \+(\d+) −(\d+) \| \+?(\d+) \|$", page, re.M)
-    counted = []
-    for target in TARGETS:
-        for kind in ("hooks", "fixes"):
-            patch = f"patches/{target.version}/{kind}.patch"
-            files = [line.split() for line in trees.git(trees.ROOT, "apply", "--numstat", patch).splitlines()]
-            added = {is_yaml: 0 for is_yaml in (False, True)}
-            for lines, _, path in files:
-                added[path.endswith(".yaml")] += int(lines)
-            removed = sum(int(lines) for _, lines, path in files if not path.endswith(".yaml"))
-            counted.append((target.version, kind, *map(str, (len(files), added[False], removed, added[True]))))
-    assert rows and set(rows) <= set(counted)
+        assert any(place == path and code in added for place, code in places), f"{path} adds, without entry:\n{added}"
+    for place, code in places:
+        assert any(place == path and code in added for path, added in changed), f"nothing adds {code} to {place}"

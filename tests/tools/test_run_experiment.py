@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -100,7 +99,6 @@ def test_what_is_refused(recorder: str, tmp_path: Path) -> None:
         (["--tyni"], "unknown option --tyni: see --help"),
         (["LERNING_RATE=1"], "LERNING_RATE is no variable of this script"),
         (["--python", "/nope"], "there is no Python at '/nope': give one with --python"),
-        (["--python"], "--python needs the path of a Python after it"),
         (["--python", str(bare)], "has no verl"),
     ):
         refused = launch(*arguments)
@@ -114,9 +112,7 @@ def test_what_is_refused(recorder: str, tmp_path: Path) -> None:
     assert overrides[:2] == ["actor@actor_rollout_ref.actor=gradloc_dp_actor", "critic=gradloc_dp_critic"]
 
 
-def test_help_is_the_top_of_the_script_and_a_link_to_it_works(tmp_path: Path, recorder: str) -> None:
-    (tmp_path / "a folder").mkdir()
-    assert launch("--dry-run", "--python", recorder, script=shutil.copy(SCRIPT, tmp_path / "a folder")).returncode == 0
+def test_help_is_the_top_of_the_script_and_a_link_to_it_works(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(SCRIPT)
     done = launch("--help", script=tmp_path / "link")
     assert done.returncode == 0 and "--remedy" in done.stdout and "MODEL_PATH=" in done.stdout
@@ -124,16 +120,15 @@ def test_help_is_the_top_of_the_script_and_a_link_to_it_works(tmp_path: Path, re
     assert done.returncode == 0 and "GRAD_NORM_THRESHOLD" in done.stdout and "  unsampled: " in done.stdout
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_reaches_the_training_itself(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_reaches_the_training_itself(tmp_path: Path) -> None:
     """The script has become the training, which ends its own Ray and no other."""
     code = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
     python = stand_in(tmp_path, f"exec {sys.executable} -c '{code}'")
     with subprocess.Popen(["bash", SCRIPT, "--python", python], stdout=subprocess.PIPE, text=True) as training:
         assert "To read it: gradloc report " in training.stdout.readline()
         assert int(training.stdout.readline()) == training.pid
-        training.send_signal(number)
-    assert training.returncode == -number
+        training.terminate()
+    assert training.returncode == -signal.SIGTERM
     assert launch("--python", stand_in(tmp_path, "exit 76")).returncode == 76
 
 
@@ -148,5 +143,3 @@ def test_a_bad_key_is_refused_before_ray_starts(tmp_path: Path) -> None:
     words = "grad_norm_threshold must be a positive finite number or auto, got -5"
     assert done.returncode == 1 and words in done.stderr, done.stderr
     assert "ray init kwargs" not in done.stdout  # which main_ppo prints before it starts Ray
-    if trees.TARGET.startswith("0.7"):  # verl 0.9's own check has a traceback
-        assert "Traceback" not in done.stderr

@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -16,8 +15,7 @@ import trees
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "examples/slurm.sh"
+SCRIPT = trees.ROOT / "examples/slurm.sh"
 NODES = ["n1", "n2", "n3"]
 ADDRESS = "10.0.0.7:6379"
 
@@ -100,7 +98,7 @@ class Cluster:
         self.write("modules/ray.py", RAY_MODULE)
         self.write("project/run_experiment.sh", TRAINING)
         self.write("project/apply_patch.py", CHECK)
-        self.write("project/examples/wait_for_ray.py", (ROOT / "examples/wait_for_ray.py").read_text())
+        self.write("project/examples/wait_for_ray.py", (trees.ROOT / "examples/wait_for_ray.py").read_text())
         (place / "joined").mkdir()
         self.environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "RAY", "NNODES"))},
@@ -180,12 +178,10 @@ def test_each_job_has_a_token_of_its_own(cluster: Cluster) -> None:
     first, second = auth(), auth()
     assert re.fullmatch("token [0-9a-f]{64}", first) and re.fullmatch("token [0-9a-f]{64}", second) and first != second
     assert auth(RAY_AUTH_TOKEN="mine") == "token mine"
-    assert auth(RAY_AUTH_MODE="disabled") == "disabled none"
-    assert auth(RAY_AUTH_TOKEN_PATH="/f") == "token none"
 
 
 def test_what_starts_a_container_comes_before_each_command(cluster: Cluster) -> None:
-    cluster.write("project/run_experiment.sh", f'exec bash {ROOT}/run_experiment.sh "$@"\n')
+    cluster.write("project/run_experiment.sh", f'exec bash {trees.ROOT}/run_experiment.sh "$@"\n')
     code, said = cluster.run("--dry-run", CONTAINER="env IN_CONTAINER=1")
     assert code == 0 and "trainer.nnodes=3 " in said and "trainer.n_gpus_per_node=4 " in said, said
     commands = [line.split(maxsplit=2)[2] for line in cluster.notes("srun")]
@@ -199,10 +195,7 @@ def test_what_starts_a_container_comes_before_each_command(cluster: Cluster) -> 
     ({"UNPATCHED": "n2"}, 1, "the verl of n2 is not patched: said about n2", []),
     ({"FAILING": "n3"}, 1, "Ray on n3 has ended", ["n1", "n2"]),
     ({"LOST": "n2", "RAY_WAIT": "1"}, 1, f"after 1 s, 2 of 3 nodes have joined {ADDRESS}", NODES),
-    ({"SLURM_JOB_NODELIST": ""}, 2, "start it with sbatch", []),
-    ({"SLURM_SUBMIT_DIR": "/nowhere"}, 2, "no run_experiment.sh in '/nowhere': set GRADLOC_DIR", []),
     ({"SLURM_GPUS_PER_NODE": ""}, 2, "ask for them with --gpus-per-node", []),
-    ({"NODES": ""}, 2, "scontrol names no node", []),
     ({"ADDRESSES": "127.0.1.1"}, 2, "n1 has only the addresses '127.0.1.1': set HEAD_ADDRESS", []),
 )
 def test_a_job_that_cannot_start_ends_without_training(
@@ -214,19 +207,13 @@ def test_a_job_that_cannot_start_ends_without_training(
     assert code == 1 or not cluster.notes("ray")
 
 
-def test_the_address_of_the_head_may_be_given(cluster: Cluster) -> None:
-    code, said = cluster.run(ADDRESSES="127.0.1.1", HEAD_ADDRESS="10.1.1.1")
-    assert code == 7 and cluster.notes("training")[0].startswith("n1 10.1.1.1:6379 "), said
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_ends_training_and_ray(cluster: Cluster, number: signal.Signals, code: int) -> None:
+def test_a_signal_ends_training_and_ray(cluster: Cluster) -> None:
     job = cluster.start(LONG="1")
     while not cluster.notes("training"):
         assert job.poll() is None
         time.sleep(0.1)
-    job.send_signal(number)
+    job.terminate()
     said = "".join(job.communicate())
-    assert job.returncode == code, said
+    assert job.returncode == 143, said
     ended = cluster.notes("ended")
     assert ended[0] == "training" and sorted(ended[1:]) == NODES

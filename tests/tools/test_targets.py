@@ -76,17 +76,15 @@ def one_sentence(done: subprocess.CompletedProcess[str], code: int, found: str) 
     assert len(done.stderr.strip()) <= 200, done.stderr
 
 
-@pytest.mark.parametrize("release", ["main-of-some-day-with-a-long-name", None])
-def test_a_verl_of_no_target(two: Project, newer: Path, release: str | None) -> None:
-    version = newer / "verl/version/version"
-    version.unlink() if release is None else version.write_text(f"{release}\n")
+def test_a_verl_of_no_target(two: Project, newer: Path) -> None:
+    (newer / "verl/version/version").write_text("main-of-some-day-with-a-long-name\n")
     for file in (ACTOR, ALGOS):
         (newer / file).write_text("other\n")
     given = ["--repo", newer]
     with unchanged(newer):
         for arguments, code in (([*given, "--check"], 12), (["--installed"], 3), ([*given, "--reverse"], 3)):
             done = two.apply(*arguments, PYTHONPATH=str(newer))
-            one_sentence(done, code, f"found verl {(release or '(no version)')[:12]}; ")
+            one_sentence(done, code, "found verl main-of-some; ")
 
 
 def test_the_target_that_is_named_counts(two: Project, newer: Path) -> None:
@@ -98,37 +96,19 @@ def test_the_target_that_is_named_counts(two: Project, newer: Path) -> None:
     refused(two.apply("--repo", newer, "--target", "0.6.0"), 3, "no patch for verl 0.6.0", "0.7.0 or 0.7.1")
 
 
-@pytest.mark.parametrize("action", ["--reverse", "--check", None])
-def test_a_wrong_target_advises_no_deletion_of_a_patch(two: Project, newer: Path, action: str | None) -> None:
+@pytest.mark.parametrize("action", ["--reverse", "--check"])
+def test_a_wrong_target_advises_no_deletion_of_a_patch(two: Project, newer: Path, action: str) -> None:
     two.said("--repo", newer)
-    with unchanged(newer):
-        for place in (["--repo", newer], ["--installed"]):
-            arguments = [*place, "--target", "0.7.0", *([action] if action else [])]
-            done = two.apply(*arguments, PYTHONPATH=str(newer))
-            refused(done, 12 if action == "--check" else 3, "is patched for 0.7.1, not for 0.7.0; leave --target out")
-            assert "rm -r" not in done.stderr and "restore" not in done.stderr
+    arguments = ["--installed", "--target", "0.7.0", action]
+    done = two.apply(*arguments, PYTHONPATH=str(newer))
+    refused(done, 12 if action == "--check" else 3, "is patched for 0.7.1, not for 0.7.0; leave --target out")
+    assert "rm -r" not in done.stderr and "restore" not in done.stderr
     # As an older patch left it: its content is of no target, the version is.
     for file in (ACTOR, ALGOS, NEW):
         (newer / file).write_text("# of an older patch\n")
-    done = two.apply("--installed", "--target", "0.7.0", PYTHONPATH=str(newer))
-    refused(done, 3, "is 0.7.1, but --target asks for the patch for 0.7.0; leave --target out")
+    done = two.apply(*arguments, PYTHONPATH=str(newer))
+    assert "is 0.7.1, but --target asks for the patch for 0.7.0; leave --target out" in done.stderr
     assert "rm -r" not in done.stderr
-
-
-def test_only_a_named_or_installed_target_has_to_be_whole(two: Project, tree: Path, newer: Path) -> None:
-    (two.place / "patches/0.7.1/hooks.patch").write_text("damaged\n")
-    refused(two.apply("--repo", tree), 3, "SHA-256")
-    refused(two.apply("--installed", PYTHONPATH=str(newer)), 3, "SHA-256")
-    two.said("--repo", tree, "--check", "--target", "0.7.0")
-    two.said("--installed", PYTHONPATH=str(tree))
-
-
-def test_a_given_patch_is_for_whatever_it_fits(two: Project, newer: Path, next_patch: Patch, tmp_path: Path) -> None:
-    patch = trees.write_patch(tmp_path / "own.patch", next_patch.whole)
-    assert "(verl 0.7.1, " in two.said("--repo", newer, "--check", "--patch-file", patch)
-    (newer / "verl/version/version").unlink()
-    two.said("--repo", newer, "--patch-file", patch)
-    two.said("--repo", newer, "--patch-file", patch, "--reverse")
 
 
 def test_a_tree_that_fits_several_has_to_say_which_it_is(project: Project, tree: Path, small_patch: Patch) -> None:
@@ -150,8 +130,5 @@ def test_the_real_targets(tmp_path: Path) -> None:
         assert NEW in {change.path for change in apply_patch.load_target(target)}
         for part in target.parts:
             assert trees.run("sha256sum", "-c", f"{part.name}.sha256", cwd=part.parent).returncode == 0, part
-        # The sentence about another verl is short, whatever has changed.
-        for files in ([], *([change.path] * 30 for change in apply_patch.load_part(target.hooks))):
-            said = f"apply_patch: {apply_patch.not_taken(tmp_path, files)}"
-            assert len(said) <= 200 and "takes 0.7.0, 0.7.1 and 0.9.1 as released" in said, said
-            assert not files or files[0][-35:] in said
+    said = f"apply_patch: {apply_patch.not_taken(tmp_path, [ACTOR] * 30)}"
+    assert len(said) <= 200 and "takes 0.7.0, 0.7.1 and 0.9.1 as released" in said, said
