@@ -68,7 +68,6 @@ MISSING = object()
     (["schema"], 6),
     (["drill"], {"planted": {"rank": 0, "row": 1, "position": -1}, "found": True, "passes": 1}),
     (["culprits", 0, "sources"], ["gremlins"]),
-    (["more_tokens"], 1.5),
     (["units", 0, "rest"], {"tokens": 3, "norm": 1.0}),
     (["culprits", 0, "layer_norms"], {"a": "x"}),
     (["units", 0, "rest"], MISSING),
@@ -244,7 +243,6 @@ def test_no_evidence_is_not_taken_for_no_spike(tmp_path: Path, show: Any, refuse
     assert refused(tmp_path / "nowhere") == f"No such file or directory: {tmp_path}/nowhere\n"
     for name, held, said in (
         ("spikes.jsonl.gz", b"\x1f\x8b\x08\n\xff", "is no evidence: give the folder that has spikes.jsonl."),
-        ("empty", b"", "is no evidence: give the folder that has spikes.jsonl."),
         ("spikes.jsonl", b'{"schema": 4}\n', "has no valid line: it is cut, or no evidence. Copy it again."),
     ):
         (tmp_path / name).write_bytes(held)
@@ -376,7 +374,7 @@ def spread(tokens: int, norm: float, rest: float | None, units: int = 1, **chang
     made = event(5, found, **changes)
     for i, unit in enumerate(made["units"]):
         unit["norm"] = norm * unit["threshold"]
-        left = {"tokens": 9, "threshold": unit["threshold"]}
+        left = {"tokens": 9 if rest else 0, "threshold": unit["threshold"] if rest else 0.0}
         unit["rest"] = None if rest is None else {**left, "norm": (rest - i / 4) * unit["threshold"]}
     for c in made["culprits"]:
         c["share"] = 0.07
@@ -399,6 +397,11 @@ AT = "micro-batch 2 of rank 1 is"
         spread(4, 14.2, 0.93, units=2, more_tokens=1),
         "Explained: without these 4 tokens every micro-batch is under its threshold; the highest, micro-batch 2 of "
         "rank 1, is at 0.93 of its threshold (14.2 with them); about 1 more token may be over τ.",
+    ),
+    (
+        spread(1, 14.2, 0.0, more_tokens=None),
+        "Explained: without this token micro-batch 2 of rank 1 has no token left that can move (it is at 14.2 of "
+        "its threshold with it).",
     ),
     (
         spread(3, 1.42, 1.3, more_tokens=1300, **DIFFUSE),

@@ -253,6 +253,7 @@ SENTENCE = "Training ends after step 3, because of 2 gradient spikes in the last
 @cases(
     "status lines last",
     (76, [SENTENCE, "ray: cleaning up"], [SENTENCE]),
+    (76, ["(TaskRunner pid=1) " + SENTENCE, "another program's 76"], None),
     (1, [SENTENCE, "an error"], None),
 )
 def test_a_stopped_run_says_why(tmp_path: Path, status: int, lines: list[str], last: list[str] | None) -> None:

@@ -133,7 +133,6 @@ def test_an_edit_of_the_linked_package_is_one_of_the_sources(made: Made) -> None
 
 
 REFUSED = [
-    ("gradloc/notes.txt", b"notes\n", [".py files only"]),
     ("rewards/__init__.py", b"", ["would replace a file of verl's own"]),
     ("gradloc/bad.py", b"x = (\n", ["Python cannot compile"]),
     ("gradloc/a#b.py", b"x = 1\n", ["apply_patch.py would not take the patch"]),

@@ -96,7 +96,6 @@ def test_runs_that_must_not_resume_from_each_other(recorder: str) -> None:
 def test_what_is_refused(recorder: str, tmp_path: Path) -> None:
     bare = trees.write(tmp_path / "bare", f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n', 0o755)
     for arguments, sentence in (
-        (["--tyni"], "unknown option --tyni: see --help"),
         (["LERNING_RATE=1"], "LERNING_RATE is no variable of this script"),
         (["--python", "/nope"], "there is no Python at '/nope': give one with --python"),
         (["--python", str(bare)], "has no verl"),
