@@ -531,9 +531,10 @@ def test_the_view_stays_bounded_and_its_totals_count_all(view: Any) -> None:
     # The largest of every event is there, and then the largest others.
     assert len(made.spikes) == 9 and len(made.culprits) == 10
     assert {shown.spike for shown in made.culprits} == set(range(8)) and made.spikes[-1].culprits == []
+    assert [shown.layers is not None for shown in made.culprits] == [True] * 2 + [False] * 8
     assert {("Culprit tokens", "24", ""), ("Searches complete", "5", "of 9")} <= {*made.facts}
     assert {bar.label: bar.count for bar in made.bars["sources"]} == {"other": 16, "sequence": 8}
-    assert made.tables["culprits"].more == "14 smaller ones left out"
+    assert made.tables["culprits"].more == "14 smaller ones left out" and "10 culprits of 24" in made.notes[-1]
     # Where there are more spikes than that, the largest culprits are shown, and all spikes.
     made = view(rows=3, details=2)
     assert [shown.spike for shown in made.culprits] == [0, 1, 2] and len(made.spikes) == 9
