@@ -227,9 +227,10 @@ def test_a_tree_in_a_repository(project: Project, tree: Path, tmp_path: Path, pa
 
 
 def test_git_variables_do_not_mislead(project: Project, checkout: Path, tmp_path: Path) -> None:
-    trees.commit_all(trees.copy_base(tmp_path / "other"))
-    change_other(checkout)
-    refused(project.apply("--repo", checkout, GIT_DIR=f"{tmp_path}/other/.git"), 3, "local changes")
+    other = trees.copy_base(tmp_path / "other")
+    change_other(other)
+    trees.commit_all(other)
+    project.said("--repo", checkout, "--check", GIT_DIR=f"{other}/.git")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files to another account")
@@ -344,7 +345,6 @@ def test_a_patch_in_one_file(project: Project, tree: Path, small_patch: Patch, t
 def test_usage(project: Project, tree: Path) -> None:
     for arguments in (
         [],
-        ["--repo", ""],
         ["--repo", tree, "--patch-sha256", "0" * 64],
         ["--repo", tree, "--patch-url", "https://example.org/x"],
         ["--repo", tree, "--check", "--reverse"],
@@ -368,6 +368,7 @@ BAD = {
     "empty": (lambda data: b"", "empty"),
     "CRLF": (replaced("\n", "\r\n", -1), "CRLF"),
     "cut in a line": (lambda data: data[:-20], "cut off"),
+    "cut at a line": (lambda data: data[: data.rindex(b"\n", 0, -1) + 1], "damaged"),
     "doubled": (lambda data: data + data, "twice"),
     "index line": (replaced("index ", "index 1"), "damaged"),
     "huge number": (replaced("@@ -1,", "@@ -" + "9" * 5000 + ","), "damaged"),
@@ -427,7 +428,6 @@ ODD_ANSWERS = {
     "/loop": (reply(b"", "302 Found", "Location: /loop"), "could not be downloaded"),
     "/plain": (reply(b"", "302 Found", "Location: http://example.org/x"), "use an https URL"),
     "/file": (reply(b"", "302 Found", "Location: file:///etc/passwd"), "could not be downloaded"),
-    "/empty": (reply(b""), "not the required"),
 }
 ODD_URLS = {
     "http://localhost.example.org/x": "use an https URL",
