@@ -1,12 +1,10 @@
 """Bundles from other trainers' files: what they hold, what is refused, and that the search takes them."""
 
-import contextlib
 import json
 import math
 import os
 import re
 import runpy
-import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
@@ -23,7 +21,6 @@ from printed_commands import commands_in, run_as_printed
 from small_bundles import VOCABULARY, small_model
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import LlamaForCausalLM
 
 from gradloc.bundles import limits
 from gradloc.evidence.writer import LINE_BYTES, jsonable
@@ -234,10 +231,9 @@ def test_given_coefficients_and_weights_are_taken_as_they_are(convert: Any) -> N
         line["coefficients"], line["weights"] = [-0.5] * count, [0.25] * count
         del line["advantages"]
     bundle = convert(lines)
-    for line, coefficient, weight in zip(lines, flat(bundle, "coefficient"), flat(bundle, "weight"), strict=True):
-        mask = torch.tensor(line["response_mask"])
-        torch.testing.assert_close(coefficient, -0.5 * mask)
-        torch.testing.assert_close(weight, 0.25 * mask)
+    for name, value in (("coefficient", -0.5), ("weight", 0.25)):
+        for line, values in zip(lines, flat(bundle, name), strict=True):
+            torch.testing.assert_close(values, value * torch.tensor(line["response_mask"]))
     assert bundle.event["suspected"][0]["advantage"] is None
 
 
@@ -272,21 +268,15 @@ ALL = range(4)
 @cases(
     "changed fields message",
     ([1], {"advantages": [1.0] * 8}, "field 'advantages': its shape is (8,), and that of the response is (7,)"),
-    ([1], {"response_mask": [1] * 6}, "field 'response_mask': its shape is"),
-    ([1], {"log_probs": [[-1.0] * 7]}, "field 'log_probs': its shape is (1, 7), and that"),
     ([1], {"advantages": NAN}, "field 'advantages': it is nan at index 0; if training had that"),
     ([1], {"coefficients": [1.0, None, *[1.0] * 5]}, "field 'coefficients': it is nan at index 1"),
-    ([1], {"advantages": math.inf}, "field 'advantages': it is inf at index 0"),
-    ([1], {"response_mask": [None, *[1] * 6]}, "field 'response_mask': it must be of zeros and ones."),
     ([1], {"response_mask": [0.5] * 7}, "field 'response_mask': it must be of zeros and ones."),
-    *(([1], {"advantages": value}, NUMBERS) for value in (["1"] * 7, {"a": 1}, [10**400] * 7)),
-    ([1], {"log_probs": "-1234567"}, NUMBERS),
+    *(([1], {"log_probs": value}, NUMBERS) for value in (["1"] * 7, "-1234567", [10**400] * 7)),
     ([1], {"log_probs": [0.5] * 7}, "field 'log_probs': a log-prob is not positive"),
     *(([1], {"response_ids": [1, 2, value, *[4] * 4]}, IDS) for value in (-3, 3.5, 2**40, 10**400, True)),
     ([1], {"rank": -1}, "field 'rank': it must be a whole number from 0 to 65,536, and is -1."),
     ([1], {"temperature": 0}, "field 'temperature': it must be a positive number, and"),
     ([1], {"uid": ["x"]}, "field 'uid': it must be a text or a whole number, and is ['x']."),
-    ([2], {"response_ids": []}, LENGTH),
     ([2], {"prompt_ids": []}, LENGTH),
     ([0], {"response_ids": None}, "field 'response_ids': a record needs prompt_ids and response_ids"),
     ([0], {"advantages": None}, "field 'advantages': it is missing, and so is 'coefficients'."),
@@ -296,7 +286,6 @@ ALL = range(4)
     (ALL, dict.fromkeys(LOG_PROBS), "field 'log_probs': it is missing, and so are"),
     # The threshold is computed from all weights.
     ([0], {"weights": [math.inf] * 5}, "field 'weights': it is inf at index 0."),
-    ([0], {"weights": [None] * 5}, "field 'weights': it is nan at index 0."),
 )
 def test_the_wrong_field_of_a_record_is_named(
     refused: Any, changed: list[int], fields: dict[str, Any], message: str
@@ -306,16 +295,6 @@ def test_the_wrong_field_of_a_record_is_named(
         lines[index] |= fields
     error = refused(lines, *(["--keep-nonfinite"] if "weights" in fields else []))
     assert message in error and (f"line {changed[0] + 1}" in error or "No token" in error)
-
-
-@cases(
-    "texts said",
-    ("step prompt completion advantage", "in TRL, train with RecordingTrainer of examples/trl_records.py."),
-    ("input output score step", "in verl, set actor_rollout_ref.actor.spike_detection=True and spike_search"),
-)
-def test_texts_without_ids_lead_to_what_writes_ids(refused: Any, texts: str, said: str) -> None:
-    line: dict[str, Any] = dict.fromkeys(texts.split(), "a")
-    assert f"line 1: texts only, no token ids; {said}" in refused([line])
 
 
 def test_nan_is_kept_on_request_and_may_be_behind_the_mask(convert: Any) -> None:
@@ -331,8 +310,7 @@ def test_nan_is_kept_on_request_and_may_be_behind_the_mask(convert: Any) -> None
 
 def test_files_that_are_not_read(refused: Any, tmp_path: Path) -> None:
     for name, content, message in (
-        ("b.jsonl", b"\n{", "line 2 cannot be parsed"),
-        ("c.jsonl", b"[1]\n", "line 1 is not an object with fields."),
+        ("c.jsonl", b"\n[1]\n", "line 2 is not an object with fields."),
         ("d.jsonl", b"[" * 10**5, "line 1 cannot be parsed: it nests too deep."),
         ("e.jsonl", b" " * (LINE_BYTES + 1), f"line 1 has over {LINE_BYTES:,} bytes."),
         ("g.parquet", b"PAR1", "is Parquet: first write it as JSON Lines, with pandas: read_parquet(f).to_json("),
@@ -343,7 +321,8 @@ def test_files_that_are_not_read(refused: Any, tmp_path: Path) -> None:
     lines = [{**line, "weights": [1e200] * len(line["response_ids"])} for line in records()]
     assert "both must be positive and finite" in refused(lines, "--usual-norm=1")
     assert "There is no record." in refused([])
-    assert "No such file" in refused(tmp_path / "gone.jsonl")
+    texts = dict.fromkeys(("prompt", "completion"), "a")
+    assert "texts only, no token ids; in TRL, train with RecordingTrainer of examples/trl" in refused([texts])
     os.mkfifo(tmp_path / "pipe.jsonl")
     assert "is not an ordinary file." in refused(tmp_path / "pipe.jsonl")
     with (tmp_path / "huge.jsonl").open("wb") as file:
@@ -359,14 +338,11 @@ def test_a_line_that_grows_does_not_fill_the_memory(refused: Any, tmp_path: Path
 
 
 @pytest.mark.parametrize("option", ["--out", "--model"])
-def test_a_folder_without_a_name_is_refused(option: str, tmp_path: Path, monkeypatch: Patch, capsys: Capsys) -> None:
+def test_a_folder_without_a_name_is_refused(option: str, tmp_path: Path, capsys: Capsys) -> None:
     file = write_lines(tmp_path / "a.jsonl", records())
-    (tmp_path / "empty").mkdir()
-    monkeypatch.chdir(tmp_path / "empty")
     with pytest.raises(SystemExit):
         main([str(file), "--out", str(tmp_path / "out"), option, ""])
     assert f"argument {option}: it must name a folder" in capsys.readouterr().err
-    assert not [*(tmp_path / "empty").iterdir()] and not (tmp_path / "out").exists()
 
 
 def example(name: str) -> Callable[..., Any]:
@@ -405,9 +381,7 @@ def slime_records(file: Path, **options: Any) -> Path:
 
 def test_slime_train_data(convert: Any, tmp_path: Path, capsys: Capsys) -> None:
     records_of_it = slime_records(slime_file(tmp_path / "31.pt"))
-    printed = capsys.readouterr()
-    assert printed.out == f"2 records. Next: gradloc convert {records_of_it} --out spike --step 31\n"
-    assert printed.err == "31.pt: step 0 of 2, with the log-probs before the first.\n"
+    assert capsys.readouterr().out == f"2 records. Next: gradloc convert {records_of_it} --out spike --step 31\n"
     bundle = convert(records_of_it, "--step", "31")
     assert (bundle.event["global_step"], bundle.event["world_size"]) == (31, 2)
     assert bundle.rows == {(0, 0): [0], (1, 0): [0]}  # the first of each rank's two samples: the first step
@@ -451,25 +425,15 @@ class Pickled:
         return os.mkdir, ("marker",)
 
 
-def change_file(file: Path, **changes: Any) -> None:
-    data = torch.load(slime_file(file))
-    torch.save({**data, **changes}, file)
-
-
 def deflate(file: Path) -> None:
-    change_file(file, more=torch.zeros(10**6))
-    entries = zipfile.ZipFile(file)
-    with entries, zipfile.ZipFile(file.with_suffix(".new"), "w", zipfile.ZIP_DEFLATED) as deflated:
-        for entry in entries.infolist():
-            deflated.writestr(entry.filename, entries.read(entry))
-    file.with_suffix(".new").rename(file)
-    assert len(torch.load(file)["more"]) == 10**6 and file.stat().st_size < 10**5
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as deflated:
+        deflated.writestr("archive/data.pkl", b"0" * 10**6)
 
 
 def with_advantages(value: Any) -> Callable[[Path], None]:
     def change(file: Path) -> None:
         samples = torch.load(slime_file(file))["samples"]
-        change_file(file, samples=[{**samples[0], "advantages": value}, *samples[1:]])
+        slime_file(file, samples=[{**samples[0], "advantages": value}, *samples[1:]])
 
     return change
 
@@ -480,20 +444,16 @@ NO_FIT = "is not train data of slime that fits together"
 DAMAGED = "is damaged, or older than torch 1.6: load it, and save it again."
 NO_LIST = "sample 0, field 'advantages': it must be a list of at most 4,194,304"
 SLIME: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "code": (lambda f: change_file(f, more=Pickled()), NOT_READ),
+    "code": (lambda f: slime_file(f, more=Pickled()), NOT_READ),
     "another byte": (lambda f: f.write_bytes(slime_file(f).read_bytes().replace(b"\x80\x02}", b"\x80\x02a")), NOT_READ),
-    "not text": (lambda f: f.write_bytes(slime_file(f).read_bytes().replace(b"tokens", b"tok\x81ns")), NOT_READ),
     "compressed": (deflate, "a.pt is compressed, and files that torch.save writes are not."),
     "cut off": (lambda f: f.write_bytes(slime_file(f).read_bytes()[:1000]), DAMAGED),
     "older": (lambda f: torch.save({}, f, _use_new_zipfile_serialization=False), DAMAGED),
-    "a list": (lambda f: torch.save([1, 2], f), NO_FORM),
-    "another format": (lambda f: change_file(f, format_version=3), NO_FORM),
-    "no samples": (lambda f: change_file(f, samples=[]), NO_FIT),
-    "no shards": (lambda f: change_file(f, dp_shards=[]), "a.pt: there is no sample."),
-    "no lists": (lambda f: change_file(f, samples=5), NO_FIT),
+    "another format": (lambda f: slime_file(f, format_version=3), NO_FORM),
+    "no shards": (lambda f: slime_file(f, dp_shards=[]), "a.pt: there is no sample."),
+    "no lists": (lambda f: slime_file(f, samples=5), NO_FIT),
     "numpy": (with_advantages(np.ones(5)), "field 'advantages': save it as a tensor or as plain numbers"),
     "repeated": (with_advantages(torch.zeros(1).expand(2**33)), NO_LIST),
-    "a matrix": (with_advantages(torch.zeros(2, 2)), NO_LIST),
 }
 
 
@@ -515,8 +475,6 @@ def test_what_slime_has_beside_plain_values_is_named(tmp_path: Path, capsys: Cap
     slime_records(slime_file(tmp_path / "a.pt", raw_reward=[np.float64(1.0)], counts=np.zeros(3)))
     (note,) = [line for line in capsys.readouterr().err.splitlines() if "left out" in line]
     assert note.startswith("a.pt: what has the types numpy.") and note.endswith("was left out of counts, raw_reward.")
-    with pytest.raises(RecordError, match="has 2 optimizer steps, and none with the number 7."):
-        slime_records(tmp_path / "a.pt", step=7)
 
 
 def test_a_file_of_slime_that_repeats_a_sample_is_refused(tmp_path: Path) -> None:
@@ -531,38 +489,18 @@ def test_a_file_of_slime_that_repeats_a_sample_is_refused(tmp_path: Path) -> Non
         make([file], tmp_path / "a.jsonl")
 
 
-def test_damage_anywhere_in_a_file_of_slime_is_refused(tmp_path: Path) -> None:
-    file = slime_file(tmp_path / "a.pt")
-    content = file.read_bytes()
-    start = content.index(b"data.pkl") + 64
-    for place in range(start, start + 400, 7):
-        file.write_bytes(content[:place] + b"\x81" + content[place + 1 :])
-        with contextlib.suppress(RecordError):  # it is none if it was in a value that is not read
-            slime_records(file)
-
-
-@pytest.mark.filterwarnings("default")
-def test_no_warning_of_torch_stands_before_the_sentence(tmp_path: Path) -> None:
-    file = slime_file(tmp_path / "a.pt", more=torch.eye(3).to_sparse_csr(), samples=5)
-    command = [sys.executable, str(ROOT / "examples/slime_records.py"), str(file), str(tmp_path / "a.jsonl")]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
-    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
-
-
 def test_the_example_for_nemo_rl_makes_records(convert: Any, tmp_path: Path) -> None:
     """A line as `log_batched_dict_as_jsonl` writes it: lists of one entry over the padded sequence, and `idx`."""
     logged, lines, width = [], records(), 9 + 2
+    names = {"response_ids": "token_ids", "response_mask": "token_loss_mask", "advantages": "advantages"}
+    names |= {"rollout_log_probs": "generation_logprobs", "old_log_probs": "prev_logprobs"}
     for index, record in enumerate(lines):
-        ids = record["prompt_ids"] + record["response_ids"]
-        line = {"content": ["text"], "rewards": [1.0], "input_lengths": [len(ids)], "sample_loss_mask": [1.0]}
-        line |= {"token_ids": [ids + [0] * (width - len(ids))], "idx": index}
-        for name, own in (
-            ("token_loss_mask", "response_mask"),
-            ("advantages", "advantages"),
-            ("generation_logprobs", "rollout_log_probs"),
-            ("prev_logprobs", "old_log_probs"),
-        ):
-            line[name] = [[*([0] * len(record["prompt_ids"])), *record[own], *([0] * (width - len(ids)))]]
+        prompt = len(record["prompt_ids"])
+        length = prompt + len(record["response_ids"])
+        line = {"content": ["text"], "input_lengths": [length], "sample_loss_mask": [1.0], "idx": index}
+        for own, name in names.items():
+            before = record["prompt_ids"] if own == "response_ids" else [0] * prompt
+            line[name] = [before + record[own] + [0] * (width - length)]
         logged.append(line)
     logged.append({**logged[0], "sample_loss_mask": [0.0]})
     make, short = example("nemo_rl_records.py"), [{**logged[0], "advantages": [[1.0] * (width - 1)]}]
@@ -630,7 +568,6 @@ def test_the_example_for_prime_rl_makes_records(convert: Any, tmp_path: Path) ->
     "field values message",
     ("is_masked", [None] * 9, "its loss is not prime-rl's default one"),
     ("ce_weights", [0.5] * 9, "it is also trained by another loss"),
-    ("advantages", [1.0] * 8, "rank_1.jsonl, line 1: the shape of advantages is (8,), and that of token_ids (9,)"),
 )
 def test_other_exports_of_prime_rl_are_refused(field: str, values: list[Any], message: str, tmp_path: Path) -> None:
     step, _ = prime_rl_export(tmp_path, **{field: values})
@@ -658,13 +595,13 @@ def test_the_example_for_trl_makes_records(convert: Any, tmp_path: Path, monkeyp
     monkeypatch.setitem(sys.modules, "trl", SimpleNamespace(GRPOTrainer=FakeTrainer))
     trainer = runpy.run_path(str(ROOT / "examples/trl_records.py"))["RecordingTrainer"]
     lines = records()
-    ids = [torch.tensor(line["response_ids"]) for line in lines]
-    prompts = [torch.tensor(line["prompt_ids"]) for line in lines]
+    for line in lines:
+        line |= {"prompt_mask": [1] * len(line["prompt_ids"]), "tokens": [1] * len(line["response_ids"])}
     inputs = {
-        "prompt_ids": pad_sequence(prompts, batch_first=True, padding_side="left"),
-        "prompt_mask": pad_sequence([torch.ones_like(each) for each in prompts], batch_first=True, padding_side="left"),
-        "completion_ids": pad_sequence(ids, batch_first=True),
-        "completion_mask": pad_sequence([torch.ones_like(each) for each in ids], batch_first=True),
+        "prompt_ids": padded(lines, "prompt_ids").long(),
+        "prompt_mask": padded(lines, "prompt_mask").long(),
+        "completion_ids": padded(lines, "response_ids").long(),
+        "completion_mask": padded(lines, "tokens").long(),
         "tool_mask": padded(lines, "response_mask").long(),
         "advantages": torch.tensor([line["advantages"][0] for line in lines]),
         "old_per_token_logps": padded(lines, "old_log_probs"),
@@ -675,45 +612,26 @@ def test_the_example_for_trl_makes_records(convert: Any, tmp_path: Path, monkeyp
         trainer(padded(lines, "log_probs")[:, :-1])._compute_loss(None, inputs)
     trainer(padded(lines, "log_probs"))._compute_loss(None, inputs)
     bundle = convert(tmp_path / "step12-rank0.jsonl", "--clip-low", "9", "--clip-high", "9")
-    for line, coefficient, weight in zip(lines, flat(bundle, "coefficient"), flat(bundle, "weight"), strict=True):
+    for line, coefficient in zip(lines, flat(bundle, "coefficient"), strict=True):
         mask = torch.tensor(line["response_mask"])
         ratio = (torch.tensor(line["log_probs"]) - torch.tensor(line["old_log_probs"])).exp()
         torch.testing.assert_close(coefficient, -0.5 * line["advantages"][0] * ratio * mask / count_of(lines))
-        torch.testing.assert_close(weight, mask / count_of(lines))
-
-
-def grpo_loss(log_probs: list[Tensor], lines: Records) -> Tensor:
-    """token-mean, with ratios of 1."""
-    total = torch.zeros(())
-    for log_prob, line in zip(log_probs, lines, strict=True):
-        total = total - (log_prob * torch.tensor(line["advantages"]) * torch.tensor(line["response_mask"])).sum()
-    return total / count_of(lines)
-
-
-def norm_of(model: LlamaForCausalLM, loss: Tensor) -> float:
-    gradients = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
-    return math.hypot(*(float(gradient.norm()) for gradient in gradients))
 
 
 def test_a_search_of_the_bundle_finds_the_planted_token(convert: Any, tmp_path: Path, capsys: Capsys) -> None:
     model, lines, folder = small_model(), records(), str(tmp_path / "its model")
     model.save_pretrained(folder)
-    log_probs = []
-    for line in lines:
+    for index, line in enumerate(lines):
         ids = torch.tensor([line["prompt_ids"] + line["response_ids"]])
         _, (log_prob,) = log_probs_of(lambda ids: model(ids).logits / 0.8, ids, len(line["prompt_ids"]))
-        log_probs.append(log_prob)
         line["log_probs"] = line["old_log_probs"] = log_prob.tolist()
         del line["ref_log_probs"], line["rollout_log_probs"]
-    norm = norm_of(model, grpo_loss(log_probs, lines))
-    advantages = lines[BAD[0]]["advantages"]
-    planted, advantages[BAD[1]] = advantages[BAD[1]], advantages[0]
-    usual_norm = norm_of(model, grpo_loss(log_probs, lines))
-    advantages[BAD[1]] = planted
-    token_norm = norm_of(model, planted * log_probs[BAD[0]][BAD[1]])
-
-    options = ["--model", folder, "--temperature", "0.8", "--grad-norm", str(norm), "--step", "3"]
-    bundle = convert(lines, *options, "--usual-norm", str(usual_norm))
+        if index == BAD[0]:
+            loss = lines[BAD[0]]["advantages"][BAD[1]] * log_prob[BAD[1]]
+            gradients = torch.autograd.grad(loss, list(model.parameters()))
+    token_norm = math.hypot(*(float(gradient.norm()) for gradient in gradients))
+    options = ["--model", folder, "--temperature", "0.8", "--grad-norm", "500", "--step", "3", "--usual-norm", "2"]
+    bundle = convert(lines, *options)
     commands = commands_in(capsys.readouterr().out)
     assert [command.split()[:2] for command in commands] == [["gradloc", "replay"], ["gradloc", "report"]]
     for command in commands:
@@ -724,4 +642,4 @@ def test_a_search_of_the_bundle_finds_the_planted_token(convert: Any, tmp_path: 
     (culprit,) = event["culprits"]
     assert (culprit["row"], culprit["position"]) == BAD
     assert culprit["grad_norm"] == pytest.approx(token_norm, rel=1e-4)
-    assert event["global_step"] == 3 and event["global_norm"] == pytest.approx(norm)
+    assert event["global_step"] == 3 and event["global_norm"] == 500
