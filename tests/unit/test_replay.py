@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,18 +12,16 @@ import pytest
 import torch
 from evidence import replay_result
 from notation import Caplog, Capsys, Patch, cases
-from small_bundles import ROWS, VOCABULARY, bundle, kept, replayed, resave, resign, resign_tensors, spikes, tensors_of
+from small_bundles import VOCABULARY, bundle, kept, replayed, resave, resign, resign_tensors, spikes, tensors_of
 
 from gradloc.bundles import bundle_writer, limits
-from gradloc.bundles.layout import NotReplayableError, Row
+from gradloc.bundles.layout import NotReplayableError
 from gradloc.search.findings import Alone
-from gradloc_tools.bundles import opening
-from gradloc_tools.bundles.opening import Bundle, open_bundle
+from gradloc_tools.bundles.opening import open_bundle
 from gradloc_tools.replay import memory, replaying
 from gradloc_tools.replay.command import main
-from gradloc_tools.replay.measuring import measure, places
-from gradloc_tools.replay.memory import needed_memory
-from gradloc_tools.replay.model import Variant, default_variant, forward, load, other_variants
+from gradloc_tools.replay.measuring import measure
+from gradloc_tools.replay.model import Variant, default_variant, load, other_variants
 from gradloc_tools.replay.verdict import sentences
 
 __all__ = ["bundle", "kept"]
@@ -56,12 +53,10 @@ OF_FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "cut off": (lambda b: tensors_of(b).write_bytes(tensors_of(b).read_bytes()[:500]), "is cut off: it has"),
     "changed": (flip, "does not match its checksum: it was changed."),
     "longer": (lambda b: append(tensors_of(b), b"more"), "is larger than it may be"),
-    "gone": (shutil.rmtree, "There is no such folder: /"),
     "tensors gone": (lambda b: tensors_of(b).unlink(), "The bundle has no rank0-micro_batch0.safetensors."),
     "a link": (link, "is not an ordinary file."),
     "pickled": (pickled, "rank0-micro_batch0.safetensors is damaged"),
     "manifest gone": (lambda b: (b / limits.MANIFEST).unlink(), "is not a replay bundle"),
-    "checksum gone": (lambda b: (b / limits.CHECKSUM).unlink(), "The bundle has no manifest.json.sha256."),
     "manifest changed": (lambda b: append(b / limits.MANIFEST, b" "), "manifest.json does not match its checksum"),
 }
 MICRO_BATCHES = "its field 'micro_batches' is missing or malformed"
@@ -81,7 +76,7 @@ def clips(**of_one: Any) -> Callable[[Manifest], Any]:
     return manifest(clips={"layer_clip": None, "token_clip": None, **of_one})
 
 
-CLIPS, OF_NO_SCALER = "its field 'clips' is missing or malformed", ", which no gradient scaler has"
+CLIPS = "its field 'clips' is missing or malformed"
 CLIP = {"action": "drop", "factor": 4.0, "usual": {}, "limit": 1}
 OF_MANIFEST: dict[str, tuple[Callable[[Manifest], Any], str]] = {
     "a path": (of_entry(file="../../secret"), "'../../secret' is not the name of the file of its micro-batch"),
@@ -92,17 +87,16 @@ OF_MANIFEST: dict[str, tuple[Callable[[Manifest], Any], str]] = {
     "many micro-batches": (lambda m: m["micro_batches"].extend(m["micro_batches"] * 8), "has 9 micro-batches, and 8 a"),
     "many tokens": (lambda m: m["measured"].extend(m["measured"][:1] * 2048), "measured tokens, and 2,048 are the lim"),
     "many rows": (of_entry(rows=[0] * (limits.ROWS + 1)), "it has 65,537 rows in a micro-batch, and 65,536 are the l"),
-    "a tiny scale": (lambda m: m["event"].update(loss_scale=1e-200), f"its loss_scale is 1e-200{OF_NO_SCALER}"),
-    "an infinite scale": (lambda m: m["event"].update(loss_scale=math.inf), f"its loss_scale is inf{OF_NO_SCALER}"),
+    "a tiny scale": (
+        lambda m: m["event"].update(loss_scale=1e-200),
+        "its loss_scale is 1e-200, which no gradient sc",
+    ),
     "something else": (manifest(kind="cake"), "is not that of a replay bundle"),
     "no event": (lambda m: m.pop("event"), "its field 'event' is missing or malformed"),
     "huge": (of_entry(bytes=10**15), "which is too much"),
-    "negative": (of_entry(bytes=-1), MICRO_BATCHES),
     "endless norm": (of_entry(norm=10**400), MICRO_BATCHES),
-    "infinite norm": (of_entry(norm=math.inf), MICRO_BATCHES),
     "other layers": (manifest(layers=["a"]), "are not those of the model"),
     "far token": (lambda m: m["event"]["culprits"][0].update(position=99), "names a token that its micro-batch does"),
-    "a list of clips": (manifest(clips=[]), CLIPS),
     "one clip": (manifest(clips={"token_clip": None}), CLIPS),
     "text as a bound": (clips(layer_clip={"a": {"norm": 1.0, "bound": "b", "factor": 1.0}}), CLIPS),
     "another action": (clips(token_clip={**CLIP, "action": "os.system"}), CLIPS),
@@ -110,10 +104,9 @@ OF_MANIFEST: dict[str, tuple[Callable[[Manifest], Any], str]] = {
 }
 
 
-WEIGHT, LOG_PROB, SAMPLED = "tokens.weight", "tokens.log_prob", "tokens.rollout_is_weight"
+WEIGHT, SAMPLED = "tokens.weight", "tokens.rollout_is_weight"
 OF_TENSORS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "another dtype": (lambda t: t.update({WEIGHT: t[WEIGHT].double()}), f"{WEIGHT} must be torch.float32 of shape (2,"),
-    "another shape": (lambda t: t.update({LOG_PROB: t[LOG_PROB][:, 1:].contiguous()}), f"{LOG_PROB} must be torch.fl"),
     "negative ids": (lambda t: t["input_ids"].neg_(), "must not be negative"),
     "wrong lengths": (lambda t: t["row_lengths"].add_(1), "do not add up"),
     "long responses": (lambda t: t["response_lengths"].add_(9), "do not fit into the rows"),
@@ -140,43 +133,6 @@ def test_a_damaged_bundle_is_refused_in_one_sentence(bundle: Path, kept: Path, c
         assert out == "" and error.count("\n") == 1 and message in error, error
 
 
-class Counted(list[Any]):
-    """A list that counts how often it is gone through."""
-
-    times = 0
-
-    def __iter__(self) -> Any:
-        self.times += 1
-        return super().__iter__()
-
-    def __contains__(self, entry: object) -> bool:
-        self.times += 1
-        return super().__contains__(entry)
-
-    def index(self, *arguments: Any) -> int:
-        self.times += 1
-        return super().index(*arguments)
-
-
-def test_the_work_of_opening_does_not_grow_with_the_entries(bundle: Path) -> None:
-    opened = open_bundle(bundle)
-
-    def work(entries: int) -> tuple[int, int]:
-        manifest = {**opened.manifest, "layers": Counted(opened.manifest["layers"])}
-        (entry,) = manifest["micro_batches"]
-        rows = Counted(entry["rows"])
-        manifest["micro_batches"] = [{**entry, "rows": rows}]
-        manifest["measured"] = manifest["measured"][:1] * entries
-        manifest["event"] = {**manifest["event"], "culprits": manifest["event"]["culprits"] * entries}
-        assert [*opening._problems(manifest)] == []
-        whole = Bundle(bundle, manifest, opened.micro_batches)
-        opening.check_places(whole)
-        assert len(places(whole, manifest["event"]["culprits"])) == entries
-        return manifest["layers"].times, rows.times
-
-    assert work(1) == work(500)
-
-
 def test_what_a_manifest_names_is_no_reason_to_fail(bundle: Path, kept: Path, tmp_path: Path, capsys: Capsys) -> None:
     def change(manifest: dict[str, Any]) -> None:
         manifest["event"] |= {"global_norm": math.nan, "seconds": 1e308}
@@ -196,7 +152,7 @@ def test_what_a_manifest_names_is_no_reason_to_fail(bundle: Path, kept: Path, tm
 @cases(
     "options message",
     ([], "The bundle's model is None, which is no folder of this machine: give it with --model."),
-    *((["--model", path], f"There is no such folder: --model {path}\n") for path in ("/no/w", "a/b/c", "~/m")),
+    (["--model", "a/b/c"], "There is no such folder: --model a/b/c\n"),
     (["--model", "wider"], "its hidden_size is 20, and 16 was trained."),
     (["--model", "deeper"], "is not the bundle's: its layers differ in layers.2."),
     (["--model", "model", "--adapter", "x"], "was recorded without a LoRA adapter"),
@@ -213,11 +169,10 @@ def test_a_wrong_model_is_refused(bundle: Path, kept: Path, capsys: Capsys, opti
 
 
 @pytest.mark.target(version="0.9.1")
-@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
-def test_buffers_keep_their_precision(kept: Path, dtype: str) -> None:
+def test_buffers_keep_their_precision(kept: Path) -> None:
     opened = open_bundle(kept / "replay" / "step1-epoch0-mini_batch0")
-    model = load(opened, str(kept / "model"), Variant(dtype, "sdpa"), "cpu", None, False)
-    assert {parameter.dtype for parameter in model.module.parameters()} == {getattr(torch, dtype)}
+    model = load(opened, str(kept / "model"), Variant("bfloat16", "sdpa"), "cpu", None, False)
+    assert {parameter.dtype for parameter in model.module.parameters()} == {torch.bfloat16}
     assert {buffer.dtype for buffer in model.module.buffers()} == {torch.float32}
 
 
@@ -228,7 +183,6 @@ FLASH = "flash_attention_2"
 @cases(
     "recorded asked device variants",
     ("float32, sdpa", ", ", "cpu", ["float32, sdpa", "float32, eager"]),
-    ("float32, eager", ", ", "cpu", ["float32, eager", "float32, sdpa"]),
     (f"bfloat16, {FLASH}", ", ", "cpu", ["bfloat16, sdpa", "float32, sdpa", "bfloat16, eager"]),
     ("bfloat16, sdpa", f", {FLASH}", "cuda", [f"bfloat16, {FLASH}", "float32, sdpa", "bfloat16, eager"]),
     ("bfloat16, own", "float16, eager", "cpu", ["float16, eager", "float32, eager", "float16, sdpa"]),
@@ -276,32 +230,6 @@ def test_a_comparison_without_enough_memory_is_left_out(
         f"float32, sdpa takes more memory than there is{figures}. "
         "Take another --device, --dtype or --attention, or a machine with more memory."
     ]
-
-
-@pytest.mark.parametrize(("dtype", "attention"), [("float32", "eager"), ("float32", "sdpa"), ("bfloat16", "eager")])
-def test_the_estimate_is_a_bound_from_below(bundle: Path, kept: Path, dtype: str, attention: str) -> None:
-    """Against the bytes that autograd keeps, each storage once, and the gradients."""
-    opened = open_bundle(bundle)
-    (saved,) = opened.micro_batches.values()
-    length = 512
-    saved.rows[:] = [Row(torch.zeros(length).long(), torch.arange(length), saved.rows[0].response_length, 1.0)] * ROWS
-    model = load(opened, str(kept / "model"), Variant(dtype, attention), "cpu", None, False)
-    storages: dict[int, tuple[torch.UntypedStorage, int]] = {}
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        storages[storage.data_ptr()] = (storage, storage.nbytes())  # held, so that no other takes its address
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        log_prob, _ = forward(model, saved.rows[0], False)
-        log_prob.sum().backward()
-    gradients = sum(p.numel() for p in model.module.parameters()) * model.dtype.itemsize
-    taken = sum(size for _, size in storages.values()) + gradients
-    estimate = needed_memory(opened, model.module, model.dtype, attention)
-    logits = VOCABULARY * length * model.dtype.itemsize  # freed by now
-    assert estimate - logits <= taken
-    assert attention == "sdpa" or estimate > 0.5 * taken
 
 
 def test_the_memory_of_a_container_counts(tmp_path: Path, monkeypatch: Patch) -> None:
@@ -353,7 +281,6 @@ def test_what_cannot_be_replayed_is_said_once(tmp_path: Path, caplog: Caplog, mo
 
 @cases(
     "limit value are_kept said",
-    ("LAYERS", 1, [False, False], "are the limits"),
     ("ROWS", 1, [False, False], "are the limits"),
     ("BUNDLE_BYTES", 1000, [False, False], "1,000 are the limit"),
     ("TOTAL_BYTES", 1000, [True, False], "no more replay bundles are kept"),
@@ -383,26 +310,17 @@ def result(**changes: Any) -> dict[str, Any]:
 @cases(
     "changes part",
     ({}, "The spike comes back: rank 0, micro-batch 1 has a gradient norm of 50, and had 50 in training."),
-    ({"unit": {"replayed": 50.02}}, "The spike comes back: "),
     ({"unit": {"replayed": 50.5}}, "The spike comes back with another size"),
     ({"unit": {"replayed": 52.5}, "recorded_dtype": "bfloat16"}, "The spike comes back: "),
     ({"unit": {"replayed": math.inf, "norm": "NaN"}}, "The spike comes back: "),
-    ({"unit": {"replayed": math.inf}}, "The spike comes back with another size"),
     ({"unit": {"replayed": 9.0}}, "The spike does not come back"),
-    ({"unit": {"replayed": math.nan, "norm": "NaN"}}, "The spike comes back"),
     ({"unit": {"replayed": 9.0, "norm": "NaN"}}, "The spike does not come back"),
     ({"unit": {"norm": None}}, "over its threshold: 50 of 10; no norm of it was recorded."),
-    ({"unit": {"norm": 9.0, "replayed": 9.0}}, "The gradient is the same"),
     ({"unit": {"others": [4.0]}}, "It vanishes with float32, eager: the norm is 4 there, so float32, sdpa makes"),
-    ({"unit": {"others": [math.nan]}}, "It does not vanish with float32, eager"),
     ({}, "these are the weights of training."),
-    ({"log_probs": APART}, "these are probably other weights than those of training. The bundle is of step 3; "),
     ({"log_probs": APART}, "The bundle is of step 3; the last checkpoint before it was /runs/global_step_2/actor."),
-    ({"log_probs": APART, "checkpoint": None}, "The bundle is of step 3; no checkpoint before it was known."),
-    ({"log_probs": {"tokens": 4, "nonfinite": 4, "mean": None, "max": None}}, "No log-prob is finite"),
     ({"tokens": CULPRITS}, "2 of 3 culprits are over τ = 10 again."),
     ({"tokens": CULPRITS, "culprits": 40}, "2 of the 3 largest culprits, of 40 in all, are over τ = 10 again."),
-    ({"tokens": CULPRITS[:1], "culprits": 1}, "The culprit is over τ = 10 again."),
     ({"layers": [{"layer": "a", "norm": 1.0, "replayed": 3.0, "others": []}]}, "a carries 100% of the squared norm"),
 )
 def test_sentences_of_a_replay_follow_its_figures(changes: dict[str, Any], part: str) -> None:
