@@ -23,8 +23,6 @@ from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
     PreTrainedModel,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
 )
 from transformers.utils import hub
 
@@ -128,11 +126,6 @@ def auto_map(model: Path, marker: Path, **changes: Any) -> None:
     change_json(model / "config.json", auto_map=code, **changes)
 
 
-def tokenizer_code(model: Path, marker: Path) -> None:
-    write_code(model / "tokenization_evil.py", marker)
-    change_json(model / "tokenizer_config.json", auto_map={"AutoTokenizer": ["tokenization_evil.Evil", None]})
-
-
 def generation_elsewhere(model: Path, marker: Path) -> None:
     elsewhere = model.parent / "elsewhere"
     write_code(elsewhere / "custom_generate" / "generate.py", marker)
@@ -150,7 +143,6 @@ def index_of_pickles(model: Path, marker: Path) -> None:
     pickled_weights(model, marker)
     index = {"metadata": {}, "weight_map": dict.fromkeys(names, "pytorch_model.bin")}
     change_json(model / "model.safetensors.index.json", **index)
-    change_json(model / "pytorch_model.bin.index.json", **index)
 
 
 def index_that_leads_out(model: Path, marker: Path) -> None:
@@ -170,12 +162,6 @@ def adapter(model: Path, marker: Path) -> None:
     change_json(model / "adapter_config.json", peft_type="LORA", base_model_name_or_path="attacker/model")
 
 
-def adapter_of_another_folder(model: Path, marker: Path) -> None:
-    elsewhere = shutil.copytree(model, model.parent / "elsewhere")
-    custom_generate(elsewhere, marker)
-    change_json(model / "adapter_config.json", peft_type="LORA", base_model_name_or_path=str(elsewhere))
-
-
 def pipe(file: Path) -> None:
     file.unlink()
     os.mkfifo(file)
@@ -185,7 +171,6 @@ ON_THE_HUB = {"AutoConfig": "attacker/code--a.EvilConfig", "AutoModelForCausalLM
 PYTHON_FILES = ("__init__", "torch", "json", "sitecustomize", "generate", "modeling_llama")
 KERNELS = [f"{of}_implementation{end}" for of in ("attn", "_attn", "experts", "_experts") for end in ("", "_internal")]
 FP8 = {"quant_method": "fp8"}
-ODD = {"hidden_act": {"a": 1}, "rope_scaling": [1], "to_dict": 3}
 NOT_LOADED = "cannot be loaded"
 # The attack, and what is said: None where the folder is used without what is bad in it.
 ATTACKS: dict[str, tuple[Callable[[Path, Path], Any], str | None]] = {
@@ -193,7 +178,6 @@ ATTACKS: dict[str, tuple[Callable[[Path, Path], Any], str | None]] = {
     "code for a known type": (auto_map, None),
     "code for an unknown type": (lambda m, x: auto_map(m, x, model_type="evil"), NOT_LOADED),
     "code on the hub": (lambda m, x: change_json(m / "config.json", auto_map=ON_THE_HUB, _name_or_path="a/b"), None),
-    "a tokenizer's code": (tokenizer_code, None),
     "Python files": (lambda m, x: [write_code(m / f"{name}.py", x) for name in PYTHON_FILES], None),
     "generation of another folder": (generation_elsewhere, None),
     "pickled weights": (pickled_weights, "it has no model.safetensors"),
@@ -204,19 +188,16 @@ ATTACKS: dict[str, tuple[Callable[[Path, Path], Any], str | None]] = {
     "kernels": (lambda m, _: [change_json(m / "config.json", **{name: "attacker/kernel"}) for name in KERNELS], None),
     "quantized": (lambda m, _: change_json(m / "config.json", quantization_config=FP8), "its weights are quantized"),
     "an adapter of a model on the hub": (adapter, None),
-    "an adapter of another folder": (adapter_of_another_folder, None),
     "a pipe as configuration": (lambda model, _: pipe(model / "config.json"), "config.json"),
     "a pipe as weights": (lambda model, _: pipe(model / "model.safetensors"), "it has no model.safetensors"),
     "deep": (lambda m, _: (m / "config.json").write_text('{"a": ' + "[" * 990 + "]" * 990 + "}"), NOT_LOADED),
-    "odd values": (lambda m, _: change_json(m / "config.json", **ODD), NOT_LOADED),
 }
 
 
 @cases(
     "attack by_manifest",
     *(pytest.param(attack, False, marks=ON_BOTH) for attack in ATTACKS),
-    *((attack, True) for attack in ("custom generation", "code on the hub", "pickled weights")),
-    ("a pipe as configuration", True),
+    *((attack, True) for attack in ("custom generation", "a pipe as configuration")),
 )
 def test_a_folder_runs_and_asks_nothing(download: Download, monkeypatch: Patch, attack: str, by_manifest: bool) -> None:
     write, message = ATTACKS[attack]
@@ -243,19 +224,19 @@ def test_files_that_are_not_read_are_named(download: Download) -> None:
 @ON_BOTH
 def test_the_attacks_succeed_where_a_folder_is_trusted(download: Download) -> None:
     """Without this, the tests above could pass because an attack does nothing."""
-    model, marker, asked = download.model, download.marker, download.asked
+    model, marker = download.model, download.marker
     custom_generate(model, marker)
     # That of a folder that the bundle names needs its name.
     resign(download.bundle, lambda manifest: manifest["model"].update(path=str(model)))
     code, _, error = download.replay("--trust-remote-code", model=False)
     assert code == 2 and "to run its code, give it with --model." in error and not marker.exists()
-    assert download.replay("--trust-remote-code")[0] == 0 and marker.exists() and asked == []
+    assert download.replay("--trust-remote-code")[0] == 0 and marker.exists() and download.asked == []
     adapter(model, marker)
     # transformers 5 takes the weights beside such a file.
-    for name in [model] if transformers.__version__.startswith("4.") else ["attacker/model"]:
-        with pytest.raises((RuntimeError, OSError)):
-            AutoModelForCausalLM.from_pretrained(name, trust_remote_code=False)
-        assert asked
+    with pytest.raises((RuntimeError, OSError)):
+        name = model if transformers.__version__.startswith("4.") else "attacker/model"
+        AutoModelForCausalLM.from_pretrained(name, trust_remote_code=False)
+    assert download.asked
 
 
 def copied(model: Path, to: Path) -> str:
@@ -272,15 +253,11 @@ BESIDE, NO_FOLDER = "in or beside the bundle", "no folder of this machine"
 PATHS: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
     "beside the bundle": (lambda b, m: copied(m, b.parent / "model"), BESIDE),
     "beside the evidence": (lambda b, m: copied(m, b.parent.parent / "checkpoint"), BESIDE),
-    "in the bundle": (lambda b, m: copied(m, b / "model"), BESIDE),
     "by dots": (lambda b, m: f"{m}/../{os.path.relpath(copied(m, b.parent / 'model'), m.parent)}", BESIDE),
     "by a link": (by_a_link, BESIDE),
     "relative": (lambda b, m: os.path.relpath(m), "a relative path"),
-    "here": (lambda b, m: os.chdir(m) or ".", "a relative path"),
-    "home": (lambda b, m: "~/model", NO_FOLDER),
     "on the hub": (lambda b, m: "attacker/model", NO_FOLDER),
     "a null byte": (lambda b, m: f"{m}\0", NO_FOLDER),
-    "too long": (lambda b, m: "/a" * 5000, NO_FOLDER),
     "no text": (lambda b, m: {"a": 1}, NO_FOLDER),
 }
 
@@ -314,9 +291,6 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "tied": lambda: small_model(tie_word_embeddings=True),
     # transformers 5 fuses the experts while it loads.
     "experts": lambda: MixtralForCausalLM(MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4)),
-    "other experts": lambda: Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(**SIZES, num_key_value_heads=2, num_experts=4, moe_intermediate_size=8, head_dim=8)
-    ),
 }
 
 
@@ -361,27 +335,14 @@ def test_an_adapter_asks_no_hub(download: Download, lora: Path) -> None:
     assert json.loads(found)["units"] == json.loads(expected)["units"]
 
 
-def pickled_adapter(lora: Path, marker: Path) -> None:
+def test_another_adapter_is_refused(download: Download, lora: Path) -> None:
     (lora / "adapter_model.safetensors").unlink()
-    write_pickle(lora / "adapter_model.bin", marker)
-
-
-@cases(
-    "change message",
-    (pickled_adapter, "it has no adapter_model.safetensors."),
-    (
-        lambda lora, _: change_json(lora / "adapter_config.json", peft_type="XLORA", adapters={"0": "attacker/a"}),
-        "its peft_type is 'XLORA', and a replay loads LORA.",
-    ),
-    (lambda lora, marker: shutil.rmtree(lora), "there is no such folder."),
-)
-def test_another_adapter_is_refused(
-    download: Download, lora: Path, change: Callable[[Path, Path], Any], message: str
-) -> None:
-    change(lora, download.marker)
+    write_pickle(lora / "adapter_model.bin", download.marker)
     code, _, said = download.replay("--adapter", str(lora))
-    loading, error = said.splitlines()
-    assert code == 2 and "min  loading the model " in loading and message in error and download.is_harmless(), error
+    assert code == 2 and "it has no adapter_model.safetensors." in said and download.is_harmless()
+    change_json(lora / "adapter_config.json", peft_type="XLORA", adapters={"0": "attacker/a"})
+    code, _, said = download.replay("--adapter", str(lora))
+    assert code == 2 and "its peft_type is 'XLORA', and a replay loads LORA." in said and download.is_harmless()
 
 
 @ON_BOTH
