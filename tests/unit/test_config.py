@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import verl
-import yaml
 from hydra import compose, initialize_config_dir
 from notation import Caplog, Patch, cases
 from omegaconf import OmegaConf
@@ -54,10 +53,7 @@ def composed(*overrides: str) -> Any:
 
 
 def actor_config(*overrides: str) -> FSDPActorConfig:
-    config = composed(
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
-        *(f"actor_rollout_ref.actor.{override}" for override in overrides),
-    )
+    config = composed(*(f"{ACTOR}.{override}" for override in ("ppo_micro_batch_size_per_gpu=1", *overrides)))
     return omega_conf_to_dataclass(config.actor_rollout_ref.actor)
 
 
@@ -72,14 +68,13 @@ def test_every_key_is_declared_with_its_default() -> None:
     assert {key: as_dataclass[key] for key in DEFAULTS} == DEFAULTS
     # The generated reference mirrors the composed configuration.
     generated = OmegaConf.load(CONFIG_DIR / "_generated_ppo_trainer.yaml")
-    ours = [*DEFAULTS, "bisect_dump_dir"]
     want = OmegaConf.to_container(composed().actor_rollout_ref.actor, resolve=False)
     got = OmegaConf.to_container(generated.actor_rollout_ref.actor, resolve=False)
-    assert {key: got[key] for key in ours} == {key: want[key] for key in ours}
-    assert list(got) == list(want)
+    ours = [*DEFAULTS, "bisect_dump_dir", "layer_clip", "token_clip"]
+    assert {key: got[key] for key in ours} == {key: want[key] for key in ours} and list(got) == list(want)
     for clip, own in (("layer_clip", LayerClipConfig), ("token_clip", TokenClipConfig)):
-        assert got[clip] == want[clip] == {**own(), "_target_": want[clip]["_target_"]}
-        assert dict(getattr(actor_config(), clip)) == dict(own())
+        assert want[clip] == {**own(), "_target_": want[clip]["_target_"]}
+        assert dict(as_dataclass[clip]) == dict(own())
 
 
 def documented(page: str, heading: str = "") -> dict[str, str]:
@@ -199,16 +194,13 @@ def test_overrides_in_the_documentation_are_those_of_this_verl(page: Path, monke
     ("spike_drill_step=2", "spike_drill_step needs spike_detection=True"),
     ("spike_log=sometimes", "spike_log must be True, False, texts or null"),
     ("spike_replay=-1", "spike_replay must be a number of bundles, 0 for none, got -1"),
-    ("spike_replay=True", "spike_replay must be a number of bundles"),
     ("spike_action=drop", "spike_action=drop needs spike_detection=True"),
     *(
         (f"{clip}={value}", rf"{clip} is a group of keys, got .*: set actor_rollout_ref.actor.{clip}.enable={wanted}\.")
         for clip in ("layer_clip", "token_clip")
-        for value, wanted in (("True", "True"), ("null", "False"), ("drop", "True"))
+        for value, wanted in (("True", "True"), ("null", "False"))
     ),
     ("layer_clip.ratio=0.5", "layer_clip.ratio must be a number over 1, got 0.5."),
-    ("token_clip.action=zero", "token_clip.action must be one of"),
-    ("spike_search=replay spike_action=skip", "spike_action=skip needs spike_search=training"),
     ("spike_search=replay spike_action=drop", "spike_action=drop needs spike_search=training"),
     ("spike_search=replay spike_drill_step=2 spike_detection=True", "spike_drill_step tests the search in training"),
 )
@@ -251,7 +243,6 @@ def test_other_engines_only_record(engine: str) -> None:
         (f"{ACTOR}.spike_search=training", "spike_search=training needs the FSDP engine, not strategy="),
         (f"+{ACTOR}.layer_clip.enable=True", "layer_clip needs the FSDP engine"),
         (f"+{ACTOR}.token_clip.enable=True", "token_clip needs the FSDP engine"),
-        (f"{ACTOR}.spike_action=drop", "spike_action=drop needs spike_search=training"),
     ):
         with pytest.raises(Exception, match=message):
             config(override)
@@ -278,13 +269,8 @@ def test_configurations_of_a_users_own_have_the_keys(tmp_path: Path) -> None:
         assert (actor.spike_action, actor.spike_stop_after) == ("stop", stop_after)
 
 
-def test_yaml_follows_verls_format_rules() -> None:
-    lines = (CONFIG_DIR / "gradloc/actor.yaml").read_text().split("\n")
-    for key in [*DEFAULTS, "bisect_dump_dir"]:
-        (at,) = [i for i, line in enumerate(lines) if line.startswith(f"{key}:")]
-        assert lines[at - 1].startswith("# ") and lines[at + 1] == "" and "#" not in lines[at]
-    assert yaml.safe_load("\n".join(lines))["spike_detection"] is False
-    # An engine of one's own, whose class derives from verl's ActorConfig, would not know our keys.
+def test_the_keys_are_in_no_yaml_of_every_engine() -> None:
+    """An engine of one's own, whose class derives from verl's ActorConfig, would not know them."""
     keys = (CONFIG_DIR / "actor/actor.yaml").read_text()
     assert "spike_" not in keys and "optim" in keys
 
@@ -297,7 +283,6 @@ OF_THE_LEGACY_WORKERS = [
 ]
 OF_THE_ENGINE = [
     ([TURBO, DETECTION], "does not know strategy=fsdp_turbo"),
-    ([TURBO, f"{ACTOR}.layer_clip.enable=True"], "does not know strategy=fsdp_turbo"),
     (["distillation.enabled=True", DETECTION], "does not know distillation losses"),
     (["distillation.enabled=True"], None),
     ([TURBO, DETECTION, f"{ACTOR}.spike_search=replay"], None),
@@ -309,9 +294,8 @@ OF_THE_ENGINE = [
 @cases(
     "overrides message",
     *(OF_THE_ENGINE if ENGINE else OF_THE_LEGACY_WORKERS),
-    (["actor_rollout_ref.actor.spike_drill_step=5"], "choose one of 1 to 4"),
-    (["actor_rollout_ref.actor.spike_drill_step=2", "trainer.critic_warmup=3"], "choose one of 3 to 4"),
-    (["actor_rollout_ref.actor.spike_drill_step=4"], None),
+    ([f"{ACTOR}.spike_drill_step=2", "trainer.critic_warmup=3"], "choose one of 3 to 4"),
+    ([f"{ACTOR}.spike_drill_step=4"], None),
 )
 def test_what_the_trainer_refuses(monkeypatch: Patch, overrides: list[str], message: str | None) -> None:
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer, Role

@@ -2,14 +2,12 @@
 
 import ast
 import re
-import shutil
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
-from notation import Capsys, Patch
+from notation import Capsys
 
 import apply_patch
 from gradloc import __version__, lines
@@ -123,17 +121,6 @@ def test_the_tables_of_fields_are_those_of_the_code() -> None:
     assert fields(schema.EVENT) | fields(schema.NOTE) <= in_backticks(EVIDENCE)
 
 
-def test_a_stale_table_of_fields_is_told(monkeypatch: Patch, capsys: Capsys, tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "docs/reference", tmp_path / "docs/reference")
-    (tmp_path / "gradloc").mkdir()
-    text = (ROOT / "gradloc/lines.py").read_text()
-    (tmp_path / "gradloc/lines.py").write_text(text.replace("# `spike_action`", "# another | one"))
-    monkeypatch.setattr(field_tables, "ROOT", tmp_path)
-    assert field_tables.main(["--check"]) == 1 and "evidence.md" in capsys.readouterr().err
-    assert field_tables.main([]) == 0 == field_tables.main(["--check"])
-    assert "`action` | another \\| one\n" in (tmp_path / "docs/reference/evidence.md").read_text()
-
-
 def test_the_way_of_a_spike_leads_through_files_that_exist() -> None:
     section = (ROOT / "CONTRIBUTING.md").read_text().split("## The way of a spike")[1].split("\n## ")[0]
     package, folder, files = ROOT / "gradloc", "", []
@@ -154,28 +141,15 @@ def test_the_table_of_sources_is_that_of_the_code() -> None:
 
 
 def banned(text: str, words: dict[str, str]) -> list[str]:
-    """What is found in the text, with its line and what to write instead."""
-    return [
-        f"line {text[: found.start()].count(chr(10)) + 1}: {found[0]!r}: write {instead}"
-        for pattern, instead in words.items()
-        for found in re.finditer(pattern, text, re.I)
-    ]
+    """What is found in the text, and what to write instead."""
+    found = ((re.search(pattern, text, re.I), instead) for pattern, instead in words.items())
+    return [f"{word[0]!r}: write {instead}" for word, instead in found if word]
 
 
 def strings(module: Path) -> str:
     """The texts in a Python file: its string constants, with docstrings."""
     nodes = ast.walk(ast.parse(module.read_text()))
     return "\n".join(node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
-
-
-def test_banned_words_are_found_in_a_text_that_has_them() -> None:
-    text = "At most so many passes.\nuv is not to be had here; the ANSWER ends with an end token."
-    assert [found.split(":")[0] for found in banned(text, BANNED | RESPONSE)] == ["line 1", *["line 2"] * 3]
-    assert banned("All samples are to blame.", BANNED | RESPONSE) == [
-        "line 1: 'to blame': write 'the cause'",
-        "line 1: 'All samples': write 'response'",
-    ]
-    assert banned("The brooms bend tokens; a cloud samples. The EOS token of a response.", BANNED | RESPONSE) == []
 
 
 PLAIN = [page for page in PAGES if page.name != "CHANGELOG.md"] + [ROOT / "gradloc_tools/report/page.html"]
@@ -191,10 +165,6 @@ def test_what_a_reader_sees_is_in_plain_words(file: Path) -> None:
 
 def test_the_readme_fits_on_a_few_screens() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 110
-    header = (ROOT / "docs/use/report.png").read_bytes()[:24]
-    assert header[12:16] == b"IHDR"
-    width, height = struct.unpack(">II", header[16:24])
-    assert width <= 1160 and height <= 700
     # The changelog has the version.
     name = "Unreleased" if ".dev" in __version__ else __version__
     assert re.search(rf"^## \[{re.escape(name)}\]", (ROOT / "CHANGELOG.md").read_text(), re.M)

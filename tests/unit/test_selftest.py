@@ -66,12 +66,6 @@ def test_a_search_that_breaks_something_is_told(model: str, capsys: Capsys, monk
     assert "the search has changed the gradient" in told
 
 
-def test_a_model_that_is_not_there_is_told(tmp_path: Path, capsys: Capsys) -> None:
-    assert main(["--model", str(tmp_path)]) == 2
-    assert str(tmp_path) in capsys.readouterr().err
-    assert not torch.distributed.is_initialized()
-
-
 @cases(
     "error told",
     (torch.OutOfMemoryError("too much"), "smaller --rows or --response may fit. too much"),
