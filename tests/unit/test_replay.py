@@ -185,7 +185,6 @@ FLASH = "flash_attention_2"
     ("float32, sdpa", ", ", "cpu", ["float32, sdpa", "float32, eager"]),
     (f"bfloat16, {FLASH}", ", ", "cpu", ["bfloat16, sdpa", "float32, sdpa", "bfloat16, eager"]),
     ("bfloat16, sdpa", f", {FLASH}", "cuda", [f"bfloat16, {FLASH}", "float32, sdpa", "bfloat16, eager"]),
-    ("bfloat16, own", "float16, eager", "cpu", ["float16, eager", "float32, eager", "float16, sdpa"]),
     ("int4, sdpa", ", ", "cpu", ["float32, sdpa", "float32, eager"]),
 )
 def test_a_replay_computes_as_asked(bundle: Path, recorded: str, asked: str, device: str, variants: list[str]) -> None:
@@ -202,9 +201,9 @@ NO_MEMORY = Mock(side_effect=torch.cuda.OutOfMemoryError("no memory"))  # no GPU
 
 @cases(
     "take_too_much figures",
-    *((take, "") for take in (lambda: torch.empty(2**60), lambda: bytearray(2**62), NO_MEMORY)),
+    *((take, "") for take in (lambda: torch.empty(2**60), NO_MEMORY)),
     (None, ": at least 0.0 GiB are needed, and 0.0 are free"),
-    ids=["torch", "python", "cuda", "foreseen"],
+    ids=["torch", "cuda", "foreseen"],
 )
 def test_a_comparison_without_enough_memory_is_left_out(
     bundle: Path, kept: Path, monkeypatch: Patch, capsys: Any, take_too_much: Callable[[], None] | None, figures: str
@@ -233,11 +232,9 @@ def test_a_comparison_without_enough_memory_is_left_out(
 
 
 def test_the_memory_of_a_container_counts(tmp_path: Path, monkeypatch: Patch) -> None:
-    assert 0 < memory.free_memory("cpu") < 2**50  # of this machine
     proc, groups = tmp_path / "proc", tmp_path / "cgroup"
     monkeypatch.setattr(memory, "_PROC", proc)
     monkeypatch.setattr(memory, "_CGROUPS", groups)
-    assert memory.free_memory("cpu") is None
     (proc / "self").mkdir(parents=True)
     (proc / "meminfo").write_text("MemTotal: 900 kB\nMemAvailable: 500 kB\nSwapFree: 20 kB\n")
     assert memory.free_memory("cpu") == 520 * 1024

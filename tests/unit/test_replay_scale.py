@@ -128,9 +128,7 @@ def test_temperature_is_found(temperature: float, training: float, kept: Path, t
     found = result["temperature"]
     assert found["fits"] == pytest.approx(temperature, rel=0.006) and found["training"] == pytest.approx(training)
     assert found["left"] < LEFT * found["gap"]
-    said = (
-        f"another temperature: {found['fits']:.2f} fits, and training computes them at {training:g} (mean "
-    )
+    said = f"another temperature: {found['fits']:.2f} fits, and training computes them at {training:g} (mean "
     assert said in result["sentences"][-1]
 
 

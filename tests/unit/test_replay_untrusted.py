@@ -126,30 +126,19 @@ def auto_map(model: Path, marker: Path, **changes: Any) -> None:
     change_json(model / "config.json", auto_map=code, **changes)
 
 
-def generation_elsewhere(model: Path, marker: Path) -> None:
-    elsewhere = model.parent / "elsewhere"
-    write_code(elsewhere / "custom_generate" / "generate.py", marker)
-    change_json(model / "generation_config.json", custom_generate=str(elsewhere), _name_or_path="attacker/generation")
-    (model / "custom_generate").symlink_to(elsewhere / "custom_generate")
-
-
 def pickled_weights(model: Path, marker: Path) -> None:
     (model / "model.safetensors").unlink()
     write_pickle(model / "pytorch_model.bin", marker)
 
 
-def index_of_pickles(model: Path, marker: Path) -> None:
-    names = list(load_file(model / "model.safetensors"))
-    pickled_weights(model, marker)
-    index = {"metadata": {}, "weight_map": dict.fromkeys(names, "pytorch_model.bin")}
-    change_json(model / "model.safetensors.index.json", **index)
+def index_of(name: str) -> Callable[[Path, Path], None]:
+    """Makes the weights those of another file, by an index."""
 
+    def write(model: Path, marker: Path) -> None:
+        pickled_weights(model, marker)
+        change_json(model / "model.safetensors.index.json", metadata={}, weight_map={"lm_head.weight": name})
 
-def index_that_leads_out(model: Path, marker: Path) -> None:
-    names = list(load_file(model / "model.safetensors"))
-    (model / "model.safetensors").rename(model.parent / "weights.safetensors")
-    index = {"metadata": {}, "weight_map": dict.fromkeys(names, "../weights.safetensors")}
-    change_json(model / "model.safetensors.index.json", **index)
+    return write
 
 
 def named_weights(model: Path, marker: Path) -> None:
@@ -179,11 +168,10 @@ ATTACKS: dict[str, tuple[Callable[[Path, Path], Any], str | None]] = {
     "code for an unknown type": (lambda m, x: auto_map(m, x, model_type="evil"), NOT_LOADED),
     "code on the hub": (lambda m, x: change_json(m / "config.json", auto_map=ON_THE_HUB, _name_or_path="a/b"), None),
     "Python files": (lambda m, x: [write_code(m / f"{name}.py", x) for name in PYTHON_FILES], None),
-    "generation of another folder": (generation_elsewhere, None),
     "pickled weights": (pickled_weights, "it has no model.safetensors"),
     "a pickle by another name": (lambda m, x: write_pickle(m / "model.safetensors", x), NOT_LOADED),
-    "an index of pickles": (index_of_pickles, "'pytorch_model.bin' is not the name of a safetensors file"),
-    "an index that leads out": (index_that_leads_out, "'../weights.safetensors' is not the name of"),
+    "an index of pickles": (index_of("pytorch_model.bin"), "'pytorch_model.bin' is not the name of a safetensors file"),
+    "an index that leads out": (index_of("../a.safetensors"), "'../a.safetensors' is not the name of"),
     "weights named by the configuration": (named_weights, None),
     "kernels": (lambda m, _: [change_json(m / "config.json", **{name: "attacker/kernel"}) for name in KERNELS], None),
     "quantized": (lambda m, _: change_json(m / "config.json", quantization_config=FP8), "its weights are quantized"),
@@ -253,7 +241,6 @@ BESIDE, NO_FOLDER = "in or beside the bundle", "no folder of this machine"
 PATHS: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
     "beside the bundle": (lambda b, m: copied(m, b.parent / "model"), BESIDE),
     "beside the evidence": (lambda b, m: copied(m, b.parent.parent / "checkpoint"), BESIDE),
-    "by dots": (lambda b, m: f"{m}/../{os.path.relpath(copied(m, b.parent / 'model'), m.parent)}", BESIDE),
     "by a link": (by_a_link, BESIDE),
     "relative": (lambda b, m: os.path.relpath(m), "a relative path"),
     "on the hub": (lambda b, m: "attacker/model", NO_FOLDER),
@@ -324,12 +311,8 @@ def lora(download: Download) -> Path:
 @ON_BOTH
 def test_an_adapter_asks_no_hub(download: Download, lora: Path) -> None:
     code, expected, _ = download.replay("--adapter", str(lora))
-    change_json(
-        lora / "adapter_config.json",
-        base_model_name_or_path="attacker/model",
-        auto_mapping={"base_model_class": "Evil", "parent_library": "evil"},
-        megatron_core="megatron.evil",
-    )
+    mapping = {"base_model_class": "Evil", "parent_library": "evil"}
+    change_json(lora / "adapter_config.json", base_model_name_or_path="attacker/model", auto_mapping=mapping)
     again, found, _ = download.replay("--adapter", str(lora))
     assert (code, again) == (0, 0) and download.asked == []
     assert json.loads(found)["units"] == json.loads(expected)["units"]
