@@ -10,7 +10,6 @@ that earn nothing, and QUIRKS the rest. We chose these answers: what the scorer 
 FORMS: list[tuple[str, str, float]] = [
     ("The answer is 25%", "25", 1),
     (r"\boxed{5\text{ cm}}", "5", 1),
-    (r"\boxed{6\text{ cm}}", "5", 0),
     (r"\boxed{\{3, 1, 2\}}", r"\{1, 2, 3\}", 1),
     (r"\boxed{(2, 1)}", "(1, 2)", 0),
     (r"First \boxed{1}. Wait: it is \boxed{2}", "2", 1),
@@ -20,20 +19,14 @@ FORMS: list[tuple[str, str, float]] = [
     ("I don't know", "42", 0),
     # Neighbours of those below, which the scorer must leave alone.
     (r"\boxed{6.6\times 10^{-34}}", r"6.6\times 10^{-34}", 1),
-    (r"\boxed{6.6\times 10^{-34}\text{ J s}}", r"6.6\times 10^{-34}", 1),
     (r"\boxed{0.0000001}", "10^{-7}", 1),
     (r"\boxed{0.000123}", "0.00012345", 1),
-    (r"\boxed{0.00013}", "0.00012345", 0),
     (r"\boxed{0.0}", "0", 1),
     (r"\boxed{1.0}", "1 + 10^{-9}", 1),
-    (r"\boxed{\{2, 0.0000001\}}", r"\{10^{-7}, 2\}", 1),
     (r"\boxed{42_{10}}", "42", 1),
     (r"\boxed{101010_2 = 42}", "42", 1),
-    (r"\boxed{52_8 = 42_{10}}", "42", 1),
     (r"\boxed{42_{8}}", "42_8", 1),
-    (r"\boxed{42}", "42_8", 1),
     (r"\boxed{[42]}", "42", 1),
-    (r"\boxed{[42, 42]}", r"\{42\}", 1),
     (r"\boxed{[1, 3]}", r"1 \le x \le 3", 1),
     (r"\boxed{(42, 42)}", "42", 0),
     (r"\boxed{\text{42 or anything}}", "42", 0),
@@ -41,19 +34,14 @@ FORMS: list[tuple[str, str, float]] = [
     (r"\boxed{42 \text{ or 43}}", r"42 \text{ or 43}", 1),
     (r"\boxed{1 \text{ or } 2}", r"\{1, 2\}", 1),
     (r"\boxed{41 + 1 = 42}", "42", 1),
-    (r"\boxed{42.3 = 42}", "42", 1),
     (r"\boxed{\frac13 = 0.33}", "0.33", 1),
-    (r"\boxed{\sin 30^\circ = 0.5}", "0.5", 1),
     (r"\boxed{= 42}", "42", 1),
     (r"\boxed{1+2+\ldots+10=55}", "55", 1),
     (r"\boxed{x=1,y=2}", "(1,2)", 1),
     (r"\boxed{x=2,y=1}", "(1,2)", 0),
-    (r"\boxed{(x,y)=(1,2)}", "(1,2)", 1),
     (r"\boxed{y=2,x=1}", "x=1,y=2", 1),
-    (r"\boxed{w=3,l=2}", "(3,2)", 1),
     (r"\boxed{\frac{2x}{10^{30}}}", r"\frac{x}{10^{30}}", 0),
     (r"\boxed{5\,\mathrm{m}}", "5", 1),
-    (r"\boxed{3cm}", "3", 1),
     (r"\boxed{\frac{2}{10^{30}}}", r"\frac{1}{5\cdot 10^{29}}", 1),
     (r"\boxed{\frac{22}{7} \approx 3.14}", r"\frac{22}{7}", 1),
     (r"\boxed{2x = 84 \Rightarrow x = 42}", "42", 1),
@@ -69,18 +57,13 @@ REPAIRED: list[tuple[str, str, float]] = [
     # tiny truths
     (r"\boxed{0.0}", r"6.6\times 10^{-34}", 0),
     (r"\boxed{0.0}", "10^{-7}", 0),
-    (r"\boxed{0.0}", "0.0000000001", 0),
-    (r"\boxed{6.7\times 10^{-34}}", r"6.6\times 10^{-34}", 0),
     (r"\boxed{\{0.0, 2\}}", r"\{10^{-7}, 2\}", 0),
     (r"\boxed{3.33 \times 10^{-5}}", r"\frac{1}{30000}", 1),
     # bases
     (r"\boxed{42_8}", "42", 0),
-    (r"\boxed{42_{8}}", "42", 0),
-    (r"\boxed{42_{(8)}}", "42", 0),
     (r"\boxed{42_9}", "42_8", 0),
     # hedges
     (r"\boxed{42 \text{ or anything}}", "42", 0),
-    (r"\boxed{42\mbox{ or anything}}", "42", 0),
     (r"\boxed{42\mathrm{ or anything}}", "42", 0),
     (r"\boxed{42 \text{ and 43}}", "42", 0),
     # signs before the answer
@@ -89,23 +72,17 @@ REPAIRED: list[tuple[str, str, float]] = [
     (r"\boxed{> 42}", "42", 0),
     # false equations
     (r"\boxed{43 = 42}", "42", 0),
-    (r"\boxed{43.0 = 42}", "42", 0),
     # dots
     (r"\boxed{\{1,2,3,\ldots\}}", r"\{1,2,3\}", 0),
-    (r"\boxed{\left\{1,2,3,\ldots\right\}}", r"\{1,2,3\}", 0),
-    (r"\boxed{\{1,2,\ldots,3\}}", r"\{1,2,3\}", 0),
     (r"\boxed{\{1,2,3\}}", r"\{1,2,3,\ldots\}", 0),
     (r"\boxed{\{1, 2, 3, \dots\}}", r"\{1,2,3,\ldots\}", 1),
-    (r"\boxed{\{1,2,3,...\}}", r"\{1,2,3,\ldots\}", 1),
     # values by name
     (r"\boxed{y=1,x=2}", "(1,2)", 0),
-    (r"\boxed{y=1 \text{ and } x=2}", "(1,2)", 0),
     (r"\boxed{(y,x)=(1,2)}", "(1,2)", 0),
     (r"\boxed{x_2=1,x_1=2}", "(1,2)", 0),
     # variables, not units
     (r"\boxed{2x+3m}", "2x+3", 0),
     (r"\boxed{3g}", "3", 0),
-    (r"\boxed{3ab}", "3", 0),
     (r"\boxed{5-5m}", "5(1-m)", 1),
     # tiny rationals
     (r"\boxed{\frac{1}{101!}}", r"\frac{1}{100!}", 0),
@@ -115,7 +92,6 @@ REPAIRED: list[tuple[str, str, float]] = [
     (r"\boxed{\partial 42}", "42", 0),
     # one side of a relation
     (r"\boxed{42 \approx 43}", "42", 0),
-    (r"\boxed{x = 42 \approx 43}", "42", 0),
     (r"\boxed{41 \mid 42}", "42", 0),
 ]
 

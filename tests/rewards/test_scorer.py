@@ -216,17 +216,15 @@ def test_a_missing_or_unusable_math_verify(tmp_path: Path) -> None:
     assert result.returncode == 1 and last.startswith("ImportError")
     assert "needs math-verify, which is not installed: `pip install 'math-verify>=0.8'`" in last
     # Releases before 0.8 fail without timeouts of their own, and call every answer wrong. A stand-in for them.
-    for says in ("False", "signal.alarm(timeout_seconds)"):
-        (tmp_path / "math_verify.py").write_text(f"""
-import signal
+    (tmp_path / "math_verify.py").write_text("""
 ExprExtractionConfig = LatexExtractionConfig = StringExtractionConfig = object
 def parse(*_, **options):
     return []
-def verify(*_, timeout_seconds, **options):
-    return {says}
+def verify(*_, **options):
+    return False
 """)
-        last = run_script("scorer.compute_score('7', '7', workers=2)", PYTHONPATH=str(tmp_path)).stderr.splitlines()[-1]
-        assert last.startswith("ImportError: The math_verify reward needs math-verify>=0.8: `pip install"), last
+    last = run_script("scorer.compute_score('7', '7', workers=2)", PYTHONPATH=str(tmp_path)).stderr.splitlines()[-1]
+    assert last.startswith("ImportError: The math_verify reward needs math-verify>=0.8: `pip install"), last
 
 
 @pytest.mark.timeout(600)
@@ -234,7 +232,7 @@ def test_the_limit_is_one_of_cpu_time(tmp_path: Path) -> None:
     """On a busy machine a right answer waits for the CPU; here a stand-in for Math-Verify makes answers wait."""
     (tmp_path / "math_verify").mkdir()
     (tmp_path / "math_verify/grader.py").write_text("sympy_numeric_eq = None")
-    (tmp_path / "math_verify/__init__.py").write_text(f"""
+    (tmp_path / "math_verify/__init__.py").write_text("""
 import time
 ExprExtractionConfig = LatexExtractionConfig = StringExtractionConfig = object
 def parse(text, *_, **options):
@@ -245,44 +243,30 @@ def verify(gold, found, **_):
         return True
     if "sleeps" in found[0]:
         time.sleep(10**6)
-    if "computes" in found[0]:
-        begun = time.process_time()
-        with open({str(tmp_path / "seconds")!r}, "w") as file:
-            while True:
-                print(time.process_time() - begun, file=file, flush=True)
+    while "computes" in found[0]:
+        pass
     return gold == found
 """)
-    text = """
+    result = run_script(
+        """
 print(scorer.compute_score("waits", "7", workers=2, timeout=5))
 for answer in "computes", "sleeps":
     print(scorer.compute_score(answer, "7", workers=2, timeout=0.5, timeout_score=0.25))
 print(scorer.compute_score("7", "7", workers=2))
-"""
-    result = run_script(text, PYTHONPATH=str(tmp_path))
+""",
+        PYTHONPATH=str(tmp_path),
+    )
     assert result.stdout == "1.0\n0.25\n0.25\n0.0\n", result.stderr
-    *_, before, last = (tmp_path / "seconds").read_text().splitlines()
-    # Without the last line, which may be cut off. The kernel counts CPU time in ticks of its clock.
-    assert float(before) < 1, last
 
 
-BAD_VARIABLES = {
-    "WORKERS": "two",
-    "TIMEOUT": "nan",
-    "MEMORY_MB": "255",
-    "PRECISION": "-1",
-    "GOLD_TARGET": "",
-    "PRED_TARGET": "latex;expr",
-}
+BAD_VARIABLES = {"WORKERS": "two", "TIMEOUT": "nan", "MEMORY_MB": "255", "PRED_TARGET": "latex;expr"}
 BAD_OPTIONS = [
-    ({"timeout": True}, ValueError, "timeout .* True"),
     ({"timeout": 86401}, ValueError, "timeout .* at most 86400, but is 86401"),
     ({"precision": 1.5}, ValueError, "precision .* 1.5"),
-    ({"pred_extraction_target": []}, ValueError, r"pred_extraction_target .* \[\]"),
     ({"workers": 3}, ValueError, "2 workers of 1024 MiB.* not for 3 "),
     ({"time_out": 3}, TypeError, "no option 'time_out'; it has timeout, workers"),
     ({"timeout_score": float("nan")}, ValueError, "timeout_score .* nan"),
 ]
-VARIABLES = ("PRECISION", "GOLD_TARGET", "PRED_TARGET")
 
 
 def test_bad_settings_and_options(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,16 +292,14 @@ def test_answer_and_truth_are_text_or_a_number() -> None:
     """The text may be of a class that the workers do not have."""
     assert score(Text("\\boxed{5}"), Text("5")) == 1.0
     assert guarded_math_verify.compute_score_batch([], [Text("4"), np.str_("5")], [Text("5"), "5"]) == [0.0, 1.0]
-    for truth in (5, np.int64(50), np.float32(1e-7), -2.5e-5, 1e22):
+    for truth in (5, np.float32(1e-7), -2.5e-5, 1e22):
         mantissa, _, exponent = str(truth).partition("e")
         assert score(f"\\boxed{{{mantissa} \\times 10^{{{exponent or 0}}}}}", truth) == 1.0
         assert score("\\boxed{0.0}", truth) == 0.0
-    for truth in (None, ["5"], np.array(["5"]), b"5", True, np.nan, np.float32("nan")):
-        with pytest.raises(TypeError, match="must be a string or a number, got "):
-            score("5", truth)
+    for truth in (None, ["5"], True, np.float32("nan")):
         with pytest.raises(TypeError, match="must be a string or a number, got "):
             guarded_math_verify.compute_score_batch(["x"], ["5"], [truth])
-    for answer in (None, 5, b"5"):
+    for answer in (None, 5):
         with pytest.raises(TypeError, match="must be a string, got "):
             score(answer, "5")
 
@@ -333,22 +315,24 @@ def test_answer_and_truth_are_text_or_a_number() -> None:
     ("I get 7", "7", {"pred_extraction_target": "latex"}, 0),
     ("I get $7$", "7", {"pred_extraction_target": ["latex"]}, 1),
     ("7", "\\frac{14}{2}", {"gold_extraction_target": "expr"}, 0),
-    ("7", "7", {"gold_extraction_target": ("expr", "latex")}, 1),
     ("The answer is B.", "B", {"gold_extraction_target": "string", "pred_extraction_target": "string"}, 1),
     # Those of other scorers and of verl's managers
     ("7", "7", {"gamma": 0.1, "reward_router_address": None}, 1),
     (HANGING, "7", {"timeout": 0.3, "timeout_score": 0.25}, 0.25),
     (HANGING, "7", {"timeout": 0.3}, 0),
 )
-def test_options(answer: str, truth: str, options: dict, expected: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options(answer: str, truth: str, options: dict, expected: float) -> None:
     result = default_compute_score("math_verify", answer, truth, **options)
     assert isinstance(result, float) and result == expected
-    variables = dict(zip(["precision", "gold_extraction_target", "pred_extraction_target"], VARIABLES, strict=True))
-    for name in options.keys() & variables.keys():
-        text = options[name] if isinstance(options[name], int | str) else ",".join(options[name])
-        monkeypatch.setenv(f"VERL_MATH_VERIFY_{variables[name]}", str(text))
-    if options.keys() <= variables.keys():
-        assert score(answer, truth) == expected
+
+
+def test_variables_set_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VERL_MATH_VERIFY_PRECISION", "3")
+    assert score("0.333", "\\frac{1}{3}") == 1.0
+    monkeypatch.setenv("VERL_MATH_VERIFY_PRED_TARGET", "latex,string")
+    assert score("I get 7", "7") == 0.0
+    monkeypatch.setenv("VERL_MATH_VERIFY_GOLD_TARGET", "string")
+    assert score("The answer is B.", "B") == 1.0
 
 
 def test_a_batch_has_as_many_truths_as_answers() -> None:
@@ -448,17 +432,6 @@ print(score_without_descriptors("7"), scorer.compute_score("8", "7", workers=2))
     assert result.stdout == "1.0\n1.0 0.0\n", result.stderr
 
 
-def test_descriptors_with_large_numbers() -> None:
-    """More than select() takes."""
-    result = run_script("""
-import resource
-resource.setrlimit(resource.RLIMIT_NOFILE, (1200, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-held = [os.dup(0) for _ in range(1100)]
-print(scorer.compute_score("7", "7", workers=2))
-""")
-    assert result.stdout == "1.0\n", result.stderr
-
-
 def test_the_server_is_killed() -> None:
     old = new_workers()
     server = old[0].parent()
@@ -507,24 +480,18 @@ def test_forked_children_get_a_pool_of_their_own() -> None:
     result = run_script("""
 import multiprocessing, psutil
 assert scorer.compute_score("1", "1") == 1.0
-
 workers = psutil.Process().children(recursive=True)
 child = os.fork()
 if child == 0:
     sys.exit(int(scorer.compute_score("2", "2") + scorer.compute_score("2", "3")))
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
 
-# A child of multiprocessing joins its own children when it ends.
-child = multiprocessing.get_context("fork").Process(target=scorer.compute_score, args=("1", "1"))
-child.start()
-child.join(30)
-assert child.exitcode == 0
-
-# A daemon may have no children of multiprocessing.
-child = multiprocessing.get_context("fork").Process(target=scorer.compute_score, args=("1", "1"), daemon=True)
-child.start()
-child.join(30)
-assert child.exitcode == 0
+# A child of multiprocessing joins its own children when it ends, and a daemon may have none.
+for daemon in (False, True):
+    child = multiprocessing.get_context("fork").Process(target=scorer.compute_score, args=("1", "1"), daemon=daemon)
+    child.start()
+    child.join(30)
+    assert child.exitcode == 0
 
 assert scorer.compute_score("3", "3") == 1.0
 assert {*workers} <= {*psutil.Process().children(recursive=True)}

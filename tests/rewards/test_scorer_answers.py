@@ -102,14 +102,11 @@ def test_infinities_do_not_pass_for_a_number(monkeypatch: pytest.MonkeyPatch) ->
         assert guarded_math_verify._score(f"$\\boxed{{{answer}}}$", truth, 6, *targets) == 1.0, answer
 
 
-HOSTILE = [answer for of_kind in hostile_answers().values() for answer in of_kind]
+HOSTILE = hostile_answers()
 
 
 def test_hostile_answers_keep_to_their_limit_and_memory(hostile_pool: None) -> None:
-    """Each is a call of its own, as in verl's reward loop, but for every third, which comes in a batch below.
-
-    Without limits, hardly any of the powers alone would end.
-    """
+    """Each is a call of its own, as in verl's reward loop, but for every third, which comes in a batch below."""
 
     def score(answer: str) -> float:
         return guarded_math_verify.compute_score(answer, TRUTH, timeout_score=TIMED_OUT)

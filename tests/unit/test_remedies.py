@@ -26,7 +26,6 @@ from gradloc_tools.replay.command import main
 from gradloc_tools.replay.measuring import norms_now
 from gradloc_tools.replay.model import Variant, load
 from gradloc_tools.replay.token_clip import clip_tokens
-from gradloc_tools.report.command import main as report
 from gradloc_tools.report.reading import read
 from gradloc_tools.report.replays import advice_by_source, best, recommended
 
@@ -156,22 +155,19 @@ def test_more_signals_than_the_largest_share_are_left(bundle: Path, replay: Any)
 
 def test_without_bounds_of_this_model_a_clip_has_no_row(bundle: Path, replay: Any) -> None:
     """Also where it was on, but in its warm-up."""
-    step = {layer: {"norm": 1.0, "bound": None, "factor": 1.0} for layer in open_bundle(bundle).manifest["layers"]}
-    warming = bounds_of(bundle)
-    warming["usual"] = dict.fromkeys(warming["usual"])
     resign(bundle, lambda manifest: manifest.update(actor={"token_clip": {"warmup_steps": 7}}))
-    know(bundle, layer_clip=step, token_clip=warming)
-    result = replay("--remedies")
-    assert not [name for name in rows_by_name(result) if "Clip" in name]
-    (of_tokens,) = (note for note in result["remedy_notes"] if note.startswith("TokenClip"))
-    assert "unknown until it has run 7 steps" in of_tokens and "action=log" in of_tokens
-    assert any(note.startswith("LayerClip: unknown until it has run 20 steps") for note in result["remedy_notes"])
-    of_another_model = bounds_of(bundle)
+    warming, of_another_model = bounds_of(bundle), bounds_of(bundle)
+    warming["usual"] = dict.fromkeys(warming["usual"])
     of_another_model["usual"]["layers.9"] = 1.0
-    know(bundle, token_clip=of_another_model)
-    result = replay("--remedies")
-    assert "TokenClip" not in rows_by_name(result)
-    assert any("its bounds are of other layers" in note for note in result["remedy_notes"])
+    for bounds, said in (
+        (warming, "TokenClip: unknown until it has run 7 steps"),
+        (of_another_model, "its bounds are of other layers"),
+    ):
+        know(bundle, token_clip=bounds)
+        result = replay("--remedies")
+        assert not [name for name in rows_by_name(result) if "Clip" in name]
+        notes = " ".join(result["remedy_notes"])
+        assert said in notes and "LayerClip: unknown until it has run 20 steps" in notes
 
 
 def chain(ids: Tensor, coefficient: Tensor) -> Iterator[tuple[dict[str, Tensor], Tensor | None, Tensor]]:
@@ -227,7 +223,6 @@ def norm_of(gradients: list[dict[str, Tensor]]) -> float:
 def test_a_table_has_every_field_and_says_what_is_missing(replay: Any, monkeypatch: Patch) -> None:
     monkeypatch.setitem(sys.modules, "gradloc_tools.replay.remedy_losses", None)
     result = replay("--remedies")
-    assert all(set(row) == FIELDS for row in result["remedies"])
     rows = rows_by_name(result)
     assert set(rows) == {"TokenClip", "spike_action=drop", "grad_clip 1, as it was set", "grad_clip 0.1"}
     (unit,) = result["units"]
@@ -236,7 +231,6 @@ def test_a_table_has_every_field_and_says_what_is_missing(replay: Any, monkeypat
     assert drop["ordinary_moved"] == 0 and drop["under"] and drop["masked"] == {"tokens": 1, "culprits": 1}
     clip = rows["grad_clip 0.1"]
     assert clip["ordinary_moved"] == pytest.approx(1 - clip["left"])
-    assert clip["override"] == "actor_rollout_ref.actor.grad_clip=0.1"
     assert clip["note"].endswith("so for them it is a skipped step.") and drop["note"] is None
     said = " ".join(result["remedy_notes"])
     assert "algorithm.norm_adv_by_std_in_grpo=False) cannot be computed" in said
@@ -380,16 +374,10 @@ def test_a_replay_is_shown_and_its_best_remedy_is_advice(kept: Path, tmp_path: P
     evidence = read(str(folder))
     (result,) = evidence.replays
     (source,) = {token["source"] for token in result["tokens"] if token["culprit"]}
-    advice = advice_by_source(evidence.replays)
-    override = result["remedies"][0]["override"]
-    assert advice[source].startswith("In the replay of step 1, TokenClip fits best: ") and override in advice[source]
-    assert {**advice, source: ""} == {**ADVICE, source: ""}
+    advice, override = advice_by_source(evidence.replays)[source], result["remedies"][0]["override"]
+    assert advice.startswith("In the replay of step 1, TokenClip fits best: ") and override in advice
     for text in (override, "Which remedy fits", "rotary embedding in float32", "The spike comes back: rank 0"):
         assert text in texts_of(page)
-    assert report([str(folder)]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "TokenClip fits best" in said and "Replays" in said
-
     # A spike that does not come back has no remedy.
     result["units"][0]["replayed"] = THRESHOLD * 1e-9
     assert advice_by_source([result]) == ADVICE

@@ -38,8 +38,7 @@ def test_a_process_finds_what_it_plants(model: str, tmp_path: Path, capsys: Caps
     assert told == sentence(result) and told.startswith("GradLoc works here: ")
     assert all(result[name]["found"] and result[name]["passes"] > 0 for name in ("search", "drop", "drill"))
     assert result["search"]["same_gradient"] and result["drop"]["difference"] < 1e-5
-    assert result["steps"] == 3 and result["host_seconds"] > 0 and not result["drop"]["same_gradient"]
-    assert not torch.distributed.is_initialized()
+    assert result["steps"] == 3 and not result["drop"]["same_gradient"] and not torch.distributed.is_initialized()
 
 
 @pytest.mark.slow
