@@ -114,70 +114,27 @@ def test_keys_are_overridden_without_a_plus() -> None:
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 OVERRIDE = re.compile(r"[+~]*([a-z][\w@.]*)=\S+")
-# What looks like an override and is none.
-NO_KEYS = {"key", "weights_only", "x", "y"}
 
 
-def written_overrides(page: Path) -> list[tuple[list[str], list[str], bool]]:
-    """The overrides of each command of a page and of its text, after what may name the verl that they are for.
-
-    That is the comment over a command, or what stands before them in their sentence or cell; the table's header; the
-    headings of the section and of the page. And whether they are a command's.
-    """
-    found, headings, header = [], [], []
-    for part in re.split(r"^( *```.*?^ *```)$", page.read_text(), flags=re.M | re.S):
-        if part.lstrip().startswith("```"):
-            for piece in re.split(r"^(?= *#)", part.replace("\\\n", " "), flags=re.M):
-                for command in piece.splitlines():
-                    if "verl.trainer.main_ppo" in command or "run_experiment.sh" in command:
-                        words = [word for word in shlex.split(command, comments=True) if OVERRIDE.fullmatch(word)]
-                        found.append(([*re.findall(r"\A *(#.*)", piece), headings[-1], headings[0]], words, True))
-            continue
-        for paragraph in part.strip().split("\n\n"):
-            headings += [paragraph] if paragraph.startswith("#") else []
-            is_table = paragraph.startswith("|")
-            for number, line in enumerate(paragraph.splitlines() if is_table else [" ".join(paragraph.split())]):
-                cells = line.split(" |") if is_table else re.split(r"(?<=\.) ", line)
-                header = cells if is_table and number == 0 else header if is_table else [""] * len(cells)
-                for cell, above in zip(cells, header, strict=False):
-                    for code in re.finditer(r"`([^`]+)`", cell):
-                        words = [word for word in code[1].split() if OVERRIDE.fullmatch(word)]
-                        found.append(([cell[: code.start()], above, headings[-1], headings[0]], words, False))
+def commands_of(page: Path) -> list[list[str]]:
+    """The overrides of each command of a page, but of those that a comment over them gives to another verl."""
+    found = []
+    for block in re.findall(r"^ *```.*?^ *```$", page.read_text(), re.M | re.S):
+        for piece in re.split(r"^(?= *#)", block.replace("\\\n", " "), flags=re.M):
+            named = re.match(r" *# .*?(0\.[789])", piece)
+            if named is None or trees.TARGET.startswith(named[1]):
+                commands = re.findall(r"^.*(?:verl\.trainer\.main_ppo|run_experiment\.sh).*$", piece, re.M)
+                found += [[*filter(OVERRIDE.fullmatch, shlex.split(each, comments=True))] for each in commands]
     return found
-
-
-def whole_key(override: str, config: Any) -> str:
-    """An override with the whole key where a page writes its end."""
-    key = OVERRIDE.fullmatch(override)[1]
-    if "@" in key or key.split(".")[0] in config:
-        return override
-    paths, todo = [], [("", config)]
-    while todo:
-        place, node = todo.pop()
-        paths.append(place)
-        if OmegaConf.is_dict(node):
-            todo += [(f"{place}.{name}".strip("."), node._get_node(name)) for name in node]
-    # GradLoc's own, where others have one of this name.
-    (found, *_) = sorted((path for path in paths if f".{path}".endswith(f".{key}")), key=lambda path: ACTOR not in path)
-    return override.replace(key, found, 1)
 
 
 @pytest.mark.every_target
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_overrides_in_the_documentation_are_those_of_this_verl(page: Path, monkeypatch: Patch) -> None:
-    """Composed as written, for each verl that the text names, or all; and none is a key that verl no longer reads."""
+def test_commands_in_the_documentation_are_those_of_this_verl(page: Path, monkeypatch: Patch) -> None:
+    """Their overrides are composed as written, and none is a key that verl no longer reads."""
     monkeypatch.chdir(ROOT)
-    whole, in_text, runs = composed(), [], []
-    for said, words, is_command in written_overrides(page):
-        named = (re.findall(r"\b0\.[789](?:\.\d)?\b", text) for text in said)
-        versions = next((each for each in named if each), [trees.TARGET])
-        if any(f"{trees.TARGET}.".startswith(f"{each}.") for each in versions):
-            overrides = [whole_key(word, whole) for word in words if OVERRIDE.fullmatch(word)[1] not in NO_KEYS]
-            is_command = is_command or any("@" in override for override in overrides)
-            runs += [overrides] if is_command else []
-            in_text += [] if is_command else overrides
     ignored = {*OmegaConf.load(CONFIG_DIR / "legacy_reward_impl.yaml")} if ENGINE else set()
-    for overrides in filter(None, (in_text, *runs)):
+    for overrides in commands_of(page):
         groups = any("gradloc_" in override for override in overrides)
         place = [f"hydra.searchpath=[file://{ROOT}/plugin/gradloc_verl/conf]"] if groups else []
         config = composed(*overrides, *place)
@@ -185,6 +142,13 @@ def test_overrides_in_the_documentation_are_those_of_this_verl(page: Path, monke
         assert not keys & ignored, f"verl {trees.TARGET} does not read {overrides}"
         if any("custom_reward_function.path=" in override for override in overrides):
             assert isinstance(get_custom_reward_fn(config), functools.partial)
+
+
+def test_keys_of_gradloc_in_the_text_of_pages_have_their_values() -> None:
+    words = {word for page in PAGES for code in re.findall(r"`([^`\n]+)`", page.read_text()) for word in code.split()}
+    overrides = {word.removeprefix(f"{ACTOR}.") for word in words if OVERRIDE.fullmatch(word)}
+    own = [each for each in overrides if re.match(r"(spike|bisect|grad_norm|layer_clip|token_clip)", each)]
+    assert len(own) > 10 and composed(*(f"{ACTOR}.{each}" for each in own))
 
 
 @cases(

@@ -1,6 +1,5 @@
 """The documentation: its links lead somewhere, it names every field of the evidence, and it is short and plain."""
 
-import ast
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -23,36 +22,6 @@ ROOT = Path(__file__).parents[2]
 TOP_LEVEL = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [*TOP_LEVEL, *DOCS]
-
-
-# Where a user reads what the code says: the report, the sources, and the keys.
-SPEAKING = [
-    *sorted((ROOT / "gradloc_tools/report").glob("*.py")),
-    *(ROOT / "gradloc/judge").glob("*.py"),
-    ROOT / "gradloc/config.py",
-    ROOT / "gradloc/layers/layer_clip.py",
-    *(ROOT / "gradloc").glob("*/actor_config.py"),
-    *(ROOT / "embedded" / name for name in ("launch.py", "run.py")),
-]
-# Words that readers stumbled over, and what to write instead.
-BANNED = {
-    r"\bso (many|large a|much of a)\b": "a number, 'maximum number of', or a formula",
-    r"\bto be had\b": "'available', 'cannot be installed'",
-    r"\bnought\b": "'zero'",
-    r"\brooms?\b": "'subpackage', 'folder'",
-    r"\b(what|whatever) becomes of\b": "'what happens to'",
-    r"\bend tokens?\b": "'EOS token'",
-    r"\ball the same\b": "'anyway'",
-    r"\bfor ever\b": "'deadlock', 'without end'",
-    r"\bas ever\b": "'as before'",
-    r"\bto blame\b": "'the cause'",
-    r"\b(hence|thereby|thus)\b": "'so'",
-    r"\bseldom\b": "'rarely'",
-    r"\bat the price of\b": "'costs'",
-    r"\bloud(er|est|ly|ness)?\b": "'over its threshold', 'larger norm'",
-}
-# The answer is what a scorer reads from a response.
-RESPONSE = {r"\banswer(s|ed)?\b": "'response'", r"\b(a|all|each|every|the|these) samples?\b": "'response'"}
 
 
 def anchors(page: Path) -> set[str]:
@@ -138,29 +107,6 @@ def test_the_table_of_sources_is_that_of_the_code() -> None:
     headings = re.findall(r"^## (.*)$", (ROOT / "docs/reference/causes.md").read_text(), re.M)
     named = {name for heading in headings for name in heading.split(" and ")}
     assert SOURCES.keys() - {"other"} <= named
-
-
-def banned(text: str, words: dict[str, str]) -> list[str]:
-    """What is found in the text, and what to write instead."""
-    found = ((re.search(pattern, text, re.I), instead) for pattern, instead in words.items())
-    return [f"{word[0]!r}: write {instead}" for word, instead in found if word]
-
-
-def strings(module: Path) -> str:
-    """The texts in a Python file: its string constants, with docstrings."""
-    nodes = ast.walk(ast.parse(module.read_text()))
-    return "\n".join(node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
-
-
-PLAIN = [page for page in PAGES if page.name != "CHANGELOG.md"] + [ROOT / "gradloc_tools/report/page.html"]
-
-
-@pytest.mark.parametrize("file", [*PLAIN, *SPEAKING, *sorted(ROOT.glob("patches/*/hooks.patch"))], ids=str)
-def test_what_a_reader_sees_is_in_plain_words(file: Path) -> None:
-    text = strings(file) if file.suffix == ".py" else file.read_text()
-    if file.suffix == ".patch":
-        text = "\n".join(line[1:] for line in text.splitlines() if line.startswith("+"))
-    assert text and banned(text, BANNED | ({} if file.name == "rewards.md" else RESPONSE)) == []
 
 
 def test_the_readme_fits_on_a_few_screens() -> None:

@@ -83,8 +83,6 @@ OF_MANIFEST: dict[str, tuple[Callable[[Manifest], Any], str]] = {
     "later format": (manifest(format=9), "has format 9"),
     "deep": (lambda m: m["versions"].update(a=json.loads("[" * 450 + "]" * 450)), "parsed: it nests too deep."),
     "full of lists": (lambda m: m["versions"].update(a=[[]] * 1_000_001), "it has over 1,000,000 lists and objects."),
-    "many layers": (manifest(layers=["a"] * (limits.LAYERS + 1)), "it has 4,097 layers, and 4,096 are the limit."),
-    "many micro-batches": (lambda m: m["micro_batches"].extend(m["micro_batches"] * 8), "has 9 micro-batches, and 8 a"),
     "many tokens": (lambda m: m["measured"].extend(m["measured"][:1] * 2048), "measured tokens, and 2,048 are the lim"),
     "many rows": (of_entry(rows=[0] * (limits.ROWS + 1)), "it has 65,537 rows in a micro-batch, and 65,536 are the l"),
     "a tiny scale": (
@@ -92,7 +90,6 @@ OF_MANIFEST: dict[str, tuple[Callable[[Manifest], Any], str]] = {
         "its loss_scale is 1e-200, which no gradient sc",
     ),
     "something else": (manifest(kind="cake"), "is not that of a replay bundle"),
-    "no event": (lambda m: m.pop("event"), "its field 'event' is missing or malformed"),
     "huge": (of_entry(bytes=10**15), "which is too much"),
     "endless norm": (of_entry(norm=10**400), MICRO_BATCHES),
     "other layers": (manifest(layers=["a"]), "are not those of the model"),
@@ -100,7 +97,6 @@ OF_MANIFEST: dict[str, tuple[Callable[[Manifest], Any], str]] = {
     "one clip": (manifest(clips={"token_clip": None}), CLIPS),
     "text as a bound": (clips(layer_clip={"a": {"norm": 1.0, "bound": "b", "factor": 1.0}}), CLIPS),
     "another action": (clips(token_clip={**CLIP, "action": "os.system"}), CLIPS),
-    "negative signals": (clips(token_clip={**CLIP, "usual": {"a": -1.0}}), CLIPS),
 }
 
 
