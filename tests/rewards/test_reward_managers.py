@@ -19,7 +19,6 @@ from verl.experimental.reward_loop.reward_manager.naive import NaiveRewardManage
 from verl.trainer.ppo.metric_utils import process_validation_metrics
 from verl.trainer.ppo.reward import get_custom_reward_fn, load_reward_manager
 from verl.utils.reward_score import default_compute_score, guarded_math_verify, ps_grpo
-from verl.workers.reward_manager import BatchRewardManager
 
 import trees
 
@@ -174,21 +173,6 @@ def test_verl_logs_what_ps_grpo_returns(how: str) -> None:
     logged = process_validation_metrics(["ps_grpo"] * 4, ["a", "a", "b", "b"], extra)["ps_grpo"]
     assert set(logged) == set(KEYS)
     assert {key: logged[key]["mean@2"] for key in KEYS} == pytest.approx({key: np.mean(extra[key]) for key in KEYS})
-
-
-@WITH_BATCHES
-def test_batches_through_verls_batch_manager() -> None:
-    made = manager(
-        "reward_model.use_reward_loop=False",
-        "reward_manager.name=batch",
-        f"{SCORERS}.guarded_math_verify",
-        "custom_reward_function.name=compute_score_batch",
-        "+custom_reward_function.reward_kwargs.timeout=1",
-        "+custom_reward_function.reward_kwargs.timeout_score=0.25",
-    )
-    assert type(made) is BatchRewardManager
-    responses = ["\\boxed{7}", "\\boxed{8}", HANGING]
-    assert scored(made, batch(responses, ["7"] * 3, "whatever", [{}] * 3))[0] == [1.0, 0.0, 0.25]
 
 
 @pytest.mark.parametrize(("source", "expected"), [("math_verify", [1.0, 0.0]), ("ps_grpo", [0.8, 0.0])])

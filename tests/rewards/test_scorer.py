@@ -1,7 +1,6 @@
 """The math_verify reward: scores, the hard time limit, and a pool that outlives whatever happens around it."""
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import socket
@@ -82,9 +81,7 @@ def run_script(text: str, **environment: str) -> subprocess.CompletedProcess:
 
 def test_workers_hold_neither_torch_nor_ray() -> None:
     new_workers()
-    # Neither other pools nor verl's own scorer are replaced.
-    for method in multiprocessing.get_all_start_methods():
-        assert multiprocessing.get_context(method).Process.__module__ == "multiprocessing.context"
+    # verl's own scorer is not replaced.
     own = Path(reward_score.__file__).with_name("math_verify.py")
     assert own.read_bytes() == (trees.BASE_TREE / "verl/utils/reward_score/math_verify.py").read_bytes()
     assert len(workers()) == 2
@@ -123,8 +120,8 @@ def test_in_a_ray_actor() -> None:
 
 def test_killed_while_idle_and_with_answers_on_their_way() -> None:
     new_workers()[0].kill()
+    assert score("\\boxed{7}", "7") == 1.0
     with ThreadPoolExecutor(4) as executor:
-        assert list(executor.map(score, ["\\boxed{7}", "\\boxed{8}"] * 4, ["7"] * 8)) == [1.0, 0.0] * 4
         held = new_workers()
         for worker in held:
             worker.suspend()
@@ -232,7 +229,7 @@ def test_the_limit_is_one_of_cpu_time(tmp_path: Path) -> None:
     """On a busy machine a right answer waits for the CPU; here a stand-in for Math-Verify makes answers wait."""
     (tmp_path / "math_verify").mkdir()
     (tmp_path / "math_verify/grader.py").write_text("sympy_numeric_eq = None")
-    (tmp_path / "math_verify/__init__.py").write_text("""
+    (tmp_path / "math_verify/__init__.py").write_text(f"""
 import time
 ExprExtractionConfig = LatexExtractionConfig = StringExtractionConfig = object
 def parse(text, *_, **options):
@@ -243,20 +240,24 @@ def verify(gold, found, **_):
         return True
     if "sleeps" in found[0]:
         time.sleep(10**6)
-    while "computes" in found[0]:
-        pass
+    if "computes" in found[0]:
+        begun = time.process_time()
+        with open({str(tmp_path / "seconds")!r}, "w") as file:
+            while True:
+                print(time.process_time() - begun, file=file, flush=True)
     return gold == found
 """)
-    result = run_script(
-        """
+    text = """
 print(scorer.compute_score("waits", "7", workers=2, timeout=5))
 for answer in "computes", "sleeps":
     print(scorer.compute_score(answer, "7", workers=2, timeout=0.5, timeout_score=0.25))
 print(scorer.compute_score("7", "7", workers=2))
-""",
-        PYTHONPATH=str(tmp_path),
-    )
+"""
+    result = run_script(text, PYTHONPATH=str(tmp_path))
     assert result.stdout == "1.0\n0.25\n0.25\n0.0\n", result.stderr
+    *_, before, last = (tmp_path / "seconds").read_text().splitlines()
+    # Without the last line, which may be cut off. The kernel counts CPU time in ticks of its clock.
+    assert float(before) < 1, last
 
 
 BAD_VARIABLES = {"WORKERS": "two", "TIMEOUT": "nan", "MEMORY_MB": "255", "PRED_TARGET": "latex;expr"}
@@ -442,17 +443,6 @@ def test_the_server_is_killed() -> None:
     assert score("\\boxed{8}", "7") == 0.0
     assert not psutil.wait_procs([server, *old], timeout=200)[1]
     assert workers()
-
-
-def test_a_broken_pool_that_another_caller_gave_up_on() -> None:
-    """It leaves with the workers in its hands, which would never come free."""
-    new_workers()
-    pool = guarded_math_verify._pool
-    for _ in range(2):
-        pool.places.get(timeout=5)
-    pool.close()
-    assert score("\\boxed{7}", "7") == 1.0
-    assert guarded_math_verify._pool is not pool
 
 
 def test_an_unguarded_script_under_a_lower_memory_limit(tmp_path: Path) -> None:

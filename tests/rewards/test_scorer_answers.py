@@ -85,11 +85,6 @@ def test_public_pairs_are_scored_as_the_documentation_says(ordinary_pool: None) 
         assert f"| {name} | {good.count(1)} of {right} | {good.count(0)} of {wrong} |" in page
 
 
-def test_what_is_repaired_is_wrong_in_math_verify() -> None:
-    """If one of these fails, Math-Verify has changed, and the scorer may need to do less."""
-    assert not [entry for entry in REPAIRED if in_process(*entry[:2]) == entry[-1]]
-
-
 def test_infinities_do_not_pass_for_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sympy's simplification does this to them by chance, with some values of the objects' hashes."""
     monkeypatch.setattr("math_verify.grader.simplify", lambda difference: Integer(0))
@@ -118,7 +113,7 @@ def test_hostile_answers_keep_to_their_limit_and_memory(hostile_pool: None) -> N
         while not all(each.done() for each in scores):
             with contextlib.suppress(psutil.NoSuchProcess, OSError):  # it has ended
                 for worker in workers():
-                    peaks[worker.pid] = max(peaks.get(worker.pid, 0), peak(worker.pid, "VmPeak"))
+                    peaks[worker.pid] = max(peaks.get(worker.pid, 0), peak(worker.pid))
             time.sleep(0.02)
     assert {each.result() for each in scores} == {0.0, TIMED_OUT}
     assert len(peaks) > 8 and max(peaks.values()) <= 512 * MEBIBYTE
@@ -134,21 +129,16 @@ def test_hostile_answers_in_a_batch(hostile_pool: None) -> None:
     assert scores[1::2] == [float(i % 2 == 0) for i in numbers]
 
 
-def peak(pid: int, what: str = "VmHWM") -> int:
-    """The most memory that a process has ever used, in bytes."""
+def peak(pid: int) -> int:
+    """The most memory that a process has ever mapped, in bytes."""
     with open(f"/proc/{pid}/status") as status:
         # A process that has just ended has none.
-        return next((int(line.split()[1]) * 1024 for line in status if line.startswith(what)), 0)
+        return next((int(line.split()[1]) * 1024 for line in status if line.startswith("VmPeak")), 0)
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One answer, with enough memory and without: what does not fit is unparsable, and no burden to later answers."""
+    """What does not fit is unparsable, and no burden to later answers."""
     hog = "$$" + "a" * (3 * MEBIBYTE)
-    new_pool(monkeypatch, workers=1, timeout=60, memory_mb=2048)
-    assert in_pool([(hog, "7")]) == [0.0]
-    (worker,) = workers()
-    assert peak(worker.pid) > 256 * MEBIBYTE
-
     new_pool(monkeypatch, workers=1, timeout=60, memory_mb=256)
     assert in_pool([("7", "7")]) == [1.0]
     (worker,) = workers()

@@ -105,9 +105,7 @@ def test_keys_are_overridden_without_a_plus() -> None:
     config = actor_config(*(f"{key}={value}" for key, value in keys.items()), "layer_clip.ratio=2.5")
     assert {key: config[key] for key in keys} == keys and config.layer_clip.ratio == 2.5
     assert [actor_config(f"bisect_budget_seconds={s}").bisect_budget_seconds for s in ("60", "null")] == [60, None]
-    recorded = actor_config(
-        "spike_search=replay", "spike_action=stop", "spike_detection=True", "layer_clip.enable=True"
-    )
+    recorded = actor_config("spike_search=replay", "spike_action=stop", "spike_detection=True")
     assert recorded.records_spikes and not recorded.searches_in_training
 
 
@@ -154,10 +152,6 @@ def test_keys_of_gradloc_in_the_text_of_pages_have_their_values() -> None:
 @cases(
     "overrides message",
     ("bisect_dump_dir=''", "bisect_dump_dir must name a folder"),
-    ("spike_detection=maybe", "spike_detection must be True or False"),
-    ("spike_drill_step=2", "spike_drill_step needs spike_detection=True"),
-    ("spike_log=sometimes", "spike_log must be True, False, texts or null"),
-    ("spike_replay=-1", "spike_replay must be a number of bundles, 0 for none, got -1"),
     ("spike_action=drop", "spike_action=drop needs spike_detection=True"),
     *(
         (f"{clip}={value}", rf"{clip} is a group of keys, got .*: set actor_rollout_ref.actor.{clip}.enable={wanted}\.")
@@ -175,19 +169,14 @@ def test_bad_values_are_refused_at_start(overrides: str, message: str) -> None:
 
 
 @pytest.mark.every_target
-@cases(
-    "key value message",
-    ("spike_detection", 1, "[critic] spike_detection must be True or False, got 1."),
-    ("grad_norm_threshold", -1, "[critic] grad_norm_threshold must be a positive finite number or auto, got -1."),
-    ("bisect_dump_dir", "", "[critic] bisect_dump_dir must name a folder, got ''."),
-)
-def test_bad_values_of_the_critic_are_refused(key: str, value: object, message: str) -> None:
+def test_bad_values_of_the_critic_are_refused() -> None:
     fine = {"strategy": "fsdp2", "ppo_micro_batch_size_per_gpu": 1}
     if not ENGINE:
         fine["model_config"] = {}  # or verl 0.7 looks for its default model
     assert isinstance(FSDPCriticConfig(**fine), CriticSpikeConfig)
+    message = "[critic] grad_norm_threshold must be a positive finite number or auto, got -1."
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        FSDPCriticConfig(**fine, **{key: value})
+        FSDPCriticConfig(**fine, grad_norm_threshold=-1)
 
 
 @pytest.mark.every_target

@@ -262,50 +262,38 @@ def test_verls_functions_give_the_rows_of_losses(bundle: Path, replay: Any) -> N
     assert {"token mask", "token TIS", "sequence TIS", "geometric mask"} <= set(rows_by_name(replay("--remedies")))
 
 
-@pytest.mark.target(version="0.9.1")
-@cases("mode said", ("vanilla", True), ("sapo", False))
-def test_that_a_mean_stays_over_all_tokens_is_said(bundle: Path, replay: Any, mode: str, said: bool) -> None:
-    """sapo takes the mean over sequences, whatever loss_agg_mode is."""
-    sizes = {"dp_size": 1, "batch_num_tokens": ROWS * RESPONSE, "global_batch_size": ROWS}
-    of_verl(bundle, policy_loss={"loss_mode": mode}, global_batch_info=sizes)
-    row = rows_by_name(replay("--remedies"))["token mask"]
-    assert row["masked"]["culprits"] == 1 and ("The mean stays over" in (row["note"] or "")) == said
-
-
-def bypass(correction: dict[str, Any]) -> dict[str, Any]:
+def bypass(**correction: Any) -> dict[str, Any]:
     return {"policy_loss": {"loss_mode": "bypass_mode", "rollout_correction": correction}}
 
 
-OTHERS = "does not have the recorded coefficients", "TokenClip", "as recorded"
-IN_BYPASS = "In bypass_mode, verl takes a loss of its own", "token mask", "GSPO"
-CORRECTION = {"rollout_rs": None, "rollout_is": None, "loss_type": "ppo_clip"}
 # What a bundle of a stranger may have as the actor's settings.
 HOSTILE: tuple[dict[str, Any], ...] = (
     {"clip_ratio": "0.2", "policy_loss": []},
     {"policy_loss": {"loss_mode": "__import__('os').system('true')", "_target_": "os.system"}},
-    bypass({"rollout_rs": "a,b"}),
+    bypass(rollout_rs="a,b"),
     {"use_kl_loss": True},  # without a reference
 )
 
 
 @cases(
-    "tensors actor sentence present absent",
-    ({"rollout_log_prob": None}, {}, "The bundle has no log-probs of the rollout", "GSPO", "token TIS"),
-    ({"old_log_prob": None}, {}, "The bundle has no old_log_prob, which verl's losses need.", "TokenClip", "GSPO"),
-    ({}, {"entropy_coeff": 0.1}, "10 of 10 tokens differ", "TokenClip", "as recorded"),
-    ({}, {"policy_loss": {"loss_mode": "geo_mean"}}, *OTHERS),
-    *(({"rollout_is_weight": torch.full((ROWS, RESPONSE), value)}, {}, *OTHERS) for value in (0.5, math.nan)),
-    ({}, bypass(CORRECTION), *IN_BYPASS),
-    ({}, bypass({"rollout_is": {"_target_": "os.system"}}), *IN_BYPASS),  # of which nothing is left
-    *(({}, settings, "rollout corrections are left out.", "TokenClip", "as recorded") for settings in HOSTILE),
+    "without actor sentence present absent",
+    ("rollout_log_prob", {}, "The bundle has no log-probs of the rollout", "GSPO", "token TIS"),
+    ("old_log_prob", {}, "The bundle has no old_log_prob, which verl's losses need.", "TokenClip", "GSPO"),
+    ("", {"entropy_coeff": 0.1}, "10 of 10 tokens differ", "TokenClip", "as recorded"),
+    (
+        "",
+        bypass(rollout_is={"_target_": "os.system"}),
+        "In bypass_mode, verl takes a loss of its own",
+        "token mask",
+        "GSPO",
+    ),
+    *(("", settings, "rollout corrections are left out.", "TokenClip", "as recorded") for settings in HOSTILE),
 )
 def test_what_cannot_be_computed_is_said(
-    bundle: Path, replay: Any, tensors: dict[str, Any], actor: dict[str, Any], sentence: str, present: str, absent: str
+    bundle: Path, replay: Any, without: str, actor: dict[str, Any], sentence: str, present: str, absent: str
 ) -> None:
     of_verl(bundle, **actor)
-    for name, values in tensors.items():
-        at = f"tokens.{name}"
-        resave(bundle, lambda kept, at=at, new=values: kept.pop(at) if new is None else kept.update({at: new}))
+    resave(bundle, lambda tensors: tensors.pop(f"tokens.{without}", None))
     result = replay("--remedies")
     assert sum(sentence in note for note in result["remedy_notes"]) == 1, result["remedy_notes"]
     rows = rows_by_name(result)

@@ -53,7 +53,6 @@ OF_FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "cut off": (lambda b: tensors_of(b).write_bytes(tensors_of(b).read_bytes()[:500]), "is cut off: it has"),
     "changed": (flip, "does not match its checksum: it was changed."),
     "longer": (lambda b: append(tensors_of(b), b"more"), "is larger than it may be"),
-    "tensors gone": (lambda b: tensors_of(b).unlink(), "The bundle has no rank0-micro_batch0.safetensors."),
     "a link": (link, "is not an ordinary file."),
     "pickled": (pickled, "rank0-micro_batch0.safetensors is damaged"),
     "manifest gone": (lambda b: (b / limits.MANIFEST).unlink(), "is not a replay bundle"),
@@ -72,44 +71,32 @@ def manifest(**changes: Any) -> Callable[[Manifest], Any]:
     return lambda m: m.update(changes)
 
 
-def clips(**of_one: Any) -> Callable[[Manifest], Any]:
-    return manifest(clips={"layer_clip": None, "token_clip": None, **of_one})
-
-
 CLIPS = "its field 'clips' is missing or malformed"
-CLIP = {"action": "drop", "factor": 4.0, "usual": {}, "limit": 1}
+CLIP = {"action": "os.system", "factor": 4.0, "usual": {}, "limit": 1}
 OF_MANIFEST: dict[str, tuple[Callable[[Manifest], Any], str]] = {
     "a path": (of_entry(file="../../secret"), "'../../secret' is not the name of the file of its micro-batch"),
     "later format": (manifest(format=9), "has format 9"),
     "deep": (lambda m: m["versions"].update(a=json.loads("[" * 450 + "]" * 450)), "parsed: it nests too deep."),
     "full of lists": (lambda m: m["versions"].update(a=[[]] * 1_000_001), "it has over 1,000,000 lists and objects."),
     "many tokens": (lambda m: m["measured"].extend(m["measured"][:1] * 2048), "measured tokens, and 2,048 are the lim"),
-    "many rows": (of_entry(rows=[0] * (limits.ROWS + 1)), "it has 65,537 rows in a micro-batch, and 65,536 are the l"),
-    "a tiny scale": (
-        lambda m: m["event"].update(loss_scale=1e-200),
-        "its loss_scale is 1e-200, which no gradient sc",
-    ),
-    "something else": (manifest(kind="cake"), "is not that of a replay bundle"),
+    "a tiny scale": (lambda m: m["event"].update(loss_scale=1e-200), "which no gradient scaler has"),
     "huge": (of_entry(bytes=10**15), "which is too much"),
     "endless norm": (of_entry(norm=10**400), MICRO_BATCHES),
     "other layers": (manifest(layers=["a"]), "are not those of the model"),
     "far token": (lambda m: m["event"]["culprits"][0].update(position=99), "names a token that its micro-batch does"),
     "one clip": (manifest(clips={"token_clip": None}), CLIPS),
-    "text as a bound": (clips(layer_clip={"a": {"norm": 1.0, "bound": "b", "factor": 1.0}}), CLIPS),
-    "another action": (clips(token_clip={**CLIP, "action": "os.system"}), CLIPS),
+    "another action": (manifest(clips={"layer_clip": None, "token_clip": CLIP}), CLIPS),
 }
 
 
-WEIGHT, SAMPLED = "tokens.weight", "tokens.rollout_is_weight"
+WEIGHT = "tokens.weight"
 OF_TENSORS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "another dtype": (lambda t: t.update({WEIGHT: t[WEIGHT].double()}), f"{WEIGHT} must be torch.float32 of shape (2,"),
     "negative ids": (lambda t: t["input_ids"].neg_(), "must not be negative"),
     "wrong lengths": (lambda t: t["row_lengths"].add_(1), "do not add up"),
-    "long responses": (lambda t: t["response_lengths"].add_(9), "do not fit into the rows"),
     "no temperature": (lambda t: t["temperature"].zero_(), "temperature must be positive"),
     "stowaway": (lambda t: t.update(more=torch.ones(1)), "'more' is not a tensor of a bundle"),
     "no coefficient": (lambda t: t.pop("tokens.coefficient"), "tokens.coefficient is missing"),
-    "one sampling": (lambda t: t.update({SAMPLED: torch.ones(1)}), "rollout_is_weight must be"),
 }
 DAMAGES = OF_FILES | {
     name: (lambda b, change=change, write=write: write(b, change), message)
@@ -129,19 +116,14 @@ def test_a_damaged_bundle_is_refused_in_one_sentence(bundle: Path, kept: Path, c
         assert out == "" and error.count("\n") == 1 and message in error, error
 
 
-def test_what_a_manifest_names_is_no_reason_to_fail(bundle: Path, kept: Path, tmp_path: Path, capsys: Capsys) -> None:
+def test_figures_of_a_manifest_are_no_reason_to_fail(bundle: Path, kept: Path, capsys: Capsys) -> None:
     def change(manifest: dict[str, Any]) -> None:
         manifest["event"] |= {"global_norm": math.nan, "seconds": 1e308}
         for entry in [*manifest["micro_batches"], *manifest["measured"], *manifest["event"]["culprits"]]:
             entry["layer_norms"] = dict.fromkeys(entry["layer_norms"], 1e200)
 
     resign(bundle, change)
-    page = tmp_path / "pa\x1b[2Jge.html"
-    assert main([str(bundle), "--model", str(kept / "model"), "--html", str(page)]) == 0
-    out, error = capsys.readouterr()
-    assert "min  comparison with float32, eager, 1 of 1\n" in error
-    assert "carries" in out and 10_000 < page.stat().st_size < 1_000_000
-    assert "\x1b" not in out + error and "The report: " in out and "pa\\x1b[2Jge.html" in out
+    assert "carries" in " ".join(replayed(bundle, kept / "model", capsys)["sentences"])
 
 
 @pytest.mark.target(version="0.9.1")
@@ -153,7 +135,6 @@ def test_what_a_manifest_names_is_no_reason_to_fail(bundle: Path, kept: Path, tm
     (["--model", "deeper"], "is not the bundle's: its layers differ in layers.2."),
     (["--model", "model", "--adapter", "x"], "was recorded without a LoRA adapter"),
     (["--model", "model"], f"has the token {VOCABULARY}, and the model's vocabulary ends at {VOCABULARY - 1}."),
-    (["--model", "model", "--attention", "flash_attention_2", "--device", "cpu"], "Flash attention needs --device"),
 )
 def test_a_wrong_model_is_refused(bundle: Path, kept: Path, capsys: Capsys, options: list[str], message: str) -> None:
     if "vocabulary" in message:
@@ -192,39 +173,23 @@ def test_a_replay_computes_as_asked(bundle: Path, recorded: str, asked: str, dev
     assert [str(variant) for variant in (chosen, *other_variants(chosen))] == variants
 
 
-NO_MEMORY = Mock(side_effect=torch.cuda.OutOfMemoryError("no memory"))  # no GPU here
-
-
-@cases(
-    "take_too_much figures",
-    *((take, "") for take in (lambda: torch.empty(2**60), NO_MEMORY)),
-    (None, ": at least 0.0 GiB are needed, and 0.0 are free"),
-    ids=["torch", "cuda", "foreseen"],
-)
 def test_a_comparison_without_enough_memory_is_left_out(
-    bundle: Path, kept: Path, monkeypatch: Patch, capsys: Any, take_too_much: Callable[[], None] | None, figures: str
+    bundle: Path, kept: Path, monkeypatch: Patch, capsys: Capsys
 ) -> None:
     def measured(opened: Any, model: Any, *arguments: Any, **options: Any) -> Any:
-        if take_too_much and model.module.config._attn_implementation == full:
-            take_too_much()
+        if model.module.config._attn_implementation == full:
+            torch.empty(2**60)
         return measure(opened, model, *arguments, **options)
 
-    loaded = Mock(wraps=load)
-    monkeypatch.setattr(replaying, "load", loaded)
     monkeypatch.setattr(replaying, "measure", measured)
-    if take_too_much is None:
-        monkeypatch.setattr(memory, "free_memory", Mock(side_effect=[2**40, 0, 0]))
     full = "eager"
     found = replayed(bundle, kept / "model", capsys)
-    assert found["notes"] == [f"Not compared with float32, eager: it takes more memory than there is{figures}."]
+    assert found["notes"] == ["Not compared with float32, eager: it takes more memory than there is."]
     assert found["variants"] == []
-    assert (len(loaded.call_args_list) == 1) == (take_too_much is None)
     full = "sdpa"
     assert main([str(bundle), "--model", str(kept / "model")]) == 2
-    assert capsys.readouterr().err.splitlines()[1:] == [
-        f"float32, sdpa takes more memory than there is{figures}. "
-        "Take another --device, --dtype or --attention, or a machine with more memory."
-    ]
+    said = "float32, sdpa takes more memory than there is. Take another --device, --dtype or --attention, or a machine "
+    assert said in capsys.readouterr().err
 
 
 def test_the_memory_of_a_container_counts(tmp_path: Path, monkeypatch: Patch) -> None:

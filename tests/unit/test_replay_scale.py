@@ -61,12 +61,7 @@ FITS = {8.0: "2^3", 3.0: "the number of micro-batches (3)", 1 / 7: "1 / the numb
 
 
 @pytest.mark.target(version="0.9.1")
-@cases(
-    "factors",
-    *({name: factor} for name in ("loss", "gradient", "reduced") for factor in FITS),
-    {"loss": 4.0, "gradient": 5.0, "reduced": 16.0},
-    ids=str,
-)
+@cases("factors", *({name: factor} for name in ("loss", "gradient", "reduced") for factor in FITS), ids=str)
 def test_wrong_factors_are_named(tmp_path: Path, capsys: Any, factors: dict[str, float]) -> None:
     wrong = {f"of_{name}": factor for name, factor in factors.items()}
     result = printed([*scaled(tmp_path, **wrong), "--only"], capsys)

@@ -111,7 +111,6 @@ def several(folder: Path) -> None:
 
 
 LINES: dict[str, Callable[[Path], Any]] = {
-    "another step": lambda f: change_line(f, lambda e: e.update(global_step=2)),
     "another bundle": lambda f: change_line(f, lambda e: e.update(replay="replay/x")),
     "no event": lambda f: change_line(f, lambda e: e.pop("trigger")),
     "twice": several,
@@ -166,9 +165,6 @@ def test_other_weights_do_not_replace_what_training_has_found(evidence: Path, tm
     out = " ".join(capsys.readouterr().out.split())
     assert "the tokens are those of these weights, which need not be those of training." in out
     assert "it would hide what training has found" in out and shown(evidence) == before
-    # A recorded spike has nothing to lose.
-    (part,) = strip(evidence / "replay" / NAME, tmp_path / "recorded")
-    assert main([str(part), "--model", other, "--search"]) == 0
 
 
 def test_a_threshold_that_nothing_exceeds_leads_to_a_better_one(evidence: Path, capsys: Capsys) -> None:
@@ -218,18 +214,10 @@ def test_a_search_with_nothing_over_its_threshold_is_a_result(parts: list[Path],
     assert "1 gradient spike in step 1: advantages are outliers" in lines("--search", "--threshold", "1e9")
 
 
-@cases(
-    "options message",
-    (["--search", "--switches"], "--switches is of a replay without --search"),
-    (["--search", "--threshold", "nan"], "must be positive and finite"),
-    (["--budget", "1"], "--budget is for --search"),
-)
-def test_options_that_do_not_fit_together_are_refused(
-    bundle: Path, capsys: Capsys, options: list[str], message: str
-) -> None:
-    with pytest.raises(SystemExit) as exit:
-        main([str(bundle), *options])
-    assert exit.value.code == 2 and message in capsys.readouterr().err
+def test_options_that_do_not_fit_together_are_refused(bundle: Path, capsys: Capsys) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([str(bundle), "--search", "--switches"])
+    assert "--switches is of a replay without --search" in capsys.readouterr().err
 
 
 def test_a_pass_that_fails_ends_it_in_one_sentence(evidence: Path, monkeypatch: Patch, capsys: Capsys) -> None:

@@ -18,12 +18,7 @@ from notation import Capsys, Patch, cases
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from small_bundles import bundle, kept, resign, small_model
-from transformers import (
-    AutoModelForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.utils import hub
 
 from gradloc.adapters.replay_bundles import _model_facts
@@ -141,12 +136,6 @@ def index_of(name: str) -> Callable[[Path, Path], None]:
     return write
 
 
-def named_weights(model: Path, marker: Path) -> None:
-    write_pickle(model.parent / "evil.bin", marker)
-    change_json(model / "config.json", transformers_weights="../evil.bin", configuration_files=["config.4.0.0.json"])
-    change_json(model / "config.4.0.0.json", auto_map={"AutoConfig": "attacker/code--a.EvilConfig"})
-
-
 def adapter(model: Path, marker: Path) -> None:
     change_json(model / "adapter_config.json", peft_type="LORA", base_model_name_or_path="attacker/model")
 
@@ -172,7 +161,6 @@ ATTACKS: dict[str, tuple[Callable[[Path, Path], Any], str | None]] = {
     "a pickle by another name": (lambda m, x: write_pickle(m / "model.safetensors", x), NOT_LOADED),
     "an index of pickles": (index_of("pytorch_model.bin"), "'pytorch_model.bin' is not the name of a safetensors file"),
     "an index that leads out": (index_of("../a.safetensors"), "'../a.safetensors' is not the name of"),
-    "weights named by the configuration": (named_weights, None),
     "kernels": (lambda m, _: [change_json(m / "config.json", **{name: "attacker/kernel"}) for name in KERNELS], None),
     "quantized": (lambda m, _: change_json(m / "config.json", quantization_config=FP8), "its weights are quantized"),
     "an adapter of a model on the hub": (adapter, None),
@@ -273,20 +261,14 @@ def test_a_relative_path_is_recorded_as_an_absolute_one(download: Download, monk
         assert _model_facts(trained)["path"] == path
 
 
-SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-MODELS: dict[str, Callable[[], PreTrainedModel]] = {
-    "tied": lambda: small_model(tie_word_embeddings=True),
-    # transformers 5 fuses the experts while it loads.
-    "experts": lambda: MixtralForCausalLM(MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4)),
-}
-
-
 @ON_BOTH
-@pytest.mark.parametrize("name", MODELS)
-def test_a_safe_folder_gives_the_same_model(tmp_path: Path, name: str) -> None:
-    """In several files; the tests above have one."""
+def test_a_safe_folder_gives_the_same_model(tmp_path: Path) -> None:
+    """In several files, tied, and with experts, which transformers 5 fuses while it loads."""
     torch.manual_seed(0)
-    MODELS[name]().save_pretrained(tmp_path / "model", max_shard_size="4KB")
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4}
+    trained = MixtralForCausalLM(MixtralConfig(**sizes, **heads, tie_word_embeddings=True))
+    trained.save_pretrained(tmp_path / "model", max_shard_size="4KB")
     assert (tmp_path / "model" / "model.safetensors.index.json").exists()
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     with safe_model(str(tmp_path / "model")) as folder:

@@ -195,7 +195,7 @@ def test_kernels_are_switched_where_they_are_installed(monkeypatch: Patch) -> No
 
 
 @pytest.mark.target(version="0.9.1")
-def test_gemmas_norm_and_an_unknown_one_keep_their_formulas() -> None:
+def test_gemmas_norm_keeps_its_formula() -> None:
     class Gemma(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -205,16 +205,10 @@ def test_gemmas_norm_and_an_unknown_one_keep_their_formulas() -> None:
             wide = hidden.float() * torch.rsqrt(hidden.float().square().mean(-1, keepdim=True) + self.eps)
             return (wide * (1 + self.weight.float())).to(hidden.dtype)
 
-    class Other(Gemma):
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            return 7 * super().forward(hidden).square()
-
-    hidden = torch.randn(2, 5, 16, dtype=torch.bfloat16)
-    for norm in (Gemma(), Other()):
-        expected = norm(hidden.float())
-        found = switches._norm(norm, norm.forward, "cpu", hidden)
-        assert found.dtype == torch.bfloat16
-        torch.testing.assert_close(found.float(), expected, rtol=1e-2, atol=1e-2)
+    hidden, norm = torch.randn(2, 5, 16, dtype=torch.bfloat16), Gemma()
+    found = switches._norm(norm, norm.forward, "cpu", hidden)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), norm(hidden.float()), rtol=1e-2, atol=1e-2)
 
 
 UNIT = {"replayed": 50.0, "threshold": 10.0, "norm": 50.0}
