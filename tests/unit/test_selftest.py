@@ -13,7 +13,7 @@ from small_bundles import small_model
 
 from gradloc import GradLoc
 from gradloc_tools.selftest import measuring
-from gradloc_tools.selftest.command import failures, main, sentence
+from gradloc_tools.selftest.command import main, sentence
 
 SHORT = ["--prompt", "4", "--response", "12", "--seconds", "0"]
 
@@ -77,10 +77,3 @@ def test_what_fails_is_told(model: str, capsys: Capsys, monkeypatch: Patch, erro
     monkeypatch.setattr(GradLoc, "metrics", lambda self: {"actor/gradloc/token_norm_max": math.inf})
     assert main(["--model", model, *SHORT]) == 3
     assert told in capsys.readouterr().err
-
-
-def test_a_difference_that_is_no_number_is_a_failure() -> None:
-    part = {"found": True, "passes": 4, "error": None, "seconds": 2.0, "same_gradient": True, "peak": 5 * 2**30}
-    result = {"search": part, "drill": part, "drop": {**part, "same_gradient": False, "difference": math.nan}}
-    (wrong,) = failures(result)
-    assert wrong.startswith("what spike_action=drop leaves differs by nan%")
