@@ -8,26 +8,26 @@ that earn nothing, and QUIRKS the rest. We chose these answers: what the scorer 
 """
 
 FORMS: list[tuple[str, str, float]] = [
-    (r"\boxed{5\text{ cm}}", "5", 1),
     (r"\boxed{\{3, 1, 2\}}", r"\{1, 2, 3\}", 1),
     (r"\boxed{(2, 1)}", "(1, 2)", 0),
-    (r"First \boxed{1}. Wait: it is \boxed{2}", "2", 1),
-    (r"答案是 \boxed{42}", "42", 1),
     # Neighbours of those below, which the scorer must leave alone.
     (r"\boxed{6.6\times 10^{-34}}", r"6.6\times 10^{-34}", 1),
     (r"\boxed{0.0000001}", "10^{-7}", 1),
     (r"\boxed{0.0}", "0", 1),
+    (r"\boxed{42_{10}}", "42", 1),
+    (r"\boxed{101010_2 = 42}", "42", 1),
     (r"\boxed{42_{8}}", "42_8", 1),
     (r"\boxed{\text{42 or anything}}", "42", 0),
     (r"\boxed{42 \text{ or 43}}", r"42 \text{ or 43}", 1),
     (r"\boxed{41 + 1 = 42}", "42", 1),
+    (r"\boxed{42.3 = 42}", "42", 1),
     (r"\boxed{\frac13 = 0.33}", "0.33", 1),
+    (r"\boxed{\frac{22}{7} \approx 3.14}", r"\frac{22}{7}", 1),
     (r"\boxed{x=2,y=1}", "(1,2)", 0),
+    (r"\boxed{w=3,l=2}", "(3,2)", 1),
     (r"\boxed{y=2,x=1}", "x=1,y=2", 1),
     (r"\boxed{\frac{2x}{10^{30}}}", r"\frac{x}{10^{30}}", 0),
     (r"\boxed{5\,\mathrm{m}}", "5", 1),
-    (r"\boxed{2x = 84 \Rightarrow x = 42}", "42", 1),
-    (r"\boxed{3.14 \text{ (to 2 decimal places)}}", "3.14", 1),
     (r"\boxed{1\,234\,568}", "1234567", 0),
 ]
 
@@ -43,21 +43,20 @@ REPAIRED: list[tuple[str, str, float]] = [
     # hedges
     (r"\boxed{42 \text{ or anything}}", "42", 0),
     (r"\boxed{42\mathrm{ or anything}}", "42", 0),
-    (r"\boxed{42 \text{ and 43}}", "42", 0),
     # signs before the answer
-    (r"\boxed{\neg 42}", "42", 0),
     (r"\boxed{\not= 42}", "42", 0),
     # false equations
     (r"\boxed{43 = 42}", "42", 0),
+    (r"\boxed{43.0 = 42}", "42", 0),
     # dots
     (r"\boxed{\{1,2,3,\ldots\}}", r"\{1,2,3\}", 0),
     (r"\boxed{\{1,2,3\}}", r"\{1,2,3,\ldots\}", 0),
     (r"\boxed{\{1, 2, 3, \dots\}}", r"\{1,2,3,\ldots\}", 1),
     # values by name
     (r"\boxed{y=1,x=2}", "(1,2)", 0),
+    (r"\boxed{(y,x)=(1,2)}", "(1,2)", 0),
     (r"\boxed{x_2=1,x_1=2}", "(1,2)", 0),
     # variables, not units
-    (r"\boxed{2x+3m}", "2x+3", 0),
     (r"\boxed{3g}", "3", 0),
     (r"\boxed{5-5m}", "5(1-m)", 1),
     # tiny rationals
@@ -67,6 +66,7 @@ REPAIRED: list[tuple[str, str, float]] = [
     (r"\boxed{x = 3k, k \in \mathbb{Z}}", "3", 0),
     # one side of a relation
     (r"\boxed{42 \approx 43}", "42", 0),
+    (r"\boxed{x = 42 \approx 43}", "42", 0),
     (r"\boxed{41 \mid 42}", "42", 0),
 ]
 
