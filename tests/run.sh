@@ -29,22 +29,22 @@ environment_of() {
 
 # The virtual environment of a target: build/venv for verl 0.7, build/venv-VERSION for others.
 venv_of() {
-    local version
-    version=$(environment_of "$1")
-    [[ $version == 0.7.0 ]] && echo "$build/venv" || echo "$build/venv-$version"
+    local venv
+    venv=$build/venv-$(environment_of "$1")
+    echo "${venv%-0.7.0}"
 }
 
 # A virtual environment is rebuilt when a requirement file or the interpreter changes. For "trackers" it has trackers
 # that cannot be installed beside verl; tests find verl in that of the default target.
 set_up_venv() {
-    local python version file wanted venv
+    local python version file wanted venv files
     if ! python=$(find_python); then
         say "no Python 3.10, 3.11 or 3.12 with the venv module was found; install one of them" >&2
         return 1
     fi
     version=$(environment_of "$1")
     venv=$(venv_of "$1")
-    local files=("tests/requirements-$version.txt")
+    files=("tests/requirements-$version.txt")
     for file in "embedded/requirements-$version.txt" embedded/requirements-no-deps.txt; do
         [[ ! -f $file ]] || files+=("$file")
     done
@@ -108,22 +108,16 @@ use_target() {
 
 MOST_MINUTES=86 # of a run
 default=$(<patches/DEFAULT)
-targets=()
-for pin in patches/*/PIN; do
-    targets+=("$(basename "$(dirname "$pin")")")
-done
-target=$default
-others=()
-plugin=
+targets=(patches/*/PIN)
+targets=("${targets[@]%/PIN}")
+targets=("${targets[@]#patches/}")
+target=$default plugin='' quick='' chosen='' in_parts=''
+others=() timings=()
 if [[ ${1-} == --plugin ]]; then
     plugin=$(cd "${2:?must name a checkout of verl}" && pwd)
     target=0.9.1
     set -- tests/unit/test_plugin_with_verl.py tests/multirank/test_plugin_ranks.py tests/trainer/test_end_to_end.py "${@:3}"
 fi
-quick=
-timings=()
-chosen=
-in_parts=
 while [[ ${1-} == --quick || ${1-} == --timings || ${1-} == --target ]]; do
     case $1 in
         --quick) quick=--quick ;;
@@ -157,10 +151,9 @@ for version in "${targets[@]}"; do set_up_base "$version" "$(pinned "$version" W
 # No target: a few tests of the plugin run with it, in the environment of 0.9.1.
 set_up_base 0.9.0 6e9374db1e2ab346a0aafe9a202bee1b239a042def2f2ccd6db2a4cd04c6308b
 
-say "ruff"
+say "ruff, deno"
 "$venv/bin/ruff" check .
 "$venv/bin/ruff" format --check .
-say "deno"
 "$venv/bin/deno" lint
 "$venv/bin/deno" fmt --check
 say "the patches"
@@ -223,8 +216,7 @@ work() {
         # shellcheck disable=SC2086 # a verl, and what
         test_part ${parts[number]} >"$part/log" 2>&1 </dev/null || code=$?
         printf '%d:%02d\n' $(((SECONDS - start) / 60)) $(((SECONDS - start) % 60)) >"$part/minutes"
-        echo "$code" >"$part/code.new"
-        mv "$part/code.new" "$part/code"
+        echo "$code" >"$part/code"
     done
 }
 
@@ -233,7 +225,7 @@ summarize() {
     local number part counts
     for number in "${!parts[@]}"; do
         part=$logs/$number
-        if [[ ! -f $part/code ]]; then
+        if [[ ! -s $part/code ]]; then
             say "${parts[number]}: did not end; its log: build/logs/$number/log"
             continue
         fi
@@ -268,7 +260,7 @@ set +m
 code=0 worker=
 trap 'for worker in $(jobs -p); do kill -- "-$worker" 2>/dev/null || true; done' EXIT
 for number in "${!parts[@]}"; do
-    until [[ -f $logs/$number/code || -z $(jobs -rp) ]]; do sleep 1; done
+    until [[ -s $logs/$number/code || -z $(jobs -rp) ]]; do sleep 1; done
     cat "$logs/$number/log" || true
     ended=$(cat "$logs/$number/code" || echo 1)
     ((ended == 0)) || code=$ended
