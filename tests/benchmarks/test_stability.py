@@ -1,11 +1,10 @@
-"""The benchmark of spikes and clips in its shortest form: that it runs, and that what it prints is what it ran."""
+"""The benchmark of spikes and clips in its shortest form: that it runs, and that clips do there what they are for."""
 
 import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
-from statistics import mean
 
 import pytest
 
@@ -21,19 +20,12 @@ pytestmark = pytest.mark.slow
 FIRST = QUICK.events[0][0]  # the step with the first spike
 
 
-def run(name: str, *arguments: str) -> list[list[str]]:
-    """The rows of the tables that a benchmark prints."""
-    command = [sys.executable, BENCHMARKS / name, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.startswith("| ")]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-
-
 def test_stability(tmp_path: Path) -> None:
     results = tmp_path / "results.json"
     names = ["global", "both", "drop"]
-    rows = run("stability.py", "--quick", "--seeds", "0", "--results", str(results), "--rows", *names)
+    command = [sys.executable, BENCHMARKS / "stability.py", "--quick", "--seeds", "0", "--results", results]
+    done = subprocess.run([*command, "--rows", *names], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     runs = {name: json.loads(results.read_text())["runs"][f"0 | {name}"] for name in names}
     for kinds in runs.values():
         rewards = kinds["no"]["rewards"]
@@ -53,13 +45,4 @@ def test_stability(tmp_path: Path) -> None:
     # GradLoc sees the planted tokens and removes them; without the spike nothing happens.
     assert sum(runs["drop"]["no"]["events"]) == 0 and sum(runs["drop"]["token"]["events"]) == 3
     assert runs["drop"]["token"]["distance"] < 0.1 * runs["global"]["token"]["distance"]
-    tables: dict[str, dict[str, list[str]]] = {}
-    for row in rows:
-        if row[1] == "step length":
-            table = tables.setdefault(row[0], {})
-        else:
-            table[row[0]] = row[1:]
-    assert tables["distance · lost"]["drop"][2].startswith(f"{runs['drop']['token']['distance']:.2f} · ")
-    both = runs["both"]
-    lost = round(mean(both["no"]["rewards"][FIRST:]) - mean(both["layer"]["rewards"][FIRST:]), 3) + 0.0
-    assert tables["distance · lost"]["both"][1] == f"{both['layer']['distance']:.2f} · {lost:+.3f}"
+    assert f"| {runs['drop']['token']['distance']:.2f} · " in done.stdout
