@@ -54,41 +54,28 @@ def culprit(position: int, tokens: Sequence[str], norm: float = 9000.0, **change
     relative["layers.14"] = math.sqrt(share_of_layer)
     heat = [float(f"{WEIGHT * abs(advantage) * (7 * i % 10 / 10) ** 4:.4g}") for i in range(len(tokens))]
     heat[position] = float(f"{WEIGHT * abs(advantage) * ratio * (1 - math.exp(log_prob)):.4g}")
-    found = {
-        **dict.fromkeys(("rank", "micro_batch", "row"), 0),
-        **dict.fromkeys(("kl_coefficient", "ref_log_prob", "turn", "mismatch_start", "mismatch_turn", "shift")),
-        **dict.fromkeys(("after_eos", "misplaced"), False),
-        "position": position,
-        "grad_norm": norm,
-        "threshold": THRESHOLD,
-        "suspicion": heat[position],
-        "share": 0.9,
+    found: Event = dict.fromkeys(("rank", "micro_batch", "row"), 0)
+    found |= dict.fromkeys(("kl_coefficient", "ref_log_prob", "turn", "mismatch_start", "mismatch_turn", "shift"))
+    found |= {"after_eos": False, "misplaced": False, "position": position, "threshold": THRESHOLD, "share": 0.9}
+    found |= {"grad_norm": norm, "layer_norms": {name: norm * value for name, value in relative.items()}}
+    found |= {"suspicion": heat[position], "response_suspicion": heat, "response_kl": None, "response_length": 40}
+    found |= {"weight": WEIGHT, "coefficient": -WEIGHT * advantage * ratio, "entropy_coefficient": 0.0, "entropy": 1.5}
+    found |= {"old_log_prob": old_log_prob, "rollout_log_prob": rollout_log_prob, "ratio": ratio}
+    found |= {"rollout_ratio": math.exp(log_prob - rollout_log_prob), "token": tokens[position]}
+    before, after = "".join(tokens[max(position - 16, 0) : position]), "".join(tokens[position + 1 : position + 17])
+    found |= {
         "token_id": sum(map(ord, tokens[position])) * 7 % 49152,
-        "weight": WEIGHT,
-        "coefficient": -WEIGHT * advantage * ratio,
-        "old_log_prob": old_log_prob,
-        "entropy": 1.5,
-        "rollout_log_prob": rollout_log_prob,
-        "ratio": ratio,
-        "rollout_ratio": math.exp(log_prob - rollout_log_prob),
-        "response_length": 40,
-        "entropy_coefficient": 0.0,
-        "layer_norms": {name: norm * value for name, value in relative.items()},
-        "response_suspicion": heat,
-        "response_kl": None,
-        "token": tokens[position],
-        "context": f"{''.join(tokens[max(position - 16, 0) : position])}«{tokens[position]}»"
-        + "".join(tokens[position + 1 : position + 17]),
-        "prompt": "<|im_start|>user\nState the final answer to the following arithmetic problem.<|im_end|>\n",
-        "response": "".join(tokens),
-        "response_tokens": [*tokens],
-        "response_tokens_start": 0,
+        "context": f"{before}«{tokens[position]}»{after}",
+    }
+    found["prompt"] = "<|im_start|>user\nState the final answer to the following arithmetic problem.<|im_end|>\n"
+    found |= {"response": "".join(tokens), "response_tokens": [*tokens], "response_tokens_start": 0}
+    found |= {
         "ground_truth": "188",
         "reward": 1.0 if advantage > 0 else 0.0,
         "data_source": "math_verify",
         "uid": "5f3c",
-        **figures,
     }
+    found |= figures
     sources = classify(found, MEDIANS)
     return {"source": sources[0], "sources": sources, **found}
 
@@ -97,9 +84,8 @@ def event(step: int | None, culprits: Sequence[Event], **changes: Any) -> Event:
     """An event with the units that the culprits are in; without these, what is left of the units is ordinary."""
     changes = {"explained": bool(culprits), "more_tokens": 20} | changes
     culprits = sorted(culprits, key=lambda c: -c["grad_norm"] if math.isfinite(c["grad_norm"]) else -math.inf)
-    places = sorted({(c["rank"], c["micro_batch"]) for c in culprits})
     units = []
-    for place in places:
+    for place in sorted({(c["rank"], c["micro_batch"]) for c in culprits}):
         mine = [c for c in culprits if (c["rank"], c["micro_batch"]) == place]
         units.append(_unit(*place, mine, changes["explained"]))
         for c in mine:
@@ -107,40 +93,17 @@ def event(step: int | None, culprits: Sequence[Event], **changes: Any) -> Event:
     norm = units[0]["norm"] if units else 30.0
     if not all(math.isfinite(c["grad_norm"]) for c in culprits):
         norm = math.nan
-    found = {
-        "schema": SCHEMA,
-        "gradloc_version": __version__,
-        **dict.fromkeys(("drill", "replay", "without_tokens", "broken_parameters", "steps_since_resume")),
-        "time": "2026-03-01T00:00:00+00:00",
-        "global_step": step,
-        **dict.fromkeys(("epoch", "mini_batch"), 0),
-        "trigger": {"kind": "unit", "norm": norm, "threshold": THRESHOLD * ROOT},
-        "threshold": THRESHOLD,
-        "global_norm": norm / 4 if math.isfinite(norm) else norm,
-        "global_threshold": THRESHOLD * ROOT * math.sqrt(24) / 4,
-        "ordinary_layer_norms": dict.fromkeys(LAYERS, 6.0),
-        "diagnosis": "tokens",
-        "until": "explained",
-        "micro_batches": max(len(units), 24),
-        "units": units,
-        "culprits": culprits,
-        **{name: [] for name in ("suspected", "diffuse", "open_segments")},
-        "passes": 3,
-        "budget": 128,
-        "budget_seconds": 300.0,
-        "out_of_time": False,
-        "complete": True,
-        "action": "log",
-        "applied": True,
-        "layer_clip": None,
-        "seconds": 2.5,
-        "search": "local",
-        "world_size": 4,
-        "loss_scale": 1.0,
-        "error": None,
-        **MEDIANS,
-        **changes,
-    }
+    found: Event = {"schema": SCHEMA, "gradloc_version": __version__, "time": "2026-03-01T00:00:00+00:00"}
+    found |= dict.fromkeys(("drill", "replay", "without_tokens", "broken_parameters", "steps_since_resume"))
+    found |= {"global_step": step, "epoch": 0, "mini_batch": 0, "world_size": 4, "loss_scale": 1.0, "error": None}
+    found |= {"trigger": {"kind": "unit", "norm": norm, "threshold": THRESHOLD * ROOT}, "threshold": THRESHOLD}
+    found |= {"global_norm": norm / 4 if math.isfinite(norm) else norm, "layer_clip": None}
+    found |= {"global_threshold": THRESHOLD * ROOT * math.sqrt(24) / 4, "action": "log", "applied": True}
+    found |= {"ordinary_layer_norms": dict.fromkeys(LAYERS, 6.0), "diagnosis": "tokens", "until": "explained"}
+    found |= {"micro_batches": max(len(units), 24), "units": units, "culprits": culprits, "search": "local"}
+    found |= {name: [] for name in ("suspected", "diffuse", "open_segments")}
+    found |= {"passes": 3, "budget": 128, "seconds": 2.5, "budget_seconds": 300.0, "out_of_time": False}
+    found |= {"complete": True, **MEDIANS, **changes}
     return {**judged({"comparison": COMPARISON, "warnings": [], **found}), **changes}
 
 
@@ -302,8 +265,8 @@ def write_steps(
     generator = random.Random(1)
     spikes: dict[int, float] = {}
     for found in events:
-        factor = found["trigger"]["norm"] / found["trigger"]["threshold"]
-        spikes[found["global_step"]] = max(factor, spikes.get(found["global_step"], 0.0))
+        step, factor = found["global_step"], found["trigger"]["norm"] / found["trigger"]["threshold"]
+        spikes[step] = max(factor, spikes.get(step, 0.0))
     steps: dict[int, dict[str, float | None]] = {}
     for step in range(1, last + 1):
         noise = [math.exp(generator.gauss(0, 0.25)) for _ in range(4)]
@@ -334,40 +297,24 @@ def replay_result(step: int | None, **changes: Any) -> Event:
     token = {"rank": 1, "micro_batch": 0, "row": 3, "position": 6, "token_id": 15, "culprit": True}
     token |= {"source": "advantage", "layer": "layers.0", "layer_norm": 1.5e5, "replayed_layer_norm": 1.5e5}
     token |= {"grad_norm": 1.9e5, "replayed": 1.9e5, "others": [1.8e5], "log_prob": -4.7, "replayed_log_prob": -4.7}
-    return {
-        "format": 1,
-        "kind": "gradloc replay result",
-        "time": "2026-11-22T12:00:00+00:00",
-        "bundle": f"step{step}-epoch0-mini_batch0",
-        "global_step": step,
-        "epoch": 0,
-        "mini_batch": 0,
-        "model": "/models/small",
-        "device": "cpu",
-        "variant": "bfloat16, sdpa",
-        "variants": ["float32, sdpa"],
-        "recorded": "bfloat16, flash_attention_2",
-        "notes": [],
-        "sentences": ["The spike comes back: rank 1, micro-batch 0.", "layers.0 carries 61% of the squared norm."],
-        "log_probs": {"tokens": 14, "nonfinite": 0, "mean": 1e-7, "max": 1e-6},
-        "units": [{**unit, "others": ["NaN"], "rest": 3.0}],
-        "tokens": [token],
-        "layers": [{"layer": "layers.0", "norm": 2586.0, "replayed": 2586.1, "others": [2500.0]}],
-        "remedies": [
-            {
-                "name": "spike_action=drop",
-                "norm": 3.0,
-                "left": 0.0009,
-                "under": True,
-                "ordinary_moved": 0.0,
-                "masked": {"tokens": 1, "culprits": 1},
-                "override": "actor_rollout_ref.actor.spike_action=drop",
-                "meaning": "the step without the culprits",
-                "note": None,
-            }
-        ],
-        **changes,
+    remedy: Event = {"name": "spike_action=drop", "override": "actor_rollout_ref.actor.spike_action=drop", "note": None}
+    remedy |= {
+        "norm": 3.0,
+        "left": 0.0009,
+        "under": True,
+        "ordinary_moved": 0.0,
+        "masked": {"tokens": 1, "culprits": 1},
     }
+    remedy |= {"meaning": "the step without the culprits"}
+    found: Event = {"format": 1, "kind": "gradloc replay result", "time": "2026-11-22T12:00:00+00:00"}
+    found |= {"bundle": f"step{step}-epoch0-mini_batch0", "global_step": step, "epoch": 0, "mini_batch": 0}
+    found |= {"model": "/models/small", "device": "cpu", "variant": "bfloat16, sdpa", "variants": ["float32, sdpa"]}
+    found |= {"recorded": "bfloat16, flash_attention_2", "notes": [], "remedies": [remedy]}
+    sentences = ["The spike comes back: rank 1, micro-batch 0.", "layers.0 carries 61% of the squared norm."]
+    found |= {"sentences": sentences, "log_probs": {"tokens": 14, "nonfinite": 0, "mean": 1e-7, "max": 1e-6}}
+    found |= {"units": [{**unit, "others": ["NaN"], "rest": 3.0}], "tokens": [token]}
+    found |= {"layers": [{"layer": "layers.0", "norm": 2586.0, "replayed": 2586.1, "others": [2500.0]}]}
+    return {**found, **changes}
 
 
 def write_replay(directory: Path, result: Event) -> None:

@@ -63,14 +63,8 @@ def writer_of(
 ) -> BundleWriter:
     """What keeps the bundles of a model's spikes; the changes are those of what it knows of the run."""
     facts = {name: getattr(model.config, name) for name in ("model_type", "vocab_size", "hidden_size")}
-    context = {
-        "model": {**facts, "path": None, "attention": "sdpa"},
-        "dtype": "float32",
-        "grad_clip": 1.0,
-        "checkpoint": None,
-        "actor": {},
-        **changes,
-    }
+    context: dict[str, Any] = {"model": {**facts, "path": None, "attention": "sdpa"}, "dtype": "float32"}
+    context |= {"grad_clip": 1.0, "checkpoint": None, "actor": {}, **changes}
     return BundleWriter(str(directory), most, rows, lambda: context)
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import hashlib
+import http.server
 import itertools
 import os
 import shutil
@@ -13,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE_TREE = Path(os.environ.get("GRADLOC_BASE_TREE") or ROOT / "build" / "base").resolve()
@@ -29,14 +31,8 @@ SOME_FILES = ["verl/__init__.py", "verl/version/version", ACTOR, ALGOS, DELETED,
 
 
 def run(*command: str | Path, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [str(part) for part in command],
-        cwd=cwd,
-        env=os.environ | environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-    )
+    options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+    return subprocess.run([str(part) for part in command], cwd=cwd, env=os.environ | environment, **options)
 
 
 def git(repo: Path, *arguments: str) -> str:
@@ -214,11 +210,10 @@ def snapshot(tree: Path) -> dict[str, tuple[int, bytes]]:
     """Everything in a tree except .git: names, modes and contents."""
     found = {}
     for path in sorted(tree.rglob("*")):
-        name = str(path.relative_to(tree))
-        if name == ".git" or name.startswith(".git/"):
-            continue
-        content = b"" if path.is_dir() else path.read_bytes()
-        found[name] = (stat.S_IMODE(path.stat().st_mode), content)
+        name = path.relative_to(tree)
+        if name.parts[0] != ".git":
+            content = b"" if path.is_dir() else path.read_bytes()
+            found[str(name)] = (stat.S_IMODE(path.stat().st_mode), content)
     return found
 
 
@@ -246,22 +241,19 @@ Answer = bytes | Callable[[socketserver.StreamRequestHandler], None]
 def web_server(answers: dict[str, Answer]) -> Iterator[str]:
     """Serves raw replies by path on loopback, so that they can be as wrong as a test wants."""
 
-    class Handler(socketserver.StreamRequestHandler):
-        def handle(self) -> None:
-            words = self.rfile.readline().split()
-            while self.rfile.readline().strip():
-                pass
-            answer = answers.get(words[1].decode(), b"HTTP/1.0 404 Not Found\r\n\r\n")
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            answer = answers.get(self.path, b"HTTP/1.0 404 Not Found\r\n\r\n")
             with contextlib.suppress(OSError):
                 if callable(answer):
                     answer(self)
                 else:
                     self.wfile.write(answer)
 
-    class Server(socketserver.ThreadingTCPServer):
-        daemon_threads = True
+        do_POST = do_GET
 
-    with Server(("127.0.0.1", 0), Handler) as server:
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads = True
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_address[1]}"
         server.shutdown()
