@@ -48,10 +48,23 @@ class CudaStandIn:
         self._exits = ExitStack()
 
     def __enter__(self) -> CudaStandIn:
-        self._exits.enter_context(mock.patch.object(torch.cuda, "get_rng_state", lambda device: torch.get_rng_state()))
-        self._exits.enter_context(mock.patch.object(torch.cuda, "set_rng_state", lambda state, device: None))
-        self._exits.enter_context(_Dispatched(self))
-        self._exits.enter_context(_Called(self))
+        stand_in = self
+
+        class Dispatched(TorchDispatchMode):
+            def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+                return stand_in.dispatched(func, args, kwargs or {})
+
+        class Called(TorchFunctionMode):
+            def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+                return stand_in.called(func, args, dict(kwargs or {}))
+
+        for context in (
+            mock.patch.object(torch.cuda, "get_rng_state", lambda device: torch.get_rng_state()),
+            mock.patch.object(torch.cuda, "set_rng_state", lambda state, device: None),
+            Dispatched(),
+            Called(),
+        ):
+            self._exits.enter_context(context)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -94,20 +107,15 @@ class CudaStandIn:
         tensors = [each for each in tree_leaves((arguments, options)) if isinstance(each, Tensor)]
         devices = [self.device_of(tensor) for tensor in tensors]
         if CUDA in devices:
-            indices = tree_leaves(arguments[1]) if packet in INDEXING else []
-            of_indices = [any(tensor is index for index in indices) for tensor in tensors]
+            indices = [index for index in tree_leaves(arguments[1]) if index is not None] if packet in INDEXING else []
             strangers = [
                 tensor
-                for tensor, device, is_index in zip(tensors, devices, of_indices, strict=True)
-                if device == CPU and tensor.dim() > 0 and not is_index
+                for tensor, device in zip(tensors, devices, strict=True)
+                if device == CPU and tensor.dim() > 0 and not any(tensor is index for index in indices)
             ]
-            if packet in COPIES:
-                if strangers:
-                    self._wait()
-            elif strangers:
+            if strangers and packet not in COPIES:
                 raise MixedDevices(f"{operation} has tensors on {[str(device) for device in devices]}")
-            mask = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
-            if packet in WAITING or mask:
+            if packet in WAITING or strangers or any(index.dtype in (torch.bool, torch.uint8) for index in indices):
                 self._wait()
         device = CUDA if CUDA in devices else CPU
         if not tensors:
@@ -136,11 +144,8 @@ class CudaStandIn:
             wanted = self.device_of(arguments[0])
         if wanted is None:
             return function(*arguments, **options)
-        before, self._wanted = self._wanted, torch.device(wanted)
-        try:
+        with mock.patch.object(self, "_wanted", torch.device(wanted)):
             result = function(*arguments, **options)
-        finally:
-            self._wanted = before
         if isinstance(result, Tensor):
             if function in (torch.tensor, torch.as_tensor, Tensor.new_tensor) and torch.device(wanted).type == "cuda":
                 self._wait()  # a copy of the host's memory
@@ -150,31 +155,16 @@ class CudaStandIn:
     def _converted(self, name: str, arguments: tuple, options: dict[str, Any]) -> Tensor:
         """`to`, `cpu` or `cuda` of a tensor."""
         tensor, *rest = arguments
-        here, copy = self.device_of(tensor), options.pop("copy", False)
+        here, copy, non_blocking = (
+            self.device_of(tensor),
+            options.pop("copy", False),
+            options.get("non_blocking", False),
+        )
+        device, dtype = torch.device(name) if name != "to" else None, None
         if name == "to" and rest and isinstance(rest[0], Tensor):
-            device, dtype, non_blocking = self.device_of(rest[0]), rest[0].dtype, options.get("non_blocking", False)
+            device, dtype = self.device_of(rest[0]), rest[0].dtype
         elif name == "to":
             device, dtype, non_blocking, _ = torch._C._nn._parse_to(*rest, **options)
-        else:
-            device, dtype, non_blocking = torch.device(name), None, options.get("non_blocking", False)
         if device is not None and device.type != here.type:
             return self._move(tensor, device, dtype, non_blocking)
         return tensor.to(dtype or tensor.dtype, copy=copy)
-
-
-class _Dispatched(TorchDispatchMode):
-    def __init__(self, stand_in: CudaStandIn) -> None:
-        super().__init__()
-        self.stand_in = stand_in
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        return self.stand_in.dispatched(func, args, kwargs or {})
-
-
-class _Called(TorchFunctionMode):
-    def __init__(self, stand_in: CudaStandIn) -> None:
-        super().__init__()
-        self.stand_in = stand_in
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        return self.stand_in.called(func, args, dict(kwargs or {}))
