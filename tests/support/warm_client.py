@@ -17,24 +17,18 @@ SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.
 
 
 def main(interpreter: str, address: str) -> int:
-    command = sys.argv[2:]
-    if command[:1] == ["-u"]:
-        command = command[1:]
-    asked_for = command[:2] == ["-X", "fork"]  # which an interpreter ignores
-    if asked_for:
+    command = sys.argv[2:] if sys.argv[1:2] == ["-u"] else sys.argv[1:]
+    if command[:2] == ["-X", "fork"]:  # which an interpreter ignores
         command = command[2:]
     elif not FORKED.match(" ".join(command[:2])):
-        os.execv(interpreter, [interpreter, *sys.argv[2:]])
+        os.execv(interpreter, [interpreter, *sys.argv[1:]])
     server = socket.socket(socket.AF_UNIX)
-    try:
-        server.connect(address)
-    except OSError:  # it has ended, and so does the test
-        os.execv(interpreter, [interpreter, *sys.argv[2:]])
+    server.connect(address)
     # The one that listed them is closed by then.
     files = [int(file) for file in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{file}")]
     files.remove(server.fileno())
-    texts = [sys.argv[1], os.getcwd(), str(os.umask(0o022)), ",".join(map(str, files))]
-    texts += [str(len(command)), *command, *(f"{name}={value}" for name, value in os.environ.items())]
+    texts = [os.getcwd(), ",".join(map(str, files)), str(len(command)), *command]
+    texts += [f"{name}={value}" for name, value in os.environ.items()]
     message = "\0".join(texts).encode(errors="surrogateescape")
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))]
@@ -48,14 +42,7 @@ def main(interpreter: str, address: str) -> int:
             signal.signal(number, lambda number, _frame: os.kill(child, number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     answer = server.recv(8, socket.MSG_WAITALL)
-    status = int.from_bytes(answer, "little", signed=True) if answer else -signal.SIGKILL
-    if status < 0:
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        if -status != signal.SIGKILL:
-            signal.signal(-status, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-        os.kill(os.getpid(), -status)
-    return status
+    return int.from_bytes(answer, "little") if answer else 128 + signal.SIGKILL
 
 
 if __name__ == "__main__":
