@@ -5,6 +5,7 @@ import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,19 +23,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """With --quick, leaves out tests marked slow, and of tests that run ranks all but one of each file."""
     if not config.getoption("--quick"):
         return
+    chosen: list[pytest.Item] = []
     files_with_ranks = set()
-
-    def is_quick(item: pytest.Item) -> bool:
-        if item.get_closest_marker("slow") is not None:
-            return False
-        if "launch" not in getattr(item, "fixturenames", ()):
-            return True
-        if item.path in files_with_ranks or not is_small(item):
-            return False
-        files_with_ranks.add(item.path)
-        return True
-
-    chosen = [item for item in items if is_quick(item)]
+    for item in items:
+        has_ranks = "launch" in getattr(item, "fixturenames", ())
+        if item.get_closest_marker("slow") or (has_ranks and (item.path in files_with_ranks or not is_small(item))):
+            continue
+        if has_ranks:
+            files_with_ranks.add(item.path)
+        chosen.append(item)
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = chosen
 
@@ -58,27 +55,27 @@ def pytest_configure(config: pytest.Config) -> None:
 # Libraries add variables when they are imported or first used; these are none of theirs.
 NO_LIBRARY_ADDS = ("EMBEDDED_", "GRADLOC_", "VERL_")
 AT_THE_START = set(os.environ) - {"PYTEST_CURRENT_TEST"}
-SIGNALS = signal.valid_signals() - {signal.SIGALRM}  # which is the timer's
+
+
+def state_of_process() -> dict[str, Any]:
+    signals = signal.valid_signals() - {signal.SIGALRM}  # which is the timer's
+    kept = {name for name in os.environ if name in AT_THE_START or name.startswith(NO_LIBRARY_ADDS)}
+    return {
+        "handlers of signals": {number: signal.getsignal(number) for number in signals},
+        "blocked signals": signal.pthread_sigmask(signal.SIG_BLOCK, []),
+        "working directory": os.getcwd(),
+        "umask": re.findall(r"^Umask:\s+(\d+)", Path("/proc/self/status").read_text(), re.M),
+        "os.environ": {name: os.environ[name] for name in kept},
+    }
 
 
 @pytest.fixture(autouse=True)
 def leaves_the_process_as_it_was() -> Iterator[None]:
     """Fails the test that does not: with SIGTERM ignored, say, a program that a later test ends would run for ever."""
-    parts = {
-        "handlers of signals": lambda: {number: signal.getsignal(number) for number in SIGNALS},
-        "blocked signals": lambda: signal.pthread_sigmask(signal.SIG_BLOCK, []),
-        "working directory": os.getcwd,
-        "umask": lambda: re.findall(r"^Umask:\s+(\d+)", Path("/proc/self/status").read_text(), re.M),
-        "os.environ": lambda: {
-            name: value
-            for name, value in os.environ.items()
-            if name in AT_THE_START or name.startswith(NO_LIBRARY_ADDS)
-        },
-    }
-    before = {name: read() for name, read in parts.items()}
+    before = state_of_process()
     yield
-    after = {name: read() for name, read in parts.items()}
-    if changed := [f"{name}: {after[name]!r}" for name in parts if after[name] != before[name]]:
+    after = state_of_process()
+    if changed := [f"{name}: {after[name]!r}" for name in after if after[name] != before[name]]:
         pytest.fail("left behind for the tests after it: " + "; ".join(changed))
 
 

@@ -2,18 +2,15 @@
 # Sets up build/ on first use and runs every check of the project: ruff, deno, the patches against their sources, mypy, pytest.
 # Usage: bash tests/run.sh [--quick] [--timings] [--target VERSION] [pytest arguments]
 #        bash tests/run.sh --plugin CHECKOUT [pytest arguments]      of pytest only the plugin's tests, with the verl of a checkout (of main, say)
-# The tests run against the verl of patches/DEFAULT. Without arguments, those that are marked smoke also run against each
-# other verl that there is a patch for, those marked every_target against each that has requirements of its own, and
-# those marked target against the one that they name: in parts, two at a time; their logs are in build/logs. At the end
-# there is a line for each part. --timings adds the slowest tests and fixtures to each log.
-# --target takes one verl, for everything. --quick is for each commit: against one verl, in parts, too. It leaves out
-# what is marked slow: runs of the trainer, benchmarks, the page in a browser, other trackers, make_patch.sh, real virtual
-# environments and Ray; and of each file in tests/multirank all cases with ranks but one.
+# The tests run against the verl of patches/DEFAULT. Without arguments, those marked smoke also run against each other
+# verl with a patch, those marked every_target against each with requirements of its own, and those marked target against
+# the one that they name: in parts, two at a time, with logs in build/logs and a line for each part at the end.
+# --target takes one verl, for everything. --timings adds the slowest tests to each log. --quick is for each commit: one
+# verl, and nothing that is marked slow; and of each file in tests/multirank no case with ranks but one.
 # Exit code: 0 if everything passes, the failing step's own code otherwise.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-root=$PWD
-build=$root/build
+root=$PWD build=$PWD/build
 source embedded/find_python.sh
 say() { printf '%s\n' "run.sh: $*"; }
 
@@ -161,10 +158,7 @@ PYTHON=$venv/bin/python bash make_patch.sh --check
 for version in "${targets[@]}"; do set_up_patched "$version"; done
 for name in base verl; do ln -sfn "$default/$name" "$build/$name"; done
 use_target "$target"
-check_types() {
-    say "mypy"
-    (unset PYTHONPATH && "$venv/bin/mypy") # which would take what is on it for installed
-}
+check_types() { env -u PYTHONPATH "$venv/bin/mypy"; } # which would take what is on it for installed
 has_types=$([[ $venv != "$build/venv" ]] || echo 1) # those of verl 0.7
 [[ $in_parts || ! $has_types ]] || check_types
 [[ $quick || $plugin ]] || set_up_browser "$@"

@@ -7,9 +7,9 @@ import importlib
 import importlib.abc
 import importlib.util
 import sys
-from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 from gradloc_verl import status
 from gradloc_verl.loading import AfterImport
@@ -22,9 +22,7 @@ PATCHED, OWN = "verl.utils.gradloc", "gradloc"
 class RenamedPackage(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds `gradloc` as `verl.utils.gradloc`; each of its modules exists once."""
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
         if not f"{name}.".startswith(f"{PATCHED}."):
             return None
         found = importlib.util.find_spec(OWN + name.removeprefix(PATCHED))

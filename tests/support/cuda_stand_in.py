@@ -35,10 +35,8 @@ class CudaStandIn:
 
     An operation's results are where its arguments are. One that mixes devices raises `MixedDevices`; a tensor of the
     CPU without dimensions may be mixed with others, and indices may be on the CPU. Time, memory, streams and what
-    libraries compute on a GPU are not imitated.
-
-    Attributes:
-        waits (list[str]): Where the host waited for the device, as "file:line" of the innermost frame outside torch.
+    libraries compute on a GPU are not imitated. `waits` has where the host waited for the device, as "file:line" of the
+    innermost frame outside torch.
     """
 
     def __init__(self) -> None:
@@ -140,14 +138,12 @@ class CudaStandIn:
         if function in (Tensor.to, Tensor.cpu, Tensor.cuda):
             return self._converted(name, arguments, options)
         wanted = options.pop("device", None)
-        if wanted is None and function is Tensor.new_tensor:
-            wanted = self.device_of(arguments[0])
         if wanted is None:
             return function(*arguments, **options)
         with mock.patch.object(self, "_wanted", torch.device(wanted)):
             result = function(*arguments, **options)
         if isinstance(result, Tensor):
-            if function in (torch.tensor, torch.as_tensor, Tensor.new_tensor) and torch.device(wanted).type == "cuda":
+            if function in (torch.tensor, torch.as_tensor) and torch.device(wanted).type == "cuda":
                 self._wait()  # a copy of the host's memory
             self._label(result, torch.device(wanted))
         return result

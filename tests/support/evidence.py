@@ -218,22 +218,17 @@ def marked(line: Event) -> Event:
         texts = {name: texts[name] for name in ("context", "data_source", "uid", "extra_info")}
         tokens = [token | texts for token in line["token_clip"]["tokens"]]
         return {**line, "token_clip": {**line["token_clip"], "tokens": tokens}}
+    texts["ground_truth"] = {"answer": [WORDS["ground_truth"]]}
     culprits = []
     for found in line["culprits"]:
         words = [f" {WORDS['response_tokens']}"] * len(found["response_tokens"])
         words[found["position"]] = found["token"]
-        truth = {"answer": [WORDS["ground_truth"]]}
-        culprits.append({**found, **texts, "ground_truth": truth, "response_tokens": words})
+        culprits.append({**found, **texts, "response_tokens": words})
     return {**line, "extra_info": WORDS["extra_info"], "culprits": culprits}
 
 
-KINDS = [
-    {"log_prob": -6.0, "rollout_log_prob": -8.5},
-    {"share_of_layer": 0.8},
-    {"sequence_ratio": 1.5},
-    {"log_prob": -7.0},
-    {},
-]
+KINDS: list[Event] = [{"log_prob": -6.0, "rollout_log_prob": -8.5}, {"share_of_layer": 0.8}, {"sequence_ratio": 1.5}]
+KINDS += [{"log_prob": -7.0}, {}]
 
 
 def samples(count: int) -> list[Event]:

@@ -40,13 +40,8 @@ def log_probs_of(
 class Loop:
     """A training loop in one process, which never takes a step; with TokenClip, if that is among the parts.
 
-    Args:
-        ids (Tensor): Of prompts and responses, of shape (micro-batches, rows, length).
-        prompt (int): The length of a prompt.
-        logits (Callable, optional): Gives the logits of ids; the model does if there is none.
-        entropy (float): The coefficient of the entropy in the loss.
-        parts (dict, optional): More arguments of GradLoc.
-        settings: Those of its configuration.
+    The ids are of prompts and responses, of shape (micro-batches, rows, length). The model gives their logits, unless a
+    function does; `entropy` is its coefficient in the loss. Parts are more arguments of GradLoc, settings its own.
     """
 
     def __init__(

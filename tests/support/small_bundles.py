@@ -84,10 +84,9 @@ def spike(
     old: bool = False,
     dtype: str = "float32",
 ) -> dict[str, Any]:
-    """The event of a step in this dtype, of micro-batches with these ids and advantages.
+    """The event of a step in this dtype, of micro-batches with these ids and advantages; `old` log-probs may be known.
 
-    The loss is `of_loss` times what it should be, `old` log-probs may be known, and the gradient is then multiplied by
-    `of_reduced`.
+    The loss is `of_loss` times what it should be, and the gradient is then multiplied by `of_reduced`.
     """
 
     def logits(ids: Tensor) -> Tensor:

@@ -230,8 +230,7 @@ def refused(done: subprocess.CompletedProcess[str], code: int, *words: str) -> N
     assert done.returncode == code, done.stdout + done.stderr
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
     assert done.stderr.startswith(("apply_patch: ", "make_patch.sh: ")), done.stderr
-    for word in words:
-        assert word in done.stderr, done.stderr
+    assert all(word in done.stderr for word in words), done.stderr
 
 
 Answer = bytes | Callable[[socketserver.StreamRequestHandler], None]
