@@ -1,19 +1,17 @@
 """Stands in for a Python interpreter: warm_python.py makes an executable of this file.
 
 Training and Ray's workers are forked by its server, which has imported the large libraries. This process passes them
-its files, hands signals on and ends as they end. Everything else is for the interpreter itself. It imports little,
+its files, and ends with them, whichever ends first. Everything else is for the interpreter itself. It imports little,
 because it is started often.
 """
 
 import array
 import os
 import re
-import signal
 import socket
 import sys
 
 FORKED = re.compile(r"-m (verl\.|gradloc_tools)|\S*/ray/\S+\.py|\S*/embedded/(prepare|run)\.py")
-SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def main(interpreter: str, address: str) -> int:
@@ -30,19 +28,13 @@ def main(interpreter: str, address: str) -> int:
     texts = [os.getcwd(), ",".join(map(str, files)), str(len(command)), *command]
     texts += [f"{name}={value}" for name, value in os.environ.items()]
     message = "\0".join(texts).encode(errors="surrogateescape")
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))]
     server.sendmsg([len(message).to_bytes(8, "little")], rights)
     server.sendall(message)
     for file in files:
         os.close(file)  # a reader must see the end of a pipe when the forked process closes it
-    child = int.from_bytes(server.recv(8, socket.MSG_WAITALL), "little")
-    for number in SIGNALS:
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, lambda number, _frame: os.kill(child, number))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     answer = server.recv(8, socket.MSG_WAITALL)
-    return int.from_bytes(answer, "little") if answer else 128 + signal.SIGKILL
+    return int.from_bytes(answer, "little") if answer else 1
 
 
 if __name__ == "__main__":

@@ -48,10 +48,8 @@ HIGH = 500  # files that a process is given wait above the numbers that they wil
 def warm_python(folder: Path, environment: Mapping[str, str], verl: bool = False) -> Iterator[Path]:
     """The path of the interpreter, which can be used within the block.
 
-    Args:
-        folder (Path): An empty one, with a short name: it holds a socket.
-        environment (Mapping[str, str]): What the libraries find when they are imported.
-        verl (bool): Whether they include the verl on its PYTHONPATH, which then is that of all programs.
+    Its libraries find this environment when they are imported. They include the verl on its PYTHONPATH, if that is
+    wanted, which then is that of all programs. The folder is an empty one, with a short name: it holds a socket.
     """
     address, executable = folder / "socket", folder / "python"
     arguments = str(address), str(executable), environment["PYTHONPATH"] if verl else ""
@@ -72,12 +70,9 @@ def warm_python(folder: Path, environment: Mapping[str, str], verl: bool = False
 
 
 def serve(address: str, executable: str, search_path: str) -> Callable[[], None]:
-    """Serves until it is ended. In each process that it starts it returns what that process has to run.
+    """Serves at a socket until it is ended. In each process that it starts it returns what that process has to run.
 
-    Args:
-        address (str): That of its socket.
-        executable (str): The interpreter by which those processes believe to be run.
-        search_path (str): Where it finds verl; empty where verl is not to be imported.
+    Those believe to be run by the executable. verl is imported if there is a path on which to search for it.
     """
     _end_with_parent()
     base, before = sys.path[1:], set(os.environ)
@@ -117,9 +112,7 @@ def _keep_ray_from_drawing() -> None:
 
 def _started(connection: socket.socket, set_by_imports: dict[str, str]) -> list[str]:
     """Forks the process that a client asks for, and returns its command in it. The other one tells the client how it
-    ends.
-
-    Where the client ends first, all that its process has started ends.
+    ends; where the client ends first, its process does.
     """
     _end_with_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -127,12 +120,15 @@ def _started(connection: socket.socket, set_by_imports: dict[str, str]) -> list[
     with connection.makefile("rb") as stream:
         message = stream.read(int.from_bytes(size, "little"))
     directory, numbers, count, *texts = message.decode(errors="surrogateescape").split("\0")
+    raised = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, HIGH) for file in files]
+    for file in files:
+        os.close(file)
     child = os.fork()
     if not child:
         connection.close()
         os.setsid()
         _end_with_parent()
-        for number, file in zip(map(int, numbers.split(",")), map(_raised, files), strict=True):
+        for number, file in zip(map(int, numbers.split(",")), raised, strict=True):
             os.dup2(file, number)
             os.close(file)
         for number, name in ((1, "stdout"), (2, "stderr")):  # the server's may have been files where these are pipes
@@ -144,13 +140,11 @@ def _started(connection: socket.socket, set_by_imports: dict[str, str]) -> list[
         os.environ.update(set_by_imports | dict(line.split("=", 1) for line in texts[int(count) :]))
         os.chdir(directory)
         return texts[: int(count)]
-    for file in files:
+    for file in raised:
         os.close(file)
-    with contextlib.suppress(OSError):
-        connection.sendall(child.to_bytes(8, "little"))
     ended = os.pidfd_open(child)
     if ended not in select.select([connection, ended], [], [])[0]:
-        _end_session(child)
+        os.killpg(child, signal.SIGKILL)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     with contextlib.suppress(OSError):
         connection.sendall((status if status >= 0 else 128 - status).to_bytes(8, "little"))
@@ -159,19 +153,6 @@ def _started(connection: socket.socket, set_by_imports: dict[str, str]) -> list[
 
 def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _raised(file: int) -> int:
-    raised = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, HIGH)
-    os.close(file)
-    return raised
-
-
-def _end_session(leader: int) -> None:
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            if int(stat.read_text().rpartition(")")[2].split()[3]) == leader:
-                os.kill(int(stat.parent.name), signal.SIGKILL)
 
 
 def _run(command: list[str], base: list[str]) -> None:

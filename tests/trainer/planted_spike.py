@@ -1,10 +1,8 @@
-"""Plants a gradient spike: an advantage estimator that makes one token's advantage huge in one step.
+"""Plants a gradient spike: an advantage estimator that makes the advantage of one token of a rewarded answer, if there
+is one, huge in one step.
 
-verl loads this module when VERL_USE_EXTERNAL_MODULES names it; `algorithm.adv_estimator=planted_spike` selects it. A
-random model earns no reward, so GRPO's advantages would all be zero and every token but the planted one without a
-gradient. Here each answer's advantage is +1 or -1 at random, so that the search must tell the token from its
-neighbours. The token is one of a rewarded answer, if there is one. Where the spike was planted is written as JSON to
-the file that PLANTED_SPIKE_FILE names.
+Each answer's advantage is +1 or -1 at random otherwise, so that the search must tell the token from its neighbours.
+Where the spike was planted is written as JSON to the file that PLANTED_SPIKE_FILE names.
 """
 
 import json

@@ -1,4 +1,5 @@
-"""A rollout in which one answer to each sum is right: a random model would never earn a reward.
+"""A rollout in which one answer to each sum is right: a random model would never earn a reward. And a critic without
+flash attention, which verl's loader asks for.
 
 verl loads this module when VERL_USE_EXTERNAL_MODULES names it behind `embedded`.
 """
@@ -7,7 +8,7 @@ import re
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoModelForTokenClassification, AutoTokenizer
 from verl.workers.rollout.replica import RolloutReplicaRegistry, TokenOutput
 
 from embedded.rollout import HFReplica, HFServer
@@ -45,3 +46,11 @@ class AnsweringReplica(HFReplica):
 
 
 RolloutReplicaRegistry.register("hf", lambda: AnsweringReplica)
+load_critic = AutoModelForTokenClassification.from_pretrained
+
+
+def load_with_sdpa(*arguments: Any, **options: Any) -> Any:
+    return load_critic(*arguments, **{**options, "attn_implementation": "sdpa"})
+
+
+AutoModelForTokenClassification.from_pretrained = load_with_sdpa

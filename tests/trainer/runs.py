@@ -12,25 +12,20 @@ from typing import Any
 
 import verl
 from scripts import launch
-from valid_events import valid_events
+from valid_events import lines_in, valid_events
 
 from gradloc_tools.schema import CLIP, conforms
 from warm_python import FOR_RAY, warm_python
 
 ROOT = Path(__file__).parents[2]
-# The key has another name in verl 0.9.
-_REWARD = "reward.custom_reward_function" if verl.__version__ == "0.9.1" else "custom_reward_function"
-REWARDS = [f"{_REWARD}.path={ROOT}/tests/trainer/varied_rewards.py"]
+IS_0_9 = verl.__version__ == "0.9.1"  # where keys have other names
+REWARD = "reward.custom_reward_function" if IS_0_9 else "custom_reward_function"
+REWARDS = [f"{REWARD}.path={ROOT}/tests/trainer/varied_rewards.py"]
 # A critic, whose τ is so small that each of its mini-batches is a spike.
-CRITIC = [
-    "critic.enable=True",
-    "critic.strategy=fsdp2",
-    "critic.model.use_remove_padding=False",
-    "critic.model.enable_gradient_checkpointing=False",
-    "critic.ppo_micro_batch_size_per_gpu=2",
-    "critic.grad_norm_threshold=1e-4",
-    "critic.fsdp.dtype=float32" if verl.__version__ == "0.9.1" else "critic.model.fsdp_config.model_dtype=float32",
-]
+CRITIC = ["critic.enable=True", "critic.strategy=fsdp2", "critic.ppo_micro_batch_size_per_gpu=2"]
+CRITIC += ["critic.model.use_remove_padding=False", "critic.model.enable_gradient_checkpointing=False"]
+CRITIC += ["critic.fsdp.dtype=float32" if IS_0_9 else "critic.model.fsdp_config.model_dtype=float32"]
+CRITIC += ["critic.grad_norm_threshold=1e-4"]
 HANGS = 900  # seconds that no run takes, however busy the machine is
 warm_interpreter: Path | None = None  # what conftest.py has made
 
@@ -47,14 +42,10 @@ def interpreter(verl: bool) -> Iterator[Path]:
 def started(
     output: Path, *arguments: str, interpreter: str | Path | None = None, **environment: str
 ) -> Iterator[subprocess.Popen]:
-    """A run, which is ended with the block if it still goes on.
+    """A run of run_experiment.sh with these arguments and variables, which is ended with the block if it still goes on.
 
-    Args:
-        output (Path): Its folder.
-        arguments (str): Those of run_experiment.sh.
-        interpreter (str | Path, optional): That of its processes, Ray's workers included. By default, they are forked
-            from one that has imported what they need.
-        environment (str): Variables on top of the environment.
+    Its processes, Ray's workers included, are forked from an interpreter that has imported what they need, unless they
+    are given another.
     """
     interpreter = interpreter or warm_interpreter
     search_path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(ROOT / "tests/trainer")])
@@ -86,17 +77,15 @@ def finished(output: Path, *arguments: str, **options: Any) -> tuple[str, list[d
 
 
 def events_in(output: Path) -> list[dict[str, Any]]:
-    lines = [line for line in _lines(output) if json.loads(line).keys().isdisjoint({"note", "token_clip"})]
-    return valid_events(f"[{','.join(lines)}]")
+    return valid_events(json.dumps([line for line in _lines(output) if line.keys().isdisjoint({"note", "token_clip"})]))
 
 
 def clips_in(output: Path) -> list[dict[str, Any]]:
     """What TokenClip found."""
-    clips = [line for line in map(json.loads, _lines(output)) if "token_clip" in line]
+    clips = [line for line in _lines(output) if "token_clip" in line]
     assert all(conforms(line, CLIP) for line in clips)
     return clips
 
 
-def _lines(output: Path) -> list[str]:
-    evidence = output / "bisect_dump/spikes.jsonl"
-    return evidence.read_text().splitlines() if evidence.exists() else []
+def _lines(output: Path) -> list[dict[str, Any]]:
+    return lines_in(output / "bisect_dump") if (output / "bisect_dump/spikes.jsonl").exists() else []

@@ -2,60 +2,48 @@
 
 import json
 import subprocess
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import runs
 import torch
-import verl
-from runs import REWARDS, ROOT, finished
+from runs import IS_0_9, REWARDS, ROOT, finished
 from scripts import launch
 from transformers import AutoModelForCausalLM
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm")]
 
-ENGINE = verl.__version__ == "0.9.1"
 # A random model finds all tokens equally unlikely, so that their norms are alike: up to 13, with verl 0.9.1 up to 10.
 # With "unsampled" and "stale" some are over their threshold, with the others only what the fault makes larger.
 THRESHOLDS = {
-    "unsampled": "3",
-    "failed_request": "3",
-    "advantage": "30",
-    "bitflip": "10.5" if ENGINE else "14",
-    "stale": "3",
+    **dict.fromkeys(("unsampled", "failed_request", "stale"), "3"),
+    **dict.fromkeys(("advantage", "auxiliary", "resume"), "30"),
+    **dict.fromkeys(("retokenized", "kernel"), "20"),
+    "bitflip": "10.5" if IS_0_9 else "14",
     "nan": "1000",
-    "retokenized": "20",
     "misfire": "9",
-    "auxiliary": "30",
-    "kernel": "20",
-    "resume": "30",
 }
-# Runs whose first steps are alike, but for the threshold.
-SAME_SO_FAR = ("auxiliary", "nan")
 # What is wrong with the whole run is said in steps.jsonl, spike or not.
 WARNINGS = {
-    "never_synced": "stale_weights",
-    "adapter": "stale_weights",
+    **dict.fromkeys(("never_synced", "adapter"), "stale_weights"),
     "one_worker": "partly_stale",
     "temperature": "other_log_probs",
     "loss_scale": "loss_scale",
     "one_seed": "repeated_responses",
 }
-# At this rate three steps change the weights by several times their size.
-FAST = ["LR=0.1"]
 CHANGED = {
-    **dict.fromkeys(("stale", "never_synced", "adapter", "one_worker"), FAST),
+    # At this rate three steps change the weights by several times their size.
+    **dict.fromkeys(("stale", "never_synced", "adapter", "one_worker"), ["LR=0.1"]),
     # A line break is rare in random tokens.
     "misfire": [
         "data.train_batch_size=24",
         "data.max_response_length=32",
         "actor_rollout_ref.actor.ppo_mini_batch_size=24",
-        # Each pass searches for more of the same.
-        "actor_rollout_ref.actor.bisect_budget_steps=150",
+        "actor_rollout_ref.actor.bisect_budget_steps=150",  # each pass searches for more of the same
     ],
 }
 
@@ -99,13 +87,6 @@ def changed_model(name: str, directory: Path) -> list[str]:
     return [f"MODEL_PATH={directory}/model"]
 
 
-def replayed(bundle: Path, model: Path) -> dict[str, Any]:
-    """What a replay with these weights finds."""
-    command = [runs.warm_interpreter, "-m", "gradloc_tools", "replay", bundle, "--model", model, "--only", "--json"]
-    result: dict[str, Any] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, cwd=ROOT).stdout)
-    return result
-
-
 Run = tuple[str, list[dict[str, Any]], Path]
 
 
@@ -123,12 +104,10 @@ def planted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         return *finished(folder / "out", "--fault", name, *arguments), folder
 
     pool = ThreadPoolExecutor(2)
-    found: dict[str, Future[Run]] = {}
 
+    @cache
     def submitted(name: str) -> Future[Run]:
-        if name not in found:
-            found[name] = pool.submit(run, name, tmp_path_factory.mktemp(name))
-        return found[name]
+        return pool.submit(run, name, tmp_path_factory.mktemp(name))
 
     for item in request.session.items:
         if item.path == request.path and hasattr(item, "callspec"):
@@ -147,34 +126,32 @@ def test_a_fault_is_told_by_its_evidence(name: str, planted: Callable[[str], Run
     culprits = [culprit for event in events for culprit in event["culprits"]]
     match name:
         case "unsampled":
-            appended = [culprit for culprit in culprits if culprit["source"] == "unsampled"]
-            assert appended and {culprit["token"] for culprit in appended} == {"<|im_end|>"}
+            tokens = {culprit["token"] for culprit in culprits if culprit["source"] == "unsampled"}
+            assert tokens == {"<|im_end|>"}
         case "failed_request":
             empty = [culprit for culprit in culprits if culprit["response_length"] == 1]
-            assert empty and {each["token"] for each in empty} == {"<|im_end|>"}
-            assert {each["source"] for each in empty} == {"unsampled"}
+            assert {(each["token"], each["source"]) for each in empty} == {("<|im_end|>", "unsampled")}
             assert {event["global_step"] for event in events if event["verdict"]["cause"] == "unsampled"} <= {4}
         case "advantage":
             assert {event["global_step"] for event in events} == {2}
             assert len({culprit["uid"] for culprit in culprits}) == 1
-            rewarded = [culprit["source"] for culprit in culprits if culprit["reward"] == 100.0]
+            rewarded = {culprit["source"] for culprit in culprits if culprit["reward"] == 100.0}
             others = {culprit["source"] for culprit in culprits if culprit["reward"] != 100.0}
-            assert rewarded and set(rewarded) == {"advantage"}
+            assert rewarded == {"advantage"}
             # The other answers to that prompt have a third of its advantage. With verl 0.9.1 half of the mini-batch is
             # of that prompt, so that a third is only twice the median.
-            assert others <= ({"advantage", "unlikely"} if ENGINE else {"advantage"})
+            assert others <= ({"advantage", "unlikely"} if IS_0_9 else {"advantage"})
         case "nan":
             (culprit,) = culprits
             assert (culprit["source"], culprit["advantage"]) == ("nonfinite", "NaN")
         case "stale":
-            late = [culprit for event in events if event["global_step"] >= 4 for culprit in event["culprits"]]
             # A random model's log-probs move little: the ratios of a few tokens leave the rules' limits, not of most.
-            counts = Counter(culprit["source"] for culprit in late)
-            assert counts["misaligned"] + counts["token"] + counts["sequence"] > 0, counts
+            late = [culprit for event in events if event["global_step"] >= 4 for culprit in event["culprits"]]
+            assert {culprit["source"] for culprit in late} & {"misaligned", "token", "sequence"}
         case "retokenized":
             assert {culprit["turn"] for culprit in culprits} <= {1, 2}
-            found = [culprit for culprit in culprits if culprit["source"] == "retokenized"]
-            assert found and {(culprit["turn"], culprit["mismatch_turn"]) for culprit in found} == {(2, 2)}
+            found = {(each["turn"], each["mismatch_turn"]) for each in culprits if each["source"] == "retokenized"}
+            assert found == {(2, 2)}
             assert {event["verdict"]["cause"] for event in events} == {"retokenized"}
             assert "with the first token after turn 1" in events[0]["verdict"]["sentence"]
         case "misfire":
@@ -187,23 +164,24 @@ def test_a_fault_is_told_by_its_evidence(name: str, planted: Callable[[str], Run
                 found = event["without_tokens"]
                 assert event["diagnosis"] == "diffuse" and event["verdict"]["cause"] == "auxiliary"
                 assert found["share"] > 0.9 and found["layer_norms"]["layers.1"] == pytest.approx(found["norm"])
-                assert "of the norm of rank" in event["summary"] and "in the layer layers.1" in event["summary"]
+                assert "in the layer layers.1" in event["summary"]
         case "kernel":
-            found = replayed(folder / "out/bisect_dump" / events[0]["replay"], folder / "model")
+            bundle = folder / "out/bisect_dump" / events[0]["replay"]
+            command = [runs.warm_interpreter, "-m", "gradloc_tools", "replay", bundle, "--model", folder / "model"]
+            found = json.loads(subprocess.check_output([*command, "--only", "--json"], cwd=ROOT))
             assert found["log_probs"]["max"] < 1e-4
             (sentence,) = [text for text in found["sentences"] if "backward pass was another one" in text]
             assert "at layers.1 first" in sentence
             assert "--switches" in events[0]["verdict"]["check"]
         case "resume":
             assert {(event["global_step"], event["steps_since_resume"]) for event in events} == {(3, 1)}
-            said = " This is step 1 after a checkpoint was loaded."
-            assert all(event["verdict"]["sentence"].endswith(said) for event in events)
+            assert "This is step 1 after a checkpoint was loaded." in events[0]["verdict"]["sentence"]
         case "bitflip":
             assert {event["global_step"] for event in events} == {2}
             for event in events:
                 assert event["units"] and len(event["units"]) == event["micro_batches"]
                 assert event["summary"].startswith("Every micro-batch is over its threshold; ")
-                assert "layers.1 carries" in event["summary"] and "of the squared norm, ordinarily" in event["summary"]
+                assert "layers.1 carries" in event["summary"]
 
 
 @pytest.mark.parametrize("name", WARNINGS)
@@ -222,7 +200,7 @@ def test_what_is_wrong_with_the_whole_run_is_warned_of(name: str, planted: Calla
 def test_runs_that_are_the_same_so_far_have_the_same_figures(planted: Callable[[str], Run]) -> None:
     """In the first step, before these faults are planted."""
     figures = []
-    for name in SAME_SO_FAR:
+    for name in ("auxiliary", "nan"):
         step, metrics = json.loads((planted(name)[2] / "out/metrics.jsonl").read_text().splitlines()[0])
         assert step == 1
         of_data = [key for key in metrics if key.startswith(("actor/", "critic/", "rollout_corr/"))]

@@ -4,20 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
-import verl
-from runs import REWARDS, events_in, started
+from runs import IS_0_9, REWARDS, events_in, started
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm"), pytest.mark.target(version="0.9.1")]
 
-TRAINERS = (
-    {
-        "V1": [],
-        "V1_async": ["trainer.v1.trainer_mode=colocate_async", "trainer.v1.sampler.custom_sampler.path=null"],
-        "V0": ["trainer.use_v1=False"],
-    }
-    if verl.__version__ == "0.9.1"
-    else {"Ray": []}
-)
+ASYNC = ["trainer.v1.trainer_mode=colocate_async", "trainer.v1.sampler.custom_sampler.path=null"]
+TRAINERS = {"V1": [], "V1_async": ASYNC, "V0": ["trainer.use_v1=False"]} if IS_0_9 else {"Ray": []}
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
@@ -34,13 +26,11 @@ def test_repeated_spikes_end_a_run_with_a_checkpoint(trainer: str, tmp_path: Pat
     culprits = [culprit for event in events for culprit in event["culprits"]]
     assert culprits and {culprit["reward"] for culprit in culprits} <= {0.0, 1.0}
     assert all(culprit[name] for culprit in culprits for name in ("uid", "prompt", "data_source", "ground_truth"))
-    spikes = "1 gradient spike" if len(events) == 1 else f"{len(events)} gradient spikes"
-    sentence = (
-        f"Training ends after step 1, because of {spikes} in the last step (spike_action=stop): "
-        f"the evidence is in {output}/bisect_dump, the checkpoint in {output}/global_step_1."
-    )
     said, last = printed.splitlines()[-2:]
-    assert "Training was stopped after repeated spikes (exit code 76)" in said and last == sentence
+    assert "Training was stopped after repeated spikes (exit code 76)" in said and last.startswith(
+        "Training ends after step 1, "
+    )
+    assert last.endswith(f"the evidence is in {output}/bisect_dump, the checkpoint in {output}/global_step_1.")
     assert (output / "latest_checkpointed_iteration.txt").read_text() == "1"
     assert any((output / "global_step_1/actor").glob("model_world_size_2_rank_*.pt"))
     (line,) = (output / "bisect_dump/steps.jsonl").read_text().splitlines()

@@ -1,7 +1,6 @@
 """The evidence that the trainer writes, its metrics, and what rank 0 judges and logs of an update with many spikes."""
 
 import json
-import subprocess
 import uuid
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +9,6 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-import runs
 import torch
 import verl
 from evidence import clip, clipped_token, drill, spike
@@ -34,13 +32,12 @@ def test_columns_of_any_type_are_written(tmp_path: Path, caplog: Caplog) -> None
     data = DataProto.from_dict(tensors, arrays, meta_info={"global_steps": 1})
     event: dict[str, Any] = {"global_step": 1, "mini_batch": 1, "drill": None, "warnings": []}
     event["culprits"] = [{"rank": 0, "row": 1, "position": 2}]
-    watch = {"sequence_parallel_size": 1, "watches_passes": True, "lines": lambda: [event], "warnings": lambda: []}
+    no_judgement = RuntimeError("no judgement")
+    watch = Mock(sequence_parallel_size=1, lines=lambda: [event], warnings=Mock(side_effect=[[], no_judgement]))
     config = SimpleNamespace(bisect_dump_dir=str(tmp_path), ppo_mini_batch_size=ROWS // 2)
-    actor: Any = SimpleNamespace(config=config, watch=SimpleNamespace(**watch))
+    actor: Any = SimpleNamespace(config=config, watch=watch)
     tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: " ".join(map(str, ids)))
     write_evidence(actor, data, tokenizer, {})
-    watch["warnings"] = Mock(side_effect=RuntimeError("no judgement"))
-    actor.watch = SimpleNamespace(**watch)
     write_evidence(actor, data, tokenizer, {})  # training goes on
     assert "the evidence of a step is not written: RuntimeError('no judgement')" in caplog.text
     (culprit,) = json.loads((tmp_path / "spikes.jsonl").read_text())["culprits"]
@@ -62,9 +59,8 @@ def test_a_step_whose_answers_are_all_rejected_has_metrics() -> None:
         tensors |= {"old_log_probs": per_token - 1, "rollout_log_probs": per_token + rollout_log_prob}
         tensors |= {"token_level_scores": rewards, "token_level_rewards": rewards}
         batch = DataProto.from_dict(tensors, {"uid": np.array(["a"] * ROWS, dtype=object)})
-        batch, _ = compute_rollout_correction_and_add_to_batch(
-            batch, {"rollout_rs": rejection, "rollout_rs_threshold": 1.2}
-        )
+        rule = {"rollout_rs": rejection, "rollout_rs_threshold": 1.2}
+        batch, _ = compute_rollout_correction_and_add_to_batch(batch, rule)
         return compute_data_metrics(compute_advantage(batch, adv_estimator="grpo"), use_critic=False)
 
     accepted, rejected = metrics(-1.0), metrics(-9.0)
@@ -79,20 +75,17 @@ def write(directory: Path, events: list[dict[str, Any]], *warnings: dict[str, st
     from verl.utils.gradloc.adapters.update_evidence import UpdateEvidence
 
     evidence = UpdateEvidence(str(directory), None, 1)
-    judged = ("verdict", "summary")
-    evidence._events = [{name: event[name] for name in event if name not in judged} for event in events]
+    evidence._events = [{name: event[name] for name in event if name not in ("verdict", "summary")} for event in events]
     evidence.write(3, {}, lambda: warnings)
 
 
-@pytest.mark.parametrize(("count", "lines"), [(0, 0), (1, 1), (3, 3), (4, 4), (40, 4)])
+@pytest.mark.parametrize(("count", "lines"), [(0, 0), (3, 3), (4, 4)])
 def test_few_lines_are_logged_of_an_update(count: int, lines: int, tmp_path: Path, caplog: Caplog) -> None:
-    write(tmp_path, [drill(3, True), *[spike(3)] * 39][:count])
+    write(tmp_path, [drill(3, True), *[spike(3)] * 3][:count])
     said = [record.getMessage() for record in caplog.records]
-    assert len(said) == lines
-    starts = ["Spike drill in step 3: A drill: the planted", "Gradient spike in step 3: No known cause: "]
-    assert all(line.startswith(start) for line, start in zip(said, starts, strict=False))
-    if count > 3:
-        assert said[3] == f"{count - 3} more gradient spikes in step 3: see the report on {tmp_path}"
+    last = f"{count - 3} more gradient spikes in step 3: see the report on {tmp_path}"
+    starts = ["Spike drill in step 3: A drill: the planted", *["Gradient spike in step 3: No known cause: "] * 2, last]
+    assert len(said) == lines and all(map(str.startswith, said, starts))
 
 
 def test_clips_are_logged_after_the_spikes(tmp_path: Path, caplog: Caplog) -> None:
@@ -107,8 +100,6 @@ def test_clips_are_logged_after_the_spikes(tmp_path: Path, caplog: Caplog) -> No
 
 @cases(
     "known shown names cause",
-    ([], [WARNING], ["stale_weights"], "stale_weights"),
-    ([WARNING], [], ["stale_weights"], "stale_weights"),
     ([WARNING], [{**WARNING, "sentence": "By now."}], ["stale_weights"], "stale_weights"),
     # A wrong scale is that of single mini-batches.
     ([], [{**WARNING, "name": "loss_scale"}], [], "unlikely"),
@@ -121,12 +112,3 @@ def test_a_spike_is_judged_by_all_that_its_update_shows(
     (line,) = lines_in(tmp_path)
     assert [each["name"] for each in line["warnings"]] == names and line["verdict"]["cause"] == cause
     assert not shown or known != [WARNING] or line["verdict"]["sentence"] == shown[0]["sentence"]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("warm")
-def test_workers_of_the_tests_have_random_ids() -> None:
-    """They are forked. With the same ids for their objects, a run in hundreds never starts, or reads wrong data."""
-    command = [runs.warm_interpreter, "-X", "fork", "-c", "import ray; print(ray.ObjectRef.from_random())"]
-    drawn = {subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout for _ in range(3)}
-    assert len(drawn) == 3
