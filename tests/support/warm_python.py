@@ -23,8 +23,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 CLIENT = Path(__file__).with_name("warm_client.py")
 LIBRARIES = """
@@ -48,15 +49,19 @@ HIGH = 500  # files that a process is given wait above the numbers that they wil
 def warm_python(folder: Path, environment: Mapping[str, str], verl: bool = False) -> Iterator[Path]:
     """The path of the interpreter, which can be used within the block.
 
-    Its libraries find this environment when they are imported. They include the verl on its PYTHONPATH, if that is
-    wanted, which then is that of all programs. The folder is an empty one, with a short name: it holds a socket.
+    Args:
+        folder (Path): An empty one, with a short name: it holds a socket.
+        environment (Mapping[str, str]): What the libraries find when they are imported.
+        verl (bool): Whether they include the verl on its PYTHONPATH, which then is that of all programs.
     """
     address, executable = folder / "socket", folder / "python"
-    arguments = str(address), str(executable), environment["PYTHONPATH"] if verl else ""
-    command = [sys.executable, "-c", f"__import__('warm_python').serve{arguments}()"]
+    serve = f"warm_python.serve({str(address)!r}, {environment['PYTHONPATH'] if verl else ''!r})"
+    code = f"import sys; sys.path[0] = {str(CLIENT.parent)!r}; import warm_python; {serve}()"
     environment = {**environment, **FOR_RAY, "PYTHONPATH": "", "PYTHONUNBUFFERED": "1"}
-    server = subprocess.Popen(command, cwd=CLIENT.parent, env=environment, stdin=subprocess.DEVNULL)
-    executable.write_text(f'#!/bin/sh\nexec "{sys.executable}" -IS "{CLIENT}" "{sys.executable}" "{address}" "$@"\n')
+    server = subprocess.Popen([sys.executable, "-c", code], env=environment, stdin=subprocess.DEVNULL)
+    executable.write_text(
+        f'#!/bin/sh\nexec "{sys.executable}" -IS "{CLIENT}" "{sys.executable}" "{address}" "$0" "$@"\n'
+    )
     executable.chmod(0o755)
     try:
         while not address.exists():
@@ -69,10 +74,12 @@ def warm_python(folder: Path, environment: Mapping[str, str], verl: bool = False
         server.wait()
 
 
-def serve(address: str, executable: str, search_path: str) -> Callable[[], None]:
-    """Serves at a socket until it is ended. In each process that it starts it returns what that process has to run.
+def serve(address: str, search_path: str) -> Callable[[], None]:
+    """Serves until it is ended. In each process that it starts it returns what that process has to run.
 
-    Those believe to be run by the executable. verl is imported if there is a path on which to search for it.
+    Args:
+        address (str): That of its socket.
+        search_path (str): Where it finds verl; empty where verl is not to be imported.
     """
     _end_with_parent()
     base, before = sys.path[1:], set(os.environ)
@@ -84,7 +91,6 @@ def serve(address: str, executable: str, search_path: str) -> Callable[[], None]
         with contextlib.suppress(ImportError):  # not every verl needs or has each of them
             importlib.import_module(name)
     set_by_imports = {name: os.environ[name] for name in os.environ.keys() - before - {"RAY_RAYLET_PID"}}
-    sys.executable = executable
     gc.collect()
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that watch over a process
@@ -96,8 +102,8 @@ def serve(address: str, executable: str, search_path: str) -> Callable[[], None]
         connection, _ = listener.accept()
         if not os.fork():
             listener.close()
-            command = _started(connection, set_by_imports)
-            return lambda: _run(command, base)
+            request = _started(connection)
+            return lambda: request.run(base, set_by_imports)
         connection.close()
 
 
@@ -110,44 +116,28 @@ def _keep_ray_from_drawing() -> None:
     actor.ActorClassID = type("ActorClassID", (), {"from_random": draw})  # type: ignore[attr-defined]
 
 
-def _started(connection: socket.socket, set_by_imports: dict[str, str]) -> list[str]:
-    """Forks the process that a client asks for, and returns its command in it. The other one tells the client how it
-    ends; where the client ends first, its process does.
+def _started(connection: socket.socket) -> Request:
+    """Forks the process that a client asks for, and returns in it. The other one tells the client how it ends.
+
+    Where the client ends first, all that its process has started ends.
     """
     _end_with_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    size, files, _, _ = socket.recv_fds(connection, 8, 250)
-    with connection.makefile("rb") as stream:
-        message = stream.read(int.from_bytes(size, "little"))
-    directory, numbers, count, *texts = message.decode(errors="surrogateescape").split("\0")
-    raised = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, HIGH) for file in files]
-    for file in files:
-        os.close(file)
+    request = Request.read(connection)
     child = os.fork()
     if not child:
         connection.close()
-        os.setsid()
-        _end_with_parent()
-        for number, file in zip(map(int, numbers.split(",")), raised, strict=True):
-            os.dup2(file, number)
-            os.close(file)
-        for number, name in ((1, "stdout"), (2, "stderr")):  # the server's may have been files where these are pipes
-            raw: Any = io.FileIO(number, "w", closefd=False)
-            stream = io.TextIOWrapper(raw, errors=getattr(sys, name).errors, write_through=True)
-            setattr(sys, name, stream)
-            setattr(sys, f"__{name}__", stream)
-        os.environ.clear()
-        os.environ.update(set_by_imports | dict(line.split("=", 1) for line in texts[int(count) :]))
-        os.chdir(directory)
-        return texts[: int(count)]
-    for file in raised:
+        return request
+    for file in request.files.values():
         os.close(file)
+    with contextlib.suppress(OSError):
+        connection.sendall(child.to_bytes(8, "little"))
     ended = os.pidfd_open(child)
     if ended not in select.select([connection, ended], [], [])[0]:
-        os.killpg(child, signal.SIGKILL)
+        _end_session(child)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     with contextlib.suppress(OSError):
-        connection.sendall((status if status >= 0 else 128 - status).to_bytes(8, "little"))
+        connection.sendall(status.to_bytes(8, "little", signed=True))
     os._exit(0)
 
 
@@ -155,25 +145,102 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _run(command: list[str], base: list[str]) -> None:
-    """Runs a command in this process, as an interpreter does that looks for modules in `base` after PYTHONPATH."""
-    sys.modules["numpy"].random.seed()
-    sys.path_importer_cache.clear()
-    option, *arguments = command
-    first = {"-c": "", "-m": os.getcwd()}.get(option, os.path.dirname(os.path.abspath(option)))
-    sys.path[:] = [first, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *base]
-    if "verl" in sys.modules and re.match(r"-m verl\.|\S*/default_worker\.py", " ".join(command[:2])):
-        # As verl does when it is imported.
-        for module in filter(None, os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",")):
-            importlib.import_module(module)
-    main = sys.modules["__main__"].__dict__
-    if option == "-m":
-        sys.argv[:] = arguments
-        runpy._run_module_as_main(arguments[0])  # type: ignore[attr-defined]  # that is what `python -m` calls
-    elif option == "-c":
-        sys.argv[:] = ["-c", *arguments[1:]]
-        exec(compile(arguments[0], "<string>", "exec"), main)
-    else:
-        sys.argv[:] = command
-        main["__file__"] = option
-        exec(compile(Path(option).read_bytes(), option, "exec"), main)
+def _raised(file: int) -> int:
+    raised = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, HIGH)
+    os.close(file)
+    return raised
+
+
+def _reopened(file: int, stream: TextIO) -> TextIO:
+    """A standard stream anew, unbuffered: the server's may have been a file where this one is a pipe."""
+    raw: Any = io.FileIO(file, "r" if file == 0 else "w", closefd=False)
+    source = io.BufferedReader(raw) if file == 0 else raw
+    return io.TextIOWrapper(source, stream.encoding, stream.errors, write_through=file != 0)
+
+
+def _end_session(leader: int) -> None:
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(stat.read_text().rpartition(")")[2].split()[3]) == leader:
+                os.kill(int(stat.parent.name), signal.SIGKILL)
+
+
+@dataclass
+class Request:
+    """A process to start.
+
+    Args:
+        executable: The interpreter that it believes to be run by.
+        directory: The one that it works in.
+        umask: Its file mode mask.
+        files: By their numbers there, its open files.
+        command: Its arguments.
+        environment: Its variables.
+    """
+
+    executable: str
+    directory: str
+    umask: int
+    files: dict[int, int]
+    command: list[str]
+    environment: dict[str, str]
+
+    @classmethod
+    def read(cls, connection: socket.socket) -> Request:
+        size, files, _, _ = socket.recv_fds(connection, 8, 250)
+        with connection.makefile("rb") as stream:
+            message = stream.read(int.from_bytes(size, "little"))
+        executable, directory, umask, numbers, count, *rest = message.decode(errors="surrogateescape").split("\0")
+        environment = dict(line.split("=", 1) for line in rest[int(count) :])
+        received = dict(zip(map(int, numbers.split(",")), map(_raised, files), strict=True))
+        return cls(executable, directory, int(umask), received, rest[: int(count)], environment)
+
+    def run(self, base: list[str], set_by_imports: dict[str, str]) -> None:
+        """Runs the command in this process, as an interpreter does.
+
+        Args:
+            base (list[str]): Where an interpreter looks for modules after PYTHONPATH.
+            set_by_imports (dict[str, str]): Variables of the environment that modules have set when they were imported.
+        """
+        os.setsid()
+        _end_with_parent()
+        for number, file in self.files.items():
+            os.dup2(file, number)
+            os.close(file)
+        for number, name in enumerate(("stdin", "stdout", "stderr")):
+            setattr(sys, name, _reopened(number, getattr(sys, name)))
+            setattr(sys, f"__{name}__", getattr(sys, name))
+        os.environ.clear()
+        os.environ.update(set_by_imports | self.environment)
+        os.chdir(self.directory)
+        os.umask(self.umask)
+        sys.executable = self.executable
+        sys.modules["numpy"].random.seed()
+        for name in ("warm_python", "runpy"):
+            sys.modules.pop(name)
+        sys.path_importer_cache.clear()
+        main = sys.modules["__main__"].__dict__
+        for name in set(main) - {"__name__", "__builtins__", "__doc__", "__package__", "__loader__", "__spec__"}:
+            del main[name]
+        search_path = [path for path in self.environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+        option = self.command[0]
+        if "verl" in sys.modules and re.match(r"-m verl\.|\S*/default_worker\.py", " ".join(self.command[:2])):
+            # As verl does when it is imported.
+            for module in filter(None, self.environment.get("VERL_USE_EXTERNAL_MODULES", "").split(",")):
+                sys.path[:] = ["", *search_path, *base]
+                importlib.import_module(module)
+        if option == "-c":
+            sys.path[:] = ["", *search_path, *base]
+            sys.argv[:] = ["-c", *self.command[2:]]
+            exec(compile(self.command[1], "<string>", "exec"), main)
+            return
+        if option == "-m":
+            sys.path[:] = [os.getcwd(), *search_path, *base]
+            sys.argv[:] = self.command[1:]
+            runpy._run_module_as_main(self.command[1])  # type: ignore[attr-defined]  # that is what `python -m` calls
+            return
+        script = os.path.abspath(self.command[0])
+        sys.path[:] = [os.path.dirname(script), *search_path, *base]
+        sys.argv[:] = self.command
+        main["__file__"] = self.command[0]
+        exec(compile(Path(script).read_bytes(), self.command[0], "exec"), main)

@@ -1,6 +1,7 @@
 """The evidence that the trainer writes, its metrics, and what rank 0 judges and logs of an update with many spikes."""
 
 import json
+import subprocess
 import uuid
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import runs
 import torch
 import verl
 from evidence import clip, clipped_token, drill, spike
@@ -112,3 +114,12 @@ def test_a_spike_is_judged_by_all_that_its_update_shows(
     (line,) = lines_in(tmp_path)
     assert [each["name"] for each in line["warnings"]] == names and line["verdict"]["cause"] == cause
     assert not shown or known != [WARNING] or line["verdict"]["sentence"] == shown[0]["sentence"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("warm")
+def test_workers_of_the_tests_have_random_ids() -> None:
+    """They are forked. With the same ids for their objects, a run in hundreds never starts, or reads wrong data."""
+    command = [runs.warm_interpreter, "-X", "fork", "-c", "import ray; print(ray.ObjectRef.from_random())"]
+    drawn = {subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout for _ in range(3)}
+    assert len(drawn) == 3
