@@ -480,24 +480,6 @@ def parts(outputs: Any) -> tuple[torch.Tensor | None, torch.Tensor]:
     return outputs if FIRST_RELEASE else (outputs.get("entropys"), outputs["log_probs"])
 
 
-def with_hook_on_log_probs(forward: Callable[..., Any], hook: Callable[..., Any]) -> Callable[..., Any]:
-    """An actor's forward that puts a hook on the log-probs it computes."""
-
-    def of_the_actor(*arguments: Any, **options: Any) -> Any:
-        outputs = forward(*arguments, **options)
-        parts(outputs)[1].register_hook(hook)
-        return outputs
-
-    def of_the_engine(micro_batch: Any, loss: Callable[..., Any], forward_only: bool) -> Any:
-        def computed(model_output: dict[str, torch.Tensor], **others: Any) -> Any:
-            model_output["log_probs"].register_hook(hook)
-            return loss(model_output=model_output, **others)
-
-        return forward(micro_batch, computed, forward_only)
-
-    return of_the_engine if ENGINE else of_the_actor
-
-
 def on_device(tensors: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.to(DEVICE) for name, tensor in tensors.items()}
 
