@@ -67,8 +67,8 @@ class Unit:
         return self.epoch, self.mini_batch, self.rank, self.micro_batch
 
 
-def brute_force(case: Case, batch: DataProto, tokens: bool, steps: int | None = None) -> tuple[list[Unit], list[float]]:
-    """Every unit of one update_policy call (or of its first steps), and the norm of every step's reduced gradient.
+def brute_force(case: Case, batch: DataProto, tokens: bool) -> tuple[list[Unit], list[float]]:
+    """Every unit of one update_policy call, and the norm of every step's reduced gradient.
 
     They come from plain autograd on an unsharded copy of the model, which is trained alongside. Each rank takes the
     units of its own rows; all ranks get all of them. Without dropout and with SGD only.
@@ -80,8 +80,6 @@ def brute_force(case: Case, batch: DataProto, tokens: bool, steps: int | None = 
     units, norms = [], []
     for epoch in range(case.epochs):
         for number, mini_batch in enumerate(batch.split(case.mini_batch)):
-            if steps is not None and len(norms) == steps:
-                break
             total = [torch.zeros_like(p, dtype=torch.float32) for p in model.parameters()]
             micro_batches = split_rows(case, config, mini_batch)
             config.global_batch_info.update(whole_mini_batch(case, mini_batch))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from action_cases import DETECTION, compared
 from actor_cases import Run, train, warnings_of
-from actors import LEARNING_RATE, Case, stock_dp_actor
+from actors import Case, stock_dp_actor
 from test_actor import ONE, THREE, Launch, as_list, harmless, on_engine, on_ranks, same_events
 from verl.utils.gradloc.adapters.update_evidence import UpdateEvidence
 
@@ -41,8 +41,8 @@ def test_skip_leaves_the_step_out(launch: Launch, world: int, case: Case) -> Non
 
 @on_ranks(
     (2, Case("fsdp1", planted=THREE)),
-    (2, Case("fsdp1-orig", checkpointing=True, kl=True, entropy=True, planted=ONE)),
-    (2, Case(checkpointing=True, kl=True, entropy=True, dynamic=True, planted=ONE)),
+    (2, Case("fsdp1-orig", checkpointing=True, planted=ONE)),
+    on_engine(2, Case(checkpointing=True, kl=True, dynamic=True, planted=ONE)),
     on_engine(2, Case("fsdp1", nan=((0, 2, 7), (1, 3, 2)), loss_agg_mode="seq-mean-token-mean")),
     (1, Case("none", planted=((0, 5, 9),))),
     (2, Case("fsdp1", precision="float16", loss_scale=8.0, planted=ONE)),
@@ -70,7 +70,7 @@ def test_drop_without_its_passes_leaves_the_gradient(launch: Launch) -> None:
     assert len(event["culprits"]) == 1 and not event["applied"]
 
 
-@pytest.mark.parametrize("scope", ["all", "rank", "row"])
+@pytest.mark.parametrize("scope", ["all", "row"])
 def test_a_diffuse_spike_has_no_culprit_and_is_narrowed_down(launch: Launch, scope: str) -> None:
     case = Case("fsdp1" if scope == "all" else "fsdp2", loss_agg_mode="seq-mean-token-sum")
     results = launch(2, action_cases.diffuse, case, scope)
@@ -82,23 +82,11 @@ def test_a_diffuse_spike_has_no_culprit_and_is_narrowed_down(launch: Launch, sco
     for part in event["diffuse"]:
         assert part["norm"] > part["threshold"] and part["tokens"] > 1
         assert all(largest["grad_norm"] <= event["threshold"] for largest in part["largest_tokens"])
-        assert scope == "all" or part["rank"] == 1
-        assert scope != "row" or part["rows"] == [6]
+        assert scope == "all" or (part["rank"], part["rows"]) == (1, [6])
     assert event["trigger"]["norm"] == pytest.approx(max(u["norm"] for u in event["units"]))
     # A unit is left after 24 probes, two in a pass, that point at no token; its parts are a tree over its tokens.
     tokens = sum(unit["tokens"] for unit in event["units"])
     assert event["passes"] <= min(tokens, 16 * len(event["units"]))
-
-
-def test_the_worker_advances_its_schedule_after_a_skipped_step(launch: Launch) -> None:
-    """Also with parameters and optimizer offloaded between updates (verl cannot do that with FSDP1 on a CPU)."""
-    results = launch(2, action_cases.update_of_the_worker, Case("fsdp2", optimizer="adamw", planted=ONE))
-    for events, rates, steps, same in results:
-        first, second = json.loads(events)
-        assert (len(first), second) == (1, [])
-        assert rates == [LEARNING_RATE / 2, LEARNING_RATE / 3]
-        assert steps == [0, 1]
-        assert same == [True, True]
 
 
 @pytest.mark.every_target

@@ -8,7 +8,7 @@ import action_cases
 import pytest
 import torch.distributed as dist
 from action_cases import POISONS
-from actors import ENGINE, VOCABULARY, Case
+from actors import ENGINE, Case
 from test_actor import Launch, harmless, places, same_events
 from verl import DataProto
 
@@ -37,10 +37,6 @@ OF_TOKENS: dict[str, tuple[Callable[..., Any], Case, tuple[Any, ...], list[Any]]
     # This attention lets a NaN through to tokens before it: the prefix that ends with it is the first broken one.
     "in the forward": (action_cases.broken_activation, Case("fsdp1"), PLACE, [PLACE]),
     "in the backward": (action_cases.broken_backward, Case("fsdp1"), (PLACE,), [PLACE]),
-    "where no other token can move": (
-        *(action_cases.broken_backward, Case(still=((1, 2), (1, 3))), (PLACE,)),
-        [PLACE],
-    ),
     # It is not called an overflow, even where there is one, too.
     **{f"scaled by {s:g}": (action_cases.overflow, half(s), (), [PLACE]) for s in (SMALL, LARGE, TOO_LARGE)},
 }
@@ -68,12 +64,10 @@ def test_a_token_that_is_not_a_number_is_the_culprit(launch: Launch, what: str) 
 # As above, with the diagnosis and the passes; no matter how many units there are, one tells.
 OF_NO_TOKEN: dict[str, tuple[Callable[..., Any], Case, tuple[Any, ...], str, int]] = {
     "every token": (action_cases.poisoned, Case("fsdp1"), ("advantage is NaN", EVERYWHERE), "nonfinite", 0),
-    "every weight": (action_cases.broken_weights, Case("fsdp2"), (), "nonfinite", 0),
     "a weight": (
         *(action_cases.broken_weight, Case("fsdp1"), (math.inf, "model.layers.1.self_attn.q_proj.weight", 7)),
         *("nonfinite", 0),
     ),
-    "the head": (action_cases.broken_weight, Case("fsdp1"), (math.nan, "lm_head.weight", 3), "nonfinite", 0),
     "the backward": (action_cases.broken_backward, Case("fsdp1", micro_batch=1), (None,), "nonfinite", 1),
     "the loss scale": (
         *(action_cases.overflow, Case("fsdp1", precision="float16", loss_scale=TOO_LARGE), ()),
@@ -91,7 +85,7 @@ def test_no_token_is_blamed_for_what_breaks_all(launch: Launch, what: str) -> No
     assert (event["diagnosis"], event["passes"], event["culprits"]) == (diagnosis, passes, [])
     assert event["complete"] and len(event["units"]) == 2 * case.rows // case.micro_batch
     broken = event["broken_parameters"]
-    assert 0 < broken["count"] <= broken["of"] and (what != "every weight" or broken["count"] == broken["of"])
+    assert 0 < broken["count"] <= broken["of"]
     for *_, scales in results if diagnosis == "overflow" else ():
         assert scales[0] == scales[1] < event["loss_scale"] == TOO_LARGE
 
@@ -109,16 +103,3 @@ def test_a_rank_without_response_tokens_does_not_stop_the_search(launch: Launch)
     for same, _ in results:
         # Where the mean is taken over no token, its loss is NaN and not equal to itself; its gradient is zero.
         assert all(value for name, value in same.items() if name != "metrics"), same
-
-
-TOKEN = 11
-
-
-def test_a_nan_in_an_embedding_is_traced_to_its_token(launch: Launch) -> None:
-    # The index is that of a row's first element: its token's.
-    results = launch(2, action_cases.broken_weight, Case(), math.nan, "model.embed_tokens.weight", TOKEN * 32)
-    ((event,),) = harmless(results)
-    assert event["culprits"] and event["complete"] and TOKEN < VOCABULARY
-    # A prompt may have the token, too: then the row is broken from its first response token on.
-    found = {culprit["token_id"] for culprit in event["culprits"] if culprit["position"] > 0}
-    assert found == {TOKEN}

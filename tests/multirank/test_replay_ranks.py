@@ -78,8 +78,7 @@ def test_a_bundle_has_what_was_recorded(launch: Launch, tmp_path: Path) -> None:
     assert as_kept.items() <= culprit.items()
     manifest = bundle.manifest
     assert manifest["checkpoint"] == str(checkpoints[1])
-    assert (manifest["dtype"], manifest["model"]["attention"]) == ("float32", "sdpa")
-    assert manifest["actor"]["use_kl_loss"] is True and manifest["actor"]["spike_detection"] is True
+    assert manifest["actor"]["use_kl_loss"] is True
     assert {"gradloc", "torch", "python", "verl", "transformers"} <= set(manifest["versions"])
     saved = bundle.micro_batches[culprit["rank"], culprit["micro_batch"]]
     (entry,) = manifest["micro_batches"]
@@ -88,8 +87,6 @@ def test_a_bundle_has_what_was_recorded(launch: Launch, tmp_path: Path) -> None:
         assert saved.tokens[name][row, position].item() == culprit[name]
     sample = saved.rows[row]
     assert sample.input_ids[sample.prompt_length + position].item() == culprit["token_id"]
-    assert sample.temperature == pytest.approx(0.9)
-    assert len(saved.rng_state[0]) > 0
 
 
 def test_a_full_or_broken_disk_changes_no_bit_of_training(launch: Launch, tmp_path: Path) -> None:
