@@ -1,6 +1,5 @@
 """Spikes of the FSDP engine that are only recorded: what is written is what the search in training saw."""
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from actor_cases import Operations, compare_runs, stock_run, train
 from actors import IDENTITY_THRESHOLD, Case, dp_actor, stock_dp_actor
 from test_actor import THREE, Launch, on_ranks
 from valid_events import events_in
-from verl.workers.config import LayerClipConfig
 
 from gradloc_tools.bundles.opening import Bundle, open_bundle
 
@@ -66,7 +64,7 @@ def test_what_is_recorded_is_what_the_search_saw(launch: Launch, tmp_path: Path,
             first = part.event["suspected"][0]
             place = first["rank"], event["mini_batch"] * case.mini_batch + first["row"], first["position"]
             assert place in planted or not any(rank == first["rank"] for rank, *_ in planted)
-        compared = 0
+        assert whole.micro_batches
         for name, saved in whole.micro_batches.items():
             ours = parts[name[0]].micro_batches[name]
             assert parts[name[0]].rows[name] == whole.rows[name]
@@ -77,37 +75,20 @@ def test_what_is_recorded_is_what_the_search_saw(launch: Launch, tmp_path: Path,
                 assert torch.equal(row.input_ids, theirs.input_ids)
                 assert torch.equal(row.position_ids, theirs.position_ids)
                 assert (row.response_length, row.temperature) == (theirs.response_length, theirs.temperature)
-            compared += 1
-        assert compared
-        manifest, others = parts[0].manifest, whole.manifest
-        assert {key: manifest[key] for key in ("model", "dtype", "grad_clip")} == {
-            key: others[key] for key in ("model", "dtype", "grad_clip")
-        }
+        for key in ("model", "dtype", "grad_clip"):
+            assert parts[0].manifest[key] == whole.manifest[key], key
 
 
 def test_no_collective_call_is_made(launch: Launch, tmp_path: Path) -> None:
     def collective_calls() -> dict[str, list[str]]:
         found = {}
-        for name, module, options in (
-            ("recorded", dp_actor, {"spike_detection": True, "spike_search": "replay", "spike_replay": 4}),
-            ("searched", dp_actor, {"spike_detection": True}),
-            ("stock", stock_dp_actor(), {}),
-        ):
-            options |= {"bisect_dump_dir": str(tmp_path / name), "grad_norm_threshold": IDENTITY_THRESHOLD}
+        recording = {"spike_detection": True, "spike_search": "replay", "grad_norm_threshold": IDENTITY_THRESHOLD}
+        for name, module, options in (("recorded", dp_actor, recording), ("stock", stock_dp_actor(), {})):
             with Operations() as operations:
-                train(SMALL, module, **options)
+                train(SMALL, module, bisect_dump_dir=str(tmp_path / name), **options)
             found[name] = operations.collectives
         return found
 
     for calls in launch(2, collective_calls):
-        assert calls["recorded"] == calls["stock"]
-        assert len(calls["searched"]) > len(calls["stock"]) > 0
+        assert calls["recorded"] == calls["stock"] and calls["stock"]
     assert len(events_in(tmp_path / "recorded")) == 2
-
-
-def test_layer_clip_works_beside_it(launch: Launch, tmp_path: Path) -> None:
-    options = {"spike_detection": True, "grad_norm_threshold": IDENTITY_THRESHOLD, "spike_search": "replay"}
-    options |= {"bisect_dump_dir": str(tmp_path), "layer_clip": LayerClipConfig(enable=True)}
-    for run in launch(2, partial(train, SMALL, **options)):
-        (metrics,) = run.metrics
-        assert metrics["actor/gradloc/triggered"] == 2 and any("layer_clip" in name for name in metrics)

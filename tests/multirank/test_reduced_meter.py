@@ -14,13 +14,22 @@ from actors import IDENTITY_THRESHOLD, PROMPT, Case, build_model
 from batches import build_batch
 from notation import Capsys
 from oracle import Unit, brute_force
-from test_actor import ONE, THREE, Launch, check_culprits, check_unit, near, on_ranks, same_events, tokens_over
+from test_actor import (
+    ON_ENGINE,
+    ONE,
+    THREE,
+    Launch,
+    check_culprits,
+    check_unit,
+    near,
+    on_ranks,
+    same_events,
+    tokens_over,
+)
 
 from gradloc_tools.replay.command import main as replay
 
 over_a_threshold = partial(reduced_meter_cases.train, grad_norm_threshold=IDENTITY_THRESHOLD)
-ON_ENGINE = pytest.mark.target(version="0.9.1")
-
 
 # Of each row the number of ranks, how many share their data, and the case.
 shared = partial(on_ranks, names="world size case")

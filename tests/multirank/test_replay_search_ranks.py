@@ -4,8 +4,6 @@ import contextlib
 import io
 import json
 import math
-import shutil
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ import pytest
 import replay_cases
 import test_faults
 import torch.distributed as dist
-from actor_cases import Run, train
+from actor_cases import Run
 from actors import ENGINE, IDENTITY_THRESHOLD, Case
 from batches import build_batch
 from notation import Capsys, cases
@@ -21,12 +19,9 @@ from oracle import Unit, brute_force
 from stripped_bundles import strip
 from test_actor import MODES, ONE, THREE, Launch, on_engine, on_ranks, same_events, tokens_over
 from test_replay_ranks import TOLERANCE, check_replayed, replayed
-from valid_events import lines_in
-from verl import DataProto
 
 from gradloc.measure.passes import Passes
 from gradloc_tools.replay import search_command
-from gradloc_tools.replay.command import main
 from gradloc_tools.report.reading import read
 
 # With a KL and an entropy term, and without; shares of the largest norm that leave few units over τ, and most of them.
@@ -97,52 +92,6 @@ def test_planted_tokens_are_replayed_and_found_again(
     is_whole = len(parts) == 2
     check_same(of_recorded, {**trained, "complete": is_whole, "explained": trained["explained"] if is_whole else None})
     assert of_recorded["suspected"] == []
-
-
-@pytest.mark.every_target
-@pytest.mark.skipif(not ENGINE, reason="verl 0.7 searches in training alone")
-def test_what_training_only_recorded_is_found_at_home(launch: Launch, tmp_path: Path, capsys: Capsys) -> None:
-    case = Case("fsdp1", dynamic=True, kl=True, entropy=True, rollout=True, planted=THREE)
-
-    def spiked_and_recorded() -> tuple[list[Unit], float, Run]:
-        found = replay_cases.spiked(case, str(tmp_path))
-        options = {"spike_search": "replay", "spike_replay": 4, "bisect_dump_dir": str(tmp_path / "recorded")}
-        train(case, spike_detection=True, grad_norm_threshold=found[1], **options)
-        dist.barrier()
-        return found
-
-    results = launch(2, spiked_and_recorded)
-    units, threshold, _ = results[0]
-    ((trained,),) = same_events([run for *_, run in results])
-    dump = tmp_path / "recorded"
-    (recorded,) = lines_in(dump)
-    assert recorded["diagnosis"] == "unsearched" and recorded["culprits"] == []
-    found = search(dump / recorded["replay"], tmp_path, capsys)
-    check_same(found, trained)
-    check_brute_force(found, units, threshold, len(case.planted))
-    assert lines_in(dump) == [recorded]
-    (shown,) = read(str(dump)).events
-    assert shown["culprits"] and {**shown, "culprits": []} == {**found, "culprits": []}
-
-
-@pytest.mark.every_target
-def test_a_bundle_says_whose_log_probs_are_of_other_positions(launch: Launch, tmp_path: Path, capsys: Capsys) -> None:
-    case = Case("fsdp2", rows=16, mini_batch=8, micro_batch=8, kl=True, rollout=True, planted=ONE)
-
-    def change(batch: DataProto) -> None:
-        batch.batch["rollout_log_probs"] = batch.batch["old_log_probs"].roll(1, 1)
-
-    results = launch(2, partial(replay_cases.spiked, change_batch=change), case, str(tmp_path))
-    ((event,), *_) = same_events([run for *_, run in results])
-    bundle = tmp_path / "dump" / event["replay"]
-    said = "The rollout's log-probs are one position late in all responses (r[t] fits p[t-1])"
-    sentences = replayed(bundle, tmp_path, capsys)["sentences"]
-    assert sentences[0].startswith(said) and sentences[1].startswith("The spike comes back: ")
-    found = search(bundle, tmp_path, capsys)
-    warning = found["warnings"][0]
-    assert (warning["name"], warning["column"]) == ("misaligned", "rollout") and warning["sentence"].startswith(said)
-    # The loss does not read them.
-    assert found["verdict"]["cause"] == "advantage"
 
 
 def check_brute_force(event: dict[str, Any], units: list[Unit], threshold: float, planted: int) -> None:
@@ -236,19 +185,3 @@ def test_a_failure_of_one_process_ends_all(launch: Launch, tmp_path: Path) -> No
         assert "planted failure" in sentence and all("min  loading the model " in line for line in progress), error
     assert [error for _, error in second] == ["", "", ""]
     assert not list(bundle.parent.glob("*.event.json"))
-
-
-def test_what_has_no_room_in_a_bundle_stays_as_it_was_found(launch: Launch, tmp_path: Path, capsys: Capsys) -> None:
-    planted = tuple((rank, row, 0) for rank in range(2) for row in range(0, 10, 2))
-    case = Case("fsdp2", rows=10, mini_batch=10, planted=planted)
-    runs = launch(2, replay_cases.kept, case, str(tmp_path), IDENTITY_THRESHOLD)
-    ((trained,),) = same_events(runs)
-    assert len(trained["culprits"]) == len(trained["units"]) == 10
-    found = search(tmp_path / "dump" / trained["replay"], tmp_path, capsys)
-    assert sorted(places(found["culprits"])) == sorted(places(trained["culprits"]))
-    assert len(found["units"]) == 10 and found["explained"] and found["complete"] == trained["complete"]
-    # Of a recorded spike nothing else is known.
-    (part, other) = strip(tmp_path / "dump" / trained["replay"], tmp_path / "recorded")
-    shutil.rmtree(other)
-    assert main([str(part), "--model", str(tmp_path / "model"), "--search"]) == 0
-    assert "Of 2 ranks, the bundles of rank 1 are not here" in capsys.readouterr().out
