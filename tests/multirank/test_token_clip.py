@@ -279,7 +279,7 @@ class Plain:
         ]
         limit = max(1, int(self.clip.max_share * self.tokens / dist.get_world_size()))
         limit = limit if name == LOG_PROBS else max(1, limit // self.size)
-        if self.cut.get(name, 0) + len(over) <= limit and self.clip.action != "log":
+        if self.cut.get(name, 0) + len(over) <= limit:
             self.cut[name] = self.cut.get(name, 0) + len(over)
             for row, column, multiple in over:
                 left = min(max(2 - multiple / self.clip.factor, 0.0), 1.0) if self.clip.action == "smooth" else 0.0
@@ -406,14 +406,6 @@ def test_ranks_that_share_their_sequences_cut_the_same_token(launch: Launch, wor
     assert (token["rank"], token["row"], token["position"]) == case.planted[0]
 
 
-def test_log_only_writes_down(launch: Launch) -> None:
-    case = Case("fsdp1", packed=True)
-    outcomes = launch(2, partial(run, case, 1, clip={"action": "log"}))
-    tokens = check(outcomes, case)
-    assert tokens and not any(token["cut"] for token in tokens)
-    assert not any(outcomes[0][SPIKED].clips[0]["token_clip"]["cut"].values())
-
-
 def test_smooth_leaves_a_part_of_what_is_a_little_over(launch: Launch) -> None:
     """With a bound that ordinary tokens reach, many are between it and its double."""
     case = Case("fsdp1", packed=True)
@@ -454,21 +446,6 @@ def test_with_nothing_over_its_bound_training_is_as_without(
         assert not any(run.clips)
 
 
-def test_gradloc_sees_what_token_clip_leaves(launch: Launch) -> None:
-    """With action log GradLoc finds the token; with drop there is no spike left for it."""
-    options = {"spike_detection": True, "grad_norm_threshold": IDENTITY_THRESHOLD, "bisect_budget_steps": 100}
-    for action in ("log", "drop"):
-        clip = TokenClipConfig(enable=True, warmup_steps=2, max_share=0.2, action=action)
-        trained = partial(train, calls=CALLS, token_clip=clip, **options)
-        run, _ = launch(2, trained, Case("fsdp1", packed=True, planted=ONE))
-        events = list(map(json.loads, run.events))
-        assert [len(of_update) for of_update in run.clips] == [seed == 0 for seed in CALLS]
-        assert [len(of_update) for of_update in events] == [action == "log" and seed == 0 for seed in CALLS]
-        if action == "log":
-            (event,) = events[SPIKED]
-            assert [(c["rank"], c["row"], c["position"]) for c in event["culprits"]] == list(ONE)
-
-
 def test_the_passes_of_drop_are_cut_as_training_was(launch: Launch) -> None:
     """TokenClip cuts an outlier that a layer makes; two planted tokens are too many for it, and GradLoc drops them."""
     case = Case("fsdp1", packed=True, checkpointing=True, planted=OTHER_RANK)
@@ -479,25 +456,3 @@ def test_the_passes_of_drop_are_cut_as_training_was(launch: Launch) -> None:
         assert event["applied"] and len(event["culprits"]) == 2
         assert [token["cut"] for token in outcome.clips[0]["token_clip"]["tokens"] if token["rank"] == 1] == [True]
         assert outcome.error < EXACT
-
-
-def test_the_search_starts_at_a_token_whose_signal_stands_out(launch: Launch) -> None:
-    """The token's log-prob and coefficient are ordinary, so that suspicion alone does not expect it."""
-    case = Case(rows=64, mini_batch=64, micro_batch=32)
-
-    def search() -> list[dict[str, Any]]:
-        found = []
-        clip = TokenClipConfig(enable=True, action="log", warmup_steps=WARMUP)
-        for options in ({}, {"token_clip": clip}):
-            options |= {"spike_detection": True, "grad_norm_threshold": 300.0, "bisect_budget_steps": 100}
-            actor = build_actor(case, change_model=amplify(case, 1), grad_clip=1e9, **options)
-            for seed in CALLS[: SPIKED + 1]:
-                actor.update_policy(build_batch(case, dist.get_rank(), seed))
-            found += events_of(actor)
-        return found
-
-    alone, known = launch(2, search)[0]
-    rank, row, position = BLOWN
-    for event in (alone, known):
-        assert [(c["rank"], c["row"], c["position"]) for c in event["culprits"]] == [(rank, row, position + 1)]
-    assert known["passes"] < alone["passes"]
