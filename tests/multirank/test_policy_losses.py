@@ -87,7 +87,7 @@ def test_tokens_that_bypass_mode_rejects_have_no_weight(agg_mode: str) -> None:
 
 @pytest.mark.every_target
 def test_what_a_loss_called_can_be_read_again() -> None:
-    """Its weights and its mode; after an error verl's function is back."""
+    """Its weights and its mode."""
     config = build_config("vanilla", "token-mean", use_kl_loss=True)
     kept = MASK.bool() & (torch.arange(7) != 1)
     with recorded_aggregation() as calls:
@@ -100,9 +100,6 @@ def test_what_a_loss_called_can_be_read_again() -> None:
         assert weights[kept].tolist() == pytest.approx([1 / 4] * int(kept.sum()))  # rows with a token
         assert weights[rejected].tolist() == pytest.approx([1 / 16] * int(rejected.sum()))
         assert aggregation_mode(call, config, MASK.shape) == "seq-mean-token-sum"
-    with pytest.raises(ZeroDivisionError), recorded_aggregation() as calls:
-        _ = 1 / 0
-    assert calls == [] and core_algos.agg_loss is AGG_LOSS
 
 
 @pytest.mark.smoke

@@ -56,14 +56,9 @@ def test_what_is_recorded_is_what_the_search_saw(launch: Launch, tmp_path: Path,
         whole = open_bundle(tmp_path / "searched" / other["replay"])
         assert event["global_norm"] == pytest.approx(other["global_norm"], rel=1e-4)
         assert (event["action"], event["world_size"], event["loss_scale"]) == ("log", world, case.loss_scale)
-        planted = {place for place in case.planted if place[1] // case.mini_batch == event["mini_batch"]}
         likeliest = event["suspected"][0]
         assert likeliest["rank"] == 0 and event["suspected_ranks"] == [0]
         assert "the largest suspicion on rank 0 (the other one was not looked at) is that of" in event["summary"]
-        for part in parts:
-            first = part.event["suspected"][0]
-            place = first["rank"], event["mini_batch"] * case.mini_batch + first["row"], first["position"]
-            assert place in planted or not any(rank == first["rank"] for rank, *_ in planted)
         assert whole.micro_batches
         for name, saved in whole.micro_batches.items():
             ours = parts[name[0]].micro_batches[name]

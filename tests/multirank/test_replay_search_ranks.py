@@ -125,17 +125,9 @@ def test_the_search_of_a_natural_spike_takes_the_same_decisions(
         assert (part["rank"], part["rows"], part["tokens"]) == (before["rank"], before["rows"], before["tokens"])
         assert part["norm"] == pytest.approx(before["norm"], rel=TOLERANCE)
     assert alone["passes"] == trained["passes"]
-
-    # The same in two processes, the model sharded by FSDP2.
-    beside = bundle.parent / f"{bundle.name}.event.json"
-    beside.unlink()
-    assert launch(2, replay_cases.searched, str(bundle), str(tmp_path / "model")) == [0, 0]
-    in_two = json.loads(beside.read_text())
-    check_same(in_two, trained)
     units = {(unit.rank, unit.micro_batch): unit.norm for unit in results[0][0]}
-    for event in (alone, in_two):
-        for unit in event["units"]:
-            assert unit["norm"] == pytest.approx(units[unit["rank"], unit["micro_batch"]], rel=TOLERANCE)
+    for unit in alone["units"]:
+        assert unit["norm"] == pytest.approx(units[unit["rank"], unit["micro_batch"]], rel=TOLERANCE)
 
 
 @cases(

@@ -31,7 +31,6 @@ from actors import (
 from batches import build_batch
 from mini_batches import loss_factor, split_rows, token_weights, whole_mini_batch
 from oracle import log_probs_and_entropy, loss_of, step, take_gradients
-from reduced_meter_cases import share_sequences, stand_in_for_a_gpu
 from test_actor import MODES, ONE, Launch, on_engine, on_ranks
 from verl import DataProto
 from verl.workers.config import TokenClipConfig
@@ -111,7 +110,6 @@ class Outcome:
 def run(
     case: Case,
     blown_layer: int | None = None,
-    size: int = 1,
     left_out: Sequence[tuple[int, int, int]] = (),
     clip: dict[str, Any] | None = None,
     **gradloc: Any,
@@ -121,7 +119,6 @@ def run(
     Args:
         case (Case): The actor.
         blown_layer (int, optional): The layer that amplifies a token's signal.
-        size (int): How many neighbouring ranks share their sequences (Ulysses).
         left_out (Sequence): Tokens of batch 0 that the plain computation leaves out: rank, row and position.
         clip (dict, optional): Settings of TokenClip.
         gradloc (Any): More of the actor's configuration.
@@ -129,23 +126,18 @@ def run(
     settings = {"action": "drop", "factor": FACTOR, "beta": BETA, "warmup_steps": WARMUP, "max_share": 0.2}
     config = TokenClipConfig(enable=True, **settings | (clip or {}))
     change = (lambda _: None) if blown_layer is None else amplify(case, blown_layer)
-    if size > 1:
-        stand_in_for_a_gpu(case, size)
-        gradloc["ulysses_sequence_parallel_size"] = size
     actor = build_actor(case, change_model=change, grad_clip=1e9, token_clip=config, **gradloc)
-    if size > 1:
-        share_sequences(actor, size)
     gradients: list[list[torch.Tensor | None]] = []
     actor.actor_optimizer.register_step_pre_hook(
         lambda *_: gradients.append(
             [None if p.grad is None else local(p.grad) for p in actor.actor_module.parameters()]
         )
     )
-    plain = Plain(case, change, config, size)
+    plain = Plain(case, change, config)
     outcomes = []
     for seed in CALLS:
         plain.left_out = [place[1:] for place in left_out if seed == 0 and place[0] == dist.get_rank()]
-        batch = build_batch(case, dist.get_rank() // size, seed)
+        batch = build_batch(case, dist.get_rank(), seed)
         expected = plain.update(batch)
         gradients.clear()
         actor.update_policy(batch)
@@ -178,9 +170,9 @@ def error_of(case: Case, found: list[torch.Tensor | None], expected: list[torch.
 class Plain:
     """The plain computation: its model, the usual signals, and the gradients of the last update."""
 
-    def __init__(self, case: Case, change: Callable[[torch.nn.Module], None], clip: TokenClipConfig, size: int) -> None:
+    def __init__(self, case: Case, change: Callable[[torch.nn.Module], None], clip: TokenClipConfig) -> None:
         # In float32 and with padding everything is computed by plain torch.
-        self.given, self.clip, self.size = case, clip, size
+        self.given, self.clip = case, clip
         self.case = dataclasses.replace(case, packed=False, fused=False, checkpointing=False)
         self.model = build_model(dataclasses.replace(self.case, model="llama" if case.model == "tiled" else case.model))
         change(self.model)
@@ -237,14 +229,14 @@ class Plain:
                 if row in rows:
                     leaf.grad[rows.index(row), position] = 0
             found = self._cut(LOG_PROBS, leaf.grad, leaf.grad.abs(), of_row, 0, largest)
-            over += [Signal(LOG_PROBS, dist.get_rank() // self.size, index, rows[r], p, m) for r, p, m in found]
+            over += [Signal(LOG_PROBS, dist.get_rank(), index, rows[r], p, m) for r, p, m in found]
             log_prob.backward(leaf.grad)
             for name, (hidden, of_segment) in reversed(self.segments.items()):
                 gradient = of_segment.grad
                 if gradient is None or not hidden.requires_grad:
                     continue
                 found = self._cut(name, gradient, gradient.float().norm(dim=-1), of_row, start - 1, largest)
-                over += [Signal(name, dist.get_rank() // self.size, index, rows[r], p, m) for r, p, m in found]
+                over += [Signal(name, dist.get_rank(), index, rows[r], p, m) for r, p, m in found]
                 hidden.backward(gradient)
             for part, gradient in zip(total, take_gradients(case, [*self.model.parameters()]), strict=True):
                 part += gradient
@@ -253,7 +245,7 @@ class Plain:
             parameter.data = master
         step(self.model, total, 1e9)
         self.gradients = total
-        return [signal for of_rank in gathered(over)[:: self.size] for signal in of_rank]
+        return [signal for of_rank in gathered(over) for signal in of_rank]
 
     def _cut(
         self,
@@ -278,7 +270,6 @@ class Plain:
             if not values[row][column] <= self.clip.factor * usual
         ]
         limit = max(1, int(self.clip.max_share * self.tokens / dist.get_world_size()))
-        limit = limit if name == LOG_PROBS else max(1, limit // self.size)
         if self.cut.get(name, 0) + len(over) <= limit:
             self.cut[name] = self.cut.get(name, 0) + len(over)
             for row, column, multiple in over:
@@ -398,12 +389,6 @@ def test_an_outlier_of_a_layer_is_cut_where_it_leaves_it(launch: Launch, world: 
     # Its hidden state predicts the next token.
     assert (token["rank"], token["row"], token["position"]) == (rank, row, position + 1)
     assert token["boundary"] == "layers.0" and token["cut"]
-
-
-@on_ranks(on_engine(4, Case(packed=True, planted=((1, 3, 6),))))
-def test_ranks_that_share_their_sequences_cut_the_same_token(launch: Launch, world: int, case: Case) -> None:
-    (token,) = check(launch(world, partial(run, case, size=2)), case)
-    assert (token["rank"], token["row"], token["position"]) == case.planted[0]
 
 
 def test_smooth_leaves_a_part_of_what_is_a_little_over(launch: Launch) -> None:
