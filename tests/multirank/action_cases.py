@@ -1,13 +1,15 @@
 """What a spike leads to, held against an unpatched actor."""
 
+import contextlib
 import math
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from actor_cases import Run, beginning, break_embedding, compare_runs, distance, ends_of, stock_run, train
-from actors import DEVICE, IDENTITY_THRESHOLD, PROMPT, Case, stock_dp_actor
+from actors import DEVICE, IDENTITY_THRESHOLD, PROMPT, Case, build_actor, stock_dp_actor
 from batches import build_batch
 from oracle import brute_force
 from verl import DataProto
@@ -149,3 +151,41 @@ def overflow(case: Case) -> tuple[dict[str, bool], Run, list[float]]:
 
     same, run = compared(case, 1, {"prepare": prepare})
     return same, run, [scaler.get_scale() for scaler in scalers]
+
+
+def updates_of_the_worker(case: Case, directory: str) -> list[tuple[int, float, int]]:
+    """Two updates by verl's worker, of which the first is skipped; parameters and optimizer are offloaded between them.
+
+    Returns:
+        list: Of each, how many spikes it had; after it, the learning rate and how many steps the optimizer has taken.
+    """
+    from verl.workers.fsdp_workers import ActorRolloutRefWorker
+
+    import embedded  # noqa: F401  what torch lacks on a CPU
+
+    actor = build_actor(case, spike_action="skip", bisect_dump_dir=directory, **DETECTION)
+    optimizer = actor.actor_optimizer
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    worker = SimpleNamespace(
+        _is_actor=True,
+        _is_offload_param=True,
+        _is_offload_optimizer=True,
+        actor=actor,
+        actor_module_fsdp=actor.actor_module,
+        actor_optimizer=optimizer,
+        actor_lr_scheduler=scheduler,
+        ulysses_sharding_manager=contextlib.nullcontext(),
+        flops_counter=SimpleNamespace(estimate_flops=lambda *_, **__: (0.0, 1.0)),
+        tokenizer=SimpleNamespace(pad_token_id=0),
+        config=SimpleNamespace(actor=actor.config),
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+    )
+    found = []
+    for seed in range(2):
+        batch = build_batch(case, dist.get_rank(), seed)
+        batch.meta_info["global_token_num"] = [1]
+        ActorRolloutRefWorker.update_actor(worker, batch)
+        steps = max((int(state["step"]) for state in optimizer.state.values()), default=0)
+        found.append((len(actor.gradloc.events), scheduler.get_last_lr()[0], steps))
+    return found

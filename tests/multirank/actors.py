@@ -27,7 +27,6 @@ from torch.distributed.fsdp import (
     MixedPrecision,
     MixedPrecisionPolicy,
     ShardingStrategy,
-    fully_shard,
 )
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
@@ -112,8 +111,6 @@ class Case:
     nested: bool = False
     # For float16; also what the brute force multiplies its losses with.
     loss_scale: float = 1.0
-    # The layers in one `fully_shard([...])`, and the norm with the LM head.
-    grouped: bool = False
     # verl's reshard_after_forward=False.
     stays_unsharded: bool = False
     # Two replicas of a model that is sharded over half of the ranks.
@@ -290,11 +287,6 @@ def wrap(case: Case, model: torch.nn.Module) -> torch.nn.Module:
         }
         if case.offload_policy:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=DEVICE.type != "cpu")
-        if case.grouped:
-            fully_shard([*model.model.layers], **options)
-            fully_shard([model.model.norm, model.lm_head], **options)
-            fully_shard(model, **options)
-            return model
         apply_fsdp2(model, options, {})
         return model
     return FullyShardedDataParallel(

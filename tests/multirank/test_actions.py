@@ -10,7 +10,7 @@ import pytest
 import torch
 from action_cases import DETECTION, compared
 from actor_cases import Run, train, warnings_of
-from actors import Case, stock_dp_actor
+from actors import LEARNING_RATE, Case, stock_dp_actor
 from test_actor import ONE, THREE, Launch, as_list, harmless, on_engine, on_ranks, same_events
 from verl.utils.gradloc.adapters.update_evidence import UpdateEvidence
 
@@ -87,6 +87,13 @@ def test_a_diffuse_spike_has_no_culprit_and_is_narrowed_down(launch: Launch, sco
     # A unit is left after 24 probes, two in a pass, that point at no token; its parts are a tree over its tokens.
     tokens = sum(unit["tokens"] for unit in event["units"])
     assert event["passes"] <= min(tokens, 16 * len(event["units"]))
+
+
+def test_the_worker_advances_its_schedule_after_a_skipped_step(launch: Launch, tmp_path: Path) -> None:
+    """Also with parameters and optimizer offloaded between updates (verl cannot do that with FSDP1 on a CPU)."""
+    case = Case("fsdp2", optimizer="adamw", planted=ONE)
+    for found in launch(2, action_cases.updates_of_the_worker, case, str(tmp_path)):
+        assert found == [(1, LEARNING_RATE / 2, 0), (0, LEARNING_RATE / 3, 1)]
 
 
 @pytest.mark.every_target
