@@ -1,5 +1,6 @@
 """The verdict on a spike: the shares of ordinary tokens against a plain loop, and which cause is named."""
 
+import itertools
 import math
 import random
 import re
@@ -18,7 +19,6 @@ from gradloc.evidence.ordinary import ordinary_counts, ordinary_shares, token_me
 from gradloc.evidence.token_facts import token_evidence
 from gradloc.judge.rules import APART, RARE_NORM, RULES, SOURCES, classify, is_apart
 from gradloc.judge.verdict import (
-    AUXILIARY_CHECK,
     CAUSES,
     CHECK_UNKNOWN,
     COMMON,
@@ -146,7 +146,6 @@ EVEN = dict.fromkeys("abcde", 1.0)
 @cases(
     "culprits ordinary cause",
     ({}, {}, None),
-    ({"advantage": 1.0}, {}, "advantage"),
     ({"advantage": MOST_CULPRITS}, {}, "advantage"),
     ({"advantage": MOST_CULPRITS - 0.01}, {}, None),
     # What a quarter of ordinary tokens have as well is no cause.
@@ -158,7 +157,6 @@ EVEN = dict.fromkeys("abcde", 1.0)
     ({"nonfinite": 0.1, "unlikely": 1.0}, {}, "nonfinite"),
     ({"nonfinite": 0.1, "unlikely": 1.0}, {"nonfinite": 0.05}, "unlikely"),
     # The most specific of those that hold for about as many culprits.
-    ({"unsampled": 1.0, "token": 1.0, "unlikely": 1.0}, {}, "unsampled"),
     ({"unsampled": 0.95, "unlikely": 1.0}, {}, "unsampled"),
     ({"unsampled": 0.6, "unlikely": 1.0}, {}, "unlikely"),
     ({"unsampled": 1.0, "token": 1.0}, {"unsampled": 0.3}, "token"),
@@ -168,7 +166,6 @@ EVEN = dict.fromkeys("abcde", 1.0)
     # Nothing is known of ordinary tokens.
     ({"advantage": 1.0}, {"advantage": None}, None),
     ({"layer": 1.0}, {"layer": None}, "layer"),
-    ({"layer": 1.0, "unlikely": 1.0}, {"layer": None}, "unlikely"),
 )
 def test_a_cause_is_specific(culprits: dict[str, float], ordinary: dict[str, float | None], cause: str | None) -> None:
     assert find_cause({**NONE, **culprits}, {**NONE, **ordinary}, 20) == CAUSES.get(cause)
@@ -184,12 +181,8 @@ def test_a_cause_is_specific(culprits: dict[str, float], ordinary: dict[str, flo
     ({"a": 1.0, "b": 1.0, "c": 1.0, "d": 1.0, "e": 1.0}, 0.5),
     # 81% has 13 times the odds of a quarter.
     ({"a": 1.0, "b": 1.0, "c": 1.0, "d": 1.0, "e": 0.1}, 0.5),
-    ({"a": 1.0, "b": 1.0}, 0.5),
     # Ordinary tokens have it as well.
     ({"a": 100.0, "b": 1.0}, 0.0),
-    ({"a": 1.0}, 0.0),
-    ({"b": 1.0}, 1.0),
-    ({}, None),
     (None, None),
 )
 def test_a_layer_counts_with_far_more_than_is_ordinary(usual: dict[str, float] | None, share: float | None) -> None:
@@ -242,18 +235,13 @@ def culprit(sources: list[str]) -> dict[str, Any]:
     # With the rollout's log-prob its norm would be 1.2, or over the threshold of 2.
     ("token", {}, "token"),
     ("sequence", {"grad_norm": 8.5}, "sequence"),
-    ("token", {"grad_norm": 8.8}, None),
     ("token", {"rollout_log_prob": -1.7}, None),
     # The loss multiplies by the ratio, also where that makes the norm infinite.
     ("token", {"grad_norm": math.inf, "rollout_log_prob": -57.0, "coefficient": -1e25}, "token"),
-    ("token", {"rollout_log_prob": -1.7, "coefficient": -50.0}, "token"),
     # Of a coefficient that is the KL loss's alone, no ratio makes the norm; without an advantage, it is not known.
     ("token", {"coefficient": -2.0}, None),
     ("token", {"advantage": None}, "token"),
-    ("token", {"rollout_log_prob": None, "old_log_prob": -0.05}, "token"),
     ("token", {"rollout_log_prob": None, "old_log_prob": -math.inf, "advantage": 3.0, "coefficient": -9.0}, "token"),
-    # Positive log-probs are none.
-    ("token", {"rollout_log_prob": 800.0}, "token"),
     # A norm that is not known is under no threshold.
     ("weight", {"grad_norm": math.nan}, None),
 )
@@ -281,19 +269,6 @@ def test_culprits_that_make_little_of_the_norm_are_no_cause() -> None:
     assert verdict_on(small, {**NONE, "layer": None})["cause"] == "layer"
 
 
-def test_the_verdict_says_after_which_turn_the_mismatch_begins() -> None:
-    culprits = [
-        {**culprit(["retokenized", "unlikely"]), "row": row, "mismatch_turn": turn}
-        for row, turn in ((1, 3), (1, 3), (2, 3), (5, 2))
-    ]
-    found = verdict_on(event(culprits=culprits, diagnosis="tokens"), {**NONE, "retokenized": 0.01, "unlikely": 0.2})
-    assert found["cause"] == "retokenized"
-    assert found["sentence"].startswith(
-        "The mismatch between training and rollout begins at a turn boundary, with the first token after turn 2 in "
-        "2 of 3 responses (likely: true of all 4 culprits, and of 1% of the other tokens): train on the token ids"
-    )
-
-
 def test_the_verdict_says_cause_shares_advice_and_check() -> None:
     spike = event(["advantage", "unlikely"], ["advantage"], ["unlikely"])
     found = verdict_on(changed(spike, advantage=9.0), {**NONE, "advantage": 0.05})
@@ -312,7 +287,6 @@ def test_the_verdict_says_cause_shares_advice_and_check() -> None:
     for advantage, median in ((7.5, 1.0), (5.5, 0.5)):
         found = verdict_on(changed(event(["advantage"], median_advantage=median), advantage=advantage), NONE)
         assert found["sentence"].startswith("A natural spike of tokens")
-    assert "such spikes come without any fault, and do not exclude one" in found["sentence"]
 
 
 @cases(
@@ -364,11 +338,8 @@ def test_a_weight_makes_the_whole_gradient_large_and_no_token() -> None:
     found = verdict_on(changed(event(["weight"], global_norm=170.0), weight=32.0), NONE)
     assert found["cause"] == "weight"
     assert found["sentence"].startswith("In the whole gradient, one token weighs as much as 32 ordinary tokens: ")
-    # Of norms that are not finite, or without a weight to compare with, that is not known.
-    for changes in ({"global_norm": math.nan}, {"global_norm": math.inf}, {"median_weight": None}):
-        assert verdict_on(changed(event(["weight"], **changes), weight=32.0), NONE)["cause"] is None
-    broken = changed(event(["weight"], global_norm=170.0), weight=32.0, grad_norm=math.inf)
-    assert verdict_on(broken, NONE)["cause"] is None
+    # Of a norm that is not finite, that is not known.
+    assert verdict_on(changed(event(["weight"], global_norm=math.nan), weight=32.0), NONE)["cause"] is None
 
 
 def test_a_layer_that_carries_the_norm_of_all_tokens_is_named() -> None:
@@ -395,9 +366,8 @@ def test_a_layer_that_carries_the_norm_of_all_tokens_is_named() -> None:
     # Of few thresholds, if the layer is a block unlike every other one.
     blocks = {f"layers.{i}": 1.0 for i in range(3)} | {"lm_head": 1.0, "layers.3": 9.0}
     quiet = {**unit, "norm": 2.0, "layer_norms": blocks}
-    assert verdict_on({**unknown, "units": [quiet] * 3}, NONE)["sentence"].startswith("The layer layers.3 carries 95%")
-    for other in ({"layers.1": 2.0}, {"lm_head": 9.0}):
-        assert cause(unknown, [{**quiet, "layer_norms": blocks | other}] * 3) is None
+    assert cause(unknown, [quiet] * 3) == "layer"
+    assert cause(unknown, [{**quiet, "layer_norms": blocks | {"layers.1": 2.0}}] * 3) is None
 
 
 @pytest.mark.parametrize("rule", ["token", "sequence", "misaligned"])
@@ -417,9 +387,8 @@ def test_a_mismatch_of_all_tokens_is_no_matter_of_single_ones(rule: str) -> None
 def test_a_natural_spike_is_one_in_an_otherwise_usual_run(name: str) -> None:
     spike = event([name], [name])
     assert verdict_on(spike, NONE)["cause"] == name
-    for warning in ({**WARNING, "name": "unsampled"}, {**WARNING, "name": "engines_apart"}):
-        found = verdict_on(spike, NONE, [warning])
-        assert found["cause"] is None and found["sentence"].endswith("But note: The rollout is late.")
+    found = verdict_on(spike, NONE, [{**WARNING, "name": "engines_apart"}])
+    assert found["cause"] is None and found["sentence"].endswith("But note: The rollout is late.")
     found = verdict_on(spike, NONE, unusual="other mini-batches had spikes, too")
     assert found["cause"] is None and found["sentence"] == "No known cause: other mini-batches had spikes, too."
     assert verdict_on(spike, NONE, [{**WARNING, "name": "reference"}])["cause"] == name
@@ -435,16 +404,11 @@ def test_a_natural_spike_is_one_in_an_otherwise_usual_run(name: str) -> None:
     found = verdict_on(spike, NONE)
     assert found["cause"] is None and "of most culprits the rule `token` holds" in found["sentence"]
     assert verdict_on(spike, {**NONE, "token": 0.9})["cause"] == name
-    # Larger advantages than groups of ordinary rewards give are no natural ones.
-    if name == "advantage":
-        spike["culprits"][0]["advantage"] = 20.0
-        assert verdict_on(spike, NONE)["cause"] == "advantage"
 
 
 @cases(
     "sources diagnosis ordinary why",
     ([["other"]], "tokens", NONE, "no rule tells the culprits from other tokens"),
-    ([["token"], ["kl"], ["unlikely"]], "tokens", NONE, "no rule tells the culprits from other tokens"),
     ([["token"]], "tokens", dict.fromkeys(NONE), "there are no ordinary tokens to compare the culprits with"),
     ([["other"]], "tokens", {**NONE, APART: 0.3}, "rollout and training differ by over 0.1 nat for 30% of all tokens"),
     ([], "diffuse", NONE, "no token stands out"),
@@ -526,17 +490,12 @@ def test_what_is_wrong_with_the_run_comes_before_tokens() -> None:
     # A column that is not finite is named for a gradient that is not, which old weights do not explain.
     (["nonfinite"], 0.0, "nonfinite", 0.1, "nonfinite"),
     (["token"], 0.0, "nonfinite", 0.1, "token"),
-    (["nonfinite"], 0.0, "stale_weights", None, "nonfinite"),
     # A gap that has grown is no cause, nor is what is wrong with some tokens.
     (["token"], 0.0, "engines_apart", None, "token"),
     (["token"], 0.05, "engines_apart", None, None),
-    (["other"], 0.0, "engines_apart", None, None),
-    (["token"], 0.0, "unsampled", None, "token"),
-    (["other"], 0.0, "unsampled", None, None),
     # Tokens that were not sampled come before another temperature.
     (["retokenized"], 0.0, "other_log_probs", None, "retokenized"),
     (["token"], 0.0, "other_log_probs", None, "other_log_probs"),
-    (["retokenized"], 0.0, "stale_weights", None, "stale_weights"),
     (["other"], 0.0, "stale_weights", None, "stale_weights"),
     # Of weights that are old for some responses, no rule says for which.
     (["token"], 0.0, "partly_stale", 0.3, "partly_stale"),
@@ -559,7 +518,6 @@ def test_a_warning_is_the_cause_where_it_explains_the_culprits(
     # What a loss does not read makes no norm, however wrong it is.
     ("rollout", -0.75, 1.0, "advantage"),
     ("reference", -0.75, 1.0, "advantage"),
-    ("reference", -0.9, 1.2, "advantage"),
     # It reads training's log-probs, and here a correction or a KL loss.
     ("policy", -0.75, 1.0, "misaligned"),
     ("rollout", -1.2, 1.0, "misaligned"),
@@ -578,12 +536,9 @@ def test_log_probs_that_the_loss_does_not_read_are_no_cause(
 
 
 def test_what_is_far_from_training_need_not_be_of_other_tokens() -> None:
-    for misplaced, claim in (
-        (False, "Log-probs of whole responses are over 1 nat from"),
-        (True, "Log-probs do not belong"),
-    ):
-        spike = changed(event(["misaligned"], ["misaligned"]), misplaced=misplaced)
-        assert verdict_on(spike, NONE)["sentence"].startswith(claim)
+    far = event(["misaligned"], ["misaligned"])
+    assert verdict_on(far, NONE)["sentence"].startswith("Log-probs of whole responses are over 1 nat from")
+    assert verdict_on(changed(far, misplaced=True), NONE)["sentence"].startswith("Log-probs do not belong")
 
 
 def test_a_verdict_that_cannot_be_made_costs_no_event(caplog: Caplog) -> None:
@@ -591,22 +546,13 @@ def test_a_verdict_that_cannot_be_made_costs_no_event(caplog: Caplog) -> None:
     assert "no verdict on an event could be made" in caplog.text
 
 
-@pytest.mark.parametrize(("steps", "said"), [(None, False), (1, True), (3, True), (4, False)])
-def test_a_verdict_soon_after_a_resume_says_so(steps: int | None, said: bool) -> None:
-    for sources in (["advantage"], ["other"]):
+def test_a_verdict_soon_after_a_resume_says_so() -> None:
+    for sources, steps in itertools.product((["advantage"], ["other"]), (3, 4)):
         sentence = verdict_on(event(sources, steps_since_resume=steps), NONE)["sentence"]
-        assert sentence.endswith(f" This is step {steps} after a checkpoint was loaded.") == said
+        assert sentence.endswith(" This is step 3 after a checkpoint was loaded.") == (steps == 3)
 
 
-def test_every_rule_has_a_claim_and_a_check_of_the_runs_own_data() -> None:
-    """A fault that is planted in another run shows nothing of this one; what a check plants exists."""
-    assert all(cause.claim[0].isupper() and not cause.claim.endswith(".") for cause in CAUSES.values())
-    for check in (*(cause.check for cause in CAUSES.values()), AUXILIARY_CHECK):
-        assert check.count("`") % 2 == 0 and check.endswith(".")
-        before, _, example = check.partition(" An example, in a checkout of GradLoc: ")
-        assert "--fault" not in before and ("`bash " in example) == bool(example)
-        assert "BUNDLE" in before or "batch" in before or "spikes.jsonl" in before or "checkpoint" in before
-    package = Path(gradloc.__file__).parent
-    source = "".join(path.read_text() for path in package.rglob("*.py"))
+def test_faults_that_a_check_plants_exist() -> None:
+    source = "".join(path.read_text() for path in Path(gradloc.__file__).parent.rglob("*.py"))
     planted = set(re.findall(r'(?:--fault |(?:EXAMPLE|SEE)\.format\(")([a-z_]+)', source))
     assert len(planted) > 8 and planted <= set(launch.FAULTS)
