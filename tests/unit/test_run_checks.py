@@ -3,7 +3,7 @@
 import math
 import random
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -230,11 +230,6 @@ def resumed(checks: RunChecks) -> RunChecks:
     return other
 
 
-def figures(tokens: dict[str, Tensor], first: bool) -> tuple[list[float], None, list[float]]:
-    """What is taken in of a mini-batch."""
-    return own_sums([tokens], first).tolist(), None, own_alignment([tokens]).tolist()
-
-
 def warned(
     batches: Iterable[dict[str, Tensor]],
     checks: RunChecks | None = None,
@@ -250,10 +245,14 @@ def warned(
     for step, tokens in enumerate(batches, first):
         checks.start_update(step)
         rows = len(tokens["weight"]) // 2 if halves else None
-        checks.take_in(*figures({name: values[:rows] for name, values in tokens.items()}, True))
+        parts = [{name: values[:rows] for name, values in tokens.items()}]
         if halves:
             second = {name: values[rows:] for name, values in tokens.items()}
-            checks.take_in(*figures(second | {"log_prob": second["log_prob"] + second["half_way"]}, False))
+            parts.append(second | {"log_prob": second["log_prob"] + second["half_way"]})
+        for number, part in enumerate(parts):
+            sums = own_sums([part], number == 0, checks.log_probs.bypass)
+            checks.take_in(sums.tolist(), alignment=own_alignment([part]).tolist())
+            checks.state_dict()  # a checkpoint, for which rank 0 alone asks, changes nothing
         checks.add_step(rates.get(step, 1e-6))
         found.append(checks.warnings())
     return found
@@ -302,7 +301,11 @@ def test_a_jump_in_a_long_run_is_never_called_old_weights(reference: bool) -> No
         checks.add_step(1e-6)
         found.append(checks.warnings())
     assert re.fullmatch(r"\.{299}A{1301}", told(found))
-    assert "in the mean since about step 321, and by 0.033 before" in found[-1][0]["sentence"]  # few gaps are kept
+    assert "in the mean since about step 321, and by 0.033 before" in found[-1][0]["sentence"]
+    readings = checks.state_dict()["readings"]
+    assert len(readings) <= 64 and readings[0][1] == 1 and readings[-1][1] > 1500
+    apart = {later[1] - earlier[1] for earlier, later in zip(readings, readings[1:], strict=False)}
+    assert len(apart) == 1, "thinned evenly"
 
 
 ROW = torch.arange(48).unsqueeze(1)
@@ -355,33 +358,9 @@ def score_with_another_model(tokens: dict[str, Tensor], number: int) -> None:
     tokens["ref_log_prob"] = tokens["log_prob"] - 0.002 * number * difference
 
 
-def fit_the_reference_in_a_few_once(tokens: dict[str, Tensor], number: int) -> None:
-    if number == 0:
-        tokens["rollout_log_prob"][:16] = tokens["ref_log_prob"][:16]
-
-
-def halve_then_blur(tokens: dict[str, Tensor], number: int) -> None:
-    """For nine steps; in the last five of these, the differences have nothing to do with the likelihood."""
-    if number < 9:
-        HALVED(tokens, number)
-    if 4 <= number < 9:
-        half = torch.where(torch.arange(40) % 2 == 0, 0.3, -0.3)
-        tokens["log_prob"] = tokens["old_log_prob"] = tokens["rollout_log_prob"] - half
-        tokens["rollout_log_prob"] = (tokens["rollout_log_prob"] + half).clamp(max=0.0)
-
-
-def write_over_once(tokens: dict[str, Tensor], number: int) -> None:
-    """As after weights were written over: the rollout gets the broken weights with the next update."""
-    if number == 0:
-        of_training(lambda values, _: values - 3.0)(tokens, number)
-
-
 NOTHING: Spoil = lambda tokens, number: None  # noqa: E731
 BACK_TO_THE_REFERENCE: Spoil = lambda tokens, _: tokens.update(rollout_log_prob=tokens["ref_log_prob"])  # noqa: E731
 ONE_OF_EACH_LOWERED = of_rollout(lambda values, _: torch.where(torch.arange(40) == 3, values - 3.0, values))
-ONE_OF_A_THIRD_LOWERED = of_rollout(
-    lambda values, number: torch.where((ROW < 16) & (torch.arange(40) == 5), values - 8.0 - 2 * number, values)
-)
 # As of prompts that the engine was given otherwise, from the first step on; and the longest responses, as with other
 # positions.
 A_THIRD_OTHERWISE = of_rollout(lambda values, number: (values + (ROW < 16) * noise_of(number)).clamp(max=0.0))
@@ -451,7 +430,6 @@ QUIET = {"rate": 0.0, "noise": 0.005}
     # Late weights arrive, and count as old ones in a row alone.
     (LATE, 1, NOTHING, "ssssss......", ""),
     ({**LATE, "reference": False}, 1, NOTHING, "????????......", ""),
-    (LATE, 10, fit_the_reference_in_a_few_once, "?????.......", ""),
     ({"noise": 0.0, "rate": 0.15, "behind": 1}, 1, ONE_OF_EACH_LOWERED, "........", ""),
     # The labels are not shifted against the logits; later the two have some relation, by chance.
     (MOVING, 1, LABELS_OF_OTHERS, "MMMMMMMM", "those of other responses"),
@@ -477,7 +455,6 @@ QUIET = {"rate": 0.0, "noise": 0.005}
     (QUIET, 4, A_FEW_OTHERWISE, ".....AAAAA", "In 17% of the responses they differ by"),
     (QUIET, 4, SCORED_A_LITTLE_OTHERWISE_ONCE, "..........", ""),
     (STILL, 1, ONE_OF_EACH_LOWERED, "..........", ""),
-    (STILL, 4, ONE_OF_EACH_LOWERED, "..........", ""),
     *(({"behind": late, "rate": 0.04, "reference": False}, 1, NOTHING, "..........", "") for late in (1, 4)),
     # Two log-probs of the same weights: the rollout tells which of them is wrong.
     (MOVING, 3, OTHER_OLD, "..OOOO", "the old log-probs are wrong"),
@@ -510,14 +487,12 @@ QUIET = {"rate": 0.0, "noise": 0.005}
     (ONE_OF_TWO, 1, NOTHING, "?????????????P", "For 50% of the responses, as from one of several workers"),
     ({**ONE_OF_TWO, "reference": False}, 1, NOTHING, "~~~~~~~~~~~~~P", "For 50% of the responses, as from one of"),
     (NO_REFERENCE, 1, A_THIRD_OTHERWISE, "ppppAAAAAAAAAA", "in 33% of the responses by over"),
-    (NO_REFERENCE, 3, ONE_OF_A_THIRD_LOWERED, "pppppppppppppp", ""),
     # What was there before any optimizer step is no matter of weights that do not arrive, nor of an adapter.
     (NO_REFERENCE, 1, A_THIRD_EVER_MORE_OTHERWISE, "pppppppp", ""),
-    *(({"noise": 0.02, "rate": rate}, 4, A_THIRD_EVER_MORE_OTHERWISE, "pppppppppp", "") for rate in (0.0, 0.02)),
+    ({"noise": 0.02, "rate": 0.02}, 4, A_THIRD_EVER_MORE_OTHERWISE, "pppppppppp", ""),
     (STILL, 1, score_with_another_model, "AAAAAAAA", ""),
     # A gap that weights of no step make is said at once, and while it lasts.
     ({"noise": 0.02, "rate": 0.02}, 4, NOISY, "...AAAAAAAAA", "since step 4, and by"),
-    ({"noise": 0.02, "rate": 0.0}, 3, write_over_once, "..O...", ""),
     # A rollout that goes back to the first weights is no fault of the policy.
     ({"noise": 0.0, "rate": 0.3}, 6, BACK_TO_THE_REFERENCE, ".....~~~~S", ""),
     # Other tokens, with likely ones lowered, and missing log-probs are no other temperature.
@@ -527,8 +502,6 @@ QUIET = {"rate": 0.0, "noise": 0.005}
     # jump in one step: an optimizer does not make that, another kernel does.
     (STILL, 1, OTHER_KERNEL, "sssssssO", "the reference's do not"),
     (STILL, 4, OTHER_KERNEL, "...ssssO", "the reference's do not"),
-    # Two updates that cannot tell say what those before them said.
-    ({"rate": 0.0, "reference": False}, 1, halve_then_blur, "OOOOOOAAA.", ""),
 )
 def test_what_is_wrong_in_a_run_is_named(
     run: dict[str, Any], begin: int, spoil: Spoil, expected: str, said: str
@@ -595,14 +568,20 @@ def batch_of(policy: Tensor, rollout: Tensor, **more: Tensor) -> dict[str, Tenso
     return {**tokens, "old_log_prob": policy, "rollout_log_prob": rollout, **more}
 
 
+def sampled(policy: Tensor, rollout: Tensor, generator: torch.Generator, noise: float = 0.0) -> dict[str, Tensor]:
+    """Tokens that a rollout with these logits has sampled, scored by both."""
+    token = torch.multinomial(rollout.softmax(-1).flatten(0, 1), 1, generator=generator).view(48, 40, 1)
+    scored, reported = (each.double().log_softmax(-1).gather(-1, token)[..., 0] for each in (policy, rollout))
+    reported = reported + noise * reported * torch.randn(reported.shape, generator=generator)
+    return batch_of(scored, reported.clamp(max=0.0))
+
+
 def test_a_sure_policys_temperature_is_told_from_the_start() -> None:
     """Most tokens are all but certain, so that the differences say little of the likelihood."""
     batches, generator = [], torch.Generator().manual_seed(7)
     for _ in range(5):
-        logits = 12 * torch.rand((48, 40, 1), generator=generator, dtype=torch.float64)
-        logits = logits * torch.randn((48, 40, 30), generator=generator, dtype=torch.float64)
-        token = torch.multinomial((logits / 0.7).softmax(-1).flatten(0, 1), 1, generator=generator).view(48, 40, 1)
-        batches.append(batch_of(*(each.log_softmax(-1).gather(-1, token)[..., 0] for each in (logits, logits / 0.7))))
+        logits = 12 * torch.rand((48, 40, 1), generator=generator) * torch.randn((48, 40, 30), generator=generator)
+        batches.append(sampled(logits, logits / 0.7, generator))
     assert told(warned(batches))[2:] == "OOO"
 
 
@@ -611,29 +590,15 @@ def test_a_late_rollout_of_a_sharpening_policy_is_no_temperature(factor: float, 
     """Each step multiplies the logits, and the rollout has those of some steps before."""
     generator = torch.Generator().manual_seed(1)
     logits = 6 * torch.rand((48, 40, 1), generator=generator) * torch.randn((48, 40, 30), generator=generator)
-    batches = []
-    for step in range(12):
-        now, late = ((logits * factor**each).log_softmax(-1) for each in (step, max(step - behind, 0)))
-        token = torch.multinomial(late.flatten(0, 1).exp(), 1, generator=generator).view(48, 40, 1)
-        policy, rollout = (each.gather(-1, token).squeeze(-1).double() for each in (now, late))
-        noise = 0.02 * rollout * torch.randn(rollout.shape, generator=generator)
-        batches.append(batch_of(policy, (rollout + noise).clamp(max=0.0)))
+    of_steps = [logits * factor**step for step in range(12)]
+    batches = [sampled(now, of_steps[max(i - behind, 0)], generator, 0.02) for i, now in enumerate(of_steps)]
     assert "O" not in told(warned(batches))
 
 
 def test_rollouts_that_agree_to_the_bit_are_no_bypass_mode() -> None:
     """The first mini-batch is of the worker with old weights, the second one of the other: without any noise."""
-    checks, found = RunChecks(), []
-    run = Run(behind=None, stale_share=0.5, rate=0.1)
-    for step, tokens in enumerate(steps(run, 9), 1):
-        checks.start_update(step)
-        for first, rows in ((True, slice(None, 24)), (False, slice(24, None))):
-            part = {name: values[rows] for name, values in tokens.items()}
-            checks.take_in(own_sums([part], first, checks.log_probs.bypass).tolist())
-            checks.add_step(1e-6)
-        found.append(checks.warnings())
-    assert told(found)[6:] == "PPP"
-    assert "For 50% of the responses" in found[-1][0]["sentence"]
+    found = warned(steps(Run(behind=None, stale_share=0.5, rate=0.1), 9), halves=True)
+    assert told(found)[6:] == "PPP" and "For 50% of the responses" in found[-1][0]["sentence"]
 
 
 @pytest.mark.parametrize(("count", "from_step"), [(4, 1), (3, 2), (1, 4)])
@@ -659,11 +624,8 @@ LAYER = 10_000  # weights
     "before after said",
     (20.0, 20.9, ""),  # 5%
     (20.0, 21.1, "The weights of b changed before step 2 by more than an optimizer step should change them:"),
-    (20.0, 5.0, "their norm is 0.25 times what it was"),
     (20.0, 0.0, "their norm is 0 times what it was"),
     (20.0, math.nan, "they are NaN or infinite"),
-    (20.0, math.inf, "they are NaN or infinite"),
-    (0.0, 1.0, ""),  # an adapter begins with zeros
     (5.0, 5.9, ""),  # an optimizer step of rate 1e-3 moves 10,000 weights by 1 at most, give or take
     (5.0, 6.1, "their norm is 1.22 times what it was"),
 )
@@ -714,12 +676,6 @@ def test_a_layer_with_the_gradient_is_said(begins: int, ends: int, factor: float
         checks.start_update(step)
         checks.layers.take_in({}, dict.fromkeys(BLOCKS, 0.0))
         assert not checks.warnings(), "an update without a gradient says nothing"
-    # Nor does most of every other gradient.
-    checks = RunChecks()
-    for step in range(1, 13):
-        checks.start_update(step)
-        checks.layers.take_in({}, {**BLOCKS, "layers.1": 1000.0} if step % 4 < 2 else BLOCKS)
-        assert not checks.warnings()
 
 
 @cases(
@@ -729,7 +685,6 @@ def test_a_layer_with_the_gradient_is_said(begins: int, ends: int, factor: float
     ({"a": 4.0, "b": 0.2}, "layer", "The optimizer's gradient in the layer a is at least 4 times what"),
     ({"a": 4.0, "b": 2.0}, "loss_scale", "The optimizer's gradient is at least 2 times what"),
     ({"a": math.inf, "b": 0.2}, None, ""),  # as fp16 overflows
-    ({"a": math.nan, "b": 0.2}, None, ""),
 )
 def test_a_gradient_of_more_than_its_passes_is_said(times: dict[str, float], name: str | None, said: str) -> None:
     checks = RunChecks()
@@ -762,37 +717,6 @@ def test_a_resume_keeps_the_readings_and_says_so() -> None:
     assert again.progress.since_resume == 1 and again.warnings() == []
 
 
-def test_readings_of_a_long_run_stay_few_and_keep_the_first() -> None:
-    checks = RunChecks()
-    (tokens,) = steps(Run(noise=0.02), 1)
-    sums = own_sums([tokens], True).tolist()
-    for step in range(1, 1001):
-        checks.start_update(step)
-        checks.take_in(sums)
-        checks.add_step(1e-6)
-    readings = checks.state_dict()["readings"]
-    assert len(readings) <= 64 and readings[0][1] == 1 and readings[-1][1] > 900
-    apart = {later[1] - earlier[1] for earlier, later in zip(readings, readings[1:], strict=False)}
-    assert len(apart) == 1, "thinned evenly"
-
-
-def test_a_checkpoint_within_an_update_changes_nothing() -> None:
-    """Rank 0 alone asks for the state."""
-    run = Run(behind=None, rate=0.05, noise=0.02)
-    saving, other = RunChecks(), RunChecks()
-    for step, tokens in enumerate(steps(run, 8), 1):
-        for checks in (saving, other):
-            checks.start_update(step)
-        for _ in range(2):
-            sums = own_sums([tokens], True).tolist()
-            for checks in (saving, other):
-                checks.take_in(sums)
-                checks.add_step(1e-6)
-            assert saving.state_dict() == saving.state_dict()
-            assert saving.warnings() == other.warnings()
-    assert other.warnings() and saving.state_dict() == other.state_dict()
-
-
 def of_columns(checks: RunChecks, step: int, tokens: dict[str, Tensor]) -> list[dict[str, Any]]:
     """A step of which only the columns are known; its warnings."""
     checks.start_update(step)
@@ -800,55 +724,35 @@ def of_columns(checks: RunChecks, step: int, tokens: dict[str, Tensor]) -> list[
     return checks.warnings()
 
 
-def rewarded(seed: int, normalized: bool = False) -> dict[str, Tensor]:
+def rewarded(seed: int) -> dict[str, Tensor]:
     """Columns with advantages over groups of eight responses, of rewards of 0 and 1."""
     generator = torch.Generator().manual_seed(seed)
     rewards = (torch.rand(8, 8, generator=generator) < 0.4).double()
     advantages = rewards - rewards.mean(1, keepdim=True)
-    if normalized:
-        advantages = advantages / (rewards.std(1, keepdim=True) + 1e-6)
     mask = torch.ones(64, 5)
     advantage = advantages.reshape(64, 1) * mask
     return {"response_mask": mask, "log_prob": -mask, "old_log_prob": -mask, "advantage": advantage}
 
 
-def one_reward_of_100(step: int, advantage: Tensor) -> None:
-    if step == 30:
-        advantage[:8] = torch.tensor([87.5] + [-12.5] * 7).unsqueeze(1)
-
-
-def two_groups_with_others(step: int, advantage: Tensor) -> None:
-    if step >= 5:
-        advantage[:48] *= 20.0
-
-
-def few_without_a_format_reward(step: int, advantage: Tensor) -> None:
-    """With few of these among the responses, the typical advantage is a tenth."""
-    advantage[:40] *= 20.0
-    if step in (4, 7, 8):
-        advantage /= 50.0
+def of_rows(rows: int, factor: float, steps: Container[int]) -> Callable[[int], Tensor]:
+    """By what the advantages of the first rows are multiplied in these steps."""
+    return lambda step: torch.where((torch.arange(64) < rows) & (step in steps), factor, 1.0).unsqueeze(1)
 
 
 @cases(
-    "normalized change expected said",
+    "factor expected said",
     # Where nearly all rewards are the same in one update, advantages are small, too.
-    *(
-        (False, lambda step, values, by=by: values.mul_(by if 6 <= step < 11 else 1.0), expected, said)
-        for by, expected, said in ((10.0, ".....VVVVV.", "Advantages are "), (0.1, "......VVVV.", "Advantages are 1/"))
-    ),
-    # Also where answers get better.
-    *((normalized, one_reward_of_100, "." * 59, "") for normalized in (False, True)),
-    (False, two_groups_with_others, "." * 8, ""),
-    # One update cannot tell it.
-    (False, few_without_a_format_reward, ".......V", ""),
+    (of_rows(64, 10.0, range(6, 11)), ".....VVVVV.", " times what they were"),
+    (of_rows(64, 0.1, range(6, 11)), "......VVVV.", "Advantages are 1/"),
+    # Rewards of 100 in some groups, also where answers get better.
+    (of_rows(8, 100.0, [30]), "." * 59, ""),
+    (of_rows(48, 20.0, range(5, 9)), "." * 8, ""),
 )
-def test_rewards_on_another_scale_are_told(
-    normalized: bool, change: Callable[[int, Tensor], None], expected: str, said: str
-) -> None:
+def test_rewards_on_another_scale_are_told(factor: Callable[[int], Tensor], expected: str, said: str) -> None:
     checks, found = RunChecks(), []
     for step in range(1, len(expected) + 1):
-        tokens = rewarded(step, normalized)
-        change(step, tokens["advantage"])
+        tokens = rewarded(step)
+        tokens["advantage"] *= factor(step)
         found.append(of_columns(checks, step, tokens))
     assert told(found) == expected
     if said:
