@@ -58,12 +58,7 @@ def test_a_reward_value_that_holds_the_culprits_is_named() -> None:
     assert (found["cause"], found["culprits"], found["ordinary"]) == ("misfire", 1.0, 6 / 64)
     where = "in responses with the reward 0.5 (all 7 culprits in 6 prompts, 9% of the responses): "
     assert found["sentence"].startswith(f"The culprits are {where}")
-    # Trackers see the names of rewards, and other verdicts.
-    rows, places = mini_batch()
-    of_reward, other = misfire(event(*places), rows), {"cause": "kl", "sentence": "Of the KL loss (a part)."}
-    for verdict in (of_reward, other, None):
-        assert without_texts({"culprits": [], "verdict": verdict})["verdict"] == verdict
-    assert "verdict" not in without_texts({"culprits": []})
+    assert without_texts({"culprits": [], "verdict": found})["verdict"] == found, "trackers see the names of rewards"
 
 
 @cases(
@@ -97,22 +92,16 @@ def test_a_far_reward_that_many_have_is_how_their_prompts_are_rewarded() -> None
 
 
 def test_a_data_source_that_holds_the_culprits_is_named() -> None:
-    rows = spread(
-        [
-            RewardedRow(f"uid {prompt}", float(answer % 2), "web" if prompt < 5 else "books", USUAL)
-            for prompt in range(40)
-            for answer in range(ANSWERS)
-        ]
-    )
-    places = [place for place, row in rows.items() if row.data_source == "web"]
+    answers = itertools.product(range(40), range(ANSWERS))
+    rows = spread([RewardedRow(f"uid {i}", float(k % 2), "web" if i < 5 else "books", USUAL) for i, k in answers])
+    places = [*rows][::ANSWERS]
     # One culprit in each of the five prompts, then an ordinary one.
-    other = next(place for place, row in rows.items() if row.data_source == "books")
-    found = misfire(event(*places[::ANSWERS], other), rows)
+    found = misfire(event(*places[:5], places[-1]), rows)
     assert found is not None and "responses with the data source web (5 of 6 culprits in 6 prompts" in found["sentence"]
     assert found["ordinary"] == 5 / 40
 
 
-@pytest.mark.parametrize("name", ["web", "web (2024): all 6 culprits (sums", "the reward 1 (", ""])
+@pytest.mark.parametrize("name", ["web (2024): all 6 culprits (sums", ""])
 def test_trackers_do_not_see_the_name_of_a_data_source(name: str) -> None:
     culprits = [{"rank": 0, "micro_batch": 0, "share": 0.1, "row": row, "data_source": name} for row in range(5)]
     rows = [RewardedRow(f"uid {row}", 1.0, name if row < 5 else "books", USUAL) for row in range(99)]
@@ -133,15 +122,11 @@ def test_trackers_do_not_see_the_name_of_a_data_source(name: str) -> None:
     # Rare values have large advantages: these explain the spike, unless the reward is far from all others.
     ({"advantage": 1.4}, True),
     ({"advantage": 1.6}, False),
-    ({"advantage": 1.6, "reward": -1.0}, False),
-    ({"advantage": 9.0, "reward": 2.0}, False),
     ({"advantage": 9.0, "reward": 2.1}, True),
     # Groups of eight with one answer without any merit have such advantages.
     ({"advantage": 7.9, "reward": 2.1}, True),
     ({"advantage": 7.9, "reward": -1.1}, False),
     ({"advantage": 9.0, "reward": -1.1}, True),
-    # Responses of groups with equal rewards have no advantage, and no gradient.
-    ({"advantage": 0.0}, False),
     ({"advantage": math.nan}, False),
     # What many responses have is no cause.
     ({"reward": 1.0, "special": PROMPTS}, False),
@@ -153,17 +138,13 @@ def test_advantages_may_explain_a_spike(changes: dict[str, Any], is_named: bool)
 
 @cases(
     "rows culprits is_named",
-    *(({"special": count}, range(n), named) for count, n, named in ((6, 6, True), (6, 4, True), (6, 3, False))),
-    *(({"special": 4}, range(count), named) for count, named in ((3, True), (2, False))),
+    *(({"special": 6}, range(count), named) for count, named in ((4, True), (3, False))),
     # Several culprits in a prompt are one.
-    ({}, (0, 1, 0, 1), False),
+    ({}, (0, 1, 2, 0), False),
     # Two are enough for a reward that few responses have: as many as a search names that ends once it is explained.
     ({"special": 2, "prompts": 64}, (0, 1), True),
-    ({"special": 2, "prompts": 64}, (0, 0), False),
-    ({"special": 12, "prompts": 64}, (0, 1), False),
     # A far one is named from one on.
     ({"special": 1, "reward": 9.0, "advantage": 9.0}, (0, 0), True),
-    ({"special": 1, "reward": 1.9, "advantage": 9.0}, (0,), False),
 )
 def test_culprits_in_few_prompts_say_nothing(rows: dict[str, Any], culprits: Sequence[int], is_named: bool) -> None:
     found, places = mini_batch(**rows)
@@ -181,12 +162,13 @@ def test_culprits_that_do_not_explain_the_norm_do_not_count() -> None:
     for culprit in line["culprits"]:
         culprit["share"] = 0.001
     assert misfire(line, rows) is None
-    # Unknown rewards and sources are no values.
+
+
+def test_unknown_rewards_and_sources_are_no_values() -> None:
     rows, places = mini_batch()
-    unknown = {place: RewardedRow(row.uid, None, None, row.advantage) for place, row in rows.items()}
-    assert misfire(event(*places), unknown) is None
-    not_finite = {place: RewardedRow(row.uid, math.nan, None, row.advantage) for place, row in rows.items()}
-    assert misfire(event(*places), not_finite) is None
+    for reward in (None, math.nan):
+        unknown = {place: RewardedRow(row.uid, reward, None, row.advantage) for place, row in rows.items()}
+        assert misfire(event(*places), unknown) is None
 
 
 def test_the_chance_is_that_of_drawing_without_replacement() -> None:
@@ -201,14 +183,17 @@ def test_more_specific_causes_stay(cause: str | None) -> None:
     assert needs_rows(event(*places, cause=cause)) == (cause in (*LESS_SPECIFIC, "nonfinite"))
     assert needs_rows(event(cause=cause)) == (cause == "nonfinite")
     assert not needs_rows({**event(*places), "verdict": None})  # a drill
-    # Rows are gathered before there is a verdict.
-    for found, diagnosis, drill, may in (
-        (event(*places), "tokens", None, True),
-        (event(), "nonfinite", None, True),
-        (event(), "diffuse", None, False),
-        (event(*places), "tokens", {"found": True}, False),
-    ):
-        assert may_need_rows({**found, "diagnosis": diagnosis, "drill": drill}) == may
+
+
+@cases(
+    "culprits diagnosis drill may",
+    (1, "tokens", None, True),
+    (0, "nonfinite", None, True),
+    (0, "diffuse", None, False),
+    (1, "tokens", {"found": True}, False),
+)
+def test_rows_are_gathered_before_there_is_a_verdict(culprits: int, diagnosis: str, drill: Any, may: bool) -> None:
+    assert may_need_rows({**event(*[(0, 1)] * culprits), "diagnosis": diagnosis, "drill": drill}) == may
 
 
 @cases(

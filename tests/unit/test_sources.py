@@ -69,25 +69,20 @@ SAME = [-1.0, -2.0, -0.5, 0.0]
 @cases(
     "changes sources",
     ({}, ["other"]),
-    ({"rollout_log_prob": SAME, "old_log_prob": SAME}, ["other"]),
     # Over half of the response is off by more than a nat; half is not over half.
     ({"rollout_log_prob": [-2.1, -3.1, -0.5, 0.0]}, ["misaligned", "token", "sequence"]),
     ({"rollout_log_prob": [-1.0, -3.1, -0.5, 0.0]}, ["token", "sequence"]),
-    ({"rollout_log_prob": [math.nan, math.nan, -0.5, 0.0]}, ["unsampled", "misaligned", "token", "sequence"]),
     # Behind the end of the turn.
     ({"after_eos": here(1.0)}, ["unsampled"]),
-    ({"after_eos": here(1.0), "rollout_log_prob": here(0.0, -1.0)}, ["unsampled", "token", "sequence"]),
     # A rollout that goes on behind an end token, and says with which probability, has sampled the token.
     ({"after_eos": here(1.0), "rollout_log_prob": SAME}, ["other"]),
     # Not sampled: no log-prob, or 0 where the token is all but impossible.
     ({"rollout_log_prob": [-1.0, math.nan, -0.5, 0.0]}, ["unsampled", "token", "sequence"]),
-    ({"rollout_log_prob": [-1.0, -math.inf, -0.5, 0.0]}, ["unsampled", "token", "sequence"]),
     (
         {"log_prob": here(-7.0, -1.0), "rollout_log_prob": here(0.0, -1.0)},
         ["unsampled", "token", "sequence", "unlikely"],
     ),
     ({"log_prob": here(-0.1, -1.0), "rollout_log_prob": here(0.0, -1.0)}, ["other"]),
-    ({"advantage": here(2.6, 1.0)}, ["advantage"]),
     ({"advantage": here(-2.6, 1.0)}, ["advantage"]),
     ({"advantage": here(2.4, 1.0)}, ["other"]),
     ({"weight": here(0.51, 0.1)}, ["weight"]),
@@ -96,7 +91,6 @@ SAME = [-1.0, -2.0, -0.5, 0.0]
     ({"coefficient": here(-0.1), "kl_coefficient": here(-0.04)}, ["other"]),
     # The KL loss pulls against the policy loss, and is larger.
     ({"coefficient": here(0.01), "kl_coefficient": here(0.11)}, ["kl"]),
-    ({"coefficient": here(0.0), "kl_coefficient": here(0.0)}, ["other"]),
     # 0.1·(1 − e⁻²) = 0.086 against 0.1·0.9 and 0.1·0.8.
     ({"entropy": here(0.9), "entropy_coefficient": here(-0.1)}, ["entropy"]),
     ({"entropy": here(0.8), "entropy_coefficient": here(-0.1)}, ["other"]),
@@ -108,7 +102,6 @@ SAME = [-1.0, -2.0, -0.5, 0.0]
     # Pushed down although likely.
     ({"log_prob": here(CONFIDENT_LOG + 0.01), "advantage": here(-1.0), "coefficient": here(0.1)}, ["punished"]),
     ({"log_prob": here(CONFIDENT_LOG - 0.01), "advantage": here(-1.0), "coefficient": here(0.1)}, ["other"]),
-    ({"log_prob": here(-0.1), "advantage": here(1.0), "coefficient": here(-0.1)}, ["other"]),
     # The KL loss, or clipping, leaves a coefficient of the other sign.
     ({"log_prob": here(-0.1), "advantage": here(1.0), "coefficient": here(0.1)}, ["other"]),
     ({"log_prob": here(-0.1), "advantage": here(-1.0), "coefficient": here(-0.1)}, ["other"]),
@@ -120,27 +113,21 @@ def test_the_rules_on_facts_from_tensors(changes: dict[str, list[float]], source
 @cases(
     "changes sources",
     ({"grad_norm": math.nan}, ["nonfinite"]),
-    ({"grad_norm": math.inf, "advantage": 9.0}, ["nonfinite", "advantage"]),
     # A ratio that overflows: no broken weights.
     ({"grad_norm": math.inf, "ratio": 6e24}, ["token"]),
     ({"grad_norm": math.inf, "rollout_ratio": 6e24}, ["token"]),
-    ({"grad_norm": math.inf, "ratio": 6e24, "rollout_ratio": 1.0}, ["token"]),
     ({"grad_norm": math.inf, "ratio": 1.0}, ["nonfinite"]),
     ({"grad_norm": math.inf, "ratio": 6e24, "log_prob": math.nan}, ["nonfinite", "token"]),
     # Behind the end of the turn: training gives it more, or less, than a thousandth of the rollout's probability.
     ({"after_eos": True, "rollout_log_prob": -0.5, "log_prob": -7.3}, ["unlikely"]),
     ({"after_eos": True, "rollout_log_prob": -0.5, "log_prob": -7.5}, ["unsampled", "unlikely"]),
-    ({"after_eos": False, "rollout_log_prob": -0.5, "log_prob": -7.5}, ["unlikely"]),
     # A failed request that came back as one token; what is said of whole responses needs more.
     ({"response_length": 1, "rollout_log_prob": 0.0, "log_prob": -2.5}, ["unsampled"]),
     ({"response_length": 1, "misaligned_share": 1.0, "sequence_ratio": 9.0}, ["other"]),
     ({"misplaced": True, "shift": -1}, ["misaligned"]),
     ({"layer_norms": {"a": 1.0, "b": 3.0, "c": 1.0}}, ["layer"]),
-    ({"layer_norms": {"a": 1.0}}, ["other"]),
     # The square is infinite.
     ({"layer_norms": {"a": 1e200, "b": 1.0}}, ["other"]),
-    ({"ratio": math.nan}, ["token"]),
-    ({"advantage": None, "kl_coefficient": None, "after_eos": None}, ["other"]),
     ({"advantage": math.nan}, ["other"]),
 )
 def test_the_rules_on_other_facts(changes: dict[str, Any], sources: list[str]) -> None:
@@ -151,10 +138,6 @@ def test_code_schema_and_report_have_the_same_sources() -> None:
     names = [rule.name for rule in RULES]
     assert list(SOURCES) == [*names, "other"] and len(set(names)) == len(names)
     assert schema.EVENT["properties"]["culprits"]["items"]["properties"]["source"]["enum"] == list(SOURCES)
-    for rule in SOURCES.values():
-        for sentence in (rule.meaning, rule.advice):
-            assert sentence[0].isupper() and sentence.endswith(".")
-    assert not SOURCES["other"].holds(facts(), MEDIANS)
 
 
 END = 9
@@ -165,15 +148,12 @@ END = 9
     ([1, 2, END, 0, 0], [1, 1, 1, 0, 0], [0, 0, 0, 0, 0]),
     # Tokens that were added behind the end.
     ([1, END, 3, 4, 0], [1, 1, 1, 1, 0], [0, 0, 1, 1, 0]),
-    ([1, END, END, 0, 0], [1, 1, 1, 0, 0], [0, 0, 1, 0, 0]),
     # Two turns with masked tool output between them.
     ([1, END, 3, 4, END], [1, 1, 0, 1, 1], [0, 0, 0, 0, 0]),
-    ([1, END, 3, 4, 5], [1, 1, 0, 0, 1], [0, 0, 0, 0, 0]),
     # An end token in the tool output counts for nothing.
     ([1, 2, END, 4, 5], [1, 1, 0, 1, 1], [0, 0, 0, 0, 0]),
     # The second turn goes on behind its end.
     ([1, END, 3, END, 5], [1, 1, 0, 1, 1], [0, 0, 0, 0, 1]),
-    ([1, 2, 3, 4, 5], [1, 1, 1, 1, 1], [0, 0, 0, 0, 0]),
     # A turn of the end token alone.
     ([END, 2, 3, 4, 5], [1, 1, 0, 1, 1], [0, 1, 0, 0, 0]),
 )
@@ -198,15 +178,9 @@ def test_medians_are_over_tokens_of_all_micro_batches() -> None:
     found = token_medians([first, second])
     # |A| 1, 2, 2, 2 and w 0.25, 0.5, 0.5, 0.5, 1: without padding, zeros and NaN.
     assert found == {"median_advantage": 2.0, "median_weight": 0.5}
-    # Of an even number, the mean of the two in the middle.
-    assert token_medians([second, micro_batch(response_mask=[[1.0]], advantage=[[4.0]], weight=[[0.5]])]) == {
-        "median_advantage": 2.5,
-        "median_weight": 0.375,
-    }
-    nothing = micro_batch(response_mask=[[0.0]], weight=[[1.0]])
-    assert token_medians([nothing]) == {"median_advantage": None, "median_weight": None}
-    # Without them, nothing is an outlier.
-    unknown = {"median_advantage": None, "median_weight": None}
+    # Without any, nothing is an outlier.
+    unknown = token_medians([micro_batch(response_mask=[[0.0]], weight=[[1.0]])])
+    assert unknown == {"median_advantage": None, "median_weight": None}
     assert classify(facts(advantage=here(99.0), weight=here(99.0)), unknown) == ["other"]
 
 
@@ -220,9 +194,7 @@ TWO_TURNS = "11111100011111111"
 @cases(
     "mask off found",
     # From the second turn on; what is off in the gap does not count.
-    (TWO_TURNS, "00000000011111111", (9, 2)),
     (TWO_TURNS, "00000011111111111", (9, 2)),
-    (TWO_TURNS, "00000011100000000", (-1, 0)),
     # The first of other tokens are as likely by chance.
     (TWO_TURNS, "00000000000111111", (11, 2)),
     (TWO_TURNS, "00000000000011111", (12, 0)),
@@ -231,7 +203,6 @@ TWO_TURNS = "11111100011111111"
     (TWO_TURNS, "00000000000000111", (-1, 0)),
     # In the first turn, or in all of the response: at no boundary.
     (TWO_TURNS, "00111111111111111", (2, 0)),
-    (TWO_TURNS, "11111111111111111", (0, 0)),
     # Much of the first turn is off as well.
     (TWO_TURNS, "10010011111111111", (-1, 0)),
     (TWO_TURNS, "01000011111111111", (9, 2)),
@@ -239,7 +210,6 @@ TWO_TURNS = "11111100011111111"
     ("1110110111110", "0000000111111", (7, 3)),
     # One turn alone has no boundary.
     ("111111111111", "000011111111", (4, 0)),
-    ("0000", "1111", (-1, 0)),
 )
 def test_where_a_mismatch_begins(mask: str, off: str, found: tuple[int, int]) -> None:
     """In a response some of whose tokens are off by two nats, and some by NaN."""
@@ -251,31 +221,31 @@ def test_where_a_mismatch_begins(mask: str, off: str, found: tuple[int, int]) ->
     assert start.shape == turn.shape == (1, 1) and (int(start), int(turn)) == found
 
 
-def of_two_turns(position: int, off_from: int) -> dict[str, Any]:
-    """A token of the second of two responses, with what is known of it; the first response has one turn."""
+@cases(
+    "position off_from known sources",
+    (5, 9, [1, 9, 2], ["misaligned", "sequence"]),
+    (12, 9, [2, 9, 2], ["retokenized", "misaligned", "token", "sequence"]),
+    (16, 13, [2, 13, None], ["misaligned", "token", "sequence"]),
+    (12, 17, [2, None, None], ["other"]),
+)
+def test_tokens_from_the_turn_with_the_mismatch_are_retokenized(
+    position: int, off_from: int, known: list[int | None], sources: list[str]
+) -> None:
+    """In the second of two responses; the first one has one turn."""
     mask = torch.cat([torch.ones(1, 17), bits(TWO_TURNS).float()])
     log_prob = torch.full((2, 17), -1.0)
     rollout = log_prob.clone()
     rollout[1, off_from:] = -4.0
     tokens = {"response_mask": mask, "log_prob": log_prob, "rollout_log_prob": rollout}
     tokens |= {"token_id": torch.zeros(2, 17), "weight": mask / 10, "coefficient": mask / 10, "advantage": mask}
-    other = token_evidence(tokens, 0, 3)
-    assert (other["turn"], other["mismatch_start"], other["mismatch_turn"]) == (None, None, None)
-    return {"grad_norm": 100.0, "layer_norms": LAYERS, **token_evidence(tokens, 1, position)}
+    names = ("turn", "mismatch_start", "mismatch_turn")
+    other, found = token_evidence(tokens, 0, 3), token_evidence(tokens, 1, position)
+    assert [other[name] for name in names] == [None, None, None]
+    assert [found[name] for name in names] == known
+    assert classify({"grad_norm": 100.0, "layer_norms": LAYERS, **found}, MEDIANS) == sources
 
 
-def test_tokens_from_the_turn_with_the_mismatch_are_retokenized() -> None:
-    before, after = of_two_turns(5, 9), of_two_turns(12, 9)
-    assert [before[name] for name in ("turn", "mismatch_start", "mismatch_turn")] == [1, 9, 2]
-    assert [after[name] for name in ("turn", "mismatch_start", "mismatch_turn")] == [2, 9, 2]
-    assert "retokenized" not in classify(before, MEDIANS)
-    assert classify(after, MEDIANS) == ["retokenized", "misaligned", "token", "sequence"]
-    within = of_two_turns(16, 13)
-    assert [within[name] for name in ("turn", "mismatch_start", "mismatch_turn")] == [2, 13, None]
-    assert "retokenized" not in classify(within, MEDIANS)
-    healthy = of_two_turns(12, 17)
-    assert [healthy[name] for name in ("turn", "mismatch_start", "mismatch_turn")] == [2, None, None]
-    # Without the rollout's log-probs none begins.
+def test_without_the_rollouts_log_probs_no_mismatch_begins() -> None:
     tokens = {"response_mask": bits(TWO_TURNS).float(), "log_prob": torch.full((1, 17), -3.0)}
     assert [found.tolist() for found in find_mismatch(tokens)] == [[[-1]], [[0]]]
     empty = {name: torch.zeros(2, 0) for name in ("response_mask", "log_prob", "rollout_log_prob")}
