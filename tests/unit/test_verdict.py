@@ -158,11 +158,9 @@ EVEN = dict.fromkeys("abcde", 1.0)
     ({"nonfinite": 0.1, "unlikely": 1.0}, {"nonfinite": 0.05}, "unlikely"),
     # The most specific of those that hold for about as many culprits.
     ({"unsampled": 0.95, "unlikely": 1.0}, {}, "unsampled"),
-    ({"unsampled": 0.6, "unlikely": 1.0}, {}, "unlikely"),
     ({"unsampled": 1.0, "token": 1.0}, {"unsampled": 0.3}, "token"),
     # The turns of a response are compared with each other, not with ordinary tokens, which may have the same fault.
     ({"retokenized": 0.9, "misaligned": 1.0}, {"retokenized": 0.6, "misaligned": 0.2}, "retokenized"),
-    ({"retokenized": 0.4}, {"retokenized": 0.6}, None),
     # Nothing is known of ordinary tokens.
     ({"advantage": 1.0}, {"advantage": None}, None),
     ({"layer": 1.0}, {"layer": None}, "layer"),
@@ -175,22 +173,17 @@ def test_a_cause_is_specific(culprits: dict[str, float], ordinary: dict[str, flo
 
 
 @cases(
-    "usual share",
-    # "a" has a thirteenth of an ordinary token: 81% has 51 times the odds.
-    ({"a": 1.0, "b": 2.0, "c": 2.0, "d": 2.0}, 1.0),
-    ({"a": 1.0, "b": 1.0, "c": 1.0, "d": 1.0, "e": 1.0}, 0.5),
-    # 81% has 13 times the odds of a quarter.
-    ({"a": 1.0, "b": 1.0, "c": 1.0, "d": 1.0, "e": 0.1}, 0.5),
+    "usual cause",
+    # "a" has a thirteenth of an ordinary token: 81% has 51 times the odds, and 13 times those of a quarter.
+    ({"a": 1.0, "b": 2.0, "c": 2.0, "d": 2.0}, "layer"),
+    ({"a": 1.0, "b": 1.0, "c": 1.0, "d": 1.0}, None),
     # Ordinary tokens have it as well.
-    ({"a": 100.0, "b": 1.0}, 0.0),
+    ({"a": 100.0, "b": 1.0}, None),
     (None, None),
 )
-def test_a_layer_counts_with_far_more_than_is_ordinary(usual: dict[str, float] | None, share: float | None) -> None:
-    found = event(["layer"], ["layer"])
-    for culprit, of_a in zip(found["culprits"], (0.9999, 0.81), strict=True):
-        culprit["layer_norms"] = {"a": math.sqrt(of_a), "b": math.sqrt(1 - of_a)}
-    said = verdict_on({**found, "ordinary_layer_norms": usual}, {**NONE, "layer": None})
-    assert said["culprits"] == (share or None) and said["cause"] == ("layer" if share else None)
+def test_a_layer_counts_with_far_more_than_is_ordinary(usual: dict[str, float] | None, cause: str | None) -> None:
+    found = changed(event(["layer"], ["layer"]), layer_norms={"a": 0.9, "b": math.sqrt(0.19)})
+    assert verdict_on({**found, "ordinary_layer_norms": usual}, {**NONE, "layer": None})["cause"] == cause
 
 
 def event(*sources: list[str], **changes: Any) -> dict[str, Any]:
@@ -255,18 +248,12 @@ def test_culprits_that_make_little_of_the_norm_are_no_cause() -> None:
     found["culprits"][2] |= {"micro_batch": 1, "share": math.nan}
     assert verdict_on(found, NONE)["cause"] == "nonfinite"
     del found["culprits"][2]
-    said = verdict_on(found, NONE)
-    why = "the culprits make under 10% of the norm of their micro-batches"
-    assert said["cause"] is None and why in said["sentence"]
+    assert "the culprits make under 10% of the norm of their micro-batches" in verdict_on(found, NONE)["sentence"]
     found["culprits"][1]["share"] = 0.6 * EXPLAINED
     assert verdict_on(found, NONE)["cause"] == "token"
     # Of a norm that is not known, no share is either.
     found["culprits"][0]["share"] = found["culprits"][1]["share"] = None
     assert verdict_on(found, NONE)["cause"] == "token"
-    # Where a whole layer is broken, the norm of a large micro-batch comes from many tokens.
-    small = event(["layer"])
-    small["culprits"][0]["share"] = 0.0
-    assert verdict_on(small, {**NONE, "layer": None})["cause"] == "layer"
 
 
 def test_the_verdict_says_cause_shares_advice_and_check() -> None:
@@ -282,17 +269,14 @@ def test_the_verdict_says_cause_shares_advice_and_check() -> None:
         "check": CAUSES["advantage"].check,
     }
     # One that groups of ordinary rewards give is natural: one right answer of eight has 2.5, the others have 0.35.
-    found = verdict_on(event(["advantage"], ["advantage"]), {**NONE, "advantage": 0.05})
-    assert found["cause"] == "advantage" and found["sentence"].startswith("A natural spike of tokens")
     for advantage, median in ((7.5, 1.0), (5.5, 0.5)):
         found = verdict_on(changed(event(["advantage"], median_advantage=median), advantage=advantage), NONE)
-        assert found["sentence"].startswith("A natural spike of tokens")
+        assert found["cause"] == "advantage" and found["sentence"].startswith("A natural spike of tokens")
 
 
 @cases(
     "sources ordinary shares",
     ([["token"]], 0.0, "(possible: true of the one culprit, and of 0% of the other tokens)"),
-    ([["token"]] * 2, 1e-5, "(likely: true of both culprits, and of under 1% of the other tokens)"),
     ([["token"]] * 199 + [["other"]], 0.2, "(possible: true of over 99% of 200 culprits, and of 20% of the "),
     # A share that is not known is left out.
     ([["layer"]], None, "(possible: true of the one culprit): "),
@@ -316,9 +300,8 @@ def test_a_part_of_the_loss_is_the_cause_if_the_rest_is_under(kl: float, cause: 
     """Of all tokens or not: 3 of the coefficient, of which 2 leave a third of a norm of 5 of 2."""
     assert verdict_on(changed(event(["kl"], ["kl"]), kl_coefficient=kl), {**NONE, "kl": 0.4})["cause"] == cause
     # Where most tokens have it, culprits among them.
-    assert verdict_on(event(["kl"]), {**NONE, "kl": 0.6})["cause"] == "kl"
-    assert verdict_on(event(["other"]), {**NONE, "kl": 0.6})["cause"] is None
-    assert verdict_on(event(), {**NONE, "kl": 0.6})["cause"] == "kl"
+    for sources, found in (([["kl"]], "kl"), ([["other"]], None), ([], "kl")):
+        assert verdict_on(event(*sources), {**NONE, "kl": 0.6})["cause"] == found
 
 
 @cases("median norm cause", (40.0, 90.0, "reward_scale"), (40.0, 110.0, None), (5.0, 9.0, None), (math.nan, 9.0, None))
@@ -334,12 +317,10 @@ def test_advantages_large_for_all_tokens_are_the_last_cause(median: float, norm:
 
 def test_a_weight_makes_the_whole_gradient_large_and_no_token() -> None:
     assert verdict_on(event(["weight"]), NONE)["cause"] is None
-    assert verdict_on(changed(event(["weight"], global_norm=300.0), weight=32.0), NONE)["cause"] is None
-    found = verdict_on(changed(event(["weight"], global_norm=170.0), weight=32.0), NONE)
-    assert found["cause"] == "weight"
-    assert found["sentence"].startswith("In the whole gradient, one token weighs as much as 32 ordinary tokens: ")
-    # Of a norm that is not finite, that is not known.
-    assert verdict_on(changed(event(["weight"], global_norm=math.nan), weight=32.0), NONE)["cause"] is None
+    for norm, cause in ((170.0, "weight"), (300.0, None), (math.nan, None)):
+        found = verdict_on(changed(event(["weight"], global_norm=norm), weight=32.0), NONE)
+        assert found["cause"] == cause
+        assert cause is None or "one token weighs as much as 32 ordinary tokens: " in found["sentence"]
 
 
 def test_a_layer_that_carries_the_norm_of_all_tokens_is_named() -> None:
@@ -351,8 +332,7 @@ def test_a_layer_that_carries_the_norm_of_all_tokens_is_named() -> None:
     spike, units = event(["unlikely"]), [{"layer_norms": {**EVEN, "c": 9.0 + i}} for i in range(3)]
     found = verdict_on({**spike, "units": units}, {**NONE, "unlikely": 0.1})
     assert found["cause"] == "layer" and found["sentence"].startswith("The layer c carries 95% of the squared norm")
-    for other in (EVEN, {**EVEN, "c": math.nan}):
-        assert cause(spike, [*units, {"layer_norms": other}]) == "unlikely"
+    assert cause(spike, [*units, {"layer_norms": EVEN}]) == "unlikely"
     # A rule that tells the culprits comes first, unless that is a matter of the run.
     assert cause(event(["unsampled"], ["unsampled"]), units) == "unsampled"
     assert verdict_on({**event(["token"], ["token"]), "units": units}, {**NONE, APART: 0.3})["cause"] == "layer"
@@ -370,7 +350,7 @@ def test_a_layer_that_carries_the_norm_of_all_tokens_is_named() -> None:
     assert cause(unknown, [{**quiet, "layer_norms": blocks | {"layers.1": 2.0}}] * 3) is None
 
 
-@pytest.mark.parametrize("rule", ["token", "sequence", "misaligned"])
+@pytest.mark.parametrize("rule", ["token", "misaligned"])
 def test_a_mismatch_of_all_tokens_is_no_matter_of_single_ones(rule: str) -> None:
     spike = event([rule], [rule])
     assert verdict_on(spike, {**NONE, APART: 0.2})["cause"] == rule
@@ -383,7 +363,7 @@ def test_a_mismatch_of_all_tokens_is_no_matter_of_single_ones(rule: str) -> None
     assert "rollout and training differ by over 0.1 nat for 30% of all tokens" in found["sentence"]
 
 
-@pytest.mark.parametrize("name", ["advantage", "unlikely", "punished"])
+@pytest.mark.parametrize("name", ["advantage", "unlikely"])
 def test_a_natural_spike_is_one_in_an_otherwise_usual_run(name: str) -> None:
     spike = event([name], [name])
     assert verdict_on(spike, NONE)["cause"] == name
@@ -463,9 +443,8 @@ WARNING = {"name": "stale_weights", "sentence": "The rollout is late.", "check":
 
 def test_what_is_wrong_with_the_run_comes_before_tokens() -> None:
     spike = event(["advantage"], ["advantage"], ["token"], ["other"])
-    log_probs = ((-1.0, -1.5), (-1.0, -1.05), (-1.0, math.nan), (None, -1.0))
-    for culprit, (rollout, old) in zip(spike["culprits"], log_probs, strict=True):
-        culprit |= {"rollout_log_prob": rollout, "old_log_prob": old}
+    for culprit, rollout in zip(spike["culprits"], (-1.5, -1.05, math.nan, None), strict=True):
+        culprit["rollout_log_prob"] = rollout
     shares = {**NONE, APART: 0.2}
     want = {"cause": "stale_weights", "culprits": 2 / 3, "ordinary": 0.2, "check": WARNING["check"]}
     assert verdict_on(spike, shares, [WARNING]) == {**want, "sentence": WARNING["sentence"]}
@@ -475,7 +454,6 @@ def test_what_is_wrong_with_the_run_comes_before_tokens() -> None:
     assert verdict_on(event(["advantage"]), NONE, [unsampled, WARNING])["cause"] == "stale_weights"
     # Of most tokens, culprits among them.
     assert verdict_on(event(["unsampled"], ["other"]), {**NONE, "unsampled": 0.6}, [unsampled])["cause"] == "unsampled"
-    assert verdict_on(event(["unsampled"], ["other"]), {**NONE, "unsampled": 0.6})["cause"] is None
     assert verdict_on(event(), NONE, [unsampled])["cause"] is None
     # A rule says more of the culprits than the warning.
     assert verdict_on(event(["unsampled"]), NONE, [unsampled])["culprits"] == 1.0
@@ -489,7 +467,6 @@ def test_what_is_wrong_with_the_run_comes_before_tokens() -> None:
     (["misaligned", "token"], 0.0, "misaligned", 0.1, "misaligned"),
     # A column that is not finite is named for a gradient that is not, which old weights do not explain.
     (["nonfinite"], 0.0, "nonfinite", 0.1, "nonfinite"),
-    (["token"], 0.0, "nonfinite", 0.1, "token"),
     # A gap that has grown is no cause, nor is what is wrong with some tokens.
     (["token"], 0.0, "engines_apart", None, "token"),
     (["token"], 0.05, "engines_apart", None, None),
@@ -530,7 +507,6 @@ def test_log_probs_that_the_loss_does_not_read_are_no_cause(
     spike = changed(event(["advantage"], ["advantage"]), **numbers, old_log_prob=-1.0, rollout_log_prob=-4.0)
     said = {**WARNING, "name": "misaligned", **({} if column is None else {"column": column})}
     assert verdict_on(spike, {**NONE, "advantage": 0.0}, [said])["cause"] == cause
-    assert verdict_on({**spike, "culprits": []}, NONE, [said])["cause"] == "misaligned"
     bypass = changed(spike, old_log_prob=-4.0)
     assert verdict_on(bypass, {**NONE, "advantage": 0.0}, [said])["cause"] == ("misaligned" if ratio != 1.0 else cause)
 

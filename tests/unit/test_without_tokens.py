@@ -17,6 +17,7 @@ from valid_events import valid_events
 
 from gradloc.judge.judgement import judged
 from gradloc.judge.sentences import MENTIONED, auxiliary_in_words
+from gradloc.judge.shares import carrying_layers
 from gradloc.judge.verdict import MOST_WITHOUT_TOKENS
 from gradloc.search.search import Search
 
@@ -148,10 +149,11 @@ def test_only_a_search_that_ends_diffuse_measures_it() -> None:
 
 def test_a_token_is_over_the_threshold_only_by_its_own_part() -> None:
     """Every probe contains the auxiliary gradient, so a norm under τ plus that is not known to be over τ."""
-    model, ids, event = spike(0.03)
+    model, ids, event = spike(0.1, outlier=10.0, over=0.4)
     own = event["without_tokens"]["norm"]
     assert 0 < own < event["units"][0]["threshold"]
     assert event["without_tokens"]["layer_norms"] == pytest.approx(brute_force(model, ids), rel=1e-5)
+    assert event["culprits"]
     for culprit in event["culprits"]:
         assert culprit["grad_norm"] - own / culprit["weight"] > event["threshold"]
 
@@ -226,3 +228,6 @@ def test_it_is_the_cause_if_it_makes_most_of_the_square() -> None:
     found = verdict_on(event(math.sqrt(MOST_WITHOUT_TOKENS) + 0.01), {})
     assert found["cause"] == "auxiliary" and "`actor/grad_norm` should fall" in found["check"]
     assert found["sentence"].startswith("72% of the norm") and "in the layer a: look at" in found["sentence"]
+    # Squares that are infinite tell no layer.
+    assert carrying_layers({"a": 1.0, "b": 3.0}) == ["b"]
+    assert carrying_layers({"a": 1e200, "b": 1.0}) == carrying_layers({"a": math.inf}) == carrying_layers({}) == []
