@@ -36,8 +36,7 @@ def test_small_ratios_count_to_the_rollout_only() -> None:
     assert found == pytest.approx(expected)
     assert figures([tokens(other - 3, old_log_prob=other)])["ratio_max"] == pytest.approx(math.exp(-3))
     # Response tokens with a weight count.
-    log_prob = torch.tensor([[-9.0, -9.0, -1.0, -1.0]])
-    some = tokens(log_prob, old_log_prob=torch.tensor([[-20.0, -20.0, -1.5, -1.0]]))
+    some = tokens(torch.tensor([[-9.0, -9.0, -1.0, -1.0]]), old_log_prob=torch.tensor([[-20.0, -20.0, -1.5, -1.0]]))
     some |= {"response_mask": torch.tensor([[0, 1, 1, 1]]), "weight": torch.tensor([[1.0, 0.0, 1.0, 1.0]])}
     assert figures([some]) == {"ratio_max": pytest.approx(math.exp(0.5)), "unlikely_share": 0.0}
 
@@ -62,8 +61,6 @@ def test_without_data_a_figure_is_missing() -> None:
 
 def test_the_margin_is_the_largest_of_an_update_but_in_a_warm_up() -> None:
     found = UpdateMetrics()
-    found.take_in_level(50.0, None)
-    assert named(found) == {}
-    for norm, threshold in ((50.0, 100.0), (150.0, 100.0), (90.0, 300.0)):
+    for norm, threshold in ((50.0, None), (50.0, 100.0), (150.0, 100.0), (90.0, 300.0)):
         found.take_in_level(norm, threshold)
     assert named(found) == {"spike_margin": 1.5}
