@@ -19,6 +19,7 @@ from gradloc.judge.misfire import (
     needs_rows,
     verdict_by_rows,
 )
+from gradloc.judge.rules import BROKEN
 from gradloc.judge.verdict import CAUSES
 from gradloc_tools.report.reading import without_texts
 from gradloc_tools.schema import EVENT, conforms
@@ -180,26 +181,17 @@ def test_the_chance_is_that_of_drawing_without_replacement() -> None:
 @pytest.mark.parametrize("cause", [None, *CAUSES])
 def test_more_specific_causes_stay(cause: str | None) -> None:
     places = [(0, 1), (0, 2), (1, 1)]
-    assert needs_rows(event(*places, cause=cause)) == (cause in (*LESS_SPECIFIC, "nonfinite"))
-    assert needs_rows(event(cause=cause)) == (cause == "nonfinite")
+    assert needs_rows(event(*places, cause=cause)) == (cause in (*LESS_SPECIFIC, BROKEN))
+    assert needs_rows(event(cause=cause)) == (cause == BROKEN)
     assert not needs_rows({**event(*places), "verdict": None})  # a drill
-
-
-@cases(
-    "culprits diagnosis drill may",
-    (1, "tokens", None, True),
-    (0, "nonfinite", None, True),
-    (0, "diffuse", None, False),
-    (1, "tokens", {"found": True}, False),
-)
-def test_rows_are_gathered_before_there_is_a_verdict(culprits: int, diagnosis: str, drill: Any, may: bool) -> None:
-    assert may_need_rows({**event(*[(0, 1)] * culprits), "diagnosis": diagnosis, "drill": drill}) == may
+    # Rows are gathered before there is a verdict.
+    for culprits, diagnosis, may in ((places, "tokens", True), ((), BROKEN, True), ((), "diffuse", False)):
+        assert may_need_rows({**event(*culprits), "diagnosis": diagnosis, "drill": None}) == may
 
 
 @cases(
     "rewards advantages said",
     ({5: math.nan}, range(4, 8), " first row 2 on rank 0. The reward of row 2 on rank 1 is NaN or infinite."),
-    ({}, range(5, 6), " Advantages: 1 of 4 responses to one prompt, first row 2 on rank 1."),
     ({4: math.inf, 8: math.nan}, range(4, 12), " all 8 responses to 2 prompts, first row 2 on rank 0. The reward of"),
     ({}, (), None),
 )
