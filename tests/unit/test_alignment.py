@@ -1,5 +1,6 @@
 """Alignment: log-probs of a real model, with the columns spoiled as bugs in the data path spoil them."""
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -55,25 +56,24 @@ def batch(model: Model, noise: float = 0.02, drift: float = 0.0, seed: int = 1) 
             parameter += drift * torch.randn_like(parameter)
     mask = torch.arange(LENGTH) < torch.randint(12, LENGTH + 1, (ROWS, 1))
     now = policy.log_probs(ids)
-    columns = {"response_mask": mask.float(), "log_prob": now, "old_log_prob": now, "ids": ids}
-    columns |= {"rollout_log_prob": model.log_probs(ids, noise=noise), "ref_log_prob": model.log_probs(ids)}
-    return columns
+    rollout, reference = model.log_probs(ids, noise=noise), model.log_probs(ids)
+    columns = {"response_mask": mask.float(), "ids": ids, "log_prob": now, "old_log_prob": now}
+    return columns | {"rollout_log_prob": rollout, "ref_log_prob": reference}
 
 
-@pytest.mark.parametrize("seed", range(2))
 @cases("noise drift", (0.0, 0.0), (0.5, 0.0), (0.02, 0.1), (0.3, 0.05))
-def test_noise_and_old_weights_are_no_misalignment(model: Model, noise: float, drift: float, seed: int) -> None:
-    assert alignment_warning([batch(model, noise, drift, seed)]) is None
+def test_noise_and_old_weights_are_no_misalignment(model: Model, noise: float, drift: float) -> None:
+    assert all(alignment_warning([batch(model, noise, drift, seed)]) is None for seed in range(2))
 
 
-@pytest.mark.parametrize("temperature", [0.6, 1.5])
-def test_another_temperature_and_top_p_are_no_misalignment(model: Model, temperature: float) -> None:
+@pytest.mark.parametrize("temperature", [0.6, 1.5, None])
+def test_another_temperature_and_top_p_are_no_misalignment(model: Model, temperature: float | None) -> None:
     columns = batch(model)
-    columns["rollout_log_prob"] = Model(0, model.sharpness / temperature).log_probs(columns["ids"])
-    assert alignment_warning([columns]) is None
-    columns = batch(model)
-    sure = columns["rollout_log_prob"] > -0.7
-    columns["rollout_log_prob"] = torch.where(sure, 0.0, columns["rollout_log_prob"] + 0.2)
+    if temperature:
+        columns["rollout_log_prob"] = Model(0, model.sharpness / temperature).log_probs(columns["ids"])
+    else:
+        rollout = columns["rollout_log_prob"]
+        columns["rollout_log_prob"] = torch.where(rollout > -0.7, 0.0, rollout + 0.2)
     assert alignment_warning([columns]) is None
 
 
@@ -211,20 +211,18 @@ def test_the_distances_are_those_of_a_loop_over_the_tokens() -> None:
     a[0, 3], b[1, 2] = float("nan"), -float("inf")
     mask = torch.rand(5, 9) < 0.8
     found = align(a, b, mask)
+    known = mask & a.isfinite() & b.isfinite()
     for number, k in enumerate(SHIFTS):
         here = there = 0.0
-        for row in range(5):
-            for t in range(9):
-                if not 0 <= t + k < 9:
-                    continue
-                if all(mask[row, i] and a[row, i].isfinite() and b[row, i].isfinite() for i in (t, t + k)):
-                    here += float((a[row, t] - b[row, t]).abs())
-                    there += float((a[row, t] - b[row, t + k]).abs())
+        for row, t in itertools.product(range(5), range(9)):
+            if 0 <= t + k < 9 and known[row, t] and known[row, t + k]:
+                here += float((a[row, t] - b[row, t]).abs())
+                there += float((a[row, t] - b[row, t + k]).abs())
         assert float(found.compared[0, number]) == pytest.approx(here, rel=1e-5)
         assert float(found.compared[1, number]) == pytest.approx(there, rel=1e-5)
 
 
-@pytest.mark.parametrize("shape", [(0, 4), (3, 0), (2, 1), (2, 2), (1, 3)])
+@pytest.mark.parametrize("shape", [(0, 4), (3, 0), (2, 1)])
 def test_empty_and_short_responses_say_nothing(shape: tuple[int, int]) -> None:
     columns = {name: -torch.rand(shape) for name in ("log_prob", "old_log_prob", "rollout_log_prob", "ref_log_prob")}
     columns["response_mask"] = torch.ones(shape)

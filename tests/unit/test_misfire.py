@@ -92,16 +92,6 @@ def test_a_far_reward_that_many_have_is_how_their_prompts_are_rewarded() -> None
     assert misfire(event(place), rows) is None
 
 
-def test_a_data_source_that_holds_the_culprits_is_named() -> None:
-    answers = itertools.product(range(40), range(ANSWERS))
-    rows = spread([RewardedRow(f"uid {i}", float(k % 2), "web" if i < 5 else "books", USUAL) for i, k in answers])
-    places = [*rows][::ANSWERS]
-    # One culprit in each of the five prompts, then an ordinary one.
-    found = misfire(event(*places[:5], places[-1]), rows)
-    assert found is not None and "responses with the data source web (5 of 6 culprits in 6 prompts" in found["sentence"]
-    assert found["ordinary"] == 5 / 40
-
-
 @pytest.mark.parametrize("name", ["web (2024): all 6 culprits (sums", ""])
 def test_trackers_do_not_see_the_name_of_a_data_source(name: str) -> None:
     culprits = [{"rank": 0, "micro_batch": 0, "share": 0.1, "row": row, "data_source": name} for row in range(5)]
@@ -128,6 +118,8 @@ def test_trackers_do_not_see_the_name_of_a_data_source(name: str) -> None:
     ({"advantage": 7.9, "reward": 2.1}, True),
     ({"advantage": 7.9, "reward": -1.1}, False),
     ({"advantage": 9.0, "reward": -1.1}, True),
+    # Responses of groups with equal rewards have no advantage, and no gradient.
+    ({"advantage": 0.0}, False),
     ({"advantage": math.nan}, False),
     # What many responses have is no cause.
     ({"reward": 1.0, "special": PROMPTS}, False),

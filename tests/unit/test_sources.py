@@ -74,6 +74,7 @@ SAME = [-1.0, -2.0, -0.5, 0.0]
     ({"rollout_log_prob": [-1.0, -3.1, -0.5, 0.0]}, ["token", "sequence"]),
     # Behind the end of the turn.
     ({"after_eos": here(1.0)}, ["unsampled"]),
+    ({"after_eos": here(1.0), "rollout_log_prob": here(0.0, -1.0)}, ["unsampled", "token", "sequence"]),
     # A rollout that goes on behind an end token, and says with which probability, has sampled the token.
     ({"after_eos": here(1.0), "rollout_log_prob": SAME}, ["other"]),
     # Not sampled: no log-prob, or 0 where the token is all but impossible.

@@ -212,12 +212,10 @@ HALF = "50% of the norm of rank 3, micro-batch 2 comes from no token's log-prob"
 
 @cases(
     "given sentence",
-    (event(0.78), "78% of the norm of rank 3, micro-batch 2 comes from no token's log-prob, in the layer a"),
     (event(0.999, rank=None), "over 99% of the norm of micro-batch 2 comes from no token's log-prob, in the layer a"),
     (event(0.5, {"a": 3.0, "b": 2.0, "c": 2.5, "d": 0.1}), f"{HALF}, in the layers a, c and b"),
     (event(0.5, dict.fromkeys("abcdef", 1.0)), HALF),
     (event(MENTIONED - 0.01), None),
-    ({"without_tokens": None}, None),
 )
 def test_the_sentence_names_the_part_and_the_layers(given: dict[str, Any], sentence: str | None) -> None:
     assert auxiliary_in_words(given) == sentence
