@@ -113,6 +113,7 @@ def test_trackers_do_not_see_the_name_of_a_data_source(name: str) -> None:
     # Rare values have large advantages: these explain the spike, unless the reward is far from all others.
     ({"advantage": 1.4}, True),
     ({"advantage": 1.6}, False),
+    ({"advantage": 9.0, "reward": 2.0}, False),
     ({"advantage": 9.0, "reward": 2.1}, True),
     # Groups of eight with one answer without any merit have such advantages.
     ({"advantage": 7.9, "reward": 2.1}, True),

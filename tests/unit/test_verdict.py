@@ -118,20 +118,12 @@ def test_shares_of_ordinary_tokens_are_those_of_a_plain_loop(without: tuple[str,
 
     found = shares(culprits, medians)
     assert found == {**shares_of_a_loop(micro_batches, culprits, medians, scale), "layer": None}
-    # The tokens are such that each rule is tested: those hold for none whose columns are missing.
-    rollout, either = {"rollout_log_prob"}, {"old_log_prob", "rollout_log_prob"}
-    needs = {"kl": {"kl_coefficient"}, "entropy": {"entropy"}, "token": either, "sequence": either}
-    needs |= dict.fromkeys(("retokenized", "misaligned"), rollout)
-    needs |= dict.fromkeys(("punished", "advantage"), {"advantage"})
-    for name in found.keys() - {"layer"}:
-        assert (found[name] == 0) == (name in needs and needs[name] <= set(without)), name
+    assert without or all(found[rule.name] for rule in RULES if rule.name != "layer"), "each rule is tested"
     # With a limit for the advantage, it holds for fewer.
     if "advantage" not in without:
         limited = shares(culprits, {**medians, "least_advantage": 9.0})
         assert 0 < limited["advantage"] < found["advantage"]
         assert {**limited, "advantage": found["advantage"]} == found
-    # Without the culprits set aside, the shares are others.
-    assert shares(set(), medians) != found
     # Without ordinary tokens, nothing is known of them.
     for one in micro_batches:
         one.tokens["coefficient"][:] = 0.0
@@ -235,6 +227,7 @@ def culprit(sources: list[str]) -> dict[str, Any]:
     ("token", {"coefficient": -2.0}, None),
     ("token", {"advantage": None}, "token"),
     ("token", {"rollout_log_prob": None, "old_log_prob": -math.inf, "advantage": 3.0, "coefficient": -9.0}, "token"),
+    ("token", {"rollout_log_prob": 800.0}, "token"),  # positive log-probs are none
     # A norm that is not known is under no threshold.
     ("weight", {"grad_norm": math.nan}, None),
 )
@@ -311,8 +304,6 @@ def test_advantages_large_for_all_tokens_are_the_last_cause(median: float, norm:
     spike = event(["other"], **large)
     assert verdict_on(spike, NONE, unusual="there were others")["cause"] == cause
     assert verdict_on(spike, NONE)["cause"] is None
-    bug = event(["unsampled"], ["unsampled"], **large)
-    assert verdict_on(bug, NONE, unusual="there were others")["cause"] == "unsampled"
 
 
 def test_a_weight_makes_the_whole_gradient_large_and_no_token() -> None:
@@ -321,6 +312,7 @@ def test_a_weight_makes_the_whole_gradient_large_and_no_token() -> None:
         found = verdict_on(changed(event(["weight"], global_norm=norm), weight=32.0), NONE)
         assert found["cause"] == cause
         assert cause is None or "one token weighs as much as 32 ordinary tokens: " in found["sentence"]
+    assert verdict_on(changed(event(["weight"]), weight=32.0, grad_norm=math.inf), NONE)["cause"] is None
 
 
 def test_a_layer_that_carries_the_norm_of_all_tokens_is_named() -> None:
@@ -332,7 +324,8 @@ def test_a_layer_that_carries_the_norm_of_all_tokens_is_named() -> None:
     spike, units = event(["unlikely"]), [{"layer_norms": {**EVEN, "c": 9.0 + i}} for i in range(3)]
     found = verdict_on({**spike, "units": units}, {**NONE, "unlikely": 0.1})
     assert found["cause"] == "layer" and found["sentence"].startswith("The layer c carries 95% of the squared norm")
-    assert cause(spike, [*units, {"layer_norms": EVEN}]) == "unlikely"
+    for other in (EVEN, {**EVEN, "c": math.nan}):
+        assert cause(spike, [*units, {"layer_norms": other}]) == "unlikely"
     # A rule that tells the culprits comes first, unless that is a matter of the run.
     assert cause(event(["unsampled"], ["unsampled"]), units) == "unsampled"
     assert verdict_on({**event(["token"], ["token"]), "units": units}, {**NONE, APART: 0.3})["cause"] == "layer"
@@ -381,8 +374,7 @@ def test_a_natural_spike_is_one_in_an_otherwise_usual_run(name: str) -> None:
     assert found["cause"] is None and "the KL loss or the entropy bonus" in found["sentence"]
     # The ratios are far from 1, which does not explain the norms.
     spike = changed(spike, sources=["token", name])
-    found = verdict_on(spike, NONE)
-    assert found["cause"] is None and "of most culprits the rule `token` holds" in found["sentence"]
+    assert "of most culprits the rule `token` holds" in verdict_on(spike, NONE)["sentence"]
     assert verdict_on(spike, {**NONE, "token": 0.9})["cause"] == name
 
 
@@ -390,7 +382,6 @@ def test_a_natural_spike_is_one_in_an_otherwise_usual_run(name: str) -> None:
     "sources diagnosis ordinary why",
     ([["other"]], "tokens", NONE, "no rule tells the culprits from other tokens"),
     ([["token"]], "tokens", dict.fromkeys(NONE), "there are no ordinary tokens to compare the culprits with"),
-    ([["other"]], "tokens", {**NONE, APART: 0.3}, "rollout and training differ by over 0.1 nat for 30% of all tokens"),
     ([], "diffuse", NONE, "no token stands out"),
     ([], "incomplete", NONE, "the search ended without a result"),
     ([], "overflow", NONE, "the scaled fp16 gradients overflowed, and the gradient scaler takes a smaller scale"),
@@ -419,8 +410,6 @@ def test_what_breaks_the_gradient_of_all_tokens_is_said(broken_tokens: int, name
     assert verdict_on(spike, NONE, [warning])["sentence"] == warning["sentence"]
     # Where all tokens are culprits, it is still the cause.
     assert verdict_on(event(["nonfinite"], ["other"]), dict.fromkeys(NONE))["cause"] == "nonfinite"
-    found = verdict_on(changed(event(["nonfinite"], diagnosis="nonfinite"), ref_log_prob=None), NONE)
-    assert found["sentence"].startswith("Single tokens have NaN")
 
 
 @cases(
@@ -467,6 +456,8 @@ def test_what_is_wrong_with_the_run_comes_before_tokens() -> None:
     (["misaligned", "token"], 0.0, "misaligned", 0.1, "misaligned"),
     # A column that is not finite is named for a gradient that is not, which old weights do not explain.
     (["nonfinite"], 0.0, "nonfinite", 0.1, "nonfinite"),
+    (["token"], 0.0, "nonfinite", 0.1, "token"),
+    (["nonfinite"], 0.0, "stale_weights", None, "nonfinite"),
     # A gap that has grown is no cause, nor is what is wrong with some tokens.
     (["token"], 0.0, "engines_apart", None, "token"),
     (["token"], 0.05, "engines_apart", None, None),
