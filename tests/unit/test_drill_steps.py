@@ -49,7 +49,7 @@ def micro_batch(coefficients: list[float], dtype: torch.dtype) -> MicroBatch:
     return MicroBatch({}, [0], (torch.empty(0), None), {**tokens, "response_mask": torch.ones(coefficient.shape)})
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_an_overflow_of_the_scale_breaks_no_token_of_the_copy(dtype: torch.dtype) -> None:
     own = [micro_batch([1024.0, math.inf, -512.0, math.nan], dtype)]
     planted = Planted((0, 0), 0, 0, 0, weight=0.1, sign=1.0, norm=1.0)
