@@ -480,6 +480,7 @@ QUIET = {"rate": 0.0, "noise": 0.005}
     (ONE_OF_TWO, 1, NOTHING, "?????????????P", "For 50% of the responses, as from one of several workers"),
     ({**ONE_OF_TWO, "reference": False}, 1, NOTHING, "~~~~~~~~~~~~~P", "For 50% of the responses, as from one of"),
     (NO_REFERENCE, 1, A_THIRD_OTHERWISE, "ppppAAAAAAAAAA", "in 33% of the responses by over"),
+    (NO_REFERENCE, 4, A_THIRD_OTHERWISE, "pppppppp", ""),
     # What was there before any optimizer step is no matter of weights that do not arrive, nor of an adapter.
     (NO_REFERENCE, 1, A_THIRD_EVER_MORE_OTHERWISE, "pppppppp", ""),
     ({"noise": 0.02, "rate": 0.02}, 4, A_THIRD_EVER_MORE_OTHERWISE, "pppppppppp", ""),
