@@ -357,6 +357,10 @@ def added_tokens(count: int) -> Spoil:
     return change
 
 
+def agree_to_the_bit_in_half(tokens: dict[str, Tensor], _: int) -> None:
+    tokens["rollout_log_prob"] = torch.where(ROW < 24, tokens["rollout_log_prob"], tokens["old_log_prob"])
+
+
 NOTHING: Spoil = lambda tokens, number: None  # noqa: E731
 BACK_TO_THE_REFERENCE: Spoil = lambda tokens, _: tokens.update(rollout_log_prob=tokens["ref_log_prob"])  # noqa: E731
 ONE_OF_EACH_LOWERED = of_rollout(lambda values, _: torch.where(torch.arange(40) == 3, values - 3.0, values))
@@ -507,7 +511,7 @@ QUIET = {"rate": 0.0, "noise": 0.005}
     ({**MOVING, "halves": True}, 4, OTHER_KERNEL, "...OOOOO", "the reference's do not"),
     ({**MOVING, "halves": True}, 4, of_others("rollout_log_prob", 0.15), "...MMMMM", "have hardly any relation to"),
     # Rollouts that agree to the bit are no bypass mode: one mini-batch is of the worker with old weights.
-    ({**ONE_OF_TWO, "noise": 0.0, "halves": True}, 1, NOTHING, "??????PPP", "For 50% of the responses"),
+    ({**ONE_OF_TWO, "halves": True}, 1, agree_to_the_bit_in_half, "??????PPP", "For 50% of the responses"),
     # A shift is told with the step since which it lasts; in a few responses, in the third update that has it.
     ({}, 3, ONE_LATE, "..MMMMMM", " Since step 3."),
     ({}, 3, ONE_LATE_IN_TWO, "....MMMM", " Since step 3."),
@@ -688,20 +692,23 @@ def rewarded(seed: int) -> dict[str, Tensor]:
 
 
 @cases(
-    "rows factor spoiled expected said",
+    "rows factor spoiled usual expected said",
     # Where nearly all rewards are the same in one update, advantages are small, too.
-    (64, 10.0, range(6, 11), ".....VVVVV.", " times what they were"),
-    (64, 0.1, range(6, 11), "......VVVV.", "Advantages are 1/"),
+    (64, 10.0, range(6, 11), 1.0, ".....VVVVV.", " times what they were"),
+    (64, 0.1, range(6, 11), 1.0, "......VVVV.", "Advantages are 1/"),
     # Rewards of 100 in some groups, also where answers get better.
-    (8, 100.0, [30], "." * 59, ""),
-    (48, 20.0, range(5, 9), "." * 8, ""),
+    (8, 100.0, [30], 1.0, "." * 59, ""),
+    (48, 20.0, range(5, 9), 1.0, "." * 8, ""),
+    # Where the advantages of many are usually 20 times those of others, one update cannot tell it.
+    (64, 50.0, [7, 8], 20.0, ".......V", ""),
 )
 def test_rewards_on_another_scale_are_told(
-    rows: int, factor: float, spoiled: Container[int], expected: str, said: str
+    rows: int, factor: float, spoiled: Container[int], usual: float, expected: str, said: str
 ) -> None:
     checks, found = RunChecks(), []
     for step in range(1, len(expected) + 1):
         tokens = rewarded(step)
+        tokens["advantage"][:40] *= usual
         tokens["advantage"][:rows] *= factor if step in spoiled else 1.0
         found.append(of_columns(checks, step, tokens))
     assert told(found) == expected
