@@ -4,12 +4,15 @@ import json
 from functools import partial
 from typing import Any
 
+import pytest
+import reduced_meter_cases
 from action_cases import DETECTION
 from actor_cases import Run, compare_runs, train
-from actors import Case
+from actors import ENGINE, IDENTITY_THRESHOLD, Case
 from notation import cases
 from test_actor import ON_ENGINE, ONE, THREE, Launch, harmless, on_ranks, same_events, skip_what_verl_cannot_train
 from test_faults import disturb
+from valid_events import valid_events
 from verl.workers.config import LayerClipConfig
 
 # That of the first call's batch.
@@ -96,6 +99,29 @@ def test_a_drill_finds_its_token_and_changes_no_bit(
         assert "actor/gradloc/drill_found" not in drilled.metrics[1]
     assert all(event["drill"] is None for event in first[1:] + second)
     assert len(first) == (2 if case.planted else 1)
+
+
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=ON_ENGINE)])
+def test_a_drill_finds_its_token_in_shared_sequences(launch: Launch, size: int) -> None:
+    """With sequence parallelism, and with the reduced meter on unshared data."""
+    case = Case("fsdp2", packed=size > 1)
+
+    def with_shared_sequences() -> tuple[dict[str, bool], str, dict[str, Any]]:
+        options = {"grad_norm_threshold": IDENTITY_THRESHOLD}
+        drilled = reduced_meter_cases.train(case, size, spike_drill_step=STEP, **options)
+        plain = reduced_meter_cases.train(case, size, **options)
+        same = compare_runs(drilled, plain) | {"no spike": plain.events == ["[]"]}
+        return same, drilled.events[0], drilled.metrics[0]
+
+    results = launch(2, with_shared_sequences)
+    for same, events, metrics in results:
+        assert all(same.values()), same
+        assert events == results[0][1]
+        (event,) = valid_events(events)
+        assert event["search"] == "reduced"
+        check_drill(event, metrics or results[0][2])
+    # Of the ranks that share their data, verl 0.9 reads the metrics of the first.
+    assert [metrics == {} for *_, metrics in results] == [False, ENGINE and size == 2]
 
 
 @cases(

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import signal
+import types
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -17,11 +18,13 @@ import reduced_meter_cases
 import torch
 import torch.distributed as dist
 from action_cases import DETECTION, compared, layers_of
-from actor_cases import Run, compare_runs, train, warnings_of
+from actor_cases import Run, compare_runs, stock_run, train, warnings_of
 from actors import ENGINE, PROMPT, Case, stock_dp_actor
 from cluster import Cluster, RankFailed
 from notation import cases
 from test_actor import ON_ENGINE, ONE, THREE, Launch, as_list, harmless, on_engine, on_ranks, places, same_events
+from torch.distributed.fsdp import _flat_param, _runtime_utils
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch_stand_ins import as_in_torch_2_15, without_name
 from valid_events import valid_events
 from verl import DataProto
@@ -300,6 +303,26 @@ def test_what_torch_lacks_turns_the_search_off_on_all_ranks(
     assert "off" in warning and f"rank {ranks[0]}" in warning
 
 
+@pytest.mark.parametrize("wrap", ["fsdp1", "fsdp2"])
+def test_unseen_collective_calls_leave_no_rank_waiting(launch: Launch, wrap: str) -> None:
+    """They are unknown, and there is no search, in which they would have to be made after an error."""
+    case = Case(wrap, planted=THREE)
+
+    def with_unseen_calls() -> tuple[dict[str, bool], Run, list[str]]:
+        stock_run(case, 2)
+        copied = types.SimpleNamespace(**vars(dist))  # whose functions nobody knows
+        with contextlib.ExitStack() as ended, warnings_of("verl.utils.gradloc.gradloc") as warnings:
+            for part in (_fsdp_collectives, _flat_param, _runtime_utils):
+                ended.enter_context(mock.patch.object(part, "dist", copied))
+            return *compared(case), warnings
+
+    results = launch(2, with_unseen_calls)
+    (event,), second = harmless(results)
+    assert "none of the collective calls" in event["error"] and event["culprits"] == [] and second == []
+    (warning,), other = [warnings for _, _, warnings in results]
+    assert "none of the collective calls" in warning and other == []
+
+
 @cases(
     "calls failing errors known",
     ([3, 3], None, ["None", "None"], 3),
@@ -399,6 +422,14 @@ def test_ranks_whose_copies_of_a_sum_differ_decide_alike(launch: Launch, world: 
 
     for norm, threshold, run in launch(world, with_other_sums):
         assert norm < threshold < norm * (1 + 4e-9) and run.events == ["[]"]
+
+
+def test_ranks_whose_gradients_are_not_averaged_decide_alike(launch: Launch) -> None:
+    """Where verl's fsdp_size is 1, FSDP1 neither shards nor averages."""
+    case = Case("fsdp1-orig", hsdp=True, trigger="global", planted=ONE)
+    results = launch(2, failing_search, case, "in a layer", [], 1)
+    (event,), second = same_events([run for _, run in results])
+    assert places(event) == [*ONE] and second == []
 
 
 @pytest.mark.parametrize("what", ["the units", "a norm", "the event"])

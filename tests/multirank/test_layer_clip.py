@@ -347,6 +347,14 @@ def test_layers_are_clipped_in_every_configuration(launch: Launch, world: int, c
     assert check_seen(result) < 0.95 * norm
 
 
+@ON_ENGINE
+def test_an_overflow_under_fp16_updates_nothing(launch: Launch) -> None:
+    case = Case(precision="float16", loss_scale=2.0**40)
+    result = of_two_ranks(launch, case, {"layer_clip": {"rule": "ratio", "warmup_steps": 1}})
+    assert {layer["count"] for layer in result["statistics"].values()} == {0}
+    assert result["steps"] == 0  # the scaler left it out
+
+
 SPIKE = Case(planted=((1, 3, 6),))
 DETECT = {"spike_detection": True, "grad_norm_threshold": 100.0}
 
@@ -405,6 +413,23 @@ def test_resuming_from_a_checkpoint_is_like_never_stopping(
         assert event["trigger"]["threshold"] < event["trigger"]["norm"]
         assert (event["steps_since_resume"], of_resumed["steps_since_resume"]) == (None, 3)
         assert straight[-1]["events"] == results[0][0][-1]["events"]
+
+
+def test_a_run_without_it_resumes_with_what_it_has_learned(launch: Launch, tmp_path: Path) -> None:
+    """For the bundles of a run that has LayerClip off."""
+    case, folder = Case(rows=4, mini_batch=2), str(tmp_path)
+    detection = {"spike_detection": True, "grad_norm_threshold": 1e30, "spike_replay": 1, "bisect_dump_dir": folder}
+
+    def learned_while_off() -> tuple[dict[str, Any], dict[str, Any]]:
+        actor, manager = with_checkpoints(case, enable=False, **detection)
+        actor.update_policy(build_batch(case, dist.get_rank(), 1))
+        manager.save_checkpoint(folder)
+        resumed, manager = with_checkpoints(case, enable=False, **detection)
+        manager.load_checkpoint(folder)
+        return actor.watch.layer_clip.state_dict(), resumed.watch.layer_clip.state_dict()
+
+    for saved, loaded in launch(2, learned_while_off):
+        assert saved == loaded and {layer["count"] for layer in saved.values()} == {2}
 
 
 NOT_LOADED = (

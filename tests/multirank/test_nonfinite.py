@@ -8,7 +8,7 @@ import action_cases
 import pytest
 import torch.distributed as dist
 from action_cases import POISONS
-from actors import ENGINE, Case
+from actors import ENGINE, VOCABULARY, Case
 from test_actor import Launch, harmless, places, same_events
 from verl import DataProto
 
@@ -103,3 +103,16 @@ def test_a_rank_without_response_tokens_does_not_stop_the_search(launch: Launch)
     for same, _ in results:
         # Where the mean is taken over no token, its loss is NaN and not equal to itself; its gradient is zero.
         assert all(value for name, value in same.items() if name != "metrics"), same
+
+
+TOKEN = 11
+
+
+def test_a_nan_in_an_embedding_is_traced_to_its_token(launch: Launch) -> None:
+    # The index is that of a row's first element: its token's.
+    results = launch(2, action_cases.broken_weight, Case(), math.nan, "model.embed_tokens.weight", TOKEN * 32)
+    ((event,),) = harmless(results)
+    assert event["culprits"] and event["complete"] and TOKEN < VOCABULARY
+    # A prompt may have the token, too: then the row is broken from its first response token on.
+    found = {culprit["token_id"] for culprit in event["culprits"] if culprit["position"] > 0}
+    assert found == {TOKEN}

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import replay_cases
 import test_faults
 import torch.distributed as dist
-from actor_cases import Run
+from actor_cases import Run, train
 from actors import ENGINE, IDENTITY_THRESHOLD, Case
 from batches import build_batch
 from notation import Capsys, cases
@@ -19,6 +20,8 @@ from oracle import Unit, brute_force
 from stripped_bundles import strip
 from test_actor import MODES, ONE, THREE, Launch, on_engine, on_ranks, same_events, tokens_over
 from test_replay_ranks import TOLERANCE, check_replayed, replayed
+from valid_events import lines_in
+from verl import DataProto
 
 from gradloc.measure.passes import Passes
 from gradloc_tools.replay import search_command
@@ -92,6 +95,52 @@ def test_planted_tokens_are_replayed_and_found_again(
     is_whole = len(parts) == 2
     check_same(of_recorded, {**trained, "complete": is_whole, "explained": trained["explained"] if is_whole else None})
     assert of_recorded["suspected"] == []
+
+
+@pytest.mark.every_target
+@pytest.mark.skipif(not ENGINE, reason="verl 0.7 searches in training alone")
+def test_what_training_only_recorded_is_found_at_home(launch: Launch, tmp_path: Path, capsys: Capsys) -> None:
+    case = Case("fsdp1", dynamic=True, kl=True, entropy=True, rollout=True, planted=THREE)
+
+    def spiked_and_recorded() -> tuple[list[Unit], float, Run]:
+        found = replay_cases.spiked(case, str(tmp_path))
+        options = {"spike_search": "replay", "spike_replay": 4, "bisect_dump_dir": str(tmp_path / "recorded")}
+        train(case, spike_detection=True, grad_norm_threshold=found[1], **options)
+        dist.barrier()
+        return found
+
+    results = launch(2, spiked_and_recorded)
+    units, threshold, _ = results[0]
+    ((trained,),) = same_events([run for *_, run in results])
+    dump = tmp_path / "recorded"
+    (recorded,) = lines_in(dump)
+    assert recorded["diagnosis"] == "unsearched" and recorded["culprits"] == []
+    found = search(dump / recorded["replay"], tmp_path, capsys)
+    check_same(found, trained)
+    check_brute_force(found, units, threshold, len(case.planted))
+    assert lines_in(dump) == [recorded]
+    (shown,) = read(str(dump)).events
+    assert shown["culprits"] and {**shown, "culprits": []} == {**found, "culprits": []}
+
+
+@pytest.mark.every_target
+def test_a_bundle_says_whose_log_probs_are_of_other_positions(launch: Launch, tmp_path: Path, capsys: Capsys) -> None:
+    case = Case("fsdp2", rows=16, mini_batch=8, micro_batch=8, kl=True, rollout=True, planted=ONE)
+
+    def change(batch: DataProto) -> None:
+        batch.batch["rollout_log_probs"] = batch.batch["old_log_probs"].roll(1, 1)
+
+    results = launch(2, partial(replay_cases.spiked, change_batch=change), case, str(tmp_path))
+    ((event,), *_) = same_events([run for *_, run in results])
+    bundle = tmp_path / "dump" / event["replay"]
+    said = "The rollout's log-probs are one position late in all responses (r[t] fits p[t-1])"
+    sentences = replayed(bundle, tmp_path, capsys)["sentences"]
+    assert sentences[0].startswith(said) and sentences[1].startswith("The spike comes back: ")
+    found = search(bundle, tmp_path, capsys)
+    warning = found["warnings"][0]
+    assert (warning["name"], warning["column"]) == ("misaligned", "rollout") and warning["sentence"].startswith(said)
+    # The loss does not read them.
+    assert found["verdict"]["cause"] == "advantage"
 
 
 def check_brute_force(event: dict[str, Any], units: list[Unit], threshold: float, planted: int) -> None:

@@ -31,6 +31,7 @@ from actors import (
 from batches import build_batch
 from mini_batches import loss_factor, split_rows, token_weights, whole_mini_batch
 from oracle import log_probs_and_entropy, loss_of, step, take_gradients
+from reduced_meter_cases import share_sequences, stand_in_for_a_gpu
 from test_actor import MODES, ONE, Launch, on_engine, on_ranks
 from verl import DataProto
 from verl.workers.config import TokenClipConfig
@@ -110,6 +111,7 @@ class Outcome:
 def run(
     case: Case,
     blown_layer: int | None = None,
+    size: int = 1,
     left_out: Sequence[tuple[int, int, int]] = (),
     clip: dict[str, Any] | None = None,
     **gradloc: Any,
@@ -119,6 +121,7 @@ def run(
     Args:
         case (Case): The actor.
         blown_layer (int, optional): The layer that amplifies a token's signal.
+        size (int): How many neighbouring ranks share their sequences (Ulysses).
         left_out (Sequence): Tokens of batch 0 that the plain computation leaves out: rank, row and position.
         clip (dict, optional): Settings of TokenClip.
         gradloc (Any): More of the actor's configuration.
@@ -126,18 +129,23 @@ def run(
     settings = {"action": "drop", "factor": FACTOR, "beta": BETA, "warmup_steps": WARMUP, "max_share": 0.2}
     config = TokenClipConfig(enable=True, **settings | (clip or {}))
     change = (lambda _: None) if blown_layer is None else amplify(case, blown_layer)
+    if size > 1:
+        stand_in_for_a_gpu(case, size)
+        gradloc["ulysses_sequence_parallel_size"] = size
     actor = build_actor(case, change_model=change, grad_clip=1e9, token_clip=config, **gradloc)
+    if size > 1:
+        share_sequences(actor, size)
     gradients: list[list[torch.Tensor | None]] = []
     actor.actor_optimizer.register_step_pre_hook(
         lambda *_: gradients.append(
             [None if p.grad is None else local(p.grad) for p in actor.actor_module.parameters()]
         )
     )
-    plain = Plain(case, change, config)
+    plain = Plain(case, change, config, size)
     outcomes = []
     for seed in CALLS:
         plain.left_out = [place[1:] for place in left_out if seed == 0 and place[0] == dist.get_rank()]
-        batch = build_batch(case, dist.get_rank(), seed)
+        batch = build_batch(case, dist.get_rank() // size, seed)
         expected = plain.update(batch)
         gradients.clear()
         actor.update_policy(batch)
@@ -170,9 +178,9 @@ def error_of(case: Case, found: list[torch.Tensor | None], expected: list[torch.
 class Plain:
     """The plain computation: its model, the usual signals, and the gradients of the last update."""
 
-    def __init__(self, case: Case, change: Callable[[torch.nn.Module], None], clip: TokenClipConfig) -> None:
+    def __init__(self, case: Case, change: Callable[[torch.nn.Module], None], clip: TokenClipConfig, size: int) -> None:
         # In float32 and with padding everything is computed by plain torch.
-        self.given, self.clip = case, clip
+        self.given, self.clip, self.size = case, clip, size
         self.case = dataclasses.replace(case, packed=False, fused=False, checkpointing=False)
         self.model = build_model(dataclasses.replace(self.case, model="llama" if case.model == "tiled" else case.model))
         change(self.model)
@@ -229,14 +237,14 @@ class Plain:
                 if row in rows:
                     leaf.grad[rows.index(row), position] = 0
             found = self._cut(LOG_PROBS, leaf.grad, leaf.grad.abs(), of_row, 0, largest)
-            over += [Signal(LOG_PROBS, dist.get_rank(), index, rows[r], p, m) for r, p, m in found]
+            over += [Signal(LOG_PROBS, dist.get_rank() // self.size, index, rows[r], p, m) for r, p, m in found]
             log_prob.backward(leaf.grad)
             for name, (hidden, of_segment) in reversed(self.segments.items()):
                 gradient = of_segment.grad
                 if gradient is None or not hidden.requires_grad:
                     continue
                 found = self._cut(name, gradient, gradient.float().norm(dim=-1), of_row, start - 1, largest)
-                over += [Signal(name, dist.get_rank(), index, rows[r], p, m) for r, p, m in found]
+                over += [Signal(name, dist.get_rank() // self.size, index, rows[r], p, m) for r, p, m in found]
                 hidden.backward(gradient)
             for part, gradient in zip(total, take_gradients(case, [*self.model.parameters()]), strict=True):
                 part += gradient
@@ -245,7 +253,7 @@ class Plain:
             parameter.data = master
         step(self.model, total, 1e9)
         self.gradients = total
-        return [signal for of_rank in gathered(over) for signal in of_rank]
+        return [signal for of_rank in gathered(over)[:: self.size] for signal in of_rank]
 
     def _cut(
         self,
@@ -270,7 +278,8 @@ class Plain:
             if not values[row][column] <= self.clip.factor * usual
         ]
         limit = max(1, int(self.clip.max_share * self.tokens / dist.get_world_size()))
-        if self.cut.get(name, 0) + len(over) <= limit:
+        limit = limit if name == LOG_PROBS else max(1, limit // self.size)
+        if self.cut.get(name, 0) + len(over) <= limit and self.clip.action != "log":
             self.cut[name] = self.cut.get(name, 0) + len(over)
             for row, column, multiple in over:
                 left = min(max(2 - multiple / self.clip.factor, 0.0), 1.0) if self.clip.action == "smooth" else 0.0
@@ -391,6 +400,20 @@ def test_an_outlier_of_a_layer_is_cut_where_it_leaves_it(launch: Launch, world: 
     assert token["boundary"] == "layers.0" and token["cut"]
 
 
+@on_ranks(on_engine(4, Case(packed=True, planted=((1, 3, 6),))))
+def test_ranks_that_share_their_sequences_cut_the_same_token(launch: Launch, world: int, case: Case) -> None:
+    (token,) = check(launch(world, partial(run, case, size=2)), case)
+    assert (token["rank"], token["row"], token["position"]) == case.planted[0]
+
+
+def test_log_only_writes_down(launch: Launch) -> None:
+    case = Case("fsdp1", packed=True)
+    outcomes = launch(2, partial(run, case, 1, clip={"action": "log"}))
+    tokens = check(outcomes, case)
+    assert tokens and not any(token["cut"] for token in tokens)
+    assert not any(outcomes[0][SPIKED].clips[0]["token_clip"]["cut"].values())
+
+
 def test_smooth_leaves_a_part_of_what_is_a_little_over(launch: Launch) -> None:
     """With a bound that ordinary tokens reach, many are between it and its double."""
     case = Case("fsdp1", packed=True)
@@ -431,6 +454,21 @@ def test_with_nothing_over_its_bound_training_is_as_without(
         assert not any(run.clips)
 
 
+def test_gradloc_sees_what_token_clip_leaves(launch: Launch) -> None:
+    """With action log GradLoc finds the token; with drop there is no spike left for it."""
+    options = {"spike_detection": True, "grad_norm_threshold": IDENTITY_THRESHOLD, "bisect_budget_steps": 100}
+    for action in ("log", "drop"):
+        clip = TokenClipConfig(enable=True, warmup_steps=2, max_share=0.2, action=action)
+        trained = partial(train, calls=CALLS, token_clip=clip, **options)
+        run, _ = launch(2, trained, Case("fsdp1", packed=True, planted=ONE))
+        events = list(map(json.loads, run.events))
+        assert [len(of_update) for of_update in run.clips] == [seed == 0 for seed in CALLS]
+        assert [len(of_update) for of_update in events] == [action == "log" and seed == 0 for seed in CALLS]
+        if action == "log":
+            (event,) = events[SPIKED]
+            assert [(c["rank"], c["row"], c["position"]) for c in event["culprits"]] == list(ONE)
+
+
 def test_the_passes_of_drop_are_cut_as_training_was(launch: Launch) -> None:
     """TokenClip cuts an outlier that a layer makes; two planted tokens are too many for it, and GradLoc drops them."""
     case = Case("fsdp1", packed=True, checkpointing=True, planted=OTHER_RANK)
@@ -441,3 +479,25 @@ def test_the_passes_of_drop_are_cut_as_training_was(launch: Launch) -> None:
         assert event["applied"] and len(event["culprits"]) == 2
         assert [token["cut"] for token in outcome.clips[0]["token_clip"]["tokens"] if token["rank"] == 1] == [True]
         assert outcome.error < EXACT
+
+
+def test_the_search_starts_at_a_token_whose_signal_stands_out(launch: Launch) -> None:
+    """The token's log-prob and coefficient are ordinary, so that suspicion alone does not expect it."""
+    case = Case(rows=64, mini_batch=64, micro_batch=32)
+
+    def search() -> list[dict[str, Any]]:
+        found = []
+        clip = TokenClipConfig(enable=True, action="log", warmup_steps=WARMUP)
+        for options in ({}, {"token_clip": clip}):
+            options |= {"spike_detection": True, "grad_norm_threshold": 300.0, "bisect_budget_steps": 100}
+            actor = build_actor(case, change_model=amplify(case, 1), grad_clip=1e9, **options)
+            for seed in CALLS[: SPIKED + 1]:
+                actor.update_policy(build_batch(case, dist.get_rank(), seed))
+            found += events_of(actor)
+        return found
+
+    alone, known = launch(2, search)[0]
+    rank, row, position = BLOWN
+    for event in (alone, known):
+        assert [(c["rank"], c["row"], c["position"]) for c in event["culprits"]] == [(rank, row, position + 1)]
+    assert known["passes"] < alone["passes"]

@@ -28,6 +28,7 @@ from evidence import (
     write_replay,
 )
 from notation import Caplog, Capsys, Patch, cases, memory_peak
+from pages import texts_of
 from valid_events import VALIDATOR, lines_in, notes_in, valid_events
 
 from gradloc import record_events
@@ -572,6 +573,16 @@ def test_the_timeline_has_every_culprit_at_its_norm(view: Any) -> None:
     # What is not finite is above all others, and every place is within the chart.
     placed = [height for series in chart.placed()["series"] for _, height, *_ in series["points"]]
     assert all(0 <= height <= 1000 for height in placed) and chart.y.place(math.nan) > chart.y.place(1e5)
+
+
+def test_the_page_holds_no_markup_of_a_model(tmp_path: Path) -> None:
+    hostile = "</script><script>alert(1)</script><!--"
+    record_events(str(tmp_path), [spike(1, tokens=("a", hostile, "b"), ground_truth={"answer": hostile})])
+    out = tmp_path / "page.html"
+    report.write_page(report.read(str(tmp_path)), str(out))
+    text = out.read_text(encoding="utf-8")
+    assert "alert(1)" not in text and "alert(1)" in texts_of(out)
+    assert [path.name for path in tmp_path.iterdir() if "page.html" in path.name] == ["page.html"]
 
 
 def test_a_page_is_not_written_through_a_link(tmp_path: Path) -> None:

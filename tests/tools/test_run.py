@@ -153,3 +153,13 @@ def test_a_run_ends_with_a_line_for_each_part(project: Path) -> None:
         "    skipped [1] tests/test_other.py:5: no GPU",
         "run.sh: 0.7.0 types: Success: no issues found by mypy, M:SS min",
     ]
+
+
+def test_a_run_that_hangs_ends_in_time_and_tells_where(project: Path) -> None:
+    write(project / "tests/test_other.py", "import time\ndef test_hangs():\n    time.sleep(600)\n")
+    script = project / "tests/run.sh"
+    script.write_text(script.read_text().replace("MOST_MINUTES=86", "MOST_MINUTES=0").replace("left : 60", "left : 2"))
+    done = run(project)
+    assert done.returncode == 124 and "test_other.py:3: KeyboardInterrupt" in done.stdout
+    last = r"run\.sh: 0\.7\.0 rest: no tests ran, \d+:\d\d min\n    log: build/logs/0/log\n"
+    assert re.search(rf"{last}run\.sh: 0\.7\.0 types: .*\n$", done.stdout), done.stdout
