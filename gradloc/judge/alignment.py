@@ -5,7 +5,6 @@
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import NamedTuple
 
 from ..lines import RunWarning
@@ -22,10 +21,7 @@ LOST_TIMES = 5.0  # times as far apart as before, or as in other responses, wher
 KEPT_NATS = 0.3  # weights differ where responses whose log-probs keep their relation are so far apart
 POOLED_TOKENS = 32
 POOLED_EVIDENCE = 6.0
-UNRELATED_CORRELATION = 0.1
-UNRELATED_TOKENS = 128
-UNRELATED_SPREAD = (0.5, 2.0)
-UNRELATED_NATS = 1.0
+CORRELATED_TOKENS = 128
 CLEAR_RESPONSES = 3
 CLEAR_SHARE = 0.05
 MOSTLY_MISSING = 0.8  # of the responses, where too few log-probs are left to compare
@@ -47,13 +43,12 @@ class Off(NamedTuple):
     """What is wrong between two columns of log-probs.
 
     Args:
-        kind (str): "moved", "lost" (from a token on), "other_row", "zero_tail", "constant_tail" or "unrelated".
+        kind (str): "moved", "lost" (from a token on), "other_row", "zero_tail" or "constant_tail".
         share (float): In which share of the responses.
         clear (bool): Whether this update shows it for certain.
         shift (int): k, where a[t] fits b[t + k]; else 0.
         start (float): Where it begins inside most of these responses, the mean index from which on; else 0.
         at_turn (bool): Whether most of these begin with a turn.
-        correlation (float): Between the two columns.
         of_b (bool): Whether a tail is in b, in most of these.
     """
 
@@ -63,25 +58,19 @@ class Off(NamedTuple):
     shift: int = 0
     start: float = 0.0
     at_turn: bool = False
-    correlation: float = 0.0
     of_b: bool = False
 
 
-def find_off(
-    sums: Sequence[float], unrelated: Mapping[str, float | None] = MappingProxyType({})
-) -> dict[str, Off | None]:
+def find_off(sums: Sequence[float]) -> dict[str, Off | None]:
     """By pair ("rollout" with the policy, "reference" and "old" with the current one) what is wrong; None if nothing.
 
     A pair that cannot be judged is missing.
 
     Args:
         sums (Sequence[float]): What `own_alignment` returned, added up over ranks and mini-batches.
-        unrelated (Mapping): By pair, the correlation under which log-probs have no relation, which is a fault
-            (`UNRELATED_CORRELATION` if it is missing); None if it may be none, as of an engine, or of a policy, that
-            has drifted away over the steps of a run.
     """
     return {
-        pair: _off(of_pair, unrelated.get(pair, UNRELATED_CORRELATION))
+        pair: _off(of_pair)
         for pair, of_pair in by_pair(sums).items()
         if of_pair["tokens"] >= POOLED_TOKENS or _is_missing(of_pair)
     }
@@ -102,7 +91,7 @@ def by_pair(sums: Sequence[float]) -> dict[str, dict[str, float]]:
 def correlation(sums: Mapping[str, float]) -> float | None:
     """Between the log-probs of a pair, by its sums; None where they are too few, or all alike."""
     count = sums["tokens"]
-    if count < UNRELATED_TOKENS:
+    if count < CORRELATED_TOKENS:
         return None
     first, second = _variance(sums, "first"), _variance(sums, "second")
     if min(first, second) < LEAST_GAP**2:
@@ -123,7 +112,7 @@ def _evidence(here: float, there: float, size: float, square: float) -> float:
     return max(by_sum, math.sqrt(count / 2) * ratio if count >= LEAST_COUNT else 0.0)
 
 
-def _off(sums: Mapping[str, float], unrelated: float | None) -> Off | None:
+def _off(sums: Mapping[str, float]) -> Off | None:
     moved = {k: sums[f"whole {k}"] + sums[f"inside {k}"] for k in SHIFTS}
     inside = sum(sums[f"inside {k}"] for k in SHIFTS)
     counts = {
@@ -136,8 +125,6 @@ def _off(sums: Mapping[str, float], unrelated: float | None) -> Off | None:
     if is_chance and 2 * sums["lost"] < sums["responses"]:
         counts["lost"] = 0.0
     kind = max(counts, key=counts.__getitem__)
-    if kind in _TAILS and counts["other_row"] >= max(CLEAR_RESPONSES, CLEAR_SHARE * sums["responses"]):
-        kind = "other_row"  # of which only those of shorter responses can be told
     count = counts[kind]
     # Some responses are too short, or their tokens too sure, to tell.
     known = max(count + sums["aligned"] if kind in ("moved", "lost") else sums["responses"], 1.0)
@@ -153,7 +140,7 @@ def _off(sums: Mapping[str, float], unrelated: float | None) -> Off | None:
         at_turn=is_inside and 2 * sums[f"{kind}_at_turn"] > begins,
         of_b=kind in _TAILS and 2 * sums["tail_of_b"] > sums["zero_tail"] + sums["constant_tail"],
     )
-    if found.clear and kind != "other_row":
+    if found.clear:
         return found
     # Responses too short, or engines too far apart, to tell one by one.
     spread = math.sqrt(max(min(_variance(sums, "first"), _variance(sums, "second")), 0.0))
@@ -164,18 +151,6 @@ def _off(sums: Mapping[str, float], unrelated: float | None) -> Off | None:
         is_nearer = is_nearer and parts[1] <= sums["tokens"] * spread
         if is_nearer and nearer >= MOSTLY * farther and evidence >= POOLED_EVIDENCE:
             return Off("moved", 1.0, True, shift=k)
-    if found.clear:
-        return found
-    # A few tokens with large distances hide a relation that most have.
-    compared = [k for k in SHIFTS if sums[f"farther {k}"] or sums[f"nearer {k}"]]
-    own = bool(compared) and all(sums[f"farther {k}"] >= MOSTLY * sums[f"nearer {k}"] for k in compared)
-    related = None if own else correlation(sums)
-    if unrelated is not None and related is not None and related < unrelated:
-        ratio = _variance(sums, "first") / _variance(sums, "second")
-        apart = abs(sums["first"] - sums["second"]) / sums["tokens"]
-        # Noise, too, hides a relation, but then one spreads far more than the other.
-        if UNRELATED_SPREAD[0] <= ratio <= UNRELATED_SPREAD[1] or apart > UNRELATED_NATS:
-            return Off("unrelated", 1.0, True, correlation=related)
     return found if count else None
 
 
@@ -188,8 +163,6 @@ _COLUMNS = {
 }
 _OF_PAIR = {"rollout": ("rollout", "policy"), "reference": ("reference", "now"), "old": ("old", "now")}
 _TAILS = ("zero_tail", "constant_tail")
-# What is misaligned in few responses is said if it lasts; other kinds may be chance.
-_LASTING = ("moved", *_TAILS)
 _WHICH = "; a reference tells which of the two (use_kl_loss=True with kl_loss_coef=0)"
 
 
@@ -202,7 +175,7 @@ def misaligned_warning(off: Mapping[str, Off | None], lasting: bool = False) -> 
         off (Mapping): What `find_off` returned.
         lasting (bool): Whether updates before had something of the kind, too: then few responses are enough.
     """
-    wrong = {pair: each for pair, each in off.items() if each and (each.clear or (lasting and each.kind in _LASTING))}
+    wrong = {pair: each for pair, each in off.items() if each and (each.clear or lasting)}
     if not wrong:
         return None
     column, other, pair = _wrong_column(wrong, off)
@@ -212,7 +185,7 @@ def misaligned_warning(off: Mapping[str, Off | None], lasting: bool = False) -> 
     # r[t] fits p[t + k]: if it is p that was moved, p[t] fits r[t − k].
     shift = each.shift if column == pair else -each.shift
     subject, letter = _COLUMNS[column]
-    unsure = column == "rollout" and "reference" not in off and each.kind in ("moved", "lost", "other_row", "unrelated")
+    unsure = column == "rollout" and "reference" not in off and each.kind in ("moved", "lost", "other_row")
     share = "under 1%" if each.share < 0.01 else f"{each.share:.0%}"
     where = f"in {share} of the responses" if each.share < 0.995 else "in all responses"
     others = lowered(_COLUMNS[other][0])
@@ -241,10 +214,6 @@ def misaligned_warning(off: Mapping[str, Off | None], lasting: bool = False) -> 
     elif each.kind == "other_row":
         sentence = f"{subject} {where} are those of other responses of the batch"
         advice = "look for what reorders, pads or repeats rows in one of the columns alone"
-    elif each.kind == "unrelated":
-        any_ = "no" if each.correlation < UNRELATED_CORRELATION else "hardly any"
-        sentence = f"{subject} have {any_} relation to {others} (correlation {each.correlation:.2f})"
-        advice = "they belong to other tokens, or to another model: print both beside the token ids"
     else:
         value = "exact zeros" if each.kind == "zero_tail" else "one repeated value"
         sentence = f"{subject} end in {value} {where}, where {others} are not"

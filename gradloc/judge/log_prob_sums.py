@@ -24,14 +24,13 @@ ONE_SIDE_TOKENS = 0.25
 # Of the responses that can be told, the share that agree with the reference; and of those that are far, the share that
 # can be told; and how many they are.
 STALE_SHARE, CLEAR_SHARE, STALE_RESPONSES = 0.25, 0.6, 4
-# Responses are of two kinds if so many are far, and the others have at most this part of their gap, of which at least
-# that is left when each token counts for at most `BOUNDED`: a single log-prob of each is no kind.
-SPLIT_SHARES, SPLIT, SPLIT_BOUNDED = (0.1, 0.8), 0.2, 0.1
+# Responses are of two kinds if so many are far, and the others have at most this part of their gap.
+SPLIT_SHARES, SPLIT = (0.1, 0.8), 0.2
 
 # What `own_sums` gives, by place. "gap" is |rollout − policy|, "bounded" the same with at most `BOUNDED` nats a
 # token, "distance" is |rollout − reference|, "moved" is |policy − reference|, and "along" the product of
-# rollout − policy and policy − reference; responses are "far" whose mean gap is over `APART_GAP`, and "far_tokens",
-# "far_gap" and "far_bounded" are theirs. A response is stale if its log-probs are the reference's and not the policy's,
+# rollout − policy and policy − reference; responses are "far" whose mean gap is over `APART_GAP`, and "far_tokens"
+# and "far_gap" are theirs. A response is stale if its log-probs are the reference's and not the policy's,
 # fresh if it is the other way round, and unclear if neither holds although one of the two is far. "own_gap" is
 # |old − now| in the update's first mini-batch, whose forward pass has the weights of the old log-probs, and "step_gap"
 # in later ones: how far the update's own steps have moved. "weighted" are all tokens with a weight; those of them that
@@ -39,7 +38,7 @@ SPLIT_SHARES, SPLIT, SPLIT_BOUNDED = (0.1, 0.8), 0.2, 0.1
 SUMS = (
     *("weighted", "unsampled", "differing", "tokens", "gap", "bounded", "larger", "smaller"),
     *("difference", "difference_square", "level", "level_square", "product"),
-    *("responses", "far", "far_tokens", "far_gap", "far_bounded", "distance", "moved"),
+    *("responses", "far", "far_tokens", "far_gap", "distance", "moved"),
     *("moved_square", "along"),
     *("stale", "fresh", "unclear", "stale_tokens", "stale_gap", "stale_distance"),
     *("positive", "own_tokens", "own_gap", "own_to_rollout", "own_old_to_rollout", "step_tokens", "step_gap"),
@@ -53,9 +52,12 @@ class LogProbSums(dict[str, float]):
         super().__init__(dict.fromkeys(SUMS, 0.0))
         # Those of `own_alignment`; None before any.
         self.alignment: list[float] | None = None
+        self._mini_batches = self._mini_batches_with_sums = 0
 
     def add(self, sums: Sequence[float] | None, alignment: Sequence[float] | None) -> None:
         """Adds those of a mini-batch, of which either may be missing."""
+        self._mini_batches += 1
+        self._mini_batches_with_sums += sums is not None
         if sums is not None:
             self.update({name: self[name] + value for name, value in zip(SUMS, sums, strict=True)})
         if alignment is not None:
@@ -65,6 +67,11 @@ class LogProbSums(dict[str, float]):
     def mean(self, name: str) -> float:
         """Over the tokens."""
         return self[name] / self["tokens"]
+
+    @property
+    def epochs(self) -> float:
+        """How many PPO epochs the update has made; mini-batches have sums in the first."""
+        return self._mini_batches / self._mini_batches_with_sums
 
     @property
     def is_spread(self) -> bool:
@@ -97,16 +104,12 @@ class LogProbSums(dict[str, float]):
         """The correlation between the log-probs of a pair; None where it is not known."""
         return None if self.alignment is None else correlation(by_pair(self.alignment)[pair])
 
-    def share_of_reference(self) -> float | None:
-        """The share of the responses whose log-probs are the reference's and not the policy's.
-
-        0 if few of those with a gap are, and None if too few can be told.
-        """
+    def share_of_reference(self) -> float:
+        """The share of the responses whose log-probs are the reference's and not the policy's; 0 if few can be told."""
         stale, told = self["stale"], self["stale"] + self["fresh"]
         known = told + self["unclear"]
-        if stale >= max(STALE_RESPONSES, STALE_SHARE * told) and told >= CLEAR_SHARE * known:
-            return stale / told
-        return 0.0 if known >= STALE_RESPONSES and stale < STALE_SHARE * known else None
+        is_told = stale >= max(STALE_RESPONSES, STALE_SHARE * told) and told >= CLEAR_SHARE * known
+        return stale / told if is_told else 0.0
 
     @property
     def far_share(self) -> float:
@@ -117,8 +120,6 @@ class LogProbSums(dict[str, float]):
         """The gap of the far responses and that of the others, where that is much smaller; None if it is not."""
         least, most = SPLIT_SHARES
         if self["far"] < STALE_RESPONSES or not least <= self.far_share <= most:
-            return None
-        if self["far_bounded"] < SPLIT_BOUNDED * self["far_gap"]:
             return None
         far = self["far_gap"] / self["far_tokens"]
         near = (self["gap"] - self["far_gap"]) / max(self["tokens"] - self["far_tokens"], 1)

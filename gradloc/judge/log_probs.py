@@ -13,8 +13,8 @@ from typing import Any
 
 from ..lines import RunWarning
 from .advantages import REPEATED
-from .alignment import UNRELATED_CORRELATION, Off, find_off, misaligned_warning
-from .log_prob_sums import APART_GAP, CLEAR_SHARE, STALE_GAP, STALE_RATIO, LogProbSums
+from .alignment import Off, find_off, misaligned_warning
+from .log_prob_sums import APART_GAP, STALE_GAP, STALE_RATIO, LogProbSums
 from .progress import IN_A_ROW, SEE, Progress, RunCheck
 from .shares import percent
 
@@ -40,16 +40,12 @@ INITIAL_RATIO = 0.2
 WHOLE_SHARE = 0.8
 # A rollout that is late by up to three steps has the first weights until the fourth update.
 STALE_UPDATES = 5
-STALE_AT_ONCE = 0.1
 # A gap over `APART_GAP` that is so many times what it was is reported: as a drift if it has grown all the time, so that
 # halfway it was between these shares of the rise, and as a jump if one update made most of it. The first updates of a
 # run whose rollout is late by a step or two have smaller gaps than all others.
 APART_GROWTH = 4.0
 APART_HALFWAY = (0.25, 0.75)
 APART_UPDATES = 6
-# From some step on; where all updates of a run have over `APART_GAP`, old weights are not the reason. Engines of the
-# same weights that compute in 8 bits have smaller gaps.
-START_GAP = 0.2
 # The same before any optimizer step, when late weights make no gap: 8 bits make about half of it.
 FIRST_GAP = 0.04
 # A rollout that is at most so far from the reference as the policy is has weights of some steps before. They are old
@@ -73,15 +69,10 @@ POLICY_GAP = (0.05, 0.3)
 # The later mini-batches of an update show, in the mean, about half of how far its steps move the policy. A rollout that
 # is late by up to `LATE_UPDATES` updates has a gap of at most `PATH` times the sum of these.
 PATH, LATE_UPDATES = 2.5, 4
-# A learning rate so many times the mean of those before moves the policy farther than a rollout is late.
+# A learning rate so many times the largest one before moves the policy farther than a rollout is late.
 RATE_FACTOR = 5.0
-# Log-probs that were so much alike, and suddenly are not at all, belong to other tokens.
-RELATED = 0.5
-# Next to equal ones may keep some relation: where they were encoded again, some tokens are the same.
-ALIKE, SUDDENLY_UNRELATED = 0.9, 0.25
-# Log-probs of training that have so little relation to the rollout's, and are so many nats away, belong to others.
+# Log-probs of training that have so little relation to the rollout's belong to others.
 HARDLY_RELATED = 0.35
-MISALIGNED_NATS = 1.0
 # Of log-probs of the likeliest token, or cut at a floor, more have the same sign than other weights or prompts give.
 ONE_SIDE, SURELY_ONE_SIDE = 0.85, 0.9
 CORRELATION = 0.6
@@ -90,7 +81,6 @@ FIRST_CORRELATION = 0.35
 # The same where log-probs agreed before. Weights that are suddenly late make hardly as strong a correlation.
 SUDDEN_CORRELATION = 0.65
 OTHER_GAP = 0.05
-OTHER_LEAST = 0.25
 # Where most have one sign, smaller differences tell; as something new, if at most so many had one before.
 ONE_SIDE_GAP, MIXED = 0.02, 0.7
 # Of the tokens' log-probs in both engines: those of other tokens are no other log-probs of the same.
@@ -105,6 +95,7 @@ _READINGS = 64
 
 _OFF = "off"  # the updates with a response whose log-probs belong to other tokens, clear or not
 UNSAMPLED = "unsampled"  # the rule's name, and the warning's
+_BEFORE = "already before any optimizer step"
 _WEIGHTS = (
     "check that the weights, or the LoRA adapter, of every step reach every rollout worker, and that no old responses "
     "are trained on again"
@@ -141,11 +132,10 @@ class LogProbChecks(RunCheck):
         self._least = math.inf
         # The gap of the last update before any optimizer step.
         self._first_gap = 0.0
-        # The first step since which log-probs are misaligned, and by pair how its columns were related before.
+        # The first step since which log-probs are misaligned.
         self._misaligned_since: int | None = None
-        self._related: dict[str, float] = {}
-        # `LogProbSums.tilt` of the last update, where its gap was large enough for one.
-        self._tilt: float | None = None
+        # `LogProbSums.tilt` of the last update.
+        self._last_tilt = 0.0
         # `LogProbSums.share_of_one_sign` of the last update, 0 where few differ.
         self._one_side = 0.0
         # Of the updates in a row whose responses are of two kinds, the smallest gap of the far ones, and how many.
@@ -156,9 +146,8 @@ class LogProbChecks(RunCheck):
         self._lags: list[list[float]] = []
         # How far each of the last updates' own steps moved the policy; empty where updates have a single step.
         self._steps: list[float] = []
-        # The mean |rollout − reference| of the last update; and whether a rollout since then has weights of no step.
+        # The mean |rollout − reference| of the last update.
         self._distance = 0.0
-        self._off_path = False
         # The last rule about log-probs, its warning, the gap of the last update that had the evidence for it, and how
         # many since then had none.
         self._said: tuple[str, RunWarning, float, int] | None = None
@@ -225,15 +214,10 @@ class LogProbChecks(RunCheck):
 
     def _begins(self) -> bool:
         """Whether differences are suddenly others: larger, tilted, or of one sign. Late weights begin in update 2."""
-        share, gap = self._sums.share_of_one_sign() or 0.0, self._sums.mean("gap")
-        is_of_one_sign = self._updates > 1 and self._one_side < MIXED and share >= ONE_SIDE
-        grows = self._updates >= STALE_UPDATES - 1 and gap >= APART_GROWTH * self._last_gap
+        is_of_one_sign = self._one_side < MIXED and (self._sums.share_of_one_sign() or 0.0) >= ONE_SIDE
         # Late weights do not make differences depend on how likely a token is.
-        if self._tilt is None:  # differences were too small
-            tilts = self._updates > 1 and abs(self._sums.tilt()) >= SUDDEN_CORRELATION
-        else:
-            tilts = abs(self._tilt) < CORRELATION / 2 and abs(self._sums.tilt()) >= CORRELATION
-        return self._leaps() or grows or tilts or is_of_one_sign
+        is_tilted = abs(self._last_tilt) < CORRELATION / 2 and abs(self._sums.tilt()) >= SUDDEN_CORRELATION
+        return self._leaps() or (self._updates > 1 and (is_of_one_sign or is_tilted))
 
     def _lasting(self, rule: str | None = None) -> RunWarning | None:
         """The last one (of a rule), while the gap stays: one or two updates that cannot tell say what others said."""
@@ -247,12 +231,11 @@ class LogProbChecks(RunCheck):
         if rule in _SELF_EVIDENT:
             return True
         if rule == "stale_reference":
-            part = self._sums["stale_distance"] / self._sums["stale_gap"]
-            if self._updates < (STALE_UPDATES - 1 if part <= STALE_AT_ONCE else STALE_UPDATES):
+            if self._updates < STALE_UPDATES:
                 return False
-            # All of a late rollout's responses may be nearer to the reference while the policy moves ever faster.
-            is_whole = (self._sums.share_of_reference() or 0.0) >= WHOLE_SHARE
-            if is_whole and part >= INITIAL_RATIO and self._is_far_by_late_weights():
+            part = self._sums["stale_distance"] / self._sums["stale_gap"]
+            # A late rollout's responses may be nearer to the reference while the policy moves ever faster.
+            if part >= INITIAL_RATIO and self._is_far_by_late_weights():
                 return False
         is_first = self._progress.is_first
         at_once = {
@@ -292,10 +275,6 @@ class LogProbChecks(RunCheck):
             self._times[_OFF] = self._times.get(_OFF, 0) + 1
         elif off:
             self._times[_OFF] = 0
-        for pair, each in off.items():
-            related = self._sums.related(pair)
-            if related is not None and (each is None or each.kind not in ("moved", "unrelated")):
-                self._related[pair] = related
         self._least = gap if self._begins() else min(self._least, gap)
         self._one_side = self._sums.share_of_one_sign() or 0.0
         if self._progress.is_first:
@@ -303,12 +282,11 @@ class LogProbChecks(RunCheck):
             is_of_all = self._sums.is_spread or self._sums.mean("bounded") >= OTHER_GAP
             self._first_gap = gap if is_of_all else 0.0
             self._split_at_first |= self._sums.two_kinds() is not None
-        self._off_path = gap >= STALE_GAP and (self._off_path or self._leaves_path())
         self._distance = self._sums.mean("distance")
-        self._tilt = self._sums.tilt() if gap >= STALE_GAP else None
-        if steps := self._sums["step_tokens"]:  # two passes with the same weights differ by a little
-            noise = self._sums["own_gap"] / (self._sums["own_tokens"] or 1.0)
-            self._steps = [*self._steps, max(self._sums["step_gap"] / steps - noise, 0.0)][-LATE_UPDATES:]
+        self._last_tilt = self._sums.tilt()
+        if steps := self._sums["step_tokens"]:
+            # Measured in the first PPO epoch: the others move the policy on.
+            self._steps = [*self._steps, self._sums.epochs * self._sums["step_gap"] / steps][-LATE_UPDATES:]
         else:
             self._steps = []
         self._last_gap, self._updates = gap, self._updates + 1
@@ -333,20 +311,7 @@ class LogProbChecks(RunCheck):
 
     def _off(self) -> dict[str, Off | None]:
         """What is misaligned in this update."""
-        limits: dict[str, float | None] = {}
-        for pair, before in self._related.items():
-            is_sudden = before > ALIKE and pair != "reference"  # from which the policy moves away
-            limit = SUDDENLY_UNRELATED if is_sudden else UNRELATED_CORRELATION
-            limits[pair] = limit if before > RELATED else None
-        if self._sums["tokens"] and self._is_far_by_late_weights():
-            limits["rollout"] = None
-        found = {} if self._sums.alignment is None else find_off(self._sums.alignment, limits)
-        reference = found.get("reference")
-        is_unrelated = reference is not None and reference.kind == "unrelated"
-        # Another model's have no relation, either; nor those of a policy that has moved far away, or was destroyed.
-        if is_unrelated and self._sums["tokens"] and ("reference" in self._related or self._other_reference()):
-            found["reference"] = None
-        return found
+        return {} if self._sums.alignment is None else find_off(self._sums.alignment)
 
     def _holding(self) -> tuple[str, RunWarning] | None:
         """The rule that holds in this update, and its warning; None if none does.
@@ -355,7 +320,7 @@ class LogProbChecks(RunCheck):
         differences look like.
         """
         rules: tuple[tuple[str, Callable[[], RunWarning | None]], ...] = (
-            (LEARNING_RATE, lambda: self._far_step(has_moved=True)),
+            (LEARNING_RATE, self._far_step),
             ("positive", self._positive),
             ("misaligned", self._misaligned),
             ("own_log_probs", self._own_log_probs),
@@ -368,37 +333,23 @@ class LogProbChecks(RunCheck):
             ("stale_worker", self._stale_worker),
             ("partly_loaded", self._partly_loaded),
             (ENGINES_APART, lambda: self._apart() or self._apart_at_first()),
-            (LEARNING_RATE, lambda: self._far_step(has_moved=False)),
         )
         if not self._sums["tokens"]:
             rules = (("misaligned", self._misaligned),)
         return next(((rule, warning) for rule, check in rules if (warning := check()) is not None), None)
 
-    def _far_step(self, has_moved: bool) -> RunWarning | None:
-        """A learning rate far over all before; `has_moved`: if the policy is far from where it was."""
-        if self._updates < IN_A_ROW:
+    def _far_step(self) -> RunWarning | None:
+        """A learning rate far over all before, once these are more than the first steps of a warm-up."""
+        if self._updates <= IN_A_ROW:
             return None
-        gap, last = self._sums.mean("gap"), self._progress.last_rates
-        usual = (self._progress.rates_before - last) / (self._updates - 1)
-        if not 0 < RATE_FACTOR * usual <= last:
-            return None
-        moved = ""
-        for what, now, before in (
-            ("policy and reference", self._sums.mean("moved"), self._distance),
-            ("rollout and training", gap, self._last_gap),
-        ):
-            if now >= max(APART_GAP, APART_GROWTH * before):
-                moved = (
-                    f", and now {what} differ by {now:.2g} nats in the mean ({before:.2g} before): the policy has "
-                    "moved that far in one update"
-                )
-        if has_moved and not moved:
+        last, largest = self._progress.last_rates, self._progress.largest_rates
+        if not 0 < RATE_FACTOR * largest <= last:
             return None
         return {
             "name": LEARNING_RATE,
-            "sentence": f"The learning rate of the last update was {last / usual:.3g} times the "
-            f"usual one{moved}. Look at the schedule of the learning rate, and at what a resume "
-            "restores of it.",
+            "sentence": f"The learning rate of the last update was {last / largest:.3g} times the "
+            "largest one before, which may move the policy too far. Look at the schedule of the learning rate, and at "
+            "what a resume restores of it.",
             "check": "Compare `actor/lr` in the log before and at that step.",
         }
 
@@ -462,14 +413,14 @@ class LogProbChecks(RunCheck):
         since_first = self._progress.is_first or self._has_been_since_first()
         if not (since_first or jumped or self._times.get("policy_log_probs")):
             return None
-        when, made = self._before_any_step(), "no optimizer step made that"
+        when, made = _BEFORE, "no optimizer step made that"
         if not since_first:
             when, made = "within one step", "no optimizer step makes that unless it is far too large"
         apart = (
             f"Training's log-probs differ from the rollout's by {gap:.2g} nats in the mean, and the reference's do not"
         )
         relation = self._hardly_related()
-        if relation and gap > MISALIGNED_NATS:
+        if relation:
             return {
                 "name": "misaligned",
                 "sentence": f"{apart}{relation}: training's belong to other "
@@ -493,20 +444,16 @@ class LogProbChecks(RunCheck):
         if not share:
             return None
         distance, gap = sums["stale_distance"] / sums["stale_tokens"], sums["stale_gap"] / sums["stale_tokens"]
-        if distance < INITIAL_RATIO * gap:
-            weights = "the weights of step 1"
-            agree = f"agree with the reference's (mean difference {distance:.2g}) and not with the policy's ({gap:.2g})"
-        else:
-            weights = "old weights"
-            agree = f"are nearer to the reference's (mean difference {distance:.2g}) than to the policy's ({gap:.2g})"
-        return _stale(weights, share, f"log-probs {agree}")
+        weights = "the weights of step 1" if distance < INITIAL_RATIO * gap else "old weights"
+        why = f"are nearer to the reference's (mean difference {distance:.2g}) than to the policy's ({gap:.2g})"
+        return _stale(weights, share, f"log-probs {why}")
 
     def _other_reference(self) -> RunWarning | None:
         """The reference is another model before any optimizer step, and rollout and policy agree."""
         share, distance = self._sums["fresh"] / self._sums["responses"], self._sums.mean("distance")
         if share < WHOLE_SHARE or distance < OTHER_GAP or not (self._progress.is_first or self._times.get(REFERENCE)):
             return None
-        when = self._before_any_step() + self._hardly_related("reference")
+        when = _BEFORE + self._hardly_related("reference")
         return {
             "name": REFERENCE,
             "sentence": f"The reference's log-probs differ from the policy's by {distance:.2g} nats in the mean, "
@@ -523,10 +470,6 @@ class LogProbChecks(RunCheck):
         related = self._sums.related(pair)
         is_so = related is not None and related < HARDLY_RELATED
         return f", with hardly a relation (correlation {related:.2f})" if is_so else ""
-
-    def _before_any_step(self) -> str:
-        """That two columns differed before any optimizer step, as the end of a clause."""
-        return "before any optimizer step" if self._progress.is_first else "as they did before any optimizer step"
 
     def _has_been_since_first(self) -> bool:
         """Whether the gap was there before any optimizer step, when both engines have the same weights."""
@@ -547,7 +490,7 @@ class LogProbChecks(RunCheck):
         if kinds is None or self._split_at_first or updates < IN_A_ROW - 1:
             return None
         far, near = kinds
-        if far < SPLIT_GROWTH * first and self._times.get("stale_worker", 0) < IN_A_ROW:
+        if far < SPLIT_GROWTH * first:
             return None
         if self._sums["distance"] and self._sums.lead()[1] > BEHIND:
             return None
@@ -591,18 +534,14 @@ class LogProbChecks(RunCheck):
             return None
         since = "" if start is None else f" since step {start}"
         if gap < APART_GROWTH * first:
-            is_apart = min(first, gap) >= START_GAP or min(self._least, gap) >= APART_GAP
-            return self._apart_from_the_start(gap, since) if is_apart else None
+            return self._apart_from_the_start(gap, since) if min(self._least, gap) >= APART_GAP else None
         small, large = POLICY_GAP
         least, most = APART_HALFWAY
         gaps = [reading[0] for reading in readings]
         at = max(range(1, len(gaps)), key=lambda i: gaps[i] - gaps[i - 1])
-        if at > 1 and gaps[at - 1] > APART_GROWTH * max(gaps[: at - 1]):
-            at -= 1  # the jump has taken two updates
         before, (jumped, step) = max(gaps[:at]), readings[at]
         # The first updates of a late rollout have smaller gaps than those that follow.
-        off_path = self._off_path or self._leaves_path()
-        at_once = before < small and (off_path or jumped > (large if at < IN_A_ROW else START_GAP))
+        at_once = before < small and (self._leaves_path() or jumped > large)
         kinds = self._sums.two_kinds()
         is_wide = self._sums.is_spread or kinds is not None
         # At first, a late rollout differs by what the policy has moved since the reference.
@@ -612,27 +551,19 @@ class LogProbChecks(RunCheck):
         is_long = len(readings) >= APART_UPDATES
         has_grown = is_long and gap >= max(APART_GAP, APART_GROWTH * max(each[0] for each in readings[: IN_A_ROW + 1]))
         is_steady = is_long and least <= (readings[len(readings) // 2][0] - first) / (gap - first) <= most
-        is_jump = is_sudden or at_once or (has_grown and jumped >= gap / 2)
-        if is_jump and gap >= APART_GROWTH * before:
+        if (is_sudden or at_once) and gap >= APART_GROWTH * before:
             about = "" if self._stride == 1 else "about "
             since = "" if step is None else f" since {about}step {step}"
             what = f"differ by {gap:.2g} nats in the mean{since}, and by {before:.2g} before"
-            related = self._sums.related()
-            if not is_moved:
-                what += ": look at what changed then"
-                if related is not None and related < HARDLY_RELATED:
-                    what += f", and at whether they are still of the same tokens (correlation {related:.2f})"
+            what += self._hardly_related() + ("" if is_moved else ": look at what changed then")
         elif has_grown or (is_steady and gap >= APART_GAP):
             what = f"have drifted apart{since}, from {first:.2g} to {gap:.2g} nats in the mean"
-        elif is_long and gap > large:
-            what = f"differ by {gap:.2g} nats in the mean, and by {first:.2g} in the first of these steps{since}"
         else:
             return None
         rollout, policy = self._sums.mean("distance"), self._sums.mean("moved")
         if rollout < NEARER * policy and not self._is_far_by_late_weights():
             rising = [reading[0] for reading in readings if reading[0] >= APART_GAP]
-            is_clear = self._sums.far_share >= CLEAR_SHARE
-            if not at_once and is_clear and len(rising) >= IN_A_ROW and gap >= STILL_RISING * rising[0]:
+            if len(rising) >= IN_A_ROW and gap >= STILL_RISING * rising[0]:
                 nearer = (
                     f"nearer to the reference's (mean difference {rollout:.2g}) than the policy's are ({policy:.2g})"
                 )
@@ -692,11 +623,8 @@ class LogProbChecks(RunCheck):
         share = self._sums.share_of_one_sign()
         if share is None or gap < (OTHER_GAP if share < ONE_SIDE else ONE_SIDE_GAP):
             return None
-        begins = self._begins()
-        if self._least < OTHER_LEAST * gap and not begins:
-            return None
         # In the first update both engines have the same weights. What comes with training may be a late rollout.
-        if self._updates and not (self._times.get(OTHER_LOG_PROBS) or begins):
+        if self._updates and not (self._times.get(OTHER_LOG_PROBS) or self._begins()):
             return None
         tilt = self._sums.tilt()
         related = self._sums.related()

@@ -104,7 +104,7 @@ def misfire(event: Event, rows: Mapping[Place, RewardedRow]) -> Verdict | None:
     as many of them have the value by chance has a probability under `SIGNIFICANT`. Rare values have large advantages,
     which make spikes without any fault. So these are as large as those without the value, or the value is a reward that
     is farther from all others than they are from each other (below them, where responses without any merit are, with
-    advantages that ordinary rewards do not give). Such a reward is named from one prompt on, if all culprits have it.
+    advantages that ordinary rewards do not give). In one prompt, only a reward that is `FAR` from all others is named.
 
     Args:
         event (Mapping): The event; its culprits, the largest first.
@@ -119,9 +119,9 @@ def misfire(event: Event, rows: Mapping[Place, RewardedRow]) -> Verdict | None:
     of_prompts: dict[str, RewardedRow] = {}
     for row in culprits:
         of_prompts.setdefault(row.uid, row)
-    few = len(of_prompts) < LEAST_PROMPTS
     prompts = {row.uid: row for row in moving}
-    for what, drawn_from in (("reward", moving), ("data_source", [*prompts.values()])):
+    compared = (("reward", moving), ("data_source", [*prompts.values()])) if len(of_prompts) >= LEAST_PROMPTS else ()
+    for what, drawn_from in compared:
         found = [_value(row, what) for row in of_prompts.values()]
         known = [value for row in drawn_from if (value := _value(row, what)) is not None]
         value, count = Counter(found).most_common(1)[0]
@@ -136,8 +136,7 @@ def misfire(event: Event, rows: Mapping[Place, RewardedRow]) -> Verdict | None:
         is_usual = bool(without) and statistics.median(with_value) <= USUAL_ADVANTAGE * statistics.median(without)
         is_large = bool(without) and statistics.median(with_value) > NATURAL_FACTOR * statistics.median(without)
         is_outlier = what == "reward" and _is_outlier(value, {*known} - {value}, is_large)
-        told = is_outlier and share == 1 if few else chance < SIGNIFICANT and (is_usual or is_outlier)
-        if stands_out and told:
+        if stands_out and chance < SIGNIFICANT and (is_usual or is_outlier):
             reward = f"The culprits are in responses with the reward {value:g}" if what == "reward" else ""
             return _verdict(reward or f"{_BY_DATA_SOURCE}{value}", culprits, share, ordinary, count_of_culprits)
     return _far_reward(culprits, moving, count_of_culprits)

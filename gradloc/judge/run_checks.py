@@ -13,6 +13,9 @@ from .log_probs import ENGINES_APART, LogProbChecks
 from .loss_scale import AT_ONCE
 from .progress import IN_A_ROW, Progress, RunCheck, resume_note
 
+# What a checkpoint keeps of how far a run is.
+_KEPT = ("rates", "last_rates", "largest_rates")
+
 
 class RunChecks:
     """Collects the sums of a run's mini-batches, and warns; the same on every rank."""
@@ -85,7 +88,7 @@ class RunChecks:
         # Of a copy: a checkpoint may be saved within an update, and by rank 0 alone.
         ended = copy.deepcopy(self)
         ended._end_update()
-        state = {"rates": ended.progress.rates, "last_rates": ended.progress.last_rates}
+        state = {name: getattr(ended.progress, name) for name in _KEPT}
         for check in ended._checks:
             state |= check.state_dict()
         return state
@@ -94,8 +97,9 @@ class RunChecks:
         """Restores `state_dict` after a resume; with None (no saved state) the next step is the first one seen."""
         state = state or {}
         vars(self).update(vars(RunChecks()))
-        self.progress.rates = self.progress.rates_before = state.get("rates", 0.0)
-        self.progress.last_rates, self.progress.since_resume = state.get("last_rates", 0.0), 0
+        for name in _KEPT:
+            setattr(self.progress, name, state.get(name, 0.0))
+        self.progress.rates_before, self.progress.since_resume = self.progress.rates, 0
         for check in self._checks:
             check.load_state_dict(state)
 
@@ -109,4 +113,6 @@ class RunChecks:
             check.end_update()
         progress = self.progress
         # Last: the checks compare those of the updates before.
-        progress.last_rates = progress.rates - progress.rates_before or progress.last_rates
+        if rates := progress.rates - progress.rates_before:
+            progress.largest_rates = max(progress.largest_rates, progress.last_rates)
+            progress.last_rates = rates

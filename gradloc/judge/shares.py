@@ -43,11 +43,11 @@ def is_unusual(share: float, usual: float) -> bool:
 
 
 def is_unlike_its_like(name: str, shares: Mapping[str, float]) -> bool:
-    """Whether a numbered layer has far more of the squared norm than every other one of its kind: gradients of a
-    model's blocks differ, but gradually.
+    """Whether a numbered layer has far more of the squared norm than every other one of its kind that is trained:
+    gradients of a model's blocks differ, but gradually.
     """
     kind, _, number = name.rpartition(".")
-    others = [share for other, share in shares.items() if other != name and other.rpartition(".")[0] == kind]
+    others = [share for other, share in shares.items() if share and other != name and other.rpartition(".")[0] == kind]
     return number.isdigit() and len(others) >= LIKE and shares[name] >= UNLIKE * max(others)
 
 

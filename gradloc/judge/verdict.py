@@ -14,7 +14,7 @@ from .log_probs import ENGINES_APART, OF_ROLLOUT, OF_SOME, OTHER_LOG_PROBS, REFE
 from .progress import resume_note
 from .rules import APART, APART_NATS, EXAMPLE, LARGE_ADVANTAGE, NATURAL_ADVANTAGE, RULES, Kind, Rule, is_apart
 from .sentences import auxiliary_in_words, is_over_everywhere, lowered
-from .shares import counted, is_unlike_its_like, is_unusual, layer_shares, percent, threshold_factor
+from .shares import counted, is_unusual, layer_shares, percent, threshold_factor
 
 # The limits of `find_cause`.
 MOST_CULPRITS = 0.5
@@ -31,8 +31,6 @@ LIKELY_ORDINARY = 0.1
 # Where the engines are apart in the whole run, or for so many tokens, as with late weights, more ordinary tokens than
 # these are so, too.
 SOME_APART, RARELY = 0.05, 0.01
-# The share of the norm of a layer that carries next to all of it, in micro-batches of so many thresholds.
-ALONE, LOUD = 0.9, 10.0
 # A weight that is so many times the median makes most of the gradient by itself: without it, under a quarter.
 HEAVY = 5.0
 
@@ -111,15 +109,11 @@ class Spike:
 
     @cached_property
     def shares(self) -> dict[str, float]:
-        """By rule, the share of culprits for which it holds, and which it explains; zeros without a culprit.
-
-        Where a whole layer is broken, the norm of a large micro-batch comes from many tokens: all culprits count.
-        """
-        counted = {rule: self.culprits if rule is _LAYER else self.explaining for rule in RULES}
+        """By rule, the share of culprits for which it holds, and which it explains; zeros without a culprit."""
         return {
-            rule.name: sum(rule.name in each["sources"] and rule.suffices(each, self.event) for each in of_rule)
+            rule.name: sum(rule.name in each["sources"] and rule.suffices(each, self.event) for each in self.explaining)
             / max(len(self.culprits), 1)
-            for rule, of_rule in counted.items()
+            for rule in RULES
         }
 
     @cached_property
@@ -292,17 +286,6 @@ def _the_culprits(spike: Spike) -> Verdict | None:
     return as_verdict(name, sentence, spike.cause.check, share, ordinary)
 
 
-def _all_tokens(spike: Spike) -> Verdict | None:
-    """A part of the loss that makes most of the gradient of most tokens, culprits among them."""
-    for rule in _OF_KIND[Kind.PART]:
-        share = spike.ordinary.get(rule.name) or 0.0
-        of_culprits = [rule.name in each["sources"] for each in spike.culprits]
-        if share >= MOST_CULPRITS and sum(of_culprits) >= MOST_CULPRITS * len(of_culprits):
-            sentence = f"{rule.claim}: {percent(share)} of all tokens. {rule.advice}{spike.note}"
-            return as_verdict(rule.name, sentence, rule.check, None, share)
-    return None
-
-
 def _large_advantages(spike: Spike) -> Verdict | None:
     """Advantages of all tokens that are as large as no baseline and deviation leave them, and without which the event
     would not be one. Where spikes are rare, τ fits the run's advantages.
@@ -329,7 +312,7 @@ def _unknown(spike: Spike) -> Verdict:
 
 
 _DECISIONS: tuple[Callable[[Spike], Verdict | None], ...] = (
-    *(_unsearched, _no_token, _the_run, _all_broken, _the_whole, _the_culprits, _all_tokens),
+    *(_unsearched, _no_token, _the_run, _all_broken, _the_whole, _the_culprits),
     *(_large_advantages, _unknown),
 )
 
@@ -373,24 +356,16 @@ def _layer_of_all(event: Event) -> Verdict | None:
     usual = layer_shares(event["ordinary_layer_norms"] or {})
     shares = [layer_shares(unit["layer_norms"]) for unit in event["units"]]
     names = {max(share, key=share.__getitem__) for share in shares if share}
-    if len(names) != 1 or not all(shares):
+    if len(names) != 1 or not all(shares) or not usual:
         return None
     (name,) = names
-    least = min(share[name] for share in shares)
-    if usual:
-        is_clear = is_unusual(least, usual.get(name, 0.0))
-        before = f", and ordinarily {percent(usual.get(name, 0.0))}"
-    else:  # nothing is known of ordinary tokens, as in a run that has had no other mini-batch
-        is_loud = all(threshold_factor(unit) >= LOUD for unit in event["units"])
-        is_outlier = is_loud or all(is_unlike_its_like(name, share) for share in shares)
-        is_clear = least >= ALONE and is_outlier and is_over_everywhere(event)
-        before = ""
-    if not is_clear:
+    least, before = min(share[name] for share in shares), usual.get(name, 0.0)
+    if not is_unusual(least, before):
         return None
     sentence = (
         f"The layer {name} carries {percent(least)} of the squared norm or more in every micro-batch over its "
-        f"threshold{before}: look at this layer's weights and kernels, and at losses that are added there (load "
-        "balancing, z-loss)."
+        f"threshold, and ordinarily {percent(before)}: look at this layer's weights and kernels, and at losses that "
+        "are added there (load balancing, z-loss)."
     )
     check = (
         "`gradloc replay BUNDLE` says whether saved weights give the same norms: if not, the weights in memory were "

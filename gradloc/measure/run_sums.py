@@ -100,7 +100,6 @@ def _of_micro_batch(tokens: Mapping[str, Tensor], first: bool, bypass: bool) -> 
         "far": far.sum(),
         "far_tokens": torch.where(far, count, 0).sum(),
         "far_gap": torch.where(far, of_rows, 0.0).sum(),
-        "far_bounded": torch.where(far, bounded.sum(1), 0.0).sum(),
         "positive": (counted & (rollout > ONE_SIDE_NATS)).sum(),
     }
     if "old_log_prob" in tokens:

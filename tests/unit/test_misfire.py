@@ -139,13 +139,14 @@ def test_advantages_may_explain_a_spike(changes: dict[str, Any], is_named: bool)
     ({"special": 2, "prompts": 64}, (0, 1), True),
     # A far one is named from one on.
     ({"special": 1, "reward": 9.0, "advantage": 9.0}, (0, 0), True),
+    ({"special": 1, "reward": 4.0, "advantage": 9.0}, (0, 0), False),
 )
 def test_culprits_in_few_prompts_say_nothing(rows: dict[str, Any], culprits: Sequence[int], is_named: bool) -> None:
     found, places = mini_batch(**rows)
     said = misfire(event(*(places[number] for number in culprits)), found)
     assert (said is not None) == is_named
     if rows.get("reward") == 9.0:
-        assert "with the reward 9 (both culprits in 1 prompt" in said["sentence"]
+        assert said["sentence"].startswith("The reward 9, while all others are from 0 to 1, makes")
         assert misfire(event(*places, (0, 0)), found) is None  # with one of another reward
 
 

@@ -113,7 +113,6 @@ def sums_of_a_loop(micro_batches: list[dict[str, Tensor]], first: bool, in_bypas
             total["far"] += gap > APART_GAP
             total["far_tokens"] += (gap > APART_GAP) * count
             total["far_gap"] += (gap > APART_GAP) * gaps
-            total["far_bounded"] += (gap > APART_GAP) * bounded
             if "ref_log_prob" in tokens:
                 total["distance"] += distances
                 stale = gap > STALE_GAP and distance < STALE_RATIO * gap
@@ -373,10 +372,6 @@ A_THIRD_EVER_MORE_OTHERWISE = of_rollout(
 A_FEW_OTHERWISE = of_rollout(lambda values, number: (values + (ROW < 8) * 0.5 * noise_of(number)).clamp(max=0.0))
 # As after another prompt, or with other positions: log-probs that are related, and not the same.
 SCORED_OTHERWISE = of_rollout(lambda values, _: (values + 0.6 * noise_of(5)).clamp(max=0.0))
-# In the first update less than in those that follow.
-SCORED_EVER_MORE_OTHERWISE = of_rollout(
-    lambda values, number: (values + (0.16 if number else 0.06) * noise_of(number)).clamp(max=0.0)
-)
 SCORED_A_LITTLE_OTHERWISE = of_rollout(lambda values, _: values + 0.065 * noise_of(8))
 SCORED_A_LITTLE_OTHERWISE_ONCE = of_rollout(
     lambda values, number: values + (0.045 if number else 0.065) * noise_of(number)
@@ -428,7 +423,7 @@ QUIET = {"rate": 0.0, "noise": 0.005}
         ({**run, "rate": 0.05, "noise": noise}, 1, NOTHING, expected, said)
         for noise in (0.0, 0.02)
         for run, expected, said in (
-            ({"behind": None}, "..???SSSSS", "the weights of step 1: its log-probs agree with the reference's"),
+            ({"behind": None}, "..????SSSS", "the weights of step 1: its log-probs are nearer to the reference's"),
             ({"scale": 0.5}, "...~~~~SSSSS", "at too small a scale: its log-probs have gone about 47% of the policy's"),
             ({"scale": 2.0}, "...~~~~DDDDD", "have gone about 1.8 times as far from the reference's as the policy's"),
         )
@@ -449,12 +444,11 @@ QUIET = {"rate": 0.0, "noise": 0.005}
     # Where engines differ later, the jump tells it, and no side is blamed, but where the reference shows it.
     ({}, 4, SCORED_OTHERWISE, "...AAAAA", ""),
     ({}, 4, LABELS_NOT_SHIFTED, "...MMMMM", ""),
-    ({}, 4, LABELS_UNRELATED_AT_FIRST, "...MMssO", "the reference's do not"),
+    ({}, 4, LABELS_UNRELATED_AT_FIRST, "...MMMMM", "the reference's do not"),
     ({}, 4, OTHER_REFERENCE, "........", ""),
     # A small gap is told where late weights do not make it, and not that of a few tokens.
     (QUIET, 1, SCORED_A_LITTLE_OTHERWISE, "..AAAAAAAA", ""),
     ({"noise": 0.005}, 2, SCORED_A_LITTLE_OTHERWISE, "...AAAAAAA", "since step 2"),
-    (QUIET, 4, SCORED_EVER_MORE_OTHERWISE, "....AAAAAA", "since step 4"),
     (QUIET, 4, A_FEW_OTHERWISE, ".....AAAAA", "In 17% of the responses they differ by"),
     (QUIET, 4, SCORED_A_LITTLE_OTHERWISE_ONCE, "..........", ""),
     (STILL, 1, ONE_OF_EACH_LOWERED, "..........", ""),
@@ -468,8 +462,8 @@ QUIET = {"rate": 0.0, "noise": 0.005}
     # Positive log-probs at once, and another temperature from a later step on by the jump.
     ({}, 2, of_rollout(lambda values, _: -values), ".OOO", "is positive"),
     (STILL, 7, HALVED, "........OOOO", ""),
-    # Log-probs that suddenly keep little relation belong to other tokens.
-    (STILL, 4, of_others("rollout_log_prob", 0.15), "...MMMMM", "have hardly any relation to"),
+    # Log-probs may suddenly keep little relation; a policy may move far from its reference.
+    (STILL, 4, of_others("rollout_log_prob", 0.15), "...AAAAA", "before, with hardly a relation (correlation"),
     (STILL, 4, of_others("ref_log_prob", 0.18), "........", ""),
     # Log-probs after a mild cut are told by their sign, also where the rollout is late.
     ({"noise": 0.001, "behind": 1}, 4, CUT, ".....OOO", ""),
@@ -506,10 +500,8 @@ QUIET = {"rate": 0.0, "noise": 0.005}
     # Updates that move the policy by over 0.3 nats, in which a rollout keeps the first weights for some steps; and the
     # same gap where updates move it by less.
     ({**LARGE_STEPS, "behind": 1}, 1, NOTHING, "....AAAAAAAA", "late by some steps"),
-    ({**LARGE_STEPS, "behind": 3}, 1, NOTHING, "........AAAA", "late by some steps"),
     ({**LATE, "halves": True, "warm_up": True, "noise": 0.05}, 1, NOTHING, "..........AA", "late by some steps"),
     ({**MOVING, "halves": True}, 4, OTHER_KERNEL, "...OOOOO", "the reference's do not"),
-    ({**MOVING, "halves": True}, 4, of_others("rollout_log_prob", 0.15), "...MMMMM", "have hardly any relation to"),
     # Rollouts that agree to the bit are no bypass mode: one mini-batch is of the worker with old weights.
     ({**ONE_OF_TWO, "halves": True}, 1, agree_to_the_bit_in_half, "??????PPP", "For 50% of the responses"),
     # A shift is told with the step since which it lasts; in a few responses, in the third update that has it.
@@ -537,8 +529,7 @@ def test_a_policy_that_is_destroyed_is_no_fault_of_the_reference() -> None:
         for name in ("log_prob", "old_log_prob", "rollout_log_prob"):
             tokens[name] = 0.3 * tokens[name]
     assert told(warned(batches)) == "........"
-    found = warned(batches, rates={4: 1e-4})
-    assert told(found) == "....L..." and "now policy and reference differ by" in found[4][0]["sentence"]
+    assert told(warned(batches, rates={4: 1e-4})) == "....L..."
 
 
 def batch_of(policy: Tensor, rollout: Tensor, **more: Tensor) -> dict[str, Tensor]:
@@ -756,8 +747,11 @@ def test_a_policy_that_moved_far_is_told_by_its_learning_rate(rate: float, resum
     assert told(found) == f"....{name}..."
 
 
-def test_a_learning_rate_that_warms_up_is_none_that_is_too_large() -> None:
-    rates = {step: 1e-7 * (step - 1) for step in range(1, 13)}
+@pytest.mark.parametrize(
+    "rate", [lambda step: step, lambda step: step**3, lambda step: 3**step, lambda step: step not in (4, 5, 6)]
+)
+def test_a_learning_rate_that_warms_up_or_pauses_is_usual(rate: Callable[[int], float]) -> None:
+    rates = {step: 1e-7 * rate(step - 1) for step in range(1, 13)}
     assert told(warned(steps(Run(rate=0.02, noise=0.02), 12), rates=rates)) == "." * 12
 
 

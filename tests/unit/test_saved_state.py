@@ -20,11 +20,12 @@ from verl.utils.gradloc.adapters.watch import FORM, STATE_FILE, read_state, writ
 LAYER = {"warmup": [], "count": 30, "mean": 1.5, "deviation": 0.25, "floor": 0.125}
 WARMING_UP = {"warmup": [1.0, 2.0], "count": 2, "mean": 0.0, "deviation": 0.0, "floor": 0.0}
 SIGNAL = {"recent": [1.0, 2.0], "count": 21, "average": 1.5}
-RUN_CHECKS = {"rates": 0.5, "last_rates": 0.25, "readings": [[math.nan, 3], [0.25, None]], "stride": 2}
+RUN_CHECKS = {"rates": 0.5, "last_rates": 0.25, "largest_rates": 0.125}
+RUN_CHECKS |= {"readings": [[math.nan, 3], [0.25, None]], "stride": 2}
 RUN_CHECKS |= {"since_reading": 1, "times": {"stale_reference": 2}, "updates": 3, "last_gap": 0.25, "least": math.inf}
-RUN_CHECKS |= {"first_gap": 0.03, "misaligned_since": None, "related": {"ref_log_prob": 0.5}, "tilt": 0.25}
+RUN_CHECKS |= {"first_gap": 0.03, "misaligned_since": None, "last_tilt": 0.25}
 RUN_CHECKS |= {"one_side": 0.75, "split": (0.5, 3), "split_at_first": True, "lags": [[1.0, 0.5], [0.5, 0.375]]}
-RUN_CHECKS |= {"steps": [0.125, 0.25], "distance": 0.125, "off_path": True}
+RUN_CHECKS |= {"steps": [0.125, 0.25], "distance": 0.125}
 RUN_CHECKS |= {"said": ("stale_reference", {"name": "stale_weights", "sentence": "Old.", "check": "Compare."}, 0.25, 1)}
 RUN_CHECKS |= {"unsampled_before": 3.0, "sizes": [0.5, 0.25, 0.5]}
 RUN_CHECKS |= {"spreads": [0.5, 0.75], "scale": (3, 7.5), "weights": {"layers.0": 2.5}}

@@ -292,9 +292,6 @@ def test_what_the_search_picks_by_causes_no_unexplained_spike() -> None:
 def test_a_part_of_the_loss_is_the_cause_if_the_rest_is_under(kl: float, cause: str | None) -> None:
     """Of all tokens or not: 3 of the coefficient, of which 2 leave a third of a norm of 5 of 2."""
     assert verdict_on(changed(event(["kl"], ["kl"]), kl_coefficient=kl), {**NONE, "kl": 0.4})["cause"] == cause
-    # Where most tokens have it, culprits among them.
-    for sources, found in (([["kl"]], "kl"), ([["other"]], None), ([], "kl")):
-        assert verdict_on(event(*sources), {**NONE, "kl": 0.6})["cause"] == found
 
 
 @cases("median norm cause", (40.0, 90.0, "reward_scale"), (40.0, 110.0, None), (5.0, 9.0, None), (math.nan, 9.0, None))
@@ -329,18 +326,8 @@ def test_a_layer_that_carries_the_norm_of_all_tokens_is_named() -> None:
     # A rule that tells the culprits comes first, unless that is a matter of the run.
     assert cause(event(["unsampled"], ["unsampled"]), units) == "unsampled"
     assert verdict_on({**event(["token"], ["token"]), "units": units}, {**NONE, APART: 0.3})["cause"] == "layer"
-    # Where nothing is known of ordinary tokens: nearly all of a norm of many thresholds, in every micro-batch.
-    unit = {"layer_norms": {"a": 0.1, "c": 9.0}, "norm": 30.0, "threshold": 1.0}
-    unknown = event(["other"], ordinary_layer_norms=None, micro_batches=3)
-    assert cause(unknown, [unit] * 3) == "layer" and cause({**unknown, "micro_batches": 4}, [unit] * 3) is None
-    assert cause({**unknown, "micro_batches": 1}, [unit]) is None
-    for other in ({"norm": 9.0}, {"layer_norms": {"a": 4.0, "c": 9.0}}):
-        assert cause(unknown, [{**unit, **other}] * 3) is None
-    # Of few thresholds, if the layer is a block unlike every other one.
-    blocks = {f"layers.{i}": 1.0 for i in range(3)} | {"lm_head": 1.0, "layers.3": 9.0}
-    quiet = {**unit, "norm": 2.0, "layer_norms": blocks}
-    assert cause(unknown, [quiet] * 3) == "layer"
-    assert cause(unknown, [{**quiet, "layer_norms": blocks | {"layers.1": 2.0}}] * 3) is None
+    # Where nothing is known of ordinary tokens, no layer is unusual.
+    assert cause(event(["other"], ordinary_layer_norms=None), units) is None
 
 
 @pytest.mark.parametrize("rule", ["token", "misaligned"])
