@@ -44,3 +44,19 @@ def test_every_changed_place_has_its_reason(target: Target, kind: str) -> None:
         assert any(place == path and code in added for place, code in places), f"{path} adds, without entry:\n{added}"
     for place, code in places:
         assert any(place == path and code in added for path, added in changed), f"nothing adds {code} to {place}"
+
+
+def test_the_page_for_maintainers_counts_what_the_patches_change() -> None:
+    page = (trees.ROOT / "docs/use/for-verl-maintainers.md").read_text()
+    rows = re.findall(r"^\| ([\d.]+): (\w+) \| (\d+) \| \+(\d+) −(\d+) \| \+?(\d+) \|$", page, re.M)
+    counted = []
+    for target in apply_patch.read_targets():
+        for kind in ("hooks", "fixes"):
+            patch = f"patches/{target.version}/{kind}.patch"
+            files = [line.split() for line in trees.git(trees.ROOT, "apply", "--numstat", patch).splitlines()]
+            added = {is_yaml: 0 for is_yaml in (False, True)}
+            for lines, _, path in files:
+                added[path.endswith(".yaml")] += int(lines)
+            removed = sum(int(lines) for _, lines, path in files if not path.endswith(".yaml"))
+            counted.append((target.version, kind, *map(str, (len(files), added[False], removed, added[True]))))
+    assert rows and set(rows) <= set(counted)
