@@ -163,6 +163,8 @@ _COLUMNS = {
 }
 _OF_PAIR = {"rollout": ("rollout", "policy"), "reference": ("reference", "now"), "old": ("old", "now")}
 _TAILS = ("zero_tail", "constant_tail")
+# What is misaligned in few responses is said if it lasts; other kinds may be chance.
+_LASTING = ("moved", *_TAILS)
 _WHICH = "; a reference tells which of the two (use_kl_loss=True with kl_loss_coef=0)"
 
 
@@ -175,7 +177,7 @@ def misaligned_warning(off: Mapping[str, Off | None], lasting: bool = False) -> 
         off (Mapping): What `find_off` returned.
         lasting (bool): Whether updates before had something of the kind, too: then few responses are enough.
     """
-    wrong = {pair: each for pair, each in off.items() if each and (each.clear or lasting)}
+    wrong = {pair: each for pair, each in off.items() if each and (each.clear or (lasting and each.kind in _LASTING))}
     if not wrong:
         return None
     column, other, pair = _wrong_column(wrong, off)

@@ -104,12 +104,16 @@ class LogProbSums(dict[str, float]):
         """The correlation between the log-probs of a pair; None where it is not known."""
         return None if self.alignment is None else correlation(by_pair(self.alignment)[pair])
 
-    def share_of_reference(self) -> float:
-        """The share of the responses whose log-probs are the reference's and not the policy's; 0 if few can be told."""
+    def share_of_reference(self) -> float | None:
+        """The share of the responses whose log-probs are the reference's and not the policy's.
+
+        0 if few of those with a gap are, and None if too few can be told.
+        """
         stale, told = self["stale"], self["stale"] + self["fresh"]
         known = told + self["unclear"]
-        is_told = stale >= max(STALE_RESPONSES, STALE_SHARE * told) and told >= CLEAR_SHARE * known
-        return stale / told if is_told else 0.0
+        if stale >= max(STALE_RESPONSES, STALE_SHARE * told) and told >= CLEAR_SHARE * known:
+            return stale / told
+        return 0.0 if known >= STALE_RESPONSES and stale < STALE_SHARE * known else None
 
     @property
     def far_share(self) -> float:

@@ -40,6 +40,7 @@ INITIAL_RATIO = 0.2
 WHOLE_SHARE = 0.8
 # A rollout that is late by up to three steps has the first weights until the fourth update.
 STALE_UPDATES = 5
+STALE_AT_ONCE = 0.1
 # A gap over `APART_GAP` that is so many times what it was is reported: as a drift if it has grown all the time, so that
 # halfway it was between these shares of the rise, and as a jump if one update made most of it. The first updates of a
 # run whose rollout is late by a step or two have smaller gaps than all others.
@@ -71,8 +72,9 @@ POLICY_GAP = (0.05, 0.3)
 PATH, LATE_UPDATES = 2.5, 4
 # A learning rate so many times the largest one before moves the policy farther than a rollout is late.
 RATE_FACTOR = 5.0
-# Log-probs of training that have so little relation to the rollout's belong to others.
+# Log-probs of training that have so little relation to the rollout's, and are so many nats away, belong to others.
 HARDLY_RELATED = 0.35
+MISALIGNED_NATS = 1.0
 # Of log-probs of the likeliest token, or cut at a floor, more have the same sign than other weights or prompts give.
 ONE_SIDE, SURELY_ONE_SIDE = 0.85, 0.9
 CORRELATION = 0.6
@@ -135,7 +137,7 @@ class LogProbChecks(RunCheck):
         # The first step since which log-probs are misaligned.
         self._misaligned_since: int | None = None
         # `LogProbSums.tilt` of the last update.
-        self._last_tilt = 0.0
+        self._last_tilt: float | None = None
         # `LogProbSums.share_of_one_sign` of the last update, 0 where few differ.
         self._one_side = 0.0
         # Of the updates in a row whose responses are of two kinds, the smallest gap of the far ones, and how many.
@@ -216,7 +218,8 @@ class LogProbChecks(RunCheck):
         """Whether differences are suddenly others: larger, tilted, or of one sign. Late weights begin in update 2."""
         is_of_one_sign = self._one_side < MIXED and (self._sums.share_of_one_sign() or 0.0) >= ONE_SIDE
         # Late weights do not make differences depend on how likely a token is.
-        is_tilted = abs(self._last_tilt) < CORRELATION / 2 and abs(self._sums.tilt()) >= SUDDEN_CORRELATION
+        before, tilt = self._last_tilt, abs(self._sums.tilt())
+        is_tilted = before is not None and abs(before) < CORRELATION / 2 and tilt >= SUDDEN_CORRELATION
         return self._leaps() or (self._updates > 1 and (is_of_one_sign or is_tilted))
 
     def _lasting(self, rule: str | None = None) -> RunWarning | None:
@@ -231,9 +234,9 @@ class LogProbChecks(RunCheck):
         if rule in _SELF_EVIDENT:
             return True
         if rule == "stale_reference":
-            if self._updates < STALE_UPDATES:
-                return False
             part = self._sums["stale_distance"] / self._sums["stale_gap"]
+            if self._updates < (STALE_UPDATES - 1 if part <= STALE_AT_ONCE else STALE_UPDATES):
+                return False
             # A late rollout's responses may be nearer to the reference while the policy moves ever faster.
             if part >= INITIAL_RATIO and self._is_far_by_late_weights():
                 return False
@@ -285,8 +288,10 @@ class LogProbChecks(RunCheck):
         self._distance = self._sums.mean("distance")
         self._last_tilt = self._sums.tilt()
         if steps := self._sums["step_tokens"]:
-            # Measured in the first PPO epoch: the others move the policy on.
-            self._steps = [*self._steps, self._sums.epochs * self._sums["step_gap"] / steps][-LATE_UPDATES:]
+            # Two passes with the same weights differ by a little. Each PPO epoch moves as far as the first.
+            noise = self._sums["own_gap"] / (self._sums["own_tokens"] or 1.0)
+            moved = self._sums.epochs * max(self._sums["step_gap"] / steps - noise, 0.0)
+            self._steps = [*self._steps, moved][-LATE_UPDATES:]
         else:
             self._steps = []
         self._last_gap, self._updates = gap, self._updates + 1
@@ -320,7 +325,7 @@ class LogProbChecks(RunCheck):
         differences look like.
         """
         rules: tuple[tuple[str, Callable[[], RunWarning | None]], ...] = (
-            (LEARNING_RATE, self._far_step),
+            (LEARNING_RATE, lambda: self._far_step(has_moved=True)),
             ("positive", self._positive),
             ("misaligned", self._misaligned),
             ("own_log_probs", self._own_log_probs),
@@ -333,17 +338,25 @@ class LogProbChecks(RunCheck):
             ("stale_worker", self._stale_worker),
             ("partly_loaded", self._partly_loaded),
             (ENGINES_APART, lambda: self._apart() or self._apart_at_first()),
+            (LEARNING_RATE, lambda: self._far_step(has_moved=False)),
         )
         if not self._sums["tokens"]:
             rules = (("misaligned", self._misaligned),)
         return next(((rule, warning) for rule, check in rules if (warning := check()) is not None), None)
 
-    def _far_step(self) -> RunWarning | None:
-        """A learning rate far over all before, once these are more than the first steps of a warm-up."""
+    def _far_step(self, has_moved: bool) -> RunWarning | None:
+        """A learning rate far over all before, once these are more than the first steps of a warm-up.
+
+        Args:
+            has_moved (bool): Whether the policy, or the rollout, has to be far from where it was.
+        """
         if self._updates <= IN_A_ROW:
             return None
-        last, largest = self._progress.last_rates, self._progress.largest_rates
+        last, largest = self._progress.last_rate, self._progress.largest_rate
         if not 0 < RATE_FACTOR * largest <= last:
+            return None
+        moves = (self._sums.mean("moved"), self._distance), (self._sums.mean("gap"), self._last_gap)
+        if has_moved and all(now < max(APART_GAP, APART_GROWTH * before) for now, before in moves):
             return None
         return {
             "name": LEARNING_RATE,
@@ -420,7 +433,7 @@ class LogProbChecks(RunCheck):
             f"Training's log-probs differ from the rollout's by {gap:.2g} nats in the mean, and the reference's do not"
         )
         relation = self._hardly_related()
-        if relation:
+        if relation and gap > MISALIGNED_NATS:
             return {
                 "name": "misaligned",
                 "sentence": f"{apart}{relation}: training's belong to other "

@@ -24,7 +24,9 @@ class Progress:
         rates (float): The sum of the learning rates of all optimizer steps.
         rates_before (float): The same before this update.
         last_rates (float): That of the last update with a step.
-        largest_rates (float): The largest one of the updates before that.
+        rate (float): The largest learning rate of a step of this update.
+        last_rate (float): That of the last update with a step.
+        largest_rate (float): The largest one of the updates before that.
         since_resume (int, optional): 1 in the first step after a loaded checkpoint; None if none was loaded.
     """
 
@@ -32,7 +34,9 @@ class Progress:
     rates: float = 0.0
     rates_before: float = 0.0
     last_rates: float = 0.0
-    largest_rates: float = 0.0
+    rate: float = 0.0
+    last_rate: float = 0.0
+    largest_rate: float = 0.0
     since_resume: int | None = None
 
     @property

@@ -14,7 +14,7 @@ from .loss_scale import AT_ONCE
 from .progress import IN_A_ROW, Progress, RunCheck, resume_note
 
 # What a checkpoint keeps of how far a run is.
-_KEPT = ("rates", "last_rates", "largest_rates")
+_KEPT = ("rates", "last_rates", "last_rate", "largest_rate")
 
 
 class RunChecks:
@@ -66,6 +66,7 @@ class RunChecks:
     def add_step(self, learning_rate: float) -> None:
         """Adds an optimizer step that is taken."""
         self.progress.rates += learning_rate
+        self.progress.rate = max(self.progress.rate, learning_rate)
 
     def warnings(self, of_mini_batch: bool = False) -> list[RunWarning]:
         """The warnings of the update so far, the weightiest first: dicts of `name`, `sentence`, `check` and, where it
@@ -114,5 +115,5 @@ class RunChecks:
         progress = self.progress
         # Last: the checks compare those of the updates before.
         if rates := progress.rates - progress.rates_before:
-            progress.largest_rates = max(progress.largest_rates, progress.last_rates)
-            progress.last_rates = rates
+            progress.largest_rate = max(progress.largest_rate, progress.last_rate)
+            progress.last_rates, progress.last_rate, progress.rate = rates, progress.rate, 0.0

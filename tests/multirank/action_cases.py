@@ -1,7 +1,11 @@
-"""What a spike leads to, held against an unpatched actor."""
+"""What a spike leads to, held against an unpatched actor whose forward detaches the planted tokens."""
 
 import contextlib
+import json
 import math
+import os
+import tempfile
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +13,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from actor_cases import Run, beginning, break_embedding, compare_runs, distance, ends_of, stock_run, train
-from actors import DEVICE, IDENTITY_THRESHOLD, PROMPT, Case, build_actor, stock_dp_actor
+from actors import (
+    DEVICE,
+    ENGINE,
+    FIRST_RELEASE,
+    IDENTITY_THRESHOLD,
+    PROMPT,
+    Case,
+    build_actor,
+    dp_actor,
+    local,
+    parts,
+    stock_dp_actor,
+)
 from batches import build_batch
 from oracle import brute_force
 from verl import DataProto
@@ -34,18 +50,47 @@ def compared(
 
 
 def drop(case: Case) -> tuple[list[float], Run]:
-    """The relative distance, for every step, from the gradient of an actor whose planted tokens have no gradient."""
+    """The relative distance, for every step, from the gradient of an actor that detaches the planted tokens."""
 
-    def still(batch: DataProto) -> None:
-        """No advantage, and a reference with the model's own log-prob."""
-        for rank, row, position in (*case.planted, *case.nan):
-            if rank == dist.get_rank():
-                batch.batch["advantages"][row, position] = 0.0
-                if case.kl:
-                    batch.batch["ref_log_prob"][row, position] = batch.batch["old_log_probs"][row, position]
+    def prepare(actor: Any) -> None:
+        batch = build_batch(case, dist.get_rank())
+        places = [(row, position) for rank, row, position in (*case.planted, *case.nan) if rank == dist.get_rank()]
+        forward = actor._forward_micro_batch
+
+        def detaching_forward(micro_batch: dict[str, Any], *arguments: Any, **options: Any) -> Any:
+            outputs = forward(micro_batch, *arguments, **options)
+            entropy, log_prob = parts(outputs)
+            keep = torch.ones_like(log_prob, dtype=torch.bool)
+            for row, position in places:
+                here = (micro_batch["input_ids"].cpu() == batch.batch["input_ids"][row]).all(-1)
+                keep[here, position] = False
+            log_prob = torch.where(keep, log_prob, log_prob.detach())
+            entropy = None if entropy is None else torch.where(keep, entropy, entropy.detach())
+            return (entropy, log_prob) if FIRST_RELEASE else {"log_probs": log_prob, "entropys": entropy}
+
+        def of_the_engine(micro_batch: Any, loss: Callable[..., Any], forward_only: bool) -> Any:
+            def detaching(values: torch.Tensor) -> torch.Tensor:
+                flat = values.values()
+                keep = torch.ones(len(flat), dtype=torch.bool, device=flat.device)
+                ends = values.offsets()[1:].tolist()
+                for row, position in places:
+                    whole = batch.batch["input_ids"][row][batch.batch["attention_mask"][row].bool()]
+                    length = int(batch.batch["attention_mask"][row, PROMPT:].sum())
+                    for sequence, end in zip(micro_batch["input_ids"].unbind(), ends, strict=True):
+                        if torch.equal(sequence.cpu(), whole):
+                            keep[end - length - 1 + position] = False
+                flat = torch.where(keep, flat, flat.detach())
+                return torch.nested.nested_tensor_from_jagged(flat, values.offsets())
+
+            def computed(model_output: dict[str, torch.Tensor], **others: Any) -> Any:
+                return loss(model_output={name: detaching(value) for name, value in model_output.items()}, **others)
+
+            return forward(micro_batch, computed, forward_only)
+
+        actor._forward_micro_batch = of_the_engine if ENGINE else detaching_forward
 
     run = train(case, spike_action="drop", **DETECTION)
-    stock = train(case, stock_dp_actor(), change_batch=still)
+    stock = train(case, stock_dp_actor(), prepare=prepare)
     return [distance(*both) for both in zip(run.gradients, stock.gradients, strict=True)], run
 
 
@@ -153,39 +198,61 @@ def overflow(case: Case) -> tuple[dict[str, bool], Run, list[float]]:
     return same, run, [scaler.get_scale() for scaler in scalers]
 
 
-def updates_of_the_worker(case: Case, directory: str) -> list[tuple[int, float, int]]:
+def update_of_the_worker(case: Case) -> tuple[str, list[float], list[int], list[bool]]:
     """Two updates by verl's worker, of which the first is skipped; parameters and optimizer are offloaded between them.
 
     Returns:
-        list: Of each, how many spikes it had; after it, the learning rate and how many steps the optimizer has taken.
+        tuple: The events that the first update hands up; the learning rate after each update; the optimizer's steps
+            after each; whether the parameters are those of an unpatched actor after each.
     """
+    from verl.utils.gradloc.adapters.watch import Watch
     from verl.workers.fsdp_workers import ActorRolloutRefWorker
 
     import embedded  # noqa: F401  what torch lacks on a CPU
 
-    actor = build_actor(case, spike_action="skip", bisect_dump_dir=directory, **DETECTION)
-    optimizer = actor.actor_optimizer
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    worker = SimpleNamespace(
-        _is_actor=True,
-        _is_offload_param=True,
-        _is_offload_optimizer=True,
-        actor=actor,
-        actor_module_fsdp=actor.actor_module,
-        actor_optimizer=optimizer,
-        actor_lr_scheduler=scheduler,
-        ulysses_sharding_manager=contextlib.nullcontext(),
-        flops_counter=SimpleNamespace(estimate_flops=lambda *_, **__: (0.0, 1.0)),
-        tokenizer=SimpleNamespace(pad_token_id=0),
-        config=SimpleNamespace(actor=actor.config),
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
-    )
-    found = []
-    for seed in range(2):
+    def build(module: Any, **options: Any) -> SimpleNamespace:
+        actor = build_actor(case, module, **options)
+        actor.watch = getattr(actor, "watch", Watch(actor.config, lambda: 1.0, 1))  # the unpatched actor has none
+        return SimpleNamespace(
+            _is_actor=True,
+            _is_offload_param=True,
+            _is_offload_optimizer=True,
+            actor=actor,
+            actor_module_fsdp=actor.actor_module,
+            actor_optimizer=actor.actor_optimizer,
+            actor_lr_scheduler=torch.optim.lr_scheduler.LambdaLR(actor.actor_optimizer, lambda step: 1 / (1 + step)),
+            ulysses_sharding_manager=contextlib.nullcontext(),
+            flops_counter=SimpleNamespace(estimate_flops=lambda *_, **__: (0.0, 1.0)),
+            tokenizer=SimpleNamespace(pad_token_id=0),
+            config=SimpleNamespace(actor=actor.config),
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+        )
+
+    def update(worker: SimpleNamespace, seed: int) -> DataProto:
         batch = build_batch(case, dist.get_rank(), seed)
         batch.meta_info["global_token_num"] = [1]
-        ActorRolloutRefWorker.update_actor(worker, batch)
-        steps = max((int(state["step"]) for state in optimizer.state.values()), default=0)
-        found.append((len(actor.gradloc.events), scheduler.get_last_lr()[0], steps))
-    return found
+        return ActorRolloutRefWorker.update_actor(worker, batch)
+
+    folder = tempfile.TemporaryDirectory()
+    worker = build(dp_actor, spike_action="skip", bisect_dump_dir=folder.name, **DETECTION)
+    stock = build(stock_dp_actor())
+    events, rates, steps, same = [], [], [], []
+    for seed in range(2):
+        output = update(worker, seed)
+        if seed:
+            update(stock, seed)
+        else:
+            stock.actor_lr_scheduler.step()
+        assert set(output.meta_info) == {"metrics"}
+        events.append(worker.actor.gradloc.events)
+        # Rank 0 writes for all.
+        assert sorted(os.listdir(folder.name)) == (
+            [".run.lock", "spikes.jsonl", "steps.jsonl"] if dist.get_rank() == 0 else []
+        )
+        rates.append(worker.actor_lr_scheduler.get_last_lr()[0])
+        state = worker.actor_optimizer.state.values()
+        steps.append(max((int(entry["step"]) for entry in state), default=0))
+        ours, theirs = ([local(p).cpu() for p in one.actor_module_fsdp.parameters()] for one in (worker, stock))
+        same.append(all(map(torch.equal, ours, theirs)))
+    return json.dumps(events), rates, steps, same

@@ -104,6 +104,7 @@ def check_unit(found: dict[str, Any], unit: Unit, threshold: float, tolerance: f
 @on_ranks(
     on_engine(2, Case("fsdp1", checkpointing=True, mini_batch=4, epochs=2, kl=True)),
     (2, Case("fsdp1-orig", checkpointing=True, tied=True, mini_batch=4, kl=True, entropy=True)),
+    (2, Case("fsdp2", tied=True, entropy=True, loss_agg_mode=MODES[3], mini_batch=4)),
     on_engine(2, Case(loss_agg_mode=MODES[1], dynamic=True)),
     # Rows without an advantage, as those of a group with equal rewards: beside others, and all of a micro-batch.
     on_engine(2, Case(mini_batch=4, still=STILL, clipped=CLIPPED, dual_clipped=((0, 5, 3),), loss_agg_mode=MODES[2])),
@@ -173,9 +174,11 @@ def figures_of(case: Case, units: list[Unit]) -> dict[str, float]:
     (2, Case("fsdp2", mini_batch=4, still=STILL, clipped=CLIPPED, kl=True, planted=THREE)),
     (2, Case("fsdp2", loss_mode="gspo", mini_batch=4, planted=THREE)),
     on_engine(2, Case("fsdp1-orig", dynamic=True, trigger="global", planted=THREE)),
+    (1, Case("fsdp1", dynamic=True, mini_batch=4, planted=((0, 0, 1), (0, 5, 9)))),
     (2, Case("fsdp1", model="lora", planted=ONE)),
     on_engine(2, Case(model="lora", planted=THREE)),
     (2, Case("fsdp1-orig", model="frozen", planted=ONE)),
+    (2, Case(model="frozen", planted=ONE)),
     # Whole micro-batches reach every expert on every rank, or FSDP2 could not train on them; parts of them do not.
     (2, Case("fsdp1", model="moe", micro_batch=8, planted=THREE)),
     on_engine(2, Case("fsdp2", model="moe", micro_batch=8, planted=THREE)),

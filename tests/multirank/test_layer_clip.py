@@ -123,11 +123,14 @@ def run_actor(case: Case, options: dict[str, Any]) -> dict[str, Any]:
     options = {**options, "layer_clip": VerlLayerClipConfig(enable=True, **options.get("layer_clip", {}))}
     made: list[Any] = []
     run = actor_cases.train(case, prepare=made.append, **options)
-    clip = made[0].layer_clip
-    seen = torch.zeros((), dtype=torch.float64, device=actors.DEVICE)
-    for gradient in run.gradients[-1] if run.gradients else []:
-        seen += gradient.double().square().sum() / (2 if case.hsdp else 1)
-    dist.all_reduce(seen)
+    clip, replicas = made[0].layer_clip, 2 if case.hsdp else 1
+    squares = [float(gradient.double().square().sum()) / replicas for gradient in (run.gradients or [[]])[-1]]
+    by_layer: dict[str, float] = {}
+    if squares and case.wrap in ("fsdp2", "none"):  # FSDP1's optimizer sees flat parameters, which are no layers
+        names = [layer_of(name) for name, p in made[0].actor_module.named_parameters() if p.requires_grad]
+        for name, square in zip(names, squares, strict=True):
+            by_layer[name] = by_layer.get(name, 0.0) + square
+    everywhere = actors.gathered((by_layer, sum(squares)))
     return {
         "metrics": run.metrics,
         "events": run.events,
@@ -135,7 +138,8 @@ def run_actor(case: Case, options: dict[str, Any]) -> dict[str, Any]:
         "last_step": clip.last_step,
         "layers": clip.layers,
         "steps": len(run.gradients),
-        "seen": seen.sqrt().item(),
+        "seen": math.sqrt(sum(total for _, total in everywhere)),
+        "seen_by_layer": {name: math.sqrt(sum(part[name] for part, _ in everywhere)) for name in by_layer},
     }
 
 
@@ -304,7 +308,11 @@ def same(results: list[dict[str, Any]]) -> dict[str, Any]:
 def check_seen(result: dict[str, Any]) -> float:
     """The optimizer has seen what LayerClip left of the last step's gradient, after the global clip at norm 1."""
     clipped = math.sqrt(sum((layer["norm"] * layer["factor"]) ** 2 for layer in result["last_step"].values()))
-    assert result["seen"] == pytest.approx(clipped * min(1.0, 1 / (clipped + 1e-6)), rel=1e-5)
+    scale = min(1.0, 1 / (clipped + 1e-6))
+    assert result["seen"] == pytest.approx(scale * clipped, rel=1e-5)
+    if result["seen_by_layer"]:
+        by_layer = {name: scale * layer["norm"] * layer["factor"] for name, layer in result["last_step"].items()}
+        assert result["seen_by_layer"] == pytest.approx(by_layer, rel=EXACT)
     return clipped
 
 

@@ -1,4 +1,4 @@
-"""The documentation: its links lead somewhere, it names every field of the evidence, and it is short and plain."""
+"""The documentation: its links lead somewhere, and it names what the evidence and the code have."""
 
 import re
 from collections.abc import Callable
@@ -88,6 +88,15 @@ def test_the_tables_of_fields_are_those_of_the_code() -> None:
         named = re.findall(r"`(\w+)`", " ".join(re.findall(r"^(`.*?) \|", table, re.M)))
         assert sorted(named) == sorted(get_type_hints(getattr(lines, field_tables.TABLES[name])))
     assert fields(schema.EVENT) | fields(schema.NOTE) <= in_backticks(EVIDENCE)
+
+
+def test_the_way_of_a_spike_leads_through_files_that_exist() -> None:
+    section = (ROOT / "CONTRIBUTING.md").read_text().split("## The way of a spike")[1].split("\n## ")[0]
+    package, folder, files = ROOT / "gradloc", "", []
+    for name in re.findall(r"`([\w/]+\.py)`", section):  # a bare name is in the folder of the one before it
+        folder = name.rpartition("/")[0] if "/" in name or (package / name).is_file() else folder
+        files.append(package / folder / Path(name).name)
+    assert len(files) == len(set(files)) == 28 and all(file.is_file() for file in files)
 
 
 def test_the_table_of_sources_is_that_of_the_code() -> None:

@@ -156,6 +156,7 @@ class Run:
         reference (bool): Whether the reference's log-probs are known.
         resumed_after (int | None): After this step, the rollout gets the weights once.
         halves (bool): Each step has two mini-batches, the first and the second half of the responses.
+        epochs (int): How often a step trains on them.
     """
 
     behind: int | None = 0
@@ -168,6 +169,7 @@ class Run:
     reference: bool = True
     resumed_after: int | None = None
     halves: bool = False
+    epochs: int = 1
     responses: int = 48
     length: int = 40
 
@@ -226,6 +228,7 @@ def warned(
     first: int = 1,
     rates: Mapping[int, float] = MappingProxyType({}),
     halves: bool = False,
+    epochs: int = 1,
 ) -> list[list[dict[str, Any]]]:
     """The warnings of each of some steps, which begin with `first`; with other learning rates than 1e-6 in some."""
     checks, found = checks or RunChecks(), []
@@ -240,6 +243,8 @@ def warned(
             sums = own_sums([part], number == 0, checks.log_probs.bypass)
             checks.take_in(sums.tolist(), alignment=own_alignment([part]).tolist())
             checks.state_dict()  # a checkpoint, for which rank 0 alone asks, changes nothing
+        for _ in range((epochs - 1) * len(parts)):
+            checks.take_in(None)
         checks.add_step(rates.get(step, 1e-6))
         found.append(checks.warnings())
     return found
@@ -423,7 +428,7 @@ QUIET = {"rate": 0.0, "noise": 0.005}
         ({**run, "rate": 0.05, "noise": noise}, 1, NOTHING, expected, said)
         for noise in (0.0, 0.02)
         for run, expected, said in (
-            ({"behind": None}, "..????SSSS", "the weights of step 1: its log-probs are nearer to the reference's"),
+            ({"behind": None}, "..???SSSSS", "the weights of step 1: its log-probs are nearer to the reference's"),
             ({"scale": 0.5}, "...~~~~SSSSS", "at too small a scale: its log-probs have gone about 47% of the policy's"),
             ({"scale": 2.0}, "...~~~~DDDDD", "have gone about 1.8 times as far from the reference's as the policy's"),
         )
@@ -502,6 +507,7 @@ QUIET = {"rate": 0.0, "noise": 0.005}
     ({**LARGE_STEPS, "behind": 1}, 1, NOTHING, "....AAAAAAAA", "late by some steps"),
     ({**LATE, "halves": True, "warm_up": True, "noise": 0.05}, 1, NOTHING, "..........AA", "late by some steps"),
     ({**MOVING, "halves": True}, 4, OTHER_KERNEL, "...OOOOO", "the reference's do not"),
+    ({**MOVING, "halves": True, "epochs": 200}, 4, OTHER_KERNEL, "...ooooo", ""),  # that move it as far
     # Rollouts that agree to the bit are no bypass mode: one mini-batch is of the worker with old weights.
     ({**ONE_OF_TWO, "halves": True}, 1, agree_to_the_bit_in_half, "??????PPP", "For 50% of the responses"),
     # A shift is told with the step since which it lasts; in a few responses, in the third update that has it.
@@ -516,7 +522,7 @@ def test_what_is_wrong_in_a_run_is_named(
     batches = list(steps(Run(**{"noise": 0.01, "rate": 0.01, **run}), len(expected)))
     for number, tokens in enumerate(batches[begin - 1 :]):
         spoil(tokens, number)
-    found = warned(batches, halves=run.get("halves", False))
+    found = warned(batches, halves=run.get("halves", False), epochs=run.get("epochs", 1))
     assert re.fullmatch("".join(letters.get(x, x) for x in expected), told(found)), told(found)
     assert not said or said in found[-1][0]["sentence"]
 
@@ -748,11 +754,21 @@ def test_a_policy_that_moved_far_is_told_by_its_learning_rate(rate: float, resum
 
 
 @pytest.mark.parametrize(
-    "rate", [lambda step: step, lambda step: step**3, lambda step: 3**step, lambda step: step not in (4, 5, 6)]
+    "rate", [lambda step: step, lambda step: step**3, lambda step: 3**step, lambda step: step not in (5, 6, 7)]
 )
 def test_a_learning_rate_that_warms_up_or_pauses_is_usual(rate: Callable[[int], float]) -> None:
-    rates = {step: 1e-7 * rate(step - 1) for step in range(1, 13)}
-    assert told(warned(steps(Run(rate=0.02, noise=0.02), 12), rates=rates)) == "." * 12
+    rates, checks = {step: 1e-7 * rate(step - 1) for step in range(1, 13)}, RunChecks()
+    batches = list(steps(Run(rate=0.02, noise=0.02), 12))
+    found = warned(batches[:7], checks, rates=rates) + warned(batches[7:], resumed(checks), 8, rates)
+    assert told(found) == "." * 12
+
+
+def test_blocks_that_are_not_trained_are_no_comparison() -> None:
+    checks = RunChecks()
+    for step in range(1, 7):
+        checks.start_update(step)
+        checks.layers.take_in({}, dict.fromkeys(BLOCKS, 0.0) | {"layers.1": 1.0})
+        assert checks.warnings() == []
 
 
 @pytest.mark.parametrize(("behind", "rate", "temperature"), [(1, 0.1, 0.7), (1, 0.05, 1.4), (0, 0.0, 0.85)])

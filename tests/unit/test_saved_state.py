@@ -20,7 +20,7 @@ from verl.utils.gradloc.adapters.watch import FORM, STATE_FILE, read_state, writ
 LAYER = {"warmup": [], "count": 30, "mean": 1.5, "deviation": 0.25, "floor": 0.125}
 WARMING_UP = {"warmup": [1.0, 2.0], "count": 2, "mean": 0.0, "deviation": 0.0, "floor": 0.0}
 SIGNAL = {"recent": [1.0, 2.0], "count": 21, "average": 1.5}
-RUN_CHECKS = {"rates": 0.5, "last_rates": 0.25, "largest_rates": 0.125}
+RUN_CHECKS = {"rates": 0.5, "last_rates": 0.25, "last_rate": 0.25, "largest_rate": 0.125}
 RUN_CHECKS |= {"readings": [[math.nan, 3], [0.25, None]], "stride": 2}
 RUN_CHECKS |= {"since_reading": 1, "times": {"stale_reference": 2}, "updates": 3, "last_gap": 0.25, "least": math.inf}
 RUN_CHECKS |= {"first_gap": 0.03, "misaligned_since": None, "last_tilt": 0.25}
