@@ -90,7 +90,7 @@ def test_each_token_is_a_row_and_its_step_is_marked(tmp_path: Path, view: Any) -
     assert [series.name for series in cut.series] == ["dropped", "reduced", "left"]
 
 
-def test_fields_of_a_later_patch_are_read_over_and_malformed_lines_skipped(summary: Any, tmp_path: Path) -> None:
+def test_later_fields_are_read_over_and_malformed_lines_skipped(summary: Any, tmp_path: Path) -> None:
     line = clip(4, [{**one(), "mood": "bad"}])
     line = {**line, "mood": "bad", "token_clip": {**line["token_clip"], "mood": "bad"}}
     odd = [writer.jsonable(clip(4, [one()])) for _ in range(3)]

@@ -81,7 +81,7 @@ def test_a_far_reward_is_named_in_one_response_or_several(reward: float, advanta
         assert (said["culprits"], said["ordinary"]) == (1 / 3, 16 / 64)
 
 
-def test_a_far_reward_that_many_have_is_how_their_prompts_are_rewarded() -> None:
+def test_a_far_reward_that_many_have_is_how_prompts_are_rewarded() -> None:
     """Of three prompts of four, right answers count 15 instead of 1."""
     rows, _ = mini_batch(special=0)
     for place, row in rows.items():
