@@ -350,7 +350,7 @@ class LogProbChecks(RunCheck):
         Args:
             has_moved (bool): Whether the policy, or the rollout, has to be far from where it was.
         """
-        if self._updates <= IN_A_ROW:
+        if self._updates < IN_A_ROW:
             return None
         last, largest = self._progress.last_rate, self._progress.largest_rate
         if not 0 < RATE_FACTOR * largest <= last:

@@ -14,9 +14,10 @@ from plain_passes import Loop
 
 from gradloc import GradLoc, GradLocConfig, LayerClipConfig, TokenClipConfig, record_events
 from gradloc.evidence.writer import jsonable
-from gradloc.fsdp.collectives import RankLostError
+from gradloc.fsdp.collectives import RankFailedError, RankLostError, broadcast
 from gradloc.fsdp.failed_pass import RecordedCollectives
 from gradloc.judge.judgement import judged
+from gradloc.measure.local_norms import LocalNorms
 from gradloc.measure.passes import Passes
 
 
@@ -42,6 +43,21 @@ def test_bad_settings_are_refused_with_the_key_to_mend(key: str, value: Any, wan
     kind = {"layer_clip": LayerClipConfig, "token_clip": TokenClipConfig, "": GradLocConfig}[clip]
     with pytest.raises(ValueError, match=rf"{re.escape(f'{key} must be {wanted}')}.*, got {re.escape(repr(value))}"):
         kind(**{name: value})
+
+
+def test_local_norms_leave_no_hook_behind() -> None:
+    model = torch.nn.Linear(4, 2)
+    norms = LocalNorms(model, torch.device("cpu"))
+    for closed in (False, True):
+        norms.start()
+        model(torch.randn(3, 4)).sum().backward()
+        assert (norms.stop().sum() == 0) == closed
+        norms.close()
+
+
+def test_a_sender_that_fails_fails_on_all_ranks() -> None:
+    with pytest.raises(RankFailedError, match="rank 0: ValueError: unreadable"):
+        broadcast(Mock(side_effect=ValueError("unreadable")), 0)
 
 
 def test_a_pass_that_loses_a_rank_leaves_no_recording(monkeypatch: Patch) -> None:

@@ -754,7 +754,7 @@ def test_a_policy_that_moved_far_is_told_by_its_learning_rate(rate: float, resum
 
 
 @pytest.mark.parametrize(
-    "rate", [lambda step: step, lambda step: step**3, lambda step: 3**step, lambda step: step not in (5, 6, 7)]
+    "rate", [lambda step: step, lambda step: (step + 1) ** 3, lambda step: 3**step, lambda step: step not in (5, 6, 7)]
 )
 def test_a_learning_rate_that_warms_up_or_pauses_is_usual(rate: Callable[[int], float]) -> None:
     rates, checks = {step: 1e-7 * rate(step - 1) for step in range(1, 13)}, RunChecks()
