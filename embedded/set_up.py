@@ -62,7 +62,7 @@ def set_up_venv(venv: Path, target: str, root: Path, *, plugin: bool = False) ->
         installer.install("--no-deps", "-r", str(no_deps))
         _note(venv / "ready", wanted)
     sources = [root / "pyproject.toml", venv / "ready"]
-    for folder in ("gradloc", "gradloc_tools", "plugin", "rewards", "config"):
+    for folder in ("gradloc", "gradloc_judge", "gradloc_tools", "plugin", "rewards", "config"):
         sources += sorted(file for file in (root / folder).rglob("*.*") if file.is_file() and file.suffix != ".pyc")
     if not plugin:
         parts = ("package.patch", f"{target}/hooks.patch", f"{target}/fixes.patch")

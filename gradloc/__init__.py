@@ -6,7 +6,8 @@ The parts of the package. A file imports from its own part and from those above 
 
 - version, guarded, lines: the version; errors of a diagnostic; the lines of the evidence, as types
 - config, threshold: the settings, and what they may be; τ, and when a norm is over its threshold
-- judge: rules, verdicts, warnings and sentences, from figures alone: no torch, no collective calls
+- sources, sums: what looks wrong with a token; what is summed up of each mini-batch
+- judging: asks the package gradloc_judge, where there is one, what that means
 - fsdp: FSDP's state around extra passes, and collective calls
 - layers: what a layer is, the reduced gradient's norms by layer, LayerClip
 - token_clip: TokenClip, which acts in the backward pass
@@ -21,8 +22,8 @@ The parts of the package. A file imports from its own part and from those above 
 - critic_watch: watches a critic's passes, and says what a spike of its gradient comes from
 - adapters: the only part that knows verl
 
-What reads the evidence afterwards is the package gradloc_tools. It imports parts of this one where there is no torch,
-so the names below are imported when they are asked for.
+What the facts mean says the package gradloc_judge, and what reads the evidence afterwards is the package gradloc_tools.
+They import parts of this one where there is no torch, so the names below are imported when they are asked for.
 """
 
 import importlib

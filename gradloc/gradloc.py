@@ -19,7 +19,6 @@ from .config import GradLocConfig
 from .evidence.event import build_event
 from .fsdp import collectives
 from .fsdp.state import set_aside, undisturbed
-from .guarded import guarded
 from .layers.layer_clip import LayerClip
 from .lines import Event, RunWarning, Where
 from .measure.mini_batch import MiniBatch, OrdinaryGradient
@@ -119,12 +118,8 @@ class GradLoc(PassRecorder):
 
     @property
     def warnings(self) -> list[RunWarning]:
-        """What is wrong with the run in the update so far; see `RunChecks.warnings`."""
-        found: list[RunWarning] = []
-        if not self.is_off:
-            with guarded("what is wrong with the run is not written"):
-                found = self._warnings.checks.warnings()
-        return found
+        """What is wrong with the run in the update so far; see `RunWarnings.warnings`."""
+        return [] if self.is_off else self._warnings.warnings()
 
     def start_mini_batch(self) -> None:
         """Discards the events and passes of the last mini-batch; the update's metrics still count the events."""
@@ -137,7 +132,7 @@ class GradLoc(PassRecorder):
         self._metrics = UpdateMetrics()
         self.is_off = self._model is None
         self._global_step = global_step
-        self._warnings.checks.start_update(global_step)
+        self._warnings.start_update(global_step)
 
     def locate(self, epoch: int, mini_batch: int) -> Located:
         """Checks the mini-batch's gradient, and on a spike finds the culprits. A collective call.
@@ -167,21 +162,21 @@ class GradLoc(PassRecorder):
 
         `misplaced_share` is the share of responses whose log-probs belong to other tokens.
         """
-        share = self._warnings.checks.log_probs.misplaced_share()
+        share = self._warnings.misplaced_share()
         return self._metrics.metrics() | ({} if share is None else {"actor/gradloc/misplaced_share": share})
 
     def state_dict(self) -> dict[str, Any]:
         """What has been learned of the run, for any number of ranks; to be saved by rank 0, whose seconds count."""
         return {
             **self._threshold.state_dict(),
-            "run_checks": self._warnings.checks.state_dict(),
+            "run_checks": self._warnings.state_dict(),
             "search_time": self._search_time.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Restores `state_dict`; with None (no saved state) the warm-up of an automatic threshold starts over."""
         self._threshold.load_state_dict(state)
-        self._warnings.checks.load_state_dict(None if state is None else state.get("run_checks"))
+        self._warnings.load_state_dict(None if state is None else state.get("run_checks"))
         self._search_time.load_state_dict(None if state is None else state.get("search_time"))
 
     def _locate(self, where: Where) -> Located:
@@ -255,8 +250,8 @@ class GradLoc(PassRecorder):
                 action,
                 done,
                 started,
-                steps_since_resume=self._warnings.checks.progress.since_resume,
-                warnings=partial(self._warnings.checks.warnings, of_mini_batch=True),
+                steps_since_resume=self._warnings.steps_since_resume,
+                warnings=partial(self._warnings.warnings, of_mini_batch=True),
                 layer_clip=layer_clip,
                 keep=partial(self._keep_bundle, gradient, findings),
             )

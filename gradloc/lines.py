@@ -8,6 +8,7 @@ is that of its field, and of the fields right above it that have none. A float t
 the file.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any, TypedDict
 
 # The version of all lines; the reader takes these versions.
@@ -422,3 +423,8 @@ class Note(Form, InStep):
     note: Annotated[str, ("enum", ("text_limit", "rate_limit", "size_limit", "unwritable"))]
     count: Count  # how many of these
     message: str  # the note in a sentence
+
+
+def kind_of(line: Mapping[str, Any]) -> str:
+    """What a line of an update is: "spike", "clip" (see TokenClip) or "critic"."""
+    return "clip" if "token_clip" in line else "critic" if "values" in line else "spike"

@@ -1,28 +1,27 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The metrics of an update, and the warnings that need no spike; the same on every rank."""
+"""The metrics of an update, the same on every rank, and the warnings that need no spike."""
 
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .evidence.token_facts import off_the_rollout
+from .fsdp import collectives
 from .guarded import guarded
-from .judge.advantages import COLUMN_SUMS
-from .judge.alignment import ALIGNMENT_SUMS
-from .judge.log_prob_sums import SUMS
-from .judge.loss_scale import SCALE_FIGURES, loss_scale_warning
-from .judge.rules import HOLDS, UNLIKELY
-from .judge.run_checks import RunChecks
-from .lines import Event, Where
-from .measure.alignment import own_alignment
+from .judging import judge
+from .lines import Event, RunWarning, Where
+from .measure.alignment import misplaced_share, own_alignment
 from .measure.micro_batch import MicroBatch
 from .measure.mini_batch import MiniBatch
 from .measure.passes import WatchedModel
 from .measure.run_sums import own_columns, own_scale_figures, own_sums
+from .sources import HOLDS, UNLIKELY
+from .sums import ALIGNMENT_SUMS, COLUMN_SUMS, SCALE_FIGURES, SUMS
 
 OWN_FIGURES = 6
 # What is summed up of an update's spikes.
@@ -124,12 +123,41 @@ def figure_sizes(model: WatchedModel, is_first: bool) -> list[int]:
 
 
 class RunWarnings:
-    """Checks each mini-batch of a run; the same on every rank."""
+    """Sums up each mini-batch of a run, the same on every rank; on rank 0, the judge says what is wrong by these sums.
+
+    Args:
+        learning_rate (Callable): See `GradLoc`.
+    """
 
     def __init__(self, learning_rate: Callable[[], float | Tensor]) -> None:
-        self.checks = RunChecks()
-        self._learning_rate = learning_rate  # see `GradLoc`
+        found = judge() if collectives.rank() == 0 else None
+        self._checks = None if found is None else found.RunChecks()
+        self._learning_rate = learning_rate
         self._said: set[str] = set()
+        # Of the update so far.
+        self._sums = torch.zeros(len(SUMS) + ALIGNMENT_SUMS, dtype=torch.float64)
+
+    @property
+    def steps_since_resume(self) -> int | None:
+        """1 in the first step after a loaded checkpoint; None if none was loaded, or without the judge."""
+        return None if self._checks is None else self._checks.progress.since_resume
+
+    def warnings(self, of_mini_batch: bool = False) -> list[RunWarning]:
+        """See `RunChecks.warnings`; none without the judge."""
+        if self._checks is not None:
+            with guarded("what is wrong with the run is not written", self._said):
+                return self._checks.warnings(of_mini_batch)
+        return []
+
+    def misplaced_share(self) -> float | None:
+        """See `measure.alignment`, of the update so far."""
+        return misplaced_share(self._sums[len(SUMS) :])
+
+    def start_update(self, global_step: int | None) -> None:
+        """Begins an update."""
+        self._sums.zero_()
+        if self._checks is not None:
+            self._checks.start_update(global_step)
 
     def own_figures(
         self, micro_batches: Sequence[MicroBatch], scale: float, is_first: bool, model: WatchedModel
@@ -137,7 +165,9 @@ class RunWarnings:
         """What one rank knows of a mini-batch, for `take_in`: float64 of one dimension. No host sync."""
         tokens = [micro_batch.tokens for micro_batch in micro_batches]
         checked = [{**each, "unsampled": HOLDS["unsampled"](each, {})} for each in tokens]
-        sums = own_sums(checked, is_first, self.checks.log_probs.bypass)
+        # Whether the update so far had the rollout's log-probs for the old ones, as in verl's bypass mode.
+        bypass = not self._sums[SUMS.index("differing")]
+        sums = own_sums(checked, is_first, bypass)
         # None if it is unknown, or not the same for all.
         mode, *others = {micro_batch.loss_agg_mode for micro_batch in micro_batches}
         scales = own_scale_figures(tokens, scale, None if others else mode)
@@ -152,14 +182,20 @@ class RunWarnings:
         model, is_first = gradient.model, (where["epoch"], where["mini_batch"]) == (0, 0)
         *to_add, of_scale, weights, passes = figures.split(figure_sizes(model, is_first), dim=1)
         copies = model.sequence_parallel_size
+        sums, alignment, columns = (each[::copies].sum(0) for each in to_add)
         # All PPO epochs after the first have the same responses again.
-        sums, alignment, columns = (each[::copies].sum(0).tolist() if where["epoch"] == 0 else None for each in to_add)
-        self.checks.take_in(sums, loss_scale_warning(of_scale[::copies].tolist()), alignment, columns)
+        is_new = where["epoch"] == 0
+        if is_new:
+            self._sums += torch.cat([sums, alignment])
+        if self._checks is None:
+            return
+        of_tokens = (each.tolist() if is_new else None for each in (sums, alignment, columns))
+        self._checks.take_in(*of_tokens, of_scale[::copies].tolist())
         if is_first and gradient.squared_norms is not None:
             norms = model.reduced_norms
             of_weights = zip(norms.of_ranks(weights).sqrt().tolist(), norms.numels, strict=True)
             most = (passes[::copies].sum(0) / model.data_parallel_size).tolist()
-            self.checks.layers.take_in(
+            self._checks.layers.take_in(
                 dict(zip(norms.layers, of_weights, strict=True)),
                 dict(zip(norms.layers, gradient.squared_norms.sqrt().tolist(), strict=True)),
                 dict(zip(model.meter.layers, most, strict=True)),
@@ -167,10 +203,20 @@ class RunWarnings:
 
     def add_step(self) -> None:
         """Adds an optimizer step that is about to be taken."""
-        rate = 0.0
-        with guarded("the learning rate cannot be read; run checks take it for 0", self._said):
-            rate = float(self._learning_rate())  # an optimizer may have a tensor
-        self.checks.add_step(rate)
+        if self._checks is not None:
+            rate = 0.0
+            with guarded("the learning rate cannot be read; run checks take it for 0", self._said):
+                rate = float(self._learning_rate())  # an optimizer may have a tensor
+            self._checks.add_step(rate)
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """What the judge compares later updates with, on rank 0."""
+        return None if self._checks is None else self._checks.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Restores it."""
+        if self._checks is not None:
+            self._checks.load_state_dict(state)
 
 
 def _largest(log_ratios: Tensor, counted: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints, is_type
 
 from gradloc import lines
 from gradloc.evidence.writer import DEPTH
-from gradloc.judge.rules import SOURCES
+from gradloc_judge.rules import SOURCES
 
 Form = dict[str, Any]
 

@@ -18,12 +18,9 @@ from ..evidence.token_facts import context_evidence, text_evidence
 from ..evidence.writer import EVENTS_PER_STEP, STEP_FIGURES, jsonable, limit_texts, record_events, record_step
 from ..fsdp import collectives
 from ..guarded import guarded, warn_once
-from ..judge.advantages import LEAST_CHANCE, OF_GROUPS, OTHER_NUMBER, row_warnings
-from ..judge.judgement import judged, kind_of
-from ..judge.loss_scale import LOSS_SCALE
-from ..judge.misfire import Place, RewardedRow, may_need_rows, verdict_by_rows
-from ..judge.sentences import in_one_line
-from ..lines import RunWarning
+from ..judging import in_one_line, judge, judged
+from ..lines import RunWarning, kind_of
+from ..sums import LEAST_CHANCE, OTHER_NUMBER, Place, RewardedRow
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +103,7 @@ class TrainedData:
         return [RewardedRow(*row) for row in columns]
 
     def row_counts(self) -> Counter[str]:
-        """How many `rows` there are, and what `row_warnings` reads of them."""
+        """How many `rows` there are, and what the judge's `row_warnings` reads of them."""
         if "uid" not in self.columns:
             return Counter()
         read = {name: self.columns[name] for name in DATA_KEYS if name in self.columns}
@@ -141,7 +138,7 @@ class TrainedData:
         return counts
 
     def _pair_counts(self) -> Counter[str]:
-        """How many `pairs` there are of the rows, and how many of them are `contradicting`: see `order_warning`."""
+        """How many `pairs` there are of the rows, and how many `contradicting` ones: see `order_warning`."""
         counts: Counter[str] = Counter()
         name = next((name for name in REWARDS if name in self.columns), None)
         if name is None or not {"advantages", "response_mask"} <= self.columns.keys():
@@ -257,11 +254,11 @@ class UpdateEvidence:
         figures = {name: metrics[metric] for name, metric in names.items() if metric in metrics}
         warnings = [*read_warnings()]
         # A critic, whose update has no such figures, is trained on the same rows.
-        if figures:
-            warnings = [*row_warnings(counts), *warnings]
+        if figures and (found := judge()) is not None:
+            warnings = [*found.row_warnings(counts), *warnings]
         for each in warnings:
             warn_once(_said, f"Step {global_step}: {each['sentence']} {each['check']}", about=each["name"])
-        events = [_judged(event, warnings, rows.get(id(event))) for event in events]
+        events = [judged(event, warnings, rows.get(id(event))) for event in events]
         by_kind: dict[str, list[dict[str, Any]]] = {kind: [] for kind in _KINDS}
         for event in events:
             by_kind[kind_of(event)].append(event)
@@ -314,26 +311,14 @@ def _own_rows(events: Sequence[Any], data: TrainedData) -> dict[int, list[Reward
     rows: dict[int, list[RewardedRow] | None] = {}
     for number, event in enumerate(events):
         with guarded(_NOT_COMPARED):
-            if kind_of(event) == "spike" and may_need_rows(event):
+            if kind_of(event) == "spike" and _may_need_rows(event):
                 rows[number] = data.rewarded_rows(event)
     return rows
 
 
-def _judged(
-    event: Mapping[str, Any], warnings: Sequence[RunWarning], rows: Mapping[Place, RewardedRow] | None
-) -> dict[str, Any]:
-    """A line with what is judged of it at the end of its update, whose warnings these are, and by its rows."""
-    if kind_of(event) != "spike":
-        return judged(event)
-    # What was known with the spike, and what its update has shown; but a wrong scale is that of single mini-batches.
-    names, known = {each["name"] for each in warnings}, {each["name"] for each in event["warnings"]}
-    found = [each for each in event["warnings"] if each["name"] not in names]
-    found += [each for each in warnings if each["name"] in known or each["name"] != LOSS_SCALE]
-    line: Any = judged({**event, "warnings": sorted(found, key=lambda each: each["name"] in OF_GROUPS)})
-    if rows is not None:
-        with guarded(_NOT_COMPARED):
-            line["verdict"] = verdict_by_rows(line, rows)
-    return line
+def _may_need_rows(event: Mapping[str, Any]) -> bool:
+    """Whether the rows of an event's mini-batch may say more of it."""
+    return not event.get("drill") and (bool(event["culprits"]) or event["diagnosis"] == "nonfinite")
 
 
 def _tokens(line: Mapping[str, Any]) -> Sequence[dict[str, Any]]:

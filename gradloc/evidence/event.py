@@ -14,11 +14,12 @@ from torch import Tensor
 
 from .. import lines
 from ..fsdp import collectives
-from ..judge.rules import RULES, Medians, classify, has_large_advantage
-from ..measure.alignment import alignment_warning
+from ..judging import judge
+from ..measure.alignment import own_alignment
 from ..measure.micro_batch import AllFigures, MicroBatch, MicroBatchName, Token, movable, suspects
 from ..measure.mini_batch import MiniBatch, OrdinaryGradient
 from ..search.findings import Findings, Part
+from ..sources import HOLDS, Medians, classify, has_large_advantage
 from ..threshold import largest_first
 from ..version import __version__
 from .ordinary import largest_tokens, ordinary_counts, ordinary_shares, token_medians
@@ -93,8 +94,8 @@ def build_event(
         ordinary (OrdinaryGradient): What an earlier mini-batch says of ordinary tokens.
         where (Where): The mini-batch.
         started (float): What `time.perf_counter` gave when the search began.
-        steps_since_resume (int, optional): See `Progress.since_resume`.
-        warnings (Callable): Returns what `RunChecks.warnings` does.
+        steps_since_resume (int, optional): See `RunWarnings.steps_since_resume`.
+        warnings (Callable): Returns what `RunWarnings.warnings` does.
         medians (Mapping, optional): What `token_medians` gave in training; by default, that of this mini-batch.
         layer_clip (dict, optional): What `LayerClip.preview` gives, the same on every rank.
         drill (Drill, optional): What was planted, if it was.
@@ -172,7 +173,6 @@ def recorded_event(
         keep (Callable): Keeps the event's bundle, and returns its folder.
     """
     medians = token_medians(list(micro_batches.values()), alone=True)
-    found = alignment_warning([each.tokens for each in micro_batches.values()])
     event: lines.Event = {
         **_begun(loss_scale, world_size, Findings(threshold), medians, where),
         "action": action or "log",
@@ -183,10 +183,18 @@ def recorded_event(
         "micro_batches": sum(bool(movable(each.tokens).any()) for each in micro_batches.values()),
         "suspected": _suspected_tokens(micro_batches, medians),
         "suspected_ranks": sorted({rank for rank, _ in micro_batches}),
-        "warnings": [] if found is None else [found],
+        "warnings": _alignment_warnings([each.tokens for each in micro_batches.values()]),
     }
     replay = keep(event)
     return {**event, "replay": replay, "seconds": 0.0 if started is None else time.perf_counter() - started}
+
+
+def _alignment_warnings(micro_batches: Sequence[Mapping[str, Tensor]]) -> list[lines.RunWarning]:
+    """What these tokens alone say of the run; nothing without the judge."""
+    if (found := judge()) is None:
+        return []
+    warning = found.alignment_warning(own_alignment(micro_batches).tolist())
+    return [] if warning is None else [warning]
 
 
 def _begun(loss_scale: float, world_size: int, findings: Findings, medians: Medians, where: lines.Where) -> lines.Event:
@@ -265,7 +273,7 @@ def _measured_shares(
     if not under:
         return None
     sources = [_culprit(findings, token, facts[token], medians)["sources"] for token in under]
-    return {rule.name: sum(rule.name in each for each in sources) / len(under) for rule in RULES}
+    return {name: sum(name in each for each in sources) / len(under) for name in HOLDS}
 
 
 def _trigger(mini_batch: MiniBatch, findings: Findings) -> lines.Trigger:

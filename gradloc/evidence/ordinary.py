@@ -3,17 +3,23 @@
 """What is usual in a mini-batch, on all ranks: medians over its tokens, and how often rules hold for ordinary ones."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..fsdp import collectives
-from ..judge.rules import APART, HOLDS, RULES, Medians
 from ..measure.micro_batch import MicroBatch, MicroBatchName, movable
+from ..sources import APART, HOLDS, Facts, Medians, is_apart
 from .token_facts import token_facts
 
 _WITH_MEDIANS = ("advantage", "weight")
+# The sources that are known of many tokens: norms by layer are not.
+_OF_MANY: Mapping[str, Callable[[Facts, Medians], Any]] = {
+    **{name: holds for name, holds in HOLDS.items() if name != "layer"},
+    APART: lambda facts, _: is_apart(facts.get("rollout_log_prob"), facts.get("old_log_prob")),
+}
 # (index of the micro-batch in its rank's mini-batch, row in it, position in the response).
 Place = tuple[int, int, int]
 
@@ -32,9 +38,9 @@ def ordinary_counts(
         scale (float): The loss scale.
 
     Returns:
-        Tensor: float64, (1 + rules,): how many they are, and for how many each of `HOLDS` does; NaN where unknown.
+        Tensor: float64, (1 + rules,): how many they are, and for how many each of `_OF_MANY` does; NaN where unknown.
     """
-    counts, unknown = torch.zeros(1 + len(HOLDS), dtype=torch.float64), torch.tensor(math.nan, dtype=torch.float64)
+    counts, unknown = torch.zeros(1 + len(_OF_MANY), dtype=torch.float64), torch.tensor(math.nan, dtype=torch.float64)
     for index, micro_batch in enumerate(micro_batches):
         # The numbers from which a culprit's facts are made.
         tokens = micro_batch.portable(scale, inputs=False).tokens
@@ -45,14 +51,14 @@ def ordinary_counts(
             if at == index:
                 ordinary[row, position] = False
         facts = {**token_facts(tokens), "grad_norm": torch.where(tokens["broken"].bool(), math.nan, 1.0)}
-        holding = [holds(facts, medians) for holds in HOLDS.values()]
+        holding = [holds(facts, medians) for holds in _OF_MANY.values()]
         known = [unknown if each is None else (ordinary & each).sum() for each in holding]
         counts += torch.stack([ordinary.sum(), *known])
     return counts
 
 
 def ordinary_shares(by_rank: Sequence[Tensor]) -> dict[str, float | None]:
-    """The share of ordinary tokens for which each rule of `RULES` holds, by the `ordinary_counts` of all ranks' data.
+    """The share of ordinary tokens for which each of `HOLDS` does, by the `ordinary_counts` of all ranks' data.
 
     Gradients of single tokens are known for those that the search measured only, which are not a fair sample. So two
     rules differ:
@@ -65,9 +71,9 @@ def ordinary_shares(by_rank: Sequence[Tensor]) -> dict[str, float | None]:
         dict: By rule, and for `APART`; None where it is not known, or where no token is ordinary.
     """
     total, *holding = torch.stack([*by_rank]).sum(0).tolist()
-    known = zip(HOLDS, holding, strict=True)
+    known = zip(_OF_MANY, holding, strict=True)
     found = {name: count / total for name, count in known if total and not math.isnan(count)}
-    return {name: found.get(name) for name in (*(rule.name for rule in RULES), APART)}
+    return {name: found.get(name) for name in (*HOLDS, APART)}
 
 
 def largest_tokens(values: Mapping[MicroBatchName, Tensor], most: int) -> list[tuple[MicroBatchName, int, int]]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..guarded import PatientDisk, warn_once
-from ..judge.judgement import judged
+from ..judging import judged
 from ..lines import SCHEMA, RunWarning
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ a[t] is nearer to b[t + k] than to b[t], token for token, one of the two was tak
 
 Log-probs a and b and their mask (bool, the response's tokens) have the shape (rows, response length), as have the
 `tokens` of a micro-batch: `response_mask`, `log_prob`, and if available `old_log_prob`, `ref_log_prob`,
-`rollout_log_prob` and `after_eos`. Only `alignment_warning` waits for the device.
+`rollout_log_prob` and `after_eos`. Nothing here waits for the device.
 """
 
 import math
@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..judge.alignment import (
+from ..sums import (
+    ALIGNMENT_SUMS,
     COMPARED,
     FITS,
     LARGEST_LOG_RATIO,
@@ -27,11 +28,9 @@ from ..judge.alignment import (
     LOST_TIMES,
     MOSTLY,
     PAIR_SUMS,
+    PAIRS,
     SHIFTS,
-    find_off,
-    misaligned_warning,
 )
-from ..lines import RunWarning
 
 # The limits of the rules in docs/reference/verdict.md.
 LEAST_LOG_PROB = -10.0  # smaller log-probs count as this, so that a single broken one does not make a sum
@@ -269,11 +268,13 @@ def fits_another_row(first: Tensor, second: Tensor, mask: Tensor) -> Tensor:
 
 
 def own_alignment(micro_batches: Sequence[Mapping[str, Tensor]]) -> Tensor:
-    """What one rank knows of a mini-batch's alignment, for `find_off`; zeros where log-probs are missing.
+    """What one rank knows of a mini-batch's alignment, for the judge; zeros where log-probs are missing.
 
     Returns:
         Tensor: float64 of shape (ALIGNMENT_SUMS,).
     """
+    if not micro_batches:
+        return torch.zeros(ALIGNMENT_SUMS, dtype=torch.float64)
     width = max(tokens["response_mask"].shape[1] for tokens in micro_batches)
     names = set.intersection(*(set(tokens) for tokens in micro_batches))
     wanted = names & {"response_mask", "log_prob", "old_log_prob", "ref_log_prob", "rollout_log_prob", "after_eos"}
@@ -292,6 +293,24 @@ def own_alignment(micro_batches: Sequence[Mapping[str, Tensor]]) -> Tensor:
             sums = _sums_of_pair(a, other, mask, find_turns(mask), lost=name == "rollout_log_prob")
         found += [sums.get(each, zero).double() for each in PAIR_SUMS]
     return torch.stack(found)
+
+
+def misplaced_share(sums: Tensor) -> float | None:
+    """The share of the responses whose log-probs belong to other tokens, in the pair with most of them.
+
+    Args:
+        sums (Tensor): What `own_alignment` returned, added up over ranks and mini-batches.
+
+    Returns:
+        float: Without those whose log-probs have lost their relation, which may be chance; None without a response.
+    """
+    kinds = ["other_row", "zero_tail", "constant_tail", *(f"{way} {k}" for k in SHIFTS for way in ("whole", "inside"))]
+    shares = []
+    for of_pair in sums.view(len(PAIRS), -1).tolist():
+        named = dict(zip(PAIR_SUMS, of_pair, strict=True))
+        if named["responses"]:
+            shares.append(sum(named[kind] for kind in kinds) / named["responses"])
+    return max(shares, default=None)
 
 
 def _sums_of_pair(a: Tensor, b: Tensor, mask: Tensor, turn: Tensor, lost: bool) -> dict[str, Tensor]:
@@ -345,10 +364,3 @@ def starts_turn(turn: Tensor, start: Tensor) -> Tensor:
     here = turn.gather(1, start)
     before = turn.gather(1, (start - TURN_START).clamp(min=0))
     return (here > 1) & (before != here)
-
-
-def alignment_warning(micro_batches: Sequence[Mapping[str, Tensor]]) -> RunWarning | None:
-    """What `misaligned_warning` gives for the tokens of some micro-batches alone, if it is clear."""
-    if not micro_batches:
-        return None
-    return misaligned_warning(find_off(own_alignment(micro_batches).tolist()))

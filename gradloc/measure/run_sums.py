@@ -11,19 +11,20 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..judge.advantages import COLUMN_SUMS, COLUMNS
-from ..judge.log_prob_sums import (
+from ..sums import (
     APART_GAP,
     BOUNDED,
+    COLUMN_SUMS,
+    COLUMNS,
     CORRELATED_NATS,
     LARGEST,
     LEAST_LEVEL,
+    MODES,
     ONE_SIDE_NATS,
     STALE_GAP,
     STALE_RATIO,
     SUMS,
 )
-from ..judge.loss_scale import MODES
 
 # Tokens whose ratio is closer to 1 than this, in nats: for them all losses of policy gradients have the same slope.
 _NEAR = 0.02

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from gradloc.bundles import layout, limits
 from gradloc.bundles.layout import TOKENS, Row, SavedMicroBatch
-from gradloc.judge.judgement import judged
 from gradloc.lines import Event
 from gradloc.measure.micro_batch import MicroBatchName
 from gradloc.token_clip.token_clip import ACTIONS
+from gradloc_judge.judgement import judged
 
 from ..schema import (
     EVENT,

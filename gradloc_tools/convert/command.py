@@ -28,9 +28,9 @@ from gradloc.bundles.bundle_writer import write_recorded_bundle
 from gradloc.bundles.layout import NotReplayableError
 from gradloc.evidence.event import recorded_event
 from gradloc.evidence.writer import evidence_files, record_events
-from gradloc.judge.judgement import judged
 from gradloc.measure.micro_batch import square_weight
 from gradloc.threshold import MARGIN
+from gradloc_judge.judgement import judged
 
 from ..command_line import argument, in_a_sentence
 from ..command_line import parser as new_parser

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from gradloc.bundles import limits
 from gradloc.evidence.writer import jsonable
-from gradloc.measure.alignment import alignment_warning
+from gradloc.measure.alignment import own_alignment
 from gradloc.version import __version__
+from gradloc_judge.alignment import alignment_warning
 
 from ..bundles.opening import Bundle
 from ..bundles.results import RESULT_KIND, RESULT_SUFFIX
@@ -228,7 +229,7 @@ def build_result(replay: Replay, open_ones: Sequence[str]) -> dict[str, Any]:
     result["scale"] = find_scale(bundle, measured, result["same_weights"], main.dtype, manifest["dtype"])
     if replay.switches:
         result["switches"] = [*replay.switches]
-    misaligned = alignment_warning([saved.tokens for saved in bundle.micro_batches.values()])
+    misaligned = alignment_warning(own_alignment([saved.tokens for saved in bundle.micro_batches.values()]).tolist())
     of_positions = [] if misaligned is None else [misaligned["sentence"]]
     result["sentences"] = [*of_positions, *sentences(result)]
     return result

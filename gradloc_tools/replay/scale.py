@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from gradloc.config import is_finite_number
-from gradloc.judge.log_prob_sums import LARGEST
-from gradloc.judge.log_probs import OTHER_GAP
-from gradloc.judge.loss_scale import coefficient_factor, fitting_numbers, is_one
 from gradloc.measure.run_sums import own_scale_figures
+from gradloc.sums import LARGEST
+from gradloc_judge.log_probs import OTHER_GAP
+from gradloc_judge.loss_scale import coefficient_factor, fitting_numbers, is_one
 
 from ..bundles.opening import Bundle
 from .measuring import Measured

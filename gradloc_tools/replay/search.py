@@ -24,14 +24,15 @@ from gradloc.config import GradLocConfig
 from gradloc.evidence.event import Done, build_event
 from gradloc.fsdp import collectives
 from gradloc.fsdp.state import get_rng_state
-from gradloc.judge.judgement import judged
-from gradloc.judge.verdict import CAUSES
 from gradloc.lines import RunWarning
-from gradloc.measure.alignment import alignment_warning
+from gradloc.measure.alignment import own_alignment
 from gradloc.measure.micro_batch import MicroBatch, MicroBatchName
 from gradloc.measure.mini_batch import MiniBatch, OrdinaryGradient
 from gradloc.measure.passes import Forward, LocalMeter, MakeProbe, Passes, WatchedModel
 from gradloc.search.investigation import TimeLimit, investigate
+from gradloc_judge.alignment import alignment_warning
+from gradloc_judge.judgement import judged
+from gradloc_judge.verdict import CAUSES
 
 from ..bundles.opening import Bundle
 from ..command_line import say
@@ -240,7 +241,8 @@ def _warnings(event: Mapping[str, Any], tokens: Sequence[Mapping[str, Tensor]]) 
 
     A collective call: what one rank sees holds for all.
     """
-    found = [each for each in collectives.exchange(lambda: alignment_warning(tokens)) if each is not None]
+    of_ranks = collectives.exchange(lambda: alignment_warning(own_alignment(tokens).tolist()))
+    found = [each for each in of_ranks if each is not None]
     verdict = event.get("verdict")
     if not found and "warnings" in event:
         return event["warnings"]

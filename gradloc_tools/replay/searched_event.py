@@ -8,7 +8,7 @@ from typing import Any
 
 from gradloc.bundles import limits
 from gradloc.evidence.writer import jsonable
-from gradloc.judge.sentences import describe
+from gradloc_judge.sentences import describe
 
 from ..bundles.opening import Bundle, BundleError, check_places
 from ..bundles.results import EVENT_SUFFIX

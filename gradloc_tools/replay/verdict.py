@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gradloc.judge.loss_scale import CHECK, what_it_could_be
-from gradloc.judge.shares import layer_shares
+from gradloc.sources import layer_shares
 from gradloc.threshold import is_over
+from gradloc_judge.loss_scale import CHECK, what_it_could_be
 
 from ..report.replays import recommended
 from .scale import coarsest

@@ -5,8 +5,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gradloc.judge.rules import SOURCES
-from gradloc.judge.sentences import lowered
+from gradloc_judge.rules import SOURCES
+from gradloc_judge.sentences import lowered
 
 from .charts import clips_chart, levels, run_level, steps_or_numbers, timeline
 from .figures import count, part_of, short, shown, visible

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gradloc.judge.sentences import lowered
+from gradloc_judge.sentences import lowered
 
 from .figures import count, culprit_factor, part_of, quoted, severity, short, shown, visible
 from .reading import Evidence

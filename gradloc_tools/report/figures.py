@@ -8,8 +8,8 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gradloc.judge import shares
-from gradloc.judge.shares import threshold_factor
+from gradloc_judge import shares
+from gradloc_judge.shares import threshold_factor
 
 # Longer texts lose their middle.
 TEXT_CHARACTERS, SHORT_CHARACTERS = 4000, 200

@@ -13,12 +13,12 @@ from itertools import islice
 from typing import Any
 
 from gradloc.evidence.writer import LINE_BYTES, STEP_FIGURES, evidence_files, jsonable
-from gradloc.judge.judgement import judged
-from gradloc.judge.misfire import needs_rows, without_data_source
-from gradloc.judge.rules import BROKEN
-from gradloc.lines import READABLE
+from gradloc.lines import READABLE, CriticSpike
 from gradloc.lines import Event as EventLine
 from gradloc.version import __version__
+from gradloc_judge.judgement import judged
+from gradloc_judge.misfire import needs_rows, without_data_source
+from gradloc_judge.rules import BROKEN
 
 from ..bundles.results import read_events, read_results
 from ..schema import (
@@ -128,7 +128,7 @@ class Evidence:
         if not self.texts:
             event = without_texts(event)
         version = event.get("gradloc_version", __version__)
-        if "summary" not in event:
+        if not event.get("summary"):  # training had no judge
             event = _judged(event)
         elif version != __version__ and "comparison" in event:
             event = _judged(event)
@@ -146,6 +146,13 @@ class Evidence:
         """Adds a clip line, unless its step is left out."""
         if self.has(line["global_step"]):
             self.clips.append(line if self.texts else without_texts(line))
+
+    def add_critic(self, line: Event) -> None:
+        """Adds a spike of the critic."""
+        if not line["summary"]:
+            found = judged(with_numbers(line, CriticSpike))
+            line = {**line, "cause": found["cause"], "summary": found["summary"]}
+        self.critic.append(line)
 
     def add_note(self, note: Event) -> None:
         """Adds a note of a file. Its kind is kept whatever its step: a full file stays full."""
@@ -192,7 +199,7 @@ def read(path: str, since: int | None = None, texts: bool = True) -> Evidence:
         # Training writes a step's spikes before its figures: so all spikes that the figures count are there.
         "steps": ((STEP, found.add_step), (NOTE, found.add_note)),
         "spikes": ((EVENT, found.add), (CLIP, found.add_clip), (NOTE, found.add_note)),
-        "critic": ((CRITIC, found.critic.append), (NOTE, found.add_note)),
+        "critic": ((CRITIC, found.add_critic), (NOTE, found.add_note)),
     }
     valid = 0
     for name in (name for name in forms if name in files):

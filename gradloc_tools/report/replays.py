@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gradloc.judge.rules import SOURCES
 from gradloc.threshold import is_over
+from gradloc_judge.rules import SOURCES
 
 from .figures import percent, severity, short, visible
 from .spike_view import Spec, figure, index, table_of

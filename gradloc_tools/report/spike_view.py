@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 
 from gradloc import lines
 from gradloc.evidence.writer import WINDOW, window_start
-from gradloc.judge.rules import SOURCES
+from gradloc_judge.rules import SOURCES
 
 from .charts import layers_chart, without_culprit
 from .figures import (

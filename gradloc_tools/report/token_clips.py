@@ -7,8 +7,8 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, get_type_hints
 
-from gradloc.judge.sentences import DONE
 from gradloc.lines import ClippedToken
+from gradloc_judge.sentences import DONE
 
 from .figures import SHORT_CHARACTERS, clipped, count, rounded, severity
 from .words import MiniBatch, mini_batch_of

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from gradloc.judge.rules import UNLIKELY
-from gradloc.judge.sentences import lowered, ranks_looked_at
+from gradloc.sources import UNLIKELY
+from gradloc_judge.sentences import lowered, ranks_looked_at
 
 from .figures import (
     SHORT_CHARACTERS,

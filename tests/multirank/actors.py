@@ -44,8 +44,9 @@ from verl.utils import activation_offload, attention_utils
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl.utils.fsdp_utils import apply_fsdp2, get_fsdp_wrap_policy, get_shard_placement_fn
 from verl.utils.gradloc.fsdp.failed_pass import RecordedCollectives
-from verl.utils.gradloc.judge.judgement import judged
 from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, PolicyLossConfig
+
+from gradloc_judge.judgement import judged
 
 ENGINE = importlib.util.find_spec("verl.workers.actor") is None
 if ENGINE:
@@ -73,7 +74,7 @@ PROMPT, RESPONSE = 6, 10
 # What LlamaConfig has as its eos_token_id.
 END = 2
 # What an event has from rank 0 alone, or at another time.
-OF_RANK_0 = ("time", "replay")
+OF_RANK_0 = ("time", "replay", "warnings", "steps_since_resume")
 TEMPERATURE = 0.9
 # A step moves log-probs by a few percent: enough to see, too little to clip what it trained on.
 LEARNING_RATE = 1e-3

@@ -33,7 +33,7 @@ from valid_events import lines_in
 from verl import DataProto
 from verl.workers.config import FSDPCriticConfig, FSDPCriticModelCfg, FSDPEngineConfig
 
-from gradloc.judge.critic import cause, summary
+from gradloc_judge.critic import cause, summary
 from gradloc_tools.report.reading import read
 from gradloc_tools.report.summary import summarize
 from gradloc_tools.schema import CRITIC

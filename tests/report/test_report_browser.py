@@ -33,7 +33,7 @@ from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
 import gradloc
-from gradloc.judge.rules import SOURCES
+from gradloc_judge.rules import SOURCES
 from gradloc_tools import report
 from gradloc_tools.report import page as page_file
 from gradloc_tools.report.build import build as view_of

@@ -20,10 +20,10 @@ from notation import Caplog, Patch, cases
 from pages import texts_of, unpacked
 
 from gradloc import record_events
-from gradloc.adapters import spike_log
-from gradloc.adapters.spike_log import SpikeLog, add_spike_log
-from gradloc.judge.sentences import in_one_line
-from gradloc_tools import report
+from gradloc.adapters.spike_log import add_spike_log
+from gradloc.judging import in_one_line
+from gradloc_tools import trackers
+from gradloc_tools.trackers import SpikeLog
 
 pytestmark = pytest.mark.slow
 
@@ -57,7 +57,7 @@ def only(paths: Any) -> Path:
     return path
 
 
-def rows(text: str, columns: tuple[str, ...] = spike_log.COLUMNS) -> list[dict[str, Any]]:
+def rows(text: str, columns: tuple[str, ...] = trackers.COLUMNS) -> list[dict[str, Any]]:
     """The rows of a table in JSON."""
     table = json.loads(text)
     assert table["columns"] == list(columns)
@@ -132,7 +132,7 @@ def test_wandb_gets_a_growing_table_the_page_and_alerts(local: Path) -> None:
     assert first[0]["grad_norm"] == 9000.0 and first[1]["reward"] is None and first[0]["step"] == 2
     assert [is_page(file.read_text()) for file in files.glob("html/gradloc/report_*.html")] == [True] * 4
     clipped = (file.read_text() for file in sorted(files.glob("table/gradloc/clipped_tokens_*.json")))
-    assert [[row["cut"] for row in rows(text, spike_log.CLIP_COLUMNS)] for text in clipped] == [[True], [True, False]]
+    assert [[row["cut"] for row in rows(text, trackers.CLIP_COLUMNS)] for text in clipped] == [[True], [True, False]]
     records = without_block_headers(only(local.glob("wandb/latest-run/*.wandb")).read_bytes())
     # A title, and the length of the text that follows it. 600 s, the time in which W&B sends one of these, end each.
     alert = rb"\n.(Gradient spike|Outlying tokens)\x12.{1,2}(Step \d: .{13}).*?WARN \xc0\xcf\x24"
@@ -159,14 +159,14 @@ def test_tensorboard_and_the_file_get_the_same(local: Path) -> None:
     assert texts[4].startswith("TokenClip found 1 backward signal") and "| step | action | boundary |" in texts[4]
     assert "&lt;think&gt;" in texts[2] and "a&#124;b⏎" in texts[2]
     rows_of_table = [line.count("|") for line in texts[2].splitlines() if line.startswith("|")]
-    assert rows_of_table == [len(spike_log.COLUMNS) + 1] * 4
+    assert rows_of_table == [len(trackers.COLUMNS) + 1] * 4
     assert texts[3].startswith("A drill: the planted token was found, 1 extra pass.\n\nSingle tokens have NaN or inf")
 
 
 def test_mlflow_gets_the_table_and_the_page_as_artifacts(elsewhere: Path) -> None:
     artifacts = only(elsewhere.glob("mlruns/*/*/artifacts/gradloc"))
     assert [row["step"] for row in rows((artifacts / "culprits.json").read_text())] == [2, 2, 3]
-    clipped = rows((artifacts / "clipped_tokens.json").read_text(), spike_log.CLIP_COLUMNS)
+    clipped = rows((artifacts / "clipped_tokens.json").read_text(), trackers.CLIP_COLUMNS)
     assert [row["step"] for row in clipped] == [4, 5]
     assert is_page((artifacts / "report.html").read_text())
     assert (artifacts / "step_2.txt").read_text().startswith("Step 2: No known cause: ")
@@ -178,7 +178,7 @@ def test_swanlab_and_clearml_get_text_table_and_page(elsewhere: Path) -> None:
         *(f"Step {step}:" for step in (2, 3, 4, 5))
     ]
     tables = [json.loads(file.read_text()) for file in media.glob("echarts/*")]
-    for columns, lengths in ((spike_log.COLUMNS, [2, 3]), (spike_log.CLIP_COLUMNS, [1, 2])):
+    for columns, lengths in ((trackers.COLUMNS, [2, 3]), (trackers.CLIP_COLUMNS, [1, 2])):
         found = [table["rowData"] for table in tables if [of["field"] for of in table["colDefs"]] == list(columns)]
         assert sorted(map(len, found)) == lengths and all(table[0]["token"] == " <think>" for table in found)
     assert all(is_page(file.read_text()) for file in media.glob("html/*")) and any(media.glob("html/*"))
@@ -232,7 +232,7 @@ def spiked(log: SpikeLog, folder: Path, *steps: int) -> None:
 def test_a_failing_tracker_warns_once_and_the_others_go_on(tmp_path: Path, monkeypatch: Patch, caplog: Caplog) -> None:
     monkeypatch.setenv("SOME_API_KEY", KEY)
     kept = Kept()
-    monkeypatch.setitem(spike_log.TRACKERS, "clearml", spike_log.to_file)  # type: ignore[arg-type]
+    monkeypatch.setitem(trackers.TRACKERS, "clearml", trackers.to_file)  # type: ignore[arg-type]
     spiked(SpikeLog({"clearml": Broken(), "unheard_of": None, "file": kept}, str(tmp_path)), tmp_path, 1, 2)
     assert list(kept) == [1, 2]
     failed, unknown = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
@@ -265,7 +265,7 @@ def test_events_are_read_once_also_behind_half_a_line(tmp_path: Path) -> None:
     assert texts[3] == "Step 3: A drill: the planted token was not found, 1 extra pass."
 
 
-Sent = tuple[spike_log.StepSpikes, dict[str, tuple[int, list[Any]]]]
+Sent = tuple[trackers.StepSpikes, dict[str, tuple[int, list[Any]]]]
 
 
 @pytest.fixture
@@ -273,16 +273,16 @@ def sent(monkeypatch: Patch) -> list[Sent]:
     """What W&B gets, with each table's number of new rows and all its rows: it grows in place."""
     found: list[Sent] = []
 
-    def keep(_: Any, spikes: spike_log.StepSpikes) -> None:
+    def keep(_: Any, spikes: trackers.StepSpikes) -> None:
         found.append((spikes, {table.name: (len(table.new_rows), [*table.rows]) for table in spikes.tables}))
 
-    monkeypatch.setitem(spike_log.TRACKERS, "wandb", keep)
+    monkeypatch.setitem(trackers.TRACKERS, "wandb", keep)
     return found
 
 
 def test_tables_and_pages_are_bounded(tmp_path: Path, monkeypatch: Patch, sent: list[Sent]) -> None:
-    monkeypatch.setattr(spike_log, "TABLE_ROWS", 70)
-    monkeypatch.setattr(report, "write_page", lambda _, path: Path(path).write_text("page"))
+    monkeypatch.setattr(trackers, "TABLE_ROWS", 70)
+    monkeypatch.setattr(trackers, "write_page", lambda _, path: Path(path).write_text("page"))
     log = SpikeLog({"wandb": None}, str(tmp_path))
     for step in range(1, 32):
         record_events(str(tmp_path), [spike(step, 30 if step == 1 else 2)])
@@ -296,13 +296,6 @@ def test_tables_and_pages_are_bounded(tmp_path: Path, monkeypatch: Patch, sent: 
     assert last.spikes == [] and [(name, new) for name, (new, _) in tables.items()] == [("clipped_tokens", 20)]
 
 
-def test_trackers_without_the_report(tmp_path: Path, monkeypatch: Patch, caplog: Caplog, sent: list[Any]) -> None:
-    monkeypatch.setitem(sys.modules, "gradloc_tools.report", None)
-    spiked(SpikeLog({"wandb": None}, str(tmp_path)), tmp_path, 1, 2)
-    assert [spikes.page for spikes, _ in sent] == [None, None] and sent[1][1]["culprits"] and sent[1][0].sentences
-    assert [message.count("pip install .") for message in caplog.messages] == [1]
-
-
 def test_only_what_was_left_is_alerted() -> None:
     found = [clipped_token(1, ["a", " b"], 9.0), clipped_token(0, ["a", " b"], 8.0, cut=False)]
     stopped, partly = clip(1, found[:1]), clip(1, found)
@@ -313,9 +306,9 @@ def test_only_what_was_left_is_alerted() -> None:
         ([stopped, partly, of_spike], "Gradient spike", [in_one_line(of_spike), partly["summary"]]),
         ([stopped, of_drill], "Spike drill", [of_drill["summary"]]),
     ):
-        alerting = spike_log.StepSpikes(1, lines).alerting
+        alerting = trackers.StepSpikes(1, lines).alerting
         assert alerting is not None and (alerting.title, alerting.sentences) == (title, sentences)
-    assert spike_log.StepSpikes(1, [stopped]).alerting is None
+    assert trackers.StepSpikes(1, [stopped]).alerting is None
 
 
 @cases(
@@ -334,3 +327,9 @@ def test_who_gets_spikes(loggers: list[str], changes: dict[str, Any], added: boo
     assert list(found) == loggers + ["gradloc"] * added
     add_spike_log(alone := dict.fromkeys(loggers), {"actor_rollout_ref": None})  # a run that is no such run
     assert list(alone) == loggers
+
+
+def test_trackers_without_the_wheel(monkeypatch: Patch, caplog: Caplog) -> None:
+    monkeypatch.setitem(sys.modules, "gradloc_tools.trackers", None)
+    add_spike_log(found := {"wandb": None}, {"actor_rollout_ref": {"actor": ACTOR}})
+    assert list(found) == ["wandb"] and [message.count("pip install .") for message in caplog.messages] == [1]

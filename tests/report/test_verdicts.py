@@ -10,8 +10,8 @@ from evidence import ORDINARY, Event, culprit, event, spike, unsearched, verdict
 from notation import cases, memory_peak
 
 from gradloc.evidence.writer import jsonable, record_step
-from gradloc.judge.rules import SOURCES
-from gradloc.judge.verdict import CAUSES
+from gradloc_judge.rules import SOURCES
+from gradloc_judge.verdict import CAUSES
 from gradloc_tools.report import words
 
 NEWER = {"cause": "stale", "culprits": 1.0, "ordinary": 1.0, "check": "`look` shows it."}

@@ -2,17 +2,23 @@
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from notation import cases
 from torch import Tensor
 
-from gradloc.judge.alignment import PAIR_SUMS, PAIRS, SHIFTS, find_off
-from gradloc.measure.alignment import align, alignment_warning, misplaced
+from gradloc.measure.alignment import align, misplaced, own_alignment
+from gradloc.sums import PAIR_SUMS, PAIRS, SHIFTS
+from gradloc_judge.alignment import find_off, misaligned_warning
 
 Columns = dict[str, Tensor]
 ROWS, LENGTH, PROMPT, WORDS = 24, 40, 5, 50
+
+
+def alignment_warning(micro_batches: list[Columns]) -> Any:
+    return misaligned_warning(find_off(own_alignment(micro_batches).tolist()))
 
 
 class Model(torch.nn.Module):

@@ -17,10 +17,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import gradloc
 from gradloc import GradLocConfig
 from gradloc.critic_watch import CriticWatch
-from gradloc.judge.judgement import judged
 from gradloc.layers.layer_clip import LayerClip, LayerClipConfig
 from gradloc.measure.pass_recorder import unchanged
 from gradloc.token_clip.token_clip import TokenClip, TokenClipConfig
+from gradloc_judge.judgement import judged
 from gradloc_tools.bundles.opening import open_bundle
 from gradloc_tools.replay import search as searching
 from gradloc_tools.replay.model import default_variant, load

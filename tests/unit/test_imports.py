@@ -15,7 +15,7 @@ from gradloc.fsdp.torch_compat import REQUIRED
 
 PACKAGE = Path(__file__).resolve().parents[2] / "gradloc"
 # Imported where they are needed, so that the package does without them.
-LAZY = {"bundles": {"safetensors"}, "adapters": {"gradloc_tools", "mlflow", "pandas"}}
+LAZY = {"judging": {"gradloc_judge"}, "bundles": {"safetensors"}, "adapters": {"gradloc_tools"}}
 
 
 def subpackages() -> list[str]:
@@ -99,10 +99,19 @@ def test_a_file_needs_only_torch_and_the_standard_library() -> None:
         for module in names:
             assert module.split(".")[0] in allowed, f"{name}, line {node.lineno} imports {module}"
             assert not module.startswith("verl.utils.gradloc"), f"{name}, line {node.lineno}: its own are relative"
-    # Of the readers, only the trackers' page is imported.
+    # Of the readers, only the trackers are imported.
     imported = re.compile(r"^ *(from|import) gradloc_tools", re.M)
     importing = [str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if imported.search(path.read_text())]
     assert importing == ["adapters/spike_log.py"]
+
+
+def test_the_judge_needs_only_the_standard_library_and_plain_parts_of_the_package() -> None:
+    plain = {"gradloc"} | {f"gradloc.{name}" for name in ("guarded", "judging", "lines", "sources", "sums", "version")}
+    for path in (PACKAGE.parent / "gradloc_judge").glob("*.py"):
+        for node, _ in imports(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import) or not node.level:
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module]
+                assert {name for name in names if name.split(".")[0] not in sys.stdlib_module_names} <= plain, path
 
 
 def test_the_report_imports_neither_torch_nor_verl_nor_ray() -> None:

@@ -1,18 +1,25 @@
 """GradLoc in a training loop of its own, without verl: one process, a model that is not sharded."""
 
 import json
+import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from notation import Caplog
+from notation import Caplog, Patch
 from plain_passes import Loop, log_probs_of
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
-from gradloc.judge.judgement import judged
+from gradloc.adapters.update_evidence import TrainedData, UpdateEvidence
+from gradloc.evidence.writer import jsonable
+from gradloc.judging import in_one_line, judge
+from gradloc_judge.judgement import judged
+from gradloc_tools.report import read
 
 ROWS, RESPONSE, PROMPT, VOCABULARY = 4, 8, 4, 37
 CULPRIT = (2, 3)
@@ -172,3 +179,30 @@ def test_a_response_counts_once_in_however_many_epochs(stale_rows: int, epochs: 
             loop.gradloc.locate(epoch, mini_batch=0)
             loop.model.zero_grad()
     assert [warning["name"] for warning in loop.gradloc.warnings] == warned
+
+
+@pytest.mark.parametrize("wheel", [None, SimpleNamespace(__version__="0.0.1")], ids=["none", "of another version"])
+def test_without_the_judge_facts_are_written_and_judged_later(
+    wheel: Any, tmp_path: Path, monkeypatch: Patch, caplog: Caplog
+) -> None:
+    monkeypatch.setitem(sys.modules, "gradloc_judge", wheel)
+    judge.cache_clear()
+    torch.manual_seed(0)
+    loop = Loop(Plain(), IDS, PROMPT, grad_norm_threshold=20.0)
+    loop.gradloc.load_state_dict(loop.gradloc.state_dict())
+    event, _ = found(loop)
+    evidence = UpdateEvidence(str(tmp_path), None, 1)
+    evidence.add([event], TrainedData({}), own=True)
+    evidence.take_in_rows(TrainedData({}))
+    evidence.write(1, loop.gradloc.metrics(), lambda: loop.gradloc.warnings)
+    monkeypatch.undo()
+    judge.cache_clear()
+    missing, said = [message for message in caplog.messages if "pip install ." in message or "largest" in message]
+    assert "gradloc report judges such spikes later" in missing and "position 3 of row 2 of rank 0, " in said
+    clips, values = {"token_clip": {"over": {"a": 2}}}, {"values": [], "token_norm": 6.0, "threshold": 2.0}
+    assert in_one_line(clips).startswith("2 ") and in_one_line(values).endswith(" 3 times its threshold.")
+    (line,) = (tmp_path / "spikes.jsonl").read_text().splitlines()
+    assert json.loads(line)["verdict"] is None
+    (spike,) = read(str(tmp_path)).spikes
+    later = judged(event)
+    assert (spike.event["verdict"], spike.event["summary"]) == (jsonable(later["verdict"]), later["summary"])

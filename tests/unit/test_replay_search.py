@@ -20,8 +20,8 @@ from small_bundles import BAD, NAME, THRESHOLD, bundle, kept, replayed, resave, 
 from stripped_bundles import strip
 
 from gradloc.evidence.writer import jsonable
-from gradloc.judge.verdict import CHECK_UNKNOWN
 from gradloc.measure.passes import Passes
+from gradloc_judge.verdict import CHECK_UNKNOWN
 from gradloc_tools.bundles.opening import open_bundle
 from gradloc_tools.replay import memory
 from gradloc_tools.replay.command import main

@@ -13,8 +13,8 @@ from verl.trainer.ppo import core_algos
 
 from gradloc.adapters import update_evidence
 from gradloc.adapters.update_evidence import TrainedData, UpdateEvidence
-from gradloc.judge.advantages import ADVANTAGE_ORDER, MIXED_GROUPS, REPEATED, row_warnings
-from gradloc.judge.judgement import judged
+from gradloc_judge.advantages import ADVANTAGE_ORDER, MIXED_GROUPS, REPEATED, row_warnings
+from gradloc_judge.judgement import judged
 
 PROMPTS, ANSWERS, LENGTH = 24, 6, 5
 UIDS = numpy.repeat([f"prompt {i}" for i in range(PROMPTS)], ANSWERS).astype(object)

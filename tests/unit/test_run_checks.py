@@ -13,11 +13,11 @@ import torch
 from notation import cases
 from torch import Tensor
 
-from gradloc.judge.log_prob_sums import APART_GAP, LARGEST, ONE_SIDE_NATS, STALE_GAP, STALE_RATIO, SUMS
-from gradloc.judge.rules import VERL_NAMES
-from gradloc.judge.run_checks import RunChecks
 from gradloc.measure.alignment import own_alignment
 from gradloc.measure.run_sums import own_columns, own_sums
+from gradloc.sums import APART_GAP, LARGEST, ONE_SIDE_NATS, STALE_GAP, STALE_RATIO, SUMS
+from gradloc_judge.rules import VERL_NAMES
+from gradloc_judge.run_checks import RunChecks
 
 Spoil = Callable[[dict[str, Tensor], int], Any]
 
@@ -239,8 +239,10 @@ def warned(
         if halves:
             second = {name: values[rows:] for name, values in tokens.items()}
             parts.append(second | {"log_prob": second["log_prob"] + second["half_way"]})
+        differing = 0.0
         for number, part in enumerate(parts):
-            sums = own_sums([part], number == 0, checks.log_probs.bypass)
+            sums = own_sums([part], number == 0, not differing)
+            differing += sums[SUMS.index("differing")]
             checks.take_in(sums.tolist(), alignment=own_alignment([part]).tolist())
             checks.state_dict()  # a checkpoint, for which rank 0 alone asks, changes nothing
         for _ in range((epochs - 1) * len(parts)):

@@ -7,14 +7,14 @@ import torch
 from notation import cases
 from torch import Tensor
 
-from gradloc.judge.loss_scale import (
+from gradloc.measure.micro_batch import token_weights
+from gradloc.measure.run_sums import own_scale_figures
+from gradloc_judge.loss_scale import (
     CLEAR,
     COEFFICIENT_SPREAD,
     coefficient_factor,
     loss_scale_warning,
 )
-from gradloc.measure.micro_batch import token_weights
-from gradloc.measure.run_sums import own_scale_figures
 
 RANKS, MICRO_BATCHES, ROWS, LENGTH = 3, 5, 4, 20
 MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")

@@ -9,8 +9,9 @@ from notation import cases
 
 from gradloc.evidence.ordinary import token_medians
 from gradloc.evidence.token_facts import find_after_eos, find_mismatch, response_kl, token_evidence
-from gradloc.judge.rules import CONFIDENT, RULES, SOURCES, UNLIKELY, classify
 from gradloc.measure.micro_batch import MicroBatch
+from gradloc.sources import CONFIDENT, UNLIKELY, classify
+from gradloc_judge.rules import RULES, SOURCES
 from gradloc_tools import schema
 
 MEDIANS = {"median_advantage": 1.0, "median_weight": 0.1}

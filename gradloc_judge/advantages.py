@@ -6,7 +6,9 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
-from ..lines import RunWarning
+from gradloc.lines import RunWarning
+from gradloc.sums import COLUMN_SUMS, COLUMNS, LEAST_CHANCE
+
 from .progress import SEE, Progress, RunCheck
 from .rules import BROKEN, VERL_NAMES
 from .shares import percent
@@ -29,12 +31,6 @@ CHECK_ADVANTAGES = (
     "first step with this."
 )
 
-# What `own_columns` gives: responses; of each column, in how many of them a value is not finite; and, of responses with
-# an advantage, Σ log|A|, Σ (log|A|)² and their number.
-COLUMNS = ("advantage", "old_log_prob", "ref_log_prob", "log_prob")
-COLUMN_SUMS = len(COLUMNS) + 4
-
-
 # That a response with a higher reward has a lower advantage than another one to the same prompt; that rewards of
 # several prompts are compared; and that responses are there more than once.
 ADVANTAGE_ORDER, MIXED_GROUPS, REPEATED = "advantage_order", "mixed_groups", "repeated_responses"
@@ -42,10 +38,6 @@ ADVANTAGE_ORDER, MIXED_GROUPS, REPEATED = "advantage_order", "mixed_groups", "re
 OF_GROUPS = (ADVANTAGE_ORDER, MIXED_GROUPS)
 # The share of an update's rows from which on they are mixed, or repeated: rows may be doubled to fill a batch.
 LEAST_ROWS = 0.05
-# Where groups are mixed, there are as many prompts as uids; on rank 0 alone, up to such a part more or fewer.
-OTHER_NUMBER = 1 / 3
-# A response is repeated if the policy would have sampled it again with this log-prob, or less.
-LEAST_CHANCE = -30.0
 # In so many pairs, of so many at least. With a baseline of the prompt's, it is none; by chance, half of them. Rewards
 # that are normalized one by one (GDPO) may contradict their sum, or the score, in up to a quarter.
 CONTRADICTING, LEAST_PAIRS = 0.3, 16

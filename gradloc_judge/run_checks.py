@@ -6,11 +6,12 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..lines import RunWarning
+from gradloc.lines import RunWarning
+
 from .advantages import AdvantageChecks
 from .layers import LayerChecks
 from .log_probs import ENGINES_APART, LogProbChecks
-from .loss_scale import AT_ONCE
+from .loss_scale import AT_ONCE, loss_scale_warning
 from .progress import IN_A_ROW, Progress, RunCheck, resume_note
 
 # What a checkpoint keeps of how far a run is.
@@ -42,20 +43,21 @@ class RunChecks:
     def take_in(
         self,
         sums: Sequence[float] | None,
-        scaled: RunWarning | None = None,
         alignment: Sequence[float] | None = None,
         columns: Sequence[float] | None = None,
+        of_scale: Sequence[Sequence[float]] = (),
     ) -> None:
         """Adds a mini-batch.
 
         Args:
             sums (Sequence, optional): What `own_sums` returned, added up over the ranks; None after the first PPO
                 epoch, whose responses the others have again.
-            scaled (dict, optional): A warning that its loss is scaled wrongly; said at once where it is far too large,
-                else once there are three in a row.
             alignment (Sequence, optional): The same of `own_alignment`.
             columns (Sequence, optional): The same of `own_columns`.
+            of_scale (Sequence): What `own_scale_figures` returned, of each rank. A wrong scale is said at once where it
+                is far too large, else once there are three in a row.
         """
+        scaled = loss_scale_warning(of_scale) if of_scale else None
         self._scaled_times = 0 if scaled is None else self._scaled_times + 1
         is_large = scaled is not None and scaled["factor"] >= AT_ONCE
         self._scaled = scaled if is_large or self._scaled_times >= IN_A_ROW else None

@@ -7,17 +7,23 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from ..lines import RunWarning
+from gradloc.lines import RunWarning
+from gradloc.sums import (
+    COMPARED,
+    FITS,
+    LARGEST_LOG_RATIO,
+    LEAST_COUNT,
+    LEAST_GAP,
+    LOST_TIMES,
+    MOSTLY,
+    PAIR_SUMS,
+    PAIRS,
+    SHIFTS,
+)
+
 from .sentences import lowered
 
-# The limits of the rules in docs/reference/verdict.md.
-SHIFTS = (-1, 1, -2, 2, -3, 3)
-FITS = 0.6  # the moved comparison's distances have at most this share of the others
-LARGEST_LOG_RATIO = 2.5
-LEAST_COUNT = 5.0  # of tokens that count, for the evidence of a ratio
-LEAST_GAP = 0.005  # nats, in the mean; smaller distances are no mismatch
-MOSTLY = 1.5  # times as many tokens are nearer where the response is moved: a few large distances do not tell
-LOST_TIMES = 5.0  # times as far apart as before, or as in other responses, where log-probs have no relation any more
+# The limits of the rules in docs/reference/verdict.md; those that the sums are made with are in gradloc/sums.py.
 KEPT_NATS = 0.3  # weights differ where responses whose log-probs keep their relation are so far apart
 POOLED_TOKENS = 32
 POOLED_EVIDENCE = 6.0
@@ -25,18 +31,6 @@ CORRELATED_TOKENS = 128
 CLEAR_RESPONSES = 3
 CLEAR_SHARE = 0.05
 MOSTLY_MISSING = 0.8  # of the responses, where too few log-probs are left to compare
-
-PAIRS = ("rollout", "reference", "old")
-COMPARED = ("here", "there", "size", "square", "nearer", "farther")
-_OF_SHIFT = ("whole", "inside", *COMPARED)
-PAIR_SUMS = (
-    *("responses", "aligned"),
-    *(f"{name} {shift}" for shift in SHIFTS for name in _OF_SHIFT),
-    *("moved_start", "moved_at_turn", "other_row", "zero_tail", "constant_tail", "tail_of_b"),
-    *("lost", "lost_start", "lost_at_turn", "lost_tokens", "lost_distance", "kept_tokens", "kept_distance"),
-    *("tokens", "first", "second", "first_square", "second_square", "product"),
-)
-ALIGNMENT_SUMS = len(PAIRS) * len(PAIR_SUMS)
 
 
 class Off(NamedTuple):
@@ -231,6 +225,11 @@ def misaligned_warning(off: Mapping[str, Off | None], lasting: bool = False) -> 
         "share": each.share,
     }
     return found if unsure or each.kind == "lost" else {**found, "column": column}
+
+
+def alignment_warning(sums: Sequence[float]) -> RunWarning | None:
+    """The warning of what the sums of some micro-batches alone show, if it is clear."""
+    return misaligned_warning(find_off(sums))
 
 
 def _wrong_column(wrong: Mapping[str, Off], off: Mapping[str, Off | None]) -> tuple[str, str, str]:

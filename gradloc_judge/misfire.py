@@ -6,10 +6,11 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from ..lines import Event, Verdict
+from gradloc.lines import Event, Verdict
+from gradloc.sums import Place, RewardedRow
+
 from .advantages import REWARD_SCALE
 from .rules import BROKEN, EXAMPLE, NATURAL_ADVANTAGE, NATURAL_FACTOR, RULES, Kind
 from .shares import counted, percent
@@ -36,31 +37,7 @@ _CHECK = (
     + EXAMPLE.format("misfire")
 )
 
-# (data-parallel rank, row in its mini-batch).
-Place = tuple[int, int]
 _PLACE = "row {1} on rank {0}"
-
-
-@dataclass(frozen=True)
-class RewardedRow:
-    """What a row of a mini-batch was rewarded for.
-
-    Args:
-        uid (str): Its prompt's.
-        reward (float, optional): The sum of its scores.
-        data_source (str, optional): Its prompt's.
-        advantage (float): The largest |A| of its tokens; NaN if one is.
-    """
-
-    uid: str
-    reward: float | None
-    data_source: str | None
-    advantage: float
-
-
-def may_need_rows(event: Event) -> bool:
-    """Whether `needs_rows` may hold for an event, whatever its verdict will be."""
-    return not event.get("drill") and (bool(event["culprits"]) or event["diagnosis"] == BROKEN)
 
 
 def needs_rows(event: Event) -> bool:

@@ -1,16 +1,18 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""An event or a clip line in one sentence, and with its verdict in one line."""
+"""An event or a clip line in one sentence."""
 
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..guarded import guarded
-from ..lines import Clipped, Culprit, Event
+from gradloc.guarded import guarded
+from gradloc.lines import Clipped, Culprit, Event
+from gradloc.sources import LAYER_FRACTION, layer_shares, shares_of_sum
+
 from .rules import RULES, SOURCES, Kind, turn_boundary
-from .shares import LAYER_FRACTION, all_of, carrying_layers, counted, layer_shares, percent, shares_of_sum
+from .shares import all_of, carrying_layers, counted, percent
 
 # By TokenClip's action, what happened to the signals that were cut.
 DONE = {"drop": "dropped", "smooth": "reduced"}
@@ -30,17 +32,6 @@ _SMALL_NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "
 def lowered(sentence: str) -> str:
     """A sentence to come after a colon: with a small letter, unless its first word is an abbreviation."""
     return sentence[:1].lower() + sentence[1:] if sentence[1:2].islower() or sentence[1:2] == " " else sentence
-
-
-def in_one_line(line: Mapping[str, Any]) -> str:
-    """The verdict with its check, then the summary, for logs and trackers; without a verdict the summary alone.
-
-    Args:
-        line (Mapping): An event or a clip line.
-    """
-    verdict = line.get("verdict") or {}
-    parts = (verdict.get("sentence"), verdict.get("check"), line.get("summary"))
-    return " ".join(str(part) for part in parts if part)
 
 
 def describe(event: Event) -> str:

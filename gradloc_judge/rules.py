@@ -1,42 +1,20 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Rules that classify what looks wrong with a culprit: the one table that code, report and documentation use."""
+"""What a culprit's sources mean: the one table that verdicts, report and documentation use."""
 
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
-from ..lines import Event
-from .shares import LAYER_FRACTION, counted, is_unusual, layer_shares
+from gradloc import sources
+from gradloc.lines import Event
+from gradloc.sources import CONFIDENT, OVERFLOW_RATIO, UNLIKELY, Facts, entropy_share, is_broken, layer_shares
 
-# What is known of a culprit, or as tensors of many tokens: see `token_facts`.
-Facts = Mapping[str, Any]
-# The mini-batch's `median_advantage` and `median_weight`.
-Medians = Mapping[str, float | None]
+from .shares import counted, is_unusual
 
-# The name of the share of tokens whose log-probs of rollout and old policy differ by more than this, in nats.
-APART = "apart"
-APART_NATS = 0.1
-# Of shorter responses, nothing is said as a whole.
-LEAST_RESPONSE = 6
-# The limits in the rules.
-MISALIGNED_FRACTION = 0.5
-TOKEN_RATIO = 2.0
-SEQUENCE_RATIO = 1.2
-# Between the advantages of a group of four in which one response is rewarded unlike the others, there is a factor of 3.
-LARGE_ADVANTAGE = 2.5
-LARGE_WEIGHT = 5.0
-# A token to which the rollout gave probability 1 and training one under this: the rollout did not sample it. After an
-# end, the same of any probability and training's part of it: weights that are late make hardly any so small.
-UNSAMPLED, UNSAMPLED_AFTER_END = 0.1, 1e-3
-# A ratio that is larger makes infinite gradients of finite log-probs.
-OVERFLOW_RATIO = 1e6
-UNLIKELY = 0.05
-CONFIDENT = 0.9
 # Groups of up to 37 ordinary rewards, divided by their standard deviation, have advantages up to 6.
 NATURAL_ADVANTAGE = 6.0
 NATURAL_FACTOR = 8.0
@@ -59,7 +37,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule of `classify`, and all that code says of it.
+    """What a source means, and all that is said of it.
 
     Args:
         name (str): The source.
@@ -67,8 +45,6 @@ class Rule:
         one (str): What a culprit is for which it holds; `several`, what culprits are.
         meaning (str): When it holds, in one sentence.
         advice (str): What to do about it, in one sentence.
-        holds (Callable): Whether it holds for a culprit, or for which of many tokens, given the medians of their
-            mini-batch.
         claim (str): What a verdict says is wrong, the start of a sentence.
         check (str): How to check it in the run's own data: with a command, or what to compare.
         left (Callable): The share of a culprit's norm that would be left without it, in this event.
@@ -84,7 +60,6 @@ class Rule:
     several: str
     meaning: str
     advice: str
-    holds: Callable[[Facts, Medians], Any]
     claim: str = ""
     check: str = ""
     left: Callable[[Facts, Event], float] = lambda culprit, event: 0.0
@@ -101,110 +76,6 @@ class Rule:
         """Whether what it holds for can be why a culprit of this event is over its threshold."""
         left = self.left(culprit, event)
         return left < math.inf and not culprit["grad_norm"] * left > culprit["threshold"]
-
-
-def is_apart(rollout_log_prob: Any, old_log_prob: Any) -> Any:
-    """Whether two log-probs of a token differ by more than `APART_NATS`, or by NaN; None if one is not known."""
-    if rollout_log_prob is None or old_log_prob is None:
-        return None
-    gap = abs(rollout_log_prob - old_log_prob)
-    return (gap != gap) | (gap > APART_NATS)
-
-
-def classify(culprit: Facts, medians: Medians) -> list[str]:
-    """The names of all rules that hold for a culprit, most specific first; ["other"] if none does.
-
-    Args:
-        culprit (Mapping): A culprit of an event.
-        medians (Mapping): `median_advantage` and `median_weight` of its mini-batch.
-    """
-    return [rule.name for rule in RULES if rule.holds(culprit, medians)] or [OTHER.name]
-
-
-# The rules take single values and tensors alike: so `|` and `&`, and no chained comparison. What is None, or missing,
-# is not known. NaN is unlike itself.
-
-
-def _is_nonfinite(of: Facts, _: Medians) -> Any:
-    overflows = False
-    for name in ("ratio", "rollout_ratio"):
-        if (ratio := of.get(name)) is not None:
-            overflows = overflows | (ratio > OVERFLOW_RATIO) & (of["log_prob"] == of["log_prob"])
-    return _is_broken(of["grad_norm"]) & (overflows ^ True)
-
-
-def _is_retokenized(of: Facts, _: Medians) -> Any:
-    first = of.get("mismatch_turn")
-    return first is not None and (first > 0) & (of["turn"] >= first)
-
-
-def _is_misaligned(of: Facts, _: Medians) -> Any:
-    share = of.get("misaligned_share")
-    by_nats = share is not None and (share > MISALIGNED_FRACTION) & _is_long(of)
-    return by_nats | of["misplaced"]
-
-
-def _is_long(of: Facts) -> Any:
-    """Whether there are enough tokens to speak of the whole response."""
-    return of["response_length"] >= LEAST_RESPONSE
-
-
-def _is_unsampled(of: Facts, _: Medians) -> Any:
-    rollout, after_eos = of.get("rollout_log_prob"), of.get("after_eos")
-    after_eos = False if after_eos is None else after_eos
-    if rollout is None:
-        return after_eos
-    # A log-prob other than 0 that training does not contradict shows that it was sampled, even after an end token.
-    added = after_eos & ((rollout == 0) | (of["log_prob"] < rollout + math.log(UNSAMPLED_AFTER_END)))
-    return _is_broken(rollout) | added | ((rollout == 0) & (of["log_prob"] < math.log(UNSAMPLED)))
-
-
-def has_large_advantage(of: Facts, medians: Medians) -> Any:
-    """The rule `advantage`; with `least_advantage` in `medians`, only for those that are not under it."""
-    advantage = of.get("advantage")
-    found = _is_outlier(advantage, medians["median_advantage"], LARGE_ADVANTAGE)
-    least = medians.get("least_advantage")
-    return found if advantage is None or least is None else found & (abs(advantage) >= least)
-
-
-def _is_due_to_kl(of: Facts, _: Medians) -> Any:
-    kl = of.get("kl_coefficient")
-    return kl is not None and abs(kl) > abs(of["coefficient"] - kl)
-
-
-def entropy_share(of: Facts) -> Any:
-    """The entropy bonus's share of what `suspicion` estimates: |∂L/∂H|·H of that and |∂L/∂log p|·(1 − p)."""
-    entropy, coefficient = of.get("entropy"), of.get("entropy_coefficient")
-    if entropy is None or coefficient is None:
-        return 0.0
-    of_bonus = abs(coefficient) * abs(entropy)
-    rest = abs(of["coefficient"]) * abs(1 - math.e ** of["log_prob"])
-    return of_bonus / (of_bonus + rest + sys.float_info.min)
-
-
-def _is_punished(of: Facts, _: Medians) -> Any:
-    advantage = of.get("advantage")
-    is_confident = of["log_prob"] > math.log(CONFIDENT)
-    return advantage is not None and (advantage < 0) & (of["coefficient"] > 0) & is_confident
-
-
-def _has_a_layer(culprit: Facts, _: Medians) -> bool:
-    shares = layer_shares(culprit["layer_norms"])
-    return len(shares) > 1 and max(shares.values()) > LAYER_FRACTION
-
-
-def _is_broken(value: Any) -> Any:
-    return (value != value) | (abs(value) == math.inf)
-
-
-def _is_outlier(value: Any, median: float | None, factor: float) -> Any:
-    return value is not None and median is not None and abs(value) > factor * median
-
-
-def _is_far(of: Facts, name: str, factor: float) -> Any:
-    """Whether a ratio is far from 1."""
-    ratio = of.get(name)
-    return ratio is not None and (ratio != ratio) | (ratio > factor) | (ratio < 1 / factor)
 
 
 # What would be left of a culprit's norm without what a rule holds for; and claims that depend on the event.
@@ -311,7 +182,7 @@ def _with_its_column(event: Event) -> tuple[str, str] | None:
     """The first column of the batch that is not finite for a token with such a gradient."""
     tokens: list[Facts] = [each for each in event["culprits"] if BROKEN in each["sources"]]
     for name, column in VERL_NAMES.items():
-        if any(each.get(name) is not None and _is_broken(each[name]) for each in tokens):
+        if any(each.get(name) is not None and is_broken(each[name]) for each in tokens):
             return f"`{column}` of single tokens is NaN or infinite", "Look at what computes it, before the update."
     return None
 
@@ -327,7 +198,6 @@ RULES = (
         "tokens with NaN or infinite gradients",
         "The token's gradient is NaN or infinite.",
         "Look at the column that is not finite first: the rest follows from it.",
-        _is_nonfinite,
         claim="Single tokens have NaN or infinite gradients",
         check="Find which of the culprit's `advantage`, `log_prob`, `old_log_prob` and `weight` in spikes.jsonl is NaN "
         "or infinite: then look at that column of the batch; if none is, at the weights, and at the gradients of the "
@@ -342,7 +212,6 @@ RULES = (
         "The policy did not produce the token: it is after the turn's end (unless training confirms "
         "the rollout's log-prob), or the rollout gave it no log-prob, or exactly 0 while training gives it under 0.1.",
         "Set response_mask to 0 for tokens that were added later: EOS tokens, templates, tool output.",
-        _is_unsampled,
         claim="Tokens that the policy did not produce are trained on",
         check="Compare `response_mask` in the batch, in the culprit's `row` at its `position`, with the token ids "
         "that the rollout returned: it should be 1 for these alone." + EXAMPLE.format("unsampled"),
@@ -356,7 +225,6 @@ RULES = (
         "tokens log-probs agree, and most of those that follow differ by more than 1 nat, or are NaN.",
         "Train on the token ids that the rollout sampled: do not decode a turn and encode it again, and check the "
         "tokens that the chat template puts between turns.",
-        _is_retokenized,
         claim="The mismatch between training and rollout begins at a turn boundary",
         check="Compare `responses` in the batch, in the culprit's `row` from `mismatch_start` on, with the token ids "
         "that the rollout returned: they should be equal." + EXAMPLE.format("retokenized"),
@@ -373,7 +241,6 @@ RULES = (
         "rollout's by more than 1 nat, or are NaN, in a response of at least 6 tokens.",
         "Look for where log-probs are gathered, sliced or padded; or for other weights or another temperature in the "
         "rollout.",
-        _is_misaligned,
         claim="Log-probs do not belong to the tokens that they are used for",
         check="Compare `rollout_log_prob`, `old_log_prob` and `ref_log_prob` of the culprit's row, token by token: "
         "`shift` in spikes.jsonl says by how many positions they fit. `gradloc replay BUNDLE` "
@@ -387,7 +254,6 @@ RULES = (
         "tokens whose importance ratios are far from 1",
         "Its ratio, to the old policy or to the rollout's, is over 2, under 1/2 or NaN.",
         "Use the same precision in rollout and training, train less off-policy, or clip or mask such ratios.",
-        lambda of, _: _is_far(of, "ratio", TOKEN_RATIO) | _is_far(of, "rollout_ratio", TOKEN_RATIO),
         claim="The importance ratios of single tokens are far from 1",
         check=_RATIOS,
         left=lambda culprit, event: 1 / _times_by_ratio(culprit),
@@ -399,7 +265,6 @@ RULES = (
         "tokens whose responses have mean importance ratios far from 1",
         "The geometric mean of the response's ratios is over 1.2, under 1/1.2 or NaN.",
         "Do the same as for token, for whole responses: mask those whose mean ratio is far from 1.",
-        lambda of, _: _is_far(of, "sequence_ratio", SEQUENCE_RATIO) & _is_long(of),
         claim="The mean importance ratios of whole responses are far from 1",
         check=_RATIOS,
         left=lambda culprit, event: 1 / _times_by_ratio(culprit),
@@ -413,7 +278,6 @@ RULES = (
         "response was rewarded unlike most of its group, or its reward is an outlier.",
         "Look at the rewards of its group: clip outliers, and do not divide by the standard deviation, which gives "
         "nearly equal rewards and groups with a single right or wrong response more weight.",
-        has_large_advantage,
         claim="Advantages are outliers",
         check="Compare the culprit's `reward` in spikes.jsonl with `token_level_scores` in the batch, summed over each "
         "row of the same `uid`: see whether one is unlike the others." + EXAMPLE.format("advantage"),
@@ -430,7 +294,6 @@ RULES = (
         "Check that response_mask is 0 or 1, filter out very short responses, and fill micro-batches evenly: a mean "
         "over a sequence, or over the tokens of a micro-batch, gives few tokens large weights. With "
         "loss_agg_mode=token-mean, only the second does.",
-        lambda of, medians: _is_outlier(of["weight"], medians["median_weight"], LARGE_WEIGHT),
         claim="A few tokens weigh much more in the loss than others, and so make most of the whole gradient",
         check="Multiply the culprits' `grad_norm` in spikes.jsonl by the event's `median_weight` instead of by their "
         "own `weight`: if that is about as large as `global_norm`, too, the weights are not the cause.",
@@ -444,7 +307,6 @@ RULES = (
         "tokens driven by the KL loss",
         "The KL loss's part of its coefficient is larger than the policy loss's.",
         "Lower kl_loss_coef, or use a KL estimator with a smaller gradient far from the reference (kl_loss_type).",
-        _is_due_to_kl,
         claim="The KL loss, not the policy loss, makes the gradient of these tokens",
         check="Compare `actor/kl_loss` with the steps before, and the culprits' `ref_log_prob` with their `log_prob` "
         "in spikes.jsonl: they should be far apart. " + _REMEDIES,
@@ -460,7 +322,6 @@ RULES = (
         "tokens driven by the entropy bonus",
         "The entropy bonus's part of its gradient is estimated to be larger than all others'.",
         "Lower entropy_coeff.",
-        lambda of, _: entropy_share(of) > 0.5,
         claim="The entropy bonus, not the policy loss, makes the gradient of these tokens",
         check="Compare `actor/pg_loss` with entropy_coeff times `actor/entropy` in the log: if the second is far "
         "smaller, the bonus is not the cause. " + _REMEDIES,
@@ -476,7 +337,6 @@ RULES = (
         "suppressed.",
         "Such spikes come without any fault, and do not exclude one. If they disturb training, give rare tokens less "
         "weight, sample with top-p, or clip layers.",
-        lambda of, _: of["log_prob"] < math.log(UNLIKELY),
         claim="A natural spike of rare tokens that were sampled, and are rewarded or punished",
         check=_NATURAL.format(
             "`rollout_log_prob` and `log_prob` of the culprits in spikes.jsonl differ by more than "
@@ -493,7 +353,6 @@ RULES = (
         "Its advantage is negative, and the loss pushes down a token to which the policy gives a probability over 0.9.",
         "Look at what its response was punished for, and whether right responses have the same tokens; give tokens of "
         "negative responses less weight.",
-        _is_punished,
         claim=f"A natural spike of confident tokens (p > {CONFIDENT:g}) that are pushed down",
         check=_NATURAL.format("the culprits' `response` in spikes.jsonl is right, and its `reward` is low") + _REMEDIES,
     ),
@@ -504,7 +363,6 @@ RULES = (
         "tokens whose norms are mostly in one layer",
         "One layer carries over half of the squared norm.",
         "Turn on LayerClip, and look at this layer's weights if it happens to all tokens.",
-        _has_a_layer,
         claim="One layer makes most of the gradient",
         check="Compare the culprits' `layer_norms` with the event's `ordinary_layer_norms` in spikes.jsonl: if one "
         "layer is far above in all of them, look at its weights in the checkpoint." + EXAMPLE.format("bitflip"),
@@ -515,20 +373,12 @@ RULES = (
 )
 
 OTHER = Rule(
-    "other",
+    sources.OTHER,
     Kind.LAYER,
     "a token for which no rule holds",
     "tokens for which no rule holds",
     "None of the rules holds.",
     "Look at its advantage and its text, and whether the threshold is too low for ordinary tokens.",
-    lambda culprit, medians: False,
 )
 
 SOURCES = {rule.name: rule for rule in (*RULES, OTHER)}
-
-
-# By rule, and for `APART`, where it holds, None where that is not known; of many tokens, norms by layer are not.
-HOLDS: Mapping[str, Callable[[Facts, Medians], Any]] = {
-    **{rule.name: rule.holds for rule in RULES if rule.name != "layer"},
-    APART: lambda facts, _: is_apart(facts.get("rollout_log_prob"), facts.get("old_log_prob")),
-}

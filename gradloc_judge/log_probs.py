@@ -11,10 +11,12 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..lines import RunWarning
+from gradloc.lines import RunWarning
+from gradloc.sums import APART_GAP, STALE_GAP, STALE_RATIO
+
 from .advantages import REPEATED
 from .alignment import Off, find_off, misaligned_warning
-from .log_prob_sums import APART_GAP, STALE_GAP, STALE_RATIO, LogProbSums
+from .log_prob_sums import LogProbSums
 from .progress import IN_A_ROW, SEE, Progress, RunCheck
 from .shares import percent
 
@@ -156,11 +158,6 @@ class LogProbChecks(RunCheck):
         # How many tokens the updates before had that the policy did not produce.
         self._unsampled_before = 0.0
 
-    @property
-    def bypass(self) -> bool:
-        """Whether the update so far had the rollout's log-probs for the old ones, as in verl's bypass mode."""
-        return not self._sums["differing"]
-
     def take_in(self, sums: Sequence[float] | None, alignment: Sequence[float] | None) -> None:
         """Adds a mini-batch; see `RunChecks.take_in`."""
         self._sums.add(sums, alignment)
@@ -188,11 +185,6 @@ class LogProbChecks(RunCheck):
                 + SEE.format("unsampled"),
             }
         ]
-
-    def misplaced_share(self) -> float | None:
-        """The share of the update's responses whose log-probs belong to other tokens; None if it cannot be told."""
-        off = self._off()
-        return max((each.share for each in off.values() if each is not None), default=0.0) if off else None
 
     def end_update(self) -> None:
         """Takes the update's figures into what later ones are compared with."""

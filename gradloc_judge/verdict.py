@@ -7,14 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..guarded import guarded
-from ..lines import Culprit, Event, RunWarning, Shares, Verdict
+from gradloc.guarded import guarded
+from gradloc.lines import Culprit, Event, RunWarning, Shares, Verdict
+from gradloc.sources import APART, APART_NATS, LARGE_ADVANTAGE, is_apart, layer_shares
+
 from .advantages import CHECK_ADVANTAGES, OF_GROUPS, REPEATED, REWARD_SCALE
 from .log_probs import ENGINES_APART, OF_ROLLOUT, OF_SOME, OTHER_LOG_PROBS, REFERENCE, UNSAMPLED
 from .progress import resume_note
-from .rules import APART, APART_NATS, EXAMPLE, LARGE_ADVANTAGE, NATURAL_ADVANTAGE, RULES, Kind, Rule, is_apart
+from .rules import EXAMPLE, NATURAL_ADVANTAGE, RULES, Kind, Rule
 from .sentences import auxiliary_in_words, is_over_everywhere, lowered
-from .shares import counted, is_unusual, layer_shares, percent, threshold_factor
+from .shares import counted, is_unusual, percent, threshold_factor
 
 # The limits of `find_cause`.
 MOST_CULPRITS = 0.5

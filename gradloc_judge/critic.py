@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ..lines import CriticSpike
-from .shares import layer_shares
+from gradloc.lines import CriticSpike
+from gradloc.sources import layer_shares
 
 # A gradient is Σ w (v − R) ∇v. If the errors are at least this many times the usual ones, and have grown by at least
 # this share of what the norm has grown by, they are the cause.

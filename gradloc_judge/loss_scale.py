@@ -6,7 +6,9 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
-from ..lines import RunWarning
+from gradloc.lines import RunWarning
+from gradloc.sums import MODES
+
 from .progress import SEE
 
 # The warning's name.
@@ -19,10 +21,6 @@ AT_ONCE = 4.0
 # tokens. Coefficients of half precision have an error of 2^-9.
 COEFFICIENT_SPREAD = 0.05
 _LEAST_TOKENS = 16
-# How many figures `own_scale_figures` gives.
-SCALE_FIGURES = 8
-# The aggregation modes that promise a sum of weights of 1: over all tokens, in the last over one of each response.
-MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")
 # How close to a number a factor must be for that number to be named.
 _FITS = 0.01
 _FITS_PADDING = 0.02  # a mean over micro-batches, which may count by their tokens

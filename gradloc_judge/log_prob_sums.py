@@ -5,20 +5,10 @@
 import math
 from collections.abc import Sequence
 
-from .alignment import ALIGNMENT_SUMS, by_pair, correlation
+from gradloc.sums import ALIGNMENT_SUMS, SUMS
 
-# Limits of what is summed up, in nats where they are differences of log-probs.
-LARGEST = 10.0  # larger differences count as this, so that a single broken log-prob does not make a mean
-STALE_RATIO = 0.5
-STALE_GAP = 0.02
-# Responses are far from the policy from here on.
-APART_GAP = 0.1
-ONE_SIDE_NATS = 0.01
-# A gap is spread over many tokens if at least half of it is left when each counts for at most so many nats.
-BOUNDED = 0.2
-# A correlation takes larger differences, and smaller log-probs, as these: otherwise one token may make it.
-CORRELATED_NATS = 1.0
-LEAST_LEVEL = -5.0
+from .alignment import by_pair, correlation
+
 # The share of the tokens that differ, at least, to speak of their signs.
 ONE_SIDE_TOKENS = 0.25
 # Of the responses that can be told, the share that agree with the reference; and of those that are far, the share that
@@ -26,23 +16,6 @@ ONE_SIDE_TOKENS = 0.25
 STALE_SHARE, CLEAR_SHARE, STALE_RESPONSES = 0.25, 0.6, 4
 # Responses are of two kinds if so many are far, and the others have at most this part of their gap.
 SPLIT_SHARES, SPLIT = (0.1, 0.8), 0.2
-
-# What `own_sums` gives, by place. "gap" is |rollout − policy|, "bounded" the same with at most `BOUNDED` nats a
-# token, "distance" is |rollout − reference|, "moved" is |policy − reference|, and "along" the product of
-# rollout − policy and policy − reference; responses are "far" whose mean gap is over `APART_GAP`, and "far_tokens"
-# and "far_gap" are theirs. A response is stale if its log-probs are the reference's and not the policy's,
-# fresh if it is the other way round, and unclear if neither holds although one of the two is far. "own_gap" is
-# |old − now| in the update's first mini-batch, whose forward pass has the weights of the old log-probs, and "step_gap"
-# in later ones: how far the update's own steps have moved. "weighted" are all tokens with a weight; those of them that
-# the policy did not produce count nowhere else. "differing" have not the old log-prob for the rollout's.
-SUMS = (
-    *("weighted", "unsampled", "differing", "tokens", "gap", "bounded", "larger", "smaller"),
-    *("difference", "difference_square", "level", "level_square", "product"),
-    *("responses", "far", "far_tokens", "far_gap", "distance", "moved"),
-    *("moved_square", "along"),
-    *("stale", "fresh", "unclear", "stale_tokens", "stale_gap", "stale_distance"),
-    *("positive", "own_tokens", "own_gap", "own_to_rollout", "own_old_to_rollout", "step_tokens", "step_gap"),
-)
 
 
 class LogProbSums(dict[str, float]):

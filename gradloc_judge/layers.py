@@ -6,10 +6,12 @@ import math
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from ..lines import RunWarning
+from gradloc.lines import RunWarning
+from gradloc.sources import LAYER_FRACTION, layer_shares
+
 from .loss_scale import CLEAR, LOSS_SCALE
 from .progress import IN_A_ROW, SEE, Progress, RunCheck
-from .shares import LAYER_FRACTION, is_unlike_its_like, is_unusual, layer_shares, percent
+from .shares import is_unlike_its_like, is_unusual, percent
 
 LAYER = "layer"  # the rule's name, and the warnings'
 # An optimizer step hardly moves a weight by so many times its learning rate; and by which part of a layer's norm more

@@ -6,24 +6,14 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-# A layer that has more of the squared norm carries it; and by so many times its usual odds, that is unusual.
-LAYER_FRACTION = 0.5
+from gradloc.sources import layer_shares
+
+# By so many times its usual odds, a layer's share of the squared norm is unusual.
 LAYER_ODDS = 20.0
 # A block is unlike the others, of which there are so many, if each has so many times less of the squared norm.
 LIKE, UNLIKE = 2, 25.0
 # How many layers are named at most, and the part of the squared norm that they are to carry.
 _LAYERS, _CARRIED = 3, 0.8
-
-
-def layer_shares(norms: Mapping[str, float]) -> dict[str, float]:
-    """Each layer's share of the squared norm, from the layers' norms; none if their sum is 0 or not finite."""
-    return shares_of_sum({layer: norm * norm for layer, norm in norms.items()})
-
-
-def shares_of_sum(squares: Mapping[str, float]) -> dict[str, float]:
-    """Each layer's share of the sum of these squares; none if that is 0 or not finite."""
-    total = math.fsum(squares.values())
-    return {layer: square / total for layer, square in squares.items()} if 0 < total < math.inf else {}
 
 
 def carrying_layers(layer_norms: Mapping[str, float]) -> list[str]:

@@ -1,0 +1,93 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""What training sums up of each mini-batch for the judge, by name and place, and with which limits.
+
+No torch: the package gradloc_judge reads this, too.
+"""
+
+from dataclasses import dataclass
+
+# Limits of what is summed up, in nats where they are differences of log-probs.
+LARGEST = 10.0  # larger differences count as this, so that a single broken log-prob does not make a mean
+STALE_RATIO = 0.5
+STALE_GAP = 0.02
+# Responses are far from the policy from here on.
+APART_GAP = 0.1
+ONE_SIDE_NATS = 0.01
+# A gap is spread over many tokens if at least half of it is left when each counts for at most so many nats.
+BOUNDED = 0.2
+# A correlation takes larger differences, and smaller log-probs, as these: otherwise one token may make it.
+CORRELATED_NATS = 1.0
+LEAST_LEVEL = -5.0
+# What `own_sums` gives, by place. "gap" is |rollout − policy|, "bounded" the same with at most `BOUNDED` nats a
+# token, "distance" is |rollout − reference|, "moved" is |policy − reference|, and "along" the product of
+# rollout − policy and policy − reference; responses are "far" whose mean gap is over `APART_GAP`, and "far_tokens"
+# and "far_gap" are theirs. A response is stale if its log-probs are the reference's and not the policy's,
+# fresh if it is the other way round, and unclear if neither holds although one of the two is far. "own_gap" is
+# |old − now| in the update's first mini-batch, whose forward pass has the weights of the old log-probs, and "step_gap"
+# in later ones: how far the update's own steps have moved. "weighted" are all tokens with a weight; those of them that
+# the policy did not produce count nowhere else. "differing" have not the old log-prob for the rollout's.
+SUMS = (
+    *("weighted", "unsampled", "differing", "tokens", "gap", "bounded", "larger", "smaller"),
+    *("difference", "difference_square", "level", "level_square", "product"),
+    *("responses", "far", "far_tokens", "far_gap", "distance", "moved"),
+    *("moved_square", "along"),
+    *("stale", "fresh", "unclear", "stale_tokens", "stale_gap", "stale_distance"),
+    *("positive", "own_tokens", "own_gap", "own_to_rollout", "own_old_to_rollout", "step_tokens", "step_gap"),
+)
+
+# What `own_columns` gives: responses; of each column, in how many of them a value is not finite; and, of responses with
+# an advantage, Σ log|A|, Σ (log|A|)² and their number.
+COLUMNS = ("advantage", "old_log_prob", "ref_log_prob", "log_prob")
+COLUMN_SUMS = len(COLUMNS) + 4
+
+# How many figures `own_scale_figures` gives.
+SCALE_FIGURES = 8
+# The aggregation modes that promise a sum of weights of 1: over all tokens, in the last over one of each response.
+MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")
+
+# Of the comparison of log-probs a[t] with b[t + k].
+SHIFTS = (-1, 1, -2, 2, -3, 3)
+FITS = 0.6  # the moved comparison's distances have at most this share of the others
+LARGEST_LOG_RATIO = 2.5
+LEAST_COUNT = 5.0  # of tokens that count, for the evidence of a ratio
+LEAST_GAP = 0.005  # nats, in the mean; smaller distances are no mismatch
+MOSTLY = 1.5  # times as many tokens are nearer where the response is moved: a few large distances do not tell
+LOST_TIMES = 5.0  # times as far apart as before, or as in other responses, where log-probs have no relation any more
+# What `own_alignment` gives, of each pair.
+PAIRS = ("rollout", "reference", "old")
+COMPARED = ("here", "there", "size", "square", "nearer", "farther")
+_OF_SHIFT = ("whole", "inside", *COMPARED)
+PAIR_SUMS = (
+    *("responses", "aligned"),
+    *(f"{name} {shift}" for shift in SHIFTS for name in _OF_SHIFT),
+    *("moved_start", "moved_at_turn", "other_row", "zero_tail", "constant_tail", "tail_of_b"),
+    *("lost", "lost_start", "lost_at_turn", "lost_tokens", "lost_distance", "kept_tokens", "kept_distance"),
+    *("tokens", "first", "second", "first_square", "second_square", "product"),
+)
+ALIGNMENT_SUMS = len(PAIRS) * len(PAIR_SUMS)
+
+# Where groups are mixed, there are as many prompts as uids; on rank 0 alone, up to such a part more or fewer.
+OTHER_NUMBER = 1 / 3
+# A response is repeated if the policy would have sampled it again with this log-prob, or less.
+LEAST_CHANCE = -30.0
+
+# (data-parallel rank, row in its mini-batch).
+Place = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class RewardedRow:
+    """What a row of a mini-batch was rewarded for.
+
+    Args:
+        uid (str): Its prompt's.
+        reward (float, optional): The sum of its scores.
+        data_source (str, optional): Its prompt's.
+        advantage (float): The largest |A| of its tokens; NaN if one is.
+    """
+
+    uid: str
+    reward: float | None
+    data_source: str | None
+    advantage: float

@@ -1,0 +1,14 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""What events and the sums of each step mean: rules, verdicts, warnings, sentences. No torch, no collective calls.
+
+A package of its own, beside gradloc, whose facts it judges: in training, through gradloc/judging.py, and later, for
+those who read the evidence.
+"""
+
+from gradloc.version import __version__ as __version__
+
+from .advantages import row_warnings as row_warnings
+from .alignment import alignment_warning as alignment_warning
+from .judgement import judged_in_training as judged_in_training
+from .run_checks import RunChecks as RunChecks
