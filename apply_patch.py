@@ -1094,7 +1094,7 @@ def change(args: argparse.Namespace, tree: Path, candidates: list[Candidate]) ->
             done = "reversed in" if args.reverse else "applied to"
             say(f"{done} {tree} ({name}, {len(todo)} files, all verified)")
             if not args.reverse:
-                say(f"where the evidence is read, `pip install .` in {HERE} gives the command `gradloc report DIR`")
+                say(f"verdicts in training, and the command `gradloc report DIR`, come with `pip install .` in {HERE}")
     return 0
 
 

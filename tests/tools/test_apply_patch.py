@@ -49,7 +49,7 @@ def test_apply_again_and_reverse(project: Project, tree: Path, patched: dict) ->
     project.said(f"--repo=~/{tree.name}", "--check", HOME=str(tree.parent))  # which no shell expands
     assert snapshot(tree) == before
     done = project.said("--repo", tree)
-    last = f"where the evidence is read, `pip install .` in {project.place} gives the command `gradloc report DIR`\n"
+    last = f"verdicts in training, and the command `gradloc report DIR`, come with `pip install .` in {project.place}\n"
     assert "applied to" in done and done.endswith(last)
     assert snapshot(tree) == patched
     assert "already applied" in project.said("--repo", tree)

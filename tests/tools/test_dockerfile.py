@@ -53,6 +53,8 @@ class Image:
         settings = {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_IGNORE_INSTALLED": "1"}
         settings |= {"PATH": f"{self.place}/venv/bin:{os.environ['PATH']}", "PIP_FIND_LINKS": str(self.place)}
         command = line.replace("/opt/gradloc", str(self.inside("/opt/gradloc")))
+        (path,) = arguments_of("ENV")
+        settings |= dict([path.replace("/opt/gradloc", str(self.inside("/opt/gradloc"))).split("=")])
         env = {"HOME": str(self.place)} | settings | environment
         return subprocess.run(["/bin/sh", "-c", command], cwd=self.place, env=env, capture_output=True, text=True)
 
