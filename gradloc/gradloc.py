@@ -102,7 +102,7 @@ class GradLoc(PassRecorder):
                 logger.warning("%s is off, and training goes on without it: %s", self.SEARCH, error)
         super().__init__(model)
         self.config = config
-        # Those since `start_update` or `start_mini_batch`, for `record_events`; the same on every rank.
+        # Those since `start_update` or `start_mini_batch`, for `record_events`; warnings are on rank 0 alone.
         self.events: list[Any] = []
         self._loss_scale = loss_scale
         self._token_clip = token_clip
@@ -117,7 +117,7 @@ class GradLoc(PassRecorder):
         self._has_rehearsed = False
 
     @property
-    def warnings(self) -> list[RunWarning]:
+    def warnings(self) -> list[RunWarning] | None:
         """What is wrong with the run in the update so far; see `RunWarnings.warnings`."""
         return [] if self.is_off else self._warnings.warnings()
 
@@ -160,7 +160,7 @@ class GradLoc(PassRecorder):
     def metrics(self) -> dict[str, float]:
         """The update's metrics for the training log, the same on every rank; see `UpdateMetrics.metrics`.
 
-        `misplaced_share` is the share of responses whose log-probs belong to other tokens.
+        `misplaced_share` is the share of responses whose log-probs belong to other tokens, of those that can be told.
         """
         share = self._warnings.misplaced_share()
         return self._metrics.metrics() | ({} if share is None else {"actor/gradloc/misplaced_share": share})

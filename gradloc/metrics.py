@@ -13,7 +13,7 @@ from torch import Tensor
 from .evidence.token_facts import off_the_rollout
 from .fsdp import collectives
 from .guarded import guarded
-from .judging import judge
+from .judging import asked
 from .lines import Event, RunWarning, Where
 from .measure.alignment import misplaced_share, own_alignment
 from .measure.micro_batch import MicroBatch
@@ -130,24 +130,19 @@ class RunWarnings:
     """
 
     def __init__(self, learning_rate: Callable[[], float | Tensor]) -> None:
-        found = judge() if collectives.rank() == 0 else None
-        self._checks = None if found is None else found.RunChecks()
+        self.steps_since_resume: int | None = None  # 1 in the first step after a loaded checkpoint
+        self._is_first_rank = collectives.rank() == 0
+        # The judge's `RunChecks`; None on other ranks, without a judge, and after an error in it.
+        self._checks = asked(lambda judge: judge.RunChecks()) if self._is_first_rank else None
+        self._state: Any = None  # of the last checkpoint
         self._learning_rate = learning_rate
         self._said: set[str] = set()
         # Of the update so far.
         self._sums = torch.zeros(len(SUMS) + ALIGNMENT_SUMS, dtype=torch.float64)
 
-    @property
-    def steps_since_resume(self) -> int | None:
-        """1 in the first step after a loaded checkpoint; None if none was loaded, or without the judge."""
-        return None if self._checks is None else self._checks.progress.since_resume
-
-    def warnings(self, of_mini_batch: bool = False) -> list[RunWarning]:
-        """See `RunChecks.warnings`; none without the judge."""
-        if self._checks is not None:
-            with guarded("what is wrong with the run is not written", self._said):
-                return self._checks.warnings(of_mini_batch)
-        return []
+    def warnings(self, of_mini_batch: bool = False) -> list[RunWarning] | None:
+        """See `RunChecks.warnings`; None where nothing has checked the run, and nothing on other ranks than 0."""
+        return self._ask(lambda checks: checks.warnings(of_mini_batch), None if self._is_first_rank else [])
 
     def misplaced_share(self) -> float | None:
         """See `measure.alignment`, of the update so far."""
@@ -156,8 +151,9 @@ class RunWarnings:
     def start_update(self, global_step: int | None) -> None:
         """Begins an update."""
         self._sums.zero_()
-        if self._checks is not None:
-            self._checks.start_update(global_step)
+        if self.steps_since_resume is not None:
+            self.steps_since_resume += 1
+        self._ask(lambda checks: checks.start_update(global_step))
 
     def own_figures(
         self, micro_batches: Sequence[MicroBatch], scale: float, is_first: bool, model: WatchedModel
@@ -187,36 +183,42 @@ class RunWarnings:
         is_new = where["epoch"] == 0
         if is_new:
             self._sums += torch.cat([sums, alignment])
-        if self._checks is None:
-            return
-        of_tokens = (each.tolist() if is_new else None for each in (sums, alignment, columns))
-        self._checks.take_in(*of_tokens, of_scale[::copies].tolist())
+        of_tokens = [each.tolist() if is_new else None for each in (sums, alignment, columns)]
+        self._ask(lambda checks: checks.take_in(*of_tokens, of_scale[::copies].tolist()))
         if is_first and gradient.squared_norms is not None:
             norms = model.reduced_norms
             of_weights = zip(norms.of_ranks(weights).sqrt().tolist(), norms.numels, strict=True)
             most = (passes[::copies].sum(0) / model.data_parallel_size).tolist()
-            self._checks.layers.take_in(
+            of_layers = (
                 dict(zip(norms.layers, of_weights, strict=True)),
                 dict(zip(norms.layers, gradient.squared_norms.sqrt().tolist(), strict=True)),
                 dict(zip(model.meter.layers, most, strict=True)),
             )
+            self._ask(lambda checks: checks.layers.take_in(*of_layers))
 
     def add_step(self) -> None:
         """Adds an optimizer step that is about to be taken."""
-        if self._checks is not None:
-            rate = 0.0
-            with guarded("the learning rate cannot be read; run checks take it for 0", self._said):
-                rate = float(self._learning_rate())  # an optimizer may have a tensor
-            self._checks.add_step(rate)
+        rate = 0.0
+        with guarded("the learning rate cannot be read; run checks take it for 0", self._said):
+            rate = float(self._learning_rate())  # an optimizer may have a tensor
+        self._ask(lambda checks: checks.add_step(rate))
 
-    def state_dict(self) -> dict[str, Any] | None:
-        """What the judge compares later updates with, on rank 0."""
-        return None if self._checks is None else self._checks.state_dict()
+    def state_dict(self) -> Any:
+        """What the judge compares later updates with, on rank 0; without a judge, what was loaded."""
+        return self._ask(lambda checks: checks.state_dict(), self._state)
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Restores it."""
+        self._state, self.steps_since_resume = state, 0
+        self._ask(lambda checks: checks.load_state_dict(state))
+
+    def _ask(self, question: Callable[[Any], Any], otherwise: Any = None) -> Any:
+        """What the checks answer. Other ranks go on: an error in them must not end this one."""
         if self._checks is not None:
-            self._checks.load_state_dict(state)
+            with guarded("nothing checks the run from here on"):
+                return question(self._checks)
+            self._checks = None
+        return otherwise
 
 
 def _largest(log_ratios: Tensor, counted: Tensor) -> Tensor:

@@ -67,27 +67,36 @@ PAIR_SUMS = (
 )
 ALIGNMENT_SUMS = len(PAIRS) * len(PAIR_SUMS)
 
-# Where groups are mixed, there are as many prompts as uids; on rank 0 alone, up to such a part more or fewer.
-OTHER_NUMBER = 1 / 3
-# A response is repeated if the policy would have sampled it again with this log-prob, or less.
-LEAST_CHANCE = -30.0
-
 # (data-parallel rank, row in its mini-batch).
 Place = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class RewardedRow:
-    """What a row of a mini-batch was rewarded for.
+class TrainedRow:
+    """What is known of a row of an update; None where it is not known.
 
     Args:
         uid (str): Its prompt's.
-        reward (float, optional): The sum of its scores.
-        data_source (str, optional): Its prompt's.
-        advantage (float): The largest |A| of its tokens; NaN if one is.
+        prompt, response (int, optional): Hashes of the token ids, on one rank.
+        session_id, data_source (str, optional): verl's columns; the first tells which rows are of one trajectory.
+        score (float, optional): The sum of its scores.
+        reward (float, optional): The sum of what its advantages are computed from.
+        log_prob (float, optional): The sum of the response's old log-probs.
+        advantage (float, optional): That of its first token with one.
+        is_one (bool): Whether all of its tokens with an advantage have the same.
+        unmoved (int): How many of its tokens have none.
+        largest (float): The largest |A| of its tokens; NaN if one is.
     """
 
     uid: str
-    reward: float | None
-    data_source: str | None
-    advantage: float
+    prompt: int | None = None
+    response: int | None = None
+    session_id: str | None = None
+    data_source: str | None = None
+    score: float | None = None
+    reward: float | None = None
+    log_prob: float | None = None
+    advantage: float | None = None
+    is_one: bool = True
+    unmoved: int = 0
+    largest: float = 0.0

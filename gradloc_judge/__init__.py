@@ -6,9 +6,9 @@ A package of its own, beside gradloc, whose facts it judges: in training, throug
 those who read the evidence.
 """
 
-from gradloc.version import __version__ as __version__
+from gradloc.version import FACTS as FACTS
 
-from .advantages import row_warnings as row_warnings
 from .alignment import alignment_warning as alignment_warning
 from .judgement import judged_in_training as judged_in_training
+from .rows import row_warnings as row_warnings
 from .run_checks import RunChecks as RunChecks

@@ -1,17 +1,16 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of every update's columns: are they finite, are advantages as large as before, do they follow the rewards?"""
+"""Checks of every update's columns: are they finite, and are advantages as large as before?"""
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from gradloc.lines import RunWarning
-from gradloc.sums import COLUMN_SUMS, COLUMNS, LEAST_CHANCE
+from gradloc.sums import COLUMN_SUMS, COLUMNS
 
-from .progress import SEE, Progress, RunCheck
+from .progress import Progress, RunCheck
 from .rules import BROKEN, VERL_NAMES
-from .shares import percent
 
 # That advantages have another size: rewards of one kind may be the cause.
 REWARD_SCALE = "reward_scale"
@@ -30,74 +29,6 @@ CHECK_ADVANTAGES = (
     "Compare `critic/score/mean`, `critic/score/max` and `critic/advantages/max` in the log, before and after the "
     "first step with this."
 )
-
-# That a response with a higher reward has a lower advantage than another one to the same prompt; that rewards of
-# several prompts are compared; and that responses are there more than once.
-ADVANTAGE_ORDER, MIXED_GROUPS, REPEATED = "advantage_order", "mixed_groups", "repeated_responses"
-# Those of them that may be the cause of a spike: of one without another bug.
-OF_GROUPS = (ADVANTAGE_ORDER, MIXED_GROUPS)
-# The share of an update's rows from which on they are mixed, or repeated: rows may be doubled to fill a batch.
-LEAST_ROWS = 0.05
-# In so many pairs, of so many at least. With a baseline of the prompt's, it is none; by chance, half of them. Rewards
-# that are normalized one by one (GDPO) may contradict their sum, or the score, in up to a quarter.
-CONTRADICTING, LEAST_PAIRS = 0.3, 16
-# In so many, the sign is turned.
-TURNED = 0.95
-
-
-def order_warning(pairs: int, contradicting: int) -> RunWarning | None:
-    """The warning that advantages do not follow the rewards; None if they do, or of too few pairs.
-
-    Args:
-        pairs (int): Of responses to one prompt with different rewards and different advantages, none of them 0, which
-            are the same at all tokens of a response.
-        contradicting (int): In how many of them the higher reward has the lower advantage.
-    """
-    if pairs < LEAST_PAIRS or contradicting < CONTRADICTING * pairs:
-        return None
-    share = contradicting / pairs
-    look = "Look for rows that are moved between rewards and advantages (a sort, a filter, padding, a gather)"
-    if share > TURNED:
-        look = "Their sign is turned: look at the loss's sign and at rewards that are costs"
-    return {
-        "name": ADVANTAGE_ORDER,
-        "sentence": f"Advantages do not follow the rewards: in {percent(share)} of the pairs of responses to one "
-        f"prompt, that with the higher reward has the lower advantage. {look}.",
-        "check": "Before the update, print `uid`, the sum of `token_level_rewards` and the advantage of each row: of "
-        "the rows with one `uid`, that with the highest reward has the highest advantage.",
-    }
-
-
-def row_warnings(counts: Mapping[str, int]) -> list[RunWarning]:
-    """The warnings of how an update's rows fit together, by what `TrainedData.row_counts` gives."""
-    rows, mixed, repeated = (counts.get(name, 0) for name in ("rows", "mixed", "repeated"))
-    found = [order_warning(counts.get("pairs", 0), counts.get("contradicting", 0))]
-    if mixed > LEAST_ROWS * rows:
-        found.append(
-            {
-                "name": MIXED_GROUPS,
-                "sentence": f"Rewards of different prompts are compared: {percent(mixed / rows)} of the responses have "
-                "a `uid` with several prompts that others have, too. Look at the order in which prompts are repeated "
-                "for the rollout and put together with their responses.",
-                "check": "Before the update, print `uid` and the decoded prompt of each row: rows with one `uid` "
-                "are of one prompt.",
-                "share": mixed / rows,
-            }
-        )
-    if repeated > LEAST_ROWS * rows:
-        found.append(
-            {
-                "name": REPEATED,
-                "sentence": f"{percent(repeated / rows)} of the responses are the same, token for token, as an earlier "
-                f"one to their prompt. Without top-p or top-k, chance gives that once in e^{-LEAST_CHANCE:.0f} at "
-                f"most: the rollout samples with one seed, or rows are doubled. {SEE.format('one_seed')}",
-                "check": "Print the ids of the responses of one `uid` after the rollout. If they are the same there, "
-                "look at seeds, temperature, top-p and top-k of the server; if not, at what pads, repeats or gathers "
-                "rows.",
-                "share": repeated / rows,
-            }
-        )
-    return [warning for warning in found if warning is not None]
 
 
 class AdvantageChecks(RunCheck):

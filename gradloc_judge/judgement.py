@@ -7,12 +7,12 @@ from typing import Any
 
 from gradloc.guarded import guarded
 from gradloc.lines import RunWarning, kind_of
-from gradloc.sums import Place, RewardedRow
+from gradloc.sums import Place, TrainedRow
 
 from . import critic
-from .advantages import OF_GROUPS
 from .loss_scale import LOSS_SCALE
 from .misfire import verdict_by_rows
+from .rows import OF_GROUPS
 from .sentences import clips_in_words, describe
 from .verdict import verdict
 
@@ -35,14 +35,14 @@ def judged(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def judged_in_training(
-    line: Mapping[str, Any], warnings: Sequence[RunWarning], rows: Mapping[Place, RewardedRow] | None
+    line: Mapping[str, Any], warnings: Sequence[RunWarning], rows: Mapping[Place, TrainedRow] | None
 ) -> dict[str, Any]:
     """A line with what is judged of it at the end of its update, whose warnings these are, and by its rows."""
     if kind_of(line) != "spike":
         return judged(line)
     # What was known with the spike, and what its update has shown; but a wrong scale is that of single mini-batches.
-    names, known = {each["name"] for each in warnings}, {each["name"] for each in line["warnings"]}
-    found = [each for each in line["warnings"] if each["name"] not in names]
+    names, known = {each["name"] for each in warnings}, {each["name"] for each in line.get("warnings", [])}
+    found = [each for each in line.get("warnings", []) if each["name"] not in names]
     found += [each for each in warnings if each["name"] in known or each["name"] != LOSS_SCALE]
     event: Any = judged({**line, "warnings": sorted(found, key=lambda each: each["name"] in OF_GROUPS)})
     if rows is not None:

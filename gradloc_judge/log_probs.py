@@ -14,10 +14,10 @@ from typing import Any
 from gradloc.lines import RunWarning
 from gradloc.sums import APART_GAP, STALE_GAP, STALE_RATIO
 
-from .advantages import REPEATED
 from .alignment import Off, find_off, misaligned_warning
 from .log_prob_sums import LogProbSums
 from .progress import IN_A_ROW, SEE, Progress, RunCheck
+from .rows import REPEATED
 from .shares import percent
 
 # The warning that says what is seen, and no cause.

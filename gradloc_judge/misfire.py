@@ -9,7 +9,7 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 from gradloc.lines import Event, Verdict
-from gradloc.sums import Place, RewardedRow
+from gradloc.sums import Place, TrainedRow
 
 from .advantages import REWARD_SCALE
 from .rules import BROKEN, EXAMPLE, NATURAL_ADVANTAGE, NATURAL_FACTOR, RULES, Kind
@@ -50,7 +50,7 @@ def needs_rows(event: Event) -> bool:
     return verdict["cause"] == BROKEN
 
 
-def verdict_by_rows(event: Event, rows: Mapping[Place, RewardedRow]) -> Verdict | None:
+def verdict_by_rows(event: Event, rows: Mapping[Place, TrainedRow]) -> Verdict | None:
     """The verdict on an event, with what all rows of its mini-batch say of it where it `needs_rows`."""
     verdict = event.get("verdict")
     if verdict is None or not needs_rows(event):
@@ -60,21 +60,21 @@ def verdict_by_rows(event: Event, rows: Mapping[Place, RewardedRow]) -> Verdict 
     return misfire(event, rows) or verdict
 
 
-def _broken_rows(rows: Mapping[Place, RewardedRow]) -> str:
+def _broken_rows(rows: Mapping[Place, TrainedRow]) -> str:
     """Where advantages are not finite, and which rewards: a sentence, or nothing."""
-    broken = sorted(place for place, row in rows.items() if not math.isfinite(row.advantage))
+    broken = sorted(place for place, row in rows.items() if not math.isfinite(row.largest))
     if not broken:
         return ""
     prompts = {rows[place].uid for place in broken}
     count = counted(len(broken), sum(row.uid in prompts for row in rows.values()), "responses")
     whose = "one prompt" if len(prompts) == 1 else f"{len(prompts)} prompts"
     found = f" Advantages: {count} to {whose}, first {_PLACE.format(*broken[0])}."
-    rewards = sorted(place for place, row in rows.items() if row.reward is not None and not math.isfinite(row.reward))
+    rewards = sorted(place for place, row in rows.items() if row.score is not None and not math.isfinite(row.score))
     more = f" and {len(rewards) - 1} more" * (len(rewards) > 1)
     return found + (f" The reward of {_PLACE.format(*rewards[0])}{more} is NaN or infinite." if rewards else "")
 
 
-def misfire(event: Event, rows: Mapping[Place, RewardedRow]) -> Verdict | None:
+def misfire(event: Event, rows: Mapping[Place, TrainedRow]) -> Verdict | None:
     """The verdict that a reward value or a data source is the cause; None if neither stands out.
 
     Only responses with an advantage count. Of each prompt with culprits, that with the largest one is taken: that
@@ -88,12 +88,12 @@ def misfire(event: Event, rows: Mapping[Place, RewardedRow]) -> Verdict | None:
         rows (Mapping): All rows of its mini-batch.
     """
     count_of_culprits = len(event["culprits"])
-    at = {place: row for place, row in rows.items() if math.isfinite(row.advantage) and row.advantage > 0}
+    at = {place: row for place, row in rows.items() if math.isfinite(row.largest) and row.largest > 0}
     places = [(culprit["rank"], culprit["row"]) for culprit in explaining_culprits(event["culprits"])]
     moving, culprits = [*at.values()], [at[place] for place in places if place in at]
     if not culprits:
         return None
-    of_prompts: dict[str, RewardedRow] = {}
+    of_prompts: dict[str, TrainedRow] = {}
     for row in culprits:
         of_prompts.setdefault(row.uid, row)
     prompts = {row.uid: row for row in moving}
@@ -108,8 +108,8 @@ def misfire(event: Event, rows: Mapping[Place, RewardedRow]) -> Verdict | None:
         share = sum(_value(row, what) == value for row in culprits) / count_of_culprits
         ordinary = sum(_value(row, what) == value for row in moving) / len(moving)
         stands_out = share >= MOST_CULPRITS and ordinary < COMMON and share >= LIFT * ordinary
-        with_value = [row.advantage for row in of_prompts.values() if _value(row, what) == value]
-        without = [row.advantage for row in moving if _value(row, what) != value]
+        with_value = [row.largest for row in of_prompts.values() if _value(row, what) == value]
+        without = [row.largest for row in moving if _value(row, what) != value]
         is_usual = bool(without) and statistics.median(with_value) <= USUAL_ADVANTAGE * statistics.median(without)
         is_large = bool(without) and statistics.median(with_value) > NATURAL_FACTOR * statistics.median(without)
         is_outlier = what == "reward" and _is_outlier(value, {*known} - {value}, is_large)
@@ -119,7 +119,7 @@ def misfire(event: Event, rows: Mapping[Place, RewardedRow]) -> Verdict | None:
     return _far_reward(culprits, moving, count_of_culprits)
 
 
-def _far_reward(culprits: Sequence[RewardedRow], rows: Sequence[RewardedRow], count: int) -> Verdict | None:
+def _far_reward(culprits: Sequence[TrainedRow], rows: Sequence[TrainedRow], count: int) -> Verdict | None:
     """The verdict that one reward value far from all others makes the advantages.
 
     A value that many responses have, as those of a data source, does not count. The culprits' advantages must be larger
@@ -134,8 +134,8 @@ def _far_reward(culprits: Sequence[RewardedRow], rows: Sequence[RewardedRow], co
         low, high = min(others), max(others)
         groups = {row.uid for row in rows if _value(row, "reward") == value}
         is_far = max(value - high, low - value) >= FAR * (high - low)
-        is_far &= value > high or max(row.advantage for row in culprits) > NATURAL_ADVANTAGE
-        if is_far and all(row.uid in groups and row.advantage > high - low for row in culprits):
+        is_far &= value > high or max(row.largest for row in culprits) > NATURAL_ADVANTAGE
+        if is_far and all(row.uid in groups and row.largest > high - low for row in culprits):
             share = sum(_value(row, "reward") == value for row in culprits) / count
             ordinary = rewards.count(value) / len(rewards)
             where = f"The reward {value:g}, while all others are from {low:g} to {high:g}, makes the culprits' "
@@ -153,11 +153,11 @@ def without_data_source(verdict: Verdict) -> Verdict:
     return {**verdict, "sentence": f"The culprits are in responses with one data source ({rest}"}
 
 
-def _value(row: RewardedRow, what: str) -> Hashable:
+def _value(row: TrainedRow, what: str) -> Hashable:
     """A reward, without rounding errors of its sum, or a data source; None if it is not known."""
     if what == "data_source":
         return row.data_source
-    return None if row.reward is None or not math.isfinite(row.reward) else float(f"{row.reward:.6g}")
+    return None if row.score is None or not math.isfinite(row.score) else float(f"{row.score:.6g}")
 
 
 def _chance(hits: int, draws: int, marked: int, total: int) -> float:
@@ -173,7 +173,7 @@ def _is_outlier(reward: Any, others: Collection[Any], below_too: bool) -> bool:
     return max((low - reward) * below_too, reward - high) > high - low
 
 
-def _verdict(where: str, rows: Sequence[RewardedRow], share: float, ordinary: float, culprits: int) -> Verdict:
+def _verdict(where: str, rows: Sequence[TrainedRow], share: float, ordinary: float, culprits: int) -> Verdict:
     """The verdict on culprits in these rows, as many as are given with those in no row."""
     prompts = len({row.uid for row in rows})
     shares = f"{counted(round(share * culprits), culprits)} in {prompts} prompt{'s' * (prompts > 1)}, "

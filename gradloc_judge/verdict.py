@@ -11,9 +11,10 @@ from gradloc.guarded import guarded
 from gradloc.lines import Culprit, Event, RunWarning, Shares, Verdict
 from gradloc.sources import APART, APART_NATS, LARGE_ADVANTAGE, is_apart, layer_shares
 
-from .advantages import CHECK_ADVANTAGES, OF_GROUPS, REPEATED, REWARD_SCALE
+from .advantages import CHECK_ADVANTAGES, REWARD_SCALE
 from .log_probs import ENGINES_APART, OF_ROLLOUT, OF_SOME, OTHER_LOG_PROBS, REFERENCE, UNSAMPLED
 from .progress import resume_note
+from .rows import OF_GROUPS, REPEATED
 from .rules import EXAMPLE, NATURAL_ADVANTAGE, RULES, Kind, Rule
 from .sentences import auxiliary_in_words, is_over_everywhere, lowered
 from .shares import counted, is_unusual, percent, threshold_factor

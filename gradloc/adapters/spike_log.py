@@ -26,10 +26,11 @@ def add_spike_log(loggers: dict[str, Any], config: Mapping[str, Any] | None) -> 
     try:
         # Of the package that reads evidence, which need not be installed where training runs.
         from gradloc_tools.trackers import SpikeLog
-    except ImportError:
+    except Exception as error:  # whatever is wrong with a wheel, training goes on
         logger.warning(
-            "Trackers get no spikes, as GradLoc's wheel is not installed beside the driver: run pip install . in its "
-            "checkout."
+            "Trackers get no spikes, as GradLoc's wheel is not installed beside the driver (%s): run pip install . in "
+            "its checkout.",
+            f"{type(error).__name__}: {error}",
         )
         return
     loggers["gradloc"] = SpikeLog(dict(loggers), actor["bisect_dump_dir"], wanted == "texts")

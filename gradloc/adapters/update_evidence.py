@@ -3,12 +3,11 @@
 """The evidence of an update: each rank describes its own culprits, and rank 0 writes."""
 
 import logging
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, combinations
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,9 +17,9 @@ from ..evidence.token_facts import context_evidence, text_evidence
 from ..evidence.writer import EVENTS_PER_STEP, STEP_FIGURES, jsonable, limit_texts, record_events, record_step
 from ..fsdp import collectives
 from ..guarded import guarded, warn_once
-from ..judging import in_one_line, judge, judged
+from ..judging import asked, in_one_line, judge, judged
 from ..lines import RunWarning, kind_of
-from ..sums import LEAST_CHANCE, OTHER_NUMBER, Place, RewardedRow
+from ..sums import Place, TrainedRow
 
 logger = logging.getLogger(__name__)
 
@@ -85,81 +84,40 @@ class TrainedData:
         reward = next((of[name].sum().item() for name in SCORES if name in of), None)
         return {**of, "prompt": prompt.tolist(), "response": response.tolist(), "reward": reward}
 
-    def rewarded_rows(self, line: Mapping[str, Any]) -> list[RewardedRow] | None:
-        """What the rows of a line's mini-batch were rewarded for; None without uids, which tell the prompts apart."""
-        if "uid" not in self.columns:
-            return None
+    def rows_of(self, line: Mapping[str, Any]) -> list[TrainedRow] | None:
+        """The rows of a line's mini-batch; None without uids, which tell the prompts apart."""
         size, start = self.mini_batch_size, self._start(line)
-        rows = slice(start, None if size is None else start + size)
-        read = ("uid", "data_source", "advantages", "response_mask", *SCORES)
-        of = {name: [*self.columns[name]][rows] for name in read if name in self.columns}
-        count = len(of["uid"])
-        scores = next((of[name] for name in SCORES if name in of), None)
-        rewards = [None] * count if scores is None else [float(each.sum()) for each in scores]
-        sources = [str(source) for source in of["data_source"]] if "data_source" in of else [None] * count
-        pairs = zip(of["advantages"], of["response_mask"], strict=True)
-        advantages = [float(each[mask.bool()].abs().amax()) if mask.any() else 0.0 for each, mask in pairs]
-        columns = zip(map(str, of["uid"]), rewards, sources, advantages, strict=True)
-        return [RewardedRow(*row) for row in columns]
+        return self.rows[start : None if size is None else start + size] or None
 
-    def row_counts(self) -> Counter[str]:
-        """How many `rows` there are, and what the judge's `row_warnings` reads of them."""
+    @cached_property
+    def rows(self) -> list[TrainedRow]:
+        """What the judge reads of the rows; nothing without uids."""
         if "uid" not in self.columns:
-            return Counter()
+            return []
         read = {name: self.columns[name] for name in DATA_KEYS if name in self.columns}
-        data = TrainedData({name: each.cpu() if isinstance(each, Tensor) else [*each] for name, each in read.items()})
-        counts: Counter[str] = Counter()
-        for count in (data._pair_counts, data._group_counts):
-            with guarded(_NO_ROWS, _said):
-                counts += count()
-        return counts
+        of = {name: each.cpu() if isinstance(each, Tensor) else [*each] for name, each in read.items()}
+        ids: list[Any] = [(None, None)] * len(of["uid"])
+        with guarded(_NO_ROWS, _said):
+            if {"input_ids", "responses", "response_mask"} <= of.keys():
+                ids = [tuple(hash(part.numpy().tobytes()) for part in row) for row in TrainedData(of)._ids]
+        return [self._row(i, of, *row_ids) for i, row_ids in enumerate(ids)]
 
-    def _group_counts(self) -> Counter[str]:
-        """How many rows are `mixed`, of a uid with several prompts that others have, too, or `repeated` ones."""
-        uids = [*map(str, self.columns["uid"])]
-        counts = Counter(rows=len(uids))
-        if not {"input_ids", "responses", "response_mask"} <= self.columns.keys():
-            return counts
-        ids = [tuple(each.numpy().tobytes() for each in parts) for parts in self._ids]
-        prompts = {(uid, prompt) for uid, (prompt, _) in zip(uids, ids, strict=True)}
-        uids_of = Counter(prompt for _, prompt in prompts)
-        shared_of = Counter(uid for uid, prompt in prompts if uids_of[prompt] > 1)
-        # A trajectory that is cut in rows has other prompts, too, which may be a common state of its environment.
-        sessions = {*zip(uids, map(str, self.columns.get("session_id", range(len(uids)))), strict=True)}
-        if len(sessions) == len(uids) and math.isclose(len(uids_of), len({*uids}), rel_tol=OTHER_NUMBER):
-            counts["mixed"] = sum(shared_of[uid] > 1 for uid in uids)
-        if "old_log_probs" in self.columns:
-            seen = set()
-            pairs = zip(self.columns["old_log_probs"], self.columns["response_mask"], strict=True)
-            for each, (log_probs, mask) in zip(zip(uids, ids, strict=True), pairs, strict=True):
-                if each in seen:
-                    counts["repeated"] += bool(log_probs[mask.bool()].sum() < LEAST_CHANCE)
-                seen.add(each)
-        return counts
-
-    def _pair_counts(self) -> Counter[str]:
-        """How many `pairs` there are of the rows, and how many `contradicting` ones: see `order_warning`."""
-        counts: Counter[str] = Counter()
-        name = next((name for name in REWARDS if name in self.columns), None)
-        if name is None or not {"advantages", "response_mask"} <= self.columns.keys():
-            return counts
-        groups: dict[str, list[tuple[float, float]]] = {}
-        columns = (self.columns[each] for each in ("uid", name, "advantages", "response_mask"))
-        for uid, rewards, advantages, mask in zip(*columns, strict=True):
-            of_tokens = advantages[mask.bool() & (advantages != 0)]  # another row's may end before this one
-            if not torch.allclose(of_tokens, of_tokens[:1]):  # an estimator with a value of each token's
-                return counts
-            if len(of_tokens):
-                groups.setdefault(str(uid), []).append((rewards.sum().item(), of_tokens[0].item()))
-        for group in groups.values():
-            for one, other in combinations(group, 2):
-                more_reward, more_advantage = (
-                    0.0 if math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-6) else a - b
-                    for a, b in zip(one, other, strict=True)
-                )
-                counts["pairs"] += more_reward * more_advantage != 0
-                counts["contradicting"] += more_reward * more_advantage < 0
-        return counts
+    @staticmethod
+    def _row(i: int, of: Mapping[str, Any], prompt: int | None, response: int | None) -> TrainedRow:
+        known: dict[str, Any] = {name: str(of[name][i]) for name in ("data_source", "session_id") if name in of}
+        for name, columns in (("score", SCORES), ("reward", REWARDS)):
+            found = next((of[each][i] for each in columns if each in of), None)
+            known[name] = None if found is None else found.sum().item()
+        if "response_mask" in of:
+            mask = of["response_mask"][i].bool()
+            if "old_log_probs" in of:
+                known["log_prob"] = of["old_log_probs"][i][mask].sum().item()
+            if "advantages" in of and len(advantages := of["advantages"][i][mask]):
+                moving = advantages[advantages != 0]
+                known |= {"largest": advantages.abs().amax().item(), "unmoved": len(advantages) - len(moving)}
+                if len(moving):
+                    known |= {"advantage": moving[0].item(), "is_one": torch.allclose(moving, moving[:1])}
+        return TrainedRow(str(of["uid"][i]), prompt, response, **known)
 
     @cached_property
     def _ids(self) -> list[tuple[Tensor, Tensor]]:
@@ -190,12 +148,14 @@ class UpdateEvidence:
         # Whose data these are, and which of the ranks that have them this one is.
         self._of_data = divmod(collectives.rank(), sequence_parallel_size) if rank is None else (rank, 0)
         self._directory = directory
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._sequence_parallel_size = sequence_parallel_size
         self._events: list[dict[str, Any]] = []
         # What the rows of a spike's mini-batch were rewarded for, by the `id` of its event.
-        self._rows: dict[int, dict[Place, RewardedRow]] = {}
-        self._counts: Counter[str] = Counter()
+        self._rows: dict[int, dict[Place, TrainedRow]] = {}
+        # The rows of rank 0 in the update, and in the one before.
+        self._trained: list[TrainedRow] = []
+        self._trained_before: list[TrainedRow] = []
 
     def add(self, events: Sequence[Any], data: TrainedData, own: bool = False) -> None:
         """Adds an update's lines, and what the data say of their tokens and mini-batches. A collective call.
@@ -228,34 +188,34 @@ class UpdateEvidence:
                 self._rows[id(told[number])] = by_place
 
     def take_in_rows(self, data: TrainedData) -> None:
-        """Compares the rows of rank 0 with each other; called once for each row of an update. No collective call."""
-        if not self._rank:
+        """Adds rows of rank 0, to be compared with each other; called once for each row. No collective call."""
+        if not self._rank and judge() is not None:
             with guarded(_NO_ROWS, _said):
-                self._counts += data.row_counts()
+                self._trained += data.rows
 
     def write(
         self,
         global_step: int | None,
         metrics: Mapping[str, Any],
-        read_warnings: Callable[[], Sequence[RunWarning]],
+        read_warnings: Callable[[], Sequence[RunWarning] | None],
     ) -> None:
         """Ends an update: rank 0 judges, logs and writes its lines, and writes the step's figures.
 
         Args:
             metrics (Mapping): Those of the actor or critic; of the latter, no line of steps.jsonl is made.
-            read_warnings (Callable): Returns what `RunChecks.warnings` does; called on rank 0 alone.
+            read_warnings (Callable): Returns what `RunWarnings.warnings` does; called on rank 0 alone.
         """
         events, self._events = self._events, []
         rows, self._rows = self._rows, {}
-        counts, self._counts = self._counts, Counter()
+        before, self._trained_before, self._trained = self._trained_before, self._trained, []
         if self._rank:
             return
         names = {name: f"actor/gradloc/{name}" for name in STEP_FIGURES}
         figures = {name: metrics[metric] for name, metric in names.items() if metric in metrics}
-        warnings = [*read_warnings()]
+        of_run = read_warnings()
         # A critic, whose update has no such figures, is trained on the same rows.
-        if figures and (found := judge()) is not None:
-            warnings = [*found.row_warnings(counts), *warnings]
+        of_rows = asked(lambda judge: judge.row_warnings(self._trained_before, before), []) if figures else []
+        warnings = [*of_rows, *(of_run or [])]
         for each in warnings:
             warn_once(_said, f"Step {global_step}: {each['sentence']} {each['check']}", about=each["name"])
         events = [judged(event, warnings, rows.get(id(event))) for event in events]
@@ -272,7 +232,7 @@ class UpdateEvidence:
         # The figures count the spikes, so these come first: a reader never finds fewer than are counted.
         record_events(self._directory, events, "critic" if by_kind["critic"] else "spikes")
         if figures:
-            record_step(self._directory, global_step, figures, warnings)
+            record_step(self._directory, global_step, figures, None if of_run is None else warnings)
 
     def _own_facts(
         self, tokens: Sequence[tuple[dict[str, Any], int, dict[str, Any]]], data: TrainedData
@@ -297,22 +257,20 @@ class UpdateEvidence:
         if of_spike:
             reward_model = sample.get("reward_model")
             facts["ground_truth"] = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
-        if self._tokenizer is None or position < 0:
+        if self.tokenizer is None or position < 0:
             return facts
         if not of_spike:
-            return facts | context_evidence(self._tokenizer, sample["response"], position)
-        return facts | limit_texts(
-            text_evidence(self._tokenizer, sample["prompt"], sample["response"], position), index
-        )
+            return facts | context_evidence(self.tokenizer, sample["response"], position)
+        return facts | limit_texts(text_evidence(self.tokenizer, sample["prompt"], sample["response"], position), index)
 
 
-def _own_rows(events: Sequence[Any], data: TrainedData) -> dict[int, list[RewardedRow] | None]:
+def _own_rows(events: Sequence[Any], data: TrainedData) -> dict[int, list[TrainedRow] | None]:
     """The rows of this rank's mini-batches of which a verdict may change by them, by the event's number."""
-    rows: dict[int, list[RewardedRow] | None] = {}
+    rows: dict[int, list[TrainedRow] | None] = {}
     for number, event in enumerate(events):
         with guarded(_NOT_COMPARED):
             if kind_of(event) == "spike" and _may_need_rows(event):
-                rows[number] = data.rewarded_rows(event)
+                rows[number] = data.rows_of(event)
     return rows
 
 

@@ -75,8 +75,8 @@ class Watch:
         """Whether the training passes are watched, for which `begin_pass`, `observe` and `end_pass` are called."""
         return self.gradloc is not None or self.token_clip is not None
 
-    def warnings(self) -> list[RunWarning]:
-        """What is wrong with the run in the update so far, without any spike; the same on every rank."""
+    def warnings(self) -> list[RunWarning] | None:
+        """See `RunWarnings.warnings`, of the update so far; nothing without `spike_detection`."""
         return [] if self.gradloc is None else self.gradloc.warnings
 
     def start_update(self, global_step: int | None) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import lines
 from ..fsdp import collectives
-from ..judging import judge
+from ..judging import asked
 from ..measure.alignment import own_alignment
 from ..measure.micro_batch import AllFigures, MicroBatch, MicroBatchName, Token, movable, suspects
 from ..measure.mini_batch import MiniBatch, OrdinaryGradient
@@ -59,6 +59,8 @@ _LARGEST_TOKENS = 3
 _MEASURED, _LEAST_MEASURED = 64, 4
 # How many suspected tokens an event lists.
 SUSPECTED = 16
+# Where training had no judge.
+_UNCHECKED = "nothing has checked the run, so that this need not be a natural spike"
 # So many times the usual norm, of the typical micro-batch, is no matter of single tokens.
 _LOUDER = 2.0
 
@@ -81,7 +83,7 @@ def build_event(
     done: Done,
     started: float,
     steps_since_resume: int | None = None,
-    warnings: Callable[[], list[lines.RunWarning]] = list,
+    warnings: Callable[[], list[lines.RunWarning] | None] = list,
     medians: Medians | None = None,
     layer_clip: dict[str, lines.ClippedLayer] | None = None,
     drill: lines.Drill | None = None,
@@ -117,6 +119,7 @@ def build_event(
         counts = ordinary_counts(mini_batch.micro_batches, places, least, mini_batch.scale)
         return counts, ordinary.own_sums(), time.perf_counter() - started
 
+    of_run = warnings()
     counts, sums, seconds = zip(*collectives.exchange(own)[:: model.sequence_parallel_size], strict=True)
     with collectives.raised_on_all_ranks(model.device):
         event: lines.Event = {
@@ -136,9 +139,9 @@ def build_event(
             "comparison": {
                 "ordinary": ordinary_shares(counts),
                 "measured": _measured_shares(findings, under, facts, medians),
-                "unusual": _why_unusual(findings, ordinary),
+                "unusual": _UNCHECKED if of_run is None else _why_unusual(findings, ordinary),
             },
-            "warnings": warnings(),
+            "warnings": of_run or [],
             "steps_since_resume": steps_since_resume,
             "layer_clip": layer_clip,
             "drill": drill,
@@ -173,6 +176,8 @@ def recorded_event(
         keep (Callable): Keeps the event's bundle, and returns its folder.
     """
     medians = token_medians(list(micro_batches.values()), alone=True)
+    sums = own_alignment([each.tokens for each in micro_batches.values()]).tolist()
+    found = asked(lambda judge: judge.alignment_warning(sums))
     event: lines.Event = {
         **_begun(loss_scale, world_size, Findings(threshold), medians, where),
         "action": action or "log",
@@ -183,18 +188,10 @@ def recorded_event(
         "micro_batches": sum(bool(movable(each.tokens).any()) for each in micro_batches.values()),
         "suspected": _suspected_tokens(micro_batches, medians),
         "suspected_ranks": sorted({rank for rank, _ in micro_batches}),
-        "warnings": _alignment_warnings([each.tokens for each in micro_batches.values()]),
+        "warnings": [] if found is None else [found],
     }
     replay = keep(event)
     return {**event, "replay": replay, "seconds": 0.0 if started is None else time.perf_counter() - started}
-
-
-def _alignment_warnings(micro_batches: Sequence[Mapping[str, Tensor]]) -> list[lines.RunWarning]:
-    """What these tokens alone say of the run; nothing without the judge."""
-    if (found := judge()) is None:
-        return []
-    warning = found.alignment_warning(own_alignment(micro_batches).tolist())
-    return [] if warning is None else [warning]
 
 
 def _begun(loss_scale: float, world_size: int, findings: Findings, medians: Medians, where: lines.Where) -> lines.Event:

@@ -114,7 +114,7 @@ def record_step(
     directory: str,
     global_step: int | None,
     figures: Mapping[str, float | None],
-    warnings: Sequence[RunWarning] = (),
+    warnings: Sequence[RunWarning] | None = (),
 ) -> None:
     """Appends one short line about a step to `<directory>/steps.jsonl`; see `Step` in gradloc/lines.py.
 
@@ -124,10 +124,12 @@ def record_step(
     Args:
         directory (str): Created if it does not exist. The file of an earlier run is continued.
         figures (Mapping): `STEP_FIGURES` by name; those that are missing are written as null.
-        warnings (Sequence[RunWarning]): What `RunChecks.warnings` returned.
+        warnings (Sequence[RunWarning], optional): None if nothing has checked the run: then the line has none.
     """
     line = {"schema": SCHEMA, "time": now(), "global_step": global_step}
-    line |= {name: figures.get(name) for name in STEP_FIGURES} | {"warnings": list(warnings)}
+    line |= {name: figures.get(name) for name in STEP_FIGURES}
+    if warnings is not None:
+        line["warnings"] = list(warnings)
     _append(directory, "steps", _line(line), f"the figures of step {global_step}", global_step, 1)
 
 

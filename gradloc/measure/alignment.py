@@ -296,20 +296,22 @@ def own_alignment(micro_batches: Sequence[Mapping[str, Tensor]]) -> Tensor:
 
 
 def misplaced_share(sums: Tensor) -> float | None:
-    """The share of the responses whose log-probs belong to other tokens, in the pair with most of them.
+    """Of the responses that can be told, the share whose log-probs belong to other tokens; in the pair with most.
 
     Args:
         sums (Tensor): What `own_alignment` returned, added up over ranks and mini-batches.
 
     Returns:
-        float: Without those whose log-probs have lost their relation, which may be chance; None without a response.
+        float: Up to half of the responses, a lost relation may be chance, and does not count. None if none can be told.
     """
-    kinds = ["other_row", "zero_tail", "constant_tail", *(f"{way} {k}" for k in SHIFTS for way in ("whole", "inside"))]
     shares = []
     for of_pair in sums.view(len(PAIRS), -1).tolist():
         named = dict(zip(PAIR_SUMS, of_pair, strict=True))
-        if named["responses"]:
-            shares.append(sum(named[kind] for kind in kinds) / named["responses"])
+        moved = sum(named[f"{way} {k}"] for k in SHIFTS for way in ("whole", "inside"))
+        lost = named["lost"] if 2 * named["lost"] > named["responses"] else 0.0
+        found = max(moved, lost, named["other_row"], named["zero_tail"], named["constant_tail"])
+        if told := found + named["aligned"]:
+            shares.append(found / told)
     return max(shares, default=None)
 
 

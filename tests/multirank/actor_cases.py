@@ -115,7 +115,7 @@ def train(
         run.clips.append([] if watch is None else watch.clips)
         if getattr(actor, "gradloc", None) is not None:
             run.events.append(json.dumps(events_of(actor)))
-            run.warnings = [warning["name"] for warning in actor.gradloc.warnings]
+            run.warnings = [warning["name"] for warning in actor.gradloc.warnings or ()]
     run.parameters = [local(p) for p in actor.actor_module.parameters()]
     run.rng = torch.get_rng_state()
     if DEVICE.type == "cuda":

@@ -111,7 +111,7 @@ def test_what_cannot_be_sent_to_other_ranks_is_written_as_text(launch: Launch, t
         evidence = UpdateEvidence(str(tmp_path), tokenizer, 1)
         truth = {"ground_truth": lambda: None}  # which cannot be pickled
         sample = {"prompt": [1, 2], "response": [3, 4], "reward": 1.0, "reward_model": truth}
-        evidence.add(events, SimpleNamespace(sample=lambda event, culprit: sample, rewarded_rows=lambda event: None))
+        evidence.add(events, SimpleNamespace(sample=lambda event, culprit: sample, rows_of=lambda event: None))
         evidence.write(1, {}, list)
 
     launch(2, write)

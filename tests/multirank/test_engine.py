@@ -30,7 +30,7 @@ def evidence(case: Case, directory: str, shuffle: bool, size: int = 1) -> tuple[
     if size > 1:
         share_sequences(actor, size)
     own_rank = dist.get_rank() // size
-    actor.engine._evidence._tokenizer = Words()
+    actor.engine._evidence.tokenizer = Words()
     actor.dataloader = {"shuffle": shuffle}
     metrics, planted = [], []
     for seed in range(2):
@@ -68,7 +68,7 @@ def step_of_two_updates(case: Case, directory: str) -> list[dict[str, Any]]:
         with torch.random.fork_rng():
             batch = build_batch(case, dist.get_rank())
         actor.update_of_step = update, 2
-        with mock.patch.object(TrainedData, "rewarded_rows", side_effect=ZeroDivisionError):
+        with mock.patch.object(TrainedData, "rows_of", side_effect=ZeroDivisionError):
             metrics.append(actor.update_policy(batch))
     return metrics
 

@@ -1,15 +1,20 @@
-"""The checks of a run in the patched actor: all ranks agree, and an event's verdict is the warning's."""
+"""The checks of a run in the patched actor: rank 0 judges the sums of all, and an event's verdict is the warning's."""
 
 import itertools
+import json
 import re
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from actor_cases import train
 from actors import Case, events_of
 from test_actor import Launch, on_engine, on_ranks
 from verl import DataProto
+
+import gradloc_judge
 
 
 def warned(case: Case, stale_ranks: tuple[int, ...], calls: int, late: int = 0) -> tuple[Any, ...]:
@@ -47,10 +52,10 @@ def warned(case: Case, stale_ranks: tuple[int, ...], calls: int, late: int = 0) 
 ORDINARY = Case("fsdp2", mini_batch=4, kl=True, rollout=True)
 
 
-def test_all_ranks_warn_alike(launch: Launch) -> None:
-    results = launch(2, warned, ORDINARY, (1,), 6)
-    assert results == results[:1] * 2
-    (warning,), state, verdicts, _ = results[0]
+def test_rank_0_warns_by_the_sums_of_all_ranks(launch: Launch) -> None:
+    first, other = launch(2, warned, ORDINARY, (1,), 6)
+    assert other[:2] == ([], None) and other[2:] == first[2:]
+    (warning,), state, verdicts, _ = first
     assert len(state["readings"]) == state["updates"] == 6 and state["rates"] > 0
     said = r"For [456]\d% of the responses, as from one of several workers .*, the rollout still samples"
     assert warning["name"] == "partly_stale" and re.match(said, warning["sentence"])
@@ -63,9 +68,29 @@ def test_all_ranks_warn_alike(launch: Launch) -> None:
 @on_ranks(on_engine(2, Case("fsdp1", mini_batch=4, epochs=2, kl=True, rollout=True, dynamic=True)))
 def test_log_probs_of_other_positions_are_told_at_once(launch: Launch, world: int, case: Case) -> None:
     results = launch(world, warned, case, (), 1, 1)
-    assert results == results[:1] * world
+    assert all(other[2:] == results[0][2:] for other in results)
     (warning,), _, verdicts, metrics = results[0]
     said = "The rollout's log-probs are one position late in all responses (r[t] fits p[t-1])"
     assert warning["name"] == "misaligned" and warning["sentence"].startswith(said)
     assert verdicts and {verdict["cause"] for verdict in verdicts} == {"misaligned"}
     assert metrics["actor/gradloc/misplaced_share"] == warning["share"] == 1
+
+
+def broken(method: str) -> tuple[Any, ...]:
+    """Training with a judge that fails in a method: warnings, the event's reason against a natural spike, weights."""
+    actors: list[Any] = []
+    error = ZeroDivisionError("a bug of the judge")
+    with mock.patch.object(gradloc_judge.RunChecks, method, side_effect=error, create=True):
+        run = train(ORDINARY, calls=2, prepare=actors.append, spike_detection=True, grad_norm_threshold=1e-6)
+        actors[0].gradloc.load_state_dict(actors[0].gradloc.state_dict())
+        metrics = actors[0].gradloc.metrics()
+    found = [event["comparison"]["unusual"] for event in json.loads(run.events[-1])]
+    return actors[0].gradloc.warnings, found, sorted(metrics), [each.tolist() for each in run.parameters]
+
+
+@pytest.mark.parametrize("method", ["start_update", "take_in", "add_step", "warnings", "__init__"])
+def test_an_error_of_the_judge_costs_its_answer_alone(launch: Launch, method: str) -> None:
+    first, other = launch(2, broken, method)
+    assert (first[0], other[0]) == (None, []) and first[2] == other[2]
+    assert any("nothing has checked the run" in (reason or "") for reason in first[1])
+    assert first[3] == launch(2, broken, "unheard_of")[0][3]

@@ -54,7 +54,8 @@ class Image:
         settings |= {"PATH": f"{self.place}/venv/bin:{os.environ['PATH']}", "PIP_FIND_LINKS": str(self.place)}
         command = line.replace("/opt/gradloc", str(self.inside("/opt/gradloc")))
         (path,) = arguments_of("ENV")
-        settings |= dict([path.replace("/opt/gradloc", str(self.inside("/opt/gradloc"))).split("=")])
+        assert path == "PYTHONPATH=/opt/gradloc:$PYTHONPATH"
+        settings["PYTHONPATH"] = str(self.inside("/opt/gradloc"))
         env = {"HOME": str(self.place)} | settings | environment
         return subprocess.run(["/bin/sh", "-c", command], cwd=self.place, env=env, capture_output=True, text=True)
 

@@ -10,19 +10,23 @@ from typing import Any
 import pytest
 from notation import cases
 
-from gradloc.sums import RewardedRow
+from gradloc.sums import TrainedRow
 from gradloc_judge.misfire import LESS_SPECIFIC, _chance, misfire, needs_rows, verdict_by_rows
 from gradloc_judge.rules import BROKEN
 from gradloc_judge.verdict import CAUSES
 from gradloc_tools.report.reading import without_texts
 from gradloc_tools.schema import EVENT, conforms
 
-Rows = dict[tuple[int, int], RewardedRow]
+Rows = dict[tuple[int, int], TrainedRow]
 PROMPTS, ANSWERS = 16, 4
 USUAL = 1.0
 
 
-def spread(rows: Sequence[RewardedRow]) -> Rows:
+def row_of(uid: str, score: float | None, data_source: str | None, largest: float) -> TrainedRow:
+    return TrainedRow(uid, score=score, data_source=data_source, largest=largest)
+
+
+def spread(rows: Sequence[TrainedRow]) -> Rows:
     """The rows on two ranks."""
     return {(i % 2, i // 2): row for i, row in enumerate(rows)}
 
@@ -40,9 +44,9 @@ def mini_batch(
     for prompt, answer in itertools.product(range(prompts), range(ANSWERS)):
         is_special = prompt < special and answer == 1
         value, size = (reward, advantage) if is_special else (float(answer % 2), USUAL)
-        rows.append(RewardedRow(f"uid {prompt}", value, f"source {prompt % 4}", size))
+        rows.append(row_of(f"uid {prompt}", value, f"source {prompt % 4}", size))
     found = spread(rows)
-    return found, [place for place, row in found.items() if row.reward == reward]
+    return found, [place for place, row in found.items() if row.score == reward]
 
 
 def test_a_reward_value_that_holds_the_culprits_is_named() -> None:
@@ -64,9 +68,9 @@ def test_a_reward_value_that_holds_the_culprits_is_named() -> None:
 def test_a_far_reward_is_named_in_one_response_or_several(reward: float, advantage: float, found: bool) -> None:
     """If the advantages are larger than the other rewards are apart, which no normalized ones need to be."""
     rows, places = mini_batch(special=PROMPTS, reward=reward, advantage=advantage)
-    beside = [place for place, row in rows.items() if row.reward == 0.0][:2]
+    beside = [place for place, row in rows.items() if row.score == 0.0][:2]
     for place in beside:
-        rows[place] = dataclasses.replace(rows[place], advantage=advantage)
+        rows[place] = dataclasses.replace(rows[place], largest=advantage)
     said = misfire(event(places[0], *beside), rows)
     assert (said is not None) == found
     if said is not None:
@@ -78,17 +82,17 @@ def test_a_far_reward_that_many_have_is_how_prompts_are_rewarded() -> None:
     """Of three prompts of four, right answers count 15 instead of 1."""
     rows, _ = mini_batch(special=0)
     for place, row in rows.items():
-        tens = row.reward == 1.0 and int(row.uid.split()[1]) % 4 != 0
-        rows[place] = dataclasses.replace(row, reward=15.0 if tens else row.reward)
-    place = next(place for place, row in rows.items() if row.reward == 15.0)
-    rows[place] = dataclasses.replace(rows[place], advantage=9.0)
+        tens = row.score == 1.0 and int(row.uid.split()[1]) % 4 != 0
+        rows[place] = dataclasses.replace(row, score=15.0 if tens else row.score)
+    place = next(place for place, row in rows.items() if row.score == 15.0)
+    rows[place] = dataclasses.replace(rows[place], largest=9.0)
     assert misfire(event(place), rows) is None
 
 
 @pytest.mark.parametrize("name", ["web (2024): all 6 culprits (sums", ""])
 def test_trackers_do_not_see_the_name_of_a_data_source(name: str) -> None:
     culprits = [{"rank": 0, "micro_batch": 0, "share": 0.1, "row": row, "data_source": name} for row in range(5)]
-    rows = [RewardedRow(f"uid {row}", 1.0, name if row < 5 else "books", USUAL) for row in range(99)]
+    rows = [row_of(f"uid {row}", 1.0, name if row < 5 else "books", USUAL) for row in range(99)]
     line = {"verdict": None, "culprits": culprits}
     line["verdict"] = misfire(line, {(0, row): each for row, each in enumerate(rows)})
     assert line["verdict"]["sentence"].startswith(f"The culprits are in responses with the data source {name} (all 5")
@@ -155,7 +159,7 @@ def test_culprits_that_do_not_explain_the_norm_do_not_count() -> None:
 def test_unknown_rewards_and_sources_are_no_values() -> None:
     rows, places = mini_batch()
     for reward in (None, math.nan):
-        unknown = {place: RewardedRow(row.uid, reward, None, row.advantage) for place, row in rows.items()}
+        unknown = {place: row_of(row.uid, reward, None, row.largest) for place, row in rows.items()}
         assert misfire(event(*places), unknown) is None
 
 
@@ -182,8 +186,8 @@ def test_more_specific_causes_stay(cause: str | None) -> None:
 def test_rows_that_are_not_finite_are_named(rewards: dict[int, float], advantages: Sequence[int], said: str) -> None:
     rows = list(mini_batch()[0].values())  # in the order of the prompts
     for number, row in enumerate(rows):
-        reward, advantage = rewards.get(number, row.reward), math.nan if number in advantages else row.advantage
-        rows[number] = dataclasses.replace(row, reward=reward, advantage=advantage)
+        reward, advantage = rewards.get(number, row.score), math.nan if number in advantages else row.largest
+        rows[number] = dataclasses.replace(row, score=reward, largest=advantage)
     line = event(cause="nonfinite")
     line["verdict"]["sentence"] = "`advantages` is NaN."
     found = verdict_by_rows(line, spread(rows))
@@ -205,7 +209,7 @@ def healthy(generator: random.Random, strength: float) -> dict[str, Any] | None:
         source = f"source {prompt % 3}"
         for reward in rewards:
             advantage = (reward - mean) / (deviation + 1e-6)
-            rows.append(RewardedRow(f"uid {prompt}", reward, source, abs(advantage)))
+            rows.append(row_of(f"uid {prompt}", reward, source, abs(advantage)))
             weights.append(abs(advantage) ** strength * (generator.choice([1, 5]) if reward == 0 else 1))
     places = [*spread(rows)]
     drawn = generator.choices(places, weights, k=generator.randrange(2, 12)) if any(weights) else places[:3]

@@ -13,8 +13,8 @@ from verl.trainer.ppo import core_algos
 
 from gradloc.adapters import update_evidence
 from gradloc.adapters.update_evidence import TrainedData, UpdateEvidence
-from gradloc_judge.advantages import ADVANTAGE_ORDER, MIXED_GROUPS, REPEATED, row_warnings
 from gradloc_judge.judgement import judged
+from gradloc_judge.rows import ADVANTAGE_MASK, ADVANTAGE_ORDER, MIXED_GROUPS, REPEATED, count_pairs, row_warnings
 
 PROMPTS, ANSWERS, LENGTH = 24, 6, 5
 UIDS = numpy.repeat([f"prompt {i}" for i in range(PROMPTS)], ANSWERS).astype(object)
@@ -41,7 +41,7 @@ def columns(estimator: str, graded: bool = False, seed: int = 0, moved: bool = F
 
 
 def warned(data: dict[str, Any]) -> dict[str, Any] | None:
-    found = row_warnings(TrainedData(data).row_counts())
+    found = row_warnings(TrainedData(data).rows)
     return found[0] if found else None
 
 
@@ -51,8 +51,8 @@ def test_advantages_follow_rewards_unless_moved_or_negated(estimator: str, grade
     told = 0
     for seed in range(10):
         data = columns(estimator, graded, seed)
-        counts = TrainedData(data).row_counts()
-        assert counts["pairs"] > 16 and not counts["contradicting"]
+        pairs, contradicting = count_pairs(TrainedData(data).rows)
+        assert pairs > 16 and not contradicting and warned(data) is None
         negated = warned(data | {"advantages": -data["advantages"]})
         assert negated and "sign is turned" in negated["sentence"]
         moved = warned(columns(estimator, graded, seed, moved=True))
@@ -73,11 +73,26 @@ def test_rewards_normalized_one_by_one_are_no_contradiction() -> None:
 
 
 def test_without_prompts_or_rewards_nothing_is_compared() -> None:
-    assert not TrainedData(columns("gae", graded=True)).row_counts()["pairs"]  # they differ within a response
-    for lacking in ("uid", "token_level_rewards"):
-        data = columns("grpo", moved=True)
-        del data[lacking]
-        assert warned(data) is None
+    of_tokens = TrainedData(columns("gae", graded=True)).rows  # they differ within a response
+    assert count_pairs(of_tokens) == (0, 0) and not row_warnings(of_tokens)
+    data = columns("grpo", moved=True)
+    (told,) = row_warnings(TrainedData({name: data[name] for name in data if name != "token_level_rewards"}).rows)
+    assert told["name"] == ADVANTAGE_MASK, "rows of other lengths are seen without rewards"
+    assert warned({name: data[name] for name in data if name != "uid"}) is None
+
+
+def test_advantages_beside_their_tokens_and_responses_again_are_told() -> None:
+    data = sampled(0) | {"advantages": torch.randn(len(UIDS), 1).expand(-1, 16)}
+    data |= {
+        "advantages": (data["advantages"] * data["response_mask"]),
+        "token_level_rewards": torch.zeros(len(UIDS), 16),
+    }
+    before = TrainedData(data).rows
+    assert not row_warnings(before) and not row_warnings(TrainedData(sampled(1)).rows, before)
+    (told,) = row_warnings(before, before)
+    assert (told["name"], told["share"]) == (REPEATED, 1.0) and "of the last update" in told["sentence"]
+    (told,) = row_warnings(TrainedData(data | {"advantages": data["advantages"].flip(1)}).rows)
+    assert told["name"] == ADVANTAGE_MASK and told["share"] > 0.5
 
 
 def sampled(seed: int, wrong: str = "", certainty: float = 1.0) -> dict[str, Any]:
@@ -128,7 +143,7 @@ def without_padding(columns: dict[str, Any], *names: str) -> dict[str, Any]:
     ("", []),
 )
 def test_prompts_of_one_uid_and_copies_are_told(wrong: str, told: list[Any], nested: tuple[str, ...]) -> None:
-    found = row_warnings(TrainedData(without_padding(sampled(0, wrong), *nested)).row_counts())
+    found = row_warnings(TrainedData(without_padding(sampled(0, wrong), *nested)).rows)
     assert [(each["name"], each["share"]) for each in found] == told
 
 
@@ -136,7 +151,7 @@ def test_what_a_policy_is_sure_of_is_no_copy() -> None:
     data = sampled(1, certainty=20.0)
     assert data["old_log_probs"].sum(1).mean() > -5
     data["old_log_probs"][data["response_mask"] == 0] = -99.0  # tool output, or padding
-    assert TrainedData(data).row_counts() == {"rows": len(UIDS)}
+    assert len(rows := TrainedData(data).rows) == len(UIDS) and not row_warnings(rows)
 
 
 @pytest.mark.parametrize("states", ["of one", "own", "common", "as many as uids"])
@@ -154,7 +169,7 @@ def test_a_trajectory_in_several_rows_is_not_mixed(states: str) -> None:
         prompts[:] = torch.arange(len(prompts))[:, None] % count
         if states == "as many as uids":  # then verl's trainer says which rows are one trajectory's
             data["session_id"] = numpy.arange(len(prompts)) // 2 % (ANSWERS // 2)
-    assert TrainedData(data).row_counts() == {"rows": len(UIDS)}
+    assert len(rows := TrainedData(data).rows) == len(UIDS) and not row_warnings(rows)
 
 
 def test_what_cannot_be_counted_leaves_the_rest(monkeypatch: Patch) -> None:
