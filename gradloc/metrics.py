@@ -119,7 +119,7 @@ class UpdateMetrics:
 def figure_sizes(model: WatchedModel, is_first: bool) -> list[int]:
     """How many numbers each part of `RunWarnings.own_figures` has."""
     layers = [len(model.reduced_norms.layers), len(model.meter.layers)] if is_first else [0, 0]
-    return [len(SUMS), ALIGNMENT_SUMS, COLUMN_SUMS, SCALE_FIGURES, *layers]
+    return [len(SUMS), ALIGNMENT_SUMS, COLUMN_SUMS, len(SCALE_FIGURES), *layers]
 
 
 class RunWarnings:

@@ -41,8 +41,14 @@ SUMS = (
 COLUMNS = ("advantage", "old_log_prob", "ref_log_prob", "log_prob")
 COLUMN_SUMS = len(COLUMNS) + 4
 
-# How many figures `own_scale_figures` gives.
-SCALE_FIGURES = 8
+# What `own_scale_figures` gives; "corrected" are tokens with an importance weight of the rollout's, whose mean
+# |log(coefficient / expected)| is "with" that weight and "without" it; "apart" are those whose log-probs tell in which
+# direction it is to correct, "along" those that it does; and "rest" is what coefficients have beside the policy loss's
+# part, "kl" what the KL loss should give.
+SCALE_FIGURES = (
+    *("weights", "mode", "tokens", "low", "median", "high", "micro_batches", "filled"),
+    *("corrected", "with", "without", "apart", "along", "kl_square", "rest_square", "kl_rest"),
+)
 # The aggregation modes that promise a sum of weights of 1: over all tokens, in the last over one of each response.
 MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")
 

@@ -10,7 +10,7 @@ from gradloc.lines import RunWarning, kind_of
 from gradloc.sums import Place, TrainedRow
 
 from . import critic
-from .loss_scale import LOSS_SCALE
+from .loss_scale import OF_LOSS
 from .misfire import verdict_by_rows
 from .rows import OF_GROUPS
 from .sentences import clips_in_words, describe
@@ -40,10 +40,10 @@ def judged_in_training(
     """A line with what is judged of it at the end of its update, whose warnings these are, and by its rows."""
     if kind_of(line) != "spike":
         return judged(line)
-    # What was known with the spike, and what its update has shown; but a wrong scale is that of single mini-batches.
+    # What was known with the spike, and what its update has shown; but a wrong loss is that of single mini-batches.
     names, known = {each["name"] for each in warnings}, {each["name"] for each in line.get("warnings", [])}
     found = [each for each in line.get("warnings", []) if each["name"] not in names]
-    found += [each for each in warnings if each["name"] in known or each["name"] != LOSS_SCALE]
+    found += [each for each in warnings if each["name"] in known or each["name"] not in OF_LOSS]
     event: Any = judged({**line, "warnings": sorted(found, key=lambda each: each["name"] in OF_GROUPS)})
     if rows is not None:
         with guarded("a gradient spike is not compared with the rewards of its mini-batch"):

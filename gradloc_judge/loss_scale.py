@@ -1,18 +1,20 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a loss or a gradient is scaled wrongly: by one factor, the same everywhere, and what that could be."""
+"""Whether a loss has the scale, the signs and the importance weights that it should have, and what else it could be."""
 
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 
 from gradloc.lines import RunWarning
-from gradloc.sums import MODES
+from gradloc.sums import MODES, SCALE_FIGURES
 
 from .progress import SEE
 
-# The warning's name.
+# The warnings' names: that of one factor, the same everywhere; and those of others.
 LOSS_SCALE = "loss_scale"
+LOSS_SIGN, IMPORTANCE_WEIGHTS, KL_SCALE = "loss_sign", "importance_weights", "kl_scale"
+OF_LOSS = (LOSS_SCALE, LOSS_SIGN, IMPORTANCE_WEIGHTS, KL_SCALE)
 # A factor from 1/CLEAR to CLEAR is called 1.
 CLEAR = 1.25
 # A loss that is so many times too large is a spike by itself: one mini-batch of it is enough for a warning.
@@ -21,6 +23,13 @@ AT_ONCE = 4.0
 # tokens. Coefficients of half precision have an error of 2^-9.
 COEFFICIENT_SPREAD = 0.05
 _LEAST_TOKENS = 16
+# Importance weights are not in a loss that fits so much better without them, where they are so far from 1 in nats; and
+# are inverted where so many of the tokens that tell, of so many at least, are corrected the wrong way.
+_WITHOUT, _APART_NATS = 0.1, 0.02
+_WRONG_WAY, _TOLD_TOKENS = 0.95, 64
+# Less of the KL loss's part than this is none; and the squared correlation with what there is beside the policy loss's
+# part, from which on that is a multiple of it.
+_GONE, _KL_ALONE = 0.01, 0.98
 # How close to a number a factor must be for that number to be named.
 _FITS = 0.01
 _FITS_PADDING = 0.02  # a mean over micro-batches, which may count by their tokens
@@ -60,7 +69,8 @@ def loss_scale_warning(by_rank: Sequence[Sequence[float]]) -> RunWarning | None:
     Returns:
         dict: `name`, `sentence`, `check` and `factor`; None if nothing is wrong, or nothing is known.
     """
-    weights, modes, *_, micro_batches, filled = zip(*by_rank, strict=True)
+    of = dict(zip(SCALE_FIGURES, zip(*by_rank, strict=True), strict=True))
+    weights, modes, micro_batches, filled = (of[name] for name in ("weights", "mode", "micro_batches", "filled"))
     counts = {"ranks": len(by_rank), **({"micro-batches": micro_batches[0]} if len(set(micro_batches)) == 1 else {})}
     of_weights = sum(weights) / len(weights)
     if len(set(modes)) == 1 and math.isfinite(of_weights) and of_weights > 0:
@@ -75,6 +85,83 @@ def loss_scale_warning(by_rank: Sequence[Sequence[float]]) -> RunWarning | None:
         what = f"the loss's gradient is {of_coefficients:.4g} times what its weights, advantages and ratios give"
         return _warning(of_coefficients, what, fitting_numbers(of_coefficients, counts))
     return None
+
+
+def loss_warning(by_rank: Sequence[Sequence[float]]) -> RunWarning | None:
+    """The first of what is wrong with a mini-batch's loss: its scale, its signs, its importance weights, its KL loss.
+
+    Args:
+        by_rank (Sequence): The figures that `own_scale_figures` returned, of each rank.
+    """
+    found = loss_scale_warning(by_rank) or _sign_warning(by_rank)
+    if found is not None:
+        return found
+    sums = {name: sum(column) for name, column in zip(SCALE_FIGURES, zip(*by_rank, strict=True), strict=True)}
+    return _weights_warning(sums) or _kl_warning(sums)
+
+
+def _sign_warning(by_rank: Sequence[Sequence[float]]) -> RunWarning | None:
+    """Where coefficients are what they should be, but for the sign of some, or of all."""
+    known = [figures for figures in by_rank if figures[2] > 0]
+    quantiles = [quantile for figures in known for quantile in figures[3:6]]
+    if sum(figures[2] for figures in known) < _LEAST_TOKENS or min(quantiles) >= 0:
+        return None
+    size = statistics.median_low(map(abs, quantiles))
+    if max(abs(abs(quantile) - size) for quantile in quantiles) > COEFFICIENT_SPREAD * size:
+        return None
+    whole = max(quantiles) < 0
+    what = "The loss's sign is turned" if whole else "The loss loses the sign of advantages, for part of the tokens"
+    return {
+        "name": LOSS_SIGN,
+        "sentence": f"{what}: its gradient is {-size:.4g} times what weights, advantages and ratios give. Look at the "
+        "sign of the policy loss, and at what takes the size of advantages, or of ratios (abs, square, clamp).",
+        "check": "Print the policy loss of each token, before the mean, and its advantage: where the ratio is 1, the "
+        "loss is minus the advantage.",
+    }
+
+
+def _weights_warning(sums: Mapping[str, float]) -> RunWarning | None:
+    """Where the rollout's importance weights are not in the loss, or correct the wrong way."""
+    tokens = sums["corrected"]
+    check = (
+        "Print `rollout_is_weights`, `old_log_probs` and `rollout_log_probs` of one row, and the policy loss of its "
+        "tokens before the mean: with rollout_is=token, the weight is exp(old − rollout), cut at the threshold."
+    )
+    if tokens >= _LEAST_TOKENS and sums["with"] > _APART_NATS * tokens and sums["without"] < _WITHOUT * sums["with"]:
+        what = (
+            "The rollout's importance weights are not in the loss: its gradient fits without them (they are "
+            f"{sums['with'] / tokens:.2g} nats from 1 in the mean). Look at whether the loss function takes "
+            "`rollout_is_weights`"
+        )
+    elif sums["apart"] >= _TOLD_TOKENS and sums["along"] < (1 - _WRONG_WAY) * sums["apart"]:
+        what = (
+            "The rollout's importance weights are inverted: they are over 1 where the old policy is less likely to "
+            "sample the token than the rollout was. Look at the sign of the difference of log-probs in them"
+        )
+    else:
+        return None
+    return {"name": IMPORTANCE_WEIGHTS, "sentence": f"{what}.", "check": check}
+
+
+def _kl_warning(sums: Mapping[str, float]) -> RunWarning | None:
+    """Where the gradient has another multiple of the KL loss's part, and nothing else that it should not have."""
+    kl, rest, product = (sums[name] for name in ("kl_square", "rest_square", "kl_rest"))
+    if not 0 < kl < math.inf or not math.isfinite(rest):
+        return None
+    factor = product / kl
+    is_gone = rest < _GONE**2 * kl
+    if not is_gone and (product**2 < _KL_ALONE * kl * rest or (factor > 0 and is_one(factor))):
+        return None
+    what = (
+        "is not in the gradient" if is_gone else f"is in the gradient {factor:.4g} times, by its coefficient and type"
+    )
+    look = "is detached" if is_gone else "has the wrong sign" if factor < 0 else "is scaled or counted twice"
+    return {
+        "name": KL_SCALE,
+        "sentence": f"The KL loss {what}: look at where it {look}.",
+        "check": "Take one step with kl_loss_coef=0: the gradient differs by that of the KL loss, which should bring "
+        "the policy nearer to the reference.",
+    }
 
 
 def is_one(factor: float) -> bool:

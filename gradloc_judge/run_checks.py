@@ -11,7 +11,7 @@ from gradloc.lines import RunWarning
 from .advantages import AdvantageChecks
 from .layers import LayerChecks
 from .log_probs import ENGINES_APART, LogProbChecks
-from .loss_scale import AT_ONCE, loss_scale_warning
+from .loss_scale import AT_ONCE, loss_warning
 from .progress import IN_A_ROW, Progress, RunCheck, resume_note
 
 # What a checkpoint keeps of how far a run is.
@@ -26,7 +26,7 @@ class RunChecks:
         self.log_probs = LogProbChecks(self.progress)
         self.advantages = AdvantageChecks(self.progress)
         self.layers = LayerChecks(self.progress)
-        # The warning of a wrongly scaled loss, of the last mini-batch and of the update; and how many mini-batches in a
+        # The warning of a wrong loss, of the last mini-batch and of the update; and how many mini-batches in a
         # row had one.
         self._scaled: RunWarning | None = None
         self._scaled_in_update: RunWarning | None = None
@@ -54,12 +54,12 @@ class RunChecks:
                 epoch, whose responses the others have again.
             alignment (Sequence, optional): The same of `own_alignment`.
             columns (Sequence, optional): The same of `own_columns`.
-            of_scale (Sequence): What `own_scale_figures` returned, of each rank. A wrong scale is said at once where it
+            of_scale (Sequence): What `own_scale_figures` returned, of each rank. A wrong loss is said at once where it
                 is far too large, else once there are three in a row.
         """
-        scaled = loss_scale_warning(of_scale) if of_scale else None
+        scaled = loss_warning(of_scale) if of_scale else None
         self._scaled_times = 0 if scaled is None else self._scaled_times + 1
-        is_large = scaled is not None and scaled["factor"] >= AT_ONCE
+        is_large = scaled is not None and scaled.get("factor", 0.0) >= AT_ONCE
         self._scaled = scaled if is_large or self._scaled_times >= IN_A_ROW else None
         self._scaled_in_update = self._scaled or self._scaled_in_update
         self.log_probs.take_in(sums, alignment)
@@ -75,7 +75,7 @@ class RunChecks:
         is known, `share` (of the responses).
 
         Args:
-            of_mini_batch (bool): Leave out that of a wrongly scaled loss if the last mini-batch's was right.
+            of_mini_batch (bool): Leave out that of a wrong loss if the last mini-batch's was right.
         """
         scaled = self._scaled if of_mini_batch else self._scaled_in_update
         found = [*self.advantages.warnings(), *self.layers.warnings(), *self.log_probs.warnings()]

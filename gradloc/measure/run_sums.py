@@ -174,27 +174,50 @@ def own_scale_figures(
         scale (float | Tensor): The loss scale of fp16 that the coefficients contain.
 
     Returns:
-        Tensor: float64 of shape (SCALE_FIGURES,): the sum of weights that should be 1 (NaN if the mode promises none,
-            or is None), the mode by number, the number of tokens of which coefficient over expected coefficient is
-            known, and its 10%, 50% and 90% quantiles (NaN without any), the number of micro-batches, and the sum of the
-            shares of their positions that are tokens.
+        Tensor: float64 of shape (len(SCALE_FIGURES),): the sum of weights that should be 1 (NaN if the mode promises
+            none, or is None), the mode by number, the number of tokens of which coefficient over expected coefficient
+            is known, and its 10%, 50% and 90% quantiles (NaN without any), the number of micro-batches, the sum of the
+            shares of their positions that are tokens, and sums of importance weights and of the KL loss.
     """
     mode = MODES.index(loss_agg_mode) if loss_agg_mode in MODES else -1
     total = micro_batches[0]["weight"].new_full((1,), math.nan if mode < 0 else 0.0, dtype=torch.float64)
-    ratios = []
+    sums, ratios = total.new_zeros(8), []
     for tokens in micro_batches:
         weight = torch.where(_in_policy_loss(tokens), tokens["weight"].double(), 0.0)
         total += (weight.amax(1) if loss_agg_mode == "seq-mean-token-sum" else weight).sum()
         if "coefficient" in tokens and "advantage" in tokens:
-            ratios.append(_coefficient_ratios(tokens, scale))
-    found = torch.cat(ratios) if ratios else total.new_full((1,), math.nan)
+            parts = _parts(tokens, scale)
+            ratios.append(_coefficient_ratios(tokens, *parts))
+            sums += torch.cat([_weight_sums(tokens, ratios[-1]), _kl_sums(tokens, *parts)])
+    found = torch.cat([ratio.flatten() for ratio in ratios]) if ratios else total.new_full((1,), math.nan)
     found = found[:: max(len(found) // _SAMPLE, 1)]
     # One by one: a tensor of the three would be copied to the device, and the host would wait for it.
     quantiles = torch.stack([torch.nanquantile(found, share) for share in (0.1, 0.5, 0.9)])
     count = found.isfinite().sum().double().unsqueeze(0)
     filled = torch.stack([tokens["response_mask"].double().mean() for tokens in micro_batches]).sum().unsqueeze(0)
     mode_number, batches = (total.new_full((1,), number) for number in (mode, len(micro_batches)))
-    return torch.cat([total, mode_number, count, quantiles, batches, filled])
+    return torch.cat([total, mode_number, count, quantiles, batches, filled, sums])
+
+
+def _weight_sums(tokens: Mapping[str, Tensor], ratio: Tensor) -> Tensor:
+    """Whether the rollout's importance weights are in the loss, and correct it; `ratio` is by `_coefficient_ratios`."""
+    if not {"rollout_is_weight", "old_log_prob", "rollout_log_prob"} <= tokens.keys():
+        return ratio.new_zeros(5)
+    log_weight, log_ratio = tokens["rollout_is_weight"].double().log(), ratio.log()
+    known = (log_ratio + log_weight).isfinite()
+    parts = [torch.where(known, each.abs(), 0.0).sum() for each in (log_ratio, log_ratio + log_weight)]
+    difference = tokens["old_log_prob"].double() - tokens["rollout_log_prob"].double()
+    apart = tokens["response_mask"].bool() & (difference.abs() > _NEAR) & (log_weight.abs() > _NEAR)
+    along = apart & (difference.sign() == log_weight.sign())
+    return torch.stack([known.sum().double(), *parts, apart.sum().double(), along.sum().double()])
+
+
+def _kl_sums(tokens: Mapping[str, Tensor], coefficient: Tensor, expected: Tensor, near: Tensor) -> Tensor:
+    """Whether the KL loss is in the loss as it should be."""
+    if "kl_coefficient" not in tokens:
+        return coefficient.new_zeros(3)
+    kl, rest = (torch.where(near, each, 0.0) for each in (tokens["kl_coefficient"].double(), coefficient - expected))
+    return torch.stack([kl.square().sum(), rest.square().sum(), (kl * rest).sum()])
 
 
 def _in_policy_loss(tokens: Mapping[str, Tensor]) -> Tensor:
@@ -202,18 +225,22 @@ def _in_policy_loss(tokens: Mapping[str, Tensor]) -> Tensor:
     return mask & tokens["policy_loss_mask"].bool() if "policy_loss_mask" in tokens else mask
 
 
-def _coefficient_ratios(tokens: Mapping[str, Tensor], scale: float | Tensor) -> Tensor:
-    """Coefficient over expected coefficient, float64; NaN where it is not known."""
-    coefficient = tokens["coefficient"].double() / scale
-    if "kl_coefficient" in tokens:
-        coefficient = coefficient - tokens["kl_coefficient"].double()
+def _parts(tokens: Mapping[str, Tensor], scale: float | Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The coefficients, the policy loss's expected part of them, and where that is known: with a ratio near 1."""
+    near = _in_policy_loss(tokens)
     expected = -tokens["weight"].double() * tokens["advantage"].double()
-    counted = _in_policy_loss(tokens) & (coefficient != 0) & (expected != 0)
     if "old_log_prob" in tokens:
         log_ratio = tokens["log_prob"].double() - tokens["old_log_prob"].double()
-        expected = expected * log_ratio.exp()
-        counted = counted & (log_ratio.abs() <= _NEAR)
+        expected, near = expected * log_ratio.exp(), near & (log_ratio.abs() <= _NEAR)
     if "rollout_is_weight" in tokens:
         expected = expected * tokens["rollout_is_weight"].double()
+    coefficient = tokens["coefficient"].double() / scale
+    return coefficient, expected, near & coefficient.isfinite() & expected.isfinite()
+
+
+def _coefficient_ratios(tokens: Mapping[str, Tensor], coefficient: Tensor, expected: Tensor, near: Tensor) -> Tensor:
+    """Coefficient over expected coefficient, the KL loss's part apart; NaN where it is not known."""
+    if "kl_coefficient" in tokens:
+        coefficient = coefficient - tokens["kl_coefficient"].double()
     ratio = coefficient / expected
-    return torch.where(counted & ratio.isfinite(), ratio, math.nan).flatten()
+    return torch.where(near & (coefficient != 0) & ratio.isfinite(), ratio, math.nan)

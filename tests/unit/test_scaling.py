@@ -9,11 +9,13 @@ from torch import Tensor
 
 from gradloc.measure.micro_batch import token_weights
 from gradloc.measure.run_sums import own_scale_figures
+from gradloc.sums import SCALE_FIGURES
 from gradloc_judge.loss_scale import (
     CLEAR,
     COEFFICIENT_SPREAD,
     coefficient_factor,
     loss_scale_warning,
+    loss_warning,
 )
 
 RANKS, MICRO_BATCHES, ROWS, LENGTH = 3, 5, 4, 20
@@ -46,14 +48,22 @@ def ranks(mode: str, of_loss: float = 1.0, of_weights: float = 1.0, **changes: A
             "old_log_prob": log_prob.detach() + off * torch.randn(shape) * (torch.rand(shape) < 0.5),
             "advantage": torch.randn(shape[0], 1).expand(shape).clone(),
             "log_prob": log_prob,
-            "kl_coefficient": torch.randn(shape) * weight,
             "rollout_is_weight": torch.rand(shape) + 0.5,
+            "ref_log_prob": log_prob.detach() + torch.randn(shape),
         }
+        tokens["rollout_log_prob"] = tokens["old_log_prob"] - tokens["rollout_is_weight"].log()
+        if "inverted" in changes:
+            tokens["rollout_is_weight"] = 1 / tokens["rollout_is_weight"]
+        kl = 0.5 * (log_prob - tokens["ref_log_prob"]).square()
+        (tokens["kl_coefficient"],) = torch.autograd.grad((weight * kl).sum(), log_prob)
         ratio = (log_prob - tokens["old_log_prob"]).exp()
-        a = tokens["advantage"]
-        each = torch.maximum(-a * ratio, -a * ratio.clamp(0.8, 1.2)) * tokens["rollout_is_weight"]
+        a = changes.get("advantages", torch.Tensor.clone)(tokens["advantage"])
+        each = torch.maximum(-a * ratio, -a * ratio.clamp(0.8, 1.2))
+        each = each if "uncorrected" in changes else each * tokens["rollout_is_weight"]
         (gradient,) = torch.autograd.grad(of_loss * (weight * each).sum(), log_prob)
-        tokens["coefficient"] = (gradient + tokens["kl_coefficient"]) * changes.get("scale", 1.0)
+        tokens["coefficient"] = (gradient + changes.get("kl", 1.0) * tokens["kl_coefficient"]) * changes.get(
+            "scale", 1.0
+        )
         tokens["log_prob"] = log_prob.detach()
         if "noise" in changes:
             tokens["coefficient"] = tokens["coefficient"] * (1 + changes["noise"] * torch.randn(shape))
@@ -70,7 +80,26 @@ def ranks(mode: str, of_loss: float = 1.0, of_weights: float = 1.0, **changes: A
 def test_a_loss_as_it_should_be_gives_no_warning(mode: str, changes: dict[str, Any]) -> None:
     by_rank = ranks(mode, **changes)
     assert coefficient_factor(by_rank) == pytest.approx(1, abs=1e-5)
-    assert loss_scale_warning(by_rank) is None
+    assert loss_warning(by_rank) is None
+
+
+@cases(
+    "changes name said",
+    ({"advantages": torch.abs}, "loss_sign", "loses the sign of advantages"),
+    ({"of_loss": -2.0}, "loss_sign", "is turned: its gradient is -2 times"),
+    ({"uncorrected": True}, "importance_weights", "are not in the loss"),
+    ({"inverted": True}, "importance_weights", "are inverted"),
+    (
+        {"kl": -1.0},
+        "kl_scale",
+        "is in the gradient -1 times, by its coefficient and type: look at where it has the wrong",
+    ),
+    ({"kl": 3.0}, "kl_scale", "is in the gradient 3 times"),
+    ({"kl": 0.0}, "kl_scale", "is not in the gradient: look at where it is detached"),
+)
+def test_signs_and_importance_weights_of_a_loss_are_told(changes: dict[str, Any], name: str, said: str) -> None:
+    found = loss_warning(ranks("token-mean", **changes))
+    assert found is not None and found["name"] == name and said in found["sentence"]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -133,5 +162,5 @@ def test_modes_without_a_promise_and_other_slopes_do_not_warn() -> None:
     # Ranks with other numbers of micro-batches have no number that fits.
     by_rank = ranks("token-mean", of_weights=1 / MICRO_BATCHES)
     assert loss_scale_warning(by_rank) is not None
-    by_rank[1][-2] += 1
+    by_rank[1][SCALE_FIGURES.index("micro_batches")] += 1
     assert loss_scale_warning(by_rank) is None
