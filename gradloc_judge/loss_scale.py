@@ -152,13 +152,11 @@ def _kl_warning(sums: Mapping[str, float]) -> RunWarning | None:
     is_gone = rest < _GONE**2 * kl
     if not is_gone and (product**2 < _KL_ALONE * kl * rest or (factor > 0 and is_one(factor))):
         return None
-    what = (
-        "is not in the gradient" if is_gone else f"is in the gradient {factor:.4g} times, by its coefficient and type"
-    )
+    what = "is not in the gradient" if is_gone else f"counts {factor:.4g} times in the gradient"
     look = "is detached" if is_gone else "has the wrong sign" if factor < 0 else "is scaled or counted twice"
     return {
         "name": KL_SCALE,
-        "sentence": f"The KL loss {what}: look at where it {look}.",
+        "sentence": f"The KL loss {what}, by its coefficient and type: look at where it {look}.",
         "check": "Take one step with kl_loss_coef=0: the gradient differs by that of the KL loss, which should bring "
         "the policy nearer to the reference.",
     }

@@ -92,10 +92,10 @@ def test_a_loss_as_it_should_be_gives_no_warning(mode: str, changes: dict[str, A
     (
         {"kl": -1.0},
         "kl_scale",
-        "is in the gradient -1 times, by its coefficient and type: look at where it has the wrong",
+        "counts -1 times in the gradient, by its coefficient and type: look at where it has the",
     ),
-    ({"kl": 3.0}, "kl_scale", "is in the gradient 3 times"),
-    ({"kl": 0.0}, "kl_scale", "is not in the gradient: look at where it is detached"),
+    ({"kl": 3.0}, "kl_scale", "counts 3 times in the gradient"),
+    ({"kl": 0.0}, "kl_scale", "is not in the gradient, by its coefficient and type: look at where it is detached"),
 )
 def test_signs_and_importance_weights_of_a_loss_are_told(changes: dict[str, Any], name: str, said: str) -> None:
     found = loss_warning(ranks("token-mean", **changes))
