@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradloc.threshold import is_over
+from gradloc_judge.loss_scale import OF_LOSS
+from gradloc_judge.rows import OF_GROUPS
 from gradloc_judge.rules import SOURCES
 
 from .figures import percent, severity, short, visible
@@ -17,8 +19,8 @@ Result = Mapping[str, Any]
 
 # Causes besides the rules that are to be repaired where they come from: a remedy only covers them up.
 _BUGS = (
-    *("loss_scale", "auxiliary", "stale_weights", "partly_stale", "other_log_probs", "reward_scale"),
-    *("learning_rate", "advantage_order", "mixed_groups", "adapter_scale", "misfire"),
+    *("auxiliary", "stale_weights", "partly_stale", "other_log_probs", "reward_scale", "learning_rate"),
+    *("adapter_scale", "misfire", *OF_LOSS, *OF_GROUPS),
 )
 # A remedy that leaves more of what the culprits add to the norm is not recommended.
 _MOST_LEFT = 0.5
