@@ -25,12 +25,14 @@ def judge() -> ModuleType | None:
     """The package, if it is installed and takes these facts; otherwise a warning says so, once in a process."""
     try:
         import gradloc_judge
+
+        facts = gradloc_judge.FACTS
     except Exception as error:  # whatever is wrong with a wheel, training goes on
         why = f"{type(error).__name__}: {error}"
     else:
-        if gradloc_judge.FACTS == FACTS:
+        if facts == FACTS:
             return gradloc_judge
-        why = f"it takes facts of version {gradloc_judge.FACTS}, and the patch has version {FACTS}"
+        why = f"it takes facts of version {facts}, and the patch has version {FACTS}"
     logger.warning(
         "Spikes are written without verdicts, and nothing warns of faults of the run, as this process has no wheel of "
         "GradLoc that fits (%s). Run pip install . in its checkout. gradloc report judges spikes later, but not the "
@@ -75,5 +77,7 @@ def in_one_line(line: Mapping[str, Any]) -> str:
     if text or kind_of(line) != "spike":
         return text or "it is not judged."
     tokens = line["culprits"] or line.get("suspected", ())
-    places = [f"{each['rank']}, {each['row']}, {each['position']} ({each['source']})" for each in tokens[:3]]
-    return f"diagnosis {line['diagnosis']}; {len(tokens)} tokens (rank, row, position, source): {'; '.join(places)}."
+    places = [f"{each['rank']}, {each['row']}, {each['position']} ({each.get('source')})" for each in tokens[:3]]
+    return (
+        f"diagnosis {line.get('diagnosis')}; {len(tokens)} tokens (rank, row, position, source): {'; '.join(places)}."
+    )

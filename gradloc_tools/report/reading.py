@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any
 
 from gradloc.evidence.writer import LINE_BYTES, STEP_FIGURES, evidence_files, jsonable
-from gradloc.lines import READABLE, CriticSpike
+from gradloc.lines import READABLE, SCHEMA, CriticSpike
 from gradloc.lines import Event as EventLine
 from gradloc.version import __version__
 from gradloc_judge.judgement import judged
@@ -169,6 +169,8 @@ class Evidence:
         """Adds a line of steps.jsonl; of a step with several lines, as a resumed run leaves them, the last counts."""
         step = line["global_step"]
         self.warnings[step] = line.get("warnings", [])
+        if line["schema"] == SCHEMA and "warnings" not in line:
+            self._add_note("nothing has checked the run, as training had no wheel of GradLoc", step)
         if step is not None:
             self.runs += step <= 1 < self._last_step
             self._last_step = step

@@ -181,7 +181,7 @@ def test_a_response_counts_once_in_however_many_epochs(stale_rows: int, epochs: 
     assert [warning["name"] for warning in loop.gradloc.warnings] == warned
 
 
-@pytest.mark.parametrize("wheel", [None, SimpleNamespace(__version__="0.0.1")], ids=["none", "of another version"])
+@pytest.mark.parametrize("wheel", [None, SimpleNamespace(FACTS=0)], ids=["none", "of another version"])
 def test_without_the_judge_facts_are_written_and_judged_later(
     wheel: Any, tmp_path: Path, monkeypatch: Patch, caplog: Caplog
 ) -> None:
@@ -197,12 +197,14 @@ def test_without_the_judge_facts_are_written_and_judged_later(
     evidence.write(1, loop.gradloc.metrics(), lambda: loop.gradloc.warnings)
     monkeypatch.undo()
     judge.cache_clear()
-    missing, said = [message for message in caplog.messages if "pip install ." in message or "largest" in message]
-    assert "gradloc report judges such spikes later" in missing and "position 3 of row 2 of rank 0, " in said
-    clips, values = {"token_clip": {"over": {"a": 2}}}, {"values": [], "token_norm": 6.0, "threshold": 2.0}
-    assert in_one_line(clips).startswith("2 ") and in_one_line(values).endswith(" 3 times its threshold.")
+    missing, said = [message for message in caplog.messages if "pip install ." in message or "diagnosis" in message]
+    assert "gradloc report judges spikes later" in missing and "source): 0, 2, 3 (" in said
+    assert in_one_line({"token_clip": {}}) == in_one_line({"values": []}) == "it is not judged."
+    assert event["comparison"]["unusual"] == "nothing has checked the run, so that this need not be a natural spike"
     (line,) = (tmp_path / "spikes.jsonl").read_text().splitlines()
     assert json.loads(line)["verdict"] is None
-    (spike,) = read(str(tmp_path)).spikes
+    found_later = read(str(tmp_path))
+    (spike,), (note,) = found_later.spikes, found_later.notes
+    assert note.startswith("nothing has checked the run")
     later = judged(event)
     assert (spike.event["verdict"], spike.event["summary"]) == (jsonable(later["verdict"]), later["summary"])
