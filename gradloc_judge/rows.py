@@ -32,11 +32,11 @@ CONTRADICTING, LEAST_PAIRS = 0.3, 16
 TURNED = 0.95
 
 
-def row_warnings(rows: Sequence[TrainedRow], before: Sequence[TrainedRow] = ()) -> list[RunWarning]:
-    """The warnings of an update's rows; `before` are those of the last update."""
+def row_warnings(rows: Sequence[TrainedRow]) -> list[RunWarning]:
+    """The warnings of an update's rows, those of rank 0."""
     # Rows that are moved have other masks, too.
     of_advantages = _order(*count_pairs(rows)) or _mask(rows)
-    checks = (of_advantages, _mixed(rows), _repeated(rows), _again(rows, before))
+    checks = (of_advantages, _mixed(rows), _repeated(rows))
     return [warning for warning in checks if warning is not None]
 
 
@@ -123,7 +123,8 @@ def _repeated(rows: Sequence[TrainedRow]) -> RunWarning | None:
     seen: set[tuple[str, int | None, int | None]] = set()
     repeated = 0
     for row in rows:
-        repeated += _is_improbable(row) and (row.uid, row.prompt, row.response) in seen
+        is_improbable = row.response is not None and row.log_prob is not None and row.log_prob < LEAST_CHANCE
+        repeated += is_improbable and (row.uid, row.prompt, row.response) in seen
         seen.add((row.uid, row.prompt, row.response))
     if repeated <= LEAST_ROWS * len(rows):
         return None
@@ -136,24 +137,3 @@ def _repeated(rows: Sequence[TrainedRow]) -> RunWarning | None:
         "seeds, temperature, top-p and top-k of the server; if not, at what pads, repeats or gathers rows.",
         "share": repeated / len(rows),
     }
-
-
-def _again(rows: Sequence[TrainedRow], before: Sequence[TrainedRow]) -> RunWarning | None:
-    """Where responses are those of the last update."""
-    old = {(row.prompt, row.response) for row in before}
-    again = sum(_is_improbable(row) and (row.prompt, row.response) in old for row in rows)
-    if again <= LEAST_ROWS * len(rows):
-        return None
-    return {
-        "name": REPEATED,
-        "sentence": f"{percent(again / len(rows))} of the responses are those of the last update, token for token: "
-        "either they are trained on again (a replay buffer, a queue that is not emptied), or the rollout samples "
-        "every step with the same seed and has old weights.",
-        "check": "Print the ids of one prompt's responses in two updates, after the rollout and before the update. If "
-        "they are the same after the rollout, look at seeds and weights of the server.",
-        "share": again / len(rows),
-    }
-
-
-def _is_improbable(row: TrainedRow) -> bool:
-    return row.response is not None and row.log_prob is not None and row.log_prob < LEAST_CHANCE

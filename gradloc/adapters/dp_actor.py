@@ -51,7 +51,6 @@ class WatchedUpdates(_Behind):
 
     config: Any
     watch: Watch | None = None
-    evidence: UpdateEvidence | None = None
     _verls: Any  # the module of verl's class
     _watching = False  # whether passes are those of training
 
@@ -259,9 +258,7 @@ def write_evidence(trained: Any, data: "DataProto", tokenizer: Any, metrics: Map
     """
     config, watch = trained.config, trained.watch
     if watch is not None and watch.watches_passes:
-        if (evidence := trained.evidence) is None:
-            evidence = trained.evidence = UpdateEvidence(config.bisect_dump_dir, None, watch.sequence_parallel_size)
-        evidence.tokenizer = tokenizer
+        evidence = UpdateEvidence(config.bisect_dump_dir, tokenizer, watch.sequence_parallel_size)
         trained_data = TrainedData({**data.batch, **data.non_tensor_batch}, config.ppo_mini_batch_size)
         evidence.add(watch.lines(), trained_data)
         evidence.take_in_rows(trained_data)

@@ -148,14 +148,12 @@ class UpdateEvidence:
         # Whose data these are, and which of the ranks that have them this one is.
         self._of_data = divmod(collectives.rank(), sequence_parallel_size) if rank is None else (rank, 0)
         self._directory = directory
-        self.tokenizer = tokenizer
+        self._tokenizer = tokenizer
         self._sequence_parallel_size = sequence_parallel_size
         self._events: list[dict[str, Any]] = []
         # What the rows of a spike's mini-batch were rewarded for, by the `id` of its event.
         self._rows: dict[int, dict[Place, TrainedRow]] = {}
-        # The rows of rank 0 in the update, and in the one before.
-        self._trained: list[TrainedRow] = []
-        self._trained_before: list[TrainedRow] = []
+        self._trained: list[TrainedRow] = []  # the rows of rank 0 in the update
 
     def add(self, events: Sequence[Any], data: TrainedData, own: bool = False) -> None:
         """Adds an update's lines, and what the data say of their tokens and mini-batches. A collective call.
@@ -207,14 +205,14 @@ class UpdateEvidence:
         """
         events, self._events = self._events, []
         rows, self._rows = self._rows, {}
-        before, self._trained_before, self._trained = self._trained_before, self._trained, []
+        trained, self._trained = self._trained, []
         if self._rank:
             return
         names = {name: f"actor/gradloc/{name}" for name in STEP_FIGURES}
         figures = {name: metrics[metric] for name, metric in names.items() if metric in metrics}
         of_run = read_warnings()
         # A critic, whose update has no such figures, is trained on the same rows.
-        of_rows = asked(lambda judge: judge.row_warnings(self._trained_before, before), []) if figures else []
+        of_rows = asked(lambda judge: judge.row_warnings(trained), []) if figures else []
         warnings = [*of_rows, *(of_run or [])]
         for each in warnings:
             warn_once(_said, f"Step {global_step}: {each['sentence']} {each['check']}", about=each["name"])
@@ -257,11 +255,13 @@ class UpdateEvidence:
         if of_spike:
             reward_model = sample.get("reward_model")
             facts["ground_truth"] = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
-        if self.tokenizer is None or position < 0:
+        if self._tokenizer is None or position < 0:
             return facts
         if not of_spike:
-            return facts | context_evidence(self.tokenizer, sample["response"], position)
-        return facts | limit_texts(text_evidence(self.tokenizer, sample["prompt"], sample["response"], position), index)
+            return facts | context_evidence(self._tokenizer, sample["response"], position)
+        return facts | limit_texts(
+            text_evidence(self._tokenizer, sample["prompt"], sample["response"], position), index
+        )
 
 
 def _own_rows(events: Sequence[Any], data: TrainedData) -> dict[int, list[TrainedRow] | None]:

@@ -30,7 +30,7 @@ def evidence(case: Case, directory: str, shuffle: bool, size: int = 1) -> tuple[
     if size > 1:
         share_sequences(actor, size)
     own_rank = dist.get_rank() // size
-    actor.engine._evidence.tokenizer = Words()
+    actor.engine._evidence._tokenizer = Words()
     actor.dataloader = {"shuffle": shuffle}
     metrics, planted = [], []
     for seed in range(2):

@@ -81,16 +81,10 @@ def test_without_prompts_or_rewards_nothing_is_compared() -> None:
     assert warned({name: data[name] for name in data if name != "uid"}) is None
 
 
-def test_advantages_beside_their_tokens_and_responses_again_are_told() -> None:
-    data = sampled(0) | {"advantages": torch.randn(len(UIDS), 1).expand(-1, 16)}
-    data |= {
-        "advantages": (data["advantages"] * data["response_mask"]),
-        "token_level_rewards": torch.zeros(len(UIDS), 16),
-    }
-    before = TrainedData(data).rows
-    assert not row_warnings(before) and not row_warnings(TrainedData(sampled(1)).rows, before)
-    (told,) = row_warnings(before, before)
-    assert (told["name"], told["share"]) == (REPEATED, 1.0) and "of the last update" in told["sentence"]
+def test_advantages_beside_their_tokens_are_told() -> None:
+    data = sampled(0)
+    data["advantages"] = torch.randn(len(UIDS), 1) * data["response_mask"]
+    assert not row_warnings(TrainedData(data).rows)
     (told,) = row_warnings(TrainedData(data | {"advantages": data["advantages"].flip(1)}).rows)
     assert told["name"] == ADVANTAGE_MASK and told["share"] > 0.5
 
