@@ -6,7 +6,6 @@ import math
 import os
 import re
 import shutil
-import subprocess
 import sys
 import sysconfig
 import zipfile
@@ -19,6 +18,7 @@ from evidence import WORDS, clip, clipped_token, culprit, drill, event
 from notation import Caplog, Patch, cases
 from pages import texts_of, unpacked
 
+import trees
 from gradloc import record_events
 from gradloc.adapters.spike_log import add_spike_log
 from gradloc.judging import in_one_line
@@ -27,9 +27,8 @@ from gradloc_tools.trackers import SpikeLog
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
 # Libraries that cannot be installed beside verl are here.
-TRACKERS_PYTHON = ROOT / "build/venv-trackers/bin/python"
+TRACKERS_PYTHON = trees.ROOT / "build/venv-trackers/bin/python"
 ACTOR = {"spike_detection": True, "spike_log": None, "bisect_dump_dir": "dump"}
 KEY = "0123456789-a-key"
 
@@ -38,18 +37,11 @@ def run(folder: Path, loggers: str, python: Path, *arguments: str, **environment
     """A run with these loggers. The first argument is `spike_log`."""
     assert python.exists(), "run the tests with: bash tests/run.sh"
     # Outside the project, because ClearML reads every Python file of the repository that a script is in.
-    script = shutil.copy(ROOT / "tests/report/tracked_run.py", folder)
-    path = os.pathsep.join([os.environ["PYTHONPATH"], str(ROOT / "tests/support")])
-    done = subprocess.run(
-        [python, script, folder, loggers, *arguments],
-        cwd=folder,
-        env=os.environ | environment | {"PYTHONPATH": path},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert done.returncode == 0 and "Traceback" not in done.stdout, done.stdout
-    assert "could not be sent" not in done.stdout, done.stdout
+    script = shutil.copy(trees.ROOT / "tests/report/tracked_run.py", folder)
+    path = os.pathsep.join([os.environ["PYTHONPATH"], str(trees.ROOT / "tests/support")])
+    done = trees.run(python, script, folder, loggers, *arguments, cwd=folder, **environment, PYTHONPATH=path)
+    said = trees.ran(done) + done.stderr
+    assert "Traceback" not in said and "could not be sent" not in said, said
 
 
 def only(paths: Any) -> Path:

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import trees
+
 # A native thread that wants the interpreter's lock while the interpreter ends aborts one run of thousands; this does in
 # every rank of each run.
 _ABORTS_AT_THE_END = """
@@ -19,9 +21,4 @@ def torchrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     (folder / "sitecustomize.py").write_text(_ABORTS_AT_THE_END)
     path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    return subprocess.run(
-        [*command, "-m", "gradloc_tools", *arguments],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-    )
+    return trees.run(*command, "-m", "gradloc_tools", *arguments, OMP_NUM_THREADS="1", PYTHONPATH=path)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+import trees
 
 
 def commands_in(text: str) -> list[str]:
@@ -18,8 +18,7 @@ def commands_in(text: str) -> list[str]:
 
 def run_as_printed(command: str) -> subprocess.CompletedProcess[str]:
     """Runs a command in a shell, in another folder than the one in which it was printed."""
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([str(trees.ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     # What pip makes of the wheel's entry point.
     program = f'gradloc() {{ {shlex.quote(sys.executable)} -m gradloc_tools "$@"; }}\n{command}'
-    environment = {**os.environ, "PYTHONPATH": path}
-    return subprocess.run(program, shell=True, capture_output=True, text=True, cwd=Path("/"), env=environment)
+    return trees.run("/bin/sh", "-c", program, cwd=Path("/"), PYTHONPATH=path)

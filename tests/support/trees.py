@@ -35,11 +35,15 @@ def run(*command: str | Path, cwd: Path | None = None, **environment: str) -> su
     return subprocess.run([str(part) for part in command], cwd=cwd, env=os.environ | environment, **options)
 
 
+def ran(done: subprocess.CompletedProcess[str]) -> str:
+    """What a command has printed, which must have succeeded."""
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 def git(repo: Path, *arguments: str) -> str:
     identity = ["-c", "user.name=test", "-c", "user.email=test@localhost", "-c", "commit.gpgSign=false"]
-    done = run("git", "-C", repo, *identity, *arguments)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return ran(run("git", "-C", repo, *identity, *arguments)).strip()
 
 
 def commit_all(repo: Path) -> str:

@@ -68,8 +68,7 @@ def test_owner_and_permissions_are_those_of_the_folder(project: Project, tree: P
     (tree / ACTOR).chmod(mode & 0o777)
     command = [sys.executable, project.place / "apply_patch.py", "--repo", tree]
     for arguments in ([], ["--reverse"], []):
-        done = trees.run("bash", "-c", 'umask 077; exec "$@"', "-", *command, *arguments)
-        assert done.returncode == 0, done.stderr
+        trees.ran(trees.run("bash", "-c", 'umask 077; exec "$@"', "-", *command, *arguments))
     package = tree / "verl/utils/gradloc"
     for place, mask in ((package, 0o7777), (package / "__init__.py", 0o666), (package / "tool.py", 0o777)):
         assert place.stat().st_mode & 0o7777 == mode & mask
@@ -642,9 +641,7 @@ def test_the_real_patch(base_tree: Path, tmp_path: Path) -> None:
     tree = trees.copy_base(tmp_path / "tree", files=None)
     before = snapshot(tree)
     command = [sys.executable, trees.ROOT / "apply_patch.py", "--repo", tree]
-    done = trees.run(*command)
-    assert done.returncode == 0, done.stderr
-    assert f"(verl {trees.TARGET}, " in done.stdout
+    assert f"(verl {trees.TARGET}, " in trees.ran(trees.run(*command))
     (target,) = apply_patch.narrowed(apply_patch.read_targets(), trees.TARGET)
     for patch in apply_patch.load_target(target):
         path = tree / patch.path

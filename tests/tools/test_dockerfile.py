@@ -75,15 +75,14 @@ def test_its_lines_make_a_verl_that_run_experiment_takes(tmp_path: Path) -> None
     install, patch, check, load = arguments_of("RUN")
     refused = image.run(install)
     assert refused.returncode != 0 and "give --build-arg TARGET=VERSION" in refused.stderr
-    assert image.run(install, TARGET=trees.TARGET).returncode == 0
+    trees.ran(image.run(install, TARGET=trees.TARGET))
     early = image.run(check, TARGET=trees.TARGET)
     assert early.returncode != 0, "an unpatched verl passes the check"
     for line in (patch, check, load):
-        done = image.run(line, TARGET=trees.TARGET)
-        assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"^GradLoc \d", done.stdout, re.M)
-    printed = image.run("bash /opt/gradloc/run_experiment.sh --dry-run")
-    assert printed.returncode == 0 and "verl.trainer.main_ppo" in printed.stdout, printed.stderr
+        printed = trees.ran(image.run(line, TARGET=trees.TARGET))
+    assert re.search(r"^GradLoc \d", printed, re.M)
+    command = "bash /opt/gradloc/run_experiment.sh --dry-run"
+    assert "verl.trainer.main_ppo" in trees.ran(image.run(command))
 
 
 def test_its_table_has_each_target() -> None:

@@ -19,11 +19,9 @@ from scripts import follow, launch, processes, run, set_up
 import trees
 from gradloc import record_events
 
-ROOT = trees.ROOT
-
 
 def embedded(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return trees.run("bash", ROOT / "run_experiment.sh", "--embedded", *arguments, **environment)
+    return trees.run("bash", trees.ROOT / "run_experiment.sh", "--embedded", *arguments, **environment)
 
 
 def overrides_of(*arguments: str, **environment: str) -> list[str]:
@@ -80,8 +78,7 @@ def test_a_dry_run_prints_the_command_and_makes_nothing(tmp_path: Path) -> None:
     given = ["--dry-run", "--target", "0.9.1", "--plugin", "--tiny", "--fault", "none"]
     done = embedded(*given, f"OUTPUT_DIR={tmp_path}/it's")
     assert done.returncode == 0 and not any(tmp_path.iterdir())
-    words = subprocess.run(["bash", "-c", f"printf '%s\\n' {done.stdout}"], stdout=subprocess.PIPE, text=True)
-    lines = words.stdout.splitlines()
+    lines = trees.ran(trees.run("bash", "-c", f"printf '%s\\n' {done.stdout}")).splitlines()
     assert "env" in lines and "VERL_USE_EXTERNAL_MODULES=embedded" in lines and "verl.trainer.main_ppo" in lines
     assert {"verl=0.9.1", "size=tiny", *launch.PLUGIN, rf"OUTPUT_DIR='{tmp_path}/it\'s'"} <= set(lines)
 
@@ -92,9 +89,8 @@ def test_the_commands_at_the_end_of_a_run_are_taken() -> None:
     )
     assert len(commands) == 2
     for command in commands:
-        done = subprocess.run(f"{command} --dry-run", shell=True, cwd=ROOT, capture_output=True, text=True)
         expected = "faults:" if "--help" in command else "verl.trainer.main_ppo"
-        assert done.returncode == 0 and expected in done.stdout, (command, done.stderr)
+        assert expected in trees.ran(trees.run("bash", "-c", f"{command} --dry-run", cwd=trees.ROOT)), command
 
 
 @pytest.mark.slow
@@ -141,7 +137,7 @@ class Project:
         self.write("patches/0.7.0/PIN", "VERSION=0.7.0\n")
         self.write("embedded/requirements-0.7.0.txt", "torch==2\n")
         for name in ("requirements-no-deps.txt", "requirements-uv.txt", "find_python.sh"):
-            self.write(f"embedded/{name}", (ROOT / "embedded" / name).read_text())
+            self.write(f"embedded/{name}", (trees.ROOT / "embedded" / name).read_text())
         self.write("pyproject.toml", "")
         self.write("pip.conf", "")
         self.write("site/verl/left.py", "")
@@ -212,7 +208,7 @@ def test_a_step_of_the_set_up_that_failed_is_done_again(project: Project) -> Non
 
 SESSION = f"""
 import os, sys
-sys.path.append({str(ROOT / "embedded")!r})
+sys.path.append({str(trees.ROOT / "embedded")!r})
 import processes
 processes.GRACE_SECONDS = 0.5
 processes.exit_on_signals()
@@ -272,7 +268,7 @@ def test_the_verdict_of_a_drill(tmp_path: Path) -> None:
 
 
 def test_a_run_with_a_spike_ends_with_three_norms() -> None:
-    event = json.loads((ROOT / "examples/spike/spikes.jsonl").read_text().splitlines()[0])
+    event = json.loads((trees.ROOT / "examples/spike/spikes.jsonl").read_text().splitlines()[0])
     unit = {"rank": 1, "micro_batch": 2, "norm": "Infinity", "threshold": 26.6, "rest": {"norm": 3.456}}
     remedy = {"name": "TIS", "norm": 4.5, "override": "a.b=token"}
     assert run.figures_of({**event, "units": [unit]}, remedy, " --tiny").splitlines() == [

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import trees
-from trees import ACTOR, ALGOS, DELETED, KEYS, NEW, Project, refused, snapshot, unchanged
+from trees import ACTOR, ALGOS, DELETED, KEYS, NEW, Project, ran, refused, snapshot, unchanged
 
 pytestmark = pytest.mark.slow
 
@@ -48,11 +48,6 @@ class Made:
         text = file.read_text()
         assert text.count(old) == 1
         file.write_text(text.replace(old, new))
-
-
-def ran(done: subprocess.CompletedProcess[str]) -> str:
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 @pytest.fixture

@@ -12,15 +12,13 @@ from notation import cases
 
 import trees
 
-ROOT = trees.ROOT
-
 # Runs the job here, as Ray does on the cluster: a shell has the command, Python the modules that the job brings along.
 RAY = f"""#!{sys.executable}
 import json, os, pathlib, subprocess, sys
 at = sys.argv.index("--runtime-env-json")
 brings = json.loads(sys.argv[at + 1])
 (verl,) = map(pathlib.Path, brings["py_modules"])
-check = [sys.executable, "{ROOT}/apply_patch.py", "--check", "--repo", verl.parent]
+check = [sys.executable, "{trees.ROOT}/apply_patch.py", "--check", "--repo", verl.parent]
 print(*sys.argv[1:at], "check:", subprocess.run(check, stdout=subprocess.DEVNULL).returncode, flush=True)
 environment = os.environ | {{"PYTHONPATH": str(verl.parent)}}
 command = " ".join(sys.argv[sys.argv.index("--") + 1 :])
@@ -50,7 +48,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (["OUTPUT_DIR=/a"], "true", "true has no verl"),
 )
 def test_refusals(place: Path, arguments: list[str], python: str, sentence: str) -> None:
-    done = trees.run("bash", ROOT / "examples/ray_job.sh", *arguments, PYTHON=python)
+    done = trees.run("bash", trees.ROOT / "examples/ray_job.sh", *arguments, PYTHON=python)
     assert done.returncode == 2 and sentence in done.stderr
     assert not list(place.glob("tmp.*")), "temporary files are left"
 
@@ -59,7 +57,7 @@ def test_a_job_has_the_patched_verl_and_its_arguments(place: Path) -> None:
     python = trees.write(place / "python", PYTHON, 0o755)
     settings = ["--python", str(python), "NNODES=2", f"OUTPUT_DIR={place}/a run's $HOME", "+x=[1,'2']"]
     before = trees.snapshot(trees.BASE_TREE / "verl/utils")
-    done = trees.run("bash", ROOT / "examples/ray_job.sh", "--submission-id", "run-1", "--", *settings)
+    done = trees.run("bash", trees.ROOT / "examples/ray_job.sh", "--submission-id", "run-1", "--", *settings)
     assert done.returncode == 7, done.stdout + done.stderr
     assert trees.snapshot(trees.BASE_TREE / "verl/utils") == before
     assert "job submit --submission-id run-1 check: 10" in done.stdout.splitlines()  # which is: patched
@@ -70,11 +68,9 @@ def test_a_job_has_the_patched_verl_and_its_arguments(place: Path) -> None:
 
 def test_the_entrypoint_trains_on_as_many_gpus_as_the_pods_have() -> None:
     """Its entrypoint is given to the real run_experiment.sh."""
-    manifest = yaml.safe_load((ROOT / "examples/rayjob.yaml").read_text())
-    entrypoint = manifest["spec"]["entrypoint"].replace("/opt/gradloc", str(ROOT))
-    done = trees.run("bash", "-c", f"{entrypoint} --dry-run")
-    assert done.returncode == 0, done.stderr
-    command = shlex.split(done.stdout)
+    manifest = yaml.safe_load((trees.ROOT / "examples/rayjob.yaml").read_text())
+    entrypoint = manifest["spec"]["entrypoint"].replace("/opt/gradloc", str(trees.ROOT))
+    command = shlex.split(trees.ran(trees.run("bash", "-c", f"{entrypoint} --dry-run")))
     (workers,) = manifest["spec"]["rayClusterSpec"]["workerGroupSpecs"]
     (container,) = workers["template"]["spec"]["containers"]
     gpus = workers["rayStartParams"]["num-gpus"]

@@ -14,7 +14,6 @@ import trees
 from trees import write
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).parents[2]
 PYTHON = f'#!/bin/sh\nexec {sys.executable} "$@"\n'
 SETTINGS = """[tool.pytest.ini_options]
 markers = ["every_target", "slow", "smoke", "target(version)"]
@@ -50,7 +49,7 @@ def make_venv(project: Path, version: str) -> None:
 def project(tmp_path: Path) -> Path:
     """A project without tests, for which this Python is the one that is found."""
     for name in ("tests/run.sh", "embedded/find_python.sh", "tests/conftest.py", "tests/support/trees.py"):
-        write(tmp_path / name, (ROOT / name).read_text())
+        write(tmp_path / name, (trees.ROOT / name).read_text())
     write(tmp_path / "bin/python3.11", PYTHON, 0o755)
     for name in ("apply_patch.py", "make_patch.sh"):
         write(tmp_path / name, "")
@@ -67,11 +66,6 @@ def run(project: Path, *arguments: str | Path, options: str = "") -> subprocess.
     environment = QUICK_START | {"PYTEST_ADDOPTS": f"-p no:cacheprovider {options}"}
     path = f"{project}/bin:{os.environ['PATH']}"
     return trees.run("bash", project / "tests/run.sh", *arguments, PATH=path, **environment)
-
-
-def passed(done: subprocess.CompletedProcess[str]) -> str:
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 WHICH = """import os, pytest
@@ -98,7 +92,7 @@ def test_other():
 def ran(project: Path, *arguments: str | Path) -> list[str]:
     """What of the four tests ran against which verl."""
     found = []
-    for name, base, path in re.findall(r"RAN (\S+) (\S+) (\S+)", passed(run(project, *arguments, options="-s -q"))):
+    for name, base, path in re.findall(r"RAN (\S+) (\S+) (\S+)", trees.ran(run(project, *arguments, options="-s -q"))):
         version = Path(path.partition("/verl:")[0]).name
         assert Path(base) == project / ("main" if "--plugin" in arguments else f"build/{version}/base")
         found.append(f"{name} {version}")

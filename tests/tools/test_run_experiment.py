@@ -22,7 +22,7 @@ ACTOR = "actor_rollout_ref.actor"
 
 
 def launch(*arguments: str, script: Path = SCRIPT, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["bash", script, *arguments], env=os.environ | environment, capture_output=True, text=True)
+    return trees.run("bash", script, *arguments, **environment)
 
 
 def stand_in(place: Path, training: str) -> str:
@@ -39,13 +39,11 @@ def recorder(tmp_path: Path) -> str:
 
 def overrides_of(recorder: str, *arguments: str, **environment: str) -> list[str]:
     """The Hydra overrides that training gets, which are those that --dry-run prints."""
-    done = launch("--python", recorder, *arguments, **environment)
-    assert done.returncode == 0, done.stderr
-    module, overrides = (words := json.loads(done.stdout.splitlines()[-1]))[:2], words[2:]
+    printed = trees.ran(launch("--python", recorder, *arguments, **environment))
+    module, overrides = (words := json.loads(printed.splitlines()[-1]))[:2], words[2:]
     assert module == ["-m", "verl.trainer.main_ppo"]
-    printed = launch("--dry-run", "--python", recorder, *arguments, **environment)
-    again = subprocess.run(["bash", "-c", printed.stdout], capture_output=True, text=True, check=True)
-    assert json.loads(again.stdout) == words and printed.stderr == ""
+    dry = launch("--dry-run", "--python", recorder, *arguments, **environment)
+    assert json.loads(trees.ran(trees.run("bash", "-c", dry.stdout))) == words and dry.stderr == ""
     return overrides
 
 

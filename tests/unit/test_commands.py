@@ -4,15 +4,14 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from notation import Capsys
 
+import trees
 from gradloc import __version__
 from gradloc_tools import __main__ as gradloc_command
 
-ROOT = Path(__file__).parents[2]
 COMMANDS = ["report", "replay", "convert", "selftest"]
 
 
@@ -35,9 +34,8 @@ def test_the_version_and_an_unknown_command(capsys: Capsys) -> None:
 
 def without_packages(*arguments: str) -> subprocess.CompletedProcess[str]:
     """A module's command in a Python where none is installed, as -S makes it."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "plugin")}
-    program = [sys.executable, "-S", "-m", *arguments]
-    return subprocess.run(program, capture_output=True, text=True, cwd=ROOT, env=environment)
+    plugin = str(trees.ROOT / "plugin")
+    return trees.run(sys.executable, "-S", "-m", *arguments, cwd=trees.ROOT, PYTHONPATH=plugin)
 
 
 def test_the_plugins_check_without_a_verl_ends_with_a_sentence() -> None:
@@ -51,7 +49,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(arguments: list[str]) -> None
     read, write = os.pipe()
     os.close(read)
     program = [sys.executable, "-m", "gradloc_tools", *arguments]
-    done = subprocess.run(program, stdout=write, stderr=subprocess.PIPE, cwd=ROOT)
+    done = subprocess.run(program, stdout=write, stderr=subprocess.PIPE, cwd=trees.ROOT)
     os.close(write)
     assert (done.returncode, done.stderr) == (0, b"")
 
@@ -69,4 +67,4 @@ def test_what_is_not_installed_is_one_sentence(name: str) -> None:
 
 def test_a_reports_figures_are_there_whatever_is_missing() -> None:
     done = without_packages("gradloc_tools", "report", "examples/spike", "--json")
-    assert done.returncode == 0 and json.loads(done.stdout)["events"] == 1
+    assert json.loads(trees.ran(done))["events"] == 1

@@ -79,7 +79,7 @@ def test_every_key_is_declared_with_its_default() -> None:
 
 def documented(page: str, heading: str = "") -> dict[str, str]:
     """The keys in a page's tables, or in those from a heading to the next one, with the defaults written there."""
-    text = (Path(__file__).parents[2] / page).read_text()
+    text = (trees.ROOT / page).read_text()
     text = re.split(r"^#+ ", text.split(f"# {heading}\n", 1)[1], flags=re.M)[0] if heading else text
     return dict(re.findall(r"^\| `([\w.]+)` \| `([^`]+)` \|", text, re.M))
 
@@ -109,8 +109,7 @@ def test_keys_are_overridden_without_a_plus() -> None:
     assert recorded.records_spikes and not recorded.searches_in_training
 
 
-ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [trees.ROOT / "README.md", *sorted((trees.ROOT / "docs").rglob("*.md"))]
 OVERRIDE = re.compile(r"[+~]*([a-z][\w@.]*)=\S+")
 
 
@@ -130,11 +129,11 @@ def commands_of(page: Path) -> list[list[str]]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_in_the_documentation_are_those_of_this_verl(page: Path, monkeypatch: Patch) -> None:
     """Their overrides are composed as written, and none is a key that verl no longer reads."""
-    monkeypatch.chdir(ROOT)
+    monkeypatch.chdir(trees.ROOT)
     ignored = {*OmegaConf.load(CONFIG_DIR / "legacy_reward_impl.yaml")} if ENGINE else set()
     for overrides in commands_of(page):
         groups = any("gradloc_" in override for override in overrides)
-        place = [f"hydra.searchpath=[file://{ROOT}/plugin/gradloc_verl/conf]"] if groups else []
+        place = [f"hydra.searchpath=[file://{trees.ROOT}/plugin/gradloc_verl/conf]"] if groups else []
         config = composed(*overrides, *place)
         keys = {OVERRIDE.fullmatch(each)[1].split(".")[0] for each in overrides}
         assert not keys & ignored, f"verl {trees.TARGET} does not read {overrides}"

@@ -22,6 +22,7 @@ from small_bundles import VOCABULARY, small_model
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+import trees
 from gradloc.bundles import limits
 from gradloc.evidence.writer import LINE_BYTES, jsonable
 from gradloc_tools.bundles.opening import Bundle, open_bundle
@@ -33,7 +34,6 @@ from gradloc_tools.report.command import main as report
 from gradloc_tools.report.reading import read
 from gradloc_tools.schema import EVENT, conforms
 
-ROOT = Path(__file__).resolve().parents[2]
 # Prompt and response of each response.
 LENGTHS = ((3, 5), (2, 7), (4, 4), (3, 6))
 # A response and a position in it.
@@ -320,7 +320,7 @@ def test_a_line_that_grows_does_not_fill_the_memory(refused: Any, tmp_path: Path
 
 
 def example(name: str) -> Callable[..., Any]:
-    return runpy.run_path(str(ROOT / "examples" / name))["main"]
+    return runpy.run_path(str(trees.ROOT / "examples" / name))["main"]
 
 
 def slime_columns() -> dict[str, list[Any]]:
@@ -519,7 +519,7 @@ class FakeTrainer:
 
 def test_the_example_for_trl_makes_records(convert: Any, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setitem(sys.modules, "trl", SimpleNamespace(GRPOTrainer=FakeTrainer))
-    trainer = runpy.run_path(str(ROOT / "examples/trl_records.py"))["RecordingTrainer"]
+    trainer = runpy.run_path(str(trees.ROOT / "examples/trl_records.py"))["RecordingTrainer"]
     lines = records()
     for line in lines:
         line |= {"prompt_mask": [1] * len(line["prompt_ids"]), "tokens": [1] * len(line["response_ids"])}
@@ -559,8 +559,7 @@ def test_a_search_of_the_bundle_finds_the_planted_token(convert: Any, tmp_path: 
     commands = commands_in(capsys.readouterr().out)
     assert [command.split()[:2] for command in commands] == [["gradloc", "replay"], ["gradloc", "report"]]
     for command in commands:
-        done = run_as_printed(command)
-        assert done.returncode == 0, done.stderr
+        trees.ran(run_as_printed(command))
     (event,) = read(str(bundle.path.parents[1])).events
     assert (event["search"], event["diagnosis"], event["suspected"]) == ("replayed", "tokens", [])
     (culprit,) = event["culprits"]

@@ -1,6 +1,5 @@
 """The plugin's parts that need no verl: its groups of the configuration, and its wheel."""
 
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -26,7 +25,7 @@ def test_a_config_group_writes_no_key_of_its_own(group: Path) -> None:
 def test_the_wheel_has_what_it_needs(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
     command += ["--wheel-dir", tmp_path, trees.ROOT]
-    subprocess.run(command, check=True)
+    trees.ran(trees.run(*command))
     (wheel,) = tmp_path.glob("gradloc_verl-*.whl")
     assert wheel.name.split("-")[1] == __version__
     with zipfile.ZipFile(wheel) as archive:

@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from small_bundles import BAD, PROMPT, RESPONSE, ROWS, THRESHOLD, bundle, replay
 from small_bundles import kept as kept_without_bounds
 from torch import Tensor
 
+import trees
 from gradloc_tools.bundles.opening import open_bundle
 from gradloc_tools.bundles.results import read_results
 from gradloc_tools.replay import remedies
@@ -221,9 +221,7 @@ for name in ("verl", "ray", "tensordict"):
 from gradloc_tools.replay.command import main
 sys.exit(main([{str(bundle)!r}, "--model", {str(kept / "model")!r}, "--only", "--remedies", "--json"]))
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+    result = json.loads(trees.ran(trees.run(sys.executable, "-c", script)))
     rows = rows_by_name(result)
     assert set(rows) == {"TokenClip", "spike_action=drop", "grad_clip 1, as it was set", "grad_clip 0.1"}
     (unit,) = result["units"]
