@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -160,6 +161,16 @@ def replay(bundle: Path, kept: Path, capsys: Capsys) -> Callable[..., dict[str, 
 def tensors_of(bundle: Path) -> Path:
     (path,) = bundle.glob("*.safetensors")
     return path
+
+
+class Pickled:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, marker: Path):
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.marker),)
 
 
 def resign(bundle: Path, change: Callable[[dict[str, Any]], Any]) -> None:

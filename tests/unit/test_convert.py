@@ -18,7 +18,7 @@ import torch
 from notation import Capsys, Patch, cases
 from plain_passes import log_probs_of
 from printed_commands import commands_in, run_as_printed
-from small_bundles import VOCABULARY, small_model
+from small_bundles import VOCABULARY, Pickled, small_model
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -387,13 +387,6 @@ def test_slime_train_data_of_its_earlier_form(convert: Any, tmp_path: Path, caps
         slime_records(file)
 
 
-class Pickled:
-    """Makes a folder when it is unpickled."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, ("marker",)
-
-
 def deflate(file: Path) -> None:
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as deflated:
         deflated.writestr("archive/data.pkl", b"0" * 10**6)
@@ -404,7 +397,7 @@ NOT_READ = "it has more than tensors and plain values, or is damaged"
 DAMAGED = "is damaged, or older than torch 1.6: load it, and save it again."
 NO_LIST = "sample 0, field 'advantages': it must be a list of at most 4,194,304"
 SLIME: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "code": (lambda f: slime_file(f, more=Pickled()), NOT_READ),
+    "code": (lambda f: slime_file(f, more=Pickled(f.with_name("marker"))), NOT_READ),
     "compressed": (deflate, "a.pt is compressed, and files that torch.save writes are not."),
     "cut off": (lambda f: f.write_bytes(slime_file(f).read_bytes()[:1000]), DAMAGED),
     "no shards": (lambda f: slime_file(f, dp_shards=[]), "a.pt: there is no sample."),
@@ -414,8 +407,7 @@ SLIME: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("broken", SLIME)
-def test_a_file_of_slime_that_is_not_read(tmp_path: Path, monkeypatch: Patch, broken: str) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_file_of_slime_that_is_not_read(tmp_path: Path, broken: str) -> None:
     write, message = SLIME[broken]
     write(tmp_path / "a.pt")
     with pytest.raises(RecordError, match=re.escape(message)) as refusal:

@@ -10,9 +10,8 @@ import torch
 from cuda_stand_in import CUDA, CudaStandIn, MixedDevices
 from notation import cases
 from plain_passes import Loop
-from small_bundles import BAD, NAME, THRESHOLD, kept
+from small_bundles import BAD, NAME, THRESHOLD, VOCABULARY, kept, small_model
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import gradloc
 from gradloc import GradLocConfig
@@ -29,7 +28,7 @@ from gradloc_tools.replay.search import search
 __all__ = ["kept"]
 
 PACKAGE = str(Path(gradloc.__file__).parent)
-MICRO_BATCHES, ROWS, PROMPT, RESPONSE, VOCABULARY = 2, 2, 4, 8, 37
+MICRO_BATCHES, ROWS, PROMPT, RESPONSE = 2, 2, 4, 8
 CULPRIT = (1, 0, 3)
 SPIKE = 3e3
 
@@ -45,9 +44,7 @@ class Training(Loop):
         meter: str = "local",
         **settings: Any,
     ) -> None:
-        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-        torch.manual_seed(0)
-        model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **sizes)).train()
+        model = small_model(initializer_range=0.02).train()
         ids = torch.randint(3, VOCABULARY, (MICRO_BATCHES, ROWS, PROMPT + RESPONSE))
         stand_in.put(model, ids)
         self.layer_clip = LayerClip(model, LayerClipConfig(warmup_steps=1), CUDA) if layer_clip else None

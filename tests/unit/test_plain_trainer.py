@@ -52,6 +52,7 @@ class Plain(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.embed_tokens = nn.Embedding(VOCABULARY, 8)
         self.lm_head = nn.Linear(8, VOCABULARY)
         self.register_buffer("calls", torch.zeros(()))
@@ -69,10 +70,7 @@ class Plain(nn.Module):
 
 
 def test_buffers_are_what_they_were() -> None:
-    torch.manual_seed(0)
-    plain = Plain()
-    torch.manual_seed(0)
-    model = Plain()
+    plain, model = Plain(), Plain()
     plain(IDS[0])
     event, _ = found(Loop(model, IDS, PROMPT, grad_norm_threshold=20.0))
     assert event["passes"] > 0
@@ -124,7 +122,6 @@ def test_norms_are_taken_in_with_a_given_threshold_too(caplog: Caplog) -> None:
 
 @pytest.mark.parametrize("state", [None, {"token_norms": [3.0]}], ids=["none", "of an older release"])
 def test_events_count_the_steps_since_a_resume(state: dict[str, Any] | None) -> None:
-    torch.manual_seed(0)
     loop = Loop(Plain(), IDS, PROMPT, grad_norm_threshold=20.0)
     event, _ = found(loop)
     assert event["steps_since_resume"] is None
@@ -187,7 +184,6 @@ def test_without_the_judge_facts_are_written_and_judged_later(
 ) -> None:
     monkeypatch.setitem(sys.modules, "gradloc_judge", wheel)
     judge.cache_clear()
-    torch.manual_seed(0)
     loop = Loop(Plain(), IDS, PROMPT, grad_norm_threshold=20.0)
     loop.gradloc.load_state_dict(loop.gradloc.state_dict())
     event, _ = found(loop)

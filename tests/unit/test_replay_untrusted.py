@@ -17,7 +17,7 @@ import transformers
 from notation import Capsys, Patch, cases
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from small_bundles import bundle, kept, resign, small_model
+from small_bundles import Pickled, bundle, kept, resign, small_model
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.utils import hub
 
@@ -73,16 +73,6 @@ def download(
 ) -> Download:
     model = shutil.copytree(kept / "model", tmp_path_factory.mktemp("downloads") / "model")
     return Download(bundle, model, tmp_path / "marker", asked, capsys)
-
-
-class Pickled:
-    """Makes a file when it is unpickled."""
-
-    def __init__(self, marker: Path):
-        self.marker = marker
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.marker),)
 
 
 def change_json(path: Path, **changes: Any) -> None:

@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from notation import Caplog, Patch, cases
-from transformers import LlamaConfig, LlamaForCausalLM
+from small_bundles import small_model
 from verl.utils.gradloc import GradLoc, GradLocConfig, LayerClip, LayerClipConfig, TokenClip, TokenClipConfig, guarded
 from verl.utils.gradloc.adapters.watch import FORM, STATE_FILE, read_state, write_state
 
@@ -32,18 +32,12 @@ RUN_CHECKS |= {"spreads": [0.5, 0.75], "scale": (3, 7.5), "weights": {"layers.0"
 RUN_CHECKS |= {"written": None, "gradients": {"layers.0": 0.75}, "gradient_updates": 4}
 RUN_CHECKS |= {"carrying": ("layers.0", 3, 2), "share_before": 0.25}
 
-
-def build_parts() -> dict[str, Any]:
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=37, **sizes))
-    return {
-        "gradloc": GradLoc(model, GradLocConfig(), lambda *_: None),
-        "layer_clip": LayerClip(model, LayerClipConfig()),
-        "token_clip": TokenClip(model, TokenClipConfig()),
-    }
-
-
-PARTS = build_parts()
+MODEL = small_model()
+PARTS = {
+    "gradloc": GradLoc(MODEL, GradLocConfig(), lambda *_: None),
+    "layer_clip": LayerClip(MODEL, LayerClipConfig()),
+    "token_clip": TokenClip(MODEL, TokenClipConfig()),
+}
 STATE = {
     "gradloc": {"token_norms": [1.0, 2.5], "run_checks": RUN_CHECKS, "search_time": {"run": 1e9, "searches": 2.0}},
     "layer_clip": {layer: LAYER for layer in PARTS["layer_clip"].layers} | {"norm": WARMING_UP},
