@@ -484,16 +484,14 @@ def test_killed(project: Project, tree: Path, patched: dict, call: tuple[str, in
     assert snapshot(tree) == before
 
 
-def test_a_disk_that_is_full_or_lies_is_rolled_back(project: Project, tree: Path) -> None:
+def test_a_disk_that_is_full_or_lies_is_rolled_back(project: Project, tree: Path, patched: dict) -> None:
     with unchanged(tree):
         for call in CALLS:
             done = project.apply_with(at_call(*call, NO_SPACE), "--repo", tree)
             refused(done, 4, "No space left on device", "put back")
         done = project.apply_with(at_call("replace", 3, "return"), "--repo", tree)
         refused(done, 4, "does not read back", "put back")
-
-
-def test_failed_roll_back_keeps_the_journal(project: Project, tree: Path, patched: dict) -> None:
+    # A roll-back that fails keeps the journal.
     fault = at_call("replace", 7, NO_SPACE).replace("count == 7", "count >= 7")
     refused(project.apply_with(fault, "--repo", tree), 4, "could not be put back")
     project.said("--repo", tree)

@@ -76,21 +76,16 @@ def one_sentence(done: subprocess.CompletedProcess[str], code: int, found: str) 
     assert len(done.stderr.strip()) <= 200, done.stderr
 
 
-def test_a_verl_of_no_target(two: Project, newer: Path) -> None:
-    (newer / "verl/version/version").write_text("main-of-some-day-with-a-long-name\n")
+def test_a_verl_of_no_target_and_a_target_that_is_named(two: Project, newer: Path) -> None:
     for file in (ACTOR, ALGOS):
         (newer / file).write_text("other\n")
+    one_sentence(two.apply("--repo", newer), 3, f"found verl 0.7.1 with changes in {ALGOS} and 1 more; ")
+    (newer / "verl/version/version").write_text("main-of-some-day-with-a-long-name\n")
     given = ["--repo", newer]
     with unchanged(newer):
         for arguments, code in (([*given, "--check"], 12), (["--installed"], 3), ([*given, "--reverse"], 3)):
             done = two.apply(*arguments, PYTHONPATH=str(newer))
             one_sentence(done, code, "found verl main-of-some; ")
-
-
-def test_the_target_that_is_named_counts(two: Project, newer: Path) -> None:
-    for file in (ACTOR, ALGOS):
-        (newer / file).write_text("other\n")
-    one_sentence(two.apply("--repo", newer), 3, f"found verl 0.7.1 with changes in {ALGOS} and 1 more; ")
     trees.make_next_release(trees.copy_base(newer))
     refused(two.apply("--repo", newer, "--target", "0.7.0"), 3, "is 0.7.1", "for 0.7.0; leave --target out")
     refused(two.apply("--repo", newer, "--target", "0.6.0"), 3, "no patch for verl 0.6.0", "0.7.0 or 0.7.1")

@@ -147,18 +147,14 @@ def test_culprits_in_few_prompts_say_nothing(rows: dict[str, Any], culprits: Seq
         assert misfire(event(*places, (0, 0)), found) is None  # with one of another reward
 
 
-def test_culprits_that_do_not_explain_the_norm_do_not_count() -> None:
+def test_unknown_rewards_and_culprits_that_do_not_explain_the_norm_do_not_count() -> None:
     rows, places = mini_batch()
     line = event(*places)
     assert misfire(line, rows) is not None
     for culprit in line["culprits"]:
         culprit["share"] = 0.001
     assert misfire(line, rows) is None
-
-
-def test_unknown_rewards_and_sources_are_no_values() -> None:
-    rows, places = mini_batch()
-    for reward in (None, math.nan):
+    for reward in (None, math.nan):  # nor is an unknown source a value
         unknown = {place: row_of(row.uid, reward, None, row.largest) for place, row in rows.items()}
         assert misfire(event(*places), unknown) is None
 

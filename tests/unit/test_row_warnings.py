@@ -72,13 +72,17 @@ def test_rewards_normalized_one_by_one_are_no_contradiction() -> None:
         assert warned(data | {"advantages": sum(normed).view(-1, 1) * data["response_mask"]}) is None
 
 
-def test_without_prompts_or_rewards_nothing_is_compared() -> None:
+def test_without_prompts_or_rewards_nothing_is_compared(monkeypatch: Patch) -> None:
     of_tokens = TrainedData(columns("gae", graded=True)).rows  # they differ within a response
     assert count_pairs(of_tokens) == (0, 0) and not row_warnings(of_tokens)
     data = columns("grpo", moved=True)
     (told,) = row_warnings(TrainedData({name: data[name] for name in data if name != "token_level_rewards"}).rows)
     assert told["name"] == ADVANTAGE_MASK, "rows of other lengths are seen without rewards"
     assert warned({name: data[name] for name in data if name != "uid"}) is None
+    # What cannot be counted leaves the rest: here there is no attention mask.
+    monkeypatch.setattr(update_evidence, "_said", set())
+    found = warned(data | {"input_ids": torch.ones_like(data["response_mask"]), "responses": data["response_mask"]})
+    assert found is not None and found["name"] == ADVANTAGE_ORDER
 
 
 def test_advantages_beside_their_tokens_are_told() -> None:
@@ -164,14 +168,6 @@ def test_a_trajectory_in_several_rows_is_not_mixed(states: str) -> None:
         if states == "as many as uids":  # then verl's trainer says which rows are one trajectory's
             data["session_id"] = numpy.arange(len(prompts)) // 2 % (ANSWERS // 2)
     assert len(rows := TrainedData(data).rows) == len(UIDS) and not row_warnings(rows)
-
-
-def test_what_cannot_be_counted_leaves_the_rest(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(update_evidence, "_said", set())
-    data = columns("grpo", moved=True)
-    data |= {"input_ids": torch.ones_like(data["response_mask"]), "responses": data["response_mask"]}
-    found = warned(data)  # there is no attention mask
-    assert found is not None and found["name"] == ADVANTAGE_ORDER
 
 
 @pytest.mark.parametrize("name", [ADVANTAGE_ORDER, MIXED_GROUPS, REPEATED])
