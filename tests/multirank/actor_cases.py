@@ -197,14 +197,8 @@ def search(case: Case) -> tuple[list[Unit], list[float], float, Run]:
     """The brute force with every token, a threshold between the planted tokens and the others, and a run with it."""
     units, norms = brute_force(case, build_batch(case, dist.get_rank()), tokens=True)
     threshold = threshold_between(case, units)
-    run = train(
-        case,
-        spike_detection=True,
-        grad_norm_threshold=threshold,
-        bisect_budget_steps=500,
-        spike_trigger=case.trigger,
-    )
-    return units, norms, threshold, run
+    detection = {"spike_detection": True, "grad_norm_threshold": threshold, "bisect_budget_steps": 500}
+    return units, norms, threshold, train(case, spike_trigger=case.trigger, **detection)
 
 
 def both_triggers(case: Case) -> tuple[Run, Run]:

@@ -429,15 +429,8 @@ class WorkerCheckpoints:
     """The checkpoints of verl 0.7's worker, by its own methods, without the rest of it."""
 
     def __init__(self, actor: Any, manager: FSDPCheckpointManager) -> None:
-        self.worker = types.SimpleNamespace(
-            actor=actor,
-            checkpoint_manager=manager,
-            _is_actor=True,
-            _is_rollout=False,
-            _is_lora=False,
-            _is_offload_param=False,
-            _is_offload_optimizer=False,
-        )
+        off = dict.fromkeys(("_is_rollout", "_is_lora", "_is_offload_param", "_is_offload_optimizer"), False)
+        self.worker = types.SimpleNamespace(actor=actor, checkpoint_manager=manager, _is_actor=True, **off)
 
     def save_checkpoint(self, folder: str) -> None:
         inspect.unwrap(ActorRolloutRefWorker.save_checkpoint)(self.worker, folder)

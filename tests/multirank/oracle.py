@@ -284,12 +284,8 @@ def log_probs_and_entropy(
     """Of an unsharded model: by plain torch, or by the unpatched actor where there is more to it."""
     if case.precision != "float32" or case.packed or case.fused or case.model == "vision":
         return stock_forward(case, model, rows)
-    logits = model(
-        input_ids=rows["input_ids"],
-        attention_mask=rows["attention_mask"],
-        position_ids=rows["position_ids"],
-        use_cache=False,
-    ).logits
+    inputs = {name: rows[name] for name in ("input_ids", "attention_mask", "position_ids")}
+    logits = model(**inputs, use_cache=False).logits
     all_log_probs = (logits[:, PROMPT - 1 : -1] / TEMPERATURE).log_softmax(-1)
     log_probs = all_log_probs.gather(-1, rows["responses"].unsqueeze(-1)).squeeze(-1)
     return log_probs, -(all_log_probs.exp() * all_log_probs).sum(-1)

@@ -109,9 +109,8 @@ def test_what_is_kept_of_a_hostile_line_is_bounded(view: Any) -> None:
     texts = dict.fromkeys(("token", "context", "data_source", "uid", "boundary"), long)
     line = clip(4, [one()])
     line["summary"] = long
-    line["token_clip"]["tokens"] = [{**one(), **texts}] * 3
-    line["token_clip"]["over"] = {f"layer {i}": 1 for i in range(5000)}
-    line["token_clip"]["refused"] = [f"layer {i}" for i in range(5000)]
+    many = [f"layer {i}" for i in range(5000)]
+    line["token_clip"] |= {"tokens": [{**one(), **texts}] * 3, "over": dict.fromkeys(many, 1), "refused": many}
     made = view([line], rows=2)
     assert len(json_of(made)) < 100_000 and len(made.tables["clips"].rows) == 2
     (token,) = summarize_clips([line], (), 1)["largest_tokens"]

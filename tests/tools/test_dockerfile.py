@@ -15,8 +15,7 @@ import trees
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
-DOCKERFILE = (ROOT / "examples/Dockerfile").read_text()
+DOCKERFILE = (trees.ROOT / "examples/Dockerfile").read_text()
 INSTRUCTIONS = [
     line.split(maxsplit=1) for line in DOCKERFILE.replace("\\\n", " ").splitlines() if line and line[0] != "#"
 ]
@@ -34,12 +33,12 @@ class Image:
         for sources in arguments_of("COPY"):
             *files, target = sources.split()
             assert target.startswith("/opt/gradloc/")
-            for file in files:
-                if (ROOT / file).is_dir():
-                    shutil.copytree(ROOT / file, self.inside(target), ignore=shutil.ignore_patterns("__pycache__"))
+            for source in (trees.ROOT / file for file in files):
+                if source.is_dir():
+                    shutil.copytree(source, self.inside(target), ignore=shutil.ignore_patterns("__pycache__"))
                 else:
                     assert target.endswith("/")
-                    trees.write(self.inside(target) / file, (ROOT / file).read_text())
+                    trees.write(self.inside(target) / source.relative_to(trees.ROOT), source.read_text())
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", place / "venv"], check=True)
         # verl's image has pip and all that verl needs, and no verl.
         packages = sysconfig.get_path("purelib", vars={"base": str(place / "venv")})
@@ -87,6 +86,6 @@ def test_its_lines_make_a_verl_that_run_experiment_takes(tmp_path: Path) -> None
 
 def test_its_table_has_each_target() -> None:
     rows = dict(re.findall(r"^# (\d+\.\d+\.\d+) +(verlai/verl:\S+) ", DOCKERFILE, re.M))
-    assert rows.keys() == {pin.parent.name for pin in ROOT.glob("patches/*/PIN")}
+    assert rows.keys() == {pin.parent.name for pin in trees.ROOT.glob("patches/*/PIN")}
     target, image = re.findall(r"--build-arg TARGET=(\S+) --build-arg BASE_IMAGE=(\S+)", DOCKERFILE)[0]
     assert rows[target] == image

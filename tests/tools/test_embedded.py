@@ -132,15 +132,13 @@ class Project:
 
     def __init__(self, place: Path, monkeypatch: Patch) -> None:
         self.place = place
-        for name in ("package.patch", "0.7.0/hooks.patch", "0.7.0/fixes.patch"):
-            self.write(f"patches/{name}", "")
+        patches = (f"patches/{name}.patch" for name in ("package", "0.7.0/hooks", "0.7.0/fixes"))
+        for name in (*patches, "pyproject.toml", "pip.conf", "site/verl/left.py"):
+            self.write(name, "")
         self.write("patches/0.7.0/PIN", "VERSION=0.7.0\n")
         self.write("embedded/requirements-0.7.0.txt", "torch==2\n")
         for name in ("requirements-no-deps.txt", "requirements-uv.txt", "find_python.sh"):
             self.write(f"embedded/{name}", (trees.ROOT / "embedded" / name).read_text())
-        self.write("pyproject.toml", "")
-        self.write("pip.conf", "")
-        self.write("site/verl/left.py", "")
         self.write("bin/python3.11", PYTHON.format(place=place), 0o755)
         monkeypatch.setenv("PATH", f"{place}/bin:{os.environ['PATH']}")
 

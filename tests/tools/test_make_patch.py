@@ -27,18 +27,15 @@ class Made:
     base: Path
     checkout: Path
 
-    def make(self, *arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-        return self.project.make(*arguments, **environment)
-
     def init(self, place: Path, **environment: str) -> Path:
-        ran(self.make("--init", place, "--target", "0.7.0", "--base-tree", self.base, **environment))
+        ran(self.project.make("--init", place, "--target", "0.7.0", "--base-tree", self.base, **environment))
         return place
 
     def repo(self, *arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-        return self.make("--repo", self.checkout, "--base-tree", self.base, *arguments, **environment)
+        return self.project.make("--repo", self.checkout, "--base-tree", self.base, *arguments, **environment)
 
     def check(self, **environment: str) -> subprocess.CompletedProcess[str]:
-        return self.make("--check", "--base-tree", self.base, **environment)
+        return self.project.make("--check", "--base-tree", self.base, **environment)
 
     def state(self) -> list[dict[str, tuple[int, bytes]]]:
         return [snapshot(self.project.place), snapshot(self.checkout)]
@@ -97,7 +94,7 @@ def test_the_parts_lead_from_the_base_to_what_was_edited(fixed: Made, tmp_path: 
     assert "+# last" in hooks and "fixed" not in hooks and "new file" not in hooks + fixes
     assert "+import os  # fixed" in fixes and "+# fixed" in fixes
     # A release is all of it in one file.
-    ran(fixed.make("--release", "0.7.0", "--base-tree", fixed.base))
+    ran(fixed.project.make("--release", "0.7.0", "--base-tree", fixed.base))
     release = fixed.project.place / "build/gradloc-0.7.0.patch"
     for given in ([], ["--patch-file", release]):
         with unchanged(fixed.base):
@@ -119,7 +116,7 @@ def test_an_edit_of_the_linked_package_is_one_of_the_sources(made: Made) -> None
     (made.checkout / KEYS).write_text("key: 2\n")
     refused(made.check(), 1, "is not what the sources hold", NEW, "new.py", KEYS, "--sources")
     hooks = made.project.hooks.read_bytes()
-    ran(made.make("--sources"))
+    ran(made.project.make("--sources"))
     ran(made.check())
     package = made.project.package.read_text()
     assert "+x = 2" in package and "+n = 1" in package and "+key: 2" in package
@@ -257,16 +254,16 @@ def test_the_way_to_a_new_target(made: Made, tmp_path: Path) -> None:
     theirs = (newer / ACTOR).read_text() + "# theirs\n"
     (newer / ACTOR).write_text(theirs)
     checkout, named = tmp_path / "0.7.1", ["--base-tree", newer]
-    refused(made.make("--check", *named), 3, "say with --target which verl it is: 0.7.0 or 0.7.1")
-    ran(made.make("--init", checkout, "--target", "0.7.1", *named))
+    refused(made.project.make("--check", *named), 3, "say with --target which verl it is: 0.7.0 or 0.7.1")
+    ran(made.project.make("--init", checkout, "--target", "0.7.1", *named))
     trees.git(checkout, "fetch", "-q", str(made.checkout), "gradloc-base")
     conflict = trees.run("git", "-C", checkout, "apply", "--3way", made.project.hooks)
     assert conflict.returncode == 1 and "<<<<<<<" in (checkout / ACTOR).read_text()
     (checkout / ACTOR).write_text(theirs + "# last\n")
     trees.git(checkout, "reset", "-q")
     before = made.project.text("0.7.0")
-    ran(made.make("--repo", checkout, *named))
-    ran(made.make("--check", "--target", "0.7.1", *named))
+    ran(made.project.make("--repo", checkout, *named))
+    ran(made.project.make("--check", "--target", "0.7.1", *named))
     assert made.project.text("0.7.0") == before
     made.project.said("--repo", newer)
     assert (newer / ACTOR).read_bytes() == (checkout / ACTOR).read_bytes() and not (newer / DELETED).exists()
@@ -277,15 +274,15 @@ def test_the_way_to_a_new_target(made: Made, tmp_path: Path) -> None:
 
 def test_what_init_and_the_command_line_refuse(made: Made, tmp_path: Path) -> None:
     new = tmp_path / "new"
-    refused(made.make("--init", made.checkout, "--base-tree", made.base), 3, "exists already")
-    refused(made.make("--init", new), 3, "has no verl/__init__.py", "--base-tree", "tests/run.sh")
+    refused(made.project.make("--init", made.checkout, "--base-tree", made.base), 3, "exists already")
+    refused(made.project.make("--init", new), 3, "has no verl/__init__.py", "--base-tree", "tests/run.sh")
     (made.base / ACTOR).write_text("# other\n")
-    refused(made.make("--init", new, "--base-tree", made.base), 3, "hooks.patch does not apply")
+    refused(made.project.make("--init", new, "--base-tree", made.base), 3, "hooks.patch does not apply")
     assert not new.exists() and not list(tmp_path.glob(".gradloc*"))
-    refused(made.make("--repo", made.base, "--base-tree", made.base), 3, str(made.base), "--init made")
+    refused(made.project.make("--repo", made.base, "--base-tree", made.base), 3, str(made.base), "--init made")
     for arguments in ([], ["--repo", ""], ["--check", "--repo", "x"], ["--release", "0.7.0", "--fixes"]):
-        refused(made.make(*arguments), 2)
-    assert "Exit codes" in ran(made.make("--help"))
+        refused(made.project.make(*arguments), 2)
+    assert "Exit codes" in ran(made.project.make("--help"))
 
 
 # --check
@@ -295,9 +292,9 @@ def test_check_notices(made: Made) -> None:
     """Without a base it is no verdict, unless a checksum is wrong already."""
     package, hooks, _ = made.project.parts("0.7.0")
     files, data = package.read_bytes(), hooks.read_bytes()
-    refused(made.make("--check"), 3, "has no verl/__init__.py", "--base-tree")
+    refused(made.project.make("--check"), 3, "has no verl/__init__.py", "--base-tree")
     hooks.write_bytes(b"damaged\n")
-    refused(made.make("--check"), 1, f"{hooks}.sha256", "checksum")
+    refused(made.project.make("--check"), 1, f"{hooks}.sha256", "checksum")
     trees.write_patch(hooks, data)
     for part, content, words in (
         (package, files.replace(b"100644", b"100755", 1), KEYS),

@@ -121,13 +121,8 @@ class Cluster:
     def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
         # As slurmd does: a copy of the script, from elsewhere.
         script = shutil.copy(SCRIPT, self.place / "slurm_script")
-        return subprocess.Popen(
-            ["bash", script, *arguments],
-            env=self.environment | environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+        return subprocess.Popen(["bash", script, *arguments], env=self.environment | environment, text=True, **pipes)
 
     def run(self, *arguments: str, **environment: str) -> tuple[int, str]:
         """The exit code and what was said."""

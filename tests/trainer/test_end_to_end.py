@@ -31,8 +31,7 @@ from gradloc_tools.replay.command import main as replay
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
-PREPARED = ROOT / ".embedded" / (f"{trees.TARGET}-plugin" if trees.HAS_PLUGINS else trees.TARGET) / "tiny"
+PREPARED = trees.ROOT / ".embedded" / (f"{trees.TARGET}-plugin" if trees.HAS_PLUGINS else trees.TARGET) / "tiny"
 THRESHOLD = 80.0
 ANSWERS, STEPS = 16, 3
 SAMPLES = 4  # to each prompt, of which right_answers.py makes one right
@@ -42,10 +41,10 @@ SAMPLES = 4  # to each prompt, of which right_answers.py makes one right
 def with_plugin(folder: Path) -> Iterator[dict[str, Any]]:
     """Options for runs of a verl that is not patched, with the plugin's wheel as if it were installed."""
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*command, "--wheel-dir", folder, ROOT], check=True)
+    subprocess.run([*command, "--wheel-dir", folder, trees.ROOT], check=True)
     (wheel,) = folder.glob("*.whl")
     shutil.unpack_archive(wheel, folder / "site", "zip")
-    path = os.pathsep.join(map(str, (trees.BASE_TREE, folder / "site", ROOT / "tests/trainer")))
+    path = os.pathsep.join(map(str, (trees.BASE_TREE, folder / "site", trees.ROOT / "tests/trainer")))
     with interpreter(verl=False) as python:
         yield {"interpreter": python, "PYTHONPATH": path}
 

@@ -45,10 +45,8 @@ def test_the_threshold_is_five_times_the_90th_percentile() -> None:
     # A warm-up comes first, and takes no zeros or infinities.
     auto = Threshold("auto")
     for _ in range(WARMUP - 1):
-        auto.next(2.0, 0.0)
-        auto.next(0.0, 0.0)
-        auto.next(math.inf, 0.0)
-        auto.next(math.nan, 0.0)
+        for norm in (2.0, 0.0, math.inf, math.nan):
+            auto.next(norm, 0.0)
     assert auto.automatic is None
     auto.next(2.0, 0.0)
     assert auto.automatic == 10.0

@@ -19,8 +19,6 @@ from gradloc.measure.passes import Passes
 
 UNITS = 4
 WEIGHT = 1 / (UNITS * RESPONSE)
-
-
 ORDINARY = [1.0, -1.0, 1.0, -1.0]
 
 

@@ -86,8 +86,6 @@ OF_MANIFEST: dict[str, tuple[Callable[[Manifest], Any], str]] = {
     "one clip": (manifest(clips={"token_clip": None}), CLIPS),
     "another action": (manifest(clips={"layer_clip": None, "token_clip": CLIP}), CLIPS),
 }
-
-
 WEIGHT = "tokens.weight"
 OF_TENSORS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "another dtype": (lambda t: t.update({WEIGHT: t[WEIGHT].double()}), f"{WEIGHT} must be torch.float32 of shape (2,"),

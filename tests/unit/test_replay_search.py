@@ -32,7 +32,6 @@ from gradloc_tools.schema import EVENT, conforms
 
 __all__ = ["bundle", "kept"]
 
-
 OTHER = b'{"not": "an event"}\n\xff\xfe malformed\n'
 UNFINISHED = b'{"schema": 4, "unfin'
 

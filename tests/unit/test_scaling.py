@@ -10,13 +10,7 @@ from torch import Tensor
 from gradloc.measure.micro_batch import token_weights
 from gradloc.measure.run_sums import own_scale_figures
 from gradloc.sums import SCALE_FIGURES
-from gradloc_judge.loss_scale import (
-    CLEAR,
-    COEFFICIENT_SPREAD,
-    coefficient_factor,
-    loss_scale_warning,
-    loss_warning,
-)
+from gradloc_judge.loss_scale import CLEAR, COEFFICIENT_SPREAD, coefficient_factor, loss_scale_warning, loss_warning
 
 RANKS, MICRO_BATCHES, ROWS, LENGTH = 3, 5, 4, 20
 MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")

@@ -1,6 +1,5 @@
 """How long searches may take: by the run's clock, over a resume, and for drills."""
 
-import logging
 from typing import Any
 
 import pytest
@@ -95,8 +94,7 @@ def trained(seconds: Any, clock: Clock, a_pass: float) -> tuple[GradLoc, list[di
 
 @pytest.mark.parametrize(("seconds", "a_pass", "passes"), [(10, 4.0, [3, 3]), ("auto", 200.0, [2, 0])])
 def test_a_search_that_is_out_of_time_says_so(seconds: Any, a_pass: float, passes: list[int], caplog: Caplog) -> None:
-    with caplog.at_level(logging.WARNING):
-        gradloc, events = trained(seconds, Clock(), a_pass)
+    gradloc, events = trained(seconds, Clock(), a_pass)
     assert [event["passes"] for event in events] == passes
     for event in events:
         assert event["out_of_time"] and not event["complete"] and event["diagnosis"] == "incomplete"
@@ -106,7 +104,6 @@ def test_a_search_that_is_out_of_time_says_so(seconds: Any, a_pass: float, passe
 
 
 def test_a_search_with_time_left_does_not_say_so(caplog: Caplog) -> None:
-    with caplog.at_level(logging.WARNING):
-        gradloc, events = trained("auto", Clock(), 0.001)
+    gradloc, events = trained("auto", Clock(), 0.001)
     assert [(event["out_of_time"], event["passes"] > 3) for event in events] == [(False, True)] * 2
     assert gradloc.metrics()["actor/gradloc/out_of_time"] == 0 and "bisect_budget_seconds" not in caplog.text

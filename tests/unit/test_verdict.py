@@ -20,15 +20,7 @@ from gradloc.evidence.token_facts import token_evidence
 from gradloc.measure.micro_batch import MicroBatch
 from gradloc.sources import APART, classify, is_apart
 from gradloc_judge.rules import RARE_NORM, RULES, SOURCES
-from gradloc_judge.verdict import (
-    CAUSES,
-    CHECK_UNKNOWN,
-    COMMON,
-    EXPLAINED,
-    LIFT,
-    MOST_CULPRITS,
-    find_cause,
-)
+from gradloc_judge.verdict import CAUSES, CHECK_UNKNOWN, COMMON, EXPLAINED, LIFT, MOST_CULPRITS, find_cause
 
 ROWS, LENGTH = 6, 14
 OPTIONAL = ("advantage", "old_log_prob", "ref_log_prob", "rollout_log_prob", "kl_coefficient", "after_eos", "entropy")
