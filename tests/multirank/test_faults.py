@@ -381,9 +381,12 @@ def test_a_drop_gives_no_gradient_to_what_had_none(launch: Launch) -> None:
         assert [len(step) for step in dropped.gradients] == [len(step) for step in stock.gradients]
 
 
-@on_ranks((2, Case(planted=THREE)), (2, Case("fsdp1-orig", hsdp=True, planted=ONE)))
+@on_ranks(
+    (2, Case(planted=THREE)),
+    *[(2, Case("fsdp1-orig", hsdp=True, trigger=trigger, planted=ONE)) for trigger in ("unit", "global")],
+)
 def test_ranks_with_other_arithmetic_search_alike(launch: Launch, world: int, case: Case) -> None:
-    """Each makes something else of suspicion; where verl's fsdp_size is 1, FSDP1 averages no gradients."""
+    """Each makes something else of suspicion; where verl's fsdp_size is 1, FSDP1 neither shards nor averages."""
 
     def with_other_arithmetic() -> Run:
         suspicion = micro_batch.suspicion
@@ -392,10 +395,10 @@ def test_ranks_with_other_arithmetic_search_alike(launch: Launch, world: int, ca
             return suspicion(tokens) * (1 + dist.get_rank() * torch.rand_like(tokens["weight"]))
 
         with mock.patch.object(micro_batch, "suspicion", other):
-            return train(case, **DETECTION)
+            return train(case, calls=2, spike_trigger=case.trigger, **DETECTION)
 
-    ((event,),) = same_events(launch(world, with_other_arithmetic))
-    assert places(event) == sorted(case.planted) and event["complete"]
+    (event,), second = same_events(launch(world, with_other_arithmetic))
+    assert places(event) == sorted(case.planted) and event["complete"] and second == []
 
 
 @on_ranks((2, Case("fsdp1", trigger="global")), (2, Case("fsdp2", model="tiled")))
@@ -422,14 +425,6 @@ def test_ranks_whose_copies_of_a_sum_differ_decide_alike(launch: Launch, world: 
 
     for norm, threshold, run in launch(world, with_other_sums):
         assert norm < threshold < norm * (1 + 4e-9) and run.events == ["[]"]
-
-
-def test_ranks_whose_gradients_are_not_averaged_decide_alike(launch: Launch) -> None:
-    """Where verl's fsdp_size is 1, FSDP1 neither shards nor averages."""
-    case = Case("fsdp1-orig", hsdp=True, trigger="global", planted=ONE)
-    results = launch(2, failing_search, case, "in a layer", [], 1)
-    (event,), second = same_events([run for _, run in results])
-    assert places(event) == [*ONE] and second == []
 
 
 @pytest.mark.parametrize("what", ["the units", "a norm", "the event"])
