@@ -214,9 +214,7 @@ def update_of_the_worker(case: Case) -> tuple[str, list[float], list[int], list[
         actor = build_actor(case, module, **options)
         actor.watch = getattr(actor, "watch", Watch(actor.config, lambda: 1.0, 1))  # the unpatched actor has none
         return SimpleNamespace(
-            _is_actor=True,
-            _is_offload_param=True,
-            _is_offload_optimizer=True,
+            **dict.fromkeys(("_is_actor", "_is_offload_param", "_is_offload_optimizer"), True),
             actor=actor,
             actor_module_fsdp=actor.actor_module,
             actor_optimizer=actor.actor_optimizer,

@@ -250,10 +250,8 @@ def identity(case: Case) -> tuple[dict[str, bool], dict[str, bool], Run]:
     """
     found = train(case, calls=2, spike_detection=True, grad_norm_threshold=IDENTITY_THRESHOLD, bisect_budget_steps=100)
     runs, costs = [], []
-    for module, modules in (
-        (dp_actor, {}),
-        (stock_dp_actor(), {HELPER: stock_module(f"{HELPER.replace('.', '/')}.py")}),
-    ):
+    helper = {HELPER: stock_module(f"{HELPER.replace('.', '/')}.py")}
+    for module, modules in ((dp_actor, {}), (stock_dp_actor(), helper)):
         with mock.patch.dict(sys.modules, modules), host_reads() as reads, Operations() as operations:
             runs.append(train(case, module, calls=2))
         costs.append((operations.collectives, reads))

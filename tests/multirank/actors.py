@@ -226,14 +226,8 @@ def build_model(case: Case) -> torch.nn.Module:
         model = Qwen2_5_VLForConditionalGeneration(config)
         apply_monkey_patch(model, use_remove_padding=False)
     else:
-        config = LlamaConfig(
-            **SIZES,
-            tie_word_embeddings=case.tied,
-            attention_dropout=case.dropout,
-            attn_implementation="sdpa",
-            torch_dtype="float32",
-        )
-        model = LlamaForCausalLM(config)
+        options = {"tie_word_embeddings": case.tied, "attention_dropout": case.dropout, "torch_dtype": "float32"}
+        model = LlamaForCausalLM(LlamaConfig(**SIZES, **options, attn_implementation="sdpa"))
     if case.model == "tiled":
         tile_mlps(model)
     if case.packed:

@@ -40,8 +40,6 @@ OF_TOKENS: dict[str, tuple[Callable[..., Any], Case, tuple[Any, ...], list[Any]]
     # It is not called an overflow, even where there is one, too.
     **{f"scaled by {s:g}": (action_cases.overflow, half(s), (), [PLACE]) for s in (SMALL, LARGE, TOO_LARGE)},
 }
-
-
 # Where the padding of verl 0.7 is, and what the engine of 0.9 computes in another layout.
 MARKS = {
     "in the padding": pytest.mark.skipif(ENGINE, reason="verl 0.9 trains without padding"),

@@ -115,12 +115,8 @@ def _shard(model: Unusual, wrap: str, dtype: torch.dtype) -> Any:
         for module in (*model.layers, model):
             fully_shard(module, mesh=mesh, mp_policy=policy)
         return model
-    options = {
-        "device_id": DEVICE,
-        "device_mesh": mesh,
-        "mixed_precision": MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32),
-        "use_orig_params": True,
-    }
+    precision = MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32)
+    options = {"device_id": DEVICE, "device_mesh": mesh, "mixed_precision": precision, "use_orig_params": True}
     for i, layer in enumerate(model.layers):
         model.layers[i] = FullyShardedDataParallel(layer, **options)
     return FullyShardedDataParallel(model, **options)

@@ -42,15 +42,9 @@ def weights_and_gradient(
     mode: str, agg_mode: str, config: FSDPActorConfig, log_prob: torch.Tensor, old_log_prob: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The weights, and the gradient of verl's own loss at an advantage of -1."""
+    given = {"advantages": -MASK, "response_mask": MASK, "loss_agg_mode": agg_mode, "config": config}
     with recorded_aggregation() as calls:
-        loss, _ = get_policy_loss_fn(mode)(
-            old_log_prob=old_log_prob,
-            log_prob=log_prob,
-            advantages=-MASK,
-            response_mask=MASK,
-            loss_agg_mode=agg_mode,
-            config=config,
-        )
+        loss, _ = get_policy_loss_fn(mode)(old_log_prob=old_log_prob, log_prob=log_prob, **given)
     weights = policy_weights(next(iter(calls), None), config, MASK, **config.global_batch_info)
     assert core_algos.agg_loss is AGG_LOSS  # given back
     return weights, torch.autograd.grad(loss, log_prob)[0]

@@ -53,13 +53,9 @@ def started(
     if interpreter != sys.executable:
         own.append(f"+ray_kwargs.ray_init.runtime_env.py_executable={interpreter}")
         environment = FOR_RAY | environment
-    script = subprocess.Popen(
-        ["bash", ROOT / "run_experiment.sh", "--embedded", "--tiny"] + ["--python", interpreter, *own, *arguments],
-        env=os.environ | {"PYTHONPATH": search_path} | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    command = ["bash", ROOT / "run_experiment.sh", "--embedded", "--tiny", "--python", interpreter, *own, *arguments]
+    environment = os.environ | {"PYTHONPATH": search_path} | environment
+    script = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         yield script
     finally:

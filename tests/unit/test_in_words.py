@@ -42,7 +42,6 @@ NAN = "No single token is the cause: NaN or Inf is in the log-probs or gradients
 BROKEN = "The culprit is a token with a NaN or infinite gradient"
 LAYER = "layers.1 carries 98% of the squared norm"
 
-
 SENTENCES: dict[str, list[dict[str, Any]]] = {
     f"{ONE}.": [
         event(culprit()),

@@ -66,7 +66,6 @@ def refusal(act, *arguments):
 ON = "actor_rollout_ref.actor.spike_detection=True"
 """
 
-
 Run = Callable[..., subprocess.CompletedProcess]
 
 

@@ -3,9 +3,8 @@
 import math
 import random
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -226,7 +225,7 @@ def warned(
     batches: Iterable[dict[str, Tensor]],
     checks: RunChecks | None = None,
     first: int = 1,
-    rates: Mapping[int, float] = MappingProxyType({}),
+    rates: dict[int, float] | None = None,
     halves: bool = False,
     epochs: int = 1,
 ) -> list[list[dict[str, Any]]]:
@@ -247,7 +246,7 @@ def warned(
             checks.state_dict()  # a checkpoint, for which rank 0 alone asks, changes nothing
         for _ in range((epochs - 1) * len(parts)):
             checks.take_in(None)
-        checks.add_step(rates.get(step, 1e-6))
+        checks.add_step((rates or {}).get(step, 1e-6))
         found.append(checks.warnings())
     return found
 
