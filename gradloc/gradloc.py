@@ -119,7 +119,7 @@ class GradLoc(PassRecorder):
     @property
     def warnings(self) -> list[RunWarning] | None:
         """What is wrong with the run in the update so far; see `RunWarnings.warnings`."""
-        return [] if self.is_off else self._warnings.warnings()
+        return None if self.is_off else self._warnings.warnings()
 
     def start_mini_batch(self) -> None:
         """Discards the events and passes of the last mini-batch; the update's metrics still count the events."""
@@ -160,7 +160,7 @@ class GradLoc(PassRecorder):
     def metrics(self) -> dict[str, float]:
         """The update's metrics for the training log, the same on every rank; see `UpdateMetrics.metrics`.
 
-        `misplaced_share` is the share of responses whose log-probs belong to other tokens, of those that can be told.
+        `misplaced_share` is the share of responses whose log-probs belong to other tokens.
         """
         share = self._warnings.misplaced_share()
         return self._metrics.metrics() | ({} if share is None else {"actor/gradloc/misplaced_share": share})

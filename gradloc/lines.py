@@ -412,7 +412,7 @@ class Step(_Step, total=False):
 
     # causes of the run: `name`, `sentence`, `check`, `share` of responses, `column`, `factor`
     warnings: list[RunWarning]
-    misplaced_share: Number  # of the responses that can be told, the share whose log-probs belong to other tokens
+    misplaced_share: Number  # share of responses whose log-probs belong to other tokens
 
 
 class Note(Form, InStep):

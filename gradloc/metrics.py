@@ -217,7 +217,7 @@ class RunWarnings:
         if self._checks is not None:
             with guarded("nothing checks the run from here on"):
                 return question(self._checks)
-            self._checks = None
+            self._checks = self._state = None
         return otherwise
 
 

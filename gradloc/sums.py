@@ -44,10 +44,10 @@ COLUMN_SUMS = len(COLUMNS) + 4
 # What `own_scale_figures` gives; "corrected" are tokens with an importance weight of the rollout's, whose mean
 # |log(coefficient / expected)| is "with" that weight and "without" it; "apart" are those whose log-probs tell in which
 # direction it is to correct, "along" those that it does; and "rest" is what coefficients have beside the policy loss's
-# part, "kl" what the KL loss should give.
+# part, "kl" what the KL loss should give, of the tokens "told" where that is over the rounding error.
 SCALE_FIGURES = (
     *("weights", "mode", "tokens", "low", "median", "high", "micro_batches", "filled"),
-    *("corrected", "with", "without", "apart", "along", "kl_square", "rest_square", "kl_rest"),
+    *("corrected", "with", "without", "apart", "along", "kl_told", "kl_square", "rest_square", "kl_rest"),
 )
 # The aggregation modes that promise a sum of weights of 1: over all tokens, in the last over one of each response.
 MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")
@@ -85,12 +85,11 @@ class TrainedRow:
         uid (str): Its prompt's.
         prompt, response (int, optional): Hashes of the token ids, on one rank.
         session_id, data_source (str, optional): verl's columns; the first tells which rows are of one trajectory.
-        score (float, optional): The sum of its scores.
-        reward (float, optional): The sum of what its advantages are computed from.
+        score, reward (float, optional): The sum of its scores, and of what its advantages are computed from.
         log_prob (float, optional): The sum of the response's old log-probs.
         advantage (float, optional): That of its first token with one.
         is_one (bool): Whether all of its tokens with an advantage have the same.
-        unmoved (int): How many of its tokens have none.
+        unmoved (int): How many of its tokens have none, where these are its first, or its last; else 0.
         largest (float): The largest |A| of its tokens; NaN if one is.
     """
 

@@ -23,9 +23,10 @@ AT_ONCE = 4.0
 # tokens. Coefficients of half precision have an error of 2^-9.
 COEFFICIENT_SPREAD = 0.05
 _LEAST_TOKENS = 16
-# Importance weights are not in a loss that fits so much better without them, where they are so far from 1 in nats; and
-# are inverted where so many of the tokens that tell, of so many at least, are corrected the wrong way.
-_WITHOUT, _APART_NATS = 0.1, 0.02
+# Importance weights that are so far from 1 in nats are not in a loss that fits without them up to so many: a geometric
+# mean of many of them is near 1, too. They are inverted where so many of the tokens that tell, of so many at least, are
+# corrected the wrong way.
+_WITHOUT, _APART_NATS = 3e-4, 0.02
 _WRONG_WAY, _TOLD_TOKENS = 0.95, 64
 # Less of the KL loss's part than this is none; and the squared correlation with what there is beside the policy loss's
 # part, from which on that is a multiple of it.
@@ -127,7 +128,7 @@ def _weights_warning(sums: Mapping[str, float]) -> RunWarning | None:
         "Print `rollout_is_weights`, `old_log_probs` and `rollout_log_probs` of one row, and the policy loss of its "
         "tokens before the mean: with rollout_is=token, the weight is exp(old − rollout), cut at the threshold."
     )
-    if tokens >= _LEAST_TOKENS and sums["with"] > _APART_NATS * tokens and sums["without"] < _WITHOUT * sums["with"]:
+    if tokens >= _LEAST_TOKENS and sums["with"] > _APART_NATS * tokens and sums["without"] < _WITHOUT * tokens:
         what = (
             "The rollout's importance weights are not in the loss: its gradient fits without them (they are "
             f"{sums['with'] / tokens:.2g} nats from 1 in the mean). Look at whether the loss function takes "
@@ -146,7 +147,7 @@ def _weights_warning(sums: Mapping[str, float]) -> RunWarning | None:
 def _kl_warning(sums: Mapping[str, float]) -> RunWarning | None:
     """Where the gradient has another multiple of the KL loss's part, and nothing else that it should not have."""
     kl, rest, product = (sums[name] for name in ("kl_square", "rest_square", "kl_rest"))
-    if not 0 < kl < math.inf or not math.isfinite(rest):
+    if sums["kl_told"] < _LEAST_TOKENS or not 0 < kl < math.inf or not math.isfinite(rest):
         return None
     factor = product / kl
     is_gone = rest < _GONE**2 * kl

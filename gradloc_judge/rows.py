@@ -28,6 +28,8 @@ LEAST_CHANCE = -30.0
 # In so many pairs, of so many at least. With a baseline of the prompt's, it is none; by chance, half of them. Rewards
 # that are normalized one by one (GDPO) may contradict their sum, or the score, in up to a quarter.
 CONTRADICTING, LEAST_PAIRS = 0.3, 16
+# In so many responses, the advantage ends before the tokens do, or begins after them.
+_LEAST_CUT = 4
 # In so many, the sign is turned.
 TURNED = 0.95
 
@@ -78,16 +80,16 @@ def _order(pairs: int, contradicting: int) -> RunWarning | None:
 
 
 def _mask(rows: Sequence[TrainedRow]) -> RunWarning | None:
-    """Where all tokens of a response have one advantage, but for some that have none."""
+    """Where all tokens of responses have one advantage, but for those at their start, or at their end."""
     moving = [row for row in rows if row.advantage is not None]
     cut = sum(row.unmoved > 0 for row in moving)
-    if cut <= LEAST_ROWS * len(moving) or not all(row.is_one for row in moving):
+    if cut < _LEAST_CUT or cut <= LEAST_ROWS * len(moving) or not all(row.is_one for row in moving):
         return None
     return {
         "name": ADVANTAGE_MASK,
-        "sentence": f"In {percent(cut / len(moving))} of the responses, some tokens have the response's advantage, and "
-        "others none: look at how advantages are padded and aligned with `response_mask` (left or right, of which "
-        "row).",
+        "sentence": f"In {percent(cut / len(moving))} of the responses, the tokens at one end have no advantage, while "
+        "all others have the response's: look at how advantages are padded and aligned with `response_mask` (left or "
+        "right, of which row).",
         "check": "Before the update, print `advantages` and `response_mask` of one row: where the mask is 1, the "
         "advantage is the same.",
         "share": cut / len(moving),

@@ -19,7 +19,7 @@ _KEPT = ("rates", "last_rates", "last_rate", "largest_rate")
 
 
 class RunChecks:
-    """Collects the sums of a run's mini-batches, and warns; the same on every rank."""
+    """Collects the sums of a run's mini-batches, and warns; on rank 0."""
 
     def __init__(self) -> None:
         self.progress = Progress()

@@ -94,29 +94,32 @@ class TrainedData:
         """What the judge reads of the rows; nothing without uids."""
         if "uid" not in self.columns:
             return []
-        read = {name: self.columns[name] for name in DATA_KEYS if name in self.columns}
-        of = {name: each.cpu() if isinstance(each, Tensor) else [*each] for name, each in read.items()}
+        # A nested tensor takes apart all of its rows for each that is asked for.
+        read = ((name, self.columns[name]) for name in DATA_KEYS if name in self.columns)
+        of = {name: [*each.cpu().unbind()] if isinstance(each, Tensor) else [*each] for name, each in read}
         ids: list[Any] = [(None, None)] * len(of["uid"])
         with guarded(_NO_ROWS, _said):
             if {"input_ids", "responses", "response_mask"} <= of.keys():
-                ids = [tuple(hash(part.numpy().tobytes()) for part in row) for row in TrainedData(of)._ids]
+                ids = [tuple(hash(part.cpu().numpy().tobytes()) for part in row) for row in self._ids]
         return [self._row(i, of, *row_ids) for i, row_ids in enumerate(ids)]
 
     @staticmethod
     def _row(i: int, of: Mapping[str, Any], prompt: int | None, response: int | None) -> TrainedRow:
         known: dict[str, Any] = {name: str(of[name][i]) for name in ("data_source", "session_id") if name in of}
-        for name, columns in (("score", SCORES), ("reward", REWARDS)):
-            found = next((of[each][i] for each in columns if each in of), None)
-            known[name] = None if found is None else found.sum().item()
+        for name, columns in (("score", SCORES[::-1]), ("reward", REWARDS[::-1])):
+            for each in filter(of.__contains__, columns):
+                known[name] = of[each][i].sum().item()
         if "response_mask" in of:
             mask = of["response_mask"][i].bool()
             if "old_log_probs" in of:
                 known["log_prob"] = of["old_log_probs"][i][mask].sum().item()
             if "advantages" in of and len(advantages := of["advantages"][i][mask]):
-                moving = advantages[advantages != 0]
-                known |= {"largest": advantages.abs().amax().item(), "unmoved": len(advantages) - len(moving)}
-                if len(moving):
+                known["largest"] = advantages.abs().amax().item()
+                if len(places := advantages.nonzero()[:, 0]):
+                    first, last = places[[0, -1]].tolist()
+                    moving, ends = advantages[places], (first, len(advantages) - 1 - last)
                     known |= {"advantage": moving[0].item(), "is_one": torch.allclose(moving, moving[:1])}
+                    known["unmoved"] = sum(ends) * (last - first + 1 == len(places) and 0 in ends)
         return TrainedRow(str(of["uid"][i]), prompt, response, **known)
 
     @cached_property
@@ -230,7 +233,7 @@ class UpdateEvidence:
         # The figures count the spikes, so these come first: a reader never finds fewer than are counted.
         record_events(self._directory, events, "critic" if by_kind["critic"] else "spikes")
         if figures:
-            record_step(self._directory, global_step, figures, None if of_run is None else warnings)
+            record_step(self._directory, global_step, figures, None if of_run is None and not of_rows else warnings)
 
     def _own_facts(
         self, tokens: Sequence[tuple[dict[str, Any], int, dict[str, Any]]], data: TrainedData

@@ -139,7 +139,7 @@ def build_event(
             "comparison": {
                 "ordinary": ordinary_shares(counts),
                 "measured": _measured_shares(findings, under, facts, medians),
-                "unusual": _UNCHECKED if of_run is None else _why_unusual(findings, ordinary),
+                "unusual": _why_unusual(findings, ordinary) or (_UNCHECKED if of_run is None else None),
             },
             "warnings": of_run or [],
             "steps_since_resume": steps_since_resume,

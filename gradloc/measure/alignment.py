@@ -296,22 +296,24 @@ def own_alignment(micro_batches: Sequence[Mapping[str, Tensor]]) -> Tensor:
 
 
 def misplaced_share(sums: Tensor) -> float | None:
-    """Of the responses that can be told, the share whose log-probs belong to other tokens; in the pair with most.
+    """The share of the responses whose log-probs belong to other tokens, in the pair with most of them.
 
     Args:
         sums (Tensor): What `own_alignment` returned, added up over ranks and mini-batches.
 
     Returns:
-        float: Up to half of the responses, a lost relation may be chance, and does not count. None if none can be told.
+        float: Up to half of the responses, a lost relation may be chance, and does not count. None without a response.
     """
     shares = []
     for of_pair in sums.view(len(PAIRS), -1).tolist():
         named = dict(zip(PAIR_SUMS, of_pair, strict=True))
         moved = sum(named[f"{way} {k}"] for k in SHIFTS for way in ("whole", "inside"))
         lost = named["lost"] if 2 * named["lost"] > named["responses"] else 0.0
-        found = max(moved, lost, named["other_row"], named["zero_tail"], named["constant_tail"])
-        if told := found + named["aligned"]:
-            shares.append(found / told)
+        # Of the others, too short or too sure responses cannot be told; single ones are moved by chance.
+        told = moved + lost + named["aligned"] if moved + lost > 2 else named["responses"]
+        rest = max(named[kind] for kind in ("other_row", "zero_tail", "constant_tail"))
+        if named["responses"]:
+            shares.append(max(max(moved, lost) / told, rest / named["responses"]))
     return max(shares, default=None)
 
 

@@ -181,7 +181,7 @@ def own_scale_figures(
     """
     mode = MODES.index(loss_agg_mode) if loss_agg_mode in MODES else -1
     total = micro_batches[0]["weight"].new_full((1,), math.nan if mode < 0 else 0.0, dtype=torch.float64)
-    sums, ratios = total.new_zeros(8), []
+    sums, ratios = total.new_zeros(9), []
     for tokens in micro_batches:
         weight = torch.where(_in_policy_loss(tokens), tokens["weight"].double(), 0.0)
         total += (weight.amax(1) if loss_agg_mode == "seq-mean-token-sum" else weight).sum()
@@ -207,7 +207,10 @@ def _weight_sums(tokens: Mapping[str, Tensor], ratio: Tensor) -> Tensor:
     known = (log_ratio + log_weight).isfinite()
     parts = [torch.where(known, each.abs(), 0.0).sum() for each in (log_ratio, log_ratio + log_weight)]
     difference = tokens["old_log_prob"].double() - tokens["rollout_log_prob"].double()
-    apart = tokens["response_mask"].bool() & (difference.abs() > _NEAR) & (log_weight.abs() > _NEAR)
+    mask = tokens["response_mask"].bool()
+    mean = torch.where(mask, log_weight, 0.0).sum(1, keepdim=True) / mask.sum(1, keepdim=True)
+    # A weight of the whole response says nothing of its tokens.
+    apart = mask & (difference.abs() > _NEAR) & (log_weight.abs() > _NEAR) & ((log_weight - mean).abs() > _NEAR)
     along = apart & (difference.sign() == log_weight.sign())
     return torch.stack([known.sum().double(), *parts, apart.sum().double(), along.sum().double()])
 
@@ -215,9 +218,12 @@ def _weight_sums(tokens: Mapping[str, Tensor], ratio: Tensor) -> Tensor:
 def _kl_sums(tokens: Mapping[str, Tensor], coefficient: Tensor, expected: Tensor, near: Tensor) -> Tensor:
     """Whether the KL loss is in the loss as it should be."""
     if "kl_coefficient" not in tokens:
-        return coefficient.new_zeros(3)
-    kl, rest = (torch.where(near, each, 0.0) for each in (tokens["kl_coefficient"].double(), coefficient - expected))
-    return torch.stack([kl.square().sum(), rest.square().sum(), (kl * rest).sum()])
+        return coefficient.new_zeros(4)
+    kl = tokens["kl_coefficient"].double()
+    # Clearly over what is rounded off the sum of the two.
+    told = near & (kl.abs() > 8 * torch.finfo(tokens["coefficient"].dtype).eps * expected.abs())
+    kl, rest = (torch.where(told, each, 0.0) for each in (kl, coefficient - expected))
+    return torch.stack([told.sum().double(), kl.square().sum(), rest.square().sum(), (kl * rest).sum()])
 
 
 def _in_policy_loss(tokens: Mapping[str, Tensor]) -> Tensor:

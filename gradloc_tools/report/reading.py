@@ -170,7 +170,7 @@ class Evidence:
         step = line["global_step"]
         self.warnings[step] = line.get("warnings", [])
         if line["schema"] == SCHEMA and "warnings" not in line:
-            self._add_note("nothing has checked the run, as training had no wheel of GradLoc", step)
+            self._add_note("nothing has checked the run: the log of training says why", step)
         if step is not None:
             self.runs += step <= 1 < self._last_step
             self._last_step = step

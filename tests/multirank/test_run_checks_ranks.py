@@ -88,7 +88,7 @@ def broken(method: str) -> tuple[Any, ...]:
     return actors[0].gradloc.warnings, found, sorted(metrics), [each.tolist() for each in run.parameters]
 
 
-@pytest.mark.parametrize("method", ["start_update", "take_in", "add_step", "warnings", "__init__"])
+@pytest.mark.parametrize("method", ["start_update", "take_in", "add_step", "warnings", "__init__", "load_state_dict"])
 def test_an_error_of_the_judge_costs_its_answer_alone(launch: Launch, method: str) -> None:
     first, other = launch(2, broken, method)
     assert (first[0], other[0]) == (None, []) and first[2] == other[2]
