@@ -15,6 +15,7 @@ from plain_passes import Loop, log_probs_of
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
+import gradloc.evidence.event
 from gradloc.adapters.update_evidence import TrainedData, UpdateEvidence
 from gradloc.evidence.writer import jsonable
 from gradloc.judging import in_one_line, judge
@@ -186,7 +187,9 @@ def test_without_the_judge_facts_are_written_and_judged_later(
     judge.cache_clear()
     loop = Loop(Plain(), IDS, PROMPT, grad_norm_threshold=20.0)
     loop.gradloc.load_state_dict(loop.gradloc.state_dict())
+    monkeypatch.setattr(gradloc.evidence.event, "_why_unusual", lambda *_: None)
     event, _ = found(loop)
+    assert event["comparison"]["unusual"].startswith("nothing has checked the run")
     evidence = UpdateEvidence(str(tmp_path), None, 1)
     evidence.add([event], TrainedData({}), own=True)
     evidence.take_in_rows(TrainedData({}))
