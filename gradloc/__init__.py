@@ -22,8 +22,8 @@ The parts of the package. A file imports from its own part and from those above 
 - critic_watch: watches a critic's passes, and says what a spike of its gradient comes from
 - adapters: the only part that knows verl
 
-What the facts mean says the package gradloc_judge, and what reads the evidence afterwards is the package gradloc_tools.
-They import parts of this one where there is no torch, so the names below are imported when they are asked for.
+The package gradloc_judge says what the facts mean, and gradloc_tools reads the evidence afterwards. They import parts
+of this one where there is no torch, so the names below are imported when they are asked for.
 """
 
 import importlib

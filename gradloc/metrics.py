@@ -19,9 +19,9 @@ from .measure.alignment import misplaced_share, own_alignment
 from .measure.micro_batch import MicroBatch
 from .measure.mini_batch import MiniBatch
 from .measure.passes import WatchedModel
-from .measure.run_sums import own_columns, own_scale_figures, own_sums
+from .measure.run_sums import own_columns, own_loss_figures, own_sums
 from .sources import HOLDS, UNLIKELY
-from .sums import ALIGNMENT_SUMS, COLUMN_SUMS, SCALE_FIGURES, SUMS
+from .sums import ALIGNMENT_SUMS, COLUMN_SUMS, LOSS_FIGURES, SUMS
 
 OWN_FIGURES = 6
 # What is summed up of an update's spikes.
@@ -119,7 +119,7 @@ class UpdateMetrics:
 def figure_sizes(model: WatchedModel, is_first: bool) -> list[int]:
     """How many numbers each part of `RunWarnings.own_figures` has."""
     layers = [len(model.reduced_norms.layers), len(model.meter.layers)] if is_first else [0, 0]
-    return [len(SUMS), ALIGNMENT_SUMS, COLUMN_SUMS, len(SCALE_FIGURES), *layers]
+    return [len(SUMS), ALIGNMENT_SUMS, COLUMN_SUMS, len(LOSS_FIGURES), *layers]
 
 
 class RunWarnings:
@@ -166,7 +166,7 @@ class RunWarnings:
         sums = own_sums(checked, is_first, bypass)
         # None if it is unknown, or not the same for all.
         mode, *others = {micro_batch.loss_agg_mode for micro_batch in micro_batches}
-        scales = own_scale_figures(tokens, scale, None if others else mode)
+        scales = own_loss_figures(tokens, scale, None if others else mode)
         found = [sums, own_alignment(tokens), own_columns(tokens), scales]
         if is_first:
             passes = torch.stack([micro_batch.squares for micro_batch in micro_batches]).sqrt().sum(0) / scale
@@ -176,7 +176,7 @@ class RunWarnings:
     def take_in(self, figures: Tensor, where: Where, gradient: MiniBatch) -> None:
         """Adds what `own_figures` returned on each rank, on the CPU."""
         model, is_first = gradient.model, (where["epoch"], where["mini_batch"]) == (0, 0)
-        *to_add, of_scale, weights, passes = figures.split(figure_sizes(model, is_first), dim=1)
+        *to_add, of_loss, weights, passes = figures.split(figure_sizes(model, is_first), dim=1)
         copies = model.sequence_parallel_size
         sums, alignment, columns = (each[::copies].sum(0) for each in to_add)
         # All PPO epochs after the first have the same responses again.
@@ -184,7 +184,7 @@ class RunWarnings:
         if is_new:
             self._sums += torch.cat([sums, alignment])
         of_tokens = [each.tolist() if is_new else None for each in (sums, alignment, columns)]
-        self._ask(lambda checks: checks.take_in(*of_tokens, of_scale[::copies].tolist()))
+        self._ask(lambda checks: checks.take_in(*of_tokens, of_loss[::copies].tolist()))
         if is_first and gradient.squared_norms is not None:
             norms = model.reduced_norms
             of_weights = zip(norms.of_ranks(weights).sqrt().tolist(), norms.numels, strict=True)

@@ -41,11 +41,11 @@ SUMS = (
 COLUMNS = ("advantage", "old_log_prob", "ref_log_prob", "log_prob")
 COLUMN_SUMS = len(COLUMNS) + 4
 
-# What `own_scale_figures` gives; "corrected" are tokens with an importance weight of the rollout's, whose mean
+# What `own_loss_figures` gives; "corrected" are tokens with an importance weight of the rollout's, whose mean
 # |log(coefficient / expected)| is "with" that weight and "without" it; "apart" are those whose log-probs tell in which
 # direction it is to correct, "along" those that it does; and "rest" is what coefficients have beside the policy loss's
 # part, "kl" what the KL loss should give, of the tokens "told" where that is over the rounding error.
-SCALE_FIGURES = (
+LOSS_FIGURES = (
     *("weights", "mode", "tokens", "low", "median", "high", "micro_batches", "filled"),
     *("corrected", "with", "without", "apart", "along", "kl_told", "kl_square", "rest_square", "kl_rest"),
 )

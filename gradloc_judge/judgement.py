@@ -10,7 +10,7 @@ from gradloc.lines import RunWarning, kind_of
 from gradloc.sums import Place, TrainedRow
 
 from . import critic
-from .loss_scale import OF_LOSS
+from .loss import OF_LOSS
 from .misfire import verdict_by_rows
 from .rows import OF_GROUPS
 from .sentences import clips_in_words, describe

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from gradloc.lines import RunWarning
 from gradloc.sources import LAYER_FRACTION, layer_shares
 
-from .loss_scale import CLEAR, LOSS_SCALE
+from .loss import CLEAR, LOSS_SCALE
 from .progress import IN_A_ROW, SEE, Progress, RunCheck
 from .shares import is_unlike_its_like, is_unusual, percent
 

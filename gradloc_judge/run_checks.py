@@ -11,7 +11,7 @@ from gradloc.lines import RunWarning
 from .advantages import AdvantageChecks
 from .layers import LayerChecks
 from .log_probs import ENGINES_APART, LogProbChecks
-from .loss_scale import AT_ONCE, loss_warning
+from .loss import AT_ONCE, loss_warning
 from .progress import IN_A_ROW, Progress, RunCheck, resume_note
 
 # What a checkpoint keeps of how far a run is.
@@ -28,15 +28,15 @@ class RunChecks:
         self.layers = LayerChecks(self.progress)
         # The warning of a wrong loss, of the last mini-batch and of the update; and how many mini-batches in a
         # row had one.
-        self._scaled: RunWarning | None = None
-        self._scaled_in_update: RunWarning | None = None
-        self._scaled_times = 0
+        self._wrong_loss: RunWarning | None = None
+        self._wrong_loss_in_update: RunWarning | None = None
+        self._wrong_loss_times = 0
 
     def start_update(self, global_step: int | None) -> None:
         """Begins an update."""
         self._end_update()
         self.progress.step, self.progress.rates_before = global_step, self.progress.rates
-        self._scaled_in_update = None
+        self._wrong_loss_in_update = None
         if self.progress.since_resume is not None:
             self.progress.since_resume += 1
 
@@ -45,7 +45,7 @@ class RunChecks:
         sums: Sequence[float] | None,
         alignment: Sequence[float] | None = None,
         columns: Sequence[float] | None = None,
-        of_scale: Sequence[Sequence[float]] = (),
+        of_loss: Sequence[Sequence[float]] = (),
     ) -> None:
         """Adds a mini-batch.
 
@@ -54,14 +54,14 @@ class RunChecks:
                 epoch, whose responses the others have again.
             alignment (Sequence, optional): The same of `own_alignment`.
             columns (Sequence, optional): The same of `own_columns`.
-            of_scale (Sequence): What `own_scale_figures` returned, of each rank. A wrong loss is said at once where it
+            of_loss (Sequence): What `own_loss_figures` returned, of each rank. A wrong loss is said at once where it
                 is far too large, else once there are three in a row.
         """
-        scaled = loss_warning(of_scale) if of_scale else None
-        self._scaled_times = 0 if scaled is None else self._scaled_times + 1
-        is_large = scaled is not None and scaled.get("factor", 0.0) >= AT_ONCE
-        self._scaled = scaled if is_large or self._scaled_times >= IN_A_ROW else None
-        self._scaled_in_update = self._scaled or self._scaled_in_update
+        wrong_loss = loss_warning(of_loss) if of_loss else None
+        self._wrong_loss_times = 0 if wrong_loss is None else self._wrong_loss_times + 1
+        is_large = wrong_loss is not None and wrong_loss.get("factor", 0.0) >= AT_ONCE
+        self._wrong_loss = wrong_loss if is_large or self._wrong_loss_times >= IN_A_ROW else None
+        self._wrong_loss_in_update = self._wrong_loss or self._wrong_loss_in_update
         self.log_probs.take_in(sums, alignment)
         self.advantages.take_in(columns)
 
@@ -77,17 +77,17 @@ class RunChecks:
         Args:
             of_mini_batch (bool): Leave out that of a wrong loss if the last mini-batch's was right.
         """
-        scaled = self._scaled if of_mini_batch else self._scaled_in_update
+        wrong_loss = self._wrong_loss if of_mini_batch else self._wrong_loss_in_update
         found = [*self.advantages.warnings(), *self.layers.warnings(), *self.log_probs.warnings()]
-        if scaled is not None:
-            found.append(scaled)
+        if wrong_loss is not None:
+            found.append(wrong_loss)
         found += self.log_probs.unsampled()
         found.sort(key=lambda warning: warning["name"] == ENGINES_APART)
         note = resume_note(self.progress.since_resume)
         return [{**warning, "sentence": warning["sentence"] + note} for warning in found]
 
     def state_dict(self) -> dict[str, Any]:
-        """What later updates are compared with: the same on every rank and for any number of ranks."""
+        """What later updates are compared with, for any number of ranks."""
         # Of a copy: a checkpoint may be saved within an update, and by rank 0 alone.
         ended = copy.deepcopy(self)
         ended._end_update()

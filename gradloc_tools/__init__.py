@@ -10,6 +10,6 @@
 - convert: bundles from the records of other trainers
 - selftest: whether GradLoc works with a model on a machine, and what it costs there
 
-In training nothing imports it, but for the trackers, where it is installed beside the driver. What facts mean
-says the package gradloc_judge.
+In training nothing imports it, but for the trackers, where it is installed beside the driver. The
+package gradloc_judge says what facts mean.
 """

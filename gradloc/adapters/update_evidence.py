@@ -57,8 +57,8 @@ SCORES = ("token_level_scores", "rm_scores")
 # What the advantages are computed from: the first one that there is.
 REWARDS = ("token_level_rewards", *SCORES)
 # What `TrainedData` reads.
-DATA_KEYS: tuple[str, ...] = ("input_ids", "attention_mask", "responses", "response_mask", "advantages", *REWARDS)
-DATA_KEYS += ("reward_model", "data_source", "uid", "session_id", "old_log_probs")
+_OF_ROWS = ("response_mask", "advantages", *REWARDS, "data_source", "uid", "session_id", "old_log_probs")
+DATA_KEYS: tuple[str, ...] = ("input_ids", "attention_mask", "responses", "reward_model", *_OF_ROWS)
 
 
 @dataclass(frozen=True)
@@ -95,11 +95,11 @@ class TrainedData:
         if "uid" not in self.columns:
             return []
         # A nested tensor takes apart all of its rows for each that is asked for.
-        read = ((name, self.columns[name]) for name in DATA_KEYS if name in self.columns)
+        read = ((name, self.columns[name]) for name in _OF_ROWS if name in self.columns)
         of = {name: [*each.cpu().unbind()] if isinstance(each, Tensor) else [*each] for name, each in read}
         ids: list[Any] = [(None, None)] * len(of["uid"])
         with guarded(_NO_ROWS, _said):
-            if {"input_ids", "responses", "response_mask"} <= of.keys():
+            if {"input_ids", "responses", "response_mask"} <= self.columns.keys():
                 ids = [tuple(hash(part.cpu().numpy().tobytes()) for part in row) for row in self._ids]
         return [self._row(i, of, *row_ids) for i, row_ids in enumerate(ids)]
 

@@ -158,7 +158,7 @@ def own_columns(micro_batches: Sequence[Mapping[str, Tensor]]) -> Tensor:
     return total
 
 
-def own_scale_figures(
+def own_loss_figures(
     micro_batches: Sequence[Mapping[str, Tensor]], scale: float | Tensor = 1.0, loss_agg_mode: str | None = None
 ) -> Tensor:
     """What one rank knows of the scale of a mini-batch's loss, for `loss_scale_warning`.
@@ -174,7 +174,7 @@ def own_scale_figures(
         scale (float | Tensor): The loss scale of fp16 that the coefficients contain.
 
     Returns:
-        Tensor: float64 of shape (len(SCALE_FIGURES),): the sum of weights that should be 1 (NaN if the mode promises
+        Tensor: float64 of shape (len(LOSS_FIGURES),): the sum of weights that should be 1 (NaN if the mode promises
             none, or is None), the mode by number, the number of tokens of which coefficient over expected coefficient
             is known, and its 10%, 50% and 90% quantiles (NaN without any), the number of micro-batches, the sum of the
             shares of their positions that are tokens, and sums of importance weights and of the KL loss.

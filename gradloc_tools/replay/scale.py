@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from gradloc.config import is_finite_number
-from gradloc.measure.run_sums import own_scale_figures
+from gradloc.measure.run_sums import own_loss_figures
 from gradloc.sums import LARGEST
 from gradloc_judge.log_probs import OTHER_GAP
-from gradloc_judge.loss_scale import coefficient_factor, fitting_numbers, is_one
+from gradloc_judge.loss import coefficient_factor, fitting_numbers, is_one
 
 from ..bundles.opening import Bundle
 from .measuring import Measured
@@ -105,7 +105,7 @@ def _layer_ratios(bundle: Bundle, measured: Measured) -> list[float]:
 
 
 def _of_loss(bundle: Bundle, counts: Mapping[str, float]) -> dict[str, Any] | None:
-    figures = own_scale_figures([saved.tokens for saved in bundle.micro_batches.values()]).tolist()
+    figures = own_loss_figures([saved.tokens for saved in bundle.micro_batches.values()]).tolist()
     factor = coefficient_factor([figures])
     if factor is None or is_one(factor):
         return None

@@ -8,7 +8,7 @@ from typing import Any
 
 from gradloc.sources import layer_shares
 from gradloc.threshold import is_over
-from gradloc_judge.loss_scale import CHECK, what_it_could_be
+from gradloc_judge.loss import CHECK, what_it_could_be
 
 from ..report.replays import recommended
 from .scale import coarsest

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradloc.threshold import is_over
-from gradloc_judge.loss_scale import OF_LOSS
+from gradloc_judge.loss import OF_LOSS
 from gradloc_judge.rows import OF_GROUPS
 from gradloc_judge.rules import SOURCES
 

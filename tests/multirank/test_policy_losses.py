@@ -19,10 +19,10 @@ from verl.utils.gradloc.adapters.loss_weights import (
     recorded_aggregation,
     with_derived,
 )
-from verl.utils.gradloc.measure.run_sums import own_scale_figures
+from verl.utils.gradloc.measure.run_sums import own_loss_figures
 from verl.workers.config import FSDPActorConfig
 
-from gradloc_judge.loss_scale import loss_warning
+from gradloc_judge.loss import loss_warning
 
 AGG_LOSS = core_algos.agg_loss
 # The last row has no tokens.
@@ -198,6 +198,6 @@ def test_no_loss_of_verl_is_called_wrong(mode: str, dtype: torch.dtype) -> None:
         (tokens["coefficient"],) = torch.autograd.grad(loss, log_prob)
         call = next(iter(calls), None)
         tokens = with_derived(tokens, call, config, (), 1.0, config.global_batch_info)
-        figures = own_scale_figures([tokens], 1.0, aggregation_mode(call, config, mask.shape))
+        figures = own_loss_figures([tokens], 1.0, aggregation_mode(call, config, mask.shape))
         found = loss_warning([figures.tolist()])
         assert found is None, (coefficient, kl, sign, found)

@@ -79,7 +79,7 @@ def test_its_lines_make_a_verl_that_run_experiment_takes(tmp_path: Path) -> None
     assert early.returncode != 0, "an unpatched verl passes the check"
     for line in (patch, check, load):
         printed = trees.ran(image.run(line, TARGET=trees.TARGET))
-    assert re.search(r"^verl.utils.gradloc \d", printed, re.M)
+    assert re.search(r"^GradLoc \d", printed, re.M)
     command = "bash /opt/gradloc/run_experiment.sh --dry-run"
     assert "verl.trainer.main_ppo" in trees.ran(image.run(command))
 

@@ -8,9 +8,9 @@ from notation import cases
 from torch import Tensor
 
 from gradloc.measure.micro_batch import token_weights
-from gradloc.measure.run_sums import own_scale_figures
-from gradloc.sums import SCALE_FIGURES
-from gradloc_judge.loss_scale import CLEAR, COEFFICIENT_SPREAD, coefficient_factor, loss_scale_warning, loss_warning
+from gradloc.measure.run_sums import own_loss_figures
+from gradloc.sums import LOSS_FIGURES
+from gradloc_judge.loss import CLEAR, COEFFICIENT_SPREAD, coefficient_factor, loss_scale_warning, loss_warning
 
 RANKS, MICRO_BATCHES, ROWS, LENGTH = 3, 5, 4, 20
 MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")
@@ -65,7 +65,7 @@ def ranks(mode: str, of_loss: float = 1.0, of_weights: float = 1.0, **changes: A
         micro_batches = [
             {name: value[start : start + ROWS] for name, value in tokens.items()} for start in range(0, shape[0], ROWS)
         ]
-        figures.append(own_scale_figures(micro_batches, changes.get("scale", 1.0), changes.get("of_config", mode)))
+        figures.append(own_loss_figures(micro_batches, changes.get("scale", 1.0), changes.get("of_config", mode)))
     return torch.stack(figures).tolist()
 
 
@@ -140,9 +140,9 @@ def test_tokens_that_the_policy_loss_rejects_do_not_count(mode: str) -> None:
         "kl_coefficient": kl_coefficient,
         "coefficient": kl_coefficient * (1 + 1e-7) - weight,  # with an error of rounding
     }
-    assert loss_scale_warning(own_scale_figures([tokens], loss_agg_mode=mode).unsqueeze(0).tolist()) is not None
+    assert loss_scale_warning(own_loss_figures([tokens], loss_agg_mode=mode).unsqueeze(0).tolist()) is not None
     kept_alone = {**tokens, "policy_loss_mask": kept.bool()}
-    by_rank = own_scale_figures([kept_alone], loss_agg_mode=mode).unsqueeze(0).tolist()
+    by_rank = own_loss_figures([kept_alone], loss_agg_mode=mode).unsqueeze(0).tolist()
     assert loss_scale_warning(by_rank) is None
     assert by_rank[0][2] == kept.sum() and coefficient_factor(by_rank) == pytest.approx(1, abs=1e-5)
 
@@ -156,5 +156,5 @@ def test_modes_without_a_promise_and_other_slopes_do_not_warn() -> None:
     # Ranks with other numbers of micro-batches have no number that fits.
     by_rank = ranks("token-mean", of_weights=1 / MICRO_BATCHES)
     assert loss_scale_warning(by_rank) is not None
-    by_rank[1][SCALE_FIGURES.index("micro_batches")] += 1
+    by_rank[1][LOSS_FIGURES.index("micro_batches")] += 1
     assert loss_scale_warning(by_rank) is None

@@ -4,10 +4,10 @@
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from gradloc.lines import RunWarning
-from gradloc.sums import MODES, SCALE_FIGURES
+from gradloc.sums import LOSS_FIGURES, MODES
 
 from .progress import SEE
 
@@ -45,18 +45,28 @@ def coefficient_factor(by_rank: Sequence[Sequence[float]]) -> float | None:
     """The factor by which the coefficients are larger than expected; None if they are not all so by the same factor.
 
     Args:
-        by_rank (Sequence): The figures that `own_scale_figures` returned, of each rank.
+        by_rank (Sequence): The figures that `own_loss_figures` returned, of each rank.
     """
-    known = [figures for figures in by_rank if figures[2] > 0]
-    if sum(figures[2] for figures in known) < _LEAST_TOKENS:
+    quantiles = _quantiles(by_rank)
+    if not quantiles:
         return None
-    factor = statistics.median_low(figures[4] for figures in known)
-    apart = max(abs(quantile - factor) for figures in known for quantile in figures[3:6])
-    return factor if factor > 0 and apart <= COEFFICIENT_SPREAD * factor else None
+    factor = statistics.median_low(quantiles[1::3])
+    return factor if factor > 0 and _is_of_size(quantiles, factor) else None
+
+
+def _quantiles(by_rank: Sequence[Sequence[float]]) -> list[float]:
+    """The three quantiles of coefficient over expected coefficient of each rank that knows one; none of few tokens."""
+    known = [figures for figures in by_rank if figures[2] > 0]
+    is_told = sum(figures[2] for figures in known) >= _LEAST_TOKENS
+    return [quantile for figures in known for quantile in figures[3:6]] if is_told else []
+
+
+def _is_of_size(values: Iterable[float], size: float) -> bool:
+    return max(abs(value - size) for value in values) <= COEFFICIENT_SPREAD * size
 
 
 def loss_scale_warning(by_rank: Sequence[Sequence[float]]) -> RunWarning | None:
-    """A warning if a mini-batch's loss is scaled wrongly, from figures alone that all ranks have: they warn alike.
+    """A warning if a mini-batch's loss is scaled wrongly, from the figures of all ranks.
 
     Two things are compared: the weights of all tokens with what the aggregation mode promises, if all ranks have the
     same one: a sum of 1 in the mean over the ranks (over one token of each response for `seq-mean-token-sum`), and the
@@ -65,12 +75,12 @@ def loss_scale_warning(by_rank: Sequence[Sequence[float]]) -> RunWarning | None:
     the ranks, of micro-batches if all ranks have as many, or the share of tokens in positions with padding.
 
     Args:
-        by_rank (Sequence): The figures that `own_scale_figures` returned, of each rank.
+        by_rank (Sequence): The figures that `own_loss_figures` returned, of each rank.
 
     Returns:
         dict: `name`, `sentence`, `check` and `factor`; None if nothing is wrong, or nothing is known.
     """
-    of = dict(zip(SCALE_FIGURES, zip(*by_rank, strict=True), strict=True))
+    of = dict(zip(LOSS_FIGURES, zip(*by_rank, strict=True), strict=True))
     weights, modes, micro_batches, filled = (of[name] for name in ("weights", "mode", "micro_batches", "filled"))
     counts = {"ranks": len(by_rank), **({"micro-batches": micro_batches[0]} if len(set(micro_batches)) == 1 else {})}
     of_weights = sum(weights) / len(weights)
@@ -92,23 +102,22 @@ def loss_warning(by_rank: Sequence[Sequence[float]]) -> RunWarning | None:
     """The first of what is wrong with a mini-batch's loss: its scale, its signs, its importance weights, its KL loss.
 
     Args:
-        by_rank (Sequence): The figures that `own_scale_figures` returned, of each rank.
+        by_rank (Sequence): The figures that `own_loss_figures` returned, of each rank.
     """
     found = loss_scale_warning(by_rank) or _sign_warning(by_rank)
     if found is not None:
         return found
-    sums = {name: sum(column) for name, column in zip(SCALE_FIGURES, zip(*by_rank, strict=True), strict=True)}
+    sums = {name: sum(column) for name, column in zip(LOSS_FIGURES, zip(*by_rank, strict=True), strict=True)}
     return _weights_warning(sums) or _kl_warning(sums)
 
 
 def _sign_warning(by_rank: Sequence[Sequence[float]]) -> RunWarning | None:
     """Where coefficients are what they should be, but for the sign of some, or of all."""
-    known = [figures for figures in by_rank if figures[2] > 0]
-    quantiles = [quantile for figures in known for quantile in figures[3:6]]
-    if sum(figures[2] for figures in known) < _LEAST_TOKENS or min(quantiles) >= 0:
+    quantiles = _quantiles(by_rank)
+    if min(quantiles, default=0.0) >= 0:
         return None
     size = statistics.median_low(map(abs, quantiles))
-    if max(abs(abs(quantile) - size) for quantile in quantiles) > COEFFICIENT_SPREAD * size:
+    if not _is_of_size(map(abs, quantiles), size):
         return None
     whole = max(quantiles) < 0
     what = "The loss's sign is turned" if whole else "The loss loses the sign of advantages, for part of the tokens"
