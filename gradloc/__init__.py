@@ -5,7 +5,7 @@
 The parts of the package. A file imports from its own part and from those above it:
 
 - version, guarded, lines: the version; errors of a diagnostic; the lines of the evidence, as types
-- config, threshold: the settings, and what they may be; τ, and when a norm is over its threshold
+- config, saved, threshold: the settings, and a checkpoint's values, with what they may be; τ, and what is over it
 - sources, sums: what looks wrong with a token; what is summed up of each mini-batch
 - judging: asks the package gradloc_judge, where there is one, what that means
 - fsdp: FSDP's state around extra passes, and collective calls

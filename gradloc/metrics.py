@@ -205,7 +205,7 @@ class RunWarnings:
 
     def state_dict(self) -> Any:
         """What the judge compares later updates with, on rank 0; without a judge, what was loaded."""
-        return self._ask(lambda checks: checks.state_dict(), self._state)
+        return self._state if self._checks is None else self._ask(lambda checks: checks.state_dict())
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Restores it."""
@@ -213,11 +213,17 @@ class RunWarnings:
         self._ask(lambda checks: checks.load_state_dict(state))
 
     def _ask(self, question: Callable[[Any], Any], otherwise: Any = None) -> Any:
-        """What the checks answer. Other ranks go on: an error in them must not end this one."""
+        """What the checks answer. Other ranks go on: an error in them must not end this one.
+
+        After a resume, an error may come from what was loaded: the checks start over, once.
+        """
         if self._checks is not None:
-            with guarded("nothing checks the run from here on"):
+            with guarded("nothing checks the run from here on" if self._state is None else "run checks start over"):
                 return question(self._checks)
-            self._checks = self._state = None
+            had_state, self._checks, self._state = self._state is not None, None, None
+            if had_state:
+                self._checks = asked(lambda judge: judge.RunChecks())
+                self._ask(lambda checks: checks.load_state_dict(None))
         return otherwise
 
 

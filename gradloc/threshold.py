@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+from .saved import checked
+
 logger = logging.getLogger(__name__)
 
 
@@ -89,9 +91,13 @@ class Threshold:
         return {"token_norms": [*self._norms]}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Restores `state_dict`; with None (no saved state) the warm-up of an automatic threshold starts over."""
-        norms = state["token_norms"] if state is not None else ()
-        if not norms and self._fixed is None:
+        """Restores `state_dict`; with None (no saved state) the warm-up of an automatic threshold starts over.
+
+        Raises:
+            ValueError: It is no such state; nothing is changed.
+        """
+        norms = () if state is None else checked(state, {"token_norms": []}, "it")["token_norms"]
+        if state is None and self._fixed is None:
             logger.warning(
                 "No norms are loaded for grad_norm_threshold=auto (there is no gradloc_state.pt beside the checkpoint, "
                 "or checkpoint.load_contents is without 'extra'); its warm-up starts over."

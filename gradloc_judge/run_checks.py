@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradloc.lines import RunWarning
+from gradloc.saved import checked
 
 from .advantages import AdvantageChecks
 from .layers import LayerChecks
@@ -98,10 +99,10 @@ class RunChecks:
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Restores `state_dict` after a resume; with None (no saved state) the next step is the first one seen."""
-        state = state or {}
+        state = {} if state is None else checked(state, {}, "run_checks")
         vars(self).update(vars(RunChecks()))
         for name in _KEPT:
-            setattr(self.progress, name, state.get(name, 0.0))
+            setattr(self.progress, name, checked(state.get(name, 0.0), 0.0, name))
         self.progress.rates_before, self.progress.since_resume = self.progress.rates, 0
         for check in self._checks:
             check.load_state_dict(state)

@@ -7,7 +7,7 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -56,7 +56,7 @@ class TrainedEngine:
     watch: Watch | None = None
     _settings: Any = None
     # Reads the state of a checkpoint that was loaded before there was a watch.
-    _read_state: Callable[[], dict[str, Any]] | None = None
+    _read_state: Callable[[], dict[str, Any] | str] | None = None
     _watching = False
     # The PPO epoch and the number of the last mini-batch in its step, and how many came before its update there.
     _where = 0, -1
@@ -114,8 +114,7 @@ class TrainedEngine:
     def load_checkpoint(self, local_path: str, *arguments: Any, **options: Any) -> None:
         extra = getattr(getattr(self, "checkpoint_manager", None), "should_load_extra", True)
         read = functools.cache(partial(read_state, local_path if extra else None))
-        with suppress(ValueError):  # raised again where it is loaded
-            read()  # first: the engine may remove the folder
+        read()  # first: the engine may remove the folder
         super().load_checkpoint(local_path, *arguments, **options)  # type: ignore[misc]
         if self.watch is not None:
             self.watch.load(read)

@@ -6,6 +6,7 @@ import functools
 import io
 import logging
 import os
+import reprlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -43,6 +44,8 @@ STATE_FILE = "gradloc_state.pt"
 
 # To be raised where a part saves other fields than it can read. Files of the first form do not say theirs.
 FORM = 3
+# No model has so much to be learned of it.
+_STATE_BYTES = 64 * 2**20
 # What an optimizer step gives for its gradient's norm: a tensor or a number.
 Norm = TypeVar("Norm")
 
@@ -236,33 +239,28 @@ class Watch:
         return {name: value for part in self._parts().values() for name, value in part.metrics().items()}
 
     def save(self, folder: str) -> None:
-        """Writes what has been learned of the run to a checkpoint's folder, on rank 0. No collective call."""
+        """Writes what has been learned of the run to a checkpoint's folder, on rank 0. No collective call.
+
+        An error, or a disk that does not answer in time, is a warning.
+        """
         parts = self._parts()
         rank = collectives.rank() if self.recorder is None else self.recorder.rank
         if rank == 0 and parts:
-            write_state(folder, {name: part.state_dict() for name, part in parts.items()})
+            with guarded(f"{STATE_FILE} is not saved, and a run that resumes from here warms up again"):
+                write_state(folder, {name: part.state_dict() for name, part in parts.items()})
 
-    def load(self, read: Callable[[], Mapping[str, Any]]) -> None:
-        """Restores a state, which `read` gives on rank 0; if it is empty, the parts start over. A collective call.
+    def load(self, read: Callable[[], Mapping[str, Any] | str]) -> None:
+        """Restores a state, which `read` gives on rank 0: see `read_state`. A collective call.
 
-        That of spikes that are only recorded is no collective call: each rank reads it.
-
-        Raises:
-            RankFailedError: `read` raised.
+        A part whose state is missing, or is no good on one rank, starts over on all of them, with a warning. That of
+        spikes that are only recorded is no collective call: each rank reads it.
         """
         parts = self._parts()
         if self.recorder is not None:
-            del parts["gradloc"]
-            try:
-                self.recorder.load_state_dict(read().get("gradloc"))
-            except Exception as error:  # no rank waits for another here, so none has to end the run
-                logger.warning("%s", error)
+            _restore({"gradloc": parts.pop("gradloc")}, read, lambda load: load())
         if parts:
             # Rank 0 wrote it, perhaps to a folder that the other nodes do not share.
-            state = collectives.broadcast(read, 0)
-            for name, part in parts.items():
-                if getattr(part, "is_on", True) or set(state.get(name, ())) == set(part.layers):
-                    part.load_state_dict(state.get(name))
+            _restore(parts, partial(collectives.broadcast, read, 0), collectives.exchange)
 
     def _parts(self) -> dict[str, Any]:
         """By the name of its state. LayerClip that only learns has no metrics."""
@@ -342,34 +340,72 @@ def meter_kind(module: nn.Module) -> str:
     return "reduced" if any(getattr(child, "is_tiled_mlp", False) for child in module.modules()) else "local"
 
 
-def read_state(folder: str | None) -> dict[str, Any]:
-    """What `Watch.save` wrote to a checkpoint's folder; empty without a file.
+def _restore(
+    parts: Mapping[str, Any],
+    read: Callable[[], Mapping[str, Any] | str],
+    on_all_ranks: Callable[[Callable[[], None]], Any],
+) -> None:
+    """Restores parts: see `Watch.load`.
 
-    Raises:
-        ValueError: The file cannot be read, or has another form.
+    Args:
+        on_all_ranks (Callable): Calls a function; an error in it on one rank is raised on all of these.
     """
+    # After an error, a part goes back to this on all ranks: at a resume, it has learned nothing yet.
+    before = {name: part.state_dict() for name, part in parts.items()}
+    state = read()
+    if isinstance(state, str):
+        logger.warning("%s: all warm-ups start over", state)
+        state = before
+    for name, part in parts.items():
+        if name in state or getattr(part, "is_on", True):
+            try:
+                on_all_ranks(partial(part.load_state_dict, state.get(name)))
+            except (ValueError, collectives.RankFailedError) as error:
+                logger.warning("%s in %s is not used, and its warm-up starts over: %s", name, STATE_FILE, error)
+                part.load_state_dict(before[name])
+
+
+def read_state(folder: str | None) -> dict[str, Any] | str:
+    """What `Watch.save` wrote to a checkpoint's folder, empty without a file; or why it cannot be read."""
     path = os.path.join(folder, STATE_FILE) if folder else ""
     if not os.path.isfile(path):
         return {}
     try:
-        state = torch.load(path, weights_only=True)
-        if (form := state.pop("form", 1)) == FORM:
-            return state
-        reason = f"its form is {form!r}, and this release knows {FORM}"
+        if (size := os.path.getsize(path)) > _STATE_BYTES:
+            raise ValueError(f"it has {size:,} bytes, and {_STATE_BYTES:,} are the limit")
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        form = state.pop("form", 1) if isinstance(state, dict) else None
+        if form != FORM:
+            raise ValueError(f"its form is {reprlib.repr(form)}, and this release knows {FORM}")
+        if not _is_plain(state):
+            raise ValueError("it has values that no release has written")
+        return state
     except Exception as error:
-        reason = str(error)
-    raise ValueError(f"{path} cannot be read ({reason}); restore it, or remove it, and all warm-ups start over")
+        # What torch says after its first sentence is advice for other files.
+        reason = str(error).partition(". ")[0]
+        return f"{path} cannot be read ({type(error).__name__}: {reason})"
+
+
+def _is_plain(value: Any, depth: int = 16) -> bool:
+    """Whether it has numbers and texts alone, and nests no deeper: all of that can be sent to the other ranks."""
+    if isinstance(value, dict):
+        return _is_plain([*value, *value.values()], depth)
+    if isinstance(value, (list, tuple)):
+        return depth > 0 and all(_is_plain(each, depth - 1) for each in value)
+    return value is None or isinstance(value, (bool, int, float, str))
 
 
 def write_state(folder: str, state: Mapping[str, Any]) -> None:
-    """Writes what `read_state` reads. A disk error, or a disk that does not answer in time, is a warning."""
+    """Writes what `read_state` reads.
+
+    Raises:
+        OSError: The disk has an error, or does not answer in time.
+        Exception: What has been learned cannot be saved.
+    """
     data = io.BytesIO()
     torch.save({"form": FORM, **state}, data)
     path = Path(folder, STATE_FILE)
-    try:
-        PatientDisk(path.parent).run(partial(_replace, path, data.getvalue()))
-    except OSError as error:  # a TimeoutError is one
-        logger.warning("%s is not saved, and a run that resumes from here warms up again: %s", STATE_FILE, error)
+    PatientDisk(path.parent).run(partial(_replace, path, data.getvalue()))
 
 
 def _replace(path: Path, data: bytes) -> None:

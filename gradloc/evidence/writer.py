@@ -2,17 +2,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Appends events to spikes.jsonl and steps to steps.jsonl within size limits, and lists the files written."""
 
+import errno
 import json
 import logging
 import math
 import os
+import re
 import socket
+import stat
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime, timezone
 from itertools import groupby
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from ..guarded import PatientDisk, warn_once
 from ..judging import judged
@@ -40,8 +44,10 @@ _said: set[str] = set()
 
 # By directory: a disk that hangs once is not waited for again.
 _disks: dict[str, PatientDisk] = {}
-# By path: the locks that this process holds for as long as it lives.
-_locks: dict[str, BinaryIO] = {}
+# By path: the locks that this process holds for as long as it lives, as open files.
+_locks: dict[str, int] = {}
+# How the text of a lock begins.
+_LOCK = re.compile(r"process (\d{1,9}) on \S+, since [^\n]*")
 
 # The maximum number of tokens around a culprit whose values are kept.
 WINDOW = 512
@@ -239,31 +245,124 @@ def _lock_name(name: str) -> str:
     return ".critic.lock" if name == "critic" else ".run.lock"
 
 
+def _forget_locks() -> None:
+    """In a forked child: it would keep the locks of a run that has ended."""
+    for lock in _locks.values():
+        os.close(lock)
+    _locks.clear()
+
+
+if hasattr(os, "register_at_fork"):  # evidence is read where there is none
+    os.register_at_fork(after_in_child=_forget_locks)
+
+
 def _lock(path: str) -> str | None:
-    """Locks a file until this process ends, unless it has it; which process has it instead, None if this one has."""
+    """Locks a file until this process ends, unless it has it; which process has it instead, None if none is known to.
+
+    Where the file cannot be locked, evidence is written all the same, with a warning: a second run in the directory is
+    rare, and a spike that is not written is lost.
+    """
+    holder = None
+    try:
+        if path in _locks and not _is_at(path, _locks[path]):  # removed: another run may have locked a new one
+            os.close(_locks.pop(path))
+        if path in _locks or _has_locked(path) or (holder := _holder(path)) is not None:
+            return holder
+        os.unlink(path)  # a child that a dead run has left holds it
+        return None if _has_locked(path) else _holder(path)
+    except OSError as error:
+        why = "it is a link" if error.errno == errno.ELOOP else error.strerror
+        unlocked = "evidence is written without a lock, and lines of a second run may come between"
+        warn_once(_said, f"{unlocked}: {path} cannot be locked ({why}); remove or rename it", about=path)
+        return None
+
+
+def _has_locked(path: str) -> bool:
+    """Locks a file that this process does not have, unless another one has.
+
+    Raises:
+        OSError: It is not a lock, or cannot be written.
+    """
     import fcntl
 
-    if path in _locks:
-        return None
-    lock = open(path, "a+b")
+    lock, _ = _open_lock(path, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        lock.close()
-        return _holder(path)
+        os.close(lock)
+        return False
     except OSError:  # a file system without locks
         pass
     _locks[path] = lock
-    lock.truncate(0)
-    lock.write(f"process {os.getpid()} on {socket.gethostname()}, since {now()}".encode())
-    lock.flush()
-    return None
+    text = f"process {os.getpid()} on {socket.gethostname()}, since {now()}\n{_place()} {_start()}".encode()
+    os.ftruncate(lock, os.pwrite(lock, text, 0))
+    return True
 
 
-def _holder(path: str) -> str:
-    """Which process has a lock, in words."""
-    with open(path, "rb") as lock:
-        return f"another run ({lock.read(200).decode(errors='replace')})"
+def _open_lock(path: str, flags: int) -> tuple[int, str]:
+    """Opens a lock, and gives its text, empty if it is new.
+
+    Raises:
+        OSError: It is anything else, or cannot be opened.
+    """
+    lock = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    if stat.S_ISREG(os.fstat(lock).st_mode):
+        text = os.read(lock, 400).decode(errors="replace")
+        if not text or _LOCK.match(text):
+            return lock, text
+    os.close(lock)
+    raise OSError(errno.EEXIST, "it is not a lock of a run")
+
+
+def _is_at(path: str, file: int) -> bool:
+    """Whether an open file is still the one at a path."""
+    try:
+        return os.path.samestat(os.lstat(path), os.fstat(file))
+    except FileNotFoundError:
+        return False
+
+
+def _holder(path: str) -> str | None:
+    """Which process has a lock, in words; None if it has ended, and a child that it has left holds the file."""
+    text = ""
+    with suppress(OSError):
+        lock, text = _open_lock(path, os.O_RDONLY)
+        os.close(lock)
+    return None if _has_ended(text) else f"another run ({text.partition(chr(10))[0] or 'it does not say which'})"
+
+
+def _has_ended(text: str) -> bool:
+    """Whether the process of a lock's text has ended; False if this one cannot know.
+
+    Its number alone does not tell: in another container, even one of the same host name, it has another meaning, and a
+    later process may have it again. So the second line says where it counts, and when the process started.
+    """
+    process, (place, _, start) = _LOCK.match(text), text.rpartition("\n")[2].rpartition(" ")
+    if process is None or not (place and start) or place != _place():
+        return False
+    try:
+        os.kill(int(process[1]), 0)
+        return _start(process[1]) not in ("", start)
+    except ProcessLookupError:
+        return True
+    except PermissionError:  # another user's
+        return False
+
+
+def _place() -> str:
+    """This boot of the host, and the namespace of process numbers; empty if unknown."""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    return ""
+
+
+def _start(process: str = "self") -> str:
+    """When a process started, by its host's clock; "ended" of a zombie; empty if unknown."""
+    with suppress(OSError):
+        state, *fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        return "ended" if state in "ZX" else fields[18]
+    return ""
 
 
 def _last_line(path: str, most: int = 4096) -> bytes:

@@ -4,15 +4,18 @@
 
 import logging
 import math
-from collections.abc import Collection, Mapping
+import reprlib
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from statistics import median
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ..config import is_finite_number, is_positive_integer, require
+from ..guarded import ForeseenError
+from ..saved import checked
 from .reduced_norms import ReducedNorms
 
 logger = logging.getLogger(__name__)
@@ -141,17 +144,21 @@ class LayerStatistics:
         self.warmup = []
 
 
+_Statistics = TypeVar("_Statistics")
+
+
 def saved_statistics(
-    state: Mapping[str, dict[str, Any]] | None, names: Collection[str], clip: str, kind: str
-) -> Mapping[str, dict[str, Any]]:
+    state: Mapping[str, Any] | None, names: Collection[str], make: Callable[..., _Statistics], clip: str, kind: str
+) -> dict[str, _Statistics]:
     """The saved statistics by name; without a saved state those of a new warm-up, with a warning.
 
     Args:
         names (Collection[str]): The names that this model has, of its `kind`, "layers" or "boundaries".
+        make (Callable): Makes those of a name: new ones, or from their fields.
         clip (str): "LayerClip" or "TokenClip".
 
     Raises:
-        ValueError: The statistics belong to another model.
+        ValueError: They are no statistics, or belong to another model.
     """
     if state is None:
         logger.warning(
@@ -159,15 +166,14 @@ def saved_statistics(
             "checkpoint.load_contents is without 'extra'); the warm-up starts over.",
             clip,
         )
-        return {name: {} for name in names}
-    extra, missing = sorted(set(state) - set(names)), sorted(set(names) - set(state))
-    if extra or missing:
-        raise ValueError(
-            f"The checkpoint's {clip} statistics belong to another model ({kind} only in the checkpoint: {extra}; "
-            f"{kind} only in this model: {missing}): resume from a checkpoint of this model, or set "
-            f"actor_rollout_ref.actor.{clip.replace('Clip', '_clip').lower()}.enable=False."
+        return {name: make() for name in names}
+    saved = set(checked(state, {}, kind))
+    if saved != set(names):
+        extra, missing = (reprlib.repr(sorted(map(str, each))) for each in (saved - set(names), set(names) - saved))
+        raise ForeseenError(
+            f"it belongs to another model ({kind} only in the checkpoint: {extra}; only in this model: {missing})"
         )
-    return state
+    return {name: make(**checked(state[name], vars(make()), name)) for name in names}
 
 
 class LayerStep(TypedDict):
@@ -270,9 +276,13 @@ class LayerClip:
         return {layer: asdict(statistics) for layer, statistics in self._statistics.items()}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Restores `state_dict`; see `saved_statistics`."""
-        saved = saved_statistics(state, self.layers, "LayerClip", "layers")
-        self._statistics = {layer: LayerStatistics(**saved[layer]) for layer in self.layers}
+        """Restores `state_dict`; see `saved_statistics`. After an error, nothing is changed."""
+        saved = saved_statistics(state, self.layers, LayerStatistics, "LayerClip", "layers")
+        for layer, each in saved.items():
+            # A mean has a deviation, by which `target` divides; before it, the warm-up has all norms that are counted.
+            if not (each.deviation if each.mean else each.count == len(each.warmup)):
+                raise ForeseenError(f"the numbers of {layer} contradict each other")
+        self._statistics = saved
 
     def _bounds(self) -> list[float | None]:
         if self._config.rule != "fixed":

@@ -18,6 +18,7 @@ from ..fsdp import collectives
 from ..measure.micro_batch import MicroBatchFigures, MicroBatchName, Token
 from ..measure.mini_batch import MiniBatch
 from ..measure.passes import GroupName
+from ..saved import checked
 from ..threshold import largest_first
 from .candidates import TokenSet
 from .findings import Alone, Findings, Part, WithoutTokens
@@ -80,7 +81,8 @@ class SearchTime:
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Restores `state_dict`; with None the run starts over."""
-        state = state or {"run": 0.0, "searches": 0.0}
+        new = {"run": 0.0, "searches": 0.0}
+        state = new if state is None else checked(state, new, "search_time")
         self._begun, self._spent = self._clock() - float(state["run"]), float(state["searches"])
 
     def _run(self) -> float:

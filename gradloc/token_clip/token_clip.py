@@ -21,6 +21,7 @@ from ..guarded import guarded, warn_once
 from ..layers.layer_clip import saved_statistics
 from ..layers.reduced_norms import layer_name
 from ..lines import Clipped
+from ..saved import checked
 from .watched_pass import LOG_PROBS, VALUES, Counts, Positions, WatchedPass, cut, is_over, largest_tokens, own_tokens
 
 logger = logging.getLogger(__name__)
@@ -330,9 +331,11 @@ class TokenClip:
         return {"boundaries": {name: asdict(usual) for name, usual in self._usual.items()}, "tokens": self._tokens}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Restores `state_dict`; see `saved_statistics`."""
-        saved = saved_statistics(state and state["boundaries"], self.boundaries, "TokenClip", "boundaries")
-        self._usual = {name: UsualSignal(**saved[name]) for name in self.boundaries}
+        """Restores `state_dict`; see `saved_statistics`. After an error, nothing is changed."""
+        if state is not None:
+            checked(state, {"boundaries": {}, "tokens": 0.0}, "it")
+        of_boundaries = None if state is None else state["boundaries"]
+        self._usual = saved_statistics(of_boundaries, self.boundaries, UsualSignal, "TokenClip", "boundaries")
         self._tokens = 0.0 if state is None else state["tokens"]
         self._start_mini_batch()
 

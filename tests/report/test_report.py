@@ -1,11 +1,14 @@
 """The files that evidence is kept in, and the report that reads them."""
 
+import contextlib
+import fcntl
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -137,29 +140,126 @@ def test_the_disk_cannot_be_filled(name: str, tmp_path: Path, monkeypatch: Patch
     assert record(78) == [78]
 
 
-def test_of_two_runs_the_second_is_refused(tmp_path: Path, caplog: Caplog) -> None:
+@contextlib.contextmanager
+def other_run(directory: Path) -> Iterator[tuple["subprocess.Popen[str]", Callable[[str], None]]]:
+    """A process that has written an event; and what has it run a line of code, of which one prints "done"."""
     code = """
-import sys
+import os, subprocess, sys
 from evidence import samples
 from gradloc import record_events
-record_events(sys.argv[1], samples(1))
-print("written", flush=True)
-sys.stdin.readline()
+from gradloc.evidence import writer
+for line in sys.stdin:
+    exec(line)
 """
     folders = os.pathsep.join([str(ROOT), str(ROOT / "tests/support")])
-    program = [sys.executable, "-c", code, str(tmp_path)]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(program, env={**os.environ, "PYTHONPATH": folders}, **pipes) as first:
-        assert first.stdout is not None and first.stdout.readline() == "written\n"
+    program = [sys.executable, "-c", code, str(directory)]
+    with subprocess.Popen(program, env={**os.environ, "PYTHONPATH": folders}, **pipes) as run:
+
+        def execute(line: str) -> None:
+            assert run.stdin is not None and run.stdout is not None
+            run.stdin.write(line + "\n")
+            run.stdin.flush()
+            assert run.stdout.readline() == "done\n"
+
+        execute(WRITES)
+        yield run, execute
+
+
+WRITES = "record_events(sys.argv[1], samples(1)); print('done', flush=True)"
+
+
+def test_of_two_runs_the_second_is_refused(tmp_path: Path, caplog: Caplog) -> None:
+    with other_run(tmp_path) as (first, _):
         named = f"another run (process {first.pid} on "
-        assert str(writer.writer_of(str(tmp_path))).startswith(named)
+        said = str(writer.writer_of(str(tmp_path)))
+        assert said.startswith(named) and "\n" not in said
         for step in (3, 4):
             record_events(str(tmp_path), [spike(step)])
         assert len(lines_in(tmp_path)) == 1 and caplog.text.count("are not written: " + named) == 1
-        first.communicate("\n")
     assert writer.writer_of(str(tmp_path)) is None  # however it has ended
     record_events(str(tmp_path), [spike(5)])
     assert lines_in(tmp_path)[-1]["global_step"] == 5
+
+
+def test_a_run_whose_directory_is_removed_makes_way_for_another(tmp_path: Path) -> None:
+    directory = tmp_path / "evidence"
+    with other_run(directory) as (_, execute):
+        shutil.rmtree(directory)
+        record_events(str(directory), [spike(7)])
+        execute(WRITES)
+        assert [each["global_step"] for each in lines_in(directory)] == [7]
+    # Without another, a run goes on in a new one, and holds that.
+    shutil.rmtree(directory)
+    record_events(str(directory), [spike(8)])
+    assert [each["global_step"] for each in lines_in(directory)] == [8] and not is_free(directory)
+
+
+def is_free(directory: Path) -> bool:
+    """Whether no process has locked a directory."""
+    with open(directory / ".run.lock", "rb") as lock, contextlib.suppress(BlockingIOError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
+
+
+STAYS = "print('done', flush=True); os.read(0, 1); os._exit(0)"
+STARTED = f"""subprocess.Popen([sys.executable, "-c", "import os; {STAYS}"], {{}})"""
+
+
+@cases(
+    "child frees",
+    (f"if not os.fork(): {STAYS}", True),
+    (STARTED.format("close_fds=False"), True),
+    (STARTED.format("pass_fds=[*writer._locks.values()]"), False),
+    ids=["forked", "started", "given the file"],
+)
+def test_a_child_of_a_dead_run_holds_nothing(child: str, frees: bool, tmp_path: Path) -> None:
+    """A data loader, or a pool that compiles."""
+    lock, directory = tmp_path / ".run.lock", str(tmp_path)
+    with other_run(tmp_path) as (run, execute):
+        execute(child)
+        run.kill()
+        os.waitid(os.P_PID, run.pid, os.WEXITED | os.WNOWAIT)
+        assert (is_free(tmp_path), writer.writer_of(directory)) == (frees, None)  # a zombie
+        run.wait()
+        assert writer.writer_of(directory) is None
+        text, named = lock.read_text(), f"process {run.pid} on "
+        first, second = text.splitlines()
+        for other in (second.replace("pid:[", "pid:[1"), f"a{second}", second.rpartition(" ")[0], ""):
+            # In another container, on another host, or by a release that does not say: it may well live.
+            lock.write_text(f"{first}\n{other}")
+            assert frees or str(writer.writer_of(directory)).startswith(f"another run ({named}")
+        # This process has the same number, but began at another time.
+        lock.write_text(text.replace(named, f"process {os.getpid()} on "))
+        record_events(directory, [spike(6)])
+        assert lines_in(tmp_path)[-1]["global_step"] == 6 and not is_free(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling", "hard link", "file", "folder", "pipe"])
+@pytest.mark.parametrize("name", [".run.lock", ".critic.lock"])
+def test_what_is_no_lock_stays_as_it_is(name: str, kind: str, tmp_path: Path, caplog: Caplog) -> None:
+    lock, target = tmp_path / "evidence" / name, tmp_path / "target"
+    lock.parent.mkdir()
+    target.write_text(900 * "x")
+    if kind in ("link", "dangling"):
+        lock.symlink_to(target if kind == "link" else tmp_path / "nothing")
+    elif kind == "hard link":
+        lock.hardlink_to(target)
+    elif kind == "file":
+        lock.write_text("the notes of process 7 on a host, since noon")
+    elif kind == "folder":
+        lock.mkdir()
+    else:
+        os.mkfifo(lock)
+    events = "critic" if name == ".critic.lock" else "spikes"
+    for step in (1, 2):
+        record_events(str(lock.parent), [spike(step)], events)
+    assert [line["global_step"] for line in lines_in(lock.parent, f"{events}.jsonl")] == [1, 2]
+    assert target.read_text() == 900 * "x" and not (tmp_path / "nothing").exists()
+    assert kind != "file" or lock.read_text().startswith("the notes")
+    (message,) = caplog.messages
+    assert f"{lock} cannot be locked (" in message and message.endswith("); remove or rename it")
 
 
 class Raises:
