@@ -226,8 +226,8 @@ def test_a_child_of_a_dead_run_holds_nothing(child: str, frees: bool, tmp_path: 
         assert writer.writer_of(directory) is None
         text, named = lock.read_text(), f"process {run.pid} on "
         first, second = text.splitlines()
-        for other in (second.replace("pid:[", "pid:[1"), f"a{second}", second.rpartition(" ")[0], ""):
-            # In another container, on another host, or by a release that does not say: it may well live.
+        for other in (second.replace("pid:[", "pid:[1"), f"a{second}", second.rpartition(" ")[0] + " ", ""):
+            # In another container, on another host, or where that is not known: it may well live.
             lock.write_text(f"{first}\n{other}")
             assert frees or str(writer.writer_of(directory)).startswith(f"another run ({named}")
         # This process has the same number, but began at another time.
@@ -258,8 +258,12 @@ def test_what_is_no_lock_stays_as_it_is(name: str, kind: str, tmp_path: Path, ca
     assert [line["global_step"] for line in lines_in(lock.parent, f"{events}.jsonl")] == [1, 2]
     assert target.read_text() == 900 * "x" and not (tmp_path / "nothing").exists()
     assert kind != "file" or lock.read_text().startswith("the notes")
+    assert writer._holder(str(lock)) == "another run (it does not say which)"
     (message,) = caplog.messages
-    assert f"{lock} cannot be locked (" in message and message.endswith("); remove or rename it")
+    why = {"link": "it is a link", "dangling": "it is a link", "folder": "Is a directory"}
+    assert message.endswith(
+        f": {lock} cannot be locked ({why.get(kind, 'it is not a lock of a run')}); remove or rename it"
+    )
 
 
 class Raises:
