@@ -382,7 +382,7 @@ def read_state(folder: str | None) -> dict[str, Any] | str:
         return state
     except Exception as error:
         # What torch says after its first sentence is advice for other files.
-        reason = str(error).partition(". ")[0]
+        reason = str(error).partition("\n")[0].partition(". ")[0]
         return f"{path} cannot be read ({type(error).__name__}: {reason})"
 
 

@@ -268,12 +268,13 @@ def _lock(path: str) -> str | None:
             os.close(_locks.pop(path))
         if path in _locks or _has_locked(path) or (holder := _holder(path)) is not None:
             return holder
-        os.unlink(path)  # a child that a dead run has left holds it
+        with suppress(FileNotFoundError):
+            os.unlink(path)  # a child that a dead run has left holds it
         return None if _has_locked(path) else _holder(path)
     except OSError as error:
         why = "it is a link" if error.errno == errno.ELOOP else error.strerror
-        unlocked = "evidence is written without a lock, and lines of a second run may come between"
-        warn_once(_said, f"{unlocked}: {path} cannot be locked ({why}); remove or rename it", about=path)
+        unlocked = f"{path} cannot be locked ({why}), so that lines of a second run may come between this one's"
+        warn_once(_said, f"{unlocked}: remove that file, or set another bisect_dump_dir", about=path)
         return None
 
 
