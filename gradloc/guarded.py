@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""A diagnostic must not end the training run, nor hold it up: what becomes of an error in one, and of a slow disk.
+"""A diagnostic must not end the training run, nor hold it up: what becomes of an error in one, and of what hangs.
 
 For code with collective calls, see `collectives.guarded_on_all_ranks`.
 """
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 _Value = TypeVar("_Value")
 
-# How many seconds the other ranks wait for rank 0's disk: far less than the timeout of a collective call.
+# How many seconds the other ranks wait for what may hang on one: far less than the timeout of a collective call.
 PATIENCE = 60.0
 
 
@@ -71,34 +71,41 @@ def _log(what: str, error: Exception | None) -> None:
     logger.warning("%s", message, exc_info=None if known else error)
 
 
-class PatientDisk:
-    """Does work that uses a disk in a thread of its own, one piece of work at a time.
+class PatientThread:
+    """Does work that may hang, as that of a disk, in a thread of its own, one piece of work at a time.
 
     Args:
-        directory (Path): What is waited for, for the error.
+        what (str | Path): What is waited for, for the error.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, what: str | Path) -> None:
+        self._what = what
         self._work: futures.Future[Any] | None = None
+        self.was_late = False  # whether work has ever not ended in time
 
     def run(self, work: Callable[[], _Value]) -> _Value:
         """What `work` returns. If it takes longer than `PATIENCE` seconds, it goes on beside training.
 
         Raises:
             TimeoutError: It, or earlier work, has not ended in that time.
+            RuntimeError: Instead of `SystemExit` and the like: those of a signal, which are meant, reach the main
+                thread alone.
         """
         result: futures.Future[_Value] = futures.Future()
 
         def run() -> None:
             try:
                 result.set_result(work())
-            except BaseException as error:  # raised again below
+            except (Exception, KeyboardInterrupt) as error:  # raised again below
                 result.set_exception(error)
+            except BaseException as error:
+                result.set_exception(RuntimeError(f"it tried to end the process: {error!r}"))
 
         if self._work is None or self._work.done():
             self._work = result
             threading.Thread(target=run, daemon=True).start()
             if futures.wait([result], PATIENCE).done:
+                self._work = None  # an error in it holds what is on the stack
                 return result.result()
-        raise TimeoutError(f"{self._directory} does not respond within {PATIENCE:g} seconds")
+        self.was_late = True
+        raise TimeoutError(f"{self._what} does not respond within {PATIENCE:g} seconds")

@@ -7,32 +7,49 @@ same (`FACTS`). Where rank 0 does not have it, training writes facts alone, and 
 """
 
 import functools
+import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Annotated, Any, get_args, get_origin, get_type_hints, is_typeddict
 
-from .guarded import guarded
-from .lines import RunWarning, kind_of
+from .guarded import ForeseenError, PatientThread, guarded
+from .lines import ClipLine, CriticSpike, Event, RunWarning, kind_of
 from .sums import Place, TrainedRow
-from .version import FACTS
+from .version import FACTS, __version__
 
 logger = logging.getLogger(__name__)
 
+# The other ranks wait while rank 0 asks. A judge that has been late may still be at its work, so that no other follows.
+_thread = PatientThread("the judge, which is not asked again (gradloc report judges spikes later, but not the run),")
+# By kind of line, its type, and the fields that the judge gives it.
+_JUDGED: Mapping[str, tuple[Any, tuple[str, ...]]] = {
+    "spike": (Event, ("warnings", "verdict", "summary")),
+    "clip": (ClipLine, ("summary",)),
+    "critic": (CriticSpike, ("cause", "summary")),
+}
+
+
+def judge() -> ModuleType | None:
+    """The package, if it is installed, takes these facts, and has always answered in time."""
+    return None if _thread.was_late else _installed()
+
 
 @functools.cache
-def judge() -> ModuleType | None:
+def _installed() -> ModuleType | None:
     """The package, if it is installed and takes these facts; otherwise a warning says so, once in a process."""
-    try:
+
+    def load() -> ModuleType:
         import gradloc_judge
 
-        facts = gradloc_judge.FACTS
+        return gradloc_judge
+
+    try:
+        if (facts := (found := _thread.run(load)).FACTS) == FACTS:
+            return found
+        why = f"it takes facts of version {facts}, and the patch has version {FACTS}"
     except Exception as error:  # whatever is wrong with a wheel, training goes on
         why = f"{type(error).__name__}: {error}"
-    else:
-        if facts == FACTS:
-            return gradloc_judge
-        why = f"it takes facts of version {facts}, and the patch has version {FACTS}"
     logger.warning(
         "Spikes are written without verdicts, and nothing warns of faults of the run, as this process has no wheel of "
         "GradLoc that fits (%s). Run pip install . in its checkout. gradloc report judges spikes later, but not the "
@@ -42,12 +59,49 @@ def judge() -> ModuleType | None:
     return None
 
 
-def asked(question: Callable[[Any], Any], otherwise: Any = None) -> Any:
-    """The judge's answer; something else where there is no judge, or after an error in it."""
+def asked(
+    question: Callable[[Any], Any],
+    otherwise: Any = None,
+    form: Any = Any,
+    undone: str = "the judge of spikes and of the run gives no answer",
+) -> Any:
+    """The judge's answer; something else where there is no judge, or none in time, or after an error in it.
+
+    Args:
+        form (type, optional): What the answer must be in JSON, of the types in gradloc/lines.py.
+        undone (str): What an error leaves undone, a sentence.
+    """
     if (found := judge()) is not None:
-        with guarded("the judge of spikes and of the run gives no answer"):
-            return question(found)
+        with guarded(undone):
+            return _thread.run(lambda: _in_form(question(found), form))
     return otherwise
+
+
+def _in_form(answer: Any, form: Any) -> Any:
+    if form is Any:
+        return answer
+    plain = json.loads(json.dumps(answer))
+    if not _fits(plain, form):
+        raise ForeseenError(f"its answer has another form than release {__version__} reads: {str(plain)[:200]}")
+    return plain
+
+
+def _fits(value: Any, form: Any) -> bool:
+    """Whether a JSON value has a type; fields that a type does not name are allowed, as in `gradloc_tools.schema`."""
+    origin, inner = get_origin(form), get_args(form)
+    if is_typeddict(form):
+        if not isinstance(value, dict) or not form.__required_keys__ <= value.keys():
+            return False
+        of = get_type_hints(form, include_extras=True)
+        return all(_fits(value[name], of[name]) for name in value.keys() & of.keys())
+    if origin is list:
+        return isinstance(value, list) and all(_fits(each, inner[0]) for each in value)
+    if origin is Annotated:
+        keyword, limit = inner[1]
+        return _fits(value, inner[0]) and (value in limit if keyword == "enum" else value > limit)
+    if inner:  # a type or None
+        return any(_fits(value, each) for each in inner)
+    return type(value) in ((int, float) if form is float else (form,))
 
 
 def judged(
@@ -60,9 +114,16 @@ def judged(
         warnings (Sequence): Those of its update.
         rows (Mapping, optional): All rows of an event's mini-batch.
     """
-    of_kind = {"spike": {"verdict": None}, "critic": {"cause": None}}.get(kind_of(line), {})
+    kind = kind_of(line)
+    of_kind = {"spike": {"verdict": None}, "critic": {"cause": None}}.get(kind, {})
     unjudged = {**line, **of_kind, "summary": ""}
-    return asked(lambda judge: judge.judged_in_training(line, warnings, rows), unjudged)
+    of_line, names = _JUDGED[kind]
+
+    def question(judge: Any) -> dict[str, Any]:
+        answer, forms = judge.judged_in_training(line, warnings, rows), get_type_hints(of_line, include_extras=True)
+        return unjudged | {name: _in_form(answer[name], forms[name]) for name in names}
+
+    return asked(question, unjudged)
 
 
 def in_one_line(line: Mapping[str, Any]) -> str:

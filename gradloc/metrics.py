@@ -142,7 +142,8 @@ class RunWarnings:
 
     def warnings(self, of_mini_batch: bool = False) -> list[RunWarning] | None:
         """See `RunChecks.warnings`; None where nothing has checked the run, and nothing on other ranks than 0."""
-        return self._ask(lambda checks: checks.warnings(of_mini_batch), None if self._is_first_rank else [])
+        unasked: list[RunWarning] | None = None if self._is_first_rank else []
+        return self._ask(lambda checks: checks.warnings(of_mini_batch), unasked, list[RunWarning])
 
     def misplaced_share(self) -> float | None:
         """See `measure.alignment`, of the update so far."""
@@ -212,14 +213,16 @@ class RunWarnings:
         self._state, self.steps_since_resume = state, 0
         self._ask(lambda checks: checks.load_state_dict(state))
 
-    def _ask(self, question: Callable[[Any], Any], otherwise: Any = None) -> Any:
+    def _ask(self, question: Callable[[Any], Any], otherwise: Any = None, form: Any = Any) -> Any:
         """What the checks answer. Other ranks go on: an error in them must not end this one.
 
         After a resume, an error may come from what was loaded: the checks start over, once.
         """
-        if self._checks is not None:
-            with guarded("nothing checks the run from here on" if self._state is None else "run checks start over"):
-                return question(self._checks)
+        if (checks := self._checks) is not None:
+            failed = object()
+            undone = "nothing checks the run from here on" if self._state is None else "run checks start over"
+            if (answer := asked(lambda _: question(checks), failed, form, undone)) is not failed:
+                return answer
             had_state, self._checks, self._state = self._state is not None, None, None
             if had_state:
                 self._checks = asked(lambda judge: judge.RunChecks())

@@ -3,9 +3,9 @@
 """Checks of how an update's rows fit together: advantages and rewards, uids and prompts, repeated responses."""
 
 import math
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Sequence
-from itertools import combinations
 
 from gradloc.lines import RunWarning
 from gradloc.sums import TrainedRow
@@ -44,23 +44,32 @@ def row_warnings(rows: Sequence[TrainedRow]) -> list[RunWarning]:
 
 def count_pairs(rows: Sequence[TrainedRow]) -> tuple[int, int]:
     """How many pairs there are of responses to one prompt with different rewards and different advantages, none of them
-    0, which are the same at all tokens; and in how many the higher reward has the lower advantage.
+    0 or not finite, which are the same at all tokens; and in how many the higher reward has the lower advantage.
     """
     pairs = contradicting = 0
     groups: dict[str, list[tuple[float, float]]] = {}
     if all(row.is_one for row in rows):  # else an estimator has a value of each token's
         for row in rows:
-            if row.reward is not None and row.advantage is not None:
+            if row.reward is not None and row.advantage is not None and math.isfinite(row.reward + row.advantage):
                 groups.setdefault(row.uid, []).append((row.reward, row.advantage))
     for group in groups.values():
-        for one, other in combinations(group, 2):
-            more_reward, more_advantage = (
-                0.0 if math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-6) else a - b
-                for a, b in zip(one, other, strict=True)
-            )
-            pairs += more_reward * more_advantage != 0
-            contradicting += more_reward * more_advantage < 0
+        group.sort()
+        lower = 0
+        advantages: list[float] = []  # of the first `lower` rows, whose rewards are lower; sorted
+        for reward, advantage in group:
+            # What is close to a number lies around it without gaps, and farther up for a larger one.
+            while not _close(group[lower][0], reward):
+                insort(advantages, group[lower][1])
+                lower += 1
+            less = bisect_left(advantages, True, key=lambda other: other >= advantage or _close(other, advantage))
+            more = bisect_left(advantages, True, key=lambda other: other > advantage and not _close(other, advantage))
+            pairs += less + lower - more
+            contradicting += lower - more
     return pairs, contradicting
+
+
+def _close(a: float, b: float) -> bool:
+    return math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-6)
 
 
 def _order(pairs: int, contradicting: int) -> RunWarning | None:

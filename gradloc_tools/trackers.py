@@ -16,12 +16,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 from gradloc.adapters.spike_log import NO_TRACKERS
 from gradloc.evidence.writer import evidence_files
-from gradloc.guarded import warn_once
+from gradloc.guarded import PatientThread, warn_once
 from gradloc.judging import in_one_line
 from gradloc.lines import ClippedToken, Culprit, Number
 from gradloc_judge.misfire import without_data_source
@@ -148,16 +149,18 @@ def to_wandb(wandb: Any, spikes: StepSpikes) -> None:
         wandb.alert(title=alert.title, text=alert.text, level=level, wait_duration=_ALERT_SECONDS)
 
 
-def to_mlflow(_adapter: Any, spikes: StepSpikes) -> None:
+def to_mlflow(run: Any, spikes: StepSpikes) -> None:
+    """`run` is the active one of the main thread: MLflow has one for each."""
     import mlflow
 
+    client, run_id = mlflow.MlflowClient(), run.info.run_id
     for table in spikes.tables:
         columns = zip(table.columns, zip(*table.new_rows, strict=True), strict=True)
         # This appends to the artifact.
-        mlflow.log_table({column: list(values) for column, values in columns}, f"gradloc/{table.name}.json")
-    mlflow.log_text(spikes.text, f"gradloc/step_{spikes.step}.txt")
+        client.log_table(run_id, {column: list(values) for column, values in columns}, f"gradloc/{table.name}.json")
+    client.log_text(run_id, spikes.text, f"gradloc/step_{spikes.step}.txt")
     if spikes.page is not None:
-        mlflow.log_artifact(str(spikes.page), "gradloc")
+        client.log_artifact(run_id, str(spikes.page), "gradloc")
 
 
 def to_swanlab(swanlab: Any, spikes: StepSpikes) -> None:
@@ -218,9 +221,13 @@ _PAGE_BYTES = 64 * 2**20
 # A field of each kind of line that is read.
 _READ = ("culprits", "token_clip")
 
+_Value = TypeVar("_Value")
+
 
 class SpikeLog:
     """A logger that gives the others the spikes of the steps whose metrics they get. It never raises for a spike.
+
+    What may hang, the disk or a tracker, is waited for as `PatientThread` does.
 
     Args:
         loggers (Mapping): verl's loggers by name.
@@ -230,14 +237,18 @@ class SpikeLog:
     """
 
     def __init__(self, loggers: Mapping[str, Any], directory: str, texts: bool = False) -> None:
-        self._loggers = loggers
+        self._said: set[str] = set()
+        self._threads: dict[str, PatientThread] = {}  # by what is waited for: what hangs once is not waited for again
+        self._loggers = dict(loggers)
+        if "mlflow" in loggers:
+            self._loggers["mlflow"] = self._guarded("mlflow", lambda: import_module("mlflow").active_run())
         self._directory = directory
         self._texts = texts
         more = TEXT_COLUMNS if texts else ()
         self._tables = [Table("culprits", (*COLUMNS, *more)), Table("clipped_tokens", (*CLIP_COLUMNS, *more))]
         self._appended = AppendedEvents(directory)
+        self._guarded("the evidence", partial(self._run, directory, self._appended.skip))
         self._steps = 0
-        self._said: set[str] = set()
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
         """Sends the spikes of a step with these metrics."""
@@ -247,7 +258,7 @@ class SpikeLog:
 
     def _send(self, step: int) -> None:
         try:
-            lines = self._appended.read()
+            lines = self._run(self._directory, self._appended.read)
         except FileNotFoundError:
             lines = []
         if not lines:
@@ -271,12 +282,13 @@ class SpikeLog:
                 self._warn(
                     f"full {name}", f"the trackers' table of {name} has {len(table.rows)} rows, and gets no more."
                 )
-        with tempfile.TemporaryDirectory(prefix="gradloc-") as folder:
+        # What is late may still write to the folder.
+        with tempfile.TemporaryDirectory(prefix="gradloc-", ignore_cleanup_errors=True) as folder:
             page = self._page(Path(folder, "report.html"))
             spikes = replace(of_step, tables=[table for table in self._tables if table.new_rows], page=page)
             for name, tracker in self._loggers.items():
                 if send := TRACKERS.get(name):
-                    self._guarded(name, partial(send, tracker, spikes))
+                    self._guarded(name, partial(self._run, name, partial(send, tracker, spikes)))
                 elif name not in NO_TRACKERS:
                     self._warn(name, f"the logger {name} gets no spikes: it is not one of {', '.join(TRACKERS)}.")
 
@@ -284,31 +296,41 @@ class SpikeLog:
         """The report: after each of the first ten steps with spikes, then after the 20th, 30th, … 100th, 200th, …"""
         if not TAKE_PAGE.intersection(self._loggers) or self._steps % 10 ** (len(str(self._steps)) - 1):
             return None
-        if sum(map(os.path.getsize, evidence_files(self._directory))) > _PAGE_BYTES:
-            self._warn("page", "there is too much evidence for a page in the trackers.")
-            return None
-        self._guarded("the page", lambda: write_page(read(self._directory, texts=self._texts), str(path)))
-        return path if path.exists() else None
 
-    def _guarded(self, name: str, action: Callable[[], None]) -> None:
+        def write() -> Path | None:
+            if sum(map(os.path.getsize, evidence_files(self._directory))) > _PAGE_BYTES:
+                self._warn("page", "there is too much evidence for a page in the trackers.")
+                return None
+            write_page(read(self._directory, texts=self._texts), str(path))
+            return path
+
+        return self._guarded("the page", partial(self._run, self._directory, write))
+
+    def _run(self, what: str, work: Callable[[], _Value]) -> _Value:
+        """See `PatientThread.run`; `what` is waited for."""
+        return self._threads.setdefault(what, PatientThread(what)).run(work)
+
+    def _guarded(self, name: str, action: Callable[[], _Value]) -> _Value | None:
         """Does something that must not take training down; the first time that it fails, a warning says so."""
         try:
-            action()
+            return action()
         except Exception as error:  # its text may have secrets
             self._warn(name, f"{name}: spikes could not be sent ({type(error).__name__}: {_without_secrets(error)}).")
+        return None
 
     def _warn(self, about: str, message: str) -> None:
         warn_once(self._said, f"spike_log (this warning appears once): {message}", about=about)
 
 
 class AppendedEvents:
-    """The events and clip lines of `<directory>/spikes.jsonl` that were appended since the last call of `read`.
-
-    What is in the file at the start, as an earlier run has left it, is not read.
-    """
+    """The events and clip lines of `<directory>/spikes.jsonl` that were appended since the last call of `read`."""
 
     def __init__(self, directory: str) -> None:
         self.path = os.path.join(directory, "spikes.jsonl")
+        self._end = 0
+
+    def skip(self) -> None:
+        """Leaves out what is in the file, as an earlier run has left it."""
         self._end = os.path.getsize(self.path) if os.path.isfile(self.path) else 0
 
     def read(self) -> list[dict[str, Any]]:

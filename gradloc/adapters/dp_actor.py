@@ -16,7 +16,7 @@ from verl.utils import hf_tokenizer
 from verl.utils.device import get_device_id
 
 from ..gradloc import GradLoc
-from ..guarded import guarded
+from ..guarded import PatientThread, guarded
 from ..layers.layer_clip import LayerClip
 from ..measure.pass_recorder import LossInputs, ReadTokens, unchanged
 from .loss_weights import eos_tokens, replaced
@@ -224,7 +224,9 @@ class WatchedCritic(WatchedUpdates):
         """The critic's tokenizer, read when there is a spike, as verl keeps it elsewhere; None if that fails."""
         model = self.config.model
         with guarded("values of a critic's spike are written without their texts"):
-            return hf_tokenizer(model.tokenizer_path, trust_remote_code=model.get("trust_remote_code", False))
+            is_trusted = model.get("trust_remote_code", False)
+            read = partial(hf_tokenizer, model.tokenizer_path, trust_remote_code=is_trusted)
+            return PatientThread(model.tokenizer_path).run(read)
         return None
 
 

@@ -21,7 +21,7 @@ from verl.utils import tensordict_utils as tu
 
 from ..bundles.bundle_writer import NothingMovesError, write_recorded_bundle
 from ..evidence.event import recorded_event
-from ..guarded import ForeseenError, PatientDisk, guarded
+from ..guarded import ForeseenError, PatientThread, guarded
 from ..lines import Event, Where
 from ..measure.micro_batch import MicroBatch, MicroBatchName
 from ..measure.pass_recorder import LossInputs, ReadTokens
@@ -74,7 +74,7 @@ class SpikeRecorder:
         self._config = config
         self._threshold = Threshold(config.grad_norm_threshold)
         self._metrics = UpdateMetrics()
-        self._disk = PatientDisk(Path(config.bisect_dump_dir))
+        self._disk = PatientThread(Path(config.bisect_dump_dir))
         self._said: set[str] = set()
         self.start_mini_batch()
 

@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from ..evidence.token_facts import context_evidence, text_evidence
 from ..evidence.writer import EVENTS_PER_STEP, STEP_FIGURES, jsonable, limit_texts, record_events, record_step
 from ..fsdp import collectives
-from ..guarded import guarded, warn_once
+from ..guarded import PatientThread, guarded, warn_once
 from ..judging import asked, in_one_line, judge, judged
 from ..lines import RunWarning, kind_of
 from ..sums import Place, TrainedRow
@@ -50,6 +50,8 @@ _NO_ROWS = "the rows of an update are not compared with each other"
 _NOT_COMPARED = "a gradient spike is not compared with the rewards of its mini-batch"
 # What a warning has told of in this process.
 _said: set[str] = set()
+# A tokenizer is others' code, and rank 0 waits for what each rank reads with its own.
+_tokenizing = PatientThread("the tokenizer")
 
 
 # The column that has the scores of a response's tokens: the first one that there is.
@@ -215,7 +217,7 @@ class UpdateEvidence:
         figures = {name: metrics[metric] for name, metric in names.items() if metric in metrics}
         of_run = read_warnings()
         # A critic, whose update has no such figures, is trained on the same rows.
-        of_rows = asked(lambda judge: judge.row_warnings(trained), []) if figures else []
+        of_rows = asked(lambda judge: judge.row_warnings(trained), [], list[RunWarning]) if figures else []
         warnings = [*of_rows, *(of_run or [])]
         for each in warnings:
             warn_once(_said, f"Step {global_step}: {each['sentence']} {each['check']}", about=each["name"])
@@ -243,7 +245,7 @@ class UpdateEvidence:
         own = []
         for number, (line, index, token) in enumerate(tokens):
             if not duplicate and token["rank"] == own_rank:
-                with guarded(_NO_TEXT):
+                with guarded(_NO_TEXT, _said):
                     # Sent to all ranks: plain values, whatever a ground truth is.
                     own.append((number, jsonable(self._facts(line, index, token, data.sample(line, token)))))
         return own
@@ -260,10 +262,11 @@ class UpdateEvidence:
             facts["ground_truth"] = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
         if self._tokenizer is None or position < 0:
             return facts
+        prompt, response = sample["prompt"], sample["response"]
         if not of_spike:
-            return facts | context_evidence(self._tokenizer, sample["response"], position)
+            return facts | _tokenizing.run(partial(context_evidence, self._tokenizer, response, position))
         return facts | limit_texts(
-            text_evidence(self._tokenizer, sample["prompt"], sample["response"], position), index
+            _tokenizing.run(partial(text_evidence, self._tokenizer, prompt, response, position)), index
         )
 
 

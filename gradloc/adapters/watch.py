@@ -25,7 +25,7 @@ from ..critic_watch import CriticWatch
 from ..evidence.writer import now
 from ..fsdp import collectives
 from ..gradloc import GradLoc, Located
-from ..guarded import PatientDisk, guarded
+from ..guarded import PatientThread, guarded
 from ..layers.layer_clip import LayerClip
 from ..lines import SCHEMA, RunWarning, Where
 from ..measure.pass_recorder import LossInputs, ReadTokens
@@ -405,7 +405,7 @@ def write_state(folder: str, state: Mapping[str, Any]) -> None:
     data = io.BytesIO()
     torch.save({"form": FORM, **state}, data)
     path = Path(folder, STATE_FILE)
-    PatientDisk(path.parent).run(partial(_replace, path, data.getvalue()))
+    PatientThread(path.parent).run(partial(_replace, path, data.getvalue()))
 
 
 def _replace(path: Path, data: bytes) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from ..evidence.event import place_of
 from ..evidence.writer import jsonable
 from ..fsdp import collectives
-from ..guarded import PatientDisk, guarded, warn_once
+from ..guarded import PatientThread, guarded, warn_once
 from ..layers.layer_clip import LayerClip
 from ..measure.micro_batch import AllFigures, MicroBatch, MicroBatchName, movable, suspects, threshold_square_weight
 from ..measure.mini_batch import MiniBatch
@@ -45,7 +45,7 @@ class BundleWriter:
     With the local meter, the search has already sent these micro-batches to every rank, so a bundle takes no more
     communication. With the reduced meter, their owners send them. So a bundle is complete on the node of rank 0,
     whether or not the nodes share a folder. A disk that does not answer keeps the other ranks waiting for no longer
-    than `PatientDisk` does.
+    than `PatientThread` does.
     """
 
     directory: str
@@ -62,7 +62,7 @@ class BundleWriter:
     def __post_init__(self) -> None:
         self._folder = Path(self.directory) / limits.FOLDER
         self._said: set[str] = set()
-        self._disk = PatientDisk(self._folder)
+        self._disk = PatientThread(self._folder)
 
     def keep(self, event: Mapping[str, Any], mini_batch: MiniBatch, findings: Findings) -> str | None:
         """Keeps the micro-batches of an event that `worth_keeping` names. A collective call.

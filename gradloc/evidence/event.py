@@ -177,7 +177,7 @@ def recorded_event(
     """
     medians = token_medians(list(micro_batches.values()), alone=True)
     sums = own_alignment([each.tokens for each in micro_batches.values()]).tolist()
-    found = asked(lambda judge: judge.alignment_warning(sums))
+    found = asked(lambda judge: judge.alignment_warning(sums), form=lines.RunWarning | None)
     event: lines.Event = {
         **_begun(loss_scale, world_size, Findings(threshold), medians, where),
         "action": action or "log",

@@ -18,7 +18,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from ..guarded import PatientDisk, warn_once
+from ..guarded import PatientThread, warn_once
 from ..judging import judged
 from ..lines import SCHEMA, RunWarning
 
@@ -43,7 +43,7 @@ _FULL = "size_limit"
 _said: set[str] = set()
 
 # By directory: a disk that hangs once is not waited for again.
-_disks: dict[str, PatientDisk] = {}
+_disks: dict[str, PatientThread] = {}
 # By path: the locks that this process holds for as long as it lives, as open files.
 _locks: dict[str, int] = {}
 # How the text of a lock begins.
@@ -149,14 +149,21 @@ def writer_of(directory: str) -> str | None:
     """Which other process of this or another host writes events to a directory, in words; None if none is known to."""
     import fcntl  # here: evidence is read where there is none
 
+    def find() -> str | None:
+        try:
+            with open(os.path.join(directory, _lock_name("spikes")), "rb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return _holder(os.path.join(directory, _lock_name("spikes")))
+        except OSError:  # nobody has written there, or the file system has no locks
+            pass
+        return None
+
     try:
-        with open(os.path.join(directory, _lock_name("spikes")), "rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return _holder(os.path.join(directory, _lock_name("spikes")))
-    except OSError:  # nobody has written there, or the file system has no locks
-        pass
-    return None
+        return _disk(directory).run(find)
+    except OSError as error:  # a TimeoutError is one
+        logger.warning("whether another run writes its evidence to %s is not known: %s", directory, error)
+        return None
 
 
 def window_start(position: int) -> int:
@@ -235,9 +242,13 @@ def _append(directory: str, name: str, data: bytes, what: str, step: Any, count:
             file.write((b"" if last_line.endswith(b"\n") else b"\n") + lines)
 
     try:
-        _disks.setdefault(directory, PatientDisk(Path(directory))).run(append)
+        _disk(directory).run(append)
     except OSError as error:  # a TimeoutError is one
         logger.warning("%s could not be written to %s: %s", what, path, error)
+
+
+def _disk(directory: str) -> PatientThread:
+    return _disks.setdefault(directory, PatientThread(directory))
 
 
 def _lock_name(name: str) -> str:
