@@ -13,7 +13,7 @@ from actors import IDENTITY_THRESHOLD, Case
 from oracle import Unit
 from small_bundles import printed
 from test_actor import ONE, THREE, Launch, same_events, tokens_over
-from verl.utils.gradloc import guarded
+from verl.utils.gradloc import guarded, judging
 from verl.utils.gradloc.adapters import replay_bundles
 from verl.utils.gradloc.bundles import bundle_writer
 
@@ -115,7 +115,9 @@ def test_training_goes_on_if_the_disk_does_not_answer(launch: Launch, tmp_path: 
     def stalled() -> tuple[dict[str, bool], list[str | None]]:
         answers = threading.Event()
         stall = mock.patch.object(module, function, lambda *_: answers.wait())
-        with mock.patch.object(guarded, "PATIENCE", 0.1), stall:
+        # Nor may the judge, in so short a time.
+        of_judge = mock.patch.object(judging, "_thread", guarded.PatientThread("the judge"))
+        with mock.patch.object(guarded, "PATIENCE", 0.1), of_judge, stall:
             run = train(case, bisect_dump_dir=str(tmp_path), spike_replay=4, **OVER)
         answers.set()
         return compare_runs(run, stock_run(case)), replays(run)

@@ -3,16 +3,18 @@
 import itertools
 import json
 import re
+import threading
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from actor_cases import train
 from actors import Case, events_of
+from notation import cases
 from test_actor import Launch, on_engine, on_ranks
 from verl import DataProto
+from verl.utils.gradloc import guarded, judging
 
 import gradloc_judge
 
@@ -76,20 +78,32 @@ def test_log_probs_of_other_positions_are_told_at_once(launch: Launch, world: in
     assert metrics["actor/gradloc/misplaced_share"] == warning["share"] == 1
 
 
-def broken(method: str) -> tuple[Any, ...]:
-    """Training with a judge that fails in a method: warnings, metrics and weights."""
+def broken(method: str, how: str) -> tuple[Any, ...]:
+    """Training with a judge that fails in a method: warnings, metrics, weights, and how often it was asked that."""
     actors: list[Any] = []
-    error = ZeroDivisionError("a bug of the judge")
-    with mock.patch.object(gradloc_judge.RunChecks, method, side_effect=error, create=True):
+    ends = threading.Event()
+    fails = {"raises": ZeroDivisionError("a bug of the judge"), "exits": SystemExit(3), "hangs": lambda *_: ends.wait()}
+    of_judge: Any = mock.Mock(side_effect=fails.get(how), return_value=None if method == "__init__" else 7)
+    with (
+        mock.patch.object(gradloc_judge.RunChecks, method, of_judge, create=True),
+        mock.patch.object(judging, "_thread", guarded.PatientThread("the judge")),
+        mock.patch.object(guarded, "PATIENCE", 0.5 if how == "hangs" else guarded.PATIENCE),
+    ):
         run = train(ORDINARY, calls=2, prepare=actors.append, spike_detection=True, grad_norm_threshold=1e-6)
         assert json.loads(run.events[-1])
         actors[0].gradloc.load_state_dict(actors[0].gradloc.state_dict())
         metrics = actors[0].gradloc.metrics()
-    return actors[0].gradloc.warnings, sorted(metrics), [each.tolist() for each in run.parameters]
+        warnings = actors[0].gradloc.warnings
+    ends.set()
+    return warnings, sorted(metrics), [each.tolist() for each in run.parameters], of_judge.call_count
 
 
-@pytest.mark.parametrize("method", ["start_update", "take_in", "add_step", "warnings", "__init__", "load_state_dict"])
-def test_an_error_of_the_judge_costs_its_answer_alone(launch: Launch, method: str) -> None:
-    first, other = launch(2, broken, method)
-    assert (first[0], other[0]) == (None, []) and first[1] == other[1]
-    assert first[2] == launch(2, broken, "unheard_of")[0][2]
+@cases(
+    "method how",
+    *((name, "raises") for name in ("start_update", "take_in", "add_step", "warnings", "__init__", "load_state_dict")),
+    *(("take_in", "hangs"), ("warnings", "hangs"), ("take_in", "exits"), ("warnings", "answers 7")),
+)
+def test_a_failure_of_the_judge_costs_its_answer_alone(launch: Launch, method: str, how: str) -> None:
+    first, other = launch(2, broken, method, how)
+    assert (first[0], other[0]) == (None, []) and first[1] == other[1] and first[3] <= 1
+    assert first[2] == launch(2, broken, "unheard_of", "raises")[0][2]

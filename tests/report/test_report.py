@@ -34,7 +34,7 @@ from notation import Caplog, Capsys, Patch, cases, memory_peak
 from pages import texts_of
 from valid_events import VALIDATOR, lines_in, notes_in, valid_events
 
-from gradloc import record_events
+from gradloc import guarded, record_events
 from gradloc.evidence import token_facts, writer
 from gradloc.evidence.writer import LINE_BYTES, record_step
 from gradloc_tools import report
@@ -262,6 +262,14 @@ def test_what_is_no_lock_stays_as_it_is(name: str, kind: str, tmp_path: Path, ca
     (message,) = caplog.messages
     why = {"link": "it is a link", "dangling": "it is a link", "folder": "Is a directory"}
     assert message.startswith(f"{lock} cannot be locked ({why.get(kind, 'it is not a lock of a run')}), so that ")
+
+
+def test_a_start_does_not_wait_for_a_disk_that_hangs(tmp_path: Path, monkeypatch: Patch, caplog: Caplog) -> None:
+    os.mkfifo(tmp_path / ".run.lock")  # nobody writes to it, so that opening it never ends
+    monkeypatch.setattr(guarded, "PATIENCE", 0.05)
+    assert writer.writer_of(str(tmp_path)) is None
+    (said,) = caplog.messages
+    assert said.startswith("whether another run writes its evidence") and "does not respond within 0.05 s" in said
 
 
 class Raises:

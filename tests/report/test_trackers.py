@@ -8,10 +8,12 @@ import re
 import shutil
 import sys
 import sysconfig
+import threading
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from evidence import WORDS, clip, clipped_token, culprit, drill, event
@@ -19,7 +21,7 @@ from notation import Caplog, Patch, cases
 from pages import texts_of, unpacked
 
 import trees
-from gradloc import record_events
+from gradloc import guarded, record_events
 from gradloc.adapters.spike_log import add_spike_log
 from gradloc.judging import in_one_line
 from gradloc_tools import trackers
@@ -198,6 +200,21 @@ def test_other_trackers_get_no_texts_either(elsewhere: Path) -> None:
     assert [texts_in(elsewhere / tracker) for tracker in ("mlruns", "swanlog", "clearml")] == [set()] * 3
 
 
+Sent = tuple[trackers.StepSpikes, dict[str, tuple[int, list[Any]]]]
+
+
+@pytest.fixture
+def sent(monkeypatch: Patch) -> list[Sent]:
+    """What W&B gets, with each table's number of new rows and all its rows: it grows in place."""
+    found: list[Sent] = []
+
+    def keep(_: Any, spikes: trackers.StepSpikes) -> None:
+        found.append((spikes, {table.name: (len(table.new_rows), [*table.rows]) for table in spikes.tables}))
+
+    monkeypatch.setitem(trackers.TRACKERS, "wandb", keep)
+    return found
+
+
 class Broken:
     """A tracker whose server is away."""
 
@@ -232,6 +249,48 @@ def test_a_failing_tracker_warns_once_and_the_others_go_on(tmp_path: Path, monke
     assert "the logger unheard_of gets no spikes" in unknown
 
 
+@cases("what how", ("clearml", "exits"), ("clearml", "hangs"), ("the page", "exits"), ("the page", "hangs"))
+def test_what_exits_or_hangs_warns_once_and_the_others_go_on(
+    what: str, how: str, tmp_path: Path, monkeypatch: Patch, caplog: Caplog, sent: list[Any]
+) -> None:
+    ends = threading.Event()
+    fails = Mock(side_effect=SystemExit(3) if how == "exits" else lambda *_: ends.wait())
+    monkeypatch.setitem(trackers.TRACKERS, "clearml", fails if what == "clearml" else lambda *_: None)
+    monkeypatch.setattr(trackers, "write_page", fails if what == "the page" else lambda *_: None)
+    run = SpikeLog._run
+
+    def impatient(self: SpikeLog, of: str, work: Any) -> Any:
+        monkeypatch.setattr(guarded, "PATIENCE", 0.05 if (of, how) == (what, "hangs") else 1e9)
+        return run(self, of, work)
+
+    monkeypatch.setattr(SpikeLog, "_run", impatient)
+    spiked(SpikeLog({"clearml": None, "wandb": None}, str(tmp_path)), tmp_path, 1, 2)
+    assert [(spikes.step, spikes.page is None) for spikes, _ in sent] == [(step, what == "the page") for step in (1, 2)]
+    (said,) = caplog.messages
+    why = "RuntimeError: it tried to end the process: SystemExit(3)"
+    why = why if how == "exits" else f"TimeoutError: {what} does not respond within 0.05 seconds"
+    assert f"{what}: spikes could not be sent ({why})." in said
+    assert fails.call_count == 2 if how == "exits" else fails.call_count <= 1
+    ends.set()
+
+
+@pytest.mark.parametrize("when", ["at the start", "after a spike"])
+def test_a_disk_that_hangs_is_waited_for_once(when: str, tmp_path: Path, monkeypatch: Patch, caplog: Caplog) -> None:
+    ends, kept = threading.Event(), Kept()
+    os.mkfifo(tmp_path / "spikes.jsonl")  # nobody writes to it, so that opening it never ends
+    with monkeypatch.context() as change:
+        if when == "at the start":
+            change.setattr(guarded, "PATIENCE", 0.05)
+            change.setattr(trackers.AppendedEvents, "skip", lambda _: ends.wait())
+        log = SpikeLog({"file": kept}, str(tmp_path))
+    for step, patience in ((1, 0.05), (2, 1e9)):
+        monkeypatch.setattr(guarded, "PATIENCE", patience)
+        log.log({"actor/gradloc/triggered": 1.0}, step)
+    (said,) = caplog.messages
+    assert f"(TimeoutError: {tmp_path} does not respond within 0.05 seconds)" in said and not kept
+    ends.set()
+
+
 def test_evidence_that_the_driver_cannot_read(tmp_path: Path, caplog: Caplog) -> None:
     kept = Kept()
     log = SpikeLog({"file": kept}, str(tmp_path / "on another machine"))
@@ -255,21 +314,6 @@ def test_events_are_read_once_also_behind_half_a_line(tmp_path: Path) -> None:
     texts = {step: data["gradloc/spikes"] for step, data in kept.items()}
     assert list(texts) == [3, 4, 5] and all(text.count("\n") == 0 for text in texts.values())
     assert texts[3] == "Step 3: A drill: the planted token was not found, 1 extra pass."
-
-
-Sent = tuple[trackers.StepSpikes, dict[str, tuple[int, list[Any]]]]
-
-
-@pytest.fixture
-def sent(monkeypatch: Patch) -> list[Sent]:
-    """What W&B gets, with each table's number of new rows and all its rows: it grows in place."""
-    found: list[Sent] = []
-
-    def keep(_: Any, spikes: trackers.StepSpikes) -> None:
-        found.append((spikes, {table.name: (len(table.new_rows), [*table.rows]) for table in spikes.tables}))
-
-    monkeypatch.setitem(trackers.TRACKERS, "wandb", keep)
-    return found
 
 
 def test_tables_and_pages_are_bounded(tmp_path: Path, monkeypatch: Patch, sent: list[Sent]) -> None:

@@ -2,7 +2,10 @@
 
 import json
 import subprocess
+import threading
 import uuid
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +17,12 @@ import runs
 import torch
 import verl
 from evidence import clip, clipped_token, drill, spike
-from notation import Caplog, cases
+from notation import Caplog, Patch, cases
 from valid_events import lines_in
 from verl import DataProto
+
+import gradloc_judge
+from gradloc_tools.schema import CLIP, EVENT, conforms
 
 PROMPT, RESPONSE, ROWS = 3, 5, 4
 WARNING = {"name": "stale_weights", "sentence": "The rollout is late.", "check": "Look."}
@@ -47,6 +53,27 @@ def test_columns_of_any_type_are_written(tmp_path: Path, caplog: Caplog) -> None
     assert culprit["prompt"] == "24 25 26"  # of the second row of the second mini-batch
 
 
+@pytest.mark.parametrize("how", ["exits", "hangs"])
+def test_a_tokenizer_costs_its_texts_alone(how: str, tmp_path: Path, monkeypatch: Patch, caplog: Caplog) -> None:
+    from verl.utils.gradloc import guarded
+    from verl.utils.gradloc.adapters import update_evidence
+
+    answers = threading.Event()
+    decode = Mock(side_effect=SystemExit(3) if how == "exits" else lambda *_, **__: answers.wait())
+    monkeypatch.setattr(update_evidence, "_said", set())
+    monkeypatch.setattr(update_evidence, "_tokenizing", guarded.PatientThread("the tokenizer"))
+    monkeypatch.setattr(guarded, "PATIENCE", 0.05 if how == "hangs" else 1e9)
+    ids = torch.arange(ROWS * (PROMPT + RESPONSE)).reshape(ROWS, -1)
+    columns = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "responses": ids[:, PROMPT:]}
+    evidence = update_evidence.UpdateEvidence(str(tmp_path), SimpleNamespace(decode=decode), 1)
+    token = {"rank": 0, "row": 0, "position": 1}
+    evidence.add([drill(1, True) | {"culprits": [token, dict(token)]}], update_evidence.TrainedData(columns))
+    assert token == {"rank": 0, "row": 0, "position": 1}
+    (said,) = caplog.messages
+    assert "without its text" in said and ("SystemExit(3)" if how == "exits" else "the tokenizer does not res") in said
+    answers.set()
+
+
 def test_a_step_whose_answers_are_all_rejected_has_metrics() -> None:
     from verl.trainer.ppo.metric_utils import compute_data_metrics
     from verl.trainer.ppo.ray_trainer import compute_advantage
@@ -73,12 +100,14 @@ def test_a_step_whose_answers_are_all_rejected_has_metrics() -> None:
         assert rejected[name] == (0.0 if trained_on else value)
 
 
-def write(directory: Path, events: list[dict[str, Any]], *warnings: dict[str, str]) -> None:
+def write(
+    directory: Path, events: list[dict[str, Any]], *warnings: dict[str, str], figures: Mapping[str, float] = {}
+) -> None:
     from verl.utils.gradloc.adapters.update_evidence import UpdateEvidence
 
     evidence = UpdateEvidence(str(directory), None, 1)
     evidence._events = [{name: event[name] for name in event if name not in ("verdict", "summary")} for event in events]
-    evidence.write(3, {}, lambda: warnings)
+    evidence.write(3, {f"actor/gradloc/{name}": figures[name] for name in figures}, lambda: warnings)
 
 
 @pytest.mark.parametrize(("count", "lines"), [(0, 0), (3, 3), (4, 4)])
@@ -114,6 +143,54 @@ def test_a_spike_is_judged_by_all_that_its_update_shows(
     (line,) = lines_in(tmp_path)
     assert [each["name"] for each in line["warnings"]] == names and line["verdict"]["cause"] == cause
     assert not shown or known != [WARNING] or line["verdict"]["sentence"] == shown[0]["sentence"]
+
+
+def exits(*_: Any) -> None:
+    raise SystemExit(3)
+
+
+def answers(line: Any, *_: Any, **changes: Any) -> dict[str, Any]:
+    return {"warnings": [], "verdict": None, "summary": "It is judged.", **changes}
+
+
+VERDICT = {"cause": "misfire", "culprits": 1.0, "ordinary": None, "sentence": "It misfires.", "check": "Look."}
+
+
+@cases(
+    "judge said",
+    (exits, "tried to end the process: SystemExit(3)"),
+    (lambda *_: None, "TypeError"),
+    (lambda *_: {}, "KeyError"),
+    (partial(answers, summary=7), "another form"),
+    (partial(answers, summary={1, 2}), "not JSON serializable"),
+    (partial(answers, verdict="misfire", summary=["text"]), "another form"),
+    (partial(answers, verdict=VERDICT | {"culprits": "all"}, summary=None), "another form"),
+    (partial(answers, verdict={"cause": None}, summary=True), "another form"),
+    (partial(answers, warnings=[{**WARNING, "check": 7}], summary=0), "another form"),
+    (None, "the judge, which is not asked again"),
+)
+def test_what_the_judge_does_costs_its_answer_alone(
+    judge: Any, said: str, tmp_path: Path, monkeypatch: Patch, caplog: Caplog
+) -> None:
+    """Without one, it never answers."""
+    from verl.utils.gradloc import guarded, judging
+
+    ends = threading.Event()
+    asked = Mock(side_effect=judge or (lambda *_: ends.wait()))
+    for name in ("judged_in_training", "row_warnings"):
+        monkeypatch.setattr(gradloc_judge, name, asked)
+    monkeypatch.setattr(judging, "_thread", guarded.PatientThread(judging._thread._what))
+    assert judging.judge() is gradloc_judge
+    monkeypatch.setattr(guarded, "PATIENCE", 1e9 if judge else 0.05)
+    write(tmp_path, [spike(3), clip(3, [clipped_token(0, ["a"], 9.0)])], figures={"token_norm_max": 1.0})
+    found, clipped = lines_in(tmp_path)
+    assert conforms(found, EVENT) and conforms(clipped, CLIP)
+    assert (found["verdict"], found["summary"], clipped["summary"]) == (None, "", "") and said in caplog.text
+    (step,) = lines_in(tmp_path, "steps.jsonl")
+    assert step["token_norm_max"] == 1.0 and "warnings" in step
+    assert asked.call_count == 3 if judge else asked.call_count <= 1
+    ends.set()
+    assert (judging.judge() is None) == (judge is None)
 
 
 @pytest.mark.slow

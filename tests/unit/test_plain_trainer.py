@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalL
 import gradloc.evidence.event
 from gradloc.adapters.update_evidence import TrainedData, UpdateEvidence
 from gradloc.evidence.writer import jsonable
-from gradloc.judging import in_one_line, judge
+from gradloc.judging import _installed, in_one_line
 from gradloc_judge.judgement import judged
 from gradloc_tools.report import read
 
@@ -184,7 +184,7 @@ def test_without_the_judge_facts_are_written_and_judged_later(
     wheel: Any, tmp_path: Path, monkeypatch: Patch, caplog: Caplog
 ) -> None:
     monkeypatch.setitem(sys.modules, "gradloc_judge", wheel)
-    judge.cache_clear()
+    _installed.cache_clear()
     loop = Loop(Plain(), IDS, PROMPT, grad_norm_threshold=20.0)
     loop.gradloc.load_state_dict(loop.gradloc.state_dict())
     monkeypatch.setattr(gradloc.evidence.event, "_why_unusual", lambda *_: None)
@@ -195,7 +195,7 @@ def test_without_the_judge_facts_are_written_and_judged_later(
     evidence.take_in_rows(TrainedData({}))
     evidence.write(1, loop.gradloc.metrics(), lambda: loop.gradloc.warnings)
     monkeypatch.undo()
-    judge.cache_clear()
+    _installed.cache_clear()
     missing, said = [message for message in caplog.messages if "pip install ." in message or "diagnosis" in message]
     assert "gradloc report judges spikes later" in missing and "source): 0, 2, 3 (" in said
     assert in_one_line({"token_clip": {}}) == in_one_line({"values": []}) == "it is not judged."

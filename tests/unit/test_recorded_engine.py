@@ -26,7 +26,7 @@ if trees.TARGET == "0.9.1":
     from tensordict import TensorDict
     from valid_events import events_in, lines_in
     from verl.utils import tensordict_utils as tu
-    from verl.utils.gradloc import guarded
+    from verl.utils.gradloc import guarded, judging
     from verl.utils.gradloc.adapters import replay_bundles, spike_recorder, watch
     from verl.utils.gradloc.adapters.engines import TrainedEngine
     from verl.workers.config import McoreActorConfig
@@ -277,6 +277,7 @@ def test_a_disk_without_a_bundle_is_a_warning(fails: str, tmp_path: Path, monkey
         monkeypatch.setattr(spike_recorder, "write_recorded_bundle", full)
     else:  # where the checkpoints lie
         monkeypatch.setattr(replay_bundles, "last_checkpoint", lambda *_: answers.wait(60))
+    monkeypatch.setattr(judging, "_thread", guarded.PatientThread("the judge"))  # it may be late, too
     monkeypatch.setattr(guarded, "PATIENCE", 0.05)
     try:
         outputs = trained(recorded(StandIn), tmp_path, [batch(), batch()])

@@ -1,5 +1,8 @@
 """Whether an update's rows fit together: advantages and rewards, uids and prompts, and responses of one prompt."""
 
+import math
+import random
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from verl.trainer.ppo import core_algos
 
 from gradloc.adapters import update_evidence
 from gradloc.adapters.update_evidence import TrainedData, UpdateEvidence
+from gradloc.sums import TrainedRow
 from gradloc_judge.judgement import judged
 from gradloc_judge.rows import ADVANTAGE_MASK, ADVANTAGE_ORDER, MIXED_GROUPS, REPEATED, count_pairs, row_warnings
 
@@ -58,6 +62,26 @@ def test_advantages_follow_rewards_unless_moved_or_negated(estimator: str, grade
         moved = warned(columns(estimator, graded, seed, moved=True))
         told += moved is not None and "rows that are moved" in moved["sentence"]
     assert told >= 8  # by chance, few pairs contradict each other in an update
+
+
+def test_pairs_are_those_that_a_comparison_of_each_gives() -> None:
+    """With numbers of many sizes, near the limits from which on two of them differ."""
+    draw = random.Random(0)
+
+    def number(size: float) -> float:
+        near = draw.choice([-1, 0, 1]) * size * (1 + draw.uniform(-3e-4, 3e-4)) + draw.uniform(-2e-6, 2e-6)
+        return draw.choice([float(draw.randint(-1, 1)), near, near, draw.gauss(0.0, size)])
+
+    for size in (1e-6, 1e-3, 1.0, 1e3) * 50:
+        rows = [TrainedRow(draw.choice("ab"), reward=number(size), advantage=number(size)) for _ in range(40)]
+        expected = [0, 0]
+        for one, other in combinations(rows, 2):
+            signs = 1.0 if one.uid == other.uid else 0.0
+            for a, b in ((one.reward, other.reward), (one.advantage, other.advantage)):
+                signs *= 0.0 if math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-6) else math.copysign(1.0, a - b)
+            expected = [expected[0] + (signs != 0), expected[1] + (signs < 0)]
+        broken = [TrainedRow("a", reward=reward, advantage=-1.0) for reward in (math.nan, math.inf)]
+        assert [*count_pairs([*broken, *rows])] == expected and expected[1] > 0
 
 
 def test_rewards_normalized_one_by_one_are_no_contradiction() -> None:
