@@ -304,7 +304,7 @@ class SpikeLog:
             write_page(read(self._directory, texts=self._texts), str(path))
             return path
 
-        return self._guarded("the page", partial(self._run, self._directory, write))
+        return self._guarded("the page", partial(self._run, "the page", write))
 
     def _run(self, what: str, work: Callable[[], _Value]) -> _Value:
         """See `PatientThread.run`; `what` is waited for."""
