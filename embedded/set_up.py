@@ -7,13 +7,17 @@
 Each stage leaves a note of what it was made from, and is done again only when that changes.
 """
 
+import ast
 import contextlib
 import fcntl
 import hashlib
+import os
+import platform
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,7 +28,16 @@ _HARMLESS = frozenset(
     "no-cache-dir no-color no-input no-python-version-warning no-warn-script-location prefer-binary progress-bar quiet "
     "require-virtualenv retries root-user-action timeout verbose".split()
 )
-_CONFIGURED = re.compile(r"^(?:global|install|:env:)\.([^=\n]+)=", re.M)
+# Options of pip as uv's environment variables, and what stands between several values.
+_OF_UV = {
+    "cert": ("SSL_CERT_FILE", None),
+    "constraint": ("UV_CONSTRAINT", " "),
+    "extra-index-url": ("UV_INDEX", " "),
+    "find-links": ("UV_FIND_LINKS", ","),
+    "index-url": ("UV_DEFAULT_INDEX", None),
+    "trusted-host": ("UV_INSECURE_HOST", " "),
+}
+_CONFIGURED = re.compile(r"^(global|install|:env:)\.([^=\n]+)=(.*)", re.M)
 
 
 def say(text: str) -> None:
@@ -74,7 +87,7 @@ def set_up_venv(venv: Path, target: str, root: Path, *, plugin: bool = False) ->
         installer = Installer(python)
         installer.install_again(str(root))
         if not plugin:
-            _restore_verl(python, f"verl=={target}", installer)
+            _restore_verl(python, target, root, installer)
             subprocess.run([str(python), str(root / "apply_patch.py"), "--installed"], check=True)
         _note(venv / "patched", wanted)
 
@@ -103,12 +116,15 @@ def _find_python(script: Path) -> str:
     return found.stdout.rstrip("\n")
 
 
-def _restore_verl(python: Path, pin: str, installer: "Installer") -> None:
+def _restore_verl(python: Path, target: str, root: Path, installer: "Installer") -> None:
     """Installs verl as released: an earlier patch may be in it, and may have left files of its own."""
     command = [str(python), "-c", 'import sysconfig; print(sysconfig.get_path("purelib"))']
     site = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
     shutil.rmtree(Path(site.rstrip("\n")) / "verl", ignore_errors=True)
-    installer.install_again(pin)
+    sha256 = re.search(r"^WHEEL_SHA256=(.*)$", (root / f"patches/{target}/PIN").read_text(), re.M)
+    requirement = python.with_name("verl.txt")
+    requirement.write_text(f"verl=={target} --hash=sha256:{sha256[1]}\n")  # type: ignore[index]
+    installer.install_again("-r", str(requirement))
 
 
 def _hash(first: bytes, *files: Path) -> str:
@@ -124,9 +140,9 @@ def _note(note: Path, text: str) -> None:
 
 
 class Installer:
-    """Installs packages for one Python: with uv where pip is unconfigured, otherwise, or where uv fails, with pip.
+    """Installs packages for one Python: with uv, or where that fails or pip has settings that uv lacks, with pip.
 
-    uv does not read pip's configuration: it would ignore a configured mirror, proxy or constraint.
+    uv does not read pip's configuration: it gets the mirrors, certificates and constraints from here.
 
     Args:
         python: The Python of a virtual environment with pip.
@@ -136,37 +152,81 @@ class Installer:
         self._pip = [str(python), "-m", "pip"]
         self._uv = python.parent / "uv"
         self._for_python = ["--python", str(python)]
-        self._requirement_of_uv = Path(__file__).with_name("requirements-uv.txt").read_text().strip()
+        self._requirement_of_uv = Path(__file__).with_name("requirements-uv.txt")
+        # The hashes are of files for this kind of machine.
+        self._checks_hashes = platform.machine() == "x86_64"
+        # As pip does, take the best version that any index has: torch's CPU builds are in one of their own.
+        self._environment = os.environ | {"UV_INDEX_STRATEGY": "unsafe-best-match"}
+        if not self._checks_hashes:
+            print(f"hashes are not checked: they are those of files for x86_64, not {platform.machine()}", flush=True)
+            self._environment["UV_NO_VERIFY_HASHES"] = "1"
         self._uses_uv = self._has_uv()
 
-    def install_again(self, package: str) -> None:
-        """Installs a package without its dependencies, also over an installed one, as copies and not links."""
+    def install_again(self, *what: str) -> None:
+        """Installs packages without their dependencies, also over installed ones, as copies and not links."""
         for_uv = ["--reinstall", "--link-mode", "copy"]
-        self.install("--no-deps", package, for_uv=for_uv, for_pip=["--force-reinstall"])
+        self.install("--no-deps", *what, for_uv=for_uv, for_pip=["--force-reinstall"])
 
     def install(self, *what: str, for_uv: Sequence[str] = (), for_pip: Sequence[str] = ()) -> None:
         """Installs what the arguments of `pip install` name; raises CalledProcessError if pip fails, too."""
         if self._uses_uv:
             uv = [str(self._uv), "pip", "install", "--no-config", "--no-progress", *self._for_python]
             try:
-                subprocess.run([*uv, *for_uv, *what], check=True)
+                subprocess.run([*uv, *for_uv, *what], env=self._environment, check=True)
                 return
             except (OSError, subprocess.CalledProcessError):
                 self._uses_uv = _falling_back("uv failed")
-        subprocess.run([*self._pip, "install", "--quiet", "--quiet", *for_pip, *what], check=True)
+        self._install_with_pip(*for_pip, *what)
+
+    def _install_with_pip(self, *what: str) -> None:
+        """Installs the same, a file of requirements in two parts: pip wants a hash for each or for none."""
+        pip = [*self._pip, "install", "--quiet", "--quiet"]
+        *options, last = what
+        if options[-1:] != ["-r"]:
+            subprocess.run([*pip, *what], check=True)
+            return
+        hashed, others = [], []
+        for line in _requirements(Path(last)):
+            requirement, *hashes = line.split(" --hash=")
+            if hashes and self._checks_hashes:
+                hashed.append(line)
+            else:
+                others.append(requirement)
+        for lines, more in ((hashed, ["--no-deps", "--require-hashes"]), (others, [])):
+            if lines:
+                with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
+                    file.write("\n".join(lines))
+                    file.flush()
+                    subprocess.run([*pip, *more, *options, file.name], check=True)
 
     def _has_uv(self) -> bool:
         listed = subprocess.run([*self._pip, "config", "list"], stdout=subprocess.PIPE, text=True)
         if listed.returncode:
             return _falling_back("pip's configuration cannot be read")
-        # What uv would ignore. Only names are said: values may contain passwords.
-        if names := set(_CONFIGURED.findall(listed.stdout)) - _HARMLESS:
+        found = sorted(_CONFIGURED.findall(listed.stdout), key=lambda row: ["global", "install", ":env:"].index(row[0]))
+        values = {name: value for _, name, text in found if (value := ast.literal_eval(text))}
+        # Only names are said: values may contain passwords, which the environment keeps out of the list of processes.
+        if names := values.keys() - _HARMLESS - _OF_UV.keys():
             return _falling_back(f"pip is configured with {', '.join(sorted(names))}")
+        for name in values.keys() & _OF_UV.keys():
+            variable, between = _OF_UV[name]
+            self._environment[variable] = values[name] if between is None else between.join(values[name].split())
         if self._uv.exists():
             return True
-        if subprocess.run([*self._pip, "install", "--quiet", "--quiet", self._requirement_of_uv]).returncode:
+        try:
+            self._install_with_pip("-r", str(self._requirement_of_uv))
+        except subprocess.CalledProcessError:
             return _falling_back("uv cannot be installed")
         return True
+
+
+def _requirements(file: Path) -> Iterator[str]:
+    """The requirements in a file and in those that it includes."""
+    for line in file.read_text().splitlines():
+        if line.startswith("-r "):
+            yield from _requirements(file.parent / line.removeprefix("-r "))
+        elif line and not line.startswith("#"):
+            yield line
 
 
 def _falling_back(reason: str) -> bool:

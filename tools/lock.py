@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
 """Pins all requirements: writes requirements-VERSION.txt in embedded/ and in tests/, for each verl in embedded/, and
-tests/requirements-trackers.txt.
+tests/requirements-trackers.txt; and gives the versions in embedded/requirements-no-deps.txt and -uv.txt their hashes.
 
 pip install uv
 python tools/lock.py              # keeps the pinned versions wherever they fit
@@ -9,6 +9,7 @@ python tools/lock.py --upgrade    # takes the newest versions that fit
 """
 
 import argparse
+import re
 import shutil
 import subprocess
 import sys
@@ -29,6 +30,11 @@ ENVIRONMENT = (
 )
 # Only torch's CUDA build needs these. Without pins for them pip can install any build of torch.
 CUDA = ("cuda-", "nvidia-", "triton")
+# The wheels that ENVIRONMENT can take.
+WHEEL = re.compile(
+    r"-(?:py2\.)?(?:py3|py31[012]|cp3\d|cp31[012])-(?:none|abi3|cp31[012])-(?:any|[\w.]*manylinux\w*_x86_64[\w.]*)\.whl$"
+)
+COMPILE = ["uv", "pip", "compile", "--quiet", "--universal", "--python-version", "3.10", "--no-python-downloads"]
 
 
 def simplified(line: str) -> str:
@@ -39,18 +45,40 @@ def simplified(line: str) -> str:
 
 
 def resolve(inputs: list[Path], present: Path, *options: str) -> list[str]:
-    """The requirements of the inputs and of all their dependencies, pinned; the versions in `present` are kept."""
+    """The requirements of the inputs and of all their dependencies, pinned; the versions in `present` are kept.
+
+    Each has a hash for each file that ENVIRONMENT can take. Only torch has none: any build of it will do.
+    """
     with tempfile.TemporaryDirectory() as directory:
         environment = " and ".join(ENVIRONMENT)
         Path(directory, "pyproject.toml").write_text(f'[tool.uv]\nenvironments = ["{environment}"]\n')
         output = Path(directory, "requirements.txt")
         if present.exists():
             output.write_text("".join(line for line in present.open() if not line.startswith("-r")))
-        command = "uv pip compile --quiet --universal --python-version 3.10 --no-python-downloads --no-annotate".split()
-        command += ["--no-header", "--output-file", output.name, *options, *map(str, inputs)]
-        subprocess.run(command, cwd=directory, stdout=subprocess.DEVNULL, check=True)
-        lines = map(simplified, output.read_text().splitlines())
-    return [line for line in lines if not line.startswith(CUDA)]
+
+        def compile_into(name: str, *arguments: str) -> None:
+            command = [*COMPILE, "--no-annotate", "--no-header", "--output-file", name, *arguments]
+            subprocess.run(command, cwd=directory, stdout=subprocess.DEVNULL, check=True)
+
+        compile_into(output.name, *options, *map(str, inputs))
+        pins = [simplified(line) for line in output.read_text().splitlines() if not line.startswith(CUDA)]
+        # Only a lock tells which file a hash is of.
+        output.write_text("\n".join(pins))
+        compile_into("pylock.toml", "--format", "pylock.toml", "--no-deps", output.name)
+        hashes = hashes_in(Path(directory, "pylock.toml").read_text())
+    return [" ".join([pin, *hashes[pin.partition(" ")[0]]]) for pin in pins]
+
+
+def hashes_in(lock: str) -> dict[str, list[str]]:
+    """The options --hash of each NAME==VERSION in a lock: of the wheels that fit, or of the source where none does."""
+    found = {}
+    for package in lock.split("[[packages]]")[1:]:
+        name, version = re.findall(r'^(?:name|version) = "(.*)"$', package, re.M)
+        files = re.findall(r'url = "[^"]*/([^/"]+)".*?sha256 = "([0-9a-f]{64})"', package)
+        wheels = [sha256 for file, sha256 in files if WHEEL.search(file)]
+        fitting = wheels or [sha256 for file, sha256 in files if not file.endswith(".whl")]
+        found[f"{name}=={version}"] = [f"--hash=sha256:{sha256}" for sha256 in fitting if name != "torch"]
+    return found
 
 
 def main() -> None:
@@ -64,6 +92,8 @@ def main() -> None:
     trackers = TESTS / "requirements-trackers.in"
     pins = trackers.with_suffix(".txt")
     pins.write_text(HEADER + "\n".join(resolve([trackers], pins, *options)) + "\n")
+    for file in (EMBEDDED / "requirements-no-deps.txt", EMBEDDED / "requirements-uv.txt"):
+        file.write_text("\n".join(resolve([file], file, "--no-deps")) + "\n")
 
 
 def pin(direct: Path, options: list[str]) -> None:

@@ -112,18 +112,21 @@ def test_what_a_run_is_refused_for_before_it_starts(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-# Stands in for Python, pip and uv in the set-up: notes what it is asked for.
+# Stands in for Python, pip and uv in the set-up: notes what it is asked for, and what is in a file that pip gets.
 PYTHON = """#!/bin/sh
 cd {place}
-echo "$*" >>asked
-case "$*" in
+asked="$*"
+case "$asked" in *"--quiet"*" -r "*) asked="${{asked% *}} $(tr '\n' ' ' <"${{asked##* }}" | sed 's/ $//')" ;; esac
+echo "$asked" >>asked
+case "$0" in */uv) env >environment ;; esac
+case "$asked" in
     *sys.executable*) echo "$0" ;;
     *sysconfig*) echo {place}/site ;;
     "-m venv"*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
     *"config list") cat pip.conf ;;
-    *"install --quiet --quiet uv=="*) cp "$0" "${{0%/*}}/uv" ;;
+    *" uv=="*) cp "$0" "${{0%/*}}/uv" ;;
 esac
-if [ -s failing ]; then case "$(basename "$0") $*" in *"$(cat failing)"*) exit 7 ;; esac; fi
+if [ -s failing ]; then case "$(basename "$0") $asked" in *"$(cat failing)"*) exit 7 ;; esac; fi
 """
 
 
@@ -135,8 +138,9 @@ class Project:
         patches = (f"patches/{name}.patch" for name in ("package", "0.7.0/hooks", "0.7.0/fixes"))
         for name in (*patches, "pyproject.toml", "pip.conf", "site/verl/left.py"):
             self.write(name, "")
-        self.write("patches/0.7.0/PIN", "VERSION=0.7.0\n")
-        self.write("embedded/requirements-0.7.0.txt", "torch==2\n")
+        self.write("patches/0.7.0/PIN", f"VERSION=0.7.0\nWHEEL_SHA256={'0' * 64}\n")
+        self.write("embedded/requirements-0.7.0.txt", "-r more.txt\ntorch==2\n")
+        self.write("embedded/more.txt", "# more\nray==3 --hash=sha256:1 --hash=sha256:2\n")
         for name in ("requirements-no-deps.txt", "requirements-uv.txt", "find_python.sh"):
             self.write(f"embedded/{name}", (trees.ROOT / "embedded" / name).read_text())
         self.write("bin/python3.11", PYTHON.format(place=place), 0o755)
@@ -160,13 +164,19 @@ def project(tmp_path: Path, monkeypatch: Patch) -> Project:
 
 UV = "pip install --no-config --no-progress --python venv/bin/python"
 REQUIREMENTS = ["-r embedded/requirements-0.7.0.txt", "--no-deps -r embedded/requirements-no-deps.txt"]
+PIP = "pip install --quiet --quiet"
+HASHED = f"{PIP} --no-deps --require-hashes"
+UV_PIN, NO_DEPS = (
+    " ".join((launch.EMBEDDED / f"requirements-{name}.txt").read_text().splitlines()) for name in ("uv", "no-deps")
+)
 
 
 def test_the_environment_is_made_once_and_patched_anew(project: Project) -> None:
     again = f"{UV} --reinstall --link-mode copy --no-deps"
-    made = ["venv venv", "pip install --quiet --quiet uv==0.13.9", *(f"{UV} {what}" for what in REQUIREMENTS)]
-    patched = [f"{again} {project.place}", f"{again} verl==0.7.0", "apply_patch.py --installed"]
+    made = ["venv venv", f"{HASHED} -r {UV_PIN}", *(f"{UV} {what}" for what in REQUIREMENTS)]
+    patched = [f"{again} {project.place}", f"{again} -r venv/bin/verl.txt", "apply_patch.py --installed"]
     assert project.set_up() == made + patched
+    assert (project.place / "venv/bin/verl.txt").read_text() == f"verl==0.7.0 --hash=sha256:{'0' * 64}\n"
     assert not (project.place / "site/verl").exists()
     assert project.set_up() == []
     for name in ("patches/0.7.0/hooks.patch", "gradloc/version.py"):
@@ -179,24 +189,51 @@ def test_the_environment_is_made_once_and_patched_anew(project: Project) -> None
 
 @cases(
     "failing conf reason",
-    ("--quiet uv", "", "uv cannot be installed"),
+    (" uv==", "", "uv cannot be installed"),
     ("uv pip install", "", "uv failed"),
-    ("", "global.index-url='https://me:secret@a'\n:env:.timeout='180'\n", "pip is configured with index-url"),
+    ("", "global.proxy='https://me:secret@a'\n:env:.timeout='180'\n", "pip is configured with proxy"),
 )
 def test_pip_installs_where_uv_cannot(project: Project, failing: str, conf: str, reason: str, capfd: Capsys) -> None:
     project.write("failing", failing)
     project.write("pip.conf", conf)
-    asked = project.set_up()
-    assert [f"pip install --quiet --quiet {what}" for what in REQUIREMENTS] == [
-        line for line in asked if "--quiet" in line and " -r " in line
-    ]
+    asked = " && ".join(project.set_up())
+    hashed = f"{HASHED} -r ray==3 --hash=sha256:1 --hash=sha256:2"
+    assert f"{hashed} && {PIP} -r torch==2 && {HASHED} --no-deps -r {NO_DEPS} && " in asked
     printed = "".join(capfd.readouterr())
     assert f"falling back to pip: {reason}" in printed and "secret" not in printed
 
 
+def test_uv_gets_the_settings_of_pip(project: Project, capfd: Capsys) -> None:
+    """The environment's come before those of files, as for pip."""
+    conf = """global.cert='/c.pem'\nglobal.constraint='/c.txt /d.txt'\nglobal.extra-index-url='file:///a\\nfile:///b'
+global.find-links='/file'\nglobal.index-url='https://me:secret@c'\n:env:.find-links='/one /two'\n:env:.index-url=''\n"""
+    project.write("pip.conf", conf)
+    assert f"{UV} {REQUIREMENTS[0]}" in project.set_up()
+    assert set((project.place / "environment").read_text().splitlines()) >= {
+        "SSL_CERT_FILE=/c.pem",
+        "UV_CONSTRAINT=/c.txt /d.txt",
+        "UV_DEFAULT_INDEX=https://me:secret@c",
+        "UV_FIND_LINKS=/one,/two",
+        "UV_INDEX=file:///a file:///b",
+        "UV_INDEX_STRATEGY=unsafe-best-match",
+    }
+    printed = "".join(capfd.readouterr())
+    assert "falling back" not in printed and "secret" not in printed
+
+
+@cases("machine", "x86_64", "aarch64")
+def test_hashes_are_checked_where_they_are_known(project: Project, machine: str, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(set_up.platform, "machine", lambda: machine)
+    project.set_up()
+    unchecked = "UV_NO_VERIFY_HASHES=1" in (project.place / "environment").read_text()
+    project.write("pip.conf", "global.pre='true'")
+    project.write("embedded/requirements-0.7.0.txt", "ray==4 --hash=sha256:1\n")
+    assert unchecked == (f"{PIP} -r ray==4" in project.set_up()) == (machine != "x86_64")
+
+
 def test_a_step_of_the_set_up_that_failed_is_done_again(project: Project) -> None:
     project.write("pip.conf", "global.pre='true'")  # so that no other program is tried
-    for failing in ("--quiet -r", "--no-deps -r", "--force-reinstall", "apply_patch"):
+    for failing in ("-r ray", "-r torch", "--no-deps -r", "--force-reinstall", "apply_patch"):
         project.write("failing", failing)
         with pytest.raises(subprocess.CalledProcessError):
             project.set_up()

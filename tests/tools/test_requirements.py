@@ -21,7 +21,7 @@ def requirements(file: Path) -> list[Requirement]:
     """The requirements of a file and of those that it includes."""
     found = []
     for line in file.read_text().splitlines():
-        text = line.partition("#")[0].strip()
+        text = re.split("#| --hash=", line)[0].strip()
         if text.startswith("-r "):
             found += requirements(file.parent / text.removeprefix("-r "))
         elif text:
@@ -47,8 +47,39 @@ def test_each_direct_dependency_is_pinned_once_for_each_python(directory: str, r
         if directory == "embedded":
             assert pins["verl"] == release and "torch" in pins
             assert not [name for name in pins if name.startswith(lock.CUDA)]
-    # Nothing of the machine that wrote them.
-    text = file.read_text()
-    included = f"-r ../embedded/requirements-{release}.txt"
-    lines = [line for line in text.removeprefix(lock.HEADER).splitlines() if line != included]
-    assert all(re.fullmatch(r"[a-z0-9][a-z0-9_.-]*==[a-z0-9.+]+( ; [^/@]+)?", line) for line in lines)
+    # Nothing of the machine that wrote them, and hashes for all but torch.
+    others = (lock.HEADER.strip(), f"-r ../embedded/requirements-{release}.txt", "torch==")
+    for line in file.read_text().splitlines():
+        pinned = r"[a-z0-9][a-z0-9_.-]*==[a-z0-9.+]+( ; [^/@]+)?( --hash=sha256:[0-9a-f]{64})+"
+        assert line.startswith(others) or re.fullmatch(pinned, line), line
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_the_pinned_verl_is_the_one_that_is_patched(release: str) -> None:
+    (pin,) = re.findall("^verl==.*", (ROOT / f"embedded/requirements-{release}.txt").read_text(), re.M)
+    (sha256,) = re.findall("^WHEEL_SHA256=(.*)", (ROOT / f"patches/{release}/PIN").read_text(), re.M)
+    assert pin == f"verl=={release} --hash=sha256:{sha256}"
+
+
+def test_hashes_are_those_of_the_files_that_fit() -> None:
+    """Of the source only where there is no such wheel."""
+    files = [
+        ("a-1.tar.gz", False),
+        ("a-1-cp311-cp311-manylinux2014_x86_64.manylinux_2_17_x86_64.whl", True),
+        ("a-1-cp39-abi3-manylinux_2_28_x86_64.whl", True),
+        ("a-1-py2.py3-none-any.whl", True),
+        ("a-1-cp313-cp313-manylinux_2_28_x86_64.whl", False),
+        ("a-1-cp39-cp39-manylinux_2_28_x86_64.whl", False),
+        ("a-1-cp311-cp311-musllinux_1_2_x86_64.whl", False),
+        ("a-1-cp311-cp311-manylinux_2_28_aarch64.whl", False),
+        ("a-1-cp311-cp311-win_amd64.whl", False),
+    ]
+    sha256 = {name: f"{number:064}" for number, (name, _) in enumerate(files)}
+
+    def hashes(*names: str) -> list[str]:
+        rows = [f'{{ url = "https://h/{name}", hashes = {{ sha256 = "{sha256[name]}" }} }}' for name in names]
+        return lock.hashes_in("[[packages]]\nname = \"a\"\nversion = \"1\"\n" + "\n".join(rows))["a==1"]
+
+    fitting = [f"--hash=sha256:{sha256[name]}" for name, fits in files if fits]
+    assert hashes(*sha256) == fitting
+    assert hashes("a-1.tar.gz", "a-1-cp311-cp311-win_amd64.whl") == [f"--hash=sha256:{sha256['a-1.tar.gz']}"]
