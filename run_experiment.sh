@@ -12,7 +12,7 @@
 #   --drill           in step 2, plant a spike beside training and find it
 #   --plugin          GradLoc is a plugin of a verl 0.9 that is not patched (docs/use/plugin.md)
 #   --python PYTHON   the Python that has verl
-#   --dry-run         print the command and stop
+#   --dry-run         print the command and stop; refuse values that the run would not take
 #   --help            print this
 
 MODEL_PATH=${MODEL_PATH:-Qwen/Qwen3-4B}           # a directory or a Hugging Face id
@@ -69,16 +69,27 @@ while (($#)); do
         --) overrides+=("${@:2}") && break ;;
         -*) refuse "unknown option $1: see --help, or put -- before arguments meant for verl" ;;
         [[:upper:]]*=*)
-            [[ -v ${1%%=*} ]] || refuse "${1%%=*} is no variable of this script: see its top"
-            declare "$1"
+            name=${1%%=*}
+            { [[ $name != *[^[:upper:]_]* ]] && grep -q "^$name=\${$name" "$0"; } ||
+                refuse "$name is no variable of this script: see its top"
+            printf -v "$name" %s "${1#*=}"
             ;;
-        *) overrides+=("$1") ;;
+        *=* | '~'*) overrides+=("$1") ;;
+        *) refuse "'$1' is neither an option nor a Hydra override: write overrides as key=value" ;;
     esac
     shift
 done
 set -- "${overrides[@]}"
 
 print() {
+    local said code=0
+    said=$("$1" "$root/tools/check_overrides.py" "${@:4}" 2>&1 >/dev/null) || code=$?
+    case $code in
+        0) ;;
+        2) refuse "${said##*$'\n'}" ;;
+        3) echo "run_experiment.sh: the values are not checked: ${said##*$'\n'}" >&2 ;;
+        *) refuse "the values cannot be checked: $said" ;;
+    esac
     printf '%q' "$1"
     printf ' %q' "${@:2:2}"
     printf ' \\\n    %q' "${@:4}"
@@ -87,10 +98,11 @@ print() {
 
 find_verl='import importlib.util as u; spec = u.find_spec("verl"); print(*spec.submodule_search_locations if spec else "")'
 verl=$("$PYTHON" -c "$find_verl") || refuse "there is no Python at '$PYTHON': give one with --python"
-if [[ $run == exec && ! -d $verl/utils/gradloc && ${#plugin[@]} == 0 ]]; then
-    [[ $verl ]] || refuse "$PYTHON has no verl: install it there, and run: $PYTHON $root/apply_patch.py --installed"
+[[ $verl || $run == print ]] ||
+    refuse "$PYTHON has no verl: install it there, and run: $PYTHON $root/apply_patch.py --installed"
+# Not the package: pip leaves it where it installs verl again.
+[[ ! $verl || ${#plugin[@]} -gt 0 ]] || grep -qs 'gradloc\S* import ' "$verl/trainer/main_ppo.py" ||
     refuse "the verl in $verl is not patched: run $PYTHON $root/apply_patch.py --installed"
-fi
 
 if [[ $remedy ]]; then : "${TIS:=2.0}" "${SEQUENCE_MASK:=1.2}" "${TOKEN_CLIP_ACTION:=drop}" "${LAYER_CLIP:=zscore}"; fi
 clips=${TIS:=off}-${SEQUENCE_MASK:=off}-${TOKEN_CLIP_ACTION:=off}-${LAYER_CLIP:=off}

@@ -6,6 +6,7 @@ It runs before anything is installed, so it needs Python 3.10 and its standard l
 """
 
 import argparse
+import itertools
 import os
 import re
 import shlex
@@ -17,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from processes import exit_on_signals  # type: ignore[import-not-found]  # this file's folder is on the path
-from set_up import locked, requirements_of, set_up_venv  # type: ignore[import-not-found]
+from set_up import is_patched, locked, requirements_of, set_up_venv  # type: ignore[import-not-found]
 
 ROOT = Path(__file__).resolve().parents[1]
 EMBEDDED = ROOT / "embedded"
@@ -29,6 +30,7 @@ FAULTS = {
 DEFAULT_FAULT = "failed_request"
 SETTINGS = re.findall(r"^([A-Z][A-Z_]+):", (CONFIG / "embedded.yaml").read_text(), re.M)
 DIRECTORIES = ("OUTPUT_DIR", "BISECT_DUMP_DIR")
+MOST_WORKERS = 64
 PLUGIN = ("actor@actor_rollout_ref.actor=gradloc_dp_actor", "critic=gradloc_dp_critic")
 SWITCHES = {
     "tiny": "a random model of two layers: seconds per step",
@@ -112,6 +114,9 @@ def overrides_of(asked: argparse.Namespace, target: str, environment: Mapping[st
     if not any(word.startswith("OUTPUT_DIR=") for word in given):
         given.insert(0, _as_hydra_takes_it(f"OUTPUT_DIR=outputs/embedded-{time.strftime('%Y%m%d-%H%M%S')}"))
     workers = workers_of(given)
+    for name in DIRECTORIES:
+        for value in [word.partition("=")[2] for word in (*own, *asked.overrides) if word.startswith(f"{name}=")][-1:]:
+            check_directory(name, Path(os.path.realpath(value)))
     return [
         f"verl={target}",
         *(PLUGIN if asked.plugin else ()),
@@ -122,13 +127,19 @@ def overrides_of(asked: argparse.Namespace, target: str, environment: Mapping[st
         f"embedded.root={quoted(str(ROOT))}",
         f"embedded.prepared={quoted(str(state_of(asked, target) / ('tiny' if asked.tiny else 'smollm2')))}",
         # Unix sockets lie in Ray's directory, and their names may have no more than 107 characters: keep it short.
-        f"+ray_kwargs.ray_init._temp_dir=/tmp/gradloc-{os.getpid()}",
+        f"+ray_kwargs.ray_init._temp_dir={free_path(f'/tmp/gradloc-{os.getpid()}')}",
         # The numbers tell Ray how much may run at once; nothing is reserved.
         f"ray_kwargs.ray_init.num_cpus={3 * workers + 6}",
         f"+ray_kwargs.ray_init.num_gpus={workers}",
         f"+ray_kwargs.ray_init.resources.cpu={workers}",
         *given,
     ]
+
+
+def free_path(first: str) -> str:
+    """The path, or with a number where a killed run has left one: process ids come again."""
+    paths = itertools.chain([first], (f"{first}-{number}" for number in itertools.count(2)))
+    return next(path for path in paths if not os.path.lexists(path))
 
 
 def quoted(text: str) -> str:
@@ -146,7 +157,17 @@ def _as_hydra_takes_it(word: str) -> str:
 
 def workers_of(overrides: Sequence[str]) -> int:
     given = [word.partition("=")[2] for word in overrides if word.startswith("GPUS_PER_NODE=")]
-    return int(given[-1]) if given and given[-1].isdecimal() else 2
+    workers = given[-1] if given else "2"
+    if not (workers.isdecimal() and 1 <= int(workers[:4]) <= MOST_WORKERS):
+        refuse(f"GPUS_PER_NODE is the number of workers on this CPU: give one from 1 to {MOST_WORKERS}, not {workers}")
+    return int(workers)
+
+
+def check_directory(name: str, path: Path) -> None:
+    """Refuses a directory that cannot be made or written to."""
+    there = next(each for each in (path, *path.parents) if os.path.lexists(each))
+    if not (there.is_dir() and os.access(there, os.W_OK)):
+        refuse(f"{name} cannot be {path}: {there} is {'not writable' if there.is_dir() else 'no directory'}")
 
 
 def state_of(asked: argparse.Namespace, target: str) -> Path:
@@ -194,7 +215,7 @@ def find_verl(python: str) -> Path:
 
 def check_python(python: str, verl: Path, target: str, plugin: bool) -> None:
     """Refuses a Python of the user's whose verl is not patched (with the plugin: is), or that lacks packages."""
-    patched = (verl / "utils/gradloc").is_dir()
+    patched = is_patched(verl)
     if plugin and patched:
         refuse(f"the verl in {verl} is patched: give --plugin one that is not")
     if not plugin and not patched:

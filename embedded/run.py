@@ -6,6 +6,7 @@ python embedded/run.py PYTHON -m verl.trainer.main_ppo --config-dir DIR --config
 """
 
 import contextlib
+import fcntl
 import importlib.util
 import json
 import os
@@ -126,7 +127,6 @@ def train(command: Sequence[str], config: DictConfig, fault: str | None, options
     """Trains, shows its progress and, at the end, the report; returns the exit code of the training."""
     output, evidence = Path(config.trainer.default_local_dir), Path(config.actor_rollout_ref.actor.bisect_dump_dir)
     ray_directory = config.ray_kwargs.ray_init._temp_dir
-    output.mkdir(parents=True, exist_ok=True)
     log = output / "train.log"
     say(f"Training; the full log is {log}")
     if fault is not None:
@@ -166,23 +166,33 @@ def train(command: Sequence[str], config: DictConfig, fault: str | None, options
     return status
 
 
+def refused(sentence: str) -> int:
+    print(f"run_experiment.sh: {sentence}", file=sys.stderr)
+    return REFUSED
+
+
 def main(command: Sequence[str]) -> int:
     exit_on_signals()
     overrides = command[command.index("--config-name") + 2 :]
     try:
         config = composed(overrides)
-        evidence = Path(config.actor_rollout_ref.actor.bisect_dump_dir)
+        output, evidence = Path(config.trainer.default_local_dir), Path(config.actor_rollout_ref.actor.bisect_dump_dir)
     except (HydraException, OmegaConfBaseException) as error:
-        print(f"run_experiment.sh: {error}", file=sys.stderr)
-        return REFUSED
+        return refused(str(error))
+    output.mkdir(parents=True, exist_ok=True)
+    lock = open(output / "lock", "a+")  # until this process ends
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        return refused(f"process {lock.read()} trains in {output}: give another OUTPUT_DIR, or wait until it has ended")
     resumes = config.trainer.resume_mode != "disable"
-    if not resumes and any(file.stat().st_size for file in evidence.glob("s*.jsonl")):
-        print(
-            f"run_experiment.sh: {evidence} has the evidence of another run, and the report would count both as one: "
-            "give another OUTPUT_DIR, or leave it out",
-            file=sys.stderr,
-        )
-        return REFUSED
+    for file in [] if resumes else [*sorted(evidence.glob("s*.jsonl")), output / "train.log"]:
+        if file.is_file() and file.stat().st_size:
+            return refused(f"{file} is of another run, and must not be mixed with this one: give another OUTPUT_DIR")
+    lock.truncate(0)
+    lock.write(str(os.getpid()))
+    lock.flush()
     prepared = Path(config.embedded.prepared)
     prepared.parent.mkdir(parents=True, exist_ok=True)
     with locked(prepared.parent / "lock"):

@@ -52,6 +52,12 @@ def locked(file: Path) -> Iterator[None]:
         yield
 
 
+def is_patched(verl: Path) -> bool:
+    """Whether this verl has the patch's hooks. Its package alone may be what pip left when it installed verl again."""
+    main = verl / "trainer/main_ppo.py"
+    return main.is_file() and re.search(r"gradloc\S* import ", main.read_text()) is not None
+
+
 def requirements_of(target: str, root: Path) -> Path:
     """The pins for verl `target`, which may share those of another."""
     shared = re.search(r"^REQUIREMENTS=(.*)$", (root / f"patches/{target}/PIN").read_text(), re.M)

@@ -9,7 +9,9 @@ import importlib.util
 import inspect
 import logging
 import os
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -28,8 +30,9 @@ class Unfit(Exception):
 
 
 def is_patched() -> bool:
-    """Whether verl has the package of the patch."""
-    return any(os.path.isdir(os.path.join(folder, "utils", "gradloc")) for folder in _folders())
+    """Whether verl has the patch's hooks. Its package alone may be what pip left when it installed verl again."""
+    mains = [os.path.join(folder, "trainer", "main_ppo.py") for folder in _folders()]
+    return any(re.search(r"gradloc\S* import ", Path(main).read_text()) for main in mains if os.path.isfile(main))
 
 
 def check_module(name: str) -> None:

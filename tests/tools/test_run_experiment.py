@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException
+from notation import cases
 from omegaconf import DictConfig
 
 import trees
+from tools.check_overrides import refusal
 
 pytestmark = pytest.mark.slow
 
@@ -38,12 +40,10 @@ def recorder(tmp_path: Path) -> str:
 
 
 def overrides_of(recorder: str, *arguments: str, **environment: str) -> list[str]:
-    """The Hydra overrides that training gets, which are those that --dry-run prints."""
+    """The Hydra overrides that training gets."""
     printed = trees.ran(launch("--python", recorder, *arguments, **environment))
     module, overrides = (words := json.loads(printed.splitlines()[-1]))[:2], words[2:]
     assert module == ["-m", "verl.trainer.main_ppo"]
-    dry = launch("--dry-run", "--python", recorder, *arguments, **environment)
-    assert json.loads(trees.ran(trees.run("bash", "-c", dry.stdout))) == words and dry.stderr == ""
     return overrides
 
 
@@ -59,7 +59,12 @@ def composed(overrides: list[str]) -> DictConfig:
 def test_verl_accepts_the_configuration(recorder: str, remedy: list[str]) -> None:
     from verl.utils.config import omega_conf_to_dataclass, validate_config
 
-    config = composed(overrides_of(recorder, "--drill", *remedy))
+    overrides = overrides_of(recorder, "--drill", *remedy)
+    assert refusal(overrides) is None
+    if len(remedy) == 1:
+        dry = launch("--dry-run", "--python", recorder, "--drill", *remedy)
+        assert json.loads(trees.ran(trees.run("bash", "-c", dry.stdout)))[2:] == overrides and dry.stderr == ""
+    config = composed(overrides)
     validate_config(config, use_reference_policy=False, use_critic=False)
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     assert (actor.spike_detection, actor.grad_norm_threshold, actor.spike_drill_step) == (True, "auto", 2)
@@ -95,18 +100,53 @@ def test_what_is_refused(recorder: str, tmp_path: Path) -> None:
     bare = trees.write(tmp_path / "bare", f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n', 0o755)
     for arguments, sentence in (
         (["LERNING_RATE=1"], "LERNING_RATE is no variable of this script"),
+        (["PATH=/"], "PATH is no variable of this script"),
+        ([f"LR[$(touch {tmp_path}/ran)]=1"], ")] is no variable of this script"),
+        (["trainer.nnodes"], "'trainer.nnodes' is neither an option nor a Hydra override"),
+        (["--dry-run", "--python", recorder, "GPUS_PER_NODE=0"], "n_gpus_per_node must be a positive integer, got 0"),
         (["--python", "/nope"], "there is no Python at '/nope': give one with --python"),
         (["--python", str(bare)], "has no verl"),
     ):
         refused = launch(*arguments)
         assert refused.returncode == 2 and sentence in refused.stderr.splitlines()[-1]
-    # Also an unpatched verl, unless it has the plugin.
-    base = os.environ["GRADLOC_BASE_TREE"]
-    refused = launch("--python", recorder, PYTHONPATH=base)
+    assert not (tmp_path / "ran").exists()
+    dry = launch("--dry-run", "--python", str(bare))
+    assert "verl.trainer.main_ppo" in dry.stdout and "the values are not checked: " in dry.stderr
+    # Also an unpatched verl, unless it has the plugin. pip leaves the package where it installs verl again.
+    base = trees.copy_base(tmp_path / "again", None)
+    trees.write(base / trees.NEW, "")
+    refused = launch("--python", recorder, PYTHONPATH=str(base))
     assert refused.returncode == 2 and f"the verl in {base}/verl is not patched" in refused.stderr
     assert f"{trees.ROOT}/apply_patch.py --installed" in refused.stderr
-    overrides = overrides_of(recorder, "--plugin", PYTHONPATH=base)
+    overrides = overrides_of(recorder, "--plugin", PYTHONPATH=str(base))
     assert overrides[:2] == ["actor@actor_rollout_ref.actor=gradloc_dp_actor", "critic=gradloc_dp_critic"]
+
+
+CORRECTION = "algorithm.rollout_correction"
+OTHER_MASK = "seq_mean_k1" if trees.TARGET == "0.7.0" else "geometric"
+
+
+@pytest.mark.every_target
+@cases(
+    "overrides reason",
+    ([f"{ACTOR}.grad_norm_threshold=Auto"], "grad_norm_threshold must be a positive finite number or auto, got 'Auto'"),
+    ([f"{ACTOR}.spike_action=Drop"], "spike_action must be one of ['log', 'skip', 'drop', 'stop'], got 'Drop'"),
+    ([f"{ACTOR}.spike_acton=drop"], f"Could not override '{ACTOR}.spike_acton'"),
+    ([f"{ACTOR}.optim.lr=abc"], f"{ACTOR}.optim.lr must be a number, got 'abc'"),
+    ([f"{ACTOR}.optim.lr=-1"], "Invalid learning rate: -1"),
+    (["actor_rollout_ref.rollout.n=two"], "actor_rollout_ref.rollout.n must be a number, got 'two'"),
+    (["trainer.nnodes=0"], "trainer.nnodes must be a positive integer, got 0"),
+    (["trainer.total_training_steps=all"], "trainer.total_training_steps must be a positive integer, got 'all'"),
+    (["trainer.logger=[consol]"], "trainer.logger has 'consol', and verl knows "),
+    (["algorithm.adv_estimator=grop"], "Unknown advantage estimator simply: grop"),
+    ([f"{CORRECTION}.rollout_is=tokens"], f"{CORRECTION}: Invalid rollout_is: tokens"),
+    ([f"{CORRECTION}.rollout_rs={OTHER_MASK}", f"{CORRECTION}.rollout_rs_threshold=1.2"], f"{CORRECTION}: Invalid "),
+    (["actor_rollout_ref.rollout.n=8"], None),
+)
+def test_a_dry_run_refuses_what_the_run_would(overrides: list[str], reason: str | None) -> None:
+    needed = ["algorithm.adv_estimator=grpo", f"{ACTOR}.use_dynamic_bsz=True", "actor_rollout_ref.rollout.name=vllm"]
+    found = refusal([*needed, f"{ACTOR}.spike_detection=True", f"{ACTOR}.bisect_dump_dir=/d", *overrides])
+    assert found is None if reason is None else found is not None and reason in found, found
 
 
 def test_help_is_the_top_of_the_script_and_a_link_to_it_works(tmp_path: Path) -> None:

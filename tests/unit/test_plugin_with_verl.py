@@ -336,6 +336,12 @@ def test_the_older_trainer_refuses_runs(run: Run) -> None:
     assert "does not know RayPPOTrainer" in run(code).stdout
 
 
+def test_a_patch_that_pip_has_replaced_but_for_its_package_is_none(run: Run, tmp_path: Path) -> None:
+    again = trees.copy_base(tmp_path, None)
+    trees.write(again / trees.NEW, "")
+    run("assert status.installed and not status.left_to_patch and not status.is_patched()", again)
+
+
 def test_a_patched_verl_wins(run: Run) -> None:
     code = """
         assert status.left_to_patch and not status.installed
