@@ -179,13 +179,15 @@ def main(command: Sequence[str]) -> int:
         output, evidence = Path(config.trainer.default_local_dir), Path(config.actor_rollout_ref.actor.bisect_dump_dir)
     except (HydraException, OmegaConfBaseException) as error:
         return refused(str(error))
-    output.mkdir(parents=True, exist_ok=True)
-    lock = open(output / "lock", "a+")  # until this process ends
     try:
+        output.mkdir(parents=True, exist_ok=True)
+        lock = open(output / "lock", "a+")  # until this process ends
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         lock.seek(0)
         return refused(f"process {lock.read()} trains in {output}: give another OUTPUT_DIR, or wait until it has ended")
+    except OSError as error:
+        return refused(f"nothing can be written to {output} ({error}): give another OUTPUT_DIR")
     resumes = config.trainer.resume_mode != "disable"
     for file in [] if resumes else [*sorted(evidence.glob("s*.jsonl")), output / "train.log"]:
         if file.is_file() and file.stat().st_size:

@@ -158,7 +158,6 @@ class Installer:
         self._pip = [str(python), "-m", "pip"]
         self._uv = python.parent / "uv"
         self._for_python = ["--python", str(python)]
-        self._requirement_of_uv = Path(__file__).with_name("requirements-uv.txt")
         # The hashes are of files for this kind of machine.
         self._checks_hashes = platform.machine() == "x86_64"
         # As pip does, take the best version that any index has: torch's CPU builds are in one of their own.
@@ -220,7 +219,7 @@ class Installer:
         if self._uv.exists():
             return True
         try:
-            self._install_with_pip("-r", str(self._requirement_of_uv))
+            self._install_with_pip("-r", str(Path(__file__).with_name("requirements-uv.txt")))
         except subprocess.CalledProcessError:
             return _falling_back("uv cannot be installed")
         return True

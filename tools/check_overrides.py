@@ -4,16 +4,13 @@
 
 python tools/check_overrides.py OVERRIDE ...     # by the Python that trains; the model and the data are not looked at
 
-Exit code: 0 if it would not, 2 if it would, 3 if that cannot be told; the last line of stderr says why.
+Exit code: 0 if it would not, 2 if it would, another if that cannot be told; the last line of stderr says why.
 """
 
-import importlib.util
 import inspect
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
-
-REFUSED, UNKNOWN = 2, 3
 
 
 def refusal(overrides: Sequence[str]) -> str | None:
@@ -59,9 +56,9 @@ def _check(config: Any) -> None:
 
     actor, trainer, algorithm = config.actor_rollout_ref.actor, config.trainer, config.algorithm
     for key in ("nnodes", "n_gpus_per_node", "total_training_steps"):
-        if type(trainer[key]) is not int or trainer[key] < 1:
-            if trainer[key] is not None or key != "total_training_steps":
-                raise ValueError(f"trainer.{key} must be a positive integer, got {trainer[key]!r}")
+        value = trainer[key]
+        if (type(value) is not int or value < 1) and (key, value) != ("total_training_steps", None):
+            raise ValueError(f"trainer.{key} must be a positive integer, got {value!r}")
     for name in [trainer.logger] if isinstance(trainer.logger, str) else trainer.logger:
         if name not in Tracking.supported_backend:
             raise ValueError(f"trainer.logger has {name!r}, and verl knows {', '.join(Tracking.supported_backend)}")
@@ -87,17 +84,12 @@ def _one_line(error: BaseException) -> str:
 
 
 def main(overrides: Sequence[str]) -> int:
-    if importlib.util.find_spec("verl") is None:
-        return _say(f"{sys.executable} has no verl", UNKNOWN)
     if any(word.startswith("-") for word in overrides):
-        return _say("they have options of Hydra's, which may name another configuration", UNKNOWN)
+        sys.exit("options of Hydra's may name another configuration")
     reason = refusal(overrides)
-    return 0 if reason is None else _say(reason, REFUSED)
-
-
-def _say(sentence: str, code: int) -> int:
-    print(sentence, file=sys.stderr)
-    return code
+    if reason is not None:
+        print(reason, file=sys.stderr)
+    return 0 if reason is None else 2
 
 
 if __name__ == "__main__":

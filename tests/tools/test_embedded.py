@@ -76,8 +76,8 @@ def test_a_folder_that_a_killed_run_has_left_is_not_in_the_way(tmp_path: Path) -
     "arguments sentence",
     (["tiny"], "'tiny' is neither an option nor a Hydra override"),
     (["--plugin"], "--plugin needs verl 0.9.1 and this is for 0.7.0"),
-    (["GPUS_PER_NODE=0"], "give one from 1 to 64, not 0"),
-    ([f"GPUS_PER_NODE={10**30}"], "give one from 1 to 64, not 1000"),
+    (["GPUS_PER_NODE=0"], "give one from 1 to 99, not 0"),
+    ([f"GPUS_PER_NODE={10**30}"], "give one from 1 to 99, not 1000"),
     ([f"OUTPUT_DIR={__file__}"], f"OUTPUT_DIR cannot be {__file__}: {__file__} is no directory"),
     ([f"BISECT_DUMP_DIR={__file__}/a"], f"{__file__} is no directory"),
 )
@@ -117,6 +117,7 @@ def test_what_a_run_is_refused_for_before_it_starts(tmp_path: Path) -> None:
     for arguments, sentence in (
         ([*given, "--target", other], f"--target is {other}, and the verl in "),
         ([*given, f"OUTPUT_DIR={tmp_path}/run"], "/steps.jsonl is of another run"),
+        ([*given, f"trainer.default_local_dir={__file__}"], f"nothing can be written to {__file__} "),
         ([*given, f"OUTPUT_DIR={tmp_path}/logged"], "/train.log is of another run"),
         ([*given, f"OUTPUT_DIR={tmp_path}/now"], f"process {os.getpid()} trains in {tmp_path}/now: give another"),
         (["--python", f"{tmp_path}/bare/bin/python"], "lacks packages that --embedded needs: torch, "),
