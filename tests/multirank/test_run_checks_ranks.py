@@ -105,5 +105,6 @@ def broken(method: str, how: str) -> tuple[Any, ...]:
 )
 def test_a_failure_of_the_judge_costs_its_answer_alone(launch: Launch, method: str, how: str) -> None:
     first, other = launch(2, broken, method, how)
-    assert (first[0], other[0]) == (None, []) and first[1] == other[1] and first[3] <= 1
+    assert (first[0], other[0]) == (None, []) and first[1] == other[1]
+    assert first[3] <= 1 + (method == "load_state_dict")  # which is tried once more, without what was saved
     assert first[2] == launch(2, broken, "unheard_of", "raises")[0][2]
