@@ -31,6 +31,7 @@ from gradloc_tools.convert.records import (
     bounded_memory,
     check_file,
 )
+from gradloc_tools.files import write_output
 
 FORMAT = 2
 # By the field of a plain record, that of a sample.
@@ -92,7 +93,7 @@ def main(files: list[Path], records: Path, step: int = 0, per_token_loss: bool =
                 print(f"{path.name}: what has the types {types} was left out{of}.", file=sys.stderr)
     if not lines:
         raise RecordError(f"{', '.join(map(str, files))}: there is no sample.")
-    records.write_text("".join(lines))
+    write_output(records, "".join(lines))
     command = f"gradloc convert {shlex.quote(str(records))} --out spike"
     if len(rollouts) == 1 and (rollout := rollouts.pop()) is not None:
         command += f" --step {rollout}"

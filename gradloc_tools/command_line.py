@@ -12,6 +12,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn, TypeVar
 
+from .files import is_special
+
 Value = TypeVar("Value", int, float, str)
 
 # What is installed with the command; the extra has the rest.
@@ -71,6 +73,21 @@ def argument(kind: Callable[[str], Value], holds: Callable[[Value], bool], text:
 
     convert.__name__ = kind.__name__  # argparse says it of what is no number
     return convert
+
+
+def output_file(path: str) -> str:
+    """The `type` of an argument that names a file to write: what cannot be written is refused before any work."""
+    folder = os.path.dirname(os.path.realpath(path))
+    problem = ""
+    if not path or os.path.isdir(path):
+        problem = f"{path!r} is no file: name one."
+    elif not (os.path.exists(path) or os.path.isdir(folder)):
+        problem = f"there is no folder {folder!r}. Make it, or name another."
+    elif not os.access(path if is_special(path) else folder, os.W_OK):
+        problem = f"{path!r} cannot be written: permission denied."
+    if problem and not int(os.environ.get("RANK", 0)):  # rank 0 alone writes
+        raise argparse.ArgumentTypeError(problem)
+    return path
 
 
 def end_with(main: Callable[[], int]) -> NoReturn:

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records as the micro-batches of one optimizer step, with the weights and coefficients that a loss gives them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -133,10 +133,11 @@ def build_batch(
     _check_alike(records)
     unknown = sorted({name for record in records for name in record.unknown})
     notes = [f"Fields that were not read: {', '.join(unknown[:16])}."] if unknown else []
+    parts, rows = _divided(records, micro_batch_size)
+    _check_size(records, parts.values())
     _add_log_probs(records, old_from_rollout, notes)
     world_size = 1 + max(record.rank for record in records)
     _add_coefficients(records, loss, world_size, notes)
-    parts, rows = _divided(records, micro_batch_size)
     micro_batches = {}
     for name, indices in parts.items():
         here = [records[index] for index in indices]
@@ -226,6 +227,25 @@ def _divided(
             micro_batch = records[index].micro_batch
             parts.setdefault((rank, number // size if micro_batch is None else micro_batch), []).append(index)
     return dict(sorted(parts.items())), rows
+
+
+def _check_size(records: Sequence[Record], parts: Iterable[Sequence[int]]) -> None:
+    """Refuses micro-batches that are too large once responses are padded: a long one may be beside many short ones."""
+    values = len({*records[0].tokens, "log_prob", "weight", "coefficient"})
+    total = 0
+    for part in parts:
+        cells = len(part) * max(records[index].row.response_length for index in part)
+        size = cells * (4 * values + 8)  # float32, and the ids
+        total += size
+        for what, bytes_of_it, most in (
+            ("a micro-batch", size, limits.BUNDLE_BYTES),
+            ("all micro-batches", total, limits.TOTAL_BYTES),
+        ):
+            if bytes_of_it > most:
+                raise RecordError(
+                    f"With responses padded to the longest, {what} would have over {most:,} bytes: divide the records "
+                    "into smaller micro-batches (--micro-batch-size), or leave out the longest responses."
+                )
 
 
 def _padded(records: Sequence[Record]) -> dict[str, Tensor]:

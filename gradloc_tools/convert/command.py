@@ -37,16 +37,27 @@ from ..command_line import parser as new_parser
 from ..report.figures import visible
 from ..report.words import bundle_of
 from .batch import AGG_MODES, KL_LOSSES, Batch, Loss, build_batch
-from .records import RECORDS, TOKENS, Record, RecordError, bounded_memory, json_lines, read_record
+from .records import (
+    RECORDS,
+    TOKENS,
+    Record,
+    RecordError,
+    bounded_memory,
+    check_parquet,
+    json_lines,
+    read_record,
+)
 
 # The threshold of the published method.
 THRESHOLD = 640.0
 
 _POSITIVE = argument(float, lambda value: 0 < value < math.inf, "it must be positive")
 _NOT_NEGATIVE = argument(float, lambda value: 0 <= value < math.inf, "it must not be negative")
+_NORM = argument(float, lambda value: not value < 0, "it must not be negative")
 _WHOLE = argument(int, lambda value: value >= 0, "it must not be negative")
-# A shell gives an empty text for a variable that is not set.
-_FOLDER = argument(str, bool, "it must name a folder")
+# A shell gives an empty text for a variable that is not set. A folder may be on another machine, or be made.
+_NO_FOLDER = "it must name a folder, and {!r} is none"
+_FOLDER = argument(str, lambda value: bool(value) and (os.path.isdir(value) or not os.path.exists(value)), _NO_FOLDER)
 _NATURAL = argument(int, lambda value: value >= 1, "it must be at least 1")
 
 # By the ending of its name, why a file is not read.
@@ -71,8 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             Path(options.out), event, batch.micro_batches, itemgetter("samples"), context
         )
     except (RecordError, NotReplayableError, OSError) as error:
-        said = in_a_sentence(error, options.out)
-        print(visible(said[:1].upper() + said[1:]), file=sys.stderr)
+        why = "No bundle is written: " if isinstance(error, NotReplayableError) else ""
+        print(visible(f"{why}{in_a_sentence(error, options.out)}"), file=sys.stderr)
         return 2
     record_events(options.out, [event])
     _say(event, batch, options)
@@ -93,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_POSITIVE,
         help=f"the run's usual gradient norm; τ is then {MARGIN:g} times the norm that tokens usually have by it",
     )
-    parser.add_argument("--grad-norm", metavar="NORM", type=float, help="that of this step, before clipping")
+    parser.add_argument("--grad-norm", metavar="NORM", type=_NORM, help="that of this step, before clipping")
     parser.add_argument("--loss-agg-mode", choices=AGG_MODES, help="as verl names them (%(default)s)")
     parser.add_argument(
         "--loss-scale-factor", metavar="N", type=_POSITIVE, help="of seq-mean-token-sum-norm (the longest response)"
@@ -121,6 +132,8 @@ def _read(options: argparse.Namespace) -> list[Record]:
     for file in options.files:
         path = Path(file)
         if (why := _NOT_READ.get(path.suffix.lower())) is not None:
+            if path.suffix.lower() == ".parquet":
+                check_parquet(path)
             raise RecordError(f"{path} {why}.")
         for place, values in json_lines(path):
             records.append(read_record(values, place, options.temperature, options.keep_nonfinite))

@@ -4,10 +4,12 @@
 
 import contextlib
 import math
+import os
 import resource
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +82,7 @@ def read_record(fields: Any, place: str, temperature: float = 1.0, keep_nonfinit
     if not isinstance(fields, Mapping):
         raise RecordError(f"{place} is not an object with fields.")
     known = {name: fields[name] for name in FIELDS if fields.get(name) is not None}
-    for texts, instead in _TEXTS.items():
-        if not known.keys() & {"response_ids", "input_ids"} and all(name in fields for name in texts):
-            raise RecordError(f"{place}: texts only, no token ids; {instead}.")
+    _check_ids({name for name, value in fields.items() if value is not None}, place)
     input_ids, length = _ids(known, place)
     if not (is_finite_number(given := known.get("temperature", temperature)) and given > 0):
         raise RecordError(f"{place}, field 'temperature': it must be a positive number, and is {_short(given)}.")
@@ -109,6 +109,16 @@ def read_record(fields: Any, place: str, temperature: float = 1.0, keep_nonfinit
         None if uid is None else str(uid)[:200],
         tuple(sorted(str(name)[:40] for name in fields if name not in FIELDS)),
     )
+
+
+def _check_ids(names: Collection[str], place: str) -> bool:
+    """Whether there are token ids among fields of these names; refuses those of another trainer that has texts only."""
+    if "response_ids" in names or "input_ids" in names:
+        return True
+    for texts, instead in _TEXTS.items():
+        if all(name in names for name in texts):
+            raise RecordError(f"{place}: texts only, no token ids; {instead}.")
+    return False
 
 
 def _ids(known: Mapping[str, Any], place: str) -> tuple[Tensor, int]:
@@ -234,6 +244,22 @@ def check_file(path: Path) -> None:
         raise RecordError(f"{path} is not an ordinary file.")
     if found.st_size > FILE_BYTES:
         raise RecordError(f"{path} has {found.st_size:,} bytes, and {FILE_BYTES:,} are the limit.")
+
+
+def check_parquet(path: Path) -> None:
+    """Refuses a Parquet file without token ids. Its end has the names of its columns, each after its length.
+
+    Raises:
+        RecordError: It has none, or is no ordinary file.
+        OSError: It cannot be read.
+    """
+    check_file(path)
+    with path.open("rb") as file:
+        file.seek(-min(2**20, path.stat().st_size), os.SEEK_END)
+        end = file.read()
+    names = {name for name in (*FIELDS, *chain(*_TEXTS)) if bytes([len(name)]) + name.encode() in end}
+    if not _check_ids(names, str(path)):
+        raise RecordError(f"{path} has no column 'response_ids' or 'input_ids', and records need token ids.")
 
 
 def json_lines(path: Path) -> Iterator[tuple[str, Any]]:

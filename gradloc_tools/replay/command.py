@@ -23,7 +23,7 @@ from typing import Any
 from gradloc.evidence.writer import evidence_files, jsonable
 
 from ..bundles.opening import Bundle, BundleError, open_bundle
-from ..command_line import argument, in_a_sentence, need
+from ..command_line import argument, in_a_sentence, need, output_file
 from ..command_line import parser as new_parser
 from ..report.figures import visible
 from ..report.page import write_page
@@ -78,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--budget", metavar="N", type=at_least_one, help="for --search: at most N passes (default: as in training)"
     )
-    parser.add_argument("--html", metavar="FILE", help="write a report with the replay to FILE")
+    parser.add_argument("--html", metavar="FILE", type=output_file, help="write a report with the replay to FILE")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--trust-remote-code", action="store_true", help="let the model's folder run its own code")
     return parser

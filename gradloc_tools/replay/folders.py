@@ -59,10 +59,7 @@ def safe_model(path: str) -> Iterator[str]:
     if _has_any(config, _QUANTIZED):
         raise ValueError("its weights are quantized, and a replay needs those that were trained")
     files, names = {_CONFIG: config}, [_WEIGHTS]
-    if _find(path, _WEIGHTS) is None and _find(path, _INDEX) is not None:
-        weights = _json(path, _INDEX).get("weight_map")
-        if not isinstance(weights, dict) or not all(isinstance(name, str) for name in weights.values()):
-            raise ValueError(f"{_INDEX} has no weight_map")
+    if (weights := _weight_map(path)) is not None:
         files[_INDEX] = {"metadata": {}, "weight_map": weights}
         names = sorted(set(weights.values()))
     with _folder(path, files, names) as folder:
@@ -86,6 +83,15 @@ def safe_adapter(path: str) -> Iterator[str]:
         yield folder
 
 
+def is_whole(path: str) -> bool:
+    """Whether a folder has a configuration and all weights, as safetensors: a download may have been cut off."""
+    try:
+        weights = _weight_map(path) or {"all": _WEIGHTS}
+    except ValueError:
+        return False
+    return all(_find(path, name) is not None for name in (_CONFIG, *weights.values()))
+
+
 def unread(path: str) -> list[str]:
     """The names of files in a model's folder that could change the model and are left out."""
     folder = Path(path)
@@ -106,6 +112,16 @@ def _folder(path: str, files: dict[str, Any], weights: list[str]) -> Iterator[st
                 raise ValueError(f"it has no {name}")
             (Path(folder) / name).symlink_to(found.resolve())
         yield folder
+
+
+def _weight_map(path: str) -> dict[str, str] | None:
+    """The file of each weight; None where one file has all."""
+    if _find(path, _WEIGHTS) is not None or _find(path, _INDEX) is None:
+        return None
+    weights = _json(path, _INDEX).get("weight_map")
+    if not isinstance(weights, dict) or not all(isinstance(name, str) for name in weights.values()):
+        raise ValueError(f"{_INDEX} has no weight_map")
+    return weights
 
 
 def _find(path: str, name: str) -> Path | None:

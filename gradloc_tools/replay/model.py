@@ -3,7 +3,6 @@
 """Loads the model of a bundle, and refuses another. It needs transformers."""
 
 import os
-import re
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from gradloc.layers.reduced_norms import layers_by_parameter
 from ..bundles.opening import Bundle
 from ..command_line import say
 from ..report.figures import visible
-from .folders import safe_adapter, safe_model, unread
+from .folders import is_whole, safe_adapter, safe_model, unread
 from .memory import is_out_of_memory
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
@@ -29,8 +28,7 @@ FLASH = "flash_attention_2"
 ATTENTIONS = ("eager", "sdpa", FLASH)
 HALF = ("bfloat16", "float16")
 
-# What a name on the hub looks like: all else is a path.
-_HUB_NAME = r"\w[\w.-]*(/[\w.-]+)?"
+_HUB_SECONDS = 10.0
 # What must be the same in the two configurations.
 _SHAPE = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")
 
@@ -86,12 +84,10 @@ def model_path(bundle: Bundle, given: str | None, trust_remote_code: bool) -> st
         trust_remote_code (bool): Whether the model's own code may run.
 
     Raises:
-        CannotReplayError: There is no such folder; or none was given, and the bundle's cannot be taken.
+        CannotReplayError: There is no such model; or none was given, and the bundle's cannot be taken.
     """
     if given is not None:
-        if not os.path.isdir(given) and re.fullmatch(_HUB_NAME, given) is None:
-            raise CannotReplayError(f"There is no such folder: --model {given}")
-        return given
+        return find_model(given)
     path = bundle.manifest["model"].get("path")
     named = f"The bundle's model is {path!r}, which is"
     if not isinstance(path, str) or not os.path.isfile(os.path.join(path, "config.json")):
@@ -104,6 +100,42 @@ def model_path(bundle: Bundle, given: str | None, trust_remote_code: bool) -> st
     if trust_remote_code:
         raise CannotReplayError(f"{named} named by the bundle alone: to run its code, give it with --model.")
     return path
+
+
+def find_model(given: str) -> str:
+    """The folder of a model that was given, which may be the hub's copy on this machine; else its name on the hub.
+
+    The hub is asked once and briefly: libraries that load a model ask for each file, and again and again.
+
+    Raises:
+        CannotReplayError: There is neither.
+    """
+    if os.path.isdir(given):
+        return given
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub import utils as hub
+
+    no_folder = f"There is no such folder: --model {given}"
+    try:
+        if os.path.exists(given):
+            raise CannotReplayError(no_folder)
+        folder = snapshot_download(given, local_files_only=True)
+        if is_whole(folder):
+            return folder
+    except hub.HFValidationError as error:  # it is no name
+        raise CannotReplayError(no_folder) from error
+    except hub.LocalEntryNotFoundError:
+        pass
+    try:
+        HfApi().model_info(given, timeout=_HUB_SECONDS)
+    except hub.RepositoryNotFoundError as error:
+        raise CannotReplayError(f"{no_folder}. Nor has the hub a model of this name.") from error
+    except hub.HfHubHTTPError:
+        pass  # of a mirror, say, which may have the files all the same
+    except Exception as error:  # of the library that sends requests
+        why = type(error).__name__
+        raise CannotReplayError(f"{no_folder}. Nor can the hub be asked for it ({why}).") from error
+    return given
 
 
 def load(

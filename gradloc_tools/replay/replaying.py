@@ -23,8 +23,8 @@ from gradloc_judge.alignment import alignment_warning
 from ..bundles.opening import Bundle
 from ..bundles.results import RESULT_KIND, RESULT_SUFFIX
 from ..command_line import say
+from ..files import write_whole
 from ..report.figures import severity
-from ..report.page import write_whole
 from .measuring import Measured, Place, measure, places
 from .memory import check_memory, is_out_of_memory, needed_memory
 from .model import (

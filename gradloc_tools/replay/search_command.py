@@ -26,9 +26,10 @@ from gradloc.measure.passes import Forward
 from ..bundles.opening import Bundle, BundleError
 from ..bundles.results import EVENT_SUFFIX
 from ..command_line import in_a_sentence
+from ..files import write_whole
 from ..report.command import TABLE_ROWS
 from ..report.figures import count, ranges, short, visible
-from ..report.page import write_page, write_whole
+from ..report.page import write_page
 from ..report.reading import read
 from .memory import check_memory, is_out_of_memory, needed_memory
 from .model import (

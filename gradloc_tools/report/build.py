@@ -172,12 +172,12 @@ def _facts(summary: Summary) -> list[tuple[str, str, str]]:
         return found
     ends = (summary["thresholds"][0], summary["thresholds"][-1])
     thresholds = " to ".join(dict.fromkeys(map(short, ends)))
-    complete = summary["events"] - summary["incomplete_events"]
+    searched = summary["events"] - summary["diagnoses"].get("unsearched", 0)
     found = [
-        ("Spikes", f"{summary['events']:,}", ""),
+        ("Spikes", f"{summary['spikes']:,}", "" if summary["spikes"] == summary["events"] else summary["named"]),
         ("Culprit tokens", f"{summary['culprits']:,}", ""),
         ("Largest token gradient", short(summary["largest_grad_norm"]), f"threshold {thresholds}"),
-        ("Searches complete", f"{complete:,}", f"of {summary['events']:,}"),
+        ("Searches complete", f"{searched - summary['incomplete_events']:,}", f"of {searched:,}"),
     ]
     if clips := summary["token_clip"]:
         of_all = count(clips["mini_batches"], "mini-batch", "mini-batches")
@@ -198,7 +198,7 @@ def _tables(
         "happened": _sentences("What happened" if every else "What happened in the largest spikes", said),
         "diagnoses": Table(
             "What was found",
-            (Column("Diagnosis", "row"), Column("Spikes", "num"), Column("What to look at")),
+            (Column("Diagnosis", "row"), Column("Mini-batches", "num"), Column("What to look at")),
             [[name, f"{n:,}", DIAGNOSES[name]] for name, n in summary["diagnoses"].items()],
         ),
         "explained": _sentences(of_all[len(explained) < events], explained),

@@ -8,14 +8,13 @@ The evidence may be read while training writes it; a line that is still being wr
 """
 
 import json
-import os
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
 
 from gradloc.evidence.writer import jsonable
 
-from ..command_line import argument, need
+from ..command_line import argument, need, output_file
 from ..command_line import parser as new_parser
 from .build import DETAILED
 from .comparison import compare, remarks, tables
@@ -39,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "other", metavar="PATH_B", nargs="?", help="the same of another run: shows the two runs side by side"
     )
-    parser.add_argument("--html", metavar="OUT", help="write a page for the browser to OUT")
+    parser.add_argument("--html", metavar="OUT", type=output_file, help="write a page for the browser to OUT")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     parser.add_argument("--since", metavar="STEP", type=int, help="leave out earlier steps")
     parser.add_argument(
@@ -51,11 +50,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.other is not None and (options.top or options.html):
         parser.error("--top and --html are for the evidence of one run")
-    if options.html and not os.path.isdir(folder := os.path.dirname(os.path.abspath(options.html))):
-        print(
-            visible(f"--html {options.html}: there is no folder {folder}. Make it, or name another."), file=sys.stderr
-        )
-        return 2
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character must not end the report
     if not options.json:

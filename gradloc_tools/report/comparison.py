@@ -57,13 +57,13 @@ def _figures(evidence: Evidence) -> dict[str, Any]:
     steps = evidence.known_steps()
     found = (evidence.steps[step]["spike_margin"] for step in steps)
     margins = sorted(severity(margin) for margin in found if margin is not None)
-    spikes, clips = summary["events"], summary["token_clip"] or {}
+    spikes, clips = summary["spikes"], summary["token_clip"] or {}
     return {
         **{name: summary[name] for name in _AS_IN_A_SUMMARY},
         "steps": len(steps) if evidence.steps else None,
         "spikes": spikes,
         "spikes_per_hundred_steps": 100 * spikes / len(steps) if steps else None,
-        "steps_with_spikes": len(summary["events_by_step"]),
+        "steps_with_spikes": len({spike.step for spike in evidence.spikes if spike.is_spike} - {None}),
         "clipped_mini_batches": clips.get("mini_batches", 0),
         "stopped_mini_batches": clips.get("stopped", 0),
         "margin_median": statistics.median(margins) if margins else None,

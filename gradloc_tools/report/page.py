@@ -7,10 +7,9 @@ The page's content security policy blocks all requests.
 
 import base64
 import gzip
-import os
-import secrets
 from pathlib import Path
 
+from ..files import write_output
 from .build import DETAILED, build
 from .reading import Evidence
 from .view import View, json_of
@@ -19,7 +18,7 @@ _FILES = ("page.html", "page.css", "page.js")
 
 
 def write_page(evidence: Evidence, out: str, details: int = DETAILED) -> None:
-    """Writes the page atomically: a reader sees the old page or the new one, never an incomplete one.
+    """Writes the page; of an ordinary file, a reader sees the old page or the new one, never an incomplete one.
 
     Args:
         evidence (Evidence): What was read.
@@ -29,36 +28,12 @@ def write_page(evidence: Evidence, out: str, details: int = DETAILED) -> None:
     Raises:
         OSError: The page cannot be written.
     """
-    write_whole(out, assemble(packed(build(evidence, details=details))))
+    write_output(out, assemble(packed(build(evidence, details=details))))
 
 
 def packed(view: View) -> str:
     """The view as the page holds it: JSON, compressed, in Base64. No text of it can be taken for markup."""
     return base64.b64encode(gzip.compress(json_of(view).encode(), mtime=0)).decode()
-
-
-def write_whole(path: str | os.PathLike[str], text: str) -> None:
-    """Writes a text to a file that appears under its name only when it is complete.
-
-    Its directory is created if it does not exist.
-
-    Raises:
-        OSError: It cannot be written; a file that was there is as it was.
-    """
-    folder = os.path.dirname(os.path.abspath(path))
-    os.makedirs(folder, exist_ok=True)
-    # A name that nobody can guess and O_EXCL, so that a link in this folder is not followed.
-    unfinished = os.path.join(folder, f".{secrets.token_hex(8)}.unfinished")
-    descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        with open(descriptor, "w", encoding="utf-8", errors="replace") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
-    except BaseException:
-        os.remove(unfinished)
-        raise
 
 
 def assemble(data: str) -> str:

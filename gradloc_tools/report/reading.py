@@ -231,18 +231,21 @@ def _judged(event: Event) -> Event:
 
 def _lines(found: Evidence, file: str) -> Iterator[bytes]:
     """All lines that are not empty; the last one may still be being written. One that is too long is read as b""."""
+    if os.path.exists(file) and not os.path.isfile(file):  # a pipe or a device may have no end
+        raise OSError(f"{file} is not an ordinary file: give the folder that has spikes.jsonl, copied if need be.")
     left = MOST_BYTES
     with open(file, "rb") as lines:
         while line := lines.readline(LINE_BYTES + 1):
-            rest = line
-            while rest and not rest.endswith(b"\n"):
-                rest = lines.readline(_CHUNK)
-            if len(line) > LINE_BYTES:
-                line = b""
             left -= len(line)
+            rest = line
+            while rest and not rest.endswith(b"\n") and left >= 0:
+                rest = lines.readline(_CHUNK)
+                left -= len(rest)
             if left < 0:
                 found.too_large = True
                 return
+            if len(line) > LINE_BYTES:
+                line = b""
             if line != b"\n":
                 yield line
 
@@ -297,7 +300,8 @@ def _files(path: str) -> dict[str, str]:
     if not (is_folder or _is_evidence(path)):
         return {"spikes": path}
     for directory in (path, os.path.join(path, "bisect_dump")) if is_folder else (os.path.dirname(path) or ".",):
-        if files := {name: file for name in _NAMES for file in evidence_files(directory, name)}:
+        files = {name: os.path.join(directory, f"{name}.jsonl") for name in _NAMES}
+        if files := {name: file for name, file in files.items() if os.path.exists(file)}:
             return files
     if is_folder:
         raise _no_evidence(path)

@@ -61,6 +61,7 @@ def summarize(evidence: Evidence, top: int) -> dict[str, Any]:
         "lost_spikes": lost_spikes(evidence),
         "runs_in_folder": evidence.runs,
         "events": len(spikes),
+        "spikes": sum(spike.is_spike for spike in spikes),
         "named": named(spikes),
         "culprits": len(culprits),
         "first_step": min(by_step, default=None),

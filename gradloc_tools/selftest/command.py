@@ -11,25 +11,26 @@ was. The same steps with and without detection take turns. MODEL is a folder or 
 
 exit codes: 0  it works here
             1  a token was not found, or the gradient is not what it should be
-            2  wrong usage, or the model cannot be loaded
+            2  wrong usage, the model cannot be loaded, or FILE cannot be written
             3  nothing could be measured: not enough memory, or gradients that are not finite
 """
 
 import json
+import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..command_line import argument
+from ..command_line import argument, in_a_sentence, output_file
 from ..command_line import parser as new_parser
-from ..replay.model import ATTENTIONS, FLASH
+from ..files import write_output
+from ..replay.model import ATTENTIONS, FLASH, CannotReplayError, find_model, first_line
 from ..replay.search_command import process_group
 from .measuring import Loop, SelfTest, Sizes, UnusableError, build_model
 
@@ -80,17 +81,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     count = argument(int, lambda value: value >= 1, "it must be at least 1, got {}")
     for name, default in asdict(Sizes()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=count, default=default, help=f"default: {default}")
-    parser.add_argument("--seconds", type=float, default=120.0, help="how long to measure detection (default: 120)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write all figures as JSON")
+    seconds = argument(float, lambda value: 0 <= value < math.inf, "it must be a number from 0, got {}")
+    parser.add_argument("--seconds", type=seconds, default=120.0, help="how long to measure detection (default: 120)")
+    parser.add_argument("--output", type=output_file, metavar="FILE", help="write all figures as JSON")
     options = parser.parse_args(arguments)
+    try:
+        path = find_model(options.model)
+    except CannotReplayError as error:
+        print(f"selftest: {error}", file=sys.stderr)
+        return 2
     device = _device()
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     with process_group(device, **alone):
         attention = options.attention or (FLASH if device.type == "cuda" and find_spec("flash_attn") else "sdpa")
         try:
-            model = build_model(options.model, options.random_weights, attention, device, options.trust_remote_code)
+            model = build_model(path, options.random_weights, attention, device, options.trust_remote_code)
         except Exception as error:
-            print(f"selftest: {options.model} cannot be loaded: {error}", file=sys.stderr)
+            print(f"selftest: {options.model} cannot be loaded: {first_line(error):.300}", file=sys.stderr)
             return 2
         try:
             sizes = Sizes(**{name: getattr(options, name) for name in asdict(Sizes())})
@@ -111,7 +118,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if int(os.environ.get("RANK", 0)) == 0:
         print(sentence(result))
         if options.output is not None:
-            options.output.write_text(json.dumps(result, indent=2) + "\n")
+            try:
+                write_output(options.output, json.dumps(result, indent=2) + "\n")
+            except OSError as error:
+                print(f"selftest: {in_a_sentence(error, options.output)}", file=sys.stderr)
+                return 2
     return 1 if failures(result) else 0
 
 

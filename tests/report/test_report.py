@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,11 +40,15 @@ from gradloc.evidence import token_facts, writer
 from gradloc.evidence.writer import LINE_BYTES, record_step
 from gradloc_tools import report
 from gradloc_tools.bundles import results
+from gradloc_tools.files import write_whole
+from gradloc_tools.replay.command import main as replay
 from gradloc_tools.report import page, reading, words
 from gradloc_tools.report.command import main
+from gradloc_tools.report.comparison import compare
 from gradloc_tools.report.figures import part_of, short
 from gradloc_tools.report.view import json_of
 from gradloc_tools.schema import EVENT, NOTE, conforms, parse
+from gradloc_tools.selftest.command import main as selftest
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -335,12 +340,22 @@ def refused(capsys: Capsys) -> Callable[..., str]:
     return call
 
 
+@pytest.mark.parametrize("command", [main, replay, selftest])
+@cases("name said", ("nowhere/page", "/nowhere'. Make it, or name another."), ("dump", "/dump' is no file"), ("", "''"))
+def test_where_nothing_can_be_written_is_said_first(
+    tmp_path: Path, capsys: Capsys, command: Callable[[list[str]], int], name: str, said: str
+) -> None:
+    dump = write(tmp_path / "dump", [spike(5)])
+    out = str(tmp_path / name) if name else ""
+    with pytest.raises(SystemExit, match="2"):
+        command(["--model", str(dump), "--output", out] if command is selftest else [str(dump), "--html", out])
+    out, error = capsys.readouterr()
+    assert out == "" and said in error.splitlines()[-1] and not (tmp_path / "nowhere").exists()
+
+
 def test_what_is_not_there_is_one_sentence(tmp_path: Path, refused: Callable[..., str]) -> None:
-    """No folder for the page; no evidence there, but one or two levels away."""
+    """No evidence there, but one or two levels away."""
     dump = write(tmp_path / "outputs" / "run1" / "bisect_dump", [spike(5)])
-    page = tmp_path / "nowhere" / "page.html"
-    said = refused(dump, "--html", page)
-    assert said.startswith(f"--html {page}: there is no folder {page.parent}. Make it") and not page.parent.exists()
     (dump / "replay").mkdir()
     for path in (tmp_path / "outputs", dump / "replay"):
         assert refused(path) == f"No steps.jsonl or spikes.jsonl, found in {dump}: give that: {path}\n"
@@ -360,6 +375,10 @@ def test_no_evidence_is_not_taken_for_no_spike(tmp_path: Path, show: Any, refuse
         assert refused(tmp_path / name) == f"{tmp_path / name} {said}\n"
     (tmp_path / "spikes.jsonl").write_text("")
     assert "No gradient spike in" in show()
+    # Nobody writes to this pipe, so that reading it never ends.
+    os.mkfifo(tmp_path / "critic.jsonl")
+    for path in (tmp_path, tmp_path / "critic.jsonl", tmp_path / "spikes.jsonl"):
+        assert refused(path).startswith(f"{tmp_path}/critic.jsonl is not an ordinary file: give the folder")
 
 
 @pytest.mark.parametrize("depth", [70, 990])
@@ -386,6 +405,9 @@ def test_of_a_line_that_is_too_long_little_is_read(tmp_path: Path) -> None:
         found = report.read(str(tmp_path))
     assert peak() < 3 * LINE_BYTES
     assert [e["global_step"] for e in found.events] == [8] and found.skipped.total() == 1
+    with open(tmp_path / "spikes.jsonl", "ab") as file:
+        file.truncate(2**27)
+    assert report.read(str(tmp_path)).too_large
 
 
 def test_a_line_with_very_many_lists_is_not_parsed() -> None:
@@ -465,7 +487,7 @@ def test_without_a_culprit_it_is_said_what_was_found_and_done(show: Any, summary
     assert set(words.APPLIED) == set(words.NOT_APPLIED) == set(fields["action"]["enum"])
 
 
-def test_a_recorded_spike_names_what_it_suspects(show: Any, view: Any) -> None:
+def test_a_recorded_spike_names_what_it_suspects(show: Any, view: Any, tmp_path: Path) -> None:
     tokens = ["2", " plus", " two", " is", " five"]
     found = unsearched(40, [culprit(4, tokens, 9e4, advantage=7.5), culprit(2, tokens, 8e4)])
     valid_events(json.dumps([found]))
@@ -477,6 +499,13 @@ def test_a_recorded_spike_names_what_it_suspects(show: Any, view: Any) -> None:
     table = made.spikes[0].content["suspected"]
     assert [row[7] for row in table.rows] == ["4", "2"] and table.columns[7].name == "Position"
     assert made.culprits == [] and made.tables["culprits"].rows == []
+    # A search that has found nothing over a threshold does not make a spike of it.
+    under = {"trigger": {**found["trigger"], "norm": 1.0}, "diagnosis": "under", "search": "replayed"}
+    facts = {name: value for name, *value in view([unsearched(41, [], **under)]).facts}
+    assert facts["Spikes"] == ["1", "1 gradient spike and 1 recorded mini-batch"]
+    assert facts["Searches complete"] == ["1", "of 1"]
+    (figures, _) = compare(*[report.read(str(tmp_path))] * 2)["runs"]
+    assert (figures["spikes"], figures["steps_with_spikes"]) == (1, 1)
 
 
 def spread(tokens: int, norm: float, rest: float | None, units: int = 1, **changes: Any) -> Event:
@@ -695,17 +724,27 @@ def test_the_page_holds_no_markup_of_a_model(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir() if "page.html" in path.name] == ["page.html"]
 
 
-def test_a_page_is_not_written_through_a_link(tmp_path: Path) -> None:
-    outside = tmp_path / "outside"
+def test_only_an_ordinary_file_is_replaced(tmp_path: Path) -> None:
+    """What a user names is written where it leads to; beside a bundle, a stranger may have put a link."""
+    dump, outside, link, pipe = (tmp_path / name for name in ("dump", "outside", "link", "pipe"))
+    write(dump, [spike(5)])
     outside.write_text("mine")
-    (tmp_path / "page.html").symlink_to(outside)
-    page.write_whole(tmp_path / "page.html", "ab")
-    assert outside.read_text() == "mine"
-    assert (tmp_path / "page.html").read_text() == "ab" and not (tmp_path / "page.html").is_symlink()
+    link.symlink_to(outside)
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor() as pool:
+        received = pool.submit(pipe.read_text)
+        for name in (link, pipe):
+            assert main([str(dump), "--html", str(name)]) == 0
+        assert received.result() == outside.read_text() != "mine"
+    assert link.is_symlink() and pipe.is_fifo()
+    for name in (link, pipe):
+        with pytest.raises(OSError, match="Not an ordinary file"):
+            write_whole(name, "x")
+    before = outside.read_text()
     with pytest.raises(TypeError):
-        page.write_whole(tmp_path / "page.html", 7)  # type: ignore[arg-type]
-    assert {file.name for file in tmp_path.iterdir()} == {"outside", "page.html"}
-    assert (tmp_path / "page.html").read_text() == "ab"
+        write_whole(outside, 7)  # type: ignore[arg-type]
+    assert outside.read_text() == before and link.is_symlink() and pipe.is_fifo()
+    assert {file.name for file in tmp_path.iterdir()} == {"dump", "outside", "link", "pipe"}
 
 
 def test_a_page_has_all_its_parts_and_is_not_searched_for_more() -> None:

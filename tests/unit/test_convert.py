@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pandas
 import pytest
 import torch
 from notation import Capsys, Patch, cases
@@ -26,6 +27,7 @@ import trees
 from gradloc.bundles import limits
 from gradloc.evidence.writer import LINE_BYTES, jsonable
 from gradloc_tools.bundles.opening import Bundle, open_bundle
+from gradloc_tools.convert import batch
 from gradloc_tools.convert import records as record_files
 from gradloc_tools.convert.batch import AGG_MODES
 from gradloc_tools.convert.command import main
@@ -295,7 +297,6 @@ def test_files_that_are_not_read(refused: Any, tmp_path: Path) -> None:
         ("c.jsonl", b"\n[1]\n", "line 2 is not an object with fields."),
         ("d.jsonl", b"[" * 10**5, "line 1 cannot be parsed: it nests too deep."),
         ("e.jsonl", b" " * (LINE_BYTES + 1), f"line 1 has over {LINE_BYTES:,} bytes."),
-        ("g.parquet", b"PAR1", "is Parquet: first write it as JSON Lines, with pandas: read_parquet(f).to_json("),
         ("31.pt", b"", "has no records: if it is slime's, examples/slime_records.py makes them of it.\n"),
     ):
         (tmp_path / name).write_bytes(content)
@@ -304,12 +305,41 @@ def test_files_that_are_not_read(refused: Any, tmp_path: Path) -> None:
     assert "both must be positive and finite" in refused(lines, "--usual-norm=1")
     assert "There is no record." in refused([])
     texts = dict.fromkeys(("prompt", "completion"), "a")
-    assert "texts only, no token ids; in TRL, train with RecordingTrainer of examples/trl" in refused([texts])
+    recording = "texts only, no token ids; in TRL, train with RecordingTrainer of examples/trl"
+    assert recording in refused([texts])
+    for columns, message in (
+        (texts, recording),
+        ({"text": "a"}, "has no column 'response_ids' or 'input_ids', and records need token ids."),
+        ({**texts, "response_ids": [1]}, "is Parquet: first write it as JSON Lines, with pandas: read_parquet(f).to_"),
+    ):
+        pandas.DataFrame([columns]).to_parquet(tmp_path / "g.parquet")
+        assert message in refused(tmp_path / "g.parquet")
     os.mkfifo(tmp_path / "pipe.jsonl")
     assert "is not an ordinary file." in refused(tmp_path / "pipe.jsonl")
     with (tmp_path / "huge.jsonl").open("wb") as file:
         file.truncate(record_files.FILE_BYTES + 1)
     assert "bytes, and 2,147,483,648 are the limit." in refused(tmp_path / "huge.jsonl")
+
+
+def test_padding_does_not_fill_the_memory(refused: Any, monkeypatch: Patch) -> None:
+    """One long response beside many short ones."""
+    monkeypatch.setattr(batch, "pad_sequence", pytest.fail)
+    short, long = records()[:2]
+    long |= {name: 1000 * value for name, value in long.items() if name != "prompt_ids" and isinstance(value, list)}
+    monkeypatch.setattr(limits, "BUNDLE_BYTES", 2**22)
+    monkeypatch.setattr(limits, "TOTAL_BYTES", 2**18)
+    for options, what in ((["--micro-batch-size", "41"], "a micro-batch"), ([], "all micro-batches")):
+        assert f"padded to the longest, {what} would have over" in refused([short] * 40 + [long], *options)
+
+
+def test_an_error_names_a_file_as_it_was_given(refused: Any, tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("lower.jsonl").write_text("[1]\n")
+    assert refused(Path("lower.jsonl")).startswith("lower.jsonl, line 1 is not an object")
+    monkeypatch.setattr(limits, "MANIFEST_BYTES", 0)
+    assert refused(records()).startswith("No bundle is written: its manifest would take ")
+    with pytest.raises(SystemExit, match="2"):
+        main(["lower.jsonl", "--out", "lower.jsonl"])
 
 
 def test_a_line_that_grows_does_not_fill_the_memory(refused: Any, tmp_path: Path, monkeypatch: Patch) -> None:
@@ -419,7 +449,7 @@ def test_a_file_of_slime_that_is_not_read(tmp_path: Path, broken: str) -> None:
         assert (tmp_path / "marker").exists()  # so it works
 
 
-def test_the_example_for_nemo_rl_makes_records(tmp_path: Path) -> None:
+def test_the_example_for_nemo_rl_makes_records(tmp_path: Path, capsys: Capsys) -> None:
     """A line as `log_batched_dict_as_jsonl` writes it: lists of one entry over the padded sequence, and `idx`."""
     logged, lines, width = [], records(), 9 + 2
     names = {"response_ids": "token_ids", "response_mask": "token_loss_mask", "advantages": "advantages"}
@@ -437,6 +467,8 @@ def test_the_example_for_nemo_rl_makes_records(tmp_path: Path) -> None:
     example("nemo_rl_records.py")(file, tmp_path / "step12.jsonl")
     made = [json.loads(line) for line in (tmp_path / "step12.jsonl").read_text().splitlines()]
     assert made == [{name: record[name] for name in ("prompt_ids", *names)} for record in lines]
+    told = f"4 records. Next: gradloc convert {tmp_path}/step12.jsonl --out spike --step 12\n"
+    assert capsys.readouterr().out == told
 
 
 def prime_rl_export(folder: Path, **changes: Any) -> tuple[Path, Records]:
@@ -462,11 +494,13 @@ def prime_rl_export(folder: Path, **changes: Any) -> tuple[Path, Records]:
     return folder / "step_12", lines
 
 
-def test_the_example_for_prime_rl_makes_records(convert: Any, tmp_path: Path) -> None:
+def test_the_example_for_prime_rl_makes_records(convert: Any, tmp_path: Path, capsys: Capsys) -> None:
     """Coefficients are the gradient of its default loss, by autograd."""
     step, lines = prime_rl_export(tmp_path)
     example("prime_rl_records.py")(step, tmp_path / "step12.jsonl", 0.9, 0.05)
-    bundle = convert(tmp_path / "step12.jsonl")
+    told = f"4 records. Next: gradloc convert {tmp_path}/step12.jsonl --out spike --step 12\n"
+    assert capsys.readouterr().out == told
+    bundle = convert(tmp_path / "step12.jsonl", "--step", "12")
     log_probs = [torch.tensor(line["trainer_logprobs"], requires_grad=True) for line in lines]
     total, tokens, dropped = torch.zeros(()), 0, 0
     for line, log_prob in zip(lines, log_probs, strict=True):
@@ -491,6 +525,21 @@ def test_an_export_of_prime_rl_for_another_loss_is_refused(tmp_path: Path) -> No
     step, _ = prime_rl_export(tmp_path, ce_weights=[0.5] * 9)
     with pytest.raises(SystemExit, match="it is also trained by another loss"):
         example("prime_rl_records.py")(step, tmp_path / "step12.jsonl")
+
+
+@cases("name source", ("nemo_rl", "logged.jsonl"), ("prime_rl", "rank_0.jsonl"), ("slime", "a.pt"))
+def test_an_example_says_in_a_sentence_what_it_cannot_read(
+    tmp_path: Path, monkeypatch: Patch, name: str, source: str
+) -> None:
+    given = tmp_path if name == "prime_rl" else tmp_path / source
+    for content in (None, "[1]\n", '{"token_ids": []}\n', "{\n"):
+        if content is not None:
+            (tmp_path / source).write_text(content)
+        monkeypatch.setattr(sys, "argv", ["example", str(given), str(tmp_path / "out.jsonl")])
+        with pytest.raises(SystemExit) as end:
+            runpy.run_path(str(trees.ROOT / f"examples/{name}_records.py"), run_name="__main__")
+        assert str(tmp_path) in str(end.value.code) and "\n" not in str(end.value.code)
+        assert not (tmp_path / "out.jsonl").exists()
 
 
 class FakeTrainer:
