@@ -3,6 +3,7 @@
 """What the plugin does after which import. patches/README.md says why each is needed."""
 
 import functools
+import importlib.util
 import inspect
 import logging
 import os
@@ -283,6 +284,8 @@ def install() -> None:
         logger.info("verl is patched with GradLoc, so GradLoc's plugin does nothing: the patch alone acts")
         return
     verl = sys.modules.get("verl")
+    if verl is None and importlib.util.find_spec("verl") is None:
+        return  # a scorer is used without verl
     if verl is not None and not getattr(verl.__spec__, "_initializing", False):
         # Something else has imported this package. Parts of verl that hold names of others cannot be reached any more.
         return

@@ -38,10 +38,11 @@ def without_packages(*arguments: str) -> subprocess.CompletedProcess[str]:
     return trees.run(sys.executable, "-S", "-m", *arguments, cwd=trees.ROOT, PYTHONPATH=plugin)
 
 
-def test_the_plugins_check_without_a_verl_ends_with_a_sentence() -> None:
+def test_the_plugins_check_without_a_verl_is_a_sentence() -> None:
+    """Its package, which has the scorers, says nothing."""
     done = without_packages("gradloc_verl")
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert "has no verl that can be imported" in done.stderr.splitlines()[-1]
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 1 and "has no verl that can be imported" in line
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["report", "examples/spike", "--json"]])
