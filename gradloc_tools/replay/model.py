@@ -115,7 +115,7 @@ def find_model(given: str) -> str:
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub import utils as hub
 
-    no_folder = f"There is no such folder: --model {given}"
+    no_folder, folder = f"There is no such folder: --model {given}", None
     try:
         if os.path.exists(given):
             raise CannotReplayError(no_folder)
@@ -133,6 +133,8 @@ def find_model(given: str) -> str:
     except hub.HfHubHTTPError:
         pass  # of a mirror, say, which may have the files all the same
     except Exception as error:  # of the library that sends requests
+        if folder is not None:  # what it lacks may not be needed
+            return folder
         why = type(error).__name__
         raise CannotReplayError(f"{no_folder}. Nor can the hub be asked for it ({why}).") from error
     return given
