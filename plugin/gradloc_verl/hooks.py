@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -239,6 +240,29 @@ def add_scorers(module: ModuleType) -> None:
         return score(data_source, solution_str, ground_truth, extra_info, **kwargs)
 
 
+def name_config_groups(module: ModuleType) -> None:
+    """Says beside Hydra's error which config groups give verl GradLoc's keys."""
+
+    @around(expect(module, "ConfigLoaderImpl"), "_apply_overrides_to_config", "overrides", "cfg")
+    def apply_overrides(apply: Callable[..., None], overrides: Any, cfg: Any) -> None:
+        try:
+            apply(overrides, cfg)
+        except module.ConfigCompositionException as error:
+            key = _OF_GRADLOC.search(str(error))
+            if key is None or "gradloc_verl." in str(module.OmegaConf.select(cfg, key[1])):
+                raise
+            raise type(error)(
+                f"{error}\nGradLoc's keys need its config groups: add actor@actor_rollout_ref.actor=gradloc_dp_actor "
+                "critic=gradloc_dp_critic. For other engines, see docs/use/plugin.md."
+            ) from error.__cause__
+
+
+# A key of the actor or critic that is GradLoc's.
+_OF_GRADLOC = re.compile(
+    r"'(actor_rollout_ref\.actor|critic)\.(spike_|bisect_|grad_norm_threshold|(layer|token)_clip)\S*'"
+)
+
+
 class Hook(NamedTuple):
     """What is done after an import.
 
@@ -270,6 +294,7 @@ HOOKS = {
     "verl.utils.activation_offload": Hook(
         reset_activation_offloading, "the repair of activation offloading", needed=False
     ),
+    "hydra._internal.config_loader_impl": Hook(name_config_groups, "the hint at the config groups", needed=False),
     "verl.utils.reward_score": Hook(add_scorers, "the scorers math_verify and ps_grpo", needed=False),
 }
 

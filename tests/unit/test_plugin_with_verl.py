@@ -188,6 +188,10 @@ def test_the_keys_work_without_a_plus_and_are_validated(run: Run) -> None:
                           "actor_rollout_ref.actor.layer_clip.enable=True")
         assert on.spike_detection and on.grad_norm_threshold == "auto" and on.layer_clip.enable
         assert "spike_action" in refusal(actor_config, "actor_rollout_ref.actor.spike_action=shout")
+        for key, is_ours in ((ON, True), ("critic.spike_detection=True", True), ("critic.typo=1", False)):
+            told = refusal(lambda: composed(key, keys=[]))
+            assert "Could not override" in told and ("add " + " ".join(KEYS[:2]) in told) == is_ours, told
+        assert "config groups" not in refusal(composed, "actor_rollout_ref.actor.spike_typo=1")
         critic = composed(ON).critic
         assert critic.spike_detection is True and critic.grad_norm_threshold == "auto"
         # Everything else is verl's own.
@@ -209,7 +213,7 @@ def test_a_command_says_what_fits(run: Run, tmp_path: Path, tree: Path) -> None:
     done = run("", tree)
     version, *hooks = done.stdout.splitlines()
     assert version.startswith(f"verl {apply_patch.release_of(tree)} in {tree}")
-    assert len(hooks) == 10 and all(line.endswith(": fits") for line in hooks)
+    assert len(hooks) == 11 and all(line.endswith(": fits") for line in hooks)
     # Another verl: the trackers take other arguments.
     changed = shutil.copytree(tree / "verl", tmp_path / "verl").parent
     tracking = changed / "verl/utils/tracking.py"
