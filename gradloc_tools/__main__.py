@@ -26,7 +26,7 @@ from typing import NoReturn
 
 from gradloc.version import __version__
 
-from .command_line import end_with, need
+from .command_line import end_with, in_a_sentence, need
 
 # What each command needs besides what is installed with it.
 _NEEDS: dict[str, tuple[str, ...]] = {
@@ -65,7 +65,10 @@ def run() -> NoReturn:
     try:
         code = main()
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader of the output, such as head, has seen enough
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):  # the reader of the output, such as head, has seen enough
+            print(f"gradloc: {in_a_sentence(error, 'standard output')}", file=sys.stderr)
+            code = 2
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)
 

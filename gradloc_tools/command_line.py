@@ -57,8 +57,8 @@ def say(text: str) -> None:
 
 def in_a_sentence(error: Exception, path: str) -> str:
     """Why a command has no result; `path` stands where an error of the system names no file."""
-    if isinstance(error, OSError):
-        return f"{error.strerror or error}: {error.filename2 or error.filename or path}"
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename2 or error.filename or path}"
     return str(error)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from gradloc.evidence.writer import jsonable
 
-from ..command_line import argument, need, output_file
+from ..command_line import argument, in_a_sentence, need, output_file
 from ..command_line import parser as new_parser
 from .build import DETAILED
 from .comparison import compare, remarks, tables
@@ -61,8 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         raise  # the reader of the output has seen enough
     except OSError as error:
-        said = f"{error.strerror}: {error.filename2 or error.filename}" if error.strerror else str(error)
-        print(visible(said), file=sys.stderr)
+        print(visible(in_a_sentence(error, "standard output")), file=sys.stderr)
         return 2
     return 0
 
