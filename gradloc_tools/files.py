@@ -17,13 +17,16 @@ def write_output(path: str | os.PathLike[str], text: str) -> None:
     """Writes a text to the file that a user has named. A link stays, and what it leads to is written.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: It cannot be written; it has the name of the file as it was given.
     """
-    if is_special(path):
-        with open(os.open(path, os.O_WRONLY | os.O_CLOEXEC), "w", encoding="utf-8", errors="replace") as file:
-            file.write(text)
-    else:
-        write_whole(os.path.realpath(path), text)
+    try:
+        if is_special(path):
+            with open(os.open(path, os.O_WRONLY | os.O_CLOEXEC), "w", encoding="utf-8", errors="replace") as file:
+                file.write(text)
+        else:
+            write_whole(os.path.realpath(path), text)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def write_whole(path: str | os.PathLike[str], text: str) -> None:

@@ -9,10 +9,10 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import jsonschema
 import pytest
@@ -40,7 +40,7 @@ from gradloc.evidence import token_facts, writer
 from gradloc.evidence.writer import LINE_BYTES, record_step
 from gradloc_tools import report
 from gradloc_tools.bundles import results
-from gradloc_tools.files import write_whole
+from gradloc_tools.files import write_output, write_whole
 from gradloc_tools.replay.command import main as replay
 from gradloc_tools.report import page, reading, words
 from gradloc_tools.report.command import main
@@ -724,18 +724,18 @@ def test_the_page_holds_no_markup_of_a_model(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir() if "page.html" in path.name] == ["page.html"]
 
 
-def test_only_an_ordinary_file_is_replaced(tmp_path: Path) -> None:
+def test_only_an_ordinary_file_is_replaced(tmp_path: Path, monkeypatch: Patch, capsys: Capsys) -> None:
     """What a user names is written where it leads to; beside a bundle, a stranger may have put a link."""
     dump, outside, link, pipe = (tmp_path / name for name in ("dump", "outside", "link", "pipe"))
     write(dump, [spike(5)])
     outside.write_text("mine")
     link.symlink_to(outside)
     os.mkfifo(pipe)
-    with ThreadPoolExecutor() as pool:
-        received = pool.submit(pipe.read_text)
-        for name in (link, pipe):
-            assert main([str(dump), "--html", str(name)]) == 0
-        assert received.result() == outside.read_text() != "mine"
+    assert main([str(dump), "--html", str(link)]) == 0 and "<!DOCTYPE html>" in outside.read_text()
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_output(pipe, "a page")
+    assert os.read(reader, 99) == b"a page"
+    os.close(reader)
     assert link.is_symlink() and pipe.is_fifo()
     for name in (link, pipe):
         with pytest.raises(OSError, match="Not an ordinary file"):
@@ -744,6 +744,9 @@ def test_only_an_ordinary_file_is_replaced(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
         write_whole(outside, 7)  # type: ignore[arg-type]
     assert outside.read_text() == before and link.is_symlink() and pipe.is_fifo()
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(28, "No space left on device")))
+    assert main([str(dump), "--html", str(link)]) == 2 and outside.read_text() == before
+    assert capsys.readouterr().err == f"No space left on device: {link}\n"
     assert {file.name for file in tmp_path.iterdir()} == {"dump", "outside", "link", "pipe"}
 
 
