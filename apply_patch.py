@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Apply, check or reverse the GradLoc patch on a verl source tree. Needs Python 3.10 and nothing else.
 
-For each supported release of verl, a target, the patch has three parts, which are applied as one: patches/package.patch
-(new files, the same for every release), patches/VERSION/hooks.patch (calls into them) and patches/VERSION/fixes.patch
-(repairs of verl's own faults). Which target is taken:
+For each supported release of verl, a target, the patch has three parts, which are applied as one: the new files in
+patches/files (the same for every release), patches/VERSION/hooks.patch (calls of the package gradloc, through one of
+them) and patches/VERSION/fixes.patch (repairs of verl's own faults). Which target is taken:
   - what --target names;
   - with --installed: the one for the installed version;
   - with --repo: the one for the commit of HEAD; else the one that all the files it changes fit, patched or not; else
@@ -71,7 +71,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 PATCHES = HERE / "patches"  # a folder for each target; a patch's checksum is beside it
-PACKAGE = PATCHES / "package.patch"
+FILES = PATCHES / "files"  # new files of every target
+VENDORED = "verl/_vendored"  # where --vendor puts the package
 PIN = "PIN"
 STATE = "verl/.gradloc_patch"
 TIME_LIMIT = 60  # seconds for one download, everything included
@@ -160,8 +161,8 @@ class Target:
 
     @property
     def parts(self) -> list[Path]:
-        """The parts of its patch, in the order in which they are applied."""
-        return [PACKAGE, self.hooks, self.fixes]
+        """Its patches, in the order in which they are applied."""
+        return [self.hooks, self.fixes]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -408,13 +409,29 @@ def prove(data: bytes, wanted: str, what: str) -> None:
 
 def load_target(target: Target) -> list[FilePatch]:
     """A target's patch: one change for each file, whichever of the three parts it comes from."""
-    changes: dict[str, FilePatch] = {}
+    changes = {change.path: change for change in new_files()}
     for part in target.parts:
         for change in load_part(part):
             earlier = changes.get(change.path)
             changes[change.path] = earlier.then(change) if earlier else change
     refuse_twice(list(changes))
     return list(changes.values())
+
+
+@functools.cache
+def new_files() -> list[FilePatch]:
+    """The files that every target gets."""
+    found = []
+    for place in sorted(FILES.rglob("*")):
+        if place.is_file() and place.suffix in (".py", ".yaml"):
+            content = read_limited(place, "restore it from the project")
+            path = place.relative_to(FILES).as_posix()
+            check_path(path)
+            hunk = Hunk(0, [], io.BytesIO(content).readlines(), 1)
+            found.append(FilePatch(path, None, blob_hash(content), 0o644, [[hunk]]))
+    if not found:
+        raise Stop(f"{FILES} has no files; restore it from the project")
+    return found
 
 
 @functools.cache

@@ -100,7 +100,7 @@ verl=$("$PYTHON" -c "$find_verl") || refuse "there is no Python at '$PYTHON': gi
 [[ $verl || $run == print ]] ||
     refuse "$PYTHON has no verl: install it there, and run: $PYTHON $root/apply_patch.py --installed"
 # Not the package: pip leaves it where it installs verl again.
-[[ ! $verl || ${#plugin[@]} -gt 0 ]] || grep -qs 'gradloc\S* import ' "$verl/trainer/main_ppo.py" ||
+[[ ! $verl || ${#plugin[@]} -gt 0 ]] || grep -qs 'from verl.utils.spikes import ' "$verl/trainer/main_ppo.py" ||
     refuse "the verl in $verl is not patched: run $PYTHON $root/apply_patch.py --installed"
 
 if [[ $remedy ]]; then : "${TIS:=2.0}" "${SEQUENCE_MASK:=1.2}" "${TOKEN_CLIP_ACTION:=drop}" "${LAYER_CLIP:=zscore}"; fi

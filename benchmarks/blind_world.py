@@ -39,7 +39,7 @@ from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_
 from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, PolicyLossConfig
 
 if not ENGINE:
-    from verl.utils.gradloc.adapters.dp_actor import write_evidence
+    from gradloc.adapters.dp_actor import write_evidence
 
 FIRST_WORD, WORDS = 10, 24
 PLAIN, IMAGE, TOOLS, THINK, ANSWER, CALL, RESULT, END, PAD, VOCABULARY = 34, 35, 36, 37, 38, 39, 40, 41, 42, 43

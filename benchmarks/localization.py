@@ -79,7 +79,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     args = parse_arguments()
     verl = importlib.util.find_spec("verl")
-    if verl is None or verl.origin is None or not (Path(verl.origin).parent / "utils/gradloc").is_dir():
+    if verl is None or verl.origin is None or not (Path(verl.origin).parent / "utils/spikes.py").is_file():
         sys.exit("No patched verl here: put one on PYTHONPATH (see --help), or patch with apply_patch.py --installed.")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # otherwise verl uses the GPU
     if not (Path(verl.origin).parent / "workers/actor").is_dir():

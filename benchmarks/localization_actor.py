@@ -23,8 +23,9 @@ from transformers import LlamaForCausalLM
 from verl import DataProto
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.utils.fsdp_utils import apply_fsdp2, get_shard_placement_fn
-from verl.utils.gradloc.fsdp import collectives
 from verl.workers.config import FSDPActorConfig, FSDPEngineConfig
+
+from gradloc.fsdp import collectives
 
 # Whether an engine trains the actor, as since verl 0.8. Its calls are those of the tests.
 ENGINE = importlib.util.find_spec("verl.workers.actor") is None

@@ -14,23 +14,11 @@ import importlib.util
 import json
 import os
 from numbers import Real
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import psutil
 import torch
 import torch.distributed
-
-from .set_up import is_patched
-
-
-def of_gradloc(name: str) -> ModuleType:
-    """A module of GradLoc's package, which a patch has put into verl, and the plugin's wheel beside it."""
-    verl = importlib.util.find_spec("verl")
-    patched = verl is not None and any(is_patched(Path(folder)) for folder in verl.submodule_search_locations or ())
-    package = "verl.utils.gradloc" if patched else "gradloc"
-    return importlib.import_module(f"{package}.{name}")
 
 
 def _memory_used(*_args, **_kwargs) -> int:

@@ -24,7 +24,6 @@ from torch.utils.hooks import RemovableHandle
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage, register_adv_est
 from verl.workers.rollout.replica import RolloutReplicaRegistry, TokenOutput
 
-from . import of_gradloc
 from .rollout import HFReplica, HFServer, Sampler, server_name
 
 logger = logging.getLogger(__name__)
@@ -334,7 +333,8 @@ def attach_auxiliary_loss(module: nn.Module) -> RemovableHandle:
 
 def _attach_an_auxiliary_loss_in(step: int) -> None:
     """Makes most of that step's gradient come from no token."""
-    GradLoc = of_gradloc("gradloc").GradLoc
+    from gradloc import GradLoc
+
     handles: list[RemovableHandle] = []
     modules: dict[Any, nn.Module] = {}
 
@@ -378,7 +378,9 @@ class SummedRMSNorm(torch.autograd.Function):
 def _break_a_backward() -> None:
     """Makes the gradients of training wrong, and none of its log-probs."""
 
-    @around(of_gradloc("gradloc").GradLoc, "__init__")
+    from gradloc import GradLoc
+
+    @around(GradLoc, "__init__")
     def building(build: Any, gradloc: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         norm: Any = _of_layer_1(module, "post_attention_layernorm")
         norm.forward = lambda hidden: SummedRMSNorm.apply(hidden, norm.weight, norm.variance_epsilon)
@@ -408,7 +410,9 @@ def _micro_batches(config: Any) -> int:
 
 
 def _name_the_fault_in_events() -> None:
-    @around(of_gradloc("adapters.update_evidence").UpdateEvidence, "add")
+    from gradloc.adapters.update_evidence import UpdateEvidence
+
+    @around(UpdateEvidence, "add")
     def adding(add: Any, evidence: Any, events: Any, *of_rows: Any) -> None:
         for event in events:
             event["fault"] = NAME

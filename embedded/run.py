@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from processes import exit_code, exit_on_signals, session  # type: ignore[import-not-found]
 from set_up import locked, prepare, say  # type: ignore[import-not-found]
 
-# The exit code of a run that spike_action=stop has ended (EXIT_CODE in gradloc/adapters/hooks.py), and how the
+# The exit code of a run that spike_action=stop has ended (EXIT_CODE in gradloc/adapters/spike_stop.py), and how the
 # sentence begins that such a run ends with.
 STOPPED = 76
 STOPPING = "Training ends after step "
@@ -85,7 +85,7 @@ def show_report(evidence: Path, page: Path, events: Sequence[dict[str, Any]]) ->
     tables = any(not event.get("drill") and "note" not in event for event in events)
     if events or any(evidence.glob("steps*.jsonl")):
         stdout = None if tables else subprocess.DEVNULL
-        command = [sys.executable, "-m", "gradloc_tools", "report", str(evidence), "--html", str(page)]
+        command = [sys.executable, "-m", "gradloc", "report", str(evidence), "--html", str(page)]
         subprocess.run(command, stdout=stdout)
         if not tables and page.is_file():
             print(f"The report: {page}", flush=True)
@@ -97,7 +97,7 @@ def replayed_remedy(event: Mapping[str, Any], evidence: Path, output: Path) -> d
     if event["replay"] is None or not model.is_dir():
         return None
     say("Replaying the spike with the weights of the step before, for what each remedy leaves of it")
-    replay = [sys.executable, "-m", "gradloc_tools", "replay", str(evidence / event["replay"]), "--model", str(model)]
+    replay = [sys.executable, "-m", "gradloc", "replay", str(evidence / event["replay"]), "--model", str(model)]
     replay += ["--only", "--remedies", "--json"]
     # Without the modules that make this run what it is: they would plant the fault in the replay, too.
     environment = {name: value for name, value in os.environ.items() if name != "VERL_USE_EXTERNAL_MODULES"}

@@ -53,9 +53,9 @@ def locked(file: Path) -> Iterator[None]:
 
 
 def is_patched(verl: Path) -> bool:
-    """Whether this verl has the patch's hooks. Its package alone may be what pip left when it installed verl again."""
+    """Whether this verl has the patch's hooks. Its new files alone may be what pip left of an earlier patch."""
     main = verl / "trainer/main_ppo.py"
-    return main.is_file() and re.search(r"gradloc\S* import ", main.read_text()) is not None
+    return main.is_file() and "from verl.utils.spikes import " in main.read_text()
 
 
 def requirements_of(target: str, root: Path) -> Path:
@@ -81,11 +81,10 @@ def set_up_venv(venv: Path, target: str, root: Path, *, plugin: bool = False) ->
         installer.install("--no-deps", "-r", str(no_deps))
         _note(venv / "ready", wanted)
     sources = [root / "pyproject.toml", venv / "ready"]
-    for folder in ("gradloc", "gradloc_judge", "gradloc_tools", "plugin", "rewards", "config"):
+    for folder in ("gradloc", "hydra_plugins", "patches/files"):
         sources += sorted(file for file in (root / folder).rglob("*.*") if file.is_file() and file.suffix != ".pyc")
     if not plugin:
-        parts = ("package.patch", f"{target}/hooks.patch", f"{target}/fixes.patch")
-        sources += [root / "patches" / part for part in parts]
+        sources += [root / "patches" / target / part for part in ("hooks.patch", "fixes.patch")]
     wanted = _hash(target.encode(), *sources)
     if not _is(venv / "patched", wanted):
         say("Installing GradLoc" if plugin else "Installing GradLoc and patching verl")

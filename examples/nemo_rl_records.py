@@ -15,8 +15,8 @@ import shlex
 import sys
 from pathlib import Path
 
-from gradloc_tools.convert.records import RecordError, json_lines
-from gradloc_tools.files import write_output
+from gradloc.convert.records import RecordError, json_lines
+from gradloc.tools.files import write_output
 
 LISTS = ("token_ids", "token_loss_mask", "advantages", "prev_logprobs", "generation_logprobs")
 

@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gradloc_tools.convert.records import RecordError, json_lines
-from gradloc_tools.files import write_output
+from gradloc.convert.records import RecordError, json_lines
+from gradloc.tools.files import write_output
 
 LISTS = ("token_ids", "loss_mask", "advantages", "inference_logprobs", "trainer_logprobs", "is_masked")
 RATIOS = ("importance_ratio", "log_importance_ratio")

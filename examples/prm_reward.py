@@ -6,7 +6,7 @@ import json
 from typing import Any
 from urllib.request import Request, urlopen
 
-from verl.utils.reward_score import ps_grpo
+from gradloc.rewards import ps_grpo
 
 
 def compute_score(

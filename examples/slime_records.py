@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradloc_tools.convert.records import (
+from gradloc.convert.records import (
     RECORDS,
     TOKENS,
     TOKENS_IN_A_ROW,
@@ -31,7 +31,7 @@ from gradloc_tools.convert.records import (
     bounded_memory,
     check_file,
 )
-from gradloc_tools.files import write_output
+from gradloc.tools.files import write_output
 
 FORMAT = 2
 # By the field of a plain record, that of a sample.

@@ -7,7 +7,7 @@ The parts of the package. A file imports from its own part and from those above 
 - version, guarded, lines: the version; errors of a diagnostic; the lines of the evidence, as types
 - config, saved, threshold: the settings, and a checkpoint's values, with what they may be; τ, and what is over it
 - sources, sums: what looks wrong with a token; what is summed up of each mini-batch
-- judging: asks the package gradloc_judge, where there is one, what that means
+- judge, judging: what facts mean: verdicts and warnings, as pure functions without torch; asked so that nothing fails
 - fsdp: FSDP's state around extra passes, and collective calls
 - layers: what a layer is, the reduced gradient's norms by layer, LayerClip
 - token_clip: TokenClip, which acts in the backward pass
@@ -20,15 +20,26 @@ The parts of the package. A file imports from its own part and from those above 
 - drill: a spike planted on purpose, to see that it is found
 - gradloc: watches the training passes, measures the mini-batch, decides whether it is a spike, and explains it
 - critic_watch: watches a critic's passes, and says what a spike of its gradient comes from
-- adapters: the only part that knows verl
+- rewards: scorers of answers, which need no torch
+- adapters: of all that runs in training, the only part that knows verl
+- plugin: loads what the patch's hooks call into a verl that is not patched
 
-The package gradloc_judge says what the facts mean, and gradloc_tools reads the evidence afterwards. They import parts
-of this one where there is no torch, so the names below are imported when they are asked for.
+What reads evidence afterwards; training imports none of it, but for the trackers:
+
+- tools: what the commands share: opening bundles and results, the form of the evidence, arguments
+- report: the evidence in the terminal, as a page and for trackers; needs no torch
+- convert: bundles from the records of other trainers
+- replay: a bundle's micro-batches again, in one process; remedies, and the search for the tokens
+- selftest: whether GradLoc works with a model on a machine, and what it costs there
+- __main__: the command `gradloc`
+
+Where torch is missing, parts of the package work; so the names below are imported when they are asked for.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from .version import HOOKS as HOOKS
 from .version import __version__ as __version__
 
 if TYPE_CHECKING:

@@ -3,8 +3,9 @@
 """The settings of the search, independent of the trainer that they come from."""
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 CHOICES = {
     "spike_trigger": ("unit", "global"),
@@ -22,6 +23,12 @@ def is_finite_number(value: object) -> TypeGuard[float]:
 def is_positive_integer(value: object) -> TypeGuard[int]:
     """Whether it is an int of at least 1; a bool is not an int."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def is_on(config: Mapping[str, Any]) -> bool:
+    """Whether an actor's or a critic's configuration turns GradLoc, LayerClip or TokenClip on."""
+    clips = (config.get(name) or {} for name in ("layer_clip", "token_clip"))  # a critic has none
+    return bool(config.get("spike_detection", False)) or any(clip.get("enable", False) for clip in clips)
 
 
 def require(good: bool, key: str, value: object, wanted: str) -> None:

@@ -1,24 +1,16 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Asks the package gradloc_judge what is wrong with a spike, or with the run.
+"""Asks the judge what is wrong with a spike, or with the run; an error in it costs the answer alone."""
 
-It comes with GradLoc's wheel, and not with the patch: rules change without patching anew, as long as the facts are the
-same (`FACTS`). Where rank 0 does not have it, training writes facts alone, and `gradloc report` judges spikes later.
-"""
-
-import functools
 import json
-import logging
 from collections.abc import Callable, Mapping, Sequence
-from types import ModuleType
 from typing import Annotated, Any, get_args, get_origin, get_type_hints, is_typeddict
 
+from . import judge
 from .guarded import ForeseenError, PatientThread, guarded
 from .lines import ClipLine, CriticSpike, Event, RunWarning, kind_of
 from .sums import Place, TrainedRow
-from .version import FACTS, __version__
-
-logger = logging.getLogger(__name__)
+from .version import __version__
 
 # The other ranks wait while rank 0 asks. A judge that has been late may still be at its work, so that no other follows.
 _thread = PatientThread("the judge, which is not asked again (gradloc report judges spikes later, but not the run),")
@@ -30,50 +22,21 @@ _JUDGED: Mapping[str, tuple[Any, tuple[str, ...]]] = {
 }
 
 
-def judge() -> ModuleType | None:
-    """The package, if it is installed, takes these facts, and has always answered in time."""
-    return None if _thread.was_late else _installed()
-
-
-@functools.cache
-def _installed() -> ModuleType | None:
-    """The package, if it is installed and takes these facts; otherwise a warning says so, once in a process."""
-
-    def load() -> ModuleType:
-        import gradloc_judge
-
-        return gradloc_judge
-
-    try:
-        if (facts := (found := _thread.run(load)).FACTS) == FACTS:
-            return found
-        why = f"it takes facts of version {facts}, and the patch has version {FACTS}"
-    except Exception as error:  # whatever is wrong with a wheel, training goes on
-        why = f"{type(error).__name__}: {error}"
-    logger.warning(
-        "Spikes are written without verdicts, and nothing warns of faults of the run, as this process has no wheel of "
-        "GradLoc that fits (%s). Run pip install . in its checkout. gradloc report judges spikes later, but not the "
-        "run.",
-        why,
-    )
-    return None
-
-
 def asked(
     question: Callable[[Any], Any],
     otherwise: Any = None,
     form: Any = Any,
     undone: str = "the judge of spikes and of the run gives no answer",
 ) -> Any:
-    """The judge's answer; something else where there is no judge, or none in time, or after an error in it.
+    """The judge's answer; something else if it does not answer in time, or has not before, or after an error in it.
 
     Args:
         form (type, optional): What the answer must be in JSON, of the types in gradloc/lines.py.
         undone (str): What an error leaves undone, a sentence.
     """
-    if (found := judge()) is not None:
+    if not _thread.was_late:
         with guarded(undone):
-            return _thread.run(lambda: _in_form(question(found), form))
+            return _thread.run(lambda: _in_form(question(judge), form))
     return otherwise
 
 
@@ -87,7 +50,7 @@ def _in_form(answer: Any, form: Any) -> Any:
 
 
 def _fits(value: Any, form: Any) -> bool:
-    """Whether a JSON value has a type; fields that a type does not name are allowed, as in `gradloc_tools.schema`."""
+    """Whether a JSON value has a type; fields that a type does not name are allowed, as in `gradloc.tools.schema`."""
     origin, inner = get_origin(form), get_args(form)
     if is_typeddict(form):
         if not isinstance(value, dict) or not form.__required_keys__ <= value.keys():
@@ -107,7 +70,7 @@ def _fits(value: Any, form: Any) -> bool:
 def judged(
     line: Mapping[str, Any], warnings: Sequence[RunWarning] = (), rows: Mapping[Place, TrainedRow] | None = None
 ) -> dict[str, Any]:
-    """A line of an update, with its verdict and its summary; without the judge, with empty ones.
+    """A line of an update, with its verdict and its summary; after an error in the judge, with empty ones.
 
     Args:
         line (Mapping): An event, a clip line or a critic's spike.

@@ -3,7 +3,7 @@
 """The lines of the evidence, and what each of their fields means.
 
 A line is a plain dict, as in the file: nothing is converted when it is written or read, and mypy checks its keys. The
-JSON Schemas in `gradloc_tools.schema` are made of these types, and the tables in docs/reference of the comments: each
+JSON Schemas in `gradloc.tools.schema` are made of these types, and the tables in docs/reference of the comments: each
 is that of its field, and of the fields right above it that have none. A float that is NaN or infinite is a string in
 the file.
 """

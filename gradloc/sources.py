@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sources: what looks wrong with a token, by what is known of it alone. What that means, the judge says.
 
-No torch: the package gradloc_judge reads this, too.
+No torch: the judge reads this, too.
 """
 
 import math

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What training sums up of each mini-batch for the judge, by name and place, and with which limits.
 
-No torch: the package gradloc_judge reads this, too.
+No torch: the judge reads this, too.
 """
 
 from dataclasses import dataclass

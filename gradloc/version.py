@@ -3,5 +3,5 @@
 """The version of the package, which every event carries; CHANGELOG.md says what each version changed."""
 
 __version__ = "0.2.0.dev0"
-# Of what training hands to the package gradloc_judge: sums.py, and fields in lines.py that it reads.
-FACTS = 1
+# Of what the hooks in verl's files call: verl/utils/spikes.py of the patch has the same number.
+HOOKS = 1

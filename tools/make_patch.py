@@ -1,34 +1,29 @@
 #!/usr/bin/env python3
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the patches in patches/, with their checksums, from the sources and an edited verl checkout.
+"""Makes the patches in patches/, with their checksums, from an edited verl checkout.
 
-A target is a release of verl that there is a patch for. Its patch has three parts, applied in this order:
-package.patch (new files, the same for every target, from the sources: gradloc/, rewards/ and config/gradloc/),
-VERSION/hooks.patch (calls into the package, in verl's own files) and VERSION/fixes.patch (repairs of verl's own
-faults). VERSION/PIN and DEFAULT, the version that is meant where nothing says which, are written by hand.
+A target is a release of verl that there is a patch for. Its patch has three parts: the new files in patches/files (the
+same for every target), VERSION/hooks.patch (calls of the package gradloc, in verl's own files) and VERSION/fixes.patch
+(repairs of verl's own faults). The new files, VERSION/PIN and DEFAULT, the version that is meant where nothing says
+which, are written by hand.
 
 Usage:
-  make_patch.sh --sources
-      Write package.patch from the sources. This is all that an edit there needs.
   make_patch.sh --init DIR --target VERSION [--base-tree TREE]
       Prepare a development checkout in the new directory DIR: a git tree with the base tagged gradloc-base, and
-      hooks and fixes, as far as there are any, as uncommitted edits. The package is linked: an edit of it in DIR is
-      one of the sources.
+      hooks and fixes, as far as there are any, as uncommitted edits. New files are links to patches/files.
   make_patch.sh --repo DIR [--fixes] [--base-tree TREE]
-      Write package.patch, and what differs between the base and DIR, made by --init, to its target's hooks.patch
-      and fixes.patch. New edits are hooks; with --fixes, they are fixes, and the hooks stay.
+      Write what differs between the base and DIR, made by --init, to its target's hooks.patch and fixes.patch. New
+      edits are hooks; with --fixes, they are fixes, and the hooks stay.
   make_patch.sh --release VERSION [--base-tree TREE]
-      Write the target's patch in one file, for a release page or a URL, to build/gradloc-VERSION.patch.
+      Write the target's patch with the package in it to dist/verl-VERSION-gradloc.patch: one `git apply` of that file
+      on a checkout of verl gives what apply_patch.py --vendor does.
   make_patch.sh --check [--target VERSION] [--base-tree TREE]
-      Check that patches/ is what the sources produce: the checksums match; package.patch is the sources to the
-      byte; and for each target, the three parts apply to the base without whitespace errors, are to the byte what
-      --repo writes, and reverse to the base.
+      Check that the checksums match, and that for each target, hooks and fixes apply to the base without whitespace
+      errors, are to the byte what --repo writes, and reverse to the base.
 
 TREE is the unpatched verl of one target, the base; without it, that is build/VERSION/base, which tests/run.sh makes.
 --check with TREE needs VERSION.
-
-config/gradloc/ holds .yaml files, the other sources Python files. A README.md in the sources is not part of the patch.
 
 Exit codes: 0 done, 1 the check failed, 2 usage, 3 refused or failed (one sentence says why).
 """
@@ -53,7 +48,7 @@ except ImportError as error:  # its exit code must not be the verdict of --check
     print(f"make_patch.sh: the project is not complete ({error}); restore it from version control", file=sys.stderr)
     sys.exit(3)
 
-ACTIONS = ("sources", "init", "repo", "release", "check")
+ACTIONS = ("init", "repo", "release", "check")
 BELONGS_TO = {
     "target": ("init", "check"),
     "base_tree": ("init", "repo", "release", "check"),
@@ -73,7 +68,6 @@ class Parser(argparse.ArgumentParser):
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = Parser(allow_abbrev=False)
     action = parser.add_mutually_exclusive_group(required=True)
-    action.add_argument("--sources", action="store_true")
     action.add_argument("--init", type=Path)
     action.add_argument("--repo", type=Path)
     action.add_argument("--release")
@@ -94,9 +88,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 def act(args: argparse.Namespace, scratch: Scratch) -> None:
     targets = apply_patch.narrowed(apply_patch.read_targets(), args.release or args.target)
-    if args.action == "sources":
-        checkout.from_sources(scratch)
-    elif args.action == "init":
+    if args.action == "init":
         checkout.init(args.init, parts.one(targets), args.base_tree)
     elif args.action == "repo":
         checkout.regenerate(args.repo, targets, args.base_tree, args.fixes, scratch)

@@ -15,7 +15,7 @@ from ..token_clip import token_clip as token_clip_config
 class LayerClipConfig(BaseConfig, layer_clip.LayerClipConfig):
     """Configuration for clipping every layer's gradient against a bound of its own.
 
-    Fields and their validation are those of verl.utils.gradloc.LayerClipConfig.
+    Fields and their validation are those of gradloc.LayerClipConfig.
     """
 
 
@@ -23,7 +23,7 @@ class LayerClipConfig(BaseConfig, layer_clip.LayerClipConfig):
 class TokenClipConfig(BaseConfig, token_clip_config.TokenClipConfig):
     """Configuration for cutting single tokens' outlying signals in the backward pass.
 
-    Fields and their validation are those of verl.utils.gradloc.TokenClipConfig.
+    Fields and their validation are those of gradloc.TokenClipConfig.
     """
 
 
@@ -31,7 +31,7 @@ class TokenClipConfig(BaseConfig, token_clip_config.TokenClipConfig):
 class SpikeConfig(BaseConfig, GradLocConfig):
     """A base of the actor's configuration, before verl's own.
 
-    The other fields, and their validation, are those of verl.utils.gradloc.GradLocConfig.
+    The other fields, and their validation, are those of gradloc.GradLocConfig.
 
     Args:
         spike_detection (bool): Whether to find the tokens behind spikes of the gradient norm (GradLoc).

@@ -15,6 +15,7 @@ from verl.trainer.ppo import core_algos
 from verl.utils import hf_tokenizer
 from verl.utils.device import get_device_id
 
+from ..config import is_on
 from ..gradloc import GradLoc
 from ..guarded import PatientThread, guarded
 from ..layers.layer_clip import LayerClip
@@ -141,8 +142,7 @@ class WatchedActor(WatchedUpdates):
         super().__init__(config, *arguments, **options)
         self.gradloc: GradLoc | None = None
         self.layer_clip: LayerClip | None = None
-        clips = [config.get(name, {}).get("enable", False) for name in ("layer_clip", "token_clip")]
-        if self.actor_optimizer is None or not (config.get("spike_detection", False) or any(clips)):
+        if self.actor_optimizer is None or not is_on(config):
             return
         if config.get("spike_search", "training") == "replay":
             raise ValueError("spike_search=replay needs an engine of verl 0.9: set spike_search=training.")

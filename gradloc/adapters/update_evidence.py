@@ -17,7 +17,7 @@ from ..evidence.token_facts import context_evidence, text_evidence
 from ..evidence.writer import EVENTS_PER_STEP, STEP_FIGURES, jsonable, limit_texts, record_events, record_step
 from ..fsdp import collectives
 from ..guarded import PatientThread, guarded, warn_once
-from ..judging import asked, in_one_line, judge, judged
+from ..judging import asked, in_one_line, judged
 from ..lines import RunWarning, kind_of
 from ..sums import Place, TrainedRow
 
@@ -192,7 +192,7 @@ class UpdateEvidence:
 
     def take_in_rows(self, data: TrainedData) -> None:
         """Adds rows of rank 0, to be compared with each other; called once for each row. No collective call."""
-        if not self._rank and judge() is not None:
+        if not self._rank:
             with guarded(_NO_ROWS, _said):
                 self._trained += data.rows
 

@@ -205,10 +205,10 @@ def update_of_the_worker(case: Case) -> tuple[str, list[float], list[int], list[
         tuple: The events that the first update hands up; the learning rate after each update; the optimizer's steps
             after each; whether the parameters are those of an unpatched actor after each.
     """
-    from verl.utils.gradloc.adapters.watch import Watch
     from verl.workers.fsdp_workers import ActorRolloutRefWorker
 
     import embedded  # noqa: F401  what torch lacks on a CPU
+    from gradloc.adapters.watch import Watch
 
     def build(module: Any, **options: Any) -> SimpleNamespace:
         actor = build_actor(case, module, **options)

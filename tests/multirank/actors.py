@@ -43,10 +43,10 @@ from verl.models.transformers.monkey_patch import apply_monkey_patch, patch_forw
 from verl.utils import activation_offload, attention_utils
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl.utils.fsdp_utils import apply_fsdp2, get_fsdp_wrap_policy, get_shard_placement_fn
-from verl.utils.gradloc.fsdp.failed_pass import RecordedCollectives
 from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, PolicyLossConfig
 
-from gradloc_judge.judgement import judged
+from gradloc.fsdp.failed_pass import RecordedCollectives
+from gradloc.judge.judgement import judged
 
 ENGINE = importlib.util.find_spec("verl.workers.actor") is None
 if ENGINE:

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from verl import DataProto
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
-from verl.utils.gradloc.adapters.engines import WatchedEngine
 from verl.utils.metric import Metric
 from verl.utils.profiler import DistProfiler
 from verl.workers.config import FSDPActorConfig, FSDPOptimizerConfig
@@ -24,6 +23,8 @@ from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
 from verl.workers.engine_workers import TrainingWorker
 from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
+
+from gradloc.adapters.engines import WatchedEngine
 
 
 def stock_engine() -> type[FSDPEngineWithLMHead]:

@@ -13,7 +13,7 @@ from actors import Case, build_model
 from batches import build_batch
 from oracle import Unit, brute_force
 
-from gradloc_tools.replay.command import main
+from gradloc.replay.command import main
 
 
 def save_model(case: Case, directory: Path) -> None:

@@ -12,7 +12,8 @@ from action_cases import DETECTION, compared
 from actor_cases import Run, train, warnings_of
 from actors import LEARNING_RATE, Case, stock_dp_actor
 from test_actor import ONE, THREE, Launch, as_list, harmless, on_engine, on_ranks, same_events
-from verl.utils.gradloc.adapters.update_evidence import UpdateEvidence
+
+from gradloc.adapters.update_evidence import UpdateEvidence
 
 
 @on_ranks(
@@ -61,7 +62,7 @@ def test_drop_without_its_passes_leaves_the_gradient(launch: Launch) -> None:
     """Its budget is enough to find the culprit, but not to recompute the mini-batch without it."""
 
     def without_budget() -> tuple[dict[str, bool], Run, list[str]]:
-        with warnings_of("verl.utils.gradloc.actions") as warnings:
+        with warnings_of("gradloc.actions") as warnings:
             return *compared(Case(planted=ONE), 1, spike_action="drop", bisect_budget_steps=4), warnings
 
     results = launch(2, without_budget)

@@ -33,10 +33,10 @@ from valid_events import lines_in
 from verl import DataProto
 from verl.workers.config import FSDPCriticConfig, FSDPCriticModelCfg, FSDPEngineConfig
 
-from gradloc_judge.critic import cause, summary
-from gradloc_tools.report.reading import read
-from gradloc_tools.report.summary import summarize
-from gradloc_tools.schema import CRITIC
+from gradloc.judge.critic import cause, summary
+from gradloc.report.reading import read
+from gradloc.report.summary import summarize
+from gradloc.tools.schema import CRITIC
 
 CLIP, WORDS = 0.5, Words()
 # Of a planted return; ordinary ones are about 1.
@@ -286,7 +286,7 @@ def test_training_is_that_of_the_released_verl(launch: Launch, tmp_path: Path) -
 
 @pytest.mark.every_target
 def test_learned_norms_come_back_with_a_checkpoint(launch: Launch, tmp_path: Path) -> None:
-    from verl.utils.gradloc.adapters.watch import read_state
+    from gradloc.adapters.watch import read_state
 
     def resumed() -> list[list[float]]:
         critics = [Critic(Case(), spike_detection=True, bisect_dump_dir=str(tmp_path)) for _ in range(2)]

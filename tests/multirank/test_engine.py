@@ -13,7 +13,8 @@ from batches import Words, build_batch, response_length, with_columns
 from reduced_meter_cases import share_sequences, stand_in_for_a_gpu
 from test_actor import ONE, THREE, Launch, near
 from valid_events import events_in, lines_in
-from verl.utils.gradloc.adapters.update_evidence import TrainedData
+
+from gradloc.adapters.update_evidence import TrainedData
 
 
 def evidence(case: Case, directory: str, shuffle: bool, size: int = 1) -> tuple[list[Any], list[dict[str, Any]]]:

@@ -28,16 +28,17 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch_stand_ins import as_in_torch_2_15, without_name
 from valid_events import valid_events
 from verl import DataProto
-from verl.utils.gradloc import metrics
-from verl.utils.gradloc.adapters import loss_weights
-from verl.utils.gradloc.adapters.actor_config import LayerClipConfig, TokenClipConfig
-from verl.utils.gradloc.evidence import event
-from verl.utils.gradloc.fsdp.failed_pass import RecordedCollectives
-from verl.utils.gradloc.fsdp.state import flat_handles
-from verl.utils.gradloc.fsdp.torch_compat import param_groups
-from verl.utils.gradloc.layers.layer_clip import LayerClip
-from verl.utils.gradloc.measure import local_norms, micro_batch
-from verl.utils.gradloc.search.investigation import SearchTime
+
+from gradloc import metrics
+from gradloc.adapters import loss_weights
+from gradloc.adapters.actor_config import LayerClipConfig, TokenClipConfig
+from gradloc.evidence import event
+from gradloc.fsdp.failed_pass import RecordedCollectives
+from gradloc.fsdp.state import flat_handles
+from gradloc.fsdp.torch_compat import param_groups
+from gradloc.layers.layer_clip import LayerClip
+from gradloc.measure import local_norms, micro_batch
+from gradloc.search.investigation import SearchTime
 
 
 def disturb(
@@ -289,7 +290,7 @@ def test_what_torch_lacks_turns_the_search_off_on_all_ranks(
     """And LayerClip, which a run is not to do without, is refused with a sentence."""
 
     def without_a_name() -> tuple[dict[str, bool], Run, list[str]]:
-        with torch_without(name.partition(".")[2], ranks), warnings_of("verl.utils.gradloc.gradloc") as warnings:
+        with torch_without(name.partition(".")[2], ranks), warnings_of("gradloc.gradloc") as warnings:
             found = compared(Case(wrap, planted=THREE), spike_replay=1)
         said = r"LayerClip cannot be built with torch .* \(rank 0: AttributeError: process_group\); take a torch"
         with torch_without("process_group", [0, 1]), pytest.raises(RuntimeError, match=said):
@@ -311,7 +312,7 @@ def test_unseen_collective_calls_leave_no_rank_waiting(launch: Launch, wrap: str
     def with_unseen_calls() -> tuple[dict[str, bool], Run, list[str]]:
         stock_run(case, 2)
         copied = types.SimpleNamespace(**vars(dist))  # whose functions nobody knows
-        with contextlib.ExitStack() as ended, warnings_of("verl.utils.gradloc.gradloc") as warnings:
+        with contextlib.ExitStack() as ended, warnings_of("gradloc.gradloc") as warnings:
             for part in (_fsdp_collectives, _flat_param, _runtime_utils):
                 ended.enter_context(mock.patch.object(part, "dist", copied))
             return *compared(case), warnings

@@ -30,11 +30,11 @@ from test_actor import ON_ENGINE, Launch, on_ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from valid_events import valid_events
-from verl.utils.gradloc import LayerClip as VerlLayerClip
 from verl.workers.config import LayerClipConfig as VerlLayerClipConfig
 from verl.workers.config import TokenClipConfig
 
 from gradloc import LayerClip, LayerClipConfig
+from gradloc import LayerClip as VerlLayerClip
 
 
 def backward(model: nn.Module, seed: int, factor: float = 1.0) -> None:

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch_stand_ins import as_in_torch_2_15
-from verl.utils.gradloc.fsdp.state import flat_handles
-from verl.utils.gradloc.fsdp.torch_compat import param_groups
-from verl.utils.gradloc.measure import passes
-from verl.utils.gradloc.measure.local_norms import LocalNorms
+
+from gradloc.fsdp.state import flat_handles
+from gradloc.fsdp.torch_compat import param_groups
+from gradloc.measure import passes
+from gradloc.measure.local_norms import LocalNorms
 
 
 def gradients_of_probes(case: Case) -> tuple[int, list[int]]:

@@ -11,18 +11,18 @@ from notation import Caplog
 from test_actor import MODES
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, get_policy_loss_fn
-from verl.utils.gradloc.adapters import loss_weights
-from verl.utils.gradloc.adapters.loss_weights import (
+from verl.workers.config import FSDPActorConfig
+
+from gradloc.adapters import loss_weights
+from gradloc.adapters.loss_weights import (
     AggregationCall,
     aggregation_mode,
     policy_weights,
     recorded_aggregation,
     with_derived,
 )
-from verl.utils.gradloc.measure.run_sums import own_loss_figures
-from verl.workers.config import FSDPActorConfig
-
-from gradloc_judge.loss import loss_warning
+from gradloc.judge.loss import loss_warning
+from gradloc.measure.run_sums import own_loss_figures
 
 AGG_LOSS = core_algos.agg_loss
 # The last row has no tokens.
@@ -114,7 +114,7 @@ def test_a_micro_batch_without_a_token_has_no_loss(agg_mode: str) -> None:
 
 @pytest.mark.skipif(ENGINE, reason="of the actor of verl 0.7")
 def test_a_second_loss_of_a_pass_does_not_end_training() -> None:
-    from verl.utils.gradloc.adapters.dp_actor import WatchedUpdates
+    from gradloc.adapters.dp_actor import WatchedUpdates
 
     actor = WatchedUpdates()
     actor.watch, actor._passed = MagicMock(), None

@@ -12,7 +12,7 @@ from actors import IDENTITY_THRESHOLD, Case, dp_actor, stock_dp_actor
 from test_actor import THREE, Launch, on_ranks
 from valid_events import events_in
 
-from gradloc_tools.bundles.opening import Bundle, open_bundle
+from gradloc.tools.opening import Bundle, open_bundle
 
 
 def recorded_and_searched(case: Case, directory: str, **options: Any) -> tuple[dict[str, bool], list[dict[str, Any]]]:

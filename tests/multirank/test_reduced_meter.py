@@ -27,7 +27,7 @@ from test_actor import (
     tokens_over,
 )
 
-from gradloc_tools.replay.command import main as replay
+from gradloc.replay.command import main as replay
 
 over_a_threshold = partial(reduced_meter_cases.train, grad_norm_threshold=IDENTITY_THRESHOLD)
 

@@ -22,10 +22,10 @@ from verl import DataProto
 from verl.trainer.config.algorithm import RolloutCorrectionConfig
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
-from verl.utils.gradloc.threshold import Threshold
 from verl.workers.config import LayerClipConfig, TokenClipConfig
 
-from gradloc_tools.bundles.opening import open_bundle
+from gradloc.threshold import Threshold
+from gradloc.tools.opening import open_bundle
 
 # The culprit's probability in training over that in the rollout, as a logarithm; and those of some ordinary tokens.
 CULPRIT_LOG_RATIO, OTHER_LOG_RATIO = -2.0, 1.0

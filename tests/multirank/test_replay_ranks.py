@@ -13,11 +13,11 @@ from actors import IDENTITY_THRESHOLD, Case
 from oracle import Unit
 from small_bundles import printed
 from test_actor import ONE, THREE, Launch, same_events, tokens_over
-from verl.utils.gradloc import guarded, judging
-from verl.utils.gradloc.adapters import replay_bundles
-from verl.utils.gradloc.bundles import bundle_writer
 
-from gradloc_tools.bundles.opening import open_bundle
+from gradloc import guarded, judging
+from gradloc.adapters import replay_bundles
+from gradloc.bundles import bundle_writer
+from gradloc.tools.opening import open_bundle
 
 # Between an unsharded forward of single rows and a sharded one of padded micro-batches lies rounding alone; the brute
 # force's own tolerance is a tenth of this.

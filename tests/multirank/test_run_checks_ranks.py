@@ -14,9 +14,9 @@ from actors import Case, events_of
 from notation import cases
 from test_actor import Launch, on_engine, on_ranks
 from verl import DataProto
-from verl.utils.gradloc import guarded, judging
 
-import gradloc_judge
+import gradloc.judge
+from gradloc import guarded, judging
 
 
 def warned(case: Case, stale_ranks: tuple[int, ...], calls: int, late: int = 0) -> tuple[Any, ...]:
@@ -85,7 +85,7 @@ def broken(method: str, how: str) -> tuple[Any, ...]:
     fails = {"raises": ZeroDivisionError("a bug of the judge"), "exits": SystemExit(3), "hangs": lambda *_: ends.wait()}
     of_judge: Any = mock.Mock(side_effect=fails.get(how), return_value=None if method == "__init__" else 7)
     with (
-        mock.patch.object(gradloc_judge.RunChecks, method, of_judge, create=True),
+        mock.patch.object(gradloc.judge.RunChecks, method, of_judge, create=True),
         mock.patch.object(judging, "_thread", guarded.PatientThread("the judge")),
         mock.patch.object(guarded, "PATIENCE", 0.5 if how == "hangs" else guarded.PATIENCE),
     ):

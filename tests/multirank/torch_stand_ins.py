@@ -4,7 +4,8 @@ import sys
 from typing import Any
 
 from torch import nn
-from verl.utils.gradloc.fsdp.torch_compat import param_groups
+
+from gradloc.fsdp.torch_compat import param_groups
 
 
 def as_in_torch_2_15(module: nn.Module) -> None:

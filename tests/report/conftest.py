@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 from evidence import Event
 
-from gradloc import record_events
-from gradloc_tools import report
-from gradloc_tools.report.command import main
-from gradloc_tools.report.view import View
+from gradloc import record_events, report
+from gradloc.report.command import main
+from gradloc.report.view import View
 
 
 @pytest.fixture

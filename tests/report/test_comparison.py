@@ -10,7 +10,7 @@ from evidence import THRESHOLD, Event, culprit, drill, event, spike, without_cul
 
 from gradloc import record_events
 from gradloc.evidence.writer import record_step
-from gradloc_tools.report.command import main
+from gradloc.report.command import main
 
 TOKENS = ["<b>", " \x1b[31mred", " three", " four"]
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from gradloc_tools.__main__ import main
-from gradloc_tools.bundles.opening import open_bundle
+from gradloc.__main__ import main
+from gradloc.tools.opening import open_bundle
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples/spike"

@@ -35,20 +35,19 @@ from notation import Caplog, Capsys, Patch, cases, memory_peak
 from pages import texts_of
 from valid_events import VALIDATOR, lines_in, notes_in, valid_events
 
-from gradloc import guarded, record_events
+from gradloc import guarded, record_events, report
 from gradloc.evidence import token_facts, writer
 from gradloc.evidence.writer import LINE_BYTES, record_step
-from gradloc_tools import report
-from gradloc_tools.bundles import results
-from gradloc_tools.files import write_output, write_whole
-from gradloc_tools.replay.command import main as replay
-from gradloc_tools.report import page, reading, words
-from gradloc_tools.report.command import main
-from gradloc_tools.report.comparison import compare
-from gradloc_tools.report.figures import part_of, short
-from gradloc_tools.report.view import json_of
-from gradloc_tools.schema import EVENT, NOTE, conforms, parse
-from gradloc_tools.selftest.command import main as selftest
+from gradloc.replay.command import main as replay
+from gradloc.report import page, reading, words
+from gradloc.report.command import main
+from gradloc.report.comparison import compare
+from gradloc.report.figures import part_of, short
+from gradloc.report.view import json_of
+from gradloc.selftest.command import main as selftest
+from gradloc.tools import results
+from gradloc.tools.files import write_output, write_whole
+from gradloc.tools.schema import EVENT, NOTE, conforms, parse
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -590,7 +589,7 @@ def test_a_result_that_is_no_plain_file_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "replay/folder.result.json").mkdir()
     # In a process of its own, since this would hang, or use up the memory.
     limit = "import resource; resource.setrlimit(resource.RLIMIT_DATA, (4 * 2**30,) * 2); "
-    code = limit + "import sys; from gradloc_tools.report.command import main; sys.exit(main(sys.argv[1:]))"
+    code = limit + "import sys; from gradloc.report.command import main; sys.exit(main(sys.argv[1:]))"
     program = [sys.executable, "-c", code, str(tmp_path), "--json"]
     done = subprocess.run(program, capture_output=True, text=True, cwd=ROOT, timeout=600)
     assert done.returncode == 0, done.stderr

@@ -32,13 +32,13 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
-import gradloc_judge
-from gradloc_judge.rules import SOURCES
-from gradloc_tools import report
-from gradloc_tools.report import page as page_file
-from gradloc_tools.report.build import build as view_of
-from gradloc_tools.report.view import Table
-from gradloc_tools.report.words import DIAGNOSES
+import gradloc.judge
+from gradloc import report
+from gradloc.judge.rules import SOURCES
+from gradloc.report import page as page_file
+from gradloc.report.build import build as view_of
+from gradloc.report.view import Table
+from gradloc.report.words import DIAGNOSES
 
 pytestmark = pytest.mark.slow
 
@@ -382,7 +382,7 @@ def test_only_commands_of_a_known_form_can_be_copied(page: Page, tmp_path: Path)
     foreign += [f"{replay} x {option}" for option in ("--trust-remote-code", "--model=evil", "--html ~/.bashrc", "y")]
     foreign += [f"{replay} --trust-remote-code", f"{replay} ~/x", f"{FAULT} --evil"]
     # All commands that GradLoc writes.
-    sources = Path(gradloc_judge.__file__).parent.rglob("*.py")
+    sources = Path(gradloc.judge.__file__).parent.rglob("*.py")
     own = {text for path in sources for text in re.findall(r"`((?:bash|gradloc) [^`\n]+)`", path.read_text())}
     own = sorted(text.replace("{}", "never_synced") for text in own)
     own += [f"{replay} 'x; id' --switches", f"{replay} /a/b-1"]

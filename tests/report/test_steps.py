@@ -13,14 +13,13 @@ from evidence import Event, drill, samples, spike, without_culprits, write_steps
 from notation import Caplog, Patch
 from valid_events import lines_in, valid_events
 
-from gradloc import guarded, record_events
+from gradloc import guarded, record_events, report
 from gradloc.evidence import writer
 from gradloc.evidence.writer import record_step
-from gradloc_tools import report
-from gradloc_tools.report.build import FEW_STEPS
-from gradloc_tools.report.charts import levels
-from gradloc_tools.report.summary import warnings_of
-from gradloc_tools.schema import EVENT, STEP, conforms
+from gradloc.report.build import FEW_STEPS
+from gradloc.report.charts import levels
+from gradloc.report.summary import warnings_of
+from gradloc.tools.schema import EVENT, STEP, conforms
 
 FIGURES = {"token_norm_max": 120.0, "threshold": 640.0, "spike_margin": 0.1875, "ratio_max": math.inf, "triggered": 0}
 WARNING = {"name": "stale_weights", "sentence": "The rollout is late.", "check": "`look` shows it."}

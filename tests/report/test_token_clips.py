@@ -9,10 +9,10 @@ import jsonschema
 from evidence import Event, clip, clipped_token, drill, spike, write_steps
 
 from gradloc.evidence import writer
-from gradloc_tools.report.reading import without_texts
-from gradloc_tools.report.token_clips import EXPLANATION, summarize_clips
-from gradloc_tools.report.view import json_of
-from gradloc_tools.schema import CLIP, EVENT, NOTE, conforms
+from gradloc.report.reading import without_texts
+from gradloc.report.token_clips import EXPLANATION, summarize_clips
+from gradloc.report.view import json_of
+from gradloc.tools.schema import CLIP, EVENT, NOTE, conforms
 
 TOKENS = ["a", " bad", " token"]
 

@@ -24,8 +24,8 @@ import trees
 from gradloc import guarded, record_events
 from gradloc.adapters.spike_log import add_spike_log
 from gradloc.judging import in_one_line
-from gradloc_tools import trackers
-from gradloc_tools.trackers import SpikeLog
+from gradloc.report import trackers
+from gradloc.report.trackers import SpikeLog
 
 pytestmark = pytest.mark.slow
 
@@ -363,9 +363,3 @@ def test_who_gets_spikes(loggers: list[str], changes: dict[str, Any], added: boo
     assert list(found) == loggers + ["gradloc"] * added
     add_spike_log(alone := dict.fromkeys(loggers), {"actor_rollout_ref": None})  # a run that is no such run
     assert list(alone) == loggers
-
-
-def test_trackers_without_the_wheel(monkeypatch: Patch, caplog: Caplog) -> None:
-    monkeypatch.setitem(sys.modules, "gradloc_tools.trackers", None)
-    add_spike_log(found := {"wandb": None}, {"actor_rollout_ref": {"actor": ACTOR}})
-    assert list(found) == ["wandb"] and [message.count("pip install .") for message in caplog.messages] == [1]

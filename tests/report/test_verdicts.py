@@ -10,9 +10,9 @@ from evidence import ORDINARY, Event, culprit, event, spike, unsearched, verdict
 from notation import cases, memory_peak
 
 from gradloc.evidence.writer import jsonable, record_step
-from gradloc_judge.rules import SOURCES
-from gradloc_judge.verdict import CAUSES
-from gradloc_tools.report import words
+from gradloc.judge.rules import SOURCES
+from gradloc.judge.verdict import CAUSES
+from gradloc.report import words
 
 NEWER = {"cause": "stale", "culprits": 1.0, "ordinary": 1.0, "check": "`look` shows it."}
 STALE = {"name": "stale", "sentence": "The rollout is behind.", "check": "`look` shows it."}

@@ -14,8 +14,9 @@ import sys
 sys.path += sys.argv[4:]
 
 from evidence import clip, clipped_token, culprit, drill, event, marked
-from verl.utils.gradloc import record_events
 from verl.utils.tracking import Tracking
+
+from gradloc import record_events
 
 
 def main(folder: str, loggers: list[str], spike_log: bool | str | None) -> None:

@@ -18,15 +18,17 @@ from verl import DataProto
 from verl.experimental.reward_loop.reward_manager.naive import NaiveRewardManager
 from verl.trainer.ppo.metric_utils import process_validation_metrics
 from verl.trainer.ppo.reward import get_custom_reward_fn, load_reward_manager
-from verl.utils.reward_score import default_compute_score, guarded_math_verify, ps_grpo
+from verl.utils.reward_score import default_compute_score
 
 import trees
+from gradloc.rewards import guarded_math_verify, ps_grpo
 
 HANGING = "\\boxed{9^{9^{9^{9}}}}"
 # verl 0.9 has all keys of rewards below this one, and no manager of batches.
 ABOVE = "" if trees.TARGET.startswith("0.7") else "reward."
 WITH_BATCHES = pytest.mark.skipif(bool(ABOVE), reason="verl 0.9 has no batch manager")
 SCORERS = "custom_reward_function.path=pkg://verl.utils.reward_score"
+OWN = "custom_reward_function.path=pkg://gradloc.rewards"
 KEYS = ["score", "acc", "has_drop", "max_relative_drop", "num_steps"]
 
 
@@ -161,7 +163,7 @@ SHAPED = [1.0, 0.5, 0.5, 0.0]
 @pytest.mark.parametrize("how", ["alone", "loop", pytest.param("batch", marks=WITH_BATCHES)])
 def test_verl_logs_what_ps_grpo_returns(how: str) -> None:
     """The reward loop is verl's default since 0.7."""
-    overrides = [f"{SCORERS}.ps_grpo", "custom_reward_function.name=compute_score_batch", "reward_manager.name=batch"]
+    overrides = [f"{OWN}.ps_grpo", "custom_reward_function.name=compute_score_batch", "reward_manager.name=batch"]
     loop = NaiveRewardManager(None, Tokenizer(), default_compute_score) if how == "loop" else None
     data = batch(RESPONSES, ["7"] * 4, "ps_grpo", [{"step_scores": steps} for steps in STEPS])
     found, extra = scored(loop or manager(*overrides if how == "batch" else []), data)
@@ -214,7 +216,7 @@ def test_the_example_that_asks_a_process_reward_model() -> None:
 def test_reward_functions_can_be_sent_to_other_processes() -> None:
     from ray import cloudpickle
 
-    config = composed(f"{SCORERS}.guarded_math_verify", "custom_reward_function.name=compute_score_batch")
+    config = composed(f"{OWN}.guarded_math_verify", "custom_reward_function.name=compute_score_batch")
     guarded_math_verify.compute_score("1", "1")
     function = cloudpickle.loads(cloudpickle.dumps(get_custom_reward_fn(config)))
     assert function(data_sources=["x"], solution_strs=["7"], ground_truths=["7"], extra_infos=[{}]) == [1.0]

@@ -18,9 +18,10 @@ import pytest
 from notation import cases
 from process_ids import is_alive
 from verl.utils import reward_score
-from verl.utils.reward_score import default_compute_score, guarded_math_verify
+from verl.utils.reward_score import default_compute_score
 
 import trees
+from gradloc.rewards import guarded_math_verify
 
 pytestmark = pytest.mark.slow
 
@@ -96,7 +97,7 @@ def test_in_a_ray_actor() -> None:
 
     class Rewards:
         def score(self, answer: str) -> tuple[int, float]:
-            from verl.utils.reward_score import guarded_math_verify
+            from gradloc.rewards import guarded_math_verify
 
             return os.getpid(), guarded_math_verify.compute_score(answer, "1", timeout_score=0.25, timeout=LIMIT)
 

@@ -10,9 +10,9 @@ import psutil
 import pytest
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 from sympy import Integer
-from verl.utils.reward_score import guarded_math_verify
 
 from answer_forms import FORMS, QUIRKS, REPAIRED
+from gradloc.rewards import guarded_math_verify
 from hostile_answers import hostile_answers
 from public_pairs import PAIRS
 

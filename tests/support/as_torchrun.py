@@ -21,4 +21,4 @@ def torchrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     (folder / "sitecustomize.py").write_text(_ABORTS_AT_THE_END)
     path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    return trees.run(*command, "-m", "gradloc_tools", *arguments, OMP_NUM_THREADS="1", PYTHONPATH=path)
+    return trees.run(*command, "-m", "gradloc", *arguments, OMP_NUM_THREADS="1", PYTHONPATH=path)

@@ -10,12 +10,12 @@ from typing import Any
 
 from gradloc import record_events
 from gradloc.evidence.writer import now, record_step
+from gradloc.judge.judgement import judged
+from gradloc.judge.rules import RULES
+from gradloc.judge.verdict import verdict
 from gradloc.lines import SCHEMA
 from gradloc.sources import classify
 from gradloc.version import __version__
-from gradloc_judge.judgement import judged
-from gradloc_judge.rules import RULES
-from gradloc_judge.verdict import verdict
 
 Event = dict[str, Any]
 

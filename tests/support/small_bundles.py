@@ -22,9 +22,9 @@ from gradloc import record_events
 from gradloc.bundles import limits
 from gradloc.bundles.bundle_writer import BundleWriter
 from gradloc.bundles.layout import Row
-from gradloc_tools.bundles.results import RESULT
-from gradloc_tools.replay.command import main
-from gradloc_tools.schema import EVENT, conforms
+from gradloc.replay.command import main
+from gradloc.tools.results import RESULT
+from gradloc.tools.schema import EVENT, conforms
 
 ROWS, PROMPT, RESPONSE, VOCABULARY = 2, 3, 5, 23
 THRESHOLD = 1e3

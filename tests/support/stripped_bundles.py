@@ -6,7 +6,7 @@ from pathlib import Path
 from gradloc.bundles.bundle_writer import write_recorded_bundle
 from gradloc.evidence.event import recorded_event
 from gradloc.measure.micro_batch import MicroBatch
-from gradloc_tools.bundles.opening import open_bundle
+from gradloc.tools.opening import open_bundle
 
 
 def strip(path: Path, evidence: Path) -> list[Path]:

@@ -8,7 +8,7 @@ import jsonschema
 from jsonschema import Draft202012Validator
 
 from gradloc.evidence.writer import jsonable
-from gradloc_tools.schema import EVENT, NOTE, conforms
+from gradloc.tools.schema import EVENT, NOTE, conforms
 
 VALIDATOR = Draft202012Validator(EVENT)
 

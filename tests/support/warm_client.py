@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 
-FORKED = re.compile(r"-m (verl\.|gradloc_tools)|\S*/ray/\S+\.py|\S*/embedded/(prepare|run)\.py")
+FORKED = re.compile(r"-m (verl\.|gradloc)|\S*/ray/\S+\.py|\S*/embedded/(prepare|run)\.py")
 SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 

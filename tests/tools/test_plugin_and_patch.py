@@ -5,7 +5,7 @@ import re
 import apply_patch
 import trees
 
-PLUGIN = trees.ROOT / "plugin/gradloc_verl"
+PLUGIN = trees.ROOT / "gradloc/plugin"
 # The plugin cannot reach the loop in engine_workers, so it acts where verl makes the mini-batches of that loop; nor
 # main_ppo that is run by `python -m`, so it acts after an import that only this makes.
 ELSEWHERE = {

@@ -27,7 +27,7 @@ sys.exit(subprocess.run(command, shell=True, cwd=brings["working_dir"], env=envi
 # Prints what the trainer, which needs GPUs, would get, if it can have verdicts; and ends with an exit code of its own.
 PYTHON = f"""#!/bin/sh
 [ "$1" = -m ] || exec {sys.executable} "$@"
-{sys.executable} -c 'import gradloc_judge, json, sys; print(json.dumps(sys.argv[1:]))' "$@"
+{sys.executable} -c 'import gradloc.judge, json, sys; print(json.dumps(sys.argv[1:]))' "$@"
 exit 7
 """
 

@@ -14,7 +14,7 @@ import verl
 from scripts import launch
 from valid_events import lines_in, valid_events
 
-from gradloc_tools.schema import CLIP, conforms
+from gradloc.tools.schema import CLIP, conforms
 from warm_python import FOR_RAY, warm_python
 
 ROOT = Path(__file__).parents[2]

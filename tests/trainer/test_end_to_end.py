@@ -26,8 +26,8 @@ from runs import CRITIC, clips_in, events_in, interpreter, started
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import trees
-from gradloc_tools import schema
-from gradloc_tools.replay.command import main as replay
+from gradloc.replay.command import main as replay
+from gradloc.tools import schema
 
 pytestmark = pytest.mark.slow
 

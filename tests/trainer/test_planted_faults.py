@@ -167,7 +167,7 @@ def test_a_fault_is_told_by_its_evidence(name: str, planted: Callable[[str], Run
                 assert "in the layer layers.1" in event["summary"]
         case "kernel":
             bundle = folder / "out/bisect_dump" / events[0]["replay"]
-            command = [runs.warm_interpreter, "-m", "gradloc_tools", "replay", bundle, "--model", folder / "model"]
+            command = [runs.warm_interpreter, "-m", "gradloc", "replay", bundle, "--model", folder / "model"]
             found = json.loads(subprocess.check_output([*command, "--only", "--json"], cwd=ROOT))
             assert found["log_probs"]["max"] < 1e-4
             (sentence,) = [text for text in found["sentences"] if "backward pass was another one" in text]

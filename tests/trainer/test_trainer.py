@@ -21,8 +21,8 @@ from notation import Caplog, Patch, cases
 from valid_events import lines_in
 from verl import DataProto
 
-import gradloc_judge
-from gradloc_tools.schema import CLIP, EVENT, conforms
+import gradloc.judge
+from gradloc.tools.schema import CLIP, EVENT, conforms
 
 PROMPT, RESPONSE, ROWS = 3, 5, 4
 WARNING = {"name": "stale_weights", "sentence": "The rollout is late.", "check": "Look."}
@@ -30,7 +30,7 @@ WARNING = {"name": "stale_weights", "sentence": "The rollout is late.", "check":
 
 def test_columns_of_any_type_are_written(tmp_path: Path, caplog: Caplog) -> None:
     """As rank 0 of verl 0.7's worker writes an event with one culprit."""
-    from verl.utils.gradloc.adapters.dp_actor import write_evidence
+    from gradloc.adapters.dp_actor import write_evidence
 
     ids = torch.arange(ROWS * (PROMPT + RESPONSE)).reshape(ROWS, -1)
     tensors = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "responses": ids[:, PROMPT:]}
@@ -55,8 +55,8 @@ def test_columns_of_any_type_are_written(tmp_path: Path, caplog: Caplog) -> None
 
 @pytest.mark.parametrize("how", ["exits", "hangs"])
 def test_a_tokenizer_costs_its_texts_alone(how: str, tmp_path: Path, monkeypatch: Patch, caplog: Caplog) -> None:
-    from verl.utils.gradloc import guarded
-    from verl.utils.gradloc.adapters import update_evidence
+    from gradloc import guarded
+    from gradloc.adapters import update_evidence
 
     answers = threading.Event()
     decode = Mock(side_effect=SystemExit(3) if how == "exits" else lambda *_, **__: answers.wait())
@@ -103,7 +103,7 @@ def test_a_step_whose_answers_are_all_rejected_has_metrics() -> None:
 def write(
     directory: Path, events: list[dict[str, Any]], *warnings: dict[str, str], figures: Mapping[str, float] = {}
 ) -> None:
-    from verl.utils.gradloc.adapters.update_evidence import UpdateEvidence
+    from gradloc.adapters.update_evidence import UpdateEvidence
 
     evidence = UpdateEvidence(str(directory), None, 1)
     evidence._events = [{name: event[name] for name in event if name not in ("verdict", "summary")} for event in events]
@@ -173,14 +173,13 @@ def test_what_the_judge_does_costs_its_answer_alone(
     judge: Any, said: str, tmp_path: Path, monkeypatch: Patch, caplog: Caplog
 ) -> None:
     """Without one, it never answers."""
-    from verl.utils.gradloc import guarded, judging
+    from gradloc import guarded, judging
 
     ends = threading.Event()
     asked = Mock(side_effect=judge or (lambda *_: ends.wait()))
     for name in ("judged_in_training", "row_warnings"):
-        monkeypatch.setattr(gradloc_judge, name, asked)
+        monkeypatch.setattr(gradloc.judge, name, asked)
     monkeypatch.setattr(judging, "_thread", guarded.PatientThread(judging._thread._what))
-    assert judging.judge() is gradloc_judge
     monkeypatch.setattr(guarded, "PATIENCE", 1e9 if judge else 0.05)
     write(tmp_path, [spike(3), clip(3, [clipped_token(0, ["a"], 9.0)])], figures={"token_norm_max": 1.0})
     found, clipped = lines_in(tmp_path)
@@ -190,7 +189,7 @@ def test_what_the_judge_does_costs_its_answer_alone(
     assert step["token_norm_max"] == 1.0 and "warnings" in step
     assert asked.call_count == 3 if judge else asked.call_count <= 1
     ends.set()
-    assert (judging.judge() is None) == (judge is None)
+    assert judging._thread.was_late == (judge is None)
 
 
 @pytest.mark.slow

@@ -9,9 +9,9 @@ import torch
 from notation import cases
 from torch import Tensor
 
+from gradloc.judge.alignment import find_off, misaligned_warning
 from gradloc.measure.alignment import align, misplaced, misplaced_share, own_alignment
 from gradloc.sums import PAIR_SUMS, PAIRS, SHIFTS
-from gradloc_judge.alignment import find_off, misaligned_warning
 
 Columns = dict[str, Tensor]
 ROWS, LENGTH, PROMPT, WORDS = 24, 40, 5, 50

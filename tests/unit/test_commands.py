@@ -9,8 +9,8 @@ import pytest
 from notation import Capsys
 
 import trees
+from gradloc import __main__ as gradloc_command
 from gradloc import __version__
-from gradloc_tools import __main__ as gradloc_command
 
 COMMANDS = ["report", "replay", "convert", "selftest"]
 
@@ -34,13 +34,12 @@ def test_the_version_and_an_unknown_command(capsys: Capsys) -> None:
 
 def without_packages(*arguments: str) -> subprocess.CompletedProcess[str]:
     """A module's command in a Python where none is installed, as -S makes it."""
-    plugin = str(trees.ROOT / "plugin")
-    return trees.run(sys.executable, "-S", "-m", *arguments, cwd=trees.ROOT, PYTHONPATH=plugin)
+    return trees.run(sys.executable, "-S", "-m", *arguments, cwd=trees.ROOT, PYTHONPATH="")
 
 
 def test_the_plugins_check_without_a_verl_is_a_sentence() -> None:
     """Its package, which has the scorers, says nothing."""
-    done = without_packages("gradloc_verl")
+    done = without_packages("gradloc.plugin")
     (line,) = done.stderr.splitlines()
     assert done.returncode == 1 and "has no verl that can be imported" in line
 
@@ -49,7 +48,7 @@ def test_the_plugins_check_without_a_verl_is_a_sentence() -> None:
 def test_a_reader_that_has_seen_enough_is_no_error(arguments: list[str]) -> None:
     read, write = os.pipe()
     os.close(read)
-    program = [sys.executable, "-m", "gradloc_tools", *arguments]
+    program = [sys.executable, "-m", "gradloc", *arguments]
     done = subprocess.run(program, stdout=write, stderr=subprocess.PIPE, cwd=trees.ROOT)
     os.close(write)
     assert (done.returncode, done.stderr) == (0, b"")
@@ -65,12 +64,12 @@ def test_what_is_not_installed_is_one_sentence(name: str) -> None:
     """After the help, where that is asked for."""
     missing, extra = ("rich", ".") if name == "report" else ("torch", ".[replay]")
     for option in ["evidence"] if name == "report" else ["evidence", "--help"]:
-        done = without_packages("gradloc_tools", name, option)
+        done = without_packages("gradloc", name, option)
         assert done.returncode == 1 and (f"\n    gradloc {name} " in done.stdout) == (option == "--help")
         (line,) = done.stderr.splitlines()
         assert missing in line and line.endswith(f"run pip install '{extra}' in GradLoc's checkout")
 
 
 def test_a_reports_figures_are_there_whatever_is_missing() -> None:
-    done = without_packages("gradloc_tools", "report", "examples/spike", "--json")
+    done = without_packages("gradloc", "report", "examples/spike", "--json")
     assert json.loads(trees.ran(done))["events"] == 1

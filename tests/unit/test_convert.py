@@ -25,16 +25,16 @@ from torch.nn.utils.rnn import pad_sequence
 
 import trees
 from gradloc.bundles import limits
+from gradloc.convert import batch
+from gradloc.convert import records as record_files
+from gradloc.convert.batch import AGG_MODES
+from gradloc.convert.command import main
+from gradloc.convert.records import RecordError
 from gradloc.evidence.writer import LINE_BYTES, jsonable
-from gradloc_tools.bundles.opening import Bundle, open_bundle
-from gradloc_tools.convert import batch
-from gradloc_tools.convert import records as record_files
-from gradloc_tools.convert.batch import AGG_MODES
-from gradloc_tools.convert.command import main
-from gradloc_tools.convert.records import RecordError
-from gradloc_tools.report.command import main as report
-from gradloc_tools.report.reading import read
-from gradloc_tools.schema import EVENT, conforms
+from gradloc.report.command import main as report
+from gradloc.report.reading import read
+from gradloc.tools.opening import Bundle, open_bundle
+from gradloc.tools.schema import EVENT, conforms
 
 # Prompt and response of each response.
 LENGTHS = ((3, 5), (2, 7), (4, 4), (3, 6))

@@ -16,14 +16,14 @@ from torch import nn
 import gradloc
 from gradloc import GradLocConfig
 from gradloc.critic_watch import CriticWatch
+from gradloc.judge.judgement import judged
 from gradloc.layers.layer_clip import LayerClip, LayerClipConfig
 from gradloc.measure.pass_recorder import unchanged
+from gradloc.replay import search as searching
+from gradloc.replay.model import default_variant, load
+from gradloc.replay.search import search
 from gradloc.token_clip.token_clip import TokenClip, TokenClipConfig
-from gradloc_judge.judgement import judged
-from gradloc_tools.bundles.opening import open_bundle
-from gradloc_tools.replay import search as searching
-from gradloc_tools.replay.model import default_variant, load
-from gradloc_tools.replay.search import search
+from gradloc.tools.opening import open_bundle
 
 __all__ = ["kept"]
 

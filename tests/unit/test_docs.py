@@ -10,12 +10,12 @@ from notation import Capsys
 
 import apply_patch
 from gradloc import __version__, lines
-from gradloc_judge.rules import SOURCES
-from gradloc_tools import schema
-from gradloc_tools.convert.command import main as convert
-from gradloc_tools.replay.command import main as replay
-from gradloc_tools.report.command import main as report
-from gradloc_tools.selftest.command import main as selftest
+from gradloc.convert.command import main as convert
+from gradloc.judge.rules import SOURCES
+from gradloc.replay.command import main as replay
+from gradloc.report.command import main as report
+from gradloc.selftest.command import main as selftest
+from gradloc.tools import schema
 from tools import field_tables
 
 ROOT = Path(__file__).parents[2]

@@ -16,9 +16,9 @@ from gradloc import GradLoc, GradLocConfig, LayerClipConfig, TokenClipConfig, re
 from gradloc.evidence.writer import jsonable
 from gradloc.fsdp.collectives import RankFailedError, RankLostError, broadcast
 from gradloc.fsdp.failed_pass import RecordedCollectives
+from gradloc.judge.judgement import judged
 from gradloc.measure.local_norms import LocalNorms
 from gradloc.measure.passes import Passes
-from gradloc_judge.judgement import judged
 
 
 @cases(

@@ -15,7 +15,7 @@ from gradloc.fsdp.torch_compat import REQUIRED
 
 PACKAGE = Path(__file__).resolve().parents[2] / "gradloc"
 # Imported where they are needed, so that the package does without them.
-LAZY = {"judging": {"gradloc_judge"}, "bundles": {"safetensors"}, "adapters": {"gradloc_tools"}}
+LAZY = {"bundles": {"safetensors"}}
 
 
 def subpackages() -> list[str]:
@@ -74,6 +74,7 @@ def test_a_file_imports_only_from_subpackages_before_its_own() -> None:
         imported = own_imports(name, tree)
         assert imported <= set(modules()), f"{name} imports what is not there, or the package as a whole"
         place = order.index(subpackage_of(name))
+        imported -= {"report.trackers"} if name == "adapters.spike_log" else set()
         assert {other for other in imported if order.index(subpackage_of(other)) > place} == set(), name
     # Every file is in one of them.
     assert {subpackage_of(name) for name in modules()} == set(subpackages())
@@ -85,42 +86,54 @@ def test_a_file_imports_only_from_subpackages_before_its_own() -> None:
         pytest.fail(" -> ".join(error.args[1]))
 
 
-def test_a_file_needs_only_torch_and_the_standard_library() -> None:
-    found = [(name, node, at_once) for name, tree in modules().items() for node, at_once in imports(tree)]
-    for name, node, at_once in found:
-        if isinstance(node, ast.ImportFrom) and node.level:
+# What runs in training, what it knows besides torch and the standard library, and what reads evidence afterwards.
+OF_VERL = {"hydra", "omegaconf", "tensordict", "verl"}
+KNOWS = {"adapters": OF_VERL, "plugin": OF_VERL | {"ray"}}
+READERS = {"tools", "report", "replay", "convert", "selftest"}
+
+
+def test_what_runs_in_training_needs_only_torch_and_the_standard_library() -> None:
+    for name, tree in modules().items():
+        if (part := subpackage_of(name)) in READERS | {"rewards", "__main__"}:
             continue
-        allowed = {"torch", *sys.stdlib_module_names}
-        if subpackage_of(name) == "adapters":
-            allowed |= {"hydra", "omegaconf", "tensordict", "verl"}  # what verl is made of
-        if not at_once:
-            allowed |= LAZY.get(subpackage_of(name), set())
-        names = [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
-        for module in names:
-            assert module.split(".")[0] in allowed, f"{name}, line {node.lineno} imports {module}"
-            assert not module.startswith("verl.utils.gradloc"), f"{name}, line {node.lineno}: its own are relative"
-    # Of the readers, only the trackers are imported.
-    imported = re.compile(r"^ *(from|import) gradloc_tools", re.M)
-    importing = [str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if imported.search(path.read_text())]
-    assert importing == ["adapters/spike_log.py"]
+        for node, at_once in imports(tree):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                continue
+            allowed = {"torch", *sys.stdlib_module_names, *KNOWS.get(part, set())}
+            if not at_once:
+                allowed |= LAZY.get(part, set())
+            names = [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+            for module in names:
+                assert module.split(".")[0] in allowed, f"{name}, line {node.lineno} imports {module}"
 
 
-def test_the_judge_needs_only_the_standard_library_and_plain_parts_of_the_package() -> None:
-    plain = "gradloc.guarded gradloc.judging gradloc.lines gradloc.saved gradloc.sources gradloc.sums gradloc.version"
-    allowed = {"gradloc", *plain.split()}
-    for path in (PACKAGE.parent / "gradloc_judge").glob("*.py"):
-        for node, _ in imports(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import) or not node.level:
-                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module]
-                assert {name for name in names if name.split(".")[0] not in sys.stdlib_module_names} <= allowed, path
+def test_verl_is_known_to_the_adapters_and_the_plugin_alone() -> None:
+    for name, tree in modules().items():
+        if subpackage_of(name) in KNOWS or name == "replay.remedy_losses":  # remedies with verl's own losses
+            continue
+        for node, _ in imports(tree):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+            assert "verl" not in {module.split(".")[0] for module in names}, f"{name}, line {node.lineno}"
 
 
-def test_the_report_imports_neither_torch_nor_verl_nor_ray() -> None:
+def test_training_imports_no_reader_of_evidence_but_the_trackers() -> None:
+    importing = {
+        (name, module)
+        for name, tree in modules().items()
+        if subpackage_of(name) not in READERS | {"__main__"}
+        for module in own_imports(name, tree)
+        if subpackage_of(module) in READERS
+    }
+    assert importing == {("adapters.spike_log", "report.trackers")}
+
+
+def test_judge_report_and_convert_are_imported_without_torch_and_verl() -> None:
     code = """
 import sys
-sys.modules |= dict.fromkeys(("torch", "verl", "ray", "numpy", "transformers"))
-from gradloc_tools.__main__ import main
-from gradloc_tools.report import page, terminal
+sys.modules |= dict.fromkeys(("torch", "verl", "ray", "numpy", "transformers", "omegaconf", "hydra"))
+import gradloc.judge, gradloc.rewards
+from gradloc.__main__ import main
+from gradloc.report import page, terminal
 main(["--help"])
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True)

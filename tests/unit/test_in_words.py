@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gradloc_judge.sentences import describe
+from gradloc.judge.sentences import describe
 
 EVEN = {"layers.0": 1.0, "layers.1": 1.1, "layers.2": 0.9}
 ONE_LAYER = {"layers.0": 1.0, "layers.1": 9.0, "layers.2": 1.0}

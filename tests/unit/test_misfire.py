@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from notation import cases
 
+from gradloc.judge.misfire import LESS_SPECIFIC, _chance, misfire, needs_rows, verdict_by_rows
+from gradloc.judge.rules import BROKEN
+from gradloc.judge.verdict import CAUSES
+from gradloc.report.reading import without_texts
 from gradloc.sums import TrainedRow
-from gradloc_judge.misfire import LESS_SPECIFIC, _chance, misfire, needs_rows, verdict_by_rows
-from gradloc_judge.rules import BROKEN
-from gradloc_judge.verdict import CAUSES
-from gradloc_tools.report.reading import without_texts
-from gradloc_tools.schema import EVENT, conforms
+from gradloc.tools.schema import EVENT, conforms
 
 Rows = dict[tuple[int, int], TrainedRow]
 PROMPTS, ANSWERS = 16, 4

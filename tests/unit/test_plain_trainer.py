@@ -1,7 +1,6 @@
 """GradLoc in a training loop of its own, without verl: one process, a model that is not sharded."""
 
 import json
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,11 +15,12 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
 import gradloc.evidence.event
+from gradloc import judging
 from gradloc.adapters.update_evidence import TrainedData, UpdateEvidence
 from gradloc.evidence.writer import jsonable
-from gradloc.judging import _installed, in_one_line
-from gradloc_judge.judgement import judged
-from gradloc_tools.report import read
+from gradloc.judge.judgement import judged
+from gradloc.judging import in_one_line
+from gradloc.report import read
 
 ROWS, RESPONSE, PROMPT, VOCABULARY = 4, 8, 4, 37
 CULPRIT = (2, 3)
@@ -179,12 +179,10 @@ def test_a_response_counts_once_in_however_many_epochs(stale_rows: int, epochs: 
     assert [warning["name"] for warning in loop.gradloc.warnings] == warned
 
 
-@pytest.mark.parametrize("wheel", [None, SimpleNamespace(FACTS=0)], ids=["none", "of another version"])
 def test_without_the_judge_facts_are_written_and_judged_later(
-    wheel: Any, tmp_path: Path, monkeypatch: Patch, caplog: Caplog
+    tmp_path: Path, monkeypatch: Patch, caplog: Caplog
 ) -> None:
-    monkeypatch.setitem(sys.modules, "gradloc_judge", wheel)
-    _installed.cache_clear()
+    monkeypatch.setattr(judging, "judge", SimpleNamespace())  # every question is an error
     loop = Loop(Plain(), IDS, PROMPT, grad_norm_threshold=20.0)
     loop.gradloc.load_state_dict(loop.gradloc.state_dict())
     monkeypatch.setattr(gradloc.evidence.event, "_why_unusual", lambda *_: None)
@@ -195,9 +193,9 @@ def test_without_the_judge_facts_are_written_and_judged_later(
     evidence.take_in_rows(TrainedData({}))
     evidence.write(1, loop.gradloc.metrics(), lambda: loop.gradloc.warnings)
     monkeypatch.undo()
-    _installed.cache_clear()
-    missing, said = [message for message in caplog.messages if "pip install ." in message or "diagnosis" in message]
-    assert "gradloc report judges spikes later" in missing and "source): 0, 2, 3 (" in said
+    assert sum("gives no answer" in message for message in caplog.messages) == 3  # checks, rows, the spike
+    (said,) = [message for message in caplog.messages if "diagnosis" in message]
+    assert "source): 0, 2, 3 (" in said
     assert in_one_line({"token_clip": {}}) == in_one_line({"values": []}) == "it is not judged."
     (line,) = (tmp_path / "spikes.jsonl").read_text().splitlines()
     assert json.loads(line)["verdict"] is None

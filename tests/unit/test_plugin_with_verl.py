@@ -33,8 +33,8 @@ import logging, sys, warnings
 warnings.simplefilter("ignore")
 from types import SimpleNamespace
 import verl
-import gradloc_verl
-from gradloc_verl import status
+import gradloc.plugin
+from gradloc.plugin import status
 
 KEYS = {KEYS!r}
 
@@ -50,7 +50,7 @@ def as_patched(keys, config):
     with initialize_config_dir({str(PATCHED / "verl/trainer/config")!r}, version_base=None):
         patched = compose("ppo_trainer", overrides=[key for key in keys if "gradloc_" not in key])
     patched, ours = (OmegaConf.to_yaml(each, sort_keys=True) for each in (patched, config))
-    return patched == ours.replace("_target_: gradloc_verl.config.", "_target_: verl.workers.config.")
+    return patched == ours.replace("_target_: gradloc.plugin.config.", "_target_: verl.workers.config.")
 
 def actor_config(*overrides):
     from verl.utils.config import omega_conf_to_dataclass
@@ -75,12 +75,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     installed = tmp_path_factory.mktemp("site") / "gradloc_verl-0.dist-info"
     installed.mkdir()
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: gradloc-verl\nVersion: 0\n")
-    (installed / "entry_points.txt").write_text("[verl.plugins]\ngradloc = gradloc_verl\n")
+    (installed / "entry_points.txt").write_text("[verl.plugins]\ngradloc = gradloc.plugin\n")
 
     def call(code: str, *path: Path, returns: int = 0, **environment: str) -> subprocess.CompletedProcess:
-        path = *(path or [trees.BASE_TREE]), trees.ROOT, trees.ROOT / "plugin", installed.parent
+        path = *(path or [trees.BASE_TREE]), trees.ROOT, installed.parent
         environment = {"PYTHONPATH": ":".join(map(str, path)), "VERL_USE_EXTERNAL_MODULES": "embedded"} | environment
-        what = ["-c", PRELUDE + textwrap.dedent(code)] if code else ["-m", "gradloc_verl"]
+        what = ["-c", PRELUDE + textwrap.dedent(code)] if code else ["-m", "gradloc.plugin"]
         done = trees.run(interpreter, "-X", "fork", *what, **environment)
         assert done.returncode == returns, done.stdout + done.stderr
         return done
@@ -92,10 +92,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 def test_verl_loads_it_and_nothing_is_imported_early(run: Run) -> None:
     code = """
         assert status.installed and not status.left_to_patch and not status.failures
-        assert "gradloc" not in sys.modules and "verl.workers.engine" not in sys.modules
+        assert not {"gradloc.gradloc", "gradloc.adapters", "verl.workers.engine"} & sys.modules.keys()
     """
     assert "GradLoc" not in run(code).stderr
-    run(code, VERL_USE_EXTERNAL_PLUGINS="none", VERL_USE_EXTERNAL_MODULES="embedded,gradloc_verl")
+    run(code, VERL_USE_EXTERNAL_PLUGINS="none", VERL_USE_EXTERNAL_MODULES="embedded,gradloc.plugin")
     # A process in which verl does not load it refuses runs.
     code = """
         assert not status.installed  # the script's own import comes too late
@@ -110,7 +110,7 @@ def test_verl_loads_it_and_nothing_is_imported_early(run: Run) -> None:
 def test_every_hook_fits_verl(run: Run, tree: Path) -> None:
     code = """
         import importlib
-        from gradloc_verl.hooks import HOOKS
+        from gradloc.plugin.hooks import HOOKS
         for name in HOOKS:
             importlib.import_module(name)
         assert not status.failures, status.failures
@@ -121,7 +121,7 @@ def test_every_hook_fits_verl(run: Run, tree: Path) -> None:
             for model_type in ("language_model", "value_model"):
                 assert issubclass(EngineRegistry.get_engine_cls(model_type, backend), WatchedEngine)
 
-        from gradloc_verl.trainer import SpikeTrainer
+        from gradloc.plugin.trainer import SpikeTrainer
         from verl.trainer.ppo.v1 import PPOTrainerSync, get_trainer_cls
         assert get_trainer_cls("sync").__mro__[1:3] == (SpikeTrainer, PPOTrainerSync)
         assert get_trainer_cls("sync") is get_trainer_cls("sync")
@@ -160,11 +160,11 @@ from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 class Early(RayPPOTrainer):
     def __init__(self, config):
         pass
-assert "gradloc_verl" not in sys.modules
+assert "gradloc.plugin" not in sys.modules
 """)
     code = """
         assert "of_the_user" in sys.modules and status.installed and not status.failures, status.failures
-        from gradloc_verl.trainer import SpikeTrainer
+        from gradloc.plugin.trainer import SpikeTrainer
         from verl.trainer.ppo import v1
         assert v1.get_trainer_cls is v1.trainer_base.get_trainer_cls
         assert issubclass(v1.get_trainer_cls("sync"), SpikeTrainer)
@@ -196,14 +196,6 @@ def test_the_keys_work_without_a_plus_and_are_validated(run: Run) -> None:
         assert critic.spike_detection is True and critic.grad_norm_threshold == "auto"
         # Everything else is verl's own.
         assert as_patched(KEYS, composed())
-
-        # Other engines have their keys, too.
-        from verl.utils.config import omega_conf_to_dataclass
-        for engine in ("megatron", "veomni", "torchtitan"):
-            keys = [f"model_engine={engine}", f"actor@actor_rollout_ref.actor=gradloc_{engine}_actor", *KEYS[2:], ON]
-            assert as_patched(keys, composed(keys=keys))
-            actor = omega_conf_to_dataclass(composed(keys=keys).actor_rollout_ref.actor)
-            assert actor.records_spikes and actor.strategy == engine
     """
     run(code)
 
@@ -233,7 +225,7 @@ def test_a_half_loaded_plugin_refuses_runs_and_says_why(run: Run, tmp_path: Path
     helper = changed / "verl/trainer/ppo/rollout_corr_helper.py"
     helper.write_text(helper.read_text().replace("compute_offpolicy_metrics", "offpolicy_metrics"))
     code = """
-        from gradloc_verl.loading import AfterImport
+        from gradloc.plugin.loading import AfterImport
         def change(module):
             module.FSDPEngineWithLMHead.forward_step = lambda self, micro_batch, loss_function: None
         AfterImport({"verl.workers.engine.fsdp.transformer_impl": change}).install()
@@ -257,7 +249,7 @@ def test_a_half_loaded_plugin_refuses_runs_and_says_why(run: Run, tmp_path: Path
 
 def test_a_trainer_is_extended(run: Run) -> None:
     code = """
-        from gradloc_verl.trainer import check_trainer_class, with_spikes
+        from gradloc.plugin.trainer import check_trainer_class, with_spikes
         said = []
 
         class Trainer:
@@ -350,13 +342,15 @@ def test_a_patched_verl_wins(run: Run) -> None:
     code = """
         assert status.left_to_patch and not status.installed
         import verl.workers.config
-        import gradloc_verl.config
-        assert gradloc_verl.config.FSDPActorConfig is verl.workers.config.FSDPActorConfig
+        import gradloc.plugin.config
+        assert gradloc.plugin.config.FSDPActorConfig is verl.workers.config.FSDPActorConfig
         config = actor_config(ON)
         assert type(config) is verl.workers.config.FSDPActorConfig
         assert type(config.layer_clip) is verl.workers.config.LayerClipConfig
-        import verl.workers.engine
-        assert "gradloc" not in sys.modules
+        from gradloc.adapters.engines import WatchedEngine
+        from verl.workers.engine import EngineRegistry
+        engine = EngineRegistry.get_engine_cls("language_model", "fsdp2")
+        assert [each.__name__ for each in engine.__mro__].count("WatchedEngine") == 1
     """
     done = run(code, PATCHED)
     # The wheel stands there for the command gradloc: nothing is wrong.

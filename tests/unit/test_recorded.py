@@ -16,10 +16,10 @@ from gradloc.bundles import layout, limits
 from gradloc.bundles.bundle_writer import bytes_of_bundles, write_recorded_bundle
 from gradloc.bundles.layout import NotReplayableError, Row, SavedMicroBatch
 from gradloc.evidence.event import SUSPECTED, recorded_event
+from gradloc.judge.judgement import judged
+from gradloc.judge.verdict import CHECK_UNSEARCHED
 from gradloc.measure.micro_batch import MicroBatch, MicroBatchName, suspicion
-from gradloc_judge.judgement import judged
-from gradloc_judge.verdict import CHECK_UNSEARCHED
-from gradloc_tools.bundles.opening import BundleError, open_bundle
+from gradloc.tools.opening import BundleError, open_bundle
 
 ROWS, PROMPT, RESPONSE = 2, 3, 12
 BAD = (1, 2)

@@ -26,15 +26,15 @@ if trees.TARGET == "0.9.1":
     from tensordict import TensorDict
     from valid_events import events_in, lines_in
     from verl.utils import tensordict_utils as tu
-    from verl.utils.gradloc import guarded, judging
-    from verl.utils.gradloc.adapters import replay_bundles, spike_recorder, watch
-    from verl.utils.gradloc.adapters.engines import TrainedEngine
     from verl.workers.config import McoreActorConfig
     from verl.workers.engine import BaseEngine
     from verl.workers.engine.utils import postprocess_batch_func, prepare_micro_batches
     from verl.workers.utils.losses import ppo_loss
 
-    from gradloc_tools.bundles.opening import open_bundle
+    from gradloc import guarded, judging
+    from gradloc.adapters import replay_bundles, spike_recorder, watch
+    from gradloc.adapters.engines import TrainedEngine
+    from gradloc.tools.opening import open_bundle
 else:
     BaseEngine = TrainedEngine = object
 
@@ -249,7 +249,7 @@ def test_an_error_of_ours_is_a_warning(
     module: str, name: str, tmp_path: Path, monkeypatch: Patch, caplog: Caplog
 ) -> None:
     broken = Mock(side_effect=KeyError("broken"))
-    monkeypatch.setattr(f"verl.utils.gradloc.adapters.{module}.{name}", broken)
+    monkeypatch.setattr(f"gradloc.adapters.{module}.{name}", broken)
     trained_alike(StandIn, tmp_path, lambda: [batch(), batch()])
     assert len([record for record in caplog.records if record.levelno >= logging.WARNING and record.exc_info]) == 1
 

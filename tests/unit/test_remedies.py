@@ -19,15 +19,15 @@ from small_bundles import kept as kept_without_bounds
 from torch import Tensor
 
 import trees
-from gradloc_tools.bundles.opening import open_bundle
-from gradloc_tools.bundles.results import read_results
-from gradloc_tools.replay import remedies
-from gradloc_tools.replay.command import main
-from gradloc_tools.replay.measuring import norms_now
-from gradloc_tools.replay.model import Variant, load
-from gradloc_tools.replay.token_clip import clip_tokens
-from gradloc_tools.report.reading import read
-from gradloc_tools.report.replays import advice_by_source, best, recommended
+from gradloc.replay import remedies
+from gradloc.replay.command import main
+from gradloc.replay.measuring import norms_now
+from gradloc.replay.model import Variant, load
+from gradloc.replay.token_clip import clip_tokens
+from gradloc.report.reading import read
+from gradloc.report.replays import advice_by_source, best, recommended
+from gradloc.tools.opening import open_bundle
+from gradloc.tools.results import read_results
 
 __all__ = ["bundle", "kept_without_bounds", "replay"]
 
@@ -218,7 +218,7 @@ def test_a_table_without_verl_says_what_is_missing(bundle: Path, kept: Path) -> 
 import sys
 for name in ("verl", "ray", "tensordict"):
     sys.modules[name] = None
-from gradloc_tools.replay.command import main
+from gradloc.replay.command import main
 sys.exit(main([{str(bundle)!r}, "--model", {str(kept / "model")!r}, "--only", "--remedies", "--json"]))
 """
     result = json.loads(trees.ran(trees.run(sys.executable, "-c", script)))

@@ -16,13 +16,13 @@ from small_bundles import VOCABULARY, bundle, kept, replayed, resave, resign, re
 
 from gradloc.bundles import bundle_writer, limits
 from gradloc.bundles.layout import NotReplayableError
+from gradloc.replay import memory, replaying
+from gradloc.replay.command import main
+from gradloc.replay.measuring import measure
+from gradloc.replay.model import Variant, default_variant, load, other_variants
+from gradloc.replay.verdict import sentences
 from gradloc.search.findings import Alone
-from gradloc_tools.bundles.opening import open_bundle
-from gradloc_tools.replay import memory, replaying
-from gradloc_tools.replay.command import main
-from gradloc_tools.replay.measuring import measure
-from gradloc_tools.replay.model import Variant, default_variant, load, other_variants
-from gradloc_tools.replay.verdict import sentences
+from gradloc.tools.opening import open_bundle
 
 __all__ = ["bundle", "kept"]
 

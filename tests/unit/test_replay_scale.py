@@ -25,9 +25,9 @@ from small_bundles import (
     writer_of,
 )
 
-from gradloc_tools.bundles.opening import open_bundle
-from gradloc_tools.replay.scale import LEFT
-from gradloc_tools.replay.verdict import layers_apart_in_words
+from gradloc.replay.scale import LEFT
+from gradloc.replay.verdict import layers_apart_in_words
+from gradloc.tools.opening import open_bundle
 
 __all__ = ["bundle", "kept"]
 

@@ -20,15 +20,15 @@ from small_bundles import BAD, NAME, THRESHOLD, bundle, kept, replayed, resave, 
 from stripped_bundles import strip
 
 from gradloc.evidence.writer import jsonable
+from gradloc.judge.verdict import CHECK_UNKNOWN
 from gradloc.measure.passes import Passes
-from gradloc_judge.verdict import CHECK_UNKNOWN
-from gradloc_tools.bundles.opening import open_bundle
-from gradloc_tools.replay import memory
-from gradloc_tools.replay.command import main
-from gradloc_tools.replay.parts import open_parts
-from gradloc_tools.report.command import main as report
-from gradloc_tools.report.reading import read
-from gradloc_tools.schema import EVENT, conforms
+from gradloc.replay import memory
+from gradloc.replay.command import main
+from gradloc.replay.parts import open_parts
+from gradloc.report.command import main as report
+from gradloc.report.reading import read
+from gradloc.tools.opening import open_bundle
+from gradloc.tools.schema import EVENT, conforms
 
 __all__ = ["bundle", "kept"]
 

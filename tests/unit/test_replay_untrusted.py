@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.utils import hub
 
 from gradloc.adapters.replay_bundles import _model_facts
-from gradloc_tools.replay.command import main
-from gradloc_tools.replay.folders import safe_model
+from gradloc.replay.command import main
+from gradloc.replay.folders import safe_model
 
 __all__ = ["bundle", "kept"]
 

@@ -16,9 +16,9 @@ from verl.trainer.ppo import core_algos
 
 from gradloc.adapters import update_evidence
 from gradloc.adapters.update_evidence import TrainedData, UpdateEvidence
+from gradloc.judge.judgement import judged
+from gradloc.judge.rows import ADVANTAGE_MASK, ADVANTAGE_ORDER, MIXED_GROUPS, REPEATED, count_pairs, row_warnings
 from gradloc.sums import TrainedRow
-from gradloc_judge.judgement import judged
-from gradloc_judge.rows import ADVANTAGE_MASK, ADVANTAGE_ORDER, MIXED_GROUPS, REPEATED, count_pairs, row_warnings
 
 PROMPTS, ANSWERS, LENGTH = 24, 6, 5
 UIDS = numpy.repeat([f"prompt {i}" for i in range(PROMPTS)], ANSWERS).astype(object)

@@ -12,11 +12,11 @@ import torch
 from notation import cases
 from torch import Tensor
 
+from gradloc.judge.rules import VERL_NAMES
+from gradloc.judge.run_checks import RunChecks
 from gradloc.measure.alignment import own_alignment
 from gradloc.measure.run_sums import own_columns, own_sums
 from gradloc.sums import APART_GAP, LARGEST, ONE_SIDE_NATS, STALE_GAP, STALE_RATIO, SUMS
-from gradloc_judge.rules import VERL_NAMES
-from gradloc_judge.run_checks import RunChecks
 
 Spoil = Callable[[dict[str, Tensor], int], Any]
 

@@ -13,9 +13,10 @@ import pytest
 import torch
 from notation import Caplog, Patch, cases
 from small_bundles import small_model
-from verl.utils.gradloc import GradLoc, GradLocConfig, LayerClip, LayerClipConfig, TokenClip, TokenClipConfig, guarded
-from verl.utils.gradloc.adapters.watch import FORM, STATE_FILE, Watch, read_state, write_state
-from verl.utils.gradloc.metrics import RunWarnings
+
+from gradloc import GradLoc, GradLocConfig, LayerClip, LayerClipConfig, TokenClip, TokenClipConfig, guarded
+from gradloc.adapters.watch import FORM, STATE_FILE, Watch, read_state, write_state
+from gradloc.metrics import RunWarnings
 
 LAYER = {"warmup": [], "count": 30, "mean": 1.5, "deviation": 0.25, "floor": 0.125}
 WARMING_UP = {"warmup": [1.0, 2.0], "count": 2, "mean": 0.0, "deviation": 0.0, "floor": 0.0}

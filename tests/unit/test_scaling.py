@@ -7,10 +7,10 @@ import torch
 from notation import cases
 from torch import Tensor
 
+from gradloc.judge.loss import CLEAR, COEFFICIENT_SPREAD, coefficient_factor, loss_scale_warning, loss_warning
 from gradloc.measure.micro_batch import token_weights
 from gradloc.measure.run_sums import own_loss_figures
 from gradloc.sums import LOSS_FIGURES
-from gradloc_judge.loss import CLEAR, COEFFICIENT_SPREAD, coefficient_factor, loss_scale_warning, loss_warning
 
 RANKS, MICRO_BATCHES, ROWS, LENGTH = 3, 5, 4, 20
 MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")

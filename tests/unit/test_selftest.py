@@ -16,9 +16,9 @@ from notation import Capsys, Patch, cases
 from small_bundles import small_model
 
 from gradloc import GradLoc
-from gradloc_tools.replay.model import find_model
-from gradloc_tools.selftest import command, measuring
-from gradloc_tools.selftest.command import main, sentence
+from gradloc.replay.model import find_model
+from gradloc.selftest import command, measuring
+from gradloc.selftest.command import main, sentence
 
 SHORT = ["--prompt", "4", "--response", "12", "--seconds", "0"]
 

@@ -9,10 +9,10 @@ from notation import cases
 
 from gradloc.evidence.ordinary import token_medians
 from gradloc.evidence.token_facts import find_after_eos, find_mismatch, response_kl, token_evidence
+from gradloc.judge.rules import RULES, SOURCES
 from gradloc.measure.micro_batch import MicroBatch
 from gradloc.sources import CONFIDENT, UNLIKELY, classify
-from gradloc_judge.rules import RULES, SOURCES
-from gradloc_tools import schema
+from gradloc.tools import schema
 
 MEDIANS = {"median_advantage": 1.0, "median_weight": 0.1}
 LAYERS = {"a": 1.0, "b": 1.0, "c": 1.0}

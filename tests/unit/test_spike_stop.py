@@ -7,7 +7,8 @@ import pytest
 from notation import cases
 from omegaconf import OmegaConf
 from scripts import run
-from verl.utils.gradloc.adapters.hooks import EXIT_CODE, RepeatedSpikes, SpikeStop, exit_at_repeated_spikes
+
+from gradloc.adapters.spike_stop import EXIT_CODE, RepeatedSpikes, SpikeStop, exit_at_repeated_spikes
 
 ACTOR = {"spike_detection": True, "spike_action": "stop", "spike_stop_after": 3, "bisect_dump_dir": "/run/bisect_dump"}
 

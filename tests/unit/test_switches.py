@@ -13,16 +13,16 @@ from notation import Capsys, Patch, cases
 from small_bundles import PROMPT, RESPONSE, ROWS, printed, random_ids, small_model, spike, writer_of
 from transformers.models.llama import modeling_llama
 
-from gradloc_tools.bundles.opening import open_bundle
-from gradloc_tools.bundles.results import RESULT
-from gradloc_tools.replay import memory, replaying, switches
-from gradloc_tools.replay.command import main
-from gradloc_tools.replay.measuring import measure
-from gradloc_tools.replay.memory import needed_memory
-from gradloc_tools.replay.model import Variant, load
-from gradloc_tools.replay.switches import AS_REPLAYED, Switch, find_switches
-from gradloc_tools.replay.verdict import CHANGE, switches_in_words
-from gradloc_tools.schema import conforms
+from gradloc.replay import memory, replaying, switches
+from gradloc.replay.command import main
+from gradloc.replay.measuring import measure
+from gradloc.replay.memory import needed_memory
+from gradloc.replay.model import Variant, load
+from gradloc.replay.switches import AS_REPLAYED, Switch, find_switches
+from gradloc.replay.verdict import CHANGE, switches_in_words
+from gradloc.tools.opening import open_bundle
+from gradloc.tools.results import RESULT
+from gradloc.tools.schema import conforms
 
 FAINT = 3  # the token whose embedding is small
 

@@ -12,9 +12,9 @@ from test_token_clip_search import Model
 from torch import Tensor, nn
 
 from gradloc import TokenClip, TokenClipConfig
+from gradloc.judge.sentences import clips_in_words
 from gradloc.token_clip.token_clip import UsualSignal
 from gradloc.token_clip.watched_pass import Positions
-from gradloc_judge.sentences import clips_in_words
 
 
 def after(values: list[float], warmup_steps: int = 20, beta: float = 0.98) -> UsualSignal:

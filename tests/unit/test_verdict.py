@@ -14,13 +14,13 @@ from notation import Caplog, cases
 from scripts import launch
 from torch import Tensor
 
-import gradloc_judge
+import gradloc.judge
 from gradloc.evidence.ordinary import ordinary_counts, ordinary_shares, token_medians
 from gradloc.evidence.token_facts import token_evidence
+from gradloc.judge.rules import RARE_NORM, RULES, SOURCES
+from gradloc.judge.verdict import CAUSES, CHECK_UNKNOWN, COMMON, EXPLAINED, LIFT, MOST_CULPRITS, find_cause
 from gradloc.measure.micro_batch import MicroBatch
 from gradloc.sources import APART, classify, is_apart
-from gradloc_judge.rules import RARE_NORM, RULES, SOURCES
-from gradloc_judge.verdict import CAUSES, CHECK_UNKNOWN, COMMON, EXPLAINED, LIFT, MOST_CULPRITS, find_cause
 
 ROWS, LENGTH = 6, 14
 OPTIONAL = ("advantage", "old_log_prob", "ref_log_prob", "rollout_log_prob", "kl_coefficient", "after_eos", "entropy")
@@ -500,6 +500,6 @@ def test_a_verdict_soon_after_a_resume_says_so() -> None:
 
 
 def test_faults_that_a_check_plants_exist() -> None:
-    source = "".join(path.read_text() for path in Path(gradloc_judge.__file__).parent.rglob("*.py"))
+    source = "".join(path.read_text() for path in Path(gradloc.judge.__file__).parent.rglob("*.py"))
     planted = set(re.findall(r'(?:--fault |(?:EXAMPLE|SEE)\.format\(")([a-z_]+)', source))
     assert len(planted) > 8 and planted <= set(launch.FAULTS)

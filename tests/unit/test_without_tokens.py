@@ -14,11 +14,11 @@ from test_search import THRESHOLD
 from torch import Tensor, nn
 from valid_events import valid_events
 
+from gradloc.judge.judgement import judged
+from gradloc.judge.sentences import MENTIONED, auxiliary_in_words
+from gradloc.judge.shares import carrying_layers
+from gradloc.judge.verdict import MOST_WITHOUT_TOKENS
 from gradloc.search.search import Search
-from gradloc_judge.judgement import judged
-from gradloc_judge.sentences import MENTIONED, auxiliary_in_words
-from gradloc_judge.shares import carrying_layers
-from gradloc_judge.verdict import MOST_WITHOUT_TOKENS
 
 ROWS, PROMPT, RESPONSE, VOCABULARY, WIDTH = 4, 2, 12, 17, 8
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""--init: a development checkout; --repo and --sources: the patches from it and the sources."""
+"""--init: a development checkout; --repo: the patches from it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import apply_patch
-from apply_patch import PACKAGE, Target
+from apply_patch import FILES, Target
 from tools.patching import parts
-from tools.patching.parts import ROOT, SOURCES, Refused, find_base, package, read, say
+from tools.patching.parts import ROOT, Refused, find_base, read, say
 from tools.patching.scratch_git import GitFailed, Scratch, git, keep_bytes
 
 NOTES = ".git/gradloc"  # of a checkout: its target, and the hooks and fixes that it last had in common with the project
@@ -62,15 +62,8 @@ def commit(tree: Path, target: Target) -> None:
 
 
 def links() -> dict[str, Path]:
-    """Where a checkout has the package: whole folders of the sources, or files of them where verl has some, too."""
-    found: dict[str, Path] = {}
-    for source in SOURCES:
-        folder = ROOT / source.folder
-        if source.folder == "rewards":
-            found |= {f"{source.place}/{file.name}": file for file in folder.glob(f"*{source.suffix}")}
-        else:
-            found[source.place] = folder
-    return found
+    """The new files of the patch, which a checkout has as links."""
+    return {change.path: FILES / change.path for change in apply_patch.new_files()}
 
 
 def remember(tree: Path, target: Target) -> None:
@@ -94,26 +87,20 @@ def locked() -> Iterator[None]:
         os.close(descriptor)
 
 
-def from_sources(scratch: Scratch) -> None:
-    """Writes the package, which needs no checkout."""
-    with locked():
-        parts.write(PACKAGE, parts.make_diff({}, package({}, scratch), scratch))
-
-
 def regenerate(repo: Path, targets: list[Target], tree: Path | None, edit_fixes: bool, scratch: Scratch) -> None:
-    """Writes the package, and the hooks and fixes of the checkout's target; with edit_fixes, new edits are fixes."""
+    """Writes the hooks and fixes of the checkout's target; with edit_fixes, new edits are fixes."""
     version = read(repo / NOTES / "target")
     if version is None:
         raise Refused(f"{repo} is not the top of a checkout that make_patch.sh --init made; make one and edit it there")
     target = parts.one(apply_patch.narrowed(targets, version.decode().strip()))
     with locked():
         base = scratch.work_tree(find_base(target, tree), "verl")
-        package_links = links()
-        edited = {path: file for path, file in scratch.work_tree(repo, "verl").items() if path not in package_links}
+        files = links()
+        edited = {path: file for path, file in scratch.work_tree(repo, "verl").items() if path not in files}
         if new := sorted(edited.keys() - base.keys()):
             raise Refused(
-                f"{repo}/{new[0]} is a new file, but hooks and fixes change verl's own: move it to one of the sources, "
-                f"{', '.join(source.folder for source in SOURCES)}"
+                f"{repo}/{new[0]} is a new file, but hooks and fixes change verl's own: move it to {FILES}, which all "
+                "targets get"
             )
         noted = {part: read(repo / NOTES / part.name) or b"" for part in (target.hooks, target.fixes)}
         if edited == base and any(noted.values()):
@@ -129,7 +116,6 @@ def regenerate(repo: Path, targets: list[Target], tree: Path | None, edit_fixes:
                 "that fix out of the checkout, run this with --fixes, make the edit, run this, put the fix back"
             ) from None
         patches = {
-            PACKAGE: parts.make_diff({}, package(base, scratch), scratch),
             target.hooks: parts.make_diff(base, hooked, scratch),
             target.fixes: parts.make_diff(hooked, edited, scratch),
         }

@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of a patch: the package, made from the sources alone; the hooks, on the base; the fixes, on the hooks.
+"""The parts of a patch: the hooks, on the base; the fixes, on the hooks; beside them, new files and the package.
 
-How they are made, written, put into one file (--release) and checked against the sources (--check).
+How they are made, written, put into one file (--release) and checked (--check).
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
-from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from pathlib import Path
 
 import apply_patch
-from apply_patch import PACKAGE, Target
+from apply_patch import FILES, VENDORED, Target
 from tools.patching.scratch_git import Files, GitFailed, Scratch
 
 ROOT = apply_patch.HERE
@@ -22,49 +21,6 @@ ROOT = apply_patch.HERE
 
 class Refused(Exception):
     """Ends the run with a sentence for the user."""
-
-
-class Source(NamedTuple):
-    """A folder of the project whose files the patch carries into verl, beside those that verl itself has."""
-
-    folder: str
-    place: str  # in verl
-    suffix: str = ".py"  # of its files
-
-
-SOURCES = (
-    Source("gradloc", "verl/utils/gradloc"),
-    Source("rewards", "verl/utils/reward_score"),
-    # verl's packaging takes the .yaml files of the folders in trainer/config, and none from further below.
-    Source("config/gradloc", "verl/trainer/config/gradloc", ".yaml"),
-)
-
-
-def package(base: Files, scratch: Scratch) -> Files:
-    """The files that the package adds to a base. READMEs are for readers of the sources alone.
-
-    Raises:
-        Refused: if a folder of the sources holds what cannot be carried into verl.
-    """
-    found: Files = {}
-    for source in SOURCES:
-        folder = ROOT / source.folder
-        files = scratch.work_tree(folder, ".") if folder.is_dir() else {}
-        files = {name: file for name, file in files.items() if PurePosixPath(name).name != "README.md"}
-        check_source(files, base, source)
-        found |= {f"{source.place}/{name}": file for name, file in files.items()}
-    return found
-
-
-def check_source(files: Files, base: Files, source: Source) -> None:
-    for name, file in files.items():
-        if not file.mode.startswith("100") or not name.endswith(source.suffix):
-            raise Refused(
-                f"{source.folder}/{name} does not belong in a folder of the patch, which holds {source.suffix} files "
-                "only; move it away"
-            )
-        if f"{source.place}/{name}" in base:
-            raise Refused(f"{source.folder}/{name} would replace a file of verl's own; rename it")
 
 
 def say(message: str) -> None:
@@ -157,12 +113,14 @@ def read(path: Path) -> bytes | None:
 
 
 def write_release(target: Target, tree: Path | None, scratch: Scratch) -> None:
-    """Writes a target's patch in one file."""
+    """Writes a target's patch with the package, as apply_patch.py --vendor leaves a verl, in one file."""
     apply_patch.load_target(target)  # refuses a part that is damaged
     base = files = scratch.work_tree(find_base(target, tree), "verl")
     for part in target.parts:
         files = scratch.apply(files, part.read_bytes())
-    output = ROOT / "build" / f"gradloc-{target.version}.patch"
+    files = {**files, **scratch.work_tree(FILES, "verl")}
+    files |= {f"{VENDORED}/{path}": file for path, file in scratch.work_tree(ROOT, "gradloc").items()}
+    output = ROOT / "dist" / f"verl-{target.version}-gradloc.patch"
     output.parent.mkdir(exist_ok=True)
     write(output, make_diff(base, files, scratch))
 
@@ -172,10 +130,9 @@ class OutOfDate(Exception):
 
 
 def check(targets: list[Target], tree: Path | None, scratch: Scratch) -> None:
-    """Checks the checksums and the package, and then hooks and fixes of each target, which take its base."""
+    """Checks the checksums, and then hooks and fixes of each target, which take its base."""
     if tree is not None:
         one(targets)
-    check_package(whole(PACKAGE), scratch)
     patches = {target: [whole(part) for part in target.parts] for target in targets}
     for target in targets:
         check_target(target, find_base(target, tree), patches[target], scratch)
@@ -185,25 +142,19 @@ def whole(part: Path) -> bytes:
     """A part of the patch, if it is there and as its checksum says."""
     patch = read(part)
     if patch is None:
-        way = "--sources" if part == PACKAGE else "--repo on a development checkout"
-        raise OutOfDate(f"{part} is missing; run make_patch.sh {way}")
+        raise OutOfDate(f"{part} is missing; run make_patch.sh --repo on a development checkout")
     if read(part.with_name(f"{part.name}.sha256")) != checksum_line(patch, part.name):
         raise OutOfDate(f"{part}.sha256 is not the checksum of the patch; regenerate both with make_patch.sh")
     return patch
 
 
-def check_package(patch: bytes, scratch: Scratch) -> None:
-    wanted = make_diff({}, package({}, scratch), scratch)
-    if patch != wanted:
-        sections = set(patch.split(b"diff --git a/")) ^ set(wanted.split(b"diff --git a/"))
-        names = sorted({section.split()[0].decode("utf-8", "replace") for section in sections if section.split()})
-        raise OutOfDate(f"{PACKAGE} is not what the sources hold ({' '.join(names)}); run make_patch.sh --sources")
-
-
 def check_target(target: Target, tree: Path, patches: list[bytes], scratch: Scratch) -> None:
     """Checks that the patches apply in their order, that make_patch.sh wrote them, and that they can be taken out."""
     base = files = scratch.work_tree(tree, "verl")
-    package(base, scratch)  # refuses a file that would replace one of verl's own
+    new = scratch.work_tree(FILES, "verl")
+    if taken := sorted(new.keys() & base.keys()):
+        raise OutOfDate(f"{FILES}/{taken[0]} would replace a file of verl's own; rename it")
+    make_diff({}, new, scratch)  # refuses what a patch cannot carry
     for part, patch in zip(target.parts, patches, strict=True):
         before = files
         try:
@@ -221,4 +172,4 @@ def check_target(target: Target, tree: Path, patches: list[bytes], scratch: Scra
         files = {}
     if files != base:
         raise OutOfDate(f"the patch for verl {target.version} does not reverse to the base byte for byte")
-    say(f"the patch for verl {target.version} is what the sources produce; it applies to that and reverses to it")
+    say(f"the patch for verl {target.version} is as make_patch.sh writes it; it applies and reverses")

@@ -1,0 +1,208 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Makes a bundle, and a line of evidence, from what another trainer wrote of the step with the spike.
+
+    gradloc convert step7.jsonl --out spikes --model WEIGHTS
+
+The files hold plain records, one for each response, as JSON Lines. docs/reference/other-trainers.md gives
+the format, and examples/ has what makes it for TRL, slime, NeMo RL and prime-rl. Then `gradloc replay BUNDLE --search
+--model WEIGHTS` finds the tokens, and `gradloc report spikes` shows them.
+
+exit codes: 0  the bundle and its line of evidence are written
+            2  wrong usage, or the files cannot be used
+            1  a package is missing, or an error that is none of these
+"""
+
+import argparse
+import math
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+from ..bundles.bundle_writer import write_recorded_bundle
+from ..bundles.layout import NotReplayableError
+from ..evidence.event import recorded_event
+from ..evidence.writer import evidence_files, record_events
+from ..judge.judgement import judged
+from ..measure.micro_batch import square_weight
+from ..report.figures import visible
+from ..report.words import bundle_of
+from ..threshold import MARGIN
+from ..tools.command_line import argument, in_a_sentence
+from ..tools.command_line import parser as new_parser
+from .batch import AGG_MODES, KL_LOSSES, Batch, Loss, build_batch
+from .records import (
+    RECORDS,
+    TOKENS,
+    Record,
+    RecordError,
+    bounded_memory,
+    check_parquet,
+    json_lines,
+    read_record,
+)
+
+# The threshold of the published method.
+THRESHOLD = 640.0
+
+_POSITIVE = argument(float, lambda value: 0 < value < math.inf, "it must be positive")
+_NOT_NEGATIVE = argument(float, lambda value: 0 <= value < math.inf, "it must not be negative")
+_NORM = argument(float, lambda value: not value < 0, "it must not be negative")
+_WHOLE = argument(int, lambda value: value >= 0, "it must not be negative")
+# A shell gives an empty text for a variable that is not set. A folder may be on another machine, or be made.
+_NO_FOLDER = "it must name a folder, and {!r} is none"
+_FOLDER = argument(str, lambda value: bool(value) and (os.path.isdir(value) or not os.path.exists(value)), _NO_FOLDER)
+_NATURAL = argument(int, lambda value: value >= 1, "it must be at least 1")
+
+# By the ending of its name, why a file is not read.
+_NOT_READ = {
+    **dict.fromkeys((".pt", ".pth"), "has no records: if it is slime's, examples/slime_records.py makes them of it"),
+    ".parquet": "is Parquet: first write it as JSON Lines, with pandas: "
+    'read_parquet(f).to_json(g, orient="records", lines=True, double_precision=15)',
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code: 0, or 2 where no bundle could be made."""
+    options = _parser().parse_args(arguments)
+    try:
+        with bounded_memory():
+            records = _read(options)
+        loss = Loss(**{name: getattr(options, name) for name in asdict(Loss())})
+        batch = build_batch(records, loss, options.micro_batch_size, options.old_from_rollout)
+        event = _event(batch, options)
+        context = _context(options, loss, batch)
+        event["replay"] = write_recorded_bundle(
+            Path(options.out), event, batch.micro_batches, itemgetter("samples"), context
+        )
+    except (RecordError, NotReplayableError, OSError) as error:
+        why = "No bundle is written: " if isinstance(error, NotReplayableError) else ""
+        print(visible(f"{why}{in_a_sentence(error, options.out)}"), file=sys.stderr)
+        return 2
+    record_events(options.out, [event])
+    _say(event, batch, options)
+    return 0 if evidence_files(options.out) else 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = new_parser("convert", str(__doc__))
+    parser.add_argument("files", metavar="FILE", nargs="+", help="of one optimizer step")
+    parser.add_argument("--out", metavar="DIR", type=_FOLDER, required=True, help="where evidence and bundle go")
+    parser.add_argument("--model", metavar="PATH", type=_FOLDER, help="the folder with the weights that this step had")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"), help="of training")
+    parser.add_argument("--step", metavar="N", type=_WHOLE, help="the trainer's step")
+    parser.add_argument("--threshold", metavar="TAU", type=_POSITIVE, help=f"norm of a spike's token ({THRESHOLD:g})")
+    parser.add_argument(
+        "--usual-norm",
+        metavar="NORM",
+        type=_POSITIVE,
+        help=f"the run's usual gradient norm; τ is then {MARGIN:g} times the norm that tokens usually have by it",
+    )
+    parser.add_argument("--grad-norm", metavar="NORM", type=_NORM, help="that of this step, before clipping")
+    parser.add_argument("--loss-agg-mode", choices=AGG_MODES, help="as verl names them (%(default)s)")
+    parser.add_argument(
+        "--loss-scale-factor", metavar="N", type=_POSITIVE, help="of seq-mean-token-sum-norm (the longest response)"
+    )
+    parser.add_argument("--clip-low", metavar="EPS", type=_NOT_NEGATIVE, help="PPO's clip (%(default)g)")
+    parser.add_argument("--clip-high", metavar="EPS", type=_NOT_NEGATIVE, help="PPO's clip (%(default)g)")
+    parser.add_argument("--clip-c", metavar="C", type=_POSITIVE, help="dual clip, over 1 (none)")
+    parser.add_argument("--kl-coef", metavar="BETA", type=_NOT_NEGATIVE, help="of a KL loss (%(default)g)")
+    parser.add_argument("--kl-type", choices=tuple(KL_LOSSES), help="(%(default)s)")
+    parser.add_argument("--temperature", type=_POSITIVE, default=1.0, help="what logits are divided by (1)")
+    parser.add_argument(
+        "--micro-batch-size", metavar="N", type=_NATURAL, help="responses in a micro-batch, where records name none"
+    )
+    parser.add_argument(
+        "--old-from-rollout", action="store_true", help="the loss's ratio is to the rollout's log-probs"
+    )
+    parser.add_argument("--keep-nonfinite", action="store_true", help="take NaN and infinities, too")
+    parser.set_defaults(**asdict(Loss()))
+    return parser
+
+
+def _read(options: argparse.Namespace) -> list[Record]:
+    records: list[Record] = []
+    tokens = 0
+    for file in options.files:
+        path = Path(file)
+        if (why := _NOT_READ.get(path.suffix.lower())) is not None:
+            if path.suffix.lower() == ".parquet":
+                check_parquet(path)
+            raise RecordError(f"{path} {why}.")
+        for place, values in json_lines(path):
+            records.append(read_record(values, place, options.temperature, options.keep_nonfinite))
+            if len(records) > RECORDS:
+                raise RecordError(f"{place} is one too many: {RECORDS:,} records are the limit.")
+            tokens += len(records[-1].row.input_ids)
+            if tokens > TOKENS:
+                raise RecordError(f"{place} is one too many: {TOKENS:,} tokens are the limit.")
+    return records
+
+
+def _event(batch: Batch, options: argparse.Namespace) -> dict[str, Any]:
+    squares = math.fsum(float(square_weight(each.tokens)) for each in batch.micro_batches.values())
+    # The threshold of the reduced gradient's norm, for τ = 1.
+    unit = math.sqrt(squares) / batch.world_size
+    if not unit:
+        raise RecordError("No token can move: all advantages or coefficients are zero, or clipped.")
+    threshold = options.threshold or (MARGIN * options.usual_norm / unit if options.usual_norm else THRESHOLD)
+    if not (0 < threshold < math.inf and 0 < threshold * unit < math.inf):
+        raise RecordError(
+            f"The weights lead to a threshold of {threshold:g} for tokens and of {threshold * unit:g} for the "
+            "gradient: both must be positive and finite."
+        )
+    norm = math.nan if options.grad_norm is None else options.grad_norm
+    if norm <= threshold * unit:
+        batch.notes.append(
+            f"The gradient norm {norm:g} is under its threshold {threshold * unit:.3g}: give --usual-norm, or a "
+            "lower --threshold."
+        )
+    event = recorded_event(
+        batch.micro_batches,
+        where={"global_step": options.step, "epoch": 0, "mini_batch": 0},
+        threshold=threshold,
+        global_norm=norm,
+        global_threshold=threshold * unit,
+        world_size=batch.world_size,
+    )
+    for token in event["suspected"]:
+        token["uid"] = batch.uids.get((token["rank"], token["row"]))
+    return judged(event)
+
+
+def _context(options: argparse.Namespace, loss: Loss, batch: Batch) -> dict[str, Any]:
+    """What a bundle has of the trainer; its settings by verl's names."""
+    return {
+        "model": {"path": os.path.abspath(options.model) if options.model else None, "attention": None},
+        "dtype": options.dtype,
+        "grad_clip": None,
+        "checkpoint": None,
+        "actor": {
+            "loss_agg_mode": loss.loss_agg_mode,
+            "clip_ratio_low": loss.clip_low,
+            "clip_ratio_high": loss.clip_high,
+            "use_kl_loss": loss.kl_coef > 0,
+            "kl_loss_coef": loss.kl_coef,
+            "kl_loss_type": loss.kl_type,
+        },
+        "converted": {"notes": batch.notes},
+    }
+
+
+def _say(event: Mapping[str, Any], batch: Batch, options: argparse.Namespace) -> None:
+    bundle = bundle_of(event, options.out)
+    responses = sum(len(each.rows) for each in batch.micro_batches.values())
+    for note in batch.notes:
+        print(visible(note), file=sys.stderr)
+    print(f"{responses:,} responses in {len(batch.micro_batches):,} micro-batches, τ = {event['threshold']:g}.")
+    print(visible(event["summary"]))
+    if event["verdict"]["cause"] is not None:
+        print(visible(f"{event['verdict']['sentence']} {event['verdict']['check']}"))
+    model = shlex.quote(options.model) if options.model else "PATH"
+    print(visible(f"Search it:   gradloc replay {bundle} --search --model {model}"))
+    print(visible(f"The report:  gradloc report {shlex.quote(options.out)}"))

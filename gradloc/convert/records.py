@@ -1,0 +1,285 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Reads files of plain records, JSON Lines, and checks the records."""
+
+import contextlib
+import math
+import os
+import resource
+import stat
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..bundles.layout import Row
+from ..config import is_finite_number
+from ..evidence.writer import LINE_BYTES
+from ..tools.schema import parse
+
+# By field, the name that a bundle has for these values, one for each token of the response.
+VALUES: Mapping[str, str] = {
+    name: name.removesuffix("s")
+    for name in (
+        *("response_mask", "advantages", "log_probs", "old_log_probs", "rollout_log_probs", "ref_log_probs"),
+        *("coefficients", "weights", "rollout_is_weights"),
+    )
+}
+FIELDS = (
+    *("prompt_ids", "response_ids", "input_ids", "response_length"),
+    *VALUES,
+    *("temperature", "rank", "micro_batch", "uid"),
+)
+
+# By their fields, files of other trainers that have no token ids, and what to do instead.
+_TEXTS: Mapping[tuple[str, str], str] = {
+    ("prompt", "completion"): "in TRL, train with RecordingTrainer of examples/trl_records.py",
+    ("input", "output"): "in verl, set actor_rollout_ref.actor.spike_detection=True and spike_search=replay beside it",
+}
+TOKENS_IN_A_ROW = 2**22
+_TOKEN_IDS = 2**31
+_RANKS = 2**16
+# A log-prob is not positive but for rounding.
+_ROUNDING = 1e-2
+
+
+class RecordError(ValueError):
+    """What is wrong with a file, in one sentence that names the file, the record and the field."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """A response."""
+
+    place: str  # the file and the record, for messages
+    row: Row
+    # By the names of `VALUES`, those that the record has, float64 of shape (response length,); 0 where `response_mask`,
+    # which is always there, is 0.
+    tokens: dict[str, Tensor]
+    rank: int  # its data-parallel rank
+    micro_batch: int | None  # that on its rank
+    uid: str | None  # of its prompt
+    unknown: tuple[str, ...]  # fields that were not read
+
+
+def read_record(fields: Any, place: str, temperature: float = 1.0, keep_nonfinite: bool = False) -> Record:
+    """Checks the fields of a record.
+
+    Args:
+        fields (Any): What a file has for it: an object with `FIELDS`; nulls count as missing.
+        place (str): The file and the record, for messages.
+        temperature (float): That of records that name none.
+        keep_nonfinite (bool): Whether NaN and infinities are taken instead of refused; weights are always finite.
+
+    Raises:
+        RecordError: A field is missing or malformed.
+    """
+    if not isinstance(fields, Mapping):
+        raise RecordError(f"{place} is not an object with fields.")
+    known = {name: fields[name] for name in FIELDS if fields.get(name) is not None}
+    _check_ids({name for name, value in fields.items() if value is not None}, place)
+    input_ids, length = _ids(known, place)
+    if not (is_finite_number(given := known.get("temperature", temperature)) and given > 0):
+        raise RecordError(f"{place}, field 'temperature': it must be a positive number, and is {_short(given)}.")
+    mask = torch.ones(length, dtype=torch.float64)
+    if "response_mask" in known:
+        mask = _numbers(known["response_mask"], "response_mask", length, place)
+        if not bool(((mask == 0) | (mask == 1)).all()):
+            raise RecordError(f"{place}, field 'response_mask': it must be of zeros and ones.")
+    tokens = {"response_mask": mask}
+    for name, own_name in VALUES.items():
+        if name != "response_mask" and name in known:
+            tokens[own_name] = _values(known[name], name, mask, place, keep_nonfinite)
+    if "advantage" not in tokens and "coefficient" not in tokens:
+        raise RecordError(f"{place}, field 'advantages': it is missing, and so is 'coefficients'.")
+    uid = known.get("uid")
+    if uid is not None and not isinstance(uid, (str, int)):
+        raise RecordError(f"{place}, field 'uid': it must be a text or a whole number, and is {_short(uid)}.")
+    return Record(
+        place,
+        Row(input_ids, torch.arange(len(input_ids)), length, float(given)),
+        tokens,
+        _index(known, "rank", place) or 0,
+        _index(known, "micro_batch", place),
+        None if uid is None else str(uid)[:200],
+        tuple(sorted(str(name)[:40] for name in fields if name not in FIELDS)),
+    )
+
+
+def _check_ids(names: Collection[str], place: str) -> bool:
+    """Whether there are token ids among fields of these names; refuses those of another trainer that has texts only."""
+    if "response_ids" in names or "input_ids" in names:
+        return True
+    for texts, instead in _TEXTS.items():
+        if all(name in names for name in texts):
+            raise RecordError(f"{place}: texts only, no token ids; {instead}.")
+    return False
+
+
+def _ids(known: Mapping[str, Any], place: str) -> tuple[Tensor, int]:
+    """The token ids of prompt and response, and the response's length."""
+    if "response_ids" in known and "prompt_ids" in known:
+        parts = [_token_ids(known[name], name, place) for name in ("prompt_ids", "response_ids")]
+        found, length = torch.cat(parts), len(parts[1])
+    elif "input_ids" in known and "response_length" in known:
+        found = _token_ids(known["input_ids"], "input_ids", place)
+        length = _index(known, "response_length", place) or 0
+    else:
+        raise RecordError(
+            f"{place}, field 'response_ids': a record needs prompt_ids and response_ids, or input_ids and "
+            "response_length."
+        )
+    if not 0 < length < len(found):
+        raise RecordError(
+            f"{place}, field 'response_length': the response must have at least one token, and the prompt as well; of "
+            f"{len(found):,} tokens, {length:,} are the response."
+        )
+    if len(found) > TOKENS_IN_A_ROW:
+        raise RecordError(f"{place}: it has {len(found):,} tokens, and {TOKENS_IN_A_ROW:,} are the limit.")
+    return found, length
+
+
+def _token_ids(value: Any, name: str, place: str) -> Tensor:
+    if not (isinstance(value, Sequence) and all(type(each) is int and 0 <= each < _TOKEN_IDS for each in value)):
+        raise RecordError(f"{place}, field {name!r}: it must be a list of token ids, whole numbers from 0 to 2^31 - 1.")
+    return torch.tensor(value, dtype=torch.int64)
+
+
+def _values(value: Any, name: str, mask: Tensor, place: str, keep_nonfinite: bool) -> Tensor:
+    """A value for each token of the response, 0 where the mask is 0."""
+    if name == "advantages" and not isinstance(value, Sequence):
+        value = [value] * len(mask)
+    found = torch.where(mask == 1, _numbers(value, name, len(mask), place), 0.0)
+    is_weight = name == "weights"  # the threshold is computed from all of them
+    if (is_weight or not keep_nonfinite) and not bool(found.isfinite().all()):
+        position = int((~found.isfinite()).nonzero()[0])
+        what_to_do = "" if is_weight else "; if training had that, too, take --keep-nonfinite"
+        raise RecordError(f"{place}, field {name!r}: it is {float(found[position])} at index {position}{what_to_do}.")
+    if name.endswith("log_probs") and bool((found > _ROUNDING).any()):
+        position = int((found > _ROUNDING).nonzero()[0])
+        raise RecordError(
+            f"{place}, field {name!r}: a log-prob is not positive, and it is {float(found[position]):g} at index "
+            f"{position}."
+        )
+    return found
+
+
+def _numbers(value: Any, name: str, length: int, place: str) -> Tensor:
+    """Numbers as float64 of shape (length,); null, which pandas writes for NaN, is NaN."""
+    fits = isinstance(value, Sequence) and not isinstance(value, str)
+    shape: tuple[int, ...] = (len(value),) if fits else (length,)
+    if fits and value and isinstance(value[0], Sequence) and not isinstance(value[0], str):
+        shape = (len(value), len(value[0]))
+    # A float may be NaN or infinite; an int may be larger than any float.
+    fits = fits and all(
+        each is None or isinstance(each, (bool, float)) or (isinstance(each, int) and is_finite_number(each))
+        for each in value
+    )
+    if shape != (length,):
+        raise RecordError(f"{place}, field {name!r}: its shape is {shape}, and that of the response is {(length,)}.")
+    if not fits:
+        raise RecordError(f"{place}, field {name!r}: it must be a list of numbers.")
+    return torch.tensor([math.nan if each is None else float(each) for each in value], dtype=torch.float64)
+
+
+def _index(known: Mapping[str, Any], name: str, place: str) -> int | None:
+    value = known.get(name)
+    if value is None:
+        return None
+    most = TOKENS_IN_A_ROW if name == "response_length" else _RANKS
+    if type(value) is not int or not 0 <= value <= most:
+        raise RecordError(
+            f"{place}, field {name!r}: it must be a whole number from 0 to {most:,}, and is {_short(value)}."
+        )
+    return value
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}…"
+
+
+# Of a file.
+FILE_BYTES = 2 * 2**30
+# Of all files together.
+RECORDS, TOKENS = 2**20, 2**25
+# What reading may take beside what the process has already.
+MEMORY_BYTES = 8 * 2**30
+
+
+@contextlib.contextmanager
+def bounded_memory() -> Iterator[None]:
+    """Bounds the memory of what runs in it: a few bytes of a file may stand for many in memory.
+
+    Raises:
+        RecordError: It took more.
+    """
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    with contextlib.suppress(OSError):  # not Linux: there is no such limit
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        if limits[0] == resource.RLIM_INFINITY:
+            resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY_BYTES, limits[1]))
+    try:
+        yield
+    except MemoryError as error:
+        raise RecordError(f"Reading the files takes over {MEMORY_BYTES:,} bytes of memory.") from error
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+def check_file(path: Path) -> None:
+    """Refuses what is no ordinary file, and files that are too large.
+
+    Raises:
+        RecordError: It is one of these.
+        OSError: It cannot be read.
+    """
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise RecordError(f"{path} is not an ordinary file.")
+    if found.st_size > FILE_BYTES:
+        raise RecordError(f"{path} has {found.st_size:,} bytes, and {FILE_BYTES:,} are the limit.")
+
+
+def check_parquet(path: Path) -> None:
+    """Refuses a Parquet file without token ids. Its end has the names of its columns, each after its length.
+
+    Raises:
+        RecordError: It has none, or is no ordinary file.
+        OSError: It cannot be read.
+    """
+    check_file(path)
+    with path.open("rb") as file:
+        file.seek(-min(2**20, path.stat().st_size), os.SEEK_END)
+        end = file.read()
+    names = {name for name in (*FIELDS, *chain(*_TEXTS)) if bytes([len(name)]) + name.encode() in end}
+    if not _check_ids(names, str(path)):
+        raise RecordError(f"{path} has no column 'response_ids' or 'input_ids', and records need token ids.")
+
+
+def json_lines(path: Path) -> Iterator[tuple[str, Any]]:
+    """The values of a JSON Lines file, each after its place. Empty lines are left out.
+
+    Raises:
+        RecordError: A line is too long, or is not JSON.
+        OSError: It cannot be read.
+    """
+    check_file(path)
+    with path.open("rb") as file:
+        number = 0
+        while line := file.readline(LINE_BYTES + 1):
+            number += 1
+            place = f"{path}, line {number}"
+            if len(line) > LINE_BYTES:
+                raise RecordError(f"{place} has over {LINE_BYTES:,} bytes.")
+            if not line.strip():
+                continue
+            try:
+                value = parse(line)
+            except ValueError as error:
+                raise RecordError(f"{place} cannot be parsed: {error}.") from error
+            yield place, value

@@ -1,0 +1,329 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Builds the view of a run."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..judge.rules import SOURCES
+from ..judge.sentences import lowered
+from .charts import clips_chart, levels, run_level, steps_or_numbers, timeline
+from .figures import count, part_of, short, shown, visible
+from .reading import Evidence
+from .replays import advice_by_source, replay_tables
+from .spike_view import (
+    CULPRITS,
+    PART_SPECS,
+    SUSPECTED,
+    TERMS,
+    TOKEN,
+    Details,
+    of_field,
+    spike_view,
+    table_of,
+    times_of,
+    token_cell,
+)
+from .summary import mini_batch_fields, summarize
+from .token_clips import EXPLANATION, beside_spike, done_to, signals_of
+from .view import Bar, Column, Table, View
+from .words import DIAGNOSES, FIGURES, Spike, brief, mini_batch_of
+
+Row = Mapping[str, Any]
+Summary = Mapping[str, Any]
+
+# How many culprits and clipped tokens the page has, which would be slow with more; the largest.
+PAGE_ROWS = 5_000
+# How many culprits have their details by default.
+DETAILED = 500
+_NO_TEXTS = "This page has no prompts, responses or ground truths: the evidence has them. spike_log=texts adds them."
+# The charts over the run are for runs of more steps than these.
+FEW_STEPS = 5
+
+
+def build(evidence: Evidence, rows: int = PAGE_ROWS, details: int = DETAILED) -> View:
+    """Builds the view of a run.
+
+    Args:
+        evidence (Evidence): What was read.
+        rows (int): How many culprits and clipped tokens are shown, and how many spikes are listed; totals count all.
+        details (int): How many culprits have their response, texts and layers: the largest of each spike, then others.
+            With 0, as for the terminal, the view has neither single spikes nor charts.
+    """
+    summary = summarize(evidence, rows)
+    culprits = evidence.culprits()
+    kept = {*_largest_of_each_first(culprits)[:rows]} if details else range(rows)
+    culprits = [pair for i, pair in enumerate(culprits) if i in kept]
+    advice = advice_by_source(evidence.replays)
+    rules = {source: (rule.meaning, visible(advice[source])) for source, rule in SOURCES.items()}
+    view = View(
+        title=_title(summary),
+        opening=_opening(summary, evidence),
+        alarms=_alarms(summary),
+        warnings=[
+            (f"{said['when']}: {visible(said['sentence'])}", [visible(said["check"])], "")
+            for said in summary["warnings"]
+        ],
+        drills=[
+            (drill["text"], [*map(visible, drill["advice"])], "found" if drill["found"] else "failed")
+            for drill in summary["drills"]
+        ],
+        facts=_facts(summary),
+        notes=[*map(visible, summary["notes"])],
+        by_step=summary["events_by_step"],
+        tables=_tables(summary, evidence, culprits, rules),
+        replays=[replay_tables(result) for result in evidence.replays],
+        help=[*FIGURES.values()] if evidence.steps else [],
+        rules=rules,
+        bars=_bars(summary),
+    )
+    if clips := summary["token_clip"]:
+        how = EXPLANATION if clips["largest_tokens"] else ""
+        hint = visible(" ".join(clips["sentences"]))
+        view.texts |= {"h-clips": clips["title"], "clips-hint": hint, "clips-how": how}
+    if details:
+        _add_spikes(view, evidence, culprits, details)
+        view.lead = _lead(view, summary, evidence, culprits)
+        if not evidence.texts:
+            view.notes = [*view.notes, _NO_TEXTS]
+        if len(culprits) < summary["culprits"]:
+            shown_are = f"{count(len(culprits), 'culprit')} of {summary['culprits']:,}"
+            cut = f"Shown are {shown_are}, the largest of each spike first. The totals count all of them."
+            view.notes = [*view.notes, cut]
+        _add_charts(view, evidence, summary, culprits)
+    return view
+
+
+def _largest_of_each_first(culprits: Sequence[tuple[Spike, Row]]) -> list[int]:
+    """The numbers of culprits, which come the largest first: those of the largest of each spike before the others."""
+    largest = {culprits[i][0].index: i for i in reversed(range(len(culprits)))}
+    return sorted(range(len(culprits)), key=lambda i: largest[culprits[i][0].index] != i)
+
+
+def _title(summary: Summary) -> str:
+    if not summary["events"]:
+        return "No gradient spike could be read" if summary["lost_spikes"] else "No gradient spike"
+    first, last = summary["first_step"], summary["last_step"]
+    where = "" if first is None else f" in step {first}" if first == last else f" in steps {first} to {last}"
+    return str(summary["named"]) + where
+
+
+def _opening(summary: Summary, evidence: Evidence) -> list[str]:
+    """What the spikes come from, what to do about the largest, and how to check it."""
+    title = _title(summary)
+    if not summary["events"]:
+        since = "" if summary["since"] is None else f" from step {summary['since']} on"
+        return [f"{title} in {visible(summary['path'])}{since}."]
+    largest = max(evidence.spikes, key=lambda spike: spike.size)
+    said = lowered(visible(largest.opening))
+    if summary["events"] == 1:
+        found = [f"{title}: {said}"]
+    else:
+        of_all = "" if summary["verdict"] is None else f": {lowered(visible(summary['verdict']))}"
+        step = "" if largest.step is None else f", in step {largest.step}"
+        found = [f"{title}{of_all}.", f"The largest{step}: {said}"]
+    return [*found, *(visible(text) for text in (largest.check, largest.next_said) if text)]
+
+
+def _alarms(summary: Summary) -> list[str]:
+    faults = ", ".join(map(visible, summary["faults"]))
+    found = [f"A fault was planted in this run on purpose: {faults}"] if faults else []
+    return [*found, *filter(None, [summary["lost_spikes"]])]
+
+
+def _lead(view: View, summary: Summary, evidence: Evidence, culprits: Sequence[tuple[Spike, Row]]) -> list[Any]:
+    """What the page says below its title; what is emphasized is a list."""
+    if not summary["events"]:
+        if summary["lost_spikes"]:
+            return [summary["lost_spikes"]]
+        steps = len(levels(evidence))
+        where = f"in {count(steps, 'step')}" if steps else "in this evidence"
+        clips = summary["token_clip"]
+        said = [f"No spike is {where}: no micro-batch was over its threshold."]
+        return [" ".join([*said, *(clips["sentences"][:1] if clips else ())])]
+    verdict = "" if summary["verdict"] is None else f"{visible(summary['verdict'])}. "
+    if not culprits:
+        searched = any(diagnosis != "unsearched" for diagnosis in summary["diagnoses"])
+        found = "No single token was found to be over the threshold." if searched else "No token was measured."
+        return [["", verdict], found]
+    spike, worst = culprits[0]
+    if summary["culprits"] == 1:
+        many = "One token stands out: "
+    else:
+        where = "it" if summary["events"] == 1 else "them"
+        many = f"{count(summary['culprits'], 'token')} stand out in {where}. The largest is "
+    size = times_of(worst)
+    size = "whose gradient is not finite" if size == "not finite" else f"with a gradient {size} the threshold"
+    place = view.spikes[view.culprits[0].spike].content["spike"].split(",")[0]
+    return [["", verdict], many, ["tok", token_cell(worst)[0]], f" in {lowered(place)}, {size}."]
+
+
+def _facts(summary: Summary) -> list[tuple[str, str, str]]:
+    if not summary["events"]:
+        steps = summary["steps"]
+        if steps is None:
+            return []
+        found = [("Steps", f"{steps['count']:,}", f"{steps['first']} to {steps['last']}")]
+        if steps["highest_spike_margin"] is not None:
+            name = "Largest micro-batch norm per token over its threshold"
+            where = f"in step {steps['highest_spike_margin_step']}"
+            found.append((name, short(steps["highest_spike_margin"]), where))
+        return found
+    ends = (summary["thresholds"][0], summary["thresholds"][-1])
+    thresholds = " to ".join(dict.fromkeys(map(short, ends)))
+    searched = summary["events"] - summary["diagnoses"].get("unsearched", 0)
+    found = [
+        ("Spikes", f"{summary['spikes']:,}", "" if summary["spikes"] == summary["events"] else summary["named"]),
+        ("Culprit tokens", f"{summary['culprits']:,}", ""),
+        ("Largest token gradient", short(summary["largest_grad_norm"]), f"threshold {thresholds}"),
+        ("Searches complete", f"{searched - summary['incomplete_events']:,}", f"of {searched:,}"),
+    ]
+    if clips := summary["token_clip"]:
+        of_all = count(clips["mini_batches"], "mini-batch", "mini-batches")
+        found.append(("Stopped by TokenClip", f"{clips['stopped']:,}", f"of {of_all} with outlying tokens"))
+    return [*found, ("Extra passes", f"{summary['passes']:,}", f"{summary['seconds']:.1f} s in all")]
+
+
+def _tables(
+    summary: Summary, evidence: Evidence, culprits: Sequence[tuple[Spike, Row]], rules: Mapping[str, tuple[str, str]]
+) -> dict[str, Table]:
+    """The tables in the order of the terminal."""
+    listed, events = summary["largest_events"], summary["events"]
+    every = len(listed) == events
+    said = [(event, _happened(event, first=place == 0)) for place, event in enumerate(listed)]
+    explained = [(event, event["explanation"]) for event in listed if event["explanation"] is not None]
+    of_all = "What the culprits explain", "What the culprits of the largest spikes explain"
+    tables = {
+        "happened": _sentences("What happened" if every else "What happened in the largest spikes", said),
+        "diagnoses": Table(
+            "What was found",
+            (Column("Diagnosis", "row"), Column("Mini-batches", "num"), Column("What to look at")),
+            [[name, f"{n:,}", DIAGNOSES[name]] for name, n in summary["diagnoses"].items()],
+        ),
+        "explained": _sentences(of_all[len(explained) < events], explained),
+        "parts": table_of(
+            "The largest parts over their threshold that no small set of tokens explains",
+            PART_SPECS,
+            summary["diffuse"],
+        ),
+        "suspected": table_of(summary["suspected_title"], SUSPECTED, summary["suspected"]),
+        "sources": Table(
+            "What looks wrong",
+            (Column("Source", "badge"), Column("Culprits", "num"), Column("Share", "num"), Column("Rule, what to do")),
+            [
+                [source, f"{n:,}", part_of(n, summary["culprits"]), "\n".join(rules[source])]
+                for source, n in summary["sources"].items()
+            ],
+        ),
+        "culprits": table_of(
+            "The culprits" if len(culprits) == summary["culprits"] else "The largest culprits",
+            CULPRITS,
+            [{**mini_batch_fields(spike), **culprit} for spike, culprit in culprits],
+        ),
+    }
+    if absent := summary["culprits"] - len(culprits):
+        tables["culprits"].more = f"{absent:,} smaller ones left out"
+    return tables | _clip_tables(summary, evidence)
+
+
+def _happened(event: Row, first: bool) -> str:
+    """What is still to be said of a spike: the verdict of the first one, the largest, is said already."""
+    verdict = event["verdict"]
+    if verdict is None:
+        return "" if first else str(event["summary"])
+    return event["summary"] if first else f"{brief(verdict)}. {event['summary']}"
+
+
+def _sentences(title: str, said: Sequence[tuple[Row, str]]) -> Table:
+    rows = [["–" if of["global_step"] is None else str(of["global_step"]), visible(text)] for of, text in said if text]
+    return Table(title, (Column("Step", "num"), Column("")), rows)
+
+
+def _clip_tables(summary: Summary, evidence: Evidence) -> dict[str, Table]:
+    """The tokens furthest over TokenClip's bounds."""
+    clips = summary["token_clip"]
+    if clips is None:
+        return {}
+    spikes = {spike.mini_batch: f"s{spike.index}" for spike in evidence.spikes}
+    specs = (
+        of_field("global_step"),
+        TOKEN,
+        (Column("First over at"), lambda row: shown(row["boundary"])),
+        of_field("multiple"),
+        (Column("Signal"), done_to),
+        of_field("rank", 4),
+        of_field("row", 5),
+        (Column("Position", "num", 6), lambda row: "prompt" if row["position"] < 0 else str(row["position"])),
+        of_field("log_prob", 1),
+        of_field("reward", 2),
+        of_field("data_source", 3),
+        (Column("Spike", "link", 7), lambda row: ("yes", spikes[mini_batch_of(row)]) if row["spike"] else "–"),
+    )
+    return {"clips": table_of(clips["title"], specs, clips["largest_tokens"])}
+
+
+def _bars(summary: Summary) -> dict[str, Sequence[Bar]]:
+    sources, culprits = summary["sources"], summary["culprits"]
+    tokens = {token_cell(entry)[0]: entry["culprits"] for entry in summary["tokens"][:8]}
+    widths = [{name: round(100 * n / max(of.values()), 1) for name, n in of.items()} for of in (sources, tokens)]
+    return {
+        "sources": [
+            Bar(name, n, widths[0][name], f"source {name}", part_of(n, culprits), "", name, SOURCES[name].meaning)
+            for name, n in sources.items()
+        ],
+        "tokens": [Bar(name, n, widths[1][name], f"token {name}", kind="tok") for name, n in tokens.items()],
+    }
+
+
+def _add_spikes(view: View, evidence: Evidence, culprits: Sequence[tuple[Spike, Row]], details: int) -> None:
+    """Adds the spikes and their culprits."""
+    mine: list[list[int]] = [[] for _ in evidence.spikes]
+    for i, (spike, _) in enumerate(culprits):
+        mine[spike.index].append(i)
+    what, places = steps_or_numbers(evidence.spikes)
+    signals = signals_of(evidence.clips)
+    steps = evidence.steps if _span(evidence) > FEW_STEPS else {}
+    for spike in evidence.spikes:
+        place = f"{what.capitalize()} {places[spike.index]}"
+        said = beside_spike(signals.get(spike.mini_batch)) if spike.step is not None else None
+        before = steps if spike.index < details else {}
+        view.spikes.append(spike_view(spike, place, said, before, mine[spike.index]))
+    maker = Details(view, evidence.texts, details)
+    detailed = {*_largest_of_each_first(culprits)[:details]}
+    view.culprits = [maker.culprit(i, spike, culprit, i in detailed) for i, (spike, culprit) in enumerate(culprits)]
+    view.tables["terms"] = table_of("", TERMS, [culprit for _, culprit in culprits])
+
+
+def _span(evidence: Evidence) -> int:
+    """How many steps the run has; without the number of any step, how many spikes."""
+    found = [*(spike.step for spike in evidence.spikes), *(line["global_step"] for line in evidence.clips)]
+    known = [step for step in found if step is not None]
+    span = max(known) - min(known) + 1 if known else len(evidence.spikes)
+    return max(span, len(evidence.known_steps()))
+
+
+def _add_charts(view: View, evidence: Evidence, summary: Summary, culprits: Sequence[tuple[Spike, Row]]) -> None:
+    """Adds the charts and what is said above them."""
+    if _span(evidence) <= FEW_STEPS:
+        return
+    clips, spikes = summary["token_clip"], evidence.spikes
+    if (chart := run_level(evidence, summary["drills"], clips["by_step"] if clips else {})) is not None:
+        view.charts["level"] = chart
+        said = ["The largest token-equivalent norm of each step: the norm that a single token would need for it."]
+        if spikes:
+            said.append("Select a spike to see it above.")
+        if clips and clips["by_step"]:
+            said.append("Triangles are steps in which TokenClip found tokens;")
+            said.append("filled where it cut all and no spike was recorded.")
+        view.texts["level-hint"] = " ".join(said)
+    if clips is not None:
+        rows = [{**row, "done": done_to(row)} for row in clips["largest_tokens"]]
+        if (chart := clips_chart(rows)) is not None:
+            view.charts["clips-chart"] = chart
+    if spikes:
+        view.charts["timeline"] = timeline(spikes, culprits, SOURCES)
+        shown_are = ["Every culprit by the norm of its own gradient"] if culprits else []
+        if any(not spike.event["culprits"] for spike in spikes):
+            shown_are.append("bars are spikes without a culprit, at the norm that a single token would need")
+        what = "; ".join(shown_are)
+        view.texts["when"] = f"{what[:1].upper()}{what[1:]}. Select one to see it above."

@@ -1,0 +1,350 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the evidence, which training may be writing at the same time, and which may come from a stranger."""
+
+import errno
+import glob
+import math
+import os
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from ..evidence.writer import LINE_BYTES, STEP_FIGURES, evidence_files, jsonable
+from ..judge.judgement import judged
+from ..judge.misfire import needs_rows, without_data_source
+from ..judge.rules import BROKEN
+from ..lines import READABLE, SCHEMA, CriticSpike
+from ..lines import Event as EventLine
+from ..tools.results import read_events, read_results
+from ..tools.schema import (
+    CLIP,
+    CLIPPED_TOKEN_FIELDS,
+    CRITIC,
+    CULPRIT_FIELDS,
+    EVENT,
+    NOTE,
+    STEP,
+    conforms,
+    parse,
+    with_numbers,
+)
+from ..version import __version__
+from .figures import SHORT_CHARACTERS, clipped, severity
+from .words import Spike
+
+# Of a file at most so many bytes are read: as many as the writer writes.
+MOST_BYTES = 64 * 2**20
+# The names of the files in a directory with evidence.
+_NAMES = ("spikes", "steps", "critic")
+# Of directories with evidence near one without, how many are named, and how many are looked through.
+_NEAR, _MOST_DIRECTORIES = 3, 1000
+# What is too long is skipped in pieces of so many bytes.
+_CHUNK = 2**20
+# Why lines are not read.
+MALFORMED = "malformed or unfinished"
+OTHER_VERSION = "of another version of GradLoc, whose own report reads them"
+# Of what the trainer adds to a token, what is no text; and the token alone.
+_ADDED = ("token", "response_tokens_start", "reward")
+
+Event = dict[str, Any]
+
+
+@dataclass
+class Evidence:
+    """What the files hold, as far as the report needs it.
+
+    Attributes:
+        path (str): The directory or file that it is from.
+        since (int, optional): Earlier steps are left out; of their figures, spikes show those before them.
+        texts (bool): Whether it has the texts of samples, and the results of replays.
+        directory (str): The directory of the files.
+        options (str): What every command on a bundle takes, as words of a shell.
+        spikes (list[Spike]): In the order in which they were written; drills are no spikes.
+        drills (list[dict]): Their events.
+        clips (list[dict]): The lines on what TokenClip found.
+        critic (list[dict]): The critic's spikes, earlier ones as well.
+        faults (list[str]): The names of faults that were planted in the run on purpose.
+        steps (dict[int, dict]): The figures of each step, of its last line; None where there is no data.
+        warnings (dict[int | None, list]): The warnings of each step, of its last line.
+        notes (dict[str, set]): What was left out of the files, and in which steps.
+        left_out (set): The kinds and steps of these notes.
+        replays (list[dict]): The results of replays, in the order of their events.
+        runs (int): How often the steps begin at 1, or once if they begin later: a resumed run begins later.
+        skipped (Counter): Lines that are not read, by why.
+        too_large (bool): Whether a file has more than `MOST_BYTES`, of which the end is not read.
+    """
+
+    path: str
+    since: int | None = None
+    texts: bool = True
+    directory: str = "."
+    options: str = ""
+    spikes: list[Spike] = field(default_factory=list)
+    drills: list[Event] = field(default_factory=list)
+    clips: list[Event] = field(default_factory=list)
+    critic: list[Event] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+    steps: dict[int, dict[str, float | None]] = field(default_factory=dict)
+    warnings: dict[int | None, list[Event]] = field(default_factory=dict)
+    notes: dict[str, set[int]] = field(default_factory=dict)
+    left_out: set[tuple[str, int]] = field(default_factory=set)
+    replays: list[dict[str, Any]] = field(default_factory=list)
+    runs: int = 1
+    skipped: Counter[str] = field(default_factory=Counter)
+    too_large: bool = False
+    _last_step: int = 1
+
+    @property
+    def events(self) -> list[Mapping[str, Any]]:
+        """The events of the spikes."""
+        return [spike.event for spike in self.spikes]
+
+    @property
+    def bundle(self) -> str | None:
+        """The bundle of the last spike that has one, as words of a shell."""
+        return next((spike.bundle for spike in reversed(self.spikes) if spike.bundle), None)
+
+    def culprits(self) -> list[tuple[Spike, Mapping[str, Any]]]:
+        """All culprits with their spikes, the largest first; among equals, the one that was written first."""
+        pairs = [(spike, culprit) for spike in self.spikes for culprit in spike.event["culprits"]]
+        return sorted(pairs, key=lambda pair: -severity(pair[1]["grad_norm"]))
+
+    def has(self, step: int | None) -> bool:
+        """Whether a step is not left out."""
+        return self.since is None or (step is not None and step >= self.since)
+
+    def known_steps(self) -> list[int]:
+        """The steps with figures that are not left out, in order."""
+        return sorted(filter(self.has, self.steps))
+
+    def add(self, event: Event) -> None:
+        """Adds an event, unless its step is left out."""
+        if not self.has(event["global_step"]):
+            return
+        if not self.texts:
+            event = without_texts(event)
+        version = event.get("gradloc_version", __version__)
+        if not event.get("summary"):  # training had no judge
+            event = _judged(event)
+        elif version != __version__ and "comparison" in event:
+            event = _judged(event)
+            written = f"written by GradLoc {clipped(version, SHORT_CHARACTERS)}"
+            self._add_note(f"{written}, and judged again by the rules of {__version__}", event["global_step"])
+        fault = event.get("fault")
+        if fault is not None and (name := str(clipped(fault))) not in self.faults:
+            self.faults.append(name)
+        if event.get("drill") is not None:
+            self.drills.append(event)
+        else:
+            self.spikes.append(Spike(event, len(self.spikes), self.directory, self.options))
+
+    def add_clip(self, line: Event) -> None:
+        """Adds a clip line, unless its step is left out."""
+        if self.has(line["global_step"]):
+            self.clips.append(line if self.texts else without_texts(line))
+
+    def add_critic(self, line: Event) -> None:
+        """Adds a spike of the critic."""
+        if not line["summary"]:
+            found = judged(with_numbers(line, CriticSpike))
+            line = {**line, "cause": found["cause"], "summary": found["summary"]}
+        self.critic.append(line)
+
+    def add_note(self, note: Event) -> None:
+        """Adds a note of a file. Its kind is kept whatever its step: a full file stays full."""
+        step = note["global_step"]
+        if self.has(step):
+            self._add_note(str(clipped(note["message"])), step)
+        if step is not None:
+            self.left_out.add((str(clipped(note["note"], SHORT_CHARACTERS)), step))
+
+    def _add_note(self, message: str, step: int | None) -> None:
+        self.notes.setdefault(message, set()).update([] if step is None else [step])
+
+    def add_step(self, line: Event) -> None:
+        """Adds a line of steps.jsonl; of a step with several lines, as a resumed run leaves them, the last counts."""
+        step = line["global_step"]
+        self.warnings[step] = line.get("warnings", [])
+        if line["schema"] == SCHEMA and "warnings" not in line:
+            self._add_note("nothing has checked the run: the log of training says why", step)
+        if step is not None:
+            self.runs += step <= 1 < self._last_step
+            self._last_step = step
+            figures = {name: line.get(name) for name in STEP_FIGURES}
+            self.steps[step] = {name: None if figure is None else float(figure) for name, figure in figures.items()}
+
+    def skip(self, line: Any) -> None:
+        """Counts a line that is not read."""
+        version = line.get("schema") if isinstance(line, dict) else None
+        is_other = type(version) is int and version not in READABLE and 0 < version < 1000
+        self.skipped[OTHER_VERSION if is_other else MALFORMED] += 1
+
+
+def read(path: str, since: int | None = None, texts: bool = True) -> Evidence:
+    """Reads a directory with evidence, or a file; `spikes.jsonl` and `steps.jsonl` stand for their directory.
+
+    Args:
+        path (str): The directory or file. A run's directory stands for the `bisect_dump` in it.
+        since (int, optional): See `Evidence`.
+        texts (bool): See `Evidence`.
+
+    Raises:
+        OSError: There is no such file, no evidence in it or in the directory, or it cannot be read.
+    """
+    files = _files(path)
+    found = Evidence(path, since, texts, os.path.dirname(next(iter(files.values()))) or ".")
+    forms = {
+        # Training writes a step's spikes before its figures: so all spikes that the figures count are there.
+        "steps": ((STEP, found.add_step), (NOTE, found.add_note)),
+        "spikes": ((EVENT, found.add), (CLIP, found.add_clip), (NOTE, found.add_note)),
+        "critic": ((CRITIC, found.add_critic), (NOTE, found.add_note)),
+    }
+    valid = 0
+    for name in (name for name in forms if name in files):
+        entries = map(_parsed, _lines(found, files[name]))
+        for entry in _with_searches(entries, found.directory) if name == "spikes" else entries:
+            add = next((add for form, add in forms[name] if conforms(entry, form)), found.skip)
+            add(entry)
+            valid += add != found.skip
+    if not (valid or found.skipped[OTHER_VERSION]):
+        if not (os.path.isdir(path) or _is_evidence(path)):
+            raise OSError(f"{path} is no evidence: give the folder that has spikes.jsonl.")
+        if found.skipped:
+            raise OSError(f"{path} has no valid line: it is cut, or no evidence. Copy it again.")
+    results = read_results(found.directory) if texts else []
+    found.replays = [result for result in results if found.has(result["global_step"])]
+    return found
+
+
+def _judged(event: Event) -> Event:
+    """An event, judged by the rules of this release; what its mini-batch's rows said of it stays."""
+    found: Any = judged(with_numbers(event, EventLine))
+    written = event.get("verdict")
+    is_by_rows = written is not None and written["cause"] in ("misfire", BROKEN) and needs_rows(found)
+    verdict = written if is_by_rows or found["verdict"] is None else jsonable(found["verdict"])
+    return {**event, "verdict": verdict, "summary": found["summary"]}
+
+
+def _lines(found: Evidence, file: str) -> Iterator[bytes]:
+    """All lines that are not empty; the last one may still be being written. One that is too long is read as b""."""
+    if os.path.exists(file) and not os.path.isfile(file):  # a pipe or a device may have no end
+        raise OSError(f"{file} is not an ordinary file: give the folder that has spikes.jsonl, copied if need be.")
+    left = MOST_BYTES
+    with open(file, "rb") as lines:
+        while line := lines.readline(LINE_BYTES + 1):
+            left -= len(line)
+            rest = line
+            while rest and not rest.endswith(b"\n") and left >= 0:
+                rest = lines.readline(_CHUNK)
+                left -= len(rest)
+            if left < 0:
+                found.too_large = True
+                return
+            if len(line) > LINE_BYTES:
+                line = b""
+            if line != b"\n":
+                yield line
+
+
+def spike_of(events: Iterable[Event], event: Mapping[str, Any], replays: Collection[str | None]) -> Event | None:
+    """The event of a spike among those of the evidence; None if there is none, or more than one that may be it.
+
+    It is that of the same step, epoch and mini-batch whose `replay` is one of some bundles. The rank that writes the
+    evidence may have no bundle of a recorded spike: where none names one of the bundles, it is that of a recorded spike
+    that names none and has the same norm.
+
+    Args:
+        event (Mapping): What a bundle has of the spike, or a search.
+        replays (Collection[str]): The bundles, as `replay` has them.
+    """
+    where = ("global_step", "epoch", "mini_batch")
+    same = [each for each in events if all(each[name] == event[name] for name in where)]
+    unnamed = [each for each in same if each.get("replay") is None and each["search"] == "recorded"]
+    found = [each for each in same if each.get("replay") is not None and each["replay"] in replays]
+    found = found or [each for each in unnamed if same_number(each["global_norm"], event["global_norm"])]
+    return found[0] if len(found) == 1 else None
+
+
+def same_number(one: Any, other: Any) -> bool:
+    """Whether two numbers of events are equal; NaN is equal to NaN."""
+    one, other = float(one), float(other)
+    return one == other or (math.isnan(one) and math.isnan(other))
+
+
+def _with_searches(lines: Iterable[Any], directory: str) -> Iterable[Any]:
+    """What the lines hold; in place of an event, the last that a search has written beside its bundle."""
+    if not (searched := read_events(directory)):
+        return lines
+    found = [*lines]
+    events = [entry for entry in found if conforms(entry, EVENT)]
+    pairs = [(spike_of(events, event, {event.get("replay")}), event) for event in searched]
+    later = {id(line): event for line, event in pairs if line is not None}
+    return [later.get(id(entry), entry) for entry in found]
+
+
+def _parsed(line: bytes) -> Any:
+    """What a line holds; None for one that is malformed or unfinished."""
+    try:
+        return parse(line)
+    except ValueError:
+        return None
+
+
+def _files(path: str) -> dict[str, str]:
+    """The files that a path stands for, by name."""
+    is_folder = os.path.isdir(path)
+    if not (is_folder or _is_evidence(path)):
+        return {"spikes": path}
+    for directory in (path, os.path.join(path, "bisect_dump")) if is_folder else (os.path.dirname(path) or ".",):
+        files = {name: os.path.join(directory, f"{name}.jsonl") for name in _NAMES}
+        if files := {name: file for name, file in files.items() if os.path.exists(file)}:
+            return files
+    if is_folder:
+        raise _no_evidence(path)
+    return {"spikes": path}
+
+
+def _is_evidence(path: str) -> bool:
+    """Whether a file has the name of one with evidence."""
+    return os.path.basename(path) in [f"{name}.jsonl" for name in _NAMES]
+
+
+def _no_evidence(path: str) -> OSError:
+    """The error for a directory without evidence, with directories up to two levels above and below it that have."""
+    parent = os.path.dirname(os.path.abspath(path))
+    near = [parent, os.path.dirname(parent)]
+    for below in ("*/", "*/*/"):
+        near += sorted(islice(glob.iglob(os.path.join(glob.escape(path), below)), _MOST_DIRECTORIES))
+    near = [os.path.normpath(folder) for folder in near if any(evidence_files(folder, name) for name in _NAMES)]
+    if not near:
+        return FileNotFoundError(errno.ENOENT, "No steps.jsonl or spikes.jsonl, which spike_detection writes", path)
+    more = f", and {len(near) - _NEAR} more" if len(near) > _NEAR else ""
+    found = f"found in {', '.join(near[:_NEAR])}{more}: give {'that' if len(near) == 1 else 'one of them'}"
+    return FileNotFoundError(errno.ENOENT, f"No steps.jsonl or spikes.jsonl, {found}", path)
+
+
+def without_texts(line: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of an event or a clip line with the actor's figures, and of texts the named tokens' own alone.
+
+    Rewards are kept. Prompts, responses, contexts, ground truths, data sources, uids, and fields that the schema does
+    not know, are left out.
+    """
+    if "culprits" in line:
+        bare = _named(line, EVENT["properties"])
+        for name in ("culprits", "suspected"):
+            if name in line:
+                bare[name] = [_named(token, (*CULPRIT_FIELDS, *_ADDED)) for token in line[name]]
+        if bare.get("verdict") is not None:
+            bare["verdict"] = without_data_source(bare["verdict"])
+        return bare
+    found = line["token_clip"]
+    tokens = [_named(token, (*CLIPPED_TOKEN_FIELDS, *_ADDED)) for token in found["tokens"]]
+    known = _named(found, CLIP["properties"]["token_clip"]["properties"]) | {"tokens": tokens}
+    return _named(line, CLIP["properties"]) | {"token_clip": known}
+
+
+def _named(of: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    return {name: of[name] for name in names if name in of}

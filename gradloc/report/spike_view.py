@@ -1,0 +1,383 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""A spike and its culprits, ready to print."""
+
+import heapq
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
+from typing import Any, get_type_hints
+
+from .. import lines
+from ..evidence.writer import WINDOW, window_start
+from ..judge.rules import SOURCES
+from .charts import layers_chart, without_culprit
+from .figures import (
+    SHORT_CHARACTERS,
+    clipped,
+    count,
+    culprit_factor,
+    excess,
+    percent,
+    quoted,
+    ranges,
+    severity,
+    short,
+    shown,
+    threshold_factor,
+    times,
+    visible,
+)
+from .summary import TOKENS, suspected_of, token_name
+from .view import Axis, Cell, Column, Culprit, Rung, SpikeView, Strip, Table, View, log_scale
+from .words import APPLIED, DIAGNOSES, FIGURES, NOT_APPLIED, Spike, ended_early, explanation
+
+Row = Mapping[str, Any]
+# A column and what its cell has for a row.
+Spec = tuple[Column, Callable[[Row], Cell]]
+
+# How many parts of a diffuse spike are shown, and how many layers of a culprit.
+PARTS, LAYERS = 20, 1024
+# How many steps before a spike are shown.
+STEPS_BEFORE = 20
+_LADDER_WIDTH = 2.0
+# What the page calls a culprit's texts.
+_TEXTS = {"prompt": "Prompt", "response": "Response", "ground_truth": "Ground truth"}
+
+
+def figure(head: str, name: str, drop: int = 0) -> Spec:
+    return Column(head, "num", drop), lambda row: short(row.get(name))
+
+
+def index(head: str, name: str, drop: int = 0) -> Spec:
+    return Column(head, "num", drop), lambda row: "–" if row.get(name) is None else str(row[name])
+
+
+def token_cell(row: Row) -> Cell:
+    """The token, and its context from shortly before it on: a column is narrow."""
+    context = clipped(row.get("context"), 2 * SHORT_CHARACTERS) or ""
+    start = max(context.find(f"«{row.get('token')}»") - 12, 0)
+    name = quoted(str(clipped(token_name(row), SHORT_CHARACTERS)))
+    return name, ("…" if start else "") + visible(context[start:])
+
+
+def times_of(culprit: Row) -> str:
+    """How often a culprit has the threshold."""
+    return times(culprit["grad_norm"], culprit["threshold"])
+
+
+def table_of(title: str, specs: Sequence[Spec], rows: Sequence[Row]) -> Table:
+    return Table(title, [column for column, _ in specs], [[cell(row) for _, cell in specs] for row in rows])
+
+
+# The types of fields, and the heads of those whose names do not serve as such.
+_TYPES = {
+    name: kind
+    for of in (lines.InStep, lines.DiffusePart, lines.ClippedToken, lines.Culprit)
+    for name, kind in get_type_hints(of).items()
+}
+_HEADS = {
+    "global_step": "Step",
+    "micro_batch": "Micro-batch",
+    "grad_norm": "Norm",
+    "log_prob": "log p",
+    "old_log_prob": "Old log p",
+    "rollout_log_prob": "Rollout log p",
+    "ref_log_prob": "Reference log p",
+    "coefficient": "∂L/∂log p",
+    "weight": "Weight in the loss",
+    "mismatch_turn": "Mismatch begins with turn",
+    "multiple": "× usual",
+}
+
+
+def of_field(name: str, drop: int = 0) -> Spec:
+    """The column of a field of `gradloc.lines`, whose cells are those of its type."""
+    head, kind = _HEADS.get(name, name.replace("_", " ").capitalize()), _TYPES[name]
+    if kind in (str, str | None):
+        return Column(head, "", drop), lambda row: shown(row.get(name))
+    return (index if kind in (int, int | None) else figure)(head, name, drop)
+
+
+def of_fields(names: str) -> list[Spec]:
+    """The columns of several, separated by blanks."""
+    return [of_field(name) for name in names.split()]
+
+
+TOKEN: Spec = (Column("Token in its context", "token"), token_cell)
+_SOURCE: Spec = (Column("Source", "badge"), lambda row: str(row["source"]))
+
+CULPRITS: Sequence[Spec] = (
+    of_field("global_step"),
+    TOKEN,
+    of_field("grad_norm"),
+    (Column("× threshold", "num"), times_of),
+    _SOURCE,
+    of_field("ratio", 6),
+    of_field("rollout_ratio", 1),
+    of_field("advantage", 5),
+    of_field("log_prob", 2),
+    of_field("reward", 3),
+    of_field("rank", 4),
+)
+# A culprit's figures besides those.
+TERMS: Sequence[Spec] = (
+    *of_fields("sequence_ratio old_log_prob rollout_log_prob ref_log_prob entropy coefficient suspicion weight"),
+    (Column("Share of the unit", "num"), lambda row: percent(row.get("share"))),
+    (Column("Misaligned tokens", "num"), lambda row: percent(row.get("misaligned_share"))),
+    *of_fields("turn mismatch_turn micro_batch row position token_id data_source uid"),
+)
+
+SUSPECTED: Sequence[Spec] = (
+    of_field("global_step"),
+    TOKEN,
+    of_field("suspicion"),
+    of_field("ratio", 4),
+    of_field("advantage", 3),
+    of_field("reward", 1),
+    of_field("rank", 2),
+    *of_fields("row position"),
+    _SOURCE,
+)
+
+PART_SPECS: Sequence[Spec] = (
+    of_field("global_step"),
+    (Column("Rank", "num"), lambda part: "several" if part["rank"] is None else str(part["rank"])),
+    of_field("micro_batch", 1),
+    (Column("Rows"), lambda part: part["rows"] if isinstance(part["rows"], str) else ranges(part["rows"])),
+    (Column("Tokens", "num"), lambda part: f"{part['tokens']:,}"),
+    of_field("norm"),
+    of_field("threshold", 2),
+    (Column("× threshold", "num"), lambda part: times(part["norm"], part["threshold"])),
+    (Column("Largest tokens measured"), lambda part: "\n".join(map(_measured, part["largest_tokens"][:TOKENS]))),
+)
+
+
+def _measured(token: Row) -> str:
+    share = percent(token["share"])
+    carried = "" if share == "–" else f", {share} of the norm"
+    return f"token {token['position']} of row {token['row']}: {short(token['grad_norm'])}{carried}"
+
+
+def spike_view(
+    spike: Spike, place: str, clipped_said: str | None, steps: Mapping[int, Row], culprits: Sequence[int]
+) -> SpikeView:
+    """A spike for the page.
+
+    Args:
+        spike (Spike): The spike.
+        place (str): Its step, or its number.
+        clipped_said (str, optional): What is said of TokenClip beside it.
+        steps (Mapping): The figures by step, where those before it are to be shown.
+        culprits (Sequence[int]): The numbers of its culprits on the page, the largest first.
+    """
+    event = spike.event
+    epoch, mini_batch = event["epoch"], event["mini_batch"]
+    title = f"{place}, mini-batch {mini_batch}" if epoch or mini_batch else place
+    title += f" of epoch {epoch}" if epoch else ""
+    largest = max(event["culprits"], key=lambda culprit: severity(culprit["grad_norm"]), default=None)
+    found = without_culprit(spike) if largest is None else f"{token_cell(largest)[0][:20]}  {times_of(largest)}"
+    left = len(event["culprits"]) - len(culprits)
+    parts = heapq.nlargest(PARTS, event["diffuse"], key=excess)
+    suspected = suspected_of(spike)
+    part_table = table_of("Parts over their threshold that no small set of tokens explains", PART_SPECS[1:], parts)
+    if len(event["diffuse"]) > len(parts):
+        part_table.more = f"{count(len(event['diffuse']) - len(parts), 'smaller part')} left out here."
+    content = {
+        "spike": title,
+        "verdict": visible(spike.opening),
+        "summary": "" if spike.verdict is None else visible(spike.summary),
+        "story": visible(story(spike)),
+        "clipped": clipped_said or "",
+        "kind": f"Diagnosis: {event['diagnosis']}.",
+        "explanation": visible(explanation(event) or ""),
+        "check": visible(spike.check),
+        "look": "" if event["diagnosis"] == "tokens" else DIAGNOSES[event["diagnosis"]],
+        "then": visible(spike.next_said),
+        "before": _before(spike, steps),
+        "parts": part_table if parts else None,
+        "suspected": table_of(spike.suspected_title, SUSPECTED[1:], suspected) if suspected else None,
+        "left": f"The page leaves out {count(left, 'smaller culprit')} of this spike." if left else "",
+    }
+    return SpikeView(f"{title}: {found}", content, culprits)
+
+
+def story(spike: Spike) -> str:
+    """How a spike was found, and what was done."""
+    event, trigger = spike.event, spike.event["trigger"]
+    cause = "The gradient of all ranks" if trigger["kind"] == "global" else "A micro-batch's gradient"
+    over = ", over its threshold of" if spike.is_spike else "; its threshold is"
+    sentences = [f"{cause} had norm {short(trigger['norm'])}{over} {short(trigger['threshold'])}."]
+    if event["diagnosis"] == "unsearched":
+        sentences.append("It was recorded, and not searched.")
+    elif event["diagnosis"] == "under":
+        sentences.append("Its bundle was searched: no micro-batch is over its threshold.")
+    else:
+        passes = f"{count(event['passes'], 'extra pass', 'extra passes')} ({short(round(event['seconds'], 2))} s)"
+        not_seen = sum(tokens["tokens"] for tokens in event["open_segments"])
+        early = "; the search ended early" if ended_early(event) else ""
+        left = f", with {count(not_seen, 'token')} not looked at" if early and not_seen else ""
+        sentences.append(f"{passes} found {count(len(event['culprits']), 'culprit')}{early}{left}.")
+    if event["error"] is not None:
+        sentences.append(f"The search failed with an error: {str(clipped(event['error'])).rstrip('.')}.")
+    sentences.append((APPLIED if event["applied"] else NOT_APPLIED)[event["action"]])
+    return " ".join(sentences)
+
+
+def _before(spike: Spike, steps: Mapping[int, Row]) -> Table | None:
+    """The figures of the steps before a spike; None where no step before it is known."""
+    numbers = [] if spike.step is None else [n for n in range(spike.step - STEPS_BEFORE, spike.step + 1) if n in steps]
+    own = bool(numbers) and numbers[-1] == spike.step
+    earlier = len(numbers) - own
+    if not earlier:
+        return None
+    rows = []
+    for name, (title, _) in FIGURES.items():
+        values = [steps[n][name] for n in numbers]
+        if any(value is not None for value in values):
+            known = [value for value in values[:earlier] if value is not None]
+            usual = _figure(name, statistics.median(known) if known else None)
+            last = _figure(name, values[-1] if own else None)
+            rows.append([(title, name), _sparkline(name, values, own), usual, last])
+    columns = (Column("Figure", "row"), Column("Up to the spike", "spark"), Column("Usual", "num"))
+    return Table(f"The {count(earlier, 'step')} before", (*columns, Column("In its step", "num")), rows)
+
+
+def _figure(name: str, value: float | None) -> str:
+    return f"{float(f'{100 * value:.3g}'):g}%" if name == "unlikely_share" and value is not None else short(value)
+
+
+def _sparkline(name: str, values: Sequence[float | None], own: bool) -> Cell:
+    """A figure's values as points of a line, 220 by 40, and the point of the spike's own step.
+
+    On a log scale; of a ratio, its logarithm is what is shown.
+    """
+
+    def size(value: float) -> float:
+        return math.log(max(value, 1.0)) if "ratio" in name else value
+
+    sizes = [None if value is None else size(value) for value in values]
+    known = [value for value in sizes if value is not None and math.isfinite(value) and value > 0]
+    low = min(known, default=1.0)
+    # At least a factor of 2, so that small changes look small.
+    axis = log_scale(low, max([*known, 2 * low]))
+    width = 210 / max(len(values) - 1, 1)
+    points = [
+        f"{5 + i * width:.1f},{35 - 0.03 * (axis.place(value) or 0):.1f}"
+        for i, value in enumerate(sizes)
+        if value is not None
+    ]
+    return " ".join(points), points[-1] if own and sizes[-1] is not None else ""
+
+
+class Details:
+    """Makes the culprits of a view; what several share, ladders and strips, is added to it once."""
+
+    def __init__(self, view: View, texts: bool, top: int) -> None:
+        self._view, self._texts, self._top = view, texts, top
+        self._ladders: dict[tuple[int, int, int], tuple[int, Axis]] = {}
+        self._strips: dict[tuple[int, int, int, int], int] = {}
+        # By spike, rank and row: the number of each culprit by its position.
+        self._in_row: dict[tuple[int, int, int], dict[int, int]] = defaultdict(dict)
+
+    def culprit(self, i: int, spike: Spike, row: Row, detailed: bool) -> Culprit:
+        """A culprit, with the number `i`; `detailed` for one with its response, texts and layers."""
+        factor = times_of(row)
+        ladder, scale = self._ladder(spike, row)
+        token = _rung(scale, f"Token {row['position']}", f"of row {row['row']}", row["grad_norm"], row["threshold"])
+        self._in_row[spike.index, row["rank"], row["row"]][row["position"]] = i
+        strip, layers, table, hint, texts = None, None, None, "", {}
+        edge = f"The page has the responses of {count(self._top, 'culprit')}, the largest first; --top sets how many."
+        if detailed:
+            norms = dict(islice(row["layer_norms"].items(), LAYERS))
+            layers, table = layers_chart(norms, spike.event["ordinary_layer_norms"])
+            hint = _layer_hint(layers is not None, spike)
+            strip = self._strip(spike, row)
+            edge = "The response is not in the evidence."
+            texts = {name: clipped(row.get(name)) for name in _TEXTS}
+        if not self._texts:
+            edge = "The response is not on this page."
+        if strip is not None:
+            start = self._view.strips[strip].start
+            edge = f"{start} tokens before " if start else ""
+            texts["response"] = None
+        shown = {name: None if texts.get(name) is None else (title, texts[name]) for name, title in _TEXTS.items()}
+        times_it = "" if factor == "not finite" else f", {factor} the threshold"
+        norm = f"gradient norm {short(row['grad_norm'])}{times_it}"
+        return Culprit(
+            spike=spike.index,
+            ladder=ladder,
+            rung=token,
+            reasons=row["sources"][: len(SOURCES)],
+            content={"norm": norm, "edge": edge, "layers-hint": hint, "layers-figures": layers and table, **shown},
+            strip=strip,
+            layers=layers,
+        )
+
+    def _ladder(self, spike: Spike, row: Row) -> tuple[int, Axis]:
+        """The number of the rungs above a culprit, and their scale."""
+        event, key = spike.event, (spike.index, row["micro_batch"], row["rank"])
+        if key not in self._ladders:
+            units = [unit for unit in event["units"] if unit["micro_batch"] == row["micro_batch"]]
+            own = next((unit for unit in units if unit["rank"] == row["rank"]), None)
+            said = [("All ranks", "the reduced gradient", event["global_norm"], event["global_threshold"])]
+            if units:
+                worst = max(units, key=excess)
+                more = f"over on {len(units)} of {count(event['world_size'], 'rank')}"
+                said.append((f"Micro-batch {row['micro_batch']}", more, worst["norm"], worst["threshold"]))
+            if own is not None:
+                more = f"{count(own['tokens'], 'token')} in {count(own['rows'], 'response')}"
+                said.append((f"Rank {row['rank']}", more, own["norm"], own["threshold"]))
+            mine = [
+                culprit_factor(c)
+                for c in event["culprits"]
+                if (c["micro_batch"], c["rank"]) == (row["micro_batch"], row["rank"])
+            ]
+            factors = [*mine, *(threshold_factor({"norm": norm, "threshold": of}) for *_, norm, of in said)]
+            known = [value for value in factors if math.isfinite(value) and value > 0]
+            scale = log_scale(min([1 / _LADDER_WIDTH, *known]), max([_LADDER_WIDTH, *known]))
+            self._ladders[key] = len(self._view.ladders), scale
+            self._view.ladders.append([_rung(scale, *rung) for rung in said])
+        return self._ladders[key]
+
+    def _strip(self, spike: Spike, row: Row) -> int | None:
+        """The number of a culprit's strip; None where the evidence has none."""
+        start = row.get("response_tokens_start")
+        start = window_start(row["position"]) if start is None else start
+        key, heat = (spike.index, row["rank"], row["row"], start), row["response_suspicion"]
+        if key not in self._strips and heat is not None:
+            values, tokens = [float(value) for value in heat[:WINDOW]], row.get("response_tokens")
+            hottest = max([0.0, *filter(math.isfinite, values)])
+            length = max(len(values), 0 if tokens is None else len(tokens[:WINDOW]))
+            texts = ["▪"] * length if tokens is None else [_piece(text) for text in tokens[:length]]
+            self._strips[key] = len(self._view.strips)
+            shades, figures = [_shade(v, hottest) for v in values], [*map(short, values)]
+            self._view.strips.append(Strip(start, texts, shades, figures, self._in_row[key[:3]]))
+        return self._strips.get(key)
+
+
+def _piece(text: str) -> str:
+    """A token's text, with what cannot be seen as signs; a line break is kept behind its sign."""
+    return (visible(str(clipped(text, SHORT_CHARACTERS))) or "∅") + "\n" * text.endswith("\n")
+
+
+def _shade(suspicion: float, hottest: float) -> int:
+    """From 0 to 100. The square root keeps the smaller ones apart; the culprit would outshine all else."""
+    return round(100 * math.sqrt(max(suspicion, 0.0) / hottest)) if math.isfinite(suspicion) and hottest > 0 else 100
+
+
+def _rung(scale: Axis, name: str, more: str, norm: Any, threshold: Any) -> Rung:
+    factor = threshold_factor({"norm": norm, "threshold": threshold})
+    mark, end = ((scale.place(value) or 0) / 10 for value in (1.0, factor))
+    norms = f"{short(norm)} / {short(threshold)}"
+    return Rung(name, more, times(norm, threshold), norms, not factor <= 1, min(mark, end), max(mark, end), mark)
+
+
+def _layer_hint(drawn: bool, spike: Spike) -> str:
+    if not drawn:
+        return "There are no finite norms by layer to show for this culprit."
+    if not spike.event["ordinary_layer_norms"]:
+        return "No mini-batch so far had a micro-batch under its threshold: there is no ordinary token to compare with."
+    return "Each bar goes from an ordinary token (of the micro-batches under their thresholds) to the culprit."

@@ -1,0 +1,433 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""What the report says of events in words: what a diagnosis and an action mean, whether the culprits of a spike explain
+it, what the verdicts of a run and its drills have shown.
+"""
+
+import math
+import os
+import re
+import shlex
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from ..judge.sentences import lowered, ranks_looked_at
+from ..sources import UNLIKELY
+from .figures import (
+    SHORT_CHARACTERS,
+    clipped,
+    count,
+    excess,
+    percent,
+    rounded,
+    severity,
+    short,
+    short_factor,
+    threshold_factor,
+)
+
+Event = Mapping[str, Any]
+Unit = Mapping[str, Any]
+# A mini-batch: its step, PPO epoch and index.
+MiniBatch = tuple[int | None, int, int]
+
+# By an event's `diagnosis`: what to look at. What it means is in the event's summary.
+DIAGNOSES = {
+    "tokens": "Look at what is wrong with each culprit.",
+    "diffuse": "Look at the responses in the parts listed, at their advantages and at repeated text.",
+    "nonfinite": "Look at the weights after the previous step, then at rewards and advantages.",
+    "overflow": "The gradient scaler handles it; look at the loss scale if it happens repeatedly.",
+    "incomplete": "Look at the search's error if there is one, or raise bisect_budget_steps (or _seconds).",
+    "under": "The spike is not in these tokens, or τ is too high.",
+    "unsearched": "Only recorded: search its bundle.",
+}
+
+# By `spike_action`: what was done, and what was done instead where that was not possible.
+APPLIED = {
+    "log": "Training went on as usual.",
+    "skip": "The optimizer step was skipped.",
+    "drop": "The gradient of the culprits found was removed from the step.",
+    "stop": "The optimizer step was taken as usual; after repeated spikes, the trainer ends the run.",
+}
+NOT_APPLIED = {
+    "log": "Training went on as usual.",
+    "skip": "The step was left to the gradient scaler, which skips it after an overflow.",
+    "drop": "No culprit's gradient could be removed from the step: the step's gradient was left unchanged.",
+    "stop": "Training went on as usual.",
+}
+
+# By the figure in steps.jsonl: its name on the page, and what it is; in the order in which they are shown.
+FIGURES = {
+    "spike_margin": ("token norm over threshold", "The largest token-equivalent norm/τ: 1 is the threshold."),
+    "ratio_max": ("largest ratio", "The largest importance ratio to the old policy."),
+    "rollout_ratio_max": (
+        "largest ratio to the rollout",
+        "The largest ratio between a token's probabilities in training and in the rollout, either way round.",
+    ),
+    "unlikely_share": ("unlikely tokens", f"The share of tokens with a probability under {UNLIKELY:g}."),
+}
+# In the warm-up of an automatic threshold, τ may be a number that no norm reaches.
+_UNREACHABLE = 1e29
+# At most so many different causes are told apart.
+_CAUSES = 64
+
+# Verdicts that name a place or a value: what is said of several with others.
+_OF_SEVERAL = {
+    "": "No known cause yet",
+    "auxiliary": "Most of the gradient comes from no token's log-prob",
+    "misfire": "The culprits are in responses with one reward or data source",
+}
+
+
+def ended_early(event: Event) -> bool:
+    """Whether the search ended before it was done. "No small set of tokens explains the spike" is a result."""
+    if event["diagnosis"] in ("unsearched", "under"):
+        return False
+    done = event["until"] == "explained" and event["diagnosis"] in ("diffuse", "nonfinite", "overflow")
+    return not event["complete"] and not done
+
+
+def explanation(event: Event) -> str | None:
+    """The sentence, which does not repeat the summary; None where there is nothing to add.
+
+    Args:
+        event (Mapping): An event as the evidence has it.
+    """
+    if event["diagnosis"] in ("nonfinite", "overflow", "unsearched", "under"):
+        return None
+    if event["diagnosis"] == "diffuse":
+        facts = _diffuse(event)
+    elif event["until"] == "exhaustive":
+        facts = _exhaustive(event)
+    else:
+        facts = _explained(event)
+    if (more := event["more_tokens"]) is not None:
+        facts.append(f"about {count(more, 'more token')} may be over τ" if more else "no more seem to be over τ")
+    if not facts:
+        return None
+    sentence = "; ".join(facts) + "."
+    return sentence[0].upper() + sentence[1:]
+
+
+def _explained(event: Event) -> list[str]:
+    """A search for few tokens that explain the spike."""
+    unit = _worst_rest(event)
+    if ended_early(event):
+        return ["Not explained: the search ended early", *_without_culprits(event, unit)]
+    if not event["explained"]:
+        return ["Whether the culprits explain it could not be measured", *_without_culprits(event, unit)]
+    if unit and len(event["units"]) == 1:
+        return [f"Explained: {_without_culprits(event, unit)[0]}"]
+    these, them = _these_and_them(event)
+    facts = [f"Explained: without {these} every micro-batch is under its threshold"]
+    return facts + ([f"the highest, {_unit_name(unit)}, {_rest(unit, them)}"] if unit else [])
+
+
+def _exhaustive(event: Event) -> list[str]:
+    """A search for every token over τ."""
+    number_found = len(event["culprits"])
+    found = f"{count(number_found, 'token') if number_found else 'no token'} over τ"
+    if ended_early(event):
+        end = f"the search ended early, with {found} so far"
+    else:
+        end = f"everything over its threshold was settled, with {found}"
+    return [f"Exhaustive: {end}", *_without_culprits(event, _worst_rest(event))]
+
+
+def _diffuse(event: Event) -> list[str]:
+    """A spike that no small set of tokens explains: how much of it the likeliest tokens carry."""
+    facts = [] if event["until"] == "explained" else ["no single token is over τ"]
+    unit = _worst_rest(event)
+    culprits = _of_one_unit(event["culprits"], unit)
+    tokens = culprits or _largest_measured(event)
+    if not tokens:
+        return facts
+    many = len(tokens) > 1
+    kind = "likeliest" if culprits else "largest measured"
+    which, them = (f"the {len(tokens)} {kind}", "them") if many else (f"the {kind}", "it")
+    shares = [token["share"] for token in tokens]
+    known = [float(share) for share in shares if share is not None]
+    # As in the thresholds, tokens count as independent.
+    share = math.hypot(*known) if len(known) == len(shares) else math.nan
+    if share_known := math.isfinite(share):
+        facts.append(f"{which} {'carry' if many else 'carries'} {percent(share)} of the norm")
+    if unit and culprits:
+        facts.append(f"without {them if share_known else which} {_unit_name(unit)} {_rest(unit, them)}")
+    return facts
+
+
+def _of_one_unit(culprits: Sequence[Event], unit: Unit | None) -> list[Event]:
+    """The culprits in the unit; if None, those in the unit of the largest culprit."""
+    one = unit or next(iter(culprits), None)
+    if one is None:
+        return []
+    return [culprit for culprit in culprits if all(culprit[key] == one[key] for key in ("rank", "micro_batch"))]
+
+
+def _largest_measured(event: Event) -> list[Mapping[str, Any]]:
+    """The largest tokens measured in the part that is farthest over its threshold."""
+    part = max(event["diffuse"], key=excess, default=None)
+    return part["largest_tokens"] if part else []
+
+
+def _worst_rest(event: Event) -> Unit | None:
+    """The unit that is farthest over its threshold without its culprits, of those measured without them."""
+    measured = [unit for unit in event["units"] if unit["rest"] is not None] if event["culprits"] else []
+    return max(measured, key=lambda unit: excess(unit["rest"]), default=None)
+
+
+def _without_culprits(event: Event, unit: Unit | None) -> list[str]:
+    """How far a unit is over its threshold without its culprits; an empty list if there is no such unit."""
+    these, them = _these_and_them(event)
+    return [f"without {these} {_unit_name(unit)} {_rest(unit, them)}"] if unit else []
+
+
+def _these_and_them(event: Event) -> tuple[str, str]:
+    culprits = len(event["culprits"])
+    return ("this token", "it") if culprits == 1 else (f"these {culprits:,} tokens", "them")
+
+
+def _unit_name(unit: Unit) -> str:
+    return f"micro-batch {unit['micro_batch']} of rank {unit['rank']}"
+
+
+def _rest(unit: Unit, them: str) -> str:
+    """How far a unit is over its threshold without its culprits, and with them."""
+    if not (float(unit["rest"]["norm"]) or float(unit["rest"]["threshold"])):
+        return f"has no token left that can move (it is at {short_factor(unit)} of its threshold with {them})"
+    still = "" if threshold_factor(unit["rest"]) <= 1 else "still "
+    return f"is {still}at {short_factor(unit['rest'])} of its threshold ({short_factor(unit)} with {them})"
+
+
+def count_causes(verdicts: Iterable[Mapping[str, Any] | None]) -> list[dict[str, Any]]:
+    """The causes, the most frequent first, each with what is wrong and the number of events.
+
+    Args:
+        verdicts (Iterable[Mapping]): The verdicts of events, which may be of a newer release; None where an event of an
+            older one has none.
+
+    Returns:
+        list[dict]: `cause`, None for no known one; `claim`, what is true of all its events; `events`.
+    """
+    claims: dict[str | None, list[str]] = {}
+    for verdict in verdicts:
+        if verdict is not None:
+            claims.setdefault(verdict["cause"], []).append(claim(verdict))
+    most_frequent = sorted(claims.items(), key=lambda entry: -len(entry[1]))[:_CAUSES]
+    return [
+        {
+            "cause": cause,
+            "claim": said[0] if len(set(said)) == 1 else _OF_SEVERAL.get(cause or "", said[0]),
+            "events": len(said),
+        }
+        for cause, said in most_frequent
+    ]
+
+
+def brief(verdict: Mapping[str, Any]) -> str:
+    """What is wrong and the shares, without what to do."""
+    # Up to a colon that is not in brackets.
+    said = re.match(r"(?:\([^()]*\)|[^(:]|\(|:(?! ))*", verdict["sentence"])
+    assert said is not None  # it matches the empty string
+    return said.group().removesuffix(".")
+
+
+def claim(verdict: Mapping[str, Any]) -> str:
+    """What is wrong, without the shares."""
+    return re.sub(r" \([^()]*\)$", "", brief(verdict))
+
+
+def in_words(counts: Sequence[Mapping[str, Any]], events: int) -> str | None:
+    """The verdicts of a run in one sentence without a full stop; None if no event has one.
+
+    Args:
+        counts (Sequence[Mapping]): What `count_causes` returned.
+        events (int): How many events there are, with those of older releases.
+    """
+    if not counts:
+        return None
+    if counts[0]["events"] == events:
+        return counts[0]["claim"] + (f" (all {events})" if events > 1 else "")
+    parts = [f"{entry['claim']} ({entry['events']})" for entry in counts]
+    if rest := events - sum(entry["events"] for entry in counts):
+        parts.append(f"no verdict ({rest})")
+    return ", ".join([parts[0], *map(lowered, parts[1:])])
+
+
+def mini_batch_of(event: Mapping[str, Any]) -> MiniBatch:
+    return event["global_step"], event["epoch"], event["mini_batch"]
+
+
+def drill_report(event: Mapping[str, Any], spikes: Collection[MiniBatch]) -> dict[str, Any]:
+    """A drill in words.
+
+    Args:
+        event (Mapping): Its event.
+        spikes (Collection): The mini-batches with a spike.
+
+    Returns:
+        dict: `global_step`, `found`, `passes`, `seconds`, `planted`, `level`; `text`, a sentence; `advice`, what to
+            look at, empty for a drill that succeeded.
+    """
+    drill = event["drill"]
+    planted = drill["planted"]
+    where = "" if event["global_step"] is None else f" in step {event['global_step']}"
+    cost = f"{count(drill['passes'], 'extra pass', 'extra passes')}, {short(round(event['seconds'], 2))} s"
+    if drill["found"]:
+        text = f"Drill{where}: the planted token was found, {cost}."
+    else:
+        text = f"Drill{where} FAILED: {_planted(planted)} was not found, {cost}."
+    return {
+        "global_step": event["global_step"],
+        "found": drill["found"],
+        "passes": drill["passes"],
+        "seconds": event["seconds"],
+        "planted": None if planted is None else {name: planted[name] for name in ("rank", "row", "position")},
+        "level": float(event["threshold"]) * threshold_factor(event["trigger"]),
+        "text": text,
+        "advice": [] if drill["found"] else _advice(event, mini_batch_of(event) in spikes),
+    }
+
+
+def _planted(place: Mapping[str, Any] | None) -> str:
+    if place is None:
+        return "a planted token"
+    return f"the planted token (rank {place['rank']}, row {place['row']}, position {place['position']})"
+
+
+def _advice(event: Mapping[str, Any], spike_there: bool) -> list[str]:
+    advice = ["Do not rely on spike_detection in this configuration before a drill succeeds."]
+    threshold = float(event["threshold"])
+    if not math.isfinite(threshold) or threshold >= _UNREACHABLE:
+        advice.append(
+            "The threshold was not finite, or that of the warm-up of grad_norm_threshold=auto: set a number, or make "
+            "the drill after the warm-up."
+        )
+    if event["error"] is not None:
+        advice.append(f"It failed with an error: {str(clipped(event['error'])).rstrip('.')}.")
+    elif ended_early(event) and event["drill"]["passes"] >= event["budget"]:
+        advice.append(f"Its budget of {count(event['budget'], 'pass', 'passes')} was spent: raise bisect_budget_steps.")
+    if spike_there:
+        advice.append("The same mini-batch has a spike of its own, which may hide the planted one: drill another step.")
+    if len(advice) == 1:
+        advice.append("The event names no reason: compare the gradient norms of its units with their thresholds.")
+    return advice
+
+
+@dataclass(frozen=True)
+class Spike:
+    """A spike, or a mini-batch that was recorded and is not known to have one.
+
+    Attributes:
+        event (Mapping): As the evidence has it.
+        index (int): Its place in the order in which they were written.
+        directory (str): The directory that it is from.
+        options (str): What every command on its bundle takes, as words of a shell.
+    """
+
+    event: Mapping[str, Any]
+    index: int
+    directory: str = "."
+    options: str = ""
+
+    @cached_property
+    def bundle(self) -> str | None:
+        """Its bundle with options, as words of a shell."""
+        return bundle_of(self.event, self.directory, self.options)
+
+    @cached_property
+    def verdict(self) -> Mapping[str, Any] | None:
+        """`cause`, `sentence` and `check`, with its bundle; None in one of an older release."""
+        verdict = self.event.get("verdict")
+        if verdict is None:
+            return None
+        return {
+            **rounded({name: verdict.get(name) for name in ("culprits", "ordinary")}),
+            "cause": clipped(verdict["cause"], SHORT_CHARACTERS),
+            "sentence": clipped(verdict["sentence"]),
+            "check": as_a_command(verdict["check"], self.bundle, " No bundle was kept of this spike."),
+        }
+
+    @cached_property
+    def next_command(self) -> str | None:
+        """What measures what each remedy leaves of it, or searches a recorded one."""
+        if self.bundle is None or self.event["diagnosis"] == "under":
+            return None
+        what = "--search" if self.event["diagnosis"] == "unsearched" else "--remedies"
+        return clipped(f"gradloc replay {self.bundle} {what}")
+
+    @cached_property
+    def level(self) -> float:
+        """The token-equivalent norm that triggered it."""
+        return float(self.event["threshold"]) * threshold_factor(self.event["trigger"])
+
+    @cached_property
+    def size(self) -> float:
+        """The largest culprit's norm, or without a culprit the largest token-equivalent norm."""
+        norms = [culprit["grad_norm"] for culprit in self.event["culprits"]]
+        # The units may not be known.
+        return max(map(severity, norms or [self.level, *(unit["token_equivalent"] for unit in self.event["units"])]))
+
+    @property
+    def is_spike(self) -> bool:
+        """False where nothing was found to be over a threshold."""
+        return threshold_factor(self.event["trigger"]) > 1 or self.event["diagnosis"] not in ("unsearched", "under")
+
+    @property
+    def step(self) -> int | None:
+        step: int | None = self.event["global_step"]
+        return step
+
+    @property
+    def mini_batch(self) -> MiniBatch:
+        return mini_batch_of(self.event)
+
+    @property
+    def summary(self) -> str:
+        return clipped(self.event["summary"]) or ""
+
+    @property
+    def opening(self) -> str:
+        """What is said first of it; one of an older release has no verdict."""
+        return self.summary if self.verdict is None else str(self.verdict["sentence"])
+
+    @property
+    def check(self) -> str:
+        """How to check its verdict."""
+        return "" if self.verdict is None else str(self.verdict["check"])
+
+    @property
+    def next_said(self) -> str:
+        """The next command, unless the check has it."""
+        has_it = self.next_command is None or self.next_command in self.check
+        return "" if has_it else f"Next: `{self.next_command}`"
+
+    @property
+    def suspected_title(self) -> str:
+        """The heading of its suspected tokens, which says whose were not looked at."""
+        ranks = ranks_looked_at(self.event)
+        return f"Suspected tokens{f' of {ranks}' if ranks else ''}: recorded, not measured"
+
+
+def bundle_of(event: Mapping[str, Any], directory: str, options: str = "") -> str | None:
+    """An event's bundle and the options, as words of a shell; None without one. For the arguments see `Spike`."""
+    replay = event.get("replay")
+    return shlex.quote(os.path.join(directory, replay)) + options if replay else None
+
+
+def as_a_command(check: Any, bundle: str | None, without: str) -> str | None:
+    """How to check a cause, with a command that works as it stands here.
+
+    Args:
+        check (Any): As the evidence has it.
+        bundle (str, optional): The bundle that it is about, as words of a shell.
+        without (str): What is added where it needs a bundle, and there is none.
+    """
+    text = str(clipped(check))
+    if bundle is not None:
+        text = text.replace("BUNDLE", bundle, 1)
+    elif " BUNDLE" in text:
+        text += without
+    return clipped(text)
