@@ -21,16 +21,13 @@ and nothing else, so that a killed one is replaced at once.
 
 Every setting is a keyword argument (custom_reward_function.reward_kwargs) or else an environment variable:
 
-    timeout, VERL_MATH_VERIFY_TIMEOUT: seconds of CPU time that one answer may take, at most a day; 10. An answer that
-        takes none, because it sleeps, ends after ten times as long.
-    workers, VERL_MATH_VERIFY_WORKERS: worker processes per calling process; 4.
-    memory_mb, VERL_MATH_VERIFY_MEMORY_MB: MiB of address space that a worker may have, of which an answer finds at
-        least half free; 1024. What does not fit counts as unparsable.
-    precision, VERL_MATH_VERIFY_PRECISION: decimal places to which floating-point numbers are compared; 6. Where these
+    timeout, VERL_MATH_VERIFY_TIMEOUT: seconds of CPU time per answer, at most a day; ten times that by the clock.
+    workers, VERL_MATH_VERIFY_WORKERS: worker processes per calling process.
+    memory_mb, VERL_MATH_VERIFY_MEMORY_MB: MiB of address space for a worker, of which an answer finds half free.
+    precision, VERL_MATH_VERIFY_PRECISION: decimal places to which floating-point numbers are compared. Where these
         leave a truth less than half as many significant digits, so many digits are compared.
-    gold_extraction_target, VERL_MATH_VERIFY_GOLD_TARGET: what the ground truth is, a list or comma-separated: latex,
-        expr (plain numbers and arithmetic), string (a letter from A to D); latex.
-    pred_extraction_target, VERL_MATH_VERIFY_PRED_TARGET: what is looked for in a response; expr,latex.
+    gold_extraction_target, VERL_MATH_VERIFY_GOLD_TARGET: what the truth is: latex, expr (arithmetic), string (A to D).
+    pred_extraction_target, VERL_MATH_VERIFY_PRED_TARGET: what is looked for in a response.
 """
 
 import contextlib
@@ -77,8 +74,31 @@ WALL_FACTOR = 10
 
 TARGETS = ("latex", "expr", "string")
 
+# What is no part of an answer: Markdown around it (2**3 and 2 *3* 4 have none), and boxes quoted from the task.
+EMPHASIS = re.compile(
+    r"(?<![\w)\]}^\\])(?<!\*)((?<!\b\w )\*(?!\*)|\*{2,3}(?!\*)|_{1,3}(?!_))(?=[^\s})\].,;:?!])"
+    r"((?:(?!\s\1\S|\n\s*\n).)*?[^\s({\[^\\])\1(?![\w*({\[\\^+/=-]| \d)",
+    re.DOTALL,
+)
+EMPTY_BOX = re.compile(r"(\$+|\\[(\[])?\s*\\(?:boxed|fbox)\s*\{\s*\}\s*(?(1)(?:\$+|\\[)\]]))")
 # What Math-Verify drops, although it makes another answer of it: text behind a number, as a unit, and dots in a list.
-HEDGE = re.compile(r"\\(?:text\w*|mbox|mathrm)\s*\{[^{}]*\b(?:or\b(?!\s*\})|and\s+\d)[^{}]*\}")
+HEDGE = re.compile(
+    r"\\(?:text\w*|mbox|mathrm)\s*\{(?!\s*or\s*\})[^{}]*"
+    r"(?:\bor\b|(?:\b(?:and|maybe|perhaps|possibly)\b|[,;?])\W*\d|\d\s*\?)[^{}]*\}"
+)
+# Several numbers, of which Math-Verify reads one: `42 or 43`, `is 42, 43.` and `42? 43?`.
+VALUE = r"(?:-?\d+(?:,\d{3})*(?:\.\d+)?(?:/\d+)?(?:\s?\\?%)?|\\[dt]?frac\{\d+\}\{\d+\})"
+_GLUE = r"(?:[\s.,;:?()$~{}\[\]]|\\[()\[\]]|\\boxed|[a-z]\w?\s*=){0,9}"
+_MAYBE = rf"(?:{_GLUE}\b(?:maybe|perhaps|possibly|about|approximately)\b)?"
+_OR = rf"{_GLUE}\b(?:or|maybe|perhaps|alternatively)\b{_MAYBE}{_GLUE}"
+_COMMA = r"(?:(?:[ \t]?[,;?&]|[ \t](?:and|to)\b)[ \t]+|[ \t]?–[ \t]?|[ \t]+(?!\d{3}\b|\\))"
+OTHERS = re.compile(
+    rf"(?<![\w.,/^]){VALUE}(?P<unit>\s?[a-z]+)?(?:{_OR}{VALUE}(?(unit)(?P=unit))"
+    r"(?!\w|[.,/]\d|\s*(?:[-+*/^×=]|times|\\(?:times|cdot|frac|sqrt|pi))))+"
+    rf"|(?:\b(?:is|are|be|between)\b|:|(?<![\w}}])[(\[{{])[\s:$]*{VALUE}(?:{_COMMA}{VALUE})+"
+    rf"(?=\s*(?:[.,;?!)}}\]$]|\\[)\]]|or\b|and\b|$))|{VALUE}(?:\?\s*{VALUE})+\?",
+    re.IGNORECASE,
+)
 DOTS = re.compile(r",\s*(?:\\[lc]?dots|\.\.\.|…)(?=\s*(?:,|\\?[})\]$]|\\right|$))")
 # Around a number that is the answer although the LaTeX cannot be read, there may be no more than this.
 BARE = re.compile(r"(?:\s*\\approx|.*(?<!\\not)=)?\s*-?[\d.,]*\d\s*(?:\.|\\?%)?\s*")
@@ -87,6 +107,8 @@ NUMBER = re.compile(r"\d*\.\d+|\d+")
 BASE_10 = re.compile(r"(?<=\d)\s*_\s*\{?\(?10\)?\}?(?!\d)")
 # Letters that Math-Verify takes for units behind a number, although they are variables.
 VARIABLES = "[a-zA-Z]s?|ab|bc|lt|mp|mt|st"
+# Text that is a unit, with no number between its parts.
+TEXT_UNITS = re.compile(r"\\(?:text|mbox){(?!.*}[^{}^]*\d).*?}(\^\d|\{\^\d\})?$")
 # May come along in `default_compute_score`, and are for others.
 FOREIGN_OPTIONS = ("gamma", "rho", "min_steps", "reward_router_address", "reward_model_tokenizer")
 
@@ -148,18 +170,21 @@ def _texts(answer: Any, truth: Any) -> tuple[str, str]:
     # Anything else, as text, would be an answer that nothing matches: every reward would be 0 without a word.
     if not isinstance(answer, str):
         raise TypeError(f"A response for the math_verify reward must be a string, got {reprlib.repr(answer)}.")
-    # A missing cell of a table is NaN, which is not equal to itself.
-    if not isinstance(truth, str | numbers.Real) or isinstance(truth, bool) or truth != truth:
-        raise TypeError(
-            f"A ground truth of the math_verify reward must be a string or a number, got {reprlib.repr(truth)}."
-        )
-    # A worker could not load the class of a subclass of str.
-    answer = str.__str__(answer)
+    text = ""
     if isinstance(truth, str):
-        return answer, str.__str__(truth)
-    text = str(truth)
-    # In LaTeX, e is a number.
-    return answer, f"{Decimal(text):f}" if "e" in text else text
+        # A worker could not load the class of a subclass of str.
+        text = str.__str__(truth)
+    elif isinstance(truth, numbers.Real) and not isinstance(truth, bool):
+        # str() refuses an integer of more than 4,300 digits; and in LaTeX, e is a number.
+        text = f"{Decimal(int(truth)):f}" if isinstance(truth, numbers.Integral) else str(truth)
+        text = f"{Decimal(text):f}" if "e" in text else text
+    # A missing cell of a table is NaN.
+    if text.strip().lower() in ("", "nan", "inf", "-inf"):
+        raise TypeError(
+            f"A ground truth of the math_verify reward must be a string or a number, got {reprlib.repr(truth)}; blank "
+            "text, NaN and inf are none (infinity is \\infty)."
+        )
+    return str.__str__(answer), text
 
 
 @dataclass(frozen=True)
@@ -423,6 +448,7 @@ def _prepare() -> str | None:
     """Runs in the server: what is wrong with Math-Verify, if it does not score as it should."""
     # One warning for every answer without an expression, and for the timeouts that are off on purpose.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
+    sys.set_int_max_str_digits(0)
     try:
         # Below 0.8, Math-Verify fails without timeouts of its own and calls every answer wrong. A wrong answer goes the
         # longest way, down to sympy's simplification.
@@ -434,6 +460,7 @@ def _prepare() -> str | None:
 
         units = math_normalization.units_regex.pattern
         math_normalization.units_regex = re.compile(rf"(?!.\s*(?:{VARIABLES})\s*$){units}")
+        math_normalization.unit_superscript_regex = TEXT_UNITS
         grader.sympy_numeric_eq = partial(_numeric_eq, grader.sympy_numeric_eq)
     except Exception as error:
         return f"it fails with {error!r}"
@@ -472,17 +499,36 @@ def _score(
 ) -> float:
     """Runs in a worker."""
     from math_verify import verify
+    from sympy import Eq, Expr, FiniteSet
 
     try:
-        if not HEDGE.search(ground_truth):
-            model_output = HEDGE.sub(", hedge", model_output)
+        text = EMPTY_BOX.sub(" ", model_output.rpartition("</think>")[2])
+        for _ in range(3):  # it nests
+            text = EMPHASIS.sub(r"\2", text)
         # What is parsed and compared here is what math_verify.metric.math_metric does, without its own timeouts.
-        answer = _parse(model_output, pred_targets)
         gold = _parse("\\boxed{" + ground_truth + "}" if "latex" in gold_targets else ground_truth, gold_targets)
-        if not any(map(_is_infinite, gold)):
-            answer = [found for found in answer if not _is_infinite(found)]
-        right = verify(gold, answer, float_rounding=precision, timeout_seconds=None)
-        return float(right and not _says_more(answer, gold))
+        is_infinite = any(map(_is_infinite, gold))
+
+        def is_right(text: str, places: int) -> bool:
+            answer = [found for found in _parse(text, pred_targets) if is_infinite or not _is_infinite(found)]
+            right = verify(gold, answer, float_rounding=places, timeout_seconds=None)
+            return right and not _says_more(answer, gold)
+
+        def if_same(others: re.Match[str]) -> str:
+            """No numbers instead of the values, unless all are the truth, to as many decimal places as they have."""
+            values = re.findall(VALUE, others.group())
+            same = all(is_right(value, len(value.partition(".")[2]) or precision) for value in values)
+            return others.group() if same else re.sub(VALUE, "1/0", others.group())
+
+        if HEDGE.search(ground_truth):
+            return float(is_right(text, precision))
+        text = HEDGE.sub(", hedge", text)
+        if not is_right(text, precision):
+            return 0.0
+        if not isinstance(gold[0], Expr | Eq) or gold[0].has(FiniteSet):
+            return 1.0
+        alone = OTHERS.sub(if_same, text)
+        return float(alone == text or is_right(alone, precision))
     except Exception:
         # Math-Verify catches what it can raise, but not what comes while it does so, above all a MemoryError. What that
         # can be depends on the answer; that the installation works has been seen at the start.
@@ -512,7 +558,8 @@ def _says_more(answer: list[Any], gold: list[Any]) -> bool:
     dropped = _dropped(text, answer[0])
     if dropped and dropped != _dropped(truth, gold[0]):
         return True
-    equal = [(answer[0], value) for side in sides for value in _parse(f"\\boxed{{{side}}}", ("latex",))[:1]]
+    values = [value for side in sides for value in _parse(f"\\boxed{{{side}}}", ("latex",))[:1]]
+    equal = [(answer[0].evalf(), value.evalf()) for value in values if not isinstance(value, str)]
     if isinstance(answer[0], Eq | And) and not re.search(r"\\circ|\d\s*_", text):
         equal += [equation.args for equation in answer[0].atoms(Eq)]
     return any(_differ(*pair) for pair in equal) or (
@@ -554,14 +601,12 @@ def _dropped(text: str, found: Any) -> set[str]:
 
 def _differ(left: Any, right: Any) -> bool:
     """Whether they are numbers that are not equal, even if they may be rounded. Runs in a worker."""
-    from sympy import Eq, Float, Number
+    from sympy import Eq, Number
 
     left = left.rhs if isinstance(left, Eq) else left
     if not isinstance(left, Number) or not isinstance(right, Number):
         return False
-    gap = abs(left - right)
-    rounded = isinstance(left, Float) or isinstance(right, Float)
-    return bool(gap > 0 and gap >= (min(1, abs(left) / 20) if rounded else 1))
+    return bool(left != right and abs(left - right) >= min(1, abs(left) / 20))
 
 
 def _numeric_eq(original: Callable[..., bool], gold: Any, answer: Any, rounding: int, *rest: Any) -> bool:

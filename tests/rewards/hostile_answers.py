@@ -17,7 +17,20 @@ def nested() -> list[str]:
 def hostile_answers() -> list[str]:
     n = 20_000
     chains = ("+1", "^1", ",1", "!", "\\\\", "\\cup \\{1\\}", " 1")
-    texts = ("a", "\n", "\\", "$", "\\boxed{", "$1$ ", "final answer is ", "数")
+    texts = (
+        "a",
+        "\n",
+        "\\",
+        "$",
+        "\\boxed{",
+        "$1$ ",
+        "final answer is ",
+        "数",
+        "</think>",
+        "**1 ",
+        "1 or ",
+        "\\boxed{}",
+    )
     specials = ("\0" * 1000, "\ud800", "1\ud83d", "\x1b[2J", "%s%s%s%n", "{:>999999999}")
     code = ("__import__('os').system('exit')", "raise SystemExit", "os.kill(0, 9)", "factorial(10**9)")
     undefined = ("\\frac{1}{0}", "\\infty - \\infty", "0^{-1}", "zoo", "nan", "1e99999999")

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
@@ -285,7 +286,10 @@ def test_answer_and_truth_are_text_or_a_number() -> None:
         mantissa, _, exponent = str(truth).partition("e")
         assert score(f"\\boxed{{{mantissa} \\times 10^{{{exponent or 0}}}}}", truth) == 1.0
         assert score("\\boxed{0.0}", truth) == 0.0
-    for truth in (None, ["5"], True, np.float32("nan")):
+    # More digits than Python reads and writes by default
+    assert score("7" * 5000, int(Decimal("7" * 5000))) == 1.0
+    assert score("7" * 5000, "7" * 4999 + "8") == 0.0
+    for truth in (None, ["5"], True, np.float32("nan"), float("inf"), -np.inf, " NaN", "nan", "inf", ""):
         with pytest.raises(TypeError, match="must be a string or a number, got "):
             guarded_math_verify.compute_score_batch(["x"], ["5"], [truth])
     for answer in (None, 5):
