@@ -448,7 +448,9 @@ def _prepare() -> str | None:
     """Runs in the server: what is wrong with Math-Verify, if it does not score as it should."""
     # One warning for every answer without an expression, and for the timeouts that are off on purpose.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    sys.set_int_max_str_digits(0)
+    # Otherwise no number of more than 4,300 digits is read. Python 3.10 has the limit since 3.10.7.
+    if hasattr(sys, "set_int_max_str_digits"):
+        sys.set_int_max_str_digits(0)
     try:
         # Below 0.8, Math-Verify fails without timeouts of its own and calls every answer wrong. A wrong answer goes the
         # longest way, down to sympy's simplification.
