@@ -259,7 +259,7 @@ class WithoutTokens(TypedDict):
     layer_norms: dict[str, float]
 
 
-class _Event(Form, Where):
+class _Begun(Form, Where):
     passes: Index
     budget: Index  # extra passes made; allowed
     threshold: Positive  # τ; in the warm-up of `auto`, ten times the largest norm so far (1e30 without one)
@@ -270,39 +270,47 @@ class _Event(Form, Where):
     more_tokens: Index | None  # estimated other tokens over τ
     complete: bool  # whether the search finished, with nothing diffuse
     error: str | None  # why the search was aborted
-    micro_batches: Index  # number of micro-batches with a gradient
     units: list[Unit]  # the micro-batches over their thresholds
     # parts over their thresholds: `rank` (`null`: several), `micro_batch`, `rows`, number of `tokens`, `norm`,
     # `threshold`, `largest_tokens` (`row`, `position`, `grad_norm`, `share`)
     diffuse: list[DiffusePart]
     # parts left open: `rank` (`null`: all), `micro_batch`, number of `tokens`, `threshold`
     open_segments: list[OpenPart]
-    trigger: Trigger  # what started the search: `kind` (`unit` or `global`), `norm`, `threshold`
-    global_norm: float
-    global_threshold: float  # norm of the reduced gradient before clipping; its threshold, τ·√Σw²/W
-    loss_scale: Positive  # fp16's loss scale, else 1; norms are without it
-    # each layer's median norm/√Σw² in micro-batches under their thresholds, or in the last mini-batch without a spike
-    ordinary_layer_norms: dict[str, float] | None
-    culprits: list[Culprit]  # the tokens named, the largest `grad_norm` first
-    action: Annotated[str, ("enum", ("log", "skip", "drop", "stop"))]  # `spike_action`
-    applied: bool  # whether it could be carried out
-    layer_clip: dict[str, ClippedLayer] | None  # LayerClip in this step, by layer: `norm`, `bound` and `factor`
     median_advantage: Number
     median_weight: Number  # medians over the mini-batch's tokens of |advantage| where not zero; of the weight
-    seconds: Seconds  # duration on the slowest rank
-    # by each rank's own gradient (`local`) or the `reduced` one; `recorded`: none; `replayed`: later
-    search: Annotated[str, ("enum", ("local", "reduced", "recorded", "replayed"))]
+    loss_scale: Positive  # fp16's loss scale, else 1; norms are without it
     world_size: Count  # W, the data-parallel ranks
 
 
-class Event(_Event, total=False):
-    """A gradient spike and the tokens behind it. Older lines lack these fields, and drills some of them."""
+class Begun(_Begun, total=False):
+    """What an event has by the findings of a search, which of a recorded spike are none."""
 
     gradloc_version: str  # that wrote the line
     budget_seconds: Number  # seconds allowed; `null`: no limit
     out_of_time: bool  # whether they were used up
     # a diffuse micro-batch's gradient from no token: `rank`, `micro_batch`, `norm`, its `share`, `layer_norms`
     without_tokens: WithoutTokens | None
+
+
+class _Event(Begun):
+    micro_batches: Index  # number of micro-batches with a gradient
+    trigger: Trigger  # what started the search: `kind` (`unit` or `global`), `norm`, `threshold`
+    global_norm: float
+    global_threshold: float  # norm of the reduced gradient before clipping; its threshold, τ·√Σw²/W
+    # each layer's median norm/√Σw² in micro-batches under their thresholds, or in the last mini-batch without a spike
+    ordinary_layer_norms: dict[str, float] | None
+    culprits: list[Culprit]  # the tokens named, the largest `grad_norm` first
+    action: Annotated[str, ("enum", ("log", "skip", "drop", "stop"))]  # `spike_action`
+    applied: bool  # whether it could be carried out
+    layer_clip: dict[str, ClippedLayer] | None  # LayerClip in this step, by layer: `norm`, `bound` and `factor`
+    seconds: Seconds  # duration on the slowest rank
+    # by each rank's own gradient (`local`) or the `reduced` one; `recorded`: none; `replayed`: later
+    search: Annotated[str, ("enum", ("local", "reduced", "recorded", "replayed"))]
+
+
+class Event(_Event, total=False):
+    """A gradient spike and the tokens behind it. Older lines lack these fields, and drills some of them."""
+
     drill: Drill | None  # of a drill: what was `planted` (`rank`, `row`, `position`), `found`, `passes`
     fault: str | None  # what the embedded profile has planted
     replay: str | None  # the bundle's folder in `bisect_dump_dir`, on the node of rank 0

@@ -123,13 +123,14 @@ def build_event(
     counts, sums, seconds = zip(*collectives.exchange(own)[:: model.sequence_parallel_size], strict=True)
     with collectives.raised_on_all_ranks(model.device):
         event: lines.Event = {
-            **_begun(mini_batch.scale, model.data_parallel_size, findings, medians, where),
+            **_begun(mini_batch.scale, model.data_parallel_size, findings, medians, where, done),
             "action": action,
             "applied": done.applied,
             "seconds": max(seconds),
+            # Where all responses to a prompt got the same reward, there is none.
+            "micro_batches": sum(each.tokens > 0 and each.norm != 0 for each in findings.figures.values()),
             "culprits": [_culprit(findings, token, facts[token], medians) for token in culprits],
-            "passes": findings.passes + done.passes,
-            "error": findings.error or done.error,
+            "suspected": [],
             "trigger": _trigger(mini_batch, findings),
             "global_norm": mini_batch.global_norm(),
             "global_threshold": mini_batch.global_threshold(findings.threshold),
@@ -179,64 +180,57 @@ def recorded_event(
     sums = own_alignment([each.tokens for each in micro_batches.values()]).tolist()
     found = asked(lambda judge: judge.alignment_warning(sums), form=lines.RunWarning | None)
     event: lines.Event = {
-        **_begun(loss_scale, world_size, Findings(threshold), medians, where),
+        **_begun(loss_scale, world_size, Findings(threshold), medians, where, Done(action is not None)),
         "action": action or "log",
         "applied": action is not None,
+        "seconds": 0.0,
         "trigger": {"kind": "global", "norm": global_norm, "threshold": global_threshold},
         "global_norm": global_norm,
         "global_threshold": global_threshold,
+        "ordinary_layer_norms": None,
+        "search": "recorded",
         "micro_batches": sum(bool(movable(each.tokens).any()) for each in micro_batches.values()),
+        "culprits": [],
         "suspected": _suspected_tokens(micro_batches, medians),
         "suspected_ranks": sorted({rank for rank, _ in micro_batches}),
+        "comparison": {"ordinary": {}, "measured": None, "unusual": None},
         "warnings": [] if found is None else [found],
+        "steps_since_resume": None,
+        "layer_clip": None,
+        "drill": None,
     }
     replay = keep(event)
     return {**event, "replay": replay, "seconds": 0.0 if started is None else time.perf_counter() - started}
 
 
-def _begun(loss_scale: float, world_size: int, findings: Findings, medians: Medians, where: lines.Where) -> lines.Event:
-    """An event with the findings, but for the culprits: of the rest, nothing is known yet."""
+def _begun(
+    loss_scale: float, world_size: int, findings: Findings, medians: Medians, where: lines.Where, done: Done
+) -> lines.Begun:
+    """What an event has by the findings alone."""
     return {
         "schema": lines.SCHEMA,
         "gradloc_version": __version__,
         "time": now(),
-        "steps_since_resume": None,
         **where,
         "threshold": findings.threshold,
         "until": findings.until,
         "diagnosis": findings.diagnosis,
         "explained": findings.explained,
         "complete": findings.complete,
-        "passes": findings.passes,
+        "passes": findings.passes + done.passes,
         "budget": findings.budget,
         "budget_seconds": findings.budget_seconds,
         "out_of_time": findings.out_of_time,
-        "error": findings.error,
+        "error": findings.error or done.error,
         "more_tokens": findings.more_over,
-        # Where all responses to a prompt got the same reward, there is none.
-        "micro_batches": sum(each.tokens > 0 and each.norm != 0 for each in findings.figures.values()),
         "units": [_unit(findings, name) for name in suspects(findings.figures, findings.threshold)],
-        "culprits": [],
         "diffuse": [_diffuse(findings, part) for part in findings.diffuse],
         "without_tokens": _without_tokens(findings),
         "open_segments": [_open(part) for part in findings.open],
-        "ordinary_layer_norms": None,
         "median_advantage": medians["median_advantage"],
         "median_weight": medians["median_weight"],
-        "suspected": [],
-        "trigger": {"kind": "global", "norm": math.nan, "threshold": math.nan},
-        "global_norm": math.nan,
-        "global_threshold": math.nan,
-        "action": "log",
-        "applied": False,
-        "search": "recorded",
-        "layer_clip": None,
-        "drill": None,
-        "replay": None,
-        "seconds": 0.0,
         "world_size": world_size,
         "loss_scale": loss_scale,
-        "comparison": {"ordinary": {}, "measured": None, "unusual": None},
     }
 
 
