@@ -26,7 +26,7 @@ The parts of the package. A file imports from its own part and from those above 
 
 What reads evidence afterwards; training imports none of it, but for the trackers:
 
-- tools: what the commands share: opening bundles and results, the form of the evidence, arguments
+- tools: what the commands share: reading evidence, bundles and results; figures and text; files and the command line
 - report: the evidence in the terminal, as a page and for trackers; needs no torch
 - convert: bundles from the records of other trainers
 - replay: a bundle's micro-batches again, in one process; remedies, and the search for the tokens

@@ -30,11 +30,11 @@ from ..evidence.event import recorded_event
 from ..evidence.writer import evidence_files, record_events
 from ..judge.judgement import judged
 from ..measure.micro_batch import square_weight
-from ..report.figures import visible
-from ..report.words import bundle_of
 from ..threshold import MARGIN
 from ..tools.command_line import argument, in_a_sentence
 from ..tools.command_line import parser as new_parser
+from ..tools.figures import visible
+from ..tools.spike import bundle_of
 from .batch import AGG_MODES, KL_LOSSES, Batch, Loss, build_batch
 from .records import (
     RECORDS,

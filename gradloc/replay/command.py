@@ -21,13 +21,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..evidence.writer import evidence_files, jsonable
-from ..report.figures import visible
 from ..report.page import write_page
-from ..report.reading import read
 from ..report.replays import replay_tables
 from ..tools.command_line import argument, in_a_sentence, need, output_file
 from ..tools.command_line import parser as new_parser
+from ..tools.figures import visible
 from ..tools.opening import Bundle, BundleError, open_bundle
+from ..tools.reading import read
 from .model import ATTENTIONS, DTYPES, CannotReplayError
 from .replaying import Replay, write_result
 from .search_command import given, processes, run_search

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from ..bundles import limits
 from ..bundles.layout import Row
 from ..layers.reduced_norms import layers_by_parameter
-from ..report.figures import visible
 from ..tools.command_line import say
+from ..tools.figures import visible
 from ..tools.opening import Bundle
 from .folders import is_whole, safe_adapter, safe_model, unread
 from .memory import is_out_of_memory

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ..bundles import limits
-from ..report.figures import ranges
-from ..report.reading import same_number
+from ..tools.figures import ranges
 from ..tools.opening import Bundle, BundleError, open_bundle
+from ..tools.reading import same_number
 
 # The name of a part: that of the spike, a number if a resumed run came to the step again, and the rank.
 _PART = re.compile(r"(?P<spike>.+?)(?P<again>-\d{1,9})?-rank(?P<rank>\d{1,9})")

@@ -18,8 +18,8 @@ from ..bundles import limits
 from ..evidence.writer import jsonable
 from ..judge.alignment import alignment_warning
 from ..measure.alignment import own_alignment
-from ..report.figures import severity
 from ..tools.command_line import say
+from ..tools.figures import severity
 from ..tools.files import write_whole
 from ..tools.opening import Bundle
 from ..tools.results import RESULT_KIND, RESULT_SUFFIX

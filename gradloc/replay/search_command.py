@@ -23,12 +23,12 @@ from ..fsdp import collectives
 from ..measure import passes
 from ..measure.passes import Forward
 from ..report.command import TABLE_ROWS
-from ..report.figures import count, ranges, short, visible
 from ..report.page import write_page
-from ..report.reading import read
 from ..tools.command_line import in_a_sentence
+from ..tools.figures import count, ranges, short, visible
 from ..tools.files import write_whole
 from ..tools.opening import Bundle, BundleError
+from ..tools.reading import read
 from ..tools.results import EVENT_SUFFIX
 from .memory import check_memory, is_out_of_memory, needed_memory
 from .model import (

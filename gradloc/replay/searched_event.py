@@ -9,8 +9,8 @@ from typing import Any
 from ..bundles import limits
 from ..evidence.writer import jsonable
 from ..judge.sentences import describe
-from ..report.reading import Evidence, read, spike_of
 from ..tools.opening import Bundle, BundleError, check_places
+from ..tools.reading import Evidence, read, spike_of
 from ..tools.results import EVENT_SUFFIX
 from ..tools.schema import EVENT, conforms, parse, read_plain_file
 from .search import Searched

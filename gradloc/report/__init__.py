@@ -5,9 +5,9 @@
 `gradloc report` is its command line; it needs rich.
 """
 
+from ..tools.reading import Evidence, read
 from .build import build
 from .page import write_page
-from .reading import Evidence, read
 from .summary import summarize
 
 __all__ = ["Evidence", "build", "read", "summarize", "write_page"]

@@ -7,9 +7,10 @@ from typing import Any
 
 from ..judge.rules import SOURCES
 from ..judge.sentences import lowered
+from ..tools.figures import count, part_of, short, shown, visible
+from ..tools.reading import Evidence
+from ..tools.spike import Spike, mini_batch_of
 from .charts import clips_chart, levels, run_level, steps_or_numbers, timeline
-from .figures import count, part_of, short, shown, visible
-from .reading import Evidence
 from .replays import advice_by_source, replay_tables
 from .spike_view import (
     CULPRITS,
@@ -27,7 +28,7 @@ from .spike_view import (
 from .summary import mini_batch_fields, summarize
 from .token_clips import EXPLANATION, beside_spike, done_to, signals_of
 from .view import Bar, Column, Table, View
-from .words import DIAGNOSES, FIGURES, Spike, brief, mini_batch_of
+from .words import DIAGNOSES, FIGURES, brief
 
 Row = Mapping[str, Any]
 Summary = Mapping[str, Any]

@@ -7,10 +7,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from .figures import count, severity, short, shown, times, visible
-from .reading import Evidence
+from ..tools.figures import count, severity, short, shown, times, visible
+from ..tools.reading import Evidence
+from ..tools.spike import Spike
 from .view import CIRCLE, Axis, Chart, Column, Point, Series, Table, Tip, log_axis, whole_axis
-from .words import Spike
 
 Row = Mapping[str, Any]
 

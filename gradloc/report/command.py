@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from ..evidence.writer import jsonable
 from ..tools.command_line import argument, in_a_sentence, need, output_file
 from ..tools.command_line import parser as new_parser
+from ..tools.figures import visible
+from ..tools.reading import Evidence, read
 from .build import DETAILED
 from .comparison import compare, remarks, tables
-from .figures import visible
 from .page import write_page
-from .reading import Evidence, read
 from .summary import lost_spikes, summarize
 
 TABLE_ROWS = 20

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..judge.sentences import lowered
-from .figures import count, culprit_factor, part_of, quoted, severity, short, shown, visible
-from .reading import Evidence
+from ..tools.figures import count, culprit_factor, part_of, quoted, severity, short, shown, visible
+from ..tools.reading import Evidence
 from .summary import summarize, token_name
 from .view import Cell, Column, Table
 

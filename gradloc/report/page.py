@@ -10,8 +10,8 @@ import gzip
 from pathlib import Path
 
 from ..tools.files import write_output
+from ..tools.reading import Evidence
 from .build import DETAILED, build
-from .reading import Evidence
 from .view import View, json_of
 
 _FILES = ("page.html", "page.css", "page.js")

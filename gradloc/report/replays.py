@@ -10,7 +10,7 @@ from ..judge.loss import OF_LOSS
 from ..judge.rows import OF_GROUPS
 from ..judge.rules import SOURCES
 from ..threshold import is_over
-from .figures import percent, severity, short, visible
+from ..tools.figures import percent, severity, short, visible
 from .spike_view import Spec, figure, index, table_of
 from .view import Column
 

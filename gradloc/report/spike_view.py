@@ -13,8 +13,7 @@ from typing import Any, get_type_hints
 from .. import lines
 from ..evidence.writer import WINDOW, window_start
 from ..judge.rules import SOURCES
-from .charts import layers_chart, without_culprit
-from .figures import (
+from ..tools.figures import (
     SHORT_CHARACTERS,
     clipped,
     count,
@@ -30,9 +29,11 @@ from .figures import (
     times,
     visible,
 )
+from ..tools.spike import Spike
+from .charts import layers_chart, without_culprit
 from .summary import TOKENS, suspected_of, token_name
 from .view import Axis, Cell, Column, Culprit, Rung, SpikeView, Strip, Table, View, log_scale
-from .words import APPLIED, DIAGNOSES, FIGURES, NOT_APPLIED, Spike, ended_early, explanation
+from .words import APPLIED, DIAGNOSES, FIGURES, NOT_APPLIED, ended_early, explanation
 
 Row = Mapping[str, Any]
 # A column and what its cell has for a row.

@@ -8,10 +8,11 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from .figures import SHORT_CHARACTERS, clipped, count, excess, ranges, rounded, severity
-from .reading import MOST_BYTES, Evidence
+from ..tools.figures import SHORT_CHARACTERS, clipped, count, excess, ranges, rounded, severity
+from ..tools.reading import MOST_BYTES, Evidence
+from ..tools.spike import Spike, as_a_command
 from .token_clips import summarize_clips
-from .words import NOT_APPLIED, Spike, as_a_command, count_causes, drill_report, ended_early, explanation, in_words
+from .words import NOT_APPLIED, count_causes, drill_report, ended_early, explanation, in_words
 
 # Of an event, what is listed as it is there.
 _EVENT_FIELDS = "global_step epoch mini_batch diagnosis until explained more_tokens".split()

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from ..tools.reading import Evidence
 from .build import build
-from .reading import Evidence
 from .view import Cell, Column, Table
 
 # The maximum width of the sparkline of a run's steps, in columns.

@@ -9,8 +9,8 @@ from typing import Any, get_type_hints
 
 from ..judge.sentences import DONE
 from ..lines import ClippedToken
-from .figures import SHORT_CHARACTERS, clipped, count, rounded, severity
-from .words import MiniBatch, mini_batch_of
+from ..tools.figures import SHORT_CHARACTERS, clipped, count, rounded, severity
+from ..tools.spike import MiniBatch, mini_batch_of
 
 # At most so many boundaries are named in a sentence.
 _NAMED = 8

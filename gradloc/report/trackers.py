@@ -25,8 +25,8 @@ from ..guarded import PatientThread, warn_once
 from ..judge.misfire import without_data_source
 from ..judging import in_one_line
 from ..lines import ClippedToken, Culprit, Number
+from ..tools.reading import read
 from .page import write_page
-from .reading import read
 
 # verl's loggers that are no trackers: with these alone, `spike_log` is off unless it is set. The console has the
 # summaries already, from the process that writes the evidence; RL-Insight takes figures only.

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, NamedTuple
 
-from .figures import short
+from ..tools.figures import short
 
 # A text, or a pair as the kind of its column says.
 Cell = str | tuple[str, str]

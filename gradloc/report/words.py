@@ -5,33 +5,17 @@ it, what the verdicts of a run and its drills have shown.
 """
 
 import math
-import os
 import re
-import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
-from ..judge.sentences import lowered, ranks_looked_at
+from ..judge.sentences import lowered
 from ..sources import UNLIKELY
-from .figures import (
-    SHORT_CHARACTERS,
-    clipped,
-    count,
-    excess,
-    percent,
-    rounded,
-    severity,
-    short,
-    short_factor,
-    threshold_factor,
-)
+from ..tools.figures import clipped, count, excess, percent, short, short_factor, threshold_factor
+from ..tools.spike import MiniBatch, mini_batch_of
 
 Event = Mapping[str, Any]
 Unit = Mapping[str, Any]
-# A mini-batch: its step, PPO epoch and index.
-MiniBatch = tuple[int | None, int, int]
 
 # By an event's `diagnosis`: what to look at. What it means is in the event's summary.
 DIAGNOSES = {
@@ -256,10 +240,6 @@ def in_words(counts: Sequence[Mapping[str, Any]], events: int) -> str | None:
     return ", ".join([parts[0], *map(lowered, parts[1:])])
 
 
-def mini_batch_of(event: Mapping[str, Any]) -> MiniBatch:
-    return event["global_step"], event["epoch"], event["mini_batch"]
-
-
 def drill_report(event: Mapping[str, Any], spikes: Collection[MiniBatch]) -> dict[str, Any]:
     """A drill in words.
 
@@ -314,120 +294,3 @@ def _advice(event: Mapping[str, Any], spike_there: bool) -> list[str]:
     if len(advice) == 1:
         advice.append("The event names no reason: compare the gradient norms of its units with their thresholds.")
     return advice
-
-
-@dataclass(frozen=True)
-class Spike:
-    """A spike, or a mini-batch that was recorded and is not known to have one.
-
-    Attributes:
-        event (Mapping): As the evidence has it.
-        index (int): Its place in the order in which they were written.
-        directory (str): The directory that it is from.
-        options (str): What every command on its bundle takes, as words of a shell.
-    """
-
-    event: Mapping[str, Any]
-    index: int
-    directory: str = "."
-    options: str = ""
-
-    @cached_property
-    def bundle(self) -> str | None:
-        """Its bundle with options, as words of a shell."""
-        return bundle_of(self.event, self.directory, self.options)
-
-    @cached_property
-    def verdict(self) -> Mapping[str, Any] | None:
-        """`cause`, `sentence` and `check`, with its bundle; None in one of an older release."""
-        verdict = self.event.get("verdict")
-        if verdict is None:
-            return None
-        return {
-            **rounded({name: verdict.get(name) for name in ("culprits", "ordinary")}),
-            "cause": clipped(verdict["cause"], SHORT_CHARACTERS),
-            "sentence": clipped(verdict["sentence"]),
-            "check": as_a_command(verdict["check"], self.bundle, " No bundle was kept of this spike."),
-        }
-
-    @cached_property
-    def next_command(self) -> str | None:
-        """What measures what each remedy leaves of it, or searches a recorded one."""
-        if self.bundle is None or self.event["diagnosis"] == "under":
-            return None
-        what = "--search" if self.event["diagnosis"] == "unsearched" else "--remedies"
-        return clipped(f"gradloc replay {self.bundle} {what}")
-
-    @cached_property
-    def level(self) -> float:
-        """The token-equivalent norm that triggered it."""
-        return float(self.event["threshold"]) * threshold_factor(self.event["trigger"])
-
-    @cached_property
-    def size(self) -> float:
-        """The largest culprit's norm, or without a culprit the largest token-equivalent norm."""
-        norms = [culprit["grad_norm"] for culprit in self.event["culprits"]]
-        # The units may not be known.
-        return max(map(severity, norms or [self.level, *(unit["token_equivalent"] for unit in self.event["units"])]))
-
-    @property
-    def is_spike(self) -> bool:
-        """False where nothing was found to be over a threshold."""
-        return threshold_factor(self.event["trigger"]) > 1 or self.event["diagnosis"] not in ("unsearched", "under")
-
-    @property
-    def step(self) -> int | None:
-        step: int | None = self.event["global_step"]
-        return step
-
-    @property
-    def mini_batch(self) -> MiniBatch:
-        return mini_batch_of(self.event)
-
-    @property
-    def summary(self) -> str:
-        return clipped(self.event["summary"]) or ""
-
-    @property
-    def opening(self) -> str:
-        """What is said first of it; one of an older release has no verdict."""
-        return self.summary if self.verdict is None else str(self.verdict["sentence"])
-
-    @property
-    def check(self) -> str:
-        """How to check its verdict."""
-        return "" if self.verdict is None else str(self.verdict["check"])
-
-    @property
-    def next_said(self) -> str:
-        """The next command, unless the check has it."""
-        has_it = self.next_command is None or self.next_command in self.check
-        return "" if has_it else f"Next: `{self.next_command}`"
-
-    @property
-    def suspected_title(self) -> str:
-        """The heading of its suspected tokens, which says whose were not looked at."""
-        ranks = ranks_looked_at(self.event)
-        return f"Suspected tokens{f' of {ranks}' if ranks else ''}: recorded, not measured"
-
-
-def bundle_of(event: Mapping[str, Any], directory: str, options: str = "") -> str | None:
-    """An event's bundle and the options, as words of a shell; None without one. For the arguments see `Spike`."""
-    replay = event.get("replay")
-    return shlex.quote(os.path.join(directory, replay)) + options if replay else None
-
-
-def as_a_command(check: Any, bundle: str | None, without: str) -> str | None:
-    """How to check a cause, with a command that works as it stands here.
-
-    Args:
-        check (Any): As the evidence has it.
-        bundle (str, optional): The bundle that it is about, as words of a shell.
-        without (str): What is added where it needs a bundle, and there is none.
-    """
-    text = str(clipped(check))
-    if bundle is not None:
-        text = text.replace("BUNDLE", bundle, 1)
-    elif " BUNDLE" in text:
-        text += without
-    return clipped(text)

@@ -34,8 +34,8 @@ from verl import DataProto
 from verl.workers.config import FSDPCriticConfig, FSDPCriticModelCfg, FSDPEngineConfig
 
 from gradloc.judge.critic import cause, summary
-from gradloc.report.reading import read
 from gradloc.report.summary import summarize
+from gradloc.tools.reading import read
 from gradloc.tools.schema import CRITIC
 
 CLIP, WORDS = 0.5, Words()

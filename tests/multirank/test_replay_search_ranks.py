@@ -25,7 +25,7 @@ from verl import DataProto
 
 from gradloc.measure.passes import Passes
 from gradloc.replay import search_command
-from gradloc.report.reading import read
+from gradloc.tools.reading import read
 
 # With a KL and an entropy term, and without; shares of the largest norm that leave few units over τ, and most of them.
 NATURAL = [(Case("fsdp2"), 0.95), (Case("fsdp1", kl=True, entropy=True), 0.6)]

@@ -39,13 +39,13 @@ from gradloc import guarded, record_events, report
 from gradloc.evidence import token_facts, writer
 from gradloc.evidence.writer import LINE_BYTES, record_step
 from gradloc.replay.command import main as replay
-from gradloc.report import page, reading, words
+from gradloc.report import page, words
 from gradloc.report.command import main
 from gradloc.report.comparison import compare
-from gradloc.report.figures import part_of, short
 from gradloc.report.view import json_of
 from gradloc.selftest.command import main as selftest
-from gradloc.tools import results
+from gradloc.tools import reading, results
+from gradloc.tools.figures import part_of, short
 from gradloc.tools.files import write_output, write_whole
 from gradloc.tools.schema import EVENT, NOTE, conforms, parse
 

@@ -9,9 +9,9 @@ import jsonschema
 from evidence import Event, clip, clipped_token, drill, spike, write_steps
 
 from gradloc.evidence import writer
-from gradloc.report.reading import without_texts
 from gradloc.report.token_clips import EXPLANATION, summarize_clips
 from gradloc.report.view import json_of
+from gradloc.tools.reading import without_texts
 from gradloc.tools.schema import CLIP, EVENT, NOTE, conforms
 
 TOKENS = ["a", " bad", " token"]

@@ -32,8 +32,8 @@ from gradloc.convert.command import main
 from gradloc.convert.records import RecordError
 from gradloc.evidence.writer import LINE_BYTES, jsonable
 from gradloc.report.command import main as report
-from gradloc.report.reading import read
 from gradloc.tools.opening import Bundle, open_bundle
+from gradloc.tools.reading import read
 from gradloc.tools.schema import EVENT, conforms
 
 # Prompt and response of each response.

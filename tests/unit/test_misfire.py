@@ -13,8 +13,8 @@ from notation import cases
 from gradloc.judge.misfire import LESS_SPECIFIC, _chance, misfire, needs_rows, verdict_by_rows
 from gradloc.judge.rules import BROKEN
 from gradloc.judge.verdict import CAUSES
-from gradloc.report.reading import without_texts
 from gradloc.sums import TrainedRow
+from gradloc.tools.reading import without_texts
 from gradloc.tools.schema import EVENT, conforms
 
 Rows = dict[tuple[int, int], TrainedRow]

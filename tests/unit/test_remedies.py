@@ -24,9 +24,9 @@ from gradloc.replay.command import main
 from gradloc.replay.measuring import norms_now
 from gradloc.replay.model import Variant, load
 from gradloc.replay.token_clip import clip_tokens
-from gradloc.report.reading import read
 from gradloc.report.replays import advice_by_source, best, recommended
 from gradloc.tools.opening import open_bundle
+from gradloc.tools.reading import read
 from gradloc.tools.results import read_results
 
 __all__ = ["bundle", "kept_without_bounds", "replay"]

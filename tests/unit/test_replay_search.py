@@ -26,8 +26,8 @@ from gradloc.replay import memory
 from gradloc.replay.command import main
 from gradloc.replay.parts import open_parts
 from gradloc.report.command import main as report
-from gradloc.report.reading import read
 from gradloc.tools.opening import open_bundle
+from gradloc.tools.reading import read
 from gradloc.tools.schema import EVENT, conforms
 
 __all__ = ["bundle", "kept"]

@@ -18,8 +18,10 @@ from ..judge.misfire import needs_rows, without_data_source
 from ..judge.rules import BROKEN
 from ..lines import READABLE, SCHEMA, CriticSpike
 from ..lines import Event as EventLine
-from ..tools.results import read_events, read_results
-from ..tools.schema import (
+from ..version import __version__
+from .figures import SHORT_CHARACTERS, clipped, severity
+from .results import read_events, read_results
+from .schema import (
     CLIP,
     CLIPPED_TOKEN_FIELDS,
     CRITIC,
@@ -31,9 +33,7 @@ from ..tools.schema import (
     parse,
     with_numbers,
 )
-from ..version import __version__
-from .figures import SHORT_CHARACTERS, clipped, severity
-from .words import Spike
+from .spike import Spike
 
 # Of a file at most so many bytes are read: as many as the writer writes.
 MOST_BYTES = 64 * 2**20
