@@ -27,11 +27,11 @@ The parts of the package. A file imports from its own part and from those above 
 What reads evidence afterwards; training imports none of it, but for the trackers:
 
 - tools: what the commands share: reading evidence, bundles and results; figures and text; files and the command line
-- report: the evidence in the terminal, as a page and for trackers; needs no torch
 - convert: bundles from the records of other trainers
 - replay: a bundle's micro-batches again, in one process; remedies, and the search for the tokens
+- report: the evidence in the terminal, as a page and for trackers; needs no torch
 - selftest: whether GradLoc works with a model on a machine, and what it costs there
-- __main__: the command `gradloc`
+- commands: `command.py`, `search_command.py` of these, and `__main__`: of what computes, they alone import what draws
 
 Where torch is missing, parts of the package work; so the names below are imported when they are asked for.
 """

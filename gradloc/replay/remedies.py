@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from ..measure.micro_batch import movable
-from ..report.replays import MOST_MOVED
 from ..threshold import is_over
 from ..tools.command_line import say
 from ..tools.figures import severity
 from ..tools.opening import Bundle
+from .advice import MOST_MOVED
 from .measuring import (
     Coefficients,
     Gradients,

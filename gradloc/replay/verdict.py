@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..judge.loss import CHECK, what_it_could_be
-from ..report.replays import recommended
 from ..sources import layer_shares
 from ..threshold import is_over
+from .advice import recommended
 from .scale import coarsest
 from .switches import AS_REPLAYED
 

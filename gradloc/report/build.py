@@ -7,11 +7,12 @@ from typing import Any
 
 from ..judge.rules import SOURCES
 from ..judge.sentences import lowered
+from ..replay.advice import advice_by_source
 from ..tools.figures import count, part_of, short, shown, visible
 from ..tools.reading import Evidence
 from ..tools.spike import Spike, mini_batch_of
 from .charts import clips_chart, levels, run_level, steps_or_numbers, timeline
-from .replays import advice_by_source, replay_tables
+from .replays import replay_tables
 from .spike_view import (
     CULPRITS,
     PART_SPECS,

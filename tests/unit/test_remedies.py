@@ -20,11 +20,11 @@ from torch import Tensor
 
 import trees
 from gradloc.replay import remedies
+from gradloc.replay.advice import advice_by_source, best, recommended
 from gradloc.replay.command import main
 from gradloc.replay.measuring import norms_now
 from gradloc.replay.model import Variant, load
 from gradloc.replay.token_clip import clip_tokens
-from gradloc.report.replays import advice_by_source, best, recommended
 from gradloc.tools.opening import open_bundle
 from gradloc.tools.reading import read
 from gradloc.tools.results import read_results
