@@ -16,7 +16,6 @@ exit codes: 0  the bundle and its line of evidence are written
 import argparse
 import math
 import os
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -31,7 +30,7 @@ from ..evidence.writer import evidence_files, record_events
 from ..judge.judgement import judged
 from ..measure.micro_batch import square_weight
 from ..threshold import MARGIN
-from ..tools.command_line import argument, in_a_sentence
+from ..tools.command_line import argument, in_a_sentence, in_shell
 from ..tools.command_line import parser as new_parser
 from ..tools.figures import visible
 from ..tools.spike import bundle_of
@@ -195,7 +194,7 @@ def _context(options: argparse.Namespace, loss: Loss, batch: Batch) -> dict[str,
 
 
 def _say(event: Mapping[str, Any], batch: Batch, options: argparse.Namespace) -> None:
-    bundle = bundle_of(event, options.out)
+    bundle = bundle_of(event, options.out, ("--search", "--model", options.model or "PATH"))
     responses = sum(len(each.rows) for each in batch.micro_batches.values())
     for note in batch.notes:
         print(visible(note), file=sys.stderr)
@@ -203,6 +202,5 @@ def _say(event: Mapping[str, Any], batch: Batch, options: argparse.Namespace) ->
     print(visible(event["summary"]))
     if event["verdict"]["cause"] is not None:
         print(visible(f"{event['verdict']['sentence']} {event['verdict']['check']}"))
-    model = shlex.quote(options.model) if options.model else "PATH"
-    print(visible(f"Search it:   gradloc replay {bundle} --search --model {model}"))
-    print(visible(f"The report:  gradloc report {shlex.quote(options.out)}"))
+    print(visible(f"Search it:   gradloc replay {bundle}"))
+    print(visible(f"The report:  gradloc report {in_shell(options.out)}"))

@@ -5,7 +5,6 @@
 import argparse
 import json
 import os
-import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -61,11 +60,11 @@ class _Loaded:
     variant: Variant
 
 
-def given(options: argparse.Namespace) -> str:
-    """What was given of the model, as words of a shell: a command on the same bundle takes it as well."""
+def given(options: argparse.Namespace) -> list[str]:
+    """What was given of the model: a command on the same bundle takes it as well."""
     paths = (("--model", options.model), ("--adapter", options.adapter))
-    words = [word for name, path in paths if path is not None for word in (name, shlex.quote(path))]
-    return "".join(f" {word}" for word in (*words, *["--trust-remote-code"] * options.trust_remote_code))
+    words = [word for name, path in paths if path is not None for word in (name, path)]
+    return [*words, *["--trust-remote-code"] * options.trust_remote_code]
 
 
 def processes() -> int:

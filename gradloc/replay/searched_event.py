@@ -124,8 +124,8 @@ def event_around(bundle: Bundle, names: Collection[str]) -> dict[str, Any] | Non
     return spike_of(events, bundle.event, {f"{limits.FOLDER}/{name}" for name in names})
 
 
-def evidence_of(event: Mapping[str, Any], bundle: Bundle, options: str = "") -> Evidence:
-    """The evidence of one event, whose commands take a bundle, and these words of a shell."""
+def evidence_of(event: Mapping[str, Any], bundle: Bundle, options: Sequence[str] = ()) -> Evidence:
+    """The evidence of one event, whose commands take a bundle, and these options."""
     folder = str(bundle.path.parent)
     evidence = Evidence(folder, directory=folder, options=options)
     evidence.add(jsonable({**event, "replay": bundle.path.name}))

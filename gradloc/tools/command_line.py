@@ -5,6 +5,7 @@
 import argparse
 import importlib
 import os
+import shlex
 import sys
 import time
 import traceback
@@ -60,6 +61,11 @@ def in_a_sentence(error: Exception, path: str) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename2 or error.filename or path}"
     return str(error)
+
+
+def in_shell(*words: str) -> str:
+    """Words of a command that is printed, as a shell takes them: paths may have blanks and quotes."""
+    return shlex.join(words)
 
 
 def argument(kind: Callable[[str], Value], holds: Callable[[Value], bool], text: str) -> Callable[[str], Value]:

@@ -7,7 +7,7 @@ import glob
 import math
 import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -61,7 +61,7 @@ class Evidence:
         since (int, optional): Earlier steps are left out; of their figures, spikes show those before them.
         texts (bool): Whether it has the texts of samples, and the results of replays.
         directory (str): The directory of the files.
-        options (str): What every command on a bundle takes, as words of a shell.
+        options (Sequence[str]): What every command on a bundle takes.
         spikes (list[Spike]): In the order in which they were written; drills are no spikes.
         drills (list[dict]): Their events.
         clips (list[dict]): The lines on what TokenClip found.
@@ -81,7 +81,7 @@ class Evidence:
     since: int | None = None
     texts: bool = True
     directory: str = "."
-    options: str = ""
+    options: Sequence[str] = ()
     spikes: list[Spike] = field(default_factory=list)
     drills: list[Event] = field(default_factory=list)
     clips: list[Event] = field(default_factory=list)

@@ -3,13 +3,13 @@
 """A spike of the evidence: what is said of it, and the commands on its bundle."""
 
 import os
-import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from ..judge.sentences import ranks_looked_at
+from .command_line import in_shell
 from .figures import SHORT_CHARACTERS, clipped, rounded, severity, threshold_factor
 
 # A mini-batch: its step, PPO epoch and index.
@@ -28,13 +28,13 @@ class Spike:
         event (Mapping): As the evidence has it.
         index (int): Its place in the order in which they were written.
         directory (str): The directory that it is from.
-        options (str): What every command on its bundle takes, as words of a shell.
+        options (Sequence[str]): What every command on its bundle takes.
     """
 
     event: Mapping[str, Any]
     index: int
     directory: str = "."
-    options: str = ""
+    options: Sequence[str] = ()
 
     @cached_property
     def bundle(self) -> str | None:
@@ -115,10 +115,10 @@ class Spike:
         return f"Suspected tokens{f' of {ranks}' if ranks else ''}: recorded, not measured"
 
 
-def bundle_of(event: Mapping[str, Any], directory: str, options: str = "") -> str | None:
+def bundle_of(event: Mapping[str, Any], directory: str, options: Sequence[str] = ()) -> str | None:
     """An event's bundle and the options, as words of a shell; None without one. For the arguments see `Spike`."""
     replay = event.get("replay")
-    return shlex.quote(os.path.join(directory, replay)) + options if replay else None
+    return in_shell(os.path.join(directory, replay), *options) if replay else None
 
 
 def as_a_command(check: Any, bundle: str | None, without: str) -> str | None:
