@@ -86,10 +86,20 @@ class Comparison(TypedDict):
     unusual: str | None
 
 
-class _RunWarning(TypedDict):
+class _Said(TypedDict):
+    sentence: str  # all that is said: `claim`, `evidence` in brackets, what to do
+    check: str  # how to check it; BUNDLE is the event's [bundle](../use/replay.md), if one was kept
+
+
+class Said(_Said, total=False):
+    """What a warning or a verdict says. Older lines lack `claim` and `evidence`."""
+
+    claim: str  # what is wrong, the start of the sentence
+    evidence: str  # the figures for it, as of how many tokens it holds; may be empty
+
+
+class _RunWarning(Said):
     name: str
-    sentence: str
-    check: str
 
 
 _Return = TypedDict("_Return", {"return": float})  # a word that a class cannot have for a field
@@ -236,7 +246,7 @@ class RunWarning(_RunWarning, total=False):
     factor: Positive
 
 
-class Verdict(TypedDict):
+class _Verdict(TypedDict):
     """The cause of a spike."""
 
     # the [rule](evidence.md#what-looks-wrong-with-a-culprit) that tells culprits from ordinary tokens,
@@ -245,8 +255,12 @@ class Verdict(TypedDict):
     cause: str | None
     culprits: Number  # the share of culprits for which it holds; `null` without a cause
     ordinary: Number  # the share of ordinary tokens for which it holds; `null` without a cause, and for `layer`
-    sentence: str  # the verdict
-    check: str  # how to check it; BUNDLE is the event's [bundle](../use/replay.md), if one was kept
+
+
+class Verdict(_Verdict, Said, total=False):
+    """The cause of a spike."""
+
+    data_source: str | None  # of a `misfire`: the one that `claim` and `sentence` name; `null`: none
 
 
 class WithoutTokens(TypedDict):
@@ -323,7 +337,7 @@ class Event(_Event, total=False):
     # by rule, the shares of `ordinary` tokens, and of those `measured` under τ; why the run is `unusual`
     comparison: Comparison
     warnings: list[RunWarning]  # as in `steps.jsonl`
-    verdict: Verdict | None  # the cause: `cause`, `culprits`, `ordinary`, `sentence`, `check`
+    verdict: Verdict | None  # the [cause](verdict.md)
     summary: str  # what most culprits are; a layer far above its ordinary share
 
 
@@ -418,7 +432,7 @@ class _Step(Form, InStep):
 class Step(_Step, total=False):
     """The figures of a step. Older lines lack these."""
 
-    # causes of the run: `name`, `sentence`, `check`, `share` of responses, `column`, `factor`
+    # causes of the run: `name`, `sentence`, `claim`, `evidence`, `check`, `share` of responses, `column`, `factor`
     warnings: list[RunWarning]
     misplaced_share: Number  # share of responses whose log-probs belong to other tokens
 

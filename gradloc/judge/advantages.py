@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from ..lines import RunWarning
 from ..sums import COLUMN_SUMS, COLUMNS
-from .progress import Progress, RunCheck
+from .progress import Progress, RunCheck, as_warning
 from .rules import BROKEN, VERL_NAMES
 
 # That advantages have another size: rewards of one kind may be the cause.
@@ -91,13 +91,13 @@ class AdvantageChecks(RunCheck):
             return None
         when = "" if step is None else f" since step {step}"
         times = f"{factor:.3g} times" if factor > 1 else f"1/{1 / factor:.3g} of"
-        return {
-            "name": REWARD_SCALE,
-            "sentence": f"Advantages are {times} what they were{when}, in the typical response: rewards are scaled "
-            "differently, or no longer normalized. Look at what changed in the reward function or in the advantage's "
-            "normalization at that step.",
-            "check": CHECK_ADVANTAGES,
-        }
+        return as_warning(
+            REWARD_SCALE,
+            f"Advantages are {times} what they were{when}, in the typical response",
+            ": rewards are scaled differently, or no longer normalized. Look at what changed in the reward "
+            "function or in the advantage's normalization at that step.",
+            CHECK_ADVANTAGES,
+        )
 
     def _broken(self) -> RunWarning | None:
         """A column with NaN or Inf: the first one from which the others follow."""
@@ -106,14 +106,15 @@ class AdvantageChecks(RunCheck):
             if count:
                 column, of_advantage = VERL_NAMES[name], name == "advantage"
                 where = "all" if count == responses else f"{count:.0f} of {responses:.0f}"
-                rows = " (one bad reward makes the advantages of its whole group NaN)" if of_advantage else ""
+                rows = "one bad reward makes the advantages of its whole group NaN" if of_advantage else ""
                 look = "rewards and their normalization" if of_advantage else "its forward pass and its precision"
-                return {
-                    "name": BROKEN,
-                    "sentence": f"`{column}` is NaN or infinite in {where} responses{rows}: look at what computes it, "
-                    f"before the update: {look}.",
-                    "check": f"Print `{column}` of these rows before the update, and for advantages "
-                    "`token_level_scores` of all rows of the same `uid`.",
-                    "share": count / responses,
-                }
+                return as_warning(
+                    BROKEN,
+                    f"`{column}` is NaN or infinite in {where} responses",
+                    f": look at what computes it, before the update: {look}.",
+                    f"Print `{column}` of these rows before the update, and for advantages `token_level_scores` "
+                    "of all rows of the same `uid`.",
+                    rows,
+                    share=count / responses,
+                )
         return None

@@ -20,6 +20,7 @@ from ..sums import (
     PAIRS,
     SHIFTS,
 )
+from .progress import as_warning
 from .sentences import lowered
 
 # The limits of the rules in docs/reference/verdict.md; those that the sums are made with are in gradloc/sums.py.
@@ -183,7 +184,7 @@ def misaligned_warning(off: Mapping[str, Off | None], lasting: bool = False) -> 
     unsure = column == "rollout" and "reference" not in off and each.kind in ("moved", "lost", "other_row")
     share = "under 1%" if each.share < 0.01 else f"{each.share:.0%}"
     where = f"in {share} of the responses" if each.share < 0.995 else "in all responses"
-    others = lowered(_COLUMNS[other][0])
+    others, evidence = lowered(_COLUMNS[other][0]), ""
     if each.kind == "moved":
         by = "one position" if abs(shift) == 1 else f"{abs(shift)} positions"
         way, back = ("late", "early") if shift < 0 else ("early", "late")
@@ -193,7 +194,7 @@ def misaligned_warning(off: Mapping[str, Off | None], lasting: bool = False) -> 
             what += f", or training's are {by} {back},"
         if each.start:
             where += f", from inside them on (on average from token {each.start:.0f})"
-        sentence = f"{subject} {what} {where} ({fits})"
+        claim, evidence = f"{subject} {what} {where}", fits
         advice = "look for where they are sliced, padded or gathered, and whether a list begins one token later"
         if each.start:
             advice = (
@@ -201,28 +202,29 @@ def misaligned_warning(off: Mapping[str, Off | None], lasting: bool = False) -> 
                 "special tokens left out"
             )
     elif each.kind == "lost":
-        sentence = (
-            f"{subject} {where} agree with {others} at first, and have no relation to them from inside the "
-            f"responses on (on average from token {each.start:.0f})"
+        claim = (
+            f"{subject} {where} agree with {others} at first, and have no relation to them from inside the responses on"
         )
+        evidence = f"on average from token {each.start:.0f}"
         advice = "look for tokens that were decoded and encoded again, or that only one of the two lists has"
     elif each.kind == "other_row":
-        sentence = f"{subject} {where} are those of other responses of the batch"
+        claim = f"{subject} {where} are those of other responses of the batch"
         advice = "look for what reorders, pads or repeats rows in one of the columns alone"
     else:
         value = "exact zeros" if each.kind == "zero_tail" else "one repeated value"
-        sentence = f"{subject} end in {value} {where}, where {others} are not"
+        claim = f"{subject} end in {value} {where}, where {others} are not"
         advice = "log-probs are missing there and were padded: take the engine's own, or set response_mask to 0"
-    if each.at_turn:
-        sentence += ", beginning with a turn"
-    found: RunWarning = {
-        "name": "retokenized" if each.at_turn else "misaligned",
-        "sentence": f"{sentence}: {advice}{_WHICH if unsure else ''}.",
-        "check": "Print `responses`, `rollout_log_probs`, `old_log_probs` and `ref_log_prob` of one row of the batch "
-        "side by side, and the engine's own list of tokens and log-probs: the same token should have about the same "
+    turn = ", beginning with a turn" if each.at_turn else ""
+    found = as_warning(
+        "retokenized" if each.at_turn else "misaligned",
+        claim,
+        f"{turn}: {advice}{_WHICH if unsure else ''}.",
+        "Print `responses`, `rollout_log_probs`, `old_log_probs` and `ref_log_prob` of one row of the batch side "
+        "by side, and the engine's own list of tokens and log-probs: the same token should have about the same "
         "log-prob everywhere.",
-        "share": each.share,
-    }
+        evidence,
+        share=each.share,
+    )
     return found if unsure or each.kind == "lost" else {**found, "column": column}
 
 

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from ..lines import RunWarning
 from ..sources import LAYER_FRACTION, layer_shares
 from .loss import CLEAR, LOSS_SCALE
-from .progress import IN_A_ROW, SEE, Progress, RunCheck
+from .progress import IN_A_ROW, SEE, Progress, RunCheck, as_warning
 from .shares import is_unlike_its_like, is_unusual, percent
 
 LAYER = "layer"  # the rule's name, and the warnings'
@@ -113,13 +113,13 @@ class LayerChecks(RunCheck):
         since = "" if step is None else f" since step {step}"
         before = self._share_before
         usual = "far more than every other block" if before is None else f"{percent(before)} before"
-        return {
-            "name": LAYER,
-            "sentence": f"The layer {layer} carries {share} of the gradient's squared norm{since}, {usual}: look at "
-            "this layer's backward pass (kernels, hooks, scaling), and at losses that are added there.",
-            "check": "Take one step from a checkpoint with plain kernels (attn_implementation=eager, "
+        return as_warning(
+            LAYER,
+            f"The layer {layer} carries {share} of the gradient's squared norm{since}, {usual}",
+            ": look at this layer's backward pass (kernels, hooks, scaling), and at losses that are added there.",
+            "Take one step from a checkpoint with plain kernels (attn_implementation=eager, "
             "use_fused_kernels=False), and compare this layer's gradient norm. " + SEE.format("kernel"),
-        }
+        )
 
     def _find_beyond(self, gradient: Mapping[str, float], passes: Mapping[str, float]) -> RunWarning | None:
         """Layers whose gradient is larger than the sum of what it is made of, which no sum of vectors is."""
@@ -132,14 +132,14 @@ class LayerChecks(RunCheck):
         is_whole = len(times) == len(known)
         layer = (min if is_whole else max)(times, key=times.__getitem__)
         what = "The optimizer's gradient" if is_whole else f"The optimizer's gradient in the layer {layer}"
-        return {
-            "name": LOSS_SCALE if is_whole else LAYER,
-            "sentence": f"{what} is at least {times[layer]:.3g} times what the backward passes of all ranks add up to: "
-            "something multiplies it, or adds to it, after them. Look at hooks on parameters, at gradients that are "
-            "left from before (zero_grad), and at how the ranks' gradients are reduced.",
-            "check": "On one rank with one micro-batch, compare the norm of a parameter's `grad` right after the "
-            "backward pass with that before the optimizer step.",
-        }
+        return as_warning(
+            LOSS_SCALE if is_whole else LAYER,
+            f"{what} is at least {times[layer]:.3g} times what the backward passes of all ranks add up to",
+            ": something multiplies it, or adds to it, after them. Look at hooks on parameters, at gradients that "
+            "are left from before (zero_grad), and at how the ranks' gradients are reduced.",
+            "On one rank with one micro-batch, compare the norm of a parameter's `grad` right after the backward "
+            "pass with that before the optimizer step.",
+        )
 
     def _find_written(self, weights: Mapping[str, tuple[float, int]]) -> RunWarning | None:
         """Layers whose weights are others than the last update and its optimizer steps can have left."""
@@ -159,12 +159,12 @@ class LayerChecks(RunCheck):
         others = f", and those of {count} other layer{'s' * (count > 1)}," if count else ""
         when = "" if self._progress.step is None else f" before step {self._progress.step}"
         how = f"their norm is {times:.3g} times what it was" if math.isfinite(times) else "they are NaN or infinite"
-        return {
-            "name": LAYER,
-            "sentence": f"The weights of {layer}{others} changed{when} by more than an optimizer step should change "
-            f"them: {how}. Look at the optimizer (its state after a resume, its precision, weight decay), and at what "
-            "else writes weights: a loaded checkpoint, offloading, merging an adapter, an average of weights, a faulty "
-            "device.",
-            "check": "Compare this layer's weights with those of the checkpoint before that step, parameter by "
-            f"parameter. {SEE.format('bitflip')}",
-        }
+        return as_warning(
+            LAYER,
+            f"The weights of {layer}{others} changed{when} by more than an optimizer step should change them",
+            f": {how}. Look at the optimizer (its state after a resume, its precision, weight decay), and at what "
+            "else writes weights: a loaded checkpoint, offloading, merging an adapter, an average of weights, a "
+            "faulty device.",
+            "Compare this layer's weights with those of the checkpoint before that step, parameter by parameter. "
+            + SEE.format("bitflip"),
+        )

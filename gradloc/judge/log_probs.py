@@ -15,7 +15,7 @@ from ..lines import RunWarning
 from ..sums import APART_GAP, STALE_GAP, STALE_RATIO
 from .alignment import Off, find_off, misaligned_warning
 from .log_prob_sums import LogProbSums
-from .progress import IN_A_ROW, SEE, Progress, RunCheck
+from .progress import IN_A_ROW, SEE, Progress, RunCheck, as_warning
 from .rows import REPEATED
 from .shares import percent
 
@@ -173,16 +173,16 @@ class LogProbChecks(RunCheck):
         if not count or self._unsampled_before + count < UNSAMPLED_TOKENS:
             return []
         return [
-            {
-                "name": UNSAMPLED,
-                "sentence": "Tokens that the policy did not produce are trained on "
-                f"({count / self._sums['weighted']:.2%} of the response tokens: they follow an EOS token, or the "
-                "rollout gives NaN, or exactly 0 for one that training finds very unlikely); set response_mask to 0 "
-                "for tokens that were added later: EOS tokens, templates, tool output. If the policy did produce them, "
-                "their log-probs are missing: take the engine's.",
-                "check": "`response_mask` in the batch should be 1 for the tokens that the rollout returned alone. "
+            as_warning(
+                UNSAMPLED,
+                "Tokens that the policy did not produce are trained on",
+                "; set response_mask to 0 for tokens that were added later: EOS tokens, templates, tool output. If "
+                "the policy did produce them, their log-probs are missing: take the engine's.",
+                "`response_mask` in the batch should be 1 for the tokens that the rollout returned alone. "
                 + SEE.format("unsampled"),
-            }
+                f"{count / self._sums['weighted']:.2%} of the response tokens: they follow an EOS token, or the "
+                "rollout gives NaN, or exactly 0 for one that training finds very unlikely",
+            )
         ]
 
     def end_update(self) -> None:
@@ -349,13 +349,13 @@ class LogProbChecks(RunCheck):
         moves = (self._sums.mean("moved"), self._distance), (self._sums.mean("gap"), self._last_gap)
         if has_moved and all(now < max(APART_GAP, APART_GROWTH * before) for now, before in moves):
             return None
-        return {
-            "name": LEARNING_RATE,
-            "sentence": f"The learning rate of the last update was {last / largest:.3g} times the "
-            "largest one before, which may move the policy too far. Look at the schedule of the learning rate, and at "
-            "what a resume restores of it.",
-            "check": "Compare `actor/lr` in the log before and at that step.",
-        }
+        return as_warning(
+            LEARNING_RATE,
+            f"The learning rate of the last update was {last / largest:.3g} times the largest one before",
+            ", which may move the policy too far. Look at the schedule of the learning rate, and at what a resume "
+            "restores of it.",
+            "Compare `actor/lr` in the log before and at that step.",
+        )
 
     def _misaligned(self) -> RunWarning | None:
         """Log-probs that belong to other tokens; in few responses, only if some were seen in updates before."""
@@ -371,12 +371,12 @@ class LogProbChecks(RunCheck):
         share = self._sums["positive"] / self._sums["tokens"]
         if share < POSITIVE:
             return None
-        return {
-            "name": OTHER_LOG_PROBS,
-            "sentence": f"{share:.0%} of what the rollout gives as log-probs is positive, which no log-prob is: look "
-            "for probabilities, or for a sign that was changed.",
-            "check": "Print `rollout_log_probs` and `old_log_probs` of one row side by side.",
-        }
+        return as_warning(
+            OTHER_LOG_PROBS,
+            f"{share:.0%} of what the rollout gives as log-probs is positive, which no log-prob is",
+            ": look for probabilities, or for a sign that was changed.",
+            "Print `rollout_log_probs` and `old_log_probs` of one row side by side.",
+        )
 
     def _own_log_probs(self) -> RunWarning | None:
         """Two log-probs that training computes of the same tokens with the same weights, and that differ."""
@@ -394,14 +394,14 @@ class LogProbChecks(RunCheck):
         look = "dropout, temperature, attention mask, position ids, precision, an adapter"
         if relation:
             look = "another order of rows, padding, slices, or labels"
-        return {
-            "name": "misaligned" if relation else OTHER_LOG_PROBS,
-            "sentence": f"Training computes two log-probs of the same tokens with the same weights: {first} and "
-            f"{second} differ by {sums['own_gap'] / sums['own_tokens']:.2g} nats in the mean{relation}.{side} Look for "
-            f"what only one of the two passes has: {look}.",
-            "check": "`actor/ppo_kl` of an update with one mini-batch should be about 0: compute both log-probs of one "
-            "row again, without an optimizer step between them.",
-        }
+        return as_warning(
+            "misaligned" if relation else OTHER_LOG_PROBS,
+            "Training computes two log-probs of the same tokens with the same weights",
+            f": {first} and {second} differ by {sums['own_gap'] / sums['own_tokens']:.2g} nats in the "
+            f"mean{relation}.{side} Look for what only one of the two passes has: {look}.",
+            "`actor/ppo_kl` of an update with one mini-batch should be about 0: compute both log-probs of one row "
+            "again, without an optimizer step between them.",
+        )
 
     def _policy_by_reference(self) -> RunWarning | None:
         """Rollout and reference agree, and the policy is where no optimizer step can have brought it."""
@@ -425,22 +425,23 @@ class LogProbChecks(RunCheck):
         )
         relation = self._hardly_related()
         if relation and gap > MISALIGNED_NATS:
-            return {
-                "name": "misaligned",
-                "sentence": f"{apart}{relation}: training's belong to other "
-                "tokens, or its weights were not loaded. Look at whether labels are shifted by one against the logits, "
-                "and at what is gathered and sliced.",
-                "check": "Print `responses`, `rollout_log_probs` and `old_log_probs` of one row side by side, and the "
+            return as_warning(
+                "misaligned",
+                f"{apart}{relation}",
+                ": training's belong to other tokens, or its weights were not loaded. Look at whether labels are "
+                "shifted by one against the logits, and at what is gathered and sliced.",
+                "Print `responses`, `rollout_log_probs` and `old_log_probs` of one row side by side, and the "
                 "log-softmax of training's logits at the position before each token.",
-                "share": share,
-            }
-        return {
-            "name": OTHER_LOG_PROBS,
-            "sentence": f"{apart}, {when}: {made}. Look at what else writes weights, and at the forward pass of the "
-            "update: which logits are gathered, the attention mask, position ids, kernels.",
-            "check": "`gradloc replay BUNDLE` compares the recorded log-probs with those of saved weights.",
-            "share": share,
-        }
+                share=share,
+            )
+        return as_warning(
+            OTHER_LOG_PROBS,
+            f"{apart}, {when}",
+            f": {made}. Look at what else writes weights, and at the forward pass of the update: which logits are "
+            "gathered, the attention mask, position ids, kernels.",
+            "`gradloc replay BUNDLE` compares the recorded log-probs with those of saved weights.",
+            share=share,
+        )
 
     def _stale_by_reference(self) -> RunWarning | None:
         """Responses whose log-probs are the reference's and not the policy's."""
@@ -458,16 +459,16 @@ class LogProbChecks(RunCheck):
         if share < WHOLE_SHARE or distance < OTHER_GAP or not (self._progress.is_first or self._times.get(REFERENCE)):
             return None
         when = _BEFORE + self._hardly_related("reference")
-        return {
-            "name": REFERENCE,
-            "sentence": f"The reference's log-probs differ from the policy's by {distance:.2g} nats in the mean, "
-            f"{when}, while rollout and policy agree: unless another model was chosen for the reference, it has other "
-            "weights, none that were loaded, or other inputs. Look at its path, adapter, precision, attention mask, "
-            "labels and temperature.",
-            "check": "Print a checksum of one weight in the actor and in the reference before the first step: they "
-            "should be equal; if they are, compare what both are given.",
-            "share": share,
-        }
+        return as_warning(
+            REFERENCE,
+            f"The reference's log-probs differ from the policy's by {distance:.2g} nats in the mean, {when}, while "
+            "rollout and policy agree",
+            ": unless another model was chosen for the reference, it has other weights, none that were loaded, or "
+            "other inputs. Look at its path, adapter, precision, attention mask, labels and temperature.",
+            "Print a checksum of one weight in the actor and in the reference before the first step: they should "
+            "be equal; if they are, compare what both are given.",
+            share=share,
+        )
 
     def _hardly_related(self, pair: str = "rollout") -> str:
         """That two columns have hardly a relation, as the end of a clause; nothing if they have, or none is known."""
@@ -522,13 +523,14 @@ class LogProbChecks(RunCheck):
             return None
         if self._has_been_since_first():
             return None
-        return {
-            "name": ADAPTER_SCALE,
-            "sentence": f"The rollout's log-probs have gone about {1 + lead:.2g} times as far from the reference's as "
-            "the policy's, the same way: what training has learned counts more than once there. Look for a LoRA "
-            "adapter that is merged into the weights and loaded as well, or scaled twice (lora_alpha / r).",
-            "check": _SAME_WEIGHTS,
-        }
+        return as_warning(
+            ADAPTER_SCALE,
+            f"The rollout's log-probs have gone about {1 + lead:.2g} times as far from the reference's as the "
+            "policy's, the same way",
+            ": what training has learned counts more than once there. Look for a LoRA adapter that is merged into "
+            "the weights and loaded as well, or scaled twice (lora_alpha / r).",
+            _SAME_WEIGHTS,
+        )
 
     def _apart(self) -> RunWarning | None:
         """A gap that is large from the start, or much larger than it was. This alone is no evidence of old weights."""
@@ -559,9 +561,10 @@ class LogProbChecks(RunCheck):
             about = "" if self._stride == 1 else "about "
             since = "" if step is None else f" since {about}step {step}"
             what = f"differ by {gap:.2g} nats in the mean{since}, and by {before:.2g} before"
-            what += self._hardly_related() + ("" if is_moved else ": look at what changed then")
+            what += self._hardly_related()
+            look = "" if is_moved else ": look at what changed then"
         elif has_grown or (is_steady and gap >= APART_GAP):
-            what = f"have drifted apart{since}, from {first:.2g} to {gap:.2g} nats in the mean"
+            what, look = f"have drifted apart{since}, from {first:.2g} to {gap:.2g} nats in the mean", ""
         else:
             return None
         rollout, policy = self._sums.mean("distance"), self._sums.mean("moved")
@@ -589,37 +592,35 @@ class LogProbChecks(RunCheck):
                 f"{kinds[0]:.2g}, in the others by {kinds[1]:.2g}: look at what these have in common, as a worker, or "
                 "a kind of prompt."
             )
-        return {
-            "name": ENGINES_APART,
-            "sentence": f"The log-probs of rollout and training {what}. {why}",
-            "check": _SAME_WEIGHTS,
-        }
+        return as_warning(
+            ENGINES_APART, f"The log-probs of rollout and training {what}", f"{look}. {why}", _SAME_WEIGHTS
+        )
 
     def _apart_at_first(self) -> RunWarning | None:
         """A gap that was there before any optimizer step, and stays."""
         first = self._sums.mean("gap") if self._progress.is_first else self._first_gap
         if min(first, self._sums.mean("gap")) < FIRST_GAP or not self._sums.is_spread:
             return None
-        return {
-            "name": ENGINES_APART,
-            "sentence": f"Rollout and training differed by {first:.2g} nats in the mean before any optimizer step, and "
-            "still do: engines of the same weights differ by about 0.01 in bf16, and by about 0.03 in 8 bits. Look for "
+        return as_warning(
+            ENGINES_APART,
+            f"Rollout and training differed by {first:.2g} nats in the mean before any optimizer step, and still do",
+            ": engines of the same weights differ by about 0.01 in bf16, and by about 0.03 in 8 bits. Look for "
             "another prompt (chat template, BOS token), other positions (RoPE), a kernel, experts that are routed "
             "otherwise, or a coarser precision.",
-            "check": _SAME_SCORES,
-        }
+            _SAME_SCORES,
+        )
 
     def _apart_from_the_start(self, gap: float, since: str) -> RunWarning:
         share = self._sums.far_share
-        return {
-            "name": ENGINES_APART,
-            "sentence": f"Rollout and training score the same tokens differently in every step{since}: by {gap:.2g} "
-            f"nats in the mean, in {share:.0%} of the responses by over {APART_GAP:g}. So one of the two has other "
-            "weights, another prompt (chat template, BOS token), other token ids or positions (RoPE), a sampler's "
-            "penalty or a far coarser precision.",
-            "check": _SAME_SCORES,
-            "share": share,
-        }
+        return as_warning(
+            ENGINES_APART,
+            f"Rollout and training score the same tokens differently in every step{since}",
+            f": by {gap:.2g} nats in the mean, in {share:.0%} of the responses by over {APART_GAP:g}. So one of "
+            "the two has other weights, another prompt (chat template, BOS token), other token ids or positions "
+            "(RoPE), a sampler's penalty or a far coarser precision.",
+            _SAME_SCORES,
+            share=share,
+        )
 
     def _other_log_probs(self) -> RunWarning | None:
         """Differences of one sign, or larger for likelier tokens, which were there in every step seen."""
@@ -647,24 +648,24 @@ class LogProbChecks(RunCheck):
             what = "larger for likely tokens and smaller for others, as at a lower temperature"
         else:
             what = "smaller for likely tokens and larger for others, as at a higher temperature, or cut off"
-        return {
-            "name": OTHER_LOG_PROBS,
-            "sentence": f"The rollout's log-probs are not the ones that training computes: they are {what} (mean "
-            f"difference {gap:.2g}); let both be of the same temperature and vocabulary, and from before or after the "
-            "same top-p and top-k.",
-            "check": "`gradloc replay BUNDLE` looks for the temperature that fits; " + SEE.format("temperature"),
-        }
+        return as_warning(
+            OTHER_LOG_PROBS,
+            "The rollout's log-probs are not the ones that training computes",
+            f": they are {what} (mean difference {gap:.2g}); let both be of the same temperature and vocabulary, "
+            "and from before or after the same top-p and top-k.",
+            "`gradloc replay BUNDLE` looks for the temperature that fits; " + SEE.format("temperature"),
+        )
 
 
 def _stale(weights: str, share: float, why: str) -> RunWarning:
     if share >= WHOLE_SHARE:
         name, fault = "stale_weights", "never_synced"
-        claim = f"The rollout still samples from {weights}: its {why}"
+        claim = f"The rollout still samples from {weights}"
     else:
         name, fault = "partly_stale", "one_worker"
         claim = (
             f"For {share:.0%} of the responses, as from one of several workers or before an in-flight weight update, "
-            f"the rollout still samples from {weights}: its {why}"
+            f"the rollout still samples from {weights}"
         )
     check = f"{_SAME_WEIGHTS} {SEE.format(fault)}"
-    return {"name": name, "sentence": f"{claim}; {_WEIGHTS}.", "check": check, "share": share}
+    return as_warning(name, claim, f": its {why}; {_WEIGHTS}.", check, share=share)

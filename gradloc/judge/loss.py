@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ..lines import RunWarning
 from ..sums import LOSS_FIGURES, MODES
-from .progress import SEE
+from .progress import SEE, as_warning
 
 # The warnings' names: that of one factor, the same everywhere; and those of others.
 LOSS_SCALE = "loss_scale"
@@ -120,13 +120,14 @@ def _sign_warning(by_rank: Sequence[Sequence[float]]) -> RunWarning | None:
         return None
     whole = max(quantiles) < 0
     what = "The loss's sign is turned" if whole else "The loss loses the sign of advantages, for part of the tokens"
-    return {
-        "name": LOSS_SIGN,
-        "sentence": f"{what}: its gradient is {-size:.4g} times what weights, advantages and ratios give. Look at the "
-        "sign of the policy loss, and at what takes the size of advantages, or of ratios (abs, square, clamp).",
-        "check": "Print the policy loss of each token, before the mean, and its advantage: where the ratio is 1, the "
-        "loss is minus the advantage.",
-    }
+    return as_warning(
+        LOSS_SIGN,
+        what,
+        f": its gradient is {-size:.4g} times what weights, advantages and ratios give. Look at the sign of the "
+        "policy loss, and at what takes the size of advantages, or of ratios (abs, square, clamp).",
+        "Print the policy loss of each token, before the mean, and its advantage: where the ratio is 1, the loss "
+        "is minus the advantage.",
+    )
 
 
 def _weights_warning(sums: Mapping[str, float]) -> RunWarning | None:
@@ -137,19 +138,20 @@ def _weights_warning(sums: Mapping[str, float]) -> RunWarning | None:
         "tokens before the mean: with rollout_is=token, the weight is exp(old − rollout), cut at the threshold."
     )
     if tokens >= _LEAST_TOKENS and sums["with"] > _APART_NATS * tokens and sums["without"] < _WITHOUT * tokens:
-        what = (
-            "The rollout's importance weights are not in the loss: its gradient fits without them (they are "
-            f"{sums['with'] / tokens:.2g} nats from 1 in the mean). Look at whether the loss function takes "
-            "`rollout_is_weights`"
+        what = "not in the loss"
+        rest = (
+            f"its gradient fits without them (they are {sums['with'] / tokens:.2g} nats from 1 in the mean). Look at "
+            "whether the loss function takes `rollout_is_weights`."
         )
     elif sums["apart"] >= _TOLD_TOKENS and sums["along"] < (1 - _WRONG_WAY) * sums["apart"]:
-        what = (
-            "The rollout's importance weights are inverted: they are over 1 where the old policy is less likely to "
-            "sample the token than the rollout was. Look at the sign of the difference of log-probs in them"
+        what = "inverted"
+        rest = (
+            "they are over 1 where the old policy is less likely to sample the token than the rollout was. Look at the "
+            "sign of the difference of log-probs in them."
         )
     else:
         return None
-    return {"name": IMPORTANCE_WEIGHTS, "sentence": f"{what}.", "check": check}
+    return as_warning(IMPORTANCE_WEIGHTS, f"The rollout's importance weights are {what}", f": {rest}", check)
 
 
 def _kl_warning(sums: Mapping[str, float]) -> RunWarning | None:
@@ -163,12 +165,13 @@ def _kl_warning(sums: Mapping[str, float]) -> RunWarning | None:
         return None
     what = "is not in the gradient" if is_gone else f"counts {factor:.4g} times in the gradient"
     look = "is detached" if is_gone else "has the wrong sign" if factor < 0 else "is scaled or counted twice"
-    return {
-        "name": KL_SCALE,
-        "sentence": f"The KL loss {what}, by its coefficient and type: look at where it {look}.",
-        "check": "Take one step with kl_loss_coef=0: the gradient differs by that of the KL loss, which should bring "
-        "the policy nearer to the reference.",
-    }
+    return as_warning(
+        KL_SCALE,
+        f"The KL loss {what}, by its coefficient and type",
+        f": look at where it {look}.",
+        "Take one step with kl_loss_coef=0: the gradient differs by that of the KL loss, which should bring the "
+        "policy nearer to the reference.",
+    )
 
 
 def is_one(factor: float) -> bool:
@@ -208,9 +211,10 @@ def what_it_could_be(fitting: Sequence[str]) -> str:
 
 
 def _warning(factor: float, what: str, fitting: Sequence[str]) -> RunWarning:
-    return {
-        "name": LOSS_SCALE,
-        "sentence": f"The loss is scaled wrongly: {what}{what_it_could_be(fitting)}.",
-        "check": f"{CHECK} {SEE.format('loss_scale')}",
-        "factor": factor,
-    }
+    return as_warning(
+        LOSS_SCALE,
+        "The loss is scaled wrongly",
+        f": {what}{what_it_could_be(fitting)}.",
+        f"{CHECK} {SEE.format('loss_scale')}",
+        factor=factor,
+    )

@@ -11,6 +11,7 @@ from typing import Any
 from ..lines import Event, Verdict
 from ..sums import Place, TrainedRow
 from .advantages import REWARD_SCALE
+from .progress import said
 from .rules import BROKEN, EXAMPLE, NATURAL_ADVANTAGE, NATURAL_FACTOR, RULES, Kind
 from .shares import counted, percent
 from .verdict import COMMON, LIFT, MOST_CULPRITS, as_verdict, explaining_culprits
@@ -28,9 +29,9 @@ MANY = 1 / 3
 # The causes that say less than a reward does: what other rules hold for is a bug, or the loss itself.
 LESS_SPECIFIC = (None, REWARD_SCALE, *(rule.name for rule in RULES if rule.kind in (Kind.NATURAL, Kind.LAYER)))
 
-# How the verdict by a data source begins; after its name, the shares follow in the sentence's last brackets.
-_BY_DATA_SOURCE = "The culprits are in responses with the data source "
-
+# What is said of several such verdicts, or of one of another release, which need not say what it names.
+OF_EITHER = "The culprits are in responses with one reward or data source"
+_ADVICE = ": read these responses, and look for what the reward function takes for right or wrong there."
 _CHECK = (
     "Score the culprits' `response` in spikes.jsonl against its `ground_truth` by hand, and compare with its `reward`."
     + EXAMPLE.format("misfire")
@@ -113,8 +114,10 @@ def misfire(event: Event, rows: Mapping[Place, TrainedRow]) -> Verdict | None:
         is_large = bool(without) and statistics.median(with_value) > NATURAL_FACTOR * statistics.median(without)
         is_outlier = what == "reward" and _is_outlier(value, {*known} - {value}, is_large)
         if stands_out and chance < SIGNIFICANT and (is_usual or is_outlier):
-            reward = f"The culprits are in responses with the reward {value:g}" if what == "reward" else ""
-            return _verdict(reward or f"{_BY_DATA_SOURCE}{value}", culprits, share, ordinary, count_of_culprits)
+            name = f"reward {value:g}" if what == "reward" else f"data source {value}"
+            where = f"The culprits are in responses with the {name}"
+            named = _verdict(where, culprits, share, ordinary, count_of_culprits)
+            return {**named, "data_source": None if what == "reward" else str(value)}
     return _far_reward(culprits, moving, count_of_culprits)
 
 
@@ -144,12 +147,12 @@ def _far_reward(culprits: Sequence[TrainedRow], rows: Sequence[TrainedRow], coun
 
 
 def without_data_source(verdict: Verdict) -> Verdict:
-    """A verdict without the name of a data source, whatever the name is; of any cause."""
-    sentence = verdict["sentence"]
-    if verdict["cause"] != "misfire" or not sentence.startswith(_BY_DATA_SOURCE):
+    """A verdict without the name of a data source; of any cause."""
+    if verdict["cause"] != "misfire" or verdict.get("data_source", "") is None:
         return verdict
-    rest = sentence.rpartition(" (")[2]
-    return {**verdict, "sentence": f"The culprits are in responses with one data source ({rest}"}
+    claim = "The culprits are in responses with one data source" if "data_source" in verdict else OF_EITHER
+    bare = said(claim, _ADVICE, verdict["check"], verdict.get("evidence", ""))
+    return {**verdict, **bare, "data_source": None}
 
 
 def _value(row: TrainedRow, what: str) -> Hashable:
@@ -177,5 +180,4 @@ def _verdict(where: str, rows: Sequence[TrainedRow], share: float, ordinary: flo
     prompts = len({row.uid for row in rows})
     shares = f"{counted(round(share * culprits), culprits)} in {prompts} prompt{'s' * (prompts > 1)}, "
     shares += f"{percent(ordinary)} of the responses"
-    sentence = f"{where} ({shares}): read these responses, and look for what the reward function takes for right or "
-    return as_verdict("misfire", f"{sentence}wrong there.", _CHECK, share, ordinary)
+    return {**as_verdict("misfire", where, _ADVICE, _CHECK, share, ordinary, shares), "data_source": None}

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from ..lines import RunWarning, Said
+
 # Where one update cannot tell, a rule has to hold in so many.
 IN_A_ROW = 3
 # So many steps after a loaded checkpoint, warnings and verdicts say that there was one.
@@ -53,6 +55,24 @@ class Progress:
 def resume_note(steps: int | None) -> str:
     """A sentence, in the first `RESUME_STEPS` steps after a loaded checkpoint; otherwise nothing."""
     return f" This is step {steps} after a checkpoint was loaded." if steps and steps <= RESUME_STEPS else ""
+
+
+def said(claim: str, rest: str, check: str, evidence: str = "") -> Said:
+    """What a warning or a verdict says: its sentence is the claim, the evidence in brackets, and the rest."""
+    brackets = f" ({evidence})" if evidence else ""
+    return {"claim": claim, "evidence": evidence, "sentence": claim + brackets + rest, "check": check}
+
+
+def as_warning(name: str, claim: str, rest: str, check: str, evidence: str = "", **known: float) -> RunWarning:
+    """A warning that says this, with what else is known: `share`, `factor`."""
+    warning: Any = {"name": name, **said(claim, rest, check, evidence), **known}
+    return warning
+
+
+def said_again(found: Mapping[str, Any]) -> Said:
+    """What a warning or a verdict says; where one of another release has no claim, its whole sentence is one."""
+    claim, evidence = found.get("claim", found["sentence"].removesuffix(".")), found.get("evidence", "")
+    return {"claim": claim, "evidence": evidence, "sentence": found["sentence"], "check": found["check"]}
 
 
 class RunCheck:

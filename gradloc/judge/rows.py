@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from ..lines import RunWarning
 from ..sums import TrainedRow
-from .progress import SEE
+from .progress import SEE, as_warning
 from .shares import percent
 
 # That a response with a higher reward has a lower advantage than another one to the same prompt; that rewards of
@@ -78,13 +78,14 @@ def _order(pairs: int, contradicting: int) -> RunWarning | None:
     look = "Look for rows that are moved between rewards and advantages (a sort, a filter, padding, a gather)"
     if share > TURNED:
         look = "Their sign is turned: look at the loss's sign and at rewards that are costs"
-    return {
-        "name": ADVANTAGE_ORDER,
-        "sentence": f"Advantages do not follow the rewards: in {percent(share)} of the pairs of responses to one "
-        f"prompt, that with the higher reward has the lower advantage. {look}.",
-        "check": "Before the update, print `uid`, the sum of `token_level_rewards` and the advantage of each row: of "
-        "the rows with one `uid`, that with the highest reward has the highest advantage.",
-    }
+    return as_warning(
+        ADVANTAGE_ORDER,
+        "Advantages do not follow the rewards",
+        f": in {percent(share)} of the pairs of responses to one prompt, that with the higher reward has the lower "
+        f"advantage. {look}.",
+        "Before the update, print `uid`, the sum of `token_level_rewards` and the advantage of each row: of the "
+        "rows with one `uid`, that with the highest reward has the highest advantage.",
+    )
 
 
 def _mask(rows: Sequence[TrainedRow]) -> RunWarning | None:
@@ -93,15 +94,15 @@ def _mask(rows: Sequence[TrainedRow]) -> RunWarning | None:
     cut = sum(row.unmoved > 0 for row in moving)
     if cut < _LEAST_CUT or cut <= LEAST_ROWS * len(moving) or not all(row.is_one for row in moving):
         return None
-    return {
-        "name": ADVANTAGE_MASK,
-        "sentence": f"In {percent(cut / len(moving))} of the responses, the tokens at one end have no advantage, while "
-        "all others have the response's: look at how advantages are padded and aligned with `response_mask` (left or "
-        "right, of which row).",
-        "check": "Before the update, print `advantages` and `response_mask` of one row: where the mask is 1, the "
-        "advantage is the same.",
-        "share": cut / len(moving),
-    }
+    return as_warning(
+        ADVANTAGE_MASK,
+        f"In {percent(cut / len(moving))} of the responses, the tokens at one end have no advantage, while all "
+        "others have the response's",
+        ": look at how advantages are padded and aligned with `response_mask` (left or right, of which row).",
+        "Before the update, print `advantages` and `response_mask` of one row: where the mask is 1, the advantage "
+        "is the same.",
+        share=cut / len(moving),
+    )
 
 
 def _mixed(rows: Sequence[TrainedRow]) -> RunWarning | None:
@@ -117,15 +118,14 @@ def _mixed(rows: Sequence[TrainedRow]) -> RunWarning | None:
         return None
     if not math.isclose(len(uids_of), len(uids), rel_tol=OTHER_NUMBER):
         return None
-    return {
-        "name": MIXED_GROUPS,
-        "sentence": f"Rewards of different prompts are compared: {percent(mixed / len(rows))} of the responses have a "
-        "`uid` with several prompts that others have, too. Look at the order in which prompts are repeated for the "
-        "rollout and put together with their responses.",
-        "check": "Before the update, print `uid` and the decoded prompt of each row: rows with one `uid` are of one "
-        "prompt.",
-        "share": mixed / len(rows),
-    }
+    return as_warning(
+        MIXED_GROUPS,
+        "Rewards of different prompts are compared",
+        f": {percent(mixed / len(rows))} of the responses have a `uid` with several prompts that others have, too. "
+        "Look at the order in which prompts are repeated for the rollout and put together with their responses.",
+        "Before the update, print `uid` and the decoded prompt of each row: rows with one `uid` are of one prompt.",
+        share=mixed / len(rows),
+    )
 
 
 def _repeated(rows: Sequence[TrainedRow]) -> RunWarning | None:
@@ -138,12 +138,13 @@ def _repeated(rows: Sequence[TrainedRow]) -> RunWarning | None:
         seen.add((row.uid, row.prompt, row.response))
     if repeated <= LEAST_ROWS * len(rows):
         return None
-    return {
-        "name": REPEATED,
-        "sentence": f"{percent(repeated / len(rows))} of the responses are the same, token for token, as an earlier "
-        f"one to their prompt. Without top-p or top-k, chance gives that once in e^{-LEAST_CHANCE:.0f} at most: the "
-        f"rollout samples with one seed, or rows are doubled. {SEE.format('one_seed')}",
-        "check": "Print the ids of the responses of one `uid` after the rollout. If they are the same there, look at "
-        "seeds, temperature, top-p and top-k of the server; if not, at what pads, repeats or gathers rows.",
-        "share": repeated / len(rows),
-    }
+    return as_warning(
+        REPEATED,
+        f"{percent(repeated / len(rows))} of the responses are the same, token for token, as an earlier one to "
+        "their prompt",
+        f". Without top-p or top-k, chance gives that once in e^{-LEAST_CHANCE:.0f} at most: the rollout samples "
+        f"with one seed, or rows are doubled. {SEE.format('one_seed')}",
+        "Print the ids of the responses of one `uid` after the rollout. If they are the same there, look at seeds, "
+        "temperature, top-p and top-k of the server; if not, at what pads, repeats or gathers rows.",
+        share=repeated / len(rows),
+    )

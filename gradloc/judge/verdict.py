@@ -12,7 +12,7 @@ from ..lines import Culprit, Event, RunWarning, Shares, Verdict
 from ..sources import APART, APART_NATS, LARGE_ADVANTAGE, is_apart, layer_shares
 from .advantages import CHECK_ADVANTAGES, REWARD_SCALE
 from .log_probs import ENGINES_APART, OF_ROLLOUT, OF_SOME, OTHER_LOG_PROBS, REFERENCE, UNSAMPLED
-from .progress import resume_note
+from .progress import resume_note, said, said_again
 from .rows import OF_GROUPS, REPEATED
 from .rules import EXAMPLE, NATURAL_ADVANTAGE, RULES, Kind, Rule
 from .sentences import auxiliary_in_words, is_over_everywhere, lowered
@@ -215,7 +215,7 @@ def _unsearched(spike: Spike) -> Verdict | None:
         return None
     if causes := [each for each in spike.warnings if each["name"] not in OF_SOME]:
         return of_warning(spike.event, spike.ordinary, causes[0])
-    return as_verdict(None, f"Not searched yet: no token was measured.{spike.note}", CHECK_UNSEARCHED)
+    return as_verdict(None, "Not searched yet", f": no token was measured.{spike.note}", CHECK_UNSEARCHED)
 
 
 def _no_token(spike: Spike) -> Verdict | None:
@@ -223,7 +223,7 @@ def _no_token(spike: Spike) -> Verdict | None:
     what = auxiliary_in_words(spike.event, math.sqrt(MOST_WITHOUT_TOKENS))
     if what is None:
         return None
-    return as_verdict("auxiliary", f"{what[0].upper()}{what[1:]}: {AUXILIARY_ADVICE}", AUXILIARY_CHECK)
+    return as_verdict("auxiliary", f"{what[0].upper()}{what[1:]}", f": {AUXILIARY_ADVICE}", AUXILIARY_CHECK)
 
 
 def _the_run(spike: Spike) -> Verdict | None:
@@ -256,15 +256,16 @@ def _all_broken(spike: Spike) -> Verdict | None:
     event = spike.event
     if event["diagnosis"] != "nonfinite" or spike.culprits:
         return None
-    sentence = "NaN or Inf is in the log-probs or gradients of all tokens."
+    claim, rest = "NaN or Inf is in the log-probs or gradients of all tokens", "."
     if not any(unit["broken_tokens"] for unit in event["units"]):
         broken = event.get("broken_parameters")
         where = f", first at {broken['names'][0]}" if broken and broken["names"] else ""
-        sentence = (
-            f"The gradient is NaN or infinite, and no log-prob and no advantage is: the backward makes it{where}. Look "
-            "for a division or square root at 0, for torch.where over such a branch, and for a kernel."
+        claim = "The gradient is NaN or infinite, and no log-prob and no advantage is"
+        rest = (
+            f": the backward makes it{where}. Look for a division or square root at 0, for torch.where over such a "
+            "branch, and for a kernel."
         )
-    return as_verdict(_BROKEN.name, sentence + spike.note, CHECK_UNKNOWN, None, 1.0)
+    return as_verdict(_BROKEN.name, claim, rest + spike.note, CHECK_UNKNOWN, None, 1.0)
 
 
 def _the_whole(spike: Spike) -> Verdict | None:
@@ -284,8 +285,7 @@ def _the_culprits(spike: Spike) -> Verdict | None:
     is_likely = share * count >= LIKELY_TOKENS and ordinary is not None and ordinary <= LIKELY_ORDINARY
     others = "" if ordinary is None else f", and of {percent(ordinary)} of the other tokens"
     evidence = f"{'likely' if is_likely else 'possible'}: true of {counted(round(share * count), count)}{others}"
-    sentence = f"{claim} ({evidence}): {lowered(advice)}{spike.note}"
-    return as_verdict(name, sentence, spike.cause.check, share, ordinary)
+    return as_verdict(name, claim, f": {lowered(advice)}{spike.note}", spike.cause.check, share, ordinary, evidence)
 
 
 def _large_advantages(spike: Spike) -> Verdict | None:
@@ -297,20 +297,20 @@ def _large_advantages(spike: Spike) -> Verdict | None:
         return None
     if max(map(threshold_factor, spike.event["units"]), default=math.inf) >= LARGE_ADVANTAGE * median:
         return None
-    sentence = (
-        f"Advantages are large: half of all tokens have one over {median:.3g}, where rewards that are divided by the "
-        "deviation in their group give about 1, and the gradient grows with them. Look at the size of the rewards (a "
-        "bonus by length, a penalty without a limit), and at how advantages are normalized."
+    rest = (
+        f": half of all tokens have one over {median:.3g}, where rewards that are divided by the deviation in their "
+        "group give about 1, and the gradient grows with them. Look at the size of the rewards (a bonus by length, a "
+        "penalty without a limit), and at how advantages are normalized."
     )
-    return as_verdict(REWARD_SCALE, sentence + spike.note, CHECK_ADVANTAGES)
+    return as_verdict(REWARD_SCALE, "Advantages are large", rest + spike.note, CHECK_ADVANTAGES)
 
 
 def _unknown(spike: Spike) -> Verdict:
     """No cause is known, because a weak guess misleads."""
-    sentence = f"No known cause: {spike.why_unknown}.{spike.note}"
+    rest = f": {spike.why_unknown}.{spike.note}"
     if spike.warnings:
-        sentence += f" But note: {spike.warnings[0]['sentence']}"
-    return as_verdict(None, sentence, CHECK_UNKNOWN)
+        rest += f" But note: {spike.warnings[0]['sentence']}"
+    return as_verdict(None, "No known cause", rest, CHECK_UNKNOWN)
 
 
 _DECISIONS: tuple[Callable[[Spike], Verdict | None], ...] = (
@@ -320,20 +320,29 @@ _DECISIONS: tuple[Callable[[Spike], Verdict | None], ...] = (
 
 
 def as_verdict(
-    cause: str | None, sentence: str, check: str, culprits: float | None = None, ordinary: float | None = None
+    cause: str | None,
+    claim: str,
+    rest: str,
+    check: str,
+    culprits: float | None = None,
+    ordinary: float | None = None,
+    evidence: str = "",
 ) -> Verdict:
-    """What `verdict` returns."""
-    return {"cause": cause, "culprits": culprits, "ordinary": ordinary, "sentence": sentence, "check": check}
+    """What `verdict` returns; see `said`."""
+    return {"cause": cause, "culprits": culprits, "ordinary": ordinary, **said(claim, rest, check, evidence)}
 
 
 def of_warning(event: Event, ordinary: Shares, warning: RunWarning) -> Verdict:
     """The verdict where something is wrong with the run; the shares, of a rollout, are those of tokens `is_apart`."""
     apart = [is_apart(culprit["rollout_log_prob"], culprit["old_log_prob"]) for culprit in event["culprits"]]
     known = [each for each in apart if each is not None]
-    name, sentence, check = warning["name"], warning["sentence"], warning["check"]
-    if name not in OF_ROLLOUT:
-        return as_verdict(name, sentence, check)
-    return as_verdict(name, sentence, check, sum(known) / len(known) if known else None, ordinary.get(APART))
+    is_known = warning["name"] in OF_ROLLOUT
+    return {
+        "cause": warning["name"],
+        "culprits": sum(known) / len(known) if known and is_known else None,
+        "ordinary": ordinary.get(APART) if is_known else None,
+        **said_again(warning),
+    }
 
 
 def _weight_of_the_whole(spike: Spike) -> Verdict | None:
@@ -349,8 +358,9 @@ def _weight_of_the_whole(spike: Spike) -> Verdict | None:
         return None
     times = max(each["weight"] for each in heavy) / median
     what = "one token weighs" if len(heavy) == 1 else f"{len(heavy)} tokens weigh up to"
-    sentence = f"In the whole gradient, {what} as much as {times:.0f} ordinary tokens: {lowered(_WEIGHT.advice)}"
-    return as_verdict(_WEIGHT.name, sentence, _WEIGHT.check, 1.0, spike.ordinary.get(_WEIGHT.name))
+    claim = f"In the whole gradient, {what} as much as {times:.0f} ordinary tokens"
+    rest, ordinary = f": {lowered(_WEIGHT.advice)}", spike.ordinary.get(_WEIGHT.name)
+    return as_verdict(_WEIGHT.name, claim, rest, _WEIGHT.check, 1.0, ordinary)
 
 
 def _layer_of_all(event: Event) -> Verdict | None:
@@ -364,16 +374,16 @@ def _layer_of_all(event: Event) -> Verdict | None:
     least, before = min(share[name] for share in shares), usual.get(name, 0.0)
     if not is_unusual(least, before):
         return None
-    sentence = (
+    claim = (
         f"The layer {name} carries {percent(least)} of the squared norm or more in every micro-batch over its "
-        f"threshold, and ordinarily {percent(before)}: look at this layer's weights and kernels, and at losses that "
-        "are added there (load balancing, z-loss)."
+        f"threshold, and ordinarily {percent(before)}"
     )
+    rest = ": look at this layer's weights and kernels, and at losses that are added there (load balancing, z-loss)."
     check = (
         "`gradloc replay BUNDLE` says whether saved weights give the same norms: if not, the weights in memory were "
         f"damaged, or a kernel is wrong. {_LAYER.check}"
     )
-    return as_verdict(_LAYER.name, sentence, check)
+    return as_verdict(_LAYER.name, claim, rest, check)
 
 
 def find_cause(culprits: Mapping[str, float], ordinary: Shares, count: int) -> Rule | None:

@@ -26,6 +26,7 @@ from ..fsdp import collectives
 from ..fsdp.state import get_rng_state
 from ..judge.alignment import alignment_warning
 from ..judge.judgement import judged
+from ..judge.progress import said_again
 from ..judge.verdict import CAUSES
 from ..lines import RunWarning
 from ..measure.alignment import own_alignment
@@ -247,7 +248,7 @@ def _warnings(event: Mapping[str, Any], tokens: Sequence[Mapping[str, Tensor]]) 
         return event["warnings"]
     if found or verdict is None or verdict["cause"] in (None, "auxiliary", "misfire", *CAUSES):
         return found[:1]
-    return [{"name": verdict["cause"], "sentence": verdict["sentence"], "check": verdict["check"]}]
+    return [{"name": verdict["cause"], **said_again(verdict)}]
 
 
 def _with_names(found: dict[str, Any], recorded: Mapping[MicroBatchName, MicroBatchName]) -> dict[str, Any]:

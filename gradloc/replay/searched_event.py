@@ -9,6 +9,7 @@ from typing import Any
 from ..bundles import limits
 from ..evidence.writer import jsonable
 from ..judge.sentences import describe
+from ..judge.verdict import as_verdict
 from ..tools.opening import Bundle, BundleError, check_places
 from ..tools.reading import Evidence, read, spike_of
 from ..tools.results import EVENT_SUFFIX
@@ -94,9 +95,8 @@ def quiet_event(
     # What is wrong with the run is wrong without a search.
     if not (base.get("verdict") or {}).get("cause"):
         or_ = "or" if of_training else "the weights are not those of training, or"
-        sentence = f"No micro-batch is over its threshold: the spike is not in these tokens, {or_} τ is too high."
-        shares = {"cause": None, "culprits": None, "ordinary": None}
-        event["verdict"] = {**shares, "sentence": sentence, "check": check}
+        rest = f": the spike is not in these tokens, {or_} τ is too high."
+        event["verdict"] = as_verdict(None, "No micro-batch is over its threshold", rest, check)
     return _finished(event, bundle, threshold)
 
 

@@ -156,8 +156,8 @@ def _lead(view: View, summary: Summary, evidence: Evidence, culprits: Sequence[t
         many = f"{count(summary['culprits'], 'token')} stand out in {where}. The largest is "
     size = times_of(worst)
     size = "whose gradient is not finite" if size == "not finite" else f"with a gradient {size} the threshold"
-    place = view.spikes[view.culprits[0].spike].content["spike"].split(",")[0]
-    return [["", verdict], many, ["tok", token_cell(worst)[0]], f" in {lowered(place)}, {size}."]
+    what, places = steps_or_numbers(evidence.spikes)
+    return [["", verdict], many, ["tok", token_cell(worst)[0]], f" in {what} {places[spike.index]}, {size}."]
 
 
 def _facts(summary: Summary) -> list[tuple[str, str, str]]:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..judge.sentences import lowered
+from ..judge.shares import COUNTED
 from ..tools.figures import count, culprit_factor, part_of, quoted, severity, short, shown, visible
 from ..tools.reading import Evidence
 from .summary import summarize, token_name
@@ -131,8 +132,9 @@ def tables(comparison: Mapping[str, Any]) -> list[Table]:
 def _part(counts: Mapping[str, int], name: str) -> str:
     if not counts.get(name):
         return "–"
-    share = part_of(counts[name], sum(counts.values()))
-    return f"{counts[name]:,} ({share})" if share.endswith("%") else share
+    total = sum(counts.values())
+    share = part_of(counts[name], total)
+    return f"{counts[name]:,} ({share})" if total > COUNTED else share
 
 
 def _cells(pair: Row) -> list[Cell]:

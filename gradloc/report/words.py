@@ -5,10 +5,10 @@ it, what the verdicts of a run and its drills have shown.
 """
 
 import math
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from ..judge.misfire import OF_EITHER
 from ..judge.sentences import lowered
 from ..sources import UNLIKELY
 from ..tools.figures import clipped, count, excess, percent, short, short_factor, threshold_factor
@@ -61,7 +61,7 @@ _CAUSES = 64
 _OF_SEVERAL = {
     "": "No known cause yet",
     "auxiliary": "Most of the gradient comes from no token's log-prob",
-    "misfire": "The culprits are in responses with one reward or data source",
+    "misfire": OF_EITHER,
 }
 
 
@@ -189,8 +189,7 @@ def count_causes(verdicts: Iterable[Mapping[str, Any] | None]) -> list[dict[str,
     """The causes, the most frequent first, each with what is wrong and the number of events.
 
     Args:
-        verdicts (Iterable[Mapping]): The verdicts of events, which may be of a newer release; None where an event of an
-            older one has none.
+        verdicts (Iterable[Mapping]): `Spike.verdict` of each.
 
     Returns:
         list[dict]: `cause`, None for no known one; `claim`, what is true of all its events; `events`.
@@ -198,7 +197,7 @@ def count_causes(verdicts: Iterable[Mapping[str, Any] | None]) -> list[dict[str,
     claims: dict[str | None, list[str]] = {}
     for verdict in verdicts:
         if verdict is not None:
-            claims.setdefault(verdict["cause"], []).append(claim(verdict))
+            claims.setdefault(verdict["cause"], []).append(verdict["claim"])
     most_frequent = sorted(claims.items(), key=lambda entry: -len(entry[1]))[:_CAUSES]
     return [
         {
@@ -212,15 +211,7 @@ def count_causes(verdicts: Iterable[Mapping[str, Any] | None]) -> list[dict[str,
 
 def brief(verdict: Mapping[str, Any]) -> str:
     """What is wrong and the shares, without what to do."""
-    # Up to a colon that is not in brackets.
-    said = re.match(r"(?:\([^()]*\)|[^(:]|\(|:(?! ))*", verdict["sentence"])
-    assert said is not None  # it matches the empty string
-    return said.group().removesuffix(".")
-
-
-def claim(verdict: Mapping[str, Any]) -> str:
-    """What is wrong, without the shares."""
-    return re.sub(r" \([^()]*\)$", "", brief(verdict))
+    return f"{verdict['claim']} ({verdict['evidence']})" if verdict["evidence"] else str(verdict["claim"])
 
 
 def in_words(counts: Sequence[Mapping[str, Any]], events: int) -> str | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from ..judge.progress import said_again
 from ..judge.sentences import ranks_looked_at
 from .command_line import in_shell
 from .figures import SHORT_CHARACTERS, clipped, rounded, severity, threshold_factor
@@ -43,14 +44,15 @@ class Spike:
 
     @cached_property
     def verdict(self) -> Mapping[str, Any] | None:
-        """`cause`, `sentence` and `check`, with its bundle; None in one of an older release."""
+        """What it has, with its bundle in `check`; None in one of an older release."""
         verdict = self.event.get("verdict")
         if verdict is None:
             return None
+        said = {name: clipped(text) for name, text in said_again(verdict).items()}
         return {
             **rounded({name: verdict.get(name) for name in ("culprits", "ordinary")}),
             "cause": clipped(verdict["cause"], SHORT_CHARACTERS),
-            "sentence": clipped(verdict["sentence"]),
+            **said,
             "check": as_a_command(verdict["check"], self.bundle, " No bundle was kept of this spike."),
         }
 

@@ -150,7 +150,8 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     first, last, step = events[0], events[-1], events[-1]["global_step"]
     first |= {"summary": f"The culprit is {HOSTILE}.", "replay": f"replay/it's {HOSTILE}"}
     check = f"`gradloc replay BUNDLE --remedies` shows it, and `{FAULT}` as well."
-    first["verdict"] = {**first["verdict"], "cause": "unsampled", "sentence": f"{HOSTILE} were added.", "check": check}
+    said = {"claim": HOSTILE, "evidence": HOSTILE, "sentence": f"{HOSTILE} were added.", "check": check}
+    first["verdict"] = {**first["verdict"], "cause": "unsampled", **said}
     found = first["culprits"][0]
     found |= dict.fromkeys(("token", "prompt", "response", "ground_truth", "uid", "data_source"), HOSTILE)
     found |= {"sources": ["unsampled", "unlikely"], "layer_norms": {HOSTILE: 3.0, "b": math.inf}}

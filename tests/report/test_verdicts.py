@@ -13,13 +13,17 @@ from gradloc.evidence.writer import jsonable, record_step
 from gradloc.judge.rules import SOURCES
 from gradloc.judge.verdict import CAUSES
 from gradloc.report import words
+from gradloc.tools.spike import Spike
 
 NEWER = {"cause": "stale", "culprits": 1.0, "ordinary": 1.0, "check": "`look` shows it."}
 STALE = {"name": "stale", "sentence": "The rollout is behind.", "check": "`look` shows it."}
 
 
-def of_a_newer_release(found: Event, sentence: str = "The rollout is behind: sync it.") -> Event:
-    return {**found, "verdict": {**NEWER, "sentence": sentence}}
+def of_a_newer_release(found: Event) -> Event:
+    return {
+        **found,
+        "verdict": {**NEWER, "claim": "The rollout is behind", "sentence": "The rollout is behind: sync it."},
+    }
 
 
 def of_an_older_release(found: Event) -> Event:
@@ -87,7 +91,7 @@ def test_hostile_verdicts_and_warnings_are_bounded(tmp_path: Path, show: Any, su
     assert "\x1b" not in out and "\u202e" not in out and "\\x1b[2J" in out
     found = summary()
     assert len(found["verdicts"]) == len(found["warnings"]) == 64 and len(json.dumps(found)) < 10**6
-    assert found["largest_events"][0]["verdict"].keys() == NEWER.keys() | {"sentence"}
+    assert found["largest_events"][0]["verdict"].keys() == NEWER.keys() | {"sentence", "claim", "evidence"}
 
 
 def test_the_check_names_the_bundle_of_the_event(tmp_path: Path, show: Any, view: Any) -> None:
@@ -121,30 +125,30 @@ def test_every_cause_reads_well_in_brief(name: str) -> None:
     said = verdict_on({**found, "culprits": sources}, ORDINARY)
     claim = "The layer a makes most of the gradient" if name == "layer" else CAUSES[name].claim
     sure = "possible: true of both culprits" if name == "layer" else "likely: true of both culprits, "
-    assert said["cause"] == name and words.claim(said) == claim
+    assert said["cause"] == name and said["claim"] == claim
     assert words.brief(said).startswith(f"{claim} ({sure}")
 
 
 def test_a_claim_on_several_events_is_true_of_all() -> None:
     found = []
     for where, value in (("rank 0, micro-batch 2", "layers.1"), ("rank 3, micro-batch 0", "lm_head")):
-        sentence = f"93% of the norm of {where} comes from no token's log-prob, in the layer {value}: look there."
-        found.append({**NEWER, "cause": "auxiliary", "sentence": sentence})
-    sentence = "The culprits are in responses with the reward 5 (all 3 culprits, 2% of the responses): read."
-    found.append({**NEWER, "cause": "misfire", "sentence": sentence})
+        claim = f"93% of the norm of {where} comes from no token's log-prob, in the layer {value}"
+        found.append({**NEWER, "cause": "auxiliary", "claim": claim})
+    found.append({**NEWER, "cause": "misfire", "claim": "The culprits are in responses with the reward 5"})
     assert words.in_words(words.count_causes(found), 3) == (
         "Most of the gradient comes from no token's log-prob (2), the culprits are in responses with the reward 5 (1)"
     )
 
 
 @cases(
-    "sentence said",
-    ("Tokens are trained on (2% of the tokens: they follow an EOS token). Mask them.", None),
-    ("Advantages are outliers (both culprits): look: there.", "Advantages are outliers (both culprits)"),
-    ("At 12:30 it was late", "At 12:30 it was late"),
+    "said brief",
+    ({"claim": "Tokens: all (or not)", "evidence": "2%: few"}, "Tokens: all (or not) (2%: few)"),
+    # Of a release whose verdicts have no claim, nothing is parsed: the whole sentence stands in.
+    ({"sentence": "Advantages are outliers (both): look."}, "Advantages are outliers (both): look"),
 )
-def test_a_verdict_in_brief_ends_before_what_to_do(sentence: str, said: str | None) -> None:
-    assert words.brief({**NEWER, "sentence": sentence}) == (sentence.removesuffix(".") if said is None else said)
+def test_a_verdict_in_brief(said: dict[str, str], brief: str) -> None:
+    found = Spike({**spike(1), "verdict": {**NEWER, "sentence": "All of it.", **said}}, 0).verdict
+    assert found is not None and words.brief(found) == brief
     # After a colon a sentence begins with a small letter.
     cases = {"The KL loss": "the KL loss", "A drill": "a drill", "MTP heads": "MTP heads", "": "", "τ": "τ"}
     assert {text: words.lowered(text) for text in cases} == cases

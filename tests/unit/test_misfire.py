@@ -97,10 +97,17 @@ def test_trackers_do_not_see_the_name_of_a_data_source(name: str) -> None:
     line["verdict"] = misfire(line, {(0, row): each for row, each in enumerate(rows)})
     assert line["verdict"]["sentence"].startswith(f"The culprits are in responses with the data source {name} (all 5")
     bare = without_texts(line)
-    assert bare["verdict"] == line["verdict"] | {
-        "sentence": "The culprits are in responses with one data source (all 5 culprits in 5 prompts, 5% of the "
-        "responses): read these responses, and look for what the reward function takes for right or wrong there."
-    }
+    claim, shares = (
+        "The culprits are in responses with one data source",
+        "all 5 culprits in 5 prompts, 5% of the responses",
+    )
+    advice = ": read these responses, and look for what the reward function takes for right or wrong there."
+    said = {"claim": claim, "evidence": shares, "sentence": f"{claim} ({shares}){advice}", "data_source": None}
+    assert bare["verdict"] == line["verdict"] | said
+    # One of another release does not say what it names: so it is left out, whatever it is.
+    other = {name: line["verdict"][name] for name in ("cause", "culprits", "ordinary", "sentence", "check")}
+    sentence = f"The culprits are in responses with one reward or data source{advice}"
+    assert without_texts({**line, "verdict": other})["verdict"]["sentence"] == sentence
     assert "data_source" not in bare["culprits"][0]
 
 

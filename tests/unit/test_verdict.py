@@ -250,6 +250,8 @@ def test_the_verdict_says_cause_shares_advice_and_check() -> None:
         "cause": "advantage",
         "culprits": 2 / 3,
         "ordinary": 0.05,
+        "claim": "Advantages are outliers",
+        "evidence": "likely: true of 2 of 3 culprits, and of 5% of the other tokens",
         "sentence": "Advantages are outliers (likely: true of 2 of 3 culprits, and of 5% of the other tokens): "
         f"l{advice[1:]}",
         "check": CAUSES["advantage"].check,
@@ -371,7 +373,8 @@ def test_without_a_cause_none_is_guessed(
 ) -> None:
     found = verdict_on(event(*sources, diagnosis=diagnosis), ordinary)
     assert found.pop("sentence").startswith(f"No known cause: {why}")
-    assert found == {"cause": None, "culprits": None, "ordinary": None, "check": CHECK_UNKNOWN}
+    unknown = {"cause": None, "culprits": None, "ordinary": None, "claim": "No known cause", "evidence": ""}
+    assert found == {**unknown, "check": CHECK_UNKNOWN}
 
 
 @cases(
@@ -416,7 +419,8 @@ def test_what_is_wrong_with_the_run_comes_before_tokens() -> None:
         culprit["rollout_log_prob"] = rollout
     shares = {**NONE, APART: 0.2}
     want = {"cause": "stale_weights", "culprits": 2 / 3, "ordinary": 0.2, "check": WARNING["check"]}
-    assert verdict_on(spike, shares, [WARNING]) == {**want, "sentence": WARNING["sentence"]}
+    said = {"claim": "It is late", "evidence": "by 2"}
+    assert verdict_on(spike, shares, [{**WARNING, **said}]) == {**want, **said, "sentence": WARNING["sentence"]}
     assert verdict_on({**spike, "culprits": []}, {**NONE, APART: None}, [WARNING])["culprits"] is None
     assert verdict_on(spike, shares)["cause"] == "advantage"
     unsampled = {**WARNING, "name": "unsampled"}
