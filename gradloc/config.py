@@ -10,7 +10,6 @@ from typing import Any, TypeGuard
 CHOICES = {
     "spike_trigger": ("unit", "global"),
     "bisect_until": ("explained", "exhaustive"),
-    "spike_search": ("training", "replay"),
     "spike_action": ("log", "skip", "drop", "stop"),
 }
 
@@ -51,8 +50,6 @@ class GradLocConfig:
             the reduced gradient is.
         bisect_until (str): When a search ends. "explained": a few tokens over τ explain the spike: without them, every
             micro-batch is measured under its threshold; "exhaustive": every token over τ is found.
-        spike_search (str): When the tokens are searched. "training": in extra passes, before the optimizer step;
-            "replay": the spike is only recorded, and its bundle is searched later.
         spike_action (str): What happens to the optimizer step. "log": step as usual; "skip": skip it; "drop": step
             without the culprits' gradient; "stop": step as usual, and end the run after repeated spikes.
         spike_stop_after (int): For "stop": save a checkpoint and end the run after N spikes within N steps.
@@ -68,7 +65,6 @@ class GradLocConfig:
     bisect_budget_seconds: float | str | None = "auto"
     spike_trigger: str = "unit"
     bisect_until: str = "explained"
-    spike_search: str = "training"
     spike_action: str = "log"
     spike_stop_after: int = 5
     spike_drill_step: int | None = None
@@ -92,13 +88,3 @@ class GradLocConfig:
             require(getattr(self, key) in choices, key, getattr(self, key), f"one of {list(choices)}")
         step = self.spike_drill_step
         require(step is None or is_positive_integer(step), "spike_drill_step", step, "null or a step, from 1 on")
-        if self.spike_search == "replay":
-            if self.spike_action in ("skip", "drop"):
-                raise ValueError(
-                    f"spike_action={self.spike_action} needs spike_search=training, because spike_search=replay sees a "
-                    "spike only after the optimizer step: set spike_action to log or stop."
-                )
-            if self.spike_drill_step is not None:
-                raise ValueError(
-                    "spike_drill_step tests the search in training: set it to null, or spike_search=training."
-                )

@@ -206,7 +206,7 @@ class Facts(TypedDict):
 
 
 class SuspectedToken(Place, Facts, Texts):
-    """A token of a spike that was only recorded."""
+    """A token of a spike that was converted, and not searched."""
 
     source: Source  # the first of `sources`
     sources: list[Source]  # the rules that hold, the most specific first
@@ -297,7 +297,7 @@ class _Begun(Form, Where):
 
 
 class Begun(_Begun, total=False):
-    """What an event has by the findings of a search, which of a recorded spike are none."""
+    """What an event has by the findings of a search, which of a converted one are none."""
 
     gradloc_version: str  # that wrote the line
     budget_seconds: Number  # seconds allowed; `null`: no limit
@@ -318,8 +318,8 @@ class _Event(Begun):
     applied: bool  # whether it could be carried out
     layer_clip: dict[str, ClippedLayer] | None  # LayerClip in this step, by layer: `norm`, `bound` and `factor`
     seconds: Seconds  # duration on the slowest rank
-    # by each rank's own gradient (`local`) or the `reduced` one; `recorded`: none; `replayed`: later
-    search: Annotated[str, ("enum", ("local", "reduced", "recorded", "replayed"))]
+    # by each rank's own gradient (`local`) or the `reduced` one; `converted`: none; `replayed`: later
+    search: Annotated[str, ("enum", ("local", "reduced", "converted", "replayed"))]
 
 
 class Event(_Event, total=False):
@@ -332,7 +332,7 @@ class Event(_Event, total=False):
     # order
     broken_parameters: BrokenParameters | None
     steps_since_resume: Count | None  # steps since a checkpoint was loaded
-    suspected: list[SuspectedToken]  # if `recorded`: up to 16 tokens by `suspicion`, unmeasured
+    suspected: list[SuspectedToken]  # if `converted`: up to 16 tokens by `suspicion`, unmeasured
     suspected_ranks: list[Index]  # the ranks whose tokens these may be
     # by rule, the shares of `ordinary` tokens, and of those `measured` under τ; why the run is `unusual`
     comparison: Comparison

@@ -56,16 +56,6 @@ class SpikeConfig(BaseConfig, GradLocConfig):
         super().__post_init__()  # verl's own, which is the next base
         self.check_spike_keys()
 
-    @property
-    def searches_in_training(self) -> bool:
-        """Whether GradLoc searches spikes where they happen, before the optimizer step."""
-        return self.spike_detection and self.spike_search == "training"
-
-    @property
-    def records_spikes(self) -> bool:
-        """Whether spikes are only recorded, and searched later."""
-        return self.spike_detection and self.spike_search == "replay"
-
     def check_spike_keys(self) -> None:
         """Raises ValueError for a value out of range; the message names the key."""
         self.check()
@@ -93,32 +83,6 @@ class SpikeConfig(BaseConfig, GradLocConfig):
             raise ValueError(
                 f"[actor] spike_replay must be a number of bundles, 0 for none, got {self.spike_replay!r}."
             )
-
-
-@dataclass
-class RecordedSpikeConfig(SpikeConfig):
-    """The same for the actors of engines that GradLoc does not search in: their spikes are only recorded.
-
-    Args:
-        spike_search (str): "replay".
-    """
-
-    spike_search: str = "replay"
-
-    def check_spike_keys(self) -> None:
-        """Raises ValueError for a value out of range; the message names the key."""
-        strategy = getattr(self, "strategy", "this strategy")
-        if self.spike_search != "replay":
-            raise ValueError(
-                f"[actor] spike_search={self.spike_search} needs the FSDP engine, not strategy={strategy}: "
-                "set spike_search=replay."
-            )
-        super().check_spike_keys()
-        for clip in ("layer_clip", "token_clip"):
-            if getattr(self, clip).get("enable", False):  # a dict where verl's yaml lacks the key
-                raise ValueError(
-                    f"[actor] {clip} needs the FSDP engine, not strategy={strategy}: set {clip}.enable=False."
-                )
 
 
 @dataclass

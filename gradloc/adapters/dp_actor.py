@@ -144,8 +144,6 @@ class WatchedActor(WatchedUpdates):
         self.layer_clip: LayerClip | None = None
         if self.actor_optimizer is None or not is_on(config):
             return
-        if config.get("spike_search", "training") == "replay":
-            raise ValueError("spike_search=replay needs an engine of verl 0.9: set spike_search=training.")
         self.watch = watch_actor(
             self.actor_module,
             config,

@@ -16,7 +16,6 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 from verl.utils.metric import AggregationType, Metric
 
-from ..guarded import ForeseenError
 from .update_evidence import EVIDENCE_KEYS, VALUE_KEYS
 
 # The column that a watched `train_batch` adds: each row's index in the data that it was given.
@@ -55,9 +54,8 @@ def padded(values: Tensor) -> Tensor:
 # What a forward needs besides the tokens: settings of the batch, and images.
 _SETTINGS = ("use_remove_padding", "pad_mode", "use_fused_kernels", "temperature", "pad_token_id")
 _IMAGES = "multi_modal_inputs"
-# What is kept of the data of a loss. Images are not.
-_COLUMNS = (*EVIDENCE_KEYS.values(), *VALUE_KEYS.values(), *_SETTINGS)
-_COLUMNS += ("input_ids", "position_ids", "attention_mask", ROW)
+# What is kept of the data of a loss.
+_COLUMNS = (*EVIDENCE_KEYS.values(), *VALUE_KEYS.values())
 
 
 def inputs_of(micro_batch: TensorDict | Mapping[str, Any]) -> dict[str, Any]:
@@ -86,59 +84,43 @@ def sequences(inputs: Mapping[str, Any]) -> tuple[Tensor, list[int]]:
 def flat_outputs(model_output: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What a model gave, by the names of `OUTPUTS`: values of whole sequences, one after the other."""
     given = {name: model_output[name] for name in OUTPUTS if name in model_output}
-    flat = {name: values.values() if values.is_nested else values for name, values in given.items()}
-    for values in flat.values():
-        if values.dim() != 1:
-            shape = tuple(values.shape)
-            raise ForeseenError(f"log-probs or entropies have the shape {shape}: they are not one per token")
-    return flat
+    return {name: values.values() if values.is_nested else values for name, values in given.items()}
 
 
 class LossData:
-    """What a micro-batch's loss is computed from: references, without a graph. Only `read_tokens` and `inputs` copy.
+    """What a micro-batch's loss is computed from: references, without a graph. Only `read_tokens` copies.
 
     Args:
         flat (Mapping): What `flat_outputs` gave.
         data (TensorDict): The micro-batch as the loss gets it.
-        inputs (Mapping, optional): What `inputs_of` gave where the micro-batch was on the host; without it, `inputs`
-            waits for the device, and so does all that cuts responses out.
+        inputs (Mapping): What `inputs_of` gave while the micro-batch was on the host.
     """
 
-    def __init__(self, flat: Mapping[str, Tensor], data: TensorDict, inputs: dict[str, Any] | None = None) -> None:
-        self.data = data.select(*(key for key in _COLUMNS if key in data.keys()))
+    def __init__(self, flat: Mapping[str, Tensor], data: TensorDict, inputs: Mapping[str, Any]) -> None:
+        self._data = data.select(*(key for key in _COLUMNS if key in data.keys()))
         self._flat = {name: values.detach() for name, values in flat.items()}
-        self._has_images = [bool(of_row) for of_row in tu.get(data, _IMAGES, ())]
-        if inputs is not None:
-            self.inputs = inputs
-
-    @cached_property
-    def inputs(self) -> dict[str, Any]:
-        """What `inputs_of` gives; whether a row has images instead of these."""
-        inputs = inputs_of(self.data)
-        if self._has_images:
-            inputs["settings"][_IMAGES] = self._has_images
-        return inputs
+        self._inputs = inputs
 
     @property
     def shape(self) -> tuple[int, int]:
         """(rows, response length)."""
-        lengths, mask = self.inputs["response_lengths"], self.data["response_mask"]
+        lengths, mask = self._inputs["response_lengths"], self._data["response_mask"]
         return len(lengths), max(lengths) if mask.is_nested else mask.shape[1]
 
     def read_tokens(self) -> dict[str, Tensor]:
         """What is known of its tokens, by the evidence's names, each of `shape`."""
         keys = VALUE_KEYS if "values" in self._flat else EVIDENCE_KEYS
-        tokens = {name: padded(self.data[key]) for name, key in keys.items() if key in self.data.keys()}
+        tokens = {name: padded(self._data[key]) for name, key in keys.items() if key in self._data.keys()}
         return tokens | {OUTPUTS[key][0]: self.of_responses(values) for key, values in self._flat.items()}
 
     def of_responses(self, values: Tensor) -> Tensor:
-        """Flat values of the responses alone, of `shape`; 0 behind a response's end. No host sync with `inputs`."""
+        """Flat values of the responses alone, of `shape`; 0 behind a response's end. No host sync."""
         is_response, index = self._index
         return torch.where(is_response, values[index], 0.0)
 
     @cached_property
     def _index(self) -> tuple[Tensor, Tensor]:
-        return response_index(self.inputs, self.shape[1], self.data["response_mask"].device)
+        return response_index(self._inputs, self.shape[1], self._data["response_mask"].device)
 
 
 def response_index(inputs: Mapping[str, Any], width: int, device: Any) -> tuple[Tensor, Tensor]:

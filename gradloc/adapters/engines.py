@@ -1,13 +1,12 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The adapter for the engines of verl 0.9: a mixin for any engine, one for FSDP's, and what puts them over engines."""
+"""The adapter for the FSDP engines of verl 0.9: a mixin, and what puts it over them."""
 
 # The types are checked against verl 0.7, which lacks some of these names.
 # mypy: disable-error-code="attr-defined"
 
 import functools
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,8 +16,9 @@ from torch import Tensor
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 
+from ..config import is_on
 from ..fsdp import collectives
-from ..guarded import ForeseenError, guarded, warn_once
+from ..guarded import guarded, warn_once
 from .actor_config import CriticSpikeConfig, SpikeConfig
 from .engine_data import (
     OUTPUTS,
@@ -34,20 +34,16 @@ from .engine_data import (
 )
 from .loss_weights import eos_tokens
 from .replay_bundles import engine_context, ragged_rows
-from .spike_recorder import SpikeRecorder
 from .update_evidence import DATA_KEYS, TrainedData, UpdateEvidence
 from .watch import Watch, read_state, watch_actor, watch_critic
 
 
-class TrainedEngine:
-    """Watches what an engine trains, which comes behind it in the order of bases.
+class WatchedEngine:
+    """Watches what an FSDP engine trains, which comes behind it in the order of bases.
 
     It acts only within `train_batch`, and only if the configuration that the loss is bound to turns it on. Each
     `train_batch` makes one optimizer step; see `_place`. With the step's last mini-batch, its metrics are in
     the output, and rank 0 writes its evidence.
-
-    Of an engine that has only the base interface, spikes are recorded (`spike_search=replay`), on ranks that have the
-    model's outputs. That makes no collective call, and an error in it is a warning. See `WatchedEngine` for FSDP's.
 
     Attributes:
         watch (Watch | None): None where it is off, and before the first `train_batch`.
@@ -76,24 +72,20 @@ class TrainedEngine:
         self._start(step)
         data[ROW] = torch.arange(len(data))
         self._watching = True
-        if watch.recorder is not None or watch.watches_passes:
+        if watch.watches_passes:
             loss_function = partial(self._observed, loss_function)
         try:
             outputs = super().train_batch(data, loss_function)  # type: ignore[misc]
         finally:
             self._watching = False
-            if watch.recorder is not None:
-                watch.recorder.discard()
             data.pop(ROW, None)
         metrics, evidence = watch.metrics() if last else {}, self._evidence
         trained = TrainedData({key: tu.get(data, key) for key in DATA_KEYS if key in data.keys()})
         evidence.add(watch.lines(), trained)
         if self._where[0] == 0:  # later PPO epochs have the same rows
             evidence.take_in_rows(trained)
-        with guarded("the evidence of a step is not written", self._said):
-            if watch.recorder is not None:
-                evidence.add(watch.recorder.events, trained, own=True)
-            if last:
+        if last:
+            with guarded("the evidence of a step is not written", self._said):
                 evidence.write(step, metrics, watch.warnings)
         if self.is_mp_src_rank_with_outputs():
             outputs["metrics"].update({name: as_metric(value) for name, value in metrics.items()})
@@ -121,32 +113,35 @@ class TrainedEngine:
         else:  # loaded in the first update, if that turns anything on: no collective call without it
             self._read_state = read
 
-    def _observed(
-        self, loss_function: Callable[..., Any], *arguments: Any, inputs: dict[str, Any] | None = None, **named: Any
+    def forward_step(
+        self, micro_batch: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool
     ) -> Any:
-        """What the loss function returns, with the tokens that it is computed from observed.
+        watch = self.watch
+        if watch is None or not watch.watches_passes or not self._watching or forward_only:
+            return super().forward_step(micro_batch, loss_function, forward_only)  # type: ignore[misc]
+        # Before the engine moves it to the device, where reading lengths would wait for the device.
+        inputs = inputs_of(micro_batch)
+        watch.begin_pass(inputs, micro_batch[ROW].tolist(), partial(sequences, inputs))
+        assert loss_function is not None  # the engine's loss is only left out without a backward
+        observed = partial(loss_function, inputs=inputs)
+        return super().forward_step(micro_batch, observed, forward_only)  # type: ignore[misc]
 
-        For `inputs` see `LossData`. Where spikes are only recorded, an error in that is a warning.
-        """
-        assert self.watch is not None
-        watch, recorder = self.watch, self.watch.recorder
-        seen = None
-        if {"model_output", "data"} <= named.keys():  # else an engine processes logits with it
-            output, data = named["model_output"], named["data"]
-            with nullcontext() if recorder is None or watch.watches_passes else recorder.recording(data):
-                flat = flat_outputs(output)
-                seen = LossData(flat, data, inputs)
-        if seen is None:
+    def _observed(
+        self, loss_function: Callable[..., Any], *arguments: Any, inputs: dict[str, Any], **named: Any
+    ) -> Any:
+        """What the loss function returns, with its tokens observed; for `inputs` see `LossData`."""
+        if not {"model_output", "data"} <= named.keys():  # an engine processes logits with it
             return loss_function(*arguments, **named)
+        assert self.watch is not None
+        watch, output, data = self.watch, named["model_output"], named["data"]
+        flat = flat_outputs(output)
+        seen = LossData(flat, data, inputs)
         # Only a tensor that the loss was given itself sees its gradient.
         named["model_output"] = {**output, **flat}
         with watch.loss(lambda: padded(data["response_mask"]), self._batch_info):
             result = loss_function(*arguments, **named)
         loss_inputs = {OUTPUTS[key][1]: (values, seen.of_responses) for key, values in flat.items()}
-        read = watch.observe(loss_inputs, seen.read_tokens, lambda: seen.shape, **self._batch_info())
-        if recorder is not None:
-            with recorder.recording(data):
-                recorder.observe(seen, loss_inputs, read, result)
+        watch.observe(loss_inputs, seen.read_tokens, lambda: seen.shape, **self._batch_info())
         return result
 
     def _batch_info(self) -> Mapping[str, Any]:
@@ -182,60 +177,18 @@ class TrainedEngine:
         self._said: set[str] = set()
         self.watch = watch = self._build_watch(config)
         if watch is not None:
-            rank = None if watch.recorder is None else watch.recorder.rank
             tokenizer, size = getattr(self.model_config, "tokenizer", None), watch.sequence_parallel_size
-            self._evidence = UpdateEvidence(config.bisect_dump_dir, tokenizer, size, rank)
+            self._evidence = UpdateEvidence(config.bisect_dump_dir, tokenizer, size)
             if self._read_state is not None:
                 watch.load(self._read_state)
 
     def _build_watch(self, config: Any) -> Watch | None:
         """What watches the engine's model with this configuration; None if nothing does."""
-        recorder = self._build_recorder(config)
-        if recorder is None:
-            return None
-        return Watch(config, partial(loss_scale, self), 1, recorder, self._eos_tokens())
-
-    def _eos_tokens(self) -> set[int]:
-        """FSDP's module has what transformers loaded; other engines have a model of their own."""
-        return eos_tokens(getattr(self, "module", None)) or eos_tokens(self.model_config)
-
-    def _build_recorder(self, config: Any) -> SpikeRecorder | None:
-        """What records the spikes of this rank; None if nothing does."""
-        if not config.records_spikes:
-            return None
-        with guarded("gradient spikes are not recorded"):
-            if getattr(self.engine_config, "dynamic_context_parallel", False):
-                raise ForeseenError(
-                    "with dynamic_context_parallel, ranks split one batch anew for each step, and each sees a part of "
-                    "it"
-                )
-            if self.is_mp_src_rank_with_outputs():
-                return SpikeRecorder(self, config)
-        return None
-
-
-class WatchedEngine(TrainedEngine):
-    """Watches the training passes of an FSDP engine, which comes behind it in the order of bases."""
-
-    def forward_step(
-        self, micro_batch: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool
-    ) -> Any:
-        watch = self.watch
-        if watch is None or not watch.watches_passes or not self._watching or forward_only:
-            return super().forward_step(micro_batch, loss_function, forward_only)  # type: ignore[misc]
-        # Before the engine moves it to the device, where reading lengths would wait for the device.
-        inputs = inputs_of(micro_batch)
-        watch.begin_pass(inputs, micro_batch[ROW].tolist(), partial(sequences, inputs))
-        assert loss_function is not None  # the engine's loss is only left out without a backward
-        observed = partial(loss_function, inputs=inputs)
-        return super().forward_step(micro_batch, observed, forward_only)  # type: ignore[misc]
-
-    def _build_watch(self, config: Any) -> Watch | None:
         group_size, scale = self.ulysses_sequence_parallel_size, partial(loss_scale, self)
         if isinstance(config, CriticSpikeConfig):
             return watch_critic(self.module, config, scale, group_size) if config.spike_detection else None
-        if not (config.searches_in_training or config.layer_clip.enable or config.token_clip.enable):
-            return super()._build_watch(config)
+        if not is_on(config):
+            return None
         return watch_actor(
             self.module,
             config,
@@ -245,8 +198,7 @@ class WatchedEngine(TrainedEngine):
             loss_scale=scale,
             sequence_parallel_size=group_size,
             learning_rate=lambda: self.optimizer.param_groups[0]["lr"],
-            eos_tokens=self._eos_tokens(),
-            recorder=self._build_recorder(config),
+            eos_tokens=eos_tokens(self.module),
         )
 
 
@@ -286,25 +238,17 @@ def _forward_rows(
 
 
 def watch_engines() -> None:
-    """Puts mixins over all engines for language models, and over the FSDP engine for critics.
-
-    Spikes of the FSDP engine can be searched in training; those of the others are recorded. Called when verl has
-    registered those of its engines whose packages are installed.
-    """
+    """Puts the mixin over verl's FSDP engines for language models and for critics, where they are registered."""
     from verl.workers.engine.base import EngineRegistry
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
-    for model_type, backends in EngineRegistry._engines.items():
+    for backends in EngineRegistry._engines.values():
         for registered in backends.values():
             for key, engine in registered.items():
                 if engine in (FSDPEngineWithLMHead, FSDPEngineWithValueHead):
-                    registered[key] = _with(WatchedEngine, engine)
-                elif model_type == "language_model":
-                    registered[key] = _with(TrainedEngine, engine)
+                    registered[key] = _watched(engine)
 
 
 @functools.cache
-def _with(mixin: type, engine: type) -> type:
-    if issubclass(engine, TrainedEngine):
-        return engine
-    return type(engine.__name__, (mixin, engine), {"__module__": __name__})
+def _watched(engine: type) -> type:
+    return type(engine.__name__, (WatchedEngine, engine), {"__module__": __name__})

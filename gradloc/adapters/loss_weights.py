@@ -225,9 +225,9 @@ def with_derived(
 
 
 def eos_tokens(model: Any) -> set[int]:
-    """The ids at which a rollout of a model stops, by the configurations that it, or verl's HFModelConfig, has."""
+    """The ids at which a rollout of a model stops, by the configurations that it has."""
     ends: set[int] = set()
-    for name in ("generation_config", "config", "hf_config"):
+    for name in ("generation_config", "config"):
         found = getattr(getattr(model, name, None), "eos_token_id", None)
         ends.update([found] if isinstance(found, int) else found or ())
     return ends

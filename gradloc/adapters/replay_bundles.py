@@ -7,12 +7,11 @@ import importlib.metadata
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import verl
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..bundles.layout import NotReplayableError, Row
 from ..evidence.writer import jsonable
@@ -60,12 +59,9 @@ def _refuse_images(images: Any, wide_positions: bool) -> None:
 
 
 def engine_context(engine: Any, config: Any) -> dict[str, Any]:
-    """What a bundle has of an engine of verl 0.9; only FSDP's tells its adapters."""
-    module = getattr(engine, "module", None)
-    if not (isinstance(module, nn.Module) and hasattr(module, "config")):
-        module = SimpleNamespace(config=getattr(engine.model_config, "hf_config", None))
-    dtype = getattr(engine, "_autocast_dtype", None) or getattr(engine.engine_config, "dtype", torch.bfloat16)
-    return context_of(module, config, dtype, getattr(engine.optimizer_config, "clip_grad", None))
+    """What a bundle has of an FSDP engine of verl 0.9."""
+    dtype = getattr(engine, "_autocast_dtype", torch.bfloat16)
+    return context_of(engine.module, config, dtype, engine.optimizer_config.clip_grad)
 
 
 def context_of(module: Any, config: Any, dtype: Any, grad_clip: float | None) -> dict[str, Any]:

@@ -18,10 +18,8 @@ _ACTOR = "actor_rollout_ref.actor"
 def check_trainer(config: Any, total_training_steps: int) -> None:
     """Raises ValueError if the actor's settings cannot have an effect in this run; warns of a τ without detection."""
     actor, trainer = config.actor_rollout_ref.actor, config.trainer
-    unsupported = _unsupported(config)
-    for key in ("spike_detection", "layer_clip.enable", "token_clip.enable"):
-        if unsupported is not None and OmegaConf.select(actor, key):
-            raise ValueError(f"{key.removesuffix('.enable')} {unsupported}, or {_ACTOR}.{key}=False.")
+    if (why := why_unsupported(config)) is not None:
+        raise ValueError(why)
     threshold = actor.get("grad_norm_threshold", GradLocConfig.grad_norm_threshold)
     if not actor.get("spike_detection", False) and threshold != GradLocConfig.grad_norm_threshold:
         logger.warning(
@@ -42,13 +40,23 @@ def check_trainer(config: Any, total_training_steps: int) -> None:
         )
 
 
+def why_unsupported(config: Any) -> str | None:
+    """Why the run cannot have what it turns on, and what to set instead; None if it can."""
+    unsupported = _unsupported(config)
+    for key in ("spike_detection", "layer_clip.enable", "token_clip.enable"):
+        if unsupported is not None and OmegaConf.select(config.actor_rollout_ref.actor, key):
+            return f"{key.removesuffix('.enable')} {unsupported}, or {_ACTOR}.{key}=False."
+    return None
+
+
 def _unsupported(config: Any) -> str | None:
     """What the run trains with that the package cannot watch, and what to set instead; None if they can."""
     if config.trainer.get("use_legacy_worker_impl", "auto") == "disable":  # verl 0.7
         return "needs the FSDP workers: set trainer.use_legacy_worker_impl=auto"
     strategy = config.actor_rollout_ref.actor.get("strategy", "fsdp")
-    if strategy not in ("fsdp", "fsdp2") and config.actor_rollout_ref.actor.get("spike_search") != "replay":
-        return f"needs the FSDP engine and does not know strategy={strategy}: set {_ACTOR}.strategy=fsdp2"
+    if strategy not in ("fsdp", "fsdp2"):
+        instead = f"train with FSDP (model_engine=dp, {_ACTOR}.strategy=fsdp2)"
+        return f"needs the FSDP engine and does not know strategy={strategy}: {instead}"
     if (config.get("distillation") or {}).get("enabled", False):
         return "does not know distillation losses: set distillation.enabled=False"
     return None

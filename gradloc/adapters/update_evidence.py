@@ -145,13 +145,12 @@ class UpdateEvidence:
     Args:
         tokenizer (PreTrainedTokenizer, optional): Without one, culprits have no text.
         sequence_parallel_size (int): How many neighbouring ranks have the same data.
-        rank (int, optional): The number of this rank, of which 0 writes; by default, its number among all.
     """
 
-    def __init__(self, directory: str, tokenizer: Any, sequence_parallel_size: int, rank: int | None = None) -> None:
-        self._rank = collectives.rank() if rank is None else rank
+    def __init__(self, directory: str, tokenizer: Any, sequence_parallel_size: int) -> None:
+        self._rank = collectives.rank()
         # Whose data these are, and which of the ranks that have them this one is.
-        self._of_data = divmod(collectives.rank(), sequence_parallel_size) if rank is None else (rank, 0)
+        self._of_data = divmod(self._rank, sequence_parallel_size)
         self._directory = directory
         self._tokenizer = tokenizer
         self._sequence_parallel_size = sequence_parallel_size
@@ -160,13 +159,12 @@ class UpdateEvidence:
         self._rows: dict[int, dict[Place, TrainedRow]] = {}
         self._trained: list[TrainedRow] = []  # the rows of rank 0 in the update
 
-    def add(self, events: Sequence[Any], data: TrainedData, own: bool = False) -> None:
+    def add(self, events: Sequence[Any], data: TrainedData) -> None:
         """Adds an update's lines, and what the data say of their tokens and mini-batches. A collective call.
 
         Args:
             events (Sequence[dict]): Events, as `build_event` gives them on this rank; clip lines or a critic's spikes.
                 Rank 0 keeps them.
-            own (bool): Whether they are events that this rank has recorded alone; then it is no collective call.
         """
         counts = Counter(map(kind_of, self._events))
         self._events += events
@@ -175,11 +173,11 @@ class UpdateEvidence:
             counts[kind_of(event)] += 1
             if counts[kind_of(event)] <= EVENTS_PER_STEP:  # no more of a kind are written
                 told.append(event)
-        if not told or (own and self._rank):
+        if not told:
             return
         tokens = [(event, i, token) for event in told for i, token in enumerate(_tokens(event))]
         known = self._own_facts(tokens, data), _own_rows(told, data)
-        facts, rows = zip(*([known] if own else collectives.gather_objects(known)), strict=True)
+        facts, rows = zip(*collectives.gather_objects(known), strict=True)
         if self._rank:
             return
         for number, of_token in chain(*facts):

@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,9 +34,6 @@ from ..token_clip.token_clip import TokenClip, row_weights
 from ..token_clip.watched_pass import Positions
 from .loss_weights import AggregationCall, aggregation_mode, policy_weights, recorded_aggregation, with_derived
 
-if TYPE_CHECKING:
-    from .spike_recorder import SpikeRecorder
-
 logger = logging.getLogger(__name__)
 
 # The file beside a checkpoint that has what was learned of the run.
@@ -57,7 +54,6 @@ class Watch:
     config: Any  # verl's configuration of the actor or critic
     loss_scale: Callable[[], float]  # returns that of the backward passes
     sequence_parallel_size: int  # how many neighbouring ranks work on the same data
-    recorder: "SpikeRecorder | None" = None  # records spikes that are searched later
     eos_tokens: Collection[int] = ()  # where a rollout stops
     gradloc: GradLoc | None = None
     # Where it is off and bundles are kept, it learns its bounds all the same: they tell what it would have left of a
@@ -86,16 +82,14 @@ class Watch:
         """Begins an update, and its first mini-batch."""
         self.start_mini_batch()
         self._global_step = global_step
-        for part in (self.gradloc, self.recorder):
-            if part is not None:
-                part.start_update(global_step)
+        if self.gradloc is not None:
+            self.gradloc.start_update(global_step)
 
     def start_mini_batch(self) -> None:
         """Begins another mini-batch, whose events are to be told apart."""
         self.clips, self._pass_open = [], False
-        for part in (self.gradloc, self.recorder):
-            if part is not None:
-                part.start_mini_batch()
+        if self.gradloc is not None:
+            self.gradloc.start_mini_batch()
         if self.token_clip is not None:
             self.token_clip.discard()
 
@@ -156,7 +150,7 @@ class Watch:
         shape: Callable[[], Sequence[int]],
         factor: float = 1.0,
         **options: Any,
-    ) -> ReadTokens:
+    ) -> None:
         """Notes the tokens of a micro-batch; called between its loss and its backward.
 
         The device is idle there, so only what the backward needs is computed, and the rest in `end_pass`. If the tokens
@@ -170,9 +164,6 @@ class Watch:
             shape (Callable): Returns (rows, response length).
             factor (float): The micro-batch's part in the mini-batch's loss.
             options (Any): More arguments with which verl aggregates the terms of KL and entropy.
-
-        Returns:
-            ReadTokens: `read_tokens` with what follows from the loss; see `with_derived`.
         """
         call = next(iter(self._calls), None)
         self._calls = []  # it has tensors of the micro-batch
@@ -189,7 +180,6 @@ class Watch:
                 self.token_clip.observe(log_prob, self._row_weights * abs(factor), self._scale, read)
         if self.gradloc is not None:
             self.gradloc.observe(read, loss_inputs, aggregation_mode(call, self.config, shape()))
-        return read
 
     def step(self, epoch: int, mini_batch: int, optimizer_step: Callable[[], Norm]) -> Norm | float:
         """Looks for a spike, clips, and takes the step unless `spike_action` leaves it out. A collective call.
@@ -225,8 +215,6 @@ class Watch:
         stepped = optimizer_step() if take_step else None
         before_clipping = stepped if norm is None else norm
         assert before_clipping is not None  # a step that is left out has a norm
-        if self.recorder is not None:
-            self.recorder.check(where, before_clipping)
         return before_clipping
 
     def lines(self) -> list[dict[str, Any]]:
@@ -244,28 +232,23 @@ class Watch:
         An error, or a disk that does not answer in time, is a warning.
         """
         parts = self._parts()
-        rank = collectives.rank() if self.recorder is None else self.recorder.rank
-        if rank == 0 and parts:
+        if collectives.rank() == 0 and parts:
             with guarded(f"{STATE_FILE} is not saved, and a run that resumes from here warms up again"):
                 write_state(folder, {name: part.state_dict() for name, part in parts.items()})
 
     def load(self, read: Callable[[], Mapping[str, Any] | str]) -> None:
         """Restores a state, which `read` gives on rank 0: see `read_state`. A collective call.
 
-        A part whose state is missing, or is no good on one rank, starts over on all of them, with a warning. That of
-        spikes that are only recorded is no collective call: each rank reads it.
+        A part whose state is missing, or is no good on one rank, starts over on all of them, with a warning.
         """
         parts = self._parts()
-        if self.recorder is not None:
-            _restore({"gradloc": parts.pop("gradloc")}, read, lambda load: load())
         if parts:
             # Rank 0 wrote it, perhaps to a folder that the other nodes do not share.
-            _restore(parts, partial(collectives.broadcast, read, 0), collectives.exchange)
+            _restore(parts, collectives.broadcast(read, 0))
 
     def _parts(self) -> dict[str, Any]:
         """By the name of its state. LayerClip that only learns has no metrics."""
-        spikes = self.recorder or self.gradloc
-        parts = {"gradloc": spikes, "layer_clip": self.layer_clip, "token_clip": self.token_clip}
+        parts = {"gradloc": self.gradloc, "layer_clip": self.layer_clip, "token_clip": self.token_clip}
         return {name: part for name, part in parts.items() if part is not None}
 
 
@@ -289,17 +272,16 @@ def watch_actor(
     sequence_parallel_size: int,
     learning_rate: Callable[[], float | Tensor],
     eos_tokens: Collection[int],
-    recorder: "SpikeRecorder | None" = None,
 ) -> Watch:
     """GradLoc, LayerClip and TokenClip of an actor, as far as its configuration turns them on.
 
     See `Watch`, `GradLoc`, and for `rows_of` and `context` `BundleWriter`.
     """
-    watch = Watch(config, loss_scale, sequence_parallel_size, recorder, eos_tokens)
+    watch = Watch(config, loss_scale, sequence_parallel_size, eos_tokens)
     device = get_device_name()
     if config.token_clip.enable:
         watch.token_clip = TokenClip(module, config.token_clip, device, sequence_parallel_size)
-    if config.layer_clip.enable or (config.searches_in_training and config.spike_replay):
+    if config.layer_clip.enable or (config.spike_detection and config.spike_replay):
         try:
             with collectives.raised_on_all_ranks(torch.device(device)):
                 layer_clip = LayerClip(module, config.layer_clip, device=device)
@@ -310,7 +292,7 @@ def watch_actor(
                     "actor_rollout_ref.actor.layer_clip.enable: LayerClip cannot be built with torch "
                     f"{torch.__version__} ({error}); take a torch that docs/use/support.md lists, or set it to False"
                 ) from error
-    if config.searches_in_training:
+    if config.spike_detection:
         bundle_writer = None
         if config.spike_replay:
             directory, most = config.bisect_dump_dir, config.spike_replay
@@ -340,26 +322,17 @@ def meter_kind(module: nn.Module) -> str:
     return "reduced" if any(getattr(child, "is_tiled_mlp", False) for child in module.modules()) else "local"
 
 
-def _restore(
-    parts: Mapping[str, Any],
-    read: Callable[[], Mapping[str, Any] | str],
-    on_all_ranks: Callable[[Callable[[], None]], Any],
-) -> None:
-    """Restores parts: see `Watch.load`.
-
-    Args:
-        on_all_ranks (Callable): Calls a function; an error in it on one rank is raised on all of these.
-    """
+def _restore(parts: Mapping[str, Any], state: Mapping[str, Any] | str) -> None:
+    """Restores parts: see `Watch.load`. A collective call."""
     # After an error, a part goes back to this on all ranks: at a resume, it has learned nothing yet.
     before = {name: part.state_dict() for name, part in parts.items()}
-    state = read()
     if isinstance(state, str):
         logger.warning("%s: all warm-ups start over", state)
         state = before
     for name, part in parts.items():
         if name in state or getattr(part, "is_on", True):
             try:
-                on_all_ranks(partial(part.load_state_dict, state.get(name)))
+                collectives.exchange(partial(part.load_state_dict, state.get(name)))
             except (ValueError, collectives.RankFailedError) as error:
                 logger.warning("%s in %s is not used, and its warm-up starts over: %s", name, STATE_FILE, error)
                 part.load_state_dict(before[name])

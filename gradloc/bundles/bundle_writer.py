@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps bundles of events and of recorded spikes. It needs safetensors, which comes with transformers."""
+"""Keeps bundles of events and of converted spikes. It needs safetensors, which comes with transformers."""
 
 import hashlib
 import json
@@ -32,10 +32,6 @@ from ..token_clip.token_clip import TokenClip
 from ..version import __version__
 from . import layout, limits
 from .layout import NotReplayableError, Row, SavedMicroBatch
-
-
-class NothingMovesError(NotReplayableError):
-    """No token has a gradient, as where all responses of each prompt have the same reward: nothing is missing."""
 
 
 @dataclass
@@ -77,7 +73,7 @@ class BundleWriter:
         def choose() -> list[MicroBatchName]:
             full = None
             with suppress(OSError):  # the write will say what is wrong
-                full = self._disk.run(partial(_no_room, self._folder, self.most, limits.TOTAL_BYTES))
+                full = self._disk.run(partial(_no_room, self._folder, self.most))
             if full is None:
                 return worth_keeping(event, findings.figures, findings.threshold)
             warn_once(self._said, f"no more replay bundles are kept: {full}", about="full")
@@ -146,16 +142,14 @@ def _saved(micro_batch: MicroBatch, rows_of: Callable[[Mapping[str, Any]], list[
     return SavedMicroBatch(rows_of(micro_batch.inputs), tokens, micro_batch.rng_state)
 
 
-def write_recorded_bundle(
+def write_converted_bundle(
     directory: Path,
     event: Mapping[str, Any],
     micro_batches: Mapping[MicroBatchName, MicroBatch],
     rows_of: Callable[[Mapping[str, Any]], list[Row]],
     context: Mapping[str, Any],
-    suffix: str = "",
-    most: int | None = None,
 ) -> str:
-    """Writes `<directory>/replay/<stem><suffix>`, whole or not at all. No collective call.
+    """Writes `<directory>/replay/<stem>`, whole or not at all. No collective call.
 
     Where there are more micro-batches than a bundle may have, it gets those with the largest suspicion for their
     weights, which is an estimate of their norms over their thresholds; `left_out` counts the others. Micro-batches
@@ -163,28 +157,23 @@ def write_recorded_bundle(
 
     Args:
         micro_batches (Mapping): Their tokens have `suspicion`.
-        suffix (str): The end of the folder's name, by which the parts of several ranks differ.
-        most (int, optional): How many bundles with this suffix there may be.
 
     Returns:
         str: The bundle's folder, relative to the evidence.
 
     Raises:
-        NothingMovesError: No token has a gradient.
-        NotReplayableError: It would be over a limit, or a replay could not compute it.
+        NotReplayableError: No token has a gradient, it would be over a limit, or a replay could not compute it.
         OSError: It cannot be written.
     """
     folder = directory / limits.FOLDER
     moving = {name: _saved(each, rows_of) for name, each in micro_batches.items() if bool(movable(each.tokens).any())}
     if not moving:
-        raise NothingMovesError("it has no token with a gradient")
-    # Ranks write at the same time, so each has a share of its own.
-    share = limits.TOTAL_BYTES // event["world_size"] if suffix else limits.TOTAL_BYTES
-    if (full := _no_room(folder, most, share, suffix)) is not None:
+        raise NotReplayableError("it has no token with a gradient")
+    if (full := _no_room(folder)) is not None:
         raise NotReplayableError(full)
     kept = _largest(moving)
     unsearched = {"layers": [], "left_out": len(moving) - len(kept), "measured": []}
-    return write_bundle(folder, event, micro_batches, kept, {}, {**unsearched, **context}, suffix)
+    return write_bundle(folder, event, micro_batches, kept, {}, {**unsearched, **context})
 
 
 def _largest(micro_batches: Mapping[MicroBatchName, SavedMicroBatch]) -> dict[MicroBatchName, SavedMicroBatch]:
@@ -192,7 +181,7 @@ def _largest(micro_batches: Mapping[MicroBatchName, SavedMicroBatch]) -> dict[Mi
     ranked = sorted(micro_batches, key=lambda name: -_estimate(micro_batches[name].tokens))
     kept: set[MicroBatchName] = set()
     size = 0
-    for name in ranked[: limits.RECORDED_MICRO_BATCHES]:
+    for name in ranked[: limits.CONVERTED_MICRO_BATCHES]:
         size += sum(tensor.nbytes for tensor in layout.to_tensors(micro_batches[name]).values())
         if kept and size > limits.BUNDLE_BYTES:
             break
@@ -214,7 +203,6 @@ def write_bundle(
     saved: Mapping[MicroBatchName, SavedMicroBatch],
     figures: AllFigures,
     more: Mapping[str, Any],
-    suffix: str = "",
 ) -> str:
     """Writes a bundle, whole or not at all.
 
@@ -224,7 +212,6 @@ def write_bundle(
         figures (Mapping): Of those that were measured.
         more (Mapping): What the manifest says besides: what the trainer knows, `layers`, `left_out` and `measured`; of
             a searched spike also `clips`, what LayerClip and TokenClip knew of their bounds.
-        suffix (str): The end of its name.
 
     Returns:
         str: The bundle's folder, relative to the evidence.
@@ -235,7 +222,7 @@ def write_bundle(
     """
     files = _files(event, micro_batches, saved, figures, more)
     folder.mkdir(parents=True, exist_ok=True)
-    name = _free_name(folder, event, suffix)
+    name = _free_name(folder, event)
     unfinished = folder / f".{os.getpid()}.{name}"
     try:
         unfinished.mkdir()
@@ -248,14 +235,13 @@ def write_bundle(
     return f"{limits.FOLDER}/{name}"
 
 
-def _no_room(folder: Path, most: int | None, share: int, suffix: str = "") -> str | None:
-    """Why a folder takes no more bundles whose names end with a suffix: at most `most`, of `share` bytes; or None."""
-    kept = len([*folder.glob(f"[!.]*{suffix}/{limits.MANIFEST}")])
-    used = bytes_of_bundles(folder, suffix)
-    if (most is None or kept < most) and used < share:
+def _no_room(folder: Path, most: int | None = None) -> str | None:
+    """Why a folder takes no more bundles, of which it has at most `most`; None if it does."""
+    kept, used = len([*folder.glob(f"[!.]*/{limits.MANIFEST}")]), bytes_of_bundles(folder)
+    if (most is None or kept < most) and used < limits.TOTAL_BYTES:
         return None
     of_most = "" if most is None else f" of {most} (spike_replay)"
-    return f"{folder}/*{suffix} has {kept}{of_most}, {used:,} of {share:,} bytes; move some away"
+    return f"{folder} has {kept}{of_most}, {used:,} of {limits.TOTAL_BYTES:,} bytes; move some away"
 
 
 def _files(
@@ -310,22 +296,22 @@ def _files(
     return {**files, limits.MANIFEST: text, limits.CHECKSUM: f"{digest}  {limits.MANIFEST}\n".encode()}
 
 
-def bytes_of_bundles(directory: Path, suffix: str = "") -> int:
-    """The bytes of all bundles whose names end with a suffix, those that a killed run left unfinished included.
+def bytes_of_bundles(directory: Path) -> int:
+    """The bytes of all bundles, those that a killed run left unfinished included.
 
-    Other ranks may write into the same folder: what they rename or remove in the meantime is left out.
+    Others may write into the same folder: what they rename or remove in the meantime is left out.
     """
     size = 0
-    for bundle in list(directory.glob(f"*{suffix}")):
+    for bundle in list(directory.glob("*")):
         with suppress(FileNotFoundError, NotADirectoryError):
             size += sum(path.stat().st_size for path in bundle.iterdir())
     return size
 
 
-def _free_name(directory: Path, event: Mapping[str, Any], suffix: str) -> str:
+def _free_name(directory: Path, event: Mapping[str, Any]) -> str:
     """A folder's name that is not taken, as it is where a resumed run comes to a step again."""
     step = "unknown" if event["global_step"] is None else event["global_step"]
     stem = f"step{step}-epoch{event['epoch']}-mini_batch{event['mini_batch']}"
     taken = {path.name for path in directory.iterdir()}
     stems = chain([stem], (f"{stem}-{number}" for number in count(2)))
-    return next(name for each in stems if (name := each + suffix) not in taken)
+    return next(name for name in stems if name not in taken)

@@ -12,8 +12,8 @@ FOLDER = "replay"
 
 # The limits of a bundle; `TOTAL_BYTES` is that of all of a run's.
 MICRO_BATCHES = 8
-# Of a recorded spike: any of them may hold it.
-RECORDED_MICRO_BATCHES = 64
+# Of a converted spike: any of them may hold it.
+CONVERTED_MICRO_BATCHES = 64
 MEASURED_TOKENS = 2048
 LAYERS = 4096
 ROWS = 65_536

@@ -1,3 +1,3 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Recorded bundles from plain records of what another trainer did."""
+"""Bundles from plain records of what another trainer did."""

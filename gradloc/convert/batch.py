@@ -218,7 +218,7 @@ def _divided(
         rows.append(len(of_rank))
         of_rank.append(index)
     # As few responses as fit: a spike stands out most in a small micro-batch.
-    a_rank = max(limits.RECORDED_MICRO_BATCHES // len(by_rank), 1)
+    a_rank = max(limits.CONVERTED_MICRO_BATCHES // len(by_rank), 1)
     size = micro_batch_size or max(-(-len(indices) // a_rank) for indices in by_rank.values())
     parts: dict[MicroBatchName, list[int]] = {}
     for rank, indices in sorted(by_rank.items()):

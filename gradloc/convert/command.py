@@ -23,9 +23,9 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from ..bundles.bundle_writer import write_recorded_bundle
+from ..bundles.bundle_writer import write_converted_bundle
 from ..bundles.layout import NotReplayableError
-from ..evidence.event import recorded_event
+from ..evidence.event import converted_event
 from ..evidence.writer import evidence_files, record_events
 from ..judge.judgement import judged
 from ..measure.micro_batch import square_weight
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         batch = build_batch(records, loss, options.micro_batch_size, options.old_from_rollout)
         event = _event(batch, options)
         context = _context(options, loss, batch)
-        event["replay"] = write_recorded_bundle(
+        event["replay"] = write_converted_bundle(
             Path(options.out), event, batch.micro_batches, itemgetter("samples"), context
         )
     except (RecordError, NotReplayableError, OSError) as error:
@@ -161,7 +161,7 @@ def _event(batch: Batch, options: argparse.Namespace) -> dict[str, Any]:
             f"The gradient norm {norm:g} is under its threshold {threshold * unit:.3g}: give --usual-norm, or a "
             "lower --threshold."
         )
-    event = recorded_event(
+    event = converted_event(
         batch.micro_batches,
         where={"global_step": options.step, "epoch": 0, "mini_batch": 0},
         threshold=threshold,

@@ -38,7 +38,7 @@ FIELDS = (
 # By their fields, files of other trainers that have no token ids, and what to do instead.
 _TEXTS: Mapping[tuple[str, str], str] = {
     ("prompt", "completion"): "in TRL, train with RecordingTrainer of examples/trl_records.py",
-    ("input", "output"): "in verl, set actor_rollout_ref.actor.spike_detection=True and spike_search=replay beside it",
+    ("input", "output"): "in verl, set actor_rollout_ref.actor.spike_detection=True, which keeps bundles of its own",
 }
 TOKENS_IN_A_ROW = 2**22
 _TOKEN_IDS = 2**31

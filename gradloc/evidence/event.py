@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""An event as plain values: the findings of a search, or a spike that was only recorded."""
+"""An event as plain values: the findings of a search, or a converted spike."""
 
 import math
 import statistics
@@ -150,7 +150,7 @@ def build_event(
     return {**event, "replay": keep(event)}
 
 
-def recorded_event(
+def converted_event(
     micro_batches: Mapping[MicroBatchName, MicroBatch],
     *,
     where: lines.Where,
@@ -158,37 +158,29 @@ def recorded_event(
     global_norm: float,
     global_threshold: float,
     world_size: int,
-    loss_scale: float = 1.0,
-    action: str | None = None,
-    started: float | None = None,
-    keep: Callable[[lines.Event], str | None] = lambda event: None,
 ) -> lines.Event:
-    """The event of a spike of which the tokens' figures were recorded. No collective call.
+    """The event of a spike of which the tokens' figures are known, and nothing was measured. In one process.
 
     Args:
-        micro_batches (Mapping): What `MicroBatch.portable` returned for each; the medians are those of their tokens
-            alone.
+        micro_batches (Mapping): All of them, as `MicroBatch.portable` gives them.
         where (Where): The mini-batch.
         threshold (float): τ.
         global_norm (float): The norm of the reduced gradient; NaN if it is not known.
         world_size (int): The number of data-parallel ranks.
-        action (str, optional): `spike_action`, of those that ask for no more than the step that was taken.
-        started (float, optional): What `time.perf_counter` gave when the spike was seen.
-        keep (Callable): Keeps the event's bundle, and returns its folder.
     """
-    medians = token_medians(list(micro_batches.values()), alone=True)
+    medians = token_medians(list(micro_batches.values()))
     sums = own_alignment([each.tokens for each in micro_batches.values()]).tolist()
     found = asked(lambda judge: judge.alignment_warning(sums), form=lines.RunWarning | None)
-    event: lines.Event = {
-        **_begun(loss_scale, world_size, Findings(threshold), medians, where, Done(action is not None)),
-        "action": action or "log",
-        "applied": action is not None,
+    return {
+        **_begun(1.0, world_size, Findings(threshold), medians, where, Done(False)),
+        "action": "log",
+        "applied": False,
         "seconds": 0.0,
         "trigger": {"kind": "global", "norm": global_norm, "threshold": global_threshold},
         "global_norm": global_norm,
         "global_threshold": global_threshold,
         "ordinary_layer_norms": None,
-        "search": "recorded",
+        "search": "converted",
         "micro_batches": sum(bool(movable(each.tokens).any()) for each in micro_batches.values()),
         "culprits": [],
         "suspected": _suspected_tokens(micro_batches, medians),
@@ -199,8 +191,6 @@ def recorded_event(
         "layer_clip": None,
         "drill": None,
     }
-    replay = keep(event)
-    return {**event, "replay": replay, "seconds": 0.0 if started is None else time.perf_counter() - started}
 
 
 def _begun(

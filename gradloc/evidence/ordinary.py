@@ -91,17 +91,14 @@ def largest_tokens(values: Mapping[MicroBatchName, Tensor], most: int) -> list[t
     return [(name, row, position) for size, name, row, position in found[:most] if size > -math.inf]
 
 
-def token_medians(
-    micro_batches: Sequence[MicroBatch], sequence_parallel_size: int = 1, alone: bool = False
-) -> dict[str, float | None]:
-    """Medians over the response tokens of a mini-batch, the same on every rank. A collective call, unless `alone`.
+def token_medians(micro_batches: Sequence[MicroBatch], sequence_parallel_size: int = 1) -> dict[str, float | None]:
+    """Medians over the response tokens of a mini-batch, the same on every rank. A collective call.
 
     Zeros, and values that are not finite, are left out.
 
     Args:
         micro_batches (Sequence[MicroBatch]): This rank's.
         sequence_parallel_size (int): How many neighbouring ranks have the same tokens.
-        alone (bool): Whether to look at these micro-batches alone.
 
     Returns:
         dict: `median_advantage`, of |A|, and `median_weight`, of |w|; None without such tokens.
@@ -110,7 +107,7 @@ def token_medians(
     def own() -> list[tuple[Tensor, Tensor]]:
         return [_values(micro_batches, name) for name in _WITH_MEDIANS]
 
-    by_rank = [own()] if alone else collectives.exchange(own)[::sequence_parallel_size]
+    by_rank = collectives.exchange(own)[::sequence_parallel_size]
     return {f"median_{name}": _median(of_ranks) for name, *of_ranks in zip(_WITH_MEDIANS, *by_rank, strict=True)}
 
 

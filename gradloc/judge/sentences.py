@@ -129,7 +129,7 @@ def _without_culprits(event: Event) -> str:
     if event["diagnosis"] == "unsearched":
         return _unsearched(event)
     if event["diagnosis"] == "under":
-        return "recorded, and searched: no micro-batch is over its threshold"
+        return "converted, and searched: no micro-batch is over its threshold"
     if event["diagnosis"] == "overflow":
         return "the scaled fp16 gradients overflowed, while log-probs and advantages are finite"
     if event["diagnosis"] == "nonfinite":
@@ -145,20 +145,20 @@ def _without_culprits(event: Event) -> str:
 def _unsearched(event: Event) -> str:
     """What is known of the likeliest token, without a claim that it is the cause."""
     if not event.get("suspected"):
-        return "recorded, and not searched"
+        return "converted, and not searched"
     token = event["suspected"][0]
     text = "" if token.get("token") is None else f" {token['token']!r}"
     place = f"position {token['position']} of row {token['row']} of rank {token['rank']}"
     probability = math.exp(min(token["log_prob"], 0.0))
     whose = f" on {ranks}" if (ranks := ranks_looked_at(event)) else ""
     return (
-        f"recorded, and not searched; the largest suspicion{whose} is that of the token{text} "
+        f"converted, and not searched; the largest suspicion{whose} is that of the token{text} "
         f"(p = {probability:.2g}), {place}"
     )
 
 
 def ranks_looked_at(event: Mapping[str, Any]) -> str | None:
-    """Whose tokens a recorded event's suspected ones were chosen from; None if they were every rank's."""
+    """Whose tokens a converted event's suspected ones were chosen from; None if they were every rank's."""
     ranks = event.get("suspected_ranks")
     if ranks is None or not (others := event["world_size"] - len(ranks)):
         return None

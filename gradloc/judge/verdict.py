@@ -210,7 +210,7 @@ class Spike:
 
 
 def _unsearched(spike: Spike) -> Verdict | None:
-    """A recorded spike has the verdict of a warning about the run, or none until it is searched."""
+    """A converted spike has the verdict of a warning about the run, or none until it is searched."""
     if spike.event.get("diagnosis") != "unsearched":
         return None
     if causes := [each for each in spike.warnings if each["name"] not in OF_SOME]:

@@ -38,7 +38,6 @@ from .model import (
     other_variants,
     why_not,
 )
-from .parts import is_recorded, left_out_notes
 from .remedies import Row, remedies_so_far, remedies_without_pass
 from .scale import find_scale, fit_temperature
 from .switches import AS_REPLAYED, Switch, find_switches
@@ -68,9 +67,9 @@ class Replay:
         self._culprit = [place for place in self.tokens if place in self._culprits and place[0] == bundle.first][:1]
         # What stands for the replay; the other ways of computing are compared with it.
         self.main = default_variant(bundle, options.dtype, options.attention, self.device)
-        self.notes = left_out_notes(bundle)  # what could not be repeated
-        if is_recorded(bundle):
-            self.notes.insert(0, "The spike was recorded, and nothing was searched: --search finds the tokens.")
+        self.notes = bundle.missing  # what could not be repeated
+        if bundle.is_converted:
+            self.notes.insert(0, "The spike was not searched: --search finds the tokens.")
         self.measured: dict[Variant, Measured] = {}
         self.temperature: dict[str, float] | None = None  # what `fit_temperature` gave
         self.remedies: tuple[list[Row], list[str]] | None = None  # the last of `remedies_so_far`; None if not asked for

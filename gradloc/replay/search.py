@@ -41,7 +41,7 @@ from .model import forward as forward_row
 from .replaying import log_prob_distance
 
 # How many probes count as one pass, at most: those of a recorded spike, for which fewer take less time, and of others.
-_WIDTH_OF_RECORDED, _WIDTH = 8, 64
+_WIDTH_OF_CONVERTED, _WIDTH = 8, 64
 # What is suggested for τ is under the largest norm by this factor.
 _UNDER = 0.8
 # A search makes hundreds of short passes: one line in this many seconds.
@@ -80,17 +80,14 @@ class _Ordinary(OrdinaryGradient):
         return self._layer_norms
 
 
-def search(
-    bundle: Bundle, model: Model, forward: Forward, threshold: float, budget: int, own_medians: bool
-) -> Searched:
+def search(bundle: Bundle, model: Model, forward: Forward, threshold: float, budget: int) -> Searched:
     """Searches a bundle. A collective call.
 
     Args:
-        bundle (Bundle): The bundle, or several that were joined; the same on every rank.
+        bundle (Bundle): The same on every rank.
         forward (Forward): What `build_forward` or `shard_model` returned.
         threshold (float): τ.
         budget (int): At most so many passes.
-        own_medians (bool): Whether the medians of the event are to be computed anew, from these micro-batches.
 
     Raises:
         RankFailedError: A pass failed on some rank.
@@ -132,7 +129,7 @@ def search(
             norm = figures[name].token_equivalent
             return Searched(None, recorded[name] if norm else None, norm, log_probs, outputs.count)
         where: Any = {name: event[name] for name in ("global_step", "epoch", "mini_batch")}
-        medians = None if own_medians else {name: event[name] and float(event[name]) for name in _MEDIANS}
+        medians = {name: event[name] and float(event[name]) for name in _MEDIANS}
         warnings = _warnings(event, [each.tokens for each in mini_batch.micro_batches])
         of_action = event["action"], Done(event["applied"]), started, event.get("steps_since_resume")
         found = judged(build_event(mini_batch, findings, ordinary, where, *of_action, lambda: warnings, medians))
@@ -160,7 +157,7 @@ def _width(event: Mapping[str, Any]) -> int:
     """How many probes count as one pass: with the reduced gradient, training measured one."""
     if event["search"] == "reduced":
         return 1
-    return int(min(event["world_size"], _WIDTH_OF_RECORDED if event["search"] == "recorded" else _WIDTH))
+    return int(min(event["world_size"], _WIDTH_OF_CONVERTED if event["search"] == "converted" else _WIDTH))
 
 
 class _LastOutputs:

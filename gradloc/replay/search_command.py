@@ -26,7 +26,7 @@ from ..report.page import write_page
 from ..tools.command_line import in_a_sentence
 from ..tools.figures import count, ranges, short, visible
 from ..tools.files import write_whole
-from ..tools.opening import Bundle, BundleError
+from ..tools.opening import Bundle, BundleError, open_bundle
 from ..tools.reading import read
 from ..tools.results import EVENT_SUFFIX
 from .memory import check_memory, is_out_of_memory, needed_memory
@@ -41,7 +41,6 @@ from .model import (
     model_path,
     why_not,
 )
-from .parts import Parts, is_recorded, open_parts
 from .search import Searched, build_forward, search, shard_model
 from .searched_event import event_around, evidence_of, places, quiet_event, searched_event
 from .verdict import same_weights, weights_in_words
@@ -53,7 +52,7 @@ _TAKE_LESS = "Take another --device, --dtype or --attention, a machine with more
 class _Loaded:
     """What is searched, and with which model."""
 
-    parts: Parts
+    bundle: Bundle
     model: Model
     forward: Forward
     path: str
@@ -83,14 +82,13 @@ def run_search(options: argparse.Namespace) -> None:
         # Ranks that make a mesh may wait for each other: none has failed yet.
         mesh = init_device_mesh(device.type, (processes(),)) if processes() > 1 else None
         loaded = _load_on_all_ranks(options, device, mesh)
-        bundle = loaded.parts.bundle
+        bundle = loaded.bundle
         threshold = options.threshold or bundle.event["threshold"]
         budget = options.budget or bundle.event["budget"] or GradLocConfig.bisect_budget_steps
-        own_medians = is_recorded(bundle) and len(loaded.parts.names) > 1
         try:
             # Without the warning of a pass that fails, which is for training.
             with mock.patch.object(passes.logger, "disabled", True):
-                found = search(bundle, loaded.model, loaded.forward, threshold, budget, own_medians)
+                found = search(bundle, loaded.model, loaded.forward, threshold, budget)
         except collectives.RankFailedError as error:
             raise _failure(error, loaded.variant) from error
         if collectives.rank() == 0:
@@ -140,8 +138,7 @@ def _load_on_all_ranks(options: argparse.Namespace, device: torch.device, mesh: 
 
 
 def _load(options: argparse.Namespace, device: torch.device, mesh: DeviceMesh | None) -> _Loaded:
-    parts = open_parts(options.bundle)
-    bundle, trust = parts.bundle, options.trust_remote_code
+    bundle, trust = open_bundle(options.bundle), options.trust_remote_code
     path = model_path(bundle, options.model, trust)
     variant = default_variant(bundle, options.dtype, options.attention, device.type)
     try:
@@ -154,7 +151,7 @@ def _load(options: argparse.Namespace, device: torch.device, mesh: DeviceMesh | 
             check_memory(needed_memory(bundle, model.module, model.dtype, variant.attention), device.type)
     except (MemoryError, RuntimeError) as error:
         raise _failure(error, variant) from error
-    return _Loaded(parts, model, forward, path, variant)
+    return _Loaded(bundle, model, forward, path, variant)
 
 
 def _failure(error: BaseException, variant: Variant) -> CannotReplayError:
@@ -165,7 +162,7 @@ def _failure(error: BaseException, variant: Variant) -> CannotReplayError:
 
 def _report(options: argparse.Namespace, loaded: _Loaded, searched: Searched, threshold: float) -> None:
     """Writes and prints what was found. On rank 0 alone."""
-    parts, bundle = loaded.parts, loaded.parts.bundle
+    bundle = loaded.bundle
     facts = {
         "log_probs": searched.log_probs,
         "dtype": loaded.variant.dtype,
@@ -174,13 +171,13 @@ def _report(options: argparse.Namespace, loaded: _Loaded, searched: Searched, th
         "checkpoint": bundle.manifest["checkpoint"],
     }
     of_training = same_weights(facts)
-    notes = [*parts.notes, *loaded.model.notes]
-    known, directory = event_around(bundle, parts.names), None
+    notes = [*bundle.missing, *loaded.model.notes]
+    known, directory = event_around(bundle), None
     base = known or bundle.event
     was_found = base["diagnosis"] not in ("unsearched", "under")
     if searched.found is not None:
-        event = searched_event(base, searched.found, bundle, threshold, is_whole=not parts.notes)
-        sentences = [_in_words(parts, searched, searched.found), weights_in_words(facts)]
+        event = searched_event(base, searched.found, bundle, threshold, is_whole=not bundle.missing)
+        sentences = [_in_words(bundle, searched, searched.found), weights_in_words(facts)]
         if not of_training:
             sentences.append("So the tokens are those of these weights, which need not be those of training.")
         sentences += _compared(bundle, event)
@@ -188,7 +185,7 @@ def _report(options: argparse.Namespace, loaded: _Loaded, searched: Searched, th
         # What another search has found stays.
         event = bundle.event if was_found else quiet_event(base, bundle, threshold, searched, of_training)
         sentences = [_nothing_over(searched, threshold), weights_in_words(facts)]
-    if searched.found is not None and not of_training and not is_recorded(bundle) and was_found:
+    if searched.found is not None and not of_training and not bundle.is_converted and was_found:
         notes.append("The event is not written: with other weights, it would hide what training has found.")
     elif event is not bundle.event:
         directory, said = _write(bundle, event, known is not None)
@@ -233,20 +230,18 @@ def _write(bundle: Bundle, event: Mapping[str, Any], is_known: bool) -> tuple[st
     return None, f"The event: {beside}. The report does not show it: {why}."
 
 
-def _in_words(parts: Parts, searched: Searched, found: Mapping[str, Any]) -> str:
+def _in_words(bundle: Bundle, searched: Searched, found: Mapping[str, Any]) -> str:
     """What was searched, and what it took."""
-    bundle = parts.bundle
     what = count(len(bundle.micro_batches), "micro-batch", "micro-batches")
     ranks = ranges(sorted({rank for rank, _ in bundle.micro_batches}))
     took = f"{count(found['passes'], 'pass', 'passes')} of at most {found['budget']}"
     here = f"{count(searched.passes, 'forward and backward', 'forwards and backwards')} here, {found['seconds']:.1f} s"
-    of_parts = f" in {len(parts.names)} bundles" if len(parts.names) > 1 else ""
-    return f"Searched {what} (rank {ranks}){of_parts}: {took} ({here})."
+    return f"Searched {what} (rank {ranks}): {took} ({here})."
 
 
 def _compared(bundle: Bundle, event: Mapping[str, Any]) -> list[str]:
     """Whether the search names what the one in training named; empty if there was none."""
-    if is_recorded(bundle):
+    if bundle.is_converted:
         return []
     named, before = places(event["culprits"]), places(bundle.event["culprits"])
     if named == before:

@@ -57,7 +57,7 @@ def searched_event(
         threshold (float): τ.
         is_whole (bool): Whether the bundle has every micro-batch that was over its threshold, as far as is known.
     """
-    first = bundle.event["search"] == "recorded"
+    first = bundle.is_converted
     event = {**base, **{name: found[name] for name in _FOUND}, "search": "replayed", "suspected": []}
     if first:
         event |= {name: found[name] for name in _FOUND_FIRST} | {"micro_batches": bundle.event["micro_batches"]}
@@ -78,7 +78,7 @@ def searched_event(
 def quiet_event(
     base: Mapping[str, Any], bundle: Bundle, threshold: float, searched: Searched, of_training: bool
 ) -> dict[str, Any]:
-    """The event of a recorded spike after a search with no micro-batch over its threshold.
+    """The event of a spike after a search with no micro-batch over its threshold.
 
     Args:
         threshold (float): τ.
@@ -108,12 +108,8 @@ def _finished(event: Mapping[str, Any], bundle: Bundle, threshold: float) -> dic
     return {**found, "summary": describe(found)}
 
 
-def event_around(bundle: Bundle, names: Collection[str]) -> dict[str, Any] | None:
-    """The event of a bundle's spike in the evidence around the bundle, which has texts; None without one.
-
-    Args:
-        names (Collection[str]): The names of the folders of its parts.
-    """
+def event_around(bundle: Bundle) -> dict[str, Any] | None:
+    """The event of a bundle's spike in the evidence around the bundle, which has texts; None without one."""
     folder = bundle.path.parent
     if folder.name != limits.FOLDER:
         return None
@@ -121,7 +117,7 @@ def event_around(bundle: Bundle, names: Collection[str]) -> dict[str, Any] | Non
         events = [dict(event) for event in read(str(folder.parent)).events]
     except OSError:
         return None
-    return spike_of(events, bundle.event, {f"{limits.FOLDER}/{name}" for name in names})
+    return spike_of(events, bundle.event, f"{limits.FOLDER}/{bundle.path.name}")
 
 
 def evidence_of(event: Mapping[str, Any], bundle: Bundle, options: Sequence[str] = ()) -> Evidence:
@@ -133,11 +129,11 @@ def evidence_of(event: Mapping[str, Any], bundle: Bundle, options: Sequence[str]
 
 
 def with_findings(bundle: Bundle) -> Bundle:
-    """The bundle of a recorded spike with what a search has found since; as it is without one.
+    """The bundle of a converted spike with what a search has found since; as it is without one.
 
     The event beside the bundle may come from a stranger, too: it is checked like the bundle's own.
     """
-    if bundle.event["search"] != "recorded":
+    if not bundle.is_converted:
         return bundle
     try:
         path = bundle.path.with_name(bundle.path.name + EVENT_SUFFIX)

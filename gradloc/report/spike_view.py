@@ -212,7 +212,7 @@ def story(spike: Spike) -> str:
     over = ", over its threshold of" if spike.is_spike else "; its threshold is"
     sentences = [f"{cause} had norm {short(trigger['norm'])}{over} {short(trigger['threshold'])}."]
     if event["diagnosis"] == "unsearched":
-        sentences.append("It was recorded, and not searched.")
+        sentences.append("It was converted, and not searched.")
     elif event["diagnosis"] == "under":
         sentences.append("Its bundle was searched: no micro-batch is over its threshold.")
     else:

@@ -156,9 +156,9 @@ def _in_steps(steps: Collection[int]) -> str:
 
 def named(spikes: Collection[Spike]) -> str:
     """How many there are of what, in words."""
-    recorded = sum(not spike.is_spike for spike in spikes)
-    parts = [count(len(spikes) - recorded, "gradient spike")] if len(spikes) > recorded else []
-    parts += [count(recorded, "recorded mini-batch", "recorded mini-batches")] if recorded else []
+    converted = sum(not spike.is_spike for spike in spikes)
+    parts = [count(len(spikes) - converted, "gradient spike")] if len(spikes) > converted else []
+    parts += [count(converted, "converted mini-batch", "converted mini-batches")] if converted else []
     return " and ".join(parts)
 
 
@@ -181,7 +181,7 @@ def mini_batch_fields(spike: Spike) -> dict[str, Any]:
 
 
 def suspected_of(spike: Spike) -> list[dict[str, Any]]:
-    """The suspected tokens of a recorded spike; at most 16 are listed."""
+    """The suspected tokens of a converted spike; at most 16 are listed."""
     return [*spike.event.get("suspected", ())][:16]
 
 
@@ -232,7 +232,7 @@ def _notes(evidence: Evidence) -> list[str]:
     errors = Counter(clipped(event["error"]) for event in evidence.events if event["error"] is not None)
     for error, searches in errors.items():
         found.append(f"{count(searches, 'search', 'searches')} failed with an error: {str(error).rstrip('.')}.")
-    # Nothing is to be applied with "log"; a recorded spike has nothing to apply.
+    # Nothing is to be applied with "log"; a converted spike has nothing to apply.
     not_applied = [event for event in evidence.events if not event["applied"] and event["action"] != "log"]
     for action, spikes in Counter(event["action"] for event in not_applied).items():
         found.append(f"{count(spikes, 'spike')}, with spike_action={action}: {NOT_APPLIED[action]}")

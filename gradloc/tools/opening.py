@@ -16,6 +16,7 @@ from torch import Tensor
 from ..bundles import layout, limits
 from ..bundles.layout import TOKENS, Row, SavedMicroBatch
 from ..judge.judgement import judged
+from ..judge.sentences import ranks_looked_at
 from ..lines import Event
 from ..measure.micro_batch import MicroBatchName
 from ..token_clip.token_clip import ACTIONS
@@ -92,6 +93,22 @@ class Bundle:
         return event if "summary" in event else judged(with_numbers(event, Event))
 
     @property
+    def is_converted(self) -> bool:
+        """Whether it is of another trainer's records, and nothing was measured."""
+        return bool(self.event["search"] == "converted")
+
+    @property
+    def missing(self) -> list[str]:
+        """What it lacks of its spike, in sentences."""
+        found, count = [], self.manifest["left_out"]
+        had = "were over their threshold" if self.manifest["layers"] else "had tokens with a gradient"
+        if count > 0:
+            found.append(f"{count} more micro-batches {had}; the bundle does not have them.")
+        if ranks := ranks_looked_at(self.event):
+            found.append(f"Its records are those of {ranks}.")
+        return found
+
+    @property
     def first(self) -> MicroBatchName:
         """The micro-batch that most of a replay is about: the first one."""
         return next(iter(self.micro_batches))
@@ -144,7 +161,7 @@ def _manifest(folder: Path) -> dict[str, Any]:
         raise BundleError(f"{limits.MANIFEST} cannot be parsed: {error}.") from error
     if not isinstance(manifest, dict) or manifest.get("kind") != limits.KIND:
         raise BundleError(f"{limits.MANIFEST} is not that of a replay bundle.")
-    # A bundle of an earlier version, or of a recorded spike, has nothing of them.
+    # A bundle of an earlier version, or of a converted spike, has nothing of them.
     manifest.setdefault("clips", {"layer_clip": None, "token_clip": None})
     if manifest.get("format") != limits.FORMAT:
         raise BundleError(
@@ -163,17 +180,17 @@ def _problems(manifest: Mapping[str, Any]) -> Iterator[str]:
     event, layers, files, measured = (manifest[name] for name in ("event", "layers", "micro_batches", "measured"))
     if not _LOSS_SCALES[0] <= event["loss_scale"] <= _LOSS_SCALES[1]:
         yield f"its loss_scale is {event['loss_scale']:g}, which no gradient scaler has"
-    recorded = event["search"] == "recorded"
+    converted = event["search"] == "converted"
     for what, listed, most in (
         ("layers", layers, limits.LAYERS),
-        ("micro-batches", files, limits.RECORDED_MICRO_BATCHES if recorded else limits.MICRO_BATCHES),
+        ("micro-batches", files, limits.CONVERTED_MICRO_BATCHES if converted else limits.MICRO_BATCHES),
         ("measured tokens", measured, limits.MEASURED_TOKENS),
         ("rows in a micro-batch", max((entry["rows"] for entry in files), key=len, default=()), limits.ROWS),
     ):
         if len(listed) > most:
             yield f"it has {len(listed):,} {what}, and {most:,} are the limit"
     known = set(layers)
-    if recorded:
+    if converted:
         norms = [layers, measured, *(event[name] for name in ("units", "culprits", "diffuse"))]
         if any(norms) or any(entry["norm"] is not None or entry["layer_norms"] for entry in files):
             yield "it has norms, although nothing was searched"

@@ -4,10 +4,9 @@
 
 import errno
 import glob
-import math
 import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -249,29 +248,19 @@ def _lines(found: Evidence, file: str) -> Iterator[bytes]:
                 yield line
 
 
-def spike_of(events: Iterable[Event], event: Mapping[str, Any], replays: Collection[str | None]) -> Event | None:
+def spike_of(events: Iterable[Event], event: Mapping[str, Any], replay: str | None) -> Event | None:
     """The event of a spike among those of the evidence; None if there is none, or more than one that may be it.
 
-    It is that of the same step, epoch and mini-batch whose `replay` is one of some bundles. The rank that writes the
-    evidence may have no bundle of a recorded spike: where none names one of the bundles, it is that of a recorded spike
-    that names none and has the same norm.
+    It is that of the same step, epoch and mini-batch with the same bundle.
 
     Args:
         event (Mapping): What a bundle has of the spike, or a search.
-        replays (Collection[str]): The bundles, as `replay` has them.
+        replay (str, optional): The bundle, as `replay` has it.
     """
     where = ("global_step", "epoch", "mini_batch")
     same = [each for each in events if all(each[name] == event[name] for name in where)]
-    unnamed = [each for each in same if each.get("replay") is None and each["search"] == "recorded"]
-    found = [each for each in same if each.get("replay") is not None and each["replay"] in replays]
-    found = found or [each for each in unnamed if same_number(each["global_norm"], event["global_norm"])]
+    found = [each for each in same if replay is not None and each.get("replay") == replay]
     return found[0] if len(found) == 1 else None
-
-
-def same_number(one: Any, other: Any) -> bool:
-    """Whether two numbers of events are equal; NaN is equal to NaN."""
-    one, other = float(one), float(other)
-    return one == other or (math.isnan(one) and math.isnan(other))
 
 
 def _with_searches(lines: Iterable[Any], directory: str) -> Iterable[Any]:
@@ -280,7 +269,7 @@ def _with_searches(lines: Iterable[Any], directory: str) -> Iterable[Any]:
         return lines
     found = [*lines]
     events = [entry for entry in found if conforms(entry, EVENT)]
-    pairs = [(spike_of(events, event, {event.get("replay")}), event) for event in searched]
+    pairs = [(spike_of(events, event, event.get("replay")), event) for event in searched]
     later = {id(line): event for line, event in pairs if line is not None}
     return [later.get(id(entry), entry) for entry in found]
 

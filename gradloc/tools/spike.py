@@ -23,7 +23,7 @@ def mini_batch_of(event: Mapping[str, Any]) -> MiniBatch:
 
 @dataclass(frozen=True)
 class Spike:
-    """A spike, or a mini-batch that was recorded and is not known to have one.
+    """A spike, or a mini-batch that was converted and is not known to have one.
 
     Attributes:
         event (Mapping): As the evidence has it.
@@ -58,7 +58,7 @@ class Spike:
 
     @cached_property
     def next_command(self) -> str | None:
-        """What measures what each remedy leaves of it, or searches a recorded one."""
+        """What measures what each remedy leaves of it, or searches a converted one."""
         if self.bundle is None or self.event["diagnosis"] == "under":
             return None
         what = "--search" if self.event["diagnosis"] == "unsearched" else "--remedies"
@@ -114,7 +114,7 @@ class Spike:
     def suspected_title(self) -> str:
         """The heading of its suspected tokens, which says whose were not looked at."""
         ranks = ranks_looked_at(self.event)
-        return f"Suspected tokens{f' of {ranks}' if ranks else ''}: recorded, not measured"
+        return f"Suspected tokens{f' of {ranks}' if ranks else ''}: not measured"
 
 
 def bundle_of(event: Mapping[str, Any], directory: str, options: Sequence[str] = ()) -> str | None:

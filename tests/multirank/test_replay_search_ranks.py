@@ -12,7 +12,7 @@ import pytest
 import replay_cases
 import test_faults
 import torch.distributed as dist
-from actor_cases import Run, train
+from actor_cases import Run
 from actors import ENGINE, IDENTITY_THRESHOLD, Case
 from batches import build_batch
 from notation import Capsys, cases
@@ -20,11 +20,11 @@ from oracle import Unit, brute_force
 from stripped_bundles import strip
 from test_actor import MODES, ONE, THREE, Launch, on_engine, on_ranks, same_events, tokens_over
 from test_replay_ranks import TOLERANCE, check_replayed, replayed
-from valid_events import lines_in
 from verl import DataProto
 
 from gradloc.measure.passes import Passes
 from gradloc.replay import search_command
+from gradloc.tools.opening import open_bundle
 from gradloc.tools.reading import read
 
 # With a KL and an entropy term, and without; shares of the largest norm that leave few units over τ, and most of them.
@@ -89,38 +89,12 @@ def test_planted_tokens_are_replayed_and_found_again(
         assert shown["search"] == "replayed" and shown["culprits"] == found["culprits"]
     assert json.loads((bundle.parent / f"{bundle.name}.event.json").read_text()) == found
 
-    # A recorded spike has the same micro-batches, without what was measured of them: a bundle for each rank.
-    parts = strip(bundle, tmp_path / "recorded")
-    of_recorded = search(parts[-1], tmp_path, capsys)
-    is_whole = len(parts) == 2
-    check_same(of_recorded, {**trained, "complete": is_whole, "explained": trained["explained"] if is_whole else None})
-    assert of_recorded["suspected"] == []
-
-
-@pytest.mark.every_target
-@pytest.mark.skipif(not ENGINE, reason="verl 0.7 searches in training alone")
-def test_what_training_only_recorded_is_found_at_home(launch: Launch, tmp_path: Path, capsys: Capsys) -> None:
-    case = Case("fsdp1", dynamic=True, kl=True, entropy=True, rollout=True, planted=THREE)
-
-    def spiked_and_recorded() -> tuple[list[Unit], float, Run]:
-        found = replay_cases.spiked(case, str(tmp_path))
-        options = {"spike_search": "replay", "spike_replay": 4, "bisect_dump_dir": str(tmp_path / "recorded")}
-        train(case, spike_detection=True, grad_norm_threshold=found[1], **options)
-        dist.barrier()
-        return found
-
-    results = launch(2, spiked_and_recorded)
-    units, threshold, _ = results[0]
-    ((trained,),) = same_events([run for *_, run in results])
-    dump = tmp_path / "recorded"
-    (recorded,) = lines_in(dump)
-    assert recorded["diagnosis"] == "unsearched" and recorded["culprits"] == []
-    found = search(dump / recorded["replay"], tmp_path, capsys)
-    check_same(found, trained)
-    check_brute_force(found, units, threshold, len(case.planted))
-    assert lines_in(dump) == [recorded]
-    (shown,) = read(str(dump)).events
-    assert shown["culprits"] and {**shown, "culprits": []} == {**found, "culprits": []}
+    # A converted spike has the same micro-batches, without what was measured of them.
+    stripped = strip(bundle, tmp_path / "converted")
+    of_converted = search(stripped, tmp_path, capsys)
+    is_whole = not open_bundle(stripped).missing  # both ranks have some
+    check_same(of_converted, {**trained, "complete": is_whole, "explained": trained["explained"] if is_whole else None})
+    assert of_converted["suspected"] == []
 
 
 @pytest.mark.every_target

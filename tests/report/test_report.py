@@ -486,14 +486,14 @@ def test_without_a_culprit_it_is_said_what_was_found_and_done(show: Any, summary
     assert set(words.APPLIED) == set(words.NOT_APPLIED) == set(fields["action"]["enum"])
 
 
-def test_a_recorded_spike_names_what_it_suspects(show: Any, view: Any, tmp_path: Path) -> None:
+def test_a_converted_spike_names_what_it_suspects(show: Any, view: Any, tmp_path: Path) -> None:
     tokens = ["2", " plus", " two", " is", " five"]
     found = unsearched(40, [culprit(4, tokens, 9e4, advantage=7.5), culprit(2, tokens, 8e4)])
     valid_events(json.dumps([found]))
     text = show(events=[found])
     assert "1 gradient spike in step 40: not searched yet: no token was measured." in text
-    assert "replay/step40-epoch0-mini_batch0-rank0 --search" in text
-    assert "Suspected tokens of rank 0 (the 3 others were not looked at): recorded, not measured" in text
+    assert "replay/step40-epoch0-mini_batch0 --search" in text
+    assert "Suspected tokens of rank 0 (the 3 others were not looked at): not measured" in text
     made = view()
     table = made.spikes[0].content["suspected"]
     assert [row[7] for row in table.rows] == ["4", "2"] and table.columns[7].name == "Position"

@@ -102,9 +102,9 @@ def test_the_check_names_the_bundle_of_the_event(tmp_path: Path, show: Any, view
     assert lines[2] == f"Next: `gradloc replay '{path}' --remedies`"
     has_it = {**spike(2), "replay": "replay/step2"}
     has_it["verdict"] = {**has_it["verdict"], "check": "`gradloc replay BUNDLE --remedies` shows it."}
-    recorded = {**unsearched(4, [culprit(0, ["a"])]), "verdict": None}
-    said = [shown.content["then"] for shown in view([has_it, spike(3), recorded]).spikes]
-    assert said[:3] == [lines[2], "", ""] and said[3].endswith("-rank0 --search`")
+    converted = {**unsearched(4, [culprit(0, ["a"])]), "verdict": None}
+    said = [shown.content["then"] for shown in view([has_it, spike(3), converted]).spikes]
+    assert said[:3] == [lines[2], "", ""] and said[3].endswith("mini_batch0 --search`")
 
 
 def test_a_long_check_with_many_bundles_takes_little_memory(view: Any) -> None:

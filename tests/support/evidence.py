@@ -156,11 +156,11 @@ def without_culprits(step: int, diagnosis: str, **changes: Any) -> Event:
 
 
 def unsearched(step: int, tokens: Sequence[Event], **changes: Any) -> Event:
-    """An event that was only recorded; the culprits given become its suspected tokens."""
+    """An event that was converted, and not searched; the culprits given become its suspected tokens."""
     norm, measured = 4 * THRESHOLD * ROOT, ("grad_norm", "threshold", "share", "layer_norms")
     found: Event = {"suspected": [{name: of[name] for name in of if name not in measured} for of in tokens]}
-    found |= {"suspected_ranks": [0], "replay": f"replay/step{step}-epoch0-mini_batch0-rank0"}
-    found |= {"diagnosis": "unsearched", "search": "recorded", "units": [], "passes": 0, "complete": False}
+    found |= {"suspected_ranks": [0], "replay": f"replay/step{step}-epoch0-mini_batch0"}
+    found |= {"diagnosis": "unsearched", "search": "converted", "units": [], "passes": 0, "complete": False}
     found |= {"explained": False, "more_tokens": None, "ordinary_layer_norms": None, "global_norm": norm}
     found["trigger"] = {"kind": "global", "norm": norm, "threshold": THRESHOLD * ROOT}
     return event(step, [], **found | changes)

@@ -37,7 +37,6 @@ DEFAULTS = {
     "bisect_budget_seconds": "auto",
     "spike_trigger": "unit",
     "bisect_until": "explained",
-    "spike_search": "training",
     "spike_action": "log",
     "spike_stop_after": 5,
     "spike_drill_step": None,
@@ -105,8 +104,6 @@ def test_keys_are_overridden_without_a_plus() -> None:
     config = actor_config(*(f"{key}={value}" for key, value in keys.items()), "layer_clip.ratio=2.5")
     assert {key: config[key] for key in keys} == keys and config.layer_clip.ratio == 2.5
     assert [actor_config(f"bisect_budget_seconds={s}").bisect_budget_seconds for s in ("60", "null")] == [60, None]
-    recorded = actor_config("spike_search=replay", "spike_action=stop", "spike_detection=True")
-    assert recorded.records_spikes and not recorded.searches_in_training
 
 
 PAGES = [trees.ROOT / "README.md", *sorted((trees.ROOT / "docs").rglob("*.md"))]
@@ -157,8 +154,6 @@ def test_keys_of_gradloc_in_the_text_of_pages_have_their_values() -> None:
         for clip in ("layer_clip", "token_clip")
         for value, wanted in (("True", "True"), ("null", "False"))
     ),
-    ("spike_search=replay spike_action=drop", "spike_action=drop needs spike_search=training"),
-    ("spike_search=replay spike_drill_step=2 spike_detection=True", "spike_drill_step tests the search in training"),
 )
 def test_bad_values_are_refused_at_start(overrides: str, message: str) -> None:
     # Hydra wraps what the dataclass raises.
@@ -178,25 +173,21 @@ def test_bad_values_of_the_critic_are_refused() -> None:
 
 
 @pytest.mark.every_target
-@pytest.mark.skipif(not ENGINE, reason="verl 0.7 has no such engines")
-@pytest.mark.parametrize("engine", ["megatron", "veomni", "torchtitan"])
-def test_other_engines_only_record(engine: str) -> None:
-    def config(*overrides: str) -> Any:
-        composed_with = composed(f"model_engine={engine}", f"{ACTOR}.ppo_micro_batch_size_per_gpu=1", *overrides)
-        generated = OmegaConf.load(CONFIG_DIR / f"_generated_ppo_{engine}_trainer.yaml").actor_rollout_ref.actor
-        assert list(generated) == [key for key in composed_with.actor_rollout_ref.actor if key in generated]
-        return omega_conf_to_dataclass(composed_with.actor_rollout_ref.actor)
+@cases(
+    "key name",
+    ("spike_detection", "spike_detection"),
+    ("layer_clip.enable", "layer_clip"),
+    ("token_clip.enable", "token_clip"),
+)
+def test_other_engines_are_refused_before_anything_starts(key: str, name: str) -> None:
+    """Their actors lack the keys, which Hydra says of an override without a plus."""
+    from verl.utils.spikes import refuse_bad_keys
 
-    found = config(f"{ACTOR}.spike_detection=True", f"{ACTOR}.grad_norm_threshold=auto", f"{ACTOR}.spike_action=stop")
-    assert found.spike_search == "replay" and found.records_spikes and found.strategy == engine
-    assert not config().records_spikes
-    for override, message in (
-        (f"{ACTOR}.spike_search=training", "spike_search=training needs the FSDP engine, not strategy="),
-        (f"+{ACTOR}.layer_clip.enable=True", "layer_clip needs the FSDP engine"),
-        (f"+{ACTOR}.token_clip.enable=True", "token_clip needs the FSDP engine"),
-    ):
-        with pytest.raises(Exception, match=message):
-            config(override)
+    engine = "model_engine=megatron" if ENGINE else f"actor@{ACTOR}=megatron_actor"
+    fine = engine, f"{ACTOR}.ppo_micro_batch_size_per_gpu=1", "algorithm.adv_estimator=grpo"
+    refuse_bad_keys(composed(*fine))
+    with pytest.raises(SystemExit, match=f"^{name} needs the FSDP engine and does not know strategy=megatron: train"):
+        refuse_bad_keys(composed(*fine, f"+{ACTOR}.{key}=True"))
 
 
 OWN = """
@@ -235,7 +226,6 @@ OF_THE_ENGINE = [
     ([TURBO, DETECTION], "does not know strategy=fsdp_turbo"),
     (["distillation.enabled=True", DETECTION], "does not know distillation losses"),
     (["distillation.enabled=True"], None),
-    ([TURBO, DETECTION, f"{ACTOR}.spike_search=replay"], None),
 ]
 
 

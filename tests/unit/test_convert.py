@@ -176,7 +176,7 @@ def test_ranks_have_their_share_of_the_mean(convert: Any, monkeypatch: Patch) ->
     assert ranks.event["global_threshold"] == pytest.approx(alone.event["global_threshold"])
     # Micro-batches have the size that is asked for.
     assert list(convert(records(), "--micro-batch-size", "3").rows.values()) == [[0, 1, 2], [3]]
-    monkeypatch.setattr(limits, "RECORDED_MICRO_BATCHES", 2)
+    monkeypatch.setattr(limits, "CONVERTED_MICRO_BATCHES", 2)
     assert list(convert(records()).rows.values()) == [[0, 1], [2, 3]]
 
 

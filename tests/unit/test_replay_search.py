@@ -13,10 +13,10 @@ from unittest.mock import Mock
 import pytest
 import torch
 from as_torchrun import torchrun
-from notation import Capsys, Patch, cases
+from notation import Capsys, Patch
 from pages import texts_of
 from printed_commands import commands_in
-from small_bundles import BAD, NAME, THRESHOLD, bundle, kept, replayed, resave, resign, save_other_weights, tensors_of
+from small_bundles import BAD, NAME, THRESHOLD, bundle, kept, replayed, resave, resign, save_other_weights
 from stripped_bundles import strip
 
 from gradloc.evidence.writer import jsonable
@@ -24,7 +24,6 @@ from gradloc.judge.verdict import CHECK_UNKNOWN
 from gradloc.measure.passes import Passes
 from gradloc.replay import memory
 from gradloc.replay.command import main
-from gradloc.replay.parts import open_parts
 from gradloc.report.command import main as report
 from gradloc.tools.opening import open_bundle
 from gradloc.tools.reading import read
@@ -190,15 +189,15 @@ def test_the_command_that_a_search_prints_works_as_printed(evidence: Path, capsy
     assert main(shlex.split(commands[0])[2:]) == 0
 
 
-def test_a_search_with_nothing_over_its_threshold_is_a_result(parts: list[Path], kept: Path, capsys: Capsys) -> None:
+def test_a_search_with_nothing_over_its_threshold_is_a_result(converted: Path, kept: Path, capsys: Capsys) -> None:
     """Not searched, searched without a culprit, searched with one: the report says which."""
-    dump = parts[0].parent.parent
-    recorded = jsonable({**open_bundle(parts[0]).event, "replay": f"replay/{parts[0].name}"})
-    (dump / "spikes.jsonl").write_text(json.dumps(recorded) + "\n")
+    dump = converted.parent.parent
+    line = jsonable({**open_bundle(converted).event, "replay": f"replay/{converted.name}"})
+    (dump / "spikes.jsonl").write_text(json.dumps(line) + "\n")
 
     def lines(*options: str) -> str:
         if options:
-            assert main([str(parts[0]), "--model", str(kept / "model"), *options]) == 0
+            assert main([str(converted), "--model", str(kept / "model"), *options]) == 0
         capsys.readouterr()
         assert report([str(dump)]) == 0
         return " ".join(capsys.readouterr().out.split())
@@ -235,110 +234,38 @@ def test_what_a_stranger_may_write_into_a_bundle_does_no_harm(bundle: Path, kept
 
 
 @pytest.fixture
-def parts(kept: Path, tmp_path: Path) -> list[Path]:
-    """The parts of a recorded spike of three ranks, of which two are there."""
+def converted(kept: Path, tmp_path: Path) -> Path:
+    """The bundle of a converted spike of two ranks, of which the records of one are there."""
     source = tmp_path / "source"
     shutil.copytree(kept / "replay" / NAME, source)
-    resign(source, lambda manifest: manifest["event"].update(world_size=3))
-    found = strip(source, tmp_path / "dump")
-    path = tensors_of(source)
-    path.rename(source / "rank2-micro_batch0.safetensors")
-
-    def move(manifest: dict[str, Any]) -> None:
-        manifest["micro_batches"][0].update(rank=2, file="rank2-micro_batch0.safetensors")
-        for token in [*manifest["measured"], *manifest["event"]["culprits"]]:
-            token["rank"] = 2
-
-    resign(source, move)
-    found += strip(source, tmp_path / "dump")
-    return found
+    resign(source, lambda manifest: manifest["event"].update(world_size=2))
+    return strip(source, tmp_path / "dump")
 
 
-def searched_parts(part: Path, kept: Path, capsys: Capsys) -> tuple[dict[str, Any], str]:
-    assert main([str(part), "--model", str(kept / "model"), "--search", "--json"]) == 0
+def test_a_converted_spike_is_searched(converted: Path, kept: Path, capsys: Capsys) -> None:
+    assert main([str(converted), "--model", str(kept / "model"), "--search", "--json"]) == 0
     out, error = capsys.readouterr()
-    return json.loads(out), error
-
-
-def test_the_parts_of_a_spike_are_searched_as_one(parts: list[Path], kept: Path, capsys: Capsys) -> None:
-    event, error = searched_parts(parts[1], kept, capsys)
-    assert {(c["rank"], c["row"], c["position"]) for c in event["culprits"]} == {(0, *BAD), (2, *BAD)}
-    assert conforms(event, EVENT) and event["search"] == "replayed" and event["micro_batches"] == 2
-    assert "Searched 2 micro-batches (rank 0, 2) in 2 bundles: " in error
-    assert "Of 3 ranks, the bundles of rank 1 are not here, and their tokens are not searched." in error
-
-
-OF_ANOTHER_SPIKE = f"The part {NAME}-rank2 is of another spike."
-
-
-def of_another(**changes: Any) -> Callable[[Path], None]:
-    """The same part with another step, norm or threshold."""
-    return lambda part: resign(part, lambda manifest: manifest["event"].update(changes))
-
-
-def of_the_same_rank(part: Path) -> None:
-    shutil.rmtree(part)
-    shutil.copytree(part.with_name(f"{NAME}-rank0"), part)
-
-
-@cases(
-    "change message",
-    (
-        lambda part: tensors_of(part).write_bytes(b""),
-        f"The part {NAME}-rank2 cannot be used: rank2-micro_batch0.safetensors is cut off",
-    ),
-    (of_another(global_step=99), OF_ANOTHER_SPIKE),
-    (of_another(global_norm=12.5), OF_ANOTHER_SPIKE),
-    (of_the_same_rank, OF_ANOTHER_SPIKE),
-    (lambda part: part.rename(part.with_name("step9-epoch0-mini_batch0-rank2")), "bundles of ranks 1 to 2"),
-)
-def test_a_part_that_cannot_be_used_is_named(
-    parts: list[Path], kept: Path, capsys: Capsys, change: Callable[[Path], Any], message: str
-) -> None:
-    change(parts[1])
-    event, error = searched_parts(parts[0], kept, capsys)
+    event = json.loads(out)
     assert [(c["rank"], c["row"], c["position"]) for c in event["culprits"]] == [(0, *BAD)]
-    assert message in error and "Of 3 ranks, the bundles of ranks 1 to 2 are not here" in error
+    assert conforms(event, EVENT) and event["search"] == "replayed" and event["micro_batches"] == 1
+    # Of what is missing, nothing is known.
+    assert event["explained"] is None and not event["complete"]
+    assert "Searched 1 micro-batch (rank 0): " in error
+    assert "Its records are those of rank 0 (the other one was not looked at)." in error
 
 
-def test_a_part_may_have_the_number_of_another_repeat(parts: list[Path]) -> None:
-    other = parts[1].with_name(f"{NAME}-2-rank2")
-    parts[1].rename(other)
-    shutil.copytree(parts[0], parts[0].with_name(f"{NAME}-3-rank0"))
-    found = open_parts(parts[0])
-    assert found.names == [parts[0].name, other.name]
-    assert found.notes == ["Of 3 ranks, the bundles of rank 1 are not here, and their tokens are not searched."]
-    of_another(global_norm=12.5)(other)
-    assert open_parts(parts[0]).names == [parts[0].name]
-    for part in (parts[0], other):  # a norm that is not a number is that of the other part
-        of_another(global_norm="NaN")(part)
-    assert len(open_parts(parts[0]).names) == 2
-
-
-def test_the_line_of_a_spike_of_which_its_rank_has_no_bundle(parts: list[Path], kept: Path, capsys: Capsys) -> None:
-    dump = parts[0].parent.parent
-    event = jsonable({**open_bundle(parts[0]).event, "replay": None})
-    shutil.rmtree(parts[0])
-    other = {**event, "global_norm": 2 * event["global_norm"]}
-    (dump / "spikes.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (other, event)))
-    for _ in range(2):
-        found, _ = searched_parts(parts[1], kept, capsys)
-        assert found["search"] == "replayed"
-        assert [dict(each) for each in read(str(dump)).events] == [other, found]
-
-
-def test_a_replay_after_the_search_has_its_culprits(parts: list[Path], kept: Path, capsys: Capsys) -> None:
-    again = partial(replayed, parts[0], kept / "model", capsys, "--only")
+def test_a_replay_after_the_search_has_its_culprits(converted: Path, kept: Path, capsys: Capsys) -> None:
+    again = partial(replayed, converted, kept / "model", capsys, "--only")
     before = again()
     assert before["tokens"] == [] and any("--search finds the tokens" in note for note in before["notes"])
     assert [layer["norm"] for layer in before["layers"]] == [None] * 5
-    searched_parts(parts[0], kept, capsys)
+    replayed(converted, kept / "model", capsys, "--search")
     found = again()
     (culprit,) = found["tokens"]
-    assert culprit["culprit"] and (culprit["row"], culprit["position"]) == BAD and found["notes"] == []
+    assert culprit["culprit"] and (culprit["row"], culprit["position"]) == BAD
     assert culprit["replayed"] == pytest.approx(culprit["grad_norm"], rel=1e-4)
     # It may be of another bundle, or come from a stranger.
-    path = beside(parts[0])
+    path = beside(converted)
     event = json.loads(path.read_text())
     for change in ({"global_step": 5}, {"culprits": [{**event["culprits"][0], "position": 99}]}):
         path.write_text(json.dumps({**event, **change}))

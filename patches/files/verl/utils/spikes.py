@@ -35,6 +35,7 @@ CALLS = {
     "gradloc.adapters.engines": ("watch_engines",),
     "gradloc.adapters.spike_log": ("add_spike_log",),
     "gradloc.adapters.spike_stop": ("exit_at_repeated_spikes", "start_spike_stop"),
+    "gradloc.adapters.trainer_checks": ("why_unsupported",),
     "gradloc.rewards": ("score",),
 }
 # The data sources that the package has scorers for.
@@ -70,6 +71,9 @@ def refuse_bad_keys(config: Any) -> None:
     from verl.trainer.ppo.utils import need_critic
     from verl.utils.config import omega_conf_to_dataclass
 
+    # First: the classes of other engines' actors do not know the keys.
+    if (why := __getattr__("why_unsupported")(config)) is not None:
+        sys.exit(why)
     for section in [config.actor_rollout_ref.actor, *([config.critic] if need_critic(config) else [])]:
         try:
             omega_conf_to_dataclass(section)

@@ -1,4 +1,4 @@
-"""Recorded spikes: the event, the bundle, and what of them is read. In one process, without verl."""
+"""Converted spikes: the event, the bundle, and what of them is read. In one process, without verl."""
 
 import json
 import math
@@ -13,9 +13,9 @@ from small_bundles import resign
 from valid_events import valid_events
 
 from gradloc.bundles import layout, limits
-from gradloc.bundles.bundle_writer import bytes_of_bundles, write_recorded_bundle
+from gradloc.bundles.bundle_writer import write_converted_bundle
 from gradloc.bundles.layout import NotReplayableError, Row, SavedMicroBatch
-from gradloc.evidence.event import SUSPECTED, recorded_event
+from gradloc.evidence.event import SUSPECTED, converted_event
 from gradloc.judge.judgement import judged
 from gradloc.judge.verdict import CHECK_UNSEARCHED
 from gradloc.measure.micro_batch import MicroBatch, MicroBatchName, suspicion
@@ -66,7 +66,7 @@ def micro_batches(count: int = 3) -> Parts:
 def event_of(parts: Parts, **changes: Any) -> dict[str, Any]:
     where = {"global_step": 7, "epoch": 0, "mini_batch": 1}
     figures = {"threshold": 640.0, "global_norm": 5e3, "global_threshold": 75.0, "world_size": 1}
-    return recorded_event(parts, where=where, **{**figures, **changes})
+    return converted_event(parts, where=where, **{**figures, **changes})
 
 
 def samples(_: Any) -> list[Row]:
@@ -74,8 +74,8 @@ def samples(_: Any) -> list[Row]:
     return [Row(ids, ids, RESPONSE, 1.0)] * ROWS
 
 
-def write(directory: Path, parts: Parts, suffix: str = "", **changes: Any) -> str:
-    return write_recorded_bundle(directory, event_of(parts, **changes), parts, samples, CONTEXT, suffix)
+def write(directory: Path, parts: Parts) -> str:
+    return write_converted_bundle(directory, event_of(parts), parts, samples, CONTEXT)
 
 
 def test_the_event_claims_nothing_that_was_not_measured() -> None:
@@ -83,12 +83,12 @@ def test_the_event_claims_nothing_that_was_not_measured() -> None:
     valid_events(json.dumps([event]))
     assert [event[name] for name in ("units", "culprits", "diffuse", "open_segments")] == [[]] * 4
     assert [event[name] for name in ("without_tokens", "more_tokens", "ordinary_layer_norms")] == [None] * 3
-    assert (event["search"], event["diagnosis"], event["passes"]) == ("recorded", "unsearched", 0)
+    assert (event["search"], event["diagnosis"], event["passes"]) == ("converted", "unsearched", 0)
     assert not (event["complete"] or event["explained"] or event["out_of_time"] or event["applied"])
     assert event["trigger"] == {"kind": "global", "norm": 5e3, "threshold": 75.0}
     assert event["verdict"]["cause"] is None and event["verdict"]["check"] == CHECK_UNSEARCHED
     assert event["summary"] == (
-        "Recorded, and not searched; the largest suspicion is that of the token (p = 0.00012), position 2 of row 3 of "
+        "Converted, and not searched; the largest suspicion is that of the token (p = 0.00012), position 2 of row 3 of "
         "rank 0."
     )
     of_three = judged(event_of(micro_batches(), world_size=3))
@@ -117,27 +117,27 @@ def test_suspected_tokens_are_ordered_by_suspicion() -> None:
     assert [token["position"] for token in event_of(parts)["suspected"]] == [3]
 
 
-def test_the_parts_of_ranks_lie_side_by_side(tmp_path: Path) -> None:
+def test_the_bundle_claims_nothing_that_was_not_measured(tmp_path: Path) -> None:
     parts = micro_batches()
-    names = [write(tmp_path, parts, suffix) for suffix in ("-rank0", "-rank1", "-rank0")]
-    stem = "replay/step7-epoch0-mini_batch1"
-    assert names == [f"{stem}-rank0", f"{stem}-rank1", f"{stem}-2-rank0"]
+    names = [write(tmp_path, parts) for _ in range(2)]
+    assert names == ["replay/step7-epoch0-mini_batch1", "replay/step7-epoch0-mini_batch1-2"]
     for name in names:
         bundle = open_bundle(tmp_path / name)
         assert bundle.event["global_step"] == 7 and bundle.rows == {part: each.rows for part, each in parts.items()}
         assert (bundle.manifest["layers"], bundle.manifest["measured"], bundle.manifest["left_out"]) == ([], [], 0)
+        assert bundle.is_converted and bundle.missing == []
         for entry in bundle.manifest["micro_batches"]:
             assert (entry["norm"], entry["layer_norms"]) == (None, {})
             assert entry["threshold"] == pytest.approx(640 / math.sqrt(ROWS * RESPONSE))
 
 
 def test_of_many_micro_batches_the_likeliest_are_kept(tmp_path: Path) -> None:
-    count = limits.RECORDED_MICRO_BATCHES + 3
+    count = limits.CONVERTED_MICRO_BATCHES + 3
     parts = micro_batches(count)
     quiet = parts[0, count - 1].tokens
     quiet["coefficient"] = torch.zeros_like(quiet["coefficient"])  # a prompt whose responses have the same reward
     bundle = open_bundle(tmp_path / write(tmp_path, parts))
-    assert len(bundle.micro_batches) == limits.RECORDED_MICRO_BATCHES and bundle.manifest["left_out"] == 2
+    assert len(bundle.micro_batches) == limits.CONVERTED_MICRO_BATCHES and bundle.manifest["left_out"] == 2
     assert (0, 1) in bundle.micro_batches and (0, count - 1) not in bundle.micro_batches
     assert list(bundle.micro_batches) == sorted(bundle.micro_batches)
 
@@ -160,20 +160,6 @@ def test_what_a_bundle_may_not_have_is_refused(tmp_path: Path, monkeypatch: Patc
     with pytest.raises(NotReplayableError, match="no token with a gradient"):
         write(tmp_path, still)
     assert [path.name for path in (tmp_path / "replay").iterdir()] == [Path(name).name]
-
-
-def test_each_rank_has_a_share_of_the_limit(tmp_path: Path, monkeypatch: Patch) -> None:
-    parts = micro_batches()
-    write(tmp_path, parts, "-rank0", world_size=2)
-    (tmp_path / "replay" / "step.event.json").write_text("{}")  # counts for none
-    size = bytes_of_bundles(tmp_path / "replay", "-rank0")
-    assert size == bytes_of_bundles(tmp_path / "replay")
-    monkeypatch.setattr(limits, "TOTAL_BYTES", 2 * size)
-    write(tmp_path, parts, "-rank1", world_size=2)
-    with pytest.raises(NotReplayableError, match=r"-rank0 has .* move some away"):
-        write(tmp_path, parts, "-rank0", world_size=2)
-    monkeypatch.setattr(limits, "TOTAL_BYTES", 2 * size + 2)
-    write(tmp_path, parts, "-rank0", world_size=2)
 
 
 CLAIMS: dict[str, Callable[[dict[str, Any]], Any]] = {
