@@ -34,7 +34,7 @@ SPIKE_DRILL_STEP=${SPIKE_DRILL_STEP:-null}        # the step of a drill; null: n
 TIS=${TIS:-}                                      # (2.0) truncate ratios of training to rollout at this value
 SEQUENCE_MASK=${SEQUENCE_MASK:-}                  # (1.2) mask responses with a mean ratio over x or under 1/x
 TOKEN_CLIP_ACTION=${TOKEN_CLIP_ACTION:-}          # (drop) TokenClip: drop, smooth or log
-LAYER_CLIP=${LAYER_CLIP:-}                        # (zscore) LayerClip's rule: zscore, ratio or fixed
+LAYER_CLIP=${LAYER_CLIP:-}                        # (on) LayerClip: on
 
 set -euo pipefail
 root=$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")
@@ -103,7 +103,7 @@ verl=$("$PYTHON" -c "$find_verl") || refuse "there is no Python at '$PYTHON': gi
 [[ ! $verl || ${#plugin[@]} -gt 0 ]] || grep -qs 'from verl.utils.spikes import ' "$verl/trainer/main_ppo.py" ||
     refuse "the verl in $verl is not patched: run $PYTHON $root/apply_patch.py --installed"
 
-if [[ $remedy ]]; then : "${TIS:=2.0}" "${SEQUENCE_MASK:=1.2}" "${TOKEN_CLIP_ACTION:=drop}" "${LAYER_CLIP:=zscore}"; fi
+if [[ $remedy ]]; then : "${TIS:=2.0}" "${SEQUENCE_MASK:=1.2}" "${TOKEN_CLIP_ACTION:=drop}" "${LAYER_CLIP:=on}"; fi
 clips=${TIS:=off}-${SEQUENCE_MASK:=off}-${TOKEN_CLIP_ACTION:=off}-${LAYER_CLIP:=off}
 corrections=algorithm.rollout_correction actor=actor_rollout_ref.actor
 mask=seq_mean_k1
@@ -113,13 +113,14 @@ mask=seq_mean_k1
     remedies+=("$corrections.rollout_rs=$mask" "$corrections.rollout_rs_threshold=$SEQUENCE_MASK")
 [[ $TOKEN_CLIP_ACTION == off ]] ||
     remedies+=("$actor.token_clip.enable=True" "$actor.token_clip.action=$TOKEN_CLIP_ACTION")
-[[ $LAYER_CLIP == off ]] || remedies+=("$actor.layer_clip.enable=True" "$actor.layer_clip.rule=$LAYER_CLIP")
+[[ $LAYER_CLIP == @(on|off) ]] || refuse "LAYER_CLIP is $LAYER_CLIP: set it to on or off"
+[[ $LAYER_CLIP == off ]] || remedies+=("$actor.layer_clip.enable=True")
 
 # A run must not resume from the checkpoints of one with another model or other clips.
 name=$(basename -- "$MODEL_PATH")
 name=${name,,}-grpo-clip-$clips
 name=${name/%-clip-off-off-off-off/}
-name=${name/%-clip-2.0-1.2-drop-zscore/-remedy}
+name=${name/%-clip-2.0-1.2-drop-on/-remedy}
 OUTPUT_DIR=$(realpath -m -- "${OUTPUT_DIR:-outputs/$name}")
 BISECT_DUMP_DIR=$(realpath -m -- "${BISECT_DUMP_DIR:-$OUTPUT_DIR/bisect_dump}")
 

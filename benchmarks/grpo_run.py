@@ -59,8 +59,7 @@ class Variant:
 
     Args:
         name (str): As in the tables.
-        rule (str): "none" for no clip at all, "global" for grad_clip alone, or LayerClip before it: "zscore".
-        target (str): LayerClip's target, under "zscore".
+        rule (str): "none" for no clip at all, "global" for grad_clip alone, or "LayerClip" before it.
         token_clip (float): TokenClip's max_share, the largest share of the tokens that it drops; 0 without TokenClip.
         action (str): GradLoc's spike_action; "" without GradLoc.
         clip (float): grad_clip in usual norms.
@@ -68,7 +67,6 @@ class Variant:
 
     name: str
     rule: str = "global"
-    target: str = "reciprocal"
     token_clip: float = 0.0
     action: str = ""
     clip: float = LOOSE
@@ -135,9 +133,7 @@ class Run:
             use_torch_compile=False,
             fsdp_config=FSDPEngineConfig(dtype="float32"),
             grad_clip=grad_clip,
-            layer_clip=LayerClipConfig(
-                enable=variant.rule == "zscore", target=variant.target, warmup_steps=settings.warmup
-            ),
+            layer_clip=LayerClipConfig(enable=variant.rule == "LayerClip", warmup_steps=settings.warmup),
             spike_detection=bool(variant.action) or usual is None,
             spike_action=variant.action or "log",
             bisect_budget_steps=64,

@@ -7,9 +7,8 @@ The rows differ in what is applied between the gradient and the optimizer:
 
 - none: nothing; global: verl's grad_clip alone, at five times the usual norm, as in runs whose norms are well under it;
   tight: at half the usual norm, so that it acts in nearly every step. All others have the loose one after theirs.
-- zscore bound, zscore: LayerClip with target=bound and with its default, reciprocal.
-- TokenClip: drop at 4 times the usual signal; both: TokenClip, then zscore. "1%": with max_share=0.01 instead of the
-  default 0.1: one token here, where a mini-batch has about 170.
+- LayerClip: with its defaults. TokenClip: drop at 4 times the usual signal; both: TokenClip, then LayerClip. "1%": with
+  max_share=0.01 instead of the default 0.1: one token here, where a mini-batch has about 170.
 - drop, skip: GradLoc's spike_action, at three times the usual token norm, with 64 passes at most.
 
 The usual norms are medians over the first 10 steps of a run without spikes. Spikes come in step 20 and in each of
@@ -66,12 +65,11 @@ VARIANTS = [
     Variant("none", "none"),
     Variant("global"),
     Variant("tight", clip=TIGHT),
-    Variant("zscore bound", "zscore", target="bound"),
-    Variant("zscore", "zscore"),
+    Variant("LayerClip", "LayerClip"),
     Variant("TokenClip", token_clip=0.1),
     Variant("TokenClip 1%", token_clip=0.01),
-    Variant("both", "zscore", token_clip=0.1),
-    Variant("both 1%", "zscore", token_clip=0.01),
+    Variant("both", "LayerClip", token_clip=0.1),
+    Variant("both 1%", "LayerClip", token_clip=0.01),
     Variant("drop", action="drop"),
     Variant("skip", action="skip"),
 ]

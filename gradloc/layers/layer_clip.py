@@ -20,9 +20,6 @@ from .reduced_norms import ReducedNorms
 
 logger = logging.getLogger(__name__)
 
-RULES = ("zscore", "ratio", "fixed")
-TARGETS = ("reciprocal", "bound")
-
 # The mean never falls below _MEAN_FLOOR times an average that is _FLOOR_SLOWNESS times slower. So a short phase of
 # small norms does not bring the bound close to zero, but a lasting decrease of the norms is followed.
 _MEAN_FLOOR = 0.1
@@ -41,20 +38,16 @@ _PER_MEDIAN_DEVIATION = 1.4826
 class LayerClipConfig:
     """When a layer's gradient is scaled down.
 
+    A layer's bound is mean + z * standard deviation of its recent norms. Over it, it is scaled to mean + z**2 /
+    deviations * standard deviation, deviations being how many of them its norm is over the mean: the larger the norm,
+    the nearer to the mean.
+
     Args:
         enable (bool): Whether to clip each layer's gradient.
-        rule (str): The bound of a layer's norm. Options: 'zscore' (mean + z * standard deviation of its recent norms),
-            'ratio' (ratio * mean of its recent norms), 'fixed' (max_norm * square root of the layer's share of the
-            trainable parameters).
-        target (str): For 'zscore': the norm that a layer over its bound is scaled to. Options: 'reciprocal' (mean +
-            z**2 / deviations * standard deviation, deviations being how many of them the norm is over the mean: the
-            larger the norm, the nearer to the mean; but at least min_bound), 'bound' (its bound).
-        z (float): For 'zscore': maximum number of standard deviations above the mean.
-        ratio (float): For 'ratio': maximum multiple of the mean.
+        z (float): Maximum number of standard deviations above the mean.
         beta (float): Decay of the moving averages per optimizer step.
         warmup_steps (int): Number of norms of a layer before it is clipped.
-        min_bound (float): Lower limit of all bounds.
-        max_norm (float): For 'fixed': norm of the whole gradient that is divided among the layers.
+        min_bound (float): Lower limit of bounds and of what layers are scaled to.
         log_layers (bool): Whether to log every layer's norm and bound.
 
     Raises:
@@ -62,24 +55,16 @@ class LayerClipConfig:
     """
 
     enable: bool = False
-    rule: str = "zscore"
-    target: str = "reciprocal"
     z: float = 5.0
-    ratio: float = 3.0
     beta: float = 0.98
     warmup_steps: int = 20
     min_bound: float = 0.0
-    max_norm: float = 1.0
     log_layers: bool = False
 
     def __post_init__(self) -> None:
         for name in ("enable", "log_layers"):
             self._check(name, isinstance(getattr(self, name), bool), "True or False")
-        self._check("rule", self.rule in RULES, f"one of {list(RULES)}")
-        self._check("target", self.target in TARGETS, f"one of {list(TARGETS)}")
-        for name in ("z", "max_norm"):
-            self._check(name, is_finite_number(getattr(self, name)) and getattr(self, name) > 0, "a positive number")
-        self._check("ratio", is_finite_number(self.ratio) and self.ratio > 1, "a number over 1")
+        self._check("z", is_finite_number(self.z) and self.z > 0, "a positive number")
         self._check("beta", is_finite_number(self.beta) and 0 < self.beta < 1, "a number between 0 and 1")
         self._check("min_bound", is_finite_number(self.min_bound) and self.min_bound >= 0, "a number of at least 0")
         self._check("warmup_steps", is_positive_integer(self.warmup_steps), "an integer over 0")
@@ -123,16 +108,11 @@ class LayerStatistics:
         self.deviation = max(self.deviation, _DEVIATION_FLOOR * self.mean)
 
     def bound(self, config: LayerClipConfig) -> float | None:
-        """The bound of the next norm under the rules 'zscore' and 'ratio'; None during the warm-up."""
-        if self.mean == 0:
-            return None
-        wanted = config.ratio * self.mean if config.rule == "ratio" else self.mean + config.z * self.deviation
-        return max(wanted, config.min_bound)
+        """The bound of the next norm; None during the warm-up."""
+        return None if self.mean == 0 else max(self.mean + config.z * self.deviation, config.min_bound)
 
-    def target(self, norm: float, bound: float, config: LayerClipConfig) -> float:
-        """What a norm over its bound is scaled to: that, or ZClip's reciprocal (arXiv 2504.02507) for one layer."""
-        if config.rule != "zscore" or config.target == "bound":
-            return bound
+    def target(self, norm: float, config: LayerClipConfig) -> float:
+        """What a norm over its bound is scaled to: ZClip's reciprocal (arXiv 2504.02507) for one layer."""
         deviations = (norm - self.mean) / self.deviation
         return max(self.mean + config.z**2 / deviations * self.deviation, config.min_bound)
 
@@ -223,9 +203,9 @@ class LayerClip:
 
     def take_in(self, step: Mapping[str, LayerStep]) -> None:
         """Updates the statistics with a step that `preview` gave; by itself where LayerClip only learns its bounds."""
-        if self._config.rule != "fixed" and all(math.isfinite(layer["norm"]) for layer in step.values()):
+        if all(math.isfinite(layer["norm"]) for layer in step.values()):
             for name, layer in step.items():
-                # Cut at the bound under both targets: the reciprocal one would never follow a lasting rise.
+                # Cut at the bound, not at the target, which would never follow a lasting rise.
                 norm, bound = layer["norm"], layer["bound"]
                 self._statistics[name].take_in(norm if bound is None else min(norm, bound), self._config)
 
@@ -235,10 +215,11 @@ class LayerClip:
         norms = [math.sqrt(square) for square in squared_norms.tolist()]
         finite = all(map(math.isfinite, norms))
         step: dict[str, LayerStep] = {}
-        for layer, norm, bound in zip(self.layers, norms, self._bounds(), strict=True):
-            factor = 1.0
+        for layer, norm in zip(self.layers, norms, strict=True):
+            statistics, factor = self._statistics[layer], 1.0
+            bound = statistics.bound(self._config)
             if finite and bound is not None and norm > bound:
-                factor = self._statistics[layer].target(norm, bound, self._config) / norm
+                factor = statistics.target(norm, self._config) / norm
             step[layer] = {"norm": norm, "bound": bound, "factor": factor}
         return step
 
@@ -283,12 +264,3 @@ class LayerClip:
             if not (each.deviation if each.mean else each.count == len(each.warmup)):
                 raise ForeseenError(f"the numbers of {layer} contradict each other")
         self._statistics = saved
-
-    def _bounds(self) -> list[float | None]:
-        if self._config.rule != "fixed":
-            return [self._statistics[layer].bound(self._config) for layer in self.layers]
-        total = sum(self._reduced_norms.numels)
-        return [
-            max(self._config.max_norm * math.sqrt(numel / total), self._config.min_bound)
-            for numel in self._reduced_norms.numels
-        ]

@@ -27,7 +27,7 @@ def both(case: Case, options: dict[str, Any]) -> tuple[dict[str, bool], list[lis
     """
     options = DETECTION | options
     if options.pop("clip_layers", False):
-        options["layer_clip"] = LayerClipConfig(enable=True, warmup_steps=1, rule="ratio", ratio=1.5)
+        options["layer_clip"] = LayerClipConfig(enable=True, warmup_steps=1)
     states: list[str] = []
 
     def keep_state(actor: Any) -> None:

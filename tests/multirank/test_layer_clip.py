@@ -69,29 +69,42 @@ def take_step(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
+def learned(norm: float, over: bool) -> dict[str, float]:
+    """Statistics of a layer whose gradient has this norm, under which it is over its bound, or not."""
+    return {"count": 20, "mean": norm * (0.5 if over else 1.0), "deviation": 0.1 * norm}
+
+
+def all_over(layers: list[str]) -> dict[str, dict[str, float]]:
+    """Statistics by layer, under which every layer with a gradient is over its bound."""
+    return {layer: learned(1e-6, over=True) for layer in layers}
+
+
+# What `learned` leaves of a layer over its bound, with z = 2: 5 deviations over the mean.
+Z, LEFT = 2.0, 0.5 + 2.0**2 / 5 * 0.1
+
+
+def every_other(norms: dict[str, float]) -> dict[str, dict[str, float]]:
+    """Statistics by layer, under which every other layer is over its bound."""
+    return {layer: learned(norm, over=i % 2 == 0) for i, (layer, norm) in enumerate(norms.items())}
+
+
 def compare(case: Case, all_gathers: int) -> tuple[dict[str, tuple[Any, Any]], float, float]:
-    """Clips one gradient by the rule "fixed" and by hand.
+    """Clips every other layer of one gradient, and does the same by hand.
 
     Returns:
         tuple: LayerClip's figures on one rank, with those of the plain computation; the largest relative error of a
             gradient; and the largest gradient of a frozen parameter.
     """
     gradients = plain_gradients(case)
-    numels: dict[str, int] = {}
-    for name, gradient in gradients.items():
-        numels[layer_of(name)] = numels.get(layer_of(name), 0) + gradient.numel()
     whole, norms = norms_of(gradients)
-    max_norm = 0.8 * whole
-    factors = {
-        layer: min(1.0, max_norm * math.sqrt(numels[layer] / sum(numels.values())) / norm)
-        for layer, norm in norms.items()
-    }
+    factors = {layer: LEFT if i % 2 == 0 else 1.0 for i, layer in enumerate(norms)}
 
     model = actors.wrap(case, actors.build_model(case))
     if case.wrap == "fsdp2":  # as old log-probs are computed, before an engine of verl 0.9 builds the clip
         with torch.no_grad():
             model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=actors.DEVICE))
-    clip = LayerClip(model, LayerClipConfig(rule="fixed", max_norm=max_norm), actors.DEVICE)
+    clip = LayerClip(model, LayerClipConfig(z=Z), actors.DEVICE)
+    clip.load_state_dict(every_other(norms))
     backward(model, dist.get_rank())
     with Operations() as operations:
         norm = clip.clip(clip.squared_norms()).item()
@@ -115,16 +128,25 @@ def compare(case: Case, all_gathers: int) -> tuple[dict[str, tuple[Any, Any]], f
     return figures, max(errors), max(frozen, default=0.0)
 
 
-def run_actor(case: Case, options: dict[str, Any]) -> dict[str, Any]:
+def run_actor(
+    case: Case, options: dict[str, Any], statistics: Callable[[list[str]], dict[str, Any]] | None = None
+) -> dict[str, Any]:
     """Runs the actor with LayerClip; returns metrics, events, statistics and the norm that the optimizer has seen last.
 
     Args:
         case (Case): What it trains.
         options (dict): `layer_clip` as a dict, and whatever else the actor's configuration takes.
+        statistics (Callable, optional): Returns what it has learned before, from the names of layers.
     """
     options = {**options, "layer_clip": VerlLayerClipConfig(enable=True, **options.get("layer_clip", {}))}
     made: list[Any] = []
-    run = actor_cases.train(case, prepare=made.append, **options)
+
+    def prepare(actor: Any) -> None:
+        made.append(actor)
+        if statistics is not None:
+            actor.layer_clip.load_state_dict(statistics(actor.layer_clip.layers))
+
+    run = actor_cases.train(case, prepare=prepare, **options)
     clip, replicas = made[0].layer_clip, 2 if case.hsdp else 1
     squares = [float(gradient.double().square().sum()) / replicas for gradient in (run.gradients or [[]])[-1]]
     by_layer: dict[str, float] = {}
@@ -220,7 +242,7 @@ def with_checkpoints(
     case: Any, checkpoint_config: dict[str, Any] | None = None, enable: bool = True, **options: Any
 ) -> tuple[Any, Any]:
     """An actor with LayerClip, and what saves and loads its checkpoints."""
-    layer_clip = VerlLayerClipConfig(enable=enable, warmup_steps=5, rule="ratio", ratio=1.05)
+    layer_clip = VerlLayerClipConfig(enable=enable, warmup_steps=5, z=0.5)
     actor = actors.build_actor(case, layer_clip=layer_clip, **options)
     scheduler = torch.optim.lr_scheduler.ConstantLR(actor.actor_optimizer, factor=1.0)
     return actor, actors.checkpoints(actor, scheduler, checkpoint_config)
@@ -278,12 +300,14 @@ def test_the_host_waits_for_the_device_as_often_as_without(launch: Launch, wrap:
 
     def reads(micro_batch: int) -> list[Counter[str]]:
         case, found = Case(wrap=wrap, micro_batch=micro_batch), []
-        clip = VerlLayerClipConfig(enable=True, rule="fixed", max_norm=1e-3)
+        clip = VerlLayerClipConfig(enable=True)
         watch = {"spike_detection": True, "grad_norm_threshold": 1e9}
         kinds = (actors.stock_dp_actor(), {}), (actors.dp_actor, watch), (actors.dp_actor, {"layer_clip": clip})
         for module, options in kinds:
             actor = actors.build_actor(case, module, **options)
             actor.update_policy(build_batch(case, dist.get_rank()))  # what is done only once
+            if options.get("layer_clip"):
+                actor.layer_clip.load_state_dict(all_over(actor.layer_clip.layers))
             batch = build_batch(case, dist.get_rank())
             with actor_cases.host_reads() as of_update:
                 actor.update_policy(batch)
@@ -301,9 +325,9 @@ def test_the_host_waits_for_the_device_as_often_as_without(launch: Launch, wrap:
         assert of_each_micro_batch.keys() <= ({"tolist"} if actors.ENGINE else set())
 
 
-def of_two_ranks(launch: Launch, case: Case, options: dict[str, Any]) -> dict[str, Any]:
+def of_two_ranks(launch: Launch, case: Case, options: dict[str, Any], *statistics: Any) -> dict[str, Any]:
     """What two ranks found, after checking that they found the same."""
-    return same(launch(2, run_actor, case, options))
+    return same(launch(2, run_actor, case, options, *statistics))
 
 
 def same(results: list[dict[str, Any]]) -> dict[str, Any]:
@@ -346,16 +370,17 @@ HALF = {"precision": "float16", "loss_scale": 2.0**10}
     names="world case with_gradloc",
 )
 def test_layers_are_clipped_in_every_configuration(launch: Launch, world: int, case: Case, with_gradloc: bool) -> None:
-    """The norm that the stock actor measures is divided among the layers: not all can be over their part, nor under."""
+    """Every other layer, by statistics from an update in which nothing is clipped yet."""
     # With GradLoc they are measured before the gradient is unscaled, without it afterwards.
     gradloc = {"spike_detection": True, "spike_trigger": "global", "grad_norm_threshold": 1e6}
 
-    def clip_to_parts() -> tuple[list[float], dict[str, Any]]:
+    def clip_every_other() -> tuple[list[float], dict[str, Any]]:
         norms = actor_cases.train(case, actors.stock_dp_actor()).metrics[0]["actor/grad_norm"]
-        clip = {"layer_clip": {"rule": "fixed", "max_norm": norms[0]}}
-        return norms, run_actor(case, {**clip, **(gradloc if with_gradloc else {})})
+        options = {"layer_clip": {"z": Z}, **(gradloc if with_gradloc else {})}
+        unclipped = {layer: of["norm"] for layer, of in run_actor(case, options)["last_step"].items()}
+        return norms, run_actor(case, options, lambda _: every_other(unclipped))
 
-    results = launch(world, clip_to_parts)
+    results = launch(world, clip_every_other)
     (norm,) = results[0][0]
     result = same([of_rank for _, of_rank in results])
     layers = result["last_step"].values()
@@ -366,7 +391,7 @@ def test_layers_are_clipped_in_every_configuration(launch: Launch, world: int, c
     ratios = [layer["norm"] / layer["bound"] for layer in layers]
     assert 0 < sum(ratio > 1 for ratio in ratios) < len(layers)
     assert metrics["actor/layer_clip/norm_max_ratio"] == pytest.approx(max(ratios))
-    assert metrics["actor/layer_clip/min_factor"] == pytest.approx(1 / max(ratios))
+    assert metrics["actor/layer_clip/min_factor"] == pytest.approx(LEFT)
     assert check_seen(result) < 0.95 * norm
 
 
@@ -377,7 +402,7 @@ DETECT = {"spike_detection": True, "grad_norm_threshold": 100.0}
 @pytest.mark.parametrize("trigger", ["unit", pytest.param("global", marks=ON_ENGINE)])
 def test_events_hold_bounds_of_the_gradient_that_is_taken(launch: Launch, trigger: str) -> None:
     """A dropped gradient is neither in it nor in the statistics."""
-    options = {**DETECT, "spike_trigger": trigger, "layer_clip": {"rule": "ratio", "warmup_steps": 5}}
+    options = {**DETECT, "spike_trigger": trigger, "layer_clip": {"warmup_steps": 5}}
     spiked = of_two_ranks(launch, SPIKE, options)
     (event,) = json.loads(spiked["events"][0])
     layers = event["layer_clip"]
@@ -396,16 +421,16 @@ def test_events_hold_bounds_of_the_gradient_that_is_taken(launch: Launch, trigge
 @ON_ENGINE
 def test_an_overflow_and_a_skipped_step_update_no_statistics(launch: Launch) -> None:
     overflow = Case(precision="float16", loss_scale=2.0**40)
-    result = of_two_ranks(launch, overflow, {"layer_clip": {"rule": "ratio", "warmup_steps": 1}})
+    result = of_two_ranks(launch, overflow, {"layer_clip": {"warmup_steps": 1}})
     assert {layer["count"] for layer in result["statistics"].values()} == {0}
     assert result["steps"] == 0  # the scaler left it out
-    options = {**DETECT, "spike_action": "skip", "layer_clip": {"rule": "ratio", "warmup_steps": 1}}
+    options = {**DETECT, "spike_action": "skip", "layer_clip": {"warmup_steps": 1}}
     result = of_two_ranks(launch, SPIKE, options)
     assert {layer["count"] for layer in result["statistics"].values()} == {0}
     assert "actor/layer_clip/fraction" not in result["metrics"][0]
     # What it would have done is told all the same.
-    taken = of_two_ranks(launch, SPIKE, {**DETECT, "layer_clip": {"rule": "fixed"}})
-    skipped = of_two_ranks(launch, SPIKE, {**DETECT, "spike_action": "skip", "layer_clip": {"rule": "fixed"}})
+    taken = of_two_ranks(launch, SPIKE, DETECT, all_over)
+    skipped = of_two_ranks(launch, SPIKE, {**DETECT, "spike_action": "skip"}, all_over)
     (would_be,), (done,) = (json.loads(run["events"][0]) for run in (skipped, taken))
     assert would_be["applied"] and would_be["layer_clip"] == done["layer_clip"] == taken["last_step"]
     assert any(layer["factor"] < 1 for layer in taken["last_step"].values())

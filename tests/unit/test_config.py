@@ -101,8 +101,8 @@ def test_the_documentation_has_every_key_and_its_default() -> None:
 @pytest.mark.every_target
 def test_keys_are_overridden_without_a_plus() -> None:
     keys = {"spike_detection": True, "grad_norm_threshold": 80, "bisect_dump_dir": "/elsewhere", "spike_log": "texts"}
-    config = actor_config(*(f"{key}={value}" for key, value in keys.items()), "layer_clip.ratio=2.5")
-    assert {key: config[key] for key in keys} == keys and config.layer_clip.ratio == 2.5
+    config = actor_config(*(f"{key}={value}" for key, value in keys.items()), "layer_clip.z=2.5")
+    assert {key: config[key] for key in keys} == keys and config.layer_clip.z == 2.5
     assert [actor_config(f"bisect_budget_seconds={s}").bisect_budget_seconds for s in ("60", "null")] == [60, None]
 
 

@@ -1,6 +1,5 @@
 """LayerClip's rules on their own, in one process, and the layers that names of parameters give."""
 
-import dataclasses
 import logging
 import math
 import random
@@ -15,11 +14,10 @@ from gradloc import LayerClip, LayerClipConfig
 from gradloc.layers.layer_clip import LayerStatistics
 from gradloc.layers.reduced_norms import ReducedNorms, layer_name, layers_by_parameter
 
-RULES = [LayerClipConfig(rule="ratio"), LayerClipConfig(rule="zscore")]
-both_rules = pytest.mark.parametrize("config", RULES, ids=lambda config: config.rule)
+DEFAULTS = LayerClipConfig()
 
 
-def statistics_of(norms: list[float], config: LayerClipConfig) -> LayerStatistics:
+def statistics_of(norms: list[float], config: LayerClipConfig = DEFAULTS) -> LayerStatistics:
     """What LayerClip has learnt from a sequence of norms."""
     statistics = LayerStatistics()
     for norm in norms:
@@ -27,7 +25,7 @@ def statistics_of(norms: list[float], config: LayerClipConfig) -> LayerStatistic
     return statistics
 
 
-def step(statistics: LayerStatistics, norm: float, config: LayerClipConfig) -> None:
+def step(statistics: LayerStatistics, norm: float, config: LayerClipConfig = DEFAULTS) -> None:
     bound = statistics.bound(config)
     statistics.take_in(norm if bound is None else min(norm, bound), config)
 
@@ -37,17 +35,16 @@ def log_normal(count: int, spread: float = 0.3, seed: int = 0) -> list[float]:
     return [numbers.lognormvariate(0, spread) for _ in range(count)]
 
 
-def test_bounds_are_the_formulas_of_their_rules() -> None:
-    config = LayerClipConfig(rule="ratio", ratio=1000.0, beta=0.9, warmup_steps=3)
-    norms = [1.0, 3.0, 2.0, 5.0, 4.0, 6.0]
+def test_bounds_are_the_formula() -> None:
+    config = LayerClipConfig(z=1000.0, beta=0.9, warmup_steps=3)
     # The average that starts at zero, with the warm-up's median in place of each of its norms.
     average = 0.0
     for norm in [2.0, 2.0, 2.0, 5.0, 4.0, 6.0]:
         average = 0.9 * average + 0.1 * norm
     average /= 1 - 0.9**6
-    assert statistics_of(norms, config).bound(config) == pytest.approx(1000 * average, rel=1e-12)
-    # zscore: the mean, and deviations of it.
-    config = LayerClipConfig(rule="zscore", z=1000.0, beta=0.9, warmup_steps=5)
+    assert statistics_of([1.0, 3.0, 2.0, 5.0, 4.0, 6.0], config).mean == pytest.approx(average, rel=1e-12)
+    # The mean, and deviations of it.
+    config = LayerClipConfig(z=1000.0, beta=0.9, warmup_steps=5)
     statistics = statistics_of([1.0, 2.0, 3.0, 4.0, 5.0], config)
     assert statistics.bound(config) == pytest.approx(3 + 1000 * 1.4826)
     step(statistics, 4.0, config)
@@ -56,94 +53,87 @@ def test_bounds_are_the_formulas_of_their_rules() -> None:
     assert statistics.bound(config) == pytest.approx(3 + weight + 1000 * deviation)
 
 
-@both_rules
-def test_a_spike_in_the_warm_up_does_not_set_the_scale(config: LayerClipConfig) -> None:
+def test_a_spike_in_the_warm_up_does_not_set_the_scale() -> None:
     norms = log_normal(20)
-    clean = statistics_of(norms, config).bound(config)
-    spiked = statistics_of([*norms[:7], 1e6, *norms[8:]], config).bound(config)
+    clean = statistics_of(norms).bound(DEFAULTS)
+    spiked = statistics_of([*norms[:7], 1e6, *norms[8:]]).bound(DEFAULTS)
     assert 0.7 * clean < spiked < 1.4 * clean
 
 
-@both_rules
 @pytest.mark.parametrize("odd", [0.0, math.nan, math.inf])
-def test_zeros_and_non_finite_norms_change_nothing(config: LayerClipConfig, odd: float) -> None:
+def test_zeros_and_non_finite_norms_change_nothing(odd: float) -> None:
     statistics, expected = LayerStatistics(), LayerStatistics()
     for norm in log_normal(60):
-        statistics.take_in(norm, config)
-        statistics.take_in(odd, config)
-        expected.take_in(norm, config)
+        statistics.take_in(norm, DEFAULTS)
+        statistics.take_in(odd, DEFAULTS)
+        expected.take_in(norm, DEFAULTS)
     assert statistics == expected
 
 
-@both_rules
-def test_ten_spikes_in_a_row_raise_the_bound_little(config: LayerClipConfig) -> None:
-    statistics = statistics_of(log_normal(500, 0.8), config)
+def test_ten_spikes_in_a_row_raise_the_bound_little() -> None:
+    statistics = statistics_of(log_normal(500, 0.8))
     for _ in range(10):
-        before = statistics.bound(config)
-        step(statistics, 100.0, config)
-        assert statistics.bound(config) < 1.055 * before
+        before = statistics.bound(DEFAULTS)
+        step(statistics, 100.0)
+        assert statistics.bound(DEFAULTS) < 1.055 * before
 
 
-@both_rules
 @pytest.mark.parametrize(("shift", "steps"), [(3, 300), (100, 300), (0.1, 300), (0.01, 600)])
-def test_a_lasting_shift_is_followed(config: LayerClipConfig, shift: float, steps: int) -> None:
+def test_a_lasting_shift_is_followed(shift: float, steps: int) -> None:
     norms = log_normal(1000 + steps, 0.8)
     statistics, usual = LayerStatistics(), []
     for norm in norms[:500]:
-        step(statistics, norm, config)
-        usual.append(statistics.bound(config))
+        step(statistics, norm)
+        usual.append(statistics.bound(DEFAULTS))
     mean = statistics.mean
     for norm in norms[500:-500]:
-        step(statistics, shift * norm, config)
-    assert sum(shift * norm > statistics.bound(config) for norm in norms[-500:]) <= 0.12 * 500
+        step(statistics, shift * norm)
+    assert sum(shift * norm > statistics.bound(DEFAULTS) for norm in norms[-500:]) <= 0.12 * 500
     assert statistics.mean == pytest.approx(shift * mean, rel=0.5)
-    assert statistics.bound(config) < 1.5 * shift * sum(usual[100:]) / 400
+    assert statistics.bound(DEFAULTS) < 1.5 * shift * sum(usual[100:]) / 400
 
 
-@both_rules
 @pytest.mark.parametrize(("quiet", "closed_to"), [(50, 0.3), (100, 0.1), (200, 0.03), (5000, 0.0)])
-def test_a_quiet_phase_does_not_close_the_bound(config: LayerClipConfig, quiet: int, closed_to: float) -> None:
+def test_a_quiet_phase_does_not_close_the_bound(quiet: int, closed_to: float) -> None:
     norms = log_normal(1100)
-    statistics = statistics_of(norms[:500], config)
-    before = statistics.bound(config)
+    statistics = statistics_of(norms[:500])
+    before = statistics.bound(DEFAULTS)
     for _ in range(quiet):
-        step(statistics, 1e-6, config)
-    assert statistics.bound(config) > closed_to * before
+        step(statistics, 1e-6)
+    assert statistics.bound(DEFAULTS) > closed_to * before
     # From however far it has to come.
     for norm in norms[500:]:
-        step(statistics, norm, config)
-    assert statistics.bound(config) > 0.8 * before
+        step(statistics, norm)
+    assert statistics.bound(DEFAULTS) > 0.8 * before
 
 
-@both_rules
-def test_ordinary_norms_are_rarely_clipped(config: LayerClipConfig) -> None:
+def test_ordinary_norms_are_rarely_clipped() -> None:
     statistics = LayerStatistics()
     clipped = 0
     for norm in log_normal(3000):
-        clipped += norm > (statistics.bound(config) or math.inf)
-        step(statistics, norm, config)
+        clipped += norm > (statistics.bound(DEFAULTS) or math.inf)
+        step(statistics, norm)
     assert clipped < 0.003 * 3000
     assert statistics.mean == pytest.approx(math.exp(0.3**2 / 2), rel=0.15)
     # Bounds have a minimum.
-    assert statistics_of([1.0] * 500, config).bound(config) >= 1.5  # not 1, though nothing deviates
-    with_minimum = dataclasses.replace(config, min_bound=7.0)
+    assert statistics_of([1.0] * 500).bound(DEFAULTS) >= 1.5  # not 1, though nothing deviates
+    with_minimum = LayerClipConfig(min_bound=7.0)
     assert statistics_of([1.0] * 20, with_minimum).bound(with_minimum) == 7.0
 
 
 # Median 3, median absolute deviation 1; z = 2, so that the bound is 3 + 2 * 1.4826 = 5.9652. The target is 3 and
 # z² / deviations * deviation = 4 * 1.4826² / (norm - 3).
 @cases(
-    "target min_bound norm expected",
-    ("bound", 0.0, 103.0, 5.9652),
-    ("reciprocal", 0.0, 7.0, 3 + 8.79241 / 4),
-    ("reciprocal", 0.0, 3e12, 3.0),
+    "min_bound norm expected",
+    (0.0, 7.0, 3 + 8.79241 / 4),
+    (0.0, 3e12, 3.0),
     # A lower limit of the bound is one of the target, too.
-    ("reciprocal", 4.0, 103.0, 4.0),
-    ("reciprocal", 9.0, 103.0, 9.0),
+    (4.0, 103.0, 4.0),
+    (9.0, 103.0, 9.0),
 )
-def test_a_layer_is_scaled_to_its_target(target: str, min_bound: float, norm: float, expected: float) -> None:
+def test_a_layer_is_scaled_to_its_target(min_bound: float, norm: float, expected: float) -> None:
     model, norms = small_model(), [1.0, 2.0, 3.0, 4.0, 5.0]
-    config = LayerClipConfig(target=target, min_bound=min_bound, z=2.0, warmup_steps=5)
+    config = LayerClipConfig(min_bound=min_bound, z=2.0, warmup_steps=5)
     clip, bound = LayerClip(model, config), max(5.9652, min_bound)
     take(clip, model, *((each, 1.0) for each in norms))
     assert clip.last_step["0"] == {"norm": pytest.approx(5.0), "bound": None, "factor": 1.0}
@@ -177,29 +167,40 @@ def take(clip: LayerClip, model: torch.nn.Module, *norms: tuple[float, float]) -
     return found
 
 
+def learned(model: torch.nn.Module, **options: Any) -> LayerClip:
+    """A clip that has learned norms of 1 with a deviation of 0.1, so that both bounds are 1.5."""
+    clip = LayerClip(model, LayerClipConfig(**options))
+    clip.load_state_dict({layer: {"count": 20, "mean": 1.0, "deviation": 0.1} for layer in clip.layers})
+    return clip
+
+
 def norm_of(layer: torch.nn.Module) -> float:
     return math.sqrt(sum(p.grad.square().sum().item() for p in layer.parameters()))
 
 
 def test_a_layer_without_a_gradient_is_left_alone() -> None:
     model = small_model()
-    clip = LayerClip(model, LayerClipConfig(rule="fixed", max_norm=0.1))
-    set_gradients(model, (1.0, 1.0))
+    clip = learned(model)
+    set_gradients(model, (6.0, 6.0))
     for parameter in model[2].parameters():
         parameter.grad = None
     clip.clip(clip.squared_norms())
-    assert clip.last_step["2"] == {"norm": 0.0, "bound": pytest.approx(0.1 * math.sqrt(10 / 26)), "factor": 1.0}
-    assert clip.last_step["0"]["factor"] == pytest.approx(0.1 * math.sqrt(16 / 26))
+    assert clip.last_step["2"] == {"norm": 0.0, "bound": 1.5, "factor": 1.0}
+    assert clip.last_step["0"]["factor"] == pytest.approx((1 + 25 / 50 * 0.1) / 6)
 
 
 def test_metrics_sum_up_all_steps_since_the_last_time() -> None:
     model = small_model()
-    clip = LayerClip(model, LayerClipConfig(rule="fixed", max_norm=2.0, log_layers=True))
+    clip = learned(model, log_layers=True)
     assert clip.metrics() == {}
-    bounds = [2.0 * math.sqrt(16 / 26), 2.0 * math.sqrt(10 / 26)]
-    take(clip, model, (0.1, 10.0), (0.2, 5.0))
-    expected = {"fraction": 0.5, "min_factor": bounds[1] / 10, "tightest_layer": 1, "norm_max_ratio": 10 / bounds[1]}
-    expected |= {"norm/0": [0.1, 0.2], "norm/2": [10.0, 5.0], "bound/0": [bounds[0]] * 2, "bound/2": [bounds[1]] * 2}
+    take(clip, model, (0.1, 11.0))
+    first = clip.last_step
+    take(clip, model, (0.2, 6.0))
+    bounds = {layer: [step[layer]["bound"] for step in (first, clip.last_step)] for layer in ("0", "2")}
+    assert bounds["0"][0] == bounds["2"][0] == 1.5
+    expected = {"fraction": 0.5, "min_factor": (1 + 25 / 100 * 0.1) / 11, "tightest_layer": 1}
+    expected |= {"norm_max_ratio": 11 / 1.5, "norm/0": [0.1, 0.2], "norm/2": [11.0, 6.0]}
+    expected |= {"bound/0": bounds["0"], "bound/2": bounds["2"]}
     found = clip.metrics()
     assert found.keys() == {f"actor/layer_clip/{name}" for name in expected}
     for name, value in expected.items():
