@@ -23,12 +23,12 @@ _JUDGED: Mapping[str, tuple[Any, tuple[str, ...]]] = {
 
 
 def asked(
-    question: Callable[[Any], Any],
+    question: Callable[[], Any],
     otherwise: Any = None,
     form: Any = Any,
     undone: str = "the judge of spikes and of the run gives no answer",
 ) -> Any:
-    """The judge's answer; something else if it does not answer in time, or has not before, or after an error in it.
+    """What a question to the judge gives; something else if it is not in time, or was not before, or after an error.
 
     Args:
         form (type, optional): What the answer must be in JSON, of the types in gradloc/lines.py.
@@ -36,7 +36,7 @@ def asked(
     """
     if not _thread.was_late:
         with guarded(undone):
-            return _thread.run(lambda: _in_form(question(judge), form))
+            return _thread.run(lambda: _in_form(question(), form))
     return otherwise
 
 
@@ -82,7 +82,7 @@ def judged(
     unjudged = {**line, **of_kind, "summary": ""}
     of_line, names = _JUDGED[kind]
 
-    def question(judge: Any) -> dict[str, Any]:
+    def question() -> dict[str, Any]:
         answer, forms = judge.judged_in_training(line, warnings, rows), get_type_hints(of_line, include_extras=True)
         return unjudged | {name: _in_form(answer[name], forms[name]) for name in names}
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import judge
 from .evidence.token_facts import off_the_rollout
 from .fsdp import collectives
 from .guarded import guarded
@@ -132,8 +133,8 @@ class RunWarnings:
     def __init__(self, learning_rate: Callable[[], float | Tensor]) -> None:
         self.steps_since_resume: int | None = None  # 1 in the first step after a loaded checkpoint
         self._is_first_rank = collectives.rank() == 0
-        # The judge's `RunChecks`; None on other ranks, without a judge, and after an error in it.
-        self._checks = asked(lambda judge: judge.RunChecks()) if self._is_first_rank else None
+        # The judge's `RunChecks`; None on other ranks, and after an error in the judge.
+        self._checks = asked(judge.RunChecks) if self._is_first_rank else None
         self._state: Any = None  # of the last checkpoint
         self._learning_rate = learning_rate
         self._said: set[str] = set()
@@ -221,11 +222,11 @@ class RunWarnings:
         if (checks := self._checks) is not None:
             failed = object()
             undone = "nothing checks the run from here on" if self._state is None else "run checks start over"
-            if (answer := asked(lambda _: question(checks), failed, form, undone)) is not failed:
+            if (answer := asked(lambda: question(checks), failed, form, undone)) is not failed:
                 return answer
             had_state, self._checks, self._state = self._state is not None, None, None
             if had_state:
-                self._checks = asked(lambda judge: judge.RunChecks())
+                self._checks = asked(lambda: judge.RunChecks())
                 self._ask(lambda checks: checks.load_state_dict(None))
         return otherwise
 

@@ -63,8 +63,8 @@ class SpikeConfig(BaseConfig, GradLocConfig):
             raise ValueError(f"[actor] spike_detection must be True or False, got {self.spike_detection!r}.")
         if self.spike_log not in (None, True, False, "texts"):
             raise ValueError(f"[actor] spike_log must be True, False, texts or null, got {self.spike_log!r}.")
-        for clip in ("layer_clip", "token_clip"):
-            if not hasattr(value := getattr(self, clip), "get"):
+        for clip, kind in (("layer_clip", LayerClipConfig), ("token_clip", TokenClipConfig)):
+            if not isinstance(value := getattr(self, clip), kind):
                 raise ValueError(
                     f"[actor] {clip} is a group of keys, got {value!r}: set actor_rollout_ref.actor.{clip}.enable="
                     f"{bool(value)}."
@@ -73,7 +73,7 @@ class SpikeConfig(BaseConfig, GradLocConfig):
             raise ValueError(
                 f"[actor] spike_action={self.spike_action} needs spike_detection=True: set that, or spike_action=log."
             )
-        if self.token_clip.get("enable", False) and getattr(self, "use_prefix_grouper", False):
+        if self.token_clip.enable and getattr(self, "use_prefix_grouper", False):
             raise ValueError("[actor] token_clip does not know use_prefix_grouper: set token_clip.enable=False.")
         if self.spike_drill_step is not None and not self.spike_detection:
             raise ValueError("[actor] spike_drill_step needs spike_detection=True.")

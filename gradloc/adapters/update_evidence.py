@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import judge
 from ..evidence.token_facts import context_evidence, text_evidence
 from ..evidence.writer import EVENTS_PER_STEP, STEP_FIGURES, jsonable, limit_texts, record_events, record_step
 from ..fsdp import collectives
@@ -215,7 +216,7 @@ class UpdateEvidence:
         figures = {name: metrics[metric] for name, metric in names.items() if metric in metrics}
         of_run = read_warnings()
         # A critic, whose update has no such figures, is trained on the same rows.
-        of_rows = asked(lambda judge: judge.row_warnings(trained), [], list[RunWarning]) if figures else []
+        of_rows = asked(lambda: judge.row_warnings(trained), [], list[RunWarning]) if figures else []
         warnings = [*of_rows, *(of_run or [])]
         for each in warnings:
             warn_once(_said, f"Step {global_step}: {each['sentence']} {each['check']}", about=each["name"])

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import lines
+from .. import judge, lines
 from ..fsdp import collectives
 from ..judging import asked
 from ..measure.alignment import own_alignment
@@ -59,7 +59,7 @@ _LARGEST_TOKENS = 3
 _MEASURED, _LEAST_MEASURED = 64, 4
 # How many suspected tokens an event lists.
 SUSPECTED = 16
-# Where training had no judge.
+# After an error in the judge of the run.
 _UNCHECKED = "nothing has checked the run, so that this need not be a natural spike"
 # So many times the usual norm, of the typical micro-batch, is no matter of single tokens.
 _LOUDER = 2.0
@@ -170,7 +170,7 @@ def converted_event(
     """
     medians = token_medians(list(micro_batches.values()))
     sums = own_alignment([each.tokens for each in micro_batches.values()]).tolist()
-    found = asked(lambda judge: judge.alignment_warning(sums), form=lines.RunWarning | None)
+    found = asked(lambda: judge.alignment_warning(sums), form=lines.RunWarning | None)
     return {
         **_begun(1.0, world_size, Findings(threshold), medians, where, Done(False)),
         "action": "log",

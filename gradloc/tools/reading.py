@@ -126,7 +126,7 @@ class Evidence:
         if not self.texts:
             event = without_texts(event)
         version = event.get("gradloc_version", __version__)
-        if not event.get("summary"):  # training had no judge
+        if not event.get("summary"):  # the judge failed in training
             event = _judged(event)
         elif version != __version__ and "comparison" in event:
             event = _judged(event)

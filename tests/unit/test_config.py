@@ -23,7 +23,7 @@ from verl.workers.config import FSDPActorConfig, FSDPCriticConfig
 
 import trees
 from gradloc.adapters import trainer_checks
-from gradloc.adapters.actor_config import CriticSpikeConfig, LayerClipConfig, TokenClipConfig
+from gradloc.adapters.actor_config import CriticSpikeConfig, LayerClipConfig, SpikeConfig, TokenClipConfig
 from gradloc.adapters.trainer_checks import check_trainer
 
 # Since verl 0.8, an engine trains the actor.
@@ -159,6 +159,12 @@ def test_bad_values_are_refused_at_start(overrides: str, message: str) -> None:
     # Hydra wraps what the dataclass raises.
     with pytest.raises(Exception, match=message):
         actor_config(*overrides.split())
+
+
+def test_a_clip_without_its_class_is_refused() -> None:
+    """As a yaml of one's own has it that lacks `_target_`."""
+    with pytest.raises(ValueError, match=r"layer_clip is a group of keys, got \{'enable': True\}: set "):
+        SpikeConfig(layer_clip={"enable": True})
 
 
 @pytest.mark.every_target

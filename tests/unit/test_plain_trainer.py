@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
 import gradloc.evidence.event
-from gradloc import judging
 from gradloc.adapters.update_evidence import TrainedData, UpdateEvidence
 from gradloc.evidence.writer import jsonable
 from gradloc.judge.judgement import judged
@@ -182,7 +180,8 @@ def test_a_response_counts_once_in_however_many_epochs(stale_rows: int, epochs: 
 def test_without_the_judge_facts_are_written_and_judged_later(
     tmp_path: Path, monkeypatch: Patch, caplog: Caplog
 ) -> None:
-    monkeypatch.setattr(judging, "judge", SimpleNamespace())  # every question is an error
+    for name in ("RunChecks", "row_warnings", "judged_in_training"):
+        monkeypatch.setattr(gradloc.judge, name, None)  # every question is an error
     loop = Loop(Plain(), IDS, PROMPT, grad_norm_threshold=20.0)
     loop.gradloc.load_state_dict(loop.gradloc.state_dict())
     monkeypatch.setattr(gradloc.evidence.event, "_why_unusual", lambda *_: None)
