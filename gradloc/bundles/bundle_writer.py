@@ -289,7 +289,7 @@ def _files(
         **more,
         "versions": {**versions, **more.get("versions", {})},
     }
-    text = json.dumps(jsonable(manifest), allow_nan=False, indent=1).encode()
+    text = json.dumps(jsonable(manifest), allow_nan=False).encode()
     if len(text) > limits.MANIFEST_BYTES:
         raise NotReplayableError(f"its manifest would take {len(text):,} bytes")
     digest = hashlib.sha256(text).hexdigest()

@@ -287,7 +287,7 @@ def write_result(bundle: Bundle, result: Mapping[str, Any]) -> Path:
         OSError: It cannot be written.
     """
     path = bundle.path.with_name(bundle.path.name + RESULT_SUFFIX)
-    write_whole(path, json.dumps(jsonable(result), allow_nan=False, indent=1))
+    write_whole(path, json.dumps(jsonable(result), allow_nan=False))
     return path
 
 

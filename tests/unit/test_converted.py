@@ -123,6 +123,7 @@ def test_the_bundle_claims_nothing_that_was_not_measured(tmp_path: Path) -> None
     assert names == ["replay/step7-epoch0-mini_batch1", "replay/step7-epoch0-mini_batch1-2"]
     for name in names:
         bundle = open_bundle(tmp_path / name)
+        assert len((tmp_path / name / limits.MANIFEST).read_text().splitlines()) == 1
         assert bundle.event["global_step"] == 7 and bundle.rows == {part: each.rows for part, each in parts.items()}
         assert (bundle.manifest["layers"], bundle.manifest["measured"], bundle.manifest["left_out"]) == ([], [], 0)
         assert bundle.is_converted and bundle.missing == []
