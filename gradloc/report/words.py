@@ -25,7 +25,7 @@ DIAGNOSES = {
     "overflow": "The gradient scaler handles it; look at the loss scale if it happens repeatedly.",
     "incomplete": "Look at the search's error if there is one, or raise bisect_budget_steps (or _seconds).",
     "under": "The spike is not in these tokens, or τ is too high.",
-    "unsearched": "Only converted: search its bundle.",
+    "unsearched": "Not searched yet: search its bundle.",
 }
 
 # By `spike_action`: what was done, and what was done instead where that was not possible.

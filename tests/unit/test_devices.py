@@ -185,5 +185,5 @@ def test_a_search_of_a_bundle_mixes_no_devices(kept: Path) -> None:
     with once, CudaStandIn() as stand_in:
         stand_in.put(model.module)
         model = replace(model, device=CUDA)
-        found = search(opened, model, searching.build_forward(model), THRESHOLD, 20, False).found
+        found = search(opened, model, searching.build_forward(model), THRESHOLD, 20).found
     assert [(culprit["row"], culprit["position"]) for culprit in found["culprits"]] == [BAD]
