@@ -47,8 +47,8 @@ _VERL = Path(__file__).resolve().parents[1]
 def why_off() -> str | None:
     """Why the calls do nothing, in a sentence; None where they do something."""
     # A package in verl's own folder counts where none is installed.
-    if (vendored := str(_VERL / "_vendored")) not in sys.path:
-        sys.path.append(vendored)
+    if (vendored := _VERL / "_vendored").is_dir() and str(vendored) not in sys.path:
+        sys.path.append(str(vendored))
     try:
         package = importlib.import_module("gradloc")
     except ImportError as error:
