@@ -34,7 +34,7 @@ from verl.workers.config import LayerClipConfig as VerlLayerClipConfig
 from verl.workers.config import TokenClipConfig
 
 from gradloc import LayerClip, LayerClipConfig
-from gradloc import LayerClip as VerlLayerClip
+from gradloc.layers.layer_clip import LayerStatistics
 
 
 def backward(model: nn.Module, seed: int, factor: float = 1.0) -> None:
@@ -69,12 +69,12 @@ def take_step(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def learned(norm: float, over: bool) -> dict[str, float]:
+def learned(norm: float, over: bool) -> dict[str, Any]:
     """Statistics of a layer whose gradient has this norm, under which it is over its bound, or not."""
-    return {"count": 20, "mean": norm * (0.5 if over else 1.0), "deviation": 0.1 * norm}
+    return dataclasses.asdict(LayerStatistics(count=20, mean=norm * (0.5 if over else 1.0), deviation=0.1 * norm))
 
 
-def all_over(layers: list[str]) -> dict[str, dict[str, float]]:
+def all_over(layers: list[str]) -> dict[str, dict[str, Any]]:
     """Statistics by layer, under which every layer with a gradient is over its bound."""
     return {layer: learned(1e-6, over=True) for layer in layers}
 
@@ -83,7 +83,7 @@ def all_over(layers: list[str]) -> dict[str, dict[str, float]]:
 Z, LEFT = 2.0, 0.5 + 2.0**2 / 5 * 0.1
 
 
-def every_other(norms: dict[str, float]) -> dict[str, dict[str, float]]:
+def every_other(norms: dict[str, float]) -> dict[str, dict[str, Any]]:
     """Statistics by layer, under which every other layer is over its bound."""
     return {layer: learned(norm, over=i % 2 == 0) for i, (layer, norm) in enumerate(norms.items())}
 
@@ -225,14 +225,14 @@ def resume(
     with actor_cases.warnings_of("") as warnings:
         actor, manager = start()
         faults = iter([MemoryError("a planted one")] if fails and dist.get_rank() == 1 else [])
-        load = VerlLayerClip.load_state_dict
+        load = LayerClip.load_state_dict
 
-        def load_or_fail(clip: VerlLayerClip, state: Any) -> None:
+        def load_or_fail(clip: LayerClip, state: Any) -> None:
             for fault in faults:
                 raise fault
             load(clip, state)
 
-        with mock.patch.object(VerlLayerClip, "load_state_dict", load_or_fail):
+        with mock.patch.object(LayerClip, "load_state_dict", load_or_fail):
             manager.load_checkpoint(folder)
             resumed = update(actor, after)  # the engine of verl 0.9 may take it in there
     return straight, resumed, [text for text in warnings if "warm-up" in text]

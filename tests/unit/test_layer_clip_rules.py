@@ -3,6 +3,7 @@
 import logging
 import math
 import random
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -170,7 +171,7 @@ def take(clip: LayerClip, model: torch.nn.Module, *norms: tuple[float, float]) -
 def learned(model: torch.nn.Module, **options: Any) -> LayerClip:
     """A clip that has learned norms of 1 with a deviation of 0.1, so that both bounds are 1.5."""
     clip = LayerClip(model, LayerClipConfig(**options))
-    clip.load_state_dict({layer: {"count": 20, "mean": 1.0, "deviation": 0.1} for layer in clip.layers})
+    clip.load_state_dict({layer: asdict(LayerStatistics(count=20, mean=1.0, deviation=0.1)) for layer in clip.layers})
     return clip
 
 
