@@ -73,7 +73,8 @@ def test_every_call_is_in_a_patch_and_the_other_way_round() -> None:
 def without_the_package(code: str, place: Path, *path: Path, returns: int = 0) -> str:
     """What a program prints, with stderr, in a process that finds the patched verl and no package beside it."""
     search = ":".join(map(str, [PATCHED, *path]))
-    done = trees.run(sys.executable, "-W", "ignore", "-c", textwrap.dedent(code), cwd=place, PYTHONPATH=search)
+    environment = {"PYTHONPATH": search, "VERL_USE_EXTERNAL_MODULES": ""}
+    done = trees.run(sys.executable, "-W", "ignore", "-c", textwrap.dedent(code), cwd=place, **environment)
     assert done.returncode == returns, done.stdout + done.stderr
     return done.stdout + done.stderr
 
