@@ -1,30 +1,41 @@
 #!/usr/bin/env python3
-"""Apply, check or reverse the GradLoc patch on a verl source tree. Needs Python 3.10 and nothing else.
+"""Patch a verl for GradLoc and give it the package; check or reverse that. Needs Python 3.10 and nothing else.
 
-For each supported release of verl, a target, the patch has three parts, which are applied as one: the new files in
-patches/files (the same for every release), patches/VERSION/hooks.patch (calls of the package gradloc, through one of
-them) and patches/VERSION/fixes.patch (repairs of verl's own faults). Which target is taken:
+  apply_patch.py --installed   the verl that this Python would import; pip installs this checkout beside it
+  apply_patch.py CHECKOUT      a checkout or release tree of verl; pip installs into the Python that runs this
+    --vendor                   writes the package into that verl instead, as verl/_vendored/gradloc: where a verl is
+                               shared, or there is no pip. An older copy there is replaced, stale files included
+    --no-install               leaves the package as it is
+    --check                    only says how things stand: the patch, and the package that this Python would use
+    --reverse                  takes out the patch and the package below verl/_vendored; one that pip installed stays
+
+The patch of a release of verl, a target, has three parts, applied as one: the new files in patches/files (the same for
+every target), patches/VERSION/hooks.patch (calls of the package, through verl/utils/spikes.py) and
+patches/VERSION/fixes.patch (repairs of verl's own faults). The target is
   - what --target names;
-  - with --installed: the one for the installed version;
-  - with --repo: the one for the commit of HEAD; else the one that all the files it changes fit, patched or not; else
-    the one for the version that verl/version/version says. --force and --reverse do not look at HEAD.
+  - with --installed: the installed version;
+  - of a checkout: the commit of HEAD; else the one that all files fit, patched or not; else the version that
+    verl/version/version says. --force and --reverse do not look at HEAD.
 A verl of no target is refused: another version, or a target with other changes. Of verl 0.9 the plugin takes whatever
 fits it (docs/use/plugin.md).
 
 What is checked before anything is written:
-  - each part has the required SHA-256, is a plain git diff with full blob hashes and changes files below verl/ only;
-  - every file it changes has exactly the content the patch was made for, by blob hash. This also holds for trees
-    without git, and --force does not skip it. Files that only a patched verl has may be there already (pip and git
-    leave them when they restore verl), if they are exactly as the patch makes them;
+  - hooks and fixes have the SHA-256 beside them, and are git diffs with full blob hashes of files below verl/;
+  - every file is, by blob hash, as released or as the patch makes it, and a real file: no link, pipe or device. This
+    also holds for trees without git, and --force does not skip it. Files that only a patched verl has may be there
+    already: pip and git leave them when they restore verl;
   - in a git checkout: HEAD is the target's commit (in its PIN; where that has none, content decides), and no tracked
-    file has local changes. --force skips this. A tree in a subfolder of another repository has no HEAD of its own and
-    is decided by content alone. --reverse looks at content only;
+    file has local changes. --force skips this. A tree in a subfolder of another repository has no HEAD of its own.
+    --reverse looks at content only;
   - with --installed: the verl that this Python would import has the target's version.
 
-Then all files are replaced through a journal in verl/.gradloc_patch and read back. Whatever fails or interrupts,
-every file is put back, after a kill -9 by the next run. A second run at the same time is refused. New files and
-folders take owner and permissions from the folder they are in, whatever the umask; byte code of the changed files is
-removed.
+All is written beside its place, then renamed, then read back. What fails or is interrupted puts every file back. After
+a kill -9, the next run finishes, or takes out with --reverse, and removes what was left beside the files. A second run
+at the same time is refused. New files and folders take owner and permissions from the folder they are in, whatever
+the umask; byte code of the changed files is removed.
+
+The package comes last: without one, or with one for other calls (the number HOOKS of both), a patched verl trains as
+released. One that is installed is used before one in verl/_vendored.
 
 To upgrade: run --reverse with the version of this project that applied the patch, then apply the new one. Also run
 --reverse before reinstalling verl: pip leaves the files that only a patched verl has.
@@ -33,9 +44,10 @@ exit codes:
    0  done, or nothing to do (already applied; with --reverse: not applied); with --check: applicable
    2  wrong usage
    3  refused: wrong input or tree, nothing was written
-   4  failed or interrupted while working, every file was put back (the message says so if that failed too)
-  10  --check: already applied
-  11  --check: partly applied
+   4  failed or interrupted while working; every file was put back, or the message says which were not
+   5  verl is patched, but there is no package for it; the message says what to do
+  10  --check: already applied, with a package for it
+  11  --check: partly applied, or without a package for it
   12  --check: wrong base
 """
 
@@ -53,31 +65,32 @@ import errno
 import fcntl
 import functools
 import hashlib
-import http.client
 import importlib.util
 import io
-import ipaddress
-import json
 import os
 import re
 import shlex
 import shutil
 import signal
+import site
+import stat
 import subprocess
-import urllib.parse
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 PATCHES = HERE / "patches"  # a folder for each target; a patch's checksum is beside it
 FILES = PATCHES / "files"  # new files of every target
-VENDORED = "verl/_vendored"  # where --vendor puts the package
+CALLS = "verl/utils/spikes.py"  # the new file through which the hooks find the package
+PACKAGE = "verl/_vendored/gradloc"  # where --vendor puts it
+PACKAGE_TYPES = (".py", ".css", ".html", ".js", ".yaml", ".typed")
+MARKER = "verl/_vendored/__init__.py"  # so that verl's own packaging takes what is in that folder
+LICENCE = b"# SPDX-FileCopyrightText: 2026 The GradLoc Authors\n# SPDX-License-Identifier: Apache-2.0\n"
+STAGED, REPLACED = "verl/_vendored/.gradloc-new", "verl/_vendored/.gradloc-old"  # while that is changed
+OLDER = "verl/utils/gradloc"  # a package that older versions of this patch have
 PIN = "PIN"
-STATE = "verl/.gradloc_patch"
-TIME_LIMIT = 60  # seconds for one download, everything included
-SIZE_LIMIT = 16 * 2**20
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+NO_PACKAGE = 5
 APPLIED, PARTLY, WRONG_BASE = 10, 11, 12
 
 
@@ -89,15 +102,7 @@ class Stop(Exception):
         self.code = code
 
 
-@dataclasses.dataclass
-class Hunk:
-    old_start: int
-    old: list[bytes]
-    new: list[bytes]
-    new_start: int
-
-    def reversed(self) -> Hunk:
-        return Hunk(self.new_start, self.new, self.old, self.old_start)
+Hunk = tuple[int, list[bytes], int, list[bytes]]  # where which lines are, and what takes their place
 
 
 @dataclasses.dataclass
@@ -107,74 +112,45 @@ class FilePatch:
     path: str
     old: str | None
     new: str | None
-    mode: int  # of a created file; otherwise the file keeps the mode it has
-    parts: list[list[Hunk]]  # the hunks of each part of the patch that changes the file, in their order
+    parts: list[list[Hunk]]  # of each part of the patch that changes the file, in their order
 
     def reversed(self) -> FilePatch:
-        parts = [[hunk.reversed() for hunk in hunks] for hunks in reversed(self.parts)]
-        return FilePatch(self.path, self.new, self.old, self.mode, parts)
+        parts = [[hunk[2:] + hunk[:2] for hunk in hunks] for hunks in reversed(self.parts)]
+        return FilePatch(self.path, self.new, self.old, parts)
 
     def then(self, later: FilePatch) -> FilePatch:
         """This change and another of the same file after it, as one."""
         if self.new != later.old or self.old == later.new:
             raise Stop(f"the parts of the patch do not belong together: they contradict each other in {self.path}")
-        return FilePatch(self.path, self.old, later.new, self.mode or later.mode, self.parts + later.parts)
+        return FilePatch(self.path, self.old, later.new, self.parts + later.parts)
 
     def result(self, content: bytes | None) -> bytes | None:
         """Applies the hunks without any tolerance and proves the result by its hash."""
-        data = content or b""
+        lines = io.BytesIO(content or b"").readlines()
         for hunks in self.parts:
-            data = self._changed(hunks, data)
-        result = None if self.new is None and not data else data
+            for at, old, _, new in reversed(hunks):  # so that the numbers of those before it stay
+                if lines[at : at + len(old)] != old:
+                    raise Stop(f"the patch is inconsistent: a hunk of {self.path} does not fit that file")
+                lines[at : at + len(old)] = new
+        result = b"".join(lines) if lines or self.new else None
         if blob_hash(result) != self.new:
             raise Stop(f"the patch is inconsistent: its hunks do not produce the {self.path} that its hash says")
         return result
-
-    def _changed(self, hunks: list[Hunk], data: bytes) -> bytes:
-        lines = io.BytesIO(data).readlines()
-        done: list[bytes] = []
-        at = 0
-        for hunk in hunks:
-            start = hunk.old_start - 1 if hunk.old else hunk.old_start
-            if start < at or lines[start : start + len(hunk.old)] != hunk.old:
-                raise Stop(f"the patch is inconsistent: a hunk of {self.path} does not fit that file")
-            done += lines[at:start] + hunk.new
-            at = start + len(hunk.old)
-        return b"".join(done + lines[at:])
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
     """A release of verl that there is a patch for."""
 
-    folder: Path
     version: str
     commit: str | None  # None where it is not known
-
-    @property
-    def hooks(self) -> Path:
-        return self.folder / "hooks.patch"
-
-    @property
-    def fixes(self) -> Path:
-        return self.folder / "fixes.patch"
+    hooks: Path
+    fixes: Path
 
     @property
     def parts(self) -> list[Path]:
         """Its patches, in the order in which they are applied."""
         return [self.hooks, self.fixes]
-
-
-@dataclasses.dataclass(frozen=True)
-class Candidate:
-    """A target and what its patch, or the patch given instead, does to it."""
-
-    target: Target
-    patches: list[FilePatch]
-
-    @property
-    def name(self) -> str:
-        return f"verl {self.target.version}"
 
 
 def blob_hash(content: bytes | None) -> str | None:
@@ -186,227 +162,54 @@ def blob_hash(content: bytes | None) -> str | None:
 
 def check_path(path: str) -> None:
     parts = path.split("/")
-    if (
-        parts[0] != "verl"
-        or len(parts) < 2
-        or any(part in ("", ".", "..") or part.lower() == ".git" for part in parts)
-        or not re.fullmatch(r"[\w.+@ /-]+", path)
-        or f"{path}/".startswith(f"{STATE}/")
-    ):
+    plain = re.fullmatch(r"verl/[\w.+@ /-]+", path)
+    if not plain or any(part in ("", ".", "..") or part.lower() == ".git" for part in parts):
         raise Stop(f"the patch would write to {path!r}, but only plain files below verl/ may change; do not use it")
 
 
+HEADER = re.compile(
+    rb"diff --git a/(?P<path>.+) b/(?P=path)\nindex ([0-9a-f]{40})\.\.([0-9a-f]{40}) 100(?:644|755)\n"
+    rb"--- a/(?P=path)\t?\n\+\+\+ b/(?P=path)\t?\n"
+)
+HUNK = re.compile(rb"@@ -(\d{1,9})(?:,(\d{1,9}))? \+(\d{1,9})(?:,(\d{1,9}))? @@(?: .*)?\n((?:[ +-].*\n(?:\\ .*\n)?)+)")
+
+
 def parse_patch(data: bytes) -> list[FilePatch]:
-    if not data.strip():
-        raise Stop("the patch is empty; get it again, or write it with make_patch.sh")
-    lines = data.split(b"\n")
-    if lines[0].endswith(b"\r"):
-        raise Stop("the patch has CRLF line endings, so something converted it; download it again as a binary file")
-    if not data.startswith(b"diff --git "):
-        raise Stop("the patch does not start with 'diff --git' (it is no git diff, or has text or a BOM before it)")
-    if lines.pop():
-        raise Stop("the patch ends in the middle of a line, so it is cut off; get it again")
-    patches = []
+    """The changes of a git diff with full blob hashes; it creates, removes and renames nothing."""
+    found: dict[str, FilePatch] = {}
     at = 0
-    while at < len(lines):
-        patch, at = parse_file(lines, at)
-        patches.append(patch)
-    refuse_twice([patch.path for patch in patches])
-    return patches
+    while at < len(data):
+        header = HEADER.match(data, at)
+        if not header or header[2] == header[3]:
+            raise damaged(data, at, "expected the change of a plain text file that stays, with full blob hashes")
+        path, at = header["path"].decode("utf-8", "replace"), header.end()
+        check_path(path)
+        hunks = []
+        while match := HUNK.match(data, at):
+            lines = re.findall(rb"([ +-])(.*\n)(\\ .*\n)?", match[5])  # a backslash: the line before it has no end
+            texts = [(tag, line[:-1] if unfinished else line) for tag, line, unfinished in lines]
+            old, new = ([line for tag, line in texts if tag in (b" ", side)] for side in (b"-", b"+"))
+            starts = [int(match[1]) - bool(old), int(match[3]) - bool(new)]
+            if [len(old), len(new)] != [int(number or 1) for number in match.group(2, 4)]:
+                raise damaged(data, at, f"a hunk of {path} does not have the number of lines that its header says")
+            hunks.append((starts[0], old, starts[1], new))
+            at = match.end()
+        if not hunks or path in found:
+            raise damaged(data, at, f"{path} has no hunk, or is changed twice")
+        found[path] = FilePatch(path, header[2].decode(), header[3].decode(), [hunks])
+    return list(found.values())
 
 
-def refuse_twice(paths: list[str]) -> None:
-    for path in paths:
-        if paths.count(path) > 1 or any(other.startswith(f"{path}/") for other in paths):
-            raise Stop(f"the patch is damaged: it changes {path} twice")
-
-
-def damaged(at: int, why: str) -> Stop:
-    return Stop(f"the patch is damaged at line {at + 1}: {why}")
-
-
-def text_at(lines: list[bytes], at: int) -> str:
-    return lines[at].decode("utf-8", "replace") if at < len(lines) else ""
-
-
-def parse_file(lines: list[bytes], at: int) -> tuple[FilePatch, int]:
-    """Reads the section of one file; returns it and the number of the line after it."""
-    names = text_at(lines, at).removeprefix("diff --git ")
-    path = names[2 : (len(names) - 1) // 2]
-    if text_at(lines, at) != f"diff --git a/{path} b/{path}":
-        raise damaged(at, "expected 'diff --git' with the same plain path twice (renames are not supported)")
-    check_path(path)
-    at += 1
-
-    created = deleted = hashes = None
-    while at < len(lines) and not lines[at].startswith((b"diff --git ", b"--- ")):
-        line = text_at(lines, at)
-        if match := re.fullmatch(r"new file mode (100644|100755)", line):
-            created = match[1]
-        elif match := re.fullmatch(r"deleted file mode (100644|100755)", line):
-            deleted = match[1]
-        elif match := re.fullmatch(r"index ([0-9a-f]{40})\.\.([0-9a-f]{40})( 100644| 100755)?", line):
-            hashes = match[1], match[2]
-        elif re.match(r"rename |copy |similarity |GIT binary|Binary files |old mode |new mode ", line):
-            raise damaged(at, f"{path}: renames, mode changes and binary files are not supported")
-        else:
-            raise damaged(at, f"unexpected {line!r} (symbolic links and abbreviated hashes are not supported)")
-        at += 1
-    if hashes is None:
-        raise damaged(at, f"{path} has no full blob hashes; write it with make_patch.sh or git diff --full-index")
-    old, new = (None if set(value) == {"0"} else value for value in hashes)
-    if (old is None) != (created is not None) or (new is None) != (deleted is not None) or old == new:
-        raise damaged(at, f"the hashes of {path} do not fit the kind of its change")
-
-    hunks = []
-    if at < len(lines) and lines[at].startswith(b"--- "):
-        tail = "\t" if " " in path else ""
-        before = "--- /dev/null" if old is None else f"--- a/{path}{tail}"
-        after = "+++ /dev/null" if new is None else f"+++ b/{path}{tail}"
-        if (text_at(lines, at), text_at(lines, at + 1)) != (before, after):
-            raise damaged(at, f"the lines --- and +++ do not name {path}")
-        at += 2
-        while at < len(lines) and not lines[at].startswith(b"diff --git "):
-            hunk, at = parse_hunk(lines, at, path)
-            hunks.append(hunk)
-    return FilePatch(path, old, new, int(created or deleted or "0", 8) & 0o777, [hunks]), at
-
-
-def parse_hunk(lines: list[bytes], at: int, path: str) -> tuple[Hunk, int]:
-    header = text_at(lines, at)
-    match = re.fullmatch(r"@@ -(\d{1,9})(?:,(\d{1,9}))? \+(\d{1,9})(?:,(\d{1,9}))? @@(?: .*)?", header)
-    if not match:
-        raise damaged(at, f"expected a hunk of {path}, not {header!r}")
-    left = [int(match[2] or 1), int(match[4] or 1)]
-    old: list[bytes] = []
-    new: list[bytes] = []
-    sides: list[list[bytes]] = []
-    at += 1
-    while at < len(lines) and (left != [0, 0] or lines[at].startswith(b"\\")):
-        tag, content = lines[at][:1], lines[at][1:]
-        if tag == b"\\" and sides:  # "No newline at end of file" speaks of the line before it
-            for side in sides:
-                side[-1] = side[-1][:-1]
-            sides = []
-        elif tag in (b" ", b"-", b"+"):
-            sides = {b" ": [old, new], b"-": [old], b"+": [new]}[tag]
-            for side in sides:
-                side.append(content + b"\n")
-            left = [left[0] - (tag != b"+"), left[1] - (tag != b"-")]
-        else:
-            raise damaged(at, f"unexpected line in a hunk of {path}")
-        at += 1
-    if left != [0, 0]:
-        raise damaged(at, f"a hunk of {path} does not have the number of lines that its header says")
-    return Hunk(int(match[1]), old, new, int(match[3])), at
-
-
-def is_loopback(host: str | None) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host or "").is_loopback
-    except ValueError:
-        return False
-
-
-def check_url(url: str) -> None:
-    parts = urllib.parse.urlsplit(url)
-    if "@" in parts.netloc:  # not shown: it may hold a password
-        raise Stop("the URL names a user, which is not supported: use an https URL without it, or give a file")
-    _ = parts.port  # raises ValueError if it is not a number
-    if not parts.hostname or not (parts.scheme == "https" or parts.scheme == "http" and is_loopback(parts.hostname)):
-        raise Stop(f"{url} is refused: use an https URL (http is for this machine only)")
-
-
-class SafeRedirect(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, req, fp, code, msg, headers, newurl):
-        check_url(newurl)
-        if req.full_url.lower().startswith("https:") and not newurl.lower().startswith("https:"):
-            raise Stop(f"{req.full_url} redirects from https to {newurl}; that is refused")
-        return super().redirect_request(req, fp, code, msg, headers, newurl)
-
-
-def download(url: str) -> bytes:
-    def too_slow(*_: object) -> None:
-        raise TimeoutError(f"no complete response within {TIME_LIMIT} seconds")
-
-    # One alarm covers connecting, headers, redirects and body, however slowly the bytes drip in. It repeats because
-    # the library takes a first one for a failed address and tries the next.
-    before = signal.signal(signal.SIGALRM, too_slow)
-    signal.setitimer(signal.ITIMER_REAL, TIME_LIMIT, 1)
-    try:
-        check_url(url)
-        direct = [] if url.lower().startswith("https:") else [urllib.request.ProxyHandler({})]
-        with urllib.request.build_opener(SafeRedirect, *direct).open(url, timeout=TIME_LIMIT) as response:
-            data = response.read(SIZE_LIMIT + 1)
-            announced = response.headers.get("Content-Length")
-        if len(data) > SIZE_LIMIT:
-            raise Stop(f"{url} is larger than {SIZE_LIMIT} bytes, so it is not the patch; check the URL")
-        if announced is not None and announced.strip() != str(len(data)):
-            raise Stop(f"{url} could not be downloaded: the response is truncated; try again")
-        return data
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        raise Stop(f"{url} could not be downloaded ({one_line(error)}); check the URL and the network") from None
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+def damaged(data: bytes, at: int, why: str) -> Stop:
+    number, line = data.count(b"\n", 0, at) + 1, data[at:].partition(b"\n")[0].decode("utf-8", "replace")
+    return Stop(f"the patch is damaged at line {number} ({line[:80]!r}): {why}")
 
 
 def one_line(error: BaseException | str) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
-def read_limited(path: Path, advice: str) -> bytes:
-    try:
-        with open(path, "rb") as file:
-            data = file.read(SIZE_LIMIT + 1)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise Stop(f"{path} cannot be read ({reason}); {advice}") from None
-    if len(data) > SIZE_LIMIT:
-        raise Stop(f"{path} is larger than {SIZE_LIMIT} bytes, so it is not what is wanted; {advice}")
-    return data
-
-
-def parse_checksum(data: bytes, source: str, patch_name: str) -> str:
-    """Reads one bare SHA-256, or the output of sha256sum (the patch's line, if there are several)."""
-    entries = re.findall(r"^([0-9a-fA-F]{64})(?:[ \t]+\*?(.*?))?[ \t\r]*$", data.decode("utf-8", "replace"), re.M)
-    found = {value.lower() for value, name in entries if len(entries) == 1 or name.rpartition("/")[2] == patch_name}
-    if len(found) != 1:
-        raise Stop(f"{source} does not hold one SHA-256 for {patch_name}; get it again")
-    return found.pop()
-
-
-def load_candidates(args: argparse.Namespace, targets: list[Target]) -> list[Candidate]:
-    if args.patch_url or args.patch_file:
-        patches = load_given(args)
-        return [Candidate(target, patches) for target in targets]
-    return [Candidate(target, load_target(target)) for target in targets]
-
-
-def load_given(args: argparse.Namespace) -> list[FilePatch]:
-    """The patch of --patch-file or --patch-url, in one file."""
-    if args.patch_url:
-        data, name = download(args.patch_url), urllib.parse.urlsplit(args.patch_url).path.rpartition("/")[2]
-    else:
-        data, name = read_limited(args.patch_file, "give another --patch-file"), args.patch_file.name
-    source = args.sha256_file or f"{args.patch_file}.sha256"
-    if args.patch_sha256:
-        wanted = args.patch_sha256
-    elif re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", source):
-        wanted = parse_checksum(download(source), source, name)
-    else:
-        advice = "the patch's SHA-256 is required: give --patch-sha256 or --sha256-file"
-        wanted = parse_checksum(read_limited(Path(source), advice), source, name)
-    prove(data, wanted, "the patch")
-    return parse_patch(data)
-
-
-def prove(data: bytes, wanted: str, what: str) -> None:
-    actual = hashlib.sha256(data).hexdigest()
-    if actual != wanted:
-        raise Stop(f"{what} has SHA-256 {actual}, not the required {wanted}; download it again from a trusted place")
-
-
+@functools.cache
 def load_target(target: Target) -> list[FilePatch]:
     """A target's patch: one change for each file, whichever of the three parts it comes from."""
     changes = {change.path: change for change in new_files()}
@@ -414,7 +217,6 @@ def load_target(target: Target) -> list[FilePatch]:
         for change in load_part(part):
             earlier = changes.get(change.path)
             changes[change.path] = earlier.then(change) if earlier else change
-    refuse_twice(list(changes))
     return list(changes.values())
 
 
@@ -422,15 +224,10 @@ def load_target(target: Target) -> list[FilePatch]:
 def new_files() -> list[FilePatch]:
     """The files that every target gets."""
     found = []
-    for place in sorted(FILES.rglob("*")):
-        if place.is_file() and place.suffix in (".py", ".yaml"):
-            content = read_limited(place, "restore it from the project")
-            path = place.relative_to(FILES).as_posix()
-            check_path(path)
-            hunk = Hunk(0, [], io.BytesIO(content).readlines(), 1)
-            found.append(FilePatch(path, None, blob_hash(content), 0o644, [[hunk]]))
-    if not found:
-        raise Stop(f"{FILES} has no files; restore it from the project")
+    for place in sorted({FILES / CALLS, *FILES.rglob("*.py"), *FILES.rglob("*.yaml")}):
+        content, path = read_own(place), place.relative_to(FILES).as_posix()
+        check_path(path)
+        found.append(FilePatch(path, None, blob_hash(content), [[(0, [], 0, io.BytesIO(content).readlines())]]))
     return found
 
 
@@ -438,12 +235,48 @@ def new_files() -> list[FilePatch]:
 def load_part(path: Path) -> list[FilePatch]:
     """The patch at this path, proven by the checksum beside it. One without a byte changes nothing."""
     sums = path.with_name(f"{path.name}.sha256")
-    data = read_limited(path, "restore it from the project")
-    prove(data, parse_checksum(read_limited(sums, "restore it from the project"), str(sums), path.name), str(path))
+    data, wanted = read_own(path), read_own(sums).decode("utf-8", "replace")
+    if not re.fullmatch(rf"[0-9a-f]{{64}}  {re.escape(path.name)}\n", wanted):
+        raise Stop(f"{sums} does not hold the SHA-256 of {path.name}; restore it from the project")
+    if (actual := hashlib.sha256(data).hexdigest()) != wanted[:64]:
+        raise Stop(f"{path} has SHA-256 {actual}, not the required {wanted[:64]}; restore it from the project")
     try:
         return parse_patch(data) if data else []
     except Stop as stop:
         raise Stop(f"{path}: {stop}", stop.code) from None
+
+
+@functools.cache
+def package_files() -> dict[str, bytes]:
+    """The package as --vendor writes it: every file by its path below the package."""
+    folder = HERE / "gradloc"
+    names = (place.relative_to(folder).as_posix() for place in sorted(folder.rglob("*")))
+    found = {name: read_own(folder / name) for name in names if name.endswith(PACKAGE_TYPES) and "/." not in f"/{name}"}
+    for name in ("__init__.py", "version.py"):
+        if name not in found:
+            raise Stop(f"{folder} has no {name}; restore it from the project")
+    return found
+
+
+def hooks_number(text: bytes) -> int:
+    """Which calls the patch has, or the package is for; 0 where nothing says so, as in an older one."""
+    match = re.search(rb"^HOOKS = (\d+)$", text, re.M)
+    return int(match[1]) if match else 0
+
+
+def read_file(place: Path) -> bytes:
+    """A file's content. What would be waited for, as a pipe, is refused."""
+    if not stat.S_ISREG(place.stat().st_mode):
+        raise Stop(f"{place} is not a regular file; move it away")
+    return place.read_bytes()
+
+
+def read_own(path: Path) -> bytes:
+    """A file of the project."""
+    try:
+        return read_file(path)
+    except OSError as error:
+        raise Stop(f"{path} cannot be read ({error.strerror}); restore it from the project") from None
 
 
 def read_targets() -> list[Target]:
@@ -455,22 +288,15 @@ def read_targets() -> list[Target]:
 
 
 def read_pin(path: Path) -> Target:
-    text = read_limited(path, "restore it from the project").decode("utf-8", "replace")
-    lines = dict(line.partition("=")[::2] for line in text.splitlines())
-    version, commit, wheel = (lines.get(key, "") for key in ("VERSION", "COMMIT", "WHEEL_SHA256"))
-    if (
-        len(lines) != len(text.splitlines())
-        or version != path.parent.name
-        or not re.fullmatch(r"[0-9][0-9A-Za-z.]*", version)
-        or not re.fullmatch(r"[0-9a-f]{64}", wheel)
-        or "COMMIT" in lines
-        and not re.fullmatch(r"[0-9a-f]{40}", commit)
-    ):
+    text = read_own(path).decode("utf-8", "replace")
+    version, commit = path.parent.name, r"(?:COMMIT=([0-9a-f]{40})\n)?"
+    wanted = rf"VERSION={re.escape(version)}\n{commit}WHEEL_SHA256=[0-9a-f]{{64}}\n(?:REQUIREMENTS=[0-9.]+\n)?"
+    if not (match := re.fullmatch(wanted, text)):
         raise Stop(
-            f"{path} must hold the lines VERSION={path.parent.name}, WHEEL_SHA256=<64 hex digits> and, where it is "
-            "known, COMMIT=<40 hex digits>; restore it"
+            f"{path} must hold the lines VERSION={version}, COMMIT=<40 hex digits> where that is known, "
+            "WHEEL_SHA256=<64 hex digits> and REQUIREMENTS=VERSION where it shares those; restore it"
         )
-    return Target(path.parent, version, commit or None)
+    return Target(version, match[1], path.with_name("hooks.patch"), path.with_name("fixes.patch"))
 
 
 def narrowed(targets: list[Target], version: str | None) -> list[Target]:
@@ -486,37 +312,38 @@ def versions(targets: list[Target], last: str = "and") -> str:
     return f"{', '.join(others)} {last} {end}" if others else end
 
 
-def find_installed() -> Path:
-    """Finds the verl this Python would import, without importing it."""
+def located(name: str) -> Path | None:
+    """The folder of the package that this Python would import, which is not imported."""
     before = list(sys.path)
     if Path(sys.path[0]).resolve() == HERE:
         del sys.path[0]  # Python put this script's own folder there
+    if site.ENABLE_USER_SITE and (own := site.getusersitepackages()) not in sys.path:
+        sys.path.append(own)  # which pip may just have made
+    importlib.invalidate_caches()
     try:
-        spec = importlib.util.find_spec("verl")
+        spec = importlib.util.find_spec(name)
     except (ImportError, ValueError):
         spec = None
     finally:
         sys.path[:] = before
     if spec is None or not spec.origin or Path(spec.origin).name != "__init__.py":
-        raise Stop(f"{sys.executable} has no verl installed; run this with the Python that trains, or use --repo")
-    package = Path(spec.origin).absolute().parent
-    here = Path.cwd() / "verl"
-    if (here / "__init__.py").is_file() and here.resolve() != package.resolve():
-        raise Stop(f"Python started here would import {here}, not {package}; go elsewhere, or use --repo")
-    return package.parent
+        return None
+    return Path(spec.origin).absolute().parent
 
 
 def find_tree(args: argparse.Namespace) -> Path:
-    tree = find_installed() if args.installed else args.repo
-    try:
-        if not tree.is_dir():
-            raise Stop(f"{tree} is not a directory; give the top of a verl checkout")
-        tree = tree.resolve()
-        if not (tree / "verl" / "__init__.py").is_file():
-            raise Stop(f"{tree} has no verl/__init__.py; give the top of a verl checkout")
-    except (OSError, RuntimeError, ValueError) as error:
-        raise Stop(f"{tree} cannot be read ({one_line(error)})") from None
-    return tree
+    """The folder of the verl that this Python would import, or of the checkout."""
+    tree: Path | None = args.checkout
+    if args.installed:
+        if (package := located("verl")) is None:
+            why = f"{sys.executable} has no verl installed"
+            raise Stop(f"{why}; run this with the Python that trains, or give a CHECKOUT")
+        here, tree = Path.cwd() / "verl", package.parent
+        if (here / "__init__.py").is_file() and here.resolve() != package.resolve():
+            raise Stop(f"Python started here would import {here}, not {package}; go elsewhere, or give that CHECKOUT")
+    if tree is None or not (tree / "verl" / "__init__.py").is_file():
+        raise Stop(f"{tree} has no verl/__init__.py; give the top of a verl checkout")
+    return tree.resolve()
 
 
 def read_target(tree: Path, path: str) -> bytes | None:
@@ -544,7 +371,6 @@ class Situation:
     base: list[str]
     patched: list[str]
     other: list[str]
-    crlf: list[str]
     created: set[str]  # those that only a patched verl has
 
     @property
@@ -552,23 +378,12 @@ class Situation:
         """Whether verl's own files are as in the base, but some are there that only a patched verl has."""
         return bool(self.patched or self.other) and self.created.issuperset(self.patched + self.other)
 
-    @property
-    def unknown(self) -> bool:
-        """Whether verl's own files are of neither side of the patch."""
-        return self.created.issuperset(self.patched) and not self.created.issuperset(self.other)
-
 
 def survey(tree: Path, patches: list[FilePatch]) -> Situation:
-    found = Situation([], [], [], [], {patch.path for patch in patches if patch.old is None})
+    found = Situation([], [], [], {patch.path for patch in patches if patch.old is None})
     for patch in patches:
-        content = read_target(tree, patch.path)
-        value = blob_hash(content)
-        if value in (patch.old, patch.new):
-            (found.base if value == patch.old else found.patched).append(patch.path)
-            continue
-        found.other.append(patch.path)
-        if content is not None and blob_hash(content.replace(b"\r\n", b"\n")) in (patch.old, patch.new):
-            found.crlf.append(patch.path)
+        value = blob_hash(read_target(tree, patch.path))
+        {patch.old: found.base, patch.new: found.patched}.get(value, found.other).append(patch.path)
     return found
 
 
@@ -577,24 +392,16 @@ def listing(paths: list[str]) -> str:
 
 
 def clean_up(tree: Path, paths: list[str]) -> str:
-    """The command that removes these files, by whole folders where these hold nothing else."""
-
-    def only_these(folder: Path) -> bool:
-        files = (file for file in folder.rglob("*") if file.is_symlink() or not file.is_dir())
-        return all(file.suffix == ".pyc" or str(file.relative_to(tree)) in paths for file in files)
-
-    places = set()
-    for path in paths:
-        folders = [tree / parent for parent in Path(path).parents[:-2] if only_these(tree / parent)]
-        places.add(str(folders[-1] if folders else tree / path))
-    return shlex.join(["rm", "-r", *sorted(places)])
+    """The command that removes these files."""
+    older = [str(tree / OLDER)] if older_files(tree) else []
+    return shlex.join(["rm", "-r", *(str(tree / path) for path in paths), *older])
 
 
 def release_of(tree: Path) -> str | None:
     """What a verl says its version is."""
     try:
-        return (tree / "verl" / "version" / "version").read_text().strip()
-    except (OSError, ValueError):
+        return read_file(tree / "verl/version/version").decode("utf-8", "replace").strip()
+    except OSError:
         return None
 
 
@@ -603,63 +410,49 @@ def is_release(release: str | None, version: str) -> bool:
     return release is not None and (release == version or release.startswith(f"{version}.dev"))
 
 
-def choose(args: argparse.Namespace, tree: Path, candidates: list[Candidate]) -> tuple[Candidate, Situation]:
+def choose(args: argparse.Namespace, tree: Path, targets: list[Target]) -> tuple[Target, Situation]:
     """The target that the tree is of, and how its files stand.
 
     Raises:
-        Stop: if it is of none, or of several by content and of none by its version.
+        Stop: if it is of none, or of several by content and of none by its version, or of another than is named.
     """
-    found = [(candidate, survey(tree, candidate.patches)) for candidate in candidates]
+    if args.target:
+        (named,) = narrowed(targets, args.target)
+        situation = survey(tree, load_target(named))
+        if (situation.other or args.installed) and (seen := find_target(args, tree, targets)[0]) != named:
+            raise Stop(f"the verl in {tree} is {seen.version}, not {named.version}; leave --target out", WRONG_BASE)
+        return named, situation
+    return find_target(args, tree, targets)
+
+
+def find_target(args: argparse.Namespace, tree: Path, targets: list[Target]) -> tuple[Target, Situation]:
+    release = release_of(tree)
+    of_release = [target for target in targets if is_release(release, target.version)]
+    # Of an installed one, only the patch that is needed has to be whole.
+    found = [(target, survey(tree, load_target(target))) for target in args.installed and of_release or targets]
     if len(found) == 1:
         return found[0]
-    if not args.installed:
-        head = None if args.force or args.reverse else head_of(tree)
-        if at_head := [entry for entry in found if head and head == entry[0].target.commit]:
-            return at_head[0]
-    release = release_of(tree)
+    if not (args.installed or args.force or args.reverse) and os.path.lexists(tree / ".git"):
+        with contextlib.suppress(Stop):  # check_head says what is wrong with it
+            head = git(tree, "rev-parse", "HEAD^{commit}").strip()
+            if at_head := [entry for entry in found if entry[0].commit == head]:
+                return at_head[0]
     fitting = [] if args.installed else [entry for entry in found if not entry[1].other]
-    if of_release := [entry for entry in fitting or found if is_release(release, entry[0].target.version)]:
-        return of_release[0]
-    if len(fitting) == 1 or fitting and all(candidate.patches is fitting[0][0].patches for candidate, _ in fitting):
+    if by_release := [entry for entry in fitting or found if entry[0] in of_release]:
+        return by_release[0]
+    if len(fitting) == 1:
         return fitting[0]
     if fitting:
-        fits = versions([candidate.target for candidate, _ in fitting])
+        fits = versions([target for target, _ in fitting])
         raise Stop(f"{tree} fits the patches for {fits}; say with --target which verl it is", WRONG_BASE)
-    raise no_target(tree, found)
+    raise no_target(tree, [at for _, at in found])
 
 
-def refuse_another_target(tree: Path, named: str) -> None:
-    """Refuses a verl that has the patch of another target than the one that was named.
-
-    Raises:
-        Stop: if that patch is in verl's own files.
-    """
-    for target in read_targets():
-        if target.version == named:
-            continue
-        try:
-            at = survey(tree, load_target(target))
-        except Stop:
-            continue  # a damaged patch that nobody asked for says nothing
-        if at.created.issuperset(at.other) and not at.created.issuperset(at.patched):
-            raise Stop(
-                f"the verl in {tree} is patched for {target.version}, not for {named}; leave --target out", WRONG_BASE
-            )
-
-
-def no_target(tree: Path, found: list[tuple[Candidate, Situation]]) -> Stop:
+def no_target(tree: Path, found: list[Situation]) -> Stop:
     """Says which verl is there and which ones there are patches for; also how to remove what a patched one left."""
-    targets = [candidate.target for candidate, _ in found]
-    release = release_of(tree)
-    if any(is_release(release, target.version) for target in read_targets() if target not in targets):
-        asked = f"--target asks for the patch for {versions(targets)}"
-        return Stop(
-            f"the verl in {tree} is {release}, but {asked}; leave --target out: there is a patch for {release}",
-            WRONG_BASE,
-        )
-    if left := sorted({path for _, at in found for path in at.patched + at.other if path in at.created}):
+    if left := sorted({path for at in found for path in at.patched + at.other if path in at.created}):
         command = clean_up(tree, left)
-        say_once(f"a patched verl left files in {tree}; if they hold no work of yours, delete them: {command}")
+        say(f"a patched verl left files in {tree}; if they hold no work of yours, delete them: {command}")
     return not_taken(tree, [])
 
 
@@ -676,35 +469,36 @@ def not_taken(tree: Path, changed: list[str]) -> Stop:
     )
 
 
-def check_content(tree: Path, found: Situation, reverse: bool) -> None:
-    """Refuses a tree in which not every file is at the same side of the patch, but for files left behind."""
-    if found.crlf:
-        raise Stop(f"CRLF line ends: {listing(found.crlf)}; check out again with core.autocrlf=false", WRONG_BASE)
-    if found.left_behind:
-        if found.other:
-            raise Stop(
-                f"{tree} is as in the base, but a patched verl left {listing(found.other)} there, which are not as "
-                "this patch makes them; if they hold no work of yours, delete them and run again: "
-                f"{clean_up(tree, found.other)}",
-                PARTLY,
-            )
-        return
-    if found.other and (found.patched or not found.created.isdisjoint(found.other)):
+def older_files(tree: Path) -> list[str]:
+    """The package that older versions of this patch have in verl's own folder."""
+    files = (file for file in (tree / OLDER).rglob("*") if file.suffix != ".pyc" and not file.is_dir())
+    return sorted(file.relative_to(tree).as_posix() for file in files)
+
+
+def check_content(tree: Path, found: Situation) -> None:
+    """Refuses a tree in which a file is at neither side of the patch, and says how to get out."""
+    if found.left_behind and not found.other:
+        say(f"{tree} has files that a patched verl left there, as this patch makes them: {listing(found.patched)}")
+    elif found.left_behind:
         raise Stop(
-            f"{tree} is patched, but not as by this patch ({listing(found.other)}); if an older version of the patch "
+            f"{tree} is as released, but a patched verl left {listing(found.other)} there, which are not as this patch "
+            f"makes them; if they hold no work of yours, delete them and run again: {clean_up(tree, found.other)}",
+            PARTLY,
+        )
+    elif found.other and (older := older_files(tree)):
+        raise Stop(
+            f"{tree} has an older version of this patch ({older[0]}); take that out with the checkout that applied it "
+            f"(apply_patch.py --reverse there), or reinstall verl and delete {tree / OLDER}; then run again",
+            PARTLY,
+        )
+    elif found.other and (found.patched or not found.created.isdisjoint(found.other)):
+        raise Stop(
+            f"{tree} is patched, but not as by this patch ({listing(found.other)}); if another version of the patch "
             "is in it, take that out with the project it came from (apply_patch.py --reverse); if you changed these "
             "files, restore all of verl from git or by reinstalling it; then run again",
             PARTLY,
         )
-    if found.patched and found.base:
-        raise Stop(
-            f"{tree} is partly patched (still as in the base: {listing(found.base)}); restore all of verl from git or "
-            "by reinstalling it, and run again",
-            PARTLY,
-        )
-    if found.other and reverse:
-        raise Stop(f"the patch is not applied to {tree} ({listing(found.other)} differ), so it cannot be reversed")
-    if found.other:
+    elif found.other:
         raise not_taken(tree, found.other)
 
 
@@ -729,126 +523,99 @@ def git(tree: Path, *arguments: str) -> str:
     return done.stdout.decode("utf-8", "surrogateescape")
 
 
-def head_of(tree: Path) -> str | None:
-    """The commit of a checkout; None where there is none, and where git cannot tell, which check_head reports."""
-    if not os.path.lexists(tree / ".git"):
-        return None
-    with contextlib.suppress(Stop):
-        return git(tree, "rev-parse", "HEAD^{commit}").strip()
-    return None
-
-
-def check_head(tree: Path, commit: str | None, told: bool) -> bool:
-    """Refuses a checkout at another commit, where that is known. Returns whether the tree is a git checkout at all.
+def check_checkout(tree: Path, target: Target, told: bool) -> None:
+    """Refuses a checkout at another commit, where that is known, or with changes of files that the patch leaves alone.
 
     With `told`, it says where the tree lies in another repository, which an installed verl may well do.
     """
     if not os.path.lexists(tree / ".git"):
         outer = next((parent for parent in tree.parents if os.path.lexists(parent / ".git")), None)
         if outer and told:
-            say_once(
-                f"{tree} is a subfolder of the repository {outer}, whose HEAD says nothing here; content alone decides"
-            )
-        return False
+            say(f"{tree} is a subfolder of the repository {outer}, whose HEAD says nothing here; content alone decides")
+        return
     if not shutil.which("git"):
         raise Stop(f"{tree} is a git checkout but git is not on PATH; install git, or pass --force to skip this check")
     top, _, head = git(tree, "rev-parse", "--show-toplevel", "HEAD^{commit}").strip().rpartition("\n")
     if Path(top).resolve() != tree:
         raise Stop(f"{tree}/.git is not a repository of its own (git finds {top} instead); repair or remove it")
-    if commit is not None and head != commit:
-        raise Stop(
-            f"HEAD of {tree} is {head}, not the base commit {commit}; check that out, or pass --force", WRONG_BASE
-        )
-    return True
-
-
-def check_clean(tree: Path, known: list[str]) -> None:
-    """Refuses a checkout with local changes to tracked files, the known ones aside; content decides on the others."""
-    exclude = [f":(exclude,literal){path}" for path in [STATE, *known]]
+    if target.commit not in (None, head):
+        why = f"HEAD of {tree} is {head}, not the base commit {target.commit}"
+        raise Stop(f"{why}; check that out, or pass --force", WRONG_BASE)
+    exclude = [f":(exclude,literal){patch.path}" for patch in load_target(target)]
     dirty = git(tree, "status", "--porcelain", "-z", "--untracked-files=no", "--", ".", *exclude)
     if dirty:
         raise Stop(f"{tree} has local changes ({dirty.split(chr(0))[0][3:]}); commit or stash them, or pass --force")
 
 
-def hold_signals() -> None:
-    """Blocks signals for the rest of the run: it ends within moments, and they would only tear a change apart."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-
-
 @contextlib.contextmanager
-def locked(tree: Path) -> Iterator[Path]:
-    """Holds the tree for this run, puts back what an interrupted run left, and leaves nothing behind."""
-    state = tree / STATE
-    handle = take_lock(tree, state)
+def locked(tree: Path) -> Iterator[None]:
+    """Holds the tree for this run, without a file."""
+    handle = os.open(tree / "verl", os.O_RDONLY | os.O_DIRECTORY)
     try:
-        if (state / "journal.json").exists():
-            roll_back(tree, state)
-            say("an earlier run was interrupted; every file was put back as it was before that run")
-        clear(state)
-        yield state
-    finally:
-        if not (state / "journal.json").exists():
-            clear(state)
-            (state / "lock").unlink()
-            with contextlib.suppress(OSError):
-                state.rmdir()
-        os.close(handle)
-
-
-def take_lock(tree: Path, state: Path) -> int:
-    lock = state / "lock"
-    if state.is_symlink() or lock.is_symlink():
-        raise Stop(f"{state} is not a real folder; remove it")
-    for _ in range(100):
-        try:
-            state.mkdir(exist_ok=True)
-            handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
-        except FileNotFoundError:
-            continue  # the run that held it has just removed the folder
-        except OSError as error:
-            raise Stop(
-                f"{tree}/verl cannot be written ({error.strerror}); use an account with write permission"
-            ) from None
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(handle).st_ino == lock.stat().st_ino:
-                return handle
-        except FileNotFoundError:
-            pass
-        except OSError as error:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
             os.close(handle)
-            if error.errno in (errno.EAGAIN, errno.EACCES):
-                raise Stop(f"another run is patching {tree}; wait until it is done") from None
-            raise Stop(f"{lock} cannot be locked ({error.strerror})") from None
+            raise Stop(f"another run is patching {tree}; wait until it is done") from None
+        say(f"{tree}/verl cannot be locked ({error.strerror}); see that no other run changes it")
+    try:
+        yield
+    finally:
         os.close(handle)
-    raise Stop(f"{lock} could not be taken; is {tree} being removed?")
 
 
-def clear(state: Path) -> None:
-    for file in state.iterdir():
-        if re.fullmatch(r"\d+\.(old|new)|journal\.tmp", file.name):
-            file.unlink()
+@dataclasses.dataclass
+class Edit:
+    """What becomes of a file; None is no file."""
+
+    path: str
+    old: bytes | None
+    new: bytes | None
 
 
-def save(path: Path, content: bytes, mode: int, like: os.stat_result | None = None) -> None:
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(content)
-        take_place(file.fileno(), mode, like)
+def temporary(place: Path) -> Path:
+    """Where a file is written before it takes its place."""
+    return place.with_name(f".{place.name}.gradloc")
+
+
+def stage(tree: Path, path: str, old: bytes | None, new: bytes) -> None:
+    """Writes what is to take the place of a file beside it."""
+    place = tree / path
+    make_folders(place.parent)
+    like = (place.parent if old is None else place).stat()
+    with open(os.open(temporary(place), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(new)
+        take_place(file.fileno(), like.st_mode & 0o666 if old is None else like.st_mode, like)
         file.flush()
         os.fsync(file.fileno())
 
 
-def take_place(target: int | Path, mode: int, like: os.stat_result | None) -> None:
+def stage_package(tree: Path) -> None:
+    for name, content in package_files().items():
+        stage(tree, f"{STAGED}/{name}", None, content)
+        os.replace(temporary(tree / STAGED / name), tree / STAGED / name)
+    if not is_package(tree / STAGED):
+        raise Stop(f"{tree / STAGED} does not read back as it was written")
+
+
+def is_package(folder: Path) -> bool:
+    """Whether a folder has the package of this checkout, and nothing else but byte code."""
+    files = (file for file in folder.rglob("*") if file.suffix != ".pyc" and not file.is_dir())
+    return is_installed(folder) and {file.relative_to(folder).as_posix() for file in files} == package_files().keys()
+
+
+def is_installed(folder: Path | None) -> bool:
+    """Whether a folder has the package of this checkout; pip may have put other files there, too."""
+    places = {folder / name: content for name, content in package_files().items()} if folder else {}
+    return bool(places) and all(place.is_file() and read_file(place) == content for place, content in places.items())
+
+
+def take_place(target: int | Path, mode: int, like: os.stat_result) -> None:
     """Gives a new file or folder its mode and, where allowed, the owner of another."""
-    if like and (like.st_uid, like.st_gid) != (os.geteuid(), os.getegid()):
+    if (like.st_uid, like.st_gid) != (os.geteuid(), os.getegid()):
         with contextlib.suppress(OSError):
             os.chown(target, like.st_uid, like.st_gid)
     os.chmod(target, mode & 0o7777)
-
-
-def folder_of(place: Path) -> Path:
-    """The nearest folder above that exists."""
-    return next(parent for parent in place.parents if parent.exists())
 
 
 def make_folders(folder: Path) -> None:
@@ -860,137 +627,105 @@ def make_folders(folder: Path) -> None:
         take_place(folder, like.st_mode, like)
 
 
-def byte_code(place: Path) -> list[Path]:
-    """What Python compiled from a file."""
-    return list((place.parent / "__pycache__").glob(f"{place.stem}.*.pyc"))
-
-
-def is_unchecked(byte_code: Path) -> bool:
-    """Whether Python runs it without a look at the source, by its flags (PEP 552)."""
-    return byte_code.read_bytes()[4:8] == b"\1\0\0\0"
-
-
 def drop_byte_code(place: Path) -> None:
-    for file in byte_code(place):
+    """Removes what Python compiled from a file; surely where it would be run without a look at the source (PEP 552)."""
+    for file in (place.parent / "__pycache__").glob(f"{place.stem}.*.pyc"):
         try:
             file.unlink(missing_ok=True)
         except OSError:
-            if is_unchecked(file):
+            if read_file(file)[4:8] == b"\1\0\0\0":
                 raise
 
 
-def replace_files(tree: Path, state: Path, patches: list[FilePatch]) -> None:
-    """Changes all files or none: first copies and a journal, then one atomic step a file, then a look at the disk."""
-    for patch in patches:
-        place = tree / patch.path
-        needed = [folder_of(place), *(file.parent for file in byte_code(place) if is_unchecked(file))]
-        if place.exists():
-            needed.append(place)
-        for target in needed:
-            if not os.access(target, os.W_OK | os.X_OK if target.is_dir() else os.W_OK):
-                raise Stop(
-                    f"{target} cannot be written; use an account with write permission, or change its permissions"
-                )
-    contents = [(old := read_target(tree, patch.path), patch.result(old)) for patch in patches]
+def left_over(tree: Path, paths: list[str]) -> list[str]:
+    """What a run that was killed has left beside the files of these paths."""
+    beside = [str(temporary(Path(path))) for path in [*paths, MARKER]]
+    return [path for path in [*beside, STAGED, REPLACED] if os.path.lexists(tree / path)]
+
+
+def tidy(tree: Path, paths: list[str]) -> None:
+    """Removes what is left over, and empty folders; a package that was about to be replaced is put back."""
+    if (tree / REPLACED).exists() and not (tree / PACKAGE).exists():
+        os.replace(tree / REPLACED, tree / PACKAGE)
+    for path in left_over(tree, paths):
+        if path in (STAGED, REPLACED):
+            shutil.rmtree(tree / path)
+        elif read_target(tree, path) is not None:
+            (tree / path).unlink()
+    for path in [*paths, MARKER]:
+        if not os.path.lexists(tree / path):
+            prune(tree, path)
+
+
+def change_files(tree: Path, edits: list[Edit], package: str | None) -> None:
+    """Changes all files or none, and writes or removes the package below verl/_vendored.
+
+    First all is written beside its place, then renamed, then read back. The package comes last, in one step.
+    """
+    paths = [edit.path for edit in edits]
+    undo = contextlib.ExitStack()
+    undo.callback(tidy, tree, paths)
     try:
-        for number, (patch, (old, new)) in enumerate(zip(patches, contents, strict=True)):
-            place = tree / patch.path
-            if old is None:
-                like = folder_of(place).stat()
-                mode = like.st_mode & (0o777 if patch.mode & 0o111 else 0o666)
-            else:
-                like = place.stat()
-                mode = like.st_mode
-                save(state / f"{number}.old", old, mode, like)
-            if new is not None:
-                save(state / f"{number}.new", new, mode, like)
-        journal = [{"path": patch.path, "old": patch.old, "new": patch.new} for patch in patches]
-        save(state / "journal.tmp", json.dumps(journal).encode(), 0o600)
-        hold_signals()
-        os.replace(state / "journal.tmp", state / "journal.json")
-        for number, patch in enumerate(patches):
-            place = tree / patch.path
-            if patch.new is None:
-                os.unlink(place)
-            else:
-                make_folders(place.parent)
-                os.replace(state / f"{number}.new", place)
-            drop_byte_code(place)
-        for patch in patches:
-            if blob_hash(read_target(tree, patch.path)) != patch.new:
-                raise Stop(f"{patch.path} does not read back as it was written")
-    except Exception as error:
-        if (state / "journal.json").exists():
-            roll_back(tree, state)
-        raise Stop(f"failed while writing ({one_line(error)}); every file was put back", 4) from None
-    (state / "journal.json").unlink()
-    for patch in patches:
-        if patch.new is None:
-            prune(tree, patch.path)
+        for edit in edits:
+            if edit.new is not None:
+                stage(tree, edit.path, edit.old, edit.new)
+        if package == "written":
+            stage_package(tree)
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # what is left takes moments: it is finished, or put back
+        for edit in edits:
+            undo.callback(put_back, tree, edit)
+            replace(tree / edit.path, gone=edit.new is None)
+        if wrong := [edit.path for edit in edits if read_target(tree, edit.path) != edit.new]:
+            raise Stop(f"{listing(wrong)} does not read back as it was written")
+        if package == "removed":
+            os.replace(tree / PACKAGE, tree / STAGED)
+        elif package == "written":
+            if (tree / PACKAGE).exists():
+                os.replace(tree / PACKAGE, tree / REPLACED)
+            os.replace(tree / STAGED, tree / PACKAGE)
+    except BaseException as error:
+        with contextlib.suppress(OSError, Stop):  # what it leaves is looked for next
+            undo.close()
+        if not isinstance(error, Exception):
+            raise
+        changed = [edit.path for edit in edits if read_target(tree, edit.path) != edit.old]
+        how = f"{listing(changed)} could not be put back: run again to finish, or with --reverse" if changed else ""
+        raise Stop(f"failed while writing ({one_line(error)}); {how or 'every file was put back'}", 4) from None
+    try:
+        tidy(tree, paths)
+    except OSError as error:
+        why = f"what was beside them could not be removed ({one_line(error)}); run again"
+        raise Stop(f"all files were changed, but {why}", 4) from None
+
+
+def replace(place: Path, gone: bool) -> None:
+    """Gives a file its place, or removes the one that is there; and what Python compiled from that."""
+    drop_byte_code(place)  # first: were it killed in between, it would never go
+    if gone:
+        place.unlink()
+    else:
+        os.replace(temporary(place), place)
+    drop_byte_code(place)
+
+
+def put_back(tree: Path, edit: Edit) -> None:
+    now, place = read_target(tree, edit.path), tree / edit.path
+    if now not in (edit.old, edit.new):
+        raise Stop(f"something else changed {edit.path} meanwhile")
+    if now != edit.old:
+        if edit.old is not None:
+            stage(tree, edit.path, edit.new, edit.old)
+        replace(place, gone=edit.old is None)
 
 
 def prune(tree: Path, path: str) -> None:
-    """Removes folders that became empty with a removed file."""
+    """Removes folders that are empty without this file."""
     place = tree / path
-    folders = list(place.relative_to(tree / "verl").parents)[:-1]
-    with contextlib.suppress(OSError):  # a folder that holds something else stays
-        for folder in [folders[0] / "__pycache__", *folders] if folders else []:
-            with contextlib.suppress(FileNotFoundError):
-                (tree / "verl" / folder).rmdir()
-
-
-def roll_back(tree: Path, state: Path) -> None:
-    """Puts every file back as the journal says; does not trust the journal."""
-    hold_signals()
-    entries = read_journal(state / "journal.json")
-    try:
-        foreign = []
-        for number, (path, old, new) in enumerate(entries):
-            place, copy = tree / path, state / f"{number}.old"
-            current = blob_hash(read_target(tree, path))
-            if current == old:
-                continue
-            if current not in (new, None):
-                foreign.append(path)
-            elif old is None:
-                os.unlink(place)
-            elif copy.is_symlink() or not copy.is_file() or blob_hash(copy.read_bytes()) != old:
-                raise Stop(f"{copy} is missing or damaged")
-            else:
-                make_folders(place.parent)
-                os.replace(copy, place)
-        if foreign:
-            raise Stop(f"something else changed {listing(foreign)} meanwhile")
-        for path, old, _ in entries:
-            if blob_hash(read_target(tree, path)) != old:
-                raise Stop(f"{path} does not read back as it was")
-    except (OSError, Stop) as error:
-        advice = f"restore verl from git or by reinstalling it, delete {state}, and run again"
-        raise Stop(f"an interrupted change could not be put back ({one_line(error)}); {advice}", 4) from None
-    for path, old, _ in entries:
-        with contextlib.suppress(OSError):
-            drop_byte_code(tree / path)
-        if old is None:
-            prune(tree, path)
-    (state / "journal.json").unlink()
-
-
-def read_journal(journal: Path) -> list[tuple[str, str | None, str | None]]:
-    def is_hash(value: object) -> bool:
-        return value is None or isinstance(value, str) and re.fullmatch(r"[0-9a-f]{40}", value) is not None
-
-    try:
-        if journal.is_symlink():
-            raise ValueError
-        entries = [(entry["path"], entry["old"], entry["new"]) for entry in json.loads(journal.read_bytes())]
-        for path, old, new in entries:
-            check_path(path)
-            if old == new or not is_hash(old) or not is_hash(new):
-                raise ValueError
-        return entries
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, Stop):
-        advice = f"restore verl from git or by reinstalling it, delete {journal.parent}, and run again"
-        raise Stop(f"{journal} of an interrupted run is damaged; {advice}") from None
+    for folder in [place.parent / "__pycache__", *place.parents]:
+        if folder == tree / "verl" or folder.is_dir() and any(folder.iterdir()):
+            return
+        if folder.is_dir():
+            folder.rmdir()
 
 
 def say(message: str) -> None:
@@ -998,120 +733,153 @@ def say(message: str) -> None:
         print(f"apply_patch: {message}", flush=True)
 
 
-say_once = functools.cache(say)
-
-
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    def sha256(value: str) -> str:
-        if not re.fullmatch(r"[0-9a-fA-F]{64}", value):
-            raise argparse.ArgumentTypeError("a SHA-256 has 64 hexadecimal digits")
-        return value.lower()
-
-    def given(value: str) -> str:
-        if not value:
-            raise argparse.ArgumentTypeError("the value is empty")
-        return value
-
-    def expanded(value: str) -> str:
-        return os.path.expanduser(given(value))  # shells leave the ~ of --repo=~/verl as it is
-
-    def path(value: str) -> Path:
-        return Path(expanded(value))
-
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     place = parser.add_mutually_exclusive_group(required=True)
-    place.add_argument("--repo", metavar="DIR", type=path, help="the verl checkout or release tree to patch")
-    place.add_argument("--installed", action="store_true", help="patch the verl that this Python would import")
-    parser.add_argument(
-        "--target", metavar="VERSION", type=given, help="the patch for this verl; default: by what is there"
-    )
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument(
-        "--patch-file", metavar="FILE", type=path, help="a patch in one file, instead of those in patches/"
-    )
-    source.add_argument(
-        "--patch-url", metavar="URL", type=given, help="https; http for this machine only; needs a SHA-256"
-    )
-    checksum = parser.add_mutually_exclusive_group()
-    checksum.add_argument("--patch-sha256", metavar="HEX", type=sha256, help="the SHA-256 the patch must have")
-    checksum.add_argument(
-        "--sha256-file", metavar="FILE|URL", type=expanded, help="where it is written; default: PATCH.sha256"
-    )
-    parser.add_argument("--check", action="store_true", help="only report the state of the tree; write nothing")
-    parser.add_argument("--reverse", action="store_true", help="remove the patch")
+    place.add_argument("checkout", metavar="CHECKOUT", nargs="?", type=Path, help="see above")
+    place.add_argument("--installed", action="store_true", help="see above")
+    parser.add_argument("--target", metavar="VERSION", help="the patch for this verl")
+    for group in (("--vendor", "--no-install"), ("--check", "--reverse")):
+        options = parser.add_mutually_exclusive_group()
+        for option in group:
+            options.add_argument(option, action="store_true", help="see above")
     parser.add_argument("--force", action="store_true", help="skip the check of git HEAD and clean tree (only that)")
     args = parser.parse_args(arguments)
-    if args.check and args.reverse:
-        parser.exit(
-            2,
-            "apply_patch: --check writes nothing, so it does not go with --reverse; --check alone says whether the "
-            f"patch can be taken out (exit code {APPLIED}: it is in)\n",
-        )
-    if args.patch_url and not (args.patch_sha256 or args.sha256_file):
-        parser.error("--patch-url needs --patch-sha256 or --sha256-file")
-    if (args.patch_sha256 or args.sha256_file) and not (args.patch_url or args.patch_file):
-        parser.error("--patch-sha256 and --sha256-file belong to --patch-file and --patch-url")
+    if "" in (sys.argv[1:] if arguments is None else arguments):
+        parser.error("a value is empty")
+    if args.vendor and (args.check or args.reverse) or args.no_install and args.reverse:
+        parser.error("--vendor and --no-install say what to apply; of others, --check takes --no-install: verl alone")
     return args
 
 
-def inspect(args: argparse.Namespace, tree: Path, candidates: list[Candidate]) -> tuple[Candidate, Situation]:
+def inspect(args: argparse.Namespace, tree: Path, targets: list[Target]) -> tuple[Target, Situation]:
     """Finds the target. Raises Stop unless its patch can be applied (or reversed), or already is."""
-    chosen, found = choose(args, tree, candidates)
-    target = chosen.target
-    if args.target and found.other:
-        refuse_another_target(tree, args.target)
-    if (args.installed or found.unknown) and not is_release(release_of(tree), target.version):
-        raise no_target(tree, [(chosen, found)])
-    done = found.base if args.reverse else found.patched
-    if len(done) == len(chosen.patches):
-        return chosen, found
-    start = found.left_behind or not found.patched  # with other files patched, that is what there is to say
-    checkout = (
-        not args.reverse and not args.force and start and check_head(tree, target.commit, told=not args.installed)
-    )
-    check_content(tree, found, args.reverse)
-    if checkout:
-        check_clean(tree, found.patched)
-    if found.left_behind:
-        say_once(f"{tree} has files that a patched verl left there, as this patch makes them: {listing(found.patched)}")
-    return chosen, found
+    vendored(tree)  # refuses links and pipes
+    target, found = choose(args, tree, targets)
+    unknown = found.created.issuperset(found.patched) and not found.created.issuperset(found.other)
+    if (args.installed or unknown) and not is_release(release_of(tree), target.version):
+        raise no_target(tree, [found])
+    if found.other or (found.patched if args.reverse else found.base):
+        # With other files patched, that is what there is to say.
+        if not args.reverse and not args.force and (found.left_behind or not found.patched):
+            check_checkout(tree, target, told=not args.installed)
+        check_content(tree, found)
+    return target, found
 
 
-def check(args: argparse.Namespace, tree: Path, candidates: list[Candidate]) -> int:
-    if (tree / STATE / "journal.json").exists():
-        raise Stop(f"{tree}: a run is at work or was interrupted; run again without --check to put it right", PARTLY)
-    chosen, found = inspect(args, tree, candidates)
+def vendored(tree: Path) -> Path | None:
+    """The package below verl/_vendored. Links and pipes there are refused."""
+    for path in (MARKER, f"{PACKAGE}/__init__.py"):
+        read_target(tree, path)
+    for place in (tree / PACKAGE).rglob("*"):
+        if place.is_symlink() or not (place.is_dir() or place.is_file()):
+            raise Stop(f"{place} is a link or no file; move it away")
+    return tree / PACKAGE if (tree / PACKAGE).is_dir() else None
+
+
+def package_trouble(tree: Path) -> str | None:
+    """Why a patched verl would not use a package; None where it would."""
+    used = located("gradloc") or vendored(tree)
+    if used is None:
+        return f"{sys.executable} has no package gradloc"
+    wanted, version = hooks_number(read_own(FILES / CALLS)), used / "version.py"
+    found = hooks_number(read_file(version)) if version.exists() else 0
+    return None if found == wanted else f"the package in {used} is for hooks {found}, not {wanted}"
+
+
+def pip_install() -> list[str]:
+    bare = ["--no-deps"] if located("rich") else []
+    return [sys.executable, "-m", "pip", "install", *bare, str(HERE)]
+
+
+def install() -> str | None:
+    """Installs this checkout; returns why that failed."""
+    try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        done = subprocess.run(pip_install(), stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
+    except KeyboardInterrupt:
+        return "pip was interrupted"
+    except OSError as error:
+        return f"pip could not be run ({error.strerror})"
+    finally:
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    if not done.returncode:
+        found = located("gradloc")
+        return None if is_installed(found) else f"pip installed it, but {sys.executable} imports {found or 'none'}"
+    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
+    return f"pip failed ({one_line(next((line for line in lines if line.startswith('ERROR')), lines[-1]))})"
+
+
+def check(args: argparse.Namespace, tree: Path, targets: list[Target]) -> int:
+    target, found = inspect(args, tree, targets)
+    patches = load_target(target)
+    again = "run again without --check to finish, or with --reverse to take it out"
+    if left := left_over(tree, [patch.path for patch in patches]):
+        raise Stop(f"an interrupted run left {listing(left)} in {tree}; {again}", PARTLY)
+    if found.patched and found.base and not found.left_behind:
+        raise Stop(f"{tree} is partly patched (as released: {listing(found.base)}); {again}", PARTLY)
     if not found.base:
-        say(f"already applied to {tree} ({chosen.name})")
+        if not args.no_install and (why := package_trouble(tree)):
+            raise Stop(f"{tree} is patched, but {why}; run this without --check", PARTLY)
+        say(f"already applied to {tree} (verl {target.version})")
         return APPLIED
-    for patch in chosen.patches:
+    for patch in patches:
         if patch.path in found.base:
             patch.result(read_target(tree, patch.path))
-    say(f"applicable to {tree} ({chosen.name}, {len(found.base)} files)")
+    say(f"applicable to {tree} (verl {target.version}, {len(found.base)} files)")
     return 0
 
 
-def change(args: argparse.Namespace, tree: Path, candidates: list[Candidate]) -> int:
-    def pending() -> tuple[str, list[FilePatch]]:
-        chosen, found = inspect(args, tree, candidates)
-        paths = found.patched if args.reverse else found.base
-        if not paths:
-            say(f"not applied to {tree}; nothing to reverse" if args.reverse else f"already applied to {tree}")
-        return chosen.name, [patch for patch in chosen.patches if patch.path in paths]
-
-    # A first look, so that a refused or needless run does not touch the tree, which may be read-only.
-    if not (tree / STATE).exists() and not pending()[1]:
-        return 0
-    with locked(tree) as state:
-        name, todo = pending()
-        if todo:
-            replace_files(tree, state, [patch.reversed() for patch in todo] if args.reverse else todo)
+def change(args: argparse.Namespace, tree: Path, targets: list[Target]) -> int:
+    with locked(tree):
+        target, found = inspect(args, tree, targets)
+        tidy(tree, [patch.path for patch in load_target(target)])
+        pending = found.patched if args.reverse else found.base
+        edits = []
+        for patch in (patch for patch in load_target(target) if patch.path in pending):
+            old = read_target(tree, patch.path)
+            edits.append(Edit(patch.path, old, (patch.reversed() if args.reverse else patch).result(old)))
+        package, marked = vendored(tree), read_target(tree, MARKER)
+        todo = "removed" if args.reverse and package else None
+        if args.vendor and not is_package(tree / PACKAGE):
+            todo = "written"
+        if args.reverse and marked == LICENCE or args.vendor and marked is None:
+            edits.append(Edit(MARKER, marked, None if args.reverse else LICENCE))
+        if edits or todo:
+            change_files(tree, edits, todo)
+        if pending:
             done = "reversed in" if args.reverse else "applied to"
-            say(f"{done} {tree} ({name}, {len(todo)} files, all verified)")
-            if not args.reverse:
-                say(f"verdicts in training, and the command `gradloc report DIR`, come with `pip install .` in {HERE}")
+            say(f"{done} {tree} (verl {target.version}, {len(pending)} files, all verified)")
+        else:
+            say(f"not applied to {tree}; nothing to reverse" if args.reverse else f"already applied to {tree}")
+    if not args.reverse:
+        return settle_package(args, tree, todo)
+    if todo:
+        say(f"the package is removed from {tree / PACKAGE}")
+    if installed := located("gradloc"):
+        say(f"the package in {installed} stays; to remove it: {sys.executable} -m pip uninstall gradloc-verl")
+    return 0
+
+
+def settle_package(args: argparse.Namespace, tree: Path, todo: str | None) -> int:
+    """Says where the package is, after installing it where that is asked."""
+    how, failed = "written to" if todo else "already in", None
+    if not (args.vendor or args.no_install or is_installed(located("gradloc"))):
+        how, failed = "installed in", install()
+    installed, inside, trouble = located("gradloc"), vendored(tree), package_trouble(tree)
+    if failed or trouble:
+        until = "verl trains as released" if trouble else f"the package in {installed or inside} is used"
+        sentence = f"verl is patched, but {failed or trouble}; until that is mended, {until}: run "
+        sentence += shlex.join(pip_install()) + ("" if installed or args.vendor else ", or this with --vendor")
+        if not args.no_install:
+            raise Stop(sentence, NO_PACKAGE)
+        say(sentence)
+    else:
+        say(f"the package is {how} {inside if args.vendor else installed or inside}")
+    if installed and inside:
+        say(f"{inside} is not used while {sys.executable} has the package in {installed}")
     return 0
 
 
@@ -1121,20 +889,13 @@ def main(arguments: list[str] | None = None) -> int:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    os.umask(0o022)  # of the state folder; all else is given its permissions
     if isinstance(sys.stdout, io.TextIOWrapper):  # with its descriptor closed (>&-), there is none
         sys.stdout.reconfigure(errors="backslashreplace")
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, interrupt)
     try:
-        targets = narrowed(read_targets(), args.target)
-        tree = find_tree(args)
-        if args.installed:
-            # Only the patch that is needed has to be whole. Without one for this version, all are named.
-            release = release_of(tree)
-            targets = [target for target in targets if is_release(release, target.version)] or targets
-        return (check if args.check else change)(args, tree, load_candidates(args, targets))
+        return (check if args.check else change)(args, find_tree(args), read_targets())
     except Stop as stop:
         print(f"apply_patch: {stop}", file=sys.stderr)
         if args.check or stop.code not in (PARTLY, WRONG_BASE):

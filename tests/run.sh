@@ -81,7 +81,7 @@ set_up_patched() {
     rm -rf "$patched"
     mkdir "$patched"
     cp -R "$base/verl" "$patched/verl"
-    "$venv/bin/python" apply_patch.py --target "$version" --repo "$patched"
+    "$venv/bin/python" apply_patch.py --target "$version" --no-install "$patched"
     echo "$wanted" >"$patched/ready"
 }
 

@@ -1,18 +1,17 @@
-"""Real verl trees, copies of the project and misbehaving web servers for the tests of the tools."""
+"""Real verl trees, and copies of the project that are killed or fail, for the tests of the tools."""
 
 import contextlib
 import dataclasses
 import hashlib
-import http.server
+import importlib.util
 import itertools
 import os
 import shutil
-import socketserver
+import signal
 import stat
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,18 @@ HAS_PLUGINS = not TARGET.startswith("0.7.")  # whether GradLoc can be a plugin o
 # A few real files are enough for most tests, and keep them fast.
 ACTOR = "verl/workers/actor/dp_actor.py"
 ALGOS = "verl/trainer/ppo/core_algos.py"
-DELETED = "verl/utils/import_utils.py"
-NEW = "verl/utils/gradloc/__init__.py"
+FIXED = "verl/utils/import_utils.py"
+NEW = "verl/utils/spikes.py"
 KEYS = "verl/trainer/config/gradloc/actor.yaml"
-SOME_FILES = ["verl/__init__.py", "verl/version/version", ACTOR, ALGOS, DELETED, "verl/utils/__init__.py"]
+VENDORED = "verl/_vendored/gradloc"
+SOME_FILES = ["verl/__init__.py", "verl/version/version", ACTOR, ALGOS, FIXED, "verl/utils/__init__.py"]
+NEW_FILES = {NEW: "# A licence.\nHOOKS = 1\n", KEYS: ""}
+PACKAGE = {
+    "__init__.py": "x = 1\n",
+    "version.py": '__version__ = "1"\nHOOKS = 1\n',
+    "deep/page.css": "a {}",
+    "py.typed": "",
+}
 
 
 def run(*command: str | Path, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -72,24 +79,18 @@ def hook(tree: Path) -> None:
     actor.write_text("# first\n" + actor.read_text().replace("import os\n", "import os  # kept\n"))
     algos = tree / ALGOS
     algos.write_bytes(algos.read_bytes().rstrip(b"\n"))
-    (tree / DELETED).unlink()
 
 
 def fix(tree: Path) -> None:
     """A change of a file that has a hook, too."""
     actor = tree / ACTOR
     actor.write_text(actor.read_text() + "# last\n")
+    (tree / FIXED).write_text("# fixed\n" + (tree / FIXED).read_text())
 
 
-def add_package(tree: Path) -> None:
-    package = tree / "verl/utils/gradloc"
-    package.mkdir()
-    (package / "__init__.py").write_text("x = 1\n")
-    (package / "no_newline.py").write_text("y = 2")
-    (package / "tool.py").write_text("z = 3\n")
-    (package / "tool.py").chmod(0o755)
-    (tree / KEYS).parent.mkdir(parents=True)
-    (tree / KEYS).write_text("")
+def add_new(tree: Path) -> None:
+    for name, text in NEW_FILES.items():
+        write(tree / name, text)
 
 
 def write(file: Path, text: str, mode: int = 0o644) -> Path:
@@ -117,12 +118,10 @@ def make_next_release(tree: Path, version: str = "0.7.1") -> Path:
 
 @dataclasses.dataclass(frozen=True)
 class Patch:
-    """A patch in its three parts, and in one file."""
+    """What a patch has for one target."""
 
-    package: bytes
     hooks: bytes
     fixes: bytes
-    whole: bytes
 
 
 def diff(repo: Path, old: str, new: str) -> bytes:
@@ -134,20 +133,39 @@ def small_patch(scratch: Path, version: str = "0.7.0") -> Patch:
     if version != "0.7.0":
         make_next_release(scratch, version)
     commits = [commit_all(scratch)]
-    for step in (add_package, hook, fix):
+    for step in (hook, fix):
         step(scratch)
         commits.append(commit_all(scratch))
-    parts = (diff(scratch, *pair) for pair in itertools.pairwise(commits))
-    return Patch(*parts, diff(scratch, commits[0], commits[-1]))
+    return Patch(*(diff(scratch, *pair) for pair in itertools.pairwise(commits)))
+
+
+class Fails:
+    """An audit hook that fails at the number-th step that changes something on the disk; with `on`, ever after, too."""
+
+    STEPS = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.chmod", "open")
+
+    def __init__(self, number: int, kill: bool, on: bool = False) -> None:
+        self.left, self.kill, self.on = number, kill, on
+
+    def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event not in self.STEPS or event == "open" and not arguments[2] & os.O_CREAT:
+            return
+        self.left -= 1
+        if self.left == 0 or self.on and self.left < 0:
+            if self.kill:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise OSError(28, "No space left on device")
 
 
 class Project:
-    """A copy of the project's tools with a target of its own, 0.7.0."""
+    """A copy of the project's tools with a target of its own, 0.7.0, new files and a package."""
 
     def __init__(self, place: Path, patch: Patch | None, commit: str = "0" * 40):
         self.place = place
-        self.package, self.hooks, self.fixes = self.parts("0.7.0")
-        self.hooks.parent.mkdir(parents=True)
+        self.hooks, self.fixes = self.parts("0.7.0")
+        for folder, files in (("patches/files", NEW_FILES), ("gradloc", {**PACKAGE, "README.md": "Not packaged."})):
+            for name, text in files.items():
+                write(place / folder / name, text)
         for name in ("apply_patch.py", "make_patch.sh"):
             shutil.copy(ROOT / name, place / name)
         shutil.copytree(ROOT / "tools", place / "tools", ignore=shutil.ignore_patterns("__pycache__"))
@@ -157,10 +175,10 @@ class Project:
 
     def parts(self, version: str) -> list[Path]:
         patches = self.place / "patches"
-        return [patches / "package.patch", patches / version / "hooks.patch", patches / version / "fixes.patch"]
+        return [patches / version / "hooks.patch", patches / version / "fixes.patch"]
 
     def write(self, patch: Patch, version: str = "0.7.0") -> None:
-        for part, data in zip(self.parts(version), (patch.package, patch.hooks, patch.fixes), strict=True):
+        for part, data in zip(self.parts(version), (patch.hooks, patch.fixes), strict=True):
             write_patch(part, data)
 
     def text(self, version: str = "0.7.0") -> bytes:
@@ -179,7 +197,13 @@ class Project:
             self.write(patch, version)
 
     def apply(self, *arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-        return run(sys.executable, self.place / "apply_patch.py", *arguments, **environment)
+        """Without the project that the tests run in; pip has nothing to do, unless --installing says that it has."""
+        environment = {"PYTHONPATH": ""} | environment
+        return run(sys.executable, self.place / "apply_patch.py", *self.options(arguments), **environment)
+
+    def options(self, arguments: tuple[str | Path, ...]) -> list[str]:
+        leaves = {"--vendor", "--reverse", "--installing", "--no-install"}.isdisjoint(arguments)
+        return [str(word) for word in arguments if word != "--installing"] + ["--no-install"] * leaves
 
     def said(self, *arguments: str | Path, code: int = 0, **environment: str) -> str:
         """What a run that ends with this code prints."""
@@ -190,7 +214,26 @@ class Project:
     def apply_with(self, fault: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
         """Runs apply_patch after executing some code that makes it fail."""
         code = f"import os, signal, sys; import apply_patch\n{fault}\nsys.exit(apply_patch.main())"
-        return run(sys.executable, "-B", "-c", code, *arguments, cwd=self.place)
+        return run(sys.executable, "-B", "-c", code, *self.options(arguments), cwd=self.place, PYTHONPATH="")
+
+    def forked(self, *arguments: str | Path, fails: Fails | None = None) -> tuple[int, int]:
+        """Runs it in a fork, which is fast: its exit code, or minus a signal; and whether the fault came."""
+        spec = importlib.util.spec_from_file_location("apply_patch", self.place / "apply_patch.py")
+        assert spec and spec.loader
+        module = importlib.util.module_from_spec(spec)
+        if not (child := os.fork()):
+            code = 99
+            try:
+                sys.stdout = sys.stderr = open(os.devnull, "w")
+                sys.modules["apply_patch"] = module
+                spec.loader.exec_module(module)
+                if fails:
+                    sys.addaudithook(fails)
+                code = module.main(self.options(arguments))
+            finally:
+                os._exit(100 + code if fails and fails.left <= 0 else code)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        return code % 100 if code >= 0 else code, code < 0 or code >= 100
 
     def make(self, *arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
         return run("bash", self.place / "make_patch.sh", *arguments, PYTHON=sys.executable, **environment)
@@ -216,7 +259,7 @@ def snapshot(tree: Path) -> dict[str, tuple[int, bytes]]:
     for path in sorted(tree.rglob("*")):
         name = path.relative_to(tree)
         if name.parts[0] != ".git":
-            content = b"" if path.is_dir() else path.read_bytes()
+            content = path.read_bytes() if path.is_file() else b""
             found[str(name)] = (stat.S_IMODE(path.stat().st_mode), content)
     return found
 
@@ -235,33 +278,3 @@ def refused(done: subprocess.CompletedProcess[str], code: int, *words: str) -> N
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
     assert done.stderr.startswith(("apply_patch: ", "make_patch.sh: ")), done.stderr
     assert all(word in done.stderr for word in words), done.stderr
-
-
-Answer = bytes | Callable[[socketserver.StreamRequestHandler], None]
-
-
-@contextlib.contextmanager
-def web_server(answers: dict[str, Answer]) -> Iterator[str]:
-    """Serves raw replies by path on loopback, so that they can be as wrong as a test wants."""
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            answer = answers.get(self.path, b"HTTP/1.0 404 Not Found\r\n\r\n")
-            with contextlib.suppress(OSError):
-                if callable(answer):
-                    answer(self)
-                else:
-                    self.wfile.write(answer)
-
-        do_POST = do_GET
-
-    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
-        server.daemon_threads = True
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
-
-
-def reply(body: bytes, status: str = "200 OK", *headers: str) -> bytes:
-    lines = [f"HTTP/1.0 {status}", f"Content-Length: {len(body)}", *headers, "", ""]
-    return "\r\n".join(lines).encode() + body

@@ -27,8 +27,8 @@ def hunks(target: Target, kind: str) -> list[tuple[str, str]]:
     """Path and added text of every hunk that does more than import."""
     found = []
     for change in apply_patch.load_part({"Hooks": target.hooks, "Fixes": target.fixes}[kind]):
-        for hunk in [hunk for part in change.parts for hunk in part]:
-            added = [line.decode() for line in hunk.new if line not in hunk.old]
+        for _, old, _, new in [hunk for part in change.parts for hunk in part]:
+            added = [line.decode() for line in new if line not in old]
             if not all(re.match(r"(from|import) |$", line.rstrip("\n")) for line in added):
                 found.append((change.path, "".join(added)))
     return found

@@ -25,7 +25,7 @@ QUICK_START = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 
 def add_target(project: Path, version: str, shares: str | None = None) -> None:
     """A target with its patch and, unless it shares another's, a virtual environment from empty requirements."""
-    patches = ("package.patch", f"{version}/hooks.patch", f"{version}/fixes.patch")
+    patches = ("files/verl/utils/spikes.py", f"{version}/hooks.patch", f"{version}/fixes.patch")
     for name in (*(f"patches/{patch}" for patch in patches), f"build/{version}/base/verl/__init__.py"):
         write(project / name, "")
     write(project / f"build/{version}/base/ready", f"{version}\n")

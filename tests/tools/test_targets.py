@@ -8,7 +8,7 @@ import pytest
 
 import apply_patch
 import trees
-from trees import ACTOR, ALGOS, DELETED, NEW, Patch, Project, refused, unchanged
+from trees import ACTOR, ALGOS, NEW, Patch, Project, refused, unchanged
 
 BOTH = "0.7.0 and 0.7.1"
 
@@ -36,11 +36,11 @@ def test_each_release_gets_its_own_patch(two: Project, tree: Path, newer: Path, 
     place = {"0.7.0": tree, "0.7.1": newer}[version]
     with unchanged(place):
         assert f"(verl {version}, " in two.said("--installed", "--check", PYTHONPATH=str(place))
-        assert f"(verl {version}, " in two.said("--repo", place)
-        assert (place / NEW).exists() and not (place / DELETED).exists()
+        assert f"(verl {version}, " in two.said(place)
+        assert (place / NEW).exists()
         assert ("as in 0.7.1" in (place / ALGOS).read_text()) == (version == "0.7.1")
-        assert f"(verl {version})" in two.said("--repo", place, "--check", code=10)
-        two.said("--repo", place, "--target", version, "--reverse")
+        assert f"(verl {version})" in two.said(place, "--check", code=10)
+        two.said(place, "--target", version, "--reverse")
 
 
 @pytest.mark.parametrize("release", [None, "0.9.9\n"])
@@ -49,25 +49,25 @@ def test_content_decides_where_the_version_says_nothing(two: Project, newer: Pat
     version = newer / "verl/version/version"
     version.unlink() if release is None else version.write_text(release)
     with unchanged(newer):
-        assert "(verl 0.7.1, " in two.said("--repo", newer, "--check")
-        killed = two.apply_with(trees.at_call("replace", 4, "os.kill(os.getpid(), 9)"), "--repo", newer)
+        assert "(verl 0.7.1, " in two.said(newer, "--check")
+        killed = two.apply_with(trees.at_call("replace", 4, "os.kill(os.getpid(), 9)"), newer)
         assert killed.returncode == -9
-        refused(two.apply("--repo", newer, "--check"), 11, "interrupted")
-        assert "(verl 0.7.1, " in two.said("--repo", newer)
-        two.said("--repo", newer, "--check", code=10)
-        assert "(verl 0.7.1, " in two.said("--repo", newer, "--reverse")
+        refused(two.apply(newer, "--check"), 11, "an interrupted run left", "run again without --check")
+        assert "(verl 0.7.1, " in two.said(newer)
+        two.said(newer, "--check", code=10)
+        assert "(verl 0.7.1, " in two.said(newer, "--reverse")
 
 
 def test_a_commit_decides_before_the_content(two: Project, tree: Path, newer: Path) -> None:
     """In a checkout of one target with a file of the other, the changed file is named. The other has no commit."""
     trees.commit_all(newer)
-    assert "(verl 0.7.1, " in two.said("--repo", newer, "--check")
+    assert "(verl 0.7.1, " in two.said(newer, "--check")
     two.pin(trees.commit_all(tree))
     shutil.copy(newer / ALGOS, tree / ALGOS)
-    refused(two.apply("--repo", tree, "--check"), 12, f"found verl 0.7.0 with changes in {ALGOS}; ")
-    assert "(verl 0.7.1, " in two.said("--repo", tree, "--check", "--force")
+    refused(two.apply(tree, "--check"), 12, f"found verl 0.7.0 with changes in {ALGOS}; ")
+    assert "(verl 0.7.1, " in two.said(tree, "--check", "--force")
     (newer / "verl/__init__.py").write_text("# changed\n")
-    refused(two.apply("--repo", newer), 3, "local changes", "verl/__init__.py")
+    refused(two.apply(newer), 3, "local changes", "verl/__init__.py")
 
 
 def one_sentence(done: subprocess.CompletedProcess[str], code: int, found: str) -> None:
@@ -79,42 +79,42 @@ def one_sentence(done: subprocess.CompletedProcess[str], code: int, found: str) 
 def test_a_verl_of_no_target_and_a_target_that_is_named(two: Project, newer: Path) -> None:
     for file in (ACTOR, ALGOS):
         (newer / file).write_text("other\n")
-    one_sentence(two.apply("--repo", newer), 3, f"found verl 0.7.1 with changes in {ALGOS} and 1 more; ")
+    one_sentence(two.apply(newer), 3, f"found verl 0.7.1 with changes in {ALGOS} and 1 more; ")
     (newer / "verl/version/version").write_text("main-of-some-day-with-a-long-name\n")
-    given = ["--repo", newer]
+    given = [newer]
     with unchanged(newer):
         for arguments, code in (([*given, "--check"], 12), (["--installed"], 3), ([*given, "--reverse"], 3)):
             done = two.apply(*arguments, PYTHONPATH=str(newer))
             one_sentence(done, code, "found verl main-of-some; ")
     trees.make_next_release(trees.copy_base(newer))
-    refused(two.apply("--repo", newer, "--target", "0.7.0"), 3, "is 0.7.1", "for 0.7.0; leave --target out")
-    refused(two.apply("--repo", newer, "--target", "0.6.0"), 3, "no patch for verl 0.6.0", "0.7.0 or 0.7.1")
+    refused(two.apply(newer, "--target", "0.7.0"), 3, "is 0.7.1, not 0.7.0; leave --target out")
+    refused(two.apply(newer, "--target", "0.6.0"), 3, "no patch for verl 0.6.0", "0.7.0 or 0.7.1")
 
 
 @pytest.mark.parametrize("action", ["--reverse", "--check"])
 def test_a_wrong_target_advises_no_deletion_of_a_patch(two: Project, newer: Path, action: str) -> None:
-    two.said("--repo", newer)
+    two.said(newer)
     arguments = ["--installed", "--target", "0.7.0", action]
     done = two.apply(*arguments, PYTHONPATH=str(newer))
-    refused(done, 12 if action == "--check" else 3, "is patched for 0.7.1, not for 0.7.0; leave --target out")
+    refused(done, 12 if action == "--check" else 3, "is 0.7.1, not 0.7.0; leave --target out")
     assert "rm -r" not in done.stderr and "restore" not in done.stderr
     # As an older patch left it: its content is of no target, the version is.
     for file in (ACTOR, ALGOS, NEW):
         (newer / file).write_text("# of an older patch\n")
     done = two.apply(*arguments, PYTHONPATH=str(newer))
-    assert "is 0.7.1, but --target asks for the patch for 0.7.0; leave --target out" in done.stderr
+    assert "is 0.7.1, not 0.7.0; leave --target out" in done.stderr
     assert "rm -r" not in done.stderr
 
 
 def test_a_tree_that_fits_several_has_to_say_which_it_is(project: Project, tree: Path, small_patch: Patch) -> None:
     """Two releases may have the same files where the patch changes them."""
     project.add_target("0.7.1", small_patch)
-    assert "(verl 0.7.0, " in project.said("--repo", tree, "--check")
+    assert "(verl 0.7.0, " in project.said(tree, "--check")
     (tree / "verl/version/version").write_text("0.7.1.dev3\n")
-    assert "(verl 0.7.1, " in project.said("--repo", tree, "--check")
+    assert "(verl 0.7.1, " in project.said(tree, "--check")
     (tree / "verl/version/version").unlink()
-    refused(project.apply("--repo", tree, "--check"), 12, f"fits the patches for {BOTH}", "--target")
-    assert "(verl 0.7.0, " in project.said("--repo", tree, "--check", "--target", "0.7.0")
+    refused(project.apply(tree, "--check"), 12, f"fits the patches for {BOTH}", "--target")
+    assert "(verl 0.7.0, " in project.said(tree, "--check", "--target", "0.7.0")
 
 
 def test_the_real_targets(tmp_path: Path) -> None:
