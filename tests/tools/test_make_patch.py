@@ -9,14 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from valid_events import events_in
 
 import trees
-from trees import ACTOR, ALGOS, DELETED, KEYS, NEW, Project, ran, refused, snapshot, unchanged
+from trees import ACTOR, ALGOS, FIXED, KEYS, NEW, Project, ran, refused, snapshot, unchanged
 
 pytestmark = pytest.mark.slow
 
-PACKAGE = "verl/utils/gradloc"
-SCORES = "verl/utils/reward_score"
+FILES = Path("patches/files")
 
 
 @dataclasses.dataclass
@@ -49,23 +49,13 @@ class Made:
 
 @pytest.fixture
 def made(base_tree: Path, tmp_path: Path) -> Made:
-    """A project with sources, and a checkout in which verl's own files were edited."""
+    """A project, and a checkout in which verl's own files were edited."""
     project = Project(tmp_path / "project", None)
-    for name, text in (
-        ("gradloc/__init__.py", "x = 1\n"),
-        ("gradloc/deep/zone.py", "z = 1\n"),
-        ("gradloc/README.md", "What is here.  \n"),
-        ("rewards/ours.py", "ours = 1\n"),
-        ("config/gradloc/actor.yaml", "key: 1\n"),
-    ):
-        trees.write(project.place / name, text)
     base = trees.copy_base(tmp_path / "base")
-    trees.write(base / SCORES / "__init__.py", "# verl's\n")
     made = Made(project, base, tmp_path / "checkout")
     made.init(made.checkout)
     actor = made.checkout / ACTOR
     actor.write_text(actor.read_text() + "# last\n")
-    (made.checkout / DELETED).unlink()
     for name in ("__pycache__/x.pyc", "protocol.py.orig", ".protocol.py.swp"):
         trees.write(made.checkout / "verl" / name, "left by a tool, and no edit\n")
     ran(made.repo())
@@ -87,22 +77,15 @@ def fixed(made: Made) -> Made:
 
 
 def test_the_parts_lead_from_the_base_to_what_was_edited(fixed: Made, tmp_path: Path) -> None:
-    package, hooks, fixes = (part.read_text() for part in fixed.project.parts("0.7.0"))
-    names = [line.rpartition(" b/")[2] for line in package.splitlines() if line.startswith("diff --git ")]
-    assert names == [KEYS, NEW, f"{PACKAGE}/deep/zone.py", f"{SCORES}/ours.py"]
-    assert sorted(line.rpartition(" b/")[2] for line in hooks.splitlines() if "diff --git" in line) == [DELETED, ACTOR]
+    hooks, fixes = (part.read_text() for part in fixed.project.parts("0.7.0"))
+    assert [line.rpartition(" b/")[2] for line in hooks.splitlines() if "diff --git" in line] == [ACTOR]
     assert "+# last" in hooks and "fixed" not in hooks and "new file" not in hooks + fixes
     assert "+import os  # fixed" in fixes and "+# fixed" in fixes
-    # A release is all of it in one file.
-    ran(fixed.project.make("--release", "0.7.0", "--base-tree", fixed.base))
-    release = fixed.project.place / "build/gradloc-0.7.0.patch"
-    for given in ([], ["--patch-file", release]):
-        with unchanged(fixed.base):
-            fixed.project.said("--repo", fixed.base, *given)
-            for name in (ACTOR, ALGOS, NEW, KEYS, f"{SCORES}/ours.py", f"{PACKAGE}/deep/zone.py"):
-                assert (fixed.base / name).read_bytes() == (fixed.checkout / name).read_bytes()
-            assert not (fixed.base / DELETED).exists() and not (fixed.base / PACKAGE / "README.md").exists()
-            fixed.project.said("--repo", fixed.base, "--reverse")
+    with unchanged(fixed.base):
+        fixed.project.said(fixed.base)
+        for name in (ACTOR, ALGOS, NEW, KEYS):
+            assert (fixed.base / name).read_bytes() == (fixed.checkout / name).read_bytes()
+        fixed.project.said(fixed.base, "--reverse")
     # A new checkout starts there, and writes the same.
     second = dataclasses.replace(fixed, checkout=fixed.init(tmp_path / "second"))
     start = second.state()
@@ -110,38 +93,31 @@ def test_the_parts_lead_from_the_base_to_what_was_edited(fixed: Made, tmp_path: 
     assert second.state() == start
 
 
-def test_an_edit_of_the_linked_package_is_one_of_the_sources(made: Made) -> None:
-    (made.checkout / NEW).write_text("x = 2\n")
-    (made.checkout / PACKAGE / "new.py").write_text("n = 1\n")
-    (made.checkout / KEYS).write_text("key: 2\n")
-    refused(made.check(), 1, "is not what the sources hold", NEW, "new.py", KEYS, "--sources")
-    hooks = made.project.hooks.read_bytes()
-    ran(made.project.make("--sources"))
+def test_an_edit_of_a_new_file_is_one_in_the_project(made: Made) -> None:
+    """Checkouts have links to them."""
+    before = made.project.text()
+    (made.checkout / NEW).write_text("HOOKS = 2\n")
+    ran(made.repo())
     ran(made.check())
-    package = made.project.package.read_text()
-    assert "+x = 2" in package and "+n = 1" in package and "+key: 2" in package
-    assert made.project.hooks.read_bytes() == hooks
-    assert (made.project.place / "gradloc/new.py").read_text() == "n = 1\n"
+    assert made.project.text() == before and (made.project.place / FILES / NEW).read_text() == "HOOKS = 2\n"
 
 
 REFUSED = [
-    ("rewards/__init__.py", b"", ["would replace a file of verl's own"]),
-    ("gradloc/bad.py", b"x = (\n", ["Python cannot compile"]),
-    ("gradloc/a#b.py", b"x = 1\n", ["apply_patch.py would not take the patch"]),
     ("verl/a.py", b"x = 1\n", ["is a new file, but hooks and fixes change verl's own"]),
+    (FIXED, None, ["removes no file of verl's own"]),
     (ACTOR, b"x = 1", ["lacks the newline"]),
-    (ACTOR, b"\0\1", ["apply_patch.py would not take the patch", "binary"]),
+    (ACTOR, b"x = (\n", ["Python cannot compile"]),
+    ("verl/version/version", b"\0\1", ["apply_patch.py would not take the patch"]),
 ]
 
 
-def test_what_the_sources_and_an_edit_may_not_hold(made: Made) -> None:
+def test_what_an_edit_may_not_be(made: Made) -> None:
     wanted = made.project.text()
     for place, content, words in REFUSED:
-        in_checkout = place.startswith("verl/")
-        file = (made.checkout if in_checkout else made.project.place) / place
+        file = made.checkout / place
         before = file.read_bytes() if file.exists() else None
-        file.write_bytes(content)
-        refused(made.repo(), 3, *words, *([] if b"\0" in content else [file.name]))
+        file.unlink() if content is None else file.write_bytes(content)
+        refused(made.repo(), 3, *words)
         assert made.project.text() == wanted
         file.unlink() if before is None else file.write_bytes(before)
     ran(made.repo())
@@ -265,8 +241,8 @@ def test_the_way_to_a_new_target(made: Made, tmp_path: Path) -> None:
     ran(made.project.make("--repo", checkout, *named))
     ran(made.project.make("--check", "--target", "0.7.1", *named))
     assert made.project.text("0.7.0") == before
-    made.project.said("--repo", newer)
-    assert (newer / ACTOR).read_bytes() == (checkout / ACTOR).read_bytes() and not (newer / DELETED).exists()
+    made.project.said(newer)
+    assert (newer / ACTOR).read_bytes() == (checkout / ACTOR).read_bytes() and (newer / NEW).exists()
 
 
 # What is refused
@@ -290,25 +266,25 @@ def test_what_init_and_the_command_line_refuse(made: Made, tmp_path: Path) -> No
 
 def test_check_notices(made: Made) -> None:
     """Without a base it is no verdict, unless a checksum is wrong already."""
-    package, hooks, _ = made.project.parts("0.7.0")
-    files, data = package.read_bytes(), hooks.read_bytes()
+    hooks, _ = made.project.parts("0.7.0")
+    data = hooks.read_bytes()
     refused(made.project.make("--check"), 3, "has no verl/__init__.py", "--base-tree")
     hooks.write_bytes(b"damaged\n")
     refused(made.project.make("--check"), 1, f"{hooks}.sha256", "checksum")
-    trees.write_patch(hooks, data)
-    for part, content, words in (
-        (package, files.replace(b"100644", b"100755", 1), KEYS),
-        (package, b"nonsense\n", "is not what the sources hold"),
-        (hooks, data.replace(b"+# last", b"+# last "), "whitespace"),
-        (hooks, b"text before\n" + data, "other bytes"),
-        (hooks, b"nonsense\n", "does not apply"),
-        (hooks, data.replace(b"+# last", b"+  last"), "Python cannot compile"),
+    for content, words in (
+        (data.replace(b"+# last", b"+# last "), "whitespace"),
+        (b"text before\n" + data, "other bytes"),
+        (b"nonsense\n", "does not apply"),
+        (data.replace(b"+# last", b"+  last"), "Python cannot compile"),
     ):
-        right = part.read_bytes()
-        trees.write_patch(part, content)
-        refused(made.check(), 1, part.name, words)
-        trees.write_patch(part, right)
+        trees.write_patch(hooks, content)
+        refused(made.check(), 1, hooks.name, words)
+    trees.write_patch(hooks, data)
     ran(made.check())
+    for name, words in ((ALGOS, "would replace a file of verl's own"), ("verl/a.txt", "of a kind that the patch")):
+        file = trees.write(made.project.place / FILES / name, "")
+        refused(made.check(), 1, name, words)
+        file.unlink()
     hooks.unlink()
     refused(made.check(), 1, "hooks.patch is missing")
 
@@ -322,10 +298,10 @@ def test_a_failure_of_the_tool_is_no_verdict(made: Made, tmp_path: Path) -> None
 # The project's own patch
 
 
-def test_the_real_patch_is_what_its_sources_give(base_tree: Path, tmp_path: Path) -> None:
+def test_the_real_patch_is_what_a_checkout_gives(base_tree: Path, tmp_path: Path) -> None:
     """Also in a clone as git for Windows makes it: every file of the project must stay as it is."""
     source, project = tmp_path / "source", tmp_path / "project"
-    for name in ("config", "gradloc", "patches", "rewards", "tools"):
+    for name in ("patches", "tools"):
         shutil.copytree(trees.ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in (".gitattributes", "apply_patch.py", "make_patch.sh"):
         shutil.copy(trees.ROOT / name, source)
@@ -337,3 +313,75 @@ def test_the_real_patch_is_what_its_sources_give(base_tree: Path, tmp_path: Path
     with unchanged(project):
         for arguments in (["--check", *named], ["--init", checkout, *named], ["--repo", checkout, *named[2:]]):
             ran(trees.run("bash", project / "make_patch.sh", *arguments, PYTHON=sys.executable))
+
+
+@pytest.fixture(scope="module")
+def released(base_tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkout of verl with one `git apply` of the release patch."""
+    place = tmp_path_factory.mktemp("released")
+    for name in ("gradloc", "patches", "tools"):
+        shutil.copytree(trees.ROOT / name, place / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("apply_patch.py", "make_patch.sh"):
+        shutil.copy(trees.ROOT / name, place)
+    options = ["--release", trees.TARGET, "--base-tree", base_tree]
+    ran(trees.run("bash", place / "make_patch.sh", *options, PYTHON=sys.executable))
+    tree = trees.copy_base(place / "tree", files=None)
+    trees.commit_all(tree)
+    trees.git(tree, "apply", "--whitespace=error-all", str(place / f"dist/verl-{trees.TARGET}-gradloc.patch"))
+    return tree
+
+
+def alone(tree: Path, code: str, *arguments: str | Path) -> str:
+    """What a program prints that has no other verl and GradLoc than those of the tree."""
+    check = (
+        f"\nimport gradloc, verl\nfor module in (gradloc, verl): assert module.__file__.startswith('{tree}/'), module"
+        "\nfrom verl.utils.spikes import why_off\nassert why_off() is None"
+    )
+    path = os.pathsep.join(map(str, (tree, trees.ROOT / "tests/multirank", trees.ROOT / "tests/support")))
+    environment = {"PYTHONPATH": path}
+    if trees.HAS_PLUGINS:  # which takes a CPU for a device where this module says so
+        shutil.copytree(trees.ROOT / "embedded", tree.parent / "dist/embedded", dirs_exist_ok=True)
+        environment["VERL_USE_EXTERNAL_MODULES"] = "embedded"
+    command = [sys.executable, "-B", "-c", code + check, *arguments]
+    return ran(trees.run(*command, cwd=tree.parent / "dist", **environment))
+
+
+@pytest.mark.smoke
+def test_a_release_is_what_vendoring_gives(released: Path, tmp_path: Path) -> None:
+    tree = trees.copy_base(tmp_path / "tree", files=None)
+    ran(trees.run(sys.executable, trees.ROOT / "apply_patch.py", tree, "--vendor"))
+    assert snapshot(released) == snapshot(tree)
+    with pytest.raises(AssertionError, match="No module named 'gradloc'"):
+        alone(released, "import gradloc")
+    alone(released, "import verl.utils.spikes; verl.utils.spikes.why_off()")
+    # apply_patch.py knows it, and takes it out.
+    assert trees.run(sys.executable, trees.ROOT / "apply_patch.py", released, "--check", "--force").returncode == 10
+
+
+SPIKE = """
+import sys, tempfile, pathlib
+import torch.distributed as dist
+from actors import ENGINE, Case, build_actor
+from batches import Words, build_batch, with_columns
+from verl.utils import spikes
+
+store = dist.FileStore(str(pathlib.Path(sys.argv[1]) / "store"), 1)
+dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+case = Case(rows=4, mini_batch=4, planted=((0, 2, 3),))
+batch = build_batch(case, 0)
+with_columns(case, batch, 0)
+actor = build_actor(case, spike_detection=True, grad_norm_threshold=1e3, bisect_dump_dir=sys.argv[1])
+metrics = actor.update_policy(batch)
+if not ENGINE:
+    spikes.write_evidence(actor, batch, Words(), metrics)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.every_target
+def test_a_released_verl_finds_judges_and_writes_a_spike_alone(released: Path, tmp_path: Path) -> None:
+    alone(released, SPIKE, tmp_path)
+    (event,) = events_in(tmp_path)
+    (culprit,) = event["culprits"]
+    assert (culprit["row"], culprit["position"], culprit["uid"]) == (2, 3, "0/2")
+    assert event["complete"] and event["verdict"]["sentence"]

@@ -97,6 +97,8 @@ def regenerate(repo: Path, targets: list[Target], tree: Path | None, edit_fixes:
         base = scratch.work_tree(find_base(target, tree), "verl")
         files = links()
         edited = {path: file for path, file in scratch.work_tree(repo, "verl").items() if path not in files}
+        if gone := sorted(base.keys() - edited.keys()):
+            raise Refused(f"{repo} lacks {gone[0]}, but a patch removes no file of verl's own; bring it back")
         if new := sorted(edited.keys() - base.keys()):
             raise Refused(
                 f"{repo}/{new[0]} is a new file, but hooks and fixes change verl's own: move it to {FILES}, which all "
@@ -125,6 +127,8 @@ def regenerate(repo: Path, targets: list[Target], tree: Path | None, edit_fixes:
                     f"{part} has changed since {repo} was last brought together with it, and those changes would be "
                     "lost; make a new checkout with --init and redo your edits there"
                 )
+        parts.check_taken(patches[target.hooks], base, hooked, scratch)
+        parts.check_taken(patches[target.fixes], hooked, edited, scratch)
         # The note in the checkout comes last, so an interrupted run can simply be repeated.
         for place, patch in patches.items():
             parts.write(place, patch)

@@ -13,8 +13,8 @@ import re
 from pathlib import Path
 
 import apply_patch
-from apply_patch import FILES, VENDORED, Target
-from tools.patching.scratch_git import Files, GitFailed, Scratch
+from apply_patch import FILES, LICENCE, MARKER, PACKAGE, Target
+from tools.patching.scratch_git import File, Files, GitFailed, Scratch
 
 ROOT = apply_patch.HERE
 
@@ -46,17 +46,12 @@ def find_base(target: Target, tree: Path | None) -> Path:
 
 
 def make_diff(old: Files, new: Files, scratch: Scratch) -> bytes:
-    """A patch, empty if nothing differs. Refuses what the patch format or CI would not take."""
+    """A patch, empty if nothing differs. Refuses what a patch cannot carry or CI would not take."""
     patch = scratch.diff(old, new)
     if changed := [path for path in old.keys() & new.keys() if old[path].mode != new[path].mode]:
         raise Refused(
             f"{changed[0]} has another mode, or is a symbolic link now, which the patch cannot carry; undo that"
         )
-    try:
-        if patch:
-            apply_patch.parse_patch(patch)
-    except apply_patch.Stop as stop:
-        raise Refused(f"apply_patch.py would not take the patch: {stop}") from None
     if bad := scratch.whitespace_error(old, new):
         raise Refused(f"whitespace error in {bad}; fix it first")
     if bad := unfinished_line(patch):
@@ -64,6 +59,16 @@ def make_diff(old: Files, new: Files, scratch: Scratch) -> bytes:
     if bad := broken_module(new, old, scratch):
         raise Refused(f"{bad}; correct it first")
     return patch
+
+
+def check_taken(patch: bytes, old: Files, new: Files, scratch: Scratch) -> None:
+    """Refuses a patch of verl's own files that apply_patch.py would not take in and out, to the same bytes."""
+    try:
+        for change in apply_patch.parse_patch(patch):
+            for step, files in ((change, old), (change.reversed(), new)):
+                step.result(scratch.read(files[change.path].blob))
+    except apply_patch.Stop as stop:
+        raise Refused(f"apply_patch.py would not take the patch: {stop}") from None
 
 
 def unfinished_line(patch: bytes) -> str | None:
@@ -118,11 +123,26 @@ def write_release(target: Target, tree: Path | None, scratch: Scratch) -> None:
     base = files = scratch.work_tree(find_base(target, tree), "verl")
     for part in target.parts:
         files = scratch.apply(files, part.read_bytes())
-    files = {**files, **scratch.work_tree(FILES, "verl")}
-    files |= {f"{VENDORED}/{path}": file for path, file in scratch.work_tree(ROOT, "gradloc").items()}
+    files = {**files, **new_files(base, scratch)}
+    package = scratch.work_tree(ROOT, "gradloc")
+    blobs = {f"{PACKAGE}/{name}": package[f"gradloc/{name}"].blob for name in apply_patch.package_files()}
+    blobs[MARKER] = scratch.git("hash-object", "-w", "--stdin", data=LICENCE).decode().strip()
+    files |= {path: File("100644", blob) for path, blob in blobs.items()}
     output = ROOT / "dist" / f"verl-{target.version}-gradloc.patch"
     output.parent.mkdir(exist_ok=True)
     write(output, make_diff(base, files, scratch))
+
+
+def new_files(base: Files, scratch: Scratch) -> Files:
+    """Those that every target gets."""
+    there = scratch.work_tree(FILES, "verl")
+    new = {change.path: there[change.path] for change in apply_patch.new_files()}
+    for path in sorted(there):
+        if path in base:
+            raise OutOfDate(f"{FILES}/{path} would replace a file of verl's own; rename it")
+        if path not in new:
+            raise OutOfDate(f"{FILES}/{path} is of a kind that the patch does not carry; move it away")
+    return new
 
 
 class OutOfDate(Exception):
@@ -151,10 +171,7 @@ def whole(part: Path) -> bytes:
 def check_target(target: Target, tree: Path, patches: list[bytes], scratch: Scratch) -> None:
     """Checks that the patches apply in their order, that make_patch.sh wrote them, and that they can be taken out."""
     base = files = scratch.work_tree(tree, "verl")
-    new = scratch.work_tree(FILES, "verl")
-    if taken := sorted(new.keys() & base.keys()):
-        raise OutOfDate(f"{FILES}/{taken[0]} would replace a file of verl's own; rename it")
-    make_diff({}, new, scratch)  # refuses what a patch cannot carry
+    make_diff({}, new_files(base, scratch), scratch)  # refuses what a patch cannot carry
     for part, patch in zip(target.parts, patches, strict=True):
         before = files
         try:
@@ -165,6 +182,7 @@ def check_target(target: Target, tree: Path, patches: list[bytes], scratch: Scra
             raise OutOfDate(f"{part} is broken: {bad}")
         if scratch.diff(before, files) != patch:
             raise OutOfDate(f"{part} is in other bytes than make_patch.sh --repo would write it")
+        check_taken(patch, before, files, scratch)
     try:
         for patch in reversed(patches):
             files = scratch.apply(files, patch, "-R")
