@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-# Submits training to a running Ray cluster, and brings the patched verl and GradLoc's packages along: nothing is changed
-# on the cluster.
+# Submits training to a running Ray cluster, and brings the patched verl along, with GradLoc in it: nothing is changed on
+# the cluster.
 #
 #   RAY_ADDRESS=http://HEAD:8265 bash examples/ray_job.sh NNODES=2 MODEL_PATH=/shared/model \
 #       TRAIN_FILES=/shared/train.parquet VAL_FILES=/shared/val.parquet OUTPUT_DIR=/shared/run1
@@ -39,8 +39,8 @@ place=$(mktemp -d)
 trap 'rm -rf "$place"' EXIT
 mkdir "$place/verl" "$place/project"
 cp -R "$verl/." "$place/verl"
-"$python" "$root/apply_patch.py" --repo "$place"
-cp -R "$root"/gradloc{,_judge,_tools} "$root/run_experiment.sh" "$place/project"
+"$python" "$root/apply_patch.py" "$place" --vendor
+cp "$root/run_experiment.sh" "$place/project"
 find "$place" -name __pycache__ -prune -exec rm -r {} +
 # In a file, because `ray job submit` does not quote what it passes to a shell.
 printf '%q ' exec bash run_experiment.sh "$@" >"$place/project/job.sh"

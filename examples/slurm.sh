@@ -7,8 +7,8 @@
 #   sbatch --nodes=4 examples/slurm.sh MODEL_PATH=/shared/model TRAIN_FILES=/shared/train.parquet \
 #       VAL_FILES=/shared/val.parquet OUTPUT_DIR=/shared/run1
 #
-# The arguments are those of run_experiment.sh. This project, training's Python with the patched verl (or the container
-# image that holds it), and all paths have to be the same on every node. Environment variables:
+# The arguments are those of run_experiment.sh. This project, training's Python with the patched verl and the package (or
+# the container image that holds it), and all paths have to be the same on every node. Environment variables:
 #   CONTAINER      what starts a container, such as "apptainer exec --nv --bind /shared /shared/verl.sif"; default: none
 #   PYTHON         training's Python; default: python3
 #   GRADLOC_DIR    this project; default: where sbatch was called
@@ -72,7 +72,7 @@ fi
 # shellcheck disable=SC2016 # for the bash on each node to expand
 srun --nodes="${#nodes[@]}" --ntasks="${#nodes[@]}" --ntasks-per-node=1 "${container[@]}" bash -c '
     said=$("$@" 2>&1)
-    (($? == 10)) || { echo "slurm.sh: the verl of $(hostname) is not patched: $said" >&2; exit 1; }' \
+    (($? == 10)) || { echo "slurm.sh: the verl of $(hostname) is not ready: $said" >&2; exit 1; }' \
     check "$python" "$root/apply_patch.py" --installed --check --force
 
 main_step='' ray=() # process ids: of what waits or trains, and of Ray on each node

@@ -18,16 +18,19 @@ import json, os, pathlib, subprocess, sys
 at = sys.argv.index("--runtime-env-json")
 brings = json.loads(sys.argv[at + 1])
 (verl,) = map(pathlib.Path, brings["py_modules"])
-check = [sys.executable, "{trees.ROOT}/apply_patch.py", "--check", "--repo", verl.parent]
+check = [sys.executable, "{trees.ROOT}/apply_patch.py", "--check", verl.parent]
 print(*sys.argv[1:at], "check:", subprocess.run(check, stdout=subprocess.DEVNULL).returncode, flush=True)
 environment = os.environ | {{"PYTHONPATH": str(verl.parent)}}
 command = " ".join(sys.argv[sys.argv.index("--") + 1 :])
 sys.exit(subprocess.run(command, shell=True, cwd=brings["working_dir"], env=environment).returncode)
 """
-# Prints what the trainer, which needs GPUs, would get, if it can have verdicts; and ends with an exit code of its own.
+# Prints what the trainer, which needs GPUs, would get, if verl finds GradLoc; and ends with an exit code of its own.
 PYTHON = f"""#!/bin/sh
 [ "$1" = -m ] || exec {sys.executable} "$@"
-{sys.executable} -c 'import gradloc.judge, json, sys; print(json.dumps(sys.argv[1:]))' "$@"
+{sys.executable} -c 'import json, sys
+from verl.utils.spikes import why_off
+assert why_off() is None
+print(json.dumps(sys.argv[1:]))' "$@"
 exit 7
 """
 

@@ -80,7 +80,7 @@ echo "training $NODE $RAY_ADDRESS $NNODES $GPUS_PER_NODE $*" >>"$STATE/notes"
 sleep 1800 &
 wait
 """
-# Exit code 10 means that the verl is patched.
+# Exit code 10 means that the verl is patched, and finds the package.
 CHECK = """import os, sys
 print("said about", os.environ["NODE"])
 sys.exit(0 if os.environ["NODE"] in os.environ["UNPATCHED"].split() else 10)
@@ -187,7 +187,7 @@ def test_what_starts_a_container_comes_before_each_command(cluster: Cluster) -> 
 
 @cases(
     "environment code sentence ended",
-    ({"UNPATCHED": "n2"}, 1, "the verl of n2 is not patched: said about n2", []),
+    ({"UNPATCHED": "n2"}, 1, "the verl of n2 is not ready: said about n2", []),
     ({"FAILING": "n3"}, 1, "Ray on n3 has ended", ["n1", "n2"]),
     ({"LOST": "n2", "RAY_WAIT": "1"}, 1, f"after 1 s, 2 of 3 nodes have joined {ADDRESS}", NODES),
     ({"SLURM_GPUS_PER_NODE": ""}, 2, "ask for them with --gpus-per-node", []),
