@@ -93,7 +93,7 @@ def set_up_venv(venv: Path, target: str, root: Path, *, plugin: bool = False) ->
         installer.install_again(str(root))
         if not plugin:
             _restore_verl(python, target, root, installer)
-            subprocess.run([str(python), str(root / "apply_patch.py"), "--installed"], check=True)
+            subprocess.run([str(python), str(root / "apply_patch.py"), "--installed", "--no-install"], check=True)
         _note(venv / "patched", wanted)
 
 
