@@ -21,7 +21,7 @@ No tokens are planted:
   named ones do; and `wrong`, those of them that are not over τ.
 
 It needs the patched verl; after `bash tests/run.sh`:
-    PYTHONPATH=build/verl build/venv/bin/python benchmarks/localization.py --quick
+    PYTHONPATH=build/verl:. build/venv/bin/python benchmarks/localization.py --quick
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def why_off() -> str | None:
         sys.path.append(str(vendored))
     try:
         package = importlib.import_module("gradloc")
-    except ImportError as error:
+    except Exception as error:  # whatever is wrong with it, verl is as released
         return f"GradLoc is not installed in {sys.executable} ({error}): run pip install there, in GradLoc's checkout."
     number = getattr(package, "HOOKS", 0)
     if number == HOOKS:
@@ -134,13 +134,13 @@ def _keys(name: str) -> type:
 
 def _data_sources(config: Any) -> set[str]:
     """The data sources in those of the run's files that are Parquet on this machine."""
-    import pyarrow.parquet
-
     found: set[str] = set()
     for files in (config.data.get("train_files"), config.data.get("val_files")):
         for file in [files] if isinstance(files, str) else files or []:
             if str(file).endswith(".parquet") and Path(str(file)).is_file():
                 key = config.data.get("reward_fn_key", "data_source")
                 with suppress(Exception):  # verl itself says what is wrong with a file
-                    found.update(pyarrow.parquet.read_table(file, columns=[key])[key].unique().to_pylist())
+                    from pyarrow.parquet import read_table
+
+                    found.update(read_table(file, columns=[key])[key].unique().to_pylist())
     return found
