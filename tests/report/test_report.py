@@ -501,7 +501,7 @@ def test_a_converted_spike_names_what_it_suspects(show: Any, view: Any, tmp_path
     # A search that has found nothing over a threshold does not make a spike of it.
     under = {"trigger": {**found["trigger"], "norm": 1.0}, "diagnosis": "under", "search": "replayed"}
     facts = {name: value for name, *value in view([unsearched(41, [], **under)]).facts}
-    assert facts["Spikes"] == ["1", "1 gradient spike and 1 recorded mini-batch"]
+    assert facts["Spikes"] == ["1", "1 gradient spike and 1 converted mini-batch"]
     assert facts["Searches complete"] == ["1", "of 1"]
     (figures, _) = compare(*[report.read(str(tmp_path))] * 2)["runs"]
     assert (figures["spikes"], figures["steps_with_spikes"]) == (1, 1)

@@ -195,7 +195,7 @@ UV_PIN, NO_DEPS = (
 def test_the_environment_is_made_once_and_patched_anew(project: Project) -> None:
     again = f"{UV} --reinstall --link-mode copy --no-deps"
     made = ["venv venv", f"{HASHED} -r {UV_PIN}", *(f"{UV} {what}" for what in REQUIREMENTS)]
-    patched = [f"{again} {project.place}", f"{again} -r venv/bin/verl.txt", "apply_patch.py --installed"]
+    patched = [f"{again} {project.place}", f"{again} -r venv/bin/verl.txt", "apply_patch.py --installed --no-install"]
     assert project.set_up() == made + patched
     assert (project.place / "venv/bin/verl.txt").read_text() == f"verl==0.7.0 --hash=sha256:{'0' * 64}\n"
     assert not (project.place / "site/verl").exists()
@@ -259,7 +259,7 @@ def test_a_step_of_the_set_up_that_failed_is_done_again(project: Project) -> Non
         with pytest.raises(subprocess.CalledProcessError):
             project.set_up()
     project.write("failing", "")
-    assert project.set_up()[-1] == "apply_patch.py --installed"
+    assert project.set_up()[-1] == "apply_patch.py --installed --no-install"
 
 
 SESSION = f"""

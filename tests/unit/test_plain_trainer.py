@@ -188,7 +188,7 @@ def test_without_the_judge_facts_are_written_and_judged_later(
     event, _ = found(loop)
     assert event["comparison"]["unusual"].startswith("nothing has checked the run")
     evidence = UpdateEvidence(str(tmp_path), None, 1)
-    evidence.add([event], TrainedData({}), own=True)
+    evidence.add([event], TrainedData({}))
     evidence.take_in_rows(TrainedData({}))
     evidence.write(1, loop.gradloc.metrics(), lambda: loop.gradloc.warnings)
     monkeypatch.undo()

@@ -234,7 +234,6 @@ def test_mini_batches_of_an_update_are_counted_together_and_once(tmp_path: Path)
     for step, counted in ((1, parts[:1]), (2, parts)):
         for part in counted:
             evidence.add([], part)
-            evidence.add([], part, own=True)
             evidence.take_in_rows(part)
         evidence.write(step, {"actor/gradloc/token_norm_max": 1.0}, tuple)
     lines = (tmp_path / "steps.jsonl").read_text().splitlines()
