@@ -87,6 +87,17 @@ def flat_outputs(model_output: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: values.values() if values.is_nested else values for name, values in given.items()}
 
 
+def as_given(flat: Mapping[str, Tensor], model_output: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Flat values in the form that the model gave them, which the loss may need, and with a gradient of their own."""
+    forms = {name: model_output[name] for name in flat}
+    return {
+        name: torch.nested.nested_tensor_from_jagged(flat[name], form.offsets(), form.lengths())
+        if form.is_nested
+        else flat[name]
+        for name, form in forms.items()
+    }
+
+
 class LossData:
     """What a micro-batch's loss is computed from: references, without a graph. Only `read_tokens` copies.
 

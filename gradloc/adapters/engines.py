@@ -24,6 +24,7 @@ from .engine_data import (
     OUTPUTS,
     ROW,
     LossData,
+    as_given,
     as_metric,
     flat_outputs,
     inputs_of,
@@ -136,8 +137,8 @@ class WatchedEngine:
         watch, output, data = self.watch, named["model_output"], named["data"]
         flat = flat_outputs(output)
         seen = LossData(flat, data, inputs)
-        # Only a tensor that the loss was given itself sees its gradient.
-        named["model_output"] = {**output, **flat}
+        # Only a tensor that the loss is computed from sees its gradient.
+        named["model_output"] = {**output, **as_given(flat, output)}
         with watch.loss(lambda: padded(data["response_mask"]), self._batch_info):
             result = loss_function(*arguments, **named)
         loss_inputs = {OUTPUTS[key][1]: (values, seen.of_responses) for key, values in flat.items()}

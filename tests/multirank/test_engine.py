@@ -1,5 +1,6 @@
 """The evidence of verl 0.9's FSDP engine; the actor's own tests run against it as well."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -8,12 +9,14 @@ import actors
 import pytest
 import torch
 import torch.distributed as dist
-from actors import Case, build_actor
+from actors import Case, build_actor, local
 from batches import Words, build_batch, response_length, with_columns
 from reduced_meter_cases import share_sequences, stand_in_for_a_gpu
 from test_actor import ONE, THREE, Launch, near
 from valid_events import events_in, lines_in
+from verl.workers.utils.losses import ppo_loss
 
+from gradloc.adapters.actor_config import TokenClipConfig
 from gradloc.adapters.update_evidence import TrainedData
 
 
@@ -59,6 +62,25 @@ def evidence(case: Case, directory: str, shuffle: bool, size: int = 1) -> tuple[
                     )
         metrics.append(actor.update_policy(batch))
     return planted, metrics
+
+
+def nested_loss(config: Any, model_output: dict[str, Any], data: Any, dp_group: Any = None) -> Any:
+    """A user's own loss, which computes with the nested tensors that the engine gives, beside those of the data."""
+    given = {name: values + 0.0 * data["input_ids"] for name, values in model_output.items()}
+    assert all(values.is_nested for values in given.values())
+    return ppo_loss(config, given, data, dp_group)
+
+
+def found_with(loss: Any, case: Case) -> tuple[list[Any], list[Any]]:
+    """The culprits of an update with a loss, and the parameters after it."""
+    clip = TokenClipConfig(enable=True, action="log")
+    actor = build_actor(case, spike_detection=True, grad_norm_threshold=1e3, token_clip=clip)
+    actor.worker.loss_fn = partial(loss, config=actor.config)
+    with torch.random.fork_rng():
+        batch = build_batch(case, dist.get_rank())
+    actor.update_policy(batch)
+    culprits = [culprit for event in actor.events for culprit in event["culprits"]]
+    return culprits, [local(parameter).tolist() for parameter in actor.actor_module.parameters()]
 
 
 def step_of_two_updates(case: Case, directory: str) -> list[dict[str, Any]]:
@@ -117,6 +139,14 @@ def test_the_updates_of_a_step_are_counted_together(launch: Launch, tmp_path: Pa
     for first, second in results:
         assert not [name for name in first if "gradloc" in name]
         assert second["actor/gradloc/triggered"] == 2 and second["actor/gradloc/culprits"] == 2
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_loss_is_given_what_the_engine_gives(launch: Launch, packed: bool) -> None:
+    """Nested tensors, which verl's own loss takes apart."""
+    case = Case(packed=packed, entropy=True, nested=True, planted=THREE)
+    own, verls = (launch(2, found_with, loss, case) for loss in (nested_loss, ppo_loss))
+    assert own == verls and len(own[0][0]) == len(THREE)
 
 
 def test_ranks_that_share_their_data_are_counted_once(launch: Launch, tmp_path: Path) -> None:
