@@ -16,8 +16,9 @@ from verl.utils import hf_tokenizer
 from verl.utils.device import get_device_id
 
 from ..config import is_on
+from ..fsdp import collectives
 from ..gradloc import GradLoc
-from ..guarded import PatientThread, guarded
+from ..guarded import PatientThread, guarded, warn_once
 from ..layers.layer_clip import LayerClip
 from ..measure.pass_recorder import LossInputs, ReadTokens, unchanged
 from .loss_weights import eos_tokens, replaced
@@ -34,6 +35,8 @@ _Behind: Any = object
 # What a forward needs of a micro-batch: its tokens, and images.
 _TOKENS = ("responses", "input_ids", "attention_mask", "position_ids")
 _IMAGES = "multi_modal_inputs"
+# What was said once in this process.
+_said: set[str] = set()
 
 
 def watched(trained: type) -> type:
@@ -123,6 +126,12 @@ class WatchedUpdates(_Behind):
 
     def _optimizer_step(self) -> Tensor:
         if not self._watching or self.watch is None:
+            if self.watch is not None and collectives.rank() == 0:
+                warn_once(
+                    _said,
+                    f"{type(self).__name__} takes optimizer steps outside of verl's own update, where neither GradLoc "
+                    "nor a clip acts: its update has to call super()'s",
+                )
             return super()._optimizer_step()
         epoch, mini_batch = divmod(self._steps, self._mini_batches)
         self._watching = False  # a search makes passes of its own

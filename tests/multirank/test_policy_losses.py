@@ -122,6 +122,26 @@ def test_a_second_loss_of_a_pass_does_not_end_training() -> None:
     actor.watch.observe.assert_not_called()
 
 
+@pytest.mark.skipif(ENGINE, reason="of the actor of verl 0.7")
+def test_an_update_that_is_not_watched_is_told_once(caplog: Caplog) -> None:
+    from gradloc.adapters.dp_actor import WatchedUpdates
+
+    class Verls:
+        def _optimizer_step(self) -> torch.Tensor:
+            return torch.tensor(3.0)
+
+    class WithItsOwnUpdate(WatchedUpdates, Verls):
+        def update_policy(self) -> list[float]:
+            return [self._optimizer_step().item() for _ in range(2)]
+
+    actor = WithItsOwnUpdate()
+    assert actor.update_policy() == [3.0, 3.0] and not caplog.records  # nothing is on
+    actor.watch = MagicMock()
+    assert actor.update_policy() == [3.0, 3.0] and not actor.watch.mock_calls
+    (record,) = caplog.records
+    assert record.getMessage().startswith("WithItsOwnUpdate takes optimizer steps outside of verl's own update")
+
+
 LENGTHS = MASK.sum(1, keepdim=True)
 
 
