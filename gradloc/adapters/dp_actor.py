@@ -70,7 +70,7 @@ class WatchedUpdates(_Behind):
         self._data, self._mini_batches = data, -(-len(data) // self.config.ppo_mini_batch_size)
         self._steps = self._next_row = 0
         self._rows: list[list[int]] = []  # of verl's dynamic micro-batches
-        # Of a pass whose loss is not computed yet: its micro-batch, rows and outputs.
+        # Of a pass whose loss is not computed yet: what its tokens have, and its outputs.
         self._passed: tuple[Any, ...] | None = None
         verls, prepare = self._verls, self._verls.prepare_dynamic_batch
 
@@ -99,8 +99,9 @@ class WatchedUpdates(_Behind):
         start = self._steps % self._mini_batches * self.config.ppo_mini_batch_size
         of_data = [start + row for row in rows]
         watch.begin_pass(self._inputs(of_data), rows, partial(_sequences, micro_batch))
+        columns = self._columns(micro_batch, of_data)
         outputs = forward(micro_batch, *arguments, **options)
-        self._passed = micro_batch, of_data, outputs
+        self._passed = columns, outputs
         return outputs
 
     def _observed(self, loss: Callable[..., Any]) -> Callable[..., Any]:
@@ -179,26 +180,24 @@ class WatchedActor(WatchedUpdates):
         inputs = {key: columns[key][rows] for key in (*_TOKENS, _IMAGES) if key in columns}
         return inputs | {"temperature": self._data.meta_info["temperature"]}
 
-    def _seen(
-        self, given: Mapping[str, Any], micro_batch: Mapping[str, Any], rows: list[int], outputs: Any
-    ) -> tuple[LossInputs, ReadTokens]:
-        entropy, log_prob = _parts(outputs)[0], given["log_prob"]
+    def _columns(self, micro_batch: Mapping[str, Any], rows: list[int]) -> dict[str, Any]:
         tokens = {name: micro_batch[key] for name, key in EVIDENCE_KEYS.items() if key in micro_batch}
+        # Where a KL penalty has it, and no KL loss, verl leaves it on the host. A copy waits for what the device was
+        # given before: now for nothing, as verl has just copied the micro-batch; later for the forward or backward.
+        reference = self._data.batch.get("ref_log_prob")
+        if reference is not None and "ref_log_prob" not in tokens:
+            tokens["ref_log_prob"] = reference[rows].to(micro_batch["responses"].device)
+        return tokens
+
+    def _seen(self, given: Mapping[str, Any], columns: dict[str, Any], outputs: Any) -> tuple[LossInputs, ReadTokens]:
+        entropy, log_prob = _parts(outputs)[0], given["log_prob"]
         # These may be the forward's instead of the data's. They are kept without a graph.
-        tokens |= {"log_prob": log_prob.detach(), "old_log_prob": given["old_log_prob"].detach()}
+        tokens = columns | {"log_prob": log_prob.detach(), "old_log_prob": given["old_log_prob"].detach()}
         loss_inputs: dict[str, Any] = {"coefficient": (log_prob, unchanged)}
         if entropy is not None:
             tokens["entropy"] = entropy.detach()
             loss_inputs["entropy_coefficient"] = entropy, unchanged
-        # Where a KL penalty has it, and no KL loss, verl leaves it on the host.
-        reference = self._data.batch.get("ref_log_prob")
-
-        def read() -> Mapping[str, Tensor]:
-            if reference is None or "ref_log_prob" in tokens:
-                return tokens
-            return {**tokens, "ref_log_prob": reference[rows].to(log_prob.device)}
-
-        return loss_inputs, read
+        return loss_inputs, lambda: tokens
 
 
 class WatchedCritic(WatchedUpdates):
@@ -220,6 +219,10 @@ class WatchedCritic(WatchedUpdates):
 
     def _inputs(self, rows: list[int]) -> dict[str, Any]:
         """Nothing: no pass is computed again."""
+        return {}
+
+    def _columns(self, *_: Any) -> dict[str, Any]:
+        """Nothing: the loss is given all of them."""
         return {}
 
     def _seen(self, given: Mapping[str, Any], *_: Any) -> tuple[LossInputs, ReadTokens]:

@@ -15,6 +15,7 @@ from torch import nn
 
 import gradloc
 from gradloc import GradLocConfig
+from gradloc.adapters.dp_actor import WatchedActor
 from gradloc.critic_watch import CriticWatch
 from gradloc.judge.judgement import judged
 from gradloc.layers.layer_clip import LayerClip, LayerClipConfig
@@ -123,6 +124,36 @@ def test_the_tokens_over_token_clip_s_bounds_take_one_more_wait(action: str) -> 
         (found,) = training.found
         assert len(found["tokens"]) >= (2 if action == "log" else 1) and len(waits) == 3, waits
         assert all(token["weight"] and token["token_id"] for token in found["tokens"] if token["position"] >= 0)
+
+
+def test_the_reference_of_a_penalty_is_copied_before_the_forward() -> None:
+    """In verl 0.7. It is on the host, where the loss has no term of it."""
+    with CudaStandIn() as stand_in:
+        reference, waits = torch.rand(2 * ROWS, RESPONSE), []
+        names = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask", "old_log_probs")
+        columns = {name: torch.ones(ROWS, RESPONSE) for name in names}
+        stand_in.put(*columns.values())
+        log_prob = columns["old_log_probs"].clone()
+
+        class Verls:
+            def _forward_micro_batch(self, _: Any) -> tuple[None, torch.Tensor]:
+                waits.append(len(stand_in.waits))
+                return None, log_prob
+
+        actor = object.__new__(type("Actor", (WatchedActor, Verls), {"_watching": True, "_passed": None}))
+        actor._steps = actor._next_row = 0
+        actor.watch, actor._mini_batches, actor._rows = mock.MagicMock(), 1, [[3, 1]]
+        actor.config = mock.Mock(ppo_mini_batch_size=2 * ROWS, use_dynamic_bsz=True)
+        batch = {name: torch.ones(2 * ROWS, RESPONSE) for name in names}
+        actor._data = mock.MagicMock(non_tensor_batch={}, batch={**batch, "ref_log_prob": reference})
+        actor._forward_micro_batch(columns)
+        given = {"log_prob": log_prob, "old_log_prob": log_prob, "response_mask": columns["response_mask"]}
+        actor._observed(lambda **_: None)(**given)
+        _, read, *_ = actor.watch.observe.call_args.args
+        tokens = read()
+        assert waits == [1] and len(stand_in.waits) == 1, stand_in.waits
+        assert stand_in.device_of(tokens["ref_log_prob"]) == CUDA
+        assert tokens["ref_log_prob"].tolist() == reference[[3, 1]].tolist()
 
 
 def test_a_critics_step_waits_once() -> None:
