@@ -43,7 +43,7 @@ class CriticWatch(GradLoc):
     """
 
     SEARCH = "the search for spikes of the critic's gradient"
-    UNDONE = "the critic's gradient was not checked"
+    UNDONE = "the critic's gradient was not checked for a spike"
     # The root mean square error of the last mini-batch without a spike.
     _ordinary_error: float | None = None
 

@@ -69,7 +69,7 @@ class GradLoc(PassRecorder):
 
     # What is off, and what is left undone, where it fails.
     SEARCH = "the search for the tokens behind a gradient spike"
-    UNDONE = "the tokens behind a gradient spike were not searched"
+    UNDONE = "the actor's gradient was not checked for a spike"
 
     def __init__(
         self,

@@ -205,7 +205,7 @@ class RecordedCollectives:
                 call.replay()
         except Exception as failure:
             raise RankLostError(
-                f"a pass of the gradient search failed on this rank ({type(error).__name__}: {error}), which cannot be "
+                f"an extra pass of GradLoc failed on this rank ({type(error).__name__}: {error}), which cannot be "
                 f"propagated to the other ranks: {type(failure).__name__}: {failure}"
             ) from error
 

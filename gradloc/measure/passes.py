@@ -135,7 +135,7 @@ class Passes:
             if is_rehearsal:
                 recorded.forget()
             if error is not None:
-                logger.warning("a pass of the gradient search failed; training continues", exc_info=error)
+                logger.warning("an extra pass of GradLoc failed; training continues", exc_info=error)
             raise
         return found[0]
 
