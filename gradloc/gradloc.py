@@ -160,10 +160,13 @@ class GradLoc(PassRecorder):
     def metrics(self) -> dict[str, float]:
         """The update's metrics for the training log, the same on every rank; see `UpdateMetrics.metrics`.
 
-        `misplaced_share` is the share of responses whose log-probs belong to other tokens.
+        `misplaced_share` is the share of responses whose log-probs belong to other tokens. `checked` is 0 where nothing
+        has checked the run: rank 0 has no judge, or the update's tokens cannot be read.
         """
         share = self._warnings.misplaced_share()
-        return self._metrics.metrics() | ({} if share is None else {"actor/gradloc/misplaced_share": share})
+        of_run = {"misplaced_share": share, "checked": float(self._warnings.are_checked and not self.is_off)}
+        known = {f"actor/gradloc/{name}": value for name, value in of_run.items() if value is not None}
+        return self._metrics.metrics() | known
 
     def state_dict(self) -> dict[str, Any]:
         """What has been learned of the run, for any number of ranks; to be saved by rank 0, whose seconds count."""

@@ -120,7 +120,7 @@ class UpdateMetrics:
 def figure_sizes(model: WatchedModel, is_first: bool) -> list[int]:
     """How many numbers each part of `RunWarnings.own_figures` has."""
     layers = [len(model.reduced_norms.layers), len(model.meter.layers)] if is_first else [0, 0]
-    return [len(SUMS), ALIGNMENT_SUMS, COLUMN_SUMS, len(LOSS_FIGURES), *layers]
+    return [len(SUMS), ALIGNMENT_SUMS, COLUMN_SUMS, len(LOSS_FIGURES), 1, *layers]
 
 
 class RunWarnings:
@@ -132,6 +132,7 @@ class RunWarnings:
 
     def __init__(self, learning_rate: Callable[[], float | Tensor]) -> None:
         self.steps_since_resume: int | None = None  # 1 in the first step after a loaded checkpoint
+        self.are_checked = True  # whether there was a judge on rank 0, when the last mini-batch was taken in
         self._is_first_rank = collectives.rank() == 0
         # The judge's `RunChecks`; None on other ranks, and after an error in the judge.
         self._checks = asked(judge.RunChecks) if self._is_first_rank else None
@@ -170,6 +171,7 @@ class RunWarnings:
         mode, *others = {micro_batch.loss_agg_mode for micro_batch in micro_batches}
         scales = own_loss_figures(tokens, scale, None if others else mode)
         found = [sums, own_alignment(tokens), own_columns(tokens), scales]
+        found.append(sums.new_full((1,), float(self._checks is not None)))
         if is_first:
             passes = torch.stack([micro_batch.squares for micro_batch in micro_batches]).sqrt().sum(0) / scale
             found += [model.reduced_norms.own_squares(of_weights=True), passes]
@@ -178,7 +180,8 @@ class RunWarnings:
     def take_in(self, figures: Tensor, where: Where, gradient: MiniBatch) -> None:
         """Adds what `own_figures` returned on each rank, on the CPU."""
         model, is_first = gradient.model, (where["epoch"], where["mini_batch"]) == (0, 0)
-        *to_add, of_loss, weights, passes = figures.split(figure_sizes(model, is_first), dim=1)
+        *to_add, of_loss, checked, weights, passes = figures.split(figure_sizes(model, is_first), dim=1)
+        self.are_checked = bool(checked[0])
         copies = model.sequence_parallel_size
         sums, alignment, columns = (each[::copies].sum(0) for each in to_add)
         # All PPO epochs after the first have the same responses again.

@@ -25,6 +25,8 @@ class RepeatedSpikes(RuntimeError):
 class SpikeStop:
     """Counts the events of the last steps, by verl's whole configuration. A run in its last step is not stopped.
 
+    It also says where nothing checks the run any more: workers, whose logs say why, may be on another node.
+
     With `spike_action=stop`, the trainer ends a run in which spikes come again and again: it saves a checkpoint and
     raises `RepeatedSpikes`. The actor takes its optimizer steps as with `spike_action=log`.
 
@@ -40,6 +42,7 @@ class SpikeStop:
         self._evidence: str = actor.get("bisect_dump_dir", "")
         self._checkpoints: str = config.trainer.default_local_dir
         self._events: deque[int] = deque(maxlen=self._after)  # of each of the last N steps
+        self._was_checked = True
         self.ends_run = False
 
     def is_due(self, metrics: Mapping[str, Any], step: int) -> bool:
@@ -47,9 +50,17 @@ class SpikeStop:
 
         The metrics are those of the actor, before or after they are reduced over its workers.
         """
+        missing = {"checked": self._was_checked, "triggered": 0}
+        found = (metrics.get(f"actor/gradloc/{name}", value) for name, value in missing.items())
+        checked, triggered = (value[0] if isinstance(value, (list, tuple)) else value for value in found)
+        if self._was_checked and not checked:
+            said = (
+                "GradLoc does not check the run (actor/gradloc/checked is 0). The logs of the actor's workers say why."
+            )
+            print(f"Step {step}: {said}", flush=True)
+        self._was_checked = bool(checked)
         if self._after is not None:
-            value = metrics.get("actor/gradloc/triggered", 0)
-            self._events.append(int(value[0] if isinstance(value, (list, tuple)) else value))
+            self._events.append(int(triggered))
             self.ends_run = sum(self._events) >= self._after and step < self._last_step
         return self.ends_run
 

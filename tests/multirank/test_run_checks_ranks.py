@@ -79,7 +79,10 @@ def test_log_probs_of_other_positions_are_told_at_once(launch: Launch, world: in
 
 
 def broken(method: str, how: str) -> tuple[Any, ...]:
-    """Training with a judge that fails in a method: warnings, metrics, weights, and how often it was asked that."""
+    """Training with a judge that fails in a method: warnings, metrics, weights, and how often it was asked that.
+
+    And whether the metrics say that the run is checked.
+    """
     actors: list[Any] = []
     ends = threading.Event()
     fails = {"raises": ZeroDivisionError("a bug of the judge"), "exits": SystemExit(3), "hangs": lambda *_: ends.wait()}
@@ -93,9 +96,10 @@ def broken(method: str, how: str) -> tuple[Any, ...]:
         assert json.loads(run.events[-1])
         actors[0].gradloc.load_state_dict(actors[0].gradloc.state_dict())
         metrics = actors[0].gradloc.metrics()
+        is_checked = metrics["actor/gradloc/checked"]
         warnings = actors[0].gradloc.warnings
     ends.set()
-    return warnings, sorted(metrics), [each.tolist() for each in run.parameters], of_judge.call_count
+    return warnings, sorted(metrics), [each.tolist() for each in run.parameters], of_judge.call_count, is_checked
 
 
 @cases(
@@ -107,4 +111,7 @@ def test_a_failure_of_the_judge_costs_its_answer_alone(launch: Launch, method: s
     first, other = launch(2, broken, method, how)
     assert (first[0], other[0]) == (None, []) and first[1] == other[1]
     assert first[3] <= 1 + (method == "load_state_dict")  # which is tried once more, without what was saved
-    assert first[2] == launch(2, broken, "unheard_of", "raises")[0][2]
+    # Of the last mini-batch, before a state was loaded.
+    assert first[4] == other[4] == float(method == "load_state_dict")
+    whole = launch(2, broken, "unheard_of", "raises")[0]
+    assert first[2] == whole[2] and whole[4] == 1

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from notation import cases
+from notation import Capsys, cases
 from omegaconf import OmegaConf
 from scripts import run
 
@@ -54,6 +54,16 @@ def test_a_run_is_not_stopped_in_its_last_step() -> None:
     assert not stop.is_due({}, 1)
     assert not stop.is_due({"actor/gradloc/triggered": [1.0]}, 2)
     assert stop.is_due({"actor/gradloc/triggered": 1.0}, 3)
+
+
+def test_where_nothing_checks_the_run_is_told_once(capsys: Capsys) -> None:
+    stop = spike_stop(spike_action="log")
+    for step, checked in enumerate((None, 1.0, [1.0], [0.0], None, 0.0, 1.0, 0.0)):
+        stop.is_due({} if checked is None else {"actor/gradloc/checked": checked}, step)
+    told = capsys.readouterr().out.splitlines()
+    assert [line.partition(" (")[0] for line in told] == [
+        f"Step {step}: GradLoc does not check the run" for step in (3, 7)
+    ]
 
 
 def test_other_errors_are_left_alone_and_the_exit_code_is_known() -> None:
