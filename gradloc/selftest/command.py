@@ -32,7 +32,7 @@ from ..replay.search_command import process_group
 from ..tools.command_line import argument, in_a_sentence, output_file
 from ..tools.command_line import parser as new_parser
 from ..tools.files import write_output
-from .measuring import Loop, SelfTest, Sizes, UnusableError, build_model
+from .measuring import EXCHANGED, Loop, SelfTest, Sizes, UnusableError, build_model
 
 # Of the gradient's norm: what rounding in half precision makes of it, and more.
 _DIFFERENCE = 0.05
@@ -48,6 +48,8 @@ def sentence(result: Mapping[str, Any]) -> str:
         f"detection {result['detection']:+.1%} (median of {result['steps']} pairs of steps)",
         f"a search of {search['passes']} passes takes {search['seconds'] / result['step_seconds']:.1f} steps",
     ]
+    if result["exchange_seconds"] is not None:
+        parts.append(f"the ranks exchange {EXCHANGED >> 20} MiB of objects in {result['exchange_seconds']:.2g} s")
     if peak["off"] is not None:
         peaks = {"detection": peak["detection"], **{name: result[name]["peak"] for name in ("search", "drop", "drill")}}
         figures = ", ".join(f"{name} {max(0, most - peak['off']) / 2**30:.1f}" for name, most in peaks.items())

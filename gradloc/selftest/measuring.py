@@ -127,6 +127,8 @@ def build_model(name: str, random_weights: bool, attention: str, device: torch.d
 
 
 NEVER = 1e30
+# The bytes of objects, those of all ranks, whose exchange is measured.
+EXCHANGED = 8 * 2**20
 # τ in ordinary tokens' norms, and what the planted token exceeds its micro-batch's threshold by, if it is ordinary.
 _THRESHOLD, _SPIKE = 10.0, 30.0
 _WARM_UP = 2
@@ -164,6 +166,7 @@ class SelfTest:
         result["peak"] = {"off": self._peak(lambda: self._step(None))}
         with self._watched(NEVER) as gradloc:
             result["peak"]["detection"] = self._peak(lambda: self._step(gradloc))
+        result["exchange_seconds"] = self._exchange()
         return {**result, "search": self.search("log"), "drop": self.search("drop"), "drill": self._drill()}
 
     def search(self, action: str) -> dict[str, Any]:
@@ -257,6 +260,14 @@ class SelfTest:
         with self._watched(NEVER) if watched else nullcontext() as gradloc:
             self._step(gradloc)
             return self._timed(lambda: self._step(gradloc))
+
+    def _exchange(self) -> float | None:
+        """The seconds in which the ranks send each other what an event may have of all of them; None for one rank."""
+        if (ranks := collectives.world_size()) == 1:
+            return None
+        # The first makes them begin the second together.
+        _, (seconds, _) = (self._timed(lambda: collectives.gather_objects(bytes(EXCHANGED // ranks))) for _ in range(2))
+        return seconds
 
     def _peak(self, call: Callable[[], None]) -> int | None:
         """The most bytes that are allocated during a call; None on a CPU."""

@@ -41,6 +41,7 @@ def test_a_process_finds_what_it_plants(model: str, tmp_path: Path, capsys: Caps
     assert told == sentence(result) and told.startswith("GradLoc works here: ")
     assert all(result[name]["found"] and result[name]["passes"] > 0 for name in ("search", "drop", "drill"))
     assert result["search"]["same_gradient"] and result["drop"]["difference"] < 1e-5
+    assert result["exchange_seconds"] is None and "exchange" not in told
     assert result["steps"] == 3 and not result["drop"]["same_gradient"] and not torch.distributed.is_initialized()
 
 
@@ -94,8 +95,10 @@ def test_a_folder_without_a_model_is_told_in_a_sentence(tmp_path: Path, capsys: 
 
 @pytest.mark.slow
 def test_two_ranks_find_it(model: str, tmp_path: Path) -> None:
-    done = torchrun(tmp_path, "selftest", "--model", model, *SHORT)
+    done = torchrun(tmp_path, "selftest", "--model", model, *SHORT, "--output", str(tmp_path / "figures.json"))
     assert done.returncode == 0, done.stderr
+    seconds = json.loads((tmp_path / "figures.json").read_text())["exchange_seconds"]
+    assert seconds > 0 and f"the ranks exchange 8 MiB of objects in {seconds:.2g} s" in done.stdout
     assert done.stdout.startswith("GradLoc works here: ") and done.stdout.count("GradLoc") == 1
 
 
