@@ -83,7 +83,11 @@ def norms_of_all(gradients: Iterable[tuple[int, Tensor]]) -> tuple[Tensor, list[
     chunks = [
         (number, chunk)
         for number, gradient in gradients
-        for chunk in (gradient.flatten().split(_CPU_CHUNK) if gradient.device.type == "cpu" else [gradient])
+        for chunk in (
+            gradient.flatten().split(_CPU_CHUNK)
+            if gradient.numel() > _CPU_CHUNK and gradient.device.type == "cpu"
+            else [gradient]
+        )
     ]
     norms = torch._foreach_norm([chunk for _, chunk in chunks], 2, dtype=torch.float32)
     return torch.stack(norms), [number for number, _ in chunks]
@@ -182,9 +186,10 @@ class ReducedNorms:
             dict: Their `count`, `of` how many, and the first 16 `names` as the backward reaches them.
         """
         own = torch.zeros(len(self._pieces), dtype=torch.float64, device=self._device)
-        for i, gradient in self._parts().items():
+        if found := self._parts():
             # Not isfinite(): of the whole gradient, that takes memory.
-            own[i] = not torch.linalg.vector_norm(gradient, math.inf).isfinite()
+            largest = torch.stack(torch._foreach_norm([*found.values()], math.inf))
+            own[on_device([*found], self._device)] = (~largest.isfinite()).to(own)
         by_piece = self.add_up(own).tolist()
         names = [plain_name(piece.name) for piece, broken in zip(self._pieces, by_piece, strict=True) if broken]
         return {"count": len(names), "of": len(self._pieces), "names": names[::-1][:_NAMED]}
@@ -252,5 +257,5 @@ def _plain_piece(name: str, parameter: nn.Parameter) -> _Piece:
         parameter.requires_grad,
         shards,
         gradient=lambda: local(parameter.grad),
-        weights=lambda: local(parameter.detach()),
+        weights=lambda: local(parameter),  # without its detach(), which for a DTensor takes longer than its norm
     )

@@ -1,6 +1,9 @@
 """GradLoc, LayerClip and TokenClip beside a stand-in for a GPU: no operation mixes devices, hardly any waits for it."""
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,6 +22,7 @@ from gradloc.adapters.dp_actor import WatchedActor
 from gradloc.critic_watch import CriticWatch
 from gradloc.judge.judgement import judged
 from gradloc.layers.layer_clip import LayerClip, LayerClipConfig
+from gradloc.layers.reduced_norms import ReducedNorms
 from gradloc.measure.pass_recorder import unchanged
 from gradloc.replay import search as searching
 from gradloc.replay.model import default_variant, load
@@ -179,6 +183,29 @@ def test_a_critics_step_waits_once() -> None:
             assert planted or len(of_package(stand_in, before)) == 1
         (spike,) = watch.events
         assert judged(spike)["cause"] == "errors"
+
+
+@cases(
+    "measure",
+    ReducedNorms.own_squares,
+    partial(ReducedNorms.own_squares, of_weights=True),
+    ReducedNorms.broken_parameters,
+    ids=["gradients", "weights", "broken"],
+)
+def test_many_parameters_take_no_more_operations_or_waits(measure: Callable[[ReducedNorms], Any]) -> None:
+    """A mixture whose experts lie apart has tens of thousands."""
+    costs = []
+    for count in (3, 9):
+        with CudaStandIn() as stand_in:
+            model = nn.Sequential(*(nn.Linear(4, 2) for _ in range(count)))
+            stand_in.put(model)
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, math.nan)
+            norms, before = ReducedNorms(model, CUDA), len(stand_in.waits)
+            with mock.patch.object(stand_in, "dispatched", wraps=stand_in.dispatched) as dispatched:
+                measure(norms)
+            costs.append((dispatched.call_count, len(stand_in.waits) - before))
+    assert costs[0] == costs[1]
 
 
 @cases(
