@@ -284,11 +284,11 @@ class _Begun(Form, Where):
     more_tokens: Index | None  # estimated other tokens over τ
     complete: bool  # whether the search finished, with nothing diffuse
     error: str | None  # why the search was aborted
-    units: list[Unit]  # the micro-batches over their thresholds
+    units: list[Unit]  # the micro-batches over their thresholds, at most 64; 8 have `layer_norms`
     # parts over their thresholds: `rank` (`null`: several), `micro_batch`, `rows`, number of `tokens`, `norm`,
     # `threshold`, `largest_tokens` (`row`, `position`, `grad_norm`, `share`)
     diffuse: list[DiffusePart]
-    # parts left open: `rank` (`null`: all), `micro_batch`, number of `tokens`, `threshold`
+    # parts left open: `rank` (`null`: several), `micro_batch`, number of `tokens`, `threshold`
     open_segments: list[OpenPart]
     median_advantage: Number
     median_weight: Number  # medians over the mini-batch's tokens of |advantage| where not zero; of the weight
@@ -300,6 +300,8 @@ class Begun(_Begun, total=False):
     """What an event has by the findings of a search, which of a converted one are none."""
 
     gradloc_version: str  # that wrote the line
+    more_units: Index
+    more_diffuse: Index  # how many more micro-batches, and `diffuse` parts, there are than the event lists
     budget_seconds: Number  # seconds allowed; `null`: no limit
     out_of_time: bool  # whether they were used up
     # a diffuse micro-batch's gradient from no token: `rank`, `micro_batch`, `norm`, its `share`, `layer_norms`

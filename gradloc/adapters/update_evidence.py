@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The evidence of an update: each rank describes its own culprits, and rank 0 writes."""
 
+import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,17 @@ from torch import Tensor
 
 from .. import judge
 from ..evidence.token_facts import context_evidence, text_evidence
-from ..evidence.writer import EVENTS_PER_STEP, STEP_FIGURES, jsonable, limit_texts, record_events, record_step
+from ..evidence.writer import (
+    ALL_TEXTS,
+    CULPRITS_WITH_TEXT,
+    EVENTS_PER_STEP,
+    LINE_BYTES,
+    STEP_FIGURES,
+    jsonable,
+    limit_texts,
+    record_events,
+    record_step,
+)
 from ..fsdp import collectives
 from ..guarded import PatientThread, guarded, warn_once
 from ..judging import asked, in_one_line, judged
@@ -48,6 +59,7 @@ _KINDS = {
 }
 _NO_TEXT = "a token of a gradient spike is written without its text"
 _NO_ROWS = "the rows of an update are not compared with each other"
+_NOT_GATHERED = "the tokens of gradient spikes are written without what the trainer's data say of them"
 _NOT_COMPARED = "a gradient spike is not compared with the rewards of its mini-batch"
 # What a warning has told of in this process.
 _said: set[str] = set()
@@ -177,16 +189,18 @@ class UpdateEvidence:
         if not told:
             return
         tokens = [(event, i, token) for event in told for i, token in enumerate(_tokens(event))]
-        known = self._own_facts(tokens, data), _own_rows(told, data)
-        facts, rows = zip(*collectives.gather_objects(known), strict=True)
-        if self._rank:
+        by_rank = None
+        with collectives.guarded_on_all_ranks(_NOT_GATHERED):
+            by_rank = collectives.gather_on_first((self._own_facts(tokens, data), _own_rows(told, data)))
+        if by_rank is None:
             return
+        facts, rows = zip(*by_rank, strict=True)
         for number, of_token in chain(*facts):
             tokens[number][2].update(of_token)
         for number in rows[0]:
-            by_rank = [of_rank.get(number) for of_rank in rows[:: self._sequence_parallel_size]]
-            if None not in by_rank:
-                by_place = {(rank, i): row for rank, of_rank in enumerate(by_rank) for i, row in enumerate(of_rank)}
+            all_rows = [of_rank.get(number) for of_rank in rows[:: self._sequence_parallel_size]]
+            if None not in all_rows:
+                by_place = {(rank, i): row for rank, of_rank in enumerate(all_rows) for i, row in enumerate(of_rank)}
                 self._rows[id(told[number])] = by_place
 
     def take_in_rows(self, data: TrainedData) -> None:
@@ -245,8 +259,17 @@ class UpdateEvidence:
         for number, (line, index, token) in enumerate(tokens):
             if not duplicate and token["rank"] == own_rank:
                 with guarded(_NO_TEXT, _said):
-                    # Sent to all ranks: plain values, whatever a ground truth is.
-                    own.append((number, jsonable(self._facts(line, index, token, data.sample(line, token)))))
+                    # Sent to rank 0: plain values, whatever a ground truth is.
+                    facts = jsonable(self._facts(line, index, token, data.sample(line, token)))
+                    # The tokens of a line share it; those with long texts have one half.
+                    count = len(_tokens(line))
+                    share = (
+                        LINE_BYTES // 2 // (count if index >= CULPRITS_WITH_TEXT else min(count, CULPRITS_WITH_TEXT))
+                    )
+                    if (size := len(json.dumps(facts))) > share:
+                        warn_once(_said, f"{_NO_TEXT}: it would take {size:,} bytes, and {share:,} are its share")
+                        facts = limit_texts(facts, index, 0, ALL_TEXTS)
+                    own.append((number, facts))
         return own
 
     def _facts(

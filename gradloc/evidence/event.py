@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .. import judge, lines
 from ..fsdp import collectives
+from ..judge.shares import threshold_factor
 from ..judging import asked
 from ..measure.alignment import own_alignment
 from ..measure.micro_batch import AllFigures, MicroBatch, MicroBatchName, Token, movable, suspects
@@ -24,11 +25,13 @@ from ..threshold import largest_first
 from ..version import __version__
 from .ordinary import largest_tokens, ordinary_counts, ordinary_shares, token_medians
 from .token_facts import response_kl, response_window, token_evidence, token_facts
-from .writer import now
+from .writer import CULPRITS_WITH_TEXT, now
 
 
 def token_facts_of(mini_batch: MiniBatch, tokens: Sequence[Token]) -> dict[Token, lines.Facts]:
     """The facts about some tokens of a mini-batch; both the same on every rank. A collective call.
+
+    Of all but the first 16, those about other tokens of the response are left out, as in the file.
 
     Raises:
         RankFailedError: A rank could not tell of its tokens.
@@ -40,21 +43,28 @@ def token_facts_of(mini_batch: MiniBatch, tokens: Sequence[Token]) -> dict[Token
     for rank, of_rank in by_rank.items():
         # Not an all-gather, which would pad what each rank sends to the longest.
         sender = rank * mini_batch.model.sequence_parallel_size
-        found |= collectives.broadcast(partial(_own_facts, mini_batch, of_rank), sender)
+        found |= collectives.broadcast(partial(_own_facts, mini_batch, of_rank, tokens[:CULPRITS_WITH_TEXT]), sender)
     return found
 
 
-def _own_facts(mini_batch: MiniBatch, culprits: Sequence[Token]) -> dict[Token, lines.Facts]:
+def _own_facts(
+    mini_batch: MiniBatch, tokens: Sequence[Token], with_response: Sequence[Token]
+) -> dict[Token, lines.Facts]:
     found: dict[Token, lines.Facts] = {}
-    for index in {index for (_, index), _, _ in culprits}:
+    for index in {index for (_, index), _, _ in tokens}:
         columns = mini_batch.micro_batches[index].portable(mini_batch.scale, inputs=False).tokens
         of_all = token_facts(columns)
-        found |= {token: _facts(columns, of_all, *token[1:]) for token in culprits if token[0][1] == index}
+        for token in tokens:
+            if token[0][1] == index:
+                found[token] = _facts(columns, of_all, *token[1:], token in with_response)
     return found
 
 
 # How many of the largest tokens an event lists for a spike without a culprit.
 _LARGEST_TOKENS = 3
+# How many micro-batches over their thresholds an event lists, and of how many of them the norms by layer: a thousand
+# events of many ranks are to have room in a file. And how many diffuse parts.
+UNITS, _UNITS_WITH_LAYERS, _DIFFUSE = 64, 8, 16
 # Of how many tokens measured under τ the sources are counted, at most and at least.
 _MEASURED, _LEAST_MEASURED = 64, 4
 # How many suspected tokens an event lists.
@@ -104,11 +114,11 @@ def build_event(
         keep (Callable): Keeps the event's bundle, and returns its folder; called on every rank.
     """
     model = mini_batch.model
-    culprits = sorted(findings.culprits, key=lambda token: largest_first(findings.alone(token).grad_norm))
+    culprits = _largest_culprits(findings)
     under = _measured_under(findings)
     facts = token_facts_of(mini_batch, [*culprits, *under])
     if medians is None:
-        medians = token_medians(mini_batch.micro_batches, model.sequence_parallel_size)
+        medians = token_medians(mini_batch.micro_batches, model.device, model.sequence_parallel_size)
     # With rewards that are rarely right, many ordinary tokens have a multiple of the median as well; what makes an
     # advantage the cause is that theirs are not as large.
     large = [abs(of["advantage"] or 0.0) for token in culprits if has_large_advantage(of := facts[token], medians)]
@@ -197,6 +207,8 @@ def _begun(
     loss_scale: float, world_size: int, findings: Findings, medians: Medians, where: lines.Where, done: Done
 ) -> lines.Begun:
     """What an event has by the findings alone."""
+    units, more_units = _units(findings)
+    diffuse = sorted(findings.diffuse, key=_farthest_first)
     return {
         "schema": lines.SCHEMA,
         "gradloc_version": __version__,
@@ -213,10 +225,12 @@ def _begun(
         "out_of_time": findings.out_of_time,
         "error": findings.error or done.error,
         "more_tokens": findings.more_over,
-        "units": [_unit(findings, name) for name in suspects(findings.figures, findings.threshold)],
-        "diffuse": [_diffuse(findings, part) for part in findings.diffuse],
+        "units": units,
+        "more_units": more_units,
+        "diffuse": [_diffuse(findings, part) for part in diffuse[:_DIFFUSE]],
+        "more_diffuse": len(diffuse[_DIFFUSE:]),
         "without_tokens": _without_tokens(findings),
-        "open_segments": [_open(part) for part in findings.open],
+        "open_segments": _open_segments(findings.open),
         "median_advantage": medians["median_advantage"],
         "median_weight": medians["median_weight"],
         "world_size": world_size,
@@ -283,11 +297,39 @@ def micro_batch_over(figures: AllFigures, name: MicroBatchName, threshold: float
     }
 
 
-def _unit(findings: Findings, name: MicroBatchName) -> lines.Unit:
-    """The same with what the search has found."""
-    rest = findings.rests.get(name)
+def _units(findings: Findings) -> tuple[list[lines.Unit], int]:
+    """The micro-batches over their thresholds, largest first, and how many are left out.
+
+    Kept are the largest; the first with broken tokens, and the one that is farthest over its threshold without its
+    culprits, which verdict and report look for; and those of the largest culprits, as in a bundle.
+    """
+    names, rests = suspects(findings.figures, findings.threshold), findings.rests
+    kept = names[:1] + [name for name in names if findings.figures[name].broken_tokens][:1]
+    kept += sorted((name for name in names if name in rests), key=lambda name: _farthest_first(rests[name]))[:1]
+    over = set(names)
+    kept += [token[0] for token in _largest_culprits(findings) if token[0] in over]
+    kept = list(dict.fromkeys([*kept, *names]))[:UNITS]
+    listed, with_layers = set(kept), set(kept[:_UNITS_WITH_LAYERS])
+    units = [_unit(findings, name, name in with_layers) for name in names if name in listed]
+    return units, len(names) - len(units)
+
+
+def _largest_culprits(findings: Findings) -> list[Token]:
+    """The largest first."""
+    return sorted(findings.culprits, key=lambda token: largest_first(findings.alone(token).grad_norm))
+
+
+def _farthest_first(part: Part) -> float:
+    """A key that sorts sets by how far they are over their thresholds."""
+    return largest_first(threshold_factor(_rest(part)))
+
+
+def _unit(findings: Findings, name: MicroBatchName, with_layers: bool) -> lines.Unit:
+    """A micro-batch over its threshold with what the search has found."""
+    found, rest = micro_batch_over(findings.figures, name, findings.threshold), findings.rests.get(name)
     return {
-        **micro_batch_over(findings.figures, name, findings.threshold),
+        **found,
+        "layer_norms": found["layer_norms"] if with_layers else {},
         "broken_tokens": findings.figures[name].broken_tokens,
         "rest": None if rest is None else _rest(rest),
     }
@@ -325,6 +367,23 @@ def _or_nan(norm: float | None) -> float:
 
 def _open(part: Part) -> lines.OpenPart:
     return {"rank": part.rank, "micro_batch": part.micro_batch, "tokens": part.tokens, "threshold": part.threshold}
+
+
+def _open_segments(parts: Sequence[Part]) -> list[lines.OpenPart]:
+    """The parts left open; if they are too many, those of a micro-batch as one, and at last those of several ranks."""
+    found = [_open(part) for part in parts]
+    for is_one in (False, True):
+        if len(found) > UNITS:
+            places = dict.fromkeys((None if is_one else part.rank, part.micro_batch) for part in parts)
+            found = [_open(_together(parts, *place)) for place in places]
+    return found
+
+
+def _together(parts: Sequence[Part], rank: int | None, micro_batch: int) -> Part:
+    """The parts of a micro-batch, of one rank or of all, as one, whose threshold is that of all their tokens."""
+    own = [part for part in parts if part.micro_batch == micro_batch and rank in (None, part.rank)]
+    threshold = math.hypot(*(part.threshold for part in own))
+    return Part(rank, micro_batch, sum(part.tokens for part in own), threshold)
 
 
 def _diffuse(findings: Findings, part: Part) -> lines.DiffusePart:
@@ -400,11 +459,15 @@ def _suspected_tokens(
     return found
 
 
-def _facts(tokens: Mapping[str, Tensor], of_all: Mapping[str, Tensor], row: int, position: int) -> lines.Facts:
+def _facts(
+    tokens: Mapping[str, Tensor], of_all: Mapping[str, Tensor], row: int, position: int, with_response: bool = True
+) -> lines.Facts:
     """What is known of a token, of which `of_all` are the `token_facts`, and of those around it in its response."""
     suspicion = tokens["suspicion"][row]
     found: Any = token_evidence(tokens, row, position, of_all)
     found["suspicion"] = float(suspicion[position])
-    found["response_suspicion"] = response_window(suspicion, tokens["response_mask"][row], position)
-    found["response_kl"] = response_kl(tokens, row, position)
+    found |= {"response_suspicion": None, "response_kl": None}
+    if with_response:
+        found["response_suspicion"] = response_window(suspicion, tokens["response_mask"][row], position)
+        found["response_kl"] = response_kl(tokens, row, position)
     return found

@@ -4,6 +4,7 @@
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from ..measure.micro_batch import MicroBatch, MicroBatchName, movable
 from ..sources import APART, HOLDS, Facts, Medians, is_apart
 from .token_facts import token_facts
 
+_CPU = torch.device("cpu")
 _WITH_MEDIANS = ("advantage", "weight")
 # The sources that are known of many tokens: norms by layer are not.
 _OF_MANY: Mapping[str, Callable[[Facts, Medians], Any]] = {
@@ -91,44 +93,69 @@ def largest_tokens(values: Mapping[MicroBatchName, Tensor], most: int) -> list[t
     return [(name, row, position) for size, name, row, position in found[:most] if size > -math.inf]
 
 
-def token_medians(micro_batches: Sequence[MicroBatch], sequence_parallel_size: int = 1) -> dict[str, float | None]:
+def token_medians(
+    micro_batches: Sequence[MicroBatch],
+    device: torch.device = _CPU,
+    sequence_parallel_size: int = 1,
+) -> dict[str, float | None]:
     """Medians over the response tokens of a mini-batch, the same on every rank. A collective call.
 
-    Zeros, and values that are not finite, are left out.
+    They are exact, and no rank sends its values: of these, the ranks count the bytes, from the highest one on, among
+    those that begin as the median does. Zeros, and values that are not finite, are left out.
 
     Args:
         micro_batches (Sequence[MicroBatch]): This rank's.
+        device (torch.device): For the collective calls.
         sequence_parallel_size (int): How many neighbouring ranks have the same tokens.
 
     Returns:
         dict: `median_advantage`, of |A|, and `median_weight`, of |w|; None without such tokens.
+
+    Raises:
+        RankFailedError: A rank could not count its tokens.
     """
+    # The bits of positive floats are in the order of the floats.
+    bits: list[Tensor] = []
+    with collectives.raised_on_all_ranks(device):
+        is_counted = collectives.rank() % sequence_parallel_size == 0
+        bits += [_values(micro_batches if is_counted else (), name).view(torch.int64) for name in _WITH_MEDIANS]
+    # Of each, of the lower and the upper of the two in the middle: the highest bytes, and its place among the values
+    # that begin with them.
+    begun = torch.zeros(len(bits), 2, dtype=torch.int64)
+    place: Tensor | None = None
+    for shift in range(56, -1, -8):
+        counts = collectives.sum_counts(partial(_next_bytes, bits, begun, shift), device)
+        reached = counts.cumsum(-1)
+        if place is None:
+            totals = reached[:, 0, -1].tolist()
+            place = torch.tensor([[max(total - 1, 0) // 2, total // 2] for total in totals])
+        byte = torch.searchsorted(reached, place.unsqueeze(-1), right=True).clamp(max=255)
+        place = place - (reached - counts).gather(-1, byte)[..., 0]
+        begun = begun * 256 + byte[..., 0]
+    medians = begun.view(torch.float64).mean(1).tolist()
+    return {
+        f"median_{name}": median if total else None
+        for name, median, total in zip(_WITH_MEDIANS, medians, totals, strict=True)
+    }
 
-    def own() -> list[tuple[Tensor, Tensor]]:
-        return [_values(micro_batches, name) for name in _WITH_MEDIANS]
 
-    by_rank = collectives.exchange(own)[::sequence_parallel_size]
-    return {f"median_{name}": _median(of_ranks) for name, *of_ranks in zip(_WITH_MEDIANS, *by_rank, strict=True)}
-
-
-def _values(micro_batches: Sequence[MicroBatch], name: str) -> tuple[Tensor, Tensor]:
-    """The absolute values and how often each occurs: with one value for each response, few numbers are sent."""
+def _values(micro_batches: Sequence[MicroBatch], name: str) -> Tensor:
+    """The absolute values, without zeros and those that are not finite, float64."""
     found = [
         micro_batch.tokens[name][micro_batch.tokens["response_mask"].bool()].abs()
         for micro_batch in micro_batches
         if name in micro_batch.tokens
     ]
     values = torch.cat(found).double().cpu() if found else torch.zeros(0, dtype=torch.float64)
-    values, counts = values[values.isfinite() & (values != 0)].unique(return_counts=True)
-    return values, counts
+    return values[values.isfinite() & (values != 0)]
 
 
-def _median(counted: Sequence[tuple[Tensor, Tensor]]) -> float | None:
-    values = torch.cat([values for values, _ in counted])
-    if not len(values):
-        return None
-    values, order = values.sort()
-    reached = torch.cat([counts for _, counts in counted])[order].cumsum(0)
-    total = int(reached[-1])
-    middle = torch.tensor([(total - 1) // 2, total // 2])
-    return float(values[torch.searchsorted(reached, middle, right=True)].mean())
+def _next_bytes(bits: Sequence[Tensor], begun: Tensor, shift: int) -> Tensor:
+    """How often each byte is the next one of values that begin with `begun`, of shape (*begun.shape, 256)."""
+    tops = [each >> shift for each in bits]
+    return torch.stack(
+        [
+            torch.stack([(top[top >> 8 == start] & 255).bincount(minlength=256) for start in starts])
+            for top, starts in zip(tops, begun, strict=True)
+        ]
+    )

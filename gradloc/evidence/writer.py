@@ -53,6 +53,8 @@ _LOCK = re.compile(r"process (\d{1,9}) on \S+, since [^\n]*")
 WINDOW = 512
 # The fields of a culprit that only its largest ones keep.
 LONG_TEXTS: tuple[str, ...] = ("prompt", "response", "response_tokens", "response_suspicion", "response_kl")
+# Those that none keeps if they make a line too long.
+ALL_TEXTS = (*LONG_TEXTS, "context", "ground_truth")
 
 
 def record_events(directory: str, events: Sequence[Mapping[str, Any]], name: str = "spikes") -> None:
@@ -109,7 +111,7 @@ def event_line(event: Mapping[str, Any]) -> tuple[bytes, int]:
         ValueError: It is too long.
     """
     tokens = event.get("culprits") or event.get("suspected", ())
-    for most, texts in ((CULPRITS_WITH_TEXT, LONG_TEXTS), (0, (*LONG_TEXTS, "context", "ground_truth"))):
+    for most, texts in ((CULPRITS_WITH_TEXT, LONG_TEXTS), (0, ALL_TEXTS)):
         line = _line(_without_texts(event, most, texts))
         if len(line) <= LINE_BYTES:
             return line, max(len(tokens) - most, 0)

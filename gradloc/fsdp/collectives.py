@@ -3,6 +3,8 @@
 """The collective operations of the search; an error on one rank is raised on every rank."""
 
 import logging
+import pickle
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -81,6 +83,21 @@ def added(sums: Tensor) -> Tensor:
     return sums[0]
 
 
+def sum_counts(make: Callable[[], Tensor], device: torch.device) -> Tensor:
+    """The sum of every rank's `make()`, int64 of the same shape, on the CPU. What is received is that of one rank.
+
+    An all-reduce, because sums of integers are the same in any order.
+
+    Raises:
+        RankFailedError: `make()` raised on some rank.
+    """
+    with raised_on_all_ranks(device):
+        counts = make().to(device)
+    if world_size() > 1:
+        dist.all_reduce(counts)
+    return counts.cpu()
+
+
 def gather_objects(value: Any) -> list[Any]:
     """Every rank's (picklable) value, in rank order."""
     if world_size() == 1:
@@ -88,6 +105,38 @@ def gather_objects(value: Any) -> list[Any]:
     out: list[Any] = [None] * world_size()
     dist.all_gather_object(out, value)
     return out
+
+
+def gather_on_first(value: Any) -> list[Any] | None:
+    """On rank 0 every rank's (picklable) value, in rank order; None on the others, which receive none of them.
+
+    Nothing is padded: a rank sends what it has.
+
+    Raises:
+        RankFailedError: A value could not be pickled, or rank 0 has no room for them.
+    """
+    if world_size() == 1:
+        return [value]
+    device = _object_device()
+    with raised_on_all_ranks(device):
+        own = torch.frombuffer(bytearray(zlib.compress(pickle.dumps(value), 1)), dtype=torch.uint8).to(device)
+    sizes = gather(torch.tensor([len(own)], device=device))[:, 0].tolist()
+    received = sizes if rank() == 0 else [0] * len(sizes)
+    with raised_on_all_ranks(device):
+        out = own.new_empty(sum(received))
+    # Not a gather, which takes the same size from each.
+    dist.all_to_all_single(out, own, received, [len(own), *[0] * (len(sizes) - 1)])
+    found = None
+    with raised_on_all_ranks(device):
+        if rank() == 0:
+            found = [pickle.loads(zlib.decompress(part.numpy())) for part in out.cpu().split(sizes)]
+    return found
+
+
+def _object_device() -> torch.device:
+    """Where torch's own collective calls put objects: on the CPU if the default group has a backend for it."""
+    devices = [pair.partition(":")[0] for pair in dist.get_backend_config().split(",")]
+    return torch.device("cpu" if "cpu" in devices else devices[0])
 
 
 @contextmanager

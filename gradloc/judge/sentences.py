@@ -171,9 +171,10 @@ def _spread(event: Event) -> str:
     if not tokens:
         return "no small set of tokens explains the spike"
     rows = sum(len(part["rows"]) for part in event["diffuse"])
+    over = "over " if event.get("more_diffuse") else ""
     return (
-        f"no small set of tokens explains the spike: it is the sum of {tokens} tokens "
-        f"of {_number(rows)} response{'' if rows == 1 else 's'}"
+        f"no small set of tokens explains the spike: it is the sum of {over}{tokens} tokens "
+        f"of {over}{_number(rows)} response{'' if rows == 1 else 's'}"
     )
 
 
@@ -183,7 +184,7 @@ def _everywhere(event: Event) -> str:
 
 def is_over_everywhere(event: Event) -> bool:
     """Whether every micro-batch of several is over its threshold: then the fault is not in single tokens."""
-    return 1 < len(event["units"]) == event["micro_batches"]
+    return 1 < len(event["units"]) + event.get("more_units", 0) == event["micro_batches"]
 
 
 def _broken_parameters(event: Event) -> str | None:

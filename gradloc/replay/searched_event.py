@@ -65,6 +65,9 @@ def searched_event(
     for name in ("units", "culprits", "diffuse"):
         elsewhere = [] if first else [each for each in base[name] if _is_elsewhere(each, bundle)]
         event[name] = [*found[name], *elsewhere]
+    # A bundle has the first of the units that an event lists, so that those left out are not in it.
+    for name in ("more_units", "more_diffuse"):
+        event[name] = found[name] + (0 if first else base.get(name, 0))
     event["culprits"] = _with_texts(event["culprits"], known)
     if not is_whole:
         # Of what is missing, only an earlier search knows something.

@@ -184,8 +184,8 @@ def spike_view(
     parts = heapq.nlargest(PARTS, event["diffuse"], key=excess)
     suspected = suspected_of(spike)
     part_table = table_of("Parts over their threshold that no small set of tokens explains", PART_SPECS[1:], parts)
-    if len(event["diffuse"]) > len(parts):
-        part_table.more = f"{count(len(event['diffuse']) - len(parts), 'smaller part')} left out here."
+    if more := len(event["diffuse"]) + event.get("more_diffuse", 0) - len(parts):
+        part_table.more = f"{count(more, 'smaller part')} left out here."
     content = {
         "spike": title,
         "verdict": visible(spike.opening),
@@ -326,7 +326,8 @@ class Details:
             said = [("All ranks", "the reduced gradient", event["global_norm"], event["global_threshold"])]
             if units:
                 worst = max(units, key=excess)
-                more = f"over on {len(units)} of {count(event['world_size'], 'rank')}"
+                least = "at least " if event.get("more_units") else ""
+                more = f"over on {least}{len(units)} of {count(event['world_size'], 'rank')}"
                 said.append((f"Micro-batch {row['micro_batch']}", more, worst["norm"], worst["threshold"]))
             if own is not None:
                 more = f"{count(own['tokens'], 'token')} in {count(own['rows'], 'response')}"

@@ -28,6 +28,7 @@ from actors import (
 from batches import build_batch
 from oracle import Unit, brute_force
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from verl import DataProto
 
 HELPER = "verl.trainer.ppo.rollout_corr_helper"
@@ -131,17 +132,19 @@ def stock_run(case: Case, calls: int | Sequence[int] = 1) -> Run:
 
 
 class Operations(TorchDispatchMode):
-    """Lists the operations within it, and the collective calls among them."""
+    """Lists the operations within it, and the collective calls among them; and counts the bytes that these receive."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
         self.collectives: list[str] = []
+        self.received = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.append(function.overloadpacket.__name__)
         if "c10d" in function.namespace:
             self.collectives.append(self.names[-1])
+            self.received += sum(each.nbytes for each in tree_leaves(args[0]) if isinstance(each, torch.Tensor))
         return function(*args, **(kwargs or {}))
 
 

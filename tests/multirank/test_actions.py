@@ -1,6 +1,7 @@
 """What the actor does about a spike, and about gradients that are not numbers."""
 
 import json
+import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,12 +9,16 @@ from typing import Any
 import action_cases
 import pytest
 import torch
+import torch.distributed as dist
 from action_cases import DETECTION, compared
-from actor_cases import Run, train, warnings_of
+from actor_cases import Operations, Run, train, warnings_of
 from actors import LEARNING_RATE, Case, stock_dp_actor
 from test_actor import ONE, THREE, Launch, as_list, harmless, on_engine, on_ranks, same_events
 
 from gradloc.adapters.update_evidence import UpdateEvidence
+from gradloc.evidence.ordinary import token_medians
+from gradloc.fsdp import collectives
+from gradloc.measure.micro_batch import MicroBatch
 
 
 @on_ranks(
@@ -101,9 +106,47 @@ def test_the_worker_advances_its_schedule_after_a_skipped_step(launch: Launch) -
         assert same == [True, True]
 
 
+def test_medians_over_all_ranks_take_no_more_than_a_count(launch: Launch) -> None:
+    """As many bytes for any number of different values; of ranks with the same tokens, one counts."""
+    both = torch.randn(3, 2, 20_000, generator=torch.Generator().manual_seed(1))
+
+    def medians(duplicates: int) -> tuple[dict[str, float | None], int]:
+        advantage, weight = both[dist.get_rank() // duplicates].unsqueeze(1)
+        tokens = {"response_mask": torch.ones_like(weight), "advantage": advantage, "weight": weight}
+        micro_batch = MicroBatch({}, [], (torch.zeros(1), None), tokens)
+        with Operations() as operations:
+            found = token_medians([micro_batch], sequence_parallel_size=duplicates)
+        return found, operations.received
+
+    for ranks in (1, 3):
+        wanted = both[:ranks].double().abs().transpose(0, 1).flatten(1).quantile(0.5, 1).tolist()
+        for found, received in launch(3, medians, 3 // ranks):
+            assert [*found.values()] == wanted and 0 < received < 2**17
+
+
+def test_what_is_sent_to_rank_0_is_not_padded_nor_sent_to_others(launch: Launch) -> None:
+    def gather(size: int, broken: int | None) -> tuple[Any, int]:
+        rank = dist.get_rank()
+        value = lambda: None if rank == broken else random.Random(0).randbytes(size * rank)  # noqa: E731
+        with Operations() as operations:
+            try:
+                found = collectives.gather_on_first(value if rank == broken else value())
+            except collectives.RankFailedError as error:
+                found = str(error)
+        return found and (found if isinstance(found, str) else [len(each) for each in found]), operations.received
+
+    size = 10**6
+    (found, received), *others = launch(3, gather, size, None)
+    assert found == [0, size, 2 * size] and 3 * size < received < 3.01 * size
+    assert [(None, True)] * 2 == [(found, 0 < received < 1000) for found, received in others]
+    # An error on one rank is one on all, and no rank waits for it.
+    messages = {found for found, _ in launch(3, gather, size, 2)}
+    assert len(messages) == 1 and messages.pop().startswith("rank 2: ")
+
+
 @pytest.mark.every_target
 def test_what_cannot_be_sent_to_other_ranks_is_written_as_text(launch: Launch, tmp_path: Path) -> None:
-    """And only the largest culprits have long texts, which all ranks would get."""
+    """And only the largest culprits have long texts, and none of them more than its share of a line."""
     culprits: list[dict[str, Any]] = [{"rank": 0, "row": row, "position": 0} for row in range(20)]
 
     def write() -> None:
@@ -112,11 +155,17 @@ def test_what_cannot_be_sent_to_other_ranks_is_written_as_text(launch: Launch, t
         evidence = UpdateEvidence(str(tmp_path), tokenizer, 1)
         truth = {"ground_truth": lambda: None}  # which cannot be pickled
         sample = {"prompt": [1, 2], "response": [3, 4], "reward": 1.0, "reward_model": truth}
-        evidence.add(events, SimpleNamespace(sample=lambda event, culprit: sample, rows_of=lambda event: None))
+
+        def sample_of(event: Any, culprit: dict[str, Any]) -> dict[str, Any]:
+            return sample | ({"prompt": [1] * 10**6} if culprit["row"] == 3 else {})
+
+        evidence.add(events, SimpleNamespace(sample=sample_of, rows_of=lambda event: None))
         evidence.write(1, {}, list)
 
     launch(2, write)
     (line,) = (tmp_path / "spikes.jsonl").read_text().splitlines()[:1]
     found = json.loads(line)["culprits"]
-    assert all("lambda" in culprit["ground_truth"] and culprit["token"] == "3" for culprit in found)
-    assert [culprit["prompt"] for culprit in found] == ["1 2"] * 16 + [None] * 4
+    assert all(
+        "lambda" in culprit["ground_truth"] and culprit["token"] == "3" for culprit in found if culprit["row"] != 3
+    )
+    assert [culprit["prompt"] for culprit in found] == ["1 2"] * 3 + [None] + ["1 2"] * 12 + [None] * 4

@@ -435,6 +435,7 @@ def test_what_is_shown_of_a_culprit_is_bounded(view: Any) -> None:
     assert len(json_of(made)) < 400_000 and len(made.culprits[0].content["layers-figures"].rows) == 1024
     # On how many ranks the micro-batch was over its threshold is known.
     assert made.ladders[0][1].more == "over on 5000 of 4 ranks"
+    assert view([{**big, "more_units": 1}]).ladders[1][1].more == "over on at least 5000 of 4 ranks"
 
 
 def test_malformed_and_other_lines_are_counted_in_one_warning(tmp_path: Path, show: Any) -> None:
@@ -694,7 +695,9 @@ def test_the_parts_of_a_diffuse_event_are_bounded(view: Any) -> None:
     sample["diffuse"] = [{**part, "norm": float(i), "rows": list(range(0, 60, 2))} for i in range(1, 31)]
     table = view([sample]).spikes[0].content["parts"]
     assert [row[4] for row in table.rows] == [str(i) for i in range(30, 10, -1)]
-    assert table.more == "10 smaller parts left out here." and table.rows[0][2] == "0, 2, 4, 6, 8, 10, 12, 14, …"
+    more = view([{**sample, "more_diffuse": 5}]).spikes[1].content["parts"].more
+    assert (table.more, more) == ("10 smaller parts left out here.", "15 smaller parts left out here.")
+    assert table.rows[0][2] == "0, 2, 4, 6, 8, 10, 12, 14, …"
     tokens = "token 0 of row 9: 600, 2% of the norm\ntoken 3 of row 9: 599, 3% of the norm\ntoken 6 of row 9: 598"
     assert table.rows[0][7] == tokens
 

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -13,12 +14,15 @@ from notation import Patch, cases
 from plain_passes import Loop
 
 from gradloc import GradLoc, GradLocConfig, LayerClipConfig, TokenClipConfig, record_events
-from gradloc.evidence.writer import jsonable
+from gradloc.evidence import event as events
+from gradloc.evidence.writer import FILE_BYTES, jsonable
 from gradloc.fsdp.collectives import RankFailedError, RankLostError, broadcast
 from gradloc.fsdp.failed_pass import RecordedCollectives
 from gradloc.judge.judgement import judged
 from gradloc.measure.local_norms import LocalNorms
+from gradloc.measure.micro_batch import MicroBatchFigures
 from gradloc.measure.passes import Passes
+from gradloc.search.findings import Findings, Part
 
 
 @cases(
@@ -109,6 +113,31 @@ def test_a_gradient_that_is_broken_where_there_is_no_token(meter: str, scale: fl
     assert event["broken_parameters"] == {"count": 1, "of": 3, "names": ["1.bias"]}
     assert "of 3 parameters, 1.bias alone has a NaN or infinite gradient" in judged(event)["summary"]
     assert loop.model[1].bias.grad.isnan().all()
+
+
+@pytest.mark.parametrize("ranks", [64, 640])
+def test_an_event_of_many_ranks_is_bounded(ranks: int) -> None:
+    """A thousand events of 64 ranks have room in a file; what a verdict and the report look for is listed."""
+    norms, culprits = {f"layers.{i}": math.pi + i for i in range(94)}, [((ranks - 1, i), 0, 3) for i in range(2)]
+    of = MicroBatchFigures(rows=64, tokens=4096, broken_tokens=0, root_square_weight=0.01, norm=5.0, layer_norms=norms)
+    figures = {(rank, index): replace(of, norm=5.0 - rank / 1e4) for rank in range(ranks) for index in range(8)}
+    figures[ranks - 1, 2] = replace(of, norm=4.0, broken_tokens=1)
+    rests = {name: Part(*name, 4096, 1.0, 2.0) for name in figures} | {(40, 3): Part(40, 3, 4096, 1.0, 3.0)}
+    diffuse = [Part(*name, 9, 1.0, 2.0 + name[0], (1, 2)) for name in figures]
+    open_parts = [Part(*name, 9, 3.0) for name in figures]
+    findings = Findings(1.0, "explained", [*norms], figures, {}, [], culprits, {}, rests, diffuse, open_parts)
+    medians, where = dict.fromkeys(("median_advantage", "median_weight")), {"global_step": 1, "epoch": 0}
+    found = events._begun(1.0, ranks, findings, medians, {**where, "mini_batch": 0}, events.Done(False))
+    units = {(unit["rank"], unit["micro_batch"]): unit for unit in found["units"]}
+    assert [*units][0] == (0, 0) and {*culprits[0][:1], *culprits[1][:1], (ranks - 1, 2), (40, 3)} < units.keys()
+    assert len(units) == 64 and found["more_units"] == 8 * ranks - 64
+    assert sum(bool(unit["layer_norms"]) for unit in units.values()) == 8 and units[0, 0]["layer_norms"] == norms
+    assert units[40, 3]["rest"]["norm"] == 3.0 and units[ranks - 1, 2]["broken_tokens"] == 1
+    assert [part["norm"] for part in found["diffuse"]] == [ranks + 1.0] * 8 + [ranks + 0.0] * 8
+    assert found["more_diffuse"] == 8 * ranks - 16
+    assert [(part["rank"], part["micro_batch"]) for part in found["open_segments"]] == [(None, i) for i in range(8)]
+    assert {(part["tokens"], part["threshold"]) for part in found["open_segments"]} == {(9 * ranks, 3 * ranks**0.5)}
+    assert len(json.dumps(jsonable(found))) < FILE_BYTES / 1000
 
 
 def test_a_micro_batch_that_is_broken_without_tokens_is_searched_once() -> None:

@@ -75,6 +75,9 @@ SENTENCES: dict[str, list[dict[str, Any]]] = {
     f"N{DIFFUSE}; of the tokens that are over the threshold alone, t{ONE[1:]}.": [
         event(culprit(), diagnosis="diffuse", diffuse=[PART])
     ],
+    f"N{DIFFUSE}.".replace("sum of", "sum of over").replace("three", "over three"): [
+        event(diagnosis="diffuse", diffuse=[PART], more_diffuse=1)
+    ],
     f"{NAN}.": [event(diagnosis="nonfinite", units=[unit(**dict.fromkeys(EVEN, math.nan))])],
     f"{NAN}; 10% of 30 parameters have NaN or infinite gradients, of which the backward reaches c first.": [
         event(diagnosis="nonfinite", broken_parameters={"count": 3, "of": 30, "names": ["c", "b", "a"]})

@@ -1,6 +1,7 @@
 """What looks wrong with a culprit: the rules, on facts from tensors, and their order."""
 
 import math
+import statistics
 from typing import Any
 
 import pytest
@@ -184,6 +185,24 @@ def test_medians_are_over_tokens_of_all_micro_batches() -> None:
     unknown = token_medians([micro_batch(response_mask=[[0.0]], weight=[[1.0]])])
     assert unknown == {"median_advantage": None, "median_weight": None}
     assert classify(facts(advantage=here(99.0), weight=here(99.0)), unknown) == ["other"]
+
+
+@cases(
+    "values",
+    torch.randn(9999).exp().pow(9),  # some 40 octaves
+    torch.randn(10_000, dtype=torch.float64),
+    torch.randn(5001).bfloat16(),
+    torch.full((777,), -0.1),
+    torch.tensor([1e-45, 3.4e38, -2e-38]),
+    torch.tensor([5e-324, -1.7e308, 1.0, 1.5], dtype=torch.float64),
+    torch.tensor([math.inf, -math.inf, math.nan, 0.0, -0.0, 3.0, 2.0]),
+    torch.tensor([math.inf, math.nan, 0.0]),
+)
+def test_medians_are_exact_whatever_the_values(values: torch.Tensor) -> None:
+    tokens = {"response_mask": torch.ones(1, len(values)), "advantage": values[None], "weight": values[None].abs()}
+    found = token_medians([MicroBatch({}, [], (torch.zeros(1), None), tokens)])
+    counted = values.double().abs()[values.isfinite() & (values != 0)].tolist()
+    assert [*found.values()] == [statistics.median(counted) if counted else None] * 2
 
 
 def bits(text: str) -> torch.Tensor:

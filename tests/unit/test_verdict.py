@@ -316,6 +316,8 @@ def test_a_layer_that_carries_the_norm_of_all_tokens_is_named() -> None:
     spike, units = event(["unlikely"]), [{"layer_norms": {**EVEN, "c": 9.0 + i}} for i in range(3)]
     found = verdict_on({**spike, "units": units}, {**NONE, "unlikely": 0.1})
     assert found["cause"] == "layer" and found["sentence"].startswith("The layer c carries 95% of the squared norm")
+    found = verdict_on({**spike, "units": [*units, {"layer_norms": {}}]}, NONE)  # those of all are not listed
+    assert "of the squared norm or more in each of 3 micro-batches over its threshold" in found["sentence"]
     for other in (EVEN, {**EVEN, "c": math.nan}):
         assert cause(spike, [*units, {"layer_norms": other}]) == "unlikely"
     # A rule that tells the culprits comes first, unless that is a matter of the run.
@@ -347,8 +349,8 @@ def test_a_natural_spike_is_one_in_an_otherwise_usual_run(name: str) -> None:
     found = verdict_on(spike, NONE, unusual="other mini-batches had spikes, too")
     assert found["cause"] is None and found["sentence"] == "No known cause: other mini-batches had spikes, too."
     assert verdict_on(spike, NONE, [{**WARNING, "name": "reference"}])["cause"] == name
-    for units, cause in ((9, None), (1, name)):  # every micro-batch
-        all_over = {"units": [{"layer_norms": EVEN}] * units, "micro_batches": units}
+    for units, more, of, cause in ((9, 0, 9, None), (9, 3, 12, None), (9, 3, 13, name), (1, 0, 1, name)):
+        all_over = {"units": [{"layer_norms": EVEN}] * units, "more_units": more, "micro_batches": of}
         assert verdict_on({**spike, **all_over}, NONE)["cause"] == cause
     assert verdict_on(spike, {**NONE, APART: 0.25})["cause"] is None
     # Over the threshold without the KL loss, too.
