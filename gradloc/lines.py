@@ -284,7 +284,7 @@ class _Begun(Form, Where):
     more_tokens: Index | None  # estimated other tokens over τ
     complete: bool  # whether the search finished, with nothing diffuse
     error: str | None  # why the search was aborted
-    units: list[Unit]  # the micro-batches over their thresholds, at most 64; 8 have `layer_norms`
+    units: list[Unit]  # the micro-batches over their thresholds, at most 64; the first of many have `layer_norms`
     # parts over their thresholds: `rank` (`null`: several), `micro_batch`, `rows`, number of `tokens`, `norm`,
     # `threshold`, `largest_tokens` (`row`, `position`, `grad_norm`, `share`)
     diffuse: list[DiffusePart]

@@ -62,9 +62,9 @@ def _own_facts(
 
 # How many of the largest tokens an event lists for a spike without a culprit.
 _LARGEST_TOKENS = 3
-# How many micro-batches over their thresholds an event lists, and of how many of them the norms by layer: a thousand
-# events of many ranks are to have room in a file. And how many diffuse parts.
-UNITS, _UNITS_WITH_LAYERS, _DIFFUSE = 64, 8, 16
+# How many micro-batches over their thresholds an event lists, how many norms by layer of them, and how many diffuse
+# parts: a thousand events of many ranks and layers are to have room in a file.
+_UNITS, _UNIT_LAYERS, _DIFFUSE = 64, 400, 16
 # Of how many tokens measured under τ the sources are counted, at most and at least.
 _MEASURED, _LEAST_MEASURED = 64, 4
 # How many suspected tokens an event lists.
@@ -301,15 +301,16 @@ def _units(findings: Findings) -> tuple[list[lines.Unit], int]:
     """The micro-batches over their thresholds, largest first, and how many are left out.
 
     Kept are the largest; the first with broken tokens, and the one that is farthest over its threshold without its
-    culprits, which verdict and report look for; and those of the largest culprits, as in a bundle.
+    culprits, which verdict and report look for; and those of the largest culprits, as in a bundle. The first of these
+    have their norms by layer.
     """
     names, rests = suspects(findings.figures, findings.threshold), findings.rests
     kept = names[:1] + [name for name in names if findings.figures[name].broken_tokens][:1]
     kept += sorted((name for name in names if name in rests), key=lambda name: _farthest_first(rests[name]))[:1]
     over = set(names)
     kept += [token[0] for token in _largest_culprits(findings) if token[0] in over]
-    kept = list(dict.fromkeys([*kept, *names]))[:UNITS]
-    listed, with_layers = set(kept), set(kept[:_UNITS_WITH_LAYERS])
+    kept = list(dict.fromkeys([*kept, *names]))[:_UNITS]
+    listed, with_layers = set(kept), set(kept[: max(_UNIT_LAYERS // max(len(findings.layers), 1), 1)])
     units = [_unit(findings, name, name in with_layers) for name in names if name in listed]
     return units, len(names) - len(units)
 
@@ -373,7 +374,7 @@ def _open_segments(parts: Sequence[Part]) -> list[lines.OpenPart]:
     """The parts left open; if they are too many, those of a micro-batch as one, and at last those of several ranks."""
     found = [_open(part) for part in parts]
     for is_one in (False, True):
-        if len(found) > UNITS:
+        if len(found) > _UNITS:
             places = dict.fromkeys((None if is_one else part.rank, part.micro_batch) for part in parts)
             found = [_open(_together(parts, *place)) for place in places]
     return found

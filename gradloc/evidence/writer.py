@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 # A longer line of a file is not read, and none is written.
 LINE_BYTES = 16 * 2**20
+# A longer one has the long texts of as few culprits as makes it shorter.
+_LONG_LINE = 2**20
 # What nests deeper would overflow the stack of recursive functions.
 DEPTH = 64
 # The limits of `record_events`.
@@ -62,9 +64,9 @@ def record_events(directory: str, events: Sequence[Mapping[str, Any]], name: str
 
     The limits keep a run that has collapsed, with a spike in every mini-batch, from filling the disk. Only the first 16
     events and the first 16 clip lines of a step are written, because the cause comes before its consequences. Only the
-    16 largest culprits of an event keep their long texts, and none if its line would exceed 16 MiB. At 64 MiB, no more
-    is written: spikes are then counted in steps.jsonl alone. If something is left out, a `note` line says so. Nothing
-    is written where another process writes to the directory.
+    16 largest culprits of an event keep their long texts; fewer do if its line would exceed 1 MiB, and none at 16 MiB.
+    At 64 MiB, no more is written: spikes are then counted in steps.jsonl alone. If something is left out, a `note` line
+    says so. Nothing is written where another process writes to the directory.
 
     Args:
         directory (str): Created if it does not exist. The file of an earlier run is continued.
@@ -111,9 +113,10 @@ def event_line(event: Mapping[str, Any]) -> tuple[bytes, int]:
         ValueError: It is too long.
     """
     tokens = event.get("culprits") or event.get("suspected", ())
-    for most, texts in ((CULPRITS_WITH_TEXT, LONG_TEXTS), (0, ALL_TEXTS)):
+    wanted = [(most, LONG_TEXTS, _LONG_LINE) for most in (CULPRITS_WITH_TEXT, 8, 4, 2)]
+    for most, texts, limit in (*wanted, (1, LONG_TEXTS, LINE_BYTES), (0, ALL_TEXTS, LINE_BYTES)):
         line = _line(_without_texts(event, most, texts))
-        if len(line) <= LINE_BYTES:
+        if len(line) <= min(limit, LINE_BYTES):
             return line, max(len(tokens) - most, 0)
     raise ValueError(f"its line would take {len(line):,} bytes, and {LINE_BYTES:,} are the limit")
 

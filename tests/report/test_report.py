@@ -117,6 +117,11 @@ def test_of_an_event_only_the_largest_culprits_keep_their_texts(tmp_path: Path) 
     VALIDATOR.validate(found)
     assert [c["response"] for c in found["culprits"]] == ["ab"] * 16 + [None] * 4
     assert found["culprits"][-1]["context"] and (note["note"], note["count"]) == ("text_limit", 4)
+    # Of long ones fewer do; the line of a single one may be longer.
+    for culprit_count, size, kept in ((16, 10**5, 8), (3, 10**6, 1), (1, 2 * 10**6, 1)):
+        long = event(1, [culprit(1, ["a", "b"], prompt="a" * size) for _ in range(culprit_count)])
+        line, bare = writer.event_line(long)
+        assert bare == culprit_count - kept and (len(line) < 2**20 or kept == 1)
 
 
 @pytest.mark.parametrize("name", ["spikes", "steps"])
