@@ -261,11 +261,9 @@ class UpdateEvidence:
                 with guarded(_NO_TEXT, _said):
                     # Sent to rank 0: plain values, whatever a ground truth is.
                     facts = jsonable(self._facts(line, index, token, data.sample(line, token)))
-                    # The tokens of a line share it; those with long texts have one half.
+                    # The tokens of a line share it, and those with long texts as well.
                     count = len(_tokens(line))
-                    share = (
-                        LINE_BYTES // 2 // (count if index >= CULPRITS_WITH_TEXT else min(count, CULPRITS_WITH_TEXT))
-                    )
+                    share = LINE_BYTES // (count if index >= CULPRITS_WITH_TEXT else min(count, CULPRITS_WITH_TEXT))
                     if (size := len(json.dumps(facts))) > share:
                         warn_once(_said, f"{_NO_TEXT}: it would take {size:,} bytes, and {share:,} are its share")
                         facts = limit_texts(facts, index, 0, ALL_TEXTS)

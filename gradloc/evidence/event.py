@@ -371,20 +371,17 @@ def _open(part: Part) -> lines.OpenPart:
 
 
 def _open_segments(parts: Sequence[Part]) -> list[lines.OpenPart]:
-    """The parts left open; if they are too many, those of a micro-batch as one, and at last those of several ranks."""
-    found = [_open(part) for part in parts]
+    """The parts left open; too many of a micro-batch as one, with the threshold of all, and at last of all ranks."""
     for is_one in (False, True):
-        if len(found) > _UNITS:
-            places = dict.fromkeys((None if is_one else part.rank, part.micro_batch) for part in parts)
-            found = [_open(_together(parts, *place)) for place in places]
-    return found
-
-
-def _together(parts: Sequence[Part], rank: int | None, micro_batch: int) -> Part:
-    """The parts of a micro-batch, of one rank or of all, as one, whose threshold is that of all their tokens."""
-    own = [part for part in parts if part.micro_batch == micro_batch and rank in (None, part.rank)]
-    threshold = math.hypot(*(part.threshold for part in own))
-    return Part(rank, micro_batch, sum(part.tokens for part in own), threshold)
+        if len(parts) > _UNITS:
+            places: dict[tuple[int | None, int], list[Part]] = {}
+            for part in parts:
+                places.setdefault((None if is_one else part.rank, part.micro_batch), []).append(part)
+            parts = [
+                Part(*place, sum(each.tokens for each in of_place), math.hypot(*(each.threshold for each in of_place)))
+                for place, of_place in places.items()
+            ]
+    return [_open(part) for part in parts]
 
 
 def _diffuse(findings: Findings, part: Part) -> lines.DiffusePart:

@@ -366,8 +366,7 @@ def _weight_of_the_whole(spike: Spike) -> Verdict | None:
 def _layer_of_all(event: Event) -> Verdict | None:
     """A layer that carries most of the norm in every micro-batch over its threshold, and did not before."""
     usual = layer_shares(event["ordinary_layer_norms"] or {})
-    units = event["units"]
-    known = [unit["layer_norms"] for unit in units if unit["layer_norms"]]
+    known = [unit["layer_norms"] for unit in event["units"] if unit["layer_norms"]]
     shares = [layer_shares(norms) for norms in known]
     names = {max(share, key=share.__getitem__) for share in shares if share}
     if len(names) != 1 or not all(shares) or not usual:
@@ -376,7 +375,8 @@ def _layer_of_all(event: Event) -> Verdict | None:
     least, before = min(share[name] for share in shares), usual.get(name, 0.0)
     if not is_unusual(least, before):
         return None
-    every = "every micro-batch" if len(known) == len(units) else f"each of {len(known)} micro-batches"
+    is_every = len(known) == len(event["units"]) + event.get("more_units", 0)
+    every = "every micro-batch" if is_every else f"each of {len(known)} micro-batches"
     claim = (
         f"The layer {name} carries {percent(least)} of the squared norm or more in {every} over its "
         f"threshold, and ordinarily {percent(before)}"

@@ -140,6 +140,15 @@ def test_an_event_of_many_ranks_is_bounded(ranks: int) -> None:
     assert len(json.dumps(jsonable(found))) < FILE_BYTES / 1000
 
 
+def test_only_the_largest_culprits_have_figures_of_their_responses() -> None:
+    """All ranks get them."""
+    loop = Loop(small_model(), torch.randint(7, (1, 4, 6)), 1, grad_norm_threshold=1e-9, bisect_until="exhaustive")
+    loop.step(1.0)
+    (event,) = loop.gradloc.events
+    known = [culprit["response_suspicion"] is not None for culprit in event["culprits"]]
+    assert known == [True] * 16 + [False] * 4
+
+
 def test_a_micro_batch_that_is_broken_without_tokens_is_searched_once() -> None:
     """Its backward gives NaN from a token on, whatever the loss; another micro-batch has a loud token."""
     model, ids = small_model(), torch.arange(6).repeat(2, 1, 1)

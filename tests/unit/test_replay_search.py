@@ -81,6 +81,7 @@ def left(folder: Path) -> set[Path]:
 def test_the_event_is_beside_the_bundle_and_in_the_evidence(evidence: Path, capsys: Capsys) -> None:
     texts = {"token": "bad", "context": "a «bad» one", "reward": 1.0, "prompt": "what?"}
     change_line(evidence, lambda event: event["culprits"][0].update(texts))
+    change_line(evidence, lambda event: event.update(more_units=5, more_diffuse=2))  # which are elsewhere
     before, written = line_of(evidence), (evidence / "spikes.jsonl").read_bytes()
     page = evidence.with_name("page.html")
     assert search(evidence, "--html", str(page)) == 0

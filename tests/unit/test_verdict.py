@@ -316,8 +316,10 @@ def test_a_layer_that_carries_the_norm_of_all_tokens_is_named() -> None:
     spike, units = event(["unlikely"]), [{"layer_norms": {**EVEN, "c": 9.0 + i}} for i in range(3)]
     found = verdict_on({**spike, "units": units}, {**NONE, "unlikely": 0.1})
     assert found["cause"] == "layer" and found["sentence"].startswith("The layer c carries 95% of the squared norm")
-    found = verdict_on({**spike, "units": [*units, {"layer_norms": {}}]}, NONE)  # those of all are not listed
-    assert "of the squared norm or more in each of 3 micro-batches over its threshold" in found["sentence"]
+    # Not those of all are listed.
+    for changes in ({"units": [*units, {"layer_norms": {}}]}, {"units": units, "more_units": 1}):
+        said = verdict_on({**spike, **changes}, NONE)["sentence"]
+        assert "of the squared norm or more in each of 3 micro-batches over its threshold" in said
     for other in (EVEN, {**EVEN, "c": math.nan}):
         assert cause(spike, [*units, {"layer_norms": other}]) == "unlikely"
     # A rule that tells the culprits comes first, unless that is a matter of the run.
