@@ -61,9 +61,11 @@ def gather(values: Tensor) -> Tensor:
 def _gathered(values: Tensor) -> Tensor:
     if world_size() == 1:
         return values.unsqueeze(0)
-    out = [torch.empty_like(values) for _ in range(world_size())]
-    dist.all_gather(out, values)
-    return torch.stack(out)
+    out = values.new_empty(world_size() * values.numel())
+    # The older name, which newer torch warns of, is that of torch before 2.13.
+    gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather_single(out, values.contiguous().view(-1))
+    return out.view(world_size(), *values.shape)
 
 
 def total(values: Tensor) -> Tensor:

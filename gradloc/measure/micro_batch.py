@@ -172,8 +172,9 @@ def token_equivalents(norms: Tensor, root_square_weights: Tensor) -> Tensor:
 
 
 def token_equivalent(norm: float, root_square_weight: float) -> float:
-    """`token_equivalents` of one."""
-    return float(token_equivalents(*torch.tensor([norm, root_square_weight], dtype=torch.float64)))
+    """`token_equivalents` of one, without a tensor: a search asks for those of all ranks."""
+    ratio = norm / root_square_weight if root_square_weight else 0.0
+    return ratio if math.isfinite(norm) and not math.isnan(ratio) else math.inf
 
 
 AllFigures = Mapping[MicroBatchName, MicroBatchFigures]  # of the micro-batches of all ranks

@@ -40,6 +40,8 @@ _NEEDED = ("response_mask", "weight", "log_prob", "coefficient", "entropy_coeffi
 # Where one of these is not zero, a position is sent; padding in which a loss leaves a coefficient or NaN, too.
 _SENT = ("response_mask", "weight", "coefficient", "entropy_coefficient", "broken")
 
+# How many probes a pass measures at most, however many ranks there are: to choose more takes every rank too long.
+MOST_PROBES = 256
 
 # The name of a group: micro-batches that are searched as one. With the local meter, a group is a single micro-batch:
 # (rank, index). The reduced meter cannot separate ranks: a group is the micro-batches of all ranks with the same index:
@@ -227,7 +229,7 @@ class LocalMeter(LocalNorms):
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         super().__init__(module, device)
-        self.width = collectives.world_size()  # how many probes count as one pass
+        self.width = min(collectives.world_size(), MOST_PROBES)  # how many probes count as one pass
 
     def obtain(
         self, names: Sequence[MicroBatchName], own: Sequence[MicroBatch], scale: float

@@ -103,10 +103,10 @@ class Candidates:
         self.without_tokens = 0.0
         self.alone: dict[int, float] = {}  # the norms of the candidates measured alone, in the order of measurement
 
-    @cached_property
-    def suspicion(self) -> list[float]:
-        """s_t; a non-finite value is replaced by a large finite one."""
-        return self._energies.sqrt().tolist()
+    @property
+    def suspicion(self) -> Tensor:
+        """s_t, float64 of shape (n,); a non-finite value is replaced by a large finite one."""
+        return self._energies.sqrt()
 
     @cached_property
     def prior_of(self) -> Tensor:
@@ -135,8 +135,9 @@ class Candidates:
         if token_set.is_single:
             return (token_set,)
         ranked = self.likeliest(token_set.candidates)
-        sums = list(accumulate(self.prior_of[ranked].tolist()))
-        cut = 1 + min(range(len(sums) - 1), key=lambda i: abs(sums[i] - sums[-1] / 2))
+        *sums, whole = accumulate(self.prior_of[ranked].tolist())
+        distance = (torch.tensor(sums, dtype=torch.float64) - whole / 2).abs()
+        cut = 1 + int((distance == distance.min()).nonzero()[0])
         return self.token_set(ranked[:cut].tolist()), self.token_set(ranked[cut:].tolist())
 
     def is_over_alone(self, candidate: int, norm: float) -> bool:

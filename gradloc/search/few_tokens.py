@@ -190,9 +190,10 @@ class FewTokens:
         promising, enough = frozenset().union(*self._enough), len(self._enough)
         if self._bisection is not None:
             self._bisection.add_measurements(measured, count)
+        most_removed = max(self._most, len(self.tokens.over))
         for probe, norm in measured:
             removed = self._size - len(probe.candidates)
-            if probe.factors is None and removed <= max(self._most, len(self.tokens.over)):
+            if probe.factors is None and removed <= most_removed:
                 self._add_rest(frozenset(range(self._size)).difference(probe.candidates), norm)
         singles = {probe.candidates[0] for probe, _ in measured if probe.is_single}
         found = not singles.isdisjoint(self.tokens.over)

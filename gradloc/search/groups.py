@@ -13,6 +13,7 @@ from torch import Tensor
 from ..measure.micro_batch import AllFigures, MicroBatch, MicroBatchName, Token, TokenSubset, movable, suspects
 from ..measure.mini_batch import MiniBatch
 from ..measure.passes import GroupName, MakeProbe, Passes
+from .search import MOST_GROUPS
 
 
 class Groups:
@@ -236,7 +237,7 @@ class BrokenGradients:
         One pass with one group per probe is enough to find out, instead of a search of all groups. A collective call.
         """
         begun = [group for group in waiting if any(self._figures[name].tokens for name in self._of.members[group])]
-        sample = begun[: self._of.meter.width]
+        sample = begun[: min(self._of.meter.width, MOST_GROUPS)]
         if not sample or self._scale != 1 or any(math.isfinite(norm) or broken for norm, broken in self._wholes):
             return False
         for group in sample:

@@ -23,7 +23,7 @@ from ..threshold import largest_first
 from .candidates import TokenSet
 from .findings import Alone, Findings, Part, WithoutTokens
 from .groups import BrokenGradients, Groups, nonfinite_coefficients, nonfinite_log_probs, uncut
-from .search import Search
+from .search import MOST_GROUPS, Search
 
 # Most searches have ended after so many passes.
 _LONG_SEARCH = 8
@@ -229,14 +229,14 @@ class _Investigation:
         return Part(rank, micro_batch, len(token_set.candidates), token_set.threshold, norm)
 
     def _diffuse(self, token_set: TokenSet, norm: float) -> Part:
-        places = self._groups.tokens_of(token_set.group, *token_set.candidates)
-        micro_batches = self._groups.micro_batches
-        ranks = {name[0] for name, _, _ in places}
-        rows = sorted({micro_batches[name].rows[row] for name, row, _ in places})
+        places = self._groups.candidates[token_set.group][[*token_set.candidates], :2]
+        index, micro_batches = token_set.group[1], self._groups.micro_batches
+        responses = {(rank, row) for rank, row in places.tolist()}
+        ranks = {rank for rank, _ in responses}
+        rows = sorted({micro_batches[rank, index].rows[row] for rank, row in responses})
         # Of the whole micro-batch, because this set may be the micro-batch without its largest tokens.
-        names = set(self._groups.members[token_set.group])
-        norms = {token: each.grad_norm for token, each in self._measured.items() if token[0] in names}
-        largest = sorted(norms, key=lambda token: largest_first(norms[token]))
+        tokens = self._groups.tokens_of(token_set.group, *token_set.of.alone)
+        largest = sorted(tokens, key=lambda token: largest_first(self._measured[token].grad_norm))
         rank = ranks.pop() if len(ranks) == 1 else None
         return replace(self._part(token_set, norm), rank=rank, rows=tuple(rows), largest=tuple(largest))
 
@@ -265,18 +265,18 @@ class _Investigation:
 
     def _search_tokens(self) -> None:
         while (left := self._budget - self._passes.count) > 0:
-            while self._waiting and self._search.has_room(self._meter.width, left):
+            for opened in range(1, MOST_GROUPS + 1):
+                if not (self._waiting and self._search.has_room(self._meter.width, left)):
+                    break
                 self._open()
+                # Not after each one: to ask takes all ranks about as long.
+                if opened % 4 == 0 and self.time_limit.is_up():
+                    return
             with collectives.raised_on_all_ranks(self._device):
                 measure = self._next_pass(left)
-            if measure is None:
-                if not self._waiting:
-                    return
-                self._open()
-            elif self.time_limit.is_up():
+            if (measure is None and not self._waiting) or self.time_limit.is_up():
                 return
-            else:
-                measure()
+            (measure or self._open)()
 
     def _next_pass(self, passes_left: int) -> Callable[[], None] | None:
         """Returns what makes the next pass, a collective call; None if nothing is to be measured of the groups so far.

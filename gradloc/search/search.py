@@ -18,6 +18,10 @@ from .few_tokens import FewTokens
 # them is diffuse, so is the event, and each of the others gets this many passes.
 _LONG = 8
 
+# How many groups are searched at once, besides those that wait for the others. In a collapse every rank has some, and
+# each costs all ranks time.
+MOST_GROUPS = 16
+
 # The norms of tokens measured alone are odd if together (root of the sum of squares) they are over this multiple of
 # their group's norm. Gradients in random directions reach 1.
 _ODD = 1.5
@@ -133,6 +137,7 @@ class Search:
         self._until = until
         self._ordinary = ordinary
         self.groups: dict[GroupName, Group] = {}  # those with at least one candidate
+        self._last_open: list[Group] = []  # those whose search had not ended when `_open` was last read
         self.gave_up = False  # whether all searches were ended, because a spike comes from no token
 
     @property
@@ -148,9 +153,14 @@ class Search:
     @property
     def open_sets(self) -> list[TokenSet]:
         """The token sets over their thresholds whose search has not ended."""
-        waiting = [token_set for group in self.groups.values() for token_set in group.first if token_set.candidates]
-        searched = [group for group in self.groups.values() if not group.ended]
-        return waiting + [token_set for group in searched for token_set in group.found.open_sets]
+        waiting = [token_set for group in self._open for token_set in group.first if token_set.candidates]
+        return waiting + [token_set for group in self._open for token_set in group.found.open_sets]
+
+    @property
+    def _open(self) -> list[Group]:
+        """The groups whose search has not ended. One that has is not asked again: there may be thousands."""
+        self._last_open = [group for group in self._last_open if not group.ended]
+        return self._last_open
 
     @property
     def given_up(self) -> list[TokenSet]:
@@ -164,24 +174,24 @@ class Search:
 
     def more_over(self) -> int | None:
         """Estimates from suspicion how many more tokens are over τ; None if no norm was measured to scale it."""
-        ratios, scores, more = [], [], 0
+        ratios: list[float] = []
+        scores, more = [], 0
         for group in self.groups.values():
             if group.search is None and not group.gave_up:
                 continue
             culprits, tokens = set(group.found.culprits), group.tokens
-            for candidate, (suspicion, square) in enumerate(
-                zip(tokens.suspicion, tokens.square_of.tolist(), strict=True)
-            ):
-                norm = tokens.alone.get(candidate)
-                if norm is None:
-                    scores.append(suspicion / math.sqrt(square))
-                elif math.isfinite(norm):
-                    ratios += [norm / suspicion] if suspicion > 0 else []
+            suspicion = tokens.suspicion
+            of_group = suspicion / tokens.square_of.sqrt()
+            of_group[[*tokens.alone]] = 0.0
+            scores.append(of_group)
+            for candidate, norm in tokens.alone.items():
+                if math.isfinite(norm):
+                    ratios += [norm / float(suspicion[candidate])] if suspicion[candidate] > 0 else []
                     more += candidate not in culprits and tokens.is_over_alone(candidate, norm)
         if not ratios:
             return None
         scale = statistics.median(ratios)
-        return more + sum(scale * score > self._threshold for score in scores)
+        return more + sum(int((scale * of_group > self._threshold).sum()) for of_group in scores)
 
     @property
     def may_have_more_than_tokens(self) -> bool:
@@ -205,6 +215,7 @@ class Search:
         """
         state = self.groups[group]
         state.tokens.without_tokens = norm
+        self._last_open = [*self.groups.values()]  # with this norm, what was found over τ may no longer be
         if state.whole.is_over(norm):
             self.gave_up = True
             for each in self.groups.values():
@@ -230,6 +241,7 @@ class Search:
             return
         tokens = Candidates(group, self._threshold, suspicion, weights)
         self.groups[group] = added = Group(tokens, self._until, self._ordinary, probe_empty, may_overflow)
+        self._last_open.append(added)
         if norm is None:
             added.first.append(added.whole)
         else:
@@ -245,7 +257,7 @@ class Search:
             for search in for_few_tokens:
                 search.curtail(_LONG)
         later = self._later(count, passes_left)
-        first = [group for group in self.groups.values() if not group.ended and group not in later]
+        first = [group for group in self._open if group not in later]
         probes: list[TokenSet] = []
         for groups in first, later:
             while groups and len(probes) < count:
@@ -257,14 +269,13 @@ class Search:
 
     def has_room(self, count: int, passes_left: float = math.inf) -> bool:
         """Whether another group should be added before the next pass of `count` probes."""
-        return len(self.open_sets) - len(self._later(count, passes_left)) < count
+        later = len(self._later(count, passes_left))
+        return len(self._open) - later < MOST_GROUPS and len(self.open_sets) - later < count
 
     def _later(self, count: int, passes_left: float) -> list[Group]:
         """The groups with a long search ahead; none if the passes that are left would not be enough for them."""
         ahead = [
-            (group, group.search.passes_ahead(count))
-            for group in self.groups.values()
-            if isinstance(group.search, FewTokens) and not group.ended
+            (group, group.search.passes_ahead(count)) for group in self._open if isinstance(group.search, FewTokens)
         ]
         if math.fsum(passes for _, passes in ahead) >= passes_left:
             return []
@@ -272,7 +283,8 @@ class Search:
 
     def add_measurements(self, measured: Sequence[tuple[TokenSet, float]]) -> None:
         """Records the norms of the probes that `next_probes` returned. NaN and Inf count as over the threshold."""
-        for name, group in self.groups.items():
-            mine = [(probe, norm) for probe, norm in measured if probe.group == name]
-            if mine:
-                group.add_measurements(mine, len(mine))
+        by_group: dict[GroupName, list[tuple[TokenSet, float]]] = {}
+        for probe, norm in measured:
+            by_group.setdefault(probe.group, []).append((probe, norm))
+        for name, mine in by_group.items():
+            self.groups[name].add_measurements(mine, len(mine))

@@ -2,16 +2,17 @@
 
 import math
 import random
+from itertools import accumulate
 from statistics import median
 
 import pytest
 import torch
 from notation import cases
-from test_search import THRESHOLD, Coherent, Tokens, run, start
+from test_search import THRESHOLD, Coherent, Tokens, answer, run, start
 
 from gradloc.search.candidates import Candidates
 from gradloc.search.few_tokens import estimate
-from gradloc.search.search import Search
+from gradloc.search.search import MOST_GROUPS, Search
 
 
 class Natural(Tokens):
@@ -212,6 +213,35 @@ def test_micro_batches_are_measured_ahead_only_within_the_budget() -> None:
         search.add_measurements([(p, tokens[p.group].measure(p)) for p in search.next_probes(1, 41 - passes)])
     assert sum(explained(search, name) for name in tokens if name in search.groups) == 3
     assert len(waiting) == 6
+
+
+def test_of_many_groups_a_few_are_searched_at_once() -> None:
+    """As in a collapse on many ranks, where each has several."""
+    tokens = {i: Tokens(64, {5: 40 * THRESHOLD}, seed=i) for i in range(3 * MOST_GROUPS)}
+    search, waiting, searched = Search(THRESHOLD, "explained", THRESHOLD / 5), list(tokens), []
+    while True:
+        while waiting and search.has_room(256):
+            name = waiting.pop(0)
+            unit = tokens[name]
+            search.add_group(name, unit.norm(list(range(64))), unit.suspicion(True), unit.weights)
+        if not (probes := search.next_probes(256)):
+            break
+        searched.append(len({probe.group for probe in probes}))
+        answer(search, tokens, probes)
+    assert searched == [MOST_GROUPS] * 3 and all(explained(search, name) for name in tokens)
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_halves_have_about_half_of_the_prior_each(equal: bool) -> None:
+    """The first of the cuts that are nearest, by sums that every rank adds in the same order."""
+    for n in (2, 3, 4, 7, 100):
+        suspicion = torch.ones(n) if equal else torch.rand(n, generator=torch.Generator().manual_seed(n)) ** 4
+        tokens = Candidates("a", THRESHOLD, suspicion, torch.ones(n))
+        ranked = tokens.likeliest(range(n)).tolist()
+        sums = list(accumulate(tokens.prior_of[ranked].tolist()))
+        cut = 1 + min(range(n - 1), key=lambda i: abs(sums[i] - sums[-1] / 2))
+        first, second = tokens.halves(tokens.without([]))
+        assert [*first.candidates] == sorted(ranked[:cut]) and [*second.candidates] == sorted(ranked[cut:])
 
 
 def candidates(seed: int) -> tuple[Candidates, dict[frozenset[int], float]]:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 from unittest.mock import Mock
 
@@ -14,8 +15,9 @@ from torch import Tensor, nn
 
 from gradloc.evidence import event as events
 from gradloc.fsdp import collectives
+from gradloc.measure.micro_batch import token_equivalent, token_equivalents
 from gradloc.measure.mini_batch import MiniBatch
-from gradloc.measure.passes import Passes
+from gradloc.measure.passes import LocalMeter, Passes
 
 UNITS = 4
 WEIGHT = 1 / (UNITS * RESPONSE)
@@ -138,6 +140,19 @@ def test_an_automatic_global_threshold_is_of_that_gradient() -> None:
         assert loop.gradloc.metrics()["actor/gradloc/token_norm_max"] == pytest.approx(expected, rel=1e-5)
     threshold = loop.gradloc.metrics()["actor/gradloc/threshold"]
     assert threshold == pytest.approx(5 * 1.2 / scale * expected, rel=0.2)
+
+
+def test_many_ranks_measure_a_limited_number_of_probes(monkeypatch: Patch) -> None:
+    for ranks, width in ((1, 1), (256, 256), (2048, 256)):
+        monkeypatch.setattr(collectives, "world_size", Mock(return_value=ranks))
+        assert LocalMeter(nn.Linear(1, 1), torch.device("cpu")).width == width
+
+
+def test_one_token_equivalent_is_that_of_many() -> None:
+    values = [0.0, 5e-324, 1e-300, 1.0, 3.0, 1e308, math.inf, math.nan]
+    pairs = list(product(values, values))
+    of_many = token_equivalents(*torch.tensor(pairs, dtype=torch.float64).T).tolist()
+    assert [token_equivalent(*pair) for pair in pairs] == of_many
 
 
 def test_a_mini_batch_that_was_thrown_away_is_forgotten() -> None:

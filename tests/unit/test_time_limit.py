@@ -3,13 +3,16 @@
 from typing import Any
 
 import pytest
-from notation import Caplog
+from notation import Caplog, Patch
 from plain_passes import Loop
 from small_bundles import PROMPT, random_ids, small_model
 from torch import Tensor
 
 from gradloc import GradLoc
+from gradloc.measure.passes import GroupName
+from gradloc.search.groups import Groups
 from gradloc.search.investigation import HEAD_START, SHARE, SearchTime, TimeLimit
+from gradloc.search.search import Search
 
 
 class Clock:
@@ -101,6 +104,28 @@ def test_a_search_that_is_out_of_time_says_so(seconds: Any, a_pass: float, passe
         assert event["units"] and event["open_segments"]
     assert gradloc.metrics()["actor/gradloc/out_of_time"] == 1
     assert caplog.text.count(f"bisect_budget_seconds={seconds}") == 2
+
+
+def test_the_limit_counts_while_micro_batches_are_sent(monkeypatch: Patch) -> None:
+    """To send each takes a second, and there would be room for all in the first pass."""
+    clock, sent, obtain = Clock(), [], Groups.obtain
+
+    def slowly(groups: Groups, group: GroupName) -> None:
+        clock.now += 1
+        sent.append(group)
+        obtain(groups, group)
+
+    monkeypatch.setattr(Groups, "obtain", slowly)
+    monkeypatch.setattr(Search, "has_room", lambda *_: True)
+    model, ids = small_model(), random_ids().unsqueeze(0).repeat(40, 1, 1)
+    for seconds, count, passes in ((10.0, 12, 0), (30.0, 32, 1)):
+        settings: dict[str, Any] = {"grad_norm_threshold": 1e-6, "bisect_budget_seconds": seconds}
+        loop = Loop(model, ids, PROMPT, lambda ids: model(input_ids=ids).logits, **settings)
+        loop.gradloc._search_time = SearchTime(seconds, clock)
+        loop.step(*[1.0] * len(ids))
+        (event,) = loop.gradloc.events
+        assert event["out_of_time"] and (len(sent), event["passes"]) == (count, passes)
+        sent.clear()
 
 
 def test_a_search_with_time_left_does_not_say_so(caplog: Caplog) -> None:
