@@ -284,7 +284,7 @@ class _Begun(Form, Where):
     more_tokens: Index | None  # estimated other tokens over τ
     complete: bool  # whether the search finished, with nothing diffuse
     error: str | None  # why the search was aborted
-    units: list[Unit]  # the micro-batches over their thresholds, at most 64; the first of many have `layer_norms`
+    units: list[Unit]  # the micro-batches over their thresholds: at most 64, the first with `layer_norms`
     # parts over their thresholds: `rank` (`null`: several), `micro_batch`, `rows`, number of `tokens`, `norm`,
     # `threshold`, `largest_tokens` (`row`, `position`, `grad_norm`, `share`)
     diffuse: list[DiffusePart]
@@ -301,7 +301,7 @@ class Begun(_Begun, total=False):
 
     gradloc_version: str  # that wrote the line
     more_units: Index
-    more_diffuse: Index  # how many more micro-batches, and `diffuse` parts, there are than the event lists
+    more_diffuse: Index  # how many more there are
     budget_seconds: Number  # seconds allowed; `null`: no limit
     out_of_time: bool  # whether they were used up
     # a diffuse micro-batch's gradient from no token: `rank`, `micro_batch`, `norm`, its `share`, `layer_norms`
