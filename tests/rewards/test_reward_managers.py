@@ -1,10 +1,11 @@
 """Rewards through verl's own managers: ps_grpo, the batch functions, and options from the command line."""
 
 import asyncio
+import http.server
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
-from socketserver import StreamRequestHandler
 from typing import Any
 
 import numpy as np
@@ -189,26 +190,32 @@ def test_options_reach_default_compute_score(source: str, expected: list[float])
     assert scored(made, data)[0] == pytest.approx(expected)
 
 
-def process_reward_model(handler: StreamRequestHandler) -> None:
+class ProcessRewardModel(http.server.BaseHTTPRequestHandler):
     """A stand-in for its server: it doubts every step with a question mark."""
-    asked = json.loads(handler.rfile.peek())
-    assert asked["question"] == "What is 3 + 4?"
-    steps = [0.3 if "?" in step else 0.9 for step in asked["steps"]]
-    handler.wfile.write(trees.reply(json.dumps(steps).encode()))
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert asked["question"] == "What is 3 + 4?"
+        steps = json.dumps([0.3 if "?" in step else 0.9 for step in asked["steps"]]).encode()
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(steps)
 
 
 def test_the_example_that_asks_a_process_reward_model() -> None:
     """The overrides are the README's."""
     responses = ["3 is 1 + 2.\n\nSo \\boxed{7}", "3 is 1 + 2.\n\n\n\nIs it \\boxed{7}?", "4\n\n\\boxed{8}"]
     data = batch(responses, ["7"] * 3, "sums", [{"question": "What is 3 + 4?"}] * 3)
-    with trees.web_server({"/": process_reward_model}) as url:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), ProcessRewardModel) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
         made = manager(
             f"custom_reward_function.path={trees.ROOT}/examples/prm_reward.py",
             "custom_reward_function.name=compute_score",
-            f"+custom_reward_function.reward_kwargs.prm_url={url}/",
+            f"+custom_reward_function.reward_kwargs.prm_url=http://127.0.0.1:{server.server_port}/",
             "+custom_reward_function.reward_kwargs.gamma=0.4",
         )
         found, extra = scored(made, data)
+        server.shutdown()
     assert found == pytest.approx([1.0, 0.6, 0.0])
     assert extra["num_steps"] == [2, 2, 2] and extra["has_drop"] == [0, 1, 0]
 
