@@ -39,6 +39,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from blind_faults import FAULTS, HEALTHY, can_be_planted
+from blind_records import recorded
 from blind_world import NATURAL_TAU, TAU, Setting, World, said_in, start_of
 
 HALVES = ("tuning", "test")  # even and odd seeds
@@ -66,7 +67,7 @@ class Observed:
     over_natural: bool
 
 
-def run_case(kind: str, strength: Any, seed: int, starts: Path = STARTS) -> Observed:
+def run_case(kind: str, strength: Any, seed: int, starts: Path = STARTS, record: Path | None = None) -> Observed:
     """One run of 9 to 13 updates.
 
     Args:
@@ -75,6 +76,7 @@ def run_case(kind: str, strength: Any, seed: int, starts: Path = STARTS) -> Obse
         seed (int): Draws the rest: the setting around a fault, its first step, the model, and whether there is a
             natural spike.
         starts (Path): Where trained start models are kept.
+        record (Path, optional): The file in which what the judge could see is kept.
     """
     prepare_process()
     drawn = random.Random(f"{kind} {strength} {seed}")
@@ -101,8 +103,9 @@ def run_case(kind: str, strength: Any, seed: int, starts: Path = STARTS) -> Obse
     tau = TAU if natural < 0 else NATURAL_TAU
     with tempfile.TemporaryDirectory() as folder:
         world = World(setting, start, seed, fault, strength, begin, tau, natural, folder)
-        for _ in range(steps):
-            world.step()
+        with recorded(world, record):
+            for _ in range(steps):
+                world.step()
         said = [line for line in said_in(Path(folder)) if line[0] > begin]
     largest = max((norm for norm in world.token_norms[begin:] if norm == norm), default=0.0)
     why = f"norms up to {largest / start.token_norm / tau:.2g} τ, a gap of {max(world.gaps[begin:]):.2g} nats"
@@ -183,6 +186,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1, help="of that half; each takes the next strength (default: 1)")
     parser.add_argument("--kinds", nargs="+", metavar="KIND", help="faults and healthy settings (default: all)")
     parser.add_argument("--jobs", type=int, default=2, help="processes, each on one core (default: 2)")
+    parser.add_argument("--record", type=Path, metavar="FOLDER", help="keep what the judge could see of each run")
     arguments = parser.parse_args()
     kinds = arguments.kinds or [kind for kind in [*FAULTS, *HEALTHY] if can_be_planted(kind)]
     if unknown := [kind for kind in kinds if kind not in FAULTS and kind not in HEALTHY]:
@@ -200,7 +204,8 @@ def main() -> None:
     with ProcessPoolExecutor(arguments.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         # In any order, so that a benchmark that is stopped has a sample of all kinds.
         keys = random.Random(0).sample([key for key in tasks if key not in kept], len(tasks.keys() - kept.keys()))
-        missing = {pool.submit(run_case, *tasks[key]): key for key in keys}
+        files = {key: arguments.record and arguments.record / f"{key}.pt" for key in keys}
+        missing = {pool.submit(run_case, *tasks[key], record=files[key]): key for key in keys}
         for done, future in enumerate(as_completed(missing), 1):
             if error := future.exception():
                 print(f"{missing[future]} failed: {error!r}", file=sys.stderr, flush=True)
