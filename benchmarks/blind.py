@@ -32,6 +32,7 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -54,13 +55,13 @@ class Observed:
     """What a user has seen.
 
     Args:
-        said (list): (step, "warning" or "verdict", name), from the fault's first step on; "" is "no known cause".
+        said (list): What `said_in` gives, from the fault's first step on; "" is "no known cause".
         name (str | None): What the run's lines say most often, a warning before a verdict; None: nothing was said.
         begin (int): The fault's first step, from 1.
         why (str): What there was to see, for runs of which nothing is said.
     """
 
-    said: list[tuple[int, str, str]]
+    said: list[tuple[int, str, str, str]]
     name: str | None
     begin: int
     why: str
@@ -84,7 +85,7 @@ def run_case(kind: str, strength: Any, seed: int, starts: Path = STARTS, record:
     begin, natural = 0, -1
     if fault is None:
         setting, steps = HEALTHY[kind], STEPS_BEFORE + STEPS_AFTER
-        natural = drawn.choice([-1, 3])
+        natural = drawn.choice([-1, 3] if "tasks" not in setting.stages else [-1])  # rare rows are chosen by prompt
     else:
         setting = Setting(
             rate=drawn.choice([2e-4, 4e-4, 1e-3]),
@@ -112,11 +113,16 @@ def run_case(kind: str, strength: Any, seed: int, starts: Path = STARTS, record:
     return Observed(said, name_of(said), begin + 1, why, natural >= 0)
 
 
-def name_of(said: list[tuple[int, str, str]]) -> str | None:
-    """What the lines of most steps say: a step says its first warning, else its first verdict that has a name."""
+def name_of(said: Sequence[Sequence[Any]], what: int = 2) -> str | None:
+    """What the lines of most steps say: a step says its first warning, else its first verdict that has a name.
+
+    Args:
+        what (int): 2 for the name, 3 for the identity, which old runs lack.
+    """
     by_step: dict[int, str] = {}
-    for step, _, name in sorted(said, key=lambda line: (line[1] == "verdict", line[2] == "")):
-        by_step.setdefault(step, name)
+    for step, _, *names in sorted(said, key=lambda line: (line[1] == "verdict", line[2] == "")):
+        name = [*names, ""][what - 2]
+        by_step[step] = by_step.get(step) or name
     named = Counter(name for name in by_step.values() if name)
     return named.most_common(1)[0][0] if named else "" if by_step else None
 
@@ -137,8 +143,15 @@ def judged(kind: str, name: str | None) -> str:
         return "right" if name is None or name in NATURAL_NAMES else "wrong"
     fault = FAULTS[kind]
     if not name:
-        return "right" if not fault.right else "silent" if name is None else "unknown"
-    return "right" if name in fault.right.split() else "defensible" if name in fault.defensible.split() else "wrong"
+        return "right" if not (fault.right or fault.identity) else "silent" if name is None else "unknown"
+    if name in fault.right.split() or (not fault.right and name in fault.identity.split()):
+        return "right"
+    return "defensible" if name in fault.defensible.split() + fault.identity.split() else "wrong"
+
+
+def placed(kind: str, said: Sequence[Sequence[Any]]) -> bool:
+    """Whether a fault's run names an identity at which it is to be placed."""
+    return (name_of(said, 3) or "-") in FAULTS[kind].identity.split()
 
 
 def print_tables(runs: dict[str, dict[str, Any]]) -> None:
@@ -147,16 +160,17 @@ def print_tables(runs: dict[str, dict[str, Any]]) -> None:
     for key, run in runs.items():
         by_kind.setdefault(key.split(" | ")[0], []).append((key, run))
     totals: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
-    silent, also, over_natural = [], 0, Counter[bool]()
-    print("| planted | must be named | right | defensible | wrong name | no known cause | nothing |")
-    print("|---|---|---|---|---|---|---|")
+    silent, also, found_places, warned, over_natural = [], 0, 0, 0, Counter[bool]()
+    print("| planted | must be named | right | defensible | wrong name | no known cause | nothing | placed |")
+    print("|---|---|---|---|---|---|---|---|")
     for kind, found in sorted(by_kind.items(), key=lambda item: [*FAULTS, *HEALTHY].index(item[0])):
         counts: Counter[str] = Counter()
         names: dict[str, Counter[str]] = {"right": Counter(), "defensible": Counter(), "wrong": Counter()}
         for key, run in found:
             name = run["name"]
             if kind in HEALTHY:  # one wrong line is enough
-                name = next((each for _, _, each in run["said"] if each not in NATURAL_NAMES), name)
+                name = next((line[2] for line in run["said"] if line[2] not in NATURAL_NAMES), name)
+                warned += any(line[1] == "warning" for line in run["said"])
             verdict = judged(kind, name)
             counts[verdict] += 1
             if verdict in names:
@@ -164,19 +178,24 @@ def print_tables(runs: dict[str, dict[str, Any]]) -> None:
             if kind in FAULTS and run["over_natural"]:
                 over_natural[verdict in ("right", "defensible")] += 1
             if kind in FAULTS and verdict in ("right", "defensible"):
-                also += any(judged(kind, each) == "wrong" for _, _, each in run["said"] if each)
+                also += any(judged(kind, line[2]) == "wrong" for line in run["said"] if line[2])
             if kind in FAULTS and verdict in ("silent", "unknown"):
                 silent.append(f"{key}: {'nothing' if verdict == 'silent' else 'no known cause'}; {run['why']}")
+            counts["placed"] += kind in FAULTS and placed(kind, run["said"])
+        at_place = counts.pop("placed")
+        found_places += at_place
         totals[kind in FAULTS] += counts
         cells = [", ".join(f"{name} {times}" for name, times in names[each].most_common()) for each in names]
         must = (FAULTS[kind].right or "nothing") if kind in FAULTS else "nothing"
-        print(f"| {kind} | {must} | {' | '.join(cells)} | {counts['unknown'] or ''} | {counts['silent'] or ''} |")
+        cells += [str(counts[each] or "") for each in ("unknown", "silent")]
+        print(f"| {kind} | {must} | {' | '.join(cells)} | {at_place or ''} |")
     print("\nOf which nothing is said:", *silent, sep="\n- ")
     faults, healthy = totals[True], totals[False]
     print(f"\nFaults: {faults.total()}; {', '.join(f'{name} {count}' for name, count in faults.most_common())}.")
+    print(f"Placed: {found_places}.")
     print(f"Of those right or defensible, {also} have a line with a wrong name as well.")
     print(f"Over a natural spike: {over_natural.total()}, of which {over_natural[True]} right or defensible.")
-    print(f"Healthy: {healthy.total()}, {healthy['wrong']} with a bug's name.")
+    print(f"Healthy: {healthy.total()}, {healthy['wrong']} with a bug's name, {warned} with a warning.")
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ import io
 import json
 import os
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,16 +25,13 @@ from typing import Any
 import numpy
 import torch
 from localization_actor import ENGINE, Actor
+from peft import LoraConfig, get_peft_model
 from sums_task import tiny_llama
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 from verl import DataProto
-from verl.trainer.config.algorithm import RolloutCorrectionConfig
-from verl.trainer.ppo.core_algos import (
-    compute_gae_advantage_return,
-    compute_grpo_outcome_advantage,
-    compute_rloo_outcome_advantage,
-)
+from verl.trainer.config.algorithm import AlgoConfig, RolloutCorrectionConfig
+from verl.trainer.ppo.core_algos import compute_gae_advantage_return, get_adv_estimator_fn
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
 from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, PolicyLossConfig
 
@@ -58,16 +55,21 @@ class Setting:
         engine (str): The rollout's precision: "fp32", "bf16", "fp8" (weights rounded to float8), or "moe" (bf16, and in
             1% of the positions an expert of one layer is another one).
         behind (int): By how many steps the rollout's weights are late.
-        temperature (float): Of sampling and training; top_p likewise of sampling, with log-probs before the cut.
+        temperature (float): Of sampling and training; top_p and top_k (0: all) are of sampling, with log-probs before
+            the cut.
+        limit (int): The most tokens of a response; `prefix` is what each is forced to begin with, not trained.
         prompts (int): Of a step, with `answers` each.
         length (float): The mean number of words that the start model gives, 8 or 16.
         tools (bool): Whether responses call tools, whose output is not trained on.
-        advantage (str): "grpo", "grpo without std", "rloo" or "gae".
+        advantage (str): verl's name of the estimator, or "grpo without std"; `gamma` is its discount.
         kl (float): The KL loss's coefficient; `kl_reward` is that of a penalty in the reward.
         reference (bool): Whether the batch has the reference's log-probs.
         correction (dict): Settings of verl's rollout correction.
         dense (bool): Rewards are graded instead of 0 and 1.
         actor (dict): Other keys of the actor.
+        adapter (int): The rank of a LoRA adapter, which alone is trained; 0 for none.
+        optimizer (type): Its class.
+        stages (dict): Functions as a fault's, with None for its strength, that make a recipe of their own.
     """
 
     rate: float = 3e-4
@@ -75,17 +77,24 @@ class Setting:
     behind: int = 0
     temperature: float = 1.0
     top_p: float = 1.0
+    top_k: int = 0
+    limit: int = RESPONSE
+    prefix: tuple[int, ...] = ()
     prompts: int = 8
     answers: int = 8
     length: int = 8
     tools: bool = False
     advantage: str = "grpo"
+    gamma: float = 1.0
     kl: float = 0.0
     kl_reward: float = 0.0
     reference: bool = True
     correction: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     dense: bool = False
     actor: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    adapter: int = 0
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
+    stages: Mapping[str, Callable[[Any, Any, Any], Any]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -156,25 +165,33 @@ def _example(prompt: list[int], length: int, chain: Tensor, generator: torch.Gen
 
 @torch.no_grad()
 def generate(
-    model: nn.Module, prompts: Tensor, setting: Setting, generator: torch.Generator, processed: str = ""
+    model: nn.Module,
+    prompts: Tensor,
+    setting: Setting,
+    generator: torch.Generator,
+    processed: str = "",
+    penalty: Callable[[Tensor, list[Row]], Tensor] | None = None,
 ) -> list[Row]:
     """Samples with a KV cache, as a server does, and notes the sampler's log-probs.
 
     Args:
         model (nn.Module): The server's model.
         prompts (Tensor): Shape (rows, PROMPT).
-        setting (Setting): For temperature, top-p and tools.
+        setting (Setting): For what is said of sampling, and tools.
         generator (torch.Generator): Of the samples.
-        processed (str): "" for log-probs at the temperature before the top-p cut, which training computes as well;
-            "top_p" for those after the cut; "raw" for those before the temperature.
+        processed (str): "" for log-probs at the temperature before any cut, which training computes as well; "top_p"
+            for those after the cut; "raw" for those before the temperature; "likeliest" for the likeliest token's.
+        penalty (Callable, optional): Changes the logits, of shape (rows, VOCABULARY), by the rows so far.
     """
     rows = [Row(prompt, [], [], []) for prompt in prompts.tolist()]
-    forced: list[deque[int]] = [deque() for _ in rows]
+    forced: list[deque[int]] = [deque(setting.prefix) for _ in rows]
     tokens, past = prompts, None
-    for _ in range(RESPONSE):
+    for _ in range(setting.limit):
         output = model(input_ids=tokens, past_key_values=past, use_cache=True)
         past = output.past_key_values
         raw = output.logits[:, -1].float()
+        if penalty is not None:
+            raw = penalty(raw, rows)
         full = (raw / setting.temperature).log_softmax(-1)
         cut = full
         if setting.top_p < 1:
@@ -182,8 +199,12 @@ def generate(
             kept = torch.zeros_like(full, dtype=torch.bool)
             kept.scatter_(1, order, ordered.cumsum(-1) - ordered < setting.top_p)
             cut = full.masked_fill(~kept, -torch.inf).log_softmax(-1)
+        if setting.top_k:
+            cut = cut.masked_fill(cut < cut.topk(setting.top_k).values[:, -1:], -torch.inf).log_softmax(-1)
         chosen = torch.multinomial(cut.exp(), 1, generator=generator)
-        reported = {"": full, "top_p": cut, "raw": raw.log_softmax(-1)}[processed].gather(-1, chosen)[:, 0].tolist()
+        of_all = {"top_p": cut, "raw": raw.log_softmax(-1)}.get(processed, full)
+        named = of_all.argmax(-1, keepdim=True) if processed == "likeliest" else chosen
+        reported = of_all.gather(-1, named)[:, 0].tolist()
         for i, row in enumerate(rows):
             if row.ids and row.ids[-1] == END:
                 chosen[i] = PAD
@@ -266,8 +287,11 @@ class World:
         self.setting, self.fault, self.strength, self.begin, self.natural = setting, fault, strength, begin, natural
         self.step_number = 0
         self.random = torch.Generator().manual_seed(1000 + seed)
-        self.model = self.copy_of(start.weights)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=setting.rate, weight_decay=0.01)
+        self.model: Any = self.copy_of(start.weights)
+        if setting.adapter:
+            self.model = get_peft_model(self.model, LoraConfig(r=setting.adapter, target_modules="all-linear"))
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer: Any = setting.optimizer(trained, lr=setting.rate, weight_decay=0.01)
         rows = setting.prompts * setting.answers
         policy_loss = PolicyLossConfig(loss_mode=setting.actor.get("loss_mode", "vanilla"))
         options: dict[str, Any] = dict(
@@ -294,7 +318,7 @@ class World:
             self.reference: Any = Actor(self.config, self.copy_of(start.weights))
         self.past = [self.weights()]
         self.workers = [self.copy_of(start.weights) for _ in range(2)]
-        self.processed, self.trained_temperature = "", setting.temperature  # faults change them
+        self.processed, self.penalty, self.trained_temperature = "", None, setting.temperature  # faults change them
         self.rows: list[Row] = []
         self.token_norms: list[float] = []
         self.gaps: list[float] = []
@@ -322,18 +346,20 @@ class World:
         return model.eval()
 
     def weights(self) -> dict[str, Tensor]:
-        return {name: value.clone() for name, value in self.model.state_dict().items()}
+        model = copy.deepcopy(self.model).merge_and_unload() if self.setting.adapter else self.model
+        return {name: value.clone() for name, value in model.state_dict().items()}
 
     def is_struck(self, stage: str) -> bool:
         struck = self.fault is not None and stage in self.fault.stages
         return struck and (self.step_number == self.begin if self.fault.once else self.step_number >= self.begin)
 
     def at(self, stage: str, value: Any) -> Any:
-        """A value after the fault of this stage, if there is one now."""
-        if not self.is_struck(stage):
-            return value
-        changed = self.fault.stages[stage](self, self.strength, value)
-        return value if changed is None else changed
+        """A value after what the recipe, and the fault if there is one now, do at this stage."""
+        struck = self.fault.stages if self.is_struck(stage) else {}
+        for stages, strength in ((self.setting.stages, None), (struck, self.strength)):
+            changed = stages[stage](self, strength, value) if stage in stages else None
+            value = value if changed is None else changed
+        return value
 
     def step(self) -> None:
         setting = self.setting
@@ -344,11 +370,14 @@ class World:
         # Workers with the same weights give what one of them gives, in half the time.
         self.rows = self.at("rows", self._sample(self.workers[: 1 if loaded[0] is loaded[1] else 2]))
         tensors = self.at("batch", collate(self.rows))
+        uids = [f"{self.step_number}-{i // setting.answers}" for i in range(len(self.rows))]
+        columns = {"uid": uids, "data_source": ["digits"] * len(uids)}
+        columns = {name: numpy.array(each, dtype=object) for name, each in self.at("columns", columns).items()}
         rewards = self.at("rewards", torch.tensor([reward_of(row, setting.dense) for row in self.rows]))
         self.at("model", self.model)
         tensors |= self._log_probs(tensors)
         tensors = self.at("log_probs", tensors)
-        tensors |= self._advantages(tensors, rewards)
+        tensors |= self._advantages(tensors, rewards, columns["uid"])
         if setting.correction.get("bypass_mode"):
             tensors["old_log_probs"] = tensors["rollout_log_probs"].clone()
         elif setting.correction:
@@ -356,11 +385,6 @@ class World:
             compute_rollout_correction_and_add_to_batch(batch, RolloutCorrectionConfig(**setting.correction))
             tensors |= {name: batch.batch[name] for name in batch.batch.keys()}
         tensors = self.at("update", tensors)
-        count = len(self.rows)
-        columns = {
-            "uid": numpy.array([f"{self.step_number}-{i // setting.answers}" for i in range(count)], dtype=object),
-            "data_source": numpy.array(["digits"] * count, dtype=object),
-        }
         meta = {"temperature": self.trained_temperature}
         data = DataProto.from_dict(tensors, columns, meta_info={**meta, "global_steps": self.step_number + 1})
         with self.fault.stages["during"](self, self.strength) if self.is_struck("during") else contextlib.nullcontext():
@@ -377,10 +401,12 @@ class World:
     def _sample(self, workers: list[LlamaForCausalLM]) -> list[Row]:
         setting = self.setting
         rare = RARE if self.step_number == self.natural else 1
-        prompts = draw_prompts(setting.prompts, setting.tools, self.random).repeat_interleave(rare * setting.answers, 0)
+        prompts = draw_prompts(setting.prompts, setting.tools, self.random).repeat_interleave(setting.answers, 0)
+        prompts = self.at("tasks", prompts).repeat_interleave(rare, 0)
         rows: list[Row] = []
         for worker, own in zip(workers, prompts.chunk(len(workers)), strict=True):
-            rows += generate(self._served(worker), self.at("prompts", own), setting, self.random, self.processed)
+            served, given = self._served(worker), self.at("prompts", own)
+            rows += generate(served, given, setting, self.random, self.processed, self.penalty)
         for row, prompt in zip(rows, prompts.tolist(), strict=True):
             row.prompt = prompt
         if rare > 1:  # of each group those with the rarest tokens
@@ -416,29 +442,26 @@ class World:
             found["ref_log_prob"] = of(self.reference)
         return found
 
-    def _advantages(self, tensors: dict[str, Tensor], rewards: Tensor) -> dict[str, Tensor]:
+    def _advantages(self, tensors: dict[str, Tensor], rewards: Tensor, uids: numpy.ndarray) -> dict[str, Tensor]:
         setting, mask = self.setting, tensors["response_mask"]
         last = (tensors["attention_mask"][:, PROMPT:].sum(1) - 1).clamp(min=0)
-        scores = torch.zeros_like(mask)
-        scores[torch.arange(len(scores)), last] = rewards
-        token_rewards = scores
+        scores = rewards if rewards.dim() == 2 else torch.zeros_like(mask)  # a recipe may reward each token
+        if rewards.dim() == 1:
+            scores[torch.arange(len(scores)), last] = rewards
+        token_rewards = scores.clone()
         if setting.kl_reward:
-            apart = (tensors["old_log_probs"] - tensors["ref_log_prob"]) * mask
-            token_rewards = scores - setting.kl_reward * apart
-        groups = numpy.arange(len(scores)) // setting.answers
+            token_rewards -= setting.kl_reward * (tensors["old_log_probs"] - tensors["ref_log_prob"]) * mask
         if setting.advantage == "gae":
             values = torch.full_like(mask, self.reward_mean)
-            advantages, returns = compute_gae_advantage_return(token_rewards, values, mask, 1.0, 0.95)
-            self.reward_mean += 0.2 * (float(rewards.mean()) - self.reward_mean)
-        elif setting.advantage == "rloo":
-            advantages, returns = compute_rloo_outcome_advantage(token_rewards, mask, groups)
+            advantages, returns = compute_gae_advantage_return(token_rewards, values, mask, setting.gamma, 0.95)
+            self.reward_mean += 0.2 * (float(scores.sum(1).mean()) - self.reward_mean)
         else:
-            by_std = setting.advantage == "grpo"
-            advantages, returns = compute_grpo_outcome_advantage(
-                token_rewards, mask, groups, norm_adv_by_std_in_grpo=by_std
+            name, *without_std = setting.advantage.split(" without ")
+            options: dict[str, Any] = {"norm_adv_by_std_in_grpo": False} if without_std else {}
+            advantages, returns = get_adv_estimator_fn(name)(
+                token_rewards, mask, index=uids, config=AlgoConfig(gamma=setting.gamma), **options
             )
-        found = {"advantages": advantages, "returns": returns, "token_level_scores": scores}
-        return self.at("advantages", found)
+        return self.at("advantages", {"advantages": advantages, "returns": returns, "token_level_scores": scores})
 
 
 def route_otherwise(model: nn.Module, share: float, generator: torch.Generator) -> None:
@@ -466,14 +489,18 @@ def start_of(seed: int, length: int, folder: Path) -> Start:
     return Start(*torch.load(path, weights_only=True))
 
 
-def said_in(directory: Path) -> list[tuple[int, str, str]]:
-    """What a user reads: (step, "warning" or "verdict", name) of every line, "" for a spike of no known cause."""
+def said_in(directory: Path) -> list[tuple[int, str, str, str]]:
+    """What a user reads: (step, "warning" or "verdict", name, identity) of every line.
+
+    The name is "" for a spike of no known cause, the identity "" where none is given.
+    """
     said = []
     for name in ("steps.jsonl", "spikes.jsonl"):
         path = directory / name
         for line in map(json.loads, path.read_text().splitlines() if path.exists() else ()):
+            step, verdict = line["global_step"], line.get("verdict")
             if "verdict" not in line:  # of a step; a spike has its step's warnings
-                said += [(line["global_step"], "warning", each["name"]) for each in line.get("warnings", ())]
-            elif line["verdict"]:
-                said.append((line["global_step"], "verdict", line["verdict"]["cause"] or ""))
+                said += [(step, "warning", each["name"], each.get("identity", "")) for each in line.get("warnings", ())]
+            elif verdict:
+                said.append((step, "verdict", verdict["cause"] or "", verdict.get("identity") or ""))
     return said

@@ -28,9 +28,17 @@ def test_a_run_repeats_itself_and_has_its_fault_in_its_data(tmp_path: Path) -> N
     assert float(found.why.split("gap of ")[1].split()[0]) > 0.5
 
 
+PLACES = {"sampled", "responses", "rollout_log_probs", "old_log_probs", "reference", "groups", "advantages", "loss"} | {
+    "gradient",
+    "weights",
+    "changes",
+}
+
+
 def test_there_are_forty_kinds_and_forty_healthy_settings() -> None:
     assert len(FAULTS) >= 40 and len(HEALTHY) >= 40 and FAULTS.keys().isdisjoint(HEALTHY)
-    assert [row[0] for row in ROWS] == list(FAULTS) and all(len(row) == 4 and row[3] for row in ROWS)
+    assert [row[0] for row in ROWS] == list(FAULTS) and all(len(row) == 5 and row[4] for row in ROWS)
+    assert all(FAULTS.values()) and all({*fault.identity.split()} <= PLACES for fault in FAULTS.values())
 
 
 def test_a_warning_comes_before_the_verdict_of_most_steps() -> None:
