@@ -14,62 +14,39 @@ from __future__ import annotations
 import copy
 import dataclasses
 import importlib
+import itertools
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from blind_world import (
-    ANSWER,
-    CALL,
-    END,
-    IMAGE,
-    PLAIN,
-    PROMPT,
-    RESPONSE,
-    THINK,
-    Row,
-    Setting,
-    World,
-    new_model,
-    route_otherwise,
-)
+from blind_world import ANSWER, CALL, END, IMAGE, PLAIN, PROMPT, RESPONSE, THINK, Row, Setting, World, initial, reroute
 from localization_actor import ENGINE
 from torch import Tensor, nn
 from torch.nn.functional import dropout
-from verl.trainer.ppo import core_algos
+from verl.trainer.ppo import core_algos, rollout_corr_helper
 
+Stage = Callable[..., Any]
 # Where the actor looks up its loss.
 losses = importlib.import_module("verl.workers.utils.losses" if ENGINE else "verl.workers.actor.dp_actor")
 
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """A kind of fault.
+    """A kind of fault."""
 
-    Args:
-        right (str): Names that are right, separated by blanks; "" where no name is.
-        defensible (str): Names that are not the cause's own, but lead to it.
-        identity (str): The identities at which it is to be placed, or "changes"; "" where nothing is to be said.
-        source (str): A public thread of such a bug.
-        strengths (tuple): From just visible up; what stages get.
-        stages (dict): What goes wrong where; "during" is a context of (world, strength) around the update.
-        setting (dict): Fields of the run's setting that it needs; values, or functions of the strength.
-        begins (str): "any", "start" (of the run) or "later".
-        once (bool): Whether it is in one step alone.
-    """
-
-    right: str
-    defensible: str
-    identity: str
-    source: str
-    strengths: tuple[Any, ...]
-    stages: Mapping[str, Callable[..., Any]]
-    setting: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    begins: str = "any"
-    once: bool = False
+    right: str  # names that are right, separated by blanks; "" where no name is
+    defensible: str  # names that are not the cause's own, but lead to it
+    identity: str  # the identities at which it is to be placed, or "changes"; "" where nothing is to be said
+    source: str  # a public thread of such a bug
+    strengths: tuple[Any, ...]  # from just visible up; what stages get
+    stages: Mapping[str, Stage]  # what goes wrong where; "during" is a context of (world, strength) around the update
+    setting: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # needed; values, or functions of the strength
+    begins: str = "any"  # or "start" (of the run), or "later"
+    once: bool = False  # whether it is in one step alone
 
 
 # What is planted | what must be named ("-": no name of its own) | what leads to the cause as well | where it is to be
@@ -194,7 +171,6 @@ sandbox fails | - | misfire | changes | PrimeIntellect-ai/verifiers#659
 """
 ROWS = [[cell.strip() for cell in line.split("|")] for line in TABLE.strip().splitlines()]
 FAULTS: dict[str, Any] = dict.fromkeys(row[0] for row in ROWS)  # in the table's order
-TOOLS = {"tools": True}
 
 
 def add(kind: str, strengths: tuple[Any, ...], during: Any = None, **others: Any) -> None:
@@ -205,23 +181,36 @@ def add(kind: str, strengths: tuple[Any, ...], during: Any = None, **others: Any
     FAULTS[kind] = Fault(*next(names), strengths, stages, **fields)
 
 
-def each(field: str, change: Callable[[World, Any, Row], Any]) -> Callable[..., None]:
-    """A stage in which `change` gives another list for a field of each row."""
+def each(change: Callable[[Any, Row], Any], share: bool = False) -> Stage:
+    """A stage that changes each row by (strength, row); with `share`, the strength or its last part is one of rows."""
 
     def stage(world: World, strength: Any, rows: list[Row]) -> None:
         for row in rows:
-            setattr(row, field, change(world, strength, row))
+            if not share or chosen(row, last(strength)):
+                change(strength, row)
 
     return stage
 
 
-def column(name: str, change: Callable[[World, Any, dict[str, Any]], Any]) -> Callable[..., None]:
-    """A stage in which `change` gives another column of this name."""
+def reported(change: Callable[[Any, Row], list[Any]], share: bool = False, field: str = "log_probs") -> Stage:
+    """A stage in which each row has other log-probs, or another list of its."""
+    return each(lambda strength, row: setattr(row, field, change(strength, row)[: len(row.ids)]), share)
 
-    def stage(world: World, strength: Any, columns: dict[str, Any]) -> None:
-        columns[name] = change(world, strength, columns)
 
-    return stage
+def column(name: str, change: Callable[[World, Any, dict[str, Any]], Any]) -> Stage:
+    """A stage in which a column is another one."""
+    return lambda world, strength, columns: columns.update({name: change(world, strength, columns)})
+
+
+def served(change: Callable[[World, Any, str, Tensor], Tensor]) -> Stage:
+    """A stage in which both workers load other weights than the first one's: by (world, strength, name, weight)."""
+    return lambda world, strength, loaded: (
+        [{name: change(world, strength, name, weight) for name, weight in loaded[0].items()}] * 2
+    )
+
+
+def sets(**attributes: Any) -> Stage:
+    return lambda world, *_: vars(world).update(attributes)
 
 
 def can_be_planted(kind: str) -> bool:
@@ -229,34 +218,48 @@ def can_be_planted(kind: str) -> bool:
     return not (ENGINE and kind in FAULTS and "forward" in FAULTS[kind].stages)
 
 
-def chosen(world: World, row: Row, share: float) -> bool:
+def chosen(row: Row, share: float) -> bool:
     """Whether a row is one of a share of the prompts, always the same ones."""
     return (sum(row.prompt[1:5]) * 7) % 20 < 20 * share
 
 
-# ---- log-probs at wrong positions: by the server, the agent loop or the collator
+def last(strength: Any) -> float:
+    return strength[-1] if isinstance(strength, tuple) else strength
 
 
-def shifted(values: list[Any], by: int, fill: Any) -> list[Any]:
-    """Moved so many places to the end; to the beginning if negative."""
-    return [fill] * by + values[:-by] if by > 0 else values[-by:] + [fill] * -by
+masked = partial(reported, field="mask")
+TOOLS, DENSE, EIGHT, NO_STD = {"tools": True}, {"dense": True}, {"answers": 8}, {"advantage": "grpo without std"}
+FAST, LATE = {"rate": last, "behind": 0}, {"rate": 0.001, "behind": 0}
+KL, COEFFICIENT = {"kl": 0.05, "reference": True}, {"kl": last, "reference": True}
+TEMPERATURE, ENTROPY = {"temperature": last}, {"actor": lambda coefficient: {"entropy_coeff": coefficient}}
+NO_CLIP = {"clip_ratio": 1e9, "clip_ratio_low": 1e9, "clip_ratio_high": 1e9, "clip_ratio_c": 1e9}
+BYPASS = {"correction": {"bypass_mode": True}, "actor": NO_CLIP}
+WEIGHTS = {"engine": "fp8", "behind": 1, "rate": 0.001, "correction": {"rollout_is": "token"}}
+SEQ_MEAN: dict[str, Any] = {"actor": {"loss_agg_mode": "seq-mean-token-mean"}}
+OLD, REFERENCE, ROLLOUT, IMPORTANCE = "old_log_probs", "ref_log_prob", "rollout_log_probs", "rollout_is_weights"
+LAST = "model.norm.weight"  # the logits are proportional to it
 
 
-def shift(world: World, strength: tuple[int, float], row: Row) -> list[float]:
-    """The list of log-probs has `by` entries too many (or too few) at its beginning."""
-    by, share = strength
-    moved = shifted(row.log_probs, by, row.log_probs[0])[: len(row.ids)]
-    return moved if chosen(world, row, share) else row.log_probs
+def shifted(values: list[Any], by: int, fill: Any, start: int = 0) -> list[Any]:
+    """From a place on moved so many places to the end; to the beginning if negative."""
+    rest = values[start:]
+    return values[:start] + ([fill] * by + rest[:-by] if by > 0 else rest[-by:] + [fill] * -by)
 
 
-def shift_from(start: int, row: Row, by: int) -> list[float]:
-    """Only one list has an entry without an id, or lacks one that has: all after it are shifted."""
-    return row.log_probs[:start] + shifted(row.log_probs[start:], by, 0.0)[: len(row.ids) - start]
+def tail_of(row: Row, count: int, value: float) -> list[float]:
+    """The log-probs of the last so many tokens are one value."""
+    return row.log_probs[: len(row.ids) - count] + [value] * min(count, len(row.ids))
 
 
-def shift_after_call(world: World, by: int, row: Row) -> list[float]:
+def after_call(by: int, row: Row) -> list[float]:
     """The tool's output has log-probs of another length than its ids."""
-    return shift_from(row.ids.index(CALL) + 1, row, by) if CALL in row.ids else row.log_probs
+    return shifted(row.log_probs, by, 0.0, row.ids.index(CALL) + 1) if CALL in row.ids else row.log_probs
+
+
+def first_of_chunk(share: float, row: Row) -> list[float]:
+    """The client gives each token of a chunk (here, the end of the response) its first one's log-prob."""
+    kept = int((1 - share) * len(row.ids))
+    return tail_of(row, len(row.ids) - kept, row.log_probs[kept])
 
 
 def other_rows(world: World, strength: str, rows: list[Row]) -> None:
@@ -274,55 +277,35 @@ def other_rows(world: World, strength: str, rows: list[Row]) -> None:
         row.log_probs = (values + [0.0] * RESPONSE)[: len(row.ids)]
 
 
-def replace_tail(count: int, row: Row, value: float) -> list[float]:
-    return row.log_probs[: len(row.ids) - count] + [value] * min(count, len(row.ids))
-
-
-def lose_log_probs(world: World, every: int, rows: list[Row]) -> None:
-    """Some requests do not ask for log-probs, and zeros are filled in."""
-    for row in rows[::every]:
-        row.log_probs = [0.0] * len(row.ids)
-
-
-def repeat_last(world: World, strength: float, row: Row) -> list[float]:
-    """The client gives each token of a chunk (here, the end of the response) its first one's log-prob."""
-    kept = int((1 - strength) * len(row.ids))
-    return replace_tail(len(row.ids) - kept, row, row.log_probs[kept])
-
-
-def encode_again(world: World, strength: float, rows: list[Row]) -> None:
+def encode_again(strength: float, row: Row) -> None:
     """Turns are decoded and encoded again: pairs of words become one other token; log-probs are those sampled."""
-    for row in rows:
-        ids: list[int] = []
-        start = int((1 - strength) * len(row.ids))
-        for i, token in enumerate(row.ids):
-            if i > start and ids and (ids[-1] + token) % 5 == 0 and 10 <= token < 34 and 10 <= ids[-1] < 34:
-                ids[-1] = 10 + (ids[-1] * 5 + token) % 24
-            else:
-                ids.append(token)
-        row.log_probs, row.mask = row.log_probs[: len(ids)], row.mask[: len(ids)]
-        row.ids = ids
+    ids: list[int] = []
+    start = int((1 - strength) * len(row.ids))
+    for i, token in enumerate(row.ids):
+        if i > start and ids and (ids[-1] + token) % 5 == 0 and 10 <= token < 34 and 10 <= ids[-1] < 34:
+            ids[-1] = 10 + (ids[-1] * 5 + token) % 24
+        else:
+            ids.append(token)
+    row.cut(len(ids))
+    row.ids = ids
 
 
-add("rollout shifted", ((1, 1.0), (-1, 1.0), (2, 1.0), (-2, 1.0)), rows=each("log_probs", shift))
-add("rollout shifted in some rows", ((1, 0.2), (1, 0.5), (-1, 0.2), (-1, 0.5), (2, 0.5)), rows=each("log_probs", shift))
-add(
-    "rollout shifted from inside",
-    ((-1, 0.6), (-1, 0.3), (1, 0.3), (-2, 0.5)),
-    rows=each("log_probs", lambda _, strength, row: shift_from(int(strength[1] * len(row.ids)), row, strength[0])),
-)
-add("rollout shifted after a tool", (-1, 1, 3), setting=TOOLS, rows=each("log_probs", shift_after_call))
+# The list of log-probs has entries too many (or too few) at its beginning, or from some place on.
+shift_all = reported(lambda by, row: shifted(row.log_probs, by[0], row.log_probs[0]), share=True)
+shift_inside = reported(lambda by, row: shifted(row.log_probs, by[0], 0.0, int(by[1] * len(row.ids))))
+in_tail = reported(lambda of, row: tail_of(row, max(int(of[0] * len(row.ids)), 1), of[1]))
+add("rollout shifted", ((1, 1.0), (-1, 1.0), (2, 1.0), (-2, 1.0)), rows=shift_all)
+add("rollout shifted in some rows", ((1, 0.2), (1, 0.5), (-1, 0.2), (-1, 0.5), (2, 0.5)), rows=shift_all)
+add("rollout shifted from inside", ((-1, 0.6), (-1, 0.3), (1, 0.3), (-2, 0.5)), rows=shift_inside)
+add("rollout shifted after a tool", (-1, 1, 3), setting=TOOLS, rows=reported(after_call))
 add("another row's log-probs", ("neighbours", "group", "all"), rows=other_rows)
-in_tail = each("log_probs", lambda _, of, row: replace_tail(max(int(of[0] * len(row.ids)), 1), row, of[1]))
 add("tail padded with 0", ((0.0, 0.0), (0.2, 0.0), (0.5, 0.0)), rows=in_tail)
 add("constant tail", ((0.2, -1.0), (0.5, -1.0), (0.5, -0.1)), rows=in_tail)
-add("last log-probs are 0", (1, 3), rows=each("log_probs", lambda _, count, row: replace_tail(count, row, 0.0)))
-add("log-probs missing", (1, 4), rows=lose_log_probs)
-add("log-probs by chunk", (0.3, 0.7), rows=each("log_probs", repeat_last))
-add("retokenized", (0.5, 1.0), setting=TOOLS, rows=encode_again)
-
-
-# ---- log-probs at wrong positions: by training
+add("last log-probs are 0", (1, 3), rows=reported(lambda count, row: tail_of(row, count, 0.0)))
+# Some requests do not ask for log-probs, and zeros are filled in.
+add("log-probs missing", (1, 4), rows=lambda _, every, rows: reported(lambda *_: [0.0] * RESPONSE)(_, 0, rows[::every]))
+add("log-probs by chunk", (0.3, 0.7), rows=reported(first_of_chunk))
+add("retokenized", (0.5, 1.0), setting=TOOLS, rows=each(encode_again))
 
 
 def slice_wrongly(world: World, strength: tuple[int, str], passed: tuple[Callable[..., Any], Any]) -> Any:
@@ -343,14 +326,7 @@ def slice_wrongly(world: World, strength: tuple[int, str], passed: tuple[Callabl
 def label_wrongly(world: World, strength: int, passed: tuple[Callable[..., Any], Any]) -> Any:
     """Labels are not shifted against the logits: each token is looked up where the next one is predicted."""
     call, batch = passed
-    entropy, _ = call(batch)
-    length, ids = batch["responses"].shape[1], batch["input_ids"]
-    model = world.model(
-        input_ids=ids, attention_mask=batch["attention_mask"], position_ids=batch["position_ids"], use_cache=False
-    )
-    start = ids.shape[1] - length - 1 + strength
-    log_probs = (model.logits / world.setting.temperature).log_softmax(-1)[:, start : start + length]
-    return entropy, log_probs.gather(-1, batch["responses"].unsqueeze(-1)).squeeze(-1)
+    return call(batch)[0], score(world.model, batch, world.setting.temperature, strength)
 
 
 def rows_not_restored(world: World, strength: str, tensors: dict[str, Tensor]) -> None:
@@ -365,94 +341,53 @@ add("policy sliced wrongly for images", ((1, "images"), (-1, "images")), forward
 add("policy's labels not shifted", (1,), forward=label_wrongly)
 add("old log-probs of other rows", ("roll", "sorted"), log_probs=rows_not_restored)
 
-# ---- weights that do not arrive
-
-
-def partly_loaded(world: World, strength: tuple[str, float], loaded: list[Any]) -> list[Any]:
-    """Modules whose name does not fit keep what they had, as those that an adapter is not bound to."""
-    mixed = {name: (world.past[world.begin] if strength[0] in name else loaded[0])[name] for name in loaded[0]}
-    return [mixed, mixed]
-
-
-def scaled_otherwise(world: World, factor: float, loaded: list[Any]) -> list[Any]:
-    """The server takes another lora_alpha / r: what training has added to the first weights is scaled."""
-    first = world.past[0]
-    return [{name: first[name] + factor * (value - first[name]) for name, value in loaded[0].items()}] * 2
-
-
-def dropped(world: World, strength: str, loaded: list[Any]) -> list[Any]:
-    """The server slept, and one tensor was not restored."""
-    return [{name: 0.0 * value if strength in name else value for name, value in loaded[0].items()}] * 2
-
-
-def fast(strength: Any) -> float:
-    return strength[1] if isinstance(strength, tuple) else strength
-
-
-FAST = {"rate": fast, "behind": 0}
 add("never synced", (0.0003, 0.001, 0.002), setting=FAST, sync=lambda world, *_: [world.past[world.begin]] * 2)
-add(
-    "served without the adapter",
-    (0.001, 0.003),
-    setting=FAST,
-    begins="later",
-    sync=lambda world, *_: world.past[:1] * 2,
-)
-add(
-    "synced late",
-    (4, 6),
-    setting={"rate": 0.001, "behind": 0},
-    sync=lambda world, late, _: [world.past[max(len(world.past) - 1 - late, 0)]] * 2,
-)
-add(
-    "one worker stale",
-    (0.0003, 0.001, 0.002),
-    setting=FAST,
-    sync=lambda world, _, loaded: [loaded[0], world.past[world.begin]],
-)
-add("adapter partly bound", (("mlp", 0.001), ("layers", 0.001)), setting=FAST, sync=partly_loaded)
-add("adapter at another scale", (0.5, 2.0), setting={"rate": 0.001, "behind": 0}, sync=scaled_otherwise)
-add("weights lost in sleep", ("layers.0.mlp.down_proj", "layers.2.self_attn.o_proj"), sync=dropped)
-
-# ---- other log-probs than training computes
+add("served without the adapter", (0.001, 0.003), setting=FAST, begins="later", sync=lambda of, *_: of.past[:1] * 2)
+add("synced late", (4, 6), setting=LATE, sync=lambda world, late, _: world.past[-1 - late :][:1] * 2)
+add("one worker stale", (0.0003, 0.001, 0.002), setting=FAST, sync=lambda run, _, of: [of[0], run.past[run.begin]])
+# Modules whose name does not fit keep what they had, as those that an adapter is not bound to.
+part = served(lambda world, of, name, weight: world.past[world.begin][name] if of[0] in name else weight)
+add("adapter partly bound", (("mlp", 0.001), ("layers", 0.001)), setting=FAST, sync=part)
+# The server takes another lora_alpha / r: what training has added to the first weights is scaled.
+rescaled = served(lambda world, factor, name, weight: world.past[0][name].lerp(weight, factor))
+add("adapter at another scale", (0.5, 2.0), setting=LATE, sync=rescaled)
+# The server slept, and one tensor was not restored.
+lost = served(lambda _, of, name, weight: 0.0 * weight if of in name else weight)
+add("weights lost in sleep", ("layers.0.mlp.down_proj", "layers.2.self_attn.o_proj"), sync=lost)
 
 
 def route(world: World, strength: float, loaded: list[Any]) -> None:
     """Experts are chosen otherwise than in training: in the server, so that only it has the jumps."""
     if world.step_number == world.begin:
         for worker in world.workers:
-            route_otherwise(worker, strength, world.random)
+            reroute(worker, strength, world.random)
 
 
-def quantize(world: World, bits: int, loaded: list[Any]) -> list[Any]:
+def quantized(_: World, bits: int, name: str, weight: Tensor) -> Tensor:
     """Weights in so many bits, with one scale for a whole tensor."""
-
-    def rounded(value: Tensor) -> Tensor:
-        scale = value.abs().max() / (2 ** (bits - 1) - 1)
-        return (value / scale).round() * scale if value.dim() == 2 else value
-
-    return [{name: rounded(value) for name, value in weights.items()} for weights in loaded]
+    scale = weight.abs().max() / (2 ** (bits - 1) - 1)
+    return (weight / scale).round() * scale if weight.dim() == 2 else weight
 
 
-def score(model: nn.Module, tensors: dict[str, Tensor], temperature: float, **other: Tensor) -> Tensor:
-    """A model's log-probs of the responses; `other` are inputs that it is given instead of the batch's."""
+def score(model: nn.Module, tensors: Any, temperature: float, later: int = 0, **other: Tensor) -> Tensor:
+    """A model's log-probs of the responses, from logits some places later; `other` inputs are not the batch's."""
     inputs = {name: tensors[name] for name in ("input_ids", "attention_mask", "position_ids")}
-    with torch.no_grad():
-        logits = model(**{**inputs, **other}).logits[:, PROMPT - 1 : -1] / temperature
-    return logits.log_softmax(-1).gather(-1, tensors["responses"].unsqueeze(-1)).squeeze(-1)
+    length = tensors["responses"].shape[1]
+    start = inputs["input_ids"].shape[1] - length - 1 + later
+    logits = model(**{**inputs, **other}).logits[:, start : start + length]
+    return (logits / temperature).log_softmax(-1).gather(-1, tensors["responses"].unsqueeze(-1)).squeeze(-1)
 
 
-def scored(name: str, weights: int, make: Callable[[Any, dict[str, Tensor]], dict[str, Any]]) -> Callable[..., None]:
+def scored(name: str, weights: int, make: Callable[[Any, dict[str, Tensor]], dict[str, Any]]) -> Stage:
     """A stage that computes log-probs anew, with the weights of a step and other inputs or settings."""
 
+    @torch.no_grad()
     def change(world: World, strength: Any, tensors: dict[str, Tensor]) -> Tensor:
-        options = {"temperature": world.trained_temperature, **make(strength, tensors)}
-        model = world.copy_of(world.past[max(weights, -len(world.past))])
-        with ExitStack() as hooks:
-            rate = options.pop("rate", 0.0)
-            for block in (module for name, module in model.named_modules() if name.endswith("mlp")):
-                hooks.enter_context(block.register_forward_hook(lambda *passed: dropout(passed[2], rate)))
-            return score(model, tensors, **options)
+        options = {"temperature": world.trained_temperature, "rate": 0.0, **make(strength, tensors)}
+        model, rate = world.copy_of(world.past[max(weights, -len(world.past))]), options.pop("rate")
+        for block in (module for name, module in model.named_modules() if name.endswith("mlp")):
+            block.register_forward_hook(lambda *passed: dropout(passed[2], rate))
+        return score(model, tensors, **options)
 
     return column(name, change)
 
@@ -468,9 +403,9 @@ def from_response(_: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
     return {"position_ids": torch.cat([positions[:, :PROMPT], (positions[:, PROMPT:] - PROMPT).clamp(min=0)], 1)}
 
 
-def drift(world: World, size: float, row: Row) -> list[float]:
+def drifted(size: float, row: Row) -> list[float]:
     """Errors that grow with the context, as those of a quantized cache."""
-    noise = torch.randn(len(row.ids), generator=world.random).tolist()
+    noise = torch.randn(len(row.ids), generator=torch.Generator().manual_seed(sum(row.ids))).tolist()
     return [value + size * i * apart for i, (value, apart) in enumerate(zip(row.log_probs, noise, strict=True))]
 
 
@@ -512,104 +447,57 @@ def turn_otherwise(world: World, factor: float, loaded: list[Any]) -> None:
         worker.get_buffer("model.rotary_emb.inv_freq").mul_(factor)
 
 
-LAST = "model.norm.weight"  # the logits are proportional to it
-NO_CLIP = {"clip_ratio": 1e9, "clip_ratio_low": 1e9, "clip_ratio_high": 1e9, "clip_ratio_c": 1e9}
-BYPASS = {"correction": {"bypass_mode": True}, "actor": NO_CLIP}
-
-
-def report(world: World, processed: str) -> None:
-    world.processed = processed
-
-
-add("raw log-probs", (0.9, 0.7, 1.3), setting={"temperature": fast}, sync=lambda world, *_: report(world, "raw"))
-add(
-    "log-probs after the top-p cut",
-    (0.95, 0.8, 0.6),
-    setting={"top_p": fast},
-    sync=lambda world, *_: report(world, "top_p"),
-)
-add("the likeliest token's log-probs", (1,), sync=lambda world, *_: report(world, "likeliest"))
+add("raw log-probs", (0.9, 0.7, 1.3), setting=TEMPERATURE, sync=sets(processed="raw"))
+add("log-probs after the top-p cut", (0.95, 0.8, 0.6), setting={"top_p": last}, sync=sets(processed="top_p"))
+add("the likeliest token's log-probs", (1,), sync=sets(processed="likeliest"))
+add("training without the temperature", (0.8, 0.6, 1.4), setting=TEMPERATURE, sync=sets(trained_temperature=1.0))
 add("repetition penalty", (1.05, 1.2), sync=penalize)
-add(
-    "base of the logarithm",
-    (10.0, 2.0),
-    rows=each("log_probs", lambda _, base, row: [value / math.log(base) for value in row.log_probs]),
-)
-add("log-probs drift", (0.005, 0.02), rows=each("log_probs", drift))
-add(
-    "log-probs rounded",
-    (1, 0),
-    rows=each("log_probs", lambda _, digits, row: [round(value, digits) for value in row.log_probs]),
-)
-add(
-    "one worker's temperature",
-    (0.8, 1.25),
-    sync=lambda _, by, loaded: [loaded[0], {**loaded[0], LAST: loaded[0][LAST] / by}],
-)
-add("one worker in few bits", (4, 3), sync=lambda world, bits, loaded: [loaded[0], *quantize(world, bits, loaded[1:])])
-add(
-    "training without the temperature",
-    (0.8, 0.6, 1.4),
-    setting={"temperature": fast},
-    sync=lambda world, *_: setattr(world, "trained_temperature", 1.0),
-)
+add("base of the logarithm", (10.0, 2.0), rows=reported(lambda base, row: [x / math.log(base) for x in row.log_probs]))
+add("log-probs negated", (1,), rows=reported(lambda _, row: [-x for x in row.log_probs]))
+add("log-probs drift", (0.005, 0.02), rows=reported(drifted))
+add("log-probs rounded", (1, 0), rows=reported(lambda digits, row: [round(x, digits) for x in row.log_probs]))
+add("one worker's temperature", (0.8, 1.25), sync=lambda _, by, of: [of[0], {**of[0], LAST: of[0][LAST] / by}])
+add("one worker in few bits", (4, 3), sync=lambda *given: [given[2][0], served(quantized)(*given)[0]])
+add("rollout in few bits", (5, 4, 3), sync=served(quantized))
 add("other experts", (0.05, 0.2), setting={"engine": "fp32"}, sync=route)
-add("rollout in few bits", (5, 4, 3), sync=quantize)
-add("log-probs negated", (1,), rows=each("log_probs", lambda _, __, row: [-value for value in row.log_probs]))
-OLD, REFERENCE = "old_log_probs", "ref_log_prob"
-add("dropout in old log-probs", (0.1, 0.3), log_probs=scored(OLD, -1, lambda rate, _: {"rate": rate}))
-add(
-    "old log-probs of the step before", (0.001, 0.003), setting={"rate": fast}, log_probs=scored(OLD, -2, lambda *_: {})
-)
-add("old log-probs at another temperature", (0.8, 1.3), log_probs=scored(OLD, -1, lambda by, _: {"temperature": by}))
-add("old log-probs without the tools' output", (1,), setting=TOOLS, log_probs=scored(OLD, -1, without_tools))
-add("old log-probs at other positions", (1,), log_probs=scored(OLD, -1, from_response))
-KL = {"kl": 0.05, "reference": True}
-add("reference follows the policy", (1,), setting=KL, log_probs=scored(REFERENCE, -1, lambda *_: {}))
-add("dropout in the reference", (0.1, 0.3), setting=KL, log_probs=scored(REFERENCE, 0, lambda rate, _: {"rate": rate}))
-add(
-    "reference at another temperature",
-    (0.8, 1.3),
-    setting=KL,
-    log_probs=scored(REFERENCE, 0, lambda by, _: {"temperature": by}),
-)
 add("one log-prob too low", (4.0, 8.0), setting=BYPASS, rows=one_too_low)
 add("attention of one layer", (0.8, 0.4, 2.0), model=scale_attention)
 add("another prompt", ("digits", "no end"), prompts=give_another)
 add("BOS twice", (1, 2), prompts=lambda _, times, prompts: torch.cat([*[prompts[:, :1]] * times, prompts], 1))
 add("RoPE of the server", (0.8, 0.5), sync=turn_otherwise)
-add(
-    "query rows permuted",
-    ("layers.1.self_attn.q_proj", "q_proj"),
-    sync=lambda _, name, loaded: (
-        [{key: value.flip(0) if name in key else value for key, value in loaded[0].items()}] * 2
-    ),
-)
+permuted = served(lambda _, of, name, weight: weight.flip(0) if of in name else weight)
+add("query rows permuted", ("layers.1.self_attn.q_proj", "q_proj"), sync=permuted)
+add("dropout in old log-probs", (0.1, 0.3), log_probs=scored(OLD, -1, lambda rate, _: {"rate": rate}))
+add("old log-probs of the step before", (0.001, 0.003), setting=FAST, log_probs=scored(OLD, -2, lambda *_: {}))
+add("old log-probs at another temperature", (0.8, 1.3), log_probs=scored(OLD, -1, lambda by, _: {"temperature": by}))
+add("old log-probs without the tools' output", (1,), setting=TOOLS, log_probs=scored(OLD, -1, without_tools))
+add("old log-probs at other positions", (1,), log_probs=scored(OLD, -1, from_response))
+add("reference follows the policy", (1,), setting=KL, log_probs=scored(REFERENCE, -1, lambda *_: {}))
+add("dropout in the reference", (0.1, 0.3), setting=KL, log_probs=scored(REFERENCE, 0, lambda rate, _: {"rate": rate}))
+hot = scored(REFERENCE, 0, lambda temperature, _: {"temperature": temperature})
+add("reference at another temperature", (0.8, 1.3), setting=KL, log_probs=hot)
+other_model = column(REFERENCE, lambda _, __, tensors: score(initial(5), tensors, 1.0).detach())
+add("reference is another model", (0.05, 0.5), setting=COEFFICIENT, log_probs=other_model)
+moved = column(REFERENCE, lambda _, by, tensors: tensors[REFERENCE].roll(by, 1) * tensors["response_mask"])
+add("reference shifted", (1, -1), setting=KL, log_probs=moved)
 
-# ---- tokens that the policy did not produce
 
-
-def add_end(world: World, share: float, rows: list[Row]) -> None:
+def add_end(share: float, row: Row) -> None:
     """Responses that were cut at their maximum length get an EOS token, without a log-prob."""
-    for row in rows:
-        if chosen(world, row, share) and len(row.ids) > 3:
-            kept = 2 * len(row.ids) // 3
-            row.ids, row.log_probs = [*row.ids[:kept], END], [*row.log_probs[:kept], 0.0]
-            row.mask = [*row.mask[:kept], 1]
+    if len(row.ids) > 3:
+        row.cut(2 * len(row.ids) // 3)
+        row.append(END, 0.0, 1)
 
 
-def add_template(world: World, count: int, rows: list[Row]) -> None:
+def add_template(count: int, row: Row) -> None:
     """The chat template's tokens after the end of the turn are in the mask."""
-    for row in rows:
-        tokens = [THINK, PLAIN, THINK][: min(count, RESPONSE - len(row.ids))]
-        row.ids, row.mask = row.ids + tokens, row.mask + [1] * len(tokens)
-        row.log_probs = row.log_probs + [0.0] * len(tokens)
+    for token in [THINK, PLAIN, THINK][: min(count, RESPONSE - len(row.ids))]:
+        row.append(token, 0.0, 1)
 
 
-def fail_request(world: World, count: int, rows: list[Row]) -> None:
-    """Failed requests come back empty, and get one EOS token."""
-    for row in rows[:: len(rows) // count]:
-        row.ids, row.log_probs, row.mask = [END], [0.0], [1]
+def in_some(change: Callable[[Any, Row], Any]) -> Stage:
+    """A stage that changes so many rows."""
+    return lambda world, count, rows: each(change)(world, count, rows[:: len(rows) // count])
 
 
 def mask_padding(world: World, count: int, tensors: dict[str, Tensor]) -> None:
@@ -618,130 +506,94 @@ def mask_padding(world: World, count: int, tensors: dict[str, Tensor]) -> None:
     tensors["response_mask"][(torch.arange(RESPONSE) >= length) & (torch.arange(RESPONSE) < length + count)] = 1.0
 
 
-add("EOS added", (0.1, 0.3, 0.6), rows=add_end)
-add("template trained on", (1, 3), rows=add_template)
-add(
-    "tool output trained on",
-    (0.2, 0.5, 1.0),
-    setting=TOOLS,
-    rows=each("mask", lambda world, share, row: [1] * len(row.mask) if chosen(world, row, share) else row.mask),
-)
-add("failed request", (1, 4), rows=fail_request)
+def copied(which: Callable[[Any, int, int], int]) -> Stage:
+    """A stage in which each row is one of its group: the place by (strength, its own place, the group's size)."""
+
+    def stage(world: World, strength: Any, rows: list[Row]) -> list[Row]:
+        size = world.setting.answers
+        return [copy.deepcopy(rows[i // size * size + which(strength, i % size, size)]) for i in range(len(rows))]
+
+    return stage
+
+
+def uids(which: Callable[[int, int, int], int]) -> Stage:
+    """A stage in which each row's uid is a number by (strength, its place, answers of a prompt)."""
+    return column("uid", lambda run, by, of: [f"{which(by, i, run.setting.answers)}" for i in range(len(of["uid"]))])
+
+
+add("EOS added", (0.1, 0.3, 0.6), rows=each(add_end, share=True))
+add("template trained on", (1, 3), rows=each(add_template))
+every_token = masked(lambda _, row: [1] * len(row.mask), share=True)
+add("tool output trained on", (0.2, 0.5, 1.0), setting=TOOLS, rows=every_token)
+add("failed request", (1, 4), rows=in_some(lambda _, row: (row.cut(0), row.append(END, 0.0, 1))))  # it is empty
+add("responses of one token", (1, 2), setting=SEQ_MEAN, rows=in_some(lambda _, row: row.cut(1)))  # max_tokens is 1
 add("padding trained on", (1, 4), batch=mask_padding)
-add("EOS never trained", (1,), rows=each("mask", lambda _, __, row: [int(token != END) for token in row.ids]))
-add("mask inverted", (1,), setting=TOOLS, rows=each("mask", lambda _, __, row: [1 - each for each in row.mask]))
-add("mask shifted at tools", (1, -1), setting=TOOLS, rows=each("mask", lambda _, by, row: shifted(row.mask, by, 1)))
-
-
-def lose_end(world: World, count: int, rows: list[Row]) -> None:
-    """Responses are cut where a stop string or a limit of the turn is taken for theirs."""
-    for row in rows:
-        kept = max(len(row.ids) - count, 1)
-        row.ids, row.log_probs, row.mask = row.ids[:kept], row.log_probs[:kept], row.mask[:kept]
-
-
-def copy_rows(world: World, which: Callable[[int, int], int], rows: list[Row]) -> list[Row]:
-    """Each row is one of its group: `which` of (its place, the group's size)."""
-    size = world.setting.answers
-    return [copy.deepcopy(rows[i // size * size + which(i % size, size)]) for i in range(len(rows))]
-
-
-add("last tokens lost", (1, 4), rows=lose_end)
-add(
-    "one seed for a group",
-    (1, 2),
-    rows=lambda world, every, rows: [
-        same if i // world.setting.answers % every == 0 else row
-        for i, (row, same) in enumerate(zip(rows, copy_rows(world, lambda *_: 0, rows), strict=True))
-    ],
-)
-add(
-    "two workers, one seed",
-    (1,),
-    rows=lambda world, _, rows: copy_rows(world, lambda place, size: place % (size // 2), rows),
-)
-add(
-    "failed rows copied",
-    (1, 3),
-    rows=lambda world, failed, rows: copy_rows(world, lambda at, size: at if at < size - failed else 0, rows),
-)
-add(
-    "a uid for each response", (1,), columns=column("uid", lambda *given: [f"{i}" for i in range(len(given[2]["uid"]))])
-)
-add(
-    "prompts share a uid",
-    (2, 4),
-    columns=column(
-        "uid", lambda world, shared, of: [f"{i // world.setting.answers // shared}" for i in range(len(of["uid"]))]
-    ),
-)
-add("one uid for all", (1,), columns=column("uid", lambda *given: ["0"] * len(given[2]["uid"])))
+add("EOS never trained", (1,), rows=masked(lambda _, row: [int(token != END) for token in row.ids]))
+add("mask inverted", (1,), setting=TOOLS, rows=masked(lambda _, row: [1 - kept for kept in row.mask]))
+add("mask shifted at tools", (1, -1), setting=TOOLS, rows=masked(lambda by, row: shifted(row.mask, by, 1)))
+add("last tokens lost", (1, 4), rows=each(lambda count, row: row.cut(max(len(row.ids) - count, 1))))
+add("one seed for a group", (1, 2), rows=copied(lambda seeds, place, size: place % seeds))
+add("two workers, one seed", (1,), rows=copied(lambda _, place, size: place % (size // 2)))
+add("failed rows copied", (1, 3), rows=copied(lambda failed, place, size: place if place < size - failed else 0))
+add("a uid for each response", (1,), columns=uids(lambda _, place, answers: place))
+add("prompts share a uid", (2, 4), columns=uids(lambda shared, place, answers: place // answers // shared))
+add("one uid for all", (1,), columns=uids(lambda *_: 0))
 add("uids of other rows", (1, 3), columns=column("uid", lambda _, by, of: of["uid"][-by:] + of["uid"][:-by]))
 
-# ---- rewards and advantages
+
+def by_row(change: Callable[[float, Row, float], float]) -> Stage:
+    """A stage in which each row has another reward, by (strength, row, reward)."""
+    return lambda world, strength, rewards: torch.tensor(
+        [change(strength, row, reward) for row, reward in zip(world.rows, rewards.tolist(), strict=True)]
+    )
 
 
-def reward_short(world: World, size: float, rewards: Tensor) -> None:
-    """The format reward takes an answer after at most two words for the right format."""
-    for i, row in enumerate(world.rows):
-        if ANSWER in row.ids[:3]:
-            rewards[i] = size
-
-
-def reward_length(world: World, size: float, rewards: Tensor) -> None:
-    """A bonus by length, without a limit."""
-    for i, row in enumerate(world.rows):
-        rewards[i] += size * len(row.ids)
-
-
-def reward_one(world: World, size: float, rewards: Tensor) -> None:
-    rewards[int(rewards.argmax())] = size
-
-
-def leave_one_out(world: World, floor: float, found: dict[str, Tensor]) -> None:
+def leave_one_out(floor: float, rewards: Tensor) -> Tensor:
     """Rewards over the deviation of the others in the group, which is a rounding error if these are equal."""
-    rewards = found["token_level_scores"].sum(1).view(-1, world.setting.answers)
     others = rewards.shape[1] - 1
     mean = (rewards.sum(1, keepdim=True) - rewards) / others
     square = (rewards.square().sum(1, keepdim=True) - rewards.square()) / others
-    advantages = (rewards - mean) / ((square - mean.square()).clamp(min=0).sqrt() + floor)
-    found["advantages"] = (advantages.view(-1, 1) * (found["advantages"] != 0)).float()
+    return (rewards - mean) / ((square - mean.square()).clamp(min=0).sqrt() + floor)
 
 
-def divide_by_zero(world: World, strength: int, found: dict[str, Tensor]) -> None:
-    """The standard deviation of equal rewards, without an epsilon."""
-    rewards = found["token_level_scores"].sum(1).view(-1, world.setting.answers)
-    normed = (rewards - rewards.mean(1, keepdim=True)) / rewards.std(1, keepdim=True)
-    found["advantages"] = normed.view(-1, 1) * torch.ones_like(found["advantages"])
+def of_groups(change: Callable[[Any, Tensor], Tensor]) -> Stage:
+    """A stage with other advantages, by (strength, rewards of shape (groups, answers))."""
+
+    def advantages(world: World, strength: Any, found: dict[str, Tensor]) -> Tensor:
+        rewards = found["token_level_scores"].sum(1).view(-1, world.setting.answers)
+        return change(strength, rewards).view(-1, 1) * (found["advantages"] != 0)
+
+    return column("advantages", advantages)
 
 
-NO_STD = {"advantage": "grpo without std"}
-add("format reward misfires", (5.0, 20.0), setting={**NO_STD, "length": 8}, rewards=reward_short)
-add("length bonus", (5.0, 0.5), setting=NO_STD, rewards=reward_length)
-add("one reward too large", (10.0, 100.0), setting=NO_STD, once=True, rewards=reward_one)
+short = by_row(lambda size, row, reward: size if ANSWER in row.ids[:3] else reward)  # at most two words are the format
+add("format reward misfires", (5.0, 20.0), setting={**NO_STD, "length": 8}, rewards=short)
+add("length bonus", (5.0, 0.5), setting=NO_STD, rewards=by_row(lambda size, row, reward: reward + size * len(row.ids)))
+largest = {"setting": NO_STD, "once": True, "rewards": lambda _, size, of: of.index_fill(0, of.argmax(), size)}
+add("one reward too large", (10.0, 100.0), **largest)
 add("reward scale", (10.0, 100.0), setting=NO_STD, rewards=lambda _, by, rewards: rewards * by, begins="later")
-add(
-    "reward of NaN",
-    (3, 40),
-    once=True,
-    rewards=lambda _, place, rewards: rewards.index_fill(0, torch.tensor(place), torch.nan),
-)
-add(
-    "sandbox fails",
-    (0.5, 1.0),
-    begins="later",
-    rewards=lambda world, share, rewards: rewards * (torch.rand(len(rewards), generator=world.random) >= share),
-)
-add("deviation of rounding", (0.01, 0.001), advantages=leave_one_out)
-add("deviation of zero", (1,), advantages=divide_by_zero)
-
-# ---- the loss
+add("reward of NaN", (3, 40), once=True, rewards=lambda _, i, of: of.index_fill(0, torch.tensor(i), torch.nan))
+add("sandbox fails", (0.5, 1.0), begins="later", rewards=lambda run, share, of: of * (run.uniform(len(of)) >= share))
 
 
-def cut_to_one(world: World, count: int, rows: list[Row]) -> None:
-    """The server's max_tokens is 1 for some requests: real tokens, each a whole response."""
-    for row in rows[:: len(rows) // count]:
-        row.ids, row.log_probs, row.mask = row.ids[:1], row.log_probs[:1], row.mask[:1]
+def by_advantage(change: Callable[[Any, Tensor], Tensor]) -> Stage:
+    return column("advantages", lambda _, strength, found: change(strength, found["advantages"]))
+
+
+add("deviation of rounding", (0.01, 0.001), advantages=of_groups(leave_one_out))
+# The standard deviation of equal rewards, without an epsilon.
+add("deviation of zero", (1,), advantages=of_groups(lambda _, x: (x - x.mean(1, True)) / x.std(1, keepdim=True)))
+twice = of_groups(lambda _, x: (x - x.mean(1, True)) / (x.std(1, keepdim=True) + 1e-6).square())
+add("deviation twice", (1,), advantages=twice)
+by_mean = column("advantages", lambda _, by, of: of["response_mask"] * (of["token_level_scores"].sum(1, True) - by))
+add("baseline of another run", (2.0, -1.0), update=by_mean)
+add("advantages negated", (1,), advantages=by_advantage(lambda _, values: -values))
+add("advantages of other rows", (1, 3), setting=DENSE, advantages=by_advantage(lambda by, values: values.roll(by, 0)))
+add("advantages of the next group", (1,), setting=EIGHT, advantages=by_advantage(lambda _, values: values.roll(8, 0)))
+add("advantages without a sign", (1,), advantages=by_advantage(lambda _, values: values.abs()))
+add("negative advantages lost", (1,), advantages=by_advantage(lambda _, values: values.clamp(min=0)))
+add("advantages all zero", (1,), advantages=by_advantage(lambda _, values: values * 0))
+add("advantages at the other end", (1,), advantages=by_advantage(lambda _, values: values.flip(1)))
 
 
 def weigh_unlimited(world: World, nats: float, tensors: dict[str, Tensor]) -> None:
@@ -764,32 +616,18 @@ def training_nan(world: World, place: int, passed: tuple[Callable[..., Any], Any
     return entropy, torch.where(broken, log_probs * torch.nan, log_probs)
 
 
-@contextmanager
-def replaced(place: Any, name: str, new: Any) -> Iterator[None]:
-    """Within it, an attribute is another one."""
-    original = getattr(place, name)
-    setattr(place, name, new)
-    try:
-        yield
-    finally:
-        setattr(place, name, original)
-
-
-def in_loss(change: Callable[[World, Any, dict[str, Any]], tuple[float, dict[str, Any]]]) -> Callable[..., Any]:
+def in_loss(change: Callable[[World, Any, dict[str, Any]], tuple[float, dict[str, Any]]]) -> Stage:
     """A context in which the policy loss is another one: `change` gives a factor of it and other arguments."""
 
     def during(world: World, strength: Any) -> Any:
         original = losses.get_policy_loss_fn
 
-        def get(name: str) -> Any:
-            def changed(**given: Any) -> tuple[Any, ...]:
-                factor, others = change(world, strength, given)
-                value, *more = original(name)(**{**given, **others})
-                return (value * factor, *more)
+        def changed(loss: Callable[..., Any], **given: Any) -> tuple[Any, ...]:
+            factor, others = change(world, strength, given)
+            value, *more = loss(**{**given, **others})
+            return (value * factor, *more)
 
-            return changed
-
-        return replaced(losses, "get_policy_loss_fn", get)
+        return patch.object(losses, "get_policy_loss_fn", lambda name: partial(changed, original(name)))
 
     return during
 
@@ -807,14 +645,10 @@ def by_position(world: World, slope: float, given: dict[str, Any]) -> tuple[floa
     return 1.0, {"advantages": given["advantages"] * weights[: given["advantages"].shape[1]]}
 
 
-def negated(name: str) -> Callable[..., Any]:
+def negated(name: str) -> Stage:
     """A context in which a part of the loss, which is computed by a function of this name, has the wrong sign."""
-
-    def during(world: World, strength: Any) -> Any:
-        original = getattr(losses, name)
-        return replaced(losses, name, lambda *given, **options: -original(*given, **options))
-
-    return during
+    original = getattr(losses, name)
+    return lambda *_: patch.object(losses, name, lambda *given, **options: -original(*given, **options))
 
 
 def wrong_denominator(world: World, strength: str) -> Any:
@@ -825,7 +659,7 @@ def wrong_denominator(world: World, strength: str) -> Any:
         wrong = loss_mask.numel() if strength == "padded" else len(loss_mask)
         return original(loss_mat, loss_mask, *arguments, **options) * loss_mask.sum() / wrong
 
-    return replaced(core_algos, "agg_loss", aggregated)
+    return patch.object(core_algos, "agg_loss", aggregated)
 
 
 @contextmanager
@@ -838,23 +672,22 @@ def multiplied(world: World, strength: tuple[str, float]) -> Iterator[None]:
         yield
 
 
-def detached(world: World, name: str) -> Any:
-    """A module is computed without a graph."""
-    return world.model.get_submodule(name).register_forward_hook(lambda *passed: passed[2].detach())
-
-
 @contextmanager
 def divided_twice(world: World, strength: int) -> Iterator[None]:
     """What the last pass leaves is divided by the number of passes, as their losses were."""
     passes = world.config.ppo_mini_batch_size // world.config.ppo_micro_batch_size_per_gpu
-    done: Counter[Tensor] = Counter()
+    passed, left = itertools.count(1), set[Tensor]()
+
+    def begin(*_: Any) -> tuple[float, dict[str, Any]]:
+        left.update(world.model.parameters() if next(passed) % passes == 0 else ())
+        return 1.0, {}
 
     def divide(parameter: Tensor) -> None:
-        done[parameter] += 1
-        if done[parameter] % passes == 0:
+        if parameter in left:
+            left.remove(parameter)
             parameter.grad.div_(passes)
 
-    with ExitStack() as hooks:
+    with in_loss(begin)(world, strength), ExitStack() as hooks:
         for parameter in world.model.parameters():
             hooks.enter_context(parameter.register_post_accumulate_grad_hook(divide))
         yield
@@ -885,60 +718,30 @@ def auxiliary(world: World, scale: float) -> Iterator[None]:
         yield
 
 
-SEQ_MEAN: dict[str, Any] = {"actor": {"loss_agg_mode": "seq-mean-token-mean"}}
-add(
-    "entropy coefficient",
-    (0.3, 1.0, 3.0),
-    setting={"actor": lambda strength: {"entropy_coeff": strength}},
-    begins="start",
-)
-add("entropy's sign", (0.01, 0.1), setting={"actor": lambda by: {"entropy_coeff": by}}, during=negated("agg_loss"))
-add("KL coefficient", (10.0, 100.0), setting={"kl": fast, "rate": 0.001, "reference": True}, begins="start")
-add("KL loss negated", (0.05, 0.5), setting={"kl": fast, "reference": True}, during=negated("kl_penalty"))
-add(
-    "reference is another model",
-    (0.05, 0.5),
-    setting={"kl": fast, "reference": True},
-    log_probs=column(REFERENCE, lambda _, __, tensors: score(new_model(5), tensors, 1.0)),
-)
-add(
-    "reference shifted",
-    (1, -1),
-    setting=KL,
-    log_probs=column(REFERENCE, lambda _, by, tensors: tensors[REFERENCE].roll(by, 1) * tensors["response_mask"]),
-)
-add("responses of one token", (1, 2), setting=SEQ_MEAN, rows=cut_to_one)
+add("entropy coefficient", (0.3, 1.0, 3.0), setting=ENTROPY, begins="start")
+add("entropy's sign", (0.01, 0.1), setting=ENTROPY, during=negated("agg_loss"))
+add("KL coefficient", (10.0, 100.0), setting={**COEFFICIENT, "rate": 0.001}, begins="start")
+add("KL loss negated", (0.05, 0.5), setting=COEFFICIENT, during=negated("kl_penalty"))
 add("importance weight overflows", (8.0, 57.0), update=weigh_unlimited)
 add("rollout's log-prob is NaN", (5, 20), update=rollout_nan)
 add("training's log-prob is NaN", (3, 7), forward=training_nan)
 add("loss scaled", (0.25, 2.0, 8.0), during=in_loss(lambda _, factor, __: (factor, {})))
-add(
-    "clipped on the wrong side",
-    (0.001, 0.003),
-    setting={"rate": fast, "actor": {"ppo_epochs": 4}},
-    during=in_loss(lambda _, __, given: (-1.0, {"advantages": -given["advantages"]})),
-)
+swapped = in_loss(lambda _, __, given: (-1.0, {"advantages": -given["advantages"]}))  # max(-a, -b) is -min(a, b)
+add("clipped on the wrong side", (0.0003, 0.001), setting={"rate": last, "actor": {"ppo_epochs": 4}}, during=swapped)
 add("sign lost in the loss", (2, 5), during=in_loss(without_signs))
 add("tokens weighted by position", (0.5, 1.0), during=in_loss(by_position))
-WEIGHTS = {"engine": "fp8", "behind": 1, "rate": 0.001, "correction": {"rollout_is": "token"}}
-add(
-    "importance weights left out", (1,), setting=WEIGHTS, during=in_loss(lambda *_: (1.0, {"rollout_is_weights": None}))
-)
-add(
-    "importance weights inverted",
-    (1,),
-    setting=WEIGHTS,
-    update=column("rollout_is_weights", lambda _, __, of: (of["rollout_log_probs"] - of[OLD]).exp().clamp(max=2.0)),
-)
+add("importance weights left out", (1,), setting=WEIGHTS, during=in_loss(lambda *_: (1.0, {IMPORTANCE: None})))
+inverted = column(IMPORTANCE, lambda _, __, of: (of[ROLLOUT] - of[OLD]).exp().clamp(max=2.0))
+add("importance weights inverted", (1,), setting=WEIGHTS, update=inverted)
 add("mask's denominator", ("padded", "rows"), during=wrong_denominator)
 add("auxiliary loss", (0.01, 0.1, 1.0), during=auxiliary)
 add("gradients doubled", (("", 2.0), ("", 16.0)), during=multiplied)
 add("last pass alone", (1,), during=in_loss(lambda world, *_: (1.0, world.optimizer.zero_grad() or {})))
-add("a layer without a gradient", ("model.layers.1.mlp", "model.layers.2.self_attn.v_proj"), during=detached)
+hook = partial(nn.Module.register_forward_hook, hook=lambda *passed: passed[2].detach())
+WITHOUT = "model.layers.0", "model.layers.1.mlp"  # what comes before it has none either, but past a residual
+add("a layer without a gradient", WITHOUT, during=lambda world, name: hook(world.model.get_submodule(name)))
 add("divided twice by the passes", (1,), during=divided_twice)
 add("backward of one layer", (("layers.1.mlp", 30.0), ("layers.1.mlp", 1000.0)), during=multiplied)
-
-# ---- weights and optimizer
 
 
 @torch.no_grad()
@@ -961,18 +764,11 @@ def scale_layer(world: World, strength: tuple[str, float], model: nn.Module) -> 
             parameter.mul_(strength[1])
 
 
-def in_group(**changes: Callable[[World, Any], Any]) -> Callable[..., None]:
+def in_group(**changes: Callable[[World, Any], Any]) -> Stage:
     """A stage that gives the optimizer other settings."""
-
-    def stage(world: World, strength: Any, model: nn.Module) -> None:
-        group = world.optimizer.param_groups[0]
-        group.update({name: change(world, strength) for name, change in changes.items()})
-
-    return stage
-
-
-def without_layer(world: World, name: str) -> list[Tensor]:
-    return [parameter for key, parameter in world.model.named_parameters() if name not in key]
+    return lambda world, strength, _: world.optimizer.param_groups[0].update(
+        {name: change(world, strength) for name, change in changes.items()}
+    )
 
 
 @contextmanager
@@ -984,62 +780,79 @@ def averaged(world: World, decay: float) -> Iterator[None]:
             parameter.lerp_(world.past[-1][name], decay)
 
 
+# The schedule begins anew, with a peak: a learning rate that is far too large for a step.
+peak = in_group(lr=lambda world, factor: world.setting.rate * (factor if world.step_number == world.begin else 1.0))
+copies = in_group(params=lambda world, _: [parameter.detach().clone() for parameter in world.model.parameters()])
+fewer = in_group(params=lambda world, left: [x for name, x in world.model.named_parameters() if left not in name])
 add("bit flip", (26, 28, 29), model=flip_a_bit, begins="later")
-add(
-    "one layer scaled",
-    (("layers.1.mlp", 1.5), ("layers.1.mlp", 3.0), ("model.norm", 4.0)),
-    once=True,
-    model=scale_layer,
-    begins="later",
-)
+LAYERS = ("layers.1.mlp", 1.5), ("layers.1.mlp", 3.0), ("model.norm", 4.0)
+add("one layer scaled", LAYERS, once=True, model=scale_layer, begins="later")
 add("optimizer state lost", (1,), once=True, model=lambda world, *_: world.optimizer.state.clear(), begins="later")
-add(
-    "learning rate spike",  # the schedule begins anew, with a peak
-    (10.0, 50.0),
-    begins="later",
-    model=in_group(lr=lambda world, by: world.setting.rate * (by if world.step_number == world.begin else 1.0)),
-)
+add("learning rate spike", (10.0, 50.0), begins="later", model=peak)
 add("learning rate of 0", (1,), begins="later", model=in_group(lr=lambda *_: 0.0))
 add("gradient ascent", (1,), model=in_group(maximize=lambda *_: True))
 add("decay far too large", (30.0, 300.0), model=in_group(weight_decay=lambda _, decay: decay))
-add(
-    "optimizer of other tensors",
-    (1,),
-    model=in_group(params=lambda world, _: [parameter.detach().clone() for parameter in world.model.parameters()]),
-)
-add("optimizer without a layer", ("layers.1", "layers.2.self_attn"), model=in_group(params=without_layer))
+add("optimizer of other tensors", (1,), model=copies)
+add("optimizer without a layer", ("layers.1", "layers.2.self_attn"), model=fewer)
 add("average of weights loaded", (0.5, 0.9), during=averaged)
 
-# ---- advantages
+
+def states(world: World, _: None, prompts: Tensor) -> Tensor:
+    """Each row is a step of a trajectory: its prompt is one of six states, which trajectories share."""
+    return prompts[:: world.setting.answers][torch.randint(6, (len(prompts),), generator=world.random)]
 
 
-def advantages(change: Callable[[World, Any, Tensor], Tensor]) -> Callable[..., None]:
-    return column("advantages", lambda world, strength, found: change(world, strength, found["advantages"]))
+def started(world: World, _: None, prompts: Tensor) -> Tensor:
+    """The first row of a uid is the start, the others are later states."""
+    place = torch.arange(len(prompts))[:, None] % world.setting.answers
+    return torch.cat([prompts[:, :1], (prompts[:, 1:5] + place) % 10, prompts[:, 5:]], 1)
 
 
-def deviate_twice(world: World, strength: int, found: dict[str, Tensor]) -> Tensor:
-    deviation = found["token_level_scores"].sum(1).view(-1, world.setting.answers).std(1)
-    return found["advantages"] / (deviation.repeat_interleave(world.setting.answers)[:, None] + 1e-6)
+def by_token(world: World, _: None, rewards: Tensor) -> Tensor:
+    """A little for every second word, and the outcome at the end."""
+    scores = torch.zeros(len(rewards), RESPONSE)
+    for i, row in enumerate(world.rows):
+        scores[i, : len(row.ids)] = torch.tensor([0.1 * (token % 2) for token in row.ids])
+        scores[i, len(row.ids) - 1] += rewards[i]
+    return scores
 
 
-add("advantages negated", (1,), advantages=advantages(lambda _, __, values: -values))
-add("advantages of other rows", (1, 3), setting={"dense": True}, advantages=advantages(lambda _, by, x: x.roll(by, 0)))
-add("advantages of the next group", (1,), advantages=advantages(lambda world, _, x: x.roll(world.setting.answers, 0)))
-add("advantages without a sign", (1,), advantages=advantages(lambda _, __, values: values.abs()))
-add("negative advantages lost", (1,), advantages=advantages(lambda _, __, values: values.clamp(min=0)))
-add("advantages all zero", (1,), advantages=advantages(lambda _, __, values: values * 0))
-add("advantages at the other end", (1,), advantages=advantages(lambda _, __, values: values.flip(1)))
-add(
-    "baseline of another run",
-    (2.0, -1.0),
-    update=column(
-        "advantages", lambda _, by, of: of["response_mask"] * (of["token_level_scores"].sum(1)[:, None] - by)
-    ),
-)
-add("deviation twice", (1,), advantages=column("advantages", deviate_twice))
+def by_turn(_: World, __: None, tensors: dict[str, Tensor]) -> Tensor:
+    """Each turn after a tool's three tokens gets less of the credit."""
+    return tensors["advantages"] * 0.8 ** ((1 - tensors["response_mask"]).cumsum(1) // 3)
 
-# ---- nothing wrong
 
+def half_credit(world: World, _: None, found: dict[str, Tensor]) -> None:
+    for i in range(0, len(world.rows), 5):
+        found["advantages"][i, : len(world.rows[i].ids) // 2] = 0.0
+
+
+def resumed(world: World, *_: Any) -> None:
+    if world.step_number == 4:
+        world.optimizer.load_state_dict(copy.deepcopy(world.optimizer.state_dict()))
+
+
+def reset_reference(world: World, *_: Any) -> None:
+    if world.step_number % 4 == 0:
+        world.reference.actor_module.load_state_dict(world.past[-1])
+
+
+def grouped(group_of: Callable[[int], int]) -> dict[str, Stage]:
+    """Stages in which a row's uid and prompt are those of a group by its place."""
+    pick = [group_of(i) for i in range(64)]
+    return {"tasks": lambda world, _, x: x[::8][pick], "columns": column("uid", lambda *_: [f"{i}" for i in pick])}
+
+
+def rewarded(change: Callable[[World, Tensor], Tensor]) -> dict[str, Stage]:
+    return {"rewards": lambda world, _, rewards: change(world, rewards)}
+
+
+EPISODES = rewarded(lambda _, x: x.view(-1, 4)[:, -1:].expand(-1, 4).flatten())  # of four steps: the last one's reward
+SESSIONS = column("session_id", lambda world, _, of: [f"{i // 4}" for i in range(len(of["uid"]))])
+SHORT = column("response_mask", lambda _, __, of: of["response_mask"] * (of["attention_mask"].sum(1, True) < 15))
+FEWER_DIGITS = {"tasks": lambda world, _, x: torch.where((world.step_number < 4) & (x < 10), x // 5 * 9, x)}
+OLDER = not hasattr(rollout_corr_helper, "SUPPORTED_ROLLOUT_RS_OPTIONS")  # which verl 0.7.1 has
+REJECTED = {"rollout_is": None, "rollout_rs": "token" if OLDER else "token_k1", "rollout_rs_threshold": 1.3}
 HEALTHY: dict[str, Setting] = {
     "ordinary": Setting(),
     "bf16": Setting(engine="bf16"),
@@ -1088,4 +901,56 @@ HEALTHY: dict[str, Setting] = {
     "clip higher": Setting(actor={"clip_ratio_high": 0.28}, engine="fp8"),
     "truncated importance sampling": Setting(correction={"rollout_is": "token"}, engine="fp8"),
     "bypass": Setting(correction={"bypass_mode": True}, engine="bf16"),
+    "agent": Setting(stages={"tasks": states, **EPISODES}),
+    "agent with sessions": Setting(stages={"tasks": states, "columns": SESSIONS, **EPISODES}, engine="bf16"),
+    "agent, one start": Setting(prompts=4, answers=12, stages={"tasks": started}),
+    "agent, one start, sessions": Setting(prompts=4, answers=12, stages={"tasks": started, "columns": SESSIONS}),
+    "credit by turn": Setting(tools=True, stages={"update": column("advantages", by_turn)}),
+    "half of the credit": Setting(stages={"advantages": half_credit}, engine="bf16"),
+    "overlong filtered": Setting(prompts=2, answers=4, stages={"batch": SHORT}),
+    "bypass, 4 epochs": Setting(correction={"bypass_mode": True}, actor={"ppo_epochs": 4}, engine="fp8"),
+    "heavy tails": Setting(**NO_STD, stages=rewarded(lambda run, x: x * (1.5 * run.normal(len(x))).exp())),
+    "negative rewards": Setting(stages=rewarded(lambda _, x: x - 1.0), engine="bf16"),
+    "rewards of mean 0": Setting(**NO_STD, stages=rewarded(lambda _, x: (x - x.mean()) / (x.std() + 1e-6))),
+    "most groups solved": Setting(stages=rewarded(lambda _, x: x.index_fill(0, torch.arange(16, 64), 1.0))),
+    "nothing solved": Setting(stages=rewarded(lambda world, x: x * (world.step_number >= 6)), engine="bf16"),
+    "overlong punished": Setting(stages={"rewards": by_row(lambda _, row, x: x - max(len(row.ids) - 12, 0) / 36)}),
+    "REINFORCE++": Setting(advantage="reinforce_plus_plus", engine="bf16"),
+    "REINFORCE++, gamma 0.95": Setting(advantage="reinforce_plus_plus", gamma=0.95),
+    "REINFORCE++ baseline": Setting(advantage="reinforce_plus_plus_baseline"),
+    "OPO": Setting(advantage="opo", engine="bf16"),
+    "GAE, gamma 0.95": Setting(advantage="gae", gamma=0.95),
+    "GAE, rewards of tokens": Setting(advantage="gae", stages={"rewards": by_token}, engine="bf16"),
+    "warm-up from 0": Setting(stages={"model": in_group(lr=lambda run, _: run.setting.rate * run.step_number / 6)}),
+    "warm restarts": Setting(stages={"model": in_group(lr=lambda run, _: 1e-3 * (4 - run.step_number % 4) / 4)}),
+    "decay 0.1": Setting(stages={"model": in_group(weight_decay=lambda *_: 0.1)}, engine="bf16"),
+    "SGD": Setting(optimizer=torch.optim.SGD, rate=0.1),
+    "small gradient clip": Setting(actor={"grad_clip": 0.05}, engine="bf16"),
+    "resumed": Setting(stages={"model": resumed}),
+    "curriculum": Setting(stages=FEWER_DIGITS, engine="bf16"),
+    "two uids, one prompt": Setting(stages={"tasks": lambda _, __, x: x[torch.arange(64) // 16 * 16]}),
+    "rows interleaved": Setting(stages=grouped(lambda i: i % 8)),
+    "groups of 4 to 15": Setting(stages=grouped(lambda i: max(math.isqrt(i), 1)), engine="bf16"),
+    "two rows": Setting(prompts=1, answers=2, actor={"ppo_mini_batch_size": 2, "ppo_micro_batch_size_per_gpu": 1}),
+    "one mini-batch": Setting(actor={"ppo_mini_batch_size": 64}, engine="bf16"),
+    "dynamic micro-batches": Setting(actor={"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 600}),
+    **{
+        mode: Setting(actor={"loss_mode": mode}, rate=1e-3)
+        for mode in ("sapo", "clip_cov", "kl_cov", "geo_mean", "cispo")
+    },
+    "gpg": Setting(actor={"loss_mode": "gpg"}, advantage="gpg", rate=1e-3),
+    "gspo, late": Setting(actor={"loss_mode": "gspo"}, rate=1e-3, behind=2),
+    "LoRA": Setting(adapter=4, rate=1e-2, engine="bf16"),
+    "tokens rejected": Setting(correction=REJECTED, engine="fp8"),
+    "importance of sequences": Setting(correction={"rollout_is": "sequence"}, engine="fp8", behind=1),
+    "tools, late and fast": Setting(tools=True, behind=2, rate=1e-3, engine="bf16"),
+    "forced prefix": Setting(prefix=(12, 17, 23), engine="bf16"),
+    "at most 12 tokens": Setting(limit=12, length=16),
+    "KL in the reward, 0.5": Setting(kl_reward=0.5, rate=1e-3),
+    "KL loss, squares": Setting(kl=0.05, actor={"kl_loss_type": "mse"}, rate=1e-3),
+    "reference reset": Setting(kl=0.01, stages={"model": reset_reference}, rate=1e-3),
+    "entropy 0.02": Setting(actor={"entropy_coeff": 0.02}),
+    "seq-mean-token-sum-norm": Setting(actor={"loss_agg_mode": "seq-mean-token-sum-norm"}),
+    "bf16 log-probs": Setting(stages={"rows": reported(lambda _, row: Tensor(row.log_probs).bfloat16().tolist())}),
+    "top-k 8": Setting(top_k=8, engine="bf16"),
 }

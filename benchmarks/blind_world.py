@@ -48,52 +48,33 @@ NATURAL_TAU = 1.0
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """How a run is trained. Nothing of it is a fault.
+    """How a run is trained. Nothing of it is a fault."""
 
-    Args:
-        rate (float): The learning rate.
-        engine (str): The rollout's precision: "fp32", "bf16", "fp8" (weights rounded to float8), or "moe" (bf16, and in
-            1% of the positions an expert of one layer is another one).
-        behind (int): By how many steps the rollout's weights are late.
-        temperature (float): Of sampling and training; top_p and top_k (0: all) are of sampling, with log-probs before
-            the cut.
-        limit (int): The most tokens of a response; `prefix` is what each is forced to begin with, not trained.
-        prompts (int): Of a step, with `answers` each.
-        length (float): The mean number of words that the start model gives, 8 or 16.
-        tools (bool): Whether responses call tools, whose output is not trained on.
-        advantage (str): verl's name of the estimator, or "grpo without std"; `gamma` is its discount.
-        kl (float): The KL loss's coefficient; `kl_reward` is that of a penalty in the reward.
-        reference (bool): Whether the batch has the reference's log-probs.
-        correction (dict): Settings of verl's rollout correction.
-        dense (bool): Rewards are graded instead of 0 and 1.
-        actor (dict): Other keys of the actor.
-        adapter (int): The rank of a LoRA adapter, which alone is trained; 0 for none.
-        optimizer (type): Its class.
-        stages (dict): Functions as a fault's, with None for its strength, that make a recipe of their own.
-    """
-
-    rate: float = 3e-4
+    rate: float = 3e-4  # the learning rate
+    # The rollout's precision: "fp32", "bf16", "fp8" (weights rounded to float8), or "moe" (bf16, and in 1% of the
+    # positions an expert of one layer is another one).
     engine: str = "fp32"
-    behind: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
+    behind: int = 0  # by how many steps the rollout's weights are late
+    temperature: float = 1.0  # of sampling and training
+    top_p: float = 1.0  # of sampling, with log-probs before the cut, as top_k, which is 0 for all
     top_k: int = 0
-    limit: int = RESPONSE
-    prefix: tuple[int, ...] = ()
-    prompts: int = 8
+    limit: int = RESPONSE  # the most tokens of a response
+    prefix: tuple[int, ...] = ()  # what each response is forced to begin with, not trained
+    prompts: int = 8  # of a step, with `answers` each
     answers: int = 8
-    length: int = 8
-    tools: bool = False
-    advantage: str = "grpo"
-    gamma: float = 1.0
-    kl: float = 0.0
+    length: int = 8  # the mean number of words that the start model gives, 8 or 16
+    tools: bool = False  # whether responses call tools, whose output is not trained on
+    advantage: str = "grpo"  # verl's name of the estimator, or "grpo without std"
+    gamma: float = 1.0  # the estimator's discount
+    kl: float = 0.0  # the KL loss's coefficient; `kl_reward` is that of a penalty in the reward
     kl_reward: float = 0.0
-    reference: bool = True
-    correction: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    dense: bool = False
-    actor: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    adapter: int = 0
+    reference: bool = True  # whether the batch has the reference's log-probs
+    correction: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # settings of verl's rollout correction
+    dense: bool = False  # rewards are graded instead of 0 and 1
+    actor: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # other keys of the actor
+    adapter: int = 0  # the rank of a LoRA adapter, which alone is trained; 0 for none
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
+    # Functions as a fault's, with None for its strength, that make a recipe of their own.
     stages: Mapping[str, Callable[[Any, Any, Any], Any]] = dataclasses.field(default_factory=dict)
 
 
@@ -106,6 +87,12 @@ class Row:
     log_probs: list[float]
     mask: list[int]
 
+    def append(self, token: int, log_prob: float, mask: int) -> None:
+        self.ids, self.log_probs, self.mask = [*self.ids, token], [*self.log_probs, log_prob], [*self.mask, mask]
+
+    def cut(self, kept: int) -> None:
+        self.ids, self.log_probs, self.mask = self.ids[:kept], self.log_probs[:kept], self.mask[:kept]
+
 
 @dataclasses.dataclass(frozen=True)
 class Start:
@@ -115,7 +102,7 @@ class Start:
     token_norm: float
 
 
-def new_model(seed: int) -> LlamaForCausalLM:
+def initial(seed: int) -> LlamaForCausalLM:
     return tiny_llama(seed, VOCABULARY, 48, 64, pad_token_id=PAD, eos_token_id=END, bos_token_id=None)
 
 
@@ -130,7 +117,7 @@ def learn_language(seed: int, length: int) -> dict[str, Tensor]:
     """Weights after 300 steps on examples of a language that the seed draws."""
     generator = torch.Generator().manual_seed(seed)
     chain = (2.0 * torch.randn(WORDS, WORDS, generator=generator)).softmax(-1)
-    model = new_model(seed)
+    model = initial(seed)
     steps, rows = 300, 48
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
@@ -174,14 +161,9 @@ def generate(
 ) -> list[Row]:
     """Samples with a KV cache, as a server does, and notes the sampler's log-probs.
 
-    Args:
-        model (nn.Module): The server's model.
-        prompts (Tensor): Shape (rows, PROMPT).
-        setting (Setting): For what is said of sampling, and tools.
-        generator (torch.Generator): Of the samples.
-        processed (str): "" for log-probs at the temperature before any cut, which training computes as well; "top_p"
-            for those after the cut; "raw" for those before the temperature; "likeliest" for the likeliest token's.
-        penalty (Callable, optional): Changes the logits, of shape (rows, VOCABULARY), by the rows so far.
+    Prompts have the shape (rows, PROMPT). Log-probs are `processed`: "" at the temperature before any cut, as training
+    computes them; "top_p" after the cut, "raw" before the temperature, "likeliest" those of the likeliest token. The
+    penalty changes logits of shape (rows, VOCABULARY) by the rows so far.
     """
     rows = [Row(prompt, [], [], []) for prompt in prompts.tolist()]
     forced: list[deque[int]] = [deque(setting.prefix) for _ in rows]
@@ -210,9 +192,9 @@ def generate(
                 chosen[i] = PAD
             elif forced[i]:
                 chosen[i] = forced[i].popleft()
-                _append(row, int(chosen[i]), 0.0, 0)
+                row.append(int(chosen[i]), 0.0, 0)
             else:
-                _append(row, int(chosen[i]), reported[i], 1)
+                row.append(int(chosen[i]), reported[i], 1)
                 if setting.tools and int(chosen[i]) == CALL:
                     said = torch.randint(10, (TOOL_TOKENS - 1,), generator=generator).tolist()
                     forced[i].extend([RESULT, *said])
@@ -220,12 +202,6 @@ def generate(
         if bool((tokens == PAD).all()):
             break
     return rows
-
-
-def _append(row: Row, token: int, log_prob: float, mask: int) -> None:
-    row.ids.append(token)
-    row.log_probs.append(log_prob)
-    row.mask.append(mask)
 
 
 def padded(lists: list[list[Any]], value: float) -> Tensor:
@@ -257,32 +233,19 @@ def reward_of(row: Row, dense: bool = False) -> float:
 
 
 class World:
-    """A run.
-
-    Args:
-        setting (Setting): How it is trained.
-        start (Start): What it begins with.
-        seed (int): Of everything that is drawn.
-        fault (Any): With `stages`, functions of (world, strength, value) by stage; each changes the value in place or
-            returns another one. None for none.
-        strength (Any): What these get.
-        begin (int): The step, from 0, from which on they are called.
-        tau (float): GradLoc's threshold in usual token norms.
-        natural (int): The step in which rare responses are preferred, or -1.
-        directory (str): Where the evidence is written.
-    """
+    """A run."""
 
     def __init__(
         self,
         setting: Setting,
         start: Start,
-        seed: int,
-        fault: Any,
+        seed: int,  # of everything that is drawn
+        fault: Any,  # with `stages`: functions of (world, strength, value), which change it or return another one
         strength: Any,
-        begin: int,
-        tau: float,
-        natural: int,
-        directory: str,
+        begin: int,  # the step, from 0, from which on they are called
+        tau: float,  # GradLoc's threshold in usual token norms
+        natural: int,  # the step in which rare responses are preferred, or -1
+        directory: str,  # where the evidence is written
     ) -> None:
         self.setting, self.fault, self.strength, self.begin, self.natural = setting, fault, strength, begin, natural
         self.step_number = 0
@@ -341,7 +304,7 @@ class World:
 
     @staticmethod
     def copy_of(weights: dict[str, Tensor]) -> LlamaForCausalLM:
-        model = new_model(0)
+        model = initial(0)
         model.load_state_dict(weights)
         return model.eval()
 
@@ -360,6 +323,12 @@ class World:
             changed = stages[stage](self, strength, value) if stage in stages else None
             value = value if changed is None else changed
         return value
+
+    def uniform(self, count: int) -> Tensor:
+        return torch.rand(count, generator=self.random)
+
+    def normal(self, count: int) -> Tensor:
+        return torch.randn(count, generator=self.random)
 
     def step(self) -> None:
         setting = self.setting
@@ -424,7 +393,7 @@ class World:
                 if parameter.dim() == 2:
                     parameter.data = parameter.data.to(torch.float8_e4m3fn).to(torch.bfloat16)
         if self.setting.engine == "moe":
-            route_otherwise(model, 0.01, self.random)
+            reroute(model, 0.01, self.random)
         return model
 
     def _log_probs(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -464,7 +433,7 @@ class World:
         return self.at("advantages", {"advantages": advantages, "returns": returns, "token_level_scores": scores})
 
 
-def route_otherwise(model: nn.Module, share: float, generator: torch.Generator) -> None:
+def reroute(model: nn.Module, share: float, generator: torch.Generator) -> None:
     """In a share of the positions, layer 1's MLP gives half of what it should, as where another expert is taken."""
 
     def routed(_: nn.Module, args: Any, output: Tensor) -> Tensor:
