@@ -52,19 +52,12 @@ NATURAL_NAMES = frozenset(["", "unlikely", "advantage", "punished", "weight", "e
 
 @dataclasses.dataclass(frozen=True)
 class Observed:
-    """What a user has seen.
+    """What a user has seen."""
 
-    Args:
-        said (list): What `said_in` gives, from the fault's first step on; "" is "no known cause".
-        name (str | None): What the run's lines say most often, a warning before a verdict; None: nothing was said.
-        begin (int): The fault's first step, from 1.
-        why (str): What there was to see, for runs of which nothing is said.
-    """
-
-    said: list[tuple[int, str, str, str]]
-    name: str | None
-    begin: int
-    why: str
+    said: list[tuple[int, str, str, str]]  # what `said_in` gives, from the fault's first step on
+    name: str | None  # what the run's lines say most often; "" is "no known cause", None: nothing was said
+    begin: int  # the fault's first step, from 1
+    why: str  # what there was to see, for runs of which nothing is said
     over_natural: bool
 
 
@@ -149,53 +142,48 @@ def judged(kind: str, name: str | None) -> str:
     return "defensible" if name in fault.defensible.split() + fault.identity.split() else "wrong"
 
 
-def placed(kind: str, said: Sequence[Sequence[Any]]) -> bool:
-    """Whether a fault's run names an identity at which it is to be placed."""
-    return (name_of(said, 3) or "-") in FAULTS[kind].identity.split()
-
-
 def print_tables(runs: dict[str, dict[str, Any]]) -> None:
     """The confusion table, faults of which nothing is said, and totals; `runs` by "kind | strength | seed"."""
     by_kind: dict[str, list[tuple[str, dict[str, Any]]]] = {}
     for key, run in runs.items():
         by_kind.setdefault(key.split(" | ")[0], []).append((key, run))
-    totals: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
-    silent, also, found_places, warned, over_natural = [], 0, 0, 0, Counter[bool]()
+    verdicts, totals, silent = {True: Counter[str](), False: Counter[str]()}, Counter[str](), []
     print("| planted | must be named | right | defensible | wrong name | no known cause | nothing | placed |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("|---" * 8 + "|")
     for kind, found in sorted(by_kind.items(), key=lambda item: [*FAULTS, *HEALTHY].index(item[0])):
-        counts: Counter[str] = Counter()
+        fault, counts, at_place = FAULTS.get(kind), Counter[str](), 0
         names: dict[str, Counter[str]] = {"right": Counter(), "defensible": Counter(), "wrong": Counter()}
         for key, run in found:
-            name = run["name"]
-            if kind in HEALTHY:  # one wrong line is enough
-                name = next((line[2] for line in run["said"] if line[2] not in NATURAL_NAMES), name)
-                warned += any(line[1] == "warning" for line in run["said"])
+            name, said = run["name"], run["said"]
+            if fault is None:  # one wrong line is enough
+                name = next((line[2] for line in said if line[2] not in NATURAL_NAMES), name)
+                totals["warned"] += any(line[1] == "warning" for line in said)
             verdict = judged(kind, name)
             counts[verdict] += 1
             if verdict in names:
                 names[verdict][name or "-"] += 1
-            if kind in FAULTS and run["over_natural"]:
-                over_natural[verdict in ("right", "defensible")] += 1
-            if kind in FAULTS and verdict in ("right", "defensible"):
-                also += any(judged(kind, line[2]) == "wrong" for line in run["said"] if line[2])
-            if kind in FAULTS and verdict in ("silent", "unknown"):
+            if fault is None:
+                continue
+            at_place += (name_of(said, 3) or "-") in fault.identity.split()
+            is_named = verdict in ("right", "defensible")
+            totals["over_natural"] += run["over_natural"]
+            totals["named_over_natural"] += run["over_natural"] and is_named
+            totals["also"] += is_named and any(judged(kind, line[2]) == "wrong" for line in said if line[2])
+            if verdict in ("silent", "unknown"):
                 silent.append(f"{key}: {'nothing' if verdict == 'silent' else 'no known cause'}; {run['why']}")
-            counts["placed"] += kind in FAULTS and placed(kind, run["said"])
-        at_place = counts.pop("placed")
-        found_places += at_place
-        totals[kind in FAULTS] += counts
+        verdicts[fault is not None] += counts
+        totals["placed"] += at_place
         cells = [", ".join(f"{name} {times}" for name, times in names[each].most_common()) for each in names]
-        must = (FAULTS[kind].right or "nothing") if kind in FAULTS else "nothing"
-        cells += [str(counts[each] or "") for each in ("unknown", "silent")]
-        print(f"| {kind} | {must} | {' | '.join(cells)} | {at_place or ''} |")
+        cells += [str(count or "") for count in (counts["unknown"], counts["silent"], at_place)]
+        print(f"| {kind} | {fault and (fault.right or fault.identity) or 'nothing'} | {' | '.join(cells)} |")
     print("\nOf which nothing is said:", *silent, sep="\n- ")
-    faults, healthy = totals[True], totals[False]
+    faults, healthy = verdicts[True], verdicts[False]
     print(f"\nFaults: {faults.total()}; {', '.join(f'{name} {count}' for name, count in faults.most_common())}.")
-    print(f"Placed: {found_places}.")
-    print(f"Of those right or defensible, {also} have a line with a wrong name as well.")
-    print(f"Over a natural spike: {over_natural.total()}, of which {over_natural[True]} right or defensible.")
-    print(f"Healthy: {healthy.total()}, {healthy['wrong']} with a bug's name, {warned} with a warning.")
+    print(f"Placed at an identity that breaks: {totals['placed']}.")
+    print(f"Of those right or defensible, {totals['also']} have a line with a wrong name as well.")
+    named = totals["named_over_natural"]
+    print(f"Over a natural spike: {totals['over_natural']}, of which {named} right or defensible.")
+    print(f"Healthy: {healthy.total()}, {healthy['wrong']} with a bug's name, {totals['warned']} with any warning.")
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 import importlib.util
 import multiprocessing
 import sys
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -28,23 +29,22 @@ def test_a_run_repeats_itself_and_has_its_fault_in_its_data(tmp_path: Path) -> N
     assert float(found.why.split("gap of ")[1].split()[0]) > 0.5
 
 
-PLACES = {"sampled", "responses", "rollout_log_probs", "old_log_probs", "reference", "groups", "advantages", "loss"} | {
-    "gradient",
-    "weights",
-    "changes",
-}
+PLACES = "sampled responses rollout_log_probs old_log_probs reference groups advantages loss gradient weights changes"
 
 
-def test_there_are_forty_kinds_and_forty_healthy_settings() -> None:
-    assert len(FAULTS) >= 40 and len(HEALTHY) >= 40 and FAULTS.keys().isdisjoint(HEALTHY)
+def test_each_kind_has_its_row_and_each_identity_three_kinds() -> None:
+    assert len(FAULTS) >= 40 and len(HEALTHY) >= 77 and FAULTS.keys().isdisjoint(HEALTHY)
     assert [row[0] for row in ROWS] == list(FAULTS) and all(len(row) == 5 and row[4] for row in ROWS)
-    assert all(FAULTS.values()) and all({*fault.identity.split()} <= PLACES for fault in FAULTS.values())
+    kinds = Counter(place for fault in FAULTS.values() for place in fault.identity.split())
+    assert kinds.keys() == {*PLACES.split()} and min(kinds.values()) >= 3
 
 
 def test_a_warning_comes_before_the_verdict_of_most_steps() -> None:
     said = [(3, "verdict", "token"), (4, "verdict", ""), (4, "warning", "late"), (4, "verdict", "token")]
     assert blind.name_of(said[:1]) == "token" and blind.name_of(said[1:2]) == "" and blind.name_of([]) is None
     assert blind.name_of([*said, (5, "warning", "late")]) == "late"
+    placed = [(5, "verdict", "token", "loss"), (5, "warning", "late", "rollout_log_probs"), (6, "verdict", "", "loss")]
+    assert blind.name_of(placed, 3) == "rollout_log_probs" and blind.name_of(said, 3) == ""
 
 
 def test_the_table_counts_what_is_named(capsys: pytest.CaptureFixture) -> None:
@@ -65,10 +65,26 @@ def test_the_table_counts_what_is_named(capsys: pytest.CaptureFixture) -> None:
         (4, "verdict", ""),
     ]
     runs["tail padded with 0 | 0 | 1"]["said"] = [(2, "warning", "unsampled"), (2, "warning", "misaligned")]
+    runs["tail padded with 0 | 0 | 2"]["said"] = [(2, "warning", "token", "rollout_log_probs")]
+    runs["tail padded with 0 | 0 | 3"]["said"] = [(2, "warning", "", "loss")]
     blind.print_tables(runs)
     printed = capsys.readouterr().out
-    assert "| tail padded with 0 | misaligned | misaligned 1 | unsampled 1 | token 1 | 1 | 1 |" in printed
+    assert "| tail padded with 0 | misaligned | misaligned 1 | unsampled 1 | token 1 | 1 | 1 | 1 |" in printed
+    assert "Placed at an identity that breaks: 1." in printed
     assert "- tail padded with 0 | 0 | 4: nothing; a gap" in printed and "no known cause; a gap" in printed
     assert "Of those right or defensible, 1 have a line with a wrong name as well." in printed
     assert "Over a natural spike: 5, of which 3 right or defensible." in printed
-    assert "Faults: 7; " in printed and "right 2" in printed and "Healthy: 4, 2 with a bug's name." in printed
+    assert (
+        "Faults: 7; " in printed
+        and "right 2" in printed
+        and "Healthy: 4, 2 with a bug's name, 0 with any warning." in printed
+    )
+
+
+def test_an_identity_s_own_name_is_right_where_there_is_no_other() -> None:
+    assert blind.judged("dropout in the reference", "reference") == "right"
+    assert blind.judged("tail padded with 0", "rollout_log_probs") == "defensible"
+    assert (
+        blind.judged("dropout in the reference", None) == "silent"
+        and blind.judged("gradients doubled", None) == "right"
+    )
