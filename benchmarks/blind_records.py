@@ -18,7 +18,7 @@ import torch
 from blind_world import World
 
 from gradloc.adapters import update_evidence
-from gradloc.metrics import RunWarnings
+from gradloc.metrics import RunFacts
 
 
 @contextlib.contextmanager
@@ -28,7 +28,7 @@ def recorded(world: World, path: Path | None) -> Iterator[None]:
         yield
         return
     updates: list[dict[str, Any]] = []
-    own_figures, take_in, start_update = RunWarnings.own_figures, RunWarnings.take_in, RunWarnings.start_update
+    own_figures, take_in, start_update = RunFacts.own_figures, RunFacts.take_in, RunFacts.start_update
     judged, take_in_rows = update_evidence.judged, update_evidence.UpdateEvidence.take_in_rows
     step = world.optimizer.step
 
@@ -36,8 +36,8 @@ def recorded(world: World, path: Path | None) -> Iterator[None]:
         updates.append({"step": global_step, "mini_batches": [], "rows": [], "events": []})
         start_update(self, global_step)
 
-    def figures(self: Any, micro_batches: Any, scale: float, is_first: bool, model: Any) -> Any:
-        found = own_figures(self, micro_batches, scale, is_first, model)
+    def figures(self: Any, micro_batches: Any, scale: float, where: Any, model: Any) -> Any:
+        found = own_figures(self, micro_batches, scale, where, model)
         norms = model.reduced_norms
         updates[-1]["mini_batches"].append(
             {
@@ -69,9 +69,9 @@ def recorded(world: World, path: Path | None) -> Iterator[None]:
         updates[-1]["mini_batches"][-1] |= {"rate": rate, "before": before, "gradients": gradients, "after": after}
         return found
 
-    def judge(line: Any, warnings: Any = (), rows: Any = None) -> Any:
-        updates[-1]["events"].append((dict(line), list(warnings), rows))
-        return judged(line, warnings, rows)
+    def judge(line: Any, answer: Any = None, rows: Any = None) -> Any:
+        updates[-1]["events"].append((dict(line), answer, rows))
+        return judged(line, answer, rows)
 
     def rows_in(self: Any, data: Any) -> None:
         take_in_rows(self, data)
@@ -80,9 +80,9 @@ def recorded(world: World, path: Path | None) -> Iterator[None]:
         updates[-1].setdefault("data", []).append({n: data.columns[n] for n in names if n in data.columns})
 
     with (
-        mock.patch.object(RunWarnings, "start_update", start),
-        mock.patch.object(RunWarnings, "own_figures", figures),
-        mock.patch.object(RunWarnings, "take_in", take),
+        mock.patch.object(RunFacts, "start_update", start),
+        mock.patch.object(RunFacts, "own_figures", figures),
+        mock.patch.object(RunFacts, "take_in", take),
         mock.patch.object(update_evidence, "judged", judge),
         mock.patch.object(update_evidence.UpdateEvidence, "take_in_rows", rows_in),
         mock.patch.object(world.optimizer, "step", stepped),

@@ -4,7 +4,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,14 +17,15 @@ from .actions import act, can_skip
 from .bundles.bundle_writer import BundleWriter
 from .config import GradLocConfig
 from .evidence.event import build_event
+from .facts import TrainedRow
 from .fsdp import collectives
 from .fsdp.state import set_aside, undisturbed
 from .layers.layer_clip import LayerClip
-from .lines import Event, RunWarning, Where
+from .lines import Answer, Event, Where
 from .measure.mini_batch import MiniBatch, OrdinaryGradient
 from .measure.pass_recorder import PassRecorder, with_a_column
 from .measure.passes import Forward, Passes, WatchedModel
-from .metrics import OWN_FIGURES, RunWarnings, UpdateMetrics, figure_sizes, own_figures
+from .metrics import OWN_FIGURES, RunFacts, UpdateMetrics, figure_sizes, own_figures
 from .search.findings import Findings
 from .search.investigation import HEAD_START, SHARE, SearchTime, investigate
 from .threshold import Threshold
@@ -102,7 +103,7 @@ class GradLoc(PassRecorder):
                 logger.warning("%s is off, and training goes on without it: %s", self.SEARCH, error)
         super().__init__(model)
         self.config = config
-        # Those since `start_update` or `start_mini_batch`, for `record_events`; warnings are on rank 0 alone.
+        # Those since `start_update` or `start_mini_batch`, for `record_events`; the judge's answer is on rank 0 alone.
         self.events: list[Any] = []
         self._loss_scale = loss_scale
         self._token_clip = token_clip
@@ -111,15 +112,14 @@ class GradLoc(PassRecorder):
         self._threshold = Threshold(config.grad_norm_threshold)
         self._ordinary = OrdinaryGradient()
         self._metrics = UpdateMetrics()
-        self._warnings = RunWarnings(learning_rate)
+        self._facts = RunFacts(learning_rate)
         self._global_step: int | None = None
         self._search_time = SearchTime(config.bisect_budget_seconds)
         self._has_rehearsed = False
 
-    @property
-    def warnings(self) -> list[RunWarning] | None:
-        """What is wrong with the run in the update so far; see `RunWarnings.warnings`."""
-        return None if self.is_off else self._warnings.warnings()
+    def answer(self, rows: Sequence[TrainedRow] = ()) -> Answer | None:
+        """Which identities hold in the update so far; see `RunFacts.answer`."""
+        return None if self.is_off else self._facts.answer(rows)
 
     def start_mini_batch(self) -> None:
         """Discards the events and passes of the last mini-batch; the update's metrics still count the events."""
@@ -132,7 +132,7 @@ class GradLoc(PassRecorder):
         self._metrics = UpdateMetrics()
         self.is_off = self._model is None
         self._global_step = global_step
-        self._warnings.start_update(global_step)
+        self._facts.start_update(global_step)
 
     def locate(self, epoch: int, mini_batch: int) -> Located:
         """Checks the mini-batch's gradient, and on a spike finds the culprits. A collective call.
@@ -149,7 +149,7 @@ class GradLoc(PassRecorder):
         with collectives.guarded_on_all_ranks(self.UNDONE):
             located = self._locate(where)
         if located.take_step:
-            self._warnings.add_step()
+            self._facts.add_step()
         return located
 
     def close(self) -> None:
@@ -163,8 +163,8 @@ class GradLoc(PassRecorder):
         `misplaced_share` is the share of responses whose log-probs belong to other tokens. `checked` is 0 where nothing
         has checked the run: rank 0 has no judge, or the update's tokens cannot be read.
         """
-        share = self._warnings.misplaced_share()
-        of_run = {"misplaced_share": share, "checked": float(self._warnings.are_checked and not self.is_off)}
+        share = self._facts.misplaced_share()
+        of_run = {"misplaced_share": share, "checked": float(self._facts.are_checked and not self.is_off)}
         known = {f"actor/gradloc/{name}": value for name, value in of_run.items() if value is not None}
         return self._metrics.metrics() | known
 
@@ -172,14 +172,14 @@ class GradLoc(PassRecorder):
         """What has been learned of the run, for any number of ranks; to be saved by rank 0, whose seconds count."""
         return {
             **self._threshold.state_dict(),
-            "run_checks": self._warnings.state_dict(),
+            "run_checks": self._facts.state_dict(),
             "search_time": self._search_time.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Restores `state_dict`; with None (no saved state) the warm-up of an automatic threshold starts over."""
         self._threshold.load_state_dict(state)
-        self._warnings.load_state_dict(None if state is None else state.get("run_checks"))
+        self._facts.load_state_dict(None if state is None else state.get("run_checks"))
         self._search_time.load_state_dict(None if state is None else state.get("search_time"))
 
     def _locate(self, where: Where) -> Located:
@@ -201,7 +201,6 @@ class GradLoc(PassRecorder):
         threshold = self._threshold.next(gradient.token_norm, gradient.finite_norm)
         self._metrics.take_in_level(gradient.token_norm, self._threshold.last)
         if not gradient.is_over(threshold):
-            self._ordinary.count(False)
             if gradient.is_ordinary(threshold):
                 self._ordinary.take_in(gradient)
             return Located(True, gradient.squared_norms)
@@ -209,7 +208,6 @@ class GradLoc(PassRecorder):
             for micro_batch, marks in zip(gradient.micro_batches, self._token_clip.marks(), strict=True):
                 micro_batch.tokens |= {name: with_a_column(marked) for name, marked in marks.items()}
         located = self._explain(gradient, threshold, where, started)
-        self._ordinary.count(True)
         return located
 
     def _explain(self, gradient: MiniBatch, threshold: float, where: Where, started: float) -> Located:
@@ -253,8 +251,8 @@ class GradLoc(PassRecorder):
                 action,
                 done,
                 started,
-                steps_since_resume=self._warnings.steps_since_resume,
-                warnings=partial(self._warnings.warnings, of_mini_batch=True),
+                steps_since_resume=self._facts.steps_since_resume,
+                answer=self._facts.answer,
                 layer_clip=layer_clip,
                 keep=partial(self._keep_bundle, gradient, findings),
             )
@@ -304,7 +302,7 @@ class GradLoc(PassRecorder):
 
         def read() -> Tensor:
             found = [own_figures([micro_batch.tokens for micro_batch in micro_batches])]
-            found.append(self._warnings.own_figures(micro_batches, scale, is_first, model))
+            found.append(self._facts.own_figures(micro_batches, scale, where, model))
             return torch.cat([*found, model.reduced_norms.own_squares()] if with_squares else found)
 
         sizes = [OWN_FIGURES, sum(figure_sizes(model, is_first)), len(model.reduced_norms.layers) * with_squares]
@@ -314,5 +312,5 @@ class GradLoc(PassRecorder):
             return None
         for_metrics, for_warnings, _ = gradient.update_figures.split(sizes, dim=1)
         self._metrics.take_in(for_metrics[:: model.sequence_parallel_size])
-        self._warnings.take_in(for_warnings, where, gradient)
+        self._facts.take_in(for_warnings, where, gradient)
         return gradient

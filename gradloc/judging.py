@@ -3,20 +3,20 @@
 """Asks the judge what is wrong with a spike, or with the run; an error in it costs the answer alone."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, get_args, get_origin, get_type_hints, is_typeddict
 
 from . import judge
+from .facts import Place, TrainedRow
 from .guarded import ForeseenError, PatientThread, guarded
-from .lines import ClipLine, CriticSpike, Event, RunWarning, kind_of
-from .sums import Place, TrainedRow
+from .lines import Answer, ClipLine, CriticSpike, Event, kind_of
 from .version import __version__
 
 # The other ranks wait while rank 0 asks. A judge that has been late may still be at its work, so that no other follows.
 _thread = PatientThread("the judge, which is not asked again (gradloc report judges spikes later, but not the run),")
 # By kind of line, its type, and the fields that the judge gives it.
 _JUDGED: Mapping[str, tuple[Any, tuple[str, ...]]] = {
-    "spike": (Event, ("warnings", "verdict", "summary")),
+    "spike": (Event, ("identities", "warnings", "verdict", "summary")),
     "clip": (ClipLine, ("summary",)),
     "critic": (CriticSpike, ("cause", "summary")),
 }
@@ -59,6 +59,10 @@ def _fits(value: Any, form: Any) -> bool:
         return all(_fits(value[name], of[name]) for name in value.keys() & of.keys())
     if origin is list:
         return isinstance(value, list) and all(_fits(each, inner[0]) for each in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(_fits(each, inner[1]) for each in value.values())
+    if origin is Annotated and isinstance(inner[1], str):
+        return _fits(value, inner[0])
     if origin is Annotated:
         keyword, limit = inner[1]
         return _fits(value, inner[0]) and (value in limit if keyword == "enum" else value > limit)
@@ -68,13 +72,13 @@ def _fits(value: Any, form: Any) -> bool:
 
 
 def judged(
-    line: Mapping[str, Any], warnings: Sequence[RunWarning] = (), rows: Mapping[Place, TrainedRow] | None = None
+    line: Mapping[str, Any], answer: Answer | None = None, rows: Mapping[Place, TrainedRow] | None = None
 ) -> dict[str, Any]:
     """A line of an update, with its verdict and its summary; after an error in the judge, with empty ones.
 
     Args:
         line (Mapping): An event, a clip line or a critic's spike.
-        warnings (Sequence): Those of its update.
+        answer (dict, optional): What the judge says of its update.
         rows (Mapping, optional): All rows of an event's mini-batch.
     """
     kind = kind_of(line)
@@ -83,8 +87,9 @@ def judged(
     of_line, names = _JUDGED[kind]
 
     def question() -> dict[str, Any]:
-        answer, forms = judge.judged_in_training(line, warnings, rows), get_type_hints(of_line, include_extras=True)
-        return unjudged | {name: _in_form(answer[name], forms[name]) for name in names}
+        found = judge.judged_in_training(line, answer, rows)
+        forms = get_type_hints(of_line, include_extras=True)
+        return unjudged | {name: _in_form(found[name], forms[name]) for name in names}
 
     return asked(question, unjudged)
 

@@ -82,8 +82,6 @@ Shares = dict[str, Number]
 
 class Comparison(TypedDict):
     ordinary: Shares
-    measured: Shares | None
-    unusual: str | None
 
 
 class _Said(TypedDict):
@@ -239,28 +237,59 @@ class DiffusePart(OpenPart):
 
 
 class RunWarning(_RunWarning, total=False):
-    """Something that is wrong with the run, spike or not."""
+    """An identity that is broken, spike or not. Older lines lack `identity`, `since` and `times`."""
 
+    identity: str  # the identity; `name` is that of the closed form, if there is one
+    since: int | None  # the step since which it is broken
+    times: Number  # its residual, in times of the usual; `null`: infinite
     share: Number
     column: str
-    factor: Positive
+    factor: float
 
 
-class _Verdict(TypedDict):
-    """The cause of a spike."""
+class IdentityState(TypedDict):
+    """Whether an identity holds."""
 
-    # the [rule](evidence.md#what-looks-wrong-with-a-culprit) that tells culprits from ordinary tokens,
-    # [`misfire`](#a-reward-that-misfires), [`auxiliary`](#gradient-from-no-token), or a [warning](#warnings); `null`:
-    # no known cause
+    state: Annotated[str, ("enum", ("held", "broken", "unchecked"))]
+    times: Number  # its largest residual, in times of the usual
+    since: int | None  # the step since which it is broken
+    missing: str | None  # why it cannot be checked
+
+
+class Change(TypedDict):
+    """Something that changed at a step, which need not be wrong."""
+
+    what: str
+    now: float
+    before: float
+    sentence: str
+
+
+class Answer(TypedDict):
+    """What the judge says of an update."""
+
+    identities: dict[str, IdentityState]
+    warnings: list[RunWarning]
+    changes: list[Change]
+    news: list[str]  # what a log is to say: what is checked, then what breaks, holds again, or changes
+
+
+class Fact(TypedDict):
+    """What most culprits have in common, and ordinary tokens far less often."""
+
+    source: Source
+    culprits: float
+    ordinary: Number
+
+
+class Verdict(Said, total=False):
+    """What is known of a spike. Older lines have `culprits` and `ordinary` instead of `facts`."""
+
+    # the name of what is broken: of the first broken [identity](#identities), of an equality that the culprits break, or
+    # [`auxiliary`](#gradient-from-no-token); `null`: all that could be checked holds
     cause: str | None
-    culprits: Number  # the share of culprits for which it holds; `null` without a cause
-    ordinary: Number  # the share of ordinary tokens for which it holds; `null` without a cause, and for `layer`
-
-
-class Verdict(_Verdict, Said, total=False):
-    """The cause of a spike."""
-
-    data_source: str | None  # of a `misfire`: the one that `claim` and `sentence` name; `null`: none
+    # what most culprits have in common: `source`, the shares of `culprits` and of `ordinary` tokens for which it holds
+    facts: list[Fact]
 
 
 class WithoutTokens(TypedDict):
@@ -336,8 +365,8 @@ class Event(_Event, total=False):
     steps_since_resume: Count | None  # steps since a checkpoint was loaded
     suspected: list[SuspectedToken]  # if `converted`: up to 16 tokens by `suspicion`, unmeasured
     suspected_ranks: list[Index]  # the ranks whose tokens these may be
-    # by rule, the shares of `ordinary` tokens, and of those `measured` under τ; why the run is `unusual`
-    comparison: Comparison
+    comparison: Comparison  # by rule, the share of `ordinary` tokens for which it holds
+    identities: dict[str, IdentityState]
     warnings: list[RunWarning]  # as in `steps.jsonl`
     verdict: Verdict | None  # the [cause](verdict.md)
     summary: str  # what most culprits are; a layer far above its ordinary share
@@ -434,8 +463,14 @@ class _Step(Form, InStep):
 class Step(_Step, total=False):
     """The figures of a step. Older lines lack these."""
 
-    # causes of the run: `name`, `sentence`, `claim`, `evidence`, `check`, `share` of responses, `column`, `factor`
+    # by [identity](verdict.md#identities): its `state` (`held`, `broken`, `unchecked`), its largest residual in `times` of
+    # the usual, `since` which step it is broken, or what is `missing`
+    identities: dict[str, IdentityState]
+    # broken identities: `identity`, `name` of the closed form, `since`, `times`, `sentence`, `claim`, `evidence`,
+    # `check`, `share` of responses or tokens, `column`, `factor`
     warnings: list[RunWarning]
+    # what changed, which need not be wrong: `what`, `now`, `before`, `sentence`
+    changes: list[Change]
     misplaced_share: Number  # share of responses whose log-probs belong to other tokens
 
 

@@ -12,19 +12,20 @@ from torch import Tensor
 
 from . import judge
 from .evidence.token_facts import off_the_rollout
+from .facts import NAMES, SHIFTS, TrainedRow
 from .fsdp import collectives
 from .guarded import guarded
 from .judging import asked
-from .lines import Event, RunWarning, Where
-from .measure.alignment import misplaced_share, own_alignment
+from .lines import Answer, Event, Where
 from .measure.micro_batch import MicroBatch
 from .measure.mini_batch import MiniBatch
 from .measure.passes import WatchedModel
-from .measure.run_sums import own_columns, own_loss_figures, own_sums
-from .sources import HOLDS, UNLIKELY
-from .sums import ALIGNMENT_SUMS, COLUMN_SUMS, LOSS_FIGURES, SUMS
+from .measure.update_facts import own_facts
+from .sources import UNLIKELY
 
 OWN_FIGURES = 6
+# The part of the gradient that other passes have at least, where the last one alone can be told from all.
+LAST = 0.1
 # What is summed up of an update's spikes.
 _OF_SPIKES = ("triggered", "culprits", "passes", "seconds", "out_of_time", "skipped")
 
@@ -118,13 +119,13 @@ class UpdateMetrics:
 
 
 def figure_sizes(model: WatchedModel, is_first: bool) -> list[int]:
-    """How many numbers each part of `RunWarnings.own_figures` has."""
-    layers = [len(model.reduced_norms.layers), len(model.meter.layers)] if is_first else [0, 0]
-    return [len(SUMS), ALIGNMENT_SUMS, COLUMN_SUMS, len(LOSS_FIGURES), 1, *layers]
+    """How many numbers each part of `RunFacts.own_figures` has."""
+    layers = [len(model.reduced_norms.layers), *[len(model.meter.layers)] * 2] if is_first else [0] * 3
+    return [len(NAMES), 1, 3, *layers]
 
 
-class RunWarnings:
-    """Sums up each mini-batch of a run, the same on every rank; on rank 0, the judge says what is wrong by these sums.
+class RunFacts:
+    """Sums up each mini-batch of a run, the same on every rank; on rank 0, the judge says which identities hold.
 
     Args:
         learning_rate (Callable): See `GradLoc`.
@@ -134,103 +135,133 @@ class RunWarnings:
         self.steps_since_resume: int | None = None  # 1 in the first step after a loaded checkpoint
         self.are_checked = True  # whether there was a judge on rank 0, when the last mini-batch was taken in
         self._is_first_rank = collectives.rank() == 0
-        # The judge's `RunChecks`; None on other ranks, and after an error in the judge.
-        self._checks = asked(judge.RunChecks) if self._is_first_rank else None
+        # The judge's `Run`; None on other ranks, and after an error in the judge.
+        self._run = asked(judge.Run) if self._is_first_rank else None
         self._state: Any = None  # of the last checkpoint
         self._learning_rate = learning_rate
         self._said: set[str] = set()
-        # Of the update so far.
-        self._sums = torch.zeros(len(SUMS) + ALIGNMENT_SUMS, dtype=torch.float64)
+        # Small weights before the last optimizer step, and their gradients.
+        self._kept: tuple[Tensor, Tensor] | None = None
+        # Of the update so far: sums; whether all old log-probs were the rollout's; how small weights have moved.
+        self._sums, self._bypassed = torch.zeros(len(NAMES), dtype=torch.float64), True
+        self._moved = torch.zeros(3, dtype=torch.float64)
+        self._layers: list[Any] = []
 
-    def warnings(self, of_mini_batch: bool = False) -> list[RunWarning] | None:
-        """See `RunChecks.warnings`; None where nothing has checked the run, and nothing on other ranks than 0."""
-        unasked: list[RunWarning] | None = None if self._is_first_rank else []
-        return self._ask(lambda checks: checks.warnings(of_mini_batch), unasked, list[RunWarning])
+    def answer(self, rows: Sequence[TrainedRow] = ()) -> Answer | None:
+        """What the judge says of the update so far, and of its rows; None where nothing has checked the run."""
+
+        def question(run: Any) -> Any:
+            if self._layers:
+                run.take_in_layers(*self._layers, self._moved.tolist())
+            if rows:
+                run.take_in_rows(rows)
+            return run.answer()
+
+        return self._ask(question, None, Answer)
 
     def misplaced_share(self) -> float | None:
-        """See `measure.alignment`, of the update so far."""
-        return misplaced_share(self._sums[len(SUMS) :])
+        """The share of the responses whose log-probs fit those of neighbouring tokens; None without any."""
+        named = dict(zip(NAMES, self._sums.tolist(), strict=True))
+        shares = [
+            sum(named[f"{pair} moved {k}"] for k in SHIFTS) / named[f"{pair} told"]
+            for pair in ("rollout", "reference")
+            if named[f"{pair} told"]
+        ]
+        return max(shares, default=0.0 if any(named[f"{pair} rows"] for pair in ("rollout", "reference")) else None)
 
     def start_update(self, global_step: int | None) -> None:
         """Begins an update."""
         self._sums.zero_()
+        self._moved.zero_()
+        self._bypassed, self._layers = True, []
         if self.steps_since_resume is not None:
             self.steps_since_resume += 1
-        self._ask(lambda checks: checks.start_update(global_step))
+        self._ask(lambda run: run.start_update(global_step))
 
     def own_figures(
-        self, micro_batches: Sequence[MicroBatch], scale: float, is_first: bool, model: WatchedModel
+        self, micro_batches: Sequence[MicroBatch], scale: float, where: Where, model: WatchedModel
     ) -> Tensor:
         """What one rank knows of a mini-batch, for `take_in`: float64 of one dimension. No host sync."""
-        tokens = [micro_batch.tokens for micro_batch in micro_batches]
-        checked = [{**each, "unsampled": HOLDS["unsampled"](each, {})} for each in tokens]
-        # Whether the update so far had the rollout's log-probs for the old ones, as in verl's bypass mode.
-        bypass = not self._sums[SUMS.index("differing")]
-        sums = own_sums(checked, is_first, bypass)
+        is_first = (where["epoch"], where["mini_batch"]) == (0, 0)
         # None if it is unknown, or not the same for all.
         mode, *others = {micro_batch.loss_agg_mode for micro_batch in micro_batches}
-        scales = own_loss_figures(tokens, scale, None if others else mode)
-        found = [sums, own_alignment(tokens), own_columns(tokens), scales]
-        found.append(sums.new_full((1,), float(self._checks is not None)))
+        tokens = [micro_batch.tokens for micro_batch in micro_batches]
+        mode = None if others else mode
+        facts = own_facts(tokens, where["epoch"], is_first, scale, mode, self._bypassed)
+        weights, gradient = model.reduced_norms.small_weights()
+        moved = facts.new_zeros(3)
+        if self._kept is not None and self._kept[0].shape == weights.shape:
+            moves = weights - self._kept[0]
+            moved = torch.stack([moves @ moves, self._kept[1] @ self._kept[1], moves @ self._kept[1]]).double()
+        self._kept = weights, gradient
+        found = [facts, facts.new_full((1,), float(self._run is not None)), moved]
         if is_first:
-            passes = torch.stack([micro_batch.squares for micro_batch in micro_batches]).sqrt().sum(0) / scale
-            found += [model.reduced_norms.own_squares(of_weights=True), passes]
+            squares = torch.stack([micro_batch.squares for micro_batch in micro_batches])
+            found += [model.reduced_norms.own_squares(of_weights=True), squares.sqrt().sum(0) / scale]
+            found.append(squares[-1].sqrt() / scale)
         return torch.cat(found)
 
     def take_in(self, figures: Tensor, where: Where, gradient: MiniBatch) -> None:
         """Adds what `own_figures` returned on each rank, on the CPU."""
         model, is_first = gradient.model, (where["epoch"], where["mini_batch"]) == (0, 0)
-        *to_add, of_loss, checked, weights, passes = figures.split(figure_sizes(model, is_first), dim=1)
+        facts, checked, moved, weights, passes, last = figures.split(figure_sizes(model, is_first), dim=1)
         self.are_checked = bool(checked[0])
         copies = model.sequence_parallel_size
-        sums, alignment, columns = (each[::copies].sum(0) for each in to_add)
-        # All PPO epochs after the first have the same responses again.
-        is_new = where["epoch"] == 0
-        if is_new:
-            self._sums += torch.cat([sums, alignment])
-        of_tokens = [each.tolist() if is_new else None for each in (sums, alignment, columns)]
-        self._ask(lambda checks: checks.take_in(*of_tokens, of_loss[::copies].tolist()))
+        sums = facts[::copies].sum(0)
+        self._sums += sums
+        self._moved += moved[::copies].sum(0)
+        self._bypassed = bool(self._sums[NAMES.index("bypass")] >= self._sums[NAMES.index("mini_batches")])
+        self._ask(lambda run: run.take_in(sums.tolist()))
         if is_first and gradient.squared_norms is not None:
-            norms = model.reduced_norms
-            of_weights = zip(norms.of_ranks(weights).sqrt().tolist(), norms.numels, strict=True)
-            most = (passes[::copies].sum(0) / model.data_parallel_size).tolist()
-            of_layers = (
-                dict(zip(norms.layers, of_weights, strict=True)),
+            norms, meter = model.reduced_norms, model.meter
+            # Of one rank's data, the last pass alone is known, unless the others have hardly a gradient.
+            one = passes[0] if model.data_parallel_size == 1 and not meter.reduces else None
+            has_last = one is not None and bool((one - last[0]).norm() > LAST * one.norm())
+            self._layers = [
+                dict(
+                    zip(
+                        norms.layers,
+                        zip(norms.of_ranks(weights).sqrt().tolist(), norms.numels, strict=True),
+                        strict=True,
+                    )
+                ),
                 dict(zip(norms.layers, gradient.squared_norms.sqrt().tolist(), strict=True)),
-                dict(zip(model.meter.layers, most, strict=True)),
-            )
-            self._ask(lambda checks: checks.layers.take_in(*of_layers))
+                dict(zip(meter.layers, (passes[::copies].sum(0) / model.data_parallel_size).tolist(), strict=True)),
+                dict(zip(meter.layers, last[0].tolist(), strict=True)) if has_last else None,
+            ]
 
     def add_step(self) -> None:
         """Adds an optimizer step that is about to be taken."""
         rate = 0.0
         with guarded("the learning rate cannot be read; run checks take it for 0", self._said):
             rate = float(self._learning_rate())  # an optimizer may have a tensor
-        self._ask(lambda checks: checks.add_step(rate))
+        self._ask(lambda run: run.add_step(rate))
 
     def state_dict(self) -> Any:
         """What the judge compares later updates with, on rank 0; without a judge, what was loaded."""
-        return self._state if self._checks is None else self._ask(lambda checks: checks.state_dict())
+        return self._state if self._run is None else self._ask(lambda run: run.state_dict())
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Restores it."""
-        self._state, self.steps_since_resume = state, 0
-        self._ask(lambda checks: checks.load_state_dict(state))
+        self._state, self.steps_since_resume, self._kept = state, 0, None
+        self._ask(lambda run: run.load_state_dict(state))
 
     def _ask(self, question: Callable[[Any], Any], otherwise: Any = None, form: Any = Any) -> Any:
-        """What the checks answer. Other ranks go on: an error in them must not end this one.
+        """What the judge answers. Other ranks go on: an error in it must not end this one.
 
-        After a resume, an error may come from what was loaded: the checks start over, once.
+        After a resume, an error may come from what was loaded: the judge starts over, once.
         """
-        if (checks := self._checks) is not None:
+        if (run := self._run) is not None:
             failed = object()
-            undone = "nothing checks the run from here on" if self._state is None else "run checks start over"
-            if (answer := asked(lambda: question(checks), failed, form, undone)) is not failed:
+            undone = (
+                "nothing checks the run from here on" if self._state is None else "the checks of the run start over"
+            )
+            if (answer := asked(lambda: question(run), failed, form, undone)) is not failed:
                 return answer
-            had_state, self._checks, self._state = self._state is not None, None, None
+            had_state, self._run, self._state = self._state is not None, None, None
             if had_state:
-                self._checks = asked(lambda: judge.RunChecks())
-                self._ask(lambda checks: checks.load_state_dict(None))
+                self._run = asked(judge.Run)
+                self._ask(lambda run: run.load_state_dict(None))
         return otherwise
 
 

@@ -275,7 +275,7 @@ def write_evidence(trained: Any, data: "DataProto", tokenizer: Any, metrics: Map
         evidence.add(watch.lines(), trained_data)
         evidence.take_in_rows(trained_data)
         with guarded("the evidence of a step is not written"):
-            evidence.write(data.meta_info.get("global_steps"), metrics, watch.warnings)
+            evidence.write(data.meta_info.get("global_steps"), metrics, watch.answer)
 
 
 def save_state(actor: WatchedActor, manager: "BaseCheckpointManager", folder: str | None) -> None:

@@ -87,7 +87,7 @@ class WatchedEngine:
             evidence.take_in_rows(trained)
         if last:
             with guarded("the evidence of a step is not written", self._said):
-                evidence.write(step, metrics, watch.warnings)
+                evidence.write(step, metrics, watch.answer)
         if self.is_mp_src_rank_with_outputs():
             outputs["metrics"].update({name: as_metric(value) for name, value in metrics.items()})
         return outputs

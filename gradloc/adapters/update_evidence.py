@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import judge
 from ..evidence.token_facts import context_evidence, text_evidence
 from ..evidence.writer import (
     ALL_TEXTS,
@@ -27,11 +26,11 @@ from ..evidence.writer import (
     record_events,
     record_step,
 )
+from ..facts import Place, TrainedRow
 from ..fsdp import collectives
 from ..guarded import PatientThread, guarded, warn_once
-from ..judging import asked, in_one_line, judged
-from ..lines import RunWarning, kind_of
-from ..sums import Place, TrainedRow
+from ..judging import in_one_line, judged
+from ..lines import Answer, kind_of
 
 logger = logging.getLogger(__name__)
 
@@ -128,13 +127,16 @@ class TrainedData:
             mask = of["response_mask"][i].bool()
             if "old_log_probs" in of:
                 known["log_prob"] = of["old_log_probs"][i][mask].sum().item()
+            known |= {
+                "length": int(mask.sum()),
+                "padding": len(mask) - 1 - int(mask.nonzero()[-1]) if mask.any() else 0,
+            }
             if "advantages" in of and len(advantages := of["advantages"][i][mask]):
                 known["largest"] = advantages.abs().amax().item()
                 if len(places := advantages.nonzero()[:, 0]):
-                    first, last = places[[0, -1]].tolist()
-                    moving, ends = advantages[places], (first, len(advantages) - 1 - last)
+                    moving = advantages[places]
                     known |= {"advantage": moving[0].item(), "is_one": torch.allclose(moving, moving[:1])}
-                    known["unmoved"] = sum(ends) * (last - first + 1 == len(places) and 0 in ends)
+                    known["unmoved"] = int(places[0])
         return TrainedRow(str(of["uid"][i]), prompt, response, **known)
 
     @cached_property
@@ -213,13 +215,13 @@ class UpdateEvidence:
         self,
         global_step: int | None,
         metrics: Mapping[str, Any],
-        read_warnings: Callable[[], Sequence[RunWarning] | None],
+        read_answer: Callable[[Sequence[TrainedRow]], Answer | None],
     ) -> None:
         """Ends an update: rank 0 judges, logs and writes its lines, and writes the step's figures.
 
         Args:
             metrics (Mapping): Those of the actor or critic; of the latter, no line of steps.jsonl is made.
-            read_warnings (Callable): Returns what `RunWarnings.warnings` does; called on rank 0 alone.
+            read_answer (Callable): `GradLoc.answer`; called on rank 0 alone.
         """
         events, self._events = self._events, []
         rows, self._rows = self._rows, {}
@@ -228,13 +230,11 @@ class UpdateEvidence:
             return
         names = {name: f"actor/gradloc/{name}" for name in STEP_FIGURES}
         figures = {name: metrics[metric] for name, metric in names.items() if metric in metrics}
-        of_run = read_warnings()
         # A critic, whose update has no such figures, is trained on the same rows.
-        of_rows = asked(lambda: judge.row_warnings(trained), [], list[RunWarning]) if figures else []
-        warnings = [*of_rows, *(of_run or [])]
-        for each in warnings:
-            warn_once(_said, f"Step {global_step}: {each['sentence']} {each['check']}", about=each["name"])
-        events = [judged(event, warnings, rows.get(id(event))) for event in events]
+        answer = read_answer(trained if figures else [])
+        for sentence in [] if answer is None else answer["news"]:
+            logger.warning("Step %s: %s", global_step, sentence)
+        events = [judged(event, answer, rows.get(id(event))) for event in events]
         by_kind: dict[str, list[dict[str, Any]]] = {kind: [] for kind in _KINDS}
         for event in events:
             by_kind[kind_of(event)].append(event)
@@ -248,7 +248,7 @@ class UpdateEvidence:
         # The figures count the spikes, so these come first: a reader never finds fewer than are counted.
         record_events(self._directory, events, "critic" if by_kind["critic"] else "spikes")
         if figures:
-            record_step(self._directory, global_step, figures, None if of_run is None and not of_rows else warnings)
+            record_step(self._directory, global_step, figures, answer)
 
     def _own_facts(
         self, tokens: Sequence[tuple[dict[str, Any], int, dict[str, Any]]], data: TrainedData

@@ -23,11 +23,12 @@ from ..bundles.layout import Row
 from ..config import GradLocConfig
 from ..critic_watch import CriticWatch
 from ..evidence.writer import now
+from ..facts import TrainedRow
 from ..fsdp import collectives
 from ..gradloc import GradLoc, Located
 from ..guarded import PatientThread, guarded
 from ..layers.layer_clip import LayerClip
-from ..lines import SCHEMA, RunWarning, Where
+from ..lines import SCHEMA, Answer, Where
 from ..measure.pass_recorder import LossInputs, ReadTokens
 from ..measure.passes import Forward
 from ..token_clip.token_clip import TokenClip, row_weights
@@ -74,9 +75,9 @@ class Watch:
         """Whether the training passes are watched, for which `begin_pass`, `observe` and `end_pass` are called."""
         return self.gradloc is not None or self.token_clip is not None
 
-    def warnings(self) -> list[RunWarning] | None:
-        """See `RunWarnings.warnings`, of the update so far; nothing without `spike_detection`."""
-        return [] if self.gradloc is None else self.gradloc.warnings
+    def answer(self, rows: Sequence[TrainedRow]) -> Answer | None:
+        """See `RunFacts.answer`, of the update so far; nothing without `spike_detection`."""
+        return None if self.gradloc is None else self.gradloc.answer(rows)
 
     def start_update(self, global_step: int | None) -> None:
         """Begins an update, and its first mini-batch."""

@@ -16,11 +16,11 @@ from .. import judge, lines
 from ..fsdp import collectives
 from ..judge.shares import threshold_factor
 from ..judging import asked
-from ..measure.alignment import own_alignment
 from ..measure.micro_batch import AllFigures, MicroBatch, MicroBatchName, Token, movable, suspects
 from ..measure.mini_batch import MiniBatch, OrdinaryGradient
+from ..measure.update_facts import own_facts
 from ..search.findings import Findings, Part
-from ..sources import HOLDS, Medians, classify, has_large_advantage
+from ..sources import Medians, classify, has_large_advantage
 from ..threshold import largest_first
 from ..version import __version__
 from .ordinary import largest_tokens, ordinary_counts, ordinary_shares, token_medians
@@ -65,14 +65,8 @@ _LARGEST_TOKENS = 3
 # How many micro-batches over their thresholds an event lists, how many norms by layer of them, and how many diffuse
 # parts: a thousand events of many ranks and layers are to have room in a file.
 _UNITS, _UNIT_LAYERS, _DIFFUSE = 64, 400, 16
-# Of how many tokens measured under τ the sources are counted, at most and at least.
-_MEASURED, _LEAST_MEASURED = 64, 4
 # How many suspected tokens an event lists.
 SUSPECTED = 16
-# After an error in the judge of the run.
-_UNCHECKED = "nothing has checked the run, so that this need not be a natural spike"
-# So many times the usual norm, of the typical micro-batch, is no matter of single tokens.
-_LOUDER = 2.0
 
 
 class Done(NamedTuple):
@@ -93,7 +87,7 @@ def build_event(
     done: Done,
     started: float,
     steps_since_resume: int | None = None,
-    warnings: Callable[[], list[lines.RunWarning] | None] = list,
+    answer: Callable[[], lines.Answer | None] = lambda: None,
     medians: Medians | None = None,
     layer_clip: dict[str, lines.ClippedLayer] | None = None,
     drill: lines.Drill | None = None,
@@ -106,8 +100,8 @@ def build_event(
         ordinary (OrdinaryGradient): What an earlier mini-batch says of ordinary tokens.
         where (Where): The mini-batch.
         started (float): What `time.perf_counter` gave when the search began.
-        steps_since_resume (int, optional): See `RunWarnings.steps_since_resume`.
-        warnings (Callable): Returns what `RunWarnings.warnings` does.
+        steps_since_resume (int, optional): See `RunFacts.steps_since_resume`.
+        answer (Callable): Returns what `RunFacts.answer` does.
         medians (Mapping, optional): What `token_medians` gave in training; by default, that of this mini-batch.
         layer_clip (dict, optional): What `LayerClip.preview` gives, the same on every rank.
         drill (Drill, optional): What was planted, if it was.
@@ -115,8 +109,7 @@ def build_event(
     """
     model = mini_batch.model
     culprits = _largest_culprits(findings)
-    under = _measured_under(findings)
-    facts = token_facts_of(mini_batch, [*culprits, *under])
+    facts = token_facts_of(mini_batch, culprits)
     if medians is None:
         medians = token_medians(mini_batch.micro_batches, model.device, model.sequence_parallel_size)
     # With rewards that are rarely right, many ordinary tokens have a multiple of the median as well; what makes an
@@ -129,7 +122,7 @@ def build_event(
         counts = ordinary_counts(mini_batch.micro_batches, places, least, mini_batch.scale)
         return counts, ordinary.own_sums(), time.perf_counter() - started
 
-    of_run = warnings()
+    of_run = answer()
     counts, sums, seconds = zip(*collectives.exchange(own)[:: model.sequence_parallel_size], strict=True)
     with collectives.raised_on_all_ranks(model.device):
         event: lines.Event = {
@@ -147,12 +140,9 @@ def build_event(
             "ordinary_layer_norms": _ordinary_layer_norms(findings) or ordinary.layer_norms(sums, model.meter.layers),
             "broken_parameters": mini_batch.broken_parameters,
             "search": "reduced" if model.meter.reduces else "local",
-            "comparison": {
-                "ordinary": ordinary_shares(counts),
-                "measured": _measured_shares(findings, under, facts, medians),
-                "unusual": _why_unusual(findings, ordinary) or (_UNCHECKED if of_run is None else None),
-            },
-            "warnings": of_run or [],
+            "comparison": {"ordinary": ordinary_shares(counts)},
+            "identities": {} if of_run is None else of_run["identities"],
+            "warnings": [] if of_run is None else of_run["warnings"],
             "steps_since_resume": steps_since_resume,
             "layer_clip": layer_clip,
             "drill": drill,
@@ -179,8 +169,8 @@ def converted_event(
         world_size (int): The number of data-parallel ranks.
     """
     medians = token_medians(list(micro_batches.values()))
-    sums = own_alignment([each.tokens for each in micro_batches.values()]).tolist()
-    found = asked(lambda: judge.alignment_warning(sums), form=lines.RunWarning | None)
+    facts = own_facts([each.tokens for each in micro_batches.values()]).tolist()
+    found = asked(lambda: judge.of_one_step(facts), form=lines.Answer)
     return {
         **_begun(1.0, world_size, Findings(threshold), medians, where, Done(False)),
         "action": "log",
@@ -195,8 +185,9 @@ def converted_event(
         "culprits": [],
         "suspected": _suspected_tokens(micro_batches, medians),
         "suspected_ranks": sorted({rank for rank, _ in micro_batches}),
-        "comparison": {"ordinary": {}, "measured": None, "unusual": None},
-        "warnings": [] if found is None else [found],
+        "comparison": {"ordinary": {}},
+        "identities": {} if found is None else found["identities"],
+        "warnings": [] if found is None else found["warnings"],
         "steps_since_resume": None,
         "layer_clip": None,
         "drill": None,
@@ -236,39 +227,6 @@ def _begun(
         "world_size": world_size,
         "loss_scale": loss_scale,
     }
-
-
-def _why_unusual(findings: Findings, ordinary: OrdinaryGradient) -> str | None:
-    """Why the run is not as it usually is; None if it is, or if that is not known."""
-    if ordinary.spikes_are_rare is None:
-        return "too little of the run is known to call this a natural spike"
-    if not ordinary.spikes_are_rare:
-        return "other mini-batches shortly before had spikes, too, so that the cause is not in this one alone"
-    norms = [each.token_equivalent for each in findings.figures.values() if each.norm and each.has_advantages]
-    usual = ordinary.token_norm
-    if usual and norms and statistics.median(norms) > _LOUDER * usual:
-        return "the other micro-batches are louder than before, too"
-    return None
-
-
-def _measured_under(findings: Findings) -> list[Token]:
-    """Tokens that were measured under τ; none if they are too few to say anything."""
-    culprits = set(findings.culprits)
-    under = [token for token in sorted(findings.measured) if token not in culprits][:_MEASURED]
-    return under if len(under) >= _LEAST_MEASURED else []
-
-
-def _measured_shares(
-    findings: Findings, under: Sequence[Token], facts: Mapping[Token, lines.Facts], medians: Medians
-) -> lines.Shares | None:
-    """By rule, its share of tokens that were measured under τ; None without any.
-
-    They were picked by suspicion like the culprits: what is as frequent among them makes no norm large.
-    """
-    if not under:
-        return None
-    sources = [_culprit(findings, token, facts[token], medians)["sources"] for token in under]
-    return {name: sum(name in each for each in sources) / len(under) for name in HOLDS}
 
 
 def _trigger(mini_batch: MiniBatch, findings: Findings) -> lines.Trigger:

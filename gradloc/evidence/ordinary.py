@@ -22,6 +22,8 @@ _OF_MANY: Mapping[str, Callable[[Facts, Medians], Any]] = {
     **{name: holds for name, holds in HOLDS.items() if name != "layer"},
     APART: lambda facts, _: is_apart(facts.get("rollout_log_prob"), facts.get("old_log_prob")),
 }
+# What all tokens of a response have.
+_OF_RESPONSES = ("advantage", "sequence", "misaligned")
 # (index of the micro-batch in its rank's mini-batch, row in it, position in the response).
 Place = tuple[int, int, int]
 
@@ -32,7 +34,8 @@ def ordinary_counts(
     """For how many of this rank's ordinary tokens each rule holds, for `ordinary_shares`.
 
     Ordinary tokens are the response tokens that can move, have an advantage, and are no culprits. Of a token without
-    one, the KL loss or the entropy bonus makes all of the gradient.
+    one, the KL loss or the entropy bonus makes all of the gradient. What a whole response has is compared with other
+    responses.
 
     Args:
         culprits (Collection): This rank's, too.
@@ -40,22 +43,24 @@ def ordinary_counts(
         scale (float): The loss scale.
 
     Returns:
-        Tensor: float64, (1 + rules,): how many they are, and for how many each of `_OF_MANY` does; NaN where unknown.
+        Tensor: float64, (2, rules): how many are compared, and for how many each of `_OF_MANY` does; NaN where unknown.
     """
-    counts, unknown = torch.zeros(1 + len(_OF_MANY), dtype=torch.float64), torch.tensor(math.nan, dtype=torch.float64)
+    counts, unknown = torch.zeros(2, len(_OF_MANY), dtype=torch.float64), torch.tensor(math.nan, dtype=torch.float64)
     for index, micro_batch in enumerate(micro_batches):
         # The numbers from which a culprit's facts are made.
         tokens = micro_batch.portable(scale, inputs=False).tokens
         ordinary = tokens["response_mask"].bool() & movable(tokens)
         if "advantage" in tokens:
             ordinary &= tokens["advantage"] != 0
+        others = ordinary.clone()
         for at, row, position in culprits:
             if at == index:
-                ordinary[row, position] = False
+                ordinary[row, position], others[row] = False, False
         facts = {**token_facts(tokens), "grad_norm": torch.where(tokens["broken"].bool(), math.nan, 1.0)}
-        holding = [holds(facts, medians) for holds in _OF_MANY.values()]
-        known = [unknown if each is None else (ordinary & each).sum() for each in holding]
-        counts += torch.stack([ordinary.sum(), *known])
+        for i, (name, holds) in enumerate(_OF_MANY.items()):
+            compared, holding = others if name in _OF_RESPONSES else ordinary, holds(facts, medians)
+            counts[0, i] += compared.sum()
+            counts[1, i] += unknown if holding is None else (compared & holding).sum()
     return counts
 
 
@@ -72,9 +77,8 @@ def ordinary_shares(by_rank: Sequence[Tensor]) -> dict[str, float | None]:
     Returns:
         dict: By rule, and for `APART`; None where it is not known, or where no token is ordinary.
     """
-    total, *holding = torch.stack([*by_rank]).sum(0).tolist()
-    known = zip(_OF_MANY, holding, strict=True)
-    found = {name: count / total for name, count in known if total and not math.isnan(count)}
+    known = zip(_OF_MANY, *torch.stack([*by_rank]).sum(0).tolist(), strict=True)
+    found = {name: count / total for name, total, count in known if total and not math.isnan(count)}
     return {name: found.get(name) for name in (*HOLDS, APART)}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..measure.alignment import find_turns, from_there_on, misplaced, starts_turn, turn_starts
+from ..measure.turns import find_turns, from_there_on, misplaced, starts_turn, turn_starts
 from .writer import WINDOW, window_start
 
 # A log-prob that differs from the rollout's by more than this is misaligned.

@@ -20,7 +20,7 @@ from typing import Any
 
 from ..guarded import PatientThread, warn_once
 from ..judging import judged
-from ..lines import SCHEMA, RunWarning
+from ..lines import SCHEMA, Answer
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ def record_step(
     directory: str,
     global_step: int | None,
     figures: Mapping[str, float | None],
-    warnings: Sequence[RunWarning] | None = (),
+    answer: Answer | None = None,
 ) -> None:
     """Appends one short line about a step to `<directory>/steps.jsonl`; see `Step` in gradloc/lines.py.
 
@@ -135,12 +135,11 @@ def record_step(
     Args:
         directory (str): Created if it does not exist. The file of an earlier run is continued.
         figures (Mapping): `STEP_FIGURES` by name; those that are missing are written as null.
-        warnings (Sequence[RunWarning], optional): None if nothing has checked the run: then the line has none.
+        answer (dict, optional): What the judge says of it; None if nothing has checked the run.
     """
     line = {"schema": SCHEMA, "time": now(), "global_step": global_step}
     line |= {name: figures.get(name) for name in STEP_FIGURES}
-    if warnings is not None:
-        line["warnings"] = list(warnings)
+    line |= {name: answer[name] for name in ("identities", "warnings", "changes")} if answer else {}
     _append(directory, "steps", _line(line), f"the figures of step {global_step}", global_step, 1)
 
 

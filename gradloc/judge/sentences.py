@@ -10,14 +10,14 @@ from typing import Any
 from ..guarded import guarded
 from ..lines import Clipped, Culprit, Event
 from ..sources import LAYER_FRACTION, layer_shares, shares_of_sum
-from .rules import RULES, SOURCES, Kind, turn_boundary
+from .rules import RULES, SOURCES
 from .shares import all_of, carrying_layers, counted, percent
 
 # By TokenClip's action, what happened to the signals that were cut.
 DONE = {"drop": "dropped", "smooth": "reduced"}
 
 # Where they hold for any culprit, something is broken, and the other culprits may be its consequences.
-_BUGS = [rule.name for rule in RULES if rule.kind in (Kind.BROKEN, Kind.UNSAMPLED, Kind.MISALIGNED)]
+_BUGS = [rule.name for rule in RULES if rule.is_bug and rule.name not in ("token", "sequence")]
 
 # A gradient that comes from no token, as that of an auxiliary loss, is mentioned from this part of the norm on. Without
 # one it is exactly 0.
@@ -88,7 +88,9 @@ def _culprits(event: Event) -> str:
         start = f"{counted(count, len(culprits))} {what}{_token(found)}"
     sentence = f"{start}, {_responses(found)}"
     if event["diagnosis"] == "diffuse":
-        return f"{_everywhere(event)}{_spread(event)}; of the tokens that are over the threshold alone, {sentence}"
+        return (
+            f"{_everywhere(event)}{spread_in_words(event)}; of the tokens that are over the threshold alone, {sentence}"
+        )
     if event["diagnosis"] == "incomplete":
         return f"{sentence}, and the search ended before it could explain the spike"
     return f"{_everywhere(event)}{sentence}"
@@ -104,6 +106,18 @@ def _token(culprits: Sequence[Culprit]) -> str:
         return f" {text!r}"
     which = all_of(count).split()[0] if count == len(culprits) else count
     return f" ({which} of them {text!r})"
+
+
+def turn_boundary(culprits: Sequence[Mapping[str, Any]]) -> str | None:
+    """With which token the mismatch to the rollout begins in most of the culprits' responses; None if with no turn."""
+    responses = {
+        (culprit["rank"], culprit["row"]): turn for culprit in culprits if (turn := culprit.get("mismatch_turn"))
+    }
+    if not responses:
+        return None
+    turn, count = Counter(responses.values()).most_common(1)[0]
+    share = "" if count == len(responses) else f" in {counted(count, len(responses), 'responses')}"
+    return f"with the first token after turn {turn - 1}{share}"
 
 
 def _responses(culprits: Sequence[Culprit]) -> str:
@@ -135,7 +149,7 @@ def _without_culprits(event: Event) -> str:
     if event["diagnosis"] == "nonfinite":
         return "no single token is the cause: NaN or Inf is in the log-probs or gradients of all of them"
     if event["diagnosis"] == "diffuse":
-        return _everywhere(event) + _spread(event)
+        return _everywhere(event) + spread_in_words(event)
     why = f" ({event['error']})" if event["error"] else " (out of time)" if event.get("out_of_time") else ""
     return (
         f"{_everywhere(event)}the search ended after {_count(event['passes'], 'pass', 'passes')} without a result{why}"
@@ -166,7 +180,8 @@ def ranks_looked_at(event: Mapping[str, Any]) -> str | None:
     return f"rank {', '.join(map(str, ranks))} ({unseen} not looked at)"
 
 
-def _spread(event: Event) -> str:
+def spread_in_words(event: Event) -> str:
+    """That no small set of tokens explains a spike, and of how many it is the sum."""
     tokens = sum(part["tokens"] for part in event["diffuse"])
     if not tokens:
         return "no small set of tokens explains the spike"

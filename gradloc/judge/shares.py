@@ -8,10 +8,6 @@ from typing import Any
 
 from ..sources import layer_shares
 
-# By so many times its usual odds, a layer's share of the squared norm is unusual.
-LAYER_ODDS = 20.0
-# A block is unlike the others, of which there are so many, if each has so many times less of the squared norm.
-LIKE, UNLIKE = 2, 25.0
 # How many layers are named at most, and the part of the squared norm that they are to carry.
 _LAYERS, _CARRIED = 3, 0.8
 
@@ -25,20 +21,6 @@ def carrying_layers(layer_norms: Mapping[str, float]) -> list[str]:
         if math.fsum(shares[layer] for layer in found) >= _CARRIED:
             return found
     return []
-
-
-def is_unusual(share: float, usual: float) -> bool:
-    """Whether a layer's share of the squared norm has `LAYER_ODDS` times its usual odds."""
-    return share * (1 - usual) > LAYER_ODDS * usual * (1 - share)
-
-
-def is_unlike_its_like(name: str, shares: Mapping[str, float]) -> bool:
-    """Whether a numbered layer has far more of the squared norm than every other one of its kind that is trained:
-    gradients of a model's blocks differ, but gradually.
-    """
-    kind, _, number = name.rpartition(".")
-    others = [share for other, share in shares.items() if share and other != name and other.rpartition(".")[0] == kind]
-    return number.isdigit() and len(others) >= LIKE and shares[name] >= UNLIKE * max(others)
 
 
 def threshold_factor(part: Mapping[str, Any]) -> float:

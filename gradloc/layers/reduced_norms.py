@@ -137,6 +137,11 @@ class ReducedNorms:
         self.numels = [0] * len(self.layers)  # the number of trainable parameters (elements) in each layer
         for layer, piece in zip(self._layers, self._pieces, strict=True):
             self.numels[layer] += piece.numel
+        # By layer, the piece with the fewest elements.
+        self._smallest = [
+            min((i for i, of in enumerate(self._layers) if of == layer), key=lambda i: self._pieces[i].numel)
+            for layer in range(len(self.layers))
+        ]
         self._device = device
         # Also if nothing is sharded: all ranks must make the same decisions.
         self._summed = world_size() > 1 and any(isinstance(child, _FSDP) for child in module.modules())
@@ -175,6 +180,22 @@ class ReducedNorms:
             own = norms.to(self._device).double().square() * self._share_of[of_norm]
             squares.index_add_(0, self._layer_of[of_norm], own)
         return squares
+
+    @torch.no_grad()
+    def small_weights(self) -> tuple[Tensor, Tensor]:
+        """A copy of this rank's part of the smallest tensor of each layer, and of its gradient, in single precision.
+
+        They are small: a norm's weights. Kept over an optimizer step, they show how it moves.
+        """
+        found: list[list[Tensor]] = [[], []]
+        for i in self._smallest:
+            weights, gradient = self._pieces[i].weights(), self._pieces[i].gradient()
+            if weights is not None:
+                found[0].append(weights.flatten().float())
+                found[1].append(torch.zeros_like(found[0][-1]) if gradient is None else gradient.flatten().float())
+        nothing = torch.zeros(0, device=self._device)
+        weights, gradient = (torch.cat([nothing, *(each.to(self._device) for each in of)]) for of in found)
+        return weights, gradient
 
     @torch.no_grad()
     def broken_parameters(self) -> BrokenParameters:

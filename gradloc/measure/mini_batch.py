@@ -3,7 +3,6 @@
 """The gradient of a mini-batch before its optimizer step: its norms, its weights and its thresholds."""
 
 import math
-from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -155,26 +154,12 @@ class MiniBatch:
         return own
 
 
-# A spike is rare if at most this share of the last mini-batches had one, of at least so many.
-_RARE, _LAST, _LEAST = 0.25, 16, 4
-
-
 class OrdinaryGradient:
-    """What the last mini-batch without a spike says of ordinary tokens, and how many of the last ones had none."""
+    """What the last mini-batch without a spike says of ordinary tokens."""
 
     def __init__(self) -> None:
         self.token_norm: float | None = None  # the root mean square of their gradient norms; None if unknown
         self._sums: Tensor | None = None
-        self._spikes: deque[bool] = deque(maxlen=_LAST)
-
-    @property
-    def spikes_are_rare(self) -> bool | None:
-        """Whether few of the mini-batches before this one had a spike; None while too few are known."""
-        return None if len(self._spikes) < _LEAST else sum(self._spikes) <= _RARE * len(self._spikes)
-
-    def count(self, is_spike: bool) -> None:
-        """Counts a mini-batch, after its event."""
-        self._spikes.append(is_spike)
 
     def take_in(self, mini_batch: MiniBatch) -> None:
         """Takes a mini-batch without a spike as ordinary, unless none of its tokens can move."""

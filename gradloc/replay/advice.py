@@ -6,17 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..judge.loss import OF_LOSS
-from ..judge.rows import OF_GROUPS
 from ..judge.rules import SOURCES
 from ..threshold import is_over
 from ..tools.figures import percent, severity
 
-# Causes besides the rules that are to be repaired where they come from: a remedy only covers them up.
-_BUGS = (
-    *("auxiliary", "stale_weights", "partly_stale", "other_log_probs", "reward_scale", "learning_rate"),
-    *("adapter_scale", "misfire", *OF_LOSS, *OF_GROUPS),
-)
+# Broken equalities of tokens that remedies are made for.
+_RATIOS = ("token", "sequence")
 # A remedy that leaves more of what the culprits add to the norm is not recommended.
 _MOST_LEFT = 0.5
 # One that moves the ordinary tokens' gradient by more is as good as a skipped step for them.
@@ -66,11 +61,11 @@ def recommended(result: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, st
 def _bug(result: Mapping[str, Any]) -> str | None:
     """The cause that is to be repaired: of the verdict, of the scale, or the source of the largest culprit."""
     cause, source = result.get("cause"), _source(result)
-    if cause in _BUGS or (cause in SOURCES and SOURCES[cause].is_bug):
+    if cause is not None and (cause not in SOURCES or SOURCES[cause].is_bug) and cause not in _RATIOS:
         return cause
     if result.get("scale") is not None:
         return "loss_scale"
-    return source if source in SOURCES and SOURCES[source].is_bug else None
+    return source if source in SOURCES and SOURCES[source].is_bug and source not in _RATIOS else None
 
 
 def _source(result: Mapping[str, Any]) -> str | None:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ..bundles import limits
 from ..evidence.writer import jsonable
-from ..judge.alignment import alignment_warning
-from ..measure.alignment import own_alignment
+from ..judge import of_one_step
+from ..measure.update_facts import own_facts
 from ..tools.command_line import say
 from ..tools.figures import severity
 from ..tools.files import write_whole
@@ -227,9 +227,8 @@ def build_result(replay: Replay, open_ones: Sequence[str]) -> dict[str, Any]:
     result["scale"] = find_scale(bundle, measured, result["same_weights"], main.dtype, manifest["dtype"])
     if replay.switches:
         result["switches"] = [*replay.switches]
-    misaligned = alignment_warning(own_alignment([saved.tokens for saved in bundle.micro_batches.values()]).tolist())
-    of_positions = [] if misaligned is None else [misaligned["sentence"]]
-    result["sentences"] = [*of_positions, *sentences(result)]
+    found = of_one_step(own_facts([saved.tokens for saved in bundle.micro_batches.values()]).tolist())
+    result["sentences"] = [*(each["sentence"] for each in found["warnings"]), *sentences(result)]
     return result
 
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from ..config import is_finite_number
-from ..judge.log_probs import OTHER_GAP
-from ..judge.loss import coefficient_factor, fitting_numbers, is_one
-from ..measure.run_sums import own_loss_figures
-from ..sums import LARGEST
+from ..facts import NAMES
+from ..judge.readings import of_tokens
+from ..levels import FACTOR, GAP, LEAST_LOG_PROB, LEVEL, SAME
+from ..measure.update_facts import own_facts
 from ..tools.opening import Bundle
 from .measuring import Measured
 from .model import Model, row_logits
@@ -104,12 +104,55 @@ def _layer_ratios(bundle: Bundle, measured: Measured) -> list[float]:
 
 
 def _of_loss(bundle: Bundle, counts: Mapping[str, float]) -> dict[str, Any] | None:
-    figures = own_loss_figures([saved.tokens for saved in bundle.micro_batches.values()]).tolist()
-    factor = coefficient_factor([figures])
-    if factor is None or is_one(factor):
+    facts = own_facts([saved.tokens for saved in bundle.micro_batches.values()]).tolist()
+    readings = of_tokens(dict(zip(NAMES, facts, strict=True)))
+    factor, explained = readings.get("loss.factor"), readings.get("loss.explained", 0.0)
+    if factor is None or factor <= 0 or is_one(factor) or explained < 1 - SAME:
         return None
-    low, high = figures[3] / factor, figures[5] / factor
-    return {"factor": factor, "spread": max(1 - low, high - 1), "could_be": fitting_numbers(factor, counts)}
+    spread = math.sqrt(max(1 / min(explained, 1.0) - 1, 0.0))
+    return {"factor": factor, "spread": spread, "could_be": fitting_numbers(factor, counts)}
+
+
+def is_one(factor: float) -> bool:
+    """Whether a factor is not clearly another than 1."""
+    return max(factor, 1 / factor) <= 1 + LEVEL * FACTOR
+
+
+def fitting_numbers(factor: float, counts: Mapping[str, float], tolerance: float = SAME) -> list[str]:
+    """What a factor could be: one of some numbers, a product of two, one over these, or a power of two; in words.
+
+    Args:
+        factor (float): It, positive.
+        counts (Mapping): Numbers by what they are, as "ranks"; those up to 1 are left out.
+        tolerance (float): How far the factor may be from a number, relative to it.
+    """
+    found: list[str] = []
+    given = {name: float(count) for name, count in counts.items() if 1 < count < math.inf}
+    names = list(given)
+    products = {name: given[name] for name in names} | {
+        f"{one} × {other}": given[one] * given[other] for i, one in enumerate(names) for other in names[i + 1 :]
+    }
+    for name, number in products.items():
+        for text, value in ((f"the number of {name}", number), (f"1 / the number of {name}", 1 / number)):
+            if abs(factor / value - 1) <= tolerance:
+                found.append(f"{text} ({number:g})")
+    power = round(math.log2(factor))
+    if power and abs(factor / 2.0**power - 1) <= tolerance:
+        found.append(f"2^{power}")
+    return found
+
+
+def what_it_could_be(fitting: Sequence[str]) -> str:
+    """A clause on `fitting_numbers`, or nothing."""
+    if not fitting:
+        return ""
+    return f"; it could be {' or '.join([', '.join(fitting[:-1]), fitting[-1]] if len(fitting) > 1 else fitting)}"
+
+
+CHECK = (
+    "Take one step with another number of ranks, and one with another number of micro-batches: `actor/grad_norm` "
+    "should stay about the same."
+)
 
 
 def _common_factor(ratios: list[float], tolerance: float) -> tuple[float, float] | None:
@@ -163,7 +206,7 @@ def fit_temperature(bundle: Bundle, model: Model) -> dict[str, float] | None:
         return _mean_difference(rows, training * math.exp(log_factor))
 
     gap = difference(0.0)
-    if not gap >= OTHER_GAP:
+    if not gap >= GAP:
         return None
     best = _least(difference, -math.log(_WIDEST), math.log(_WIDEST))
     left = difference(best)
@@ -195,12 +238,12 @@ def _rows(bundle: Bundle, model: Model) -> list[_Row]:
 
 @torch.no_grad()
 def _mean_difference(rows: list[_Row], temperature: float) -> float:
-    """Of the log-probs at a temperature from the rollout's, each counted as at most `LARGEST`; NaN if none is known."""
+    """Of the log-probs at a temperature from the rollout's, each counted as at most 10 nats; NaN if none is known."""
     differences = []
     for logits, ids, rollout, _ in rows:
         log_probs = (logits / temperature).float().log_softmax(-1)
         log_prob = log_probs.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
-        difference = (log_prob.double().cpu() - rollout).abs().clamp(max=LARGEST)
+        difference = (log_prob.double().cpu() - rollout).abs().clamp(max=-LEAST_LOG_PROB)
         differences.append(difference[difference.isfinite()])
     return float(torch.cat(differences).mean())
 

@@ -24,15 +24,13 @@ from ..config import GradLocConfig
 from ..evidence.event import Done, build_event
 from ..fsdp import collectives
 from ..fsdp.state import get_rng_state
-from ..judge.alignment import alignment_warning
+from ..judge import of_one_step
 from ..judge.judgement import judged
-from ..judge.progress import said_again
-from ..judge.verdict import CAUSES
-from ..lines import RunWarning
-from ..measure.alignment import own_alignment
+from ..lines import Answer
 from ..measure.micro_batch import MicroBatch, MicroBatchName
 from ..measure.mini_batch import MiniBatch, OrdinaryGradient
 from ..measure.passes import Forward, LocalMeter, MakeProbe, Passes, WatchedModel
+from ..measure.update_facts import own_facts
 from ..search.investigation import TimeLimit, investigate
 from ..tools.command_line import say
 from ..tools.opening import Bundle
@@ -130,9 +128,9 @@ def search(bundle: Bundle, model: Model, forward: Forward, threshold: float, bud
             return Searched(None, recorded[name] if norm else None, norm, log_probs, outputs.count)
         where: Any = {name: event[name] for name in ("global_step", "epoch", "mini_batch")}
         medians = {name: event[name] and float(event[name]) for name in _MEDIANS}
-        warnings = _warnings(event, [each.tokens for each in mini_batch.micro_batches])
+        of_run = _answer(event, [each.tokens for each in mini_batch.micro_batches])
         of_action = event["action"], Done(event["applied"]), started, event.get("steps_since_resume")
-        found = judged(build_event(mini_batch, findings, ordinary, where, *of_action, lambda: warnings, medians))
+        found = judged(build_event(mini_batch, findings, ordinary, where, *of_action, lambda: of_run, medians))
     if collectives.rank() == 0:
         found = _with_names(found, recorded)
     return Searched(found, None, 0.0, log_probs, outputs.count)
@@ -233,19 +231,15 @@ def _measure_wholes(
     return differences
 
 
-def _warnings(event: Mapping[str, Any], tokens: Sequence[Mapping[str, Tensor]]) -> list[RunWarning]:
-    """What the tokens say of their positions; else what training knew was wrong with the run.
+def _answer(event: Mapping[str, Any], tokens: Sequence[Mapping[str, Tensor]]) -> Answer:
+    """What training knew of its identities; of an event that was converted, what its tokens say.
 
-    A collective call: what one rank sees holds for all.
+    A collective call: the sums of all ranks.
     """
-    of_ranks = collectives.exchange(lambda: alignment_warning(own_alignment(tokens).tolist()))
-    found = [each for each in of_ranks if each is not None]
-    verdict = event.get("verdict")
-    if not found and "warnings" in event:
-        return event["warnings"]
-    if found or verdict is None or verdict["cause"] in (None, "auxiliary", "misfire", *CAUSES):
-        return found[:1]
-    return [{"name": verdict["cause"], **said_again(verdict)}]
+    if not event["search"] == "converted" and "identities" in event:
+        return {"identities": event["identities"], "warnings": event["warnings"], "changes": [], "news": []}
+    by_rank = collectives.exchange(lambda: own_facts(tokens).tolist())
+    return of_one_step([math.fsum(column) for column in zip(*by_rank, strict=True)])
 
 
 def _with_names(found: dict[str, Any], recorded: Mapping[MicroBatchName, MicroBatchName]) -> dict[str, Any]:

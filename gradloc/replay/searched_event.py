@@ -8,8 +8,8 @@ from typing import Any
 
 from ..bundles import limits
 from ..evidence.writer import jsonable
+from ..judge.said import said
 from ..judge.sentences import describe
-from ..judge.verdict import as_verdict
 from ..tools.opening import Bundle, BundleError, check_places
 from ..tools.reading import Evidence, read, spike_of
 from ..tools.results import EVENT_SUFFIX
@@ -36,7 +36,7 @@ _FOUND = (
 # What a recorded spike lacks besides.
 _FOUND_FIRST = ("median_advantage", "median_weight", "ordinary_layer_norms")
 # A verdict, and what it is judged by.
-_JUDGED = ("verdict", "comparison", "warnings")
+_JUDGED = ("verdict", "comparison", "identities", "warnings")
 # What an event has in common with that of its bundle.
 _SAME = ("global_step", "epoch", "mini_batch", "loss_scale", "world_size")
 # What the trainer adds to a culprit about the response, and about the token.
@@ -99,7 +99,7 @@ def quiet_event(
     if not (base.get("verdict") or {}).get("cause"):
         or_ = "or" if of_training else "the weights are not those of training, or"
         rest = f": the spike is not in these tokens, {or_} τ is too high."
-        event["verdict"] = as_verdict(None, "No micro-batch is over its threshold", rest, check)
+        event["verdict"] = {"cause": None, "facts": [], **said("No micro-batch is over its threshold", rest, check)}
     return _finished(event, bundle, threshold)
 
 

@@ -6,11 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..judge.loss import CHECK, what_it_could_be
 from ..sources import layer_shares
 from ..threshold import is_over
 from .advice import recommended
-from .scale import coarsest
+from .scale import CHECK, coarsest, what_it_could_be
 from .switches import AS_REPLAYED
 
 # How far a norm may be from the recorded one to count as the same. In half precision some thirty roundings in a row of

@@ -22,7 +22,6 @@ from typing import Any, TypeVar, get_type_hints
 
 from ..evidence.writer import evidence_files
 from ..guarded import PatientThread, warn_once
-from ..judge.misfire import without_data_source
 from ..judging import in_one_line
 from ..lines import ClippedToken, Culprit, Number
 from ..tools.reading import read
@@ -271,10 +270,6 @@ class SpikeLog:
                 "get the metrics only.",
             )
             return
-        if not self._texts:  # of what is sent, sentences alone may name what a sample is
-            for line in lines:
-                if line.get("verdict") is not None:
-                    line["verdict"] = without_data_source(line["verdict"])
         self._steps += 1
         of_step = StepSpikes(step, lines)
         for table, of_table in zip(self._tables, (of_step.spikes, of_step.clips), strict=True):

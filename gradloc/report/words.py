@@ -8,7 +8,6 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from ..judge.misfire import OF_EITHER
 from ..judge.sentences import lowered
 from ..sources import UNLIKELY
 from ..tools.figures import clipped, count, excess, percent, short, short_factor, threshold_factor
@@ -61,7 +60,6 @@ _CAUSES = 64
 _OF_SEVERAL = {
     "": "No known cause yet",
     "auxiliary": "Most of the gradient comes from no token's log-prob",
-    "misfire": OF_EITHER,
 }
 
 

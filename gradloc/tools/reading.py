@@ -13,11 +13,8 @@ from typing import Any
 
 from ..evidence.writer import LINE_BYTES, STEP_FIGURES, evidence_files, jsonable
 from ..judge.judgement import judged
-from ..judge.misfire import needs_rows, without_data_source
-from ..judge.rules import BROKEN
 from ..lines import READABLE, SCHEMA, CriticSpike
 from ..lines import Event as EventLine
-from ..version import __version__
 from .figures import SHORT_CHARACTERS, clipped, severity
 from .results import read_events, read_results
 from .schema import (
@@ -68,6 +65,8 @@ class Evidence:
         faults (list[str]): The names of faults that were planted in the run on purpose.
         steps (dict[int, dict]): The figures of each step, of its last line; None where there is no data.
         warnings (dict[int | None, list]): The warnings of each step, of its last line.
+        identities (Mapping): The state of each identity in the last step.
+        changes (list): What has changed in a step.
         notes (dict[str, set]): What was left out of the files, and in which steps.
         left_out (set): The kinds and steps of these notes.
         replays (list[dict]): The results of replays, in the order of their events.
@@ -88,6 +87,8 @@ class Evidence:
     faults: list[str] = field(default_factory=list)
     steps: dict[int, dict[str, float | None]] = field(default_factory=dict)
     warnings: dict[int | None, list[Event]] = field(default_factory=dict)
+    identities: Mapping[str, Any] = field(default_factory=dict)
+    changes: list[Event] = field(default_factory=list)
     notes: dict[str, set[int]] = field(default_factory=dict)
     left_out: set[tuple[str, int]] = field(default_factory=set)
     replays: list[dict[str, Any]] = field(default_factory=list)
@@ -125,13 +126,8 @@ class Evidence:
             return
         if not self.texts:
             event = without_texts(event)
-        version = event.get("gradloc_version", __version__)
         if not event.get("summary"):  # the judge failed in training
             event = _judged(event)
-        elif version != __version__ and "comparison" in event:
-            event = _judged(event)
-            written = f"written by GradLoc {clipped(version, SHORT_CHARACTERS)}"
-            self._add_note(f"{written}, and judged again by the rules of {__version__}", event["global_step"])
         fault = event.get("fault")
         if fault is not None and (name := str(clipped(fault))) not in self.faults:
             self.faults.append(name)
@@ -167,6 +163,8 @@ class Evidence:
         """Adds a line of steps.jsonl; of a step with several lines, as a resumed run leaves them, the last counts."""
         step = line["global_step"]
         self.warnings[step] = line.get("warnings", [])
+        self.identities = line.get("identities", {})
+        self.changes += line.get("changes", [])
         if line["schema"] == SCHEMA and "warnings" not in line:
             self._add_note("nothing has checked the run: the log of training says why", step)
         if step is not None:
@@ -219,12 +217,9 @@ def read(path: str, since: int | None = None, texts: bool = True) -> Evidence:
 
 
 def _judged(event: Event) -> Event:
-    """An event, judged by the rules of this release; what its mini-batch's rows said of it stays."""
+    """An event, judged by the rules of this release."""
     found: Any = judged(with_numbers(event, EventLine))
-    written = event.get("verdict")
-    is_by_rows = written is not None and written["cause"] in ("misfire", BROKEN) and needs_rows(found)
-    verdict = written if is_by_rows or found["verdict"] is None else jsonable(found["verdict"])
-    return {**event, "verdict": verdict, "summary": found["summary"]}
+    return {**event, "verdict": jsonable(found["verdict"]), "summary": found["summary"]}
 
 
 def _lines(found: Evidence, file: str) -> Iterator[bytes]:
@@ -326,8 +321,6 @@ def without_texts(line: Mapping[str, Any]) -> dict[str, Any]:
         for name in ("culprits", "suspected"):
             if name in line:
                 bare[name] = [_named(token, (*CULPRIT_FIELDS, *_ADDED)) for token in line[name]]
-        if bare.get("verdict") is not None:
-            bare["verdict"] = without_data_source(bare["verdict"])
         return bare
     found = line["token_clip"]
     tokens = [_named(token, (*CLIPPED_TOKEN_FIELDS, *_ADDED)) for token in found["tokens"]]

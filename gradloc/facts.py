@@ -1,0 +1,95 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""What training sums up of each mini-batch for the judge, by name and place. No torch: the judge reads this, too.
+
+All are sums: over tokens or responses of a rank, then over ranks, then over the mini-batches of an update.
+"""
+
+from dataclasses import dataclass
+
+# Log-probs a and b of the same tokens. The policy's are those before the update: the old ones, unless verl's bypass mode
+# took the rollout's for them. "step" is "old" in later mini-batches: how far the update's own steps have moved.
+PAIRS = ("rollout", "reference", "old", "step")
+SHIFTS = (-3, -2, -1, 1, 2, 3)  # by which a[t] is compared with b[t + k]
+# Of a pair, with d = a − b, g = policy − reference and r = a − reference, in sums over tokens: d, b, |d|, the position
+# in the response from −1 to 1 ("place"), g, |r|, and the products of each two. Only the rollout's has g and r.
+COLUMNS_OF_PAIR = ("d", "b", "size", "place", "g", "distance")
+_PRODUCTS = tuple(f"{one}*{other}" for one in COLUMNS_OF_PAIR for other in COLUMNS_OF_PAIR)
+# Numbers of tokens: all; d over LEAST_NATS, and under it; an exact 0 for a that b contradicts; those whose b is under
+# LEAST_NATS, and of these those whose a is b; those with the a of the token before, while b is another.
+FLAGS_OF_PAIR = ("tokens", "over", "under", "zero", "unsure", "same", "repeated")
+# Of responses: their number; those far apart, their tokens, and |d|; those nearer to the reference; those whose
+# correlation is known, those without any; a², ab and b² about their means; those moved by each shift; and
+# d[t]·b[t + k], then b[t]·b[t + k], for each shift.
+ROWS_OF_PAIR = (
+    *("rows", "far", "far_tokens", "far_size", "nearer", "told", "unrelated", "aa", "ab", "bb"),
+    *(f"moved {k}" for k in SHIFTS),
+    *(f"d {k}" for k in SHIFTS),
+    *(f"b {k}" for k in SHIFTS),
+)
+_OF_PAIR = (*COLUMNS_OF_PAIR, *_PRODUCTS, *FLAGS_OF_PAIR, *ROWS_OF_PAIR)
+# Responses, all and with a column that is not finite.
+BROKEN = ("log_prob", "old_log_prob", "ref_log_prob", "advantage", "rollout_log_prob")
+# Tokens: trained ones; those for which the rollout has no log-prob, although training's is far from 0; those after the
+# end; sampled ones (with a log-prob) of responses that are trained, and those of them that are. Responses that are
+# trained, and of these those whose last sampled token is not.
+SAMPLED = ("trained", "unlogged", "after_end", "logged", "both", "trained_rows", "last_lost")
+# Of coefficients c and what they should be, e = −w·A·ratio, where the ratio is near 1, with the KL loss's part k, and z,
+# which is e without importance weights: their products; how many tokens there are; those with another size than e, and
+# of these with another sign; those with c = 0 for the clip, and of these those on the right side; those with an
+# importance weight of their own, and of these those that it corrects the right way.
+LOSS = (
+    *(f"loss {one}{other}" for one in "cekz" for other in "cekz"),
+    *(f"loss {name}" for name in ("told", "unfit", "opposite", "clipped", "clipped_right", "corrected", "along")),
+)
+# Σ w·A·(log-prob now − old), and Σ |…|, of tokens that a later PPO epoch sees again; Σ log|A| of responses with an
+# advantage, and how many these are. The sum of weights, over what its mode promises, and whether it does; whether verl's
+# bypass mode is on; mini-batches.
+OTHERS = ("gained", "gained_size", "log_advantage", "advantages", "weights", "promised", "bypass", "mini_batches")
+
+NAMES: tuple[str, ...] = (
+    *("responses", *(f"broken {name}" for name in BROKEN)),
+    *(f"{pair} {name}" for pair in PAIRS for name in _OF_PAIR),
+    *(f"sampled {name}" for name in SAMPLED),
+    *LOSS,
+    *OTHERS,
+)
+OF_PAIR = len(_OF_PAIR)
+# The aggregation modes that promise a sum of weights of 1: over all tokens, in the last over one of each response.
+MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")
+
+# (data-parallel rank, row in its mini-batch).
+Place = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class TrainedRow:
+    """What is known of a row of an update; None where it is not known.
+
+    Args:
+        uid (str): Its prompt's.
+        prompt, response (int, optional): Hashes of the token ids, on one rank.
+        session_id, data_source (str, optional): verl's columns; the first tells which rows are of one trajectory.
+        score, reward (float, optional): The sum of its scores, and of what its advantages are computed from.
+        log_prob (float, optional): The sum of the response's old log-probs.
+        advantage (float, optional): That of its first token with one.
+        is_one (bool): Whether all of its tokens with an advantage have the same.
+        unmoved (int): How many of its first tokens have none, if a later one has.
+        length, padding (int): Its tokens, and the positions after them.
+        largest (float): The largest |A| of its tokens; NaN if one is.
+    """
+
+    uid: str
+    prompt: int | None = None
+    response: int | None = None
+    session_id: str | None = None
+    data_source: str | None = None
+    score: float | None = None
+    reward: float | None = None
+    log_prob: float | None = None
+    advantage: float | None = None
+    is_one: bool = True
+    unmoved: int = 0
+    length: int = 0
+    padding: int = 0
+    largest: float = 0.0

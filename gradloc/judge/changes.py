@@ -1,0 +1,39 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""What changed in a run, and at which step: dated facts, which need not be wrong."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+
+from ..levels import LASTS, LEVEL
+from ..lines import Change
+from .records import Record
+
+# By reading, what it is; of shares, their odds are compared.
+_WATCHED: Mapping[str, str] = {
+    "rate": "the learning rate of an update",
+    "advantages.size": "the typical advantage",
+    "rewarded": "the share of responses with a reward other than 0",
+    "prompts": "distinct prompts per response",
+    "length": "trained tokens per response",
+}
+_SHARES = ("rewarded",)
+
+
+def changes(records: Sequence[Record]) -> list[Change]:
+    """What is `LEVEL` times what it was in the updates before, or so much less; the last record is the present."""
+    found: list[Change] = []
+    for name, what in _WATCHED.items():
+        values = [(each.step, each.readings[name]) for each in records if each.readings.get(name, 0.0) > 0]
+        if len(values) <= LASTS or name not in records[-1].readings:
+            continue
+        step, now = values[-1]
+        before = statistics.median(value for _, value in values[:-1])
+        if not 1 / LEVEL < _odds(name, now) / _odds(name, before) < LEVEL:
+            sentence = f"In step {step}, {what} is {now:.3g}, and was {before:.3g} before."
+            found.append({"what": name, "now": now, "before": before, "sentence": sentence})
+    return found
+
+
+def _odds(name: str, value: float) -> float:
+    return value / max(1 - value, 1e-3) if name in _SHARES else value

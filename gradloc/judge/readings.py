@@ -1,0 +1,339 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The readings of an update: numbers by name, made of the sums of its tokens, its layers and its rows.
+
+The names are those of the residuals in identities.py, and of what the closed forms are told by. What is not known is
+missing.
+"""
+
+import math
+import statistics
+from bisect import bisect_left, insort
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ..facts import SHIFTS, TrainedRow
+from ..levels import FACTOR, LEAST_NATS, LEVEL, MOVE, SAME
+from .records import Readings
+
+# A response is repeated if the policy would have sampled it again with this log-prob, or less.
+_LEAST_CHANCE = -30.0
+
+
+@dataclass(frozen=True)
+class Layers:
+    """What is known of the layers in the update's first mini-batch; dicts by layer.
+
+    Args:
+        weights (dict): The norm of the weights, and their number.
+        reduced (dict): The norm of the gradient that the optimizer gets.
+        passes (dict): At most so much, by the norms of the passes' own gradients.
+        last_pass (dict): The norm of the last pass alone, if the data are one rank's and others have a gradient.
+        moved (tuple, optional): Of small tensors over the last optimizer step: Σ Δ², Σ g², Σ Δ·g.
+    """
+
+    weights: Mapping[str, tuple[float, int]]
+    reduced: Mapping[str, float]
+    passes: Mapping[str, float]
+    last_pass: Mapping[str, float] | None = None
+    moved: tuple[float, float, float] | None = None
+
+
+def of_tokens(sums: Mapping[str, float]) -> Readings:
+    """What an update's sums say: those that gradloc/facts.py names, of all ranks and mini-batches."""
+    found = {f"{name}.broken": sums[f"broken {column}"] for name, column in _BROKEN.items()}
+    for pair in ("rollout", "reference", "old", "step"):
+        of = {name.removeprefix(f"{pair} "): value for name, value in sums.items() if name.startswith(f"{pair} ")}
+        if of["tokens"] > 0:
+            found |= {f"{pair}.{name}": value for name, value in _of_pair(of).items()}
+    found |= _sampled({name.removeprefix("sampled "): sums[name] for name in sums if name.startswith("sampled ")})
+    found |= _loss(sums)
+    if sums["advantages"]:
+        found["advantages.size"] = math.exp(sums["log_advantage"] / sums["advantages"])
+    if sums["gained_size"]:
+        found["weights.gained"] = sums["gained"] / sums["gained_size"]
+    found["bypass"] = float(sums["bypass"] == sums["mini_batches"] > 0)
+    if sums["responses"]:
+        found["length"] = sums["sampled trained"] / sums["responses"]
+    return {name: value for name, value in found.items() if not math.isnan(value)}
+
+
+_BROKEN = {
+    "advantages": "advantage",
+    "rollout": "rollout_log_prob",
+    "old": "old_log_prob",
+    "reference": "ref_log_prob",
+    "policy": "log_prob",
+}
+
+
+def _of_pair(of: Mapping[str, float]) -> Readings:
+    """How a[t] and b[t] of the same tokens go together: r = a + slope·p[t + k] + way·(p − reference)[t] + rest."""
+    n, rows, told = of["tokens"], max(of["rows"], 1.0), max(of["told"], 1.0)
+    gap = of["size"] / n
+    found = {
+        "gap": gap,
+        "far": of["far"] / rows,
+        "near_gap": (of["size"] - of["far_size"]) / max(n - of["far_tokens"], 1.0),
+        "far_gap": of["far_size"] / max(of["far_tokens"], 1.0),
+        "repeated": of["repeated"] / n,
+        "unrelated": of["unrelated"] / told,
+        "moved": max(of[f"moved {k}"] for k in SHIFTS) / told,
+        "later": of["size*place"] / max(of["size"], 1e-12),
+        "same": of["same"] / max(of["unsure"], 1.0),
+        "correlation": of["ab"] / math.sqrt(of["aa"] * of["bb"]) if of["aa"] * of["bb"] > 0 else math.nan,
+        "differing": (of["over"] + of["under"]) / n,
+        "one_sided": (max(of["over"], of["under"]) + 1) / (min(of["over"], of["under"]) + 1),
+        "larger": float(of["over"] > of["under"]),
+    }
+    found["shift"], found["shift_by"] = _shift(of, n)
+    if gap > LEAST_NATS:
+        found |= _slope(of, n) | _way(of, n)
+    return found
+
+
+def _shift(of: Mapping[str, float], n: float) -> tuple[float, float]:
+    """What b[t + k] says of a[t] beside b[t], for the best k: a coefficient in deviations; 0 if it may be chance."""
+    best, at = 0.0, 0
+    if of["aa"] > 0 and of["bb"] > 0:
+        norm = math.sqrt(of["aa"] * of["bb"])
+        for k in SHIFTS:
+            own = of[f"b {k}"] / of["bb"]
+            beta = ((of[f"d {k}"] + of[f"b {k}"]) / norm - of["ab"] / norm * own) / max(1 - own * own, 1e-6)
+            if beta > best and beta * math.sqrt(n) > LEVEL:
+                best, at = beta, k
+    return best, float(at)
+
+
+def _slope(of: Mapping[str, float], n: float) -> Readings:
+    """The slope of a over b, both with errors, and what it explains of d², over what it leaves."""
+    dd, bb, db = (
+        of[name] - of[x] * of[y] / n for name, x, y in (("d*d", "d", "d"), ("b*b", "b", "b"), ("d*b", "d", "b"))
+    )
+    level, product = bb + db + dd / 4, db + dd / 2  # of (a + b)/2, and of it with d
+    if bb <= 0 or level <= 0 or dd <= 0:
+        return {}
+    explained = min(product * product / level / of["d*d"], 1 - 1e-9)
+    return {"slope": explained / (1 - explained), "slope_is": 1 + db / bb}
+
+
+def _way(of: Mapping[str, float], n: float) -> Readings:
+    """By which part of the policy's way from the reference a lacks or exceeds it, and what that explains of d²."""
+    gg, dd = of["g*g"], of["d*d"]
+    if gg <= 0 or dd <= 0 or of["distance"] <= 0:
+        return {}
+    return {
+        "way": of["d*g"] / gg,
+        "way_explains": of["d*g"] ** 2 / gg / dd,
+        "nearer": of["nearer"] / max(of["rows"], 1.0),
+    }
+
+
+def _sampled(of: Mapping[str, float]) -> Readings:
+    found = {"sampled.unlogged": of["unlogged"], "sampled.after_end": of["after_end"], "sampled.trained": of["trained"]}
+    if of["logged"]:
+        untrained = 1 - of["both"] / of["logged"]
+        last = of["last_lost"] / max(of["trained_rows"], 1.0)
+        # More than tokens are left out at random, as by a correction that rejects them.
+        found |= {"sampled.last_lost": max(last - LEVEL * untrained, 0.0) if untrained < 1 / LEVEL else 0.0}
+        found |= {"sampled.inverted": (1 - of["both"] / max(of["trained"], 1.0)) * untrained}
+    return found
+
+
+def _loss(sums: Mapping[str, float]) -> Readings:
+    """Coefficients c against e, what they should be, beside the KL loss's part k."""
+    of = {name.removeprefix("loss "): value for name, value in sums.items() if name.startswith("loss ")}
+    found: Readings = {}
+    if sums["promised"]:
+        found["loss.weights"] = sums["weights"] / sums["promised"]
+    if of["clipped"]:
+        found["loss.clipped_wrong"] = 1 - of["clipped_right"] / of["clipped"]
+    if of["corrected"]:
+        found["loss.along"] = of["along"] / of["corrected"]
+    if not of["told"] or not 0 < of["ee"] < math.inf or not math.isfinite(of["cc"]):
+        return found
+    rest, along = of["cc"] - 2 * of["ck"] + of["kk"], of["ce"] - of["ek"]
+    found |= {
+        "loss.unfit": of["unfit"] / of["told"],
+        "loss.opposite": of["opposite"] / of["told"],
+        "loss.factor": along / of["ee"],
+        "loss.explained": along * along / (rest * of["ee"]) if rest > 0 else 0.0,
+    }
+    if of["kk"] > 0:
+        beside, with_kl = of["cc"] - 2 * of["ce"] + of["ee"], of["ck"] - of["ek"]
+        found["loss.kl_factor"] = with_kl / of["kk"]
+        found["loss.kl_explained"] = with_kl**2 / (of["kk"] * beside) if beside > 0 else 0.0
+        found["loss.beside"] = math.sqrt(max(beside, 0.0) / of["kk"])
+    if of["corrected"] and of["zz"] > 0:
+        without = of["cz"] - of["kz"]
+        found["loss.without"] = without / of["zz"]
+        found["loss.without_explained"] = without**2 / (rest * of["zz"]) if rest > 0 else 0.0
+    return found
+
+
+def of_layers(now: Layers, before: Layers | None, rate: float) -> Readings:
+    """What the layers say; `rate` is the sum of the learning rates since `before`, those of the update before."""
+    found: Readings = {}
+    reduced, passes = now.reduced, now.passes
+    pairs = [(reduced[layer], passes[layer]) for layer in passes if layer in reduced]
+    if pairs and all(math.isfinite(a + b) for a, b in pairs):
+        whole, most = math.hypot(*(a for a, _ in pairs)), math.hypot(*(b for _, b in pairs))
+        if most > 0:
+            # Of layers that have a part of the gradient: rounding makes factors of nothing.
+            parts = [a / b if b else math.inf for a, b in pairs if a > FACTOR * FACTOR * whole]
+            found["gradient.factor"] = max(parts, default=0.0)
+            found["gradient.less"] = most / whole if whole else math.inf
+        found["gradient.zero"] = float(_dead(reduced))
+        if now.last_pass is not None and whole > 0:
+            apart = max(abs(reduced[layer] - norm) for layer, norm in now.last_pass.items() if layer in reduced)
+            found["gradient.last_pass"] = apart / whole
+    if now.moved is not None and min(now.moved[:2]) > 0:
+        moved, gradient, along = now.moved
+        cosine = along / math.sqrt(moved * gradient)
+        found["weights.uphill"] = (1 + cosine) / max(1 - cosine, 1e-6)
+    if before is not None and rate > 0:
+        found |= _moves(now.weights, before.weights, rate)
+    return found
+
+
+def _dead(reduced: Mapping[str, float]) -> int:
+    """How many numbered layers have a gradient of exactly 0, while others of their kind have one."""
+    kinds: defaultdict[str, list[float]] = defaultdict(list)
+    for layer, norm in reduced.items():
+        kind, _, number = layer.rpartition(".")
+        if number.isdigit():
+            kinds[kind].append(norm)
+    return sum(norms.count(0.0) for norms in kinds.values() if any(norms))
+
+
+def _moves(now: Mapping[str, tuple[float, int]], before: Mapping[str, tuple[float, int]], rate: float) -> Readings:
+    """How far weights moved, over what an optimizer step moves them; and how many layers did not move at all."""
+    apart, still, known = 0.0, 0, 0
+    for layer, (norm, count) in now.items():
+        was = before.get(layer, (0.0, 0))[0]
+        if 0 < was < math.inf:
+            most = max(SAME * was / 2, MOVE * rate * math.sqrt(count))
+            apart = max(apart, abs(norm - was) / most if math.isfinite(norm) else math.inf)
+            known += 1
+            still += norm == was
+    return {"weights.apart": apart, "weights.still": float(still), "weights.layers": float(known)} if known else {}
+
+
+def of_rows(rows: Sequence[TrainedRow]) -> Readings:
+    """How rows fit together: advantages and rewards, uids and prompts, repeated responses."""
+    if not rows:
+        return {}
+    count = len(rows)
+    found = {"rows": float(count), "responses.repeated": _repeated(rows) / count}
+    groups: defaultdict[str, list[TrainedRow]] = defaultdict(list)
+    for row in rows:
+        groups[row.uid].append(row)
+    prompts = Counter(row.prompt for row in rows if row.prompt is not None)
+    if prompts:
+        if (mixed := _mixed(groups, prompts)) is not None:
+            found["groups.mixed"] = mixed / count
+        shared = sum(size for size in prompts.values() if size > 1) / count
+        found["groups.alone"] = shared if len(groups) == count else 0.0
+        found["prompts"] = len(prompts) / count
+    rewards = [row.reward for row in rows if row.reward is not None and math.isfinite(row.reward)]
+    if rewards:
+        found["rewarded"] = sum(reward != 0 for reward in rewards) / len(rewards)
+    if all(row.is_one for row in rows) and rewards:
+        pairs, contradicting = count_pairs(rows)
+        if pairs:
+            found["advantages.pairs"], found["advantages.contradicting"] = float(pairs), contradicting / pairs
+        found |= _of_groups([each for each in groups.values() if len(each) > 1], count)
+    moving = [row for row in rows if row.advantage is not None and row.padding]
+    if moving:
+        found["advantages.cut"] = sum(0 < row.unmoved == row.padding for row in moving) / len(moving)
+    return found
+
+
+def _of_groups(groups: Sequence[Sequence[TrainedRow]], count: int) -> Readings:
+    """Advantages of groups whose rewards differ: all 0, all of one sign, or spread much farther than the rewards."""
+    known = [
+        [(row.reward, row.advantage or 0.0) for row in each]
+        for each in groups
+        if all(row.reward is not None and row.length and math.isfinite(row.reward + row.largest) for row in each)
+    ]
+    differing, equal = [], []
+    for each in known:
+        rewards, advantages = zip(*each, strict=True)
+        (equal if close(min(rewards), max(rewards)) else differing).append((rewards, advantages))
+    found: Readings = {}
+    if differing:
+        found["advantages.zero"] = sum(not any(advantages) for _, advantages in differing) / len(differing)
+        # Divided by a deviation, one of so many values is at most their number's root.
+        found["advantages.spread"] = max(
+            (max(advantages) - min(advantages)) / max(max(rewards) - min(rewards), math.sqrt(count) + 1)
+            for rewards, advantages in differing
+        )
+    # Where equal rewards have no advantage, the baseline is the group's, and lies between its rewards.
+    if differing and equal and not any(any(advantages) for _, advantages in equal):
+        one_sided = [not min(each) < 0 < max(each) and any(each) for _, each in differing]
+        found["advantages.one_sided"] = sum(one_sided) / len(differing)
+    pairs = [each for rewards, advantages in differing for each in zip(rewards, advantages, strict=True)]
+    if len(pairs) > 1 and not _is_proportional(pairs):
+        values = [advantage for _, advantage in pairs]
+        if (deviation := statistics.pstdev(values)) > 0:
+            found["advantages.offset"] = abs(statistics.fmean(values)) / deviation
+    return found
+
+
+def _is_proportional(pairs: Sequence[tuple[float, float]]) -> bool:
+    """Whether advantages are a multiple of the rewards: there is no baseline."""
+    factor = sum(r * a for r, a in pairs) / sum(r * r for r, _ in pairs)
+    return all(close(a, factor * r) for r, a in pairs)
+
+
+def count_pairs(rows: Sequence[TrainedRow]) -> tuple[int, int]:
+    """How many pairs there are of responses to one prompt with different rewards and different advantages, none of them
+    0 or not finite; and in how many the higher reward has the lower advantage.
+    """
+    pairs = contradicting = 0
+    groups: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+    for row in rows:
+        if row.reward is not None and row.advantage is not None and math.isfinite(row.reward + row.advantage):
+            groups[row.uid].append((row.reward, row.advantage))
+    for group in groups.values():
+        group.sort()
+        lower = 0
+        advantages: list[float] = []  # of the first `lower` rows, whose rewards are lower; sorted
+        for reward, advantage in group:
+            # What is close to a number lies around it without gaps, and farther up for a larger one.
+            while not close(group[lower][0], reward):
+                insort(advantages, group[lower][1])
+                lower += 1
+            less = bisect_left(advantages, True, key=lambda other: other >= advantage or close(other, advantage))
+            more = bisect_left(advantages, True, key=lambda other: other > advantage and not close(other, advantage))
+            pairs += less + lower - more
+            contradicting += lower - more
+    return pairs, contradicting
+
+
+def close(a: float, b: float) -> bool:
+    """Whether two rewards, or two advantages, are the same but for rounding."""
+    return math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-6)
+
+
+def _mixed(groups: Mapping[str, Sequence[TrainedRow]], prompts: Mapping[int | None, int]) -> int | None:
+    """How many rows have a uid with several prompts; None where that may be right.
+
+    States of an agent's environment are prompts that a uid may have several of, but not as many rows of each as of any
+    other, which is how a dataset's prompts are repeated.
+    """
+    mixed = sum(len(each) for each in groups.values() if len({row.prompt for row in each}) > 1)
+    sizes = set(prompts.values())
+    return mixed if not mixed or (len(sizes) == 1 and min(sizes) > 1) else None
+
+
+def _repeated(rows: Sequence[TrainedRow]) -> int:
+    """How many responses are the same as an earlier one to their prompt, although chance hardly gives that."""
+    seen: set[tuple[str, int | None, int | None]] = set()
+    repeated = 0
+    for row in rows:
+        is_improbable = row.response is not None and row.log_prob is not None and row.log_prob < _LEAST_CHANCE
+        repeated += is_improbable and (row.uid, row.prompt, row.response) in seen
+        seen.add((row.uid, row.prompt, row.response))
+    return repeated

@@ -1,0 +1,174 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""A run, update by update: collects what the ranks have summed up, and says which identities hold."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..facts import NAMES, TrainedRow
+from ..guarded import ForeseenError
+from ..lines import Answer, IdentityState, RunWarning
+from .changes import changes
+from .identities import BY_NAME, Broken, Held, check, measured
+from .readings import Layers, of_layers, of_rows, of_tokens
+from .records import MOST_RECORDS, Record, as_state, from_state
+from .said import said
+
+# So many steps after a loaded checkpoint, warnings say that there was one.
+RESUME_STEPS = 3
+
+
+class Run:
+    """Collects the sums of a run's mini-batches; on rank 0."""
+
+    def __init__(self) -> None:
+        self._records: list[Record] = []
+        self._layers_before: Layers | None = None
+        self._since_resume: int | None = None
+        self._start(None)
+
+    def start_update(self, global_step: int | None) -> None:
+        """Begins an update."""
+        if self._has_sums:
+            self._records = [*self._records, self._present()][-MOST_RECORDS:]
+            self._layers_before = self._layers
+        if self._since_resume is not None:
+            self._since_resume += 1
+        self._start(global_step)
+
+    def _start(self, global_step: int | None) -> None:
+        self._step, self._rate, self._has_sums = global_step, 0.0, False
+        self._sums = [0.0] * len(NAMES)
+        self._layers: Layers | None = None
+        self._rows: list[TrainedRow] = []
+
+    def take_in(self, facts: Sequence[float]) -> None:
+        """Adds a mini-batch: what `own_facts` returned, added up over the ranks."""
+        self._sums = [a + b for a, b in zip(self._sums, facts, strict=True)]
+        self._has_sums = True
+
+    def take_in_layers(self, *layers: Any) -> None:
+        """Sets what is known of the layers: the fields of `Layers`."""
+        self._layers = Layers(*layers)
+
+    def take_in_rows(self, rows: Sequence[TrainedRow]) -> None:
+        """Adds the update's rows, those of rank 0."""
+        self._rows = [*rows]
+
+    def add_step(self, learning_rate: float) -> None:
+        """Adds an optimizer step that is taken."""
+        self._rate += learning_rate
+
+    def answer(self, at_once: bool = False) -> Answer:
+        """What is known of the update so far: its identities, what is broken, and what has changed.
+
+        Args:
+            at_once (bool): Whether one update is enough for what otherwise has to last.
+        """
+        records = [*self._records, self._present(at_once)]
+        states: dict[str, IdentityState] = {}
+        warnings: list[RunWarning] = []
+        for name, found in check(records).items():
+            if isinstance(found, Broken):
+                states[name] = {"state": "broken", "times": _finite(found.times), "since": found.since, "missing": None}
+                warnings.append(self._warning(name, found))
+            elif isinstance(found, Held):
+                states[name] = {"state": "held", "times": _finite(found.times), "since": None, "missing": None}
+            else:
+                states[name] = {"state": "unchecked", "times": None, "since": None, "missing": found.missing}
+        changed = changes(records)
+        news = [*self._first_news(states), *_news(records, warnings), *(each["sentence"] for each in changed)]
+        return {"identities": states, "warnings": warnings, "changes": changed, "news": news}
+
+    def _first_news(self, states: Mapping[str, IdentityState]) -> list[str]:
+        """What is checked, in the first update, and in the first one after a resume."""
+        if self._since_resume != 1 and (self._records or self._since_resume is not None):
+            return []
+        missing = {name: each["missing"] for name, each in states.items() if each["state"] == "unchecked"}
+        cannot = "; ".join(f"{name} ({why})" for name, why in missing.items())
+        of_others = f"; it cannot check {len(missing)}: {cannot}." if missing else "."
+        return [f"GradLoc checks {len(states) - len(missing)} identities of every update{of_others}"]
+
+    def _warning(self, name: str, found: Broken) -> RunWarning:
+        form = found.form
+        since = "" if found.since is None else f" since step {found.since}"
+        evidence = f"{times_in_words(found.times)} the usual{since}"
+        look = form.look
+        if self._since_resume and self._since_resume <= RESUME_STEPS:
+            look += f" This is step {self._since_resume} after a checkpoint was loaded."
+        warning: Any = {
+            "name": form.name,
+            "identity": name,
+            "since": found.since,
+            "times": _finite(found.times),
+            **said(form.claim, f". In every healthy update, {BY_NAME[name].holds}. {look}", form.check, evidence),
+        }
+        more = {"share": form.share, "column": form.column, "factor": form.factor}
+        return warning | {key: value for key, value in more.items() if value is not None}
+
+    def _present(self, at_once: bool = False) -> Record:
+        """The record of the update so far."""
+        before = self._records[-1] if self._records else None
+        has_moved = self._since_resume is not None or any(each.rate for each in self._records)
+        readings = of_tokens(dict(zip(NAMES, self._sums, strict=True))) | of_rows(self._rows)
+        if self._layers is not None:
+            readings |= of_layers(self._layers, self._layers_before, 0.0 if before is None else before.rate)
+        readings["has_moved"] = float(has_moved)
+        first = self._records[0] if self._records else Record(readings=readings, is_first=not has_moved)
+        if first.is_first and "rollout.gap" in first.readings:
+            readings["rollout.first_gap"] = first.readings["rollout.gap"]
+        if self._rate:
+            readings["rate"] = self._rate
+        record = Record(self._step, self._rate, not has_moved, readings)
+        return measured([*self._records, record], at_once)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What later updates are compared with, for any number of ranks."""
+        return as_state([*self._records, *([self._present()] if self._has_sums else [])])
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Restores `state_dict` after a resume; with None (no saved state) the next step is the first one seen.
+
+        Raises:
+            ForeseenError: It is of another form.
+        """
+        self.__init__()  # type: ignore[misc]
+        self._since_resume = 0
+        if state is not None:
+            try:
+                self._records = from_state(state)
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                raise ForeseenError(f"the records of the run are of another form ({error})") from error
+
+
+def _news(records: Sequence[Record], warnings: Sequence[RunWarning]) -> list[str]:
+    """What has broken since the update before, or holds again."""
+    was = {name for name, streak in records[-2].streaks.items() if streak.is_broken} if len(records) > 1 else set()
+    now = {each["identity"]: each for each in warnings}
+    broken = [f"{each['sentence']} {each['check']}" for name, each in now.items() if name not in was]
+    return broken + [f"The identity {name} holds again." for name in sorted(was - now.keys())]
+
+
+def of_one_step(facts: Sequence[float], rows: Sequence[TrainedRow] = (), is_first: bool = False) -> Answer:
+    """Which identities hold in one step, of which nothing before is known.
+
+    Args:
+        facts (Sequence[float]): What `own_facts` returned.
+        is_first (bool): Whether no optimizer step was taken before it.
+    """
+    run = Run()
+    if not is_first:
+        run.load_state_dict(None)
+    run.take_in(facts)
+    run.take_in_rows(rows)
+    return run.answer(at_once=True)
+
+
+def times_in_words(times: float) -> str:
+    """How many times the usual a residual is."""
+    return f"{times:.3g} times" if times < 1e6 else "over a million times"
+
+
+def _finite(times: float) -> float | None:
+    return times if math.isfinite(times) else None

@@ -1,0 +1,53 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""All numbers that decide whether an identity holds, with the reason for each: docs/lab/identities.md has the figures.
+
+A residual is compared with what is usual: the median of the run's own healthy updates, but at least the number here. No
+torch: training and judge read them.
+"""
+
+# Of every residual. A residual of LEVEL times the usual counts once, of LEVEL² times twice, ...: with LASTS in a row, the
+# identity is broken. So 64 times breaks at once, 4 times in three updates. In 300 healthy runs none came to half of that.
+LEVEL, LASTS = 4.0, 3
+# A closed form is named if it explains this part of the residual; so many of the responses are nearly all.
+EXPLAINS, MOST = 0.5, 0.75
+# A rollout may be late by so many updates: async trainers allow up to three.
+LATE = 3
+
+# What is usual at least. Engines of the same weights: about 0.005 nats apart in bf16, 0.02 in float8.
+GAP = 0.02
+# The same engine twice: 0 in float32, under 0.01 in bf16 with other micro-batches.
+SAME = 0.01
+# Rows or tokens that no healthy update has, or one in a hundred by chance.
+SHARE = 0.01
+# Tokens that contradict exactly: one in three updates is enough.
+TOKENS = 0.25
+# How much the log-prob of a neighbouring token says beside that of the token itself: up to 0.03 in healthy runs.
+SHIFT = 0.03
+# How many differences have one sign, for each that has the other.
+ONE_SIDED = 3.0
+# What a slope explains of the differences, over what it leaves: up to 0.08.
+SLOPE = 0.1
+# Factors and sums that are 1: rounding in half precision, and what float8 gradients lose.
+FACTOR = 0.05
+# Pairs of responses to a prompt in which the better one has the lower advantage: rewards that are normalized one by one
+# (GDPO) may contradict their sum.
+CONTRADICTING = 0.075
+# (1 + c)/(1 − c) of the cosine c between a step and the gradient: −0.2 to −0.7 with Adam.
+UPHILL = 0.5
+# How far weights move in a step, root mean square, in learning rates: about 1 with Adam.
+MOVE = 1.5
+
+# What the sums are made with. Smaller log-probs, and larger differences, count as this: one broken token is no mean.
+LEAST_LOG_PROB = -10.0
+# Nats that are a difference: an exact zero is no log-prob where the other engine has less.
+LEAST_NATS = 0.01
+# Training's log-prob of a token for which the rollout has none (an exact zero): it did not sample it.
+UNSAMPLED_NATS = -2.3
+# The mean difference of a response that is far.
+FAR_NATS = 0.1
+# Of responses with so many tokens, the correlation under which two columns have no relation, and how much larger one
+# after a shift is where they are moved.
+ROW_TOKENS, UNRELATED, MOVED = 8, 0.5, 0.4
+# Log-ratios near 0, where all losses of policy gradients have the same slope.
+NEAR_NATS = 0.02
