@@ -430,7 +430,8 @@ class World:
             advantages, returns = get_adv_estimator_fn(name)(
                 token_rewards, mask, index=uids, config=AlgoConfig(gamma=setting.gamma), **options
             )
-        return self.at("advantages", {"advantages": advantages, "returns": returns, "token_level_scores": scores})
+        found = {"advantages": advantages, "returns": returns, "token_level_scores": scores}
+        return self.at("advantages", {**found, "token_level_rewards": token_rewards})
 
 
 def reroute(model: nn.Module, share: float, generator: torch.Generator) -> None:

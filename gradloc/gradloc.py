@@ -163,6 +163,8 @@ class GradLoc(PassRecorder):
         `misplaced_share` is the share of responses whose log-probs belong to other tokens. `checked` is 0 where nothing
         has checked the run: rank 0 has no judge, or the update's tokens cannot be read.
         """
+        if self._model is not None and not self.is_off:
+            self._facts.end_update(self._model)
         share = self._facts.misplaced_share()
         of_run = {"misplaced_share": share, "checked": float(self._facts.are_checked and not self.is_off)}
         known = {f"actor/gradloc/{name}": value for name, value in of_run.items() if value is not None}

@@ -121,7 +121,7 @@ class UpdateMetrics:
 def figure_sizes(model: WatchedModel, is_first: bool) -> list[int]:
     """How many numbers each part of `RunFacts.own_figures` has."""
     layers = [len(model.reduced_norms.layers), *[len(model.meter.layers)] * 2] if is_first else [0] * 3
-    return [len(NAMES), 1, 3, *layers]
+    return [len(NAMES), 1, 4, *layers]
 
 
 class RunFacts:
@@ -140,11 +140,12 @@ class RunFacts:
         self._state: Any = None  # of the last checkpoint
         self._learning_rate = learning_rate
         self._said: set[str] = set()
-        # Small weights before the last optimizer step, and their gradients.
+        # Small weights before the last optimizer step, and their gradients; and those at the end of the last update.
         self._kept: tuple[Tensor, Tensor] | None = None
+        self._ended: Tensor | None = None
         # Of the update so far: sums; whether all old log-probs were the rollout's; how small weights have moved.
         self._sums, self._bypassed = torch.zeros(len(NAMES), dtype=torch.float64), True
-        self._moved = torch.zeros(3, dtype=torch.float64)
+        self._moved = torch.zeros(4, dtype=torch.float64)
         self._layers: list[Any] = []
 
     def answer(self, rows: Sequence[TrainedRow] = ()) -> Answer | None:
@@ -189,10 +190,13 @@ class RunFacts:
         mode = None if others else mode
         facts = own_facts(tokens, where["epoch"], is_first, scale, mode, self._bypassed)
         weights, gradient = model.reduced_norms.small_weights()
-        moved = facts.new_zeros(3)
+        moved = facts.new_zeros(4)
         if self._kept is not None and self._kept[0].shape == weights.shape:
             moves = weights - self._kept[0]
-            moved = torch.stack([moves @ moves, self._kept[1] @ self._kept[1], moves @ self._kept[1]]).double()
+            moved[:3] = torch.stack([moves @ moves, self._kept[1] @ self._kept[1], moves @ self._kept[1]])
+        if is_first:
+            known = self._ended is not None and self._ended.shape == weights.shape
+            moved[3] = (weights != self._ended).sum() if known else math.nan
         self._kept = weights, gradient
         found = [facts, facts.new_full((1,), float(self._run is not None)), moved]
         if is_first:
@@ -200,6 +204,10 @@ class RunFacts:
             found += [model.reduced_norms.own_squares(of_weights=True), squares.sqrt().sum(0) / scale]
             found.append(squares[-1].sqrt() / scale)
         return torch.cat(found)
+
+    def end_update(self, model: WatchedModel) -> None:
+        """Keeps small weights after the update's last step: until the next one's, nothing else is to change them."""
+        self._ended, _ = model.reduced_norms.small_weights()
 
     def take_in(self, figures: Tensor, where: Where, gradient: MiniBatch) -> None:
         """Adds what `own_figures` returned on each rank, on the CPU."""
@@ -243,7 +251,7 @@ class RunFacts:
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Restores it."""
-        self._state, self.steps_since_resume, self._kept = state, 0, None
+        self._state, self.steps_since_resume, self._kept, self._ended = state, 0, None, None
         self._ask(lambda run: run.load_state_dict(state))
 
     def _ask(self, question: Callable[[Any], Any], otherwise: Any = None, form: Any = Any) -> Any:

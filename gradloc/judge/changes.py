@@ -24,12 +24,12 @@ def changes(records: Sequence[Record]) -> list[Change]:
     """What is `LEVEL` times what it was in the updates before, or so much less; the last record is the present."""
     found: list[Change] = []
     for name, what in _WATCHED.items():
-        values = [(each.step, each.readings[name]) for each in records if each.readings.get(name, 0.0) > 0]
+        values = [(each.step, each.readings[name]) for each in records if name in each.readings]
         if len(values) <= LASTS or name not in records[-1].readings:
             continue
         step, now = values[-1]
         before = statistics.median(value for _, value in values[:-1])
-        if not 1 / LEVEL < _odds(name, now) / _odds(name, before) < LEVEL:
+        if before > 0 and not 1 / LEVEL < _odds(name, now) / _odds(name, before) < LEVEL:
             sentence = f"In step {step}, {what} is {now:.3g}, and was {before:.3g} before."
             found.append({"what": name, "now": now, "before": before, "sentence": sentence})
     return found

@@ -63,7 +63,7 @@ def sampled(now: Readings, residual: str) -> Form:
         "Compare `response_mask` in the batch, row by row, with the token ids that the rollout returned: it should be 1 "
         "for these alone, the end token included."
     )
-    if residual == "sampled.inverted":
+    if now.get("sampled.inverted", 0.0) > EXPLAINS:
         return Form(
             "mask",
             "The response mask is inverted: what was sampled is not trained, and what is was not sampled",
@@ -254,11 +254,10 @@ def rollout(now: Readings, residual: str) -> Form:
         )
         how = f"in {base} instead of nats" if base else f"as at {'a lower' if slope > 1 else 'a higher'} temperature"
         return _other(f"{what} are training's times {slope:.3g}, {how}", now)
-    if (moved := _moved(now, "rollout", what)) is not None:
-        return moved
     way = now.get("rollout.way", 0.0)
     # What was there before any optimizer step has not come with steps.
-    if now.get("rollout.way_explains", 0.0) > EXPLAINS and now.get("rollout.first_gap", 0.0) < LEVEL * SAME:
+    is_late = now.get("rollout.first_gap", 0.0) < LEVEL * SAME and not now.get("policy_jumped")
+    if now.get("rollout.way_explains", 0.0) > EXPLAINS and is_late:
         if way < -EXPLAINS / 2:
             part = now["rollout.far"]
             whole = part > MOST
@@ -280,6 +279,8 @@ def rollout(now: Readings, residual: str) -> Form:
                 same,
                 column="rollout",
             )
+    if (moved := _moved(now, "rollout", what)) is not None:
+        return moved
     where = ""
     if now["rollout.far"] < MOST and now["rollout.far_gap"] > LEVEL * max(now["rollout.near_gap"], SAME):
         where = (
@@ -467,6 +468,13 @@ def weights(now: Readings, residual: str) -> Form:
             "not_moving",
             f"{what}: weights are bit for bit those before the optimizer step",
             "Look at which tensors the optimizer has, and whether the learning rate is below the weights' precision.",
+            check,
+        )
+    if residual == "weights.between":
+        return Form(
+            "weights",
+            "Weights have changed between two updates, without an optimizer step",
+            "Look at what else writes weights: a loaded checkpoint, an average of weights, offloading, a merged adapter.",
             check,
         )
     if residual in ("weights.uphill", "weights.gained"):

@@ -129,12 +129,15 @@ def _nearer(records: Records) -> float:
 
 def _follows(readings: Readings) -> float | None:
     """How many tokens have the very log-prob of the policy for the reference's, after the policy has moved."""
-    same = readings.get("reference.same")
-    return None if same is None or not readings.get("has_moved") else same
+    nothing_moves = readings.get("weights.still", 0.0) >= readings.get("weights.layers", math.inf)
+    return None if nothing_moves or not readings.get("has_moved") else readings.get("reference.same")
 
 
 def _reference_gap(readings: Readings) -> float | None:
-    return None if readings.get("has_moved", 1.0) else readings.get("reference.gap")
+    """Before any step there is one update to tell; a difference counts as if it had lasted."""
+    if readings.get("has_moved", 1.0) or "reference.gap" not in readings:
+        return None
+    return SAME * (readings["reference.gap"] / SAME) ** LASTS
 
 
 def _kl(readings: Readings) -> float | None:
@@ -230,7 +233,7 @@ IDENTITIES = (
             "advantages.contradicting": (_of("advantages.contradicting"), CONTRADICTING),
             "advantages.zero": (_of("advantages.zero"), _HALF),
             "advantages.one_sided": (_of("advantages.one_sided"), _HALF),
-            "advantages.offset": (_of("advantages.offset"), 1.0),
+            "advantages.offset": (_of("advantages.offset"), EXPLAINS),
             "advantages.spread": (_of("advantages.spread"), 1.0),
             "advantages.cut": (_of("advantages.cut"), SHARE),
         },
@@ -283,14 +286,15 @@ IDENTITIES = (
     ),
     Identity(
         "weights",
-        "optimizer steps move all weights downhill, by about the learning rate",
+        "optimizer steps alone move the weights: all of them, downhill, by about the learning rate",
         {
             "weights.apart": (lambda r: r["weights.apart"] ** LASTS if "weights.apart" in r else None, 1.0),
             "weights.still": (_of("weights.still"), TOKENS),
+            "weights.between": (lambda r: r["weights.between"] * _AT_ONCE if "weights.between" in r else None, 1.0),
             "weights.uphill": (_of("weights.uphill"), UPHILL),
             "weights.gained": (lambda r: None if "weights.gained" not in r else 1 - r["weights.gained"], EXPLAINS),
         },
-        _needs("weights.apart", "weights.uphill", why="no optimizer step before"),
+        _needs("weights.apart", "weights.between", "weights.uphill", why="no optimizer step before"),
         forms.weights,
     ),
 )

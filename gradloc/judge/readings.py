@@ -30,14 +30,15 @@ class Layers:
         reduced (dict): The norm of the gradient that the optimizer gets.
         passes (dict): At most so much, by the norms of the passes' own gradients.
         last_pass (dict): The norm of the last pass alone, if the data are one rank's and others have a gradient.
-        moved (tuple, optional): Of small tensors over the last optimizer step: Σ Δ², Σ g², Σ Δ·g.
+        moved (tuple, optional): Of small tensors over the last optimizer step: Σ Δ², Σ g², Σ Δ·g; and how many of their
+            elements have changed between two updates (NaN if that is not known).
     """
 
     weights: Mapping[str, tuple[float, int]]
     reduced: Mapping[str, float]
     passes: Mapping[str, float]
     last_pass: Mapping[str, float] | None = None
-    moved: tuple[float, float, float] | None = None
+    moved: Sequence[float] | None = None
 
 
 def of_tokens(sums: Mapping[str, float]) -> Readings:
@@ -188,8 +189,10 @@ def of_layers(now: Layers, before: Layers | None, rate: float) -> Readings:
         if now.last_pass is not None and whole > 0:
             apart = max(abs(reduced[layer] - norm) for layer, norm in now.last_pass.items() if layer in reduced)
             found["gradient.last_pass"] = apart / whole
+    if now.moved is not None and not math.isnan(now.moved[3]):
+        found["weights.between"] = now.moved[3]
     if now.moved is not None and min(now.moved[:2]) > 0:
-        moved, gradient, along = now.moved
+        moved, gradient, along = now.moved[:3]
         cosine = along / math.sqrt(moved * gradient)
         found["weights.uphill"] = (1 + cosine) / max(1 - cosine, 1e-6)
     if before is not None and rate > 0:

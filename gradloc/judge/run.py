@@ -8,6 +8,7 @@ from typing import Any
 
 from ..facts import NAMES, TrainedRow
 from ..guarded import ForeseenError
+from ..levels import GAP, LEVEL, SAME
 from ..lines import Answer, IdentityState, RunWarning
 from .changes import changes
 from .identities import BY_NAME, Broken, Held, check, measured
@@ -118,8 +119,9 @@ class Run:
         first = self._records[0] if self._records else Record(readings=readings, is_first=not has_moved)
         if first.is_first and "rollout.gap" in first.readings:
             readings["rollout.first_gap"] = first.readings["rollout.gap"]
-        if self._rate:
+        if self._rate or before is not None:
             readings["rate"] = self._rate
+        readings["policy_jumped"] = float(_has_jumped(before, readings))
         record = Record(self._step, self._rate, not has_moved, readings)
         return measured([*self._records, record], at_once)
 
@@ -163,6 +165,20 @@ def of_one_step(facts: Sequence[float], rows: Sequence[TrainedRow] = (), is_firs
     run.take_in(facts)
     run.take_in_rows(rows)
     return run.answer(at_once=True)
+
+
+def _has_jumped(before: Record | None, now: Mapping[str, float]) -> bool:
+    """Whether the policy has left the reference farther than its steps go, while log-probs are apart.
+
+    Then training's log-probs are wrong, and not those of rollout or reference.
+    """
+    gap = now.get("reference.gap")
+    if before is None or gap is None:
+        return gap is not None and not now["has_moved"] and gap > LEVEL * SAME
+    if before.readings.get("policy_jumped") and before.streaks["rollout_log_probs"].score:
+        return True
+    known = before.readings.get("reference.gap", gap) + 2 * before.readings.get("step.gap", 0.0) + GAP
+    return gap > 2 * known
 
 
 def times_in_words(times: float) -> str:

@@ -35,6 +35,7 @@ _READ = (
     *("response_mask", "weight", "coefficient", "kl_coefficient", "rollout_is_weight", "after_eos", "policy_loss_mask"),
 )
 _POSITIONS = 2**16  # of a part: about 20 MB
+_ROUNDING = 1e-5  # nats by which the same weights differ in float32
 # Of a token after the end, the part of the rollout's probability that training has at most.
 _OTHER_TOKEN = math.log(1e-3)
 
@@ -125,7 +126,8 @@ def _of_part(
         now = columns["log_prob"]
         policy = torch.where(bypassed, now, columns["old_log_prob"]) if "old_log_prob" in has else now
         # A rollout's log-probs are compared with those of the weights that it had.
-        is_told = sound & ~broken[4] & (~bypassed | (is_first or not earlier))
+        sound = sound & (~bypassed | (is_first or not earlier))
+        is_told = sound & ~broken[4]
         found += [_of_pairs(columns, has, policy, is_told, sound, bypassed, is_first), _sampled(columns, has, policy)]
     else:
         found.append(_nothing(len(PAIRS) * OF_PAIR + len(SAMPLED), mask))
@@ -173,7 +175,7 @@ def _of_pairs(
     totals, products = planes.sum(2).double(), torch.bmm(planes, planes.transpose(1, 2)).double()
     unsure = mask & (of_b < -LEAST_NATS)
     repeated = pad((a.diff() == 0) & (of_b.diff().abs() > FAR_NATS), (1, 0))
-    flags = [mask, d > LEAST_NATS, d < -LEAST_NATS, zero, unsure, unsure & (d == 0), repeated]
+    flags = [mask, d > LEAST_NATS, d < -LEAST_NATS, zero, unsure, unsure & (size < _ROUNDING), repeated]
     flags_of_rows = torch.stack(flags, 1).sum(2)
     centred = planes[:, :2] - (totals[:, :2] / length.clamp(min=1)).float().unsqueeze(2)
     crossed = _crossed(torch.mul(centred, mask.unsqueeze(1), out=centred).bfloat16())
@@ -254,10 +256,14 @@ def _of_loss(columns: Tokens, has: Collection[str], mask: Tensor, scale: float |
     none = mask & False
     clipped = right = corrected = along = none
     if "old_log_prob" in has:
-        log_ratio = columns["log_prob"] - columns["old_log_prob"]
-        clipped = near & (coefficient == 0) & (unweighted != 0)
+        log_ratio = torch.where(mask, columns["log_prob"] - columns["old_log_prob"], 0.0)
+        # Some losses take the ratio of the whole response.
+        of_row = log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True)
+        clipped = (
+            near & (coefficient == 0) & (unweighted != 0) & (log_ratio * of_row > 0) & (log_ratio.abs() > FAR_NATS)
+        )
         right = clipped & (log_ratio * unweighted < 0)
-        near = near & (log_ratio.abs() <= NEAR_NATS)
+        near = near & (torch.maximum(log_ratio.abs(), of_row.abs()) <= NEAR_NATS)
         unweighted = unweighted * log_ratio.exp()
     expected = unweighted
     if "rollout_is_weight" in has:
