@@ -7,8 +7,8 @@ All are sums: over tokens or responses of a rank, then over ranks, then over the
 
 from dataclasses import dataclass
 
-# Log-probs a and b of the same tokens. The policy's are those before the update: the old ones, unless verl's bypass mode
-# took the rollout's for them. "step" is "old" in later mini-batches: how far the update's own steps have moved.
+# Log-probs a and b of the same tokens. The policy's are those before the update: the old ones, unless verl's bypass
+# mode took the rollout's for them. "step" is "old" in later mini-batches: how far the update's own steps have moved.
 PAIRS = ("rollout", "reference", "old", "step")
 SHIFTS = (-3, -2, -1, 1, 2, 3)  # by which a[t] is compared with b[t + k]
 # Of a pair, with d = a − b, g = policy − reference and r = a − reference, in sums over tokens: d, b, |d|, the position
@@ -34,17 +34,17 @@ BROKEN = ("log_prob", "old_log_prob", "ref_log_prob", "advantage", "rollout_log_
 # end; sampled ones (with a log-prob) of responses that are trained, and those of them that are. Responses that are
 # trained, and of these those whose last sampled token is not.
 SAMPLED = ("trained", "unlogged", "after_end", "logged", "both", "trained_rows", "last_lost")
-# Of coefficients c and what they should be, e = −w·A·ratio, where the ratio is near 1, with the KL loss's part k, and z,
-# which is e without importance weights: their products; how many tokens there are; those with another size than e, and
-# of these with another sign; those with c = 0 for the clip, and of these those on the right side; those with an
+# Of coefficients c and what they should be, e = −w·A·ratio, where the ratio is near 1, with the KL loss's part k, and
+# z, which is e without importance weights: their products; how many tokens there are; those with another size than e,
+# and of these with another sign; those with c = 0 for the clip, and of these those on the right side; those with an
 # importance weight of their own, and of these those that it corrects the right way.
 LOSS = (
     *(f"loss {one}{other}" for one in "cekz" for other in "cekz"),
     *(f"loss {name}" for name in ("told", "unfit", "opposite", "clipped", "clipped_right", "corrected", "along")),
 )
 # Σ w·A·(log-prob now − old), and Σ |…|, of tokens that a later PPO epoch sees again; Σ log|A| of responses with an
-# advantage, and how many these are. The sum of weights, over what its mode promises, and whether it does; whether verl's
-# bypass mode is on; mini-batches.
+# advantage, and how many these are. The sum of weights, over what its mode promises, and whether it does; whether
+# verl's bypass mode is on; mini-batches.
 OTHERS = ("gained", "gained_size", "log_advantage", "advantages", "weights", "promised", "bypass", "mini_batches")
 
 NAMES: tuple[str, ...] = (

@@ -285,8 +285,8 @@ class Fact(TypedDict):
 class Verdict(Said, total=False):
     """What is known of a spike. Older lines have `culprits` and `ordinary` instead of `facts`."""
 
-    # the name of what is broken: of the first broken [identity](#identities), of an equality that the culprits break, or
-    # [`auxiliary`](#gradient-from-no-token); `null`: all that could be checked holds
+    # the name of what is broken: of the first broken [identity](#identities), of an equality that the culprits break,
+    # or [`auxiliary`](#gradient-from-no-token); `null`: all that could be checked holds
     cause: str | None
     # what most culprits have in common: `source`, the shares of `culprits` and of `ordinary` tokens for which it holds
     facts: list[Fact]
@@ -463,8 +463,8 @@ class _Step(Form, InStep):
 class Step(_Step, total=False):
     """The figures of a step. Older lines lack these."""
 
-    # by [identity](verdict.md#identities): its `state` (`held`, `broken`, `unchecked`), its largest residual in `times` of
-    # the usual, `since` which step it is broken, or what is `missing`
+    # by [identity](verdict.md#identities): its `state` (`held`, `broken`, `unchecked`), its largest residual in
+    # `times` of the usual, `since` which step it is broken, or what is `missing`
     identities: dict[str, IdentityState]
     # broken identities: `identity`, `name` of the closed form, `since`, `times`, `sentence`, `claim`, `evidence`,
     # `check`, `share` of responses or tokens, `column`, `factor`

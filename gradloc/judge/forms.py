@@ -2,11 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a broken identity is called: the closed form that explains its residual, or its own name if none does.
 
-Each function takes the readings of the update and the residual that is most off.
+Each function takes the readings of the update and the residual that is most off, and gives a key of `_TEXTS`.
 """
 
 import math
+import string
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ..levels import EXPLAINS, FACTOR, LATE, LEVEL, MOST, SAME, SHARE, SHIFT, UNRELATED
 from .records import Readings
@@ -36,6 +39,330 @@ class Form:
     factor: float | None = None
 
 
+_ROWS = (
+    "Print `responses`, `response_mask`, `rollout_log_probs`, `old_log_probs` and `ref_log_prob` of one row side by "
+    "side, "
+    "and compare columns and neighbours."
+)
+_MASK = (
+    "Compare `response_mask` in the batch, row by row, with the token ids that the rollout returned: it should be 1 "
+    "for "
+    "these alone, the end token included."
+)
+_UIDS = (
+    "Print `uid`, the decoded prompt, the sum of `token_level_rewards` and the advantage of each row, in the order "
+    "of `uid`: "
+    "rows with one `uid` are of one prompt, the highest reward has the highest advantage, and they are on both sides "
+    "of 0."
+)
+_TOKENS = (
+    "Print the policy loss of each token of one row, before the mean, its advantage, ratio and importance weight: "
+    "where the "
+    "ratio is 1, it is −advantage times that weight."
+)
+_SCALE = (
+    "Take one step with another number of ranks, and one with another number of micro-batches: `actor/grad_norm` "
+    "should "
+    "stay about the same."
+)
+_PASSES = "On one rank, compare a parameter's `grad` after each backward pass with that before the optimizer step."
+_STEPS = "Compare a parameter and its `grad` before `optimizer.step()`, after it, and before the next forward pass."
+_ENGINES = (
+    "Compute the log-probs of one response with the weights that the server has and with training's, on the same "
+    "ids: if "
+    "they agree, the weights are not the cause."
+)
+_REFERENCE = "Print a checksum of one weight in the actor and in the reference, before the first step and after it."
+_GATHER = "Look at where log-probs are gathered, sliced, padded or put in order."
+
+# By key: the name, the claim (a format of the readings and of what a function adds), where to look, and what to check.
+_TEXTS: Mapping[str, tuple[str, str, str, str]] = {
+    "nonfinite": (
+        "nonfinite",
+        "`{name}` are NaN or infinite in {count:.0f} response(s)",
+        "Look at what computes them: of advantages, one bad reward breaks its whole group; of log-probs, the forward "
+        "pass.",
+        "Print this column of these rows before the update: if it is finite there, what follows breaks it.",
+    ),
+    "sampled.inverted": (
+        "mask",
+        "The response mask is inverted: what was sampled is not trained, and what is was not sampled",
+        "Look at how the mask is built.",
+        _MASK,
+    ),
+    "sampled.last_lost": (
+        "mask",
+        "The last token that the rollout sampled is not trained, which mostly is the end token (EOS)",
+        "Look at masks that are made of `ids != pad`, where the padding token is the end token.",
+        _MASK,
+    ),
+    "sampled.after_end": (
+        "unsampled",
+        "{sampled.after_end:.0f} of {sampled.trained:.0f} trained tokens are after the end of their turn",
+        "Set response_mask to 0 for tokens that were added later: EOS tokens, templates, padding.",
+        _MASK,
+    ),
+    "sampled.unlogged": (
+        "unsampled",
+        "{sampled.unlogged:.0f} of {sampled.trained:.0f} trained tokens have no log-prob of the rollout (exactly 0)",
+        "Set response_mask to 0 for tokens that were added later (EOS tokens, templates, tool output, padding); if "
+        "these "
+        "were sampled, their log-probs were lost.",
+        _MASK,
+    ),
+    "responses.repeated": (
+        "repeated_responses",
+        "{responses.repeated:.1%} of the responses are the same, token for token, as an earlier one to their prompt",
+        "The rollout samples with one seed, or rows are doubled.",
+        "Print the ids of the responses of one `uid` after the rollout. If they are the same there, look at seeds, "
+        "temperature, top-p and top-k of the server; if not, at what pads, repeats or gathers rows.",
+    ),
+    "groups.alone": (
+        "groups_of_one",
+        "Every response has a `uid` of its own, although several are to one prompt: none is compared with another",
+        "Look at where `uid` is set: before prompts are repeated for the rollout. (An advantage without groups is no "
+        "matter.)",
+        _UIDS,
+    ),
+    "groups.mixed": (
+        "mixed_groups",
+        "Rewards of different prompts are compared: {groups.mixed:.1%} of the rows have a `uid` with several",
+        "Look at the order in which prompts are repeated for the rollout and put together with their responses.",
+        _UIDS,
+    ),
+    "advantages.contradicting": (
+        "advantage_order",
+        "Advantages do not follow the rewards: in {advantages.contradicting:.0%} of the pairs to one prompt, that of "
+        "the "
+        "better response is lower",
+        "Look for rows that are moved between rewards and advantages (a sort, a filter, a gather), and at signs.",
+        _UIDS,
+    ),
+    "advantages.cut": (
+        "advantage_mask",
+        "In {advantages.cut:.1%} of the responses, the first tokens have no advantage, as many as the row has padding",
+        "Look at how advantages are padded: to the left instead of to the right.",
+        "Print `advantages` and `response_mask` of one row: where the mask is 1, the advantage is the response's.",
+    ),
+    "advantages.zero": (
+        "advantages",
+        "Advantages are 0, although the rewards of a prompt's responses differ",
+        "Look at what they are made of.",
+        _UIDS,
+    ),
+    "advantages.one_sided": (
+        "advantages",
+        "Advantages have one sign in {advantages.one_sided:.0%} of the groups whose rewards differ",
+        "Look at what loses the other: abs, clamp.",
+        _UIDS,
+    ),
+    "advantages.offset": (
+        "advantages",
+        "Advantages are far on one side of 0: {advantages.offset:.3g} times as far as they are apart",
+        "The baseline is not these rewards': look at running means, and at what they were computed from.",
+        _UIDS,
+    ),
+    "advantages.spread": (
+        "advantages",
+        "A prompt's advantages are {advantages.spread:.3g} times as far apart as its rewards, divided by their "
+        "deviation, "
+        "can make them",
+        "Look at divisions by a deviation that is 0 but for rounding.",
+        _UIDS,
+    ),
+    "old.rows": (
+        "misaligned",
+        "In {old.unrelated:.0%} of the responses, old log-probs have no relation to those of the update's own "
+        "forward: they "
+        "are of other rows",
+        "Look at how rows are ordered, balanced and put back.",
+        _ROWS,
+    ),
+    "old": (
+        "old_log_probs",
+        "Old log-probs differ from those of the update's first forward by {old.gap:.2g} nats in the mean, with the "
+        "same "
+        "weights{how}",
+        "Look for dropout (the model in training mode), another temperature, attention mask or precision, or "
+        "log-probs of an "
+        "earlier step.",
+        "Compute the old log-probs twice: if they differ, the forward is random; if not, compare what both calls get.",
+    ),
+    "moved": (
+        "misaligned",
+        "{what} log-probs belong to other tokens: they fit training's {count} {side}{where}",
+        _GATHER,
+        _ROWS,
+    ),
+    "repeated": (
+        "misaligned",
+        "{what} log-probs repeat one value: {share:.0%} have that of the token before",
+        _GATHER,
+        _ROWS,
+    ),
+    "unrelated": (
+        "misaligned",
+        "{what} log-probs have no relation to training's in {share:.0%} of the responses: other rows, or other labels",
+        _GATHER,
+        _ROWS,
+    ),
+    "other": (
+        "other_log_probs",
+        "Rollout log-probs {how}",
+        "Let both be of the same temperature and vocabulary, in nats, from before or after the same top-p and top-k.",
+        "`gradloc replay BUNDLE` looks for the temperature that fits; or score one response with the server at "
+        "temperature 1, "
+        "without top-p.",
+    ),
+    "stale_weights": (
+        "stale_weights",
+        "The rollout still samples from old weights: its log-probs lack {part:.0%} of the policy's way from the "
+        "reference",
+        "Look at what sends weights to the rollout: which tensors and adapters get there.",
+        _ENGINES,
+    ),
+    "partly_stale": (
+        "partly_stale",
+        "For {share:.0%} of the responses, as of one of several workers, the rollout still samples from old weights",
+        "Look at what sends weights to each worker.",
+        _ENGINES,
+    ),
+    "adapter_scale": (
+        "adapter_scale",
+        "The rollout has gone {part:.2g} times as far from the reference as the policy",
+        "Look for a LoRA adapter that is merged into the weights and loaded as well, or scaled twice (lora_alpha / r).",
+        _ENGINES,
+    ),
+    "rollout": (
+        "rollout_log_probs",
+        "Rollout and training score the same tokens differently, by {rollout.gap:.2g} nats in the mean{where}",
+        "The engines have other weights, another prompt (chat template, BOS token), other positions (RoPE), kernels or "
+        "experts, or a coarser precision.",
+        _ENGINES,
+    ),
+    "reference.same": (
+        "reference",
+        "Reference log-probs are the policy's own, after the policy has moved: the reference follows it",
+        "Look at what the reference shares with the actor: its weights, its adapter.",
+        _REFERENCE,
+    ),
+    "reference": (
+        "reference",
+        "Reference log-probs differ from the policy's by {reference.gap:.2g} nats in the mean, which no step has made",
+        "Unless another model was chosen for the reference, look at its path, adapter, precision, attention mask and "
+        "temperature.",
+        _REFERENCE,
+    ),
+    "loss.weights": (
+        "loss_scale",
+        "The weights of all tokens sum to {loss.weights:.4g} instead of 1",
+        "Look at what the loss is divided by.",
+        _SCALE,
+    ),
+    "loss.factor": (
+        "loss_scale",
+        "The loss's gradient is {loss.factor:.4g} times what its weights, advantages and ratios give",
+        "Look at what it is multiplied and divided by.",
+        _SCALE,
+    ),
+    "loss.sign": (
+        "loss_sign",
+        "The loss's sign is turned: its gradient is {loss.factor:.3g} times what weights, advantages and ratios give",
+        "Look at the sign of the policy loss.",
+        _TOKENS,
+    ),
+    "loss.opposite": (
+        "loss_sign",
+        "The loss has lost the sign of the advantage for {loss.opposite:.0%} of the tokens",
+        "Look at what takes the size of advantages or ratios (abs, square, clamp).",
+        _TOKENS,
+    ),
+    "loss.clipped_wrong": (
+        "loss",
+        "{loss.clipped_wrong:.0%} of the clipped tokens are clipped on the wrong side: their ratio is low where the "
+        "advantage "
+        "is positive, or high where it is negative",
+        "Look at min and max in the clipped loss.",
+        _TOKENS,
+    ),
+    "loss.against": (
+        "importance_weights",
+        "The rollout's importance weights are inverted: over 1 where the old policy is less likely to sample the token",
+        "Look at the sign of the log-probs' difference: a weight is exp(old − rollout).",
+        _TOKENS,
+    ),
+    "loss.without": (
+        "importance_weights",
+        "The rollout's importance weights are not in the loss: its gradient fits without them",
+        "Look at whether the loss function takes `rollout_is_weights`.",
+        _TOKENS,
+    ),
+    "loss.kl": (
+        "kl_scale",
+        "The KL loss counts {loss.kl_factor:.3g} times in the gradient, by its coefficient and type",
+        "Look at where it is scaled or detached.",
+        "Take one step with kl_loss_coef=0: the gradient differs by that of the KL loss.",
+    ),
+    "loss": (
+        "loss",
+        "For {loss.unfit:.1%} of the tokens, the loss's gradient is not −weight · advantage · ratio",
+        "Look for a term that is added or left out, and at what multiplies single tokens.",
+        _TOKENS,
+    ),
+    "gradient.last_pass": (
+        "last_pass",
+        "The optimizer's gradient is that of the last micro-batch alone",
+        "Look for a zero_grad between micro-batches, or gradients that are overwritten.",
+        _PASSES,
+    ),
+    "gradient.zero": (
+        "gradient",
+        "{gradient.zero:.0f} layer(s) have a gradient of exactly 0, unlike the others of their kind",
+        "Look for a detach, a no_grad, or an adapter that is not used.",
+        _PASSES,
+    ),
+    "gradient.less": (
+        "gradient",
+        "The optimizer's gradient is {gradient.less:.3g} times smaller than the passes' together",
+        "Look for what zeroes or divides it between the passes and the step.",
+        _PASSES,
+    ),
+    "gradient.factor": (
+        "gradient",
+        "The optimizer's gradient is up to {gradient.factor:.3g} times the sum of the passes', in some layers",
+        "Look for a backward that runs twice, hooks that multiply, a gradient that was not zeroed, or a sum where a "
+        "mean over "
+        "ranks should be.",
+        _PASSES,
+    ),
+    "weights.still": (
+        "not_moving",
+        "{weights.still:.0f} of {weights.layers:.0f} layers do not move: bit for bit, they are as before the "
+        "optimizer step",
+        "Look at which tensors the optimizer has, and whether the learning rate is below the weights' precision.",
+        _STEPS,
+    ),
+    "weights.between": (
+        "weights",
+        "Weights have changed between two updates, without an optimizer step",
+        "Look at what else writes weights: a loaded checkpoint, an average of weights, offloading, a merged adapter.",
+        _STEPS,
+    ),
+    "weights.uphill": (
+        "ascent",
+        "Optimizer steps go along the gradient, and not against it: the loss grows",
+        "Look at the loss's sign and at `maximize`.",
+        _STEPS,
+    ),
+    "weights.apart": (
+        "weights",
+        "Weights changed by {weights.apart:.3g} times what an optimizer step should change",
+        "Look at the optimizer (its state after a resume, its precision, weight decay), and at what else writes "
+        "weights: a "
+        "loaded checkpoint, offloading, a merged adapter, a faulty device.",
+        _STEPS,
+    ),
+}
 _COLUMNS = {
     "advantages": "advantages",
     "rollout": "rollout_log_probs",
@@ -45,449 +372,139 @@ _COLUMNS = {
 }
 
 
+class _Names(string.Formatter):
+    """Takes a name with a dot whole."""
+
+    def get_field(self, field_name: str, args: Any, kwargs: Any) -> tuple[Any, str]:
+        return kwargs[field_name], field_name
+
+
+def _form(
+    key: str,
+    now: Readings,
+    share: float | None = None,
+    column: str | None = None,
+    factor: float | None = None,
+    **more: Any,
+) -> Form:
+    name, claim, look, check = _TEXTS[key]
+    known = {**now, **more, "share": share}
+    return Form(name, _Names().vformat(claim, (), known), look, check, share, column, factor)
+
+
 def finite(now: Readings, residual: str) -> Form:
     key = next(key for key in _COLUMNS if now.get(f"{key}.broken"))
-    rows = f"{now[f'{key}.broken']:.0f} response{'s' * (now[f'{key}.broken'] != 1)}"
-    look = {
-        "advantages": "Look at rewards and their normalization: one bad reward makes the advantages of its group NaN.",
-        "policy": "Look at the forward pass of the update: a kernel, a mask, an overflow in half precision.",
-    }.get(key, "Look at the forward pass that computes them, and at its precision.")
-    check = (
-        f"Print `{_COLUMNS[key]}` of these rows before the update: if they are finite there, what follows breaks them."
-    )
-    return Form("nonfinite", f"`{_COLUMNS[key]}` are NaN or infinite in {rows}", look, check, column=key)
+    return _form("nonfinite", now, count=now[f"{key}.broken"], name=_COLUMNS[key], column=key)
 
 
 def sampled(now: Readings, residual: str) -> Form:
-    check = (
-        "Compare `response_mask` in the batch, row by row, with the token ids that the rollout returned: it should be 1 "
-        "for these alone, the end token included."
-    )
-    if now.get("sampled.inverted", 0.0) > EXPLAINS:
-        return Form(
-            "mask",
-            "The response mask is inverted: what was sampled is not trained, and what is was not sampled",
-            "Look at how the mask is built.",
-            check,
-        )
-    if residual == "sampled.last_lost":
-        return Form(
-            "mask",
-            "The last token that the rollout sampled is not trained, which mostly is the end token (EOS)",
-            "Look at masks that are made of `ids != pad`, where the padding token is the end token.",
-            check,
-            share=now["sampled.last_lost"],
-        )
-    count = now["sampled.unlogged"] + now["sampled.after_end"]
-    if residual == "sampled.after_end":
-        claim = f"Tokens after the end of their turn are trained on: {count:.0f} of {now['sampled.trained']:.0f}"
-    else:
-        claim = (
-            f"{count:.0f} of {now['sampled.trained']:.0f} trained tokens have no log-prob of the rollout (exactly 0)"
-        )
-    return Form(
-        "unsampled",
-        claim,
-        "Set response_mask to 0 for tokens that were added later (EOS tokens, templates, tool output, padding); if these "
-        "were sampled, their log-probs were lost.",
-        check,
-        share=count / max(now["sampled.trained"], 1.0),
-    )
+    is_inverted = now.get("sampled.inverted", 0.0) > EXPLAINS
+    return _form("sampled.inverted" if is_inverted else residual, now, share=now.get(residual))
 
 
-def responses(now: Readings, residual: str) -> Form:
-    share = now["responses.repeated"]
-    return Form(
-        "repeated_responses",
-        f"{percent(share)} of the responses are the same, token for token, as an earlier one to their prompt",
-        "The rollout samples with one seed, or rows are doubled.",
-        "Print the ids of the responses of one `uid` after the rollout. If they are the same there, look at seeds, "
-        "temperature, top-p and top-k of the server; if not, at what pads, repeats or gathers rows.",
-        share=share,
-    )
-
-
-def groups(now: Readings, residual: str) -> Form:
-    if residual == "groups.alone":
-        return Form(
-            "groups_of_one",
-            "Every response has a `uid` of its own, although several are to one prompt: none is compared with another",
-            "Look at where `uid` is set: before prompts are repeated for the rollout.",
-            "Print `uid` and the decoded prompt of each row: rows with one prompt should have one `uid`, unless the "
-            "advantage is computed without groups.",
-        )
-    return Form(
-        "mixed_groups",
-        f"Rewards of different prompts are compared: {percent(now['groups.mixed'])} of the rows have a `uid` with several",
-        "Look at the order in which prompts are repeated for the rollout and put together with their responses.",
-        "Print `uid` and the decoded prompt of each row: rows with one `uid` are of one prompt, or of one trajectory.",
-        share=now["groups.mixed"],
-    )
-
-
-def advantages(now: Readings, residual: str) -> Form:
-    check = (
-        "Before the update, print `uid`, the sum of `token_level_rewards` and the advantage of each row: of the rows with "
-        "one `uid`, that with the highest reward has the highest advantage, and they are on both sides of 0."
-    )
-    if residual == "advantages.contradicting":
-        share = now["advantages.contradicting"]
-        turned = share > 1 - FACTOR
-        how = "their sign is turned" if turned else "that of a better response is lower"
-        return Form(
-            "advantage_order",
-            f"Advantages do not follow the rewards: {how} in {percent(share)} of the pairs to one prompt",
-            "Look at the loss's sign and at rewards that are costs."
-            if turned
-            else "Look for rows that are moved between rewards and advantages (a sort, a filter, padding, a gather).",
-            check,
-            share=share,
-        )
-    if residual == "advantages.cut":
-        return Form(
-            "advantage_mask",
-            f"In {percent(now['advantages.cut'])} of the responses, the first tokens have no advantage, as many as the row "
-            "has padding",
-            "Look at how advantages are padded: to the left instead of to the right.",
-            "Print `advantages` and `response_mask` of one row: where the mask is 1, the advantage is the response's.",
-            share=now["advantages.cut"],
-        )
-    claim, look = {
-        "advantages.zero": (
-            "are 0, although the rewards of a prompt's responses differ",
-            "Look at what they are made of.",
-        ),
-        "advantages.one_sided": (
-            "have one sign in groups whose rewards differ",
-            "Look at what loses the other: abs, clamp.",
-        ),
-        "advantages.offset": (
-            f"are all far on one side of 0: {now.get('advantages.offset', 0.0):.3g} times as far as they are apart",
-            "The baseline is not these rewards': look at running means, and at what they were computed from.",
-        ),
-        "advantages.spread": (
-            f"of a prompt's responses are {now.get('advantages.spread', 0.0):.3g} times as far apart as rewards, or a "
-            "division by their deviation, can make them",
-            "Look at divisions by a deviation that is 0 but for rounding.",
-        ),
-    }[residual]
-    return Form("advantages", f"Advantages {claim}", look, check)
-
-
-_SIDE_BY_SIDE = (
-    "Print `responses`, `rollout_log_probs`, `old_log_probs` and `ref_log_prob` of one row side by side, and compare "
-    "columns and neighbours."
-)
-
-
-def _moved(now: Readings, pair: str, what: str) -> Form | None:
-    """Log-probs at other positions, of other rows, or missing."""
-    repeated = now.get(f"{pair}.repeated", 0.0)
-    unrelated, far = now.get(f"{pair}.unrelated", 0.0), now.get(f"{pair}.far", 0.0)
-    shift, by, moved = (now.get(f"{pair}.{name}", 0.0) for name in ("shift", "shift_by", "moved"))
-    look = "Look at where log-probs are gathered, sliced, padded or put in order."
-
-    def form(claim: str, share: float) -> Form:
-        return Form("misaligned", f"{what} {claim}", look, _SIDE_BY_SIDE, share, pair)
-
-    if shift > LEVEL * SHIFT and moved > EXPLAINS * unrelated * UNRELATED:
-        count = f"{abs(by):.0f} position{'s' * (abs(by) != 1)} {'later' if by > 0 else 'earlier'}"
-        where = f", in {percent(far)} of the responses" if far < MOST else ""
-        return form(f"belong to other tokens: they fit training's {count}{where}", max(far, moved))
-    if repeated > LEVEL * SHARE:
-        return form(f"repeat one value: {percent(repeated)} have that of the token before", repeated)
-    if unrelated > max(EXPLAINS * far, LEVEL * SHARE):
-        return form(
-            f"have no relation to training's in {percent(unrelated)} of the responses: other rows, or labels", unrelated
-        )
-    return None
+def by_residual(now: Readings, residual: str) -> Form:
+    """Where each residual has a text of its own."""
+    return _form(residual, now, share=now.get(residual) if residual.startswith(("groups", "responses")) else None)
 
 
 def old(now: Readings, residual: str) -> Form:
-    if now["old.unrelated"] > EXPLAINS * now["old.far"] and now["old.unrelated"] > LEVEL * SHARE:
-        return Form(
-            "misaligned",
-            f"Old log-probs have no relation to those of the update's own forward in "
-            f"{percent(now['old.unrelated'])} of the responses: they are of other rows",
-            "Look at how rows are ordered, balanced and put back.",
-            _SIDE_BY_SIDE,
-            now["old.unrelated"],
-            "old",
-        )
-    how = ""
-    if now.get("old.slope", 0.0) > EXPLAINS:
-        how = f", as at another temperature (slope {now['old.slope_is']:.3g})"
-    return Form(
-        "old_log_probs",
-        f"Old log-probs differ from those of the update's first forward by {now['old.gap']:.2g} nats in the mean{how}, with "
-        "the same weights",
-        "Look for dropout (the model in training mode), another temperature, attention mask or precision, or log-probs of "
-        "an earlier step.",
-        "Compute the old log-probs twice: if they differ, the forward is random; if not, compare what both calls get.",
-        column="old",
+    if now["old.unrelated"] > max(EXPLAINS * now["old.far"], LEVEL * SHARE):
+        return _form("old.rows", now, share=now["old.unrelated"], column="old")
+    is_slope = now.get("old.slope", 0.0) > EXPLAINS
+    how = f", as at another temperature (slope {now['old.slope_is']:.3g})" if is_slope else ""
+    return _form("old", now, column="old", how=how)
+
+
+def _misaligned(now: Readings, pair: str) -> Form | None:
+    """Log-probs at other positions, of other rows, or of the token before."""
+    unrelated, far, repeated, shift, by, moved = (
+        now.get(f"{pair}.{name}", 0.0) for name in ("unrelated", "far", "repeated", "shift", "shift_by", "moved")
     )
+    what = pair.capitalize()
+    if shift > LEVEL * SHIFT and moved > EXPLAINS * unrelated * UNRELATED:
+        count, side = f"{abs(by):.0f} position{'s' * (abs(by) != 1)}", "later" if by > 0 else "earlier"
+        where = f", in {percent(far)} of the responses" if far < MOST else ""
+        return _form("moved", now, what=what, count=count, side=side, where=where, share=max(far, moved), column=pair)
+    if repeated > LEVEL * SHARE:
+        return _form("repeated", now, what=what, share=repeated, column=pair)
+    if unrelated > max(EXPLAINS * far, LEVEL * SHARE):
+        return _form("unrelated", now, what=what, share=unrelated, column=pair)
+    return None
 
 
 def rollout(now: Readings, residual: str) -> Form:
-    gap, what = now["rollout.gap"], "Rollout log-probs"
-    correlation = now.get("rollout.correlation", 1.0)
-    same = (
-        "Compute the log-probs of one response with the weights that the server has and with training's, on the same ids: "
-        "if they agree, the weights are not the cause."
+    return (
+        _other(now)
+        or _stale(now)
+        or _misaligned(now, "rollout")
+        or _form("rollout", now, column="rollout", where=_where(now))
     )
+
+
+def _other(now: Readings) -> Form | None:
+    """Other numbers for the same probabilities: a slope, a sign, a unit, or a cut."""
+    correlation, slope = now.get("rollout.correlation", 1.0), now.get("rollout.slope_is", 1.0)
+    how = ""
     if correlation < -UNRELATED:
-        return _other(f"{what} have the wrong sign", now)
-    lasting = now.get("rollout.slope", 0.0) > EXPLAINS
-    if now["rollout.differing"] > EXPLAINS and now["rollout.one_sided"] > LEVEL * LATE and correlation > UNRELATED:
-        if not lasting:
-            larger = "larger" if now["rollout.larger"] else "smaller"
-            return _other(
-                f"{what} are {larger} than training's for nearly all tokens, as from after a top-p or top-k cut, "
-                "or of the likeliest token",
-                now,
-            )
-    if lasting and correlation > UNRELATED:
-        slope = now["rollout.slope_is"]
-        base = next(
-            (name for name, b in (("log2", 1 / math.log(2)), ("log10", 1 / math.log(10))) if abs(slope / b - 1) < SAME),
-            "",
-        )
-        how = f"in {base} instead of nats" if base else f"as at {'a lower' if slope > 1 else 'a higher'} temperature"
-        return _other(f"{what} are training's times {slope:.3g}, {how}", now)
-    way = now.get("rollout.way", 0.0)
-    # What was there before any optimizer step has not come with steps.
+        how = "have the wrong sign"
+    elif correlation < UNRELATED:
+        return None
+    elif now.get("rollout.slope", 0.0) > EXPLAINS:
+        bases = {"log2": 1 / math.log(2), "log10": 1 / math.log(10)}
+        base = next((name for name, b in bases.items() if abs(slope / b - 1) < SAME), "")
+        other = f"in {base} instead of nats" if base else f"as at a {'lower' if slope > 1 else 'higher'} temperature"
+        how = f"are training's times {slope:.3g}, {other}"
+    elif now["rollout.differing"] > EXPLAINS and now["rollout.one_sided"] > LEVEL * LATE:
+        side = "larger" if now["rollout.larger"] else "smaller"
+        how = f"are {side} than training's for nearly all tokens, as after a top-p or top-k cut, or of the likeliest token"
+    return _form("other", now, how=how, column="rollout") if how else None
+
+
+def _stale(now: Readings) -> Form | None:
+    """Weights of the way from the reference to the policy."""
+    way, far = now.get("rollout.way", 0.0), now["rollout.far"]
+    # What was there before any optimizer step has not come with steps; nor has what training's own columns show.
     is_late = now.get("rollout.first_gap", 0.0) < LEVEL * SAME and not now.get("policy_jumped")
-    if now.get("rollout.way_explains", 0.0) > EXPLAINS and is_late:
-        if way < -EXPLAINS / 2:
-            part = now["rollout.far"]
-            whole = part > MOST
-            where = "" if whole else f"For {percent(part)} of the responses, as of one of several workers, the rollout"
-            claim = f"{where or 'The rollout'} still samples from old weights: log-probs lack {percent(-way)} of the policy's way from the reference"
-            return Form(
-                "stale_weights" if whole else "partly_stale",
-                claim,
-                "Look at what sends weights to the rollout: which tensors, adapters and workers get them.",
-                same,
-                1.0 if whole else part,
-                "rollout",
-            )
-        if way > FACTOR:
-            return Form(
-                "adapter_scale",
-                f"The rollout has gone {1 + way:.2g} times as far from the reference as the policy",
-                "Look for a LoRA adapter that is merged into the weights and loaded as well, or scaled twice (lora_alpha / r).",
-                same,
-                column="rollout",
-            )
-    if (moved := _moved(now, "rollout", what)) is not None:
-        return moved
-    where = ""
-    if now["rollout.far"] < MOST and now["rollout.far_gap"] > LEVEL * max(now["rollout.near_gap"], SAME):
-        where = (
-            f": by {now['rollout.far_gap']:.2g} in {percent(now['rollout.far'])} of the responses and by "
-            f"{now['rollout.near_gap']:.2g} in the others. Look at what these have in common, as a worker, or a kind of "
-            "prompt"
+    if not is_late or now.get("rollout.way_explains", 0.0) < EXPLAINS or -EXPLAINS / 2 < way < FACTOR:
+        return None
+    if way > 0:
+        return _form("adapter_scale", now, part=1 + way, column="rollout")
+    if far > MOST:
+        return _form("stale_weights", now, part=-way, share=1.0, column="rollout")
+    return _form("partly_stale", now, share=far, column="rollout")
+
+
+def _where(now: Readings) -> str:
+    near, far = max(now["rollout.near_gap"], SAME), now["rollout.far_gap"]
+    if now["rollout.far"] < MOST and far > LEVEL * near:
+        return (
+            f": by {far:.2g} in {percent(now['rollout.far'])} of the responses and by {near:.2g} in the others (look "
+            "at "
+            "what these have in common, as a worker, or a kind of prompt)"
         )
-    elif now["rollout.later"] > EXPLAINS / 2:
-        where = ", ever more the later a token is"
-    return Form(
-        "rollout_log_probs",
-        f"Rollout and training score the same tokens differently, by {gap:.2g} nats in the mean{where}",
-        "The engines have other weights, another prompt (chat template, BOS token), other positions (RoPE), kernels or "
-        "experts, or a coarser precision.",
-        same,
-        column="rollout",
-    )
-
-
-def _other(claim: str, now: Readings) -> Form:
-    return Form(
-        "other_log_probs",
-        claim,
-        "Let both be of the same temperature and vocabulary, in nats, from before or after the same top-p and top-k.",
-        "`gradloc replay BUNDLE` looks for the temperature that fits; or score one response with the server at "
-        "temperature 1, without top-p.",
-        1.0,
-        "rollout",
-    )
+    return ", ever more the later a token is" if now["rollout.later"] > EXPLAINS / 2 else ""
 
 
 def reference(now: Readings, residual: str) -> Form:
-    what = "Reference log-probs"
-    if residual in ("reference.shift", "reference.moved") and (moved := _moved(now, "reference", what)) is not None:
-        return moved
-    check = "Print a checksum of one weight in the actor and in the reference, before the first step and after it."
-    if residual == "reference.same":
-        return Form(
-            "reference",
-            f"{what} are the policy's own, after the policy has moved: the reference follows it",
-            "Look at what the reference shares with the actor: its weights, its adapter.",
-            check,
-            column="reference",
-        )
-    return Form(
-        "reference",
-        f"{what} differ from the policy's by {now['reference.gap']:.2g} nats in the mean, before any optimizer step",
-        "Unless another model was chosen for the reference, look at its path, adapter, precision, attention mask and "
-        "temperature.",
-        check,
-        column="reference",
-    )
+    found = _misaligned(now, "reference") if residual in ("reference.shift", "reference.moved") else None
+    return found or _form("reference.same" if residual == "reference.same" else "reference", now, column="reference")
 
 
 def loss(now: Readings, residual: str) -> Form:
-    check = (
-        "Take one step with another number of ranks, and one with another number of micro-batches: `actor/grad_norm` should "
-        "stay about the same."
-    )
-    of_tokens = "Print the policy loss of each token, before the mean, and its advantage: where the ratio is 1, it is −advantage."
-    factor, kl = now.get("loss.factor", 1.0), now.get("loss.kl_factor", 1.0)
-    if residual == "loss.weights":
-        return Form(
-            "loss_scale",
-            f"The weights of all tokens sum to {now['loss.weights']:.4g} instead of 1",
-            "Look at what the loss is divided by.",
-            check,
-            factor=now["loss.weights"],
-        )
-    if residual == "loss.clipped_wrong":
-        return Form(
-            "loss",
-            f"{percent(now['loss.clipped_wrong'])} of the clipped tokens are clipped on the wrong side: their "
-            "ratio is low where the advantage is positive, or high where it is negative",
-            "Look at min and max in the clipped loss.",
-            of_tokens,
-        )
-    if residual == "loss.against":
-        return Form(
-            "importance_weights",
-            "The rollout's importance weights are inverted: over 1 where the old policy is less "
-            "likely to sample the token than the rollout was",
-            "Look at the sign of the log-probs' difference.",
-            "Print `rollout_is_weights`, `old_log_probs` and `rollout_log_probs` of one row: a weight is exp(old − rollout).",
-        )
-    if (
-        now.get("loss.kl_explained", 0.0) > 1 - FACTOR
-        and abs(kl - 1) > LEVEL * FACTOR
-        or now.get("loss.beside", 1.0) < FACTOR
+    factor, kl, explained = (now.get(f"loss.{name}", 1.0) for name in ("factor", "kl_factor", "explained"))
+    if residual in ("loss.weights", "loss.clipped_wrong", "loss.against"):
+        return _form(residual, now, factor=now.get(residual) if residual == "loss.weights" else None)
+    if now.get("loss.beside", 1.0) < FACTOR or (
+        now.get("loss.kl_explained", 0.0) > 1 - FACTOR and abs(kl - 1) > FACTOR
     ):
-        what = "is not in the gradient" if abs(kl) < FACTOR else f"counts {kl:.3g} times in the gradient"
-        return Form(
-            "kl_scale",
-            f"The KL loss {what}, by its coefficient and type",
-            "Look at where it is scaled or detached.",
-            "Take one step with kl_loss_coef=0: the gradient differs by that of the KL loss.",
-            factor=kl,
-        )
-    if (
-        now.get("loss.without_explained", 0.0) > max(now.get("loss.explained", 0.0), 1 - SAME)
-        and abs(now["loss.without"] - 1) < FACTOR
-    ):
-        return Form(
-            "importance_weights",
-            "The rollout's importance weights are not in the loss: its gradient fits without them",
-            "Look at whether the loss function takes `rollout_is_weights`.",
-            of_tokens,
-        )
-    if now.get("loss.explained", 0.0) > 1 - SAME:
-        if factor < 0:
-            return Form(
-                "loss_sign",
-                f"The loss's sign is turned: its gradient is {factor:.3g} times what weights, advantages "
-                "and ratios give",
-                "Look at the sign of the policy loss.",
-                of_tokens,
-                factor=factor,
-            )
-        return Form(
-            "loss_scale",
-            f"The loss's gradient is {factor:.4g} times what its weights, advantages and ratios give",
-            "Look at what it is multiplied and divided by.",
-            check,
-            factor=factor,
-        )
-    if now["loss.opposite"] > EXPLAINS * now["loss.unfit"]:
-        return Form(
-            "loss_sign",
-            f"The loss has lost the sign of the advantage for {percent(now['loss.opposite'])} of the tokens",
-            "Look at what takes the size of advantages or ratios (abs, square, clamp).",
-            of_tokens,
-            now["loss.opposite"],
-        )
-    return Form(
-        "loss",
-        f"For {percent(now['loss.unfit'])} of the tokens, the loss's gradient is not −weight · advantage · ratio",
-        "Look for a term that is added or left out, and at what multiplies single tokens.",
-        of_tokens,
-        now["loss.unfit"],
-    )
-
-
-def gradient(now: Readings, residual: str) -> Form:
-    check = "On one rank, compare the norm of a parameter's `grad` after each backward pass with that before the optimizer step."
-    if residual == "gradient.last_pass":
-        return Form(
-            "last_pass",
-            "The optimizer's gradient is that of the last micro-batch alone",
-            "Look for a zero_grad between micro-batches, or gradients that are overwritten.",
-            check,
-        )
-    if residual == "gradient.zero":
-        return Form(
-            "gradient",
-            f"{now['gradient.zero']:.0f} layer(s) have a gradient of exactly 0, unlike the others of their kind",
-            "Look for a detach, a no_grad, or an adapter that is not used.",
-            check,
-        )
-    if residual == "gradient.less":
-        return Form(
-            "gradient",
-            f"The optimizer's gradient is {now['gradient.less']:.3g} times smaller than the passes' together",
-            "Look for what zeroes or divides it between the passes and the step.",
-            check,
-        )
-    return Form(
-        "loss_scale",
-        f"The optimizer's gradient is up to {now['gradient.factor']:.3g} times the sum of the passes'",
-        "Look for a backward that runs twice, hooks that multiply, or a sum where a mean over ranks should be.",
-        check,
-        factor=now["gradient.factor"],
-    )
+        return _form("loss.kl", now, factor=kl)
+    without = now.get("loss.without_explained", 0.0)
+    if without > max(explained, 1 - SAME) and abs(now["loss.without"] - 1) < FACTOR:
+        return _form("loss.without", now)
+    if explained > 1 - SAME:
+        return _form("loss.sign" if factor < 0 else "loss.factor", now, factor=factor)
+    return _form("loss.opposite" if now["loss.opposite"] > EXPLAINS * now["loss.unfit"] else "loss", now)
 
 
 def weights(now: Readings, residual: str) -> Form:
-    check = "Compare a parameter before and after `optimizer.step()`, and with the next step's: print its norm and its grad's."
-    if residual == "weights.still":
-        all_of = now["weights.still"] >= now["weights.layers"]
-        what = (
-            "Nothing moves"
-            if all_of
-            else f"{now['weights.still']:.0f} of {now['weights.layers']:.0f} layers do not move"
-        )
-        return Form(
-            "not_moving",
-            f"{what}: weights are bit for bit those before the optimizer step",
-            "Look at which tensors the optimizer has, and whether the learning rate is below the weights' precision.",
-            check,
-        )
-    if residual == "weights.between":
-        return Form(
-            "weights",
-            "Weights have changed between two updates, without an optimizer step",
-            "Look at what else writes weights: a loaded checkpoint, an average of weights, offloading, a merged adapter.",
-            check,
-        )
-    if residual in ("weights.uphill", "weights.gained"):
-        return Form(
-            "ascent",
-            "Optimizer steps go along the gradient, and not against it: the loss grows",
-            "Look at the loss's sign and at `maximize`.",
-            check,
-        )
-    return Form(
-        "weights",
-        "Weights changed by more than an optimizer step should change them",
-        "Look at the optimizer (its state after a resume, its precision, weight decay), and at what else writes "
-        "weights: a loaded checkpoint, offloading, a merged adapter, a faulty device.",
-        check,
-    )
+    return _form("weights.uphill" if residual == "weights.gained" else residual, now)

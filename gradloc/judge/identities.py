@@ -8,8 +8,10 @@ gradloc/levels.py. Held, broken or unchecked: `check` says which, of a list of r
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
 
 from ..levels import (
     CONTRADICTING,
@@ -38,6 +40,24 @@ _AT_ONCE = LEVEL**LASTS
 _HALF = EXPLAINS / LEVEL  # of what is broken from half of all on
 
 
+class Residual(NamedTuple):
+    """How far an equality is off.
+
+    Args:
+        name (str): A reading, and the residual that is made of it.
+        least (float | Callable): What is usual at least: a number, or made of the records; infinite: not to be told.
+        of (Callable, optional): The residual, of the readings; None if it is not known. Default: the reading itself.
+    """
+
+    name: str
+    least: float | Callable[[Records], float]
+    of: Callable[[Readings], float | None] | None = None
+
+    def value(self, readings: Readings) -> float | None:
+        """The residual; None if it is not known."""
+        return readings.get(self.name) if self.of is None else self.of(readings)
+
+
 @dataclass(frozen=True)
 class Identity:
     """An equality.
@@ -45,35 +65,38 @@ class Identity:
     Args:
         name (str): Its name, also that of a warning without a closed form.
         holds (str): What every healthy update keeps, a clause.
-        residuals (Mapping): By name, how a record's residual is made of its readings (None if it is not known), and
-            what is usual at least: a number, or made of the records.
-        needs (Callable): Why it cannot be checked, of the records.
-        form (Callable): What is wrong, of the present readings and the largest residual: the closed form, if there is
-            one.
+        residuals (tuple): How far it is off.
+        needs (Callable): Why it cannot be checked, of the records; "" where it can be.
+        form (Callable): What is wrong, of the present readings and the largest residual.
     """
 
     name: str
     holds: str
-    residuals: Mapping[str, tuple[Callable[[Readings], float | None], float | Callable[[Records], float]]]
+    residuals: tuple[Residual, ...]
     needs: Callable[[Records], str]
     form: Callable[[Readings, str], Form]
 
 
-def _of(name: str) -> Callable[[Readings], float | None]:
-    return lambda readings: readings.get(name)
-
-
-def _if_apart(pair: str, name: str) -> Callable[[Readings], float | None]:
+def _if_apart(name: str, readings: Readings) -> float | None:
     """A reading that means something only where two columns differ."""
-    return lambda readings: readings.get(name) if readings.get(f"{pair}.gap", 0.0) > SAME / 2 else None
+    return readings.get(name) if readings.get(f"{name.partition('.')[0]}.gap", 0.0) > SAME / 2 else None
 
 
-def _off(name: str, right: float = 1.0) -> Callable[[Readings], float | None]:
-    return lambda readings: None if name not in readings else abs(readings[name] - right)
+def _off(name: str, readings: Readings, least: float = -1.0) -> float | None:
+    """How far a reading is from 1; with `least` 0, above it."""
+    if name not in readings:
+        return None
+    return max(readings[name] - 1, least) if least == 0 else abs(readings[name] - 1)
 
 
-def _broken(column: str) -> Callable[[Readings], float | None]:
-    return lambda readings: _AT_ONCE * TOKENS * readings[f"{column}.broken"] if f"{column}.broken" in readings else None
+def _at_once(name: str, readings: Readings) -> float | None:
+    """How many there are of what a single one of is enough."""
+    return _AT_ONCE * TOKENS * readings[name] if name in readings else None
+
+
+def _if_lasting(name: str, readings: Readings) -> float | None:
+    """A residual that breaks in one update what another one does that lasts."""
+    return readings[name] ** LASTS if name in readings else None
 
 
 def _late_gap(records: Records) -> float:
@@ -102,18 +125,14 @@ def _move(record: Record) -> float:
     return 2 * record.readings.get("step.gap", 0.0)
 
 
-def _wide(pair: str, least: float, power: int = 1) -> Callable[[Records], float]:
+def _wide(pair: str, least: float, records: Records, power: int = 1) -> float:
     """What is usual where columns of other weights are far apart, as after very large steps."""
-
-    def of_records(records: Records) -> float:
-        if pair == "rollout":
-            apart = _late_gap(records)
-        else:
-            healthy = [each for each in records[:-1] if not each.streaks["reference"].score]
-            apart = healthy[-1].readings.get("reference.gap", 0.0) if healthy else 0.0
-        return least * max(apart / FAR_NATS, 1.0) ** power
-
-    return of_records
+    if pair == "rollout":
+        apart = _late_gap(records)
+    else:
+        healthy = [each for each in records[:-1] if not each.streaks["reference"].score]
+        apart = healthy[-1].readings.get("reference.gap", 0.0) if healthy else 0.0
+    return least * max(apart / FAR_NATS, 1.0) ** power
 
 
 def _nearer(records: Records) -> float:
@@ -124,7 +143,7 @@ def _nearer(records: Records) -> float:
     rates = [each.rate for each in records[:-1]]
     all_of, recent = math.fsum(rates), math.fsum(rates[-LATE:])
     is_late = len(records) < MOST_RECORDS and recent > 2 * (all_of - recent)
-    return math.inf if is_late else _wide("rollout", SHARE)(records)
+    return math.inf if is_late else _wide("rollout", SHARE, records)
 
 
 def _follows(readings: Readings) -> float | None:
@@ -148,12 +167,6 @@ def _kl(readings: Readings) -> float | None:
     return abs(readings["loss.kl_factor"] - 1) if gone or readings["loss.kl_explained"] > 1 - FACTOR else 0.0
 
 
-def _without_rollout(records: Records) -> str:
-    if "rollout.gap" in records[-1].readings:
-        return ""
-    return "no rollout log-probs: set actor_rollout_ref.rollout.calculate_log_probs=True"
-
-
 def _needs(*names: str, why: str) -> Callable[[Records], str]:
     return lambda records: "" if any(name in records[-1].readings for name in names) else why
 
@@ -167,133 +180,129 @@ IDENTITIES = (
     Identity(
         "finite",
         "log-probs and advantages are finite",
-        {
-            f"{column}.broken": (_broken(column), TOKENS)
+        tuple(
+            Residual(f"{column}.broken", TOKENS, partial(_at_once, f"{column}.broken"))
             for column in ("advantages", "rollout", "old", "reference", "policy")
-        },
+        ),
         _needs("policy.broken", why="no log-probs"),
         forms.finite,
     ),
     Identity(
         "old_log_probs",
-        "before an update's first step, its forward gives the old log-probs",
-        {
-            "old.gap": (_of("old.gap"), SAME),
-            "old.unrelated": (_if_apart("old", "old.unrelated"), SHARE),
-        },
+        "the update's first forward gives the old log-probs again",
+        (Residual("old.gap", SAME), Residual("old.unrelated", SHARE, partial(_if_apart, "old.unrelated"))),
         _old,
         forms.old,
     ),
     Identity(
         "rollout_log_probs",
-        "with the same weights, rollout and training give the same log-probs",
-        {
-            "rollout.gap": (_of("rollout.gap"), _late_gap),
-            "rollout.shift": (_of("rollout.shift"), _wide("rollout", SHIFT)),
-            "rollout.moved": (_of("rollout.moved"), _wide("rollout", SHARE)),
-            "rollout.unrelated": (_if_apart("rollout", "rollout.unrelated"), _wide("rollout", SHARE, power=2)),
-            "rollout.repeated": (_of("rollout.repeated"), SHARE),
-            "rollout.one_sided": (_if_apart("rollout", "rollout.one_sided"), ONE_SIDED),
-            "rollout.slope": (_of("rollout.slope"), _wide("rollout", SLOPE)),
-            "rollout.nearer": (_of("rollout.nearer"), _nearer),
-        },
-        _without_rollout,
+        "rollout and training give the same log-probs with the same weights",
+        (
+            Residual("rollout.gap", _late_gap),
+            Residual("rollout.shift", partial(_wide, "rollout", SHIFT)),
+            Residual("rollout.moved", partial(_wide, "rollout", SHARE)),
+            Residual(
+                "rollout.unrelated", partial(_wide, "rollout", SHARE, power=2), partial(_if_apart, "rollout.unrelated")
+            ),
+            Residual("rollout.repeated", SHARE),
+            Residual("rollout.one_sided", ONE_SIDED, partial(_if_apart, "rollout.one_sided")),
+            Residual("rollout.slope", partial(_wide, "rollout", SLOPE)),
+            Residual("rollout.nearer", _nearer),
+        ),
+        _needs("rollout.gap", why="no rollout log-probs: set actor_rollout_ref.rollout.calculate_log_probs=True"),
         forms.rollout,
     ),
     Identity(
         "sampled",
         "the tokens that are trained are those that the rollout sampled",
-        {
-            "sampled.unlogged": (_of("sampled.unlogged"), TOKENS),
-            "sampled.after_end": (_of("sampled.after_end"), TOKENS),
-            "sampled.last_lost": (_of("sampled.last_lost"), _HALF),
-            "sampled.inverted": (_of("sampled.inverted"), _HALF),
-        },
+        (
+            Residual("sampled.unlogged", TOKENS),
+            Residual("sampled.after_end", TOKENS),
+            Residual("sampled.last_lost", _HALF),
+            Residual("sampled.inverted", _HALF),
+        ),
         _needs("sampled.last_lost", "sampled.unlogged", why="no rollout log-probs, and no end tokens"),
         forms.sampled,
     ),
     Identity(
         "responses",
         "the responses to a prompt differ",
-        {"responses.repeated": (_of("responses.repeated"), SHARE)},
+        (Residual("responses.repeated", SHARE),),
         _needs("responses.repeated", why="no uid"),
-        forms.responses,
+        forms.by_residual,
     ),
     Identity(
         "groups",
-        "the rows of a uid come from one prompt, and a prompt's from one uid",
-        {"groups.mixed": (_of("groups.mixed"), SHARE), "groups.alone": (_of("groups.alone"), _HALF)},
+        "the rows of a uid come from one prompt, and those of a prompt from one uid",
+        (Residual("groups.mixed", SHARE), Residual("groups.alone", _HALF)),
         _needs("groups.mixed", why="no prompts, or a uid has several, as states of an environment are"),
-        forms.groups,
+        forms.by_residual,
     ),
     Identity(
         "advantages",
         "advantages follow the rewards of their prompt, at every token",
-        {
-            "advantages.contradicting": (_of("advantages.contradicting"), CONTRADICTING),
-            "advantages.zero": (_of("advantages.zero"), _HALF),
-            "advantages.one_sided": (_of("advantages.one_sided"), _HALF),
-            "advantages.offset": (_of("advantages.offset"), EXPLAINS),
-            "advantages.spread": (_of("advantages.spread"), 1.0),
-            "advantages.cut": (_of("advantages.cut"), SHARE),
-        },
+        (
+            Residual("advantages.contradicting", CONTRADICTING),
+            Residual("advantages.zero", _HALF),
+            Residual("advantages.one_sided", _HALF),
+            Residual("advantages.offset", EXPLAINS),
+            Residual("advantages.spread", 1.0),
+            Residual("advantages.cut", SHARE),
+        ),
         _needs(
             *("advantages.contradicting", "advantages.zero", "advantages.cut"),
             why="no uid, no rewards, or an advantage of each token's own",
         ),
-        forms.advantages,
+        forms.by_residual,
     ),
     Identity(
         "reference",
         "the reference is the policy before its first step, and stays that",
-        {
-            "reference.gap": (_reference_gap, SAME),
-            "reference.shift": (_of("reference.shift"), _wide("reference", SHIFT)),
-            "reference.moved": (_of("reference.moved"), _wide("reference", SHARE)),
-            "reference.same": (_follows, _HALF),
-        },
+        (
+            Residual("reference.gap", SAME, _reference_gap),
+            Residual("reference.shift", partial(_wide, "reference", SHIFT)),
+            Residual("reference.moved", partial(_wide, "reference", SHARE)),
+            Residual("reference.same", _HALF, _follows),
+        ),
         _needs("reference.gap", why="no reference log-probs (use_kl_loss=True with kl_loss_coef=0 has them)"),
         forms.reference,
     ),
     Identity(
         "loss",
         "the loss's gradient is −weight · advantage · ratio of each token, with weights that sum to 1",
-        {
-            "loss.factor": (_off("loss.factor"), FACTOR),
-            "loss.unfit": (_of("loss.unfit"), SHARE),
-            "loss.weights": (_off("loss.weights"), FACTOR),
-            "loss.kl_factor": (_kl, FACTOR),
-            "loss.clipped_wrong": (_of("loss.clipped_wrong"), _HALF),
-            "loss.against": (lambda r: None if "loss.along" not in r else 1 - r["loss.along"], _HALF),
-        },
+        (
+            Residual("loss.factor", FACTOR, partial(_off, "loss.factor")),
+            Residual("loss.unfit", SHARE),
+            Residual("loss.weights", FACTOR, partial(_off, "loss.weights")),
+            Residual("loss.kl_factor", FACTOR, _kl),
+            Residual("loss.clipped_wrong", _HALF),
+            Residual("loss.against", _HALF),
+        ),
         _needs("loss.factor", "loss.weights", why="no advantages, or a loss whose coefficients are not known"),
         forms.loss,
     ),
     Identity(
         "gradient",
         "the optimizer's gradient is the sum of the passes'",
-        {
-            "gradient.factor": (lambda r: max(r["gradient.factor"] - 1, 0) if "gradient.factor" in r else None, FACTOR),
-            "gradient.less": (_of("gradient.less"), LEVEL),
-            "gradient.zero": (_of("gradient.zero"), TOKENS),
-            "gradient.last_pass": (
-                lambda r: SHARE * FACTOR / max(r["gradient.last_pass"], 1e-9) if "gradient.last_pass" in r else None,
-                FACTOR,
-            ),
-        },
+        (
+            Residual("gradient.factor", FACTOR, partial(_off, "gradient.factor", least=0.0)),
+            Residual("gradient.less", LEVEL),
+            Residual("gradient.zero", TOKENS),
+            Residual("gradient.last_pass", 1.0),
+        ),
         _needs("gradient.factor", why="its norms are not measured"),
-        forms.gradient,
+        forms.by_residual,
     ),
     Identity(
         "weights",
         "optimizer steps alone move the weights: all of them, downhill, by about the learning rate",
-        {
-            "weights.apart": (lambda r: r["weights.apart"] ** LASTS if "weights.apart" in r else None, 1.0),
-            "weights.still": (_of("weights.still"), TOKENS),
-            "weights.between": (lambda r: r["weights.between"] * _AT_ONCE if "weights.between" in r else None, 1.0),
-            "weights.uphill": (_of("weights.uphill"), UPHILL),
-            "weights.gained": (lambda r: None if "weights.gained" not in r else 1 - r["weights.gained"], EXPLAINS),
-        },
+        (
+            Residual("weights.between", TOKENS, partial(_at_once, "weights.between")),
+            Residual("weights.apart", 1.0, partial(_if_lasting, "weights.apart")),
+            Residual("weights.still", TOKENS),
+            Residual("weights.uphill", UPHILL),
+            Residual("weights.gained", EXPLAINS),
+        ),
         _needs("weights.apart", "weights.between", "weights.uphill", why="no optimizer step before"),
         forms.weights,
     ),
@@ -330,19 +339,18 @@ def measured(records: Records, at_once: bool = False) -> Record:
     now = records[-1]
     times: dict[str, float] = {}
     streaks: dict[str, Streak] = {}
-    before = records[-2].streaks if len(records) > 1 else {}
     for identity in IDENTITIES:
-        for name, (residual, least) in identity.residuals.items():
-            value = residual(now.readings)
-            of_records = least(records) if callable(least) else least
-            if value is None or of_records == math.inf:
+        for residual in identity.residuals:
+            value = residual.value(now.readings)
+            least = residual.least(records) if callable(residual.least) else residual.least
+            if value is None or least == math.inf:
                 continue
-            healthy = [each for each in records[:-1] if each.times.get(name, math.inf) < LEVEL]
-            values = [residual(each.readings) or 0.0 for each in healthy]
-            times[name] = value / max(of_records, statistics.median(values) if values else 0.0)
-        largest = max((times.get(name, 0.0) for name in identity.residuals), default=0.0)
-        lasting = largest**LASTS if at_once else largest
-        streaks[identity.name] = before.get(identity.name, Streak()).then(lasting, now.step)
+            healthy = [each for each in records[:-1] if each.times.get(residual.name, math.inf) < LEVEL]
+            values = [residual.value(each.readings) or 0.0 for each in healthy]
+            times[residual.name] = value / max(least, statistics.median(values) if values else 0.0)
+        largest = max((times.get(each.name, 0.0) for each in identity.residuals), default=0.0)
+        before = records[-2].streaks.get(identity.name, Streak()) if len(records) > 1 else Streak()
+        streaks[identity.name] = before.then(largest**LASTS if at_once else largest, now.step)
     return replace(now, times=times, streaks=streaks)
 
 
@@ -352,16 +360,13 @@ def check(records: Records) -> dict[str, Held | Broken | Unchecked]:
 
 
 def _check(identity: Identity, records: Records) -> Held | Broken | Unchecked:
-    now = records[-1]
-    known = {name: now.times[name] for name in identity.residuals if name in now.times}
+    now, names = records[-1], [each.name for each in identity.residuals]
     streak = now.streaks[identity.name]
     if not streak.is_broken:
+        known = [now.times[name] for name in names if name in now.times]
         missing = identity.needs(records)
-        return Unchecked(missing) if missing or not known else Held(max(known.values()))
-    at = next(each for each in reversed(records) if _largest(identity, each) >= LEVEL)
-    residual = max(identity.residuals, key=lambda name: at.times.get(name, 0.0))
-    return Broken(_largest(identity, at), residual, streak.since, identity.form(at.readings, residual))
-
-
-def _largest(identity: Identity, record: Record) -> float:
-    return max((record.times.get(name, 0.0) for name in identity.residuals), default=0.0)
+        return Unchecked(missing) if missing or not known else Held(max(known))
+    # The last update in which it was off.
+    at = next(each for each in reversed(records) if any(each.times.get(name, 0.0) >= LEVEL for name in names))
+    residual = max(names, key=lambda name: at.times.get(name, 0.0))
+    return Broken(at.times[residual], residual, streak.since, identity.form(at.readings, residual))

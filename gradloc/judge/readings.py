@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..facts import SHIFTS, TrainedRow
-from ..levels import FACTOR, LEAST_NATS, LEVEL, MOVE, SAME
+from ..levels import FACTOR, LEAST_NATS, LEVEL, MOVE, SAME, SHARE
 from .records import Readings
 
 # A response is repeated if the policy would have sampled it again with this log-prob, or less.
@@ -53,7 +53,7 @@ def of_tokens(sums: Mapping[str, float]) -> Readings:
     if sums["advantages"]:
         found["advantages.size"] = math.exp(sums["log_advantage"] / sums["advantages"])
     if sums["gained_size"]:
-        found["weights.gained"] = sums["gained"] / sums["gained_size"]
+        found["weights.gained"] = 1 - sums["gained"] / sums["gained_size"]
     found["bypass"] = float(sums["bypass"] == sums["mini_batches"] > 0)
     if sums["responses"]:
         found["length"] = sums["sampled trained"] / sums["responses"]
@@ -151,7 +151,7 @@ def _loss(sums: Mapping[str, float]) -> Readings:
     if of["clipped"]:
         found["loss.clipped_wrong"] = 1 - of["clipped_right"] / of["clipped"]
     if of["corrected"]:
-        found["loss.along"] = of["along"] / of["corrected"]
+        found["loss.against"] = 1 - of["along"] / of["corrected"]
     if not of["told"] or not 0 < of["ee"] < math.inf or not math.isfinite(of["cc"]):
         return found
     rest, along = of["cc"] - 2 * of["ck"] + of["kk"], of["ce"] - of["ek"]
@@ -188,7 +188,7 @@ def of_layers(now: Layers, before: Layers | None, rate: float) -> Readings:
         found["gradient.zero"] = float(_dead(reduced))
         if now.last_pass is not None and whole > 0:
             apart = max(abs(reduced[layer] - norm) for layer, norm in now.last_pass.items() if layer in reduced)
-            found["gradient.last_pass"] = apart / whole
+            found["gradient.last_pass"] = SHARE * whole / max(apart, 1e-9 * whole)
     if now.moved is not None and not math.isnan(now.moved[3]):
         found["weights.between"] = now.moved[3]
     if now.moved is not None and min(now.moved[:2]) > 0:

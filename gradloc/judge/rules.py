@@ -80,10 +80,12 @@ RULES = (
         "tokens in or after turns with which the mismatch to the rollout begins",
         "It is in or after a turn with which the mismatch to the rollout begins: up to one of the turn's first three "
         "tokens log-probs agree, and most of those that follow differ by more than 1 nat, or are NaN.",
-        "Train on the token ids that the rollout sampled: do not decode a turn and encode it again, and check the tokens "
+        "Train on the token ids that the rollout sampled: do not decode a turn and encode it again, and check the "
+        "tokens "
         "that the chat template puts between turns.",
         "The mismatch between training and rollout begins at a turn boundary",
-        "Compare `responses` in the batch, in the culprit's `row` from `mismatch_start` on, with the token ids that the "
+        "Compare `responses` in the batch, in the culprit's `row` from `mismatch_start` on, with the token ids that "
+        "the "
         "rollout returned: they should be equal.",
     ),
     Rule(
@@ -91,11 +93,13 @@ RULES = (
         "a misaligned token (log-probs of its response belong to other tokens)",
         "misaligned tokens (log-probs of their responses belong to other tokens)",
         "Its response's log-probs, of the rollout or the reference, fit the policy's at other positions far better. Or "
-        "over half of them differ from the rollout's by more than 1 nat, or are NaN, in a response of at least 6 tokens.",
+        "over half of them differ from the rollout's by more than 1 nat, or are NaN, in a response of at least 6 "
+        "tokens.",
         "Look for where log-probs are gathered, sliced or padded; or for other weights or another temperature in the "
         "rollout.",
         "Log-probs of whole responses are far from training's",
-        "Compare `rollout_log_prob`, `old_log_prob` and `ref_log_prob` of the culprit's row, token by token: `shift` in "
+        "Compare `rollout_log_prob`, `old_log_prob` and `ref_log_prob` of the culprit's row, token by token: `shift` "
+        "in "
         "spikes.jsonl says by how many positions they fit. `gradloc replay BUNDLE` compares them with those of saved "
         "weights.",
     ),
@@ -122,7 +126,8 @@ RULES = (
         "a token with an outlying advantage",
         "tokens with outlying advantages",
         "Its advantage is over 2.5 times the median of the other responses' (of those that are not zero).",
-        "Look at the rewards of its group: clip outliers, and do not divide by the standard deviation, which gives nearly "
+        "Look at the rewards of its group: clip outliers, and do not divide by the standard deviation, which gives "
+        "nearly "
         "equal rewards and groups with a single right or wrong response more weight.",
     ),
     Rule(
@@ -130,7 +135,8 @@ RULES = (
         "a token with an outlying weight in the loss",
         "tokens with outlying weights in the loss",
         "Its weight in the loss is over 5 times the median of the mini-batch.",
-        "Filter out very short responses, and fill micro-batches evenly: a mean over a sequence, or over the tokens of a "
+        "Filter out very short responses, and fill micro-batches evenly: a mean over a sequence, or over the tokens "
+        "of a "
         "micro-batch, gives few tokens large weights. With loss_agg_mode=token-mean, only the second does.",
     ),
     Rule(

@@ -24,7 +24,8 @@ CHECK_UNKNOWN = (
 )
 CHECK_UNSEARCHED = "`gradloc replay BUNDLE --search` finds the tokens, with the weights that this step had."
 _AUXILIARY = (
-    ": look at the coefficient and the scale of the auxiliary loss (load balancing, z-loss, MTP or draft heads), and at "
+    ": look at the coefficient and the scale of the auxiliary loss (load balancing, z-loss, MTP or draft heads), and "
+    "at "
     "what its gradient is multiplied by."
 )
 _CHECK_AUXILIARY = (
@@ -187,6 +188,7 @@ def _rewarded(event: Event, rows: Mapping[Place, TrainedRow]) -> str:
     if reward is None or count < EXPLAINS * len(places) or known.count(reward) * LEVEL > len(known):
         return ""
     return (
-        f"{counted(count, len(places), 'responses')} with culprits {'has' if count == 1 else 'have'} the reward {reward:g}, "
+        f"{counted(count, len(places), 'responses')} with culprits {'has' if count == 1 else 'have'} the reward "
+        f"{reward:g}, "
         f"as {percent(known.count(reward) / len(known))} of all with an advantage"
     )
