@@ -120,7 +120,7 @@ class UpdateMetrics:
 
 def figure_sizes(model: WatchedModel, is_first: bool) -> list[int]:
     """How many numbers each part of `RunFacts.own_figures` has."""
-    layers = [len(model.reduced_norms.layers), *[len(model.meter.layers)] * 2] if is_first else [0] * 3
+    layers = [*[len(model.reduced_norms.layers)] * 2, *[len(model.meter.layers)] * 2] if is_first else [0] * 4
     return [len(NAMES), 1, 4, *layers]
 
 
@@ -143,6 +143,7 @@ class RunFacts:
         # Small weights before the last optimizer step, and their gradients; and those at the end of the last update.
         self._kept: tuple[Tensor, Tensor] | None = None
         self._ended: Tensor | None = None
+        self._stepped = False  # whether an optimizer step was taken since
         # Of the update so far: sums; whether all old log-probs were the rollout's; how small weights have moved.
         self._sums, self._bypassed = torch.zeros(len(NAMES), dtype=torch.float64), True
         self._moved = torch.zeros(4, dtype=torch.float64)
@@ -190,17 +191,20 @@ class RunFacts:
         mode = None if others else mode
         facts = own_facts(tokens, where["epoch"], is_first, scale, mode, self._bypassed)
         weights, gradient = model.reduced_norms.small_weights()
-        moved = facts.new_zeros(4)
-        if self._kept is not None and self._kept[0].shape == weights.shape:
+        moved, changed = facts.new_zeros(4), facts.new_full((len(model.reduced_norms.layers),), math.nan)
+        if self._stepped and self._kept is not None and self._kept[0].shape == weights.shape:
             moves = weights - self._kept[0]
+            if is_first:
+                changed = model.reduced_norms.own_changes(moves)
             moved[:3] = torch.stack([moves @ moves, self._kept[1] @ self._kept[1], moves @ self._kept[1]])
         if is_first:
             known = self._ended is not None and self._ended.shape == weights.shape
             moved[3] = (weights != self._ended).sum() if known else math.nan
-        self._kept = weights, gradient
+        self._kept, self._stepped = (weights, gradient), False
         found = [facts, facts.new_full((1,), float(self._run is not None)), moved]
         if is_first:
             squares = torch.stack([micro_batch.squares for micro_batch in micro_batches])
+            found.append(changed)
             found += [model.reduced_norms.own_squares(of_weights=True), squares.sqrt().sum(0) / scale]
             found.append(squares[-1].sqrt() / scale)
         return torch.cat(found)
@@ -212,7 +216,7 @@ class RunFacts:
     def take_in(self, figures: Tensor, where: Where, gradient: MiniBatch) -> None:
         """Adds what `own_figures` returned on each rank, on the CPU."""
         model, is_first = gradient.model, (where["epoch"], where["mini_batch"]) == (0, 0)
-        facts, checked, moved, weights, passes, last = figures.split(figure_sizes(model, is_first), dim=1)
+        facts, checked, moved, changed, weights, passes, last = figures.split(figure_sizes(model, is_first), dim=1)
         self.are_checked = bool(checked[0])
         copies = model.sequence_parallel_size
         sums = facts[::copies].sum(0)
@@ -225,14 +229,9 @@ class RunFacts:
             # Of one rank's data, the last pass alone is known, unless the others have hardly a gradient.
             one = passes[0] if model.data_parallel_size == 1 and not meter.reduces else None
             has_last = one is not None and bool((one - last[0]).norm() > LAST * one.norm())
+            of_weights = norms.of_ranks(weights).sqrt().tolist(), norms.numels, norms.of_ranks(changed).tolist()
             self._layers = [
-                dict(
-                    zip(
-                        norms.layers,
-                        zip(norms.of_ranks(weights).sqrt().tolist(), norms.numels, strict=True),
-                        strict=True,
-                    )
-                ),
+                dict(zip(norms.layers, zip(*of_weights, strict=True), strict=True)),
                 dict(zip(norms.layers, gradient.squared_norms.sqrt().tolist(), strict=True)),
                 dict(zip(meter.layers, (passes[::copies].sum(0) / model.data_parallel_size).tolist(), strict=True)),
                 dict(zip(meter.layers, last[0].tolist(), strict=True)) if has_last else None,
@@ -243,6 +242,7 @@ class RunFacts:
         rate = 0.0
         with guarded("the learning rate cannot be read; run checks take it for 0", self._said):
             rate = float(self._learning_rate())  # an optimizer may have a tensor
+        self._stepped = True
         self._ask(lambda run: run.add_step(rate))
 
     def state_dict(self) -> Any:

@@ -456,7 +456,7 @@ def _other(now: Readings) -> Form | None:
         how = f"are training's times {slope:.3g}, {other}"
     elif now["rollout.differing"] > EXPLAINS and now["rollout.one_sided"] > LEVEL * LATE:
         side = "larger" if now["rollout.larger"] else "smaller"
-        how = f"are {side} than training's for nearly all tokens, as after a top-p or top-k cut, or of the likeliest token"
+        how = f"are {side} than training's nearly everywhere, as after a top-p or top-k cut, or of the likeliest token"
     return _form("other", now, how=how, column="rollout") if how else None
 
 

@@ -26,7 +26,8 @@ class Layers:
     """What is known of the layers in the update's first mini-batch; dicts by layer.
 
     Args:
-        weights (dict): The norm of the weights, and their number.
+        weights (dict): The norm of the weights, their number, and how many elements of a small tensor have moved in the
+            last optimizer step (NaN if that is not known).
         reduced (dict): The norm of the gradient that the optimizer gets.
         passes (dict): At most so much, by the norms of the passes' own gradients.
         last_pass (dict): The norm of the last pass alone, if the data are one rank's and others have a gradient.
@@ -34,7 +35,7 @@ class Layers:
             elements have changed between two updates (NaN if that is not known).
     """
 
-    weights: Mapping[str, tuple[float, int]]
+    weights: Mapping[str, tuple[float, int, float]]
     reduced: Mapping[str, float]
     passes: Mapping[str, float]
     last_pass: Mapping[str, float] | None = None
@@ -196,7 +197,7 @@ def of_layers(now: Layers, before: Layers | None, rate: float) -> Readings:
         cosine = along / math.sqrt(moved * gradient)
         found["weights.uphill"] = (1 + cosine) / max(1 - cosine, 1e-6)
     if before is not None and rate > 0:
-        found |= _moves(now.weights, before.weights, rate)
+        found |= _moves(now, before, rate)
     return found
 
 
@@ -210,17 +211,20 @@ def _dead(reduced: Mapping[str, float]) -> int:
     return sum(norms.count(0.0) for norms in kinds.values() if any(norms))
 
 
-def _moves(now: Mapping[str, tuple[float, int]], before: Mapping[str, tuple[float, int]], rate: float) -> Readings:
-    """How far weights moved, over what an optimizer step moves them; and how many layers did not move at all."""
-    apart, still, known = 0.0, 0, 0
-    for layer, (norm, count) in now.items():
-        was = before.get(layer, (0.0, 0))[0]
+def _moves(now: Layers, before: Layers, rate: float) -> Readings:
+    """How far weights moved, over what a step moves them; and how many layers did not, despite a gradient."""
+    apart = []
+    for layer, (norm, count, _) in now.weights.items():
+        was = before.weights[layer][0] if layer in before.weights else 0.0
         if 0 < was < math.inf:
             most = max(SAME * was / 2, MOVE * rate * math.sqrt(count))
-            apart = max(apart, abs(norm - was) / most if math.isfinite(norm) else math.inf)
-            known += 1
-            still += norm == was
-    return {"weights.apart": apart, "weights.still": float(still), "weights.layers": float(known)} if known else {}
+            apart.append(abs(norm - was) / most if math.isfinite(norm) else math.inf)
+    found = {"weights.apart": max(apart)} if apart else {}
+    moving = [layer for layer in now.weights if now.reduced.get(layer) and before.reduced.get(layer)]
+    changed = [now.weights[layer][2] for layer in moving if not math.isnan(now.weights[layer][2])]
+    if changed:
+        found |= {"weights.still": float(changed.count(0.0)), "weights.layers": float(len(changed))}
+    return found
 
 
 def of_rows(rows: Sequence[TrainedRow]) -> Readings:

@@ -198,6 +198,20 @@ class ReducedNorms:
         return weights, gradient
 
     @torch.no_grad()
+    def own_changes(self, moves: Tensor) -> Tensor:
+        """By layer, how many elements of `small_weights` have moved on this rank: float64 of shape (len(layers),).
+
+        NaN where weights are in half precision: a small step may be lost in them.
+        """
+        changed = torch.zeros(len(self.layers), dtype=torch.float64, device=moves.device)
+        parts = [(layer, self._pieces[i].weights()) for layer, i in enumerate(self._smallest)]
+        known = [(layer, part) for layer, part in parts if part is not None]
+        counts = [(each != 0).sum() for each in moves.split([part.numel() for _, part in known])]
+        for (layer, part), count in zip(known, counts, strict=True):
+            changed[layer] = count if part.dtype in (torch.float32, torch.float64) else math.nan
+        return changed
+
+    @torch.no_grad()
     def broken_parameters(self) -> BrokenParameters:
         """The parameters of whose gradient an element is NaN or infinite on some rank.
 
