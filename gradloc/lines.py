@@ -285,10 +285,9 @@ class Fact(TypedDict):
 class Verdict(Said, total=False):
     """What is known of a spike. Older lines have `culprits` and `ordinary` instead of `facts`."""
 
-    # the name of what is broken: of the first broken [identity](#identities), of an equality that the culprits break,
-    # or [`auxiliary`](#gradient-from-no-token); `null`: all that could be checked holds
+    # the name of what is broken; `null`: nothing that is known explains the spike
     cause: str | None
-    # what most culprits have in common: `source`, the shares of `culprits` and of `ordinary` tokens for which it holds
+    # what half of the culprits have in common: `source`, its shares of `culprits` and of `ordinary` tokens
     facts: list[Fact]
 
 
@@ -365,10 +364,11 @@ class Event(_Event, total=False):
     steps_since_resume: Count | None  # steps since a checkpoint was loaded
     suspected: list[SuspectedToken]  # if `converted`: up to 16 tokens by `suspicion`, unmeasured
     suspected_ranks: list[Index]  # the ranks whose tokens these may be
-    comparison: Comparison  # by rule, the share of `ordinary` tokens for which it holds
+    comparison: Comparison  # `ordinary`: by rule, the share of ordinary tokens for which it holds
     identities: dict[str, IdentityState]
     warnings: list[RunWarning]  # as in `steps.jsonl`
-    verdict: Verdict | None  # the [cause](verdict.md)
+    # the [verdict](verdict.md#the-verdict-on-a-spike): `cause`, `facts`, and what a warning says
+    verdict: Verdict | None
     summary: str  # what most culprits are; a layer far above its ordinary share
 
 
@@ -463,13 +463,13 @@ class _Step(Form, InStep):
 class Step(_Step, total=False):
     """The figures of a step. Older lines lack these."""
 
-    # by [identity](verdict.md#identities): its `state` (`held`, `broken`, `unchecked`), its largest residual in
-    # `times` of the usual, `since` which step it is broken, or what is `missing`
+    # by [identity](verdict.md#identities): `state` (`held`, `broken`, `unchecked`), largest residual in `times` of the
+    # usual, `since` which step it is broken, what is `missing`
     identities: dict[str, IdentityState]
-    # broken identities: `identity`, `name` of the closed form, `since`, `times`, `sentence`, `claim`, `evidence`,
-    # `check`, `share` of responses or tokens, `column`, `factor`
+    # of each broken one: `identity`, `name`, `since`, `times`, `sentence`, `claim`, `evidence`, `check`, `share` of
+    # responses or tokens, `column`, `factor`
     warnings: list[RunWarning]
-    # what changed, which need not be wrong: `what`, `now`, `before`, `sentence`
+    # [what changed](verdict.md#changes): `what`, `now`, `before`, `sentence`
     changes: list[Change]
     misplaced_share: Number  # share of responses whose log-probs belong to other tokens
 

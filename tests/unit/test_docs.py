@@ -1,7 +1,9 @@
 """The documentation: its links lead somewhere, and it names what the evidence and the code have."""
 
+import ast
 import re
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -9,12 +11,10 @@ import pytest
 from notation import Capsys
 
 import apply_patch
-from gradloc import __version__, lines
-from gradloc.convert.command import main as convert
+from gradloc import __main__, __version__, levels, lines
+from gradloc.judge.identities import IDENTITIES
+from gradloc.judge.records import MOST_RECORDS
 from gradloc.judge.rules import SOURCES
-from gradloc.replay.command import main as replay
-from gradloc.report.command import main as report
-from gradloc.selftest.command import main as selftest
 from gradloc.tools import schema
 from tools import field_tables
 
@@ -46,10 +46,7 @@ def test_a_page_is_short_and_its_links_lead_somewhere(page: Path) -> None:
 
 COMMANDS: dict[str, Callable[[list[str]], Any]] = {
     r"apply_patch\.py": apply_patch.main,
-    r"gradloc[. ]convert": convert,
-    r"gradloc[. ]replay": replay,
-    r"gradloc[. ]report": report,
-    r"gradloc[. ]selftest": selftest,
+    **{rf"gradloc[. ]{name}": import_module(f"gradloc.{name}.command").main for name in __main__._NEEDS},
 }
 
 
@@ -77,7 +74,9 @@ def in_backticks(text: str) -> set[str]:
     return set(re.findall(r"\w+", " ".join(re.findall(r"`([^`\n]+)`", text))))
 
 
-EVIDENCE = (ROOT / "docs/reference/evidence.md").read_text()
+EVIDENCE, VERDICT, CAUSES = (
+    (ROOT / f"docs/reference/{name}.md").read_text() for name in ("evidence", "verdict", "causes")
+)
 
 
 def test_the_tables_of_fields_are_those_of_the_code() -> None:
@@ -96,17 +95,75 @@ def test_the_way_of_a_spike_leads_through_files_that_exist() -> None:
     for name in re.findall(r"`([\w/]+\.py)`", section):  # a bare name is in the folder of the one before it
         folder = name.rpartition("/")[0] if "/" in name or (package / name).is_file() else folder
         files.append(package / folder / Path(name).name)
-    assert len(files) == len(set(files)) == 26 and all(file.is_file() for file in files)
+    assert len(files) == len(set(files)) == 33 and all(file.is_file() for file in files)
 
 
 def test_the_table_of_sources_is_that_of_the_code() -> None:
     rows = re.findall(r"^\| `(\w+)` \| (.*?) \|$", EVIDENCE.split("## What looks wrong with a culprit")[1], re.M)
     expected = [(rule.name, rule.meaning) for rule in SOURCES.values()]
     assert rows[: len(expected)] == expected
-    # Every source has known causes.
-    headings = re.findall(r"^## (.*)$", (ROOT / "docs/reference/causes.md").read_text(), re.M)
-    named = {name for heading in headings for name in heading.split(" and ")}
-    assert SOURCES.keys() - {"other"} <= named
+    assert SOURCES.keys() - {"other"} <= in_backticks_or_headings(CAUSES)
+
+
+def in_backticks_or_headings(text: str) -> set[str]:
+    headings = re.findall(r"^##+ (.*)$", text, re.M)
+    return in_backticks(text) | {name for heading in headings for name in heading.split(" and ")}
+
+
+def closed_forms() -> dict[str, set[str]]:
+    """By identity, the names that gradloc/judge/forms.py may give it."""
+    tree = ast.parse((ROOT / "gradloc/judge/forms.py").read_text())
+    functions = {each.name: each for each in tree.body if isinstance(each, ast.FunctionDef)}
+
+    def names(function: ast.FunctionDef) -> set[str]:
+        found = set()
+        for call in (each for each in ast.walk(function) if isinstance(each, ast.Call)):
+            called = call.func.id if isinstance(call.func, ast.Name) else ""
+            if called == "Form":
+                first = call.args[0]
+                values = [first.body, first.orelse] if isinstance(first, ast.IfExp) else [first]
+                found |= {value.value for value in values if isinstance(value, ast.Constant)}
+            elif called in functions:
+                found |= names(functions[called])
+        return found
+
+    return {each.name: names(functions[each.form.__name__]) - {each.name} for each in IDENTITIES}
+
+
+def test_the_tables_of_identities_and_of_their_names_are_those_of_the_code() -> None:
+    section = VERDICT.split("\n## Identities")[1].split("\n## ")[0]
+    rows = re.findall(r"^`(\w+)` \| (.*?) \| .+ \| .+$", section, re.M)
+    assert rows == [(each.name, each.holds) for each in IDENTITIES]
+    section = VERDICT.split("\n## Warnings")[1].split("\n## ")[0]
+    table: dict[str, set[str]] = {}
+    for cells in re.findall(r"^(`.*?) \| (`.*?) \| .+$", section, re.M):
+        names, identities = (re.findall(r"`(\w+)`", cell) for cell in cells)
+        for identity in identities:
+            table.setdefault(identity, set()).update(names)
+    assert table == {identity: names for identity, names in closed_forms().items() if names}
+    assert {each.name for each in IDENTITIES}.union(*table.values()) <= in_backticks_or_headings(CAUSES)
+
+
+def test_the_counts_that_pages_state_are_those_of_the_code() -> None:
+    tree = ast.parse((ROOT / "benchmarks/blind_faults.py").read_text())
+    values = {
+        target.id: each.value
+        for each in tree.body
+        if isinstance(each, ast.Assign | ast.AnnAssign) and each.value is not None
+        for target in (each.targets if isinstance(each, ast.Assign) else [each.target])
+        if isinstance(target, ast.Name)
+    }
+    kinds = len(ast.literal_eval(values["TABLE"]).strip().splitlines())
+    recipes = 0
+    for key, value in zip(values["HEALTHY"].keys, values["HEALTHY"].values, strict=True):
+        recipes += 1 if key else len(ast.literal_eval(value.generators[0].iter))  # a comprehension over names
+    pages = {page.name: page.read_text() for page in [ROOT / "README.md", *DOCS]}
+    assert f"plants {kinds} kinds of faults" in pages["README.md"] and f"**: {kinds} kinds" in pages["blind.md"]
+    assert f"trains {recipes} healthy recipes" in pages["README.md"] and f"**: {recipes}, " in pages["blind.md"]
+    assert f"the {recipes} healthy recipes" in pages["identities.md"]
+    level, at_once = levels.LEVEL, levels.LEVEL**levels.LASTS
+    assert f"{at_once:g} times at once, {level:g} times in three updates" in VERDICT and levels.LASTS == 3
+    assert f"The last {MOST_RECORDS} updates" in VERDICT
 
 
 def test_the_readme_fits_on_a_few_screens() -> None:
