@@ -42,15 +42,17 @@ LOSS = (
     *(f"loss {one}{other}" for one in "cekz" for other in "cekz"),
     *(f"loss {name}" for name in ("told", "unfit", "opposite", "clipped", "clipped_right", "corrected", "along")),
 )
-# Σ w·A·(log-prob now − old), and Σ |…|, of tokens that a later PPO epoch sees again; Σ log|A| of responses with an
-# advantage, and how many these are. The sum of weights, over what its mode promises, and whether it does; whether
-# verl's bypass mode is on; mini-batches.
-OTHERS = ("gained", "gained_size", "log_advantage", "advantages", "weights", "promised", "bypass", "mini_batches")
+# Σ w·A·(log-prob now − old), and Σ |…|, of tokens that a later PPO epoch sees again.
+GAINED = ("gained", "gained_size")
+# Whether verl's bypass mode is on, and parts of mini-batches. The sum of weights, over what its mode promises, and
+# whether it does.
+OTHERS = ("bypass", "mini_batches", "weights", "promised")
 
 NAMES: tuple[str, ...] = (
     *("responses", *(f"broken {name}" for name in BROKEN)),
     *(f"{pair} {name}" for pair in PAIRS for name in _OF_PAIR),
     *(f"sampled {name}" for name in SAMPLED),
+    *GAINED,
     *LOSS,
     *OTHERS,
 )

@@ -51,8 +51,6 @@ def of_tokens(sums: Mapping[str, float]) -> Readings:
             found |= {f"{pair}.{name}": value for name, value in _of_pair(of).items()}
     found |= _sampled({name.removeprefix("sampled "): sums[name] for name in sums if name.startswith("sampled ")})
     found |= _loss(sums)
-    if sums["advantages"]:
-        found["advantages.size"] = math.exp(sums["log_advantage"] / sums["advantages"])
     if sums["gained_size"]:
         found["weights.gained"] = 1 - sums["gained"] / sums["gained_size"]
     found["bypass"] = float(sums["bypass"] == sums["mini_batches"] > 0)
@@ -246,6 +244,9 @@ def of_rows(rows: Sequence[TrainedRow]) -> Readings:
     rewards = [row.reward for row in rows if row.reward is not None and math.isfinite(row.reward)]
     if rewards:
         found["rewarded"] = sum(reward != 0 for reward in rewards) / len(rewards)
+    sizes = [row.largest for row in rows if 0 < row.largest < math.inf]
+    if sizes:
+        found["advantages.size"] = statistics.geometric_mean(sizes)
     if all(row.is_one for row in rows) and rewards:
         pairs, contradicting = count_pairs(rows)
         if pairs:

@@ -63,14 +63,12 @@ def own_facts(
         Tensor: float64 of shape (len(NAMES),).
     """
     has = frozenset(name for name in _READ if all(name in tokens for tokens in micro_batches))
-    bypassed = _is_bypassed(micro_batches, has)
     of_parts = []
     for part in _parts(micro_batches):
         columns = dict(zip(_READ, torch.stack(_joined(part, has)), strict=True))
-        of_parts.append(_of_part(columns, has, bypassed, epoch, is_first, scale, earlier_bypassed))
+        of_parts.append(_of_part(columns, has, epoch, is_first, scale, earlier_bypassed))
     found = of_parts[0] if len(of_parts) == 1 else torch.stack(of_parts).sum(0)
-    rest = torch.stack([*_of_weights(micro_batches, has, loss_agg_mode), bypassed, torch.ones_like(bypassed)])
-    return torch.cat([found, rest.double()])
+    return torch.cat([found, _of_weights(micro_batches, has, loss_agg_mode)])
 
 
 def _parts(micro_batches: Sequence[Tokens]) -> Iterator[list[Tokens]]:
@@ -102,36 +100,27 @@ def _joined(micro_batches: Sequence[Tokens], has: Collection[str]) -> list[Tenso
     return [found.get(name, missing) for name in _READ]
 
 
-def _is_bypassed(micro_batches: Sequence[Tokens], has: Collection[str]) -> Tensor:
-    """Whether verl's bypass mode took the rollout's log-probs for the old ones; bool of shape ()."""
-    if not {"old_log_prob", "rollout_log_prob"} <= set(has):
-        return torch.zeros((), dtype=torch.bool, device=micro_batches[0]["weight"].device)
-    old, rollout, mask = (
-        torch.cat([tokens[name].flatten() for tokens in micro_batches])
-        for name in ("old_log_prob", "rollout_log_prob", "response_mask")
-    )
-    return ~((old != rollout) & mask.bool()).any()
-
-
-def _of_part(
-    columns: Tokens, has: Collection[str], bypassed: Tensor, epoch: int, is_first: bool, scale: Any, earlier: bool
-) -> Tensor:
+def _of_part(columns: Tokens, has: Collection[str], epoch: int, is_first: bool, scale: Any, earlier: bool) -> Tensor:
     """The sums of some rows, but for those of `_of_weights`: float64."""
     mask = columns["response_mask"] != 0
     values = torch.stack([columns[name] for name in BROKEN])
     broken = mask & (values - values != 0)  # NaN is unlike itself, and so is Inf − Inf
     sound = mask & ~broken[:3].any(0)  # the log-probs of training
+    now, old = columns["log_prob"], columns["old_log_prob"]
+    # verl's bypass mode takes the rollout's log-probs for the old ones.
+    bypassed = mask[0, 0] & False
+    if {"old_log_prob", "rollout_log_prob"} <= set(has):
+        bypassed = ~(mask & (old != columns["rollout_log_prob"])).any()
     found = [torch.cat([mask.unsqueeze(0), broken]).any(2).sum(1)]
     if epoch == 0:
-        now = columns["log_prob"]
-        policy = torch.where(bypassed, now, columns["old_log_prob"]) if "old_log_prob" in has else now
+        policy = torch.where(bypassed, now, old) if "old_log_prob" in has else now
         # A rollout's log-probs are compared with those of the weights that it had.
-        sound = sound & (~bypassed | (is_first or not earlier))
-        is_told = sound & ~broken[4]
-        found += [_of_pairs(columns, has, policy, is_told, sound, bypassed, is_first), _sampled(columns, has, policy)]
+        told = sound & (~bypassed | (is_first or not earlier))
+        found += [_of_pairs(columns, has, policy, told & ~broken[4], told, bypassed, is_first)]
+        found += [_sampled(columns, has, policy, mask), _nothing(2, mask)]
     else:
-        found.append(_nothing(len(PAIRS) * OF_PAIR + len(SAMPLED), mask))
-    found += [_of_loss(columns, has, mask, scale), _of_advantages(columns, has, sound, epoch)]
+        found += [_nothing(len(PAIRS) * OF_PAIR + len(SAMPLED), mask), _gained(columns, has, sound)]
+    found += [_of_loss(columns, has, mask, scale), torch.stack([bypassed, torch.ones_like(bypassed)])]
     return torch.cat(found)
 
 
@@ -178,8 +167,10 @@ def _of_pairs(
     flags = [mask, d > LEAST_NATS, d < -LEAST_NATS, zero, unsure, unsure & (size < _ROUNDING), repeated]
     flags_of_rows = torch.stack(flags, 1).sum(2)
     centred = planes[:, :2] - (totals[:, :2] / length.clamp(min=1)).float().unsqueeze(2)
-    crossed = _crossed(torch.mul(centred, mask.unsqueeze(1), out=centred).bfloat16())
-    of_rows = [totals, products.flatten(1), flags_of_rows, *_of_rows(length, totals, products, crossed)]
+    torch.mul(centred, mask.unsqueeze(1), out=centred)
+    variances = torch.bmm(centred, centred.transpose(1, 2)).double()
+    of_rows = [totals, products.flatten(1), flags_of_rows]
+    of_rows += _of_rows(length, totals, variances, _crossed(centred.bfloat16()))
     rollout_sums, reference_sums, old_sums = torch.cat(of_rows, 1).view(3, len(policy), OF_PAIR).sum(1)
     others = torch.zeros_like(old_sums)
     return torch.cat([rollout_sums, reference_sums, *((old_sums, others) if is_first else (others, old_sums))])
@@ -193,12 +184,10 @@ def _crossed(centred: Tensor) -> Tensor:
     return torch.cat([found[:, :, :most], found[:, :, most + 1 :]], 2)
 
 
-def _of_rows(count: Tensor, totals: Tensor, products: Tensor, crossed: Tensor) -> list[Tensor]:
+def _of_rows(count: Tensor, totals: Tensor, variances: Tensor, crossed: Tensor) -> list[Tensor]:
     """The sums of `ROWS_OF_PAIR` of each response: float64, each of shape (rows, some sums)."""
     size, distance, n = totals[:, 2], totals[:, 5], count[:, 0]
-    (dd, db), (_, bb) = (
-        products[:, :2, :2] - totals[:, :2, None] * totals[:, None, :2] / count.clamp(min=1).unsqueeze(2)
-    ).permute(1, 2, 0)
+    dd, db, _, bb = variances.flatten(1).unbind(1)
     ab = bb + db
     aa = ab + db + dd
     norm = (aa * bb).clamp(min=0).sqrt()
@@ -212,9 +201,8 @@ def _of_rows(count: Tensor, totals: Tensor, products: Tensor, crossed: Tensor) -
     return [sums.double(), moved.unsqueeze(1) == shifts, crossed.flatten(1)]
 
 
-def _sampled(columns: Tokens, has: Collection[str], policy: Tensor) -> Tensor:
+def _sampled(columns: Tokens, has: Collection[str], policy: Tensor, mask: Tensor) -> Tensor:
     """`SAMPLED`: whether the tokens that are trained are those that the rollout sampled."""
-    mask = columns["response_mask"] != 0
     trained = mask & (columns["weight"] != 0)
     after = trained & (columns["after_eos"] != 0)
     if "rollout_log_prob" not in has:
@@ -232,18 +220,15 @@ def _sampled(columns: Tokens, has: Collection[str], policy: Tensor) -> Tensor:
     return torch.cat([tokens, torch.cat([is_trained, lost], 1).sum(0)])
 
 
-def _of_advantages(columns: Tokens, has: Collection[str], sound: Tensor, epoch: int) -> Tensor:
-    """The first of `OTHERS`: what later PPO epochs have gained; the sizes of advantages."""
-    if "advantage" not in has or (epoch > 0 and "old_log_prob" not in has):
-        return _nothing(4, sound)
-    advantage = torch.where(sound, columns["advantage"], 0.0).nan_to_num()
-    if epoch == 0:
-        size = advantage.abs().sum(1) / sound.sum(1)
-        counted = size > 0
-        return pad(torch.stack([torch.where(counted, size.log(), 0.0), counted]).sum(1).double(), (2, 0))
-    moved = torch.where(sound, columns["log_prob"] - columns["old_log_prob"], 0.0).clamp_(-1, 1)
-    gained = moved * columns["weight"] * advantage
-    return pad(torch.stack([gained, gained.abs()]).sum((1, 2), dtype=torch.float64), (0, 2))
+def _gained(columns: Tokens, has: Collection[str], sound: Tensor) -> Tensor:
+    """What later PPO epochs have gained: Σ w·A·(log-prob now − old), and Σ |…|."""
+    if not {"advantage", "old_log_prob"} <= set(has):
+        return _nothing(2, sound)
+    moved = (columns["log_prob"] - columns["old_log_prob"]).clamp_(-1, 1)
+    gained = torch.where(sound, moved * columns["weight"] * columns["advantage"], 0.0).nan_to_num_(
+        posinf=0.0, neginf=0.0
+    )
+    return torch.stack([gained, gained.abs()]).sum((1, 2), dtype=torch.float64)
 
 
 def _of_loss(columns: Tokens, has: Collection[str], mask: Tensor, scale: float | Tensor) -> Tensor:
@@ -271,7 +256,8 @@ def _of_loss(columns: Tokens, has: Collection[str], mask: Tensor, scale: float |
         if {"old_log_prob", "rollout_log_prob"} <= set(has):
             corrected, along = _importance(columns, mask)
     planes = torch.stack([coefficient, expected, kl, unweighted])
-    near = near & (coefficient != 0) & planes.sum(0).isfinite()
+    sums = planes.sum(0)
+    near = near & (coefficient != 0) & (sums - sums == 0)
     planes.masked_fill_(~near, 0.0)
     flat = planes.flatten(1)
     expected, kl, rest = planes[1], planes[2], planes[0] - planes[2]
@@ -292,16 +278,15 @@ def _importance(columns: Tokens, mask: Tensor) -> tuple[Tensor, Tensor]:
     return told, told & (difference * log_weight > 0)
 
 
-def _of_weights(micro_batches: Sequence[Tokens], has: Collection[str], mode: str | None) -> list[Tensor]:
+def _of_weights(micro_batches: Sequence[Tokens], has: Collection[str], mode: str | None) -> Tensor:
     """The sum of weights, over the part of the mini-batch whose micro-batches have a token; and whether it is known."""
     if mode not in MODES:
-        return [*_nothing(2, micro_batches[0]["weight"])]
-    sums, rows = [], []
+        return _nothing(2, micro_batches[0]["weight"])
+    sums = []
     for tokens in micro_batches:
-        mask = tokens["policy_loss_mask"] if "policy_loss_mask" in has else tokens["response_mask"]
-        weight = tokens["weight"] * mask
-        sums.append((weight.amax(1) if mode == MODES[-1] else weight).sum(dtype=torch.float64))
-        rows.append(tokens["response_mask"].any() * len(mask))
-    filled = torch.stack(rows).sum()
-    whole = torch.stack(sums).sum() * sum(len(tokens["weight"]) for tokens in micro_batches) / filled.clamp(min=1)
-    return [whole, filled > 0]
+        mask = tokens["response_mask"]
+        weight = tokens["weight"] * (tokens["policy_loss_mask"] if "policy_loss_mask" in has else mask)
+        sums += [(weight.amax(1) if mode == MODES[-1] else weight).sum(), mask.any() * len(mask)]
+    of_weights, filled = torch.stack(sums).double().view(-1, 2).sum(0)
+    rows = sum(len(tokens["weight"]) for tokens in micro_batches)
+    return torch.stack([of_weights * rows / filled.clamp(min=1), filled > 0])
