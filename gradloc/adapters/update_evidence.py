@@ -232,7 +232,8 @@ class UpdateEvidence:
         figures = {name: metrics[metric] for name, metric in names.items() if metric in metrics}
         # A critic, whose update has no such figures, is trained on the same rows.
         answer = read_answer(trained if figures else [])
-        for sentence in [] if answer is None else answer["news"]:
+        # Of a critic, no identity is checked.
+        for sentence in answer["news"] if answer and figures else []:
             logger.warning("Step %s: %s", global_step, sentence)
         events = [judged(event, answer, rows.get(id(event))) for event in events]
         by_kind: dict[str, list[dict[str, Any]]] = {kind: [] for kind in _KINDS}

@@ -1,17 +1,21 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Sends the spikes of a run, and what TokenClip found, to the loggers of verl's `Tracking`, from the driver.
+"""Sends the spikes of a run, what TokenClip found, and the identities to the loggers of verl's `Tracking`.
 
-The evidence may be written by another process, so it is read back from the disk. Each logger has a function of its
-own, which takes what `Tracking` holds for it, and a `StepSpikes`. It raises what the library raises.
+This is done by the driver, which reads the evidence back from the disk: another process may write it. The identities
+come the same way, not as metrics of the actor: those are the same on every rank, and taken before rank 0 asks the
+judge. Each logger has a function of its own, which takes what `Tracking` holds for it, and a `StepNews`. It raises what
+the library raises.
 """
 
 import html
 import io
 import json
+import math
 import os
 import re
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -23,7 +27,7 @@ from typing import Any, TypeVar, get_type_hints
 from ..evidence.writer import evidence_files
 from ..guarded import PatientThread, warn_once
 from ..judging import in_one_line
-from ..lines import ClippedToken, Culprit, Number
+from ..lines import ClippedToken, Culprit, IdentityState, Number
 from ..tools.reading import read
 from .page import write_page
 
@@ -36,8 +40,10 @@ TABLE_ROWS = 1000
 EVENT_ROWS = 20
 # So many events of a step are told one by one.
 _SENTENCES = 3
-# Seconds between two alerts by e-mail or chat.
+# Seconds between two alerts of one title by e-mail or chat.
 _ALERT_SECONDS = 600
+# An infinite residual, or a larger one, is sent as this: no panel could show what comes beside it.
+_MOST_TIMES = 1e6
 
 # The columns of the tables: fields of a line, and of a culprit or of a token in a clip line; and those that are floats.
 _NUMBERS = ("grad_norm", "threshold", "share", "suspicion", "advantage", "ratio", "log_prob", "reward")
@@ -72,13 +78,25 @@ class Table:
 
 
 @dataclass(frozen=True)
-class StepSpikes:
-    """The spikes and drills of one step, and what TokenClip found in it, in the forms that trackers take."""
+class IdentityNews:
+    """An identity that has broken, or is no longer broken."""
+
+    name: str
+    is_broken: bool
+    sentence: str
+
+
+@dataclass(frozen=True)
+class StepNews:
+    """What is new in one step, in the forms that trackers take."""
 
     step: int
-    lines: Sequence[Mapping[str, Any]]  # the events and clip lines, as they are in the evidence
+    # Its spikes, its drill, and what TokenClip found in it: the events and clip lines, as they are in the evidence.
+    lines: Sequence[Mapping[str, Any]] = ()
     tables: Sequence[Table] = ()  # those that have new rows
     page: Path | None = None  # the report as one HTML file, after some of the steps with such lines
+    scalars: Mapping[str, float] = field(default_factory=dict)  # by name: see `identity_scalars`
+    identities: Sequence[IdentityNews] = ()
 
     @property
     def spikes(self) -> list[Mapping[str, Any]]:
@@ -91,7 +109,7 @@ class StepSpikes:
         return [line for line in self.lines if "token_clip" in line]
 
     @property
-    def alerting(self) -> "StepSpikes | None":
+    def alerting(self) -> "StepNews | None":
         """What to alert of: all but the clip lines of which everything was cut; None if nothing is left."""
         lines = []
         for line in self.lines:
@@ -118,6 +136,24 @@ class StepSpikes:
     def text(self) -> str:
         return "\n".join([f"Step {self.step}: {self.sentences[0]}", *self.sentences[1:]])
 
+    @property
+    def identity_title(self) -> str:
+        """What `identities` come to: where some have broken, these alone."""
+        broken = [each.name for each in self.identities if each.is_broken]
+        if broken:
+            return f"Broken identity: {', '.join(broken)}"
+        return f"No longer broken: {', '.join(each.name for each in self.identities)}"
+
+    @property
+    def identity_text(self) -> str:
+        return f"Step {self.step}: " + "\n".join(each.sentence for each in self.identities)
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """By name, those that there are."""
+        texts = {"gradloc/spikes": self.text} if self.lines else {}
+        return texts | ({"gradloc/identities/news": self.identity_text} if self.identities else {})
+
 
 def table_rows(line: Mapping[str, Any], columns: Sequence[str]) -> list[list[Any]]:
     """The rows of a line: an event's largest culprits or suspected tokens, a clip line's tokens furthest over."""
@@ -135,55 +171,103 @@ def _cell(name: str, value: Any) -> Any:
     return float(value) if name in _FLOATS and value is not None else value
 
 
-def to_wandb(wandb: Any, spikes: StepSpikes) -> None:
-    logged = {}
-    for table in spikes.tables:
+def identity_scalars(states: Mapping[str, IdentityState]) -> dict[str, float]:
+    """By name, the residual of each identity that can be checked, in times of the usual, and how many are broken."""
+    broken = _broken(states)
+    scalars = {"gradloc/identities/broken": float(len(broken))}
+    for name, each in states.items():
+        if each["times"] is not None or name in broken:
+            times = math.inf if each["times"] is None else float(each["times"])
+            scalars[f"gradloc/identity/{name}"] = min(times, _MOST_TIMES)
+    return scalars
+
+
+def identity_news(line: Mapping[str, Any], before: Mapping[str, IdentityState]) -> list[IdentityNews]:
+    """Which identities have broken, or are no longer broken, by a line of steps.jsonl and the states `before`."""
+    states, was = line["identities"], _broken(before)
+    warnings = {each["identity"]: each for each in line["warnings"]}
+    news = []
+    for name in _broken(states):
+        if name not in was:
+            news.append(IdentityNews(name, True, f"{warnings[name]['sentence']} {warnings[name]['check']}"))
+    for name in was:
+        if name in states and states[name]["state"] == "held":
+            news.append(IdentityNews(name, False, f"The identity {name} holds again."))
+        elif name in states and states[name]["state"] == "unchecked":
+            why = f"which was broken, cannot be checked any more: {states[name]['missing']}."
+            news.append(IdentityNews(name, False, f"The identity {name}, {why}"))
+    return news
+
+
+def _broken(states: Mapping[str, IdentityState]) -> list[str]:
+    return [name for name, each in states.items() if each["state"] == "broken"]
+
+
+def to_wandb(wandb: Any, news: StepNews) -> None:
+    logged: dict[str, Any] = {**news.scalars}
+    for table in news.tables:
         # A table that was logged cannot grow: https://github.com/wandb/wandb/issues/2981
         logged[f"gradloc/{table.name}"] = wandb.Table(columns=list(table.columns), data=[*table.rows])
-    if spikes.page is not None:
-        logged["gradloc/report"] = wandb.Html(io.StringIO(spikes.page.read_text(encoding="utf-8")), inject=False)
+    if news.page is not None:
+        logged["gradloc/report"] = wandb.Html(io.StringIO(news.page.read_text(encoding="utf-8")), inject=False)
     if logged:
-        wandb.log(logged, step=spikes.step)
-    alert = spikes.alerting
+        wandb.log(logged, step=news.step)
+    alert = news.alerting
     if alert is not None:
         level = "INFO" if alert.title == "Spike drill" else "WARN"
         wandb.alert(title=alert.title, text=alert.text, level=level, wait_duration=_ALERT_SECONDS)
+    if news.identities:
+        level = "WARN" if any(each.is_broken for each in news.identities) else "INFO"
+        # The title names them: the wait of one does not keep back another.
+        wandb.alert(title=news.identity_title, text=news.identity_text, level=level, wait_duration=_ALERT_SECONDS)
 
 
-def to_mlflow(run: Any, spikes: StepSpikes) -> None:
+def to_mlflow(run: Any, news: StepNews) -> None:
     """`run` is the active one of the main thread: MLflow has one for each."""
     import mlflow
 
     client, run_id = mlflow.MlflowClient(), run.info.run_id
-    for table in spikes.tables:
+    if news.scalars:
+        now = int(time.time() * 1000)
+        metrics = [mlflow.entities.Metric(name, value, now, news.step) for name, value in news.scalars.items()]
+        client.log_batch(run_id, metrics)
+    for table in news.tables:
         columns = zip(table.columns, zip(*table.new_rows, strict=True), strict=True)
         # This appends to the artifact.
         client.log_table(run_id, {column: list(values) for column, values in columns}, f"gradloc/{table.name}.json")
-    client.log_text(run_id, spikes.text, f"gradloc/step_{spikes.step}.txt")
-    if spikes.page is not None:
-        client.log_artifact(run_id, str(spikes.page), "gradloc")
+    if news.texts:
+        client.log_text(run_id, "\n".join(news.texts.values()), f"gradloc/step_{news.step}.txt")
+    if news.page is not None:
+        client.log_artifact(run_id, str(news.page), "gradloc")
 
 
-def to_swanlab(swanlab: Any, spikes: StepSpikes) -> None:
-    logged: dict[str, Any] = {"gradloc/spikes": swanlab.Text(spikes.text)}
-    for table in spikes.tables:
+def to_swanlab(swanlab: Any, news: StepNews) -> None:
+    logged: dict[str, Any] = {**news.scalars, **{name: swanlab.Text(text) for name, text in news.texts.items()}}
+    for table in news.tables:
         shown = swanlab.echarts.Table()
         shown.add(headers=list(table.columns), rows=[*table.rows])
         logged[f"gradloc/{table.name}"] = shown
-    if spikes.page is not None and hasattr(swanlab, "Html"):  # since 0.8
-        logged["gradloc/report"] = swanlab.Html(spikes.page)
-    swanlab.log(logged, step=spikes.step)
+    if news.page is not None and hasattr(swanlab, "Html"):  # since 0.8
+        logged["gradloc/report"] = swanlab.Html(news.page)
+    swanlab.log(logged, step=news.step)
 
 
-def to_tensorboard(adapter: Any, spikes: StepSpikes) -> None:
+def to_tensorboard(adapter: Any, news: StepNews) -> None:
     writer = adapter.writer
-    parts = [html.escape(sentence, quote=False) for sentence in spikes.sentences]
-    for table in spikes.tables:
-        cells = [[_markdown(value) for value in row] for row in (table.columns, *table.new_rows)]
-        rows = [f"| {' | '.join(row)} |" for row in cells]
-        parts.append("\n".join([rows[0], "|---" * len(table.columns) + "|", *rows[1:]]))
-    writer.add_text("gradloc/spikes", "\n\n".join(parts), spikes.step)
-    writer.flush()
+    for name, value in news.scalars.items():
+        writer.add_scalar(name, value, news.step)
+    if news.lines:
+        parts = [html.escape(sentence, quote=False) for sentence in news.sentences]
+        for table in news.tables:
+            cells = [[_markdown(value) for value in row] for row in (table.columns, *table.new_rows)]
+            rows = [f"| {' | '.join(row)} |" for row in cells]
+            parts.append("\n".join([rows[0], "|---" * len(table.columns) + "|", *rows[1:]]))
+        writer.add_text("gradloc/spikes", "\n\n".join(parts), news.step)
+    if news.identities:
+        sentences = [html.escape(each.sentence, quote=False) for each in news.identities]
+        writer.add_text("gradloc/identities/news", "\n\n".join(sentences), news.step)
+    if news.texts:
+        writer.flush()
 
 
 def _markdown(value: Any) -> str:
@@ -192,22 +276,30 @@ def _markdown(value: Any) -> str:
     return html.escape(text, quote=False).replace("|", "&#124;").replace("\n", "⏎")
 
 
-def to_clearml(adapter: Any, spikes: StepSpikes) -> None:
-    for table in spikes.tables:
+def to_clearml(adapter: Any, news: StepNews) -> None:
+    adapter.log(news.scalars, news.step)
+    for table in news.tables:
         import pandas
 
-        adapter.log({f"gradloc/{table.name}": pandas.DataFrame(table.rows, columns=list(table.columns))}, spikes.step)
-    adapter._get_logger().report_text(spikes.text)
-    if spikes.page is not None:
-        adapter._task.upload_artifact("gradloc_report", spikes.page, wait_on_upload=True)
+        adapter.log({f"gradloc/{table.name}": pandas.DataFrame(table.rows, columns=list(table.columns))}, news.step)
+    for text in news.texts.values():
+        adapter._get_logger().report_text(text)
+    if news.page is not None:
+        adapter._task.upload_artifact("gradloc_report", news.page, wait_on_upload=True)
 
 
-def to_file(adapter: Any, spikes: StepSpikes) -> None:
-    adapter.log({"gradloc/spikes": spikes.text}, spikes.step)
+def to_file(adapter: Any, news: StepNews) -> None:
+    adapter.log({**news.scalars, **news.texts}, news.step)
+
+
+def to_another(logger: Any, news: StepNews) -> None:
+    """To one of which no more is known than how `Tracking` calls it."""
+    if news.scalars:
+        logger.log(data={**news.scalars}, step=news.step)
 
 
 # By verl's names for the loggers.
-TRACKERS: Mapping[str, Callable[[Any, StepSpikes], None]] = {
+TRACKERS: Mapping[str, Callable[[Any, StepNews], None]] = {
     "wandb": to_wandb,
     "mlflow": to_mlflow,
     "swanlab": to_swanlab,
@@ -219,16 +311,22 @@ TRACKERS: Mapping[str, Callable[[Any, StepSpikes], None]] = {
 TAKE_PAGE = frozenset({"wandb", "mlflow", "swanlab", "clearml"})
 # With more evidence than this, no page is made: the driver would wait for it too long.
 _PAGE_BYTES = 64 * 2**20
-# A field of each kind of line that is read.
-_READ = ("culprits", "token_clip")
+# A field of each kind of line that is read, of spikes.jsonl and of steps.jsonl.
+_OF_EVENTS = ("culprits", "token_clip")
+_OF_STEPS = ("token_norm_max",)
+# So much of what an earlier run has left in steps.jsonl is read: hundreds of steps, more than a resumed run repeats.
+_TAIL_BYTES = 2**20
+# Metrics that count what is in spikes.jsonl.
+_COUNTS = ("actor/gradloc/triggered", "actor/token_clip/over")
 
 _Value = TypeVar("_Value")
 
 
 class SpikeLog:
-    """A logger that gives the others the spikes of the steps whose metrics they get. It never raises for a spike.
+    """A logger that gives the others the spikes and identities of the steps whose metrics they get.
 
-    What may hang, the disk or a tracker, is waited for as `PatientThread` does.
+    It never raises for them. What may hang, the disk or a tracker, is waited for as `PatientThread` does. What an
+    earlier run has left in the directory is not sent.
 
     Args:
         loggers (Mapping): verl's loggers by name.
@@ -247,32 +345,38 @@ class SpikeLog:
         self._texts = texts
         more = TEXT_COLUMNS if texts else ()
         self._tables = [Table("culprits", (*COLUMNS, *more)), Table("clipped_tokens", (*CLIP_COLUMNS, *more))]
-        self._appended = AppendedEvents(directory)
-        self._guarded("the evidence", partial(self._run, directory, self._appended.skip))
-        self._steps = 0
+        self._events = AppendedLines(directory, "spikes", _OF_EVENTS)
+        self._steps = AppendedLines(directory, "steps", _OF_STEPS)
+        self._sees_steps = False  # whether there was a line of a step since the start
+        self._states: Mapping[str, IdentityState] = {}  # of the identities, in the last line that has them
+        self._earlier: list[dict[str, Any]] = []  # the last lines of an earlier run, until this one has one
+        self._spiked = 0  # the number of steps with events or clip lines
+        self._guarded("the evidence", partial(self._run, directory, self._start))
+
+    def _start(self) -> None:
+        self._events.skip()
+        self._steps.skip(_TAIL_BYTES)
+        self._earlier = self._steps.read()
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
-        """Sends the spikes of a step with these metrics."""
-        counts = ("actor/gradloc/triggered", "actor/token_clip/over")
-        if any(data.get(name, 0) > 0 for name in counts) or "actor/gradloc/drill_found" in data:
-            self._guarded("the evidence", partial(self._send, step))
+        """Sends what is new in the evidence, after a step with these metrics."""
+        self._guarded("the evidence", partial(self._send, data, step))
 
-    def _send(self, step: int) -> None:
-        try:
-            lines = self._run(self._directory, self._appended.read)
-        except FileNotFoundError:
-            lines = []
-        if not lines:
-            self._warn(
-                "no events",
-                f"step {step} has a spike or outlying tokens, but {self._appended.path} has no new line: is "
-                "bisect_dump_dir a directory that the driver and the actor's rank 0 share, with space left? Trackers "
-                "get the metrics only.",
-            )
+    def _send(self, data: Mapping[str, Any], step: int) -> None:
+        has_events = any(data.get(name, 0) > 0 for name in _COUNTS) or "actor/gradloc/drill_found" in data
+        lines, steps = self._run(
+            self._directory, lambda: (self._events.read() if has_events else [], self._steps.read())
+        )
+        self._sees_steps = self._sees_steps or bool(steps)
+        if has_events and not lines:
+            self._warn_unseen(step, self._events.path)
+        if "actor/gradloc/checked" in data and not self._sees_steps:
+            self._warn_unseen(step, self._steps.path)
+        scalars, identities = self._identities(steps)
+        if not lines and not scalars:
             return
-        self._steps += 1
-        of_step = StepSpikes(step, lines)
-        for table, of_table in zip(self._tables, (of_step.spikes, of_step.clips), strict=True):
+        news = StepNews(step, lines, scalars=scalars, identities=identities)
+        for table, of_table in zip(self._tables, (news.spikes, news.clips), strict=True):
             table.grow(of_table)
             if table.is_full:
                 name = table.name.replace("_", " ")
@@ -281,17 +385,33 @@ class SpikeLog:
                 )
         # What is late may still write to the folder.
         with tempfile.TemporaryDirectory(prefix="gradloc-", ignore_cleanup_errors=True) as folder:
-            page = self._page(Path(folder, "report.html"))
-            spikes = replace(of_step, tables=[table for table in self._tables if table.new_rows], page=page)
+            page = self._page(Path(folder, "report.html")) if lines else None
+            news = replace(news, tables=[table for table in self._tables if table.new_rows], page=page)
             for name, tracker in self._loggers.items():
-                if send := TRACKERS.get(name):
-                    self._guarded(name, partial(self._run, name, partial(send, tracker, spikes)))
-                elif name not in NO_TRACKERS:
-                    self._warn(name, f"the logger {name} gets no spikes: it is not one of {', '.join(TRACKERS)}.")
+                if name != "console":
+                    send = TRACKERS.get(name, to_another)
+                    self._guarded(name, partial(self._run, name, partial(send, tracker, news)))
+                if name not in TRACKERS and name not in NO_TRACKERS and (lines or identities):
+                    self._warn(name, f"the logger {name} gets figures only: it is not one of {', '.join(TRACKERS)}.")
+
+    def _identities(self, lines: Sequence[Mapping[str, Any]]) -> tuple[dict[str, float], list[IdentityNews]]:
+        """The figures by the last line that has identities, and what has changed by each; older lines have none."""
+        scalars: dict[str, float] = {}
+        news = []
+        for line in lines:
+            if not (states := line.get("identities")):
+                continue
+            if self._earlier:  # it may have gone further than the checkpoint that this one resumes from
+                self._states = _states_before(line["global_step"], self._earlier)
+                self._earlier = []
+            news += identity_news(line, self._states)
+            scalars, self._states = identity_scalars(states), states
+        return scalars, news
 
     def _page(self, path: Path) -> Path | None:
         """The report: after each of the first ten steps with spikes, then after the 20th, 30th, … 100th, 200th, …"""
-        if not TAKE_PAGE.intersection(self._loggers) or self._steps % 10 ** (len(str(self._steps)) - 1):
+        self._spiked += 1
+        if not TAKE_PAGE.intersection(self._loggers) or self._spiked % 10 ** (len(str(self._spiked)) - 1):
             return None
 
         def write() -> Path | None:
@@ -312,31 +432,50 @@ class SpikeLog:
         try:
             return action()
         except Exception as error:  # its text may have secrets
-            self._warn(name, f"{name}: spikes could not be sent ({type(error).__name__}: {_without_secrets(error)}).")
+            self._warn(
+                name,
+                f"{name}: spikes and identities could not be sent ({type(error).__name__}: {_without_secrets(error)}).",
+            )
         return None
+
+    def _warn_unseen(self, step: int, path: str) -> None:
+        self._warn(
+            "no lines",
+            f"{path} has no new line after step {step}: is bisect_dump_dir a directory that the driver and the actor's "
+            "rank 0 share, with space left? Trackers get the metrics only.",
+        )
 
     def _warn(self, about: str, message: str) -> None:
         warn_once(self._said, f"spike_log (this warning appears once): {message}", about=about)
 
 
-class AppendedEvents:
-    """The events and clip lines of `<directory>/spikes.jsonl` that were appended since the last call of `read`."""
+class AppendedLines:
+    """The lines of `<directory>/<name>.jsonl` that were appended since the last call of `read`.
 
-    def __init__(self, directory: str) -> None:
-        self.path = os.path.join(directory, "spikes.jsonl")
+    Args:
+        fields (Sequence[str]): Lines with one of these fields are read.
+    """
+
+    def __init__(self, directory: str, name: str, fields: Sequence[str]) -> None:
+        self.path = os.path.join(directory, f"{name}.jsonl")
+        self._fields = fields
         self._end = 0
 
-    def skip(self) -> None:
-        """Leaves out what is in the file, as an earlier run has left it."""
-        self._end = os.path.getsize(self.path) if os.path.isfile(self.path) else 0
+    def skip(self, but: int = 0) -> None:
+        """Leaves out what is in the file, as an earlier run has left it, but for its last bytes."""
+        self._end = max(os.path.getsize(self.path) - but, 0) if os.path.isfile(self.path) else 0
 
     def read(self) -> list[dict[str, Any]]:
-        """The new events and clip lines, oldest first. A line that is still being written is left for the next call.
+        """The new lines, oldest first; none without a file. One that is still being written is left for the next call.
 
         Raises:
-            OSError: There is no such file, or it cannot be read.
+            OSError: It cannot be read.
         """
-        with open(self.path, "rb") as file:
+        try:
+            file = open(self.path, "rb")
+        except FileNotFoundError:
+            return []
+        with file:
             if os.fstat(file.fileno()).st_size < self._end:  # it was moved away, and begun anew
                 self._end = 0
             file.seek(self._end)
@@ -345,9 +484,18 @@ class AppendedEvents:
         self._end += len(finished)
         entries = []
         for line in finished.splitlines():
-            with suppress(ValueError):  # the rest of a line that a killed run has left
+            with suppress(ValueError):  # the rest of a line that was cut, or that a killed run has left
                 entries.append(json.loads(line))
-        return [entry for entry in entries if isinstance(entry, dict) and not entry.keys().isdisjoint(_READ)]
+        return [entry for entry in entries if isinstance(entry, dict) and not entry.keys().isdisjoint(self._fields)]
+
+
+def _states_before(step: int | None, lines: Sequence[Mapping[str, Any]]) -> Mapping[str, IdentityState]:
+    """The states of the identities before a step, by lines of which later ones may repeat the steps of others."""
+    for line in reversed(lines):
+        known = None not in (step, line["global_step"]) and line["global_step"] < step
+        if known and line.get("identities"):
+            return line["identities"]
+    return {}
 
 
 def _without_secrets(error: Exception) -> str:
