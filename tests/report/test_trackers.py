@@ -16,13 +16,14 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from evidence import WORDS, clip, clipped_token, culprit, drill, event
+from evidence import WORDS, answer, clip, clipped_token, culprit, drill, event, warning
 from notation import Caplog, Patch, cases
 from pages import texts_of, unpacked
 
 import trees
 from gradloc import guarded, record_events
 from gradloc.adapters.spike_log import add_spike_log
+from gradloc.evidence.writer import record_step
 from gradloc.judging import in_one_line
 from gradloc.report import trackers
 from gradloc.report.trackers import SpikeLog
@@ -33,6 +34,10 @@ pytestmark = pytest.mark.slow
 TRACKERS_PYTHON = trees.ROOT / "build/venv-trackers/bin/python"
 ACTOR = {"spike_detection": True, "spike_log": None, "bisect_dump_dir": "dump"}
 KEY = "0123456789-a-key"
+RESIDUAL, BROKEN = "gradloc/identity/rollout_log_probs", "gradloc/identities/broken"
+NEWS = "gradloc/identities/news"
+# Of the seven steps of tracked_run.py.
+RESIDUALS, BROKENS = [0.5] * 5 + [80.0, 0.5], [0.0] * 5 + [1.0, 0.0]
 
 
 def run(folder: Path, loggers: str, python: Path, *arguments: str, **environment: str) -> None:
@@ -129,13 +134,19 @@ def test_wandb_gets_a_growing_table_the_page_and_alerts(local: Path) -> None:
     assert [[row["cut"] for row in rows(text, trackers.CLIP_COLUMNS)] for text in clipped] == [[True], [True, False]]
     records = without_block_headers(only(local.glob("wandb/latest-run/*.wandb")).read_bytes())
     # A title, and the length of the text that follows it. 600 s, the time in which W&B sends one of these, end each.
-    alert = rb"\n.(Gradient spike|Outlying tokens)\x12.{1,2}(Step \d: .{13}).*?WARN \xc0\xcf\x24"
+    titles = rb"Gradient spike|Outlying tokens|Broken identity: \w+|No longer broken: \w+"
+    alert = rb"\n.(" + titles + rb")\x12.{1,2}Step (\d): .*?(WARN|INFO) \xc0\xcf\x24"
     assert re.findall(alert, records, re.S) == [
-        (b"Gradient spike", b"Step 2: No known caus"),
-        (b"Gradient spike", b"Step 3: A drill: the "),
+        (b"Gradient spike", b"2", b"WARN"),
+        (b"Gradient spike", b"3", b"WARN"),
         # What was stopped in step 4 is no reason for an alert.
-        (b"Outlying tokens", b"Step 5: TokenClip fou"),
+        (b"Outlying tokens", b"5", b"WARN"),
+        (b"Broken identity: rollout_log_probs", b"6", b"WARN"),
+        (b"No longer broken: rollout_log_probs", b"7", b"INFO"),
     ]
+    # Each figure is there twice: in the history, and in the summary of the run.
+    figures = re.findall(RESIDUAL.encode() + rb"\x82\x01.([\d.]+)\n", records, re.S)
+    assert [float(value) for value in figures[::2]] == RESIDUALS
 
 
 @pytest.mark.every_target
@@ -144,7 +155,7 @@ def test_tensorboard_and_the_file_get_the_same(local: Path) -> None:
 
     lines = [json.loads(line) for line in (local / "file.jsonl").read_text().splitlines()]
     told = {line["step"]: line["data"]["gradloc/spikes"] for line in lines if "gradloc/spikes" in line["data"]}
-    assert list(told) == [2, 3, 4, 5] and told[2].startswith("Step 2: No known cause: ")
+    assert list(told) == [2, 3, 4, 5] and told[2].startswith("Step 2: ") and "Both culprits are " in told[2]
     events = EventAccumulator(str(local / "tensorboard"))
     events.Reload()
     tensors = events.Tensors("gradloc/spikes/text_summary")
@@ -154,7 +165,17 @@ def test_tensorboard_and_the_file_get_the_same(local: Path) -> None:
     assert "&lt;think&gt;" in texts[2] and "a&#124;b⏎" in texts[2]
     rows_of_table = [line.count("|") for line in texts[2].splitlines() if line.startswith("|")]
     assert rows_of_table == [len(trackers.COLUMNS) + 1] * 4
-    assert texts[3].startswith("A drill: the planted token was found, 1 extra pass.\n\nSingle tokens have NaN or inf")
+    assert texts[3].startswith("A drill: the planted token was found, 1 extra pass.\n\n")
+    # The identities, in each step.
+    scalars = {name: [line["data"][name] for line in lines if name in line["data"]] for name in (RESIDUAL, BROKEN)}
+    assert scalars == {RESIDUAL: RESIDUALS, BROKEN: BROKENS}
+    assert {name: [each.value for each in events.Scalars(name)] for name in (RESIDUAL, BROKEN)} == scalars
+    assert [each.step for each in events.Scalars(BROKEN)] == [1, 2, 3, 4, 5, 6, 7]
+    news = {line["step"]: line["data"][NEWS] for line in lines if NEWS in line["data"]}
+    assert news == {6: "Step 6: Weights <are> old. Look.", 7: "Step 7: The identity rollout_log_probs holds again."}
+    tensors = events.Tensors(f"{NEWS}/text_summary")
+    texts = {text.step: text.tensor_proto.string_val[0].decode() for text in tensors}
+    assert texts == {6: "Weights &lt;are&gt; old. Look.", 7: "The identity rollout_log_probs holds again."}
 
 
 def test_mlflow_gets_the_table_and_the_page_as_artifacts(elsewhere: Path) -> None:
@@ -163,14 +184,18 @@ def test_mlflow_gets_the_table_and_the_page_as_artifacts(elsewhere: Path) -> Non
     clipped = rows((artifacts / "clipped_tokens.json").read_text(), trackers.CLIP_COLUMNS)
     assert [row["step"] for row in clipped] == [4, 5]
     assert is_page((artifacts / "report.html").read_text())
-    assert (artifacts / "step_2.txt").read_text().startswith("Step 2: No known cause: ")
+    assert "Both culprits are " in (artifacts / "step_2.txt").read_text()
+    assert (artifacts / "step_6.txt").read_text() == "Step 6: Weights <are> old. Look."
+    metrics = only(elsewhere.glob(f"mlruns/*/*/metrics/{RESIDUAL}")).read_text().splitlines()
+    assert [(float(value), int(step)) for _, value, step in map(str.split, metrics)] == [
+        *zip(RESIDUALS, range(1, 8), strict=True)
+    ]
 
 
 def test_swanlab_and_clearml_get_text_table_and_page(elsewhere: Path) -> None:
     media = only(elsewhere.glob("swanlog/run-*/media"))
-    assert [text[:7] for text in sorted(file.read_text() for file in media.glob("text/*"))] == [
-        *(f"Step {step}:" for step in (2, 3, 4, 5))
-    ]
+    texts = sorted(file.read_text() for path in media.glob("text*") for file in path.rglob("*") if file.is_file())
+    assert [text[:7] for text in texts] == [f"Step {step}:" for step in range(2, 8)]
     tables = [json.loads(file.read_text()) for file in media.glob("echarts/*")]
     for columns, lengths in ((trackers.COLUMNS, [2, 3]), (trackers.CLIP_COLUMNS, [1, 2])):
         found = [table["rowData"] for table in tables if [of["field"] for of in table["colDefs"]] == list(columns)]
@@ -178,8 +203,9 @@ def test_swanlab_and_clearml_get_text_table_and_page(elsewhere: Path) -> None:
     assert all(is_page(file.read_text()) for file in media.glob("html/*")) and any(media.glob("html/*"))
     session = only(path for path in elsewhere.glob("clearml/offline/*") if path.is_dir())
     reported = (session / "metrics.jsonl").read_text()
-    assert all(name in reported for name in ("gradloc", "think", "clipped_tokens"))
-    assert "Both culprits are " in (session / "log.jsonl").read_text()
+    assert all(name in reported for name in ("gradloc", "think", "clipped_tokens", "identity/rollout_log_probs"))
+    log = (session / "log.jsonl").read_text()
+    assert "Both culprits are " in log and "holds again" in log
     assert is_page(only(session.rglob("*report.html")).read_text())
 
 
@@ -200,7 +226,7 @@ def test_other_trackers_get_no_texts_either(elsewhere: Path) -> None:
     assert [texts_in(elsewhere / tracker) for tracker in ("mlruns", "swanlog", "clearml")] == [set()] * 3
 
 
-Sent = tuple[trackers.StepSpikes, dict[str, tuple[int, list[Any]]]]
+Sent = tuple[trackers.StepNews, dict[str, tuple[int, list[Any]]]]
 
 
 @pytest.fixture
@@ -208,8 +234,8 @@ def sent(monkeypatch: Patch) -> list[Sent]:
     """What W&B gets, with each table's number of new rows and all its rows: it grows in place."""
     found: list[Sent] = []
 
-    def keep(_: Any, spikes: trackers.StepSpikes) -> None:
-        found.append((spikes, {table.name: (len(table.new_rows), [*table.rows]) for table in spikes.tables}))
+    def keep(_: Any, news: trackers.StepNews) -> None:
+        found.append((news, {table.name: (len(table.new_rows), [*table.rows]) for table in news.tables}))
 
     monkeypatch.setitem(trackers.TRACKERS, "wandb", keep)
     return found
@@ -222,8 +248,8 @@ class Broken:
         raise ConnectionError(f"POST https://me:pass@host/api?key={KEY} failed")
 
 
-class Kept(dict[int, dict[str, str]]):
-    def log(self, data: dict[str, str], step: int) -> None:
+class Kept(dict[int, dict[str, Any]]):
+    def log(self, data: dict[str, Any], step: int) -> None:
         self[step] = data
 
 
@@ -245,8 +271,8 @@ def test_a_failing_tracker_warns_once_and_the_others_go_on(tmp_path: Path, monke
     spiked(SpikeLog({"clearml": Broken(), "unheard_of": None, "file": kept}, str(tmp_path)), tmp_path, 1, 2)
     assert list(kept) == [1, 2]
     failed, unknown = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert "clearml: spikes could not be sent (ConnectionError: POST https://…@host/api?key=… failed)" in failed
-    assert "the logger unheard_of gets no spikes" in unknown
+    assert "clearml: spikes and identities could not be sent (ConnectionError: POST https://…@host/api?key=…" in failed
+    assert "the logger unheard_of gets figures only" in unknown
 
 
 @cases("what how", ("clearml", "exits"), ("clearml", "hangs"), ("the page", "exits"), ("the page", "hangs"))
@@ -269,33 +295,35 @@ def test_what_exits_or_hangs_warns_once_and_the_others_go_on(
     (said,) = caplog.messages
     why = "RuntimeError: it tried to end the process: SystemExit(3)"
     why = why if how == "exits" else f"TimeoutError: {what} does not respond within 0.05 seconds"
-    assert f"{what}: spikes could not be sent ({why})." in said
+    assert f"{what}: spikes and identities could not be sent ({why})." in said
     assert fails.call_count == 2 if how == "exits" else fails.call_count <= 1
     ends.set()
 
 
-@pytest.mark.parametrize("when", ["at the start", "after a spike"])
-def test_a_disk_that_hangs_is_waited_for_once(when: str, tmp_path: Path, monkeypatch: Patch, caplog: Caplog) -> None:
-    ends, kept = threading.Event(), Kept()
-    os.mkfifo(tmp_path / "spikes.jsonl")  # nobody writes to it, so that opening it never ends
-    with monkeypatch.context() as change:
-        if when == "at the start":
-            change.setattr(guarded, "PATIENCE", 0.05)
-            change.setattr(trackers.AppendedEvents, "skip", lambda _: ends.wait())
+@cases("when file", ("at the start", "steps"), ("after a spike", "spikes"), ("after a step", "steps"))
+def test_a_disk_that_hangs_is_waited_for_once(
+    when: str, file: str, tmp_path: Path, monkeypatch: Patch, caplog: Caplog
+) -> None:
+    kept = Kept()
+    monkeypatch.setattr(guarded, "PATIENCE", 0.05 if when == "at the start" else 1e9)
+    if when != "at the start":
+        log = SpikeLog({"file": kept}, str(tmp_path))
+    os.mkfifo(tmp_path / f"{file}.jsonl")  # nobody writes to it, so that opening it never ends
+    if when == "at the start":
         log = SpikeLog({"file": kept}, str(tmp_path))
     for step, patience in ((1, 0.05), (2, 1e9)):
         monkeypatch.setattr(guarded, "PATIENCE", patience)
-        log.log({"actor/gradloc/triggered": 1.0}, step)
+        log.log({"actor/gradloc/triggered": float(file == "spikes")}, step)
     (said,) = caplog.messages
     assert f"(TimeoutError: {tmp_path} does not respond within 0.05 seconds)" in said and not kept
-    ends.set()
 
 
-def test_evidence_that_the_driver_cannot_read(tmp_path: Path, caplog: Caplog) -> None:
+@pytest.mark.parametrize("metric", ["triggered", "checked"])
+def test_evidence_that_the_driver_cannot_read(metric: str, tmp_path: Path, caplog: Caplog) -> None:
     kept = Kept()
     log = SpikeLog({"file": kept}, str(tmp_path / "on another machine"))
     for step in (1, 2):
-        log.log({"actor/gradloc/triggered": 2.0}, step)
+        log.log({f"actor/gradloc/{metric}": 2.0}, step)
     (said,) = [record.getMessage() for record in caplog.records]
     assert "is bisect_dump_dir a directory that the driver and the actor's rank 0 share" in said and not kept
 
@@ -332,6 +360,101 @@ def test_tables_and_pages_are_bounded(tmp_path: Path, monkeypatch: Patch, sent: 
     assert last.spikes == [] and [(name, new) for name, (new, _) in tables.items()] == [("clipped_tokens", 20)]
 
 
+def step_of(log: SpikeLog, folder: Path, step: int, *broken: str, judged: bool = True, **changes: Any) -> None:
+    """Logs a step without a spike in which these identities are broken."""
+    found = answer([warning(name, **changes) for name in broken]) if judged else None
+    record_step(str(folder), step, {"token_norm_max": 1.0}, found)
+    log.log({"actor/gradloc/checked": 1.0, "actor/gradloc/triggered": 0.0}, step)
+
+
+def news_in(kept: Kept) -> dict[int, str]:
+    return {step: data[NEWS] for step, data in kept.items() if NEWS in data}
+
+
+def test_identities_are_told_without_a_spike(tmp_path: Path, sent: list[Sent], caplog: Caplog) -> None:
+    kept, other = Kept(), Kept()
+    log = SpikeLog({"file": kept, "trackio": other, "console": Broken(), "wandb": None}, str(tmp_path))
+    log.log({"val/score": 0.0}, 0)
+    for step, broken in enumerate((["loss"], ["loss", "groups"], ["loss", "groups"], ["groups"]), 1):
+        step_of(log, tmp_path, step, *broken)
+        log.log({"val/score": 0.0}, step)  # with nothing new
+    assert list(kept) == list(other) == [1, 2, 3, 4]
+    assert news_in(kept) == {
+        1: "Step 1: The run has loss. Look.",
+        2: "Step 2: The run has groups. Look.",
+        4: "Step 4: The identity loss holds again.",
+    }
+    assert [data[BROKEN] for data in kept.values()] == [1.0, 2.0, 2.0, 1.0]
+    assert [data["gradloc/identity/loss"] for data in other.values()] == [80.0, 80.0, 80.0, 0.5]
+    assert len(other[1]) == 12 and NEWS not in other[1]
+    titles = [news.identity_title for news, _ in sent if news.identities]
+    assert titles == ["Broken identity: loss", "Broken identity: groups", "No longer broken: loss"]
+    (said,) = caplog.messages
+    assert "the logger trackio gets figures only" in said
+
+
+def test_residuals_of_any_size_are_sent() -> None:
+    states = answer([warning("loss", times=None), warning("groups", times=1e9)])["identities"]
+    states["reference"] = {"state": "unchecked", "times": None, "since": None, "missing": "no reference"}
+    scalars = trackers.identity_scalars(states)
+    assert {scalars["gradloc/identity/loss"], scalars["gradloc/identity/groups"]} == {1e6}
+    assert scalars[BROKEN] == 2.0 and "gradloc/identity/reference" not in scalars and len(scalars) == 11
+    line = {"identities": states, "warnings": []}
+    before = answer([warning(name) for name in ("loss", "groups", "reference")])["identities"]
+    (news,) = trackers.identity_news(line, before)
+    assert (news.name, news.is_broken) == ("reference", False) and "any more: no reference." in news.sentence
+
+
+@cases(
+    "earlier step broken told",
+    # Up to the step before, `loss` is broken, and told of.
+    ({9: ["loss"], 10: ["loss"]}, 11, ["loss"], False),
+    ({9: ["loss"], 10: []}, 11, ["loss"], True),
+    # It has broken after the checkpoint: here it breaks again, or holds as before.
+    ({9: [], 10: ["loss"]}, 10, ["loss"], True),
+    ({9: [], 10: ["loss"]}, 10, [], False),
+    ({9: ["loss"], 10: ["loss"], 11: []}, 11, ["loss"], False),
+    # The last line of a step counts.
+    ({9: [], 10: [], 11: [], -10: ["loss"]}, 11, ["loss"], False),
+    # Another run in the same directory.
+    ({1: ["loss"], 2: ["loss"]}, 1, ["loss"], True),
+)
+def test_nothing_is_told_twice_after_a_resume(
+    earlier: dict[int, list[str]], step: int, broken: list[str], told: bool, tmp_path: Path
+) -> None:
+    for at, names in earlier.items():
+        record_step(str(tmp_path), abs(at), {"token_norm_max": 1.0}, answer([warning(name) for name in names]))
+    kept = Kept()
+    log = SpikeLog({"file": kept}, str(tmp_path))
+    log.log({"val/score": 0.0}, step - 1)
+    assert not kept
+    for each in (step, step + 1):
+        step_of(log, tmp_path, each, *broken)
+    assert list(kept) == [step, step + 1] and list(news_in(kept)) == [step] * told
+
+
+def test_lines_without_identities_tell_nothing(tmp_path: Path, caplog: Caplog) -> None:
+    older = {"schema": 4, "global_step": 1, "token_norm_max": 1.0, "warnings": [{"name": "stale_weights"}]}
+    (tmp_path / "steps.jsonl").write_text(json.dumps(older) + "\n")
+    kept = Kept()
+    log = SpikeLog({"file": kept}, str(tmp_path))
+    with (tmp_path / "steps.jsonl").open("a") as file:
+        file.write(json.dumps({**older, "global_step": 2}) + "\n")
+    log.log({"actor/gradloc/checked": 1.0}, 2)
+    step_of(log, tmp_path, 3, "loss")
+    step_of(log, tmp_path, 4, judged=False)  # the judge was late
+    step_of(log, tmp_path, 5, "loss")
+    assert list(kept) == [3, 5] and list(news_in(kept)) == [3] and not caplog.messages
+
+
+def test_little_is_read_of_a_long_earlier_run(tmp_path: Path, monkeypatch: Patch) -> None:
+    for step in range(1, 40):
+        record_step(str(tmp_path), step, {"token_norm_max": 1.0}, answer([warning("loss")]))
+    monkeypatch.setattr(trackers, "_TAIL_BYTES", 4000)
+    log = SpikeLog({"file": Kept()}, str(tmp_path))
+    assert 1 <= len(log._earlier) < 5 and log._earlier[-1]["global_step"] == 39
+
+
 def test_only_what_was_left_is_alerted() -> None:
     found = [clipped_token(1, ["a", " b"], 9.0), clipped_token(0, ["a", " b"], 8.0, cut=False)]
     stopped, partly = clip(1, found[:1]), clip(1, found)
@@ -342,9 +465,9 @@ def test_only_what_was_left_is_alerted() -> None:
         ([stopped, partly, of_spike], "Gradient spike", [in_one_line(of_spike), partly["summary"]]),
         ([stopped, of_drill], "Spike drill", [of_drill["summary"]]),
     ):
-        alerting = trackers.StepSpikes(1, lines).alerting
+        alerting = trackers.StepNews(1, lines).alerting
         assert alerting is not None and (alerting.title, alerting.sentences) == (title, sentences)
-    assert trackers.StepSpikes(1, [stopped]).alerting is None
+    assert trackers.StepNews(1, [stopped]).alerting is None
 
 
 @cases(
