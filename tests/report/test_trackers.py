@@ -393,6 +393,22 @@ def test_identities_are_told_without_a_spike(tmp_path: Path, sent: list[Sent], c
     assert "the logger trackio gets figures only" in said
 
 
+def test_a_tracker_that_fails_gets_no_identities_and_the_others_do(
+    tmp_path: Path, monkeypatch: Patch, caplog: Caplog
+) -> None:
+    ends, kept = threading.Event(), Kept()
+    monkeypatch.setattr(guarded, "PATIENCE", 1.0)
+    monkeypatch.setitem(trackers.TRACKERS, "swanlab", lambda *_: ends.wait())
+    log = SpikeLog({"clearml": Broken(), "swanlab": None, "file": kept}, str(tmp_path))
+    for step, broken in enumerate((["loss"], ["loss"], []), 1):
+        step_of(log, tmp_path, step, *broken)
+    assert list(kept) == [1, 2, 3] and list(news_in(kept)) == [1, 3]
+    refused, late = caplog.messages
+    assert "clearml: spikes and identities could not be sent (ConnectionError: " in refused
+    assert "swanlab: spikes and identities could not be sent (TimeoutError: swanlab does not respond" in late
+    ends.set()
+
+
 def test_residuals_of_any_size_are_sent() -> None:
     states = answer([warning("loss", times=None), warning("groups", times=1e9)])["identities"]
     states["reference"] = {"state": "unchecked", "times": None, "since": None, "missing": "no reference"}
