@@ -12,6 +12,7 @@ from ..tools.figures import count, part_of, short, shown, visible
 from ..tools.reading import Evidence
 from ..tools.spike import Spike, mini_batch_of
 from .charts import clips_chart, levels, run_level, steps_or_numbers, timeline
+from .identities import HINT, identities_table
 from .replays import replay_tables
 from .spike_view import (
     CULPRITS,
@@ -63,8 +64,11 @@ def build(evidence: Evidence, rows: int = PAGE_ROWS, details: int = DETAILED) ->
         opening=_opening(summary, evidence),
         alarms=_alarms(summary),
         warnings=[
-            (f"{said['when']}: {visible(said['sentence'])}", [visible(said["check"])], "")
-            for said in summary["warnings"]
+            *(
+                (visible(f"{said['when']}: {said['sentence']}"), [visible(said["check"])], "")
+                for said in summary["warnings"]
+            ),
+            *((visible(sentence), [], "change") for sentence in summary["changes"]),
         ],
         drills=[
             (drill["text"], [*map(visible, drill["advice"])], "found" if drill["found"] else "failed")
@@ -79,6 +83,8 @@ def build(evidence: Evidence, rows: int = PAGE_ROWS, details: int = DETAILED) ->
         rules=rules,
         bars=_bars(summary),
     )
+    if identities := summary["identities"]:
+        view.texts["identities"] = visible(identities["sentence"])
     if clips := summary["token_clip"]:
         how = EXPLANATION if clips["largest_tokens"] else ""
         hint = visible(" ".join(clips["sentences"]))
@@ -86,6 +92,9 @@ def build(evidence: Evidence, rows: int = PAGE_ROWS, details: int = DETAILED) ->
     if details:
         _add_spikes(view, evidence, culprits, details)
         view.lead = _lead(view, summary, evidence, culprits)
+        if identities:
+            view.tables["identities"] = identities_table(evidence, evidence.identities)
+            view.texts["identities-hint"] = HINT
         if not evidence.texts:
             view.notes = [*view.notes, _NO_TEXTS]
         if len(culprits) < summary["culprits"]:
@@ -210,7 +219,7 @@ def _tables(
         ),
         "suspected": table_of(summary["suspected_title"], SUSPECTED, summary["suspected"]),
         "sources": Table(
-            "What looks wrong",
+            "What the culprits are",
             (Column("Source", "badge"), Column("Culprits", "num"), Column("Share", "num"), Column("Rule, what to do")),
             [
                 [source, f"{n:,}", part_of(n, summary["culprits"]), "\n".join(rules[source])]
@@ -233,7 +242,7 @@ def _happened(event: Row, first: bool) -> str:
     verdict = event["verdict"]
     if verdict is None:
         return "" if first else str(event["summary"])
-    return event["summary"] if first else f"{brief(verdict)}. {event['summary']}"
+    return str(event["summary"]) if first or verdict["cause"] is None else f"{brief(verdict)}. {event['summary']}"
 
 
 def _sentences(title: str, said: Sequence[tuple[Row, str]]) -> Table:

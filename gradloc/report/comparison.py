@@ -19,7 +19,8 @@ from .view import Cell, Column, Table
 SHARED = 50
 
 _AS_IN_A_SUMMARY = (
-    "path since verdict verdicts warnings faults notes lost_spikes skipped_lines culprits diagnoses sources"
+    "path since verdict verdicts identities warnings changes faults notes lost_spikes skipped_lines culprits diagnoses "
+    "sources"
 ).split()
 
 # What the figures are called; those of TokenClip are shown only if a run has some.
@@ -113,7 +114,7 @@ def tables(comparison: Mapping[str, Any]) -> list[Table]:
     found = [Table("The runs", (Column("", "row"), *sides), figures)]
     for key, column, title in (
         ("diagnoses", "diagnosis", "What was found"),
-        ("sources", "source", "What looks wrong with the culprits"),
+        ("sources", "source", "What the culprits are"),
         ("boundaries", "boundary", "Where tokens were first over TokenClip's bounds"),
     ):
         totals = Counter(runs[0][key]) + Counter(runs[1][key])
@@ -149,7 +150,7 @@ def _cells(pair: Row) -> list[Cell]:
 
 
 def remarks(comparison: Mapping[str, Any]) -> list[str]:
-    """What the tables do not say: what A and B are, their verdicts and warnings, and what is missing."""
+    """What the tables do not say: what A and B are, their verdicts and identities, and what is missing."""
     runs = dict(zip("AB", comparison["runs"], strict=True))
     found = []
     for name, run in runs.items():
@@ -158,7 +159,10 @@ def remarks(comparison: Mapping[str, Any]) -> list[str]:
             f"{name}: {run['path']}, {count(run['spikes'], 'spike') if run['spikes'] else 'no spike'}{verdict}"
         )
     for name, run in runs.items():
+        if run["identities"] is not None:
+            found.append(f"{name}: {run['identities']['sentence']}")
         found += [f"{name}: {lowered(of['when'])}: {of['sentence']} {of['check']}" for of in run["warnings"]]
+        found += [f"{name}: {sentence}" for sentence in run["changes"]]
         if run["faults"]:
             found.append(f"In {name}, faults were planted on purpose: {', '.join(run['faults'])}.")
         if not run["steps"]:

@@ -33,6 +33,10 @@ function start() {
     fill("clips-table", [makeTable(tables.clips, "h-clips", "clips-rows")]);
     showRows("clips-rows", tables.clips.rows, (row) => makeRow(tables.clips, row, { tabindex: -1 }));
   }
+  if (tables.identities) {
+    const rows = tables.identities.rows.map((row) => makeRow(tables.identities, row));
+    fill("identities-table", [makeTable(tables.identities, "h-identities", null, null, rows)]);
+  }
   if (spikes.length) startSpikes();
   // The keyboard scrolls to what it moves to; the tip goes along.
   addEventListener("scroll", placeTip, { capture: true, passive: true });
@@ -174,14 +178,12 @@ function makeCheck(sentence) {
 
 // The commands that GradLoc writes. The evidence may come from a stranger, and what is copied goes into a shell: so no
 // other options, and of a path only what a shell takes for one word, as Python's shlex.quote gives it.
-const ownCommands = [
-  /^bash run_experiment\.sh --embedded --fault [a-z_]+$/,
-  /^gradloc replay (?!'?-)(?:[\w@%+=:,./-]+|'[^']*'(?:"'"'[^']*')*)(?: --remedies| --switches| --search| --threshold [\d.e+-]+)*$/,
-];
+const ownCommand =
+  /^gradloc replay (?!'?-)(?:[\w@%+=:,./-]+|'[^']*'(?:"'"'[^']*')*)(?: --remedies| --switches| --search| --threshold [\d.e+-]+)*$/;
 
 function makeCommand(command) {
   const code = make("code", {}, command);
-  if (!ownCommands.some((form) => form.test(command))) return [code];
+  if (!ownCommand.test(command)) return [code];
   const copy = async ({ target }) => {
     try {
       await navigator.clipboard.writeText(command);

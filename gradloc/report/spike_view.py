@@ -32,7 +32,7 @@ from ..tools.figures import (
 from ..tools.spike import Spike
 from .charts import layers_chart, without_culprit
 from .summary import TOKENS, suspected_of, token_name
-from .view import Axis, Cell, Column, Culprit, Rung, SpikeView, Strip, Table, View, log_scale
+from .view import Axis, Cell, Column, Culprit, Rung, SpikeView, Strip, Table, View, is_drawn, log_scale, sparkline
 from .words import APPLIED, DIAGNOSES, FIGURES, NOT_APPLIED, ended_early, explanation
 
 Row = Mapping[str, Any]
@@ -241,7 +241,10 @@ def _before(spike: Spike, steps: Mapping[int, Row]) -> Table | None:
             known = [value for value in values[:earlier] if value is not None]
             usual = _figure(name, statistics.median(known) if known else None)
             last = _figure(name, values[-1] if own else None)
-            rows.append([(title, name), _sparkline(name, values, own), usual, last])
+            sizes = [_size(name, value) for value in values]
+            low = min(filter(is_drawn, sizes), default=1.0)
+            # At least a factor of 2, so that small changes look small.
+            rows.append([(title, name), sparkline(sizes, own, low, 2 * low), usual, last])
     columns = (Column("Figure", "row"), Column("Up to the spike", "spark"), Column("Usual", "num"))
     return Table(f"The {count(earlier, 'step')} before", (*columns, Column("In its step", "num")), rows)
 
@@ -250,27 +253,9 @@ def _figure(name: str, value: float | None) -> str:
     return f"{float(f'{100 * value:.3g}'):g}%" if name == "unlikely_share" and value is not None else short(value)
 
 
-def _sparkline(name: str, values: Sequence[float | None], own: bool) -> Cell:
-    """A figure's values as points of a line, 220 by 40, and the point of the spike's own step.
-
-    On a log scale; of a ratio, its logarithm is what is shown.
-    """
-
-    def size(value: float) -> float:
-        return math.log(max(value, 1.0)) if "ratio" in name else value
-
-    sizes = [None if value is None else size(value) for value in values]
-    known = [value for value in sizes if value is not None and math.isfinite(value) and value > 0]
-    low = min(known, default=1.0)
-    # At least a factor of 2, so that small changes look small.
-    axis = log_scale(low, max([*known, 2 * low]))
-    width = 210 / max(len(values) - 1, 1)
-    points = [
-        f"{5 + i * width:.1f},{35 - 0.03 * (axis.place(value) or 0):.1f}"
-        for i, value in enumerate(sizes)
-        if value is not None
-    ]
-    return " ".join(points), points[-1] if own and sizes[-1] is not None else ""
+def _size(name: str, value: float | None) -> float | None:
+    """What is drawn of a figure: of a ratio, its logarithm."""
+    return math.log(max(value, 1.0)) if value is not None and "ratio" in name else value
 
 
 class Details:

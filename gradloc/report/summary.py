@@ -8,9 +8,10 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from ..tools.figures import SHORT_CHARACTERS, clipped, count, excess, ranges, rounded, severity
+from ..tools.figures import clipped, count, excess, ranges, rounded, severity
 from ..tools.reading import MOST_BYTES, Evidence
-from ..tools.spike import Spike, as_a_command
+from ..tools.spike import Spike
+from .identities import changes_of, identities_of, warnings_of
 from .token_clips import summarize_clips
 from .words import NOT_APPLIED, count_causes, drill_report, ended_early, explanation, in_words
 
@@ -23,15 +24,8 @@ _LONG = (
 _MEASURED = ("row", "position", "grad_norm", "share")
 # How many tokens of a part are listed.
 TOKENS = 20
-# At most so many warnings are told apart.
-_WARNINGS = 64
 # The note of a file that is full: from its step on, no spike is written.
 _FULL = "size_limit"
-# The critic's spikes as a warning.
-_CRITIC, _CHECK_CRITIC = (
-    "critic",
-    "Each spike of the critic is a line of `critic.jsonl`, with its layers and the largest errors.",
-)
 
 
 def summarize(evidence: Evidence, top: int) -> dict[str, Any]:
@@ -55,7 +49,9 @@ def summarize(evidence: Evidence, top: int) -> dict[str, Any]:
         "since": evidence.since,
         "verdict": in_words(causes, len(spikes)),
         "verdicts": causes,
+        "identities": identities_of(evidence),
         "warnings": warnings_of(evidence),
+        "changes": changes_of(evidence),
         "faults": evidence.faults,
         "drills": [drill_report(drill, mini_batches) for drill in evidence.drills],
         "steps": _steps(evidence),
@@ -94,35 +90,6 @@ def summarize(evidence: Evidence, top: int) -> dict[str, Any]:
         "notes": _notes(evidence),
         "skipped_lines": evidence.skipped.total(),
     }
-
-
-def warnings_of(evidence: Evidence) -> list[dict[str, Any]]:
-    """The warnings of the steps and the critic's spikes, each name once, the first one first.
-
-    Returns:
-        list[dict]: `name`, and as it was said last `sentence` and `check`; `first_step` (None if unknown), `steps` (how
-            many), and these two in words as `when`.
-    """
-    pairs = [(step, warning) for step, warnings in evidence.warnings.items() for warning in warnings]
-    pairs += [
-        (spike["global_step"], {"name": _CRITIC, "sentence": spike["summary"], "check": _CHECK_CRITIC})
-        for spike in evidence.critic
-    ]
-    said: dict[str, dict[int | None, Mapping[str, Any]]] = {}
-    for step, warning in sorted(pairs, key=lambda pair: -1 if pair[0] is None else pair[0]):
-        if evidence.has(step):
-            said.setdefault(str(clipped(warning["name"], SHORT_CHARACTERS)), {})[step] = warning
-    found = []
-    for name, by_step in [*said.items()][:_WARNINGS]:
-        last, first = by_step[[*by_step][-1]], next((step for step in by_step if step is not None), None)
-        check = as_a_command(last["check"], evidence.bundle, " The run has no bundle: each spike leaves one.")
-        when = "Warning"
-        if first is not None:
-            several = f"{len(by_step):,} steps, first in step {first}"
-            when += f" in {several if len(by_step) > 1 else f'step {first}'}"
-        shown = {"name": name, "sentence": clipped(last["sentence"]), "check": check}
-        found.append({**shown, "first_step": first, "steps": len(by_step), "when": when})
-    return found
 
 
 def lost_spikes(evidence: Evidence) -> str | None:

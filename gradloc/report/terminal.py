@@ -17,8 +17,8 @@ from .view import Cell, Column, Table
 
 # The maximum width of the sparkline of a run's steps, in columns.
 _SPARKLINE_WIDTH = 60
-# Of a warning, and of drills.
-_STYLES = {"": ("bold yellow", "yellow"), "found": ("green", ""), "failed": ("bold red", "red")}
+# Of a warning, of a change, and of drills.
+_STYLES = {"": ("bold yellow", "yellow"), "change": ("", ""), "found": ("green", ""), "failed": ("bold red", "red")}
 # Of a token with its context: under the first number, other columns are left out; the second is the least.
 _CONTEXT_WIDTH, _TOKEN_WIDTH = 30, 14
 
@@ -30,6 +30,8 @@ def print_report(evidence: Evidence, rows: int) -> None:
     console.print()
     for text in view.alarms:
         console.print(Text(text, style="bold red"))
+    if "identities" in view.texts:
+        console.print(Text(view.texts["identities"], style="bold"))
     for text, more, kind in (*view.warnings, *view.drills):
         style, style_of_more = _STYLES[kind]
         console.print(Text(text, style=style))

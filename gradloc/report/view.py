@@ -19,7 +19,7 @@ from ..tools.figures import short
 Cell = str | tuple[str, str]
 # What is said at a point of a chart: a title, and names with values.
 Tip = tuple[str, Sequence[tuple[str, str]]]
-# What is to be seen first: a sentence, what to do, and "found" or "failed" for a drill.
+# What is to be seen first: a sentence, what to do, and "change", or for a drill "found" or "failed".
 Remark = tuple[str, Sequence[str], str]
 # The shape of a mark.
 CIRCLE = "M1,0A1,1 0 1 1 -1,0A1,1 0 1 1 1,0Z"
@@ -236,7 +236,7 @@ class View:
         lead (Sequence): What the page says below the title: texts, and [kind, text] of what is emphasized, a token
             with the kind "tok".
         alarms (Sequence[str]): Faults that were planted on purpose, and spikes that are missing.
-        warnings, drills (Sequence[Remark]): Each with how to check it, or what to look at.
+        warnings, drills (Sequence[Remark]): Each with how to check it, or what to look at; changes after warnings.
         facts (Sequence): The totals, each a name, a value and what belongs to it.
         notes (Sequence[str]): What was left out or ended early.
         by_step (dict[int, int]): How many spikes each step has.
@@ -296,6 +296,23 @@ def whole_axis(title: str, places: Sequence[int], most: int = 10) -> Axis:
 def log_scale(low: float, high: float) -> Axis:
     """A logarithmic scale without ticks, at whose upper end is what is not finite."""
     return Axis("", low, high, (), log=True, beyond=high)
+
+
+def is_drawn(value: float | None) -> bool:
+    """Whether a value has a place on a log scale."""
+    return value is not None and math.isfinite(value) and value > 0
+
+
+def sparkline(values: Sequence[float | None], own: bool, low: float, high: float) -> Cell:
+    """Values as points of a line, 220 by 40, on a log scale from `low` to at least `high`; the last one if `own`."""
+    axis = log_scale(low, max([high, *filter(is_drawn, values)]))
+    width = 210 / max(len(values) - 1, 1)
+    points = [
+        f"{5 + i * width:.1f},{35 - 0.03 * (axis.place(value) or 0):.1f}"
+        for i, value in enumerate(values)
+        if value is not None
+    ]
+    return " ".join(points), points[-1] if own and values[-1] is not None else ""
 
 
 def log_axis(title: str, values: Sequence[float | None]) -> Axis:

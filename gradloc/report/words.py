@@ -18,7 +18,7 @@ Unit = Mapping[str, Any]
 
 # By an event's `diagnosis`: what to look at. What it means is in the event's summary.
 DIAGNOSES = {
-    "tokens": "Look at what is wrong with each culprit.",
+    "tokens": "Look at each culprit.",
     "diffuse": "Look at the responses in the parts listed, at their advantages and at repeated text.",
     "nonfinite": "Look at the weights after the previous step, then at rewards and advantages.",
     "overflow": "The gradient scaler handles it; look at the loss scale if it happens repeatedly.",
@@ -55,12 +55,6 @@ FIGURES = {
 _UNREACHABLE = 1e29
 # At most so many different causes are told apart.
 _CAUSES = 64
-
-# Verdicts that name a place or a value: what is said of several with others.
-_OF_SEVERAL = {
-    "": "No known cause yet",
-    "auxiliary": "Most of the gradient comes from no token's log-prob",
-}
 
 
 def ended_early(event: Event) -> bool:
@@ -184,31 +178,29 @@ def _rest(unit: Unit, them: str) -> str:
 
 
 def count_causes(verdicts: Iterable[Mapping[str, Any] | None]) -> list[dict[str, Any]]:
-    """The causes, the most frequent first, each with what is wrong and the number of events.
+    """The causes, the most frequent first, each with what is known of it and the number of events.
 
     Args:
         verdicts (Iterable[Mapping]): `Spike.verdict` of each.
 
     Returns:
-        list[dict]: `cause`, None for no known one; `claim`, what is true of all its events; `events`.
+        list[dict]: `cause` (None for each claim without one); `claim`, what is true of all its events, or the cause if
+            they have several claims; `events`.
     """
-    claims: dict[str | None, list[str]] = {}
+    claims: dict[tuple[str | None, str], list[str]] = {}
     for verdict in verdicts:
         if verdict is not None:
-            claims.setdefault(verdict["cause"], []).append(verdict["claim"])
+            cause, claim = verdict["cause"], verdict["claim"]
+            claims.setdefault((cause, claim if cause is None else ""), []).append(claim)
     most_frequent = sorted(claims.items(), key=lambda entry: -len(entry[1]))[:_CAUSES]
     return [
-        {
-            "cause": cause,
-            "claim": said[0] if len(set(said)) == 1 else _OF_SEVERAL.get(cause or "", said[0]),
-            "events": len(said),
-        }
-        for cause, said in most_frequent
+        {"cause": cause, "claim": said[0] if cause is None or len(set(said)) == 1 else cause, "events": len(said)}
+        for (cause, _), said in most_frequent
     ]
 
 
 def brief(verdict: Mapping[str, Any]) -> str:
-    """What is wrong and the shares, without what to do."""
+    """What is known and the shares, without what to do."""
     return f"{verdict['claim']} ({verdict['evidence']})" if verdict["evidence"] else str(verdict["claim"])
 
 

@@ -13,8 +13,11 @@ from typing import Any
 
 from ..evidence.writer import LINE_BYTES, STEP_FIGURES, evidence_files, jsonable
 from ..judge.judgement import judged
+from ..judge.rules import SOURCES
+from ..judge.sentences import describe
 from ..lines import READABLE, SCHEMA, CriticSpike
 from ..lines import Event as EventLine
+from ..sources import OTHER
 from .figures import SHORT_CHARACTERS, clipped, severity
 from .results import read_events, read_results
 from .schema import (
@@ -44,6 +47,10 @@ MALFORMED = "malformed or unfinished"
 OTHER_VERSION = "of another version of GradLoc, whose own report reads them"
 # Of what the trainer adds to a token, what is no text; and the token alone.
 _ADDED = ("token", "response_tokens_start", "reward")
+# Sources that contradict a verdict of a natural spike; ratios of single tokens may be large without a fault.
+_FAULTS = {rule.name for rule in SOURCES.values() if rule.is_bug} - {"token", "sequence"}
+# How many identities are told apart.
+_IDENTITIES = 64
 
 Event = dict[str, Any]
 
@@ -65,8 +72,12 @@ class Evidence:
         faults (list[str]): The names of faults that were planted in the run on purpose.
         steps (dict[int, dict]): The figures of each step, of its last line; None where there is no data.
         warnings (dict[int | None, list]): The warnings of each step, of its last line.
-        identities (Mapping): The state of each identity in the last step.
-        changes (list): What has changed in a step.
+        identities (Mapping): The state of each identity in the last step in which they were checked.
+        checked_in (int, optional): That step.
+        times (dict[str, dict]): By identity and step, its residual in times of the usual.
+        broken (dict[tuple, tuple]): By identity and the step since which it is broken, the last such step and its
+            warning.
+        changes (dict[int | None, list]): What has changed in each step.
         notes (dict[str, set]): What was left out of the files, and in which steps.
         left_out (set): The kinds and steps of these notes.
         replays (list[dict]): The results of replays, in the order of their events.
@@ -87,8 +98,11 @@ class Evidence:
     faults: list[str] = field(default_factory=list)
     steps: dict[int, dict[str, float | None]] = field(default_factory=dict)
     warnings: dict[int | None, list[Event]] = field(default_factory=dict)
-    identities: Mapping[str, Any] = field(default_factory=dict)
-    changes: list[Event] = field(default_factory=list)
+    identities: Mapping[str, Event] = field(default_factory=dict)
+    checked_in: int | None = None
+    times: dict[str, dict[int | None, float | None]] = field(default_factory=dict)
+    broken: dict[tuple[str, int | None], tuple[int | None, Event]] = field(default_factory=dict)
+    changes: dict[int | None, list[Event]] = field(default_factory=dict)
     notes: dict[str, set[int]] = field(default_factory=dict)
     left_out: set[tuple[str, int]] = field(default_factory=set)
     replays: list[dict[str, Any]] = field(default_factory=list)
@@ -128,6 +142,10 @@ class Evidence:
             event = without_texts(event)
         if not event.get("summary"):  # the judge failed in training
             event = _judged(event)
+        if "identities" in event:
+            event = self._agreeing(event)
+            if not self.steps:
+                self._add_answer(event, event["global_step"])
         fault = event.get("fault")
         if fault is not None and (name := str(clipped(fault))) not in self.faults:
             self.faults.append(name)
@@ -135,6 +153,29 @@ class Evidence:
             self.drills.append(event)
         else:
             self.spikes.append(Spike(event, len(self.spikes), self.directory, self.options))
+
+    def _agreeing(self, event: Event) -> Event:
+        """An event that was called natural, as the rest of the run has it.
+
+        If a later step has found what is broken since this one or before, it is judged by that. Else its culprits keep
+        what may be true of a natural spike: of what would be a fault, few of them have it, or other tokens as well.
+        """
+        step = event["global_step"]
+        if not _is_natural(event):
+            return event
+        if step is not None:
+            ends = [(*key, *found) for key, found in self.broken.items()]
+            later = {name: warning for name, since, end, warning in ends if _is_in(step, since, end)}
+            again = _judged({**event, "warnings": [*later.values()]}) if later else event
+            if not _is_natural(again):
+                self._add_note("a verdict is by what was found to be broken in a later step", step)
+                return again
+        if not any(_FAULTS.intersection(each["sources"]) for each in event["culprits"]):
+            return event
+        left = [[name for name in each["sources"] if name not in _FAULTS] or [OTHER] for each in event["culprits"]]
+        pairs = zip(event["culprits"], left, strict=True)
+        event = {**event, "culprits": [{**each, "source": names[0], "sources": names} for each, names in pairs]}
+        return {**event, "summary": describe(with_numbers(event, EventLine))}
 
     def add_clip(self, line: Event) -> None:
         """Adds a clip line, unless its step is left out."""
@@ -162,9 +203,7 @@ class Evidence:
     def add_step(self, line: Event) -> None:
         """Adds a line of steps.jsonl; of a step with several lines, as a resumed run leaves them, the last counts."""
         step = line["global_step"]
-        self.warnings[step] = line.get("warnings", [])
-        self.identities = line.get("identities", {})
-        self.changes += line.get("changes", [])
+        self._add_answer(line, step)
         if line["schema"] == SCHEMA and "warnings" not in line:
             self._add_note("nothing has checked the run: the log of training says why", step)
         if step is not None:
@@ -172,6 +211,18 @@ class Evidence:
             self._last_step = step
             figures = {name: line.get(name) for name in STEP_FIGURES}
             self.steps[step] = {name: None if figure is None else float(figure) for name, figure in figures.items()}
+
+    def _add_answer(self, line: Event, step: int | None) -> None:
+        """Adds what the judge has said of an update."""
+        self.warnings[step] = line.get("warnings", [])
+        self.changes[step] = line.get("changes", [])
+        if states := dict(islice(line.get("identities", {}).items(), _IDENTITIES)):
+            self.identities, self.checked_in = states, step
+            for name, state in states.items():
+                self.times.setdefault(name, {})[step] = None if state["times"] is None else float(state["times"])
+            for warning in self.warnings[step]:
+                if (name := warning.get("identity")) in states:
+                    self.broken[name, warning.get("since")] = step, warning
 
     def skip(self, line: Any) -> None:
         """Counts a line that is not read."""
@@ -214,6 +265,16 @@ def read(path: str, since: int | None = None, texts: bool = True) -> Evidence:
     results = read_results(found.directory) if texts else []
     found.replays = [result for result in results if found.has(result["global_step"])]
     return found
+
+
+def _is_natural(event: Event) -> bool:
+    """Whether nothing is known to be broken; events of older releases do not say so."""
+    verdict = event.get("verdict")
+    return verdict is not None and verdict["cause"] is None and "facts" in verdict
+
+
+def _is_in(step: int, since: int | None, end: int | None) -> bool:
+    return since is not None and end is not None and since <= step <= end
 
 
 def _judged(event: Event) -> Event:

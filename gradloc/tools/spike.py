@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ..judge.progress import said_again
+from ..judge.rules import SOURCES
+from ..judge.said import said_again
 from ..judge.sentences import ranks_looked_at
 from .command_line import in_shell
 from .figures import SHORT_CHARACTERS, clipped, rounded, severity, threshold_factor
@@ -44,13 +45,13 @@ class Spike:
 
     @cached_property
     def verdict(self) -> Mapping[str, Any] | None:
-        """What it has, with its bundle in `check`; None in one of an older release."""
+        """What it has, with its bundle in `check`; None if it has none."""
         verdict = self.event.get("verdict")
         if verdict is None:
             return None
         said = {name: clipped(text) for name, text in said_again(verdict).items()}
         return {
-            **rounded({name: verdict.get(name) for name in ("culprits", "ordinary")}),
+            "facts": rounded(verdict.get("facts", [])[: len(SOURCES)]),
             "cause": clipped(verdict["cause"], SHORT_CHARACTERS),
             **said,
             "check": as_a_command(verdict["check"], self.bundle, " No bundle was kept of this spike."),
@@ -96,7 +97,7 @@ class Spike:
 
     @property
     def opening(self) -> str:
-        """What is said first of it; one of an older release has no verdict."""
+        """What is said first of it: its verdict, or its summary if it has none."""
         return self.summary if self.verdict is None else str(self.verdict["sentence"])
 
     @property
