@@ -59,12 +59,14 @@ def recommended(result: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, st
 
 
 def _bug(result: Mapping[str, Any]) -> str | None:
-    """The cause that is to be repaired: of the verdict, of the scale, or the source of the largest culprit."""
+    """The cause that is to be repaired: of the verdict, of the scale, or, of older results, the largest culprit's source."""
     cause, source = result.get("cause"), _source(result)
     if cause is not None and (cause not in SOURCES or SOURCES[cause].is_bug) and cause not in _RATIOS:
         return cause
     if result.get("scale") is not None:
         return "loss_scale"
+    if "cause" in result:
+        return None
     return source if source in SOURCES and SOURCES[source].is_bug and source not in _RATIOS else None
 
 

@@ -15,8 +15,8 @@ from ..tools.spike import as_a_command
 from .view import Cell, Column, Table, sparkline
 
 States = Mapping[str, Mapping[str, Any]]
-# At most so many warnings are told apart, so many changes are shown, and points of a line drawn.
-_WARNINGS, _CHANGES, _POINTS = 64, 8, 100
+# How many warnings are told apart, changes and spans of steps are shown, and points of a line drawn.
+_WARNINGS, _CHANGES, _SPANS, _POINTS = 64, 8, 8, 100
 # The critic's spikes as a warning.
 _CRITIC, _CHECK_CRITIC = (
     "critic",
@@ -91,7 +91,11 @@ def warnings_of(evidence: Evidence) -> list[dict[str, Any]]:
         name = str(clipped(last["name"], SHORT_CHARACTERS))
         if "identity" in last:
             when = f"{key}{'' if name == key else f' ({name})'}"
-            when += " is broken" if key in now else f" was broken {_broken_in(by_step)}"
+            spans = _spans(by_step)
+            if key not in now:
+                when += f" was broken {_in_steps(spans)}"
+            else:
+                when += " is broken" + (f", and was {_in_steps(spans[:-1])}" if spans[1:] else "")
         else:
             when = "Warning"
             if first is not None:
@@ -102,11 +106,14 @@ def warnings_of(evidence: Evidence) -> list[dict[str, Any]]:
     return found
 
 
-def _broken_in(by_step: Mapping[int | None, Mapping[str, Any]]) -> str:
-    """From which step to which something was broken, in words."""
+def _spans(by_step: Mapping[int | None, Mapping[str, Any]]) -> list[str]:
+    """From which step to which something was broken, by the warnings of these steps; the last eight."""
     ends = {warning.get("since", step): step for step, warning in by_step.items() if step is not None}
-    spans = [f"{since} to {end}" if since not in (None, end) else str(end) for since, end in [*ends.items()][-8:]]
-    return f"in step{'s' * (len(spans) > 1 or ' ' in spans[0])} {', '.join(spans)}" if spans else "before"
+    return [str(end) if since in (None, end) else f"{since} to {end}" for since, end in [*ends.items()][-_SPANS:]]
+
+
+def _in_steps(spans: Sequence[str]) -> str:
+    return f"in step{'s' * (len(spans) > 1 or ' ' in ''.join(spans))} {', '.join(spans)}" if spans else "in a step"
 
 
 def changes_of(evidence: Evidence) -> list[str]:
@@ -140,7 +147,7 @@ def identities_table(evidence: Evidence, states: States) -> Table:
         size = -(-len(values) // _POINTS) or 1
         most = [max(filter(None, values[i : i + size]), default=None) for i in range(0, len(values), size)]
         is_broken = state["state"] == "broken"
-        why = f"Broken {_broken_in(warned[name])}." if name in warned else ""
+        why = f"Broken {_in_steps(_spans(warned[name]))}." if name in warned else ""
         holds = BY_NAME[name].holds if name in BY_NAME else ""
         rows.append(
             [

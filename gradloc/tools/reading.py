@@ -155,22 +155,20 @@ class Evidence:
             self.spikes.append(Spike(event, len(self.spikes), self.directory, self.options))
 
     def _agreeing(self, event: Event) -> Event:
-        """An event that was called natural, as the rest of the run has it.
+        """An event as the whole run has it.
 
-        If a later step has found what is broken since this one or before, it is judged by that. Else its culprits keep
-        what may be true of a natural spike: of what would be a fault, few of them have it, or other tokens as well.
+        If later steps have found what is broken since this one or before, it is judged by that. If nothing is, culprits
+        keep what may be true of a natural spike: of a fault, few of them had the signs, or other tokens as well.
         """
-        step = event["global_step"]
-        if not _is_natural(event):
-            return event
-        if step is not None:
-            ends = [(*key, *found) for key, found in self.broken.items()]
-            later = {name: warning for name, since, end, warning in ends if _is_in(step, since, end)}
-            again = _judged({**event, "warnings": [*later.values()]}) if later else event
-            if not _is_natural(again):
-                self._add_note("a verdict is by what was found to be broken in a later step", step)
+        step, verdict = event["global_step"], event.get("verdict")
+        if step is not None and verdict is not None and not event.get("warnings"):
+            later = [warning for (_, since), (end, warning) in self.broken.items() if _is_in(step, since, end)]
+            again = _judged({**event, "warnings": later}) if later else event
+            if again["verdict"] is not None and again["verdict"]["cause"] != verdict["cause"]:
+                self._add_note("a verdict is by what later steps have found to be broken", step)
                 return again
-        if not any(_FAULTS.intersection(each["sources"]) for each in event["culprits"]):
+        has_fault = any(_FAULTS.intersection(each["sources"]) for each in event["culprits"])
+        if verdict is None or verdict["cause"] is not None or not has_fault:
             return event
         left = [[name for name in each["sources"] if name not in _FAULTS] or [OTHER] for each in event["culprits"]]
         pairs = zip(event["culprits"], left, strict=True)
@@ -265,12 +263,6 @@ def read(path: str, since: int | None = None, texts: bool = True) -> Evidence:
     results = read_results(found.directory) if texts else []
     found.replays = [result for result in results if found.has(result["global_step"])]
     return found
-
-
-def _is_natural(event: Event) -> bool:
-    """Whether nothing is known to be broken; events of older releases do not say so."""
-    verdict = event.get("verdict")
-    return verdict is not None and verdict["cause"] is None and "facts" in verdict
 
 
 def _is_in(step: int, since: int | None, end: int | None) -> bool:

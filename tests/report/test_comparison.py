@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from evidence import THRESHOLD, Event, culprit, drill, event, spike, without_culprits, write_steps
+from evidence import THRESHOLD, Event, culprit, drill, event, spike, warning, without_culprits, write_steps
 
 from gradloc import record_events
 from gradloc.evidence.writer import record_step
+from gradloc.judge.identities import BY_NAME
 from gradloc.report.command import main
 
 TOKENS = ["<b>", " \x1b[31mred", " three", " four"]
@@ -99,12 +100,15 @@ def test_what_is_missing_is_said(tmp_path: Path, compare: Any) -> None:
         assert said in printed
 
 
-def test_two_runs_open_with_their_verdicts(tmp_path: Path, compare: Any) -> None:
-    first, second = write(tmp_path / "a", [spike(1, advantage=20.0), spike(2)], []), str(tmp_path / "b")
-    warning = {"name": "stale", "sentence": "The rollout is behind.", "check": "`look` shows it."}
-    write_steps(Path(first), 3, {2: [warning], 3: [warning]})
+def test_two_runs_open_with_their_verdicts_and_identities(tmp_path: Path, compare: Any) -> None:
+    first, second = write(tmp_path / "a", [spike(1, sequence_ratio=2.0)], []), str(tmp_path / "b")
+    stale = warning("stale_weights", "rollout_log_probs", 2)
+    write_steps(Path(first), 3, {2: [stale], 3: [stale]})
     write_steps(Path(second), 3)
+    held = len(BY_NAME)
     assert compare(first, second)[1].startswith(
-        f"A: {first}, 2 spikes: advantages are outliers (1), no known cause (1) B: {second}, no spike "
-        "A: warning in 2 steps, first in step 2: The rollout is behind. `look` shows it."
+        f"A: {first}, 1 spike: the mean importance ratios of whole responses are far from 1 B: {second}, no spike "
+        f"A: {held - 1} of {held} identities hold in step 3. Broken: rollout_log_probs (since step 2, 80 times the "
+        "usual). A: rollout_log_probs (stale_weights) is broken: The run has stale_weights. Look. "
+        f"B: All {held} identities hold in step 3."
     )

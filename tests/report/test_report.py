@@ -19,6 +19,7 @@ import pytest
 from evidence import (
     HOSTILE_TO_TERMINALS,
     Event,
+    answer,
     clip,
     clipped_token,
     culprit,
@@ -63,7 +64,7 @@ def test_samples_and_real_events_have_the_form_of_the_schema() -> None:
     (real,) = lines_in(ROOT / "examples/spike")
     valid_events(json.dumps([real]))
     sample = writer.jsonable(spike())
-    assert sample.keys() == real.keys() - {"fault"}
+    assert sample.keys() == real.keys() - {"fault"} | {"identities"}
     assert sample["culprits"][0].keys() == real["culprits"][0].keys()
     assert sample["units"][0].keys() == real["units"][0].keys()
 
@@ -131,7 +132,7 @@ def test_the_disk_cannot_be_filled(name: str, tmp_path: Path, monkeypatch: Patch
         if name == "spikes":
             record_events(str(tmp_path), [spike(step)])
             return [each["global_step"] for each in report.read(str(tmp_path)).events]
-        record_step(str(tmp_path), step, {"triggered": 0})
+        record_step(str(tmp_path), step, {"triggered": 0}, answer())
         return [*report.read(str(tmp_path)).steps]
 
     file = tmp_path / f"{name}.jsonl"

@@ -9,7 +9,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from evidence import Event, drill, samples, spike, without_culprits, write_steps
+from evidence import Event, answer, drill, samples, spike, warning, without_culprits, write_steps
 from notation import Caplog, Patch
 from valid_events import lines_in, valid_events
 
@@ -18,11 +18,11 @@ from gradloc.evidence import writer
 from gradloc.evidence.writer import record_step
 from gradloc.report.build import FEW_STEPS
 from gradloc.report.charts import levels
-from gradloc.report.summary import warnings_of
+from gradloc.report.identities import warnings_of
 from gradloc.tools.schema import EVENT, STEP, conforms
 
 FIGURES = {"token_norm_max": 120.0, "threshold": 640.0, "spike_margin": 0.1875, "ratio_max": math.inf, "triggered": 0}
-WARNING = {"name": "stale_weights", "sentence": "The rollout is late.", "check": "`look` shows it."}
+WARNING = warning("stale_weights", "rollout_log_probs")
 
 
 # The file
@@ -30,14 +30,14 @@ WARNING = {"name": "stale_weights", "sentence": "The rollout is late.", "check":
 
 def test_a_step_is_one_short_line_of_the_schemas_form(tmp_path: Path) -> None:
     jsonschema.Draft202012Validator.check_schema(STEP)
-    record_step(str(tmp_path / "deep" / "dump"), 3, FIGURES, [WARNING])
+    record_step(str(tmp_path / "deep" / "dump"), 3, FIGURES, answer([WARNING]))
     (line,) = lines_in(tmp_path / "deep" / "dump", "steps.jsonl")
-    assert (tmp_path / "deep" / "dump" / "steps.jsonl").stat().st_size < 450
+    assert (tmp_path / "deep" / "dump" / "steps.jsonl").stat().st_size < 2000
     assert {name: line[name] for name in FIGURES} == {**FIGURES, "ratio_max": "Infinity"}
     assert line["global_step"] == 3 and line["rollout_ratio_max"] is None and line["warnings"] == [WARNING]
     jsonschema.validate(line, STEP)
     assert conforms(line, STEP) and not conforms(line, EVENT)
-    for name in line.keys() - {"warnings", "misplaced_share"}:  # which older lines lack
+    for name in line.keys() - {"identities", "warnings", "changes", "misplaced_share"}:  # which older lines lack
         assert not conforms({key: value for key, value in line.items() if key != name}, STEP)
     for odd in ({"ratio_max": "large"}, {"warnings": 7}, {"warnings": [{**WARNING, "check": None}]}):
         assert not conforms({**line, **odd}, STEP)

@@ -1,17 +1,17 @@
-"""What the report makes of verdicts, and of the warnings in steps.jsonl."""
+"""What the report makes of verdicts, and of the identities and warnings in steps.jsonl."""
 
 import json
 import shlex
 from pathlib import Path
 from typing import Any
 
-import pytest
-from evidence import ORDINARY, Event, culprit, event, spike, unsearched, verdict_on, write, write_steps
+from evidence import ORDINARY, Event, answer, culprit, event, spike, unsearched, warning, write, write_steps
 from notation import cases, memory_peak
 
 from gradloc.evidence.writer import jsonable, record_step
+from gradloc.judge.identities import BY_NAME
+from gradloc.judge.judgement import judged
 from gradloc.judge.rules import SOURCES
-from gradloc.judge.verdict import CAUSES
 from gradloc.report import words
 from gradloc.tools.spike import Spike
 
@@ -30,43 +30,75 @@ def of_an_older_release(found: Event) -> Event:
     return {name: value for name, value in found.items() if name != "verdict"}
 
 
+def with_identities(found: Event) -> Event:
+    """An event of an update in which all but one of them hold."""
+    identities = answer()["identities"]
+    identities["groups"] = {"state": "unchecked", "times": None, "since": None, "missing": "no prompts"}
+    return judged({**found, "identities": identities})
+
+
 def test_one_spike_opens_with_its_verdict(show: Any) -> None:
-    found = spike(3, advantage=20.0)
+    found = spike(3, sequence_ratio=1.5)
     lines = show(events=[found]).splitlines()
-    advice = SOURCES["advantage"].advice
+    rule = SOURCES["sequence"]
     assert lines[:2] == [
-        "1 gradient spike in step 3: advantages are outliers (possible: true of the one culprit, and of 2% of the "
-        f"other tokens): l{advice[1:]}",
-        CAUSES["advantage"].check,
+        "1 gradient spike in step 3: the mean importance ratios of whole responses are far from 1 (true of the one "
+        f"culprit, and of 2% of the other tokens): d{rule.advice[1:]}",
+        rule.check,
     ]
     # The summary stays for what it adds; the cause's action is beside its rule as well.
-    assert f"3 {found['summary']}" in lines and advice in lines
-    assert any(SOURCES["advantage"].meaning in line for line in lines)
+    assert f"3 {found['summary']}" in lines and rule.advice in lines
+    assert any(rule.meaning in line for line in lines)
+
+
+def test_a_natural_spike_opens_with_the_identities_that_hold(show: Any, summary: Any, view: Any) -> None:
+    """Of its culprits, what would be a fault is no fact, where others have it, too, or few culprits have it."""
+    tokens = [culprit(i, ["a"] * 5, 9000.0 - i, log_prob=-6.0) for i in range(5)]
+    for each in tokens[:4]:
+        each |= {"source": "misaligned", "sources": ["misaligned", "token", "unlikely"]}
+    usual = {"comparison": {"ordinary": {**ORDINARY, "misaligned": 0.7, "token": 0.7}}}
+    lines = show(events=[with_identities(event(3, tokens, **usual))]).splitlines()
+    held = len(BY_NAME) - 1
+    claim = f"All {held} identities that could be checked hold"
+    assert lines[0] == f"{claim} in step 3. Not checked: groups (no prompts)."
+    assert lines[1].startswith(
+        f"1 gradient spike in step 3: all {held} identities that could be checked hold, and 1 could not be. A natural "
+        "spike: all 5 culprits are rare tokens"
+    )
+    found = summary()
+    assert found["verdicts"] == [{"cause": None, "claim": f"{claim}, and 1 could not be", "events": 1}]
+    facts = [{"source": "unlikely", "culprits": 1.0, "ordinary": 0.02}]
+    assert found["largest_events"][0]["verdict"]["facts"] == facts
+    assert found["sources"] == {"token": 4, "unlikely": 1} and "misaligned" not in "\n".join(lines)
+    made = view()
+    assert [each.reasons for each in made.culprits] == [["token", "unlikely"]] * 4 + [["unlikely"]]
+    assert "misaligned" not in made.spikes[0].content["summary"]
+    row = next(row for row in made.tables["identities"].rows if row[0][0] == "groups")
+    assert (row[1], row[2], row[3], row[4]) == ("not checked", "–", ("", ""), "no prompts")
 
 
 def test_many_spikes_open_with_their_causes_and_the_largest(show: Any, summary: Any, view: Any) -> None:
-    events = [spike(1, 800.0), spike(2, advantage=20.0), spike(3, 700.0, advantage=20.0), spike(4, 720.0)]
+    events = [spike(1, 800.0), spike(2, sequence_ratio=2.0), spike(3, 700.0, sequence_ratio=2.0), spike(4, 720.0)]
     events.append(of_a_newer_release(spike(5, 750.0)))
     lines = show(events=[*events, of_an_older_release(spike(7, 710.0))]).splitlines()
-    assert lines[0] == (
-        "6 gradient spikes in steps 1 to 7: no known cause (2), advantages are outliers (2), the rollout is behind "
-        "(1), no verdict (1)."
-    )
+    causes = {each["claim"]: each["events"] for each in summary()["verdicts"]}
+    natural, ratios, behind = events[0]["verdict"]["claim"], events[1]["verdict"]["claim"], "The rollout is behind"
+    assert causes == {natural: 2, ratios: 2, behind: 1}
+    said = f"{natural} (2), {ratios} (2), {behind} (1), no verdict (1)"
+    assert lines[0].lower() == f"6 gradient spikes in steps 1 to 7: {said}.".lower()
     _, many, _, where = view().lead
     assert many == "6 tokens stand out in them. The largest is "
     assert where == " in step 2, with a gradient 14× the threshold."
-    assert lines[1].startswith("The largest, in step 2: advantages are outliers (possible: true of the one culprit")
-    assert lines[2] == CAUSES["advantage"].check
-    # The others in brief, those of an older release without a verdict.
+    assert lines[1].startswith("The largest, in step 2: the mean importance ratios of whole responses are far from 1")
+    assert lines[2] == SOURCES["sequence"].check
+    # The others in brief, natural ones and those of an older release without a verdict.
     rows = lines[lines.index("What happened") + 2 :]
     assert rows[:3] == [
         f"2 {events[1]['summary']}",
-        f"1 No known cause. {events[0]['summary']}",
+        f"1 {events[0]['summary']}",
         f"5 The rollout is behind. {events[4]['summary']}",
     ]
     assert f"7 {spike(7, 710.0)['summary']}" in rows
-    causes = {each["claim"]: each["events"] for each in summary()["verdicts"]}
-    assert causes == {"No known cause": 2, "Advantages are outliers": 2, "The rollout is behind": 1}
 
 
 def test_events_without_a_verdict_open_with_their_summary(show: Any, view: Any) -> None:
@@ -91,17 +123,19 @@ def test_hostile_verdicts_and_warnings_are_bounded(tmp_path: Path, show: Any, su
     assert "\x1b" not in out and "\u202e" not in out and "\\x1b[2J" in out
     found = summary()
     assert len(found["verdicts"]) == len(found["warnings"]) == 64 and len(json.dumps(found)) < 10**6
-    assert found["largest_events"][0]["verdict"].keys() == NEWER.keys() | {"sentence", "claim", "evidence"}
+    said = {"cause", "facts", "sentence", "claim", "evidence", "check"}
+    assert found["largest_events"][0]["verdict"].keys() == said
 
 
 def test_the_check_names_the_bundle_of_the_event(tmp_path: Path, show: Any, view: Any) -> None:
     """And the next command is said, unless the check has it or there is none."""
-    lines = show(events=[{**spike(1), "replay": "replay/it's step1"}]).splitlines()
+    found = spike(1)
+    found["verdict"]["check"] = "Look."
+    lines = show(events=[{**found, "replay": "replay/it's step1"}]).splitlines()
     path = f"{tmp_path}/replay/it'\"'\"'s step1"
-    assert lines[1].startswith(f"`gradloc replay '{path}' --switches` shows whether the spike comes back")
+    assert lines[1] == "Look."
     assert lines[2] == f"Next: `gradloc replay '{path}' --remedies`"
-    has_it = {**spike(2), "replay": "replay/step2"}
-    has_it["verdict"] = {**has_it["verdict"], "check": "`gradloc replay BUNDLE --remedies` shows it."}
+    has_it = {**spike(2), "replay": "replay/step2"}  # a natural one
     converted = {**unsearched(4, [culprit(0, ["a"])]), "verdict": None}
     said = [shown.content["then"] for shown in view([has_it, spike(3), converted]).spikes]
     assert said[:3] == [lines[2], "", ""] and said[3].endswith("mini_batch0 --search`")
@@ -115,28 +149,16 @@ def test_a_long_check_with_many_bundles_takes_little_memory(view: Any) -> None:
     assert peak() < 2 * 10**7
 
 
-@pytest.mark.parametrize("name", [name for name in CAUSES if name != "weight"])  # a cause of the whole gradient alone
-def test_every_cause_reads_well_in_brief(name: str) -> None:
-    found = event(1, [], ordinary_layer_norms=dict.fromkeys("abcde", 1.0))
-    place = {"rank": 0, "micro_batch": 0, "share": 0.4, "grad_norm": 2.0, "threshold": 1.0, "advantage": 30.0}
-    place |= {"weight": 0.1, "coefficient": -3.0, "kl_coefficient": -2.9, "log_prob": -0.1, "old_log_prob": -0.1}
-    place |= {"entropy": 1.0, "entropy_coefficient": 9.0, "row": 1, "rollout_log_prob": -1e-4, "misplaced": True}
-    sources = [{"sources": [name], "layer_norms": {"a": 9.0, "b": 0.1}, **place}] * 2
-    said = verdict_on({**found, "culprits": sources}, ORDINARY)
-    claim = "The layer a makes most of the gradient" if name == "layer" else CAUSES[name].claim
-    sure = "possible: true of both culprits" if name == "layer" else "likely: true of both culprits, "
-    assert said["cause"] == name and said["claim"] == claim
-    assert words.brief(said).startswith(f"{claim} ({sure}")
-
-
-def test_a_claim_on_several_events_is_true_of_all() -> None:
+def test_what_is_said_of_several_events_is_true_of_all() -> None:
     found = []
-    for where, value in (("rank 0, micro-batch 2", "layers.1"), ("rank 3, micro-batch 0", "lm_head")):
-        claim = f"93% of the norm of {where} comes from no token's log-prob, in the layer {value}"
+    for where in ("rank 0, micro-batch 2", "rank 3, micro-batch 0"):
+        claim = f"93% of the norm of {where} comes from no token's log-prob"
         found.append({**NEWER, "cause": "auxiliary", "claim": claim})
-    found.append({**NEWER, "cause": "misfire", "claim": "The culprits are in responses with the reward 5"})
-    assert words.in_words(words.count_causes(found), 3) == (
-        "Most of the gradient comes from no token's log-prob (2), the culprits are in responses with the reward 5 (1)"
+    for held in (9, 9, 9, 8):
+        found.append({**NEWER, "cause": None, "claim": f"All {held} identities that could be checked hold"})
+    assert words.in_words(words.count_causes(found), 7) == (
+        "All 9 identities that could be checked hold (3), auxiliary (2), all 8 identities that could be checked hold "
+        "(1), no verdict (1)"
     )
 
 
@@ -154,13 +176,92 @@ def test_a_verdict_in_brief(said: dict[str, str], brief: str) -> None:
     assert {text: words.lowered(text) for text in cases} == cases
 
 
-# Warnings
+# Identities
+
+
+def test_a_run_opens_with_what_is_broken(tmp_path: Path, show: Any, summary: Any, view: Any) -> None:
+    """Also without a spike: first what is broken now, then what was, then what changed; each once."""
+    stale = [warning("stale_weights", "rollout_log_probs", 3, times=3.0 * step) for step in range(8)]
+    mixed = warning("mixed_groups", "groups", 7, times=None, check="`gradloc replay BUNDLE` compares them.")
+    warnings = {4: [stale[4]], 5: [stale[5]], 6: [warning("loss")], 7: [mixed], 8: [mixed]}
+    write_steps(tmp_path, 7, warnings)
+    changed = {"what": "rate", "now": 4e-6, "before": 1e-6, "sentence": "In step 8, the learning rate is 4e-06."}
+    last = answer([mixed], [changed])
+    last["identities"]["reference"] = {"state": "unchecked", "times": None, "since": None, "missing": "no log-probs"}
+    record_step(str(tmp_path), 8, {}, last)
+    record_step(str(tmp_path), 9, {}, last)  # lasts
+    held = len(BY_NAME) - 2
+    assert show().splitlines()[:9] == [
+        f"{held} of {held + 1} identities hold in step 9. Broken: groups (since step 7, over a million times the "
+        "usual). Not checked: reference (no log-probs).",
+        "groups (mixed_groups) is broken: The run has mixed_groups.",
+        "`gradloc replay BUNDLE` compares them. The run has no bundle: each spike leaves one.",
+        "rollout_log_probs (stale_weights) was broken in steps 3 to 5: The run has stale_weights.",
+        "Look.",
+        "loss was broken in steps 3 to 6: The run has loss.",
+        "Look.",
+        "In step 8, the learning rate is 4e-06.",
+        f"No gradient spike in {tmp_path}.",
+    ]
+    found = summary()
+    assert found["identities"]["states"]["groups"]["state"] == "broken" and found["changes"] == [changed["sentence"]]
+    assert [each["name"] for each in found["warnings"]] == ["mixed_groups", "stale_weights", "loss"]
+    made = view()
+    assert made.warnings[-1] == (changed["sentence"], [], "change") and made.texts["identities"].startswith(
+        f"{held} of"
+    )
+    rows = {row[0][0]: row for row in made.tables["identities"].rows}
+    assert rows["groups"][0][1] == BY_NAME["groups"].holds
+    assert [rows["groups"][i] for i in (1, 2, 4)] == ["broken", "∞", "Broken in steps 7 to 9."]
+    assert [rows["loss"][i] for i in (1, 2, 4)] == ["holds", "0.5", "Broken in steps 3 to 6."]
+    line, end = rows["rollout_log_probs"][3]
+    heights = [float(point.split(",")[1]) for point in line.split()]
+    assert len(heights) == 9 and heights[4] < heights[3] < heights[2] == heights[8] and end == ""
+    # Earlier steps are left out.
+    lines = show("--since", "8").splitlines()
+    assert lines[1].startswith("groups") and lines[3].startswith("In step 8") and len(heights) == 9
+    assert "identities" not in view(since=10).texts
+
+
+def test_a_run_in_which_all_identities_hold_says_so(tmp_path: Path, show: Any, view: Any) -> None:
+    write_steps(tmp_path, 2)
+    assert show().splitlines()[0] == f"All {len(BY_NAME)} identities hold in step 2."
+    assert not view().warnings
+    record_step(str(tmp_path), 3, {})  # nothing has checked it
+    out = show()
+    assert out.startswith(f"All {len(BY_NAME)} identities hold in step 2.")
+    assert "in step 3: nothing has checked the run" in out
+    nothing = {name: {"state": "unchecked", "times": None, "since": None, "missing": "no uid"} for name in ("a", "b")}
+    record_step(str(tmp_path), 4, {}, {**answer(), "identities": nothing})
+    assert show().startswith("No identity could be checked in step 4. Not checked: a (no uid); b (no uid).")
+
+
+def test_a_spike_is_judged_by_what_later_steps_have_found(tmp_path: Path, show: Any, view: Any) -> None:
+    """It takes some updates to tell that an identity is broken."""
+    late = warning("stale_weights", "rollout_log_probs", 3)
+    write_steps(tmp_path, 6, {5: [late], 6: [late]})
+    write(tmp_path, [with_identities(spike(step)) for step in (2, 4)])
+    before, after = view().spikes
+    assert before.content["verdict"].startswith("All ")
+    assert after.content["verdict"].startswith("The data path is broken since step 3: the run has stale_weights")
+    assert "in step 4: a verdict is by what later steps have found to be broken." in show()
+
+
+def test_an_identity_that_breaks_again_is_told_with_all_its_steps(tmp_path: Path, show: Any) -> None:
+    broken = {step: [warning("loss", since=since)] for step, since in ((2, 1), (3, 1), (6, 6), (9, 8), (10, 8))}
+    write_steps(tmp_path, 10, broken)
+    assert show().splitlines()[1] == "loss is broken, and was in steps 1 to 3, 6: The run has loss."
 
 
 def test_a_warning_is_shown_once_as_it_was_said_last(tmp_path: Path, show: Any, summary: Any, view: Any) -> None:
     other = {"name": "scale", "sentence": "The gradient is 4 times too large.", "check": "Look."}
     last = {**STALE, "sentence": "The rollout is far behind."}
-    write_steps(tmp_path, 6, {2: [STALE], 3: [STALE, other], 5: [last]})
+
+    def record(step: int | None, *warnings: Event) -> None:
+        record_step(str(tmp_path), step, {}, {**answer(warnings), "identities": {}})
+
+    for step, warnings in enumerate(([], [STALE], [STALE, other], [], [last], []), 1):
+        record(step, *warnings)
     lines = show().splitlines()
     assert lines[:4] == [
         "Warning in 3 steps, first in step 2: The rollout is far behind.",
@@ -173,8 +274,9 @@ def test_a_warning_is_shown_once_as_it_was_said_last(tmp_path: Path, show: Any, 
     assert summary("--since", "4")["warnings"] == [{**last, **when}]
     assert view(since=4).warnings == [("Warning in step 5: The rollout is far behind.", [STALE["check"]], "")]
     # Of a step that is repeated after a resume, the last line counts.
-    write_steps(tmp_path, 6, {2: [STALE], 4: [STALE]})
-    record_step(str(tmp_path), None, {}, [other])
+    for step, warnings in enumerate(([], [STALE], [], [STALE], [], []), 1):
+        record(step, *warnings)
+    record(None, other)
     assert [each["when"] for each in summary()["warnings"]] == ["Warning", "Warning in 2 steps, first in step 2"]
 
 
@@ -187,23 +289,36 @@ def test_the_command_of_a_warning_has_a_bundle_of_the_run(tmp_path: Path, view: 
     assert check == f"`gradloc replay {shlex.quote(f'{tmp_path}/replay/it' + chr(39) + 's step2')}` compares them."
 
 
-@cases(
-    "written cause said",
-    ({"gradloc_version": "0.1.0"}, "unlikely", ": written by GradLoc 0.1.0, and judged again by the rules of "),
-    # One of version 4 lacks what its verdict was judged by.
-    ({"schema": 4, "gradloc_version": "0.1.0", "comparison": None, "warnings": None}, "kl", None),
-    ({}, "kl", None),
-    ({"gradloc_version": "0.1.0", "verdict": {"cause": "misfire"}}, "misfire", "judged again"),  # by rows
-)
-def test_an_old_line_is_judged_by_the_rules_of_today(
-    written: dict[str, Any], cause: str, said: str | None, summary: Any, tmp_path: Path
-) -> None:
-    line = spike(1, log_prob=-6.0)
-    verdict = {**line["verdict"], "cause": "kl", **(written.get("verdict") or {})}
-    line = {**line, **written, "verdict": verdict}
-    line = {name: value for name, value in line.items() if name not in written or value is not None}
-    (tmp_path / "spikes.jsonl").write_text(json.dumps(jsonable(line)) + "\n")
+# Older lines
+
+
+def test_older_lines_show_what_they_have(tmp_path: Path, show: Any, summary: Any, view: Any) -> None:
+    """Of a release that knew no identities: its verdicts, also without a cause, and its warnings."""
+    culprits = [{**spike(1)["culprits"][0], "source": "misaligned", "sources": ["misaligned"]}]
+    unknown = {"cause": None, "culprits": None, "ordinary": None, "check": "Look.", "sentence": "No known cause: look."}
+    misfire = {"cause": "misfire", "culprits": 1.0, "ordinary": 0.1, "check": "Look.", "data_source": None}
+    misfire |= {"claim": "The culprits are in responses with the reward 5", "evidence": "likely: true of both"}
+    misfire |= {"sentence": "The culprits are in responses with the reward 5 (likely: true of both): look."}
+    lines = [
+        {**spike(1), "schema": 4, "verdict": {**unknown, "claim": "No known cause"}},
+        {**event(2, culprits), "verdict": misfire},
+    ]
+    with open(tmp_path / "spikes.jsonl", "w") as file:
+        for line in lines:
+            bare = {name: value for name, value in line.items() if name != "identities"}
+            file.write(json.dumps(jsonable(bare)) + "\n")
+    step = {"schema": 5, "time": "2026-03-01T00:00:00+00:00", "global_step": 2, "warnings": [STALE]}
+    figures = "threshold token_norm_max spike_margin ratio_max rollout_ratio_max unlikely_share triggered".split()
+    (tmp_path / "steps.jsonl").write_text(json.dumps({**step, **dict.fromkeys(figures)}) + "\n")
     found = summary()
-    assert found["largest_events"][0]["verdict"]["cause"] == cause
-    notes = [note for note in found["notes"] if "judged" in note]
-    assert len(notes) == (said is not None) and all(said in note for note in notes)
+    assert found["skipped_lines"] == 0 and found["identities"] is None and found["changes"] == []
+    assert [each["verdict"]["cause"] for each in found["largest_events"]] == [None, "misfire"]
+    assert found["sources"] == {"other": 1, "misaligned": 1}
+    lines = show().splitlines()
+    assert lines[0] == "Warning in step 2: The rollout is behind."
+    assert lines[2] == (
+        "2 gradient spikes in steps 1 to 2: no known cause (1), the culprits are in responses with the reward 5 (1)."
+    )
+    made = view()
+    assert [each.content["verdict"] for each in made.spikes] == [unknown["sentence"], misfire["sentence"]]
+    assert "identities" not in made.tables and "identities" not in made.texts
