@@ -93,7 +93,7 @@ def build(evidence: Evidence, rows: int = PAGE_ROWS, details: int = DETAILED) ->
         _add_spikes(view, evidence, culprits, details)
         view.lead = _lead(view, summary, evidence, culprits)
         if identities:
-            view.tables["identities"] = identities_table(evidence, evidence.identities)
+            view.tables["identities"] = identities_table(evidence)
             view.texts["identities-hint"] = HINT
         if not evidence.texts:
             view.notes = [*view.notes, _NO_TEXTS]

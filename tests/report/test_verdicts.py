@@ -73,7 +73,7 @@ def test_a_natural_spike_opens_with_the_identities_that_hold(show: Any, summary:
     made = view()
     assert [each.reasons for each in made.culprits] == [["token", "unlikely"]] * 4 + [["unlikely"]]
     assert "misaligned" not in made.spikes[0].content["summary"]
-    row = next(row for row in made.tables["identities"].rows if row[0][0] == "groups")
+    row = next(row for row in made.tables["identities"].rows if row[0][1] == "groups")
     assert (row[1], row[2], row[3], row[4]) == ("not checked", "–", ("", ""), "no prompts")
 
 
@@ -210,8 +210,8 @@ def test_a_run_opens_with_what_is_broken(tmp_path: Path, show: Any, summary: Any
     assert made.warnings[-1] == (changed["sentence"], [], "change") and made.texts["identities"].startswith(
         f"{held} of"
     )
-    rows = {row[0][0]: row for row in made.tables["identities"].rows}
-    assert rows["groups"][0][1] == BY_NAME["groups"].holds
+    rows = {row[0][1]: row for row in made.tables["identities"].rows}
+    assert rows["groups"][0][0] == BY_NAME["groups"].holds
     assert [rows["groups"][i] for i in (1, 2, 4)] == ["broken", "∞", "Broken in steps 7 to 9."]
     assert [rows["loss"][i] for i in (1, 2, 4)] == ["holds", "0.5", "Broken in steps 3 to 6."]
     line, end = rows["rollout_log_probs"][3]
