@@ -32,7 +32,7 @@ from ..tools.figures import (
 from ..tools.spike import Spike
 from .charts import layers_chart, without_culprit
 from .summary import TOKENS, suspected_of, token_name
-from .view import Axis, Cell, Column, Culprit, Rung, SpikeView, Strip, Table, View, is_drawn, log_scale, sparkline
+from .view import Axis, Cell, Column, Culprit, Rung, SpikeView, Strip, Table, View, drawn, log_scale, sparkline
 from .words import APPLIED, DIAGNOSES, FIGURES, NOT_APPLIED, ended_early, explanation
 
 Row = Mapping[str, Any]
@@ -242,7 +242,7 @@ def _before(spike: Spike, steps: Mapping[int, Row]) -> Table | None:
             usual = _figure(name, statistics.median(known) if known else None)
             last = _figure(name, values[-1] if own else None)
             sizes = [_size(name, value) for value in values]
-            low = min(filter(is_drawn, sizes), default=1.0)
+            low = min(drawn(sizes), default=1.0)
             # At least a factor of 2, so that small changes look small.
             rows.append([(title, name), sparkline(sizes, own, low, 2 * low), usual, last])
     columns = (Column("Figure", "row"), Column("Up to the spike", "spark"), Column("Usual", "num"))

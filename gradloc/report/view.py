@@ -298,14 +298,14 @@ def log_scale(low: float, high: float) -> Axis:
     return Axis("", low, high, (), log=True, beyond=high)
 
 
-def is_drawn(value: float | None) -> bool:
-    """Whether a value has a place on a log scale."""
-    return value is not None and math.isfinite(value) and value > 0
+def drawn(values: Sequence[float | None]) -> list[float]:
+    """The values that have a place of their own on a log scale."""
+    return [value for value in values if value is not None and math.isfinite(value) and value > 0]
 
 
 def sparkline(values: Sequence[float | None], own: bool, low: float, high: float) -> Cell:
     """Values as points of a line, 220 by 40, on a log scale from `low` to at least `high`; the last one if `own`."""
-    axis = log_scale(low, max([high, *filter(is_drawn, values)]))
+    axis = log_scale(low, max([high, *drawn(values)]))
     width = 210 / max(len(values) - 1, 1)
     points = [
         f"{5 + i * width:.1f},{35 - 0.03 * (axis.place(value) or 0):.1f}"

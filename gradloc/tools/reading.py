@@ -221,8 +221,8 @@ class Evidence:
                 times = math.inf if state["state"] == "broken" else None
                 self.times.setdefault(name, {})[step] = times if state["times"] is None else float(state["times"])
             for warning in self.warnings[step]:
-                if (name := warning.get("identity")) in states:
-                    self.broken[name, warning.get("since")] = step, warning
+                if (of := warning.get("identity", "")) in states:
+                    self.broken[of, warning.get("since")] = step, warning
 
     def skip(self, line: Any) -> None:
         """Counts a line that is not read."""

@@ -123,8 +123,8 @@ def test_hostile_verdicts_and_warnings_are_bounded(tmp_path: Path, show: Any, su
     assert "\x1b" not in out and "\u202e" not in out and "\\x1b[2J" in out
     found = summary()
     assert len(found["verdicts"]) == len(found["warnings"]) == 64 and len(json.dumps(found)) < 10**6
-    said = {"cause", "facts", "sentence", "claim", "evidence", "check"}
-    assert found["largest_events"][0]["verdict"].keys() == said
+    names = {"cause", "facts", "sentence", "claim", "evidence", "check"}
+    assert found["largest_events"][0]["verdict"].keys() == names
 
 
 def test_the_check_names_the_bundle_of_the_event(tmp_path: Path, show: Any, view: Any) -> None:
@@ -231,8 +231,9 @@ def test_a_run_in_which_all_identities_hold_says_so(tmp_path: Path, show: Any, v
     out = show()
     assert out.startswith(f"All {len(BY_NAME)} identities hold in step 2.")
     assert "in step 3: nothing has checked the run" in out
-    nothing = {name: {"state": "unchecked", "times": None, "since": None, "missing": "no uid"} for name in ("a", "b")}
-    record_step(str(tmp_path), 4, {}, {**answer(), "identities": nothing})
+    none = answer()
+    none["identities"] = dict.fromkeys("ab", {"state": "unchecked", "times": None, "since": None, "missing": "no uid"})
+    record_step(str(tmp_path), 4, {}, none)
     assert show().startswith("No identity could be checked in step 4. Not checked: a (no uid); b (no uid).")
 
 
@@ -258,7 +259,9 @@ def test_a_warning_is_shown_once_as_it_was_said_last(tmp_path: Path, show: Any, 
     last = {**STALE, "sentence": "The rollout is far behind."}
 
     def record(step: int | None, *warnings: Event) -> None:
-        record_step(str(tmp_path), step, {}, {**answer(warnings), "identities": {}})
+        of_step = answer(warnings)
+        of_step["identities"] = {}
+        record_step(str(tmp_path), step, {}, of_step)
 
     for step, warnings in enumerate(([], [STALE], [STALE, other], [], [last], []), 1):
         record(step, *warnings)
