@@ -140,7 +140,7 @@ def identities_table(evidence: Evidence) -> Table:
         Column("State"),
         Column("Times the usual", "num"),
         Column("Over the run", "spark"),
-        Column(""),
+        Column("When broken, or why not checked"),
     )
     warned = _warnings_by_step(evidence)
     rows: list[Sequence[Cell]] = []
