@@ -59,7 +59,7 @@ def recommended(result: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, st
 
 
 def _bug(result: Mapping[str, Any]) -> str | None:
-    """The cause that is to be repaired: of the verdict, of the scale, or, of older results, the largest culprit's source."""
+    """The cause to be repaired: of the verdict, of the scale, or, of older results, the largest culprit's source."""
     cause, source = result.get("cause"), _source(result)
     if cause is not None and (cause not in SOURCES or SOURCES[cause].is_bug) and cause not in _RATIOS:
         return cause
