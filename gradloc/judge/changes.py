@@ -21,7 +21,12 @@ _SHARES = ("rewarded",)
 
 
 def changes(records: Sequence[Record]) -> list[Change]:
-    """What is `LEVEL` times what it was in the updates before, or so much less; the last record is the present."""
+    """What has changed in the last update: is `LEVEL` times what it was in the ones before, or so much less."""
+    before = {each["what"] for each in _changed(records[:-1])}
+    return [each for each in _changed(records) if each["what"] not in before]
+
+
+def _changed(records: Sequence[Record]) -> list[Change]:
     found: list[Change] = []
     for name, what in _WATCHED.items():
         values = [(each.step, each.readings[name]) for each in records if name in each.readings]

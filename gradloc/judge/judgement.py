@@ -23,7 +23,8 @@ def judged(line: Mapping[str, Any], rows: Mapping[Place, TrainedRow] | None = No
     """
     found: Any = dict(line)  # a type is known from its kind alone
     if (kind := kind_of(line)) == "spike":
-        return {**found, "verdict": None if found.get("drill") else verdict(found, rows), "summary": describe(found)}
+        found["verdict"] = None if found.get("drill") else verdict(found, rows)
+        return {**found, "summary": describe(found)}
     found |= {"summary": "", **({"cause": None} if kind == "critic" else {})}
     with guarded("a line of the evidence could not be judged"):
         if kind == "clip":

@@ -3,7 +3,7 @@
 """A run, update by update: collects what the ranks have summed up, and says which identities hold."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ..facts import NAMES, TrainedRow
@@ -79,7 +79,12 @@ class Run:
             else:
                 states[name] = {"state": "unchecked", "times": None, "since": None, "missing": found.missing}
         changed = changes(records)
-        news = [*self._first_news(states), *_news(records, warnings), *(each["sentence"] for each in changed)]
+        held = {name for name, each in states.items() if each["state"] == "held"}
+        news = [
+            *self._first_news(states),
+            *_news(records[-1:] if self._since_resume == 1 else records, warnings, held),
+            *(each["sentence"] for each in changed),
+        ]
         return {"identities": states, "warnings": warnings, "changes": changed, "news": news}
 
     def _first_news(self, states: Mapping[str, IdentityState]) -> list[str]:
@@ -144,12 +149,12 @@ class Run:
                 raise ForeseenError(f"the records of the run are of another form ({error})") from error
 
 
-def _news(records: Sequence[Record], warnings: Sequence[RunWarning]) -> list[str]:
+def _news(records: Sequence[Record], warnings: Sequence[RunWarning], held: Collection[str]) -> list[str]:
     """What has broken since the update before, or holds again."""
     was = {name for name, streak in records[-2].streaks.items() if streak.is_broken} if len(records) > 1 else set()
     now = {each["identity"]: each for each in warnings}
     broken = [f"{each['sentence']} {each['check']}" for name, each in now.items() if name not in was]
-    return broken + [f"The identity {name} holds again." for name in sorted(was - now.keys())]
+    return broken + [f"The identity {name} holds again." for name in sorted(was & held)]
 
 
 def of_one_step(facts: Sequence[float], rows: Sequence[TrainedRow] = (), is_first: bool = False) -> Answer:

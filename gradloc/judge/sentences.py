@@ -10,7 +10,7 @@ from typing import Any
 from ..guarded import guarded
 from ..lines import Clipped, Culprit, Event
 from ..sources import LAYER_FRACTION, layer_shares, shares_of_sum
-from .rules import RULES, SOURCES
+from .rules import OTHER, RULES, SOURCES
 from .shares import all_of, carrying_layers, counted, percent
 
 # By TokenClip's action, what happened to the signals that were cut.
@@ -76,10 +76,14 @@ def clips_in_words(found: Clipped) -> str:
 def _culprits(event: Event) -> str:
     """What most of the culprits are, and whose; where some are bugs, what these are."""
     culprits = event["culprits"]
-    counts = Counter(culprit["source"] for culprit in culprits)
+    # Where nothing is known to be broken, no culprit is said to be.
+    judged = event.get("verdict")
+    left_out = _BUGS if judged is not None and judged["cause"] is None else ()
+    names = [next((name for name in each["sources"] if name not in left_out), OTHER.name) for each in culprits]
+    counts = Counter(names)
     source = next((bug for bug in _BUGS if bug in counts), counts.most_common(1)[0][0])
     count = counts[source]
-    found = [culprit for culprit in culprits if culprit["source"] == source]
+    found = [culprit for culprit, name in zip(culprits, names, strict=True) if name == source]
     rule = SOURCES[source]
     if len(culprits) == 1:
         start = f"the culprit{_token(found)} is {rule.one}"

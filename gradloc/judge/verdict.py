@@ -134,25 +134,20 @@ def _natural(event: Event, rows: Mapping[Place, TrainedRow]) -> Verdict:
     """All that could be checked holds: what the culprits have in common is no cause."""
     states = [each["state"] for each in event.get("identities", {}).values()]
     held, unchecked = states.count("held"), states.count("unchecked")
+    claim, kind = f"All {held} identities that could be checked hold", "A natural spike: "
+    claim += f", and {unchecked} could not be" if unchecked else ""
     if not held:
-        claim = "No identity could be checked"
-    else:
-        claim = f"All {held} identities that could be checked hold"
-        claim += f", and {unchecked} could not be" if unchecked else ""
-    unread = [each for each in event.get("warnings", []) if _is_unread(event, each)]
-    if unread:
-        claim = f"What is broken is not read by the loss ({lowered(unread[0].get('claim', unread[0]['name']))})"
+        claim, kind = "No identity could be checked", "Of the culprits is known: "
+    for unread in event.get("warnings", [])[:1]:
+        broken = lowered(unread.get("claim", unread["name"]))
+        claim, kind = f"What is broken is not read by the loss ({broken})", "Of the culprits is known: "
     if not event["culprits"]:
         why = {"overflow": "the scaled fp16 gradients overflowed, and the gradient scaler takes a smaller scale"}
         what = why.get(event["diagnosis"], spread_in_words(event))
         return _verdict(None, claim, f". No token stands out: {what}.", CHECK_UNKNOWN, event)
     common = [_in_words(fact, len(event["culprits"])) for fact in facts(event)]
     common += filter(None, [_rewarded(event, rows)])
-    rest = (
-        f". A natural spike: {'; '.join(common)}."
-        if common
-        else ". A natural spike, whose tokens have nothing in common."
-    )
+    rest = f". {kind}{'; '.join(common) or 'nothing that they have in common'}."
     return _verdict(None, claim, rest, CHECK_NATURAL, event)
 
 
@@ -160,6 +155,8 @@ def facts(event: Event) -> list[Fact]:
     """What most culprits have in common, and ordinary tokens far less often."""
     culprits, found = event["culprits"], []
     for rule in RULES:
+        if rule.is_bug:
+            continue
         share = sum(rule.name in each["sources"] for each in culprits) / max(len(culprits), 1)
         usual = event["comparison"]["ordinary"].get(rule.name)
         if (

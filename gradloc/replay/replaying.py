@@ -227,8 +227,11 @@ def build_result(replay: Replay, open_ones: Sequence[str]) -> dict[str, Any]:
     result["scale"] = find_scale(bundle, measured, result["same_weights"], main.dtype, manifest["dtype"])
     if replay.switches:
         result["switches"] = [*replay.switches]
-    found = of_one_step(own_facts([saved.tokens for saved in bundle.micro_batches.values()]).tolist())
-    result["sentences"] = [*(each["sentence"] for each in found["warnings"]), *sentences(result)]
+    warnings = bundle.event.get("warnings", [])
+    if bundle.is_converted:
+        tokens = [saved.tokens for saved in bundle.micro_batches.values()]
+        warnings = of_one_step(own_facts(tokens).tolist())["warnings"]
+    result["sentences"] = [*(each["sentence"] for each in warnings), *sentences(result)]
     return result
 
 
