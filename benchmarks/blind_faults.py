@@ -175,10 +175,11 @@ FAULTS: dict[str, Any] = dict.fromkeys(row[0] for row in ROWS)  # in the table's
 
 def add(kind: str, strengths: tuple[Any, ...], during: Any = None, **others: Any) -> None:
     """Adds a row of the table: other fields of `Fault`, and stages by name."""
-    names = ([cell.replace("-", "") for cell in row[1:4]] + row[4:] for row in ROWS if row[0] == kind)
+    names: Any = ([cell.replace("-", "") for cell in row[1:4]] + row[4:] for row in ROWS if row[0] == kind)
     fields = {name: others.pop(name) for name in ("setting", "begins", "once") if name in others}
     stages = others if during is None else {**others, "during": during}
-    FAULTS[kind] = Fault(*next(names), strengths, stages, **fields)
+    made: Any = Fault
+    FAULTS[kind] = made(*next(names), strengths, stages, **fields)
 
 
 def each(change: Callable[[Any, Row], Any], share: bool = False) -> Stage:
@@ -228,7 +229,8 @@ def last(strength: Any) -> float:
 
 
 masked = partial(reported, field="mask")
-TOOLS, DENSE, EIGHT, NO_STD = {"tools": True}, {"dense": True}, {"answers": 8}, {"advantage": "grpo without std"}
+TOOLS, DENSE, EIGHT = {"tools": True}, {"dense": True}, {"answers": 8}
+NO_STD: dict[str, Any] = {"advantage": "grpo without std"}
 FAST, LATE = {"rate": last, "behind": 0}, {"rate": 0.001, "behind": 0}
 KL, COEFFICIENT = {"kl": 0.05, "reference": True}, {"kl": last, "reference": True}
 TEMPERATURE, ENTROPY = {"temperature": last}, {"actor": lambda coefficient: {"entropy_coeff": coefficient}}
@@ -525,7 +527,7 @@ add("EOS added", (0.1, 0.3, 0.6), rows=each(add_end, share=True))
 add("template trained on", (1, 3), rows=each(add_template))
 every_token = masked(lambda _, row: [1] * len(row.mask), share=True)
 add("tool output trained on", (0.2, 0.5, 1.0), setting=TOOLS, rows=every_token)
-add("failed request", (1, 4), rows=in_some(lambda _, row: (row.cut(0), row.append(END, 0.0, 1))))  # it is empty
+add("failed request", (1, 4), rows=in_some(lambda _, row: row.cut(0).append(END, 0.0, 1)))  # it is empty
 add("responses of one token", (1, 2), setting=SEQ_MEAN, rows=in_some(lambda _, row: row.cut(1)))  # max_tokens is 1
 add("padding trained on", (1, 4), batch=mask_padding)
 add("EOS never trained", (1,), rows=masked(lambda _, row: [int(token != END) for token in row.ids]))
@@ -675,7 +677,7 @@ def multiplied(world: World, strength: tuple[str, float]) -> Iterator[None]:
 @contextmanager
 def divided_twice(world: World, strength: int) -> Iterator[None]:
     """What the last pass leaves is divided by the number of passes, as their losses were."""
-    passes = world.config.ppo_mini_batch_size // world.config.ppo_micro_batch_size_per_gpu
+    passes = world.config.ppo_mini_batch_size // (world.config.ppo_micro_batch_size_per_gpu or 1)
     passed, left = itertools.count(1), set[Tensor]()
 
     def begin(*_: Any) -> tuple[float, dict[str, Any]]:
@@ -683,7 +685,7 @@ def divided_twice(world: World, strength: int) -> Iterator[None]:
         return 1.0, {}
 
     def divide(parameter: Tensor) -> None:
-        if parameter in left:
+        if parameter in left and parameter.grad is not None:
             left.remove(parameter)
             parameter.grad.div_(passes)
 

@@ -90,8 +90,9 @@ class Row:
     def append(self, token: int, log_prob: float, mask: int) -> None:
         self.ids, self.log_probs, self.mask = [*self.ids, token], [*self.log_probs, log_prob], [*self.mask, mask]
 
-    def cut(self, kept: int) -> None:
+    def cut(self, kept: int) -> Row:
         self.ids, self.log_probs, self.mask = self.ids[:kept], self.log_probs[:kept], self.mask[:kept]
+        return self
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,7 +282,8 @@ class World:
             self.reference: Any = Actor(self.config, self.copy_of(start.weights))
         self.past = [self.weights()]
         self.workers = [self.copy_of(start.weights) for _ in range(2)]
-        self.processed, self.penalty, self.trained_temperature = "", None, setting.temperature  # faults change them
+        self.penalty: Callable[[Tensor, list[Row]], Tensor] | None = None  # faults change these
+        self.processed, self.trained_temperature = "", setting.temperature
         self.rows: list[Row] = []
         self.token_norms: list[float] = []
         self.gaps: list[float] = []
@@ -339,8 +341,8 @@ class World:
         # Workers with the same weights give what one of them gives, in half the time.
         self.rows = self.at("rows", self._sample(self.workers[: 1 if loaded[0] is loaded[1] else 2]))
         tensors = self.at("batch", collate(self.rows))
-        uids = [f"{self.step_number}-{i // setting.answers}" for i in range(len(self.rows))]
-        columns = {"uid": uids, "data_source": ["digits"] * len(uids)}
+        uids: Any = [f"{self.step_number}-{i // setting.answers}" for i in range(len(self.rows))]
+        columns: dict[str, Any] = {"uid": uids, "data_source": ["digits"] * len(uids)}
         columns = {name: numpy.array(each, dtype=object) for name, each in self.at("columns", columns).items()}
         rewards = self.at("rewards", torch.tensor([reward_of(row, setting.dense) for row in self.rows]))
         self.at("model", self.model)

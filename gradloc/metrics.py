@@ -198,8 +198,9 @@ class RunFacts:
                 changed = model.reduced_norms.own_changes(moves)
             moved[:3] = torch.stack([moves @ moves, self._kept[1] @ self._kept[1], moves @ self._kept[1]])
         if is_first:
-            known = self._ended is not None and self._ended.shape == weights.shape
-            moved[3] = (weights != self._ended).sum() if known else math.nan
+            ended = self._ended
+            is_known = ended is not None and ended.shape == weights.shape
+            moved[3] = torch.ne(weights, ended).sum() if ended is not None and is_known else math.nan
         self._kept, self._stepped = (weights, gradient), False
         found = [facts, facts.new_full((1,), float(self._run is not None)), moved]
         if is_first:

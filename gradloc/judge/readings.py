@@ -265,7 +265,8 @@ def _of_groups(groups: Sequence[Sequence[TrainedRow]], count: int) -> Readings:
         for each in groups
         if all(row.reward is not None and row.length and math.isfinite(row.reward + row.largest) for row in each)
     ]
-    differing, equal = [], []
+    differing: list[tuple[Sequence[float], Sequence[float]]] = []
+    equal: list[tuple[Sequence[float], Sequence[float]]] = []
     for each in known:
         rewards, advantages = zip(*each, strict=True)
         (equal if close(min(rewards), max(rewards)) else differing).append((rewards, advantages))
@@ -325,7 +326,7 @@ def close(a: float, b: float) -> bool:
     return math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-6)
 
 
-def _mixed(groups: Mapping[str, Sequence[TrainedRow]], prompts: Mapping[int | None, int]) -> int | None:
+def _mixed(groups: Mapping[str, Sequence[TrainedRow]], prompts: Mapping[int, int]) -> int | None:
     """How many rows have a uid with several prompts; None where that may be right.
 
     States of an agent's environment are prompts that a uid may have several of, but not as many rows of each as of any

@@ -3,7 +3,7 @@
 """A run, update by update: collects what the ranks have summed up, and says which identities hold."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..facts import NAMES, TrainedRow
@@ -149,7 +149,7 @@ class Run:
                 raise ForeseenError(f"the records of the run are of another form ({error})") from error
 
 
-def _news(records: Sequence[Record], warnings: Sequence[RunWarning], held: Collection[str]) -> list[str]:
+def _news(records: Sequence[Record], warnings: Sequence[RunWarning], held: set[str]) -> list[str]:
     """What has broken since the update before, or holds again."""
     was = {name for name, streak in records[-2].streaks.items() if streak.is_broken} if len(records) > 1 else set()
     now = {each["identity"]: each for each in warnings}

@@ -56,7 +56,9 @@ def _verdict(cause: str | None, claim: str, rest: str, check: str, event: Event,
 def _no_token(event: Event) -> Verdict | None:
     """A gradient that comes from no token: most of the squared norm."""
     what = auxiliary_in_words(event, math.sqrt(EXPLAINS))
-    return what and _verdict("auxiliary", what[0].upper() + what[1:], _AUXILIARY, _CHECK_AUXILIARY, event)
+    if not what:
+        return None
+    return _verdict("auxiliary", what[0].upper() + what[1:], _AUXILIARY, _CHECK_AUXILIARY, event)
 
 
 def _of_run(event: Event) -> Verdict | None:
