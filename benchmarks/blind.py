@@ -46,8 +46,6 @@ from blind_world import NATURAL_TAU, TAU, Setting, World, said_in, start_of
 HALVES = ("tuning", "test")  # even and odd seeds
 STEPS_BEFORE, STEPS_AFTER = 4, 8
 STARTS = Path(__file__).resolve().parent.parent / "build/blind.starts"
-# What is said of tokens that are as they should be.
-NATURAL_NAMES = frozenset(["", "unlikely", "advantage", "punished", "weight", "engines_apart"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +111,7 @@ def name_of(said: Sequence[Sequence[Any]], what: int = 2) -> str | None:
         what (int): 2 for the name, 3 for the identity, which old runs lack.
     """
     by_step: dict[int, str] = {}
+    said = [line for line in said if line[1] in ("warning", "verdict")]
     for step, _, *names in sorted(said, key=lambda line: (line[1] == "verdict", line[2] == "")):
         name = [*names, ""][what - 2]
         by_step[step] = by_step.get(step) or name
@@ -133,7 +132,7 @@ def prepare_process() -> None:
 def judged(kind: str, name: str | None) -> str:
     """ "right", "defensible", "wrong", "unknown" (no known cause) or "silent"; of a healthy run "right" or "wrong"."""
     if kind in HEALTHY:
-        return "right" if name is None or name in NATURAL_NAMES else "wrong"
+        return "wrong" if name else "right"
     fault = FAULTS[kind]
     if not name:
         return "right" if not (fault.right or fault.identity) else "silent" if name is None else "unknown"
@@ -155,8 +154,10 @@ def print_tables(runs: dict[str, dict[str, Any]]) -> None:
         names: dict[str, Counter[str]] = {"right": Counter(), "defensible": Counter(), "wrong": Counter()}
         for key, run in found:
             name, said = run["name"], run["said"]
+            noted = {line[3] for line in said if line[1] in ("change", "fact")}
+            said = [line for line in said if line[1] in ("warning", "verdict")]
             if fault is None:  # one wrong line is enough
-                name = next((line[2] for line in said if line[2] not in NATURAL_NAMES), name)
+                name = next((line[2] for line in said if line[2]), name)
                 totals["warned"] += any(line[1] == "warning" for line in said)
             verdict = judged(kind, name)
             counts[verdict] += 1
@@ -164,7 +165,7 @@ def print_tables(runs: dict[str, dict[str, Any]]) -> None:
                 names[verdict][name or "-"] += 1
             if fault is None:
                 continue
-            at_place += (name_of(said, 3) or "-") in fault.identity.split()
+            at_place += bool({name_of(said, 3), *noted} & {*fault.identity.split()})
             is_named = verdict in ("right", "defensible")
             totals["over_natural"] += run["over_natural"]
             totals["named_over_natural"] += run["over_natural"] and is_named

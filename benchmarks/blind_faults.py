@@ -50,71 +50,72 @@ class Fault:
 
 
 # What is planted | what must be named ("-": no name of its own) | what leads to the cause as well | where it is to be
-# placed: the identities that break, or "changes" of the run ("-": nothing is to be said) | a public source: a thread of
-# GitHub, or a paper by its number. Where no thread of just this bug is known, the nearest one.
+# placed: the identities that break, "changes" of the run, or a fact of the culprits ("-": nothing is to be said) | a
+# public source: a thread of GitHub, or a paper by its number. Where no thread of just this bug is known, the nearest
+# one.
 TABLE = """
 rollout shifted | misaligned | - | rollout_log_probs | eval-protocol/python-sdk#457
 rollout shifted in some rows | misaligned | - | rollout_log_probs | eval-protocol/python-sdk#458
 rollout shifted from inside | misaligned | - | rollout_log_probs | fw-ai/cookbook#483
 rollout shifted after a tool | misaligned | retokenized | rollout_log_probs | ai-dynamo/dynamo#8630
 another row's log-probs | misaligned | - | rollout_log_probs | verl-project/verl#7196
-tail padded with 0 | misaligned | unsampled | rollout_log_probs | rllm-org/rllm#816
+tail padded with 0 | misaligned | unsampled | rollout_log_probs sampled | rllm-org/rllm#816
 constant tail | misaligned | - | rollout_log_probs | rllm-org/rllm#816
-log-probs missing | misaligned | unsampled | rollout_log_probs | NovaSky-AI/SkyRL#1070
+log-probs missing | misaligned | unsampled | rollout_log_probs sampled | NovaSky-AI/SkyRL#1070
 log-probs by chunk | misaligned | - | rollout_log_probs | ai-dynamo/dynamo#8630
 retokenized | retokenized misaligned | - | sampled rollout_log_probs | huggingface/trl#5224
 policy sliced wrongly | misaligned | - | rollout_log_probs | opendilab/LightRFT
 policy sliced wrongly for images | misaligned | - | rollout_log_probs | opendilab/LightRFT
-policy's labels not shifted | misaligned | engines_apart | rollout_log_probs | opendilab/LightRFT
+policy's labels not shifted | misaligned | - | rollout_log_probs | opendilab/LightRFT
 old log-probs of other rows | misaligned | sequence | old_log_probs | verl-project/verl#7196
-never synced | stale_weights | engines_apart | rollout_log_probs | verl-project/verl#7495
-synced late | stale_weights | engines_apart partly_stale | rollout_log_probs | verl-project/verl#5211
+never synced | stale_weights | - | rollout_log_probs | verl-project/verl#7495
+synced late | stale_weights | partly_stale | rollout_log_probs | verl-project/verl#5211
 one worker stale | partly_stale | stale_weights | rollout_log_probs | verl-project/verl#3821
-adapter partly bound | stale_weights | partly_stale engines_apart | rollout_log_probs | verl-project/verl-omni#552
-adapter at another scale | adapter_scale stale_weights | engines_apart | rollout_log_probs | Tencent-Hunyuan/UniRL#155
-weights lost in sleep | other_log_probs engines_apart | stale_weights | rollout_log_probs | huggingface/trl#5312
+adapter partly bound | stale_weights | partly_stale | rollout_log_probs | verl-project/verl-omni#552
+adapter at another scale | adapter_scale stale_weights | - | rollout_log_probs | Tencent-Hunyuan/UniRL#155
+weights lost in sleep | - | stale_weights other_log_probs | rollout_log_probs | huggingface/trl#5312
 raw log-probs | other_log_probs | - | rollout_log_probs | servicenow-ai/correctness-before-corrections
 log-probs after the top-p cut | other_log_probs | - | rollout_log_probs | huggingface/trl#6789
 training without the temperature | other_log_probs | - | rollout_log_probs | huggingface/trl#3029
-other experts | token engines_apart | other_log_probs sequence | rollout_log_probs | NVIDIA-NeMo/RL#4243
-rollout in few bits | other_log_probs engines_apart | token sequence | rollout_log_probs | verl-project/verl#5459
+other experts | token | other_log_probs sequence | rollout_log_probs | NVIDIA-NeMo/RL#4243
+rollout in few bits | - | token sequence other_log_probs | rollout_log_probs | verl-project/verl#5459
 log-probs negated | other_log_probs | - | rollout_log_probs | openai/baselines#652
-dropout in old log-probs | other_log_probs | engines_apart | old_log_probs | huggingface/trl#4
+dropout in old log-probs | - | other_log_probs | old_log_probs | huggingface/trl#4
 one log-prob too low | token | - | rollout_log_probs | servicenow-ai/correctness-before-corrections
-attention of one layer | other_log_probs engines_apart layer | token sequence | rollout_log_probs | NVIDIA-NeMo/RL#1801
-another prompt | engines_apart other_log_probs | - | rollout_log_probs | huggingface/trl#6515
-BOS twice | engines_apart other_log_probs | - | rollout_log_probs | huggingface/trl#3853
-RoPE of the server | engines_apart other_log_probs | - | rollout_log_probs | TransformerLensOrg/TransformerLens#910
-query rows permuted | engines_apart other_log_probs | - | rollout_log_probs | huggingface/transformers#31788
+attention of one layer | - | token sequence other_log_probs | rollout_log_probs | NVIDIA-NeMo/RL#1801
+another prompt | - | other_log_probs | rollout_log_probs | huggingface/trl#6515
+BOS twice | - | other_log_probs | rollout_log_probs | huggingface/trl#3853
+RoPE of the server | - | other_log_probs | rollout_log_probs | TransformerLensOrg/TransformerLens#910
+query rows permuted | - | other_log_probs | rollout_log_probs | huggingface/transformers#31788
 EOS added | unsampled | - | sampled | OpenRLHF/OpenRLHF#238
 template trained on | unsampled | - | sampled | THUDM/slime#1477
 tool output trained on | unsampled | - | sampled | THUDM/slime#1477
 failed request | unsampled | - | sampled | NovaSky-AI/SkyRL#1986
 padding trained on | unsampled | - | sampled | verl-project/verl#3805
-format reward misfires | misfire | advantage reward_scale | changes | verl-project/uni-agent#183
-length bonus | reward_scale | advantage | changes | verl-project/uni-agent#175
-one reward too large | advantage | misfire | changes | verl-project/uni-agent#175
-reward scale | reward_scale | - | changes | paper 2607.21273
-reward of NaN | nonfinite | - | advantages | MakazhanAlpamys/Soup#342
-deviation of rounding | advantage | reward_scale | advantages | NVIDIA-NeMo/RL#4158
-deviation of zero | nonfinite | - | advantages | NVIDIA-NeMo/RL#4158
-entropy coefficient | entropy | - | changes | verl-project/verl#2738
-KL coefficient | kl | - | changes | verl-project/uni-agent#175
-reference is another model | kl reference | misaligned | reference | NVIDIA-NeMo/RL#3048
-reference shifted | misaligned | kl | reference | opendilab/LightRFT
-responses of one token | weight | - | changes | paper 2602.01826
-importance weight overflows | token overflow | - | rollout_log_probs loss | verl-project/verl#7196
-rollout's log-prob is NaN | nonfinite | token unsampled | rollout_log_probs | huggingface/trl#6166
-training's log-prob is NaN | nonfinite | - | rollout_log_probs gradient | Tencent-Hunyuan/UniRL#110
+format reward misfires | - | - | changes advantage | verl-project/uni-agent#183
+length bonus | - | - | changes advantage | verl-project/uni-agent#175
+one reward too large | - | - | changes advantage | verl-project/uni-agent#175
+reward scale | - | - | changes advantage | paper 2607.21273
+reward of NaN | nonfinite | - | finite | MakazhanAlpamys/Soup#342
+deviation of rounding | - | - | advantages | NVIDIA-NeMo/RL#4158
+deviation of zero | nonfinite | - | finite | NVIDIA-NeMo/RL#4158
+entropy coefficient | - | - | entropy | verl-project/verl#2738
+KL coefficient | - | - | kl | verl-project/uni-agent#175
+reference is another model | - | misaligned reference | reference | NVIDIA-NeMo/RL#3048
+reference shifted | misaligned | - | reference | opendilab/LightRFT
+responses of one token | - | - | weight | paper 2602.01826
+importance weight overflows | token overflow | - | rollout_log_probs loss sampled | verl-project/verl#7196
+rollout's log-prob is NaN | nonfinite | token unsampled | finite | huggingface/trl#6166
+training's log-prob is NaN | nonfinite | - | finite | Tencent-Hunyuan/UniRL#110
 loss scaled | loss_scale | - | loss | verl-project/verl#5863
 mask's denominator | loss_scale | - | loss | verl-project/verl#2505
-auxiliary loss | auxiliary | layer | gradient | verl-project/verl#6609
+auxiliary loss | auxiliary | - | gradient | verl-project/verl#6609
 gradients doubled | - | loss_scale | - | NVIDIA/Megatron-LM#6660
-backward of one layer | layer | - | gradient | Tencent-Hunyuan/UniRL#110
-bit flip | layer | nonfinite | weights | paper 2102.11245
-one layer scaled | layer | - | weights | THUDM/slime#1695
+backward of one layer | - | - | gradient | Tencent-Hunyuan/UniRL#110
+bit flip | - | nonfinite | weights | paper 2102.11245
+one layer scaled | - | - | weights | THUDM/slime#1695
 optimizer state lost | - | - | - | THUDM/slime#1695
-learning rate spike | learning_rate | token sequence kl | changes | marin-community/marin#1368
+learning rate spike | - | token sequence | changes | marin-community/marin#1368
 advantages negated | advantage_order | - | advantages | fla-org/flash-linear-attention#1073
 advantages of other rows | advantage_order | - | advantages | THUDM/slime#2062
 EOS never trained | mask | - | sampled | NVIDIA-NeMo/Automodel#1336
@@ -125,49 +126,49 @@ one seed for a group | repeated_responses | - | responses | tenstorrent/tt-metal
 two workers, one seed | repeated_responses | - | responses | modelscope/ms-swift#3450
 failed rows copied | repeated_responses | - | responses | verl-project/verl-omni#602
 base of the logarithm | other_log_probs | - | rollout_log_probs | EricLBuehler/mistral.rs#2327
-the likeliest token's log-probs | other_log_probs | - | rollout_log_probs | NVIDIA-NeMo/RL#3297
-repetition penalty | other_log_probs | engines_apart | rollout_log_probs | verl-project/verl#7270
-log-probs drift | - | engines_apart other_log_probs token sequence | rollout_log_probs | sgl-project/sglang#25790
-one worker's temperature | other_log_probs | partly_stale engines_apart | rollout_log_probs | huggingface/trl#4159
-one worker in few bits | - | partly_stale engines_apart other_log_probs | rollout_log_probs | verl-project/verl#5459
-last log-probs are 0 | misaligned unsampled | - | rollout_log_probs | rllm-org/rllm#816
-log-probs rounded | - | engines_apart other_log_probs | rollout_log_probs | PrimeIntellect-ai/verifiers#2495
-served without the adapter | stale_weights | adapter_scale engines_apart | rollout_log_probs | radixark/miles#2075
-old log-probs of the step before | stale_weights | - | old_log_probs | thu-ml/tianshou#745
-old log-probs at another temperature | other_log_probs | - | old_log_probs | OpenRLHF/OpenRLHF#853
-old log-probs without the tools' output | - | other_log_probs engines_apart | old_log_probs | Time-Search/TimeSearch-R#7
-old log-probs at other positions | - | other_log_probs engines_apart | old_log_probs | CarperAI/trlx#509
+the likeliest token's log-probs | - | other_log_probs | rollout_log_probs | NVIDIA-NeMo/RL#3297
+repetition penalty | - | other_log_probs | rollout_log_probs | verl-project/verl#7270
+log-probs drift | - | other_log_probs token sequence | rollout_log_probs | sgl-project/sglang#25790
+one worker's temperature | - | partly_stale other_log_probs | rollout_log_probs | huggingface/trl#4159
+one worker in few bits | - | partly_stale other_log_probs | rollout_log_probs | verl-project/verl#5459
+last log-probs are 0 | misaligned unsampled | - | rollout_log_probs sampled | rllm-org/rllm#816
+log-probs rounded | - | other_log_probs | rollout_log_probs | PrimeIntellect-ai/verifiers#2495
+served without the adapter | stale_weights | adapter_scale | rollout_log_probs | radixark/miles#2075
+old log-probs of the step before | - | stale_weights | old_log_probs | thu-ml/tianshou#745
+old log-probs at another temperature | - | other_log_probs | old_log_probs | OpenRLHF/OpenRLHF#853
+old log-probs without the tools' output | - | other_log_probs | old_log_probs | Time-Search/TimeSearch-R#7
+old log-probs at other positions | - | other_log_probs | old_log_probs | CarperAI/trlx#509
 reference follows the policy | - | stale_weights | reference | aburkov/theLMbook#8
-dropout in the reference | - | kl other_log_probs | reference | huggingface/trl#3500
-reference at another temperature | other_log_probs | kl | reference | huggingface/trl#3169
-a uid for each response | - | mixed_groups | groups | NVIDIA-NeMo/RL#4013
+dropout in the reference | - | other_log_probs | reference | huggingface/trl#3500
+reference at another temperature | - | other_log_probs | reference | huggingface/trl#3169
+a uid for each response | groups_of_one | mixed_groups | groups | NVIDIA-NeMo/RL#4013
 prompts share a uid | mixed_groups | - | groups | dllm-reasoning/d1#19
 one uid for all | mixed_groups | - | groups | PeterGriffinJin/Search-R1#39
 uids of other rows | mixed_groups | - | groups | THUDM/slime#2062
 advantages without a sign | advantage_order | - | advantages | Unity-Technologies/ml-agents#4538
-negative advantages lost | - | advantage_order advantage | advantages | callsys/GMPO#4
-baseline of another run | - | advantage | advantages | ServiceNow/PipelineRL#54
-advantages all zero | - | advantage | advantages | rllm-org/rllm#916
+negative advantages lost | - | advantage_order | advantages | callsys/GMPO#4
+baseline of another run | - | - | advantages | ServiceNow/PipelineRL#54
+advantages all zero | - | - | advantages | rllm-org/rllm#916
 advantages at the other end | advantage_mask | - | advantages | NovaSky-AI/SkyRL#1285
 advantages of the next group | advantage_order | - | advantages | huggingface/trl#6072
-deviation twice | - | advantage reward_scale | advantages | amazon-science/reskill#12
+deviation twice | - | - | advantages | amazon-science/reskill#12
 clipped on the wrong side | - | loss_sign | loss | tensorforce/tensorforce#106
-KL loss negated | kl_scale | kl loss_sign | loss | qiancheng0/ToolRL#52
+KL loss negated | kl_scale | loss_sign | loss | qiancheng0/ToolRL#52
 sign lost in the loss | loss_sign | - | loss | fla-org/flash-linear-attention#1073
 importance weights left out | importance_weights | - | loss | rlcode/per#3
 importance weights inverted | importance_weights | - | loss | THUDM/slime#179
-entropy's sign | - | entropy loss_sign | loss | PKU-Alignment/omnisafe#133
+entropy's sign | - | loss_sign | loss | PKU-Alignment/omnisafe#133
 tokens weighted by position | - | loss_scale | loss | verl-project/verl#2505
 last pass alone | last_pass | - | gradient | pytorch/torchtitan#3575
-a layer without a gradient | - | layer | gradient | Lightning-AI/pytorch-lightning#19517
+a layer without a gradient | - | - | gradient | Lightning-AI/pytorch-lightning#19517
 divided twice by the passes | - | last_pass loss_scale | gradient | llm-random/llm-random#529
-optimizer of other tensors | not_moving | - | weights | huggingface/accelerate#3256
+optimizer of other tensors | not_moving | - | weights gradient | huggingface/accelerate#3256
 gradient ascent | ascent | - | weights | kozistr/pytorch_optimizer#528
-optimizer without a layer | - | not_moving layer | weights | zjunlp/HVPNeT#5
+optimizer without a layer | - | not_moving | weights | zjunlp/HVPNeT#5
 average of weights loaded | - | stale_weights | weights | aqlaboratory/openfold#90
 decay far too large | - | - | weights | offbit/evo-design#3
-learning rate of 0 | not_moving | learning_rate | weights changes | LINCellularNeuroscience/VAME#26
-sandbox fails | - | misfire | changes | PrimeIntellect-ai/verifiers#659
+learning rate of 0 | - | not_moving | weights changes | LINCellularNeuroscience/VAME#26
+sandbox fails | - | - | changes | PrimeIntellect-ai/verifiers#659
 """
 ROWS = [[cell.strip() for cell in line.split("|")] for line in TABLE.strip().splitlines()]
 FAULTS: dict[str, Any] = dict.fromkeys(row[0] for row in ROWS)  # in the table's order

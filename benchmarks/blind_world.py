@@ -462,7 +462,7 @@ def start_of(seed: int, length: int, folder: Path) -> Start:
 
 
 def said_in(directory: Path) -> list[tuple[int, str, str, str]]:
-    """What a user reads: (step, "warning" or "verdict", name, identity) of every line.
+    """What a user reads: (step, "warning", "verdict", "change" or "fact", name, identity or place) of every line.
 
     The name is "" for a spike of no known cause, the identity "" where none is given.
     """
@@ -473,6 +473,8 @@ def said_in(directory: Path) -> list[tuple[int, str, str, str]]:
             step, verdict = line["global_step"], line.get("verdict")
             if "verdict" not in line:  # of a step; a spike has its step's warnings
                 said += [(step, "warning", each["name"], each.get("identity", "")) for each in line.get("warnings", ())]
+                said += [(step, "change", each["what"], "changes") for each in line.get("changes", ())]
             elif verdict:
-                said.append((step, "verdict", verdict["cause"] or "", verdict.get("identity") or ""))
+                said.append((step, "verdict", verdict["cause"] or "", ""))
+                said += [(step, "fact", each["source"], each["source"]) for each in verdict.get("facts", ())]
     return said
