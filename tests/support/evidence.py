@@ -10,6 +10,7 @@ from typing import Any
 
 from gradloc import record_events
 from gradloc.evidence.writer import now, record_step
+from gradloc.judge.identities import BY_NAME
 from gradloc.judge.judgement import judged
 from gradloc.judge.rules import RULES
 from gradloc.judge.verdict import verdict
@@ -28,7 +29,7 @@ WEIGHT = 1 / (TOKENS * 24)
 ROOT = math.sqrt(TOKENS) * WEIGHT
 # How often the rules hold for ordinary tokens; of layers, that is not known.
 ORDINARY = {rule.name: None if rule.name == "layer" else 0.02 for rule in RULES}
-COMPARISON = {"ordinary": ORDINARY, "measured": None, "unusual": None}
+COMPARISON = {"ordinary": ORDINARY}
 MEDIANS = {"median_advantage": 1.3, "median_weight": WEIGHT}
 # What may steer a page, and what may steer a terminal.
 HOSTILE = "<b>x</b></script><script>document.title='owned'</script><img src=x onerror=alert(1)>\u202e"
@@ -105,13 +106,12 @@ def event(step: int | None, culprits: Sequence[Event], **changes: Any) -> Event:
     found |= {name: [] for name in ("suspected", "diffuse", "open_segments")}
     found |= {"passes": 3, "budget": 128, "seconds": 2.5, "budget_seconds": 300.0, "out_of_time": False}
     found |= {"complete": True, **MEDIANS, **changes}
-    return {**judged({"comparison": COMPARISON, "warnings": [], **found}), **changes}
+    return {**judged({"comparison": COMPARISON, "identities": {}, "warnings": [], **found}), **changes}
 
 
-def verdict_on(event: Event, ordinary: Event, warnings: Sequence[Event] = (), **compared: Any) -> Any:
+def verdict_on(event: Event, ordinary: Event, warnings: Sequence[Event] = ()) -> Any:
     """The verdict on an event that is compared with these shares."""
-    comparison = {"ordinary": ordinary, "measured": None, "unusual": None, **compared}
-    found: Any = {**event, "comparison": comparison, "warnings": [*warnings]}
+    found: Any = {**event, "comparison": {"ordinary": ordinary}, "warnings": [*warnings]}
     return verdict(found)
 
 
@@ -255,7 +255,7 @@ def samples(count: int) -> list[Event]:
 
 
 def write_steps(
-    directory: Path, last: int, warnings: dict[int, list[dict[str, str]]] | None = None, events: Sequence[Event] = ()
+    directory: Path, last: int, warnings: dict[int, list[Event]] | None = None, events: Sequence[Event] = ()
 ) -> dict[int, dict[str, float | None]]:
     """Writes the figures of the steps up to `last` of a run with these spikes, with warnings by step; returns them."""
     generator = random.Random(1)
@@ -276,8 +276,25 @@ def write_steps(
             "unlikely_share": 0.004 * noise[3],
             "triggered": sum(found["global_step"] == step for found in events),
         }
-        record_step(str(directory), step, steps[step], (warnings or {}).get(step, ()))
+        record_step(str(directory), step, steps[step], answer((warnings or {}).get(step, ())))
     return steps
+
+
+def answer(warnings: Sequence[Event] = (), changes: Sequence[Event] = ()) -> Any:
+    """What the judge says of an update with these warnings: all identities but theirs hold."""
+    identities = {name: {"state": "held", "times": 0.5, "since": None, "missing": None} for name in BY_NAME}
+    broken = [each for each in warnings if "identity" in each]  # older lines lack it
+    identities |= {
+        each["identity"]: {"state": "broken", "times": each["times"], "since": each["since"], "missing": None}
+        for each in broken
+    }
+    return {"identities": identities, "warnings": [*warnings], "changes": [*changes], "news": []}
+
+
+def warning(name: str, identity: str | None = None, since: int | None = 3, **changes: Any) -> Event:
+    """A warning as the judge gives it, of an identity that by default has its name."""
+    said = {"sentence": f"The run has {name}.", "claim": f"The run has {name}", "evidence": "", "check": "Look."}
+    return {"name": name, "identity": identity or name, "since": since, "times": 80.0, **said, **changes}
 
 
 def write(directory: Path, events: Sequence[Event]) -> Path:
