@@ -16,6 +16,7 @@ from .facts import NAMES, SHIFTS, TrainedRow
 from .fsdp import collectives
 from .guarded import guarded
 from .judging import asked
+from .layers.reduced_norms import ReducedNorms
 from .lines import Answer, Event, Where
 from .measure.micro_batch import MicroBatch
 from .measure.mini_batch import MiniBatch
@@ -120,8 +121,9 @@ class UpdateMetrics:
 
 def figure_sizes(model: WatchedModel, is_first: bool) -> list[int]:
     """How many numbers each part of `RunFacts.own_figures` has."""
-    layers = [*[len(model.reduced_norms.layers)] * 2, *[len(model.meter.layers)] * 2] if is_first else [0] * 4
-    return [len(NAMES), 1, 4, *layers]
+    reduced, measured = len(model.reduced_norms.layers), len(model.meter.layers)
+    layers = [4 + reduced, reduced, measured, measured] if is_first else [0] * 4
+    return [len(NAMES), 1, *layers]
 
 
 class RunFacts:
@@ -134,19 +136,17 @@ class RunFacts:
     def __init__(self, learning_rate: Callable[[], float | Tensor]) -> None:
         self.steps_since_resume: int | None = None  # 1 in the first step after a loaded checkpoint
         self.are_checked = True  # whether there was a judge on rank 0, when the last mini-batch was taken in
-        self._is_first_rank = collectives.rank() == 0
         # The judge's `Run`; None on other ranks, and after an error in the judge.
-        self._run = asked(judge.Run) if self._is_first_rank else None
+        self._run = asked(judge.Run) if collectives.rank() == 0 else None
         self._state: Any = None  # of the last checkpoint
         self._learning_rate = learning_rate
         self._said: set[str] = set()
-        # Small weights before the last optimizer step, and their gradients; and those at the end of the last update.
+        # Small weights before the last update's first step, and their gradients; and those after its last step.
         self._kept: tuple[Tensor, Tensor] | None = None
         self._ended: Tensor | None = None
-        self._stepped = False  # whether an optimizer step was taken since
-        # Of the update so far: sums; whether all old log-probs were the rollout's; how small weights have moved.
+        self._stepped = False  # whether that update had a step
+        # Of the update so far: sums; whether all old log-probs were the rollout's; what is known of the layers.
         self._sums, self._bypassed = torch.zeros(len(NAMES), dtype=torch.float64), True
-        self._moved = torch.zeros(4, dtype=torch.float64)
         self._layers: list[Any] = []
 
     def answer(self, rows: Sequence[TrainedRow] = ()) -> Answer | None:
@@ -154,7 +154,7 @@ class RunFacts:
 
         def question(run: Any) -> Any:
             if self._layers:
-                run.take_in_layers(*self._layers, self._moved.tolist())
+                run.take_in_layers(*self._layers)
             if rows:
                 run.take_in_rows(rows)
             return run.answer()
@@ -174,7 +174,6 @@ class RunFacts:
     def start_update(self, global_step: int | None) -> None:
         """Begins an update."""
         self._sums.zero_()
-        self._moved.zero_()
         self._bypassed, self._layers = True, []
         if self.steps_since_resume is not None:
             self.steps_since_resume += 1
@@ -190,25 +189,31 @@ class RunFacts:
         tokens = [micro_batch.tokens for micro_batch in micro_batches]
         mode = None if others else mode
         facts = own_facts(tokens, where["epoch"], is_first, scale, mode, self._bypassed)
-        weights, gradient = model.reduced_norms.small_weights()
-        moved, changed = facts.new_zeros(4), facts.new_full((len(model.reduced_norms.layers),), math.nan)
-        if self._stepped and self._kept is not None and self._kept[0].shape == weights.shape:
-            moves = weights - self._kept[0]
-            if is_first:
-                changed = model.reduced_norms.own_changes(moves)
-            moved[:3] = torch.stack([moves @ moves, self._kept[1] @ self._kept[1], moves @ self._kept[1]])
-        if is_first:
-            ended = self._ended
-            is_known = ended is not None and ended.shape == weights.shape
-            moved[3] = torch.ne(weights, ended).sum() if ended is not None and is_known else math.nan
-        self._kept, self._stepped = (weights, gradient), False
-        found = [facts, facts.new_full((1,), float(self._run is not None)), moved]
+        found = [facts, facts.new_full((1,), float(self._run is not None))]
         if is_first:
             squares = torch.stack([micro_batch.squares for micro_batch in micro_batches])
-            found.append(changed)
-            found += [model.reduced_norms.own_squares(of_weights=True), squares.sqrt().sum(0) / scale]
+            norms = model.reduced_norms
+            found += [self._own_moves(norms), norms.own_squares(of_weights=True), squares.sqrt().sum(0) / scale]
             found.append(squares[-1].sqrt() / scale)
         return torch.cat(found)
+
+    def _own_moves(self, norms: ReducedNorms) -> Tensor:
+        """How this rank's small weights have moved in the last update, and since; see `Layers`. No host sync.
+
+        Returns:
+            Tensor: float64 of shape (4 + layers,): Σ Δ², Σ g² and Σ Δ·g, of the update's first gradient; how many have
+                changed since its end; and how many have moved, by layer. NaN where that is not known.
+        """
+        (weights, gradient), kept, ended = norms.small_weights(), self._kept, self._ended
+        found = torch.full((4 + len(norms.layers),), math.nan, dtype=torch.float64, device=weights.device)
+        if kept is not None and ended is not None and len(kept[0]) == len(ended) == len(weights):
+            found[3] = torch.ne(weights, ended).sum()
+            if self._stepped:
+                moves = ended - kept[0]
+                found[:3] = torch.stack([moves @ moves, kept[1] @ kept[1], moves @ kept[1]])
+                found[4:] = norms.own_changes(moves)
+        self._kept, self._stepped = (weights, gradient), False
+        return found
 
     def end_update(self, model: WatchedModel) -> None:
         """Keeps small weights after the update's last step: until the next one's, nothing else is to change them."""
@@ -217,12 +222,11 @@ class RunFacts:
     def take_in(self, figures: Tensor, where: Where, gradient: MiniBatch) -> None:
         """Adds what `own_figures` returned on each rank, on the CPU."""
         model, is_first = gradient.model, (where["epoch"], where["mini_batch"]) == (0, 0)
-        facts, checked, moved, changed, weights, passes, last = figures.split(figure_sizes(model, is_first), dim=1)
+        facts, checked, moves, weights, passes, last = figures.split(figure_sizes(model, is_first), dim=1)
         self.are_checked = bool(checked[0])
         copies = model.sequence_parallel_size
         sums = facts[::copies].sum(0)
         self._sums += sums
-        self._moved += moved[::copies].sum(0)
         self._bypassed = bool(self._sums[NAMES.index("bypass")] >= self._sums[NAMES.index("mini_batches")])
         self._ask(lambda run: run.take_in(sums.tolist()))
         if is_first and gradient.squared_norms is not None:
@@ -230,12 +234,13 @@ class RunFacts:
             # Of one rank's data, the last pass alone is known, unless the others have hardly a gradient.
             one = passes[0] if model.data_parallel_size == 1 and not meter.reduces else None
             has_last = one is not None and bool((one - last[0]).norm() > LAST * one.norm())
-            of_weights = norms.of_ranks(weights).sqrt().tolist(), norms.numels, norms.of_ranks(changed).tolist()
+            of_weights = norms.of_ranks(weights).sqrt().tolist(), norms.numels, moves[:, 4:].sum(0).tolist()
             self._layers = [
                 dict(zip(norms.layers, zip(*of_weights, strict=True), strict=True)),
                 dict(zip(norms.layers, gradient.squared_norms.sqrt().tolist(), strict=True)),
                 dict(zip(meter.layers, (passes[::copies].sum(0) / model.data_parallel_size).tolist(), strict=True)),
                 dict(zip(meter.layers, last[0].tolist(), strict=True)) if has_last else None,
+                moves[:, :4].sum(0).tolist(),  # each rank has a part of the weights, whatever its data
             ]
 
     def add_step(self) -> None:

@@ -219,6 +219,10 @@ def with_derived(
     if config.use_kl_loss:
         kl = kl_coefficients(config, mask, tokens["log_prob"], tokens["ref_log_prob"], **options)
         derived["kl_coefficient"] = kl * factor
+    if _is_geo_mean(config) and "rollout_is_weight" in tokens:  # which takes a sequence's mean, as of the ratio
+        logs = torch.where(mask.bool(), (tokens["rollout_is_weight"] + 1e-10).log(), 0.0)
+        mean = logs.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+        derived["rollout_is_weight"] = mean.exp() * mask
     if eos_tokens:
         derived["after_eos"] = find_after_eos(tokens["token_id"], mask, eos_tokens)
     return {**tokens, **derived}

@@ -230,10 +230,8 @@ class UpdateEvidence:
             return
         names = {name: f"actor/gradloc/{name}" for name in STEP_FIGURES}
         figures = {name: metrics[metric] for name, metric in names.items() if metric in metrics}
-        # A critic, whose update has no such figures, is trained on the same rows.
-        answer = read_answer(trained if figures else [])
-        # Of a critic, no identity is checked.
-        for sentence in answer["news"] if answer and figures else []:
+        answer = read_answer(trained) if figures else None  # a critic's update has none
+        for sentence in [] if answer is None else answer["news"]:
             logger.warning("Step %s: %s", global_step, sentence)
         events = [judged(event, answer, rows.get(id(event))) for event in events]
         by_kind: dict[str, list[dict[str, Any]]] = {kind: [] for kind in _KINDS}

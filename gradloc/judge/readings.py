@@ -31,8 +31,8 @@ class Layers:
         reduced (dict): The norm of the gradient that the optimizer gets.
         passes (dict): At most so much, by the norms of the passes' own gradients.
         last_pass (dict): The norm of the last pass alone, if the data are one rank's and others have a gradient.
-        moved (tuple, optional): Of small tensors over the last optimizer step: Σ Δ², Σ g², Σ Δ·g; and how many of their
-            elements have changed between two updates (NaN if that is not known).
+        moved (Sequence, optional): Of small tensors over the last update, Σ Δ², Σ g² and Σ Δ·g, of its first gradient; and
+            how many of their elements have changed since its end. NaN where that is not known.
     """
 
     weights: Mapping[str, tuple[float, int, float]]
@@ -190,8 +190,8 @@ def of_layers(now: Layers, before: Layers | None, rate: float) -> Readings:
             found["gradient.last_pass"] = SHARE * whole / max(apart, 1e-9 * whole)
     if now.moved is not None and not math.isnan(now.moved[3]):
         found["weights.between"] = now.moved[3]
-    if now.moved is not None and min(now.moved[:2]) > 0:
-        moved, gradient, along = now.moved[:3]
+    moved, gradient, along = (math.nan,) * 3 if now.moved is None else now.moved[:3]
+    if math.isfinite(moved + gradient + along) and moved * gradient > 0:
         cosine = along / math.sqrt(moved * gradient)
         found["weights.uphill"] = (1 + cosine) / max(1 - cosine, 1e-6)
     if before is not None and rate > 0:

@@ -137,6 +137,8 @@ class ReducedNorms:
         self.numels = [0] * len(self.layers)  # the number of trainable parameters (elements) in each layer
         for layer, piece in zip(self._layers, self._pieces, strict=True):
             self.numels[layer] += piece.numel
+        self._layer_of_small: Tensor | None = None  # of each element of `small_weights`, its layer
+        self._has_half = False  # whether some of these are in half precision
         # By layer, the piece with the fewest elements.
         self._smallest = [
             min((i for i, of in enumerate(self._layers) if of == layer), key=lambda i: self._pieces[i].numel)
@@ -203,13 +205,16 @@ class ReducedNorms:
 
         NaN where weights are in half precision: a small step may be lost in them.
         """
+        if self._layer_of_small is None or len(self._layer_of_small) != len(moves):
+            parts = [(layer, self._pieces[i].weights()) for layer, i in enumerate(self._smallest)]
+            known = [(layer, part) for layer, part in parts if part is not None]
+            layers = [torch.full((part.numel(),), layer) for layer, part in known]
+            self._layer_of_small = torch.cat([torch.zeros(0, dtype=torch.int64), *layers]).to(moves.device)
+            half = [part.dtype in (torch.float16, torch.bfloat16) for _, part in known]
+            self._has_half = any(half)
         changed = torch.zeros(len(self.layers), dtype=torch.float64, device=moves.device)
-        parts = [(layer, self._pieces[i].weights()) for layer, i in enumerate(self._smallest)]
-        known = [(layer, part) for layer, part in parts if part is not None]
-        counts = [(each != 0).sum() for each in moves.split([part.numel() for _, part in known])]
-        for (layer, part), count in zip(known, counts, strict=True):
-            changed[layer] = count if part.dtype in (torch.float32, torch.float64) else math.nan
-        return changed
+        changed.index_add_(0, self._layer_of_small, (moves != 0).double())
+        return changed * math.nan if self._has_half else changed
 
     @torch.no_grad()
     def broken_parameters(self) -> BrokenParameters:
