@@ -73,8 +73,8 @@ class Run:
     parameters: list[torch.Tensor]
     rng: torch.Tensor
     training: list[bool]
-    # Of GradLoc's warnings after the last call.
-    warnings: list[str]
+    # The state of each identity after the last call, on rank 0.
+    identities: dict[str, str]
 
 
 def train(
@@ -89,7 +89,7 @@ def train(
 ) -> Run:
     """Updates of an actor: so many, or those with these batches. Each `size` neighbouring ranks share their data."""
     actor = build_actor(case, module, change_model, **gradloc)
-    run = Run([], [], [], [], [], [], torch.empty(0), [], [])
+    run = Run([], [], [], [], [], [], torch.empty(0), [], {})
     count = 0
 
     def count_forward(*_: Any) -> None:
@@ -116,7 +116,8 @@ def train(
         run.clips.append([] if watch is None else watch.clips)
         if getattr(actor, "gradloc", None) is not None:
             run.events.append(json.dumps(events_of(actor)))
-            run.warnings = [warning["name"] for warning in actor.gradloc.warnings or ()]
+            answer = actor.gradloc.answer()
+            run.identities = {} if answer is None else {name: of["state"] for name, of in answer["identities"].items()}
     run.parameters = [local(p) for p in actor.actor_module.parameters()]
     run.rng = torch.get_rng_state()
     if DEVICE.type == "cuda":

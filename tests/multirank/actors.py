@@ -74,7 +74,7 @@ PROMPT, RESPONSE = 6, 10
 # What LlamaConfig has as its eos_token_id.
 END = 2
 # What an event has from rank 0 alone, or at another time.
-OF_RANK_0 = ("time", "replay", "warnings")
+OF_RANK_0 = ("time", "replay", "identities", "warnings")
 TEMPERATURE = 0.9
 # A step moves log-probs by a few percent: enough to see, too little to clip what it trained on.
 LEARNING_RATE = 1e-3
@@ -475,9 +475,7 @@ def events_of(actor: Any) -> list[dict[str, Any]]:
     for event, whole in zip(own, box[0], strict=True) if dist.get_rank() else ():
         pairs = zip(event["culprits"], whole["culprits"], strict=True)
         culprits = [{name: finished[name] for name in culprit} for culprit, finished in pairs]
-        # Rank 0 knows whether the run was checked.
-        compared = {**whole["comparison"], "unusual": event["comparison"]["unusual"]}
-        known = {**whole, "culprits": culprits, "comparison": compared, **{name: event[name] for name in OF_RANK_0}}
+        known = {**whole, "culprits": culprits, **{name: event[name] for name in OF_RANK_0}}
         assert repr(event) == repr(known) and event["replay"] is None
     return [judged(event) for event in box[0]]
 

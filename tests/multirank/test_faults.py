@@ -201,7 +201,7 @@ READ = {
     "norms": (local_norms, "norms_of_all", 2),
     "weights": (loss_weights, "policy_weights", 2),
     "weights and TokenClip": (loss_weights, "policy_weights", 2),
-    "sums": (metrics, "own_sums", 1),
+    "sums": (metrics, "own_facts", 1),
 }
 
 

@@ -21,8 +21,8 @@ from gradloc.adapters.loss_weights import (
     recorded_aggregation,
     with_derived,
 )
-from gradloc.judge.loss import loss_warning
-from gradloc.measure.run_sums import own_loss_figures
+from gradloc.judge import of_one_step
+from gradloc.measure.update_facts import own_facts
 
 AGG_LOSS = core_algos.agg_loss
 # The last row has no tokens.
@@ -197,27 +197,28 @@ def test_of_other_losses_the_configured_weights_are_assumed(shape: tuple[int, ..
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mode", sorted(POLICY_LOSS_REGISTRY.keys() - {"bypass_mode"}))
 def test_no_loss_of_verl_is_called_wrong(mode: str, dtype: torch.dtype) -> None:
-    """With importance weights, and a KL loss that rounding swallows in half precision."""
+    """In every aggregation, with importance weights, and a KL loss that rounding swallows in half precision."""
     generator = torch.Generator().manual_seed(0)
     mask = (torch.arange(600) < torch.randint(150, 601, (8, 1), generator=generator)).float()
     old, away, apart = (torch.randn(mask.shape, generator=generator) for _ in range(3))
-    for coefficient, kl, sign in itertools.product((1e-3, 1e-2), ("kl", "k2", "low_var_kl"), (1.0, -1.0, 0.0)):
+    for agg_mode, kl, sign in itertools.product(MODES, ("kl", "k2", "low_var_kl"), (1.0, -1.0, 0.0)):
+        coefficient = 1e-2 if sign else 1e-3
         options = {"use_kl_loss": True, "kl_loss_type": kl, "kl_loss_coef": coefficient}
-        config = build_config(mode, "token-mean", **options)
+        config = build_config(mode, agg_mode, **options)
         log_prob = (-old.abs()).to(dtype).requires_grad_()
         tokens = {"response_mask": mask, "log_prob": log_prob.detach(), "old_log_prob": log_prob.detach().float()}
         tokens["advantage"] = mask * (sign or torch.randn((8, 1), generator=generator))
         tokens["ref_log_prob"], tokens["rollout_log_prob"] = (log_prob.detach() + 0.05 * each for each in (away, apart))
         tokens["rollout_is_weight"] = (tokens["old_log_prob"] - tokens["rollout_log_prob"]).exp() * mask
-        given = {"advantages": tokens["advantage"], "response_mask": mask, "loss_agg_mode": "token-mean"}
+        given = {"advantages": tokens["advantage"], "response_mask": mask, "loss_agg_mode": agg_mode}
         given |= {"config": config, "rollout_is_weights": tokens["rollout_is_weight"]}
         with recorded_aggregation() as calls:
             loss, _ = get_policy_loss_fn(mode)(old_log_prob=tokens["old_log_prob"], log_prob=log_prob, **given)
         penalty = core_algos.kl_penalty(logprob=log_prob, ref_logprob=tokens["ref_log_prob"], kl_penalty=kl)
-        loss = loss + core_algos.agg_loss(penalty, mask, "token-mean", **config.global_batch_info) * coefficient
+        loss = loss + core_algos.agg_loss(penalty, mask, agg_mode, **config.global_batch_info) * coefficient
         (tokens["coefficient"],) = torch.autograd.grad(loss, log_prob)
         call = next(iter(calls), None)
         tokens = with_derived(tokens, call, config, (), 1.0, config.global_batch_info)
-        figures = own_loss_figures([tokens], 1.0, aggregation_mode(call, config, mask.shape))
-        found = loss_warning([figures.tolist()])
-        assert found is None, (coefficient, kl, sign, found)
+        facts = own_facts([tokens], loss_agg_mode=aggregation_mode(call, config, mask.shape))
+        found = of_one_step(facts.tolist())
+        assert found["identities"]["loss"]["state"] == "held", (agg_mode, kl, sign, found["identities"]["loss"])

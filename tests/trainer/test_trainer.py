@@ -16,7 +16,7 @@ import pytest
 import runs
 import torch
 import verl
-from evidence import clip, clipped_token, drill, spike
+from evidence import answer, clip, clipped_token, drill, spike, warning
 from notation import Caplog, Patch, cases
 from valid_events import lines_in
 from verl import DataProto
@@ -25,7 +25,7 @@ import gradloc.judge
 from gradloc.tools.schema import CLIP, EVENT, conforms
 
 PROMPT, RESPONSE, ROWS = 3, 5, 4
-WARNING = {"name": "stale_weights", "sentence": "The rollout is late.", "check": "Look."}
+STALE = warning("stale_weights", "rollout_log_probs")
 
 
 def test_columns_of_any_type_are_written(tmp_path: Path, caplog: Caplog) -> None:
@@ -41,12 +41,12 @@ def test_columns_of_any_type_are_written(tmp_path: Path, caplog: Caplog) -> None
     event: dict[str, Any] = {"global_step": 1, "mini_batch": 1, "drill": None, "warnings": []}
     event["culprits"] = [{"rank": 0, "row": 1, "position": 2}]
     no_judgement = RuntimeError("no judgement")
-    watch = Mock(sequence_parallel_size=1, lines=lambda: [event], warnings=Mock(side_effect=[[], no_judgement]))
+    watch = Mock(sequence_parallel_size=1, lines=lambda: [event], answer=Mock(side_effect=[None, no_judgement]))
     config = SimpleNamespace(bisect_dump_dir=str(tmp_path), ppo_mini_batch_size=ROWS // 2)
     actor: Any = SimpleNamespace(config=config, watch=watch)
     tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: " ".join(map(str, ids)))
-    write_evidence(actor, data, tokenizer, {})
-    write_evidence(actor, data, tokenizer, {})  # training goes on
+    for _ in range(2):  # training goes on
+        write_evidence(actor, data, tokenizer, {"actor/gradloc/triggered": 1})
     assert "the evidence of a step is not written: RuntimeError('no judgement')" in caplog.text
     (culprit,) = json.loads((tmp_path / "spikes.jsonl").read_text())["culprits"]
     assert (culprit["data_source"], culprit["uid"]) == ("3", str(uuid.UUID(int=7)))
@@ -101,13 +101,13 @@ def test_a_step_whose_answers_are_all_rejected_has_metrics() -> None:
 
 
 def write(
-    directory: Path, events: list[dict[str, Any]], *warnings: dict[str, str], figures: Mapping[str, float] = {}
+    directory: Path, events: list[dict[str, Any]], said: Any = None, figures: Mapping[str, float] = {"triggered": 1}
 ) -> None:
     from gradloc.adapters.update_evidence import UpdateEvidence
 
     evidence = UpdateEvidence(str(directory), None, 1)
     evidence._events = [{name: event[name] for name in event if name not in ("verdict", "summary")} for event in events]
-    evidence.write(3, {f"actor/gradloc/{name}": figures[name] for name in figures}, lambda: warnings)
+    evidence.write(3, {f"actor/gradloc/{name}": figures[name] for name in figures}, lambda rows: said)
 
 
 @pytest.mark.parametrize(("count", "lines"), [(0, 0), (3, 3), (4, 4)])
@@ -115,34 +115,48 @@ def test_few_lines_are_logged_of_an_update(count: int, lines: int, tmp_path: Pat
     write(tmp_path, [drill(3, True), *[spike(3)] * 3][:count])
     said = [record.getMessage() for record in caplog.records]
     last = f"{count - 3} more gradient spikes in step 3: see the report on {tmp_path}"
-    starts = ["Spike drill in step 3: A drill: the planted", *["Gradient spike in step 3: No known cause: "] * 2, last]
+    starts = [
+        "Spike drill in step 3: A drill: the planted",
+        *["Gradient spike in step 3: No identity could be checked. "] * 2,
+        last,
+    ]
     assert len(said) == lines and all(map(str.startswith, said, starts))
 
 
 def test_clips_are_logged_after_the_spikes(tmp_path: Path, caplog: Caplog) -> None:
     clips = [clip(3, [clipped_token(0, ["a"], 9.0)])] * 5
-    write(tmp_path, [*clips, spike(3, log_prob=-6.0)])
+    write(tmp_path, [*clips, spike(3, log_prob=-6.0)], answer())
     first, *others, last = [record.getMessage() for record in caplog.records]
-    start, check, summary = "Gradient spike in step 3: A natural spike of rare tokens", "It is none if", "The culprit"
+    start = (
+        "Gradient spike in step 3: All 11 identities that could be checked hold. A natural spike: the one culprit is a"
+    )
+    check, summary = "--remedies", "The culprit"
     assert first.startswith(start) and first.index(check) < first.index(summary)
     assert len(others) == 3 and all(line.startswith("Outlying tokens in step 3: TokenClip found 1 ") for line in others)
     assert last == f"2 more mini-batches with outlying tokens in step 3: see the report on {tmp_path}"
 
 
-@cases(
-    "known shown names cause",
-    ([WARNING], [{**WARNING, "sentence": "By now."}], ["stale_weights"], "stale_weights"),
-    # A wrong scale is that of single mini-batches.
-    ([], [{**WARNING, "name": "loss_scale"}], [], "unlikely"),
-    ([{**WARNING, "name": "loss_scale"}], [WARNING], ["loss_scale", "stale_weights"], "loss_scale"),
-)
-def test_a_spike_is_judged_by_all_that_its_update_shows(
-    known: list[dict[str, str]], shown: list[dict[str, str]], names: list[str], cause: str, tmp_path: Path
-) -> None:
-    write(tmp_path, [{**spike(3, log_prob=-6.0), "warnings": known}], *shown)
+def test_a_spike_is_judged_by_all_that_its_update_shows(tmp_path: Path, caplog: Caplog) -> None:
+    """Not by what was known of it in its mini-batch."""
+    scale = warning("loss_scale", "loss")
+    said = answer([STALE]) | {"news": ["What has broken."]}
+    write(tmp_path, [{**spike(3, log_prob=-6.0), "warnings": [scale]}], said)
     (line,) = lines_in(tmp_path)
-    assert [each["name"] for each in line["warnings"]] == names and line["verdict"]["cause"] == cause
-    assert not shown or known != [WARNING] or line["verdict"]["sentence"] == shown[0]["sentence"]
+    assert line["warnings"] == [STALE] and line["verdict"]["cause"] == "stale_weights"
+    assert line["identities"] == said["identities"]
+    (step,) = lines_in(tmp_path, "steps.jsonl")
+    assert {name: step[name] for name in ("identities", "warnings", "changes")} == {
+        name: said[name] for name in ("identities", "warnings", "changes")
+    }
+    assert caplog.messages[0] == "Step 3: What has broken."
+
+
+def test_a_critic_has_no_identities(tmp_path: Path) -> None:
+    from gradloc.adapters.update_evidence import UpdateEvidence
+
+    asked = Mock()
+    UpdateEvidence(str(tmp_path), None, 1).write(3, {"critic/gradloc/triggered": 0.0}, asked)
+    assert not asked.called and not [*tmp_path.iterdir()]
 
 
 def exits(*_: Any) -> None:
@@ -150,10 +164,10 @@ def exits(*_: Any) -> None:
 
 
 def answers(line: Any, *_: Any, **changes: Any) -> dict[str, Any]:
-    return {"warnings": [], "verdict": None, "summary": "It is judged.", **changes}
+    return {"identities": {}, "warnings": [], "verdict": None, "summary": "It is judged.", **changes}
 
 
-VERDICT = {"cause": "misfire", "culprits": 1.0, "ordinary": None, "sentence": "It misfires.", "check": "Look."}
+VERDICT = {"cause": "token", "facts": [], "claim": "", "evidence": "", "sentence": "It is far.", "check": "Look."}
 
 
 @cases(
@@ -163,10 +177,11 @@ VERDICT = {"cause": "misfire", "culprits": 1.0, "ordinary": None, "sentence": "I
     (lambda *_: {}, "KeyError"),
     (partial(answers, summary=7), "another form"),
     (partial(answers, summary={1, 2}), "not JSON serializable"),
-    (partial(answers, verdict="misfire", summary=["text"]), "another form"),
-    (partial(answers, verdict=VERDICT | {"culprits": "all"}, summary=None), "another form"),
+    (partial(answers, verdict="token", summary=["text"]), "another form"),
+    (partial(answers, verdict=VERDICT | {"facts": "all"}, summary=None), "another form"),
     (partial(answers, verdict={"cause": None}, summary=True), "another form"),
-    (partial(answers, warnings=[{**WARNING, "check": 7}], summary=0), "another form"),
+    (partial(answers, warnings=[{**STALE, "check": 7}], summary=0), "another form"),
+    (partial(answers, identities={"loss": {"state": "unknown"}}, summary=0), "another form"),
     (None, "the judge, which is not asked again"),
 )
 def test_what_the_judge_does_costs_its_answer_alone(
@@ -177,17 +192,16 @@ def test_what_the_judge_does_costs_its_answer_alone(
 
     ends = threading.Event()
     asked = Mock(side_effect=judge or (lambda *_: ends.wait()))
-    for name in ("judged_in_training", "row_warnings"):
-        monkeypatch.setattr(gradloc.judge, name, asked)
+    monkeypatch.setattr(gradloc.judge, "judged_in_training", asked)
     monkeypatch.setattr(judging, "_thread", guarded.PatientThread(judging._thread._what))
     monkeypatch.setattr(guarded, "PATIENCE", 1e9 if judge else 0.05)
-    write(tmp_path, [spike(3), clip(3, [clipped_token(0, ["a"], 9.0)])], figures={"token_norm_max": 1.0})
+    write(tmp_path, [spike(3), clip(3, [clipped_token(0, ["a"], 9.0)])], answer(), {"token_norm_max": 1.0})
     found, clipped = lines_in(tmp_path)
     assert conforms(found, EVENT) and conforms(clipped, CLIP)
     assert (found["verdict"], found["summary"], clipped["summary"]) == (None, "", "") and said in caplog.text
     (step,) = lines_in(tmp_path, "steps.jsonl")
     assert step["token_norm_max"] == 1.0 and "warnings" in step
-    assert asked.call_count == 3 if judge else asked.call_count <= 1
+    assert asked.call_count == 2 if judge else asked.call_count <= 1
     ends.set()
     assert judging._thread.was_late == (judge is None)
 
