@@ -164,7 +164,7 @@ a layer without a gradient | - | - | gradient | Lightning-AI/pytorch-lightning#1
 divided twice by the passes | - | last_pass loss_scale | gradient | llm-random/llm-random#529
 optimizer of other tensors | not_moving | - | weights gradient | huggingface/accelerate#3256
 gradient ascent | ascent | - | weights | kozistr/pytorch_optimizer#528
-optimizer without a layer | - | not_moving | weights | zjunlp/HVPNeT#5
+optimizer without a layer | - | not_moving | weights gradient | zjunlp/HVPNeT#5
 average of weights loaded | - | stale_weights | weights | aqlaboratory/openfold#90
 decay far too large | - | - | weights | offbit/evo-design#3
 learning rate of 0 | - | not_moving | weights changes | LINCellularNeuroscience/VAME#26

@@ -31,8 +31,8 @@ class Layers:
         reduced (dict): The norm of the gradient that the optimizer gets.
         passes (dict): At most so much, by the norms of the passes' own gradients.
         last_pass (dict): The norm of the last pass alone, if the data are one rank's and others have a gradient.
-        moved (Sequence, optional): Of small tensors over the last update, Σ Δ², Σ g² and Σ Δ·g, of its first gradient; and
-            how many of their elements have changed since its end. NaN where that is not known.
+        moved (Sequence, optional): Of small tensors over the last update, Σ Δ², Σ g² and Σ Δ·g, of its first gradient;
+            and how many of their elements have changed since its end. NaN where that is not known.
     """
 
     weights: Mapping[str, tuple[float, int, float]]

@@ -42,6 +42,8 @@ _RATIOS = (
 )
 # The name of the rule of numbers that are not finite.
 BROKEN = "nonfinite"
+# Those of importance ratios, which the update's own steps move, too.
+RATIOS = ("token", "sequence")
 # What verl calls a column; each may make those after it not finite.
 VERL_NAMES = {
     "advantage": "advantages",

@@ -10,14 +10,14 @@ from typing import Any
 from ..guarded import guarded
 from ..lines import Clipped, Culprit, Event
 from ..sources import LAYER_FRACTION, layer_shares, shares_of_sum
-from .rules import OTHER, RULES, SOURCES
+from .rules import OTHER, RATIOS, RULES, SOURCES
 from .shares import all_of, carrying_layers, counted, percent
 
 # By TokenClip's action, what happened to the signals that were cut.
 DONE = {"drop": "dropped", "smooth": "reduced"}
 
 # Where they hold for any culprit, something is broken, and the other culprits may be its consequences.
-_BUGS = [rule.name for rule in RULES if rule.is_bug and rule.name not in ("token", "sequence")]
+_BUGS = [rule.name for rule in RULES if rule.is_bug and rule.name not in RATIOS]
 
 # A gradient that comes from no token, as that of an auxiliary loss, is mentioned from this part of the norm on. Without
 # one it is exactly 0.

@@ -9,10 +9,10 @@ from typing import Any
 
 from ..facts import Place, TrainedRow
 from ..guarded import guarded
-from ..levels import EXPLAINS, LEVEL
+from ..levels import EXPLAINS, LEVEL, SHARE
 from ..lines import Culprit, Event, Fact, RunWarning, Verdict
-from ..sources import is_broken, layer_shares
-from .rules import BROKEN, OTHER, RULES, VERL_NAMES, Rule
+from ..sources import APART, is_apart, is_broken, layer_shares
+from .rules import BROKEN, OTHER, RATIOS, RULES, VERL_NAMES, Rule
 from .said import said, said_again
 from .sentences import auxiliary_in_words, lowered, spread_in_words, turn_boundary
 from .shares import counted, percent
@@ -96,7 +96,10 @@ def _of_tokens(event: Event) -> Verdict | None:
     for rule in RULES:
         if not rule.is_bug or not culprits:
             continue
-        count, usual = sum(rule.name in each["sources"] for each in culprits), ordinary.get(rule.name)
+        holding = [each for each in culprits if rule.name in each["sources"]]
+        if rule.name in RATIOS:
+            holding = [each for each in holding if _is_mismatch(event, each)]
+        count, usual = len(holding), ordinary.get(rule.name)
         enough = bool(count) if rule.name == BROKEN else count >= EXPLAINS * len(culprits)
         if enough and (usual is None or usual < count / len(culprits) / LEVEL):
             claim = rule.claim
@@ -108,6 +111,15 @@ def _of_tokens(event: Event) -> Verdict | None:
             evidence = f"true of {counted(count, len(culprits))}{others}"
             return _verdict(rule.name, claim, f": {lowered(rule.advice)}", rule.check, event, evidence)
     return None
+
+
+def _is_mismatch(event: Event, culprit: Culprit) -> bool:
+    """Whether a ratio far from 1 is between the engines, which agree elsewhere, and not made by the update's steps."""
+    rollout, old = culprit["rollout_log_prob"], culprit["old_log_prob"]
+    if rollout is not None and old == rollout and not event["epoch"] + event["mini_batch"]:  # verl's bypass mode
+        old = culprit["log_prob"]
+    elsewhere = event["comparison"]["ordinary"].get(APART) or 0.0
+    return bool(is_apart(rollout, old)) and elsewhere < LEVEL * SHARE
 
 
 def _broken_column(culprits: Sequence[Culprit]) -> str | None:
@@ -157,7 +169,7 @@ def facts(event: Event) -> list[Fact]:
     """What most culprits have in common, and ordinary tokens far less often."""
     culprits, found = event["culprits"], []
     for rule in RULES:
-        if rule.is_bug:
+        if rule.is_bug and rule.name not in RATIOS:
             continue
         share = sum(rule.name in each["sources"] for each in culprits) / max(len(culprits), 1)
         usual = event["comparison"]["ordinary"].get(rule.name)
