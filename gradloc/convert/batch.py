@@ -118,7 +118,7 @@ def build_batch(
     data-parallel training takes the mean over W ranks.
 
     Args:
-        records (Sequence[Record]): All records of the step, in order; their tokens get what they lack.
+        records (Sequence[Record]): All records of the step, at least one, in order; their tokens get what they lack.
         loss (Loss): Where the records have no coefficients or weights.
         micro_batch_size (int, optional): How many responses a micro-batch has, where records name none; default: as
             few as a bundle's limit allows.
@@ -127,8 +127,6 @@ def build_batch(
     Raises:
         RecordError: The records do not fit together.
     """
-    if not records:
-        raise RecordError("There is no record.")
     _check_alike(records)
     unknown = sorted({name for record in records for name in record.unknown})
     notes = [f"Fields that were not read: {', '.join(unknown[:16])}."] if unknown else []

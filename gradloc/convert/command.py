@@ -4,7 +4,7 @@
 
     gradloc convert step7.jsonl --out spikes --model WEIGHTS
 
-The files hold plain records, one for each response, as JSON Lines. docs/reference/other-trainers.md gives
+The files hold plain records, one for each response, as JSON Lines or Parquet. docs/reference/other-trainers.md gives
 the format, and examples/ has what makes it for TRL, slime, NeMo RL and prime-rl. Then `gradloc replay BUNDLE --search
 --model WEIGHTS` finds the tokens, and `gradloc report spikes` shows them.
 
@@ -17,6 +17,7 @@ import argparse
 import math
 import os
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from operator import itemgetter
@@ -35,16 +36,8 @@ from ..tools.command_line import parser as new_parser
 from ..tools.figures import visible
 from ..tools.spike import bundle_of
 from .batch import AGG_MODES, KL_LOSSES, Batch, Loss, build_batch
-from .records import (
-    RECORDS,
-    TOKENS,
-    Record,
-    RecordError,
-    bounded_memory,
-    check_parquet,
-    json_lines,
-    read_record,
-)
+from .records import Record, RecordError, bounded_memory, read_records
+from .told import Told, told_by_records
 
 # The threshold of the published method.
 THRESHOLD = 640.0
@@ -58,13 +51,6 @@ _NO_FOLDER = "it must name a folder, and {!r} is none"
 _FOLDER = argument(str, lambda value: bool(value) and (os.path.isdir(value) or not os.path.exists(value)), _NO_FOLDER)
 _NATURAL = argument(int, lambda value: value >= 1, "it must be at least 1")
 
-# By the ending of its name, why a file is not read.
-_NOT_READ = {
-    **dict.fromkeys((".pt", ".pth"), "has no records: if it is slime's, examples/slime_records.py makes them of it"),
-    ".parquet": "is Parquet: first write it as JSON Lines, with pandas: "
-    'read_parquet(f).to_json(g, orient="records", lines=True, double_precision=15)',
-}
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code: 0, or 2 where no bundle could be made."""
@@ -72,9 +58,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with bounded_memory():
             records = _read(options)
+            known = told_by_records(records)  # before they get what they lack
         loss = Loss(**{name: getattr(options, name) for name in asdict(Loss())})
         batch = build_batch(records, loss, options.micro_batch_size, options.old_from_rollout)
-        event = _event(batch, options)
+        event = _event(batch, options, known)
         context = _context(options, loss, batch)
         event["replay"] = write_converted_bundle(
             Path(options.out), event, batch.micro_batches, itemgetter("samples"), context
@@ -125,25 +112,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _read(options: argparse.Namespace) -> list[Record]:
-    records: list[Record] = []
-    tokens = 0
-    for file in options.files:
-        path = Path(file)
-        if (why := _NOT_READ.get(path.suffix.lower())) is not None:
-            if path.suffix.lower() == ".parquet":
-                check_parquet(path)
-            raise RecordError(f"{path} {why}.")
-        for place, values in json_lines(path):
-            records.append(read_record(values, place, options.temperature, options.keep_nonfinite))
-            if len(records) > RECORDS:
-                raise RecordError(f"{place} is one too many: {RECORDS:,} records are the limit.")
-            tokens += len(records[-1].row.input_ids)
-            if tokens > TOKENS:
-                raise RecordError(f"{place} is one too many: {TOKENS:,} tokens are the limit.")
-    return records
+    files = [*map(Path, options.files)]
+    if pickled := [path for path in files if path.suffix.lower() in (".pt", ".pth")]:
+        raise RecordError(f"{pickled[0]} has no records: if it is slime's, examples/slime_records.py makes them of it.")
+    return [*read_records(files, options.temperature, options.keep_nonfinite)]
 
 
-def _event(batch: Batch, options: argparse.Namespace) -> dict[str, Any]:
+def _event(batch: Batch, options: argparse.Namespace, known: Told) -> dict[str, Any]:
     squares = math.fsum(float(square_weight(each.tokens)) for each in batch.micro_batches.values())
     # The threshold of the reduced gradient's norm, for τ = 1.
     unit = math.sqrt(squares) / batch.world_size
@@ -168,6 +143,7 @@ def _event(batch: Batch, options: argparse.Namespace) -> dict[str, Any]:
         global_norm=norm,
         global_threshold=threshold * unit,
         world_size=batch.world_size,
+        answer=known.answer,
     )
     for token in event["suspected"]:
         token["uid"] = batch.uids.get((token["rank"], token["row"]))
@@ -202,5 +178,8 @@ def _say(event: Mapping[str, Any], batch: Batch, options: argparse.Namespace) ->
     print(visible(event["summary"]))
     if event["verdict"]["cause"] is not None:
         print(visible(f"{event['verdict']['sentence']} {event['verdict']['check']}"))
+    states = Counter(state["state"] for state in event["identities"].values())
+    broken = [f"{each['identity']} ({each['name']})" for each in event["warnings"]]
+    print(visible(f"Broken identities: {', '.join(broken) or 'none'}; {states['held']} hold: gradloc check has more."))
     print(visible(f"Search it:   gradloc replay {bundle}"))
     print(visible(f"The report:  gradloc report {in_shell(options.out)}"))

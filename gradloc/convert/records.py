@@ -1,15 +1,14 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Reads files of plain records, JSON Lines, and checks the records."""
+"""Reads files of plain records, JSON Lines or Parquet, and checks the records."""
 
 import contextlib
+import importlib
 import math
-import os
 import resource
 import stat
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ VALUES: Mapping[str, str] = {
 FIELDS = (
     *("prompt_ids", "response_ids", "input_ids", "response_length"),
     *VALUES,
-    *("temperature", "rank", "micro_batch", "uid"),
+    *("temperature", "rank", "micro_batch", "uid", "reward", "step"),
 )
 
 # By their fields, files of other trainers that have no token ids, and what to do instead.
@@ -42,6 +41,8 @@ _TEXTS: Mapping[tuple[str, str], str] = {
 }
 TOKENS_IN_A_ROW = 2**22
 _TOKEN_IDS = 2**31
+# By field, the largest whole number that is taken.
+_MOST = {"response_length": TOKENS_IN_A_ROW, "step": 2**40}
 _RANKS = 2**16
 # A log-prob is not positive but for rounding.
 _ROUNDING = 1e-2
@@ -63,10 +64,16 @@ class Record:
     rank: int  # its data-parallel rank
     micro_batch: int | None  # that on its rank
     uid: str | None  # of its prompt
+    reward: float | None
+    step: int | None
+    # `rollout_log_probs` as they are given, also where `response_mask` is 0: the rollout may have sampled these tokens.
+    sampled: Tensor | None
     unknown: tuple[str, ...]  # fields that were not read
 
 
-def read_record(fields: Any, place: str, temperature: float = 1.0, keep_nonfinite: bool = False) -> Record:
+def read_record(
+    fields: Any, place: str, temperature: float = 1.0, keep_nonfinite: bool = False, for_check: bool = False
+) -> Record:
     """Checks the fields of a record.
 
     Args:
@@ -74,6 +81,7 @@ def read_record(fields: Any, place: str, temperature: float = 1.0, keep_nonfinit
         place (str): The file and the record, for messages.
         temperature (float): That of records that name none.
         keep_nonfinite (bool): Whether NaN and infinities are taken instead of refused; weights are always finite.
+        for_check (bool): Whether what is wrong is to be found: all numbers are taken, and advantages may be missing.
 
     Raises:
         RecordError: A field is missing or malformed.
@@ -93,12 +101,16 @@ def read_record(fields: Any, place: str, temperature: float = 1.0, keep_nonfinit
     tokens = {"response_mask": mask}
     for name, own_name in VALUES.items():
         if name != "response_mask" and name in known:
-            tokens[own_name] = _values(known[name], name, mask, place, keep_nonfinite)
-    if "advantage" not in tokens and "coefficient" not in tokens:
+            tokens[own_name] = _values(known[name], name, mask, place, keep_nonfinite or for_check, for_check)
+    if not (for_check or "advantage" in tokens or "coefficient" in tokens):
         raise RecordError(f"{place}, field 'advantages': it is missing, and so is 'coefficients'.")
     uid = known.get("uid")
     if uid is not None and not isinstance(uid, (str, int)):
         raise RecordError(f"{place}, field 'uid': it must be a text or a whole number, and is {_short(uid)}.")
+    reward = known.get("reward")
+    if not (reward is None or isinstance(reward, float) or is_finite_number(reward)):
+        raise RecordError(f"{place}, field 'reward': it must be a number, and is {_short(reward)}.")
+    sampled = known.get("rollout_log_probs")
     return Record(
         place,
         Row(input_ids, torch.arange(len(input_ids)), length, float(given)),
@@ -106,6 +118,9 @@ def read_record(fields: Any, place: str, temperature: float = 1.0, keep_nonfinit
         _index(known, "rank", place) or 0,
         _index(known, "micro_batch", place),
         None if uid is None else str(uid)[:200],
+        None if reward is None else float(reward),
+        _index(known, "step", place),
+        None if sampled is None else _numbers(sampled, "rollout_log_probs", length, place),
         tuple(sorted(str(name)[:40] for name in fields if name not in FIELDS)),
     )
 
@@ -149,7 +164,7 @@ def _token_ids(value: Any, name: str, place: str) -> Tensor:
     return torch.tensor(value, dtype=torch.int64)
 
 
-def _values(value: Any, name: str, mask: Tensor, place: str, keep_nonfinite: bool) -> Tensor:
+def _values(value: Any, name: str, mask: Tensor, place: str, keep_nonfinite: bool, keep_positive: bool) -> Tensor:
     """A value for each token of the response, 0 where the mask is 0."""
     if name == "advantages" and not isinstance(value, Sequence):
         value = [value] * len(mask)
@@ -159,7 +174,7 @@ def _values(value: Any, name: str, mask: Tensor, place: str, keep_nonfinite: boo
         position = int((~found.isfinite()).nonzero()[0])
         what_to_do = "" if is_weight else "; if training had that, too, take --keep-nonfinite"
         raise RecordError(f"{place}, field {name!r}: it is {float(found[position])} at index {position}{what_to_do}.")
-    if name.endswith("log_probs") and bool((found > _ROUNDING).any()):
+    if not keep_positive and name.endswith("log_probs") and bool((found > _ROUNDING).any()):
         position = int((found > _ROUNDING).nonzero()[0])
         raise RecordError(
             f"{place}, field {name!r}: a log-prob is not positive, and it is {float(found[position]):g} at index "
@@ -190,7 +205,7 @@ def _index(known: Mapping[str, Any], name: str, place: str) -> int | None:
     value = known.get(name)
     if value is None:
         return None
-    most = TOKENS_IN_A_ROW if name == "response_length" else _RANKS
+    most = _MOST.get(name, _RANKS)
     if type(value) is not int or not 0 <= value <= most:
         raise RecordError(
             f"{place}, field {name!r}: it must be a whole number from 0 to {most:,}, and is {_short(value)}."
@@ -245,20 +260,57 @@ def check_file(path: Path) -> None:
         raise RecordError(f"{path} has {found.st_size:,} bytes, and {FILE_BYTES:,} are the limit.")
 
 
-def check_parquet(path: Path) -> None:
-    """Refuses a Parquet file without token ids. Its end has the names of its columns, each after its length.
+def read_records(
+    paths: Iterable[Path], temperature: float = 1.0, keep_nonfinite: bool = False, for_check: bool = False
+) -> Iterator[Record]:
+    """The records of JSON Lines and Parquet files; see `read_record`.
 
     Raises:
-        RecordError: It has none, or is no ordinary file.
+        RecordError: A file or a record is malformed, or there are too many.
+        OSError: A file cannot be read.
+    """
+    count = tokens = 0
+    for path in paths:
+        for place, fields in (parquet_rows if path.suffix.lower() == ".parquet" else json_lines)(path):
+            record = read_record(fields, place, temperature, keep_nonfinite, for_check)
+            count += 1
+            tokens += len(record.row.input_ids)
+            for what, number, most in (("records", count, RECORDS), ("tokens", tokens, TOKENS)):
+                if number > most:
+                    raise RecordError(f"{place} is one too many: {most:,} {what} are the limit.")
+            yield record
+    if not count:
+        raise RecordError("There is no record.")
+
+
+def parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """The rows of a Parquet file, each after its place, with the columns that a record has. It needs pyarrow.
+
+    Raises:
+        RecordError: It is not Parquet, has no token ids, or pyarrow is missing.
         OSError: It cannot be read.
     """
     check_file(path)
-    with path.open("rb") as file:
-        file.seek(-min(2**20, path.stat().st_size), os.SEEK_END)
-        end = file.read()
-    names = {name for name in (*FIELDS, *chain(*_TEXTS)) if bytes([len(name)]) + name.encode() in end}
-    if not _check_ids(names, str(path)):
-        raise RecordError(f"{path} has no column 'response_ids' or 'input_ids', and records need token ids.")
+    try:
+        pyarrow, parquet = map(importlib.import_module, ("pyarrow", "pyarrow.parquet"))
+    except ImportError:
+        raise RecordError(f"{path} is Parquet, which needs pyarrow: pip install pyarrow.") from None
+    if int(pyarrow.__version__.split(".")[0]) < 15:  # before that, a file could name code to run
+        raise RecordError(f"{path} is Parquet, and pyarrow {pyarrow.__version__} may run code of a file: update it.")
+    try:
+        file = parquet.ParquetFile(path)
+        if not _check_ids(file.schema_arrow.names, str(path)):
+            raise RecordError(f"{path} has no column 'response_ids' or 'input_ids', and records need token ids.")
+        known = [name for name in file.schema_arrow.names if name in FIELDS]
+        number = 0
+        for batch in file.iter_batches(64, columns=known):
+            for fields in batch.to_pylist():
+                number += 1
+                yield f"{path}, row {number}", fields
+    except (pyarrow.ArrowException, EOFError, OSError) as error:
+        if isinstance(error, OSError) and error.errno:  # pyarrow raises some without, of a file's content
+            raise
+        raise RecordError(f"{path} is damaged, or no Parquet: {str(error).splitlines()[0]:.200}") from error
 
 
 def json_lines(path: Path) -> Iterator[tuple[str, Any]]:

@@ -12,13 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import judge, lines
+from .. import lines
 from ..fsdp import collectives
 from ..judge.shares import threshold_factor
 from ..judging import asked
 from ..measure.micro_batch import AllFigures, MicroBatch, MicroBatchName, Token, movable, suspects
 from ..measure.mini_batch import MiniBatch, OrdinaryGradient
-from ..measure.update_facts import own_facts
 from ..search.findings import Findings, Part
 from ..sources import Medians, classify, has_large_advantage
 from ..threshold import largest_first
@@ -158,6 +157,7 @@ def converted_event(
     global_norm: float,
     global_threshold: float,
     world_size: int,
+    answer: Callable[[], lines.Answer | None] = lambda: None,
 ) -> lines.Event:
     """The event of a spike of which the tokens' figures are known, and nothing was measured. In one process.
 
@@ -167,10 +167,10 @@ def converted_event(
         threshold (float): τ.
         global_norm (float): The norm of the reduced gradient; NaN if it is not known.
         world_size (int): The number of data-parallel ranks.
+        answer (Callable): Returns which identities hold, as far as what was recorded tells.
     """
     medians = token_medians(list(micro_batches.values()))
-    facts = own_facts([each.tokens for each in micro_batches.values()]).tolist()
-    found = asked(lambda: judge.of_one_step(facts), form=lines.Answer)
+    found = asked(answer, form=lines.Answer)
     return {
         **_begun(1.0, world_size, Findings(threshold), medians, where, Done(False)),
         "action": "log",

@@ -25,6 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 import trees
 from gradloc.bundles import limits
+from gradloc.check.command import main as check
 from gradloc.convert import batch
 from gradloc.convert import records as record_files
 from gradloc.convert.batch import AGG_MODES
@@ -41,6 +42,13 @@ LENGTHS = ((3, 5), (2, 7), (4, 4), (3, 6))
 # A response and a position in it.
 BAD = (1, 3)
 Records = list[dict[str, Any]]
+
+
+def checked(path: Path, capsys: Capsys) -> str:
+    """What `gradloc check` has checked in a file."""
+    capsys.readouterr()
+    assert check([str(path), "--json"]) in (0, 1)
+    return str(json.loads(capsys.readouterr().out)["where"])
 
 
 def records() -> Records:
@@ -183,6 +191,8 @@ def test_ranks_have_their_share_of_the_mean(convert: Any, monkeypatch: Patch) ->
 def test_a_bundle_has_the_records(convert: Any, tmp_path: Path, capsys: Capsys) -> None:
     lines = records()
     lines[0] |= {"temperature": 0.7, "text": "x"}
+    pandas.DataFrame(lines).to_parquet(tmp_path / "a.parquet")
+    assert flat(convert(tmp_path / "a.parquet"), "token_id")[1].tolist() == lines[1]["response_ids"]
     bundle = convert(lines, *"--step 12 --grad-norm 500 --usual-norm 0.5 --model weights --temperature 0.9".split())
     (saved, *_) = bundle.micro_batches.values()
     assert saved.rows[0].input_ids.tolist() == lines[0]["prompt_ids"] + lines[0]["response_ids"]
@@ -215,12 +225,14 @@ def test_log_probs_at_other_positions_are_told_without_a_search(convert: Any, ca
         torch.manual_seed(seed)
         log_probs = -3 * torch.rand(30) ** 2
         rollout = (log_probs.roll(1) + 0.01 * torch.randn(30)).clamp(max=-1e-4).tolist()
-        line = {"prompt_ids": [1], "response_ids": [2] * 30, "advantages": [1.0 - seed % 2 * 2] * 30}
+        line = {"prompt_ids": [1], "response_ids": [seed] * 30, "advantages": [1.0 - seed % 2 * 2] * 30}
         line |= dict.fromkeys(("log_probs", "old_log_probs"), log_probs.tolist())
         lines.append({**line, "rollout_log_probs": rollout})
-    verdict = convert(lines).event["verdict"]
-    said = "The rollout's log-probs are one position late, or training's are one position early, in all responses "
-    assert verdict["cause"] == "misaligned" and said in verdict["sentence"] and said in capsys.readouterr().out
+    event = convert(lines).event
+    assert event["verdict"]["cause"] == "misaligned"
+    assert {name for name, each in event["identities"].items() if each["state"] == "broken"} == {"rollout_log_probs"}
+    printed = capsys.readouterr().out
+    assert event["verdict"]["sentence"] in printed and "Broken identities: rollout_log_probs (misaligned);" in printed
 
 
 @cases(
@@ -310,7 +322,7 @@ def test_files_that_are_not_read(refused: Any, tmp_path: Path) -> None:
     for columns, message in (
         (texts, recording),
         ({"text": "a"}, "has no column 'response_ids' or 'input_ids', and records need token ids."),
-        ({**texts, "response_ids": [1]}, "is Parquet: first write it as JSON Lines, with pandas: read_parquet(f).to_"),
+        ({**texts, "response_ids": [1]}, "row 1, field 'response_ids': a record needs prompt_ids and response_ids"),
     ):
         pandas.DataFrame([columns]).to_parquet(tmp_path / "g.parquet")
         assert message in refused(tmp_path / "g.parquet")
@@ -387,6 +399,7 @@ def slime_records(file: Path, **options: Any) -> Path:
 def test_slime_train_data(convert: Any, tmp_path: Path, capsys: Capsys) -> None:
     records_of_it = slime_records(slime_file(tmp_path / "31.pt"))
     assert capsys.readouterr().out == f"2 records. Next: gradloc convert {records_of_it} --out spike --step 31\n"
+    assert checked(records_of_it, capsys) == "2 responses of step 31"
     bundle = convert(records_of_it, "--step", "31")
     assert (bundle.event["global_step"], bundle.event["world_size"]) == (31, 2)
     assert bundle.rows == {(0, 0): [0], (1, 0): [0]}  # the first of each rank's two samples: the first step
@@ -469,6 +482,7 @@ def test_the_example_for_nemo_rl_makes_records(tmp_path: Path, capsys: Capsys) -
     assert made == [{name: record[name] for name in ("prompt_ids", *names)} for record in lines]
     told = f"4 records. Next: gradloc convert {tmp_path}/step12.jsonl --out spike --step 12\n"
     assert capsys.readouterr().out == told
+    assert checked(tmp_path / "step12.jsonl", capsys) == "4 responses of step 12"
 
 
 def prime_rl_export(folder: Path, **changes: Any) -> tuple[Path, Records]:
@@ -500,6 +514,7 @@ def test_the_example_for_prime_rl_makes_records(convert: Any, tmp_path: Path, ca
     example("prime_rl_records.py")(step, tmp_path / "step12.jsonl", 0.9, 0.05)
     told = f"4 records. Next: gradloc convert {tmp_path}/step12.jsonl --out spike --step 12\n"
     assert capsys.readouterr().out == told
+    assert checked(tmp_path / "step12.jsonl", capsys) == checked(step, capsys) == "4 responses of step 12"
     bundle = convert(tmp_path / "step12.jsonl", "--step", "12")
     log_probs = [torch.tensor(line["trainer_logprobs"], requires_grad=True) for line in lines]
     total, tokens, dropped = torch.zeros(()), 0, 0
@@ -558,7 +573,7 @@ class FakeTrainer:
         return self._get_per_token_logps_and_entropies()[0].sum()
 
 
-def test_the_example_for_trl_makes_records(convert: Any, tmp_path: Path, monkeypatch: Patch) -> None:
+def test_the_example_for_trl_makes_records(convert: Any, tmp_path: Path, monkeypatch: Patch, capsys: Capsys) -> None:
     monkeypatch.setitem(sys.modules, "trl", SimpleNamespace(GRPOTrainer=FakeTrainer))
     trainer = runpy.run_path(str(trees.ROOT / "examples/trl_records.py"))["RecordingTrainer"]
     lines = records()
@@ -576,6 +591,7 @@ def test_the_example_for_trl_makes_records(convert: Any, tmp_path: Path, monkeyp
     }
     monkeypatch.chdir(tmp_path)
     trainer(padded(lines, "log_probs"))._compute_loss(None, inputs)
+    assert checked(tmp_path / "step12-rank0.jsonl", capsys) == "4 responses of step 12"
     bundle = convert(tmp_path / "step12-rank0.jsonl", "--clip-low", "9", "--clip-high", "9")
     for line, coefficient in zip(lines, flat(bundle, "coefficient"), strict=True):
         mask = torch.tensor(line["response_mask"])

@@ -96,6 +96,15 @@ def test_the_event_claims_nothing_that_was_not_measured() -> None:
     assert "the largest suspicion on rank 0 (the 2 others were not looked at) is that of" in of_three["summary"]
 
 
+def test_the_event_has_the_answer_that_it_is_given() -> None:
+    state = {"state": "unchecked", "times": None, "since": None, "missing": "no uid"}
+    answer = {"identities": {"groups": state}, "warnings": [], "changes": [], "news": []}
+    event = event_of(micro_batches(), answer=lambda: answer)
+    assert (event["identities"], event["warnings"]) == (answer["identities"], [])
+    # Without one, nothing was checked.
+    assert event_of(micro_batches())["identities"] == {}
+
+
 def test_suspected_tokens_are_ordered_by_suspicion() -> None:
     parts = micro_batches()
     found = event_of(parts)["suspected"]
