@@ -1,10 +1,11 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Reads what GradLoc wrote in training, and says which tokens a spike of the gradient norm comes from.
+"""Says what is wrong with an update, and which tokens a spike of the gradient norm comes from.
 
     gradloc report DIR                          what the spikes of a run come from
     gradloc report DIR --html report.html       the same as a page that opens offline
     gradloc report DIR_A DIR_B                  two runs side by side
+    gradloc check PATH...                       which identities hold in records, batches or evidence
     gradloc replay BUNDLE --remedies            what each remedy would have left of a spike
     gradloc replay BUNDLE --search              find the tokens of a spike that was only recorded
     gradloc convert FILE... --out DIR           make a bundle of another trainer's records
@@ -30,6 +31,7 @@ from .version import __version__
 # What each command needs besides what is installed with it.
 _NEEDS: dict[str, tuple[str, ...]] = {
     "report": (),
+    "check": (),
     "replay": ("torch", "safetensors", "transformers"),
     "convert": ("torch", "safetensors"),
     "selftest": ("torch", "transformers"),

@@ -12,7 +12,7 @@ import trees
 from gradloc import __main__ as gradloc_command
 from gradloc import __version__
 
-COMMANDS = ["report", "replay", "convert", "selftest"]
+COMMANDS = ["report", "check", "replay", "convert", "selftest"]
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"]])
@@ -62,8 +62,9 @@ def test_a_reader_that_has_seen_enough_is_no_error(arguments: list[str]) -> None
 @pytest.mark.parametrize("name", COMMANDS)
 def test_what_is_not_installed_is_one_sentence(name: str) -> None:
     """After the help, where that is asked for."""
-    missing, extra = ("rich", ".") if name == "report" else ("torch", ".[replay]")
-    for option in ["evidence"] if name == "report" else ["evidence", "--help"]:
+    readers = ("report", "check")
+    missing, extra = ("rich", ".") if name in readers else ("torch", ".[replay]")
+    for option in ["evidence"] if name in readers else ["evidence", "--help"]:
         done = without_packages("gradloc", name, option)
         assert done.returncode == 1 and (f"\n    gradloc {name} " in done.stdout) == (option == "--help")
         (line,) = done.stderr.splitlines()

@@ -1,0 +1,149 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Says which identities hold in what a trainer has written: equalities that every healthy update keeps.
+
+    gradloc check step12.jsonl step13.jsonl     records, as JSON Lines or Parquet
+    gradloc check batch.pt                      a batch of verl's, saved by torch.save or DataProto.save_to_disk
+    gradloc check /runs/1/spikes                evidence: what training said of its last step
+
+Also a folder of such files, a bundle, and a step of prime-rl's token exports. Neither a model nor a patch is needed.
+
+exit codes: 0  all identities that could be checked hold
+            1  one is broken
+            2  wrong usage, or the files cannot be read
+"""
+
+import html
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..evidence.writer import jsonable
+from ..judge.identities import BY_NAME
+from ..lines import Answer
+from ..report.view import Column, Table
+from ..tools.command_line import in_a_sentence, need, output_file
+from ..tools.command_line import parser as new_parser
+from ..tools.figures import short, shown, visible
+from ..tools.files import write_output
+from ..tools.reading import read
+
+_EVIDENCE = ("steps.jsonl", "spikes.jsonl", "critic.jsonl")
+_NAMES = {
+    **{"token_id": "token", "response_mask": "mask", "log_prob": "training", "old_log_prob": "old"},
+    **{"rollout_log_prob": "rollout", "ref_log_prob": "reference"},
+}
+_PAGE = """<!DOCTYPE html><html lang="en"><meta charset="utf-8"><title>GradLoc check</title>
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<style>body{font:16px system-ui;max-width:72rem;margin:2rem auto;padding:0 1rem}td,th{padding:.2rem .8rem .2rem 0;
+text-align:left;vertical-align:top}</style>"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    parser = new_parser("check", str(__doc__))
+    parser.add_argument("paths", metavar="PATH", nargs="+", help="a file or a folder")
+    parser.add_argument("--first-step", action="store_true", help="no optimizer step was taken before the first one")
+    parser.add_argument("--json", action="store_true", help="print what is found as JSON")
+    parser.add_argument("--html", metavar="FILE", type=output_file, help="write it as a page, too")
+    options = parser.parse_args(arguments)
+    is_evidence = [_is_evidence(path) for path in options.paths]
+    if any(is_evidence) and len(options.paths) > 1:
+        parser.error("give evidence alone")
+    if not options.json:
+        need("gradloc check without --json", "rich")
+    try:
+        if any(is_evidence):
+            where, answer, rows = _of_evidence(options.paths[0])
+        else:
+            need("gradloc check of records, batches and bundles", "torch", "safetensors")
+            from .files import check_files
+
+            where, answer, rows = check_files(options.paths, options.first_step)
+        _say(where, answer, rows, options)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        print(visible(in_a_sentence(error, "standard output")), file=sys.stderr)
+        return 2
+    return int(any(each["state"] == "broken" for each in answer["identities"].values()))
+
+
+def _is_evidence(path: str) -> bool:
+    places = [os.path.join(path, folder, name) for folder in ("", "bisect_dump") for name in _EVIDENCE]
+    return os.path.basename(path) in _EVIDENCE or any(map(os.path.exists, places))
+
+
+def _of_evidence(path: str) -> tuple[str, Answer, list[Any]]:
+    """What training said of its last step."""
+    evidence = read(path, texts=False)
+    said = {each.get("identity", each["name"]): each for of in evidence.warnings.values() for each in of}
+    states: Any = {name: dict(state) for name, state in evidence.identities.items()}
+    if not states:
+        raise OSError(f"{path} has no identities: an older release wrote it, or nothing has checked the run.")
+    for name, state in states.items():
+        if state["state"] != "broken" and name in said:
+            state["missing"] = state["missing"] or "it was broken in an earlier step"
+    warnings = [said[name] for name, state in states.items() if state["state"] == "broken" and name in said]
+    last = max(evidence.known_steps(), default="–")
+    found: Any = {"identities": states, "warnings": warnings, "changes": [], "news": []}
+    return f"step {last} of {path}", found, []
+
+
+def _say(where: str, answer: Answer, rows: Sequence[Mapping[str, Any]], options: Any) -> None:
+    states, warnings = answer["identities"], answer["warnings"]
+    broken, held = (sum(each["state"] == of for each in states.values()) for of in ("broken", "held"))
+    title = f"{broken} broken of {broken + held} identities" if broken else f"All {held} identities hold"
+    texts = [f"{title} that could be checked in {where}."]
+    texts += [text for each in warnings[:1] for text in (each["sentence"], each["check"])]
+    texts, tables = [*map(visible, texts)], [_of_identities(states, warnings), *_of_rows(rows)]
+    if options.json:
+        found = {"where": where, "identities": states, "warnings": warnings, "rows": rows}
+        print(json.dumps(jsonable(found), indent=2, allow_nan=False))
+    else:
+        from ..report.terminal import print_texts_and_tables  # needs rich
+
+        print_texts_and_tables(texts[:1], tables[:1])
+        print_texts_and_tables(texts[1:], tables[1:])
+    if options.html:
+        body = [f"<p>{html.escape(text)}" for text in texts] + [_html(table) for table in tables]
+        write_output(options.html, _PAGE + "\n".join(body))
+
+
+def _of_identities(states: Mapping[str, Any], warnings: Sequence[Mapping[str, Any]]) -> Table:
+    columns = Column("Identity", "row"), Column("State"), Column("× usual", "num"), Column("What it is")
+    forms = {each.get("identity", each["name"]): each["name"] for each in warnings}
+    rows = []
+    for name, state in states.items():
+        since = "" if state["since"] is None else f"since step {state['since']}"
+        why = [forms.get(name, ""), since, state["missing"] or ""] if state["state"] != "held" else []
+        holds = BY_NAME[name].holds if name in BY_NAME else ""
+        words = {"unchecked": "not checked"}.get(state["state"], state["state"])
+        rows.append((visible(name), words, short(state["times"]), visible(", ".join(filter(None, why)) or holds)))
+    return Table("", columns, rows)
+
+
+def _of_rows(rows: Sequence[Mapping[str, Any]]) -> list[Table]:
+    """The rows, then their tokens."""
+    tokens = [{"row": row["row"], **token} for row in rows for token in row.get("tokens", ())]
+    bare = [{name: value for name, value in row.items() if name != "tokens"} for row in rows]
+    titles = "Rows in which the first is most off", "Their tokens, with log-probs side by side"
+    found = []
+    for title, lines in zip(titles, (bare, tokens), strict=True):
+        if lines:
+            columns = [Column(_NAMES.get(name, name), "row" if name == "row" else "") for name in lines[0]]
+            cells = [[_cell(value) for value in line.values()] for line in lines]
+            found.append(Table(title, columns, cells))
+    return found
+
+
+def _cell(value: Any) -> str:
+    return shown(value) if isinstance(value, str) else short(value)
+
+
+def _html(table: Table) -> str:
+    head = "".join(f"<th>{html.escape(column.name)}" for column in table.columns)
+    rows = ("".join(f"<td>{html.escape(str(cell))}" for cell in row) for row in table.rows)
+    return f"<h2>{html.escape(table.title)}</h2><table><tr>{head}{''.join(f'<tr>{row}' for row in rows)}</table>"

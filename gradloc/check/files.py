@@ -1,0 +1,193 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Which identities hold in the steps that files have: records, verl's batches, prime-rl's exports, a bundle."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from ..bundles.limits import MANIFEST
+from ..convert.batches import read_batch
+from ..convert.records import Record, RecordError, bounded_memory, json_lines, read_record, read_records
+from ..convert.told import Told, told, told_by_records
+from ..judge import Run, of_one_step
+from ..judge.run import RESUME_STEPS
+from ..lines import Answer
+from ..tools.opening import BundleError, open_bundle
+from .most_off import most_off
+
+_RECORDS, _BATCHES = (".jsonl", ".parquet"), (".pt", ".pth", ".pkl", ".pickle")
+# By our names, those of prime-rl's exports.
+_PRIME_RL = {
+    "response_ids": "token_ids",
+    "response_mask": "loss_mask",
+    "advantages": "advantages",
+    "log_probs": "trainer_logprobs",
+    "rollout_log_probs": "inference_logprobs",
+}
+_UNFIT = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError)
+
+
+Checked = tuple[str, Answer, list[dict[str, Any]]]
+
+
+def check_files(paths: Sequence[str], first_step: bool = False) -> Checked:
+    """What was checked, which identities hold, and the rows in which the first broken one is most off.
+
+    An identity that is broken in a step stays so.
+
+    Args:
+        first_step (bool): Whether no optimizer step was taken before the first of them.
+
+    Raises:
+        OSError: A file cannot be read, or has nothing to check; the message is a sentence.
+    """
+    try:
+        with bounded_memory():
+            if len(paths) == 1 and (Path(paths[0]) / MANIFEST).exists():
+                return _of_bundle(paths[0])
+            return _of_steps(_steps([each for path in paths for each in _listed(Path(path))]), first_step)
+    except (RecordError, BundleError) as error:
+        raise OSError(str(error)) from error
+
+
+def _of_steps(steps: Iterable[tuple[int | None, Told]], first_step: bool) -> Checked:
+    run, numbers, responses = Run(), [], 0
+    if not first_step:
+        run.load_state_dict(None)
+        for _ in range(RESUME_STEPS):  # what is said of a resume is not said of files
+            run.start_update(None)
+    found: dict[str, tuple[Any, Any, Told]] = {}  # by identity, its state, its warning, and the step of these
+    for number, step in steps:
+        run.start_update(number)
+        facts = step.facts()
+        run.take_in(facts)
+        run.take_in_rows(step.rows)
+        run.add_step(float(first_step))
+        numbers.append(number)
+        responses += len(step.tokens)
+        _add(found, step.explained(run.answer()), step, number)
+    if not numbers:
+        raise RecordError("There is no record.")
+    if len(numbers) == 1:
+        found = {}
+        _add(found, step.explained(of_one_step(facts, step.rows, first_step)), step, number)
+    known = [number for number in numbers if number is not None]
+    where = f"{len(numbers):,} steps" if len(numbers) > 1 else f"step {known[0]}" if known else "one step"
+    return _checked(found, f"{responses:,} responses of {where}", first_step and len(numbers) == 1)
+
+
+def _checked(found: Mapping[str, Any], where: str, is_first: bool = False) -> Checked:
+    broken = [(step, warning) for _, warning, step in found.values() if warning is not None]
+    answer = _answer({name: each[0] for name, each in found.items()}, [warning for _, warning in broken])
+    return where, answer, most_off(*broken[0], is_first) if broken else []
+
+
+def _answer(identities: Any, warnings: Any) -> Answer:
+    return {"identities": identities, "warnings": warnings, "changes": [], "news": []}
+
+
+def _add(found: dict[str, tuple[Any, Any, Told]], answer: Answer, step: Told, number: int | None) -> None:
+    warnings = {each["identity"]: each for each in answer["warnings"]}
+    for name, state in answer["identities"].items():
+        was, warning, of = found.get(name, (state, None, step))
+        if name in warnings or was["state"] != "broken":
+            found[name] = state, warnings.get(name), step
+        elif was["missing"] is None:
+            again = "holds again later" if number is None else f"holds again in step {number}"
+            found[name] = {**was, "missing": again}, warning, of
+
+
+def _of_bundle(path: str) -> Checked:
+    """What its tokens say at once, then what training, or a conversion, said of the update."""
+    bundle = open_bundle(path)
+    event, rows, places = bundle.event, [], []
+    for (rank, index), saved in bundle.micro_batches.items():
+        for i, row in enumerate(bundle.rows[rank, index]):
+            rows.append({name: values[i : i + 1] for name, values in saved.tokens.items()})
+            places.append(f"rank {rank}, row {row}")
+    step = Told(places, rows, (), {}, event["epoch"], event["epoch"] == event["mini_batch"] == 0)
+    found: dict[str, tuple[Any, Any, Told]] = {}
+    answers = [_answer(event["identities"], event["warnings"])] if event.get("identities") else []
+    if not (answers and bundle.is_converted):  # whose tokens have what records lacked
+        answers.append(step.answer())
+    for answer in answers:
+        warnings = {each.get("identity", each["name"]): each for each in answer["warnings"]}
+        for name, state in answer["identities"].items():
+            if name not in found or state["state"] == "broken":
+                found[name] = state, warnings.get(name), step
+    return _checked(found, f"{len(rows):,} responses in the bundle of step {event['global_step']}")
+
+
+def _listed(path: Path) -> list[Path]:
+    """The files of a path: itself, or those in a folder; the folder of one step of prime-rl's is one."""
+    if not path.is_dir() or _is_export(path):
+        return [path]
+    known = [
+        each for each in sorted(path.iterdir()) if each.suffix.lower() in (*_RECORDS, *_BATCHES) or _is_export(each)
+    ]
+    if not known:
+        raise RecordError(f"{path} has no evidence, no bundle, and no file with records or a batch.")
+    return known
+
+
+def _is_export(path: Path) -> bool:
+    return path.is_dir() and any(path.glob("rank_*.jsonl"))
+
+
+def _number(path: Path) -> int | None:
+    """The step in a name, as in step12-rank0.jsonl or 12.pt."""
+    found = re.search(r"step[_-]?(\d{1,12})", path.name) or re.fullmatch(r"(\d{1,12})", path.stem)
+    return None if found is None else int(found[1])
+
+
+def _in_order(step: tuple[int | None, Any]) -> tuple[bool, int]:
+    return step[0] is None, step[0] or 0
+
+
+def _steps(paths: Sequence[Path]) -> Iterator[tuple[int | None, Told]]:
+    """The steps in order. Records of one step may be in several files; a batch is a step."""
+    numbered = sorted(((_number(path), path) for path in paths), key=_in_order)
+    for number, group in groupby(numbered, key=lambda pair: pair[0]):
+        found, files = [], [path for _, path in group]
+        records: dict[int | None, list[Record]] = {}
+        for path in files:
+            if path.suffix.lower() in _BATCHES:
+                columns, step = read_batch(path)
+                with _fitting(path):
+                    found.append((number if step is None else step, told(columns)))
+                files = [other for other in files if other != path]
+        for record in _records(files):
+            records.setdefault(number if record.step is None else record.step, []).append(record)
+        yield from sorted([*found, *((step, told_by_records(of)) for step, of in records.items())], key=_in_order)
+
+
+def _records(paths: Sequence[Path]) -> Iterator[Record]:
+    exports = [path for path in paths if path.is_dir()]
+    for folder in exports:
+        yield from _exported(folder)
+    if plain := [path for path in paths if path not in exports]:
+        yield from read_records(plain, for_check=True)
+
+
+def _exported(folder: Path) -> Iterator[Record]:
+    """The responses of a step of prime-rl's token exports that have tokens of the loss."""
+    for path in sorted(folder.glob("rank_*.jsonl")):
+        for place, one in json_lines(path):
+            with _fitting(place):
+                start = next((i for i, trained in enumerate(one["loss_mask"]) if trained), None)
+                fields = {name: one[of][start:] for name, of in _PRIME_RL.items()}
+                fields |= {"prompt_ids": one["token_ids"][:start], "rank": one["rank"], "step": one.get("step")}
+            if start is not None:
+                yield read_record(fields, place, for_check=True)
+
+
+@contextmanager
+def _fitting(place: object) -> Iterator[None]:
+    try:
+        yield
+    except _UNFIT as error:
+        raise RecordError(f"{place} has columns that do not fit together: {error!r:.200}") from error
