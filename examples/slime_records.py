@@ -43,7 +43,7 @@ VALUES = {
     "ref_log_probs": "ref_log_probs",
 }
 LENGTH = "response_lengths"
-READ = (LENGTH, "tokens", *VALUES.values(), "rollout_ids", "sample_index", "rollout_mask_sums")
+READ = (LENGTH, "tokens", *VALUES.values(), "rollout_mask_sums")
 
 
 class LeftOut:
@@ -214,9 +214,6 @@ def record_of(
     record |= {"response_length": int(sample[LENGTH]), "rank": rank}
     if micro_batch is not None:
         record["micro_batch"] = micro_batch
-    uid = sample.get("rollout_ids", sample.get("sample_index"))
-    if isinstance(uid, (int, str)):
-        record["uid"] = uid
     mask, sums = record.get("response_mask"), sample.get("rollout_mask_sums")
     if mask is not None and sums is not None and rollouts:
         # Each rollout counts once, however many samples it has: cp_utils.get_sum_of_sample_mean, loss.loss_function.
