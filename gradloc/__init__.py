@@ -30,6 +30,7 @@ What reads evidence afterwards; training imports none of it, but for the tracker
 - convert: bundles from the records of other trainers
 - replay: a bundle's micro-batches again, in one process; remedies, and the search for the tokens
 - report: the evidence in the terminal, as a page and for trackers; needs no torch
+- check: which identities hold in records, batches, bundles and evidence
 - selftest: whether GradLoc works with a model on a machine, and what it costs there
 - commands: `command.py`, `search_command.py` of these, and `__main__`: of what computes, they alone import what draws
 

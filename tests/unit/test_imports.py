@@ -93,7 +93,7 @@ def test_a_file_imports_only_from_subpackages_before_its_own() -> None:
 # What runs in training, what it knows besides torch and the standard library, and what reads evidence afterwards.
 OF_VERL = {"hydra", "omegaconf", "tensordict", "verl"}
 KNOWS = {"adapters": OF_VERL, "plugin": OF_VERL | {"ray"}}
-READERS = {"tools", "report", "replay", "convert", "selftest", "commands"}
+READERS = {"tools", "report", "replay", "convert", "check", "selftest", "commands"}
 
 
 def test_what_runs_in_training_needs_only_torch_and_the_standard_library() -> None:
