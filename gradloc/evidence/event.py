@@ -170,7 +170,7 @@ def converted_event(
         answer (Callable): Returns which identities hold, as far as what was recorded tells.
     """
     medians = token_medians(list(micro_batches.values()))
-    found = asked(answer, form=lines.Answer)
+    found = asked(answer, form=lines.Answer | None)
     return {
         **_begun(1.0, world_size, Findings(threshold), medians, where, Done(False)),
         "action": "log",
