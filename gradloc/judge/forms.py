@@ -110,6 +110,12 @@ _TEXTS: Mapping[str, tuple[str, str, str, str]] = {
         "were sampled, their log-probs were lost.",
         _MASK,
     ),
+    "sampled.zero": (
+        "sampled",
+        "{rollout.zero:.1%} of the trained tokens have a rollout log-prob of exactly 0, and training's is not",
+        "Log-probs are missing, or are those after a top-p or top-k cut.",
+        _MASK,
+    ),
     "responses.repeated": (
         "repeated_responses",
         "{responses.repeated:.1%} of the responses are the same, token for token, as an earlier one to their prompt",
@@ -219,6 +225,13 @@ _TEXTS: Mapping[str, tuple[str, str, str, str]] = {
         "The rollout still samples from old weights: its log-probs lack {part:.0%} of the policy's way from the "
         "reference",
         "Look at what sends weights to the rollout: which tensors and adapters get there.",
+        _ENGINES,
+    ),
+    "rollout.copied": (
+        "stale_weights",
+        "Rollout log-probs are the reference's, bit for bit: it serves the reference's weights, or one column is the "
+        "other's",
+        "Look at what sends weights to the rollout, and at what fills these columns.",
         _ENGINES,
     ),
     "partly_stale": (
@@ -433,6 +446,8 @@ def _misaligned(now: Readings, pair: str) -> Form | None:
 
 
 def rollout(now: Readings, residual: str) -> Form:
+    if residual == "rollout.copied":
+        return _form(residual, now, share=1.0, column="rollout")
     return (
         _other(now)
         or _stale(now)

@@ -208,6 +208,7 @@ IDENTITIES = (
             Residual("rollout.one_sided", ONE_SIDED, partial(_if_apart, "rollout.one_sided")),
             Residual("rollout.slope", partial(_wide, "rollout", SLOPE)),
             Residual("rollout.nearer", _nearer),
+            Residual("rollout.copied", TOKENS, partial(_at_once, "rollout.copied")),
         ),
         _needs("rollout.gap", why="no rollout log-probs: set actor_rollout_ref.rollout.calculate_log_probs=True"),
         forms.rollout,
@@ -218,6 +219,7 @@ IDENTITIES = (
         (
             Residual("sampled.unlogged", TOKENS),
             Residual("sampled.after_end", TOKENS),
+            Residual("sampled.zero", SHARE, lambda readings: readings.get("rollout.zero")),
             Residual("sampled.last_lost", _HALF),
             Residual("sampled.inverted", _HALF),
         ),

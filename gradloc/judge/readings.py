@@ -78,6 +78,7 @@ def _of_pair(of: Mapping[str, float]) -> Readings:
         "near_gap": (of["size"] - of["far_size"]) / max(n - of["far_tokens"], 1.0),
         "far_gap": of["far_size"] / max(of["far_tokens"], 1.0),
         "repeated": of["repeated"] / n,
+        "zero": of["zero"] / (n + of["zero"]),
         "unrelated": of["unrelated"] / told,
         "moved": max(of[f"moved {k}"] for k in SHIFTS) / told,
         "later": of["size*place"] / max(of["size"], 1e-12),
@@ -121,9 +122,10 @@ def _slope(of: Mapping[str, float], n: float) -> Readings:
 def _way(of: Mapping[str, float], n: float) -> Readings:
     """By which part of the policy's way from the reference a lacks or exceeds it, and what that explains of d²."""
     gg, dd = of["g*g"], of["d*d"]
-    if gg <= 0 or dd <= 0 or of["distance"] <= 0:
+    if gg <= 0 or dd <= 0:
         return {}
     return {
+        "copied": float(of["distance"] == 0),
         "way": of["d*g"] / gg,
         "way_explains": of["d*g"] ** 2 / gg / dd,
         "nearer": of["nearer"] / max(of["rows"], 1.0),

@@ -232,11 +232,11 @@ def _measure_wholes(
 
 
 def _answer(event: Mapping[str, Any], tokens: Sequence[Mapping[str, Tensor]]) -> Answer:
-    """What training knew of its identities; of an event that was converted, what its tokens say.
+    """What was known of its identities; of an event of an earlier release, what its tokens say.
 
     A collective call: the sums of all ranks.
     """
-    if not event["search"] == "converted" and "identities" in event:
+    if "identities" in event:
         return {"identities": event["identities"], "warnings": event["warnings"], "changes": [], "news": []}
     by_rank = collectives.exchange(lambda: own_facts(tokens).tolist())
     return of_one_step([math.fsum(column) for column in zip(*by_rank, strict=True)])
