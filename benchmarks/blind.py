@@ -31,7 +31,7 @@ import random
 import sys
 import tempfile
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
@@ -41,7 +41,7 @@ import torch
 import torch.distributed as dist
 from blind_faults import FAULTS, HEALTHY, can_be_planted
 from blind_records import recorded
-from blind_world import NATURAL_TAU, TAU, Setting, World, said_in, start_of
+from blind_world import NATURAL_TAU, TAU, Setting, World, said_in, start_of, times_in
 
 HALVES = ("tuning", "test")  # even and odd seeds
 STEPS_BEFORE, STEPS_AFTER = 4, 8
@@ -57,6 +57,7 @@ class Observed:
     begin: int  # the fault's first step, from 1
     why: str  # what there was to see, for runs of which nothing is said
     over_natural: bool
+    times: dict[str, float]  # the largest residual of each identity, in times of the usual
 
 
 def run_case(kind: str, strength: Any, seed: int, starts: Path = STARTS, record: Path | None = None) -> Observed:
@@ -99,9 +100,10 @@ def run_case(kind: str, strength: Any, seed: int, starts: Path = STARTS, record:
             for _ in range(steps):
                 world.step()
         said = [line for line in said_in(Path(folder)) if line[0] > begin]
+        times = times_in(Path(folder))
     largest = max((norm for norm in world.token_norms[begin:] if norm == norm), default=0.0)
     why = f"norms up to {largest / start.token_norm / tau:.2g} τ, a gap of {max(world.gaps[begin:]):.2g} nats"
-    return Observed(said, name_of(said), begin + 1, why, natural >= 0)
+    return Observed(said, name_of(said), begin + 1, why, natural >= 0, times)
 
 
 def name_of(said: Sequence[Sequence[Any]], what: int = 2) -> str | None:
@@ -146,6 +148,7 @@ def print_tables(runs: dict[str, dict[str, Any]]) -> None:
     by_kind: dict[str, list[tuple[str, dict[str, Any]]]] = {}
     for key, run in runs.items():
         by_kind.setdefault(key.split(" | ")[0], []).append((key, run))
+    largest: defaultdict[str, list[float]] = defaultdict(list)
     verdicts, totals, silent = {True: Counter[str](), False: Counter[str]()}, Counter[str](), []
     print("| planted | must be named | right | defensible | wrong name | no known cause | nothing | placed |")
     print("|---" * 8 + "|")
@@ -158,6 +161,8 @@ def print_tables(runs: dict[str, dict[str, Any]]) -> None:
             said = [line for line in said if line[1] in ("warning", "verdict")]
             if fault is None:  # one wrong line is enough
                 name = next((line[2] for line in said if line[2]), name)
+                for identity, times in run.get("times", {}).items():
+                    largest[identity].append(times)
                 totals["warned"] += any(line[1] == "warning" for line in said)
             verdict = judged(kind, name)
             counts[verdict] += 1
@@ -184,7 +189,12 @@ def print_tables(runs: dict[str, dict[str, Any]]) -> None:
     print(f"Of those right or defensible, {totals['also']} have a line with a wrong name as well.")
     named = totals["named_over_natural"]
     print(f"Over a natural spike: {totals['over_natural']}, of which {named} right or defensible.")
-    print(f"Healthy: {healthy.total()}, {healthy['wrong']} with a bug's name, {totals['warned']} with any warning.")
+    print("\n| identity | healthy runs | median | 95% | largest |\n|---|---|---|---|---|")
+    for identity, of_runs in sorted(largest.items()):
+        of_runs.sort()
+        middle, high = (of_runs[int(share * (len(of_runs) - 1))] for share in (0.5, 0.95))
+        print(f"| `{identity}` | {len(of_runs)} | {middle:.2g} | {high:.2g} | {of_runs[-1]:.2g} |")
+    print(f"\nHealthy: {healthy.total()}, {healthy['wrong']} with a bug's name, {totals['warned']} with any warning.")
 
 
 def main() -> None:

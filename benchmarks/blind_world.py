@@ -461,6 +461,17 @@ def start_of(seed: int, length: int, folder: Path) -> Start:
     return Start(*torch.load(path, weights_only=True))
 
 
+def times_in(directory: Path) -> dict[str, float]:
+    """The largest residual of each identity in a run, in times of the usual."""
+    found: dict[str, float] = {}
+    path = directory / "steps.jsonl"
+    for line in map(json.loads, path.read_text().splitlines() if path.exists() else ()):
+        for name, state in line.get("identities", {}).items():
+            if state["state"] != "unchecked":
+                found[name] = max(found.get(name, 0.0), 1e6 if state["times"] is None else state["times"])
+    return found
+
+
 def said_in(directory: Path) -> list[tuple[int, str, str, str]]:
     """What a user reads: (step, "warning", "verdict", "change" or "fact", name, identity or place) of every line.
 
