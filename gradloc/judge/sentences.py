@@ -79,7 +79,8 @@ def _culprits(event: Event) -> str:
     # Where nothing is known to be broken, no culprit is said to be.
     judged = event.get("verdict")
     left_out = _BUGS if judged is not None and judged["cause"] is None else ()
-    names = [next((name for name in each["sources"] if name not in left_out), OTHER.name) for each in culprits]
+    known = [each.get("sources") or [each["source"]] for each in culprits]
+    names = [next((name for name in of if name not in left_out), OTHER.name) for of in known]
     counts = Counter(names)
     source = next((bug for bug in _BUGS if bug in counts), counts.most_common(1)[0][0])
     count = counts[source]

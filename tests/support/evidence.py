@@ -49,7 +49,9 @@ def culprit(position: int, tokens: Sequence[str], norm: float = 9000.0, **change
     figures = {"log_prob": -1.0, "advantage": 1.0, "sequence_ratio": 1.0, "misaligned_share": 0.0} | changes
     log_prob, advantage = figures["log_prob"], figures["advantage"]
     old_log_prob = figures.get("old_log_prob", log_prob)
-    rollout_log_prob = figures.get("rollout_log_prob", old_log_prob)
+    # A sequence's ratio is one to the rollout.
+    apart = math.log(min(figures.get("sequence_ratio", 1.0), 1.9))
+    rollout_log_prob = figures.get("rollout_log_prob", old_log_prob - apart)
     ratio = math.exp(log_prob - old_log_prob)
     share_of_layer = figures.pop("share_of_layer", 0.05)
     relative = dict.fromkeys(LAYERS, math.sqrt((1 - share_of_layer) / (len(LAYERS) - 1)))

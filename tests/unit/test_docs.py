@@ -12,6 +12,7 @@ from notation import Capsys
 
 import apply_patch
 from gradloc import __main__, __version__, levels, lines
+from gradloc.judge import forms
 from gradloc.judge.identities import IDENTITIES
 from gradloc.judge.records import MOST_RECORDS
 from gradloc.judge.rules import SOURCES
@@ -110,24 +111,25 @@ def in_backticks_or_headings(text: str) -> set[str]:
     return in_backticks(text) | {name for heading in headings for name in heading.split(" and ")}
 
 
+# Texts of gradloc/judge/forms.py whose key does not begin with a residual of their identity.
+OF_LOG_PROBS = ("rollout_log_probs", "reference")
+PLACES = {
+    "nonfinite": ["finite"],
+    **dict.fromkeys(("moved", "repeated", "unrelated"), OF_LOG_PROBS),
+    **dict.fromkeys(("other", "stale_weights", "partly_stale", "adapter_scale", "rollout"), ["rollout_log_probs"]),
+    "old": ["old_log_probs"],
+}
+
+
 def closed_forms() -> dict[str, set[str]]:
     """By identity, the names that gradloc/judge/forms.py may give it."""
-    tree = ast.parse((ROOT / "gradloc/judge/forms.py").read_text())
-    functions = {each.name: each for each in tree.body if isinstance(each, ast.FunctionDef)}
-
-    def names(function: ast.FunctionDef) -> set[str]:
-        found = set()
-        for call in (each for each in ast.walk(function) if isinstance(each, ast.Call)):
-            called = call.func.id if isinstance(call.func, ast.Name) else ""
-            if called == "Form":
-                first = call.args[0]
-                values = [first.body, first.orelse] if isinstance(first, ast.IfExp) else [first]
-                found |= {value.value for value in values if isinstance(value, ast.Constant)}
-            elif called in functions:
-                found |= names(functions[called])
-        return found
-
-    return {each.name: names(functions[each.form.__name__]) - {each.name} for each in IDENTITIES}
+    found: dict[str, set[str]] = {}
+    for key, (name, *_) in forms._TEXTS.items():
+        stage = key.partition(".")[0]
+        for identity in PLACES.get(stage, [stage]):
+            if name != identity:
+                found.setdefault(identity, set()).add(name)
+    return found
 
 
 def test_the_tables_of_identities_and_of_their_names_are_those_of_the_code() -> None:
@@ -140,7 +142,7 @@ def test_the_tables_of_identities_and_of_their_names_are_those_of_the_code() -> 
         names, identities = (re.findall(r"`(\w+)`", cell) for cell in cells)
         for identity in identities:
             table.setdefault(identity, set()).update(names)
-    assert table == {identity: names for identity, names in closed_forms().items() if names}
+    assert table == closed_forms()
     assert {each.name for each in IDENTITIES}.union(*table.values()) <= in_backticks_or_headings(CAUSES)
 
 
