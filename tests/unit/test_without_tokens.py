@@ -17,7 +17,7 @@ from valid_events import valid_events
 from gradloc.judge.judgement import judged
 from gradloc.judge.sentences import MENTIONED, auxiliary_in_words
 from gradloc.judge.shares import carrying_layers
-from gradloc.judge.verdict import MOST_WITHOUT_TOKENS
+from gradloc.levels import EXPLAINS
 from gradloc.search.search import Search
 
 ROWS, PROMPT, RESPONSE, VOCABULARY, WIDTH = 4, 2, 12, 17, 8
@@ -221,8 +221,8 @@ def test_the_sentence_names_the_part_and_the_layers(given: dict[str, Any], sente
 
 
 def test_it_is_the_cause_if_it_makes_most_of_the_square() -> None:
-    assert auxiliary_in_words(event(math.sqrt(MOST_WITHOUT_TOKENS) - 0.01), math.sqrt(MOST_WITHOUT_TOKENS)) is None
-    found = verdict_on(event(math.sqrt(MOST_WITHOUT_TOKENS) + 0.01), {})
+    assert auxiliary_in_words(event(math.sqrt(EXPLAINS) - 0.01), math.sqrt(EXPLAINS)) is None
+    found = verdict_on(event(math.sqrt(EXPLAINS) + 0.01), {})
     assert found["cause"] == "auxiliary" and "`actor/grad_norm` should fall" in found["check"]
     assert found["sentence"].startswith("72% of the norm") and "in the layer a: look at" in found["sentence"]
     # Squares that are infinite tell no layer.
