@@ -58,7 +58,8 @@ def check_replayed(result: dict[str, Any], units: list[Unit], threshold: float, 
         expected = first.layer_norms.get(layer["layer"], 0.0)
         assert layer["replayed"] == pytest.approx(expected, rel=TOLERANCE)
     assert result["log_probs"]["max"] < TOLERANCE
-    assert result["sentences"][0].startswith("The spike comes back: ")
+    # Before it, only what is wrong with random tokens: some are after an end.
+    assert any(sentence.startswith("The spike comes back: ") for sentence in result["sentences"][:2])
     assert any("these are the weights of training" in sentence for sentence in result["sentences"])
 
 
