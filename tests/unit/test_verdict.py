@@ -90,7 +90,9 @@ def shares_of_a_loop(
                 apart.append(is_apart(facts["rollout_log_prob"], facts["old_log_prob"]))
     shares: dict[str, float | None] = {}
     for rule in RULES:  # what a whole response has is compared with other responses
-        of = [names for is_own, names in found if not is_own or rule.name not in ("advantage", "sequence", "misaligned")]
+        of = [
+            names for is_own, names in found if not is_own or rule.name not in ("advantage", "sequence", "misaligned")
+        ]
         shares[rule.name] = sum(rule.name in names for names in of) / len(of)
     known = [each for each in apart if each is not None]
     return {**shares, APART: sum(known) / len(known) if known else None}
@@ -221,7 +223,10 @@ def test_a_reward_that_culprits_have_and_few_others_is_said() -> None:
     spike |= {"comparison": {"ordinary": NONE}, "warnings": []}
     sentence = verdict(spike, rows)["sentence"]
     assert "2 of 3 responses with culprits have the reward 0.5, as 5% of all with an advantage" in sentence
-    many = {place: TrainedRow(row.uid, score=0.5 if i < 12 else 0.0, largest=1.0) for i, (place, row) in enumerate(rows.items())}
+    many = {
+        place: TrainedRow(row.uid, score=0.5 if i < 12 else 0.0, largest=1.0)
+        for i, (place, row) in enumerate(rows.items())
+    }
     for others in ({}, many, {place: TrainedRow(row.uid, largest=1.0) for place, row in rows.items()}):
         assert "reward" not in verdict(spike, others)["sentence"]
 
