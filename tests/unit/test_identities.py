@@ -127,13 +127,17 @@ def answers(
     begin: int = 1,
     spoil: Callable[[Update, int], Any] = lambda update, step: None,
     halves: bool = False,
+    resumes: bool = False,
 ) -> list[Any]:
-    """What a run says of each update; from `begin` on, they are spoiled."""
+    """What a run says of each update; from `begin` on, they are spoiled. It may be resumed before each."""
     run, found = Run(), []
     for step, update in enumerate(updates, 1):
         if step >= begin:
             update = copy.deepcopy(update)
             spoil(update, step)
+        if resumes and step > 1:
+            state, run = json.loads(json.dumps(run.state_dict())), Run()
+            run.load_state_dict(state)
         run.start_update(step)
         for facts in mini_batches(update, halves):
             run.take_in(facts.tolist())
@@ -211,25 +215,14 @@ def test_a_broken_identity_says_how_far_it_was_off_at_last() -> None:
 
 
 def test_a_run_is_kept_in_checkpoints_and_bounded() -> None:
-    updates = run_of(6)
-    whole = answers(updates, 3, shift_rollout)
+    for spoil in (shift_rollout, of_workers(0.65)):
+        whole, resumed = (answers(run_of(6), 3, of_rollout(spoil), resumes=resumes) for resumes in (False, True))
+        for step, (answer, expected) in enumerate(zip(resumed, whole, strict=True), 1):
+            assert names(answer) == names(expected)
+            assert answer["identities"]["rollout_log_probs"] == expected["identities"]["rollout_log_probs"]
+            noted = ["step 1 after a checkpoint was loaded" in each["sentence"] for each in answer["warnings"]]
+            assert noted == [step > 1] * len(noted)
     run = Run()
-    for step, update in enumerate(updates, 1):
-        if step >= 3:
-            update = copy.deepcopy(update)
-            shift_rollout(update, step)
-        again = Run()
-        again.load_state_dict(json.loads(json.dumps(run.state_dict())))
-        run = again if step > 1 else run
-        run.start_update(step)
-        run.take_in(own_facts([update.tokens], loss_agg_mode="token-mean").tolist())
-        run.take_in_rows(update.rows)
-        run.add_step(RATE)
-        answer, expected = run.answer(), whole[step - 1]
-        assert names(answer) == names(expected)
-        assert answer["identities"]["rollout_log_probs"] == expected["identities"]["rollout_log_probs"]
-        if step >= 3:
-            assert "This is step 1 after a checkpoint was loaded." in answer["warnings"][0]["sentence"]
     for step in range(2 * MOST_RECORDS):
         run.start_update(step)
         run.take_in([0.0] * len(NAMES))
@@ -317,10 +310,12 @@ def of_rollout(change: Callable[[Tensor, Tokens, int], Tensor]) -> Callable[[Upd
 
 
 def scored_otherwise(size: float, share: float = 1.0) -> Callable[[Tensor, Tokens, int], Tensor]:
-    return lambda values, _, step: torch.where(ROW < share * ROWS, (values + size * noise(step)).clamp(max=0), values)
+    return lambda values, _, step: torch.where(
+        ROW < share * ROWS, (values + size * noise(step)).clamp(max=-1e-4), values
+    )
 
 
-shift_rollout = of_rollout(lambda values, *_: values.roll(1, 1))
+shift_rollout = lambda values, *_: values.roll(1, 1)  # noqa: E731
 garbage = of_rollout(lambda values, _, step: -noise(step).abs())
 
 
@@ -395,7 +390,7 @@ LOG_PROBS = (
     (of_column("log_prob", lambda values, *_: values.masked_fill(ROW == 3, math.nan)), 3, "nonfinite", "`log_probs`"),
     (of_column("old_log_prob", scored_otherwise(0.2)), 1, "old_log_probs", "0."),
     (of_column("old_log_prob", lambda values, *_: values.flip(0)), 3, "misaligned", "other rows"),
-    *((shift_rollout, begin, "misaligned", "1 position") for begin in (1, 3)),
+    *((of_rollout(shift_rollout), begin, "misaligned", "1 position") for begin in (1, 3)),
     (of_rollout(lambda values, *_: values.roll(-2, 1)), 3, "misaligned", "2 positions"),
     (of_rollout(lambda values, *_: torch.where(ROW % 3 == 0, values.roll(1, 1), values)), 3, "misaligned", "% of the"),
     (of_rollout(lambda values, *_: values.flip(0)), 3, "misaligned", "no relation"),

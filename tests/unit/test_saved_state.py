@@ -16,22 +16,16 @@ from small_bundles import small_model
 
 from gradloc import GradLoc, GradLocConfig, LayerClip, LayerClipConfig, TokenClip, TokenClipConfig, guarded
 from gradloc.adapters.watch import FORM, STATE_FILE, Watch, read_state, write_state
-from gradloc.metrics import RunWarnings
+from gradloc.judge.identities import BY_NAME
+from gradloc.metrics import RunFacts
 
 LAYER = {"warmup": [], "count": 30, "mean": 1.5, "deviation": 0.25, "floor": 0.125}
 WARMING_UP = {"warmup": [1.0, 2.0], "count": 2, "mean": 0.0, "deviation": 0.0, "floor": 0.0}
 SIGNAL = {"recent": [1.0, 2.0], "count": 21, "average": 1.5}
-RUN_CHECKS = {"rates": 0.5, "last_rates": 0.25, "last_rate": 0.25, "largest_rate": 0.125}
-RUN_CHECKS |= {"readings": [[math.nan, 3], [0.25, None]], "stride": 2}
-RUN_CHECKS |= {"since_reading": 1, "times": {"stale_reference": 2}, "updates": 3, "last_gap": 0.25, "least": math.inf}
-RUN_CHECKS |= {"first_gap": 0.03, "misaligned_since": None, "last_tilt": 0.25}
-RUN_CHECKS |= {"one_side": 0.75, "split": (0.5, 3), "split_at_first": True, "lags": [[1.0, 0.5], [0.5, 0.375]]}
-RUN_CHECKS |= {"steps": [0.125, 0.25], "distance": 0.125}
-RUN_CHECKS |= {"said": ("stale_reference", {"name": "stale_weights", "sentence": "Old.", "check": "Compare."}, 0.25, 1)}
-RUN_CHECKS |= {"unsampled_before": 3.0, "sizes": [0.5, 0.25, 0.5]}
-RUN_CHECKS |= {"spreads": [0.5, 0.75], "scale": (3, 7.5), "weights": {"layers.0": 2.5}}
-RUN_CHECKS |= {"written": None, "gradients": {"layers.0": 0.75}, "gradient_updates": 4}
-RUN_CHECKS |= {"carrying": ("layers.0", 3, 2), "share_before": 0.25}
+RECORD = {"step": 3, "rate": 0.25, "is_first": False, "readings": {"gradient.less": 512.0}}
+RECORD |= {"times": {"gradient.less": 128.0}, "streaks": {}}
+RECORD["streaks"] = {name: {"score": 3.5 * (name == "gradient"), "since": 3, "quiet": 0} for name in BY_NAME}
+RUN_CHECKS = {"version": 1, "records": [{**RECORD, "step": None, "is_first": True}, RECORD]}
 
 MODEL = small_model()
 
@@ -91,7 +85,7 @@ def test_a_file_that_cannot_be_read_costs_a_warm_up_and_one_sentence(
     assert message.startswith(f"{path} cannot be read ({reason}")
     assert message.endswith("): all warm-ups start over") and "\n" not in message
     assert [watch.gradloc.state_dict()["token_norms"], watch.layer_clip.state_dict()["norm"]["count"]] == [[], 0]
-    assert watch.gradloc._warnings.steps_since_resume == 0
+    assert watch.gradloc._facts.steps_since_resume == 0
 
 
 BOUNDARIES = {name: SIGNAL for name in PARTS["token_clip"].boundaries}
@@ -145,30 +139,56 @@ def without_clock(state: dict[str, Any]) -> dict[str, Any]:
     return {**state, "search_time": {**time, "run": round(time["run"], -2)}}
 
 
+def records(**changes: Any) -> dict[str, Any]:
+    return {**RUN_CHECKS, "records": [RECORD, {**RECORD, **changes}]}
+
+
 @cases(
     "state",
     "text",
-    {"rates": math.nan},
-    {"rates": "0.5"},
-    {**RUN_CHECKS, "unsampled_before": "3"},
-    ids=["no dict", "nan", "another type", "found later"],
+    {},
+    {"version": 2, "records": []},
+    {"version": 1, "records": 3},
+    {"version": 1, "records": [{"step": 3}]},
+    records(unheard=1.0),
+    records(rate="much"),
+    records(readings={"gradient.less": None}),
+    records(streaks={"gradient": {"score": 4.5}}),
+    ids=lambda state: str(state)[-40:],
 )
 def test_run_checks_start_over_once_where_their_state_is_odd(state: Any, caplog: Caplog) -> None:
-    checks = RunWarnings(lambda: 0.25)
+    checks = RunFacts(lambda: 0.25)
     checks.load_state_dict(state)
     for _ in range(3):
         checks.start_update(None)
         checks.add_step()
-    assert caplog.text.count("run checks start over") == len(caplog.records) == 1
-    assert checks.warnings() == [] and checks.state_dict()["updates"] < 3
-    assert checks._checks.progress.since_resume is not None
+    assert caplog.text.count("the checks of the run start over") == len(caplog.records) == 1
+    answer = checks.answer()
+    assert answer is not None and answer["warnings"] == [] and checks.state_dict()["records"] == []
     checks.load_state_dict(RUN_CHECKS)
-    for fails in ("run checks start over", "nothing checks the run from here on"):
+    assert len(checks.state_dict()["records"]) == 2
+    for fails in ("the checks of the run start over", "nothing checks the run from here on"):
         caplog.clear()
-        checks._checks.add_step = Mock(side_effect=ZeroDivisionError("a bug of the judge"))
+        checks._run.add_step = Mock(side_effect=ZeroDivisionError("a bug of the judge"))
         checks.add_step()
         assert fails in caplog.text
-    assert checks.warnings() is None and checks.state_dict() is None
+    assert checks.answer() is None and checks.state_dict() is None
+
+
+@cases(
+    "changes",
+    {"readings": {"gradient.less": math.inf, "rollout.gap": math.nan}, "times": {"gradient.less": math.inf}},
+    {"streaks": {name: {"score": math.nan, "since": 4, "quiet": 0} for name in (*BY_NAME, "unheard")}},
+    {"rate": math.nan},
+    {"step": -5},
+)
+def test_odd_numbers_in_a_state_are_no_error(changes: dict[str, Any], caplog: Caplog) -> None:
+    checks = RunFacts(lambda: 0.25)
+    checks.load_state_dict(records(**changes))
+    checks.start_update(4)
+    checks.add_step()
+    answer = checks.answer()
+    assert answer is not None and not caplog.records, caplog.text
 
 
 def test_what_is_saved_is_what_is_read(tmp_path: Path) -> None:
