@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -17,7 +18,7 @@ from notation import cases
 from torch import Tensor
 from verl.trainer.ppo import core_algos
 
-from gradloc.adapters.update_evidence import TrainedData
+from gradloc.adapters.update_evidence import TrainedData, UpdateEvidence
 from gradloc.facts import NAMES, TrainedRow
 from gradloc.judge.identities import BY_NAME, Broken, Held, Unchecked, check, measured
 from gradloc.judge.readings import count_pairs
@@ -769,6 +770,18 @@ def test_prompts_of_one_uid_and_copies_are_told(wrong: str, responses: str, grou
     assert (found["responses"], found["groups"]) == (responses, groups)
     # What a policy is sure of is no copy.
     assert of_the_rows(sampled(certainty=20.0, nested=nested))["responses"] == ""
+
+
+def test_rows_of_an_updates_mini_batches_are_compared_together_and_once(tmp_path: Path) -> None:
+    data, asked = columns(torch.rand(ROWS)), []
+    parts = [TrainedData({name: column[i : i + 8] for name, column in data.items()}) for i in (0, 8)]
+    evidence = UpdateEvidence(str(tmp_path), None, 1)
+    for step, (counted, of) in enumerate(((parts[:1], "actor"), (parts, "actor"), (parts, "critic"))):
+        for part in counted:
+            evidence.add([], part)
+            evidence.take_in_rows(part)
+        evidence.write(step, {f"{of}/gradloc/token_norm_max": 1.0}, lambda rows: asked.append(len(rows)))
+    assert asked == [8, 16]  # a critic's rows are the actor's
 
 
 def test_pairs_are_those_that_a_comparison_of_each_gives() -> None:

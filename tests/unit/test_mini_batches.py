@@ -83,22 +83,6 @@ def test_a_unit_over_its_threshold_is_not_explained_by_another() -> None:
     assert event["explained"] is False
 
 
-def test_a_verdict_learns_whether_the_run_is_otherwise_as_usual() -> None:
-    """A natural spike is rare, and of few tokens."""
-    usual = usual_norm()
-    loop = build_loop(grad_norm_threshold=2 * usual)
-    spike, said = with_outlier(100.0), []
-    for advantages in (spike, *[ORDINARY] * 6, spike, [5.0 * each for each in ORDINARY], spike):
-        loop.step(*advantages)
-        said += [event["comparison"]["unusual"] for event in loop.gradloc.events]
-    assert [why and why.split(",")[0] for why in said] == [
-        "too little of the run is known to call this a natural spike",
-        None,
-        "the other micro-batches are louder than before",
-        "other mini-batches shortly before had spikes",
-    ]
-
-
 @pytest.mark.parametrize("action", ["log", "skip"])
 @pytest.mark.parametrize("where", ["the search", "the event"])
 def test_a_spike_without_an_event_still_counts(monkeypatch: Patch, caplog: Caplog, action: str, where: str) -> None:
