@@ -44,9 +44,9 @@ LOSS = (
 )
 # Σ w·A·(log-prob now − old), and Σ |…|, of tokens that a later PPO epoch sees again.
 GAINED = ("gained", "gained_size")
-# Whether verl's bypass mode is on, and parts of mini-batches. The sum of weights, over what its mode promises, and
-# whether it does.
-OTHERS = ("bypass", "mini_batches", "weights", "promised")
+# Whether verl's bypass mode is on, and parts of mini-batches. The sum of weights, the part of the responses that have a
+# token, and whether the mode promises a sum.
+OTHERS = ("bypass", "mini_batches", "weights", "filled", "promised")
 
 NAMES: tuple[str, ...] = (
     *("responses", *(f"broken {name}" for name in BROKEN)),

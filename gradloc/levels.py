@@ -32,7 +32,7 @@ SLOPE = 0.1
 FACTOR = 0.05
 # Pairs of responses to a prompt in which the better one has the lower advantage: rewards that are normalized one by one
 # (GDPO) may contradict their sum.
-CONTRADICTING = 0.075
+CONTRADICTING = 0.1
 # (1 + c)/(1 − c) of the cosine c between a step and the gradient: −0.2 to −0.7 with Adam.
 UPHILL = 0.5
 # How far weights move in a step, root mean square, in learning rates: about 1 with Adam.

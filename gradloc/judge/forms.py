@@ -480,7 +480,10 @@ def _stale(now: Readings) -> Form | None:
     way, far = now.get("rollout.way", 0.0), now["rollout.far"]
     # What was there before any optimizer step has not come with steps; nor has what training's own columns show.
     is_late = now.get("rollout.first_gap", 0.0) < LEVEL * SAME and not now.get("policy_jumped")
-    if not is_late or now.get("rollout.way_explains", 0.0) < EXPLAINS or -EXPLAINS / 2 < way < FACTOR:
+    # Of part of the responses, most of those that are far are nearer to the reference.
+    is_part = now.get("rollout.nearer", 0.0) > max(EXPLAINS * far, LEVEL * SHARE)
+    is_whole = now.get("rollout.way_explains", 0.0) > EXPLAINS and not -EXPLAINS / 2 < way < FACTOR
+    if not is_late or not (is_part or is_whole):
         return None
     if way > 0:
         return _form("adapter_scale", now, part=1 + way, column="rollout")
@@ -516,7 +519,7 @@ def loss(now: Readings, residual: str) -> Form:
     without = now.get("loss.without_explained", 0.0)
     if without > max(explained, 1 - SAME) and abs(now["loss.without"] - 1) < FACTOR:
         return _form("loss.without", now)
-    if explained > 1 - SAME:
+    if explained > 1 - SAME and abs(factor - 1) > FACTOR:
         return _form("loss.sign" if factor < 0 else "loss.factor", now, factor=factor)
     return _form("loss.opposite" if now["loss.opposite"] > EXPLAINS * now["loss.unfit"] else "loss", now)
 

@@ -130,7 +130,7 @@ def _wide(pair: str, least: float, records: Records, power: int = 1) -> float:
     if pair == "rollout":
         apart = _late_gap(records)
     else:
-        healthy = [each for each in records[:-1] if not each.streaks["reference"].score]
+        healthy = [each for each in records[:-1] if not each.streaks.get("reference", Streak()).score]
         apart = healthy[-1].readings.get("reference.gap", 0.0) if healthy else 0.0
     return least * max(apart / FAR_NATS, 1.0) ** power
 
@@ -208,6 +208,7 @@ IDENTITIES = (
             Residual("rollout.one_sided", ONE_SIDED, partial(_if_apart, "rollout.one_sided")),
             Residual("rollout.slope", partial(_wide, "rollout", SLOPE)),
             Residual("rollout.nearer", _nearer),
+            Residual("rollout.ahead", FACTOR),
             Residual("rollout.copied", TOKENS, partial(_at_once, "rollout.copied")),
         ),
         _needs("rollout.gap", why="no rollout log-probs: set actor_rollout_ref.rollout.calculate_log_probs=True"),
@@ -262,8 +263,8 @@ IDENTITIES = (
         "the reference is the policy before its first step, and stays that",
         (
             Residual("reference.gap", SAME, _reference_gap),
-            Residual("reference.shift", partial(_wide, "reference", SHIFT)),
-            Residual("reference.moved", partial(_wide, "reference", SHARE)),
+            Residual("reference.shift", partial(_wide, "reference", 2 * SHIFT)),
+            Residual("reference.moved", partial(_wide, "reference", _HALF)),
             Residual("reference.same", _HALF, _follows),
         ),
         _needs("reference.gap", why="no reference log-probs (use_kl_loss=True with kl_loss_coef=0 has them)"),
@@ -275,7 +276,7 @@ IDENTITIES = (
         (
             Residual("loss.factor", FACTOR, partial(_off, "loss.factor")),
             Residual("loss.unfit", SHARE),
-            Residual("loss.weights", FACTOR, partial(_off, "loss.weights")),
+            Residual("loss.weights", FACTOR, lambda readings: readings.get("loss.weights_off")),
             Residual("loss.kl_factor", FACTOR, _kl),
             Residual("loss.clipped_wrong", _HALF),
             Residual("loss.against", _HALF),
@@ -369,6 +370,7 @@ def _check(identity: Identity, records: Records) -> Held | Broken | Unchecked:
         missing = identity.needs(records)
         return Unchecked(missing) if missing or not known else Held(max(known))
     # The last update in which it was off.
-    at = next(each for each in reversed(records) if any(each.times.get(name, 0.0) >= LEVEL for name in names))
+    off = (each for each in reversed(records) if any(each.times.get(name, 0.0) >= LEVEL for name in names))
+    at = next(off, now)
     residual = max(names, key=lambda name: at.times.get(name, 0.0))
     return Broken(at.times[residual], residual, streak.since, identity.form(at.readings, residual))

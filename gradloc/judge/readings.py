@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..facts import SHIFTS, TrainedRow
-from ..levels import FACTOR, LEAST_NATS, LEVEL, MOVE, SAME, SHARE
+from ..levels import EXPLAINS, FACTOR, LEAST_NATS, LEVEL, MOST, MOVE, SAME, SHARE
 from .records import Readings
 
 # A response is repeated if the policy would have sampled it again with this log-prob, or less.
@@ -124,10 +124,12 @@ def _way(of: Mapping[str, float], n: float) -> Readings:
     gg, dd = of["g*g"], of["d*d"]
     if gg <= 0 or dd <= 0:
         return {}
+    way, explains = of["d*g"] / gg, of["d*g"] ** 2 / gg / dd
     return {
+        "ahead": way if explains > EXPLAINS and way > 0 else 0.0,  # which no rollout that is late can be
         "copied": float(of["distance"] == 0),
-        "way": of["d*g"] / gg,
-        "way_explains": of["d*g"] ** 2 / gg / dd,
+        "way": way,
+        "way_explains": explains,
         "nearer": of["nearer"] / max(of["rows"], 1.0),
     }
 
@@ -149,6 +151,9 @@ def _loss(sums: Mapping[str, float]) -> Readings:
     found: Readings = {}
     if sums["promised"]:
         found["loss.weights"] = sums["weights"] / sums["promised"]
+        # Whether a mean counts responses, or micro-batches, without a token is the trainer's choice.
+        least = sums["filled"] / sums["promised"]
+        found["loss.weights_off"] = max(found["loss.weights"] - 1, 1 - found["loss.weights"] / least, 0.0)
     if of["clipped"]:
         found["loss.clipped_wrong"] = 1 - of["clipped_right"] / of["clipped"]
     if of["corrected"]:
@@ -256,7 +261,10 @@ def of_rows(rows: Sequence[TrainedRow]) -> Readings:
         found |= _of_groups([each for each in groups.values() if len(each) > 1], count)
     moving = [row for row in rows if row.advantage is not None and row.padding]
     if moving:
-        found["advantages.cut"] = sum(0 < row.unmoved == row.padding for row in moving) / len(moving)
+        cut = sum(0 < row.unmoved == row.padding for row in moving)
+        # Where credit begins later for other reasons, some rows have as much padding by chance.
+        most = cut > MOST * sum(row.unmoved > 0 for row in moving)
+        found["advantages.cut"] = cut / len(moving) if most else 0.0
     return found
 
 
@@ -334,6 +342,9 @@ def _mixed(groups: Mapping[str, Sequence[TrainedRow]], prompts: Mapping[int, int
     States of an agent's environment are prompts that a uid may have several of, but not as many rows of each as of any
     other, which is how a dataset's prompts are repeated.
     """
+    sessions = [(uid, row.session_id) for uid, each in groups.items() for row in each if row.session_id is not None]
+    if len(set(sessions)) < len(sessions):  # rows are steps of a trajectory
+        return None
     mixed = sum(len(each) for each in groups.values() if len({row.prompt for row in each}) > 1)
     sizes = set(prompts.values())
     return mixed if not mixed or (len(sizes) == 1 and min(sizes) > 1) else None

@@ -6,7 +6,6 @@ Columns are put together over the micro-batches and compared at once: few operat
 (tests/unit/test_facts.py counts both). Tensors are of shape (rows, response length). Nothing here waits for the device.
 """
 
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -36,8 +35,8 @@ _READ = (
 )
 _POSITIONS = 2**16  # of a part: about 20 MB
 _ROUNDING = 1e-5  # nats by which the same weights differ in float32
-# Of a token after the end, the part of the rollout's probability that training has at most.
-_OTHER_TOKEN = math.log(1e-3)
+# How much less likely training finds a token after the end than the rollout, if that did not sample it.
+_OTHER_TOKEN = 3 * UNSAMPLED_NATS
 
 
 def own_facts(
@@ -110,12 +109,12 @@ def _of_part(columns: Tokens, has: Collection[str], epoch: int, is_first: bool, 
     # verl's bypass mode takes the rollout's log-probs for the old ones.
     bypassed = mask[0, 0] & False
     if {"old_log_prob", "rollout_log_prob"} <= set(has):
-        bypassed = ~(mask & (old != columns["rollout_log_prob"])).any()
+        bypassed = ~(mask & (old != columns["rollout_log_prob"])).any() & (is_first or earlier)
     found = [torch.cat([mask.unsqueeze(0), broken]).any(2).sum(1)]
     if epoch == 0:
         policy = torch.where(bypassed, now, old) if "old_log_prob" in has else now
         # A rollout's log-probs are compared with those of the weights that it had.
-        told = sound & (~bypassed | (is_first or not earlier))
+        told = sound & (~bypassed | is_first)
         found += [_of_pairs(columns, has, policy, told & ~broken[4], told, bypassed, is_first)]
         found += [_sampled(columns, has, policy, mask), _nothing(2, mask)]
     else:
@@ -214,7 +213,7 @@ def _sampled(columns: Tokens, has: Collection[str], policy: Tensor, mask: Tensor
     after = after & (is_zero | (policy < rollout + _OTHER_TOKEN))
     remaining = mask.flip(1).cumsum(1).flip(1)
     is_trained = remaining[:, :1] > 0
-    logged = is_trained & ~is_zero
+    logged = is_trained & ~is_zero & (rollout - rollout == 0)
     lost = (logged & (remaining == 0)).any(1, keepdim=True)
     tokens = torch.stack([trained, unlogged & ~after, after, logged, logged & mask]).sum((1, 2))
     return torch.cat([tokens, torch.cat([is_trained, lost], 1).sum(0)])
@@ -279,14 +278,14 @@ def _importance(columns: Tokens, mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _of_weights(micro_batches: Sequence[Tokens], has: Collection[str], mode: str | None) -> Tensor:
-    """The sum of weights, over the part of the mini-batch whose micro-batches have a token; and whether it is known."""
+    """The sum of weights, the part of the responses that have a token, and whether the sum is known."""
     if mode not in MODES:
-        return _nothing(2, micro_batches[0]["weight"])
+        return _nothing(3, micro_batches[0]["weight"])
     sums = []
     for tokens in micro_batches:
         mask = tokens["response_mask"]
         weight = tokens["weight"] * (tokens["policy_loss_mask"] if "policy_loss_mask" in has else mask)
-        sums += [(weight.amax(1) if mode == MODES[-1] else weight).sum(), mask.any() * len(mask)]
+        sums += [(weight.amax(1) if mode == MODES[-1] else weight).sum(), mask.any(1).sum()]
     of_weights, filled = torch.stack(sums).double().view(-1, 2).sum(0)
     rows = sum(len(tokens["weight"]) for tokens in micro_batches)
-    return torch.stack([of_weights * rows / filled.clamp(min=1), filled > 0])
+    return torch.stack([of_weights, filled / rows, filled > 0])

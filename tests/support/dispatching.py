@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Operations(TorchDispatchMode):
-    """Counts operations, views as well, and the bytes of the storages that they have made and that are alive."""
+    """Counts operations, but for views, which launch nothing; and the bytes of the storages made that are alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -17,7 +17,7 @@ class Operations(TorchDispatchMode):
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        self.count += 1
+        self.count += not any(of.alias_info and not of.alias_info.is_write for of in func._schema.returns)
         given = {each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
         result = func(*args, **(kwargs or {}))
         self._alive = {key: each for key, each in self._alive.items() if not each[0].expired()}

@@ -475,19 +475,14 @@ def of_workers(share: float) -> Callable[[Tensor, Tokens, int], Tensor]:
     return lambda values, tokens, _: torch.where(ROW < share * ROWS, tokens["ref_log_prob"] + 1e-3 * values, values)
 
 
-UNSEEN = pytest.mark.xfail(strict=True, reason="taken for a late rollout, and growing with the usual")
-MINORITY = pytest.mark.xfail(strict=True, reason="the part of all differences that is explained is the share")
-
-
 @cases(
     "change name said",
     (of_workers(1.0), "stale_weights", "100% of the policy's way"),
     (of_workers(0.65), "partly_stale", "of several workers"),
-    pytest.param(of_workers(0.25), "partly_stale", "workers", marks=MINORITY),
-    pytest.param(
+    (of_workers(0.25), "partly_stale", "workers"),
+    (
         lambda values, tokens, _: values + 0.9 * (tokens["log_prob"] - tokens["ref_log_prob"]),
         *("adapter_scale", "1.9 times as far"),
-        marks=UNSEEN,
     ),
     # What is there from the first step on has not come with steps.
     (lambda values, _, step: (values + 0.5 * noise(5)).clamp(max=0), "rollout_log_probs", "differently"),
@@ -497,7 +492,6 @@ def test_weights_on_the_way_from_the_reference_are_told(change: Any, name: str, 
     assert names(found[-1])[:1] == [name] and said in found[-1]["warnings"][0]["claim"]
 
 
-@pytest.mark.xfail(strict=True, reason="the rollout is not asked")
 def test_a_policy_that_is_destroyed_is_no_fault_of_the_reference() -> None:
     """Its log-probs lose all relation to the reference's in one update, and the rollout has them, too."""
 
@@ -619,19 +613,15 @@ def test_what_is_wrong_with_a_loss_is_named(wrong: dict[str, Any], name: str, fa
     assert factor is None or found["factor"] == pytest.approx(factor, abs=0.02)
 
 
-@pytest.mark.xfail(strict=True, reason="is called a factor of 1")
 def test_few_tokens_that_are_off_are_no_factor_of_the_loss() -> None:
     found = of_the_loss(loss_of(off=0.0, of_advantage=lambda a: a * (1 + 0.2 * (torch.arange(20) % 10 == 3))))
     assert found["name"] == "loss"
 
 
-WHOLE = pytest.mark.xfail(strict=True, reason="the sum of weights is taken over filled micro-batches alone")
-
-
 @cases(
     "mode of_all",
     *((mode, False) for mode in MODES),
-    *(pytest.param(mode, True, marks=WHOLE) for mode in MODES),
+    *((mode, True) for mode in MODES),
 )
 def test_responses_that_are_filtered_out_are_no_scale(mode: str, of_all: bool) -> None:
     """Nor micro-batches without any; means are of a micro-batch, or of all, where responses without a token count."""
@@ -686,13 +676,10 @@ def test_advantages_follow_rewards_unless_moved_or_turned(estimator: str, kind: 
         assert of_the_rows(data | {"advantages": -data["advantages"]})["advantages"] == "advantage_order"
         moved = columns(rewards[torch.randperm(ROWS)], estimator, seed)["advantages"]
         told += of_the_rows(data | {"advantages": moved})["advantages"] != ""
-    assert told >= 5  # by chance, few pairs contradict each other in an update
+    assert told >= 4  # by chance, few pairs contradict each other in an update
 
 
-CHANCE = pytest.mark.xfail(strict=True, reason="3 of 13 have as much padding by chance")
-
-
-@cases("seed", *range(7), pytest.param(7, marks=CHANCE))
+@cases("seed", *range(8))
 def test_credit_by_turn_is_healthy_and_advantages_at_the_other_end_are_not(seed: int) -> None:
     data = columns((torch.rand(ROWS, generator=torch.Generator().manual_seed(seed)) < 0.4).float(), seed=seed)
     by_turn = data["advantages"].clone()
@@ -717,7 +704,6 @@ def test_the_states_of_agents_are_not_mixed(seed: int) -> None:
     assert of_the_rows(agents(seed))["groups"] is None
 
 
-@pytest.mark.xfail(strict=True, reason="sessions are not looked at")
 def test_states_of_which_there_are_as_many_as_of_prompts_are_not_mixed() -> None:
     """verl's trainer says which rows are one trajectory's."""
     assert not of_the_rows(agents(0, sessions=True))["groups"]
