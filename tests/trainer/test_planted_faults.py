@@ -32,7 +32,7 @@ THRESHOLDS = {
 # step it is off. A rollout may be late by three steps.
 WARNINGS = {
     **dict.fromkeys(("never_synced", "adapter"), ("rollout_log_probs", "stale_weights", 6)),
-    "one_worker": ("rollout_log_probs", "rollout_log_probs", 6),
+    "one_worker": ("rollout_log_probs", "partly_stale", 6),
     "temperature": ("rollout_log_probs", "other_log_probs", 1),
     "loss_scale": ("loss", "loss_scale", 1),
     "one_seed": ("responses", "repeated_responses", 1),
