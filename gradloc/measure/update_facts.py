@@ -62,10 +62,12 @@ def own_facts(
         Tensor: float64 of shape (len(NAMES),).
     """
     has = frozenset(name for name in _READ if all(name in tokens for tokens in micro_batches))
+    # A smaller part of a coefficient may be rounded off.
+    rounding = 8 * torch.finfo(micro_batches[0]["coefficient"].dtype).eps if "coefficient" in has else 0.0
     of_parts = []
     for part in _parts(micro_batches):
         columns = dict(zip(_READ, torch.stack(_joined(part, has)), strict=True))
-        of_parts.append(_of_part(columns, has, epoch, is_first, scale, earlier_bypassed))
+        of_parts.append(_of_part(columns, has, epoch, is_first, (scale, rounding), earlier_bypassed))
     found = of_parts[0] if len(of_parts) == 1 else torch.stack(of_parts).sum(0)
     return torch.cat([found, _of_weights(micro_batches, has, loss_agg_mode)])
 
@@ -99,7 +101,7 @@ def _joined(micro_batches: Sequence[Tokens], has: Collection[str]) -> list[Tenso
     return [found.get(name, missing) for name in _READ]
 
 
-def _of_part(columns: Tokens, has: Collection[str], epoch: int, is_first: bool, scale: Any, earlier: bool) -> Tensor:
+def _of_part(columns: Tokens, has: Collection[str], epoch: int, is_first: bool, loss: Any, earlier: bool) -> Tensor:
     """The sums of some rows, but for those of `_of_weights`: float64."""
     mask = columns["response_mask"] != 0
     values = torch.stack([columns[name] for name in BROKEN])
@@ -119,7 +121,7 @@ def _of_part(columns: Tokens, has: Collection[str], epoch: int, is_first: bool, 
         found += [_sampled(columns, has, policy, mask), _nothing(2, mask)]
     else:
         found += [_nothing(len(PAIRS) * OF_PAIR + len(SAMPLED), mask), _gained(columns, has, sound)]
-    found += [_of_loss(columns, has, mask, scale), torch.stack([bypassed, torch.ones_like(bypassed)])]
+    found += [_of_loss(columns, has, mask, *loss), torch.stack([bypassed, torch.ones_like(bypassed)])]
     return torch.cat(found)
 
 
@@ -230,7 +232,7 @@ def _gained(columns: Tokens, has: Collection[str], sound: Tensor) -> Tensor:
     return torch.stack([gained, gained.abs()]).sum((1, 2), dtype=torch.float64)
 
 
-def _of_loss(columns: Tokens, has: Collection[str], mask: Tensor, scale: float | Tensor) -> Tensor:
+def _of_loss(columns: Tokens, has: Collection[str], mask: Tensor, scale: float | Tensor, rounding: float) -> Tensor:
     """`LOSS`: whether coefficients are −w·A·ratio beside the KL loss's, where all losses of policy gradients agree."""
     if not {"coefficient", "advantage"} <= set(has):
         return _nothing(len(LOSS), mask)
@@ -258,11 +260,12 @@ def _of_loss(columns: Tokens, has: Collection[str], mask: Tensor, scale: float |
     sums = planes.sum(0)
     near = near & (coefficient != 0) & (sums - sums == 0)
     planes.masked_fill_(~near, 0.0)
+    planes[2].mul_(planes[2].abs() > rounding * planes[1].abs())
     flat = planes.flatten(1)
     expected, kl, rest = planes[1], planes[2], planes[0] - planes[2]
     told = expected != 0
     # What the KL loss's part is rounded to does not count.
-    unfit = told & ((rest - expected).abs() > FACTOR * expected.abs() + LEAST_NATS * kl.abs())
+    unfit = told & ((rest - expected).abs() > (FACTOR + rounding) * expected.abs() + LEAST_NATS * kl.abs())
     counts = torch.stack([told, unfit, unfit & (rest * expected < 0), clipped, right, corrected, along])
     return torch.cat([(flat @ flat.T).flatten().double(), counts.sum((1, 2))])
 

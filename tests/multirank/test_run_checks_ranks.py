@@ -99,7 +99,8 @@ def facts_of_run(case: Case, size: int = 1) -> tuple[dict[str, float], list[floa
     )
     facts = actors[0].gradloc._facts
     sums = dict(zip(NAMES, facts._sums.tolist(), strict=True))
-    return sums, facts._moved.tolist(), facts._layers, run.identities
+    *layers, moved = facts._layers
+    return sums, moved, layers, run.identities
 
 
 @cases(
@@ -124,7 +125,8 @@ def test_what_is_known_of_the_layers_is_the_same_however_they_are_sharded(
         assert {name: states[name] for name in ("loss", "gradient", "weights")} == dict.fromkeys(
             ("loss", "gradient", "weights"), "held"
         )
-        numbers = [*moved, *(norm for norm, _ in layers[0].values()), *layers[1].values(), *layers[2].values()]
+        assert moved[3] == 0 and all(changed > 0 for *_, changed in layers[0].values())
+        numbers = [*moved, *(norm for norm, *_ in layers[0].values()), *layers[1].values(), *layers[2].values()]
         found.append([[*layers[0]], *([sums[name] for name in NAMES], numbers)])
     for names, sums, numbers in found[1:]:
         assert names == found[0][0]
