@@ -159,13 +159,14 @@ def _of_pairs(
     length = count[:, -1:]
     torch.div((2 * count - length - 1) * mask, length.clamp(min=1), out=place)
     if "ref_log_prob" in has:
-        moved = (policy - reference).clamp_(LEAST_LOG_PROB, -LEAST_LOG_PROB)
+        moved = policy.clamp(min=LEAST_LOG_PROB) - reference.clamp(min=LEAST_LOG_PROB)  # as d
         g[: len(policy)] = moved.masked_fill_(~mask[: len(policy)], 0.0)
         torch.abs(d + g, out=distance)
     totals, products = planes.sum(2).double(), torch.bmm(planes, planes.transpose(1, 2)).double()
     unsure = mask & (of_b < -LEAST_NATS)
-    repeated = pad((a.diff() == 0) & (of_b.diff().abs() > FAR_NATS), (1, 0))
-    flags = [mask, d > LEAST_NATS, d < -LEAST_NATS, zero, unsure, unsure & (size < _ROUNDING), repeated]
+    told = a > LEAST_LOG_PROB  # all smaller ones are the same here
+    repeated = told & pad((a.diff() == 0) & (of_b.diff().abs() > FAR_NATS), (1, 0))
+    flags = [mask, d > LEAST_NATS, d < -LEAST_NATS, zero, unsure, unsure & told & (size < _ROUNDING), repeated]
     flags_of_rows = torch.stack(flags, 1).sum(2)
     centred = planes[:, :2] - (totals[:, :2] / length.clamp(min=1)).float().unsqueeze(2)
     torch.mul(centred, mask.unsqueeze(1), out=centred)

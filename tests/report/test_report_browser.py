@@ -417,7 +417,7 @@ def test_steps_and_clipped_tokens_without_a_spike_have_a_page(page: Page, tmp_pa
     page.open(build(tmp_path, [clip(step, tokens) for step in (1, 9)]))
     assert page.one("h1").text == "No gradient spike" and "128 backward signals" in page.one("#lead").text
     shown = [section.get_attribute("id") for section in page.all("section") if section.is_displayed()]
-    assert shown == ["identities-section", "run", "clips"]
+    assert shown == ["states", "run", "clips"]
     assert all(page.one(f"#{chart}").size["height"] > 50 for chart in ("level", "clips-chart"))
     page.wait(lambda: page.driver.execute_script(TOO_WIDE) == 0)
     page.one("#clips-rows-more button").send_keys(Keys.ENTER)

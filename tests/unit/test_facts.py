@@ -207,19 +207,19 @@ def loop_over_pair(
             before = (0.0, 0.0)
             continue
         a, b = max(t[of_a], LEAST_LOG_PROB), max(t[of_b], LEAST_LOG_PROB)
-        found.add(f"{pair} repeated", i > 0 and a == before[0] and abs(b - before[1]) > FAR_NATS)
+        found.add(f"{pair} repeated", i > 0 and LEAST_LOG_PROB < a == before[0] and abs(b - before[1]) > FAR_NATS)
         before, values = (a, b), dict.fromkeys(COLUMNS_OF_PAIR, 0.0)
         values |= {"d": a - b, "b": b, "size": abs(a - b)}
         if with_reference:
-            values["g"] = max(min(t["policy"] - t["ref_log_prob"], -LEAST_LOG_PROB), LEAST_LOG_PROB)
+            values["g"] = max(t["policy"], LEAST_LOG_PROB) - max(t["ref_log_prob"], LEAST_LOG_PROB)
             values["distance"] = abs(a - b + values["g"])
         known.append((i, values))
     n = len(known)
-    for number, (_, values) in enumerate(known):
+    for number, (i, values) in enumerate(known):
         values["place"] = (2 * number - n + 1) / n
         flags = {"tokens": True, "over": values["d"] > LEAST_NATS, "under": values["d"] < -LEAST_NATS}
         flags["unsure"] = values["b"] < -LEAST_NATS
-        flags["same"] = flags["unsure"] and values["size"] < 1e-5
+        flags["same"] = flags["unsure"] and row[i][of_a] > LEAST_LOG_PROB and values["size"] < 1e-5
         products = {f"{x}*{y}": values[x] * values[y] for x in values for y in values}
         for name, value in {**values, **products, **flags}.items():
             found.add(f"{pair} {name}", value)
