@@ -15,8 +15,9 @@ SHIFTS = (-3, -2, -1, 1, 2, 3)  # by which a[t] is compared with b[t + k]
 # in the response from −1 to 1 ("place"), g, |r|, and the products of each two. Only the rollout's has g and r.
 COLUMNS_OF_PAIR = ("d", "b", "size", "place", "g", "distance")
 _PRODUCTS = tuple(f"{one}*{other}" for one in COLUMNS_OF_PAIR for other in COLUMNS_OF_PAIR)
-# Numbers of tokens: all; d over LEAST_NATS, and under it; an exact 0 for a that b contradicts; those whose b is under
-# LEAST_NATS, and of these those whose a is b; those with the a of the token before, while b is another.
+# Numbers of tokens: all; d over LEAST_NATS, and under −LEAST_NATS; an exact 0 for a that b contradicts; those whose b
+# is under −LEAST_NATS, and of these those whose a is b; those with the a of the token before, while b is another. The
+# last two leave out each a that is at or under LEAST_LOG_PROB.
 FLAGS_OF_PAIR = ("tokens", "over", "under", "zero", "unsure", "same", "repeated")
 # Of responses: their number; those far apart, their tokens, and |d|; those nearer to the reference; those whose
 # correlation is known, those without any; a², ab and b² about their means; those moved by each shift; and
