@@ -41,36 +41,30 @@ class Form:
 
 _ROWS = (
     "Print `responses`, `response_mask`, `rollout_log_probs`, `old_log_probs` and `ref_log_prob` of one row side by "
-    "side, "
-    "and compare columns and neighbours."
+    "side, and compare columns and neighbours."
 )
 _MASK = (
     "Compare `response_mask` in the batch, row by row, with the token ids that the rollout returned: it should be 1 "
-    "for "
-    "these alone, the end token included."
+    "for these alone, the end token included."
 )
 _UIDS = (
-    "Print `uid`, the decoded prompt, the sum of `token_level_rewards` and the advantage of each row, in the order "
-    "of `uid`: "
-    "rows with one `uid` are of one prompt, the highest reward has the highest advantage, and they are on both sides "
-    "of 0."
+    "Print `uid`, the decoded prompt, the sum of `token_level_rewards` and the advantage of each row, in the order of "
+    "`uid`: rows with one `uid` are of one prompt, the highest reward has the highest advantage, and they are on both "
+    "sides of 0."
 )
 _TOKENS = (
     "Print the policy loss of each token of one row, before the mean, its advantage, ratio and importance weight: "
-    "where the "
-    "ratio is 1, it is −advantage times that weight."
+    "where the ratio is 1, it is −advantage times that weight."
 )
 _SCALE = (
     "Take one step with another number of ranks, and one with another number of micro-batches: `actor/grad_norm` "
-    "should "
-    "stay about the same."
+    "should stay about the same."
 )
 _PASSES = "On one rank, compare a parameter's `grad` after each backward pass with that before the optimizer step."
 _STEPS = "Compare a parameter and its `grad` before `optimizer.step()`, after it, and before the next forward pass."
 _ENGINES = (
-    "Compute the log-probs of one response with the weights that the server has and with training's, on the same "
-    "ids: if "
-    "they agree, the weights are not the cause."
+    "Compute the log-probs of one response with the weights that the server has and with training's, on the same ids: "
+    "if they agree, the weights are not the cause."
 )
 _REFERENCE = "Print a checksum of one weight in the actor and in the reference, before the first step and after it."
 _GATHER = "Look at where log-probs are gathered, sliced, padded or put in order."
@@ -106,8 +100,7 @@ _TEXTS: Mapping[str, tuple[str, str, str, str]] = {
         "unsampled",
         "{sampled.unlogged:.0f} of {sampled.trained:.0f} trained tokens have no log-prob of the rollout (exactly 0)",
         "Set response_mask to 0 for tokens that were added later (EOS tokens, templates, tool output, padding); if "
-        "these "
-        "were sampled, their log-probs were lost.",
+        "these were sampled, their log-probs were lost.",
         _MASK,
     ),
     "sampled.zero": (
@@ -139,8 +132,7 @@ _TEXTS: Mapping[str, tuple[str, str, str, str]] = {
     "advantages.contradicting": (
         "advantage_order",
         "Advantages do not follow the rewards: in {advantages.contradicting:.0%} of the pairs to one prompt, that of "
-        "the "
-        "better response is lower",
+        "the better response is lower",
         "Look for rows that are moved between rewards and advantages (a sort, a filter, a gather), and at signs.",
         _UIDS,
     ),
@@ -171,27 +163,23 @@ _TEXTS: Mapping[str, tuple[str, str, str, str]] = {
     "advantages.spread": (
         "advantages",
         "A prompt's advantages are {advantages.spread:.3g} times as far apart as its rewards, divided by their "
-        "deviation, "
-        "can make them",
+        "deviation, can make them",
         "Look at divisions by a deviation that is 0 but for rounding.",
         _UIDS,
     ),
     "old.rows": (
         "misaligned",
         "In {old.unrelated:.0%} of the responses, old log-probs have no relation to those of the update's own "
-        "forward: they "
-        "are of other rows",
+        "forward: they are of other rows",
         "Look at how rows are ordered, balanced and put back.",
         _ROWS,
     ),
     "old": (
         "old_log_probs",
         "Old log-probs differ from those of the update's first forward by {old.gap:.2g} nats in the mean, with the "
-        "same "
-        "weights{how}",
+        "same weights{how}",
         "Look for dropout (the model in training mode), another temperature, attention mask or precision, or "
-        "log-probs of an "
-        "earlier step.",
+        "log-probs of an earlier step.",
         "Compute the old log-probs twice: if they differ, the forward is random; if not, compare what both calls get.",
     ),
     "moved": (
@@ -217,8 +205,7 @@ _TEXTS: Mapping[str, tuple[str, str, str, str]] = {
         "Rollout log-probs {how}",
         "Let both be of the same temperature and vocabulary, in nats, from before or after the same top-p and top-k.",
         "`gradloc replay BUNDLE` looks for the temperature that fits; or score one response with the server at "
-        "temperature 1, "
-        "without top-p.",
+        "temperature 1, without top-p.",
     ),
     "stale_weights": (
         "stale_weights",
@@ -293,8 +280,7 @@ _TEXTS: Mapping[str, tuple[str, str, str, str]] = {
     "loss.clipped_wrong": (
         "loss",
         "{loss.clipped_wrong:.0%} of the clipped tokens are clipped on the wrong side: their ratio is low where the "
-        "advantage "
-        "is positive, or high where it is negative",
+        "advantage is positive, or high where it is negative",
         "Look at min and max in the clipped loss.",
         _TOKENS,
     ),
@@ -344,8 +330,7 @@ _TEXTS: Mapping[str, tuple[str, str, str, str]] = {
         "gradient",
         "The optimizer's gradient is up to {gradient.factor:.3g} times the sum of the passes', in some layers",
         "Look for a backward that runs twice, hooks that multiply, a gradient that was not zeroed, or a sum where a "
-        "mean over "
-        "ranks should be.",
+        "mean over ranks should be.",
         _PASSES,
     ),
     "weights.still": (
@@ -371,8 +356,7 @@ _TEXTS: Mapping[str, tuple[str, str, str, str]] = {
         "weights",
         "Weights changed by {weights.apart:.3g} times what an optimizer step should change",
         "Look at the optimizer (its state after a resume, its precision, weight decay), and at what else writes "
-        "weights: a "
-        "loaded checkpoint, offloading, a merged adapter, a faulty device.",
+        "weights: a loaded checkpoint, offloading, a merged adapter, a faulty device.",
         _STEPS,
     ),
 }
@@ -497,8 +481,7 @@ def _where(now: Readings) -> str:
     if now["rollout.far"] < MOST and far > LEVEL * near:
         return (
             f": by {far:.2g} in {percent(now['rollout.far'])} of the responses and by {near:.2g} in the others (look "
-            "at "
-            "what these have in common, as a worker, or a kind of prompt)"
+            "at what these have in common, as a worker, or a kind of prompt)"
         )
     return ", ever more the later a token is" if now["rollout.later"] > EXPLAINS / 2 else ""
 

@@ -83,12 +83,10 @@ RULES = (
         "It is in or after a turn with which the mismatch to the rollout begins: up to one of the turn's first three "
         "tokens log-probs agree, and most of those that follow differ by more than 1 nat, or are NaN.",
         "Train on the token ids that the rollout sampled: do not decode a turn and encode it again, and check the "
-        "tokens "
-        "that the chat template puts between turns.",
+        "tokens that the chat template puts between turns.",
         "The mismatch between training and rollout begins at a turn boundary",
         "Compare `responses` in the batch, in the culprit's `row` from `mismatch_start` on, with the token ids that "
-        "the "
-        "rollout returned: they should be equal.",
+        "the rollout returned: they should be equal.",
     ),
     Rule(
         "misaligned",
@@ -101,9 +99,8 @@ RULES = (
         "rollout.",
         "Log-probs of whole responses are far from training's",
         "Compare `rollout_log_prob`, `old_log_prob` and `ref_log_prob` of the culprit's row, token by token: `shift` "
-        "in "
-        "spikes.jsonl says by how many positions they fit. `gradloc replay BUNDLE` compares them with those of saved "
-        "weights.",
+        "in spikes.jsonl says by how many positions they fit. `gradloc replay BUNDLE` compares them with those of "
+        "saved weights.",
     ),
     Rule(
         "token",
@@ -129,8 +126,7 @@ RULES = (
         "tokens with outlying advantages",
         "Its advantage is over 2.5 times the median of the other responses' (of those that are not zero).",
         "Look at the rewards of its group: clip outliers, and do not divide by the standard deviation, which gives "
-        "nearly "
-        "equal rewards and groups with a single right or wrong response more weight.",
+        "nearly equal rewards and groups with a single right or wrong response more weight.",
     ),
     Rule(
         "weight",
@@ -138,8 +134,7 @@ RULES = (
         "tokens with outlying weights in the loss",
         "Its weight in the loss is over 5 times the median of the mini-batch.",
         "Filter out very short responses, and fill micro-batches evenly: a mean over a sequence, or over the tokens "
-        "of a "
-        "micro-batch, gives few tokens large weights. With loss_agg_mode=token-mean, only the second does.",
+        "of a micro-batch, gives few tokens large weights. With loss_agg_mode=token-mean, only the second does.",
     ),
     Rule(
         "kl",

@@ -25,8 +25,7 @@ CHECK_UNKNOWN = (
 CHECK_UNSEARCHED = "`gradloc replay BUNDLE --search` finds the tokens, with the weights that this step had."
 _AUXILIARY = (
     ": look at the coefficient and the scale of the auxiliary loss (load balancing, z-loss, MTP or draft heads), and "
-    "at "
-    "what its gradient is multiplied by."
+    "at what its gradient is multiplied by."
 )
 _CHECK_AUXILIARY = (
     "Take one step from the same checkpoint with the coefficient of the auxiliary loss at 0: `actor/grad_norm` should "
