@@ -237,7 +237,7 @@ def of_rows(rows: Sequence[TrainedRow]) -> Readings:
     if not rows:
         return {}
     count = len(rows)
-    found = {"rows": float(count), "responses.repeated": _repeated(rows) / count}
+    found = {"responses.repeated": _repeated(rows) / count}
     groups: defaultdict[str, list[TrainedRow]] = defaultdict(list)
     for row in rows:
         groups[row.uid].append(row)
@@ -257,7 +257,7 @@ def of_rows(rows: Sequence[TrainedRow]) -> Readings:
     if all(row.is_one for row in rows) and rewards:
         pairs, contradicting = count_pairs(rows)
         if pairs:
-            found["advantages.pairs"], found["advantages.contradicting"] = float(pairs), contradicting / pairs
+            found["advantages.contradicting"] = contradicting / pairs
         found |= _of_groups([each for each in groups.values() if len(each) > 1], count)
     moving = [row for row in rows if row.advantage is not None and row.padding]
     if moving:
