@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from .candidates import Found, TokenSet
 
 # A reading of a code's digit may differ from a whole digit by this much.
@@ -53,14 +55,13 @@ class Code:
 
     def __init__(self, token_set: TokenSet, norm: float, largest_base: int) -> None:
         self.norms: dict[TokenSet, float] = {}  # those measured so far, by probe
-        self._token_set, self._norm, n = token_set, norm, len(token_set.candidates)
+        self._token_set, self._norm, n = token_set, norm, len(token_set.places)
         digits = math.ceil(math.log(n, largest_base) - 1e-9)
         self._base = base = math.ceil(n ** (1 / digits) - 1e-9)
-        factors = [math.sqrt(digit / (base - 1)) for digit in range(base)]
+        factors, numbers = torch.tensor([math.sqrt(digit / (base - 1)) for digit in range(base)]), torch.arange(n)
         # One for each digit, the last digit first.
         self.probes = [
-            TokenSet(token_set.of, token_set.candidates, [factors[number // base**digit % base] for number in range(n)])
-            for digit in range(digits)
+            TokenSet(token_set.of, token_set.places, factors[numbers // base**digit % base]) for digit in range(digits)
         ]
 
     @property
@@ -76,8 +77,8 @@ class Code:
             if not 0 <= value < self._base or abs(reading - value) > _READING_ERROR:
                 return None
             number += value * self._base**digit
-        candidates = self._token_set.candidates
-        return candidates[number] if number < len(candidates) else None
+        places = self._token_set.places
+        return int(places[number]) if number < len(places) else None
 
 
 @dataclass(eq=False)
@@ -184,7 +185,7 @@ class Bisection:
         if found:
             self._vain_readings = 0
         self._pointless = 0 if found or any(pointed) else self._pointless + 1
-        if self._pointless > patience(len(self._root.candidates), count):
+        if self._pointless > patience(len(self._root.places), count):
             self._leave()
 
     def _record(self, subset: TokenSet, norm: float) -> bool:
@@ -209,12 +210,12 @@ class Bisection:
             return False
         tokens = self.tokens
         square = max(subset.square, subset.expected * tokens.square)
-        least = tokens.tau * math.sqrt(tokens.square_of[[*subset.candidates]].min())
+        least = tokens.tau * math.sqrt(tokens.square_of[subset.places].min())
         return norm > max(least, _UNUSUAL * self._ordinary * math.sqrt(square))
 
     def _code(self, node: _Node, count: int, passes_left: float) -> Code | None:
         """A code for a node's tokens; None if the budget is too small or suspicion already points at a few tokens."""
-        size = len(node.subset.candidates)
+        size = len(node.subset.places)
         if self._vain_readings >= _READINGS or node.unusual or not math.isfinite(node.norm) or size < 2:
             return None
         # The largest base in which ordinary tokens do not hide a culprit's digits.
@@ -227,7 +228,7 @@ class Bisection:
             return None
         if len(code.probes) < count:
             return code
-        most = self.tokens.prior_of[[*node.subset.candidates]].topk(min(count, size)).values.tolist()
+        most = self.tokens.prior_of[node.subset.places].topk(min(count, size)).values.tolist()
         return None if math.fsum(most) > _CONCENTRATED * node.subset.expected else code
 
     def _split(self, node: _Node, *subsets: TokenSet) -> None:
@@ -276,7 +277,7 @@ class Bisection:
 
     def _leave(self) -> None:
         """Gives up all open subsets, except for the likeliest tokens."""
-        likeliest = self.tokens.likeliest(range(len(self.tokens.square_of)))[:SAMPLE].tolist()
+        likeliest = self.tokens.likeliest(torch.arange(len(self.tokens.square_of)))[:SAMPLE].tolist()
         sample = set(likeliest).difference(self.tokens.alone)
         for node in self._nodes:
             node.code = None
@@ -296,7 +297,7 @@ class Bisection:
         # By density, for a depth-first search: among many culprits of similar size, the subset with the most energy
         # would always be a wide one.
         density = self._expected_energy(subset) / subset.square
-        return self._open[subset].unusual, -density, subset.candidates[0]
+        return self._open[subset].unusual, -density, int(subset.places[0])
 
     def _expected_energy(self, subset: TokenSet) -> float:
         node = self._open[subset]

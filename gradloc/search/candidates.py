@@ -31,27 +31,31 @@ class TokenSet:
     """
 
     of: "Candidates"
-    candidates: tuple[int, ...]  # ascending
-    factors: list[float] | None = None  # those of the candidates' gradients, in a probe that reads a digit of a code
+    places: Tensor  # the candidates, ascending, int64
+    factors: Tensor | None = None  # those of the candidates' gradients, in a probe that reads a digit of a code
 
     @property
     def group(self) -> GroupName:
         return self.of.name
 
     @property
+    def candidates(self) -> tuple[int, ...]:
+        return tuple(self.places.tolist())
+
+    @property
     def is_single(self) -> bool:
         """Whether it is one token alone; a code has several."""
-        return len(self.candidates) == 1
+        return len(self.places) == 1
 
     @cached_property
     def square(self) -> float:
         """Σ w_t²."""
-        return math.fsum(self.of.square_of[[*self.candidates]].tolist())
+        return math.fsum(self.of.square_of[self.places].tolist())
 
     @cached_property
     def expected(self) -> float:
         """The fraction of the group's energy expected from these candidates."""
-        return math.fsum(self.of.prior_of[[*self.candidates]].tolist())
+        return math.fsum(self.of.prior_of[self.places].tolist())
 
     @property
     def threshold(self) -> float:
@@ -115,30 +119,29 @@ class Candidates:
         even = (1 - trust * self._total) / self.square
         return trust * self._energies + even * self.square_of
 
-    def likeliest(self, candidates: Sequence[int]) -> Tensor:
+    def likeliest(self, places: Tensor) -> Tensor:
         """Some candidates, given in ascending order; those expected to be furthest over τ first. int64."""
-        found = torch.tensor(candidates)
-        density = self.prior_of[found] / self.square_of[found]
-        return found[density.sort(descending=True, stable=True).indices]
+        density = self.prior_of[places] / self.square_of[places]
+        return places[density.sort(descending=True, stable=True).indices]
 
     def token_set(self, candidates: Iterable[int]) -> TokenSet:
-        return TokenSet(self, tuple(sorted(candidates)))
+        return TokenSet(self, torch.tensor(sorted(candidates), dtype=torch.int64))
 
     def without(self, removed: Collection[int]) -> TokenSet:
         """All candidates but these."""
         kept = torch.ones(len(self.square_of), dtype=torch.bool)
         kept[[*removed]] = False
-        return TokenSet(self, tuple(kept.nonzero().flatten().tolist()))
+        return TokenSet(self, kept.nonzero().flatten())
 
     def halves(self, token_set: TokenSet) -> tuple[TokenSet, ...]:
         """Two halves, with about half of the prior each, likelier tokens first; a single token is returned as it is."""
         if token_set.is_single:
             return (token_set,)
-        ranked = self.likeliest(token_set.candidates)
+        ranked = self.likeliest(token_set.places)
         *sums, whole = accumulate(self.prior_of[ranked].tolist())
         distance = (torch.tensor(sums, dtype=torch.float64) - whole / 2).abs()
         cut = 1 + int((distance == distance.min()).nonzero()[0])
-        return self.token_set(ranked[:cut].tolist()), self.token_set(ranked[cut:].tolist())
+        return TokenSet(self, ranked[:cut].sort().values), TokenSet(self, ranked[cut:].sort().values)
 
     def is_over_alone(self, candidate: int, norm: float) -> bool:
         """Whether a norm is over the threshold of a single candidate."""

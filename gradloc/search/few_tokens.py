@@ -106,7 +106,7 @@ class FewTokens:
         # How many tokens that were expected to explain the spike were not over τ, since the last one that was.
         self._misled = 0
         self._vain = 0  # how many passes in a row have found no token over τ and no rest under its threshold
-        self._likeliest = estimate(tokens, self._rests).order
+        self._likeliest = estimate(tokens, self._rests).order[: max(self._few, SAMPLE)]
         self._bisection: Bisection | None = None
         self._passes_left = math.inf  # how many more passes it may take; infinite unless curtailed
 
@@ -192,7 +192,7 @@ class FewTokens:
             self._bisection.add_measurements(measured, count)
         most_removed = max(self._most, len(self.tokens.over))
         for probe, norm in measured:
-            removed = self._size - len(probe.candidates)
+            removed = self._size - len(probe.places)
             if probe.factors is None and removed <= most_removed:
                 self._add_rest(frozenset(range(self._size)).difference(probe.candidates), norm)
         singles = {probe.candidates[0] for probe, _ in measured if probe.is_single}

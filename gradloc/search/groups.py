@@ -64,18 +64,18 @@ class Groups:
         return [((rank, group[1]), row, position) for rank, row, position in places]
 
     def subsets(
-        self, group: GroupName, candidates: Sequence[int] = (), factors: Sequence[float] | None = None
+        self, group: GroupName, candidates: Tensor | None = None, factors: Tensor | None = None
     ) -> dict[int, TokenSubset]:
         """What the ranks compute for some candidates, each with a factor for its gradient (1 by default).
 
         Without any, it is the whole micro-batches of the group, without any token.
         """
-        places = self.candidates[group][list(candidates)] if candidates else torch.zeros((0, 3), dtype=torch.int64)
-        values = torch.ones(len(candidates), dtype=torch.bool) if factors is None else torch.tensor(factors)
+        places = self.candidates[group][[] if candidates is None else candidates]
+        values = torch.ones(len(places), dtype=torch.bool) if factors is None else factors
         found: dict[int, TokenSubset] = {}
         for name in self.members[group]:
             mine = places[:, 0] == name[0]
-            if mine.any() or not candidates:
+            if mine.any() or not len(places):
                 keep = torch.zeros(self.micro_batches[name].tokens["response_mask"].shape, dtype=values.dtype)
                 keep[places[mine, 1], places[mine, 2]] = values[mine]
                 found |= self.part(name, keep)

@@ -226,10 +226,10 @@ class _Investigation:
 
     def _part(self, token_set: TokenSet, norm: float | None = None) -> Part:
         rank, micro_batch = token_set.group
-        return Part(rank, micro_batch, len(token_set.candidates), token_set.threshold, norm)
+        return Part(rank, micro_batch, len(token_set.places), token_set.threshold, norm)
 
     def _diffuse(self, token_set: TokenSet, norm: float) -> Part:
-        places = self._groups.candidates[token_set.group][[*token_set.candidates], :2]
+        places = self._groups.candidates[token_set.group][token_set.places, :2]
         index, micro_batches = token_set.group[1], self._groups.micro_batches
         responses = {(rank, row) for rank, row in places.tolist()}
         ranks = {rank for rank, _ in responses}
@@ -294,9 +294,7 @@ class _Investigation:
         return partial(self._measure, probes) if probes else None
 
     def _measure(self, probes: Sequence[TokenSet]) -> None:
-        squares = self._groups.measure(
-            [partial(self._groups.subsets, p.group, p.candidates, p.factors) for p in probes]
-        )
+        squares = self._groups.measure([partial(self._groups.subsets, p.group, p.places, p.factors) for p in probes])
         for probe, norms in zip(probes, squares.sqrt().tolist(), strict=True):
             if probe.is_single:
                 self._record_alone(self._groups.tokens_of(probe.group, *probe.candidates)[0], norms)
@@ -357,5 +355,5 @@ class _Investigation:
                 return
             whole = partial(self._groups.part, name, uncut(self._groups.micro_batches[name].tokens))
             (squares,) = self._groups.measure([whole])
-            layer_norms = dict(zip(self._meter.layers, squares.sqrt().tolist(), strict=True))
-            self.figures[name] = replace(self.figures[name], norm=float(squares.sum().sqrt()), layer_norms=layer_norms)
+            measured = {"norm": float(squares.sum().sqrt()), "layers": self._meter.layers, "by_layer": squares.sqrt()}
+            self.figures[name] = replace(self.figures[name], **measured)

@@ -153,7 +153,7 @@ class Search:
     @property
     def open_sets(self) -> list[TokenSet]:
         """The token sets over their thresholds whose search has not ended."""
-        waiting = [token_set for group in self._open for token_set in group.first if token_set.candidates]
+        waiting = [token_set for group in self._open for token_set in group.first if len(token_set.places)]
         return waiting + [token_set for group in self._open for token_set in group.found.open_sets]
 
     @property

@@ -237,7 +237,7 @@ def test_halves_have_about_half_of_the_prior_each(equal: bool) -> None:
     for n in (2, 3, 4, 7, 100):
         suspicion = torch.ones(n) if equal else torch.rand(n, generator=torch.Generator().manual_seed(n)) ** 4
         tokens = Candidates("a", THRESHOLD, suspicion, torch.ones(n))
-        ranked = tokens.likeliest(range(n)).tolist()
+        ranked = tokens.likeliest(torch.arange(n)).tolist()
         sums = list(accumulate(tokens.prior_of[ranked].tolist()))
         cut = 1 + min(range(n - 1), key=lambda i: abs(sums[i] - sums[-1] / 2))
         first, second = tokens.halves(tokens.without([]))

@@ -30,8 +30,8 @@ class Tokens:
         # What the norm is of all that has one of these tokens.
         self.broken: dict[int, float] = {}
 
-    def norm(self, tokens: list[int], factors: list[float] | None = None) -> float:
-        scaled = self.weights[tokens] * torch.tensor(factors or [1.0] * len(tokens), dtype=torch.float64)
+    def norm(self, tokens: list[int], factors: torch.Tensor | None = None) -> float:
+        scaled = self.weights[tokens] * (torch.ones(len(tokens)) if factors is None else factors).double()
         found = float((self.gradients[tokens] * scaled[:, None]).sum(0).norm())
         return next((bad for token, bad in self.broken.items() if token in tokens), found)
 
@@ -53,7 +53,8 @@ def run(search: Search, tokens: dict[Any, Tokens], probes_a_pass: int, most: int
     """Runs the search to its end, which has to come after `most` passes at the latest; returns passes and probes."""
     passes = probes = 0
     while found := search.next_probes(probes_a_pass):
-        distinct = {(probe.group, tuple(probe.candidates), tuple(probe.factors or ())) for probe in found}
+        factors = [None if probe.factors is None else tuple(probe.factors.tolist()) for probe in found]
+        distinct = {(probe.group, probe.candidates, of) for probe, of in zip(found, factors, strict=True)}
         assert len(distinct) == len(found) <= probes_a_pass and passes < most
         assert all(probe.candidates or tokens[probe.group].broken for probe in found)
         passes += 1
