@@ -87,7 +87,8 @@ class Loop:
             if gradloc is not None:
                 ids = self.ids[index][:, sizes.prompt :].to(self.device)
                 noted = {"log_prob": log_prob, "weight": weight, "response_mask": mask, "token_id": ids}
-                noted |= {"advantage": advantage, "old_log_prob": log_prob}
+                noted |= {"advantage": advantage}
+                noted |= {f"{kind}_log_prob": log_prob for kind in ("old", "ref", "rollout")}
                 gradloc.observe(partial(dict, noted), {"coefficient": (log_prob, unchanged)})
             loss.backward()
             if gradloc is not None:
