@@ -41,25 +41,27 @@ def own_figures(micro_batches: Sequence[Mapping[str, Tensor]]) -> Tensor:
             rollout (−Inf without data); how many response tokens are misaligned with the rollout, of how many; how many
             tokens are unlikely, of how many.
     """
-    device = micro_batches[0]["weight"].device
-    maxima = torch.full((2,), -math.inf, dtype=torch.float64, device=device)
-    counts = torch.zeros(4, dtype=torch.float64, device=device)
-    for tokens in micro_batches:
-        mask = tokens["response_mask"].bool()
-        counted = mask & (tokens["weight"] != 0)
-        log_prob = tokens["log_prob"].double()
-        if "old_log_prob" in tokens:
-            log_ratio = log_prob - tokens["old_log_prob"].double()
-            maxima[0] = torch.maximum(maxima[0], _largest(log_ratio, counted))
-        if "rollout_log_prob" in tokens:
-            difference = (log_prob - tokens["rollout_log_prob"].double()).abs()
-            maxima[1] = torch.maximum(maxima[1], _largest(difference, counted))
-            off = off_the_rollout(tokens["log_prob"] - tokens["rollout_log_prob"])
-            counts[:2] += torch.stack([(mask & off).sum(), mask.sum()])
-        # NaN counts as unlikely.
-        unlikely = counted & ~(log_prob >= math.log(UNLIKELY))
-        counts[2:] += torch.stack([unlikely.sum(), counted.sum()])
-    return torch.cat([maxima, counts])
+    names = ("response_mask", "weight", "log_prob", "old_log_prob", "rollout_log_prob")
+    # All together, for few operations.
+    of = {
+        name: torch.cat([tokens[name].flatten() for tokens in micro_batches])
+        for name in names
+        if all(name in tokens for tokens in micro_batches)
+    }
+    mask = of["response_mask"].bool()
+    counted = mask & (of["weight"] != 0)
+    log_prob = of["log_prob"]
+    # NaN counts as unlikely.
+    counts = [mask & False, mask, counted & ~(log_prob >= math.log(UNLIKELY)), counted]
+    ratio = rollout_ratio = log_prob.new_full((), -math.inf, dtype=torch.float64)
+    if "old_log_prob" in of:
+        ratio = _largest(log_prob.double() - of["old_log_prob"].double(), counted)
+    if "rollout_log_prob" in of:
+        rollout_ratio = _largest((log_prob.double() - of["rollout_log_prob"].double()).abs(), counted)
+        counts[0] = mask & off_the_rollout(log_prob - of["rollout_log_prob"])
+    else:
+        counts[1] = counts[0]
+    return torch.cat([torch.stack([ratio, rollout_ratio]), torch.stack(counts).sum(1).double()])
 
 
 class UpdateMetrics:
