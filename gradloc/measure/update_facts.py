@@ -35,6 +35,8 @@ _READ = (
 )
 _POSITIONS = 2**16  # of a part: about 20 MB
 _ROUNDING = 1e-5  # nats by which the same weights differ in float32
+# A log-ratio that dual clip, with verl's clip_ratio_c of 3, leaves.
+_DUAL_CLIP_NATS = 1.0
 # How much less likely training finds a token after the end than the rollout, if that did not sample it.
 _OTHER_TOKEN = 3 * UNSAMPLED_NATS
 
@@ -246,9 +248,9 @@ def _of_loss(columns: Tokens, has: Collection[str], mask: Tensor, scale: float |
         log_ratio = torch.where(mask, columns["log_prob"] - columns["old_log_prob"], 0.0)
         # Some losses take the ratio of the whole response.
         of_row = log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True)
-        clipped = (
-            near & (coefficient == 0) & (unweighted != 0) & (log_ratio * of_row > 0) & (log_ratio.abs() > FAR_NATS)
-        )
+        # Dual clip takes larger ratios on either side.
+        is_told = (log_ratio * of_row > 0) & (log_ratio.abs() > FAR_NATS) & (log_ratio <= _DUAL_CLIP_NATS)
+        clipped = near & (coefficient == 0) & (unweighted != 0) & is_told
         right = clipped & (log_ratio * unweighted < 0)
         near = near & (torch.maximum(log_ratio.abs(), of_row.abs()) <= NEAR_NATS)
         unweighted = unweighted * log_ratio.exp()

@@ -307,7 +307,7 @@ def loop_over_loss(found: Sums, inside: list[Any], has: set[str], scale: float, 
             continue
         c, k, z = t["coefficient"] / scale, t.get("kl_coefficient", 0.0), -t["weight"] * t["advantage"]
         if has_old:
-            clipped = c == 0 and z != 0 and log_ratio * of_row > 0 and abs(log_ratio) > FAR_NATS
+            clipped = c == 0 and z != 0 and log_ratio * of_row > 0 and FAR_NATS < abs(log_ratio) and log_ratio <= 1
             found.add("loss clipped", clipped)
             found.add("loss clipped_right", clipped and log_ratio * z < 0)
             if not (abs(log_ratio) <= NEAR_NATS and abs(of_row) <= NEAR_NATS):
