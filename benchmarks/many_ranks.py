@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a search costs the host on many ranks, while all GPUs wait.
 
-One process runs what each of W ranks runs, the search of a spike; there are no other ranks and no network:
+One process runs what each of W ranks runs, the search of a spike and its event; there are no other ranks and no
+network:
 
 - Simulated: what other ranks send (pickled here, and unpickled in time), and the norms that a pass measures. A token's
   gradient has a random direction; the time of the passes themselves is not in the figures.
@@ -11,8 +12,9 @@ One process runs what each of W ranks runs, the search of a spike; there are no 
 - `spike`: one micro-batch is over its threshold, by three tokens that suspicion does not point at.
 
 Seconds of one core's time: before the first pass, from the exchange of the micro-batches' norms on; of a pass, the
-median and the largest of those between one pass and the next; and from the last pass to the findings. At most --passes
-are made.
+median and the largest of those between one pass and the next; and from the last pass to the event. At most --passes
+are made. *Received* is what the collective calls bring to a rank, each object padded to the longest where torch pads;
+*memory* how much more the process had at most; *line* the event without texts, as in spikes.jsonl.
 
     PYTHONPATH=. build/venv/bin/python benchmarks/many_ranks.py
 """
@@ -21,10 +23,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import pickle
+import resource
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,11 +38,13 @@ import torch
 from torch import Tensor, nn
 
 from gradloc import GradLocConfig
+from gradloc.evidence.event import Done, build_event
+from gradloc.evidence.writer import jsonable
 from gradloc.fsdp import collectives
+from gradloc.lines import Where
 from gradloc.measure.micro_batch import MicroBatch, MicroBatchName
-from gradloc.measure.mini_batch import MiniBatch
+from gradloc.measure.mini_batch import MiniBatch, OrdinaryGradient
 from gradloc.measure.passes import LocalMeter, MakeProbe, Passes, WatchedModel
-from gradloc.search.findings import Findings
 from gradloc.search.investigation import TimeLimit, investigate
 
 Record = dict[str, Any]
@@ -64,33 +71,28 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_arguments()
-    torch.set_num_threads(1)
     records = []
-    print("| W | event | s before the first pass | s a pass (largest) | s after the last | passes | culprits |")
-    print("|---|---|---|---|---|---|---|")
+    print("| W | event | s before the first pass | s a pass (largest) | s after the last | passes | culprits ", end="")
+    print("| MB received | MB memory | kB line |\n|---|---|---|---|---|---|---|---|---|---|")
     for ranks in args.ranks:
         for kind in args.kinds:
-            records.append(record := {"ranks": ranks, "kind": kind} | search_seconds(ranks, kind, args.passes))
+            # A process each, for its memory.
+            with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+                cost = pool.submit(cost_of_search, ranks, kind, args.passes).result()
+            records.append(record := {"ranks": ranks, "kind": kind} | cost)
             between = record["between"] or [0.0]
             seconds = f"{statistics.median(between):.2f} ({max(between):.2f}) | {record['after']:.2f}"
-            found = f"{record['passes']} | {record['culprits']}"
+            found = f"{record['passes']} | {record['culprits']} | {record['received'] / 1e6:.1f}"
+            found += f" | {record['memory'] / 1e6:.0f} | {record['line'] / 1e3:.0f}"
             print(f"| {ranks:,} | {kind} | {record['before']:.2f} | {seconds} | {found} |", flush=True)
     if args.json:
         args.json.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
-def search_seconds(ranks: int, kind: str, passes: int) -> Record:
-    """One search: the host's seconds before, between and after its passes, and what it found."""
-    meter, findings, begun, ended = search(ranks, kind, passes)
-    times = [begun, *meter.times, ended]
-    before, *between, after = [stop - start for start, stop in zip(times[::2], times[1::2], strict=True)]
-    found = {"passes": findings.passes, "culprits": len(findings.culprits), "diagnosis": findings.diagnosis}
-    return {"before": before, "between": between, "after": after, **found}
-
-
-def search(ranks: int, kind: str, passes: int) -> tuple[SimulatedMeter, Findings, float, float]:
-    """Runs rank 0's part of a search; returns when it began and ended, too."""
-    with simulated_collectives(ranks):
+def cost_of_search(ranks: int, kind: str, passes: int) -> Record:
+    """Rank 0's part of a search and its event: the host's seconds before, between and after its passes, and bytes."""
+    torch.set_num_threads(1)
+    with Simulation(ranks) as simulation:
         model = WatchedModel(nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(LAYERS)), _no_forward, CPU)
         of_most = micro_batches(5 * THRESHOLD if kind == "collapse" else 1.0)
         of_one = micro_batches(1.0, CULPRITS) if kind == "spike" else of_most
@@ -101,25 +103,73 @@ def search(ranks: int, kind: str, passes: int) -> tuple[SimulatedMeter, Findings
         model.meter.close()
         model.meter = meter = SimulatedMeter(model.module, of_rank)
         mini_batch = MiniBatch(model, of_rank(0), 1.0, global_norm=1.0)
-        own_figures = [MiniBatch(model, of_rank(rank), 1.0)._own_figures() for rank in range(3)]
-        sent = [pickle.dumps((each, None)) for each in own_figures]
-        of_others = [sent[min(rank, 2)] for rank in range(1, ranks)]
+        mini_batch.gather("unit", torch.zeros(0, dtype=torch.float64))
+        simulation.figures = [MiniBatch(model, of_rank(rank), 1.0)._own_figures() for rank in range(SPIKE[0] + 1)]
         config = GradLocConfig(grad_norm_threshold=THRESHOLD, bisect_budget_steps=passes)
-        with mock.patch.object(collectives, "gather_objects", lambda own: [own, *map(pickle.loads, of_others)]):
-            begun = time.process_time()
-            findings = investigate(mini_batch, THRESHOLD, config, 1.0, TimeLimit(3600.0))
-            return meter, findings, begun, time.process_time()
-
-
-def simulated_collectives(ranks: int) -> Any:
-    """As if this were rank 0 of so many, all of which have the same."""
-    return mock.patch.multiple(
-        collectives,
-        world_size=lambda: ranks,
-        rank=lambda: 0,
-        gather=lambda values: values.expand(ranks, *values.shape),
-        broadcast=lambda make, sender: make(),
+        simulation.received, had = 0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        begun = time.process_time()
+        findings = investigate(mini_batch, THRESHOLD, config, 1.0, TimeLimit(3600.0))
+        where: Where = {"global_step": 1, "epoch": 0, "mini_batch": 0}
+        event = build_event(mini_batch, findings, OrdinaryGradient(), where, "log", Done(False), time.perf_counter())
+        ended = time.process_time()
+    memory = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - had)
+    before, *between, after = (
+        stop - start for start, stop in zip([begun, *meter.times[1::2]], [*meter.times[::2], ended], strict=True)
     )
+    cost = {"before": before, "between": between, "after": after, "received": simulation.received, "memory": memory}
+    found = {"passes": findings.passes, "culprits": len(findings.culprits), "diagnosis": findings.diagnosis}
+    return {**cost, **found, "line": len(json.dumps(jsonable(event)))}
+
+
+class Simulation:
+    """As if this were rank 0 of so many, all of which have the same; counts the bytes that it would receive."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks, self.received = ranks, 0
+        self.figures: list[Tensor] = []  # those of the first ranks' micro-batches
+        self._patch = mock.patch.multiple(
+            collectives,
+            world_size=lambda: ranks,
+            rank=lambda: 0,
+            gather=self._gather,
+            gather_of_first=self._gather_of_first,
+            sum_counts=self._sum_counts,
+            gather_objects=self._gather_objects,
+            broadcast=self._broadcast,
+        )
+
+    def __enter__(self) -> Simulation:
+        self._patch.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._patch.stop()
+
+    def _gather(self, values: Tensor) -> Tensor:
+        self.received += self.ranks * values.nbytes
+        gathered = values.repeat(self.ranks, *[1] * values.dim())
+        if self.figures and values.shape == self.figures[0].shape:
+            gathered[: len(self.figures)] = torch.stack(self.figures)
+        return gathered
+
+    def _gather_of_first(self, values: Tensor, count: int) -> Tensor:
+        self.received += 2 * count * values.nbytes
+        return values.repeat(count, *[1] * values.dim())
+
+    def _sum_counts(self, make: Callable[[], Tensor], device: torch.device) -> Tensor:
+        counts = make()
+        self.received += 2 * counts.nbytes
+        return counts * self.ranks
+
+    def _gather_objects(self, own: Any) -> list[Any]:
+        sent = pickle.dumps(own)
+        self.received += self.ranks * len(sent)
+        return [own, *(pickle.loads(sent) for _ in range(1, self.ranks))]
+
+    def _broadcast(self, make: Callable[[], Any], sender: int) -> Any:
+        sent = pickle.dumps(make())
+        self.received += len(sent)
+        return pickle.loads(sent)
 
 
 def micro_batches(size: float, culprits: Sequence[int] = ()) -> list[MicroBatch]:
@@ -133,7 +183,8 @@ def micro_batches(size: float, culprits: Sequence[int] = ()) -> list[MicroBatch]
         norms = coefficient.abs() * (1 - log_prob.exp()) * (0.5 + torch.rand(shape, generator=generator))
         norms.view(-1)[list(culprits)] = 1.2 * THRESHOLD * norms.numel() ** 0.5 * weight[0, 0]
         tokens = {"response_mask": torch.ones(shape), "weight": weight, "log_prob": log_prob}
-        tokens |= {"coefficient": coefficient, "advantage": coefficient / weight}
+        tokens |= {"coefficient": coefficient, "advantage": coefficient / weight, "token_id": torch.ones(shape).long()}
+        tokens |= {f"{kind}_log_prob": log_prob for kind in ("old", "ref", "rollout")}
         squares = (norms.double().square().sum() / LAYERS).repeat(LAYERS)
         rows, state = list(range(index * ROWS, (index + 1) * ROWS)), (torch.get_rng_state(), None)
         found.append(MicroBatch({"norms": norms}, rows, state, tokens, squares))
@@ -147,23 +198,20 @@ class SimulatedMeter(LocalMeter):
         super().__init__(module, CPU)
         self.times: list[float] = []
         self._of_rank = of_rank
-        self._sent: dict[int, bytes] = {}  # by micro-batch
 
     def obtain(
         self, names: Sequence[MicroBatchName], own: Sequence[MicroBatch], scale: float
     ) -> dict[MicroBatchName, MicroBatch]:
-        found = {}
-        for rank, index in names:
-            micro_batch = self._of_rank(rank)[index]
-            if id(micro_batch) not in self._sent:
-                self._sent[id(micro_batch)] = pickle.dumps(micro_batch.portable(scale))
-            found[rank, index] = pickle.loads(self._sent[id(micro_batch)])
+        found: dict[MicroBatchName, MicroBatch] = {}
+        for name in names:
+            found |= super().obtain([name], self._of_rank(name[0]), scale)
         return found
 
     def measure(self, passes: Passes, probes: Sequence[MakeProbe]) -> Tensor:
         self.times.append(time.process_time())
         passes.count += 1
         squares = torch.stack([square_of(probe) for probe in probes])
+        collectives.gather_of_first(squares[:1].repeat(LAYERS), len(probes))
         self.times.append(time.process_time())
         return squares.unsqueeze(1).repeat(1, LAYERS) / LAYERS
 

@@ -85,11 +85,9 @@ class BundleWriter:
         names = collectives.broadcast(choose, 0)
         micro_batches = {}
         for name in names[: limits.MICRO_BATCHES]:
-            if not mini_batch.model.meter.reduces and name in findings.micro_batches:
-                micro_batches[name] = findings.micro_batches[name]
-            else:
-                owner = name[0] * mini_batch.model.sequence_parallel_size
-                micro_batches[name] = collectives.broadcast(partial(sent, name), owner)
+            # Not as the search has them, which is without what it does not read.
+            owner = name[0] * mini_batch.model.sequence_parallel_size
+            micro_batches[name] = collectives.broadcast(partial(sent, name), owner)
         if collectives.rank() or not names:
             return None
         with guarded("no replay bundle is kept of a gradient spike", self._said):

@@ -3,7 +3,6 @@
 """An event as plain values: the findings of a search, or a converted spike."""
 
 import math
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -251,7 +250,7 @@ def micro_batch_over(figures: AllFigures, name: MicroBatchName, threshold: float
         "norm": _or_nan(of.norm),
         "threshold": threshold * of.root_square_weight,
         "token_equivalent": of.token_equivalent,
-        "layer_norms": dict(of.layer_norms),
+        "layer_norms": of.layer_norms,
     }
 
 
@@ -310,10 +309,9 @@ def _ordinary_layer_norms(findings: Findings) -> dict[str, float] | None:
     ]
     if not ordinary:
         return None
-    return {
-        layer: statistics.median(each.layer_norms[layer] / each.root_square_weight for each in ordinary)
-        for layer in ordinary[0].layer_norms
-    }
+    norms = torch.stack([each.by_layer / each.root_square_weight for each in ordinary]).sort(0).values
+    middle = (norms[(len(norms) - 1) // 2] + norms[len(norms) // 2]) / 2
+    return dict(zip(ordinary[0].layers, middle.tolist(), strict=True))
 
 
 def _rest(part: Part) -> lines.Rest:

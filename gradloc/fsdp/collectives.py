@@ -58,6 +58,20 @@ def gather(values: Tensor) -> Tensor:
     return _gathered(values).cpu()
 
 
+def gather_of_first(values: Tensor, count: int) -> Tensor:
+    """`gather` of the first `count` ranks, of which there may be far more: what is received does not grow with them.
+
+    An all-reduce, in which each adds to zeros, so that all ranks have the same bits.
+    """
+    if world_size() < 2 * count:
+        return gather(values)[:count]
+    out = values.new_zeros(count, *values.shape)
+    if rank() < count:
+        out[rank()] = values
+    dist.all_reduce(out)
+    return out.cpu()
+
+
 def _gathered(values: Tensor) -> Tensor:
     if world_size() == 1:
         return values.unsqueeze(0)

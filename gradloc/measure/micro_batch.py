@@ -3,7 +3,7 @@
 """A micro-batch of a training pass: what is kept of it until the optimizer step, its weights, and what was measured."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,8 @@ from ..threshold import is_over
 
 MicroBatchName = tuple[int, int]  # (rank, index of the micro-batch in its rank's mini-batch)
 Token = tuple[MicroBatchName, int, int]  # (micro-batch, row in it, position in the response)
+
+_NO_LAYERS = torch.zeros(0, dtype=torch.float64)
 
 
 @dataclass
@@ -136,7 +138,7 @@ def usable_tokens(tokens: Mapping[str, Tensor], broken: Tensor) -> Tensor:
     return tokens["response_mask"].bool() & (tokens["weight"] != 0) & ~broken
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class MicroBatchFigures:
     """What all ranks know about one rank's micro-batch when a search starts."""
 
@@ -145,12 +147,18 @@ class MicroBatchFigures:
     broken_tokens: int  # the number of response tokens with a non-finite log-prob or coefficient
     root_square_weight: float  # sqrt(Σ w_t²) over the tokens that can move, or over all if none can
     norm: float | None = None  # the norm of its gradient; None while it has not been measured
-    layer_norms: Mapping[str, float] = field(default_factory=dict)  # the norm in each layer
+    layers: Sequence[str] = ()  # those in which it was measured
+    by_layer: Tensor = _NO_LAYERS  # the norm in each, float64
     # The number of response tokens with a weight in the loss and finite log-probs and coefficients.
     usable_tokens: int = 0
     # Whether an advantage is not zero, or none is known. Otherwise only KL and entropy terms have a gradient, which is
     # not an ordinary one.
     has_advantages: bool = True
+
+    @property
+    def layer_norms(self) -> dict[str, float]:
+        """The norm in each layer. Made when it is asked for: there are many micro-batches, and many layers."""
+        return dict(zip(self.layers, self.by_layer.tolist(), strict=True))
 
     @property
     def token_equivalent(self) -> float:

@@ -23,6 +23,9 @@ from .micro_batch import (
 )
 from .passes import WatchedModel
 
+# How many numbers of a micro-batch ranks tell each other beside its norms by layer; `_own_figures` has them in order.
+_FIGURES = 7
+
 
 class MiniBatch:
     """The current gradient, as it was measured in training; `gather` sets the attributes that are declared here.
@@ -122,8 +125,30 @@ class MiniBatch:
 
     def gather_figures(self) -> dict[MicroBatchName, MicroBatchFigures]:
         """The micro-batches of all ranks. A collective call."""
-        by_rank = collectives.exchange(self._own_figures)[:: self.model.sequence_parallel_size]
-        return {(rank, i): each for rank, of_rank in enumerate(by_rank) for i, each in enumerate(of_rank)}
+        with collectives.raised_on_all_ranks(self.model.device):
+            own = self._own_figures()
+        counts = collectives.gather(torch.tensor([len(own)], device=self.model.device))[:, 0].tolist()
+        padding = own.new_zeros(max(counts) - len(own), own.shape[1])
+        by_rank = collectives.gather(torch.cat([own, padding]).to(self.model.device))
+        layers = self.model.meter.layers if self._by_micro_batch else ()
+        found: dict[MicroBatchName, MicroBatchFigures] = {}
+        of_data = list(zip(by_rank, counts, strict=True))[:: self.model.sequence_parallel_size]
+        for rank, (of_rank, count) in enumerate(of_data):
+            numbers, norms = of_rank[:count].split([_FIGURES, of_rank.shape[1] - _FIGURES], 1)
+            for index, (of, by_layer) in enumerate(zip(numbers.tolist(), norms, strict=True)):
+                rows, tokens, broken, usable, has_advantages = map(int, of[:-2])
+                found[rank, index] = MicroBatchFigures(
+                    rows=rows,
+                    tokens=tokens,
+                    broken_tokens=broken,
+                    usable_tokens=usable,
+                    has_advantages=bool(has_advantages),
+                    root_square_weight=of[-2],
+                    norm=of[-1] if self._by_micro_batch else None,
+                    layers=layers,
+                    by_layer=by_layer[: len(layers)],
+                )
+        return found
 
     def layer_sums(self) -> Tensor:
         """This rank's squared norms by layer, and its Σ w_t², where there are advantages; shape (layers + 1,)."""
@@ -131,27 +156,17 @@ class MiniBatch:
         sums = torch.cat([self._squares, self._square_weights.unsqueeze(1)], 1)
         return torch.where(counted.unsqueeze(1), sums, 0.0).sum(0)
 
-    def _own_figures(self) -> list[MicroBatchFigures]:
+    def _own_figures(self) -> Tensor:
+        """What `gather_figures` tells of this rank's, float64 of shape (micro-batches, _FIGURES + layers)."""
         own = []
-        weights = self._root_square_weights.tolist()
-        measured = zip(self.micro_batches, self._squares.tolist(), self._own_norms.tolist(), weights, strict=True)
-        for micro_batch, squares, norm, root_square_weight in measured:
-            by_layer = dict(zip(self.model.meter.layers, map(math.sqrt, squares), strict=True))
+        for micro_batch in self.micro_batches:
             mask = micro_batch.tokens["response_mask"].bool()
             broken = micro_batch.broken(self.scale != 1)
-            own.append(
-                MicroBatchFigures(
-                    rows=len(micro_batch.rows),
-                    tokens=int(mask.sum()),
-                    broken_tokens=int((broken & mask).sum()),
-                    usable_tokens=int(usable_tokens(micro_batch.tokens, broken).sum()),
-                    root_square_weight=root_square_weight,
-                    norm=norm if self._by_micro_batch else None,
-                    layer_norms=by_layer if self._by_micro_batch else {},
-                    has_advantages=bool(micro_batch.has_advantages()),
-                )
-            )
-        return own
+            usable = usable_tokens(micro_batch.tokens, broken)
+            counts = [mask.sum(), (broken & mask).sum(), usable.sum(), micro_batch.has_advantages()]
+            own.append(torch.stack([mask.new_tensor(len(micro_batch.rows), dtype=torch.int64), *counts]))
+        measured = [self._root_square_weights.unsqueeze(1), self._own_norms.unsqueeze(1), self._squares.sqrt()]
+        return torch.cat([torch.stack(own).to(self.model.device, torch.float64), *measured], 1)
 
 
 class OrdinaryGradient:

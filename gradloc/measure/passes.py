@@ -237,7 +237,8 @@ class LocalMeter(LocalNorms):
         """The micro-batches of a group, and perhaps others, with what this rank needs to search them and for probes."""
 
         def portable(index: int) -> MicroBatch:
-            return own[index].portable(scale)
+            found = own[index].portable(scale)
+            return replace(found, tokens={name: found.tokens[name] for name in _NEEDED if name in found.tokens})
 
         return {(rank, index): collectives.broadcast(partial(portable, index), rank) for rank, index in names}
 
@@ -259,7 +260,7 @@ class LocalMeter(LocalNorms):
             return subset
 
         own = passes.measure(subset_of, lambda: self.stop() / passes.scale**2, self.reduces)
-        return collectives.gather(own)[: len(probes)]
+        return collectives.gather_of_first(own, len(probes))
 
 
 class ReducedMeter:

@@ -119,7 +119,8 @@ def test_a_gradient_that_is_broken_where_there_is_no_token(meter: str, scale: fl
 def test_an_event_of_many_ranks_is_bounded(ranks: int) -> None:
     """A thousand events of 64 ranks have room in a file; what a verdict and the report look for is listed."""
     norms, culprits = {f"layers.{i}": math.pi + i for i in range(94)}, [((ranks - 1, i), 0, 3) for i in range(2)]
-    of = MicroBatchFigures(rows=64, tokens=4096, broken_tokens=0, root_square_weight=0.01, norm=5.0, layer_norms=norms)
+    of = MicroBatchFigures(rows=64, tokens=4096, broken_tokens=0, root_square_weight=0.01, norm=5.0)
+    of = replace(of, layers=[*norms], by_layer=torch.tensor([*norms.values()], dtype=torch.float64))
     figures = {(rank, index): replace(of, norm=5.0 - rank / 1e4) for rank in range(ranks) for index in range(8)}
     figures[ranks - 1, 2] = replace(of, norm=4.0, broken_tokens=1)
     rests = {name: Part(*name, 4096, 1.0, 2.0) for name in figures} | {(40, 3): Part(40, 3, 4096, 1.0, 3.0)}
