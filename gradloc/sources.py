@@ -40,12 +40,12 @@ LAYER_FRACTION = 0.5
 OTHER = "other"
 
 
-def is_apart(rollout_log_prob: Any, old_log_prob: Any) -> Any:
-    """Whether two log-probs of a token differ by more than `APART_NATS`, or by NaN; None if one is not known."""
+def is_apart(rollout_log_prob: Any, old_log_prob: Any, nats: float = APART_NATS) -> Any:
+    """Whether two log-probs of a token differ by more than so many nats, or by NaN; None if one is not known."""
     if rollout_log_prob is None or old_log_prob is None:
         return None
     gap = abs(rollout_log_prob - old_log_prob)
-    return (gap != gap) | (gap > APART_NATS)
+    return (gap != gap) | (gap > nats)
 
 
 def classify(culprit: Facts, medians: Medians) -> list[str]:

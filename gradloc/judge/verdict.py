@@ -11,7 +11,7 @@ from ..facts import Place, TrainedRow
 from ..guarded import guarded
 from ..levels import EXPLAINS, LEVEL, SHARE
 from ..lines import Culprit, Event, Fact, RunWarning, Verdict
-from ..sources import APART, is_apart, is_broken, layer_shares
+from ..sources import APART, APART_NATS, TOKEN_RATIO, is_apart, is_broken, layer_shares
 from .rules import BROKEN, OTHER, RATIOS, RULES, VERL_NAMES, Rule
 from .said import said, said_again
 from .sentences import auxiliary_in_words, lowered, spread_in_words, turn_boundary
@@ -92,12 +92,17 @@ def _is_unread(event: Event, warning: RunWarning) -> bool:
 def _of_tokens(event: Event) -> Verdict | None:
     """An equality that the culprits break, and ordinary tokens keep."""
     culprits, ordinary = event["culprits"], event["comparison"]["ordinary"]
+    engines_agree = (ordinary.get(APART) or 0.0) < LEVEL * SHARE
     for rule in RULES:
         if not rule.is_bug or not culprits:
             continue
         holding = [each for each in culprits if rule.name in each["sources"]]
         if rule.name in RATIOS:
-            holding = [each for each in holding if _is_mismatch(event, each)]
+            # A token's gap alone has to make its ratio far from 1.
+            nats = math.log(TOKEN_RATIO) if rule.name == "token" else APART_NATS
+            holding = [each for each in holding if engines_agree and _is_mismatch(event, each, nats)]
+        if rule.name == "misaligned":  # by nats, or by position
+            holding = [each for each in holding if engines_agree or each.get("misplaced")]
         count, usual = len(holding), ordinary.get(rule.name)
         enough = bool(count) if rule.name == BROKEN else count >= EXPLAINS * len(culprits)
         if enough and (usual is None or usual < count / len(culprits) / LEVEL):
@@ -112,13 +117,12 @@ def _of_tokens(event: Event) -> Verdict | None:
     return None
 
 
-def _is_mismatch(event: Event, culprit: Culprit) -> bool:
-    """Whether a ratio far from 1 is between the engines, which agree elsewhere, and not made by the update's steps."""
+def _is_mismatch(event: Event, culprit: Culprit, nats: float) -> bool:
+    """Whether a ratio far from 1 is between the engines, and not made by the update's steps."""
     rollout, old = culprit["rollout_log_prob"], culprit["old_log_prob"]
     if rollout is not None and old == rollout and not event["epoch"] + event["mini_batch"]:  # verl's bypass mode
         old = culprit["log_prob"]
-    elsewhere = event["comparison"]["ordinary"].get(APART) or 0.0
-    return bool(is_apart(rollout, old)) and elsewhere < LEVEL * SHARE
+    return bool(is_apart(rollout, old, nats))
 
 
 def _broken_column(culprits: Sequence[Culprit]) -> str | None:

@@ -171,6 +171,7 @@ FACTS = ("advantage", "weight", "kl", "entropy", "unlikely", "punished", "layer"
     # The engines differ for all tokens, if for ever so few nats.
     ({"token": 4}, {APART: 0.05}, None),
     ({"sequence": 4}, {APART: 0.3}, None),
+    ({"misaligned": 4}, {APART: 0.3}, None),
     # One NaN makes the whole gradient NaN.
     ({"nonfinite": 1, "unlikely": 4}, {}, "nonfinite"),
     ({"nonfinite": 1, "unlikely": 4}, {"nonfinite": 0.1}, None),
