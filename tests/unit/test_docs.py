@@ -20,7 +20,7 @@ from gradloc.tools import schema
 from tools import field_tables
 
 ROOT = Path(__file__).parents[2]
-TOP_LEVEL = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+TOP_LEVEL = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "changelog.d/README.md")]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [*TOP_LEVEL, *DOCS]
 
@@ -170,6 +170,10 @@ def test_the_counts_that_pages_state_are_those_of_the_code() -> None:
 
 def test_the_readme_fits_on_a_few_screens() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 110
-    # The changelog has the version.
-    name = "Unreleased" if ".dev" in __version__ else __version__
-    assert re.search(rf"^## \[{re.escape(name)}\]", (ROOT / "CHANGELOG.md").read_text(), re.M)
+
+
+def test_the_changelog_has_the_version_and_fragments_have_a_kind() -> None:
+    assert f"\n## [{__version__}] - " in (ROOT / "CHANGELOG.md").read_text()
+    for fragment in (ROOT / "changelog.d").iterdir():
+        assert fragment.name == "README.md" or re.fullmatch(r"[\w-]+\.(added|changed|fixed)\.md", fragment.name)
+        assert fragment.name == "README.md" or fragment.read_text().startswith("- ")
