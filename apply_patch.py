@@ -1,6 +1,8 @@
 #!/usr/bin/env python3
 """Patch a verl for GradLoc and give it the package; check or reverse that. Needs Python 3.10 and nothing else.
 
+Where the wheel is installed, `gradloc patch` is the same as apply_patch.py.
+
   apply_patch.py --installed   the verl that this Python would import; pip installs this checkout beside it
   apply_patch.py CHECKOUT      a checkout or release tree of verl; pip installs into the Python that runs this
     --vendor                   writes the package into that verl instead, as verl/_vendored/gradloc: where a verl is
@@ -79,6 +81,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+IN_WHEEL = Path(__file__).name == "command.py"  # as gradloc/patch/command.py
+NAME = "gradloc patch" if IN_WHEEL else "apply_patch"
+SOURCE = HERE.parent if IN_WHEEL else HERE / "gradloc"
+ONLY_IN_WHEEL = ("patch/", "plugin/conf/gradloc/")  # folders of the package that no checkout has
 PATCHES = HERE / "patches"  # a folder for each target; a patch's checksum is beside it
 FILES = PATCHES / "files"  # new files of every target
 CALLS = "verl/utils/spikes.py"  # the new file through which the hooks find the package
@@ -249,12 +255,12 @@ def load_part(path: Path) -> list[FilePatch]:
 @functools.cache
 def package_files() -> dict[str, bytes]:
     """The package as --vendor writes it: every file by its path below the package."""
-    folder = HERE / "gradloc"
-    names = (place.relative_to(folder).as_posix() for place in sorted(folder.rglob("*")))
-    found = {name: read_own(folder / name) for name in names if name.endswith(PACKAGE_TYPES) and "/." not in f"/{name}"}
+    names = (place.relative_to(SOURCE).as_posix() for place in sorted(SOURCE.rglob("*")))
+    wanted = (name for name in names if name.endswith(PACKAGE_TYPES) and "/." not in f"/{name}")
+    found = {name: read_own(SOURCE / name) for name in wanted if not name.startswith(ONLY_IN_WHEEL)}
     for name in ("__init__.py", "version.py"):
         if name not in found:
-            raise Stop(f"{folder} has no {name}; restore it from the project")
+            raise Stop(f"{SOURCE} has no {name}; restore it from the project")
     return found
 
 
@@ -730,12 +736,15 @@ def prune(tree: Path, path: str) -> None:
 
 def say(message: str) -> None:
     with contextlib.suppress(OSError):  # a closed pipe must not turn success into failure
-        print(f"apply_patch: {message}", flush=True)
+        print(f"{NAME}: {message}", flush=True)
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        prog=NAME if IN_WHEEL else f"{NAME}.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     place = parser.add_mutually_exclusive_group(required=True)
     place.add_argument("checkout", metavar="CHECKOUT", nargs="?", type=Path, help="see above")
@@ -791,7 +800,7 @@ def package_trouble(tree: Path) -> str | None:
 
 def pip_install() -> list[str]:
     bare = ["--no-deps"] if located("rich") else []
-    return [sys.executable, "-m", "pip", "install", *bare, str(HERE)]
+    return [sys.executable, "-m", "pip", "install", *bare, "gradloc-verl" if IN_WHEEL else str(HERE)]
 
 
 def install() -> str | None:
@@ -897,15 +906,15 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return (check if args.check else change)(args, find_tree(args), read_targets())
     except Stop as stop:
-        print(f"apply_patch: {stop}", file=sys.stderr)
+        print(f"{NAME}: {stop}", file=sys.stderr)
         if args.check or stop.code not in (PARTLY, WRONG_BASE):
             return stop.code
         return 3
     except OSError as error:
-        print(f"apply_patch: failed ({one_line(error)}); solve that and run again", file=sys.stderr)
+        print(f"{NAME}: failed ({one_line(error)}); solve that and run again", file=sys.stderr)
         return 4
     except KeyboardInterrupt:
-        print("apply_patch: interrupted; nothing was changed", file=sys.stderr)
+        print(f"{NAME}: interrupted; nothing was changed", file=sys.stderr)
         return 4
 
 

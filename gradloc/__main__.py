@@ -10,6 +10,7 @@
     gradloc replay BUNDLE --search              find the tokens of a spike that was only recorded
     gradloc convert FILE... --out DIR           make a bundle of another trainer's records
     gradloc selftest --model MODEL              does it work on this machine, and what does it cost?
+    gradloc patch --installed                   patch the verl that this Python imports
     gradloc COMMAND --help                      a command's options
     gradloc --version
 
@@ -23,6 +24,7 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import NoReturn
 
 from .tools.command_line import end_with, in_a_sentence, need
@@ -35,6 +37,7 @@ _NEEDS: dict[str, tuple[str, ...]] = {
     "replay": ("torch", "safetensors", "transformers"),
     "convert": ("torch", "safetensors"),
     "selftest": ("torch", "transformers"),
+    "patch": (),
 }
 
 
@@ -55,7 +58,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(ast.get_docstring(ast.parse(source.read_text(encoding="utf-8"))))
         print("\nIts options are listed where what it needs is installed.")
     need(f"gradloc {name}", *_NEEDS[name])
-    return int(importlib.import_module(f".{name}.command", __package__).main(rest))
+    return int(module_of(name).main(rest))
+
+
+def module_of(name: str) -> ModuleType:
+    """The module of a command. `patch` is apply_patch.py, which is in the package only where a wheel made it."""
+    package = Path(__file__).parent
+    if name == "patch" and not (package / "patch").is_dir():
+        if not (package.parent / "apply_patch.py").is_file():
+            sys.exit(f"gradloc: {package} has no patches; run apply_patch.py in a checkout of GradLoc")
+        return importlib.import_module("apply_patch")
+    return importlib.import_module(f".{name}.command", __package__)
 
 
 def run() -> NoReturn:

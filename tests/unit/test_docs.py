@@ -3,7 +3,6 @@
 import ast
 import re
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -47,7 +46,7 @@ def test_a_page_is_short_and_its_links_lead_somewhere(page: Path) -> None:
 
 COMMANDS: dict[str, Callable[[list[str]], Any]] = {
     r"apply_patch\.py": apply_patch.main,
-    **{rf"gradloc[. ]{name}": import_module(f"gradloc.{name}.command").main for name in __main__._NEEDS},
+    **{rf"gradloc[. ]{name}": __main__.module_of(name).main for name in __main__._NEEDS},
 }
 
 
