@@ -7,7 +7,7 @@ The parts of the package. A file imports from its own part and from those above 
 - version, guarded, lines: the version; errors of a diagnostic; the lines of the evidence, as types
 - config, saved, threshold: the settings, and a checkpoint's values, with what they may be; τ, and what is over it
 - sources, levels, facts: what looks wrong with a token; the judge's numbers; what is summed up of each mini-batch
-- judge, judging: what facts mean: verdicts and warnings, as pure functions without torch; asked so that nothing fails
+- judge, judging: what facts mean: verdicts and warnings, without torch; the same, with errors caught
 - fsdp: FSDP's state around extra passes, and collective calls
 - layers: what a layer is, the reduced gradient's norms by layer, LayerClip
 - token_clip: TokenClip, which acts in the backward pass
