@@ -85,15 +85,15 @@ class Comparison(TypedDict):
 
 
 class _Said(TypedDict):
-    sentence: str  # all that is said: `claim`, `evidence` in brackets, what to do
+    sentence: str  # `claim`, `evidence` in brackets, what to do
     check: str  # how to check it; BUNDLE is the event's [bundle](../use/replay.md), if one was kept
 
 
 class Said(_Said, total=False):
     """What a warning or a verdict says. Older lines lack `claim` and `evidence`."""
 
-    claim: str  # what is wrong, the start of the sentence
-    evidence: str  # the figures for it, as of how many tokens it holds; may be empty
+    claim: str  # what is wrong
+    evidence: str  # its figures, for example of how many tokens it holds; may be empty
 
 
 class _RunWarning(Said):
@@ -131,8 +131,8 @@ class MicroBatchRecord(TypedDict):
     rows: Index
     tokens: Index  # number of responses; of response tokens
     norm: float
-    threshold: float  # norm of that rank's own gradient; its threshold, τ·√Σw²
-    token_equivalent: float  # norm/√Σw², to be compared with τ
+    threshold: float  # of that rank's own gradient; τ·√Σw²
+    token_equivalent: float  # norm/√Σw², comparable with τ
     layer_norms: dict[str, float]  # norm by layer
 
 
@@ -140,14 +140,14 @@ class Unit(MicroBatchRecord):
     """The same in an event."""
 
     broken_tokens: Index  # tokens with a NaN or infinite log-prob or coefficient
-    rest: Rest | None  # without culprits: `tokens` left, their `norm` and `threshold`; `null`: not measured
+    rest: Rest | None  # without culprits: `tokens` left, their `norm` and `threshold`
 
 
 class ShortTexts(TypedDict, total=False):
     """What the trainer adds to a token that a line names."""
 
     token: str | None
-    context: str | None  # its text; the text around it, in which «» mark it
+    context: str | None  # its text; the text around it, marked by «»
     data_source: str | None
     uid: str | None  # of its prompt
     reward: Number  # of its response
@@ -166,9 +166,9 @@ class Texts(ShortTexts, total=False):
 class Place(TypedDict):
     """Where a token is."""
 
-    rank: Index
-    micro_batch: Index
-    row: Index  # rank; micro-batch and row of its mini-batch, from 0
+    rank: Index  # data-parallel rank, from 0
+    micro_batch: Index  # its micro-batch, from 0
+    row: Index  # response of the rank's mini-batch, from 0
     position: Index  # position in the response, from 0
 
 
@@ -177,9 +177,9 @@ class Facts(TypedDict):
 
     token_id: int  # its id
     weight: float
-    coefficient: float  # w_t, its weight in the loss; ∂L/∂log p_t
+    coefficient: float  # weight w_t in the loss; ∂L/∂log p_t
     suspicion: float  # |∂L/∂log p_t|·(1 − p_t), by which the search ranks tokens
-    log_prob: float  # log p_t of the policy before the step
+    log_prob: float  # log p_t before the step
     advantage: Number  # its advantage
     kl_coefficient: Number  # the KL loss's part of `coefficient`
     old_log_prob: Number
@@ -189,15 +189,15 @@ class Facts(TypedDict):
     ratio: Number
     rollout_ratio: Number  # importance ratio to the old policy; to the rollout
     sequence_ratio: Number  # geometric mean of the response's ratios, to the rollout where it is known
-    # share of its response whose log-probs differ from the rollout's by over 1 nat, or are NaN
+    # share of its response's log-probs that are NaN or over 1 nat from the rollout's
     misaligned_share: Number
-    after_eos: bool | None  # whether it is after the end of the turn
+    after_eos: bool | None  # whether it is after the turn's end
     response_suspicion: list[float] | None  # suspicion of each of `response_tokens`
-    response_kl: KlEstimates | None  # their KL to the reference by `k1`, `k2` and `k3`
-    turn: int | None  # its run of tokens with response_mask 1, from 1; `null` if there is one
+    response_kl: KlEstimates | None  # their KL to the reference: `k1`, `k2`, `k3`
+    turn: int | None  # its run of tokens with response_mask 1, from 1; `null` if only one
     mismatch_start: int | None
-    mismatch_turn: int | None  # where the mismatch to the rollout begins; in which turn
-    misplaced: bool | None  # whether its rollout's or reference's log-probs belong to other tokens
+    mismatch_turn: int | None  # position and turn where the mismatch to the rollout begins
+    misplaced: bool | None  # whether its rollout or reference log-probs belong to other tokens
     shift: int | None  # by how many positions they are moved
     response_length: int | None  # tokens of its response
     entropy_coefficient: Number  # ∂L/∂H_t
@@ -213,9 +213,9 @@ class SuspectedToken(Place, Facts, Texts):
 class Culprit(SuspectedToken):
     """A token that was measured alone over τ."""
 
-    grad_norm: float  # ‖g_t‖: the norm of its part of the gradient, divided by its weight
+    grad_norm: float  # norm of its part of the gradient, divided by its weight
     threshold: Positive  # τ
-    share: Number  # the norm of that part over its micro-batch's
+    share: Number  # norm of that part over its micro-batch's
     layer_norms: dict[str, float]  # `grad_norm` by layer
 
 
@@ -239,7 +239,7 @@ class DiffusePart(OpenPart):
 class RunWarning(_RunWarning, total=False):
     """An identity that is broken, spike or not. Older lines lack `identity`, `since` and `times`."""
 
-    identity: str  # the identity; `name` is that of the closed form, if there is one
+    identity: str  # the identity; `name` says how it is broken
     since: int | None  # the step since which it is broken
     times: Number  # its residual, in times of the usual; `null`: infinite
     share: Number
@@ -303,23 +303,23 @@ class WithoutTokens(TypedDict):
 
 class _Begun(Form, Where):
     passes: Index
-    budget: Index  # extra passes made; allowed
-    threshold: Positive  # τ; in the warm-up of `auto`, ten times the largest norm so far (1e30 without one)
-    # what the search has shown
+    budget: Index  # extra passes: made; allowed
+    threshold: Positive  # τ; in the warm-up, ten times the largest norm so far (or 1e30)
+    # [above](#what-an-event-is)
     diagnosis: Diagnosis
     until: Annotated[str, ("enum", ("explained", "exhaustive"))]  # `bisect_until`
-    explained: bool | None  # whether each of `units` is under its threshold without its culprits; `null`: not measured
-    more_tokens: Index | None  # estimated other tokens over τ
-    complete: bool  # whether the search finished, with nothing diffuse
+    explained: bool | None  # whether all `units` are under their thresholds without culprits
+    more_tokens: Index | None  # estimated number of other tokens over τ
+    complete: bool  # whether the search finished and nothing is diffuse
     error: str | None  # why the search was aborted
     units: list[Unit]  # the micro-batches over their thresholds: at most 64, the first with `layer_norms`
-    # parts over their thresholds: `rank` (`null`: several), `micro_batch`, `rows`, number of `tokens`, `norm`,
+    # parts over their thresholds: `rank` (`null`: several), `micro_batch`, `rows`, count of `tokens`, `norm`,
     # `threshold`, `largest_tokens` (`row`, `position`, `grad_norm`, `share`)
     diffuse: list[DiffusePart]
-    # parts left open: `rank` (`null`: several), `micro_batch`, number of `tokens`, `threshold`
+    # parts left open: `rank`, `micro_batch`, `tokens`, `threshold`
     open_segments: list[OpenPart]
     median_advantage: Number
-    median_weight: Number  # medians over the mini-batch's tokens of |advantage| where not zero; of the weight
+    median_weight: Number  # the mini-batch's medians: |advantage| where not zero; weight
     loss_scale: Positive  # fp16's loss scale, else 1; norms are without it
     world_size: Count  # W, the data-parallel ranks
 
@@ -327,12 +327,12 @@ class _Begun(Form, Where):
 class Begun(_Begun, total=False):
     """What an event has by the findings of a search, which of a converted one are none."""
 
-    gradloc_version: str  # that wrote the line
+    gradloc_version: str  # the version that wrote the line
     more_units: Index
     more_diffuse: Index  # how many more there are
     budget_seconds: Number  # seconds allowed; `null`: no limit
     out_of_time: bool  # whether they were used up
-    # a diffuse micro-batch's gradient from no token: `rank`, `micro_batch`, `norm`, its `share`, `layer_norms`
+    # a micro-batch's gradient from no token: `rank`, `micro_batch`, `norm`, `share`, `layer_norms`
     without_tokens: WithoutTokens | None
 
 
@@ -340,10 +340,10 @@ class _Event(Begun):
     micro_batches: Index  # number of micro-batches with a gradient
     trigger: Trigger  # what started the search: `kind` (`unit` or `global`), `norm`, `threshold`
     global_norm: float
-    global_threshold: float  # norm of the reduced gradient before clipping; its threshold, τ·√Σw²/W
-    # each layer's median norm/√Σw² in micro-batches under their thresholds, or in the last mini-batch without a spike
+    global_threshold: float  # of the reduced gradient before clipping; τ·√Σw²/W
+    # each layer's median norm/√Σw² without a spike, in this mini-batch or an earlier one
     ordinary_layer_norms: dict[str, float] | None
-    culprits: list[Culprit]  # the tokens named, the largest `grad_norm` first
+    culprits: list[Culprit]  # the largest `grad_norm` first
     action: Annotated[str, ("enum", ("log", "skip", "drop", "stop"))]  # `spike_action`
     applied: bool  # whether it could be carried out
     layer_clip: dict[str, ClippedLayer] | None  # LayerClip in this step, by layer: `norm`, `bound` and `factor`
@@ -358,18 +358,17 @@ class Event(_Event, total=False):
     drill: Drill | None  # of a drill: what was `planted` (`rank`, `row`, `position`), `found`, `passes`
     fault: str | None  # what the embedded profile has planted
     replay: str | None  # the bundle's folder in `bisect_dump_dir`, on the node of rank 0
-    # if `global_norm` is not finite: parameters with such a gradient: `count`, `of` all, up to 16 `names` in backward
-    # order
+    # parameters with a NaN or infinite gradient: `count`, `of` all, up to 16 `names` in backward order
     broken_parameters: BrokenParameters | None
     steps_since_resume: Count | None  # steps since a checkpoint was loaded
     suspected: list[SuspectedToken]  # if `converted`: up to 16 tokens by `suspicion`, unmeasured
     suspected_ranks: list[Index]  # the ranks whose tokens these may be
-    comparison: Comparison  # `ordinary`: by rule, the share of ordinary tokens for which it holds
+    comparison: Comparison  # `ordinary`: each rule's share of ordinary tokens
     identities: dict[str, IdentityState]
     warnings: list[RunWarning]  # as in `steps.jsonl`
     # the [verdict](verdict.md#the-verdict-on-a-spike): `cause`, `facts`, and what a warning says
     verdict: Verdict | None
-    summary: str  # what most culprits are; a layer far above its ordinary share
+    summary: str  # one sentence
 
 
 class ClippedToken(ShortTexts):

@@ -23,11 +23,6 @@ TABLES = {
     "culprit": "Culprit",
     "step": "Step",
     "note": "Note",
-    "critic": "CriticSpike",
-    "clip": "ClipLine",
-    "token_clip": "Clipped",
-    "clipped_token": "ClippedToken",
-    "verdict": "Verdict",
 }
 _MARKED = re.compile(r"(?<=<!-- fields: )(\w+) -->\n.*?(?=\n\n<!-- end -->)", re.S)
 

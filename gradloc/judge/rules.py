@@ -69,8 +69,8 @@ RULES = (
         "unsampled",
         "a token that the policy did not produce",
         "tokens that the policy did not produce",
-        "The policy did not produce the token: it is after the turn's end (unless training confirms the rollout's "
-        "log-prob), or the rollout gave it no log-prob, or exactly 0 while training gives it under 0.1.",
+        "The policy did not sample it: it is after the turn's end (unless training confirms the rollout's log-prob), "
+        "or its rollout log-prob is missing, or is exactly 0 while its probability in training is under 0.1.",
         "Set response_mask to 0 for tokens that were added later: EOS tokens, templates, tool output.",
         "Tokens that the policy did not produce are trained on",
         "Compare `response_mask` in the batch, in the culprit's `row` at its `position`, with the token ids that the "
@@ -78,10 +78,10 @@ RULES = (
     ),
     Rule(
         "retokenized",
-        "a token in or after a turn with which the mismatch to the rollout begins",
-        "tokens in or after turns with which the mismatch to the rollout begins",
-        "It is in or after a turn with which the mismatch to the rollout begins: up to one of the turn's first three "
-        "tokens log-probs agree, and most of those that follow differ by more than 1 nat, or are NaN.",
+        "a token in or after a turn where the mismatch with the rollout begins",
+        "tokens in or after turns where the mismatch with the rollout begins",
+        "It is in or after a turn where the mismatch with the rollout begins: log-probs agree up to one of the turn's "
+        "first three tokens, and most of the following ones are NaN or over 1 nat apart.",
         "Train on the token ids that the rollout sampled: do not decode a turn and encode it again, and check the "
         "tokens that the chat template puts between turns.",
         "The mismatch between training and rollout begins at a turn boundary",
@@ -92,9 +92,8 @@ RULES = (
         "misaligned",
         "a misaligned token (log-probs of its response belong to other tokens)",
         "misaligned tokens (log-probs of their responses belong to other tokens)",
-        "Its response's log-probs, of the rollout or the reference, fit the policy's at other positions far better. Or "
-        "over half of them differ from the rollout's by more than 1 nat, or are NaN, in a response of at least 6 "
-        "tokens.",
+        "The response's rollout or reference log-probs fit the policy's far better at other positions; or, in a "
+        "response of at least 6 tokens, over half are NaN or over 1 nat from the rollout's.",
         "Look for where log-probs are gathered, sliced or padded; or for other weights or another temperature in the "
         "rollout.",
         "Log-probs of whole responses are far from training's",
@@ -124,7 +123,7 @@ RULES = (
         "advantage",
         "a token with an outlying advantage",
         "tokens with outlying advantages",
-        "Its advantage is over 2.5 times the median of the other responses' (of those that are not zero).",
+        "Its advantage is over 2.5 times the median of the other responses' non-zero ones.",
         "Look at the rewards of its group: clip outliers, and do not divide by the standard deviation, which gives "
         "nearly equal rewards and groups with a single right or wrong response more weight.",
     ),
@@ -154,15 +153,14 @@ RULES = (
         "unlikely",
         f"a rare token (p < {UNLIKELY:g})",
         f"rare tokens (p < {UNLIKELY:g})",
-        "The policy gives it a probability under 0.05: a rare token is reinforced (if its coefficient is negative) or "
-        "suppressed.",
+        "Its probability is under 0.05. It is reinforced if its coefficient is negative, else suppressed.",
         "If such spikes disturb training, give rare tokens less weight, sample with top-p, or clip layers.",
     ),
     Rule(
         "punished",
         f"a confident token (p > {CONFIDENT:g}) that is pushed down",
         f"confident tokens (p > {CONFIDENT:g}) that are pushed down",
-        "Its advantage is negative, and the loss pushes down a token to which the policy gives a probability over 0.9.",
+        "Its advantage is negative, and the loss pushes it down although its probability is over 0.9.",
         "Look at what its response was punished for, and whether right responses have the same tokens.",
     ),
     Rule(

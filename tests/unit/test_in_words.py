@@ -51,7 +51,7 @@ SENTENCES: dict[str, list[dict[str, Any]]] = {
         event(culprit(), ordinary_layer_norms=None, micro_batches=1),
     ],
     (
-        "All 3 culprits are tokens in or after turns with which the mismatch to the rollout begins, in three "
+        "All 3 culprits are tokens in or after turns where the mismatch with the rollout begins, in three "
         "responses with positive advantages; the mismatch begins with the first token after turn 1 in 2 of 3 "
         "responses."
     ): [event(*[culprit("retokenized", row, mismatch_turn=turn) for row, turn in enumerate([2, 2, 4])])],
