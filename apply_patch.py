@@ -434,7 +434,7 @@ def choose(args: argparse.Namespace, tree: Path, targets: list[Target]) -> tuple
 def find_target(args: argparse.Namespace, tree: Path, targets: list[Target]) -> tuple[Target, Situation]:
     release = release_of(tree)
     of_release = [target for target in targets if is_release(release, target.version)]
-    # Of an installed one, only the patch that is needed has to be whole.
+    # For an installed verl, only the patch that is needed has to be whole.
     found = [(target, survey(tree, load_target(target))) for target in args.installed and of_release or targets]
     if len(found) == 1:
         return found[0]
@@ -880,7 +880,7 @@ def settle_package(args: argparse.Namespace, tree: Path, todo: str | None) -> in
     installed, inside, trouble = located("gradloc"), vendored(tree), package_trouble(tree)
     if failed or trouble:
         until = "verl trains as released" if trouble else f"the package in {installed or inside} is used"
-        sentence = f"verl is patched, but {failed or trouble}; until that is mended, {until}: run "
+        sentence = f"verl is patched, but {failed or trouble}; until this is fixed, {until}: run "
         sentence += shlex.join(pip_install()) + ("" if installed or args.vendor else ", or this with --vendor")
         if not args.no_install:
             raise Stop(sentence, NO_PACKAGE)

@@ -30,7 +30,7 @@ from torch.nn.functional import dropout
 from verl.trainer.ppo import core_algos, rollout_corr_helper
 
 Stage = Callable[..., Any]
-# Where the actor looks up its loss.
+# The module in which the actor looks up its loss.
 losses = importlib.import_module("verl.workers.utils.losses" if ENGINE else "verl.workers.actor.dp_actor")
 
 
@@ -49,7 +49,7 @@ class Fault:
     once: bool = False  # whether it is in one step alone
 
 
-# What is planted | what must be named ("-": no name of its own) | what leads to the cause as well | where it is to be
+# The planted fault | what must be named ("-": no name of its own) | what leads to the cause as well | where it is to be
 # placed: the identities that break, "changes" of the run, or a fact of the culprits ("-": nothing is to be said) | a
 # public source: a thread of GitHub, or a paper by its number. Where no thread of just this bug is known, the nearest
 # one.

@@ -292,7 +292,7 @@ class Spike:
         wrong = mask & ~samples.right[:rows, None]
         eligible = [wrong, mask]
         if kind == "blow":
-            # Of a row that is there once, so that also passes over some of the rows find it.
+            # From a row that exists once, so that also passes over some of the rows find it.
             _, place, times = tokens.unique(dim=0, return_inverse=True, return_counts=True)
             alone = (times[place] == 1)[:, None] & (advantages[:rows] != 0)
             eligible = [wrong & alone, mask & alone, *eligible]

@@ -217,5 +217,5 @@ def _rest(gram: Tensor, without: Sequence[int]) -> float:
     """
     kept = (gram.diagonal() != 0).to(gram.dtype)
     kept[list(without)] = 0.0
-    # Where tokens cancel, rounding can make the squared norm negative.
+    # If tokens cancel, rounding can make the squared norm negative.
     return math.sqrt(max(float(kept @ gram @ kept), 0.0) / max(float(kept.sum()), 1.0))

@@ -20,7 +20,7 @@ from .rollout import server_name
 # A field of each prompt of verl's V1 trainer, made by v1_trainer.py: the batch, the row of its first answer, and the
 # number of rows of the batch.
 PLACE = "embedded_place"
-# Of the fault `retokenized`: the longest first turn, in tokens, and what the user says between the turns, in SmolLM2's
+# For the fault `retokenized`: the longest first turn, in tokens, and the user's words between the turns, in SmolLM2's
 # chat template. The response mask leaves it out.
 FIRST_TURN = 16
 BETWEEN = "<|im_end|>\n<|im_start|>user\nAre you sure?<|im_end|>\n<|im_start|>assistant\n"

@@ -102,7 +102,7 @@ class NeverSyncedServer(HFServer):
     """Keeps the weights that it began with. With LoRA, these are the base model's: the adapter never comes."""
 
     def update_weights(self, weights: dict[str, Any], global_step: int | None = None) -> None:
-        # What training does with the answers goes on as if the weights had come.
+        # Training goes on as if the weights had come.
         self.version += 1
         self.global_step = global_step
 
@@ -419,7 +419,7 @@ def _name_the_fault_in_events() -> None:
         add(evidence, events, *of_rows)
 
 
-# What a reward of 0 or 1 becomes for an answer with a line break, and for an empty one.
+# The reward instead of 0 or 1 for an answer with a line break, and for an empty one.
 MISFIRED = 5.0
 PENALTY = -1.0
 

@@ -15,7 +15,7 @@ PHASES = (
     ("starting Ray", "Started a local Ray instance"),
     ("starting the workers", "Training Progress:   0%"),
 )
-# Where there is no terminal, a line tells so often how long the current phase or step has taken.
+# Without a terminal, a line tells so often how long the current phase or step has taken.
 EVERY = 60.0
 TOKEN_NORM = "actor/gradloc/token_norm_max"
 

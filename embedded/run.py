@@ -31,7 +31,7 @@ from set_up import locked, prepare, say  # type: ignore[import-not-found]
 STOPPED = 76
 STOPPING = "Training ends after step "
 REFUSED = 2
-# What Ray says if its own processes are not up in time; it gives some of them half a minute, whatever is set.
+# Ray's message if its own processes are not up in time; it gives some of them half a minute, whatever is set.
 NOT_STARTED = "The current node timed out during startup"
 STARTS = 3
 NEXT = """\

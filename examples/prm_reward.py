@@ -12,7 +12,7 @@ from gradloc.rewards import ps_grpo
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any], prm_url: str, **options: Any
 ) -> dict[str, float]:
-    # What your model's server takes and returns: here a question and its steps, and a probability for each step.
+    # Adapt this to your model's server: here it takes a question and its steps, and returns a probability for each.
     steps = [step for step in solution_str.split("\n\n") if step.strip()]
     question = json.dumps({"question": extra_info.get("question"), "steps": steps}).encode()
     with urlopen(Request(prm_url, question, {"Content-Type": "application/json"}), timeout=60) as answer:

@@ -30,7 +30,7 @@ from typing import NoReturn
 from .tools.command_line import end_with, in_a_sentence, need
 from .version import __version__
 
-# What each command needs besides what is installed with it.
+# The modules that each command needs besides those installed with it.
 _NEEDS: dict[str, tuple[str, ...]] = {
     "report": (),
     "check": (),

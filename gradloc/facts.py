@@ -11,7 +11,7 @@ from dataclasses import dataclass
 # mode took the rollout's for them. "step" is "old" in later mini-batches: how far the update's own steps have moved.
 PAIRS = ("rollout", "reference", "old", "step")
 SHIFTS = (-3, -2, -1, 1, 2, 3)  # by which a[t] is compared with b[t + k]
-# Of a pair, with d = a − b, g = policy − reference and r = a − reference, in sums over tokens: d, b, |d|, the position
+# For a pair, with d = a − b, g = policy − reference and r = a − reference, in sums over tokens: d, b, |d|, the position
 # in the response from −1 to 1 ("place"), g, |r|, and the products of each two. Only the rollout's has g and r.
 COLUMNS_OF_PAIR = ("d", "b", "size", "place", "g", "distance")
 _PRODUCTS = tuple(f"{one}*{other}" for one in COLUMNS_OF_PAIR for other in COLUMNS_OF_PAIR)
@@ -19,7 +19,7 @@ _PRODUCTS = tuple(f"{one}*{other}" for one in COLUMNS_OF_PAIR for other in COLUM
 # is under −LEAST_NATS, and of these those whose a is b; those with the a of the token before, while b is another. The
 # last two leave out each a that is at or under LEAST_LOG_PROB.
 FLAGS_OF_PAIR = ("tokens", "over", "under", "zero", "unsure", "same", "repeated")
-# Of responses: their number; those far apart, their tokens, and |d|; those nearer to the reference; those whose
+# For responses: their number; those far apart, their tokens, and |d|; those nearer to the reference; those whose
 # correlation is known, those without any; a², ab and b² about their means; those moved by each shift; and
 # d[t]·b[t + k], then b[t]·b[t + k], for each shift.
 ROWS_OF_PAIR = (
@@ -35,7 +35,7 @@ BROKEN = ("log_prob", "old_log_prob", "ref_log_prob", "advantage", "rollout_log_
 # end; sampled ones (with a log-prob) of responses that are trained, and those of them that are. Responses that are
 # trained, and of these those whose last sampled token is not.
 SAMPLED = ("trained", "unlogged", "after_end", "logged", "both", "trained_rows", "last_lost")
-# Of coefficients c and what they should be, e = −w·A·ratio, where the ratio is near 1, with the KL loss's part k, and
+# For coefficients c and their expected value e = −w·A·ratio, where the ratio is near 1, with the KL loss's part k, and
 # z, which is e without importance weights: their products; how many tokens there are; those with another size than e,
 # and of these with another sign; those with c = 0 for the clip, and of these those on the right side; those with an
 # importance weight of their own, and of these those that it corrects the right way.

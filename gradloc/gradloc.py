@@ -68,7 +68,7 @@ class GradLoc(PassRecorder):
             it, all steps count alike.
     """
 
-    # What is off, and what is left undone, where it fails.
+    # For the warning after an error: the feature that is off, and the work that is not done.
     SEARCH = "the search for the tokens behind a gradient spike"
     UNDONE = "the actor's gradient was not checked for a spike"
 

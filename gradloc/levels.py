@@ -6,7 +6,7 @@ A residual is compared with what is usual: the median of the run's own healthy u
 torch: training and judge read them.
 """
 
-# Of every residual. LEVEL times the usual counts once, LEVEL² times twice, ...: with LASTS in a row, the identity is
+# For every residual: LEVEL times the usual counts once, LEVEL² times twice, ...; with LASTS in a row, the identity is
 # broken. So 64 times breaks at once, 4 times in three updates. In 194 healthy runs the largest count was 2.6.
 LEVEL, LASTS = 4.0, 3
 # A closed form is named if it explains this part of the residual; so many of the responses are nearly all.
@@ -14,7 +14,7 @@ EXPLAINS, MOST = 0.5, 0.75
 # A rollout may be late by so many updates: async trainers allow up to three.
 LATE = 3
 
-# What is usual at least. Engines of the same weights: about 0.005 nats apart in bf16, 0.02 in float8.
+# Lower limits of the usual. Engines with the same weights: about 0.005 nats apart in bf16, 0.02 in float8.
 GAP = 0.02
 # The same engine twice: 0 in float32, under 0.01 in bf16 with other micro-batches.
 SAME = 0.01
@@ -26,7 +26,7 @@ TOKENS = 0.25
 SHIFT = 0.03
 # How many differences have one sign, for each that has the other.
 ONE_SIDED = 3.0
-# What a slope explains of the differences, over what it leaves: up to 0.08.
+# Differences that a slope explains, over those that it leaves: up to 0.08.
 SLOPE = 0.1
 # Factors and sums that are 1: rounding in half precision, and what float8 gradients lose.
 FACTOR = 0.05
@@ -38,7 +38,7 @@ UPHILL = 0.5
 # How far weights move in a step, root mean square, in learning rates: about 1 with Adam.
 MOVE = 1.5
 
-# What the sums are made with. Smaller log-probs, and larger differences, count as this: one broken token is no mean.
+# Smaller log-probs, and larger differences, count as this in sums, so that one broken token does not make the mean.
 LEAST_LOG_PROB = -10.0
 # Nats that are a difference: an exact zero is no log-prob where the other engine has less.
 LEAST_NATS = 0.01
@@ -46,7 +46,7 @@ LEAST_NATS = 0.01
 UNSAMPLED_NATS = -2.3
 # The mean difference of a response that is far.
 FAR_NATS = 0.1
-# Of responses with so many tokens, the correlation under which two columns have no relation, and how much larger one
+# For responses with so many tokens: the correlation under which two columns have no relation, and how much larger one
 # after a shift is where they are moved.
 ROW_TOKENS, UNRELATED, MOVED = 8, 0.5, 0.4
 # Log-ratios near 0, where all losses of policy gradients have the same slope.

@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypedDict
 SCHEMA = 5
 READABLE = (4, SCHEMA)
 
-# What restricts the values of a type, as JSON Schema says it.
+# Types with the restriction of their values that JSON Schema states.
 Version = Annotated[int, ("enum", READABLE)]
 Index = Annotated[int, ("minimum", 0)]
 Count = Annotated[int, ("minimum", 1)]

@@ -27,7 +27,7 @@ from .sources import UNLIKELY
 OWN_FIGURES = 6
 # The part of the gradient that other passes have at least, where the last one alone can be told from all.
 LAST = 0.1
-# What is summed up of an update's spikes.
+# Figures of spikes that are added up over an update.
 _OF_SPIKES = ("triggered", "culprits", "passes", "seconds", "out_of_time", "skipped")
 
 
@@ -104,7 +104,7 @@ class UpdateMetrics:
             for log_ratio in self._maxima.tolist()
         )
         misaligned, compared, unlikely, tokens = self._counts.tolist()
-        # Of equal norms the last.
+        # The last of equal norms.
         largest, threshold = max(reversed(self._levels), key=lambda level: level[0], default=(0.0, None))
         margins = [norm / of_norm for norm, of_norm in self._levels if of_norm is not None]
         figures = {
@@ -147,7 +147,7 @@ class RunFacts:
         self._kept: tuple[Tensor, Tensor] | None = None
         self._ended: Tensor | None = None
         self._stepped = False  # whether that update had a step
-        # Of the update so far: sums; whether all old log-probs were the rollout's; what is known of the layers.
+        # The update so far: sums; whether all old log-probs were the rollout's; the layers' norms.
         self._sums, self._bypassed = torch.zeros(len(NAMES), dtype=torch.float64), True
         self._layers: list[Any] = []
 
@@ -233,7 +233,7 @@ class RunFacts:
         self._ask(lambda run: run.take_in(sums.tolist()))
         if is_first and gradient.squared_norms is not None:
             norms, meter = model.reduced_norms, model.meter
-            # Of one rank's data, the last pass alone is known, unless the others have hardly a gradient.
+            # The last pass alone is known on one rank, unless the others have hardly a gradient.
             one = passes[0] if model.data_parallel_size == 1 and not meter.reduces else None
             has_last = one is not None and bool((one - last[0]).norm() > LAST * one.norm())
             of_weights = norms.of_ranks(weights).sqrt().tolist(), norms.numels, moves[:, 4:].sum(0).tolist()

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-# What is known of a culprit, or as tensors of many tokens: see `token_facts`.
+# Facts of a culprit, or of many tokens as tensors: see `token_facts`.
 Facts = Mapping[str, Any]
 # The mini-batch's `median_advantage` and `median_weight`.
 Medians = Mapping[str, float | None]
@@ -18,7 +18,7 @@ Medians = Mapping[str, float | None]
 # The name of the share of tokens whose log-probs of rollout and old policy differ by more than this, in nats.
 APART = "apart"
 APART_NATS = 0.1
-# Of shorter responses, nothing is said as a whole.
+# Shorter responses are not judged as a whole.
 LEAST_RESPONSE = 6
 # The limits of the sources.
 MISALIGNED_FRACTION = 0.5
@@ -36,7 +36,7 @@ UNLIKELY = 0.05
 CONFIDENT = 0.9
 # A layer that has more of the squared norm carries it.
 LAYER_FRACTION = 0.5
-# Where none holds.
+# The name if no rule holds.
 OTHER = "other"
 
 

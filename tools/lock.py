@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 EMBEDDED, TESTS = ROOT / "embedded", ROOT / "tests"
 HEADER = "# Written by `python tools/lock.py`.\n"
-# What is tested. Each line's marker would repeat it, so it is left out there.
+# The tested environment. Each line's marker would repeat it, so it is left out there.
 ENVIRONMENT = (
     "sys_platform == 'linux'",
     "platform_machine == 'x86_64'",

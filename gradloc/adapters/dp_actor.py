@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 # The class of verl that a mixin comes before.
 _Behind: Any = object
-# What a forward needs of a micro-batch: its tokens, and images.
+# The columns of a micro-batch that a forward needs: its tokens, and images.
 _TOKENS = ("responses", "input_ids", "attention_mask", "position_ids")
 _IMAGES = "multi_modal_inputs"
-# What was said once in this process.
+# Warnings that this process has given.
 _said: set[str] = set()
 
 
@@ -70,7 +70,7 @@ class WatchedUpdates(_Behind):
         self._data, self._mini_batches = data, -(-len(data) // self.config.ppo_mini_batch_size)
         self._steps = self._next_row = 0
         self._rows: list[list[int]] = []  # of verl's dynamic micro-batches
-        # Of a pass whose loss is not computed yet: what its tokens have, and its outputs.
+        # A pass whose loss is not computed yet: its tokens' values, and its outputs.
         self._passed: tuple[Any, ...] | None = None
         verls, prepare = self._verls, self._verls.prepare_dynamic_batch
 
@@ -182,7 +182,7 @@ class WatchedActor(WatchedUpdates):
 
     def _columns(self, micro_batch: Mapping[str, Any], rows: list[int]) -> dict[str, Any]:
         tokens = {name: micro_batch[key] for name, key in EVIDENCE_KEYS.items() if key in micro_batch}
-        # Where a KL penalty has it, and no KL loss, verl leaves it on the host. A copy waits for what the device was
+        # With a KL penalty and no KL loss, verl leaves it on the host. A copy waits for what the device was
         # given before: now for nothing, as verl has just copied the micro-batch; later for the forward or backward.
         reference = self._data.batch.get("ref_log_prob")
         if reference is not None and "ref_log_prob" not in tokens:

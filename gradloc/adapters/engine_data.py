@@ -51,10 +51,10 @@ def padded(values: Tensor) -> Tensor:
     return values.to_padded_tensor(0) if values.is_nested else values
 
 
-# What a forward needs besides the tokens: settings of the batch, and images.
+# A forward's inputs besides the tokens: settings of the batch, and images.
 _SETTINGS = ("use_remove_padding", "pad_mode", "use_fused_kernels", "temperature", "pad_token_id")
 _IMAGES = "multi_modal_inputs"
-# What is kept of the data of a loss.
+# The columns of a loss's data that are kept.
 _COLUMNS = (*EVIDENCE_KEYS.values(), *VALUE_KEYS.values())
 
 

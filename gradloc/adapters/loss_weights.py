@@ -17,7 +17,7 @@ from ..fsdp import collectives
 from ..guarded import ForeseenError, warn_once
 from ..measure.micro_batch import token_weights
 
-# What was said once in this process.
+# Warnings that this process has given.
 _said: set[str] = set()
 
 
@@ -126,7 +126,7 @@ def policy_weights(call: AggregationCall | None, config: Any, response_mask: Ten
         counts = like.sum(1).clamp(min=1)
         weight = token_weights(lambda x: of_losses(((x * like).sum(1) / counts).view(shape)), like)
     if _has_more_terms(config):
-        # Of a token that the loss has rejected, these terms remain.
+        # These terms remain for a token that the loss has rejected.
         whole = token_weights(lambda x: core_algos.agg_loss(x, response_mask, config.loss_agg_mode, **options), like)
         weight = torch.where(call.kept(response_mask), weight, whole)
     return weight

@@ -14,7 +14,7 @@ from ..config import is_on
 from ..version import __version__
 from .trainer_checks import check_trainer
 
-# Of a run that `spike_action=stop` ends. A scheduler that restarts failed jobs can be told to leave this one alone.
+# The exit code after `spike_action=stop`. A scheduler that restarts failed jobs can be told to leave this one alone.
 EXIT_CODE = 76
 
 

@@ -60,7 +60,7 @@ _NO_TEXT = "a token of a gradient spike is written without its text"
 _NO_ROWS = "the rows of an update are not compared with each other"
 _NOT_GATHERED = "the tokens of gradient spikes are written without what the trainer's data say of them"
 _NOT_COMPARED = "a gradient spike is not compared with the rewards of its mini-batch"
-# What a warning has told of in this process.
+# Warnings that this process has given.
 _said: set[str] = set()
 # A tokenizer is others' code, and rank 0 waits for what each rank reads with its own.
 _tokenizing = PatientThread("the tokenizer")
@@ -68,9 +68,9 @@ _tokenizing = PatientThread("the tokenizer")
 
 # The column that has the scores of a response's tokens: the first one that there is.
 SCORES = ("token_level_scores", "rm_scores")
-# What the advantages are computed from: the first one that there is.
+# The advantages are computed from the first of these that exists.
 REWARDS = ("token_level_rewards", *SCORES)
-# What `TrainedData` reads.
+# The columns that `TrainedData` reads.
 _OF_ROWS = ("response_mask", "advantages", *REWARDS, "data_source", "uid", "session_id", "old_log_probs")
 DATA_KEYS: tuple[str, ...] = ("input_ids", "attention_mask", "responses", "reward_model", *_OF_ROWS)
 
@@ -170,7 +170,7 @@ class UpdateEvidence:
         self._tokenizer = tokenizer
         self._sequence_parallel_size = sequence_parallel_size
         self._events: list[dict[str, Any]] = []
-        # What the rows of a spike's mini-batch were rewarded for, by the `id` of its event.
+        # The rows of a spike's mini-batch with their rewards, by the `id` of its event.
         self._rows: dict[int, dict[Place, TrainedRow]] = {}
         self._trained: list[TrainedRow] = []  # the rows of rank 0 in the update
 

@@ -44,7 +44,7 @@ STATE_FILE = "gradloc_state.pt"
 FORM = 3
 # No model has so much to be learned of it.
 _STATE_BYTES = 64 * 2**20
-# What an optimizer step gives for its gradient's norm: a tensor or a number.
+# The gradient norm that an optimizer step returns: a tensor or a number.
 Norm = TypeVar("Norm")
 
 
@@ -57,11 +57,11 @@ class Watch:
     sequence_parallel_size: int  # how many neighbouring ranks work on the same data
     eos_tokens: Collection[int] = ()  # where a rollout stops
     gradloc: GradLoc | None = None
-    # Where it is off and bundles are kept, it learns its bounds all the same: they tell what it would have left of a
+    # If it is off and bundles are kept, it learns its bounds all the same: they tell what it would have left of a
     # spike.
     layer_clip: LayerClip | None = None
     token_clip: TokenClip | None = None
-    # What TokenClip found since `start_update` or `start_mini_batch`, as lines of the evidence; the same on every rank.
+    # TokenClip's lines of the evidence since `start_update` or `start_mini_batch`; the same on every rank.
     clips: list[dict[str, Any]] = field(default_factory=list)
     _scale: float | None = None
     _global_step: int | None = None
@@ -355,7 +355,7 @@ def read_state(folder: str | None) -> dict[str, Any] | str:
             raise ValueError("it has values that no release has written")
         return state
     except Exception as error:
-        # What torch says after its first sentence is advice for other files.
+        # The rest of torch's message is advice for other files.
         reason = str(error).partition("\n")[0].partition(". ")[0]
         return f"{path} cannot be read ({type(error).__name__}: {reason})"
 

@@ -12,7 +12,7 @@ FOLDER = "replay"
 
 # The limits of a bundle; `TOTAL_BYTES` is that of all of a run's.
 MICRO_BATCHES = 8
-# Of a converted spike: any of them may hold it.
+# A converted spike may be in any micro-batch.
 CONVERTED_MICRO_BATCHES = 64
 MEASURED_TOKENS = 2048
 LAYERS = 4096

@@ -40,7 +40,7 @@ def most_off(step: Told, warning: Mapping[str, Any], is_first: bool = False) -> 
     off = [of for factor, of in sorted(known, key=lambda each: -each[0]) if factor]
     if identity not in _OF_GROUPS:
         return [_told_of(step, i) | {"tokens": _tokens(identity, step.tokens[i])} for (i,) in off[:_SHOWN]]
-    # Of a fault that no group shows alone, the first one is an example.
+    # If no group alone shows a fault, the first one is an example.
     return [_told_of(step, i) for i in _of_group(identity, step.rows, [*off, *sets][0])[:_SHOWN]] if sets else []
 
 

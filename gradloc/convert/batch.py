@@ -99,7 +99,7 @@ def _gradient(loss: Tensor, log_prob: Tensor) -> Tensor:
 class Batch:
     """The micro-batches of an optimizer step."""
 
-    # What `MicroBatch.portable` returned for each; its inputs are its samples, as `samples`.
+    # As returned by `MicroBatch.portable`; the inputs are the samples, as `samples`.
     micro_batches: dict[MicroBatchName, MicroBatch]
     uids: dict[tuple[int, int], str]  # by rank and row, of those that have one
     world_size: int  # the number of data-parallel ranks

@@ -218,11 +218,11 @@ def _short(value: Any) -> str:
     return text if len(text) <= 40 else f"{text[:40]}…"
 
 
-# Of a file.
+# The limit of a file.
 FILE_BYTES = 2 * 2**30
-# Of all files together.
+# The limits of all files together.
 RECORDS, TOKENS = 2**20, 2**25
-# What reading may take beside what the process has already.
+# Memory that reading may take in addition.
 MEMORY_BYTES = 8 * 2**30
 
 

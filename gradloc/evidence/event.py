@@ -128,7 +128,7 @@ def build_event(
             "action": action,
             "applied": done.applied,
             "seconds": max(seconds),
-            # Where all responses to a prompt got the same reward, there is none.
+            # Micro-batches whose advantages are all zero have no gradient and do not count.
             "micro_batches": sum(each.tokens > 0 and each.norm != 0 for each in findings.figures.values()),
             "culprits": [_culprit(findings, token, facts[token], medians) for token in culprits],
             "suspected": [],

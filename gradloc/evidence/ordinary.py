@@ -22,7 +22,7 @@ _OF_MANY: Mapping[str, Callable[[Facts, Medians], Any]] = {
     **{name: holds for name, holds in HOLDS.items() if name != "layer"},
     APART: lambda facts, _: is_apart(facts.get("rollout_log_prob"), facts.get("old_log_prob")),
 }
-# What all tokens of a response have.
+# Rules that hold for all tokens of a response or none.
 _OF_RESPONSES = ("advantage", "sequence", "misaligned")
 # (index of the micro-batch in its rank's mini-batch, row in it, position in the response).
 Place = tuple[int, int, int]
@@ -123,7 +123,7 @@ def token_medians(
     with collectives.raised_on_all_ranks(device):
         is_counted = collectives.rank() % sequence_parallel_size == 0
         bits += [_values(micro_batches if is_counted else (), name).view(torch.int64) for name in _WITH_MEDIANS]
-    # Of each, of the lower and the upper of the two in the middle: the highest bytes, and its place among the values
+    # For each, the lower and the upper of the two in the middle: the highest bytes, and its place among the values
     # that begin with them.
     begun = torch.zeros(len(bits), 2, dtype=torch.int64)
     place: Tensor | None = None

@@ -28,12 +28,12 @@ logger = logging.getLogger(__name__)
 LINE_BYTES = 16 * 2**20
 # A longer one has the long texts of as few culprits as makes it shorter.
 _LONG_LINE = 2**20
-# What nests deeper would overflow the stack of recursive functions.
+# Deeper nesting would overflow the stack of recursive functions.
 DEPTH = 64
 # The limits of `record_events`.
 EVENTS_PER_STEP = 16
 CULPRITS_WITH_TEXT = 16
-# Of each file.
+# The limit of each file.
 FILE_BYTES = 64 * 2**20
 
 # The metrics in steps.jsonl, without their prefix.
@@ -41,7 +41,7 @@ STEP_FIGURES = tuple(
     "threshold token_norm_max spike_margin ratio_max rollout_ratio_max unlikely_share misplaced_share triggered".split()
 )
 _FULL = "size_limit"
-# What a warning has told of in this process.
+# Warnings that this process has given.
 _said: set[str] = set()
 
 # By directory: a disk that hangs once is not waited for again.

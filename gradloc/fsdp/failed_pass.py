@@ -53,7 +53,7 @@ _COLLECTIVES = (
     *("reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor"),
     *("all_reduce", "all_to_all", "all_to_all_single", "broadcast"),
 )
-# What a rank says before each call of a rehearsal.
+# A rank's announcement before each call of a rehearsal.
 _CALLS, _HAS_ENDED, _HAS_FAILED = 1.0, 2.0, 3.0
 
 

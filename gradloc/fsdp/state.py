@@ -61,7 +61,7 @@ def set_aside(module: nn.Module) -> Iterator[Callable[[], None]]:
             if gradient is not None and copy is not None and not replaced:
                 with torch.no_grad():
                     gradient.copy_(copy)
-            # Where there was none, there must be none: with zeros, the optimizer would update the parameter.
+            # A parameter without a gradient stays without one: the optimizer would update it with zeros.
             if gradient is None or not replaced:
                 holder.grad = gradient
 
@@ -134,7 +134,7 @@ def _reset_fsdp2(fsdp_module: FSDPModule) -> None:
         fsdp_module.reshard()
 
 
-# Where FSDP2 keeps the buffers of calls in flight, up to gigabytes, and the events after which they may be freed.
+# FSDP2's attributes with the buffers of calls in flight, up to gigabytes, and the events after which they may be freed.
 _IN_FLIGHT = (
     "all_gather_state",
     "reduce_scatter_state",

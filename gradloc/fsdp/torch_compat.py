@@ -22,7 +22,7 @@ except ImportError:  # torch before 2.6
 # Then nothing that measures gradients works.
 IS_TOO_OLD = FSDPModule is None
 
-# What must be there, by what has it. A test compares these names with the sources.
+# Names that must exist, by module or class. A test compares them with the sources.
 REQUIRED: dict[str, tuple[str, ...]] = {
     "torch": ("_foreach_mul_", "_foreach_norm"),
     "torch._C": ("_current_graph_task_id",),
@@ -89,7 +89,7 @@ def keeps_gradients_apart(parameter: Any) -> bool:
     return "unsharded_accumulated_grad" in vars(parameter)
 
 
-# Where a group keeps what is called before its reduction.
+# A group's attribute with the functions that are called before its reduction.
 _ACTIONS = "_gradloc_before_reduction"
 
 

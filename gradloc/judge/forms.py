@@ -21,7 +21,7 @@ class Form:
     """What is wrong.
 
     Args:
-        name (str): That of the closed form, or of the identity.
+        name (str): The closed form's name, or the identity's.
         claim (str): What is wrong, a clause that begins a sentence.
         look (str): Where to look, a sentence.
         check (str): What would refute it on this run, a sentence or two.
@@ -74,20 +74,20 @@ _TEXTS: Mapping[str, tuple[str, str, str, str]] = {
     "nonfinite": (
         "nonfinite",
         "`{name}` are NaN or infinite in {count:.0f} response(s)",
-        "Look at what computes them: of advantages, one bad reward breaks its whole group; of log-probs, the forward "
-        "pass.",
-        "Print this column of these rows before the update: if it is finite there, what follows breaks it.",
+        "Look at what computes them: one bad reward breaks the advantages of its whole group; log-probs come from "
+        "the forward pass.",
+        "Print this column of these rows before the update: if it is finite there, a later stage breaks it.",
     ),
     "sampled.inverted": (
         "mask",
-        "The response mask is inverted: what was sampled is not trained, and what is was not sampled",
+        "The response mask is inverted: sampled tokens are not trained, and others are",
         "Look at how the mask is built.",
         _MASK,
     ),
     "sampled.last_lost": (
         "mask",
-        "The last token that the rollout sampled is not trained, which mostly is the end token (EOS)",
-        "Look at masks that are made of `ids != pad`, where the padding token is the end token.",
+        "The last token that the rollout sampled, usually the end token (EOS), is not trained",
+        "Look for a mask `ids != pad` where the padding token is the end token.",
         _MASK,
     ),
     "sampled.after_end": (
@@ -105,8 +105,8 @@ _TEXTS: Mapping[str, tuple[str, str, str, str]] = {
     ),
     "sampled.zero": (
         "sampled",
-        "{rollout.zero:.1%} of the trained tokens have a rollout log-prob of exactly 0, and training's is not",
-        "Log-probs are missing, or are those after a top-p or top-k cut.",
+        "{rollout.zero:.1%} of the trained tokens have a rollout log-prob of exactly 0, unlike in training",
+        "Log-probs are missing, or were taken after a top-p or top-k cut.",
         _MASK,
     ),
     "responses.repeated": (
@@ -119,8 +119,8 @@ _TEXTS: Mapping[str, tuple[str, str, str, str]] = {
     "groups.alone": (
         "groups_of_one",
         "Every response has a `uid` of its own, although several are to one prompt: none is compared with another",
-        "Look at where `uid` is set: before prompts are repeated for the rollout. (An advantage without groups is no "
-        "matter.)",
+        "Look at where `uid` is set: before prompts are repeated for the rollout. (Advantages without groups do not "
+        "need it.)",
         _UIDS,
     ),
     "groups.mixed": (
@@ -131,8 +131,8 @@ _TEXTS: Mapping[str, tuple[str, str, str, str]] = {
     ),
     "advantages.contradicting": (
         "advantage_order",
-        "Advantages do not follow the rewards: in {advantages.contradicting:.0%} of the pairs to one prompt, that of "
-        "the better response is lower",
+        "Advantages do not follow the rewards: in {advantages.contradicting:.0%} of the pairs of responses to one "
+        "prompt, the better one has the lower advantage",
         "Look for rows that are moved between rewards and advantages (a sort, a filter, a gather), and at signs.",
         _UIDS,
     ),
@@ -145,26 +145,26 @@ _TEXTS: Mapping[str, tuple[str, str, str, str]] = {
     "advantages.zero": (
         "advantages",
         "Advantages are 0, although the rewards of a prompt's responses differ",
-        "Look at what they are made of.",
+        "Look at what they are computed from.",
         _UIDS,
     ),
     "advantages.one_sided": (
         "advantages",
         "Advantages have one sign in {advantages.one_sided:.0%} of the groups whose rewards differ",
-        "Look at what loses the other: abs, clamp.",
+        "Look for an operation that drops the sign: abs, clamp.",
         _UIDS,
     ),
     "advantages.offset": (
         "advantages",
-        "Advantages are far on one side of 0: {advantages.offset:.3g} times as far as they are apart",
-        "The baseline is not these rewards': look at running means, and at what they were computed from.",
+        "Advantages are not centred: they are {advantages.offset:.3g} times as far from 0 as from each other",
+        "The baseline was not computed from these rewards: look at running means, and at where they come from.",
         _UIDS,
     ),
     "advantages.spread": (
         "advantages",
-        "A prompt's advantages are {advantages.spread:.3g} times as far apart as its rewards, divided by their "
-        "deviation, can make them",
-        "Look at divisions by a deviation that is 0 but for rounding.",
+        "A prompt's advantages are {advantages.spread:.3g} times as far apart as its rewards allow, even divided by "
+        "their deviation",
+        "Look for a division by a deviation that is 0 up to rounding.",
         _UIDS,
     ),
     "old.rows": (
@@ -190,7 +190,7 @@ _TEXTS: Mapping[str, tuple[str, str, str, str]] = {
     ),
     "repeated": (
         "misaligned",
-        "{what} log-probs repeat one value: {share:.0%} have that of the token before",
+        "{what} log-probs repeat one value: {share:.0%} equal the previous token's",
         _GATHER,
         _ROWS,
     ),
@@ -203,33 +203,33 @@ _TEXTS: Mapping[str, tuple[str, str, str, str]] = {
     "other": (
         "other_log_probs",
         "Rollout log-probs {how}",
-        "Let both be of the same temperature and vocabulary, in nats, from before or after the same top-p and top-k.",
-        "`gradloc replay BUNDLE` looks for the temperature that fits; or score one response with the server at "
+        "Compute both with one temperature and vocabulary, in nats, and both before or both after top-p and top-k.",
+        "`gradloc replay BUNDLE` finds a temperature that fits; or score one response with the server at "
         "temperature 1, without top-p.",
     ),
     "stale_weights": (
         "stale_weights",
-        "The rollout still samples from old weights: its log-probs lack {part:.0%} of the policy's way from the "
+        "The rollout still samples with old weights: its log-probs lack {part:.0%} of the policy's change since the "
         "reference",
         "Look at what sends weights to the rollout: which tensors and adapters get there.",
         _ENGINES,
     ),
     "rollout.copied": (
         "stale_weights",
-        "Rollout log-probs are the reference's, bit for bit: it serves the reference's weights, or one column is the "
-        "other's",
+        "Rollout log-probs are the reference's, bit for bit: the rollout has the reference's weights, or one column "
+        "is a copy of the other",
         "Look at what sends weights to the rollout, and at what fills these columns.",
         _ENGINES,
     ),
     "partly_stale": (
         "partly_stale",
-        "For {share:.0%} of the responses, as of one of several workers, the rollout still samples from old weights",
+        "{share:.0%} of the responses are sampled with old weights, as if one of several workers got no new ones",
         "Look at what sends weights to each worker.",
         _ENGINES,
     ),
     "adapter_scale": (
         "adapter_scale",
-        "The rollout has gone {part:.2g} times as far from the reference as the policy",
+        "The rollout's log-probs are {part:.2g} times as far from the reference's as the policy's",
         "Look for a LoRA adapter that is merged into the weights and loaded as well, or scaled twice (lora_alpha / r).",
         _ENGINES,
     ),
@@ -248,7 +248,7 @@ _TEXTS: Mapping[str, tuple[str, str, str, str]] = {
     ),
     "reference": (
         "reference",
-        "Reference log-probs differ from the policy's by {reference.gap:.2g} nats in the mean, which no step has made",
+        "Reference log-probs differ from the policy's by {reference.gap:.2g} nats in the mean before any step",
         "Unless another model was chosen for the reference, look at its path, adapter, precision, attention mask and "
         "temperature.",
         _REFERENCE,
@@ -267,7 +267,7 @@ _TEXTS: Mapping[str, tuple[str, str, str, str]] = {
     ),
     "loss.sign": (
         "loss_sign",
-        "The loss's sign is turned: its gradient is {loss.factor:.3g} times what weights, advantages and ratios give",
+        "The loss has the wrong sign: its gradient is {loss.factor:.3g} times what weights, advantages and ratios give",
         "Look at the sign of the policy loss.",
         _TOKENS,
     ),
@@ -298,20 +298,20 @@ _TEXTS: Mapping[str, tuple[str, str, str, str]] = {
     ),
     "loss.kl": (
         "kl_scale",
-        "The KL loss counts {loss.kl_factor:.3g} times in the gradient, by its coefficient and type",
+        "The KL loss's gradient is {loss.kl_factor:.3g} times what its coefficient and type give",
         "Look at where it is scaled or detached.",
-        "Take one step with kl_loss_coef=0: the gradient differs by that of the KL loss.",
+        "Take one step with kl_loss_coef=0: the difference is the KL loss's gradient.",
     ),
     "loss": (
         "loss",
         "For {loss.unfit:.1%} of the tokens, the loss's gradient is not −weight · advantage · ratio",
-        "Look for a term that is added or left out, and at what multiplies single tokens.",
+        "Look for a term that is added or left out, and for factors of single tokens.",
         _TOKENS,
     ),
     "gradient.last_pass": (
         "last_pass",
-        "The optimizer's gradient is that of the last micro-batch alone",
-        "Look for a zero_grad between micro-batches, or gradients that are overwritten.",
+        "The optimizer's gradient is the last micro-batch's alone",
+        "Look for a zero_grad between micro-batches, or for overwritten gradients.",
         _PASSES,
     ),
     "gradient.zero": (
@@ -322,7 +322,7 @@ _TEXTS: Mapping[str, tuple[str, str, str, str]] = {
     ),
     "gradient.less": (
         "gradient",
-        "The optimizer's gradient is {gradient.less:.3g} times smaller than the passes' together",
+        "The optimizer's gradient is {gradient.less:.3g} times smaller than the sum of the passes'",
         "Look for what zeroes or divides it between the passes and the step.",
         _PASSES,
     ),
@@ -335,8 +335,7 @@ _TEXTS: Mapping[str, tuple[str, str, str, str]] = {
     ),
     "weights.still": (
         "not_moving",
-        "{weights.still:.0f} of {weights.layers:.0f} layers do not move: bit for bit, they are as before the "
-        "optimizer step",
+        "{weights.still:.0f} of {weights.layers:.0f} layers are bit for bit the same after the optimizer step",
         "Look at which tensors the optimizer has, and whether the learning rate is below the weights' precision.",
         _STEPS,
     ),
@@ -348,7 +347,7 @@ _TEXTS: Mapping[str, tuple[str, str, str, str]] = {
     ),
     "weights.uphill": (
         "ascent",
-        "Optimizer steps go along the gradient, and not against it: the loss grows",
+        "Optimizer steps go up the gradient: the loss grows",
         "Look at the loss's sign and at `maximize`.",
         _STEPS,
     ),
@@ -408,7 +407,7 @@ def old(now: Readings, residual: str) -> Form:
     if now["old.unrelated"] > max(EXPLAINS * now["old.far"], LEVEL * SHARE):
         return _form("old.rows", now, share=now["old.unrelated"], column="old")
     is_slope = now.get("old.slope", 0.0) > EXPLAINS
-    how = f", as at another temperature (slope {now['old.slope_is']:.3g})" if is_slope else ""
+    how = f", as with another temperature (slope {now['old.slope_is']:.3g})" if is_slope else ""
     return _form("old", now, column="old", how=how)
 
 
@@ -451,7 +450,7 @@ def _other(now: Readings) -> Form | None:
     elif now.get("rollout.slope", 0.0) > EXPLAINS:
         bases = {"log2": 1 / math.log(2), "log10": 1 / math.log(10)}
         base = next((name for name, b in bases.items() if abs(slope / b - 1) < SAME), "")
-        other = f"in {base} instead of nats" if base else f"as at a {'lower' if slope > 1 else 'higher'} temperature"
+        other = f"in {base} instead of nats" if base else f"as with a {'lower' if slope > 1 else 'higher'} temperature"
         how = f"are training's times {slope:.3g}, {other}"
     elif now["rollout.differing"] > EXPLAINS and now["rollout.one_sided"] > LEVEL * LATE:
         side = "larger" if now["rollout.larger"] else "smaller"
@@ -460,11 +459,11 @@ def _other(now: Readings) -> Form | None:
 
 
 def _stale(now: Readings) -> Form | None:
-    """Weights of the way from the reference to the policy."""
+    """Old weights: the rollout's log-probs lie between the reference's and the policy's, or beyond."""
     way, far = now.get("rollout.way", 0.0), now["rollout.far"]
-    # What was there before any optimizer step has not come with steps; nor has what training's own columns show.
+    # A gap before any optimizer step, or a jump in training's own columns, has another cause.
     is_late = now.get("rollout.first_gap", 0.0) < LEVEL * SAME and not now.get("policy_jumped")
-    # Of part of the responses, most of those that are far are nearer to the reference.
+    # In some responses: most of the far ones are nearer to the reference.
     is_part = now.get("rollout.nearer", 0.0) > max(EXPLAINS * far, LEVEL * SHARE)
     is_whole = now.get("rollout.way_explains", 0.0) > EXPLAINS and not -EXPLAINS / 2 < way < FACTOR
     if not is_late or not (is_part or is_whole):

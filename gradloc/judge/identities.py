@@ -35,7 +35,7 @@ from .forms import Form
 from .records import MOST_RECORDS, Readings, Record, Streak
 
 Records = Sequence[Record]
-# What breaks an identity at once.
+# A residual of so many times the usual breaks an identity at once.
 _AT_ONCE = LEVEL**LASTS
 _HALF = EXPLAINS / LEVEL  # of what is broken from half of all on
 

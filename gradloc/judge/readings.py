@@ -187,7 +187,7 @@ def of_layers(now: Layers, before: Layers | None, rate: float) -> Readings:
     if pairs and all(math.isfinite(a + b) for a, b in pairs):
         whole, most = math.hypot(*(a for a, _ in pairs)), math.hypot(*(b for _, b in pairs))
         if most > 0:
-            # Of layers that have a part of the gradient: rounding makes factors of nothing.
+            # Only layers that have a part of the gradient: rounding makes factors out of nothing.
             parts = [a / b if b else math.inf for a, b in pairs if a > FACTOR * FACTOR * whole]
             found["gradient.factor"] = max(parts, default=0.0)
             found["gradient.less"] = most / whole if whole else math.inf
@@ -262,7 +262,7 @@ def of_rows(rows: Sequence[TrainedRow]) -> Readings:
     moving = [row for row in rows if row.advantage is not None and row.padding]
     if moving:
         cut = sum(0 < row.unmoved == row.padding for row in moving)
-        # Where credit begins later for other reasons, some rows have as much padding by chance.
+        # If credit begins later for other reasons, some rows have as much padding by chance.
         most = cut > MOST * sum(row.unmoved > 0 for row in moving)
         found["advantages.cut"] = cut / len(moving) if most else 0.0
     return found
@@ -288,7 +288,7 @@ def _of_groups(groups: Sequence[Sequence[TrainedRow]], count: int) -> Readings:
             (max(advantages) - min(advantages)) / max(max(rewards) - min(rewards), math.sqrt(count) + 1)
             for rewards, advantages in differing
         )
-    # Where equal rewards have no advantage, the baseline is the group's, and lies between its rewards.
+    # If equal rewards have no advantage, the baseline is the group's and lies between its rewards.
     if differing and equal and not any(any(advantages) for _, advantages in equal):
         one_sided = [not min(each) < 0 < max(each) and any(each) for _, each in differing]
         found["advantages.one_sided"] = sum(one_sided) / len(differing)
@@ -320,7 +320,7 @@ def count_pairs(rows: Sequence[TrainedRow]) -> tuple[int, int]:
         lower = 0
         advantages: list[float] = []  # of the first `lower` rows, whose rewards are lower; sorted
         for reward, advantage in group:
-            # What is close to a number lies around it without gaps, and farther up for a larger one.
+            # The values close to a number lie around it without gaps, and farther up for a larger number.
             while not close(group[lower][0], reward):
                 insort(advantages, group[lower][1])
                 lower += 1

@@ -44,7 +44,7 @@ _RATIOS = (
 BROKEN = "nonfinite"
 # Those of importance ratios, which the update's own steps move, too.
 RATIOS = ("token", "sequence")
-# What verl calls a column; each may make those after it not finite.
+# verl's names of columns; each may make those after it not finite.
 VERL_NAMES = {
     "advantage": "advantages",
     "old_log_prob": "old_log_probs",

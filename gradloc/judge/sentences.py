@@ -16,7 +16,7 @@ from .shares import all_of, carrying_layers, counted, percent
 # By TokenClip's action, what happened to the signals that were cut.
 DONE = {"drop": "dropped", "smooth": "reduced"}
 
-# Where they hold for any culprit, something is broken, and the other culprits may be its consequences.
+# If one of them holds for any culprit, something is broken, and the other culprits may be consequences.
 _BUGS = [rule.name for rule in RULES if rule.is_bug and rule.name not in RATIOS]
 
 # A gradient that comes from no token, as that of an auxiliary loss, is mentioned from this part of the norm on. Without
@@ -76,7 +76,7 @@ def clips_in_words(found: Clipped) -> str:
 def _culprits(event: Event) -> str:
     """What most of the culprits are, and whose; where some are bugs, what these are."""
     culprits = event["culprits"]
-    # Where nothing is known to be broken, no culprit is said to be.
+    # A spike without a cause has no broken culprit.
     judged = event.get("verdict")
     left_out = _BUGS if judged is not None and judged["cause"] is None else ()
     known = [each.get("sources") or [each["source"]] for each in culprits]

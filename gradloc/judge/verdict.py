@@ -154,17 +154,17 @@ def _natural(event: Event, rows: Mapping[Place, TrainedRow]) -> Verdict:
     claim, kind = f"All {held} identities that could be checked hold", "A natural spike: "
     claim += f", and {unchecked} could not be" if unchecked else ""
     if not held:
-        claim, kind = "No identity could be checked", "Of the culprits is known: "
+        claim, kind = "No identity could be checked", "What the culprits have in common: "
     for unread in event.get("warnings", [])[:1]:
         broken = lowered(unread.get("claim", unread["name"]))
-        claim, kind = f"What is broken is not read by the loss ({broken})", "Of the culprits is known: "
+        claim, kind = f"The loss does not read what is broken ({broken})", "What the culprits have in common: "
     if not event["culprits"]:
         why = {"overflow": "the scaled fp16 gradients overflowed, and the gradient scaler takes a smaller scale"}
         what = why.get(event["diagnosis"], spread_in_words(event))
         return _verdict(None, claim, f". No token stands out: {what}.", CHECK_UNKNOWN, event)
     common = [_in_words(fact, len(event["culprits"])) for fact in facts(event)]
     common += filter(None, [_rewarded(event, rows)])
-    rest = f". {kind}{'; '.join(common) or 'nothing that they have in common'}."
+    rest = f". {kind}{'; '.join(common) or 'nothing that stands out'}."
     return _verdict(None, claim, rest, CHECK_NATURAL, event)
 
 

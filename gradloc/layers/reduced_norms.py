@@ -18,7 +18,7 @@ from ..lines import BrokenParameters
 
 logger = logging.getLogger(__name__)
 
-# What FSDP1, activation checkpointing, torch.compile and LoRA insert into parameter names.
+# Parts of parameter names that FSDP1, activation checkpointing, torch.compile and LoRA insert.
 _WRAPPERS = re.compile(r"\b(?:_(?:fsdp|checkpoint)_wrapped_module|_orig_mod|base_model\.model|base_layer)\.")
 _LORA = re.compile(r"\.(?:lora_|modules_to_save\b|original_module\b).*")
 _MODEL = re.compile(r"^(?:(?:model|transformer|language_model|decoder|module)\.)+")

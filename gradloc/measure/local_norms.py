@@ -180,7 +180,7 @@ class _Flat:
     """One of FSDP1's flat parameters, a leaf whose gradient has all its views' of one backward in one tensor."""
 
     parameter: Tensor
-    # Of each parameter in it: (index of the layer, start, stop, the original parameter). With `use_orig_params` the
+    # Each parameter in it: (index of the layer, start, stop, the original parameter). With `use_orig_params` the
     # original may be frozen, and its part has a gradient all the same.
     parts: list[tuple[int, int, int, Tensor]]
     hooked: bool = False

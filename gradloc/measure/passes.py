@@ -34,10 +34,10 @@ Forward = Callable[[dict[str, Any], list[int], int], tuple[Tensor | None, Tensor
 # backward signals cut as in training.
 Cut = Callable[[int, list[int], int], AbstractContextManager[None]]
 
-# What a search and a drill read of another rank's tokens. The evidence of culprits comes from the rank that has them.
+# Columns of another rank's tokens that a search and a drill read. Evidence comes from the rank that has the culprit.
 _NEEDED = ("response_mask", "weight", "log_prob", "coefficient", "entropy_coefficient", "broken", "suspicion", "cut")
 
-# Where one of these is not zero, a position is sent; padding in which a loss leaves a coefficient or NaN, too.
+# A position is sent if one of these is not zero, also in padding where a loss leaves a coefficient or NaN.
 _SENT = ("response_mask", "weight", "coefficient", "entropy_coefficient", "broken")
 
 # How many probes a pass measures at most, however many ranks there are: to choose more takes every rank too long.
@@ -342,7 +342,7 @@ class WatchedModel:
         self.rank = collectives.rank() // sequence_parallel_size  # the data-parallel rank
         # How many ranks, or groups of such ranks, have data of their own.
         self.data_parallel_size = collectives.world_size() // sequence_parallel_size
-        # Of earlier passes, by whether these reduced their gradients.
+        # Recorded in earlier passes, by whether these reduced their gradients.
         self.recorded = {reduce: RecordedCollectives(sequence_parallel_size == 1) for reduce in (True, False)}
         self.meter: Meter
         with collectives.raised_on_all_ranks(device):

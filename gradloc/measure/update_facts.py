@@ -28,7 +28,7 @@ from ..levels import (
 )
 
 Tokens = Mapping[str, Tensor]
-# What is read, in the order of a part's columns: first those that may not be finite.
+# The values that are read, in the order of a part's columns: first those that may not be finite.
 _READ = (
     *BROKEN,
     *("response_mask", "weight", "coefficient", "kl_coefficient", "rollout_is_weight", "after_eos", "policy_loss_mask"),
@@ -267,7 +267,7 @@ def _of_loss(columns: Tokens, has: Collection[str], mask: Tensor, scale: float |
     flat = planes.flatten(1)
     expected, kl, rest = planes[1], planes[2], planes[0] - planes[2]
     told = expected != 0
-    # What the KL loss's part is rounded to does not count.
+    # Rounding of the KL loss's part does not count.
     unfit = told & ((rest - expected).abs() > (FACTOR + rounding) * expected.abs() + LEAST_NATS * kl.abs())
     counts = torch.stack([told, unfit, unfit & (rest * expected < 0), clipped, right, corrected, along])
     return torch.cat([(flat @ flat.T).flatten().double(), counts.sum((1, 2))])

@@ -15,7 +15,7 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-# What the plugin could not do, and why, in the order in which it was tried.
+# Failed parts of the plugin with the reasons, in the order in which they were tried.
 failures: dict[str, str] = {}
 # The same for what runs can do without.
 lost: dict[str, str] = {}

@@ -47,7 +47,7 @@ class Measured:
     units: dict[MicroBatchName, Norms] = field(default_factory=dict)  # of each micro-batch
     rests: dict[MicroBatchName, Norms] = field(default_factory=dict)  # the same without its culprits, if it has some
     tokens: dict[Place, Norms] = field(default_factory=dict)  # of single tokens' share of the loss, by their weight
-    # Of the gradient of all micro-batches, averaged over the ranks; None if the bundle does not have all of them.
+    # The norms of all micro-batches' gradient, averaged over ranks; None if the bundle does not have all of them.
     whole: Norms | None = None
     # Each of shape (rows, response length); 0 outside of the responses.
     log_probs: dict[MicroBatchName, Tensor] = field(default_factory=dict)

@@ -11,7 +11,7 @@ from torch import nn
 from ..measure.micro_batch import movable
 from ..tools.opening import Bundle
 
-# What the errors of PyTorch's and the system's allocators have in their messages.
+# Parts of the messages of PyTorch's and the system's allocators.
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "cannot allocate memory", "bad_alloc")
 _PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 

@@ -28,7 +28,7 @@ ATTENTIONS = ("eager", "sdpa", FLASH)
 HALF = ("bfloat16", "float16")
 
 _HUB_SECONDS = 10.0
-# What must be the same in the two configurations.
+# Settings that must be equal in the two configurations.
 _SHAPE = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")
 
 
@@ -55,7 +55,7 @@ class Model:
     layer_of: dict[nn.Parameter, str]  # that of each parameter that is trained
     device: torch.device
     dtype: torch.dtype  # what it computes in
-    # What a backward's gradients are multiplied by: half precision would lose small ones without training's scale.
+    # A backward's gradients are multiplied by training's scale: half precision would lose small ones without it.
     loss_scale: float
     notes: list[str]  # what a replay with it cannot repeat
 

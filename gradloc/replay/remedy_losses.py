@@ -55,7 +55,7 @@ _FORM: dict[str, Form] = {
     },
 }
 
-# What verl raises for settings that it does not take.
+# Errors that verl raises for settings that it does not take.
 _REFUSALS = (ValueError, TypeError, AssertionError, NotImplementedError, KeyError, ArithmeticError)
 
 # How far a recomputed coefficient may be from the recorded one, relative to it. Those of half precision were rounded.

@@ -65,7 +65,7 @@ class Replay:
         self.tokens = list(dict.fromkeys([*self._culprits, *places(bundle, largest)]))[: max(options.tokens, 0)]
         # The one that each switch measures alone.
         self._culprit = [place for place in self.tokens if place in self._culprits and place[0] == bundle.first][:1]
-        # What stands for the replay; the other ways of computing are compared with it.
+        # The replay itself; the other ways of computing are compared with it.
         self.main = default_variant(bundle, options.dtype, options.attention, self.device)
         self.notes = bundle.missing  # what could not be repeated
         if bundle.is_converted:

@@ -40,7 +40,7 @@ from .replaying import log_prob_distance
 
 # How many probes count as one pass, at most: those of a recorded spike, for which fewer take less time, and of others.
 _WIDTH_OF_CONVERTED, _WIDTH = 8, 64
-# What is suggested for τ is under the largest norm by this factor.
+# The suggested τ is this part of the largest norm.
 _UNDER = 0.8
 # A search makes hundreds of short passes: one line in this many seconds.
 SECONDS = 5.0
@@ -51,8 +51,8 @@ _MEDIANS = ("median_advantage", "median_weight")
 class Searched:
     """What a search gave; all but `found` is the same on every rank."""
 
-    # What `build_event` returned, on rank 0 with the ranks and micro-batches of the bundle; None if nothing is over its
-    # threshold.
+    # As `build_event` returned it, on rank 0 with the ranks and micro-batches of the bundle; None if nothing is over
+    # its threshold.
     found: dict[str, Any] | None
     largest: MicroBatchName | None  # that with the largest norm, in that case; None if no token has a gradient
     norm: float  # its norm/sqrt(Σw²), which is compared with τ

@@ -182,7 +182,7 @@ def _report(options: argparse.Namespace, loaded: _Loaded, searched: Searched, th
             sentences.append("So the tokens are those of these weights, which need not be those of training.")
         sentences += _compared(bundle, event)
     else:
-        # What another search has found stays.
+        # An earlier search's finding stays.
         event = bundle.event if was_found else quiet_event(base, bundle, threshold, searched, of_training)
         sentences = [_nothing_over(searched, threshold), weights_in_words(facts)]
     if searched.found is not None and not of_training and not bundle.is_converted and was_found:

@@ -16,7 +16,7 @@ from ..tools.results import EVENT_SUFFIX
 from ..tools.schema import EVENT, conforms, parse, read_plain_file
 from .search import Searched
 
-# What a search finds out.
+# The fields that a search fills in.
 _FOUND = (
     "diagnosis",
     "until",
@@ -33,13 +33,13 @@ _FOUND = (
     "seconds",
     "error",
 )
-# What a recorded spike lacks besides.
+# Further fields that a recorded spike lacks.
 _FOUND_FIRST = ("median_advantage", "median_weight", "ordinary_layer_norms")
 # A verdict, and what it is judged by.
 _JUDGED = ("verdict", "comparison", "identities", "warnings")
-# What an event has in common with that of its bundle.
+# The fields that an event has in common with its bundle's event.
 _SAME = ("global_step", "epoch", "mini_batch", "loss_scale", "world_size")
-# What the trainer adds to a culprit about the response, and about the token.
+# The fields that the trainer adds to a culprit: about the response, and about the token.
 _OF_RESPONSE = ("prompt", "response", "ground_truth", "reward", "data_source", "uid")
 _OF_TOKEN = ("token", "context", "response_tokens", "response_tokens_start")
 
@@ -70,7 +70,7 @@ def searched_event(
         event[name] = found[name] + (0 if first else base.get(name, 0))
     event["culprits"] = _with_texts(event["culprits"], known)
     if not is_whole:
-        # Of what is missing, only an earlier search knows something.
+        # Missing values can only come from an earlier search.
         event["explained"] = found["explained"] and (None if first else base["explained"])
         event["complete"] = found["complete"] and not first and base["complete"]
     if first or places(base["culprits"]) != places(event["culprits"]):
@@ -95,7 +95,7 @@ def quiet_event(
             "searches the largest one all the same."
         )
     event = {**base, "diagnosis": "under", "search": "replayed", "passes": searched.passes}
-    # What is wrong with the run is wrong without a search.
+    # A cause that was found without a search stays.
     if not (base.get("verdict") or {}).get("cause"):
         or_ = "or" if of_training else "the weights are not those of training, or"
         rest = f": the spike is not in these tokens, {or_} τ is too high."

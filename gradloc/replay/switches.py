@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from .model import FLASH, HALF, Model, Variant
 
 AS_REPLAYED = "as replayed"
-# What a norm in this class name is, and what rotates queries and keys.
+# A norm's and a rotary embedding's class names contain these; the function that rotates queries and keys.
 _NORMS, _ROTARY, _ROTATE = "RMSNorm", "RotaryEmbedding", "apply_rotary_pos_emb"
 # A formula is taken for a module's own if half of the outputs differ by less than this factor.
 _SAME_FORMULA = 1.65
@@ -170,6 +170,6 @@ def _replaced(changes: Mapping[tuple[Any, str], Any]) -> Iterator[None]:
 
 @contextmanager
 def _liger(model: Model) -> Iterator[None]:
-    # What verl does with use_liger.
+    # As verl does with use_liger.
     import_module("liger_kernel.transformers.monkey_patch")._apply_liger_kernel_to_instance(model=model.module)
     yield

@@ -30,7 +30,7 @@ _SWITCHES = (
     "`--switches` measures attention, precision, RMSNorm and the rotary embedding one by one; this replay has neither "
     "training's own kernels nor its parallelism."
 )
-# What to look at, by the beginning of a switch's name.
+# The code to look at, by the beginning of a switch's name.
 _LOOK = {
     "RMSNorm": "how RMSNorm is computed",
     "rotary": "how the rotary embedding is computed",

@@ -74,14 +74,14 @@ WALL_FACTOR = 10
 
 TARGETS = ("latex", "expr", "string")
 
-# What is no part of an answer: Markdown around it (2**3 and 2 *3* 4 have none), and boxes quoted from the task.
+# Not part of an answer: Markdown around it (2**3 and 2 *3* 4 have none), and boxes quoted from the task.
 EMPHASIS = re.compile(
     r"(?<![\w)\]}^\\])(?<!\*)((?<!\b\w )\*(?!\*)|\*{2,3}(?!\*)|_{1,3}(?!_))(?=[^\s})\].,;:?!])"
     r"((?:(?!\s\1\S|\n\s*\n).)*?[^\s({\[^\\])\1(?![\w*({\[\\^+/=-]| \d)",
     re.DOTALL,
 )
 EMPTY_BOX = re.compile(r"(\$+|\\[(\[])?\s*\\(?:boxed|fbox)\s*\{\s*\}\s*(?(1)(?:\$+|\\[)\]]))")
-# What Math-Verify drops, although it makes another answer of it: text behind a number, as a unit, and dots in a list.
+# Math-Verify drops these, although they change the answer: text behind a number, as a unit, and dots in a list.
 HEDGE = re.compile(
     r"\\(?:text\w*|mbox|mathrm)\s*\{(?!\s*or\s*\})[^{}]*"
     r"(?:\bor\b|(?:\b(?:and|maybe|perhaps|possibly)\b|[,;?])\W*\d|\d\s*\?)[^{}]*\}"
@@ -507,7 +507,7 @@ def _score(
         text = EMPTY_BOX.sub(" ", model_output.rpartition("</think>")[2])
         for _ in range(3):  # it nests
             text = EMPHASIS.sub(r"\2", text)
-        # What is parsed and compared here is what math_verify.metric.math_metric does, without its own timeouts.
+        # Parses and compares like math_verify.metric.math_metric, without its timeouts.
         gold = _parse("\\boxed{" + ground_truth + "}" if "latex" in gold_targets else ground_truth, gold_targets)
         is_infinite = any(map(_is_infinite, gold))
 

@@ -234,7 +234,7 @@ class _Investigation:
         responses = {(rank, row) for rank, row in places.tolist()}
         ranks = {rank for rank, _ in responses}
         rows = sorted({micro_batches[rank, index].rows[row] for rank, row in responses})
-        # Of the whole micro-batch, because this set may be the micro-batch without its largest tokens.
+        # The largest tokens of the whole micro-batch, because this set may lack them.
         tokens = self._groups.tokens_of(token_set.group, *token_set.of.alone)
         largest = sorted(tokens, key=lambda token: largest_first(self._measured[token].grad_norm))
         rank = ranks.pop() if len(ranks) == 1 else None

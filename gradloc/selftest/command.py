@@ -34,7 +34,7 @@ from ..tools.command_line import parser as new_parser
 from ..tools.files import write_output
 from .measuring import EXCHANGED, Loop, SelfTest, Sizes, UnusableError, build_model
 
-# Of the gradient's norm: what rounding in half precision makes of it, and more.
+# Rounding in half precision changes less than this part of the gradient's norm.
 _DIFFERENCE = 0.05
 
 

@@ -98,11 +98,11 @@ class WatchedPass:
     # By boundary, whether too many were over the bound for any to be cut; shape ().
     refused: dict[str, Tensor] = field(default_factory=dict)
     boundaries: list[str] = field(default_factory=list)  # all, in the order of the backward
-    # What is kept of the signals after the pass, by the token that each position predicts; shape (rows, length + 1).
+    # Kept of the signals after the pass, by the token that each position predicts; shape (rows, length + 1).
     first: Tensor = field(init=False)  # the index of the first of them at which one is over its bound, -1 for none
     multiple: Tensor = field(init=False)  # the signal there as a multiple of the bound; 0 for none
     cut: Tensor = field(init=False)  # whether a hidden state was cut at any of them, bool
-    # What `scaling_of` has found; emptied after the pass, too.
+    # The results of `scaling_of`; emptied after the pass, too.
     scaling_by_shape: dict[tuple[bool, torch.Size], Tensor | None] = field(default_factory=dict)
 
     def scaling_of(self, shape: torch.Size, at_log_probs: bool) -> Tensor | None:
@@ -219,7 +219,7 @@ class Counts:
 
 # The maximum number of tokens that are described, those furthest over their bounds first.
 MAX_TOKENS = 64
-# What is known of a token where the pass has it; None in the prompt.
+# Values of a token that the pass knows; None in the prompt.
 VALUES = ("token_id", "weight", "advantage", "log_prob", "old_log_prob", "rollout_log_prob")
 
 
@@ -236,7 +236,7 @@ def own_tokens(passes: Sequence[WatchedPass], rank: int, part: int, factor: floa
     """
     if not passes:
         return []
-    # Of the log-probs, the first rank of the group has the same.
+    # The group's first rank has the same log-probs.
     least, found = min(part, 1), []
     # One transfer for all: each would wait for the device.
     columns = torch.cat([_largest(index, each, least) for index, each in enumerate(passes)], 1).cpu()

@@ -17,7 +17,7 @@ from .files import is_special
 
 Value = TypeVar("Value", int, float, str)
 
-# What is installed with the command; the extra has the rest.
+# Packages that are installed with the command; the extra has the rest.
 _OWN = ("rich",)
 _STARTED = time.monotonic()
 

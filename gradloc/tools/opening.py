@@ -68,7 +68,7 @@ _FORM = fields(
         "checkpoint": TEXT_OR_NULL,
         "dtype": TEXT,
         "grad_clip": _NORM_OR_NULL,
-        # What LayerClip would have done to the step, and the bounds of TokenClip.
+        # LayerClip's factors for the step, applied or not, and TokenClip's bounds.
         "clips": object_with({"layer_clip": or_null(by_name(_LAYER_CLIP)), "token_clip": or_null(_TOKEN_CLIP)}),
     }
 )

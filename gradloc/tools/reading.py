@@ -35,18 +35,18 @@ from .schema import (
 )
 from .spike import Spike
 
-# Of a file at most so many bytes are read: as many as the writer writes.
+# At most so many bytes of a file are read: as many as the writer writes.
 MOST_BYTES = 64 * 2**20
 # The names of the files in a directory with evidence.
 _NAMES = ("spikes", "steps", "critic")
-# Of directories with evidence near one without, how many are named, and how many are looked through.
+# How many directories near one without evidence are named, and how many are searched.
 _NEAR, _MOST_DIRECTORIES = 3, 1000
-# What is too long is skipped in pieces of so many bytes.
+# Lines that are too long are skipped in pieces of so many bytes.
 _CHUNK = 2**20
 # Why lines are not read.
 MALFORMED = "malformed or unfinished"
 OTHER_VERSION = "of another version of GradLoc, whose own report reads them"
-# Of what the trainer adds to a token, what is no text; and the token alone.
+# The fields that the trainer adds to a token, without texts but the token's own.
 _ADDED = ("token", "response_tokens_start", "reward")
 # Sources that contradict a verdict of a natural spike; ratios of single tokens may be large without a fault.
 _FAULTS = {rule.name for rule in SOURCES.values() if rule.is_bug} - {"token", "sequence"}

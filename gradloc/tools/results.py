@@ -28,13 +28,13 @@ from .schema import (
 )
 
 RESULT_KIND = "gradloc replay result"
-# What a replay writes beside the bundle of this name.
+# The end of the name of a replay's file beside its bundle.
 RESULT_SUFFIX = ".result.json"
 # And a search.
 EVENT_SUFFIX = ".event.json"
 
 _FILES = 1024
-# Of all of them together.
+# The limit of all of them together.
 _BYTES = 64 * 2**20
 
 _FACTOR = or_null(object_with({"factor spread": NUMBER, "could_be": list_of(TEXT)}))

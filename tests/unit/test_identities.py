@@ -422,13 +422,13 @@ ADVANTAGES = (
     (of_rows(lambda row, i: replace(row, unmoved=row.padding)), "advantage_mask", "as many as the row has padding"),
     (of_rows(lambda row, i: replace(row, advantage=None)), "advantages", "are 0"),
     (of_rows(lambda row, i: replace(row, advantage=row.advantage and abs(row.advantage))), "advantages", "one sign"),
-    (of_rows(lambda row, i: replace(row, advantage=(row.advantage or 0) + 20)), "advantages", "side of 0"),
+    (of_rows(lambda row, i: replace(row, advantage=(row.advantage or 0) + 20)), "advantages", "from 0"),
     (of_rows(lambda row, i: replace(row, advantage=row.advantage and 1e3 * row.advantage)), "advantages", "far apart"),
 )
 TRAINING = (
     (rescale(lambda tokens: 3.0), "loss_scale", "3 times"),
     (lambda update, _: [update.tokens[name].mul_(2.0) for name in ("weight", "coefficient")], "loss_scale", "sum to 2"),
-    (rescale(lambda tokens: -1.0), "loss_sign", "turned"),
+    (rescale(lambda tokens: -1.0), "loss_sign", "wrong sign"),
     (rescale(lambda tokens: tokens["advantage"].sign()), "loss_sign", "lost the sign"),
     (rescale(lambda tokens: (0.5 * noise(1)).exp()), "loss", "of the tokens"),
     (of_layers(1, lambda norm, _: 2 * norm), "gradient", "1.67 times"),
@@ -441,7 +441,7 @@ TRAINING = (
         "weights",
         "optimizer step",
     ),
-    (moved_by(along=1.5e-3), "ascent", "along the gradient"),
+    (moved_by(along=1.5e-3), "ascent", "up the gradient"),
     (moved_by(between=5.0), "weights", "between two updates"),
 )
 LATER = [(spoil, 3, name, said) for spoil, name, said in (*ADVANTAGES, *TRAINING)]
@@ -461,7 +461,7 @@ def test_what_is_broken_is_named(spoil: Any, begin: int, name: str, said: str) -
 def test_a_reference_of_other_weights_is_named_before_the_first_step() -> None:
     found = answers(run_of(3), 1, of_column("ref_log_prob", scored_otherwise(0.3)))
     (warning,) = found[0]["warnings"]
-    assert (warning["name"], warning["since"]) == ("reference", 1) and "no step has made" in warning["claim"]
+    assert (warning["name"], warning["since"]) == ("reference", 1) and "before any step" in warning["claim"]
 
 
 @pytest.mark.xfail(strict=True, reason="a residual that cannot be told any more counts as quiet")
@@ -477,7 +477,7 @@ def of_workers(share: float) -> Callable[[Tensor, Tokens, int], Tensor]:
 
 @cases(
     "change name said",
-    (of_workers(1.0), "stale_weights", "100% of the policy's way"),
+    (of_workers(1.0), "stale_weights", "100% of the policy's change"),
     (of_workers(0.65), "partly_stale", "of several workers"),
     (of_workers(0.25), "partly_stale", "workers"),
     (

@@ -209,7 +209,7 @@ def test_what_culprits_have_in_common_is_a_fact(name: str) -> None:
     # What a fifth of ordinary tokens have as well, or few culprits have, is none.
     assert not verdict_on(spike, {**NONE, name: 0.2})["facts"]
     few = verdict_on(event([name], ["other"], ["other"]), NONE)
-    assert not few["facts"] and few["sentence"].endswith("A natural spike: nothing that they have in common.")
+    assert not few["facts"] and few["sentence"].endswith("A natural spike: nothing that stands out.")
     assert verdict_on(spike, {**NONE, name: None})["facts"][0]["ordinary"] is None
 
 
@@ -239,7 +239,7 @@ def test_identities_that_were_not_checked_are_counted() -> None:
     assert said.startswith("All 2 identities that could be checked hold, and 9 could not be. A natural spike: ")
     for nothing in (unchecked, {}):
         said = verdict_on(event(["unlikely"], identities=nothing), NONE)["sentence"]
-        assert said.startswith("No identity could be checked. Of the culprits is known: the one culprit is a rare")
+        assert said.startswith("No identity could be checked. What the culprits have in common: the one culprit is")
 
 
 WARNING = {"name": "stale_weights", "identity": "rollout_log_probs", "since": 5, "times": 70.0, "column": "rollout"}
@@ -282,7 +282,7 @@ def test_log_probs_that_the_loss_does_not_read_are_no_cause(
     found = verdict_on(changed(spike, **changes), NONE, [warning])
     assert found["cause"] == cause
     if cause is None:
-        start = "What is broken is not read by the loss (the rollout is late). Of the culprits is known: both"
+        start = "The loss does not read what is broken (the rollout is late). What the culprits have in common: both"
         assert found["sentence"].startswith(start)
     # Without a culprit, nothing tells what the loss reads.
     assert verdict_on(event(), NONE, [warning])["cause"] == "stale_weights"
@@ -294,7 +294,7 @@ def test_log_probs_that_the_loss_does_not_read_are_no_cause(
     ([], "incomplete", CHECK_UNKNOWN, "No token stands out: "),
     ([], "overflow", CHECK_UNKNOWN, "the scaled fp16 gradients overflowed, and the gradient scaler takes a smaller"),
     ([], "unsearched", CHECK_UNSEARCHED, "Not searched yet: no token was measured"),
-    ([["other"]], "tokens", CHECK_NATURAL, "nothing that they have in common"),
+    ([["other"]], "tokens", CHECK_NATURAL, "nothing that stands out"),
 )
 def test_without_a_cause_none_is_guessed(sources: list[list[str]], diagnosis: str, check: str, why: str) -> None:
     found = verdict_on(event(*sources, diagnosis=diagnosis), NONE)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import apply_patch
 
-# What editors and other tools leave in a tree does not count as an edit.
+# Files that editors and other tools leave in a tree do not count as edits.
 LEFT_BEHIND = ("__pycache__/**", "*.py[co]", "*.orig", "*.rej", "*.sw[op]", "*~")
 WITHOUT_SETTINGS = {
     "GIT_CONFIG_GLOBAL": "/dev/null",
