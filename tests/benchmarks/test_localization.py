@@ -10,7 +10,7 @@ import pytest
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 pytestmark = pytest.mark.slow
 
-# What searches in the events of `test_natural_events_of_a_real_actor` took and named with verl 0.7.0: passes, then each
+# Searches in the events of `test_natural_events_of_a_real_actor` with verl 0.7.0: their passes, then each named
 # token by (rank, micro-batch, index) with its gradient norm in τ. Two verl releases need two environments, so no test
 # can run both: each release is held against this table instead. The weights and batches of the events come from seeds,
 # and float32's rounding is far below the margins between norms and thresholds.

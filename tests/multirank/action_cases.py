@@ -127,8 +127,8 @@ def diffuse(case: Case, scope: str = "all") -> tuple[float, float, Run]:
     return token, unit, train(case, change_batch=change_batch, **detection)
 
 
-# Of one token, in the batch: what is set, and to what. (Old and reference log-probs that are NaN make the loss NaN, but
-# no gradient: verl's losses clamp the difference, and clamping has none there.)
+# A column of one token in the batch, and the value that it is set to. (NaN in old and reference log-probs makes the
+# loss NaN, but no gradient: verl's losses clamp the difference, and clamping has none there.)
 POISONS = {
     "advantage is NaN": ("advantages", math.nan),
     "advantage is -Inf": ("advantages", -math.inf),

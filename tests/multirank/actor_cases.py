@@ -66,7 +66,7 @@ class Run:
 
     metrics: list[dict[str, Any]]
     events: list[str]
-    # What TokenClip found.
+    # TokenClip's lines.
     clips: list[list[dict[str, Any]]]
     forwards: list[int]
     gradients: list[list[torch.Tensor]]
@@ -223,7 +223,7 @@ def compare_runs(run: Run, other: Run) -> dict[str, bool]:
     def same_figures(ours: Any, theirs: Any) -> bool:
         if isinstance(ours, list) and isinstance(theirs, list):
             return len(ours) == len(theirs) and all(map(same_figures, ours, theirs))
-        # Of a micro-batch without response tokens the unpatched actor logs NaN.
+        # The unpatched actor logs NaN for a micro-batch without response tokens.
         return repr(ours) == repr(theirs) or repr(theirs) == "nan"
 
     def same_metrics(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:

@@ -71,9 +71,9 @@ SIZES = {
     "initializer_range": 0.2,
 }
 PROMPT, RESPONSE = 6, 10
-# What LlamaConfig has as its eos_token_id.
+# LlamaConfig's eos_token_id.
 END = 2
-# What an event has from rank 0 alone, or at another time.
+# Fields of an event that come from rank 0 alone, or differ in time.
 OF_RANK_0 = ("time", "replay", "identities", "warnings")
 TEMPERATURE = 0.9
 # A step moves log-probs by a few percent: enough to see, too little to clip what it trained on.
@@ -86,7 +86,7 @@ FIRST_RELEASE = verl.__version__.startswith("0.7.0")
 GSPO_MODE_IS_FREE = verl.__version__.startswith("0.9.1")
 # Rejection by a token's ratio: 0.7.1 has more kinds, under other names.
 TOKEN_REJECTION = "token" if FIRST_RELEASE else "token_k1"
-# What a planted token's advantage is multiplied with: far above the spread of ordinary tokens, weights included.
+# The factor on a planted token's advantage: far above the spread of ordinary tokens, weights included.
 SPIKE = 5e3
 # Between ordinary and planted tokens with a wide margin, for runs that the brute force cannot follow.
 IDENTITY_THRESHOLD = 1e3

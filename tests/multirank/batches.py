@@ -51,7 +51,7 @@ def _built(case: Case, rank: int, seed: int) -> tuple[DataProto, torch.Tensor]:
     position_ids = (mask.cumsum(-1) - 1).clamp(min=0)
     images = np.array([None] * case.rows, dtype=object)
     if case.model == "vision":
-        # Of the text and of the three axes of an image: as wide as one token, it leaves all four alike.
+        # Positions in the text and on the three axes of an image: one token wide, it leaves all four alike.
         position_ids = position_ids.unsqueeze(1).expand(-1, 4, -1).clone()
         for row in range(0, case.rows, 3):
             # Four patches make one token; two rows of three have no image.

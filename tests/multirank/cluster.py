@@ -24,12 +24,12 @@ SECONDS_AFTER_FAILURE = 60.0
 # A rank that waits for torch's store looks at a file again and again. It fails by itself after this time.
 GLOO_SECONDS = 900
 
-# Where the ranks compute: "cpu", with gloo, or "cuda": with NCCL, or with gloo where there are fewer GPUs than ranks.
+# The ranks' device: "cpu", with gloo, or "cuda", with NCCL, or with gloo if there are fewer GPUs than ranks.
 DEVICE = os.environ.get("GRADLOC_TEST_DEVICE") or "cpu"
 if DEVICE not in ("cpu", "cuda"):
     raise ValueError(f"GRADLOC_TEST_DEVICE is {DEVICE!r}: it must be cpu or cuda")
 
-# What the ranks import first; what a version of verl lacks is left out.
+# Modules that the ranks import first; those that a version of verl lacks are left out.
 PRELOADED = [
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint.state_dict",
@@ -195,7 +195,7 @@ def _compute_alike_each_time() -> None:
 
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.backends.cudnn.allow_tf32 = False
-    # Of the operations without another kernel, cumsum for one adds up whole numbers here.
+    # Some operations have no other kernel: cumsum, for one, adds up whole numbers here.
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # as in training
     # Its backward overwrites what a second backward through the same graph needs, and brute force runs many.

@@ -10,7 +10,7 @@ from cluster import DEVICE, Cluster
 import trees
 
 if DEVICE == "cuda":
-    # What asks whether there is a GPU must not start it: the ranks' server forks.
+    # A look for GPUs must not start CUDA, because the ranks' server forks.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 elif trees.TARGET and not trees.TARGET.startswith("0.7."):
     # verl 0.9 takes a CPU for one of its devices if the embedded profile's module says so, in the ranks as well.

@@ -59,7 +59,7 @@ class Unit:
     each: list[Token] = dataclasses.field(default_factory=list)
     # How far the sum of the tokens' gradients is from the gradient of the unit, relative to the latter.
     residual: float = 0.0
-    # Of the tokens with a weight: the log-probs of training, of the old policy and, if there are any, of the rollout.
+    # For the tokens with a weight: the log-probs of training, of the old policy and, if there are any, of the rollout.
     log_probs: list[list[float]] = dataclasses.field(default_factory=list)
 
     @property

@@ -39,7 +39,7 @@ from gradloc.tools.reading import read
 from gradloc.tools.schema import CRITIC
 
 CLIP, WORDS = 0.5, Words()
-# Of a planted return; ordinary ones are about 1.
+# The planted return; ordinary ones are about 1.
 RETURN = 1e4
 
 

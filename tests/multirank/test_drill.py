@@ -120,7 +120,7 @@ def test_a_drill_finds_its_token_in_shared_sequences(launch: Launch, size: int) 
         (event,) = valid_events(events)
         assert event["search"] == "reduced"
         check_drill(event, metrics or results[0][2])
-    # Of the ranks that share their data, verl 0.9 reads the metrics of the first.
+    # verl 0.9 reads the metrics of the first of the ranks that share their data.
     assert [metrics == {} for *_, metrics in results] == [False, ENGINE and size == 2]
 
 

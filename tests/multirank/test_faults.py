@@ -196,7 +196,7 @@ def without_an_expert(model: torch.nn.Module) -> None:
         layer.mlp.gate.register_forward_hook(avoid)
 
 
-# What is read of a training pass or of a mini-batch, and which time it fails; with TokenClip, before the backward.
+# Functions that read a training pass or a mini-batch, and which call fails; with TokenClip, before the backward.
 READ = {
     "norms": (local_norms, "norms_of_all", 2),
     "weights": (loss_weights, "policy_weights", 2),

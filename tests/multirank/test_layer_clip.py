@@ -79,7 +79,7 @@ def all_over(layers: list[str]) -> dict[str, dict[str, Any]]:
     return {layer: learned(1e-6, over=True) for layer in layers}
 
 
-# What `learned` leaves of a layer over its bound, with z = 2: 5 deviations over the mean.
+# The part that `learned` leaves of a layer over its bound, with z = 2: 5 deviations over the mean.
 Z, LEFT = 2.0, 0.5 + 2.0**2 / 5 * 0.1
 
 
@@ -428,7 +428,7 @@ def test_an_overflow_and_a_skipped_step_update_no_statistics(launch: Launch) -> 
     result = of_two_ranks(launch, SPIKE, options)
     assert {layer["count"] for layer in result["statistics"].values()} == {0}
     assert "actor/layer_clip/fraction" not in result["metrics"][0]
-    # What it would have done is told all the same.
+    # Its factors are in the evidence all the same.
     taken = of_two_ranks(launch, SPIKE, DETECT, all_over)
     skipped = of_two_ranks(launch, SPIKE, {**DETECT, "spike_action": "skip"}, all_over)
     (would_be,), (done,) = (json.loads(run["events"][0]) for run in (skipped, taken))

@@ -23,7 +23,7 @@ def half(loss_scale: float) -> Case:
     return Case("fsdp2", precision="float16", loss_scale=loss_scale, nan=(PLACE,))
 
 
-# What makes the run, its case and further arguments, and the culprits.
+# The function that makes the run, its case and further arguments, and the culprits.
 OF_TOKENS: dict[str, tuple[Callable[..., Any], Case, tuple[Any, ...], list[Any]]] = {
     **{
         poison: (action_cases.poisoned, Case(mini_batch=4, kl=True, rollout_weights=True), (poison, [PLACE]), [PLACE])
@@ -40,7 +40,7 @@ OF_TOKENS: dict[str, tuple[Callable[..., Any], Case, tuple[Any, ...], list[Any]]
     # It is not called an overflow, even where there is one, too.
     **{f"scaled by {s:g}": (action_cases.overflow, half(s), (), [PLACE]) for s in (SMALL, LARGE, TOO_LARGE)},
 }
-# Where the padding of verl 0.7 is, and what the engine of 0.9 computes in another layout.
+# Padding is verl 0.7's alone; the engine of 0.9 computes these in another layout.
 MARKS = {
     "in the padding": pytest.mark.skipif(ENGINE, reason="verl 0.9 trains without padding"),
     **dict.fromkeys(("in the forward", "in the backward"), pytest.mark.target(version="0.9.1")),
@@ -99,7 +99,7 @@ def test_a_rank_without_response_tokens_does_not_stop_the_search(launch: Launch)
     ((event,),) = same_events([run for _, run in results])
     assert places(event) == [(0, 0, 4)] and event["complete"]
     for same, _ in results:
-        # Where the mean is taken over no token, its loss is NaN and not equal to itself; its gradient is zero.
+        # A mean over no token is NaN, not equal to itself, with a gradient of zero.
         assert all(value for name, value in same.items() if name != "metrics"), same
 
 

@@ -31,7 +31,7 @@ from gradloc.replay.command import main as replay
 
 over_a_threshold = partial(reduced_meter_cases.train, grad_norm_threshold=IDENTITY_THRESHOLD)
 
-# Of each row the number of ranks, how many share their data, and the case.
+# Each row has the number of ranks, how many share their data, and the case.
 shared = partial(on_ranks, names="world size case")
 
 
@@ -47,7 +47,7 @@ shared = partial(on_ranks, names="world size case")
 def test_planted_tokens_are_found(launch: Launch, world: int, size: int, case: Case) -> None:
     def search() -> tuple[list[Unit], list[float], float, Run, dict[str, bool]]:
         units, norms = brute_force(case, build_batch(case, dist.get_rank() // size), tokens=True)
-        # Of each group of ranks once.
+        # Each group of ranks counts once.
         units = [replace(unit, rank=unit.rank // size) for unit in units if unit.rank % size == 0]
         threshold = threshold_between(case, units)
         run = reduced_meter_cases.train(case, size, grad_norm_threshold=threshold)

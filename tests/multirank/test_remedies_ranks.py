@@ -33,7 +33,7 @@ CULPRIT_LOG_RATIO, OTHER_LOG_RATIO = -2.0, 1.0
 EVERY = 1e-6
 # Nowhere.
 NEVER = 1e30
-# Of batch 0.
+# The step of batch 0.
 STEP = 7
 
 

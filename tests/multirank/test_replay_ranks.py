@@ -72,7 +72,7 @@ def test_a_bundle_has_what_was_recorded(launch: Launch, tmp_path: Path) -> None:
     results = launch(2, replay_cases.spiked, case, str(tmp_path))
     ((event,),) = same_events([run for *_, run in results])
     bundle = open_bundle(tmp_path / "dump" / event["replay"])
-    # What is only known once the bundle is written: its folder, and what the trainer knows of a culprit.
+    # Known only once the bundle is written: its folder, and the trainer's facts of a culprit.
     later = {"replay", "culprits", "summary"}
     assert {**bundle.event, **{name: event[name] for name in later}} == event
     (as_kept,), (culprit,) = bundle.event["culprits"], event["culprits"]

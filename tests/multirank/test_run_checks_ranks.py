@@ -177,7 +177,7 @@ def test_a_failure_of_the_judge_costs_its_answer_alone(launch: Launch, method: s
     first, other = launch(2, broken, method, how)
     assert (first[0], other[0]) == (None, None) and first[1] == other[1]
     assert first[3] <= 1 + (method == "load_state_dict")  # which is tried once more, without what was saved
-    # Of the last mini-batch, before a state was loaded.
+    # The last mini-batch's, before a state was loaded.
     assert first[4] == other[4] == float(method == "load_state_dict")
     whole = launch(2, broken, "unheard_of", "raises")[0]
     assert first[2] == whole[2] and whole[4] == 1

@@ -43,7 +43,7 @@ LOG_PROBS = "log_probs"
 # The warm-up, the batch with the planted tokens, and one without a spike.
 CALLS = (1, 2, 0, 4)
 SPIKED = CALLS.index(0)
-# Of rank 1, row 3: where `blow` acts. Its hidden state predicts the next token of the response.
+# The rank, row and position where `blow` acts. Its hidden state predicts the next token of the response.
 BLOWN = (1, 3, 4)
 BLOW = 1000.0
 

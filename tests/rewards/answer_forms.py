@@ -154,7 +154,7 @@ REPAIRED: list[tuple[str, str, float]] = [
     (r"\boxed{42}, which is in \boxed{ }", "42", 1),
 ]
 
-# What docs/reference/rewards.md calls scored wrongly: (response, truth, what Math-Verify says, not what it deserves).
+# Scored wrongly, as docs/reference/rewards.md says: (response, truth, Math-Verify's score, which it does not deserve).
 QUIRKS: list[tuple[str, str, float]] = [
     (r"\boxed{50\%}", "50", 0),
     (r"\boxed{5\text{ kg}}", r"5\text{ m/s}", 1),

@@ -31,7 +31,7 @@ ROOT = math.sqrt(TOKENS) * WEIGHT
 ORDINARY = {rule.name: None if rule.name == "layer" else 0.02 for rule in RULES}
 COMPARISON = {"ordinary": ORDINARY}
 MEDIANS = {"median_advantage": 1.3, "median_weight": WEIGHT}
-# What may steer a page, and what may steer a terminal.
+# Texts that might take control of a page, or of a terminal.
 HOSTILE = "<b>x</b></script><script>document.title='owned'</script><img src=x onerror=alert(1)>\u202e"
 HOSTILE_TO_TERMINALS = "\x1b[2J[bold]\u202e"
 # A word for each text of a sample, put together here: a tracker that keeps a program's source has none from there.

@@ -19,6 +19,6 @@ def commands_in(text: str) -> list[str]:
 def run_as_printed(command: str) -> subprocess.CompletedProcess[str]:
     """Runs a command in a shell, in another folder than the one in which it was printed."""
     path = os.pathsep.join([str(trees.ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    # What pip makes of the wheel's entry point.
+    # As pip's script for the wheel's entry point.
     program = f'gradloc() {{ {shlex.quote(sys.executable)} -m gradloc "$@"; }}\n{command}'
     return trees.run("/bin/sh", "-c", program, cwd=Path("/"), PYTHONPATH=path)

@@ -39,7 +39,7 @@ OF_VERL = """
     verl.workers.fsdp_workers verl.workers.engine_workers verl.workers.critic verl.experimental.agent_loop
     verl.experimental.reward_loop verl.trainer.ppo.v1 verl.utils.dataset.rl_dataset embedded.rollout
 """.split()
-# What Ray's library would read when a process begins. The first job of each Ray has this number.
+# Ray's library would read these when a process begins. The first job of each Ray has this number.
 FOR_RAY = {"RAY_AUTH_MODE": "disabled", "RAY_JOB_ID": "01000000"}
 PR_SET_PDEATHSIG = 1
 HIGH = 500  # files that a process is given wait above the numbers that they will have there

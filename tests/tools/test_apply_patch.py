@@ -543,13 +543,13 @@ def test_a_disk_that_is_full_or_lies_is_told_of(project: Project, tree: Path, pa
     with unchanged(tree):
         refused(project.apply_with(at_call("fsync", 4, NO_SPACE), tree), 4, "No space left on device", "put back")
         refused(project.apply_with(at_call("replace", 3, "return"), tree), 4, "does not read back", "put back")
-    # Where putting back fails, too, it says so, and the next run finishes.
+    # If putting back fails, too, it says so, and the next run finishes.
     fault = at_call("replace", 4, NO_SPACE).replace("count == 4", "count >= 4")
     refused(project.apply_with(fault, tree), 4, f"{ALGOS} could not be put back", "run again")
     refused(project.apply(tree, "--check"), 11, "partly patched", FIXED, "--reverse")
     project.said(tree)
     assert snapshot(tree) == patched
-    # Where only what was beside the files could not be removed, nothing was put back.
+    # If only files beside the patched ones could not be removed, nothing was put back.
     trees.write(tree / VENDORED / "old.py", "")
     done = project.apply_with(f"import shutil\ndef rmtree(*_): {NO_SPACE}\nshutil.rmtree = rmtree", tree, "--vendor")
     refused(done, 4, "all files were changed, but what was beside them could not be removed", "run again")

@@ -73,7 +73,7 @@ def fixed(made: Made) -> Made:
     return made
 
 
-# What the parts hold
+# The contents of the parts
 
 
 def test_the_parts_lead_from_the_base_to_what_was_edited(fixed: Made, tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ def test_the_way_to_a_new_target(made: Made, tmp_path: Path) -> None:
     assert (newer / ACTOR).read_bytes() == (checkout / ACTOR).read_bytes() and (newer / NEW).exists()
 
 
-# What is refused
+# Refusals
 
 
 def test_what_init_and_the_command_line_refuse(made: Made, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from tools import lock
 
 ROOT = Path(__file__).parents[2]
 RELEASES = sorted(file.stem.removeprefix("requirements-") for file in ROOT.glob("embedded/requirements-*.in"))
-# What is asked for, and the pins.
+# Requirements and their pins.
 FILES = [("embedded", release, f"requirements-{release}.in") for release in RELEASES]
 FILES += [("tests", release, "requirements.in") for release in RELEASES]
 FILES.append(("tests", "trackers", "requirements-trackers.in"))

@@ -28,7 +28,7 @@ THRESHOLDS = {
     "nan": "1000",
     "misfire": "9",
 }
-# What is wrong with the whole run is said in steps.jsonl, spike or not: the broken identity, its name, and since which
+# A fault of the whole run is reported in steps.jsonl, spike or not: the broken identity, its name, and since which
 # step it is off. A rollout may be late by three steps.
 WARNINGS = {
     **dict.fromkeys(("never_synced", "adapter"), ("rollout_log_probs", "stale_weights", 6)),
@@ -76,7 +76,7 @@ def sharp_logits(model: Any) -> None:
     model.model.norm.weight.mul_(20.0)
 
 
-# Where all tokens are equally likely, a temperature changes hardly anything, and log-probs under -10 count as that.
+# If all tokens are equally likely, a temperature changes hardly anything, and log-probs under -10 count as -10.
 MODELS = {"bitflip": outlier_weight, "retokenized": preferences, "kernel": strong_layer}
 MODELS |= dict.fromkeys(("temperature", "never_synced", "adapter", "one_worker"), sharp_logits)
 
@@ -143,7 +143,7 @@ def test_a_fault_is_told_by_its_evidence(name: str, planted: Callable[[str], Run
         case "failed_request":
             empty = [culprit for culprit in culprits if culprit["response_length"] == 1]
             assert {(each["token"], each["source"]) for each in empty} == {("<|im_end|>", "unsampled")}
-            # Of two tokens in one step, the judge is not sure.
+            # Two tokens in one step are not enough for the judge.
             times = [step["identities"]["sampled"]["times"] for step in steps]
             assert times[3] > 4 and max(times[:3] + times[4:]) < 1
         case "advantage":

@@ -52,6 +52,6 @@ def test_the_threshold_is_five_times_the_90th_percentile() -> None:
     assert auto.automatic == 10.0
     for step in range(2 * WINDOW):
         auto.next(1.0 + step % 7, 0.0)
-    # Of the last ones alone, so that a lasting change is followed.
+    # The last ones alone count, so that a lasting change is followed.
     assert auto.state_dict()["token_norms"] == [1.0 + step % 7 for step in range(WINDOW, 2 * WINDOW)]
     assert auto.automatic == 5 * 7

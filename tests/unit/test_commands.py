@@ -52,7 +52,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(arguments: list[str]) -> None
     done = subprocess.run(program, stdout=write, stderr=subprocess.PIPE, cwd=trees.ROOT)
     os.close(write)
     assert (done.returncode, done.stderr) == (0, b"")
-    # What cannot be written is one.
+    # Output that cannot be written is one.
     with open(__file__, "rb") as unwritable:
         done = subprocess.run(program, stdout=unwritable, stderr=subprocess.PIPE, cwd=trees.ROOT)
     assert done.returncode == 2 and done.stderr.endswith(b"Bad file descriptor: standard output\n")

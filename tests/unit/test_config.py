@@ -88,7 +88,7 @@ def test_the_documentation_has_every_key_and_its_default() -> None:
     actor = composed().actor_rollout_ref.actor
     own = OmegaConf.to_container(actor, resolve=False)
     gradloc = {key: "null" if actor[key] is None else str(actor[key]) for key in DEFAULTS}
-    # What the yaml's resolver comes to in a run of the trainer.
+    # As the yaml's resolver resolves it in a run of the trainer.
     gradloc["bisect_dump_dir"] = own["bisect_dump_dir"].replace("oc.select:", "").replace(",checkpoints", "")
     for name, title in (("layer_clip", "LayerClip"), ("token_clip", "TokenClip")):
         gradloc[f"{name}.enable"] = str(actor[name].enable)

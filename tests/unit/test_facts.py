@@ -376,7 +376,7 @@ FIRST, LATER, AGAIN = {"mode": MODES[0]}, {"is_first": False, "mode": MODES[1]},
 )
 def test_sums_are_those_of_a_loop(without: tuple[str, ...], place: dict[str, Any], bypass: bool) -> None:
     micro_batches = mini_batch(bypass=bypass)
-    # What is missing in one of the micro-batches is not known.
+    # A column that one of the micro-batches lacks is unknown.
     for name in without:
         del micro_batches[1][name]
     expected = of_a_loop(micro_batches, **place)

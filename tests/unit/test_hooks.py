@@ -20,7 +20,7 @@ from gradloc import rewards
 FILES = trees.ROOT / "patches/files"
 SHIM = FILES / "verl/utils/spikes.py"
 PATCHED = trees.ROOT / "build" / trees.TARGET / "verl"
-# Of the calls and keys below, by `HOOKS`. A patch and a package of different releases are told apart by that number.
+# A hash of the calls and keys below, by `HOOKS`, which tells patches and packages of different releases apart.
 CONTRACTS = {1: "6ab0c93ccb58e1e1"}
 
 

@@ -191,9 +191,9 @@ OFF, FAR = E * 1.01, SHARE * LEVEL**LASTS * 1.01
     # It holds again after three quiet updates, and `since` never moves before.
     ([0.0, FAR, 0.0, 0.0, FAR, 0.0, 0.0, 0.0, 0.0], {step: 2 for step in range(2, 8)}),
     ([FAR, 0.0, 0.0, 0.0, FAR], {1: 1, 2: 1, 3: 1, 5: 5}),
-    # What cannot be told does not count as off, and is unchecked where nothing is broken.
+    # An unknown residual does not count, and is unchecked if nothing is broken.
     ([FAR, None, None, None], {1: 1, 2: 1, 3: 1}),
-    # Of healthy updates, the usual is the median: 3 times the least, then 10 times is 3.3 times that.
+    # The usual is the median of healthy updates: 3 times the least, then 10 times is 3.3 times that.
     ([0.03] * 5 + [0.1] * 9, {}),
     ([0.03] * 5 + [0.13] * 3, {8: 6}),
     # Updates in which it was off do not make it usual.
@@ -293,7 +293,7 @@ def change_rows(update: Update, change: Callable[[TrainedRow, int], TrainedRow])
     update.rows = [change(row, i) for i, row in enumerate(update.rows)]
 
 
-# What is broken, and what it is called.
+# Broken identities and their names.
 
 
 def of_column(name: str, change: Callable[[Tensor, Tokens, int], Tensor]) -> Callable[[Update, int], None]:
@@ -484,7 +484,7 @@ def of_workers(share: float) -> Callable[[Tensor, Tokens, int], Tensor]:
         lambda values, tokens, _: values + 0.9 * (tokens["log_prob"] - tokens["ref_log_prob"]),
         *("adapter_scale", "1.9 times as far"),
     ),
-    # What is there from the first step on has not come with steps.
+    # A gap from the first step on has not come with steps.
     (lambda values, _, step: (values + 0.5 * noise(5)).clamp(max=0), "rollout_log_probs", "differently"),
 )
 def test_weights_on_the_way_from_the_reference_are_told(change: Any, name: str, said: str) -> None:
@@ -732,7 +732,7 @@ def sampled(wrong: str = "", certainty: float = 1.0, nested: Sequence[str] = ())
     mask = (torch.arange(16) < ends).long()
     found = {"responses": responses, "response_mask": mask, "input_ids": torch.cat([prompts, responses], 1)}
     found |= {"attention_mask": torch.cat([torch.ones_like(prompts), mask], 1)}
-    # Of padding, any number.
+    # Padding may have any number.
     found["old_log_probs"] = policy.gather(-1, responses.unsqueeze(-1))[..., 0].masked_fill(mask == 0, -99.0)
     rows = [*range(ROWS // 2)] * 2 if wrong == "doubled" else range(ROWS)  # where a gather takes a rank's rows twice
     found = {name: values[[*rows]] for name, values in found.items()}
@@ -754,7 +754,7 @@ def sampled(wrong: str = "", certainty: float = 1.0, nested: Sequence[str] = ())
 def test_prompts_of_one_uid_and_copies_are_told(wrong: str, responses: str, groups: str, nested: Any) -> None:
     found = of_the_rows(sampled(wrong, nested=nested))
     assert (found["responses"], found["groups"]) == (responses, groups)
-    # What a policy is sure of is no copy.
+    # Equal responses of a policy that is sure are not copies.
     assert of_the_rows(sampled(certainty=20.0, nested=nested))["responses"] == ""
 
 

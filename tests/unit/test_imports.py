@@ -90,7 +90,7 @@ def test_a_file_imports_only_from_subpackages_before_its_own() -> None:
         pytest.fail(" -> ".join(error.args[1]))
 
 
-# What runs in training, what it knows besides torch and the standard library, and what reads evidence afterwards.
+# Parts that run in training, packages that they know besides torch, and parts that read evidence afterwards.
 OF_VERL = {"hydra", "omegaconf", "tensordict", "verl"}
 KNOWS = {"adapters": OF_VERL, "plugin": OF_VERL | {"ray"}}
 READERS = {"tools", "report", "replay", "convert", "check", "selftest", "commands"}

@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(not trees.HAS_PLUGINS, reason="the plugin is for verl 0.9"),
 ]
 PATCHED = trees.ROOT / "build/0.9.1/verl"
-# What the plugin is for, and the release before it, which shares its requirements and has no patch.
+# The plugin's target, and the release before it, which shares its requirements and has no patch.
 EITHER = pytest.mark.parametrize("tree", [trees.BASE_TREE, trees.ROOT / "build/0.9.0/base"], ids=["target", "0.9.0"])
 KEYS = [
     "actor@actor_rollout_ref.actor=gradloc_dp_actor",
@@ -27,7 +27,7 @@ KEYS = [
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
     "actor_rollout_ref.rollout.n=1",
 ]
-# What each script may use: the composed configuration, and an actor's configuration as verl makes one.
+# Each script may use the composed configuration, and an actor's configuration as verl makes one.
 PRELUDE = f"""
 import logging, sys, warnings
 warnings.simplefilter("ignore")

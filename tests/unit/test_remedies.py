@@ -257,7 +257,7 @@ def bypass(**correction: Any) -> dict[str, Any]:
     return {"policy_loss": {"loss_mode": "bypass_mode", "rollout_correction": correction}}
 
 
-# What a bundle of a stranger may have as the actor's settings.
+# Settings of the actor that a stranger's bundle may have.
 HOSTILE: tuple[dict[str, Any], ...] = (
     {"clip_ratio": "0.2", "policy_loss": []},
     {"policy_loss": {"loss_mode": "__import__('os').system('true')", "_target_": "os.system"}},

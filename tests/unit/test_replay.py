@@ -48,7 +48,7 @@ def append(path: Path, data: bytes) -> None:
     path.write_bytes(path.read_bytes() + data)
 
 
-# What is done to a bundle's files; to its manifest, and to its tensors, with checksums that fit again.
+# Damages to a bundle's files, and to its manifest and tensors with checksums that fit again.
 OF_FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "cut off": (lambda b: tensors_of(b).write_bytes(tensors_of(b).read_bytes()[:500]), "is cut off: it has"),
     "changed": (flip, "does not match its checksum: it was changed."),

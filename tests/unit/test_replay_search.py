@@ -134,7 +134,7 @@ def test_the_last_of_several_searches_counts(evidence: Path) -> None:
         assert search(evidence, "--budget", str(budget)) == 0
         event = shown(evidence)
         assert event["budget"] == budget and event["diagnosis"] == diagnosis
-    # Of two bundles of a spike, the one that was searched last.
+    # If a spike has two bundles, the one that was searched last counts.
     file = beside(evidence / "replay" / NAME)
     for name, passes, age in (("a", 77, 10**9), ("z", 88, -(10**9))):
         other = beside(evidence / "replay" / name)
@@ -181,7 +181,7 @@ def test_a_threshold_that_nothing_exceeds_leads_to_a_better_one(evidence: Path, 
 def test_the_command_that_a_search_prints_works_as_printed(evidence: Path, capsys: Capsys, monkeypatch: Patch) -> None:
     folder = evidence.with_name("it's a folder")
     evidence.rename(folder)
-    # What has no cause names another one.
+    # An event without a cause names another one.
     change_line(folder, lambda event: event.update(verdict={**event["verdict"], "check": CHECK_UNKNOWN}))
     assert search(folder) == 0
     commands = commands_in(capsys.readouterr().out)
@@ -210,7 +210,7 @@ def test_a_search_with_nothing_over_its_threshold_is_a_result(converted: Path, k
     assert conforms(event, EVENT) and event["diagnosis"] == "under" and event["threshold"] == 1e9
     said = "the one culprit is a token with an outlying advantage"
     assert said in lines("--search")
-    # What was found is not lost with another τ.
+    # The finding is not lost with another τ.
     assert said in lines("--search", "--threshold", "1e9")
 
 
@@ -250,7 +250,7 @@ def test_a_converted_spike_is_searched(converted: Path, kept: Path, capsys: Caps
     event = json.loads(out)
     assert [(c["rank"], c["row"], c["position"]) for c in event["culprits"]] == [(0, *BAD)]
     assert conforms(event, EVENT) and event["search"] == "replayed" and event["micro_batches"] == 1
-    # Of what is missing, nothing is known.
+    # Nothing is known of the missing micro-batches.
     assert event["explained"] is None and not event["complete"]
     assert "Searched 1 micro-batch (rank 0): " in error
     assert "Its records are those of rank 0 (the other one was not looked at)." in error

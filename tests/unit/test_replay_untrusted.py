@@ -205,7 +205,7 @@ def by_a_link(bundle: Path, model: Path) -> str:
 
 
 BESIDE, NO_FOLDER = "in or beside the bundle", "no folder of this machine"
-# Where the manifest's path leads, and what is said.
+# The target of the manifest's path, and the message.
 PATHS: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
     "beside the bundle": (lambda b, m: copied(m, b.parent / "model"), BESIDE),
     "beside the evidence": (lambda b, m: copied(m, b.parent.parent / "checkpoint"), BESIDE),

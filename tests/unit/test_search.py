@@ -27,7 +27,7 @@ class Tokens:
         if ragged:
             self.weights *= 1 + 4 * torch.rand(n, generator=generator, dtype=torch.float64)
 
-        # What the norm is of all that has one of these tokens.
+        # The norm of every set that has one of these tokens.
         self.broken: dict[int, float] = {}
 
     def norm(self, tokens: list[int], factors: torch.Tensor | None = None) -> float:

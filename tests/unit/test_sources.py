@@ -227,7 +227,7 @@ TWO_TURNS = "11111100011111111"
     # Much of the first turn is off as well.
     (TWO_TURNS, "10010011111111111", (-1, 0)),
     (TWO_TURNS, "01000011111111111", (9, 2)),
-    # Of three turns the last.
+    # The last of three turns.
     ("1110110111110", "0000000111111", (7, 3)),
     # One turn alone has no boundary.
     ("111111111111", "000011111111", (4, 0)),

@@ -91,7 +91,7 @@ def test_the_table_points_to_a_bug(
     assert (rows[switch]["log_probs"] > 0.01) == (bug is rough_norm)
     (sentence,) = [text for text in result["sentences"] if text.startswith("Switched alone")]
     assert sentence.startswith(f"Switched alone, '{switch}' takes the spike away") and sentence.endswith(f"{look}.")
-    # What it is switched to is the model without the bug.
+    # The switch makes it the model without the bug.
     monkeypatch.undo()
     opened = open_bundle(arguments[0])
     healthy = load(opened, arguments[2], Variant("float32", "sdpa"), "cpu", None, False)

@@ -36,7 +36,7 @@ def micro_batch(lengths: list[int]) -> MicroBatch:
     return MicroBatch({"input_ids": torch.ones(ROWS, LENGTH)}, [3, 1, 2, 0], (torch.ones(16), None), tokens)
 
 
-# What a search and a drill read of other ranks' tokens.
+# Columns of other ranks' tokens that a search and a drill read.
 READ = {"response_mask", "weight", "log_prob", "coefficient", "entropy_coefficient", "broken", "suspicion"}
 
 

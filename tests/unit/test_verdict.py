@@ -206,7 +206,7 @@ def test_what_culprits_have_in_common_is_a_fact(name: str) -> None:
     said = f"3 of 4 culprits are {SOURCES[name].several} (of the other tokens 10%)"
     assert found["sentence"] == f"All 11 identities that could be checked hold. A natural spike: {said}."
     assert found["check"] == CHECK_NATURAL and found["evidence"] == ""
-    # What a fifth of ordinary tokens have as well, or few culprits have, is none.
+    # It is none if a fifth of ordinary tokens have it, too, or if few culprits have it.
     assert not verdict_on(spike, {**NONE, name: 0.2})["facts"]
     few = verdict_on(event([name], ["other"], ["other"]), NONE)
     assert not few["facts"] and few["sentence"].endswith("A natural spike: nothing that stands out.")
@@ -256,14 +256,14 @@ def test_the_first_identity_that_is_broken_is_the_cause(sources: list[str]) -> N
     assert found["claim"] == "The data path is broken since step 5: the rollout is late"
     rest = " (70 times). Send weights. 1 more of its identities is broken."
     assert found["sentence"] == found["claim"] + rest
-    # Of an older release, a sentence alone.
+    # A warning of an older release has a sentence alone.
     old = verdict_on(spike, NONE, [{"name": "reward_scale", "sentence": "It is late.", "check": "Look."}])
     assert (old["cause"], old["sentence"]) == ("reward_scale", "The data path is broken: it is late.")
 
 
 @cases(
     "column changes cause",
-    # What a loss does not read makes no norm, however wrong it is.
+    # Columns that a loss does not read make no norm, however wrong they are.
     ("rollout", {}, None),
     ("reference", {}, None),
     ("rollout", {"old_log_prob": -4.0, "ratio": math.exp(3)}, None),  # bypass mode: the ratio is to the policy's own
@@ -312,7 +312,7 @@ def test_what_breaks_the_gradient_of_all_tokens_is_said(broken_tokens: int, name
     spike["broken_parameters"] = names and {"count": len(names), "of": 30, "names": names}
     found = verdict_on(spike, NONE)
     assert found["cause"] == "nonfinite" and said in found["sentence"]
-    # Where all tokens are culprits, it is still the cause.
+    # It is the cause even if all tokens are culprits.
     assert verdict_on(event(["nonfinite"], ["other"]), dict.fromkeys(NONE))["cause"] == "nonfinite"
 
 
