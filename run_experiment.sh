@@ -71,7 +71,7 @@ while (($#)); do
         [[:upper:]]*=*)
             name=${1%%=*}
             { [[ $name != *[^[:upper:]_]* ]] && grep -q "^$name=\${$name" "$0"; } ||
-                refuse "$name is no variable of this script: see its top"
+                refuse "$name is not a variable of this script: see its top"
             printf -v "$name" %s "${1#*=}"
             ;;
         *=* | '~'*) overrides+=("$1") ;;

@@ -29,7 +29,7 @@ def main(logged: Path, records: Path) -> None:
         shapes = {name: (len(one[name]),) for name in LISTS}
         for name, shape in shapes.items():
             if shape != shapes["token_ids"]:
-                sys.exit(f"{place}: the shape of {name} is {shape}, and that of token_ids {shapes['token_ids']}")
+                sys.exit(f"{place}: the shape of {name} is {shape}, token_ids' {shapes['token_ids']}")
         stop = one["input_lengths"]
         if not one["sample_loss_mask"] or 1 not in one["token_loss_mask"][:stop]:
             continue
@@ -61,4 +61,4 @@ if __name__ == "__main__":
     except (RecordError, OSError) as problem:
         sys.exit(str(problem))
     except (AttributeError, LookupError, TypeError, ValueError) as problem:
-        sys.exit(f"{options.logged} is no train data of NeMo RL that fits together: {problem!r:.200}")
+        sys.exit(f"{options.logged} is not consistent train data of NeMo RL: {problem!r:.200}")

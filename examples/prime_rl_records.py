@@ -35,7 +35,7 @@ def responses(step: Path) -> Iterator[tuple[str, dict[str, Any], list[float]]]:
             given = one.get("rl_weights") or [None] * count
             for name, values in {**{name: one[name] for name in LISTS + RATIOS}, "rl_weights": given}.items():
                 if len(values) != count:
-                    sys.exit(f"{place}: the shape of {name} is ({len(values)},), and that of token_ids ({count},)")
+                    sys.exit(f"{place}: the shape of {name} is ({len(values)},), token_ids' ({count},)")
             if any(weight for name in ("ce_weights", "ref_kl_weights") for weight in one.get(name) or ()):
                 sys.exit(f"{place}: it is also trained by another loss (ce or ref_kl): give coefficients yourself")
             pairs = zip(given, one["loss_mask"], strict=True)
@@ -100,4 +100,4 @@ if __name__ == "__main__":
     except (RecordError, OSError) as problem:
         sys.exit(str(problem))
     except (AttributeError, LookupError, TypeError, ValueError) as problem:
-        sys.exit(f"{options.step} is no export of prime-rl that fits together: {problem!r:.200}")
+        sys.exit(f"{options.step} is not a consistent export of prime-rl: {problem!r:.200}")

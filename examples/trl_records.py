@@ -34,7 +34,7 @@ class RecordingTrainer(GRPOTrainer):
         shapes = {name: tuple(values.shape) for name, values in columns.items()}
         for name, shape in shapes.items():
             if shape != shapes["response_mask"]:
-                raise ValueError(f"the shape of {name} is {shape}, and that of the mask {shapes['response_mask']}")
+                raise ValueError(f"the shape of {name} is {shape}, the mask's {shapes['response_mask']}")
         rank = self.accelerator.process_index
         with open(f"step{self.state.global_step + 1}-rank{rank}.jsonl", "a") as file:
             for i, length in enumerate(inputs["completion_mask"].sum(1).tolist()):

@@ -195,7 +195,7 @@ def _numbers(value: Any, name: str, length: int, place: str) -> Tensor:
         for each in value
     )
     if shape != (length,):
-        raise RecordError(f"{place}, field {name!r}: its shape is {shape}, and that of the response is {(length,)}.")
+        raise RecordError(f"{place}, field {name!r}: its shape is {shape}, the response's {(length,)}.")
     if not fits:
         raise RecordError(f"{place}, field {name!r}: it must be a list of numbers.")
     return torch.tensor([math.nan if each is None else float(each) for each in value], dtype=torch.float64)

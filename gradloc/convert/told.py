@@ -94,7 +94,7 @@ def told(columns: Mapping[str, Any], places: Sequence[str] = (), names: Mapping[
         row["response_mask"] = (row["response_mask"] != 0).float()
         for name, values in row.items():
             if values.shape != row["response_mask"].shape or values.dim() != 1:
-                raise ValueError(f"the shape of {name} is {tuple(values.shape)} in row {i}, not that of response_mask")
+                raise ValueError(f"the shape of {name} is {tuple(values.shape)} in row {i}, unlike response_mask's")
         if "rollout_log_prob" in row:  # what the mask leaves out may be NaN, and was not sampled
             rollout = row["rollout_log_prob"]
             row["rollout_log_prob"] = torch.where(rollout.isnan() & (row["response_mask"] == 0), 0.0, rollout)

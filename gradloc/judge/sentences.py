@@ -148,7 +148,7 @@ def _without_culprits(event: Event) -> str:
     if event["diagnosis"] == "unsearched":
         return _unsearched(event)
     if event["diagnosis"] == "under":
-        return "converted, and searched: no micro-batch is over its threshold"
+        return "converted and searched: no micro-batch is over its threshold"
     if event["diagnosis"] == "overflow":
         return "the scaled fp16 gradients overflowed, while log-probs and advantages are finite"
     if event["diagnosis"] == "nonfinite":
@@ -164,15 +164,14 @@ def _without_culprits(event: Event) -> str:
 def _unsearched(event: Event) -> str:
     """What is known of the likeliest token, without a claim that it is the cause."""
     if not event.get("suspected"):
-        return "converted, and not searched"
+        return "converted, not searched"
     token = event["suspected"][0]
     text = "" if token.get("token") is None else f" {token['token']!r}"
     place = f"position {token['position']} of row {token['row']} of rank {token['rank']}"
     probability = math.exp(min(token["log_prob"], 0.0))
     whose = f" on {ranks}" if (ranks := ranks_looked_at(event)) else ""
     return (
-        f"converted, and not searched; the largest suspicion{whose} is that of the token{text} "
-        f"(p = {probability:.2g}), {place}"
+        f"converted, not searched; the most suspicious token{text}{whose} has p = {probability:.2g} and is at {place}"
     )
 
 

@@ -86,7 +86,7 @@ def output_file(path: str) -> str:
     folder = os.path.dirname(os.path.realpath(path))
     problem = ""
     if not path or os.path.isdir(path):
-        problem = f"{path!r} is no file: name one."
+        problem = f"{path!r} is not a file: name one."
     elif not (os.path.exists(path) or os.path.isdir(folder)):
         problem = f"there is no folder {folder!r}. Make it, or name another."
     elif not os.access(path if is_special(path) else folder, os.W_OK):

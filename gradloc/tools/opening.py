@@ -160,7 +160,7 @@ def _manifest(folder: Path) -> dict[str, Any]:
     except ValueError as error:
         raise BundleError(f"{limits.MANIFEST} cannot be parsed: {error}.") from error
     if not isinstance(manifest, dict) or manifest.get("kind") != limits.KIND:
-        raise BundleError(f"{limits.MANIFEST} is not that of a replay bundle.")
+        raise BundleError(f"{limits.MANIFEST} is not a replay bundle's.")
     # A bundle of an earlier version, or of a converted spike, has nothing of them.
     manifest.setdefault("clips", {"layer_clip": None, "token_clip": None})
     if manifest.get("format") != limits.FORMAT:

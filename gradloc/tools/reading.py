@@ -259,7 +259,7 @@ def read(path: str, since: int | None = None, texts: bool = True) -> Evidence:
             valid += add != found.skip
     if not (valid or found.skipped[OTHER_VERSION]):
         if not (os.path.isdir(path) or _is_evidence(path)):
-            raise OSError(f"{path} is no evidence: give the folder that has spikes.jsonl.")
+            raise OSError(f"{path} is not evidence: give the folder that has spikes.jsonl.")
         if found.skipped:
             raise OSError(f"{path} has no valid line: it is cut, or no evidence. Copy it again.")
     results = read_results(found.directory) if texts else []

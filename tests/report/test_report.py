@@ -347,7 +347,9 @@ def refused(capsys: Capsys) -> Callable[..., str]:
 
 
 @pytest.mark.parametrize("command", [main, replay, selftest])
-@cases("name said", ("nowhere/page", "/nowhere'. Make it, or name another."), ("dump", "/dump' is no file"), ("", "''"))
+@cases(
+    "name said", ("nowhere/page", "/nowhere'. Make it, or name another."), ("dump", "/dump' is not a file"), ("", "''")
+)
 def test_where_nothing_can_be_written_is_said_first(
     tmp_path: Path, capsys: Capsys, command: Callable[[list[str]], int], name: str, said: str
 ) -> None:
@@ -374,7 +376,7 @@ def test_no_evidence_is_not_taken_for_no_spike(tmp_path: Path, show: Any, refuse
     assert refused(tmp_path) == f"No steps.jsonl or spikes.jsonl, which spike_detection writes: {tmp_path}\n"
     assert refused(tmp_path / "nowhere") == f"No such file or directory: {tmp_path}/nowhere\n"
     for name, held, said in (
-        ("spikes.jsonl.gz", b"\x1f\x8b\x08\n\xff", "is no evidence: give the folder that has spikes.jsonl."),
+        ("spikes.jsonl.gz", b"\x1f\x8b\x08\n\xff", "is not evidence: give the folder that has spikes.jsonl."),
         ("spikes.jsonl", b'{"schema": 4}\n', "has no valid line: it is cut, or no evidence. Copy it again."),
     ):
         (tmp_path / name).write_bytes(held)

@@ -98,9 +98,9 @@ def test_runs_that_must_not_resume_from_each_other(recorder: str) -> None:
 def test_what_is_refused(recorder: str, tmp_path: Path) -> None:
     bare = trees.write(tmp_path / "bare", f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n', 0o755)
     for arguments, sentence in (
-        (["LERNING_RATE=1"], "LERNING_RATE is no variable of this script"),
-        (["PATH=/"], "PATH is no variable of this script"),
-        ([f"LR[$(touch {tmp_path}/ran)]=1"], ")] is no variable of this script"),
+        (["LERNING_RATE=1"], "LERNING_RATE is not a variable of this script"),
+        (["PATH=/"], "PATH is not a variable of this script"),
+        ([f"LR[$(touch {tmp_path}/ran)]=1"], ")] is not a variable of this script"),
         (["trainer.nnodes"], "'trainer.nnodes' is neither an option nor a Hydra override"),
         (["--dry-run", "--python", recorder, "GPUS_PER_NODE=0"], "n_gpus_per_node must be a positive integer, got 0"),
         (["--python", "/nope"], "there is no Python at '/nope': give one with --python"),
