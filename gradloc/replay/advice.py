@@ -10,6 +10,8 @@ from ..judge.rules import SOURCES
 from ..threshold import is_over
 from ..tools.figures import percent, severity
 
+# The row of the table of remedies that is no remedy: the loss without tokens that the policy did not produce.
+REPAIR = "response_mask"
 # Broken equalities of tokens that remedies are made for.
 _RATIOS = ("token", "sequence")
 # A remedy that leaves more of what the culprits add to the norm is not recommended.
@@ -40,8 +42,11 @@ def recommended(result: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, st
     if not is_over(replayed, float(unit["threshold"])):
         return None, "Without a spike there is nothing to remedy."
     if cause := _bug(result):
-        advice = SOURCES[cause].advice if cause in SOURCES else "Repair what the verdict names."
-        return None, f"No remedy is recommended: the cause is {cause}, which a remedy only covers up. {advice}"
+        repaired = next((row for row in result["remedies"] if row["name"] == REPAIR and cause == "unsampled"), None)
+        what = "Repair what the verdict names."
+        if repaired is not None:
+            what = f"With `{REPAIR}` 0 for these tokens, the norm is {float(repaired['norm']):.3g}."
+        return None, f"No remedy is recommended: the cause is {cause}, which a remedy only covers up. {what}"
     if not result.get("same_weights", True):
         return None, (
             "No remedy is recommended, because these are probably not the weights of training: give --model those of "

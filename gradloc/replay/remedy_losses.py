@@ -23,7 +23,9 @@ from verl.workers.config import ActorConfig, PolicyLossConfig
 from ..adapters.loss_weights import aggregation_mode, kl_coefficients, policy_weights, recorded_aggregation
 from ..convert.batch import AGG_MODES
 from ..measure.micro_batch import token_weights
+from ..sources import HOLDS
 from ..tools.schema import YES_OR_NO, Form, conforms, fields
+from .advice import REPAIR
 
 _ACTOR, _CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
 
@@ -126,7 +128,7 @@ def loss_remedies(
     if recorded_version != verl.__version__:
         notes.append(f"The run had verl {recorded_version}; verl {verl.__version__} computes the losses here.")
     found = [loss.remedy("as recorded", None, "verl's own loss, computed from the recorded log-probs")]
-    for remedies in (_clips(loss), _losses(loss, notes), _corrections(loss, notes)):
+    for remedies in (_repair(loss), _clips(loss), _losses(loss, notes), _corrections(loss, notes)):
         found += remedies
     return found, notes
 
@@ -185,6 +187,16 @@ class _Loss:
                 lambda x: core_algos.agg_loss(x, mask, config.loss_agg_mode, **options), mask
             )
         return coefficient * self._factor, entropy * self._factor
+
+    def note_on(self, mask: Tensor) -> str | None:
+        """In what the figures with another mask may differ from a run with it."""
+        count = self.settings["global_batch_info"].get("batch_num_tokens")
+        if count is None or not self.takes_mean_of_tokens or bool((mask == self.tokens["response_mask"]).all()):
+            return None
+        return (
+            f"The mean stays over the mini-batch's {count:,.0f} tokens: how many the mask would reject in the "
+            "micro-batches that the bundle does not have is not known."
+        )
 
     def check(self, tolerance: float, recorded_version: str | None) -> None:
         """Compares the coefficients with the recorded ones.
@@ -292,6 +304,17 @@ def _settings(actor: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]
     return found, {**of_loss, "loss_mode": given.get("loss_mode", "vanilla")}
 
 
+def _repair(loss: _Loss) -> Iterator[LossRemedy]:
+    """The run's own loss, masked where the policy did not produce the token."""
+    mask = loss.tokens["response_mask"]
+    facts = {name: value.bool() if name == "after_eos" else value for name, value in loss.tokens.items()}
+    unsampled = mask.bool() & HOLDS["unsampled"](facts, {})
+    if 0 < (count := int(unsampled.sum())) < int(mask.sum()):
+        repaired = mask.masked_fill(unsampled, 0)
+        meaning = f"the repair: 0 for {count:,} of the tokens, which the policy did not produce"
+        yield loss.remedy(REPAIR, None, meaning, mask=repaired, note=loss.note_on(repaired))
+
+
 def _clips(loss: _Loss) -> Iterator[LossRemedy]:
     """The run's own loss with tighter clips."""
     settings = loss.settings
@@ -356,14 +379,7 @@ def _corrections(loss: _Loss, notes: list[str]) -> Iterator[LossRemedy]:
             **{key: value for key, value in settings.items() if key in known},
         )
         is_weight = torch.ones_like(mask) if weights is None else weights.batch["rollout_is_weights"]
-        rejected = bool((mask != tokens["response_mask"]).any())
-        count = loss.settings["global_batch_info"].get("batch_num_tokens")
-        note = None
-        if rejected and count is not None and loss.takes_mean_of_tokens:
-            note = (
-                f"The mean stays over the mini-batch's {count:,.0f} tokens: how many the mask would reject in the "
-                "micro-batches that the bundle does not have is not known."
-            )
+        note = loss.note_on(mask)
         yield loss.remedy(name, override, _meaning(settings), mask=mask, is_weight=is_weight, note=note)
 
 

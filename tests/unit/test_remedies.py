@@ -20,7 +20,7 @@ from torch import Tensor
 
 import trees
 from gradloc.replay import remedies
-from gradloc.replay.advice import advice_by_source, best, recommended
+from gradloc.replay.advice import REPAIR, advice_by_source, best, recommended
 from gradloc.replay.command import main
 from gradloc.replay.measuring import norms_now
 from gradloc.replay.model import Variant, load
@@ -248,9 +248,13 @@ def test_verls_functions_give_the_rows_of_losses(bundle: Path, replay: Any) -> N
     assert mask["ordinary_moved"] == pytest.approx(1 / (ROWS * RESPONSE - 1), rel=1e-4)
     assert found["token TIS"]["left"] == pytest.approx(math.exp(-3), rel=1e-3)
     assert found["token TIS"]["ordinary_moved"] == 0
+    assert REPAIR not in found
     # The rollout gave the token no log-prob.
     resave(bundle, lambda tensors: tensors["tokens.rollout_log_prob"].__setitem__(BAD, math.nan))
-    assert {"token mask", "token TIS", "sequence TIS", "geometric mask"} <= set(rows_by_name(replay("--remedies")))
+    found = rows_by_name(replay("--remedies"))
+    assert {"token mask", "token TIS", "sequence TIS", "geometric mask"} <= set(found)
+    assert found[REPAIR]["masked"] == mask["masked"] and found[REPAIR]["norm"] == pytest.approx(mask["norm"])
+    assert found[REPAIR]["override"] is None
 
 
 def bypass(**correction: Any) -> dict[str, Any]:
@@ -379,7 +383,9 @@ def test_for_a_bug_no_remedy_is_recommended(source: str) -> None:
     result["tokens"][0]["source"] = source
     first, sentence = recommended(result)
     assert first is None and sentence.startswith(f"No remedy is recommended: the cause is {source}")
-    assert sentence.endswith(ADVICE[source]) and advice_by_source([result]) == ADVICE
+    assert sentence.endswith(" Repair what the verdict names.") and advice_by_source([result]) == ADVICE
+    result["remedies"].append({**result["remedies"][0], "name": REPAIR, "norm": 2.25, "override": None})
+    assert recommended(result)[1].endswith("the norm is 2.25.") == (source == "unsampled")
     # A verdict of a natural spike is not contradicted; one of ratios names what remedies are made for.
     assert all(recommended({**result, "cause": cause})[0] is not None for cause in (None, "token", "unlikely"))
 
