@@ -13,7 +13,7 @@ from ..tools.reading import Evidence
 from ..tools.spike import Spike, mini_batch_of
 from .charts import clips_chart, levels, run_level, steps_or_numbers, timeline
 from .identities import HINT, identities_table
-from .replays import replay_tables
+from .replays import next_said, replay_tables
 from .spike_view import (
     CULPRITS,
     PART_SPECS,
@@ -23,11 +23,12 @@ from .spike_view import (
     Details,
     of_field,
     spike_view,
+    spikes_table,
     table_of,
     times_of,
     token_cell,
 )
-from .summary import mini_batch_fields, summarize
+from .summary import largest_of, mini_batch_fields, summarize
 from .token_clips import EXPLANATION, beside_spike, done_to, signals_of
 from .view import Bar, Column, Table, View
 from .words import DIAGNOSES, FIGURES, brief
@@ -37,6 +38,8 @@ Summary = Mapping[str, Any]
 
 # How many culprits and clipped tokens the page has, which would be slow with more; the largest.
 PAGE_ROWS = 5_000
+# How many spikes and culprits the terminal has.
+TABLE_ROWS = 20
 # How many culprits have their details by default.
 DETAILED = 500
 _NO_TEXTS = "This page has no prompts, responses or ground truths: the evidence has them. spike_log=texts adds them."
@@ -121,7 +124,7 @@ def _title(summary: Summary) -> str:
 
 def _opening(summary: Summary, evidence: Evidence) -> list[str]:
     """What the spikes come from, what to do about the largest, and how to check it."""
-    title = _title(summary)
+    title, verdicts = _title(summary), summary["verdicts"]
     if not summary["events"]:
         since = "" if summary["since"] is None else f" from step {summary['since']} on"
         return [f"{title} in {visible(summary['path'])}{since}."]
@@ -129,11 +132,13 @@ def _opening(summary: Summary, evidence: Evidence) -> list[str]:
     said = lowered(visible(largest.opening))
     if summary["events"] == 1:
         found = [f"{title}: {said}"]
+    elif len(verdicts) == 1 and verdicts[0]["cause"] is not None and verdicts[0]["events"] == summary["events"]:
+        found = [f"{title}, all from one cause: {said}"]
     else:
         of_all = "" if summary["verdict"] is None else f": {lowered(visible(summary['verdict']))}"
         step = "" if largest.step is None else f", in step {largest.step}"
         found = [f"{title}{of_all}.", f"The largest{step}: {said}"]
-    return [*found, *(visible(text) for text in (largest.check, largest.next_said) if text)]
+    return [*found, *(visible(text) for text in (largest.check, next_said(largest, evidence.replays)) if text)]
 
 
 def _alarms(summary: Summary) -> list[str]:
@@ -200,18 +205,14 @@ def _tables(
 ) -> dict[str, Table]:
     """The tables in the order of the terminal."""
     listed, events = summary["largest_events"], summary["events"]
-    every = len(listed) == events
-    said = [(event, _happened(event, first=place == 0)) for place, event in enumerate(listed)]
-    explained = [(event, event["explanation"]) for event in listed if event["explanation"] is not None]
-    of_all = "What the culprits explain", "What the culprits of the largest spikes explain"
+    largest = "" if len(listed) == events else "largest "
     tables = {
-        "happened": _sentences("What happened" if every else "What happened in the largest spikes", said),
-        "diagnoses": Table(
-            "What was found",
-            (Column("Diagnosis", "row"), Column("Mini-batches", "num"), Column("What to look at")),
-            [[name, f"{n:,}", DIAGNOSES[name]] for name, n in summary["diagnoses"].items()],
+        "spikes": spikes_table(f"The {largest}spikes", largest_of(evidence, len(listed)) if events > 1 else ()),
+        "happened": Table(
+            f"What happened in the {largest}spikes" if events > 1 else "What happened",
+            (Column("Step", "num"), Column("")),
+            [[shown(event["global_step"]), _happened(event, place == 0)] for place, event in enumerate(listed)],
         ),
-        "explained": _sentences(of_all[len(explained) < events], explained),
         "parts": table_of(
             "The largest parts over their threshold that no small set of tokens explains",
             PART_SPECS,
@@ -220,9 +221,9 @@ def _tables(
         "suspected": table_of(summary["suspected_title"], SUSPECTED, summary["suspected"]),
         "sources": Table(
             "What the culprits are",
-            (Column("Source", "badge"), Column("Culprits", "num"), Column("Share", "num"), Column("Rule, what to do")),
+            (Column("Source", "badge"), Column("Culprits", "num"), Column("Share", "num"), Column("Rule")),
             [
-                [source, f"{n:,}", part_of(n, summary["culprits"]), "\n".join(rules[source])]
+                [source, f"{n:,}", part_of(n, summary["culprits"]), rules[source][0]]
                 for source, n in summary["sources"].items()
             ],
         ),
@@ -232,22 +233,18 @@ def _tables(
             [{**mini_batch_fields(spike), **culprit} for spike, culprit in culprits],
         ),
     }
-    if absent := summary["culprits"] - len(culprits):
-        tables["culprits"].more = f"{absent:,} smaller ones left out"
+    for name, kept, of in (("spikes", len(listed), events), ("culprits", len(culprits), summary["culprits"])):
+        tables[name].more = f"{of - kept:,} smaller ones left out" if of > kept else ""
     return tables | _clip_tables(summary, evidence)
 
 
-def _happened(event: Row, first: bool) -> str:
-    """What is still to be said of a spike: the verdict of the first one, the largest, is said already."""
-    verdict = event["verdict"]
-    if verdict is None:
-        return "" if first else str(event["summary"])
-    return str(event["summary"]) if first or verdict["cause"] is None else f"{brief(verdict)}. {event['summary']}"
-
-
-def _sentences(title: str, said: Sequence[tuple[Row, str]]) -> Table:
-    rows = [["–" if of["global_step"] is None else str(of["global_step"]), visible(text)] for of, text in said if text]
-    return Table(title, (Column("Step", "num"), Column("")), rows)
+def _happened(event: Row, said: bool) -> str:
+    """A spike's verdict unless it is `said` already, its summary, what its culprits explain, and what to look at."""
+    verdict, diagnosis = event["verdict"], event["diagnosis"]
+    is_said = said or verdict is None or verdict["cause"] is None
+    parts: list[str | None] = [None if is_said else f"{brief(verdict)}."]
+    parts += [event["summary"], event["explanation"], None if diagnosis == "tokens" else DIAGNOSES[diagnosis]]
+    return visible(" ".join(filter(None, parts)))
 
 
 def _clip_tables(summary: Summary, evidence: Evidence) -> dict[str, Table]:
@@ -298,7 +295,8 @@ def _add_spikes(view: View, evidence: Evidence, culprits: Sequence[tuple[Spike, 
         place = f"{what.capitalize()} {places[spike.index]}"
         said = beside_spike(signals.get(spike.mini_batch)) if spike.step is not None else None
         before = steps if spike.index < details else {}
-        view.spikes.append(spike_view(spike, place, said, before, mine[spike.index]))
+        then = next_said(spike, evidence.replays)
+        view.spikes.append(spike_view(spike, place, said, then, before, mine[spike.index]))
     maker = Details(view, evidence.texts, details)
     detailed = {*_largest_of_each_first(culprits)[:details]}
     view.culprits = [maker.culprit(i, spike, culprit, i in detailed) for i, (spike, culprit) in enumerate(culprits)]

@@ -17,12 +17,10 @@ from ..tools.command_line import argument, in_a_sentence, need, output_file
 from ..tools.command_line import parser as new_parser
 from ..tools.figures import visible
 from ..tools.reading import Evidence, read
-from .build import DETAILED
+from .build import DETAILED, TABLE_ROWS
 from .comparison import compare, remarks, tables
 from .page import write_page
 from .summary import lost_spikes, summarize
-
-TABLE_ROWS = 20
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "other", metavar="PATH_B", nargs="?", help="the same of another run: shows the two runs side by side"
     )
     parser.add_argument("--html", metavar="OUT", type=output_file, help="write a page for the browser to OUT")
+    parser.add_argument("--all", action="store_true", help="print all that is known, not only what is to be done")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     parser.add_argument("--since", metavar="STEP", type=int, help="leave out earlier steps")
     parser.add_argument(
@@ -66,15 +65,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _report(runs: Sequence[Evidence], options: Namespace) -> None:
-    top = options.top or TABLE_ROWS
     if options.json:
-        figures = summarize(runs[0], top) if len(runs) == 1 else compare(*runs)
+        figures = summarize(runs[0], options.top or TABLE_ROWS) if len(runs) == 1 else compare(*runs)
         print(json.dumps(jsonable(figures), indent=2, allow_nan=False))
     else:
         from .terminal import print_report, print_texts_and_tables  # needs rich
 
         if len(runs) == 1:
-            print_report(runs[0], top)
+            print_report(runs[0], options.top, options.all)
         else:
             figures = compare(*runs)
             print_texts_and_tables(remarks(figures), tables(figures))

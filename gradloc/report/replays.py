@@ -5,7 +5,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..replay.advice import recommended
 from ..tools.figures import percent, short, visible
+from ..tools.spike import Spike, mini_batch_of
 from .spike_view import Spec, figure, index, table_of
 from .view import Column
 
@@ -40,6 +42,14 @@ def replay_tables(result: Result) -> dict[str, Any]:
         "notes": [visible(note) for note in (*result["notes"], *notes, *result.get("remedy_notes", ()))],
         "tables": [table for table in tables if table.rows],
     }
+
+
+def next_said(spike: Spike, replays: Sequence[Result]) -> str:
+    """What to do next about a spike: what a replay of it with all remedies recommends, or else the next command."""
+    for result in replays:
+        if mini_batch_of(result) == spike.mini_batch and result["units"] and "remedy_notes" in result:
+            return f"Replayed: {recommended(result)[1]}"
+    return spike.next_said
 
 
 def _other(name: str, i: int) -> Spec:

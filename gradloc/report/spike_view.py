@@ -156,6 +156,31 @@ PART_SPECS: Sequence[Spec] = (
 )
 
 
+# The columns of a list of spikes, each with its largest culprit.
+_SPIKES = (
+    *(Column("Step", "num"), TOKEN[0], Column("Norm", "num"), Column("× threshold", "num"), Column("Culprits", "num")),
+    *(Column("Diagnosis"), Column("Cause", "badge")),
+)
+
+
+def spikes_table(title: str, spikes: Sequence[Spike]) -> Table:
+    """A line for each spike."""
+    rows: list[Sequence[Cell]] = []
+    for spike in spikes:
+        largest, event = _largest(spike), spike.event
+        token = ("–", without_culprit(spike)) if largest is None else token_cell(largest)
+        factor = times(spike.level, event["threshold"]) if largest is None else times_of(largest)
+        cause = "–" if spike.verdict is None else shown(spike.verdict["cause"])
+        many = f"{len(event['culprits']):,}"
+        rows.append([shown(spike.step), token, short(spike.size), factor, many, event["diagnosis"], cause])
+    return Table(title, _SPIKES, rows)
+
+
+def _largest(spike: Spike) -> Row | None:
+    """Its largest culprit."""
+    return max(spike.event["culprits"], key=lambda culprit: severity(culprit["grad_norm"]), default=None)
+
+
 def _measured(token: Row) -> str:
     share = percent(token["share"])
     carried = "" if share == "–" else f", {share} of the norm"
@@ -163,7 +188,7 @@ def _measured(token: Row) -> str:
 
 
 def spike_view(
-    spike: Spike, place: str, clipped_said: str | None, steps: Mapping[int, Row], culprits: Sequence[int]
+    spike: Spike, place: str, clipped_said: str | None, then: str, steps: Mapping[int, Row], culprits: Sequence[int]
 ) -> SpikeView:
     """A spike for the page.
 
@@ -171,6 +196,7 @@ def spike_view(
         spike (Spike): The spike.
         place (str): Its step, or its number.
         clipped_said (str, optional): What is said of TokenClip beside it.
+        then (str): What to do next.
         steps (Mapping): The figures by step, where those before it are to be shown.
         culprits (Sequence[int]): The numbers of its culprits on the page, the largest first.
     """
@@ -178,7 +204,7 @@ def spike_view(
     epoch, mini_batch = event["epoch"], event["mini_batch"]
     title = f"{place}, mini-batch {mini_batch}" if epoch or mini_batch else place
     title += f" of epoch {epoch}" if epoch else ""
-    largest = max(event["culprits"], key=lambda culprit: severity(culprit["grad_norm"]), default=None)
+    largest = _largest(spike)
     found = without_culprit(spike) if largest is None else f"{token_cell(largest)[0][:20]}  {times_of(largest)}"
     left = len(event["culprits"]) - len(culprits)
     parts = heapq.nlargest(PARTS, event["diffuse"], key=excess)
@@ -196,7 +222,7 @@ def spike_view(
         "explanation": visible(explanation(event) or ""),
         "check": visible(spike.check),
         "look": "" if event["diagnosis"] == "tokens" else DIAGNOSES[event["diagnosis"]],
-        "then": visible(spike.next_said),
+        "then": visible(then),
         "before": _before(spike, steps),
         "parts": part_table if parts else None,
         "suspected": table_of(spike.suspected_title, SUSPECTED[1:], suspected) if suspected else None,

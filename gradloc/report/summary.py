@@ -36,7 +36,7 @@ def summarize(evidence: Evidence, top: int) -> dict[str, Any]:
         top (int): How many of the largest events, culprits, parts and clipped tokens are listed.
     """
     spikes, culprits, events = evidence.spikes, evidence.culprits(), evidence.events
-    largest = heapq.nlargest(top, spikes, key=lambda spike: spike.size)
+    largest = largest_of(evidence, top)
     by_step = Counter(spike.step for spike in spikes if spike.step is not None)
     mini_batches = {spike.mini_batch for spike in spikes if spike.step is not None}
     causes = count_causes(spike.verdict for spike in spikes)
@@ -90,6 +90,11 @@ def summarize(evidence: Evidence, top: int) -> dict[str, Any]:
         "notes": _notes(evidence),
         "skipped_lines": evidence.skipped.total(),
     }
+
+
+def largest_of(evidence: Evidence, top: int) -> list[Spike]:
+    """The largest spikes, the largest first."""
+    return heapq.nlargest(top, evidence.spikes, key=lambda spike: spike.size)
 
 
 def lost_spikes(evidence: Evidence) -> str | None:

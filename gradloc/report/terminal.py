@@ -6,15 +6,18 @@ import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
 from ..tools.reading import Evidence
-from .build import build
-from .view import Cell, Column, Table
+from .build import TABLE_ROWS, build
+from .view import Cell, Column, Table, View
 
+# How many culprits of a single spike are listed.
+_SHORT = 5
 # The maximum width of the sparkline of a run's steps, in columns.
 _SPARKLINE_WIDTH = 60
 # Of a warning, of a change, and of drills.
@@ -23,9 +26,14 @@ _STYLES = {"": ("bold yellow", "yellow"), "change": ("", ""), "found": ("green",
 _CONTEXT_WIDTH, _TOKEN_WIDTH = 30, 14
 
 
-def print_report(evidence: Evidence, rows: int) -> None:
-    """Prints the report on a run, with at most this many of the largest spikes and culprits."""
-    view = build(evidence, rows, details=0)
+def print_report(evidence: Evidence, top: int | None, everything: bool) -> None:
+    """Prints the report on a run.
+
+    Args:
+        top (int, optional): How many of the largest spikes and culprits are listed; None for few of them.
+        everything (bool): Whether to print all that is known, and not only what is to be done.
+    """
+    view = build(evidence, top or TABLE_ROWS, details=0)
     console = new_console()
     console.print()
     for text in view.alarms:
@@ -33,34 +41,51 @@ def print_report(evidence: Evidence, rows: int) -> None:
     if "identities" in view.texts:
         console.print(Text(view.texts["identities"], style="bold"))
     for text, more, kind in (*view.warnings, *view.drills):
-        style, style_of_more = _STYLES[kind]
-        console.print(Text(text, style=style))
-        for sentence in more:
-            console.print(Text(f"  {sentence}", style=style_of_more))
+        if everything or not (more and set(more) <= set(view.opening)):  # the verdict says the same, with this check
+            style, style_of_more = _STYLES[kind]
+            console.print(Text(text, style=style))
+            for sentence in more:
+                console.print(Text(f"  {sentence}", style=style_of_more))
     for place, text in enumerate(view.opening):
         console.print(Text(text, style="" if place else "bold"), soft_wrap="`" in text)  # a command is to be copied
+    tables = {name: table for name, table in view.tables.items() if table.rows}
+    if everything or "happened" not in tables:
+        _print_totals(console, view)
+    else:
+        first = next(filter(tables.get, ("spikes", "culprits", "parts", "suspected")), "happened")
+        tables = {first: tables[first] if top or first == "spikes" else _shortened(tables[first])}
+    for name, table in tables.items():
+        print_table(console, table)
+        if name == "clips":
+            console.print(Text(view.texts["clips-how"], style="dim"))
+    frequent = [f"{bar.label} ({bar.count:,})" for bar in view.bars["tokens"]]
+    if view.tables["spikes"].rows and view.bars["tokens"] and view.bars["tokens"][0].count > 1:
+        console.print(Text.assemble("\n", ("Most frequent culprits  ", "bold"), "   ".join(frequent)))
+    if "clips-hint" in view.texts:
+        console.print(Text.assemble("\n", (view.texts["h-clips"], "bold"), "\n", view.texts["clips-hint"]))
+    if view.replays and everything:
+        said = [[replay["step"], " ".join(replay["sentences"])] for replay in view.replays]
+        print_table(console, Table("Replays", (Column("Step", "num"), Column("")), said))
+    if view.notes:
+        console.print(Text("\n" + "\n".join(view.notes), style="yellow"))
+    if not everything and view.tables["happened"].rows:
+        console.print(Text("\nMore: --all, or --html report.html", style="dim"))
+    console.print()
+
+
+def _print_totals(console: Console, view: View) -> None:
     facts = (f"{name}: {value}" + (f" ({more})" if more else "") for name, value, more in view.facts)
     console.print(Text("   ".join(facts), style="dim"))
     if len(view.by_step) > 1:
         first, last = min(view.by_step), max(view.by_step)
         sparkline = _sparkline(view.by_step, _SPARKLINE_WIDTH)
         console.print(Text.assemble("\n", (f"{first} ", "dim"), (sparkline, "red"), (f" {last}", "dim")))
-    for name, table in view.tables.items():
-        if table.rows and table.title:
-            print_table(console, table)
-            if name == "clips":
-                console.print(Text(view.texts["clips-how"], style="dim"))
-    frequent = [f"{bar.label} ({bar.count:,})" for bar in view.bars["tokens"]]
-    if view.bars["tokens"] and view.bars["tokens"][0].count > 1:
-        console.print(Text.assemble("\n", ("Most frequent culprits  ", "bold"), "   ".join(frequent)))
-    if "clips-hint" in view.texts:
-        console.print(Text.assemble("\n", (view.texts["h-clips"], "bold"), "\n", view.texts["clips-hint"]))
-    if view.replays:
-        said = [[replay["step"], " ".join(replay["sentences"])] for replay in view.replays]
-        print_table(console, Table("Replays", (Column("Step", "num"), Column("")), said))
-    if view.notes:
-        console.print(Text("\n" + "\n".join(view.notes), style="yellow"))
-    console.print()
+
+
+def _shortened(table: Table) -> Table:
+    """The first rows of a table."""
+    absent = len(table.rows) - _SHORT
+    return table if absent <= 0 else replace(table, rows=table.rows[:_SHORT], more=f"{absent:,} more with --all")
 
 
 def print_texts_and_tables(texts: Sequence[str], shown: Sequence[Table], notes: Sequence[str] = ()) -> None:

@@ -15,12 +15,17 @@ from gradloc.report.view import View
 
 @pytest.fixture
 def show(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """Writes events and prints the report; unless the columns are given, each row and paragraph is one line."""
+    """Writes events and prints all of the report, or its `short` form.
 
-    def call(*arguments: str, events: Sequence[Event] = (), code: int = 0, columns: int = 0) -> str:
+    Unless the columns are given, each row and paragraph is one line.
+    """
+
+    def call(
+        *arguments: str, events: Sequence[Event] = (), code: int = 0, columns: int = 0, short: bool = False
+    ) -> str:
         monkeypatch.setenv("COLUMNS", str(columns or 3000))
         record_events(str(tmp_path), events)
-        assert main([str(tmp_path), *arguments]) == code
+        assert main([str(tmp_path), *arguments, *([] if short else ["--all"])]) == code
         out = capsys.readouterr().out
         return out if columns else "\n".join(" ".join(line.split()) for line in out.splitlines() if line.strip())
 
