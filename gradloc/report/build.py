@@ -43,7 +43,7 @@ TABLE_ROWS = 20
 # How many culprits have their details by default.
 DETAILED = 500
 _NO_TEXTS = "This page has no prompts, responses or ground truths: the evidence has them. spike_log=texts adds them."
-# The charts over the run are for runs of more steps than these.
+# Culprits are drawn over the run where it has more steps than these.
 FEW_STEPS = 5
 
 
@@ -157,7 +157,8 @@ def _lead(view: View, summary: Summary, evidence: Evidence, culprits: Sequence[t
         clips = summary["token_clip"]
         said = [f"No spike is {where}: no micro-batch was over its threshold."]
         return [" ".join([*said, *(clips["sentences"][:1] if clips else ())])]
-    verdict = "" if summary["verdict"] is None else f"{visible(summary['verdict'])}. "
+    # A single spike's verdict stands below.
+    verdict = "" if summary["verdict"] is None or summary["events"] == 1 else f"{visible(summary['verdict'])}. "
     if not culprits:
         searched = any(diagnosis != "unsearched" for diagnosis in summary["diagnoses"])
         found = "No single token was found to be over the threshold." if searched else "No token was measured."
@@ -313,18 +314,16 @@ def _span(evidence: Evidence) -> int:
 
 def _add_charts(view: View, evidence: Evidence, summary: Summary, culprits: Sequence[tuple[Spike, Row]]) -> None:
     """Adds the charts and what is said above them."""
-    if _span(evidence) <= FEW_STEPS:
-        return
     clips, spikes = summary["token_clip"], evidence.spikes
-    if (chart := run_level(evidence, summary["drills"], clips["by_step"] if clips else {})) is not None:
-        view.charts["level"] = chart
-        said = ["The largest token-equivalent norm of each step: the norm that a single token would need for it."]
-        if spikes:
-            said.append("Select a spike to see it above.")
+    if len(levels(evidence)) > 1:
+        view.charts["level"] = run_level(evidence, summary["drills"], clips["by_step"] if clips else {})
+        said = ["The largest gradient norm of each step: of a micro-batch, as a single token would need it."]
         if clips and clips["by_step"]:
             said.append("Triangles are steps in which TokenClip found tokens;")
             said.append("filled where it cut all and no spike was recorded.")
         view.texts["level-hint"] = " ".join(said)
+    if _span(evidence) <= FEW_STEPS:
+        return
     if clips is not None:
         rows = [{**row, "done": done_to(row)} for row in clips["largest_tokens"]]
         if (chart := clips_chart(rows)) is not None:

@@ -117,16 +117,15 @@ def levels(evidence: Evidence) -> list[tuple[int, float, float]]:
     ]
 
 
-def run_level(evidence: Evidence, drills: Sequence[Row], clips: Mapping[int, Row]) -> Chart | None:
-    """The token norm of every step against its threshold, with marks of spikes, drills and TokenClip; None without one.
+def run_level(evidence: Evidence, drills: Sequence[Row], clips: Mapping[int, Row]) -> Chart:
+    """The token norm of every step against its threshold, with marks of spikes, drills and TokenClip.
 
     Args:
         evidence (Evidence): The run.
         drills (Sequence[Mapping]): What `drill_report` returned.
         clips (Mapping[int, Mapping]): By step, what TokenClip found.
     """
-    if not (known := levels(evidence)):
-        return None
+    known = levels(evidence)
     drills = [drill for drill in drills if drill["global_step"] is not None]
     at_spikes = [
         Point(spike.step, spike.level, _spike_tip(spike), f"s{spike.index}")
@@ -145,7 +144,7 @@ def run_level(evidence: Evidence, drills: Sequence[Row], clips: Mapping[int, Row
         line.append(own._replace(y=norm))
     threshold = _threshold([(step, limit) for step, _, limit in known])
     marks = [*at_spikes, *at_drills[True], *at_drills[False]]
-    y = log_axis("token-equivalent norm", [point.y for point in (*line, *threshold.points, *marks)])
+    y = log_axis("gradient norm of a token", [point.y for point in (*line, *threshold.points, *marks)])
     low = y.low * min(y.high / y.low, 1e300) ** 0.03
     at_clips: dict[bool, list[Point]] = {True: [], False: []}
     for step, clip in clips.items():
@@ -153,7 +152,7 @@ def run_level(evidence: Evidence, drills: Sequence[Row], clips: Mapping[int, Row
         over = f"{count(clip['over'], 'backward signal')} over the bounds, {clip['cut']:,} cut"
         at_clips[clip["stopped"]].append(Point(step, low, _tip(f"{name} in step {step}", over), "#h-clips"))
     series = [
-        Series("token norm", "soft", line, size=2 if len(line) < 60 else 0, kind="line"),
+        Series("gradient norm", "soft", line, size=2 if len(line) < 60 else 0, kind="line"),
         threshold,
         Series("spike", "accent", at_spikes),
         Series("drill, found", "focus", at_drills[True], DIAMOND, open=True),

@@ -384,8 +384,7 @@ function select(spike, culprit) {
   get("event").value = spike;
   showContent(spikes[spike].content);
   showChips();
-  get("culprit").hidden = get("details").hidden = culprit === null;
-  fill("why", culprit === null ? [] : makeTerms(culprits[culprit].reasons.map(ruleOf)));
+  get("culprit").hidden = get("figured").hidden = culprit === null;
   if (culprit !== null) showCulprit(culprits[culprit]);
   get("todo").hidden = [...get("todo").querySelectorAll("[id]")].every((part) => part.hidden);
   markSelection();
@@ -417,6 +416,7 @@ function showCulprit(culprit) {
   fill("token", [tokenOf(current.culprit)]);
   showContent(culprit.content);
   showStrip(culprit);
+  fill("why", makeTerms(culprit.reasons.map(ruleOf)));
   fill("ladder", [...view.ladders[culprit.ladder], culprit.rung].flatMap(makeRung));
   if (culprit.layers) drawChart("layers", culprit.layers, culprit.content["layers-figures"]);
   else fill("layers", []);

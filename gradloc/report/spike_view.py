@@ -13,6 +13,7 @@ from typing import Any, get_type_hints
 from .. import lines
 from ..evidence.writer import WINDOW, window_start
 from ..judge.rules import SOURCES
+from ..judge.sentences import lowered
 from ..tools.figures import (
     SHORT_CHARACTERS,
     clipped,
@@ -33,7 +34,7 @@ from ..tools.spike import Spike
 from .charts import layers_chart, without_culprit
 from .summary import TOKENS, suspected_of, token_name
 from .view import Axis, Cell, Column, Culprit, Rung, SpikeView, Strip, Table, View, drawn, log_scale, sparkline
-from .words import APPLIED, DIAGNOSES, FIGURES, NOT_APPLIED, ended_early, explanation
+from .words import APPLIED, DIAGNOSES, FIGURES, NOT_APPLIED, brief, ended_early, explanation
 
 Row = Mapping[str, Any]
 # A column and what its cell has for a row.
@@ -212,10 +213,12 @@ def spike_view(
     part_table = table_of("Parts over their threshold that no small set of tokens explains", PART_SPECS[1:], parts)
     if more := len(event["diffuse"]) + event.get("more_diffuse", 0) - len(parts):
         part_table.more = f"{count(more, 'smaller part')} left out here."
+    wrong, advice = _claim_and_advice(spike)
     content = {
         "spike": title,
-        "verdict": visible(spike.opening),
-        "summary": "" if spike.verdict is None else visible(spike.summary),
+        "verdict": visible(wrong),
+        "advice": visible(advice),
+        "summary": "" if lowered(spike.summary).rstrip(".") in lowered(spike.opening) else visible(spike.summary),
         "story": visible(story(spike)),
         "clipped": clipped_said or "",
         "kind": f"Diagnosis: {event['diagnosis']}.",
@@ -229,6 +232,15 @@ def spike_view(
         "left": f"The page leaves out {count(left, 'smaller culprit')} of this spike." if left else "",
     }
     return SpikeView(f"{title}: {found}", content, culprits)
+
+
+def _claim_and_advice(spike: Spike) -> tuple[str, str]:
+    """What is said first of a spike, and, where an equality is broken, apart from that what to do; else ""."""
+    verdict, said = spike.verdict, spike.opening
+    if verdict is None or verdict["cause"] is None or not said.startswith(brief(verdict)):
+        return said, ""
+    advice = said.removeprefix(brief(verdict)).lstrip(":. ")
+    return f"{brief(verdict)}.", advice[:1].upper() + advice[1:]
 
 
 def story(spike: Spike) -> str:

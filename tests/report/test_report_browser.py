@@ -334,6 +334,7 @@ def test_readable_at_every_size(page: Page, tmp_path: Path, monkeypatch: pytest.
     page.one("#rows-more button").click()
     assert len(page.column(0)) == 250 and page.focused().tag_name == "tr"
     page.select(0)
+    page.one("#holds summary").click()
     script = """return [...document.querySelectorAll(arguments[0])]
         .map((e) => [e.innerText, e.scrollWidth <= e.clientWidth, e.getBoundingClientRect().right])"""
     edge = "return document.querySelector('#why dd').getBoundingClientRect().left"
@@ -363,11 +364,16 @@ def test_a_spike_is_told_in_order_and_its_check_can_be_copied(page: Page, whole_
     page.open(whole_run)
     page.select(0)
     # What has to be seen first comes first.
-    order = (
-        "alarms identities warnings title drills verdict summary strip ladder check why story before numbers level rows"
-    )
+    order = "alarms title lead level verdict summary check strip holds numbers ladder story before rows"
     places = [page.one(f"#{part}").location["y"] for part in order.split()]
     assert places == sorted(places) and len(set(places)) == len(places)
+    beside = [page.one(f"#{part}").location for part in ("identities", "warnings", "drills")]
+    chart = page.one("#level")
+    assert beside[0]["y"] == chart.location["y"] and all(at["x"] > chart.size["width"] for at in beside)
+    assert not page.one("#why").is_displayed()
+    page.width(1920)
+    assert page.one("#ladder").location["x"] > page.one("#strip").size["width"]
+    page.width(1280)
     codes = [code.text for code in page.all("#check code")]
     path = shlex.quote(f"{whole_run.parent}/replay/it's {VISIBLY_HOSTILE}")
     assert codes == [f"gradloc replay {path} --remedies", COMMAND]
@@ -417,7 +423,7 @@ def test_steps_and_clipped_tokens_without_a_spike_have_a_page(page: Page, tmp_pa
     page.open(build(tmp_path, [clip(step, tokens) for step in (1, 9)]))
     assert page.one("h1").text == "No gradient spike" and "128 backward signals" in page.one("#lead").text
     shown = [section.get_attribute("id") for section in page.all("section") if section.is_displayed()]
-    assert shown == ["states", "run", "clips"]
+    assert shown == ["states", "clips"]
     assert all(page.one(f"#{chart}").size["height"] > 50 for chart in ("level", "clips-chart"))
     page.wait(lambda: page.driver.execute_script(TOO_WIDE) == 0)
     page.one("#clips-rows-more button").send_keys(Keys.ENTER)

@@ -329,5 +329,6 @@ def test_older_lines_show_what_they_have(tmp_path: Path, show: Any, summary: Any
         "2 gradient spikes in steps 1 to 2: no known cause (1), the culprits are in responses with the reward 5 (1)."
     )
     made = view()
-    assert [each.content["verdict"] for each in made.spikes] == [unknown["sentence"], misfire["sentence"]]
+    said = [(each.content["verdict"], each.content["advice"]) for each in made.spikes]
+    assert said == [(unknown["sentence"], ""), (misfire["sentence"].replace(": look.", "."), "Look.")]
     assert "identities" not in made.tables and "identities" not in made.texts
