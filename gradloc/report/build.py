@@ -79,7 +79,6 @@ def build(evidence: Evidence, rows: int = PAGE_ROWS, details: int = DETAILED) ->
         ],
         facts=_facts(summary),
         notes=[*map(visible, summary["notes"])],
-        by_step=summary["events_by_step"],
         tables=_tables(summary, evidence, culprits, rules),
         replays=[replay_tables(result) for result in evidence.replays],
         help=[*FIGURES.values()] if evidence.steps else [],
@@ -317,7 +316,7 @@ def _add_charts(view: View, evidence: Evidence, summary: Summary, culprits: Sequ
     clips, spikes = summary["token_clip"], evidence.spikes
     if len(levels(evidence)) > 1:
         view.charts["level"] = run_level(evidence, summary["drills"], clips["by_step"] if clips else {})
-        said = ["The largest gradient norm of each step: of a micro-batch, as a single token would need it."]
+        said = ["In each step, the largest gradient norm of a micro-batch, scaled to that of a single token."]
         if clips and clips["by_step"]:
             said.append("Triangles are steps in which TokenClip found tokens;")
             said.append("filled where it cut all and no spike was recorded.")

@@ -2,10 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws the view in the terminal. It needs rich."""
 
-import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from rich.console import Console
@@ -14,12 +13,10 @@ from rich.text import Text
 
 from ..tools.reading import Evidence
 from .build import TABLE_ROWS, build
-from .view import Cell, Column, Table, View
+from .view import Cell, Column, Table
 
 # How many culprits of a single spike are listed.
 _SHORT = 5
-# The maximum width of the sparkline of a run's steps, in columns.
-_SPARKLINE_WIDTH = 60
 # Of a warning, of a change, and of drills.
 _STYLES = {"": ("bold yellow", "yellow"), "change": ("", ""), "found": ("green", ""), "failed": ("bold red", "red")}
 # Of a token with its context: under the first number, other columns are left out; the second is the least.
@@ -50,7 +47,8 @@ def print_report(evidence: Evidence, top: int | None, everything: bool) -> None:
         console.print(Text(text, style="" if place else "bold"), soft_wrap="`" in text)  # a command is to be copied
     tables = {name: table for name, table in view.tables.items() if table.rows}
     if everything or "happened" not in tables:
-        _print_totals(console, view)
+        facts = (f"{name}: {value}" + (f" ({more})" if more else "") for name, value, more in view.facts)
+        console.print(Text("   ".join(facts), style="dim"))
     else:
         first = next(filter(tables.get, ("spikes", "culprits", "parts", "suspected")), "happened")
         tables = {first: tables[first] if top or first == "spikes" else _shortened(tables[first])}
@@ -71,15 +69,6 @@ def print_report(evidence: Evidence, top: int | None, everything: bool) -> None:
     if not everything and view.tables["happened"].rows:
         console.print(Text("\nMore: --all, or --html report.html", style="dim"))
     console.print()
-
-
-def _print_totals(console: Console, view: View) -> None:
-    facts = (f"{name}: {value}" + (f" ({more})" if more else "") for name, value, more in view.facts)
-    console.print(Text("   ".join(facts), style="dim"))
-    if len(view.by_step) > 1:
-        first, last = min(view.by_step), max(view.by_step)
-        sparkline = _sparkline(view.by_step, _SPARKLINE_WIDTH)
-        console.print(Text.assemble("\n", (f"{first} ", "dim"), (sparkline, "red"), (f" {last}", "dim")))
 
 
 def _shortened(table: Table) -> Table:
@@ -153,13 +142,3 @@ def _cell(cell: Cell, kind: str, most: int) -> Text:
     words = Text.assemble((cell[0], "bold red"), "  ", cell[1])
     words.truncate(most, overflow="ellipsis")
     return words
-
-
-def _sparkline(counts: Mapping[int, int], most: int) -> str:
-    """How many events there are over the steps, as a row of at most `most` bars."""
-    first, last = min(counts), max(counts)
-    bars = min(most, last - first + 1)
-    heights = [0] * bars
-    for step, events in counts.items():
-        heights[(step - first) * bars // (last - first + 1)] += events
-    return "".join("·" if not h else "▁▂▃▄▅▆▇█"[math.ceil(8 * h / max(heights)) - 1] for h in heights)

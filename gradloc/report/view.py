@@ -239,7 +239,6 @@ class View:
         warnings, drills (Sequence[Remark]): Each with how to check it, or what to look at; changes after warnings.
         facts (Sequence): The totals, each a name, a value and what belongs to it.
         notes (Sequence[str]): What was left out or ended early.
-        by_step (dict[int, int]): How many spikes each step has.
         tables (dict[str, Table]): By name, in the order of the terminal. "terms" has more of each culprit.
         charts (dict[str, Chart]): By name.
         texts (dict[str, str]): Further texts by name.
@@ -260,7 +259,6 @@ class View:
     drills: Sequence[Remark] = ()
     facts: Sequence[tuple[str, str, str]] = ()
     notes: Sequence[str] = ()
-    by_step: dict[int, int] = field(default_factory=dict)
     tables: dict[str, Table] = field(default_factory=dict)
     charts: dict[str, Chart] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)

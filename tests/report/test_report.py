@@ -471,7 +471,7 @@ def test_the_summary_says_what_there_is(show: Any, summary: Any) -> None:
     out = show(events=events)
     figures = ["Culprit tokens: 3", "threshold 640", "Largest token gradient: NaN", "9000", "14×", "7.389", "nonfinite"]
     ended = "1 search ended early: there may be more culprits."
-    for text in ("3 gradient spikes in steps 4 to 9", *figures, "␣b", ended, "4 ▄····█ 9"):
+    for text in ("3 gradient spikes in steps 4 to 9", *figures, "␣b", ended):
         assert text in out
     found = summary()
     assert found["largest_grad_norm"] == "NaN" and found["sources"] == dict.fromkeys(("nonfinite", "token", "other"), 1)
