@@ -45,7 +45,10 @@ class WholeBatchAgentLoop(AgentLoopBase):
         metrics: Any = {}  # verl's own loops give a dict, too
         with simple_timer("generate_sequences", metrics):
             output = await self._answer(prompt, sampling_params, kwargs)
-        return _of_turns(2, prompt, output.token_ids, [1] * len(output.token_ids), output.log_probs, metrics, output)
+        mask = [1] * len(output.token_ids)
+        if self.config.embedded.mask_unsampled and output.log_probs is not None:
+            mask = [int(log_prob != 0.0) for log_prob in output.log_probs]
+        return _of_turns(2, prompt, output.token_ids, mask, output.log_probs, metrics, output)
 
     def _prompt(self, row: dict[str, Any]) -> list[int]:
         """The token ids of a row's messages."""

@@ -26,6 +26,8 @@ from omegaconf.errors import OmegaConfBaseException
 from processes import exit_code, exit_on_signals, session  # type: ignore[import-not-found]
 from set_up import locked, prepare, say  # type: ignore[import-not-found]
 
+from gradloc.replay.advice import REPAIR, recommended
+
 # The exit code of a run that spike_action=stop has ended (EXIT_CODE in gradloc/adapters/spike_stop.py), and how the
 # sentence begins that such a run ends with.
 STOPPED = 76
@@ -91,35 +93,43 @@ def show_report(evidence: Path, page: Path, events: Sequence[dict[str, Any]]) ->
             print(f"The report: {page}", flush=True)
 
 
-def replayed_remedy(event: Mapping[str, Any], evidence: Path, output: Path) -> dict[str, Any] | None:
-    """The first remedy in a replay of the event with the weights before it; None without a bundle or these weights."""
+def replayed(event: Mapping[str, Any], evidence: Path, output: Path) -> dict[str, Any] | None:
+    """A replay of the event with the weights before it; None without a bundle or these weights."""
     model = output / f"global_step_{event['global_step'] - 1}/actor/huggingface"
     if event["replay"] is None or not model.is_dir():
         return None
-    say("Replaying the spike with the weights of the step before, for what each remedy leaves of it")
+    say("Replaying the spike with the weights of the step before, repaired and with each remedy")
     replay = [sys.executable, "-m", "gradloc", "replay", str(evidence / event["replay"]), "--model", str(model)]
     replay += ["--only", "--remedies", "--json"]
     # Without the modules that make this run what it is: they would plant the fault in the replay, too.
     environment = {name: value for name, value in os.environ.items() if name != "VERL_USE_EXTERNAL_MODULES"}
     done = subprocess.run(replay, env=environment, stdout=subprocess.PIPE, text=True)
-    remedies = json.loads(done.stdout)["remedies"] if done.returncode == 0 else []
-    return next((row for row in remedies if row.get("override")), None)
+    return json.loads(done.stdout) if done.returncode == 0 else None
 
 
-def figures_of(event: Mapping[str, Any], remedy: Mapping[str, Any] | None, options: str) -> str:
-    """The norm of the micro-batch with the spike: as it was, without the culprits, and with a remedy."""
+def advised(result: Mapping[str, Any]) -> tuple[str, float, str] | None:
+    """What a replay's own report advises: its name, the norm that it leaves, and the override of the run with it."""
+    remedy, _ = recommended(result)
+    if remedy is not None:
+        return f"with {remedy['name']}", remedy["norm"], remedy["override"]
+    repaired = (row for row in result["remedies"] if row["name"] == REPAIR)
+    return next((("with the fault repaired", row["norm"], "embedded.mask_unsampled=true") for row in repaired), None)
+
+
+def figures_of(event: Mapping[str, Any], advice: tuple[str, float, str] | None, options: str) -> str:
+    """The norm of the micro-batch with the spike: as it was, without the culprits, and with what is advised."""
     unit = event["units"][0]
     rows = [("as it was", unit["norm"], "")]
     if unit["rest"] is not None:
         rows.append(("without the culprits", unit["rest"]["norm"], "measured in training"))
-    if remedy is not None:
-        rows.append((f"with {remedy['name']}", remedy["norm"], "measured by gradloc replay --remedies"))
+    if advice is not None:
+        rows.append((*advice[:2], "measured by gradloc replay --remedies"))
     width = max(len(name) for name, *_ in rows)
     place = f"step {event['global_step']}, of rank {unit['rank']}'s micro-batch {unit['micro_batch']}"
     lines = [f"The gradient norm in {place} (threshold {unit['threshold']:.3g}):"]
     lines += [f"  {name:{width}}  {float(norm):8.2f}  {how}".rstrip() for name, norm, how in rows]
-    if remedy is not None:
-        lines.append(f"The same run with it on: bash run_experiment.sh --embedded{options} {remedy['override']}")
+    if advice is not None:
+        lines.append(f"The same run {advice[0]}: bash run_experiment.sh --embedded{options} {advice[2]}")
     return "\n".join(lines)
 
 
@@ -147,14 +157,14 @@ def train(command: Sequence[str], config: DictConfig, fault: str | None, options
         say("Ray's own processes were not up in time, as on a busy machine: starting again")
     events = events_in(evidence)
     spike = next((event for event in events if event.get("culprits") and not event.get("drill")), None)
-    remedy = None if status or spike is None else replayed_remedy(spike, evidence, output)
+    result = None if status or spike is None else replayed(spike, evidence, output)
     show_report(evidence, output / "report.html", events)
     if status:
         say(why_it_ended(status, log))
         return status
     print()
     if spike is not None:
-        print(figures_of(spike, remedy, options))
+        print(figures_of(spike, advised(result) if result else None, options))
     step = config.actor_rollout_ref.actor.spike_drill_step
     if step is not None:
         print(drill_verdict(events, step))

@@ -19,6 +19,7 @@ from scripts import follow, launch, processes, run, set_up
 
 import trees
 from gradloc import record_events
+from gradloc.replay.advice import recommended
 
 
 def embedded(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -326,14 +327,25 @@ def test_the_verdict_of_a_drill(tmp_path: Path) -> None:
 def test_a_run_with_a_spike_ends_with_three_norms() -> None:
     event = json.loads((trees.ROOT / "examples/spike/spikes.jsonl").read_text().splitlines()[0])
     unit = {"rank": 1, "micro_batch": 2, "norm": "Infinity", "threshold": 26.6, "rest": {"norm": 3.456}}
-    remedy = {"name": "TIS", "norm": 4.5, "override": "a.b=token"}
-    assert run.figures_of({**event, "units": [unit]}, remedy, " --tiny").splitlines() == [
+    found = {**event, "units": [unit]}
+    assert run.figures_of(found, ("with TIS", 4.5, "a.b=token"), " --tiny").splitlines() == [
         "The gradient norm in step 4, of rank 1's micro-batch 2 (threshold 26.6):",
         "  as it was                  inf",
         "  without the culprits      3.46  measured in training",
         "  with TIS                  4.50  measured by gradloc replay --remedies",
-        "The same run with it on: bash run_experiment.sh --embedded --tiny a.b=token",
+        "The same run with TIS: bash run_experiment.sh --embedded --tiny a.b=token",
     ]
+
+
+def test_a_run_ends_with_what_its_own_report_advises() -> None:
+    (file,) = (trees.ROOT / "examples/spike/replay").glob("*.result.json")
+    result = json.loads(file.read_text())
+    name, norm, override = run.advised(result)
+    assert name == "with the fault repaired" and f"the norm is {norm:.3g}." in recommended(result)[1]
+    config = (trees.ROOT / "embedded/config/embedded.yaml").read_text()
+    assert f"  {override.partition('.')[2].replace('=true', ': false')}\n" in config
+    natural = {**result, "cause": None}
+    assert run.advised(natural)[0] == f"with {recommended(natural)[0]['name']}"
 
 
 def test_ray_has_time_to_start_on_a_busy_machine() -> None:
