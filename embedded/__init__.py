@@ -13,12 +13,28 @@ import importlib
 import importlib.util
 import json
 import os
+from collections.abc import Callable
 from numbers import Real
 from typing import Any
 
 import psutil
 import torch
 import torch.distributed
+
+
+def around(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
+    """Puts a function around a function or method of a module or class: it gets that one before its arguments."""
+
+    def decorate(function: Callable[..., Any]) -> None:
+        inner = getattr(owner, name)
+
+        @functools.wraps(inner)
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            return function(inner, *args, **kwargs)
+
+        setattr(owner, name, replaced)
+
+    return decorate
 
 
 def _memory_used(*_args, **_kwargs) -> int:
@@ -59,15 +75,10 @@ for _name, _substitute in _SUBSTITUTES.items():
 # FSDP2 keeps the reference model's weights in pinned memory, which a machine without an accelerator does not have.
 torch.Tensor.pin_memory = lambda tensor, *_args, **_kwargs: tensor  # type: ignore[method-assign]  # on purpose
 
-_init_process_group = torch.distributed.init_process_group
 
-
-@functools.wraps(_init_process_group)
-def _init_with_gloo(backend: str | None = None, *args, **kwargs):
-    return _init_process_group("gloo" if backend else None, *args, **kwargs)
-
-
-torch.distributed.init_process_group = _init_with_gloo
+@around(torch.distributed, "init_process_group")
+def _init_with_gloo(init: Any, backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
+    return init("gloo" if backend else None, *args, **kwargs)
 
 
 def _register_rollout() -> None:
@@ -83,16 +94,12 @@ def _write_metrics() -> None:
     """Writes the metrics of each step to a file, because Ray breaks long lines of the log."""
     from verl.utils.tracking import Tracking
 
-    log = Tracking.log
-
-    @functools.wraps(log)
-    def log_and_write(self: Any, data: dict[str, Any], step: int, *args: Any, **kwargs: Any) -> None:
+    @around(Tracking, "log")
+    def log_and_write(log: Any, self: Any, data: dict[str, Any], step: int, *args: Any, **kwargs: Any) -> None:
         log(self, data, step, *args, **kwargs)
         metrics = {name: float(value) for name, value in data.items() if isinstance(value, Real)}
         with open(os.environ["EMBEDDED_METRICS"], "a") as file:
             file.write(json.dumps([step, metrics]) + "\n")
-
-    Tracking.log = log_and_write  # type: ignore[method-assign]  # on purpose
 
 
 if importlib.util.find_spec("verl.plugin") is not None:

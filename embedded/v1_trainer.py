@@ -5,6 +5,7 @@
 V1 starts each prompt's loops by itself, and takes the answers in the order in which they reach its TransferQueue.
 """
 
+import itertools
 from typing import Any
 
 from omegaconf import DictConfig
@@ -18,7 +19,9 @@ from .agent_loop import PLACE
 
 
 class OrderedAgentLoopManager(AgentLoopManagerTQ):
-    """Tells each prompt its place in the batch, for WholeBatchAgentLoop."""
+    """Tells each prompt its place in the batch, for the agent loops."""
+
+    _batches = itertools.count(1)
 
     @classmethod
     def create(cls, *args: Any, config: DictConfig, **kwargs: Any) -> Any:
@@ -31,7 +34,7 @@ class OrderedAgentLoopManager(AgentLoopManagerTQ):
         rollout = self.config.actor_rollout_ref.rollout
         validate = tensordict_utils.get(prompts, "validate", default=False)
         answers = rollout.val_kwargs.n if validate else rollout.n
-        batch, rows = list(prompts["uid"])[0], len(prompts) * answers
+        batch, rows = next(self._batches), len(prompts) * answers
         places = [{"batch": batch, "first_row": row, "rows": rows} for row in range(0, rows, answers)]
         tensordict_utils.assign_non_tensor_stack(prompts, PLACE, places)
         super().generate_sequences(prompts)

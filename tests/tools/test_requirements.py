@@ -6,15 +6,16 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from scripts import launch
 
 from tools import lock
 
 ROOT = Path(__file__).parents[2]
-RELEASES = sorted(file.stem.removeprefix("requirements-") for file in ROOT.glob("embedded/requirements-*.in"))
+RELEASES = sorted(file.stem.removeprefix("requirements-") for file in ROOT.glob("embedded/requirements-[0-9]*.in"))
 # Requirements and their pins.
 FILES = [("embedded", release, f"requirements-{release}.in") for release in RELEASES]
 FILES += [("tests", release, "requirements.in") for release in RELEASES]
-FILES.append(("tests", "trackers", "requirements-trackers.in"))
+FILES += [("tests", "trackers", "requirements-trackers.in"), ("embedded", "vllm", "requirements-vllm.in")]
 
 
 def requirements(file: Path) -> list[Requirement]:
@@ -45,7 +46,7 @@ def test_each_direct_dependency_is_pinned_once_for_each_python(directory: str, r
             assert direct.specifier.contains(pins[canonicalize_name(direct.name)], prereleases=True), direct
         # The build of torch is left to pip: PyPI's needs CUDA's packages, which an index of CPU builds does not have.
         if directory == "embedded":
-            assert pins["verl"] == release and "torch" in pins
+            assert pins["verl"] == (launch.VLLM_TARGET if release == "vllm" else release) and "torch" in pins
             assert not [name for name in pins if name.startswith(lock.CUDA)]
     # Nothing of the machine that wrote them, and hashes for all but torch.
     others = (lock.HEADER.strip(), f"-r ../embedded/requirements-{release}.txt", "torch==")
