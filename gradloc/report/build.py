@@ -62,14 +62,19 @@ def build(evidence: Evidence, rows: int = PAGE_ROWS, details: int = DETAILED) ->
     culprits = [pair for i, pair in enumerate(culprits) if i in kept]
     advice = advice_by_source(evidence.replays)
     rules = {source: (rule.meaning, visible(advice[source])) for source, rule in SOURCES.items()}
+    causes = [event["verdict"]["cause"] for event in summary["largest_events"][:1] if event["verdict"] is not None]
     view = View(
         title=_title(summary),
         opening=_opening(summary, evidence),
         alarms=_alarms(summary),
         warnings=[
             *(
-                (visible(f"{said['when']}: {said['sentence']}"), [visible(said["check"])], "")
-                for said in summary["warnings"]
+                (
+                    visible(f"{each['when']}: {each['sentence']}"),
+                    [visible(each["check"])],
+                    "said" * (each["name"] in causes),
+                )
+                for each in summary["warnings"]
             ),
             *((visible(sentence), [], "change") for sentence in summary["changes"]),
         ],

@@ -17,8 +17,9 @@ from .view import Cell, Column, Table
 
 # How many culprits of a single spike are listed.
 _SHORT = 5
-# Of a warning, of a change, and of drills.
-_STYLES = {"": ("bold yellow", "yellow"), "change": ("", ""), "found": ("green", ""), "failed": ("bold red", "red")}
+# Of a warning, of one that the largest spike's verdict says as well, of a change, and of drills.
+_STYLES = dict.fromkeys(("", "said"), ("bold yellow", "yellow"))
+_STYLES |= {"change": ("", ""), "found": ("green", ""), "failed": ("bold red", "red")}
 # Of a token with its context: under the first number, other columns are left out; the second is the least.
 _CONTEXT_WIDTH, _TOKEN_WIDTH = 30, 14
 
@@ -38,7 +39,7 @@ def print_report(evidence: Evidence, top: int | None, everything: bool) -> None:
     if "identities" in view.texts:
         console.print(Text(view.texts["identities"], style="bold"))
     for text, more, kind in (*view.warnings, *view.drills):
-        if everything or not (more and set(more) <= set(view.opening)):  # the verdict says the same, with this check
+        if everything or kind != "said":
             style, style_of_more = _STYLES[kind]
             console.print(Text(text, style=style))
             for sentence in more:

@@ -107,6 +107,26 @@ def test_many_spikes_open_with_their_causes_and_the_largest(show: Any, summary: 
     assert len(short) == 5 + 6 + 2 and short[-1].startswith("More: --all")
 
 
+def test_spikes_from_one_cause_say_it_once(show: Any) -> None:
+    events = [spike(step, sequence_ratio=2.0) for step in (1, 2, 4)]
+    lines = show(events=events, short=True).splitlines()
+    rule = SOURCES["sequence"]
+    assert lines[0].startswith("3 gradient spikes in steps 1 to 4, all from one cause: the mean importance ratios")
+    assert lines[1:3] == [rule.check, "The spikes"] and "\n".join(lines).count(rule.advice[1:]) == 1
+
+
+def test_what_the_verdict_says_is_no_warning_as_well(tmp_path: Path, show: Any) -> None:
+    broken = warning("stale_weights", "rollout_log_probs", 3)
+    events = [judged({**spike(step), "warnings": [broken], "replay": f"replay/{step}"}) for step in (3, 4)]
+    write_steps(tmp_path, 4, {3: [broken], 4: [broken, warning("loss")]})
+    lines = show(events=events, short=True).splitlines()
+    assert "The run has stale_weights" not in "".join(lines[1:3]) and lines[1] == "loss is broken: The run has loss."
+    assert lines[3].startswith(
+        "2 gradient spikes in steps 3 to 4, all from one cause: the data path is broken since step 3"
+    )
+    assert sum("stale_weights is broken" in line or "(stale_weights) is" in line for line in show().splitlines()) == 1
+
+
 def test_events_without_a_verdict_open_with_their_summary(show: Any, view: Any) -> None:
     found = of_an_older_release(spike(3))
     lowered = found["summary"][0].lower() + found["summary"][1:]

@@ -205,6 +205,13 @@ def test_a_fault_is_told_by_its_evidence(name: str, planted: Callable[[str], Run
                 assert "layers.1 carries" in event["summary"]
 
 
+def test_masked_failed_requests_have_no_culprit(tmp_path: Path) -> None:
+    options = ["GRAD_NORM_THRESHOLD=3", "embedded.mask_unsampled=true"]
+    _, events = finished(tmp_path / "out", "--fault", "failed_request", *REWARDS, *options)
+    assert not [each for event in events for each in event["culprits"] if "unsampled" in each["sources"]]
+    assert max(step["identities"]["sampled"]["times"] for step in steps_in(tmp_path)) < 1
+
+
 @pytest.mark.parametrize("name", WARNINGS)
 def test_what_is_wrong_with_the_whole_run_is_warned_of(name: str, planted: Callable[[str], Run]) -> None:
     printed, _, folder = planted(name)
