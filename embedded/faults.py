@@ -11,6 +11,7 @@ import functools
 import importlib.util
 import logging
 import os
+import sys
 from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
@@ -395,6 +396,21 @@ def _micro_batches(config: Any) -> int:
     return rows // config.ppo_micro_batch_size_per_gpu
 
 
+def _lose_the_weights_of(step: int) -> None:
+    """Loses all weights on the way to vLLM that come before that step; they come once before each."""
+    if "vllm" not in sys.modules:  # vLLM's own processes receive them, and import verl after vLLM
+        return
+    from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import (  # type: ignore[import-not-found]
+        BucketedWeightReceiver,
+    )
+
+    @around(BucketedWeightReceiver, "receive_weights")
+    def receiving(receive: Any, receiver: Any, on_bucket_received: Callable[..., None]) -> None:
+        _calls["updates"] += 1
+        lost = _calls["updates"] == step
+        receive(receiver, (lambda weights, last: on_bucket_received([], last)) if lost else on_bucket_received)
+
+
 def _name_the_fault_in_events() -> None:
     from gradloc.adapters.update_evidence import UpdateEvidence
 
@@ -439,5 +455,7 @@ match NAME:
         _multiply_the_loss()
     case "resume":
         _load_a_checkpoint()
+    case "unsent":
+        _lose_the_weights_of(FAILING_STEP)
 _name_the_fault_in_events()
 logger.warning("FAULT '%s' IS PLANTED IN THIS RUN ON PURPOSE (EMBEDDED_FAULT)", NAME)
