@@ -110,7 +110,7 @@ training's log-prob is NaN | nonfinite | - | finite | Tencent-Hunyuan/UniRL#110
 loss scaled | loss_scale | - | loss | verl-project/verl#5863
 mask's denominator | loss_scale | - | loss | verl-project/verl#2505
 auxiliary loss | auxiliary | - | gradient | verl-project/verl#6609
-gradients doubled | - | loss_scale | - | NVIDIA/Megatron-LM#6660
+gradients doubled | - | loss_scale | gradient | NVIDIA/Megatron-LM#6660
 backward of one layer | - | - | gradient | Tencent-Hunyuan/UniRL#110
 bit flip | - | nonfinite | weights | paper 2102.11245
 one layer scaled | - | - | weights | THUDM/slime#1695
