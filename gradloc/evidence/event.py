@@ -3,6 +3,7 @@
 """An event as plain values: the findings of a search, or a converted spike."""
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -309,9 +310,9 @@ def _ordinary_layer_norms(findings: Findings) -> dict[str, float] | None:
     ]
     if not ordinary:
         return None
-    norms = torch.stack([each.by_layer / each.root_square_weight for each in ordinary]).sort(0).values
-    middle = (norms[(len(norms) - 1) // 2] + norms[len(norms) // 2]) / 2
-    return dict(zip(ordinary[0].layers, middle.tolist(), strict=True))
+    roots = torch.tensor([each.root_square_weight for each in ordinary], dtype=torch.float64)
+    by_layer = torch.stack([each.by_layer for each in ordinary]).div_(roots.unsqueeze(1)).unbind(1)
+    return {layer: statistics.median(of.tolist()) for layer, of in zip(ordinary[0].layers, by_layer, strict=True)}
 
 
 def _rest(part: Part) -> lines.Rest:

@@ -138,7 +138,7 @@ def usable_tokens(tokens: Mapping[str, Tensor], broken: Tensor) -> Tensor:
     return tokens["response_mask"].bool() & (tokens["weight"] != 0) & ~broken
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class MicroBatchFigures:
     """What all ranks know about one rank's micro-batch when a search starts."""
 

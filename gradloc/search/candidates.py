@@ -100,9 +100,6 @@ class Candidates:
         if not self.square_of.isfinite().all():
             raise ValueError("a token's weight is not finite")
         self._total, self.square = math.fsum(self._energies.tolist()), math.fsum(self.square_of.tolist())
-        least = _LEAST * (self._total or 1.0) / self.square
-        # The fraction of the group's energy that suspicion predicts for each candidate, shape (n,).
-        self.suspected = (self._energies + least * self.square_of) / (self._total + least * self.square)
         # The norm of the gradient that every probe contains, whichever tokens it keeps; 0 unless it was measured.
         self.without_tokens = 0.0
         self.alone: dict[int, float] = {}  # the norms of the candidates measured alone, in the order of measurement
@@ -111,6 +108,12 @@ class Candidates:
     def suspicion(self) -> Tensor:
         """s_t, float64 of shape (n,); a non-finite value is replaced by a large finite one."""
         return self._energies.sqrt()
+
+    @property
+    def suspected(self) -> Tensor:
+        """The fraction of the group's energy that suspicion predicts for each candidate, shape (n,)."""
+        least = _LEAST * (self._total or 1.0) / self.square
+        return (self._energies + least * self.square_of) / (self._total + least * self.square)
 
     @cached_property
     def prior_of(self) -> Tensor:

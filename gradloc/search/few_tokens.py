@@ -199,6 +199,8 @@ class FewTokens:
         found = not singles.isdisjoint(self.tokens.over)
         self._misled = 0 if found else self._misled + len(singles & promising)
         self._vain = 0 if found or len(self._enough) > enough else self._vain + 1
+        if self.ended:
+            self._bisection = None  # thousands of groups may have ended
 
     def _search(self, count: int, passes_left: float) -> list[TokenSet] | None:
         """The next probes while the spike may be explained; None if it is diffuse."""

@@ -28,7 +28,7 @@ class Groups:
             group = (None if self.meter.reduces else rank, index)
             self.members.setdefault(group, []).append((rank, index))
         self.micro_batches: dict[MicroBatchName, MicroBatch] = {}
-        # The tokens that can be culprits, (rank, row, position) each, int64 of shape (n, 3).
+        # The tokens that can be culprits, (rank, row, position) each, int32 of shape (n, 3).
         self.candidates: dict[GroupName, Tensor] = {}
         self._mini_batch = mini_batch
 
@@ -55,7 +55,7 @@ class Groups:
             candidates.append(torch.cat([torch.full((len(places), 1), name[0]), places], 1))
             suspicion.append(tokens["suspicion"][involved])
             weights.append(tokens["weight"][involved])
-        self.candidates[group] = torch.cat(candidates)
+        self.candidates[group] = torch.cat(candidates).int()
         return torch.cat(suspicion), torch.cat(weights)
 
     def tokens_of(self, group: GroupName, *candidates: int) -> list[Token]:
@@ -70,7 +70,7 @@ class Groups:
 
         Without any, it is the whole micro-batches of the group, without any token.
         """
-        places = self.candidates[group][[] if candidates is None else candidates]
+        places = self.candidates[group][[] if candidates is None else candidates].long()
         values = torch.ones(len(places), dtype=torch.bool) if factors is None else factors
         found: dict[int, TokenSubset] = {}
         for name in self.members[group]:
