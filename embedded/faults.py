@@ -411,6 +411,26 @@ def _lose_the_weights_of(step: int) -> None:
         receive(receiver, (lambda weights, last: on_bucket_received([], last)) if lost else on_bucket_received)
 
 
+def _keep_the_cache() -> None:
+    """Makes vLLM answer with keys and values of prompts that older weights have computed."""
+
+    def load() -> type:
+        from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
+
+        class KeepingServer(vLLMHttpServer):
+            async def clear_kv_cache(self) -> None:
+                pass
+
+        class KeepingReplica(vLLMReplica):
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                super().__init__(*args, **kwargs)
+                self.server_class: Any = ray.remote(KeepingServer)
+
+        return KeepingReplica
+
+    RolloutReplicaRegistry.register("vllm", load)
+
+
 def _name_the_fault_in_events() -> None:
     from gradloc.adapters.update_evidence import UpdateEvidence
 
@@ -457,5 +477,7 @@ match NAME:
         _load_a_checkpoint()
     case "unsent":
         _lose_the_weights_of(FAILING_STEP)
+    case "kept_cache":
+        _keep_the_cache()
 _name_the_fault_in_events()
 logger.warning("FAULT '%s' IS PLANTED IN THIS RUN ON PURPOSE (EMBEDDED_FAULT)", NAME)
