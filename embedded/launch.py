@@ -256,7 +256,8 @@ def check_python(python: str, verl: Path, target: str, plugin: bool, rollout: st
     if not plugin and not patched:
         refuse(f"the verl in {verl} is not patched: run {python} {ROOT}/apply_patch.py --installed")
     pins, *no_deps = requirements_of(target, ROOT, rollout)
-    files = (EMBEDDED / "requirements.in", pins.with_suffix(".in"), *no_deps)
+    of_verl = requirements_of(target, ROOT)[0]
+    files = (EMBEDDED / "requirements.in", *(each.with_suffix(".in") for each in {of_verl, pins}), *no_deps)
     lines = [line for file in files for line in file.read_text().splitlines()]
     # A checkout of verl need not be installed.
     needed = [name[0] for line in lines if (name := _NAME.match(line)) and name[0] != "verl"]
