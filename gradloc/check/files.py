@@ -5,7 +5,7 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import groupby
+from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from ..bundles.limits import MANIFEST
 from ..convert.batches import read_batch
 from ..convert.records import Record, RecordError, bounded_memory, json_lines, read_record, read_records
 from ..convert.told import Told, told, told_by_records
+from ..facts import NAMES
 from ..judge import Run, of_one_step
 from ..judge.run import RESUME_STEPS
 from ..lines import Answer
@@ -40,7 +41,8 @@ def check_files(paths: Sequence[str], first_step: bool = False) -> Checked:
     An identity that is broken in a step stays so.
 
     Args:
-        first_step (bool): Whether no optimizer step was taken before the first of them.
+        first_step (bool): Whether no optimizer step was taken before the first of them. That is also known where
+            reference and policy are the same there, bit for bit, and not in the second one.
 
     Raises:
         OSError: A file cannot be read, or has nothing to check; the message is a sentence.
@@ -56,12 +58,16 @@ def check_files(paths: Sequence[str], first_step: bool = False) -> Checked:
 
 def _of_steps(steps: Iterable[tuple[int | None, Told]], first_step: bool) -> Checked:
     run, numbers, responses = Run(), [], 0
-    if not first_step:
+    found: dict[str, tuple[Any, Any, Told]] = {}  # by identity, its state, its warning, and the step of these
+    steps = iter(steps)
+    begun = [*islice(steps, 2)]
+    if not first_step and [_has_same_reference(step) for _, step in begun] != [True, False]:
         run.load_state_dict(None)
         for _ in range(RESUME_STEPS):  # what is said of a resume is not said of files
             run.start_update(None)
-    found: dict[str, tuple[Any, Any, Told]] = {}  # by identity, its state, its warning, and the step of these
-    for number, step in steps:
+    else:
+        first_step = True
+    for number, step in chain(begun, steps):
         run.start_update(number)
         facts = step.facts()
         run.take_in(facts)
@@ -78,6 +84,12 @@ def _of_steps(steps: Iterable[tuple[int | None, Told]], first_step: bool) -> Che
     known = [number for number in numbers if number is not None]
     where = f"{len(numbers):,} steps" if len(numbers) > 1 else f"step {known[0]}" if known else "one step"
     return _checked(found, f"{responses:,} responses of {where}", first_step and len(numbers) == 1)
+
+
+def _has_same_reference(step: Told) -> bool:
+    """Whether its log-probs are the policy's, bit for bit."""
+    sums = dict(zip(NAMES, step.facts(), strict=True))
+    return sums["reference tokens"] > 0 and sums["reference size"] == 0
 
 
 def _checked(found: Mapping[str, Any], where: str, is_first: bool = False) -> Checked:

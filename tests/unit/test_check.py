@@ -215,6 +215,20 @@ def test_a_healthy_step_holds(check: Any, tmp_path: Path, seed: int) -> None:
     assert [each["identity"] for each in named] == ["reference"]
 
 
+def test_a_reference_that_the_policy_leaves_shows_which_step_is_the_first(check: Any, tmp_path: Path) -> None:
+    """Then engines have the same weights there: 0.2 nats that are in every step are not those of a late rollout."""
+    lines = []
+    for step in range(4):
+        for line in healthy(step):
+            far = [each - 0.2 for each in line["rollout_log_probs"]]
+            same = {"ref_log_probs": line["old_log_probs"]} if step == 0 else {}
+            lines.append({**line, **same, "rollout_log_probs": far, "step": step})
+    file = write(tmp_path / "a.jsonl", lines)
+    (told,) = check(1, file)["warnings"]
+    assert told["identity"] == "rollout_log_probs" and told["since"] == 0
+    assert told["times"] == check(1, file, "--first-step")["warnings"][0]["times"] > 4
+
+
 @cases(
     "left_out identity why",
     (["log_probs"], "old_log_probs", "no log_probs"),
