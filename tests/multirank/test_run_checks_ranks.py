@@ -2,7 +2,9 @@
 
 import itertools
 import json
+import re
 import threading
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -103,6 +105,13 @@ def facts_of_run(case: Case, size: int = 1) -> tuple[dict[str, float], list[floa
     return sums, moved, layers, run.identities
 
 
+def check_same(sums: Sequence[float], expected: Sequence[float]) -> None:
+    """The products at shifts are of bfloat16: a last bit of what they are made of may change a third digit."""
+    for name, of, other in zip(NAMES, sums, expected, strict=True):
+        is_rounded = re.search(r" [db] -?\d$", name)
+        assert of == pytest.approx(other, rel=1e-4, abs=1e-2 if is_rounded else 1e-4), name
+
+
 @cases(
     "world wrappings",
     (1, [{"wrap": "none"}, {"wrap": "fsdp1"}, {"wrap": "fsdp2"}]),
@@ -130,7 +139,7 @@ def test_what_is_known_of_the_layers_is_the_same_however_they_are_sharded(
         found.append([[*layers[0]], *([sums[name] for name in NAMES], numbers)])
     for names, sums, numbers in found[1:]:
         assert names == found[0][0]
-        assert sums == pytest.approx(found[0][1], rel=1e-4, abs=1e-4)
+        check_same(sums, found[0][1])
         assert numbers == pytest.approx(found[0][2], rel=1e-4, abs=1e-9)
 
 
@@ -140,7 +149,7 @@ def test_what_ranks_share_is_summed_up_once(launch: Launch) -> None:
     (sums, moved, *_), *_ = launch(2, facts_of_run, case)
     shared, *others = launch(4, facts_of_run, case, 2)
     assert all(other[:3] == shared[:3] for other in others)
-    assert [*shared[0].values()] == pytest.approx([*sums.values()], rel=1e-4, abs=1e-4)
+    check_same([*shared[0].values()], [*sums.values()])
     assert shared[1] == pytest.approx(moved, rel=1e-4)
 
 
