@@ -70,7 +70,9 @@ class Groups:
 
         Without any, it is the whole micro-batches of the group, without any token.
         """
-        places = self.candidates[group][[] if candidates is None else candidates].long()
+        # Without any, they may not have been listed yet.
+        none = torch.zeros((0, 3), dtype=torch.int64)
+        places = none if candidates is None else self.candidates[group][candidates].long()
         values = torch.ones(len(places), dtype=torch.bool) if factors is None else factors
         found: dict[int, TokenSubset] = {}
         for name in self.members[group]:
