@@ -73,4 +73,4 @@ def test_other_errors_are_left_alone_and_the_exit_code_is_known() -> None:
         raise KeyError("x")
     # The embedded run and the documentation know the exit code.
     page = Path(__file__).parents[2] / "docs/use/configuration.md"
-    assert run.STOPPED == EXIT_CODE and f"exit code is {EXIT_CODE}" in page.read_text()
+    assert run.STOPPED == EXIT_CODE and f"exit code {EXIT_CODE}" in page.read_text()
