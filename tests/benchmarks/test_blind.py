@@ -54,7 +54,7 @@ def test_a_warning_comes_before_the_verdict_of_most_steps() -> None:
 def test_the_table_counts_what_is_named(capsys: pytest.CaptureFixture) -> None:
     named = {
         "tail padded with 0": ["misaligned", "unsampled", "token", "", None],
-        "gradients doubled": ["", "token"],
+        "optimizer state lost": ["", "token"],
         "bf16": [None, "", "misaligned"],
     }
     runs = {
@@ -90,5 +90,5 @@ def test_an_identity_s_own_name_is_right_where_there_is_no_other() -> None:
     assert blind.judged("tail padded with 0", "rollout_log_probs") == "defensible"
     assert (
         blind.judged("dropout in the reference", None) == "silent"
-        and blind.judged("gradients doubled", None) == "right"
+        and blind.judged("optimizer state lost", None) == "right"
     )
