@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # What a GPU has to show that no CPU can, in under ten minutes: one line for each part, and a log in build/gpu.
 # Usage: bash benchmarks/gpu.sh MODEL [OPTION...]
-# MODEL and options are those of `gradloc selftest --model`. After `bash tests/run.sh`; PYTHON (default: build/venv/bin/python) needs
-# a CUDA build of torch. GRADLOC_TEST_DEVICE=cpu tries the script itself without a GPU.
+# MODEL and options are those of `gradloc selftest --model`. After `bash tests/run.sh`; PYTHON (default:
+# build/venv/bin/python) needs a CUDA build of torch. GRADLOC_TEST_DEVICE=cpu tries the script itself without a GPU.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 : "${1:?name a model, as for gradloc selftest --model}"

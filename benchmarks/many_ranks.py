@@ -5,8 +5,8 @@
 One process runs what each of W ranks runs, the search of a spike and its event; there are no other ranks and no
 network:
 
-- Simulated: what other ranks send (pickled here, and unpickled in time), and the norms that a pass measures. A token's
-  gradient has a random direction; the time of the passes themselves is not in the figures.
+- Simulated: what other ranks send (objects are pickled and unpickled in that time), and the norms that a pass
+  measures. A token's gradient has a random direction; the time of the passes themselves is not in the figures.
 - Each rank has 8 micro-batches of 4 rows of 1,024 tokens (32k); the model has 94 layers. All ranks have the same ones.
 - `collapse`: the gradients of all tokens of all micro-batches are about five times τ.
 - `spike`: one micro-batch is over its threshold, by three tokens that suspicion does not point at.

@@ -59,17 +59,16 @@ def check_files(paths: Sequence[str], first_step: bool = False) -> Checked:
 def _of_steps(steps: Iterable[tuple[int | None, Told]], first_step: bool) -> Checked:
     run, numbers, responses = Run(), [], 0
     found: dict[str, tuple[Any, Any, Told]] = {}  # by identity, its state, its warning, and the step of these
-    steps = iter(steps)
-    begun = [*islice(steps, 2)]
-    if not first_step and [_has_same_reference(step) for _, step in begun] != [True, False]:
+    summed = ((number, step, step.facts()) for number, step in steps)
+    begun = [*islice(summed, 2)]
+    if not first_step and [_has_same_reference(facts) for _, _, facts in begun] != [True, False]:
         run.load_state_dict(None)
         for _ in range(RESUME_STEPS):  # what is said of a resume is not said of files
             run.start_update(None)
     else:
         first_step = True
-    for number, step in chain(begun, steps):
+    for number, step, facts in chain(begun, summed):
         run.start_update(number)
-        facts = step.facts()
         run.take_in(facts)
         run.take_in_rows(step.rows)
         run.add_step(float(first_step))
@@ -86,9 +85,9 @@ def _of_steps(steps: Iterable[tuple[int | None, Told]], first_step: bool) -> Che
     return _checked(found, f"{responses:,} responses of {where}", first_step and len(numbers) == 1)
 
 
-def _has_same_reference(step: Told) -> bool:
+def _has_same_reference(facts: Sequence[float]) -> bool:
     """Whether its log-probs are the policy's, bit for bit."""
-    sums = dict(zip(NAMES, step.facts(), strict=True))
+    sums = dict(zip(NAMES, facts, strict=True))
     return sums["reference tokens"] > 0 and sums["reference size"] == 0
 
 
