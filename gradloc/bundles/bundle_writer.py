@@ -79,22 +79,25 @@ class BundleWriter:
             warn_once(self._said, f"no more replay bundles are kept: {full}", about="full")
             return []
 
-        def sent(name: MicroBatchName) -> MicroBatch:
-            return mini_batch.micro_batches[name[1]].portable(mini_batch.scale)
-
         names = collectives.broadcast(choose, 0)
-        micro_batches = {}
-        for name in names[: limits.MICRO_BATCHES]:
-            # Not as the search has them, which is without what it does not read.
-            owner = name[0] * mini_batch.model.sequence_parallel_size
-            micro_batches[name] = collectives.broadcast(partial(sent, name), owner)
-        if collectives.rank() or not names:
+        if not names:
+            return None
+        kept = {name: name[0] * mini_batch.model.sequence_parallel_size for name in names[: limits.MICRO_BATCHES]}
+        own: dict[MicroBatchName, MicroBatch] = {}
+        with collectives.raised_on_all_ranks(mini_batch.model.device):
+            for name, owner in kept.items():
+                if owner == collectives.rank():
+                    own[name] = mini_batch.micro_batches[name[1]].portable(mini_batch.scale)
+        # The search has copies, but without the columns that it does not read.
+        by_rank = collectives.gather_on_first(own)
+        if by_rank is None:
             return None
         with guarded("no replay bundle is kept of a gradient spike", self._said):
             layers = None
             if self.layer_clip is not None and mini_batch.squared_norms is not None:
                 layers = self.layer_clip.preview(mini_batch.squared_norms)
             tokens = None if self.token_clip is None else self.token_clip.bounds_in_force()
+            micro_batches = {name: by_rank[owner][name] for name, owner in kept.items()}
             saved = {name: _saved(micro_batch, self.rows_of) for name, micro_batch in micro_batches.items()}
             searched = {
                 "layers": findings.layers,
