@@ -216,7 +216,7 @@ class Culprit(SuspectedToken):
     grad_norm: float  # norm of its part of the gradient, divided by its weight
     threshold: Positive  # τ
     share: Number  # norm of that part over its micro-batch's
-    layer_norms: dict[str, float]  # `grad_norm` by layer
+    layer_norms: dict[str, float]  # `grad_norm` by layer, of the 16 largest
 
 
 class OpenPart(TypedDict):

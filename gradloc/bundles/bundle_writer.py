@@ -128,7 +128,7 @@ def measured_tokens(findings: Findings, among: Mapping[MicroBatchName, Any]) -> 
         {
             **place_of(token[0], findings.row(token), token[2]),
             "grad_norm": alone.grad_norm,
-            "layer_norms": alone.layer_norms,
+            "layer_norms": findings.layer_norms(token),
         }
         for token, alone in findings.measured.items()
         if token[0] in among

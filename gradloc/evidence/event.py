@@ -131,7 +131,7 @@ def build_event(
             "seconds": max(seconds),
             # Micro-batches whose advantages are all zero have no gradient and do not count.
             "micro_batches": sum(each.tokens > 0 and each.norm != 0 for each in findings.figures.values()),
-            "culprits": [_culprit(findings, token, facts[token], medians) for token in culprits],
+            "culprits": [_culprit(findings, token, facts[token], medians, i) for i, token in enumerate(culprits)],
             "suspected": [],
             "trigger": _trigger(mini_batch, findings),
             "global_norm": mini_batch.global_norm(),
@@ -378,16 +378,17 @@ def place_of(name: MicroBatchName, row: int, position: int) -> lines.Place:
     return {"rank": name[0], "micro_batch": name[1], "row": row, "position": position}
 
 
-def _culprit(findings: Findings, token: Token, facts: lines.Facts, medians: Medians) -> lines.Culprit:
-    alone = findings.alone(token)
-    sources = classify({**facts, "grad_norm": alone.grad_norm, "layer_norms": alone.layer_norms}, medians)
+def _culprit(findings: Findings, token: Token, facts: lines.Facts, medians: Medians, index: int) -> lines.Culprit:
+    """A culprit; `index` is its place among them, of which the largest come first."""
+    grad_norm, layer_norms = findings.alone(token).grad_norm, findings.layer_norms(token)
+    sources = classify({**facts, "grad_norm": grad_norm, "layer_norms": layer_norms}, medians)
     return {
         **place_of(token[0], findings.row(token), token[2]),
         **facts,
-        "grad_norm": alone.grad_norm,
+        "grad_norm": grad_norm,
         "threshold": findings.threshold,
         "share": findings.share(token),
-        "layer_norms": alone.layer_norms,
+        "layer_norms": layer_norms if index < CULPRITS_WITH_TEXT else {},
         "source": sources[0],
         "sources": sources,
     }

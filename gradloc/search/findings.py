@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 from ..measure.micro_batch import AllFigures, MicroBatch, MicroBatchName, Token
 from ..measure.passes import GroupName
 
@@ -28,7 +31,7 @@ class Alone(NamedTuple):
 
     weight: float  # |w_t|
     norm: float  # the norm of its gradient in the loss, w_t included
-    layer_norms: dict[str, float]  # ‖g_t‖ by layer
+    by_layer: Tensor  # ‖g_t‖ in each layer, float64; there are many tokens, and many layers
 
     @property
     def grad_norm(self) -> float:
@@ -85,8 +88,12 @@ class Findings:
 
     def alone(self, token: Token) -> Alone:
         """A token measured alone; one that was not measured has NaN norms."""
-        unmeasured = Alone(math.nan, math.nan, dict.fromkeys(self.layers, math.nan))
-        return self.measured.get(token, unmeasured)
+        found = self.measured.get(token)
+        return found or Alone(math.nan, math.nan, torch.full((len(self.layers),), math.nan, dtype=torch.float64))
+
+    def layer_norms(self, token: Token) -> dict[str, float]:
+        """‖g_t‖ by layer of a token measured alone."""
+        return dict(zip(self.layers, self.alone(token).by_layer.tolist(), strict=True))
 
     def share(self, token: Token) -> float | None:
         """A token's share of its micro-batch's norm; None if that norm is zero or unknown."""

@@ -295,19 +295,18 @@ class _Investigation:
 
     def _measure(self, probes: Sequence[TokenSet]) -> None:
         squares = self._groups.measure([partial(self._groups.subsets, p.group, p.places, p.factors) for p in probes])
-        for probe, norms in zip(probes, squares.sqrt().tolist(), strict=True):
+        for probe, of_probe in zip(probes, squares, strict=True):
             if probe.is_single:
-                self._record_alone(self._groups.tokens_of(probe.group, *probe.candidates)[0], norms)
+                self._record_alone(self._groups.tokens_of(probe.group, *probe.candidates)[0], of_probe)
         with collectives.raised_on_all_ranks(self._device):
             self._search.add_measurements(list(zip(probes, squares.sum(1).sqrt().tolist(), strict=True)))
             for group in self._search.broken:
                 self._broken.add_group(group)
 
-    def _record_alone(self, token: Token, norms: list[float]) -> None:
+    def _record_alone(self, token: Token, squares: Tensor) -> None:
         name, row, position = token
         weight = abs(float(self._groups.micro_batches[name].tokens["weight"][row, position]))
-        by_layer = {layer: norm / weight for layer, norm in zip(self._meter.layers, norms, strict=True)}
-        self._measured[token] = Alone(weight, math.sqrt(sum(norm**2 for norm in norms)), by_layer)
+        self._measured[token] = Alone(weight, float(squares.sum().sqrt()), squares.sqrt() / weight)
 
     def _measure_without_tokens(self, group: GroupName, whole: float) -> None:
         (squares,) = self._groups.measure([partial(self._groups.subsets, group)])

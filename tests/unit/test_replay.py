@@ -215,8 +215,10 @@ def test_a_resumed_run_keeps_both_bundles_of_a_step(tmp_path: Path) -> None:
 
 def test_a_manifest_has_the_largest_of_the_tokens_measured(monkeypatch: Patch) -> None:
     name = (0, 0)
-    alone = [Alone(0.5, 3.0, {}), Alone(0.5, math.nan, {}), Alone(0.5, 4.0, {}), Alone(0.25, 2.0, {})]
-    found: Any = SimpleNamespace(measured={(name, 0, i): each for i, each in enumerate(alone)}, row=lambda token: 7)
+    alone = [Alone(0.5, norm, torch.zeros(0)) for norm in (3.0, math.nan, 4.0)]
+    alone.append(Alone(0.25, 2.0, torch.zeros(0)))
+    measured = {(name, 0, i): each for i, each in enumerate(alone)}
+    found: Any = SimpleNamespace(measured=measured, row=lambda token: 7, layer_norms=lambda token: {})
     monkeypatch.setattr(limits, "MEASURED_TOKENS", 3)
     listed = bundle_writer.measured_tokens(found, {name: None})
     assert [token["position"] for token in listed] == [1, 2, 3]
