@@ -37,7 +37,8 @@ def identities_of(evidence: Evidence) -> dict[str, Any] | None:
         str(clipped(name, SHORT_CHARACTERS)): {**state, "missing": clipped(state["missing"], SHORT_CHARACTERS)}
         for name, state in evidence.identities.items()
     }
-    return {"step": evidence.checked_in, "sentence": _sentence(states, evidence.checked_in), "states": states}
+    sentence = " ".join(filter(None, [_sentence(states, evidence.checked_in), _off_at_times(evidence)]))
+    return {"step": evidence.checked_in, "sentence": sentence, "states": states}
 
 
 def _sentence(states: States, step: int | None) -> str:
@@ -55,6 +56,17 @@ def _sentence(states: States, step: int | None) -> str:
         why = "; ".join(f"{name} ({states[name]['missing']})" for name in unchecked)
         text += f" Not checked: {why}."
     return text
+
+
+def _off_at_times(evidence: Evidence) -> str:
+    """Which identities were off in a step, but not for long enough to be broken in any."""
+    warned, found = _warnings_by_step(evidence), []
+    for name, of_steps in evidence.times.items():
+        known = {step: x for step, x in of_steps.items() if None not in (step, x) and evidence.has(step)}
+        step = max(known, key=lambda step: known[step], default=None)
+        if name not in warned and step is not None and known[step] >= LEVEL:
+            found.append(f"{clipped(name, SHORT_CHARACTERS)} ({times_in_words(known[step])} the usual in step {step})")
+    return f"Off at times, but not broken: {'; '.join(found)}." if found else ""
 
 
 def _since(state: Mapping[str, Any]) -> str:

@@ -249,6 +249,16 @@ def test_a_run_opens_with_what_is_broken(tmp_path: Path, show: Any, summary: Any
     assert "identities" not in view(since=10).texts
 
 
+def test_an_identity_that_was_off_for_a_step_is_told(tmp_path: Path, show: Any) -> None:
+    for step, times in ((1, 8.0), (2, 3.9), (3, 0.5)):
+        of_step = answer()
+        of_step["identities"]["sampled"]["times"] = times
+        record_step(str(tmp_path), step, {}, of_step)
+    hold = f"All {len(BY_NAME)} identities hold in step 3."
+    assert show().splitlines()[0] == f"{hold} Off at times, but not broken: sampled (8 times the usual in step 1)."
+    assert show("--since", "2").splitlines()[0] == hold
+
+
 def test_a_run_in_which_all_identities_hold_says_so(tmp_path: Path, show: Any, view: Any) -> None:
     write_steps(tmp_path, 2)
     assert show().splitlines()[0] == f"All {len(BY_NAME)} identities hold in step 2."
