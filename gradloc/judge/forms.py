@@ -248,7 +248,7 @@ _TEXTS: Mapping[str, tuple[str, str, str, str]] = {
     ),
     "reference": (
         "reference",
-        "Reference log-probs differ from the policy's by {reference.gap:.2g} nats in the mean before any step",
+        "Reference log-probs differ from the policy's by {reference.first_gap:.2g} nats in the mean before any step",
         "Unless another model was chosen for the reference, look at its path, adapter, precision, attention mask and "
         "temperature.",
         _REFERENCE,
@@ -411,16 +411,25 @@ def old(now: Readings, residual: str) -> Form:
     return _form("old", now, column="old", how=how)
 
 
+def _moved(now: Readings, pair: str) -> Form | None:
+    """Log-probs at other positions."""
+    unrelated, far, shift, by, moved = (
+        now.get(f"{pair}.{name}", 0.0) for name in ("unrelated", "far", "shift", "shift_by", "moved")
+    )
+    if shift <= LEVEL * SHIFT or moved <= EXPLAINS * unrelated * UNRELATED:
+        return None
+    more: Any = {"what": pair.capitalize(), "count": f"{abs(by):.0f} position{'s' * (abs(by) != 1)}"}
+    more |= {"side": "later" if by > 0 else "earlier"}
+    more |= {"where": f", in {percent(far)} of the responses" if far < MOST else ""}
+    return _form("moved", now, share=max(far, moved), column=pair, **more)
+
+
 def _misaligned(now: Readings, pair: str) -> Form | None:
     """Log-probs at other positions, of other rows, or of the token before."""
-    unrelated, far, repeated, shift, by, moved = (
-        now.get(f"{pair}.{name}", 0.0) for name in ("unrelated", "far", "repeated", "shift", "shift_by", "moved")
-    )
+    if (found := _moved(now, pair)) is not None:
+        return found
     what = pair.capitalize()
-    if shift > LEVEL * SHIFT and moved > EXPLAINS * unrelated * UNRELATED:
-        count, side = f"{abs(by):.0f} position{'s' * (abs(by) != 1)}", "later" if by > 0 else "earlier"
-        where = f", in {percent(far)} of the responses" if far < MOST else ""
-        return _form("moved", now, what=what, count=count, side=side, where=where, share=max(far, moved), column=pair)
+    unrelated, far, repeated = (now.get(f"{pair}.{name}", 0.0) for name in ("unrelated", "far", "repeated"))
     if repeated > LEVEL * SHARE:
         return _form("repeated", now, what=what, share=repeated, column=pair)
     if unrelated > max(EXPLAINS * far, LEVEL * SHARE):
@@ -486,8 +495,10 @@ def _where(now: Readings) -> str:
 
 
 def reference(now: Readings, residual: str) -> Form:
-    found = _misaligned(now, "reference") if residual in ("reference.shift", "reference.moved") else None
-    return found or _form("reference.same" if residual == "reference.same" else "reference", now, column="reference")
+    if residual == "reference.same":
+        return _form(residual, now, column="reference")
+    found = _moved(now, "reference") if residual == "reference.gap" else _misaligned(now, "reference")
+    return found or _form("reference", now, column="reference")
 
 
 def loss(now: Readings, residual: str) -> Form:

@@ -153,10 +153,10 @@ def _follows(readings: Readings) -> float | None:
 
 
 def _reference_gap(readings: Readings) -> float | None:
-    """Before any step there is one update to tell; a difference counts as if it had lasted."""
-    if readings.get("has_moved", 1.0) or "reference.gap" not in readings:
-        return None
-    return SAME * (readings["reference.gap"] / SAME) ** LASTS
+    """That before any step, which one update tells, and no later one: a difference counts as if it had lasted."""
+    times = readings.get("reference.first_gap", math.nan) / SAME
+    is_told = times >= LEVEL or (times >= 0 and not readings.get("has_moved", 1.0))
+    return SAME * times**LASTS if is_told else None
 
 
 def _kl(readings: Readings) -> float | None:

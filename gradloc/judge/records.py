@@ -9,7 +9,7 @@ from typing import Any
 
 from ..levels import LASTS, LEVEL
 
-# So many updates are kept.
+# So many updates are kept: the first, of which some things can be told that no later one tells, and the last ones.
 MOST_RECORDS = 64
 _VERSION = 1
 Readings = dict[str, float]
@@ -65,6 +65,11 @@ class Record:
     streaks: dict[str, Streak] = field(default_factory=dict)
 
 
+def latest(records: Sequence[Any]) -> list[Any]:
+    """Those that are kept."""
+    return [*records[:1], *records[1:][1 - MOST_RECORDS :]]
+
+
 def as_state(records: Sequence[Record]) -> dict[str, Any]:
     """What a checkpoint keeps of them."""
     return {"version": _VERSION, "records": [asdict(each) for each in records]}
@@ -78,7 +83,7 @@ def from_state(state: Any) -> list[Record]:
     """
     if not isinstance(state, Mapping) or state.get("version") != _VERSION:
         raise ValueError(f"run records of version {_VERSION} are expected")
-    return [_record(each) for each in state["records"][-MOST_RECORDS:]]
+    return [_record(each) for each in latest(state["records"])]
 
 
 def _record(state: Mapping[str, Any]) -> Record:

@@ -13,7 +13,7 @@ from ..lines import Answer, IdentityState, RunWarning
 from .changes import changes
 from .identities import BY_NAME, Broken, Held, check, measured
 from .readings import Layers, of_layers, of_rows, of_tokens
-from .records import MOST_RECORDS, Record, as_state, from_state
+from .records import Record, as_state, from_state, latest
 from .said import said
 
 # So many steps after a loaded checkpoint, warnings say that there was one.
@@ -32,7 +32,7 @@ class Run:
     def start_update(self, global_step: int | None) -> None:
         """Begins an update."""
         if self._has_sums:
-            self._records = [*self._records, self._present()][-MOST_RECORDS:]
+            self._records = latest([*self._records, self._present()])
             self._layers_before = self._layers
         if self._since_resume is not None:
             self._since_resume += 1
@@ -122,8 +122,9 @@ class Run:
             readings |= of_layers(self._layers, self._layers_before, 0.0 if before is None else before.rate)
         readings["has_moved"] = float(has_moved)
         first = self._records[0] if self._records else Record(readings=readings, is_first=not has_moved)
-        if first.is_first and "rollout.gap" in first.readings:
-            readings["rollout.first_gap"] = first.readings["rollout.gap"]
+        for pair in ("rollout", "reference"):
+            if first.is_first and f"{pair}.gap" in first.readings:
+                readings[f"{pair}.first_gap"] = first.readings[f"{pair}.gap"]
         if self._rate or before is not None:
             readings["rate"] = self._rate
         readings["policy_jumped"] = float(_has_jumped(before, readings))
