@@ -32,6 +32,7 @@ class AggregationCall:
     shape: tuple[int, ...]  # that of the losses
     mask: Tensor  # which of them count
     mode: str  # how it aggregates
+    options: Mapping[str, Any] | None  # its other arguments, by name; None if some have none
 
     def is_of_tokens(self, shape: Sequence[int]) -> bool:
         """Whether it has one loss of each token, whose shape (rows, response length) is given."""
@@ -41,6 +42,14 @@ class AggregationCall:
         """Whether it has one loss of each token or of each sequence, so that the tokens' weights follow from it."""
         forms = (tuple(shape), (shape[0],), (shape[0], 1))
         return self.shape in forms and tuple(self.mask.shape) in forms
+
+    def has_same_weights(self, response_mask: Tensor, mode: str, options: Mapping[str, Any]) -> bool:
+        """Whether the terms of KL and entropy, with this mask, mode and options, have the weights of its tokens."""
+        is_same = self.mask.data_ptr() == response_mask.data_ptr() and self.is_of_tokens(response_mask.shape)
+        if not is_same or self.mode != mode or self.options is None or self.options.keys() != options.keys():
+            return False
+        # Values on a device are not compared, which would wait for it.
+        return all(self.options[key] is value for key, value in options.items())
 
     def kept(self, response_mask: Tensor) -> Tensor:
         """The response tokens that it counts, bool of the mask's shape."""
@@ -77,6 +86,7 @@ def recorded_aggregation(act: Callable[[AggregationCall], object] | None = None)
                     tuple(loss_mat.shape),
                     loss_mask.detach(),
                     loss_agg_mode,
+                    None if rest else options,
                 )
             )
             if act is not None:
@@ -125,11 +135,16 @@ def policy_weights(call: AggregationCall | None, config: Any, response_mask: Ten
         )
         counts = like.sum(1).clamp(min=1)
         weight = token_weights(lambda x: of_losses(((x * like).sum(1) / counts).view(shape)), like)
-    if _has_more_terms(config):
+    if _has_more_terms(config) and not call.has_same_weights(response_mask, config.loss_agg_mode, options):
         # These terms remain for a token that the loss has rejected.
-        whole = token_weights(lambda x: core_algos.agg_loss(x, response_mask, config.loss_agg_mode, **options), like)
-        weight = torch.where(call.kept(response_mask), weight, whole)
+        weight = torch.where(call.kept(response_mask), weight, term_weights(config, response_mask, **options))
     return weight
+
+
+def term_weights(config: Any, response_mask: Tensor, **options: Any) -> Tensor:
+    """The weight of each token in the terms of KL and entropy, as `policy_weights` gives that in the policy loss."""
+    mode = config.loss_agg_mode
+    return token_weights(lambda x: core_algos.agg_loss(x, response_mask, mode, **options), response_mask.float())
 
 
 def aggregation_mode(call: AggregationCall | None, config: Any, shape: Sequence[int]) -> str | None:
@@ -166,22 +181,19 @@ def _is_geo_mean(config: Any) -> bool:
     return getattr(config, "policy_loss", {}).get("loss_mode", "vanilla") == "geo_mean"
 
 
-def kl_coefficients(
-    config: Any, response_mask: Tensor, log_prob: Tensor, ref_log_prob: Tensor, **options: Any
-) -> Tensor:
+def kl_coefficients(config: Any, weight: Tensor, log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
     """The derivative of the KL loss with respect to each log-prob; gradient accumulation is left out as above.
 
     It comes from verl's own KL loss by autograd, so it is exact for every kl_loss_type, including the straight-through
     ones (k1+, k3+), whose derivative is not that of their value.
 
-    All tensors are of shape (batch size, response length). verl aggregates this term with `options`.
+    All tensors are of shape (batch size, response length); `weight` is that of each token in this term.
     """
     penalty: Any = core_algos.kl_penalty  # annotated for FloatTensor, which type checkers do not take a Tensor for
     with torch.enable_grad():
         x = log_prob.detach().requires_grad_()
         estimate = penalty(logprob=x, ref_logprob=ref_log_prob, kl_penalty=config.kl_loss_type)
-        loss = core_algos.agg_loss(estimate, response_mask, config.loss_agg_mode, **options)
-        return torch.autograd.grad(loss * config.kl_loss_coef, x)[0]
+        return torch.autograd.grad(estimate, x, weight.to(estimate.dtype) * config.kl_loss_coef)[0]
 
 
 def with_derived(
@@ -213,11 +225,14 @@ def with_derived(
         if call is None or not call.is_of_tokens(mask.shape):
             raise ForeseenError("the critic's loss is not verl's value loss")
         return {**tokens, "weight": token_weights(call.aggregate, mask.float()) * factor}
-    derived = {"weight": policy_weights(call, config, mask, **options) * factor}
-    if call is not None and call.is_known(mask.shape) and _has_more_terms(config):  # else the weights alone tell
-        derived["policy_loss_mask"] = call.kept(mask)
+    weight = policy_weights(call, config, mask, **options)
+    derived = {"weight": weight * factor}
+    is_same = call is not None and call.has_same_weights(mask, config.loss_agg_mode, options)
+    if call is not None and call.is_known(mask.shape) and _has_more_terms(config) and not is_same:
+        derived["policy_loss_mask"] = call.kept(mask)  # else the weights alone tell
     if config.use_kl_loss:
-        kl = kl_coefficients(config, mask, tokens["log_prob"], tokens["ref_log_prob"], **options)
+        of_terms = weight if is_same else term_weights(config, mask, **options)
+        kl = kl_coefficients(config, of_terms, tokens["log_prob"], tokens["ref_log_prob"])
         derived["kl_coefficient"] = kl * factor
     if _is_geo_mean(config) and "rollout_is_weight" in tokens:  # which takes a sequence's mean, as of the ratio
         logs = torch.where(mask.bool(), (tokens["rollout_is_weight"] + 1e-10).log(), 0.0)

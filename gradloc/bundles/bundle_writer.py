@@ -24,7 +24,7 @@ from ..evidence.writer import jsonable
 from ..fsdp import collectives
 from ..guarded import PatientThread, guarded, warn_once
 from ..layers.layer_clip import LayerClip
-from ..measure.micro_batch import AllFigures, MicroBatch, MicroBatchName, movable, suspects, threshold_square_weight
+from ..measure.micro_batch import AllFigures, MicroBatch, MicroBatchName, movable, square_weights, suspects
 from ..measure.mini_batch import MiniBatch
 from ..search.findings import Findings
 from ..threshold import largest_first
@@ -193,7 +193,7 @@ def _largest(micro_batches: Mapping[MicroBatchName, SavedMicroBatch]) -> dict[Mi
 def _estimate(tokens: Mapping[str, Tensor]) -> float:
     """An estimate of ‖g‖/sqrt(Σ w²) in units of the model's own; infinite where a token is not finite."""
     suspicion = torch.where(movable(tokens), tokens["suspicion"].double(), 0.0)
-    found = math.sqrt(float(suspicion.square().sum())) / math.sqrt(float(threshold_square_weight(tokens)))
+    found = math.sqrt(float(suspicion.square().sum())) / math.sqrt(float(square_weights(tokens)[1]))
     return found if math.isfinite(found) else math.inf
 
 
@@ -280,7 +280,7 @@ def _files(
                 "rows": micro_batches[name].rows,
                 "norm": figures[name].norm if name in figures else None,
                 "layer_norms": figures[name].layer_norms if name in figures else {},
-                "threshold": event["threshold"] * math.sqrt(float(threshold_square_weight(each.tokens))),
+                "threshold": event["threshold"] * math.sqrt(float(square_weights(each.tokens)[1])),
                 "file": (file := layout.tensor_file(*name)),
                 "bytes": len(files[file]),
                 "sha256": hashlib.sha256(files[file]).hexdigest(),

@@ -29,7 +29,7 @@ from ..bundles.layout import NotReplayableError
 from ..evidence.event import converted_event
 from ..evidence.writer import evidence_files, record_events
 from ..judge.judgement import judged
-from ..measure.micro_batch import square_weight
+from ..measure.micro_batch import square_weights
 from ..threshold import MARGIN
 from ..tools.command_line import argument, in_a_sentence, in_shell
 from ..tools.command_line import parser as new_parser
@@ -119,7 +119,7 @@ def _read(options: argparse.Namespace) -> list[Record]:
 
 
 def _event(batch: Batch, options: argparse.Namespace, known: Told) -> dict[str, Any]:
-    squares = math.fsum(float(square_weight(each.tokens)) for each in batch.micro_batches.values())
+    squares = math.fsum(float(square_weights(each.tokens)[0]) for each in batch.micro_batches.values())
     # The threshold of the reduced gradient's norm, for τ = 1.
     unit = math.sqrt(squares) / batch.world_size
     if not unit:

@@ -118,19 +118,15 @@ def movable(tokens: Mapping[str, Tensor]) -> Tensor:
     return moves & (tokens["weight"] != 0)
 
 
-def square_weight(tokens: Mapping[str, Tensor]) -> Tensor:
-    """Σ w_t² over the tokens that can move: float64 of shape (), no host sync."""
-    return torch.where(movable(tokens), tokens["weight"].double(), 0.0).square().sum()
+def square_weights(tokens: Mapping[str, Tensor]) -> Tensor:
+    """Σ w_t² over the tokens that can move, and what the threshold of a micro-batch counts.
 
-
-def threshold_square_weight(tokens: Mapping[str, Tensor]) -> Tensor:
-    """What the threshold of a micro-batch counts: `square_weight`, or Σ w_t² over all its tokens if none can move.
-
-    The latter's gradient comes from no token (an auxiliary loss has one, say): it is a spike if it would be one of
-    tokens. float64 of shape (), no host sync.
+    That is the same, or Σ w_t² over all its tokens if none can move. The latter's gradient comes from no token (an
+    auxiliary loss has one, say): it is a spike if it would be one of tokens. float64 of shape (2,), no host sync.
     """
-    of_movable = square_weight(tokens)
-    return torch.where(of_movable == 0, tokens["weight"].double().square().sum(), of_movable)
+    squares = tokens["weight"].double().square()
+    of_movable = torch.where(movable(tokens), squares, 0.0).sum()
+    return torch.stack([of_movable, torch.where(of_movable == 0, squares.sum(), of_movable)])
 
 
 def usable_tokens(tokens: Mapping[str, Tensor], broken: Tensor) -> Tensor:

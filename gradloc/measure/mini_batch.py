@@ -15,8 +15,7 @@ from .micro_batch import (
     MicroBatch,
     MicroBatchFigures,
     MicroBatchName,
-    square_weight,
-    threshold_square_weight,
+    square_weights,
     token_equivalent,
     token_equivalents,
     usable_tokens,
@@ -56,11 +55,8 @@ class MiniBatch:
         self._by_micro_batch = not model.meter.reduces  # whether micro-batches were measured alone
         self._squares = torch.stack([micro_batch.squares for micro_batch in micro_batches]).to(model.device) / scale**2
         self._own_norms = self._squares.sum(1).sqrt()
-        self._square_weights, squares = (
-            torch.stack([of_tokens(each.tokens) for each in micro_batches]).to(model.device)
-            for of_tokens in (square_weight, threshold_square_weight)
-        )
-        self._root_square_weights = squares.sqrt()
+        squares = torch.stack([square_weights(each.tokens) for each in micro_batches]).to(model.device)
+        self._square_weights, self._root_square_weights = squares[:, 0], squares[:, 1].sqrt()
 
     def gather(
         self, trigger: str, update_figures: Tensor, failed: bool = False, with_squares: bool = False

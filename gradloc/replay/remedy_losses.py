@@ -20,9 +20,14 @@ from verl.trainer.config.algorithm import RolloutCorrectionConfig
 from verl.trainer.ppo import core_algos, rollout_corr_helper
 from verl.workers.config import ActorConfig, PolicyLossConfig
 
-from ..adapters.loss_weights import aggregation_mode, kl_coefficients, policy_weights, recorded_aggregation
+from ..adapters.loss_weights import (
+    aggregation_mode,
+    kl_coefficients,
+    policy_weights,
+    recorded_aggregation,
+    term_weights,
+)
 from ..convert.batch import AGG_MODES
-from ..measure.micro_batch import token_weights
 from ..sources import HOLDS
 from ..tools.schema import YES_OR_NO, Form, conforms, fields
 from .advice import REPAIR
@@ -177,15 +182,12 @@ class _Loss:
             loss = self._policy_loss(config, log_prob, mask, is_weight)
             coefficient = torch.autograd.grad(loss, log_prob, allow_unused=True, materialize_grads=True)[0]
         options = config.global_batch_info
-        if config.use_kl_loss:
-            coefficient = coefficient + kl_coefficients(
-                config, mask, tokens["log_prob"], tokens["ref_log_prob"], **options
-            )
         entropy = torch.zeros_like(coefficient)
-        if config.entropy_coeff != 0:
-            entropy = -config.entropy_coeff * token_weights(
-                lambda x: core_algos.agg_loss(x, mask, config.loss_agg_mode, **options), mask
-            )
+        if config.use_kl_loss or config.entropy_coeff != 0:
+            weight = term_weights(config, mask, **options)
+            entropy = -config.entropy_coeff * weight
+            if config.use_kl_loss:
+                coefficient += kl_coefficients(config, weight, tokens["log_prob"], tokens["ref_log_prob"])
         return coefficient * self._factor, entropy * self._factor
 
     def note_on(self, mask: Tensor) -> str | None:

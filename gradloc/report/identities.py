@@ -62,10 +62,12 @@ def _off_at_times(evidence: Evidence) -> str:
     """Which identities were off in a step, but not for long enough to be broken in any."""
     warned, found = _warnings_by_step(evidence), []
     for name, of_steps in evidence.times.items():
-        known = {step: x for step, x in of_steps.items() if None not in (step, x) and evidence.has(step)}
-        step = max(known, key=lambda step: known[step], default=None)
-        if name not in warned and step is not None and known[step] >= LEVEL:
-            found.append(f"{clipped(name, SHORT_CHARACTERS)} ({times_in_words(known[step])} the usual in step {step})")
+        known = [
+            (x, -step) for step, x in of_steps.items() if step is not None and x is not None and evidence.has(step)
+        ]
+        times, step = max(known, default=(0.0, 0))
+        if name not in warned and times >= LEVEL:
+            found.append(f"{clipped(name, SHORT_CHARACTERS)} ({times_in_words(times)} the usual in step {-step})")
     return f"Off at times, but not broken: {'; '.join(found)}." if found else ""
 
 

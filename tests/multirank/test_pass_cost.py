@@ -10,6 +10,7 @@ import torch.distributed as dist
 from action_cases import DETECTION
 from actor_cases import train
 from actors import DEVICE, Case
+from dispatching import Operations
 from notation import cases
 from test_actor import THREE, Launch, near, on_ranks
 from torch import Tensor, nn
@@ -152,3 +153,20 @@ def test_norms_of_an_unusual_model(
 def test_the_gradient_that_a_probe_does_not_read_takes_no_memory(launch: Launch, world: int, case: Case) -> None:
     for of_step, of_probes in launch(world, gradients_of_probes, case):
         assert of_probes and max(of_probes) < of_step / 100
+
+
+def operations_of_update(micro_batch: int) -> int:
+    """How many operations detection adds to an update with every column."""
+    columns = {"kl": True, "reference": True, "entropy": True, "rollout": True, "rollout_weights": True}
+    counts = []
+    for settings in ({}, {"spike_detection": True, "grad_norm_threshold": 1e9}):
+        with Operations() as operations:
+            train(Case(micro_batch=micro_batch, **columns), **settings)
+        counts.append(operations.count)
+    return counts[1] - counts[0]
+
+
+def test_a_micro_batch_takes_few_operations(launch: Launch) -> None:
+    """Beside what is done once for a mini-batch, of which tests/unit/test_facts.py counts the largest part."""
+    four, two = launch(2, operations_of_update, 2), launch(2, operations_of_update, 4)
+    assert 0 < max(more - less for more, less in zip(four, two, strict=True)) / 2 <= 120
