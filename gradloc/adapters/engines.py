@@ -57,29 +57,40 @@ class WatchedEngine:
     _watching = False
     # The PPO epoch and the number of the last mini-batch in its step, and how many came before its update there.
     _where = 0, -1
+    _is_last = False
     _earlier = 0
 
     def train_batch(self, data: TensorDict, loss_function: Callable[..., Any]) -> dict[str, Any]:
-        config = getattr(loss_function, "keywords", {}).get("config")
-        if isinstance(config, (SpikeConfig, CriticSpikeConfig)):
-            if self._settings is None:
-                self._build(config)
-            self._settings = config
+        self.begin(data, getattr(loss_function, "keywords", {}).get("config"))
         watch = self.watch
         if watch is None:
             return super().train_batch(data, loss_function)  # type: ignore[misc]
-        last = self._place(data)
-        step = tu.get(data, "training_step")
-        self._start(step)
-        data[ROW] = torch.arange(len(data))
         self._watching = True
         if watch.watches_passes:
-            loss_function = partial(self._observed, loss_function)
+            loss_function = partial(self.observed, loss_function)
         try:
             outputs = super().train_batch(data, loss_function)  # type: ignore[misc]
         finally:
             self._watching = False
             data.pop(ROW, None)
+        self.end(data, outputs)
+        return outputs
+
+    def begin(self, data: TensorDict, config: Any) -> None:
+        """Called before a mini-batch, with the configuration that its loss is bound to; leaves `ROW` in the data."""
+        if isinstance(config, (SpikeConfig, CriticSpikeConfig)):
+            if self._settings is None:
+                self._build(config)
+            self._settings = config
+        if self.watch is not None:
+            self._is_last = self._place(data)
+            self._start(tu.get(data, "training_step"))
+            data[ROW] = torch.arange(len(data))
+
+    def end(self, data: TensorDict, outputs: dict[str, Any]) -> None:
+        """Called after a mini-batch's optimizer step: the evidence, and the metrics in the outputs."""
+        watch, last = self.watch, self._is_last
+        assert watch is not None
         metrics, evidence = watch.metrics() if last else {}, self._evidence
         trained = TrainedData({key: tu.get(data, key) for key in DATA_KEYS if key in data.keys()})
         evidence.add(watch.lines(), trained)
@@ -87,10 +98,9 @@ class WatchedEngine:
             evidence.take_in_rows(trained)
         if last:
             with guarded("the evidence of a step is not written", self._said):
-                evidence.write(step, metrics, watch.answer)
+                evidence.write(tu.get(data, "training_step"), metrics, watch.answer)
         if self.is_mp_src_rank_with_outputs():
             outputs["metrics"].update({name: as_metric(value) for name, value in metrics.items()})
-        return outputs
 
     def optimizer_step(self) -> Any:
         if not self._watching:
@@ -120,16 +130,19 @@ class WatchedEngine:
         watch = self.watch
         if watch is None or not watch.watches_passes or not self._watching or forward_only:
             return super().forward_step(micro_batch, loss_function, forward_only)  # type: ignore[misc]
-        # Before the engine moves it to the device, where reading lengths would wait for the device.
-        inputs = inputs_of(micro_batch)
-        watch.begin_pass(inputs, micro_batch[ROW].tolist(), partial(sequences, inputs))
         assert loss_function is not None  # the engine's loss is only left out without a backward
-        observed = partial(loss_function, inputs=inputs)
+        observed = partial(loss_function, inputs=self.begin_pass(micro_batch))
         return super().forward_step(micro_batch, observed, forward_only)  # type: ignore[misc]
 
-    def _observed(
-        self, loss_function: Callable[..., Any], *arguments: Any, inputs: dict[str, Any], **named: Any
-    ) -> Any:
+    def begin_pass(self, micro_batch: TensorDict) -> dict[str, Any]:
+        """Called before a micro-batch's forward; returns its inputs, which `observed` takes."""
+        assert self.watch is not None
+        # Before the engine moves it to the device, where reading lengths would wait for the device.
+        inputs = inputs_of(micro_batch)
+        self.watch.begin_pass(inputs, micro_batch[ROW].tolist(), partial(sequences, inputs))
+        return inputs
+
+    def observed(self, loss_function: Callable[..., Any], *arguments: Any, inputs: dict[str, Any], **named: Any) -> Any:
         """What the loss function returns, with its tokens observed; for `inputs` see `LossData`."""
         if not {"model_output", "data"} <= named.keys():  # an engine processes logits with it
             return loss_function(*arguments, **named)
