@@ -175,15 +175,24 @@ def mark_tiled_mlps(module: ModuleType) -> None:
 
 
 def survive_empty_micro_batches(module: ModuleType) -> None:
-    """Rejection sampling may leave no token of a micro-batch; the fix of verl's assertion in fixes.patch."""
+    """Rejection sampling may leave no token of a micro-batch, and padding has none; the fixes in fixes.patch."""
+    from .fixes import with_a_token
 
     @around(module, "compute_offpolicy_metrics", "old_log_prob", "rollout_log_prob", "response_mask")
     def compute_or_none(
         compute: Any, old_log_prob: Any, rollout_log_prob: Any, response_mask: Any, *args: Any, **kw: Any
     ) -> Any:
-        from .fixes import with_a_token
-
         return compute(*with_a_token(old_log_prob, rollout_log_prob, response_mask), *args, **kw)
+
+    name = "compute_rollout_correction_and_rejection_mask"
+
+    @around(module, name, "old_log_prob", "rollout_log_prob", "response_mask")
+    def correct_or_not(
+        correct: Any, old_log_prob: Any, rollout_log_prob: Any, response_mask: Any, *args: Any, **kw: Any
+    ) -> Any:
+        given = with_a_token(old_log_prob, rollout_log_prob, response_mask)
+        weights, kept, metrics = correct(*given, *args, **kw)
+        return weights, kept * response_mask, metrics
 
 
 def reset_activation_offloading(module: ModuleType) -> None:

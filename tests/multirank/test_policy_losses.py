@@ -85,6 +85,25 @@ def test_tokens_that_bypass_mode_rejects_have_no_weight(agg_mode: str) -> None:
 
 
 @pytest.mark.every_target
+@pytest.mark.parametrize("loss_type", ["ppo_clip", "reinforce"])
+def test_bypass_mode_trains_a_micro_batch_without_tokens(loss_type: str) -> None:
+    """As one of failed requests. Released verl raises an error, and the run ends."""
+    config = build_config("bypass_mode", "token-mean", global_batch_info=WHOLE_BATCH)
+    config.policy_loss.rollout_correction["loss_type"] = loss_type
+    log_prob = torch.full(MASK.shape, -1.0, requires_grad=True)
+    losses, metrics = [], []
+    for mask in (MASK, 0 * MASK):
+        given = {"advantages": -mask, "response_mask": mask, "loss_agg_mode": "token-mean", "config": config}
+        loss, figures = get_policy_loss_fn("bypass_mode")(
+            old_log_prob=log_prob.detach() - 0.1, log_prob=log_prob, **given
+        )
+        losses.append(loss)
+        metrics.append(figures)
+    assert losses[0] != 0 and losses[1] == 0 and metrics[0].keys() == metrics[1].keys()
+    assert not torch.autograd.grad(losses[1], log_prob)[0].any()
+
+
+@pytest.mark.every_target
 def test_what_a_loss_called_can_be_read_again() -> None:
     """Its weights and its mode."""
     config = build_config("vanilla", "token-mean", use_kl_loss=True)

@@ -133,10 +133,14 @@ def test_every_hook_fits_verl(run: Run, tree: Path) -> None:
         places = [tu.get(each, "epoch_and_mini_batch") for each in tu.make_iterator(data, 2, epochs=2, seed=1)]
         assert places == [(epoch, number) for epoch in range(2) for number in range(3)], places
 
-        from verl.trainer.ppo.rollout_corr_helper import compute_offpolicy_metrics
+        from verl.trainer.ppo.rollout_corr_helper import (
+            compute_offpolicy_metrics, compute_rollout_correction_and_rejection_mask
+        )
         numbers, mask = torch.full((2, 3), -1.0), torch.zeros(2, 3)
         metrics = compute_offpolicy_metrics(numbers, 2 * numbers, mask)
         assert metrics["kl"] == 0.0 and metrics.keys() == compute_offpolicy_metrics(numbers, numbers, mask + 1).keys()
+        _, kept, metrics = compute_rollout_correction_and_rejection_mask(numbers, 2 * numbers, mask)
+        assert metrics["rollout_corr/kl"] == 0.0 and not kept.any()
 
         from verl.utils.tracking import Tracking
         config = {"actor_rollout_ref": {"actor": {"spike_detection": True, "spike_log": True, "bisect_dump_dir": "x"}}}
