@@ -462,8 +462,10 @@ def _other(now: Readings) -> Form | None:
         other = f"in {base} instead of nats" if base else f"as with a {'lower' if slope > 1 else 'higher'} temperature"
         how = f"are training's times {slope:.3g}, {other}"
     elif now["rollout.differing"] > EXPLAINS and now["rollout.one_sided"] > LEVEL * LATE:
-        side = "larger" if now["rollout.larger"] else "smaller"
-        how = f"are {side} than training's nearly everywhere, as after a top-p or top-k cut, or of the likeliest token"
+        side, when = "smaller", "before a temperature under 1"
+        if now["rollout.larger"]:
+            side, when = "larger", "after a top-p or top-k cut, or of the likeliest token"
+        how = f"are {side} than training's nearly everywhere, as {when}"
     return _form("other", now, how=how, column="rollout") if how else None
 
 

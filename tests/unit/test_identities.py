@@ -403,6 +403,7 @@ LOG_PROBS = (
     (of_rollout(lambda values, *_: values / math.log(10)), 1, "other_log_probs", "log10"),
     (of_rollout(lambda values, *_: -values), 1, "other_log_probs", "wrong sign"),
     (of_rollout(lambda values, *_: (values + 0.3).clamp(max=-1e-3)), 3, "other_log_probs", "larger"),
+    (of_rollout(lambda values, *_: values - 0.3), 3, "other_log_probs", "as before a temperature"),
     *((of_rollout(scored_otherwise(0.6)), begin, "rollout_log_probs", "differently") for begin in (1, 3)),
     (of_rollout(scored_otherwise(0.8, share=0.25)), 1, "rollout_log_probs", "25% of the responses"),
     (of_column("ref_log_prob", lambda values, tokens, _: tokens["log_prob"]), 3, "reference", "follows it"),
