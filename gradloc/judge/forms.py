@@ -461,12 +461,18 @@ def _other(now: Readings) -> Form | None:
         base = next((name for name, b in bases.items() if abs(slope / b - 1) < SAME), "")
         other = f"in {base} instead of nats" if base else f"as with a {'lower' if slope > 1 else 'higher'} temperature"
         how = f"are training's times {slope:.3g}, {other}"
-    elif now["rollout.differing"] > EXPLAINS and now["rollout.one_sided"] > LEVEL * LATE:
+    elif now["rollout.one_sided"] > LEVEL * LATE and (now["rollout.differing"] > EXPLAINS or _is_cut(now)):
         side, when = "smaller", "before a temperature under 1"
         if now["rollout.larger"]:
             side, when = "larger", "after a top-p or top-k cut, or of the likeliest token"
-        how = f"are {side} than training's nearly everywhere, as {when}"
+        how = f"are {side} than training's nearly everywhere that they differ, as {when}"
     return _form("other", now, how=how, column="rollout") if how else None
+
+
+def _is_cut(now: Readings) -> bool:
+    """Whether tokens were left alone by a cut: they have a log-prob of 0, and in training a little less."""
+    is_lost = now.get("sampled.unlogged", 0.0) > 0
+    return bool(now["rollout.larger"]) and now["rollout.zero"] > LEVEL * SHARE and not is_lost
 
 
 def _stale(now: Readings) -> Form | None:

@@ -316,6 +316,12 @@ def scored_otherwise(size: float, share: float = 1.0) -> Callable[[Tensor, Token
     )
 
 
+def after_a_cut(values: Tensor, tokens: Tokens, _: int) -> Tensor:
+    """Likely tokens are alone, and a third of the others have lost neighbours."""
+    policy = tokens["log_prob"]
+    return torch.where(policy > -0.1, 0.0, torch.where(torch.arange(LENGTH) % 3 == 0, policy + 0.1, policy))
+
+
 shift_rollout = lambda values, *_: values.roll(1, 1)  # noqa: E731
 garbage = of_rollout(lambda values, _, step: -noise(step).abs())
 
@@ -403,6 +409,7 @@ LOG_PROBS = (
     (of_rollout(lambda values, *_: values / math.log(10)), 1, "other_log_probs", "log10"),
     (of_rollout(lambda values, *_: -values), 1, "other_log_probs", "wrong sign"),
     (of_rollout(lambda values, *_: (values + 0.3).clamp(max=-1e-3)), 3, "other_log_probs", "larger"),
+    (of_rollout(after_a_cut), 1, "other_log_probs", "top-p"),
     (of_rollout(lambda values, *_: values - 0.3), 3, "other_log_probs", "as before a temperature"),
     *((of_rollout(scored_otherwise(0.6)), begin, "rollout_log_probs", "differently") for begin in (1, 3)),
     (of_rollout(scored_otherwise(0.8, share=0.25)), 1, "rollout_log_probs", "25% of the responses"),
