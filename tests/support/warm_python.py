@@ -46,22 +46,23 @@ HIGH = 500  # files that a process is given wait above the numbers that they wil
 
 
 @contextlib.contextmanager
-def warm_python(folder: Path, environment: Mapping[str, str], verl: bool = False) -> Iterator[Path]:
+def warm_python(
+    folder: Path, environment: Mapping[str, str], verl: bool = False, python: str | Path = sys.executable
+) -> Iterator[Path]:
     """The path of the interpreter, which can be used within the block.
 
     Args:
         folder (Path): An empty one, with a short name: it holds a socket.
         environment (Mapping[str, str]): What the libraries find when they are imported.
         verl (bool): Whether they include the verl on its PYTHONPATH, which then is that of all programs.
+        python (str | Path): The Python that has them.
     """
     address, executable = folder / "socket", folder / "python"
     serve = f"warm_python.serve({str(address)!r}, {environment['PYTHONPATH'] if verl else ''!r})"
     code = f"import sys; sys.path[0] = {str(CLIENT.parent)!r}; import warm_python; {serve}()"
     environment = {**environment, **FOR_RAY, "PYTHONPATH": "", "PYTHONUNBUFFERED": "1"}
-    server = subprocess.Popen([sys.executable, "-c", code], env=environment, stdin=subprocess.DEVNULL)
-    executable.write_text(
-        f'#!/bin/sh\nexec "{sys.executable}" -IS "{CLIENT}" "{sys.executable}" "{address}" "$0" "$@"\n'
-    )
+    server = subprocess.Popen([python, "-c", code], env=environment, stdin=subprocess.DEVNULL)
+    executable.write_text(f'#!/bin/sh\nexec "{python}" -IS "{CLIENT}" "{python}" "{address}" "$0" "$@"\n')
     executable.chmod(0o755)
     try:
         while not address.exists():
