@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
+from omegaconf import OmegaConf
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
+from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
 from verl.utils.profiler import simple_timer
 from verl.workers.rollout.replica import TokenOutput
 
@@ -142,16 +144,27 @@ class RetokenizedAgentLoop(WholeBatchAgentLoop):
         return _of_turns(4, prompt, [*first, *between, *encoded], mask, log_probs, metrics, second)
 
 
-class SeededAgentLoop(SingleTurnAgentLoop):
-    """verl's own loop, but each request has a seed. vLLM then samples the same in each run, in whatever order."""
+class _Seeded(AgentLoopBase):
+    """Each request has a seed, so that vLLM samples the same in each run, in whatever order; and `embedded.sampling`.
+
+    The requests of several turns have the same.
+    """
 
     _rows = itertools.count()
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
-        place = kwargs.get(PLACE)
+        place, own = kwargs.get(PLACE), OmegaConf.to_container(self.config.embedded.sampling)
         seed = next(self._rows) if place is None else place["batch"] * 10_007 + place["first_row"]
-        seed += kwargs.get("session_id", 0)
-        return await super().run({**sampling_params, "seed": seed}, **kwargs)
+        params: Any = {**sampling_params, **own, "seed": seed + kwargs.get("session_id", 0)}  # type: ignore[dict-item]
+        return await super().run(params, **kwargs)  # type: ignore[safe-super]  # verl's own loop comes after this class
+
+
+class SeededAgentLoop(_Seeded, SingleTurnAgentLoop):
+    """verl's own loop with one turn."""
+
+
+class SeededToolAgentLoop(_Seeded, ToolAgentLoop):
+    """verl's own loop with tools."""
 
 
 def _of_turns(
