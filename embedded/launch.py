@@ -37,7 +37,7 @@ ROLLOUT_OF = {
 SETTINGS = re.findall(r"^([A-Z][A-Z_]+):", (CONFIG / "embedded.yaml").read_text(), re.M)
 DIRECTORIES = ("OUTPUT_DIR", "BISECT_DUMP_DIR")
 # vLLM's rollout: with which verl, and the gigabytes of memory that it takes, also with --tiny.
-VLLM_TARGET, VLLM_GIGABYTES, VLLM_TINY_GIGABYTES = "0.9.1", 18, 10
+VLLM_TARGET, VLLM_GIGABYTES, VLLM_TINY_GIGABYTES = "0.9.1", 19, 10
 PLUGIN = ("actor@actor_rollout_ref.actor=gradloc_dp_actor", "critic=gradloc_dp_critic")
 SWITCHES = {
     "tiny": "a random model of two layers: seconds per step",
