@@ -193,7 +193,7 @@ class Installer:
     def install(self, *what: str, for_uv: Sequence[str] = (), for_pip: Sequence[str] = ()) -> None:
         """Installs what the arguments of `pip install` name; raises CalledProcessError if pip fails, too."""
         if self._uses_uv:
-            uv = [str(self._uv), "pip", "install", "--no-config", "--no-progress", *self._for_python]
+            uv = [str(self._uv), "pip", "install", "--no-config", "--quiet", *self._for_python]
             try:
                 subprocess.run([*uv, *for_uv, *what], env=self._environment, check=True)
                 return

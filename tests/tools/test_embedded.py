@@ -162,7 +162,7 @@ def test_what_a_run_is_refused_for_before_it_starts(tmp_path: Path) -> None:
 PYTHON = """#!/bin/sh
 cd {place}
 asked="$*"
-case "$asked" in *"--quiet"*" -r "*) asked="${{asked% *}} $(tr '\n' ' ' <"${{asked##* }}" | sed 's/ $//')" ;; esac
+case "$asked" in *"--quiet --quiet"*" -r "*) asked="${{asked% *}} $(tr '\n' ' ' <"${{asked##* }}" | sed 's/ $//')" ;; esac
 echo "$asked" >>asked
 case "$0" in */uv) env >environment ;; esac
 case "$asked" in
@@ -208,7 +208,7 @@ def project(tmp_path: Path, monkeypatch: Patch) -> Project:
     return Project(tmp_path, monkeypatch)
 
 
-UV = "pip install --no-config --no-progress --python venv/bin/python"
+UV = "pip install --no-config --quiet --python venv/bin/python"
 REQUIREMENTS = ["-r embedded/requirements-0.7.0.txt", "--no-deps -r embedded/requirements-no-deps.txt"]
 PIP = "pip install --quiet --quiet"
 HASHED = f"{PIP} --no-deps --require-hashes"
