@@ -23,17 +23,22 @@ def main() -> int:
     if status.left_to_patch:
         print("It is patched with GradLoc: the patch alone acts.")
         return 1
-    missing = False
+    missing = partly = False
     for name, hook in HOOKS.items():
         try:
             importlib.import_module(name)
         except ImportError as error:
             missing |= hook.needed
+            partly = True
             print(f"  {name}: cannot be imported ({error}), it cannot do {hook.what}")
             continue
         reason = status.failures.get(hook.what) or status.lost.get(hook.what)
         print(f"  {name}: {'fits' if reason is None else f'does not fit, it cannot do {hook.what} ({reason})'}")
-    return 1 if status.failures or missing else 0
+    if status.failures or missing:
+        print("The plugin does not fit: a run with GradLoc on would be refused, or not be watched.")
+        return 1
+    print(f"The plugin fits{', except for what is named above' if partly or status.lost else ''}.")
+    return 0
 
 
 if __name__ == "__main__":

@@ -207,7 +207,8 @@ def test_the_keys_work_without_a_plus_and_are_validated(run: Run) -> None:
 @EITHER
 def test_a_command_says_what_fits(run: Run, tmp_path: Path, tree: Path) -> None:
     done = run("", tree)
-    version, *hooks = done.stdout.splitlines()
+    version, *hooks, last = done.stdout.splitlines()
+    assert last == "The plugin fits."
     assert version.startswith(f"verl {apply_patch.release_of(tree)} in {tree}")
     assert len(hooks) == 11 and all(line.endswith(": fits") for line in hooks)
     # Another verl: the trackers take other arguments.
@@ -215,7 +216,8 @@ def test_a_command_says_what_fits(run: Run, tmp_path: Path, tree: Path) -> None:
     tracking = changed / "verl/utils/tracking.py"
     tracking.write_text(tracking.read_text().replace("default_backend", "backends"))
     done = run("", changed, returns=1)
-    (other,) = (line.strip() for line in done.stdout.splitlines()[1:] if not line.endswith(": fits"))
+    other, last = (line.strip() for line in done.stdout.splitlines()[1:] if not line.endswith(": fits"))
+    assert last.startswith("The plugin does not fit: ")
     assert other == (
         "verl.utils.tracking: does not fit, it cannot do spike_log (Tracking.__init__ takes (self, project_name, "
         "experiment_name, backends, config), not (self, project_name, experiment_name, default_backend, config, …))"
