@@ -164,7 +164,7 @@ function makeReplay({ title, where, sentences, tables, notes }) {
     { class: "card" },
     make("h3", {}, title),
     make("p", { class: "hint" }, where),
-    sentences.map((text) => make("p", { class: "story" }, text)),
+    sentences.map((text) => make("p", { class: "story" }, makeCheck(text))),
     tables.map((table, i) => make("details", { open: i ? null : "" }, makeTitled(table, "summary"))),
     notes.map((text) => make("p", { class: "hint" }, text)),
   );

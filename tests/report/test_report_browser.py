@@ -328,7 +328,10 @@ def test_readable_at_every_size(page: Page, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(page_file, "build", partial(view_of, rows=250))
     names = list(SOURCES)
     found = [culprit(i, ["a"] * 40, 90000.0 - i) | {"source": name, "sources": names} for i, name in enumerate(names)]
+    notes = [f"It is unknown: {'actor_rollout_ref.actor.token_clip.enable=True' * 2}"]
+    write_replay(tmp_path, replay_result(1, sentences=["Set `response_mask` to 0."], notes=notes))
     page.open(build(tmp_path, [event(1, found), *samples(180)]))
+    assert page.texts("#replay-list .story code") == ["response_mask"]
     assert re.fullmatch(r"250 culprits, \d+ smaller ones left out", page.one("#count").text)
     assert len(page.column(0)) == 100
     page.one("#rows-more button").click()
