@@ -91,7 +91,8 @@ def build(evidence: Evidence, rows: int = PAGE_ROWS, details: int = DETAILED) ->
         bars=_bars(summary),
     )
     if identities := summary["identities"]:
-        view.texts["identities"] = visible(identities["sentence"])
+        claim, sentence = visible(identities["claim"]), visible(identities["sentence"])
+        view.texts |= {"identities": claim, "identities-more": sentence.removeprefix(claim).lstrip()}
     if clips := summary["token_clip"]:
         how = EXPLANATION if clips["largest_tokens"] else ""
         hint = visible(" ".join(clips["sentences"]))

@@ -30,32 +30,36 @@ _STATES = {"held": "holds", "broken": "broken", "unchecked": "not checked"}
 
 
 def identities_of(evidence: Evidence) -> dict[str, Any] | None:
-    """The `step` in which identities were checked last, their `states` and these in a `sentence`; None without any."""
+    """The `step` in which identities were checked last, their `states`, and these in words; None without any.
+
+    In words: `sentence`, which begins with `claim`, that is how many hold and which are broken.
+    """
     if not evidence.identities or not evidence.has(evidence.checked_in):
         return None
     states = {
         str(clipped(name, SHORT_CHARACTERS)): {**state, "missing": clipped(state["missing"], SHORT_CHARACTERS)}
         for name, state in evidence.identities.items()
     }
-    sentence = " ".join(filter(None, [_sentence(states, evidence.checked_in), _off_at_times(evidence)]))
-    return {"step": evidence.checked_in, "sentence": sentence, "states": states}
+    claim = _claim(states, evidence.checked_in)
+    sentence = " ".join(filter(None, [claim, _not_checked(states), _off_at_times(evidence)]))
+    return {"step": evidence.checked_in, "claim": claim, "sentence": sentence, "states": states}
 
 
-def _sentence(states: States, step: int | None) -> str:
-    """How many hold, which are broken, and which could not be checked."""
+def _claim(states: States, step: int | None) -> str:
+    """How many hold, and which are broken."""
     held, broken, unchecked = ([name for name in states if states[name]["state"] == state] for state in _STATES)
     where = "" if step is None else f" in step {step}"
     if broken:
         off = [f"{name} ({_since(states[name])}{_times(states[name])} the usual)" for name in broken]
-        text = f"{len(held)} of {len(held) + len(broken)} identities hold{where}. Broken: {'; '.join(off)}."
-    elif held:
-        text = f"All {len(held)} identities {'that could be checked ' if unchecked else ''}hold{where}."
-    else:
-        text = f"No identity could be checked{where}."
-    if unchecked:
-        why = "; ".join(f"{name} ({states[name]['missing']})" for name in unchecked)
-        text += f" Not checked: {why}."
-    return text
+        return f"{len(held)} of {len(held) + len(broken)} identities hold{where}. Broken: {'; '.join(off)}."
+    if held:
+        return f"All {len(held)} identities {'that could be checked ' if unchecked else ''}hold{where}."
+    return f"No identity could be checked{where}."
+
+
+def _not_checked(states: States) -> str:
+    why = [f"{name} ({state['missing']})" for name, state in states.items() if state["state"] == "unchecked"]
+    return f"Not checked: {'; '.join(why)}." if why else ""
 
 
 def _off_at_times(evidence: Evidence) -> str:

@@ -271,6 +271,9 @@ def test_a_run_in_which_all_identities_hold_says_so(tmp_path: Path, show: Any, v
     none["identities"] = dict.fromkeys("ab", {"state": "unchecked", "times": None, "since": None, "missing": "no uid"})
     record_step(str(tmp_path), 4, {}, none)
     assert show().startswith("No identity could be checked in step 4. Not checked: a (no uid); b (no uid).")
+    texts = view().texts
+    assert texts["identities"] == "No identity could be checked in step 4."
+    assert texts["identities-more"] == "Not checked: a (no uid); b (no uid)."
 
 
 def test_a_spike_is_judged_by_what_later_steps_have_found(tmp_path: Path, show: Any, view: Any) -> None:
