@@ -24,9 +24,11 @@ class Run:
     """Collects the sums of a run's mini-batches; on rank 0."""
 
     def __init__(self) -> None:
-        self._records: list[Record] = []
+        self._begin([], None)
+
+    def _begin(self, records: list[Record], since_resume: int | None) -> None:
+        self._records, self._since_resume = records, since_resume
         self._layers_before: Layers | None = None
-        self._since_resume: int | None = None
         self._start(None)
 
     def start_update(self, global_step: int | None) -> None:
@@ -141,11 +143,10 @@ class Run:
         Raises:
             ForeseenError: It is of another form.
         """
-        self.__init__()  # type: ignore[misc]
-        self._since_resume = 0
+        self._begin([], 0)
         if state is not None:
             try:
-                self._records = from_state(state)
+                self._begin(from_state(state), 0)
             except (AttributeError, KeyError, TypeError, ValueError) as error:
                 raise ForeseenError(f"the records of the run are of another form ({error})") from error
 

@@ -37,8 +37,8 @@ def print_report(evidence: Evidence, top: int | None, everything: bool) -> None:
     for text in view.alarms:
         console.print(Text(text, style="bold red"))
     if "identities" in view.texts:
-        claim, more = view.texts["identities"], view.texts["identities-more"]
-        console.print(Text.assemble((claim, "bold"), f" {more}" if more else ""))
+        claim, rest = view.texts["identities"], view.texts["identities-more"]
+        console.print(Text.assemble((claim, "bold"), f" {rest}" if rest else ""))
     for text, more, kind in (*view.warnings, *view.drills):
         if everything or kind != "said":
             style, style_of_more = _STYLES[kind]
