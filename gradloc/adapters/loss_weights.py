@@ -45,7 +45,8 @@ class AggregationCall:
 
     def has_same_weights(self, response_mask: Tensor, mode: str, options: Mapping[str, Any]) -> bool:
         """Whether the terms of KL and entropy, with this mask, mode and options, have the weights of its tokens."""
-        is_same = self.mask.data_ptr() == response_mask.data_ptr() and self.is_of_tokens(response_mask.shape)
+        is_mask = self.mask.data_ptr() == response_mask.data_ptr() and self.mask.shape == response_mask.shape
+        is_same = is_mask and self.is_of_tokens(response_mask.shape)
         if not is_same or self.mode != mode or self.options is None or self.options.keys() != options.keys():
             return False
         # Values on a device are not compared, which would wait for it.
