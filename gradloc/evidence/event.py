@@ -69,7 +69,7 @@ SUSPECTED = 16
 
 
 class Done(NamedTuple):
-    """What became of `spike_action`; the same on every rank."""
+    """The result of `spike_action`; the same on every rank."""
 
     applied: bool
     squared_norms: Tensor | None = None  # by layer, of the gradient that is left
@@ -197,7 +197,7 @@ def converted_event(
 def _begun(
     loss_scale: float, world_size: int, findings: Findings, medians: Medians, where: lines.Where, done: Done
 ) -> lines.Begun:
-    """What an event has by the findings alone."""
+    """The fields of an event that need the findings alone."""
     units, more_units = _units(findings)
     diffuse = sorted(findings.diffuse, key=_farthest_first)
     return {
@@ -230,7 +230,7 @@ def _begun(
 
 
 def _trigger(mini_batch: MiniBatch, findings: Findings) -> lines.Trigger:
-    """What started the search."""
+    """The norm and the threshold that started the search."""
     if mini_batch.trigger == "global":
         norm, limit = mini_batch.global_norm(), mini_batch.global_threshold(findings.threshold)
     else:
@@ -360,7 +360,7 @@ def _diffuse(findings: Findings, part: Part) -> lines.DiffusePart:
 
 
 def _without_tokens(findings: Findings) -> lines.WithoutTokens | None:
-    """What is left of a gradient with all coefficients zero; None if it was not measured."""
+    """The gradient with all coefficients zero; None if it was not measured."""
     found = findings.without_tokens
     if found is None:
         return None
@@ -374,7 +374,7 @@ def _without_tokens(findings: Findings) -> lines.WithoutTokens | None:
 
 
 def place_of(name: MicroBatchName, row: int, position: int) -> lines.Place:
-    """Where a token is; the row is that in its rank's mini-batch."""
+    """The place of a token; its row counts in its rank's mini-batch."""
     return {"rank": name[0], "micro_batch": name[1], "row": row, "position": position}
 
 
@@ -418,7 +418,7 @@ def _suspected_tokens(
 def _facts(
     tokens: Mapping[str, Tensor], of_all: Mapping[str, Tensor], row: int, position: int, with_response: bool = True
 ) -> lines.Facts:
-    """What is known of a token, of which `of_all` are the `token_facts`, and of those around it in its response."""
+    """The facts of a token (`of_all`: the `token_facts` of all), and of those around it in its response."""
     suspicion = tokens["suspicion"][row]
     found: Any = token_evidence(tokens, row, position, of_all)
     found["suspicion"] = float(suspicion[position])

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What is usual in a mini-batch, on all ranks: medians over its tokens, and how often rules hold for ordinary ones."""
+"""Usual values of a mini-batch, on all ranks: medians over its tokens, and how often rules hold for ordinary ones."""
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -104,7 +104,7 @@ def find_after_eos(token_id: Tensor, response_mask: Tensor, eos_tokens: Collecti
 
 
 def find_mismatch(tokens: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Where the mismatch between training and rollout begins in each response, and whether a turn begins there.
+    """Finds the start of the mismatch between training and rollout in each response, and whether a turn begins there.
 
     It begins with the token from which on the misaligned tokens outnumber the others by most, and at least by
     `MISMATCH_SURPLUS`, if most tokens before it are not misaligned.

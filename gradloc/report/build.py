@@ -128,7 +128,7 @@ def _title(summary: Summary) -> str:
 
 
 def _opening(summary: Summary, evidence: Evidence) -> list[str]:
-    """What the spikes come from, what to do about the largest, and how to check it."""
+    """The verdict on the largest spike, the advice, and how to check it."""
     title, verdicts = _title(summary), summary["verdicts"]
     if not summary["events"]:
         since = "" if summary["since"] is None else f" from step {summary['since']} on"
@@ -153,7 +153,7 @@ def _alarms(summary: Summary) -> list[str]:
 
 
 def _lead(view: View, summary: Summary, evidence: Evidence, culprits: Sequence[tuple[Spike, Row]]) -> list[Any]:
-    """What the page says below its title; what is emphasized is a list."""
+    """The sentence below the page's title; its emphasized parts are lists."""
     if not summary["events"]:
         if summary["lost_spikes"]:
             return [summary["lost_spikes"]]

@@ -54,7 +54,7 @@ def _tip(title: str, more: str) -> Tip:
 
 
 def steps_or_numbers(spikes: Sequence[Spike]) -> tuple[str, dict[int, int]]:
-    """Where spikes are over the run: "step" and their steps, or "event" and their numbers where a step is unknown."""
+    """The x-axis of spikes: "step" and their steps, or "event" and their numbers if a step is unknown."""
     if all(spike.step is not None for spike in spikes):
         return "step", {spike.index: spike.step for spike in spikes if spike.step is not None}
     return "event", {spike.index: number for number, spike in enumerate(spikes, 1)}

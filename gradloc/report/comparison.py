@@ -150,7 +150,7 @@ def _cells(pair: Row) -> list[Cell]:
 
 
 def remarks(comparison: Mapping[str, Any]) -> list[str]:
-    """What the tables do not say: what A and B are, their verdicts and identities, and what is missing."""
+    """Sentences beside the tables: the paths, verdicts and identities of A and B, and what is missing."""
     runs = dict(zip("AB", comparison["runs"], strict=True))
     found = []
     for name, run in runs.items():

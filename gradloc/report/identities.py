@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the report says first: which identities hold, what is or was broken, and what has changed."""
+"""The top of the report: which identities hold, what is or was broken, and what has changed."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -45,7 +45,7 @@ def replay_tables(result: Result) -> dict[str, Any]:
 
 
 def next_said(spike: Spike, replays: Sequence[Result]) -> str:
-    """What to do next about a spike: what a replay of it with all remedies recommends, or else the next command."""
+    """The next thing to do about a spike: the advice of a replay with all remedies, or else the next command."""
     for result in replays:
         if mini_batch_of(result) == spike.mini_batch and result["units"] and "remedy_notes" in result:
             return f"Replayed: {recommended(result)[1]}"

@@ -235,7 +235,7 @@ def spike_view(
 
 
 def _claim_and_advice(spike: Spike) -> tuple[str, str]:
-    """What is said first of a spike, and, where an equality is broken, apart from that what to do; else ""."""
+    """The opening of a spike; if an equality is broken, its claim and, apart from it, the advice (else "")."""
     verdict, said = spike.verdict, spike.opening
     if verdict is None or verdict["cause"] is None or not said.startswith(brief(verdict)):
         return said, ""
@@ -292,7 +292,7 @@ def _figure(name: str, value: float | None) -> str:
 
 
 def _size(name: str, value: float | None) -> float | None:
-    """What is drawn of a figure: of a ratio, its logarithm."""
+    """The value that is drawn: of a ratio, its logarithm."""
     return math.log(max(value, 1.0)) if value is not None and "ratio" in name else value
 
 

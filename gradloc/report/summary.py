@@ -195,7 +195,7 @@ def _steps(evidence: Evidence) -> dict[str, Any] | None:
 
 
 def _notes(evidence: Evidence) -> list[str]:
-    """What was left out, failed or ended early."""
+    """Sentences on what was left out, failed or ended early."""
     found = []
     for message, steps in evidence.notes.items():
         found.append(f"Note in the file: {f'in {_in_steps(steps)}: ' if steps else ''}{message}.")

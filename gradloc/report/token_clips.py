@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What TokenClip found: totals of all clip lines, the tokens furthest over their bounds, and the same in words."""
+"""TokenClip's results: totals of all clip lines, the tokens furthest over their bounds, and the same in words."""
 
 import heapq
 from collections import Counter, defaultdict
@@ -42,7 +42,7 @@ def _all_cut(signals: Signals) -> bool:
 def summarize_clips(
     lines: Sequence[Mapping[str, Any]], spikes: Collection[MiniBatch], top: int
 ) -> dict[str, Any] | None:
-    """What TokenClip found, ready for `jsonable`; None without a clip line.
+    """Sums up the clip lines, ready for `jsonable`; None without any.
 
     Args:
         lines (Sequence[Mapping]): The clip lines.
@@ -82,12 +82,12 @@ def summarize_clips(
 
 
 def done_to(row: Mapping[str, Any]) -> str:
-    """What became of a token's signal, in a word."""
+    """The action on a token's signal, in a word."""
     return DONE.get(row["action"], "left") if row["cut"] else "left"
 
 
 def beside_spike(signals: Signals | None) -> str | None:
-    """What is said of TokenClip beside a spike; None if it found nothing in its mini-batch."""
+    """TokenClip's result in a spike's mini-batch, as a sentence; None if it found nothing there."""
     if signals is None:
         return None
     over = f"{count(signals['over'], 'backward signal')} over {'its bound' if signals['over'] == 1 else 'their bounds'}"

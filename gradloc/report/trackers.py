@@ -88,7 +88,7 @@ class IdentityNews:
 
 @dataclass(frozen=True)
 class StepNews:
-    """What is new in one step, in the forms that trackers take."""
+    """The news of one step, in the forms that trackers take."""
 
     step: int
     # Its spikes, its drill, and what TokenClip found in it: the events and clip lines, as they are in the evidence.
@@ -110,7 +110,7 @@ class StepNews:
 
     @property
     def alerting(self) -> "StepNews | None":
-        """What to alert of: all but the clip lines of which everything was cut; None if nothing is left."""
+        """The news without clip lines of which everything was cut; None if nothing is left to alert of."""
         lines = []
         for line in self.lines:
             clip = line.get("token_clip")
@@ -138,7 +138,7 @@ class StepNews:
 
     @property
     def identity_title(self) -> str:
-        """What `identities` come to: where some have broken, these alone."""
+        """A title for `identities`, which names only the broken ones if there are any."""
         broken = [each.name for each in self.identities if each.is_broken]
         if broken:
             return f"Broken identity: {', '.join(broken)}"

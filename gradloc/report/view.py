@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the report shows, ready to print: texts, tables, and charts as data. Terminal and page draw it.
+"""The report, ready to print: texts, tables, and charts as data. Terminal and page draw it.
 
 Texts of the evidence are visible and cut in it. `json_of` gives its form for the page, whose script knows these types
 and no field of the evidence.
@@ -67,7 +67,7 @@ class Axis:
     beyond: float = math.nan
 
     def place(self, value: float | None) -> int | None:
-        """Where a value is, from 0 to 1000."""
+        """The place of a value on the axis, from 0 to 1000."""
         if value is None or (self.log and value <= 0):
             return None
         if not math.isfinite(value):
@@ -197,7 +197,7 @@ class Bar:
 
 @dataclass
 class Culprit:
-    """What the page shows of a culprit beside its rows in the tables "culprits" and "terms".
+    """A culprit on the page, beside its rows in the tables "culprits" and "terms".
 
     Attributes:
         spike (int): The number of its spike.

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the report says of events in words: what a diagnosis and an action mean, whether the culprits of a spike explain
-it, what the verdicts of a run and its drills have shown.
+"""Events in words: what a diagnosis and an action mean, whether culprits explain their spike, the verdicts of a run
+and its drills.
 """
 
 import math
@@ -200,7 +200,7 @@ def count_causes(verdicts: Iterable[Mapping[str, Any] | None]) -> list[dict[str,
 
 
 def brief(verdict: Mapping[str, Any]) -> str:
-    """What is known and the shares, without what to do."""
+    """A verdict's claim and evidence, without the advice."""
     return f"{verdict['claim']} ({verdict['evidence']})" if verdict["evidence"] else str(verdict["claim"])
 
 

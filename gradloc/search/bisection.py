@@ -127,7 +127,7 @@ class Bisection:
 
     @property
     def found(self) -> Found:
-        """What was found so far; the smallest sets with a spike have no subset over its own threshold."""
+        """The result so far. A set with a spike is one of the smallest if no subset is over its own threshold."""
         culprits = self.tokens.over
         rest = self.tokens.token_set(set(self._root.candidates).difference(culprits)).candidates
         settled = [node for node in self._nodes if node.open_subsets == 0 and not node.unusual]

@@ -68,7 +68,7 @@ class TokenSet:
 
 
 class Found(NamedTuple):
-    """What the search of one group has found so far."""
+    """The result so far of the search of one group."""
 
     culprits: Sequence[int] = ()  # tokens measured alone over τ
     rest: tuple[TokenSet, float] | None = None  # the group without them, and its norm; None if it was not measured

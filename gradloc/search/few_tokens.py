@@ -128,7 +128,7 @@ class FewTokens:
 
     @property
     def found(self) -> Found:
-        """What was found so far. Until a set of tokens explains the spike, all over τ are culprits."""
+        """The result so far. Until a set of tokens explains the spike, all over τ are culprits."""
         explaining, tokens = self._explaining, self.tokens
         over = []
         if explaining is None:

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a search has found: all that actions, evidence and bundles read of it."""
+"""The result of a search: all that actions, evidence and bundles read of it."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -54,7 +54,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Findings:
-    """What a search has found, the same on every rank; by default, that nothing was searched."""
+    """The result of a search, the same on every rank. The defaults are those without a search."""
 
     threshold: float  # τ
     until: str = "explained"  # `bisect_until`

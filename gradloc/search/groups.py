@@ -66,9 +66,9 @@ class Groups:
     def subsets(
         self, group: GroupName, candidates: Tensor | None = None, factors: Tensor | None = None
     ) -> dict[int, TokenSubset]:
-        """What the ranks compute for some candidates, each with a factor for its gradient (1 by default).
+        """The tokens that each rank measures for some candidates, with a factor for each one's gradient (default: 1).
 
-        Without any, it is the whole micro-batches of the group, without any token.
+        Without candidates, these are the micro-batches of the group with no token.
         """
         # Without any, they may not have been listed yet.
         none = torch.zeros((0, 3), dtype=torch.int64)
@@ -110,7 +110,7 @@ def _involved(tokens: Mapping[str, Tensor]) -> Tensor:
 
 
 def _was_cut(tokens: Mapping[str, Tensor]) -> Tensor:
-    """Where TokenClip has cut a hidden state, bool. A probe is not cut: it would measure what training did not have."""
+    """The tokens that TokenClip has cut, bool: probes are not cut, so their norms would not be training's."""
     return tokens["cut"].bool() if "cut" in tokens else torch.zeros_like(tokens["weight"], dtype=torch.bool)
 
 
@@ -142,7 +142,7 @@ class BrokenRow:
 
 
 class BrokenGradients:
-    """What of a mini-batch's gradient is NaN or Inf; the same on every rank."""
+    """The parts of a mini-batch's gradient that are NaN or Inf; the same on every rank."""
 
     def __init__(self, global_norm: float, figures: AllFigures, groups: Groups) -> None:
         self.tokens: list[Token] = []  # tokens with a non-finite coefficient, known without a measurement

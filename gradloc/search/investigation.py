@@ -76,7 +76,7 @@ class SearchTime:
         return self._limit(lambda: HEAD_START)
 
     def state_dict(self) -> dict[str, float]:
-        """What is known of the run: that of rank 0 is to be saved."""
+        """The seconds of the run and of its searches; those of rank 0 are saved."""
         return {"run": self._run(), "searches": self._spent}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
@@ -166,7 +166,7 @@ class _Investigation:
         return self._broken.culprits + [self._groups.tokens_of(*culprit)[0] for culprit in self._search.culprits]
 
     def findings(self) -> Findings:
-        """What was found so far."""
+        """The result so far."""
         search, culprits = self._search, self._culprits
         # Whether the search ended by itself, not by an error or the budget.
         ended = self.error is None and not (self._broken.unsettled or self._waiting or search.open_sets)

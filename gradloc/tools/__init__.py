@@ -1,3 +1,3 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the commands share: reading evidence, bundles and results; figures and text; files and the command line."""
+"""Shared by the commands: reading evidence, bundles and results; figures and text; files and the command line."""

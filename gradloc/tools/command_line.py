@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What commands share: types of arguments, packages that may be missing, and the end of one with a process group."""
+"""Shared by commands: types of arguments, packages that may be missing, and the end of one with a process group."""
 
 import argparse
 import importlib

@@ -75,7 +75,7 @@ _FORM = fields(
 
 
 class BundleError(ValueError):
-    """What is wrong with a bundle, in one sentence."""
+    """A bundle cannot be used; the message says why in one sentence."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Bundle:
 
     @property
     def missing(self) -> list[str]:
-        """What it lacks of its spike, in sentences."""
+        """The parts of the spike that the bundle lacks, in sentences."""
         found, count = [], self.manifest["left_out"]
         had = "were over their threshold" if self.manifest["layers"] else "had tokens with a gradient"
         if count > 0:
@@ -173,7 +173,7 @@ def _manifest(folder: Path) -> dict[str, Any]:
 
 
 def _problems(manifest: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with the form of a manifest; what follows the first may be wrong because of it."""
+    """The faults in the form of a manifest; later ones may follow from the first."""
     for name, form in _FORM.items():
         if name not in manifest or not conforms(manifest[name], form):
             yield f"its field {name!r} is missing or malformed"

@@ -58,7 +58,7 @@ Event = dict[str, Any]
 
 @dataclass
 class Evidence:
-    """What the files hold, as far as the report needs it.
+    """The contents of the files, as far as the report needs them.
 
     Attributes:
         path (str): The directory or file that it is from.
@@ -314,7 +314,7 @@ def spike_of(events: Iterable[Event], event: Mapping[str, Any], replay: str | No
 
 
 def _with_searches(lines: Iterable[Any], directory: str) -> Iterable[Any]:
-    """What the lines hold; in place of an event, the last that a search has written beside its bundle."""
+    """The lines' entries; an event is replaced by the last that a search has written beside its bundle."""
     if not (searched := read_events(directory)):
         return lines
     found = [*lines]
@@ -325,7 +325,7 @@ def _with_searches(lines: Iterable[Any], directory: str) -> Iterable[Any]:
 
 
 def _parsed(line: bytes) -> Any:
-    """What a line holds; None for one that is malformed or unfinished."""
+    """The entry of a line; None if it is malformed or unfinished."""
     try:
         return parse(line)
     except ValueError:

@@ -45,7 +45,7 @@ class Spike:
 
     @cached_property
     def verdict(self) -> Mapping[str, Any] | None:
-        """What it has, with its bundle in `check`; None if it has none."""
+        """The event's verdict, with the bundle in `check`; None if it has none."""
         verdict = self.event.get("verdict")
         if verdict is None:
             return None
@@ -59,7 +59,7 @@ class Spike:
 
     @cached_property
     def next_command(self) -> str | None:
-        """What measures what each remedy leaves of it, or searches a converted one."""
+        """The command that measures each remedy, or searches a converted spike; None without a bundle."""
         if self.bundle is None or self.event["diagnosis"] == "under":
             return None
         what = "--search" if self.event["diagnosis"] == "unsearched" else "--remedies"
@@ -97,7 +97,7 @@ class Spike:
 
     @property
     def opening(self) -> str:
-        """What is said first of it: its verdict, or its summary if it has none."""
+        """The first sentence on the spike: its verdict's, or its summary."""
         return self.summary if self.verdict is None else str(self.verdict["sentence"])
 
     @property
