@@ -40,7 +40,7 @@ NEXT = """\
 What next:
   other faults                  bash run_experiment.sh --embedded{options} --help
   natural spikes of this model  bash run_experiment.sh --embedded{options} --fault none GRAD_NORM_THRESHOLD=90
-  your own run                  docs/use/launching.md, and docs/use/configuration.md for your own launch script"""
+  your own run                  docs/use/my-run-spikes.md"""
 
 
 def composed(overrides: Sequence[str]) -> DictConfig:
