@@ -40,7 +40,7 @@ DIRECTORIES = ("OUTPUT_DIR", "BISECT_DUMP_DIR")
 VLLM_TARGET, VLLM_GIGABYTES, VLLM_TINY_GIGABYTES = "0.9.1", 19, 10
 PLUGIN = ("actor@actor_rollout_ref.actor=gradloc_dp_actor", "critic=gradloc_dp_critic")
 SWITCHES = {
-    "tiny": "a random model of two layers: seconds per step",
+    "tiny": "a random model of two layers: seconds per step, and no spike by failed_request",
     "remedy": "turn on truncated importance sampling, the sequence mask, TokenClip and LayerClip",
     "drill": "plant a spike beside training in step 2, and find it (default with --fault none)",
     "plugin": "verl 0.9.1 is not patched and has GradLoc as a plugin",
