@@ -176,6 +176,23 @@ def _old(records: Records) -> str:
     return "" if "old.gap" in now else "bypass mode" if now.get("bypass") else "no old log-probs"
 
 
+def _advantages(records: Records) -> str:
+    now = records[-1].readings
+    if {"advantages.contradicting", "advantages.zero", "advantages.cut"} & now.keys():
+        return ""
+    alike = now.get("advantages.pairs") == 0
+    return (
+        "all rewards of a prompt are the same" if alike else "no uid, no rewards, or an advantage of each token's own"
+    )
+
+
+def _gradient(records: Records) -> str:
+    now = records[-1].readings
+    if "gradient.factor" in now:
+        return ""
+    return "the gradient is 0" if "gradient.zero" in now else "its norms are not measured"
+
+
 IDENTITIES = (
     Identity(
         "finite",
@@ -252,10 +269,7 @@ IDENTITIES = (
             Residual("advantages.spread", 1.0),
             Residual("advantages.cut", SHARE),
         ),
-        _needs(
-            *("advantages.contradicting", "advantages.zero", "advantages.cut"),
-            why="no uid, no rewards, or an advantage of each token's own",
-        ),
+        _advantages,
         forms.by_residual,
     ),
     Identity(
@@ -293,7 +307,7 @@ IDENTITIES = (
             Residual("gradient.zero", TOKENS),
             Residual("gradient.last_pass", 1.0),
         ),
-        _needs("gradient.factor", why="its norms are not measured"),
+        _gradient,
         forms.by_residual,
     ),
     Identity(

@@ -256,6 +256,7 @@ def of_rows(rows: Sequence[TrainedRow]) -> Readings:
         found["advantages.size"] = statistics.geometric_mean(sizes)
     if all(row.is_one for row in rows) and rewards:
         pairs, contradicting = count_pairs(rows)
+        found["advantages.pairs"] = float(pairs)
         if pairs:
             found["advantages.contradicting"] = contradicting / pairs
         found |= _of_groups([each for each in groups.values() if len(each) > 1], count)

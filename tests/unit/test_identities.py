@@ -209,6 +209,17 @@ def test_what_is_off_for_long_or_by_far_is_broken(
             assert isinstance(each, Unchecked if share is None else Held)
 
 
+def test_an_update_without_a_gradient_says_why_two_cannot_be_checked() -> None:
+    update = run_of(1)[0]
+    reward(update, torch.ones(ROWS), torch.zeros(ROWS))
+    update.layers[1:4] = [dict.fromkeys(update.layers[1], 0.0)] * 3
+    (answer,) = answers([update])
+    missing = {name: each["missing"] for name, each in answer["identities"].items()}
+    assert (
+        missing["advantages"] == "all rewards of a prompt are the same" and missing["gradient"] == "the gradient is 0"
+    )
+
+
 def test_a_broken_identity_says_how_far_it_was_off_at_last() -> None:
     found = of_shares([0.0, FAR, OFF, 0.0, 0.0])
     assert [each.times for each in found] == pytest.approx([0.0, FAR / SHARE, *[OFF / SHARE] * 3])
