@@ -49,7 +49,7 @@ SETTINGS = {
     "stop": [f"+{SAMPLING}.stop=['er','in']", f"+{SAMPLING}.max_tokens=8"],
     "bfloat16": [f"{ROLLOUT}.dtype=bfloat16", "TOTAL_STEPS=20"],
 }
-FAULTS = ("unsent", "kept_cache", "tied_head")
+FAULTS: dict[str, list[str]] = {"unsent": [], "kept_cache": [], "tied_head": ["TOTAL_STEPS=12"]}
 
 
 def sharpened(tiny: Path, model: Path) -> None:
@@ -86,7 +86,7 @@ def run(name: str, directory: Path, model: Path, python: Path) -> None:
     command += ["--python", str(python), f"+ray_kwargs.ray_init.runtime_env.py_executable={python}"]
     environment = os.environ | FOR_RAY | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with open(directory / f"{name}.log", "w") as log:
-        done = subprocess.run([*command, *SETTINGS.get(name, [])], env=environment, stdout=log, stderr=log)
+        done = subprocess.run([*command, *(SETTINGS | FAULTS)[name]], env=environment, stdout=log, stderr=log)
     print(f"{name}: exit code {done.returncode}, {time.monotonic() - start:.0f} s", flush=True)
     if done.returncode == 0:
         print("\n".join(f"  {line}" for line in told(output)), flush=True)

@@ -44,6 +44,8 @@ LARGEST_WEIGHT = 1e20
 FLIPPED_PARAMETER = "model.layers.1.mlp.down_proj.weight"
 RELOADED_PARAMETER, RELOADED_FACTOR = "model.norm.weight", 10.0
 AUXILIARY_SCALE = 1e3
+# What is one tensor in the model.
+TIED = ("embed_tokens.weight", "lm_head.weight")
 
 
 class UnsampledServer(HFServer):
@@ -396,8 +398,8 @@ def _micro_batches(config: Any) -> int:
     return rows // config.ppo_micro_batch_size_per_gpu
 
 
-def _lose_the_weights_of(step: int) -> None:
-    """Loses all weights on the way to vLLM that come before that step; they come once before each."""
+def _lose_weights(is_lost: Callable[[int, str], bool]) -> None:
+    """Loses weights on the way to vLLM, by the step before which they come, once before each, and their name."""
     if "vllm" not in sys.modules:  # vLLM's own processes receive them, and import verl after vLLM
         return
     from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import (  # type: ignore[import-not-found]
@@ -407,8 +409,11 @@ def _lose_the_weights_of(step: int) -> None:
     @around(BucketedWeightReceiver, "receive_weights")
     def receiving(receive: Any, receiver: Any, on_bucket_received: Callable[..., None]) -> None:
         _calls["updates"] += 1
-        lost = _calls["updates"] == step
-        receive(receiver, (lambda weights, last: on_bucket_received([], last)) if lost else on_bucket_received)
+
+        def on_received(weights: list[tuple[str, Tensor]], last: bool) -> None:
+            on_bucket_received([each for each in weights if not is_lost(_calls["updates"], each[0])], last)
+
+        receive(receiver, on_received)
 
 
 def _keep_the_cache() -> None:
@@ -476,7 +481,9 @@ match NAME:
     case "resume":
         _load_a_checkpoint()
     case "unsent":
-        _lose_the_weights_of(FAILING_STEP)
+        _lose_weights(lambda step, name: step == FAILING_STEP)
+    case "tied_head":
+        _lose_weights(lambda step, name: name.endswith(TIED))
     case "kept_cache":
         _keep_the_cache()
 _name_the_fault_in_events()
