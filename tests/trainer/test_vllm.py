@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import tempfile
 from pathlib import Path
@@ -19,8 +18,10 @@ from warm_python import FOR_RAY, warm_python
 @pytest.mark.timeout(3600)  # with the set-up
 @pytest.mark.parametrize("options", [[], ["--plugin"]], ids=["patch", "plugin"])
 def test_the_engine_and_training_agree(options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not re.search(r"\bavx2\b", Path("/proc/cpuinfo").read_text()):
-        pytest.skip("vLLM needs a CPU with AVX2")
+    try:
+        launch.check_machine(True, Path("/proc/cpuinfo").read_text(), Path("/proc/meminfo").read_text())
+    except SystemExit:
+        pytest.skip("vLLM needs a CPU with AVX2, and 10 GB of free memory")
     monkeypatch.delenv("PYTHONPATH", raising=False)  # only what is installed there counts
     venv = ROOT / ".embedded" / f"0.9.1-vllm{'-plugin' * bool(options)}" / "venv"
     venv.parent.mkdir(parents=True, exist_ok=True)
