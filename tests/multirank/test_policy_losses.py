@@ -85,6 +85,7 @@ def test_tokens_that_bypass_mode_rejects_have_no_weight(agg_mode: str) -> None:
 
 
 @pytest.mark.every_target
+@pytest.mark.smoke
 @pytest.mark.parametrize("loss_type", ["ppo_clip", "reinforce"])
 def test_bypass_mode_trains_a_micro_batch_without_tokens(loss_type: str) -> None:
     """As one of failed requests. Released verl raises an error, and the run ends."""
