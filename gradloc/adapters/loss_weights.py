@@ -125,7 +125,7 @@ def policy_weights(call: AggregationCall | None, config: Any, response_mask: Ten
                 "The policy loss does not give verl's agg_loss one loss of each response token or sequence: GradLoc "
                 f"assumes the tokens' weights to be those of loss_agg_mode={mode}."
             )
-        return token_weights(lambda x: core_algos.agg_loss(x, response_mask, mode, **sizes), like)
+        return mode_weights(mode, response_mask, **sizes)
     of_losses, shape = call.aggregate, call.shape
     if call.is_of_tokens(like.shape):
         weight = token_weights(of_losses, like)
@@ -138,13 +138,13 @@ def policy_weights(call: AggregationCall | None, config: Any, response_mask: Ten
         weight = token_weights(lambda x: of_losses(((x * like).sum(1) / counts).view(shape)), like)
     if _has_more_terms(config) and not call.has_same_weights(response_mask, config.loss_agg_mode, options):
         # These terms remain for a token that the loss has rejected.
-        weight = torch.where(call.kept(response_mask), weight, term_weights(config, response_mask, **options))
+        whole = mode_weights(config.loss_agg_mode, response_mask, **options)
+        weight = torch.where(call.kept(response_mask), weight, whole)
     return weight
 
 
-def term_weights(config: Any, response_mask: Tensor, **options: Any) -> Tensor:
-    """The weight of each token in the terms of KL and entropy, as `policy_weights` gives that in the policy loss."""
-    mode = config.loss_agg_mode
+def mode_weights(mode: str, response_mask: Tensor, **options: Any) -> Tensor:
+    """The weight of each token by a mode of verl's `agg_loss`, as in the terms of KL and entropy: float32."""
     return token_weights(lambda x: core_algos.agg_loss(x, response_mask, mode, **options), response_mask.float())
 
 
@@ -232,7 +232,7 @@ def with_derived(
     if call is not None and call.is_known(mask.shape) and _has_more_terms(config) and not is_same:
         derived["policy_loss_mask"] = call.kept(mask)  # else the weights alone tell
     if config.use_kl_loss:
-        of_terms = weight if is_same else term_weights(config, mask, **options)
+        of_terms = weight if is_same else mode_weights(config.loss_agg_mode, mask, **options)
         kl = kl_coefficients(config, of_terms, tokens["log_prob"], tokens["ref_log_prob"])
         derived["kl_coefficient"] = kl * factor
     if _is_geo_mean(config) and "rollout_is_weight" in tokens:  # which takes a sequence's mean, as of the ratio

@@ -418,10 +418,9 @@ def _moved(now: Readings, pair: str) -> Form | None:
     )
     if shift <= LEVEL * SHIFT or moved <= EXPLAINS * unrelated * UNRELATED:
         return None
-    more: Any = {"what": pair.capitalize(), "count": f"{abs(by):.0f} position{'s' * (abs(by) != 1)}"}
-    more |= {"side": "later" if by > 0 else "earlier"}
-    more |= {"where": f", in {percent(far)} of the responses" if far < MOST else ""}
-    return _form("moved", now, share=max(far, moved), column=pair, **more)
+    count, side = f"{abs(by):.0f} position{'s' * (abs(by) != 1)}", "later" if by > 0 else "earlier"
+    what, where = pair.capitalize(), f", in {percent(far)} of the responses" if far < MOST else ""
+    return _form("moved", now, what=what, count=count, side=side, where=where, share=max(far, moved), column=pair)
 
 
 def _misaligned(now: Readings, pair: str) -> Form | None:

@@ -180,10 +180,9 @@ def _advantages(records: Records) -> str:
     now = records[-1].readings
     if {"advantages.contradicting", "advantages.zero", "advantages.cut"} & now.keys():
         return ""
-    alike = now.get("advantages.pairs") == 0
-    return (
-        "all rewards of a prompt are the same" if alike else "no uid, no rewards, or an advantage of each token's own"
-    )
+    if now.get("advantages.pairs") == 0:
+        return "no two rewards of a prompt differ"
+    return "no uid, no rewards, or an advantage of each token's own"
 
 
 def _gradient(records: Records) -> str:

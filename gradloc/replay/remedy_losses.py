@@ -23,9 +23,9 @@ from verl.workers.config import ActorConfig, PolicyLossConfig
 from ..adapters.loss_weights import (
     aggregation_mode,
     kl_coefficients,
+    mode_weights,
     policy_weights,
     recorded_aggregation,
-    term_weights,
 )
 from ..convert.batch import AGG_MODES
 from ..sources import HOLDS
@@ -184,7 +184,7 @@ class _Loss:
         options = config.global_batch_info
         entropy = torch.zeros_like(coefficient)
         if config.use_kl_loss or config.entropy_coeff != 0:
-            weight = term_weights(config, mask, **options)
+            weight = mode_weights(config.loss_agg_mode, mask, **options)
             entropy = -config.entropy_coeff * weight
             if config.use_kl_loss:
                 coefficient += kl_coefficients(config, weight, tokens["log_prob"], tokens["ref_log_prob"])

@@ -162,7 +162,7 @@ def test_what_a_run_is_refused_for_before_it_starts(tmp_path: Path) -> None:
 PYTHON = """#!/bin/sh
 cd {place}
 asked="$*"
-case "$asked" in *quiet*quiet*" -r "*) asked="${{asked% *}} $(tr '\n' ' ' <"${{asked##* }}" | sed 's/ $//')" ;; esac
+case "$asked" in *"quiet --quiet"*" -r "*) asked="${{asked% *}} $(tr '\n' ' ' <"${{asked##* }}" | sed 's/ $//')" ;; esac
 echo "$asked" >>asked
 case "$0" in */uv) env >environment ;; esac
 case "$asked" in

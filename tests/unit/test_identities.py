@@ -215,9 +215,7 @@ def test_an_update_without_a_gradient_says_why_two_cannot_be_checked() -> None:
     update.layers[1:4] = [dict.fromkeys(update.layers[1], 0.0)] * 3
     (answer,) = answers([update])
     missing = {name: each["missing"] for name, each in answer["identities"].items()}
-    assert (
-        missing["advantages"] == "all rewards of a prompt are the same" and missing["gradient"] == "the gradient is 0"
-    )
+    assert missing["advantages"] == "no two rewards of a prompt differ" and missing["gradient"] == "the gradient is 0"
 
 
 def test_a_broken_identity_says_how_far_it_was_off_at_last() -> None:
