@@ -194,6 +194,7 @@ class FewTokens:
         for probe, norm in measured:
             removed = self._size - len(probe.places)
             if probe.factors is None and removed <= most_removed:
+                # Not a difference of sets, which would keep the memory of all tokens.
                 self._add_rest(frozenset(self.tokens.without(probe.places.tolist()).candidates), norm)
         singles = {probe.candidates[0] for probe, _ in measured if probe.is_single}
         found = not singles.isdisjoint(self.tokens.over)

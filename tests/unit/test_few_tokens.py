@@ -2,6 +2,7 @@
 
 import math
 import random
+import sys
 from itertools import accumulate
 from statistics import median
 
@@ -213,6 +214,13 @@ def test_micro_batches_are_measured_ahead_only_within_the_budget() -> None:
         search.add_measurements([(p, tokens[p.group].measure(p)) for p in search.next_probes(1, 41 - passes)])
     assert sum(explained(search, name) for name in tokens if name in search.groups) == 3
     assert len(waiting) == 6
+
+
+def test_a_rest_takes_no_memory_for_the_tokens_that_it_has() -> None:
+    """What is left of a large set by difference would keep the memory of all."""
+    search, _ = explain({"a": Natural(4096, 1.5, 0)}, width=8)
+    lacking = [*search.groups["a"].search._rests]  # type: ignore[union-attr]
+    assert len(lacking) > 2 and all(sys.getsizeof(each) < 1000 + 100 * len(each) for each in lacking)
 
 
 def test_of_many_groups_a_few_are_searched_at_once() -> None:
