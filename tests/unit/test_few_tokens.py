@@ -219,7 +219,7 @@ def test_micro_batches_are_measured_ahead_only_within_the_budget() -> None:
 def test_a_rest_takes_no_memory_for_the_tokens_that_it_has() -> None:
     """What is left of a large set by difference would keep the memory of all."""
     search, _ = explain({"a": Natural(4096, 1.5, 0)}, width=8)
-    lacking = [*search.groups["a"].search._rests]  # type: ignore[union-attr]
+    lacking = [*search.groups["a"].search._rests]
     assert len(lacking) > 2 and all(sys.getsizeof(each) < 1000 + 100 * len(each) for each in lacking)
 
 
