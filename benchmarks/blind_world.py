@@ -356,7 +356,8 @@ class World:
             compute_rollout_correction_and_add_to_batch(batch, RolloutCorrectionConfig(**setting.correction))
             tensors |= {name: batch.batch[name] for name in batch.batch.keys()}
         tensors = self.at("update", tensors)
-        meta = {"temperature": self.trained_temperature}
+        # verl's own loops are never late, and say so.
+        meta = {"temperature": self.trained_temperature, "rollout_is_current": not setting.behind}
         data = DataProto.from_dict(tensors, columns, meta_info={**meta, "global_steps": self.step_number + 1})
         with self.fault.stages["during"](self, self.strength) if self.is_struck("during") else contextlib.nullcontext():
             with contextlib.redirect_stdout(io.StringIO()):

@@ -126,13 +126,18 @@ class GradLoc(PassRecorder):
         self.events = []
         self.discard()
 
-    def start_update(self, global_step: int | None = None) -> None:
-        """Discards the events and metrics of the last update."""
+    def start_update(self, global_step: int | None = None, rollout_is_current: bool = False) -> None:
+        """Discards the events and metrics of the last update.
+
+        Args:
+            rollout_is_current (bool): Whether the trainer says that the policy's own weights sampled the responses;
+                else the rollout may be late.
+        """
         self.start_mini_batch()
         self._metrics = UpdateMetrics()
         self.is_off = self._model is None
         self._global_step = global_step
-        self._facts.start_update(global_step)
+        self._facts.start_update(global_step, rollout_is_current)
 
     def locate(self, epoch: int, mini_batch: int) -> Located:
         """Checks the mini-batch's gradient, and on a spike finds the culprits. A collective call.

@@ -173,13 +173,13 @@ class RunFacts:
         ]
         return max(shares, default=0.0 if any(named[f"{pair} rows"] for pair in ("rollout", "reference")) else None)
 
-    def start_update(self, global_step: int | None) -> None:
-        """Begins an update."""
+    def start_update(self, global_step: int | None, rollout_is_current: bool = False) -> None:
+        """Begins an update; see `GradLoc.start_update`."""
         self._sums.zero_()
         self._bypassed, self._layers = True, []
         if self.steps_since_resume is not None:
             self.steps_since_resume += 1
-        self._ask(lambda run: run.start_update(global_step))
+        self._ask(lambda run: run.start_update(global_step, rollout_is_current))
 
     def own_figures(
         self, micro_batches: Sequence[MicroBatch], scale: float, where: Where, model: WatchedModel

@@ -66,7 +66,8 @@ class WatchedUpdates(_Behind):
             owner (Any): What has the function by this name. Its calls lead to the loss.
         """
         assert self.watch is not None
-        self.watch.start_update(data.meta_info.get("global_steps"))
+        told = data.meta_info
+        self.watch.start_update(told.get("global_steps"), told.get("rollout_is_current", False))
         self._data, self._mini_batches = data, -(-len(data) // self.config.ppo_mini_batch_size)
         self._steps = self._next_row = 0
         self._rows: list[list[int]] = []  # of verl's dynamic micro-batches

@@ -84,7 +84,7 @@ class WatchedEngine:
             self._settings = config
         if self.watch is not None:
             self._is_last = self._place(data)
-            self._start(tu.get(data, "training_step"))
+            self._start(tu.get(data, "training_step"), tu.get(data, "rollout_is_current", False))
             data[ROW] = torch.arange(len(data))
 
     def end(self, data: TensorDict, outputs: dict[str, Any]) -> None:
@@ -176,7 +176,7 @@ class WatchedEngine:
         self._where = epoch, self._earlier + mini_batch
         return tu.get(data, "update_lr_scheduler", True) and update == updates - 1
 
-    def _start(self, training_step: int | None) -> None:
+    def _start(self, training_step: int | None, rollout_is_current: bool = False) -> None:
         """Begins a mini-batch; the first one begins a step."""
         assert self.watch is not None
         if self._where != (0, 0):
@@ -184,7 +184,7 @@ class WatchedEngine:
             return
         if training_step is None and collectives.rank() == 0:
             warn_once(self._said, "the trainer passes no step number: global_step is null in the evidence")
-        self.watch.start_update(training_step)
+        self.watch.start_update(training_step, rollout_is_current)
 
     def _build(self, config: Any) -> None:
         self._settings = config

@@ -79,12 +79,12 @@ class Watch:
         """See `RunFacts.answer`, of the update so far; nothing without `spike_detection`."""
         return None if self.gradloc is None else self.gradloc.answer(rows)
 
-    def start_update(self, global_step: int | None) -> None:
-        """Begins an update, and its first mini-batch."""
+    def start_update(self, global_step: int | None, rollout_is_current: bool = False) -> None:
+        """Begins an update, and its first mini-batch; see `GradLoc.start_update`."""
         self.start_mini_batch()
         self._global_step = global_step
         if self.gradloc is not None:
-            self.gradloc.start_update(global_step)
+            self.gradloc.start_update(global_step, rollout_is_current)
 
     def start_mini_batch(self) -> None:
         """Begins another mini-batch, whose events are to be told apart."""

@@ -481,7 +481,8 @@ def _stale(now: Readings) -> Form | None:
     is_late = now.get("rollout.first_gap", 0.0) < LEVEL * SAME and not now.get("policy_jumped")
     # In some responses: most of the far ones are nearer to the reference.
     is_part = now.get("rollout.nearer", 0.0) > max(EXPLAINS * far, LEVEL * SHARE)
-    is_whole = now.get("rollout.way_explains", 0.0) > EXPLAINS and not -EXPLAINS / 2 < way < FACTOR
+    least = FACTOR if now.get("rollout.is_current") else EXPLAINS / 2
+    is_whole = now.get("rollout.way_explains", 0.0) > EXPLAINS and not -least < way < FACTOR
     if not is_late or not (is_part or is_whole):
         return None
     if way > 0:

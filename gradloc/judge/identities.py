@@ -102,10 +102,12 @@ def _if_lasting(name: str, readings: Readings) -> float | None:
 def _late_gap(records: Records) -> float:
     """How far a rollout that is late may be from the policy: as far as the last updates have moved it.
 
-    Once there are enough updates, it may be as late as before. What was there before any optimizer step is not late.
+    Once there are enough updates, it may be as late as before. What was there before any optimizer step is not late,
+    and nothing is where the trainer says that the rollout is current.
     """
     now, before = records[-1], records[:-1]
-    if now.is_first or (before and before[0].is_first and before[0].readings.get("rollout.gap", 0.0) > LEVEL * GAP):
+    was_off = before and before[0].is_first and before[0].readings.get("rollout.gap", 0.0) > LEVEL * GAP
+    if now.is_first or now.readings.get("rollout.is_current") or was_off:
         return GAP
     moves = [_move(each) for each in before]
     recent = math.fsum(moves[-LATE:])
@@ -142,8 +144,9 @@ def _nearer(records: Records) -> float:
     """
     rates = [each.rate for each in records[:-1]]
     all_of, recent = math.fsum(rates), math.fsum(rates[-LATE:])
-    is_late = len(records) < MOST_RECORDS and recent > 2 * (all_of - recent)
-    return math.inf if is_late else _wide("rollout", SHARE, records)
+    may_be_late = not records[-1].readings.get("rollout.is_current")
+    may_be_late &= len(records) < MOST_RECORDS and recent > 2 * (all_of - recent)
+    return math.inf if may_be_late else _wide("rollout", SHARE, records)
 
 
 def _follows(readings: Readings) -> float | None:

@@ -31,17 +31,17 @@ class Run:
         self._layers_before: Layers | None = None
         self._start(None)
 
-    def start_update(self, global_step: int | None) -> None:
-        """Begins an update."""
+    def start_update(self, global_step: int | None, rollout_is_current: bool = False) -> None:
+        """Begins an update; `rollout_is_current`: the policy's own weights sampled, which are not late."""
         if self._has_sums:
             self._records = latest([*self._records, self._present()])
             self._layers_before = self._layers
         if self._since_resume is not None:
             self._since_resume += 1
-        self._start(global_step)
+        self._start(global_step, rollout_is_current)
 
-    def _start(self, global_step: int | None) -> None:
-        self._step, self._rate, self._has_sums = global_step, 0.0, False
+    def _start(self, global_step: int | None, rollout_is_current: bool = False) -> None:
+        self._step, self._is_current, self._rate, self._has_sums = global_step, rollout_is_current, 0.0, False
         self._sums = [0.0] * len(NAMES)
         self._layers: Layers | None = None
         self._rows: list[TrainedRow] = []
@@ -122,7 +122,7 @@ class Run:
         readings = of_tokens(dict(zip(NAMES, self._sums, strict=True))) | of_rows(self._rows)
         if self._layers is not None:
             readings |= of_layers(self._layers, self._layers_before, 0.0 if before is None else before.rate)
-        readings["has_moved"] = float(has_moved)
+        readings |= {"has_moved": float(has_moved), "rollout.is_current": float(self._is_current)}
         first = self._records[0] if self._records else Record(readings=readings, is_first=not has_moved)
         for pair in ("rollout", "reference"):
             if first.is_first and f"{pair}.gap" in first.readings:

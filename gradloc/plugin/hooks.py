@@ -51,13 +51,13 @@ def _need_the_step(engine: type) -> None:
     """With a trainer that is not watched, its checks, its stop and its spikes' steps would be missing."""
 
     @around(engine, "_start")
-    def start_with_step(start: Callable[..., None], self: Any, training_step: int | None) -> None:
+    def start_with_step(start: Callable[..., None], self: Any, training_step: int | None, *told: Any) -> None:
         if training_step is None:
             raise RuntimeError(
                 "GradLoc's plugin watches this engine, but not the trainer, which passes no step number: let verl load "
                 "the plugin in the trainer's process, and use a trainer that it knows."
             )
-        start(self, training_step)
+        start(self, training_step, *told)
 
 
 def name_mini_batches(module: ModuleType) -> None:

@@ -58,7 +58,8 @@ class SpikeTrainer:
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
         update = self.local_trigger_step, self.parameter_sync_step
-        batch.extra_info.update({"training_step": self.global_steps, "update_of_step": update})
+        told = {"update_of_step": update, "rollout_is_current": self.trainer_mode == "sync"}
+        batch.extra_info.update({"training_step": self.global_steps, **told})
         return super()._update_actor(batch, metrics)
 
 

@@ -125,6 +125,7 @@ def data_of(batch: DataProto, worker: Any, nested: bool, **settings: Any) -> Any
         mini_batch_size=size,
         epochs=config.ppo_epochs,
         training_step=batch.meta_info["global_steps"],
+        rollout_is_current=batch.meta_info.get("rollout_is_current", False),
         **settings,
     )
     return data

@@ -129,6 +129,7 @@ def answers(
     spoil: Callable[[Update, int], Any] = lambda update, step: None,
     halves: bool = False,
     resumes: bool = False,
+    is_current: bool = False,
 ) -> list[Any]:
     """What a run says of each update; from `begin` on, they are spoiled. It may be resumed before each."""
     run, found = Run(), []
@@ -139,7 +140,7 @@ def answers(
         if resumes and step > 1:
             state, run = json.loads(json.dumps(run.state_dict())), Run()
             run.load_state_dict(state)
-        run.start_update(step)
+        run.start_update(step, is_current)
         for facts in mini_batches(update, halves):
             run.take_in(facts.tolist())
         run.take_in_layers(*update.layers)
@@ -487,6 +488,15 @@ def test_another_reference_stays_broken_although_only_the_first_update_tells(mon
     assert not any("holds again" in line for each in found for line in each["news"])
     (warning,) = found[-1]["warnings"]
     assert warning["name"] == "reference" and warning["claim"] == found[0]["warnings"][0]["claim"]
+
+
+@cases("options broken", ({}, False), ({"noisy": 0.03}, False), ({"behind": 1}, True), ({"behind": 3}, True))
+def test_a_rollout_is_late_only_where_the_trainer_does_not_say_that_it_is_current(options: Any, broken: bool) -> None:
+    updates = run_of(8, rate=0.15, **options)
+    assert not any(names(each) for each in answers(updates, halves=True))
+    told = answers(updates, halves=True, is_current=True, resumes=True)
+    assert (told[-1]["identities"]["rollout_log_probs"]["state"] == "broken") == broken
+    assert not broken or set(names(told[-1])) <= {"rollout_log_probs", "stale_weights"}
 
 
 def of_workers(share: float) -> Callable[[Tensor, Tokens, int], Tensor]:
