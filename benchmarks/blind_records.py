@@ -32,9 +32,9 @@ def recorded(world: World, path: Path | None) -> Iterator[None]:
     judged, take_in_rows = update_evidence.judged, update_evidence.UpdateEvidence.take_in_rows
     step = world.optimizer.step
 
-    def start(self: Any, global_step: int | None) -> None:
-        updates.append({"step": global_step, "mini_batches": [], "rows": [], "events": []})
-        start_update(self, global_step)
+    def start(self: Any, global_step: int | None, is_current: bool = False) -> None:
+        updates.append({"step": global_step, "mini_batches": [], "rows": [], "events": [], "is_current": is_current})
+        start_update(self, global_step, is_current)
 
     def figures(self: Any, micro_batches: Any, scale: float, where: Any, model: Any) -> Any:
         found = own_figures(self, micro_batches, scale, where, model)

@@ -19,9 +19,9 @@ from valid_events import lines_in
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm")]
 
 # A random model finds all tokens equally unlikely, so that their norms are alike: up to 13, with verl 0.9.1 up to 10.
-# With "unsampled" and "stale" some are over their threshold, with the others only what the fault makes larger.
+# With "unsampled" some are over their threshold, with the others only what the fault makes larger.
 THRESHOLDS = {
-    **dict.fromkeys(("unsampled", "failed_request", "stale"), "3"),
+    **dict.fromkeys(("unsampled", "failed_request"), "3"),
     **dict.fromkeys(("advantage", "auxiliary", "resume"), "30"),
     **dict.fromkeys(("retokenized", "kernel"), "20"),
     "bitflip": "10.5" if IS_0_9 else "14",
@@ -29,19 +29,18 @@ THRESHOLDS = {
     "misfire": "9",
 }
 # A fault of the whole run is reported in steps.jsonl, spike or not: the broken identity, its name, and since which
-# step it is off. A rollout may be late by three steps.
+# step it is off.
 WARNINGS = {
     **dict.fromkeys(("never_synced", "adapter"), ("rollout_log_probs", "stale_weights", 6)),
     "one_worker": ("rollout_log_probs", "partly_stale", 6),
+    "stale": ("rollout_log_probs", "rollout_log_probs", 2),
     "temperature": ("rollout_log_probs", "other_log_probs", 1),
     "loss_scale": ("loss", "loss_scale", 1),
     "one_seed": ("responses", "repeated_responses", 1),
 }
 CHANGED = {
-    # At this rate three steps change the weights by several times their size.
-    "stale": ["LR=0.1"],
     # At these rates, steps move log-probs by some hundredths.
-    **dict.fromkeys(("never_synced", "one_worker"), ["LR=0.0005"]),
+    **dict.fromkeys(("never_synced", "one_worker", "stale"), ["LR=0.0005"]),
     "adapter": ["LR=0.005"],
     # A line break is rare in random tokens.
     "misfire": [
@@ -82,7 +81,7 @@ def sharp_logits(model: Any) -> None:
 
 # If all tokens are equally likely, a temperature changes hardly anything, and log-probs under -10 count as -10.
 MODELS = {"bitflip": outlier_weight, "retokenized": preferences, "kernel": strong_layer}
-MODELS |= dict.fromkeys(("temperature", "never_synced", "adapter", "one_worker"), sharp_logits)
+MODELS |= dict.fromkeys(("temperature", "never_synced", "adapter", "one_worker", "stale"), sharp_logits)
 
 
 @torch.no_grad()
@@ -163,10 +162,6 @@ def test_a_fault_is_told_by_its_evidence(name: str, planted: Callable[[str], Run
             (culprit,) = culprits
             assert (culprit["source"], culprit["advantage"]) == ("nonfinite", "NaN") and causes == {"nonfinite"}
             assert steps[1]["identities"]["finite"] == {"state": "broken", "times": 64, "since": 2, "missing": None}
-        case "stale":
-            # A random model's log-probs move little: the ratios of a few tokens leave the rules' limits, not of most.
-            late = [culprit for event in events if event["global_step"] >= 4 for culprit in event["culprits"]]
-            assert {culprit["source"] for culprit in late} & {"misaligned", "token", "sequence"}
         case "retokenized":
             assert {culprit["turn"] for culprit in culprits} <= {1, 2}
             found = {(each["turn"], each["mismatch_turn"]) for each in culprits if each["source"] == "retokenized"}
@@ -221,7 +216,7 @@ def test_what_is_wrong_with_the_whole_run_is_warned_of(name: str, planted: Calla
     ]
     assert warned[-1] == {WARNINGS[name]}
     first = next(number for number, warnings in enumerate(warned, 1) if warnings)
-    assert WARNINGS[name][2] <= first <= WARNINGS[name][2] + 1
+    assert WARNINGS[name][2] <= first <= WARNINGS[name][2] + 2
     log = (folder / "out/train.log").read_text()
     said = [each["claim"] for step in steps_in(folder) for each in step["warnings"]]
     assert f"Step {first}: {said[0]}" in log and "Step 1: GradLoc checks " in log
