@@ -476,20 +476,20 @@ def _is_cut(now: Readings) -> bool:
 
 def _stale(now: Readings) -> Form | None:
     """Old weights: the rollout's log-probs lie between the reference's and the policy's, or beyond."""
-    way, far = now.get("rollout.way", 0.0), now["rollout.far"]
+    way, nearer, far = now.get("rollout.way", 0.0), now.get("rollout.nearer", 0.0), now["rollout.far"]
     # A gap before any optimizer step, or a jump in training's own columns, has another cause.
     is_late = now.get("rollout.first_gap", 0.0) < LEVEL * SAME and not now.get("policy_jumped")
     # In some responses: most of the far ones are nearer to the reference.
-    is_part = now.get("rollout.nearer", 0.0) > max(EXPLAINS * far, LEVEL * SHARE)
+    is_part = nearer > max(EXPLAINS * far, LEVEL * SHARE)
     least = FACTOR if now.get("rollout.is_current") else EXPLAINS / 2
     is_whole = now.get("rollout.way_explains", 0.0) > EXPLAINS and not -least < way < FACTOR
     if not is_late or not (is_part or is_whole):
         return None
     if way > 0:
         return _form("adapter_scale", now, part=1 + way, column="rollout")
-    if far > MOST:
+    if (share := max(far, nearer)) > MOST:  # while the policy has hardly moved, none is far
         return _form("stale_weights", now, part=-way, share=1.0, column="rollout")
-    return _form("partly_stale", now, share=far, column="rollout")
+    return _form("partly_stale", now, share=share, column="rollout")
 
 
 def _where(now: Readings) -> str:

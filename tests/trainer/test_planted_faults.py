@@ -31,8 +31,8 @@ THRESHOLDS = {
 # A fault of the whole run is reported in steps.jsonl, spike or not: the broken identity, its name, and since which
 # step it is off.
 WARNINGS = {
-    **dict.fromkeys(("never_synced", "adapter"), ("rollout_log_probs", "stale_weights", 6)),
-    "one_worker": ("rollout_log_probs", "partly_stale", 6),
+    **dict.fromkeys(("never_synced", "adapter"), ("rollout_log_probs", "stale_weights", 2)),
+    "one_worker": ("rollout_log_probs", "partly_stale", 2),
     "stale": ("rollout_log_probs", "rollout_log_probs", 2),
     "temperature": ("rollout_log_probs", "other_log_probs", 1),
     "loss_scale": ("loss", "loss_scale", 1),
