@@ -247,13 +247,18 @@ class RunWarning(_RunWarning, total=False):
     factor: float
 
 
-class IdentityState(TypedDict):
-    """Whether an identity holds."""
+class _IdentityState(TypedDict):
 
     state: Annotated[str, ("enum", ("held", "broken", "unchecked"))]
     times: Number  # its largest residual, in times of the usual
     since: int | None  # the step since which it is broken
     missing: str | None  # why it cannot be checked
+
+
+class IdentityState(_IdentityState, total=False):
+    """Whether an identity holds."""
+
+    late: bool  # of `rollout_log_probs`: true where the rollout may be late, and single tokens far apart by that
 
 
 class Change(TypedDict):
@@ -463,7 +468,7 @@ class Step(_Step, total=False):
     """The figures of a step. Older lines lack these."""
 
     # by [identity](verdict.md#identities): `state` (`held`, `broken`, `unchecked`), largest residual in `times` of the
-    # usual, `since` which step it is broken, what is `missing`
+    # usual, `since` which step it is broken, what is `missing`, whether the rollout may be `late`
     identities: dict[str, IdentityState]
     # of each broken one: `identity`, `name`, `since`, `times`, `sentence`, `claim`, `evidence`, `check`, `share` of
     # responses or tokens, `column`, `factor`

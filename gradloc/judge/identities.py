@@ -122,6 +122,11 @@ def _late_gap(records: Records) -> float:
     return GAP + now.readings.get("reference.gap", FAR_NATS)
 
 
+def may_be_late(records: Records) -> bool:
+    """Whether the rollout may be late by enough for single tokens to be far apart."""
+    return _late_gap(records) > 2 * GAP
+
+
 def _move(record: Record) -> float:
     """How far an update has moved the policy: twice what its later mini-batches, in the mean half-way, have seen."""
     return 2 * record.readings.get("step.gap", 0.0)

@@ -11,7 +11,7 @@ from ..guarded import ForeseenError
 from ..levels import GAP, LEVEL, SAME
 from ..lines import Answer, IdentityState, RunWarning
 from .changes import changes
-from .identities import BY_NAME, Broken, Held, check, measured
+from .identities import BY_NAME, Broken, Held, check, measured, may_be_late
 from .readings import Layers, of_layers, of_rows, of_tokens
 from .records import Record, as_state, from_state, latest
 from .said import said
@@ -80,6 +80,8 @@ class Run:
                 states[name] = {"state": "held", "times": _finite(found.times), "since": None, "missing": None}
             else:
                 states[name] = {"state": "unchecked", "times": None, "since": None, "missing": found.missing}
+        if may_be_late(records):
+            states["rollout_log_probs"]["late"] = True
         changed = changes(records)
         held = {name for name, each in states.items() if each["state"] == "held"}
         news = [
