@@ -39,325 +39,232 @@ class Form:
     factor: float | None = None
 
 
-_ROWS = (
-    "Print `responses`, `response_mask`, `rollout_log_probs`, `old_log_probs` and `ref_log_prob` of one row side by "
-    "side, and compare columns and neighbours."
-)
-_MASK = (
-    "Compare `response_mask` in the batch, row by row, with the token ids that the rollout returned: it should be 1 "
-    "for these alone, the end token included."
-)
-_UIDS = (
-    "Print `uid`, the decoded prompt, the sum of `token_level_rewards` and the advantage of each row, in the order of "
-    "`uid`: rows with one `uid` are of one prompt, the highest reward has the highest advantage, and they are on both "
-    "sides of 0."
-)
-_TOKENS = (
-    "Print the policy loss of each token of one row, before the mean, its advantage, ratio and importance weight: "
-    "where the ratio is 1, it is −advantage times that weight."
-)
-_SCALE = (
-    "Take one step with another number of ranks, and one with another number of micro-batches: `actor/grad_norm` "
-    "should stay about the same."
-)
-_PASSES = "On one rank, compare a parameter's `grad` after each backward pass with that before the optimizer step."
-_STEPS = "Compare a parameter and its `grad` before `optimizer.step()`, after it, and before the next forward pass."
-_ENGINES = (
-    "Compute the log-probs of one response with the weights that the server has and with training's, on the same ids: "
-    "if they agree, the weights are not the cause."
-)
-_REFERENCE = "Print a checksum of one weight in the actor and in the reference, before the first step and after it."
-_GATHER = "Look at where log-probs are gathered, sliced, padded or put in order."
-
-# By key: the name, the claim (a format of the readings and of what a function adds), where to look, and what to check.
+# By name, then by key, what is wrong: formats of the readings and of what a function adds.
+_CLAIMS: Mapping[str, Mapping[str, str]] = {
+    "nonfinite": {"nonfinite": "`{name}` are NaN or infinite in {count:.0f} response(s)"},
+    "mask": {
+        "sampled.inverted": "The response mask is inverted: sampled tokens are not trained, and others are",
+        "sampled.last_lost": "The last token that the rollout sampled, usually the end token (EOS), is not trained",
+    },
+    "unsampled": {
+        "sampled.after_end": "{sampled.after_end:.0f} of {sampled.trained:.0f} trained tokens are after the end of "
+        "their turn",
+        "sampled.unlogged": "{sampled.unlogged:.0f} of {sampled.trained:.0f} trained tokens have no log-prob of the "
+        "rollout (exactly 0)",
+    },
+    "sampled": {
+        "sampled.zero": "{rollout.zero:.1%} of the trained tokens have a rollout log-prob of exactly 0, unlike in "
+        "training",
+    },
+    "repeated_responses": {
+        "responses.repeated": "{responses.repeated:.1%} of the responses are the same, token for token, as an earlier "
+        "one to their prompt",
+    },
+    "groups_of_one": {
+        "groups.alone": "Every response has a `uid` of its own, although several are to one prompt: none is compared "
+        "with another",
+    },
+    "mixed_groups": {
+        "groups.mixed": "Rewards of different prompts are compared: {groups.mixed:.1%} of the rows have a `uid` with "
+        "several",
+    },
+    "advantage_order": {
+        "advantages.contradicting": "Advantages do not follow the rewards: in {advantages.contradicting:.0%} of the "
+        "pairs of responses to one prompt, the better one has the lower advantage",
+    },
+    "advantage_mask": {
+        "advantages.cut": "In {advantages.cut:.1%} of the responses, the first tokens have no advantage, as many as "
+        "the row has padding",
+    },
+    "advantages": {
+        "advantages.zero": "Advantages are 0, although the rewards of a prompt's responses differ",
+        "advantages.one_sided": "Advantages have one sign in {advantages.one_sided:.0%} of the groups whose rewards "
+        "differ",
+        "advantages.offset": "Advantages are not centred: they are {advantages.offset:.3g} times as far from 0 as "
+        "from each other",
+        "advantages.spread": "A prompt's advantages are {advantages.spread:.3g} times as far apart as its rewards "
+        "allow, even divided by their deviation",
+    },
+    "misaligned": {
+        "old.rows": "In {old.unrelated:.0%} of the responses, old log-probs have no relation to those of the update's "
+        "own forward: they are of other rows",
+        "moved": "{what} log-probs belong to other tokens: they fit training's {count} {side}{where}",
+        "repeated": "{what} log-probs repeat one value: {share:.0%} equal the previous token's",
+        "unrelated": "{what} log-probs have no relation to training's in {share:.0%} of the responses: other rows, or "
+        "other labels",
+    },
+    "old_log_probs": {
+        "old": "Old log-probs differ from those of the update's first forward by {old.gap:.2g} nats in the mean, with "
+        "the same weights{how}",
+    },
+    "other_log_probs": {"other": "Rollout log-probs {how}"},
+    "stale_weights": {
+        "stale_weights": "The rollout still samples with old weights: its log-probs lack {part:.0%} of the policy's "
+        "change since the reference",
+        "rollout.copied": "Rollout log-probs are the reference's, bit for bit: the rollout has the reference's "
+        "weights, or one column is a copy of the other",
+    },
+    "partly_stale": {
+        "partly_stale": "{share:.0%} of the responses are sampled with old weights, as if one of several workers got "
+        "no new ones",
+    },
+    "adapter_scale": {
+        "adapter_scale": "The rollout's log-probs are {part:.2g} times as far from the reference's as the policy's",
+    },
+    "rollout_log_probs": {
+        "rollout": "Rollout and training score the same tokens differently, by {rollout.gap:.2g} nats in the "
+        "mean{where}",
+    },
+    "reference": {
+        "reference.same": "Reference log-probs are the policy's own, after the policy has moved: the reference "
+        "follows it",
+        "reference": "Reference log-probs differ from the policy's by {reference.first_gap:.2g} nats in the mean "
+        "before any step",
+    },
+    "loss_scale": {
+        "loss.weights": "The weights of all tokens sum to {loss.weights:.4g} instead of 1",
+        "loss.factor": "The loss's gradient is {loss.factor:.4g} times what its weights, advantages and ratios give",
+    },
+    "loss_sign": {
+        "loss.sign": "The loss has the wrong sign: its gradient is {loss.factor:.3g} times what weights, advantages "
+        "and ratios give",
+        "loss.opposite": "The loss has lost the sign of the advantage for {loss.opposite:.0%} of the tokens",
+    },
+    "importance_weights": {
+        "loss.against": "The rollout's importance weights are inverted: over 1 where the old policy is less likely to "
+        "sample the token",
+        "loss.without": "The rollout's importance weights are not in the loss: its gradient fits without them",
+    },
+    "kl_scale": {"loss.kl": "The KL loss's gradient is {loss.kl_factor:.3g} times what its coefficient and type give"},
+    "loss": {
+        "loss.clipped_wrong": "{loss.clipped_wrong:.0%} of the clipped tokens are clipped on the wrong side: their "
+        "ratio is low where the advantage is positive, or high where it is negative",
+        "loss": "For {loss.unfit:.1%} of the tokens, the loss's gradient is not −weight · advantage · ratio",
+    },
+    "last_pass": {"gradient.last_pass": "The optimizer's gradient is the last micro-batch's alone"},
+    "gradient": {
+        "gradient.zero": "{gradient.zero:.0f} layer(s) have a gradient of exactly 0, unlike the others of their kind",
+        "gradient.less": "The optimizer's gradient is {gradient.less:.3g} times smaller than the sum of the passes'",
+        "gradient.factor": "The optimizer's gradient is up to {gradient.factor:.3g} times the sum of the passes', in "
+        "some layers",
+    },
+    "not_moving": {
+        "weights.still": "{weights.still:.0f} of {weights.layers:.0f} layers are bit for bit the same after the "
+        "optimizer step",
+    },
+    "ascent": {"weights.uphill": "Optimizer steps go up the gradient: the loss grows"},
+    "weights": {
+        "weights.between": "Weights have changed between two updates, without an optimizer step",
+        "weights.apart": "Weights changed by {weights.apart:.3g} times what an optimizer step should change",
+    },
+}
+# By key, or by the name of several, where to look.
+_LOOKS: Mapping[str, str] = {
+    "nonfinite": "Look at what computes them: one bad reward breaks the advantages of its whole group; log-probs come "
+    "from the forward pass.",
+    "sampled.inverted": "Look at how the mask is built.",
+    "sampled.last_lost": "Look for a mask `ids != pad` where the padding token is the end token.",
+    "unsampled": "Set response_mask to 0 for tokens that were added later (EOS tokens, templates, tool output, "
+    "padding); if these were sampled, their log-probs were lost.",
+    "sampled": "Log-probs are missing, or were taken after a top-p or top-k cut.",
+    "repeated_responses": "The rollout samples with one seed, or rows are doubled.",
+    "groups_of_one": "Look at where `uid` is set: before prompts are repeated for the rollout. (Advantages without "
+    "groups do not need it.)",
+    "mixed_groups": "Look at the order in which prompts are repeated for the rollout and put together with their "
+    "responses.",
+    "advantage_order": "Look for rows that are moved between rewards and advantages (a sort, a filter, a gather), and "
+    "at signs.",
+    "advantage_mask": "Look at how advantages are padded: to the left instead of to the right.",
+    "advantages.zero": "Look at what they are computed from.",
+    "advantages.one_sided": "Look for an operation that drops the sign: abs, clamp.",
+    "advantages.offset": "The baseline is not of these rewards: look at running means, and at where they come from.",
+    "advantages.spread": "Look for a division by a deviation that is 0 up to rounding.",
+    "misaligned": "Look at where rows are gathered, balanced and put in order, and log-probs sliced and padded.",
+    "old_log_probs": "Look for dropout (the model in training mode), another temperature, attention mask or "
+    "precision, or log-probs of an earlier step.",
+    "other_log_probs": "Compute both with one temperature and vocabulary, in nats, and both before or both after top-p "
+    "and top-k.",
+    "stale_weights": "Look at what sends weights to the rollout: which tensors and adapters get there.",
+    "partly_stale": "Look at what sends weights to each worker.",
+    "adapter_scale": "Look for a LoRA adapter that is merged into the weights and loaded as well, or scaled twice "
+    "(lora_alpha / r).",
+    "rollout_log_probs": "The engines have other weights, another prompt (chat template, BOS token), other positions "
+    "(RoPE), kernels or experts, or a coarser precision.",
+    "reference.same": "Look at what the reference shares with the actor: its weights, its adapter.",
+    "reference": "Unless another model was chosen for the reference, look at its path, adapter, precision, attention "
+    "mask and temperature.",
+    "loss_scale": "Look at what the loss is multiplied and divided by.",
+    "loss.sign": "Look at the sign of the policy loss.",
+    "loss.opposite": "Look at what takes the size of advantages or ratios (abs, square, clamp).",
+    "loss.against": "Look at the sign of the log-probs' difference: a weight is exp(old − rollout).",
+    "loss.without": "Look at whether the loss function takes `rollout_is_weights`.",
+    "kl_scale": "Look at where it is scaled or detached.",
+    "loss.clipped_wrong": "Look at min and max in the clipped loss.",
+    "loss": "Look for a term that is added or left out, and for factors of single tokens.",
+    "last_pass": "Look for a zero_grad between micro-batches, or for overwritten gradients.",
+    "gradient.zero": "Look for a detach, a no_grad, or an adapter that is not used.",
+    "gradient.less": "Look for what zeroes or divides it between the passes and the step.",
+    "gradient.factor": "Look for a backward that runs twice, hooks that multiply, a gradient that was not zeroed, or a "
+    "sum where a mean over ranks should be.",
+    "not_moving": "Look at which tensors the optimizer has, and whether the learning rate is below the weights' "
+    "precision.",
+    "ascent": "Look at the loss's sign and at `maximize`.",
+    "weights": "Look at what else writes weights (a loaded checkpoint, an average of weights, offloading, a merged "
+    "adapter, a faulty device), and at the optimizer: its state after a resume, its precision, weight decay.",
+}
+# By names, what would refute them.
+_CHECKS: Mapping[str, str] = {
+    "nonfinite": "Print this column of these rows before the update: if it is finite there, a later stage breaks it.",
+    **dict.fromkeys(
+        ("mask", "unsampled", "sampled"),
+        "Compare `response_mask` in the batch, row by row, with the token ids that the rollout returned: it should be "
+        "1 for these alone, the end token included.",
+    ),
+    "repeated_responses": "Print the ids of the responses of one `uid` after the rollout. If they are the same there, "
+    "look at seeds, temperature, top-p and top-k of the server; if not, at what pads, repeats or gathers rows.",
+    **dict.fromkeys(
+        ("groups_of_one", "mixed_groups", "advantage_order", "advantages"),
+        "Print `uid`, the decoded prompt, the sum of `token_level_rewards` and the advantage of each row, in the order "
+        "of `uid`: rows with one `uid` are of one prompt, the highest reward has the highest advantage, and they are "
+        "on both sides of 0.",
+    ),
+    "advantage_mask": "Print `advantages` and `response_mask` of one row: where the mask is 1, the advantage is the "
+    "response's.",
+    "misaligned": "Print `responses`, `response_mask`, `rollout_log_probs`, `old_log_probs` and `ref_log_prob` of one "
+    "row side by side, and compare columns and neighbours.",
+    "old_log_probs": "Compute the old log-probs twice: if they differ, the forward is random; if not, compare what "
+    "both calls get.",
+    "other_log_probs": "`gradloc replay BUNDLE` finds a temperature that fits; or score one response with the server "
+    "at temperature 1, without top-p.",
+    **dict.fromkeys(
+        ("stale_weights", "partly_stale", "adapter_scale", "rollout_log_probs"),
+        "Compute the log-probs of one response with the weights that the server has and with training's, on the same "
+        "ids: if they agree, the weights are not the cause.",
+    ),
+    "reference": "Print a checksum of one weight in the actor and in the reference, before the first step and after "
+    "it.",
+    "loss_scale": "Take one step with another number of ranks, and one with another number of micro-batches: "
+    "`actor/grad_norm` should stay about the same.",
+    **dict.fromkeys(
+        ("loss_sign", "importance_weights", "loss"),
+        "Print the policy loss of each token of one row, before the mean, its advantage, ratio and importance weight: "
+        "where the ratio is 1, it is −advantage times that weight.",
+    ),
+    "kl_scale": "Take one step with kl_loss_coef=0: the difference is the KL loss's gradient.",
+    **dict.fromkeys(
+        ("last_pass", "gradient"),
+        "On one rank, compare a parameter's `grad` after each backward pass with that before the optimizer step.",
+    ),
+    **dict.fromkeys(
+        ("not_moving", "ascent", "weights"),
+        "Compare a parameter and its `grad` before `optimizer.step()`, after it, and before the next forward pass.",
+    ),
+}
+# By key: the name, the claim, where to look, and what to check.
 _TEXTS: Mapping[str, tuple[str, str, str, str]] = {
-    "nonfinite": (
-        "nonfinite",
-        "`{name}` are NaN or infinite in {count:.0f} response(s)",
-        "Look at what computes them: one bad reward breaks the advantages of its whole group; log-probs come from "
-        "the forward pass.",
-        "Print this column of these rows before the update: if it is finite there, a later stage breaks it.",
-    ),
-    "sampled.inverted": (
-        "mask",
-        "The response mask is inverted: sampled tokens are not trained, and others are",
-        "Look at how the mask is built.",
-        _MASK,
-    ),
-    "sampled.last_lost": (
-        "mask",
-        "The last token that the rollout sampled, usually the end token (EOS), is not trained",
-        "Look for a mask `ids != pad` where the padding token is the end token.",
-        _MASK,
-    ),
-    "sampled.after_end": (
-        "unsampled",
-        "{sampled.after_end:.0f} of {sampled.trained:.0f} trained tokens are after the end of their turn",
-        "Set response_mask to 0 for tokens that were added later: EOS tokens, templates, padding.",
-        _MASK,
-    ),
-    "sampled.unlogged": (
-        "unsampled",
-        "{sampled.unlogged:.0f} of {sampled.trained:.0f} trained tokens have no log-prob of the rollout (exactly 0)",
-        "Set response_mask to 0 for tokens that were added later (EOS tokens, templates, tool output, padding); if "
-        "these were sampled, their log-probs were lost.",
-        _MASK,
-    ),
-    "sampled.zero": (
-        "sampled",
-        "{rollout.zero:.1%} of the trained tokens have a rollout log-prob of exactly 0, unlike in training",
-        "Log-probs are missing, or were taken after a top-p or top-k cut.",
-        _MASK,
-    ),
-    "responses.repeated": (
-        "repeated_responses",
-        "{responses.repeated:.1%} of the responses are the same, token for token, as an earlier one to their prompt",
-        "The rollout samples with one seed, or rows are doubled.",
-        "Print the ids of the responses of one `uid` after the rollout. If they are the same there, look at seeds, "
-        "temperature, top-p and top-k of the server; if not, at what pads, repeats or gathers rows.",
-    ),
-    "groups.alone": (
-        "groups_of_one",
-        "Every response has a `uid` of its own, although several are to one prompt: none is compared with another",
-        "Look at where `uid` is set: before prompts are repeated for the rollout. (Advantages without groups do not "
-        "need it.)",
-        _UIDS,
-    ),
-    "groups.mixed": (
-        "mixed_groups",
-        "Rewards of different prompts are compared: {groups.mixed:.1%} of the rows have a `uid` with several",
-        "Look at the order in which prompts are repeated for the rollout and put together with their responses.",
-        _UIDS,
-    ),
-    "advantages.contradicting": (
-        "advantage_order",
-        "Advantages do not follow the rewards: in {advantages.contradicting:.0%} of the pairs of responses to one "
-        "prompt, the better one has the lower advantage",
-        "Look for rows that are moved between rewards and advantages (a sort, a filter, a gather), and at signs.",
-        _UIDS,
-    ),
-    "advantages.cut": (
-        "advantage_mask",
-        "In {advantages.cut:.1%} of the responses, the first tokens have no advantage, as many as the row has padding",
-        "Look at how advantages are padded: to the left instead of to the right.",
-        "Print `advantages` and `response_mask` of one row: where the mask is 1, the advantage is the response's.",
-    ),
-    "advantages.zero": (
-        "advantages",
-        "Advantages are 0, although the rewards of a prompt's responses differ",
-        "Look at what they are computed from.",
-        _UIDS,
-    ),
-    "advantages.one_sided": (
-        "advantages",
-        "Advantages have one sign in {advantages.one_sided:.0%} of the groups whose rewards differ",
-        "Look for an operation that drops the sign: abs, clamp.",
-        _UIDS,
-    ),
-    "advantages.offset": (
-        "advantages",
-        "Advantages are not centred: they are {advantages.offset:.3g} times as far from 0 as from each other",
-        "The baseline was not computed from these rewards: look at running means, and at where they come from.",
-        _UIDS,
-    ),
-    "advantages.spread": (
-        "advantages",
-        "A prompt's advantages are {advantages.spread:.3g} times as far apart as its rewards allow, even divided by "
-        "their deviation",
-        "Look for a division by a deviation that is 0 up to rounding.",
-        _UIDS,
-    ),
-    "old.rows": (
-        "misaligned",
-        "In {old.unrelated:.0%} of the responses, old log-probs have no relation to those of the update's own "
-        "forward: they are of other rows",
-        "Look at how rows are ordered, balanced and put back.",
-        _ROWS,
-    ),
-    "old": (
-        "old_log_probs",
-        "Old log-probs differ from those of the update's first forward by {old.gap:.2g} nats in the mean, with the "
-        "same weights{how}",
-        "Look for dropout (the model in training mode), another temperature, attention mask or precision, or "
-        "log-probs of an earlier step.",
-        "Compute the old log-probs twice: if they differ, the forward is random; if not, compare what both calls get.",
-    ),
-    "moved": (
-        "misaligned",
-        "{what} log-probs belong to other tokens: they fit training's {count} {side}{where}",
-        _GATHER,
-        _ROWS,
-    ),
-    "repeated": (
-        "misaligned",
-        "{what} log-probs repeat one value: {share:.0%} equal the previous token's",
-        _GATHER,
-        _ROWS,
-    ),
-    "unrelated": (
-        "misaligned",
-        "{what} log-probs have no relation to training's in {share:.0%} of the responses: other rows, or other labels",
-        _GATHER,
-        _ROWS,
-    ),
-    "other": (
-        "other_log_probs",
-        "Rollout log-probs {how}",
-        "Compute both with one temperature and vocabulary, in nats, and both before or both after top-p and top-k.",
-        "`gradloc replay BUNDLE` finds a temperature that fits; or score one response with the server at "
-        "temperature 1, without top-p.",
-    ),
-    "stale_weights": (
-        "stale_weights",
-        "The rollout still samples with old weights: its log-probs lack {part:.0%} of the policy's change since the "
-        "reference",
-        "Look at what sends weights to the rollout: which tensors and adapters get there.",
-        _ENGINES,
-    ),
-    "rollout.copied": (
-        "stale_weights",
-        "Rollout log-probs are the reference's, bit for bit: the rollout has the reference's weights, or one column "
-        "is a copy of the other",
-        "Look at what sends weights to the rollout, and at what fills these columns.",
-        _ENGINES,
-    ),
-    "partly_stale": (
-        "partly_stale",
-        "{share:.0%} of the responses are sampled with old weights, as if one of several workers got no new ones",
-        "Look at what sends weights to each worker.",
-        _ENGINES,
-    ),
-    "adapter_scale": (
-        "adapter_scale",
-        "The rollout's log-probs are {part:.2g} times as far from the reference's as the policy's",
-        "Look for a LoRA adapter that is merged into the weights and loaded as well, or scaled twice (lora_alpha / r).",
-        _ENGINES,
-    ),
-    "rollout": (
-        "rollout_log_probs",
-        "Rollout and training score the same tokens differently, by {rollout.gap:.2g} nats in the mean{where}",
-        "The engines have other weights, another prompt (chat template, BOS token), other positions (RoPE), kernels or "
-        "experts, or a coarser precision.",
-        _ENGINES,
-    ),
-    "reference.same": (
-        "reference",
-        "Reference log-probs are the policy's own, after the policy has moved: the reference follows it",
-        "Look at what the reference shares with the actor: its weights, its adapter.",
-        _REFERENCE,
-    ),
-    "reference": (
-        "reference",
-        "Reference log-probs differ from the policy's by {reference.first_gap:.2g} nats in the mean before any step",
-        "Unless another model was chosen for the reference, look at its path, adapter, precision, attention mask and "
-        "temperature.",
-        _REFERENCE,
-    ),
-    "loss.weights": (
-        "loss_scale",
-        "The weights of all tokens sum to {loss.weights:.4g} instead of 1",
-        "Look at what the loss is divided by.",
-        _SCALE,
-    ),
-    "loss.factor": (
-        "loss_scale",
-        "The loss's gradient is {loss.factor:.4g} times what its weights, advantages and ratios give",
-        "Look at what it is multiplied and divided by.",
-        _SCALE,
-    ),
-    "loss.sign": (
-        "loss_sign",
-        "The loss has the wrong sign: its gradient is {loss.factor:.3g} times what weights, advantages and ratios give",
-        "Look at the sign of the policy loss.",
-        _TOKENS,
-    ),
-    "loss.opposite": (
-        "loss_sign",
-        "The loss has lost the sign of the advantage for {loss.opposite:.0%} of the tokens",
-        "Look at what takes the size of advantages or ratios (abs, square, clamp).",
-        _TOKENS,
-    ),
-    "loss.clipped_wrong": (
-        "loss",
-        "{loss.clipped_wrong:.0%} of the clipped tokens are clipped on the wrong side: their ratio is low where the "
-        "advantage is positive, or high where it is negative",
-        "Look at min and max in the clipped loss.",
-        _TOKENS,
-    ),
-    "loss.against": (
-        "importance_weights",
-        "The rollout's importance weights are inverted: over 1 where the old policy is less likely to sample the token",
-        "Look at the sign of the log-probs' difference: a weight is exp(old − rollout).",
-        _TOKENS,
-    ),
-    "loss.without": (
-        "importance_weights",
-        "The rollout's importance weights are not in the loss: its gradient fits without them",
-        "Look at whether the loss function takes `rollout_is_weights`.",
-        _TOKENS,
-    ),
-    "loss.kl": (
-        "kl_scale",
-        "The KL loss's gradient is {loss.kl_factor:.3g} times what its coefficient and type give",
-        "Look at where it is scaled or detached.",
-        "Take one step with kl_loss_coef=0: the difference is the KL loss's gradient.",
-    ),
-    "loss": (
-        "loss",
-        "For {loss.unfit:.1%} of the tokens, the loss's gradient is not −weight · advantage · ratio",
-        "Look for a term that is added or left out, and for factors of single tokens.",
-        _TOKENS,
-    ),
-    "gradient.last_pass": (
-        "last_pass",
-        "The optimizer's gradient is the last micro-batch's alone",
-        "Look for a zero_grad between micro-batches, or for overwritten gradients.",
-        _PASSES,
-    ),
-    "gradient.zero": (
-        "gradient",
-        "{gradient.zero:.0f} layer(s) have a gradient of exactly 0, unlike the others of their kind",
-        "Look for a detach, a no_grad, or an adapter that is not used.",
-        _PASSES,
-    ),
-    "gradient.less": (
-        "gradient",
-        "The optimizer's gradient is {gradient.less:.3g} times smaller than the sum of the passes'",
-        "Look for what zeroes or divides it between the passes and the step.",
-        _PASSES,
-    ),
-    "gradient.factor": (
-        "gradient",
-        "The optimizer's gradient is up to {gradient.factor:.3g} times the sum of the passes', in some layers",
-        "Look for a backward that runs twice, hooks that multiply, a gradient that was not zeroed, or a sum where a "
-        "mean over ranks should be.",
-        _PASSES,
-    ),
-    "weights.still": (
-        "not_moving",
-        "{weights.still:.0f} of {weights.layers:.0f} layers are bit for bit the same after the optimizer step",
-        "Look at which tensors the optimizer has, and whether the learning rate is below the weights' precision.",
-        _STEPS,
-    ),
-    "weights.between": (
-        "weights",
-        "Weights have changed between two updates, without an optimizer step",
-        "Look at what else writes weights: a loaded checkpoint, an average of weights, offloading, a merged adapter.",
-        _STEPS,
-    ),
-    "weights.uphill": (
-        "ascent",
-        "Optimizer steps go up the gradient: the loss grows",
-        "Look at the loss's sign and at `maximize`.",
-        _STEPS,
-    ),
-    "weights.apart": (
-        "weights",
-        "Weights changed by {weights.apart:.3g} times what an optimizer step should change",
-        "Look at the optimizer (its state after a resume, its precision, weight decay), and at what else writes "
-        "weights: a loaded checkpoint, offloading, a merged adapter, a faulty device.",
-        _STEPS,
-    ),
+    key: (name, claim, _LOOKS.get(key) or _LOOKS[name], _CHECKS[name])
+    for name, claims in _CLAIMS.items()
+    for key, claim in claims.items()
 }
 _COLUMNS = {
     "advantages": "advantages",
