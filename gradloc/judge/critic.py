@@ -37,16 +37,13 @@ def summary(spike: CriticSpike) -> str:
     where = f"micro-batch {largest['micro_batch']} of rank {largest['rank']}" if spike["micro_batches"] else "all data"
     of_threshold = f"{times:.3g} times its threshold" if math.isfinite(times) else "not finite"
     sentences = [f"The critic's gradient norm is {of_threshold} in {where}."]
-    found = cause(spike)
-    if found is not None:
+    if (found := cause(spike)) is not None:
         usual = f"{largest['error']:.3g} against {spike['ordinary_error']:.3g} in the last mini-batch without a spike"
-        if found == "errors":
-            sentences.append(f"The values' errors have grown (root mean square {usual}): look at the returns.")
-        else:
-            sentences.append(
-                f"The values' errors have hardly grown (root mean square {usual}), so the model amplifies them"
-                f"{_most(largest['layer_norms'], spike['ordinary_layer_norms'])}."
-            )
+        grown, so = "grown", ": look at the returns"
+        if found == "network":
+            grown = "hardly grown"
+            so = f", so the model amplifies them{_most(largest['layer_norms'], spike['ordinary_layer_norms'])}"
+        sentences.append(f"The values' errors have {grown} (root mean square {usual}){so}.")
     if spike["values"]:
         value = spike["values"][0]
         sentences.append(
@@ -58,13 +55,7 @@ def summary(spike: CriticSpike) -> str:
 
 def _largest(spike: CriticSpike) -> Mapping[str, Any]:
     """The largest micro-batch; where they are not measured alone, the whole mini-batch."""
-    if spike["micro_batches"]:
-        return spike["micro_batches"][0]
-    return {
-        "token_equivalent": spike["token_norm"],
-        "error": spike["error"],
-        "layer_norms": spike["layer_norms"],
-    }
+    return spike["micro_batches"][0] if spike["micro_batches"] else {**spike, "token_equivalent": spike["token_norm"]}
 
 
 def _most(layer_norms: Mapping[str, float], ordinary: Mapping[str, float] | None) -> str:
