@@ -87,7 +87,7 @@ def judged(
     of_line, names = _JUDGED[kind]
 
     def question() -> dict[str, Any]:
-        found = judge.judged_in_training(line, answer, rows)
+        found = judge.judged(line, rows, answer)
         forms = get_type_hints(of_line, include_extras=True)
         return unjudged | {name: _in_form(found[name], forms[name]) for name in names}
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import lines
 from ..fsdp import collectives
-from ..judge.shares import threshold_factor
+from ..judge.said import threshold_factor
 from ..judging import asked
 from ..measure.micro_batch import AllFigures, MicroBatch, MicroBatchName, Token, movable, suspects
 from ..measure.mini_batch import MiniBatch, OrdinaryGradient

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..levels import EXPLAINS, FACTOR, LATE, LEVEL, MOST, SAME, SHARE, SHIFT, UNRELATED
 from .records import Readings
-from .shares import percent
+from .said import percent
 
 
 @dataclass(frozen=True)

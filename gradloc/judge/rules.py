@@ -14,7 +14,7 @@ class Rule:
 
     Args:
         name (str): The source.
-        one (str): What a culprit is for which it holds; `several`, what culprits are.
+        what (str): A token for which it holds, without the article.
         meaning (str): When it holds, in one sentence.
         advice (str): What to do about it, in one sentence.
         claim (str): Of a broken equality of single tokens, what is wrong, the start of a sentence; empty for a fact.
@@ -22,8 +22,7 @@ class Rule:
     """
 
     name: str
-    one: str
-    several: str
+    what: str
     meaning: str
     advice: str
     claim: str = ""
@@ -33,6 +32,10 @@ class Rule:
     def is_bug(self) -> bool:
         """Whether it is to be repaired where it comes from: a remedy only covers it up."""
         return bool(self.claim)
+
+    def of(self, count: int) -> str:
+        """What so many tokens are, with the verb."""
+        return f"is a {self.what}" if count == 1 else f"are {self.what.replace('token', 'tokens', 1)}"
 
 
 _RATIOS = (
@@ -44,31 +47,22 @@ _RATIOS = (
 BROKEN = "nonfinite"
 # Those of importance ratios, which the update's own steps move, too.
 RATIOS = ("token", "sequence")
-# verl's names of columns; each may make those after it not finite.
-VERL_NAMES = {
-    "advantage": "advantages",
-    "old_log_prob": "old_log_probs",
-    "ref_log_prob": "ref_log_prob",
-    "rollout_log_prob": "rollout_log_probs",
-}
 
 # Most specific first: broken numbers, then broken equalities of tokens, then what they may have in common.
 RULES = (
     Rule(
         BROKEN,
-        "a token with a NaN or infinite gradient",
-        "tokens with NaN or infinite gradients",
+        "token with a NaN or infinite gradient",
         "The token's gradient is NaN or infinite.",
         "Look at the column that is not finite first: the rest follows from it.",
         "Single tokens have NaN or infinite gradients",
         "Find which of the culprit's `advantage`, `log_prob`, `old_log_prob` and `weight` in spikes.jsonl is NaN or "
-        "infinite: then look at that column of the batch; if none is, at the weights, and at the gradients of the "
-        "event's `broken_parameters` before the optimizer step, the first one first.",
+        "infinite; if none is, look at the weights, and before the optimizer step at the gradients of the event's "
+        "`broken_parameters`, the first one first.",
     ),
     Rule(
         "unsampled",
-        "a token that the policy did not produce",
-        "tokens that the policy did not produce",
+        "token that the policy did not produce",
         "The policy did not sample it: it is after the turn's end (unless training confirms the rollout's log-prob), "
         "or its rollout log-prob is missing, or is exactly 0 while its probability in training is under 0.1.",
         "Set response_mask to 0 for tokens that were added later: EOS tokens, templates, tool output.",
@@ -78,8 +72,7 @@ RULES = (
     ),
     Rule(
         "retokenized",
-        "a token in or after a turn where the mismatch with the rollout begins",
-        "tokens in or after turns where the mismatch with the rollout begins",
+        "token in or after a turn where the mismatch with the rollout begins",
         "It is in or after a turn where the mismatch with the rollout begins: log-probs agree up to one of the turn's "
         "first three tokens, and most of the following ones are NaN or over 1 nat apart.",
         "Train on the token ids that the rollout sampled: do not decode a turn and encode it again, and check the "
@@ -90,8 +83,7 @@ RULES = (
     ),
     Rule(
         "misaligned",
-        "a misaligned token (log-probs of its response belong to other tokens)",
-        "misaligned tokens (log-probs of their responses belong to other tokens)",
+        "misaligned token, whose response has the log-probs of others",
         "The response's rollout or reference log-probs fit the policy's far better at other positions; or, in a "
         "response of at least 6 tokens, over half are NaN or over 1 nat from the rollout's.",
         "Look for where log-probs are gathered, sliced or padded; or for other weights or another temperature in the "
@@ -103,8 +95,7 @@ RULES = (
     ),
     Rule(
         "token",
-        "a token whose importance ratio is far from 1",
-        "tokens whose importance ratios are far from 1",
+        "token whose importance ratio is far from 1",
         "Its ratio, to the old policy or to the rollout's, is over 2, under 1/2 or NaN.",
         "Use the same precision in rollout and training, train less off-policy, or clip or mask such ratios.",
         "The importance ratios of single tokens are far from 1",
@@ -112,8 +103,7 @@ RULES = (
     ),
     Rule(
         "sequence",
-        "a token whose response has a mean importance ratio far from 1",
-        "tokens whose responses have mean importance ratios far from 1",
+        "token whose response has a mean importance ratio far from 1",
         "The geometric mean of the response's ratios is over 1.2, under 1/1.2 or NaN.",
         "Do the same as for token, for whole responses: mask those whose mean ratio is far from 1.",
         "The mean importance ratios of whole responses are far from 1",
@@ -121,63 +111,53 @@ RULES = (
     ),
     Rule(
         "advantage",
-        "a token with an outlying advantage",
-        "tokens with outlying advantages",
+        "token with an outlying advantage",
         "Its advantage is over 2.5 times the median of the other responses' non-zero ones.",
         "Look at the rewards of its group: clip outliers, and do not divide by the standard deviation, which gives "
         "nearly equal rewards and groups with a single right or wrong response more weight.",
     ),
     Rule(
         "weight",
-        "a token with an outlying weight in the loss",
-        "tokens with outlying weights in the loss",
+        "token with an outlying weight in the loss",
         "Its weight in the loss is over 5 times the median of the mini-batch.",
         "Filter out very short responses, and fill micro-batches evenly: a mean over a sequence, or over the tokens "
         "of a micro-batch, gives few tokens large weights. With loss_agg_mode=token-mean, only the second does.",
     ),
     Rule(
         "kl",
-        "a token driven by the KL loss",
-        "tokens driven by the KL loss",
+        "token driven by the KL loss",
         "The KL loss's part of its coefficient is larger than the policy loss's.",
         "Lower kl_loss_coef, or use a KL estimator with a smaller gradient far from the reference (kl_loss_type).",
     ),
     Rule(
         "entropy",
-        "a token driven by the entropy bonus",
-        "tokens driven by the entropy bonus",
+        "token driven by the entropy bonus",
         "The entropy bonus's part of its gradient is estimated to be larger than all others'.",
         "Lower entropy_coeff.",
     ),
     Rule(
         "unlikely",
-        f"a rare token (p < {UNLIKELY:g})",
-        f"rare tokens (p < {UNLIKELY:g})",
+        f"rare token (p < {UNLIKELY:g})",
         "Its probability is under 0.05. It is reinforced if its coefficient is negative, else suppressed.",
         "If such spikes disturb training, give rare tokens less weight, sample with top-p, or clip layers.",
     ),
     Rule(
         "punished",
-        f"a confident token (p > {CONFIDENT:g}) that is pushed down",
-        f"confident tokens (p > {CONFIDENT:g}) that are pushed down",
+        f"punished, confident token (p > {CONFIDENT:g})",
         "Its advantage is negative, and the loss pushes it down although its probability is over 0.9.",
         "Look at what its response was punished for, and whether right responses have the same tokens.",
     ),
     Rule(
         "layer",
-        "a token whose norm is mostly in one layer",
-        "tokens whose norms are mostly in one layer",
+        "token whose norm is mostly in one layer",
         "One layer carries over half of the squared norm.",
         "Turn on LayerClip, and look at this layer's weights if it happens to all tokens.",
     ),
 )
-
-OTHER = Rule(
+SOURCES = {rule.name: rule for rule in RULES}
+SOURCES[sources.OTHER] = Rule(
     sources.OTHER,
-    "a token for which no rule holds",
-    "tokens for which no rule holds",
+    "token for which no rule holds",
     "None of the rules holds.",
     "Look at its advantage and its text, and whether the threshold is too low for ordinary tokens.",
 )
-
-SOURCES = {rule.name: rule for rule in (*RULES, OTHER)}

@@ -1,11 +1,15 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of what a warning or a verdict says."""
+"""The parts of what a warning or a verdict says, and counts, shares and factors in it."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from ..lines import Said
+
+# Up to so many things, a share of them is said as a count.
+COUNTED = 20
 
 
 def said(claim: str, rest: str, check: str, evidence: str = "") -> Said:
@@ -18,3 +22,31 @@ def said_again(found: Mapping[str, Any]) -> Said:
     """What a warning or a verdict says; where one of another release has no claim, its whole sentence is one."""
     claim, evidence = found.get("claim", found["sentence"].removesuffix(".")), found.get("evidence", "")
     return {"claim": claim, "evidence": evidence, "sentence": found["sentence"], "check": found["check"]}
+
+
+def threshold_factor(part: Mapping[str, Any]) -> float:
+    """`norm` divided by `threshold`, which may be strings where they are not finite.
+
+    Of a part without a token that can move, both are zero, and so is this.
+    """
+    norm, threshold = float(part["norm"]), float(part["threshold"])
+    return norm / threshold if threshold else math.inf if norm else 0.0
+
+
+def counted(count: int, total: int, what: str = "culprits") -> str:
+    """A part of a total, in words; `what` is the plural of what is counted."""
+    if count == total:
+        return f"the one {what.removesuffix('s')}" if total == 1 else f"{all_of(total)} {what}"
+    return f"{count if total <= COUNTED else percent(count / total)} of {total} {what}"
+
+
+def all_of(total: int) -> str:
+    """All of several things, in words, before their name."""
+    return "both" if total == 2 else f"all {total}"
+
+
+def percent(share: float) -> str:
+    """A share, rounded, but not to 0% or 100% where it is neither."""
+    if 0 < share < 0.01:
+        return "under 1%"
+    return "over 99%" if 0.99 < share < 1 else f"{share:.0%}"

@@ -9,9 +9,9 @@ from typing import Any
 
 from ..guarded import guarded
 from ..lines import Clipped, Culprit, Event
-from ..sources import LAYER_FRACTION, layer_shares, shares_of_sum
-from .rules import OTHER, RATIOS, RULES, SOURCES
-from .shares import all_of, carrying_layers, counted, percent
+from ..sources import LAYER_FRACTION, OTHER, layer_shares, shares_of_sum
+from .rules import RATIOS, RULES, SOURCES
+from .said import all_of, counted, percent
 
 # By TokenClip's action, what happened to the signals that were cut.
 DONE = {"drop": "dropped", "smooth": "reduced"}
@@ -22,10 +22,17 @@ _BUGS = [rule.name for rule in RULES if rule.is_bug and rule.name not in RATIOS]
 # A gradient that comes from no token, as that of an auxiliary loss, is mentioned from this part of the norm on. Without
 # one it is exactly 0.
 MENTIONED = 0.1
+# So many layers are named at most, if they carry this part of the squared norm.
+_LAYERS, _CARRIED = 3, 0.8
 # A layer is named if so much more of the squared norm is in it than ordinarily.
 _LAYER_GAIN = 0.25
 
-_SMALL_NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+# By the diagnosis of an event without culprits, what it means.
+_WITHOUT_CULPRITS = {
+    "under": "converted and searched: no micro-batch is over its threshold",
+    "overflow": "the scaled fp16 gradients overflowed, while log-probs and advantages are finite",
+    "nonfinite": "no single token is the cause: NaN or Inf is in the log-probs or gradients of all of them",
+}
 
 
 def lowered(sentence: str) -> str:
@@ -42,12 +49,9 @@ def describe(event: Event) -> str:
     with guarded("the summary of an event could not be made"):
         if drill := event.get("drill"):
             found = "was found" if drill["found"] else "was not found"
-            return f"A drill: the planted token {found}, {_count(drill['passes'], 'extra pass', 'extra passes')}."
-        parts = [_culprits(event) if event["culprits"] else _without_culprits(event)]
-        if boundary := turn_boundary(event["culprits"]):
-            parts.append(f"the mismatch begins {boundary}")
-        parts += filter(None, (auxiliary_in_words(event), _broken_parameters(event) or _layer(event)))
-        sentence = "; ".join(parts) + "."
+            return f"A drill: the planted token {found}, {_count(drill['passes'], 'extra pass')}."
+        parts = [_what(event), turn_boundary(event["culprits"]), auxiliary_in_words(event)]
+        sentence = "; ".join(filter(None, [*parts, _broken_parameters(event) or _layer(event)])) + "."
         return sentence[0].upper() + sentence[1:]
     return event.get("summary", "")
 
@@ -55,10 +59,9 @@ def describe(event: Event) -> str:
 def clips_in_words(found: Clipped) -> str:
     """What TokenClip found, and the largest of it."""
     over, cut = sum(found["over"].values()), sum(found["cut"].values())
-    start = f"TokenClip found {_count(over, 'backward signal', 'backward signals')} over "
-    start += f"{found['factor']:g} times the usual largest one"
+    start = f"TokenClip found {_count(over, 'backward signal')} over {found['factor']:g} times the usual largest one"
     if found["action"] == "log":
-        start += f", and left {'them as they are' if over > 1 else 'it as it is'} (action log)"
+        start += ", and cut none (action log)"
     elif cut:
         which = f"{cut} of them" if cut < over else "all of them" if over > 1 else "it"
         start += f", and {DONE[found['action']]} {which}"
@@ -73,92 +76,79 @@ def clips_in_words(found: Clipped) -> str:
     return f"{start}; the largest: token{text} of rank {token['rank']}, row {token['row']}, {place}, {where}."
 
 
+def _what(event: Event) -> str:
+    """What most of the culprits are, or why there is none."""
+    diagnosis, parts = event["diagnosis"], []
+    # In every micro-batch of several: then the fault is not in single tokens.
+    if (
+        diagnosis in ("tokens", "diffuse", "incomplete")
+        and 1 < len(event["units"]) + event.get("more_units", 0) == event["micro_batches"]
+    ):
+        parts.append("every micro-batch is over its threshold")
+    if diagnosis == "diffuse":
+        parts.append(_spread(event))
+    if event["culprits"]:
+        alone = "of the tokens that are over the threshold alone, " if diagnosis == "diffuse" else ""
+        ended = ", and the search ended before it could explain the spike" if diagnosis == "incomplete" else ""
+        parts.append(f"{alone}{_culprits(event)}{ended}")
+    elif diagnosis == "unsearched":
+        parts.append(_unsearched(event))
+    elif diagnosis in _WITHOUT_CULPRITS:
+        parts.append(_WITHOUT_CULPRITS[diagnosis])
+    elif diagnosis != "diffuse":
+        why = f" ({event['error']})" if event["error"] else " (out of time)" if event.get("out_of_time") else ""
+        parts.append(f"the search ended after {_count(event['passes'], 'pass')} without a result{why}")
+    return "; ".join(parts)
+
+
 def _culprits(event: Event) -> str:
     """What most of the culprits are, and whose; where some are bugs, what these are."""
     culprits = event["culprits"]
     # A spike without a cause has no broken culprit.
     judged = event.get("verdict")
     left_out = _BUGS if judged is not None and judged["cause"] is None else ()
-    known = [each.get("sources") or [each["source"]] for each in culprits]
-    names = [next((name for name in of if name not in left_out), OTHER.name) for of in known]
+    names = [next((name for name in each["sources"] if name not in left_out), OTHER) for each in culprits]
     counts = Counter(names)
     source = next((bug for bug in _BUGS if bug in counts), counts.most_common(1)[0][0])
-    count = counts[source]
     found = [culprit for culprit, name in zip(culprits, names, strict=True) if name == source]
-    rule = SOURCES[source]
-    if len(culprits) == 1:
-        start = f"the culprit{_token(found)} is {rule.one}"
-    else:
-        what = f"is {rule.one}" if count == 1 else f"are {rule.several}"
-        start = f"{counted(count, len(culprits))} {what}{_token(found)}"
-    sentence = f"{start}, {_responses(found)}"
-    if event["diagnosis"] == "diffuse":
-        return (
-            f"{_everywhere(event)}{spread_in_words(event)}; of the tokens that are over the threshold alone, {sentence}"
-        )
-    if event["diagnosis"] == "incomplete":
-        return f"{sentence}, and the search ended before it could explain the spike"
-    return f"{_everywhere(event)}{sentence}"
+    what = SOURCES[source].of(len(found))
+    return f"{counted(len(found), len(culprits))} {what}{_token(found)}, {_responses(found)}"
 
 
 def _token(culprits: Sequence[Culprit]) -> str:
     """The token that most of the culprits are, if its text is known."""
-    texts = Counter(culprit.get("token") for culprit in culprits)
-    text, count = texts.most_common(1)[0]
-    if text is None or (len(culprits) > 1 and count <= len(culprits) / 2):
+    text, count = Counter(culprit.get("token") for culprit in culprits).most_common(1)[0]
+    if text is None or count <= len(culprits) / 2:
         return ""
-    if len(culprits) == 1:
-        return f" {text!r}"
     which = all_of(count).split()[0] if count == len(culprits) else count
-    return f" ({which} of them {text!r})"
+    return f" ({text!r})" if len(culprits) == 1 else f" ({which} of them {text!r})"
 
 
-def turn_boundary(culprits: Sequence[Mapping[str, Any]]) -> str | None:
+def turn_boundary(culprits: Sequence[Culprit]) -> str | None:
     """With which token the mismatch to the rollout begins in most of the culprits' responses; None if with no turn."""
-    responses = {
-        (culprit["rank"], culprit["row"]): turn for culprit in culprits if (turn := culprit.get("mismatch_turn"))
-    }
-    if not responses:
+    turns = {(each["rank"], each["row"]): turn for each in culprits if (turn := each.get("mismatch_turn"))}
+    if not turns:
         return None
-    turn, count = Counter(responses.values()).most_common(1)[0]
-    share = "" if count == len(responses) else f" in {counted(count, len(responses), 'responses')}"
-    return f"with the first token after turn {turn - 1}{share}"
+    turn, count = Counter(turns.values()).most_common(1)[0]
+    share = "" if count == len(turns) else f" in {counted(count, len(turns), 'responses')}"
+    return f"the mismatch begins with the first token after turn {turn - 1}{share}"
 
 
 def _responses(culprits: Sequence[Culprit]) -> str:
     """Where culprits are: in how many responses, and the signs of their advantages."""
     responses = {(culprit["rank"], culprit["row"]): culprit for culprit in culprits}
-    one = len(responses) == 1
-    where = f"in {_number(len(responses))} {'response' if one else 'responses'}"
-    advantages = [culprit["advantage"] for culprit in responses.values()]
-    known = [advantage for advantage in advantages if advantage and math.isfinite(advantage)]
-    if len(known) < len(advantages):
+    where = f"in {_count(len(responses), 'response')}"
+    known = [each["advantage"] or 0.0 for each in responses.values()]
+    positive, negative = sum(0 < each < math.inf for each in known), sum(-math.inf < each < 0 for each in known)
+    if positive + negative < len(known):
         return where
-    positive = sum(advantage > 0 for advantage in known)
-    if 0 < positive < len(known):
-        negative = len(known) - positive
-        return f"{where}, {_number(positive)} with a positive and {_number(negative)} with a negative advantage"
+    if positive and negative:
+        return f"{where}, {positive} with a positive and {negative} with a negative advantage"
     sign = "positive" if positive else "negative"
-    reward = next(iter(responses.values())).get("reward") if one else None
-    figure = "" if reward is None else f" (reward {reward:g})"
-    return f"{where} with {f'a {sign} advantage' if one else f'{sign} advantages'}{figure}"
-
-
-def _without_culprits(event: Event) -> str:
-    if event["diagnosis"] == "unsearched":
-        return _unsearched(event)
-    if event["diagnosis"] == "under":
-        return "converted and searched: no micro-batch is over its threshold"
-    if event["diagnosis"] == "overflow":
-        return "the scaled fp16 gradients overflowed, while log-probs and advantages are finite"
-    if event["diagnosis"] == "nonfinite":
-        return "no single token is the cause: NaN or Inf is in the log-probs or gradients of all of them"
-    if event["diagnosis"] == "diffuse":
-        return _everywhere(event) + spread_in_words(event)
-    why = f" ({event['error']})" if event["error"] else " (out of time)" if event.get("out_of_time") else ""
-    return (
-        f"{_everywhere(event)}the search ended after {_count(event['passes'], 'pass', 'passes')} without a result{why}"
-    )
+    if len(known) > 1:
+        return f"{where} with {sign} advantages"
+    reward = culprits[0].get("reward")
+    return f"{where} with a {sign} advantage{'' if reward is None else f' (reward {reward:g})'}"
 
 
 def _unsearched(event: Event) -> str:
@@ -168,8 +158,8 @@ def _unsearched(event: Event) -> str:
     token = event["suspected"][0]
     text = "" if token.get("token") is None else f" {token['token']!r}"
     place = f"position {token['position']} of row {token['row']} of rank {token['rank']}"
-    probability = math.exp(min(token["log_prob"], 0.0))
     whose = f" on {ranks}" if (ranks := ranks_looked_at(event)) else ""
+    probability = math.exp(min(token["log_prob"], 0.0))
     return (
         f"converted, not searched; the most suspicious token{text}{whose} has p = {probability:.2g} and is at {place}"
     )
@@ -184,26 +174,14 @@ def ranks_looked_at(event: Mapping[str, Any]) -> str | None:
     return f"rank {', '.join(map(str, ranks))} ({unseen} not looked at)"
 
 
-def spread_in_words(event: Event) -> str:
+def _spread(event: Event) -> str:
     """That no small set of tokens explains a spike, and of how many it is the sum."""
-    tokens = sum(part["tokens"] for part in event["diffuse"])
-    if not tokens:
-        return "no small set of tokens explains the spike"
-    rows = sum(len(part["rows"]) for part in event["diffuse"])
-    over = "over " if event.get("more_diffuse") else ""
-    return (
-        f"no small set of tokens explains the spike: it is the sum of {over}{tokens} tokens "
-        f"of {over}{_number(rows)} response{'' if rows == 1 else 's'}"
-    )
-
-
-def _everywhere(event: Event) -> str:
-    return "every micro-batch is over its threshold; " if is_over_everywhere(event) else ""
-
-
-def is_over_everywhere(event: Event) -> bool:
-    """Whether every micro-batch of several is over its threshold: then the fault is not in single tokens."""
-    return 1 < len(event["units"]) + event.get("more_units", 0) == event["micro_batches"]
+    found = "no small set of tokens explains the spike"
+    if tokens := sum(part["tokens"] for part in event["diffuse"]):
+        over = "over " if event.get("more_diffuse") else ""
+        rows = _count(sum(len(part["rows"]) for part in event["diffuse"]), "response")
+        found += f": it is the sum of {over}{tokens} tokens of {over}{rows}"
+    return found
 
 
 def _broken_parameters(event: Event) -> str | None:
@@ -211,13 +189,8 @@ def _broken_parameters(event: Event) -> str | None:
     broken = event.get("broken_parameters")
     if not broken or not broken["names"]:
         return None
-    count, of, first = broken["count"], broken["of"], broken["names"][0]
-    if count == of:
-        return f"the gradients of {counted(count, of, 'parameters')} are NaN or infinite, from the loss on"
-    if count == 1:
-        return f"of {of} parameters, {first} alone has a NaN or infinite gradient"
-    which = counted(count, of, "parameters")
-    return f"{which} have NaN or infinite gradients, of which the backward reaches {first} first"
+    where = f"{broken['count']} of {broken['of']} parameters"
+    return f"NaN or infinite gradients in {where}, of which the backward reaches {broken['names'][0]} first"
 
 
 def _layer(event: Event) -> str | None:
@@ -226,18 +199,13 @@ def _layer(event: Event) -> str | None:
     for unit in event["units"]:
         for layer, norm in unit["layer_norms"].items():
             squares[layer] += norm**2
-    shares = shares_of_sum(squares)
-    if len(shares) < 2:
-        return None
-    usual = layer_shares(event["ordinary_layer_norms"] or {})
-    if not usual:
-        name = max(shares, key=shares.__getitem__)
-        return f"{name} carries {shares[name]:.0%} of the squared norm" if shares[name] > LAYER_FRACTION else None
+    shares, usual = shares_of_sum(squares), layer_shares(event["ordinary_layer_norms"] or {})
     gains = {layer: share - usual.get(layer, 0.0) for layer, share in shares.items()}
-    name = max(gains, key=gains.__getitem__)
-    if gains[name] <= _LAYER_GAIN:
+    name = max(gains, key=gains.__getitem__, default="")
+    if len(shares) < 2 or gains[name] <= (_LAYER_GAIN if usual else LAYER_FRACTION):
         return None
-    return f"{name} carries {shares[name]:.0%} of the squared norm, ordinarily {usual.get(name, 0.0):.0%}"
+    ordinarily = f", ordinarily {usual.get(name, 0.0):.0%}" if usual else ""
+    return f"{name} carries {shares[name]:.0%} of the squared norm{ordinarily}"
 
 
 def auxiliary_in_words(event: Event, least: float = MENTIONED) -> str | None:
@@ -246,18 +214,19 @@ def auxiliary_in_words(event: Event, least: float = MENTIONED) -> str | None:
     if found is None or not least <= found["share"] < math.inf:
         return None
     rank = "" if found["rank"] is None else f"rank {found['rank']}, "
-    text = f"{percent(found['share'])} of the norm of {rank}micro-batch {found['micro_batch']} "
-    text += "comes from no token's log-prob"
+    where = f"{rank}micro-batch {found['micro_batch']}"
     layers = carrying_layers(found["layer_norms"])
-    if layers:
-        listed = layers[0] if len(layers) == 1 else f"{', '.join(layers[:-1])} and {layers[-1]}"
-        text += f", in the layer{'s' * (len(layers) > 1)} {listed}"
-    return text
+    in_layers = f", in the layer{'s' * (len(layers) > 1)} {', '.join(layers)}" if layers else ""
+    return f"{percent(found['share'])} of the norm of {where} comes from no token's log-prob{in_layers}"
 
 
-def _number(count: int) -> str:
-    return _SMALL_NUMBERS[count] if count < len(_SMALL_NUMBERS) else str(count)
+def carrying_layers(layer_norms: Mapping[str, float]) -> list[str]:
+    """The layers that carry most of the squared norm, largest first; none if the norm is spread over more."""
+    shares = layer_shares(layer_norms)
+    largest = sorted(shares, key=shares.__getitem__, reverse=True)[:_LAYERS]
+    parts = [largest[: n + 1] for n in range(len(largest))]
+    return next((part for part in parts if math.fsum(map(shares.__getitem__, part)) >= _CARRIED), [])
 
 
-def _count(count: int, one: str, several: str) -> str:
-    return f"{count} {one if count == 1 else several}"
+def _count(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 'es' if noun.endswith('s') else 's'}"

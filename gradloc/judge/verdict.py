@@ -12,10 +12,9 @@ from ..guarded import guarded
 from ..levels import EXPLAINS, LEVEL, SHARE
 from ..lines import Culprit, Event, Fact, RunWarning, Verdict
 from ..sources import APART, APART_NATS, TOKEN_RATIO, is_apart, is_broken, layer_shares
-from .rules import BROKEN, OTHER, RATIOS, RULES, VERL_NAMES, Rule
-from .said import said, said_again
-from .sentences import auxiliary_in_words, lowered, spread_in_words, turn_boundary
-from .shares import counted, percent
+from .rules import BROKEN, RATIOS, RULES, SOURCES
+from .said import counted, percent, said, said_again
+from .sentences import auxiliary_in_words, lowered
 
 CHECK_NATURAL = "`gradloc replay BUNDLE --remedies` measures what each remedy leaves of the spike."
 CHECK_UNKNOWN = (
@@ -31,6 +30,13 @@ _CHECK_AUXILIARY = (
     "Take one step from the same checkpoint with the coefficient of the auxiliary loss at 0: `actor/grad_norm` should "
     "fall."
 )
+# verl's names of columns; each may make those after it not finite.
+_COLUMNS = {
+    "advantage": "advantages",
+    "old_log_prob": "old_log_probs",
+    "ref_log_prob": "ref_log_prob",
+    "rollout_log_prob": "rollout_log_probs",
+}
 # The columns of log-probs that a loss need not read, and how near a coefficient is to what it is without them.
 _UNREAD, _ALONE = ("rollout", "reference"), 0.01
 
@@ -65,15 +71,15 @@ def _of_run(event: Event) -> Verdict | None:
     warnings = [each for each in event.get("warnings", []) if not _is_unread(event, each)]
     if not warnings:
         return None
-    first = warnings[0]
+    first, others = warnings[0], len(warnings) - 1
+    found: Any = said_again(first)
     since = "" if first.get("since") is None else f" since step {first['since']}"
-    found = said_again(first)
-    brackets = f" ({found['evidence']})" if found["evidence"] else ""
-    rest = found["sentence"].removeprefix(found["claim"] + brackets)
-    if others := len(warnings) - 1:
-        rest += f" {others} more of its identities {'is' if others == 1 else 'are'} broken."
-    claim = f"The data path is broken{since}: {lowered(found['claim'])}"
-    return _verdict(first["name"], claim, rest, first["check"], event, found["evidence"])
+    for name in ("claim", "sentence"):
+        found[name] = f"The data path is broken{since}: {lowered(found[name])}"
+    if others:
+        found["sentence"] += f" {others} more of its identities {'is' if others == 1 else 'are'} broken."
+    judged: Verdict = found | {"cause": first["name"], "facts": facts(event)}
+    return judged
 
 
 def _is_unread(event: Event, warning: RunWarning) -> bool:
@@ -92,43 +98,43 @@ def _is_unread(event: Event, warning: RunWarning) -> bool:
 def _of_tokens(event: Event) -> Verdict | None:
     """An equality that the culprits break, and ordinary tokens keep."""
     culprits, ordinary = event["culprits"], event["comparison"]["ordinary"]
-    engines_agree = (ordinary.get(APART) or 0.0) < LEVEL * SHARE
     for rule in RULES:
-        if not rule.is_bug or not culprits:
+        if not rule.is_bug:
             continue
-        holding = [each for each in culprits if rule.name in each["sources"]]
-        if rule.name in RATIOS:
-            # A token's gap alone has to make its ratio far from 1.
-            nats = math.log(TOKEN_RATIO) if rule.name == "token" else APART_NATS
-            holding = [each for each in holding if engines_agree and _is_mismatch(event, each, nats)]
-        if rule.name == "misaligned":  # by nats, or by position
-            holding = [each for each in holding if engines_agree or each.get("misplaced")]
-        count, usual = len(holding), ordinary.get(rule.name)
-        enough = bool(count) if rule.name == BROKEN else count >= EXPLAINS * len(culprits)
+        count, usual = sum(_shows(event, each, rule.name) for each in culprits), ordinary.get(rule.name)
+        enough = count if rule.name == BROKEN else 0 < EXPLAINS * len(culprits) <= count
         if enough and (usual is None or usual < count / len(culprits) / LEVEL):
-            claim = rule.claim
-            if rule.name == BROKEN and (column := _broken_column(culprits)):
-                claim = f"`{column}` of single tokens is NaN or infinite"
-            if boundary := turn_boundary(culprits) if rule.name == "retokenized" else None:
-                claim = f"{claim}, {boundary}"
+            claim = (rule.name == BROKEN and _broken_column(culprits)) or rule.claim
             others = "" if usual is None else f", and of {percent(usual)} of the other tokens"
             evidence = f"true of {counted(count, len(culprits))}{others}"
             return _verdict(rule.name, claim, f": {lowered(rule.advice)}", rule.check, event, evidence)
     return None
 
 
-def _is_mismatch(event: Event, culprit: Culprit, nats: float) -> bool:
-    """Whether a ratio far from 1 is between the engines, and not made by the update's steps."""
+def _shows(event: Event, culprit: Culprit, rule: str) -> bool:
+    """Whether a rule holds for a culprit, and neither engines that differ everywhere nor the update's steps make it."""
+    if rule not in culprit["sources"]:
+        return False
+    engines_agree = (event["comparison"]["ordinary"].get(APART) or 0.0) < LEVEL * SHARE
+    if rule == "misaligned":  # by nats, or by position
+        return engines_agree or bool(culprit.get("misplaced"))
+    if rule not in RATIOS:
+        return True
     rollout, old = culprit["rollout_log_prob"], culprit["old_log_prob"]
     if rollout is not None and old == rollout and not event["epoch"] + event["mini_batch"]:  # verl's bypass mode
         old = culprit["log_prob"]
-    return bool(is_apart(rollout, old, nats))
+    # A token's gap alone has to make its ratio far from 1.
+    nats = math.log(TOKEN_RATIO) if rule == "token" else APART_NATS
+    return engines_agree and bool(is_apart(rollout, old, nats))
 
 
 def _broken_column(culprits: Sequence[Culprit]) -> str | None:
+    """Says which column is the first with a number that is not finite."""
     tokens: list[Any] = [each for each in culprits if BROKEN in each["sources"]]
-    broken = (column for name, column in VERL_NAMES.items() if any(is_broken(each.get(name) or 0.0) for each in tokens))
-    return next(broken, None)
+    for name, column in _COLUMNS.items():
+        if any(is_broken(each.get(name) or 0.0) for each in tokens):
+            return f"`{column}` of single tokens is NaN or infinite"
+    return None
 
 
 def _all_broken(event: Event) -> Verdict | None:
@@ -149,23 +155,21 @@ def _all_broken(event: Event) -> Verdict | None:
 
 def _natural(event: Event, rows: Mapping[Place, TrainedRow]) -> Verdict:
     """All that could be checked holds: what the culprits have in common is no cause."""
-    states = [each["state"] for each in event.get("identities", {}).values()]
-    held, unchecked = states.count("held"), states.count("unchecked")
-    claim, kind = f"All {held} identities that could be checked hold", "A natural spike: "
-    claim += f", and {unchecked} could not be" if unchecked else ""
-    if not held:
-        claim, kind = "No identity could be checked", "What the culprits have in common: "
-    for unread in event.get("warnings", [])[:1]:
-        broken = lowered(unread.get("claim", unread["name"]))
-        claim, kind = f"The loss does not read what is broken ({broken})", "What the culprits have in common: "
+    states = Counter(each["state"] for each in event.get("identities", {}).values())
+    kind = "What the culprits have in common"
+    if unread := event.get("warnings"):
+        claim = f"The loss does not read what is broken ({lowered(unread[0].get('claim', unread[0]['name']))})"
+    elif states["held"]:
+        others = f", and {states['unchecked']} could not be" if states["unchecked"] else ""
+        claim, kind = f"All {states['held']} identities that could be checked hold{others}", "A natural spike"
+    else:
+        claim = "No identity could be checked"
     if not event["culprits"]:
-        why = {"overflow": "the scaled fp16 gradients overflowed, and the gradient scaler takes a smaller scale"}
-        what = why.get(event["diagnosis"], spread_in_words(event))
-        return _verdict(None, claim, f". No token stands out: {what}.", CHECK_UNKNOWN, event)
+        return _verdict(None, claim, ". No token stands out.", CHECK_UNKNOWN, event)
     common = [_in_words(fact, len(event["culprits"])) for fact in facts(event)]
     common += filter(None, [_rewarded(event, rows)])
-    rest = f". {kind}{'; '.join(common) or 'nothing that stands out'}."
-    return _verdict(None, claim, rest, CHECK_NATURAL, event)
+    what = "; ".join(common) or "nothing that stands out"
+    return _verdict(None, claim, f". {kind}: {what}.", CHECK_NATURAL, event)
 
 
 def facts(event: Event) -> list[Fact]:
@@ -176,21 +180,18 @@ def facts(event: Event) -> list[Fact]:
             continue
         share = sum(rule.name in each["sources"] for each in culprits) / max(len(culprits), 1)
         usual = event["comparison"]["ordinary"].get(rule.name)
-        if (
-            rule.name == "layer"
-            and max(layer_shares(event["ordinary_layer_norms"] or {}).values(), default=0.0) > EXPLAINS
-        ):
-            continue  # ordinary tokens' norms are mostly in one layer, too
-        if share >= EXPLAINS and (usual is None or share >= LEVEL * usual):
+        # Ordinary tokens' norms may be mostly in one layer, too.
+        layers = layer_shares(event["ordinary_layer_norms"] or {}) if rule.name == "layer" else {}
+        is_usual = max(layers.values(), default=0.0) > EXPLAINS or (usual is not None and share < LEVEL * usual)
+        if share >= EXPLAINS and not is_usual:
             found.append(Fact(source=rule.name, culprits=share, ordinary=usual))
     return found
 
 
 def _in_words(fact: Fact, culprits: int) -> str:
-    rule: Rule = next(rule for rule in (*RULES, OTHER) if rule.name == fact["source"])
     count = round(fact["culprits"] * culprits)
     others = "" if fact["ordinary"] is None else f" (of the other tokens {percent(fact['ordinary'])})"
-    return f"{counted(count, culprits)} {f'is {rule.one}' if count == 1 else f'are {rule.several}'}{others}"
+    return f"{counted(count, culprits)} {SOURCES[fact['source']].of(count)}{others}"
 
 
 def _rewarded(event: Event, rows: Mapping[Place, TrainedRow]) -> str:

@@ -8,8 +8,8 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..judge import shares
-from ..judge.shares import threshold_factor
+from ..judge import said
+from ..judge.said import threshold_factor
 
 # Longer texts lose their middle.
 TEXT_CHARACTERS, SHORT_CHARACTERS = 4000, 200
@@ -105,15 +105,15 @@ def percent(share: float | str | None) -> str:
         return "–"
     if value >= 10:
         return f"{value:,.0f} times"
-    return shares.percent(value)
+    return said.percent(value)
 
 
 def part_of(n: int, total: int) -> str:
     """How many of some: up to twenty as "1 of 2", "both" or "all 3", from there as a share."""
-    if total > shares.COUNTED:
+    if total > said.COUNTED:
         return percent(n / total)
     if n == total:
-        return "the only one" if total == 1 else shares.all_of(total)
+        return "the only one" if total == 1 else said.all_of(total)
     return f"{n} of {total}"
 
 

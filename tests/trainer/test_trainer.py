@@ -130,7 +130,7 @@ def test_clips_are_logged_after_the_spikes(tmp_path: Path, caplog: Caplog) -> No
     start = (
         "Gradient spike in step 3: All 11 identities that could be checked hold. A natural spike: the one culprit is a"
     )
-    check, summary = "--remedies", "The culprit"
+    check, summary = "--remedies", "The one culprit"
     assert first.startswith(start) and first.index(check) < first.index(summary)
     assert len(others) == 3 and all(line.startswith("Outlying tokens in step 3: TokenClip found 1 ") for line in others)
     assert last == f"2 more mini-batches with outlying tokens in step 3: see the report on {tmp_path}"
@@ -192,7 +192,7 @@ def test_what_the_judge_does_costs_its_answer_alone(
 
     ends = threading.Event()
     asked = Mock(side_effect=judge or (lambda *_: ends.wait()))
-    monkeypatch.setattr(gradloc.judge, "judged_in_training", asked)
+    monkeypatch.setattr(gradloc.judge, "judged", asked)
     monkeypatch.setattr(judging, "_thread", guarded.PatientThread(judging._thread._what))
     monkeypatch.setattr(guarded, "PATIENCE", 1e9 if judge else 0.05)
     write(tmp_path, [spike(3), clip(3, [clipped_token(0, ["a"], 9.0)])], answer(), {"token_norm_max": 1.0})

@@ -12,7 +12,7 @@ ONE_LAYER = {"layers.0": 1.0, "layers.1": 9.0, "layers.2": 1.0}
 
 
 def culprit(source: str = "unlikely", row: int = 0, advantage: float | None = 1.0, **changes: Any) -> dict[str, Any]:
-    return {"source": source, "rank": 0, "row": row, "advantage": advantage, **changes}
+    return {"sources": [source], "rank": 0, "row": row, "advantage": advantage, **changes}
 
 
 def unit(**layer_norms: float) -> dict[str, Any]:
@@ -35,11 +35,11 @@ def event(*culprits: dict[str, Any], **changes: Any) -> dict[str, Any]:
 
 PART = {"tokens": 48, "rows": [8, 9, 11]}
 RARE = "rare tokens (p < 0.05)"
-ONE = "The culprit is a rare token (p < 0.05), in one response with a positive advantage"
+ONE = "The one culprit is a rare token (p < 0.05), in 1 response with a positive advantage"
 ALL = "Every micro-batch is over its threshold"
-DIFFUSE = "o small set of tokens explains the spike: it is the sum of 48 tokens of three responses"
+DIFFUSE = "o small set of tokens explains the spike: it is the sum of 48 tokens of 3 responses"
 NAN = "No single token is the cause: NaN or Inf is in the log-probs or gradients of all of them"
-BROKEN = "The culprit is a token with a NaN or infinite gradient"
+BROKEN = "The one culprit is a token with a NaN or infinite gradient"
 LAYER = "layers.1 carries 98% of the squared norm"
 
 SENTENCES: dict[str, list[dict[str, Any]]] = {
@@ -51,35 +51,35 @@ SENTENCES: dict[str, list[dict[str, Any]]] = {
         event(culprit(), ordinary_layer_norms=None, micro_batches=1),
     ],
     (
-        "All 3 culprits are tokens in or after turns where the mismatch with the rollout begins, in three "
+        "All 3 culprits are tokens in or after a turn where the mismatch with the rollout begins, in 3 "
         "responses with positive advantages; the mismatch begins with the first token after turn 1 in 2 of 3 "
         "responses."
     ): [event(*[culprit("retokenized", row, mismatch_turn=turn) for row, turn in enumerate([2, 2, 4])])],
-    "The culprit '+' is a rare token (p < 0.05), in one response with a negative advantage (reward 0).": [
+    "The one culprit is a rare token (p < 0.05) ('+'), in 1 response with a negative advantage (reward 0).": [
         event(culprit(advantage=-1.0, token="+", reward=0.0))
     ],
-    f"89% of 38 culprits are {RARE}, in two responses with positive advantages.": [
+    f"89% of 38 culprits are {RARE}, in 2 responses with positive advantages.": [
         event(*[culprit(row=i % 2) for i in range(34)], *[culprit("other", 5)] * 4)
     ],
-    f"2 of 4 culprits are {RARE}, in two responses, one with a positive and one with a negative advantage.": [
+    f"2 of 4 culprits are {RARE}, in 2 responses, 1 with a positive and 1 with a negative advantage.": [
         event(culprit(row=1), culprit("token", 1), culprit("layer", 2), culprit(row=2, advantage=-0.5))
     ],
     (
-        "All 3 culprits are tokens with outlying advantages (2 of them 'a'), in one response with a positive "
+        "All 3 culprits are tokens with an outlying advantage (2 of them 'a'), in 1 response with a positive "
         "advantage (reward 100)."
     ): [event(*[culprit("advantage", 3, 99.0, token=token, reward=100.0) for token in ("a", "b", "a")])],
-    f"{BROKEN}, in one response.": [
+    f"{BROKEN}, in 1 response.": [
         event(culprit("nonfinite", advantage=math.nan)),
         event(culprit("nonfinite", advantage=None), units=[unit(**dict.fromkeys(EVEN, math.nan))]),
     ],
     f"N{DIFFUSE}; of the tokens that are over the threshold alone, t{ONE[1:]}.": [
         event(culprit(), diagnosis="diffuse", diffuse=[PART])
     ],
-    f"N{DIFFUSE}.".replace("sum of", "sum of over").replace("three", "over three"): [
+    f"N{DIFFUSE}.".replace("sum of", "sum of over").replace("of 3", "of over 3"): [
         event(diagnosis="diffuse", diffuse=[PART], more_diffuse=1)
     ],
     f"{NAN}.": [event(diagnosis="nonfinite", units=[unit(**dict.fromkeys(EVEN, math.nan))])],
-    f"{NAN}; 10% of 30 parameters have NaN or infinite gradients, of which the backward reaches c first.": [
+    f"{NAN}; NaN or infinite gradients in 3 of 30 parameters, of which the backward reaches c first.": [
         event(diagnosis="nonfinite", broken_parameters={"count": 3, "of": 30, "names": ["c", "b", "a"]})
     ],
     "The scaled fp16 gradients overflowed, while log-probs and advantages are finite.": [
@@ -94,7 +94,7 @@ SENTENCES: dict[str, list[dict[str, Any]]] = {
         event(diagnosis="diffuse", diffuse=[PART], units=[unit(**ONE_LAYER)] * 4, ordinary_layer_norms=None)
     ],
     (
-        "The culprit is a token whose norm is mostly in one layer, in one response with a positive advantage; "
+        "The one culprit is a token whose norm is mostly in one layer, in 1 response with a positive advantage; "
         "layers.1 carries 98% of the squared norm, ordinarily 40%."
     ): [event(culprit("layer"), units=[unit(**ONE_LAYER)])],
     # The layer that has gained most, not the one that carries most.

@@ -187,7 +187,7 @@ def test_a_response_counts_once_in_however_many_epochs() -> None:
 def test_without_the_judge_facts_are_written_and_judged_later(
     tmp_path: Path, monkeypatch: Patch, caplog: Caplog
 ) -> None:
-    for name in ("Run", "judged_in_training"):
+    for name in ("Run", "judged"):
         monkeypatch.setattr(gradloc.judge, name, None)  # every question is an error
     loop = Loop(Plain(), IDS, PROMPT, grad_norm_threshold=20.0)
     loop.gradloc.load_state_dict(loop.gradloc.state_dict())

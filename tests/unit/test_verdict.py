@@ -203,7 +203,7 @@ def test_what_culprits_have_in_common_is_a_fact(name: str) -> None:
     spike = event([name], [name], [name, "other"], ["other"])
     found = verdict_on(spike, {**NONE, name: 0.1})
     assert found["facts"] == [{"source": name, "culprits": 0.75, "ordinary": 0.1}]
-    said = f"3 of 4 culprits are {SOURCES[name].several} (of the other tokens 10%)"
+    said = f"3 of 4 culprits {SOURCES[name].of(3)} (of the other tokens 10%)"
     assert found["sentence"] == f"All 11 identities that could be checked hold. A natural spike: {said}."
     assert found["check"] == CHECK_NATURAL and found["evidence"] == ""
     # It is none if a fifth of ordinary tokens have it, too, or if few culprits have it.
@@ -290,9 +290,9 @@ def test_log_probs_that_the_loss_does_not_read_are_no_cause(
 
 @cases(
     "sources diagnosis check why",
-    ([], "diffuse", CHECK_UNKNOWN, "No token stands out: no small set of tokens explains the spike"),
-    ([], "incomplete", CHECK_UNKNOWN, "No token stands out: "),
-    ([], "overflow", CHECK_UNKNOWN, "the scaled fp16 gradients overflowed, and the gradient scaler takes a smaller"),
+    ([], "diffuse", CHECK_UNKNOWN, "No token stands out."),
+    ([], "incomplete", CHECK_UNKNOWN, "No token stands out."),
+    ([], "overflow", CHECK_UNKNOWN, "No token stands out."),
     ([], "unsearched", CHECK_UNSEARCHED, "Not searched yet: no token was measured"),
     ([["other"]], "tokens", CHECK_NATURAL, "nothing that stands out"),
 )

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from valid_events import valid_events
 
 from gradloc.judge.judgement import judged
-from gradloc.judge.sentences import MENTIONED, auxiliary_in_words
-from gradloc.judge.shares import carrying_layers
+from gradloc.judge.sentences import MENTIONED, auxiliary_in_words, carrying_layers
 from gradloc.levels import EXPLAINS
 from gradloc.search.search import Search
 
@@ -212,7 +211,7 @@ HALF = "50% of the norm of rank 3, micro-batch 2 comes from no token's log-prob"
 @cases(
     "given sentence",
     (event(0.999, rank=None), "over 99% of the norm of micro-batch 2 comes from no token's log-prob, in the layer a"),
-    (event(0.5, {"a": 3.0, "b": 2.0, "c": 2.5, "d": 0.1}), f"{HALF}, in the layers a, c and b"),
+    (event(0.5, {"a": 3.0, "b": 2.0, "c": 2.5, "d": 0.1}), f"{HALF}, in the layers a, c, b"),
     (event(0.5, dict.fromkeys("abcdef", 1.0)), HALF),
     (event(MENTIONED - 0.01), None),
 )
