@@ -179,7 +179,7 @@ _LOOKS: Mapping[str, str] = {
     "advantages.one_sided": "Look for an operation that drops the sign: abs, clamp.",
     "advantages.offset": "The baseline is not of these rewards: look at running means, and at where they come from.",
     "advantages.spread": "Look for a division by a deviation that is 0 up to rounding.",
-    "misaligned": "Look at where rows are gathered, balanced and put in order, and log-probs sliced and padded.",
+    "misaligned": "Look at where log-probs are gathered, sliced, padded or put in order.",
     "old_log_probs": "Look for dropout (the model in training mode), another temperature, attention mask or "
     "precision, or log-probs of an earlier step.",
     "other_log_probs": "Compute both with one temperature and vocabulary, in nats, and both before or both after top-p "
