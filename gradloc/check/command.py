@@ -22,13 +22,14 @@ from typing import Any
 
 from ..evidence.writer import jsonable
 from ..judge.identities import BY_NAME
-from ..lines import Answer
 from ..report.view import Column, Table
 from ..tools.command_line import in_a_sentence, need, output_file
 from ..tools.command_line import parser as new_parser
 from ..tools.figures import short, shown, visible
 from ..tools.files import write_output
 from ..tools.reading import read
+
+States = Mapping[str, Mapping[str, Any]]
 
 _EVIDENCE = ("steps.jsonl", "spikes.jsonl", "critic.jsonl")
 _NAMES = {
@@ -49,26 +50,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print what is found as JSON")
     parser.add_argument("--html", metavar="FILE", type=output_file, help="write it as a page, too")
     options = parser.parse_args(arguments)
-    is_evidence = [_is_evidence(path) for path in options.paths]
-    if any(is_evidence) and len(options.paths) > 1:
+    is_evidence = any(map(_is_evidence, options.paths))
+    if is_evidence and len(options.paths) > 1:
         parser.error("give evidence alone")
     if not options.json:
         need("gradloc check without --json", "rich")
     try:
-        if any(is_evidence):
-            where, answer, rows = _of_evidence(options.paths[0])
+        if is_evidence:
+            found = _of_evidence(options.paths[0])
         else:
             need("gradloc check of records, batches and bundles", "torch", "safetensors")
             from .files import check_files
 
-            where, answer, rows = check_files(options.paths, options.first_step)
-        _say(where, answer, rows, options)
+            found = check_files(options.paths, options.first_step)
+        _say(*found, options)
     except BrokenPipeError:
         raise
     except OSError as error:
         print(visible(in_a_sentence(error, "standard output")), file=sys.stderr)
         return 2
-    return int(any(each["state"] == "broken" for each in answer["identities"].values()))
+    return int(any(each["state"] == "broken" for each in found[1].values()))
 
 
 def _is_evidence(path: str) -> bool:
@@ -76,8 +77,8 @@ def _is_evidence(path: str) -> bool:
     return os.path.basename(path) in _EVIDENCE or any(map(os.path.exists, places))
 
 
-def _of_evidence(path: str) -> tuple[str, Answer, list[Any]]:
-    """What training said of its last step."""
+def _of_evidence(path: str) -> tuple[str, States, list[Any], list[Any]]:
+    """What training said of its last step, as `check_files` gives it."""
     evidence = read(path, texts=False)
     said = {each.get("identity", each["name"]): each for of in evidence.warnings.values() for each in of}
     states: Any = {name: dict(state) for name, state in evidence.identities.items()}
@@ -87,13 +88,10 @@ def _of_evidence(path: str) -> tuple[str, Answer, list[Any]]:
         if state["state"] != "broken" and name in said:
             state["missing"] = state["missing"] or "it was broken in an earlier step"
     warnings = [said[name] for name, state in states.items() if state["state"] == "broken" and name in said]
-    last = max(evidence.known_steps(), default="–")
-    found: Any = {"identities": states, "warnings": warnings, "changes": [], "news": []}
-    return f"step {last} of {path}", found, []
+    return f"step {max(evidence.known_steps(), default='–')} of {path}", states, warnings, []
 
 
-def _say(where: str, answer: Answer, rows: Sequence[Mapping[str, Any]], options: Any) -> None:
-    states, warnings = answer["identities"], answer["warnings"]
+def _say(where: str, states: States, warnings: Sequence[Any], rows: Sequence[Mapping[str, Any]], options: Any) -> None:
     broken, held = (sum(each["state"] == of for each in states.values()) for of in ("broken", "held"))
     title = f"{broken} broken of {broken + held} identities" if broken else f"All {held} identities hold"
     texts = [f"{title} that could be checked in {where}."]
@@ -112,16 +110,17 @@ def _say(where: str, answer: Answer, rows: Sequence[Mapping[str, Any]], options:
         write_output(options.html, _PAGE + "\n".join(body))
 
 
-def _of_identities(states: Mapping[str, Any], warnings: Sequence[Mapping[str, Any]]) -> Table:
+def _of_identities(states: States, warnings: Sequence[Mapping[str, Any]]) -> Table:
     columns = Column("Identity", "row"), Column("State"), Column("× usual", "num"), Column("What it is")
     forms = {each.get("identity", each["name"]): each["name"] for each in warnings}
     rows = []
     for name, state in states.items():
-        since = "" if state["since"] is None else f"since step {state['since']}"
-        why = [forms.get(name, ""), since, state["missing"] or ""] if state["state"] != "held" else []
-        holds = BY_NAME[name].holds if name in BY_NAME else ""
-        words = {"unchecked": "not checked"}.get(state["state"], state["state"])
-        rows.append((visible(name), words, short(state["times"]), visible(", ".join(filter(None, why)) or holds)))
+        what = BY_NAME[name].holds if name in BY_NAME else ""
+        if state["state"] != "held":
+            since = "" if state["since"] is None else f"since step {state['since']}"
+            what = ", ".join(filter(None, [forms.get(name), since, state["missing"]])) or what
+        words = "not checked" if state["state"] == "unchecked" else state["state"]
+        rows.append((visible(name), words, short(state["times"]), visible(what)))
     return Table("", columns, rows)
 
 
@@ -134,13 +133,11 @@ def _of_rows(rows: Sequence[Mapping[str, Any]]) -> list[Table]:
     for title, lines in zip(titles, (bare, tokens), strict=True):
         if lines:
             columns = [Column(_NAMES.get(name, name), "row" if name == "row" else "") for name in lines[0]]
-            cells = [[_cell(value) for value in line.values()] for line in lines]
-            found.append(Table(title, columns, cells))
+            texts = [
+                [shown(each) if isinstance(each, str) else short(each) for each in line.values()] for line in lines
+            ]
+            found.append(Table(title, columns, texts))
     return found
-
-
-def _cell(value: Any) -> str:
-    return shown(value) if isinstance(value, str) else short(value)
 
 
 def _html(table: Table) -> str:

@@ -3,7 +3,8 @@
 """Which identities hold in the steps that files have: records, verl's batches, prime-rl's exports, a bundle."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, groupby, islice
 from pathlib import Path
@@ -20,7 +21,8 @@ from ..lines import Answer
 from ..tools.opening import BundleError, open_bundle
 from .most_off import most_off
 
-_RECORDS, _BATCHES = (".jsonl", ".parquet"), (".pt", ".pth", ".pkl", ".pickle")
+_BATCHES = (".pt", ".pth", ".pkl", ".pickle")
+_KNOWN = (".jsonl", ".parquet", *_BATCHES)
 # By our names, those of prime-rl's exports.
 _PRIME_RL = {
     "response_ids": "token_ids",
@@ -30,15 +32,14 @@ _PRIME_RL = {
     "rollout_log_probs": "inference_logprobs",
 }
 _UNFIT = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError)
-
-
-Checked = tuple[str, Answer, list[dict[str, Any]]]
+# By identity, its state, its warning if it is broken, and the step of these.
+_Found = dict[str, tuple[Any, Any, Told]]
+# What was checked, states by identity, warnings, and the rows in which the first broken identity is most off.
+Checked = tuple[str, dict[str, Any], list[Any], list[dict[str, Any]]]
 
 
 def check_files(paths: Sequence[str], first_step: bool = False) -> Checked:
-    """What was checked, which identities hold, and the rows in which the first broken one is most off.
-
-    An identity that is broken in a step stays so.
+    """Checks files. An identity that is broken in a step stays so.
 
     Args:
         first_step (bool): Whether no optimizer step was taken before the first of them. That is also known where
@@ -57,32 +58,27 @@ def check_files(paths: Sequence[str], first_step: bool = False) -> Checked:
 
 
 def _of_steps(steps: Iterable[tuple[int | None, Told]], first_step: bool) -> Checked:
-    run, numbers, responses = Run(), [], 0
-    found: dict[str, tuple[Any, Any, Told]] = {}  # by identity, its state, its warning, and the step of these
     summed = ((number, step, step.facts()) for number, step in steps)
     begun = [*islice(summed, 2)]
-    if not first_step and [_has_same_reference(facts) for _, _, facts in begun] != [True, False]:
+    if not begun:
+        raise RecordError("There is no record.")
+    run, found, count, responses = Run(), _Found(), 0, 0
+    is_first = first_step or [_has_same_reference(facts) for _, _, facts in begun] == [True, False]
+    if not is_first:
         run.load_state_dict(None)
         for _ in range(RESUME_STEPS):  # what is said of a resume is not said of files
             run.start_update(None)
-    else:
-        first_step = True
     for number, step, facts in chain(begun, summed):
         run.start_update(number)
         run.take_in(facts)
         run.take_in_rows(step.rows)
-        run.add_step(float(first_step))
-        numbers.append(number)
+        run.add_step(float(is_first))
+        count += 1
         responses += len(step.tokens)
-        _add(found, step.explained(run.answer()), step, number)
-    if not numbers:
-        raise RecordError("There is no record.")
-    if len(numbers) == 1:
-        found = {}
-        _add(found, step.explained(of_one_step(facts, step.rows, first_step)), step, number)
-    known = [number for number in numbers if number is not None]
-    where = f"{len(numbers):,} steps" if len(numbers) > 1 else f"step {known[0]}" if known else "one step"
-    return _checked(found, f"{responses:,} responses of {where}", first_step and len(numbers) == 1)
+        answer = run.answer() if len(begun) > 1 else of_one_step(facts, step.rows, is_first)
+        _add(found, step.explained(answer), step, number)
+    where = f"{count:,} steps" if count > 1 else "one step" if number is None else f"step {number}"
+    return _checked(found, f"{responses:,} responses of {where}", is_first and count == 1)
 
 
 def _has_same_reference(facts: Sequence[float]) -> bool:
@@ -91,17 +87,13 @@ def _has_same_reference(facts: Sequence[float]) -> bool:
     return sums["reference tokens"] > 0 and sums["reference size"] == 0
 
 
-def _checked(found: Mapping[str, Any], where: str, is_first: bool = False) -> Checked:
+def _checked(found: _Found, where: str, is_first: bool = False) -> Checked:
     broken = [(step, warning) for _, warning, step in found.values() if warning is not None]
-    answer = _answer({name: each[0] for name, each in found.items()}, [warning for _, warning in broken])
-    return where, answer, most_off(*broken[0], is_first) if broken else []
+    rows = most_off(*broken[0], is_first) if broken else []
+    return where, {name: state for name, (state, _, _) in found.items()}, [warning for _, warning in broken], rows
 
 
-def _answer(identities: Any, warnings: Any) -> Answer:
-    return {"identities": identities, "warnings": warnings, "changes": [], "news": []}
-
-
-def _add(found: dict[str, tuple[Any, Any, Told]], answer: Answer, step: Told, number: int | None) -> None:
+def _add(found: _Found, answer: Answer, step: Told, number: int | None) -> None:
     warnings = {each["identity"]: each for each in answer["warnings"]}
     for name, state in answer["identities"].items():
         was, warning, of = found.get(name, (state, None, step))
@@ -121,10 +113,10 @@ def _of_bundle(path: str) -> Checked:
             rows.append({name: values[i : i + 1] for name, values in saved.tokens.items()})
             places.append(f"rank {rank}, row {row}")
     step = Told(places, rows, (), {}, event["epoch"], event["epoch"] == event["mini_batch"] == 0)
-    found: dict[str, tuple[Any, Any, Told]] = {}
-    answers = [_answer(event["identities"], event["warnings"])] if event.get("identities") else []
+    answers: list[Any] = [event] if event.get("identities") else []
     if not (answers and bundle.is_converted):  # whose tokens have what records lacked
         answers.append(step.answer())
+    found = _Found()
     for answer in answers:
         warnings = {each.get("identity", each["name"]): each for each in answer["warnings"]}
         for name, state in answer["identities"].items():
@@ -137,9 +129,7 @@ def _listed(path: Path) -> list[Path]:
     """The files of a path: itself, or those in a folder; the folder of one step of prime-rl's is one."""
     if not path.is_dir() or _is_export(path):
         return [path]
-    known = [
-        each for each in sorted(path.iterdir()) if each.suffix.lower() in (*_RECORDS, *_BATCHES) or _is_export(each)
-    ]
+    known = [each for each in sorted(path.iterdir()) if each.suffix.lower() in _KNOWN or _is_export(each)]
     if not known:
         raise RecordError(f"{path} has no evidence, no bundle, and no file with records or a batch.")
     return known
@@ -163,37 +153,32 @@ def _steps(paths: Sequence[Path]) -> Iterator[tuple[int | None, Told]]:
     """The steps in order. Records of one step may be in several files; a batch is a step."""
     numbered = sorted(((_number(path), path) for path in paths), key=_in_order)
     for number, group in groupby(numbered, key=lambda pair: pair[0]):
-        found, files = [], [path for _, path in group]
-        records: dict[int | None, list[Record]] = {}
-        for path in files:
-            if path.suffix.lower() in _BATCHES:
-                columns, step = read_batch(path)
-                with _fitting(path):
-                    found.append((number if step is None else step, told(columns)))
-                files = [other for other in files if other != path]
-        for record in _records(files):
-            records.setdefault(number if record.step is None else record.step, []).append(record)
+        found, others = [], []
+        for _, path in group:
+            if path.suffix.lower() not in _BATCHES:
+                others.append(path)
+                continue
+            columns, step = read_batch(path)
+            with _fitting(path):
+                found.append((number if step is None else step, told(columns)))
+        records: defaultdict[int | None, list[Record]] = defaultdict(list)
+        for record in _records(others):
+            records[number if record.step is None else record.step].append(record)
         yield from sorted([*found, *((step, told_by_records(of)) for step, of in records.items())], key=_in_order)
 
 
 def _records(paths: Sequence[Path]) -> Iterator[Record]:
-    exports = [path for path in paths if path.is_dir()]
-    for folder in exports:
-        yield from _exported(folder)
-    if plain := [path for path in paths if path not in exports]:
+    """The records of files; of a step of prime-rl's token exports, the responses that have tokens of the loss."""
+    exports = [export for path in paths if path.is_dir() for export in sorted(path.glob("rank_*.jsonl"))]
+    for place, one in chain.from_iterable(map(json_lines, exports)):
+        with _fitting(place):
+            start = next((i for i, trained in enumerate(one["loss_mask"]) if trained), None)
+            fields = {name: one[of][start:] for name, of in _PRIME_RL.items()}
+            fields |= {"prompt_ids": one["token_ids"][:start], "rank": one["rank"], "step": one.get("step")}
+        if start is not None:
+            yield read_record(fields, place, for_check=True)
+    if plain := [path for path in paths if not path.is_dir()]:
         yield from read_records(plain, for_check=True)
-
-
-def _exported(folder: Path) -> Iterator[Record]:
-    """The responses of a step of prime-rl's token exports that have tokens of the loss."""
-    for path in sorted(folder.glob("rank_*.jsonl")):
-        for place, one in json_lines(path):
-            with _fitting(place):
-                start = next((i for i, trained in enumerate(one["loss_mask"]) if trained), None)
-                fields = {name: one[of][start:] for name, of in _PRIME_RL.items()}
-                fields |= {"prompt_ids": one["token_ids"][:start], "rank": one["rank"], "step": one.get("step")}
-            if start is not None:
-                yield read_record(fields, place, for_check=True)
 
 
 @contextmanager
