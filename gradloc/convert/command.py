@@ -28,7 +28,7 @@ from ..bundles.bundle_writer import write_converted_bundle
 from ..bundles.layout import NotReplayableError
 from ..evidence.event import converted_event
 from ..evidence.writer import evidence_files, record_events
-from ..judge.judgement import judged
+from ..judge import judged
 from ..measure.micro_batch import square_weights
 from ..threshold import MARGIN
 from ..tools.command_line import argument, in_a_sentence, in_shell

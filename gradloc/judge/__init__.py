@@ -5,6 +5,6 @@
 It is asked in training, through gradloc/judging.py, and later, by those who read the evidence.
 """
 
-from .judgement import judged as judged
 from .run import Run as Run
 from .run import of_one_step as of_one_step
+from .verdict import judged as judged

@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a culprit's sources mean: the one table that verdicts, report and documentation use."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .. import sources
-from ..sources import CONFIDENT, UNLIKELY
+from ..sources import CONFIDENT, OTHER, UNLIKELY
 
 
 @dataclass(frozen=True)
@@ -13,7 +13,6 @@ class Rule:
     """What a source means, and all that is said of it.
 
     Args:
-        name (str): The source.
         what (str): A token for which it holds, without the article.
         meaning (str): When it holds, in one sentence.
         advice (str): What to do about it, in one sentence.
@@ -21,17 +20,11 @@ class Rule:
         check (str): How to check that in the run's own data.
     """
 
-    name: str
     what: str
     meaning: str
     advice: str
     claim: str = ""
     check: str = ""
-
-    @property
-    def is_bug(self) -> bool:
-        """Whether it is to be repaired where it comes from: a remedy only covers it up."""
-        return bool(self.claim)
 
     def of(self, count: int) -> str:
         """What so many tokens are, with the verb."""
@@ -43,15 +36,10 @@ _RATIOS = (
     "two is between the engines (precision, temperature, old weights), one between the last two comes from the updates "
     "since the rollout."
 )
-# The name of the rule of numbers that are not finite.
-BROKEN = "nonfinite"
-# Those of importance ratios, which the update's own steps move, too.
-RATIOS = ("token", "sequence")
 
-# Most specific first: broken numbers, then broken equalities of tokens, then what they may have in common.
-RULES = (
-    Rule(
-        BROKEN,
+# By source, most specific first: broken numbers, then broken equalities of tokens, then what they may have in common.
+SOURCES: Mapping[str, Rule] = {
+    "nonfinite": Rule(
         "token with a NaN or infinite gradient",
         "The token's gradient is NaN or infinite.",
         "Look at the column that is not finite first: the rest follows from it.",
@@ -60,8 +48,7 @@ RULES = (
         "infinite; if none is, look at the weights, and before the optimizer step at the gradients of the event's "
         "`broken_parameters`, the first one first.",
     ),
-    Rule(
-        "unsampled",
+    "unsampled": Rule(
         "token that the policy did not produce",
         "The policy did not sample it: it is after the turn's end (unless training confirms the rollout's log-prob), "
         "or its rollout log-prob is missing, or is exactly 0 while its probability in training is under 0.1.",
@@ -70,8 +57,7 @@ RULES = (
         "Compare `response_mask` in the batch, in the culprit's `row` at its `position`, with the token ids that the "
         "rollout returned: it should be 1 for these alone.",
     ),
-    Rule(
-        "retokenized",
+    "retokenized": Rule(
         "token in or after a turn where the mismatch with the rollout begins",
         "It is in or after a turn where the mismatch with the rollout begins: log-probs agree up to one of the turn's "
         "first three tokens, and most of the following ones are NaN or over 1 nat apart.",
@@ -81,8 +67,7 @@ RULES = (
         "Compare `responses` in the batch, in the culprit's `row` from `mismatch_start` on, with the token ids that "
         "the rollout returned: they should be equal.",
     ),
-    Rule(
-        "misaligned",
+    "misaligned": Rule(
         "misaligned token, whose response has the log-probs of others",
         "The response's rollout or reference log-probs fit the policy's far better at other positions; or, in a "
         "response of at least 6 tokens, over half are NaN or over 1 nat from the rollout's.",
@@ -93,71 +78,64 @@ RULES = (
         "in spikes.jsonl says by how many positions they fit. `gradloc replay BUNDLE` compares them with those of "
         "saved weights.",
     ),
-    Rule(
-        "token",
+    "token": Rule(
         "token whose importance ratio is far from 1",
         "Its ratio, to the old policy or to the rollout's, is over 2, under 1/2 or NaN.",
         "Use the same precision in rollout and training, train less off-policy, or clip or mask such ratios.",
         "The importance ratios of single tokens are far from 1",
         _RATIOS,
     ),
-    Rule(
-        "sequence",
+    "sequence": Rule(
         "token whose response has a mean importance ratio far from 1",
         "The geometric mean of the response's ratios is over 1.2, under 1/1.2 or NaN.",
         "Do the same as for token, for whole responses: mask those whose mean ratio is far from 1.",
         "The mean importance ratios of whole responses are far from 1",
         _RATIOS,
     ),
-    Rule(
-        "advantage",
+    "advantage": Rule(
         "token with an outlying advantage",
         "Its advantage is over 2.5 times the median of the other responses' non-zero ones.",
         "Look at the rewards of its group: clip outliers, and do not divide by the standard deviation, which gives "
         "nearly equal rewards and groups with a single right or wrong response more weight.",
     ),
-    Rule(
-        "weight",
+    "weight": Rule(
         "token with an outlying weight in the loss",
         "Its weight in the loss is over 5 times the median of the mini-batch.",
         "Filter out very short responses, and fill micro-batches evenly: a mean over a sequence, or over the tokens "
         "of a micro-batch, gives few tokens large weights. With loss_agg_mode=token-mean, only the second does.",
     ),
-    Rule(
-        "kl",
+    "kl": Rule(
         "token driven by the KL loss",
         "The KL loss's part of its coefficient is larger than the policy loss's.",
         "Lower kl_loss_coef, or use a KL estimator with a smaller gradient far from the reference (kl_loss_type).",
     ),
-    Rule(
-        "entropy",
+    "entropy": Rule(
         "token driven by the entropy bonus",
         "The entropy bonus's part of its gradient is estimated to be larger than all others'.",
         "Lower entropy_coeff.",
     ),
-    Rule(
-        "unlikely",
+    "unlikely": Rule(
         f"rare token (p < {UNLIKELY:g})",
         "Its probability is under 0.05. It is reinforced if its coefficient is negative, else suppressed.",
         "If such spikes disturb training, give rare tokens less weight, sample with top-p, or clip layers.",
     ),
-    Rule(
-        "punished",
+    "punished": Rule(
         f"punished, confident token (p > {CONFIDENT:g})",
         "Its advantage is negative, and the loss pushes it down although its probability is over 0.9.",
         "Look at what its response was punished for, and whether right responses have the same tokens.",
     ),
-    Rule(
-        "layer",
+    "layer": Rule(
         "token whose norm is mostly in one layer",
         "One layer carries over half of the squared norm.",
         "Turn on LayerClip, and look at this layer's weights if it happens to all tokens.",
     ),
-)
-SOURCES = {rule.name: rule for rule in RULES}
-SOURCES[sources.OTHER] = Rule(
-    sources.OTHER,
-    "token for which no rule holds",
-    "None of the rules holds.",
-    "Look at its advantage and its text, and whether the threshold is too low for ordinary tokens.",
-)
+    OTHER: Rule(
+        "token for which no rule holds",
+        "None of the rules holds.",
+        "Look at its advantage and its text, and whether the threshold is too low for ordinary tokens.",
+    ),
+}
+# Those of importance ratios, which the update's own steps move, too.
+RATIOS = ("token", "sequence")
+# What is to be repaired where it comes from: a remedy only covers it up.
+FAULTS = [name for name, rule in SOURCES.items() if rule.claim and name not in RATIOS]

@@ -10,14 +10,11 @@ from typing import Any
 from ..guarded import guarded
 from ..lines import Clipped, Culprit, Event
 from ..sources import LAYER_FRACTION, OTHER, layer_shares, shares_of_sum
-from .rules import RATIOS, RULES, SOURCES
+from .rules import FAULTS, SOURCES
 from .said import all_of, counted, percent
 
 # By TokenClip's action, what happened to the signals that were cut.
 DONE = {"drop": "dropped", "smooth": "reduced"}
-
-# If one of them holds for any culprit, something is broken, and the other culprits may be consequences.
-_BUGS = [rule.name for rule in RULES if rule.is_bug and rule.name not in RATIOS]
 
 # A gradient that comes from no token, as that of an auxiliary loss, is mentioned from this part of the norm on. Without
 # one it is exactly 0.
@@ -106,10 +103,11 @@ def _culprits(event: Event) -> str:
     culprits = event["culprits"]
     # A spike without a cause has no broken culprit.
     judged = event.get("verdict")
-    left_out = _BUGS if judged is not None and judged["cause"] is None else ()
+    left_out = FAULTS if judged is not None and judged["cause"] is None else ()
     names = [next((name for name in each["sources"] if name not in left_out), OTHER) for each in culprits]
     counts = Counter(names)
-    source = next((bug for bug in _BUGS if bug in counts), counts.most_common(1)[0][0])
+    # If a fault holds for any culprit, the others may be consequences.
+    source = next((fault for fault in FAULTS if fault in counts), counts.most_common(1)[0][0])
     found = [culprit for culprit, name in zip(culprits, names, strict=True) if name == source]
     what = SOURCES[source].of(len(found))
     return f"{counted(len(found), len(culprits))} {what}{_token(found)}, {_responses(found)}"

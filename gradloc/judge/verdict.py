@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The verdict on a spike: the identity that is broken, or, where all hold, what its tokens have in common."""
+"""What is judged of a line. Of a spike, the identity that is broken, or, where all hold, what its tokens share."""
 
 import math
 from collections import Counter
@@ -10,11 +10,12 @@ from typing import Any
 from ..facts import Place, TrainedRow
 from ..guarded import guarded
 from ..levels import EXPLAINS, LEVEL, SHARE
-from ..lines import Culprit, Event, Fact, RunWarning, Verdict
-from ..sources import APART, APART_NATS, TOKEN_RATIO, is_apart, is_broken, layer_shares
-from .rules import BROKEN, RATIOS, RULES, SOURCES
+from ..lines import Answer, Culprit, Event, Fact, RunWarning, Verdict, kind_of
+from ..sources import APART, APART_NATS, HOLDS, TOKEN_RATIO, is_apart, is_broken, layer_shares
+from . import critic
+from .rules import FAULTS, RATIOS, SOURCES
 from .said import counted, percent, said, said_again
-from .sentences import auxiliary_in_words, lowered
+from .sentences import auxiliary_in_words, clips_in_words, describe, lowered
 
 CHECK_NATURAL = "`gradloc replay BUNDLE --remedies` measures what each remedy leaves of the spike."
 CHECK_UNKNOWN = (
@@ -30,6 +31,8 @@ _CHECK_AUXILIARY = (
     "Take one step from the same checkpoint with the coefficient of the auxiliary loss at 0: `actor/grad_norm` should "
     "fall."
 )
+# The rule of numbers that are not finite.
+_BROKEN = "nonfinite"
 # verl's names of columns; each may make those after it not finite.
 _COLUMNS = {
     "advantage": "advantages",
@@ -39,6 +42,31 @@ _COLUMNS = {
 }
 # The columns of log-probs that a loss need not read, and how near a coefficient is to what it is without them.
 _UNREAD, _ALONE = ("rollout", "reference"), 0.01
+
+
+def judged(
+    line: Mapping[str, Any], rows: Mapping[Place, TrainedRow] | None = None, answer: Answer | None = None
+) -> dict[str, Any]:
+    """A line of an update, with its verdict and its summary; a drill has no verdict, because its cause is the drill.
+
+    It needs nothing but the line, so that an old one can be judged by newer rules.
+
+    Args:
+        rows (Mapping, optional): Those of an event's mini-batch.
+        answer (dict, optional): What the judge has said of an event's update; default: what the event has of that.
+    """
+    found: Any = dict(line)  # a type is known from its kind alone
+    if (kind := kind_of(line)) == "spike":
+        found |= {} if answer is None else {name: answer[name] for name in ("identities", "warnings")}
+        found["verdict"] = None if found.get("drill") else verdict(found, rows)
+        return {**found, "summary": describe(found)}
+    found |= {"summary": "", **({"cause": None} if kind == "critic" else {})}
+    with guarded("a line of the evidence could not be judged"):
+        if kind == "clip":
+            found["summary"] = clips_in_words(found["token_clip"])
+        else:
+            found |= {"cause": critic.cause(found), "summary": critic.summary(found)}
+    return found
 
 
 def verdict(event: Event, rows: Mapping[Place, TrainedRow] | None = None) -> Verdict | None:
@@ -98,16 +126,16 @@ def _is_unread(event: Event, warning: RunWarning) -> bool:
 def _of_tokens(event: Event) -> Verdict | None:
     """An equality that the culprits break, and ordinary tokens keep."""
     culprits, ordinary = event["culprits"], event["comparison"]["ordinary"]
-    for rule in RULES:
-        if not rule.is_bug:
+    for name, rule in SOURCES.items():
+        if not rule.claim:
             continue
-        count, usual = sum(_shows(event, each, rule.name) for each in culprits), ordinary.get(rule.name)
-        enough = count if rule.name == BROKEN else 0 < EXPLAINS * len(culprits) <= count
+        count, usual = sum(_shows(event, each, name) for each in culprits), ordinary.get(name)
+        enough = count if name == _BROKEN else 0 < EXPLAINS * len(culprits) <= count
         if enough and (usual is None or usual < count / len(culprits) / LEVEL):
-            claim = (rule.name == BROKEN and _broken_column(culprits)) or rule.claim
+            claim = (name == _BROKEN and _broken_column(culprits)) or rule.claim
             others = "" if usual is None else f", and of {percent(usual)} of the other tokens"
             evidence = f"true of {counted(count, len(culprits))}{others}"
-            return _verdict(rule.name, claim, f": {lowered(rule.advice)}", rule.check, event, evidence)
+            return _verdict(name, claim, f": {lowered(rule.advice)}", rule.check, event, evidence)
     return None
 
 
@@ -130,7 +158,7 @@ def _shows(event: Event, culprit: Culprit, rule: str) -> bool:
 
 def _broken_column(culprits: Sequence[Culprit]) -> str | None:
     """Says which column is the first with a number that is not finite."""
-    tokens: list[Any] = [each for each in culprits if BROKEN in each["sources"]]
+    tokens: list[Any] = [each for each in culprits if _BROKEN in each["sources"]]
     for name, column in _COLUMNS.items():
         if any(is_broken(each.get(name) or 0.0) for each in tokens):
             return f"`{column}` of single tokens is NaN or infinite"
@@ -142,7 +170,7 @@ def _all_broken(event: Event) -> Verdict | None:
     if event["diagnosis"] != "nonfinite" or event["culprits"]:
         return None
     if any(unit["broken_tokens"] for unit in event["units"]):
-        return _verdict(BROKEN, "NaN or Inf is in the log-probs or gradients of all tokens", ".", CHECK_UNKNOWN, event)
+        return _verdict(_BROKEN, "NaN or Inf is in the log-probs or gradients of all tokens", ".", CHECK_UNKNOWN, event)
     broken = event.get("broken_parameters")
     where = f", first at {broken['names'][0]}" if broken and broken["names"] else ""
     rest = (
@@ -150,7 +178,7 @@ def _all_broken(event: Event) -> Verdict | None:
         "and for a kernel."
     )
     claim = "The gradient is NaN or infinite, and no log-prob and no advantage is"
-    return _verdict(BROKEN, claim, rest, CHECK_UNKNOWN, event)
+    return _verdict(_BROKEN, claim, rest, CHECK_UNKNOWN, event)
 
 
 def _natural(event: Event, rows: Mapping[Place, TrainedRow]) -> Verdict:
@@ -175,16 +203,14 @@ def _natural(event: Event, rows: Mapping[Place, TrainedRow]) -> Verdict:
 def facts(event: Event) -> list[Fact]:
     """What most culprits have in common, and ordinary tokens far less often."""
     culprits, found = event["culprits"], []
-    for rule in RULES:
-        if rule.is_bug and rule.name not in RATIOS:
-            continue
-        share = sum(rule.name in each["sources"] for each in culprits) / max(len(culprits), 1)
-        usual = event["comparison"]["ordinary"].get(rule.name)
+    for name in HOLDS:
+        share = sum(name in each["sources"] for each in culprits) / max(len(culprits), 1)
+        usual = event["comparison"]["ordinary"].get(name)
         # Ordinary tokens' norms may be mostly in one layer, too.
-        layers = layer_shares(event["ordinary_layer_norms"] or {}) if rule.name == "layer" else {}
+        layers = layer_shares(event["ordinary_layer_norms"] or {}) if name == "layer" else {}
         is_usual = max(layers.values(), default=0.0) > EXPLAINS or (usual is not None and share < LEVEL * usual)
-        if share >= EXPLAINS and not is_usual:
-            found.append(Fact(source=rule.name, culprits=share, ordinary=usual))
+        if name not in FAULTS and share >= EXPLAINS and not is_usual:
+            found.append(Fact(source=name, culprits=share, ordinary=usual))
     return found
 
 

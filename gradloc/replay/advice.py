@@ -6,14 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..judge.rules import SOURCES
+from ..judge.rules import FAULTS, SOURCES
 from ..threshold import is_over
 from ..tools.figures import percent, severity
 
 # The row of the table of remedies that is no remedy: the loss without tokens that the policy did not produce.
 REPAIR = "response_mask"
-# Broken equalities of tokens that remedies are made for.
-_RATIOS = ("token", "sequence")
 # A remedy that leaves more of what the culprits add to the norm is not recommended.
 _MOST_LEFT = 0.5
 # One that moves the ordinary tokens' gradient by more is as good as a skipped step for them.
@@ -66,13 +64,13 @@ def recommended(result: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, st
 def _bug(result: Mapping[str, Any]) -> str | None:
     """The cause to be repaired: of the verdict, of the scale, or, of older results, the largest culprit's source."""
     cause, source = result.get("cause"), _source(result)
-    if cause is not None and (cause not in SOURCES or SOURCES[cause].is_bug) and cause not in _RATIOS:
+    if cause is not None and (cause not in SOURCES or cause in FAULTS):
         return cause
     if result.get("scale") is not None:
         return "loss_scale"
     if "cause" in result:
         return None
-    return source if source in SOURCES and SOURCES[source].is_bug and source not in _RATIOS else None
+    return source if source in FAULTS else None
 
 
 def _source(result: Mapping[str, Any]) -> str | None:

@@ -24,8 +24,7 @@ from ..config import GradLocConfig
 from ..evidence.event import Done, build_event
 from ..fsdp import collectives
 from ..fsdp.state import get_rng_state
-from ..judge import of_one_step
-from ..judge.judgement import judged
+from ..judge import judged, of_one_step
 from ..lines import Answer
 from ..measure.micro_batch import MicroBatch, MicroBatchName
 from ..measure.mini_batch import MiniBatch, OrdinaryGradient

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..bundles import layout, limits
 from ..bundles.layout import TOKENS, Row, SavedMicroBatch
-from ..judge.judgement import judged
+from ..judge import judged
 from ..judge.sentences import ranks_looked_at
 from ..lines import Event
 from ..measure.micro_batch import MicroBatchName

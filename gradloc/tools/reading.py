@@ -13,8 +13,8 @@ from itertools import islice
 from typing import Any
 
 from ..evidence.writer import LINE_BYTES, STEP_FIGURES, evidence_files, jsonable
-from ..judge.judgement import judged
-from ..judge.rules import SOURCES
+from ..judge import judged
+from ..judge.rules import FAULTS
 from ..judge.sentences import describe
 from ..lines import READABLE, SCHEMA, CriticSpike
 from ..lines import Event as EventLine
@@ -48,8 +48,6 @@ MALFORMED = "malformed or unfinished"
 OTHER_VERSION = "of another version of GradLoc, whose own report reads them"
 # The fields that the trainer adds to a token, without texts but the token's own.
 _ADDED = ("token", "response_tokens_start", "reward")
-# Sources that contradict a verdict of a natural spike; ratios of single tokens may be large without a fault.
-_FAULTS = {rule.name for rule in SOURCES.values() if rule.is_bug} - {"token", "sequence"}
 # How many identities are told apart.
 _IDENTITIES = 64
 
@@ -168,10 +166,10 @@ class Evidence:
             if again["verdict"] is not None and again["verdict"]["cause"] != verdict["cause"]:
                 self._add_note("a verdict is by what later steps have found to be broken", step)
                 return again
-        has_fault = any(_FAULTS.intersection(each["sources"]) for each in event["culprits"])
+        has_fault = any(set(FAULTS).intersection(each["sources"]) for each in event["culprits"])
         if verdict is None or verdict["cause"] is not None or not has_fault:
             return event
-        left = [[name for name in each["sources"] if name not in _FAULTS] or [OTHER] for each in event["culprits"]]
+        left = [[name for name in each["sources"] if name not in FAULTS] or [OTHER] for each in event["culprits"]]
         pairs = zip(event["culprits"], left, strict=True)
         event = {**event, "culprits": [{**each, "source": names[0], "sources": names} for each, names in pairs]}
         return {**event, "summary": describe(with_numbers(event, EventLine))}

@@ -46,7 +46,7 @@ from verl.utils.fsdp_utils import apply_fsdp2, get_fsdp_wrap_policy, get_shard_p
 from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, PolicyLossConfig
 
 from gradloc.fsdp.failed_pass import RecordedCollectives
-from gradloc.judge.judgement import judged
+from gradloc.judge import judged
 
 ENGINE = importlib.util.find_spec("verl.workers.actor") is None
 if ENGINE:

@@ -36,7 +36,7 @@ from test_actor import MODES, ONE, Launch, on_engine, on_ranks
 from verl import DataProto
 from verl.workers.config import TokenClipConfig
 
-from gradloc.judge.judgement import judged
+from gradloc.judge import judged
 
 FACTOR, BETA, WARMUP = 4.0, 0.9, 2
 LOG_PROBS = "log_probs"

@@ -9,8 +9,8 @@ from evidence import ORDINARY, Event, answer, culprit, event, spike, unsearched,
 from notation import cases, memory_peak
 
 from gradloc.evidence.writer import jsonable, record_step
+from gradloc.judge import judged
 from gradloc.judge.identities import BY_NAME
-from gradloc.judge.judgement import judged
 from gradloc.judge.rules import SOURCES
 from gradloc.report import words
 from gradloc.tools.spike import Spike

@@ -10,12 +10,11 @@ from typing import Any
 
 from gradloc import record_events
 from gradloc.evidence.writer import now, record_step
+from gradloc.judge import judged
 from gradloc.judge.identities import BY_NAME
-from gradloc.judge.judgement import judged
-from gradloc.judge.rules import RULES
 from gradloc.judge.verdict import verdict
 from gradloc.lines import SCHEMA
-from gradloc.sources import classify
+from gradloc.sources import HOLDS, classify
 from gradloc.version import __version__
 
 Event = dict[str, Any]
@@ -28,7 +27,7 @@ WEIGHT = 1 / (TOKENS * 24)
 # The threshold of a unit is this times τ.
 ROOT = math.sqrt(TOKENS) * WEIGHT
 # How often the rules hold for ordinary tokens; of layers, that is not known.
-ORDINARY = {rule.name: None if rule.name == "layer" else 0.02 for rule in RULES}
+ORDINARY = {name: None if name == "layer" else 0.02 for name in HOLDS}
 COMPARISON = {"ordinary": ORDINARY}
 MEDIANS = {"median_advantage": 1.3, "median_weight": WEIGHT}
 # Texts that might take control of a page, or of a terminal.

@@ -16,7 +16,7 @@ from gradloc.bundles import layout, limits
 from gradloc.bundles.bundle_writer import write_converted_bundle
 from gradloc.bundles.layout import NotReplayableError, Row, SavedMicroBatch
 from gradloc.evidence.event import SUSPECTED, converted_event
-from gradloc.judge.judgement import judged
+from gradloc.judge import judged
 from gradloc.judge.verdict import CHECK_UNSEARCHED
 from gradloc.measure.micro_batch import MicroBatch, MicroBatchName, suspicion
 from gradloc.tools.opening import BundleError, open_bundle

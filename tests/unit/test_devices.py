@@ -20,7 +20,7 @@ import gradloc
 from gradloc import GradLocConfig
 from gradloc.adapters.dp_actor import WatchedActor
 from gradloc.critic_watch import CriticWatch
-from gradloc.judge.judgement import judged
+from gradloc.judge import judged
 from gradloc.layers.layer_clip import LayerClip, LayerClipConfig
 from gradloc.layers.reduced_norms import ReducedNorms
 from gradloc.measure.pass_recorder import unchanged

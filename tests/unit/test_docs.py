@@ -100,7 +100,7 @@ def test_the_way_of_a_spike_leads_through_files_that_exist() -> None:
 
 def test_the_table_of_sources_is_that_of_the_code() -> None:
     rows = re.findall(r"^\| `(\w+)` \| (.*?) \|$", EVIDENCE.split("## What looks wrong with a culprit")[1], re.M)
-    expected = [(rule.name, rule.meaning) for rule in SOURCES.values()]
+    expected = [(name, rule.meaning) for name, rule in SOURCES.items()]
     assert rows[: len(expected)] == expected
     assert SOURCES.keys() - {"other"} <= in_backticks_or_headings(CAUSES)
 

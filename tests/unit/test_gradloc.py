@@ -18,7 +18,7 @@ from gradloc.evidence import event as events
 from gradloc.evidence.writer import FILE_BYTES, jsonable
 from gradloc.fsdp.collectives import RankFailedError, RankLostError, broadcast
 from gradloc.fsdp.failed_pass import RecordedCollectives
-from gradloc.judge.judgement import judged
+from gradloc.judge import judged
 from gradloc.measure.local_norms import LocalNorms
 from gradloc.measure.micro_batch import MicroBatchFigures
 from gradloc.measure.passes import Passes

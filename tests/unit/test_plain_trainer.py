@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalL
 import gradloc.judge
 from gradloc.adapters.update_evidence import TrainedData, UpdateEvidence
 from gradloc.evidence.writer import jsonable
-from gradloc.judge.judgement import judged
+from gradloc.judge import judged
 from gradloc.judging import in_one_line
 from gradloc.report import read
 

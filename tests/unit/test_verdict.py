@@ -14,10 +14,10 @@ from gradloc.evidence.ordinary import ordinary_counts, ordinary_shares, token_me
 from gradloc.evidence.token_facts import token_evidence
 from gradloc.facts import TrainedRow
 from gradloc.judge.identities import IDENTITIES
-from gradloc.judge.rules import RULES, SOURCES
+from gradloc.judge.rules import SOURCES
 from gradloc.judge.verdict import CHECK_NATURAL, CHECK_UNKNOWN, CHECK_UNSEARCHED, verdict
 from gradloc.measure.micro_batch import MicroBatch
-from gradloc.sources import APART, classify, is_apart
+from gradloc.sources import APART, HOLDS, classify, is_apart
 
 ROWS, LENGTH = 6, 14
 OPTIONAL = ("advantage", "old_log_prob", "ref_log_prob", "rollout_log_prob", "kl_coefficient", "after_eos", "entropy")
@@ -89,11 +89,9 @@ def shares_of_a_loop(
                 found.append(((index, row) in rows, classify(facts, medians)))
                 apart.append(is_apart(facts["rollout_log_prob"], facts["old_log_prob"]))
     shares: dict[str, float | None] = {}
-    for rule in RULES:  # what a whole response has is compared with other responses
-        of = [
-            names for is_own, names in found if not is_own or rule.name not in ("advantage", "sequence", "misaligned")
-        ]
-        shares[rule.name] = sum(rule.name in names for names in of) / len(of)
+    for rule in HOLDS:  # what a whole response has is compared with other responses
+        of = [names for is_own, names in found if not is_own or rule not in ("advantage", "sequence", "misaligned")]
+        shares[rule] = sum(rule in names for names in of) / len(of)
     known = [each for each in apart if each is not None]
     return {**shares, APART: sum(known) / len(known) if known else None}
 
@@ -114,7 +112,7 @@ def test_shares_of_ordinary_tokens_are_those_of_a_plain_loop(without: tuple[str,
 
     found = shares(culprits, medians)
     assert found == {**shares_of_a_loop(micro_batches, culprits, medians, scale), "layer": None}
-    assert without or all(found[rule.name] for rule in RULES if rule.name != "layer"), "each rule is tested"
+    assert without or all(found[rule] for rule in HOLDS if rule != "layer"), "each rule is tested"
     # With a limit for the advantage, it holds for fewer.
     if "advantage" not in without:
         limited = shares(culprits, {**medians, "least_advantage": 9.0})
@@ -124,10 +122,10 @@ def test_shares_of_ordinary_tokens_are_those_of_a_plain_loop(without: tuple[str,
     for one in micro_batches:
         one.tokens["coefficient"][:] = 0.0
         one.tokens.pop("entropy_coefficient", None)
-    assert shares(set(), medians) == dict.fromkeys([*(rule.name for rule in RULES), APART])
+    assert shares(set(), medians) == dict.fromkeys([*HOLDS, APART])
 
 
-NONE = dict.fromkeys([rule.name for rule in RULES], 0.0)
+NONE = dict.fromkeys(HOLDS, 0.0)
 EVEN = dict.fromkeys("abcde", 1.0)
 STATES = {identity.name: {"state": "held", "times": 0.5, "since": None, "missing": None} for identity in IDENTITIES}
 

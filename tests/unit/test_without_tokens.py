@@ -14,7 +14,7 @@ from test_search import THRESHOLD
 from torch import Tensor, nn
 from valid_events import valid_events
 
-from gradloc.judge.judgement import judged
+from gradloc.judge import judged
 from gradloc.judge.sentences import MENTIONED, auxiliary_in_words, carrying_layers
 from gradloc.levels import EXPLAINS
 from gradloc.search.search import Search
