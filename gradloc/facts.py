@@ -11,50 +11,47 @@ from dataclasses import dataclass
 # mode took the rollout's for them. "step" is "old" in later mini-batches: how far the update's own steps have moved.
 PAIRS = ("rollout", "reference", "old", "step")
 SHIFTS = (-3, -2, -1, 1, 2, 3)  # by which a[t] is compared with b[t + k]
-# For a pair, with d = a − b, g = policy − reference and r = a − reference, in sums over tokens: d, b, |d|, the position
-# in the response from −1 to 1 ("place"), g, |r|, and the products of each two. Only the rollout's has g and r.
-COLUMNS_OF_PAIR = ("d", "b", "size", "place", "g", "distance")
-_PRODUCTS = tuple(f"{one}*{other}" for one in COLUMNS_OF_PAIR for other in COLUMNS_OF_PAIR)
-# Numbers of tokens: all; d over LEAST_NATS, and under −LEAST_NATS; an exact 0 for a that b contradicts; those whose b
-# is under −LEAST_NATS, and of these those whose a is b; those with the a of the token before, while b is another. The
-# last two leave out each a that is at or under LEAST_LOG_PROB.
-FLAGS_OF_PAIR = ("tokens", "over", "under", "zero", "unsure", "same", "repeated")
-# For responses: their number; those far apart, their tokens, and |d|; those nearer to the reference; those whose
-# correlation is known, those without any; a², ab and b² about their means; those moved by each shift; and
-# d[t]·b[t + k], then b[t]·b[t + k], for each shift.
-ROWS_OF_PAIR = (
-    *("rows", "far", "far_tokens", "far_size", "nearer", "told", "unrelated", "aa", "ab", "bb"),
-    *(f"moved {k}" for k in SHIFTS),
-    *(f"d {k}" for k in SHIFTS),
-    *(f"b {k}" for k in SHIFTS),
+# For a pair, with d = a − b, g = policy − reference and r = a − reference. Tokens: their number; |d|, d, b, g and |r|;
+# those with d over LEAST_NATS, and under −LEAST_NATS; with an exact 0 for a that b contradicts; with b under
+# −LEAST_NATS, and of these with an a that is b; with the a of the token before, while b is another. The last two leave
+# out each a that is at or under LEAST_LOG_PROB. Only the rollout's has g and r.
+TOKENS_OF_PAIR = (
+    *("tokens", "size", "d", "b", "g", "distance"),
+    *("over", "under", "zero", "unsure", "same", "repeated"),
 )
-_OF_PAIR = (*COLUMNS_OF_PAIR, *_PRODUCTS, *FLAGS_OF_PAIR, *ROWS_OF_PAIR)
+PRODUCTS_OF_PAIR = tuple(f"{one}*{other}" for one in "dbg" for other in "dbg")
+# Responses: their number; those far apart; those nearer to the reference; those whose correlation is known, those
+# without any; a², ab and b² about their means, and |d| times the position in the response from −1 to 1 ("place"); the
+# tokens of those far apart, and |d|; those moved by each shift; and d[t]·b[t + k], then b[t]·b[t + k], for each shift.
+ROWS_OF_PAIR = (
+    *("rows", "far", "nearer", "told", "unrelated", "aa", "ab", "bb", "size*place", "far_tokens", "far_size"),
+    *(f"{name} {k}" for name in ("moved", "d", "b") for k in SHIFTS),
+)
+_OF_PAIR = (*TOKENS_OF_PAIR, *PRODUCTS_OF_PAIR, *ROWS_OF_PAIR)
 # Responses, all and with a column that is not finite.
 BROKEN = ("log_prob", "old_log_prob", "ref_log_prob", "advantage", "rollout_log_prob")
-# Tokens: trained ones; those for which the rollout has no log-prob, although training's is far from 0; those after the
-# end; sampled ones (with a log-prob) of responses that are trained, and those of them that are. Responses that are
-# trained, and of these those whose last sampled token is not.
-SAMPLED = ("trained", "unlogged", "after_end", "logged", "both", "trained_rows", "last_lost")
+# Responses that are trained, and of these those whose last sampled token is not. Tokens: trained ones; those for which
+# the rollout has no log-prob, although training's is far from 0; those after the end; sampled ones (with a log-prob) of
+# responses that are trained, and those of them that are.
+SAMPLED = ("trained_rows", "last_lost", "trained", "unlogged", "after_end", "logged", "both")
 # For coefficients c and their expected value e = −w·A·ratio, where the ratio is near 1, with the KL loss's part k, and
-# z, which is e without importance weights: their products; how many tokens there are; those with another size than e,
-# and of these with another sign; those with c = 0 for the clip, and of these those on the right side; those with an
-# importance weight of their own, and of these those that it corrects the right way.
-LOSS = (
-    *(f"loss {one}{other}" for one in "cekz" for other in "cekz"),
-    *(f"loss {name}" for name in ("told", "unfit", "opposite", "clipped", "clipped_right", "corrected", "along")),
-)
+# z, which is e without importance weights: how many tokens there are; those with another size than e, and of these with
+# another sign; those with c = 0 for the clip, and of these those on the right side; those with an importance weight of
+# their own, and of these those that it corrects the right way; and the products of each two.
+LOSS = ("told", "unfit", "opposite", "clipped", "clipped_right", "corrected", "along")
+PRODUCTS_OF_LOSS = tuple(one + other for one in "cekz" for other in "cekz")
 # Σ w·A·(log-prob now − old), and Σ |…|, of tokens that a later PPO epoch sees again.
 GAINED = ("gained", "gained_size")
-# Whether verl's bypass mode is on, and parts of mini-batches. The sum of weights, the part of the responses that have a
+# The sum of weights. Whether verl's bypass mode is on, and parts of mini-batches. The part of the responses that have a
 # token, and whether the mode promises a sum.
-OTHERS = ("bypass", "mini_batches", "weights", "filled", "promised")
+OTHERS = ("weights", "bypass", "mini_batches", "filled", "promised")
 
 NAMES: tuple[str, ...] = (
     *("responses", *(f"broken {name}" for name in BROKEN)),
-    *(f"{pair} {name}" for pair in PAIRS for name in _OF_PAIR),
     *(f"sampled {name}" for name in SAMPLED),
+    *(f"loss {name}" for name in (*LOSS, *PRODUCTS_OF_LOSS)),
+    *(f"{pair} {name}" for pair in PAIRS for name in _OF_PAIR),
     *GAINED,
-    *LOSS,
     *OTHERS,
 )
 OF_PAIR = len(_OF_PAIR)

@@ -6,14 +6,16 @@ Columns are put together over the micro-batches and compared at once: few operat
 (tests/unit/test_facts.py counts both). Tensors are of shape (rows, response length). Nothing here waits for the device.
 """
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..facts import BROKEN, COLUMNS_OF_PAIR, LOSS, MODES, OF_PAIR, PAIRS, SAMPLED, SHIFTS
+from ..facts import BROKEN, LOSS, MODES, OF_PAIR, PAIRS, PRODUCTS_OF_LOSS, SAMPLED, SHIFTS
 from ..levels import (
     FACTOR,
     FAR_NATS,
@@ -33,7 +35,7 @@ _READ = (
     *BROKEN,
     *("response_mask", "weight", "coefficient", "kl_coefficient", "rollout_is_weight", "after_eos", "policy_loss_mask"),
 )
-_POSITIONS = 2**16  # of a part: about 20 MB
+_POSITIONS = 2**16  # of a part: about 30 MB
 _ROUNDING = 1e-5  # nats by which the same weights differ in float32
 # A log-ratio that dual clip, with verl's clip_ratio_c of 3, leaves.
 _DUAL_CLIP_NATS = 1.0
@@ -66,12 +68,15 @@ def own_facts(
     has = frozenset(name for name in _READ if all(name in tokens for tokens in micro_batches))
     # A smaller part of a coefficient may be rounded off.
     rounding = 8 * torch.finfo(micro_batches[0]["coefficient"].dtype).eps if "coefficient" in has else 0.0
-    of_parts = []
-    for part in _parts(micro_batches):
-        columns = dict(zip(_READ, torch.stack(_joined(part, has)), strict=True))
-        of_parts.append(_of_part(columns, has, epoch, is_first, (scale, rounding), earlier_bypassed))
+    earlier = is_first or earlier_bypassed
+    of_parts = [
+        _of_part(_joined(part, has), has, epoch, is_first, (scale, rounding), loss_agg_mode, earlier)
+        for part in _parts(micro_batches)
+    ]
     found = of_parts[0] if len(of_parts) == 1 else torch.stack(of_parts).sum(0)
-    return torch.cat([found, _of_weights(micro_batches, has, loss_agg_mode)])
+    rows = sum(len(tokens["weight"]) for tokens in micro_batches) if loss_agg_mode in MODES else math.inf
+    filled = found[:1] / rows
+    return torch.cat([found, filled, filled > 0])
 
 
 def _parts(micro_batches: Sequence[Tokens]) -> Iterator[list[Tokens]]:
@@ -92,142 +97,151 @@ def _parts(micro_batches: Sequence[Tokens]) -> Iterator[list[Tokens]]:
     yield part
 
 
-def _joined(micro_batches: Sequence[Tokens], has: Collection[str]) -> list[Tensor]:
+def _joined(micro_batches: Sequence[Tokens], has: Collection[str]) -> Tensor:
     """The columns of `_READ` in single precision, padded with zeros, which stand for those that are missing."""
     width = max(tokens["response_mask"].shape[1] for tokens in micro_batches)
-    found = {}
-    for name in has:
-        columns = [tokens[name] for tokens in micro_batches]
-        found[name] = torch.cat([pad(x, (0, width - x.shape[1])) if x.shape[1] < width else x for x in columns]).float()
-    missing = torch.zeros_like(found["log_prob"])
-    return [found.get(name, missing) for name in _READ]
+    found = []
+    for tokens in micro_batches:
+        missing = tokens["log_prob"] if len(has) == len(_READ) else torch.zeros_like(tokens["log_prob"])
+        columns = torch.stack([tokens[name] if name in has else missing for name in _READ])
+        found.append(pad(columns, (0, width - columns.shape[2])) if columns.shape[2] < width else columns)
+    return torch.cat(found, 1).float()
 
 
-def _of_part(columns: Tokens, has: Collection[str], epoch: int, is_first: bool, loss: Any, earlier: bool) -> Tensor:
-    """The sums of some rows, but for those of `_of_weights`: float64."""
-    mask = columns["response_mask"] != 0
-    values = torch.stack([columns[name] for name in BROKEN])
-    broken = mask & (values - values != 0)  # NaN is unlike itself, and so is Inf − Inf
-    sound = mask & ~broken[:3].any(0)  # the log-probs of training
-    now, old = columns["log_prob"], columns["old_log_prob"]
+def _of_part(
+    values: Tensor, has: Collection[str], epoch: int, is_first: bool, loss: Any, mode: str | None, earlier: bool
+) -> Tensor:
+    """The sums of some rows, but for the last two: float64. Of masks, a > b is a without b, in one operation."""
+    columns, is_set = (dict(zip(_READ, each, strict=True)) for each in (values, values != 0))
+    mask = is_set["response_mask"]
+    none, nothing = mask & False, torch.zeros(OF_PAIR, dtype=torch.float64, device=mask.device)
+    now, old, rollout = (columns[name] for name in ("log_prob", "old_log_prob", "rollout_log_prob"))
+    broken = values[: len(BROKEN)] - values[: len(BROKEN)] != 0  # NaN is unlike itself, and so is Inf − Inf
+    sound = mask > broken[:3].any(0)  # the log-probs of training
     # verl's bypass mode takes the rollout's log-probs for the old ones.
-    bypassed = mask[0, 0] & False
-    if {"old_log_prob", "rollout_log_prob"} <= set(has):
-        bypassed = ~(mask & (old != columns["rollout_log_prob"])).any() & (is_first or earlier)
-    found = [torch.cat([mask.unsqueeze(0), broken]).any(2).sum(1)]
+    bypassed = none[0, 0]
+    if earlier and {"old_log_prob", "rollout_log_prob"} <= set(has):
+        bypassed = ~(mask & (old != rollout)).any()
+    flags: dict[str, Tensor] = {}
+    sums: dict[str, Tensor] = {}
     if epoch == 0:
         policy = torch.where(bypassed, now, old) if "old_log_prob" in has else now
+        flags = _sampled(columns, is_set, policy, broken[-1] if "rollout_log_prob" in has else None)
         # A rollout's log-probs are compared with those of the weights that it had.
-        told = sound & (~bypassed | is_first)
-        found += [_of_pairs(columns, has, policy, told & ~broken[4], told, bypassed, is_first)]
-        found += [_sampled(columns, has, policy, mask), _nothing(2, mask)]
-    else:
-        found += [_nothing(len(PAIRS) * OF_PAIR + len(SAMPLED), mask), _gained(columns, has, sound)]
-    found += [_of_loss(columns, has, mask, *loss), torch.stack([bypassed, torch.ones_like(bypassed)])]
-    return torch.cat(found)
+        differs = sound > bypassed
+        told = sound if is_first else differs
+        # What was added after the end was not sampled, and counts there.
+        added = is_set["after_eos"] > is_set["rollout_log_prob"]
+        pairs = {
+            "rollout": (rollout, policy, told > (broken[-1] | added)),
+            "reference": (columns["ref_log_prob"], policy, told),
+            "old" if is_first else "step": (old, now, differs),
+        }
+        known = [name in has for name in ("rollout_log_prob", "ref_log_prob", "old_log_prob")]
+        if any(known):
+            sums = _of_pairs(dict(compress(pairs.items(), known)))
+    elif {"advantage", "old_log_prob"} <= set(has):
+        sums["gained"] = _gained(columns, sound)
+    if {"coefficient", "advantage"} <= set(has):
+        of_loss, sums["loss"] = _of_loss(columns, is_set, has, *loss)
+        flags |= of_loss
+    if mode in MODES:
+        weights = columns["weight"] * columns["policy_loss_mask" if "policy_loss_mask" in has else "response_mask"]
+        sums["weights"] = (weights.amax(1) if mode == MODES[-1] else weights).sum(dtype=torch.float64).view(1)
+    planes = [mask, *(broken & mask), *(flags.get(name, none) for name in (*SAMPLED, *LOSS))]
+    counts = torch.stack(planes).sum(2)
+    counts = counts * (counts[0] > 0)  # of responses that are trained
+    of_responses = 1 + len(BROKEN) + 2
+    counts = torch.cat([counts[:of_responses] > 0, counts[of_responses:]]).sum(1)
+    sizes = {"loss": len(PRODUCTS_OF_LOSS), **dict.fromkeys(PAIRS, OF_PAIR), "gained": 2, "weights": 1}
+    found = [sums.get(name, nothing[:size]) for name, size in sizes.items()]
+    return torch.cat([counts, *found, pad(bypassed.view(1), (0, 1), value=1)])
 
 
-def _nothing(count: int, like: Tensor) -> Tensor:
-    return torch.zeros(count, dtype=torch.float64, device=like.device)
+def _sampled(columns: Tokens, is_set: Tokens, policy: Tensor, broken: Tensor | None) -> dict[str, Tensor]:
+    """`SAMPLED`: whether the tokens that are trained are those that the rollout sampled.
 
-
-def _of_pairs(
-    columns: Tokens,
-    has: Collection[str],
-    policy: Tensor,
-    of_rollout: Tensor,
-    sound: Tensor,
-    bypassed: Tensor,
-    is_first: bool,
-) -> Tensor:
-    """The sums of all pairs. Moments are made for each response, by one product, and then added up."""
-    rollout, reference, old = (columns[name] for name in ("rollout_log_prob", "ref_log_prob", "old_log_prob"))
-    if "after_eos" in has:  # what was added after the end was not sampled, and counts there
-        of_rollout = of_rollout & ~((columns["after_eos"] != 0) & (rollout == 0))
-    known = [("rollout_log_prob" in has, of_rollout), ("ref_log_prob" in has, sound)]
-    known.append(("old_log_prob" in has, sound & ~bypassed))
-    masks = [mask if is_known else torch.zeros_like(mask) for is_known, mask in known]
-    a, b = torch.cat([rollout, reference, old]), torch.cat([policy, policy, columns["log_prob"]])
-    mask = torch.cat(masks)
-    zero = mask & (a == 0) & (b < -LEAST_NATS)
-    mask = mask & ~zero
-    planes = torch.zeros(len(mask), len(COLUMNS_OF_PAIR), mask.shape[1], device=mask.device)
-    d, of_b, size, place, g, distance = planes.unbind(1)
-    of_b.copy_(b).clamp_(min=LEAST_LOG_PROB).masked_fill_(~mask, 0.0)  # not a product: outside may be NaN
-    a.clamp_(min=LEAST_LOG_PROB).masked_fill_(~mask, 0.0)
-    torch.sub(a, of_b, out=d)
-    torch.abs(d, out=size)
-    count = mask.cumsum(1)
-    length = count[:, -1:]
-    torch.div((2 * count - length - 1) * mask, length.clamp(min=1), out=place)
-    if "ref_log_prob" in has:
-        moved = policy.clamp(min=LEAST_LOG_PROB) - reference.clamp(min=LEAST_LOG_PROB)  # as d
-        g[: len(policy)] = moved.masked_fill_(~mask[: len(policy)], 0.0)
-        torch.abs(d + g, out=distance)
-    totals, products = planes.sum(2).double(), torch.bmm(planes, planes.transpose(1, 2)).double()
-    unsure = mask & (of_b < -LEAST_NATS)
-    told = a > LEAST_LOG_PROB  # all smaller ones are the same here
-    repeated = told & pad((a.diff() == 0) & (of_b.diff().abs() > FAR_NATS), (1, 0))
-    flags = [mask, d > LEAST_NATS, d < -LEAST_NATS, zero, unsure, unsure & told & (size < _ROUNDING), repeated]
-    flags_of_rows = torch.stack(flags, 1).sum(2)
-    centred = planes[:, :2] - (totals[:, :2] / length.clamp(min=1)).float().unsqueeze(2)
-    torch.mul(centred, mask.unsqueeze(1), out=centred)
-    variances = torch.bmm(centred, centred.transpose(1, 2)).double()
-    of_rows = [totals, products.flatten(1), flags_of_rows]
-    of_rows += _of_rows(length, totals, variances, _crossed(centred.bfloat16()))
-    rollout_sums, reference_sums, old_sums = torch.cat(of_rows, 1).view(3, len(policy), OF_PAIR).sum(1)
-    others = torch.zeros_like(old_sums)
-    return torch.cat([rollout_sums, reference_sums, *((old_sums, others) if is_first else (others, old_sums))])
-
-
-def _crossed(centred: Tensor) -> Tensor:
-    """Σ d[t]·b[t + k] and Σ b[t]·b[t + k] of each response, for each of `SHIFTS`: float64, (rows, 2, shifts)."""
-    most, width = SHIFTS[-1], centred.shape[2]
-    moved = pad(centred[:, 1], (most, most)).unfold(1, width, 1)  # (rows, 2·most + 1, width)
-    found = torch.bmm(centred, moved.transpose(1, 2)).double()
-    return torch.cat([found[:, :, :most], found[:, :, most + 1 :]], 2)
-
-
-def _of_rows(count: Tensor, totals: Tensor, variances: Tensor, crossed: Tensor) -> list[Tensor]:
-    """The sums of `ROWS_OF_PAIR` of each response: float64, each of shape (rows, some sums)."""
-    size, distance, n = totals[:, 2], totals[:, 5], count[:, 0]
-    dd, db, _, bb = variances.flatten(1).unbind(1)
-    ab = bb + db
-    aa = ab + db + dd
-    norm = (aa * bb).clamp(min=0).sqrt()
-    told = (n >= ROW_TOKENS) & (torch.minimum(aa, bb) > LEAST_NATS * n)
-    best, which = (crossed.sum(1) / norm.unsqueeze(1)).max(1)
-    moved = torch.where(told & (best > ab / norm + MOVED), which, -1)
-    far = size > FAR_NATS * n
-    nearer = (distance < size / LEVEL) & (size > LEAST_NATS * n)
-    sums = torch.stack([n > 0, far, far * n, far * size, nearer, told, told & (ab < UNRELATED * norm), aa, ab, bb], 1)
-    shifts = torch.arange(len(SHIFTS), device=n.device)
-    return [sums.double(), moved.unsqueeze(1) == shifts, crossed.flatten(1)]
-
-
-def _sampled(columns: Tokens, has: Collection[str], policy: Tensor, mask: Tensor) -> Tensor:
-    """`SAMPLED`: whether the tokens that are trained are those that the rollout sampled."""
-    trained = mask & (columns["weight"] != 0)
-    after = trained & (columns["after_eos"] != 0)
-    if "rollout_log_prob" not in has:
-        return pad(torch.stack([trained, trained & False, after]).sum((1, 2)), (0, 4))
-    rollout = columns["rollout_log_prob"]
-    is_zero = rollout == 0
-    unlogged = trained & is_zero & (policy < UNSAMPLED_NATS)
+    Args:
+        broken (Tensor, optional): Where the rollout's log-probs are not finite; None if there are none.
+    """
+    mask, said, rollout = is_set["response_mask"], is_set["rollout_log_prob"], columns["rollout_log_prob"]
+    trained = mask & is_set["weight"]
+    after = trained & is_set["after_eos"]
+    if broken is None:
+        return {"trained": trained, "after_end": after}
     # A log-prob that training does not contradict shows that a token was sampled, even after an end.
-    after = after & (is_zero | (policy < rollout + _OTHER_TOKEN))
-    remaining = mask.flip(1).cumsum(1).flip(1)
-    is_trained = remaining[:, :1] > 0
-    logged = is_trained & ~is_zero & (rollout - rollout == 0)
-    lost = (logged & (remaining == 0)).any(1, keepdim=True)
-    tokens = torch.stack([trained, unlogged & ~after, after, logged, logged & mask]).sum((1, 2))
-    return torch.cat([tokens, torch.cat([is_trained, lost], 1).sum(0)])
+    after = after & (said <= (policy < rollout + _OTHER_TOKEN))
+    unlogged = (trained > said) & (policy < UNSAMPLED_NATS)
+    logged = said > broken
+    count = mask.cumsum(1)
+    lost = (logged > mask) & (count == count[:, -1:])
+    return {
+        **{"trained_rows": mask, "last_lost": lost, "trained": trained, "unlogged": unlogged > after},
+        **{"after_end": after, "logged": logged, "both": logged & mask},
+    }
 
 
-def _gained(columns: Tokens, has: Collection[str], sound: Tensor) -> Tensor:
+def _of_pairs(pairs: Mapping[str, tuple[Tensor, Tensor, Tensor]]) -> dict[str, Tensor]:
+    """The sums of all pairs. Those of each response are made first, and then added up.
+
+    Args:
+        pairs (Mapping): By name, a, b and a mask: first the rollout's, then the reference's, if they are known.
+    """
+    of_a, of_b, masks = zip(*pairs.values(), strict=True)
+    rows, width = masks[0].shape
+    mask = torch.cat(masks)
+    a, b = both = torch.cat([*of_a, *of_b]).clamp_(min=LEAST_LOG_PROB).view(2, len(mask), width)
+    zero = mask & (a == 0) & (b < -LEAST_NATS)
+    mask = mask > zero
+    both.masked_fill_(~mask, 0.0)  # not a product: outside may be NaN
+    if {"rollout", "reference"} <= set(pairs):
+        way = (both[:, :rows] - a[rows : 2 * rows]) * mask[:rows]
+        r, g = pad(way, (0, 0, 0, len(mask) - rows))
+    else:
+        r, g = torch.zeros_like(both)
+    d = a - b
+    size = d.abs()
+    unsure, told = b < -LEAST_NATS, a > LEAST_LOG_PROB  # all smaller ones are the same here
+    step_a, step_b = both.diff()
+    repeated = told & pad((step_a == 0) & (step_b.abs() > FAR_NATS), (1, 0))
+    flags = [d > LEAST_NATS, d < -LEAST_NATS, zero, unsure, unsure & told & (size < _ROUNDING), repeated]
+    planes = torch.stack([a, mask.cumsum(1), mask, size, d, b, g, r.abs(), *flags], 1)
+    totals, products = planes.sum(2), torch.bmm(planes[:, 4:7], planes[:, 4:7].mT)
+    means = totals[:, :6] / totals[:, 2:3].clamp(min=1)
+    centred = (planes[:, :6] - means.unsqueeze(2)).mul_(mask.unsqueeze(1))
+    neighbours = pad(centred[:, 5], (SHIFTS[-1], SHIFTS[-1])).unfold(1, width, 1)
+    of_rows = _of_rows(totals, torch.bmm(centred, centred.mT), torch.bmm(centred[:, 4:], neighbours.mT))
+    found = torch.cat([totals[:, 2:], products.flatten(1), *of_rows], 1)
+    return dict(zip(pairs, found.view(len(pairs), rows, OF_PAIR).sum(1, dtype=torch.float64), strict=True))
+
+
+def _of_rows(totals: Tensor, moments: Tensor, neighbours: Tensor) -> list[Tensor]:
+    """The sums of `ROWS_OF_PAIR` of each response, each of shape (rows, some sums).
+
+    Args:
+        totals (Tensor): Those of `_of_pairs`' planes, of shape (rows, planes).
+        moments (Tensor): Of the first planes about their means, of shape (rows, planes, planes).
+        neighbours (Tensor): Of d and b with b[t + k], also for k = 0, of shape (rows, 2, shifts).
+    """
+    n, size, distance = totals[:, 2], totals[:, 3], totals[:, 7]
+    aa, ab, bb = moments[:, 0, 0], moments[:, 0, 5], moments[:, 5, 5]
+    norm, least = (aa * bb).sqrt(), LEAST_NATS * n
+    told = (n >= ROW_TOKENS) & (torch.minimum(aa, bb) > least)
+    far = size > FAR_NATS * n
+    nearer = (LEVEL * distance < size) & (size > least)
+    later = 2 * moments[:, 1, 3] / n.clamp(min=1)
+    sums = torch.stack([n > 0, far, nearer, told, told & (ab < UNRELATED * norm), aa, ab, bb, later], 1)
+    most = SHIFTS[-1]
+    products = neighbours.sum(1)  # a[t]·b[t + k]
+    products[:, most].add_(norm, alpha=MOVED)  # which a shift must exceed
+    shifts = torch.arange(2 * most + 1, device=n.device)
+    moved = told.unsqueeze(1) & (products.argmax(1, keepdim=True) == shifts)
+    of_shifts = [part for each in (moved, *neighbours.unbind(1)) for part in (each[:, :most], each[:, most + 1 :])]
+    return [sums, far.unsqueeze(1) * totals[:, 2:4], *of_shifts]
+
+
+def _gained(columns: Tokens, sound: Tensor) -> Tensor:
     """What later PPO epochs have gained: Σ w·A·(log-prob now − old), and Σ |…|."""
-    if not {"advantage", "old_log_prob"} <= set(has):
-        return _nothing(2, sound)
     moved = (columns["log_prob"] - columns["old_log_prob"]).clamp_(-1, 1)
     gained = torch.where(sound, moved * columns["weight"] * columns["advantage"], 0.0).nan_to_num_(
         posinf=0.0, neginf=0.0
@@ -235,63 +249,42 @@ def _gained(columns: Tokens, has: Collection[str], sound: Tensor) -> Tensor:
     return torch.stack([gained, gained.abs()]).sum((1, 2), dtype=torch.float64)
 
 
-def _of_loss(columns: Tokens, has: Collection[str], mask: Tensor, scale: float | Tensor, rounding: float) -> Tensor:
+def _of_loss(
+    columns: Tokens, is_set: Tokens, has: Collection[str], scale: float | Tensor, rounding: float
+) -> tuple[dict[str, Tensor], Tensor]:
     """`LOSS`: whether coefficients are −w·A·ratio beside the KL loss's, where all losses of policy gradients agree."""
-    if not {"coefficient", "advantage"} <= set(has):
-        return _nothing(len(LOSS), mask)
-    near = mask & (columns["policy_loss_mask"] != 0) if "policy_loss_mask" in has else mask
-    coefficient, kl = columns["coefficient"] / scale, columns["kl_coefficient"]
-    unweighted = columns["weight"] * -columns["advantage"]
-    none = mask & False
-    clipped = right = corrected = along = none
+    mask, moves = is_set["response_mask"], is_set["coefficient"]
+    flags: dict[str, Tensor] = {}
+    near = mask & is_set["policy_loss_mask"] if "policy_loss_mask" in has else mask
+    z = columns["weight"] * -columns["advantage"]
+    old, importance = columns["old_log_prob"], columns["rollout_is_weight"]
+    logs = torch.stack([columns["log_prob"] - old, importance.log()]).masked_fill_(~mask, 0.0)
+    (log_ratio, log_weight), (of_row, of_weights) = logs, logs.sum(2, keepdim=True) / mask.sum(1, keepdim=True)
+    fits = [near, moves]
     if "old_log_prob" in has:
-        log_ratio = torch.where(mask, columns["log_prob"] - columns["old_log_prob"], 0.0)
-        # Some losses take the ratio of the whole response.
-        of_row = log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True)
-        # Dual clip takes larger ratios on either side.
-        is_told = (log_ratio * of_row > 0) & (log_ratio.abs() > FAR_NATS) & (log_ratio <= _DUAL_CLIP_NATS)
-        clipped = near & (coefficient == 0) & (unweighted != 0) & is_told
-        right = clipped & (log_ratio * unweighted < 0)
-        near = near & (torch.maximum(log_ratio.abs(), of_row.abs()) <= NEAR_NATS)
-        unweighted = unweighted * log_ratio.exp()
-    expected = unweighted
-    if "rollout_is_weight" in has:
-        expected = unweighted * columns["rollout_is_weight"]
-        if {"old_log_prob", "rollout_log_prob"} <= set(has):
-            corrected, along = _importance(columns, mask)
-    planes = torch.stack([coefficient, expected, kl, unweighted])
-    sums = planes.sum(0)
-    near = near & (coefficient != 0) & (sums - sums == 0)
-    planes.masked_fill_(~near, 0.0)
-    planes[2].mul_(planes[2].abs() > rounding * planes[1].abs())
-    flat = planes.flatten(1)
-    expected, kl, rest = planes[1], planes[2], planes[0] - planes[2]
-    told = expected != 0
+        # Some losses take the ratio of the whole response, and dual clip takes larger ratios on either side.
+        is_told = [log_ratio * of_row.sign() > FAR_NATS, log_ratio <= _DUAL_CLIP_NATS]
+        clipped = torch.stack([near > moves, z != 0, *is_told]).all(0)
+        flags |= {"clipped": clipped, "clipped_right": clipped & (log_ratio * z < 0)}
+        fits.append(torch.maximum(log_ratio.abs(), of_row.abs()) <= NEAR_NATS)
+        z = z * log_ratio.exp()
+        if {"rollout_is_weight", "rollout_log_prob"} <= set(has):
+            # A weight of the whole response says nothing of its tokens.
+            apart = old - columns["rollout_log_prob"]
+            told = torch.stack([apart, log_weight, log_weight - of_weights]).abs() > NEAR_NATS
+            corrected = mask & told.all(0)
+            flags |= {"corrected": corrected, "along": corrected & (apart * log_weight > 0)}
+    e = z * importance if "rollout_is_weight" in has else z
+    planes = torch.stack([columns["coefficient"] / scale, e, columns["kl_coefficient"], z])
+    sizes = planes.abs()
+    planes.masked_fill_(~torch.stack([*fits, sizes.sum(0) < math.inf]).all(0), 0.0)
+    rounded = sizes[2] <= rounding * sizes[1]
+    for kl in (planes[2], sizes[2]):
+        kl.masked_fill_(rounded, 0.0)
+    c, e, k, _ = planes
+    told, rest = e != 0, c - k
     # Rounding of the KL loss's part does not count.
-    unfit = told & ((rest - expected).abs() > (FACTOR + rounding) * expected.abs() + LEAST_NATS * kl.abs())
-    counts = torch.stack([told, unfit, unfit & (rest * expected < 0), clipped, right, corrected, along])
-    return torch.cat([(flat @ flat.T).flatten().double(), counts.sum((1, 2))])
-
-
-def _importance(columns: Tokens, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Where importance weights tell in which direction they correct, and where that is the right one."""
-    log_weight = torch.where(mask, columns["rollout_is_weight"], 1.0).log()
-    difference = columns["old_log_prob"] - columns["rollout_log_prob"]
-    # A weight of the whole response says nothing of its tokens.
-    own = log_weight - log_weight.sum(1, keepdim=True) / mask.sum(1, keepdim=True)
-    told = mask & (torch.stack([difference, log_weight, own]).abs().amin(0) > NEAR_NATS)
-    return told, told & (difference * log_weight > 0)
-
-
-def _of_weights(micro_batches: Sequence[Tokens], has: Collection[str], mode: str | None) -> Tensor:
-    """The sum of weights, the part of the responses that have a token, and whether the sum is known."""
-    if mode not in MODES:
-        return _nothing(3, micro_batches[0]["weight"])
-    sums = []
-    for tokens in micro_batches:
-        mask = tokens["response_mask"]
-        weight = tokens["weight"] * (tokens["policy_loss_mask"] if "policy_loss_mask" in has else mask)
-        sums += [(weight.amax(1) if mode == MODES[-1] else weight).sum(), mask.any(1).sum()]
-    of_weights, filled = torch.stack(sums).double().view(-1, 2).sum(0)
-    rows = sum(len(tokens["weight"]) for tokens in micro_batches)
-    return torch.stack([of_weights, filled / rows, filled > 0])
+    most = torch.add((FACTOR + rounding) * sizes[1], sizes[2], alpha=LEAST_NATS)
+    unfit = told & ((rest - e).abs() > most)
+    flags |= {"told": told, "unfit": unfit, "opposite": unfit & (rest * e < 0)}
+    return flags, (planes.flatten(1) @ planes.flatten(1).T).flatten()
