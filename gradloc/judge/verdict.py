@@ -140,10 +140,11 @@ def _of_tokens(event: Event) -> Verdict | None:
 
 
 def _shows(event: Event, culprit: Culprit, rule: str) -> bool:
-    """Whether a rule holds for a culprit, and neither engines that differ everywhere nor the update's steps make it."""
+    """Whether a rule holds for a culprit, and neither late weights, engines that differ everywhere nor steps make it."""
     if rule not in culprit["sources"]:
         return False
-    engines_agree = (event["comparison"]["ordinary"].get(APART) or 0.0) < LEVEL * SHARE
+    is_late = event.get("identities", {}).get("rollout_log_probs", {}).get("late", False)
+    engines_agree = not is_late and (event["comparison"]["ordinary"].get(APART) or 0.0) < LEVEL * SHARE
     if rule == "misaligned":  # by nats, or by position
         return engines_agree or bool(culprit.get("misplaced"))
     if rule not in RATIOS:
