@@ -248,7 +248,6 @@ class RunWarning(_RunWarning, total=False):
 
 
 class _IdentityState(TypedDict):
-
     state: Annotated[str, ("enum", ("held", "broken", "unchecked"))]
     times: Number  # its largest residual, in times of the usual
     since: int | None  # the step since which it is broken

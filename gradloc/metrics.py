@@ -124,7 +124,7 @@ class UpdateMetrics:
 def figure_sizes(model: WatchedModel, is_first: bool) -> list[int]:
     """How many numbers each part of `RunFacts.own_figures` has."""
     reduced, measured = len(model.reduced_norms.layers), len(model.meter.layers)
-    layers = [4 + reduced, reduced, measured, measured] if is_first else [0] * 4
+    layers = [4 + reduced, reduced, measured, measured, reduced, measured] if is_first else [0] * 6
     return [len(NAMES), 1, *layers]
 
 
@@ -195,16 +195,19 @@ class RunFacts:
         if is_first:
             squares = torch.stack([micro_batch.squares for micro_batch in micro_batches])
             norms = model.reduced_norms
-            found += [self._own_moves(norms), norms.own_squares(of_weights=True), squares.sqrt().sum(0) / scale]
-            found.append(squares[-1].sqrt() / scale)
+            moves, gradient = self._own_moves(norms)
+            found += [moves, norms.own_squares(of_weights=True), squares.sqrt().sum(0) / scale]
+            found += [squares[-1].sqrt() / scale, norms.own_sums(gradient) / scale]
+            found.append(torch.stack([micro_batch.sums for micro_batch in micro_batches]).sum(0) / scale)
         return torch.cat(found)
 
-    def _own_moves(self, norms: ReducedNorms) -> Tensor:
+    def _own_moves(self, norms: ReducedNorms) -> tuple[Tensor, Tensor]:
         """How this rank's small weights have moved in the last update, and since; see `Layers`. No host sync.
 
         Returns:
-            Tensor: float64 of shape (4 + layers,): Σ Δ², Σ g² and Σ Δ·g, of the update's first gradient; how many have
-                changed since its end; and how many have moved, by layer. NaN where that is not known.
+            tuple[Tensor, Tensor]: float64 of shape (4 + layers,): Σ Δ², Σ g² and Σ Δ·g, of the update's first gradient;
+                how many have changed since its end; and how many have moved, by layer; NaN where that is not known. And
+                the present gradient of these weights.
         """
         (weights, gradient), kept, ended = norms.small_weights(), self._kept, self._ended
         found = torch.full((4 + len(norms.layers),), math.nan, dtype=torch.float64, device=weights.device)
@@ -215,7 +218,7 @@ class RunFacts:
                 found[:3] = torch.stack([moves @ moves, kept[1] @ kept[1], moves @ kept[1]])
                 found[4:] = norms.own_changes(moves)
         self._kept, self._stepped = (weights, gradient), False
-        return found
+        return found, gradient
 
     def end_update(self, model: WatchedModel) -> None:
         """Keeps small weights after the update's last step: until the next one's, nothing else is to change them."""
@@ -224,7 +227,8 @@ class RunFacts:
     def take_in(self, figures: Tensor, where: Where, gradient: MiniBatch) -> None:
         """Adds what `own_figures` returned on each rank, on the CPU."""
         model, is_first = gradient.model, (where["epoch"], where["mini_batch"]) == (0, 0)
-        facts, checked, moves, weights, passes, last = figures.split(figure_sizes(model, is_first), dim=1)
+        facts, checked, moves, weights, *of_passes = figures.split(figure_sizes(model, is_first), dim=1)
+        passes, last, reduced_sums, sums_of_passes = of_passes
         self.are_checked = bool(checked[0])
         copies = model.sequence_parallel_size
         sums = facts[::copies].sum(0)
@@ -233,6 +237,10 @@ class RunFacts:
         self._ask(lambda run: run.take_in(sums.tolist()))
         if is_first and gradient.squared_norms is not None:
             norms, meter = model.reduced_norms, model.meter
+
+            def mean(by_rank: Tensor) -> list[float]:
+                return (by_rank[::copies].sum(0) / model.data_parallel_size).tolist()
+
             # The last pass alone is known on one rank, unless the others have hardly a gradient.
             one = passes[0] if model.data_parallel_size == 1 and not meter.reduces else None
             has_last = one is not None and bool((one - last[0]).norm() > LAST * one.norm())
@@ -240,9 +248,11 @@ class RunFacts:
             self._layers = [
                 dict(zip(norms.layers, zip(*of_weights, strict=True), strict=True)),
                 dict(zip(norms.layers, gradient.squared_norms.sqrt().tolist(), strict=True)),
-                dict(zip(meter.layers, (passes[::copies].sum(0) / model.data_parallel_size).tolist(), strict=True)),
+                dict(zip(meter.layers, mean(passes), strict=True)),
                 dict(zip(meter.layers, last[0].tolist(), strict=True)) if has_last else None,
                 moves[:, :4].sum(0).tolist(),  # each rank has a part of the weights, whatever its data
+                None if meter.reduces else dict(zip(norms.layers, norms.of_ranks(reduced_sums).tolist(), strict=True)),
+                dict(zip(meter.layers, mean(sums_of_passes), strict=True)),
             ]
 
     def add_step(self) -> None:

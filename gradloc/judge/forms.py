@@ -144,7 +144,8 @@ _CLAIMS: Mapping[str, Mapping[str, str]] = {
     "last_pass": {"gradient.last_pass": "The optimizer's gradient is the last micro-batch's alone"},
     "gradient": {
         "gradient.zero": "{gradient.zero:.0f} layer(s) have a gradient of exactly 0, unlike the others of their kind",
-        "gradient.less": "The optimizer's gradient is {gradient.less:.3g} times smaller than the sum of the passes'",
+        "gradient.off": "The optimizer's gradient is not the sum of the passes', but {gradient.off:.0%} off: in small "
+        "tensors {gradient.is:.3g} times it",
         "gradient.factor": "The optimizer's gradient is up to {gradient.factor:.3g} times the sum of the passes', in "
         "some layers",
     },
@@ -203,7 +204,8 @@ _LOOKS: Mapping[str, str] = {
     "loss": "Look for a term that is added or left out, and for factors of single tokens.",
     "last_pass": "Look for a zero_grad between micro-batches, or for overwritten gradients.",
     "gradient.zero": "Look for a detach, a no_grad, or an adapter that is not used.",
-    "gradient.less": "Look for what zeroes or divides it between the passes and the step.",
+    "gradient.off": "Look for what zeroes, divides or replaces it between the passes and the step, and for ranks or "
+    "passes that are left out.",
     "gradient.factor": "Look for a backward that runs twice, hooks that multiply, a gradient that was not zeroed, or a "
     "sum where a mean over ranks should be.",
     "not_moving": "Look at which tensors the optimizer has, and whether the learning rate is below the weights' "

@@ -310,7 +310,7 @@ IDENTITIES = (
         "the optimizer's gradient is the sum of the passes'",
         (
             Residual("gradient.factor", FACTOR, partial(_off, "gradient.factor", least=0.0)),
-            Residual("gradient.less", LEVEL),
+            Residual("gradient.off", FACTOR),
             Residual("gradient.zero", TOKENS),
             Residual("gradient.last_pass", 1.0),
         ),

@@ -33,6 +33,8 @@ class Layers:
         last_pass (dict): The norm of the last pass alone, if the data are one rank's and others have a gradient.
         moved (Sequence, optional): Of small tensors over the last update, Σ Δ², Σ g² and Σ Δ·g, of its first gradient;
             and how many of their elements have changed since its end. NaN where that is not known.
+        reduced_sums, sums_of_passes (dict, optional): The sum of the elements of a small tensor's gradient, of the one
+            that the optimizer gets, and of the passes' in sum.
     """
 
     weights: Mapping[str, tuple[float, int, float]]
@@ -40,6 +42,8 @@ class Layers:
     passes: Mapping[str, float]
     last_pass: Mapping[str, float] | None = None
     moved: Sequence[float] | None = None
+    reduced_sums: Mapping[str, float] | None = None
+    sums_of_passes: Mapping[str, float] | None = None
 
 
 def of_tokens(sums: Mapping[str, float]) -> Readings:
@@ -190,11 +194,11 @@ def of_layers(now: Layers, before: Layers | None, rate: float) -> Readings:
             # Only layers that have a part of the gradient: rounding makes factors out of nothing.
             parts = [a / b if b else math.inf for a, b in pairs if a > FACTOR * FACTOR * whole]
             found["gradient.factor"] = max(parts, default=0.0)
-            found["gradient.less"] = most / whole if whole else math.inf
         found["gradient.zero"] = float(_dead(reduced))
         if now.last_pass is not None and whole > 0:
             apart = max(abs(reduced[layer] - norm) for layer, norm in now.last_pass.items() if layer in reduced)
             found["gradient.last_pass"] = SHARE * whole / max(apart, 1e-9 * whole)
+    found |= _against_passes(now.reduced_sums or {}, now.sums_of_passes or {})
     if now.moved is not None and not math.isnan(now.moved[3]):
         found["weights.between"] = now.moved[3]
     moved, gradient, along = (math.nan,) * 3 if now.moved is None else now.moved[:3]
@@ -204,6 +208,16 @@ def of_layers(now: Layers, before: Layers | None, rate: float) -> Readings:
     if before is not None and rate > 0:
         found |= _moves(now, before, rate)
     return found
+
+
+def _against_passes(reduced: Mapping[str, float], passes: Mapping[str, float]) -> Readings:
+    """How far sums over the optimizer's gradient are from those over the passes', and which multiple they are."""
+    pairs = [(reduced[layer], passes[layer]) for layer in passes if math.isfinite(reduced.get(layer, math.nan))]
+    size = math.fsum(b * b for _, b in pairs)
+    if not 0 < size < math.inf:
+        return {}
+    factor = math.fsum(a * b for a, b in pairs) / size
+    return {"gradient.off": math.sqrt(math.fsum((a - b) ** 2 for a, b in pairs) / size), "gradient.is": factor}
 
 
 def _dead(reduced: Mapping[str, float]) -> int:

@@ -11,7 +11,7 @@ from ..guarded import ForeseenError
 from ..levels import GAP, LEVEL, SAME
 from ..lines import Answer, IdentityState, RunWarning
 from .changes import changes
-from .identities import BY_NAME, Broken, Held, check, measured, may_be_late
+from .identities import BY_NAME, Broken, Held, check, may_be_late, measured
 from .readings import Layers, of_layers, of_rows, of_tokens
 from .records import Record, as_state, from_state, latest
 from .said import said

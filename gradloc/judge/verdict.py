@@ -140,10 +140,11 @@ def _of_tokens(event: Event) -> Verdict | None:
 
 
 def _shows(event: Event, culprit: Culprit, rule: str) -> bool:
-    """Whether a rule holds for a culprit, and neither late weights, engines that differ everywhere nor steps make it."""
+    """Whether a rule holds for a culprit, and neither late weights, other engines nor the update's steps make it."""
     if rule not in culprit["sources"]:
         return False
-    is_late = event.get("identities", {}).get("rollout_log_probs", {}).get("late", False)
+    of_rollout = event.get("identities", {}).get("rollout_log_probs")
+    is_late = of_rollout is not None and of_rollout.get("late", False)
     engines_agree = not is_late and (event["comparison"]["ordinary"].get(APART) or 0.0) < LEVEL * SHARE
     if rule == "misaligned":  # by nats, or by position
         return engines_agree or bool(culprit.get("misplaced"))

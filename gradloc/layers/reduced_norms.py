@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 # Parts of parameter names that FSDP1, activation checkpointing, torch.compile and LoRA insert.
 _WRAPPERS = re.compile(r"\b(?:_(?:fsdp|checkpoint)_wrapped_module|_orig_mod|base_model\.model|base_layer)\.")
+_ADAPTER = ".lora_"
 _LORA = re.compile(r"\.(?:lora_|modules_to_save\b|original_module\b).*")
 _MODEL = re.compile(r"^(?:(?:model|transformer|language_model|decoder|module)\.)+")
 # The router of a mixture of experts. A "gate" elsewhere (such as in attention) is not a router.
@@ -74,11 +75,12 @@ def plain_name(parameter_name: str) -> str:
 
 
 @torch.no_grad()
-def norms_of_all(gradients: Iterable[tuple[int, Tensor]]) -> tuple[Tensor, list[int]]:
+def norms_of_all(gradients: Iterable[tuple[int, Tensor]]) -> tuple[Sequence[Tensor], list[int]]:
     """The norms of numbered gradients, in one call for all; large ones on the CPU are measured in chunks.
 
     Returns:
-        tuple[Tensor, list[int]]: The norms, float32 of shape (chunks,), and the number of each one's gradient.
+        tuple[Sequence[Tensor], list[int]]: The norms of chunks, float32 of shape (), and the number of each one's
+            gradient.
     """
     chunks = [
         (number, chunk)
@@ -90,7 +92,7 @@ def norms_of_all(gradients: Iterable[tuple[int, Tensor]]) -> tuple[Tensor, list[
         )
     ]
     norms = torch._foreach_norm([chunk for _, chunk in chunks], 2, dtype=torch.float32)
-    return torch.stack(norms), [number for number, _ in chunks]
+    return norms, [number for number, _ in chunks]
 
 
 def on_device(indices: Sequence[int], device: torch.device) -> Tensor:
@@ -104,6 +106,9 @@ class _Piece:
 
     name: str
     numel: int  # the number of its elements on all ranks
+    # Whether it is a norm's, a bias or an adapter's: of an embedding, copies would take too much memory, and the elements
+    # of a head's gradient add up to 0.
+    is_small: bool
     trainable: bool  # whether it gets a gradient
     shards: int  # the number of ranks that it is sharded over; the other ranks hold replicas
     gradient: Callable[[], Tensor | None]  # returns this rank's part of the gradient; None if there is none
@@ -139,11 +144,10 @@ class ReducedNorms:
             self.numels[layer] += piece.numel
         self._layer_of_small: Tensor | None = None  # of each element of `small_weights`, its layer
         self._has_half = False  # whether some of these are in half precision
-        # By layer, the piece with the fewest elements.
-        self._smallest = [
-            min((i for i, of in enumerate(self._layers) if of == layer), key=lambda i: self._pieces[i].numel)
-            for layer in range(len(self.layers))
-        ]
+        # By layer with a small one, the piece with the fewest elements.
+        by_size = sorted(enumerate(self._layers), key=lambda of: -self._pieces[of[0]].numel)
+        self._small = {layer: i for i, layer in by_size if self._pieces[i].is_small}
+        self.small_names = {self._pieces[i].name for i in self._small.values()}
         self._device = device
         # Also if nothing is sharded: all ranks must make the same decisions.
         self._summed = world_size() > 1 and any(isinstance(child, _FSDP) for child in module.modules())
@@ -151,6 +155,8 @@ class ReducedNorms:
         self._layer_of = torch.tensor(self._layers, device=device)
         shares = [piece.shards / world_size() if self._summed else 1.0 for piece in self._pieces]
         self._share_of = torch.tensor(shares, dtype=torch.float64, device=device)
+        of_small = [shares[self._small[i]] if i in self._small else math.nan for i in range(len(self.layers))]
+        self._share_of_small = torch.tensor(of_small, dtype=torch.float64, device=device)
 
     def squared_norms(self) -> Tensor:
         """The layers' squared norms, without a host sync. A collective call (one all-gather) if FSDP wraps the module.
@@ -179,18 +185,19 @@ class ReducedNorms:
         if found := self._parts(of_weights):
             norms, pieces = norms_of_all(found.items())
             of_norm = on_device(pieces, self._device)
-            own = norms.to(self._device).double().square() * self._share_of[of_norm]
+            own = torch.stack([*norms]).to(self._device).double().square() * self._share_of[of_norm]
             squares.index_add_(0, self._layer_of[of_norm], own)
         return squares
 
     @torch.no_grad()
     def small_weights(self) -> tuple[Tensor, Tensor]:
-        """A copy of this rank's part of the smallest tensor of each layer, and of its gradient, in single precision.
+        """A copy of this rank's part of each layer's smallest tensor, and of its gradient, in single precision.
 
-        They are small: a norm's weights. Kept over an optimizer step, they show how it moves.
+        Such as a norm's weights; layers without a small one have none. Kept over an optimizer step, they show how it
+        moves.
         """
         found: list[list[Tensor]] = [[], []]
-        for i in self._smallest:
+        for i in self._small.values():
             weights, gradient = self._pieces[i].weights(), self._pieces[i].gradient()
             if weights is not None:
                 found[0].append(weights.flatten().float())
@@ -203,18 +210,30 @@ class ReducedNorms:
     def own_changes(self, moves: Tensor) -> Tensor:
         """By layer, how many elements of `small_weights` have moved on this rank: float64 of shape (len(layers),).
 
-        NaN where weights are in half precision: a small step may be lost in them.
+        NaN where a layer has none, or where weights are in half precision: a small step may be lost in them.
         """
-        if self._layer_of_small is None or len(self._layer_of_small) != len(moves):
-            parts = [(layer, self._pieces[i].weights()) for layer, i in enumerate(self._smallest)]
+        changed = self._by_layer((moves != 0).double()) + 0 * self._share_of_small
+        return changed * math.nan if self._has_half else changed
+
+    @torch.no_grad()
+    def own_sums(self, gradient: Tensor) -> Tensor:
+        """By layer, this rank's part of the sum of the elements of a gradient that `small_weights` gave.
+
+        Returns:
+            Tensor: float64 of shape (len(layers),), to be summed over the ranks; NaN where a layer has none.
+        """
+        return self._by_layer(gradient.double()) * self._share_of_small
+
+    def _by_layer(self, values: Tensor) -> Tensor:
+        """The sums of a value of each element of `small_weights`: float64 of shape (len(layers),)."""
+        if self._layer_of_small is None or len(self._layer_of_small) != len(values):
+            parts = [(layer, self._pieces[i].weights()) for layer, i in self._small.items()]
             known = [(layer, part) for layer, part in parts if part is not None]
             layers = [torch.full((part.numel(),), layer) for layer, part in known]
-            self._layer_of_small = torch.cat([torch.zeros(0, dtype=torch.int64), *layers]).to(moves.device)
-            half = [part.dtype in (torch.float16, torch.bfloat16) for _, part in known]
-            self._has_half = any(half)
-        changed = torch.zeros(len(self.layers), dtype=torch.float64, device=moves.device)
-        changed.index_add_(0, self._layer_of_small, (moves != 0).double())
-        return changed * math.nan if self._has_half else changed
+            self._layer_of_small = torch.cat([torch.zeros(0, dtype=torch.int64), *layers]).to(values.device)
+            self._has_half = any(part.dtype in (torch.float16, torch.bfloat16) for _, part in known)
+        sums = torch.zeros(len(self.layers), dtype=torch.float64, device=values.device)
+        return sums.index_add_(0, self._layer_of_small, values)
 
     @torch.no_grad()
     def broken_parameters(self) -> BrokenParameters:
@@ -274,6 +293,7 @@ def _flat_piece(name: str, handle, i: int) -> _Piece:
     return _Piece(
         name=name,
         numel=flat._shapes[i].numel(),
+        is_small=len(flat._shapes[i]) == 1 or _ADAPTER in name,
         trainable=flat._params[i].requires_grad if handle._use_orig_params else flat.requires_grad,
         shards=handle.process_group.size() if handle.uses_sharded_strategy else 1,
         gradient=original if handle._use_orig_params else lambda: cut_out(flat.grad),
@@ -294,6 +314,7 @@ def _plain_piece(name: str, parameter: nn.Parameter) -> _Piece:
     return _Piece(
         name,
         parameter.numel(),
+        parameter.dim() == 1 or _ADAPTER in name,
         parameter.requires_grad,
         shards,
         gradient=lambda: local(parameter.grad),

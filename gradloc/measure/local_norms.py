@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Norms of each rank's local gradient, measured just before FSDP's reduce-scatter averages the gradients."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, groupby
@@ -28,15 +28,21 @@ class LocalNorms:
     Elsewhere each parameter has a tensor hook of its own: without FSDP, and under FSDP2 where a gradient is added to
     that of earlier backwards (see `_Group`). A parameter is always the same leaf there, so it is hooked only once, in
     a forward pre-hook: the first with gradients, which with reentrant checkpointing is in the backward.
+
+    Args:
+        summed (Collection[str]): The names of small parameters, at most one of a layer, whose gradients' elements are
+            added up as well: the sum is linear, so that passes and ranks can be compared with the reduced gradient.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
+    def __init__(self, module: nn.Module, device: torch.device, summed: Collection[str] = ()) -> None:
         self.layers: list[str] = []  # the layers, in the order of the norms
+        self.sums = torch.zeros(0)  # what the last `stop` found of `summed`: float64 of shape (len(layers),)
         self._device = device
         self._recording = False
         self._error: Exception | None = None
-        self._norms: list[Tensor] = []
-        self._layers_of: list[int] = []  # the layer of each norm
+        self._found: list[tuple[int, Tensor]] = []  # norms, of shape (), each with its layer
+        self._sums: list[tuple[int, Tensor]] = []
+        self._summed = summed
         self._flats: list[_Flat] = []
         self._groups: list[_Group] = []
         self._hooked_leaves = WeakTensorKeyDictionary()
@@ -66,19 +72,21 @@ class LocalNorms:
         Raises:
             Exception: What a hook raised; see `_guarded`.
         """
-        error, layers, norms = self._error, self._layers_of, self._norms
+        error, found = self._error, (self._found, self._sums)
         self.cancel()
         if error is not None:
             raise error
-        total = torch.zeros(len(self.layers), dtype=torch.float64, device=self._device)
-        if norms:
-            total.index_add_(0, on_device(layers, self._device), torch.cat(norms).double().square())
-        return total
+        squares, self.sums = (torch.zeros(len(self.layers), dtype=torch.float64, device=self._device) for _ in found)
+        for total, of, power in zip((squares, self.sums), found, (2, 1), strict=True):
+            if of:
+                layers, values = zip(*of, strict=True)
+                total.index_add_(0, on_device(layers, self._device), torch.stack(values).double().pow(power))
+        return squares
 
     def cancel(self) -> None:
         """Stops recording, if it has started, and discards the norms."""
         self._recording, self._error = False, None
-        self._layers_of, self._norms = [], []
+        self._found, self._sums = [], []
 
     def close(self) -> None:
         """Removes all hooks from the model."""
@@ -87,8 +95,10 @@ class LocalNorms:
         for handle in self._hooked_leaves.values():
             handle.remove()
 
-    def _guarded(self, find: Callable[..., Sequence[tuple[int, Tensor]] | None]) -> Callable[..., None]:
-        """A hook that notes the norms of the gradients that `find` returns, each with its layer; on one device.
+    def _guarded(self, find: Callable[..., Sequence[tuple[int, Tensor, Tensor | None]] | None]) -> Callable[..., None]:
+        """A hook that notes the norms of the gradients that `find` returns; on one device.
+
+        Each has the index of its layer, and its part that is `summed`.
 
         Errors are kept for `stop`: in a training pass, they would end training.
         """
@@ -97,9 +107,10 @@ class LocalNorms:
             if self._recording and self._error is None:
                 try:
                     if found := find(*arguments):
-                        norms, layers = norms_of_all(found)
-                        self._norms.append(norms)
-                        self._layers_of += layers
+                        norms, layers = norms_of_all((layer, gradient) for layer, gradient, _ in found)
+                        self._found += zip(layers, norms, strict=True)
+                        small = ((layer, part) for layer, _, part in found if part is not None)
+                        self._sums += [(layer, part.sum(dtype=torch.float32)) for layer, part in small]
                 except Exception as error:
                     release_frames(error)
                     self._error = error
@@ -120,7 +131,8 @@ class LocalNorms:
                 (layers[names[id(handle), i]], *of_part, original)
                 for i, (of_part, original) in enumerate(zip(bounds, originals, strict=True))
             ]
-            self._flats.append(_Flat(flat, parts))
+            named = [(names[id(handle), i], of_part) for i, of_part in enumerate(bounds)]
+            self._flats.append(_Flat(flat, parts, {layers[name]: part for name, part in named if name in self._summed}))
 
     def _watch_parameters(self, module: nn.Module) -> None:
         """Under FSDP2, or without FSDP."""
@@ -134,12 +146,13 @@ class LocalNorms:
             for owner, attribute, parameter in parameters_of(param_group):
                 if not parameter.is_dtensor:
                     grouped[owner, attribute] = group, parameter
-        slots: dict[nn.Module, list[tuple[nn.Module, str, int, _Group | None]]] = {}
+        slots: dict[nn.Module, list[tuple[nn.Module, str, tuple[int, bool], _Group | None]]] = {}
         for name, (owner, attribute, fsdp_module) in places.items():
             of_group, parameter = grouped.get((owner, attribute), (None, None))
+            place = layers[name], name in self._summed
             if of_group is not None:
-                of_group.parameters.append((layers[name], parameter))
-            slots.setdefault(fsdp_module, []).append((owner, attribute, layers[name], of_group))
+                of_group.parameters.append((*place, parameter))
+            slots.setdefault(fsdp_module, []).append((owner, attribute, place, of_group))
         for fsdp_module, of_module in slots.items():
             handle = fsdp_module.register_forward_pre_hook(self._guarded(partial(self._before_forward, of_module)))
             self._removers.append(handle.remove)
@@ -151,9 +164,12 @@ class LocalNorms:
         return {name: self.layers.index(layer) for name, layer in layers.items()}
 
     def _before_forward(
-        self, slots: "Sequence[tuple[nn.Module, str, int, _Group | None]]", _module: nn.Module, _args: object
+        self, slots: "Sequence[tuple[nn.Module, str, Any, _Group | None]]", _module: nn.Module, _args: object
     ) -> None:
-        """Decides how a module's parameters are measured; each has its owner, attribute, layer and group, if any."""
+        """Decides how a module's parameters are measured.
+
+        Each has its owner, its attribute, its layer with whether it is `summed`, and its group, if any.
+        """
         if not torch.is_grad_enabled():
             return
         in_backward = torch._C._current_graph_task_id() != -1
@@ -161,16 +177,18 @@ class LocalNorms:
             # A backward recomputes what was decided in the forward; with reentrant checkpointing, nothing was.
             if not in_backward or found.together is None:
                 found.together = found.has_only_new_gradients()
-        for owner, attribute, layer, group in slots:
+        for owner, attribute, place, group in slots:
             if group is None or not group.together:
-                self._hook_parameter(getattr(owner, attribute), layer, group)
+                self._hook_parameter(getattr(owner, attribute), place, group)
 
-    def _hook_parameter(self, parameter: Tensor, layer: int, group: "_Group | None") -> None:
+    def _hook_parameter(self, parameter: Tensor, place: tuple[int, bool], group: "_Group | None") -> None:
         if not parameter.requires_grad or parameter in self._hooked_leaves:
             return
 
-        def alone(gradient: Tensor) -> list[tuple[int, Tensor]]:
-            return [(layer, gradient)] if group is None or not group.together else []
+        def alone(gradient: Tensor) -> list[tuple[int, Tensor, Tensor | None]]:
+            layer, is_summed = place
+            is_alone = group is None or not group.together
+            return [(layer, gradient, gradient if is_summed else None)] if is_alone else []
 
         self._hooked_leaves[parameter] = parameter.register_hook(self._guarded(alone))
 
@@ -183,16 +201,19 @@ class _Flat:
     # Each parameter in it: (index of the layer, start, stop, the original parameter). With `use_orig_params` the
     # original may be frozen, and its part has a gradient all the same.
     parts: list[tuple[int, int, int, Tensor]]
+    summed: dict[int, tuple[int, int]]  # by layer, where its `summed` parameter is
     hooked: bool = False
 
-    def pieces(self, gradient: Tensor) -> list[tuple[int, Tensor]]:
-        """Those of its trainable parts, each with the index of its layer; neighbours in a layer are one piece."""
-        found = []
+    def pieces(self, gradient: Tensor) -> list[tuple[int, Tensor, Tensor | None]]:
+        """Those of its trainable parts, as `_guarded` takes them; neighbours in a layer are one piece."""
+        found: list[tuple[int, Tensor, Tensor | None]] = []
         for (layer, trains), neighbours in groupby(self.parts, key=lambda part: (part[0], part[3].requires_grad)):
             if trains:
                 (_, start, stop, _), *others = neighbours
                 # There are only zeros between neighbours.
-                found.append((layer, gradient[start : others[-1][2] if others else stop]))
+                stop, summed = others[-1][2] if others else stop, self.summed.get(layer)
+                is_in = summed is not None and start <= summed[0] < stop
+                found.append((layer, gradient[start:stop], gradient[slice(*summed)] if summed and is_in else None))
         return found
 
 
@@ -201,8 +222,8 @@ class _Group:
     """One of FSDP2's parameter groups; parameters that FSDP2 leaves out have none."""
 
     param_group: Any  # torch's object
-    # Those that are measured: (index of the layer, FSDPParam).
-    parameters: list[tuple[int, Any]] = field(default_factory=list)
+    # Those that are measured: (index of the layer, whether it is `summed`, FSDPParam).
+    parameters: list[tuple[int, bool, Any]] = field(default_factory=list)
     together: bool | None = None  # whether they are measured together in this pass; None until that is decided
 
     def has_only_new_gradients(self) -> bool:
@@ -212,17 +233,21 @@ class _Group:
         reduction elsewhere. In others, or if that is the dtype that they have, they stay where later ones are added to
         them. Called when the parameters are unsharded.
         """
-        trainable = [p for _, p in self.parameters if p._unsharded_param.requires_grad]
+        trainable = [p for *_, p in self.parameters if p._unsharded_param.requires_grad]
         if all(keeps_gradients_apart(p) and p.reduce_dtype not in (None, p._unsharded_param.dtype) for p in trainable):
             return True
-        return self.param_group.reduce_grads and all(p._unsharded_param.grad is None for _, p in self.parameters)
+        return self.param_group.reduce_grads and all(p._unsharded_param.grad is None for *_, p in self.parameters)
 
-    def gradients(self) -> list[tuple[int, Tensor]]:
-        """The gradients that there are, each with the index of its layer; none if they are not measured together."""
+    def gradients(self) -> list[tuple[int, Tensor, Tensor | None]]:
+        """The gradients that there are, as `_guarded` takes them; none if they are not measured together."""
         if not self.together:
             return []
-        unsharded = ((layer, getattr(p, "_unsharded_param", None)) for layer, p in self.parameters)
-        return [(layer, p.grad) for layer, p in unsharded if p is not None and p.grad is not None]
+        found: list[tuple[int, Tensor, Tensor | None]] = []
+        for layer, is_summed, parameter in self.parameters:
+            gradient = getattr(getattr(parameter, "_unsharded_param", None), "grad", None)
+            if gradient is not None:
+                found.append((layer, gradient, gradient if is_summed else None))
+        return found
 
 
 def _places(module: nn.Module) -> dict[str, tuple[nn.Module, str, nn.Module]]:

@@ -30,6 +30,8 @@ class MicroBatch:
     tokens: dict[str, Tensor] = field(default_factory=dict)
     # The squared norm of its local gradient in each layer, float64; zero if not measured.
     squares: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))
+    # Sums of elements of its local gradient: `LocalNorms.sums`.
+    sums: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))
     loss_agg_mode: str | None = None  # verl's name for how its loss is aggregated, if that is known
 
     def broken(self, scaled: bool) -> Tensor:

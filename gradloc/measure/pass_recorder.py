@@ -85,12 +85,12 @@ class PassRecorder:
             raise RuntimeError("end_pass() comes after begin_pass().")
         had_failed, self.failed = self.failed, True
         with guarded(_UNREAD, self._said):
-            current.squares = self._model.meter.stop()
+            current.squares, current.sums = self._model.meter.stop(), self._model.meter.sums
             current.tokens = {} if had_failed else self._read()
             self.failed = had_failed
         if self.failed and self._read_tokens is not None:
             current.tokens = nothing(self._model.device)
-            current.squares = torch.zeros_like(current.squares)
+            current.squares, current.sums = (torch.zeros_like(current.squares) for _ in range(2))
         self._read_tokens, self._gradients = None, {}
         self.micro_batches.append(current)
         self.current = None

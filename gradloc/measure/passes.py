@@ -227,8 +227,8 @@ class LocalMeter(LocalNorms):
 
     reduces = False  # whether FSDP reduces the gradient of a probe
 
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
-        super().__init__(module, device)
+    def __init__(self, module: nn.Module, device: torch.device, summed: Collection[str] = ()) -> None:
+        super().__init__(module, device, summed)
         self.width = min(collectives.world_size(), MOST_PROBES)  # how many probes count as one pass
 
     def obtain(
@@ -275,6 +275,7 @@ class ReducedMeter:
 
     def __init__(self, reduced_norms: ReducedNorms, device: torch.device, sequence_parallel_size: int) -> None:
         self.layers = reduced_norms.layers
+        self.sums = torch.zeros(len(self.layers), dtype=torch.float64, device=device)
         self._reduced_norms = reduced_norms
         self._device = device
         self._sequence_parallel_size = sequence_parallel_size
@@ -355,7 +356,7 @@ class WatchedModel:
             if meter == "reduced" or sequence_parallel_size > 1:
                 self.meter = ReducedMeter(self.reduced_norms, device, sequence_parallel_size)
             else:
-                self.meter = LocalMeter(module, device)
+                self.meter = LocalMeter(module, device, self.reduced_norms.small_names)
 
 
 def pack(micro_batch: MicroBatch) -> MicroBatch:

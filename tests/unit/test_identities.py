@@ -87,7 +87,9 @@ def layers_of(step: int) -> list[Any]:
     weights = {f"layers.{i}": (10.0 + 1e-3 * step * (i + 1), 1000, 5.0 if step else math.nan) for i in range(3)}
     reduced, passes = ({f"layers.{i}": (1 + 0.1 * i) * norm for i in range(3)} for norm in (1.0, 1.2))
     last_pass = {f"layers.{i}": 0.5 for i in range(3)}
-    return [weights, reduced, passes, last_pass, [1e-6, 3.0, -1e-3, 0.0] if step else [math.nan] * 4]
+    sums = {f"layers.{i}": 0.1 * (-2) ** i for i in range(3)}
+    moved = [1e-6, 3.0, -1e-3, 0.0] if step else [math.nan] * 4
+    return [weights, reduced, passes, last_pass, moved, dict(sums), sums]
 
 
 def normalized(rewards: Tensor) -> Tensor:
@@ -451,7 +453,8 @@ TRAINING = (
     (rescale(lambda tokens: (0.5 * noise(1)).exp()), "loss", "of the tokens"),
     (of_layers(1, lambda norm, _: 2 * norm), "gradient", "1.67 times"),
     (of_layers(1, lambda norm, layer: 0.0 if layer == "layers.1" else norm), "gradient", "exactly 0"),
-    (of_layers(1, lambda norm, _: 1e-3 * norm), "gradient", "smaller"),
+    (of_layers(5, lambda value, _: value / 2), "gradient", "50% off: in small tensors 0.5 times"),
+    (of_layers(5, lambda value, layer: value / 4 if layer == "layers.2" else value), "gradient", "off"),
     (of_layers(1, lambda norm, _: 0.5), "last_pass", "last micro-batch"),
     (of_layers(0, lambda of, _: (10.0, 1000, 0.0)), "not_moving", "3 of 3 layers"),
     (

@@ -22,8 +22,8 @@ from gradloc.metrics import RunFacts
 LAYER = {"warmup": [], "count": 30, "mean": 1.5, "deviation": 0.25, "floor": 0.125}
 WARMING_UP = {"warmup": [1.0, 2.0], "count": 2, "mean": 0.0, "deviation": 0.0, "floor": 0.0}
 SIGNAL = {"recent": [1.0, 2.0], "count": 21, "average": 1.5}
-RECORD = {"step": 3, "rate": 0.25, "is_first": False, "readings": {"gradient.less": 512.0}}
-RECORD |= {"times": {"gradient.less": 128.0}, "streaks": {}}
+RECORD = {"step": 3, "rate": 0.25, "is_first": False, "readings": {"gradient.factor": 512.0}}
+RECORD |= {"times": {"gradient.factor": 128.0}, "streaks": {}}
 RECORD["streaks"] = {name: {"score": 3.5 * (name == "gradient"), "since": 3, "quiet": 0} for name in BY_NAME}
 RUN_CHECKS = {"version": 1, "records": [{**RECORD, "step": None, "is_first": True}, RECORD]}
 
@@ -152,7 +152,7 @@ def records(**changes: Any) -> dict[str, Any]:
     {"version": 1, "records": [{"step": 3}]},
     records(unheard=1.0),
     records(rate="much"),
-    records(readings={"gradient.less": None}),
+    records(readings={"gradient.factor": None}),
     records(streaks={"gradient": {"score": 4.5}}),
     ids=lambda state: str(state)[-40:],
 )
@@ -177,7 +177,7 @@ def test_run_checks_start_over_once_where_their_state_is_odd(state: Any, caplog:
 
 @cases(
     "changes",
-    {"readings": {"gradient.less": math.inf, "rollout.gap": math.nan}, "times": {"gradient.less": math.inf}},
+    {"readings": {"gradient.factor": math.inf, "rollout.gap": math.nan}, "times": {"gradient.factor": math.inf}},
     {"streaks": {name: {"score": math.nan, "since": 4, "quiet": 0} for name in (*BY_NAME, "unheard")}},
     {"rate": math.nan},
     {"step": -5},
