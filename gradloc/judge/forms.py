@@ -47,26 +47,21 @@ _CLAIMS: Mapping[str, Mapping[str, str]] = {
         "sampled.last_lost": "The last token that the rollout sampled, usually the end token (EOS), is not trained",
     },
     "unsampled": {
-        "sampled.after_end": "{sampled.after_end:.0f} of {sampled.trained:.0f} trained tokens are after the end of "
-        "their turn",
+        "sampled.after_end": "{sampled.after_end:.0f} of {sampled.trained:.0f} trained tokens follow their turn's end",
         "sampled.unlogged": "{sampled.unlogged:.0f} of {sampled.trained:.0f} trained tokens have no log-prob of the "
         "rollout (exactly 0)",
     },
     "sampled": {
-        "sampled.zero": "{rollout.zero:.1%} of the trained tokens have a rollout log-prob of exactly 0, unlike in "
-        "training",
+        "sampled.zero": "{rollout.zero:.1%} of trained tokens have a rollout log-prob of exactly 0, unlike in training",
     },
     "repeated_responses": {
-        "responses.repeated": "{responses.repeated:.1%} of the responses are the same, token for token, as an earlier "
-        "one to their prompt",
+        "responses.repeated": "{responses.repeated:.1%} of responses are the same as an earlier one to their prompt",
     },
     "groups_of_one": {
-        "groups.alone": "Every response has a `uid` of its own, although several are to one prompt: none is compared "
-        "with another",
+        "groups.alone": "Every response has a `uid` of its own, so that none is compared with another to its prompt",
     },
     "mixed_groups": {
-        "groups.mixed": "Rewards of different prompts are compared: {groups.mixed:.1%} of the rows have a `uid` with "
-        "several",
+        "groups.mixed": "Rewards of different prompts are compared: {groups.mixed:.1%} of rows have a `uid` of several",
     },
     "advantage_order": {
         "advantages.contradicting": "Advantages do not follow the rewards: in {advantages.contradicting:.0%} of the "
@@ -78,24 +73,19 @@ _CLAIMS: Mapping[str, Mapping[str, str]] = {
     },
     "advantages": {
         "advantages.zero": "Advantages are 0, although the rewards of a prompt's responses differ",
-        "advantages.one_sided": "Advantages have one sign in {advantages.one_sided:.0%} of the groups whose rewards "
-        "differ",
-        "advantages.offset": "Advantages are not centred: they are {advantages.offset:.3g} times as far from 0 as "
-        "from each other",
+        "advantages.one_sided": "Advantages have one sign in {advantages.one_sided:.0%} of groups whose rewards differ",
+        "advantages.offset": "Advantages are {advantages.offset:.3g} times as far from 0 as from each other",
         "advantages.spread": "A prompt's advantages are {advantages.spread:.3g} times as far apart as its rewards "
         "allow, even divided by their deviation",
     },
     "misaligned": {
-        "old.rows": "In {old.unrelated:.0%} of the responses, old log-probs have no relation to those of the update's "
-        "own forward: they are of other rows",
+        "old.rows": "In {old.unrelated:.0%} of responses, old log-probs are unrelated to the update's: of other rows",
         "moved": "{what} log-probs belong to other tokens: they fit training's {count} {side}{where}",
         "repeated": "{what} log-probs repeat one value: {share:.0%} equal the previous token's",
-        "unrelated": "{what} log-probs have no relation to training's in {share:.0%} of the responses: other rows, or "
-        "other labels",
+        "unrelated": "{what} log-probs are unrelated to training's in {share:.0%} of responses: other rows or labels",
     },
     "old_log_probs": {
-        "old": "Old log-probs differ from those of the update's first forward by {old.gap:.2g} nats in the mean, with "
-        "the same weights{how}",
+        "old": "Old log-probs differ by {old.gap:.2g} nats in the mean from those of the update's first forward{how}",
     },
     "other_log_probs": {"other": "Rollout log-probs {how}"},
     "stale_weights": {
@@ -105,29 +95,24 @@ _CLAIMS: Mapping[str, Mapping[str, str]] = {
         "weights, or one column is a copy of the other",
     },
     "partly_stale": {
-        "partly_stale": "{share:.0%} of the responses are sampled with old weights, as if one of several workers got "
-        "no new ones",
+        "partly_stale": "{share:.0%} of responses are sampled with old weights, as if some workers got no new ones",
     },
     "adapter_scale": {
         "adapter_scale": "The rollout's log-probs are {part:.2g} times as far from the reference's as the policy's",
     },
     "rollout_log_probs": {
-        "rollout": "Rollout and training score the same tokens differently, by {rollout.gap:.2g} nats in the "
-        "mean{where}",
+        "rollout": "Rollout and training score the same tokens {rollout.gap:.2g} nats apart in the mean{where}",
     },
     "reference": {
-        "reference.same": "Reference log-probs are the policy's own, after the policy has moved: the reference "
-        "follows it",
-        "reference": "Reference log-probs differ from the policy's by {reference.first_gap:.2g} nats in the mean "
-        "before any step",
+        "reference.same": "Reference log-probs are the policy's own after it has moved: the reference follows it",
+        "reference": "Before any step, reference and policy are {reference.first_gap:.2g} nats apart in the mean",
     },
     "loss_scale": {
         "loss.weights": "The weights of all tokens sum to {loss.weights:.4g} instead of 1",
         "loss.factor": "The loss's gradient is {loss.factor:.4g} times what its weights, advantages and ratios give",
     },
     "loss_sign": {
-        "loss.sign": "The loss has the wrong sign: its gradient is {loss.factor:.3g} times what weights, advantages "
-        "and ratios give",
+        "loss.sign": "The loss has the wrong sign: its gradient is {loss.factor:.3g} times what it should be",
         "loss.opposite": "The loss has lost the sign of the advantage for {loss.opposite:.0%} of the tokens",
     },
     "importance_weights": {
@@ -150,8 +135,7 @@ _CLAIMS: Mapping[str, Mapping[str, str]] = {
         "some layers",
     },
     "not_moving": {
-        "weights.still": "{weights.still:.0f} of {weights.layers:.0f} layers are bit for bit the same after the "
-        "optimizer step",
+        "weights.still": "{weights.still:.0f} of {weights.layers:.0f} layers are bit for bit the same after the step",
     },
     "ascent": {"weights.uphill": "Optimizer steps go up the gradient: the loss grows"},
     "weights": {
@@ -161,20 +145,16 @@ _CLAIMS: Mapping[str, Mapping[str, str]] = {
 }
 # By key, or by the name of several, where to look.
 _LOOKS: Mapping[str, str] = {
-    "nonfinite": "Look at what computes them: one bad reward breaks the advantages of its whole group; log-probs come "
-    "from the forward pass.",
+    "nonfinite": "Look at what computes them: one bad reward breaks the advantages of its whole group.",
     "sampled.inverted": "Look at how the mask is built.",
     "sampled.last_lost": "Look for a mask `ids != pad` where the padding token is the end token.",
     "unsampled": "Set response_mask to 0 for tokens that were added later (EOS tokens, templates, tool output, "
     "padding); if these were sampled, their log-probs were lost.",
     "sampled": "Log-probs are missing, or were taken after a top-p or top-k cut.",
     "repeated_responses": "The rollout samples with one seed, or rows are doubled.",
-    "groups_of_one": "Look at where `uid` is set: before prompts are repeated for the rollout. (Advantages without "
-    "groups do not need it.)",
-    "mixed_groups": "Look at the order in which prompts are repeated for the rollout and put together with their "
-    "responses.",
-    "advantage_order": "Look for rows that are moved between rewards and advantages (a sort, a filter, a gather), and "
-    "at signs.",
+    "groups_of_one": "Set `uid` before prompts are repeated for the rollout. (Advantages without groups need none.)",
+    "mixed_groups": "Look at how prompts are repeated for the rollout and put together with their responses.",
+    "advantage_order": "Look for rows moved between rewards and advantages (sort, filter, gather), and at signs.",
     "advantage_mask": "Look at how advantages are padded: to the left instead of to the right.",
     "advantages.zero": "Look at what they are computed from.",
     "advantages.one_sided": "Look for an operation that drops the sign: abs, clamp.",
@@ -187,13 +167,11 @@ _LOOKS: Mapping[str, str] = {
     "and top-k.",
     "stale_weights": "Look at what sends weights to the rollout: which tensors and adapters get there.",
     "partly_stale": "Look at what sends weights to each worker.",
-    "adapter_scale": "Look for a LoRA adapter that is merged into the weights and loaded as well, or scaled twice "
-    "(lora_alpha / r).",
+    "adapter_scale": "Look for a LoRA adapter that is both merged and loaded, or scaled twice (lora_alpha / r).",
     "rollout_log_probs": "The engines have other weights, another prompt (chat template, BOS token), other positions "
     "(RoPE), kernels or experts, or a coarser precision.",
     "reference.same": "Look at what the reference shares with the actor: its weights, its adapter.",
-    "reference": "Unless another model was chosen for the reference, look at its path, adapter, precision, attention "
-    "mask and temperature.",
+    "reference": "Unless another model was chosen, look at its path, adapter, precision, mask and temperature.",
     "loss_scale": "Look at what the loss is multiplied and divided by.",
     "loss.sign": "Look at the sign of the policy loss.",
     "loss.opposite": "Look at what takes the size of advantages or ratios (abs, square, clamp).",
@@ -208,8 +186,7 @@ _LOOKS: Mapping[str, str] = {
     "passes that are left out.",
     "gradient.factor": "Look for a backward that runs twice, hooks that multiply, a gradient that was not zeroed, or a "
     "sum where a mean over ranks should be.",
-    "not_moving": "Look at which tensors the optimizer has, and whether the learning rate is below the weights' "
-    "precision.",
+    "not_moving": "Look at which tensors the optimizer has, and for steps below the weights' precision.",
     "ascent": "Look at the loss's sign and at `maximize`.",
     "weights": "Look at what else writes weights (a loaded checkpoint, an average of weights, offloading, a merged "
     "adapter, a faulty device), and at the optimizer: its state after a resume, its precision, weight decay.",
@@ -230,8 +207,7 @@ _CHECKS: Mapping[str, str] = {
         "of `uid`: rows with one `uid` are of one prompt, the highest reward has the highest advantage, and they are "
         "on both sides of 0.",
     ),
-    "advantage_mask": "Print `advantages` and `response_mask` of one row: where the mask is 1, the advantage is the "
-    "response's.",
+    "advantage_mask": "Print `advantages` and `response_mask` of a row: it has its advantage wherever the mask is 1.",
     "misaligned": "Print `responses`, `response_mask`, `rollout_log_probs`, `old_log_probs` and `ref_log_prob` of one "
     "row side by side, and compare columns and neighbours.",
     "old_log_probs": "Compute the old log-probs twice: if they differ, the forward is random; if not, compare what "
@@ -243,8 +219,7 @@ _CHECKS: Mapping[str, str] = {
         "Compute the log-probs of one response with the weights that the server has and with training's, on the same "
         "ids: if they agree, the weights are not the cause.",
     ),
-    "reference": "Print a checksum of one weight in the actor and in the reference, before the first step and after "
-    "it.",
+    "reference": "Print a checksum of one weight of actor and reference, before the first step and after it.",
     "loss_scale": "Take one step with another number of ranks, and one with another number of micro-batches: "
     "`actor/grad_norm` should stay about the same.",
     **dict.fromkeys(

@@ -32,9 +32,8 @@ class Rule:
 
 
 _RATIOS = (
-    "Compare the culprits' `rollout_log_prob`, `old_log_prob` and `log_prob` in spikes.jsonl: a gap between the first "
-    "two is between the engines (precision, temperature, old weights), one between the last two comes from the updates "
-    "since the rollout."
+    "Compare the culprits' `rollout_log_prob`, `old_log_prob` and `log_prob` in spikes.jsonl: the first two differ by "
+    "the engines (precision, temperature, old weights), the last two by the updates since the rollout."
 )
 
 # By source, most specific first: broken numbers, then broken equalities of tokens, then what they may have in common.
@@ -54,25 +53,21 @@ SOURCES: Mapping[str, Rule] = {
         "or its rollout log-prob is missing, or is exactly 0 while its probability in training is under 0.1.",
         "Set response_mask to 0 for tokens that were added later: EOS tokens, templates, tool output.",
         "Tokens that the policy did not produce are trained on",
-        "Compare `response_mask` in the batch, in the culprit's `row` at its `position`, with the token ids that the "
-        "rollout returned: it should be 1 for these alone.",
+        "Compare `response_mask` in the culprit's `row` with the rollout's token ids: it should be 1 for these alone.",
     ),
     "retokenized": Rule(
         "token in or after a turn where the mismatch with the rollout begins",
         "It is in or after a turn where the mismatch with the rollout begins: log-probs agree up to one of the turn's "
         "first three tokens, and most of the following ones are NaN or over 1 nat apart.",
-        "Train on the token ids that the rollout sampled: do not decode a turn and encode it again, and check the "
-        "tokens that the chat template puts between turns.",
+        "Train on the token ids that were sampled: do not decode turns and encode them again; check the chat template.",
         "The mismatch between training and rollout begins at a turn boundary",
-        "Compare `responses` in the batch, in the culprit's `row` from `mismatch_start` on, with the token ids that "
-        "the rollout returned: they should be equal.",
+        "Compare `responses` in the culprit's `row` from `mismatch_start` on with the rollout's token ids.",
     ),
     "misaligned": Rule(
         "misaligned token, whose response has the log-probs of others",
         "The response's rollout or reference log-probs fit the policy's far better at other positions; or, in a "
         "response of at least 6 tokens, over half are NaN or over 1 nat from the rollout's.",
-        "Look for where log-probs are gathered, sliced or padded; or for other weights or another temperature in the "
-        "rollout.",
+        "Look at where log-probs are gathered, sliced or padded, and at the rollout's weights and temperature.",
         "Log-probs of whole responses are far from training's",
         "Compare `rollout_log_prob`, `old_log_prob` and `ref_log_prob` of the culprit's row, token by token: `shift` "
         "in spikes.jsonl says by how many positions they fit. `gradloc replay BUNDLE` compares them with those of "

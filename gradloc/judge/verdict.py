@@ -106,8 +106,8 @@ def _of_run(event: Event) -> Verdict | None:
         found[name] = f"The data path is broken{since}: {lowered(found[name])}"
     if others:
         found["sentence"] += f" {others} more of its identities {'is' if others == 1 else 'are'} broken."
-    judged: Verdict = found | {"cause": first["name"], "facts": facts(event)}
-    return judged
+    result: Verdict = found | {"cause": first["name"], "facts": facts(event)}
+    return result
 
 
 def _is_unread(event: Event, warning: RunWarning) -> bool:

@@ -412,9 +412,9 @@ LOG_PROBS = (
     *((of_rollout(shift_rollout), begin, "misaligned", "1 position") for begin in (1, 3)),
     (of_rollout(lambda values, *_: values.roll(-2, 1)), 3, "misaligned", "2 positions"),
     (of_rollout(lambda values, *_: torch.where(ROW % 3 == 0, values.roll(1, 1), values)), 3, "misaligned", "% of the"),
-    (of_rollout(lambda values, *_: values.flip(0)), 3, "misaligned", "no relation"),
+    (of_rollout(lambda values, *_: values.flip(0)), 3, "misaligned", "unrelated"),
     (of_rollout(lambda values, *_: torch.where(torch.arange(LENGTH) > 9, -1.0, values)), 3, "misaligned", "repeat"),
-    *((garbage, begin, "misaligned", "no relation") for begin in (1, 3)),
+    *((garbage, begin, "misaligned", "unrelated") for begin in (1, 3)),
     *((move_labels, begin, "misaligned", "1 position") for begin in (1, 3)),
     *((TEMPERATURE, begin, "other_log_probs", "temperature") for begin in (1, 3)),
     (of_rollout(lambda values, *_: values / math.log(2)), 1, "other_log_probs", "log2"),
@@ -423,12 +423,12 @@ LOG_PROBS = (
     (of_rollout(lambda values, *_: (values + 0.3).clamp(max=-1e-3)), 3, "other_log_probs", "larger"),
     (of_rollout(after_a_cut), 1, "other_log_probs", "top-p"),
     (of_rollout(lambda values, *_: values - 0.3), 3, "other_log_probs", "as before a temperature"),
-    *((of_rollout(scored_otherwise(0.6)), begin, "rollout_log_probs", "differently") for begin in (1, 3)),
+    *((of_rollout(scored_otherwise(0.6)), begin, "rollout_log_probs", "nats apart") for begin in (1, 3)),
     (of_rollout(scored_otherwise(0.8, share=0.25)), 1, "rollout_log_probs", "25% of the responses"),
     (of_column("ref_log_prob", lambda values, tokens, _: tokens["log_prob"]), 3, "reference", "follows it"),
     (of_column("ref_log_prob", lambda values, *_: values.roll(1, 1)), 1, "misaligned", "Reference"),
     (add_tokens, 3, "unsampled", "8 of"),
-    (goes_on_after_the_end, 3, "unsampled", "after the end of their turn"),
+    (goes_on_after_the_end, 3, "unsampled", "follow their turn's end"),
     (train_no_end, 3, "mask", "end token"),
     (invert_the_mask, 3, "mask", "inverted"),
 )
@@ -482,7 +482,7 @@ def test_what_is_broken_is_named(spoil: Any, begin: int, name: str, said: str) -
 def test_a_reference_of_other_weights_is_named_before_the_first_step() -> None:
     found = answers(run_of(3), 1, of_column("ref_log_prob", scored_otherwise(0.3)))
     (warning,) = found[0]["warnings"]
-    assert (warning["name"], warning["since"]) == ("reference", 1) and "before any step" in warning["claim"]
+    assert (warning["name"], warning["since"]) == ("reference", 1) and "Before any step" in warning["claim"]
 
 
 def test_another_reference_stays_broken_although_only_the_first_update_tells(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -510,14 +510,14 @@ def of_workers(share: float) -> Callable[[Tensor, Tokens, int], Tensor]:
 @cases(
     "change name said",
     (of_workers(1.0), "stale_weights", "100% of the policy's change"),
-    (of_workers(0.65), "partly_stale", "of several workers"),
-    (of_workers(0.25), "partly_stale", "workers"),
+    (of_workers(0.65), "partly_stale", "some workers"),
+    (of_workers(0.25), "partly_stale", "some workers"),
     (
         lambda values, tokens, _: values + 0.9 * (tokens["log_prob"] - tokens["ref_log_prob"]),
         *("adapter_scale", "1.9 times as far"),
     ),
     # A gap from the first step on has not come with steps.
-    (lambda values, _, step: (values + 0.5 * noise(5)).clamp(max=0), "rollout_log_probs", "differently"),
+    (lambda values, _, step: (values + 0.5 * noise(5)).clamp(max=0), "rollout_log_probs", "nats apart"),
 )
 def test_weights_on_the_way_from_the_reference_are_told(change: Any, name: str, said: str) -> None:
     found = answers(run_of(24, rate=0.06), 1, of_rollout(change), halves=True)
