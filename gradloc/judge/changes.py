@@ -9,7 +9,7 @@ from ..levels import LASTS, LEVEL
 from ..lines import Change
 from .records import Record
 
-# By reading, what it is; of shares, their odds are compared.
+# By reading, what it is.
 _WATCHED: Mapping[str, str] = {
     "rate": "the learning rate of an update",
     "advantages.size": "the typical advantage",
@@ -17,7 +17,6 @@ _WATCHED: Mapping[str, str] = {
     "prompts": "distinct prompts per response",
     "length": "trained tokens per response",
 }
-_SHARES = ("rewarded",)
 
 
 def changes(records: Sequence[Record]) -> list[Change]:
@@ -34,11 +33,9 @@ def _changed(records: Sequence[Record]) -> list[Change]:
             continue
         step, now = values[-1]
         before = statistics.median(value for _, value in values[:-1])
-        if before > 0 and not 1 / LEVEL < _odds(name, now) / _odds(name, before) < LEVEL:
+        # Of a share, the odds are compared.
+        odds = [each / max(1 - each, 1e-3) if name == "rewarded" else each for each in (now, before)]
+        if before > 0 and not 1 / LEVEL < odds[0] / odds[1] < LEVEL:
             sentence = f"In step {step}, {what} is {now:.3g}, and was {before:.3g} before."
             found.append({"what": name, "now": now, "before": before, "sentence": sentence})
     return found
-
-
-def _odds(name: str, value: float) -> float:
-    return value / max(1 - value, 1e-3) if name in _SHARES else value

@@ -60,8 +60,7 @@ def clips_in_words(found: Clipped) -> str:
     if found["action"] == "log":
         start += ", and cut none (action log)"
     elif cut:
-        which = f"{cut} of them" if cut < over else "all of them" if over > 1 else "it"
-        start += f", and {DONE[found['action']]} {which}"
+        start += f", and {DONE[found['action']]} {cut}"
     if found["refused"]:
         start += f"; at {', '.join(found['refused'])} there were more than max_share, so that none was cut there"
     if not found["tokens"]:

@@ -18,19 +18,8 @@ from .said import counted, percent, said, said_again
 from .sentences import auxiliary_in_words, clips_in_words, describe, lowered
 
 CHECK_NATURAL = "`gradloc replay BUNDLE --remedies` measures what each remedy leaves of the spike."
-CHECK_UNKNOWN = (
-    "`gradloc replay BUNDLE --switches` shows whether the spike comes back without training's kernels, in which layers "
-    "it is, and what changes it."
-)
+CHECK_UNKNOWN = "`gradloc replay BUNDLE --switches` shows whether it comes back, in which layers, and what changes it."
 CHECK_UNSEARCHED = "`gradloc replay BUNDLE --search` finds the tokens, with the weights that this step had."
-_AUXILIARY = (
-    ": look at the coefficient and the scale of the auxiliary loss (load balancing, z-loss, MTP or draft heads), and "
-    "at what its gradient is multiplied by."
-)
-_CHECK_AUXILIARY = (
-    "Take one step from the same checkpoint with the coefficient of the auxiliary loss at 0: `actor/grad_norm` should "
-    "fall."
-)
 # The rule of numbers that are not finite.
 _BROKEN = "nonfinite"
 # verl's names of columns; each may make those after it not finite.
@@ -91,7 +80,9 @@ def _no_token(event: Event) -> Verdict | None:
     what = auxiliary_in_words(event, math.sqrt(EXPLAINS))
     if not what:
         return None
-    return _verdict("auxiliary", what[0].upper() + what[1:], _AUXILIARY, _CHECK_AUXILIARY, event)
+    rest = ": look at the coefficient and the scale of the auxiliary loss (load balancing, z-loss, MTP or draft heads)."
+    check = "Repeat the step with the auxiliary loss's coefficient at 0: `actor/grad_norm` should fall."
+    return _verdict("auxiliary", what[0].upper() + what[1:], rest, check, event)
 
 
 def _of_run(event: Event) -> Verdict | None:
@@ -175,10 +166,7 @@ def _all_broken(event: Event) -> Verdict | None:
         return _verdict(_BROKEN, "NaN or Inf is in the log-probs or gradients of all tokens", ".", CHECK_UNKNOWN, event)
     broken = event.get("broken_parameters")
     where = f", first at {broken['names'][0]}" if broken and broken["names"] else ""
-    rest = (
-        f": the backward makes it{where}. Look for a division or square root at 0, for torch.where over such a branch, "
-        "and for a kernel."
-    )
+    rest = f": the backward makes it{where}. Look for a division or root at 0, torch.where over one, and kernels."
     claim = "The gradient is NaN or infinite, and no log-prob and no advantage is"
     return _verdict(_BROKEN, claim, rest, CHECK_UNKNOWN, event)
 

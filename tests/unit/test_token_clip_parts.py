@@ -175,7 +175,7 @@ def line(**found: Any) -> dict[str, Any]:
     "found sentence",
     (
         {},
-        "TokenClip found 1 backward signal over 4 times the usual largest one, and dropped it; the largest: token "
+        "TokenClip found 1 backward signal over 4 times the usual largest one, and dropped 1; the largest: token "
         "' 7' of rank 1, row 3, position 5, 41.3 times the usual at layers.4.",
     ),
     (
