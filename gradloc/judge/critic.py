@@ -23,11 +23,8 @@ def cause(spike: CriticSpike) -> str | None:
     if not usual or not usual_norm or error is None:
         return None
     growth = error / usual
-    if not math.isfinite(growth):
-        return "errors"
-    if not math.isfinite(norm):
-        return "network"
-    return "errors" if growth >= max(LARGE_ERROR, EXPLAINED * norm / usual_norm) else "network"
+    is_large = math.isfinite(norm) and growth >= max(LARGE_ERROR, EXPLAINED * norm / usual_norm)
+    return "errors" if is_large or not math.isfinite(growth) else "network"
 
 
 def summary(spike: CriticSpike) -> str:
