@@ -5,6 +5,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from operator import add
 from typing import Any
 
 import torch
@@ -41,27 +42,26 @@ def own_figures(micro_batches: Sequence[Mapping[str, Tensor]]) -> Tensor:
             rollout (−Inf without data); how many response tokens are misaligned with the rollout, of how many; how many
             tokens are unlikely, of how many.
     """
-    names = ("response_mask", "weight", "log_prob", "old_log_prob", "rollout_log_prob")
+    known = [name for name in ("old_log_prob", "rollout_log_prob") if all(name in each for each in micro_batches)]
+    names = ("response_mask", "weight", "log_prob", *known)
     # All together, for few operations.
-    of = {
-        name: torch.cat([tokens[name].flatten() for tokens in micro_batches])
-        for name in names
-        if all(name in tokens for tokens in micro_batches)
-    }
-    mask = of["response_mask"].bool()
-    counted = mask & (of["weight"] != 0)
-    log_prob = of["log_prob"]
-    # NaN counts as unlikely.
-    counts = [mask & False, mask, counted & ~(log_prob >= math.log(UNLIKELY)), counted]
-    ratio = rollout_ratio = log_prob.new_full((), -math.inf, dtype=torch.float64)
+    columns = [torch.stack([tokens[name] for name in names]).flatten(1) for tokens in micro_batches]
+    of = dict(zip(names, values := torch.cat(columns, 1), strict=True))
+    mask, has_weight = values[:2] != 0
+    log_prob, counted = of["log_prob"], mask & has_weight
+    ratios = log_prob.new_full((2, len(mask)), -math.inf)
     if "old_log_prob" in of:
-        ratio = _largest(log_prob.double() - of["old_log_prob"].double(), counted)
+        torch.sub(log_prob, of["old_log_prob"], out=ratios[0])
     if "rollout_log_prob" in of:
-        rollout_ratio = _largest((log_prob.double() - of["rollout_log_prob"].double()).abs(), counted)
-        counts[0] = mask & off_the_rollout(log_prob - of["rollout_log_prob"])
+        torch.sub(log_prob, of["rollout_log_prob"], out=ratios[1]).abs_()
+        compared = [mask & off_the_rollout(ratios[1]), mask]
     else:
-        counts[1] = counts[0]
-    return torch.cat([torch.stack([ratio, rollout_ratio]), torch.stack(counts).sum(1).double()])
+        compared = [mask & False] * 2
+    # NaN counts as unlikely, and as an infinite ratio.
+    unlikely = counted & ~(log_prob >= math.log(UNLIKELY))
+    counts = torch.stack([*compared, unlikely, counted]).sum(1, dtype=torch.float64)
+    ratios.nan_to_num_(nan=math.inf, posinf=math.inf, neginf=-math.inf).masked_fill_(~counted, -math.inf)
+    return torch.cat([ratios.amax(1), counts])
 
 
 class UpdateMetrics:
@@ -70,15 +70,15 @@ class UpdateMetrics:
     def __init__(self) -> None:
         self.drill_found: bool | None = None  # whether the update's drill found its token; None without a drill
         self._spikes: Counter[str] = Counter()  # what is summed up of the spikes, by the metric's name
-        self._maxima = torch.full((2,), -math.inf, dtype=torch.float64)
-        self._counts = torch.zeros(4, dtype=torch.float64)
+        self._maxima, self._counts = [-math.inf] * 2, [0.0] * 4
         # The token-equivalent norm of each mini-batch, and its τ; None in the warm-up of an automatic one.
         self._levels: list[tuple[float, float | None]] = []
 
     def take_in(self, by_rank: Tensor) -> None:
         """Adds what `own_figures` returned on each rank, on the CPU."""
-        self._maxima = torch.maximum(self._maxima, by_rank[:, :2].amax(0))
-        self._counts += by_rank[:, 2:].sum(0)
+        for of_rank in by_rank.tolist():
+            self._maxima = [*map(max, self._maxima, of_rank[:2])]
+            self._counts = [*map(add, self._counts, of_rank[2:])]
 
     def take_in_level(self, token_norm: float, threshold: float | None) -> None:
         """Adds the token-equivalent norm of a mini-batch and its τ; None in the warm-up of an automatic one."""
@@ -101,9 +101,9 @@ class UpdateMetrics:
         # -inf is that of no token.
         ratio_max, rollout_ratio_max = (
             None if log_ratio == -math.inf else math.exp(log_ratio) if log_ratio < 700 else math.inf
-            for log_ratio in self._maxima.tolist()
+            for log_ratio in self._maxima
         )
-        misaligned, compared, unlikely, tokens = self._counts.tolist()
+        misaligned, compared, unlikely, tokens = self._counts
         # The last of equal norms.
         largest, threshold = max(reversed(self._levels), key=lambda level: level[0], default=(0.0, None))
         margins = [norm / of_norm for norm, of_norm in self._levels if of_norm is not None]
@@ -289,8 +289,3 @@ class RunFacts:
                 self._run = asked(judge.Run)
                 self._ask(lambda run: run.load_state_dict(None))
         return otherwise
-
-
-def _largest(log_ratios: Tensor, counted: Tensor) -> Tensor:
-    """The largest of those counted, NaN as infinity; −Inf without any."""
-    return torch.where(counted, log_ratios.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf), -math.inf).max()

@@ -173,8 +173,8 @@ def token_equivalents(norms: Tensor, root_square_weights: Tensor) -> Tensor:
 
     A norm that is not finite counts as infinite, and one of a micro-batch without tokens as 0.
     """
-    ratio = torch.where(root_square_weights == 0, 0.0, norms / root_square_weights)
-    return torch.where(norms.isfinite(), ratio.nan_to_num(nan=math.inf, posinf=math.inf), math.inf)
+    ratio = norms / root_square_weights.masked_fill(root_square_weights == 0, math.inf)
+    return ratio.nan_to_num(nan=math.inf, posinf=math.inf)
 
 
 def token_equivalent(norm: float, root_square_weight: float) -> float:

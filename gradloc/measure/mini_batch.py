@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..fsdp import collectives
 from ..lines import BrokenParameters
@@ -65,26 +65,26 @@ class MiniBatch:
 
         Args:
             update_figures (Tensor): float64 of shape (n,).
-            with_squares (bool): Whether the last of them are the `ReducedNorms.own_squares`.
+            with_squares (bool): Whether the last of them are `ReducedNorms.own_squares` of gradients.
         """
         ratios = token_equivalents(self._own_norms, self._root_square_weights)
-        largest_finite = torch.where(ratios.isfinite(), ratios, 0.0).max()
+        largest_finite = ratios.nan_to_num(posinf=0.0).max()
         norms = torch.stack([ratios.max(), largest_finite, self._squares.sum(), self._square_weights.sum()])
-        flag = norms.new_full((1,), float(failed))
-        gathered = collectives.gather(torch.cat([flag, norms, update_figures]).to(self.model.device))
-        self.failed = bool(gathered[:, 0].any())
-        by_rank = gathered[:: self.model.sequence_parallel_size, 1 : 1 + len(norms)]
-        largest, finite, squares, square_weights = by_rank.unbind(1)
-        self.update_figures = gathered[:, 1 + len(norms) :]
+        own = nn.functional.pad(norms, (0, 1), value=float(failed))
+        gathered = collectives.gather(torch.cat([own, update_figures]).to(self.model.device))
+        by_rank, self.update_figures = gathered[:, : len(own)].tolist(), gathered[:, len(own) :]
+        self.failed = any(flag for *_, flag in by_rank)
+        by_rank = by_rank[:: self.model.sequence_parallel_size]
+        largest, finite, squares, square_weights, _ = zip(*by_rank, strict=True)
         if with_squares and not self.failed:
             reduced_norms = self.model.reduced_norms
             squares_of = self.update_figures[:, -len(reduced_norms.layers) :]
             self.squared_norms = reduced_norms.of_ranks(squares_of) / self.scale**2
         self.trigger = trigger if self._by_micro_batch else "global"
-        self._largest, square, square_weight = float(largest.max()), float(squares.sum()), float(square_weights.sum())
+        self._largest, square, square_weight = max(largest), sum(squares), sum(square_weights)
         self._square_weight = square_weight
         if self.trigger == "unit":
-            self.token_norm, self.finite_norm = self._largest, float(finite.max())
+            self.token_norm, self.finite_norm = self._largest, max(finite)
         else:
             # The data-parallel mean gives each token 1/W of its weight in the reduced gradient.
             norm = self.global_norm() * len(by_rank)

@@ -150,12 +150,11 @@ def _of_part(
         sums["weights"] = (weights.amax(1) if mode == MODES[-1] else weights).sum(dtype=torch.float64).view(1)
     planes = [mask, *(broken & mask), *(flags.get(name, none) for name in (*SAMPLED, *LOSS))]
     counts = torch.stack(planes).sum(2)
-    counts = counts * (counts[0] > 0)  # of responses that are trained
-    of_responses = 1 + len(BROKEN) + 2
-    counts = torch.cat([counts[:of_responses] > 0, counts[of_responses:]]).sum(1)
+    counts *= counts[0] > 0  # of responses that are trained
+    counts[: 1 + len(BROKEN) + 2].clamp_(max=1)  # those that count responses
     sizes = {"loss": len(PRODUCTS_OF_LOSS), **dict.fromkeys(PAIRS, OF_PAIR), "gained": 2, "weights": 1}
     found = [sums.get(name, nothing[:size]) for name, size in sizes.items()]
-    return torch.cat([counts, *found, pad(bypassed.view(1), (0, 1), value=1)])
+    return torch.cat([counts.sum(1), *found, pad(bypassed.view(1), (0, 1), value=1)])
 
 
 def _sampled(columns: Tokens, is_set: Tokens, policy: Tensor, broken: Tensor | None) -> dict[str, Tensor]:
@@ -206,38 +205,38 @@ def _of_pairs(pairs: Mapping[str, tuple[Tensor, Tensor, Tensor]]) -> dict[str, T
     repeated = told & pad((step_a == 0) & (step_b.abs() > FAR_NATS), (1, 0))
     flags = [d > LEAST_NATS, d < -LEAST_NATS, zero, unsure, unsure & told & (size < _ROUNDING), repeated]
     planes = torch.stack([a, mask.cumsum(1), mask, size, d, b, g, r.abs(), *flags], 1)
-    totals, products = planes.sum(2), torch.bmm(planes[:, 4:7], planes[:, 4:7].mT)
-    means = totals[:, :6] / totals[:, 2:3].clamp(min=1)
-    centred = (planes[:, :6] - means.unsqueeze(2)).mul_(mask.unsqueeze(1))
-    neighbours = pad(centred[:, 5], (SHIFTS[-1], SHIFTS[-1])).unfold(1, width, 1)
-    of_rows = _of_rows(totals, torch.bmm(centred, centred.mT), torch.bmm(centred[:, 4:], neighbours.mT))
-    found = torch.cat([totals[:, 2:], products.flatten(1), *of_rows], 1)
-    return dict(zip(pairs, found.view(len(pairs), rows, OF_PAIR).sum(1, dtype=torch.float64), strict=True))
+    return dict(zip(pairs, _of_planes(planes).view(len(pairs), rows, OF_PAIR).sum(1, dtype=torch.float64), strict=True))
 
 
-def _of_rows(totals: Tensor, moments: Tensor, neighbours: Tensor) -> list[Tensor]:
-    """The sums of `ROWS_OF_PAIR` of each response, each of shape (rows, some sums).
+def _of_planes(planes: Tensor) -> Tensor:
+    """The sums of a pair, for each response.
 
     Args:
-        totals (Tensor): Those of `_of_pairs`' planes, of shape (rows, planes).
-        moments (Tensor): Of the first planes about their means, of shape (rows, planes, planes).
-        neighbours (Tensor): Of d and b with b[t + k], also for k = 0, of shape (rows, 2, shifts).
+        planes (Tensor): a, the number of tokens so far, the mask, |d|, d, b, g, |r|, and flags, of shape (rows, planes,
+            response length). Outside of the mask, all but the second are 0.
+
+    Returns:
+        Tensor: float32 of shape (rows, OF_PAIR).
     """
-    n, size, distance = totals[:, 2], totals[:, 3], totals[:, 7]
+    most, width = SHIFTS[-1], planes.shape[2]
+    totals, products = planes.sum(2), torch.bmm(planes[:, 4:7], planes[:, 4:7].mT)
+    n, size, distance = totals[:, 2].clamp(min=1), totals[:, 3], totals[:, 7]
+    means = totals[:, :6] / n.unsqueeze(1)
+    centred = torch.addcmul(planes[:, :6], planes[:, 2:3], means.unsqueeze(2), value=-1)
+    moments = torch.bmm(centred, centred.mT)
     aa, ab, bb = moments[:, 0, 0], moments[:, 0, 5], moments[:, 5, 5]
     norm, least = (aa * bb).sqrt(), LEAST_NATS * n
     told = (n >= ROW_TOKENS) & (torch.minimum(aa, bb) > least)
-    far = size > FAR_NATS * n
+    far = means[:, 3] > FAR_NATS
     nearer = (LEVEL * distance < size) & (size > least)
-    later = 2 * moments[:, 1, 3] / n.clamp(min=1)
-    sums = torch.stack([n > 0, far, nearer, told, told & (ab < UNRELATED * norm), aa, ab, bb, later], 1)
-    most = SHIFTS[-1]
-    products = neighbours.sum(1)  # a[t]·b[t + k]
-    products[:, most].add_(norm, alpha=MOVED)  # which a shift must exceed
-    shifts = torch.arange(2 * most + 1, device=n.device)
-    moved = told.unsqueeze(1) & (products.argmax(1, keepdim=True) == shifts)
+    later = 2 * moments[:, 1, 3] / n  # centred |d| adds up to 0, so that the mean of the other does not matter
+    sums = torch.stack([means[:, 2], far, nearer, told, told & (ab < UNRELATED * norm), aa, ab, bb, later], 1)
+    neighbours = torch.bmm(centred[:, 4:], pad(centred[:, 5], (most, most)).unfold(1, width, 1).mT)
+    shifted = neighbours.sum(1)  # a[t]·b[t + k]
+    shifted[:, most].add_(norm, alpha=MOVED)  # which others must exceed
+    moved = told.unsqueeze(1) & (shifted.argmax(1, keepdim=True) == torch.arange(2 * most + 1, device=n.device))
     of_shifts = [part for each in (moved, *neighbours.unbind(1)) for part in (each[:, :most], each[:, most + 1 :])]
-    return [sums, far.unsqueeze(1) * totals[:, 2:4], *of_shifts]
+    return torch.cat([totals[:, 2:], products.flatten(1), sums, far.unsqueeze(1) * totals[:, 2:4], *of_shifts], 1)
 
 
 def _gained(columns: Tokens, sound: Tensor) -> Tensor:
@@ -254,34 +253,32 @@ def _of_loss(
 ) -> tuple[dict[str, Tensor], Tensor]:
     """`LOSS`: whether coefficients are −w·A·ratio beside the KL loss's, where all losses of policy gradients agree."""
     mask, moves = is_set["response_mask"], is_set["coefficient"]
-    flags: dict[str, Tensor] = {}
+    old, importance, rollout = (columns[name] for name in ("old_log_prob", "rollout_is_weight", "rollout_log_prob"))
+    now = columns["log_prob"] if "old_log_prob" in has else old
+    logs = torch.stack([now - old, importance.log()]).masked_fill_(~mask, 0.0)
+    (log_ratio, log_weight), (of_row, of_weights) = logs, logs.sum(2, keepdim=True) / mask.sum(1, keepdim=True)
+    apart = old - rollout
+    sizes = torch.stack([log_ratio, of_row.expand_as(apart), apart, log_weight, log_weight - of_weights]).abs()
     near = mask & is_set["policy_loss_mask"] if "policy_loss_mask" in has else mask
     z = columns["weight"] * -columns["advantage"]
-    old, importance = columns["old_log_prob"], columns["rollout_is_weight"]
-    logs = torch.stack([columns["log_prob"] - old, importance.log()]).masked_fill_(~mask, 0.0)
-    (log_ratio, log_weight), (of_row, of_weights) = logs, logs.sum(2, keepdim=True) / mask.sum(1, keepdim=True)
-    fits = [near, moves]
-    if "old_log_prob" in has:
-        # Some losses take the ratio of the whole response, and dual clip takes larger ratios on either side.
-        is_told = [log_ratio * of_row.sign() > FAR_NATS, log_ratio <= _DUAL_CLIP_NATS]
-        clipped = torch.stack([near > moves, z != 0, *is_told]).all(0)
-        flags |= {"clipped": clipped, "clipped_right": clipped & (log_ratio * z < 0)}
-        fits.append(torch.maximum(log_ratio.abs(), of_row.abs()) <= NEAR_NATS)
-        z = z * log_ratio.exp()
-        if {"rollout_is_weight", "rollout_log_prob"} <= set(has):
-            # A weight of the whole response says nothing of its tokens.
-            apart = old - columns["rollout_log_prob"]
-            told = torch.stack([apart, log_weight, log_weight - of_weights]).abs() > NEAR_NATS
-            corrected = mask & told.all(0)
-            flags |= {"corrected": corrected, "along": corrected & (apart * log_weight > 0)}
+    # Some losses take the ratio of the whole response, and dual clip takes larger ratios on either side.
+    is_told = [log_ratio * of_row.sign() > FAR_NATS, log_ratio <= _DUAL_CLIP_NATS]
+    clipped = torch.stack([near > moves, z != 0, *is_told]).all(0)
+    flags = {"clipped": clipped, "clipped_right": clipped & (log_ratio * z < 0)}
+    if {"old_log_prob", "rollout_log_prob", "rollout_is_weight"} <= set(has):
+        # A weight of the whole response says nothing of its tokens.
+        corrected = mask & (sizes[2:] > NEAR_NATS).all(0)
+        flags |= {"corrected": corrected, "along": corrected & (apart * log_weight > 0)}
+    z = z * log_ratio.exp()
     e = z * importance if "rollout_is_weight" in has else z
     planes = torch.stack([columns["coefficient"] / scale, e, columns["kl_coefficient"], z])
+    fits = [near, moves, *(sizes[:2] <= NEAR_NATS)]
     sizes = planes.abs()
     planes.masked_fill_(~torch.stack([*fits, sizes.sum(0) < math.inf]).all(0), 0.0)
-    rounded = sizes[2] <= rounding * sizes[1]
-    for kl in (planes[2], sizes[2]):
-        kl.masked_fill_(rounded, 0.0)
     c, e, k, _ = planes
+    rounded = sizes[2] <= rounding * sizes[1]
+    for kl in (k, sizes[2]):
+        kl.masked_fill_(rounded, 0.0)
     told, rest = e != 0, c - k
     # Rounding of the KL loss's part does not count.
     most = torch.add((FACTOR + rounding) * sizes[1], sizes[2], alpha=LEAST_NATS)

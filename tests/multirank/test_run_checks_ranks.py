@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-import re
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -118,10 +117,8 @@ def facts_of_run(case: Case, size: int = 1) -> tuple[dict[str, float], list[floa
 
 
 def check_same(sums: Sequence[float], expected: Sequence[float]) -> None:
-    """The products at shifts are of bfloat16: a last bit of what they are made of may change a third digit."""
     for name, of, other in zip(NAMES, sums, expected, strict=True):
-        is_rounded = re.search(r" [db] -?\d$", name)
-        assert of == pytest.approx(other, rel=1e-4, abs=1e-2 if is_rounded else 1e-4), name
+        assert of == pytest.approx(other, rel=1e-4, abs=1e-4), name
 
 
 @cases(
