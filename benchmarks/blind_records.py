@@ -36,14 +36,14 @@ def recorded(world: World, path: Path | None) -> Iterator[None]:
         updates.append({"step": global_step, "mini_batches": [], "rows": [], "events": [], "is_current": is_current})
         start_update(self, global_step, is_current)
 
-    def figures(self: Any, micro_batches: Any, scale: float, where: Any, model: Any) -> Any:
-        found = own_figures(self, micro_batches, scale, where, model)
-        norms = model.reduced_norms
+    def figures(self: Any, gradient: Any, where: Any) -> Any:
+        found = own_figures(self, gradient, where)
+        norms, micro_batches = gradient.model.reduced_norms, gradient.micro_batches
         updates[-1]["mini_batches"].append(
             {
                 "tokens": [{name: value.clone() for name, value in each.tokens.items()} for each in micro_batches],
                 "modes": [each.loss_agg_mode for each in micro_batches],
-                "scale": scale,
+                "scale": gradient.scale,
                 "squares": torch.stack([each.squares for each in micro_batches]),
                 "layers": norms.layers,
                 "numels": norms.numels,

@@ -19,7 +19,6 @@ from .guarded import guarded
 from .judging import asked
 from .layers.reduced_norms import ReducedNorms
 from .lines import Answer, Event, Where
-from .measure.micro_batch import MicroBatch
 from .measure.mini_batch import MiniBatch
 from .measure.passes import WatchedModel
 from .measure.update_facts import own_facts
@@ -148,7 +147,7 @@ class RunFacts:
         self._ended: Tensor | None = None
         self._stepped = False  # whether that update had a step
         # The update so far: sums; whether all old log-probs were the rollout's; the layers' norms.
-        self._sums, self._bypassed = torch.zeros(len(NAMES), dtype=torch.float64), True
+        self._sums, self._bypassed = dict.fromkeys(NAMES, 0.0), True
         self._layers: list[Any] = []
 
     def answer(self, rows: Sequence[TrainedRow] = ()) -> Answer | None:
@@ -165,40 +164,36 @@ class RunFacts:
 
     def misplaced_share(self) -> float | None:
         """The share of the responses whose log-probs fit those of neighbouring tokens; None without any."""
-        named = dict(zip(NAMES, self._sums.tolist(), strict=True))
+        sums = self._sums
         shares = [
-            sum(named[f"{pair} moved {k}"] for k in SHIFTS) / named[f"{pair} told"]
+            sum(sums[f"{pair} moved {k}"] for k in SHIFTS) / sums[f"{pair} told"]
             for pair in ("rollout", "reference")
-            if named[f"{pair} told"]
+            if sums[f"{pair} told"]
         ]
-        return max(shares, default=0.0 if any(named[f"{pair} rows"] for pair in ("rollout", "reference")) else None)
+        return max(shares, default=0.0 if any(sums[f"{pair} rows"] for pair in ("rollout", "reference")) else None)
 
     def start_update(self, global_step: int | None, rollout_is_current: bool = False) -> None:
         """Begins an update; see `GradLoc.start_update`."""
-        self._sums.zero_()
-        self._bypassed, self._layers = True, []
+        self._sums, self._bypassed, self._layers = dict.fromkeys(NAMES, 0.0), True, []
         if self.steps_since_resume is not None:
             self.steps_since_resume += 1
         self._ask(lambda run: run.start_update(global_step, rollout_is_current))
 
-    def own_figures(
-        self, micro_batches: Sequence[MicroBatch], scale: float, where: Where, model: WatchedModel
-    ) -> Tensor:
+    def own_figures(self, gradient: MiniBatch, where: Where) -> Tensor:
         """What one rank knows of a mini-batch, for `take_in`: float64 of one dimension. No host sync."""
         is_first = (where["epoch"], where["mini_batch"]) == (0, 0)
         # None if it is unknown, or not the same for all.
-        mode, *others = {micro_batch.loss_agg_mode for micro_batch in micro_batches}
-        tokens = [micro_batch.tokens for micro_batch in micro_batches]
+        mode, *others = {micro_batch.loss_agg_mode for micro_batch in gradient.micro_batches}
+        tokens = [micro_batch.tokens for micro_batch in gradient.micro_batches]
         mode = None if others else mode
-        facts = own_facts(tokens, where["epoch"], is_first, scale, mode, self._bypassed)
+        facts = own_facts(tokens, where["epoch"], is_first, gradient.scale, mode, self._bypassed)
         found = [facts, facts.new_full((1,), float(self._run is not None))]
         if is_first:
-            squares = torch.stack([micro_batch.squares for micro_batch in micro_batches])
-            norms = model.reduced_norms
-            moves, gradient = self._own_moves(norms)
-            found += [moves, norms.own_squares(of_weights=True), squares.sqrt().sum(0) / scale]
-            found += [squares[-1].sqrt() / scale, norms.own_sums(gradient) / scale]
-            found.append(torch.stack([micro_batch.sums for micro_batch in micro_batches]).sum(0) / scale)
+            norms, of_passes = gradient.model.reduced_norms, gradient.squares.sqrt()
+            moves, small = self._own_moves(norms)
+            found += [moves, norms.own_squares(of_weights=True), of_passes.sum(0), of_passes[-1]]
+            sums = torch.stack([micro_batch.sums for micro_batch in gradient.micro_batches]).sum(0)
+            found += [norms.own_sums(small) / gradient.scale, sums / gradient.scale]
         return torch.cat(found)
 
     def _own_moves(self, norms: ReducedNorms) -> tuple[Tensor, Tensor]:
@@ -231,28 +226,25 @@ class RunFacts:
         passes, last, reduced_sums, sums_of_passes = of_passes
         self.are_checked = bool(checked[0])
         copies = model.sequence_parallel_size
-        sums = facts[::copies].sum(0)
-        self._sums += sums
-        self._bypassed = bool(self._sums[NAMES.index("bypass")] >= self._sums[NAMES.index("mini_batches")])
-        self._ask(lambda run: run.take_in(sums.tolist()))
+        sums = facts[::copies].sum(0).tolist()
+        self._sums = {name: self._sums[name] + of for name, of in zip(NAMES, sums, strict=True)}
+        self._bypassed = self._sums["bypass"] >= self._sums["mini_batches"]
+        self._ask(lambda run: run.take_in(sums))
         if is_first and gradient.squared_norms is not None:
             norms, meter = model.reduced_norms, model.meter
-
-            def mean(by_rank: Tensor) -> list[float]:
-                return (by_rank[::copies].sum(0) / model.data_parallel_size).tolist()
-
             # The last pass alone is known on one rank, unless the others have hardly a gradient.
             one = passes[0] if model.data_parallel_size == 1 and not meter.reduces else None
             has_last = one is not None and bool((one - last[0]).norm() > LAST * one.norm())
-            of_weights = norms.of_ranks(weights).sqrt().tolist(), norms.numels, moves[:, 4:].sum(0).tolist()
+            moved = moves.sum(0).tolist()  # each rank has a part of the weights, whatever its data
+            of_weights = [*map(math.sqrt, norms.of_ranks(weights).tolist())], norms.numels, moved[4:]
             self._layers = [
                 dict(zip(norms.layers, zip(*of_weights, strict=True), strict=True)),
                 dict(zip(norms.layers, gradient.squared_norms.sqrt().tolist(), strict=True)),
-                dict(zip(meter.layers, mean(passes), strict=True)),
+                dict(zip(meter.layers, passes[::copies].mean(0).tolist(), strict=True)),
                 dict(zip(meter.layers, last[0].tolist(), strict=True)) if has_last else None,
-                moves[:, :4].sum(0).tolist(),  # each rank has a part of the weights, whatever its data
+                moved[:4],
                 None if meter.reduces else dict(zip(norms.layers, norms.of_ranks(reduced_sums).tolist(), strict=True)),
-                dict(zip(meter.layers, mean(sums_of_passes), strict=True)),
+                dict(zip(meter.layers, sums_of_passes[::copies].mean(0).tolist(), strict=True)),
             ]
 
     def add_step(self) -> None:

@@ -53,8 +53,9 @@ class MiniBatch:
         self.broken_parameters: BrokenParameters | None = None  # `ReducedNorms.broken_parameters`, if it is not finite
         self._global_norm = global_norm
         self._by_micro_batch = not model.meter.reduces  # whether micro-batches were measured alone
-        self._squares = torch.stack([micro_batch.squares for micro_batch in micro_batches]).to(model.device) / scale**2
-        self._own_norms = self._squares.sum(1).sqrt()
+        # The squared norms of their own gradients, without the loss scale; float64 of shape (micro-batches, layers).
+        self.squares = torch.stack([micro_batch.squares for micro_batch in micro_batches]).to(model.device) / scale**2
+        self._own_norms = self.squares.sum(1).sqrt()
         squares = torch.stack([square_weights(each.tokens) for each in micro_batches]).to(model.device)
         self._square_weights, self._root_square_weights = squares[:, 0], squares[:, 1].sqrt()
 
@@ -69,7 +70,7 @@ class MiniBatch:
         """
         ratios = token_equivalents(self._own_norms, self._root_square_weights)
         largest_finite = ratios.nan_to_num(posinf=0.0).max()
-        norms = torch.stack([ratios.max(), largest_finite, self._squares.sum(), self._square_weights.sum()])
+        norms = torch.stack([ratios.max(), largest_finite, self.squares.sum(), self._square_weights.sum()])
         own = nn.functional.pad(norms, (0, 1), value=float(failed))
         gathered = collectives.gather(torch.cat([own, update_figures]).to(self.model.device))
         by_rank, self.update_figures = gathered[:, : len(own)].tolist(), gathered[:, len(own) :]
@@ -148,8 +149,8 @@ class MiniBatch:
 
     def layer_sums(self) -> Tensor:
         """This rank's squared norms by layer, and its Σ w_t², where there are advantages; shape (layers + 1,)."""
-        counted = torch.stack([each.has_advantages() for each in self.micro_batches]).to(self._squares.device)
-        sums = torch.cat([self._squares, self._square_weights.unsqueeze(1)], 1)
+        counted = torch.stack([each.has_advantages() for each in self.micro_batches]).to(self.squares.device)
+        sums = torch.cat([self.squares, self._square_weights.unsqueeze(1)], 1)
         return torch.where(counted.unsqueeze(1), sums, 0.0).sum(0)
 
     def _own_figures(self) -> Tensor:
@@ -161,7 +162,7 @@ class MiniBatch:
             usable = usable_tokens(micro_batch.tokens, broken)
             counts = [mask.sum(), (broken & mask).sum(), usable.sum(), micro_batch.has_advantages()]
             own.append(torch.stack([mask.new_tensor(len(micro_batch.rows), dtype=torch.int64), *counts]))
-        measured = [self._root_square_weights.unsqueeze(1), self._own_norms.unsqueeze(1), self._squares.sqrt()]
+        measured = [self._root_square_weights.unsqueeze(1), self._own_norms.unsqueeze(1), self.squares.sqrt()]
         return torch.cat([torch.stack(own).to(self.model.device, torch.float64), *measured], 1)
 
 

@@ -103,7 +103,6 @@ def facts_of_run(case: Case, size: int = 1) -> tuple[dict[str, float], list[floa
         case, calls=2, prepare=actors.append, **others, **(DETECTION | {"grad_norm_threshold": 1e9})
     )
     facts = actors[0].gradloc._facts
-    sums = dict(zip(NAMES, facts._sums.tolist(), strict=True))
     *layers, moved, reduced_sums, sums_of_passes = facts._layers
     # NaN, of layers without a small tensor, is unlike itself.
     layers[0] = {name: tuple(None if math.isnan(x) else x for x in of) for name, of in layers[0].items()}
@@ -113,7 +112,7 @@ def facts_of_run(case: Case, size: int = 1) -> tuple[dict[str, float], list[floa
         assert layer not in SMALL or (value == pytest.approx(sums_of_passes[layer], rel=1e-4, abs=1e-9) and value), (
             layer
         )
-    return sums, moved, layers, run.identities
+    return facts._sums, moved, layers, run.identities
 
 
 def check_same(sums: Sequence[float], expected: Sequence[float]) -> None:
