@@ -47,7 +47,7 @@ def recorded(world: World, path: Path | None) -> Iterator[None]:
                 "squares": torch.stack([each.squares for each in micro_batches]),
                 "layers": norms.layers,
                 "numels": norms.numels,
-                "weights": norms.own_squares(of_weights=True),
+                "weights": norms.own_squares(with_weights=True)[: len(norms.layers)],
                 "rate": None,
             }
         )

@@ -310,7 +310,7 @@ class GradLoc(PassRecorder):
         def read() -> Tensor:
             found = [own_figures([micro_batch.tokens for micro_batch in micro_batches])]
             found.append(self._facts.own_figures(gradient, where))
-            return torch.cat([*found, model.reduced_norms.own_squares()] if with_squares else found)
+            return torch.cat([*found, model.reduced_norms.own_squares(is_first)] if with_squares else found)
 
         sizes = [OWN_FIGURES, sum(figure_sizes(model, is_first)), len(model.reduced_norms.layers) * with_squares]
         gradient.gather(trigger, self.figures(read, sum(sizes)), self.failed, with_squares)

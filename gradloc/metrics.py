@@ -121,9 +121,9 @@ class UpdateMetrics:
 
 
 def figure_sizes(model: WatchedModel, is_first: bool) -> list[int]:
-    """How many numbers each part of `RunFacts.own_figures` has."""
+    """How many numbers each part of `RunFacts.own_figures` has; the last is the weights' of `own_squares`."""
     reduced, measured = len(model.reduced_norms.layers), len(model.meter.layers)
-    layers = [4 + reduced, reduced, measured, measured, reduced, measured] if is_first else [0] * 6
+    layers = [5 + reduced, measured, measured, reduced, measured, reduced] if is_first else [0] * 6
     return [len(NAMES), 1, *layers]
 
 
@@ -180,7 +180,10 @@ class RunFacts:
         self._ask(lambda run: run.start_update(global_step, rollout_is_current))
 
     def own_figures(self, gradient: MiniBatch, where: Where) -> Tensor:
-        """What one rank knows of a mini-batch, for `take_in`: float64 of one dimension. No host sync."""
+        """What one rank knows of a mini-batch, for `take_in`: float64 of one dimension. No host sync.
+
+        In the update's first mini-batch, what `ReducedNorms.own_squares` knows of weights is to follow.
+        """
         is_first = (where["epoch"], where["mini_batch"]) == (0, 0)
         # None if it is unknown, or not the same for all.
         mode, *others = {micro_batch.loss_agg_mode for micro_batch in gradient.micro_batches}
@@ -191,38 +194,38 @@ class RunFacts:
         if is_first:
             norms, of_passes = gradient.model.reduced_norms, gradient.squares.sqrt()
             moves, small = self._own_moves(norms)
-            found += [moves, norms.own_squares(of_weights=True), of_passes.sum(0), of_passes[-1]]
             sums = torch.stack([micro_batch.sums for micro_batch in gradient.micro_batches]).sum(0)
-            found += [norms.own_sums(small) / gradient.scale, sums / gradient.scale]
+            found += [moves, of_passes.sum(0), of_passes[-1], norms.own_sums(small) / gradient.scale]
+            found.append(sums / gradient.scale)
         return torch.cat(found)
 
     def _own_moves(self, norms: ReducedNorms) -> tuple[Tensor, Tensor]:
         """How this rank's small weights have moved in the last update, and since; see `Layers`. No host sync.
 
         Returns:
-            tuple[Tensor, Tensor]: float64 of shape (4 + layers,): Σ Δ², Σ g² and Σ Δ·g, of the update's first gradient;
-                how many have changed since its end; and how many have moved, by layer; NaN where that is not known. And
-                the present gradient of these weights.
+            tuple[Tensor, Tensor]: float64 of shape (5 + layers,): how many have changed since the update's end; Σ Δ²,
+                twice Σ Δ·g, and Σ g², of its first gradient; and how many have moved, by layer; NaN where that is not
+                known. And the present gradient of these weights.
         """
-        (weights, gradient), kept, ended = norms.small_weights(), self._kept, self._ended
-        found = torch.full((4 + len(norms.layers),), math.nan, dtype=torch.float64, device=weights.device)
+        weights, kept, ended = norms.small_weights(), self._kept, self._ended
+        unknown = torch.full((5 + len(norms.layers),), math.nan, dtype=torch.float64, device=weights.device)
+        found = [unknown]
         if kept is not None and ended is not None and len(kept[0]) == len(ended) == len(weights):
-            found[3] = torch.ne(weights, ended).sum()
+            found = [torch.ne(weights, ended).sum().view(1), unknown[1:]]
             if self._stepped:
-                moves = ended - kept[0]
-                found[:3] = torch.stack([moves @ moves, kept[1] @ kept[1], moves @ kept[1]])
-                found[4:] = norms.own_changes(moves)
-        self._kept, self._stepped = (weights, gradient), False
-        return found, gradient
+                moves = torch.stack([ended - kept[0], kept[1]])
+                found[1:] = [(moves @ moves.T).flatten(), norms.own_changes(moves[0])]
+        self._kept, self._stepped = (weights, norms.small_weights(of_gradient=True)), False
+        return torch.cat(found), self._kept[1]
 
     def end_update(self, model: WatchedModel) -> None:
         """Keeps small weights after the update's last step: until the next one's, nothing else is to change them."""
-        self._ended, _ = model.reduced_norms.small_weights()
+        self._ended = model.reduced_norms.small_weights()
 
     def take_in(self, figures: Tensor, where: Where, gradient: MiniBatch) -> None:
         """Adds what `own_figures` returned on each rank, on the CPU."""
         model, is_first = gradient.model, (where["epoch"], where["mini_batch"]) == (0, 0)
-        facts, checked, moves, weights, *of_passes = figures.split(figure_sizes(model, is_first), dim=1)
+        facts, checked, moves, *of_passes, weights = figures.split(figure_sizes(model, is_first), dim=1)
         passes, last, reduced_sums, sums_of_passes = of_passes
         self.are_checked = bool(checked[0])
         copies = model.sequence_parallel_size
@@ -235,14 +238,15 @@ class RunFacts:
             # The last pass alone is known on one rank, unless the others have hardly a gradient.
             one = passes[0] if model.data_parallel_size == 1 and not meter.reduces else None
             has_last = one is not None and bool((one - last[0]).norm() > LAST * one.norm())
-            moved = moves.sum(0).tolist()  # each rank has a part of the weights, whatever its data
-            of_weights = [*map(math.sqrt, norms.of_ranks(weights).tolist())], norms.numels, moved[4:]
+            # Each rank has a part of the weights, whatever its data.
+            between, moved, along, _, squares, *changes = moves.sum(0).tolist()
+            of_weights = [*map(math.sqrt, norms.of_ranks(weights).tolist())], norms.numels, changes
             self._layers = [
                 dict(zip(norms.layers, zip(*of_weights, strict=True), strict=True)),
                 dict(zip(norms.layers, gradient.squared_norms.sqrt().tolist(), strict=True)),
                 dict(zip(meter.layers, passes[::copies].mean(0).tolist(), strict=True)),
                 dict(zip(meter.layers, last[0].tolist(), strict=True)) if has_last else None,
-                moved[:4],
+                [moved, squares, along, between],
                 None if meter.reduces else dict(zip(norms.layers, norms.of_ranks(reduced_sums).tolist(), strict=True)),
                 dict(zip(meter.layers, sums_of_passes[::copies].mean(0).tolist(), strict=True)),
             ]

@@ -106,8 +106,8 @@ class _Piece:
 
     name: str
     numel: int  # the number of its elements on all ranks
-    # Whether it is a norm's, a bias or an adapter's: of an embedding, copies would take too much memory, and the elements
-    # of a head's gradient add up to 0.
+    # Whether it is a norm's, a bias or an adapter's. An embedding takes too much memory, and the elements of a head's
+    # gradient add up to 0.
     is_small: bool
     trainable: bool  # whether it gets a gradient
     shards: int  # the number of ranks that it is sharded over; the other ranks hold replicas
@@ -151,8 +151,7 @@ class ReducedNorms:
         self._device = device
         # Also if nothing is sharded: all ranks must make the same decisions.
         self._summed = world_size() > 1 and any(isinstance(child, _FSDP) for child in module.modules())
-        # By piece its layer and its replicas' weight: the sum is over all of them.
-        self._layer_of = torch.tensor(self._layers, device=device)
+        # By piece its replicas' weight: the sum is over all of them.
         shares = [piece.shards / world_size() if self._summed else 1.0 for piece in self._pieces]
         self._share_of = torch.tensor(shares, dtype=torch.float64, device=device)
         of_small = [shares[self._small[i]] if i in self._small else math.nan for i in range(len(self.layers))]
@@ -175,36 +174,39 @@ class ReducedNorms:
         return added(squares) if self._summed else squares[0]
 
     @torch.no_grad()
-    def own_squares(self, of_weights: bool = False) -> Tensor:
-        """This rank's contribution to the layers' squared norms, of gradients or of weights; no host sync.
+    def own_squares(self, with_weights: bool = False) -> Tensor:
+        """This rank's contribution to the layers' squared norms of gradients, or of weights and then gradients.
 
         Returns:
-            Tensor: float64 of shape (len(layers),).
+            Tensor: float64 of shape (len(layers),), or twice as long. No host sync.
         """
-        squares = torch.zeros(len(self.layers), dtype=torch.float64, device=self._device)
-        if found := self._parts(of_weights):
-            norms, pieces = norms_of_all(found.items())
-            of_norm = on_device(pieces, self._device)
-            own = torch.stack([*norms]).to(self._device).double().square() * self._share_of[of_norm]
-            squares.index_add_(0, self._layer_of[of_norm], own)
+        parts = [self._parts(of_weights=True), self._parts()] if with_weights else [self._parts()]
+        squares = torch.zeros(len(parts) * len(self.layers), dtype=torch.float64, device=self._device)
+        count = len(self._pieces)
+        if numbered := [(count * of + i, part) for of, each in enumerate(parts) for i, part in each.items()]:
+            norms, numbers = norms_of_all(numbered)
+            places = [divmod(number, count) for number in numbers]
+            share = self._share_of[on_device([i for _, i in places], self._device)]
+            layers = on_device([of * len(self.layers) + self._layers[i] for of, i in places], self._device)
+            squares.index_add_(0, layers, torch.stack([*norms]).to(self._device).double().square() * share)
         return squares
 
     @torch.no_grad()
-    def small_weights(self) -> tuple[Tensor, Tensor]:
-        """A copy of this rank's part of each layer's smallest tensor, and of its gradient, in single precision.
+    def small_weights(self, of_gradient: bool = False) -> Tensor:
+        """A copy of this rank's part of each layer's smallest tensor, or of its gradient, in single precision.
 
         Such as a norm's weights; layers without a small one have none. Kept over an optimizer step, they show how it
         moves.
         """
-        found: list[list[Tensor]] = [[], []]
+        found: list[Tensor] = []
         for i in self._small.values():
-            weights, gradient = self._pieces[i].weights(), self._pieces[i].gradient()
-            if weights is not None:
-                found[0].append(weights.flatten().float())
-                found[1].append(torch.zeros_like(found[0][-1]) if gradient is None else gradient.flatten().float())
-        nothing = torch.zeros(0, device=self._device)
-        weights, gradient = (torch.cat([nothing, *(each.to(self._device) for each in of)]) for of in found)
-        return weights, gradient
+            part = self._pieces[i].weights()
+            if part is not None and of_gradient:
+                gradient = self._pieces[i].gradient()
+                part = torch.zeros_like(part) if gradient is None else gradient
+            if part is not None:
+                found.append(part.flatten().to(self._device, torch.float32))
+        return torch.cat(found) if found else torch.zeros(0, device=self._device)
 
     @torch.no_grad()
     def own_changes(self, moves: Tensor) -> Tensor:

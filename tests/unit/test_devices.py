@@ -188,7 +188,7 @@ def test_a_critics_step_waits_once() -> None:
 @cases(
     "measure",
     ReducedNorms.own_squares,
-    partial(ReducedNorms.own_squares, of_weights=True),
+    partial(ReducedNorms.own_squares, with_weights=True),
     ReducedNorms.broken_parameters,
     ids=["gradients", "weights", "broken"],
 )
