@@ -43,8 +43,8 @@ PRODUCTS_OF_LOSS = tuple(one + other for one in "cekz" for other in "cekz")
 # Σ w·A·(log-prob now − old), and Σ |…|, of tokens that a later PPO epoch sees again.
 GAINED = ("gained", "gained_size")
 # The sum of weights. Whether verl's bypass mode is on, and parts of mini-batches. The part of the responses that have a
-# token, and whether the mode promises a sum.
-OTHERS = ("weights", "bypass", "mini_batches", "filled", "promised")
+# token, and whether the mode promises a sum. Σ c·e and Σ e² of the entropy bonus's coefficients c, which should be e.
+OTHERS = ("weights", "bypass", "mini_batches", "filled", "promised", "entropy_along", "entropy_size")
 
 NAMES: tuple[str, ...] = (
     *("responses", *(f"broken {name}" for name in BROKEN)),

@@ -30,9 +30,9 @@ ONE_SIDED = 3.0
 SLOPE = 0.1
 # Factors and sums that are 1: rounding in half precision, and what float8 gradients lose.
 FACTOR = 0.05
-# Pairs of responses to a prompt in which the better one has the lower advantage: rewards that are normalized one by one
-# (GDPO) may contradict their sum.
-CONTRADICTING = 0.1
+# 1 minus the correlation of rewards and advantages in a prompt's responses: up to 0.7 for rewards that are normalized
+# one by one and oppose each other (GDPO), around 1 for those of other rows.
+FOLLOWING = 0.22
 # (1 + c)/(1 − c) of the cosine c between a step and the gradient: −0.2 to −0.7 with Adam.
 UPHILL = 0.5
 # How far weights move in a step, root mean square, in learning rates: about 1 with Adam.

@@ -216,7 +216,8 @@ def with_derived(
 
     Returns:
         dict: Also `weight`; where the policy loss has rejected some, `policy_loss_mask`; with a KL loss, its part
-            `kl_coefficient` of the coefficient; and what is `after_eos`. Of a critic, `weight` alone.
+            `kl_coefficient` of the coefficient; with an entropy bonus, `entropy_expected`, what its coefficient should
+            be; and what is `after_eos`. Of a critic, `weight` alone.
 
     Raises:
         ForeseenError: A critic's loss is not verl's value loss.
@@ -231,8 +232,10 @@ def with_derived(
     is_same = call is not None and call.has_same_weights(mask, config.loss_agg_mode, options)
     if call is not None and call.is_known(mask.shape) and _has_more_terms(config) and not is_same:
         derived["policy_loss_mask"] = call.kept(mask)  # else the weights alone tell
+    of_terms = weight if is_same or not _has_more_terms(config) else mode_weights(config.loss_agg_mode, mask, **options)
+    if config.entropy_coeff:
+        derived["entropy_expected"] = of_terms * (-config.entropy_coeff * factor)
     if config.use_kl_loss:
-        of_terms = weight if is_same else mode_weights(config.loss_agg_mode, mask, **options)
         kl = kl_coefficients(config, of_terms, tokens["log_prob"], tokens["ref_log_prob"])
         derived["kl_coefficient"] = kl * factor
     if _is_geo_mean(config) and "rollout_is_weight" in tokens:  # which takes a sequence's mean, as of the ratio

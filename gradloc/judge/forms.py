@@ -64,8 +64,8 @@ _CLAIMS: Mapping[str, Mapping[str, str]] = {
         "groups.mixed": "Rewards of different prompts are compared: {groups.mixed:.1%} of rows have a `uid` of several",
     },
     "advantage_order": {
-        "advantages.contradicting": "Advantages do not follow the rewards: in {advantages.contradicting:.0%} of the "
-        "pairs of responses to one prompt, the better one has the lower advantage",
+        "advantages.not_following": "Advantages do not follow the rewards: among a prompt's responses, their "
+        "correlation is {advantages.correlation:.2f}",
     },
     "advantage_mask": {
         "advantages.cut": "In {advantages.cut:.1%} of the responses, the first tokens have no advantage, as many as "
@@ -124,6 +124,7 @@ _CLAIMS: Mapping[str, Mapping[str, str]] = {
     "loss": {
         "loss.clipped_wrong": "{loss.clipped_wrong:.0%} of the clipped tokens are clipped on the wrong side: their "
         "ratio is low where the advantage is positive, or high where it is negative",
+        "loss.entropy_factor": "The entropy bonus's gradient is {loss.entropy_factor:.3g} times what its factor gives",
         "loss": "For {loss.unfit:.1%} of the tokens, the loss's gradient is not −weight · advantage · ratio",
     },
     "last_pass": {"gradient.last_pass": "The optimizer's gradient is the last micro-batch's alone"},
@@ -179,6 +180,7 @@ _LOOKS: Mapping[str, str] = {
     "loss.without": "Look at whether the loss function takes `rollout_is_weights`.",
     "kl_scale": "Look at where it is scaled or detached.",
     "loss.clipped_wrong": "Look at min and max in the clipped loss.",
+    "loss.entropy_factor": "Look at its sign, and at what it is scaled by.",
     "loss": "Look for a term that is added or left out, and for factors of single tokens.",
     "last_pass": "Look for a zero_grad between micro-batches, or for overwritten gradients.",
     "gradient.zero": "Look for a detach, a no_grad, or an adapter that is not used.",
@@ -395,8 +397,9 @@ def reference(now: Readings, residual: str) -> Form:
 
 def loss(now: Readings, residual: str) -> Form:
     factor, kl, explained = (now.get(f"loss.{name}", 1.0) for name in ("factor", "kl_factor", "explained"))
-    if residual in ("loss.weights", "loss.clipped_wrong", "loss.against"):
-        return _form(residual, now, factor=now.get(residual) if residual == "loss.weights" else None)
+    if residual in ("loss.weights", "loss.clipped_wrong", "loss.against", "loss.entropy_factor"):
+        has_factor = residual in ("loss.weights", "loss.entropy_factor")
+        return _form(residual, now, factor=now.get(residual) if has_factor else None)
     if now.get("loss.beside", 1.0) < FACTOR or (
         now.get("loss.kl_explained", 0.0) > 1 - FACTOR and abs(kl - 1) > FACTOR
     ):

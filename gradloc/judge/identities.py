@@ -14,10 +14,10 @@ from functools import partial
 from typing import NamedTuple
 
 from ..levels import (
-    CONTRADICTING,
     EXPLAINS,
     FACTOR,
     FAR_NATS,
+    FOLLOWING,
     GAP,
     LASTS,
     LATE,
@@ -186,9 +186,9 @@ def _old(records: Records) -> str:
 
 def _advantages(records: Records) -> str:
     now = records[-1].readings
-    if {"advantages.contradicting", "advantages.zero", "advantages.cut"} & now.keys():
+    if {"advantages.not_following", "advantages.zero", "advantages.cut"} & now.keys():
         return ""
-    if now.get("advantages.pairs") == 0:
+    if now.get("advantages.told") == 0:
         return "no two rewards of a prompt differ"
     return "no uid, no rewards, or an advantage of each token's own"
 
@@ -269,7 +269,7 @@ IDENTITIES = (
         "advantages",
         "advantages follow the rewards of their prompt, at every token",
         (
-            Residual("advantages.contradicting", CONTRADICTING),
+            Residual("advantages.not_following", FOLLOWING),
             Residual("advantages.zero", _HALF),
             Residual("advantages.one_sided", _HALF),
             Residual("advantages.offset", EXPLAINS),
@@ -299,6 +299,7 @@ IDENTITIES = (
             Residual("loss.unfit", SHARE),
             Residual("loss.weights", FACTOR, lambda readings: readings.get("loss.weights_off")),
             Residual("loss.kl_factor", FACTOR, _kl),
+            Residual("loss.entropy_factor", FACTOR, partial(_off, "loss.entropy_factor")),
             Residual("loss.clipped_wrong", _HALF),
             Residual("loss.against", _HALF),
         ),

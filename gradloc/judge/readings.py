@@ -8,7 +8,6 @@ missing.
 
 import math
 import statistics
-from bisect import bisect_left, insort
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -158,6 +157,8 @@ def _loss(sums: Mapping[str, float]) -> Readings:
         # Whether a mean counts responses, or micro-batches, without a token is the trainer's choice.
         least = sums["filled"] / sums["promised"]
         found["loss.weights_off"] = max(found["loss.weights"] - 1, 1 - found["loss.weights"] / least, 0.0)
+    if sums["entropy_size"] > 0:
+        found["loss.entropy_factor"] = sums["entropy_along"] / sums["entropy_size"]
     if of["clipped"]:
         found["loss.clipped_wrong"] = 1 - of["clipped_right"] / of["clipped"]
     if of["corrected"]:
@@ -269,10 +270,7 @@ def of_rows(rows: Sequence[TrainedRow]) -> Readings:
     if sizes:
         found["advantages.size"] = statistics.geometric_mean(sizes)
     if all(row.is_one for row in rows) and rewards:
-        pairs, contradicting = count_pairs(rows)
-        found["advantages.pairs"] = float(pairs)
-        if pairs:
-            found["advantages.contradicting"] = contradicting / pairs
+        found |= _following([*groups.values()])
         found |= _of_groups([each for each in groups.values() if len(each) > 1], count)
     moving = [row for row in rows if row.advantage is not None and row.padding]
     if moving:
@@ -321,29 +319,25 @@ def _is_proportional(pairs: Sequence[tuple[float, float]]) -> bool:
     return all(close(a, factor * r) for r, a in pairs)
 
 
-def count_pairs(rows: Sequence[TrainedRow]) -> tuple[int, int]:
-    """How many pairs there are of responses to one prompt with different rewards and different advantages, none of them
-    0 or not finite; and in how many the higher reward has the lower advantage.
+def _following(groups: Sequence[Sequence[TrainedRow]]) -> Readings:
+    """How far advantages are from following the rewards of their prompt: 1 minus their correlation.
+
+    It is the mean over the prompts in which both differ, each counted by its responses but one. Increasing functions
+    of the rewards give nearly 0, sums of rewards that are normalized one by one less than 1 unless these exclude each
+    other, and values of other rows about 1.
     """
-    pairs = contradicting = 0
-    groups: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
-    for row in rows:
-        if row.reward is not None and row.advantage is not None and math.isfinite(row.reward + row.advantage):
-            groups[row.uid].append((row.reward, row.advantage))
-    for group in groups.values():
-        group.sort()
-        lower = 0
-        advantages: list[float] = []  # of the first `lower` rows, whose rewards are lower; sorted
-        for reward, advantage in group:
-            # The values close to a number lie around it without gaps, and farther up for a larger number.
-            while not close(group[lower][0], reward):
-                insort(advantages, group[lower][1])
-                lower += 1
-            less = bisect_left(advantages, True, key=lambda other: other >= advantage or close(other, advantage))
-            more = bisect_left(advantages, True, key=lambda other: other > advantage and not close(other, advantage))
-            pairs += less + lower - more
-            contradicting += lower - more
-    return pairs, contradicting
+    found: list[tuple[int, float]] = []
+    for group in groups:
+        known = [(row.reward, row.advantage) for row in group if row.reward is not None and row.advantage is not None]
+        rewards, advantages = zip(*known, strict=True) if len(known) > 1 else ((0.0,), (0.0,))
+        apart = not close(min(rewards), max(rewards)) and not close(min(advantages), max(advantages))
+        if apart and all(map(math.isfinite, (*rewards, *advantages))):
+            found.append((len(known) - 1, statistics.correlation(rewards, advantages)))
+    count = sum(of for of, _ in found)
+    if not count:
+        return {"advantages.told": 0.0}
+    mean = math.fsum(of * value for of, value in found) / count
+    return {"advantages.told": float(count), "advantages.correlation": mean, "advantages.not_following": 1 - mean}
 
 
 def close(a: float, b: float) -> bool:

@@ -76,7 +76,16 @@ def own_facts(
     found = of_parts[0] if len(of_parts) == 1 else torch.stack(of_parts).sum(0)
     rows = sum(len(tokens["weight"]) for tokens in micro_batches) if loss_agg_mode in MODES else math.inf
     filled = found[:1] / rows
-    return torch.cat([found, filled, filled > 0])
+    return torch.cat([found, filled, filled > 0, _of_entropy(micro_batches, scale)])
+
+
+def _of_entropy(micro_batches: Sequence[Tokens], scale: float | Tensor) -> Tensor:
+    """Σ c·e and Σ e² of the entropy bonus's coefficients; zeros without one."""
+    names = ("entropy_coefficient", "entropy_expected")
+    if not all(name in tokens for name in names for tokens in micro_batches):
+        return torch.zeros(2, device=micro_batches[0]["weight"].device)
+    c, e = (torch.cat([tokens[name].flatten() for tokens in micro_batches]).float() for name in names)
+    return torch.stack([c / scale, e]) @ e
 
 
 def _parts(micro_batches: Sequence[Tokens]) -> Iterator[list[Tokens]]:

@@ -31,7 +31,7 @@ Tokens = dict[str, Tensor]
 OF_TRAINING = ("log_prob", "old_log_prob", "ref_log_prob")
 OPTIONAL = (
     *("old_log_prob", "ref_log_prob", "rollout_log_prob", "advantage", "coefficient", "kl_coefficient"),
-    *("rollout_is_weight", "after_eos", "policy_loss_mask"),
+    *("rollout_is_weight", "after_eos", "policy_loss_mask", "entropy_expected"),
 )
 
 
@@ -84,6 +84,7 @@ def micro_batch(
         **{"log_prob": now, "old_log_prob": rollout if bypass else old, "ref_log_prob": reference},
         **{"rollout_log_prob": rollout, "advantage": advantage, "weight": weight, "rollout_is_weight": importance},
         **{"coefficient": coefficient.masked_fill(is_clipped, 0.0), "kl_coefficient": kl},
+        **{"entropy_coefficient": -0.02 * mask * weight * (0.5 + uniform()), "entropy_expected": -0.01 * mask * weight},
     }
     tokens = {name: values.to(dtype).clone() for name, values in tokens.items()}
     for name in BROKEN if broken else ():
@@ -174,6 +175,10 @@ def of_a_loop(
         found.add("weights", whole)
         found.add("filled", filled / len(rows))
         found.add("promised", filled > 0)
+    if {"entropy_coefficient", "entropy_expected"} <= has:
+        of_entropy = [(t["entropy_coefficient"] / scale, t["entropy_expected"]) for row in rows for t in row]
+        found.add("entropy_along", sum(c * e for c, e in of_entropy))
+        found.add("entropy_size", sum(e * e for _, e in of_entropy))
     return found
 
 
