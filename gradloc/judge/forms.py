@@ -162,10 +162,8 @@ _LOOKS: Mapping[str, str] = {
     "advantages.offset": "The baseline is not of these rewards: look at running means, and at where they come from.",
     "advantages.spread": "Look for a division by a deviation that is 0 up to rounding.",
     "misaligned": "Look at where log-probs are gathered, sliced, padded or put in order.",
-    "old_log_probs": "Look for dropout (the model in training mode), another temperature, attention mask or "
-    "precision, or log-probs of an earlier step.",
-    "other_log_probs": "Compute both with one temperature and vocabulary, in nats, and both before or both after top-p "
-    "and top-k.",
+    "old_log_probs": "Look for dropout, another temperature, mask or precision, or log-probs of an earlier step.",
+    "other_log_probs": "Compute both in nats, with one temperature, vocabulary, top-p and top-k.",
     "stale_weights": "Look at what sends weights to the rollout: which tensors and adapters get there.",
     "partly_stale": "Look at what sends weights to each worker.",
     "adapter_scale": "Look for a LoRA adapter that is both merged and loaded, or scaled twice (lora_alpha / r).",
@@ -190,8 +188,8 @@ _LOOKS: Mapping[str, str] = {
     "sum where a mean over ranks should be.",
     "not_moving": "Look at which tensors the optimizer has, and for steps below the weights' precision.",
     "ascent": "Look at the loss's sign and at `maximize`.",
-    "weights": "Look at what else writes weights (a loaded checkpoint, an average of weights, offloading, a merged "
-    "adapter, a faulty device), and at the optimizer: its state after a resume, its precision, weight decay.",
+    "weights": "Look at what else writes weights (a loaded checkpoint, an average, offloading, a merged adapter, a bad "
+    "device), and at the optimizer's state (after a resume), precision and weight decay.",
 }
 # By names, what would refute them.
 _CHECKS: Mapping[str, str] = {
@@ -212,8 +210,7 @@ _CHECKS: Mapping[str, str] = {
     "advantage_mask": "Print `advantages` and `response_mask` of a row: it has its advantage wherever the mask is 1.",
     "misaligned": "Print `responses`, `response_mask`, `rollout_log_probs`, `old_log_probs` and `ref_log_prob` of one "
     "row side by side, and compare columns and neighbours.",
-    "old_log_probs": "Compute the old log-probs twice: if they differ, the forward is random; if not, compare what "
-    "both calls get.",
+    "old_log_probs": "Compute them twice: if they differ, the forward is random; else compare what both calls get.",
     "other_log_probs": "`gradloc replay BUNDLE` finds a temperature that fits; or score one response with the server "
     "at temperature 1, without top-p.",
     **dict.fromkeys(
