@@ -123,7 +123,7 @@ class UpdateMetrics:
 def figure_sizes(model: WatchedModel, is_first: bool) -> list[int]:
     """How many numbers each part of `RunFacts.own_figures` has; the last is the weights' of `own_squares`."""
     reduced, measured = len(model.reduced_norms.layers), len(model.meter.layers)
-    layers = [5 + reduced, measured, measured, reduced, measured, reduced] if is_first else [0] * 6
+    layers = [5 + reduced, measured, measured, 2 * reduced, measured, reduced] if is_first else [0] * 6
     return [len(NAMES), 1, *layers]
 
 
@@ -195,7 +195,7 @@ class RunFacts:
             norms, of_passes = gradient.model.reduced_norms, gradient.squares.sqrt()
             moves, small = self._own_moves(norms)
             sums = torch.stack([micro_batch.sums for micro_batch in gradient.micro_batches]).sum(0)
-            found += [moves, of_passes.sum(0), of_passes[-1], norms.own_sums(small) / gradient.scale]
+            found += [moves, of_passes.sum(0), of_passes[-1], norms.own_sums(small / gradient.scale)]
             found.append(sums / gradient.scale)
         return torch.cat(found)
 
@@ -241,13 +241,14 @@ class RunFacts:
             # Each rank has a part of the weights, whatever its data.
             between, moved, along, _, squares, *changes = moves.sum(0).tolist()
             of_weights = [*map(math.sqrt, norms.of_ranks(weights).tolist())], norms.numels, changes
+            of_small = zip(*norms.of_ranks(reduced_sums).view(2, -1).tolist(), strict=True)
             self._layers = [
                 dict(zip(norms.layers, zip(*of_weights, strict=True), strict=True)),
                 dict(zip(norms.layers, gradient.squared_norms.sqrt().tolist(), strict=True)),
                 dict(zip(meter.layers, passes[::copies].mean(0).tolist(), strict=True)),
                 dict(zip(meter.layers, last[0].tolist(), strict=True)) if has_last else None,
                 [moved, squares, along, between],
-                None if meter.reduces else dict(zip(norms.layers, norms.of_ranks(reduced_sums).tolist(), strict=True)),
+                None if meter.reduces else dict(zip(norms.layers, of_small, strict=True)),
                 dict(zip(meter.layers, sums_of_passes[::copies].mean(0).tolist(), strict=True)),
             ]
 

@@ -106,6 +106,7 @@ _CLAIMS: Mapping[str, Mapping[str, str]] = {
     "reference": {
         "reference.same": "Reference log-probs are the policy's own after it has moved: the reference follows it",
         "reference": "Before any step, reference and policy are {reference.first_gap:.2g} nats apart in the mean",
+        "reference.jump": "Reference and policy are {reference.gap:.2g} nats apart, more than the updates explain",
     },
     "loss_scale": {
         "loss.weights": "The weights of all tokens sum to {loss.weights:.4g} instead of 1",
@@ -388,8 +389,9 @@ def _where(now: Readings) -> str:
 def reference(now: Readings, residual: str) -> Form:
     if residual == "reference.same":
         return _form(residual, now, column="reference")
-    found = _moved(now, "reference") if residual == "reference.gap" else _misaligned(now, "reference")
-    return found or _form("reference", now, column="reference")
+    is_first = residual == "reference.gap"
+    found = _moved(now, "reference") if is_first else _misaligned(now, "reference")
+    return found or _form("reference" if is_first else "reference.jump", now, column="reference")
 
 
 def loss(now: Readings, residual: str) -> Form:

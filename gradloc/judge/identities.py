@@ -284,6 +284,7 @@ IDENTITIES = (
         "the reference is the policy before its first step, and stays that",
         (
             Residual("reference.gap", SAME, _reference_gap),
+            Residual("reference.jump", 1.0),
             Residual("reference.shift", partial(_wide, "reference", 2 * SHIFT)),
             Residual("reference.moved", partial(_wide, "reference", _HALF)),
             Residual("reference.same", _HALF, _follows),

@@ -32,8 +32,9 @@ class Layers:
         last_pass (dict): The norm of the last pass alone, if the data are one rank's and others have a gradient.
         moved (Sequence, optional): Of small tensors over the last update, Σ Δ², Σ g² and Σ Δ·g, of its first gradient;
             and how many of their elements have changed since its end. NaN where that is not known.
-        reduced_sums, sums_of_passes (dict, optional): The sum of the elements of a small tensor's gradient, of the one
-            that the optimizer gets, and of the passes' in sum.
+        reduced_sums (dict, optional): The sum of the elements of a small tensor's gradient, and that of their squares,
+            of the gradient that the optimizer gets. NaN where that is not known.
+        sums_of_passes (dict, optional): The sum of the elements, of the passes' in sum.
     """
 
     weights: Mapping[str, tuple[float, int, float]]
@@ -41,7 +42,7 @@ class Layers:
     passes: Mapping[str, float]
     last_pass: Mapping[str, float] | None = None
     moved: Sequence[float] | None = None
-    reduced_sums: Mapping[str, float] | None = None
+    reduced_sums: Mapping[str, tuple[float, float]] | None = None
     sums_of_passes: Mapping[str, float] | None = None
 
 
@@ -211,9 +212,11 @@ def of_layers(now: Layers, before: Layers | None, rate: float) -> Readings:
     return found
 
 
-def _against_passes(reduced: Mapping[str, float], passes: Mapping[str, float]) -> Readings:
+def _against_passes(reduced: Mapping[str, tuple[float, float]], passes: Mapping[str, float]) -> Readings:
     """How far sums over the optimizer's gradient are from those over the passes', and which multiple they are."""
-    pairs = [(reduced[layer], passes[layer]) for layer in passes if math.isfinite(reduced.get(layer, math.nan))]
+    known = [(*reduced[layer], passes[layer]) for layer in passes if layer in reduced]
+    # Those of a head's bias add up to rounding errors.
+    pairs = [(a, b) for a, square, b in known if math.isfinite(square) and abs(b) > SHARE * math.sqrt(square)]
     size = math.fsum(b * b for _, b in pairs)
     if not 0 < size < math.inf:
         return {}

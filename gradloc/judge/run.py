@@ -132,6 +132,7 @@ class Run:
         if self._rate or before is not None:
             readings["rate"] = self._rate
         readings["policy_jumped"] = float(_has_jumped(before, readings))
+        readings |= _jump(before, readings)
         record = Record(self._step, self._rate, not has_moved, readings)
         return measured([*self._records, record], at_once)
 
@@ -188,6 +189,19 @@ def _has_jumped(before: Record | None, now: Mapping[str, float]) -> bool:
         return True
     known = before.readings.get("reference.gap", gap) + 2 * before.readings.get("step.gap", 0.0) + GAP
     return gap > 2 * known
+
+
+def _jump(before: Record | None, now: Mapping[str, float]) -> dict[str, float]:
+    """How many times as far from the reference the policy is as its updates can have taken it.
+
+    Known where an update has several mini-batches, and the rollout agrees with the policy: then the reference moves.
+    """
+    if before is None or not {"reference.gap", "step.gap"} <= before.readings.keys() or "reference.gap" not in now:
+        return {}
+    gap, known = before.readings["reference.gap"], before.readings.get("reference.known", math.inf)
+    known = (known if gap > 2 * known else gap) + 2 * before.readings["step.gap"] + GAP
+    agrees = now.get("rollout.gap", math.inf) < now["reference.gap"] / LEVEL
+    return {"reference.known": known} | ({"reference.jump": now["reference.gap"] / known} if agrees else {})
 
 
 def times_in_words(times: float) -> str:

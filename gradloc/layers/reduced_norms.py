@@ -222,20 +222,22 @@ class ReducedNorms:
         """By layer, this rank's part of the sum of the elements of a gradient that `small_weights` gave.
 
         Returns:
-            Tensor: float64 of shape (len(layers),), to be summed over the ranks; NaN where a layer has none.
+            Tensor: float64 of shape (2 · len(layers),), the sums and then those of squares, to be added up over the
+                ranks; NaN where a layer has none.
         """
-        return self._by_layer(gradient.double()) * self._share_of_small
+        gradient = gradient.double()
+        return (self._by_layer(torch.stack([gradient, gradient.square()])) * self._share_of_small).flatten()
 
     def _by_layer(self, values: Tensor) -> Tensor:
-        """The sums of a value of each element of `small_weights`: float64 of shape (len(layers),)."""
-        if self._layer_of_small is None or len(self._layer_of_small) != len(values):
+        """The sums of values of each element of `small_weights`, float64 of shape (…, elements): (…, len(layers))."""
+        if self._layer_of_small is None or len(self._layer_of_small) != values.shape[-1]:
             parts = [(layer, self._pieces[i].weights()) for layer, i in self._small.items()]
             known = [(layer, part) for layer, part in parts if part is not None]
             layers = [torch.full((part.numel(),), layer) for layer, part in known]
             self._layer_of_small = torch.cat([torch.zeros(0, dtype=torch.int64), *layers]).to(values.device)
             self._has_half = any(part.dtype in (torch.float16, torch.bfloat16) for _, part in known)
-        sums = torch.zeros(len(self.layers), dtype=torch.float64, device=values.device)
-        return sums.index_add_(0, self._layer_of_small, values)
+        sums = torch.zeros(*values.shape[:-1], len(self.layers), dtype=torch.float64, device=values.device)
+        return sums.index_add_(-1, self._layer_of_small, values)
 
     @torch.no_grad()
     def broken_parameters(self) -> BrokenParameters:

@@ -88,7 +88,7 @@ def layers_of(step: int) -> list[Any]:
     last_pass = {f"layers.{i}": 0.5 for i in range(3)}
     sums = {f"layers.{i}": 0.1 * (-2) ** i for i in range(3)}
     moved = [1e-6, 3.0, -1e-3, 0.0] if step else [math.nan] * 4
-    return [weights, reduced, passes, last_pass, moved, dict(sums), sums]
+    return [weights, reduced, passes, last_pass, moved, {layer: (of, 1.0) for layer, of in sums.items()}, sums]
 
 
 def normalized(rewards: Tensor) -> Tensor:
@@ -452,8 +452,8 @@ TRAINING = (
     (rescale(lambda tokens: (0.5 * noise(1)).exp()), "loss", "of the tokens"),
     (of_layers(1, lambda norm, _: 2 * norm), "gradient", "1.67 times"),
     (of_layers(1, lambda norm, layer: 0.0 if layer == "layers.1" else norm), "gradient", "exactly 0"),
-    (of_layers(5, lambda value, _: value / 2), "gradient", "50% off: in small tensors 0.5 times"),
-    (of_layers(5, lambda value, layer: value / 4 if layer == "layers.2" else value), "gradient", "off"),
+    (of_layers(5, lambda of, _: (of[0] / 2, 0.5)), "gradient", "50% off: in small tensors 0.5 times"),
+    (of_layers(5, lambda of, layer: (of[0] / 4, 0.1) if layer == "layers.2" else of), "gradient", "off"),
     (of_layers(1, lambda norm, _: 0.5), "last_pass", "last micro-batch"),
     (of_layers(0, lambda of, _: (10.0, 1000, 0.0)), "not_moving", "3 of 3 layers"),
     (
@@ -499,6 +499,14 @@ def test_a_rollout_is_late_only_where_the_trainer_does_not_say_that_it_is_curren
     told = answers(updates, halves=True, is_current=True, resumes=True)
     assert (told[-1]["identities"]["rollout_log_probs"]["state"] == "broken") == broken
     assert not broken or set(names(told[-1])) <= {"rollout_log_probs", "stale_weights"}
+
+
+def test_a_reference_that_is_replaced_in_a_run_is_told_from_a_policy_that_moves() -> None:
+    found = answers(run_of(8), 4, of_column("ref_log_prob", scored_otherwise(1.0)), halves=True)
+    assert not any(map(names, found[:3])) and names(found[-1]) == ["reference"]
+    assert (
+        "more than the updates explain" in found[-1]["warnings"][0]["claim"] and found[-1]["warnings"][0]["since"] == 4
+    )
 
 
 def of_workers(share: float) -> Callable[[Tensor, Tokens, int], Tensor]:
