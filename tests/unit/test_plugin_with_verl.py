@@ -260,6 +260,7 @@ def test_a_trainer_is_extended(run: Run) -> None:
 
         class Trainer:
             local_trigger_step, parameter_sync_step, timing_raw, total_training_steps = 1, 2, {}, 9
+            trainer_mode = "sync"
 
             def __init__(self, config, save_in=()):
                 self.config, self.save_in, self.global_steps = config, save_in, 0
@@ -287,7 +288,8 @@ def test_a_trainer_is_extended(run: Run) -> None:
                 while self.global_steps < 5:
                     self.on_step_begin()
                     info = self.step({}, {}).extra_info
-                    assert info == {"training_step": self.global_steps, "update_of_step": (1, 2), "of": "actor"}
+                    told = {"update_of_step": (1, 2), "rollout_is_current": True}
+                    assert info == {"training_step": self.global_steps, **told, "of": "actor"}
                     if self.global_steps in self.save_in:
                         self._save_checkpoint()
                     self.on_step_end()
@@ -330,10 +332,10 @@ def test_the_older_trainer_refuses_runs(run: Run) -> None:
         import verl.workers.engine
         from gradloc.adapters.engines import WatchedEngine
         started = []
-        engine = SimpleNamespace(_where=(0, 0), watch=SimpleNamespace(start_update=started.append))
-        WatchedEngine._start(engine, 3)
+        engine = SimpleNamespace(_where=(0, 0), watch=SimpleNamespace(start_update=lambda *told: started.append(told)))
+        WatchedEngine._start(engine, 3, True)
         assert "the trainer, which passes no step number" in refusal(WatchedEngine._start, engine, None)
-        assert started == [3]
+        assert started == [(3, True)]
     """
     assert "does not know RayPPOTrainer" in run(code).stdout
 
