@@ -196,6 +196,13 @@ def test_a_ratio_that_steps_have_made_is_a_fact_and_no_cause() -> None:
     assert verdict_on(changed(steps, rollout_log_prob=None), NONE)["cause"] is None
 
 
+@cases("rule", "token", "sequence", "misaligned")
+def test_a_ratio_that_a_late_rollout_may_have_made_is_no_cause(rule: str) -> None:
+    late = STATES | {"rollout_log_probs": STATES["rollout_log_probs"] | {"late": True}}
+    for states, cause in ((STATES, rule), (late, None)):
+        assert verdict_on(event(*[[rule]] * 4, identities=states), NONE)["cause"] == cause
+
+
 @pytest.mark.parametrize("name", FACTS)
 def test_what_culprits_have_in_common_is_a_fact(name: str) -> None:
     spike = event([name], [name], [name, "other"], ["other"])
