@@ -32,7 +32,7 @@ SLOPE = 0.1
 FACTOR = 0.05
 # 1 minus the correlation of rewards and advantages in a prompt's responses: up to 0.7 for rewards that are normalized
 # one by one and oppose each other (GDPO), around 1 for those of other rows.
-FOLLOWING = 0.22
+FOLLOWING = 0.2
 # (1 + c)/(1 − c) of the cosine c between a step and the gradient: −0.2 to −0.7 with Adam.
 UPHILL = 0.5
 # How far weights move in a step, root mean square, in learning rates: about 1 with Adam.
