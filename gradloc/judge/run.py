@@ -75,7 +75,9 @@ class Run:
         for name, found in check(records).items():
             if isinstance(found, Broken):
                 states[name] = {"state": "broken", "times": _finite(found.times), "since": found.since, "missing": None}
-                warnings.append(self._warning(name, found))
+                # Log-probs of other weights follow from weights that something has written.
+                is_first = name == "weights" and records[-1].times.get("weights.between", 0.0) >= LEVEL
+                warnings.insert(0 if is_first else len(warnings), self._warning(name, found))
             elif isinstance(found, Held):
                 states[name] = {"state": "held", "times": _finite(found.times), "since": None, "missing": None}
             else:
