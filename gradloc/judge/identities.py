@@ -23,6 +23,7 @@ from ..levels import (
     LATE,
     LEVEL,
     ONE_SIDED,
+    OWN_GAP,
     SAME,
     SHARE,
     SHIFT,
@@ -103,11 +104,13 @@ def _late_gap(records: Records) -> float:
     """How far a rollout that is late may be from the policy: as far as the last updates have moved it.
 
     Once there are enough updates, it may be as late as before. What was there before any optimizer step is not late,
-    and nothing is where the trainer says that the rollout is current.
+    and nothing is where the trainer says that the rollout is current: then the run's own updates tell.
     """
     now, before = records[-1], records[:-1]
     was_off = before and before[0].is_first and before[0].readings.get("rollout.gap", 0.0) > LEVEL * GAP
-    if now.is_first or now.readings.get("rollout.is_current") or was_off:
+    if now.readings.get("rollout.is_current"):
+        return _own_gap(before)
+    if now.is_first or was_off:
         return GAP
     moves = [_move(each) for each in before]
     recent = math.fsum(moves[-LATE:])
@@ -122,9 +125,20 @@ def _late_gap(records: Records) -> float:
     return GAP + now.readings.get("reference.gap", FAR_NATS)
 
 
+def _own_gap(before: Records) -> float:
+    """How far a rollout that is never late may be from the policy, by earlier updates, whose median counts as well.
+
+    Before any optimizer step the engines have the same weights, so that one update tells, if not so well.
+    """
+    healthy = [each for each in before if each.times.get("rollout.gap", LEVEL) < LEVEL]
+    if len(healthy) >= LASTS:
+        return OWN_GAP
+    return max(OWN_GAP, 2 * healthy[0].readings["rollout.gap"]) if healthy and healthy[0].is_first else GAP
+
+
 def may_be_late(records: Records) -> bool:
     """Whether the rollout may be late by enough for single tokens to be far apart."""
-    return _late_gap(records) > 2 * GAP
+    return not records[-1].readings.get("rollout.is_current") and _late_gap(records) > 2 * GAP
 
 
 def _move(record: Record) -> float:

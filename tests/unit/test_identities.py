@@ -506,6 +506,21 @@ def test_a_rollout_is_late_only_where_the_trainer_does_not_say_that_it_is_curren
     assert not broken or set(names(told[-1])) <= {"rollout_log_probs", "stale_weights"}
 
 
+@cases("noisy size broken", (0.0, 0.1, True), (0.01, 0.1, False), (0.01, 1.2, True), (0.0, 0.002, False))
+def test_a_rollout_that_is_never_late_is_compared_with_the_runs_own_updates(
+    noisy: float, size: float, broken: bool
+) -> None:
+    """In one update alone, and from then on in all, or from the second one on."""
+    once = of_rollout(lambda values, _, step: values if step > 6 else scored_otherwise(size)(values, _, step))
+    updates = run_of(9, noisy=noisy)
+    assert any(map(names, answers(updates, 6, once, is_current=True))) == broken
+    assert not any(map(names, answers(updates, 6, once))) or size > 1
+    for begin in (6,) if noisy else (2, 6):  # beside noise, the second update is not enough
+        lasting = answers(updates, begin, of_rollout(scored_otherwise(size)), is_current=True)
+        broken_at_last = {each["identity"] for each in lasting[-1]["warnings"]}
+        assert broken_at_last == ({"rollout_log_probs"} if size > 0.01 else set())
+
+
 def test_a_reference_that_is_replaced_in_a_run_is_told_from_a_policy_that_moves() -> None:
     found = answers(run_of(8), 4, of_column("ref_log_prob", scored_otherwise(1.0)), halves=True)
     assert not any(map(names, found[:3])) and names(found[-1]) == ["reference"]
