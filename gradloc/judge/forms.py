@@ -371,7 +371,9 @@ def _stale(now: Readings) -> Form | None:
         return None
     if way > 0:
         return _form("adapter_scale", now, part=1 + way, column="rollout")
-    if (share := max(far, nearer)) > MOST:  # while the policy has hardly moved, none is far
+    share = max(far, nearer)  # while the policy has hardly moved, none is far
+    is_split = now["rollout.far_gap"] > LEVEL * max(now["rollout.near_gap"], SAME)
+    if share > MOST or not (is_part or is_split):
         return _form("stale_weights", now, part=-way, share=1.0, column="rollout")
     return _form("partly_stale", now, share=share, column="rollout")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..facts import NAMES, TrainedRow
 from ..guarded import ForeseenError
-from ..levels import GAP, LEVEL, SAME
+from ..levels import GAP, LASTS, LEVEL, SAME
 from ..lines import Answer, IdentityState, RunWarning
 from .changes import changes
 from .identities import BY_NAME, Broken, Held, check, may_be_late, measured
@@ -76,7 +76,8 @@ class Run:
             if isinstance(found, Broken):
                 states[name] = {"state": "broken", "times": _finite(found.times), "since": found.since, "missing": None}
                 # Log-probs of other weights follow from weights that something has written.
-                is_first = name == "weights" and records[-1].times.get("weights.between", 0.0) >= LEVEL
+                between = max(each.times.get("weights.between", 0.0) for each in records[-LASTS:])
+                is_first = name == "weights" and between >= LEVEL
                 warnings.insert(0 if is_first else len(warnings), self._warning(name, found))
             elif isinstance(found, Held):
                 states[name] = {"state": "held", "times": _finite(found.times), "since": None, "missing": None}
