@@ -333,13 +333,13 @@ def _attach_an_auxiliary_loss_in(step: int) -> None:
         build(gradloc, module, *args, **kwargs)
 
     @around(GradLoc, "start_update")
-    def starting(start: Any, gradloc: Any, global_step: int | None) -> None:
+    def starting(start: Any, gradloc: Any, global_step: int | None, *told: Any) -> None:
         while handles:
             handles.pop().remove()
         if global_step == step:
             handles.append(attach_auxiliary_loss(modules[gradloc]))
             logger.warning("Fault 'auxiliary', planted on purpose: an auxiliary loss in layer 1, in step %d", step)
-        start(gradloc, global_step)
+        start(gradloc, global_step, *told)
 
 
 class SummedRMSNorm(torch.autograd.Function):
