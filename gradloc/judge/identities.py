@@ -112,7 +112,7 @@ def _late_gap(records: Records) -> float:
         return _own_gap(before)
     if now.is_first or was_off:
         return GAP
-    moves = [_move(each) for each in before]
+    moves = [moved_by(each) for each in before]
     recent = math.fsum(moves[-LATE:])
     healthy = [
         each.readings["rollout.gap"] / moved
@@ -141,7 +141,7 @@ def may_be_late(records: Records) -> bool:
     return not records[-1].readings.get("rollout.is_current") and _late_gap(records) > 2 * GAP
 
 
-def _move(record: Record) -> float:
+def moved_by(record: Record) -> float:
     """How far an update has moved the policy: twice what its later mini-batches, in the mean half-way, have seen."""
     return 2 * record.readings.get("step.gap", 0.0)
 

@@ -11,7 +11,7 @@ from ..guarded import ForeseenError
 from ..levels import GAP, LASTS, LEVEL, SAME
 from ..lines import Answer, IdentityState, RunWarning
 from .changes import changes
-from .identities import BY_NAME, Broken, Held, check, may_be_late, measured
+from .identities import BY_NAME, Broken, Held, check, may_be_late, measured, moved_by
 from .readings import Layers, of_layers, of_rows, of_tokens
 from .records import Record, as_state, from_state, latest
 from .said import said
@@ -190,7 +190,7 @@ def _has_jumped(before: Record | None, now: Mapping[str, float]) -> bool:
         return gap is not None and not now["has_moved"] and gap > LEVEL * SAME
     if before.readings.get("policy_jumped") and before.streaks["rollout_log_probs"].score:
         return True
-    known = before.readings.get("reference.gap", gap) + 2 * before.readings.get("step.gap", 0.0) + GAP
+    known = before.readings.get("reference.gap", gap) + moved_by(before) + GAP
     return gap > 2 * known
 
 
@@ -202,7 +202,7 @@ def _jump(before: Record | None, now: Mapping[str, float]) -> dict[str, float]:
     if before is None or not {"reference.gap", "step.gap"} <= before.readings.keys() or "reference.gap" not in now:
         return {}
     gap, known = before.readings["reference.gap"], before.readings.get("reference.known", math.inf)
-    known = (known if gap > 2 * known else gap) + 2 * before.readings["step.gap"] + GAP
+    known = (known if gap > 2 * known else gap) + moved_by(before) + GAP
     agrees = now.get("rollout.gap", math.inf) < now["reference.gap"] / LEVEL
     return {"reference.known": known} | ({"reference.jump": now["reference.gap"] / known} if agrees else {})
 

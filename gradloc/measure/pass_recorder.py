@@ -51,7 +51,8 @@ class PassRecorder:
             return
         device, meter = self._model.device, self._model.meter
         self.current = MicroBatch(inputs, [int(row) for row in rows], get_rng_state(device))
-        self.current.squares = torch.zeros(len(meter.layers), dtype=torch.float64, device=device)
+        nothing_measured = torch.zeros(len(meter.layers), dtype=torch.float64, device=device)
+        self.current.squares = self.current.sums = nothing_measured
         self._read_tokens, self._gradients = None, {}
         meter.start()
 

@@ -114,6 +114,40 @@ def facts_of_run(case: Case, size: int = 1) -> tuple[dict[str, float], list[floa
     return facts._sums, moved, layers, run.identities
 
 
+def run_with_another_gradient(case: Case, factors: Sequence[float]) -> Any:
+    """What is said after three updates, each of whose reduced gradient is multiplied on a rank before the step."""
+    actors: list[Any] = []
+
+    def change(actor: Any) -> None:
+        actors.append(actor)
+        step = actor.watch.step
+
+        def changed(*arguments: Any) -> Any:
+            for parameter in actor.actor_module.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factors[dist.get_rank()])
+            return step(*arguments)
+
+        actor.watch.step = changed
+
+    train(case, calls=3, prepare=change, **(DETECTION | {"grad_norm_threshold": 1e9}))
+    return actors[0].gradloc.answer()
+
+
+@cases(
+    "wrap factors said",
+    *((wrap, (1.0, 1.0), "") for wrap in ("fsdp1", "fsdp2")),
+    *((wrap, (0.5, 0.5), "50% off: in small tensors 0.5 times") for wrap in ("fsdp1", "fsdp2")),
+    ("fsdp2", (1.0, 0.0), "% off"),
+)
+def test_a_gradient_that_is_changed_between_the_passes_and_the_step_is_told(
+    launch: Launch, wrap: str, factors: tuple[float, ...], said: str
+) -> None:
+    answer, _ = launch(2, run_with_another_gradient, Case(wrap, mini_batch=4), factors)
+    claims = [each["claim"] for each in answer["warnings"] if each["identity"] == "gradient"]
+    assert bool(claims) == bool(said) and all(said in claim for claim in claims), answer["warnings"]
+
+
 def check_same(sums: Sequence[float], expected: Sequence[float]) -> None:
     for name, of, other in zip(NAMES, sums, expected, strict=True):
         assert of == pytest.approx(other, rel=1e-4, abs=1e-4), name
