@@ -23,10 +23,9 @@ class Form:
     Args:
         name (str): The closed form's name, or the identity's.
         claim (str): What is wrong, a clause that begins a sentence.
-        look (str): Where to look, a sentence.
+        look (str): Where to look, a sentence; or nothing.
         check (str): What would refute it on this run, a sentence or two.
         share (float, optional): Of the responses or tokens.
-        column (str, optional): "rollout", "old" or "reference", if the column is wrong, and not training.
         factor (float, optional): What something is multiplied by.
     """
 
@@ -34,14 +33,13 @@ class Form:
     claim: str
     look: str
     check: str
-    share: float | None = None
-    column: str | None = None
-    factor: float | None = None
+    share: float | None
+    factor: float | None
 
 
 # By name, then by key, what is wrong: formats of the readings and of what a function adds.
 _CLAIMS: Mapping[str, Mapping[str, str]] = {
-    "nonfinite": {"nonfinite": "`{name}` are NaN or infinite in {count:.0f} response(s)"},
+    "nonfinite": {"nonfinite": "{what} are NaN or infinite in {count:.0f} response(s)"},
     "mask": {
         "sampled.inverted": "The response mask is inverted: sampled tokens are not trained, and others are",
         "sampled.last_lost": "The last token that the rollout sampled, usually the end token (EOS), is not trained",
@@ -52,16 +50,16 @@ _CLAIMS: Mapping[str, Mapping[str, str]] = {
         "rollout (exactly 0)",
     },
     "sampled": {
-        "sampled.zero": "{rollout.zero:.1%} of trained tokens have a rollout log-prob of exactly 0, unlike in training",
+        "sampled.zero": "{share:.1%} of trained tokens have a rollout log-prob of exactly 0, unlike in training",
     },
     "repeated_responses": {
-        "responses.repeated": "{responses.repeated:.1%} of responses are the same as an earlier one to their prompt",
+        "responses.repeated": "{share:.1%} of responses are the same as an earlier one to their prompt",
     },
     "groups_of_one": {
         "groups.alone": "Every response has a `uid` of its own, so that none is compared with another to its prompt",
     },
     "mixed_groups": {
-        "groups.mixed": "Rewards of different prompts are compared: {groups.mixed:.1%} of rows have a `uid` of several",
+        "groups.mixed": "Rewards of different prompts are compared: {share:.1%} of rows have a `uid` of several",
     },
     "advantage_order": {
         "advantages.not_following": "Advantages do not follow the rewards: among a prompt's responses, their "
@@ -79,7 +77,6 @@ _CLAIMS: Mapping[str, Mapping[str, str]] = {
         "allow, even divided by their deviation",
     },
     "misaligned": {
-        "old.rows": "In {old.unrelated:.0%} of responses, old log-probs are unrelated to the update's: of other rows",
         "moved": "{what} log-probs belong to other tokens: they fit training's {count} {side}{where}",
         "repeated": "{what} log-probs repeat one value: {share:.0%} equal the previous token's",
         "unrelated": "{what} log-probs are unrelated to training's in {share:.0%} of responses: other rows or labels",
@@ -105,15 +102,16 @@ _CLAIMS: Mapping[str, Mapping[str, str]] = {
     },
     "reference": {
         "reference.same": "Reference log-probs are the policy's own after it has moved: the reference follows it",
-        "reference": "Before any step, reference and policy are {reference.first_gap:.2g} nats apart in the mean",
+        "reference.first_gap": "Before any step, reference and policy are {reference.first_gap:.2g} nats apart in "
+        "the mean",
         "reference.jump": "Reference and policy are {reference.gap:.2g} nats apart, more than the updates explain",
     },
     "loss_scale": {
-        "loss.weights": "The weights of all tokens sum to {loss.weights:.4g} instead of 1",
-        "loss.factor": "The loss's gradient is {loss.factor:.4g} times what its weights, advantages and ratios give",
+        "loss.weights_off": "The weights of all tokens sum to {factor:.4g} instead of 1",
+        "loss.factor": "The loss's gradient is {factor:.4g} times what its weights, advantages and ratios give",
     },
     "loss_sign": {
-        "loss.sign": "The loss has the wrong sign: its gradient is {loss.factor:.3g} times what it should be",
+        "loss.sign": "The loss has the wrong sign: its gradient is {factor:.3g} times what it should be",
         "loss.opposite": "The loss has lost the sign of the advantage for {loss.opposite:.0%} of the tokens",
     },
     "importance_weights": {
@@ -121,11 +119,11 @@ _CLAIMS: Mapping[str, Mapping[str, str]] = {
         "sample the token",
         "loss.without": "The rollout's importance weights are not in the loss: its gradient fits without them",
     },
-    "kl_scale": {"loss.kl": "The KL loss's gradient is {loss.kl_factor:.3g} times what its coefficient and type give"},
+    "kl_scale": {"loss.kl": "The KL loss's gradient is {factor:.3g} times what its coefficient and type give"},
     "loss": {
         "loss.clipped_wrong": "{loss.clipped_wrong:.0%} of the clipped tokens are clipped on the wrong side: their "
         "ratio is low where the advantage is positive, or high where it is negative",
-        "loss.entropy_factor": "The entropy bonus's gradient is {loss.entropy_factor:.3g} times what its factor gives",
+        "loss.entropy_off": "The entropy bonus's gradient is {factor:.3g} times what its factor gives",
         "loss": "For {loss.unfit:.1%} of the tokens, the loss's gradient is not −weight · advantage · ratio",
     },
     "last_pass": {"gradient.last_pass": "The optimizer's gradient is the last micro-batch's alone"},
@@ -133,7 +131,7 @@ _CLAIMS: Mapping[str, Mapping[str, str]] = {
         "gradient.zero": "{gradient.zero:.0f} layer(s) have a gradient of exactly 0, unlike the others of their kind",
         "gradient.off": "The optimizer's gradient is not the sum of the passes', but {gradient.off:.0%} off: in small "
         "tensors {gradient.is:.3g} times it",
-        "gradient.factor": "The optimizer's gradient is up to {gradient.factor:.3g} times the sum of the passes', in "
+        "gradient.above": "The optimizer's gradient is up to {gradient.factor:.3g} times the sum of the passes', in "
         "some layers",
     },
     "not_moving": {
@@ -145,20 +143,17 @@ _CLAIMS: Mapping[str, Mapping[str, str]] = {
         "weights.apart": "Weights changed by {weights.apart:.3g} times what an optimizer step should change",
     },
 }
-# By key, or by the name of several, where to look.
+# By key, or by the name of several, where to look, if that is more than the claim and the check say.
 _LOOKS: Mapping[str, str] = {
     "nonfinite": "Look at what computes them: one bad reward breaks the advantages of its whole group.",
-    "sampled.inverted": "Look at how the mask is built.",
     "sampled.last_lost": "Look for a mask `ids != pad` where the padding token is the end token.",
     "unsampled": "Set response_mask to 0 for tokens that were added later (EOS tokens, templates, tool output, "
     "padding); if these were sampled, their log-probs were lost.",
     "sampled": "Log-probs are missing, or were taken after a top-p or top-k cut.",
-    "repeated_responses": "The rollout samples with one seed, or rows are doubled.",
     "groups_of_one": "Set `uid` before prompts are repeated for the rollout. (Advantages without groups need none.)",
     "mixed_groups": "Look at how prompts are repeated for the rollout and put together with their responses.",
     "advantage_order": "Look for rows moved between rewards and advantages (sort, filter, gather), and at signs.",
     "advantage_mask": "Look at how advantages are padded: to the left instead of to the right.",
-    "advantages.zero": "Look at what they are computed from.",
     "advantages.one_sided": "Look for an operation that drops the sign: abs, clamp.",
     "advantages.offset": "The baseline is not of these rewards: look at running means, and at where they come from.",
     "advantages.spread": "Look for a division by a deviation that is 0 up to rounding.",
@@ -166,26 +161,21 @@ _LOOKS: Mapping[str, str] = {
     "old_log_probs": "Look for dropout, another temperature, mask or precision, or log-probs of an earlier step.",
     "other_log_probs": "Compute both in nats, with one temperature, vocabulary, top-p and top-k.",
     "stale_weights": "Look at what sends weights to the rollout: which tensors and adapters get there.",
-    "partly_stale": "Look at what sends weights to each worker.",
     "adapter_scale": "Look for a LoRA adapter that is both merged and loaded, or scaled twice (lora_alpha / r).",
     "rollout_log_probs": "The engines have other weights, another prompt (chat template, BOS token), other positions "
     "(RoPE), kernels or experts, or a coarser precision.",
     "reference.same": "Look at what the reference shares with the actor: its weights, its adapter.",
     "reference": "Unless another model was chosen, look at its path, adapter, precision, mask and temperature.",
-    "loss_scale": "Look at what the loss is multiplied and divided by.",
-    "loss.sign": "Look at the sign of the policy loss.",
     "loss.opposite": "Look at what takes the size of advantages or ratios (abs, square, clamp).",
     "loss.against": "Look at the sign of the log-probs' difference: a weight is exp(old − rollout).",
     "loss.without": "Look at whether the loss function takes `rollout_is_weights`.",
-    "kl_scale": "Look at where it is scaled or detached.",
     "loss.clipped_wrong": "Look at min and max in the clipped loss.",
-    "loss.entropy_factor": "Look at its sign, and at what it is scaled by.",
     "loss": "Look for a term that is added or left out, and for factors of single tokens.",
     "last_pass": "Look for a zero_grad between micro-batches, or for overwritten gradients.",
     "gradient.zero": "Look for a detach, a no_grad, or an adapter that is not used.",
     "gradient.off": "Look for what zeroes, divides or replaces it between the passes and the step, and for ranks or "
     "passes that are left out.",
-    "gradient.factor": "Look for a backward that runs twice, hooks that multiply, a gradient that was not zeroed, or a "
+    "gradient.above": "Look for a backward that runs twice, hooks that multiply, a gradient that was not zeroed, or a "
     "sum where a mean over ranks should be.",
     "not_moving": "Look at which tensors the optimizer has, and for steps below the weights' precision.",
     "ascent": "Look at the loss's sign and at `maximize`.",
@@ -239,16 +229,9 @@ _CHECKS: Mapping[str, str] = {
 }
 # By key: the name, the claim, where to look, and what to check.
 _TEXTS: Mapping[str, tuple[str, str, str, str]] = {
-    key: (name, claim, _LOOKS.get(key) or _LOOKS[name], _CHECKS[name])
+    key: (name, claim, _LOOKS.get(key) or _LOOKS.get(name, ""), _CHECKS[name])
     for name, claims in _CLAIMS.items()
     for key, claim in claims.items()
-}
-_COLUMNS = {
-    "advantages": "advantages",
-    "rollout": "rollout_log_probs",
-    "old": "old_log_probs",
-    "reference": "ref_log_prob",
-    "policy": "log_probs",
 }
 
 
@@ -259,76 +242,57 @@ class _Names(string.Formatter):
         return kwargs[field_name], field_name
 
 
-def _form(
-    key: str,
-    now: Readings,
-    share: float | None = None,
-    column: str | None = None,
-    factor: float | None = None,
-    **more: Any,
-) -> Form:
+def _form(key: str, now: Readings, share: float | None = None, factor: float | None = None, **more: Any) -> Form:
     name, claim, look, check = _TEXTS[key]
-    known = {**now, **more, "share": share}
-    return Form(name, _Names().vformat(claim, (), known), look, check, share, column, factor)
-
-
-def finite(now: Readings, residual: str) -> Form:
-    key = next(key for key in _COLUMNS if now.get(f"{key}.broken"))
-    return _form("nonfinite", now, count=now[f"{key}.broken"], name=_COLUMNS[key], column=key)
-
-
-def sampled(now: Readings, residual: str) -> Form:
-    is_inverted = now.get("sampled.inverted", 0.0) > EXPLAINS
-    return _form("sampled.inverted" if is_inverted else residual, now, share=now.get(residual))
+    known = {**now, **more, "share": share, "factor": factor}
+    return Form(name, _Names().vformat(claim, (), known), look, check, share, factor)
 
 
 def by_residual(now: Readings, residual: str) -> Form:
     """Where each residual has a text of its own."""
-    return _form(residual, now, share=now.get(residual) if residual.startswith(("groups", "responses")) else None)
+    is_share = residual.startswith(("sampled", "groups", "responses"))
+    return _form(residual, now, share=now[residual] if is_share else None)
+
+
+def finite(now: Readings, residual: str) -> Form:
+    column = residual.partition(".")[0]
+    what = "Advantages" if column == "advantages" else f"{column.capitalize()} log-probs"
+    return _form("nonfinite", now, count=now[residual], what=what)
+
+
+def sampled(now: Readings, residual: str) -> Form:
+    return by_residual(now, "sampled.inverted" if now.get("sampled.inverted", 0.0) > EXPLAINS else residual)
 
 
 def old(now: Readings, residual: str) -> Form:
-    if now["old.unrelated"] > max(EXPLAINS * now["old.far"], LEVEL * SHARE):
-        return _form("old.rows", now, share=now["old.unrelated"], column="old")
     is_slope = now.get("old.slope", 0.0) > EXPLAINS
     how = f", as with another temperature (slope {now['old.slope_is']:.3g})" if is_slope else ""
-    return _form("old", now, column="old", how=how)
+    return _misaligned(now, "old") or _form("old", now, how=how)
 
 
 def _moved(now: Readings, pair: str) -> Form | None:
     """Log-probs at other positions."""
-    unrelated, far, shift, by, moved = (
-        now.get(f"{pair}.{name}", 0.0) for name in ("unrelated", "far", "shift", "shift_by", "moved")
-    )
+    far, unrelated, moved, shift = (now.get(f"{pair}.{of}", 0.0) for of in ("far", "unrelated", "moved", "shift"))
     if shift <= LEVEL * SHIFT or moved <= EXPLAINS * unrelated * UNRELATED:
         return None
+    by = now[f"{pair}.shift_by"]
     count, side = f"{abs(by):.0f} position{'s' * (abs(by) != 1)}", "later" if by > 0 else "earlier"
-    what, where = pair.capitalize(), f", in {percent(far)} of the responses" if far < MOST else ""
-    return _form("moved", now, what=what, count=count, side=side, where=where, share=max(far, moved), column=pair)
+    where = f", in {percent(far)} of the responses" if far < MOST else ""
+    return _form("moved", now, share=max(far, moved), what=pair.capitalize(), count=count, side=side, where=where)
 
 
 def _misaligned(now: Readings, pair: str) -> Form | None:
     """Log-probs at other positions, of other rows, or of the token before."""
-    if (found := _moved(now, pair)) is not None:
-        return found
-    what = pair.capitalize()
-    unrelated, far, repeated = (now.get(f"{pair}.{name}", 0.0) for name in ("unrelated", "far", "repeated"))
-    if repeated > LEVEL * SHARE:
-        return _form("repeated", now, what=what, share=repeated, column=pair)
-    if unrelated > max(EXPLAINS * far, LEVEL * SHARE):
-        return _form("unrelated", now, what=what, share=unrelated, column=pair)
-    return None
+    far, unrelated, repeated = (now.get(f"{pair}.{of}", 0.0) for of in ("far", "unrelated", "repeated"))
+    key, share = ("unrelated", unrelated) if unrelated > max(EXPLAINS * far, LEVEL * SHARE) else ("repeated", repeated)
+    found = _form(key, now, share=share, what=pair.capitalize()) if share > LEVEL * SHARE else None
+    return _moved(now, pair) or found
 
 
 def rollout(now: Readings, residual: str) -> Form:
     if residual == "rollout.copied":
-        return _form(residual, now, share=1.0, column="rollout")
-    return (
-        _other(now)
-        or _stale(now)
-        or _misaligned(now, "rollout")
-        or _form("rollout", now, column="rollout", where=_where(now))
-    )
+        return _form(residual, now, share=1.0)
+    return _other(now) or _stale(now) or _misaligned(now, "rollout") or _form("rollout", now, where=_where(now))
 
 
 def _other(now: Readings) -> Form | None:
@@ -344,12 +308,12 @@ def _other(now: Readings) -> Form | None:
         base = next((name for name, b in bases.items() if abs(slope / b - 1) < SAME), "")
         other = f"in {base} instead of nats" if base else f"as with a {'lower' if slope > 1 else 'higher'} temperature"
         how = f"are training's times {slope:.3g}, {other}"
-    elif now["rollout.one_sided"] > LEVEL * LATE and (now["rollout.differing"] > EXPLAINS or _is_cut(now)):
+    elif now.get("rollout.one_sided", 0.0) > LEVEL * LATE and (now["rollout.differing"] > EXPLAINS or _is_cut(now)):
         side, when = "smaller", "before a temperature under 1"
         if now["rollout.larger"]:
             side, when = "larger", "after a top-p or top-k cut, or of the likeliest token"
         how = f"are {side} than training's nearly everywhere that they differ, as {when}"
-    return _form("other", now, how=how, column="rollout") if how else None
+    return _form("other", now, how=how) if how else None
 
 
 def _is_cut(now: Readings) -> bool:
@@ -370,45 +334,48 @@ def _stale(now: Readings) -> Form | None:
     if not is_late or not (is_part or is_whole):
         return None
     if way > 0:
-        return _form("adapter_scale", now, part=1 + way, column="rollout")
+        return _form("adapter_scale", now, part=1 + way)
     share = max(far, nearer)  # while the policy has hardly moved, none is far
-    is_split = now["rollout.far_gap"] > LEVEL * max(now["rollout.near_gap"], SAME)
-    if share > MOST or not (is_part or is_split):
-        return _form("stale_weights", now, part=-way, share=1.0, column="rollout")
-    return _form("partly_stale", now, share=share, column="rollout")
+    if share > MOST or not (is_part or _is_split(now)):
+        return _form("stale_weights", now, share=1.0, part=-way)
+    return _form("partly_stale", now, share=share)
+
+
+def _is_split(now: Readings) -> bool:
+    """Whether some responses are much farther apart than the others."""
+    return now["rollout.far_gap"] > LEVEL * max(now["rollout.near_gap"], SAME)
 
 
 def _where(now: Readings) -> str:
-    near, far = max(now["rollout.near_gap"], SAME), now["rollout.far_gap"]
-    if now["rollout.far"] < MOST and far > LEVEL * near:
+    if now["rollout.far"] < MOST and _is_split(now):
         return (
-            f": by {far:.2g} in {percent(now['rollout.far'])} of the responses and by {near:.2g} in the others (look "
-            "at what these have in common, as a worker, or a kind of prompt)"
+            f": by {now['rollout.far_gap']:.2g} in {percent(now['rollout.far'])} of the responses and by "
+            f"{now['rollout.near_gap']:.2g} in the others (look at what these have in common, as a worker, or a kind "
+            "of prompt)"
         )
     return ", ever more the later a token is" if now["rollout.later"] > EXPLAINS / 2 else ""
 
 
 def reference(now: Readings, residual: str) -> Form:
     if residual == "reference.same":
-        return _form(residual, now, column="reference")
-    is_first = residual == "reference.gap"
-    found = _moved(now, "reference") if is_first else _misaligned(now, "reference")
-    return found or _form("reference" if is_first else "reference.jump", now, column="reference")
+        return _form(residual, now)
+    # Those of another model may be unrelated.
+    form = _moved if residual == "reference.first_gap" else _misaligned
+    return form(now, "reference") or _form(residual, now)
 
 
 def loss(now: Readings, residual: str) -> Form:
-    factor, kl, explained = (now.get(f"loss.{name}", 1.0) for name in ("factor", "kl_factor", "explained"))
-    if residual in ("loss.weights", "loss.clipped_wrong", "loss.against", "loss.entropy_factor"):
-        has_factor = residual in ("loss.weights", "loss.entropy_factor")
-        return _form(residual, now, factor=now.get(residual) if has_factor else None)
-    if now.get("loss.beside", 1.0) < FACTOR or (
-        now.get("loss.kl_explained", 0.0) > 1 - FACTOR and abs(kl - 1) > FACTOR
-    ):
-        return _form("loss.kl", now, factor=kl)
+    factor, explained = now.get("loss.factor", 1.0), now.get("loss.explained", 0.0)
+    if residual in ("loss.weights_off", "loss.entropy_off"):
+        return _form(residual, now, factor=now["loss.weights" if residual == "loss.weights_off" else "loss.entropy"])
+    if residual in ("loss.clipped_wrong", "loss.against"):
+        return _form(residual, now)
+    if now.get("loss.kl_off", 0.0) > FACTOR:
+        return _form("loss.kl", now, factor=now["loss.kl"])
     without = now.get("loss.without_explained", 0.0)
     if without > max(explained, 1 - SAME) and abs(now["loss.without"] - 1) < FACTOR:
         return _form("loss.without", now)
-    if explained > 1 - SAME and abs(factor - 1) > FACTOR:
+    if explained > 1 - SAME and now["loss.factor_off"] > FACTOR:
         return _form("loss.sign" if factor < 0 else "loss.factor", now, factor=factor)
     return _form("loss.opposite" if now["loss.opposite"] > EXPLAINS * now["loss.unfit"] else "loss", now)
 

@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..facts import SHIFTS, TrainedRow
+from ..facts import PAIRS, SHIFTS, TrainedRow
 from ..levels import EXPLAINS, FACTOR, LEAST_NATS, LEVEL, MOST, MOVE, SAME, SHARE
 from .records import Readings
 
@@ -49,18 +49,23 @@ class Layers:
 def of_tokens(sums: Mapping[str, float]) -> Readings:
     """What an update's sums say: those that gradloc/facts.py names, of all ranks and mini-batches."""
     found = {f"{name}.broken": sums[f"broken {column}"] for name, column in _BROKEN.items()}
-    for pair in ("rollout", "reference", "old", "step"):
-        of = {name.removeprefix(f"{pair} "): value for name, value in sums.items() if name.startswith(f"{pair} ")}
-        if of["tokens"] > 0:
+    for pair in PAIRS:
+        if (of := _part(sums, pair))["tokens"] > 0:
             found |= {f"{pair}.{name}": value for name, value in _of_pair(of).items()}
-    found |= _sampled({name.removeprefix("sampled "): sums[name] for name in sums if name.startswith("sampled ")})
-    found |= _loss(sums)
+    found |= _sampled(_part(sums, "sampled")) | _loss(sums, _part(sums, "loss"))
+    if "rollout.zero" in found:
+        found["sampled.zero"] = found["rollout.zero"]
     if sums["gained_size"]:
         found["weights.gained"] = 1 - sums["gained"] / sums["gained_size"]
     found["bypass"] = float(sums["bypass"] == sums["mini_batches"] > 0)
     if sums["responses"]:
         found["length"] = sums["sampled trained"] / sums["responses"]
     return {name: value for name, value in found.items() if not math.isnan(value)}
+
+
+def _part(sums: Mapping[str, float], of: str) -> Mapping[str, float]:
+    """Those whose names begin so, by the rest of them."""
+    return {name.removeprefix(f"{of} "): value for name, value in sums.items() if name.startswith(f"{of} ")}
 
 
 _BROKEN = {
@@ -83,16 +88,17 @@ def _of_pair(of: Mapping[str, float]) -> Readings:
         "far_gap": of["far_size"] / max(of["far_tokens"], 1.0),
         "repeated": of["repeated"] / n,
         "zero": of["zero"] / (n + of["zero"]),
-        "unrelated": of["unrelated"] / told,
         "moved": max(of[f"moved {k}"] for k in SHIFTS) / told,
         "later": of["size*place"] / max(of["size"], 1e-12),
         "same": of["same"] / max(of["unsure"], 1.0),
         "correlation": of["ab"] / math.sqrt(of["aa"] * of["bb"]) if of["aa"] * of["bb"] > 0 else math.nan,
         "differing": (of["over"] + of["under"]) / n,
-        "one_sided": (max(of["over"], of["under"]) + 1) / (min(of["over"], of["under"]) + 1),
         "larger": float(of["over"] > of["under"]),
     }
     found["shift"], found["shift_by"] = _shift(of, n)
+    if gap > SAME / 2:  # columns that hardly differ say nothing
+        found["unrelated"] = of["unrelated"] / told
+        found["one_sided"] = (max(of["over"], of["under"]) + 1) / (min(of["over"], of["under"]) + 1)
     if gap > LEAST_NATS:
         found |= _slope(of, n) | _way(of, n)
     return found
@@ -149,9 +155,8 @@ def _sampled(of: Mapping[str, float]) -> Readings:
     return found
 
 
-def _loss(sums: Mapping[str, float]) -> Readings:
+def _loss(sums: Mapping[str, float], of: Mapping[str, float]) -> Readings:
     """Coefficients c against e, what they should be, beside the KL loss's part k."""
-    of = {name.removeprefix("loss "): value for name, value in sums.items() if name.startswith("loss ")}
     found: Readings = {}
     if sums["promised"]:
         found["loss.weights"] = sums["weights"] / sums["promised"]
@@ -159,7 +164,8 @@ def _loss(sums: Mapping[str, float]) -> Readings:
         least = sums["filled"] / sums["promised"]
         found["loss.weights_off"] = max(found["loss.weights"] - 1, 1 - found["loss.weights"] / least, 0.0)
     if sums["entropy_size"] > 0:
-        found["loss.entropy_factor"] = sums["entropy_along"] / sums["entropy_size"]
+        found["loss.entropy"] = sums["entropy_along"] / sums["entropy_size"]
+        found["loss.entropy_off"] = abs(found["loss.entropy"] - 1)
     if of["clipped"]:
         found["loss.clipped_wrong"] = 1 - of["clipped_right"] / of["clipped"]
     if of["corrected"]:
@@ -171,13 +177,16 @@ def _loss(sums: Mapping[str, float]) -> Readings:
         "loss.unfit": of["unfit"] / of["told"],
         "loss.opposite": of["opposite"] / of["told"],
         "loss.factor": along / of["ee"],
+        "loss.factor_off": abs(along / of["ee"] - 1),
         "loss.explained": along * along / (rest * of["ee"]) if rest > 0 else 0.0,
     }
     if of["kk"] > 0:
         beside, with_kl = of["cc"] - 2 * of["ce"] + of["ee"], of["ck"] - of["ek"]
-        found["loss.kl_factor"] = with_kl / of["kk"]
-        found["loss.kl_explained"] = with_kl**2 / (of["kk"] * beside) if beside > 0 else 0.0
-        found["loss.beside"] = math.sqrt(max(beside, 0.0) / of["kk"])
+        explains = with_kl**2 / (of["kk"] * beside) if beside > 0 else 0.0
+        found["loss.kl"] = with_kl / of["kk"]
+        # A multiple is all that there is beside the policy loss's part, or nothing is.
+        found["loss.kl_fits"] = float(explains > 1 - FACTOR or beside < FACTOR**2 * of["kk"])
+        found["loss.kl_off"] = abs(found["loss.kl"] - 1) * found["loss.kl_fits"]
     if of["corrected"] and of["zz"] > 0:
         without = of["cz"] - of["kz"]
         found["loss.without"] = without / of["zz"]
@@ -192,11 +201,13 @@ def of_layers(now: Layers, before: Layers | None, rate: float) -> Readings:
     pairs = [(reduced[layer], passes[layer]) for layer in passes if layer in reduced]
     if pairs and all(math.isfinite(a + b) for a, b in pairs):
         whole, most = math.hypot(*(a for a, _ in pairs)), math.hypot(*(b for _, b in pairs))
+        found["gradient.is_zero"] = float(most == 0)
         if most > 0:
             # Only layers that have a part of the gradient: rounding makes factors out of nothing.
             parts = [a / b if b else math.inf for a, b in pairs if a > FACTOR * FACTOR * whole]
             found["gradient.factor"] = max(parts, default=0.0)
-        found["gradient.zero"] = float(_dead(reduced))
+            found["gradient.above"] = max(found["gradient.factor"] - 1, 0.0)
+            found["gradient.zero"] = float(_dead(reduced))
         if now.last_pass is not None and whole > 0:
             apart = max(abs(reduced[layer] - norm) for layer, norm in now.last_pass.items() if layer in reduced)
             found["gradient.last_pass"] = SHARE * whole / max(apart, 1e-9 * whole)
@@ -262,9 +273,8 @@ def of_rows(rows: Sequence[TrainedRow]) -> Readings:
     prompts = Counter(row.prompt for row in rows if row.prompt is not None)
     if prompts:
         if (mixed := _mixed(groups, prompts)) is not None:
-            found["groups.mixed"] = mixed / count
-        shared = sum(size for size in prompts.values() if size > 1) / count
-        found["groups.alone"] = shared if len(groups) == count else 0.0
+            shared = sum(size for size in prompts.values() if size > 1) / count
+            found["groups.mixed"], found["groups.alone"] = mixed / count, shared if len(groups) == count else 0.0
         found["prompts"] = len(prompts) / count
     rewards = [row.reward for row in rows if row.reward is not None and math.isfinite(row.reward)]
     if rewards:
@@ -338,9 +348,9 @@ def _following(groups: Sequence[Sequence[TrainedRow]]) -> Readings:
             found.append((len(known) - 1, statistics.correlation(rewards, advantages)))
     count = sum(of for of, _ in found)
     if not count:
-        return {"advantages.told": 0.0}
+        return {"advantages.untold": 1.0}
     mean = math.fsum(of * value for of, value in found) / count
-    return {"advantages.told": float(count), "advantages.correlation": mean, "advantages.not_following": 1 - mean}
+    return {"advantages.correlation": mean, "advantages.not_following": 1 - mean}
 
 
 def close(a: float, b: float) -> bool:

@@ -4,14 +4,14 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..levels import LASTS, LEVEL
 
 # So many updates are kept: the first, of which some things can be told that no later one tells, and the last ones.
 MOST_RECORDS = 64
-_VERSION = 1
+_VERSION = 2
 Readings = dict[str, float]
 
 
@@ -50,19 +50,34 @@ class Record:
 
     Args:
         step (int, optional): Its number.
-        rate (float): The sum of the learning rates of its optimizer steps.
-        is_first (bool): Whether no optimizer step was taken before it: then all engines have the same weights.
         readings (dict): Numbers by name, made of its sums; what is not known is missing.
         times (dict): By residual, how many times the usual it is.
         streaks (dict): By identity.
     """
 
     step: int | None = None
-    rate: float = 0.0
-    is_first: bool = False
     readings: Readings = field(default_factory=dict)
     times: dict[str, float] = field(default_factory=dict)
     streaks: dict[str, Streak] = field(default_factory=dict)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether no optimizer step was taken before it: then all engines have the same weights."""
+        return self.readings.get("has_moved") == 0
+
+    @property
+    def rate(self) -> float:
+        """The sum of the learning rates of its optimizer steps."""
+        return self.readings.get("rate", 0.0)
+
+    @property
+    def moved(self) -> float:
+        """How far it has moved the policy: twice what its later mini-batches, in the mean half-way, have seen."""
+        return 2 * self.readings.get("step.gap", 0.0)
+
+    def is_usual(self, residual: str) -> bool:
+        """Whether a residual is known, and not off."""
+        return self.times.get(residual, math.inf) < LEVEL
 
 
 def latest(records: Sequence[Any]) -> list[Any]:
@@ -79,23 +94,20 @@ def from_state(state: Any) -> list[Record]:
     """Restores `as_state`.
 
     Raises:
-        ValueError: It is of another form, or of another version.
+        TypeError, ValueError: It is of another form, or of another version.
     """
     if not isinstance(state, Mapping) or state.get("version") != _VERSION:
         raise ValueError(f"run records of version {_VERSION} are expected")
-    return [_record(each) for each in latest(state["records"])]
+    return [_record(**each) for each in latest(state["records"])]
 
 
-def _record(state: Mapping[str, Any]) -> Record:
-    known = {each.name for each in fields(Record)}
-    if not isinstance(state, Mapping) or state.keys() != known:
-        raise ValueError(f"a run record has the fields {sorted(known)}")
-    numbers = {name: {str(key): float(value) for key, value in state[name].items()} for name in ("readings", "times")}
-    streaks = {
-        str(name): Streak(float(each["score"]), _step(each["since"]), int(each["quiet"]))
-        for name, each in state["streaks"].items()
-    }
-    return Record(_step(state["step"]), float(state["rate"]), bool(state["is_first"]), **numbers, streaks=streaks)
+def _record(step: Any, readings: Mapping[str, Any], times: Mapping[str, Any], streaks: Mapping[str, Any]) -> Record:
+    known, usual = ({str(name): float(value) for name, value in of.items()} for of in (readings, times))
+    return Record(_step(step), known, usual, {str(name): _streak(**of) for name, of in streaks.items()})
+
+
+def _streak(score: Any, since: Any, quiet: Any) -> Streak:
+    return Streak(float(score), _step(since), int(quiet))
 
 
 def _step(value: Any) -> int | None:

@@ -11,11 +11,14 @@ from ..guarded import ForeseenError
 from ..levels import GAP, LASTS, LEVEL, SAME
 from ..lines import Answer, IdentityState, RunWarning
 from .changes import changes
-from .identities import BY_NAME, Broken, Held, check, may_be_late, measured, moved_by
+from .forms import Form
+from .identities import BY_NAME, Found, check, may_be_late, measured
 from .readings import Layers, of_layers, of_rows, of_tokens
 from .records import Record, as_state, from_state, latest
 from .said import said
 
+# What a residual's name begins with, if it is of a column.
+COLUMNS = ("advantages", "rollout", "old", "reference", "policy")
 # So many steps after a loaded checkpoint, warnings say that there was one.
 RESUME_STEPS = 3
 
@@ -70,26 +73,18 @@ class Run:
             at_once (bool): Whether one update is enough for what otherwise has to last.
         """
         records = [*self._records, self._present(at_once)]
-        states: dict[str, IdentityState] = {}
-        warnings: list[RunWarning] = []
-        for name, found in check(records).items():
-            if isinstance(found, Broken):
-                states[name] = {"state": "broken", "times": _finite(found.times), "since": found.since, "missing": None}
-                # Log-probs of other weights follow from weights that something has written.
-                between = max(each.times.get("weights.between", 0.0) for each in records[-LASTS:])
-                is_first = name == "weights" and between >= LEVEL
-                warnings.insert(0 if is_first else len(warnings), self._warning(name, found))
-            elif isinstance(found, Held):
-                states[name] = {"state": "held", "times": _finite(found.times), "since": None, "missing": None}
-            else:
-                states[name] = {"state": "unchecked", "times": None, "since": None, "missing": found.missing}
+        found = check(records)
+        states: dict[str, IdentityState] = {name: _state(each) for name, each in found.items()}
+        warnings = [self._warning(name, each, each.form) for name, each in found.items() if each.form is not None]
+        if any(not each.is_usual("weights.between") for each in records[-LASTS:] if "weights.between" in each.times):
+            # Log-probs of other weights follow from weights that something has written.
+            warnings.sort(key=lambda each: each["identity"] != "weights")
         if may_be_late(records):
             states["rollout_log_probs"]["late"] = True
         changed = changes(records)
-        held = {name for name, each in states.items() if each["state"] == "held"}
         news = [
             *self._first_news(states),
-            *_news(records[-1:] if self._since_resume == 1 else records, warnings, held),
+            *_news(records[-1:] if self._since_resume == 1 else records, warnings, states),
             *(each["sentence"] for each in changed),
         ]
         return {"identities": states, "warnings": warnings, "changes": changed, "news": news}
@@ -103,41 +98,41 @@ class Run:
         of_others = f"; it cannot check {len(missing)}: {cannot}." if missing else "."
         return [f"GradLoc checks {len(states) - len(missing)} identities of every update{of_others}"]
 
-    def _warning(self, name: str, found: Broken) -> RunWarning:
-        form = found.form
+    def _warning(self, name: str, found: Found, form: Form) -> RunWarning:
+        state = _state(found)
         since = "" if found.since is None else f" since step {found.since}"
-        evidence = f"{times_in_words(found.times)} the usual{since}"
-        look = form.look
+        evidence = f"{times_in_words(found.times or 0.0)} the usual{since}"
+        rest = f". In every healthy update, {BY_NAME[name].holds}. {form.look}".rstrip()
         if self._since_resume and self._since_resume <= RESUME_STEPS:
-            look += f" This is step {self._since_resume} after a checkpoint was loaded."
+            rest += f" This is step {self._since_resume} after a checkpoint was loaded."
         warning: Any = {
-            "name": form.name,
-            "identity": name,
-            "since": found.since,
-            "times": _finite(found.times),
-            **said(form.claim, f". In every healthy update, {BY_NAME[name].holds}. {look}", form.check, evidence),
+            **{"name": form.name, "identity": name, "since": found.since, "times": state["times"]},
+            **said(form.claim, rest, form.check, evidence),
         }
-        more = {"share": form.share, "column": form.column, "factor": form.factor}
+        column = found.residual.partition(".")[0]
+        more = {"share": form.share, "column": column if column in COLUMNS else None, "factor": form.factor}
         return warning | {key: value for key, value in more.items() if value is not None}
 
     def _present(self, at_once: bool = False) -> Record:
         """The record of the update so far."""
         before = self._records[-1] if self._records else None
         has_moved = self._since_resume is not None or any(each.rate for each in self._records)
-        readings = of_tokens(dict(zip(NAMES, self._sums, strict=True))) | of_rows(self._rows)
+        now = of_tokens(dict(zip(NAMES, self._sums, strict=True))) | of_rows(self._rows)
         if self._layers is not None:
-            readings |= of_layers(self._layers, self._layers_before, 0.0 if before is None else before.rate)
-        readings |= {"has_moved": float(has_moved), "rollout.is_current": float(self._is_current)}
-        first = self._records[0] if self._records else Record(readings=readings, is_first=not has_moved)
-        for pair in ("rollout", "reference"):
-            if first.is_first and f"{pair}.gap" in first.readings:
-                readings[f"{pair}.first_gap"] = first.readings[f"{pair}.gap"]
+            now |= of_layers(self._layers, self._layers_before, 0.0 if before is None else before.rate)
+        now |= {"has_moved": float(has_moved), "rollout.is_current": float(self._is_current)}
         if self._rate or before is not None:
-            readings["rate"] = self._rate
-        readings["policy_jumped"] = float(_has_jumped(before, readings))
-        readings |= _jump(before, readings)
-        record = Record(self._step, self._rate, not has_moved, readings)
-        return measured([*self._records, record], at_once)
+            now["rate"] = self._rate
+        first = self._records[0] if self._records else Record(readings=now)
+        for name in ("rollout", "reference"):
+            gap = first.readings.get(f"{name}.gap", -1.0) if first.is_first else -1.0
+            if gap >= (LEVEL * SAME if has_moved else 0):  # what only the first update tells
+                now[f"{name}.first_gap"] = gap
+        nothing_moves = now.get("weights.still", 0.0) >= now.get("weights.layers", math.inf)
+        if nothing_moves or not has_moved:
+            now.pop("reference.same", None)
+        now |= {"policy_jumped": float(_has_jumped(before, now)), **_jump(before, now)}
+        return measured([*self._records, Record(self._step, now)], at_once)
 
     def state_dict(self) -> dict[str, Any]:
         """What later updates are compared with, for any number of ranks."""
@@ -157,12 +152,11 @@ class Run:
                 raise ForeseenError(f"the records of the run are of another form ({error})") from error
 
 
-def _news(records: Sequence[Record], warnings: Sequence[RunWarning], held: set[str]) -> list[str]:
+def _news(records: Sequence[Record], warnings: Sequence[RunWarning], states: Mapping[str, IdentityState]) -> list[str]:
     """What has broken since the update before, or holds again."""
     was = {name for name, streak in records[-2].streaks.items() if streak.is_broken} if len(records) > 1 else set()
-    now = {each["identity"]: each for each in warnings}
-    broken = [f"{each['sentence']} {each['check']}" for name, each in now.items() if name not in was]
-    return broken + [f"The identity {name} holds again." for name in sorted(was & held)]
+    broken = [f"{each['sentence']} {each['check']}" for each in warnings if each["identity"] not in was]
+    return broken + [f"The identity {name} holds again." for name in sorted(was) if states[name]["state"] == "held"]
 
 
 def of_one_step(facts: Sequence[float], rows: Sequence[TrainedRow] = (), is_first: bool = False) -> Answer:
@@ -190,7 +184,7 @@ def _has_jumped(before: Record | None, now: Mapping[str, float]) -> bool:
         return gap is not None and not now["has_moved"] and gap > LEVEL * SAME
     if before.readings.get("policy_jumped") and before.streaks["rollout_log_probs"].score:
         return True
-    known = before.readings.get("reference.gap", gap) + moved_by(before) + GAP
+    known = before.readings.get("reference.gap", gap) + before.moved + GAP
     return gap > 2 * known
 
 
@@ -202,7 +196,7 @@ def _jump(before: Record | None, now: Mapping[str, float]) -> dict[str, float]:
     if before is None or not {"reference.gap", "step.gap"} <= before.readings.keys() or "reference.gap" not in now:
         return {}
     gap, known = before.readings["reference.gap"], before.readings.get("reference.known", math.inf)
-    known = (known if gap > 2 * known else gap) + moved_by(before) + GAP
+    known = (known if gap > 2 * known else gap) + before.moved + GAP
     agrees = now.get("rollout.gap", math.inf) < now["reference.gap"] / LEVEL
     return {"reference.known": known} | ({"reference.jump": now["reference.gap"] / known} if agrees else {})
 
@@ -212,5 +206,6 @@ def times_in_words(times: float) -> str:
     return f"{times:.3g} times" if times < 1e6 else "over a million times"
 
 
-def _finite(times: float) -> float | None:
-    return times if math.isfinite(times) else None
+def _state(found: Found) -> IdentityState:
+    times = None if found.times is None or math.isinf(found.times) else found.times
+    return {"state": found.state, "times": times, "since": found.since, "missing": found.missing}

@@ -111,7 +111,7 @@ def in_backticks_or_headings(text: str) -> set[str]:
 
 
 # Texts of gradloc/judge/forms.py whose key does not begin with a residual of their identity.
-OF_LOG_PROBS = ("rollout_log_probs", "reference")
+OF_LOG_PROBS = ("old_log_probs", "rollout_log_probs", "reference")
 PLACES = {
     "nonfinite": ["finite"],
     **dict.fromkeys(("moved", "repeated", "unrelated"), OF_LOG_PROBS),

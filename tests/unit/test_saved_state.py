@@ -22,10 +22,11 @@ from gradloc.metrics import RunFacts
 LAYER = {"warmup": [], "count": 30, "mean": 1.5, "deviation": 0.25, "floor": 0.125}
 WARMING_UP = {"warmup": [1.0, 2.0], "count": 2, "mean": 0.0, "deviation": 0.0, "floor": 0.0}
 SIGNAL = {"recent": [1.0, 2.0], "count": 21, "average": 1.5}
-RECORD = {"step": 3, "rate": 0.25, "is_first": False, "readings": {"gradient.factor": 512.0}}
-RECORD |= {"times": {"gradient.factor": 128.0}, "streaks": {}}
+FACTORS = {"gradient.above": 512.0, "gradient.factor": 513.0}
+RECORD = {"step": 3, "readings": {**FACTORS, "rate": 0.25, "has_moved": 1.0}}
+RECORD |= {"times": {"gradient.above": 128.0}, "streaks": {}}
 RECORD["streaks"] = {name: {"score": 3.5 * (name == "gradient"), "since": 3, "quiet": 0} for name in BY_NAME}
-RUN_CHECKS = {"version": 1, "records": [{**RECORD, "step": None, "is_first": True}, RECORD]}
+RUN_CHECKS = {"version": 2, "records": [{**RECORD, "step": None, "readings": {"has_moved": 0.0}}, RECORD]}
 
 MODEL = small_model()
 
@@ -147,12 +148,12 @@ def records(**changes: Any) -> dict[str, Any]:
     "state",
     "text",
     {},
-    {"version": 2, "records": []},
-    {"version": 1, "records": 3},
-    {"version": 1, "records": [{"step": 3}]},
+    {"version": 1, "records": []},
+    {"version": 2, "records": 3},
+    {"version": 2, "records": [{"step": 3}]},
     records(unheard=1.0),
-    records(rate="much"),
-    records(readings={"gradient.factor": None}),
+    records(step="three"),
+    records(readings={"gradient.above": None}),
     records(streaks={"gradient": {"score": 4.5}}),
     ids=lambda state: str(state)[-40:],
 )
@@ -177,9 +178,12 @@ def test_run_checks_start_over_once_where_their_state_is_odd(state: Any, caplog:
 
 @cases(
     "changes",
-    {"readings": {"gradient.factor": math.inf, "rollout.gap": math.nan}, "times": {"gradient.factor": math.inf}},
+    {
+        "readings": {**FACTORS, "gradient.above": math.inf, "rollout.gap": math.nan},
+        "times": {"gradient.above": math.inf},
+    },
     {"streaks": {name: {"score": math.nan, "since": 4, "quiet": 0} for name in (*BY_NAME, "unheard")}},
-    {"rate": math.nan},
+    {"readings": {**FACTORS, "rate": math.nan}},
     {"step": -5},
 )
 def test_odd_numbers_in_a_state_are_no_error(changes: dict[str, Any], caplog: Caplog) -> None:
