@@ -292,7 +292,7 @@ def _misaligned(now: Readings, pair: str) -> Form | None:
 def rollout(now: Readings, residual: str) -> Form:
     if residual == "rollout.copied":
         return _form(residual, now, share=1.0)
-    return _other(now) or _stale(now) or _misaligned(now, "rollout") or _form("rollout", now, where=_where(now))
+    return _other(now) or _misaligned(now, "rollout") or _stale(now) or _form("rollout", now, where=_where(now))
 
 
 def _other(now: Readings) -> Form | None:
@@ -325,13 +325,11 @@ def _is_cut(now: Readings) -> bool:
 def _stale(now: Readings) -> Form | None:
     """Old weights: the rollout's log-probs lie between the reference's and the policy's, or beyond."""
     way, nearer, far = now.get("rollout.way", 0.0), now.get("rollout.nearer", 0.0), now["rollout.far"]
-    # A gap before any optimizer step, or a jump in training's own columns, has another cause.
-    is_late = now.get("rollout.first_gap", 0.0) < LEVEL * SAME and not now.get("policy_jumped")
     # In some responses: most of the far ones are nearer to the reference.
     is_part = nearer > max(EXPLAINS * far, LEVEL * SHARE)
     least = FACTOR if now.get("rollout.is_current") else EXPLAINS / 2
     is_whole = now.get("rollout.way_explains", 0.0) > EXPLAINS and not -least < way < FACTOR
-    if not is_late or not (is_part or is_whole):
+    if not is_part and not is_whole:
         return None
     if way > 0:
         return _form("adapter_scale", now, part=1 + way)

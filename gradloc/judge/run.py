@@ -124,14 +124,13 @@ class Run:
         if self._rate or before is not None:
             now["rate"] = self._rate
         first = self._records[0] if self._records else Record(readings=now)
-        for name in ("rollout", "reference"):
-            gap = first.readings.get(f"{name}.gap", -1.0) if first.is_first else -1.0
-            if gap >= (LEVEL * SAME if has_moved else 0):  # what only the first update tells
-                now[f"{name}.first_gap"] = gap
+        gap = first.readings.get("reference.gap", -1.0) if first.is_first else -1.0
+        if gap >= (LEVEL * SAME if has_moved else 0):  # what only the first update tells
+            now["reference.first_gap"] = gap
         nothing_moves = now.get("weights.still", 0.0) >= now.get("weights.layers", math.inf)
         if nothing_moves or not has_moved:
             now.pop("reference.same", None)
-        now |= {"policy_jumped": float(_has_jumped(before, now)), **_jump(before, now)}
+        now |= _jump(before, now)
         return measured([*self._records, Record(self._step, now)], at_once)
 
     def state_dict(self) -> dict[str, Any]:
@@ -172,20 +171,6 @@ def of_one_step(facts: Sequence[float], rows: Sequence[TrainedRow] = (), is_firs
     run.take_in(facts)
     run.take_in_rows(rows)
     return run.answer(at_once=True)
-
-
-def _has_jumped(before: Record | None, now: Mapping[str, float]) -> bool:
-    """Whether the policy has left the reference farther than its steps go, while log-probs are apart.
-
-    Then training's log-probs are wrong, and not those of rollout or reference.
-    """
-    gap = now.get("reference.gap")
-    if before is None or gap is None:
-        return gap is not None and not now["has_moved"] and gap > LEVEL * SAME
-    if before.readings.get("policy_jumped") and before.streaks["rollout_log_probs"].score:
-        return True
-    known = before.readings.get("reference.gap", gap) + before.moved + GAP
-    return gap > 2 * known
 
 
 def _jump(before: Record | None, now: Mapping[str, float]) -> dict[str, float]:
