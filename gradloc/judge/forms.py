@@ -292,7 +292,7 @@ def _misaligned(now: Readings, pair: str) -> Form | None:
 def rollout(now: Readings, residual: str) -> Form:
     if residual == "rollout.copied":
         return _form(residual, now, share=1.0)
-    return _other(now) or _misaligned(now, "rollout") or _stale(now) or _form("rollout", now, where=_where(now))
+    return _other(now) or _stale(now) or _misaligned(now, "rollout") or _form("rollout", now, where=_where(now))
 
 
 def _other(now: Readings) -> Form | None:
@@ -329,7 +329,9 @@ def _stale(now: Readings) -> Form | None:
     is_part = nearer > max(EXPLAINS * far, LEVEL * SHARE)
     least = FACTOR if now.get("rollout.is_current") else EXPLAINS / 2
     is_whole = now.get("rollout.way_explains", 0.0) > EXPLAINS and not -least < way < FACTOR
-    if not is_part and not is_whole:
+    # Training's own log-probs are wrong where they are too far from the reference.
+    is_wrong = now.get("policy.jump", 0.0) > 2 or now.get("reference.first_gap", 0.0) > LEVEL * SAME
+    if is_wrong or not (is_part or is_whole):
         return None
     if way > 0:
         return _form("adapter_scale", now, part=1 + way)

@@ -69,17 +69,8 @@ def _late_gap(records: Records) -> float:
         return _own_gap(before)
     if now.is_first or was_off:
         return GAP
-    moves = [each.moved for each in before]
-    recent = math.fsum(moves[-levels.LATE :])
-    healthy = [
-        each.readings["rollout.gap"] / moved
-        for each, moved in zip(before[1:], moves, strict=False)
-        if moved > GAP and each.is_usual("rollout.gap")
-    ]
-    late = min(statistics.median_low(healthy) / levels.LATE, 1.0) if len(healthy) > 1 else 1.0
-    if any(moves):
-        return GAP + late * recent
-    return GAP + now.readings.get("reference.gap", levels.FAR_NATS)
+    recent = math.fsum(each.moved for each in before[-levels.LATE :])
+    return GAP + (recent or now.readings.get("reference.gap", levels.FAR_NATS))
 
 
 def _own_gap(before: Records) -> float:
@@ -98,14 +89,14 @@ def may_be_late(records: Records) -> bool:
     return not records[-1].readings.get("rollout.is_current") and _late_gap(records) > 2 * GAP
 
 
-def _wide(pair: str, least: float, records: Records, power: int = 1) -> float:
+def _wide(pair: str, least: float, records: Records) -> float:
     """What is usual where columns of other weights are far apart, as after very large steps."""
     if pair == "rollout":
         apart = _late_gap(records)
     else:
         healthy = [each for each in records[:-1] if not each.streaks.get("reference", Streak()).score]
         apart = healthy[-1].readings.get("reference.gap", 0.0) if healthy else 0.0
-    return least * max(apart / levels.FAR_NATS, 1.0) ** power
+    return least * max(apart / levels.FAR_NATS, 1.0) ** 2
 
 
 def _nearer(records: Records) -> float:
@@ -113,11 +104,8 @@ def _nearer(records: Records) -> float:
 
     One that is late by a part f of the way is f/(1 − f) times as near.
     """
-    rates = [each.rate for each in records[:-1]]
-    all_of, recent = math.fsum(rates), math.fsum(rates[-levels.LATE :])
-    may_be_late = not records[-1].readings.get("rollout.is_current")
-    may_be_late &= len(records) < MOST_RECORDS and recent > 2 * (all_of - recent)
-    return math.inf if may_be_late else _wide("rollout", SHARE, records)
+    is_early = len(records) <= 2 * levels.LATE and not records[-1].readings.get("rollout.is_current")
+    return math.inf if is_early else _wide("rollout", SHARE, records)
 
 
 IDENTITIES = (
@@ -145,7 +133,7 @@ IDENTITIES = (
             Residual("rollout.gap", _late_gap),
             Residual("rollout.shift", partial(_wide, "rollout", levels.SHIFT)),
             Residual("rollout.moved", partial(_wide, "rollout", SHARE)),
-            Residual("rollout.unrelated", partial(_wide, "rollout", SHARE, power=2)),
+            Residual("rollout.unrelated", partial(_wide, "rollout", SHARE)),
             Residual("rollout.repeated", SHARE),
             Residual("rollout.one_sided", levels.ONE_SIDED),
             Residual("rollout.slope", partial(_wide, "rollout", levels.SLOPE)),

@@ -176,14 +176,14 @@ def of_one_step(facts: Sequence[float], rows: Sequence[TrainedRow] = (), is_firs
 def _jump(before: Record | None, now: Mapping[str, float]) -> dict[str, float]:
     """How many times as far from the reference the policy is as its updates can have taken it.
 
-    Known where an update has several mini-batches, and the rollout agrees with the policy: then the reference moves.
+    If the rollout agrees with the policy, the reference has moved; else training's log-probs are wrong.
     """
-    if before is None or not {"reference.gap", "step.gap"} <= before.readings.keys() or "reference.gap" not in now:
+    if before is None or "reference.gap" not in before.readings or "reference.gap" not in now:
         return {}
     gap, known = before.readings["reference.gap"], before.readings.get("reference.known", math.inf)
     known = (known if gap > 2 * known else gap) + before.moved + GAP
-    agrees = now.get("rollout.gap", math.inf) < now["reference.gap"] / LEVEL
-    return {"reference.known": known} | ({"reference.jump": now["reference.gap"] / known} if agrees else {})
+    agrees = "step.gap" in before.readings and now.get("rollout.gap", math.inf) < now["reference.gap"] / LEVEL
+    return {"reference.known": known, f"{'reference' if agrees else 'policy'}.jump": now["reference.gap"] / known}
 
 
 def times_in_words(times: float) -> str:
