@@ -18,6 +18,15 @@ def is_over(norm: float, threshold: float) -> bool:
     return not norm <= threshold
 
 
+def threshold_factor(part: Mapping[str, Any]) -> float:
+    """`norm` divided by `threshold`, which may be strings where they are not finite.
+
+    Of a part without a token that can move, both are zero, and so is this.
+    """
+    norm, threshold = float(part["norm"]), float(part["threshold"])
+    return norm / threshold if threshold else math.inf if norm else 0.0
+
+
 def largest_first(norm: float) -> float:
     """A key that sorts norms, largest first; one that is not finite counts as infinite."""
     return -norm if math.isfinite(norm) else -math.inf

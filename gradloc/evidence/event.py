@@ -14,13 +14,12 @@ from torch import Tensor
 
 from .. import lines
 from ..fsdp import collectives
-from ..judge.said import threshold_factor
 from ..judging import asked
 from ..measure.micro_batch import AllFigures, MicroBatch, MicroBatchName, Token, movable, suspects
 from ..measure.mini_batch import MiniBatch, OrdinaryGradient
 from ..search.findings import Findings, Part
 from ..sources import Medians, classify, has_large_advantage
-from ..threshold import largest_first
+from ..threshold import largest_first, threshold_factor
 from ..version import __version__
 from .ordinary import largest_tokens, ordinary_counts, ordinary_shares, token_medians
 from .token_facts import response_kl, response_window, token_evidence, token_facts

@@ -1,8 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of what a warning or a verdict says, and counts, shares and factors in it."""
+"""The parts of what a warning or a verdict says, and counts and shares in it."""
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,15 +21,6 @@ def said_again(found: Mapping[str, Any]) -> Said:
     """What a warning or a verdict says; where one of another release has no claim, its whole sentence is one."""
     claim, evidence = found.get("claim", found["sentence"].removesuffix(".")), found.get("evidence", "")
     return {"claim": claim, "evidence": evidence, "sentence": found["sentence"], "check": found["check"]}
-
-
-def threshold_factor(part: Mapping[str, Any]) -> float:
-    """`norm` divided by `threshold`, which may be strings where they are not finite.
-
-    Of a part without a token that can move, both are zero, and so is this.
-    """
-    norm, threshold = float(part["norm"]), float(part["threshold"])
-    return norm / threshold if threshold else math.inf if norm else 0.0
 
 
 def counted(count: int, total: int, what: str = "culprits") -> str:
