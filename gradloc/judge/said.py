@@ -1,14 +1,11 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of what a warning or a verdict says, and counts and shares in it."""
+"""The parts of what a warning or a verdict says, and the counts and shares in it."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from ..lines import Said
-
-# Up to so many things, a share of them is said as a count.
-COUNTED = 20
 
 
 def said(claim: str, rest: str, check: str, evidence: str = "") -> Said:
@@ -27,7 +24,7 @@ def counted(count: int, total: int, what: str = "culprits") -> str:
     """A part of a total, in words; `what` is the plural of what is counted."""
     if count == total:
         return f"the one {what.removesuffix('s')}" if total == 1 else f"{all_of(total)} {what}"
-    return f"{count if total <= COUNTED else percent(count / total)} of {total} {what}"
+    return f"{count} of {total} {what}"
 
 
 def all_of(total: int) -> str:

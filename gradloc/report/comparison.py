@@ -8,9 +8,8 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..judge.said import COUNTED
 from ..judge.sentences import lowered
-from ..tools.figures import count, culprit_factor, part_of, quoted, severity, short, shown, visible
+from ..tools.figures import COUNTED, count, culprit_factor, part_of, quoted, severity, short, shown, visible
 from ..tools.reading import Evidence
 from .summary import summarize, token_name
 from .view import Cell, Column, Table

@@ -7,13 +7,15 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, get_type_hints
 
-from ..judge.sentences import DONE
 from ..lines import ClippedToken
 from ..tools.figures import SHORT_CHARACTERS, clipped, count, rounded, severity
 from ..tools.spike import MiniBatch, mini_batch_of
 
 # At most so many boundaries are named in a sentence.
 _NAMED = 8
+
+# By TokenClip's action, what happened to the signals that were cut.
+_DONE = {"drop": "dropped", "smooth": "reduced"}
 
 # How the table's tokens are to be read.
 EXPLANATION = (
@@ -83,7 +85,7 @@ def summarize_clips(
 
 def done_to(row: Mapping[str, Any]) -> str:
     """The action on a token's signal, in a word."""
-    return DONE.get(row["action"], "left") if row["cut"] else "left"
+    return _DONE.get(row["action"], "left") if row["cut"] else "left"
 
 
 def beside_spike(signals: Signals | None) -> str | None:

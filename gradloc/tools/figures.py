@@ -11,6 +11,8 @@ from typing import Any
 from ..judge import said
 from ..threshold import threshold_factor
 
+# Up to so many things, a share of them is said as a count.
+COUNTED = 20
 # Longer texts lose their middle.
 TEXT_CHARACTERS, SHORT_CHARACTERS = 4000, 200
 _SIGNS = {"\n": "↵", "\t": "⇥", "\r": "␍"}
@@ -110,7 +112,7 @@ def percent(share: float | str | None) -> str:
 
 def part_of(n: int, total: int) -> str:
     """How many of some: up to twenty as "1 of 2", "both" or "all 3", from there as a share."""
-    if total > said.COUNTED:
+    if total > COUNTED:
         return percent(n / total)
     if n == total:
         return "the only one" if total == 1 else said.all_of(total)

@@ -15,7 +15,6 @@ from typing import Any
 from ..evidence.writer import LINE_BYTES, STEP_FIGURES, evidence_files, jsonable
 from ..judge import judged
 from ..judge.rules import FAULTS
-from ..judge.sentences import describe
 from ..lines import READABLE, SCHEMA, CriticSpike
 from ..lines import Event as EventLine
 from ..sources import OTHER
@@ -171,8 +170,7 @@ class Evidence:
             return event
         left = [[name for name in each["sources"] if name not in FAULTS] or [OTHER] for each in event["culprits"]]
         pairs = zip(event["culprits"], left, strict=True)
-        event = {**event, "culprits": [{**each, "source": names[0], "sources": names} for each, names in pairs]}
-        return {**event, "summary": describe(with_numbers(event, EventLine))}
+        return {**event, "culprits": [{**each, "source": names[0], "sources": names} for each, names in pairs]}
 
     def add_clip(self, line: Event) -> None:
         """Adds a clip line, unless its step is left out."""

@@ -503,7 +503,7 @@ def test_a_converted_spike_names_what_it_suspects(show: Any, view: Any, tmp_path
     text = show(events=[found])
     assert "1 gradient spike in step 40: not searched yet: no token was measured." in text
     assert "replay/step40-epoch0-mini_batch0 --search" in text
-    assert "Suspected tokens of rank 0 (the 3 others were not looked at): not measured" in text
+    assert "Suspected tokens of rank 0 (3 other ranks not looked at): not measured" in text
     made = view()
     table = made.spikes[0].content["suspected"]
     assert [row[7] for row in table.rows] == ["4", "2"] and table.columns[7].name == "Position"

@@ -65,7 +65,7 @@ def test_a_natural_spike_opens_with_the_identities_that_hold(show: Any, summary:
     assert lines[0] == f"{claim} in step 3. Not checked: groups (no prompts)."
     assert lines[1].startswith(
         f"1 gradient spike in step 3: all {held} identities that could be checked hold, and 1 could not be. A natural "
-        "spike: all 5 culprits are rare tokens"
+        "spike: the tokens are rare, with p < 0.05 (true of all 5 culprits, and of 2% of the other tokens)"
     )
     found = summary()
     assert found["verdicts"] == [{"cause": None, "claim": f"{claim}, and 1 could not be", "events": 1}]

@@ -170,14 +170,15 @@ def test_a_fault_is_told_by_its_evidence(name: str, planted: Callable[[str], Run
         case "misfire":
             (event,) = events
             assert causes == {None} and "advantage" in {fact["source"] for fact in event["verdict"]["facts"]}
-            assert "responses with culprits have the reward 5, as 10% of all" in event["verdict"]["sentence"]
+            assert "the reward is 5 (true of " in event["verdict"]["sentence"]
+            assert "responses with culprits, and of 10% of all" in event["verdict"]["sentence"]
         case "auxiliary":
             assert {event["global_step"] for event in events} == {2} and culprits == []
             for event in events:
                 found = event["without_tokens"]
                 assert event["diagnosis"] == "diffuse" and causes == {"auxiliary"}
                 assert found["share"] > 0.9 and found["layer_norms"]["layers.1"] == pytest.approx(found["norm"])
-                assert "in the layer layers.1" in event["summary"]
+                assert "mostly in layers.1" in event["verdict"]["sentence"]
         case "kernel":
             bundle = folder / "out/bisect_dump" / events[0]["replay"]
             command = [runs.warm_interpreter, "-m", "gradloc", "replay", bundle, "--model", folder / "model"]

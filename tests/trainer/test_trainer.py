@@ -128,9 +128,9 @@ def test_clips_are_logged_after_the_spikes(tmp_path: Path, caplog: Caplog) -> No
     write(tmp_path, [*clips, spike(3, log_prob=-6.0)], answer())
     first, *others, last = [record.getMessage() for record in caplog.records]
     start = (
-        "Gradient spike in step 3: All 11 identities that could be checked hold. A natural spike: the one culprit is a"
+        "Gradient spike in step 3: All 11 identities that could be checked hold. A natural spike: the tokens are rare"
     )
-    check, summary = "--remedies", "The one culprit"
+    check, summary = "--remedies", "1 culprit"
     assert first.startswith(start) and first.index(check) < first.index(summary)
     assert len(others) == 3 and all(line.startswith("Outlying tokens in step 3: TokenClip found 1 ") for line in others)
     assert last == f"2 more mini-batches with outlying tokens in step 3: see the report on {tmp_path}"

@@ -34,12 +34,11 @@ def event(*culprits: dict[str, Any], **changes: Any) -> dict[str, Any]:
 
 
 PART = {"tokens": 48, "rows": [8, 9, 11]}
-RARE = "rare tokens (p < 0.05)"
-ONE = "The one culprit is a rare token (p < 0.05), in 1 response with a positive advantage"
+ONE = "1 culprit in 1 response with a positive advantage"
 ALL = "Every micro-batch is over its threshold"
 DIFFUSE = "o small set of tokens explains the spike: it is the sum of 48 tokens of 3 responses"
-NAN = "No single token is the cause: NaN or Inf is in the log-probs or gradients of all of them"
-BROKEN = "The one culprit is a token with a NaN or infinite gradient"
+NAN = "No single token is the cause"
+BEGINS = "the mismatch begins with the first token after turn 1"
 LAYER = "layers.1 carries 98% of the squared norm"
 
 SENTENCES: dict[str, list[dict[str, Any]]] = {
@@ -50,29 +49,23 @@ SENTENCES: dict[str, list[dict[str, Any]]] = {
         # A single micro-batch that is over its threshold says nothing about every token.
         event(culprit(), ordinary_layer_norms=None, micro_batches=1),
     ],
-    (
-        "All 3 culprits are tokens in or after a turn where the mismatch with the rollout begins, in 3 "
-        "responses with positive advantages; the mismatch begins with the first token after turn 1 in 2 of 3 "
-        "responses."
-    ): [event(*[culprit("retokenized", row, mismatch_turn=turn) for row, turn in enumerate([2, 2, 4])])],
-    "The one culprit is a rare token (p < 0.05) ('+'), in 1 response with a negative advantage (reward 0).": [
-        event(culprit(advantage=-1.0, token="+", reward=0.0))
+    f"3 culprits in 3 responses with a positive advantage; {BEGINS} in 2 of 3 responses.": [
+        event(*[culprit("retokenized", row, mismatch_turn=turn) for row, turn in enumerate([2, 2, 4])])
     ],
-    f"89% of 38 culprits are {RARE}, in 2 responses with positive advantages.": [
-        event(*[culprit(row=i % 2) for i in range(34)], *[culprit("other", 5)] * 4)
+    f"{ONE}; {BEGINS}.": [event(culprit("retokenized", mismatch_turn=2))],
+    "1 culprit ('+') in 1 response with a negative advantage.": [event(culprit(advantage=-1.0, token="+"))],
+    "3 culprits in 1 response with a positive advantage and 1 response with a negative advantage.": [
+        event(culprit(row=1), culprit("token", 1), culprit(row=2, advantage=-0.5))
     ],
-    f"2 of 4 culprits are {RARE}, in 2 responses, 1 with a positive and 1 with a negative advantage.": [
-        event(culprit(row=1), culprit("token", 1), culprit("layer", 2), culprit(row=2, advantage=-0.5))
+    "4 culprits (3 of them 'a') in 2 responses with a positive advantage.": [
+        event(*[culprit(row=i % 2, token=token) for i, token in enumerate("abaa")])
     ],
-    (
-        "All 3 culprits are tokens with an outlying advantage (2 of them 'a'), in 1 response with a positive "
-        "advantage (reward 100)."
-    ): [event(*[culprit("advantage", 3, 99.0, token=token, reward=100.0) for token in ("a", "b", "a")])],
-    f"{BROKEN}, in 1 response.": [
+    "2 culprits in 1 response.": [event(*[culprit(advantage=None, token=token) for token in "ab"])],
+    "1 culprit in 1 response.": [
         event(culprit("nonfinite", advantage=math.nan)),
-        event(culprit("nonfinite", advantage=None), units=[unit(**dict.fromkeys(EVEN, math.nan))]),
+        event(culprit("nonfinite", advantage=0.0), units=[unit(**dict.fromkeys(EVEN, math.nan))]),
     ],
-    f"N{DIFFUSE}; of the tokens that are over the threshold alone, t{ONE[1:]}.": [
+    f"N{DIFFUSE}; {ONE.replace(' in', ', over the threshold alone, in', 1)}.": [
         event(culprit(), diagnosis="diffuse", diffuse=[PART])
     ],
     f"N{DIFFUSE}.".replace("sum of", "sum of over").replace("of 3", "of over 3"): [
@@ -85,18 +78,20 @@ SENTENCES: dict[str, list[dict[str, Any]]] = {
     "The scaled fp16 gradients overflowed, while log-probs and advantages are finite.": [
         event(diagnosis="overflow", units=[unit(**dict.fromkeys(EVEN, math.inf))])
     ],
-    "The search ended after 3 passes without a result (rank 1: out of memory).": [
+    "The search ended before it could explain the spike (rank 1: out of memory).": [
         event(diagnosis="incomplete", error="rank 1: out of memory")
     ],
-    f"{ONE}, and the search ended before it could explain the spike.": [event(culprit(), diagnosis="incomplete")],
+    "The search ended before it could explain the spike (after 3 passes).": [event(diagnosis="incomplete")],
+    f"The search ended before it could explain the spike (out of time); {ONE}.": [
+        event(culprit(), diagnosis="incomplete", out_of_time=True)
+    ],
     # A fault that hits every token: no micro-batch is under its threshold.
     f"{ALL}; n{DIFFUSE}; {LAYER}.": [
         event(diagnosis="diffuse", diffuse=[PART], units=[unit(**ONE_LAYER)] * 4, ordinary_layer_norms=None)
     ],
-    (
-        "The one culprit is a token whose norm is mostly in one layer, in 1 response with a positive advantage; "
-        "layers.1 carries 98% of the squared norm, ordinarily 40%."
-    ): [event(culprit("layer"), units=[unit(**ONE_LAYER)])],
+    f"{ONE}; {LAYER}, ordinarily 40%.": [
+        event(culprit("layer"), units=[unit(**ONE_LAYER)], ordinary_layer_norms={**EVEN, "layers.1": 1.1}),
+    ],
     # The layer that has gained most, not the one that carries most.
     f"{ONE}; b carries 42% of the squared norm, ordinarily 1%.": [
         event(culprit(), units=[unit(a=7.0, b=6.0)], ordinary_layer_norms={"a": 9.0, "b": 1.0})

@@ -175,13 +175,13 @@ def line(**found: Any) -> dict[str, Any]:
     "found sentence",
     (
         {},
-        "TokenClip found 1 backward signal over 4 times the usual largest one, and dropped 1; the largest: token "
-        "' 7' of rank 1, row 3, position 5, 41.3 times the usual at layers.4.",
+        "TokenClip found 1 backward signal over 4 times the usual largest one, and cut 1 (action drop); the largest: "
+        "token ' 7' of rank 1, row 3, position 5, 41.3 times the usual at layers.4.",
     ),
     (
         {"over": {"layers.4": 7}, "cut": {"layers.4": 0}, "refused": ["layers.4"], "tokens": []},
-        "TokenClip found 7 backward signals over 4 times the usual largest one; at layers.4 there were more than "
-        "max_share, so that none was cut there.",
+        "TokenClip found 7 backward signals over 4 times the usual largest one, and cut 0 (action drop); at layers.4 "
+        "there were more than max_share, so that none was cut there.",
     ),
 )
 def test_a_line_is_told_in_one_sentence(found: dict[str, Any], sentence: str) -> None:

@@ -208,7 +208,8 @@ def test_what_culprits_have_in_common_is_a_fact(name: str) -> None:
     spike = event([name], [name], [name, "other"], ["other"])
     found = verdict_on(spike, {**NONE, name: 0.1})
     assert found["facts"] == [{"source": name, "culprits": 0.75, "ordinary": 0.1}]
-    said = f"3 of 4 culprits {SOURCES[name].of(3)} (of the other tokens 10%)"
+    claim = SOURCES[name].claim
+    said = f"{claim[0].lower()}{claim[1:]} (true of 3 of 4 culprits, and of 10% of the other tokens)"
     assert found["sentence"] == f"All 11 identities that could be checked hold. A natural spike: {said}."
     assert found["check"] == CHECK_NATURAL and found["evidence"] == ""
     # It is none if a fifth of ordinary tokens have it, too, or if few culprits have it.
@@ -228,7 +229,7 @@ def test_a_reward_that_culprits_have_and_few_others_is_said() -> None:
     rows = {(0, i): TrainedRow(f"uid {i}", score=0.5 if i < 2 else float(i % 2), largest=1.0) for i in range(40)}
     spike |= {"comparison": {"ordinary": NONE}, "warnings": []}
     sentence = verdict(spike, rows)["sentence"]
-    assert "2 of 3 responses with culprits have the reward 0.5, as 5% of all with an advantage" in sentence
+    assert "the reward is 0.5 (true of 2 of 3 responses with culprits, and of 5% of all with an advantage)" in sentence
     many = {
         place: TrainedRow(row.uid, score=0.5 if i < 12 else 0.0, largest=1.0)
         for i, (place, row) in enumerate(rows.items())
@@ -244,7 +245,7 @@ def test_identities_that_were_not_checked_are_counted() -> None:
     assert said.startswith("All 2 identities that could be checked hold, and 9 could not be. A natural spike: ")
     for nothing in (unchecked, {}):
         said = verdict_on(event(["unlikely"], identities=nothing), NONE)["sentence"]
-        assert said.startswith("No identity could be checked. What the culprits have in common: the one culprit is")
+        assert said.startswith("No identity could be checked. What the culprits have in common: the tokens are rare")
 
 
 WARNING = {"name": "stale_weights", "identity": "rollout_log_probs", "since": 5, "times": 70.0, "column": "rollout"}
@@ -259,7 +260,7 @@ def test_the_first_identity_that_is_broken_is_the_cause(sources: list[str]) -> N
     found = verdict_on(spike, NONE, [WARNING, {**WARNING, "name": "advantages"}])
     assert (found["cause"], found["evidence"], found["check"]) == ("stale_weights", "70 times", WARNING["check"])
     assert found["claim"] == "The data path is broken since step 5: the rollout is late"
-    rest = " (70 times). Send weights. 1 more of its identities is broken."
+    rest = " (70 times). Send weights. Also broken: advantages."
     assert found["sentence"] == found["claim"] + rest
     # A warning of an older release has a sentence alone.
     old = verdict_on(spike, NONE, [{"name": "reward_scale", "sentence": "It is late.", "check": "Look."}])
@@ -287,7 +288,7 @@ def test_log_probs_that_the_loss_does_not_read_are_no_cause(
     found = verdict_on(changed(spike, **changes), NONE, [warning])
     assert found["cause"] == cause
     if cause is None:
-        start = "The loss does not read what is broken (the rollout is late). What the culprits have in common: both"
+        start = "The loss does not read what is broken (the rollout is late). What the culprits have in common: the "
         assert found["sentence"].startswith(start)
     # Without a culprit, nothing tells what the loss reads.
     assert verdict_on(event(), NONE, [warning])["cause"] == "stale_weights"
@@ -309,7 +310,7 @@ def test_without_a_cause_none_is_guessed(sources: list[list[str]], diagnosis: st
 @cases(
     "broken_tokens names said",
     (3, ["lm_head.weight"], "NaN or Inf is in the log-probs or gradients of all tokens."),
-    (0, ["lm_head.weight", "norm.weight"], "no log-prob and no advantage is: the backward makes it, first at lm_h"),
+    (0, ["lm_head.weight", "norm.weight"], "no log-prob and no advantage is: the backward makes it. Look for a"),
     (0, None, "the backward makes it. Look for a division"),
 )
 def test_what_breaks_the_gradient_of_all_tokens_is_said(broken_tokens: int, names: list[str] | None, said: str) -> None:
@@ -323,9 +324,9 @@ def test_what_breaks_the_gradient_of_all_tokens_is_said(broken_tokens: int, name
 
 @cases(
     "columns said",
-    ({"rollout_log_prob": math.nan}, "`rollout_log_probs` of single tokens is NaN or infinite (true of "),
-    ({"rollout_log_prob": math.nan, "old_log_prob": -math.inf}, "`old_log_probs` of single"),
-    ({"ref_log_prob": math.inf, "advantage": math.nan}, "`advantages` of single"),
+    ({"rollout_log_prob": math.nan}, "`rollout_log_prob` of single tokens is NaN or infinite (true of "),
+    ({"rollout_log_prob": math.nan, "old_log_prob": -math.inf}, "`old_log_prob` of single"),
+    ({"ref_log_prob": math.inf, "advantage": math.nan}, "`advantage` of single"),
     ({"log_prob": math.nan}, "Single tokens have NaN or infinite gradients"),
 )
 def test_a_broken_token_is_told_with_its_column(columns: dict[str, float], said: str) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from valid_events import valid_events
 
 from gradloc.judge import judged
-from gradloc.judge.sentences import MENTIONED, auxiliary_in_words, carrying_layers
+from gradloc.judge.sentences import MENTIONED, MOST, auxiliary_in_words, describe
 from gradloc.levels import EXPLAINS
 from gradloc.search.search import Search
 
@@ -132,7 +132,8 @@ def test_the_gradient_without_tokens_is_the_auxiliary_losss(scale: float, until:
     assert (event["diagnosis"], event["culprits"], event["explained"]) == ("diffuse", [], False)
     assert event["passes"] <= 9 and not event["complete"]
     assert event["verdict"]["cause"] == "auxiliary"
-    assert "comes from no token's log-prob, in the layer layers.1.router" in event["summary"]
+    assert "comes from no token's log-prob, mostly in layers.1.router): look at" in event["verdict"]["sentence"]
+    assert "no token's" not in event["summary"]
 
 
 def test_only_a_search_that_ends_diffuse_measures_it() -> None:
@@ -200,30 +201,33 @@ def event(share: float, layers: dict[str, float] | None = None, rank: int | None
     norm = math.hypot(*layers.values())
     return {
         "without_tokens": {"rank": rank, "micro_batch": 2, "norm": norm, "share": share, "layer_norms": layers},
-        "culprits": [],
-        "ordinary_layer_norms": None,
+        **{"culprits": [], "units": [], "diffuse": [], "ordinary_layer_norms": None},
+        **{"diagnosis": "diffuse", "micro_batches": 1},
     }
 
 
-HALF = "50% of the norm of rank 3, micro-batch 2 comes from no token's log-prob"
+HALF = "50% of the norm of micro-batch 2 of rank 3 comes from no token's log-prob"
 
 
 @cases(
     "given sentence",
-    (event(0.999, rank=None), "over 99% of the norm of micro-batch 2 comes from no token's log-prob, in the layer a"),
-    (event(0.5, {"a": 3.0, "b": 2.0, "c": 2.5, "d": 0.1}), f"{HALF}, in the layers a, c, b"),
+    (event(0.999, rank=None), "over 99% of the norm of micro-batch 2 comes from no token's log-prob, mostly in a"),
+    (event(0.5, {"a": 1.0, "b": 3.0}), f"{HALF}, mostly in b"),
     (event(0.5, dict.fromkeys("abcdef", 1.0)), HALF),
-    (event(MENTIONED - 0.01), None),
+    # Squares that are infinite tell no layer.
+    *((event(0.5, layers), HALF) for layers in ({"a": 1e200, "b": 1.0}, {"a": math.inf}, {})),
+    (event(MENTIONED - 0.01), ""),
 )
-def test_the_sentence_names_the_part_and_the_layers(given: dict[str, Any], sentence: str | None) -> None:
-    assert auxiliary_in_words(given) == sentence
+def test_the_sentence_names_the_part_and_the_layer(given: dict[str, Any], sentence: str) -> None:
+    assert auxiliary_in_words(given, MENTIONED) == sentence
 
 
 def test_it_is_the_cause_if_it_makes_most_of_the_square() -> None:
-    assert auxiliary_in_words(event(math.sqrt(EXPLAINS) - 0.01), math.sqrt(EXPLAINS)) is None
-    found = verdict_on(event(math.sqrt(EXPLAINS) + 0.01), {})
-    assert found["cause"] == "auxiliary" and "`actor/grad_norm` should fall" in found["check"]
-    assert found["sentence"].startswith("72% of the norm") and "in the layer a: look at" in found["sentence"]
-    # Squares that are infinite tell no layer.
-    assert carrying_layers({"a": 1.0, "b": 3.0}) == ["b"]
-    assert carrying_layers({"a": 1e200, "b": 1.0}) == carrying_layers({"a": math.inf}) == carrying_layers({}) == []
+    """Then the verdict says it, and the summary does not say it again."""
+    assert MOST**2 == pytest.approx(EXPLAINS)
+    for share, of_verdict in ((MOST - 0.01, False), (MOST + 0.01, True)):
+        found = verdict_on(event(share), {})
+        assert (found["cause"] == "auxiliary") == of_verdict
+        said = f"{share:.0%} of the norm of micro-batch 2 of rank 3 comes from no token's log-prob, mostly in a"
+        assert (said in found["sentence"], said in describe(event(share))) == (of_verdict, not of_verdict)
+    assert "`actor/grad_norm` should fall" in found["check"]
