@@ -45,7 +45,7 @@ def judged(
     kind = kind_of(line)
     with guarded("a line of the evidence could not be judged"):
         if kind == "critic":
-            found |= {"cause": critic.cause(found), "summary": critic.summary(found)}
+            found |= critic.judged(found)
         elif kind == "clip":
             found["summary"] = clips_in_words(found["token_clip"])
         else:

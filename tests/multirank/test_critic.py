@@ -33,7 +33,7 @@ from valid_events import lines_in
 from verl import DataProto
 from verl.workers.config import FSDPCriticConfig, FSDPCriticModelCfg, FSDPEngineConfig
 
-from gradloc.judge.critic import cause, summary
+from gradloc.judge.critic import judged
 from gradloc.report.summary import summarize
 from gradloc.tools.reading import read
 from gradloc.tools.schema import CRITIC
@@ -262,8 +262,9 @@ def test_a_planted_return_is_found(launch: Launch, tmp_path: Path) -> None:
     assert value["uid"] == f"{rank}/{row}" and value["data_source"] == "sums"
     assert value["token"] and f"«{value['token']}»" in value["context"]
     assert value["error"] > 100 * max(other["error"] for other in others)
-    assert (spike["cause"], cause(spike), summary(spike)) == ("errors", "errors", spike["summary"])
+    assert spike["cause"] == "errors" and judged(spike) == {name: spike[name] for name in ("cause", "summary")}
     assert "look at the returns" in spike["summary"] and f"row {row_in}, position {position}" in spike["summary"]
+    assert f"token {value['token']!r} of rank" in spike["summary"]
     assert len(later) == case.epochs - 1
     (warning,) = summarize(read(str(tmp_path)), 5)["warnings"]
     assert (warning["name"], warning["first_step"], warning["sentence"]) == ("critic", 7, later[-1]["summary"])
@@ -321,6 +322,8 @@ def test_the_cause_is_what_has_grown(fields: dict[str, Any], expected: str | Non
         "values": [],
         **fields,
     }
-    assert cause(spike) == expected
+    found = judged(spike)
+    assert found["cause"] == expected
     if expected == "network":
-        assert "so the model amplifies them; a has 90% of the squared norm, usually 50%." in summary(spike)
+        assert "so the model amplifies them (root mean square 2 against 1 in" in found["summary"]
+        assert found["summary"].endswith("; a carries 90% of the squared norm, ordinarily 50%.")
