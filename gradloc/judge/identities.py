@@ -17,7 +17,7 @@ from .. import levels
 from ..levels import EXPLAINS, FACTOR, GAP, LASTS, LEVEL, SAME, SHARE, TOKENS
 from . import forms
 from .forms import Form
-from .records import MOST_RECORDS, Readings, Record, Streak
+from .records import Readings, Record, Streak
 
 Records = Sequence[Record]
 _HALF = EXPLAINS / LEVEL  # of what is broken from half of all on
