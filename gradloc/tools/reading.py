@@ -47,6 +47,7 @@ MALFORMED = "malformed or unfinished"
 OTHER_VERSION = "of another version of GradLoc, whose own report reads them"
 # The fields that the trainer adds to a token, without texts but the token's own.
 _ADDED = ("token", "response_tokens_start", "reward")
+_CHECK_CRITIC = "Each spike of the critic is a line of `critic.jsonl`, with its layers and the largest errors."
 # How many identities are told apart.
 _IDENTITIES = 64
 
@@ -66,11 +67,10 @@ class Evidence:
         spikes (list[Spike]): In the order in which they were written; drills are no spikes.
         drills (list[dict]): Their events.
         clips (list[dict]): The lines on what TokenClip found.
-        critic (list[dict]): The critic's spikes, earlier ones as well.
         faults (list[str]): The names of faults that were planted in the run on purpose.
         steps (dict[int, dict]): The figures of each step, of its last line; None where there is no data.
-        warnings (dict[int | None, list]): The warnings of each step, of its last line.
-        identities (Mapping): The state of each identity in the last step in which they were checked.
+        warnings (dict[int | None, list]): The warnings of each step, of its last line; the critic's spikes as well.
+        identities (dict): The state of each identity in the last step in which they were checked.
         checked_in (int, optional): That step.
         times (dict[str, dict]): By identity and step, its residual in times of the usual.
         broken (dict[tuple, tuple]): By identity and the step since which it is broken, the last such step and its
@@ -92,11 +92,10 @@ class Evidence:
     spikes: list[Spike] = field(default_factory=list)
     drills: list[Event] = field(default_factory=list)
     clips: list[Event] = field(default_factory=list)
-    critic: list[Event] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
     steps: dict[int, dict[str, float | None]] = field(default_factory=dict)
     warnings: dict[int | None, list[Event]] = field(default_factory=dict)
-    identities: Mapping[str, Event] = field(default_factory=dict)
+    identities: dict[str, Event] = field(default_factory=dict)
     checked_in: int | None = None
     times: dict[str, dict[int | None, float | None]] = field(default_factory=dict)
     broken: dict[tuple[str, int | None], tuple[int | None, Event]] = field(default_factory=dict)
@@ -143,7 +142,7 @@ class Evidence:
         if "identities" in event:
             event = self._agreeing(event)
             if not self.steps:
-                self._add_answer(event, event["global_step"])
+                self.add_answer(event, event["global_step"])
         fault = event.get("fault")
         if fault is not None and (name := str(clipped(fault))) not in self.faults:
             self.faults.append(name)
@@ -178,11 +177,11 @@ class Evidence:
             self.clips.append(line if self.texts else without_texts(line))
 
     def add_critic(self, line: Event) -> None:
-        """Adds a spike of the critic."""
-        if not line["summary"]:
-            found = judged(with_numbers(line, CriticSpike))
-            line = {**line, "cause": found["cause"], "summary": found["summary"]}
-        self.critic.append(line)
+        """Adds a spike of the critic, as a warning."""
+        step, sentence = line["global_step"], line["summary"] or judged(with_numbers(line, CriticSpike))["summary"]
+        if self.has(step):
+            warning = {"name": "critic", "sentence": sentence, "check": _CHECK_CRITIC}
+            self.warnings.setdefault(step, []).append(warning)
 
     def add_note(self, note: Event) -> None:
         """Adds a note of a file. Its kind is kept whatever its step: a full file stays full."""
@@ -198,7 +197,7 @@ class Evidence:
     def add_step(self, line: Event) -> None:
         """Adds a line of steps.jsonl; of a step with several lines, as a resumed run leaves them, the last counts."""
         step = line["global_step"]
-        self._add_answer(line, step)
+        self.add_answer(line, step)
         if line["schema"] == SCHEMA and "warnings" not in line:
             self._add_note("nothing has checked the run: the log of training says why", step)
         if step is not None:
@@ -207,13 +206,17 @@ class Evidence:
             figures = {name: line.get(name) for name in STEP_FIGURES}
             self.steps[step] = {name: None if figure is None else float(figure) for name, figure in figures.items()}
 
-    def _add_answer(self, line: Event, step: int | None) -> None:
-        """Adds what the judge has said of an update."""
-        self.warnings[step] = line.get("warnings", [])
+    def add_answer(self, line: Event, step: int | None) -> None:
+        """Adds what the judge has said of an update, unless its step is left out."""
+        if not self.has(step):
+            return
+        self.warnings[step] = [*line.get("warnings", [])]
         self.changes[step] = line.get("changes", [])
-        if states := dict(islice(line.get("identities", {}).items(), _IDENTITIES)):
-            self.identities, self.checked_in = states, step
+        named = islice(line.get("identities", {}).items(), _IDENTITIES)
+        if states := {str(clipped(name, SHORT_CHARACTERS)): state for name, state in named}:
+            self.identities, self.checked_in = {}, step
             for name, state in states.items():
+                self.identities[name] = {**state, "missing": clipped(state["missing"], SHORT_CHARACTERS)}
                 times = math.inf if state["state"] == "broken" else None
                 self.times.setdefault(name, {})[step] = times if state["times"] is None else float(state["times"])
             for warning in self.warnings[step]:

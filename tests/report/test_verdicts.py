@@ -120,7 +120,8 @@ def test_what_the_verdict_says_is_no_warning_as_well(tmp_path: Path, show: Any) 
     events = [judged({**spike(step), "warnings": [broken], "replay": f"replay/{step}"}) for step in (3, 4)]
     write_steps(tmp_path, 4, {3: [broken], 4: [broken, warning("loss")]})
     lines = show(events=events, short=True).splitlines()
-    assert "The run has stale_weights" not in "".join(lines[1:3]) and lines[1] == "loss is broken: The run has loss."
+    assert "The run has stale_weights" not in "".join(lines[1:3])
+    assert lines[1] == "loss is broken in steps 3 to 4: The run has loss."
     assert lines[3].startswith(
         "2 gradient spikes in steps 3 to 4, all from one cause: the data path is broken since step 3"
     )
@@ -220,7 +221,7 @@ def test_a_run_opens_with_what_is_broken(tmp_path: Path, show: Any, summary: Any
     assert show().splitlines()[:9] == [
         f"{held} of {held + 1} identities hold in step 9. Broken: groups (since step 7, over a million times the "
         "usual). Not checked: reference (no log-probs).",
-        "groups (mixed_groups) is broken: The run has mixed_groups.",
+        "groups (mixed_groups) is broken in steps 7 to 9: The run has mixed_groups.",
         "`gradloc replay BUNDLE` compares them. The run has no bundle: each spike leaves one.",
         "rollout_log_probs (stale_weights) was broken in steps 3 to 5: The run has stale_weights.",
         "Look.",
@@ -238,8 +239,8 @@ def test_a_run_opens_with_what_is_broken(tmp_path: Path, show: Any, summary: Any
     )
     rows = {row[0][1]: row for row in made.tables["identities"].rows}
     assert rows["groups"][0][0] == BY_NAME["groups"].holds
-    assert [rows["groups"][i] for i in (1, 2, 4)] == ["broken", "∞", "Broken in steps 7 to 9."]
-    assert [rows["loss"][i] for i in (1, 2, 4)] == ["holds", "0.5", "Broken in steps 3 to 6."]
+    assert [rows["groups"][i] for i in (1, 2, 4)] == ["broken", "∞", "mixed_groups in steps 7 to 9"]
+    assert [rows["loss"][i] for i in (1, 2, 4)] == ["holds", "0.5", "broken in steps 3 to 6"]
     line, end = rows["rollout_log_probs"][3]
     heights = [float(point.split(",")[1]) for point in line.split()]
     assert len(heights) == 9 and heights[4] < heights[3] < heights[2] == heights[8] and end == ""
@@ -249,13 +250,15 @@ def test_a_run_opens_with_what_is_broken(tmp_path: Path, show: Any, summary: Any
     assert "identities" not in view(since=10).texts
 
 
-def test_an_identity_that_was_off_for_a_step_is_told(tmp_path: Path, show: Any) -> None:
+def test_an_identity_that_was_off_for_a_step_is_told(tmp_path: Path, show: Any, view: Any) -> None:
     for step, times in ((1, 8.0), (2, 3.9), (3, 0.5)):
         of_step = answer()
         of_step["identities"]["sampled"]["times"] = times
         record_step(str(tmp_path), step, {}, of_step)
     hold = f"All {len(BY_NAME)} identities hold in step 3."
     assert show().splitlines()[0] == f"{hold} Off at times, but not broken: sampled (8 times the usual in step 1)."
+    row = next(row for row in view().tables["identities"].rows if row[0][1] == "sampled")
+    assert (row[1], row[4]) == ("holds", "8 times the usual in step 1")
     assert show("--since", "2").splitlines()[0] == hold
 
 
@@ -290,7 +293,9 @@ def test_a_spike_is_judged_by_what_later_steps_have_found(tmp_path: Path, show: 
 def test_an_identity_that_breaks_again_is_told_with_all_its_steps(tmp_path: Path, show: Any) -> None:
     broken = {step: [warning("loss", since=since)] for step, since in ((2, 1), (3, 1), (6, 6), (9, 8), (10, 8))}
     write_steps(tmp_path, 10, broken)
-    assert show().splitlines()[1] == "loss is broken, and was in steps 1 to 3, 6: The run has loss."
+    assert show().splitlines()[1] == "loss is broken in steps 1 to 3, 6, 8 to 10: The run has loss."
+    write_steps(tmp_path, 32, {step: [warning("loss", since=step)] for step in range(2, 32, 2)})
+    assert show().splitlines()[1].startswith("loss was broken in steps 2, …, 18, 20, 22, 24, 26, 28, 30: ")
 
 
 def test_a_warning_is_shown_once_as_it_was_said_last(tmp_path: Path, show: Any, summary: Any, view: Any) -> None:
@@ -306,7 +311,7 @@ def test_a_warning_is_shown_once_as_it_was_said_last(tmp_path: Path, show: Any, 
         record(step, *warnings)
     lines = show().splitlines()
     assert lines[:4] == [
-        "Warning in 3 steps, first in step 2: The rollout is far behind.",
+        "Warning in steps 2, 3, 5: The rollout is far behind.",
         STALE["check"],
         "Warning in step 3: The gradient is 4 times too large.",
         "Look.",
@@ -319,7 +324,7 @@ def test_a_warning_is_shown_once_as_it_was_said_last(tmp_path: Path, show: Any, 
     for step, warnings in enumerate(([], [STALE], [], [STALE], [], []), 1):
         record(step, *warnings)
     record(None, other)
-    assert [each["when"] for each in summary()["warnings"]] == ["Warning", "Warning in 2 steps, first in step 2"]
+    assert [each["when"] for each in summary()["warnings"]] == ["Warning", "Warning in steps 2, 4"]
 
 
 def test_the_command_of_a_warning_has_a_bundle_of_the_run(tmp_path: Path, view: Any) -> None:
