@@ -21,15 +21,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..evidence.writer import jsonable
-from ..judge.identities import BY_NAME
+from ..report.identities import identities_of, identities_table
 from ..report.view import Column, Table
 from ..tools.command_line import in_a_sentence, need, output_file
 from ..tools.command_line import parser as new_parser
 from ..tools.figures import short, shown, visible
 from ..tools.files import write_output
-from ..tools.reading import read
-
-States = Mapping[str, Mapping[str, Any]]
+from ..tools.reading import Evidence, read
 
 _EVIDENCE = ("steps.jsonl", "spikes.jsonl", "critic.jsonl")
 _NAMES = {
@@ -57,19 +55,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         need("gradloc check without --json", "rich")
     try:
         if is_evidence:
-            found = _of_evidence(options.paths[0])
-        else:
-            need("gradloc check of records, batches and bundles", "torch", "safetensors")
-            from .files import check_files
+            return _say(*_of_evidence(options.paths[0]), options)
+        need("gradloc check of records, batches and bundles", "torch", "safetensors")
+        from .files import check_files
 
-            found = check_files(options.paths, options.first_step)
-        _say(*found, options)
+        return _say(*check_files(options.paths, options.first_step), options)
     except BrokenPipeError:
         raise
     except OSError as error:
         print(visible(in_a_sentence(error, "standard output")), file=sys.stderr)
         return 2
-    return int(any(each["state"] == "broken" for each in found[1].values()))
 
 
 def _is_evidence(path: str) -> bool:
@@ -77,67 +72,57 @@ def _is_evidence(path: str) -> bool:
     return os.path.basename(path) in _EVIDENCE or any(map(os.path.exists, places))
 
 
-def _of_evidence(path: str) -> tuple[str, States, list[Any], list[Any]]:
+def _of_evidence(path: str) -> tuple[str, Evidence, list[Any]]:
     """What training said of its last step, as `check_files` gives it."""
     evidence = read(path, texts=False)
-    said = {each.get("identity", each["name"]): each for of in evidence.warnings.values() for each in of}
-    states: Any = {name: dict(state) for name, state in evidence.identities.items()}
-    if not states:
+    if not evidence.identities:
         raise OSError(f"{path} has no identities: an older release wrote it, or nothing has checked the run.")
-    for name, state in states.items():
-        if state["state"] != "broken" and name in said:
-            state["missing"] = state["missing"] or "it was broken in an earlier step"
-    warnings = [said[name] for name, state in states.items() if state["state"] == "broken" and name in said]
-    return f"step {max(evidence.known_steps(), default='–')} of {path}", states, warnings, []
+    return f"step {shown(evidence.checked_in)} of {path}", evidence, []
 
 
-def _say(where: str, states: States, warnings: Sequence[Any], rows: Sequence[Mapping[str, Any]], options: Any) -> None:
-    broken, held = (sum(each["state"] == of for each in states.values()) for of in ("broken", "held"))
-    title = f"{broken} broken of {broken + held} identities" if broken else f"All {held} identities hold"
-    texts = [f"{title} that could be checked in {where}."]
-    texts += [text for each in warnings[:1] for text in (each["sentence"], each["check"])]
-    texts, tables = [*map(visible, texts)], [_of_identities(states, warnings), *_of_rows(rows)]
+def _say(where: str, evidence: Evidence, rows: Sequence[Mapping[str, Any]], options: Any) -> int:
+    """Prints and writes what was found; returns the exit code."""
+    found: Any = identities_of(evidence, where)
+    states = found["states"]
+    said = {name: warning for (name, _), (_, warning) in evidence.broken.items() if name in states}
+    warnings = [said[name] for name in states if name in said and states[name]["state"] == "broken"]
+    texts = [found["claim"], *(text for each in warnings[:1] for text in (each["sentence"], each["check"]))]
+    texts, tables = [*map(visible, texts)], [_of_identities(evidence), *_of_rows(rows)]
     if options.json:
+        for name in said:
+            if states[name]["state"] != "broken":
+                states[name]["missing"] = states[name]["missing"] or "it was broken in an earlier step"
         found = {"where": where, "identities": states, "warnings": warnings, "rows": rows}
         print(json.dumps(jsonable(found), indent=2, allow_nan=False))
     else:
         from ..report.terminal import print_texts_and_tables  # needs rich
 
-        print_texts_and_tables(texts[:1], tables[:1])
-        print_texts_and_tables(texts[1:], tables[1:])
+        print_texts_and_tables(texts, tables)
     if options.html:
         body = [f"<p>{html.escape(text)}" for text in texts] + [_html(table) for table in tables]
         write_output(options.html, _PAGE + "\n".join(body))
+    return int(any(state["state"] == "broken" for state in states.values()))
 
 
-def _of_identities(states: States, warnings: Sequence[Mapping[str, Any]]) -> Table:
+def _of_identities(evidence: Evidence) -> Table:
+    """The report's table without lines over the run, and with what holds where nothing is to be said."""
     columns = Column("Identity", "row"), Column("State"), Column("× usual", "num"), Column("What it is")
-    forms = {each.get("identity", each["name"]): each["name"] for each in warnings}
-    rows = []
-    for name, state in states.items():
-        what = BY_NAME[name].holds if name in BY_NAME else ""
-        if state["state"] != "held":
-            since = "" if state["since"] is None else f"since step {state['since']}"
-            what = ", ".join(filter(None, [forms.get(name), since, state["missing"]])) or what
-        words = "not checked" if state["state"] == "unchecked" else state["state"]
-        rows.append((visible(name), words, short(state["times"]), visible(what)))
-    return Table("", columns, rows)
+    rows: Any = identities_table(evidence).rows
+    return Table("", columns, [(name, state, times, what or holds) for (holds, name), state, times, _, what in rows])
 
 
 def _of_rows(rows: Sequence[Mapping[str, Any]]) -> list[Table]:
     """The rows, then their tokens."""
     tokens = [{"row": row["row"], **token} for row in rows for token in row.get("tokens", ())]
     bare = [{name: value for name, value in row.items() if name != "tokens"} for row in rows]
-    titles = "Rows in which the first is most off", "Their tokens, with log-probs side by side"
-    found = []
-    for title, lines in zip(titles, (bare, tokens), strict=True):
-        if lines:
-            columns = [Column(_NAMES.get(name, name), "row" if name == "row" else "") for name in lines[0]]
-            texts = [
-                [shown(each) if isinstance(each, str) else short(each) for each in line.values()] for line in lines
-            ]
-            found.append(Table(title, columns, texts))
-    return found
+    found = {"Rows in which the first is most off": bare, "Their tokens, with log-probs side by side": tokens}
+    return [_of_lines(title, lines) for title, lines in found.items() if lines]
+
+
+def _of_lines(title: str, lines: Sequence[Mapping[str, Any]]) -> Table:
+    columns = [Column(_NAMES.get(name, name), "row" if name == "row" else "") for name in lines[0]]
+    rows = [[shown(each) if isinstance(each, str) else short(each) for each in line.values()] for line in lines]
+    return Table(title, columns, rows)
 
 
 def _html(table: Table) -> str:

@@ -18,30 +18,29 @@ _LOOKED_AT, _SHOWN, _TOKENS = 512, 3, 6
 # Identities that compare rows with each other.
 _OF_GROUPS = ("responses", "groups", "advantages")
 _COMPARED = {"old_log_probs": "old_log_prob", "rollout_log_probs": "rollout_log_prob", "reference": "ref_log_prob"}
+_OF_ROW = ("prompt", "response", "uid", "reward", "advantage", "length")
 _SIDE_BY_SIDE = ("token_id", "response_mask", "log_prob", *_COMPARED.values(), "advantage")
 
 
 def most_off(step: Told, warning: Mapping[str, Any], is_first: bool = False) -> list[dict[str, Any]]:
     """What is known of up to three rows, and of their tokens where an identity compares these."""
-    identity = warning.get("identity", warning["name"])
+    identity = warning["identity"]
 
     def times(of: Sequence[int]) -> float:
         rows = [step.rows[i] for i in of] if step.rows else []
         state: Any = of_one_step(step.facts(of), rows, is_first)["identities"].get(identity, {})
         return state.get("times") or (math.inf if state.get("state") == "broken" else 0.0)
 
-    sets = [[i] for i in range(len(step.tokens))]
+    keys: Sequence[Any] = range(len(step.tokens))
     if identity in _OF_GROUPS:
-        groups: defaultdict[Any, list[int]] = defaultdict(list)
-        for i, row in enumerate(step.rows):
-            groups[row.prompt if warning["name"] == "groups_of_one" else row.uid].append(i)
-        sets = [*groups.values()]
-    known = [(times(of), of) for of in sets[:_LOOKED_AT]]
-    off = [of for factor, of in sorted(known, key=lambda each: -each[0]) if factor]
-    if identity not in _OF_GROUPS:
-        return [_told_of(step, i) | {"tokens": _tokens(identity, step.tokens[i])} for (i,) in off[:_SHOWN]]
-    # If no group alone shows a fault, the first one is an example.
-    return [_told_of(step, i) for i in _of_group(identity, step.rows, [*off, *sets][0])[:_SHOWN]] if sets else []
+        keys = [row.prompt if warning["name"] == "groups_of_one" else row.uid for row in step.rows]
+    groups: defaultdict[Any, list[int]] = defaultdict(list)
+    for i, key in enumerate(keys):
+        groups[key].append(i)
+    off = sorted([*groups.values()][:_LOOKED_AT], key=times, reverse=True)
+    if identity in _OF_GROUPS:  # if none alone shows a fault, the first one is an example
+        return [_told_of(step, i) for group in off[:1] for i in _of_group(identity, step.rows, group)[:_SHOWN]]
+    return [_told_of(step, i) | {"tokens": _tokens(identity, step.tokens[i])} for (i,) in off[:_SHOWN] if times([i])]
 
 
 def _of_group(identity: str, rows: Sequence[TrainedRow], group: Sequence[int]) -> list[int]:
@@ -58,12 +57,10 @@ def _of_group(identity: str, rows: Sequence[TrainedRow], group: Sequence[int]) -
 def _told_of(step: Told, i: int) -> dict[str, Any]:
     """A row; prompts and responses have the numbers of their first appearance."""
     found: dict[str, Any] = {"row": step.places[i]}
-    if step.rows:
-        row = step.rows[i]
-        for name in ("prompt", "response"):
-            numbers = dict.fromkeys(getattr(each, name) for each in step.rows)
-            found[name] = None if getattr(row, name) is None else 1 + [*numbers].index(getattr(row, name))
-        found |= {name: getattr(row, name) for name in ("uid", "reward", "advantage", "length")}
+    for name in _OF_ROW if step.rows else ():
+        found[name] = getattr(step.rows[i], name)
+        if name in ("prompt", "response") and found[name] is not None:
+            found[name] = 1 + [*dict.fromkeys(getattr(each, name) for each in step.rows)].index(found[name])
     return found
 
 
@@ -72,14 +69,13 @@ def _tokens(identity: str, tokens: Mapping[str, Tensor]) -> list[dict[str, Any]]
     of = {name: tokens[name][0] for name in _SIDE_BY_SIDE if name in tokens}
     mask, policy = of["response_mask"] != 0, of["log_prob"]
     if identity == "sampled" and "rollout_log_prob" in of:
-        is_zero = of["rollout_log_prob"] == 0
-        off = (mask == is_zero) * (1 - policy)
+        off = (mask == (of["rollout_log_prob"] == 0)) * (1 - policy)
     elif identity in _COMPARED:
-        before = of.get("old_log_prob", policy) if identity != "old_log_probs" else policy
+        before = policy if identity == "old_log_probs" else of.get("old_log_prob", policy)
         off = (of[_COMPARED[identity]] - before).abs() * mask
     else:
         off = mask * sum(values.float().abs() for name, values in of.items() if name != "token_id")
     at = int(off.nan_to_num(math.inf).argmax())
     start = max(min(at - _TOKENS // 2, len(mask) - _TOKENS), 0)
-    positions = range(start, min(start + _TOKENS, len(mask)))
+    positions = range(len(mask))[start : start + _TOKENS]
     return [{"position": p, **{name: values[p].item() for name, values in of.items()}} for p in positions]

@@ -5,6 +5,7 @@ import math
 import pickle
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -289,10 +290,24 @@ def test_steps_are_checked_in_their_order(check: Any, tmp_path: Path) -> None:
     ]
     assert found["identities"]["rollout_log_probs"]["missing"] == "holds again in step 14"
     assert "checkpoint" not in found["warnings"][0]["sentence"]
+    tokens = found["rows"][0]["tokens"]  # of step 9: in step 13, nothing is wrong
+    assert all(after["rollout_log_prob"] == pytest.approx(one["log_prob"], abs=0.02) for one, after in pairwise(tokens))
     assert states(check(0, *(tmp_path / f"step{step}-rank0.jsonl" for step in (14, 6, 13))), "broken") == set()
     # Steps of one file are told apart by the field.
     one = [{**line, "step": step} for step in (3, 1, 2) for line in healthy(step)]
     assert check(0, write(tmp_path / "all.jsonl", one))["where"] == "96 responses of 3 steps"
+
+
+def test_an_identity_that_was_off_in_one_step_is_told(tmp_path: Path, capsys: Capsys) -> None:
+    for step in range(1, 5):
+        lines = healthy(step)
+        for line in lines:
+            del line["rollout_log_probs"]
+            line["old_log_probs"] = [(1.06 if step == 3 else 1) * each for each in line["old_log_probs"]]
+        write(tmp_path / f"step{step}.jsonl", lines)
+    assert command.main([str(tmp_path)]) == 0
+    (row,) = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("old_log_probs")]
+    assert (row[1], " ".join(row[3:])) == ("holds", "4.95 times the usual in step 3")
 
 
 def test_parquet(check: Any, refused: Any, tmp_path: Path) -> None:
@@ -435,7 +450,8 @@ def test_a_bundle_of_a_real_spike(check: Any, capsys: Capsys) -> None:
     assert [row["row"] for row in found["rows"]] == ["rank 0, row 5", "rank 1, row 3"]
     assert command.main([str(bundle)]) == 1
     printed = capsys.readouterr().out
-    assert "1 broken of 7 identities" in printed and "unsampled" in printed and "rank 1, row 3" in printed
+    assert "6 of 7 identities hold in 8 responses of step 4. Broken: sampled (8 times the usual)." in printed
+    assert "unsampled" in printed and "rank 1, row 3" in printed
 
 
 @cases("plant", late, three_zeros, alone)
@@ -455,14 +471,19 @@ def test_convert_says_the_same(check: Any, tmp_path: Path, capsys: Capsys, plant
 
 
 def test_a_step_of_prime_rls_exports(check: Any, tmp_path: Path) -> None:
-    (tmp_path / "step_12").mkdir()
+    for name in ("step_12", "plain"):
+        (tmp_path / name).mkdir()
     for rank in (0, 1):
         exported = []
         for i, line in enumerate(healthy()):
             if line["rank"] == rank:
                 late(line, i)
                 length = len(line["prompt_ids"])
-                one = {"token_ids": line["prompt_ids"] + line["response_ids"], "rank": rank, "step": 12}
+                one = {
+                    "token_ids": line["prompt_ids"] + line["response_ids"],
+                    "rank": rank,
+                    "step": 12 if rank else None,
+                }
                 one["loss_mask"] = [False] * length + [True] * len(line["response_ids"])
                 one["advantages"] = [0.0] * length + [line["advantages"]] * len(line["response_ids"])
                 for name, own in (("trainer_logprobs", "log_probs"), ("inference_logprobs", "rollout_log_probs")):
@@ -473,6 +494,8 @@ def test_a_step_of_prime_rls_exports(check: Any, tmp_path: Path) -> None:
         found = check(1, path)
         assert found["where"] == "32 responses of step 12"
         assert [each["name"] for each in found["warnings"]] == ["misaligned"]
+    write(tmp_path / "plain" / "rank_0.jsonl", healthy())  # records may have the name of an export
+    check(0, tmp_path / "plain")
 
 
 def test_a_page(tmp_path: Path, capsys: Capsys) -> None:
