@@ -60,8 +60,8 @@ class Identity:
 def _late_gap(records: Records) -> float:
     """How far a rollout that is late may be from the policy: as far as the last updates have moved it.
 
-    Once there are enough updates, it may be as late as before. What was there before any optimizer step is not late,
-    and nothing is where the trainer says that the rollout is current: then the run's own updates tell.
+    Once there are enough updates, as far as it was before. What was there before any optimizer step is not late, and
+    nothing is where the trainer says that the rollout is current: then the run's own updates tell.
     """
     now, before = records[-1], records[:-1]
     was_off = before and before[0].is_first and before[0].readings.get("rollout.gap", 0.0) > LEVEL * GAP
@@ -69,8 +69,10 @@ def _late_gap(records: Records) -> float:
         return _own_gap(before)
     if now.is_first or was_off:
         return GAP
+    healthy = [each.readings["rollout.gap"] for each in before if each.is_usual("rollout.gap")]
+    seen = statistics.median(healthy) if len(healthy) > levels.LATE else math.inf
     recent = math.fsum(each.moved for each in before[-levels.LATE :])
-    return GAP + (recent or now.readings.get("reference.gap", levels.FAR_NATS))
+    return GAP + min(recent or now.readings.get("reference.gap", levels.FAR_NATS), seen)
 
 
 def _own_gap(before: Records) -> float:
