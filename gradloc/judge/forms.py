@@ -24,7 +24,6 @@ class Form:
         name (str): The closed form's name, or the identity's.
         claim (str): What is wrong, a clause that begins a sentence.
         look (str): Where to look, a sentence; or nothing.
-        check (str): What would refute it on this run, a sentence or two.
         share (float, optional): Of the responses or tokens.
         factor (float, optional): What something is multiplied by.
     """
@@ -32,7 +31,6 @@ class Form:
     name: str
     claim: str
     look: str
-    check: str
     share: float | None
     factor: float | None
 
@@ -143,9 +141,9 @@ _CLAIMS: Mapping[str, Mapping[str, str]] = {
         "weights.apart": "Weights changed by {weights.apart:.3g} times what an optimizer step should change",
     },
 }
-# By key, or by the name of several, where to look, if that is more than the claim and the check say.
+# By key, or by the name of several, where to look or what to try, if that is more than the claim says.
 _LOOKS: Mapping[str, str] = {
-    "nonfinite": "Look at what computes them: one bad reward breaks the advantages of its whole group.",
+    "nonfinite": "One bad reward breaks the advantages of its whole group.",
     "sampled.last_lost": "Look for a mask `ids != pad` where the padding token is the end token.",
     "unsampled": "Set response_mask to 0 for tokens that were added later (EOS tokens, templates, tool output, "
     "padding); if these were sampled, their log-probs were lost.",
@@ -166,6 +164,9 @@ _LOOKS: Mapping[str, str] = {
     "(RoPE), kernels or experts, or a coarser precision.",
     "reference.same": "Look at what the reference shares with the actor: its weights, its adapter.",
     "reference": "Unless another model was chosen, look at its path, adapter, precision, mask and temperature.",
+    "loss_scale": "Take one step with another number of ranks, and one with another number of micro-batches: "
+    "`actor/grad_norm` should stay about the same.",
+    "kl_scale": "One step with kl_loss_coef=0 shows its gradient.",
     "loss.opposite": "Look at what takes the size of advantages or ratios (abs, square, clamp).",
     "loss.against": "Look at the sign of the log-probs' difference: a weight is exp(old − rollout).",
     "loss.without": "Look at whether the loss function takes `rollout_is_weights`.",
@@ -182,54 +183,9 @@ _LOOKS: Mapping[str, str] = {
     "weights": "Look at what else writes weights (a loaded checkpoint, an average, offloading, a merged adapter, a bad "
     "device), and at the optimizer's state (after a resume), precision and weight decay.",
 }
-# By names, what would refute them.
-_CHECKS: Mapping[str, str] = {
-    "nonfinite": "Print this column of these rows before the update: if it is finite there, a later stage breaks it.",
-    **dict.fromkeys(
-        ("mask", "unsampled", "sampled"),
-        "Compare `response_mask` in the batch, row by row, with the token ids that the rollout returned: it should be "
-        "1 for these alone, the end token included.",
-    ),
-    "repeated_responses": "Print the ids of the responses of one `uid` after the rollout. If they are the same there, "
-    "look at seeds, temperature, top-p and top-k of the server; if not, at what pads, repeats or gathers rows.",
-    **dict.fromkeys(
-        ("groups_of_one", "mixed_groups", "advantage_order", "advantages"),
-        "Print `uid`, the decoded prompt, the sum of `token_level_rewards` and the advantage of each row, in the order "
-        "of `uid`: rows with one `uid` are of one prompt, the highest reward has the highest advantage, and they are "
-        "on both sides of 0.",
-    ),
-    "advantage_mask": "Print `advantages` and `response_mask` of a row: it has its advantage wherever the mask is 1.",
-    "misaligned": "Print `responses`, `response_mask`, `rollout_log_probs`, `old_log_probs` and `ref_log_prob` of one "
-    "row side by side, and compare columns and neighbours.",
-    "old_log_probs": "Compute them twice: if they differ, the forward is random; else compare what both calls get.",
-    "other_log_probs": "`gradloc replay BUNDLE` finds a temperature that fits; or score one response with the server "
-    "at temperature 1, without top-p.",
-    **dict.fromkeys(
-        ("stale_weights", "partly_stale", "adapter_scale", "rollout_log_probs"),
-        "Compute the log-probs of one response with the weights that the server has and with training's, on the same "
-        "ids: if they agree, the weights are not the cause.",
-    ),
-    "reference": "Print a checksum of one weight of actor and reference, before the first step and after it.",
-    "loss_scale": "Take one step with another number of ranks, and one with another number of micro-batches: "
-    "`actor/grad_norm` should stay about the same.",
-    **dict.fromkeys(
-        ("loss_sign", "importance_weights", "loss"),
-        "Print the policy loss of each token of one row, before the mean, its advantage, ratio and importance weight: "
-        "where the ratio is 1, it is −advantage times that weight.",
-    ),
-    "kl_scale": "Take one step with kl_loss_coef=0: the difference is the KL loss's gradient.",
-    **dict.fromkeys(
-        ("last_pass", "gradient"),
-        "On one rank, compare a parameter's `grad` after each backward pass with that before the optimizer step.",
-    ),
-    **dict.fromkeys(
-        ("not_moving", "ascent", "weights"),
-        "Compare a parameter and its `grad` before `optimizer.step()`, after it, and before the next forward pass.",
-    ),
-}
-# By key: the name, the claim, where to look, and what to check.
-_TEXTS: Mapping[str, tuple[str, str, str, str]] = {
-    key: (name, claim, _LOOKS.get(key) or _LOOKS.get(name, ""), _CHECKS[name])
+# By key: the name, the claim, and where to look.
+_TEXTS: Mapping[str, tuple[str, str, str]] = {
+    key: (name, claim, _LOOKS.get(key) or _LOOKS.get(name, ""))
     for name, claims in _CLAIMS.items()
     for key, claim in claims.items()
 }
@@ -243,9 +199,9 @@ class _Names(string.Formatter):
 
 
 def _form(key: str, now: Readings, share: float | None = None, factor: float | None = None, **more: Any) -> Form:
-    name, claim, look, check = _TEXTS[key]
+    name, claim, look = _TEXTS[key]
     known = {**now, **more, "share": share, "factor": factor}
-    return Form(name, _Names().vformat(claim, (), known), look, check, share, factor)
+    return Form(name, _Names().vformat(claim, (), known), look, share, factor)
 
 
 def by_residual(now: Readings, residual: str) -> Form:

@@ -17,6 +17,7 @@ from .. import levels
 from ..levels import EXPLAINS, FACTOR, GAP, LASTS, LEVEL, SAME, SHARE, TOKENS
 from . import forms
 from .forms import Form
+from .readings import COLUMNS
 from .records import Readings, Record, Streak
 
 Records = Sequence[Record]
@@ -44,6 +45,7 @@ class Identity:
     Args:
         name (str): Its name, also that of a warning without a closed form.
         holds (str): What every healthy update keeps, a clause.
+        check (str): How to check that by hand, a sentence or two.
         residuals (tuple): How far it is off.
         unknown (Mapping): Why it cannot be checked if no residual is known: the first reason whose reading is not 0, or
             that of the name "".
@@ -52,6 +54,7 @@ class Identity:
 
     name: str
     holds: str
+    check: str
     residuals: tuple[Residual, ...]
     unknown: Mapping[str, str]
     form: Callable[[Readings, str], Form]
@@ -114,16 +117,15 @@ IDENTITIES = (
     Identity(
         "finite",
         "log-probs and advantages are finite",
-        tuple(
-            Residual(f"{column}.broken", TOKENS, at_once=True)
-            for column in ("advantages", "rollout", "old", "reference", "policy")
-        ),
+        "Print this column of these rows before the update: if it is finite there, a later stage breaks it.",
+        tuple(Residual(f"{column}.broken", TOKENS, at_once=True) for column in COLUMNS),
         {"": "no log-probs"},
         forms.finite,
     ),
     Identity(
         "old_log_probs",
         "the update's first forward gives the old log-probs again",
+        "Compute them twice: if they differ, the forward is random; else compare what both calls get, row by row.",
         (Residual("old.gap", SAME), Residual("old.unrelated", SHARE)),
         {"bypass": "bypass mode", "": "no old log-probs"},
         forms.old,
@@ -131,6 +133,8 @@ IDENTITIES = (
     Identity(
         "rollout_log_probs",
         "rollout and training give the same log-probs with the same weights",
+        "Score one response with the weights that the server has and with training's, on the same ids, at temperature "
+        "1 and without top-p, and compare token by token: if they agree, the weights are not the cause.",
         (
             Residual("rollout.gap", _late_gap),
             Residual("rollout.shift", partial(_wide, "rollout", levels.SHIFT)),
@@ -149,6 +153,8 @@ IDENTITIES = (
     Identity(
         "sampled",
         "the tokens that are trained are those that the rollout sampled",
+        "Compare `response_mask` in the batch, row by row, with the token ids that the rollout returned: it should be "
+        "1 for these alone, the end token included.",
         (
             Residual("sampled.unlogged", TOKENS),
             Residual("sampled.after_end", TOKENS),
@@ -162,6 +168,8 @@ IDENTITIES = (
     Identity(
         "responses",
         "the responses to a prompt differ",
+        "Print the ids of the responses of one `uid` after the rollout. If they are the same there, look at seeds, "
+        "temperature, top-p and top-k of the server; if not, at what pads, repeats or gathers rows.",
         (Residual("responses.repeated", SHARE),),
         {"": "no uid"},
         forms.by_residual,
@@ -169,6 +177,7 @@ IDENTITIES = (
     Identity(
         "groups",
         "the rows of a uid come from one prompt, and those of a prompt from one uid",
+        "Print `uid` and the decoded prompt of each row, in the order of `uid`.",
         (Residual("groups.mixed", SHARE), Residual("groups.alone", _HALF)),
         {"": "no prompts, or a uid has several, as states of an environment are"},
         forms.by_residual,
@@ -176,6 +185,8 @@ IDENTITIES = (
     Identity(
         "advantages",
         "advantages follow the rewards of their prompt, at every token",
+        "Print `uid`, the sum of `token_level_rewards`, `advantages` and `response_mask` of each row, in the order of "
+        "`uid`: the highest reward has the highest advantage, wherever the mask is 1, and they are on both sides of 0.",
         (
             Residual("advantages.not_following", levels.FOLLOWING),
             Residual("advantages.zero", _HALF),
@@ -193,6 +204,7 @@ IDENTITIES = (
     Identity(
         "reference",
         "the reference is the policy before its first step, and stays that",
+        "Print a checksum of one weight of actor and reference, before the first step and after it.",
         (
             Residual("reference.first_gap", SAME, at_once=True),
             Residual("reference.jump", 1.0),
@@ -206,6 +218,8 @@ IDENTITIES = (
     Identity(
         "loss",
         "the loss's gradient is −weight · advantage · ratio of each token, with weights that sum to 1",
+        "Print the policy loss of each token of one row, before the mean, its advantage, ratio and importance weight: "
+        "where the ratio is 1, it is −advantage times that weight.",
         (
             Residual("loss.factor_off", FACTOR),
             Residual("loss.unfit", SHARE),
@@ -221,6 +235,7 @@ IDENTITIES = (
     Identity(
         "gradient",
         "the optimizer's gradient is the sum of the passes'",
+        "On one rank, compare a parameter's `grad` after each backward pass with that before the optimizer step.",
         (
             Residual("gradient.above", FACTOR),
             Residual("gradient.off", FACTOR),
@@ -233,6 +248,7 @@ IDENTITIES = (
     Identity(
         "weights",
         "optimizer steps alone move the weights: all of them, downhill, by about the learning rate",
+        "Compare a parameter and its `grad` before `optimizer.step()`, after it, and before the next forward pass.",
         (
             Residual("weights.between", TOKENS, at_once=True),
             Residual("weights.apart", 1.0, at_once=True),

@@ -16,6 +16,14 @@ from ..facts import PAIRS, SHIFTS, TrainedRow
 from ..levels import EXPLAINS, FACTOR, LEAST_NATS, LEVEL, MOST, MOVE, SAME, SHARE
 from .records import Readings
 
+# What readings of a column begin with, and its name among the tokens.
+COLUMNS = {
+    "advantages": "advantage",
+    "rollout": "rollout_log_prob",
+    "old": "old_log_prob",
+    "reference": "ref_log_prob",
+    "policy": "log_prob",
+}
 # A response is repeated if the policy would have sampled it again with this log-prob, or less.
 _LEAST_CHANCE = -30.0
 
@@ -48,7 +56,7 @@ class Layers:
 
 def of_tokens(sums: Mapping[str, float]) -> Readings:
     """What an update's sums say: those that gradloc/facts.py names, of all ranks and mini-batches."""
-    found = {f"{name}.broken": sums[f"broken {column}"] for name, column in _BROKEN.items()}
+    found = {f"{name}.broken": sums[f"broken {column}"] for name, column in COLUMNS.items()}
     for pair in PAIRS:
         if (of := _part(sums, pair))["tokens"] > 0:
             found |= {f"{pair}.{name}": value for name, value in _of_pair(of).items()}
@@ -66,15 +74,6 @@ def of_tokens(sums: Mapping[str, float]) -> Readings:
 def _part(sums: Mapping[str, float], of: str) -> Mapping[str, float]:
     """Those whose names begin so, by the rest of them."""
     return {name.removeprefix(f"{of} "): value for name, value in sums.items() if name.startswith(f"{of} ")}
-
-
-_BROKEN = {
-    "advantages": "advantage",
-    "rollout": "rollout_log_prob",
-    "old": "old_log_prob",
-    "reference": "ref_log_prob",
-    "policy": "log_prob",
-}
 
 
 def _of_pair(of: Mapping[str, float]) -> Readings:

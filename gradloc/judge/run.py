@@ -13,12 +13,10 @@ from ..lines import Answer, IdentityState, RunWarning
 from .changes import changes
 from .forms import Form
 from .identities import BY_NAME, Found, check, may_be_late, measured
-from .readings import Layers, of_layers, of_rows, of_tokens
+from .readings import COLUMNS, Layers, of_layers, of_rows, of_tokens
 from .records import Record, as_state, from_state, latest
 from .said import said
 
-# What a residual's name begins with, if it is of a column.
-COLUMNS = ("advantages", "rollout", "old", "reference", "policy")
 # So many steps after a loaded checkpoint, warnings say that there was one.
 RESUME_STEPS = 3
 
@@ -102,12 +100,13 @@ class Run:
         state = _state(found)
         since = "" if found.since is None else f" since step {found.since}"
         evidence = f"{times_in_words(found.times or 0.0)} the usual{since}"
-        rest = f". In every healthy update, {BY_NAME[name].holds}. {form.look}".rstrip()
+        identity = BY_NAME[name]
+        rest = f". In every healthy update, {identity.holds}. {form.look}".rstrip()
         if self._since_resume and self._since_resume <= RESUME_STEPS:
             rest += f" This is step {self._since_resume} after a checkpoint was loaded."
         warning: Any = {
             **{"name": form.name, "identity": name, "since": found.since, "times": state["times"]},
-            **said(form.claim, rest, form.check, evidence),
+            **said(form.claim, rest, identity.check, evidence),
         }
         column = found.residual.partition(".")[0]
         more = {"share": form.share, "column": column if column in COLUMNS else None, "factor": form.factor}
