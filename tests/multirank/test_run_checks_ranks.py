@@ -72,7 +72,7 @@ def test_rank_0_judges_the_sums_of_all_ranks(launch: Launch) -> None:
     assert named(answer)["rollout_log_probs"] == "partly_stale"
     (warning,) = [each for each in answer["warnings"] if each["name"] == "partly_stale"]
     assert warning["share"] == pytest.approx(0.5, abs=0.1) and warning["since"] > 7
-    assert len(state["records"]) == 8 and all(record["rate"] > 0 for record in state["records"])
+    assert len(state["records"]) == 8 and all(record["readings"]["rate"] > 0 for record in state["records"])
     assert verdicts and {verdict["cause"] for verdict in verdicts} == {answer["warnings"][0]["name"]}
 
 
