@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..levels import EXPLAINS, FACTOR, LATE, LEVEL, MOST, SAME, SHARE, SHIFT, UNRELATED
+from ..levels import EXPLAINS, FACTOR, LATE, LEVEL, MOST, SAME, SHARE, SHIFT, SLOPE, UNRELATED
 from .records import Readings
 from .said import percent
 
@@ -239,10 +239,19 @@ def _moved(now: Readings, pair: str) -> Form | None:
 
 def _misaligned(now: Readings, pair: str) -> Form | None:
     """Log-probs at other positions, of other rows, or of the token before."""
-    far, unrelated, repeated = (now.get(f"{pair}.{of}", 0.0) for of in ("far", "unrelated", "repeated"))
-    key, share = ("unrelated", unrelated) if unrelated > max(EXPLAINS * far, LEVEL * SHARE) else ("repeated", repeated)
-    found = _form(key, now, share=share, what=pair.capitalize()) if share > LEVEL * SHARE else None
-    return _moved(now, pair) or found
+    if (found := _moved(now, pair)) is not None:
+        return found
+    what = pair.capitalize()
+    far, unrelated, repeated, differing, slope = (
+        now.get(f"{pair}.{of}", 0.0) for of in ("far", "unrelated", "repeated", "differing", "slope")
+    )
+    # Those of other tokens are spread as training's are, unlike those of other weights.
+    if unrelated > max((EXPLAINS if slope < SLOPE else MOST) * far, LEVEL * SHARE):
+        return _form("unrelated", now, share=unrelated, what=what)
+    # Where nearly all differ, as after rounding, neighbours are the same by chance.
+    if repeated > LEVEL * SHARE and differing < max(MOST, repeated / EXPLAINS):
+        return _form("repeated", now, share=repeated, what=what)
+    return None
 
 
 def rollout(now: Readings, residual: str) -> Form:

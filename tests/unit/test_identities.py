@@ -434,6 +434,9 @@ LOG_PROBS = (
     (of_rollout(lambda values, *_: values.flip(0)), 3, "misaligned", "unrelated"),
     (of_rollout(lambda values, *_: torch.where(torch.arange(LENGTH) > 9, -1.0, values)), 3, "misaligned", "repeat"),
     *((garbage, begin, "misaligned", "unrelated") for begin in (1, 3)),
+    (of_rollout(lambda values, *_: values.round()), 3, "rollout_log_probs", "nats apart"),
+    # Without a relation to training's in three of five responses.
+    (of_rollout(scored_otherwise(3.1)), 3, "rollout_log_probs", "nats apart"),
     *((move_labels, begin, "misaligned", "1 position") for begin in (1, 3)),
     *((TEMPERATURE, begin, "other_log_probs", "temperature") for begin in (1, 3)),
     (of_rollout(lambda values, *_: values / math.log(2)), 1, "other_log_probs", "log2"),
