@@ -120,8 +120,8 @@ def _shows(event: Event, culprit: Culprit, rule: str) -> bool:
     states: Mapping[str, Any] = event.get("identities", {})
     is_late = states.get("rollout_log_probs", {}).get("late", False)
     engines_agree = not is_late and (event["comparison"]["ordinary"].get(APART) or 0.0) < LEVEL * SHARE
-    if rule == "misaligned":  # by nats, or by position
-        return engines_agree or bool(culprit.get("misplaced"))
+    if rule == "misaligned":
+        return engines_agree
     if rule not in RATIOS:
         return True
     rollout, old = culprit["rollout_log_prob"], culprit["old_log_prob"]

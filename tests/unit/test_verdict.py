@@ -200,7 +200,8 @@ def test_a_ratio_that_steps_have_made_is_a_fact_and_no_cause() -> None:
 def test_a_ratio_that_a_late_rollout_may_have_made_is_no_cause(rule: str) -> None:
     late = STATES | {"rollout_log_probs": STATES["rollout_log_probs"] | {"late": True}}
     for states, cause in ((STATES, rule), (late, None)):
-        assert verdict_on(event(*[[rule]] * 4, identities=states), NONE)["cause"] == cause
+        spike = changed(event(*[[rule]] * 4, identities=states), misplaced=rule == "misaligned")
+        assert verdict_on(spike, NONE)["cause"] == cause
 
 
 @pytest.mark.parametrize("name", FACTS)
