@@ -126,7 +126,8 @@ _CLAIMS: Mapping[str, Mapping[str, str]] = {
     },
     "last_pass": {"gradient.last_pass": "The optimizer's gradient is the last micro-batch's alone"},
     "gradient": {
-        "gradient.zero": "{gradient.zero:.0f} layer(s) have a gradient of exactly 0, unlike the others of their kind",
+        "gradient.zero": "{gradient.zero:.0f} layer(s), or their smallest tensors, have a gradient of exactly 0, "
+        "unlike the others of their kind",
         "gradient.off": "The optimizer's gradient is not the sum of the passes', but {gradient.off:.0%} off: in small "
         "tensors {gradient.is:.3g} times it",
         "gradient.above": "The optimizer's gradient is up to {gradient.factor:.3g} times the sum of the passes', in "

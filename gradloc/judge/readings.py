@@ -206,7 +206,7 @@ def of_layers(now: Layers, before: Layers | None, rate: float) -> Readings:
             parts = [a / b if b else math.inf for a, b in pairs if a > FACTOR * FACTOR * whole]
             found["gradient.factor"] = max(parts, default=0.0)
             found["gradient.above"] = max(found["gradient.factor"] - 1, 0.0)
-            found["gradient.zero"] = float(_dead(reduced))
+            found["gradient.zero"] = float(_dead(_live(now)))
         if now.last_pass is not None and whole > 0:
             apart = max(abs(reduced[layer] - norm) for layer, norm in now.last_pass.items() if layer in reduced)
             found["gradient.last_pass"] = SHARE * whole / max(apart, 1e-9 * whole)
@@ -234,6 +234,12 @@ def _against_passes(reduced: Mapping[str, tuple[float, float]], passes: Mapping[
     return {"gradient.off": math.sqrt(math.fsum((a - b) ** 2 for a, b in pairs) / size), "gradient.is": factor}
 
 
+def _live(of: Layers) -> dict[str, float]:
+    """The layers' gradient norms; 0 also where the smallest tensor has no gradient, as in a part behind a detach."""
+    dead = {layer for layer, (_, square) in (of.reduced_sums or {}).items() if square == 0}
+    return {layer: 0.0 if layer in dead else norm for layer, norm in of.reduced.items()}
+
+
 def _dead(reduced: Mapping[str, float]) -> int:
     """How many numbered layers have a gradient of exactly 0, while others of their kind have one."""
     kinds: defaultdict[str, list[float]] = defaultdict(list)
@@ -253,7 +259,8 @@ def _moves(now: Layers, before: Layers, rate: float) -> Readings:
             most = max(SAME * was / 2, MOVE * rate * math.sqrt(count))
             apart.append(abs(norm - was) / most if math.isfinite(norm) else math.inf)
     found = {"weights.apart": max(apart)} if apart else {}
-    moving = [layer for layer in now.weights if now.reduced.get(layer) and before.reduced.get(layer)]
+    live = [_live(now), _live(before)]
+    moving = [layer for layer in now.weights if all(each.get(layer) for each in live)]
     changed = [now.weights[layer][2] for layer in moving if not math.isnan(now.weights[layer][2])]
     if changed:
         found |= {"weights.still": float(changed.count(0.0)), "weights.layers": float(len(changed))}

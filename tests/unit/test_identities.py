@@ -382,6 +382,13 @@ def of_layers(index: int, change: Callable[[Any, str], Any]) -> Callable[[Update
     return spoil
 
 
+def cut_a_part_off(update: Update, _: int) -> None:
+    """The smallest tensor of a layer has no gradient, so that it does not move."""
+    weights, *_, reduced_sums, sums = update.layers
+    weights["layers.1"] = (*weights["layers.1"][:2], 0.0)
+    reduced_sums["layers.1"], sums["layers.1"] = (0.0, 0.0), 0.0
+
+
 def moved_by(**changes: float) -> Callable[[Update, int], None]:
     index = {"along": 2, "between": 3}
     return lambda update, _: [update.layers[4].__setitem__(index[name], value) for name, value in changes.items()]
@@ -475,6 +482,7 @@ TRAINING = (
     (rescale(lambda tokens: (0.5 * noise(1)).exp()), "loss", "of the tokens"),
     (of_layers(1, lambda norm, _: 2 * norm), "gradient", "1.67 times"),
     (of_layers(1, lambda norm, layer: 0.0 if layer == "layers.1" else norm), "gradient", "exactly 0"),
+    (cut_a_part_off, "gradient", "1 layer(s), or their smallest tensors"),
     (of_layers(5, lambda of, _: (of[0] / 2, 0.5)), "gradient", "50% off: in small tensors 0.5 times"),
     (of_layers(5, lambda of, layer: (of[0] / 4, 0.1) if layer == "layers.2" else of), "gradient", "off"),
     (of_layers(1, lambda norm, _: 0.5), "last_pass", "last micro-batch"),
