@@ -82,6 +82,7 @@ def _of_pair(of: Mapping[str, float]) -> Readings:
     gap = of["size"] / n
     found = {
         "gap": gap,
+        "distance": of["distance"] / n,
         "far": of["far"] / rows,
         "near_gap": (of["size"] - of["far_size"]) / max(n - of["far_tokens"], 1.0),
         "far_gap": of["far_size"] / max(of["far_tokens"], 1.0),

@@ -123,9 +123,10 @@ class Run:
         if self._rate or before is not None:
             now["rate"] = self._rate
         first = self._records[0] if self._records else Record(readings=now)
-        gap = first.readings.get("reference.gap", -1.0) if first.is_first else -1.0
-        if gap >= (LEVEL * SAME if has_moved else 0):  # what only the first update tells
-            now["reference.first_gap"] = gap
+        # A reference that agrees with the rollout is right, and training is not.
+        gaps = [first.readings[name] for name in ("reference.gap", "rollout.distance") if name in first.readings]
+        if first.is_first and "reference.gap" in first.readings and not min(gaps) < LEVEL * SAME * has_moved:
+            now["reference.first_gap"] = min(gaps)  # what only the first update tells
         nothing_moves = now.get("weights.still", 0.0) >= now.get("weights.layers", math.inf)
         if nothing_moves or not has_moved:
             now.pop("reference.same", None)
@@ -177,7 +178,11 @@ def _jump(before: Record | None, now: Mapping[str, float]) -> dict[str, float]:
 
     If the rollout agrees with the policy, the reference has moved; else training's log-probs are wrong.
     """
-    if before is None or "reference.gap" not in before.readings or "reference.gap" not in now:
+    if "reference.gap" not in now or (before is None and now["has_moved"]):
+        return {}
+    if before is None:
+        return {"reference.known": GAP, "policy.jump": now["reference.gap"] / GAP}
+    if "reference.gap" not in before.readings:
         return {}
     gap, known = before.readings["reference.gap"], before.readings.get("reference.known", math.inf)
     known = (known if gap > 2 * known else gap) + before.moved + GAP

@@ -515,6 +515,19 @@ def test_a_reference_of_other_weights_is_named_before_the_first_step() -> None:
     assert (warning["name"], warning["since"]) == ("reference", 1) and "Before any step" in warning["claim"]
 
 
+@cases("column", "old_log_prob", "log_prob")
+def test_a_reference_that_agrees_with_the_rollout_is_right(column: str) -> None:
+    """Training's log-probs are wrong, in both forwards or in that of the old ones."""
+    other = scored_otherwise(0.3)
+
+    def spoil(update: Update, step: int) -> None:
+        of_column("old_log_prob", other)(update, step)
+        update.tokens[column] = update.tokens["old_log_prob"]
+
+    found = answers(run_of(6, rate=1e-3), 1, spoil)
+    assert all(names(each) for each in found) and "reference" not in {name for each in found for name in names(each)}
+
+
 def test_another_reference_stays_broken_although_only_the_first_update_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gradloc.judge.records.MOST_RECORDS", 4)
     found = answers(run_of(8), 1, of_column("ref_log_prob", scored_otherwise(0.3)))
