@@ -73,6 +73,8 @@ _CLAIMS: Mapping[str, Mapping[str, str]] = {
         "advantages.offset": "Advantages are {advantages.offset:.3g} times as far from 0 as from each other",
         "advantages.spread": "A prompt's advantages are {advantages.spread:.3g} times as far apart as its rewards "
         "allow, even divided by their deviation",
+        "advantages.power_off": "Advantages are divided by the power {advantages.power:.2g} of the deviation of their "
+        "prompt's rewards, instead of 1 or 0",
     },
     "misaligned": {
         "moved": "{what} log-probs belong to other tokens: they fit training's {count} {side}{where}",
@@ -155,6 +157,7 @@ _LOOKS: Mapping[str, str] = {
     "advantages.one_sided": "Look for an operation that drops the sign: abs, clamp.",
     "advantages.offset": "The baseline is not of these rewards: look at running means, and at where they come from.",
     "advantages.spread": "Look for a division by a deviation that is 0 up to rounding.",
+    "advantages.power_off": "Look for a division by it that is done twice, or by the variance.",
     "misaligned": "Look at where log-probs are gathered, sliced, padded or put in order.",
     "old_log_probs": "Look for dropout, another temperature, mask or precision, or log-probs of an earlier step.",
     "other_log_probs": "Compute both in nats, with one temperature, vocabulary, top-p and top-k.",

@@ -193,6 +193,7 @@ IDENTITIES = (
             Residual("advantages.one_sided", _HALF),
             Residual("advantages.offset", EXPLAINS),
             Residual("advantages.spread", 1.0),
+            Residual("advantages.power_off", FACTOR),
             Residual("advantages.cut", SHARE),
         ),
         {

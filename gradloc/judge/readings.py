@@ -321,6 +321,7 @@ def _of_groups(groups: Sequence[Sequence[TrainedRow]], count: int) -> Readings:
             (max(advantages) - min(advantages)) / max(max(rewards) - min(rewards), math.sqrt(count) + 1)
             for rewards, advantages in differing
         )
+    found |= _power(differing)
     # If equal rewards have no advantage, the baseline is the group's and lies between its rewards.
     if differing and equal and not any(any(advantages) for _, advantages in equal):
         one_sided = [not min(each) < 0 < max(each) and any(each) for _, each in differing]
@@ -331,6 +332,17 @@ def _of_groups(groups: Sequence[Sequence[TrainedRow]], count: int) -> Readings:
         if (deviation := statistics.pstdev(values)) > 0:
             found["advantages.offset"] = abs(statistics.fmean(values)) / deviation
     return found
+
+
+def _power(groups: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Readings:
+    """By which power of its rewards' deviation each group's advantages are divided, if one fits all of them exactly."""
+    spreads = [(statistics.stdev(rewards), statistics.stdev(advantages)) for rewards, advantages in groups]
+    points = [(math.log(a), math.log(b / a)) for a, b in spreads if b > 0]
+    if len({round(x, 4) for x, _ in points}) <= 2:  # which one power always fits
+        return {}
+    slope, start = statistics.linear_regression(*zip(*points, strict=True))
+    is_exact = all(close(math.exp(y), math.exp(start + slope * x)) for x, y in points)
+    return {"advantages.power": -slope, "advantages.power_off": min(abs(slope), abs(slope + 1))} if is_exact else {}
 
 
 def _is_proportional(pairs: Sequence[tuple[float, float]]) -> bool:

@@ -782,6 +782,17 @@ def test_advantages_follow_rewards_unless_moved_or_turned(estimator: str, kind: 
     assert told >= 4  # by chance, few pairs contradict each other in an update
 
 
+@cases("power broken", (0, False), (1, False), (2, True), (3, True))
+def test_advantages_are_divided_by_the_rewards_deviation_once_or_not(power: int, broken: bool) -> None:
+    """By the mean reward instead, of as many kinds of groups, none of its powers fits."""
+    groups = (torch.rand(PROMPTS, ANSWERS, generator=torch.Generator().manual_seed(1)) < 0.4).float()
+    data = columns(groups.flatten())
+    for by, name in ((groups.std(1) ** power, "advantages" * broken), (groups.mean(1), "")):
+        advantages = (groups - groups.mean(1, keepdim=True)) / (by.unsqueeze(1) + 1e-6)
+        rows = data | {"advantages": advantages.view(-1, 1) * data["response_mask"]}
+        assert of_the_rows(rows)["advantages"] == name
+
+
 @cases("seed", *range(8))
 def test_credit_by_turn_is_healthy_and_advantages_at_the_other_end_are_not(seed: int) -> None:
     data = columns((torch.rand(ROWS, generator=torch.Generator().manual_seed(seed)) < 0.4).float(), seed=seed)
