@@ -109,8 +109,9 @@ def _nearer(records: Records) -> float:
 
     One that is late by a part f of the way is f/(1 − f) times as near.
     """
-    is_early = len(records) <= 2 * levels.LATE and not records[-1].readings.get("rollout.is_current")
-    return math.inf if is_early else _wide("rollout", SHARE, records)
+    now = records[-1]
+    may_be_late = not now.is_first and not now.readings.get("rollout.is_current")
+    return math.inf if may_be_late and len(records) <= 2 * levels.LATE else _wide("rollout", SHARE, records)
 
 
 IDENTITIES = (

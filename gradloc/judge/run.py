@@ -178,15 +178,14 @@ def _jump(before: Record | None, now: Mapping[str, float]) -> dict[str, float]:
 
     If the rollout agrees with the policy, the reference has moved; else training's log-probs are wrong.
     """
-    if "reference.gap" not in now or (before is None and now["has_moved"]):
+    was: Mapping[str, float] = {} if before is None else before.readings
+    if before is None and not now["has_moved"]:
+        was = {"reference.gap": 0.0}
+    if not ("reference.gap" in was and "reference.gap" in now):
         return {}
-    if before is None:
-        return {"reference.known": GAP, "policy.jump": now["reference.gap"] / GAP}
-    if "reference.gap" not in before.readings:
-        return {}
-    gap, known = before.readings["reference.gap"], before.readings.get("reference.known", math.inf)
-    known = (known if gap > 2 * known else gap) + before.moved + GAP
-    agrees = "step.gap" in before.readings and now.get("rollout.gap", math.inf) < now["reference.gap"] / LEVEL
+    gap, known = was["reference.gap"], was.get("reference.known", math.inf)
+    known = (known if gap > 2 * known else max(gap, GAP)) + (0.0 if before is None else before.moved)
+    agrees = "step.gap" in was and now.get("rollout.gap", math.inf) < now["reference.gap"] / LEVEL
     return {"reference.known": known, f"{'reference' if agrees else 'policy'}.jump": now["reference.gap"] / known}
 
 
