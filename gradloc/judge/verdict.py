@@ -194,7 +194,8 @@ def _rewarded(event: Event, rows: Mapping[Place, TrainedRow]) -> str:
     rewards = Counter(rows[place].score for place in places if place in rows)
     known: Counter[float | None] = Counter(row.score for row in rows.values() if row.score is not None and row.largest)
     reward, count = rewards.most_common(1)[0] if rewards else (None, 0)
-    usual = known[reward] / max(known.total(), 1)
+    # In no response with an advantage, or in many, it is nothing that stands out.
+    usual = known[reward] / known.total() if known else 1.0
     if reward is None or count < EXPLAINS * len(places) or usual * LEVEL > 1:
         return ""
     responses = f"{counted(count, len(places), 'responses')} with culprits"

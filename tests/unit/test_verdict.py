@@ -235,7 +235,9 @@ def test_a_reward_that_culprits_have_and_few_others_is_said() -> None:
         place: TrainedRow(row.uid, score=0.5 if i < 12 else 0.0, largest=1.0)
         for i, (place, row) in enumerate(rows.items())
     }
-    for others in ({}, many, {place: TrainedRow(row.uid, largest=1.0) for place, row in rows.items()}):
+    unscored = {place: TrainedRow(row.uid, largest=1.0) for place, row in rows.items()}
+    without_advantages = {place: TrainedRow(row.uid, score=row.score) for place, row in rows.items()}
+    for others in ({}, many, unscored, without_advantages):
         assert "reward" not in verdict(spike, others)["sentence"]
 
 
