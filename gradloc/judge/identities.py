@@ -105,9 +105,9 @@ def _wide(pair: str, least: float, records: Records) -> float:
 
 
 def _nearer(records: Records) -> float:
-    """How many responses may be so much nearer to the reference than to the policy: all, while a late rollout's are.
+    """How many responses may be much nearer to the reference than to the policy: all in a late rollout's first updates.
 
-    One that is late by a part f of the way is f/(1 − f) times as near.
+    One that is late by a part f of the policy's way is f/(1 − f) times as near.
     """
     now = records[-1]
     may_be_late = not now.is_first and not now.readings.get("rollout.is_current")
