@@ -314,6 +314,8 @@ def _is_split(now: Readings) -> bool:
 
 
 def _where(now: Readings) -> str:
+    if now.get("rollout.rounded", 0.0) > EXPLAINS:
+        return ", evenly up to a limit, as if they were rounded"
     if now["rollout.far"] < MOST and _is_split(now):
         return (
             f": by {now['rollout.far_gap']:.2g} in {percent(now['rollout.far'])} of the responses and by "

@@ -142,6 +142,7 @@ IDENTITIES = (
             Residual("rollout.moved", partial(_wide, "rollout", SHARE)),
             Residual("rollout.unrelated", partial(_wide, "rollout", SHARE)),
             Residual("rollout.repeated", SHARE),
+            Residual("rollout.rounded", _HALF),
             Residual("rollout.one_sided", levels.ONE_SIDED),
             Residual("rollout.slope", partial(_wide, "rollout", levels.SLOPE)),
             Residual("rollout.nearer", _nearer),

@@ -333,6 +333,11 @@ def after_a_cut(values: Tensor, tokens: Tokens, _: int) -> Tensor:
     return torch.where(policy > -0.1, 0.0, torch.where(torch.arange(LENGTH) % 3 == 0, policy + 0.1, policy))
 
 
+def rounded_off(values: Tensor, _: Tokens, step: int) -> Tensor:
+    """The errors of rounding to steps of 0.25 nats, for tokens of any probability."""
+    return values + 0.25 * (torch.rand(ROWS, LENGTH, generator=torch.Generator().manual_seed(step)) - 0.5)
+
+
 shift_rollout = lambda values, *_: values.roll(1, 1)  # noqa: E731
 garbage = of_rollout(lambda values, _, step: -noise(step).abs())
 
@@ -442,6 +447,7 @@ LOG_PROBS = (
     (of_rollout(lambda values, *_: torch.where(torch.arange(LENGTH) > 9, -1.0, values)), 3, "misaligned", "repeat"),
     *((garbage, begin, "misaligned", "unrelated") for begin in (1, 3)),
     (of_rollout(lambda values, *_: values.round()), 3, "rollout_log_probs", "nats apart"),
+    (of_rollout(rounded_off), 1, "rollout_log_probs", "as if they were rounded"),
     # Without a relation to training's in three of five responses.
     (of_rollout(scored_otherwise(3.1)), 3, "rollout_log_probs", "nats apart"),
     *((move_labels, begin, "misaligned", "1 position") for begin in (1, 3)),
