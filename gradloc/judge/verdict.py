@@ -91,15 +91,15 @@ def _of_run(event: Event) -> _Found | None:
 
 def _is_unread(event: Event, warning: RunWarning) -> bool:
     """Whether it is about log-probs that made no culprit's coefficient: weights, advantages and ratios give it."""
-    if warning.get("column") not in _UNREAD or not event["culprits"]:
-        return False
-    for each in event["culprits"]:
-        bypassed = each["old_log_prob"] == each["rollout_log_prob"]
-        ratio = 1.0 if bypassed or each["ratio"] is None else each["ratio"]
-        expected = -each["weight"] * (each["advantage"] or 0.0) * ratio
-        if not abs(each["coefficient"] - expected) <= _ALONE * abs(expected):
-            return False
-    return True
+    return warning.get("column") in _UNREAD and bool(event["culprits"]) and not any(map(_reads, event["culprits"]))
+
+
+def _reads(culprit: Culprit) -> bool:
+    """Whether more has made a coefficient than weight, advantage and ratio, such as the rollout's log-prob."""
+    bypassed = culprit["old_log_prob"] == culprit["rollout_log_prob"]
+    ratio = 1.0 if bypassed or culprit["ratio"] is None else culprit["ratio"]
+    expected = -culprit["weight"] * (culprit["advantage"] or 0.0) * ratio
+    return not abs(culprit["coefficient"] - expected) <= _ALONE * abs(expected)
 
 
 def _of_tokens(event: Event) -> _Found | None:
@@ -114,7 +114,10 @@ def _of_tokens(event: Event) -> _Found | None:
 
 
 def _shows(event: Event, culprit: Culprit, rule: str) -> bool:
-    """Whether a rule holds for a culprit, and neither late weights, other engines nor the update's steps make it."""
+    """Whether a rule holds for a culprit, and neither late weights, other engines nor the update's steps make it.
+
+    A ratio to the rollout that the loss does not read makes no gradient.
+    """
     if rule not in culprit["sources"]:
         return False
     states: Mapping[str, Any] = event.get("identities", {})
@@ -129,7 +132,7 @@ def _shows(event: Event, culprit: Culprit, rule: str) -> bool:
         old = culprit["log_prob"]
     # A token's gap alone has to make its ratio far from 1.
     nats = math.log(TOKEN_RATIO) if rule == "token" else APART_NATS
-    return engines_agree and bool(is_apart(rollout, old, nats))
+    return engines_agree and _reads(culprit) and bool(is_apart(rollout, old, nats))
 
 
 def _of_diagnosis(event: Event) -> _Found | None:

@@ -48,7 +48,7 @@ def culprit(position: int, tokens: Sequence[str], norm: float = 9000.0, **change
     figures = {"log_prob": -1.0, "advantage": 1.0, "sequence_ratio": 1.0, "misaligned_share": 0.0} | changes
     log_prob, advantage = figures["log_prob"], figures["advantage"]
     old_log_prob = figures.get("old_log_prob", log_prob)
-    # A sequence's ratio is one to the rollout.
+    # A sequence's ratio is one to the rollout, and the loss has it.
     apart = math.log(min(figures.get("sequence_ratio", 1.0), 1.9))
     rollout_log_prob = figures.get("rollout_log_prob", old_log_prob - apart)
     ratio = math.exp(log_prob - old_log_prob)
@@ -62,7 +62,8 @@ def culprit(position: int, tokens: Sequence[str], norm: float = 9000.0, **change
     found |= {"after_eos": False, "misplaced": False, "position": position, "threshold": THRESHOLD, "share": 0.9}
     found |= {"grad_norm": norm, "layer_norms": {name: norm * value for name, value in relative.items()}}
     found |= {"suspicion": heat[position], "response_suspicion": heat, "response_kl": None, "response_length": 40}
-    found |= {"weight": WEIGHT, "coefficient": -WEIGHT * advantage * ratio, "entropy_coefficient": 0.0, "entropy": 1.5}
+    coefficient = -WEIGHT * advantage * ratio * math.exp(apart)
+    found |= {"weight": WEIGHT, "coefficient": coefficient, "entropy_coefficient": 0.0, "entropy": 1.5}
     found |= {"old_log_prob": old_log_prob, "rollout_log_prob": rollout_log_prob, "ratio": ratio}
     found |= {"rollout_ratio": math.exp(log_prob - rollout_log_prob), "token": tokens[position]}
     before, after = "".join(tokens[max(position - 16, 0) : position]), "".join(tokens[position + 1 : position + 17])
