@@ -115,8 +115,11 @@ def _of_rows(rows: Sequence[Mapping[str, Any]]) -> list[Table]:
     """The rows, then their tokens."""
     tokens = [{"row": row["row"], **token} for row in rows for token in row.get("tokens", ())]
     bare = [{name: value for name, value in row.items() if name != "tokens"} for row in rows]
-    found = {"Rows in which the first is most off": bare, "Their tokens, with log-probs side by side": tokens}
-    return [_of_lines(title, lines) for title, lines in found.items() if lines]
+    found = {
+        "Rows in which the first is most off": bare,
+        "Tokens where the first is most off, with log-probs side by side": tokens,
+    }
+    return [_of_lines(title, lines) for title, lines in found.items() if lines and len(lines[0]) > 1]
 
 
 def _of_lines(title: str, lines: Sequence[Mapping[str, Any]]) -> Table:

@@ -44,8 +44,8 @@ _CLAIMS: Mapping[str, Mapping[str, str]] = {
     },
     "unsampled": {
         "sampled.after_end": "{sampled.after_end:.0f} of {sampled.trained:.0f} trained tokens follow their turn's end",
-        "sampled.unlogged": "{sampled.unlogged:.0f} of {sampled.trained:.0f} trained tokens have no log-prob of the "
-        "rollout (exactly 0)",
+        "sampled.unlogged": "{sampled.unlogged:.0f} of {sampled.trained:.0f} trained tokens have a log-prob of exactly "
+        "0 from the rollout",
     },
     "sampled": {
         "sampled.zero": "{share:.1%} of trained tokens have a rollout log-prob of exactly 0, unlike in training",
@@ -319,8 +319,8 @@ def _where(now: Readings) -> str:
     if now["rollout.far"] < MOST and _is_split(now):
         return (
             f": by {now['rollout.far_gap']:.2g} in {percent(now['rollout.far'])} of the responses and by "
-            f"{now['rollout.near_gap']:.2g} in the others (look at what these have in common, as a worker, or a kind "
-            "of prompt)"
+            f"{now['rollout.near_gap']:.2g} in the others; look at what these have in common, as a worker, or a kind "
+            "of prompt"
         )
     return ", ever more the later a token is" if now["rollout.later"] > EXPLAINS / 2 else ""
 
