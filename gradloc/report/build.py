@@ -11,8 +11,8 @@ from ..replay.advice import advice_by_source
 from ..tools.figures import count, part_of, short, shown, visible
 from ..tools.reading import Evidence
 from ..tools.spike import Spike, mini_batch_of
-from .charts import clips_chart, levels, run_level, steps_or_numbers, timeline
-from .identities import HINT, identities_table
+from .charts import HINTS, clips_chart, levels, run_chart, steps_or_numbers
+from .identities import HINT, identities_table, said_of
 from .replays import next_said, replay_tables
 from .spike_view import (
     CULPRITS,
@@ -25,12 +25,12 @@ from .spike_view import (
     spike_view,
     spikes_table,
     table_of,
-    times_of,
     token_cell,
+    told,
 )
 from .summary import largest_of, mini_batch_fields, summarize
 from .token_clips import EXPLANATION, beside_spike, done_to, signals_of
-from .view import Bar, Column, Table, View
+from .view import Column, Table, View
 from .words import DIAGNOSES, FIGURES, brief
 
 Row = Mapping[str, Any]
@@ -42,9 +42,9 @@ PAGE_ROWS = 5_000
 TABLE_ROWS = 20
 # How many culprits have their details by default.
 DETAILED = 500
+# The columns of the page's table of identities.
+IDENTITIES = (Column("Identity", "row"), Column("State"), Column("Over the run", "spark"))
 _NO_TEXTS = "This page has no prompts, responses or ground truths: the evidence has them. spike_log=texts adds them."
-# Culprits are drawn over the run where it has more steps than these.
-FEW_STEPS = 5
 
 
 def build(evidence: Evidence, rows: int = PAGE_ROWS, details: int = DETAILED) -> View:
@@ -66,6 +66,7 @@ def build(evidence: Evidence, rows: int = PAGE_ROWS, details: int = DETAILED) ->
     view = View(
         title=_title(summary),
         opening=_opening(summary, evidence),
+        identities=[*map(visible, said_of(summary["identities"]))],
         alarms=_alarms(summary),
         warnings=[
             *(
@@ -88,21 +89,20 @@ def build(evidence: Evidence, rows: int = PAGE_ROWS, details: int = DETAILED) ->
         replays=[replay_tables(result) for result in evidence.replays],
         help=[*FIGURES.values()] if evidence.steps else [],
         rules=rules,
-        bars=_bars(summary),
     )
-    if identities := summary["identities"]:
-        claim, sentence = visible(identities["claim"]), visible(identities["sentence"])
-        view.texts |= {"identities": claim, "identities-more": sentence.removeprefix(claim).lstrip()}
     if clips := summary["token_clip"]:
         how = EXPLANATION if clips["largest_tokens"] else ""
         hint = visible(" ".join(clips["sentences"]))
         view.texts |= {"h-clips": clips["title"], "clips-hint": hint, "clips-how": how}
     if details:
         _add_spikes(view, evidence, culprits, details)
-        view.lead = _lead(view, summary, evidence, culprits)
-        if identities:
-            view.tables["identities"] = identities_table(evidence)
-            view.texts["identities-hint"] = HINT
+        view.texts["lead"] = _lead(summary, evidence)
+        if view.identities:
+            of_run = identities_table(evidence)
+            rows = [[name, (state, what), line] for (_, name), state, _, line, what in of_run.rows]
+            view.tables["identities"] = Table(view.identities[0], IDENTITIES, rows, HINT)
+            view.help = [*((str(name), str(holds)) for (holds, name), *_ in of_run.rows), *view.help]
+        view.facts = view.facts if len(view.spikes) > 1 else []  # the only spike's are said of it
         if not evidence.texts:
             view.notes = [*view.notes, _NO_TEXTS]
         if len(culprits) < summary["culprits"]:
@@ -128,22 +128,22 @@ def _title(summary: Summary) -> str:
 
 
 def _opening(summary: Summary, evidence: Evidence) -> list[str]:
-    """The verdict on the largest spike, the advice, and how to check it."""
+    """The verdict on the largest spike, and what to do."""
     title, verdicts = _title(summary), summary["verdicts"]
     if not summary["events"]:
         since = "" if summary["since"] is None else f" from step {summary['since']} on"
         return [f"{title} in {visible(summary['path'])}{since}."]
     largest = max(evidence.spikes, key=lambda spike: spike.size)
-    said = lowered(visible(largest.opening))
+    said, *todo = filter(None, told(largest, next_said(largest, evidence.replays)).values())
     if summary["events"] == 1:
-        found = [f"{title}: {said}"]
+        found = [f"{title}: {lowered(said)}"]
     elif len(verdicts) == 1 and verdicts[0]["cause"] is not None and verdicts[0]["events"] == summary["events"]:
-        found = [f"{title}, all from one cause: {said}"]
+        found = [f"{title}, all from one cause: {lowered(said)}"]
     else:
         of_all = "" if summary["verdict"] is None else f": {lowered(visible(summary['verdict']))}"
         step = "" if largest.step is None else f", in step {largest.step}"
-        found = [f"{title}{of_all}.", f"The largest{step}: {said}"]
-    return [*found, *(visible(text) for text in (largest.check, next_said(largest, evidence.replays)) if text)]
+        found = [f"{title}{of_all}.", f"The largest{step}: {lowered(said)}"]
+    return [*found, *todo]
 
 
 def _alarms(summary: Summary) -> list[str]:
@@ -152,32 +152,13 @@ def _alarms(summary: Summary) -> list[str]:
     return [*found, *filter(None, [summary["lost_spikes"]])]
 
 
-def _lead(view: View, summary: Summary, evidence: Evidence, culprits: Sequence[tuple[Spike, Row]]) -> list[Any]:
-    """The sentence below the page's title; its emphasized parts are lists."""
-    if not summary["events"]:
-        if summary["lost_spikes"]:
-            return [summary["lost_spikes"]]
-        steps = len(levels(evidence))
-        where = f"in {count(steps, 'step')}" if steps else "in this evidence"
-        clips = summary["token_clip"]
-        said = [f"No spike is {where}: no micro-batch was over its threshold."]
-        return [" ".join([*said, *(clips["sentences"][:1] if clips else ())])]
-    # A single spike's verdict stands below.
-    verdict = "" if summary["verdict"] is None or summary["events"] == 1 else f"{visible(summary['verdict'])}. "
-    if not culprits:
-        searched = any(diagnosis != "unsearched" for diagnosis in summary["diagnoses"])
-        found = "No single token was found to be over the threshold." if searched else "No token was measured."
-        return [["", verdict], found]
-    spike, worst = culprits[0]
-    if summary["culprits"] == 1:
-        many = "One token stands out: "
-    else:
-        where = "it" if summary["events"] == 1 else "them"
-        many = f"{count(summary['culprits'], 'token')} stand out in {where}. The largest is "
-    size = times_of(worst)
-    size = "whose gradient is not finite" if size == "not finite" else f"with a gradient {size} the threshold"
-    what, places = steps_or_numbers(evidence.spikes)
-    return [["", verdict], many, ["tok", token_cell(worst)[0]], f" in {what} {places[spike.index]}, {size}."]
+def _lead(summary: Summary, evidence: Evidence) -> str:
+    """The sentence below the page's title; empty where the verdict on the only spike stands below."""
+    if summary["events"]:
+        return f"{visible(summary['verdict'])}." if summary["verdict"] and summary["events"] > 1 else ""
+    steps = len(levels(evidence))
+    where = f" in {count(steps, 'step')}" if steps else ""
+    return "" if summary["lost_spikes"] else f"No micro-batch was over its threshold{where}."
 
 
 def _facts(summary: Summary) -> list[tuple[str, str, str]]:
@@ -227,11 +208,16 @@ def _tables(
         "suspected": table_of(summary["suspected_title"], SUSPECTED, summary["suspected"]),
         "sources": Table(
             "What the culprits are",
-            (Column("Source", "badge"), Column("Culprits", "num"), Column("Share", "num"), Column("Rule")),
+            (Column("Source", "link"), Column("Culprits", "num"), Column("Share", "num"), Column("Rule")),
             [
-                [source, f"{n:,}", part_of(n, summary["culprits"]), rules[source][0]]
+                [(source, f"?source {source}"), f"{n:,}", part_of(n, summary["culprits"]), rules[source][0]]
                 for source, n in summary["sources"].items()
             ],
+        ),
+        "tokens": Table(
+            "The most frequent culprits",
+            (Column("Token", "link"), Column("Culprits", "num")),
+            [[(name, f"?token {name}"), f"{n:,}"] for name, n in _frequent(summary)],
         ),
         "culprits": table_of(
             "The culprits" if len(culprits) == summary["culprits"] else "The largest culprits",
@@ -245,11 +231,12 @@ def _tables(
 
 
 def _happened(event: Row, said: bool) -> str:
-    """A spike's verdict unless it is `said` already, its summary, what its culprits explain, and what to look at."""
+    """A spike's summary, and what its culprits explain; its verdict and what to look at, unless they are `said`."""
     verdict, diagnosis = event["verdict"], event["diagnosis"]
-    is_said = said or verdict is None or verdict["cause"] is None
-    parts: list[str | None] = [None if is_said else f"{brief(verdict)}."]
-    parts += [event["summary"], event["explanation"], None if diagnosis == "tokens" else DIAGNOSES[diagnosis]]
+    parts = [event["summary"], event["explanation"]]
+    if not said:
+        parts.insert(0, None if verdict is None or verdict["cause"] is None else f"{brief(verdict)}.")
+        parts.append(None if diagnosis == "tokens" else DIAGNOSES[diagnosis])
     return visible(" ".join(filter(None, parts)))
 
 
@@ -276,17 +263,10 @@ def _clip_tables(summary: Summary, evidence: Evidence) -> dict[str, Table]:
     return {"clips": table_of(clips["title"], specs, clips["largest_tokens"])}
 
 
-def _bars(summary: Summary) -> dict[str, Sequence[Bar]]:
-    sources, culprits = summary["sources"], summary["culprits"]
-    tokens = {token_cell(entry)[0]: entry["culprits"] for entry in summary["tokens"][:8]}
-    widths = [{name: round(100 * n / max(of.values()), 1) for name, n in of.items()} for of in (sources, tokens)]
-    return {
-        "sources": [
-            Bar(name, n, widths[0][name], f"source {name}", part_of(n, culprits), "", name, SOURCES[name].meaning)
-            for name, n in sources.items()
-        ],
-        "tokens": [Bar(name, n, widths[1][name], f"token {name}", kind="tok") for name, n in tokens.items()],
-    }
+def _frequent(summary: Summary) -> list[tuple[str, int]]:
+    """The tokens that most culprits of several spikes are, if one of them is a culprit twice."""
+    tokens = [(token_cell(entry)[0], entry["culprits"]) for entry in summary["tokens"]]
+    return tokens if summary["events"] > 1 and tokens and tokens[0][1] > 1 else []
 
 
 def _add_spikes(view: View, evidence: Evidence, culprits: Sequence[tuple[Spike, Row]], details: int) -> None:
@@ -296,11 +276,10 @@ def _add_spikes(view: View, evidence: Evidence, culprits: Sequence[tuple[Spike, 
         mine[spike.index].append(i)
     what, places = steps_or_numbers(evidence.spikes)
     signals = signals_of(evidence.clips)
-    steps = evidence.steps if _span(evidence) > FEW_STEPS else {}
     for spike in evidence.spikes:
         place = f"{what.capitalize()} {places[spike.index]}"
         said = beside_spike(signals.get(spike.mini_batch)) if spike.step is not None else None
-        before = steps if spike.index < details else {}
+        before = evidence.steps if spike.index < details else {}
         then = next_said(spike, evidence.replays)
         view.spikes.append(spike_view(spike, place, said, then, before, mine[spike.index]))
     maker = Details(view, evidence.texts, details)
@@ -309,34 +288,14 @@ def _add_spikes(view: View, evidence: Evidence, culprits: Sequence[tuple[Spike, 
     view.tables["terms"] = table_of("", TERMS, [culprit for _, culprit in culprits])
 
 
-def _span(evidence: Evidence) -> int:
-    """How many steps the run has; without the number of any step, how many spikes."""
-    found = [*(spike.step for spike in evidence.spikes), *(line["global_step"] for line in evidence.clips)]
-    known = [step for step in found if step is not None]
-    span = max(known) - min(known) + 1 if known else len(evidence.spikes)
-    return max(span, len(evidence.known_steps()))
-
-
 def _add_charts(view: View, evidence: Evidence, summary: Summary, culprits: Sequence[tuple[Spike, Row]]) -> None:
-    """Adds the charts and what is said above them."""
-    clips, spikes = summary["token_clip"], evidence.spikes
-    if len(levels(evidence)) > 1:
-        view.charts["level"] = run_level(evidence, summary["drills"], clips["by_step"] if clips else {})
-        said = ["In each step, the largest gradient norm of a micro-batch, scaled to that of a single token."]
-        if clips and clips["by_step"]:
-            said.append("Triangles are steps in which TokenClip found tokens;")
-            said.append("filled where it cut all and no spike was recorded.")
-        view.texts["level-hint"] = " ".join(said)
-    if _span(evidence) <= FEW_STEPS:
-        return
-    if clips is not None:
-        rows = [{**row, "done": done_to(row)} for row in clips["largest_tokens"]]
-        if (chart := clips_chart(rows)) is not None:
-            view.charts["clips-chart"] = chart
-    if spikes:
-        view.charts["timeline"] = timeline(spikes, culprits, SOURCES)
-        shown_are = ["Every culprit by the norm of its own gradient"] if culprits else []
-        if any(not spike.event["culprits"] for spike in spikes):
-            shown_are.append("bars are spikes without a culprit, at the norm that a single token would need")
-        what = "; ".join(shown_are)
-        view.texts["when"] = f"{what[:1].upper()}{what[1:]}. Select one to see it above."
+    """Adds the charts and what is said below them."""
+    clips = summary["token_clip"]
+    by_step = clips["by_step"] if clips else {}
+    if chart := run_chart(evidence, culprits, summary["drills"], by_step):
+        view.charts["level"] = chart
+        names = {series.name for series in chart.series}
+        view.texts["level-hint"] = " ".join(text for text, of in HINTS.items() if names.intersection(of))
+    rows = [{**row, "done": done_to(row)} for row in (clips["largest_tokens"] if clips else ())]
+    if chart := clips_chart(rows):
+        view.charts["clips-chart"] = chart

@@ -1,13 +1,14 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The charts of the page: the token norm over the run, the culprits over time, clipped tokens, and norms by layer."""
+"""The charts of the page: token norm and culprits over the run, clipped tokens, and norms by layer."""
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
-from ..tools.figures import count, severity, short, shown, times, visible
+from ..tools.figures import count, short, shown, times, visible
 from ..tools.reading import Evidence
 from ..tools.spike import Spike
 from .view import CIRCLE, Axis, Chart, Column, Point, Series, Table, Tip, log_axis, whole_axis
@@ -29,9 +30,7 @@ UP, DIAMOND = _polygon(0, 120, 240), _polygon(0, 90, 180, 270)
 CROSS = _polygon(*range(45, 405, 45), inner=0.45)
 # How wide the chart of layers is, in pixels; on a small screen, every second label is left out.
 _LAYERS_WIDTH = 420
-# What TokenClip did to the steps that are marked: whether it cut all and no spike was recorded.
-_CLIPPED = {True: "stopped by TokenClip", False: "found by TokenClip"}
-# By source; in the order in which they are drawn.
+# By source.
 SHAPES = {
     "token": CIRCLE,
     "sequence": _polygon(45, 135, 225, 315),
@@ -47,6 +46,29 @@ SHAPES = {
     "unlikely": _polygon(60, 180, 300),
     "punished": _polygon(90, 210, 330),
 }
+_LINE, _BARE = "gradient norm", "no culprit found"
+_FOUND, _FAILED = "drill, found", "drill, FAILED"
+# What TokenClip did to the steps that are marked: whether it cut all and no spike was recorded.
+_CLIPPED = {True: "stopped by TokenClip", False: "found by TokenClip"}
+# What is marked over the run: its colour, shape, and whether only the outline is drawn; in the order of the legend.
+_MARKS: Mapping[str, tuple[str, str, bool]] = {
+    **{source: (source, shape, False) for source, shape in SHAPES.items()},
+    "other": ("other", CIRCLE, True),
+    _BARE: ("quiet", "M0,-1V1", True),
+    _FOUND: ("focus", DIAMOND, True),
+    _FAILED: ("token", CROSS, False),
+    _CLIPPED[True]: ("advantage", UP, False),
+    _CLIPPED[False]: ("sequence", UP, True),
+}
+# What is said below the chart, by what it has of these.
+HINTS: Mapping[str, Collection[str]] = {
+    "The line is the largest gradient norm of a micro-batch in each step, scaled to that of a single token.": [_LINE],
+    "Marks are culprits at the norm of their own gradient: select one to see it below.": [*SHAPES, "other"],
+    "Bars are spikes without a culprit, at the norm that a single token would need.": [_BARE],
+    "Triangles are steps in which TokenClip found tokens, filled where it cut all and no spike was recorded.": [
+        *_CLIPPED.values()
+    ],
+}
 
 
 def _tip(title: str, more: str) -> Tip:
@@ -58,48 +80,6 @@ def steps_or_numbers(spikes: Sequence[Spike]) -> tuple[str, dict[int, int]]:
     if all(spike.step is not None for spike in spikes):
         return "step", {spike.index: spike.step for spike in spikes if spike.step is not None}
     return "event", {spike.index: number for number, spike in enumerate(spikes, 1)}
-
-
-def timeline(spikes: Sequence[Spike], culprits: Sequence[tuple[Spike, Row]], sources: Iterable[str]) -> Chart:
-    """Every culprit by the norm of its own gradient, and the spikes without one.
-
-    Args:
-        spikes (Sequence[Spike]): All of the run.
-        culprits (Sequence): The culprits of the table "culprits", each with its spike.
-        sources (Iterable[str]): In the order of the legend.
-    """
-    what, places = steps_or_numbers(spikes)
-    size = 4.0 if len(spikes) > 150 else 5.5
-    by_source: dict[str, list[Point]] = defaultdict(list)
-    for i, (spike, culprit) in enumerate(culprits):
-        by_source[culprit["source"]].append(Point(places[spike.index], float(culprit["grad_norm"]), i, f"c{i}"))
-    bare = [
-        Point(
-            places[spike.index],
-            spike.size,
-            _tip(without_culprit(spike), f"a single token would need norm {short(spike.size)}"),
-            f"s{spike.index}",
-        )
-        for spike in spikes
-        if not spike.event["culprits"]
-    ]
-    line = sorted(spikes, key=lambda spike: places[spike.index])
-    x = whole_axis(what, [*places.values()])
-    steps = [(float(places[spike.index]), float(spike.event["threshold"])) for spike in line]
-    series = [_threshold([(x.low, steps[0][1]), *steps, (x.high, steps[-1][1])])]
-    for source in filter(by_source.get, sources):
-        shape = SHAPES.get(source, CIRCLE)
-        series.append(Series(source, source, by_source[source], shape, source not in SHAPES, size))
-    if bare:
-        series.append(Series("no culprit found", "quiet", bare, "M0,-1V1", True, size + 1))
-    values = [point.y for each in series for point in each.points]
-    norms = [norm for _, culprit in culprits if math.isfinite(norm := float(culprit["grad_norm"]))]
-    span = f", from {short(min(norms))} to {short(max(norms))}" if norms else ""
-    label = (
-        f"Chart: gradient norms of {count(len(culprits), 'culprit')} in {count(len(spikes), 'spike')}{span}. "
-        "The list of spikes and the table of all culprits lead to the same places."
-    )
-    return Chart(label, x, log_axis("gradient norm of a token", values), series, "culprits")
 
 
 def without_culprit(spike: Spike) -> str:
@@ -117,68 +97,70 @@ def levels(evidence: Evidence) -> list[tuple[int, float, float]]:
     ]
 
 
-def run_level(evidence: Evidence, drills: Sequence[Row], clips: Mapping[int, Row]) -> Chart:
-    """The token norm of every step against its threshold, with marks of spikes, drills and TokenClip.
+def run_chart(
+    evidence: Evidence, culprits: Sequence[tuple[Spike, Row]], drills: Sequence[Row], clips: Mapping[int, Row]
+) -> Chart | None:
+    """The token norm of every step against its threshold, and every culprit by the norm of its own gradient.
+
+    Spikes without a culprit, drills and what TokenClip did are marked, too. None where all is in one step.
 
     Args:
         evidence (Evidence): The run.
+        culprits (Sequence): The culprits of the table "culprits", each with its spike.
         drills (Sequence[Mapping]): What `drill_report` returned.
         clips (Mapping[int, Mapping]): By step, what TokenClip found.
     """
     known = levels(evidence)
-    drills = [drill for drill in drills if drill["global_step"] is not None]
-    at_spikes = [
-        Point(spike.step, spike.level, _spike_tip(spike), f"s{spike.index}")
-        for spike in evidence.spikes
-        if spike.step is not None
-    ]
-    at_drills: dict[bool, list[Point]] = {True: [], False: []}
-    for drill in drills:
-        at_drills[drill["found"]].append(Point(drill["global_step"], drill["level"], (drill["text"], ())))
-    # Of several spikes in a step, the line says the largest; it lies under the marks.
-    ascending = sorted(at_spikes, key=lambda point: severity(point.y))
-    said = {point.x: point for point in (*at_drills[True], *at_drills[False], *ascending)}
+    what, places = steps_or_numbers(evidence.spikes)
+    if known or drills or clips:  # what has no step is left out
+        what, places = "step", {spike.index: spike.step for spike in evidence.spikes if spike.step is not None}
+    spikes = sorted((spike for spike in evidence.spikes if spike.index in places), key=lambda spike: spike.size)
+    links = {spike.step: f"s{spike.index}" for spike in spikes}  # of several, that of the largest
     line = []
-    for step, norm, _ in known:
-        own = said.get(step, Point(step, norm, _tip(f"step {step}", f"token norm {short(norm)}")))
-        line.append(own._replace(y=norm))
-    threshold = _threshold([(step, limit) for step, _, limit in known])
-    marks = [*at_spikes, *at_drills[True], *at_drills[False]]
-    y = log_axis("gradient norm of a token", [point.y for point in (*line, *threshold.points, *marks)])
+    for step, norm, limit in known:
+        tip = _tip(f"step {step}", f"token norm {short(norm)}, {times(norm, limit)} the threshold")
+        line.append(Point(step, norm, tip, links.get(step, "")))
+    of_spikes = sorted((places[spike.index], float(spike.event["threshold"])) for spike in spikes)
+    threshold = _threshold([(step, limit) for step, _, limit in known] or of_spikes)
+    marks: dict[str, list[Point]] = defaultdict(list)
+    for i, (spike, culprit) in enumerate(culprits):
+        if spike.index in places:
+            marks[culprit["source"]].append(Point(places[spike.index], float(culprit["grad_norm"]), i, f"c{i}"))
+    for spike in spikes:
+        if not spike.event["culprits"]:
+            tip = _tip(without_culprit(spike), f"a single token would need norm {short(spike.size)}")
+            marks[_BARE].append(Point(places[spike.index], spike.size, tip, f"s{spike.index}"))
+    for drill in drills:
+        if drill["global_step"] is not None:
+            point = Point(drill["global_step"], drill["level"], (drill["text"], ()))
+            marks[_FOUND if drill["found"] else _FAILED].append(point)
+    points = (*line, *threshold.points, *chain.from_iterable(marks.values()))
+    y = log_axis("gradient norm of a token", [point.y for point in points])
     low = y.low * min(y.high / y.low, 1e300) ** 0.03
-    at_clips: dict[bool, list[Point]] = {True: [], False: []}
     for step, clip in clips.items():
         name = _CLIPPED[clip["stopped"]]
         over = f"{count(clip['over'], 'backward signal')} over the bounds, {clip['cut']:,} cut"
-        at_clips[clip["stopped"]].append(Point(step, low, _tip(f"{name} in step {step}", over), "#h-clips"))
-    series = [
-        Series("gradient norm", "soft", line, size=2 if len(line) < 60 else 0, kind="line"),
-        threshold,
-        Series("spike", "accent", at_spikes),
-        Series("drill, found", "focus", at_drills[True], DIAMOND, open=True),
-        Series("drill, FAILED", "token", at_drills[False], CROSS),
-        Series(_CLIPPED[True], "advantage", at_clips[True], UP),
-        Series(_CLIPPED[False], "sequence", at_clips[False], UP, open=True),
-    ]
-    label = (
-        f"Chart: the token norm of {count(len(known), 'step')}, {known[0][0]} to {known[-1][0]}, "
-        f"with {count(len(evidence.spikes), 'spike')} and {count(len(drills), 'drill')}"
-    )
-    label += f", and marks at {count(len(clips), 'step')} in which TokenClip found tokens." if clips else "."
-    series = [each for each in series if each.points]
-    places = [int(point.x) for each in series for point in each.points]
-    return Chart(label, whole_axis("step", places), y, series)
-
-
-def _spike_tip(spike: Spike) -> Tip:
-    over = times(spike.level, spike.event["threshold"])
-    return _tip(f"spike in step {spike.step}", f"token norm {short(spike.level)}, {over} the threshold")
+        marks[name].append(Point(step, low, _tip(f"{name} in step {step}", over), "#h-clips"))
+    size = 4.0 if len(spikes) > 150 else 5.5
+    of_run = [Series(_LINE, "soft", line, size=2 if len(line) < 60 else 0, kind="line"), threshold]
+    of_marks = [Series(name, color, marks[name], shape, open, size) for name, (color, shape, open) in _MARKS.items()]
+    series = [each for each in (*of_run, *of_marks) if each.points]
+    found = [int(point.x) for each in series for point in each.points]
+    if len({*found}) < 2:
+        return None
+    shown = ((len(known), "step"), (len(spikes), "spike"), (len(culprits), "culprit"), (len(drills), "drill"))
+    label = f"Chart: gradient norms of {', '.join(count(n, noun) for n, noun in shown if n)}."
+    return Chart(label, whole_axis(what, found), y, series, "culprits")
 
 
 def clips_chart(rows: Sequence[Row]) -> Chart | None:
-    """Every clipped token by how far it was over what is usual; `rows` are those of the table "clips"."""
+    """Every clipped token by how far it was over what is usual; None where all are in one step.
+
+    Args:
+        rows (Sequence[Mapping]): Those of the table "clips", each with what was `done` to it.
+    """
     kept = [(i, row) for i, row in enumerate(rows) if row["global_step"] is not None]
-    if not kept:
+    if len({row["global_step"] for _, row in kept}) < 2:
         return None
     series = []
     for done, shape, color in (

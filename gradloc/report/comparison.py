@@ -11,6 +11,7 @@ from typing import Any
 from ..judge.sentences import lowered
 from ..tools.figures import COUNTED, count, culprit_factor, part_of, quoted, severity, short, shown, visible
 from ..tools.reading import Evidence
+from .identities import said_of
 from .summary import summarize, token_name
 from .view import Cell, Column, Table
 
@@ -158,8 +159,7 @@ def remarks(comparison: Mapping[str, Any]) -> list[str]:
             f"{name}: {run['path']}, {count(run['spikes'], 'spike') if run['spikes'] else 'no spike'}{verdict}"
         )
     for name, run in runs.items():
-        if run["identities"] is not None:
-            found.append(f"{name}: {run['identities']['sentence']}")
+        found += [f"{name}: {sentence}" for sentence in said_of(run["identities"])]
         found += [f"{name}: {lowered(of['when'])}: {of['sentence']} {of['check']}" for of in run["warnings"]]
         found += [f"{name}: {sentence}" for sentence in run["changes"]]
         if run["faults"]:

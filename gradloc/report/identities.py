@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is said first: which identities hold, what is or was broken, and what has changed."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,7 +25,7 @@ _STATES = {"held": "holds", "broken": "broken", "unchecked": "not checked"}
 def identities_of(evidence: Evidence, where: str | None = None) -> dict[str, Any] | None:
     """The `step` in which identities were checked last, their `states`, and these in words; None without any.
 
-    In words: `sentence`, which begins with `claim`, that is how many hold and which are broken.
+    In words: `claim`, that is how many hold and which are broken; which are `unchecked`, and which were `off` at times.
 
     Args:
         where (str, optional): What was checked; default: the step.
@@ -37,9 +36,16 @@ def identities_of(evidence: Evidence, where: str | None = None) -> dict[str, Any
     known = None if step is None else f"step {step}"
     claim = _claim(states, where or known)
     unchecked = {name: state["missing"] for name, state in states.items() if state["state"] == "unchecked"}
-    more = {"Not checked": unchecked, "Off at times, but not broken": _off_at_times(evidence)}
-    said = [f"{what}: {'; '.join(f'{name} ({why})' for name, why in of.items())}." for what, of in more.items() if of]
-    return {"step": step, "claim": claim, "sentence": " ".join([claim, *said]), "states": states}
+    return {"step": step, "claim": claim, "unchecked": unchecked, "off": _off_at_times(evidence), "states": states}
+
+
+def said_of(found: Mapping[str, Any] | None) -> list[str]:
+    """What `identities_of` returned in sentences; none without identities."""
+    if found is None:
+        return []
+    unchecked = [f"{name} is not checked: {why}." for name, why in found["unchecked"].items()]
+    off = [f"{name} was off, but not broken: {how}." for name, how in found["off"].items()]
+    return [found["claim"], *unchecked, *off]
 
 
 def _claim(states: Mapping[str, Mapping[str, Any]], where: str | None) -> str:
@@ -47,16 +53,10 @@ def _claim(states: Mapping[str, Mapping[str, Any]], where: str | None) -> str:
     held, broken, unchecked = ([name for name in states if states[name]["state"] == state] for state in _STATES)
     there = "" if where is None else f" in {where}"
     if broken:
-        off = [f"{name} ({_how_far(states[name])})" for name in broken]
-        return f"{len(held)} of {len(held) + len(broken)} identities hold{there}. Broken: {'; '.join(off)}."
+        return f"{len(held)} of {len(held) + len(broken)} identities hold{there}. Broken: {', '.join(broken)}."
     if held:
         return f"All {len(held)} identities {'that could be checked ' if unchecked else ''}hold{there}."
     return f"No identity could be checked{there}."
-
-
-def _how_far(state: Mapping[str, Any]) -> str:
-    since = "" if state["since"] is None else f"since step {state['since']}, "
-    return f"{since}{times_in_words(math.inf if state['times'] is None else float(state['times']))} the usual"
 
 
 def _off_at_times(evidence: Evidence) -> dict[str, str]:
@@ -166,5 +166,6 @@ def _line(evidence: Evidence, name: str) -> Cell:
     """How far an identity was off, over the run."""
     values = [times for step, times in sorted(evidence.times[name].items(), key=_in_order) if step is not None]
     size = -(-len(values) // _POINTS) or 1
-    most = [max(filter(None, values[i : i + size]), default=None) for i in range(0, len(values), size)]
+    spans = ([each for each in values[i : i + size] if each is not None] for i in range(0, len(values), size))
+    most = [max(of_span, default=None) for of_span in spans]
     return sparkline(most, evidence.identities[name]["state"] == "broken" and bool(most), 0.1, LEVEL**LASTS)

@@ -3,7 +3,7 @@
 
 // The script of the report's page: it draws the view, whose form is in view.py, and links its parts. It makes
 // everything as text nodes, so that a model's text never becomes markup. A link is "c" with the number of a culprit,
-// "s" with that of a spike, or "#" with the id of an element.
+// "s" with that of a spike, "?" with words that filter the table of all culprits, or "#" with the id of an element.
 
 const bytes = Uint8Array.from(atob(document.getElementById("data").textContent), (letter) => letter.charCodeAt(0));
 const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
@@ -22,20 +22,16 @@ function start() {
     section.hidden = !(view.charts[name] || view.texts[name] || view[name]?.length);
   }
   document.title = `${view.title} · GradLoc`;
-  showContent({ title: view.title, ...view.texts });
+  const { identities, sources, tokens } = tables;
+  showContent({ title: view.title, ...view.texts, identities, sources, tokens });
   for (const list of ["alarms", "warnings", "drills", "notes"]) fill(list, view[list].map(makeRemark));
-  fill("lead", view.lead.map((part) => typeof part === "string" ? part : make("b", { class: part[0] }, part[1])));
   fill("figures", makeTerms(view.facts.map(([name, value, more]) => [name, [value, make("small", {}, more)]])));
   fill("replay-list", view.replays.map(makeReplay));
-  get("help").append(...makeTerms([...Object.keys(view.rules).map(ruleOf), ...view.help]));
+  get("terms").append(...makeTerms([...Object.keys(view.rules).map(ruleOf), ...view.help]));
   for (const [id, chart] of Object.entries(view.charts)) drawChart(id, chart, tables[chart.table]);
   if (tables.clips?.rows.length) {
     fill("clips-table", [makeTable(tables.clips, "h-clips", "clips-rows")]);
     showRows("clips-rows", tables.clips.rows, (row) => makeRow(tables.clips, row, { tabindex: -1 }));
-  }
-  if (tables.identities) {
-    const rows = tables.identities.rows.map((row) => makeRow(tables.identities, row));
-    fill("identities-table", [makeTable(tables.identities, "h-identities", null, null, rows)]);
   }
   if (spikes.length) startSpikes();
   // The keyboard scrolls to what it moves to; the tip goes along.
@@ -61,11 +57,15 @@ function startSpikes() {
 
 // Selects what a link leads to; `scroll`: and goes there.
 function go(link, scroll = link[0] === "#") {
-  const number = Number(link.slice(1));
-  if (link[0] === "c") select(culprits[number].spike, number);
-  if (link[0] === "s") select(number, spikes[number].culprits[0] ?? null);
+  const [kind, to] = [link[0], link.slice(1)];
+  if (kind === "c") select(culprits[to].spike, Number(to));
+  if (kind === "s") select(Number(to), spikes[to].culprits[0] ?? null);
+  if (kind === "?") {
+    get("words").value = to;
+    showCulprits();
+  }
   if (!scroll) return;
-  const head = get(link[0] === "#" ? link.slice(1) : "spike");
+  const head = get({ "#": to, "?": "h-table" }[kind] ?? "spike");
   head.scrollIntoView({ block: "start" });
   head.focus({ preventScroll: true });
 }
@@ -128,7 +128,7 @@ function whole(n) {
 function showContent(content) {
   for (const [id, part] of Object.entries(content)) {
     const head = get(id).tagName === "DETAILS" ? "summary" : "h3";
-    if (!part) fill(id, []);
+    if (!part || part.rows?.length === 0) fill(id, []);
     else if (typeof part === "string") fill(id, makeCheck(part));
     else fill(id, Array.isArray(part) ? [make(head, {}, part[0]), make("pre", {}, part[1])] : makeTitled(part, head));
   }
@@ -241,7 +241,7 @@ function makeCell(kind, cell) {
 // A figure over some steps, with a dot in the last one if that is the spike's.
 function makeLine([points, last]) {
   const [cx, cy] = last.split(",");
-  const dot = last ? make("circle", { cx, cy, r: 3.5 }) : null;
+  const dot = last ? make("circle", { cx, cy, r: 6 }) : null;
   return make("svg", { viewBox: "0 0 220 40", "aria-hidden": "true" }, make("polyline", { points }), dot);
 }
 
@@ -406,7 +406,7 @@ function showChips() {
       get("chips").children[i].focus();
     };
     const pressed = String(culprit === current.culprit);
-    const factor = make("span", { class: "times" }, culprits[culprit].rung.factor);
+    const factor = make("span", { class: "times" }, tables.culprits.rows[culprit][3]);
     return make("button", { type: "button", "aria-pressed": pressed, onclick }, makeToken(tokenOf(culprit)), factor);
   });
   fill("chips", mine.length > 1 ? chips : []);
@@ -417,20 +417,9 @@ function showCulprit(culprit) {
   showContent(culprit.content);
   showStrip(culprit);
   fill("why", makeTerms(culprit.reasons.map(ruleOf)));
-  fill("ladder", [...view.ladders[culprit.ladder], culprit.rung].flatMap(makeRung));
   if (culprit.layers) drawChart("layers", culprit.layers, culprit.content["layers-figures"]);
   else fill("layers", []);
   fill("numbers", makeTerms([tables.culprits, tables.terms].flatMap((table) => rowFacts(table, current.culprit)[1])));
-}
-
-// A rung's bar goes from the threshold to the norm; one that is not finite goes to the end.
-function makeRung({ name, more, factor, norms, over, start, end, mark }) {
-  const style = `left: ${start}%; width: ${end - start}%; background: var(--${over ? "accent" : "quiet"})`;
-  return [
-    make("div", { class: "rung" }, name, make("small", {}, more)),
-    make("div", { class: "rail" }, make("i", { style }), make("b", { style: `left: ${mark}%` })),
-    make("div", { class: "factor" }, factor, make("small", {}, norms)),
-  ];
 }
 
 // The response, token by token.
@@ -527,7 +516,6 @@ function sortBy(column) {
 }
 
 function showCulprits() {
-  showBars();
   const { rows, more } = tables.culprits;
   const found = inOrder(matching(get("words").value.trim()));
   showRows("rows", found, (culprit, i) => {
@@ -570,26 +558,6 @@ function inOrder(found) {
 function sizeOf(text) {
   const size = parseFloat(text.replaceAll(",", "").replace("∞", "Infinity"));
   return text === "–" ? text : Number.isNaN(size) ? Infinity : size;
-}
-
-// The shares of sources and tokens. Pressing one filters by it, and pressing it again does not.
-function showBars() {
-  for (const [id, bars] of Object.entries(view.bars)) fill(id, bars.map((bar) => make("li", {}, makeBar(bar))));
-}
-
-function makeBar({ label, kind, count, share, width, words, color, hint }) {
-  const pressed = get("words").value === words;
-  const onclick = () => {
-    get("words").value = pressed ? "" : words;
-    showCulprits();
-  };
-  return make(
-    "button",
-    { type: "button", "aria-pressed": String(pressed), title: hint || null, onclick },
-    make("span", { class: `label ${kind}` }, label),
-    make("span", { class: "track" }, make("i", { style: `width: ${width}%; background: var(--${color})` })),
-    [whole(count), share].map((text) => text && make("span", { class: "value" }, text)),
-  );
 }
 
 start();

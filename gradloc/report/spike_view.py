@@ -18,7 +18,6 @@ from ..tools.figures import (
     SHORT_CHARACTERS,
     clipped,
     count,
-    culprit_factor,
     excess,
     percent,
     quoted,
@@ -26,14 +25,13 @@ from ..tools.figures import (
     severity,
     short,
     shown,
-    threshold_factor,
     times,
     visible,
 )
 from ..tools.spike import Spike
 from .charts import layers_chart, without_culprit
 from .summary import TOKENS, suspected_of, token_name
-from .view import Axis, Cell, Column, Culprit, Rung, SpikeView, Strip, Table, View, drawn, log_scale, sparkline
+from .view import Cell, Column, Culprit, SpikeView, Strip, Table, View, drawn, sparkline
 from .words import APPLIED, DIAGNOSES, FIGURES, NOT_APPLIED, brief, ended_early, explanation
 
 Row = Mapping[str, Any]
@@ -44,7 +42,6 @@ Spec = tuple[Column, Callable[[Row], Cell]]
 PARTS, LAYERS = 20, 1024
 # How many steps before a spike are shown.
 STEPS_BEFORE = 20
-_LADDER_WIDTH = 2.0
 # What the page calls a culprit's texts.
 _TEXTS = {"prompt": "Prompt", "response": "Response", "ground_truth": "Ground truth"}
 
@@ -213,19 +210,14 @@ def spike_view(
     part_table = table_of("Parts over their threshold that no small set of tokens explains", PART_SPECS[1:], parts)
     if more := len(event["diffuse"]) + event.get("more_diffuse", 0) - len(parts):
         part_table.more = f"{count(more, 'smaller part')} left out here."
-    wrong, advice = _claim_and_advice(spike)
     content = {
         "spike": title,
-        "verdict": visible(wrong),
-        "advice": visible(advice),
+        **told(spike, then),
         "summary": "" if lowered(spike.summary).rstrip(".") in lowered(spike.opening) else visible(spike.summary),
         "story": visible(story(spike)),
         "clipped": clipped_said or "",
         "kind": f"Diagnosis: {event['diagnosis']}.",
         "explanation": visible(explanation(event) or ""),
-        "check": visible(spike.check),
-        "look": "" if event["diagnosis"] == "tokens" else DIAGNOSES[event["diagnosis"]],
-        "then": visible(then),
         "before": _before(spike, steps),
         "parts": part_table if parts else None,
         "suspected": table_of(spike.suspected_title, SUSPECTED[1:], suspected) if suspected else None,
@@ -234,13 +226,18 @@ def spike_view(
     return SpikeView(f"{title}: {found}", content, culprits)
 
 
-def _claim_and_advice(spike: Spike) -> tuple[str, str]:
-    """The opening of a spike; if an equality is broken, its claim and, apart from it, the advice (else "")."""
-    verdict, said = spike.verdict, spike.opening
-    if verdict is None or verdict["cause"] is None or not said.startswith(brief(verdict)):
-        return said, ""
-    advice = said.removeprefix(brief(verdict)).lstrip(":. ")
-    return f"{brief(verdict)}.", advice[:1].upper() + advice[1:]
+def told(spike: Spike, then: str) -> dict[str, str]:
+    """The verdict on a spike or its summary; apart from it, how to repair what is broken; what to look at; what `then`.
+
+    In the order in which they are said; what is empty is not.
+    """
+    verdict, said, advice = spike.verdict, spike.opening, ""
+    if verdict is not None and verdict["cause"] is not None and said.startswith(brief(verdict)):
+        advice = said.removeprefix(brief(verdict)).lstrip(":. ")
+        said, advice = f"{brief(verdict)}.", advice[:1].upper() + advice[1:]
+    look = "" if spike.event["diagnosis"] == "tokens" else DIAGNOSES[spike.event["diagnosis"]]
+    texts = {"verdict": said, "advice": advice, "check": spike.check, "look": look, "then": then}
+    return {name: visible(text) for name, text in texts.items()}
 
 
 def story(spike: Spike) -> str:
@@ -297,11 +294,10 @@ def _size(name: str, value: float | None) -> float | None:
 
 
 class Details:
-    """Makes the culprits of a view; what several share, ladders and strips, is added to it once."""
+    """Makes the culprits of a view; what several share, strips, is added to it once."""
 
     def __init__(self, view: View, texts: bool, top: int) -> None:
         self._view, self._texts, self._top = view, texts, top
-        self._ladders: dict[tuple[int, int, int], tuple[int, Axis]] = {}
         self._strips: dict[tuple[int, int, int, int], int] = {}
         # By spike, rank and row: the number of each culprit by its position.
         self._in_row: dict[tuple[int, int, int], dict[int, int]] = defaultdict(dict)
@@ -309,15 +305,14 @@ class Details:
     def culprit(self, i: int, spike: Spike, row: Row, detailed: bool) -> Culprit:
         """A culprit, with the number `i`; `detailed` for one with its response, texts and layers."""
         factor = times_of(row)
-        ladder, scale = self._ladder(spike, row)
-        token = _rung(scale, f"Token {row['position']}", f"of row {row['row']}", row["grad_norm"], row["threshold"])
         self._in_row[spike.index, row["rank"], row["row"]][row["position"]] = i
-        strip, layers, table, hint, texts = None, None, None, "", {}
+        strip, ladder, layers, table, hint, texts = None, None, None, None, "", {}
         edge = f"The page has the responses of {count(self._top, 'culprit')}, the largest first; --top sets how many."
         if detailed:
             norms = dict(islice(row["layer_norms"].items(), LAYERS))
             layers, table = layers_chart(norms, spike.event["ordinary_layer_norms"])
             hint = _layer_hint(layers is not None, spike)
+            ladder = _ladder(spike.event, row)
             strip = self._strip(spike, row)
             edge = "The response is not in the evidence."
             texts = {name: clipped(row.get(name)) for name in _TEXTS}
@@ -332,40 +327,14 @@ class Details:
         norm = f"gradient norm {short(row['grad_norm'])}{times_it}"
         return Culprit(
             spike=spike.index,
-            ladder=ladder,
-            rung=token,
             reasons=row["sources"][: len(SOURCES)],
-            content={"norm": norm, "edge": edge, "layers-hint": hint, "layers-figures": layers and table, **shown},
+            content={
+                **{"norm": norm, "edge": edge, "ladder": ladder},
+                **{"layers-hint": hint, "layers-figures": layers and table, **shown},
+            },
             strip=strip,
             layers=layers,
         )
-
-    def _ladder(self, spike: Spike, row: Row) -> tuple[int, Axis]:
-        """The number of the rungs above a culprit, and their scale."""
-        event, key = spike.event, (spike.index, row["micro_batch"], row["rank"])
-        if key not in self._ladders:
-            units = [unit for unit in event["units"] if unit["micro_batch"] == row["micro_batch"]]
-            own = next((unit for unit in units if unit["rank"] == row["rank"]), None)
-            said = [("All ranks", "the reduced gradient", event["global_norm"], event["global_threshold"])]
-            if units:
-                worst = max(units, key=excess)
-                least = "at least " if event.get("more_units") else ""
-                more = f"over on {least}{len(units)} of {count(event['world_size'], 'rank')}"
-                said.append((f"Micro-batch {row['micro_batch']}", more, worst["norm"], worst["threshold"]))
-            if own is not None:
-                more = f"{count(own['tokens'], 'token')} in {count(own['rows'], 'response')}"
-                said.append((f"Rank {row['rank']}", more, own["norm"], own["threshold"]))
-            mine = [
-                culprit_factor(c)
-                for c in event["culprits"]
-                if (c["micro_batch"], c["rank"]) == (row["micro_batch"], row["rank"])
-            ]
-            factors = [*mine, *(threshold_factor({"norm": norm, "threshold": of}) for *_, norm, of in said)]
-            known = [value for value in factors if math.isfinite(value) and value > 0]
-            scale = log_scale(min([1 / _LADDER_WIDTH, *known]), max([_LADDER_WIDTH, *known]))
-            self._ladders[key] = len(self._view.ladders), scale
-            self._view.ladders.append([_rung(scale, *rung) for rung in said])
-        return self._ladders[key]
 
     def _strip(self, spike: Spike, row: Row) -> int | None:
         """The number of a culprit's strip; None where the evidence has none."""
@@ -393,11 +362,22 @@ def _shade(suspicion: float, hottest: float) -> int:
     return round(100 * math.sqrt(max(suspicion, 0.0) / hottest)) if math.isfinite(suspicion) and hottest > 0 else 100
 
 
-def _rung(scale: Axis, name: str, more: str, norm: Any, threshold: Any) -> Rung:
-    factor = threshold_factor({"norm": norm, "threshold": threshold})
-    mark, end = ((scale.place(value) or 0) / 10 for value in (1.0, factor))
-    norms = f"{short(norm)} / {short(threshold)}"
-    return Rung(name, more, times(norm, threshold), norms, not factor <= 1, min(mark, end), max(mark, end), mark)
+def _ladder(event: Mapping[str, Any], row: Row) -> Table:
+    """How far over its threshold a culprit is, and so is each part of the gradient that has it."""
+    units = [unit for unit in event["units"] if unit["micro_batch"] == row["micro_batch"]]
+    parts = [("All ranks", "the reduced gradient", event["global_norm"], event["global_threshold"])]
+    if units:
+        worst = max(units, key=excess)
+        least = "at least " if event.get("more_units") else ""
+        more = f"over on {least}{len(units)} of {count(event['world_size'], 'rank')}"
+        parts.append((f"Micro-batch {row['micro_batch']}", more, worst["norm"], worst["threshold"]))
+    for own in [unit for unit in units if unit["rank"] == row["rank"]][:1]:
+        more = f"{count(own['tokens'], 'token')} in {count(own['rows'], 'response')}"
+        parts.append((f"Rank {row['rank']}", more, own["norm"], own["threshold"]))
+    parts.append((f"Token {row['position']}", f"of row {row['row']}", row["grad_norm"], row["threshold"]))
+    columns = (Column("Gradient of", "row"), *(Column(name, "num") for name in ("Norm", "Threshold", "× threshold")))
+    cells = [[(name, more), short(norm), short(of), times(norm, of)] for name, more, norm, of in parts]
+    return Table("How far over the threshold, from the whole gradient down to the token", columns, cells)
 
 
 def _layer_hint(drawn: bool, spike: Spike) -> str:

@@ -36,17 +36,11 @@ def print_report(evidence: Evidence, top: int | None, everything: bool) -> None:
     console.print()
     for text in view.alarms:
         console.print(Text(text, style="bold red"))
-    if "identities" in view.texts:
-        claim, rest = view.texts["identities"], view.texts["identities-more"]
-        console.print(Text.assemble((claim, "bold"), f" {rest}" if rest else ""))
+    _print_list(console, view.identities)
     for text, more, kind in (*view.warnings, *view.drills):
         if everything or kind != "said":
-            style, style_of_more = _STYLES[kind]
-            console.print(Text(text, style=style))
-            for sentence in more:
-                console.print(Text(f"  {sentence}", style=style_of_more))
-    for place, text in enumerate(view.opening):
-        console.print(Text(text, style="" if place else "bold"), soft_wrap="`" in text)  # a command is to be copied
+            _print_list(console, [text, *more], *_STYLES[kind])
+    _print_list(console, view.opening)
     tables = {name: table for name, table in view.tables.items() if table.rows}
     if everything or "happened" not in tables:
         facts = (f"{name}: {value}" + (f" ({more})" if more else "") for name, value, more in view.facts)
@@ -58,9 +52,6 @@ def print_report(evidence: Evidence, top: int | None, everything: bool) -> None:
         print_table(console, table)
         if name == "clips":
             console.print(Text(view.texts["clips-how"], style="dim"))
-    frequent = [f"{bar.label} ({bar.count:,})" for bar in view.bars["tokens"]]
-    if view.tables["spikes"].rows and view.bars["tokens"] and view.bars["tokens"][0].count > 1:
-        console.print(Text.assemble("\n", ("Most frequent culprits  ", "bold"), "   ".join(frequent)))
     if "clips-hint" in view.texts:
         console.print(Text.assemble("\n", (view.texts["h-clips"], "bold"), "\n", view.texts["clips-hint"]))
     if view.replays and everything:
@@ -71,6 +62,13 @@ def print_report(evidence: Evidence, top: int | None, everything: bool) -> None:
     if not everything and view.tables["happened"].rows:
         console.print(Text("\nMore: --all, or --html report.html", style="dim"))
     console.print()
+
+
+def _print_list(console: Console, texts: Sequence[str], style: str = "bold", style_of_more: str = "") -> None:
+    """Prints a sentence, and below it what belongs to it."""
+    for place, text in enumerate(texts):
+        shown = Text(f"  {text}", style_of_more) if place else Text(text, style)
+        console.print(shown, soft_wrap="`" in text)  # a command is to be copied
 
 
 def _shortened(table: Table) -> Table:

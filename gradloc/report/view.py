@@ -145,20 +145,6 @@ class Chart:
 
 
 @dataclass
-class Rung:
-    """A step from the whole gradient down to the token: its bar goes from the threshold to the norm."""
-
-    name: str
-    more: str
-    factor: str
-    norms: str
-    over: bool
-    start: float
-    end: float
-    mark: float
-
-
-@dataclass
 class Strip:
     """A response token by token: texts, shades of suspicion from 0 to 100, the suspicion as text, and its culprits.
 
@@ -173,35 +159,11 @@ class Strip:
 
 
 @dataclass
-class Bar:
-    """A count as a bar.
-
-    Attributes:
-        label (str): What is counted; a token if `kind` is "tok".
-        count (int), share (str): How many; of all.
-        width (float): The bar's length, in percent.
-        words (str): What finds it in the table "culprits": a column and its value.
-        color (str): The name of a colour of the page's style.
-        hint (str): What it means.
-    """
-
-    label: str
-    count: int
-    width: float
-    words: str
-    share: str = ""
-    kind: str = ""
-    color: str = "quiet"
-    hint: str = ""
-
-
-@dataclass
 class Culprit:
     """A culprit on the page, beside its rows in the tables "culprits" and "terms".
 
     Attributes:
         spike (int): The number of its spike.
-        ladder (int): The number of its rungs but the last, among `View.ladders`; `rung` is the last.
         reasons (Sequence[str]): The rules that hold for it.
         content (dict): Texts, tables, and titled texts that are shown as they are, by the id of their place.
         strip (int, optional): The number of its strip.
@@ -209,8 +171,6 @@ class Culprit:
     """
 
     spike: int
-    ladder: int
-    rung: Rung
     reasons: Sequence[str]
     content: dict[str, Any]
     strip: int | None = None
@@ -233,8 +193,7 @@ class View:
     Attributes:
         title (str): How many spikes there are, and where.
         opening (Sequence[str]): What the terminal says first: what the spikes come from, and what to do.
-        lead (Sequence): What the page says below the title: texts, and [kind, text] of what is emphasized, a token
-            with the kind "tok".
+        identities (Sequence[str]): How many hold and which are broken; then of some what is to be said besides.
         alarms (Sequence[str]): Faults that were planted on purpose, and spikes that are missing.
         warnings, drills (Sequence[Remark]): Each with how to check it, or what to look at; changes after warnings.
         facts (Sequence): The totals, each a name, a value and what belongs to it.
@@ -244,16 +203,15 @@ class View:
         texts (dict[str, str]): Further texts by name.
         spikes (list[SpikeView]): In the order in which they were written.
         culprits (list[Culprit]): The largest first.
-        ladders, strips: What culprits share.
+        strips: What culprits share.
         replays (Sequence): Each a title, where it was computed, sentences, tables and notes.
         rules (dict): By source, its rule and what to do; in the order of the legend.
-        bars (dict): Counts of culprits, by name.
         help (Sequence): Further terms and what they mean.
     """
 
     title: str
     opening: Sequence[str] = ()
-    lead: Sequence[Any] = ()
+    identities: Sequence[str] = ()
     alarms: Sequence[str] = ()
     warnings: Sequence[Remark] = ()
     drills: Sequence[Remark] = ()
@@ -264,11 +222,9 @@ class View:
     texts: dict[str, str] = field(default_factory=dict)
     spikes: list[SpikeView] = field(default_factory=list)
     culprits: list[Culprit] = field(default_factory=list)
-    ladders: list[Sequence[Rung]] = field(default_factory=list)
     strips: list[Strip] = field(default_factory=list)
     replays: Sequence[dict[str, Any]] = ()
     rules: dict[str, tuple[str, str]] = field(default_factory=dict)
-    bars: dict[str, Sequence[Bar]] = field(default_factory=dict)
     help: Sequence[tuple[str, str]] = ()
 
 
@@ -291,11 +247,6 @@ def whole_axis(title: str, places: Sequence[int], most: int = 10) -> Axis:
     return Axis(title, first - margin, last + margin, ticks)
 
 
-def log_scale(low: float, high: float) -> Axis:
-    """A logarithmic scale without ticks, at whose upper end is what is not finite."""
-    return Axis("", low, high, (), log=True, beyond=high)
-
-
 def drawn(values: Sequence[float | None]) -> list[float]:
     """The values that have a place of their own on a log scale."""
     return [value for value in values if value is not None and math.isfinite(value) and value > 0]
@@ -303,7 +254,8 @@ def drawn(values: Sequence[float | None]) -> list[float]:
 
 def sparkline(values: Sequence[float | None], own: bool, low: float, high: float) -> Cell:
     """Values as points of a line, 220 by 40, on a log scale from `low` to at least `high`; the last one if `own`."""
-    axis = log_scale(low, max([high, *drawn(values)]))
+    high = max([high, *drawn(values)])
+    axis = Axis("", low, high, (), log=True, beyond=high)
     width = 210 / max(len(values) - 1, 1)
     points = [
         f"{5 + i * width:.1f},{35 - 0.03 * (axis.place(value) or 0):.1f}"

@@ -443,8 +443,9 @@ def test_what_is_shown_of_a_culprit_is_bounded(view: Any) -> None:
     made = view([big])
     assert len(json_of(made)) < 400_000 and len(made.culprits[0].content["layers-figures"].rows) == 1024
     # On how many ranks the micro-batch was over its threshold is known.
-    assert made.ladders[0][1].more == "over on 5000 of 4 ranks"
-    assert view([{**big, "more_units": 1}]).ladders[1][1].more == "over on at least 5000 of 4 ranks"
+    ladders = [each.content["ladder"] for each in view([{**big, "more_units": 1}]).culprits]
+    said = [ladder.rows[1][0][1] for ladder in ladders]
+    assert said == ["over on 5000 of 4 ranks", "over on at least 5000 of 4 ranks"]
 
 
 def test_malformed_and_other_lines_are_counted_in_one_warning(tmp_path: Path, show: Any) -> None:
@@ -682,7 +683,11 @@ def test_the_view_stays_bounded_and_its_totals_count_all(view: Any) -> None:
     assert {shown.spike for shown in made.culprits} == set(range(8)) and made.spikes[-1].culprits == []
     assert [shown.layers is not None for shown in made.culprits] == [True] * 2 + [False] * 8
     assert {("Culprit tokens", "24", ""), ("Searches complete", "5", "of 9")} <= {*made.facts}
-    assert {bar.label: bar.count for bar in made.bars["sources"]} == {"other": 16, "sequence": 8}
+    assert [row[:2] for row in made.tables["sources"].rows] == [
+        [("other", "?source other"), "16"],
+        [("sequence", "?source sequence"), "8"],
+    ]
+    assert made.tables["tokens"].rows[0] == [("a", "?token a"), "8"]
     assert made.tables["culprits"].more == "14 smaller ones left out" and "10 culprits of 24" in made.notes[-1]
     # Where there are more spikes than that, the largest culprits are shown, and all spikes.
     made = view(rows=3, details=2)
@@ -711,10 +716,10 @@ def test_the_parts_of_a_diffuse_event_are_bounded(view: Any) -> None:
     assert table.rows[0][7] == tokens
 
 
-def test_the_timeline_has_every_culprit_at_its_norm(view: Any) -> None:
+def test_the_chart_of_the_run_has_every_culprit_at_its_norm(view: Any) -> None:
     events = samples(40) + [without_culprits(900, "diffuse")]
     made = view(events)
-    chart = made.charts["timeline"]
+    chart = made.charts["level"]
     marks = {(point.x, short(point.y)) for series in chart.series for point in series.points}
     assert marks >= {(e["global_step"], short(c["grad_norm"])) for e in events for c in e["culprits"]}
     for _, y, tip, link, _ in (point for series in chart.series for point in series.points):

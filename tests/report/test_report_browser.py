@@ -206,18 +206,16 @@ def test_the_page_shows_what_the_view_has(page: Page, whole_run: Path) -> None:
     page.open(whole_run)
     view = report.build(report.read(str(whole_run.parent)))
     assert page.texts("h1") == [flat(view.title)] and page.driver.title == f"{view.title} · GradLoc"
-    assert page.texts("#lead") == [flat([part if isinstance(part, str) else part[1] for part in view.lead])]
     for name in ("alarms", "warnings", "drills", "notes"):
         remarks = [remark[:2] if isinstance(remark, tuple) else remark for remark in getattr(view, name)]
         assert page.texts(f"#{name} > li") == list(map(flat, remarks))
     for name, text in view.texts.items():
         assert page.texts(f"#{name}") == [flat(text)]
     assert page.texts("#figures > div") == list(map(flat, view.facts))
-    for name, bars in view.bars.items():
-        assert page.texts(f"#{name} li") == [flat([bar.label, f"{bar.count:,}", bar.share]) for bar in bars]
+    for name in ("sources", "tokens", "identities"):
+        assert page.texts(f"#{name}") == [flat(view.tables[name])]
     assert sorted(page.texts("#rows tr")) == sorted(rows_of(view.tables["culprits"]))
     assert page.texts("#clips-rows tr") == rows_of(view.tables["clips"])
-    assert page.texts("#identities-table tbody tr") == rows_of(view.tables["identities"])
     parts = ("title", "where", "sentences", "tables", "notes")
     assert page.texts("#replay-list > .card") == [flat([replay[part] for part in parts]) for replay in view.replays]
     for name, chart in view.charts.items():
@@ -243,9 +241,6 @@ def test_the_page_shows_each_spike_as_the_view_has_it(page: Page, whole_run: Pat
             own = view.culprits[spike.culprits[0]]
             shown += [(own.content, name) for name in own.content]
             assert page.texts("#why > div") == [flat([name, *view.rules[name]]) for name in own.reasons]
-            rungs = [*view.ladders[own.ladder], own.rung]
-            assert page.texts("#ladder .rung") == [flat([rung.name, rung.more]) for rung in rungs]
-            assert page.texts("#ladder .factor") == [flat([rung.factor, rung.norms]) for rung in rungs]
             assert page.texts("#pieces > *") == list(map(flat, view.strips[own.strip].tokens))
             assert page.one("#layers").get_attribute("aria-label") == own.layers.label
         for content, name in shown:
@@ -256,9 +251,9 @@ def test_the_page_shows_each_spike_as_the_view_has_it(page: Page, whole_run: Pat
 
 def test_the_charts_answer_the_mouse(page: Page, whole_run: Path) -> None:
     page.open(whole_run)
-    # A culprit that no other covers, the highest; behind them are spikes without one.
-    bare = page.all("#timeline .marks:last-of-type path")
-    points = [mark for mark in page.all("#timeline .marks path") if mark not in bare]
+    # A culprit that no other covers, the highest.
+    groups = zip(page.texts("#level .key span"), page.all("#level .series"), strict=True)
+    points = [mark for name, group in groups if name in SOURCES for mark in group.find_elements(By.TAG_NAME, "path")]
     title = page.one("#spike").text
     page.select(0)
     page.wait(lambda: page.one("#spike").text != title)
@@ -290,8 +285,9 @@ def test_sorting_and_filtering(page: Page, whole_run: Path) -> None:
     assert set(page.column(0)) == {step}  # and not those of which it is the beginning
     page.one("#words").send_keys(Keys.CONTROL + "a", Keys.BACKSPACE)
     assert page.one("#count").text == everything
-    next(bar for bar in page.all("#sources button") if bar.text.startswith("layer")).click()
+    next(source for source in page.all("#sources button") if source.text == "layer").click()
     assert set(page.column(4)) == {"layer"} and page.one("#words").get_property("value") == "source layer"
+    assert page.focused().get_attribute("id") == "h-table"
     page.one("#words").send_keys(" and more")
     assert page.column(0) == [] and page.one("#count").text.startswith("0 of ")
 
@@ -344,7 +340,7 @@ def test_readable_at_every_size(page: Page, tmp_path: Path, monkeypatch: pytest.
     for width in (1280, 390):
         page.width(width)
         page.wait(lambda: page.driver.execute_script(TOO_WIDE) == 0)
-        labels = page.driver.execute_script(script, "#sources .label")
+        labels = page.driver.execute_script(script, "#sources button")
         assert {text for text, _, _ in labels} == set(SOURCES) and all(fits for _, fits, _ in labels), labels
         badges, rule = page.driver.execute_script(script, "#why .badge"), page.driver.execute_script(edge)
         assert len(badges) == len(SOURCES) and all(right <= rule for _, _, right in badges), badges
@@ -372,7 +368,7 @@ def test_a_spike_is_told_in_order_and_its_check_can_be_copied(page: Page, whole_
     assert places == sorted(places) and len(set(places)) == len(places)
     beside = [page.one(f"#{part}").location for part in ("identities", "warnings", "drills")]
     chart = page.one("#level")
-    assert beside[0]["y"] == chart.location["y"] and all(at["x"] > chart.size["width"] for at in beside)
+    assert beside[0]["y"] > beside[1]["y"] and all(at["x"] > chart.size["width"] for at in beside)
     assert not page.one("#why").is_displayed()
     page.width(1920)
     assert page.one("#ladder").location["x"] > page.one("#strip").size["width"]
@@ -424,9 +420,11 @@ def test_steps_and_clipped_tokens_without_a_spike_have_a_page(page: Page, tmp_pa
     tokens = [clipped_token(1, ["a", " b", " c"], 5.0 + i, boundary=f"layers.{i % 30}") for i in range(64)]
     page.width(390)
     page.open(build(tmp_path, [clip(step, tokens) for step in (1, 9)]))
-    assert page.one("h1").text == "No gradient spike" and "128 backward signals" in page.one("#lead").text
+    assert page.one("h1").text == "No gradient spike"
+    assert page.one("#lead").text == "No micro-batch was over its threshold in 30 steps."
+    assert "128 backward signals" in page.one("#clips-hint").text
     shown = [section.get_attribute("id") for section in page.all("section") if section.is_displayed()]
-    assert shown == ["states", "clips"]
+    assert shown == ["clips", "help"]
     assert all(page.one(f"#{chart}").size["height"] > 50 for chart in ("level", "clips-chart"))
     page.wait(lambda: page.driver.execute_script(TOO_WIDE) == 0)
     page.one("#clips-rows-more button").send_keys(Keys.ENTER)

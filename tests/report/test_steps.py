@@ -16,7 +16,6 @@ from valid_events import lines_in, valid_events
 from gradloc import guarded, record_events, report
 from gradloc.evidence import writer
 from gradloc.evidence.writer import record_step
-from gradloc.report.build import FEW_STEPS
 from gradloc.report.charts import levels
 from gradloc.report.identities import warnings_of
 from gradloc.tools.schema import EVENT, STEP, conforms
@@ -114,7 +113,7 @@ def test_the_steps_before_a_spike_are_shown(tmp_path: Path, summary: Any, view: 
         assert len(heights) == 21 and heights.index(min(heights)) == values.index(max(values))
         assert dot == points.split()[-1]  # the spike is marked
     # Earlier steps are left out of the level, but not here.
-    since = last - 2 * FEW_STEPS
+    since = last - 10
     assert [step for step, *_ in levels(report.read(str(tmp_path), since))] == [*range(since, last + 1)]
     assert view(since=since).spikes[-1].content["before"] == before
 
@@ -140,9 +139,9 @@ def test_a_drill_is_no_spike(tmp_path: Path, show: Any, summary: Any, view: Any)
     assert shown["text"] in show() and not summary("--since", "3")["drills"]
     write_steps(tmp_path, 9)
     made = view([drill(3, False)])
-    assert len(made.spikes) == 1 and len(made.drills) == 2 and made.facts[0] == ("Spikes", "1", "")
+    assert made.title == "1 gradient spike in step 3" and len(made.spikes) == 1 and len(made.drills) == 2
     names = [(series.name, len(series.points)) for series in made.charts["level"].series if series.kind == "marks"]
-    assert names == [("spike", 1), ("drill, found", 1), ("drill, FAILED", 1)]
+    assert names == [("other", 1), ("drill, found", 1), ("drill, FAILED", 1)]
 
 
 FAILURES = [

@@ -86,7 +86,7 @@ def test_each_token_is_a_row_and_its_step_is_marked(tmp_path: Path, view: Any) -
     level, cut = made.charts["level"], made.charts["clips-chart"]
     # A spike was left in step 8.
     marks = {series.name: [point.x for point in series.points] for series in level.series if series.kind == "marks"}
-    assert marks == {"spike": [8], "stopped by TokenClip": [3], "found by TokenClip": [5, 8]}
+    assert marks == {"other": [8], "stopped by TokenClip": [3], "found by TokenClip": [5, 8]}
     assert [series.name for series in cut.series] == ["dropped", "reduced", "left"]
 
 
