@@ -102,7 +102,8 @@ def build(evidence: Evidence, rows: int = PAGE_ROWS, details: int = DETAILED) ->
             rows = [[name, (state, what), line] for (_, name), state, _, line, what in of_run.rows]
             view.tables["identities"] = Table(view.identities[0], IDENTITIES, rows, HINT)
             view.help = [*((str(name), str(holds)) for (holds, name), *_ in of_run.rows), *view.help]
-        view.facts = view.facts if len(view.spikes) > 1 else []  # the only spike's are said of it
+        view.warnings = [remark for remark in view.warnings if remark[2] != "said"]
+        view.facts = [] if len(view.spikes) == 1 else view.facts  # those of the only spike are said of it
         if not evidence.texts:
             view.notes = [*view.notes, _NO_TEXTS]
         if len(culprits) < summary["culprits"]:

@@ -73,12 +73,7 @@ def explanation(event: Event) -> str | None:
     """
     if event["diagnosis"] in ("nonfinite", "overflow", "unsearched", "under"):
         return None
-    if event["diagnosis"] == "diffuse":
-        facts = _diffuse(event)
-    elif event["until"] == "exhaustive":
-        facts = _exhaustive(event)
-    else:
-        facts = _explained(event)
+    facts = _diffuse(event) if event["diagnosis"] == "diffuse" else _settled(event)
     if (more := event["more_tokens"]) is not None:
         facts.append(f"about {count(more, 'more token')} may be over τ" if more else "no more seem to be over τ")
     if not facts:
@@ -87,29 +82,23 @@ def explanation(event: Event) -> str | None:
     return sentence[0].upper() + sentence[1:]
 
 
-def _explained(event: Event) -> list[str]:
-    """A search for few tokens that explain the spike."""
-    unit = _worst_rest(event)
-    if ended_early(event):
-        return ["Not explained: the search ended early", *_without_culprits(event, unit)]
-    if not event["explained"]:
-        return ["Whether the culprits explain it could not be measured", *_without_culprits(event, unit)]
-    if unit and len(event["units"]) == 1:
-        return [f"Explained: {_without_culprits(event, unit)[0]}"]
-    these, them = _these_and_them(event)
-    facts = [f"Explained: without {these} every micro-batch is under its threshold"]
-    return facts + ([f"the highest, {_unit_name(unit)}, {_rest(unit, them)}"] if unit else [])
-
-
-def _exhaustive(event: Event) -> list[str]:
-    """A search for every token over τ."""
-    number_found = len(event["culprits"])
-    found = f"{count(number_found, 'token') if number_found else 'no token'} over τ"
-    if ended_early(event):
-        end = f"the search ended early, with {found} so far"
+def _settled(event: Event) -> list[str]:
+    """A search for few tokens that explain the spike, or for every token over τ."""
+    number, is_early, unit = len(event["culprits"]), ended_early(event), _worst_rest(event)
+    these, them = ("this token", "it") if number == 1 else (f"these {number:,} tokens", "them")
+    of_unit = f"without {these} {_unit_name(unit)}" if unit else ""
+    if event["until"] == "exhaustive":
+        end = "the search ended early" if is_early else "everything over its threshold was settled"
+        over = f"{count(number, 'token') if number else 'no token'} over τ{' so far' * is_early}"
+        found = f"Exhaustive: {end}, with {over}"
+    elif is_early:
+        found = "Not explained: the search ended early"
+    elif not event["explained"]:
+        found = "Whether the culprits explain it could not be measured"
     else:
-        end = f"everything over its threshold was settled, with {found}"
-    return [f"Exhaustive: {end}", *_without_culprits(event, _worst_rest(event))]
+        found = f"Explained: without {these} every micro-batch is under its threshold"
+        of_unit = f"the highest, {_unit_name(unit)}," if unit else ""
+    return [found, f"{of_unit} {_rest(unit, them)}"] if unit else [found]
 
 
 def _diffuse(event: Event) -> list[str]:
@@ -152,17 +141,6 @@ def _worst_rest(event: Event) -> Unit | None:
     """The unit that is farthest over its threshold without its culprits, of those measured without them."""
     measured = [unit for unit in event["units"] if unit["rest"] is not None] if event["culprits"] else []
     return max(measured, key=lambda unit: excess(unit["rest"]), default=None)
-
-
-def _without_culprits(event: Event, unit: Unit | None) -> list[str]:
-    """How far a unit is over its threshold without its culprits; an empty list if there is no such unit."""
-    these, them = _these_and_them(event)
-    return [f"without {these} {_unit_name(unit)} {_rest(unit, them)}"] if unit else []
-
-
-def _these_and_them(event: Event) -> tuple[str, str]:
-    culprits = len(event["culprits"])
-    return ("this token", "it") if culprits == 1 else (f"these {culprits:,} tokens", "them")
 
 
 def _unit_name(unit: Unit) -> str:

@@ -535,13 +535,16 @@ DIFFUSE = {"diagnosis": "diffuse", "explained": False, "complete": False}
 INCOMPLETE = {"diagnosis": "incomplete", "explained": False, "complete": False, "more_tokens": None}
 EXHAUSTIVE = {"until": "exhaustive", "explained": None, "more_tokens": None}
 AT = "micro-batch 2 of rank 1 is"
+EXPLAINED = (
+    "Explained: without this token every micro-batch is under its threshold; the highest, micro-batch 2 of rank 1,"
+)
 
 
 @cases(
     "sample sentence",
     (
         spread(1, math.nan, 0.998, more_tokens=0),
-        f"Explained: without this token {AT} at 0.998 of its threshold (NaN with it); no more seem to be over τ.",
+        f"{EXPLAINED} is at 0.998 of its threshold (NaN with it); no more seem to be over τ.",
     ),
     (
         spread(4, 14.2, 0.93, units=2, more_tokens=1),
@@ -550,8 +553,7 @@ AT = "micro-batch 2 of rank 1 is"
     ),
     (
         spread(1, 14.2, 0.0, more_tokens=None),
-        "Explained: without this token micro-batch 2 of rank 1 has no token left that can move (it is at 14.2 of "
-        "its threshold with it).",
+        f"{EXPLAINED} has no token left that can move (it is at 14.2 of its threshold with it).",
     ),
     (
         spread(3, 1.42, 1.3, more_tokens=1300, **DIFFUSE),

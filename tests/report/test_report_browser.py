@@ -423,8 +423,9 @@ def test_steps_and_clipped_tokens_without_a_spike_have_a_page(page: Page, tmp_pa
     assert page.one("h1").text == "No gradient spike"
     assert page.one("#lead").text == "No micro-batch was over its threshold in 30 steps."
     assert "128 backward signals" in page.one("#clips-hint").text
+    assert page.one("#figures").text.startswith("Steps\n30\n1 to 30")
     shown = [section.get_attribute("id") for section in page.all("section") if section.is_displayed()]
-    assert shown == ["clips", "help"]
+    assert shown == ["", "clips", "help"]
     assert all(page.one(f"#{chart}").size["height"] > 50 for chart in ("level", "clips-chart"))
     page.wait(lambda: page.driver.execute_script(TOO_WIDE) == 0)
     page.one("#clips-rows-more button").send_keys(Keys.ENTER)
