@@ -98,10 +98,10 @@ def build(evidence: Evidence, rows: int = PAGE_ROWS, details: int = DETAILED) ->
         _add_spikes(view, evidence, culprits, details)
         view.texts["lead"] = _lead(summary, evidence)
         if view.identities:
-            of_run = identities_table(evidence)
-            rows = [[name, (state, what), line] for (_, name), state, _, line, what in of_run.rows]
-            view.tables["identities"] = Table(view.identities[0], IDENTITIES, rows, HINT)
-            view.help = [*((str(name), str(holds)) for (holds, name), *_ in of_run.rows), *view.help]
+            found: Any = identities_table(evidence).rows
+            states = [[name, (state, what), line] for (_, name), state, _, line, what in found]
+            view.tables["identities"] = Table(view.identities[0], IDENTITIES, states, HINT)
+            view.help = [*((name, holds) for (holds, name), *_ in found), *view.help]
         view.warnings = [remark for remark in view.warnings if remark[2] != "said"]
         view.facts = [] if len(view.spikes) == 1 else view.facts  # those of the only spike are said of it
         if not evidence.texts:

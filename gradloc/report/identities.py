@@ -11,7 +11,7 @@ from ..levels import LASTS, LEVEL
 from ..tools.figures import SHORT_CHARACTERS, TEXT_CHARACTERS, clipped, short, shown, visible
 from ..tools.reading import Evidence
 from ..tools.spike import as_a_command
-from .view import Cell, Column, Table, sparkline
+from .view import Cell, Table, sparkline
 
 # How many warnings are told apart, changes and spans of steps are shown, and points of a line drawn.
 _WARNINGS, _CHANGES, _SPANS, _POINTS = 64, 8, 8, 100
@@ -25,7 +25,7 @@ _STATES = {"held": "holds", "broken": "broken", "unchecked": "not checked"}
 def identities_of(evidence: Evidence, where: str | None = None) -> dict[str, Any] | None:
     """The `step` in which identities were checked last, their `states`, and these in words; None without any.
 
-    In words: `claim`, that is how many hold and which are broken; which are `unchecked`, and which were `off` at times.
+    In words: `claim`, that is how many hold and which are broken; and which were `off` at times.
 
     Args:
         where (str, optional): What was checked; default: the step.
@@ -35,15 +35,15 @@ def identities_of(evidence: Evidence, where: str | None = None) -> dict[str, Any
         return None
     known = None if step is None else f"step {step}"
     claim = _claim(states, where or known)
-    unchecked = {name: state["missing"] for name, state in states.items() if state["state"] == "unchecked"}
-    return {"step": step, "claim": claim, "unchecked": unchecked, "off": _off_at_times(evidence), "states": states}
+    return {"step": step, "claim": claim, "off": _off_at_times(evidence), "states": states}
 
 
 def said_of(found: Mapping[str, Any] | None) -> list[str]:
     """What `identities_of` returned in sentences; none without identities."""
     if found is None:
         return []
-    unchecked = [f"{name} is not checked: {why}." for name, why in found["unchecked"].items()]
+    missing = {name: state["missing"] for name, state in found["states"].items() if state["state"] == "unchecked"}
+    unchecked = [f"{name} is not checked: {why}." for name, why in missing.items()]
     off = [f"{name} was off, but not broken: {how}." for name, how in found["off"].items()]
     return [found["claim"], *unchecked, *off]
 
@@ -135,14 +135,11 @@ def changes_of(evidence: Evidence) -> list[str]:
 
 
 def identities_table(evidence: Evidence) -> Table:
-    """The state of each identity, over the run and at its end."""
-    columns = (
-        Column("Identity", "row"),
-        Column("State"),
-        Column("Times the usual", "num"),
-        Column("Over the run", "spark"),
-        Column("When it was off, or why it is not checked"),
-    )
+    """What is known of each identity, in rows without heads: a part of each is shown, here and by `gradloc check`.
+
+    What holds, with its name; its state; how many times the usual it is off; the same over the run, as a line; when it
+    was off, or why it is not checked.
+    """
     warned, off = _warnings_by_step(evidence), _off_at_times(evidence)
     rows: list[Sequence[Cell]] = []
     for name, state in evidence.identities.items():
@@ -159,7 +156,7 @@ def identities_table(evidence: Evidence) -> Table:
                 shown("; ".join(filter(None, [told, state["missing"]])), TEXT_CHARACTERS),
             ]
         )
-    return Table("", columns, rows)
+    return Table("", (), rows)
 
 
 def _line(evidence: Evidence, name: str) -> Cell:

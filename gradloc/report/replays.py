@@ -5,6 +5,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..judge.sentences import lowered
 from ..replay.advice import recommended
 from ..tools.figures import percent, short, visible
 from ..tools.spike import Spike, mini_batch_of
@@ -48,7 +49,7 @@ def next_said(spike: Spike, replays: Sequence[Result]) -> str:
     """The next thing to do about a spike: the advice of a replay with all remedies, or else the next command."""
     for result in replays:
         if mini_batch_of(result) == spike.mini_batch and result["units"] and "remedy_notes" in result:
-            return f"Replayed: {recommended(result)[1]}"
+            return f"In a replay, {lowered(recommended(result)[1])}"
     return spike.next_said
 
 

@@ -152,7 +152,8 @@ PART_SPECS: Sequence[Spec] = (
     (Column("× threshold", "num"), lambda part: times(part["norm"], part["threshold"])),
     (Column("Largest tokens measured"), lambda part: "\n".join(map(_measured, part["largest_tokens"][:TOKENS]))),
 )
-
+# From the whole gradient down to a token.
+LADDER: Sequence[Spec] = ((Column("Gradient of", "row"), lambda part: part["of"]), *PART_SPECS[5:8])
 
 # The columns of a list of spikes, each with its largest culprit.
 _SPIKES = (
@@ -365,19 +366,19 @@ def _shade(suspicion: float, hottest: float) -> int:
 def _ladder(event: Mapping[str, Any], row: Row) -> Table:
     """How far over its threshold a culprit is, and so is each part of the gradient that has it."""
     units = [unit for unit in event["units"] if unit["micro_batch"] == row["micro_batch"]]
-    parts = [("All ranks", "the reduced gradient", event["global_norm"], event["global_threshold"])]
+    whole = {"norm": event["global_norm"], "threshold": event["global_threshold"]}
+    parts: list[Row] = [whole | {"of": ("All ranks", "the reduced gradient")}]
     if units:
-        worst = max(units, key=excess)
+        worst: Row = max(units, key=excess)
         least = "at least " if event.get("more_units") else ""
         more = f"over on {least}{len(units)} of {count(event['world_size'], 'rank')}"
-        parts.append((f"Micro-batch {row['micro_batch']}", more, worst["norm"], worst["threshold"]))
+        parts.append({**worst, "of": (f"Micro-batch {row['micro_batch']}", more)})
     for own in [unit for unit in units if unit["rank"] == row["rank"]][:1]:
         more = f"{count(own['tokens'], 'token')} in {count(own['rows'], 'response')}"
-        parts.append((f"Rank {row['rank']}", more, own["norm"], own["threshold"]))
-    parts.append((f"Token {row['position']}", f"of row {row['row']}", row["grad_norm"], row["threshold"]))
-    columns = (Column("Gradient of", "row"), *(Column(name, "num") for name in ("Norm", "Threshold", "× threshold")))
-    cells = [[(name, more), short(norm), short(of), times(norm, of)] for name, more, norm, of in parts]
-    return Table("How far over the threshold, from the whole gradient down to the token", columns, cells)
+        parts.append({**own, "of": (f"Rank {row['rank']}", more)})
+    token = {"norm": row["grad_norm"], "threshold": row["threshold"]}
+    parts.append(token | {"of": (f"Token {row['position']}", f"of row {row['row']}")})
+    return table_of("How far over the threshold, from the whole gradient down to the token", LADDER, parts)
 
 
 def _layer_hint(drawn: bool, spike: Spike) -> str:
