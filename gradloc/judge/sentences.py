@@ -106,7 +106,7 @@ def _culprits(event: Event) -> str:
     if not culprits:
         return ""
     text, count = Counter(each.get("token") for each in culprits).most_common(1)[0]
-    which = f"{count} of them " if len(culprits) > 1 else ""
+    which = f"{count} of them " if count < len(culprits) else {1: "", 2: "both "}.get(count, "all ")
     token = "" if text is None or 2 * count <= len(culprits) else f" ({which}{text!r})"
     alone = ", over the threshold alone," if event["diagnosis"] == "diffuse" else ""
     advantages = {(each["rank"], each["row"]): each["advantage"] or 0.0 for each in culprits}
