@@ -74,7 +74,10 @@ class Run:
         found = check(records)
         states: dict[str, IdentityState] = {name: _state(each) for name, each in found.items()}
         warnings = [self._warning(name, each, each.form) for name, each in found.items() if each.form is not None]
-        if any(not each.is_usual("weights.between") for each in records[-LASTS:] if "weights.between" in each.times):
+        written = [
+            each.times.get(name, 0.0) for each in records[-LASTS:] for name in ("weights.between", "weights.apart")
+        ]
+        if max(written) >= LEVEL:
             # Log-probs of other weights follow from weights that something has written.
             warnings.sort(key=lambda each: each["identity"] != "weights")
         if may_be_late(records):
