@@ -3,7 +3,7 @@
 """Loads the model of a bundle, and refuses another. It needs transformers."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -246,30 +246,25 @@ def forward(model: Model, row: Row, entropy: bool) -> tuple[Tensor, Tensor | Non
 
     A response that has no token before it has no log-prob for its first token: it is 0.
     """
-    return response_log_probs(*row_logits(model, row), row, entropy)
+    (found,) = logits_of(model, [row])
+    return response_log_probs(*found, row, entropy)
 
 
-def row_logits(model: Model, row: Row) -> tuple[Tensor, Tensor]:
-    """The logits of a row, shape (length, vocabulary), and its ids on their device."""
-    ids = row.input_ids.to(model.device).unsqueeze(0)
-    (logits,) = compute_logits(model, ids, torch.ones_like(ids), row.position_ids.to(model.device).unsqueeze(0))
-    return logits, ids[0]
+def logits_of(model: Model, rows: Sequence[Row]) -> list[tuple[Tensor, Tensor]]:
+    """The logits of each row, shape (length, vocabulary), and its ids on their device.
 
-
-def compute_logits(model: Model, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
-    """The logits of rows, shape (rows, length, vocabulary).
-
-    Args:
-        input_ids (Tensor): Shape (rows, length), on the model's device, as are the others.
-        attention_mask (Tensor): Same shape; 0 in the padding.
-        position_ids (Tensor): Same shape.
+    All rows are computed at once, padded on the right.
     """
+    ids, positions = (
+        nn.utils.rnn.pad_sequence(list(values), batch_first=True).to(model.device)
+        for values in zip(*((row.input_ids, row.position_ids) for row in rows), strict=True)
+    )
+    lengths = [len(row.input_ids) for row in rows]
+    mask = (torch.arange(ids.shape[1]) < torch.tensor(lengths).unsqueeze(1)).to(ids)
     half = model.dtype in (torch.float16, torch.bfloat16)
     with torch.autocast(model.device.type, dtype=model.dtype if half else torch.bfloat16, enabled=half):
-        found: Tensor = model.module(
-            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
-        ).logits
-    return found
+        logits = model.module(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+    return [(logits[i, :length], ids[i, :length]) for i, length in enumerate(lengths)]
 
 
 def response_log_probs(logits: Tensor, input_ids: Tensor, row: Row, entropy: bool) -> tuple[Tensor, Tensor | None]:

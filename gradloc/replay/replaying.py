@@ -224,13 +224,12 @@ def build_result(replay: Replay, open_ones: Sequence[str]) -> dict[str, Any]:
     else:
         result["remedies"], result["remedy_notes"] = replay.remedies
     result["same_weights"] = same_weights(result)
-    result["scale"] = find_scale(bundle, measured, result["same_weights"], main.dtype, manifest["dtype"])
+    of_tokens = of_one_step(own_facts([saved.tokens for saved in bundle.micro_batches.values()]).tolist())["warnings"]
+    of_loss = next((each["factor"] for each in of_tokens if each["name"] == "loss_scale"), None)
+    result["scale"] = find_scale(bundle, measured, result["same_weights"], of_loss, main.dtype, manifest["dtype"])
     if replay.switches:
         result["switches"] = [*replay.switches]
-    warnings = bundle.event.get("warnings", [])
-    if bundle.is_converted:
-        tokens = [saved.tokens for saved in bundle.micro_batches.values()]
-        warnings = of_one_step(own_facts(tokens).tolist())["warnings"]
+    warnings = of_tokens if bundle.is_converted else bundle.event.get("warnings", [])
     result["sentences"] = [*(each["sentence"] for each in warnings), *sentences(result)]
     return result
 

@@ -9,19 +9,17 @@ the rollout may be those of another temperature.
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..config import is_finite_number
-from ..facts import NAMES
-from ..judge.readings import of_tokens
 from ..levels import FACTOR, GAP, LEAST_LOG_PROB, LEVEL, SAME
-from ..measure.update_facts import own_facts
 from ..tools.opening import Bundle
 from .measuring import Measured
-from .model import Model, row_logits
+from .model import Model, cut_row, logits_of
 
 # How far recorded over replayed may be from their median, relative to it, for each layer of each micro-batch. In half
 # precision, the norms of single layers differ by a few percent in any replay.
@@ -34,30 +32,35 @@ _LEAST_LAYERS = 3
 _FITS = 0.5
 
 
-def find_scale(bundle: Bundle, measured: Measured, same_weights: bool, *dtypes: str) -> dict[str, Any] | None:
+def find_scale(
+    bundle: Bundle, measured: Measured, same_weights: bool, of_loss: float | None, *dtypes: str
+) -> dict[str, Any] | None:
     """Which factors the gradient and the loss have that they should not have.
 
     Args:
         measured (Measured): What the replay gave.
         same_weights (bool): Whether its log-probs are those of training; with others, norms do not compare.
+        of_loss (float, optional): That of the loss, by the judge.
         dtypes (str): What training and the replay computed in.
 
     Returns:
         dict: `gradient`, recorded over replayed; `reduced`, the same for the gradient averaged over the ranks, besides
-            that factor; `loss`, coefficients over expected ones. Each is a `factor` with its `spread` and what it
-            `could_be`, or None where there is no single factor, or it is about 1. None if all three are None.
-            Where layers differ, the gradient has no factor, and the norm over the ranks does not compare.
+            that factor; `loss`, coefficients over expected ones. Each is a `factor` with what it `could_be`, or None
+            where there is no single factor, or it is about 1. None if all three are None. Where layers differ, the
+            gradient has no factor, and the norm over the ranks does not compare.
     """
-    counts = numbers_of_the_run(bundle)
     tolerance = coarsest(_SPREAD, dtypes)
-    found: dict[str, dict[str, Any] | None] = {"gradient": None, "reduced": None, "loss": _of_loss(bundle, counts)}
-    ratios = _layer_ratios(bundle, measured) if same_weights else []
-    common = _common_factor(ratios, tolerance) if len(ratios) >= _LEAST_LAYERS else None
-    if common is not None:
-        found["gradient"] = _unless_one(*common, counts, tolerance)
+    factors = {"gradient": None, "reduced": None, "loss": of_loss}
+    if same_weights and (common := _common_factor(_layer_ratios(bundle, measured), tolerance)) is not None:
+        factors["gradient"] = common
         if measured.whole is not None and measured.whole.norm:
-            reduced = float(bundle.event["global_norm"]) / (common[0] * measured.whole.norm)
-            found["reduced"] = _unless_one(reduced, 0.0, counts, tolerance)
+            factors["reduced"] = float(bundle.event["global_norm"]) / (common * measured.whole.norm)
+    counts = numbers_of_the_run(bundle)
+    found: dict[str, Any] = dict.fromkeys(factors)
+    for name, factor in factors.items():
+        if factor is not None and 0 < factor < math.inf and max(factor, 1 / factor) > 1 + LEVEL * FACTOR:
+            could_be = fitting_numbers(factor, counts, SAME if name == "loss" else _FITS * tolerance)
+            found[name] = {"factor": factor, "could_be": could_be}
     return found if any(found.values()) else None
 
 
@@ -84,7 +87,23 @@ def numbers_of_the_run(bundle: Bundle) -> dict[str, float]:
     if len(bundle.manifest["micro_batches"]) == 1:
         (saved,) = bundle.micro_batches.values()
         found["response tokens of the micro-batch"] = float(saved.tokens["response_mask"].sum())
-    return {name: float(number) for name, number in found.items() if is_finite_number(number)}
+    return {name: float(number) for name, number in found.items() if is_finite_number(number) and number > 1}
+
+
+def fitting_numbers(factor: float, counts: Mapping[str, float], tolerance: float) -> list[str]:
+    """What a factor could be: one of some numbers, a product of two, one over these, or a power of two; in words.
+
+    Args:
+        factor (float): It, positive.
+        counts (Mapping): Numbers over 1 by what they are, as "ranks".
+        tolerance (float): How far the factor may be from a number, relative to it.
+    """
+    products = {f"{one} × {other}": a * b for (one, a), (other, b) in combinations(counts.items(), 2)}
+    known = [(f"the number of {name}", number) for name, number in (counts | products).items()]
+    known = [each for name, number in known for each in ((name, number), (f"1 / {name}", 1 / number))]
+    found = [f"{name} ({max(number, 1 / number):g})" for name, number in known if abs(factor / number - 1) <= tolerance]
+    power = round(math.log2(factor))
+    return [*found, f"2^{power}"] if power and abs(factor / 2.0**power - 1) <= tolerance else found
 
 
 def _layer_ratios(bundle: Bundle, measured: Measured) -> list[float]:
@@ -103,72 +122,11 @@ def _layer_ratios(bundle: Bundle, measured: Measured) -> list[float]:
     return ratios
 
 
-def _of_loss(bundle: Bundle, counts: Mapping[str, float]) -> dict[str, Any] | None:
-    facts = own_facts([saved.tokens for saved in bundle.micro_batches.values()]).tolist()
-    readings = of_tokens(dict(zip(NAMES, facts, strict=True)))
-    factor, explained = readings.get("loss.factor"), readings.get("loss.explained", 0.0)
-    if factor is None or factor <= 0 or is_one(factor) or explained < 1 - SAME:
-        return None
-    spread = math.sqrt(max(1 / min(explained, 1.0) - 1, 0.0))
-    return {"factor": factor, "spread": spread, "could_be": fitting_numbers(factor, counts)}
-
-
-def is_one(factor: float) -> bool:
-    """Whether a factor is not clearly another than 1."""
-    return max(factor, 1 / factor) <= 1 + LEVEL * FACTOR
-
-
-def fitting_numbers(factor: float, counts: Mapping[str, float], tolerance: float = SAME) -> list[str]:
-    """What a factor could be: one of some numbers, a product of two, one over these, or a power of two; in words.
-
-    Args:
-        factor (float): It, positive.
-        counts (Mapping): Numbers by what they are, as "ranks"; those up to 1 are left out.
-        tolerance (float): How far the factor may be from a number, relative to it.
-    """
-    found: list[str] = []
-    given = {name: float(count) for name, count in counts.items() if 1 < count < math.inf}
-    names = list(given)
-    products = {name: given[name] for name in names} | {
-        f"{one} × {other}": given[one] * given[other] for i, one in enumerate(names) for other in names[i + 1 :]
-    }
-    for name, number in products.items():
-        for text, value in ((f"the number of {name}", number), (f"1 / the number of {name}", 1 / number)):
-            if abs(factor / value - 1) <= tolerance:
-                found.append(f"{text} ({number:g})")
-    power = round(math.log2(factor))
-    if power and abs(factor / 2.0**power - 1) <= tolerance:
-        found.append(f"2^{power}")
-    return found
-
-
-def what_it_could_be(fitting: Sequence[str]) -> str:
-    """A clause on `fitting_numbers`, or nothing."""
-    if not fitting:
-        return ""
-    return f"; it could be {' or '.join([', '.join(fitting[:-1]), fitting[-1]] if len(fitting) > 1 else fitting)}"
-
-
-CHECK = (
-    "Take one step with another number of ranks, and one with another number of micro-batches: `actor/grad_norm` "
-    "should stay about the same."
-)
-
-
-def _common_factor(ratios: list[float], tolerance: float) -> tuple[float, float] | None:
-    """Their median and how far they are from it at most, relative to it; None if they are not all near it."""
-    factor = statistics.median(ratios)
-    if not (0 < factor < math.inf and all(math.isfinite(ratio) for ratio in ratios)):
-        return None
-    spread = max(abs(ratio / factor - 1) for ratio in ratios)
-    return (factor, spread) if spread <= tolerance else None
-
-
-def _unless_one(factor: float, spread: float, counts: Mapping[str, float], tolerance: float) -> dict[str, Any] | None:
-    """A factor of a result; None if it is about 1, or none."""
-    if not (0 < factor < math.inf) or is_one(factor):
-        return None
-    return {"factor": factor, "spread": spread, "could_be": fitting_numbers(factor, counts, _FITS * tolerance)}
+def _common_factor(ratios: Sequence[float], tolerance: float) -> float | None:
+    """Their median; None if there are few, or if they are not all near it."""
+    factor = statistics.median(ratios) if len(ratios) >= _LEAST_LAYERS else math.nan
+    is_common = 0 < factor < math.inf and all(abs(ratio / factor - 1) <= tolerance for ratio in ratios)
+    return factor if is_common else None
 
 
 # A temperature fits if it leaves at most this share of the mean difference.
@@ -179,8 +137,8 @@ _PRECISION = 0.005
 # So many response tokens are enough, from the first rows of the first micro-batch on: their logits are kept.
 _TOKENS = 1024
 
-# Those tokens of a row that are compared: logits before the temperature, of shape (tokens, vocabulary), ids and the
-# rollout's log-probs, float64, of shape (tokens,), and training's temperature.
+# Of a row's response: logits before the temperature, of shape (tokens, vocabulary), ids and the rollout's log-probs,
+# float64, not finite where they are not compared, of shape (tokens,), and training's temperature.
 _Row = tuple[Tensor, Tensor, Tensor, float]
 
 
@@ -222,17 +180,15 @@ def _rows(bundle: Bundle, model: Model) -> list[_Row]:
     for saved in bundle.micro_batches.values():
         if "rollout_log_prob" not in saved.tokens:
             continue
-        for index, row in enumerate(saved.rows):
-            rollout = saved.tokens["rollout_log_prob"][index, : row.response_length].double()
-            counted = saved.tokens["response_mask"][index, : row.response_length].bool() & rollout.isfinite()
-            if row.prompt_length == 0:
-                counted[:1] = False  # nothing precedes it
-            chosen = counted.nonzero().squeeze(1)[:left]
-            if len(chosen):
-                logits, ids = row_logits(model, row)
-                positions = (row.prompt_length + chosen).to(model.device)
-                found.append((logits[positions - 1], ids[positions], rollout[chosen], row.temperature))
-                left -= len(chosen)
+        known = saved.tokens["rollout_log_prob"].double().masked_fill(saved.tokens["response_mask"] == 0, math.nan)
+        for row, rollout in zip(saved.rows, known, strict=True):
+            row = cut_row(row, left)
+            start = max(row.prompt_length, 1)  # nothing precedes the first token of all
+            rollout = rollout[start - row.prompt_length : row.response_length]
+            if rollout.isfinite().any():
+                ((logits, ids),) = logits_of(model, [row])
+                found.append((logits[start - 1 : -1].clone(), ids[start:], rollout, row.temperature))
+                left -= row.response_length
     return found
 
 

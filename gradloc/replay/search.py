@@ -33,7 +33,7 @@ from ..measure.update_facts import own_facts
 from ..search.investigation import TimeLimit, investigate
 from ..tools.command_line import say
 from ..tools.opening import Bundle
-from .model import Model, compute_logits, cut_row, has_dropout, response_log_probs
+from .model import Model, cut_row, has_dropout, logits_of, response_log_probs
 from .model import forward as forward_row
 from .replaying import log_prob_distance
 
@@ -296,15 +296,9 @@ def shard_model(model: Model, device: torch.device, mesh: DeviceMesh) -> tuple[M
 
     def forward(inputs: Mapping[str, Any], rows: Sequence[int], response_length: int) -> tuple[Tensor | None, Tensor]:
         cut = [cut_row(inputs["rows"][index], response_length) for index in rows]
-        lengths = [len(row.input_ids) for row in cut]
-        ids = nn.utils.rnn.pad_sequence([row.input_ids for row in cut], batch_first=True).to(device)
-        positions = nn.utils.rnn.pad_sequence([row.position_ids for row in cut], batch_first=True).to(device)
-        mask = (torch.arange(ids.shape[1]) < torch.tensor(lengths).unsqueeze(1)).to(ids)
-        logits = compute_logits(sharded, ids, mask, positions)
-        parts = [(logits[i, :length], ids[i, :length]) for i, length in enumerate(lengths)]
         found = [
             _again_in_backward(response_log_probs, *part, row, inputs["entropy"])
-            for part, row in zip(parts, cut, strict=True)
+            for part, row in zip(logits_of(sharded, cut), cut, strict=True)
         ]
         return _stacked(found, response_length)
 

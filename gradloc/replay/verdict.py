@@ -6,10 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..judge.forms import loss as form_of_loss
 from ..sources import layer_shares
 from ..threshold import is_over
 from .advice import recommended
-from .scale import CHECK, coarsest, what_it_could_be
+from .scale import coarsest
 from .switches import AS_REPLAYED
 
 # How far a norm may be from the recorded one to count as the same. In half precision some thirty roundings in a row of
@@ -43,6 +44,8 @@ _SCALED = {
     "gradient": "The gradient is {} times what its coefficients give, in every layer alike",
     "reduced": "The gradient averaged over the ranks is {} times what the ranks' gradients give",
 }
+# What the judge says of such a factor.
+_CHECK = form_of_loss({"loss.weights": 1.0}, "loss.weights_off").check
 
 
 def sentences(result: Mapping[str, Any]) -> list[str]:
@@ -149,12 +152,12 @@ def _layers(layers: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def scale_in_words(scale: Mapping[str, Any] | None) -> list[str]:
     """The sentences on what `find_scale` returned."""
-    found = [
-        what.format(f"{factor['factor']:.4g}") + what_it_could_be(factor["could_be"]) + "."
-        for name, what in _SCALED.items()
-        if (factor := (scale or {}).get(name)) is not None
-    ]
-    return [*found, CHECK] if found else []
+    found = []
+    for name, what in _SCALED.items():
+        if (factor := (scale or {}).get(name)) is not None:
+            could_be = f"; it could be {' or '.join(factor['could_be'])}" if factor["could_be"] else ""
+            found.append(f"{what.format(format(factor['factor'], '.4g'))}{could_be}.")
+    return [*found, _CHECK] if found else []
 
 
 def _temperature(found: Mapping[str, Any] | None) -> list[str]:

@@ -37,7 +37,7 @@ _FILES = 1024
 # The limit of all of them together.
 _BYTES = 64 * 2**20
 
-_FACTOR = or_null(object_with({"factor spread": NUMBER, "could_be": list_of(TEXT)}))
+_FACTOR = or_null(object_with({"factor": NUMBER, "could_be": list_of(TEXT)}))
 _REPLAYED = {"replayed": NUMBER, "others": list_of(NUMBER)}
 _UNIT = {"rank micro_batch rows": INDEX, "threshold": NUMBER, "norm rest": NUMBER_OR_NULL, **_REPLAYED}
 _TOKEN = {
