@@ -4,7 +4,7 @@
 
 import argparse
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from datetime import datetime, timezone
 from functools import partial
@@ -43,13 +43,13 @@ from .scale import find_scale, fit_temperature
 from .switches import AS_REPLAYED, Switch, find_switches
 from .verdict import same_weights, sentences
 
-_REMEDIES_OPEN = "Not all remedies were measured"
 _TAKE_LESS = "Take another --device, --dtype or --attention, or a machine with more memory."
 # A model's own code may have other signatures and attributes than a switch takes for granted.
 _NOT_DONE = (MemoryError, OSError, RuntimeError, ImportError, TypeError, AttributeError, ValueError)
 
-# A comparison or a switch: how a note begins that it was not done, what it is, and what measures it.
-_Step = tuple[str, str, Callable[[], None]]
+# The table of remedies, a comparison or a switch: how a note begins that it was not done, what it is, and what measures
+# it, which may be an iterator over rows.
+_Step = tuple[str, str, Callable[[], Iterable[object] | None]]
 
 
 class Replay:
@@ -81,17 +81,15 @@ class Replay:
         """The result, then that with each remedy, comparison or switch added: the next may take too much memory."""
         steps = self._replay()
         notes = [note for note, *_ in steps]
-        if self._options.remedies:
-            yield build_result(self, [_REMEDIES_OPEN, *notes])
-            yield from self._remedies(notes)
-        yield build_result(self, notes)
-        for number, (note, what, measure_it) in enumerate(steps, 1):
-            say(f"{what}, {number} of {len(steps)}")
+        for number, (note, what, measure_it) in enumerate(steps):
+            yield build_result(self, notes[number:])
+            say(f"{what}, {number + 1} of {len(steps)}")
             try:
-                measure_it()
+                for _ in measure_it() or ():
+                    yield build_result(self, notes[number:])
             except _NOT_DONE as error:
                 self.notes.append(f"{note}: {why_not(error)}")
-            yield build_result(self, notes[number:])
+        yield build_result(self, [])
 
     def _replay(self) -> list[_Step]:
         """Measures what stands for the replay, and returns what is left to do."""
@@ -121,19 +119,14 @@ class Replay:
             (f"Not compared with {other}", f"comparison with {other}", partial(self._compare, other))
             for other in others
         ]
-        return steps
+        remedies: _Step = "Not all remedies were measured", "remedies", self._remedies
+        return [remedies, *steps] if options.remedies else steps
 
-    def _remedies(self, notes: list[str]) -> Iterator[dict[str, object]]:
-        """The result after each row of remedies; the model is still that of the replay."""
-        assert self._model is not None
-        try:
-            for so_far in remedies_so_far(self.bundle, self._model, self.measured[self.main]):
-                self.remedies = so_far
-                yield build_result(self, [_REMEDIES_OPEN, *notes])
-        except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-            self.notes.append(f"{_REMEDIES_OPEN}: {why_not(error)}")
+    def _remedies(self) -> Iterator[None]:
+        assert self._model is not None  # that of the replay
+        for so_far in remedies_so_far(self.bundle, self._model, self.measured[self.main]):
+            self.remedies = so_far
+            yield
 
     def _load(self, variant: Variant) -> Model:
         self._model = None  # makes room
