@@ -27,9 +27,8 @@ from ..adapters.loss_weights import (
     policy_weights,
     recorded_aggregation,
 )
-from ..convert.batch import AGG_MODES
 from ..sources import HOLDS
-from ..tools.schema import YES_OR_NO, Form, conforms, fields
+from ..tools.schema import TEXT, YES_OR_NO, Form, conforms, fields
 from .advice import REPAIR
 
 _ACTOR, _CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
@@ -38,28 +37,22 @@ _CORRECTIONS = tuple(
     field.name for field in dataclasses.fields(RolloutCorrectionConfig) if field.name.startswith("rollout_")
 )
 
-_FINITE: Form = {"type": "number", "minimum": -1e30, "maximum": 1e30}
-_FINITE_OR_NULL: Form = {**_FINITE, "type": ["number", "null"]}
+_NUMBER: Form = {"type": ["number", "null"], "minimum": -1e30, "maximum": 1e30}
 _OBJECT: Form = {"type": ["object", "null"]}
-_COUNTS = fields({"dp_size batch_num_tokens global_batch_size loss_scale_factor": _FINITE_OR_NULL})
-_LOSS_NUMBERS = fields({"clip_cov_ratio clip_cov_lb clip_cov_ub kl_cov_ratio ppo_kl_coef dro_beta": _FINITE_OR_NULL})
-# The form of the actor's settings that a loss depends on.
-_NUMBERS = fields(
+_COUNTS = fields({"dp_size batch_num_tokens global_batch_size loss_scale_factor": _NUMBER})
+_LOSS_NUMBERS = fields({"clip_cov_ratio clip_cov_lb clip_cov_ub kl_cov_ratio ppo_kl_coef dro_beta": _NUMBER})
+# The form of the actor's settings that a loss depends on; names that are not verl's, verl refuses.
+_PLAIN = fields(
     {
-        "clip_ratio clip_ratio_c entropy_coeff kl_loss_coef": _FINITE,
-        "clip_ratio_low clip_ratio_high tau_pos tau_neg": _FINITE_OR_NULL,
+        "clip_ratio clip_ratio_low clip_ratio_high clip_ratio_c tau_pos tau_neg entropy_coeff kl_loss_coef": _NUMBER,
+        "use_kl_loss": YES_OR_NO,
+        "kl_loss_type loss_agg_mode": TEXT,
     }
 )
 _FORM: dict[str, Form] = {
-    **_NUMBERS,
-    "use_kl_loss": YES_OR_NO,
-    "kl_loss_type": {"enum": "kl abs mse low_var_kl k1 k2 k3 k1+ k2+ k3+ low_var_kl+".split()},
-    "loss_agg_mode": {"enum": [*AGG_MODES]},
+    **_PLAIN,
     "global_batch_info": {**_OBJECT, "properties": _COUNTS},
-    "policy_loss": {
-        **_OBJECT,
-        "properties": {**_LOSS_NUMBERS, "loss_mode": {"enum": [*core_algos.POLICY_LOSS_REGISTRY]}},
-    },
+    "policy_loss": {**_OBJECT, "properties": {**_LOSS_NUMBERS, "loss_mode": TEXT}},
 }
 
 # Errors that verl raises for settings that it does not take.
@@ -124,17 +117,17 @@ def loss_remedies(
         NotTheRecordedLossError: With these settings, verl's loss does not have the recorded coefficients. So others
             would not be comparable with them.
     """
-    try:
-        loss = _Loss(actor, tokens)
-        loss.check(_SAME_IN_HALF if half else _SAME, recorded_version)
-    except _REFUSALS as error:
-        raise NotTheRecordedLossError(f"verl's loss does not take the run's settings: {error!r}.") from error
     notes: list[str] = []
     if recorded_version != verl.__version__:
         notes.append(f"The run had verl {recorded_version}; verl {verl.__version__} computes the losses here.")
-    found = [loss.remedy("as recorded", None, "verl's own loss, computed from the recorded log-probs")]
-    for remedies in (_repair(loss), _clips(loss), _losses(loss, notes), _corrections(loss, notes)):
-        found += remedies
+    try:
+        loss = _Loss(actor, tokens)
+        loss.check(_SAME_IN_HALF if half else _SAME, recorded_version)
+        found = [loss.remedy("as recorded", None, "verl's own loss, computed from the recorded log-probs")]
+        for remedies in (_repair(loss), _clips(loss), _losses(loss, notes), _corrections(loss, notes)):
+            found += remedies
+    except _REFUSALS as error:
+        raise NotTheRecordedLossError(f"verl's loss does not take the run's settings: {error!r}.") from error
     return found, notes
 
 
@@ -290,8 +283,7 @@ def _settings(actor: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]
         if name in actor and not conforms(actor[name], form):
             raise NotTheRecordedLossError(f"verl {verl.__version__} does not take the run's {name}.")
     defaults = {field.name: field.default for field in dataclasses.fields(ActorConfig)}
-    named = [*_NUMBERS, "use_kl_loss", "kl_loss_type", "loss_agg_mode"]
-    found = {name: actor.get(name, defaults.get(name)) for name in named}
+    found = {name: actor.get(name, defaults.get(name)) for name in _PLAIN}
     sizes, given = (actor.get(name) or {} for name in ("global_batch_info", "policy_loss"))
     found["global_batch_info"] = {name: sizes[name] for name in _COUNTS if (sizes.get(name) or 0) > 0}
     known = {field.name for field in dataclasses.fields(_PolicyLoss)} & _LOSS_NUMBERS.keys()
