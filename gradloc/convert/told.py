@@ -38,21 +38,14 @@ _IN_TRAINING = "only training sees it"
 
 @dataclass(frozen=True)
 class Told:
-    """The responses of a step.
+    """The responses of a step."""
 
-    Args:
-        places (Sequence[str]): What each is called.
-        tokens (Sequence): What is known of the tokens of each: of shape (1, length), by the names in a micro-batch.
-        rows (Sequence): Each as a row; none if nothing tells prompts apart.
-        missing (Mapping): By identity, why it cannot be checked.
-        epoch, is_first: See `own_facts`.
-    """
-
-    places: Sequence[str]
+    places: Sequence[str]  # what each is called
+    # What is known of the tokens of each: of shape (1, length), by the names in a micro-batch.
     tokens: Sequence[Mapping[str, Tensor]]
-    rows: Sequence[TrainedRow]
-    missing: Mapping[str, str]
-    epoch: int = 0
+    rows: Sequence[TrainedRow]  # each as a row; none if nothing tells prompts apart
+    missing: Mapping[str, str]  # by identity, why it cannot be checked
+    epoch: int = 0  # see `own_facts`
     is_first: bool = True
 
     def facts(self, of: Sequence[int] | None = None) -> list[float]:

@@ -56,56 +56,36 @@ Event = dict[str, Any]
 
 @dataclass
 class Evidence:
-    """The contents of the files, as far as the report needs them.
+    """The contents of the files, as far as the report needs them."""
 
-    Attributes:
-        path (str): The directory or file that it is from.
-        since (int, optional): Earlier steps are left out; of their figures, spikes show those before them.
-        texts (bool): Whether it has the texts of samples, and the results of replays.
-        directory (str): The directory of the files.
-        options (Sequence[str]): What every command on a bundle takes.
-        spikes (list[Spike]): In the order in which they were written; drills are no spikes.
-        drills (list[dict]): Their events.
-        clips (list[dict]): The lines on what TokenClip found.
-        faults (list[str]): The names of faults that were planted in the run on purpose.
-        steps (dict[int, dict]): The figures of each step, of its last line; None where there is no data.
-        warnings (dict[int | None, list]): The warnings of each step, of its last line; the critic's spikes as well.
-        identities (dict): The state of each identity in the last step in which they were checked.
-        checked_in (int, optional): That step.
-        times (dict[str, dict]): By identity and step, its residual in times of the usual.
-        broken (dict[tuple, tuple]): By identity and the step since which it is broken, the last such step and its
-            warning.
-        changes (dict[int | None, list]): What has changed in each step.
-        notes (dict[str, set]): What was left out of the files, and in which steps.
-        left_out (set): The kinds and steps of these notes.
-        replays (list[dict]): The results of replays, in the order of their events.
-        runs (int): How often the steps begin at 1, or once if they begin later: a resumed run begins later.
-        skipped (Counter): Lines that are not read, by why.
-        too_large (bool): Whether a file has more than `MOST_BYTES`, of which the end is not read.
-    """
-
-    path: str
+    path: str  # the directory or file that it is from
+    # Earlier steps are left out; of their figures, spikes show those before them.
     since: int | None = None
-    texts: bool = True
-    directory: str = "."
-    options: Sequence[str] = ()
-    spikes: list[Spike] = field(default_factory=list)
-    drills: list[Event] = field(default_factory=list)
-    clips: list[Event] = field(default_factory=list)
-    faults: list[str] = field(default_factory=list)
+    texts: bool = True  # whether it has the texts of samples, and the results of replays
+    directory: str = "."  # that of the files
+    options: Sequence[str] = ()  # what every command on a bundle takes
+    spikes: list[Spike] = field(default_factory=list)  # in the order in which they were written; drills are no spikes
+    drills: list[Event] = field(default_factory=list)  # their events
+    clips: list[Event] = field(default_factory=list)  # the lines on what TokenClip found
+    faults: list[str] = field(default_factory=list)  # the names of faults that were planted in the run on purpose
+    # The figures of each step, of its last line; None where there is no data.
     steps: dict[int, dict[str, float | None]] = field(default_factory=dict)
+    # The warnings of each step, of its last line; the critic's spikes as well.
     warnings: dict[int | None, list[Event]] = field(default_factory=dict)
+    # The state of each identity in the last step in which they were checked, and that step.
     identities: dict[str, Event] = field(default_factory=dict)
     checked_in: int | None = None
+    # By identity and step, its residual in times of the usual.
     times: dict[str, dict[int | None, float | None]] = field(default_factory=dict)
+    # By identity and the step since which it is broken, the last such step and its warning.
     broken: dict[tuple[str, int | None], tuple[int | None, Event]] = field(default_factory=dict)
-    changes: dict[int | None, list[Event]] = field(default_factory=dict)
-    notes: dict[str, set[int]] = field(default_factory=dict)
-    left_out: set[tuple[str, int]] = field(default_factory=set)
-    replays: list[dict[str, Any]] = field(default_factory=list)
-    runs: int = 1
-    skipped: Counter[str] = field(default_factory=Counter)
-    too_large: bool = False
+    changes: dict[int | None, list[Event]] = field(default_factory=dict)  # what has changed in each step
+    notes: dict[str, set[int]] = field(default_factory=dict)  # what was left out of the files, and in which steps
+    left_out: set[tuple[str, int]] = field(default_factory=set)  # the kinds and steps of these notes
+    replays: list[dict[str, Any]] = field(default_factory=list)  # the results of replays, in the order of their events
+    runs: int = 1  # how often the steps begin at 1, or once if they begin later: a resumed run begins later
+    skipped: Counter[str] = field(default_factory=Counter)  # lines that are not read, by why
+    too_large: bool = False  # whether a file has more than `MOST_BYTES`, of which the end is not read
     _last_step: int = 1
 
     @property

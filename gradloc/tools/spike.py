@@ -24,19 +24,12 @@ def mini_batch_of(event: Mapping[str, Any]) -> MiniBatch:
 
 @dataclass(frozen=True)
 class Spike:
-    """A spike, or a mini-batch that was converted and is not known to have one.
+    """A spike, or a mini-batch that was converted and is not known to have one."""
 
-    Attributes:
-        event (Mapping): As the evidence has it.
-        index (int): Its place in the order in which they were written.
-        directory (str): The directory that it is from.
-        options (Sequence[str]): What every command on its bundle takes.
-    """
-
-    event: Mapping[str, Any]
-    index: int
-    directory: str = "."
-    options: Sequence[str] = ()
+    event: Mapping[str, Any]  # as the evidence has it
+    index: int  # its place in the order in which they were written
+    directory: str = "."  # that it is from
+    options: Sequence[str] = ()  # what every command on its bundle takes
 
     @cached_property
     def bundle(self) -> str | None:
