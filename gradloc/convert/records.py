@@ -7,7 +7,7 @@ import importlib
 import math
 import resource
 import stat
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,8 +42,7 @@ _TEXTS: Mapping[tuple[str, str], str] = {
 TOKENS_IN_A_ROW = 2**22
 _TOKEN_IDS = 2**31
 # By field, the largest whole number that is taken.
-_MOST = {"response_length": TOKENS_IN_A_ROW, "step": 2**40}
-_RANKS = 2**16
+_MOST = {"rank": 2**16, "micro_batch": 2**16, "response_length": TOKENS_IN_A_ROW, "step": 2**40}
 # A log-prob is not positive but for rounding.
 _ROUNDING = 1e-2
 
@@ -71,6 +70,18 @@ class Record:
     unknown: tuple[str, ...]  # fields that were not read
 
 
+# By field with a single value, what it must be, and whether a value is that.
+_SINGLE: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    "temperature": ("a positive number", lambda value: is_finite_number(value) and value > 0),
+    "uid": ("a text or a whole number", lambda value: isinstance(value, (str, int))),
+    "reward": ("a number", lambda value: isinstance(value, float) or is_finite_number(value)),
+    **{
+        name: (f"a whole number from 0 to {most:,}", lambda value, most=most: type(value) is int and 0 <= value <= most)
+        for name, most in _MOST.items()
+    },
+}
+
+
 def read_record(
     fields: Any, place: str, temperature: float = 1.0, keep_nonfinite: bool = False, for_check: bool = False
 ) -> Record:
@@ -90,9 +101,12 @@ def read_record(
         raise RecordError(f"{place} is not an object with fields.")
     known = {name: fields[name] for name in FIELDS if fields.get(name) is not None}
     _check_ids({name for name, value in fields.items() if value is not None}, place)
+    for name, (what, holds) in _SINGLE.items():
+        if name in known and not holds(known[name]):
+            given = repr(known[name])
+            given = given if len(given) <= 40 else f"{given[:40]}…"
+            raise RecordError(f"{place}, field {name!r}: it must be {what}, and is {given}.")
     input_ids, length = _ids(known, place)
-    if not (is_finite_number(given := known.get("temperature", temperature)) and given > 0):
-        raise RecordError(f"{place}, field 'temperature': it must be a positive number, and is {_short(given)}.")
     mask = torch.ones(length, dtype=torch.float64)
     if "response_mask" in known:
         mask = _numbers(known["response_mask"], "response_mask", length, place)
@@ -104,22 +118,16 @@ def read_record(
             tokens[own_name] = _values(known[name], name, mask, place, keep_nonfinite or for_check, for_check)
     if not (for_check or "advantage" in tokens or "coefficient" in tokens):
         raise RecordError(f"{place}, field 'advantages': it is missing, and so is 'coefficients'.")
-    uid = known.get("uid")
-    if uid is not None and not isinstance(uid, (str, int)):
-        raise RecordError(f"{place}, field 'uid': it must be a text or a whole number, and is {_short(uid)}.")
-    reward = known.get("reward")
-    if not (reward is None or isinstance(reward, float) or is_finite_number(reward)):
-        raise RecordError(f"{place}, field 'reward': it must be a number, and is {_short(reward)}.")
-    sampled = known.get("rollout_log_probs")
+    uid, reward, sampled = (known.get(name) for name in ("uid", "reward", "rollout_log_probs"))
     return Record(
         place,
-        Row(input_ids, torch.arange(len(input_ids)), length, float(given)),
+        Row(input_ids, torch.arange(len(input_ids)), length, float(known.get("temperature", temperature))),
         tokens,
-        _index(known, "rank", place) or 0,
-        _index(known, "micro_batch", place),
+        known.get("rank", 0),
+        known.get("micro_batch"),
         None if uid is None else str(uid)[:200],
         None if reward is None else float(reward),
-        _index(known, "step", place),
+        known.get("step"),
         None if sampled is None else _numbers(sampled, "rollout_log_probs", length, place),
         tuple(sorted(str(name)[:40] for name in fields if name not in FIELDS)),
     )
@@ -142,7 +150,7 @@ def _ids(known: Mapping[str, Any], place: str) -> tuple[Tensor, int]:
         found, length = torch.cat(parts), len(parts[1])
     elif "input_ids" in known and "response_length" in known:
         found = _token_ids(known["input_ids"], "input_ids", place)
-        length = _index(known, "response_length", place) or 0
+        length = known["response_length"]
     else:
         raise RecordError(
             f"{place}, field 'response_ids': a record needs prompt_ids and response_ids, or input_ids and "
@@ -185,37 +193,14 @@ def _values(value: Any, name: str, mask: Tensor, place: str, keep_nonfinite: boo
 
 def _numbers(value: Any, name: str, length: int, place: str) -> Tensor:
     """Numbers as float64 of shape (length,); null, which pandas writes for NaN, is NaN."""
-    fits = isinstance(value, Sequence) and not isinstance(value, str)
-    shape: tuple[int, ...] = (len(value),) if fits else (length,)
-    if fits and value and isinstance(value[0], Sequence) and not isinstance(value[0], str):
-        shape = (len(value), len(value[0]))
     # A float may be NaN or infinite; an int may be larger than any float.
-    fits = fits and all(
-        each is None or isinstance(each, (bool, float)) or (isinstance(each, int) and is_finite_number(each))
-        for each in value
-    )
-    if shape != (length,):
-        raise RecordError(f"{place}, field {name!r}: its shape is {shape}, the response's {(length,)}.")
-    if not fits:
+    if not isinstance(value, Sequence) or not all(
+        each is None or isinstance(each, (bool, float)) or is_finite_number(each) for each in value
+    ):
         raise RecordError(f"{place}, field {name!r}: it must be a list of numbers.")
+    if len(value) != length:
+        raise RecordError(f"{place}, field {name!r}: it has {len(value):,} values, and the response {length:,} tokens.")
     return torch.tensor([math.nan if each is None else float(each) for each in value], dtype=torch.float64)
-
-
-def _index(known: Mapping[str, Any], name: str, place: str) -> int | None:
-    value = known.get(name)
-    if value is None:
-        return None
-    most = _MOST.get(name, _RANKS)
-    if type(value) is not int or not 0 <= value <= most:
-        raise RecordError(
-            f"{place}, field {name!r}: it must be a whole number from 0 to {most:,}, and is {_short(value)}."
-        )
-    return value
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:40]}…"
 
 
 # The limit of a file.
@@ -260,9 +245,7 @@ def check_file(path: Path) -> None:
         raise RecordError(f"{path} has {found.st_size:,} bytes, and {FILE_BYTES:,} are the limit.")
 
 
-def read_records(
-    paths: Iterable[Path], temperature: float = 1.0, keep_nonfinite: bool = False, for_check: bool = False
-) -> Iterator[Record]:
+def read_records(paths: Iterable[Path], temperature: float = 1.0, keep_nonfinite: bool = False) -> Iterator[Record]:
     """The records of JSON Lines and Parquet files; see `read_record`.
 
     Raises:
@@ -272,7 +255,7 @@ def read_records(
     count = tokens = 0
     for path in paths:
         for place, fields in (parquet_rows if path.suffix.lower() == ".parquet" else json_lines)(path):
-            record = read_record(fields, place, temperature, keep_nonfinite, for_check)
+            record = read_record(fields, place, temperature, keep_nonfinite)
             count += 1
             tokens += len(record.row.input_ids)
             for what, number, most in (("records", count, RECORDS), ("tokens", tokens, TOKENS)):

@@ -265,7 +265,7 @@ ALL = range(4)
 
 @cases(
     "changed fields message",
-    ([1], {"advantages": [1.0] * 8}, "field 'advantages': its shape is (8,), the response's (7,)"),
+    ([1], {"advantages": [1.0] * 8}, "field 'advantages': it has 8 values, and the response 7 tokens."),
     ([1], {"advantages": NAN}, "field 'advantages': it is nan at index 0; if training had that"),
     ([1], {"response_mask": [0.5] * 7}, "field 'response_mask': it must be of zeros and ones."),
     *(([1], {"log_probs": value}, NUMBERS) for value in (["1"] * 7, "-1234567", [10**400] * 7)),
