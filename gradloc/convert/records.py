@@ -41,8 +41,6 @@ _TEXTS: Mapping[tuple[str, str], str] = {
 }
 TOKENS_IN_A_ROW = 2**22
 _TOKEN_IDS = 2**31
-# By field, the largest whole number that is taken.
-_MOST = {"rank": 2**16, "micro_batch": 2**16, "response_length": TOKENS_IN_A_ROW, "step": 2**40}
 # A log-prob is not positive but for rounding.
 _ROUNDING = 1e-2
 
@@ -70,15 +68,18 @@ class Record:
     unknown: tuple[str, ...]  # fields that were not read
 
 
+def _whole(most: int) -> tuple[str, Callable[[Any], bool]]:
+    return f"a whole number from 0 to {most:,}", lambda value: type(value) is int and 0 <= value <= most
+
+
 # By field with a single value, what it must be, and whether a value is that.
 _SINGLE: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "temperature": ("a positive number", lambda value: is_finite_number(value) and value > 0),
     "uid": ("a text or a whole number", lambda value: isinstance(value, (str, int))),
     "reward": ("a number", lambda value: isinstance(value, float) or is_finite_number(value)),
-    **{
-        name: (f"a whole number from 0 to {most:,}", lambda value, most=most: type(value) is int and 0 <= value <= most)
-        for name, most in _MOST.items()
-    },
+    "response_length": _whole(TOKENS_IN_A_ROW),
+    **dict.fromkeys(("rank", "micro_batch"), _whole(2**16)),
+    "step": _whole(2**40),
 }
 
 

@@ -22,7 +22,9 @@ from ..tools.opening import Bundle
 from .folders import is_whole, safe_adapter, safe_model, unread
 from .memory import is_out_of_memory
 
-DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
+DTYPES: Mapping[str, torch.dtype] = {
+    name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")
+}
 FLASH = "flash_attention_2"
 ATTENTIONS = ("eager", "sdpa", FLASH)
 HALF = ("bfloat16", "float16")
@@ -51,13 +53,18 @@ class Variant:
 class Model:
     """A loaded model."""
 
+    path: str  # where it is from
+    variant: Variant  # what it computes in
     module: nn.Module  # in evaluation mode: a replay cannot repeat dropout
     layer_of: dict[nn.Parameter, str]  # that of each parameter that is trained
     device: torch.device
-    dtype: torch.dtype  # what it computes in
     # A backward's gradients are multiplied by training's scale: half precision would lose small ones without it.
     loss_scale: float
     notes: list[str]  # what a replay with it cannot repeat
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.variant.dtype]
 
 
 def device_kind(asked: str | None) -> str:
@@ -200,7 +207,7 @@ def load(
     if has_dropout(module):
         notes.append("The model has dropout, and a replay leaves it out: norms and log-probs differ by that.")
     scale = float(bundle.event["loss_scale"]) if variant.dtype == "float16" else 1.0
-    return Model(module, layer_of, torch.device(device), DTYPES[variant.dtype], scale, notes)
+    return Model(path, variant, module, layer_of, torch.device(device), scale, notes)
 
 
 def _listed(names: list[str], most: int = 4, others: str = "others") -> str:
@@ -261,7 +268,7 @@ def logits_of(model: Model, rows: Sequence[Row]) -> list[tuple[Tensor, Tensor]]:
     )
     lengths = [len(row.input_ids) for row in rows]
     mask = (torch.arange(ids.shape[1]) < torch.tensor(lengths).unsqueeze(1)).to(ids)
-    half = model.dtype in (torch.float16, torch.bfloat16)
+    half = model.variant.dtype in HALF
     with torch.autocast(model.device.type, dtype=model.dtype if half else torch.bfloat16, enabled=half):
         logits = model.module(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
     return [(logits[i, :length], ids[i, :length]) for i, length in enumerate(lengths)]

@@ -99,7 +99,7 @@ def fitting_numbers(factor: float, counts: Mapping[str, float], tolerance: float
         tolerance (float): How far the factor may be from a number, relative to it.
     """
     products = {f"{one} × {other}": a * b for (one, a), (other, b) in combinations(counts.items(), 2)}
-    known = [(f"the number of {name}", number) for name, number in (counts | products).items()]
+    known = [(f"the number of {name}", number) for name, number in {**counts, **products}.items()]
     known = [each for name, number in known for each in ((name, number), (f"1 / {name}", 1 / number))]
     found = [f"{name} ({max(number, 1 / number):g})" for name, number in known if abs(factor / number - 1) <= tolerance]
     power = round(math.log2(factor))

@@ -7,8 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -48,17 +47,6 @@ from .verdict import same_weights, weights_in_words
 _TAKE_LESS = "Take another --device, --dtype or --attention, a machine with more memory, or several with torchrun."
 
 
-@dataclass(frozen=True)
-class _Loaded:
-    """What is searched, and with which model."""
-
-    bundle: Bundle
-    model: Model
-    forward: Forward
-    path: str
-    variant: Variant
-
-
 def given(options: argparse.Namespace) -> list[str]:
     """What was given of the model: a command on the same bundle takes it as well."""
     paths = (("--model", options.model), ("--adapter", options.adapter))
@@ -78,26 +66,34 @@ def run_search(options: argparse.Namespace) -> None:
         CannotReplayError: On all ranks: it cannot be searched.
         OSError: On rank 0, which writes the page: that cannot be written.
     """
-    with _joined(options.device) as device:
+    with process_group(options.device) as device:
         # Ranks that make a mesh may wait for each other: none has failed yet.
         mesh = init_device_mesh(device.type, (processes(),)) if processes() > 1 else None
-        loaded = _load_on_all_ranks(options, device, mesh)
-        bundle = loaded.bundle
+        with _failing_together(options.bundle):
+            bundle, model, forward = _load(options, device, mesh)
         threshold = options.threshold or bundle.event["threshold"]
         budget = options.budget or bundle.event["budget"] or GradLocConfig.bisect_budget_steps
         try:
             # Without the warning of a pass that fails, which is for training.
             with mock.patch.object(passes.logger, "disabled", True):
-                found = search(bundle, loaded.model, loaded.forward, threshold, budget)
+                found = search(bundle, model, forward, threshold, budget)
         except collectives.RankFailedError as error:
-            raise _failure(error, loaded.variant) from error
+            raise _failure(error, model.variant) from error
         if collectives.rank() == 0:
-            _report(options, loaded, found, threshold)
+            _report(options, bundle, model, found, threshold)
 
 
 @contextmanager
-def _joined(asked: str | None) -> Iterator[torch.device]:
-    """Joins the processes of torchrun, if there are any. The device is that of this process."""
+def process_group(asked: str | None = None, alone: bool = False) -> Iterator[torch.device]:
+    """Joins the processes of torchrun, if there are any, for tensors on the CPU and on the device of this process.
+
+    Args:
+        asked (str, optional): The kind of device; default: cuda where there is one.
+        alone (bool): Whether one process is a group as well.
+
+    Raises:
+        CannotReplayError: This process has no device.
+    """
     device = torch.device(device_kind(asked))
     several = processes() > 1
     if several and device.type == "cuda":
@@ -106,38 +102,34 @@ def _joined(asked: str | None) -> Iterator[torch.device]:
             found = torch.cuda.device_count()
             raise CannotReplayError(f"There are {found} CUDA devices here: start no more processes.")
         torch.cuda.set_device(device)
-    with process_group(device) if several and not dist.is_initialized() else nullcontext():
+    if dist.is_initialized() or not (several or alone):
         yield device
-
-
-@contextmanager
-def process_group(device: torch.device, **options: Any) -> Iterator[None]:
-    """A process group for tensors on the CPU and on this device."""
+        return
+    options: dict[str, Any] = {} if several else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", **options)
     try:
-        yield
+        yield device
     finally:
         dist.destroy_process_group()
 
 
-def _load_on_all_ranks(options: argparse.Namespace, device: torch.device, mesh: DeviceMesh | None) -> _Loaded:
-    """Loads on this rank; if that fails on some rank, all raise.
+@contextmanager
+def _failing_together(path: str) -> Iterator[None]:
+    """If it fails on some rank within it, all raise.
 
     Raises:
         CannotReplayError: With the message of the first rank that failed.
     """
-    loaded = failure = None
+    failure = None
     try:
-        loaded = _load(options, device, mesh)
+        yield
     except (CannotReplayError, BundleError, OSError) as error:
-        failure = in_a_sentence(error, options.bundle)
+        failure = in_a_sentence(error, path)
     for message in filter(None, collectives.gather_objects(failure)):
         raise CannotReplayError(message)
-    assert loaded is not None
-    return loaded
 
 
-def _load(options: argparse.Namespace, device: torch.device, mesh: DeviceMesh | None) -> _Loaded:
+def _load(options: argparse.Namespace, device: torch.device, mesh: DeviceMesh | None) -> tuple[Bundle, Model, Forward]:
     bundle, trust = open_bundle(options.bundle), options.trust_remote_code
     path = model_path(bundle, options.model, trust)
     variant = default_variant(bundle, options.dtype, options.attention, device.type)
@@ -145,13 +137,11 @@ def _load(options: argparse.Namespace, device: torch.device, mesh: DeviceMesh | 
         # Shards are made of a copy on the CPU, so that no device ever has all of it.
         model = load(bundle, path, variant, "cpu" if mesh is not None else device.type, options.adapter, trust)
         if mesh is not None:
-            model, forward = shard_model(model, device, mesh)
-        else:
-            forward = build_forward(model)
-            check_memory(needed_memory(bundle, model.module, model.dtype, variant.attention), device.type)
+            return bundle, *shard_model(model, device, mesh)
+        check_memory(needed_memory(bundle, model.module, model.dtype, variant.attention), device.type)
     except (MemoryError, RuntimeError) as error:
         raise _failure(error, variant) from error
-    return _Loaded(bundle, model, forward, path, variant)
+    return bundle, model, build_forward(model)
 
 
 def _failure(error: BaseException, variant: Variant) -> CannotReplayError:
@@ -160,18 +150,17 @@ def _failure(error: BaseException, variant: Variant) -> CannotReplayError:
     return CannotReplayError(f"The search failed: {first_line(error)}")
 
 
-def _report(options: argparse.Namespace, loaded: _Loaded, searched: Searched, threshold: float) -> None:
+def _report(options: argparse.Namespace, bundle: Bundle, model: Model, searched: Searched, threshold: float) -> None:
     """Writes and prints what was found. On rank 0 alone."""
-    bundle = loaded.bundle
     facts = {
         "log_probs": searched.log_probs,
-        "dtype": loaded.variant.dtype,
+        "dtype": model.variant.dtype,
         "recorded_dtype": bundle.manifest["dtype"],
         "global_step": bundle.event["global_step"],
         "checkpoint": bundle.manifest["checkpoint"],
     }
     of_training = same_weights(facts)
-    notes = [*bundle.missing, *loaded.model.notes]
+    notes = [*bundle.missing, *model.notes]
     known, directory = event_around(bundle), None
     base = known or bundle.event
     was_found = base["diagnosis"] not in ("unsearched", "under")
@@ -198,8 +187,8 @@ def _report(options: argparse.Namespace, loaded: _Loaded, searched: Searched, th
     else:
         from ..report.terminal import print_report, print_texts_and_tables  # needs rich
 
-        ranks, kind = collectives.world_size(), loaded.model.device.type
-        where = f"{loaded.path}   {loaded.variant} on {kind if ranks == 1 else f'{ranks} processes, {kind}'}"
+        ranks, kind = collectives.world_size(), model.device.type
+        where = f"{model.path}   {model.variant} on {kind if ranks == 1 else f'{ranks} processes, {kind}'}"
         texts = [f"Search of {bundle.path.name}", where, "", *sentences]
         print_texts_and_tables([visible(text) for text in texts], (), [visible(note) for note in notes])
         if searched.found is not None:

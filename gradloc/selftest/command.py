@@ -92,9 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CannotReplayError as error:
         print(f"selftest: {error}", file=sys.stderr)
         return 2
-    device = _device()
-    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    with process_group(device, **alone):
+    with process_group(alone=True) as device:
         attention = options.attention or (FLASH if device.type == "cuda" and find_spec("flash_attn") else "sdpa")
         try:
             model = build_model(path, options.random_weights, attention, device, options.trust_remote_code)
@@ -126,11 +124,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"selftest: {in_a_sentence(error, options.output)}", file=sys.stderr)
                 return 2
     return 1 if failures(result) else 0
-
-
-def _device() -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-    torch.cuda.set_device(device)
-    return device
