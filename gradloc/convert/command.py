@@ -31,7 +31,7 @@ from ..evidence.writer import evidence_files, record_events
 from ..judge import judged
 from ..measure.micro_batch import square_weights
 from ..threshold import MARGIN
-from ..tools.command_line import argument, in_a_sentence, in_shell
+from ..tools.command_line import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, argument, in_a_sentence, in_shell
 from ..tools.command_line import parser as new_parser
 from ..tools.figures import visible
 from ..tools.spike import bundle_of
@@ -42,14 +42,11 @@ from .told import Told, told_by_records
 # The threshold of the published method.
 THRESHOLD = 640.0
 
-_POSITIVE = argument(float, lambda value: 0 < value < math.inf, "it must be positive")
-_NOT_NEGATIVE = argument(float, lambda value: 0 <= value < math.inf, "it must not be negative")
 _NORM = argument(float, lambda value: not value < 0, "it must not be negative")
 _WHOLE = argument(int, lambda value: value >= 0, "it must not be negative")
 # A shell gives an empty text for a variable that is not set. A folder may be on another machine, or be made.
 _NO_FOLDER = "it must name a folder, and {!r} is none"
 _FOLDER = argument(str, lambda value: bool(value) and (os.path.isdir(value) or not os.path.exists(value)), _NO_FOLDER)
-_NATURAL = argument(int, lambda value: value >= 1, "it must be at least 1")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -82,26 +79,26 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", metavar="PATH", type=_FOLDER, help="the folder with the weights that this step had")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"), help="of training")
     parser.add_argument("--step", metavar="N", type=_WHOLE, help="the trainer's step")
-    parser.add_argument("--threshold", metavar="TAU", type=_POSITIVE, help=f"norm of a spike's token ({THRESHOLD:g})")
+    parser.add_argument("--threshold", metavar="TAU", type=POSITIVE, help=f"norm of a spike's token ({THRESHOLD:g})")
     parser.add_argument(
         "--usual-norm",
         metavar="NORM",
-        type=_POSITIVE,
+        type=POSITIVE,
         help=f"the run's usual gradient norm; τ is then {MARGIN:g} times the norm that tokens usually have by it",
     )
     parser.add_argument("--grad-norm", metavar="NORM", type=_NORM, help="that of this step, before clipping")
     parser.add_argument("--loss-agg-mode", choices=AGG_MODES, help="as verl names them (%(default)s)")
     parser.add_argument(
-        "--loss-scale-factor", metavar="N", type=_POSITIVE, help="of seq-mean-token-sum-norm (the longest response)"
+        "--loss-scale-factor", metavar="N", type=POSITIVE, help="of seq-mean-token-sum-norm (the longest response)"
     )
-    parser.add_argument("--clip-low", metavar="EPS", type=_NOT_NEGATIVE, help="PPO's clip (%(default)g)")
-    parser.add_argument("--clip-high", metavar="EPS", type=_NOT_NEGATIVE, help="PPO's clip (%(default)g)")
-    parser.add_argument("--clip-c", metavar="C", type=_POSITIVE, help="dual clip, over 1 (none)")
-    parser.add_argument("--kl-coef", metavar="BETA", type=_NOT_NEGATIVE, help="of a KL loss (%(default)g)")
+    parser.add_argument("--clip-low", metavar="EPS", type=NOT_NEGATIVE, help="PPO's clip (%(default)g)")
+    parser.add_argument("--clip-high", metavar="EPS", type=NOT_NEGATIVE, help="PPO's clip (%(default)g)")
+    parser.add_argument("--clip-c", metavar="C", type=POSITIVE, help="dual clip, over 1 (none)")
+    parser.add_argument("--kl-coef", metavar="BETA", type=NOT_NEGATIVE, help="of a KL loss (%(default)g)")
     parser.add_argument("--kl-type", choices=tuple(KL_LOSSES), help="(%(default)s)")
-    parser.add_argument("--temperature", type=_POSITIVE, default=1.0, help="what logits are divided by (1)")
+    parser.add_argument("--temperature", type=POSITIVE, default=1.0, help="what logits are divided by (1)")
     parser.add_argument(
-        "--micro-batch-size", metavar="N", type=_NATURAL, help="responses in a micro-batch, where records name none"
+        "--micro-batch-size", metavar="N", type=AT_LEAST_ONE, help="responses in a micro-batch, where records name none"
     )
     parser.add_argument(
         "--old-from-rollout", action="store_true", help="the loss's ratio is to the rollout's log-probs"

@@ -14,7 +14,6 @@ exit codes: 0  it was replayed, or searched
 
 import argparse
 import json
-import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,7 @@ from typing import Any
 from ..evidence.writer import evidence_files, jsonable
 from ..report.page import write_page
 from ..report.replays import replay_tables
-from ..tools.command_line import argument, in_a_sentence, need, output_file
+from ..tools.command_line import AT_LEAST_ONE, POSITIVE, in_a_sentence, need, output_file
 from ..tools.command_line import parser as new_parser
 from ..tools.figures import visible
 from ..tools.opening import Bundle, BundleError, open_bundle
@@ -71,11 +70,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--search", action="store_true", help="search the bundle for the tokens behind the spike, and do nothing else"
     )
-    positive = argument(float, lambda value: 0 < value < math.inf, "must be positive and finite")
-    parser.add_argument("--threshold", metavar="τ", type=positive, help="for --search: τ (default: the event's)")
-    at_least_one = argument(int, lambda value: value > 0, "must be at least 1")
+    parser.add_argument("--threshold", metavar="τ", type=POSITIVE, help="for --search: τ (default: the event's)")
     parser.add_argument(
-        "--budget", metavar="N", type=at_least_one, help="for --search: at most N passes (default: as in training)"
+        "--budget", metavar="N", type=AT_LEAST_ONE, help="for --search: at most N passes (default: as in training)"
     )
     parser.add_argument("--html", metavar="FILE", type=output_file, help="write a report with the replay to FILE")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")

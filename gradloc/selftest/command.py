@@ -16,7 +16,6 @@ exit codes: 0  it works here
 """
 
 import json
-import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -29,7 +28,7 @@ import torch.distributed as dist
 
 from ..replay.model import ATTENTIONS, FLASH, CannotReplayError, find_model, first_line
 from ..replay.search_command import process_group
-from ..tools.command_line import argument, in_a_sentence, output_file
+from ..tools.command_line import AT_LEAST_ONE, NOT_NEGATIVE, in_a_sentence, output_file
 from ..tools.command_line import parser as new_parser
 from ..tools.files import write_output
 from .measuring import EXCHANGED, Loop, SelfTest, Sizes, UnusableError, build_model
@@ -80,11 +79,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--random-weights", action="store_true", help="read the model's configuration alone")
     parser.add_argument("--attention", choices=ATTENTIONS, help=f"default: {FLASH} where it is installed")
     parser.add_argument("--trust-remote-code", action="store_true", help="let the model's own code run")
-    count = argument(int, lambda value: value >= 1, "it must be at least 1, got {}")
     for name, default in asdict(Sizes()).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=count, default=default, help=f"default: {default}")
-    seconds = argument(float, lambda value: 0 <= value < math.inf, "it must be a number from 0, got {}")
-    parser.add_argument("--seconds", type=seconds, default=120.0, help="how long to measure detection (default: 120)")
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(option, type=AT_LEAST_ONE, default=default, help="default: %(default)s")
+    how_long = "how long to measure detection (default: %(default)g)"
+    parser.add_argument("--seconds", type=NOT_NEGATIVE, default=120.0, help=how_long)
     parser.add_argument("--output", type=output_file, metavar="FILE", help="write all figures as JSON")
     options = parser.parse_args(arguments)
     try:

@@ -4,6 +4,7 @@
 
 import argparse
 import importlib
+import math
 import os
 import shlex
 import sys
@@ -79,6 +80,11 @@ def argument(kind: Callable[[str], Value], holds: Callable[[Value], bool], text:
 
     convert.__name__ = kind.__name__  # argparse says it of what is no number
     return convert
+
+
+POSITIVE = argument(float, lambda value: 0 < value < math.inf, "it must be positive and finite")
+NOT_NEGATIVE = argument(float, lambda value: 0 <= value < math.inf, "it must be finite, and not negative")
+AT_LEAST_ONE = argument(int, lambda value: value >= 1, "it must be at least 1")
 
 
 def output_file(path: str) -> str:
